@@ -1,0 +1,49 @@
+// Mutexes that clang's thread-safety analysis understands. The lock order is
+// written once, in core/device_memory.h.
+#pragma once
+
+#include <mutex>
+
+#if defined(__clang__)
+#define VMM_THREAD_ANNOTATION(x) __attribute__((x))
+#else
+#define VMM_THREAD_ANNOTATION(x)
+#endif
+#define VMM_CAPABILITY(x) VMM_THREAD_ANNOTATION(capability(x))
+#define VMM_SCOPED_CAPABILITY VMM_THREAD_ANNOTATION(scoped_lockable)
+#define VMM_GUARDED_BY(x) VMM_THREAD_ANNOTATION(guarded_by(x))
+#define VMM_PT_GUARDED_BY(x) VMM_THREAD_ANNOTATION(pt_guarded_by(x))
+#define VMM_REQUIRES(...) VMM_THREAD_ANNOTATION(requires_capability(__VA_ARGS__))
+#define VMM_ACQUIRE(...) VMM_THREAD_ANNOTATION(acquire_capability(__VA_ARGS__))
+#define VMM_RELEASE(...) VMM_THREAD_ANNOTATION(release_capability(__VA_ARGS__))
+#define VMM_TRY_ACQUIRE(...) VMM_THREAD_ANNOTATION(try_acquire_capability(__VA_ARGS__))
+#define VMM_EXCLUDES(...) VMM_THREAD_ANNOTATION(locks_excluded(__VA_ARGS__))
+#define VMM_NO_THREAD_SAFETY_ANALYSIS VMM_THREAD_ANNOTATION(no_thread_safety_analysis)
+
+namespace vmm {
+
+class VMM_CAPABILITY("mutex") Mutex {
+ public:
+  Mutex() = default;
+  Mutex(const Mutex&) = delete;
+  Mutex& operator=(const Mutex&) = delete;
+  void lock() VMM_ACQUIRE() { mutex_.lock(); }
+  void unlock() VMM_RELEASE() { mutex_.unlock(); }
+  bool try_lock() VMM_TRY_ACQUIRE(true) { return mutex_.try_lock(); }
+
+ private:
+  std::mutex mutex_;
+};
+
+class VMM_SCOPED_CAPABILITY MutexLock {
+ public:
+  explicit MutexLock(Mutex& mutex) VMM_ACQUIRE(mutex) : mutex_(mutex) { mutex_.lock(); }
+  ~MutexLock() VMM_RELEASE() { mutex_.unlock(); }
+  MutexLock(const MutexLock&) = delete;
+  MutexLock& operator=(const MutexLock&) = delete;
+
+ private:
+  Mutex& mutex_;
+};
+
+}  // namespace vmm

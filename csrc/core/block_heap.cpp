@@ -1,0 +1,269 @@
+#include "core/block_heap.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+
+namespace vmm {
+
+Block* BlockArena::make() {
+  if (free_.empty()) return &blocks_.emplace_back();
+  Block* block = free_.back();
+  free_.pop_back();
+  return block;
+}
+
+void BlockArena::recycle(Block* block) {
+  *block = Block();
+  free_.push_back(block);
+}
+
+// ---------------------------------------------------------------- FreeIndex
+
+void FreeIndex::insert(Block* block) {
+  const std::size_t bin = block->size / kBlockAlignment;
+  if (bin >= kBins) {
+    large_.insert(block);
+    return;
+  }
+  block->bin_prev = nullptr;
+  block->bin_next = bins_[bin];
+  if (block->bin_next != nullptr) block->bin_next->bin_prev = block;
+  bins_[bin] = block;
+  filled_[bin / 64] |= std::uint64_t{1} << (bin % 64);
+  words_filled_ |= std::uint64_t{1} << (bin / 64);
+}
+
+void FreeIndex::erase(Block* block) {
+  const std::size_t bin = block->size / kBlockAlignment;
+  if (bin >= kBins) {
+    large_.erase(block);
+    return;
+  }
+  if (block->bin_next != nullptr) block->bin_next->bin_prev = block->bin_prev;
+  if (block->bin_prev != nullptr) {
+    block->bin_prev->bin_next = block->bin_next;
+  } else {
+    bins_[bin] = block->bin_next;
+    if (bins_[bin] == nullptr) {
+      filled_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
+      if (filled_[bin / 64] == 0) words_filled_ &= ~(std::uint64_t{1} << (bin / 64));
+    }
+  }
+  block->bin_prev = block->bin_next = nullptr;
+}
+
+Block* FreeIndex::best_fit(std::size_t size) const {
+  static_assert(kWords <= 64, "one summary word must cover the bitmap");
+  const std::size_t bin = size / kBlockAlignment;
+  if (bin < kBins) {
+    const std::size_t word = bin / 64;
+    std::uint64_t bits = filled_[word] & (~std::uint64_t{0} << (bin % 64));
+    if (bits != 0) return bins_[word * 64 + static_cast<std::size_t>(__builtin_ctzll(bits))];
+    const std::uint64_t later = word == 63 ? 0 : words_filled_ & (~std::uint64_t{0} << (word + 1));
+    if (later != 0) {
+      const auto found = static_cast<std::size_t>(__builtin_ctzll(later));
+      return bins_[found * 64 + static_cast<std::size_t>(__builtin_ctzll(filled_[found]))];
+    }
+  }
+  Block key;
+  key.size = size;
+  const auto at = large_.lower_bound(&key);
+  return at == large_.end() ? nullptr : *at;
+}
+
+Block* FreeIndex::next_larger(Block* block) const {
+  if (block->size / kBlockAlignment < kBins) {
+    return large_.empty() ? nullptr : *large_.begin();
+  }
+  const auto at = large_.upper_bound(block);
+  return at == large_.end() ? nullptr : *at;
+}
+
+// ---------------------------------------------------------------- BlockHeap
+
+FreeIndex& BlockHeap::index(StreamTag tag) {
+  if (index_.size() <= tag) index_.resize(tag + std::size_t{1});
+  if (index_[tag] == nullptr) index_[tag] = std::make_unique<FreeIndex>();
+  return *index_[tag];
+}
+
+void BlockHeap::set_free(Block* block, StreamTag tag, std::uint64_t epoch) {
+  block->state = BlockState::free;
+  block->tag = tag;
+  block->epoch = epoch;
+  block->requested = 0;
+  index(tag).insert(block);
+  if (by_offset_) free_.insert(block);
+}
+
+void BlockHeap::clear_free(Block* block) {
+  index(block->tag).erase(block);
+  if (by_offset_) free_.erase(block);
+}
+
+void BlockHeap::insert_after(Block* at, Block* fresh) {
+  fresh->prev = at;
+  fresh->next = at->next;
+  if (fresh->next != nullptr) fresh->next->prev = fresh;
+  at->next = fresh;
+}
+
+void BlockHeap::unlink(Block* block) {
+  if (block->prev != nullptr) {
+    block->prev->next = block->next;
+  } else {
+    // The first of its stretch: the stretch now begins with the next one.
+    const auto at = std::find(stretches_.begin(), stretches_.end(), block);
+    if (at != stretches_.end()) {
+      if (block->next != nullptr) {
+        *at = block->next;
+      } else {
+        stretches_.erase(at);
+      }
+    }
+  }
+  if (block->next != nullptr) block->next->prev = block->prev;
+  arena_.recycle(block);
+}
+
+void BlockHeap::donate(ByteRange range, StreamTag tag) {
+  Block* block = arena_.make();
+  block->offset = range.offset;
+  block->size = range.size;
+  const auto at = std::lower_bound(stretches_.begin(), stretches_.end(), range.offset,
+                                   [](const Block* a, std::size_t offset) { return a->offset < offset; });
+  stretches_.insert(at, block);
+  set_free(block, tag, 0);
+}
+
+void BlockHeap::retract(Block* block) {
+  VMM_CHECK(block->state == BlockState::free && block->prev == nullptr && block->next == nullptr,
+            "retracting a stretch in use at ", block->offset);
+  clear_free(block);
+  unlink(block);
+}
+
+Block* BlockHeap::best_fit(std::size_t size, StreamTag tag) const {
+  return tag < index_.size() && index_[tag] != nullptr ? index_[tag]->best_fit(size) : nullptr;
+}
+
+Block* BlockHeap::next_larger(Block* block) const { return index_[block->tag]->next_larger(block); }
+
+Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, BlockState state) {
+  VMM_CHECK(free->state == BlockState::free && free->offset <= offset && offset + size <= free->end(),
+            "carving ", offset, "+", size, " out of ", free->offset, "+", free->size);
+  const StreamTag tag = free->tag;
+  const std::uint64_t epoch = free->epoch;
+  clear_free(free);
+  if (const std::size_t above = free->end() - (offset + size); above != 0) {
+    Block* rest = arena_.make();
+    rest->offset = offset + size;
+    rest->size = above;
+    rest->small = free->small;
+    insert_after(free, rest);
+    set_free(rest, tag, epoch);
+    free->size -= above;
+  }
+  Block* block = free;
+  if (offset != free->offset) {
+    block = arena_.make();
+    block->offset = offset;
+    block->size = size;
+    block->small = free->small;
+    insert_after(free, block);
+    free->size = offset - free->offset;
+    set_free(free, tag, epoch);
+  }
+  block->state = state;
+  block->tag = tag;
+  block->epoch = epoch;
+  return block;
+}
+
+Block* BlockHeap::split(Block* block, std::size_t offset) {
+  VMM_CHECK(block->state != BlockState::free && block->offset < offset && offset < block->end(), "split at ", offset);
+  Block* upper = arena_.make();
+  upper->offset = offset;
+  upper->size = block->end() - offset;
+  upper->state = block->state;
+  upper->tag = block->tag;
+  upper->epoch = block->epoch;
+  upper->small = block->small;
+  block->size = offset - block->offset;
+  insert_after(block, upper);
+  return upper;
+}
+
+void BlockHeap::join(Block* lower, Block* upper) {
+  VMM_CHECK(lower->next == upper && lower->state != BlockState::free && upper->state != BlockState::free,
+            "joining ", lower->offset, " and ", upper->offset);
+  lower->size += upper->size;
+  lower->epoch = std::max(lower->epoch, upper->epoch);
+  unlink(upper);
+}
+
+bool BlockHeap::coalesces(const Block* a, const Block* b) {
+  return a != nullptr && b != nullptr && a->state == BlockState::free && b->state == BlockState::free &&
+         (a->tag == b->tag || a->tag == kNeutral || b->tag == kNeutral);
+}
+
+Block* BlockHeap::free(Block* block, StreamTag tag, std::uint64_t epoch) {
+  VMM_CHECK(block->state != BlockState::free, "freeing free block at ", block->offset);
+  block->state = BlockState::free;
+  block->tag = tag;
+  block->epoch = epoch;
+  // Neutral space takes the neighbour's tag; when both neighbours are of other
+  // tags it goes to the lower one.
+  const auto absorb = [this](Block* lower, Block* upper) {
+    const StreamTag merged = lower->tag != kNeutral ? lower->tag : upper->tag;
+    const std::uint64_t latest = std::max(lower->epoch, upper->epoch);
+    lower->size += upper->size;
+    lower->tag = merged;
+    lower->epoch = latest;
+    unlink(upper);
+  };
+  if (coalesces(block->prev, block)) {
+    Block* lower = block->prev;
+    clear_free(lower);
+    absorb(lower, block);
+    block = lower;
+  }
+  if (coalesces(block, block->next)) {
+    clear_free(block->next);
+    absorb(block, block->next);
+  }
+  set_free(block, block->tag, block->epoch);
+  return block;
+}
+
+Block* BlockHeap::free_covering(std::size_t offset) const {
+  auto at = free_.upper_bound(offset);
+  if (at == free_.begin()) return nullptr;
+  --at;
+  return (*at)->end() > offset ? *at : nullptr;
+}
+
+void BlockHeap::check() const {
+  std::size_t free_seen = 0;
+  std::size_t last_end = 0;
+  for (Block* first : stretches_) {
+    VMM_CHECK(first->prev == nullptr && first->offset >= last_end, "stretch at ", first->offset);
+    for (const Block* block = first; block != nullptr; block = block->next) {
+      VMM_CHECK(block->size != 0 && block->size % kBlockAlignment == 0, "block at ", block->offset);
+      if (block->next != nullptr) {
+        VMM_CHECK(block->next->prev == block && block->next->offset == block->end(), "gap after ", block->offset);
+        VMM_CHECK(!coalesces(block, block->next), "not coalesced at ", block->offset);
+      }
+      last_end = block->end();
+      if (block->state != BlockState::free) continue;
+      ++free_seen;
+      VMM_CHECK(!by_offset_ || free_covering(block->offset) == block, "free block at ", block->offset, " is not indexed");
+      Block* fit = best_fit(block->size, block->tag);
+      VMM_CHECK(fit != nullptr && fit->size == block->size, "best fit misses ", block->offset);
+    }
+  }
+  VMM_CHECK(!by_offset_ || free_seen == free_.size(), "free blocks: walked ", free_seen, ", indexed ", free_.size());
+}
+
+}  // namespace vmm

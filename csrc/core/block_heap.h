@@ -1,0 +1,150 @@
+// Pure offsets: split, coalesce, best fit over one or several stretches of
+// offsets, with holes. It never knows an address, a chunk or a lock.
+//
+// Free space carries the tag of the stream that used it last; spans of one
+// tag coalesce. Neutral space (tag 0) was never used, or has nothing under it,
+// and coalesces with any neighbour, whose tag it takes.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "base/units.h"
+#include "driver/driver.h"
+
+namespace vmm {
+
+using StreamTag = std::uint16_t;
+inline constexpr StreamTag kNeutral = 0;
+inline constexpr std::size_t kBlockAlignment = 512;  // torch's own
+
+enum class BlockState : std::uint8_t {
+  free,
+  used,     // a tensor's
+  pages,    // held by the explicit allocate(offset, size)
+  slab,     // carved into small blocks by another heap
+  pending,  // freed, but a recorded stream may still use it
+  retired,  // an address whose former mapping waits for its fence
+};
+
+struct Block {
+  std::size_t offset = 0;
+  std::size_t size = 0;       // bytes, a multiple of kBlockAlignment
+  std::size_t requested = 0;  // bytes asked for, while used
+  std::uint64_t epoch = 0;    // while free: after how many records of its stream it was freed
+  Block* prev = nullptr;      // neighbours by offset within one donated stretch
+  Block* next = nullptr;
+  Block* bin_prev = nullptr;  // others of the same size in a FreeIndex
+  Block* bin_next = nullptr;
+  StreamTag tag = kNeutral;
+  BlockState state = BlockState::free;
+  bool small = false;  // lives in a slab
+  std::unique_ptr<std::vector<Stream>> uses;  // record_stream()
+
+  [[nodiscard]] std::size_t end() const { return offset + size; }
+  [[nodiscard]] ByteRange range() const { return {offset, size}; }
+};
+
+// Blocks made and reused without malloc: a heap's blocks and those of its
+// slabs share one arena.
+class BlockArena {
+ public:
+  Block* make();
+  void recycle(Block* block);
+
+ private:
+  std::deque<Block> blocks_;
+  std::vector<Block*> free_;
+};
+
+// Free blocks by size: exact bins with a bitmap below 2 MiB (best fit in O(1)),
+// an ordered set above.
+class FreeIndex {
+ public:
+  void insert(Block* block);
+  void erase(Block* block);
+  // The smallest block of at least `size` bytes, lowest offset first, or nullptr.
+  [[nodiscard]] Block* best_fit(std::size_t size) const;
+  // The next larger one after `block`, or nullptr. Large blocks only: small
+  // ones need no second choice.
+  [[nodiscard]] Block* next_larger(Block* block) const;
+
+ private:
+  static constexpr std::size_t kBins = 2 * kMiB / kBlockAlignment;
+  static constexpr std::size_t kWords = kBins / 64;
+  struct BySize {
+    bool operator()(const Block* a, const Block* b) const {
+      return a->size != b->size ? a->size < b->size : a->offset < b->offset;
+    }
+  };
+  std::array<Block*, kBins> bins_{};
+  std::array<std::uint64_t, kWords> filled_{};
+  std::uint64_t words_filled_ = 0;  // bit w: filled_[w] != 0
+  std::set<Block*, BySize> large_;
+};
+
+class BlockHeap {
+ public:
+  // `by_offset`: keep the free blocks ordered by offset too, for
+  // free_covering() and free_blocks(). Costs an ordered set's insert a free.
+  BlockHeap(BlockArena& arena, bool by_offset) : arena_(arena), by_offset_(by_offset) {}
+  BlockHeap(const BlockHeap&) = delete;
+  BlockHeap& operator=(const BlockHeap&) = delete;
+
+  // Adds a stretch of free space; it never coalesces with another stretch.
+  void donate(ByteRange range, StreamTag tag);
+  // Takes a whole donated stretch out again. REQUIRES: `block` is free and has
+  // no neighbours.
+  void retract(Block* block);
+
+  // The smallest free block with this tag that has `size` bytes, or nullptr.
+  [[nodiscard]] Block* best_fit(std::size_t size, StreamTag tag) const;
+  [[nodiscard]] Block* next_larger(Block* block) const;
+  // Makes [offset, offset + size) of a free block a block of its own in
+  // `state`; what is left on either side stays free with its tag and epoch.
+  Block* carve(Block* free, std::size_t offset, std::size_t size, BlockState state);
+  // Splits a block that is not free at `offset`; returns the upper part.
+  Block* split(Block* block, std::size_t offset);
+  // Joins `upper` (not free) into its lower neighbour `lower` (not free).
+  void join(Block* lower, Block* upper);
+  // Frees and coalesces; returns the free block that now holds it.
+  Block* free(Block* block, StreamTag tag, std::uint64_t epoch);
+
+  // The free block that covers `offset`, or nullptr.
+  [[nodiscard]] Block* free_covering(std::size_t offset) const;
+  // All free blocks by offset; only of a heap made with `by_offset`.
+  struct ByOffset {
+    using is_transparent = void;
+    bool operator()(const Block* a, const Block* b) const { return a->offset < b->offset; }
+    bool operator()(const Block* a, std::size_t b) const { return a->offset < b; }
+    bool operator()(std::size_t a, const Block* b) const { return a < b->offset; }
+  };
+  using FreeByOffset = std::set<Block*, ByOffset>;
+  [[nodiscard]] const FreeByOffset& free_blocks() const { return free_; }
+  // First blocks of the donated stretches, by offset.
+  [[nodiscard]] const std::vector<Block*>& stretches() const { return stretches_; }
+  // Checks neighbours, tiling, tags and indexes; throws nothing, aborts on a
+  // broken invariant. Walks everything.
+  void check() const;
+
+ private:
+  FreeIndex& index(StreamTag tag);
+  void set_free(Block* block, StreamTag tag, std::uint64_t epoch);
+  void clear_free(Block* block);
+  void unlink(Block* block);
+  void insert_after(Block* at, Block* fresh);
+  static bool coalesces(const Block* a, const Block* b);
+
+  BlockArena& arena_;
+  bool by_offset_;
+  std::vector<std::unique_ptr<FreeIndex>> index_;  // by tag
+  FreeByOffset free_;
+  std::vector<Block*> stretches_;
+};
+
+}  // namespace vmm

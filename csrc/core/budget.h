@@ -1,0 +1,54 @@
+// A limit as a counter that is charged before memory is asked for. Budgets
+// form a chain (model -> shared pool -> device): the model's limit, the limit
+// that models share and torch's per-process fraction are this one mechanism.
+// Charging is all or nothing and never overshoots, by any number of threads.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <string>
+#include <utility>
+
+#include "base/units.h"
+
+namespace vmm {
+
+class Budget {
+ public:
+  Budget(std::string name, std::size_t limit_bytes, Budget* parent)
+      : name_(std::move(name)), limit_bytes_(limit_bytes), parent_(parent) {}
+  Budget(const Budget&) = delete;
+  Budget& operator=(const Budget&) = delete;
+
+  // Adds `bytes` here and in every parent, or nowhere. Returns nullptr, or the
+  // budget that refused.
+  [[nodiscard]] Budget* charge(std::size_t bytes);
+  void refund(std::size_t bytes);
+  // Moves a charge of `bytes` from `from` to `to` without letting go of it in
+  // the budgets that both stand under. Returns nullptr, or who refused.
+  [[nodiscard]] static Budget* transfer(Budget& from, Budget& to, std::size_t bytes);
+
+  [[nodiscard]] const std::string& name() const { return name_; }
+  [[nodiscard]] Budget* parent() const { return parent_; }
+  [[nodiscard]] std::size_t used() const { return used_bytes_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::size_t limit() const { return limit_bytes_.load(std::memory_order_relaxed); }
+  // May be below used(): then every charge is refused until it fits again.
+  void set_limit(std::size_t limit_bytes) { limit_bytes_.store(limit_bytes, std::memory_order_relaxed); }
+  // Bytes that could be charged now, over the whole chain.
+  [[nodiscard]] std::size_t headroom() const;
+  // True when `other` is this budget or one of its parents.
+  [[nodiscard]] bool stands_under(const Budget& other) const;
+
+ private:
+  [[nodiscard]] bool charge_here(std::size_t bytes);
+  // Charges from here up to, not including, `end`.
+  [[nodiscard]] Budget* charge_below(std::size_t bytes, const Budget* end);
+  void refund_below(std::size_t bytes, const Budget* end);
+
+  std::string name_;
+  std::atomic<std::size_t> limit_bytes_;
+  std::atomic<std::size_t> used_bytes_{0};
+  Budget* parent_;
+};
+
+}  // namespace vmm

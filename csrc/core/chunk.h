@@ -1,0 +1,32 @@
+// A physical chunk: what the driver gave in one create call. Exactly one of a
+// mapped range, the page store or a grant owns it at any time.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/budget.h"
+#include "core/fences.h"
+#include "driver/driver.h"
+
+namespace vmm {
+
+// Names whose data a chunk holds; a fresh chunk's is nobody's, and zero.
+using OwnerId = std::uint64_t;
+inline constexpr OwnerId kNobody = 0;
+
+struct Chunk {
+  ChunkHandle handle = 0;
+  std::size_t size = 0;  // bytes
+  Location location;
+  bool exportable = false;
+  Budget* charged = nullptr;  // who pays for it
+  OwnerId content = kNobody;  // whose data it may still hold
+  FenceSet last_use;          // work that may still use it at former addresses
+  // Addresses at which it is mapped, those waiting for their fence included.
+  // Two pools drop their mappings under two locks, hence atomic.
+  std::atomic<int> mappings{0};
+};
+
+}  // namespace vmm

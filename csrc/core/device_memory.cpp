@@ -1,0 +1,256 @@
+// DeviceMemory: pools' lives, giving back, numbers. The ladder is reclaim.cpp.
+#include "core/device_memory.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "base/errors.h"
+
+namespace vmm {
+
+namespace {
+
+Capabilities capabilities_of(Driver& driver, int device) {
+  Capabilities capabilities;
+  const std::string missing = driver.missing(device);
+  if (!missing.empty()) throw NotAvailableError(missing);
+  throw_if_failed(driver.capabilities(device, &capabilities),
+                  "asking device " + std::to_string(device) + " for its capabilities");
+  return capabilities;
+}
+
+}  // namespace
+
+DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int device, const Options& options)
+    : driver_(driver),
+      address_space_(address_space),
+      device_(device),
+      options_(options),
+      capabilities_(capabilities_of(driver, device)),
+      budget_("device " + driver.name() + ":" + std::to_string(device), kUnlimited, nullptr),
+      store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
+      fences_(driver, device) {}
+
+DeviceMemory::~DeviceMemory() {
+  const MutexLock lock(registry_mutex_);
+  for (const auto& pool : pools_) {
+    pool->retire();
+    pool->end();
+  }
+  pools_.clear();
+  store_.trim_all();
+}
+
+// --------------------------------------------------------------------- pools
+
+std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
+  PoolSpec complete = spec;
+  if (complete.capacity == 0) {
+    complete.capacity = options_.default_capacity_bytes != 0 ? options_.default_capacity_bytes
+                                                             : 4 * capabilities_.total_memory;
+  }
+  const PoolContext context{driver_, address_space_, store_,  fences_, peaks_,
+                            options_, device_,        {Location::on_device(device_)}};
+  auto pool = std::make_shared<Pool>(context, group == nullptr ? budget_ : *group, complete, this);
+  const MutexLock lock(registry_mutex_);
+  pools_.push_back(pool);
+  return pool;
+}
+
+Budget& DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
+  const MutexLock lock(registry_mutex_);
+  groups_.push_back(std::make_unique<Budget>(name, limit_bytes, &budget_));
+  return *groups_.back();
+}
+
+void DeviceMemory::close_pool(Pool& pool, bool force) {
+  pool.settle(/*wait=*/false);
+  if (!force) {
+    const std::size_t blocks = pool.live_blocks();
+    if (blocks != 0) {
+      const std::size_t bytes = pool.live_bytes();
+      throw StillInUseError("pool '" + pool.name() + "' still holds " + std::to_string(blocks) + " live blocks, " +
+                                format_bytes(bytes) + "; free its tensors and pages first, or force",
+                            bytes, blocks);
+    }
+  }
+  pool.retire();
+  pool.drop_pages();
+  bury_retired();
+}
+
+// Ends the retired pools that hold nothing any more.
+void DeviceMemory::bury_retired() {
+  PoolList ended;
+  {
+    const MutexLock lock(registry_mutex_);
+    for (auto it = pools_.begin(); it != pools_.end();) {
+      if ((*it)->is_retired() && (*it)->live_blocks() == 0) {
+        ended.push_back(*it);
+        it = pools_.erase(it);
+      } else {
+        ++it;
+      }
+    }
+  }
+  for (const auto& pool : ended) {
+    Budget& group = pool->group();
+    pool->end();
+    store_.trim(group, options_.store_bytes);
+    const MutexLock lock(registry_mutex_);
+    of_ended_pools_.add_totals(pool->statistics());
+  }
+}
+
+PoolList DeviceMemory::pools() const {
+  const MutexLock lock(registry_mutex_);
+  return pools_;
+}
+
+PoolList DeviceMemory::pools_under(const Budget& group) const {
+  const MutexLock lock(registry_mutex_);
+  PoolList found;
+  for (const auto& pool : pools_) {
+    if (pool->budget().stands_under(group)) found.push_back(pool);
+  }
+  return found;
+}
+
+std::shared_ptr<Pool> DeviceMemory::pool_at(Address address) const {
+  const MutexLock lock(registry_mutex_);
+  for (const auto& pool : pools_) {
+    if (pool->contains(address)) return pool;
+  }
+  return nullptr;
+}
+
+bool DeviceMemory::free(AddressSpace& address_space, Address address) {
+  Pool* pool = address_space.find(address);
+  if (pool == nullptr) return false;
+  DeviceMemory* home = pool->home();
+  bool drained = false;
+  const bool known = pool->free(address, &drained);
+  if (drained) home->bury_retired();
+  return known;
+}
+
+void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t size) {
+  pool.deallocate_pages(offset, size);
+  store_.trim(pool.group(), options_.store_bytes);
+}
+
+// --------------------------------------------------------------- giving back
+
+std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
+  Budget& group = pool.group();
+  const std::size_t shelved = store_.shelved_bytes(group);
+  pool.shed(keep);
+  // A chunk may still be mapped where another pool had it before.
+  settle_all(/*wait=*/true);
+  pool.count_sync();
+  return store_.trim(group, shelved);
+}
+
+std::size_t DeviceMemory::empty_cache() {
+  const PoolList all = pools();
+  for (const auto& pool : all) pool->settle(/*wait=*/true);
+  for (const auto& pool : all) pool->shed(0);
+  settle_all(/*wait=*/true);
+  bury_retired();
+  {
+    const MutexLock lock(registry_mutex_);
+    ++of_ended_pools_.num_sync_all_streams;
+  }
+  return store_.trim_all();
+}
+
+std::size_t DeviceMemory::trim_group(Budget& group) {
+  settle_all(/*wait=*/true);
+  return store_.trim(group, 0);
+}
+
+std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
+  budget.set_limit(limit_bytes);
+  std::size_t given_back = 0;
+  const auto excess = [&] { return budget.used() > limit_bytes ? budget.used() - limit_bytes : 0; };
+  // What rests on shelves first, then what is idle in pools, lowest priority
+  // first. Nothing is waited for: what fences hold up goes when it can.
+  for (int round = 0; round < 2 && excess() != 0; ++round) {
+    if (round == 1) {
+      for (const auto& pool : in_order_of_yielding(pools_under(budget))) {
+        if (excess() == 0) break;
+        const std::size_t idle = pool->idle_bytes();
+        pool->shed(idle > excess() ? idle - excess() : 0);
+      }
+      settle_all(/*wait=*/false);
+    }
+    given_back += store_.trim_under(budget, excess());
+  }
+  return given_back;
+}
+
+void DeviceMemory::settle_all(bool wait) {
+  for (const auto& pool : pools()) pool->settle(wait);
+}
+
+// -------------------------------------------------------------------- numbers
+
+Statistics DeviceMemory::statistics() const {
+  Statistics sum;
+  const MutexLock lock(registry_mutex_);
+  sum.add_totals(of_ended_pools_);
+  for (const auto& pool : pools_) sum.add_totals(pool->statistics());
+  peaks_.fill_peaks(sum);
+  return sum;
+}
+
+void DeviceMemory::reset_peaks() {
+  const MutexLock lock(registry_mutex_);
+  peaks_.reset_peaks();
+  for (const auto& pool : pools_) pool->reset_peaks();
+}
+
+void DeviceMemory::reset_accumulated() {
+  const MutexLock lock(registry_mutex_);
+  of_ended_pools_.reset_accumulated();
+  for (const auto& pool : pools_) pool->reset_accumulated();
+}
+
+GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
+  GlobalMemoryStats stats;
+  stats.physical_limit = group.limit();
+  for (const auto& pool : pools_under(group)) {
+    const MemoryStats part = pool->memory_stats();
+    stats.physical_usage += part.physical_usage;
+    stats.allocated_bytes += part.allocated_bytes;
+    stats.idle_bytes += part.idle_bytes;
+    stats.stranded_bytes += part.stranded_bytes;
+    stats.quarantined_bytes += part.quarantined_bytes;
+  }
+  const std::size_t waiting = store_.quarantined_bytes(group);
+  stats.store_bytes = store_.shelved_bytes(group) - waiting;
+  stats.quarantined_bytes += waiting;
+  stats.physical_usage += stats.store_bytes + waiting;
+  return stats;
+}
+
+void DeviceMemory::check() const {
+  const PoolList all = pools();
+  std::size_t mapped = 0;
+  std::size_t chunks = 0;
+  for (const auto& pool : all) {
+    pool->check();
+    const std::size_t bytes = pool->physical_bytes();
+    VMM_CHECK(pool->budget().used() == bytes, "pool ", pool->name(), " maps ", bytes, ", is charged ",
+              pool->budget().used());
+    mapped += bytes;
+    chunks += static_cast<std::size_t>(pool->statistics()[StatKind::segment][0].current);
+  }
+  const std::size_t shelved = store_.all_shelved_bytes();
+  VMM_CHECK(budget_.used() >= mapped + shelved, "device charged ", budget_.used(), ", pools map ", mapped,
+            ", shelves hold ", shelved);
+  VMM_CHECK(store_.live_chunks() >= chunks, "chunks: alive ", store_.live_chunks(), ", mapped ", chunks);
+}
+
+}  // namespace vmm

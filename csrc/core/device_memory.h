@@ -1,0 +1,135 @@
+// All pools of one device and who yields to whom: the reclaim ladder, and
+// nothing else decides it. It never knows torch, nor how a pool finds room.
+//
+// Lock order, top first; whoever holds one may only take those below it:
+//   DeviceMemory::reclaim_mutex_   one request at a time climbs the ladder
+//   DeviceMemory::registry_mutex_  the list of pools
+//   Pool::mutex_                   one pool; several only on the last rung, in
+//                                  the order of registration
+//   PageStore::mutex_              the shelves
+//   FencePool::mutex_, drivers'    leaves
+// Whoever holds a lock never calls Python and, below the last rungs of the
+// ladder and the calls that say so, never waits for the GPU.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/sync.h"
+#include "core/budget.h"
+#include "core/page_store.h"
+#include "core/pool.h"
+
+namespace vmm {
+
+using PoolList = std::vector<std::shared_ptr<Pool>>;
+
+class DeviceMemory {
+ public:
+  // Throws NotAvailableError when the device cannot be used, naming why.
+  DeviceMemory(Driver& driver, AddressSpace& address_space, int device, const Options& options);
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  // REQUIRES: no live block in any pool.
+  ~DeviceMemory();
+
+  // -- Pools ----------------------------------------------------------------
+  // A pool whose limit stands under `group` (nullptr: the device itself).
+  // Throws InvalidArgumentError, InvalidPageSizeError, OutOfMemoryError (no
+  // address space).
+  std::shared_ptr<Pool> create_pool(const PoolSpec& spec, Budget* group);
+  // A limit for several pools, under the device's own. It lives as long as
+  // this object: pools that drain outlive whoever closed them.
+  Budget& create_group(const std::string& name, std::size_t limit_bytes) VMM_EXCLUDES(registry_mutex_);
+  // Ends a pool. StillInUseError while it holds live blocks, unless `force`:
+  // then explicit pages go at once and the pool ends with its last tensor.
+  void close_pool(Pool& pool, bool force);
+  // Every pool of the device, retired ones included, in order of registration.
+  [[nodiscard]] PoolList pools() const VMM_EXCLUDES(registry_mutex_);
+  // Pools that stand under `group`.
+  [[nodiscard]] PoolList pools_under(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
+  // The pool that holds `address`, or nullptr.
+  [[nodiscard]] std::shared_ptr<Pool> pool_at(Address address) const VMM_EXCLUDES(registry_mutex_);
+
+  // -- Allocation: the pool itself, then the ladder ---------------------------
+  // Throw OutOfMemoryError that says who asked for how much, every limit, who
+  // holds what and what would help.
+  Address allocate(Pool& pool, std::size_t bytes, Stream stream);
+  Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
+  Address allocate_first(Pool& pool, std::size_t size, Stream stream);
+  // Frees explicit pages; what then rests on the shelf stays bounded.
+  void deallocate_pages(Pool& pool, std::size_t offset, std::size_t size);
+  // Frees a block by its address; false when no pool here holds it.
+  static bool free(AddressSpace& address_space, Address address);
+
+  // -- Giving back to the driver ----------------------------------------------
+  // Gives idle chunks of `pool` back until at most `keep` idle bytes stay.
+  // Waits for the work that still uses them. Returns the bytes given back.
+  std::size_t trim(Pool& pool, std::size_t keep);
+  // All idle memory of every pool, and the shelves.
+  std::size_t empty_cache();
+  // What rests on the shelf of `group`, waiting for its fences.
+  std::size_t trim_group(Budget& group);
+  // New limits, in bytes; what is idle above them is given back now. Returns
+  // the bytes given back. Memory in use stays.
+  std::size_t set_limit(Budget& budget, std::size_t limit_bytes);
+
+  // Called, with no lock held, when a request found nothing: frees what it can
+  // (torch's registered free-memory callbacks); true if it did anything.
+  void set_memory_callback(std::function<bool()> callback) { memory_callback_ = std::move(callback); }
+
+  // -- Numbers ------------------------------------------------------------------
+  // torch.cuda.memory_stats of the device: totals over pools, own peaks.
+  [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(registry_mutex_);
+  void reset_peaks() VMM_EXCLUDES(registry_mutex_);
+  void reset_accumulated() VMM_EXCLUDES(registry_mutex_);
+  [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const;
+  // Bytes the driver gave that are still held: what budget() counts.
+  [[nodiscard]] std::size_t committed_bytes() const { return budget_.used(); }
+  // Proves that pools and store sum to what the driver gave. Walks. REQUIRES:
+  // no call under way on another thread.
+  void check() const;
+
+  [[nodiscard]] Budget& budget() { return budget_; }
+  [[nodiscard]] PageStore& store() { return store_; }
+  [[nodiscard]] Driver& driver() const { return driver_; }
+  [[nodiscard]] FencePool& fences() { return fences_; }
+  [[nodiscard]] int device() const { return device_; }
+  [[nodiscard]] std::size_t granularity() const { return capabilities_.granularity; }
+  [[nodiscard]] const Capabilities& capabilities() const { return capabilities_; }
+  [[nodiscard]] const Options& options() const { return options_; }
+
+ private:
+  using Attempt = std::function<Address(Grant*, Shortage*)>;
+  Address climb(Pool& asker, std::size_t bytes, const Attempt& attempt, Shortage shortage)
+      VMM_EXCLUDES(reclaim_mutex_);
+  PoolList victims(const Pool& asker, const Budget* refused) const;
+  static PoolList in_order_of_yielding(PoolList pools);
+  void take_from(const PoolList& pools, std::size_t want, Grant& grant);
+  void melt(Pool& asker, const Budget* refused, std::size_t want, Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
+  void settle_all(bool wait);
+  void bury_retired();
+  [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);
+
+  Driver& driver_;
+  AddressSpace& address_space_;
+  int device_;
+  Options options_;
+  Capabilities capabilities_;
+  Budget budget_;
+  PageStore store_;
+  FencePool fences_;
+  DevicePeaks peaks_;
+  std::function<bool()> memory_callback_;
+
+  Mutex reclaim_mutex_;
+  mutable Mutex registry_mutex_;
+  PoolList pools_ VMM_GUARDED_BY(registry_mutex_);
+  std::vector<std::unique_ptr<Budget>> groups_ VMM_GUARDED_BY(registry_mutex_);
+  Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
+};
+
+}  // namespace vmm

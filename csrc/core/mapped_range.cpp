@@ -1,0 +1,147 @@
+#include "core/mapped_range.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+
+namespace vmm {
+
+namespace {
+
+// Calls `each(first, last)` for every contiguous run of placements.
+template <typename Each>
+Status for_each_run(std::span<const Placement> placements, const Each& each) {
+  for (std::size_t first = 0; first < placements.size();) {
+    std::size_t last = first;
+    std::size_t end = placements[first].offset + placements[first].chunk->size;
+    while (last + 1 < placements.size() && placements[last + 1].offset == end) {
+      ++last;
+      end += placements[last].chunk->size;
+    }
+    if (const Status status = each(placements[first].offset, end - placements[first].offset); !status.ok()) {
+      return status;
+    }
+    first = last + 1;
+  }
+  return {};
+}
+
+}  // namespace
+
+void MappedRange::unmap_first(std::span<const Placement> placements, std::size_t count) {
+  while (count-- > 0) {
+    driver_.unmap(base_ + placements[count].offset, placements[count].chunk->size).ignore();
+    placements[count].chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+  }
+}
+
+Status MappedRange::map(std::span<const Placement> placements, std::span<const Location> accessors,
+                        SizeClass size_class) {
+  for (std::size_t k = 0; k < placements.size(); ++k) {
+    const auto& [offset, chunk] = placements[k];
+    if (const Status status = driver_.map(base_ + offset, chunk->size, chunk->handle); !status.ok()) {
+      unmap_first(placements, k);
+      return status;
+    }
+    chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+  }
+  const Status status = for_each_run(placements, [&](std::size_t offset, std::size_t size) {
+    for (const Location& who : accessors) {
+      const Status given = driver_.set_access(base_ + offset, size, who, Access::read_write);
+      if (!given.ok()) return given;
+    }
+    return Status();
+  });
+  if (!status.ok()) {
+    unmap_first(placements, placements.size());
+    return status;
+  }
+  const Access access = accessors.empty() ? Access::none : Access::read_write;
+  for (const auto& [offset, chunk] : placements) {
+    live_.emplace(offset, LiveMapping{chunk, size_class, access});
+    mapped_bytes_ += chunk->size;
+  }
+  return {};
+}
+
+Status MappedRange::unmap(std::size_t offset) {
+  const auto found = live_.find(offset);
+  VMM_CHECK(found != live_.end(), "no mapping at ", offset);
+  Chunk* chunk = found->second.chunk;
+  if (const Status status = driver_.unmap(base_ + offset, chunk->size); !status.ok()) return status;
+  mapped_bytes_ -= chunk->size;
+  chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+  live_.erase(found);
+  return {};
+}
+
+Chunk* MappedRange::retire(std::size_t offset, const FenceSet& fences) {
+  const auto found = live_.find(offset);
+  VMM_CHECK(found != live_.end(), "no mapping at ", offset);
+  Chunk* chunk = found->second.chunk;
+  retired_.push_back({{offset, chunk->size}, chunk, fences});
+  mapped_bytes_ -= chunk->size;
+  live_.erase(found);
+  return chunk;
+}
+
+std::vector<ByteRange> MappedRange::drop_retired(bool wait) {
+  std::vector<ByteRange> freed;
+  std::vector<Retired> kept;
+  for (Retired& retired : retired_) {
+    if (wait) retired.fences.wait();
+    if (!retired.fences.passed()) {
+      kept.push_back(std::move(retired));
+      continue;
+    }
+    const Status status = driver_.unmap(base_ + retired.range.offset, retired.range.size);
+    if (!status.ok() && status.code() != StatusCode::driver_gone) {
+      // The driver kept the mapping (a failing call): try again another time.
+      kept.push_back(std::move(retired));
+      continue;
+    }
+    retired.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    freed.push_back(retired.range);
+  }
+  retired_ = std::move(kept);
+  return freed;
+}
+
+Status MappedRange::set_access(ByteRange range, Location who, Access access) {
+  if (const Status status = driver_.set_access(base_ + range.offset, range.size, who, access); !status.ok()) {
+    return status;
+  }
+  for (auto it = live_.lower_bound(range.offset); it != live_.end() && it->first < range.end(); ++it) {
+    it->second.access = access;
+  }
+  return {};
+}
+
+MappedRange::Map::const_iterator MappedRange::covering(std::size_t offset) const {
+  auto after = live_.upper_bound(offset);
+  if (after == live_.begin()) return live_.end();
+  --after;
+  return after->first + after->second.chunk->size > offset ? after : live_.end();
+}
+
+std::vector<ByteRange> MappedRange::gaps(ByteRange range) const {
+  std::vector<ByteRange> found;
+  std::size_t at = range.offset;
+  auto it = covering(at);
+  if (it == live_.end()) it = live_.lower_bound(at);
+  for (; it != live_.end() && it->first < range.end(); ++it) {
+    if (it->first > at) found.push_back({at, it->first - at});
+    at = it->first + it->second.chunk->size;
+  }
+  if (at < range.end()) found.push_back({at, range.end() - at});
+  return found;
+}
+
+std::size_t MappedRange::missing_bytes(ByteRange range) const {
+  std::size_t bytes = 0;
+  for (const ByteRange& gap : gaps(range)) bytes += gap.size;
+  return bytes;
+}
+
+}  // namespace vmm

@@ -1,0 +1,86 @@
+// Which chunk stands where in one reservation. It maps and moves all or
+// nothing, retires a mapping whose address queued work may still use, and
+// drops it when its fence has passed. It never knows a block, a limit or a
+// pool, and has no lock: its owner's lock guards it.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "core/chunk.h"
+#include "core/stats.h"
+
+namespace vmm {
+
+struct LiveMapping {
+  Chunk* chunk = nullptr;
+  SizeClass size_class = SizeClass::large_pool;  // what it was mapped for
+  Access access = Access::none;                  // of the chunk's own device
+};
+
+// A chunk and the offset at which it is to stand.
+struct Placement {
+  std::size_t offset = 0;
+  Chunk* chunk = nullptr;
+};
+
+class MappedRange {
+ public:
+  using Map = std::map<std::size_t, LiveMapping>;
+
+  // [base, base + size) is a reservation that outlives this object.
+  MappedRange(Driver& driver, Address base, std::size_t size) : driver_(driver), base_(base), size_(size) {}
+  MappedRange(const MappedRange&) = delete;
+  MappedRange& operator=(const MappedRange&) = delete;
+
+  // Maps every placement, or none, and gives `accessors` read and write over
+  // each contiguous run (one call a run: set_access is the dear call).
+  // REQUIRES: inside the range, on free addresses, sorted by offset.
+  Status map(std::span<const Placement> placements, std::span<const Location> accessors, SizeClass size_class);
+  // Unmaps what map() has just mapped there. REQUIRES: no queued work uses it.
+  Status unmap(std::size_t offset);
+  // Takes the mapping at `offset` out of the range; its address stays mapped
+  // and blocked until `fences` have passed. Returns the chunk, which may
+  // already be mapped elsewhere.
+  Chunk* retire(std::size_t offset, const FenceSet& fences);
+  // Drops the retired mappings whose fences have passed; with `wait`, all of
+  // them. Returns the stretches that are free addresses now.
+  std::vector<ByteRange> drop_retired(bool wait);
+  // Changes access over whole live mappings.
+  Status set_access(ByteRange range, Location who, Access access);
+
+  // The stretches of `range` without a live mapping, by offset.
+  [[nodiscard]] std::vector<ByteRange> gaps(ByteRange range) const;
+  [[nodiscard]] std::size_t missing_bytes(ByteRange range) const;
+  // The mapping that covers `offset`, or end().
+  [[nodiscard]] Map::const_iterator covering(std::size_t offset) const;
+  // The first mapping at or after `offset`.
+  [[nodiscard]] Map::const_iterator from(std::size_t offset) const { return live_.lower_bound(offset); }
+  [[nodiscard]] const Map& live() const { return live_; }
+  [[nodiscard]] bool has_retired() const { return !retired_.empty(); }
+  [[nodiscard]] std::size_t retired_count() const { return retired_.size(); }
+
+  [[nodiscard]] Address base() const { return base_; }
+  [[nodiscard]] std::size_t size() const { return size_; }
+  [[nodiscard]] std::size_t mapped_bytes() const { return mapped_bytes_; }
+
+ private:
+  struct Retired {
+    ByteRange range;
+    Chunk* chunk;
+    FenceSet fences;
+  };
+  void unmap_first(std::span<const Placement> placements, std::size_t count);
+
+  Driver& driver_;
+  Address base_;
+  std::size_t size_;
+  Map live_;  // by offset
+  std::vector<Retired> retired_;
+  std::size_t mapped_bytes_ = 0;
+};
+
+}  // namespace vmm

@@ -1,0 +1,103 @@
+#include "core/options.h"
+
+#include <cctype>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/errors.h"
+
+extern char** environ;  // NOLINT(readability-redundant-declaration): POSIX leaves it to the program
+
+namespace vmm {
+
+namespace {
+
+constexpr const char* kPrefix = "TORCH_VMM_";
+
+[[noreturn]] void refuse_size(const std::string& text) {
+  throw InvalidArgumentError("'" + text +
+                             "' is not a size: give bytes (4096) or a number with a unit, binary \"2MiB\", "
+                             "\"1.5 GiB\" or decimal \"2MB\"");
+}
+
+bool parse_flag(const std::string& variable, const std::string& text) {
+  if (text == "1" || text == "true" || text == "on") return true;
+  if (text == "0" || text == "false" || text == "off") return false;
+  throw InvalidArgumentError(variable + "='" + text + "': give 1 or 0 (true/false, on/off)");
+}
+
+}  // namespace
+
+std::size_t parse_bytes(const std::string& text) {
+  std::string compact;
+  for (const char c : text) {
+    if (std::isspace(static_cast<unsigned char>(c)) == 0) {
+      compact += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+    }
+  }
+  std::size_t digits = 0;
+  bool point = false;
+  while (digits < compact.size() &&
+         ((std::isdigit(static_cast<unsigned char>(compact[digits])) != 0) || (compact[digits] == '.' && !point))) {
+    point = point || compact[digits] == '.';
+    ++digits;
+  }
+  if (digits == 0 || (digits == 1 && point)) refuse_size(text);
+  const std::string unit = compact.substr(digits);
+  static constexpr const char* kLetters = "kmgtp";
+  long double scale = 1;
+  if (!unit.empty() && unit != "b") {
+    const char* letter = std::strchr(kLetters, unit[0]);
+    const std::string rest = unit.substr(1);
+    if (letter == nullptr || (rest != "ib" && rest != "b")) refuse_size(text);
+    const long double base = rest == "ib" ? 1024.0L : 1000.0L;
+    for (const char* step = kLetters; step <= letter; ++step) scale *= base;
+  }
+  const long double bytes = std::strtold(compact.substr(0, digits).c_str(), nullptr) * scale;
+  // "1.3 GiB" is no whole number of bytes and is rounded down; "1.3" is none at all.
+  const bool whole = bytes == static_cast<long double>(static_cast<std::size_t>(bytes));
+  if (bytes >= 9.2e18L || (scale == 1 && !whole)) refuse_size(text);
+  return static_cast<std::size_t>(bytes);
+}
+
+const std::vector<OptionRow>& option_table() {
+  static const std::vector<OptionRow> kRows = {
+      {"scrub", "TORCH_VMM_SCRUB", "1", "flag", "Zero memory that changes its model."},
+      {"store_bytes", "TORCH_VMM_STORE_BYTES", "256MiB", "bytes",
+       "Unmapped chunks that the page store keeps instead of giving them back to the driver, for each group."},
+      {"default_capacity_bytes", "TORCH_VMM_DEFAULT_CAPACITY", "4 x device memory", "bytes",
+       "Virtual capacity of a pool that names none."},
+      {"host_bytes", "TORCH_VMM_HOST_BYTES", "80 % of RAM", "bytes", "Memory of the \"cpu\" device."},
+      {"exportable", "TORCH_VMM_EXPORTABLE", "0", "flag", "Create chunks that other processes can import."},
+  };
+  return kRows;
+}
+
+Options Options::from_environment() {
+  Options options;
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    if (std::strncmp(*entry, kPrefix, std::strlen(kPrefix)) != 0) continue;
+    const std::string pair = *entry;
+    const std::size_t equals = pair.find('=');
+    const std::string variable = pair.substr(0, equals);
+    const std::string value = pair.substr(equals + 1);
+    if (variable == "TORCH_VMM_SCRUB") {
+      options.scrub = parse_flag(variable, value);
+    } else if (variable == "TORCH_VMM_STORE_BYTES") {
+      options.store_bytes = parse_bytes(value);
+    } else if (variable == "TORCH_VMM_DEFAULT_CAPACITY") {
+      options.default_capacity_bytes = parse_bytes(value);
+    } else if (variable == "TORCH_VMM_HOST_BYTES") {
+      options.host_bytes = parse_bytes(value);
+    } else if (variable == "TORCH_VMM_EXPORTABLE") {
+      options.exportable = parse_flag(variable, value);
+    } else {
+      std::string known;
+      for (const OptionRow& row : option_table()) known += (known.empty() ? "" : ", ") + std::string(row.variable);
+      throw InvalidArgumentError("unknown variable " + variable + "; known: " + known);
+    }
+  }
+  return options;
+}
+
+}  // namespace vmm

@@ -1,0 +1,46 @@
+// The options of the allocator: one table of name, environment variable,
+// default, unit and sentence. An unknown TORCH_VMM_* variable or a malformed
+// value is an InvalidArgumentError that names the accepted form.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "base/units.h"
+
+namespace vmm {
+
+struct Options {
+  // Zero memory that changes its model before the new model sees it.
+  bool scrub = true;
+  // Bytes of unmapped chunks that the page store keeps rather than giving them
+  // back to the driver, for each group. 256 MiB spare about 128 create/release
+  // pairs of 27 us each for a cache that maps and unmaps pages all the time.
+  std::size_t store_bytes = 256 * kMiB;
+  // Virtual capacity of a pool that names none; 0: four times the device's
+  // memory (address space is free; moving chunks needs room to move to).
+  std::size_t default_capacity_bytes = 0;
+  // Memory of the "cpu" device; 0: 80 % of the machine's.
+  std::size_t host_bytes = 0;
+  // Create chunks so that another process can import them. Costs nothing at
+  // creation on the GPUs measured.
+  bool exportable = false;
+
+  static Options from_environment();
+};
+
+struct OptionRow {
+  const char* name;
+  const char* variable;
+  const char* default_text;
+  const char* unit;
+  const char* sentence;
+};
+const std::vector<OptionRow>& option_table();
+
+// "2MiB", "1.5 GiB", "2MB", "4096": bytes. Throws InvalidArgumentError that
+// shows the accepted form.
+std::size_t parse_bytes(const std::string& text);
+
+}  // namespace vmm

@@ -1,0 +1,282 @@
+// Pool: making and ending one, and the hot path of blocks.
+#include "core/pool.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/errors.h"
+
+namespace vmm {
+
+namespace {
+
+OwnerId next_owner_id() {
+  static std::atomic<OwnerId> next{kNobody};
+  return ++next;
+}
+
+constexpr std::size_t kSlabBytes = 2 * kMiB;
+constexpr std::size_t kMostCapacity = std::size_t{1} << 46;  // half of the 47-bit address space
+
+}  // namespace
+
+Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home)
+    : context_(context),
+      name_(spec.name),
+      id_(next_owner_id()),
+      group_(group),
+      budget_("pool '" + spec.name + "'", spec.physical_limit, &group),
+      home_(home),
+      page_(spec.page_size == 0 ? context.store.granularity() : spec.page_size),
+      uniform_(spec.page_size != 0),
+      capacity_(0),
+      floor_(spec.floor),
+      priority_(spec.priority),
+      large_(arena_, /*by_offset=*/true) {
+  const std::size_t granularity = context.store.granularity();
+  if (!is_power_of_two(page_) || !is_aligned(page_, granularity)) throw InvalidPageSizeError(page_, granularity);
+  if (spec.capacity == 0) throw InvalidArgumentError("capacity 0: a pool needs at least one page");
+  if (spec.capacity > kMostCapacity) {
+    throw InvalidArgumentError("capacity " + std::to_string(spec.capacity) + " is above the largest, " +
+                               format_bytes(kMostCapacity));
+  }
+  if (spec.floor > spec.physical_limit) {
+    throw InvalidArgumentError("floor " + format_bytes(spec.floor) + " is above the physical limit " +
+                               format_bytes(spec.physical_limit));
+  }
+  capacity_ = align_up(spec.capacity, page_);
+  const Status status = context_.address_space.reserve(context_.driver, capacity_, this, &base_);
+  if (status.code() == StatusCode::out_of_memory) {
+    throw OutOfMemoryError("pool '" + name_ + "': no " + format_bytes(capacity_) +
+                               " of virtual addresses are left (" + status.text() +
+                               "); give pools smaller capacities",
+                           capacity_, 0, kMostCapacity, name_);
+  }
+  throw_if_failed(status, "reserving " + format_bytes(capacity_) + " of addresses for pool '" + name_ + "'");
+  const MutexLock lock(mutex_);
+  range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
+  large_.donate({0, capacity_}, kNeutral);
+  streams_.emplace_back();  // tag 0 is neutral
+}
+
+Pool::~Pool() {
+  retire();
+  end();
+}
+
+void Pool::require_open() const {
+  if (is_retired()) throw InvalidArgumentError("pool '" + name_ + "' is closed");
+}
+
+void Pool::end() {
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr) return;
+  settle_locked(/*wait=*/true);
+  give_up_spare_slabs();
+  VMM_CHECK(live_.size() == 0 && pages_.empty(), "pool '", name_, "' ends with live blocks");
+  // Nothing is live, so every mapping is idle; what still uses it is waited for.
+  for (auto it = range_->live().begin(); it != range_->live().end(); it = range_->live().begin()) {
+    Chunk* chunk = it->second.chunk;
+    FenceSet last_use = last_use_of({it->first, chunk->size});
+    last_use.wait();
+    detach(it->first, last_use);
+    drop_retired(/*wait=*/true);
+    context_.store.put(group_, chunk);
+  }
+  const Address base = base_;
+  range_.reset();
+  context_.address_space.unreserve(context_.driver, base, capacity_).ignore();
+}
+
+StreamTag Pool::tag_of(Stream stream) {
+  for (std::size_t tag = 1; tag < streams_.size(); ++tag) {
+    if (streams_[tag].stream == stream) return static_cast<StreamTag>(tag);
+  }
+  StreamState& fresh = streams_.emplace_back();
+  fresh.stream = stream;
+  fresh.small = std::make_unique<BlockHeap>(arena_, /*by_offset=*/false);
+  return static_cast<StreamTag>(streams_.size() - 1);
+}
+
+// ------------------------------------------------------------- statistics
+
+void Pool::count(StatKind blocks, StatKind bytes, const Block& block, bool up) {
+  const SizeClass size_class = block.small ? SizeClass::small_pool : SizeClass::large_pool;
+  if (up) {
+    statistics_.increase(blocks, size_class, 1);
+    statistics_.increase(bytes, size_class, block.size);
+    context_.peaks.increase(blocks, size_class, 1);
+    context_.peaks.increase(bytes, size_class, block.size);
+  } else {
+    statistics_.decrease(blocks, size_class, 1);
+    statistics_.decrease(bytes, size_class, block.size);
+    context_.peaks.decrease(blocks, size_class, 1);
+    context_.peaks.decrease(bytes, size_class, block.size);
+  }
+}
+
+void Pool::count_requested(const Block& block, bool up) {
+  const SizeClass size_class = block.small ? SizeClass::small_pool : SizeClass::large_pool;
+  if (up) {
+    statistics_.increase(StatKind::requested_bytes, size_class, block.requested);
+    context_.peaks.increase(StatKind::requested_bytes, size_class, block.requested);
+  } else {
+    statistics_.decrease(StatKind::requested_bytes, size_class, block.requested);
+    context_.peaks.decrease(StatKind::requested_bytes, size_class, block.requested);
+  }
+}
+
+// --------------------------------------------------------------- hot path
+
+Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
+  require_open();
+  if (bytes > capacity_) {
+    *shortage = {bytes, nullptr, {}, /*no_address_space=*/true};
+    return 0;
+  }
+  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
+  const MutexLock lock(mutex_);
+  if (!pending_.empty()) settle_locked(/*wait=*/false);
+  const StreamTag tag = tag_of(stream);
+  Block* block = nullptr;
+  if (size <= kSmallLimitBytes) {
+    block = allocate_small(size, tag, grant, shortage);
+  } else {
+    Request request;
+    request.size = size;
+    request.tag = tag;
+    block = place(request, grant, shortage);
+  }
+  if (block == nullptr) return 0;
+  block->requested = bytes;
+  live_.insert(block->offset, block);
+  count(StatKind::allocation, StatKind::allocated_bytes, *block, /*up=*/true);
+  count(StatKind::active, StatKind::active_bytes, *block, /*up=*/true);
+  count_requested(*block, /*up=*/true);
+  return base_ + block->offset;
+}
+
+Block* Pool::allocate_small(std::size_t size, StreamTag tag, Grant* grant, Shortage* shortage) {
+  Block* free = streams_[tag].small->best_fit(size, tag);
+  if (free == nullptr) {
+    Request request;
+    request.size = kSlabBytes;
+    request.where = Request::Where::high;
+    request.tag = tag;
+    request.state = BlockState::slab;
+    request.size_class = SizeClass::small_pool;
+    Block* slab = place(request, grant, shortage);
+    if (slab == nullptr) return nullptr;
+    slabs_.emplace(slab->offset, slab);
+    streams_[tag].small->donate(slab->range(), tag);
+    free = streams_[tag].small->best_fit(size, tag);
+    free->small = true;
+  }
+  if (free == streams_[tag].spare_slab) streams_[tag].spare_slab = nullptr;
+  return streams_[tag].small->carve(free, free->offset, size, BlockState::used);
+}
+
+bool Pool::free(Address address, bool* drained) {
+  *drained = false;
+  if (!contains(address)) return false;
+  const MutexLock lock(mutex_);
+  Block* block = live_.take(address - base_);
+  if (block == nullptr) return false;
+  count(StatKind::allocation, StatKind::allocated_bytes, *block, /*up=*/false);
+  if (block->uses == nullptr) {
+    count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
+    count_requested(*block, /*up=*/false);
+    free_block(block);
+  } else {
+    // Other streams read it: it is nobody's until what is queued there is done.
+    PendingFree pending{block, {}};
+    for (Stream stream : *block->uses) pending.fences.add(context_.fences.record(stream));
+    block->uses.reset();
+    block->state = BlockState::pending;
+    pending_bytes_ += block->size;
+    pending_.push_back(std::move(pending));
+  }
+  *drained = is_retired() && live_.size() == 0 && pages_.empty();
+  return true;
+}
+
+void Pool::free_block(Block* block) {
+  if (block->small) {
+    free_small(block);
+  } else {
+    large_.free(block, block->tag, streams_[block->tag].records);
+  }
+}
+
+void Pool::free_small(Block* block) {
+  StreamState& stream = streams_[block->tag];
+  Block* free = stream.small->free(block, block->tag, stream.records);
+  if (free->prev != nullptr || free->next != nullptr) return;
+  // The whole slab is free. One is kept, so that a lone small tensor that
+  // comes and goes costs no large block each time.
+  if (stream.spare_slab == nullptr) {
+    stream.spare_slab = free;
+  } else {
+    give_up_slab(stream, free);
+  }
+}
+
+void Pool::give_up_slab(StreamState& stream, Block* whole) {
+  const auto slab = slabs_.find(whole->offset);
+  VMM_CHECK(slab != slabs_.end(), "no slab at ", whole->offset);
+  const std::uint64_t epoch = whole->epoch;
+  stream.small->retract(whole);
+  large_.free(slab->second, slab->second->tag, epoch);
+  slabs_.erase(slab);
+}
+
+void Pool::give_up_spare_slabs() {
+  for (StreamState& stream : streams_) {
+    if (stream.spare_slab == nullptr) continue;
+    give_up_slab(stream, stream.spare_slab);
+    stream.spare_slab = nullptr;
+  }
+}
+
+void Pool::record_stream(Address address, Stream stream) {
+  const MutexLock lock(mutex_);
+  Block* block = live_.find(address - base_);
+  if (block == nullptr || streams_[block->tag].stream == stream) return;
+  if (block->uses == nullptr) block->uses = std::make_unique<std::vector<Stream>>();
+  auto& uses = *block->uses;
+  if (std::find(uses.begin(), uses.end(), stream) == uses.end()) uses.push_back(stream);
+}
+
+std::size_t Pool::block_size(Address address) const {
+  const MutexLock lock(mutex_);
+  const Block* block = live_.find(address - base_);
+  return block == nullptr ? 0 : block->size;
+}
+
+// ------------------------------------------------------ what fences held up
+
+bool Pool::settle(bool wait) {
+  const MutexLock lock(mutex_);
+  return range_ != nullptr && settle_locked(wait);
+}
+
+bool Pool::settle_locked(bool wait) {
+  bool any = false;
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    if (wait) it->fences.wait();
+    if (!it->fences.passed()) {
+      ++it;
+      continue;
+    }
+    Block* block = it->block;
+    pending_bytes_ -= block->size;
+    count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
+    count_requested(*block, /*up=*/false);
+    free_block(block);
+    it = pending_.erase(it);
+    any = true;
+  }
+  return drop_retired(wait) || any;
+}
+
+}  // namespace vmm

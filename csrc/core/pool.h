@@ -1,0 +1,283 @@
+// VirtualMemoryPool's core: one model's memory. It composes a reservation, the
+// chunks mapped into it, the blocks carved out of it, their limit and their
+// statistics, under one lock. What it cannot get by itself (its own idle
+// chunks, its group's shelf, a new chunk within the limits) it asks nobody
+// for: device_memory climbs the reclaim ladder.
+//
+// One occupancy map (`large_`) covers the whole range. Tensors above 1 MiB and
+// the slabs of 2 MiB that small ones are cut from, and the pages that the
+// explicit allocate(offset, size) holds, all come out of it. Slabs are taken
+// from the top, so that long-lived small blocks do not pin big chunks.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/sync.h"
+#include "core/address_space.h"
+#include "core/block_heap.h"
+#include "core/budget.h"
+#include "core/fences.h"
+#include "core/grant.h"
+#include "core/mapped_range.h"
+#include "core/offset_map.h"
+#include "core/options.h"
+#include "core/page_store.h"
+#include "core/stats.h"
+
+namespace vmm {
+
+class DeviceMemory;
+
+// The rooms that all pools of a device share.
+struct PoolContext {
+  Driver& driver;
+  AddressSpace& address_space;
+  PageStore& store;
+  FencePool& fences;
+  DevicePeaks& peaks;
+  const Options& options;
+  int device = 0;
+  std::vector<Location> accessors;  // who may access what pools map
+};
+
+struct PoolSpec {
+  std::string name;               // for messages
+  std::size_t capacity = 0;       // bytes of addresses, rounded up to the page
+  std::size_t page_size = 0;      // 0: the pool chooses chunk sizes by the request
+  std::size_t physical_limit = kUnlimited;
+  std::size_t floor = 0;  // bytes that others never take
+  int priority = 0;       // higher gives later
+};
+
+// Why a request could not be met by the pool itself.
+struct Shortage {
+  std::size_t bytes = 0;      // physical bytes that were missing
+  Budget* refused = nullptr;  // the limit that refused; nullptr: the driver, or no address space
+  Status status;              // what the driver said, when it was the driver
+  bool no_address_space = false;
+};
+
+class Pool {
+ public:
+  Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home);
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+  // REQUIRES: ended, or no live block.
+  ~Pool();
+
+  // -- Tensors' blocks ---------------------------------------------------
+  // An address of at least `bytes` > 0, aligned to 512, usable by work on
+  // `stream` at once; 0 when the pool cannot by itself, and `shortage` says why.
+  Address try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  // Frees a block of try_allocate(); false when `address` is none of its.
+  // At once reusable on its own stream; after record_stream() once the work
+  // queued on those streams now is done.
+  // `drained` is set when that was the last block of a retired pool; the
+  // caller then has no right to touch the pool any more but to bury it.
+  bool free(Address address, bool* drained) VMM_EXCLUDES(mutex_);
+  // `stream` also uses the block. Ignored for the block's own stream.
+  void record_stream(Address address, Stream stream) VMM_EXCLUDES(mutex_);
+  // Bytes of the live block at `address`, or 0.
+  [[nodiscard]] std::size_t block_size(Address address) const VMM_EXCLUDES(mutex_);
+
+  // -- Explicit pages (offset, size in bytes; they cover whole pages) ------
+  // Throw InvalidRangeError, AlreadyMappedError, NotMappedError.
+  // Ordered on `stream`: what the pages held of another model is zeroed there.
+  Address try_allocate_pages(std::size_t offset, std::size_t size, Stream stream, Grant* grant, Shortage* shortage)
+      VMM_EXCLUDES(mutex_);
+  // The same at the first free span.
+  Address try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  void deallocate_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // Every page of the range is in use (by allocate() or a live tensor).
+  [[nodiscard]] bool is_mapped(std::size_t offset, std::size_t size) const VMM_EXCLUDES(mutex_);
+
+  // -- Giving back ---------------------------------------------------------
+  // Moves up to about `want` bytes of idle chunks into `grant` (charged to its
+  // payer). Takes what is idle on any stream: their last use travels with the
+  // chunks. Nothing is waited for. Returns the bytes moved; `refused` is the
+  // limit that would not let them in.
+  std::size_t surrender(std::size_t want, bool respect_floor, Grant& grant, Budget** refused) VMM_EXCLUDES(mutex_);
+  // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
+  // Returns the bytes moved.
+  std::size_t shed(std::size_t keep) VMM_EXCLUDES(mutex_);
+  // Finishes what fences held up: frees whose streams have passed, former
+  // addresses that nothing uses any more. With `wait`, waits for them.
+  // Returns whether anything came free.
+  bool settle(bool wait) VMM_EXCLUDES(mutex_);
+  // Drops all explicit pages (a forced unregister).
+  void drop_pages() VMM_EXCLUDES(mutex_);
+
+  // -- Numbers ---------------------------------------------------------------
+  [[nodiscard]] MemoryStats memory_stats() VMM_EXCLUDES(mutex_);               // walks
+  [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(mutex_);            // cheap
+  [[nodiscard]] std::vector<SegmentSnapshot> snapshot() const VMM_EXCLUDES(mutex_);  // walks
+  [[nodiscard]] std::size_t physical_bytes() const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t idle_bytes() VMM_EXCLUDES(mutex_);                 // walks
+  // Live tensors' blocks and explicit pages, pending frees included.
+  [[nodiscard]] std::size_t live_bytes() const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t live_blocks() const VMM_EXCLUDES(mutex_);
+  void count_retry() VMM_EXCLUDES(mutex_);
+  void count_oom() VMM_EXCLUDES(mutex_);
+  void count_sync() VMM_EXCLUDES(mutex_);
+  void reset_peaks() VMM_EXCLUDES(mutex_);
+  void reset_accumulated() VMM_EXCLUDES(mutex_);
+  // Proves that blocks tile, counters add up and no chunk stands twice.
+  // Aborts with the values where they do not. Walks everything.
+  void check() const VMM_EXCLUDES(mutex_);
+
+  [[nodiscard]] const std::string& name() const { return name_; }
+  [[nodiscard]] std::size_t capacity() const { return capacity_; }
+  [[nodiscard]] Address base() const { return base_; }
+  [[nodiscard]] std::size_t page_size() const { return page_; }
+  [[nodiscard]] int device() const { return context_.device; }
+  [[nodiscard]] Budget& budget() { return budget_; }
+  [[nodiscard]] const Budget& budget() const { return budget_; }
+  [[nodiscard]] Budget& group() { return group_; }
+  [[nodiscard]] DeviceMemory* home() const { return home_; }
+  [[nodiscard]] std::size_t floor() const { return floor_.load(std::memory_order_relaxed); }
+  [[nodiscard]] int priority() const { return priority_.load(std::memory_order_relaxed); }
+  // The pool takes no more requests (they throw InvalidArgumentError: closed);
+  // it ends when its last block is freed.
+  void retire() { retired_.store(true, std::memory_order_release); }
+  // Gives back all memory and the addresses. Waits for outstanding fences.
+  // REQUIRES: retired, no live block.
+  void end() VMM_EXCLUDES(mutex_);
+  [[nodiscard]] bool is_retired() const { return retired_.load(std::memory_order_acquire); }
+  [[nodiscard]] bool contains(Address address) const { return address >= base_ && address < base_ + capacity_; }
+  // For lock-all, the last rung of the ladder (device_memory only).
+  Mutex& mutex() VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_; }
+  // The last rung, with every pool locked: waits for what fences hold up and
+  // gives all idle chunks (down to the floor) and their charge back to the
+  // driver, until `payer` has room for `want` bytes.
+  void settle_for_melting() VMM_REQUIRES(mutex_);
+  void melt_locked(const Budget& payer, std::size_t want) VMM_REQUIRES(mutex_);
+
+ private:
+  // What is known of one stream that used the pool.
+  struct StreamState {
+    Stream stream = nullptr;
+    std::unique_ptr<BlockHeap> small;  // slabs of this stream
+    Block* spare_slab = nullptr;    // one empty slab is kept: a pair costs no large block
+    std::uint64_t records = 0;      // fences recorded for it
+    std::uint64_t passed = 0;       // of these, how many have certainly passed
+    FencePointPtr newest;           // the latest of them, not yet passed
+  };
+
+  // A request for space, in all its kinds.
+  struct Request {
+    std::size_t size = 0;  // bytes
+    enum class Where : std::uint8_t { best_fit, high, at } where = Where::best_fit;
+    std::size_t offset = 0;  // Where::at
+    StreamTag tag = kNeutral;
+    BlockState state = BlockState::used;
+    SizeClass size_class = SizeClass::large_pool;
+  };
+  // What a taken range was before, for undoing.
+  struct Piece {
+    ByteRange range;
+    StreamTag tag = kNeutral;
+    std::uint64_t epoch = 0;
+  };
+  // An idle chunk: where it stands, and whether the asking stream may use it
+  // at once, without a wait on the GPU.
+  struct IdleChunk {
+    Chunk* chunk = nullptr;
+    std::size_t offset = 0;
+    bool at_once = false;
+  };
+  using IdleChunks = std::map<std::size_t, std::vector<IdleChunk>>;  // by size
+  // The chunks that are to back a request: placements by offset, of which
+  // `moves` stand elsewhere in this pool now and the others were free.
+  struct Backing {
+    std::vector<Placement> placements;
+    std::vector<IdleChunk> moves;
+    [[nodiscard]] bool is_move(const Chunk* chunk) const;
+  };
+
+  // pool.cpp: the hot path
+  void require_open() const;
+  Block* allocate_small(std::size_t size, StreamTag tag, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  void free_block(Block* block) VMM_REQUIRES(mutex_);
+  void free_small(Block* block) VMM_REQUIRES(mutex_);
+  void give_up_slab(StreamState& stream, Block* whole) VMM_REQUIRES(mutex_);
+  StreamTag tag_of(Stream stream) VMM_REQUIRES(mutex_);
+  bool settle_locked(bool wait) VMM_REQUIRES(mutex_);
+  void count(StatKind blocks, StatKind bytes, const Block& block, bool up) VMM_REQUIRES(mutex_);
+  void count_requested(const Block& block, bool up) VMM_REQUIRES(mutex_);
+
+  // pool_growth.cpp: finding a place and backing it
+  Block* place(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  bool find_spot(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
+  bool find_unbacked(std::size_t size, bool high, std::size_t* offset) VMM_REQUIRES(mutex_);
+  Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)
+      VMM_REQUIRES(mutex_);
+  Block* place_on_whole_chunks(const Request& request, Grant* grant) VMM_REQUIRES(mutex_);
+  Block* take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) VMM_REQUIRES(mutex_);
+  void untake(Block* block, const std::vector<Piece>& pieces) VMM_REQUIRES(mutex_);
+  Block* trim_to_request(Block* block, const Request& request, std::size_t offset) VMM_REQUIRES(mutex_);
+  bool collect(const std::vector<ByteRange>& gaps, const Request& request, bool may_wait_on_gpu, Grant* grant,
+               Backing* backing, Shortage* shortage) VMM_REQUIRES(mutex_);
+  Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
+  Status scrub(const Placement& placement, Stream stream) VMM_REQUIRES(mutex_);
+  void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t piece_size(std::size_t total, std::size_t remaining) const;
+
+  // pool_idle.cpp: idle chunks, and letting go of them
+  IdleChunks idle_chunks(StreamTag tag) VMM_REQUIRES(mutex_);
+  static bool take_idle(IdleChunks& idle, std::size_t at_most, std::size_t at_least, IdleChunk* out);
+  FenceSet last_use_of(ByteRange range) VMM_REQUIRES(mutex_);
+  bool has_passed(StreamTag tag, std::uint64_t epoch) VMM_REQUIRES(mutex_);
+  FencePointPtr point_after(StreamTag tag, std::uint64_t epoch) VMM_REQUIRES(mutex_);
+  Chunk* detach(std::size_t offset, const FenceSet& last_use) VMM_REQUIRES(mutex_);
+  bool drop_retired(bool wait) VMM_REQUIRES(mutex_);
+  void give_up_spare_slabs() VMM_REQUIRES(mutex_);
+  void count_mapped(const Chunk& chunk, SizeClass size_class) VMM_REQUIRES(mutex_);
+  void count_unmapped(const Chunk& chunk, SizeClass size_class) VMM_REQUIRES(mutex_);
+
+  // pool_pages.cpp
+  Address take_pages(ByteRange range, Stream stream, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  [[nodiscard]] ByteRange page_range(std::size_t offset, std::size_t size) const;
+  [[nodiscard]] std::size_t first_unfree(ByteRange range) const VMM_REQUIRES(mutex_);
+  void free_pages(ByteRange range) VMM_REQUIRES(mutex_);
+
+  PoolContext context_;
+  std::string name_;
+  OwnerId id_;
+  Budget& group_;
+  Budget budget_;
+  DeviceMemory* home_;
+  std::size_t page_;      // bytes: the grain of explicit pages
+  bool uniform_;          // every chunk is exactly one page (page_size was given)
+  std::size_t capacity_;  // bytes
+  Address base_ = 0;
+  std::atomic<std::size_t> floor_;
+  std::atomic<int> priority_;
+  std::atomic<bool> retired_{false};
+
+  mutable Mutex mutex_;
+  std::unique_ptr<MappedRange> range_ VMM_PT_GUARDED_BY(mutex_);
+  BlockArena arena_ VMM_GUARDED_BY(mutex_);
+  BlockHeap large_ VMM_GUARDED_BY(mutex_);
+  OffsetMap<Block> live_ VMM_GUARDED_BY(mutex_);            // tensors' blocks by offset
+  std::map<std::size_t, Block*> pages_ VMM_GUARDED_BY(mutex_);  // explicit blocks by offset
+  std::vector<StreamState> streams_ VMM_GUARDED_BY(mutex_);     // by tag; [0] is unused
+  struct PendingFree {
+    Block* block;
+    FenceSet fences;
+  };
+  std::deque<PendingFree> pending_ VMM_GUARDED_BY(mutex_);
+  std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);  // by offset, one for each former mapping
+  std::map<std::size_t, Block*> slabs_ VMM_GUARDED_BY(mutex_);           // their blocks in `large_`
+  std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
+  std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
+  Statistics statistics_ VMM_GUARDED_BY(mutex_);
+};
+
+}  // namespace vmm

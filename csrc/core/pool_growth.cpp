@@ -1,0 +1,369 @@
+// Pool: finding a place for a request and backing it with chunks.
+//
+// Best fit over the free addresses; what lacks memory there is backed, in this
+// order, by: a grant, the pool's own idle chunks (moved by a second mapping),
+// the group's shelf, new chunks within the limits. A chunk is mapped at its
+// new place before it leaves the old one, so a failure undoes to what was.
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/errors.h"
+#include "core/pool.h"
+
+namespace vmm {
+
+namespace {
+
+// How many candidates of a size class are compared for the least missing
+// memory. Eight look-ups cost about a microsecond, a move 30-60.
+constexpr int kCandidates = 8;
+// New chunks are a quarter of what is needed, from one page to 1 GiB: cost is
+// per chunk (46 us to 64 MiB), not per byte, yet a chunk that is large against
+// its request strands more when part of it is reused.
+constexpr std::size_t kPiecesPerRequest = 4;
+constexpr std::size_t kLargestPiece = kGiB;
+// An idle chunk below this share of the request is not worth a move of its own
+// while new memory may still be had.
+constexpr std::size_t kSmallestMoveShare = 256;
+
+}  // namespace
+
+bool Pool::Backing::is_move(const Chunk* chunk) const {
+  return std::any_of(moves.begin(), moves.end(), [&](const IdleChunk& move) { return move.chunk == chunk; });
+}
+
+std::size_t Pool::piece_size(std::size_t total, std::size_t remaining) const {
+  if (uniform_) return page_;
+  const std::size_t wanted = std::clamp(floor_power_of_two(std::max(total / kPiecesPerRequest, page_)), page_,
+                                        std::max(kLargestPiece, page_));
+  return std::min(wanted, floor_power_of_two(remaining));
+}
+
+Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
+  std::size_t offset = 0;
+  bool found = find_spot(request, &offset);
+  if (!found && settle_locked(/*wait=*/false)) found = find_spot(request, &offset);
+  if (!found) {
+    *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
+    return nullptr;
+  }
+  if (Block* block = back_and_take(request, offset, grant, shortage)) return block;
+  // The missing memory could not be made up exactly; perhaps whole idle chunks
+  // of other sizes can stand somewhere else.
+  if (uniform_ || request.where == Request::Where::at) return nullptr;
+  return place_on_whole_chunks(request, grant);
+}
+
+// Where a request should stand. Among the smallest spans that fit, the one
+// that lacks the least memory.
+bool Pool::find_spot(const Request& request, std::size_t* offset) {
+  if (request.where == Request::Where::at) {
+    *offset = request.offset;
+    return true;
+  }
+  if (request.where == Request::Where::high) {
+    const auto& free = large_.free_blocks();
+    const std::size_t alignment = std::min(page_, floor_power_of_two(request.size));
+    for (auto it = free.rbegin(); it != free.rend(); ++it) {
+      const Block* block = *it;
+      if ((block->tag != request.tag && block->tag != kNeutral) || block->size < request.size) continue;
+      const std::size_t at = align_down(block->end() - request.size, alignment);
+      if (at < block->offset) continue;
+      *offset = at;
+      return true;
+    }
+    return find_unbacked(request.size, /*high=*/true, offset);
+  }
+  const Block* best = nullptr;
+  std::size_t least_missing = kUnlimited;
+  for (const StreamTag tag : {request.tag, kNeutral}) {
+    Block* candidate = large_.best_fit(request.size, tag);
+    for (int tried = 0; candidate != nullptr && tried < kCandidates; ++tried) {
+      const ByteRange pages{align_down(candidate->offset, page_),
+                            align_up(candidate->offset + request.size, page_) - align_down(candidate->offset, page_)};
+      const std::size_t missing = range_->missing_bytes(pages);
+      if (missing < least_missing || (missing == least_missing && candidate->size < best->size)) {
+        best = candidate;
+        least_missing = missing;
+      }
+      if (missing == 0) break;
+      candidate = large_.next_larger(candidate);
+    }
+  }
+  if (best == nullptr) return find_unbacked(request.size, /*high=*/false, offset);
+  *offset = best->offset;
+  return true;
+}
+
+// Free addresses with nothing under them, whoever used the span last: there is
+// no memory there that queued work could still touch.
+bool Pool::find_unbacked(std::size_t size, bool high, std::size_t* offset) {
+  const std::size_t wanted = align_up(size, page_);
+  const auto try_block = [&](const Block* block) {
+    const std::size_t first = align_up(block->offset, page_);
+    const std::size_t last = align_down(block->end(), page_);
+    if (last < first + wanted) return false;
+    for (const ByteRange& gap : range_->gaps({first, last - first})) {
+      if (gap.size < wanted) continue;
+      *offset = high ? gap.end() - wanted : gap.offset;
+      return true;
+    }
+    return false;
+  };
+  const auto& free = large_.free_blocks();
+  return high ? std::any_of(free.rbegin(), free.rend(), try_block) : std::any_of(free.begin(), free.end(), try_block);
+}
+
+Block* Pool::take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) {
+  Block* whole = nullptr;
+  for (std::size_t at = range.offset; at < range.end();) {
+    Block* free = large_.free_covering(at);
+    VMM_CHECK(free != nullptr, "taking ", range.offset, "+", range.size, ": ", at, " is not free");
+    const std::size_t end = std::min(free->end(), range.end());
+    pieces->push_back({{at, end - at}, free->tag, free->epoch});
+    Block* taken = large_.carve(free, at, end - at, state);
+    if (whole == nullptr) {
+      whole = taken;
+    } else {
+      large_.join(whole, taken);
+    }
+    at = end;
+  }
+  return whole;
+}
+
+void Pool::untake(Block* block, const std::vector<Piece>& pieces) {
+  for (std::size_t k = 0; k < pieces.size(); ++k) {
+    Block* rest = k + 1 < pieces.size() ? large_.split(block, pieces[k + 1].range.offset) : nullptr;
+    large_.free(block, pieces[k].tag, pieces[k].epoch);
+    block = rest;
+  }
+}
+
+// Frees what was mapped beyond the request, for the stream that asked: nobody
+// else may touch memory that is being scrubbed for it.
+Block* Pool::trim_to_request(Block* block, const Request& request, std::size_t offset) {
+  const std::uint64_t epoch = streams_[request.tag].records;
+  if (block->offset < offset) {
+    Block* lower = block;
+    block = large_.split(block, offset);
+    large_.free(lower, request.tag, epoch);
+  }
+  if (block->end() > offset + request.size) {
+    large_.free(large_.split(block, offset + request.size), request.tag, epoch);
+  }
+  block->tag = request.tag;
+  return block;
+}
+
+Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage) {
+  const std::size_t first = align_down(offset, page_);
+  const std::size_t last = std::min(align_up(offset + request.size, page_), capacity_);
+  const std::vector<ByteRange> gaps = range_->gaps({first, last - first});
+  ByteRange extent{offset, request.size};
+  if (!gaps.empty()) {
+    const std::size_t begin = std::min(offset, gaps.front().offset);
+    extent = {begin, std::max(offset + request.size, gaps.back().end()) - begin};
+  }
+  std::vector<Piece> pieces;
+  Block* block = take_range(extent, request.state, &pieces);
+  Stream stream = streams_[request.tag].stream;
+  for (const Piece& piece : pieces) {
+    // Only an explicit offset can land on memory that another stream used last.
+    if (request.where != Request::Where::at || piece.tag == request.tag ||
+        piece.tag == kNeutral || has_passed(piece.tag, piece.epoch)) {
+      continue;
+    }
+    const Status ordered = point_after(piece.tag, piece.epoch)->order_before(stream);
+    if (ordered.ok()) continue;
+    *shortage = {0, nullptr, ordered};
+    untake(block, pieces);
+    return nullptr;
+  }
+  if (!gaps.empty()) {
+    Backing backing;
+    Shortage failed;
+    bool backed = collect(gaps, request, /*may_wait_on_gpu=*/false, grant, &backing, &failed) ||
+                  collect(gaps, request, /*may_wait_on_gpu=*/true, grant, &backing, &failed);
+    if (backed) {
+      const Status status = install(backing, request);
+      if (!status.ok()) {
+        put_back(backing, grant);
+        failed = {0, nullptr, status};
+        for (const Placement& placement : backing.placements) failed.bytes += placement.chunk->size;
+        backed = false;
+      }
+    }
+    if (!backed) {
+      *shortage = failed;
+      untake(block, pieces);
+      return nullptr;
+    }
+  }
+  return trim_to_request(block, request, offset);
+}
+
+// Chooses a chunk for every gap, exactly filling it. On failure everything is
+// where it was, and `shortage` says what was missing.
+bool Pool::collect(const std::vector<ByteRange>& gaps, const Request& request, bool may_wait_on_gpu, Grant* grant,
+                   Backing* backing, Shortage* shortage) {
+  std::size_t total = 0;
+  for (const ByteRange& gap : gaps) total += gap.size;
+  if (may_wait_on_gpu) give_up_spare_slabs();
+  IdleChunks idle = idle_chunks(request.tag);
+  const std::size_t least_move = may_wait_on_gpu ? 0 : total / kSmallestMoveShare;
+  if (!may_wait_on_gpu) {
+    for (auto& [size, chunks] : idle) {
+      std::erase_if(chunks, [](const IdleChunk& chunk) { return !chunk.at_once; });
+    }
+  }
+  std::vector<std::size_t> to_create;  // indexes into placements
+  std::vector<std::size_t> sizes;      // of these
+  std::size_t create_bytes = 0;
+  Budget* refused = nullptr;
+  for (const ByteRange& gap : gaps) {
+    for (std::size_t at = gap.offset; at < gap.end();) {
+      const std::size_t remaining = gap.end() - at;
+      Chunk* chunk = grant == nullptr ? nullptr : grant->chunks.take_at_most(uniform_ ? page_ : remaining, uniform_);
+      IdleChunk move;
+      if (chunk == nullptr && take_idle(idle, uniform_ ? page_ : remaining, uniform_ ? page_ : least_move, &move)) {
+        chunk = move.chunk;
+        backing->moves.push_back(move);
+      }
+      if (chunk == nullptr && refused == nullptr) {
+        chunk = context_.store.take_at_most(group_, budget_, uniform_ ? page_ : remaining, uniform_, &refused);
+      }
+      std::size_t size = 0;
+      if (chunk != nullptr) {
+        size = chunk->size;
+      } else {
+        size = piece_size(total, remaining);
+        to_create.push_back(backing->placements.size());
+        sizes.push_back(size);
+        create_bytes += size;
+      }
+      backing->placements.push_back({at, chunk});
+      at += size;
+    }
+  }
+  // One charge for all that is to be created: no thread ever holds part of
+  // what another one could have had whole.
+  const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, create_bytes);
+  std::size_t uncreated = create_bytes;
+  Budget* full = budget_.charge(create_bytes - prepaid);
+  Status status;
+  if (full == nullptr) {
+    if (grant != nullptr) grant->prepaid_bytes -= prepaid;
+    for (std::size_t k = 0; k < to_create.size(); ++k) {
+      Chunk* chunk = nullptr;
+      status = context_.store.create_prepaid(context_.store.spec(sizes[k]), budget_, &chunk);
+      if (!status.ok()) break;
+      backing->placements[to_create[k]].chunk = chunk;
+      uncreated -= sizes[k];
+    }
+    if (uncreated == 0) return true;
+    budget_.refund(uncreated);
+  }
+  *shortage = {uncreated, full, status};
+  std::erase_if(backing->placements, [](const Placement& placement) { return placement.chunk == nullptr; });
+  put_back(*backing, grant);
+  *backing = {};
+  return false;
+}
+
+void Pool::put_back(const Backing& backing, Grant* grant) {
+  for (const Placement& placement : backing.placements) {
+    if (backing.is_move(placement.chunk)) continue;  // it never left its place
+    if (grant != nullptr) {
+      grant->chunks.put(placement.chunk);
+    } else {
+      context_.store.put(group_, placement.chunk);
+    }
+  }
+}
+
+Status Pool::scrub(const Placement& placement, Stream stream) {
+  const Chunk& chunk = *placement.chunk;
+  if (!context_.options.scrub || chunk.content == kNobody || chunk.content == id_) return {};
+  return context_.driver.fill_async(context_.device, base_ + placement.offset, 0, chunk.size, stream);
+}
+
+// Maps the chosen chunks, orders the asking stream after their last use and
+// scrubs what another model wrote. Then the moved ones leave their old places.
+Status Pool::install(const Backing& backing, const Request& request) {
+  Stream stream = streams_[request.tag].stream;
+  for (const IdleChunk& move : backing.moves) {
+    if (move.at_once) continue;
+    FenceSet last_use = last_use_of({move.offset, move.chunk->size});
+    if (const Status status = last_use.order_before(stream); !status.ok()) return status;
+  }
+  for (const Placement& placement : backing.placements) {
+    if (const Status status = placement.chunk->last_use.order_before(stream); !status.ok()) return status;
+  }
+  if (const Status status = range_->map(backing.placements, context_.accessors, request.size_class); !status.ok()) {
+    return status;
+  }
+  for (const Placement& placement : backing.placements) {
+    const Status status = scrub(placement, stream);
+    if (status.ok()) continue;
+    // Scrubbing may be queued through the new addresses: it must be over
+    // before they go. The one wait on this path, and only when a fill failed.
+    context_.fences.record(stream)->wait();
+    for (const Placement& mapped : backing.placements) range_->unmap(mapped.offset).ignore();
+    return status;
+  }
+  for (const IdleChunk& move : backing.moves) detach(move.offset, last_use_of({move.offset, move.chunk->size}));
+  for (const Placement& placement : backing.placements) {
+    placement.chunk->content = id_;
+    placement.chunk->last_use.clear();
+    count_mapped(*placement.chunk, request.size_class);
+  }
+  drop_retired(/*wait=*/false);
+  return {};
+}
+
+// At a limit, with idle chunks that fit no gap: stands on whole chunks of any
+// size at addresses with nothing under them. Address space is free.
+Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
+  const std::size_t wanted = align_up(request.size, page_);
+  give_up_spare_slabs();
+  IdleChunks idle = idle_chunks(request.tag);
+  Backing backing;
+  std::size_t sum = 0;
+  const auto take_granted = [&](Chunk* chunk) {
+    backing.placements.push_back({sum, chunk});
+    sum += chunk->size;
+  };
+  const auto take_own = [&](const IdleChunk& move) {
+    backing.moves.push_back(move);
+    take_granted(move.chunk);
+  };
+  IdleChunk move;
+  while (sum < wanted) {
+    const std::size_t remaining = wanted - sum;
+    Chunk* chunk = nullptr;
+    if (grant != nullptr && (chunk = grant->chunks.take_at_most(remaining, /*exact=*/false)) != nullptr) {
+      take_granted(chunk);
+    } else if (take_idle(idle, remaining, 0, &move) || take_idle(idle, kUnlimited, remaining, &move)) {
+      take_own(move);
+    } else if (grant != nullptr && (chunk = grant->chunks.take_above(remaining)) != nullptr) {
+      take_granted(chunk);
+    } else {
+      break;
+    }
+  }
+  std::size_t offset = 0;
+  if (sum >= wanted && find_unbacked(sum, request.where == Request::Where::high, &offset)) {
+    for (Placement& placement : backing.placements) placement.offset += offset;
+    std::vector<Piece> pieces;
+    Block* block = take_range({offset, sum}, request.state, &pieces);
+    if (install(backing, request).ok()) {
+      return trim_to_request(block, request, offset);
+    }
+    untake(block, pieces);
+  }
+  put_back(backing, grant);
+  return nullptr;
+}
+
+}  // namespace vmm

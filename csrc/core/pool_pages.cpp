@@ -1,0 +1,171 @@
+// Pool: the explicit face, allocate(offset, size) and its kind. Pages come out
+// of the same occupancy map as tensors' blocks, so neither can take the
+// other's.
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/errors.h"
+#include "core/pool.h"
+
+namespace vmm {
+
+// The whole pages that cover [offset, offset + size).
+ByteRange Pool::page_range(std::size_t offset, std::size_t size) const {
+  if (size == 0) throw InvalidRangeError(offset, size, capacity_, "size must be greater than 0");
+  if (sum_overflows(offset, size)) throw InvalidRangeError(offset, size, capacity_, "offset + size overflows");
+  if (offset + size > capacity_) throw InvalidRangeError(offset, size, capacity_, "beyond the end of the pool");
+  const std::size_t first = align_down(offset, page_);
+  return {first, align_up(offset + size, page_) - first};
+}
+
+// The first page of `range` that is not wholly free, or the end.
+std::size_t Pool::first_unfree(ByteRange range) const {
+  std::size_t at = range.offset;
+  while (at < range.end()) {
+    const Block* free = large_.free_covering(at);
+    if (free == nullptr) return align_down(at, page_);
+    at = free->end();
+  }
+  return range.end();
+}
+
+Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage* shortage) {
+  Request request;
+  request.size = range.size;
+  request.where = Request::Where::at;
+  request.offset = range.offset;
+  request.tag = tag_of(stream);
+  request.state = BlockState::pages;
+  Block* block = place(request, grant, shortage);
+  if (block == nullptr) return 0;
+  block->requested = range.size;
+  pages_.emplace(block->offset, block);
+  page_bytes_ += block->size;
+  count(StatKind::allocation, StatKind::allocated_bytes, *block, /*up=*/true);
+  count(StatKind::active, StatKind::active_bytes, *block, /*up=*/true);
+  count_requested(*block, /*up=*/true);
+  return base_ + range.offset;
+}
+
+Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream stream, Grant* grant,
+                                 Shortage* shortage) {
+  require_open();
+  const ByteRange range = page_range(offset, size);
+  const MutexLock lock(mutex_);
+  settle_locked(/*wait=*/false);
+  give_up_spare_slabs();
+  std::size_t taken = first_unfree(range);
+  if (taken < range.end() && !retired_blocks_.empty()) {
+    // The caller wants the very address whose former mapping queued work still
+    // uses. Nothing else can stand there, so this one call waits.
+    const auto after = retired_blocks_.upper_bound(taken);
+    const bool is_retired_block =
+        after != retired_blocks_.begin() && std::prev(after)->second->end() > taken;
+    if (is_retired_block && drop_retired(/*wait=*/true)) taken = first_unfree(range);
+  }
+  if (taken < range.end()) {
+    throw AlreadyMappedError(taken, page_, "pool '" + name_ + "': allocate(" + std::to_string(offset) + ", " +
+                                               std::to_string(size) + ")");
+  }
+  return take_pages(range, stream, grant, shortage);
+}
+
+Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) {
+  require_open();
+  const std::size_t wanted = page_range(0, size).size;
+  const MutexLock lock(mutex_);
+  settle_locked(/*wait=*/false);
+  const auto& free = large_.free_blocks();
+  for (auto first = free.begin(); first != free.end();) {
+    const std::size_t begin = align_up((*first)->offset, page_);
+    std::size_t end = (*first)->end();
+    for (++first; first != free.end() && (*first)->offset == end; ++first) end = (*first)->end();
+    if (begin < end && end - begin >= wanted) return take_pages({begin, wanted}, stream, grant, shortage);
+  }
+  *shortage = {wanted, nullptr, {}, /*no_address_space=*/true};
+  return 0;
+}
+
+// REQUIRES: every page of `range` is explicit. Splits, counts down, frees.
+void Pool::free_pages(ByteRange range) {
+  // The pages may be in use on streams that nobody told us of.
+  const FencePointPtr after = context_.fences.record_all();
+  for (auto it = std::prev(pages_.upper_bound(range.offset)); it != pages_.end() && it->first < range.end();) {
+    Block* block = it->second;
+    it = pages_.erase(it);
+    const Block whole_counts = [&] {
+      Block copy;
+      copy.size = block->size;
+      copy.requested = block->requested;
+      return copy;
+    }();
+    count(StatKind::allocation, StatKind::allocated_bytes, whole_counts, /*up=*/false);
+    count(StatKind::active, StatKind::active_bytes, whole_counts, /*up=*/false);
+    count_requested(whole_counts, /*up=*/false);
+    const auto keep = [&](Block* kept) {
+      kept->requested = kept->size;
+      pages_.emplace(kept->offset, kept);
+      count(StatKind::allocation, StatKind::allocated_bytes, *kept, /*up=*/true);
+      count(StatKind::active, StatKind::active_bytes, *kept, /*up=*/true);
+      count_requested(*kept, /*up=*/true);
+    };
+    if (block->offset < range.offset) {
+      Block* lower = block;
+      block = large_.split(block, range.offset);
+      keep(lower);
+    }
+    if (block->end() > range.end()) keep(large_.split(block, range.end()));
+    page_bytes_ -= block->size;
+    // What stays mapped (part of a larger chunk) is reused in its stream's
+    // order, so that stream comes after the streams we do not know.
+    after->order_before(streams_[block->tag].stream).ignore();
+    large_.free(block, block->tag, streams_[block->tag].records);
+  }
+  // Whole idle chunks go to the shelf at once.
+  IdleChunks idle = idle_chunks(kNeutral);
+  for (const auto& [size, chunks] : idle) {
+    for (const IdleChunk& chunk : chunks) {
+      if (chunk.offset + size <= range.offset || chunk.offset >= range.end()) continue;
+      FenceSet last_use = last_use_of({chunk.offset, size});
+      last_use.add(after);
+      detach(chunk.offset, last_use);
+      if (!last_use.passed()) chunk.chunk->last_use.add_all(last_use);
+      context_.store.put(group_, chunk.chunk);
+    }
+  }
+  drop_retired(/*wait=*/false);
+}
+
+void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
+  require_open();
+  const ByteRange range = page_range(offset, size);
+  const MutexLock lock(mutex_);
+  for (std::size_t at = range.offset; at < range.end();) {
+    const auto after = pages_.upper_bound(at);
+    if (after == pages_.begin() || std::prev(after)->second->end() <= at) {
+      throw NotMappedError(at, page_, "pool '" + name_ + "': deallocate(" + std::to_string(offset) + ", " +
+                                          std::to_string(size) + ")");
+    }
+    at = std::prev(after)->second->end();
+  }
+  free_pages(range);
+}
+
+void Pool::drop_pages() {
+  const MutexLock lock(mutex_);
+  while (!pages_.empty()) free_pages(pages_.begin()->second->range());
+}
+
+bool Pool::is_mapped(std::size_t offset, std::size_t size) const {
+  const ByteRange range = page_range(offset, size);
+  const MutexLock lock(mutex_);
+  for (std::size_t page = range.offset; page < range.end(); page += page_) {
+    if (retired_blocks_.count(page) != 0) return false;
+    if (first_unfree({page, page_}) == page + page_) return false;
+    const auto after = retired_blocks_.upper_bound(page);
+    if (after != retired_blocks_.begin() && std::prev(after)->second->end() > page) return false;
+  }
+  return true;
+}
+
+}  // namespace vmm

@@ -1,0 +1,221 @@
+// The reclaim ladder: who yields when a request cannot be met.
+//
+//   0  the pool itself: its own idle chunks, its group's shelf, a new chunk
+//      within the limits (Pool::place, before this file is entered)
+//   1  what rests on the group's shelf in sizes that did not fit is given back
+//      to the driver, which makes room under the limit
+//   2  idle chunks of other pools that stand under the limit that refused,
+//      lowest priority first, then whoever is furthest above its floor; they
+//      move by a second mapping, and no one waits for the GPU
+//   3  torch's registered free-memory callbacks, and fences that have passed
+//   4  the last rung, every pool locked: wait for the fences, give all idle
+//      memory above the floors back to the driver and take the room. Whatever
+//      fits after that is granted; no other thread can take it in between
+//   5  an error that says who asked, for how much, every limit, who holds
+//      what, and what would help
+//
+// One request at a time climbs; requests that their own pool can meet never
+// wait for it.
+#include <algorithm>
+#include <tuple>
+
+#include "base/errors.h"
+#include "core/device_memory.h"
+
+namespace vmm {
+
+Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
+  Shortage shortage;
+  if (const Address address = pool.try_allocate(bytes, stream, nullptr, &shortage)) return address;
+  return climb(
+      pool, bytes,
+      [&](Grant* grant, Shortage* missing) { return pool.try_allocate(bytes, stream, grant, missing); }, shortage);
+}
+
+Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream) {
+  Shortage shortage;
+  if (const Address address = pool.try_allocate_pages(offset, size, stream, nullptr, &shortage)) return address;
+  return climb(
+      pool, size,
+      [&](Grant* grant, Shortage* missing) {
+        return pool.try_allocate_pages(offset, size, stream, grant, missing);
+      },
+      shortage);
+}
+
+Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream) {
+  Shortage shortage;
+  if (const Address address = pool.try_allocate_first(size, stream, nullptr, &shortage)) return address;
+  return climb(
+      pool, size,
+      [&](Grant* grant, Shortage* missing) { return pool.try_allocate_first(size, stream, grant, missing); }, shortage);
+}
+
+// Who yields first: the lowest priority, then whoever is furthest above its floor.
+PoolList DeviceMemory::in_order_of_yielding(PoolList pools) {
+  std::vector<std::tuple<int, std::size_t, std::shared_ptr<Pool>>> keyed;
+  for (auto& pool : pools) {
+    const std::size_t above = pool->physical_bytes() - std::min(pool->physical_bytes(), pool->floor());
+    keyed.emplace_back(pool->priority(), above, pool);
+  }
+  std::stable_sort(keyed.begin(), keyed.end(), [](const auto& a, const auto& b) {
+    if (std::get<0>(a) != std::get<0>(b)) return std::get<0>(a) < std::get<0>(b);
+    return std::get<1>(a) > std::get<1>(b);
+  });
+  pools.clear();
+  for (auto& entry : keyed) pools.push_back(std::get<2>(entry));
+  return pools;
+}
+
+// Pools whose idle memory would help: those under the limit that refused, or
+// all of the device when the device itself has no more.
+PoolList DeviceMemory::victims(const Pool& asker, const Budget* refused) const {
+  PoolList found = refused == nullptr ? pools() : pools_under(*refused);
+  std::erase_if(found, [&](const auto& pool) { return pool.get() == &asker; });
+  return in_order_of_yielding(std::move(found));
+}
+
+void DeviceMemory::take_from(const PoolList& pools, std::size_t want, Grant& grant) {
+  for (const auto& pool : pools) {
+    if (grant.bytes() >= want) return;
+    Budget* refused = nullptr;
+    pool->surrender(want - grant.bytes(), /*respect_floor=*/true, grant, &refused);
+    if (refused != nullptr) return;  // the asker may take no more
+  }
+}
+
+namespace {
+// Locks every pool for the last rung. A fixed order (of registration) and the
+// ladder's own mutex make it safe; the analysis cannot follow a loop.
+class AllLocked {
+ public:
+  explicit AllLocked(const PoolList& pools) VMM_NO_THREAD_SAFETY_ANALYSIS : pools_(pools) {
+    for (const auto& pool : pools_) pool->mutex().lock();
+  }
+  ~AllLocked() VMM_NO_THREAD_SAFETY_ANALYSIS {
+    for (auto it = pools_.rbegin(); it != pools_.rend(); ++it) (*it)->mutex().unlock();
+  }
+  AllLocked(const AllLocked&) = delete;
+  AllLocked& operator=(const AllLocked&) = delete;
+
+ private:
+  const PoolList& pools_;
+};
+}  // namespace
+
+// With every pool locked: gives idle memory back until the asker has room for
+// `want` bytes, and charges them to it before anyone else can.
+void DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t want, Grant& grant) {
+  const PoolList all = pools();
+  const AllLocked locked(all);
+  Budget& payer = asker.budget();
+  // The device itself has run out: every shelf and pool may hold what the
+  // driver needs, whatever the limits say. Otherwise only what counts against
+  // the limit that refused.
+  const std::size_t goal = refused == nullptr ? kUnlimited : want;
+  PoolList order = all;
+  std::stable_sort(order.begin(), order.end(),
+                   [](const auto& a, const auto& b) { return a->priority() < b->priority(); });
+  for (const auto& pool : order) pool->settle_for_melting();
+  for (const auto& pool : order) {
+    if (refused != nullptr && !pool->budget().stands_under(*refused)) continue;
+    pool->melt_locked(payer, goal);
+  }
+  if (payer.headroom() < want || refused == nullptr) store_.trim_all();
+  const std::size_t room = std::min(payer.headroom(), want);
+  if (room != 0 && payer.charge(room) == nullptr) grant.prepaid_bytes += room;
+}
+
+Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attempt, Shortage shortage) {
+  asker.count_retry();
+  const auto again = [&](Grant* grant) {
+    Shortage latest;
+    const Address address = attempt(grant, &latest);
+    if (address == 0) shortage = latest;
+    return address;
+  };
+  if (!shortage.no_address_space) {
+    const MutexLock lock(reclaim_mutex_);
+    // Rung 1. Also: whoever climbed before us may have left what we need.
+    store_.trim(asker.group(), 0);
+    if (shortage.refused == nullptr) store_.trim_all();
+    if (const Address address = again(nullptr)) return address;
+    // Rung 2.
+    Grant grant(store_, asker.group(), asker.budget());
+    take_from(victims(asker, shortage.refused), shortage.bytes, grant);
+    if (grant.bytes() != 0) {
+      if (const Address address = again(&grant)) return address;
+    }
+  }
+  // Rung 3. A callback may free tensors, and even allocate: no lock is held.
+  if (memory_callback_) memory_callback_();
+  const MutexLock lock(reclaim_mutex_);
+  settle_all(/*wait=*/false);
+  bury_retired();
+  if (const Address address = again(nullptr)) return address;
+  // Rung 4.
+  Grant grant(store_, asker.group(), asker.budget());
+  if (shortage.no_address_space) {
+    asker.settle(/*wait=*/true);  // former addresses come free
+  } else {
+    const std::size_t page = asker.page_size();
+    melt(asker, shortage.refused, align_up(std::max<std::size_t>(bytes, 1), page) + page, grant);
+  }
+  if (const Address address = again(&grant)) return address;
+  asker.count_oom();
+  throw_out_of_memory(asker, bytes, shortage);
+}
+
+// -------------------------------------------------------------------- the error
+
+void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage) {
+  const MemoryStats own = asker.memory_stats();
+  std::string text = "pool '" + asker.name() + "': " + format_bytes(bytes) + " asked";
+  const auto describe = [&](const Budget& budget) {
+    text += "; " + budget.name() + ": limit " + format_bytes(budget.limit()) + ", in use " +
+            format_bytes(budget.used());
+  };
+  std::size_t limit = asker.budget().limit();
+  if (shortage.no_address_space) {
+    text += "; no free stretch of addresses that long in its virtual capacity of " + format_bytes(asker.capacity());
+    limit = asker.capacity();
+  }
+  for (const Budget* level = &asker.budget(); level != nullptr; level = level->parent()) {
+    if (level == &budget_ && level->limit() == kUnlimited) continue;
+    describe(*level);
+  }
+  MemoryInfo info;
+  const bool known = driver_.memory_info(device_, &info).ok();
+  if (known) {
+    text += "; device " + std::to_string(device_) + ": " + format_bytes(info.total) + ", free " +
+            format_bytes(info.free);
+  }
+  if (shortage.refused != nullptr) {
+    limit = shortage.refused->limit();
+    text += "; refused by the limit of " + shortage.refused->name();
+  } else if (!shortage.no_address_space) {
+    if (shortage.status.code() == StatusCode::out_of_memory) limit = known ? info.total : limit;
+    text += "; the driver refused (" + shortage.status.text() + ")";
+  }
+  text += "; held:";
+  for (const auto& pool : pools()) {
+    const MemoryStats stats = pool.get() == &asker ? own : pool->memory_stats();
+    if (stats.physical_usage == 0) continue;
+    text += " '" + pool->name() + "' " + format_bytes(stats.allocated_bytes) + " in use";
+    if (stats.idle_bytes + stats.stranded_bytes != 0) {
+      text += " + " + format_bytes(stats.idle_bytes) + " idle + " + format_bytes(stats.stranded_bytes) + " stranded";
+    }
+    if (stats.quarantined_bytes != 0) text += " + " + format_bytes(stats.quarantined_bytes) + " waiting for fences";
+    if (pool->floor() != 0) text += " (floor " + format_bytes(pool->floor()) + ")";
+    text += ",";
+  }
+  text.back() = ';';
+  text += shortage.no_address_space ? " give the pool a larger virtual_capacity or free tensors"
+                                    : " raise the limit, free tensors, or unregister a model";
+  const std::size_t headroom = asker.budget().headroom();
+  const std::size_t available =
+      std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) + own.idle_bytes;
+  throw OutOfMemoryError(text, bytes, available, limit, asker.name());
+}
+
+}  // namespace vmm

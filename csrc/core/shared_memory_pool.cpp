@@ -1,0 +1,134 @@
+#include "core/shared_memory_pool.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "base/errors.h"
+
+namespace vmm {
+
+namespace {
+std::string group_name() {
+  static std::atomic<int> next{0};
+  return "shared pool " + std::to_string(++next);
+}
+}  // namespace
+
+SharedMemoryPool::SharedMemoryPool(DeviceMemory& memory, std::size_t physical_limit) : memory_(memory) {
+  if (physical_limit == 0) throw InvalidArgumentError("physical_limit 0: models need at least one page");
+  budget_ = &memory.create_group(group_name(), physical_limit);
+}
+
+SharedMemoryPool::~SharedMemoryPool() {
+  try {
+    close(/*force=*/true);
+  } catch (const VmmError&) {  // NOLINT(bugprone-empty-catch): forced closing throws only when the driver has gone
+  }
+}
+
+void SharedMemoryPool::require_open() const {
+  if (closed_) throw InvalidArgumentError("the SharedMemoryPool is closed");
+}
+
+std::shared_ptr<Pool> SharedMemoryPool::find(const std::string& model_id) const {
+  for (const auto& [id, pool] : models_) {
+    if (id == model_id) return pool;
+  }
+  std::string known;
+  for (const auto& [id, pool] : models_) known += (known.empty() ? "'" : ", '") + id + "'";
+  throw ModelNotFoundError(model_id, known);
+}
+
+std::shared_ptr<Pool> SharedMemoryPool::register_model(const std::string& model_id, const ModelSpec& spec) {
+  const MutexLock lock(mutex_);
+  require_open();
+  if (model_id.empty()) throw InvalidArgumentError("model_id is empty: give the model a name");
+  const bool exists = std::any_of(models_.begin(), models_.end(), [&](const auto& m) { return m.first == model_id; });
+  if (exists) throw ModelExistsError(model_id);
+  if (spec.floor > budget_->limit()) {
+    throw InvalidArgumentError("floor " + format_bytes(spec.floor) + " is above the shared limit " +
+                               format_bytes(budget_->limit()));
+  }
+  PoolSpec pool_spec;
+  pool_spec.name = model_id;
+  pool_spec.capacity = spec.virtual_capacity;
+  pool_spec.page_size = spec.page_size;
+  pool_spec.physical_limit = spec.physical_limit;
+  pool_spec.floor = spec.floor;
+  pool_spec.priority = spec.priority;
+  auto pool = memory_.create_pool(pool_spec, budget_);
+  models_.emplace_back(model_id, pool);
+  return pool;
+}
+
+void SharedMemoryPool::unregister_model(const std::string& model_id, bool force) {
+  const MutexLock lock(mutex_);
+  require_open();
+  const auto pool = find(model_id);
+  memory_.close_pool(*pool, force);
+  std::erase_if(models_, [&](const auto& model) { return model.first == model_id; });
+}
+
+std::shared_ptr<Pool> SharedMemoryPool::model(const std::string& model_id) const {
+  const MutexLock lock(mutex_);
+  require_open();
+  return find(model_id);
+}
+
+bool SharedMemoryPool::has_model(const std::string& model_id) const {
+  const MutexLock lock(mutex_);
+  return std::any_of(models_.begin(), models_.end(), [&](const auto& m) { return m.first == model_id; });
+}
+
+std::vector<std::string> SharedMemoryPool::model_ids() const {
+  const MutexLock lock(mutex_);
+  std::vector<std::string> ids;
+  for (const auto& [id, pool] : models_) ids.push_back(id);
+  return ids;
+}
+
+Address SharedMemoryPool::allocate_for_model(const std::string& model_id, std::size_t size, Stream stream) {
+  return memory_.allocate_first(*model(model_id), size, stream);
+}
+
+void SharedMemoryPool::deallocate_for_model(const std::string& model_id, std::size_t offset, std::size_t size) {
+  memory_.deallocate_pages(*model(model_id), offset, size);
+}
+
+GlobalMemoryStats SharedMemoryPool::global_stats() const {
+  GlobalMemoryStats stats = memory_.group_stats(*budget_);
+  const MutexLock lock(mutex_);
+  stats.num_models = models_.size();
+  return stats;
+}
+
+std::size_t SharedMemoryPool::set_physical_limit(std::size_t limit_bytes) {
+  if (limit_bytes == 0) throw InvalidArgumentError("physical_limit 0: models need at least one page");
+  return memory_.set_limit(*budget_, limit_bytes);
+}
+
+void SharedMemoryPool::close(bool force) {
+  const MutexLock lock(mutex_);
+  if (closed_) return;
+  if (!force) {
+    // All or nothing: no model goes while another one is still in use.
+    for (const auto& [id, pool] : models_) {
+      if (const std::size_t blocks = pool->live_blocks(); blocks != 0) {
+        throw StillInUseError("model '" + id + "' still holds " + std::to_string(blocks) + " live blocks, " +
+                                  format_bytes(pool->live_bytes()) + "; free its tensors first, or force",
+                              pool->live_bytes(), blocks);
+      }
+    }
+  }
+  for (const auto& [id, pool] : models_) memory_.close_pool(*pool, force);
+  models_.clear();
+  closed_ = true;
+  memory_.trim_group(*budget_);
+}
+
+bool SharedMemoryPool::is_closed() const {
+  const MutexLock lock(mutex_);
+  return closed_;
+}
+
+}  // namespace vmm

@@ -1,0 +1,144 @@
+// Statistics as plain values with units: what torch.cuda.memory_stats calls
+// them, for one pool and for a device. They change beside the state they
+// describe; checking that they add up is stats.cpp's prove_balance().
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/units.h"
+
+namespace vmm {
+
+// torch's two kinds of block: requests of up to 1 MiB are "small_pool".
+enum class SizeClass : std::uint8_t { small_pool, large_pool };
+inline constexpr std::size_t kSmallLimitBytes = kMiB;
+
+// The families of torch.cuda.memory_stats that count blocks or bytes.
+enum class StatKind : std::uint8_t {
+  allocation,       // live blocks
+  segment,          // chunks mapped: what the driver gave in one call each
+  active,           // live blocks and freed ones whose record_stream is pending
+  allocated_bytes,  // bytes of live blocks, rounded to 512
+  reserved_bytes,   // bytes of mapped chunks
+  active_bytes,
+  requested_bytes,  // bytes asked for, of active blocks
+};
+inline constexpr std::size_t kStatKinds = 7;
+
+struct Stat {
+  std::int64_t current = 0;
+  std::int64_t peak = 0;
+  std::int64_t allocated = 0;  // all that ever came, since the last reset
+  std::int64_t freed = 0;
+  void increase(std::int64_t amount) {
+    current += amount;
+    allocated += amount;
+    if (current > peak) peak = current;
+  }
+  void decrease(std::int64_t amount) {
+    current -= amount;
+    freed += amount;
+  }
+};
+
+// For each family: [0] all, [1] small_pool, [2] large_pool.
+using StatTriple = std::array<Stat, 3>;
+
+struct Statistics {
+  std::array<StatTriple, kStatKinds> stats;
+  std::int64_t num_alloc_retries = 0;     // requests that went down the reclaim ladder
+  std::int64_t num_ooms = 0;              // requests that failed
+  std::int64_t num_sync_all_streams = 0;  // empty_cache() and its kind
+  std::int64_t num_device_alloc = 0;      // chunks mapped
+  std::int64_t num_device_free = 0;       // chunks unmapped
+
+  [[nodiscard]] StatTriple& operator[](StatKind kind) { return stats.at(static_cast<std::size_t>(kind)); }
+  [[nodiscard]] const StatTriple& operator[](StatKind kind) const { return stats.at(static_cast<std::size_t>(kind)); }
+  void increase(StatKind kind, SizeClass size_class, std::size_t amount) {
+    auto& triple = (*this)[kind];
+    triple[0].increase(static_cast<std::int64_t>(amount));
+    triple[size_class == SizeClass::small_pool ? 1 : 2].increase(static_cast<std::int64_t>(amount));
+  }
+  void decrease(StatKind kind, SizeClass size_class, std::size_t amount) {
+    auto& triple = (*this)[kind];
+    triple[0].decrease(static_cast<std::int64_t>(amount));
+    triple[size_class == SizeClass::small_pool ? 1 : 2].decrease(static_cast<std::int64_t>(amount));
+  }
+  void reset_peaks();
+  void reset_accumulated();
+  // Adds what `other` counts; peaks are left alone (they do not sum).
+  void add_totals(const Statistics& other);
+};
+
+// The device's currents and peaks, followed at the time of each event because
+// the device's peak is not the sum of the pools' peaks. Relaxed atomics: pools
+// never wait for one another here.
+class DevicePeaks {
+ public:
+  void increase(StatKind kind, SizeClass size_class, std::size_t amount);
+  void decrease(StatKind kind, SizeClass size_class, std::size_t amount);
+  void reset_peaks();
+  // Writes the peaks (never below the currents) into `out`.
+  void fill_peaks(Statistics& out) const;
+
+ private:
+  struct Cell {
+    std::atomic<std::int64_t> current{0};
+    std::atomic<std::int64_t> peak{0};
+    void increase(std::int64_t amount);
+  };
+  std::array<std::array<Cell, 3>, kStatKinds> cells_;
+};
+
+// What a pool's memory is, in bytes, at one moment:
+// physical_usage = allocated + idle + stranded + quarantined.
+struct MemoryStats {
+  std::size_t virtual_capacity = 0;
+  std::size_t physical_usage = 0;
+  std::size_t mapped_pages = 0;  // physical_usage / page_size
+  double fragmentation_ratio = 0.0;
+  std::size_t allocated_bytes = 0;
+  std::size_t idle_bytes = 0;         // mapped, unused, whole chunks
+  std::size_t stranded_bytes = 0;     // mapped, unused, in chunks that are partly used
+  std::size_t quarantined_bytes = 0;  // freed, fence not passed
+};
+
+// The same for a SharedMemoryPool:
+// physical_usage = allocated + idle + stranded + quarantined + store.
+struct GlobalMemoryStats {
+  std::size_t physical_limit = kUnlimited;
+  std::size_t physical_usage = 0;
+  std::size_t num_models = 0;
+  std::size_t allocated_bytes = 0;
+  std::size_t idle_bytes = 0;
+  std::size_t stranded_bytes = 0;
+  std::size_t quarantined_bytes = 0;
+  std::size_t store_bytes = 0;  // held by the page store, mapped nowhere
+};
+
+// One block of a snapshot; they tile their segment.
+struct BlockSnapshot {
+  enum class State : std::uint8_t { allocated, pending_free, inactive };
+  std::size_t size = 0;       // bytes
+  std::size_t requested = 0;  // bytes asked for; 0 when inactive
+  State state = State::inactive;
+};
+
+// One contiguous mapped stretch of one size class.
+struct SegmentSnapshot {
+  Address address = 0;
+  std::size_t total_size = 0;
+  std::size_t allocated_size = 0;
+  std::size_t active_size = 0;
+  std::size_t requested_size = 0;
+  SizeClass size_class = SizeClass::large_pool;
+  void* stream = nullptr;
+  std::vector<BlockSnapshot> blocks;
+};
+
+}  // namespace vmm

@@ -1,0 +1,321 @@
+#include "core/virtual_memory_manager.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "base/errors.h"
+
+namespace vmm {
+
+std::string VirtualAddressRange::text() const {
+  return "VA[" + format_hex(base) + ".." + format_hex(end()) + ", " + std::to_string(size) +
+         " bytes, align=" + std::to_string(alignment) + "]";
+}
+
+std::string PhysicalAllocation::text() const {
+  return "PhysAlloc[handle=" + format_hex(handle) + ", " + std::to_string(size) +
+         " bytes, dev=" + std::to_string(device) + "]";
+}
+
+namespace {
+std::uint64_t next_manager_id() {
+  static std::atomic<std::uint64_t> next{0};
+  return ++next;
+}
+
+std::string of(const std::string& name, std::size_t value) { return name + " " + std::to_string(value); }
+}  // namespace
+
+VirtualMemoryManager::VirtualMemoryManager(DeviceMemory& memory) : memory_(memory), id_(next_manager_id()) {}
+
+VirtualMemoryManager::~VirtualMemoryManager() {
+  try {
+    close();
+  } catch (const VmmError&) {  // NOLINT(bugprone-empty-catch): a held range keeps its memory; nothing else throws
+  }
+}
+
+void VirtualMemoryManager::require_open() const {
+  if (closed_) throw InvalidArgumentError("the VirtualMemoryManager is closed");
+}
+
+VirtualMemoryManager::Range& VirtualMemoryManager::find(const VirtualAddressRange& range) const {
+  require_open();
+  if (range.manager != id_) throw InvalidArgumentError(range.text() + " belongs to another VirtualMemoryManager");
+  const auto found = ranges_.find(range.base);
+  if (found == ranges_.end() || found->second.mapped->size() != range.size || found->second.key != range.key) {
+    throw InvalidArgumentError(range.text() + " has been released");
+  }
+  return found->second;
+}
+
+Chunk* VirtualMemoryManager::find(const PhysicalAllocation& physical) const {
+  require_open();
+  if (physical.manager != id_) throw InvalidArgumentError(physical.text() + " belongs to another VirtualMemoryManager");
+  const auto found = physical_.find(physical.key);
+  if (found == physical_.end()) throw InvalidArgumentError(physical.text() + " has been freed");
+  return found->second;
+}
+
+// [offset, offset + size) lies in the range, and both are aligned.
+void VirtualMemoryManager::require_inside(const VirtualAddressRange& range, std::size_t offset,
+                                          std::size_t size) const {
+  const std::size_t grain = granularity();
+  const auto refuse = [&](const std::string& why) { throw InvalidRangeError(offset, size, range.size, why); };
+  if (size == 0) refuse("size must be greater than 0");
+  if (sum_overflows(offset, size)) refuse("offset + size overflows");
+  if (!is_aligned(offset, grain)) refuse("offset must be a multiple of the granularity " + std::to_string(grain));
+  if (!is_aligned(size, grain)) refuse("size must be a multiple of the granularity " + std::to_string(grain));
+  if (offset + size > range.size) refuse("beyond the end of the range");
+}
+
+VirtualAddressRange VirtualMemoryManager::reserve(std::size_t size, std::size_t alignment) {
+  const MutexLock lock(mutex_);
+  require_open();
+  const std::size_t grain = granularity();
+  if (size == 0) throw InvalidRangeError(0, 0, 0, "size must be greater than 0");
+  if (alignment == kDefaultAlignment) alignment = grain;
+  if (!is_power_of_two(alignment)) throw InvalidArgumentError(of("alignment", alignment) + " must be a power of two");
+  if (alignment < grain) {
+    throw InvalidArgumentError(of("alignment", alignment) + " is below the granularity " + std::to_string(grain));
+  }
+  if (!is_aligned(size, grain)) {
+    throw InvalidRangeError(0, size, size, "size must be a multiple of the granularity " + std::to_string(grain));
+  }
+  if (!is_aligned(size, alignment)) {
+    throw InvalidRangeError(0, size, size, "size must be a multiple of the alignment " + std::to_string(alignment));
+  }
+  Address base = 0;
+  const Status status = memory_.driver().reserve(size, alignment, &base);
+  if (status.code() == StatusCode::out_of_memory) {
+    throw OutOfMemoryError("reserve(" + std::to_string(size) + "): no such stretch of virtual addresses is free (" +
+                               status.text() + ")",
+                           size, 0, kUnlimited, "VirtualMemoryManager");
+  }
+  throw_if_failed(status, "reserve(" + std::to_string(size) + ", " + std::to_string(alignment) + ")");
+  Range& range = ranges_[base];
+  range.mapped = std::make_unique<MappedRange>(memory_.driver(), base, size);
+  range.alignment = alignment;
+  range.key = ++last_key_;
+  return {id_, range.key, base, size, alignment};
+}
+
+void VirtualMemoryManager::release(const VirtualAddressRange& range) {
+  const MutexLock lock(mutex_);
+  const Range& found = find(range);
+  const std::size_t mappings = found.mapped->live().size();
+  if (mappings != 0 || found.holds != 0) {
+    throw StillInUseError(range.text() + " still holds " + std::to_string(mappings) + " mappings and " +
+                              std::to_string(found.holds) + " tensors; unmap them first",
+                          found.mapped->mapped_bytes(), std::max(mappings, found.holds));
+  }
+  throw_if_failed(memory_.driver().unreserve(range.base, range.size), "release " + range.text());
+  ranges_.erase(range.base);
+}
+
+PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Location location, bool exportable) {
+  const MutexLock lock(mutex_);
+  require_open();
+  const std::size_t grain = granularity();
+  if (size == 0) throw InvalidRangeError(0, 0, 0, "size must be greater than 0");
+  if (!is_aligned(size, grain)) {
+    throw InvalidRangeError(0, size, size, "size must be a multiple of the granularity " + std::to_string(grain));
+  }
+  Driver& driver = memory_.driver();
+  if (location.kind == Location::Kind::device && (location.device < 0 || location.device >= driver.device_count())) {
+    throw InvalidArgumentError("device " + std::to_string(location.device) + " does not exist: this machine has " +
+                               std::to_string(driver.device_count()));
+  }
+  Chunk* chunk = nullptr;
+  Budget* refused = nullptr;
+  const ChunkSpec spec{size, location, exportable};
+  Status status = memory_.store().create(spec, memory_.budget(), &chunk, &refused);
+  if (status.code() == StatusCode::out_of_memory && location == Location::on_device(memory_.device())) {
+    memory_.empty_cache();  // idle memory of pools on this device
+    status = memory_.store().create(spec, memory_.budget(), &chunk, &refused);
+  }
+  if (status.code() == StatusCode::out_of_memory) {
+    MemoryInfo info;
+    const bool known = location.kind == Location::Kind::device && driver.memory_info(location.device, &info).ok();
+    throw OutOfMemoryError("alloc_physical(" + std::to_string(size) + "): " +
+                               (refused != nullptr ? "the limit of " + refused->name() + ", " +
+                                                         format_bytes(refused->limit()) + ", is reached"
+                                                   : "the driver has no more (" + status.text() + ")") +
+                               (known ? "; free " + format_bytes(info.free) + " of " + format_bytes(info.total) : ""),
+                           size, known ? info.free : 0, refused != nullptr ? refused->limit() : info.total,
+                           "VirtualMemoryManager");
+  }
+  if (status.code() == StatusCode::not_supported) {
+    throw NotAvailableError("alloc_physical: " + status.text() + ": this device cannot create " +
+                            (exportable ? "exportable" : "such") + " memory" +
+                            (location.kind == Location::Kind::host ? " in host memory" : ""));
+  }
+  throw_if_failed(status, "alloc_physical(" + std::to_string(size) + ")");
+  const std::uint64_t key = ++last_key_;
+  physical_.emplace(key, chunk);
+  return {id_, key, chunk->handle, size, location.kind == Location::Kind::host ? -1 : location.device};
+}
+
+void VirtualMemoryManager::free_physical(const PhysicalAllocation& physical) {
+  const MutexLock lock(mutex_);
+  Chunk* chunk = find(physical);
+  if (const int mapped = chunk->mappings.load(std::memory_order_acquire); mapped != 0) {
+    throw StillInUseError(physical.text() + " is still mapped at " + std::to_string(mapped) + " addresses",
+                          physical.size, static_cast<std::size_t>(mapped));
+  }
+  physical_.erase(physical.key);
+  memory_.store().release(chunk);
+}
+
+void VirtualMemoryManager::map(const VirtualAddressRange& range, const PhysicalAllocation& physical,
+                               std::size_t offset) {
+  const MutexLock lock(mutex_);
+  Range& found = find(range);
+  Chunk* chunk = find(physical);
+  require_inside(range, offset, chunk->size);
+  const auto gaps = found.mapped->gaps({offset, chunk->size});
+  if (gaps.size() != 1 || gaps.front().size != chunk->size) {
+    const std::size_t at = gaps.empty() || gaps.front().offset != offset ? offset : gaps.front().end();
+    throw AlreadyMappedError(at, granularity(), "map " + physical.text() + " into " + range.text());
+  }
+  const Placement placement{offset, chunk};
+  throw_if_failed(found.mapped->map({&placement, 1}, {}, SizeClass::large_pool),
+                  "map " + physical.text() + " at offset " + std::to_string(offset));
+}
+
+void VirtualMemoryManager::require_whole_mappings(const Range& found, const VirtualAddressRange& range,
+                                                  std::size_t offset, std::size_t size, const std::string& doing) {
+  const auto gaps = found.mapped->gaps({offset, size});
+  if (!gaps.empty()) throw NotMappedError(gaps.front().offset, granularity(), doing + " of " + range.text());
+  const auto first = found.mapped->covering(offset);
+  const auto last = found.mapped->covering(offset + size - 1);
+  if (first->first != offset || last->first + last->second.chunk->size != offset + size) {
+    throw InvalidRangeError(offset, size, range.size,
+                            doing + " takes whole mappings only: they begin at " + std::to_string(first->first) +
+                                " and end at " + std::to_string(last->first + last->second.chunk->size));
+  }
+}
+
+void VirtualMemoryManager::unmap(const VirtualAddressRange& range, std::size_t offset, std::size_t size) {
+  const MutexLock lock(mutex_);
+  Range& found = find(range);
+  require_inside(range, offset, size);
+  require_whole_mappings(found, range, offset, size, "unmap");
+  if (found.holds != 0) {
+    throw StillInUseError("unmap: " + std::to_string(found.holds) + " tensors still use " + range.text(), size,
+                          found.holds);
+  }
+  // Queued work may still use the addresses; this explicit call waits for it.
+  memory_.fences().record_all()->wait();
+  for (std::size_t at = offset; at < offset + size;) {
+    const std::size_t next = at + found.mapped->covering(at)->second.chunk->size;
+    throw_if_failed(found.mapped->unmap(at), "unmap offset " + std::to_string(at));
+    at = next;
+  }
+}
+
+void VirtualMemoryManager::set_access(const VirtualAddressRange& range, Access access,
+                                      const std::vector<Location>& who, std::size_t offset, std::size_t size) {
+  const MutexLock lock(mutex_);
+  Range& found = find(range);
+  if (size == 0) {
+    // The whole of what is mapped from `offset` on, holes allowed.
+    if (offset >= range.size) throw InvalidRangeError(offset, size, range.size, "beyond the end of the range");
+    const auto start = found.mapped->covering(offset);
+    if (start == found.mapped->live().end() && found.mapped->from(offset) == found.mapped->live().end()) {
+      throw NotMappedError(offset, granularity(), "set_access of " + range.text());
+    }
+    std::size_t at = start == found.mapped->live().end() ? found.mapped->from(offset)->first : start->first;
+    if (start != found.mapped->live().end() && start->first != offset) {
+      require_whole_mappings(found, range, offset, start->second.chunk->size - (offset - start->first), "set_access");
+    }
+    std::vector<ByteRange> mapped;
+    for (auto it = found.mapped->from(at); it != found.mapped->live().end(); ++it) {
+      mapped.push_back({it->first, it->second.chunk->size});
+    }
+    for (const ByteRange& part : mapped) {
+      for (const Location& location : who) {
+        throw_if_failed(found.mapped->set_access(part, location, access), "set_access");
+      }
+    }
+    return;
+  }
+  require_inside(range, offset, size);
+  require_whole_mappings(found, range, offset, size, "set_access");
+  for (const Location& location : who) {
+    throw_if_failed(found.mapped->set_access({offset, size}, location, access),
+                    "set_access offset " + std::to_string(offset) + " size " + std::to_string(size));
+  }
+}
+
+std::vector<MappingRecord> VirtualMemoryManager::mappings(const VirtualAddressRange& range) const {
+  const MutexLock lock(mutex_);
+  const Range& found = find(range);
+  std::vector<MappingRecord> records;
+  for (const auto& [offset, mapping] : found.mapped->live()) {
+    records.push_back({offset, mapping.chunk->size, mapping.chunk->handle, mapping.access});
+  }
+  return records;
+}
+
+Address VirtualMemoryManager::hold(const VirtualAddressRange& range, std::size_t offset, std::size_t size) {
+  const MutexLock lock(mutex_);
+  Range& found = find(range);
+  if (sum_overflows(offset, size) || offset + size > range.size) {
+    throw InvalidRangeError(offset, size, range.size, "beyond the end of the range");
+  }
+  const auto gaps = found.mapped->gaps({offset, size});
+  if (!gaps.empty()) {
+    throw NotMappedError(align_down(gaps.front().offset, granularity()), granularity(), "tensor over " + range.text());
+  }
+  for (auto it = found.mapped->covering(offset); it != found.mapped->live().end() && it->first < offset + size; ++it) {
+    if (it->second.access == Access::none) {
+      throw InvalidArgumentError("tensor over " + range.text() + ": offset " + std::to_string(it->first) +
+                                 " is not accessible; set_access first");
+    }
+  }
+  ++found.holds;
+  return range.base + offset;
+}
+
+void VirtualMemoryManager::unhold(const VirtualAddressRange& range) {
+  const MutexLock lock(mutex_);
+  const auto found = ranges_.find(range.base);
+  if (found != ranges_.end() && found->second.key == range.key && found->second.holds > 0) --found->second.holds;
+}
+
+void VirtualMemoryManager::close() {
+  const MutexLock lock(mutex_);
+  if (closed_) return;
+  std::size_t holds = 0;
+  std::size_t bytes = 0;
+  for (const auto& [base, range] : ranges_) {
+    holds += range.holds;
+    if (range.holds != 0) bytes += range.mapped->mapped_bytes();
+  }
+  if (holds != 0) {
+    throw StillInUseError("close: " + std::to_string(holds) + " tensors still use ranges of this manager", bytes,
+                          holds);
+  }
+  closed_ = true;
+  memory_.fences().record_all()->wait();
+  for (auto& [base, range] : ranges_) {
+    while (!range.mapped->live().empty()) {
+      if (!range.mapped->unmap(range.mapped->live().begin()->first).ok()) break;  // the driver has gone
+    }
+    memory_.driver().unreserve(base, range.mapped->size()).ignore();
+  }
+  ranges_.clear();
+  for (auto& [key, chunk] : physical_) {
+    chunk->mappings.store(0, std::memory_order_release);
+    memory_.store().release(chunk);
+  }
+  physical_.clear();
+}
+
+bool VirtualMemoryManager::is_closed() const {
+  const MutexLock lock(mutex_);
+  return closed_;
+}
+
+}  // namespace vmm

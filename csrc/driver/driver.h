@@ -1,0 +1,152 @@
+// The contract that every driver keeps: address space, physical chunks,
+// mappings, fences, copies. It owns nothing of the policy above it and knows
+// no pool, block or limit. Implementations: cuda_driver (a GPU), host_driver
+// (host memory, as strict as CUDA), scripted_driver (tests).
+//
+// Rules for all calls:
+// - Every size, offset and address is in bytes, and a multiple of
+//   Capabilities::granularity unless said otherwise.
+// - A call that fails changes nothing.
+// - Every call may be made from any thread, none calls back, and none waits
+//   for the GPU except wait(). The caller's current context and device are as
+//   they were afterwards.
+// - Once the driver has gone (process exit, a forked child) every call
+//   answers StatusCode::driver_gone and does nothing; alive() says so too.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "base/status.h"
+#include "base/units.h"
+
+namespace vmm {
+
+// Where memory lives, or who accesses it.
+struct Location {
+  enum class Kind : std::uint8_t { device, host };
+  Kind kind = Kind::device;
+  int device = 0;  // ordinal; meaningless for the host
+
+  static Location on_device(int ordinal) { return {Kind::device, ordinal}; }
+  static Location on_host() { return {Kind::host, 0}; }
+  friend bool operator==(const Location& a, const Location& b) {
+    return a.kind == b.kind && (a.kind == Kind::host || a.device == b.device);
+  }
+};
+
+enum class Access : std::uint8_t { none, read, read_write };
+
+// A stream of the device; nullptr is the default stream. For CUDA a
+// cudaStream_t; the host driver's streams are names only (work is done at once).
+using Stream = void*;
+
+// Opaque names given out by a driver; zero / nullptr is never a valid one.
+using ChunkHandle = std::uint64_t;
+using Fence = void*;
+
+struct Capabilities {
+  std::size_t granularity = 0;     // bytes; minimum and recommended page
+  std::size_t total_memory = 0;    // bytes of device memory
+  bool exportable = false;         // chunks can be exported as file descriptors
+  bool host_located = false;       // chunks can live in host memory
+  bool gpu_direct_rdma = false;    // chunks can be created for RDMA
+  bool fence_all_streams = false;  // record_all() works
+  std::string name;                // "NVIDIA H100 80GB HBM3", "host"
+};
+
+struct ChunkSpec {
+  std::size_t size = 0;
+  Location location;
+  bool exportable = false;
+};
+
+struct MemoryInfo {
+  std::size_t free = 0;   // bytes
+  std::size_t total = 0;  // bytes
+};
+
+class Driver {
+ public:
+  Driver() = default;
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+  virtual ~Driver() = default;
+
+  // "cuda", "host", "scripted(host)".
+  [[nodiscard]] virtual std::string name() const = 0;
+  [[nodiscard]] virtual bool alive() const = 0;
+  // Visible devices (CUDA_VISIBLE_DEVICES honoured); 0 once the driver has gone.
+  [[nodiscard]] virtual int device_count() const = 0;
+  // invalid_argument: no such device. not_supported: the device lacks what is
+  // needed; missing() then names it.
+  virtual Status capabilities(int device, Capabilities* out) const = 0;
+  // Why this device cannot be used ("" if it can), in words for the user.
+  [[nodiscard]] virtual std::string missing(int device) const = 0;
+
+  // -- Address space. Costs 2-30 us at any size; nothing is backed.
+  // Reserves [*out, *out + size). `alignment` is a power of two >= granularity;
+  // *out is a multiple of it. out_of_memory: no such stretch is free.
+  virtual Status reserve(std::size_t size, std::size_t alignment, Address* out) = 0;
+  // REQUIRES: exactly a reservation, with nothing mapped in it
+  // (invalid_argument else).
+  virtual Status unreserve(Address address, std::size_t size) = 0;
+
+  // -- Physical chunks. A fresh chunk reads as zero.
+  // out_of_memory: the device (or the host) has no such amount left.
+  // not_supported: a location or export that capabilities() denies.
+  virtual Status create(const ChunkSpec& spec, ChunkHandle* out) = 0;
+  // Gives the chunk back. While it is still mapped somewhere the memory stays
+  // until the last unmap, as CUDA does. invalid_argument: unknown or released.
+  virtual Status release(ChunkHandle chunk) = 0;
+
+  // -- Mappings. A chunk is mapped whole, at any number of addresses.
+  // Maps `chunk` at [address, address + size). Inaccessible until set_access.
+  // REQUIRES: inside one reservation and unmapped; `size` is the chunk's own
+  // (invalid_argument else).
+  virtual Status map(Address address, std::size_t size, ChunkHandle chunk) = 0;
+  // Drops every mapping in [address, address + size). REQUIRES: the stretch is
+  // made of whole mappings without gaps (invalid_argument else), and no queued
+  // work uses it: the driver does not wait, the GPU would fault.
+  virtual Status unmap(Address address, std::size_t size) = 0;
+  // Gives `who` this access to all of [address, address + size). Costs 33 us a
+  // chunk on a GPU, once for a run as for each. REQUIRES: as unmap(); Access::
+  // none makes it inaccessible.
+  virtual Status set_access(Address address, std::size_t size, Location who, Access access) = 0;
+
+  // -- Sharing with other processes. `*fd` belongs to the caller, who closes it.
+  // invalid_argument: the chunk was not created exportable.
+  virtual Status export_chunk(ChunkHandle chunk, int* fd) = 0;
+  // The imported chunk is released like a created one. `size` is its size.
+  virtual Status import_chunk(int fd, std::size_t size, ChunkHandle* out) = 0;
+
+  // -- Fences: points in a stream's work. About 0.2-0.35 us a call.
+  virtual Status create_fence(int device, Fence* out) = 0;
+  virtual Status destroy_fence(Fence fence) = 0;
+  // The fence passes when all work queued on `stream` until now is done. A
+  // recorded fence may be recorded again; the newest record counts.
+  // invalid_argument: a stream that is no more. not_supported: the stream is
+  // being captured.
+  virtual Status record(Fence fence, Stream stream) = 0;
+  // The same for all streams of the device at once, known to us or not.
+  // not_supported: Capabilities::fence_all_streams is false, or a capture runs.
+  virtual Status record_all(Fence fence) = 0;
+  // ok: passed (or never recorded); not_ready: not yet.
+  virtual Status query(Fence fence) = 0;
+  // Blocks the calling thread until the fence has passed.
+  virtual Status wait(Fence fence) = 0;
+  // Work queued on `stream` from now on waits for the fence; the CPU does not.
+  virtual Status stream_wait(Stream stream, Fence fence) = 0;
+  // Blocks the calling thread until the device has done all queued work.
+  virtual Status synchronize(int device) = 0;
+
+  // -- Content. Ordered on `stream` of `device`; any address both can access,
+  // any size > 0 (no alignment needed). Either side may be plain host memory.
+  virtual Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) = 0;
+  virtual Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) = 0;
+
+  virtual Status memory_info(int device, MemoryInfo* out) const = 0;
+};
+
+}  // namespace vmm
