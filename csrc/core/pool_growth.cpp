@@ -42,7 +42,11 @@ std::size_t Pool::piece_size(std::size_t total, std::size_t remaining) const {
 Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   std::size_t offset = 0;
   bool found = find_spot(request, &offset);
-  if (!found && settle_locked(/*wait=*/false)) found = find_spot(request, &offset);
+  if (!found) {
+    settle_locked(/*wait=*/false);
+    give_up_spare_slabs();
+    found = find_spot(request, &offset);
+  }
   if (!found) {
     *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
     return nullptr;
@@ -99,7 +103,7 @@ bool Pool::find_spot(const Request& request, std::size_t* offset) {
 // no memory there that queued work could still touch.
 bool Pool::find_unbacked(std::size_t size, bool high, std::size_t* offset) {
   const std::size_t wanted = align_up(size, page_);
-  const auto try_block = [&](const Block* block) {
+  const auto try_block = [&](const Block* block) VMM_REQUIRES(mutex_) {
     const std::size_t first = align_up(block->offset, page_);
     const std::size_t last = align_down(block->end(), page_);
     if (last < first + wanted) return false;

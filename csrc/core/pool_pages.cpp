@@ -75,6 +75,7 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
   const std::size_t wanted = page_range(0, size).size;
   const MutexLock lock(mutex_);
   settle_locked(/*wait=*/false);
+  give_up_spare_slabs();
   const auto& free = large_.free_blocks();
   for (auto first = free.begin(); first != free.end();) {
     const std::size_t begin = align_up((*first)->offset, page_);
@@ -102,7 +103,7 @@ void Pool::free_pages(ByteRange range) {
     count(StatKind::allocation, StatKind::allocated_bytes, whole_counts, /*up=*/false);
     count(StatKind::active, StatKind::active_bytes, whole_counts, /*up=*/false);
     count_requested(whole_counts, /*up=*/false);
-    const auto keep = [&](Block* kept) {
+    const auto keep = [&](Block* kept) VMM_REQUIRES(mutex_) {
       kept->requested = kept->size;
       pages_.emplace(kept->offset, kept);
       count(StatKind::allocation, StatKind::allocated_bytes, *kept, /*up=*/true);

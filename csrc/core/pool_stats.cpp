@@ -182,7 +182,7 @@ void Pool::check() const {
   std::size_t pages = 0;
   std::size_t slabs = 0;
   std::size_t retired = 0;
-  const auto count_block = [&](const Block& block) {
+  const auto count_block = [&](const Block& block) VMM_REQUIRES(mutex_) {
     if (block.state == BlockState::free || block.state == BlockState::slab || block.state == BlockState::retired) {
       return;
     }
@@ -241,7 +241,7 @@ void Pool::check() const {
     mapped += mapping.chunk->size;
   }
   VMM_CHECK(mapped == range_->mapped_bytes(), "mapped: walked ", mapped, ", counted ", range_->mapped_bytes());
-  const auto current = [this](StatKind kind) {
+  const auto current = [this](StatKind kind) VMM_REQUIRES(mutex_) {
     const StatTriple& triple = statistics_[kind];
     VMM_CHECK(triple[0].current == triple[1].current + triple[2].current, "small and large do not add up");
     VMM_CHECK(triple[0].peak >= triple[0].current, "peak below current");

@@ -154,14 +154,16 @@ Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attem
   bury_retired();
   if (const Address address = again(nullptr)) return address;
   // Rung 4.
-  Grant grant(store_, asker.group(), asker.budget());
-  if (shortage.no_address_space) {
-    asker.settle(/*wait=*/true);  // former addresses come free
-  } else {
-    const std::size_t page = asker.page_size();
-    melt(asker, shortage.refused, align_up(std::max<std::size_t>(bytes, 1), page) + page, grant);
+  {
+    Grant grant(store_, asker.group(), asker.budget());
+    if (shortage.no_address_space) {
+      asker.settle(/*wait=*/true);  // former addresses come free
+    } else {
+      const std::size_t page = asker.page_size();
+      melt(asker, shortage.refused, align_up(std::max<std::size_t>(bytes, 1), page) + page, grant);
+    }
+    if (const Address address = again(&grant)) return address;
   }
-  if (const Address address = again(&grant)) return address;
   asker.count_oom();
   throw_out_of_memory(asker, bytes, shortage);
 }
@@ -172,8 +174,9 @@ void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Sho
   const MemoryStats own = asker.memory_stats();
   std::string text = "pool '" + asker.name() + "': " + format_bytes(bytes) + " asked";
   const auto describe = [&](const Budget& budget) {
-    text += "; " + budget.name() + ": limit " + format_bytes(budget.limit()) + ", in use " +
-            format_bytes(budget.used());
+    text += "; " + budget.name() + ": ";
+    if (budget.limit() != kUnlimited) text += "limit " + format_bytes(budget.limit()) + ", ";
+    text += "mapped " + format_bytes(budget.used());
   };
   std::size_t limit = asker.budget().limit();
   if (shortage.no_address_space) {

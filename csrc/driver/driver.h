@@ -130,19 +130,23 @@ class Driver {
   // being captured.
   virtual Status record(Fence fence, Stream stream) = 0;
   // The same for all streams of the device at once, known to us or not.
-  // not_supported: Capabilities::fence_all_streams is false, or a capture runs.
+  // not_supported: Capabilities::fence_all_streams is false, or a capture runs;
+  // CUDA then ends that capture, so do not call it while one may run.
   virtual Status record_all(Fence fence) = 0;
   // ok: passed (or never recorded); not_ready: not yet.
   virtual Status query(Fence fence) = 0;
   // Blocks the calling thread until the fence has passed.
   virtual Status wait(Fence fence) = 0;
   // Work queued on `stream` from now on waits for the fence; the CPU does not.
+  // not_supported: the stream is being captured.
   virtual Status stream_wait(Stream stream, Fence fence) = 0;
   // Blocks the calling thread until the device has done all queued work.
   virtual Status synchronize(int device) = 0;
 
   // -- Content. Ordered on `stream` of `device`; any address both can access,
-  // any size > 0 (no alignment needed). Either side may be plain host memory.
+  // any size > 0 (no alignment needed). Either side may be plain host memory;
+  // if it is not pinned, CUDA may wait for the copy. Long copies may be issued in
+  // pieces: after a failure some may have been done.
   virtual Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) = 0;
   virtual Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) = 0;
 

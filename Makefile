@@ -1,0 +1,103 @@
+# make help lists the targets. `demo` and `test` prepare everything themselves.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+JOBS ?= $(shell nproc)
+export JOBS
+VENV_PYTHON := .venv/bin/python
+CPP_FILES = $$(find csrc tests -name '*.h' -o -name '*.cpp')
+
+# For `bench`, `bench-host` and `gpu-test`: what to run, and further arguments.
+BENCH ?=
+ARGS ?=
+# For `soak`: how long a random program runs, and from which seed (random when empty).
+SOAK_STEPS ?= 10000000
+VMM_SEED ?=
+
+.PHONY: help
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
+
+.PHONY: demo
+demo: build ## three models in three pools under one limit, on the GPU or on host memory
+	@$(VENV_PYTHON) -m torch_vmm demo $(ARGS)
+
+.PHONY: test
+test: ## everything that CI checks
+	@scripts/bootstrap test
+	@$(MAKE) --no-print-directory lint thread-safety
+	@scripts/build_extension $(VENV_PYTHON)
+	@for variant in plain asan tsan; do scripts/cpp_tests build $$variant; done
+	@for variant in plain asan tsan; do scripts/cpp_tests run $$variant; done
+	@$(VENV_PYTHON) -m pytest tests/python --timeout=600 $(ARGS)
+
+.PHONY: build
+build: ## the extension, in place, for .venv
+	@scripts/bootstrap demo
+	@scripts/build_extension $(VENV_PYTHON)
+
+.PHONY: tools
+tools:
+	@scripts/bootstrap test
+
+.PHONY: format
+format: tools ## format C++ and Python
+	@.venv/bin/clang-format -i $(CPP_FILES)
+	@.venv/bin/ruff check --fix --quiet .
+	@.venv/bin/ruff format .
+
+.PHONY: lint
+lint: tools ## clang-format, ruff, mypy, clang-tidy
+	@.venv/bin/clang-format --dry-run --Werror $(CPP_FILES)
+	@.venv/bin/ruff format --check .
+	@.venv/bin/ruff check .
+	@.venv/bin/mypy
+	@scripts/cpp_tests configure plain
+	@$(VENV_PYTHON) scripts/clang_tidy.py
+
+.PHONY: thread-safety
+thread-safety: tools ## clang's thread-safety analysis, as errors
+	@scripts/thread_safety
+
+.PHONY: cpp-test
+cpp-test: tools ## C++ tests, plain
+	@scripts/cpp_tests build plain
+	@scripts/cpp_tests run plain $(ARGS)
+
+.PHONY: asan
+asan: tools ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@scripts/cpp_tests build asan
+	@scripts/cpp_tests run asan $(ARGS)
+
+.PHONY: tsan
+tsan: tools ## C++ tests under ThreadSanitizer
+	@scripts/cpp_tests build tsan
+	@scripts/cpp_tests run tsan $(ARGS)
+
+.PHONY: gpu-test
+gpu-test: ## the GPU suite, with the Python at hand (PYTHON=python3); fetches nothing
+	@scripts/at_hand -m pytest tests/gpu $(ARGS)
+
+.PHONY: bench
+bench: ## benchmarks on the GPU, with the Python at hand; BENCH="hot_path training"
+	@scripts/at_hand -m benchmarks $(BENCH) $(ARGS)
+
+.PHONY: bench-host
+bench-host: ## the benchmarks that make sense on host memory
+	@scripts/at_hand -m benchmarks $(BENCH) --device cpu $(ARGS)
+
+.PHONY: soak
+soak: tools ## the random program for SOAK_STEPS steps (10^7)
+	@scripts/cpp_tests build plain
+	@VMM_STEPS=$(SOAK_STEPS) $(if $(VMM_SEED),VMM_SEED=$(VMM_SEED)) build/cpp-plain/random_program_test
+
+.PHONY: minors
+minors: ## compile the adapter against the headers of every supported torch
+	@scripts/bootstrap demo
+	@$(VENV_PYTHON) scripts/check_torch_minors.py $(ARGS)
+
+.PHONY: clean
+clean: ## remove what was built; .venv stays
+	@rm -rf build dist *.egg-info torch_vmm/_C.*.so torch_vmm/_C.*.json

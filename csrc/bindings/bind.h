@@ -1,0 +1,68 @@
+// What the files of this folder have in common. Each binds one subject, and
+// converts only: whatever decides lies below.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/units.h"
+#include "driver/driver.h"
+#include "torch_adapter/runtime.h"
+
+namespace vmm::bindings {
+
+namespace py = pybind11;
+
+// For calls that may wait or take a lock for long.
+using WithoutGil = py::call_guard<py::gil_scoped_release>;
+
+void bind_errors(py::module_& module);
+void bind_options(py::module_& module);
+void bind_device(py::module_& module);
+void bind_pool(py::module_& module);
+void bind_shared_memory_pool(py::module_& module);
+void bind_virtual_memory_manager(py::module_& module);
+void bind_install(py::module_& module);
+void bind_routing(py::module_& module);
+
+// "cuda", "cpu"; InvalidArgumentError for anything else.
+DeviceKind to_kind(const std::string& kind);
+// The room; NotAvailableError.
+DeviceRoom& to_room(const std::string& kind, int ordinal);
+
+// A limit of None is no limit.
+inline std::size_t to_limit(std::optional<std::size_t> limit) { return limit.value_or(kUnlimited); }
+inline std::optional<std::size_t> from_limit(std::size_t limit) {
+  return limit == kUnlimited ? std::nullopt : std::optional<std::size_t>(limit);
+}
+
+// Sizes for which None means "choose" and zero is a mistake: InvalidArgumentError.
+std::size_t to_chosen_size(std::optional<std::size_t> size, const char* what);
+// None means "choose"; InvalidPageSizeError for zero.
+std::size_t to_page_size(std::optional<std::size_t> page_size, std::size_t granularity);
+
+inline Stream to_stream(std::uintptr_t stream) { return reinterpret_cast<Stream>(stream); }
+
+// Objects whose end may wait (a manager with mappings, a shared pool): they are
+// destroyed with the GIL released, whoever drops them last, and in a forked
+// child, where a lock of theirs may be held for ever, not at all.
+template <typename T>
+std::shared_ptr<T> destroyed_without_gil(std::unique_ptr<T> object) {
+  return std::shared_ptr<T>(object.release(), [](T* last) {
+    if (Runtime::in_child()) return;
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
+      const py::gil_scoped_release released;
+      delete last;
+    } else {
+      delete last;
+    }
+  });
+}
+
+}  // namespace vmm::bindings

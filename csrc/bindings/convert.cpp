@@ -1,0 +1,24 @@
+#include "base/errors.h"
+#include "bindings/bind.h"
+
+namespace vmm::bindings {
+
+DeviceKind to_kind(const std::string& kind) {
+  if (kind == "cuda") return DeviceKind::cuda;
+  if (kind == "cpu") return DeviceKind::cpu;
+  throw InvalidArgumentError("kind of device '" + kind + "': give 'cuda' or 'cpu'");
+}
+
+DeviceRoom& to_room(const std::string& kind, int ordinal) { return Runtime::room(to_kind(kind), ordinal); }
+
+std::size_t to_chosen_size(std::optional<std::size_t> size, const char* what) {
+  if (size == std::size_t{0}) throw InvalidArgumentError(std::string(what) + " 0: give at least one byte");
+  return size.value_or(0);
+}
+
+std::size_t to_page_size(std::optional<std::size_t> page_size, std::size_t granularity) {
+  if (page_size == std::size_t{0}) throw InvalidPageSizeError(0, granularity);
+  return page_size.value_or(0);
+}
+
+}  // namespace vmm::bindings

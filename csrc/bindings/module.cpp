@@ -1,0 +1,47 @@
+// The module torch_vmm._C: its parts, and what it was built from.
+#include <dlfcn.h>
+
+#include <stdexcept>
+
+#include "bindings/bind.h"
+#include "torch_adapter/entry_points.h"
+#include "torch_adapter/versions.h"
+
+#ifndef VMM_VERSION
+#error "setup.py defines VMM_VERSION"
+#endif
+
+namespace vmm::bindings {
+
+namespace {
+
+std::string library_path() {
+  Dl_info info{};
+  // Any function of this library tells which file it came from.
+  if (dladdr(reinterpret_cast<void*>(&torch_vmm_malloc), &info) == 0 || info.dli_fname == nullptr) {
+    throw std::runtime_error("the dynamic linker does not know torch_vmm_malloc");
+  }
+  return info.dli_fname;
+}
+
+}  // namespace
+
+}  // namespace vmm::bindings
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace vmm::bindings;
+  module.doc() = "What torch_vmm's C++ exports: conversion only, no policy.";
+  // torch registers the base of our allocator's class.
+  py::module_::import("torch");
+  module.attr("__version__") = VMM_VERSION;
+  module.attr("built_for_torch") = vmm::kBuiltForTorch;
+  module.def("library_path", &library_path);
+  bind_errors(module);
+  bind_options(module);
+  bind_pool(module);
+  bind_device(module);
+  bind_shared_memory_pool(module);
+  bind_virtual_memory_manager(module);
+  bind_install(module);
+  bind_routing(module);
+}

@@ -1,0 +1,68 @@
+#include "bindings/numbers.h"
+
+#include "torch_adapter/statistics.h"
+
+namespace vmm::bindings {
+
+namespace {
+
+const char* state_of(const BlockSnapshot& block) {
+  switch (block.state) {
+    case BlockSnapshot::State::allocated:
+      return "active_allocated";
+    case BlockSnapshot::State::pending_free:
+      return "active_pending_free";
+    case BlockSnapshot::State::inactive:
+      return "inactive";
+  }
+  __builtin_unreachable();
+}
+
+py::dict to_dict(const BlockSnapshot& block, Address address) {
+  py::dict result;
+  result["address"] = address;
+  result["size"] = block.size;
+  result["requested_size"] = block.requested;
+  result["state"] = state_of(block);
+  result["frames"] = py::list();
+  return result;
+}
+
+py::dict to_dict(const SegmentSnapshot& segment, int ordinal) {
+  py::dict result;
+  result["device"] = ordinal;
+  result["address"] = segment.address;
+  result["total_size"] = segment.total_size;
+  result["allocated_size"] = segment.allocated_size;
+  result["active_size"] = segment.active_size;
+  result["requested_size"] = segment.requested_size;
+  result["stream"] = reinterpret_cast<std::intptr_t>(segment.stream);
+  result["segment_type"] = segment.size_class == SizeClass::large_pool ? "large" : "small";
+  result["segment_pool_id"] = py::make_tuple(0, 0);
+  result["is_expandable"] = true;
+  result["frames"] = py::list();
+  py::list blocks;
+  Address address = segment.address;
+  for (const BlockSnapshot& block : segment.blocks) {
+    blocks.append(to_dict(block, address));
+    address += block.size;
+  }
+  result["blocks"] = std::move(blocks);
+  return result;
+}
+
+}  // namespace
+
+py::dict to_dict(const Statistics& statistics) {
+  py::dict result;
+  for (const auto& [key, value] : flatten(statistics)) result[py::str(key)] = value;
+  return result;
+}
+
+py::list to_list(const std::vector<DeviceSegment>& segments) {
+  py::list result;
+  for (const DeviceSegment& each : segments) result.append(to_dict(each.segment, each.ordinal));
+  return result;
+}
+
+}  // namespace vmm::bindings

@@ -1,0 +1,222 @@
+// _C.Pool, _C.MemoryStats, and how pools are made and found.
+#include "core/pool.h"
+
+#include <pybind11/stl.h>
+
+#include "base/errors.h"
+#include "bindings/bind.h"
+#include "bindings/numbers.h"
+#include "bindings/tensor_view.h"
+#include "core/device_memory.h"
+
+namespace vmm::bindings {
+
+namespace {
+
+using PoolPtr = std::shared_ptr<Pool>;
+
+// The pool's device; NotAvailableError in a forked child, where its locks may
+// be held for ever.
+DeviceMemory& home_of(const Pool& pool) {
+  Runtime::require_own_process();
+  return *pool.home();
+}
+
+PoolPtr create_pool(const std::string& kind, int ordinal, std::optional<std::size_t> capacity,
+                    std::optional<std::size_t> page_size, std::optional<std::size_t> physical_limit,
+                    const std::string& name) {
+  DeviceMemory& memory = to_room(kind, ordinal).memory;
+  PoolSpec spec;
+  spec.name = name;
+  spec.capacity = to_chosen_size(capacity, "capacity");
+  spec.page_size = to_page_size(page_size, memory.granularity());
+  spec.physical_limit = to_limit(physical_limit);
+  return memory.create_pool(spec, nullptr);
+}
+
+void close(Pool& pool, bool force) {
+  DeviceMemory& memory = home_of(pool);
+  if (pool.is_retired()) return;
+  if (Runtime::room_of(pool).default_pool.get() == &pool) {
+    throw InvalidArgumentError("the default pool of a device cannot be closed");
+  }
+  if (&pool.group() != &memory.budget()) {
+    throw InvalidArgumentError("pool '" + pool.name() +
+                               "' belongs to a SharedMemoryPool: end it with unregister_model()");
+  }
+  memory.close_pool(pool, force);
+}
+
+py::object tensor(const PoolPtr& pool, std::size_t offset, const std::vector<std::int64_t>& shape, py::handle dtype) {
+  home_of(*pool);
+  const std::size_t bytes = tensor_bytes(shape, dtype);
+  // Throws InvalidRangeError for what lies beyond the pool, and for nothing.
+  if (!pool->is_mapped(offset, bytes)) {
+    throw NotMappedError(offset, bytes, "not all of it is allocated; allocate(offset, size) its pages first");
+  }
+  return make_tensor(pool->base() + offset, shape, dtype, Runtime::room_of(*pool), pool);
+}
+
+Statistics statistics(const Pool& pool) {
+  home_of(pool);
+  return pool.statistics();
+}
+
+std::vector<DeviceSegment> snapshot(const Pool& pool) {
+  home_of(pool);
+  std::vector<DeviceSegment> segments;
+  for (SegmentSnapshot& segment : pool.snapshot()) segments.push_back({std::move(segment), pool.device()});
+  return segments;
+}
+
+py::dict as_dict(const MemoryStats& stats) {
+  py::dict result;
+  result["virtual_capacity"] = stats.virtual_capacity;
+  result["physical_usage"] = stats.physical_usage;
+  result["mapped_pages"] = stats.mapped_pages;
+  result["fragmentation_ratio"] = stats.fragmentation_ratio;
+  result["allocated_bytes"] = stats.allocated_bytes;
+  result["idle_bytes"] = stats.idle_bytes;
+  result["stranded_bytes"] = stats.stranded_bytes;
+  result["quarantined_bytes"] = stats.quarantined_bytes;
+  return result;
+}
+
+void bind_memory_stats(py::module_& module) {
+  py::class_<MemoryStats>(module, "MemoryStats")
+      .def_readonly("virtual_capacity", &MemoryStats::virtual_capacity)
+      .def_readonly("physical_usage", &MemoryStats::physical_usage)
+      .def_readonly("mapped_pages", &MemoryStats::mapped_pages)
+      .def_readonly("fragmentation_ratio", &MemoryStats::fragmentation_ratio)
+      .def_readonly("allocated_bytes", &MemoryStats::allocated_bytes)
+      .def_readonly("idle_bytes", &MemoryStats::idle_bytes)
+      .def_readonly("stranded_bytes", &MemoryStats::stranded_bytes)
+      .def_readonly("quarantined_bytes", &MemoryStats::quarantined_bytes)
+      .def("as_dict", &as_dict)
+      .def("__repr__", [](const MemoryStats& stats) { return "MemoryStats(" + std::string(py::str(as_dict(stats))) + ")"; });
+}
+
+// The getter of a number that is read under the pool's lock.
+template <std::size_t (Pool::*number)() const>
+py::cpp_function locked_number() {
+  return py::cpp_function(
+      [](const Pool& self) {
+        home_of(self);
+        return (self.*number)();
+      },
+      WithoutGil());
+}
+
+}  // namespace
+
+void bind_pool(py::module_& module) {
+  bind_memory_stats(module);
+
+  py::class_<Pool, PoolPtr> pool(module, "Pool");
+  pool.def_property_readonly("key", [](const Pool& self) { return reinterpret_cast<std::uintptr_t>(&self); })
+      .def_property_readonly("name", &Pool::name)
+      .def_property_readonly("kind", [](const Pool& self) { return to_string(Runtime::room_of(self).kind); })
+      .def_property_readonly("ordinal", &Pool::device)
+      .def_property_readonly("capacity", &Pool::capacity)
+      .def_property_readonly("base_address", &Pool::base)
+      .def_property_readonly("page_size", &Pool::page_size)
+      .def_property_readonly("priority", &Pool::priority)
+      .def_property_readonly("floor", &Pool::floor)
+      .def_property_readonly("is_closed", &Pool::is_retired)
+      .def_property_readonly("limit", [](const Pool& self) { return from_limit(self.budget().limit()); });
+  pool.def_property_readonly("physical_bytes", locked_number<&Pool::physical_bytes>())
+      .def_property_readonly("live_bytes", locked_number<&Pool::live_bytes>())
+      .def_property_readonly("live_blocks", locked_number<&Pool::live_blocks>());
+  pool.def(
+          "set_limit",
+          [](Pool& self, std::optional<std::size_t> limit) {
+            return home_of(self).set_limit(self.budget(), to_limit(limit));
+          },
+          py::arg("limit"), WithoutGil())
+      .def(
+          "allocate_pages",
+          [](Pool& self, std::size_t offset, std::size_t size, std::uintptr_t stream) {
+            return home_of(self).allocate_pages(self, offset, size, to_stream(stream));
+          },
+          py::arg("offset"), py::arg("size"), py::arg("stream") = 0, WithoutGil())
+      .def(
+          "allocate_first",
+          [](Pool& self, std::size_t size, std::uintptr_t stream) {
+            return home_of(self).allocate_first(self, size, to_stream(stream));
+          },
+          py::arg("size"), py::arg("stream") = 0, WithoutGil())
+      .def(
+          "deallocate_pages",
+          [](Pool& self, std::size_t offset, std::size_t size) {
+            home_of(self);
+            self.deallocate_pages(offset, size);
+          },
+          py::arg("offset"), py::arg("size"), WithoutGil())
+      .def(
+          "is_mapped",
+          [](const Pool& self, std::size_t offset, std::size_t size) {
+            home_of(self);
+            return self.is_mapped(offset, size);
+          },
+          py::arg("offset"), py::arg("size"), WithoutGil())
+      .def("tensor", &tensor, py::arg("offset"), py::arg("shape"), py::arg("dtype"))
+      .def(
+          "trim", [](Pool& self, std::size_t keep) { return home_of(self).trim(self, keep); }, py::arg("keep") = 0,
+          WithoutGil())
+      .def(
+          "empty_cache", [](Pool& self) { return home_of(self).trim(self, 0); }, WithoutGil())
+      .def(
+          "memory_stats",
+          [](Pool& self) {
+            home_of(self);
+            return self.memory_stats();
+          },
+          WithoutGil())
+      .def("statistics",
+           [](const Pool& self) {
+             Statistics numbers;
+             {
+               const py::gil_scoped_release released;
+               numbers = statistics(self);
+             }
+             return to_dict(numbers);
+           })
+      .def(
+          "reset_peaks",
+          [](Pool& self) {
+            home_of(self);
+            self.reset_peaks();
+          },
+          WithoutGil())
+      .def(
+          "reset_accumulated",
+          [](Pool& self) {
+            home_of(self);
+            self.reset_accumulated();
+          },
+          WithoutGil())
+      .def("snapshot",
+           [](const Pool& self) {
+             std::vector<DeviceSegment> segments;
+             {
+               const py::gil_scoped_release released;
+               segments = snapshot(self);
+             }
+             return to_list(segments);
+           })
+      .def("close", &close, py::arg("force") = false, WithoutGil())
+      .def("__repr__", [](const Pool& self) {
+        return "<torch_vmm._C.Pool '" + self.name() + "' on " + to_string(Runtime::room_of(self).kind) + ":" +
+               std::to_string(self.device()) + ", " + format_bytes(self.capacity()) + " at " +
+               format_hex(self.base()) + ">";
+      });
+
+  module.def(
+      "default_pool", [](const std::string& kind, int ordinal) { return to_room(kind, ordinal).default_pool; },
+      py::arg("kind"), py::arg("ordinal") = 0, WithoutGil());
+  module.def("create_pool", &create_pool, py::arg("kind"), py::arg("ordinal"), py::arg("capacity"),
+             py::arg("page_size") = py::none(), py::arg("physical_limit") = py::none(), py::arg("name") = "pool",
+             WithoutGil());
+}
+
+}  // namespace vmm::bindings

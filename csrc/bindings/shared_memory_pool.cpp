@@ -1,0 +1,128 @@
+// _C.SharedMemoryPool, _C.GlobalMemoryStats.
+#include "core/shared_memory_pool.h"
+
+#include <pybind11/stl.h>
+
+#include "bindings/bind.h"
+
+namespace vmm::bindings {
+
+namespace {
+
+using SharedPoolPtr = std::shared_ptr<SharedMemoryPool>;
+
+// The pool itself, checked: nothing works in a forked child.
+SharedMemoryPool& here(SharedMemoryPool& pool) {
+  Runtime::require_own_process();
+  return pool;
+}
+const SharedMemoryPool& here(const SharedMemoryPool& pool) {
+  Runtime::require_own_process();
+  return pool;
+}
+
+SharedPoolPtr make(const std::string& kind, int ordinal, std::size_t physical_limit) {
+  // Not by a call guard: an object is entered into pybind's tables under the GIL.
+  const py::gil_scoped_release released;
+  return destroyed_without_gil(std::make_unique<SharedMemoryPool>(to_room(kind, ordinal).memory, physical_limit));
+}
+
+std::shared_ptr<Pool> register_model(SharedMemoryPool& self, const std::string& model_id,
+                                     std::optional<std::size_t> virtual_capacity, std::optional<std::size_t> page_size,
+                                     std::optional<std::size_t> physical_limit, std::size_t floor, int priority) {
+  ModelSpec spec;
+  spec.virtual_capacity = to_chosen_size(virtual_capacity, "virtual_capacity");
+  spec.page_size = to_page_size(page_size, self.memory().granularity());
+  spec.physical_limit = to_limit(physical_limit);
+  spec.floor = floor;
+  spec.priority = priority;
+  return here(self).register_model(model_id, spec);
+}
+
+const char* kind_of(const SharedMemoryPool& self) {
+  const DeviceRoom* room = Runtime::made(DeviceKind::cuda, self.memory().device());
+  return to_string(room != nullptr && &room->memory == &self.memory() ? DeviceKind::cuda : DeviceKind::cpu);
+}
+
+py::dict as_dict(const GlobalMemoryStats& stats) {
+  py::dict result;
+  result["physical_limit"] = stats.physical_limit;
+  result["physical_usage"] = stats.physical_usage;
+  result["num_models"] = stats.num_models;
+  result["allocated_bytes"] = stats.allocated_bytes;
+  result["idle_bytes"] = stats.idle_bytes;
+  result["stranded_bytes"] = stats.stranded_bytes;
+  result["quarantined_bytes"] = stats.quarantined_bytes;
+  result["store_bytes"] = stats.store_bytes;
+  return result;
+}
+
+void bind_global_memory_stats(py::module_& module) {
+  py::class_<GlobalMemoryStats>(module, "GlobalMemoryStats")
+      .def_readonly("physical_limit", &GlobalMemoryStats::physical_limit)
+      .def_readonly("physical_usage", &GlobalMemoryStats::physical_usage)
+      .def_readonly("num_models", &GlobalMemoryStats::num_models)
+      .def_readonly("allocated_bytes", &GlobalMemoryStats::allocated_bytes)
+      .def_readonly("idle_bytes", &GlobalMemoryStats::idle_bytes)
+      .def_readonly("stranded_bytes", &GlobalMemoryStats::stranded_bytes)
+      .def_readonly("quarantined_bytes", &GlobalMemoryStats::quarantined_bytes)
+      .def_readonly("store_bytes", &GlobalMemoryStats::store_bytes)
+      .def("as_dict", &as_dict)
+      .def("__repr__", [](const GlobalMemoryStats& stats) {
+        return "GlobalMemoryStats(" + std::string(py::str(as_dict(stats))) + ")";
+      });
+}
+
+}  // namespace
+
+void bind_shared_memory_pool(py::module_& module) {
+  bind_global_memory_stats(module);
+
+  py::class_<SharedMemoryPool, SharedPoolPtr> pool(module, "SharedMemoryPool");
+  pool.def(py::init(&make), py::arg("kind"), py::arg("ordinal"), py::arg("physical_limit"))
+      .def_property_readonly("kind", &kind_of)
+      .def_property_readonly("ordinal", [](const SharedMemoryPool& self) { return self.memory().device(); })
+      .def_property_readonly("physical_limit", &SharedMemoryPool::physical_limit)
+      .def_property_readonly("is_closed", &SharedMemoryPool::is_closed)
+      .def(
+          "set_physical_limit",
+          [](SharedMemoryPool& self, std::size_t limit) { return here(self).set_physical_limit(limit); },
+          py::arg("physical_limit"), WithoutGil());
+  pool.def("register_model", &register_model, py::arg("model_id"), py::arg("virtual_capacity") = py::none(),
+           py::arg("page_size") = py::none(), py::arg("physical_limit") = py::none(), py::arg("floor") = 0,
+           py::arg("priority") = 0, WithoutGil())
+      .def(
+          "unregister_model",
+          [](SharedMemoryPool& self, const std::string& model_id, bool force) {
+            here(self).unregister_model(model_id, force);
+          },
+          py::arg("model_id"), py::arg("force") = false, WithoutGil())
+      .def(
+          "model", [](const SharedMemoryPool& self, const std::string& model_id) { return here(self).model(model_id); },
+          py::arg("model_id"), WithoutGil())
+      .def(
+          "has_model",
+          [](const SharedMemoryPool& self, const std::string& model_id) { return here(self).has_model(model_id); },
+          py::arg("model_id"), WithoutGil())
+      .def(
+          "model_ids", [](const SharedMemoryPool& self) { return here(self).model_ids(); }, WithoutGil())
+      .def(
+          "allocate_for_model",
+          [](SharedMemoryPool& self, const std::string& model_id, std::size_t size, std::uintptr_t stream) {
+            return here(self).allocate_for_model(model_id, size, to_stream(stream));
+          },
+          py::arg("model_id"), py::arg("size"), py::arg("stream") = 0, WithoutGil())
+      .def(
+          "deallocate_for_model",
+          [](SharedMemoryPool& self, const std::string& model_id, std::size_t offset, std::size_t size) {
+            here(self).deallocate_for_model(model_id, offset, size);
+          },
+          py::arg("model_id"), py::arg("offset"), py::arg("size"), WithoutGil())
+      .def(
+          "global_stats", [](const SharedMemoryPool& self) { return here(self).global_stats(); }, WithoutGil())
+      .def(
+          "close", [](SharedMemoryPool& self, bool force) { here(self).close(force); }, py::arg("force") = false,
+          WithoutGil());
+}
+
+}  // namespace vmm::bindings

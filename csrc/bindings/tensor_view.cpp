@@ -1,0 +1,59 @@
+// The one file that needs torch's Python headers.
+#include "bindings/tensor_view.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <utility>
+
+#include "base/errors.h"
+
+namespace vmm::bindings {
+
+namespace {
+
+at::ScalarType to_scalar_type(py::handle dtype) {
+  if (!THPDtype_Check(dtype.ptr())) {
+    throw InvalidArgumentError("dtype " + std::string(py::repr(dtype)) + ": give a torch.dtype");
+  }
+  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+}
+
+}  // namespace
+
+std::size_t tensor_bytes(const std::vector<std::int64_t>& shape, py::handle dtype) {
+  std::size_t bytes = c10::elementSize(to_scalar_type(dtype));
+  for (const std::int64_t size : shape) {
+    if (size < 0) throw InvalidArgumentError("shape: a size of " + std::to_string(size));
+    if (__builtin_mul_overflow(bytes, static_cast<std::size_t>(size), &bytes)) {
+      throw InvalidArgumentError("shape: more bytes than there are addresses");
+    }
+  }
+  return bytes;
+}
+
+py::object make_tensor(Address address, const std::vector<std::int64_t>& shape, py::handle dtype,
+                       const DeviceRoom& room, std::shared_ptr<void> owner) {
+  const at::ScalarType type = to_scalar_type(dtype);
+  if (address % c10::elementSize(type) != 0) {
+    throw InvalidArgumentError("offset: " + format_hex(address) + " is not aligned to the dtype's " +
+                               std::to_string(c10::elementSize(type)) + " bytes");
+  }
+  const bool is_cuda = room.kind == DeviceKind::cuda;
+  if (is_cuda) at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+  const c10::Device device = is_cuda ? c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(room.ordinal))
+                                     : c10::Device(c10::kCPU);
+  // Holding it in the deleter is all that keeps the owner.
+  auto keep = [owner = std::move(owner)](void*) {};
+  // With the device given torch need not ask CUDA where the pointer lives.
+  at::Tensor tensor = at::for_blob(reinterpret_cast<void*>(address), shape)
+                          .deleter(std::move(keep))
+                          .options(at::TensorOptions().dtype(type).device(device))
+                          .target_device(device)
+                          .make_tensor();
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
+}
+
+}  // namespace vmm::bindings

@@ -1,0 +1,20 @@
+// torch tensors over memory that is somebody else's.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "bindings/bind.h"
+
+namespace vmm::bindings {
+
+// Bytes that a contiguous tensor of this shape and dtype covers. Throws
+// InvalidArgumentError: no dtype, a negative size, more bytes than there are.
+std::size_t tensor_bytes(const std::vector<std::int64_t>& shape, py::handle dtype);
+
+// A contiguous tensor at `address`, which must be aligned to the dtype
+// (InvalidArgumentError). `owner` lives as long as the tensor's storage.
+py::object make_tensor(Address address, const std::vector<std::int64_t>& shape, py::handle dtype,
+                       const DeviceRoom& room, std::shared_ptr<void> owner);
+
+}  // namespace vmm::bindings

@@ -1,0 +1,74 @@
+// The entry points of the CUDA driver, found at run time. It owns the open
+// library and the table of functions; it never knows what they are for.
+//
+// cuda.h is read for its types only: nothing links libcuda, so the package
+// imports, and says why there is no GPU, where there is no driver.
+#pragma once
+
+#include <cuda.h>
+
+#include <string>
+
+#include "base/status.h"
+
+// Every entry point that is needed. cuda.h's own macros turn a name into the
+// version whose signature it declares (cuMemGetInfo -> cuMemGetInfo_v2); both
+// the member and the looked-up symbol follow.
+// NOLINTBEGIN(cppcoreguidelines-macro-usage)
+#define VMM_CUDA_FUNCTIONS(X)       \
+  X(cuInit)                         \
+  X(cuDeviceGet)                    \
+  X(cuDeviceGetCount)               \
+  X(cuDeviceGetName)                \
+  X(cuDeviceGetAttribute)           \
+  X(cuDeviceTotalMem)               \
+  X(cuDevicePrimaryCtxRetain)       \
+  X(cuDevicePrimaryCtxRelease)      \
+  X(cuCtxGetCurrent)                \
+  X(cuCtxPushCurrent)               \
+  X(cuCtxPopCurrent)                \
+  X(cuCtxSynchronize)               \
+  X(cuGetErrorName)                 \
+  X(cuMemAddressReserve)            \
+  X(cuMemAddressFree)               \
+  X(cuMemCreate)                    \
+  X(cuMemRelease)                   \
+  X(cuMemMap)                       \
+  X(cuMemUnmap)                     \
+  X(cuMemSetAccess)                 \
+  X(cuMemGetAllocationGranularity)  \
+  X(cuMemExportToShareableHandle)   \
+  X(cuMemImportFromShareableHandle) \
+  X(cuMemGetInfo)                   \
+  X(cuMemcpyAsync)                  \
+  X(cuMemsetD8Async)                \
+  X(cuEventCreate)                  \
+  X(cuEventDestroy)                 \
+  X(cuEventRecord)                  \
+  X(cuEventQuery)                   \
+  X(cuEventSynchronize)             \
+  X(cuStreamIsCapturing)            \
+  X(cuStreamWaitEvent)              \
+  X(cuThreadExchangeStreamCaptureMode)
+// NOLINTEND(cppcoreguidelines-macro-usage)
+
+namespace vmm {
+
+struct CudaApi {
+  // Opens libcuda.so.1 and looks everything up; the library stays open for
+  // ever, for its error names do. False: `why_not` says what is missing.
+  bool load(std::string* why_not);
+
+  // Status::call and the name that the driver has for the error.
+  [[nodiscard]] Status status(CUresult result, const char* call) const;
+  [[nodiscard]] const char* error_name(CUresult result) const;
+
+#define VMM_CUDA_MEMBER(function) decltype(&::function) function = nullptr;
+  VMM_CUDA_FUNCTIONS(VMM_CUDA_MEMBER)
+#undef VMM_CUDA_MEMBER
+  // nullptr in older drivers; its type is written out because older headers
+  // lack it too.
+  CUresult (*cuCtxRecordEvent)(CUcontext, CUevent) = nullptr;
+};
+
+}  // namespace vmm

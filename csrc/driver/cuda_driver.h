@@ -1,0 +1,151 @@
+// The driver's contract kept by a GPU, through the CUDA driver API. It owns the
+// primary contexts it has retained, its chunks' handles and the book of what it
+// has mapped; it never knows a pool, nor the CUDA runtime or torch, with whom it
+// shares the primary context.
+//
+// - A device's context is made (or joined) when the first call needs it, not
+//   before: asking what there is costs no device memory.
+// - CUDA is lenient in places (it may map what was freed, or follow an unknown
+//   handle). The book refuses what driver.h refuses, before CUDA is asked:
+//   about 0.1 us a call, where set_access alone is 33 us.
+// - No lock is held while CUDA works.
+// - copy_async() from or to plain (pageable) host memory is staged by the driver
+//   and may wait for the copy; pinned memory never waits.
+// - A copy or fill over the border of a chunk that the host may access is issued
+//   in pieces: given whole, driver 580 crashes the process in a copy from or to
+//   host memory and refuses a fill.
+// - record_all() uses cuCtxRecordEvent: all streams of the primary context, also
+//   ones that we never saw. While any stream of the device is being captured it
+//   fails AND INVALIDATES THAT CAPTURE: do not call it while a capture may run.
+// - Host-located chunks stand on the NUMA node next to device 0.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/sync.h"
+#include "driver/address_book.h"
+#include "driver/cuda_api.h"
+#include "driver/driver.h"
+#include "driver/fence_table.h"
+#include "driver/fork_watch.h"
+
+namespace vmm {
+
+class CudaDriver final : public Driver, private ForkObserver {
+ public:
+  // nullptr: no usable driver or no visible device, `why_not` says which. Calls
+  // cuInit(), makes no context. One device that lacks something does not stop
+  // the others: missing(device) tells.
+  static std::unique_ptr<Driver> make(std::string* why_not);
+  // Lets go of the contexts. What is still mapped stays mapped.
+  ~CudaDriver() override;
+
+  [[nodiscard]] std::string name() const override { return "cuda"; }
+  // False for good once CUDA has said that it shuts down, and in a forked child.
+  [[nodiscard]] bool alive() const override { return !gone_.load(std::memory_order_relaxed); }
+  [[nodiscard]] int device_count() const override;
+  Status capabilities(int device, Capabilities* out) const override;
+  [[nodiscard]] std::string missing(int device) const override;
+
+  Status reserve(std::size_t size, std::size_t alignment, Address* out) override VMM_EXCLUDES(mutex_);
+  Status unreserve(Address address, std::size_t size) override VMM_EXCLUDES(mutex_);
+
+  Status create(const ChunkSpec& spec, ChunkHandle* out) override VMM_EXCLUDES(mutex_);
+  Status release(ChunkHandle chunk) override VMM_EXCLUDES(mutex_);
+
+  Status map(Address address, std::size_t size, ChunkHandle chunk) override VMM_EXCLUDES(mutex_);
+  Status unmap(Address address, std::size_t size) override VMM_EXCLUDES(mutex_);
+  Status set_access(Address address, std::size_t size, Location who, Access access) override VMM_EXCLUDES(mutex_);
+
+  Status export_chunk(ChunkHandle chunk, int* fd) override VMM_EXCLUDES(mutex_);
+  Status import_chunk(int fd, std::size_t size, ChunkHandle* out) override VMM_EXCLUDES(mutex_);
+
+  Status create_fence(int device, Fence* out) override;
+  Status destroy_fence(Fence fence) override;
+  Status record(Fence fence, Stream stream) override;
+  Status record_all(Fence fence) override;
+  Status query(Fence fence) override;
+  Status wait(Fence fence) override;
+  Status stream_wait(Stream stream, Fence fence) override;
+  Status synchronize(int device) override;
+
+  Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;
+  Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;
+
+  Status memory_info(int device, MemoryInfo* out) const override;
+
+ private:
+  struct Device {
+    CUdevice handle = 0;
+    Capabilities capabilities;
+    std::string missing;
+    std::atomic<CUcontext> context{nullptr};  // retained on first use
+  };
+  struct Chunk {
+    CUmemGenericAllocationHandle handle = 0;
+    std::size_t size = 0;
+    bool exportable = false;
+  };
+  using Devices = std::vector<std::unique_ptr<Device>>;
+  // Makes a device's context the calling thread's, for the length of one call.
+  class Current {
+   public:
+    Current(const CudaDriver& driver, int device);
+    ~Current();
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+    [[nodiscard]] const Status& status() const { return status_; }
+    [[nodiscard]] CUcontext context() const { return context_; }
+
+   private:
+    const CudaDriver& driver_;
+    CUcontext context_ = nullptr;
+    bool pushed_ = false;
+    Status status_;
+  };
+
+  CudaDriver(const CudaApi& api, Devices devices, std::size_t granularity);
+  static void ask(const CudaApi& api, int ordinal, Device* device);
+
+  void before_fork() override {}
+  void after_fork_in_parent() override {}
+  void after_fork_in_child() override { gone_.store(true, std::memory_order_relaxed); }
+
+  [[nodiscard]] bool has_device(int device) const {
+    return device >= 0 && static_cast<std::size_t>(device) < devices_.size();
+  }
+  [[nodiscard]] Device& device_at(int device) const { return *devices_[static_cast<std::size_t>(device)]; }
+  Status check_device(int device, const char* call) const;
+  Status find_fence(Fence fence, const char* call, FenceTable::Entry* out) const;
+  // not_supported while `stream` is being captured: CUDA would take the call into
+  // the graph, or end the capture.
+  Status check_not_captured(Stream stream, const char* call) const;
+  // CUDA's answer; notices when the driver goes.
+  Status answer(CUresult result, const char* call) const;
+  Status context_of(int device, CUcontext* out) const VMM_EXCLUDES(context_mutex_);
+  [[nodiscard]] CUmemLocation location(Location where) const;
+  // How much of [address, address + size) may be given to CUDA in one copy.
+  [[nodiscard]] std::size_t one_piece(Address address, std::size_t size) const VMM_EXCLUDES(mutex_);
+
+  const CudaApi api_;
+  const Devices devices_;
+  const std::size_t granularity_;  // bytes; the largest of all devices'
+  CUmemLocation host_location_{};  // what a host-located chunk asks for
+  mutable std::atomic<bool> gone_{false};
+  mutable Mutex context_mutex_;
+
+  mutable Mutex mutex_;
+  AddressBook book_ VMM_GUARDED_BY(mutex_);
+  // Mappings that the host may access; mostly none, and copies need not look.
+  std::atomic<std::size_t> host_accessible_{0};
+  std::unordered_map<ChunkHandle, Chunk> chunks_ VMM_GUARDED_BY(mutex_);
+  ChunkHandle next_chunk_ VMM_GUARDED_BY(mutex_) = 1;
+  FenceTable fences_;  // the event of each
+};
+
+}  // namespace vmm

@@ -1,0 +1,176 @@
+// The part of CudaDriver that works on streams: fences, copies, fills.
+#include "driver/cuda_driver.h"
+
+#include <iterator>
+
+namespace vmm {
+namespace {
+
+Status refuse(const char* why) { return {StatusCode::invalid_argument, why}; }
+Status gone(const char* call) { return {StatusCode::driver_gone, call}; }
+
+CUstream stream_of(Stream stream) { return static_cast<CUstream>(stream); }
+CUevent event_of(const FenceTable::Entry& entry) { return static_cast<CUevent>(entry.event); }
+
+// While some thread captures a graph in global mode, CUDA refuses every thread's
+// cuEventQuery and cuEventSynchronize, and ends that capture. Fences are never
+// recorded on a capturing stream, so asking about them cannot hurt a graph: for
+// the length of the call this thread says so.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const CudaApi& api) : api_(api) { exchange(); }
+  ~RelaxedCapture() { exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  // Swaps the mode with the thread's: the first call sets ours and keeps the
+  // thread's own, the second gives it back.
+  void exchange() { api_.status(api_.cuThreadExchangeStreamCaptureMode(&mode_), "capture mode").ignore(); }
+
+  const CudaApi& api_;
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
+}  // namespace
+
+// -- Fences.
+
+Status CudaDriver::find_fence(Fence fence, const char* call, FenceTable::Entry* out) const {
+  if (!alive()) return gone(call);
+  return fences_.find(fence, out) ? Status::okay() : refuse("an unknown fence");
+}
+
+Status CudaDriver::check_not_captured(Stream stream, const char* call) const {
+  CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+  const Status asked = answer(api_.cuStreamIsCapturing(stream_of(stream), &capturing), "cuStreamIsCapturing");
+  if (!asked.ok()) return asked;
+  if (capturing != CU_STREAM_CAPTURE_STATUS_NONE) return {StatusCode::not_supported, call};
+  return {};
+}
+
+Status CudaDriver::create_fence(int device, Fence* out) {
+  if (const Status checked = check_device(device, "create_fence"); !checked.ok()) return checked;
+  const Current current(*this, device);
+  if (!current.status().ok()) return current.status();
+  CUevent event = nullptr;
+  const Status created = answer(api_.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  if (!created.ok()) return created;
+  const Fence fence = fences_.add({event, device});
+  if (fence == nullptr) {
+    answer(api_.cuEventDestroy(event), "cuEventDestroy").ignore();
+    return {StatusCode::out_of_memory, "create_fence"};
+  }
+  *out = fence;
+  return {};
+}
+
+Status CudaDriver::destroy_fence(Fence fence) {
+  if (!alive()) return gone("destroy_fence");
+  FenceTable::Entry entry;
+  if (!fences_.remove(fence, &entry)) return refuse("an unknown fence");
+  const Current current(*this, entry.device);
+  if (!current.status().ok()) return current.status();
+  return answer(api_.cuEventDestroy(event_of(entry)), "cuEventDestroy");
+}
+
+Status CudaDriver::record(Fence fence, Stream stream) {
+  FenceTable::Entry entry;
+  if (const Status found = find_fence(fence, "record", &entry); !found.ok()) return found;
+  const Current current(*this, entry.device);
+  if (!current.status().ok()) return current.status();
+  if (const Status free = check_not_captured(stream, "record on a capturing stream"); !free.ok()) return free;
+  return answer(api_.cuEventRecord(event_of(entry), stream_of(stream)), "cuEventRecord");
+}
+
+Status CudaDriver::record_all(Fence fence) {
+  FenceTable::Entry entry;
+  if (const Status found = find_fence(fence, "record_all", &entry); !found.ok()) return found;
+  if (api_.cuCtxRecordEvent == nullptr) return {StatusCode::not_supported, "cuCtxRecordEvent"};
+  const Current current(*this, entry.device);
+  if (!current.status().ok()) return current.status();
+  return answer(api_.cuCtxRecordEvent(current.context(), event_of(entry)), "cuCtxRecordEvent");
+}
+
+Status CudaDriver::query(Fence fence) {
+  FenceTable::Entry entry;
+  if (const Status found = find_fence(fence, "query", &entry); !found.ok()) return found;
+  const Current current(*this, entry.device);
+  if (!current.status().ok()) return current.status();
+  const RelaxedCapture relaxed(api_);
+  return answer(api_.cuEventQuery(event_of(entry)), "cuEventQuery");
+}
+
+Status CudaDriver::wait(Fence fence) {
+  FenceTable::Entry entry;
+  if (const Status found = find_fence(fence, "wait", &entry); !found.ok()) return found;
+  const Current current(*this, entry.device);
+  if (!current.status().ok()) return current.status();
+  const RelaxedCapture relaxed(api_);
+  return answer(api_.cuEventSynchronize(event_of(entry)), "cuEventSynchronize");
+}
+
+Status CudaDriver::stream_wait(Stream stream, Fence fence) {
+  FenceTable::Entry entry;
+  if (const Status found = find_fence(fence, "stream_wait", &entry); !found.ok()) return found;
+  const Current current(*this, entry.device);
+  if (!current.status().ok()) return current.status();
+  if (const Status free = check_not_captured(stream, "stream_wait on a capturing stream"); !free.ok()) return free;
+  return answer(api_.cuStreamWaitEvent(stream_of(stream), event_of(entry), 0), "cuStreamWaitEvent");
+}
+
+Status CudaDriver::synchronize(int device) {
+  if (const Status checked = check_device(device, "synchronize"); !checked.ok()) return checked;
+  const Current current(*this, device);
+  if (!current.status().ok()) return current.status();
+  return answer(api_.cuCtxSynchronize(), "cuCtxSynchronize");
+}
+
+// -- Content.
+
+std::size_t CudaDriver::one_piece(Address address, std::size_t size) const {
+  if (host_accessible_.load(std::memory_order_relaxed) == 0) return size;
+  const MutexLock lock(mutex_);
+  const auto& mappings = book_.mappings();
+  auto next = mappings.upper_bound(address);
+  bool kind = false;
+  if (next != mappings.begin()) {
+    const auto& [at, mapping] = *std::prev(next);
+    kind = address - at < mapping.size && mapping.access() != Access::none;
+  }
+  for (; next != mappings.end() && next->first - address < size; ++next) {
+    if ((next->second.access() != Access::none) != kind) return next->first - address;
+  }
+  return size;
+}
+
+Status CudaDriver::copy_async(int device, Address to, Address from, std::size_t size, Stream stream) {
+  if (const Status checked = check_device(device, "copy_async"); !checked.ok()) return checked;
+  if (size == 0) return refuse("copy of size zero");
+  const Current current(*this, device);
+  if (!current.status().ok()) return current.status();
+  for (std::size_t done = 0; done < size;) {
+    const std::size_t piece = one_piece(from + done, one_piece(to + done, size - done));
+    const Status issued = answer(api_.cuMemcpyAsync(to + done, from + done, piece, stream_of(stream)), "cuMemcpyAsync");
+    if (!issued.ok()) return issued;
+    done += piece;
+  }
+  return {};
+}
+
+Status CudaDriver::fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) {
+  if (const Status checked = check_device(device, "fill_async"); !checked.ok()) return checked;
+  if (size == 0) return refuse("fill of size zero");
+  const Current current(*this, device);
+  if (!current.status().ok()) return current.status();
+  for (std::size_t done = 0; done < size;) {
+    const std::size_t piece = one_piece(address + done, size - done);
+    const Status issued =
+        answer(api_.cuMemsetD8Async(address + done, byte, piece, stream_of(stream)), "cuMemsetD8Async");
+    if (!issued.ok()) return issued;
+    done += piece;
+  }
+  return {};
+}
+
+}  // namespace vmm

@@ -1,0 +1,399 @@
+#include "driver/host_driver.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/errors.h"
+
+namespace vmm {
+namespace {
+
+constexpr int kReservedFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+Status refuse(const char* why) { return {StatusCode::invalid_argument, why}; }
+Status gone(const char* call) { return {StatusCode::driver_gone, call}; }
+
+void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+
+int protection(Access access) {
+  switch (access) {
+    case Access::none:
+      return PROT_NONE;
+    case Access::read:
+      return PROT_READ;
+    case Access::read_write:
+      return PROT_READ | PROT_WRITE;
+  }
+  return PROT_NONE;
+}
+
+std::size_t physical_memory() {
+  const long pages = ::sysconf(_SC_PHYS_PAGES);
+  const long page = ::sysconf(_SC_PAGESIZE);
+  return pages > 0 && page > 0 ? static_cast<std::size_t>(pages) * static_cast<std::size_t>(page) : kGiB;
+}
+
+// Makes [address, address + size) inaccessible address space again.
+Status reserve_again(Address address, std::size_t size) {
+  if (::mmap(pointer(address), size, PROT_NONE, kReservedFlags | MAP_FIXED, -1, 0) == MAP_FAILED) {
+    return status_from_errno("mmap", errno);
+  }
+  return {};
+}
+
+HostDriverOptions checked(HostDriverOptions options) {
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  if (!is_power_of_two(options.granularity) || options.granularity < page) {
+    throw InvalidArgumentError("granularity " + std::to_string(options.granularity) +
+                               " must be a power of two and at least the page size " + std::to_string(page));
+  }
+  if (options.device_count < 1 || options.device_count > AddressBook::kMaxDevices) {
+    throw InvalidArgumentError("device_count " + std::to_string(options.device_count) + " must be 1 to " +
+                               std::to_string(AddressBook::kMaxDevices));
+  }
+  if (options.device_bytes == 0) options.device_bytes = physical_memory() / 10 * 8;
+  options.device_bytes = align_down(options.device_bytes, options.granularity);
+  if (options.device_bytes == 0) throw InvalidArgumentError("device_bytes must be at least one granule");
+  return options;
+}
+
+}  // namespace
+
+HostDriver::HostDriver(const HostDriverOptions& options) : options_(checked(options)), book_(options_.granularity) {
+  {
+    const MutexLock lock(mutex_);
+    for (int device = 0; device < options_.device_count; ++device) {
+      devices_.emplace_back().limit_bytes = options_.device_bytes;
+    }
+    host_.limit_bytes = align_down(physical_memory(), options_.granularity);
+  }
+  watch_forks(this);
+}
+
+HostDriver::~HostDriver() {
+  unwatch_forks(this);
+  const MutexLock lock(mutex_);
+  for (const auto& [address, size] : book_.reservations()) ::munmap(pointer(address), size);
+  for (const auto& [handle, chunk] : chunks_) {
+    if (chunk.own_fd) ::close(chunk.fd);
+  }
+}
+
+// -- What there is.
+
+int HostDriver::device_count() const { return alive() ? options_.device_count : 0; }
+
+Status HostDriver::check_device(int device, const char* call) const {
+  if (!alive()) return gone(call);
+  if (!has_device(device)) return refuse("a device that does not exist");
+  return {};
+}
+
+Status HostDriver::capabilities(int device, Capabilities* out) const {
+  if (const Status checked = check_device(device, "capabilities"); !checked.ok()) return checked;
+  *out = Capabilities{};
+  out->granularity = options_.granularity;
+  out->total_memory = options_.device_bytes;
+  out->exportable = true;
+  out->host_located = true;
+  out->fence_all_streams = true;
+  out->name = "host";
+  return {};
+}
+
+std::string HostDriver::missing(int device) const {
+  if (!alive()) return "this process is a forked child: host pools stay with the parent";
+  if (has_device(device)) return "";
+  return "no device " + std::to_string(device) + "; there are " + std::to_string(options_.device_count);
+}
+
+Status HostDriver::memory_info(int device, MemoryInfo* out) const {
+  if (const Status checked = check_device(device, "memory_info"); !checked.ok()) return checked;
+  const MutexLock lock(mutex_);
+  const Place& place = devices_[static_cast<std::size_t>(device)];
+  *out = {place.limit_bytes - place.used_bytes, place.limit_bytes};
+  return {};
+}
+
+// -- Address space.
+
+Status HostDriver::reserve(std::size_t size, std::size_t alignment, Address* out) {
+  if (!alive()) return gone("reserve");
+  const MutexLock lock(mutex_);
+  if (const char* const why = book_.check_reserve(size, alignment)) return refuse(why);
+  // mmap() aligns to its page only: take `alignment` more and cut both ends.
+  if (sum_overflows(size, alignment)) return {StatusCode::out_of_memory, "reserve"};
+  const std::size_t asked = size + alignment;
+  void* const got = ::mmap(nullptr, asked, PROT_NONE, kReservedFlags, -1, 0);
+  if (got == MAP_FAILED) return status_from_errno("mmap", errno);
+  const auto begin = reinterpret_cast<Address>(got);
+  const Address aligned = align_up(begin, alignment);
+  if (aligned > begin) ::munmap(got, aligned - begin);
+  if (begin + asked > aligned + size) ::munmap(pointer(aligned + size), begin + asked - aligned - size);
+  book_.add_reservation(aligned, size);
+  *out = aligned;
+  return {};
+}
+
+Status HostDriver::unreserve(Address address, std::size_t size) {
+  if (!alive()) return gone("unreserve");
+  const MutexLock lock(mutex_);
+  if (const char* const why = book_.check_unreserve(address, size)) return refuse(why);
+  if (::munmap(pointer(address), size) != 0) return status_from_errno("munmap", errno);
+  book_.drop_reservation(address);
+  return {};
+}
+
+// -- Physical chunks.
+
+Status HostDriver::create(const ChunkSpec& spec, ChunkHandle* out) {
+  if (!alive()) return gone("create");
+  if (spec.size == 0) return refuse("create of size zero");
+  if (!is_aligned(spec.size, options_.granularity)) {
+    return refuse("create of a size that is no multiple of the granularity");
+  }
+  if (!has_location(spec.location)) return refuse("create on a device that does not exist");
+
+  const MutexLock lock(mutex_);
+  Place& place =
+      spec.location.kind == Location::Kind::host ? host_ : devices_[static_cast<std::size_t>(spec.location.device)];
+  if (spec.size > place.limit_bytes - place.used_bytes) return {StatusCode::out_of_memory, "create"};
+  Chunk chunk;
+  chunk.size = spec.size;
+  chunk.place = &place;
+  chunk.exportable = spec.exportable;
+  if (spec.exportable) {
+    chunk.fd = ::memfd_create("torch_vmm_exportable", MFD_CLOEXEC);
+    if (chunk.fd < 0) return status_from_errno("memfd_create", errno);
+    chunk.own_fd = true;
+    if (::ftruncate(chunk.fd, static_cast<off_t>(spec.size)) != 0) {
+      const Status failed = status_from_errno("ftruncate", errno);
+      ::close(chunk.fd);
+      return failed;
+    }
+  } else {
+    if (const Status taken = place.arena.take(spec.size, &chunk.offset); !taken.ok()) return taken;
+    chunk.fd = place.arena.fd();
+  }
+  place.used_bytes += spec.size;
+  *out = next_chunk_++;
+  chunks_.emplace(*out, chunk);
+  return {};
+}
+
+Status HostDriver::release(ChunkHandle handle) {
+  if (!alive()) return gone("release");
+  std::vector<Chunk> dead;
+  {
+    const MutexLock lock(mutex_);
+    const auto found = chunks_.find(handle);
+    if (found == chunks_.end() || found->second.released) return refuse("release of an unknown chunk");
+    found->second.released = true;
+    if (found->second.mappings > 0) return {};
+    dead.push_back(found->second);
+    chunks_.erase(found);
+  }
+  give_back(dead);
+  return {};
+}
+
+void HostDriver::give_back(const std::vector<Chunk>& chunks) {
+  for (const Chunk& chunk : chunks) {
+    if (chunk.own_fd) ::close(chunk.fd);
+    if (chunk.place == nullptr) continue;
+    // The arena's file, once open, stays the same: emptying needs no lock.
+    const bool emptied = !chunk.own_fd && HostArena::empty(chunk.fd, chunk.offset, chunk.size);
+    const MutexLock lock(mutex_);
+    chunk.place->used_bytes -= chunk.size;
+    if (emptied) chunk.place->arena.give_back(chunk.offset, chunk.size);
+  }
+}
+
+// -- Mappings.
+
+Status HostDriver::map(Address address, std::size_t size, ChunkHandle handle) {
+  if (!alive()) return gone("map");
+  const MutexLock lock(mutex_);
+  if (const char* const why = book_.check_map(address, size)) return refuse(why);
+  const auto found = chunks_.find(handle);
+  if (found == chunks_.end() || found->second.released) return refuse("map of an unknown chunk");
+  Chunk& chunk = found->second;
+  if (chunk.size != size) return refuse("map of a part of a chunk");
+  if (::mmap(pointer(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, chunk.fd, static_cast<off_t>(chunk.offset)) ==
+      MAP_FAILED) {
+    const Status failed = status_from_errno("mmap", errno);
+    reserve_again(address, size).ignore();  // mmap() may have dropped what was there
+    return failed;
+  }
+  Mapping mapping;
+  mapping.size = size;
+  mapping.chunk = handle;
+  book_.add_mapping(address, mapping);
+  ++chunk.mappings;
+  return {};
+}
+
+Status HostDriver::unmap(Address address, std::size_t size) {
+  if (!alive()) return gone("unmap");
+  std::vector<Chunk> dead;
+  {
+    const MutexLock lock(mutex_);
+    if (const char* const why = book_.check_run(address, size)) return refuse(why);
+    if (const Status dropped = reserve_again(address, size); !dropped.ok()) return dropped;
+    const auto end = book_.run_end(address, size);
+    for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
+      const auto found = chunks_.find(mapping->second.chunk);
+      if (--found->second.mappings > 0 || !found->second.released) continue;
+      dead.push_back(found->second);
+      chunks_.erase(found);
+    }
+    book_.drop_run(address, size);
+  }
+  give_back(dead);
+  return {};
+}
+
+Status HostDriver::set_access(Address address, std::size_t size, Location who, Access access) {
+  if (!alive()) return gone("set_access");
+  if (!has_location(who)) return refuse("set_access for a device that does not exist");
+  const MutexLock lock(mutex_);
+  if (const char* const why = book_.check_run(address, size)) return refuse(why);
+  const auto end = book_.run_end(address, size);
+  // One mprotect() for each stretch of equal rights, mostly one in all.
+  for (auto mapping = book_.run_begin(address); mapping != end;) {
+    const Address begin = mapping->first;
+    Address stop = begin;
+    Access wanted = Access::none;
+    for (; mapping != end; ++mapping) {
+      Mapping after = mapping->second;
+      AddressBook::set_access(&after, who, access);
+      if (stop > begin && after.access() != wanted) break;
+      wanted = after.access();
+      stop += after.size;
+    }
+    if (::mprotect(pointer(begin), stop - begin, protection(wanted)) == 0) continue;
+    const Status failed = status_from_errno("mprotect", errno);
+    for (auto old = book_.run_begin(address); old != end && old->first < stop; ++old) {
+      static_cast<void>(::mprotect(pointer(old->first), old->second.size, protection(old->second.access())));
+    }
+    return failed;
+  }
+  for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
+    AddressBook::set_access(&mapping->second, who, access);
+  }
+  return {};
+}
+
+// -- Sharing.
+
+Status HostDriver::export_chunk(ChunkHandle handle, int* fd) {
+  if (!alive()) return gone("export_chunk");
+  const MutexLock lock(mutex_);
+  const auto found = chunks_.find(handle);
+  if (found == chunks_.end() || found->second.released) return refuse("export of an unknown chunk");
+  if (!found->second.exportable) return refuse("export of a chunk that was not created exportable");
+  const int copy = ::fcntl(found->second.fd, F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) return status_from_errno("fcntl", errno);
+  *fd = copy;
+  return {};
+}
+
+Status HostDriver::import_chunk(int fd, std::size_t size, ChunkHandle* out) {
+  if (!alive()) return gone("import_chunk");
+  if (size == 0 || !is_aligned(size, options_.granularity)) {
+    return refuse("import of a size that is no multiple of the granularity");
+  }
+  struct stat about {};
+  if (::fstat(fd, &about) != 0) return refuse("import of something that is no file descriptor");
+  if (!S_ISREG(about.st_mode) || static_cast<std::size_t>(about.st_size) != size) {
+    return refuse("import of a file descriptor that is no chunk of this size");
+  }
+  Chunk chunk;
+  chunk.size = size;
+  chunk.fd = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (chunk.fd < 0) return status_from_errno("fcntl", errno);
+  chunk.own_fd = true;
+  chunk.exportable = true;
+  const MutexLock lock(mutex_);
+  *out = next_chunk_++;
+  chunks_.emplace(*out, chunk);
+  return {};
+}
+
+// -- Fences. All work is done at once, so a fence has always passed.
+
+Status HostDriver::check_fence(Fence fence, const char* call) const {
+  if (!alive()) return gone(call);
+  FenceTable::Entry entry;
+  return fences_.find(fence, &entry) ? Status::okay() : refuse("an unknown fence");
+}
+
+Status HostDriver::create_fence(int device, Fence* out) {
+  if (const Status checked = check_device(device, "create_fence"); !checked.ok()) return checked;
+  const Fence fence = fences_.add({nullptr, device});
+  if (fence == nullptr) return {StatusCode::out_of_memory, "create_fence"};
+  *out = fence;
+  return {};
+}
+
+Status HostDriver::destroy_fence(Fence fence) {
+  if (!alive()) return gone("destroy_fence");
+  FenceTable::Entry entry;
+  return fences_.remove(fence, &entry) ? Status::okay() : refuse("an unknown fence");
+}
+
+Status HostDriver::record(Fence fence, Stream /*stream*/) { return check_fence(fence, "record"); }
+Status HostDriver::record_all(Fence fence) { return check_fence(fence, "record_all"); }
+Status HostDriver::query(Fence fence) { return check_fence(fence, "query"); }
+Status HostDriver::wait(Fence fence) { return check_fence(fence, "wait"); }
+Status HostDriver::stream_wait(Stream /*stream*/, Fence fence) { return check_fence(fence, "stream_wait"); }
+Status HostDriver::synchronize(int device) { return check_device(device, "synchronize"); }
+
+// -- Content. No lock: the caller keeps what it copies mapped.
+
+Status HostDriver::copy_async(int device, Address to, Address from, std::size_t size, Stream /*stream*/) {
+  if (const Status checked = check_device(device, "copy_async"); !checked.ok()) return checked;
+  if (size == 0) return refuse("copy of size zero");
+  std::memmove(pointer(to), pointer(from), size);
+  return {};
+}
+
+Status HostDriver::fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream /*stream*/) {
+  if (const Status checked = check_device(device, "fill_async"); !checked.ok()) return checked;
+  if (size == 0) return refuse("fill of size zero");
+  std::memset(pointer(address), byte, size);
+  return {};
+}
+
+// -- Forks. The lock is taken on one side of the fork and given back on both,
+// which the analysis cannot follow.
+
+void HostDriver::before_fork() VMM_NO_THREAD_SAFETY_ANALYSIS { mutex_.lock(); }
+
+void HostDriver::after_fork_in_parent() VMM_NO_THREAD_SAFETY_ANALYSIS { mutex_.unlock(); }
+
+void HostDriver::after_fork_in_child() VMM_NO_THREAD_SAFETY_ANALYSIS {
+  // A child's child has private mappings already; mapping the file again would
+  // throw away what the child has written.
+  if (alive()) {
+    for (const auto& [address, mapping] : book_.mappings()) {
+      const auto found = chunks_.find(mapping.chunk);
+      if (found == chunks_.end()) continue;
+      const Chunk& chunk = found->second;
+      if (::mmap(pointer(address), mapping.size, protection(mapping.access()), MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+                 chunk.fd, static_cast<off_t>(chunk.offset)) == MAP_FAILED) {
+        // Rather a fault in the child than a write into the parent's memory.
+        static_cast<void>(::mprotect(pointer(address), mapping.size, PROT_NONE));
+      }
+    }
+    alive_.store(false, std::memory_order_relaxed);
+  }
+  mutex_.unlock();
+}
+
+}  // namespace vmm

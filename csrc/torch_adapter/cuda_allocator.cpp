@@ -1,0 +1,286 @@
+#include "torch_adapter/cuda_allocator.h"
+
+#include <c10/core/impl/GPUTrace.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "base/errors.h"
+#include "torch_adapter/cuda_callbacks.h"
+#include "torch_adapter/errors.h"
+#include "torch_adapter/profiler.h"
+#include "torch_adapter/routing.h"
+#include "torch_adapter/statistics.h"
+
+namespace vmm {
+
+namespace {
+
+DeviceWords words(c10::DeviceIndex device) { return {"CUDA", "GPU " + std::to_string(device)}; }
+
+c10::Device torch_device(int ordinal) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(ordinal)}; }
+
+// What is made while the cache is disabled comes from CUDA itself and goes
+// back there, past all counters.
+void free_uncached(void* block) {
+  if (Runtime::in_child()) return;
+  C10_CUDA_CHECK_WARN(cudaFree(block));
+}
+
+void* allocate_uncached(std::size_t bytes) {
+  void* block = nullptr;
+  C10_CUDA_CHECK(cudaMalloc(&block, bytes));
+  return block;
+}
+
+void trace_allocation(void* block) {
+  const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
+  if (interpreter != nullptr) [[unlikely]] {
+    (*interpreter)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<std::uintptr_t>(block));
+  }
+}
+
+void trace_free(void* block) {
+  const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
+  if (interpreter != nullptr) [[unlikely]] {
+    (*interpreter)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<std::uintptr_t>(block));
+  }
+}
+
+void report_free(void* block) {
+  const Pool* pool = Runtime::pool_at(block);
+  if (pool == nullptr) return;
+  const std::size_t bytes = pool->block_size(reinterpret_cast<Address>(block));
+  report_to_profiler(Runtime::room_of(*pool), block, -static_cast<std::int64_t>(bytes), torch_device(pool->device()));
+}
+
+}  // namespace
+
+void throw_not_yet(const char* function, const char* what) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "torch_vmm: ", what, " (CUDAAllocator::", function,
+                              ") is not available in this version. Without torch_vmm.enable() torch's own allocator "
+                              "does it.");
+  __builtin_unreachable();
+}
+
+bool run_cuda_free_memory_callbacks() {
+  if (!CudaAllocator::is_current()) return false;
+  bool freed = false;
+  for (const auto& name : c10::FreeCudaMemoryCallbacksRegistry()->Keys()) {
+    freed |= c10::FreeCudaMemoryCallbacksRegistry()->Create(name)->Execute();
+  }
+  return freed;
+}
+
+// The base's own functions are never reached: whatever would call them is
+// overridden.
+CudaAllocator::CudaAllocator()
+    : CUDAPluggableAllocator([](std::size_t, int, cudaStream_t) -> void* { throw_not_yet("malloc", "the base's malloc"); },
+                             [](void*, std::size_t, int, cudaStream_t) {}) {}
+
+const std::shared_ptr<CudaAllocator>& CudaAllocator::instance() {
+  static const auto* const kInstance = new std::shared_ptr<CudaAllocator>(new CudaAllocator);
+  return *kInstance;
+}
+
+bool CudaAllocator::is_current() { return cca::get() == instance().get(); }
+
+void CudaAllocator::init(int device_count) {
+  if (initialized()) return;
+  device_count_.store(device_count, std::memory_order_relaxed);
+  // torch's swap leaves the registry that torch.accelerator reads alone; this
+  // is the one place that every way of swapping us in comes through.
+  if (is_current()) c10::SetAllocator(c10::kCUDA, this, 0);
+  is_initialized_.store(true, std::memory_order_release);
+  const double fraction = cca::CUDAAllocatorConfig::per_process_memory_fraction();
+  if (fraction >= 1.0) return;
+  for (int device = 0; device < device_count; ++device) setMemoryFraction(fraction, static_cast<c10::DeviceIndex>(device));
+}
+
+// GetDevice takes 47 ns, so a lone device is not asked for.
+c10::DeviceIndex CudaAllocator::current_device() const {
+  return device_count_.load(std::memory_order_relaxed) == 1 ? c10::DeviceIndex{0} : c10::cuda::current_device();
+}
+
+// ------------------------------------------------------------------ allocation
+
+void* CudaAllocator::allocate_on(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream) {
+  if (bytes == 0) return nullptr;
+  if (bytes >= kExbibyte) throw_beyond_exbibyte(words(device));
+  try {
+    DeviceRoom& room = Runtime::room(DeviceKind::cuda, device);
+    void* block = reinterpret_cast<void*>(room.memory.allocate(*current_pool(room), bytes, stream));
+    trace_allocation(block);
+    if (profiler_is_on()) [[unlikely]] {
+      report_to_profiler(room, block, static_cast<std::int64_t>(bytes), torch_device(device));
+    }
+    return block;
+  } catch (const VmmError&) {
+    if (profiler_is_on()) report_out_of_memory_to_profiler(DeviceKind::cuda, device, bytes, torch_device(device));
+    rethrow_as_torch(words(device), bytes);
+  }
+}
+
+void CudaAllocator::free_block(void* block) noexcept {
+  // Memory inherited through a fork is the parent's to free.
+  if (block == nullptr || Runtime::in_child()) return;
+  try {
+    trace_free(block);
+    if (profiler_is_on()) [[unlikely]] report_free(block);
+    if (!Runtime::free(block)) {
+      report_swallowed("free", (format_hex(reinterpret_cast<Address>(block)) + " is no live block of a pool").c_str());
+    }
+  } catch (...) {
+    report_swallowed("free");
+  }
+}
+
+c10::DataPtr CudaAllocator::allocate(std::size_t bytes) {
+  const c10::DeviceIndex device = current_device();
+  if (!isEnabled()) [[unlikely]] {
+    void* block = bytes == 0 ? nullptr : allocate_uncached(bytes);
+    return {block, block, &free_uncached, torch_device(device)};
+  }
+  void* block = bytes == 0 ? nullptr : allocate_on(device, bytes, c10::cuda::getCurrentCUDAStream(device).stream());
+  return {block, block, &free_block, torch_device(device)};
+}
+
+c10::DeleterFnPtr CudaAllocator::raw_deleter() const { return isEnabled() ? &free_block : &free_uncached; }
+
+void* CudaAllocator::raw_alloc(std::size_t bytes) {
+  const c10::DeviceIndex device = current_device();
+  return raw_alloc_with_stream(bytes, c10::cuda::getCurrentCUDAStream(device).stream());
+}
+
+void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) {
+  if (is_current()) return allocate_on(current_device(), bytes, stream);
+  // The provider of a torch.cuda.MemPool of another allocator, which goes on
+  // looking for memory elsewhere when it is given none.
+  try {
+    return allocate_on(current_device(), bytes, stream);
+  } catch (const c10::OutOfMemoryError&) {
+    return nullptr;
+  }
+}
+
+void CudaAllocator::raw_delete(void* block) {
+  if (block != nullptr && !Runtime::in_child() && Runtime::pool_at(block) == nullptr) {
+    TORCH_CHECK(false, "invalid device pointer: ", block);
+  }
+  free_block(block);
+}
+
+void CudaAllocator::recordStream(const c10::DataPtr& block, c10::cuda::CUDAStream stream) {
+  // A block of another allocator (shared by another process, say) is its own
+  // allocator's business, as in torch.
+  if (block.get() == nullptr || block.get_deleter() != &free_block) return;
+  Runtime::require_own_process();
+  if (Pool* pool = Runtime::pool_at(block.get()); pool != nullptr) {
+    pool->record_stream(reinterpret_cast<Address>(block.get()), stream.stream());
+  }
+}
+
+// ------------------------------------------------------------ cache and limits
+
+void CudaAllocator::emptyCache(c10::MempoolId_t mempool) {
+  // Private pools hold nothing in this version. torch calls this from
+  // destructors, so nothing may come out of it.
+  if (mempool != c10::MempoolId_t{0, 0} || Runtime::in_child()) return;
+  try {
+    for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) room->memory.empty_cache();
+  } catch (...) {
+    report_swallowed("emptyCache");
+  }
+}
+
+double CudaAllocator::getMemoryFraction(c10::DeviceIndex device) {
+  const std::lock_guard<std::mutex> lock(fraction_mutex_);
+  const auto found = fractions_.find(device);
+  return found == fractions_.end() ? 1.0 : found->second;
+}
+
+void CudaAllocator::setMemoryFraction(double fraction, c10::DeviceIndex device) {
+  TORCH_CHECK_VALUE(0 <= fraction && fraction <= 1, "invalid fraction:", fraction, ". Please set within [0, 1].");
+  try {
+    DeviceMemory& memory = Runtime::room(DeviceKind::cuda, device).memory;
+    const auto total = static_cast<double>(memory.capabilities().total_memory);
+    memory.set_limit(memory.budget(), fraction >= 1.0 ? kUnlimited : static_cast<std::size_t>(fraction * total));
+  } catch (const VmmError&) {
+    rethrow_as_torch(words(device), 0);
+  }
+  const std::lock_guard<std::mutex> lock(fraction_mutex_);
+  fractions_[device] = fraction;
+}
+
+// Asked by cuDNN, which looks for the largest workspace it may hope for.
+void CudaAllocator::cacheInfo(c10::DeviceIndex device, std::size_t* largest) {
+  try {
+    DeviceRoom& room = Runtime::room(DeviceKind::cuda, device);
+    Pool& pool = *current_pool(room);
+    const std::size_t headroom = pool.budget().headroom();
+    if (*largest == 0) {
+      MemoryInfo info;
+      throw_if_failed(room.memory.driver().memory_info(device, &info), "asking for the free memory");
+      *largest = std::min(info.free, headroom);
+    }
+    // Idle chunks, wherever they stand, make one block when one is asked for.
+    *largest = std::max(*largest, pool.idle_bytes());
+  } catch (const VmmError&) {
+    rethrow_as_torch(words(device), 0);
+  }
+}
+
+void* CudaAllocator::getBaseAllocation(void* block, std::size_t* size) {
+  Runtime::require_own_process();
+  const Pool* pool = Runtime::pool_at(block);
+  TORCH_CHECK(pool != nullptr, "invalid device pointer: ", block);
+  const auto address = reinterpret_cast<Address>(block);
+  for (const SegmentSnapshot& segment : pool->snapshot()) {
+    if (address < segment.address || address - segment.address >= segment.total_size) continue;
+    if (size != nullptr) *size = segment.total_size;
+    return reinterpret_cast<void*>(segment.address);
+  }
+  TORCH_CHECK(false, "invalid device pointer: ", block);
+}
+
+std::vector<cca::StreamSegmentSize> CudaAllocator::getExpandableSegmentSizes(c10::DeviceIndex device) {
+  std::vector<cca::StreamSegmentSize> sizes;
+  with_room(device, [&](DeviceRoom& room) {
+    for (const auto& pool : room.memory.pools()) {
+      for (const SegmentSnapshot& segment : pool->snapshot()) {
+        sizes.emplace_back(static_cast<cudaStream_t>(segment.stream), segment.size_class == SizeClass::small_pool,
+                           segment.total_size);
+      }
+    }
+  });
+  return sizes;
+}
+
+// ------------------------------------------------------------------ statistics
+
+template <typename Call>
+void CudaAllocator::with_room(c10::DeviceIndex device, const Call& call) {
+  TORCH_CHECK(device >= 0, "Invalid device argument ", device, ".");
+  if (Runtime::in_child()) return;
+  if (DeviceRoom* room = Runtime::made(DeviceKind::cuda, device); room != nullptr) call(*room);
+}
+
+c10::CachingDeviceAllocator::DeviceStats CudaAllocator::getDeviceStats(c10::DeviceIndex device) {
+  Statistics statistics;
+  with_room(device, [&](DeviceRoom& room) { statistics = room.memory.statistics(); });
+  return to_device_stats(statistics);
+}
+
+void CudaAllocator::resetAccumulatedStats(c10::DeviceIndex device) {
+  with_room(device, [](DeviceRoom& room) { room.memory.reset_accumulated(); });
+}
+
+void CudaAllocator::resetPeakStats(c10::DeviceIndex device) {
+  with_room(device, [](DeviceRoom& room) { room.memory.reset_peaks(); });
+}
+
+}  // namespace vmm

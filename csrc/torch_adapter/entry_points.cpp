@@ -1,0 +1,12 @@
+#include "torch_adapter/entry_points.h"
+
+#include "torch_adapter/cuda_allocator.h"
+
+// A negative size becomes one beyond every device, which is refused as such.
+void* torch_vmm_malloc(ssize_t size, int device, cudaStream_t stream) {
+  return vmm::CudaAllocator::allocate_on(static_cast<c10::DeviceIndex>(device), static_cast<std::size_t>(size), stream);
+}
+
+void torch_vmm_free(void* block, ssize_t /*size*/, int /*device*/, cudaStream_t /*stream*/) {
+  vmm::CudaAllocator::free_block(block);
+}

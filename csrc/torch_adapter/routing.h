@@ -1,0 +1,46 @@
+// Whose memory a new tensor is: the chain of models that a thread has entered,
+// innermost last. It knows pools by name and home only, and allocates nothing.
+//
+// The chain hangs in c10::ThreadLocalDebugInfo, which torch copies to whatever
+// thread works on this one's behalf: autograd's workers in backward(), forked
+// tasks. A plain thread_local would be empty there.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#include "core/pool.h"
+#include "torch_adapter/runtime.h"
+
+namespace vmm {
+
+class ModelContext;
+using ModelContextPtr = std::shared_ptr<ModelContext>;
+
+// Enters the model: tensors that this thread makes on the pool's device belong
+// to it until leave_model(). Throws InvalidArgumentError when it is closed.
+ModelContextPtr enter_model(std::shared_ptr<Pool> pool);
+
+// Leaves it. VmmError, naming both models and the cure, when it is not the
+// innermost one of this thread or was left already: a `with` held across a
+// `yield` or an `await`, or closed on another thread. It is left all the same,
+// and every other context stays as it was.
+void leave_model(const ModelContextPtr& context);
+
+const std::shared_ptr<Pool>& pool_of(const ModelContext& context);
+
+namespace detail {
+// Set when the first model of the process is entered: programs with no models
+// skip the look at the thread's chain (11 ns).
+inline std::atomic<bool> any_model_entered{false};
+const std::shared_ptr<Pool>& innermost_pool(const DeviceRoom& room);
+}  // namespace detail
+
+// The pool that an allocation on this device, here and now, comes from.
+inline const std::shared_ptr<Pool>& current_pool(const DeviceRoom& room) {
+  if (!detail::any_model_entered.load(std::memory_order_relaxed)) return room.default_pool;
+  return detail::innermost_pool(room);
+}
+
+}  // namespace vmm

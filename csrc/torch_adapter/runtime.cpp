@@ -1,0 +1,123 @@
+#include "torch_adapter/runtime.h"
+
+#include <pthread.h>
+
+#include "base/check.h"
+#include "base/errors.h"
+#include "driver/cuda_driver.h"
+#include "driver/host_driver.h"
+#include "torch_adapter/cuda_callbacks.h"
+
+namespace vmm {
+
+namespace {
+
+constexpr std::size_t kCapacityFactor = 4;
+
+std::size_t default_capacity_of(const DeviceMemory& memory) {
+  const std::size_t chosen = memory.options().default_capacity_bytes;
+  return chosen != 0 ? chosen : kCapacityFactor * memory.capabilities().total_memory;
+}
+
+std::shared_ptr<Pool> make_default_pool(DeviceMemory& memory, std::size_t capacity) {
+  PoolSpec spec;
+  spec.name = "default";
+  spec.capacity = capacity;
+  return memory.create_pool(spec, nullptr);
+}
+
+}  // namespace
+
+const char* to_string(DeviceKind kind) { return kind == DeviceKind::cuda ? "cuda" : "cpu"; }
+
+DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpace& address_space,
+                       const Options& options)
+    : kind(kind),
+      ordinal(ordinal),
+      memory(driver, address_space, ordinal, options),
+      default_capacity(default_capacity_of(memory)),
+      default_pool(make_default_pool(memory, default_capacity)) {
+  // torch can free memory of its own (tensors that other processes have let go
+  // of) when a device has none left.
+  if (kind == DeviceKind::cuda) memory.set_memory_callback(&run_cuda_free_memory_callbacks);
+}
+
+Runtime::Runtime() : options_(Options::from_environment()) {
+  address_space_.store(&space_, std::memory_order_release);
+  // The drivers watch forks themselves; this one flag spares the hot path a
+  // virtual call, and stands before any lock of ours is taken in the child.
+  pthread_atfork(nullptr, nullptr, [] {
+    if (has_driver_.load(std::memory_order_relaxed)) in_child_.store(true, std::memory_order_relaxed);
+  });
+}
+
+Runtime& Runtime::instance() {
+  require_own_process();
+  static Runtime* const runtime = new Runtime;  // never destroyed: tensors outlive static objects
+  return *runtime;
+}
+
+void Runtime::require_own_process() {
+  if (!in_child()) return;
+  throw NotAvailableError(
+      "this process was forked from one that uses torch_vmm, and neither the GPU nor pools survive a fork: start "
+      "workers with the 'spawn' method (torch.multiprocessing.set_start_method('spawn')), or fork before the first use");
+}
+
+Driver& Runtime::driver(DeviceKind kind) {
+  const MutexLock lock(mutex_);
+  return driver_locked(kind);
+}
+
+Driver& Runtime::driver_locked(DeviceKind kind) {
+  if (kind == DeviceKind::cpu) {
+    if (host_ == nullptr) {
+      HostDriverOptions options;
+      options.device_bytes = options_.host_bytes;
+      host_ = std::make_unique<HostDriver>(options);
+      has_driver_.store(true, std::memory_order_relaxed);
+    }
+    return *host_;
+  }
+  if (cuda_ == nullptr) {
+    std::string why;
+    cuda_ = CudaDriver::make(&why);
+    if (cuda_ == nullptr) throw NotAvailableError("no CUDA device can be used: " + why);
+    has_driver_.store(true, std::memory_order_relaxed);
+  }
+  return *cuda_;
+}
+
+DeviceRoom& Runtime::make_room(DeviceKind kind, int ordinal) {
+  require_own_process();
+  const MutexLock lock(mutex_);
+  if (DeviceRoom* found = made(kind, ordinal); found != nullptr) return *found;
+  Driver& driver = driver_locked(kind);
+  const int count = driver.device_count();
+  if (ordinal < 0 || ordinal >= count || ordinal >= kMostDevices) {
+    throw NotAvailableError("there is no device " + std::string(to_string(kind)) + ":" + std::to_string(ordinal) +
+                            "; " + std::to_string(count) + (count == 1 ? " is" : " are") + " visible");
+  }
+  auto* room = new DeviceRoom(kind, ordinal, driver, space_, options_);  // never destroyed, as the runtime
+  rooms_[static_cast<std::size_t>(kind)][static_cast<std::size_t>(ordinal)].store(room, std::memory_order_release);
+  return *room;
+}
+
+std::vector<DeviceRoom*> Runtime::all_made(DeviceKind kind) {
+  std::vector<DeviceRoom*> rooms;
+  for (int ordinal = 0; ordinal < kMostDevices; ++ordinal) {
+    if (DeviceRoom* room = made(kind, ordinal); room != nullptr) rooms.push_back(room);
+  }
+  return rooms;
+}
+
+DeviceRoom& Runtime::room_of(const Pool& pool) {
+  for (const DeviceKind kind : {DeviceKind::cuda, DeviceKind::cpu}) {
+    DeviceRoom* room = made(kind, pool.device());
+    if (room != nullptr && &room->memory == pool.home()) return *room;
+  }
+  VMM_CHECK(false, "pool '", pool.name(), "' belongs to no device of this process");
+  __builtin_unreachable();
+}
+
+}  // namespace vmm

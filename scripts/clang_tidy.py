@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""Run clang-tidy over base, driver and core, in parallel, and only where something changed.
+
+    python3 scripts/clang_tidy.py [FILE...]
+
+Takes its flags from build/cpp-plain/compile_commands.json (scripts/cpp_tests
+configure plain). A file that passed is stamped with the hash of itself, all
+headers, the flags and .clang-tidy, and is skipped until one of them changes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DATABASE = ROOT / "build" / "cpp-plain" / "compile_commands.json"
+STAMPS = ROOT / "build" / "clang-tidy"
+FOLDERS = ("csrc/base", "csrc/driver", "csrc/core")
+
+
+def digest_of(source: Path, headers: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in [source, *headers, ROOT / ".clang-tidy", DATABASE]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def check(source: Path) -> tuple[bool, str]:
+    # The database may hold g++'s flags; those that clang does not know do not matter.
+    command = ["clang-tidy", "--quiet", "-p", str(DATABASE.parent)]
+    command += ["--extra-arg=-Wno-unknown-warning-option", "--extra-arg=-Wno-unused-command-line-argument"]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, cwd=ROOT)
+    return done.returncode == 0, done.stdout if done.stdout.strip() else done.stderr
+
+
+def main() -> int:
+    if not DATABASE.is_file():
+        print(f"no {DATABASE.relative_to(ROOT)}: run scripts/cpp_tests configure plain", file=sys.stderr)
+        return 1
+    sources = [Path(name).resolve() for name in sys.argv[1:]]
+    sources = sources or [file for folder in FOLDERS for file in (ROOT / folder).glob("*.cpp")]
+    headers = sorted(file for folder in FOLDERS for file in (ROOT / folder).glob("*.h"))
+    STAMPS.mkdir(parents=True, exist_ok=True)
+
+    stamps = {source: STAMPS / str(source.relative_to(ROOT)).replace("/", "-") for source in sources}
+    digests = {source: digest_of(source, headers) for source in sources}
+    stale = [file for file in sources if not stamps[file].is_file() or stamps[file].read_text() != digests[file]]
+    stale.sort(key=lambda file: file.stat().st_size, reverse=True)  # the longest first
+
+    failed = 0
+    with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("JOBS", os.cpu_count() or 1))) as pool:
+        for source, (ok, output) in zip(stale, pool.map(check, stale), strict=True):
+            if ok:
+                stamps[source].write_text(digests[source])
+            else:
+                failed += 1
+                print(output, flush=True)
+    print(f"clang-tidy: {len(stale)} files checked, {len(sources) - len(stale)} unchanged, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,592 @@
+"""VirtualMemoryPool: its explicit pages, limits, numbers and end."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.helpers import GIB, MIB, PAGE, holds, is_zero, stamp
+from torch_vmm import _C
+
+Pool = torch_vmm.VirtualMemoryPool
+MakePool = Callable[..., Pool]
+
+
+def assert_adds_up(pool: Pool) -> torch_vmm.MemoryStats:
+    stats = pool.stats()
+    parts = stats.allocated_bytes + stats.idle_bytes + stats.stranded_bytes + stats.quarantined_bytes
+    assert stats.physical_usage == parts == pool.physical_memory_usage
+    assert stats.mapped_pages == stats.physical_usage // pool.page_size
+    ratio = stats.stranded_bytes / stats.physical_usage if stats.physical_usage else 0.0
+    assert stats.fragmentation_ratio == pytest.approx(ratio)
+    return stats
+
+
+# -- What it is --------------------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_pool_is_addresses_only(pool: Pool, device: str) -> None:
+    assert pool.capacity == 64 * MIB
+    assert pool.page_size == PAGE
+    assert pool.base_address % PAGE == 0
+    assert pool.base_address > 0
+    assert pool.device == torch.device("cuda:0" if device == "cuda" else "cpu")
+    assert pool.model_id is None
+    assert pool.physical_limit is None
+    assert pool.physical_memory_usage == 0
+    assert not pool.is_closed
+    assert assert_adds_up(pool) == torch_vmm.MemoryStats(
+        virtual_capacity=64 * MIB,
+        physical_usage=0,
+        mapped_pages=0,
+        fragmentation_ratio=0.0,
+        allocated_bytes=0,
+        idle_bytes=0,
+        stranded_bytes=0,
+        quarantined_bytes=0,
+    )
+
+
+def test_a_huge_pool_costs_no_memory(make_pool: MakePool, memory: _C.Device) -> None:
+    before = memory.committed_bytes
+    pools = [make_pool("1TiB") for _ in range(4)]
+    assert [pool.capacity for pool in pools] == [1024 * GIB] * 4
+    assert memory.committed_bytes == before
+
+
+def test_capacity_is_rounded_up_to_the_page(make_pool: MakePool) -> None:
+    assert make_pool(1).capacity == PAGE
+    assert make_pool("9MiB", page_size="4MiB").capacity == 12 * MIB
+
+
+def test_page_size_defaults_to_the_granularity(make_pool: MakePool, memory: _C.Device) -> None:
+    assert make_pool().page_size == memory.granularity == PAGE
+
+
+def test_pools_do_not_overlap(make_pool: MakePool) -> None:
+    pools = sorted((make_pool("1GiB") for _ in range(8)), key=lambda pool: pool.base_address)
+    for lower, upper in zip(pools, pools[1:], strict=False):
+        assert lower.base_address + lower.capacity <= upper.base_address
+
+
+def test_its_repr_says_which_and_how_full(make_pool: MakePool) -> None:
+    pool = make_pool("64MiB", physical_limit="8MiB", name="scratch")
+    pool.allocate(0, PAGE)
+    for part in ("'scratch'", str(pool.device), "2 MiB of 64 MiB", "limit 8 MiB"):
+        assert part in repr(pool)
+    pool.close(force=True)
+    assert "closed" in repr(pool)
+
+
+def test_stats_are_frozen(pool: Pool) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        pool.stats().idle_bytes = 3  # type: ignore[misc]
+
+
+# -- Explicit pages ----------------------------------------------------------------------------------------------------
+
+
+def test_allocate_backs_the_range_with_zeros(pool: Pool) -> None:
+    assert pool.allocate(4 * PAGE, 3 * PAGE) == pool.base_address + 4 * PAGE
+    assert pool.physical_memory_usage == 3 * PAGE
+    assert is_zero(pool.tensor(4 * PAGE, 3 * PAGE))
+    stats = assert_adds_up(pool)
+    assert (stats.allocated_bytes, stats.mapped_pages) == (3 * PAGE, 3)
+
+
+def test_is_mapped_by_page(pool: Pool) -> None:
+    pool.allocate(PAGE, 2 * PAGE)
+    assert [pool.is_mapped(page * PAGE, PAGE) for page in range(4)] == [False, True, True, False]
+    assert pool.is_mapped(PAGE, 2 * PAGE)
+    assert not pool.is_mapped(0, 2 * PAGE)
+    assert not pool.is_mapped(2 * PAGE, PAGE + 1)
+    assert pool.is_mapped(2 * PAGE + 77, 1)
+
+
+def test_unaligned_ranges_cover_whole_pages(pool: Pool) -> None:
+    address = pool.allocate(PAGE + 100, PAGE)  # two pages
+    assert pool.base_address + PAGE <= address <= pool.base_address + PAGE + 100
+    assert pool.physical_memory_usage == 2 * PAGE
+    assert pool.is_mapped(PAGE, 2 * PAGE)
+    pool.deallocate(3 * PAGE - 1, 1)
+    assert not pool.is_mapped(2 * PAGE, 1)
+    assert pool.is_mapped(PAGE, PAGE)
+
+
+def test_sizes_may_be_text(pool: Pool) -> None:
+    assert pool.allocate("4MiB", "2 MiB") == pool.base_address + 4 * MIB
+    assert pool.is_mapped("4mib", "2097152")
+    pool.deallocate("4MiB", "2MiB")
+    assert not pool.is_mapped("4MiB", 1)
+
+
+def test_every_page_keeps_its_own_content(pool: Pool) -> None:
+    pages = list(range(0, 32, 2)) + list(range(1, 32, 2))
+    for page in pages:
+        pool.allocate(page * PAGE, PAGE)
+        stamp(pool.tensor(page * PAGE, PAGE), page)
+    assert pool.physical_memory_usage == pool.capacity
+    assert all(holds(pool.tensor(page * PAGE, PAGE), page) for page in pages)
+    for page in range(0, 32, 3):
+        pool.deallocate(page * PAGE, PAGE)
+    assert all(holds(pool.tensor(page * PAGE, PAGE), page) for page in pages if page % 3)
+
+
+def test_a_hole_can_be_made_and_filled(make_pool: MakePool) -> None:
+    pool = make_pool("64MiB", page_size=PAGE)
+    pool.allocate(0, 8 * PAGE)
+    stamp(pool.tensor(0, 8 * PAGE), 1)
+    before = [pool.tensor(0, 3 * PAGE).clone(), pool.tensor(5 * PAGE, 3 * PAGE).clone()]
+    pool.deallocate(3 * PAGE, 2 * PAGE)
+    assert pool.physical_memory_usage == 6 * PAGE
+    assert torch.equal(pool.tensor(0, 3 * PAGE), before[0])
+    assert torch.equal(pool.tensor(5 * PAGE, 3 * PAGE), before[1])
+    pool.allocate(3 * PAGE, 2 * PAGE)
+    assert holds(stamp(pool.tensor(3 * PAGE, 2 * PAGE), 2), 2)
+    assert torch.equal(pool.tensor(5 * PAGE, 3 * PAGE), before[1])
+
+
+def test_addresses_stay_while_memory_comes_and_goes(pool: Pool) -> None:
+    first = pool.allocate(0, PAGE)
+    pool.deallocate(0, PAGE)
+    assert pool.allocate(0, PAGE) == first
+    pool.deallocate(0, PAGE)
+    assert pool.physical_memory_usage == 0
+
+
+def test_a_range_that_is_taken_names_its_first_taken_page(pool: Pool) -> None:
+    pool.allocate(5 * PAGE, PAGE)
+    with pytest.raises(torch_vmm.AlreadyMappedError) as raised:
+        pool.allocate(3 * PAGE, 4 * PAGE)
+    assert (raised.value.offset, raised.value.size) == (5 * PAGE, PAGE)
+    assert pool.physical_memory_usage == PAGE
+    assert not pool.is_mapped(3 * PAGE, 1)
+    pool.allocate(3 * PAGE, 2 * PAGE)
+
+
+def test_a_range_that_is_not_held_names_its_first_missing_page(pool: Pool) -> None:
+    pool.allocate(0, 4 * PAGE)
+    pool.deallocate(2 * PAGE, PAGE)
+    with pytest.raises(torch_vmm.NotMappedError) as raised:
+        pool.deallocate(PAGE, 3 * PAGE)
+    assert (raised.value.offset, raised.value.size) == (2 * PAGE, PAGE)
+    assert pool.is_mapped(0, 2 * PAGE)
+    assert pool.is_mapped(3 * PAGE, PAGE)
+
+
+@pytest.mark.parametrize("call", ["allocate", "deallocate", "is_mapped"])
+@pytest.mark.parametrize(
+    ("offset", "size"),
+    [
+        (0, 0),
+        (0, 64 * MIB + 1),
+        (64 * MIB, 1),
+        (PAGE, 2**64 - PAGE),
+        (2**64 - PAGE, 2 * PAGE),
+        (2**63, PAGE),
+        (2**64, PAGE),
+        (-PAGE, PAGE),
+        (0, -1),
+    ],
+)
+def test_ranges_that_cannot_be(pool: Pool, call: str, offset: int, size: int) -> None:
+    with pytest.raises(torch_vmm.InvalidRangeError) as raised:
+        getattr(pool, call)(offset, size)
+    assert (raised.value.offset, raised.value.size, raised.value.capacity) == (offset, size, 64 * MIB)
+    assert pool.physical_memory_usage == 0
+
+
+@pytest.mark.parametrize("bad", [1.0, True, None, "", "two pages", b"2MiB"])
+def test_sizes_that_are_none(make_pool: MakePool, pool: Pool, bad: object) -> None:
+    for ask in (
+        lambda: make_pool(bad),  # type: ignore[arg-type]
+        lambda: pool.allocate(0, bad),  # type: ignore[arg-type]
+        lambda: pool.allocate(bad, PAGE),  # type: ignore[arg-type]
+        lambda: pool.trim(bad),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(torch_vmm.InvalidArgumentError):
+            ask()
+
+
+@pytest.mark.parametrize("page_size", [3 * MIB, 65536, PAGE // 2, 1, 6 * MIB])
+def test_page_sizes_that_cannot_be(make_pool: MakePool, page_size: int) -> None:
+    with pytest.raises(torch_vmm.InvalidPageSizeError) as raised:
+        make_pool("64MiB", page_size=page_size)
+    assert (raised.value.page_size, raised.value.granularity) == (page_size, PAGE)
+
+
+def test_page_size_zero(make_pool: MakePool) -> None:
+    with pytest.raises(torch_vmm.InvalidPageSizeError) as raised:
+        make_pool("64MiB", page_size=0)
+    assert raised.value.page_size == 0
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 2**63, 2**70])
+def test_capacities_that_cannot_be(make_pool: MakePool, capacity: int) -> None:
+    with pytest.raises((torch_vmm.InvalidArgumentError, torch_vmm.OutOfMemoryError)):
+        make_pool(capacity)
+
+
+def test_more_addresses_than_there_are(make_pool: MakePool) -> None:
+    with pytest.raises(torch_vmm.OutOfMemoryError):
+        make_pool(2**61)
+
+
+@pytest.mark.parametrize("page_size", [PAGE, 4 * PAGE])
+def test_a_larger_page_is_given_back_as_a_whole(make_pool: MakePool, page_size: int) -> None:
+    pool = make_pool("64MiB", page_size=page_size)
+    pool.allocate(0, 1)
+    assert pool.physical_memory_usage == page_size
+    assert pool.stats().mapped_pages == 1
+    pool.deallocate(page_size - 1, 1)
+    assert pool.physical_memory_usage == 0
+
+
+def test_large_requests_take_few_chunks(make_pool: MakePool, memory: _C.Device) -> None:
+    pool = make_pool("1GiB")  # the pool chooses
+    before = memory.live_chunks
+    pool.allocate(0, "512MiB")
+    assert memory.live_chunks - before <= 8
+    assert pool.physical_memory_usage == 512 * MIB
+    pool.deallocate(0, "512MiB")
+
+
+def test_a_device_that_does_not_exist(device: str) -> None:
+    with pytest.raises(torch_vmm.NotAvailableError, match="99"):
+        torch_vmm.VirtualMemoryPool("64MiB", device=f"{device}:99")
+
+
+# -- Tensors over explicit pages ---------------------------------------------------------------------------------------
+
+
+def test_a_tensor_over_pages_has_its_shape_and_place(pool: Pool) -> None:
+    pool.allocate(PAGE, PAGE)
+    tensor = pool.tensor(PAGE + 1024, (5, 6), torch.float32)
+    assert (tensor.shape, tensor.dtype, tensor.device) == ((5, 6), torch.float32, pool.device)
+    assert tensor.data_ptr() == pool.base_address + PAGE + 1024
+    assert torch_vmm.pool_of(tensor) is pool
+
+
+def test_a_tensor_over_pages_that_are_not_held(pool: Pool) -> None:
+    pool.allocate(0, PAGE)
+    with pytest.raises(torch_vmm.NotMappedError) as raised:
+        pool.tensor(PAGE - 4, (8,), torch.uint8)
+    assert (raised.value.offset, raised.value.size) == (PAGE, PAGE)
+
+
+def test_a_tensor_over_pages_that_is_not_aligned(pool: Pool) -> None:
+    pool.allocate(0, PAGE)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="align"):
+        pool.tensor(2, (8,), torch.float32)
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 0), (64 * MIB - 1, 2), (2**64 - 8, 8), (-1, 1)])
+def test_a_tensor_beyond_the_pool(pool: Pool, offset: int, size: int) -> None:
+    with pytest.raises(torch_vmm.InvalidRangeError) as raised:
+        pool.tensor(offset, size, torch.uint8)
+    assert (raised.value.offset, raised.value.size, raised.value.capacity) == (offset, size, 64 * MIB)
+
+
+def test_a_tensor_over_pages_keeps_a_pool_that_is_dropped(device: str) -> None:
+    pool = torch_vmm.VirtualMemoryPool("64MiB", device=device)
+    pool.allocate(0, PAGE)
+    view = stamp(pool.tensor(0, (1024, 1024)), 6)[100:]
+    expected = view.clone()
+    address = pool.base_address
+    del pool
+    gc.collect()
+    torch_vmm.VirtualMemoryPool("64MiB", device=device).allocate(0, PAGE)
+    assert torch.equal(view, expected)
+    kept = torch_vmm.pool_of(view)
+    assert kept is not None
+    assert kept.base_address == address
+    assert not kept.is_closed
+    del view, kept
+    gc.collect()
+    assert torch_vmm.pool_of(address) is None
+
+
+# -- Limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_stops_at_its_limit(make_pool: MakePool) -> None:
+    pool = make_pool("64MiB", page_size=PAGE, physical_limit=4 * PAGE, name="tight")
+    assert pool.physical_limit == 4 * PAGE
+    pool.allocate(0, 3 * PAGE)
+    with pytest.raises(torch_vmm.OutOfMemoryError) as raised:
+        pool.allocate(8 * PAGE, 2 * PAGE)
+    error = raised.value
+    assert isinstance(error, torch.OutOfMemoryError)
+    assert (error.requested, error.available, error.limit, error.pool) == (2 * PAGE, PAGE, 4 * PAGE, "tight")
+    for part in ("tight", "4 MiB", "8 MiB", "6 MiB"):  # who, how much, the limit, what is held
+        assert part in str(error)
+    assert pool.physical_memory_usage == 3 * PAGE
+    assert not pool.is_mapped(8 * PAGE, 1)
+    pool.allocate(8 * PAGE, PAGE)
+    assert pool.physical_memory_usage == 4 * PAGE
+    pool.deallocate(0, 2 * PAGE)
+    pool.allocate(16 * PAGE, 2 * PAGE)
+    assert pool.physical_memory_usage == 4 * PAGE
+
+
+def test_a_limit_can_be_raised_lowered_and_lifted(make_pool: MakePool) -> None:
+    pool = make_pool("64MiB", page_size=PAGE, physical_limit="4MiB")
+    pool.allocate(0, 2 * PAGE)
+    pool.physical_limit = 3 * PAGE
+    pool.allocate(2 * PAGE, PAGE)
+    pool.physical_limit = PAGE  # below what is in use: that stays, no more comes
+    assert pool.physical_limit == PAGE
+    assert pool.physical_memory_usage == 3 * PAGE
+    with pytest.raises(torch_vmm.OutOfMemoryError):
+        pool.allocate(3 * PAGE, PAGE)
+    pool.deallocate(0, 2 * PAGE)
+    with pytest.raises(torch_vmm.OutOfMemoryError):
+        pool.allocate(3 * PAGE, PAGE)
+    pool.deallocate(2 * PAGE, PAGE)
+    pool.allocate(3 * PAGE, PAGE)
+    pool.physical_limit = None
+    assert pool.physical_limit is None
+    pool.allocate(8 * PAGE, 8 * PAGE)
+
+
+def test_limits_that_cannot_be(make_pool: MakePool, pool: Pool) -> None:
+    for bad in (-1, 1.5, "much"):
+        with pytest.raises(torch_vmm.InvalidArgumentError):
+            make_pool(physical_limit=bad)
+        with pytest.raises(torch_vmm.InvalidArgumentError):
+            pool.physical_limit = bad  # type: ignore[assignment]
+    assert pool.physical_limit is None
+
+
+def test_what_the_device_does_not_have(make_pool: MakePool, memory: _C.Device) -> None:
+    pool = make_pool(4 * memory.total_bytes)
+    with pytest.raises(torch_vmm.OutOfMemoryError) as raised:
+        pool.allocate(0, memory.total_bytes + PAGE)
+    assert raised.value.requested == memory.total_bytes + PAGE
+    assert raised.value.available < memory.total_bytes + PAGE
+    assert pool.physical_memory_usage == 0
+    pool.allocate(0, PAGE)
+    assert holds(stamp(pool.tensor(0, PAGE), 1), 1)
+
+
+# -- Tensors beside explicit pages -------------------------------------------------------------------------------------
+
+
+def test_neither_takes_the_others_memory(make_pool: MakePool) -> None:
+    pool = make_pool(8 * PAGE, page_size=PAGE)
+    with pool:
+        tensor = stamp(torch.empty(2 * PAGE, dtype=torch.uint8, device=pool.device), 1)
+    offset = tensor.data_ptr() - pool.base_address
+    with pytest.raises(torch_vmm.AlreadyMappedError) as raised:
+        pool.allocate(offset, PAGE)
+    assert raised.value.offset == offset // PAGE * PAGE
+    with pytest.raises(torch_vmm.NotMappedError):
+        pool.deallocate(offset, PAGE)
+    assert pool.is_mapped(offset, 2 * PAGE)
+    taken = 0
+    for page in range(8):
+        if not pool.is_mapped(page * PAGE, 1):
+            pool.allocate(page * PAGE, PAGE)
+            stamp(pool.tensor(page * PAGE, PAGE), page)
+            taken += 1
+    assert taken == 6
+    assert holds(tensor, 1)
+    with pool, pytest.raises(torch.OutOfMemoryError):
+        torch.empty(PAGE, dtype=torch.uint8, device=pool.device)
+    del tensor
+    with pool:
+        tensor = stamp(torch.empty(2 * PAGE, dtype=torch.uint8, device=pool.device), 9)
+    assert torch_vmm.pool_of(tensor) is pool
+    assert_adds_up(pool)
+
+
+# -- Giving back -------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_tensor_strands_the_rest_of_its_page(make_pool: MakePool) -> None:
+    pool = make_pool()
+    with pool:
+        tensor = torch.empty(100, dtype=torch.uint8, device=pool.device)
+    stats = assert_adds_up(pool)
+    assert (stats.physical_usage, stats.allocated_bytes, stats.stranded_bytes) == (PAGE, 512, PAGE - 512)
+    assert stats.fragmentation_ratio == pytest.approx((PAGE - 512) / PAGE)
+    assert pool.compact() == 0
+    del tensor
+
+
+def test_compact_gives_back_what_nothing_uses(make_pool: MakePool, memory: _C.Device) -> None:
+    pool = make_pool()
+    with pool:
+        tensors = [torch.empty(8 * MIB, dtype=torch.uint8, device=pool.device) for _ in range(4)]
+    for seed, tensor in enumerate(tensors):
+        stamp(tensor, seed)
+    assert pool.physical_memory_usage == 32 * MIB
+    del tensor, tensors[2], tensors[0]
+    assert assert_adds_up(pool).idle_bytes == 16 * MIB
+    before = memory.committed_bytes
+    assert pool.compact() == 16 * MIB
+    assert memory.committed_bytes == before - 16 * MIB
+    assert assert_adds_up(pool).physical_usage == 16 * MIB
+    assert [holds(tensor, seed) for tensor, seed in zip(tensors, (1, 3), strict=True)] == [True, True]
+    assert pool.compact() == 0
+
+
+def test_trim_keeps_what_it_is_told(make_pool: MakePool) -> None:
+    pool = make_pool()
+    with pool:
+        tensors = [torch.empty(4 * MIB, dtype=torch.uint8, device=pool.device) for _ in range(6)]
+    tensors.clear()
+    assert pool.trim("64MiB") == 0
+    assert pool.trim("8MiB") == 16 * MIB
+    assert assert_adds_up(pool).idle_bytes == 8 * MIB
+    assert pool.trim() == 8 * MIB
+    assert pool.physical_memory_usage == 0
+
+
+def test_empty_cache_gives_all_back(make_pool: MakePool) -> None:
+    pool = make_pool()
+    with pool:
+        torch.empty(4 * MIB, dtype=torch.uint8, device=pool.device)
+    assert pool.physical_memory_usage == 4 * MIB
+    pool.empty_cache()
+    assert pool.physical_memory_usage == 0
+
+
+# -- The end -----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_what_is_in_use(pool: Pool) -> None:
+    pool.allocate(0, 3 * PAGE)
+    with pytest.raises(torch_vmm.StillInUseError) as raised:
+        pool.close()
+    assert (raised.value.live_bytes, raised.value.live_blocks) == (3 * PAGE, 1)
+    assert not pool.is_closed
+    assert holds(stamp(pool.tensor(0, PAGE), 1), 1)
+    pool.deallocate(0, 3 * PAGE)
+    pool.close()
+    assert pool.is_closed
+
+
+def test_closing_gives_all_back(make_pool: MakePool, memory: _C.Device) -> None:
+    memory.empty_cache()
+    before = (memory.committed_bytes, len(memory.pools()))
+    pool = make_pool()
+    pool.allocate(0, 8 * PAGE)
+    pool.deallocate(0, 8 * PAGE)
+    pool.close()
+    pool.close()
+    memory.empty_cache()
+    assert (memory.committed_bytes, len(memory.pools())) == before
+    assert torch_vmm.pool_of(pool.base_address) is None
+
+
+def test_a_closed_pool_takes_no_more_requests(pool: Pool) -> None:
+    pool.close()
+    for ask in (lambda: pool.allocate(0, PAGE), lambda: pool.deallocate(0, PAGE), pool.__enter__):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="closed"):
+            ask()
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="closed"), torch_vmm.use_model(pool):
+        pass
+
+
+def test_tensors_survive_a_forced_close(make_pool: MakePool, memory: _C.Device) -> None:
+    memory.empty_cache()
+    before = memory.committed_bytes
+    pool = make_pool()
+    pool.allocate(0, PAGE)
+    with pool:
+        tensors = [stamp(torch.empty(3 * MIB, dtype=torch.uint8, device=pool.device), seed) for seed in range(3)]
+    pool.close(force=True)
+    assert pool.is_closed
+    make_pool().allocate(0, 16 * PAGE)
+    assert all(holds(tensor, seed) for seed, tensor in enumerate(tensors))
+    assert torch_vmm.pool_of(tensors[0]) is pool
+    tensors.clear()
+    assert torch_vmm.pool_of(pool.base_address) is None
+    make_pool().close()
+    memory.empty_cache()
+    assert memory.committed_bytes == before + 16 * PAGE
+
+
+def test_a_pool_that_is_dropped_ends_with_its_last_tensor(device: str, memory: _C.Device) -> None:
+    pools = len(memory.pools())
+    pool = torch_vmm.VirtualMemoryPool("64MiB", device=device)
+    with pool:
+        tensor = stamp(torch.empty(3 * MIB, dtype=torch.uint8, device=device), 4)
+    address = pool.base_address
+    del pool
+    gc.collect()
+    with torch_vmm.VirtualMemoryPool("64MiB", device=device):
+        other = torch.empty(8 * MIB, dtype=torch.uint8, device=device).fill_(255)
+    assert holds(tensor, 4)
+    left = torch_vmm.pool_of(tensor)
+    assert left is not None
+    assert (left.is_closed, left.base_address) == (True, address)
+    del tensor, left, other
+    gc.collect()
+    assert torch_vmm.pool_of(address) is None
+    assert len(memory.pools()) == pools
+
+
+def test_the_default_pool_never_ends(device: str) -> None:
+    default = torch_vmm.current_pool(device)
+    assert default.name == "default"
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="default"):
+        default.close()
+
+
+# -- Threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_threads_share_a_pool(make_pool: MakePool) -> None:
+    pool = make_pool("64MiB", page_size=PAGE)
+    wrong: list[str] = []
+
+    def work(thread: int) -> None:
+        # Each thread has four of the pages, so nobody may disturb anybody.
+        for step in range(40):
+            page = thread * 4 + step % 4
+            pool.allocate(page * PAGE, PAGE)
+            if not is_zero(pool.tensor(page * PAGE, 4096)) and step < 4:
+                wrong.append(f"page {page} was not zero at first")
+            view = stamp(pool.tensor(page * PAGE, 65536), thread * 1000 + step)
+            if not holds(view, thread * 1000 + step):
+                wrong.append(f"page {page} changed at step {step}")
+            pool.deallocate(page * PAGE, PAGE)
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert pool.physical_memory_usage == 0
+
+
+def test_one_page_goes_to_one_thread(make_pool: MakePool) -> None:
+    pool = make_pool("64MiB", page_size=PAGE)
+    barrier = threading.Barrier(8)
+    won: list[int] = []
+
+    def work(thread: int) -> None:
+        for page in range(32):
+            barrier.wait()
+            try:
+                pool.allocate(page * PAGE, PAGE)
+            except torch_vmm.AlreadyMappedError as error:
+                assert error.offset == page * PAGE
+            else:
+                won.append(page)
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(won) == list(range(32))

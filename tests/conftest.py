@@ -1,0 +1,91 @@
+"""One process, one device: ``--device cpu`` (the default) or ``--device cuda``.
+
+Becoming torch's allocator cannot be undone, so it happens once, before the
+first test. What needs a process without it starts one (tests/helpers.py).
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before the extension reads it: a small host "device", so that it can be exhausted.
+os.environ.setdefault("TORCH_VMM_HOST_BYTES", "2GiB")
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import torch_vmm
+from torch_vmm import _C
+from torch_vmm.devices import to_device
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where tests/api allocate")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """``"cpu"`` or ``"cuda"``, with torch's tensors there made by torch_vmm."""
+    chosen: str = request.config.getoption("--device")
+    torch_vmm.enable(chosen)
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def memory(device: str) -> _C.Device:
+    """All pools of the device under test: its granularity, its total, its books."""
+    return _C.device(*to_device(device))
+
+
+@pytest.fixture(autouse=True)
+def books_balance(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test pools and page store sum to what the driver gave."""
+    yield
+    if "memory" in request.fixturenames or "device" in request.fixturenames:
+        request.getfixturevalue("memory").check()
+
+
+@pytest.fixture
+def make_pool(device: str) -> Iterator[Callable[..., torch_vmm.VirtualMemoryPool]]:
+    """Makes pools on the device, and ends them after the test, whatever is alive in them."""
+    made: list[torch_vmm.VirtualMemoryPool] = []
+
+    def make(capacity: str | int = "64MiB", **options: object) -> torch_vmm.VirtualMemoryPool:
+        made.append(torch_vmm.VirtualMemoryPool(capacity, device=device, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close(force=True)
+    made.clear()
+    gc.collect(0)
+
+
+@pytest.fixture
+def make_shared(device: str) -> Iterator[Callable[..., torch_vmm.SharedMemoryPool]]:
+    """The same for SharedMemoryPools."""
+    made: list[torch_vmm.SharedMemoryPool] = []
+
+    def make(physical_limit: str | int = "64MiB") -> torch_vmm.SharedMemoryPool:
+        made.append(torch_vmm.SharedMemoryPool(physical_limit, device=device))
+        return made[-1]
+
+    yield make
+    for shared in made:
+        shared.close(force=True)
+    made.clear()
+    gc.collect(0)
+
+
+@pytest.fixture
+def pool(make_pool: Callable[..., torch_vmm.VirtualMemoryPool]) -> torch_vmm.VirtualMemoryPool:
+    """64 MiB of addresses in pages of 2 MiB, no limit."""
+    return make_pool("64MiB", page_size="2MiB")
+
+
+@pytest.fixture
+def shared(make_shared: Callable[..., torch_vmm.SharedMemoryPool]) -> torch_vmm.SharedMemoryPool:
+    """64 MiB for all models."""
+    return make_shared("64MiB")

@@ -1,0 +1,184 @@
+// Copies, fills, fences, and all of it from several threads.
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "contract/contract_lab.h"
+
+namespace vmm::testing {
+namespace {
+
+void copies_and_fills_of_odd_sizes(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  const std::size_t g = align_up(kMiB, lab.granule());  // room for the largest, twice
+  const Address at = lab.reserve(2 * g);
+  lab.map(at, lab.create(g));
+  lab.map(at + g, lab.create(g));
+  for (const std::size_t size : {1U, 3U, 4U, 7U, 8U, 511U, 512U, 4097U, 65537U}) {
+    for (const std::size_t skew : {0U, 1U, 4U, 13U}) {
+      lab.fill(at, 0x11, 2 * g);
+      const Address middle = at + g - size / 2 - skew;  // over the border
+      lab.fill(middle, 0x22, size);
+      CONTRACT_FILLED(lab, middle - 64, 64, 0x11);
+      CONTRACT_FILLED(lab, middle, size, 0x22);
+      CONTRACT_FILLED(lab, middle + size, 64, 0x11);
+      const Bytes bytes = pattern(size, size + skew);
+      lab.write(middle, bytes);
+      CONTRACT_OK(driver.copy_async(options.device, at + skew, middle, size, nullptr));
+      CONTRACT_CHECK(lab.read(at + skew, size) == bytes, size, skew);
+      CONTRACT_FILLED(lab, at + skew + size, 64, 0x11);
+    }
+  }
+}
+
+void empty_copies_and_fills_are_refused(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  const Address at = lab.reserve(lab.granule());
+  lab.map(at, lab.create(lab.granule()));
+  CONTRACT_REFUSED(driver.copy_async(options.device, at, at + 64, 0, nullptr));
+  CONTRACT_REFUSED(driver.fill_async(options.device, at, 1, 0, nullptr));
+}
+
+void fences_pass(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  const Address at = lab.reserve(lab.granule());
+  lab.map(at, lab.create(lab.granule()));
+  const Fence fence = lab.fence();
+  CONTRACT_OK(driver.query(fence));  // never recorded
+  CONTRACT_OK(driver.wait(fence));
+  for (const Stream stream : {Stream{nullptr}, options.stream_a, options.stream_b}) {
+    for (std::uint8_t round = 1; round < 5; ++round) {
+      CONTRACT_OK(driver.fill_async(options.device, at, round, lab.granule(), stream));
+      CONTRACT_OK(driver.record(fence, stream));
+      const Status asked = driver.query(fence);
+      CONTRACT_CHECK(asked.ok() || asked.code() == StatusCode::not_ready, asked.text());
+      CONTRACT_OK(driver.wait(fence));
+      CONTRACT_OK(driver.query(fence));
+    }
+  }
+  CONTRACT_OK(driver.synchronize(options.device));
+  CONTRACT_FILLED(lab, at, lab.granule(), 4);
+}
+
+void unknown_fences_are_refused(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  const Fence gone = lab.fence();
+  lab.destroy(gone);
+  const Fence other = lab.fence();  // may stand where the first one stood
+  for (const Fence fence : {gone, Fence{nullptr}}) {
+    CONTRACT_REFUSED(driver.destroy_fence(fence));
+    CONTRACT_REFUSED(driver.record(fence, nullptr));
+    CONTRACT_REFUSED(driver.query(fence));
+    CONTRACT_REFUSED(driver.wait(fence));
+    CONTRACT_REFUSED(driver.stream_wait(nullptr, fence));
+    if (lab.capabilities().fence_all_streams) CONTRACT_REFUSED(driver.record_all(fence));
+  }
+  CONTRACT_OK(driver.query(other));
+}
+
+void many_fences(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  std::vector<Fence> fences;
+  for (int k = 0; k < 3000; ++k) fences.push_back(lab.fence());
+  CONTRACT_CHECK(std::set<Fence>(fences.begin(), fences.end()).size() == fences.size());
+  for (const Fence fence : fences) CONTRACT_OK(driver.record(fence, options.stream_a));
+  CONTRACT_OK(driver.wait(fences.back()));
+  for (const Fence fence : fences) CONTRACT_OK(driver.query(fence));
+  for (const Fence fence : fences) lab.destroy(fence);
+}
+
+void a_fence_on_all_streams_covers_them(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  const Fence fence = lab.fence();
+  if (!lab.capabilities().fence_all_streams) {
+    const Status answer = driver.record_all(fence);
+    CONTRACT_CHECK(answer.code() == StatusCode::not_supported, answer.text());
+    throw ContractSkip("no fence over all streams");
+  }
+  const std::size_t g = lab.granule();
+  const Address at = lab.reserve(2 * g);
+  lab.map(at, lab.create(g));
+  lab.map(at + g, lab.create(g));
+  for (std::uint8_t round = 1; round < 20; ++round) {
+    CONTRACT_OK(driver.fill_async(options.device, at, round, g, options.stream_a));
+    CONTRACT_OK(driver.fill_async(options.device, at + g, round, g, options.stream_b));
+    CONTRACT_OK(driver.record_all(fence));
+    CONTRACT_OK(driver.wait(fence));
+    CONTRACT_OK(driver.query(fence));
+    CONTRACT_FILLED(lab, at, 2 * g, round);
+  }
+}
+
+void streams_wait_for_fences(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  const std::size_t size = align_up(16 * kMiB, lab.granule());
+  const Address at = lab.reserve(2 * size);
+  lab.map(at, lab.create(size));
+  lab.map(at + size, lab.create(size));
+  const Fence fence = lab.fence();
+  CONTRACT_OK(driver.stream_wait(options.stream_b, fence));  // never recorded: nothing to wait for
+  for (std::uint8_t round = 1; round < 20; ++round) {
+    CONTRACT_OK(driver.fill_async(options.device, at, round, size, options.stream_a));
+    CONTRACT_OK(driver.record(fence, options.stream_a));
+    CONTRACT_OK(driver.stream_wait(options.stream_b, fence));
+    CONTRACT_OK(driver.copy_async(options.device, at + size, at, size, options.stream_b));
+    CONTRACT_OK(driver.record(fence, options.stream_b));
+    CONTRACT_OK(driver.stream_wait(options.stream_a, fence));
+    CONTRACT_OK(driver.wait(fence));
+    CONTRACT_FILLED(lab, at + size, size, round);
+  }
+}
+
+// What a thread does in its own stretch is not disturbed by the others.
+void threads_do_not_disturb_each_other(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  const std::size_t g = lab.granule();
+  const auto threads = static_cast<std::size_t>(options.threads);
+  const Address at = lab.reserve(4 * threads * g);
+  std::vector<std::string> failed(threads);
+  std::vector<std::thread> running;
+  for (std::size_t t = 0; t < threads; ++t) {
+    running.emplace_back([&, t] {
+      try {
+        for (std::size_t round = 0; round < 20; ++round) {
+          Lab own(driver, options);
+          const Address mine = at + 4 * t * g;
+          const std::uint64_t seed = t * 1000 + round;
+          const ChunkHandle chunk = own.create(g);
+          own.map(mine, chunk);
+          own.map(mine + 2 * g, own.create(2 * g));
+          own.write(mine, pattern(4096, seed));
+          CONTRACT_FILLED(own, mine + 2 * g, 2 * g, 0);
+          own.map(mine + g, chunk);
+          own.unmap(mine, g);
+          own.reserve(g, 16 * g);
+          const Fence fence = own.fence();
+          CONTRACT_OK(driver.record(fence, options.stream_a));
+          CONTRACT_OK(driver.wait(fence));
+          CONTRACT_CHECK(own.read(mine + g, 4096) == pattern(4096, seed), "thread", t, "round", round);
+        }
+      } catch (const std::exception& failure) {
+        failed[t] = failure.what();
+      }
+    });
+  }
+  for (std::thread& thread : running) thread.join();
+  for (const std::string& what : failed) CONTRACT_CHECK(what.empty(), what);
+}
+
+}  // namespace
+
+std::vector<ContractCase> content_cases() {
+  return {
+      {"copies_and_fills_of_odd_sizes", copies_and_fills_of_odd_sizes},
+      {"empty_copies_and_fills_are_refused", empty_copies_and_fills_are_refused},
+      {"fences_pass", fences_pass},
+      {"unknown_fences_are_refused", unknown_fences_are_refused},
+      {"many_fences", many_fences},
+      {"a_fence_on_all_streams_covers_them", a_fence_on_all_streams_covers_them},
+      {"streams_wait_for_fences", streams_wait_for_fences},
+      {"threads_do_not_disturb_each_other", threads_do_not_disturb_each_other},
+  };
+}
+
+}  // namespace vmm::testing

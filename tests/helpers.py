@@ -1,0 +1,76 @@
+"""What several tests use: units, patterns that show aliasing, other processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import torch
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+PAGE = 2 * MIB
+"""Bytes: the granularity of both drivers."""
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def rounded(size: int) -> int:
+    """Bytes that a request of ``size`` counts as: torch's rounding to 512."""
+    return -(-size // 512) * 512
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _pattern(size: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    # Made by numpy, so that no pool is touched. 251 is prime to every page.
+    whole = np.arange(seed % 251, seed % 251 + 251, dtype=np.uint32) * (1 + seed % 241) % 251
+    return np.resize((whole + 1).astype(np.uint8), size)
+
+
+def stamp(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """Fills all memory of ``tensor`` with a pattern of its own; no byte of it is 0. Returns the tensor."""
+    flat = _bytes_of(tensor)
+    flat.copy_(torch.from_numpy(_pattern(flat.numel(), seed)))
+    return tensor
+
+
+def holds(tensor: torch.Tensor, seed: int) -> bool:
+    """Does ``tensor`` still hold what ``stamp(tensor, seed)`` wrote, in every byte?"""
+    found = _bytes_of(tensor).cpu().numpy()
+    return bool(np.array_equal(found, _pattern(found.size, seed)))
+
+
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Is every byte 0?"""
+    return not _bytes_of(tensor).cpu().numpy().any()
+
+
+def python(code: str, *, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``code`` in a fresh Python that can import torch_vmm; its output is text."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_VMM_")}
+    env.update(PYTHONPATH=str(ROOT), TORCH_VMM_HOST_BYTES="2GiB", OMP_NUM_THREADS="1")
+    env.update(environment)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def run(code: str, *, timeout: float = 120, **environment: str) -> str:
+    """The same, where it must end well and say nothing on stderr; returns what it printed."""
+    done = python(code, timeout=timeout, **environment)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.stderr == "", done.stderr
+    return done.stdout

@@ -1,0 +1,547 @@
+#include "support/random_program.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <thread>
+
+#include "base/errors.h"
+#include "core/shared_memory_pool.h"
+#include "driver/host_driver.h"
+#include "support/scripted_driver.h"
+
+namespace vmm::testing {
+
+namespace {
+
+using Kind = Op::Kind;
+constexpr std::array<const char*, 16> kKindNames = {
+    "allocate",   "free", "record_stream", "pages",     "first_pages", "free_pages", "trim",   "empty_cache",
+    "pool_limit", "group_limit", "hold",   "release_holds", "fail_call", "settle",  "reopen", "threads"};
+
+constexpr std::size_t kPools = 4;  // three models under one limit, one pool of its own
+constexpr std::size_t kStreams = 3;
+constexpr std::size_t kCapacity = 512 * kMiB;
+constexpr std::size_t kGroupLimit = 96 * kMiB;
+constexpr std::size_t kDeviceBytes = 192 * kMiB;
+constexpr std::size_t kMostLive = 200;
+
+void require(bool condition, const std::string& what) {
+  if (!condition) throw std::runtime_error(what);
+}
+
+Stream stream_of(std::uint64_t number) { return reinterpret_cast<Stream>(number % kStreams * 16); }
+
+// Every word of a live block names its pool (upper 16 bits) and the block, so
+// that overlap and a former owner's data both show.
+std::uint64_t word(std::uint64_t owner, std::uint64_t block) { return (owner << 48U) | (block & 0xFFFFFFFFFFFFU); }
+
+struct Live {
+  std::size_t pool = 0;
+  Address address = 0;
+  std::size_t size = 0;
+  std::uint64_t id = 0;
+};
+
+struct Pages {
+  std::size_t pool = 0;
+  std::size_t offset = 0;
+  std::size_t size = 0;
+  std::uint64_t id = 0;
+};
+
+class World {
+ public:
+  World()
+      : host_({kGranularity, kDeviceBytes, 1}),
+        driver_(host_),
+        memory_(std::make_unique<DeviceMemory>(driver_, space_, 0, options())),
+        group_(&memory_->create_group("group", kGroupLimit)) {
+    driver_.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass);
+    for (std::size_t k = 0; k < kPools; ++k) open(k);
+  }
+
+  ~World() {
+    driver_.clear_failures();
+    driver_.release_fences();
+    for (const Live& live : live_) DeviceMemory::free(space_, live.address);
+    for (auto& pool : pools_) {
+      if (pool == nullptr) continue;
+      pool->drop_pages();
+      pool.reset();
+    }
+    memory_.reset();
+    if (!driver_.leaks().empty()) {
+      std::fprintf(stderr, "leaked: %s\n", driver_.leaks().c_str());
+      std::abort();
+    }
+  }
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  void step(const Op& op) {
+    const std::uint64_t failures = driver_.failures();
+    switch (op.kind) {
+      case Kind::allocate:
+        allocate(op.a % kPools, op.b, stream_of(op.c), failures);
+        break;
+      case Kind::free:
+        if (!live_.empty()) free_live(op.a % live_.size());
+        break;
+      case Kind::record_stream:
+        if (!live_.empty()) {
+          const Live& live = live_[op.a % live_.size()];
+          pools_[live.pool]->record_stream(live.address, stream_of(op.b));
+        }
+        break;
+      case Kind::pages:
+        pages(op.a % kPools, op.b, op.c, failures);
+        break;
+      case Kind::first_pages:
+        first_pages(op.a % kPools, op.b, failures);
+        break;
+      case Kind::free_pages:
+        if (!page_ranges_.empty()) free_page_range(op.a % page_ranges_.size());
+        break;
+      case Kind::trim:
+        memory_->trim(*pools_[op.a % kPools], op.b);
+        break;
+      case Kind::empty_cache:
+        memory_->empty_cache();
+        break;
+      case Kind::pool_limit:
+        memory_->set_limit(pools_[op.a % kPools]->budget(), op.b == 0 ? kUnlimited : op.b);
+        break;
+      case Kind::group_limit:
+        memory_->set_limit(*group_, op.b);
+        break;
+      case Kind::hold:
+        driver_.hold_fences(stream_of(op.b));
+        break;
+      case Kind::release_holds:
+        driver_.release_fences();
+        break;
+      case Kind::fail_call:
+        driver_.clear_failures();
+        driver_.fail_nth_call(op.a + 1, op.b == 1 ? Status(StatusCode::out_of_memory, "scripted")
+                                                  : Status(StatusCode::driver_error, "scripted", 999, "SCRIPTED"));
+        break;
+      case Kind::settle:
+        pools_[op.a % kPools]->settle(false);
+        break;
+      case Kind::reopen:
+        reopen(op.a % kPools);
+        break;
+      case Kind::threads:
+        run_threads(op.a, op.b);
+        break;
+    }
+  }
+
+  void check() {
+    memory_->check();
+    require(driver_.live_chunk_bytes() == memory_->committed_bytes(),
+            "driver holds " + std::to_string(driver_.live_chunk_bytes()) + ", charged " +
+                std::to_string(memory_->committed_bytes()));
+    // Limits: never above, unless they were lowered below what was in use.
+    within(*group_, group_high_);
+    for (std::size_t k = 0; k < kPools; ++k) {
+      within(pools_[k]->budget(), pool_high_[k]);
+      std::size_t allocated = 0;
+      std::size_t blocks = 0;
+      for (const Live& live : live_) {
+        if (live.pool != k) continue;
+        allocated += align_up(live.size, 512);
+        ++blocks;
+      }
+      for (const Pages& range : page_ranges_) allocated += range.pool == k ? range.size : 0;
+      require(pools_[k]->live_bytes() == allocated, "pool " + std::to_string(k) + " counts " +
+                                                        std::to_string(pools_[k]->live_bytes()) + " live bytes, model " +
+                                                        std::to_string(allocated));
+      const MemoryStats stats = pools_[k]->memory_stats();
+      require(stats.physical_usage ==
+                  stats.allocated_bytes + stats.idle_bytes + stats.stranded_bytes + stats.quarantined_bytes,
+              "pool " + std::to_string(k) + " does not add up");
+      require(stats.stranded_bytes <= stats.physical_usage && (stats.physical_usage != 0 || allocated == 0),
+              "stranded bytes wrapped");
+    }
+    // One random block's whole content, every step.
+    if (!live_.empty()) check_content(live_[random_() % live_.size()]);
+  }
+
+ private:
+  static constexpr std::size_t kGranularity = 2 * kMiB;
+
+  static Options options() {
+    Options options;
+    options.store_bytes = 8 * kMiB;
+    return options;
+  }
+
+  void open(std::size_t k) {
+    PoolSpec spec;
+    spec.name = "pool" + std::to_string(k);
+    spec.capacity = kCapacity;
+    if (k == 1) spec.page_size = 4 * kMiB;
+    if (k == 2) spec.floor = 4 * kMiB;
+    if (k == 2) spec.priority = 1;
+    pools_[k] = memory_->create_pool(spec, k == 3 ? nullptr : group_);
+    owners_[k] = ++last_owner_;
+    pool_high_[k] = 0;
+  }
+
+  void within(const Budget& budget, std::size_t& high) {
+    const std::size_t used = budget.used();
+    require(used <= budget.limit() || used <= high,
+            budget.name() + " holds " + std::to_string(used) + " above its limit " + std::to_string(budget.limit()));
+    high = used;
+  }
+
+  void write(const Live& live) {
+    auto* words = reinterpret_cast<std::uint64_t*>(live.address);
+    std::fill(words, words + align_up(live.size, 512) / 8, word(owners_[live.pool], live.id));
+  }
+
+  void check_content(const Live& live) const {
+    const auto* words = reinterpret_cast<const std::uint64_t*>(live.address);
+    const std::uint64_t expected = word(owners_[live.pool], live.id);
+    for (std::size_t k = 0; k < align_up(live.size, 512) / 8; ++k) {
+      require(words[k] == expected, "block " + std::to_string(live.id) + " overwritten at byte " + std::to_string(8 * k));
+    }
+  }
+
+  // Memory given to a pool holds zeros, or what this very pool wrote.
+  void check_no_former_owner(std::size_t pool, Address address, std::size_t size) const {
+    const auto* words = reinterpret_cast<const std::uint64_t*>(address);
+    for (std::size_t k = 0; k < size / 8; ++k) {
+      require(words[k] == 0 || words[k] >> 48U == owners_[pool],
+              "pool " + std::to_string(pool) + " sees another model's data at byte " + std::to_string(8 * k));
+    }
+  }
+
+  // An out-of-memory error must be true: after it, what is free under the
+  // limit that refused is less than what was asked.
+  void judge_refusal(std::size_t pool, std::size_t need, const OutOfMemoryError& error, std::uint64_t failures) {
+    if (driver_.failures() != failures || error.limit == pools_[pool]->capacity()) return;
+    std::size_t room = pools_[pool]->budget().headroom();
+    MemoryInfo info;
+    require(driver_.memory_info(0, &info).ok(), "memory_info");
+    room = std::min(room, info.free);
+    require(room < need, std::to_string(need) + " refused though " + std::to_string(room) + " could be had: " +
+                             error.what());
+  }
+
+  void allocate(std::size_t pool, std::size_t bytes, Stream stream, std::uint64_t failures) {
+    if (live_.size() >= kMostLive) return;
+    Live live{pool, 0, bytes, ++last_id_};
+    try {
+      live.address = memory_->allocate(*pools_[pool], bytes, stream);
+    } catch (const OutOfMemoryError& error) {
+      judge_refusal(pool, align_up(std::max<std::size_t>(bytes, 2 * kMiB), pools_[pool]->page_size()), error, failures);
+      return;
+    } catch (const DriverError&) {
+      require(driver_.failures() != failures, "a driver error without a failing call");
+      return;
+    }
+    require(is_aligned(live.address, 512), "unaligned");
+    require(pools_[pool]->contains(live.address), "outside its pool");
+    const std::size_t size = align_up(bytes, 512);
+    for (const Live& other : live_) {
+      require(live.address + size <= other.address || other.address + align_up(other.size, 512) <= live.address,
+              "block " + std::to_string(live.id) + " overlaps " + std::to_string(other.id));
+    }
+    check_no_former_owner(pool, live.address, size);
+    write(live);
+    live_.push_back(live);
+  }
+
+  void free_live(std::size_t index) {
+    check_content(live_[index]);
+    require(DeviceMemory::free(space_, live_[index].address), "a live block is unknown");
+    require(!DeviceMemory::free(space_, live_[index].address), "freed twice");
+    live_[index] = live_.back();
+    live_.pop_back();
+  }
+
+  [[nodiscard]] bool pages_used(std::size_t pool, std::size_t offset, std::size_t size) const {
+    const Address begin = pools_[pool]->base() + offset;
+    for (const Live& live : live_) {
+      if (live.pool == pool && live.address < begin + size && begin < live.address + align_up(live.size, 512)) return true;
+    }
+    return std::any_of(page_ranges_.begin(), page_ranges_.end(), [&](const Pages& range) {
+      return range.pool == pool && range.offset < offset + size && offset < range.offset + range.size;
+    });
+  }
+
+  void take_pages(std::size_t pool, std::size_t offset, std::size_t size) {
+    require(!pages_used(pool, offset, size), "pages given out that are in use");
+    require(pools_[pool]->is_mapped(offset, size), "pages not mapped after allocate");
+    check_no_former_owner(pool, pools_[pool]->base() + offset, size);
+    const Pages range{pool, offset, size, ++last_id_};
+    write({pool, pools_[pool]->base() + offset, size, range.id});
+    page_ranges_.push_back(range);
+  }
+
+  void pages(std::size_t pool, std::uint64_t first, std::uint64_t count, std::uint64_t failures) {
+    const std::size_t page = pools_[pool]->page_size();
+    const std::size_t offset = first % (kCapacity / page) * page;
+    const std::size_t size = std::min((1 + count % 3) * page, kCapacity - offset);
+    try {
+      memory_->allocate_pages(*pools_[pool], offset, size, stream_of(first));
+      take_pages(pool, offset, size);
+    } catch (const AlreadyMappedError&) {
+      // True whenever the model says so; a pending free may hold pages besides.
+    } catch (const OutOfMemoryError& error) {
+      judge_refusal(pool, size, error, failures);
+    } catch (const DriverError&) {
+      require(driver_.failures() != failures, "a driver error without a failing call");
+    }
+  }
+
+  void first_pages(std::size_t pool, std::uint64_t count, std::uint64_t failures) {
+    const std::size_t size = (1 + count % 3) * pools_[pool]->page_size();
+    try {
+      const Address address = memory_->allocate_first(*pools_[pool], size, stream_of(count));
+      take_pages(pool, address - pools_[pool]->base(), size);
+    } catch (const OutOfMemoryError& error) {
+      judge_refusal(pool, size, error, failures);
+    } catch (const DriverError&) {
+      require(driver_.failures() != failures, "a driver error without a failing call");
+    }
+  }
+
+  void free_page_range(std::size_t index) {
+    const Pages range = page_ranges_[index];
+    check_content({range.pool, pools_[range.pool]->base() + range.offset, range.size, range.id});
+    memory_->deallocate_pages(*pools_[range.pool], range.offset, range.size);
+    require(!pools_[range.pool]->is_mapped(range.offset, pools_[range.pool]->page_size()), "still mapped after free");
+    page_ranges_[index] = page_ranges_.back();
+    page_ranges_.pop_back();
+  }
+
+  void reopen(std::size_t k) {
+    // Its tensors go, as a model's do; its pages are dropped by force.
+    for (std::size_t index = 0; index < live_.size();) {
+      if (live_[index].pool == k) {
+        free_live(index);
+      } else {
+        ++index;
+      }
+    }
+    memory_->close_pool(*pools_[k], /*force=*/true);
+    std::erase_if(page_ranges_, [&](const Pages& range) { return range.pool == k; });
+    pools_[k].reset();
+    for (int attempt = 0; pools_[k] == nullptr; ++attempt) {
+      try {
+        open(k);
+      } catch (const VmmError&) {
+        require(attempt < 3, "a pool cannot be opened");
+      }
+    }
+  }
+
+  // Several threads at once, each with its own blocks, over all pools.
+  void run_threads(std::uint64_t seed, std::uint64_t steps) {
+    constexpr std::size_t kThreads = 4;
+    std::array<std::string, kThreads> wrong;
+    std::vector<std::thread> threads;
+    for (std::size_t number = 0; number < kThreads; ++number) {
+      threads.emplace_back([&, number] {
+        std::mt19937_64 random(seed * kThreads + number);
+        std::vector<Live> mine;
+        try {
+          for (std::uint64_t k = 0; k < steps; ++k) thread_step(random, mine, number);
+          while (!mine.empty()) free_of(mine, mine.size() - 1);
+        } catch (const std::exception& error) {
+          wrong[number] = error.what();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const std::string& text : wrong) require(text.empty(), text);
+  }
+
+  void free_of(std::vector<Live>& mine, std::size_t index) {
+    check_content(mine[index]);
+    require(DeviceMemory::free(space_, mine[index].address), "a live block is unknown");
+    mine[index] = mine.back();
+    mine.pop_back();
+  }
+
+  void thread_step(std::mt19937_64& random, std::vector<Live>& mine, std::size_t number) {
+    const std::uint64_t what = random() % 100;
+    if (what < 50 && mine.size() < 12) {
+      const std::size_t pool = random() % kPools;
+      Live live{pool, 0, 1 + random() % (random() % 4 == 0 ? 5 * kMiB : 100 * kKiB), (number + 1) << 40U | random() % kGiB};
+      try {
+        live.address = memory_->allocate(*pools_[pool], live.size, stream_of(number));
+      } catch (const OutOfMemoryError&) {
+        return;
+      } catch (const DriverError&) {
+        return;
+      }
+      check_no_former_owner(pool, live.address, align_up(live.size, 512));
+      write(live);
+      mine.push_back(live);
+    } else if (what < 96) {
+      if (!mine.empty()) free_of(mine, random() % mine.size());
+    } else if (what < 98) {
+      memory_->trim(*pools_[random() % kPools], 0);
+    } else if (what < 99) {
+      pools_[random() % kPools]->memory_stats();
+    } else {
+      memory_->empty_cache();
+    }
+  }
+
+  HostDriver host_;
+  ScriptedDriver driver_;
+  AddressSpace space_;
+  std::unique_ptr<DeviceMemory> memory_;
+  Budget* group_;
+  std::array<std::shared_ptr<Pool>, kPools> pools_;
+  std::array<std::uint64_t, kPools> owners_{};
+  std::array<std::size_t, kPools> pool_high_{};
+  std::size_t group_high_ = 0;
+  std::vector<Live> live_;
+  std::vector<Pages> page_ranges_;
+  std::uint64_t last_id_ = 0;
+  std::uint64_t last_owner_ = 0;
+  std::mt19937_64 random_{42};
+};
+
+// For the message when the core aborts.
+std::atomic<std::size_t> current_step{0};
+std::array<char, 256> current_op{};
+
+void report_abort(int) {
+  std::array<char, 400> text{};
+  const int length = std::snprintf(text.data(), text.size(), "random program: aborted at step %zu: %s\n",
+                                   current_step.load(), current_op.data());
+  if (length > 0 && write(STDERR_FILENO, text.data(), static_cast<std::size_t>(length)) < 0) _exit(2);
+}
+
+}  // namespace
+
+std::string to_string(const Op& op) {
+  return std::string("{Op::Kind::") + kKindNames.at(static_cast<std::size_t>(op.kind)) + ", " + std::to_string(op.a) +
+         ", " + std::to_string(op.b) + ", " + std::to_string(op.c) + "}";
+}
+
+std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const ProgramOptions& options) {
+  std::mt19937_64 random(seed);
+  std::vector<Op> program;
+  program.reserve(steps);
+  const auto any = [&](std::uint64_t below) { return random() % below; };
+  const auto size = [&]() -> std::uint64_t {
+    const std::uint64_t kind = any(10);
+    if (kind < 4) return 1 + any(8 * kKiB);
+    if (kind < 6) return 1 + any(kMiB);
+    if (kind < 9) return 1 + any(6 * kMiB);
+    return 1 + any(40 * kMiB);
+  };
+  while (program.size() < steps) {
+    const std::uint64_t what = any(1000);
+    if (what < 420) {
+      program.push_back({Kind::allocate, any(kPools), size(), any(8) == 0 ? any(kStreams) : 0});
+    } else if (what < 780) {
+      program.push_back({Kind::free, random(), 0, 0});
+    } else if (what < 810) {
+      program.push_back({Kind::record_stream, random(), any(kStreams), 0});
+    } else if (what < 840) {
+      program.push_back({Kind::pages, any(kPools), any(64), any(3)});
+    } else if (what < 860) {
+      program.push_back({Kind::first_pages, any(kPools), any(3), 0});
+    } else if (what < 905) {
+      program.push_back({Kind::free_pages, random(), 0, 0});
+    } else if (what < 915) {
+      program.push_back({Kind::trim, any(kPools), any(3) * 4 * kMiB, 0});
+    } else if (what < 920) {
+      program.push_back({Kind::empty_cache, 0, 0, 0});
+    } else if (what < 930) {
+      program.push_back({Kind::pool_limit, any(kPools), any(3) == 0 ? 0 : (4 + any(60)) * kMiB, 0});
+    } else if (what < 936) {
+      program.push_back({Kind::group_limit, 0, (40 + any(80)) * kMiB, 0});
+    } else if (what < 950) {
+      program.push_back({Kind::hold, 0, any(kStreams), 0});
+    } else if (what < 962) {
+      program.push_back({Kind::release_holds, 0, 0, 0});
+    } else if (what < 985) {
+      if (options.with_failures) program.push_back({Kind::fail_call, any(12), 1 + any(2), 0});
+    } else if (what < 994) {
+      program.push_back({Kind::settle, any(kPools), 0, 0});
+    } else if (what < 998) {
+      program.push_back({Kind::reopen, any(kPools), 0, 0});
+    } else if (options.with_threads) {
+      program.push_back({Kind::threads, any(1000000), 60, 0});
+    }
+  }
+  return program;
+}
+
+void run_program(const std::vector<Op>& program) {
+  const auto former = std::signal(SIGABRT, report_abort);
+  World world;
+  for (std::size_t step = 0; step < program.size(); ++step) {
+    const std::string text = to_string(program[step]);
+    current_step = step;
+    std::snprintf(current_op.data(), current_op.size(), "%s", text.c_str());
+    try {
+      world.step(program[step]);
+      world.check();
+    } catch (const std::exception& error) {
+      throw std::runtime_error("step " + std::to_string(step) + " " + text + ": " + error.what());
+    }
+  }
+  std::signal(SIGABRT, former);
+}
+
+namespace {
+bool fails(const std::vector<Op>& program) {
+  const pid_t child = fork();
+  if (child == 0) {
+    if (std::freopen("/dev/null", "w", stderr) == nullptr) _exit(3);
+    std::signal(SIGABRT, SIG_DFL);
+    try {
+      run_program(program);
+    } catch (const std::exception&) {
+      _exit(1);
+    }
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return status != 0;
+}
+}  // namespace
+
+std::vector<Op> shrink(std::vector<Op> program) {
+  for (std::size_t piece = program.size() / 2; piece != 0;) {
+    bool any = false;
+    for (std::size_t at = 0; at < program.size();) {
+      std::vector<Op> smaller(program.begin(), program.begin() + static_cast<std::ptrdiff_t>(at));
+      smaller.insert(smaller.end(), program.begin() + static_cast<std::ptrdiff_t>(std::min(at + piece, program.size())),
+                     program.end());
+      if (fails(smaller)) {
+        program = std::move(smaller);
+        any = true;
+      } else {
+        at += piece;
+      }
+    }
+    if (!any || piece > program.size()) piece = std::min(piece / 2, program.size());
+  }
+  return program;
+}
+
+}  // namespace vmm::testing

@@ -1,0 +1,56 @@
+// A random program over pools, models, limits, streams, threads and failing
+// driver calls, run beside a plain model of what must be true. Every operation
+// is a printable value, so a failing program can be shrunk and kept as a test.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace vmm::testing {
+
+struct Op {
+  enum class Kind : std::uint8_t {
+    allocate,       // a: pool, b: bytes, c: stream
+    free,           // a: which live block
+    record_stream,  // a: which live block, b: stream
+    pages,          // a: pool, b: first page, c: pages
+    first_pages,    // a: pool, b: pages
+    free_pages,     // a: which page range
+    trim,           // a: pool, b: bytes to keep
+    empty_cache,
+    pool_limit,     // a: pool, b: bytes (0: none)
+    group_limit,    // b: bytes
+    hold,           // b: stream; fences recorded there do not pass
+    release_holds,
+    fail_call,      // a: how many calls from now, b: 1 out of memory, 2 another error
+    settle,         // a: pool
+    reopen,         // a: pool: closed by force and made anew
+    threads,        // a: seed, b: steps a thread
+  };
+  Kind kind = Kind::settle;
+  std::uint64_t a = 0;
+  std::uint64_t b = 0;
+  std::uint64_t c = 0;
+};
+
+// "{Op::Kind::allocate, 1, 4096, 0}": C++ that a named test can hold.
+std::string to_string(const Op& op);
+
+struct ProgramOptions {
+  bool with_threads = true;
+  bool with_failures = true;
+};
+
+std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const ProgramOptions& options);
+
+// Runs the program with every invariant checked after every step. Throws
+// std::runtime_error with the step, the operation and what was wrong; a broken
+// invariant of the core itself aborts, with the step on stderr.
+void run_program(const std::vector<Op>& program);
+
+// The smallest program found that still fails (each try in a forked child).
+std::vector<Op> shrink(std::vector<Op> program);
+
+}  // namespace vmm::testing

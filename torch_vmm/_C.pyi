@@ -1,0 +1,486 @@
+"""What the extension exports: conversion only, no policy. ``torch_vmm`` is the face of it.
+
+Conventions, everywhere:
+
+- Sizes, offsets and addresses are ``int`` bytes; texts like ``"2MiB"`` go through :func:`parse_bytes` first.
+- A device is a pair: ``kind`` is ``"cuda"`` or ``"cpu"``, ``ordinal`` its index among the visible ones (0 for the CPU).
+- A limit of ``None`` is no limit, in arguments and in results.
+- ``stream`` is a stream's pointer as ``int`` (``torch.cuda.current_stream(device).cuda_stream``); 0: the default stream.
+- Errors are the classes of ``torch_vmm.errors``; each is made as ``Class(message, **attributes)`` with the attributes
+  of the public table (``InvalidRangeError(message, offset=, size=, capacity=)``).
+- Whatever may wait, or take a lock for long, releases the GIL.
+- In a forked child every call about memory raises ``NotAvailableError``.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal, final
+
+import torch
+
+Kind = Literal["cuda", "cpu"]
+
+# -- Build -------------------------------------------------------------------------------------------------------------
+
+__version__: str
+"""Version of the package that the extension was built from."""
+built_for_torch: str
+"""torch's full version at build time, as ``"2.11.0"``; one minor only fits (torch_vmm._build_check)."""
+
+def library_path() -> str:
+    """Path of this shared library, which also holds ``torch_vmm_malloc`` and ``torch_vmm_free``."""
+
+# -- Options -----------------------------------------------------------------------------------------------------------
+
+def parse_bytes(text: str) -> int:
+    """``"2MiB"``, ``"1.5 GiB"``, ``"2MB"``, ``"4096"`` in bytes.
+
+    Raises:
+        InvalidArgumentError: not a size; the message shows the accepted form.
+    """
+
+def format_bytes(size: int) -> str:
+    """``"19.8 GiB"``: at most one decimal, binary units."""
+
+def option_table() -> list[tuple[str, str, str, str, str]]:
+    """Rows of (name, environment variable, default, unit, sentence)."""
+
+# -- Devices -----------------------------------------------------------------------------------------------------------
+
+def device_count(kind: Kind) -> int:
+    """Usable devices of this kind; 0 where there is no driver. Creates no CUDA context."""
+
+def device(kind: Kind, ordinal: int = 0) -> Device:
+    """The memory of one device; the same object each time. Made at the first call.
+
+    Raises:
+        NotAvailableError: no driver, no such device, or one that lacks what is needed, named.
+    """
+
+@final
+class Device:
+    """All pools of one device, and what they hold together."""
+
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def ordinal(self) -> int: ...
+    @property
+    def name(self) -> str:
+        """``"NVIDIA H100 80GB HBM3"``, ``"host"``."""
+    @property
+    def granularity(self) -> int:
+        """Bytes; every page size is a multiple of it."""
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of memory that the device has."""
+    @property
+    def default_capacity(self) -> int:
+        """Bytes of addresses of a pool that names no capacity."""
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes that the driver gave and that are still held: mapped, or kept unmapped by the page store."""
+    @property
+    def limit(self) -> int | None:
+        """Bytes: the cap over all pools of the device (torch's per-process memory fraction sets the same one)."""
+    def set_limit(self, limit: int | None) -> int:
+        """Sets :attr:`limit`; returns the bytes of idle memory given back for it. Memory in use stays."""
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes, as the driver says."""
+    def pools(self) -> list[Pool]:
+        """Every pool of the device, closed ones that still drain included, in order of creation."""
+    def statistics(self) -> dict[str, int]:
+        """``torch.cuda.memory_stats``'s keys for the device: totals over all pools, and the device's own peaks."""
+    def reset_peaks(self) -> None: ...
+    def reset_accumulated(self) -> None: ...
+    def snapshot(self) -> list[dict[str, object]]:
+        """All pools' segments by address, in the shape of ``torch.cuda.memory_snapshot()``."""
+    def empty_cache(self) -> int:
+        """Gives every idle chunk of every pool back to the driver; returns their bytes."""
+    def check(self) -> None:
+        """For tests: proves that pools and page store sum to what the driver gave; aborts with the values otherwise.
+
+        No other thread may use the device meanwhile.
+        """
+    @property
+    def live_chunks(self) -> int:
+        """For tests: physical chunks that exist now."""
+
+# -- Pools -------------------------------------------------------------------------------------------------------------
+
+def default_pool(kind: Kind, ordinal: int = 0) -> Pool:
+    """The pool of what is made outside any model's context. Its name is ``"default"``.
+
+    Raises:
+        NotAvailableError: as :func:`device`.
+    """
+
+def create_pool(
+    kind: Kind,
+    ordinal: int,
+    capacity: int | None,
+    page_size: int | None = None,
+    physical_limit: int | None = None,
+    name: str = "pool",
+) -> Pool:
+    """A pool that stands directly under the device's limit.
+
+    Args:
+        capacity: bytes of addresses, rounded up to whole pages; ``None``: :attr:`Device.default_capacity`.
+        page_size: bytes, the grain in which memory is given back; ``None``: chosen by the request.
+        physical_limit: bytes.
+        name: for messages.
+    Raises:
+        InvalidArgumentError, InvalidPageSizeError: capacity, page size or limit that can't be.
+        OutOfMemoryError: no such stretch of addresses.
+        NotAvailableError: as :func:`device`.
+    """
+
+@final
+class MemoryStats:
+    """What a pool's memory is, in bytes, at one moment.
+
+    ``physical_usage == allocated_bytes + idle_bytes + stranded_bytes + quarantined_bytes``
+    """
+
+    @property
+    def virtual_capacity(self) -> int: ...
+    @property
+    def physical_usage(self) -> int: ...
+    @property
+    def mapped_pages(self) -> int: ...
+    @property
+    def fragmentation_ratio(self) -> float:
+        """stranded / physical usage; 0 when nothing is mapped."""
+    @property
+    def allocated_bytes(self) -> int: ...
+    @property
+    def idle_bytes(self) -> int:
+        """Mapped, unused, whole chunks."""
+    @property
+    def stranded_bytes(self) -> int:
+        """Mapped, unused, in chunks that are partly used."""
+    @property
+    def quarantined_bytes(self) -> int:
+        """Freed, fence not passed."""
+    def as_dict(self) -> dict[str, int | float]: ...
+
+@final
+class Pool:
+    """One model's memory. The same object comes back for the same pool while anyone holds it."""
+
+    @property
+    def key(self) -> int:
+        """Identity: equal for two handles of one pool, unique while a handle lives."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def ordinal(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def base_address(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def floor(self) -> int: ...
+    @property
+    def physical_bytes(self) -> int:
+        """Bytes mapped now."""
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of live tensors and explicit pages, frees that wait for a recorded stream included."""
+    @property
+    def live_blocks(self) -> int: ...
+    @property
+    def limit(self) -> int | None:
+        """Bytes: the pool's own physical limit."""
+    def set_limit(self, limit: int | None) -> int:
+        """Sets :attr:`limit`; returns the bytes of idle memory given back for it. Memory in use stays."""
+    @property
+    def is_closed(self) -> bool:
+        """Closed by :meth:`close` or by its SharedMemoryPool; it may still drain."""
+
+    # Explicit pages. Ranges are widened to whole pages.
+    def allocate_pages(self, offset: int, size: int, stream: int = 0) -> int:
+        """Backs the pages of [offset, offset + size); returns the address of ``offset``.
+
+        Raises:
+            InvalidRangeError, AlreadyMappedError, OutOfMemoryError; InvalidArgumentError when closed.
+        """
+    def allocate_first(self, size: int, stream: int = 0) -> int:
+        """The same at the first free span of ``size`` bytes; returns its address."""
+    def deallocate_pages(self, offset: int, size: int) -> None:
+        """Gives up the pages of the range; whoever still has work queued on them need not wait.
+
+        Raises:
+            InvalidRangeError, NotMappedError.
+        """
+    def is_mapped(self, offset: int, size: int) -> bool:
+        """Is every page of the range in use, by :meth:`allocate_pages` or by a tensor?
+
+        Raises:
+            InvalidRangeError.
+        """
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor over explicit pages, no copy; keeps the pool's addresses reserved.
+
+        Raises:
+            InvalidRangeError: beyond the pool, or empty.
+            NotMappedError: some of it is not mapped.
+            InvalidArgumentError: ``offset`` is not aligned to the dtype, a negative size, too many bytes.
+        """
+
+    def trim(self, keep: int = 0) -> int:
+        """Gives idle chunks back until at most ``keep`` idle bytes stay; returns the bytes given back."""
+    def empty_cache(self) -> int:
+        """``trim(0)``, counted as torch counts an ``empty_cache()``."""
+    def memory_stats(self) -> MemoryStats:
+        """Walks the pool."""
+    def statistics(self) -> dict[str, int]:
+        """``torch.cuda.memory_stats``'s keys for this pool, with every key that the native allocator has.
+
+        Flat (``"allocated_bytes.all.current"``) and not sorted. Cheap.
+        """
+    def reset_peaks(self) -> None: ...
+    def reset_accumulated(self) -> None: ...
+    def snapshot(self) -> list[dict[str, object]]:
+        """Segments by address, in the shape of ``torch.cuda.memory_snapshot()``. Walks the pool."""
+    def close(self, force: bool = False) -> None:
+        """Ends the pool; does nothing when it is closed already.
+
+        Args:
+            force: explicit pages go at once, and the pool ends when its last tensor is freed.
+        Raises:
+            StillInUseError: something is alive in it, and not ``force``.
+            InvalidArgumentError: it is a device's default pool, or it belongs to a SharedMemoryPool.
+        """
+
+@final
+class GlobalMemoryStats:
+    """The same for a SharedMemoryPool, over its models and its share of the page store, in bytes."""
+
+    @property
+    def physical_limit(self) -> int: ...
+    @property
+    def physical_usage(self) -> int: ...
+    @property
+    def num_models(self) -> int: ...
+    @property
+    def allocated_bytes(self) -> int: ...
+    @property
+    def idle_bytes(self) -> int: ...
+    @property
+    def stranded_bytes(self) -> int: ...
+    @property
+    def quarantined_bytes(self) -> int: ...
+    @property
+    def store_bytes(self) -> int:
+        """Held by the page store, mapped nowhere."""
+    def as_dict(self) -> dict[str, int]: ...
+
+@final
+class SharedMemoryPool:
+    """Models by id under one physical limit."""
+
+    def __init__(self, kind: Kind, ordinal: int, physical_limit: int) -> None:
+        """Raises InvalidArgumentError for a limit of 0, NotAvailableError as :func:`device`."""
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def ordinal(self) -> int: ...
+    @property
+    def physical_limit(self) -> int: ...
+    @property
+    def is_closed(self) -> bool: ...
+    def set_physical_limit(self, physical_limit: int) -> int:
+        """Returns the bytes of idle memory given back for it."""
+    def register_model(
+        self,
+        model_id: str,
+        virtual_capacity: int | None = None,
+        page_size: int | None = None,
+        physical_limit: int | None = None,
+        floor: int = 0,
+        priority: int = 0,
+    ) -> Pool:
+        """Raises ModelExistsError; InvalidArgumentError for an empty id, a floor above the limit and their kind."""
+    def unregister_model(self, model_id: str, force: bool = False) -> None:
+        """Raises ModelNotFoundError; StillInUseError unless ``force``."""
+    def model(self, model_id: str) -> Pool:
+        """Raises ModelNotFoundError."""
+    def has_model(self, model_id: str) -> bool: ...
+    def model_ids(self) -> list[str]:
+        """In order of registration."""
+    def allocate_for_model(self, model_id: str, size: int, stream: int = 0) -> int:
+        """Explicit pages at the model's first free span; returns the address."""
+    def deallocate_for_model(self, model_id: str, offset: int, size: int) -> None: ...
+    def global_stats(self) -> GlobalMemoryStats: ...
+    def close(self, force: bool = False) -> None:
+        """Unregisters all models. Raises StillInUseError while one is in use, unless ``force``."""
+
+# -- Low level ---------------------------------------------------------------------------------------------------------
+
+@final
+class AccessFlags:
+    """``str()`` is ``None``, ``Read``, ``ReadWrite``."""
+
+    NONE: ClassVar[AccessFlags]
+    READ: ClassVar[AccessFlags]
+    READ_WRITE: ClassVar[AccessFlags]
+    __members__: ClassVar[dict[str, AccessFlags]]
+    def __init__(self, value: int) -> None: ...
+    def __int__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __eq__(self, other: object) -> bool: ...
+    def __ne__(self, other: object) -> bool: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+@final
+class VirtualAddressRange:
+    """``str()``: ``VA[0x7f00000000..0x7f00400000, 4194304 bytes, align=2097152]``. Made by a manager only."""
+
+    @property
+    def base(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def alignment(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    def contains(self, address: int) -> bool: ...
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class PhysicalAllocation:
+    """``str()``: ``PhysAlloc[handle=0x1, 2097152 bytes, dev=0]``. Made by a manager only."""
+
+    @property
+    def handle(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def device(self) -> int:
+        """Ordinal; -1 is host memory (of a GPU's manager)."""
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class MappingRecord:
+    @property
+    def va_offset(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def phys_handle(self) -> int: ...
+    @property
+    def access(self) -> AccessFlags: ...
+
+@final
+class VirtualMemoryManager:
+    """Addresses, physical memory and mappings by hand."""
+
+    def __init__(self, kind: Kind, ordinal: int = 0) -> None:
+        """Raises NotAvailableError as :func:`device`."""
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def ordinal(self) -> int: ...
+    @property
+    def granularity(self) -> int: ...
+    @property
+    def is_closed(self) -> bool: ...
+    def reserve(self, size: int, alignment: int | None = None) -> VirtualAddressRange: ...
+    def release(self, range: VirtualAddressRange) -> None: ...
+    def alloc_physical(
+        self, size: int, device: tuple[Kind, int] | None = None, exportable: bool = False
+    ) -> PhysicalAllocation:
+        """``device``: (kind, ordinal); ``None``: the manager's own. ``("cpu", 0)`` is host memory."""
+    def free_physical(self, physical: PhysicalAllocation) -> None: ...
+    def map(self, range: VirtualAddressRange, physical: PhysicalAllocation, offset: int = 0) -> None: ...
+    def unmap(self, range: VirtualAddressRange, offset: int, size: int) -> None: ...
+    def set_access(
+        self,
+        range: VirtualAddressRange,
+        flags: AccessFlags,
+        devices: Sequence[tuple[Kind, int]] | None = None,
+        offset: int = 0,
+        size: int | None = None,
+    ) -> None:
+        """``devices``: who gets it; ``None``: the manager's own. ``size`` ``None``: up to the end of what is mapped."""
+    def mappings(self, range: VirtualAddressRange) -> list[MappingRecord]:
+        """By offset."""
+    def tensor(
+        self, range: VirtualAddressRange, offset: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A contiguous tensor over mapped, accessible memory, no copy; its stretch cannot be unmapped while it lives.
+
+        Raises:
+            InvalidRangeError: beyond the range, or empty.
+            NotMappedError: some of it is not mapped.
+            InvalidArgumentError: not accessible, or not aligned to the dtype.
+        """
+    def close(self) -> None:
+        """Gives back all that it made. Raises StillInUseError while a tensor over it lives; twice is fine."""
+
+# -- Becoming torch's allocator ----------------------------------------------------------------------------------------
+
+def enable_cuda() -> None:
+    """Makes this torch's CUDA allocator; does nothing when it is already.
+
+    Raises:
+        NotAvailableError: no driver or GPU; or CUDA has been initialised with another allocator, named.
+    """
+
+def enable_host() -> None:
+    """Routes torch's host tensors through ``"cpu"`` pools; does nothing when it does already."""
+
+def is_enabled(kind: Kind) -> bool: ...
+
+@final
+class CUDAAllocator:
+    """A ``torch._C._cuda_CUDAAllocator``: what ``torch.cuda.MemPool`` takes."""
+
+    def allocator(self) -> CUDAAllocator:
+        """Itself: what ``torch.cuda.memory.change_current_allocator`` asks of its argument."""
+
+def allocator() -> CUDAAllocator:
+    """The one allocator object of the process. Needs no driver."""
+
+# -- Whose memory ------------------------------------------------------------------------------------------------------
+
+@final
+class ModelContext:
+    """One stay in a model, from :func:`enter` to :func:`leave`."""
+
+    @property
+    def pool(self) -> Pool: ...
+
+def enter(pool: Pool) -> ModelContext:
+    """From now on tensors made by this thread, and by the backward() that it calls, belong to ``pool``.
+
+    Raises:
+        InvalidArgumentError: the pool is closed.
+    """
+
+def leave(context: ModelContext) -> None:
+    """Leaves a context. Call it on the thread that entered, innermost first.
+
+    Raises:
+        VmmError: it is not the innermost one here (a ``with`` held across a ``yield`` or ``await``, or closed on
+            another thread), or was left already. Names both models and the cure. The context is left all the same,
+            and all others stay as they were.
+    """
+
+def current_pool(kind: Kind, ordinal: int = 0) -> Pool:
+    """The pool that an allocation on this device, here and now, would come from."""
+
+def pool_at(address: int) -> Pool | None:
+    """The pool whose addresses hold ``address``, of whatever device."""

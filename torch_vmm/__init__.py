@@ -1,0 +1,83 @@
+"""A PyTorch CUDA allocator that gives each model its own elastic pool of virtual memory under one physical limit.
+
+    import torch, torch_vmm
+
+    torch_vmm.enable()                      # becomes torch's CUDA allocator; before CUDA is initialised
+    gpu = torch_vmm.SharedMemoryPool(physical_limit="40GiB")
+    llama = gpu.register_model("llama-7b")
+    with llama:                             # weights, activations, gradients: llama's pool
+        ...
+
+Everything but the GPU itself also works with ``device="cpu"``.
+"""
+
+# torch first: it loads the libraries and registers the types that the extension builds on.
+import torch as _torch  # noqa: F401
+
+from torch_vmm import _build_check
+
+_build_check.check()
+
+from torch_vmm._C import AccessFlags, MappingRecord, PhysicalAllocation, VirtualAddressRange
+from torch_vmm.errors import (
+    AlreadyMappedError,
+    AsleepError,
+    DriverError,
+    InvalidArgumentError,
+    InvalidPageSizeError,
+    InvalidRangeError,
+    ModelExistsError,
+    ModelNotFoundError,
+    NotAvailableError,
+    NotMappedError,
+    OutOfMemoryError,
+    StillInUseError,
+    VmmError,
+)
+from torch_vmm.low_level import VirtualMemoryManager
+from torch_vmm.pools import VirtualMemoryPool
+from torch_vmm.routing import (
+    allocator,
+    current_pool,
+    enable,
+    is_enabled,
+    library_path,
+    pool_of,
+    use_model,
+)
+from torch_vmm.shared_pools import SharedMemoryPool
+from torch_vmm.stats import GlobalMemoryStats, MemoryStats
+from torch_vmm.version import __version__
+
+__all__ = [
+    "AccessFlags",
+    "AlreadyMappedError",
+    "AsleepError",
+    "DriverError",
+    "GlobalMemoryStats",
+    "InvalidArgumentError",
+    "InvalidPageSizeError",
+    "InvalidRangeError",
+    "MappingRecord",
+    "MemoryStats",
+    "ModelExistsError",
+    "ModelNotFoundError",
+    "NotAvailableError",
+    "NotMappedError",
+    "OutOfMemoryError",
+    "PhysicalAllocation",
+    "SharedMemoryPool",
+    "StillInUseError",
+    "VirtualAddressRange",
+    "VirtualMemoryManager",
+    "VirtualMemoryPool",
+    "VmmError",
+    "__version__",
+    "allocator",
+    "current_pool",
+    "enable",
+    "is_enabled",
+    "library_path",
+    "pool_of",
+    "use_model",
+]

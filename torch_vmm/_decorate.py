@@ -1,0 +1,129 @@
+"""Runs functions of every kind inside a context, and only while they run.
+
+A generator or coroutine gives control away at each ``yield`` and ``await``. The
+context is left there and entered again at the next step, as ``torch.no_grad``
+does for generators; else whoever runs meanwhile would be inside it. What is
+sent, thrown, returned and raised passes through. It knows nothing of pools.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar, cast
+
+from torch_vmm.errors import InvalidArgumentError
+
+Context = Callable[[], AbstractContextManager[object]]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _Steps(Protocol):
+    """What runs in steps: a generator, a coroutine, a step of an async generator."""
+
+    def send(self, value: Any, /) -> Any: ...
+
+    def throw(self, error: BaseException, /) -> Any: ...
+
+
+def _drive(context: Context, steps: _Steps) -> Generator[Any, Any, Any]:
+    """Yields what ``steps`` yields, each step inside a fresh ``context()``."""
+    try:
+        with context():
+            given = steps.send(None)
+        while True:
+            try:
+                sent = yield given
+            except BaseException as error:  # noqa: PERF203
+                # GeneratorExit too: close() is a throw() of it, and the inner
+                # one may answer as it likes.
+                with context():
+                    given = steps.throw(error)
+            else:
+                with context():
+                    given = steps.send(sent)
+    except StopIteration as stop:
+        return stop.value
+
+
+class _Driven(Awaitable[Any]):
+    def __init__(self, context: Context, steps: _Steps) -> None:
+        self._context = context
+        self._steps = steps
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return _drive(self._context, self._steps)
+
+
+def _generator(context: Context, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def inside(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        return (yield from _drive(context, function(*args, **kwargs)))
+
+    return inside
+
+
+def _coroutine(context: Context, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def inside(*args: Any, **kwargs: Any) -> Any:
+        return await _Driven(context, function(*args, **kwargs))
+
+    return inside
+
+
+def _async_generator(context: Context, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def inside(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        steps = function(*args, **kwargs)
+        try:
+            given = await _Driven(context, steps.__anext__())
+            while True:
+                try:
+                    sent = yield given
+                except BaseException as error:  # noqa: PERF203
+                    given = await _Driven(context, steps.athrow(error))
+                else:
+                    given = await _Driven(context, steps.asend(sent))
+        except StopAsyncIteration:
+            return
+
+    return inside
+
+
+def _plain(context: Context, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+def inside(context: Context, function: Function) -> Function:
+    """``function``, run inside ``context()``: plain, generator, coroutine or async generator function.
+
+    Args:
+        context: makes a context manager; called for each call and each resume.
+        function: what is decorated; a static or class method too.
+    Raises:
+        InvalidArgumentError: a class, or nothing that can be called.
+    """
+    if inspect.isclass(function):
+        raise InvalidArgumentError(
+            f"class {function.__qualname__}: it is not clear which of its methods are meant; decorate those"
+        )
+    if isinstance(function, (staticmethod, classmethod)):
+        return cast(Function, type(function)(inside(context, function.__func__)))
+    if not callable(function):
+        raise InvalidArgumentError(f"a function can be decorated, not {function!r}")
+    if inspect.iscoroutinefunction(function):
+        wrap = _coroutine
+    elif inspect.isasyncgenfunction(function):
+        wrap = _async_generator
+    elif inspect.isgeneratorfunction(function):
+        wrap = _generator
+    else:
+        wrap = _plain
+    return cast(Function, wrap(context, function))

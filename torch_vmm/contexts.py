@@ -1,0 +1,49 @@
+"""Which stays in a model one context manager has open, on which thread.
+
+An object like a pool can be entered again while it is entered, on several
+threads at once: each thread leaves what it entered last. It knows nothing of
+how memory is routed; the extension does.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from torch_vmm import _C
+from torch_vmm.errors import VmmError
+
+
+class Stays:
+    """The open stays of one context manager, by thread, the innermost last."""
+
+    def __init__(self) -> None:
+        # A thread touches only its own list, so that no lock is needed.
+        self._open: dict[int, list[_C.ModelContext]] = {}
+
+    def enter(self, pool: _C.Pool) -> None:
+        """Opens one on this thread."""
+        context = _C.enter(pool)
+        self._open.setdefault(threading.get_ident(), []).append(context)
+
+    def leave(self) -> None:
+        """Closes the one that this thread opened last.
+
+        Raises:
+            VmmError: it is not the innermost of its thread, or another thread's.
+        """
+        thread = threading.get_ident()
+        if thread not in self._open:
+            thread = self._another_thread()
+        stack = self._open[thread]
+        context = stack.pop()
+        if not stack:
+            del self._open[thread]
+        _C.leave(context)
+
+    def _another_thread(self) -> int:
+        # A generator that was begun on one thread and is closed on another:
+        # the extension reports it. A thread that has ended leaves nothing itself.
+        if not self._open:
+            raise VmmError("a model's context was left more often than it was entered")
+        alive = {thread.ident for thread in threading.enumerate()}
+        return min(self._open, key=lambda thread: thread in alive)

@@ -1,0 +1,212 @@
+"""The demo from start to end: measure each model alone, set the limit, let them take turns, judge."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import torch_vmm
+from torch_vmm import SharedMemoryPool
+
+from .digits import DigitsModel, MissingPackageError
+from .display import Progress, choose, size_text
+from .encoder import EncoderModel
+from .monitor import Monitor
+from .text import TextModel
+from .workload import Workload
+
+ROUNDS = 5
+LIMIT_SHARE = 0.6  # of the sum of the models' peaks
+DEFAULT_SECONDS = {"cpu": 36.0, "cuda": 25.0}
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Settings:
+    device: str  # "cpu" or "cuda"
+    seconds: float  # of work, start-up and measuring excluded
+    limit: int | None = None  # bytes; None: LIMIT_SHARE of the sum of the peaks
+    plain: bool = False
+    learning_rate_scale: float = 1.0  # tests break the training with 0
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one model needs, in bytes."""
+
+    peak: int
+    resting: int  # between its turns
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the summary is made of; sizes in bytes."""
+
+    peaks: dict[str, int]
+    limit: int
+    most_mapped: int
+    handed_over: int
+    exceeded_by: int
+    complaints: dict[str, str]
+
+    def failures(self) -> list[str]:
+        """What went wrong, in words; empty when all is well."""
+        failures = [f"{model}: {complaint}" for model, complaint in self.complaints.items()]
+        if self.exceeded_by > 0:
+            failures.append(f"the limit of {size_text(self.limit)} was exceeded by {self.exceeded_by} bytes")
+        if self.handed_over == 0 and self.limit < sum(self.peaks.values()):
+            failures.append("no memory changed hands, though the limit is below the sum of the peaks")
+        return failures
+
+
+def choose_device(wanted: str | None) -> str:
+    """``wanted``, or the GPU where there is one."""
+    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(settings: Settings) -> int:
+    """Run the demo.
+
+    Returns:
+        0 when the models learned and the limit held, 1 when not, 2 when the demo could not run.
+    """
+    began = time.monotonic()
+    torch.manual_seed(0)
+    if settings.device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        torch_vmm.enable(device=settings.device)
+        outcome = _run(settings, began)
+    except (MissingPackageError, FileNotFoundError, torch_vmm.NotAvailableError) as error:
+        return _fail(2, f"the demo cannot run here: {error}")
+    except torch.OutOfMemoryError as error:
+        return _fail(1, f"out of memory: {error}")
+    failures = outcome.failures()
+    if failures:
+        return _fail(1, *failures)
+    print("all models learned, and the limit held")
+    return 0
+
+
+def _fail(code: int, *lines: str) -> int:
+    sys.stdout.flush()
+    for line in lines:
+        print(f"demo failed: {line}", file=sys.stderr)
+    return code
+
+
+def _run(settings: Settings, began: float) -> Outcome:
+    # While each model is measured alone, memory is not the question.
+    shared = SharedMemoryPool(physical_limit="1TiB", device=settings.device)
+    workloads: list[Workload] = []
+    print(f"three models on {_device_name(settings.device)}; measuring what each needs alone ...", flush=True)
+    makers: dict[str, Callable[[], Workload]] = {
+        TextModel.name: lambda: TextModel(settings.device, settings.learning_rate_scale),
+        DigitsModel.name: lambda: DigitsModel(settings.device, settings.learning_rate_scale),
+        EncoderModel.name: lambda: EncoderModel(settings.device),
+    }
+    demands = {}
+    for name, make in makers.items():
+        with shared.register_model(name):
+            workloads.append(make())
+        demands[name] = _measure(shared, workloads[-1])
+        print(f"  {name:8} peak {size_text(demands[name].peak):>9}, at rest {size_text(demands[name].resting):>9}")
+
+    shared.physical_limit = limit = _choose_limit(settings, demands)
+    print(f"limit {size_text(limit)}, the sum of their peaks {size_text(sum(d.peak for d in demands.values()))}\n")
+    for pool in shared.models.values():
+        pool.reset_peak_memory_stats()
+    with Monitor(shared) as monitor:
+        _take_turns(shared, workloads, monitor, settings)
+    outcome = Outcome(
+        peaks={name: pool.max_memory_allocated() for name, pool in shared.models.items()},
+        limit=limit,
+        most_mapped=monitor.most_mapped,
+        handed_over=sum(monitor.handed_over_to.values()),
+        exceeded_by=monitor.over_limit.total.mapped - limit if monitor.over_limit else 0,
+        complaints={work.name: complaint for work in workloads if (complaint := work.complaint())},
+    )
+    _summarise(outcome, workloads, shared, monitor.samples, began)
+    workloads.clear()
+    gc.collect()
+    shared.close(force=True)  # cuBLAS keeps its workspace
+    return outcome
+
+
+def _measure(shared: SharedMemoryPool, workload: Workload) -> Demand:
+    """Two of its largest steps (the first makes the optimiser's state), then back to rest."""
+    pool = shared[workload.name]
+    pool.reset_peak_memory_stats()
+    with pool:
+        for _ in range(2):
+            workload.step(0)
+    pool.empty_cache()
+    return Demand(peak=pool.max_memory_allocated(), resting=pool.memory_reserved())
+
+
+def _choose_limit(settings: Settings, demands: dict[str, Demand]) -> int:
+    peaks = sum(demand.peak for demand in demands.values())
+    limit = settings.limit or int(LIMIT_SHARE * peaks) // (2 * _MIB) * (2 * _MIB)
+    at_rest = sum(demand.resting for demand in demands.values())
+    least = max(at_rest - demand.resting + demand.peak for demand in demands.values())
+    if limit < least:
+        raise torch.OutOfMemoryError(
+            f"a limit of {size_text(limit)} is too small: one model at work and two at rest need {size_text(least)}"
+        )
+    return limit
+
+
+def _take_turns(shared: SharedMemoryPool, workloads: list[Workload], monitor: Monitor, settings: Settings) -> None:
+    """Rounds of turns: each model works for its share of the time, then keeps only what it needs to exist."""
+    progress = Progress(workloads, lambda: monitor.latest, total_s=settings.seconds)
+    turns = [(number, workload) for number in range(ROUNDS) for workload in workloads]
+    earlier_s = 0.0
+    with choose(progress, settings.plain) as display:
+        for number, workload in turns:
+            progress.now, progress.active = f"round {number + 1} of {ROUNDS}", workload.name
+            turn_s = settings.seconds * workload.share / ROUNDS
+            began, step = time.monotonic(), 0
+            with monitor.turn(workload.name), shared[workload.name]:
+                while step < workload.least_steps or time.monotonic() - began < turn_s:
+                    workload.step(step)
+                    step += 1
+                    progress.done_s = earlier_s + min(turn_s, time.monotonic() - began)
+                    display.tick()
+                workload.finish_turn()
+            earlier_s += turn_s
+            progress.done_s = earlier_s
+            display.end_turn()
+
+
+def _summarise(
+    outcome: Outcome, workloads: list[Workload], shared: SharedMemoryPool, samples: int, began: float
+) -> None:
+    print()
+    for work in workloads:
+        with shared[work.name]:
+            first, *more = work.report()
+        print(f"{work.name}: {first}")
+        for line in more:
+            print(line)
+    total = sum(outcome.peaks.values())
+    own = " + ".join(size_text(peak) for peak in outcome.peaks.values())
+    rows = [
+        ("sum of peaks", f"{size_text(total)} ({own})"),
+        ("limit", f"{size_text(outcome.limit)}, {outcome.limit / total:.0%} of that"),
+        ("most mapped at once", f"{size_text(outcome.most_mapped)} in {samples} samples"),
+        ("handed over", f"{size_text(outcome.handed_over)} from model to model"),
+        ("static partitions", f"would need {size_text(total)} or more: {total / outcome.limit:.2f} x the limit"),
+        ("time", f"{time.monotonic() - began:.1f} s"),
+    ]
+    print()
+    for name, text in rows:
+        print(f"{name:20} {text}")
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else f"host memory, {torch.get_num_threads()} threads"

@@ -1,0 +1,66 @@
+"""What torch accepts as a device, to a kind and an ordinal."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from torch_vmm.errors import InvalidArgumentError
+
+Device = torch.device | str | int | None
+"""``"cuda"``, ``"cuda:1"``, ``"cpu"``, a ``torch.device``, a CUDA device's index; ``None`` is ``"cuda"``."""
+
+_ACCEPTED = '"cuda", "cuda:1", "cpu", a torch.device, or the index of a CUDA device'
+
+
+class DeviceKey(NamedTuple):
+    """A device, named exactly."""
+
+    kind: Literal["cuda", "cpu"]
+    ordinal: int
+    """Which of its kind, among the visible ones."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The same, as torch names it: ``cuda:0``, ``cpu``."""
+        return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.ordinal)
+
+    def __str__(self) -> str:
+        return str(self.torch_device)
+
+
+def to_device(device: Device) -> DeviceKey:
+    """The kind and ordinal of a device.
+
+    ``"cuda"`` and ``None`` are the current CUDA device. Asking for that does not
+    initialise CUDA: until it is, torch's current device is 0.
+
+    Raises:
+        InvalidArgumentError: nothing that torch takes for a device, or one that
+            is neither CUDA's nor the CPU.
+    """
+    # torch.device(index) is of the accelerator at hand, and fails where there is none.
+    named = "cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device
+    try:
+        parsed = torch.device(named)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"device={device!r} is not a device: give {_ACCEPTED}") from error
+    # torch keeps an index in 8 bits: "cuda:128" is its cuda:-128, "cuda:256" its cuda:0.
+    if isinstance(named, str) and ":" in named and str(parsed) != named:
+        raise InvalidArgumentError(f"device={device!r} is not a device: give {_ACCEPTED}")
+    if parsed.type == "cpu":
+        return DeviceKey("cpu", parsed.index or 0)
+    if parsed.type != "cuda":
+        raise InvalidArgumentError(f"device={str(parsed)!r} has no pools: give {_ACCEPTED}")
+    ordinal: int | None = parsed.index
+    if ordinal is None:
+        ordinal = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    return DeviceKey("cuda", ordinal)
+
+
+def current_stream(device: DeviceKey) -> int:
+    """Pointer of torch's current stream there; 0, the default stream, where torch has none yet."""
+    if device.kind == "cpu" or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.current_stream(device.ordinal).cuda_stream)

@@ -1,0 +1,339 @@
+"""VirtualMemoryPool: one model's memory, as Python sees it.
+
+A huge range of addresses, backed with physical memory where it is needed. The
+extension owns everything; this is its face, and knows no policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_vmm import _C
+from torch_vmm.contexts import Stays
+from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
+from torch_vmm.errors import VmmError
+from torch_vmm.sizes import Shape, Size, to_bytes, to_optional_bytes, to_range, to_tensor_range
+from torch_vmm.stats import MemoryStats, memory_summary
+
+if TYPE_CHECKING:
+    from torch_vmm.shared_pools import SharedMemoryPool
+
+_numbers = itertools.count(1)
+
+
+class VirtualMemoryPool:
+    """An elastic pool: a range of addresses whose pages get memory, and give it back.
+
+    ``with pool:`` makes tensors in it, as :func:`torch_vmm.use_model` does: again
+    while inside, nested, on several threads. Addresses stay for the pool's life.
+
+    A pool that is dropped without :meth:`close` ends with its last tensor; its
+    explicit pages go at once, but a tensor of :meth:`tensor` keeps the pool.
+    For one pool there is one object, so ``is`` compares pools.
+
+    Args:
+        capacity: bytes of addresses, rounded up to whole pages; they cost nothing.
+        page_size: bytes, the grain in which memory is given back: a power of two
+            and a multiple of the device's granularity (2 MiB). ``None`` lets the
+            pool choose chunks by the request, so that large ones cost few calls.
+        device: where the memory is.
+        physical_limit: bytes of memory, at most; ``None`` is no limit but the device's.
+        name: for messages.
+    Raises:
+        InvalidArgumentError: a capacity, limit or device that can't be.
+        InvalidPageSizeError: a page size that can't be.
+        OutOfMemoryError: there is no such stretch of addresses.
+        NotAvailableError: no driver, or no such device.
+    """
+
+    _handle: _C.Pool
+    _device: DeviceKey
+    _model_id: str | None
+    _shared: SharedMemoryPool | None
+    _stays: Stays
+
+    def __init__(
+        self,
+        capacity: Size,
+        page_size: Size | None = None,
+        device: Device = "cuda",
+        physical_limit: Size | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        key = to_device(device)
+        handle = _C.create_pool(
+            key.kind,
+            key.ordinal,
+            to_bytes(capacity, "capacity"),
+            to_optional_bytes(page_size, "page_size"),
+            to_optional_bytes(physical_limit, "physical_limit"),
+            name or f"pool-{next(_numbers)}",
+        )
+        self._take(handle, None, None)
+        with _lock:
+            _by_key[handle.key] = self
+        weakref.finalize(self, _close_dropped, handle).atexit = False
+
+    def _take(self, handle: _C.Pool, shared: SharedMemoryPool | None, model_id: str | None) -> None:
+        self._handle = handle
+        self._device = DeviceKey(handle.kind, handle.ordinal)
+        self._shared = shared
+        self._model_id = model_id
+        self._stays = Stays()
+
+    # -- Explicit pages ------------------------------------------------------------------------------------------------
+
+    def allocate(self, offset: Size, size: Size) -> int:
+        """Backs the pages that cover [offset, offset + size) with memory.
+
+        The memory reads as zero on the current stream.
+
+        Args:
+            offset: bytes from :attr:`base_address`; need not be aligned.
+            size: bytes, above 0.
+        Returns:
+            The address of the first page: ``base_address + offset``, rounded down
+            to the page.
+        Raises:
+            InvalidRangeError: empty, overflowing, or beyond the capacity.
+            AlreadyMappedError: a page of it is in use, by ``allocate`` or a tensor.
+            OutOfMemoryError: a limit or the device has no such amount left, after
+                all that is idle elsewhere has been taken.
+        """
+        offset, size = to_range(offset, size, self.capacity)
+        return self._handle.allocate_pages(offset, size, current_stream(self._device))
+
+    def deallocate(self, offset: Size, size: Size) -> None:
+        """Gives back the pages that cover [offset, offset + size).
+
+        Work that is queued on the GPU may still use them; nobody waits for it.
+
+        Raises:
+            InvalidRangeError: empty, overflowing, or beyond the capacity.
+            NotMappedError: a page of it is not held by :meth:`allocate`.
+        """
+        offset, size = to_range(offset, size, self.capacity)
+        self._handle.deallocate_pages(offset, size)
+
+    def is_mapped(self, offset: Size, size: Size) -> bool:
+        """Is every page of [offset, offset + size) in use, by :meth:`allocate` or by a tensor?
+
+        Raises:
+            InvalidRangeError: empty, overflowing, or beyond the capacity.
+        """
+        offset, size = to_range(offset, size, self.capacity)
+        return self._handle.is_mapped(offset, size)
+
+    def tensor(self, offset: Size, shape: Shape, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """A contiguous tensor over pages that :meth:`allocate` holds; no copy, no ownership of the pages.
+
+        It keeps the pool, so :meth:`deallocate` is the caller's to do; what it
+        shows afterwards is gone.
+
+        Args:
+            offset: bytes from :attr:`base_address`, a multiple of the dtype's size.
+            shape: of the tensor.
+        Raises:
+            InvalidRangeError: empty, or beyond the capacity.
+            NotMappedError: some of it is not held by :meth:`allocate`.
+            InvalidArgumentError: not aligned to the dtype, or no shape at all.
+        """
+        at, sizes = to_tensor_range(offset, shape, dtype, self.capacity)
+        tensor = self._handle.tensor(at, sizes, dtype)
+        # The storage's Python object lives as long as the storage (torch sees
+        # to that), so whoever holds any view of it holds the pool.
+        weakref.finalize(tensor.untyped_storage(), _let_go, self).atexit = False
+        return tensor
+
+    # -- Giving back ---------------------------------------------------------------------------------------------------
+
+    def compact(self) -> int:
+        """Gives the memory of all holes back, so that only pages in use are mapped; returns the bytes given back."""
+        return self._handle.trim(0)
+
+    def trim(self, keep_bytes: Size = 0) -> int:
+        """Gives idle memory back until at most ``keep_bytes`` of it stay; returns the bytes given back."""
+        return self._handle.trim(to_bytes(keep_bytes, "keep_bytes"))
+
+    def empty_cache(self) -> None:
+        """Gives all idle memory back, as ``torch.cuda.empty_cache`` does for the device."""
+        self._handle.empty_cache()
+
+    def close(self, force: bool = False) -> None:
+        """Ends the pool and gives all its memory back; twice is fine. A model's pool is unregistered.
+
+        Args:
+            force: with pages and tensors alive: the pages go at once, and the pool
+                ends when its last tensor is freed.
+        Raises:
+            StillInUseError: something is alive in it, and not ``force``.
+            InvalidArgumentError: a device's default pool, which never ends.
+        """
+        if self._shared is not None and self._model_id is not None and not self._handle.is_closed:
+            self._shared.unregister_model(self._model_id, force)
+        else:
+            self._handle.close(force)
+
+    # -- What it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of addresses."""
+        return self._handle.capacity
+
+    @property
+    def base_address(self) -> int:
+        """The address of offset 0."""
+        return self._handle.base_address
+
+    @property
+    def page_size(self) -> int:
+        """Bytes: the grain in which memory is given back."""
+        return self._handle.page_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where its memory is."""
+        return self._device.torch_device
+
+    @property
+    def model_id(self) -> str | None:
+        """The id under which a SharedMemoryPool registered it, or ``None``."""
+        return self._model_id
+
+    @property
+    def name(self) -> str:
+        """What messages call it: the model's id, ``"default"``, or its own name."""
+        return self._handle.name
+
+    @property
+    def is_closed(self) -> bool:
+        """Closed, by itself or with its SharedMemoryPool; tensors in it may live on."""
+        return self._handle.is_closed
+
+    @property
+    def physical_limit(self) -> int | None:
+        """Bytes of memory, at most; ``None`` is no limit of its own. Can be set at any time.
+
+        Below what is mapped, idle memory is given back at once; what is in use
+        stays, and requests fail until it fits.
+        """
+        return self._handle.limit
+
+    @physical_limit.setter
+    def physical_limit(self, limit: Size | None) -> None:
+        self._handle.set_limit(to_optional_bytes(limit, "physical_limit"))
+
+    @property
+    def physical_memory_usage(self) -> int:
+        """Bytes of memory mapped now."""
+        return self._handle.physical_bytes
+
+    # -- Numbers -------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> MemoryStats:
+        """What its memory is at this moment. Walks the pool."""
+        return MemoryStats(**self._handle.memory_stats().as_dict())  # type: ignore[arg-type]
+
+    def memory_stats(self) -> dict[str, int]:
+        """``torch.cuda.memory_stats`` of this pool alone: the same keys, meanings and order."""
+        return dict(sorted(self._handle.statistics().items()))
+
+    def memory_allocated(self) -> int:
+        """Bytes of live tensors and explicit pages, each rounded up to 512."""
+        return self._handle.statistics()["allocated_bytes.all.current"]
+
+    def max_memory_allocated(self) -> int:
+        """The most that :meth:`memory_allocated` has been since the last reset of the peaks."""
+        return self._handle.statistics()["allocated_bytes.all.peak"]
+
+    def memory_reserved(self) -> int:
+        """Bytes mapped, in use or not."""
+        return self._handle.statistics()["reserved_bytes.all.current"]
+
+    def max_memory_reserved(self) -> int:
+        """The most that :meth:`memory_reserved` has been since the last reset of the peaks."""
+        return self._handle.statistics()["reserved_bytes.all.peak"]
+
+    def reset_peak_memory_stats(self) -> None:
+        """Sets every ``peak`` to the ``current``."""
+        self._handle.reset_peaks()
+
+    def reset_accumulated_memory_stats(self) -> None:
+        """Sets every ``allocated`` and ``freed``, and the counts of events, to 0."""
+        self._handle.reset_accumulated()
+
+    def memory_summary(self, abbreviated: bool = False) -> str:
+        """The table of ``torch.cuda.memory_summary`` for this pool.
+
+        Args:
+            abbreviated: without the rows of the large and the small pool.
+        """
+        title = f"torch_vmm memory summary, pool {self.name!r} on {self.device}"
+        return memory_summary(self._handle.statistics(), title, abbreviated)
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        """The pool's segments by address, in the shape of ``torch.cuda.memory_snapshot()``. Walks the pool."""
+        return self._handle.snapshot()
+
+    # -- Tensors in it -------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> VirtualMemoryPool:
+        self._stays.enter(self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stays.leave()
+
+    def __repr__(self) -> str:
+        try:
+            limit = self.physical_limit
+            text = f"{_C.format_bytes(self.physical_memory_usage)} of {_C.format_bytes(self.capacity)} mapped"
+            text += "" if limit is None else f", limit {_C.format_bytes(limit)}"
+            text += ", closed" if self.is_closed else ""
+        except VmmError:
+            text = "out of reach in a forked process"
+        return f"VirtualMemoryPool({self.name!r}, {self.device}: {text})"
+
+
+# -- One object for one pool -------------------------------------------------------------------------------------------
+
+# Re-entrant, because a collection inside the lock may run someone's __del__.
+_lock = threading.RLock()
+_by_key: weakref.WeakValueDictionary[int, VirtualMemoryPool] = weakref.WeakValueDictionary()
+
+
+def known(handle: _C.Pool) -> VirtualMemoryPool | None:
+    """The object of this pool, where there is one."""
+    return _by_key.get(handle.key)
+
+
+def wrap(handle: _C.Pool, shared: SharedMemoryPool | None = None, model_id: str | None = None) -> VirtualMemoryPool:
+    """The one object of this pool; made now where there is none."""
+    with _lock:
+        pool = _by_key.get(handle.key)
+        if pool is not None:
+            return pool
+        pool = VirtualMemoryPool.__new__(VirtualMemoryPool)
+        pool._take(handle, shared, model_id)
+        return _by_key.setdefault(handle.key, pool)
+
+
+def _close_dropped(handle: _C.Pool) -> None:
+    # Nobody can close it any more. In a forked child there is nothing to close.
+    with contextlib.suppress(VmmError):
+        handle.close(True)
+
+
+def _let_go(_: VirtualMemoryPool) -> None:
+    """Only its argument matters: it was held until now."""

@@ -1,0 +1,270 @@
+"""SharedMemoryPool: models by id under one physical limit, as Python sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+
+import torch
+
+from torch_vmm import _C, pools
+from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
+from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, VmmError
+from torch_vmm.pools import VirtualMemoryPool
+from torch_vmm.sizes import Size, to_bytes, to_optional_bytes, to_range
+from torch_vmm.stats import GlobalMemoryStats, MemoryStats
+
+
+class SharedMemoryPool:
+    """Models that share one physical limit: what one leaves idle, another can have.
+
+    Memory that goes from one model to another is zeroed first. ``with`` closes
+    it at the end. One that is dropped, and all its models' pools with it, closes
+    as by ``close(force=True)``: tensors live on.
+
+    Args:
+        physical_limit: bytes of memory that all models together hold at most, above 0.
+        device: where the memory is.
+    Raises:
+        InvalidArgumentError: a limit or device that can't be.
+        NotAvailableError: no driver, or no such device.
+    """
+
+    def __init__(self, physical_limit: Size, device: Device = "cuda") -> None:
+        self._device = to_device(device)
+        self._handle = _C.SharedMemoryPool(
+            self._device.kind, self._device.ordinal, to_bytes(physical_limit, "physical_limit")
+        )
+        self._models = _Models(self._handle, weakref.ref(self))
+        _alive.add(self)
+        weakref.finalize(self, _close_dropped, self._handle).atexit = False
+
+    def register_model(
+        self,
+        model_id: str,
+        virtual_capacity: Size | None = None,
+        *,
+        physical_limit: Size | None = None,
+        floor: Size = 0,
+        priority: int = 0,
+        page_size: Size | None = None,
+    ) -> VirtualMemoryPool:
+        """A pool for a new model.
+
+        Args:
+            model_id: not empty, and not registered here yet.
+            virtual_capacity: bytes of addresses; ``None`` is four times the device's memory.
+            physical_limit: bytes of memory that this model holds at most.
+            floor: bytes of memory that no other model takes from it.
+            priority: when memory is short, a higher one gives later.
+            page_size: bytes, as :class:`VirtualMemoryPool` takes it.
+        Raises:
+            ModelExistsError: the id is taken.
+            InvalidArgumentError: an empty id, a floor above the limit, sizes that can't be.
+            OutOfMemoryError: there is no such stretch of addresses.
+        """
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise InvalidArgumentError(f"priority={priority!r} is not a whole number")
+        handle = self._handle.register_model(
+            _to_id(model_id),
+            to_optional_bytes(virtual_capacity, "virtual_capacity"),
+            to_optional_bytes(page_size, "page_size"),
+            to_optional_bytes(physical_limit, "physical_limit"),
+            to_bytes(floor, "floor"),
+            priority,
+        )
+        return pools.wrap(handle, self, model_id)
+
+    def unregister_model(self, model_id: str, force: bool = False) -> None:
+        """Ends a model's pool; what it held, the others can have.
+
+        Args:
+            force: with pages and tensors alive: the pages go at once, and the pool
+                ends when its last tensor is freed.
+        Raises:
+            ModelNotFoundError: no such model.
+            StillInUseError: something is alive in it, and not ``force``.
+        """
+        self._handle.unregister_model(_to_id(model_id), force)
+
+    def allocate_for_model(self, model_id: str, size: Size) -> int:
+        """Backs the first free span of ``size`` bytes in a model's pool.
+
+        Returns:
+            Its address. Its offset is that less the pool's ``base_address``.
+        Raises:
+            ModelNotFoundError: no such model.
+            InvalidRangeError: ``size`` is 0, or more than the pool's capacity.
+            OutOfMemoryError: a limit, the device, or the pool's addresses have no such amount left.
+        """
+        pool = self[model_id]
+        _, size = to_range(0, size, pool.capacity)
+        return self._handle.allocate_for_model(model_id, size, current_stream(self._device))
+
+    def deallocate_for_model(self, model_id: str, offset: Size, size: Size) -> None:
+        """Gives back the pages of a model that cover [offset, offset + size).
+
+        Raises:
+            ModelNotFoundError: no such model.
+            InvalidRangeError: empty, overflowing, or beyond the capacity.
+            NotMappedError: a page of it is not held.
+        """
+        pool = self[model_id]
+        offset, size = to_range(offset, size, pool.capacity)
+        self._handle.deallocate_for_model(model_id, offset, size)
+
+    def get_model_stats(self, model_id: str) -> MemoryStats:
+        """What a model's memory is at this moment.
+
+        Raises:
+            ModelNotFoundError: no such model.
+        """
+        return self[model_id].stats()
+
+    def global_stats(self) -> GlobalMemoryStats:
+        """What the memory of all models is at this moment."""
+        return GlobalMemoryStats(**self._handle.global_stats().as_dict())
+
+    @property
+    def models(self) -> Mapping[str, VirtualMemoryPool]:
+        """The models' pools by id, in order of registration: a view that cannot be changed."""
+        return self._models
+
+    def __getitem__(self, model_id: str) -> VirtualMemoryPool:
+        return self._models[model_id]
+
+    def __contains__(self, model_id: object) -> bool:
+        return model_id in self._models
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    @property
+    def physical_limit(self) -> int:
+        """Bytes of memory that all models together hold at most. Can be set at any time.
+
+        Below what is held, idle memory is given back at once; what is in use
+        stays, and requests fail until it fits.
+        """
+        return self._handle.physical_limit
+
+    @physical_limit.setter
+    def physical_limit(self, limit: Size) -> None:
+        self._handle.set_physical_limit(to_bytes(limit, "physical_limit"))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self._device.torch_device
+
+    @property
+    def is_closed(self) -> bool:
+        return self._handle.is_closed
+
+    def close(self, force: bool = False) -> None:
+        """Unregisters all models and gives all memory back; twice is fine.
+
+        Args:
+            force: as in :meth:`unregister_model`.
+        Raises:
+            StillInUseError: something is alive in a model, and not ``force``.
+        """
+        self._handle.close(force)
+
+    def __enter__(self) -> SharedMemoryPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error its frames may keep tensors alive; the error is what matters.
+        self.close(force=error is not None)
+
+    def __repr__(self) -> str:
+        try:
+            stats = self.global_stats()
+            text = f"{_C.format_bytes(stats.physical_usage)} of {_C.format_bytes(stats.physical_limit)}"
+            text += f", models: {', '.join(self._models) or 'none'}"
+            text += ", closed" if self.is_closed else ""
+        except VmmError:
+            text = "out of reach in a forked process"
+        return f"SharedMemoryPool({self.device}: {text})"
+
+
+class _Models(Mapping[str, VirtualMemoryPool]):
+    """The models of one SharedMemoryPool. They keep it, so this must not."""
+
+    def __init__(self, handle: _C.SharedMemoryPool, owner: weakref.ref[SharedMemoryPool]) -> None:
+        self._handle = handle
+        self._owner = owner
+
+    def __getitem__(self, model_id: str) -> VirtualMemoryPool:
+        return pools.wrap(self._handle.model(_to_id(model_id)), self._owner(), model_id)
+
+    def __contains__(self, model_id: object) -> bool:
+        return isinstance(model_id, str) and self._handle.has_model(model_id)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._handle.model_ids())
+
+    def __len__(self) -> int:
+        return len(self._handle.model_ids())
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+# -- All of them -------------------------------------------------------------------------------------------------------
+
+_alive: weakref.WeakSet[SharedMemoryPool] = weakref.WeakSet()
+
+
+def wrap(handle: _C.Pool) -> VirtualMemoryPool:
+    """The one object of this pool, whosever it is."""
+    pool = pools.known(handle)
+    if pool is not None:
+        return pool
+    for shared in _open_pools():
+        if shared._handle.has_model(handle.name) and shared._handle.model(handle.name).key == handle.key:
+            return shared[handle.name]
+    return pools.wrap(handle)
+
+
+def find_model(model_id: str, device: DeviceKey | None) -> VirtualMemoryPool:
+    """The pool of a model, among all SharedMemoryPools (on ``device``, where given).
+
+    Raises:
+        ModelNotFoundError: no such model; the known ones are listed.
+        InvalidArgumentError: several; their devices are listed.
+    """
+    candidates = [shared for shared in _open_pools() if device is None or shared._device == device]
+    found = [shared for shared in candidates if model_id in shared]
+    if len(found) == 1:
+        return found[0][model_id]
+    where = "" if device is None else f" on {device}"
+    if not found:
+        known = ", ".join(sorted({name for shared in candidates for name in shared})) or "none"
+        raise ModelNotFoundError(f"no model {model_id!r}{where}; registered: {known}", model_id=model_id)
+    devices = sorted({str(shared.device) for shared in found})
+    cure = f"name one: device={devices[0]!r}" if len(devices) > 1 else "give the pool itself instead of its id"
+    raise InvalidArgumentError(
+        f"{len(found)} SharedMemoryPools have a model {model_id!r}, on {', '.join(devices)}; {cure}"
+    )
+
+
+def _open_pools() -> list[SharedMemoryPool]:
+    return [shared for shared in list(_alive) if not shared.is_closed]
+
+
+def _to_id(model_id: str) -> str:
+    if not isinstance(model_id, str):
+        raise InvalidArgumentError(f"model_id={model_id!r} is not text")
+    return model_id
+
+
+def _close_dropped(handle: _C.SharedMemoryPool) -> None:
+    # Nobody can close it any more. In a forked child there is nothing to close.
+    with contextlib.suppress(VmmError):
+        handle.close(True)

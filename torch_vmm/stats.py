@@ -1,0 +1,119 @@
+"""A pool's numbers as plain values, and torch's table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+_WIDTH = 75
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """What a pool's memory is at one moment, in bytes.
+
+    ``physical_usage == allocated_bytes + idle_bytes + stranded_bytes + quarantined_bytes``
+    """
+
+    virtual_capacity: int
+    """Bytes of addresses."""
+    physical_usage: int
+    """Bytes mapped."""
+    mapped_pages: int
+    """``physical_usage`` in pages of the pool's ``page_size``."""
+    fragmentation_ratio: float
+    """``stranded_bytes / physical_usage``; 0 when nothing is mapped."""
+    allocated_bytes: int
+    """In use by tensors and by explicit pages."""
+    idle_bytes: int
+    """Mapped, unused, in whole chunks: others can have them."""
+    stranded_bytes: int
+    """Mapped, unused, in chunks that are partly used."""
+    quarantined_bytes: int
+    """Freed, but queued work may still use them."""
+
+
+@dataclass(frozen=True)
+class GlobalMemoryStats:
+    """The same for a SharedMemoryPool, over its models and what it keeps unmapped, in bytes.
+
+    ``physical_usage == allocated_bytes + idle_bytes + stranded_bytes + quarantined_bytes + store_bytes``
+    """
+
+    physical_limit: int
+    """Bytes that all models together may hold."""
+    physical_usage: int
+    """Bytes that they hold; never above the limit, unless that was lowered since."""
+    num_models: int
+    allocated_bytes: int
+    idle_bytes: int
+    stranded_bytes: int
+    quarantined_bytes: int
+    store_bytes: int
+    """Held by the page store, mapped nowhere."""
+
+
+def _bytes(value: int, like: int) -> str:
+    """``value`` in the unit that shows ``like`` with at most six digits."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    shift = 0
+    while like >> (10 * shift) >= 768 * 1024 and shift + 1 < len(units):
+        shift += 1
+    return f"{value >> (10 * shift):6d} {units[shift]:<3}"
+
+
+def _count(value: int, like: int) -> str:
+    units = [" ", "K", "M"]
+    step = 0
+    while like // 1000**step >= 750_000 and step + 1 < len(units):
+        step += 1
+    return f"{value // 1000**step:7d} {units[step]} "
+
+
+_FAMILIES: list[tuple[str, str, Callable[[int, int], str]]] = [
+    ("allocated_bytes", "Allocated memory", _bytes),
+    ("active_bytes", "Active memory", _bytes),
+    ("requested_bytes", "Requested memory", _bytes),
+    ("reserved_bytes", "Reserved memory", _bytes),
+    ("inactive_split_bytes", "Non-releasable memory", _bytes),
+    ("allocation", "Allocations", _count),
+    ("active", "Active allocs", _count),
+    ("segment", "Reserved segments", _count),
+    ("inactive_split", "Non-releasable allocs", _count),
+]
+_PARTS = [("all", ""), ("large_pool", "      from large pool"), ("small_pool", "      from small pool")]
+
+
+def memory_summary(stats: Mapping[str, int], title: str, abbreviated: bool) -> str:
+    """The table of ``torch.cuda.memory_summary`` for one pool.
+
+    Args:
+        stats: with the keys of ``torch.cuda.memory_stats``.
+        title: whose numbers these are.
+        abbreviated: without the rows of the small and the large pool.
+    """
+    counters = f"OOMs: {stats['num_ooms']}"
+    retries = f"reclaims: {stats['num_alloc_retries']}"
+    heads = "".join(f"| {head:<10} " for head in ("Cur Usage", "Peak Usage", "Tot Alloc", "Tot Freed"))
+    lines = [
+        "=" * _WIDTH,
+        f"{title[:_WIDTH]:^{_WIDTH}}",
+        "-" * _WIDTH,
+        f"{counters:^37}|{retries:^37}",
+        "=" * _WIDTH,
+        f"{'Metric':^23}{heads}",
+    ]
+    for family, name, form in _FAMILIES:
+        lines.append("-" * _WIDTH)
+        whole = _row(stats, f"{family}.all")
+        for part, label in _PARTS[:1] if abbreviated else _PARTS:
+            values = _row(stats, f"{family}.{part}")
+            # A part is shown in the unit of the whole, so that the column adds up.
+            cells = "".join(f"| {form(value, like)} " for value, like in zip(values, whole, strict=True))
+            lines.append(f" {label or name:<22}{cells}")
+    lines.append("=" * _WIDTH)
+    return "".join(f"|{line}|\n" for line in lines)
+
+
+def _row(stats: Mapping[str, int], key: str) -> list[int]:
+    return [stats[f"{key}.{what}"] for what in ("current", "peak", "allocated", "freed")]
