@@ -91,7 +91,7 @@ bench-host: ## the benchmarks that make sense on host memory
 .PHONY: soak
 soak: tools ## the random program for SOAK_STEPS steps (10^7)
 	@scripts/cpp_tests build plain
-	@VMM_STEPS=$(SOAK_STEPS) $(if $(VMM_SEED),VMM_SEED=$(VMM_SEED)) build/cpp-plain/random_program_test
+	@VMM_STEPS=$(SOAK_STEPS) $(if $(VMM_SEED),VMM_SEED=$(VMM_SEED)) build/cpp-plain/random_program_test --gtest_filter='*FreshSeed'
 
 .PHONY: minors
 minors: ## compile the adapter against the headers of every supported torch

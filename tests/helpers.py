@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -53,24 +56,60 @@ def is_zero(tensor: torch.Tensor) -> bool:
     return not _bytes_of(tensor).cpu().numpy().any()
 
 
-def python(code: str, *, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` in a fresh Python that can import torch_vmm; its output is text."""
+def _environment() -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_VMM_")}
     env.update(PYTHONPATH=str(ROOT), TORCH_VMM_HOST_BYTES="2GiB", OMP_NUM_THREADS="1")
-    env.update(environment)
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=env,
+    return env
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "fork_server.py")],
+        env=_environment(),
         cwd=ROOT,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=timeout,
     )
 
 
-def run(code: str, *, timeout: float = 120, **environment: str) -> str:
+def python(
+    code: str, *, fresh: bool = False, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``code`` in a process of its own; its output is text.
+
+    Args:
+        fresh: in a Python that has imported nothing; else torch and torch_vmm
+            are imported already, which saves seconds (tests/fork_server.py).
+        timeout: seconds until it is killed.
+        environment: further variables.
+    """
+    code = textwrap.dedent(code)
+    if fresh:
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env=_environment() | environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "stdout"), Path(folder, "stderr")
+        request = {"code": code, "environment": environment, "stdout": str(out), "stderr": str(err), "timeout": timeout}
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        status = int(server.stdout.readline())
+        return subprocess.CompletedProcess([code], status, out.read_text(), err.read_text())
+
+
+def run(code: str, *, fresh: bool = False, timeout: float = 120, **environment: str) -> str:
     """The same, where it must end well and say nothing on stderr; returns what it printed."""
-    done = python(code, timeout=timeout, **environment)
+    done = python(code, fresh=fresh, timeout=timeout, **environment)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert done.stderr == "", done.stderr
     return done.stdout

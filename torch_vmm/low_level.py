@@ -49,6 +49,7 @@ class VirtualMemoryManager:
 
     @property
     def is_closed(self) -> bool:
+        """Closed: it takes no more requests."""
         return self._handle.is_closed
 
     # -- Addresses -----------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class VirtualMemoryPool:
     Raises:
         InvalidArgumentError: a capacity, limit or device that can't be.
         InvalidPageSizeError: a page size that can't be.
-        OutOfMemoryError: there is no such stretch of addresses.
+        OutOfMemoryError: no such stretch of addresses is left.
         NotAvailableError: no driver, or no such device.
     """
 
@@ -94,14 +94,14 @@ class VirtualMemoryPool:
     def allocate(self, offset: Size, size: Size) -> int:
         """Backs the pages that cover [offset, offset + size) with memory.
 
-        The memory reads as zero on the current stream.
+        They read as zero, or as what this pool held in them before: memory of
+        other models is zeroed first, on the current stream.
 
         Args:
             offset: bytes from :attr:`base_address`; need not be aligned.
             size: bytes, above 0.
         Returns:
-            The address of the first page: ``base_address + offset``, rounded down
-            to the page.
+            The address of ``offset``.
         Raises:
             InvalidRangeError: empty, overflowing, or beyond the capacity.
             AlreadyMappedError: a page of it is in use, by ``allocate`` or a tensor.

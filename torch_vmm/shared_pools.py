@@ -161,6 +161,7 @@ class SharedMemoryPool:
 
     @property
     def is_closed(self) -> bool:
+        """Closed: it takes no more requests."""
         return self._handle.is_closed
 
     def close(self, force: bool = False) -> None:

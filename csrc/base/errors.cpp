@@ -58,6 +58,7 @@ void throw_if_failed(const Status& status, const std::string& doing) {
   if (status.code() == StatusCode::driver_gone) {
     throw NotAvailableError(doing + ": " + status.text() + "; this process can no longer use the device");
   }
+  if (status.code() == StatusCode::out_of_memory) throw OutOfMemoryError(doing + ": " + status.text(), 0, 0, 0, "");
   throw DriverError(status, doing);
 }
 

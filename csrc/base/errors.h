@@ -103,7 +103,8 @@ class NotAvailableError : public VmmError {
   std::string reason;
 };
 
-// Throws DriverError unless `status` is ok. `doing` says what was attempted.
+// Throws what `status` means unless it is ok: OutOfMemoryError, NotAvailableError
+// (the driver has gone) or DriverError. `doing` says what was attempted.
 void throw_if_failed(const Status& status, const std::string& doing);
 
 }  // namespace vmm

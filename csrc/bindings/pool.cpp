@@ -47,13 +47,19 @@ void close(Pool& pool, bool force) {
   memory.close_pool(pool, force);
 }
 
+[[noreturn]] void refuse_unmapped(const Pool& pool, std::size_t offset, std::size_t bytes) {
+  std::size_t page = align_down(offset, pool.page_size());
+  while (page + pool.page_size() < offset + bytes && pool.is_mapped(page, pool.page_size())) page += pool.page_size();
+  throw NotMappedError(page, pool.page_size(),
+                       "pool '" + pool.name() + "': a tensor over offset " + std::to_string(offset) + ", size " +
+                           std::to_string(bytes) + " needs its pages allocated first");
+}
+
 py::object tensor(const PoolPtr& pool, std::size_t offset, const std::vector<std::int64_t>& shape, py::handle dtype) {
   home_of(*pool);
   const std::size_t bytes = tensor_bytes(shape, dtype);
   // Throws InvalidRangeError for what lies beyond the pool, and for nothing.
-  if (!pool->is_mapped(offset, bytes)) {
-    throw NotMappedError(offset, bytes, "not all of it is allocated; allocate(offset, size) its pages first");
-  }
+  if (!pool->is_mapped(offset, bytes)) refuse_unmapped(*pool, offset, bytes);
   return make_tensor(pool->base() + offset, shape, dtype, Runtime::room_of(*pool), pool);
 }
 
@@ -93,7 +99,8 @@ void bind_memory_stats(py::module_& module) {
       .def_readonly("stranded_bytes", &MemoryStats::stranded_bytes)
       .def_readonly("quarantined_bytes", &MemoryStats::quarantined_bytes)
       .def("as_dict", &as_dict)
-      .def("__repr__", [](const MemoryStats& stats) { return "MemoryStats(" + std::string(py::str(as_dict(stats))) + ")"; });
+      .def("__repr__",
+           [](const MemoryStats& stats) { return "MemoryStats(" + std::string(py::str(as_dict(stats))) + ")"; });
 }
 
 // The getter of a number that is read under the pool's lock.
@@ -207,8 +214,8 @@ void bind_pool(py::module_& module) {
       .def("close", &close, py::arg("force") = false, WithoutGil())
       .def("__repr__", [](const Pool& self) {
         return "<torch_vmm._C.Pool '" + self.name() + "' on " + to_string(Runtime::room_of(self).kind) + ":" +
-               std::to_string(self.device()) + ", " + format_bytes(self.capacity()) + " at " +
-               format_hex(self.base()) + ">";
+               std::to_string(self.device()) + ", " + format_bytes(self.capacity()) + " at " + format_hex(self.base()) +
+               ">";
       });
 
   module.def(

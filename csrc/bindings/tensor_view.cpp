@@ -43,8 +43,8 @@ py::object make_tensor(Address address, const std::vector<std::int64_t>& shape, 
   }
   const bool is_cuda = room.kind == DeviceKind::cuda;
   if (is_cuda) at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
-  const c10::Device device = is_cuda ? c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(room.ordinal))
-                                     : c10::Device(c10::kCPU);
+  const c10::Device device =
+      is_cuda ? c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(room.ordinal)) : c10::Device(c10::kCPU);
   // Holding it in the deleter is all that keeps the owner.
   auto keep = [owner = std::move(owner)](void*) {};
   // With the device given torch need not ask CUDA where the pointer lives.

@@ -108,7 +108,8 @@ void bind_values(py::module_& module) {
       .def("__repr__", &VirtualAddressRange::text)
       .def("__eq__", [](const VirtualAddressRange& a,
                         const VirtualAddressRange& b) { return a.manager == b.manager && a.base == b.base; })
-      .def("__hash__", [](const VirtualAddressRange& self) { return py::hash(py::make_tuple(self.manager, self.base)); });
+      .def("__hash__",
+           [](const VirtualAddressRange& self) { return py::hash(py::make_tuple(self.manager, self.base)); });
 
   py::class_<PhysicalAllocation>(module, "PhysicalAllocation")
       .def_readonly("handle", &PhysicalAllocation::handle)
@@ -118,7 +119,8 @@ void bind_values(py::module_& module) {
       .def("__repr__", &PhysicalAllocation::text)
       .def("__eq__", [](const PhysicalAllocation& a,
                         const PhysicalAllocation& b) { return a.manager == b.manager && a.handle == b.handle; })
-      .def("__hash__", [](const PhysicalAllocation& self) { return py::hash(py::make_tuple(self.manager, self.handle)); });
+      .def("__hash__",
+           [](const PhysicalAllocation& self) { return py::hash(py::make_tuple(self.manager, self.handle)); });
 
   py::class_<MappingRecord>(module, "MappingRecord")
       .def_readonly("va_offset", &MappingRecord::va_offset)
@@ -127,8 +129,8 @@ void bind_values(py::module_& module) {
       .def_readonly("access", &MappingRecord::access)
       .def("__repr__", [](const MappingRecord& self) {
         return "MappingRecord(va_offset=" + std::to_string(self.va_offset) + ", size=" + std::to_string(self.size) +
-               ", phys_handle=" + format_hex(self.phys_handle) + ", access=" + std::string(py::str(py::cast(self.access))) +
-               ")";
+               ", phys_handle=" + format_hex(self.phys_handle) +
+               ", access=" + std::string(py::str(py::cast(self.access))) + ")";
       });
 }
 
@@ -138,8 +140,7 @@ void bind_virtual_memory_manager(py::module_& module) {
   bind_values(module);
 
   py::class_<Manager, ManagerPtr> manager(module, "VirtualMemoryManager");
-  manager
-      .def(py::init(&make), py::arg("kind"), py::arg("ordinal") = 0)
+  manager.def(py::init(&make), py::arg("kind"), py::arg("ordinal") = 0)
       .def_property_readonly("kind", [](const Manager& self) { return to_string(self.room.kind); })
       .def_property_readonly("ordinal", [](const Manager& self) { return self.room.ordinal; })
       .def_property_readonly("granularity", [](const Manager& self) { return self.manager.granularity(); })
@@ -178,8 +179,7 @@ void bind_virtual_memory_manager(py::module_& module) {
           "mappings", [](Manager& self, const VirtualAddressRange& range) { return self.here().mappings(range); },
           py::arg("range"), WithoutGil())
       .def("tensor", &tensor, py::arg("range"), py::arg("offset"), py::arg("shape"), py::arg("dtype"))
-      .def(
-          "close", [](Manager& self) { self.here().close(); }, WithoutGil());
+      .def("close", [](Manager& self) { self.here().close(); }, WithoutGil());
 }
 
 }  // namespace vmm::bindings

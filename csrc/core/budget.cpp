@@ -46,9 +46,7 @@ Budget* Budget::transfer(Budget& from, Budget& to, std::size_t bytes) {
 std::size_t Budget::headroom() const {
   std::size_t least = kUnlimited;
   for (const Budget* level = this; level != nullptr; level = level->parent_) {
-    const std::size_t most = level->limit();
-    const std::size_t used = level->used();
-    least = std::min(least, most > used ? most - used : 0);
+    least = std::min(least, level->room());
   }
   return least;
 }

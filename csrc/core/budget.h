@@ -34,6 +34,12 @@ class Budget {
   [[nodiscard]] std::size_t limit() const { return limit_bytes_.load(std::memory_order_relaxed); }
   // May be below used(): then every charge is refused until it fits again.
   void set_limit(std::size_t limit_bytes) { limit_bytes_.store(limit_bytes, std::memory_order_relaxed); }
+  // Bytes that this budget alone would still allow.
+  [[nodiscard]] std::size_t room() const {
+    const std::size_t most = limit();
+    const std::size_t taken = used();
+    return most > taken ? most - taken : 0;
+  }
   // Bytes that could be charged now, over the whole chain.
   [[nodiscard]] std::size_t headroom() const;
   // True when `other` is this budget or one of its parents.

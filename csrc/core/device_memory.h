@@ -109,7 +109,8 @@ class DeviceMemory {
   PoolList victims(const Pool& asker, const Budget* refused) const;
   static PoolList in_order_of_yielding(PoolList pools);
   void take_from(const PoolList& pools, std::size_t want, Grant& grant);
-  void melt(Pool& asker, const Budget* refused, std::size_t want, Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
+  void melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want, Grant& grant)
+      VMM_NO_THREAD_SAFETY_ANALYSIS;
   void settle_all(bool wait);
   void bury_retired();
   [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);

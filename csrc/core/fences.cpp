@@ -11,15 +11,20 @@ FencePoint::~FencePoint() {
 
 bool FencePoint::passed() {
   if (passed_.load(std::memory_order_acquire)) return true;
-  // A driver that is gone runs nothing, so nothing is waited for.
-  const bool done = fence_ == nullptr || pool_.driver().query(fence_).code() != StatusCode::not_ready;
+  bool done = fence_ == nullptr;
+  if (!done) {
+    // A driver that is gone runs nothing, so nothing is waited for. Any other
+    // answer than a clear yes is a no: memory must not leave under queued work.
+    const Status status = pool_.driver().query(fence_);
+    done = status.ok() || status.code() == StatusCode::driver_gone;
+  }
   if (done) passed_.store(true, std::memory_order_release);
   return done;
 }
 
 void FencePoint::wait() {
   if (passed()) return;
-  pool_.driver().wait(fence_).ignore();
+  if (!pool_.driver().wait(fence_).ok()) pool_.driver().synchronize(pool_.device()).ignore();
   passed_.store(true, std::memory_order_release);
 }
 

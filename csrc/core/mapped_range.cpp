@@ -29,6 +29,19 @@ Status for_each_run(std::span<const Placement> placements, const Each& each) {
 
 }  // namespace
 
+Access LiveMapping::access_of(Location who) const {
+  for (const auto& [location, access] : rights) {
+    if (location == who) return access;
+  }
+  return Access::none;
+}
+
+Access LiveMapping::access() const {
+  Access strongest = Access::none;
+  for (const auto& [location, access] : rights) strongest = std::max(strongest, access);
+  return strongest;
+}
+
 void MappedRange::unmap_first(std::span<const Placement> placements, std::size_t count) {
   while (count-- > 0) {
     driver_.unmap(base_ + placements[count].offset, placements[count].chunk->size).ignore();
@@ -57,22 +70,24 @@ Status MappedRange::map(std::span<const Placement> placements, std::span<const L
     unmap_first(placements, placements.size());
     return status;
   }
-  const Access access = accessors.empty() ? Access::none : Access::read_write;
+  LiveMapping mapping{nullptr, size_class, {}};
+  for (const Location& who : accessors) mapping.rights.emplace_back(who, Access::read_write);
   for (const auto& [offset, chunk] : placements) {
-    live_.emplace(offset, LiveMapping{chunk, size_class, access});
+    mapping.chunk = chunk;
+    live_.emplace(offset, mapping);
     mapped_bytes_ += chunk->size;
   }
   return {};
 }
 
-Status MappedRange::unmap(std::size_t offset) {
-  const auto found = live_.find(offset);
-  VMM_CHECK(found != live_.end(), "no mapping at ", offset);
-  Chunk* chunk = found->second.chunk;
-  if (const Status status = driver_.unmap(base_ + offset, chunk->size); !status.ok()) return status;
-  mapped_bytes_ -= chunk->size;
-  chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
-  live_.erase(found);
+Status MappedRange::unmap(ByteRange range) {
+  auto found = live_.find(range.offset);
+  VMM_CHECK(found != live_.end(), "no mapping at ", range.offset);
+  if (const Status status = driver_.unmap(base_ + range.offset, range.size); !status.ok()) return status;
+  for (; found != live_.end() && found->first < range.end(); found = live_.erase(found)) {
+    found->second.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    mapped_bytes_ -= found->second.chunk->size;
+  }
   return {};
 }
 
@@ -113,7 +128,13 @@ Status MappedRange::set_access(ByteRange range, Location who, Access access) {
     return status;
   }
   for (auto it = live_.lower_bound(range.offset); it != live_.end() && it->first < range.end(); ++it) {
-    it->second.access = access;
+    auto& rights = it->second.rights;
+    const auto held = std::find_if(rights.begin(), rights.end(), [&](const auto& right) { return right.first == who; });
+    if (held != rights.end()) {
+      held->second = access;
+    } else {
+      rights.emplace_back(who, access);
+    }
   }
   return {};
 }

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <map>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -18,7 +19,11 @@ namespace vmm {
 struct LiveMapping {
   Chunk* chunk = nullptr;
   SizeClass size_class = SizeClass::large_pool;  // what it was mapped for
-  Access access = Access::none;                  // of the chunk's own device
+  std::vector<std::pair<Location, Access>> rights;  // who was ever given access, and what each has now
+
+  [[nodiscard]] Access access_of(Location who) const;
+  // The strongest that anyone has.
+  [[nodiscard]] Access access() const;
 };
 
 // A chunk and the offset at which it is to stand.
@@ -40,8 +45,9 @@ class MappedRange {
   // each contiguous run (one call a run: set_access is the dear call).
   // REQUIRES: inside the range, on free addresses, sorted by offset.
   Status map(std::span<const Placement> placements, std::span<const Location> accessors, SizeClass size_class);
-  // Unmaps what map() has just mapped there. REQUIRES: no queued work uses it.
-  Status unmap(std::size_t offset);
+  // Unmaps a run of whole mappings in one call. REQUIRES: no gaps in it, and no
+  // queued work uses it.
+  Status unmap(ByteRange range);
   // Takes the mapping at `offset` out of the range; its address stays mapped
   // and blocked until `fences` have passed. Returns the chunk, which may
   // already be mapped elsewhere.
@@ -49,7 +55,7 @@ class MappedRange {
   // Drops the retired mappings whose fences have passed; with `wait`, all of
   // them. Returns the stretches that are free addresses now.
   std::vector<ByteRange> drop_retired(bool wait);
-  // Changes access over whole live mappings.
+  // Changes access over a run of whole live mappings.
   Status set_access(ByteRange range, Location who, Access access);
 
   // The stretches of `range` without a live mapping, by offset.

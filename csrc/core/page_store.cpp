@@ -85,18 +85,15 @@ Status PageStore::create_prepaid(const ChunkSpec& spec, Budget& payer, Chunk** o
   return {};
 }
 
-void PageStore::release_keeping_charge(Chunk* chunk) {
+Status PageStore::release(Chunk* chunk) {
   VMM_CHECK(chunk->mappings.load(std::memory_order_acquire) == 0, "chunk of ", chunk->size, " bytes is mapped");
-  driver_.release(chunk->handle).ignore();  // fails only when the driver has gone, and then all memory has
+  const Status status = driver_.release(chunk->handle);
+  // When the driver has gone, all its memory has.
+  if (!status.ok() && status.code() != StatusCode::driver_gone) return status;
   live_chunks_.fetch_sub(1, std::memory_order_relaxed);
+  chunk->charged->refund(chunk->size);
   delete chunk;
-}
-
-void PageStore::release(Chunk* chunk) {
-  Budget* payer = chunk->charged;
-  const std::size_t size = chunk->size;
-  release_keeping_charge(chunk);
-  payer->refund(size);
+  return {};
 }
 
 void PageStore::put(Budget& group, Chunk* chunk) {
@@ -133,8 +130,12 @@ std::size_t PageStore::trim_shelf(ChunkShelf& shelf, std::size_t keep_bytes) {
       kept.push_back(chunk);  // a former address still waits for its fence
       continue;
     }
-    given_back += chunk->size;
-    release(chunk);
+    const std::size_t size = chunk->size;
+    if (release(chunk).ok()) {
+      given_back += size;
+    } else {
+      kept.push_back(chunk);
+    }
   }
   for (Chunk* chunk : kept) shelf.put(chunk);
   return given_back;

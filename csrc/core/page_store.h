@@ -52,11 +52,10 @@ class PageStore {
   Status create(const ChunkSpec& spec, Budget& payer, Chunk** out, Budget** refused);
   // A new chunk for a charge that `payer` already carries.
   Status create_prepaid(const ChunkSpec& spec, Budget& payer, Chunk** out);
-  // Gives the chunk back to the driver and refunds its budget.
-  // REQUIRES: nothing maps it any more.
-  void release(Chunk* chunk);
-  // The same, but the charge stays with the budget for the caller to use.
-  void release_keeping_charge(Chunk* chunk);
+  // Gives the chunk back to the driver and refunds its budget. Where the driver
+  // refuses, chunk and charge stay as they are: memory that is still there must
+  // count. REQUIRES: nothing maps it any more.
+  Status release(Chunk* chunk);
 
   // Puts an unused chunk on the shelf of `group`, which from now on pays.
   // REQUIRES: the chunk's budget stands under `group`.

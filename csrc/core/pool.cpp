@@ -83,9 +83,13 @@ void Pool::end() {
     drop_retired(/*wait=*/true);
     context_.store.put(group_, chunk);
   }
+  // Nobody comes after this, so what failed once is tried once more.
+  drop_retired(/*wait=*/true);
   const Address base = base_;
   range_.reset();
-  context_.address_space.unreserve(context_.driver, base, capacity_).ignore();
+  if (!context_.address_space.unreserve(context_.driver, base, capacity_).ok()) {
+    context_.address_space.unreserve(context_.driver, base, capacity_).ignore();
+  }
 }
 
 StreamTag Pool::tag_of(Stream stream) {

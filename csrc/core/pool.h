@@ -155,9 +155,9 @@ class Pool {
   Mutex& mutex() VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_; }
   // The last rung, with every pool locked: waits for what fences hold up and
   // gives all idle chunks (down to the floor) and their charge back to the
-  // driver, until `payer` has room for `want` bytes.
+  // driver, until `limit` (nullptr: never) has room for `want` bytes.
   void settle_for_melting() VMM_REQUIRES(mutex_);
-  void melt_locked(const Budget& payer, std::size_t want) VMM_REQUIRES(mutex_);
+  void melt_locked(const Budget* limit, std::size_t want) VMM_REQUIRES(mutex_);
 
  private:
   // What is known of one stream that used the pool.

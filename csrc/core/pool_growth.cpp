@@ -313,7 +313,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
     // Scrubbing may be queued through the new addresses: it must be over
     // before they go. The one wait on this path, and only when a fill failed.
     context_.fences.record(stream)->wait();
-    for (const Placement& mapped : backing.placements) range_->unmap(mapped.offset).ignore();
+    for (const auto& [offset, chunk] : backing.placements) range_->unmap({offset, chunk->size}).ignore();
     return status;
   }
   for (const IdleChunk& move : backing.moves) detach(move.offset, last_use_of({move.offset, move.chunk->size}));

@@ -188,23 +188,20 @@ void Pool::settle_for_melting() {
   if (range_ != nullptr) settle_locked(/*wait=*/true);
 }
 
-void Pool::melt_locked(const Budget& payer, std::size_t want) {
+void Pool::melt_locked(const Budget* limit, std::size_t want) {
   if (range_ == nullptr) return;
   give_up_spare_slabs();
   IdleChunks idle = idle_chunks(kNeutral);
   IdleChunk chosen;
-  while (payer.headroom() < want && take_idle(idle, kUnlimited - 1, 0, &chosen)) {
+  while ((limit == nullptr || limit->room() < want) && take_idle(idle, kUnlimited - 1, 0, &chosen)) {
     const std::size_t size = chosen.chunk->size;
     if (range_->mapped_bytes() - size < floor()) continue;
     Chunk* chunk = detach(chosen.offset, last_use_of({chosen.offset, size}));
     drop_retired(/*wait=*/true);
     // Another pool's former mapping, of before the chunk came here, may still
     // stand: then it cannot be released yet and rests on the shelf.
-    if (chunk->mappings.load(std::memory_order_acquire) == 0) {
-      context_.store.release(chunk);
-    } else {
-      context_.store.put(group_, chunk);
-    }
+    const bool unmapped = chunk->mappings.load(std::memory_order_acquire) == 0;
+    if (!unmapped || !context_.store.release(chunk).ok()) context_.store.put(group_, chunk);
   }
 }
 

@@ -119,7 +119,7 @@ void Pool::free_pages(ByteRange range) {
     page_bytes_ -= block->size;
     // What stays mapped (part of a larger chunk) is reused in its stream's
     // order, so that stream comes after the streams we do not know.
-    after->order_before(streams_[block->tag].stream).ignore();
+    if (!after->order_before(streams_[block->tag].stream).ok()) after->wait();
     large_.free(block, block->tag, streams_[block->tag].records);
   }
   // Whole idle chunks go to the shelf at once.

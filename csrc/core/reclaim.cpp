@@ -104,24 +104,33 @@ class AllLocked {
 }  // namespace
 
 // With every pool locked: gives idle memory back until the asker has room for
-// `want` bytes, and charges them to it before anyone else can.
-void DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t want, Grant& grant) {
+// `want` bytes (`need` at the least), and charges them to it before anyone else
+// can.
+void DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want, Grant& grant) {
   const PoolList all = pools();
   const AllLocked locked(all);
-  Budget& payer = asker.budget();
-  // The device itself has run out: every shelf and pool may hold what the
-  // driver needs, whatever the limits say. Otherwise only what counts against
-  // the limit that refused.
-  const std::size_t goal = refused == nullptr ? kUnlimited : want;
   PoolList order = all;
   std::stable_sort(order.begin(), order.end(),
                    [](const auto& a, const auto& b) { return a->priority() < b->priority(); });
   for (const auto& pool : order) pool->settle_for_melting();
-  for (const auto& pool : order) {
-    if (refused != nullptr && !pool->budget().stands_under(*refused)) continue;
-    pool->melt_locked(payer, goal);
+  if (refused == nullptr) {
+    // The device itself has run out: every shelf and pool may hold what the
+    // driver needs, whatever the limits say.
+    for (const auto& pool : order) pool->melt_locked(nullptr, 0);
+    store_.trim_all();
   }
-  if (payer.headroom() < want || refused == nullptr) store_.trim_all();
+  // The limit that refused, then those above it: they may be full as well, of
+  // what others hold.
+  for (const Budget* level = refused; level != nullptr; level = level->parent()) {
+    if (level->room() < want) store_.trim_under(*level, want - level->room());
+    for (const auto& pool : order) {
+      if (pool->budget().stands_under(*level)) pool->melt_locked(level, want);
+    }
+    // What melted but is still mapped elsewhere rests on a shelf.
+    if (level->room() < want) store_.trim_under(*level, want - level->room());
+    if (level->room() < need) break;
+  }
+  Budget& payer = asker.budget();
   const std::size_t room = std::min(payer.headroom(), want);
   if (room != 0 && payer.charge(room) == nullptr) grant.prepaid_bytes += room;
 }
@@ -160,9 +169,15 @@ Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attem
       asker.settle(/*wait=*/true);  // former addresses come free
     } else {
       const std::size_t page = asker.page_size();
-      melt(asker, shortage.refused, align_up(std::max<std::size_t>(bytes, 1), page) + page, grant);
+      // A small block needs a whole slab, whatever the page.
+      const std::size_t most = align_up(std::max(bytes, shortage.bytes), page) + page;
+      melt(asker, shortage.refused, shortage.bytes, most, grant);
     }
     if (const Address address = again(&grant)) return address;
+  }
+  const bool driver_failed = shortage.refused == nullptr && !shortage.no_address_space;
+  if (driver_failed && shortage.status.code() != StatusCode::out_of_memory) {
+    throw_if_failed(shortage.status, "pool '" + asker.name() + "': " + format_bytes(bytes) + " asked");
   }
   asker.count_oom();
   throw_out_of_memory(asker, bytes, shortage);

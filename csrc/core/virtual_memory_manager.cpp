@@ -69,6 +69,13 @@ void VirtualMemoryManager::require_inside(const VirtualAddressRange& range, std:
   if (offset + size > range.size) refuse("beyond the end of the range");
 }
 
+void VirtualMemoryManager::require_device(Location location) const {
+  const int count = memory_.driver().device_count();
+  if (location.kind == Location::Kind::host || (location.device >= 0 && location.device < count)) return;
+  throw InvalidArgumentError("device " + std::to_string(location.device) + " does not exist: this machine has " +
+                             std::to_string(count));
+}
+
 VirtualAddressRange VirtualMemoryManager::reserve(std::size_t size, std::size_t alignment) {
   const MutexLock lock(mutex_);
   require_open();
@@ -122,10 +129,7 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
     throw InvalidRangeError(0, size, size, "size must be a multiple of the granularity " + std::to_string(grain));
   }
   Driver& driver = memory_.driver();
-  if (location.kind == Location::Kind::device && (location.device < 0 || location.device >= driver.device_count())) {
-    throw InvalidArgumentError("device " + std::to_string(location.device) + " does not exist: this machine has " +
-                               std::to_string(driver.device_count()));
-  }
+  require_device(location);
   Chunk* chunk = nullptr;
   Budget* refused = nullptr;
   const ChunkSpec spec{size, location, exportable};
@@ -163,8 +167,8 @@ void VirtualMemoryManager::free_physical(const PhysicalAllocation& physical) {
     throw StillInUseError(physical.text() + " is still mapped at " + std::to_string(mapped) + " addresses",
                           physical.size, static_cast<std::size_t>(mapped));
   }
+  throw_if_failed(memory_.store().release(chunk), "free_physical " + physical.text());
   physical_.erase(physical.key);
-  memory_.store().release(chunk);
 }
 
 void VirtualMemoryManager::map(const VirtualAddressRange& range, const PhysicalAllocation& physical,
@@ -207,17 +211,15 @@ void VirtualMemoryManager::unmap(const VirtualAddressRange& range, std::size_t o
   }
   // Queued work may still use the addresses; this explicit call waits for it.
   memory_.fences().record_all()->wait();
-  for (std::size_t at = offset; at < offset + size;) {
-    const std::size_t next = at + found.mapped->covering(at)->second.chunk->size;
-    throw_if_failed(found.mapped->unmap(at), "unmap offset " + std::to_string(at));
-    at = next;
-  }
+  throw_if_failed(found.mapped->unmap({offset, size}),
+                  "unmap offset " + std::to_string(offset) + " size " + std::to_string(size));
 }
 
 void VirtualMemoryManager::set_access(const VirtualAddressRange& range, Access access,
                                       const std::vector<Location>& who, std::size_t offset, std::size_t size) {
   const MutexLock lock(mutex_);
   Range& found = find(range);
+  for (const Location& location : who) require_device(location);
   if (size == 0) {
     // The whole of what is mapped from `offset` on, holes allowed.
     if (offset >= range.size) throw InvalidRangeError(offset, size, range.size, "beyond the end of the range");
@@ -233,18 +235,35 @@ void VirtualMemoryManager::set_access(const VirtualAddressRange& range, Access a
     for (auto it = found.mapped->from(at); it != found.mapped->live().end(); ++it) {
       mapped.push_back({it->first, it->second.chunk->size});
     }
-    for (const ByteRange& part : mapped) {
-      for (const Location& location : who) {
-        throw_if_failed(found.mapped->set_access(part, location, access), "set_access");
-      }
-    }
+    change_access(*found.mapped, mapped, who, access);
     return;
   }
   require_inside(range, offset, size);
   require_whole_mappings(found, range, offset, size, "set_access");
-  for (const Location& location : who) {
-    throw_if_failed(found.mapped->set_access({offset, size}, location, access),
-                    "set_access offset " + std::to_string(offset) + " size " + std::to_string(size));
+  change_access(*found.mapped, {{offset, size}}, who, access);
+}
+
+// All or nothing: on a refusal everyone gets back what they had.
+void VirtualMemoryManager::change_access(MappedRange& mapped, const std::vector<ByteRange>& parts,
+                                         const std::vector<Location>& who, Access access) {
+  struct Before {
+    ByteRange range;
+    Location who;
+    Access access;
+  };
+  std::vector<Before> done;
+  for (const ByteRange& part : parts) {
+    for (const Location& location : who) {
+      const std::size_t count = done.size();
+      for (auto it = mapped.from(part.offset); it != mapped.live().end() && it->first < part.end(); ++it) {
+        done.push_back({{it->first, it->second.chunk->size}, location, it->second.access_of(location)});
+      }
+      const Status status = mapped.set_access(part, location, access);
+      if (status.ok()) continue;
+      done.resize(count);
+      for (const Before& before : done) mapped.set_access(before.range, before.who, before.access).ignore();
+      throw_if_failed(status, "set_access offset " + std::to_string(part.offset) + " size " + std::to_string(part.size));
+    }
   }
 }
 
@@ -253,7 +272,7 @@ std::vector<MappingRecord> VirtualMemoryManager::mappings(const VirtualAddressRa
   const Range& found = find(range);
   std::vector<MappingRecord> records;
   for (const auto& [offset, mapping] : found.mapped->live()) {
-    records.push_back({offset, mapping.chunk->size, mapping.chunk->handle, mapping.access});
+    records.push_back({offset, mapping.chunk->size, mapping.chunk->handle, mapping.access()});
   }
   return records;
 }
@@ -269,7 +288,7 @@ Address VirtualMemoryManager::hold(const VirtualAddressRange& range, std::size_t
     throw NotMappedError(align_down(gaps.front().offset, granularity()), granularity(), "tensor over " + range.text());
   }
   for (auto it = found.mapped->covering(offset); it != found.mapped->live().end() && it->first < offset + size; ++it) {
-    if (it->second.access == Access::none) {
+    if (it->second.access() == Access::none) {
       throw InvalidArgumentError("tensor over " + range.text() + ": offset " + std::to_string(it->first) +
                                  " is not accessible; set_access first");
     }
@@ -297,20 +316,32 @@ void VirtualMemoryManager::close() {
     throw StillInUseError("close: " + std::to_string(holds) + " tensors still use ranges of this manager", bytes,
                           holds);
   }
-  closed_ = true;
   memory_.fences().record_all()->wait();
-  for (auto& [base, range] : ranges_) {
-    while (!range.mapped->live().empty()) {
-      if (!range.mapped->unmap(range.mapped->live().begin()->first).ok()) break;  // the driver has gone
+  // What the driver refuses stays, and can be closed again. When the driver has
+  // gone, everything has.
+  Status refused;
+  const auto done = [&refused](const Status& status) {
+    if (status.ok() || status.code() == StatusCode::driver_gone) return true;
+    refused = status;
+    return false;
+  };
+  std::erase_if(ranges_, [&](auto& entry) {
+    MappedRange& mapped = *entry.second.mapped;
+    while (!mapped.live().empty()) {
+      const auto& [offset, mapping] = *mapped.live().begin();
+      const Status status = mapped.unmap({offset, mapping.chunk->size});
+      if (status.code() == StatusCode::driver_gone) break;
+      if (!done(status)) return false;
     }
-    memory_.driver().unreserve(base, range.mapped->size()).ignore();
-  }
-  ranges_.clear();
-  for (auto& [key, chunk] : physical_) {
-    chunk->mappings.store(0, std::memory_order_release);
-    memory_.store().release(chunk);
-  }
-  physical_.clear();
+    return done(memory_.driver().unreserve(entry.first, mapped.size()));
+  });
+  std::erase_if(physical_, [&](const auto& entry) {
+    Chunk* chunk = entry.second;
+    if (!memory_.driver().alive()) chunk->mappings.store(0, std::memory_order_release);
+    return chunk->mappings.load(std::memory_order_acquire) == 0 && done(memory_.store().release(chunk));
+  });
+  throw_if_failed(refused, "close");
+  closed_ = true;
 }
 
 bool VirtualMemoryManager::is_closed() const {

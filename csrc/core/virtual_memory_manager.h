@@ -91,6 +91,9 @@ class VirtualMemoryManager {
   Chunk* find(const PhysicalAllocation& physical) const VMM_REQUIRES(mutex_);
   void require_whole_mappings(const Range& found, const VirtualAddressRange& range, std::size_t offset,
                               std::size_t size, const std::string& doing) VMM_REQUIRES(mutex_);
+  void require_device(Location location) const;
+  static void change_access(MappedRange& mapped, const std::vector<ByteRange>& parts, const std::vector<Location>& who,
+                            Access access);
   void require_inside(const VirtualAddressRange& range, std::size_t offset, std::size_t size) const;
 
   DeviceMemory& memory_;

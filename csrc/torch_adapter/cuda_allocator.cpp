@@ -79,8 +79,9 @@ bool run_cuda_free_memory_callbacks() {
 // The base's own functions are never reached: whatever would call them is
 // overridden.
 CudaAllocator::CudaAllocator()
-    : CUDAPluggableAllocator([](std::size_t, int, cudaStream_t) -> void* { throw_not_yet("malloc", "the base's malloc"); },
-                             [](void*, std::size_t, int, cudaStream_t) {}) {}
+    : CUDAPluggableAllocator(
+          [](std::size_t, int, cudaStream_t) -> void* { throw_not_yet("malloc", "the base's malloc"); },
+          [](void*, std::size_t, int, cudaStream_t) {}) {}
 
 const std::shared_ptr<CudaAllocator>& CudaAllocator::instance() {
   static const auto* const kInstance = new std::shared_ptr<CudaAllocator>(new CudaAllocator);
@@ -98,7 +99,8 @@ void CudaAllocator::init(int device_count) {
   is_initialized_.store(true, std::memory_order_release);
   const double fraction = cca::CUDAAllocatorConfig::per_process_memory_fraction();
   if (fraction >= 1.0) return;
-  for (int device = 0; device < device_count; ++device) setMemoryFraction(fraction, static_cast<c10::DeviceIndex>(device));
+  for (int device = 0; device < device_count; ++device)
+    setMemoryFraction(fraction, static_cast<c10::DeviceIndex>(device));
 }
 
 // GetDevice takes 47 ns, so a lone device is not asked for.
@@ -130,7 +132,8 @@ void CudaAllocator::free_block(void* block) noexcept {
   if (block == nullptr || Runtime::in_child()) return;
   try {
     trace_free(block);
-    if (profiler_is_on()) [[unlikely]] report_free(block);
+    if (profiler_is_on()) [[unlikely]]
+      report_free(block);
     if (!Runtime::free(block)) {
       report_swallowed("free", (format_hex(reinterpret_cast<Address>(block)) + " is no live block of a pool").c_str());
     }

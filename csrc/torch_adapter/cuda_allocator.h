@@ -72,7 +72,8 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
   cca::SnapshotInfo snapshot(c10::MempoolId_t mempool, bool include_traces) override;
   bool isHistoryEnabled() override { return false; }
   void recordHistory(bool enabled, cca::CreateContextFn context_recorder, std::size_t alloc_trace_max_entries,
-                     cca::RecordContext when, bool clear_history, const std::vector<std::string>& skip_actions) override;
+                     cca::RecordContext when, bool clear_history,
+                     const std::vector<std::string>& skip_actions) override;
   void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& metadata) override;
   void pushCompileContext(std::string& context) override;
   void popCompileContext() override;

@@ -49,8 +49,8 @@ cca::CheckpointDelta CudaAllocator::setCheckpointPoolState(c10::DeviceIndex /*de
 }
 
 // A capture that torch announces has already failed in beginAllocateToPool.
-VMM_SINCE_TORCH_2_13(void CudaAllocator::markCaptureBegin(c10::DeviceIndex /*device*/) {})
-VMM_SINCE_TORCH_2_13(void CudaAllocator::markCaptureEnd(c10::DeviceIndex /*device*/) {})
+VMM_SINCE_TORCH_2_13(void CudaAllocator::markCaptureBegin(c10::DeviceIndex /*device*/){})
+VMM_SINCE_TORCH_2_13(void CudaAllocator::markCaptureEnd(c10::DeviceIndex /*device*/){})
 VMM_SINCE_TORCH_2_13(c10::DataPtr CudaAllocator::allocateWithAddress(std::size_t /*bytes*/, void* /*address*/) {
   throw_not_yet("allocateWithAddress", "allocating at a given address");
 })

@@ -63,7 +63,7 @@ void CudaAllocator::pushCompileContext(std::string& /*context*/) {}
 void CudaAllocator::popCompileContext() {}
 void CudaAllocator::setUserMetadata(const std::string& /*metadata*/) {}
 std::string CudaAllocator::getUserMetadata() { return ""; }
-VMM_SINCE_TORCH_2_14(void CudaAllocator::annotateMemory(const void* /*block*/, const std::string& /*metadata*/) {})
+VMM_SINCE_TORCH_2_14(void CudaAllocator::annotateMemory(const void* /*block*/, const std::string& /*metadata*/){})
 VMM_SINCE_TORCH_2_12(std::shared_ptr<c10::GatheredContext> CudaAllocator::getContextForPointer(const void* /*block*/) {
   return nullptr;
 })

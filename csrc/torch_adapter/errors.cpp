@@ -27,8 +27,7 @@ void rethrow_as_torch(const DeviceWords& where, std::size_t bytes) {
 }
 
 void throw_beyond_exbibyte(const DeviceWords& where) {
-  TORCH_CHECK_WITH(OutOfMemoryError, false, where.backend,
-                   " out of memory. Tried to allocate more than 1EB memory.");
+  TORCH_CHECK_WITH(OutOfMemoryError, false, where.backend, " out of memory. Tried to allocate more than 1EB memory.");
   __builtin_unreachable();
 }
 

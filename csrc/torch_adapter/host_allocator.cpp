@@ -37,7 +37,8 @@ void free_block(void* block) {
   // go with the process.
   if (Runtime::in_child()) return;
   try {
-    if (profiler_is_on()) [[unlikely]] report_free(block, *pool);
+    if (profiler_is_on()) [[unlikely]]
+      report_free(block, *pool);
     if (!Runtime::free(block)) {
       report_swallowed("free", (format_hex(reinterpret_cast<Address>(block)) + " is no live block of a pool").c_str());
     }
@@ -65,13 +66,15 @@ void HostAllocator::enable() {
 }
 
 c10::DataPtr HostAllocator::allocate(std::size_t bytes) {
-  if (Runtime::in_child()) [[unlikely]] return previous.load(std::memory_order_relaxed)->allocate(bytes);
+  if (Runtime::in_child()) [[unlikely]]
+    return previous.load(std::memory_order_relaxed)->allocate(bytes);
   if (bytes == 0) return {nullptr, nullptr, &free_block, host()};
   if (bytes >= kExbibyte) throw_beyond_exbibyte(words());
   try {
     DeviceRoom& room = Runtime::room(DeviceKind::cpu, 0);
     void* block = reinterpret_cast<void*>(room.memory.allocate(*current_pool(room), bytes, nullptr));
-    if (profiler_is_on()) [[unlikely]] report_to_profiler(room, block, static_cast<std::int64_t>(bytes), host());
+    if (profiler_is_on()) [[unlikely]]
+      report_to_profiler(room, block, static_cast<std::int64_t>(bytes), host());
     return {block, block, &free_block, host()};
   } catch (const VmmError&) {
     if (profiler_is_on()) report_out_of_memory_to_profiler(DeviceKind::cpu, 0, bytes, host());

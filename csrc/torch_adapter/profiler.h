@@ -14,9 +14,7 @@
 
 namespace vmm {
 
-inline bool profiler_is_on() {
-  return c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr;
-}
+inline bool profiler_is_on() { return c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr; }
 
 // The bytes of live blocks and of mapped chunks.
 inline std::pair<std::size_t, std::size_t> allocated_and_reserved(const DeviceRoom& room) {

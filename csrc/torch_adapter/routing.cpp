@@ -19,8 +19,7 @@ namespace vmm {
 // as soon as it comes to the top.
 class ModelContext final : public c10::DebugInfoBase, public std::enable_shared_from_this<ModelContext> {
  public:
-  ModelContext(std::shared_ptr<Pool> pool, ModelContextPtr parent)
-      : pool(std::move(pool)), parent(std::move(parent)) {}
+  ModelContext(std::shared_ptr<Pool> pool, ModelContextPtr parent) : pool(std::move(pool)), parent(std::move(parent)) {}
 
   const std::shared_ptr<Pool> pool;
   const ModelContextPtr parent;  // of whatever device
@@ -89,7 +88,8 @@ ModelContextPtr enter_model(std::shared_ptr<Pool> pool) {
   if (pool->is_retired()) throw InvalidArgumentError("pool '" + pool->name() + "' is closed");
   pop_dead();
   ModelContext* below = top();
-  auto context = std::make_shared<ModelContext>(std::move(pool), below == nullptr ? nullptr : below->shared_from_this());
+  auto context =
+      std::make_shared<ModelContext>(std::move(pool), below == nullptr ? nullptr : below->shared_from_this());
   ThreadLocalDebugInfo::_push(kModelSlot, context);
   context->holder = ThreadLocalDebugInfo::current().get();
   detail::any_model_entered.store(true, std::memory_order_relaxed);

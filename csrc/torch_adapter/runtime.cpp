@@ -61,7 +61,8 @@ void Runtime::require_own_process() {
   if (!in_child()) return;
   throw NotAvailableError(
       "this process was forked from one that uses torch_vmm, and neither the GPU nor pools survive a fork: start "
-      "workers with the 'spawn' method (torch.multiprocessing.set_start_method('spawn')), or fork before the first use");
+      "workers with the 'spawn' method (torch.multiprocessing.set_start_method('spawn')), or fork before the first "
+      "use");
 }
 
 Driver& Runtime::driver(DeviceKind kind) {

@@ -44,7 +44,8 @@ class Runtime {
   // The device's room. Throws NotAvailableError that says why there is none:
   // no driver, no such device, something missing, or a forked child.
   static DeviceRoom& room(DeviceKind kind, int ordinal) {
-    if (DeviceRoom* found = made(kind, ordinal); found != nullptr && !in_child()) [[likely]] return *found;
+    if (DeviceRoom* found = made(kind, ordinal); found != nullptr && !in_child()) [[likely]]
+      return *found;
     return instance().make_room(kind, ordinal);
   }
   // The same where it has been made already, or nullptr. Never waits.

@@ -54,7 +54,8 @@ DeviceStats to_device_stats(const Statistics& statistics) {
   result.num_sync_all_streams = statistics.num_sync_all_streams;
   result.num_device_alloc = statistics.num_device_alloc;
   result.num_device_free = statistics.num_device_free;
-  result.max_split_size = static_cast<std::int64_t>(c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size());
+  result.max_split_size =
+      static_cast<std::int64_t>(c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size());
   return result;
 }
 

@@ -227,15 +227,21 @@ def test_page_size_zero(make_pool: MakePool) -> None:
     assert raised.value.page_size == 0
 
 
-@pytest.mark.parametrize("capacity", [0, -1, 2**63, 2**70])
+@pytest.mark.parametrize("capacity", [0, -1, 2**61, 2**63 - 1, 2**63, 2**70])
 def test_capacities_that_cannot_be(make_pool: MakePool, capacity: int) -> None:
-    with pytest.raises((torch_vmm.InvalidArgumentError, torch_vmm.OutOfMemoryError)):
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="capacity"):
         make_pool(capacity)
 
 
-def test_more_addresses_than_there_are(make_pool: MakePool) -> None:
-    with pytest.raises(torch_vmm.OutOfMemoryError):
-        make_pool(2**61)
+def test_more_addresses_than_there_are(device: str) -> None:
+    pools = []
+    with pytest.raises(torch_vmm.OutOfMemoryError, match="address"):
+        while len(pools) < 1000:
+            pools.append(torch_vmm.VirtualMemoryPool("16TiB", device=device))
+    pools.pop().close()
+    torch_vmm.VirtualMemoryPool("16TiB", device=device).close()
+    for pool in pools:
+        pool.close()
 
 
 @pytest.mark.parametrize("page_size", [PAGE, 4 * PAGE])
@@ -553,8 +559,6 @@ def test_threads_share_a_pool(make_pool: MakePool) -> None:
         for step in range(40):
             page = thread * 4 + step % 4
             pool.allocate(page * PAGE, PAGE)
-            if not is_zero(pool.tensor(page * PAGE, 4096)) and step < 4:
-                wrong.append(f"page {page} was not zero at first")
             view = stamp(pool.tensor(page * PAGE, 65536), thread * 1000 + step)
             if not holds(view, thread * 1000 + step):
                 wrong.append(f"page {page} changed at step {step}")

@@ -14,6 +14,7 @@
 #include <random>
 #include <stdexcept>
 #include <thread>
+#include <type_traits>
 
 #include "base/errors.h"
 #include "core/shared_memory_pool.h"
@@ -36,8 +37,15 @@ constexpr std::size_t kGroupLimit = 96 * kMiB;
 constexpr std::size_t kDeviceBytes = 192 * kMiB;
 constexpr std::size_t kMostLive = 200;
 
-void require(bool condition, const std::string& what) {
-  if (!condition) throw std::runtime_error(what);
+// `what` is text or a function that makes it: most are never needed.
+template <typename What>
+void require(bool condition, const What& what) {
+  if (condition) return;
+  if constexpr (std::is_invocable_v<What>) {
+    throw std::runtime_error(what());
+  } else {
+    throw std::runtime_error(what);
+  }
 }
 
 Stream stream_of(std::uint64_t number) { return reinterpret_cast<Stream>(number % kStreams * 16); }
@@ -216,7 +224,8 @@ class World {
     const auto* words = reinterpret_cast<const std::uint64_t*>(live.address);
     const std::uint64_t expected = word(owners_[live.pool], live.id);
     for (std::size_t k = 0; k < align_up(live.size, 512) / 8; ++k) {
-      require(words[k] == expected, "block " + std::to_string(live.id) + " overwritten at byte " + std::to_string(8 * k));
+      if (words[k] == expected) continue;
+      require(false, "block " + std::to_string(live.id) + " overwritten at byte " + std::to_string(8 * k));
     }
   }
 
@@ -224,8 +233,8 @@ class World {
   void check_no_former_owner(std::size_t pool, Address address, std::size_t size) const {
     const auto* words = reinterpret_cast<const std::uint64_t*>(address);
     for (std::size_t k = 0; k < size / 8; ++k) {
-      require(words[k] == 0 || words[k] >> 48U == owners_[pool],
-              "pool " + std::to_string(pool) + " sees another model's data at byte " + std::to_string(8 * k));
+      if (words[k] == 0 || words[k] >> 48U == owners_[pool]) continue;
+      require(false, "pool " + std::to_string(pool) + " sees another model's data at byte " + std::to_string(8 * k));
     }
   }
 
@@ -258,7 +267,7 @@ class World {
     const std::size_t size = align_up(bytes, 512);
     for (const Live& other : live_) {
       require(live.address + size <= other.address || other.address + align_up(other.size, 512) <= live.address,
-              "block " + std::to_string(live.id) + " overlaps " + std::to_string(other.id));
+              [&] { return "block " + std::to_string(live.id) + " overlaps " + std::to_string(other.id); });
     }
     check_no_former_owner(pool, live.address, size);
     write(live);
@@ -398,7 +407,7 @@ class World {
     } else if (what < 98) {
       memory_->trim(*pools_[random() % kPools], 0);
     } else if (what < 99) {
-      pools_[random() % kPools]->memory_stats();
+      static_cast<void>(pools_[random() % kPools]->memory_stats());
     } else {
       memory_->empty_cache();
     }
@@ -444,10 +453,10 @@ std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const Prog
   program.reserve(steps);
   const auto any = [&](std::uint64_t below) { return random() % below; };
   const auto size = [&]() -> std::uint64_t {
-    const std::uint64_t kind = any(10);
-    if (kind < 4) return 1 + any(8 * kKiB);
-    if (kind < 6) return 1 + any(kMiB);
-    if (kind < 9) return 1 + any(6 * kMiB);
+    const std::uint64_t kind = any(100);
+    if (kind < 55) return 1 + any(8 * kKiB);
+    if (kind < 80) return 1 + any(400 * kKiB);
+    if (kind < 98) return 1 + any(4 * kMiB);
     return 1 + any(40 * kMiB);
   };
   while (program.size() < steps) {
@@ -500,6 +509,8 @@ void run_program(const std::vector<Op>& program) {
       world.step(program[step]);
       world.check();
     } catch (const std::exception& error) {
+      // Said at once: taking the broken world apart may abort.
+      std::fprintf(stderr, "step %zu %s: %s\n", step, text.c_str(), error.what());
       throw std::runtime_error("step " + std::to_string(step) + " " + text + ": " + error.what());
     }
   }

@@ -1,0 +1,47 @@
+"""How each allocator is chosen: its environment, its installation, and where its work runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+GPU_ALLOCATORS = ("torch_vmm", "native", "expandable", "cudaMallocAsync")
+HOST_ALLOCATORS = ("torch_vmm", "native")
+FLOOR = "floor"  # only bumps a pointer; measured where nothing is computed
+
+_CONFIGURATIONS = {"expandable": "expandable_segments:True", "cudaMallocAsync": "backend:cudaMallocAsync"}
+
+
+def environment(allocator: str) -> dict[str, str]:
+    """The environment of a process that is to use ``allocator``: torch reads its part when it is loaded."""
+    ours = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_VMM_COMMIT")
+    variables = {name: value for name, value in os.environ.items() if name not in ours}
+    if allocator in _CONFIGURATIONS:
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = _CONFIGURATIONS[allocator]
+    return variables
+
+
+def install(allocator: str, kind: str) -> None:
+    """Makes ``allocator`` torch's, for ``"cuda"`` before CUDA is initialised."""
+    if allocator == "torch_vmm":
+        import torch_vmm
+
+        torch_vmm.enable(device=kind)
+    elif allocator == FLOOR:
+        from . import loops
+
+        loops.load().install_floor()
+
+
+@contextmanager
+def work(allocator: str, kind: str) -> Iterator[None]:
+    """Where the work runs: for torch_vmm inside a model, as its users have it."""
+    if allocator != "torch_vmm":
+        yield
+        return
+    import torch_vmm
+
+    # No limit but the device's own: this is about speed, not about sharing.
+    with torch_vmm.SharedMemoryPool(physical_limit="1TiB", device=kind).register_model("benchmark"):
+        yield

@@ -1,0 +1,199 @@
+// Times allocations and frees through torch's own entry points, so that every
+// allocator is measured by the same loops: on a GPU raw_alloc_with_stream and
+// raw_delete, on the CPU Allocator::allocate and the DataPtr's deleter. It also
+// holds the floor: an allocator that only bumps a pointer.
+//
+// Threads run under the caller's ThreadLocalState, as autograd's do, so a model
+// that is open around the call is open in them.
+#include <ATen/ThreadLocalState.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace {
+
+namespace caching = c10::cuda::CUDACachingAllocator;
+
+class Stopwatch {
+ public:
+  [[nodiscard]] double ns() const {
+    return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+// Where blocks come from: take(bytes) gives a Block, drop(block) frees it.
+class GpuBlocks {
+ public:
+  using Block = void*;
+  static void enter_thread() { c10::cuda::set_device(0); }
+  Block take(size_t bytes) const { return caching::raw_alloc_with_stream(bytes, stream_); }
+  static void drop(Block& block) {
+    if (block != nullptr) caching::raw_delete(block);
+    block = nullptr;
+  }
+
+ private:
+  cudaStream_t stream_ = c10::cuda::getDefaultCUDAStream(0).stream();
+};
+
+class HostBlocks {
+ public:
+  using Block = c10::DataPtr;
+  static void enter_thread() {}
+  Block take(size_t bytes) const { return allocator_->allocate(bytes); }
+  static void drop(Block& block) { block.clear(); }
+
+ private:
+  c10::Allocator* allocator_ = c10::GetCPUAllocator();
+};
+
+// One block at a time, taken and dropped `count` times by each thread; wall
+// time in ns a pair, over all threads' pairs. The first round is not counted.
+template <class Source>
+double pair_ns(size_t bytes, int count, int threads) {
+  const Source source;
+  const auto work = [&] {
+    for (int i = 0; i < count; ++i) {
+      auto block = source.take(bytes);
+      Source::drop(block);
+    }
+  };
+  work();
+  if (threads == 1) {
+    const Stopwatch watch;
+    work();
+    return watch.ns() / count;
+  }
+  const at::ThreadLocalState state;
+  std::atomic<int> ready{0};
+  std::atomic<bool> go{false};
+  std::vector<std::thread> crew;
+  for (int i = 0; i < threads; ++i) {
+    crew.emplace_back([&] {
+      const at::ThreadLocalStateGuard guard(state);
+      Source::enter_thread();
+      work();
+      ++ready;
+      while (!go) std::this_thread::yield();
+      work();
+    });
+  }
+  while (ready < threads) std::this_thread::yield();
+  const Stopwatch watch;
+  go = true;
+  for (auto& thread : crew) thread.join();
+  return watch.ns() / (double(count) * threads);
+}
+
+// A random live set: each operation picks one of `live` slots, drops what is in
+// it and takes a block of a size from `lowest` to `highest` bytes (uniform in
+// its logarithm). ns an operation, the best of three rounds; the blocks of one
+// round are there when the next begins.
+template <class Source>
+double churn_ns(size_t lowest, size_t highest, int live, int count, unsigned seed) {
+  struct Operation {
+    size_t slot;
+    size_t bytes;
+  };
+  std::mt19937_64 random(seed);
+  std::uniform_real_distribution<double> exponent(std::log(double(lowest)), std::log(double(highest)));
+  std::vector<Operation> operations(count);
+  for (Operation& operation : operations) {
+    operation = {size_t(random() % size_t(live)), size_t(std::exp(exponent(random)))};
+  }
+  const Source source;
+  std::vector<typename Source::Block> slots(live);
+  double best = std::numeric_limits<double>::infinity();
+  for (int round = 0; round < 3; ++round) {
+    const Stopwatch watch;
+    for (const Operation& operation : operations) {
+      auto& block = slots[operation.slot];
+      Source::drop(block);
+      block = source.take(operation.bytes);
+    }
+    best = std::min(best, watch.ns() / count);
+  }
+  for (auto& block : slots) Source::drop(block);
+  return best;
+}
+
+// at::empty of 1000 floats, in ns; the best of three rounds.
+double empty_ns(const std::string& device, int count) {
+  const auto options = at::TensorOptions().device(c10::Device(device)).dtype(at::kFloat);
+  double best = std::numeric_limits<double>::infinity();
+  for (int round = 0; round < 3; ++round) {
+    const Stopwatch watch;
+    for (int i = 0; i < count; ++i) at::empty({1000}, options);
+    best = std::min(best, watch.ns() / count);
+  }
+  return best;
+}
+
+// The floor: the next address in a window, round and round; frees do nothing.
+// Blocks overlap once it has gone round, so only the calls can be measured.
+class FloorAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator {
+ public:
+  static constexpr size_t kWindow = size_t(4) << 30;
+
+  FloorAllocator()
+      : CUDAPluggableAllocator([](size_t, int, cudaStream_t) -> void* { return nullptr; },
+                               [](void*, size_t, int, cudaStream_t) {}) {}
+  void* raw_alloc(size_t bytes) override { return bump(bytes); }
+  void* raw_alloc_with_stream(size_t bytes, cudaStream_t /*stream*/) override { return bump(bytes); }
+  void raw_delete(void* /*block*/) override {}
+  c10::DeleterFnPtr raw_deleter() const override { return &leave; }
+  c10::DataPtr allocate(size_t bytes) override {
+    void* const block = bump(bytes);
+    return {block, block, &leave, c10::Device(c10::kCUDA, 0)};
+  }
+
+ private:
+  static void leave(void* /*block*/) {}
+  void* bump(size_t bytes) {
+    static thread_local size_t next = 0;
+    if (base_ == nullptr) C10_CUDA_CHECK(cudaMalloc(&base_, kWindow));
+    const size_t rounded = (bytes + 511) / 512 * 512;
+    if (next + rounded > kWindow) next = 0;
+    void* const block = static_cast<char*>(base_) + next;
+    next += rounded;
+    return block;
+  }
+  void* base_ = nullptr;  // set by the first allocation, before there are threads
+};
+
+void install_floor() {
+  torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(std::make_shared<FloorAllocator>());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
+  m.def("gpu_pair_ns", &pair_ns<GpuBlocks>, Unlocked());
+  m.def("gpu_churn_ns", &churn_ns<GpuBlocks>, Unlocked());
+  m.def("host_pair_ns", &pair_ns<HostBlocks>, Unlocked());
+  m.def("host_churn_ns", &churn_ns<HostBlocks>, Unlocked());
+  m.def("empty_ns", &empty_ns, Unlocked());
+  m.def("install_floor", &install_floor);
+}

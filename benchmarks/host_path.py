@@ -1,0 +1,40 @@
+"""The hot path on host memory, beside torch's own CPU allocator; needs no GPU."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from . import allocators, loops
+from .measurement import Measurement
+
+KIND = "cpu"
+ALLOCATORS = allocators.HOST_ALLOCATORS
+_MIB = 2**20
+
+
+def measure(allocator: str, quick: bool) -> list[Measurement]:
+    """Times in ns, or in ms where memory is written."""
+    run = loops.load()
+    count = 20_000 if quick else 100_000
+    times = {
+        "pair 512 B": run.host_pair_ns(512, count, 1),
+        "pair 1 MiB": run.host_pair_ns(_MIB, count, 1),
+        "pair 64 MiB": run.host_pair_ns(64 * _MIB, count // 10, 1),
+        "pair 512 B, 2 threads": run.host_pair_ns(512, count // 2, 2),
+        "churn 512 B - 1 MiB, 1000 live": run.host_churn_ns(512, _MIB, 1000, count, 1),
+        "churn 1 MiB - 32 MiB, 50 live": run.host_churn_ns(_MIB, 32 * _MIB, 50, count // 10, 1),
+        "at::empty of 1000 floats": run.empty_ns("cpu", count),
+    }
+    rows = [Measurement(case, "time", value, "ns") for case, value in times.items()]
+    rows.append(Measurement("torch.zeros of 64 MiB, again and again", "time", _zeros_ms(20), "ms"))
+    return rows
+
+
+def _zeros_ms(count: int) -> float:
+    torch.zeros(16 * _MIB)
+    began = time.perf_counter()
+    for _ in range(count):
+        torch.zeros(16 * _MIB)
+    return (time.perf_counter() - began) / count * 1e3

@@ -1,0 +1,65 @@
+"""The C++ loops of ``csrc/hot_path.cpp``: built once by the runner, loaded by the processes that measure."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Protocol, cast
+
+ROOT = Path(__file__).resolve().parent.parent
+_SOURCE = Path(__file__).resolve().parent / "csrc" / "hot_path.cpp"
+_NAME = "benchmark_loops"
+
+
+class Loops(Protocol):
+    """What the extension has; times in ns, sizes in bytes."""
+
+    def gpu_pair_ns(self, size: int, count: int, threads: int) -> float: ...
+    def gpu_churn_ns(self, lowest: int, highest: int, live: int, count: int, seed: int) -> float: ...
+    def host_pair_ns(self, size: int, count: int, threads: int) -> float: ...
+    def host_churn_ns(self, lowest: int, highest: int, live: int, count: int, seed: int) -> float: ...
+    def empty_ns(self, device: str, count: int) -> float: ...
+    def install_floor(self) -> None: ...
+
+
+def _folder() -> Path:
+    return Path(__file__).resolve().parent / "scratch" / f"loops-{sys.implementation.cache_tag}"
+
+
+def build() -> None:
+    """Compiles the loops where they are not up to date. Imports torch; initialises nothing of CUDA."""
+    from torch.utils import cpp_extension
+
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import cuda_include
+
+    # As scripts/build_extension does: CXX of a conda or stand-alone Python may
+    # link libstdc++ statically, and two copies of it do not get on.
+    system = "/usr/bin/g++"
+    os.environ["CXX"] = os.environ.get("VMM_CXX") or (system if os.path.exists(system) else "g++")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    _folder().mkdir(parents=True, exist_ok=True)
+    cpp_extension.load(
+        name=_NAME,
+        sources=[str(_SOURCE)],
+        extra_cflags=["-O2", "-std=c++20", *cuda_include.include_flags()],
+        extra_ldflags=["-lc10_cuda", "-ltorch_cuda"],
+        build_directory=str(_folder()),
+        with_cuda=False,  # no kernels, so no Toolkit
+    )
+
+
+def load() -> Loops:
+    """The built loops."""
+    path = _folder() / f"{_NAME}.so"
+    spec = importlib.util.spec_from_file_location(
+        _NAME, path, loader=importlib.machinery.ExtensionFileLoader(_NAME, str(path))
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return cast(Loops, module)

@@ -1,0 +1,65 @@
+"""What the figures were measured on, and with which code."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def facts(kind: str) -> dict[str, str | int]:
+    """Device, driver, versions, processor. Initialises CUDA when ``kind`` is ``"cuda"``."""
+    import torch
+
+    on_gpu = kind == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "driver": _driver() if on_gpu else "none",
+        "cuda": torch.version.cuda or "none",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def device_tag(device: str) -> str:
+    """A short name for files: ``h100`` for ``NVIDIA H100 80GB HBM3``."""
+    model = re.search(r"\b[A-Z]{0,3}\d{2,4}[A-Z]*\b", device)
+    return re.sub(r"[^a-z0-9]+", "-", (model.group() if model else device).lower()).strip("-")
+
+
+def commit() -> str:
+    """The commit of this checkout, ``+changes`` when it has been edited, or what TORCH_VMM_COMMIT says."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        edited = _git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("TORCH_VMM_COMMIT", "unknown")
+    return f"{head}+changes" if edited else head
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def _processor() -> str:
+    try:
+        named = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        named = None
+    return named.group(1) if named else platform.machine()

@@ -1,0 +1,43 @@
+"""What a benchmark hands back, and what a result file holds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypedDict
+
+
+class Measurement(NamedTuple):
+    """One number from one process."""
+
+    case: str  # what was done: "pair 512 B"
+    metric: str  # what was measured of it: "time", "peak reserved"
+    value: float
+    unit: str
+
+
+class Answer(NamedTuple):
+    """What one process has to say."""
+
+    machine: dict[str, str | int]
+    measurements: list[Measurement]
+
+
+class Row(TypedDict):
+    """One number over all repetitions."""
+
+    case: str
+    allocator: str
+    metric: str
+    value: float  # the median of the runs
+    unit: str
+    runs: list[float]
+
+
+class Result(TypedDict):
+    """One file: every allocator's rows, from one run."""
+
+    benchmark: str
+    command: str
+    date: str  # UTC, ISO 8601
+    commit: str
+    machine: dict[str, str | int]
+    rows: list[Row]

@@ -1,0 +1,60 @@
+// Random programs over pools, models, limits, streams, threads and failing
+// driver calls, every invariant after every step. The seed is printed; run one
+// again with VMM_SEED, longer with VMM_STEPS (`make soak`: 10^7 steps), and
+// shrink a failing one with VMM_SHRINK=1.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <random>
+#include <string>
+
+#include "support/random_program.h"
+
+namespace vmm::testing {
+namespace {
+
+std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr || *text == '\0' ? otherwise : std::strtoull(text, nullptr, 10);
+}
+
+// Long programs run as many of this length: a fresh world now and then.
+constexpr std::size_t kMostStepsAtOnce = 2000;
+
+void run_seeds(std::uint64_t first_seed, std::uint64_t steps, const ProgramOptions& options) {
+  for (std::uint64_t seed = first_seed; steps != 0; ++seed) {
+    const std::size_t now = std::min<std::uint64_t>(steps, kMostStepsAtOnce);
+    SCOPED_TRACE("VMM_SEED=" + std::to_string(seed) + " VMM_STEPS=" + std::to_string(now));
+    std::fprintf(stderr, "random program: VMM_SEED=%llu VMM_STEPS=%zu, %llu steps to go\n",
+                 static_cast<unsigned long long>(seed), now, static_cast<unsigned long long>(steps));
+    const std::vector<Op> program = random_program(seed, now, options);
+    try {
+      run_program(program);
+    } catch (const std::exception& error) {
+      std::string text;
+      if (std::getenv("VMM_SHRINK") != nullptr) {
+        for (const Op& op : shrink(program)) text += "\n  " + to_string(op) + ",";
+      }
+      FAIL() << error.what() << text;
+    }
+    steps -= now;
+  }
+}
+
+std::uint64_t any_seed() { return from_environment("VMM_SEED", std::random_device()()); }
+
+TEST(RandomProgram, KeepsEveryInvariantOnFixedSeeds) { run_seeds(1, 6000, {}); }
+
+TEST(RandomProgram, KeepsEveryInvariantOnAFreshSeed) { run_seeds(any_seed(), from_environment("VMM_STEPS", 3000), {}); }
+
+TEST(RandomProgram, NeverFailsWithoutFailingCalls) {
+  run_seeds(any_seed(), 3000, {.with_threads = true, .with_failures = false});
+}
+
+// The program and its model can fail: a block that someone else wrote shows.
+TEST(RandomProgram, PrintsAnOperationAsCode) {
+  EXPECT_EQ(to_string({Op::Kind::allocate, 1, 4096, 0}), "{Op::Kind::allocate, 1, 4096, 0}");
+}
+
+}  // namespace
+}  // namespace vmm::testing

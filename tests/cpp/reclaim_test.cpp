@@ -1,0 +1,410 @@
+// The reclaim ladder: who yields when a request cannot be met, rung by rung
+// and in order, under every kind of limit.
+#include <gtest/gtest.h>
+
+#include "cpp/lab.h"
+
+namespace vmm::testing {
+namespace {
+
+const Stream kOne = stream(0x10);
+const Stream kTwo = stream(0x20);
+
+// Two or three models under one limit of 32 MiB.
+class Reclaim : public ::testing::Test {
+ protected:
+  std::shared_ptr<Pool> model(const std::string& name, std::size_t page = kPage, int priority = 0,
+                              std::size_t floor = 0) {
+    PoolSpec spec = Lab::spec(name);
+    spec.page_size = page;
+    spec.priority = priority;
+    spec.floor = floor;
+    return lab_.pool(spec, &group_);
+  }
+  std::size_t waits() const { return lab_.driver.count(Call::wait) + lab_.driver.count(Call::synchronize); }
+  static std::size_t bytes(const std::shared_ptr<Pool>& pool) { return pool->physical_bytes(); }
+
+  Lab lab_;
+  Budget& group_ = lab_.memory().create_group("the shared pool", 32 * kMiB);
+};
+
+// ------------------------------------------------------------- rung by rung
+
+TEST_F(Reclaim, TheOwnIdleMemoryComesFirst) {
+  const auto a = model("a");
+  const auto b = model("b");
+  lab_.leave_idle(*b, 16 * kMiB);
+  lab_.leave_idle(*a, 16 * kMiB);
+  lab_.driver.clear_calls();
+  lab_.allocate(*a, 12 * kMiB, kTwo);
+  EXPECT_EQ(bytes(b), 16 * kMiB);
+  EXPECT_EQ(lab_.driver.count(Call::create), 0U);
+}
+
+TEST_F(Reclaim, TheShelfComesBeforeAnyNewMemoryAndBeforeOtherModels) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const auto c = model("c");
+  lab_.leave_idle(*b, 16 * kMiB);
+  lab_.memory().allocate_pages(*c, 0, 8 * kMiB, nullptr);
+  lab_.memory().deallocate_pages(*c, 0, 8 * kMiB);
+  EXPECT_EQ(lab_.memory().store().shelved_bytes(group_), 8 * kMiB);
+  lab_.driver.clear_calls();
+  lab_.allocate(*a, 8 * kMiB);
+  EXPECT_EQ(lab_.driver.count(Call::create), 0U) << "the shelf had it";
+  EXPECT_EQ(bytes(b), 16 * kMiB);
+  EXPECT_EQ(lab_.memory().store().shelved_bytes(group_), 0U);
+}
+
+TEST_F(Reclaim, AShelfOfOtherSizesIsGivenBackToMakeRoom) {
+  const auto a = model("a", kPage);
+  const auto b = model("b", 8 * kMiB);
+  lab_.memory().allocate_pages(*b, 0, 32 * kMiB, nullptr);
+  lab_.memory().deallocate_pages(*b, 0, 32 * kMiB);
+  lab_.allocate(*a, 32 * kMiB);  // chunks of 2 MiB where 8 MiB ones rested
+  EXPECT_EQ(lab_.driver.live_chunk_bytes(), 32 * kMiB);
+}
+
+TEST_F(Reclaim, IdleMemoryOfAnotherModelMovesHere) {
+  const auto a = model("a");
+  const auto b = model("b");
+  lab_.leave_idle(*b, 32 * kMiB);
+  lab_.driver.clear_calls();
+  const Address block = lab_.allocate(*a, 20 * kMiB);
+  EXPECT_EQ(lab_.driver.count(Call::create), 0U) << "chunks move, none is made";
+  EXPECT_EQ(bytes(a), 20 * kMiB);
+  EXPECT_EQ(bytes(b), 12 * kMiB) << "and no more than was asked for";
+  Lab::fill(block, 20 * kMiB, 1);
+  EXPECT_TRUE(Lab::holds(block, 20 * kMiB, 1));
+}
+
+TEST_F(Reclaim, TheMemoryCallbackIsAskedOnlyWhenNothingIsIdle) {
+  const auto a = model("a");
+  const auto b = model("b");
+  Address cache = lab_.allocate(*b, 16 * kMiB);
+  int asked = 0;
+  lab_.memory().set_memory_callback([&] {
+    ++asked;
+    // No lock is held: it may free, and even allocate.
+    if (cache != 0) lab_.free(cache);
+    cache = 0;
+    lab_.leave_idle(*b, 4096);
+    return true;
+  });
+  lab_.leave_idle(*a, 16 * kMiB);
+  lab_.allocate(*a, 16 * kMiB);
+  EXPECT_EQ(asked, 0);
+  lab_.allocate(*a, 14 * kMiB);
+  EXPECT_EQ(asked, 1);
+  lab_.memory().set_memory_callback(nullptr);
+}
+
+TEST_F(Reclaim, FencesAreWaitedForOnlyWhenTheAlternativeIsAnError) {
+  const auto a = model("a");
+  const Address block = lab_.allocate(*a, 32 * kMiB, kOne);
+  a->record_stream(block, kTwo);
+  lab_.driver.hold_fences(kTwo);
+  lab_.free(block);
+  EXPECT_EQ(waits(), 0U);
+  lab_.allocate(*a, 32 * kMiB, kOne);
+  EXPECT_GT(waits(), 0U) << "everything waits for kTwo";
+}
+
+TEST_F(Reclaim, ChunksOfOtherSizesMeltIntoOnesThatFit) {
+  const auto a = model("a", kPage);
+  const auto b = model("b", 16 * kMiB);
+  lab_.leave_idle(*b, 32 * kMiB);
+  const Address block = lab_.allocate(*a, 14 * kMiB);
+  EXPECT_EQ(bytes(b), 16 * kMiB) << "no more than needed";
+  EXPECT_TRUE(Lab::is_zero(block, 14 * kMiB));
+  lab_.allocate(*a, 16 * kMiB);
+  EXPECT_EQ(bytes(b), 0U);
+  EXPECT_THROW(lab_.allocate(*a, 4 * kMiB), OutOfMemoryError);
+}
+
+TEST_F(Reclaim, ARequestThatFitsSucceedsFromAnyMixOfIdleMemory) {
+  const auto a = model("a", 0);
+  const auto b = model("b", 4 * kMiB);
+  const auto c = model("c", 0);
+  for (int round = 0; round < 5; ++round) {
+    lab_.leave_idle(*b, 8 * kMiB);
+    lab_.leave_idle(*c, 16 * kMiB);
+    lab_.leave_idle(*a, 6 * kMiB);
+    lab_.leave_idle(*a, 32 * kMiB);
+    lab_.leave_idle(*b, 32 * kMiB, kTwo);
+    lab_.leave_idle(*c, 30 * kMiB, kOne);
+    EXPECT_LE(group_.used(), 32 * kMiB);
+  }
+}
+
+// ----------------------------------------------------- who yields, and how far
+
+TEST_F(Reclaim, TheLowestPriorityYieldsFirst) {
+  const auto asker = model("asker");
+  const auto dear = model("dear", kPage, /*priority=*/2);
+  const auto cheap = model("cheap", kPage, /*priority=*/-1);
+  lab_.leave_idle(*dear, 20 * kMiB);
+  lab_.leave_idle(*cheap, 12 * kMiB);
+  lab_.allocate(*asker, 10 * kMiB);
+  EXPECT_EQ(bytes(cheap), 2 * kMiB);
+  EXPECT_EQ(bytes(dear), 20 * kMiB);
+  lab_.allocate(*asker, 10 * kMiB);
+  EXPECT_EQ(bytes(cheap), 0U);
+  EXPECT_EQ(bytes(dear), 12 * kMiB);
+}
+
+TEST_F(Reclaim, OfEqualPriorityTheFurthestAboveItsFloorYieldsFirst) {
+  const auto asker = model("asker");
+  const auto near = model("near", kPage, 0, /*floor=*/16 * kMiB);
+  const auto far = model("far", kPage, 0);
+  lab_.leave_idle(*near, 20 * kMiB);
+  lab_.leave_idle(*far, 12 * kMiB);
+  lab_.allocate(*asker, 10 * kMiB);
+  EXPECT_EQ(bytes(near), 20 * kMiB);
+  EXPECT_EQ(bytes(far), 2 * kMiB);
+}
+
+TEST_F(Reclaim, NoOneIsTakenBelowItsFloor) {
+  const auto asker = model("asker");
+  const auto b = model("b", kPage, 0, /*floor=*/20 * kMiB);
+  lab_.leave_idle(*b, 32 * kMiB);
+  EXPECT_THROW(lab_.allocate(*asker, 14 * kMiB), OutOfMemoryError);
+  EXPECT_GE(bytes(b), 20 * kMiB);
+  lab_.allocate(*asker, 12 * kMiB);
+  EXPECT_EQ(bytes(b), 20 * kMiB);
+}
+
+TEST_F(Reclaim, AFloorHoldsOnTheLastRungToo) {
+  const auto asker = model("asker", kPage);
+  const auto b = model("b", 8 * kMiB, 0, /*floor=*/20 * kMiB);
+  lab_.leave_idle(*b, 32 * kMiB);
+  lab_.allocate(*asker, 6 * kMiB);  // melts one chunk of 8 MiB
+  EXPECT_EQ(bytes(b), 24 * kMiB);
+  EXPECT_THROW(lab_.allocate(*asker, 4 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(bytes(b), 24 * kMiB);
+}
+
+// ---------------------------------------------------------- under which limit
+
+TEST_F(Reclaim, AModelsOwnLimitTakesNothingFromOthers) {
+  PoolSpec spec = Lab::spec("a", 8 * kMiB);
+  const auto a = lab_.pool(spec, &group_);
+  const auto b = model("b");
+  lab_.leave_idle(*b, 16 * kMiB);
+  try {
+    lab_.allocate(*a, 10 * kMiB);
+    FAIL() << "above its own limit";
+  } catch (const OutOfMemoryError& error) {
+    EXPECT_EQ(error.limit, 8 * kMiB);
+    EXPECT_EQ(error.requested, 10 * kMiB);
+    EXPECT_EQ(error.pool, "a");
+  }
+  EXPECT_EQ(bytes(b), 16 * kMiB);
+  lab_.allocate(*a, 8 * kMiB);
+}
+
+TEST_F(Reclaim, TheSharedLimitTakesNothingFromPoolsOutside) {
+  const auto a = model("a");
+  const auto outside = lab_.pool("outside");
+  lab_.leave_idle(*outside, 64 * kMiB);
+  EXPECT_THROW(lab_.allocate(*a, 40 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(bytes(outside), 64 * kMiB);
+}
+
+TEST_F(Reclaim, TheDevicesLimitTakesFromEveryGroup) {
+  lab_.memory().set_limit(lab_.memory().budget(), 48 * kMiB);
+  const auto a = model("a");
+  const auto outside = lab_.pool("outside");
+  lab_.leave_idle(*outside, 48 * kMiB);
+  lab_.allocate(*a, 30 * kMiB);
+  EXPECT_LE(lab_.memory().committed_bytes(), 48 * kMiB);
+  EXPECT_LE(bytes(outside), 18 * kMiB);
+}
+
+TEST_F(Reclaim, TwoLimitsAtOnceAreBothClimbed) {
+  // The shared limit refuses first, and what melts under it is not enough for
+  // the device's: that one is full of idle memory outside.
+  lab_.memory().set_limit(lab_.memory().budget(), 40 * kMiB);
+  const auto a = model("a", kPage);
+  const auto b = model("b", 8 * kMiB);
+  lab_.leave_idle(*b, 8 * kMiB);
+  lab_.allocate(*a, 16 * kMiB);
+  PoolSpec spec = Lab::spec("outside");
+  spec.page_size = 16 * kMiB;
+  const auto outside = lab_.pool(spec);
+  lab_.leave_idle(*outside, 16 * kMiB);
+  lab_.allocate(*a, 16 * kMiB);
+  EXPECT_EQ(bytes(a), 32 * kMiB);
+}
+
+TEST(ReclaimDriver, ADeviceThatIsFullTakesFromEveryone) {
+  Lab lab(LabSpec{32 * kMiB});
+  const auto a = lab.pool("a");
+  const auto b = lab.pool("b");
+  lab.leave_idle(*b, 32 * kMiB);
+  lab.allocate(*a, 30 * kMiB);
+  try {
+    lab.allocate(*a, 4 * kMiB);
+    FAIL() << "the device has no more";
+  } catch (const OutOfMemoryError& error) {
+    EXPECT_EQ(error.limit, 32 * kMiB) << "the device's memory";
+    EXPECT_NE(std::string(error.what()).find("driver refused"), std::string::npos) << error.what();
+  }
+}
+
+TEST(ReclaimDriver, SmallGranulesMeltEnoughForASlab) {
+  Lab lab(LabSpec{64 * kMiB, 1, 64 * kKiB});
+  PoolSpec spec = Lab::spec("b");
+  spec.page_size = 128 * kKiB;
+  const auto b = lab.pool(spec);
+  lab.memory().set_limit(lab.memory().budget(), 4 * kMiB);
+  PoolSpec small = Lab::spec("a");
+  small.page_size = 64 * kKiB;
+  const auto a = lab.pool(small);
+  lab.leave_idle(*b, 4 * kMiB);
+  lab.allocate(*a, 512);
+}
+
+// ----------------------------------------------------- hand-over without waits
+
+TEST_F(Reclaim, AHandOverUnderHeldFencesWaitsForNothing) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const Address old = lab_.allocate(*a, 32 * kMiB, kOne);
+  Lab::fill(old, 32 * kMiB, 1);
+  lab_.driver.hold_fences(kOne);
+  lab_.free(old);
+  lab_.driver.clear_calls();
+  const Address block = lab_.allocate(*b, 32 * kMiB, kTwo);
+  EXPECT_EQ(waits(), 0U);
+  EXPECT_EQ(lab_.driver.count(Call::create), 0U);
+  EXPECT_EQ(lab_.driver.count(Call::unmap), 0U) << "kOne may still write through the old addresses";
+  // Before b's work may touch it: kTwo comes after kOne, then it is zeroed.
+  std::uint64_t ordered = 0;
+  std::uint64_t mapped = 0;
+  std::size_t filled = 0;
+  for (const CallRecord& call : lab_.driver.calls()) {
+    if (call.call == Call::stream_wait && ordered == 0) {
+      EXPECT_EQ(call.a, number(kTwo));
+      ordered = call.number;
+    }
+    if (call.call == Call::set_access) mapped = call.number;
+    if (call.call == Call::fill_async) {
+      EXPECT_NE(ordered, 0U);
+      EXPECT_NE(mapped, 0U);
+      filled += call.c;
+    }
+  }
+  EXPECT_EQ(filled, 32 * kMiB) << "all of it";
+  EXPECT_TRUE(Lab::is_zero(block, 32 * kMiB));
+  // The numbers know where it is: in b; a's former addresses hold nothing.
+  EXPECT_EQ(bytes(a), 0U);
+  EXPECT_EQ(bytes(b), 32 * kMiB);
+  lab_.driver.release_fences();
+  a->settle(/*wait=*/false);
+  EXPECT_EQ(lab_.driver.live_mapped_bytes(), 32 * kMiB);
+}
+
+TEST_F(Reclaim, AddressesThatWaitForTheirFenceAreHandedToNoOne) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const Address old = lab_.allocate(*a, 16 * kMiB, kOne);
+  lab_.driver.hold_fences(kOne);
+  lab_.free(old);
+  lab_.allocate(*b, 32 * kMiB, kTwo);
+  lab_.memory().set_limit(group_, 64 * kMiB);
+  const Address fresh = lab_.allocate(*a, 16 * kMiB, kTwo);
+  EXPECT_TRUE(fresh + 16 * kMiB <= old || old + 16 * kMiB <= fresh);
+}
+
+TEST_F(Reclaim, MemoryThatChangesItsModelIsZeroed) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const Address block = lab_.allocate(*a, 32 * kMiB);
+  Lab::fill(block, 32 * kMiB, 1);
+  lab_.free(block);
+  EXPECT_TRUE(Lab::is_zero(lab_.allocate(*b, 32 * kMiB), 32 * kMiB));
+}
+
+TEST_F(Reclaim, MemoryThatComesBackByTheShelfIsZeroedForOthersOnly) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const Address pages = lab_.memory().allocate_pages(*a, 0, 8 * kMiB, kOne);
+  Lab::fill(pages, 8 * kMiB, 1);
+  lab_.memory().deallocate_pages(*a, 0, 8 * kMiB);
+  lab_.memory().allocate_pages(*a, 8 * kMiB, 4 * kMiB, kOne);
+  EXPECT_EQ(lab_.driver.count(Call::fill_async), 0U) << "its own data is no secret to it";
+  EXPECT_TRUE(Lab::is_zero(lab_.allocate(*b, 4 * kMiB, kTwo), 4 * kMiB));
+  EXPECT_EQ(lab_.driver.count(Call::create), 4U) << "the shelf's chunks";
+}
+
+TEST(ReclaimScrub, CanBeTurnedOff) {
+  LabSpec spec;
+  spec.options.scrub = false;
+  Lab lab(spec);
+  Budget& group = lab.memory().create_group("shared", 8 * kMiB);
+  const auto a = lab.pool(Lab::spec("a"), &group);
+  const auto b = lab.pool(Lab::spec("b"), &group);
+  lab.leave_idle(*a, 8 * kMiB);
+  lab.allocate(*b, 8 * kMiB);
+  EXPECT_EQ(lab.driver.count(Call::fill_async), 0U);
+}
+
+// -------------------------------------------------------------- the error
+
+TEST_F(Reclaim, TheErrorSaysWhoAskedForWhatAndWhoHoldsWhat) {
+  const auto a = model("llama", kPage, 0, 4 * kMiB);
+  const auto b = model("qwen");
+  lab_.allocate(*a, 24 * kMiB);
+  lab_.allocate(*b, 4 * kMiB);
+  try {
+    lab_.allocate(*b, 12 * kMiB);
+    FAIL() << "28 of 32 MiB are in use";
+  } catch (const OutOfMemoryError& error) {
+    const std::string text = error.what();
+    for (const char* part : {"pool 'qwen': 12 MiB asked", "the shared pool: limit 32 MiB, mapped 28 MiB",
+                             "'llama' 24 MiB in use", "(floor 4 MiB)", "'qwen' 4 MiB in use", "raise the limit",
+                             "refused by the limit of the shared pool"}) {
+      EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is missing in: " << text;
+    }
+    EXPECT_EQ(error.requested, 12 * kMiB);
+    EXPECT_EQ(error.available, 4 * kMiB);
+    EXPECT_EQ(error.limit, 32 * kMiB);
+    EXPECT_EQ(error.pool, "qwen");
+  }
+  EXPECT_EQ(b->statistics().num_ooms, 1);
+  EXPECT_EQ(a->statistics().num_ooms, 0);
+  lab_.allocate(*b, 4 * kMiB);  // what fits still works
+}
+
+TEST_F(Reclaim, ARequestBeyondTheCapacityNamesTheCapacity) {
+  const auto a = model("a");
+  try {
+    lab_.allocate(*a, 2 * kGiB);
+    FAIL();
+  } catch (const OutOfMemoryError& error) {
+    EXPECT_EQ(error.limit, kGiB);
+    EXPECT_NE(std::string(error.what()).find("virtual capacity"), std::string::npos) << error.what();
+  }
+}
+
+// ------------------------------------------------------------- set_limit
+
+TEST_F(Reclaim, ALowerLimitGivesIdleMemoryBackAndLeavesTheRest) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const Address block = lab_.allocate(*a, 16 * kMiB);
+  Lab::fill(block, 16 * kMiB, 1);
+  lab_.leave_idle(*b, 16 * kMiB);
+  EXPECT_EQ(lab_.memory().set_limit(group_, 8 * kMiB), 16 * kMiB);
+  EXPECT_EQ(group_.used(), 16 * kMiB) << "what is in use stays";
+  EXPECT_TRUE(Lab::holds(block, 16 * kMiB, 1));
+  EXPECT_THROW(lab_.allocate(*b, kMiB), OutOfMemoryError);
+  EXPECT_THROW(lab_.allocate(*a, 4 * kMiB), OutOfMemoryError);
+  lab_.free(block);
+  lab_.allocate(*b, 8 * kMiB);
+  EXPECT_LE(group_.used(), 8 * kMiB) << "nothing new until it fits, and then no more than the limit";
+}
+
+}  // namespace
+}  // namespace vmm::testing

@@ -1,0 +1,207 @@
+"""No crash and no noise however a process ends: in any order, forked, killed, with work queued.
+
+All programs start at once, each in its own process; every test looks at one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.helpers import ROOT
+
+_HEAD = """
+import os, sys, threading
+import torch, torch_vmm
+torch_vmm.enable()
+gpu = torch_vmm.SharedMemoryPool("512MiB")
+one, other = gpu.register_model("one"), gpu.register_model("other")
+def block(pool, mib=8):
+    with pool:
+        return torch.ones(mib * 2**20, dtype=torch.uint8, device="cuda")
+"""
+
+# Each prints "done" last.
+PROGRAMS = {
+    "tensors alive in globals": """
+        a, b, c = block(one), block(other), torch.ones(5, device="cuda")
+        print("done")
+    """,
+    "tensors die before their pool": """
+        a = block(one)
+        del a
+        gpu.close()
+        print("done")
+    """,
+    "pools die before their tensors": """
+        a, b = block(one), block(other)
+        gpu.close(force=True)
+        del gpu, one, other
+        assert int(a.sum()) == a.numel()
+        print("done")
+    """,
+    "a pool that was never used": """
+        pool = torch_vmm.VirtualMemoryPool("1GiB")
+        print("done")
+    """,
+    "inside a model": """
+        one.__enter__()
+        a = torch.ones(8, device="cuda")
+        print("done")
+    """,
+    "sys.exit inside a model": """
+        with one:
+            a = torch.ones(8, device="cuda")
+            print("done")
+            sys.exit(0)
+    """,
+    "tensors in a cycle": """
+        class Node: pass
+        node = Node()
+        node.me, node.block = node, block(one)
+        print("done")
+    """,
+    "a tensor that an atexit handler frees": """
+        import atexit
+        held = [block(one)]
+        atexit.register(held.clear)
+        print("done")
+    """,
+    "work still queued": """
+        a = block(one)
+        torch.cuda._sleep(400_000_000)
+        a.fill_(2)
+        del a
+        print("done")
+    """,
+    "a manager with mappings and tensors": """
+        manager = torch_vmm.VirtualMemoryManager("cuda")
+        range_ = manager.reserve("4MiB")
+        manager.map(range_, manager.alloc_physical("4MiB"))
+        manager.set_access(range_, torch_vmm.AccessFlags.READ_WRITE)
+        a = manager.tensor(range_, 0, (1024,), torch.float32)
+        print("done")
+    """,
+    "autograd's threads": """
+        with one:
+            x = torch.randn(1000, 1000, device="cuda", requires_grad=True)
+            (x @ x).sum().backward()
+        print("done")
+    """,
+    "a forked child that ends by os._exit": """
+        a = block(one)
+        torch.cuda.synchronize()
+        child = os.fork()
+        if child == 0:
+            del a
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert int(a.sum()) == a.numel()
+        print("done")
+    """,
+    "a forked child that runs to its end": """
+        a, held = block(one), [block(other)]
+        torch.cuda.synchronize()
+        child = os.fork()
+        if child == 0:
+            held.clear()
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert int(a.sum()) == a.numel() == held[0].numel()
+        print("done")
+    """,
+    "a forked child that asks for memory": """
+        a = block(one)
+        child = os.fork()
+        if child == 0:
+            try:
+                one.allocate("256MiB", "2MiB")
+            except torch_vmm.NotAvailableError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert int(a.sum()) == a.numel()
+        print("done")
+    """,
+    "multiprocessing's fork": """
+        import multiprocessing
+        a = block(one)
+        child = multiprocessing.get_context("fork").Process(target=lambda: None)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        assert int(a.sum()) == a.numel()
+        print("done")
+    """,
+    "a child made by exec": """
+        import subprocess
+        a = block(one)
+        subprocess.run([sys.executable, "-c", "pass"], check=True)
+        assert int(a.sum()) == a.numel()
+        print("done")
+    """,
+}
+
+_ENDLESS = """
+held = block(one, 400)
+torch.cuda.synchronize()
+print("ready", flush=True)
+while True:
+    block(other, 16).fill_(1)
+"""
+
+
+def start(body: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_VMM_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", _HEAD + textwrap.dedent(body)],
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Every program, running."""
+    processes = {name: start(body) for name, body in PROGRAMS.items()}
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.no_memcheck  # other processes, many at once
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ends_well(started: dict[str, subprocess.Popen[str]], name: str) -> None:
+    out, err = started[name].communicate(timeout=180)
+    assert started[name].returncode == 0, f"exit status {started[name].returncode}\n{out}\n{err}"
+    assert out.strip() == "done"
+    assert "torch_vmm:" not in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.no_memcheck  # another process
+def test_a_killed_process_gives_all_its_memory_back() -> None:
+    free = torch.cuda.mem_get_info()[0]
+    process = start(_ENDLESS)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert free - torch.cuda.mem_get_info()[0] >= 400 * 2**20
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    for _ in range(100):
+        if free - torch.cuda.mem_get_info()[0] < 64 * 2**20:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{free - torch.cuda.mem_get_info()[0]} bytes are missing")

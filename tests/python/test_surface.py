@@ -1,0 +1,111 @@
+"""The public names are these, and no others; they are typed and documented."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import torch_vmm
+
+ERRORS = {
+    "AlreadyMappedError",
+    "AsleepError",
+    "DriverError",
+    "InvalidArgumentError",
+    "InvalidPageSizeError",
+    "InvalidRangeError",
+    "ModelExistsError",
+    "ModelNotFoundError",
+    "NotAvailableError",
+    "NotMappedError",
+    "OutOfMemoryError",
+    "StillInUseError",
+    "VmmError",
+}
+CLASSES = {
+    "AccessFlags",
+    "GlobalMemoryStats",
+    "MappingRecord",
+    "MemoryStats",
+    "PhysicalAllocation",
+    "SharedMemoryPool",
+    "VirtualAddressRange",
+    "VirtualMemoryManager",
+    "VirtualMemoryPool",
+    "use_model",
+}
+FUNCTIONS = {"allocator", "current_pool", "enable", "is_enabled", "library_path", "pool_of"}
+
+SIGNATURES = {
+    "enable": "(device='cuda')",
+    "is_enabled": "(device)",
+    "use_model": "(model_id_or_pool, device=None)",
+    "current_pool": "(device='cuda')",
+    "pool_of": "(tensor_or_address)",
+    "VirtualMemoryManager": "(device='cuda')",
+    "VirtualMemoryManager.reserve": "(self, size, alignment=None)",
+    "VirtualMemoryManager.release": "(self, range)",
+    "VirtualMemoryManager.alloc_physical": "(self, size, device=None, exportable=False)",
+    "VirtualMemoryManager.free_physical": "(self, phys)",
+    "VirtualMemoryManager.map": "(self, range, phys, offset=0)",
+    "VirtualMemoryManager.unmap": "(self, range, offset, size)",
+    "VirtualMemoryManager.set_access": "(self, range, flags, device=None, offset=0, size=None)",
+    "VirtualMemoryManager.mappings": "(self, range)",
+    "VirtualMemoryManager.tensor": "(self, range, offset, shape, dtype)",
+    "VirtualMemoryPool": "(capacity, page_size=None, device='cuda', physical_limit=None, *, name=None)",
+    "VirtualMemoryPool.allocate": "(self, offset, size)",
+    "VirtualMemoryPool.deallocate": "(self, offset, size)",
+    "VirtualMemoryPool.is_mapped": "(self, offset, size)",
+    "VirtualMemoryPool.trim": "(self, keep_bytes=0)",
+    "SharedMemoryPool": "(physical_limit, device='cuda')",
+    "SharedMemoryPool.register_model": (
+        "(self, model_id, virtual_capacity=None, *, physical_limit=None, floor=0, priority=0, page_size=None)"
+    ),
+    "SharedMemoryPool.unregister_model": "(self, model_id, force=False)",
+    "SharedMemoryPool.allocate_for_model": "(self, model_id, size)",
+    "SharedMemoryPool.deallocate_for_model": "(self, model_id, offset, size)",
+    "SharedMemoryPool.get_model_stats": "(self, model_id)",
+}
+
+
+def find(path: str) -> object:
+    found: object = torch_vmm
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def test_the_names() -> None:
+    assert set(torch_vmm.__all__) == ERRORS | CLASSES | FUNCTIONS | {"__version__"}
+    assert list(torch_vmm.__all__) == sorted(torch_vmm.__all__)
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_the_signatures(path: str) -> None:
+    signature = inspect.signature(find(path))  # type: ignore[arg-type]
+    bare = signature.replace(
+        parameters=[
+            parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()
+        ],
+        return_annotation=inspect.Signature.empty,
+    )
+    assert str(bare) == SIGNATURES[path]
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS | CLASSES | FUNCTIONS))
+def test_everything_is_documented(name: str) -> None:
+    found = getattr(torch_vmm, name)
+    if getattr(found, "__module__", "") == "torch_vmm._C":
+        return  # its documentation is in _C.pyi
+    assert inspect.getdoc(found)
+    if inspect.isclass(found):
+        for member, value in vars(found).items():
+            if not member.startswith("_") and (callable(value) or isinstance(value, property)):
+                assert inspect.getdoc(value), f"{name}.{member}"
+
+
+def test_the_version_is_one_string() -> None:
+    from torch_vmm import _C, version
+
+    assert torch_vmm.__version__ == version.__version__ == _C.__version__
