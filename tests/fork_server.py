@@ -7,15 +7,20 @@ with ``code``, ``environment``, ``stdout``, ``stderr`` (paths) and ``timeout``
 (seconds) comes in, a line with the exit code (negative: the signal) goes out.
 """
 
+import gc
 import json
 import os
 import signal
 import sys
 import time
 
-import torch  # noqa: F401
+import torch
+import torch._dynamo  # noqa: F401 - the first step of an optimizer imports it, which takes as long as torch
 
 import torch_vmm  # noqa: F401
+
+gc.collect()
+gc.freeze()  # a collection in a child looks at the child's own objects only
 
 
 def wait(child: int, seconds: float) -> int:
@@ -37,7 +42,7 @@ def become(request: dict) -> str:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.dup2(file, stream)
         os.close(file)
-    sys.stdin = open(0)
+    sys.stdin = os.fdopen(0)
     return request["code"]
 
 

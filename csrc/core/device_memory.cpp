@@ -175,7 +175,7 @@ std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
   std::size_t given_back = 0;
   const auto excess = [&] { return budget.used() > limit_bytes ? budget.used() - limit_bytes : 0; };
   // What rests on shelves first, then what is idle in pools, lowest priority
-  // first. Nothing is waited for: what fences hold up goes when it can.
+  // first. Like trim(), it waits for the work that still uses what goes.
   for (int round = 0; round < 2 && excess() != 0; ++round) {
     if (round == 1) {
       for (const auto& pool : in_order_of_yielding(pools_under(budget))) {
@@ -183,7 +183,7 @@ std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
         const std::size_t idle = pool->idle_bytes();
         pool->shed(idle > excess() ? idle - excess() : 0);
       }
-      settle_all(/*wait=*/false);
+      settle_all(/*wait=*/true);
     }
     given_back += store_.trim_under(budget, excess());
   }

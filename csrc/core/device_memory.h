@@ -73,8 +73,9 @@ class DeviceMemory {
   std::size_t empty_cache();
   // What rests on the shelf of `group`, waiting for its fences.
   std::size_t trim_group(Budget& group);
-  // New limits, in bytes; what is idle above them is given back now. Returns
-  // the bytes given back. Memory in use stays.
+  // New limits, in bytes; what is idle above them is given back now, waiting
+  // for the work that still uses it. Returns the bytes given back. Memory in
+  // use stays.
   std::size_t set_limit(Budget& budget, std::size_t limit_bytes);
 
   // Called, with no lock held, when a request found nothing: frees what it can

@@ -47,16 +47,17 @@ std::size_t parse_bytes(const std::string& text) {
   static constexpr const char* kLetters = "kmgtp";
   long double scale = 1;
   if (!unit.empty() && unit != "b") {
-    const char* letter = std::strchr(kLetters, unit[0]);
+    const char* letter = unit[0] == '\0' ? nullptr : std::strchr(kLetters, unit[0]);
     const std::string rest = unit.substr(1);
     if (letter == nullptr || (rest != "ib" && rest != "b")) refuse_size(text);
     const long double base = rest == "ib" ? 1024.0L : 1000.0L;
     for (const char* step = kLetters; step <= letter; ++step) scale *= base;
   }
   const long double bytes = std::strtold(compact.substr(0, digits).c_str(), nullptr) * scale;
+  if (bytes >= 9.2e18L) refuse_size(text);
   // "1.3 GiB" is no whole number of bytes and is rounded down; "1.3" is none at all.
   const bool whole = bytes == static_cast<long double>(static_cast<std::size_t>(bytes));
-  if (bytes >= 9.2e18L || (scale == 1 && !whole)) refuse_size(text);
+  if (scale == 1 && !whole) refuse_size(text);
   return static_cast<std::size_t>(bytes);
 }
 

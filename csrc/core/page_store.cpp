@@ -123,11 +123,13 @@ Chunk* PageStore::take_at_most(Budget& group, Budget& payer, std::size_t size, b
 std::size_t PageStore::trim_shelf(ChunkShelf& shelf, std::size_t keep_bytes) {
   std::size_t given_back = 0;
   std::vector<Chunk*> kept;
-  while (shelf.bytes() > keep_bytes) {
+  std::size_t kept_bytes = 0;
+  while (shelf.bytes() + kept_bytes > keep_bytes) {
     Chunk* chunk = shelf.take_any();
     if (chunk == nullptr) break;
     if (chunk->mappings.load(std::memory_order_acquire) != 0) {
       kept.push_back(chunk);  // a former address still waits for its fence
+      kept_bytes += chunk->size;
       continue;
     }
     const std::size_t size = chunk->size;
@@ -135,6 +137,7 @@ std::size_t PageStore::trim_shelf(ChunkShelf& shelf, std::size_t keep_bytes) {
       given_back += size;
     } else {
       kept.push_back(chunk);
+      kept_bytes += size;
     }
   }
   for (Chunk* chunk : kept) shelf.put(chunk);

@@ -225,7 +225,7 @@ class Pool {
   bool collect(const std::vector<ByteRange>& gaps, const Request& request, bool may_wait_on_gpu, Grant* grant,
                Backing* backing, Shortage* shortage) VMM_REQUIRES(mutex_);
   Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
-  Status scrub(const Placement& placement, Stream stream) VMM_REQUIRES(mutex_);
+  Status scrub(const std::vector<Placement>& placements, Stream stream) VMM_REQUIRES(mutex_);
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t piece_size(std::size_t total, std::size_t remaining) const;
 

@@ -23,6 +23,10 @@ std::size_t Pool::first_unfree(ByteRange range) const {
   std::size_t at = range.offset;
   while (at < range.end()) {
     const Block* free = large_.free_covering(at);
+    for (const StreamState& stream : streams_) {
+      const Block* spare = stream.spare_slab;  // empty: nobody's, like free space
+      if (spare != nullptr && spare->offset <= at && at < spare->end()) free = spare;
+    }
     if (free == nullptr) return align_down(at, page_);
     at = free->end();
   }
@@ -91,6 +95,7 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
 void Pool::free_pages(ByteRange range) {
   // The pages may be in use on streams that nobody told us of.
   const FencePointPtr after = context_.fences.record_all();
+  std::vector<std::pair<ByteRange, StreamTag>> freed;
   for (auto it = std::prev(pages_.upper_bound(range.offset)); it != pages_.end() && it->first < range.end();) {
     Block* block = it->second;
     it = pages_.erase(it);
@@ -117,9 +122,7 @@ void Pool::free_pages(ByteRange range) {
     }
     if (block->end() > range.end()) keep(large_.split(block, range.end()));
     page_bytes_ -= block->size;
-    // What stays mapped (part of a larger chunk) is reused in its stream's
-    // order, so that stream comes after the streams we do not know.
-    if (!after->order_before(streams_[block->tag].stream).ok()) after->wait();
+    freed.emplace_back(block->range(), block->tag);
     large_.free(block, block->tag, streams_[block->tag].records);
   }
   // Whole idle chunks go to the shelf at once.
@@ -133,6 +136,12 @@ void Pool::free_pages(ByteRange range) {
       if (!last_use.passed()) chunk.chunk->last_use.add_all(last_use);
       context_.store.put(group_, chunk.chunk);
     }
+  }
+  // What stays mapped (part of a larger chunk) is reused in its stream's
+  // order, so that stream comes after the streams we do not know.
+  for (const auto& [part, tag] : freed) {
+    if (range_->missing_bytes(part) == part.size) continue;
+    if (!after->order_before(streams_[tag].stream).ok()) after->wait();
   }
   drop_retired(/*wait=*/false);
 }

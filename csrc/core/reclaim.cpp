@@ -149,9 +149,10 @@ Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attem
     store_.trim(asker.group(), 0);
     if (shortage.refused == nullptr) store_.trim_all();
     if (const Address address = again(nullptr)) return address;
-    // Rung 2.
+    // Rung 2. What the limits still allow is created, only the rest is taken.
     Grant grant(store_, asker.group(), asker.budget());
-    take_from(victims(asker, shortage.refused), shortage.bytes, grant);
+    const std::size_t room = shortage.refused == nullptr ? 0 : asker.budget().headroom();
+    take_from(victims(asker, shortage.refused), shortage.bytes - std::min(shortage.bytes, room), grant);
     if (grant.bytes() != 0) {
       if (const Address address = again(&grant)) return address;
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -76,7 +77,7 @@ def test_a_range_is_aligned_as_asked(manager: torch_vmm.VirtualMemoryManager, al
 
 def test_ranges_do_not_overlap(manager: torch_vmm.VirtualMemoryManager) -> None:
     ranges = sorted((manager.reserve(PAGE * (1 + k % 3)) for k in range(20)), key=lambda range_: range_.base)
-    assert all(lower.end <= upper.base for lower, upper in zip(ranges, ranges[1:], strict=False))
+    assert all(lower.end <= upper.base for lower, upper in itertools.pairwise(ranges))
 
 
 def test_an_allocation_knows_itself(manager: torch_vmm.VirtualMemoryManager) -> None:
@@ -530,6 +531,13 @@ def test_dropping_gives_back_all_that_it_made(device: str, memory: _C.Device) ->
 
 
 def test_an_error_inside_with_is_not_hidden(device: str) -> None:
-    with pytest.raises(ZeroDivisionError), torch_vmm.VirtualMemoryManager(device) as manager:
-        kept = manager.tensor(backed(manager, 1), 0, 16, torch.uint8)
-        assert kept.numel() / 0
+    kept = []
+
+    def work() -> None:
+        with torch_vmm.VirtualMemoryManager(device) as manager:
+            kept.append(manager.tensor(backed(manager, 1), 0, 16, torch.uint8))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    kept.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -71,7 +72,7 @@ def test_page_size_defaults_to_the_granularity(make_pool: MakePool, memory: _C.D
 
 def test_pools_do_not_overlap(make_pool: MakePool) -> None:
     pools = sorted((make_pool("1GiB") for _ in range(8)), key=lambda pool: pool.base_address)
-    for lower, upper in zip(pools, pools[1:], strict=False):
+    for lower, upper in itertools.pairwise(pools):
         assert lower.base_address + lower.capacity <= upper.base_address
 
 
@@ -234,10 +235,14 @@ def test_capacities_that_cannot_be(make_pool: MakePool, capacity: int) -> None:
 
 
 def test_more_addresses_than_there_are(device: str) -> None:
-    pools = []
-    with pytest.raises(torch_vmm.OutOfMemoryError, match="address"):
+    pools: list[Pool] = []
+
+    def exhaust() -> None:
         while len(pools) < 1000:
             pools.append(torch_vmm.VirtualMemoryPool("16TiB", device=device))
+
+    with pytest.raises(torch_vmm.OutOfMemoryError, match="address"):
+        exhaust()
     pools.pop().close()
     torch_vmm.VirtualMemoryPool("16TiB", device=device).close()
     for pool in pools:
@@ -577,14 +582,15 @@ def test_one_page_goes_to_one_thread(make_pool: MakePool) -> None:
     pool = make_pool("64MiB", page_size=PAGE)
     barrier = threading.Barrier(8)
     won: list[int] = []
+    lost: list[int] = []
 
     def work(thread: int) -> None:
         for page in range(32):
             barrier.wait()
             try:
                 pool.allocate(page * PAGE, PAGE)
-            except torch_vmm.AlreadyMappedError as error:
-                assert error.offset == page * PAGE
+            except torch_vmm.AlreadyMappedError:
+                lost.append(page)
             else:
                 won.append(page)
 
@@ -594,3 +600,4 @@ def test_one_page_goes_to_one_thread(make_pool: MakePool) -> None:
     for thread in threads:
         thread.join()
     assert sorted(won) == list(range(32))
+    assert sorted(lost) == sorted(list(range(32)) * 7)

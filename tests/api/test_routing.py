@@ -413,9 +413,10 @@ def test_methods(llama: Pool, here: Callable[[], str]) -> None:
 def test_a_generator_is_in_the_model_only_while_it_runs(llama: Pool, qwen: Pool, here: Callable[[], str]) -> None:
     @torch_vmm.use_model("llama")
     def steps(count: int) -> Generator[str, str, str]:
-        told = []
+        told: list[str] = []
         for _ in range(count):
-            told.append((yield here()))
+            word = yield here()
+            told.append(word)
         return f"{here()} was told {told}"
 
     generator = steps(3)
@@ -439,7 +440,7 @@ def test_a_generator_gets_what_is_thrown_and_what_closes_it(llama: Pool, here: C
             while True:
                 try:
                     yield here()
-                except KeyError as error:
+                except KeyError as error:  # noqa: PERF203
                     log.append(f"{error.args[0]} in {here()}")
         finally:
             log.append(f"closed in {here()}")
@@ -584,7 +585,7 @@ def test_an_async_generator_is_in_the_model_only_while_it_runs(llama: Pool, here
                     await asyncio.sleep(0)
                     told = yield here()
                     log.append(f"told {told} in {here()}")
-                except KeyError:
+                except KeyError:  # noqa: PERF203
                     log.append("caught in " + here())
         finally:
             await asyncio.sleep(0)

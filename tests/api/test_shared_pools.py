@@ -470,7 +470,7 @@ def test_sixteen_threads_never_exceed_the_limit(make_shared: MakeShared, memory:
     shared = make_shared(limit)
     elsewhere = memory.committed_bytes
     pools = [shared.register_model(f"model-{thread}", "256MiB") for thread in range(16)]
-    over: list[int] = []
+    over: list[tuple[str, int]] = []
     wrong: list[str] = []
     failures = [0] * 16
     done = threading.Event()
@@ -478,9 +478,11 @@ def test_sixteen_threads_never_exceed_the_limit(make_shared: MakeShared, memory:
     def watch() -> None:
         while not done.is_set():
             # What the driver gave, and what the shared pool says of itself.
-            for usage in (memory.committed_bytes - elsewhere, shared.global_stats().physical_usage):
-                if usage > limit:
-                    over.append(usage)
+            seen = {
+                "the driver gave": memory.committed_bytes - elsewhere,
+                "global_stats() says": shared.global_stats().physical_usage,
+            }
+            over.extend((who, usage) for who, usage in seen.items() if usage > limit)
 
     def work(thread: int) -> None:
         kept: list[tuple[torch.Tensor, int]] = []
@@ -527,7 +529,7 @@ def test_a_request_that_fits_after_reclaim_never_fails(make_shared: MakeShared) 
                 tensor = tensor_in(pools[(thread + step) % 16], (1 + step % 2) * PAGE)
                 tensor[::4096] = 1
                 del tensor
-            except torch.OutOfMemoryError as error:
+            except torch.OutOfMemoryError as error:  # noqa: PERF203
                 failed.append(str(error))
 
     threads = [threading.Thread(target=work, args=(thread,)) for thread in range(16)]

@@ -27,7 +27,7 @@ struct World {
     b = shared.register_model("b", spec);
     manager.emplace(lab.memory());
     witness = lab.allocate(*a, 2 * kMiB);
-    Lab::fill(witness, 2 * kMiB, 99);
+    Lab::fill(witness, 64 * kKiB, 99);
   }
   static LabSpec make_spec() {
     LabSpec spec;
@@ -70,9 +70,9 @@ struct Operation {
   const char* name;
   std::function<void(World&)> prepare;
   std::function<void(World&)> run;
-  bool throws = true;                        // false: whatever the driver says, it must not
-  std::function<void(World&)> expect = {};   // what holds after a run that did not throw
-  std::function<void(World&)> undone = {};   // what holds after one that threw
+  bool throws = true;                       // false: whatever the driver says, it must not
+  std::function<void(World&)> expect = {};  // what holds after a run that did not throw
+  std::function<void(World&)> undone = {};  // what holds after one that threw
 };
 void PrintTo(const Operation& operation, std::ostream* out) { *out << operation.name; }
 
@@ -98,8 +98,7 @@ const Operation kOperations[] = {
      [](World& w) { w.allocate(*w.a, 30 * kMiB, kTwo); }},
     {"allocate_by_melting_another_models_chunks", [](World& w) { w.leave_idle(*w.a, 30 * kMiB, kOne); },
      [](World& w) { w.allocate(*w.b, 24 * kMiB, kTwo); }},
-    {"allocate_more_than_there_is", nothing,
-     [](World& w) { EXPECT_THROW(w.allocate(*w.a, 40 * kMiB), VmmError); }},
+    {"allocate_more_than_there_is", nothing, [](World& w) { EXPECT_THROW(w.allocate(*w.a, 40 * kMiB), VmmError); }},
     {"allocate_pages", nothing, [](World& w) { w.lab.memory().allocate_pages(*w.b, 0, 20 * kMiB, kOne); }},
     {"allocate_for_model", nothing, [](World& w) { w.shared.allocate_for_model("b", 9 * kMiB, kOne); }},
     {"deallocate_pages", [](World& w) { w.lab.memory().allocate_pages(*w.b, 0, 24 * kMiB, kOne); },
@@ -126,8 +125,8 @@ const Operation kOperations[] = {
        w.a->shed(0);
      },
      [](World& w) { w.a->settle(/*wait=*/true); }, /*throws=*/false},
-    {"trim", [](World& w) { w.leave_idle(*w.b, 24 * kMiB, kOne); },
-     [](World& w) { w.lab.memory().trim(*w.b, kPage); }, /*throws=*/false},
+    {"trim", [](World& w) { w.leave_idle(*w.b, 24 * kMiB, kOne); }, [](World& w) { w.lab.memory().trim(*w.b, kPage); },
+     /*throws=*/false},
     {"empty_cache",
      [](World& w) {
        w.leave_idle(*w.b, 16 * kMiB, kOne);
@@ -150,8 +149,7 @@ const Operation kOperations[] = {
        w.leave_idle(*w.b, 16 * kMiB, kOne);
        w.lab.driver.hold_fences(kOne);
      },
-     [](World& w) { w.shared.unregister_model("b", /*force=*/false); }, /*throws=*/false,
-     [](World& w) { w.b = w.a; }},
+     [](World& w) { w.shared.unregister_model("b", /*force=*/false); }, /*throws=*/false, [](World& w) { w.b = w.a; }},
     {"unregister_model_by_force_then_free",
      [](World& w) {
        w.allocate(*w.b, 16 * kMiB, kOne);
@@ -179,10 +177,8 @@ const Operation kOperations[] = {
     {"map", [](World& w) { w.add_range(); }, [](World& w) { w.manager->map(w.range, w.physical[0], kPage); }, true,
      [](World& w) { EXPECT_EQ(mappings(w), 1U); }, [](World& w) { EXPECT_EQ(mappings(w), 0U); }},
     {"unmap", [](World& w) { w.map_range(); }, [](World& w) { w.manager->unmap(w.range, 0, 2 * kPage); }, true,
-     [](World& w) { EXPECT_EQ(mappings(w), 0U); },
-     [](World& w) { EXPECT_EQ(mappings(w), 2U) << "all or nothing"; }},
-    {"set_access",
-     [](World& w) { w.map_range(); },
+     [](World& w) { EXPECT_EQ(mappings(w), 0U); }, [](World& w) { EXPECT_EQ(mappings(w), 2U) << "all or nothing"; }},
+    {"set_access", [](World& w) { w.map_range(); },
      [](World& w) { w.manager->set_access(w.range, Access::read, {Location::on_device(0)}, 0, 2 * kPage); }, true,
      nothing, [](World& w) { EXPECT_EQ(w.manager->mappings(w.range)[0].access, Access::read_write); }},
     {"set_access_of_all_that_is_mapped",
@@ -246,13 +242,13 @@ class FaultSweep : public ::testing::TestWithParam<Operation> {
 
   static void expect_all_works(World& world) {
     world.lab.driver.release_fences();
-    EXPECT_TRUE(Lab::holds(world.witness, 2 * kMiB, 99)) << "another block's content";
+    EXPECT_TRUE(Lab::holds(world.witness, 64 * kKiB, 99)) << "another block's content";
     if (world.block != 0) world.free_block();
     for (const auto& pool : world.lab.memory().pools()) pool->drop_pages();
     for (Pool* pool : {world.a.get(), world.b.get()}) {
       const Address again = world.lab.allocate(*pool, 6 * kMiB, kTwo);
-      Lab::fill(again, 6 * kMiB, 5);
-      EXPECT_TRUE(Lab::holds(again, 6 * kMiB, 5));
+      Lab::fill(again + 6 * kMiB - 4096, 4096, 5);
+      EXPECT_TRUE(Lab::holds(again + 6 * kMiB - 4096, 4096, 5));
       world.lab.free(again);
       EXPECT_LE(world.shared.global_stats().physical_usage, 32 * kMiB);
     }

@@ -362,9 +362,9 @@ TEST_F(Reclaim, TheErrorSaysWhoAskedForWhatAndWhoHoldsWhat) {
     FAIL() << "28 of 32 MiB are in use";
   } catch (const OutOfMemoryError& error) {
     const std::string text = error.what();
-    for (const char* part : {"pool 'qwen': 12 MiB asked", "the shared pool: limit 32 MiB, mapped 28 MiB",
-                             "'llama' 24 MiB in use", "(floor 4 MiB)", "'qwen' 4 MiB in use", "raise the limit",
-                             "refused by the limit of the shared pool"}) {
+    for (const char* part :
+         {"pool 'qwen': 12 MiB asked", "the shared pool: limit 32 MiB, mapped 28 MiB", "'llama' 24 MiB in use",
+          "(floor 4 MiB)", "'qwen' 4 MiB in use", "raise the limit", "refused by the limit of the shared pool"}) {
       EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is missing in: " << text;
     }
     EXPECT_EQ(error.requested, 12 * kMiB);

@@ -43,13 +43,14 @@ bool is_marked(Address address, std::size_t bytes, std::uint64_t seed) {
 // Looks all the time; remembers the most it saw.
 class Watcher {
  public:
-  Watcher(const Lab& lab, const Budget& budget) : thread_([this, &lab, &budget] {
-      while (!stop_.load(std::memory_order_relaxed)) {
-        charged_ = std::max(charged_, budget.used());
-        alive_ = std::max(alive_, lab.driver.live_chunk_bytes());
-        std::this_thread::yield();
-      }
-    }) {}
+  Watcher(const Lab& lab, const Budget& budget)
+      : thread_([this, &lab, &budget] {
+          while (!stop_.load(std::memory_order_relaxed)) {
+            charged_ = std::max(charged_, budget.used());
+            alive_ = std::max(alive_, lab.driver.live_chunk_bytes());
+            std::this_thread::yield();
+          }
+        }) {}
   ~Watcher() { join(); }
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
@@ -181,7 +182,8 @@ TEST(Threads, ChunksOfDifferentSizesMeltUnderContention) {
   }
   Watcher watcher(lab, pools.front()->group());
   Bank bank(limit);
-  on_threads(kThreads, [&](int k) { allocate_and_free(lab, *pools[static_cast<std::size_t>(k % 4)], k, bank, 4 * kMiB); });
+  on_threads(kThreads,
+             [&](int k) { allocate_and_free(lab, *pools[static_cast<std::size_t>(k % 4)], k, bank, 4 * kMiB); });
   watcher.join();
   EXPECT_LE(watcher.charged(), limit);
   EXPECT_LE(watcher.alive(), limit);
@@ -196,7 +198,8 @@ TEST(Threads, AnyThreadMayFreeWhatAnotherAllocated) {
   on_threads(kThreads, [&](int k) {
     std::mt19937_64 random(static_cast<std::uint64_t>(k) + 7);
     for (int step = 0; step < kSteps; ++step) {
-      const std::size_t bytes = random() % 2 == 0 ? 512 + random() % (32 * kKiB) / 8 * 8 : kMiB + random() % kMiB / 8 * 8;
+      const std::size_t bytes =
+          random() % 2 == 0 ? 512 + random() % (32 * kKiB) / 8 * 8 : kMiB + random() % kMiB / 8 * 8;
       Held mine{lab.memory().allocate(*pool, bytes, stream(random() % 3 + 1)), bytes, random()};
       mark(mine.address, mine.bytes, mine.seed);
       if (random() % 4 == 0) pool->record_stream(mine.address, stream(random() % 3 + 1));

@@ -148,7 +148,7 @@ def test_a_loss_that_does_not_fall_is_complained_about(end: float, complains: bo
 
 def test_the_text_is_real_and_comes_back() -> None:
     numbers = corpus.load(200_000)
-    assert numbers.dtype == torch.int64
+    assert numbers.dtype == torch.uint8
     assert int(numbers.max()) < corpus.VOCABULARY
     text = corpus.decode(numbers.tolist())
     assert "def " in text

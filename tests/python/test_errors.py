@@ -77,7 +77,7 @@ def test_errors_from_the_extension_can_be_pickled() -> None:
     ):
         try:
             act()
-        except torch_vmm.VmmError as error:
+        except torch_vmm.VmmError as error:  # noqa: PERF203
             raised.append(error)
     assert [type(error).__name__ for error in raised] == [
         "ModelNotFoundError",

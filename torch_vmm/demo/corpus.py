@@ -19,7 +19,7 @@ def load(most_bytes: int = 4_000_000) -> torch.Tensor:
     Args:
         most_bytes: stop reading files beyond this.
     Returns:
-        int64 host tensor of shape [characters].
+        uint8 host tensor of shape [characters].
     Raises:
         FileNotFoundError: this Python has no sources (it is a frozen build).
     """
@@ -31,10 +31,10 @@ def load(most_bytes: int = 4_000_000) -> torch.Tensor:
             break
     if len(text) < 100_000:
         raise FileNotFoundError(f"the demo trains on Python's own sources, and {folder} has none")
-    number_of = torch.full((256,), _SPACE)
+    number_of = torch.full((256,), _SPACE, dtype=torch.uint8)
     for number, character in enumerate(_ALPHABET):
         number_of[ord(character)] = number
-    return number_of[torch.frombuffer(text, dtype=torch.uint8).long()]
+    return number_of[torch.frombuffer(text, dtype=torch.uint8).int()]
 
 
 def encode(text: str) -> list[int]:

@@ -24,7 +24,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(width=32, batch=128, large_batch=1437, learning_rate=2e-3),
+    "cpu": Size(width=64, batch=128, large_batch=1437, learning_rate=2e-3),
     "cuda": Size(width=192, batch=512, large_batch=8192, learning_rate=1e-3),
 }
 _LEAST_ACCURACY = 0.9

@@ -59,9 +59,9 @@ class PlainDisplay(Display):
         self._said = time.monotonic()
 
     def __enter__(self) -> PlainDisplay:
-        names = "".join(f"{workload.name:>26}" for workload in self.progress.workloads)
-        print(f"{'':38}{names}{'all':>26}")
-        print(f"{'':38}{'allocated  mapped    idle ' * (len(self.progress.workloads) + 1)}  (MiB)", flush=True)
+        columns = [*(work.name for work in self.progress.workloads), "all"]
+        print(f"{'MiB':38}" + "".join(f"{name:>19}" for name in columns))
+        print(f"{'':38}{'alloc mapped  idle ' * len(columns)}", flush=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +75,7 @@ class PlainDisplay(Display):
         progress, sample = self.progress, self.progress.sample()
         headline = next(work.headline() for work in progress.workloads if work.name == progress.active)
         usages = [sample.models[work.name] for work in progress.workloads] + [sample.total]
-        columns = "".join(f"{_mib(u.allocated):>9}{_mib(u.mapped):>8}{_mib(u.idle):>8} " for u in usages)
+        columns = "".join(f"{_mib(u.allocated):>6}{_mib(u.mapped):>7}{_mib(u.idle):>6}" for u in usages)
         share = min(1.0, progress.done_s / progress.total_s)
         print(f"{share:4.0%} {progress.active:8} {headline:24.24}{columns} of {_mib(sample.limit)}", flush=True)
         self._said = time.monotonic()

@@ -28,7 +28,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(width=640, layers=4, heads=10, length=128, burst=24, dtype=torch.float32),
+    "cpu": Size(width=512, layers=4, heads=8, length=128, burst=24, dtype=torch.float32),
     "cuda": Size(width=2048, layers=16, heads=16, length=512, burst=128, dtype=torch.bfloat16),
 }
 _BURSTS = (1.0, 0.25, 0.5, 0.25)  # of the largest, in turn
@@ -62,7 +62,7 @@ class EncoderModel(Workload):
         self._text = corpus.load(1_000_000).to(device)
         with torch.device(device):
             self._net = Encoder(self._size).to(self._size.dtype).eval()
-        self._probe = self._text[: self._size.length].unsqueeze(0)
+        self._probe = self._text[: self._size.length].unsqueeze(0).long()
         with torch.no_grad():
             self._answer = self._net(self._probe)
         self._served = 0
@@ -75,7 +75,7 @@ class EncoderModel(Workload):
         requests = max(1, int(self._size.burst * _BURSTS[number % len(_BURSTS)]))
         began = time.perf_counter()
         starts = torch.randint(len(self._text) - self._size.length, (requests, 1), device=self._text.device)
-        numbers = self._text[starts + torch.arange(self._size.length, device=self._text.device)]
+        numbers = self._text[starts + torch.arange(self._size.length, device=self._text.device)].long()
         float(self._net(numbers).sum())  # the answers have arrived
         self._seconds += time.perf_counter() - began
         self._served += requests

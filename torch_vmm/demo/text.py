@@ -24,7 +24,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(width=128, layers=3, heads=4, context=96, batch=16, large_batch=96, learning_rate=4e-3),
+    "cpu": Size(width=128, layers=3, heads=4, context=96, batch=16, large_batch=64, learning_rate=4e-3),
     "cuda": Size(width=512, layers=8, heads=8, context=512, batch=32, large_batch=64, learning_rate=1e-3),
 }
 _WARM_UP_STEPS = 20
@@ -93,7 +93,7 @@ class TextModel(Workload):
             (size.large_batch if number == 0 else size.batch, 1),
             device=self._text.device,
         )
-        numbers = self._text[starts + torch.arange(size.context + 1, device=self._text.device)]
+        numbers = self._text[starts + torch.arange(size.context + 1, device=self._text.device)].long()
         logits = self._net(numbers[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), numbers[:, 1:].flatten())
         for group in self._optimizer.param_groups:

@@ -1,0 +1,241 @@
+// Offsets alone: split, coalesce, tags, best fit; and a random program beside
+// a model that knows the owner of every 512 bytes.
+#include "core/block_heap.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <optional>
+#include <random>
+
+namespace vmm::testing {
+namespace {
+
+constexpr std::size_t kUnit = kBlockAlignment;
+constexpr std::uint64_t kEpoch = 3;
+
+class Heap : public ::testing::Test {
+ protected:
+  void TearDown() override { heap_.check(); }
+  Block* take(std::size_t offset, std::size_t size, BlockState state = BlockState::used) {
+    Block* block = heap_.carve(heap_.free_covering(offset), offset, size, state);
+    heap_.check();
+    return block;
+  }
+  Block* give(Block* block, StreamTag tag, std::uint64_t epoch = kEpoch) {
+    Block* free = heap_.free(block, tag, epoch);
+    heap_.check();
+    return free;
+  }
+  BlockArena arena_;
+  BlockHeap heap_{arena_, /*by_offset=*/true};
+};
+
+TEST_F(Heap, CarvingLeavesBothSidesFreeWithTheirTagAndEpoch) {
+  heap_.donate({0, 100 * kUnit}, kNeutral);
+  give(take(0, 100 * kUnit), 2, 9);
+  Block* middle = take(40 * kUnit, 10 * kUnit);
+  EXPECT_EQ(middle->range(), (ByteRange{40 * kUnit, 10 * kUnit}));
+  EXPECT_EQ(middle->state, BlockState::used);
+  for (Block* side : {middle->prev, middle->next}) {
+    ASSERT_NE(side, nullptr);
+    EXPECT_EQ(side->state, BlockState::free);
+    EXPECT_EQ(side->tag, 2);
+    EXPECT_EQ(side->epoch, 9U);
+  }
+  EXPECT_EQ(middle->prev->range(), (ByteRange{0, 40 * kUnit}));
+  EXPECT_EQ(middle->next->range(), (ByteRange{50 * kUnit, 50 * kUnit}));
+}
+
+TEST_F(Heap, FreedNeighboursOfOneTagBecomeOneWithTheLatestEpoch) {
+  heap_.donate({0, 3 * kUnit}, 1);
+  Block* a = take(0, kUnit);
+  Block* b = take(kUnit, kUnit);
+  Block* c = take(2 * kUnit, kUnit);
+  give(a, 1, 5);
+  give(c, 1, 7);
+  Block* all = give(b, 1, 6);
+  EXPECT_EQ(all->range(), (ByteRange{0, 3 * kUnit}));
+  EXPECT_EQ(all->epoch, 7U);
+  EXPECT_EQ(heap_.free_blocks().size(), 1U);
+}
+
+TEST_F(Heap, NeighboursOfTwoTagsStayApart) {
+  heap_.donate({0, 2 * kUnit}, kNeutral);
+  Block* a = take(0, kUnit);
+  Block* b = take(kUnit, kUnit);
+  give(a, 1);
+  give(b, 2);
+  EXPECT_EQ(heap_.free_blocks().size(), 2U);
+  EXPECT_EQ(heap_.best_fit(2 * kUnit, 1), nullptr);
+  EXPECT_EQ(heap_.best_fit(kUnit, 1)->offset, 0U);
+  EXPECT_EQ(heap_.best_fit(kUnit, 2)->offset, kUnit);
+  EXPECT_EQ(heap_.best_fit(kUnit, kNeutral), nullptr);
+}
+
+TEST_F(Heap, NeutralSpaceTakesTheTagOfItsNeighbour) {
+  heap_.donate({0, 3 * kUnit}, kNeutral);
+  Block* a = take(0, kUnit);
+  Block* merged = give(a, 4);
+  EXPECT_EQ(merged->range(), (ByteRange{0, 3 * kUnit}));
+  EXPECT_EQ(merged->tag, 4);
+}
+
+TEST_F(Heap, NeutralSpaceBetweenTwoTagsGoesToTheLowerOne) {
+  heap_.donate({0, 3 * kUnit}, 9);
+  Block* a = take(0, kUnit);
+  Block* b = take(kUnit, kUnit);
+  Block* c = take(2 * kUnit, kUnit);
+  give(a, 1);
+  give(c, 2);
+  Block* merged = give(b, kNeutral, 0);
+  EXPECT_EQ(merged->range(), (ByteRange{0, 2 * kUnit}));
+  EXPECT_EQ(merged->tag, 1);
+}
+
+TEST_F(Heap, StretchesNeverCoalesceAndCanBeTakenOut) {
+  heap_.donate({10 * kUnit, 10 * kUnit}, 1);
+  heap_.donate({0, 10 * kUnit}, 1);
+  EXPECT_EQ(heap_.stretches().size(), 2U);
+  EXPECT_EQ(heap_.stretches().front()->offset, 0U) << "by offset";
+  EXPECT_EQ(heap_.best_fit(11 * kUnit, 1), nullptr);
+  Block* used = take(0, kUnit);
+  give(used, 1);
+  heap_.retract(heap_.free_covering(10 * kUnit));
+  EXPECT_EQ(heap_.stretches().size(), 1U);
+  EXPECT_EQ(heap_.free_covering(10 * kUnit), nullptr);
+}
+
+TEST_F(Heap, SplitAndJoinAreOpposites) {
+  heap_.donate({0, 10 * kUnit}, 1);
+  Block* lower = take(0, 10 * kUnit, BlockState::pages);
+  Block* upper = heap_.split(lower, 4 * kUnit);
+  heap_.check();
+  EXPECT_EQ(lower->range(), (ByteRange{0, 4 * kUnit}));
+  EXPECT_EQ(upper->range(), (ByteRange{4 * kUnit, 6 * kUnit}));
+  EXPECT_EQ(upper->state, BlockState::pages);
+  heap_.join(lower, upper);
+  heap_.check();
+  EXPECT_EQ(lower->range(), (ByteRange{0, 10 * kUnit}));
+  EXPECT_EQ(lower->next, nullptr);
+}
+
+TEST_F(Heap, FindsTheFreeBlockThatCoversAnOffset) {
+  heap_.donate({0, 10 * kUnit}, 1);
+  take(4 * kUnit, 2 * kUnit);
+  EXPECT_EQ(heap_.free_covering(3 * kUnit + 17)->offset, 0U);
+  EXPECT_EQ(heap_.free_covering(4 * kUnit), nullptr);
+  EXPECT_EQ(heap_.free_covering(6 * kUnit)->offset, 6 * kUnit);
+  EXPECT_EQ(heap_.free_covering(10 * kUnit), nullptr);
+}
+
+TEST_F(Heap, BestFitIsTheSmallestThatFitsBelowAndAboveTwoMegabytes) {
+  // Free blocks of these sizes, apart from one another.
+  const std::vector<std::size_t> sizes = {kUnit,    3 * kUnit,        64 * kUnit, 2 * kMiB - kUnit,
+                                          2 * kMiB, 2 * kMiB + kUnit, 10 * kMiB,  10 * kMiB};
+  std::size_t at = 0;
+  for (const std::size_t size : sizes) {
+    heap_.donate({at, size}, 1);
+    at += size + kUnit;
+  }
+  for (std::size_t wanted = kUnit; wanted <= 10 * kMiB; wanted += wanted < 100 * kUnit ? kUnit : 37 * kUnit) {
+    const auto least = std::lower_bound(sizes.begin(), sizes.end(), wanted);
+    ASSERT_EQ(heap_.best_fit(wanted, 1)->size, *least) << wanted;
+  }
+  EXPECT_EQ(heap_.best_fit(10 * kMiB + kUnit, 1), nullptr);
+  Block* first = heap_.best_fit(10 * kMiB, 1);
+  Block* second = heap_.next_larger(first);
+  ASSERT_NE(second, nullptr);
+  EXPECT_LT(first->offset, second->offset) << "the lowest offset first";
+  EXPECT_EQ(heap_.next_larger(second), nullptr);
+}
+
+// ------------------------------------------------------------ random program
+
+// Who has each unit: -1 nobody, else an id. Knows nothing of lists or bins.
+class HeapProgram : public ::testing::TestWithParam<unsigned> {
+ protected:
+  static constexpr std::size_t kUnits = 20000;  // 10 MiB: bins and the ordered set
+  struct Used {
+    Block* block;
+    std::size_t first;
+    std::size_t count;
+  };
+  void expect_like_the_model(const BlockHeap& heap) {
+    heap.check();
+    std::size_t seen = 0;
+    for (const Block* block = heap.stretches().front(); block != nullptr; block = block->next) {
+      ASSERT_EQ(block->offset, seen * kUnit) << "tiles";
+      for (std::size_t k = 0; k < block->size / kUnit; ++k, ++seen) {
+        ASSERT_EQ(owner_[seen] < 0, block->state == BlockState::free) << "unit " << seen;
+        if (block->state == BlockState::free && block->tag != kNeutral) {
+          // A span's units were all last freed by its tag, or never used.
+          ASSERT_TRUE(last_tag_[seen] == block->tag || last_tag_[seen] == kNeutral) << "unit " << seen;
+        }
+      }
+    }
+    ASSERT_EQ(seen, kUnits);
+  }
+  // The smallest run that the model would allow for `tag`, or 0.
+  [[nodiscard]] std::size_t smallest_fit(const BlockHeap& heap, std::size_t units, StreamTag tag) const {
+    std::size_t least = 0;
+    for (const Block* free : heap.free_blocks()) {
+      if (free->tag != tag || free->size < units * kUnit) continue;
+      if (least == 0 || free->size < least) least = free->size;
+    }
+    return least;
+  }
+  std::vector<int> owner_ = std::vector<int>(kUnits, -1);
+  std::vector<StreamTag> last_tag_ = std::vector<StreamTag>(kUnits, kNeutral);
+};
+
+TEST_P(HeapProgram, AgreesWithTheModel) {
+  SCOPED_TRACE("seed " + std::to_string(GetParam()));
+  std::mt19937 random(GetParam());
+  BlockArena arena;
+  BlockHeap heap(arena, /*by_offset=*/true);
+  heap.donate({0, kUnits * kUnit}, kNeutral);
+  std::map<int, Used> live;
+  for (int step = 0; step < 1500; ++step) {
+    const StreamTag tag = static_cast<StreamTag>(random() % 4);
+    if (random() % 100 < 52) {
+      const std::size_t units = random() % 10 == 0 ? 1 + random() % 6000 : 1 + random() % 200;
+      Block* free = heap.best_fit(units * kUnit, tag);
+      ASSERT_EQ(free == nullptr ? 0 : free->size, smallest_fit(heap, units, tag)) << "step " << step;
+      if (free == nullptr) continue;
+      const std::size_t slack = free->size / kUnit - units;
+      const std::size_t first = free->offset / kUnit + (slack == 0 ? 0 : random() % (slack + 1));
+      Block* block = heap.carve(free, first * kUnit, units * kUnit, BlockState::used);
+      ASSERT_EQ(block->range(), (ByteRange{first * kUnit, units * kUnit}));
+      for (std::size_t k = first; k < first + units; ++k) {
+        ASSERT_EQ(owner_[k], -1) << "step " << step << ": handed out twice";
+        owner_[k] = step;
+      }
+      live[step] = {block, first, units};
+    } else if (!live.empty()) {
+      auto victim = std::next(live.begin(), static_cast<std::ptrdiff_t>(random() % live.size()));
+      Used used = victim->second;
+      if (used.count > 1 && random() % 4 == 0) {  // free the lower part only
+        const std::size_t keep = 1 + random() % (used.count - 1);
+        Block* upper = heap.split(used.block, (used.first + used.count - keep) * kUnit);
+        victim->second = {upper, used.first + used.count - keep, keep};
+        used.count -= keep;
+      } else {
+        live.erase(victim);
+      }
+      heap.free(used.block, tag, static_cast<std::uint64_t>(step));
+      for (std::size_t k = used.first; k < used.first + used.count; ++k) {
+        owner_[k] = -1;
+        last_tag_[k] = tag;
+      }
+    }
+    if (step % 50 == 0) ASSERT_NO_FATAL_FAILURE(expect_like_the_model(heap)) << "step " << step;
+  }
+  for (const auto& [id, used] : live) heap.free(used.block, kNeutral, 0);
+  heap.check();
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, HeapProgram, ::testing::Range(1U, 9U));
+
+}  // namespace
+}  // namespace vmm::testing

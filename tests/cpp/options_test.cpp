@@ -1,0 +1,114 @@
+#include "core/options.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "base/errors.h"
+
+namespace vmm::testing {
+namespace {
+
+TEST(ParseBytes, ReadsBytesAndBothKindsOfUnits) {
+  EXPECT_EQ(parse_bytes("0"), 0U);
+  EXPECT_EQ(parse_bytes("4096"), 4096U);
+  EXPECT_EQ(parse_bytes("4096 B"), 4096U);
+  EXPECT_EQ(parse_bytes("2MiB"), 2 * kMiB);
+  EXPECT_EQ(parse_bytes("2MB"), 2'000'000U);
+  EXPECT_EQ(parse_bytes("1.5 GiB"), 3 * kGiB / 2);
+  EXPECT_EQ(parse_bytes(".5KiB"), 512U);
+  EXPECT_EQ(parse_bytes("1.KiB"), 1024U);
+  EXPECT_EQ(parse_bytes("3 tib"), 3 * kTiB);
+  EXPECT_EQ(parse_bytes("1PiB"), kTiB * 1024);
+}
+
+TEST(ParseBytes, CaseAndSpaceAreFree) {
+  for (const char* text : {"2mib", "2 MIB", " 2\tMiB ", "2 m i b"}) EXPECT_EQ(parse_bytes(text), 2 * kMiB) << text;
+}
+
+TEST(ParseBytes, APartOfAByteIsRoundedDownWithAUnitAndRefusedWithout) {
+  EXPECT_EQ(parse_bytes("1.3 GiB"), static_cast<std::size_t>(1.3L * 1024 * 1024 * 1024));
+  EXPECT_THROW(parse_bytes("1.3"), InvalidArgumentError);
+  EXPECT_EQ(parse_bytes("1.0"), 1U);
+}
+
+TEST(ParseBytes, RefusesEverythingElseAndShowsTheForm) {
+  for (const char* text :
+       {"",         " ",     ".",     "MiB",     "2M",    "2Mi",   "-1",  "-2MiB", "+2MiB",
+        "1e3",      "0x10",  "2 EiB", "1..5KiB", "1.2.3", "2MiBs", "nan", "inf",   "9223372036854775807999",
+        "10000PiB", "2,5GiB"}) {
+    try {
+      parse_bytes(text);
+      ADD_FAILURE() << "'" << text << "' was read as a size";
+    } catch (const InvalidArgumentError& error) {
+      EXPECT_NE(std::string(error.what()).find("2MiB"), std::string::npos) << error.what();
+    }
+  }
+  EXPECT_THROW(parse_bytes(std::string("2\0b", 3)), InvalidArgumentError) << "a zero byte is no unit";
+}
+
+class Environment : public ::testing::Test {
+ protected:
+  void set(const char* name, const char* value) {
+    ASSERT_EQ(::setenv(name, value, 1), 0);
+    set_.emplace_back(name);
+  }
+  void TearDown() override {
+    for (const std::string& name : set_) ::unsetenv(name.c_str());
+  }
+
+ private:
+  std::vector<std::string> set_;
+};
+
+TEST_F(Environment, DefaultsHoldWhereNothingIsSet) {
+  const Options options = Options::from_environment();
+  EXPECT_TRUE(options.scrub);
+  EXPECT_EQ(options.store_bytes, 256 * kMiB);
+  EXPECT_FALSE(options.exportable);
+}
+
+TEST_F(Environment, EveryVariableIsRead) {
+  set("TORCH_VMM_SCRUB", "off");
+  set("TORCH_VMM_STORE_BYTES", "1GiB");
+  set("TORCH_VMM_DEFAULT_CAPACITY", "2 TiB");
+  set("TORCH_VMM_HOST_BYTES", "8GB");
+  set("TORCH_VMM_EXPORTABLE", "true");
+  const Options options = Options::from_environment();
+  EXPECT_FALSE(options.scrub);
+  EXPECT_EQ(options.store_bytes, kGiB);
+  EXPECT_EQ(options.default_capacity_bytes, 2 * kTiB);
+  EXPECT_EQ(options.host_bytes, 8'000'000'000U);
+  EXPECT_TRUE(options.exportable);
+}
+
+TEST_F(Environment, AnUnknownVariableIsAnErrorThatNamesTheKnownOnes) {
+  set("TORCH_VMM_SCRUBB", "1");
+  try {
+    Options::from_environment();
+    FAIL();
+  } catch (const InvalidArgumentError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("TORCH_VMM_SCRUBB"), std::string::npos);
+    for (const OptionRow& row : option_table()) EXPECT_NE(text.find(row.variable), std::string::npos) << row.variable;
+  }
+}
+
+TEST_F(Environment, AMalformedValueIsAnErrorThatNamesItsForm) {
+  set("TORCH_VMM_SCRUB", "maybe");
+  EXPECT_THROW(Options::from_environment(), InvalidArgumentError);
+  set("TORCH_VMM_SCRUB", "1");
+  set("TORCH_VMM_STORE_BYTES", "lots");
+  EXPECT_THROW(Options::from_environment(), InvalidArgumentError);
+}
+
+TEST(OptionTable, HasNameVariableDefaultUnitAndSentence) {
+  for (const OptionRow& row : option_table()) {
+    EXPECT_EQ(std::string(row.variable).rfind("TORCH_VMM_", 0), 0U);
+    EXPECT_EQ(std::string(row.sentence).back(), '.');
+    EXPECT_FALSE(std::string(row.default_text).empty() || std::string(row.unit).empty());
+  }
+}
+
+}  // namespace
+}  // namespace vmm::testing
