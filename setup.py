@@ -60,6 +60,7 @@ SOURCES = [
     "csrc/core/block_heap.cpp",
     "csrc/core/budget.cpp",
     "csrc/core/device_memory.cpp",
+    "csrc/core/device_peaks.cpp",
     "csrc/core/fences.cpp",
     "csrc/core/grant.cpp",
     "csrc/core/mapped_range.cpp",

@@ -32,7 +32,8 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       capacity_(0),
       floor_(spec.floor),
       priority_(spec.priority),
-      large_(arena_, /*by_offset=*/true) {
+      large_(arena_, /*by_offset=*/true),
+      seat_(context.peaks) {
   const std::size_t granularity = context.store.granularity();
   if (!is_power_of_two(page_) || !is_aligned(page_, granularity)) throw InvalidPageSizeError(page_, granularity);
   if (spec.capacity == 0) throw InvalidArgumentError("capacity 0: a pool needs at least one page");
@@ -104,29 +105,33 @@ StreamTag Pool::tag_of(Stream stream) {
 
 // ------------------------------------------------------------- statistics
 
+void Pool::count_up(StatKind kind, SizeClass size_class, std::size_t amount) {
+  statistics_.increase(kind, size_class, amount);
+  seat_.rose(kind, size_class, statistics_[kind]);
+}
+
+void Pool::count_down(StatKind kind, SizeClass size_class, std::size_t amount) {
+  statistics_.decrease(kind, size_class, amount);
+  seat_.fell(kind, size_class, statistics_[kind]);
+}
+
 void Pool::count(StatKind blocks, StatKind bytes, const Block& block, bool up) {
   const SizeClass size_class = block.small ? SizeClass::small_pool : SizeClass::large_pool;
   if (up) {
-    statistics_.increase(blocks, size_class, 1);
-    statistics_.increase(bytes, size_class, block.size);
-    context_.peaks.increase(blocks, size_class, 1);
-    context_.peaks.increase(bytes, size_class, block.size);
+    count_up(blocks, size_class, 1);
+    count_up(bytes, size_class, block.size);
   } else {
-    statistics_.decrease(blocks, size_class, 1);
-    statistics_.decrease(bytes, size_class, block.size);
-    context_.peaks.decrease(blocks, size_class, 1);
-    context_.peaks.decrease(bytes, size_class, block.size);
+    count_down(blocks, size_class, 1);
+    count_down(bytes, size_class, block.size);
   }
 }
 
 void Pool::count_requested(const Block& block, bool up) {
   const SizeClass size_class = block.small ? SizeClass::small_pool : SizeClass::large_pool;
   if (up) {
-    statistics_.increase(StatKind::requested_bytes, size_class, block.requested);
-    context_.peaks.increase(StatKind::requested_bytes, size_class, block.requested);
+    count_up(StatKind::requested_bytes, size_class, block.requested);
   } else {
-    statistics_.decrease(StatKind::requested_bytes, size_class, block.requested);
-    context_.peaks.decrease(StatKind::requested_bytes, size_class, block.requested);
+    count_down(StatKind::requested_bytes, size_class, block.requested);
   }
 }
 

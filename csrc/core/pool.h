@@ -23,6 +23,7 @@
 #include "core/address_space.h"
 #include "core/block_heap.h"
 #include "core/budget.h"
+#include "core/device_peaks.h"
 #include "core/fences.h"
 #include "core/grant.h"
 #include "core/mapped_range.h"
@@ -209,6 +210,8 @@ class Pool {
   void give_up_slab(StreamState& stream, Block* whole) VMM_REQUIRES(mutex_);
   StreamTag tag_of(Stream stream) VMM_REQUIRES(mutex_);
   bool settle_locked(bool wait) VMM_REQUIRES(mutex_);
+  void count_up(StatKind kind, SizeClass size_class, std::size_t amount) VMM_REQUIRES(mutex_);
+  void count_down(StatKind kind, SizeClass size_class, std::size_t amount) VMM_REQUIRES(mutex_);
   void count(StatKind blocks, StatKind bytes, const Block& block, bool up) VMM_REQUIRES(mutex_);
   void count_requested(const Block& block, bool up) VMM_REQUIRES(mutex_);
 
@@ -278,6 +281,7 @@ class Pool {
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
   Statistics statistics_ VMM_GUARDED_BY(mutex_);
+  DevicePeaks::Seat seat_ VMM_GUARDED_BY(mutex_);
 };
 
 }  // namespace vmm

@@ -117,18 +117,14 @@ bool Pool::drop_retired(bool wait) {
 }
 
 void Pool::count_mapped(const Chunk& chunk, SizeClass size_class) {
-  statistics_.increase(StatKind::segment, size_class, 1);
-  statistics_.increase(StatKind::reserved_bytes, size_class, chunk.size);
-  context_.peaks.increase(StatKind::segment, size_class, 1);
-  context_.peaks.increase(StatKind::reserved_bytes, size_class, chunk.size);
+  count_up(StatKind::segment, size_class, 1);
+  count_up(StatKind::reserved_bytes, size_class, chunk.size);
   ++statistics_.num_device_alloc;
 }
 
 void Pool::count_unmapped(const Chunk& chunk, SizeClass size_class) {
-  statistics_.decrease(StatKind::segment, size_class, 1);
-  statistics_.decrease(StatKind::reserved_bytes, size_class, chunk.size);
-  context_.peaks.decrease(StatKind::segment, size_class, 1);
-  context_.peaks.decrease(StatKind::reserved_bytes, size_class, chunk.size);
+  count_down(StatKind::segment, size_class, 1);
+  count_down(StatKind::reserved_bytes, size_class, chunk.size);
   ++statistics_.num_device_free;
 }
 

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -73,26 +72,6 @@ struct Statistics {
   void reset_accumulated();
   // Adds what `other` counts; peaks are left alone (they do not sum).
   void add_totals(const Statistics& other);
-};
-
-// The device's currents and peaks, followed at the time of each event because
-// the device's peak is not the sum of the pools' peaks. Relaxed atomics: pools
-// never wait for one another here.
-class DevicePeaks {
- public:
-  void increase(StatKind kind, SizeClass size_class, std::size_t amount);
-  void decrease(StatKind kind, SizeClass size_class, std::size_t amount);
-  void reset_peaks();
-  // Writes the peaks (never below the currents) into `out`.
-  void fill_peaks(Statistics& out) const;
-
- private:
-  struct Cell {
-    std::atomic<std::int64_t> current{0};
-    std::atomic<std::int64_t> peak{0};
-    void increase(std::int64_t amount);
-  };
-  std::array<std::array<Cell, 3>, kStatKinds> cells_;
 };
 
 // What a pool's memory is, in bytes, at one moment:

@@ -51,6 +51,10 @@ void trace_free(void* block) {
   }
 }
 
+[[noreturn]] void throw_invalid_pointer(void* block) {
+  throw_torch_error("invalid device pointer: " + format_hex(reinterpret_cast<Address>(block)));
+}
+
 void report_free(void* block) {
   const Pool* pool = Runtime::pool_at(block);
   if (pool == nullptr) return;
@@ -59,13 +63,6 @@ void report_free(void* block) {
 }
 
 }  // namespace
-
-void throw_not_yet(const char* function, const char* what) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "torch_vmm: ", what, " (CUDAAllocator::", function,
-                              ") is not available in this version. Without torch_vmm.enable() torch's own allocator "
-                              "does it.");
-  __builtin_unreachable();
-}
 
 bool run_cuda_free_memory_callbacks() {
   if (!CudaAllocator::is_current()) return false;
@@ -172,7 +169,7 @@ void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t strea
 
 void CudaAllocator::raw_delete(void* block) {
   if (block != nullptr && !Runtime::in_child() && Runtime::pool_at(block) == nullptr) {
-    TORCH_CHECK(false, "invalid device pointer: ", block);
+    throw_invalid_pointer(block);
   }
   free_block(block);
 }
@@ -207,7 +204,10 @@ double CudaAllocator::getMemoryFraction(c10::DeviceIndex device) {
 }
 
 void CudaAllocator::setMemoryFraction(double fraction, c10::DeviceIndex device) {
-  TORCH_CHECK_VALUE(0 <= fraction && fraction <= 1, "invalid fraction:", fraction, ". Please set within [0, 1].");
+  if (!(0 <= fraction && fraction <= 1)) {
+    const std::string text = "invalid fraction: " + std::to_string(fraction) + ". Please set within [0, 1].";
+    TORCH_CHECK_VALUE(false, text);
+  }
   try {
     DeviceMemory& memory = Runtime::room(DeviceKind::cuda, device).memory;
     const auto total = static_cast<double>(memory.capabilities().total_memory);
@@ -240,14 +240,14 @@ void CudaAllocator::cacheInfo(c10::DeviceIndex device, std::size_t* largest) {
 void* CudaAllocator::getBaseAllocation(void* block, std::size_t* size) {
   Runtime::require_own_process();
   const Pool* pool = Runtime::pool_at(block);
-  TORCH_CHECK(pool != nullptr, "invalid device pointer: ", block);
+  if (pool == nullptr) throw_invalid_pointer(block);
   const auto address = reinterpret_cast<Address>(block);
   for (const SegmentSnapshot& segment : pool->snapshot()) {
     if (address < segment.address || address - segment.address >= segment.total_size) continue;
     if (size != nullptr) *size = segment.total_size;
     return reinterpret_cast<void*>(segment.address);
   }
-  TORCH_CHECK(false, "invalid device pointer: ", block);
+  throw_invalid_pointer(block);
 }
 
 std::vector<cca::StreamSegmentSize> CudaAllocator::getExpandableSegmentSizes(c10::DeviceIndex device) {
@@ -267,7 +267,7 @@ std::vector<cca::StreamSegmentSize> CudaAllocator::getExpandableSegmentSizes(c10
 
 template <typename Call>
 void CudaAllocator::with_room(c10::DeviceIndex device, const Call& call) {
-  TORCH_CHECK(device >= 0, "Invalid device argument ", device, ".");
+  if (device < 0) throw_torch_error("Invalid device argument " + std::to_string(device) + ".");
   if (Runtime::in_child()) return;
   if (DeviceRoom* room = Runtime::made(DeviceKind::cuda, device); room != nullptr) call(*room);
 }

@@ -127,7 +127,4 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
   std::unordered_map<int, double> fractions_;  // as set, since a limit in bytes cannot give them back exactly
 };
 
-// What this version does not do yet: an error that names the function.
-[[noreturn]] void throw_not_yet(const char* function, const char* what);
-
 }  // namespace vmm

@@ -2,6 +2,7 @@
 // later version; until then each says so, except those that torch calls from
 // destructors, which do nothing: there is nothing to give up.
 #include "torch_adapter/cuda_allocator.h"
+#include "torch_adapter/errors.h"
 
 namespace vmm {
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "torch_adapter/cuda_allocator.h"
+#include "torch_adapter/errors.h"
 #include "torch_adapter/statistics.h"
 
 namespace vmm {

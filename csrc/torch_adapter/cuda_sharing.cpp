@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "torch_adapter/cuda_allocator.h"
+#include "torch_adapter/errors.h"
 
 namespace vmm {
 

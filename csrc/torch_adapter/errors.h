@@ -1,5 +1,10 @@
 // vmm's failures in torch's words, for whoever called through torch. It knows
 // no pool and no device.
+//
+// Texts are put together as strings, never by torch's c10::str() or its kin:
+// those use iostreams, and where a compiler links its own static libstdc++ into
+// the extension, beside the shared one that torch uses, writing a number to a
+// stream crashes (the two disagree on the locale's facets).
 #pragma once
 
 #include <cstddef>
@@ -18,6 +23,12 @@ struct DeviceWords {
 // in Python) with the words that torch's native allocator begins with, since
 // programs look for them; everything else of vmm's becomes a c10::Error.
 [[noreturn]] void rethrow_as_torch(const DeviceWords& where, std::size_t bytes);
+
+// c10::Error with this text.
+[[noreturn]] void throw_torch_error(const std::string& message);
+// What this version does not do yet (NotImplementedError in Python); names the
+// virtual function of torch's allocator.
+[[noreturn]] void throw_not_yet(const std::string& function, const std::string& what);
 
 // torch's own refusal of requests that no device could ever meet.
 inline constexpr std::size_t kExbibyte = std::size_t{1} << 60;

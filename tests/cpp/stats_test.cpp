@@ -56,42 +56,5 @@ TEST(Statistics, TotalsAddUpButPeaksDoNot) {
   EXPECT_EQ(sum.num_device_alloc, 3);
 }
 
-TEST(DevicePeaks, AreThoseOfTheSumNotTheSumOfThePeaks) {
-  DevicePeaks peaks;
-  peaks.increase(kBytes, SizeClass::large_pool, 100);  // one pool's
-  peaks.decrease(kBytes, SizeClass::large_pool, 100);
-  peaks.increase(kBytes, SizeClass::small_pool, 80);  // then another's
-  Statistics out;
-  peaks.fill_peaks(out);
-  EXPECT_EQ(out[kBytes][0].peak, 100);
-  EXPECT_EQ(out[kBytes][1].peak, 80);
-  EXPECT_EQ(out[kBytes][2].peak, 100);
-  peaks.reset_peaks();
-  peaks.fill_peaks(out);
-  EXPECT_EQ(out[kBytes][0].peak, 80);
-  EXPECT_EQ(out[kBytes][2].peak, 0);
-}
-
-TEST(DevicePeaks, SeeTheHighestMomentOfManyThreads) {
-  DevicePeaks peaks;
-  std::vector<std::thread> threads;
-  for (int k = 0; k < 4; ++k) {
-    threads.emplace_back([&] {
-      for (int step = 0; step < 2000; ++step) {
-        peaks.increase(kBytes, SizeClass::large_pool, 10);
-        peaks.decrease(kBytes, SizeClass::large_pool, 10);
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  Statistics out;
-  peaks.fill_peaks(out);
-  EXPECT_GE(out[kBytes][0].peak, 10);
-  EXPECT_LE(out[kBytes][0].peak, 40);
-  peaks.reset_peaks();
-  peaks.fill_peaks(out);
-  EXPECT_EQ(out[kBytes][0].peak, 0);
-}
-
 }  // namespace
 }  // namespace vmm::testing

@@ -24,7 +24,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(width=64, batch=128, large_batch=1437, learning_rate=2e-3),
+    "cpu": Size(width=56, batch=96, large_batch=1437, learning_rate=3e-3),
     "cuda": Size(width=192, batch=512, large_batch=8192, learning_rate=1e-3),
 }
 _LEAST_ACCURACY = 0.9
@@ -49,7 +49,7 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def _convolution(into: int, out: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(into, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU())
+    return nn.Sequential(nn.Conv2d(into, out, 3, padding=1, bias=False), nn.BatchNorm2d(out, momentum=0.3), nn.ReLU())
 
 
 class DigitsModel(Workload):
@@ -57,7 +57,7 @@ class DigitsModel(Workload):
 
     name = "digits"
     share = 0.15
-    least_steps = 8
+    least_steps = 16
 
     def __init__(self, device: str, learning_rate_scale: float) -> None:
         self._size = SIZES[device]

@@ -16,7 +16,7 @@ from .workload import Workload
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_PLAIN_PERIOD_S = 4.0
+_PLAIN_PERIOD_S = 5.0
 
 
 def size_text(size: int) -> str:

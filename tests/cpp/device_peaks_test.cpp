@@ -1,0 +1,107 @@
+#include "core/device_peaks.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace vmm::testing {
+namespace {
+
+constexpr StatKind kBytes = StatKind::allocated_bytes;
+
+// A pool as DevicePeaks sees one.
+struct Counter {
+  explicit Counter(DevicePeaks& peaks) : seat(peaks) {}
+  void up(SizeClass size_class, std::size_t amount) {
+    statistics.increase(kBytes, size_class, amount);
+    seat.rose(kBytes, size_class, statistics[kBytes]);
+  }
+  void down(SizeClass size_class, std::size_t amount) {
+    statistics.decrease(kBytes, size_class, amount);
+    seat.fell(kBytes, size_class, statistics[kBytes]);
+  }
+  Statistics statistics;
+  DevicePeaks::Seat seat;
+};
+
+std::array<std::int64_t, 3> peaks_of(const DevicePeaks& peaks) {
+  Statistics out;
+  peaks.fill_peaks(out);
+  return {out[kBytes][0].peak, out[kBytes][1].peak, out[kBytes][2].peak};
+}
+
+TEST(DevicePeaks, AreThoseOfTheSumNotTheSumOfThePeaks) {
+  DevicePeaks peaks;
+  Counter one(peaks);
+  Counter other(peaks);
+  one.up(SizeClass::large_pool, 100);
+  one.down(SizeClass::large_pool, 100);
+  other.up(SizeClass::small_pool, 80);
+  EXPECT_EQ(peaks_of(peaks), (std::array<std::int64_t, 3>{100, 80, 100}));
+  peaks.reset_peaks();
+  EXPECT_EQ(peaks_of(peaks), (std::array<std::int64_t, 3>{80, 80, 0}));
+  one.up(SizeClass::large_pool, 1);
+  EXPECT_EQ(peaks_of(peaks), (std::array<std::int64_t, 3>{81, 80, 1}));
+}
+
+TEST(DevicePeaks, AreExactForAnyOrderOfEventsOfManyPools) {
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    std::mt19937 random(seed);
+    DevicePeaks peaks;
+    std::vector<std::unique_ptr<Counter>> pools;
+    std::array<std::int64_t, 3> highest{};
+    for (int step = 0; step < 3000; ++step) {
+      if (pools.size() < 6 && random() % 200 == 0) pools.push_back(std::make_unique<Counter>(peaks));
+      if (pools.empty()) continue;
+      Counter& pool = *pools[random() % pools.size()];
+      const SizeClass size_class = random() % 2 == 0 ? SizeClass::small_pool : SizeClass::large_pool;
+      const std::size_t held =
+          static_cast<std::size_t>(pool.statistics[kBytes][size_class == SizeClass::small_pool ? 1 : 2].current);
+      if (random() % 2 == 0) {
+        pool.up(size_class, 1 + random() % 1000);
+      } else if (held != 0) {
+        pool.down(size_class, 1 + random() % held);
+      }
+      for (std::size_t which = 0; which < 3; ++which) {
+        std::int64_t sum = 0;
+        for (const auto& each : pools) sum += each->statistics[kBytes].at(which).current;
+        highest.at(which) = std::max(highest.at(which), sum);
+      }
+      if (random() % 500 == 0) {
+        peaks.reset_peaks();
+        for (std::size_t which = 0; which < 3; ++which) {
+          highest.at(which) = 0;
+          for (const auto& each : pools) highest.at(which) += each->statistics[kBytes].at(which).current;
+        }
+      }
+      ASSERT_EQ(peaks_of(peaks), highest) << "seed " << seed << " step " << step;
+    }
+  }
+}
+
+TEST(DevicePeaks, StayWithinWhatManyThreadsCanHold) {
+  DevicePeaks peaks;
+  std::vector<std::thread> threads;
+  for (int k = 0; k < 4; ++k) {
+    threads.emplace_back([&] {
+      Counter pool(peaks);
+      for (int step = 0; step < 2000; ++step) {
+        pool.up(SizeClass::large_pool, 10);
+        pool.down(SizeClass::large_pool, 10);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_GE(peaks_of(peaks)[0], 10);
+  EXPECT_LE(peaks_of(peaks)[0], 40);
+  peaks.reset_peaks();
+  EXPECT_EQ(peaks_of(peaks)[0], 0);
+}
+
+}  // namespace
+}  // namespace vmm::testing
