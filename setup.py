@@ -52,6 +52,7 @@ SOURCES = [
     "csrc/bindings/numbers.cpp",
     "csrc/bindings/options.cpp",
     "csrc/bindings/pool.cpp",
+    "csrc/bindings/replay.cpp",
     "csrc/bindings/routing.cpp",
     "csrc/bindings/shared_memory_pool.cpp",
     "csrc/bindings/tensor_view.cpp",

@@ -29,7 +29,11 @@ _TIMEOUT_S = 300
 
 def main() -> int:
     """Run the command line; returns the exit status."""
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - {name for names in _NAMES.values() for name in names}
+    if unknown:
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}")
     if arguments.worker:
         return _work(arguments.names[0], arguments.worker, arguments.quick)
     names = arguments.names or list(_NAMES[arguments.device])
@@ -66,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     every = [name for names in _NAMES.values() for name in names]
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*every, []], help=f"of {', '.join(every)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(every)}")
     parser.add_argument("--device", choices=tuple(_NAMES), default="cuda", help="whose benchmarks, where none is named")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: benchmarks/results, with --quick scratch")
     parser.add_argument("--quick", action="store_true", help="less of everything, to see that it works")

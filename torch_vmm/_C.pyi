@@ -484,3 +484,20 @@ def current_pool(kind: Kind, ordinal: int = 0) -> Pool:
 
 def pool_at(address: int) -> Pool | None:
     """The pool whose addresses hold ``address``, of whatever device."""
+
+# -- Traces ------------------------------------------------------------------------------------------------------------
+
+def replay(pool: Pool, op: object, id: object, size: object, stream: object) -> dict[str, int]:
+    """Allocates and frees in ``pool`` (of the CPU) as a recorded program did; the memory is never touched.
+
+    Args:
+        op: 0 allocate, 1 free, in program order (one column of numbers, as all of these).
+        id: the block.
+        size: bytes asked for.
+        stream: a number for each stream; 0 is the first.
+    Returns:
+        ``allocated_peak`` and ``reserved_peak`` in bytes, ``chunks_mapped``.
+    Raises:
+        InvalidArgumentError: columns of different lengths, or a pool of a GPU.
+        OutOfMemoryError: the trace does not fit.
+    """

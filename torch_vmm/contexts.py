@@ -32,18 +32,16 @@ class Stays:
             VmmError: it is not the innermost of its thread, or another thread's.
         """
         thread = threading.get_ident()
-        if thread not in self._open:
-            thread = self._another_thread()
-        stack = self._open[thread]
+        stack = self._open.get(thread) or self._open.get(thread := self._another_thread())
+        if not stack:
+            raise VmmError("a model's context was left more often than it was entered")
         context = stack.pop()
         if not stack:
-            del self._open[thread]
+            self._open.pop(thread, None)
         _C.leave(context)
 
     def _another_thread(self) -> int:
         # A generator that was begun on one thread and is closed on another:
         # the extension reports it. A thread that has ended leaves nothing itself.
-        if not self._open:
-            raise VmmError("a model's context was left more often than it was entered")
         alive = {thread.ident for thread in threading.enumerate()}
-        return min(self._open, key=lambda thread: thread in alive)
+        return min(list(self._open), key=lambda thread: thread in alive, default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -38,7 +39,8 @@ class SharedMemoryPool:
             self._device.kind, self._device.ordinal, to_bytes(physical_limit, "physical_limit")
         )
         self._models = _Models(self._handle, weakref.ref(self))
-        _alive.add(self)
+        with _lock:
+            _alive.add(self)
         weakref.finalize(self, _close_dropped, self._handle).atexit = False
 
     def register_model(
@@ -219,6 +221,8 @@ class _Models(Mapping[str, VirtualMemoryPool]):
 
 # -- All of them -------------------------------------------------------------------------------------------------------
 
+# Re-entrant, because a collection inside the lock may run someone's __del__.
+_lock = threading.RLock()
 _alive: weakref.WeakSet[SharedMemoryPool] = weakref.WeakSet()
 
 
@@ -256,7 +260,9 @@ def find_model(model_id: str, device: DeviceKey | None) -> VirtualMemoryPool:
 
 
 def _open_pools() -> list[SharedMemoryPool]:
-    return [shared for shared in list(_alive) if not shared.is_closed]
+    with _lock:
+        alive = list(_alive)
+    return [shared for shared in alive if not shared.is_closed]
 
 
 def _to_id(model_id: str) -> str:

@@ -44,4 +44,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_virtual_memory_manager(module);
   bind_install(module);
   bind_routing(module);
+  bind_replay(module);
 }

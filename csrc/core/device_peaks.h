@@ -36,7 +36,9 @@ class DevicePeaks {
     void rose(StatKind kind, SizeClass size_class, const StatTriple& triple) {
       const std::size_t first = index(kind);
       const std::size_t part = size_class == SizeClass::small_pool ? 1 : 2;
-      if (set(first, triple[0].current) | set(first + part, triple[part].current)) [[unlikely]] peaks_.look(*this);
+      const bool whole = set(first, triple[0].current);
+      const bool of_class = set(first + part, triple[part].current);
+      if (whole || of_class) [[unlikely]] peaks_.look(*this);
     }
     void fell(StatKind kind, SizeClass size_class, const StatTriple& triple) {
       const std::size_t first = index(kind);

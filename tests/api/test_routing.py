@@ -737,6 +737,39 @@ def test_threads_enter_one_pool_at_once(llama: Pool, qwen: Pool, device: str) ->
     assert (llama.memory_allocated(), qwen.memory_allocated()) == (0, 0)
 
 
+def test_models_are_found_while_others_come_and_go(
+    llama: Pool, device: str, make_shared: Callable[..., Shared]
+) -> None:
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            torch_vmm.SharedMemoryPool("4MiB", device=device).register_model("passing", "4MiB")
+
+    def find() -> None:
+        try:
+            for _ in range(200):
+                with torch_vmm.use_model("llama") as pool:
+                    assert pool is llama
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    threads = [threading.Thread(target=work) for work in (come_and_go, find, find)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_leaving_what_was_not_entered(llama: Pool) -> None:
+    with pytest.raises(torch_vmm.VmmError, match="more often"):
+        llama.__exit__(None, None, None)
+
+
 def test_a_thread_may_free_what_another_made(llama: Pool, device: str) -> None:
     with llama:
         tensors = [stamp(torch.empty(MIB, dtype=torch.uint8, device=device), seed) for seed in range(10)]

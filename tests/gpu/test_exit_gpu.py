@@ -5,10 +5,7 @@ All programs start at once, each in its own process; every test looks at one.
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -16,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.helpers import ROOT
+from tests.gpu.programs import Process, expect_done, running, start
 
 _HEAD = """
 import os, sys, threading
@@ -159,42 +156,26 @@ while True:
 """
 
 
-def start(body: str) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_VMM_")}
-    return subprocess.Popen(
-        [sys.executable, "-c", _HEAD + textwrap.dedent(body)],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def program(body: str) -> str:
+    return _HEAD + textwrap.dedent(body)
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Every program, running."""
-    processes = {name: start(body) for name, body in PROGRAMS.items()}
-    yield processes
-    for process in processes.values():
-        process.kill()
-        process.wait()
+def started() -> Iterator[dict[str, Process]]:
+    with running({name: program(body) for name, body in PROGRAMS.items()}) as processes:
+        yield processes
 
 
 @pytest.mark.no_memcheck  # other processes, many at once
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_ends_well(started: dict[str, subprocess.Popen[str]], name: str) -> None:
-    out, err = started[name].communicate(timeout=180)
-    assert started[name].returncode == 0, f"exit status {started[name].returncode}\n{out}\n{err}"
-    assert out.strip() == "done"
-    assert "torch_vmm:" not in err
-    assert "Traceback" not in err
+def test_ends_well(started: dict[str, Process], name: str) -> None:
+    expect_done(started[name])
 
 
 @pytest.mark.no_memcheck  # another process
 def test_a_killed_process_gives_all_its_memory_back() -> None:
     free = torch.cuda.mem_get_info()[0]
-    process = start(_ENDLESS)
+    process = start(program(_ENDLESS))
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     assert free - torch.cuda.mem_get_info()[0] >= 400 * 2**20

@@ -55,18 +55,20 @@ def test_a_kernel_works_across_chunks_as_on_ordinary_memory(make_pool: MakePool)
 def test_scattered_pages_keep_their_content_while_others_come_and_go(make_pool: MakePool) -> None:
     pool = make_pool("1TiB", page_size="2MiB")
     places = [number * 7 * GIB for number in range(20)]
+
+    def block_at(place: int, pages: int = 1) -> torch.Tensor:
+        return pool.tensor(place, (pages * PAGE,), torch.uint8)
+
     for seed, place in enumerate(places):
         pool.allocate(place, PAGE)
-        queue_stamp(pool.tensor(place, (PAGE,), torch.uint8), seed)
+        queue_stamp(block_at(place), seed)
     for place in places[::2]:
         pool.deallocate(place, PAGE)
     for place in places[::2]:
         pool.allocate(place + PAGE, 2 * PAGE)
+        queue_stamp(block_at(place + PAGE, 2), 99)
     for seed, place in enumerate(places):
-        if seed % 2 == 1:
-            assert intact(pool.tensor(place, (PAGE,), torch.uint8), seed)
-        else:
-            assert is_zero(pool.tensor(place + PAGE, (2 * PAGE,), torch.uint8))
+        assert intact(block_at(place), seed) if seed % 2 == 1 else intact(block_at(place + PAGE, 2), 99)
     assert pool.physical_memory_usage == 30 * PAGE
 
 
@@ -88,6 +90,7 @@ def test_pages_given_up_under_a_kernel_serve_another_place_at_once(make_pool: Ma
 
 def test_the_driver_sees_memory_come_and_go(make_pool: MakePool) -> None:
     pool = make_pool("64GiB")
+    torch.cuda.empty_cache()
     before = free_bytes()
     pool.allocate(0, 512 * MIB)
     assert before - free_bytes() >= 512 * MIB

@@ -1,10 +1,12 @@
-"""The ways to become torch's allocator, each in a fresh process."""
+"""The ways to become torch's allocator, each in a fresh process; all start at once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.helpers import python
+from tests.gpu.programs import Process, expect_done, running
 
 _USE = """
 x = torch.ones(1000, 1000, device="cuda", requires_grad=True)
@@ -36,56 +38,56 @@ else:
 """
 
 
-def run(*parts: str) -> None:
-    done = python("import torch, torch_vmm\n" + "".join(parts) + "\nprint('done')\n")
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert done.stdout.strip() == "done"
+_TOO_LATE = """
+for become in (torch_vmm.enable, lambda: torch.cuda.memory.change_current_allocator(torch_vmm.allocator())):
+    try:
+        become()
+    except RuntimeError as error:
+        text = str(error)
+        assert become is not torch_vmm.enable or isinstance(error, torch_vmm.NotAvailableError)
+    else:
+        raise AssertionError("not refused")
+    assert "initializ" in text or "initialis" in text, text
+assert not torch_vmm.is_enabled("cuda")
+y = torch.ones(1000, device="cuda")
+assert float(y.sum()) == 1000 and torch_vmm.pool_of(y) is None
+"""
 
+_CHANGE = "torch.cuda.memory.change_current_allocator(torch_vmm.allocator())\n"
 
-def test_enable() -> None:
-    run("torch_vmm.enable()\ntorch_vmm.enable('cuda:0')\n", _USE, _STATISTICS, _MODELS)
-
-
-def test_change_current_allocator() -> None:
-    run("torch.cuda.memory.change_current_allocator(torch_vmm.allocator())\n", _USE, _STATISTICS, _MODELS)
-
-
-def test_enable_after_change_current_allocator_and_use_is_fine() -> None:
-    run(
-        "torch.cuda.memory.change_current_allocator(torch_vmm.allocator())\n",
-        _USE,
-        "torch_vmm.enable()\n",
-        _STATISTICS,
-    )
-
-
-def test_it_is_named() -> None:
-    run("torch_vmm.enable()\n", "assert torch.cuda.get_allocator_backend() == 'torch_vmm'\n")
-
-
-def test_pluggable_allocator() -> None:
-    """torch's plain wrapper counts nothing, so torch.cuda.memory_* cannot; the pools can."""
-    run(
-        """
+PROGRAMS = {
+    "enable": "torch_vmm.enable()\ntorch_vmm.enable('cuda:0')\n" + _USE + _STATISTICS + _MODELS,
+    "change_current_allocator": _CHANGE + _USE + _STATISTICS + _MODELS,
+    "enable after change_current_allocator and use": _CHANGE + _USE + "torch_vmm.enable()\n" + _STATISTICS,
+    "its name": "torch_vmm.enable()\nassert torch.cuda.get_allocator_backend() == 'torch_vmm'\n",
+    "what may come before": """
+torch.cuda.is_available()
+torch.cuda.device_count()
+torch.manual_seed(3)
+torch_vmm.VirtualMemoryManager("cuda").close()
+torch_vmm.enable()
+"""
+    + _USE
+    + _STATISTICS,
+    "too late: a tensor": "torch.ones(1, device='cuda')\n" + _TOO_LATE,
+    "too late: the current device": "torch.cuda.current_device()\n" + _TOO_LATE,
+    "too late: properties": "torch.cuda.get_device_properties(0)\n" + _TOO_LATE,
+    # torch's plain wrapper counts nothing, so torch.cuda.memory_* cannot; the pools can.
+    "CUDAPluggableAllocator": """
 alloc = torch.cuda.memory.CUDAPluggableAllocator(torch_vmm.library_path(), "torch_vmm_malloc", "torch_vmm_free")
 torch.cuda.memory.change_current_allocator(alloc)
-""",
-        _USE,
-        """
+"""
+    + _USE
+    + """
 assert torch_vmm.pool_of(x) is torch_vmm.pool_of(x.grad) is torch_vmm.current_pool("cuda")
-assert torch_vmm.current_pool("cuda").memory_allocated() >= 8_000_000
 assert not torch_vmm.is_enabled("cuda")
 held = torch_vmm.current_pool("cuda").memory_allocated()
+assert held >= 8_000_000
 del x
 assert torch_vmm.current_pool("cuda").memory_allocated() < held
-""",
-        _MODELS,
-    )
-
-
-def test_mem_pool_beside_the_native_allocator() -> None:
-    run(
-        """
+"""
+    + _MODELS,
+    "MemPool beside the native allocator": """
 outside = torch.ones(1000, device="cuda")
 pool = torch.cuda.MemPool(torch_vmm.allocator())
 with torch.cuda.use_mem_pool(pool):
@@ -102,14 +104,9 @@ del inside, small
 del pool
 torch.cuda.empty_cache()
 assert torch_vmm.current_pool("cuda").memory_allocated() == 0
-"""
-    )
-
-
-def test_mem_pool_in_a_model_with_a_limit() -> None:
-    """Where the model has no more, the native allocator says out of memory, and goes on."""
-    run(
-        """
+""",
+    # Where the model has no more, the native allocator says out of memory, and goes on.
+    "MemPool in a model with a limit": """
 model = torch_vmm.VirtualMemoryPool("1GiB", physical_limit="128MiB")
 torch.ones(1, device="cuda")
 pool = torch.cuda.MemPool(torch_vmm.allocator())
@@ -123,47 +120,8 @@ with torch.cuda.use_mem_pool(pool), model:
         raise AssertionError("the limit did not hold")
 assert torch_vmm.pool_of(first) is model
 assert int((first == 1).sum()) == 2**26
-"""
-    )
-
-
-@pytest.mark.parametrize(
-    "first",
-    ["torch.ones(1, device='cuda')", "torch.cuda.current_device()", "torch.cuda.get_device_properties(0)"],
-)
-def test_too_late(first: str) -> None:
-    run(
-        f"""
-{first}
-for become in (torch_vmm.enable, lambda: torch.cuda.memory.change_current_allocator(torch_vmm.allocator())):
-    try:
-        become()
-    except RuntimeError as error:
-        text = str(error)
-        assert become is not torch_vmm.enable or isinstance(error, torch_vmm.NotAvailableError)
-    else:
-        raise AssertionError("not refused")
-    assert "initializ" in text or "initialis" in text, text
-assert not torch_vmm.is_enabled("cuda")
-y = torch.ones(1000, device="cuda")
-assert float(y.sum()) == 1000 and torch_vmm.pool_of(y) is None
-"""
-    )
-
-
-def test_what_comes_before_does_not_hurt() -> None:
-    run(
-        "torch.cuda.is_available()\ntorch.cuda.device_count()\ntorch.manual_seed(3)\n",
-        "torch_vmm.VirtualMemoryManager('cuda').close()\n",
-        "torch_vmm.enable()\n",
-        _USE,
-        _STATISTICS,
-    )
-
-
-def test_pools_work_without_becoming_torchs_allocator() -> None:
-    run(
-        """
+""",
+    "pools without becoming torch's allocator": """
 pool = torch_vmm.VirtualMemoryPool("64MiB")
 pool.allocate(0, "4MiB")
 x = pool.tensor(0, (2**20,), torch.float32)
@@ -171,5 +129,18 @@ y = torch.ones(2**20, device="cuda")
 x.copy_(y)
 assert float(x.sum()) == 2**20
 assert torch_vmm.pool_of(x) is pool and torch_vmm.pool_of(y) is None
-"""
-    )
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[dict[str, Process]]:
+    programs = {name: f"import torch, torch_vmm\n{code}\nprint('done')\n" for name, code in PROGRAMS.items()}
+    with running(programs) as processes:
+        yield processes
+
+
+@pytest.mark.no_memcheck  # other processes, many at once
+@pytest.mark.parametrize("way", PROGRAMS)
+def test_in(started: dict[str, Process], way: str) -> None:
+    expect_done(started[way])
