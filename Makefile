@@ -31,7 +31,7 @@ test: ## everything that CI checks
 	@scripts/build_extension $(VENV_PYTHON)
 	@for variant in plain asan tsan; do scripts/cpp_tests build $$variant; done
 	@for variant in plain asan tsan; do scripts/cpp_tests run $$variant; done
-	@$(VENV_PYTHON) -m pytest tests/python --timeout=600 $(ARGS)
+	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 $(ARGS)
 
 .PHONY: build
 build: ## the extension, in place, for .venv

@@ -155,8 +155,7 @@ void bind_pool(py::module_& module) {
       .def(
           "deallocate_pages",
           [](Pool& self, std::size_t offset, std::size_t size) {
-            home_of(self);
-            self.deallocate_pages(offset, size);
+            home_of(self).deallocate_pages(self, offset, size);
           },
           py::arg("offset"), py::arg("size"), WithoutGil())
       .def(

@@ -132,12 +132,14 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
   bool drained = false;
   const bool known = pool->free(address, &drained);
   if (drained) home->bury_retired();
+  if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]] home->enforce_limits();
   return known;
 }
 
 void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t size) {
   pool.deallocate_pages(offset, size);
   store_.trim(pool.group(), options_.store_bytes);
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
 }
 
 // --------------------------------------------------------------- giving back
@@ -172,10 +174,20 @@ std::size_t DeviceMemory::trim_group(Budget& group) {
 
 std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
   budget.set_limit(limit_bytes);
+  const std::size_t given_back = give_back_excess(budget, /*wait=*/true);
+  if (budget.used() > budget.limit()) over_limit_.store(true, std::memory_order_relaxed);
+  return given_back;
+}
+
+// Gives back what `budget` holds above its limit and does not need: first what
+// rests on shelves, then what is idle in pools, lowest priority first.
+std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
   std::size_t given_back = 0;
-  const auto excess = [&] { return budget.used() > limit_bytes ? budget.used() - limit_bytes : 0; };
-  // What rests on shelves first, then what is idle in pools, lowest priority
-  // first. Like trim(), it waits for the work that still uses what goes.
+  const auto excess = [&] {
+    const std::size_t used = budget.used();
+    const std::size_t most = budget.limit();
+    return used > most ? used - most : 0;
+  };
   for (int round = 0; round < 2 && excess() != 0; ++round) {
     if (round == 1) {
       for (const auto& pool : in_order_of_yielding(pools_under(budget))) {
@@ -183,11 +195,32 @@ std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
         const std::size_t idle = pool->idle_bytes();
         pool->shed(idle > excess() ? idle - excess() : 0);
       }
-      settle_all(/*wait=*/true);
+      settle_all(wait);
     }
     given_back += store_.trim_under(budget, excess());
   }
   return given_back;
+}
+
+// A limit was lowered below what was in use: every free brings it nearer.
+void DeviceMemory::enforce_limits() {
+  std::vector<Budget*> over;
+  const auto note = [&over](Budget& budget) {
+    if (budget.used() > budget.limit()) over.push_back(&budget);
+  };
+  const PoolList all = pools();
+  for (const auto& pool : all) note(pool->budget());
+  {
+    const MutexLock lock(registry_mutex_);
+    for (const auto& group : groups_) note(*group);
+  }
+  note(budget_);
+  bool still = false;
+  for (Budget* budget : over) {
+    give_back_excess(*budget, /*wait=*/false);
+    still = still || budget->used() > budget->limit();
+  }
+  over_limit_.store(still, std::memory_order_relaxed);
 }
 
 void DeviceMemory::settle_all(bool wait) {
@@ -217,21 +250,29 @@ void DeviceMemory::reset_accumulated() {
   for (const auto& pool : pools_) pool->reset_accumulated();
 }
 
+// One moment for all pools of the group, so that a chunk on its way from one
+// to another counts once.
 GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
   GlobalMemoryStats stats;
   stats.physical_limit = group.limit();
-  for (const auto& pool : pools_under(group)) {
-    const MemoryStats part = pool->memory_stats();
-    stats.physical_usage += part.physical_usage;
+  const PoolList pools = pools_under(group);
+  const AllLocked locked(pools);
+  std::size_t mapped = 0;
+  for (const auto& pool : pools) {
+    const MemoryStats part = pool->memory_stats_locked();
+    mapped += part.physical_usage;
     stats.allocated_bytes += part.allocated_bytes;
     stats.idle_bytes += part.idle_bytes;
     stats.stranded_bytes += part.stranded_bytes;
     stats.quarantined_bytes += part.quarantined_bytes;
   }
-  const std::size_t waiting = store_.quarantined_bytes(group);
-  stats.store_bytes = store_.shelved_bytes(group) - waiting;
+  // What is charged and mapped nowhere: shelves, and what is on its way to a
+  // request. Of it, what a former address still waits for is quarantined.
+  stats.physical_usage = group.used();
+  const std::size_t unmapped = stats.physical_usage - std::min(mapped, stats.physical_usage);
+  const std::size_t waiting = std::min(store_.quarantined_bytes(group), unmapped);
+  stats.store_bytes = unmapped - waiting;
   stats.quarantined_bytes += waiting;
-  stats.physical_usage += stats.store_bytes + waiting;
   return stats;
 }
 

@@ -4,14 +4,15 @@
 // Lock order, top first; whoever holds one may only take those below it:
 //   DeviceMemory::reclaim_mutex_   one request at a time climbs the ladder
 //   DeviceMemory::registry_mutex_  the list of pools
-//   Pool::mutex_                   one pool; several only on the last rung, in
-//                                  the order of registration
+//   Pool::mutex_                   one pool; several only by AllLocked (the last
+//                                  rung, group_stats), in order of registration
 //   PageStore::mutex_              the shelves
 //   FencePool::mutex_, drivers'    leaves
 // Whoever holds a lock never calls Python and, below the last rungs of the
 // ladder and the calls that say so, never waits for the GPU.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <memory>
@@ -26,6 +27,23 @@
 namespace vmm {
 
 using PoolList = std::vector<std::shared_ptr<Pool>>;
+
+// Locks several pools at once. Safe because everyone who does so takes them in
+// the order of registration; the analysis cannot follow a loop.
+class AllLocked {
+ public:
+  explicit AllLocked(const PoolList& pools) VMM_NO_THREAD_SAFETY_ANALYSIS : pools_(pools) {
+    for (const auto& pool : pools_) pool->mutex().lock();
+  }
+  ~AllLocked() VMM_NO_THREAD_SAFETY_ANALYSIS {
+    for (auto it = pools_.rbegin(); it != pools_.rend(); ++it) (*it)->mutex().unlock();
+  }
+  AllLocked(const AllLocked&) = delete;
+  AllLocked& operator=(const AllLocked&) = delete;
+
+ private:
+  const PoolList& pools_;
+};
 
 class DeviceMemory {
  public:
@@ -87,7 +105,8 @@ class DeviceMemory {
   [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(registry_mutex_);
   void reset_peaks() VMM_EXCLUDES(registry_mutex_);
   void reset_accumulated() VMM_EXCLUDES(registry_mutex_);
-  [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const;
+  // Locks every pool of the group for a moment, in order of registration.
+  [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const VMM_NO_THREAD_SAFETY_ANALYSIS;
   // Bytes the driver gave that are still held: what budget() counts.
   [[nodiscard]] std::size_t committed_bytes() const { return budget_.used(); }
   // Proves that pools and store sum to what the driver gave. Walks. REQUIRES:
@@ -112,6 +131,8 @@ class DeviceMemory {
   void take_from(const PoolList& pools, std::size_t want, Grant& grant);
   void melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want, Grant& grant)
       VMM_NO_THREAD_SAFETY_ANALYSIS;
+  std::size_t give_back_excess(Budget& budget, bool wait);
+  void enforce_limits() VMM_EXCLUDES(registry_mutex_);
   void settle_all(bool wait);
   void bury_retired();
   [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);
@@ -126,6 +147,7 @@ class DeviceMemory {
   FencePool fences_;
   DevicePeaks peaks_;
   std::function<bool()> memory_callback_;
+  std::atomic<bool> over_limit_{false};  // some limit was lowered below what is in use
 
   Mutex reclaim_mutex_;
   mutable Mutex registry_mutex_;

@@ -74,6 +74,16 @@ const std::vector<OptionRow>& option_table() {
   return kRows;
 }
 
+namespace {
+std::size_t parse_size(const std::string& variable, const std::string& text) {
+  try {
+    return parse_bytes(text);
+  } catch (const InvalidArgumentError& error) {
+    throw InvalidArgumentError(variable + ": " + error.what());
+  }
+}
+}  // namespace
+
 Options Options::from_environment() {
   Options options;
   for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
@@ -85,11 +95,11 @@ Options Options::from_environment() {
     if (variable == "TORCH_VMM_SCRUB") {
       options.scrub = parse_flag(variable, value);
     } else if (variable == "TORCH_VMM_STORE_BYTES") {
-      options.store_bytes = parse_bytes(value);
+      options.store_bytes = parse_size(variable, value);
     } else if (variable == "TORCH_VMM_DEFAULT_CAPACITY") {
-      options.default_capacity_bytes = parse_bytes(value);
+      options.default_capacity_bytes = parse_size(variable, value);
     } else if (variable == "TORCH_VMM_HOST_BYTES") {
-      options.host_bytes = parse_bytes(value);
+      options.host_bytes = parse_size(variable, value);
     } else if (variable == "TORCH_VMM_EXPORTABLE") {
       options.exportable = parse_flag(variable, value);
     } else {

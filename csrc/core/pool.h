@@ -117,6 +117,7 @@ class Pool {
 
   // -- Numbers ---------------------------------------------------------------
   [[nodiscard]] MemoryStats memory_stats() VMM_EXCLUDES(mutex_);               // walks
+  [[nodiscard]] MemoryStats memory_stats_locked() VMM_REQUIRES(mutex_);
   [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(mutex_);            // cheap
   [[nodiscard]] std::vector<SegmentSnapshot> snapshot() const VMM_EXCLUDES(mutex_);  // walks
   [[nodiscard]] std::size_t physical_bytes() const VMM_EXCLUDES(mutex_);
@@ -152,7 +153,7 @@ class Pool {
   void end() VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_retired() const { return retired_.load(std::memory_order_acquire); }
   [[nodiscard]] bool contains(Address address) const { return address >= base_ && address < base_ + capacity_; }
-  // For lock-all, the last rung of the ladder (device_memory only).
+  // For AllLocked (device_memory only).
   Mutex& mutex() VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_; }
   // The last rung, with every pool locked: waits for what fences hold up and
   // gives all idle chunks (down to the floor) and their charge back to the

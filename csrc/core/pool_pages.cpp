@@ -71,7 +71,7 @@ Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream st
     throw AlreadyMappedError(taken, page_, "pool '" + name_ + "': allocate(" + std::to_string(offset) + ", " +
                                                std::to_string(size) + ")");
   }
-  return take_pages(range, stream, grant, shortage);
+  return take_pages(range, stream, grant, shortage) == 0 ? 0 : base_ + offset;
 }
 
 Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) {

@@ -9,6 +9,10 @@ namespace vmm {
 
 MemoryStats Pool::memory_stats() {
   const MutexLock lock(mutex_);
+  return memory_stats_locked();
+}
+
+MemoryStats Pool::memory_stats_locked() {
   MemoryStats stats;
   stats.virtual_capacity = capacity_;
   if (range_ == nullptr) return stats;

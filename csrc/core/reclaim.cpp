@@ -84,25 +84,6 @@ void DeviceMemory::take_from(const PoolList& pools, std::size_t want, Grant& gra
   }
 }
 
-namespace {
-// Locks every pool for the last rung. A fixed order (of registration) and the
-// ladder's own mutex make it safe; the analysis cannot follow a loop.
-class AllLocked {
- public:
-  explicit AllLocked(const PoolList& pools) VMM_NO_THREAD_SAFETY_ANALYSIS : pools_(pools) {
-    for (const auto& pool : pools_) pool->mutex().lock();
-  }
-  ~AllLocked() VMM_NO_THREAD_SAFETY_ANALYSIS {
-    for (auto it = pools_.rbegin(); it != pools_.rend(); ++it) (*it)->mutex().unlock();
-  }
-  AllLocked(const AllLocked&) = delete;
-  AllLocked& operator=(const AllLocked&) = delete;
-
- private:
-  const PoolList& pools_;
-};
-}  // namespace
-
 // With every pool locked: gives idle memory back until the asker has room for
 // `want` bytes (`need` at the least), and charges them to it before anyone else
 // can.

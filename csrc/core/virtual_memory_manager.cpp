@@ -280,6 +280,7 @@ std::vector<MappingRecord> VirtualMemoryManager::mappings(const VirtualAddressRa
 Address VirtualMemoryManager::hold(const VirtualAddressRange& range, std::size_t offset, std::size_t size) {
   const MutexLock lock(mutex_);
   Range& found = find(range);
+  if (size == 0) throw InvalidRangeError(offset, size, range.size, "size must be greater than 0");
   if (sum_overflows(offset, size) || offset + size > range.size) {
     throw InvalidRangeError(offset, size, range.size, "beyond the end of the range");
   }

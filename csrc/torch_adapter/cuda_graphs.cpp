@@ -1,6 +1,8 @@
 // CudaAllocator: private pools, CUDA graphs, checkpoints. They come with a
 // later version; until then each says so, except those that torch calls from
 // destructors, which do nothing: there is nothing to give up.
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+
 #include "torch_adapter/cuda_allocator.h"
 #include "torch_adapter/errors.h"
 
@@ -8,10 +10,22 @@ namespace vmm {
 
 namespace {
 constexpr const char* kPrivatePools = "allocating to a private pool (CUDA graphs, torch.cuda.MemPool)";
+
+// torch 2.11 tells its random generator that a capture has begun before it asks
+// for the pool, and does not take it back when that fails: every later random
+// number would be refused ("Offset increment outside graph capture"). A copy of
+// the generator's state that knows of no capture takes the state's place.
+void forget_capture(c10::DeviceIndex device) {
+  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(device);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.graphsafe_set_state(generator.clone());
+}
+
 }  // namespace
 
-void CudaAllocator::beginAllocateToPool(c10::DeviceIndex /*device*/, c10::MempoolId_t /*mempool*/,
+void CudaAllocator::beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t /*mempool*/,
                                         std::function<bool(cudaStream_t)> /*filter*/) {
+  forget_capture(device);
   throw_not_yet("beginAllocateToPool", kPrivatePools);
 }
 

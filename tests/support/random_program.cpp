@@ -183,6 +183,10 @@ class World {
       require(stats.stranded_bytes <= stats.physical_usage && (stats.physical_usage != 0 || allocated == 0),
               "stranded bytes wrapped");
     }
+    const GlobalMemoryStats group = memory_->group_stats(*group_);
+    require(group.physical_usage == group.allocated_bytes + group.idle_bytes + group.stranded_bytes +
+                                        group.quarantined_bytes + group.store_bytes,
+            "the group does not add up");
     // One random block's whole content, every step.
     if (!live_.empty()) check_content(live_[random_() % live_.size()]);
   }
