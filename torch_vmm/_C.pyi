@@ -5,7 +5,7 @@ Conventions, everywhere:
 - Sizes, offsets and addresses are ``int`` bytes; texts like ``"2MiB"`` go through :func:`parse_bytes` first.
 - A device is a pair: ``kind`` is ``"cuda"`` or ``"cpu"``, ``ordinal`` its index among the visible ones (0 for the CPU).
 - A limit of ``None`` is no limit, in arguments and in results.
-- ``stream`` is a stream's pointer as ``int`` (``torch.cuda.current_stream(device).cuda_stream``); 0: the default stream.
+- ``stream`` is a stream's pointer as ``int`` (``torch.cuda.current_stream(device).cuda_stream``), 0 the default stream.
 - Errors are the classes of ``torch_vmm.errors``; each is made as ``Class(message, **attributes)`` with the attributes
   of the public table (``InvalidRangeError(message, offset=, size=, capacity=)``).
 - Whatever may wait, or take a lock for long, releases the GIL.
@@ -417,9 +417,7 @@ class VirtualMemoryManager:
         """``devices``: who gets it; ``None``: the manager's own. ``size`` ``None``: up to the end of what is mapped."""
     def mappings(self, range: VirtualAddressRange) -> list[MappingRecord]:
         """By offset."""
-    def tensor(
-        self, range: VirtualAddressRange, offset: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def tensor(self, range: VirtualAddressRange, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor over mapped, accessible memory, no copy; its stretch cannot be unmapped while it lives.
 
         Raises:

@@ -11,12 +11,11 @@ namespace vmm::detail {
 }  // namespace vmm::detail
 
 // VMM_CHECK(a <= b, "mapped ", a, " limit ", b)
-#define VMM_CHECK(condition, ...)                                                        \
-  do {                                                                                   \
-    if (__builtin_expect(!(condition), 0)) {                                             \
-      ::vmm::detail::check_failed(__FILE__, __LINE__, #condition,                        \
-                                  ::vmm::detail::concatenate(__VA_ARGS__));              \
-    }                                                                                    \
+#define VMM_CHECK(condition, ...)                                                                           \
+  do {                                                                                                      \
+    if (__builtin_expect(!(condition), 0)) {                                                                \
+      ::vmm::detail::check_failed(__FILE__, __LINE__, #condition, ::vmm::detail::concatenate(__VA_ARGS__)); \
+    }                                                                                                       \
   } while (false)
 
 namespace vmm::detail {

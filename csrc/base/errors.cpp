@@ -11,8 +11,7 @@ InvalidPageSizeError::InvalidPageSizeError(std::size_t page_size, std::size_t gr
       page_size(page_size),
       granularity(granularity) {}
 
-InvalidRangeError::InvalidRangeError(std::size_t offset, std::size_t size, std::size_t capacity,
-                                     const std::string& why)
+InvalidRangeError::InvalidRangeError(std::size_t offset, std::size_t size, std::size_t capacity, const std::string& why)
     : InvalidArgumentError("offset " + std::to_string(offset) + ", size " + std::to_string(size) + ", capacity " +
                            std::to_string(capacity) + ": " + why),
       offset(offset),
@@ -20,8 +19,7 @@ InvalidRangeError::InvalidRangeError(std::size_t offset, std::size_t size, std::
       capacity(capacity) {}
 
 AlreadyMappedError::AlreadyMappedError(std::size_t offset, std::size_t size, const std::string& what)
-    : VmmError(what + ": offset " + std::to_string(offset) + ", size " + std::to_string(size) +
-               " is already mapped"),
+    : VmmError(what + ": offset " + std::to_string(offset) + ", size " + std::to_string(size) + " is already mapped"),
       offset(offset),
       size(size) {}
 

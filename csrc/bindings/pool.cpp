@@ -154,9 +154,7 @@ void bind_pool(py::module_& module) {
           py::arg("size"), py::arg("stream") = 0, WithoutGil())
       .def(
           "deallocate_pages",
-          [](Pool& self, std::size_t offset, std::size_t size) {
-            home_of(self).deallocate_pages(self, offset, size);
-          },
+          [](Pool& self, std::size_t offset, std::size_t size) { home_of(self).deallocate_pages(self, offset, size); },
           py::arg("offset"), py::arg("size"), WithoutGil())
       .def(
           "is_mapped",

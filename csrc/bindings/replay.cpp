@@ -20,8 +20,8 @@ using Column = py::array_t<T, py::array::c_style | py::array::forcecast>;
 py::dict replay(Pool& pool, const Column<std::uint8_t>& op, const Column<std::uint64_t>& id,
                 const Column<std::uint64_t>& size, const Column<std::uint64_t>& stream) {
   const auto count = static_cast<std::size_t>(op.size());
-  if (op.ndim() != 1 || static_cast<std::size_t>(id.size()) != count || static_cast<std::size_t>(size.size()) != count ||
-      static_cast<std::size_t>(stream.size()) != count) {
+  if (op.ndim() != 1 || static_cast<std::size_t>(id.size()) != count ||
+      static_cast<std::size_t>(size.size()) != count || static_cast<std::size_t>(stream.size()) != count) {
     throw InvalidArgumentError("op, id, size and stream must be columns of one length");
   }
   Runtime::require_own_process();

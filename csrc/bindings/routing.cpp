@@ -32,8 +32,10 @@ void bind_routing(py::module_& module) {
     return pool_of(*self.context);
   });
   // No release of the GIL: neither waits, and the thread stays the same.
-  module.def("enter", [](std::shared_ptr<Pool> pool) { return Stay{enter_model(std::move(pool))}; }, py::arg("pool"));
-  module.def("leave", [](const Stay& stay) { leave_model(stay.context); }, py::arg("context"));
+  module.def(
+      "enter", [](std::shared_ptr<Pool> pool) { return Stay{enter_model(std::move(pool))}; }, py::arg("pool"));
+  module.def(
+      "leave", [](const Stay& stay) { leave_model(stay.context); }, py::arg("context"));
   module.def(
       "current_pool",
       [](const std::string& kind, int ordinal) -> std::shared_ptr<Pool> {

@@ -179,7 +179,8 @@ void bind_virtual_memory_manager(py::module_& module) {
           "mappings", [](Manager& self, const VirtualAddressRange& range) { return self.here().mappings(range); },
           py::arg("range"), WithoutGil())
       .def("tensor", &tensor, py::arg("range"), py::arg("offset"), py::arg("shape"), py::arg("dtype"))
-      .def("close", [](Manager& self) { self.here().close(); }, WithoutGil());
+      .def(
+          "close", [](Manager& self) { self.here().close(); }, WithoutGil());
 }
 
 }  // namespace vmm::bindings

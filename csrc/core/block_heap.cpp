@@ -151,8 +151,8 @@ Block* BlockHeap::best_fit(std::size_t size, StreamTag tag) const {
 Block* BlockHeap::next_larger(Block* block) const { return index_[block->tag]->next_larger(block); }
 
 Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, BlockState state) {
-  VMM_CHECK(free->state == BlockState::free && free->offset <= offset && offset + size <= free->end(),
-            "carving ", offset, "+", size, " out of ", free->offset, "+", free->size);
+  VMM_CHECK(free->state == BlockState::free && free->offset <= offset && offset + size <= free->end(), "carving ",
+            offset, "+", size, " out of ", free->offset, "+", free->size);
   const StreamTag tag = free->tag;
   const std::uint64_t epoch = free->epoch;
   clear_free(free);
@@ -196,8 +196,8 @@ Block* BlockHeap::split(Block* block, std::size_t offset) {
 }
 
 void BlockHeap::join(Block* lower, Block* upper) {
-  VMM_CHECK(lower->next == upper && lower->state != BlockState::free && upper->state != BlockState::free,
-            "joining ", lower->offset, " and ", upper->offset);
+  VMM_CHECK(lower->next == upper && lower->state != BlockState::free && upper->state != BlockState::free, "joining ",
+            lower->offset, " and ", upper->offset);
   lower->size += upper->size;
   lower->epoch = std::max(lower->epoch, upper->epoch);
   unlink(upper);
@@ -258,7 +258,8 @@ void BlockHeap::check() const {
       last_end = block->end();
       if (block->state != BlockState::free) continue;
       ++free_seen;
-      VMM_CHECK(!by_offset_ || free_covering(block->offset) == block, "free block at ", block->offset, " is not indexed");
+      VMM_CHECK(!by_offset_ || free_covering(block->offset) == block, "free block at ", block->offset,
+                " is not indexed");
       Block* fit = best_fit(block->size, block->tag);
       VMM_CHECK(fit != nullptr && fit->size == block->size, "best fit misses ", block->offset);
     }

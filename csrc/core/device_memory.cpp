@@ -47,11 +47,11 @@ DeviceMemory::~DeviceMemory() {
 std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
   PoolSpec complete = spec;
   if (complete.capacity == 0) {
-    complete.capacity = options_.default_capacity_bytes != 0 ? options_.default_capacity_bytes
-                                                             : 4 * capabilities_.total_memory;
+    complete.capacity =
+        options_.default_capacity_bytes != 0 ? options_.default_capacity_bytes : 4 * capabilities_.total_memory;
   }
-  const PoolContext context{driver_, address_space_, store_,  fences_, peaks_,
-                            options_, device_,        {Location::on_device(device_)}};
+  const PoolContext context{driver_, address_space_, store_,  fences_,
+                            peaks_,  options_,       device_, {Location::on_device(device_)}};
   auto pool = std::make_shared<Pool>(context, group == nullptr ? budget_ : *group, complete, this);
   const MutexLock lock(registry_mutex_);
   pools_.push_back(pool);
@@ -132,7 +132,8 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
   bool drained = false;
   const bool known = pool->free(address, &drained);
   if (drained) home->bury_retired();
-  if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]] home->enforce_limits();
+  if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
+    home->enforce_limits();
   return known;
 }
 

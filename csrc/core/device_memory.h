@@ -124,13 +124,12 @@ class DeviceMemory {
 
  private:
   using Attempt = std::function<Address(Grant*, Shortage*)>;
-  Address climb(Pool& asker, std::size_t bytes, const Attempt& attempt, Shortage shortage)
-      VMM_EXCLUDES(reclaim_mutex_);
+  Address climb(Pool& asker, std::size_t bytes, const Attempt& attempt, Shortage shortage) VMM_EXCLUDES(reclaim_mutex_);
   PoolList victims(const Pool& asker, const Budget* refused) const;
   static PoolList in_order_of_yielding(PoolList pools);
   void take_from(const PoolList& pools, std::size_t want, Grant& grant);
-  void melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want, Grant& grant)
-      VMM_NO_THREAD_SAFETY_ANALYSIS;
+  void melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
+            Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   std::size_t give_back_excess(Budget& budget, bool wait);
   void enforce_limits() VMM_EXCLUDES(registry_mutex_);
   void settle_all(bool wait);

@@ -28,7 +28,8 @@ void DevicePeaks::share_out(std::size_t counter, bool may_rise) {
   std::int64_t total = 0;
   for (const Seat* seat : seats_) total += seat->current_[counter].load(std::memory_order_relaxed);
   peak_[counter] = may_rise ? std::max(peak_[counter], total) : total;
-  const std::int64_t share = (peak_[counter] - total) / static_cast<std::int64_t>(std::max<std::size_t>(seats_.size(), 1));
+  const std::int64_t share =
+      (peak_[counter] - total) / static_cast<std::int64_t>(std::max<std::size_t>(seats_.size(), 1));
   for (Seat* seat : seats_) {
     seat->ceiling_[counter].store(seat->current_[counter].load(std::memory_order_relaxed) + share,
                                   std::memory_order_relaxed);

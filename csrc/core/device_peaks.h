@@ -38,7 +38,8 @@ class DevicePeaks {
       const std::size_t part = size_class == SizeClass::small_pool ? 1 : 2;
       const bool whole = set(first, triple[0].current);
       const bool of_class = set(first + part, triple[part].current);
-      if (whole || of_class) [[unlikely]] peaks_.look(*this);
+      if (whole || of_class) [[unlikely]]
+        peaks_.look(*this);
     }
     void fell(StatKind kind, SizeClass size_class, const StatTriple& triple) {
       const std::size_t first = index(kind);

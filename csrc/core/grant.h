@@ -17,8 +17,8 @@ class Grant {
   Grant& operator=(const Grant&) = delete;
   ~Grant();
 
-  ChunkShelf chunks;                // charged to the payer
-  std::size_t prepaid_bytes = 0;    // charged to the payer, for chunks yet to be created
+  ChunkShelf chunks;              // charged to the payer
+  std::size_t prepaid_bytes = 0;  // charged to the payer, for chunks yet to be created
 
   [[nodiscard]] std::size_t bytes() const { return chunks.bytes() + prepaid_bytes; }
   [[nodiscard]] Budget& payer() const { return payer_; }

@@ -18,7 +18,7 @@ namespace vmm {
 
 struct LiveMapping {
   Chunk* chunk = nullptr;
-  SizeClass size_class = SizeClass::large_pool;  // what it was mapped for
+  SizeClass size_class = SizeClass::large_pool;     // what it was mapped for
   std::vector<std::pair<Location, Access>> rights;  // who was ever given access, and what each has now
 
   [[nodiscard]] Access access_of(Location who) const;

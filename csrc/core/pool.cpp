@@ -48,9 +48,8 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
   capacity_ = align_up(spec.capacity, page_);
   const Status status = context_.address_space.reserve(context_.driver, capacity_, this, &base_);
   if (status.code() == StatusCode::out_of_memory) {
-    throw OutOfMemoryError("pool '" + name_ + "': no " + format_bytes(capacity_) +
-                               " of virtual addresses are left (" + status.text() +
-                               "); give pools smaller capacities",
+    throw OutOfMemoryError("pool '" + name_ + "': no " + format_bytes(capacity_) + " of virtual addresses are left (" +
+                               status.text() + "); give pools smaller capacities",
                            capacity_, 0, kMostCapacity, name_);
   }
   throw_if_failed(status, "reserving " + format_bytes(capacity_) + " of addresses for pool '" + name_ + "'");

@@ -49,9 +49,9 @@ struct PoolContext {
 };
 
 struct PoolSpec {
-  std::string name;               // for messages
-  std::size_t capacity = 0;       // bytes of addresses, rounded up to the page
-  std::size_t page_size = 0;      // 0: the pool chooses chunk sizes by the request
+  std::string name;           // for messages
+  std::size_t capacity = 0;   // bytes of addresses, rounded up to the page
+  std::size_t page_size = 0;  // 0: the pool chooses chunk sizes by the request
   std::size_t physical_limit = kUnlimited;
   std::size_t floor = 0;  // bytes that others never take
   int priority = 0;       // higher gives later
@@ -116,12 +116,12 @@ class Pool {
   void drop_pages() VMM_EXCLUDES(mutex_);
 
   // -- Numbers ---------------------------------------------------------------
-  [[nodiscard]] MemoryStats memory_stats() VMM_EXCLUDES(mutex_);               // walks
+  [[nodiscard]] MemoryStats memory_stats() VMM_EXCLUDES(mutex_);  // walks
   [[nodiscard]] MemoryStats memory_stats_locked() VMM_REQUIRES(mutex_);
-  [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(mutex_);            // cheap
+  [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(mutex_);                  // cheap
   [[nodiscard]] std::vector<SegmentSnapshot> snapshot() const VMM_EXCLUDES(mutex_);  // walks
   [[nodiscard]] std::size_t physical_bytes() const VMM_EXCLUDES(mutex_);
-  [[nodiscard]] std::size_t idle_bytes() VMM_EXCLUDES(mutex_);                 // walks
+  [[nodiscard]] std::size_t idle_bytes() VMM_EXCLUDES(mutex_);  // walks
   // Live tensors' blocks and explicit pages, pending frees included.
   [[nodiscard]] std::size_t live_bytes() const VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t live_blocks() const VMM_EXCLUDES(mutex_);
@@ -166,10 +166,10 @@ class Pool {
   struct StreamState {
     Stream stream = nullptr;
     std::unique_ptr<BlockHeap> small;  // slabs of this stream
-    Block* spare_slab = nullptr;    // one empty slab is kept: a pair costs no large block
-    std::uint64_t records = 0;      // fences recorded for it
-    std::uint64_t passed = 0;       // of these, how many have certainly passed
-    FencePointPtr newest;           // the latest of them, not yet passed
+    Block* spare_slab = nullptr;       // one empty slab is kept: a pair costs no large block
+    std::uint64_t records = 0;         // fences recorded for it
+    std::uint64_t passed = 0;          // of these, how many have certainly passed
+    FencePointPtr newest;              // the latest of them, not yet passed
   };
 
   // A request for space, in all its kinds.
@@ -269,7 +269,7 @@ class Pool {
   std::unique_ptr<MappedRange> range_ VMM_PT_GUARDED_BY(mutex_);
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
   BlockHeap large_ VMM_GUARDED_BY(mutex_);
-  OffsetMap<Block> live_ VMM_GUARDED_BY(mutex_);            // tensors' blocks by offset
+  OffsetMap<Block> live_ VMM_GUARDED_BY(mutex_);                // tensors' blocks by offset
   std::map<std::size_t, Block*> pages_ VMM_GUARDED_BY(mutex_);  // explicit blocks by offset
   std::vector<StreamState> streams_ VMM_GUARDED_BY(mutex_);     // by tag; [0] is unused
   struct PendingFree {

@@ -34,8 +34,8 @@ bool Pool::Backing::is_move(const Chunk* chunk) const {
 
 std::size_t Pool::piece_size(std::size_t total, std::size_t remaining) const {
   if (uniform_) return page_;
-  const std::size_t wanted = std::clamp(floor_power_of_two(std::max(total / kPiecesPerRequest, page_)), page_,
-                                        std::max(kLargestPiece, page_));
+  const std::size_t wanted =
+      std::clamp(floor_power_of_two(std::max(total / kPiecesPerRequest, page_)), page_, std::max(kLargestPiece, page_));
   return std::min(wanted, floor_power_of_two(remaining));
 }
 
@@ -174,8 +174,8 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
   Stream stream = streams_[request.tag].stream;
   for (const Piece& piece : pieces) {
     // Only an explicit offset can land on memory that another stream used last.
-    if (request.where != Request::Where::at || piece.tag == request.tag ||
-        piece.tag == kNeutral || has_passed(piece.tag, piece.epoch)) {
+    if (request.where != Request::Where::at || piece.tag == request.tag || piece.tag == kNeutral ||
+        has_passed(piece.tag, piece.epoch)) {
       continue;
     }
     const Status ordered = point_after(piece.tag, piece.epoch)->order_before(stream);

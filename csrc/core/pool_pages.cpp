@@ -63,13 +63,12 @@ Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream st
     // The caller wants the very address whose former mapping queued work still
     // uses. Nothing else can stand there, so this one call waits.
     const auto after = retired_blocks_.upper_bound(taken);
-    const bool is_retired_block =
-        after != retired_blocks_.begin() && std::prev(after)->second->end() > taken;
+    const bool is_retired_block = after != retired_blocks_.begin() && std::prev(after)->second->end() > taken;
     if (is_retired_block && drop_retired(/*wait=*/true)) taken = first_unfree(range);
   }
   if (taken < range.end()) {
-    throw AlreadyMappedError(taken, page_, "pool '" + name_ + "': allocate(" + std::to_string(offset) + ", " +
-                                               std::to_string(size) + ")");
+    throw AlreadyMappedError(
+        taken, page_, "pool '" + name_ + "': allocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")");
   }
   return take_pages(range, stream, grant, shortage) == 0 ? 0 : base_ + offset;
 }
@@ -153,8 +152,8 @@ void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
   for (std::size_t at = range.offset; at < range.end();) {
     const auto after = pages_.upper_bound(at);
     if (after == pages_.begin() || std::prev(after)->second->end() <= at) {
-      throw NotMappedError(at, page_, "pool '" + name_ + "': deallocate(" + std::to_string(offset) + ", " +
-                                          std::to_string(size) + ")");
+      throw NotMappedError(
+          at, page_, "pool '" + name_ + "': deallocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")");
     }
     at = std::prev(after)->second->end();
   }

@@ -20,15 +20,12 @@ MemoryStats Pool::memory_stats_locked() {
   give_up_spare_slabs();
   stats.physical_usage = range_->mapped_bytes();
   stats.mapped_pages = stats.physical_usage / page_;
-  stats.allocated_bytes =
-      static_cast<std::size_t>(statistics_[StatKind::allocated_bytes][0].current);
+  stats.allocated_bytes = static_cast<std::size_t>(statistics_[StatKind::allocated_bytes][0].current);
   stats.quarantined_bytes = pending_bytes_;
   for (const auto& [size, chunks] : idle_chunks(kNeutral)) stats.idle_bytes += size * chunks.size();
-  stats.stranded_bytes =
-      stats.physical_usage - stats.allocated_bytes - stats.idle_bytes - stats.quarantined_bytes;
+  stats.stranded_bytes = stats.physical_usage - stats.allocated_bytes - stats.idle_bytes - stats.quarantined_bytes;
   if (stats.physical_usage != 0) {
-    stats.fragmentation_ratio =
-        static_cast<double>(stats.stranded_bytes) / static_cast<double>(stats.physical_usage);
+    stats.fragmentation_ratio = static_cast<double>(stats.stranded_bytes) / static_cast<double>(stats.physical_usage);
   }
   return stats;
 }
@@ -230,8 +227,8 @@ void Pool::check() const {
   for (const StreamState& stream : streams_) {
     if (stream.small != nullptr) stream.small->check();
   }
-  VMM_CHECK(slabs == slabs_.size() && retired == retired_blocks_.size() && retired == range_->retired_count(),
-            "slabs ", slabs, " retired ", retired);
+  VMM_CHECK(slabs == slabs_.size() && retired == retired_blocks_.size() && retired == range_->retired_count(), "slabs ",
+            slabs, " retired ", retired);
   VMM_CHECK(used_blocks == live_.size() + pages_.size(), "blocks: walked ", used_blocks, ", indexed ",
             live_.size() + pages_.size());
   VMM_CHECK(pending == pending_bytes_ && pages == page_bytes_, "pending ", pending, " pages ", pages);

@@ -28,8 +28,8 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
   Shortage shortage;
   if (const Address address = pool.try_allocate(bytes, stream, nullptr, &shortage)) return address;
   return climb(
-      pool, bytes,
-      [&](Grant* grant, Shortage* missing) { return pool.try_allocate(bytes, stream, grant, missing); }, shortage);
+      pool, bytes, [&](Grant* grant, Shortage* missing) { return pool.try_allocate(bytes, stream, grant, missing); },
+      shortage);
 }
 
 Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream) {
@@ -37,9 +37,7 @@ Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t
   if (const Address address = pool.try_allocate_pages(offset, size, stream, nullptr, &shortage)) return address;
   return climb(
       pool, size,
-      [&](Grant* grant, Shortage* missing) {
-        return pool.try_allocate_pages(offset, size, stream, grant, missing);
-      },
+      [&](Grant* grant, Shortage* missing) { return pool.try_allocate_pages(offset, size, stream, grant, missing); },
       shortage);
 }
 
@@ -187,8 +185,8 @@ void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Sho
   MemoryInfo info;
   const bool known = driver_.memory_info(device_, &info).ok();
   if (known) {
-    text += "; device " + std::to_string(device_) + ": " + format_bytes(info.total) + ", free " +
-            format_bytes(info.free);
+    text +=
+        "; device " + std::to_string(device_) + ": " + format_bytes(info.total) + ", free " + format_bytes(info.free);
   }
   if (shortage.refused != nullptr) {
     limit = shortage.refused->limit();

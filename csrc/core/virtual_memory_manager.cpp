@@ -95,9 +95,9 @@ VirtualAddressRange VirtualMemoryManager::reserve(std::size_t size, std::size_t 
   Address base = 0;
   const Status status = memory_.driver().reserve(size, alignment, &base);
   if (status.code() == StatusCode::out_of_memory) {
-    throw OutOfMemoryError("reserve(" + std::to_string(size) + "): no such stretch of virtual addresses is free (" +
-                               status.text() + ")",
-                           size, 0, kUnlimited, "VirtualMemoryManager");
+    throw OutOfMemoryError(
+        "reserve(" + std::to_string(size) + "): no such stretch of virtual addresses is free (" + status.text() + ")",
+        size, 0, kUnlimited, "VirtualMemoryManager");
   }
   throw_if_failed(status, "reserve(" + std::to_string(size) + ", " + std::to_string(alignment) + ")");
   Range& range = ranges_[base];
@@ -141,13 +141,13 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
   if (status.code() == StatusCode::out_of_memory) {
     MemoryInfo info;
     const bool known = location.kind == Location::Kind::device && driver.memory_info(location.device, &info).ok();
-    throw OutOfMemoryError("alloc_physical(" + std::to_string(size) + "): " +
-                               (refused != nullptr ? "the limit of " + refused->name() + ", " +
-                                                         format_bytes(refused->limit()) + ", is reached"
-                                                   : "the driver has no more (" + status.text() + ")") +
-                               (known ? "; free " + format_bytes(info.free) + " of " + format_bytes(info.total) : ""),
-                           size, known ? info.free : 0, refused != nullptr ? refused->limit() : info.total,
-                           "VirtualMemoryManager");
+    throw OutOfMemoryError(
+        "alloc_physical(" + std::to_string(size) + "): " +
+            (refused != nullptr
+                 ? "the limit of " + refused->name() + ", " + format_bytes(refused->limit()) + ", is reached"
+                 : "the driver has no more (" + status.text() + ")") +
+            (known ? "; free " + format_bytes(info.free) + " of " + format_bytes(info.total) : ""),
+        size, known ? info.free : 0, refused != nullptr ? refused->limit() : info.total, "VirtualMemoryManager");
   }
   if (status.code() == StatusCode::not_supported) {
     throw NotAvailableError("alloc_physical: " + status.text() + ": this device cannot create " +
@@ -215,8 +215,8 @@ void VirtualMemoryManager::unmap(const VirtualAddressRange& range, std::size_t o
                   "unmap offset " + std::to_string(offset) + " size " + std::to_string(size));
 }
 
-void VirtualMemoryManager::set_access(const VirtualAddressRange& range, Access access,
-                                      const std::vector<Location>& who, std::size_t offset, std::size_t size) {
+void VirtualMemoryManager::set_access(const VirtualAddressRange& range, Access access, const std::vector<Location>& who,
+                                      std::size_t offset, std::size_t size) {
   const MutexLock lock(mutex_);
   Range& found = find(range);
   for (const Location& location : who) require_device(location);
@@ -262,7 +262,8 @@ void VirtualMemoryManager::change_access(MappedRange& mapped, const std::vector<
       if (status.ok()) continue;
       done.resize(count);
       for (const Before& before : done) mapped.set_access(before.range, before.who, before.access).ignore();
-      throw_if_failed(status, "set_access offset " + std::to_string(part.offset) + " size " + std::to_string(part.size));
+      throw_if_failed(status,
+                      "set_access offset " + std::to_string(part.offset) + " size " + std::to_string(part.size));
     }
   }
 }

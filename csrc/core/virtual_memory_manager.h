@@ -62,8 +62,9 @@ class VirtualMemoryManager {
   // OutOfMemoryError; NotAvailableError when the location or export is not to be had.
   PhysicalAllocation alloc_physical(std::size_t size, Location location, bool exportable);
   void free_physical(const PhysicalAllocation& physical);  // StillInUseError
-  void map(const VirtualAddressRange& range, const PhysicalAllocation& physical, std::size_t offset);  // AlreadyMappedError
-  void unmap(const VirtualAddressRange& range, std::size_t offset, std::size_t size);                  // NotMappedError
+  void map(const VirtualAddressRange& range, const PhysicalAllocation& physical,
+           std::size_t offset);                                                        // AlreadyMappedError
+  void unmap(const VirtualAddressRange& range, std::size_t offset, std::size_t size);  // NotMappedError
   // `size` 0 means up to the end of what is mapped in the range.
   void set_access(const VirtualAddressRange& range, Access access, const std::vector<Location>& who, std::size_t offset,
                   std::size_t size);

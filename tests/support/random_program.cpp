@@ -27,8 +27,8 @@ namespace {
 
 using Kind = Op::Kind;
 constexpr std::array<const char*, 16> kKindNames = {
-    "allocate",   "free", "record_stream", "pages",     "first_pages", "free_pages", "trim",   "empty_cache",
-    "pool_limit", "group_limit", "hold",   "release_holds", "fail_call", "settle",  "reopen", "threads"};
+    "allocate",   "free",        "record_stream", "pages",         "first_pages", "free_pages", "trim",   "empty_cache",
+    "pool_limit", "group_limit", "hold",          "release_holds", "fail_call",   "settle",     "reopen", "threads"};
 
 constexpr std::size_t kPools = 4;  // three models under one limit, one pool of its own
 constexpr std::size_t kStreams = 3;
@@ -174,8 +174,8 @@ class World {
       }
       for (const Pages& range : page_ranges_) allocated += range.pool == k ? range.size : 0;
       require(pools_[k]->live_bytes() == allocated, "pool " + std::to_string(k) + " counts " +
-                                                        std::to_string(pools_[k]->live_bytes()) + " live bytes, model " +
-                                                        std::to_string(allocated));
+                                                        std::to_string(pools_[k]->live_bytes()) +
+                                                        " live bytes, model " + std::to_string(allocated));
       const MemoryStats stats = pools_[k]->memory_stats();
       require(stats.physical_usage ==
                   stats.allocated_bytes + stats.idle_bytes + stats.stranded_bytes + stats.quarantined_bytes,
@@ -250,8 +250,8 @@ class World {
     MemoryInfo info;
     require(driver_.memory_info(0, &info).ok(), "memory_info");
     room = std::min(room, info.free);
-    require(room < need, std::to_string(need) + " refused though " + std::to_string(room) + " could be had: " +
-                             error.what());
+    require(room < need,
+            std::to_string(need) + " refused though " + std::to_string(room) + " could be had: " + error.what());
   }
 
   void allocate(std::size_t pool, std::size_t bytes, Stream stream, std::uint64_t failures) {
@@ -289,7 +289,8 @@ class World {
   [[nodiscard]] bool pages_used(std::size_t pool, std::size_t offset, std::size_t size) const {
     const Address begin = pools_[pool]->base() + offset;
     for (const Live& live : live_) {
-      if (live.pool == pool && live.address < begin + size && begin < live.address + align_up(live.size, 512)) return true;
+      if (live.pool == pool && live.address < begin + size && begin < live.address + align_up(live.size, 512))
+        return true;
     }
     return std::any_of(page_ranges_.begin(), page_ranges_.end(), [&](const Pages& range) {
       return range.pool == pool && range.offset < offset + size && offset < range.offset + range.size;
@@ -395,7 +396,8 @@ class World {
     const std::uint64_t what = random() % 100;
     if (what < 50 && mine.size() < 12) {
       const std::size_t pool = random() % kPools;
-      Live live{pool, 0, 1 + random() % (random() % 4 == 0 ? 5 * kMiB : 100 * kKiB), (number + 1) << 40U | random() % kGiB};
+      Live live{pool, 0, 1 + random() % (random() % 4 == 0 ? 5 * kMiB : 100 * kKiB),
+                (number + 1) << 40U | random() % kGiB};
       try {
         live.address = memory_->allocate(*pools_[pool], live.size, stream_of(number));
       } catch (const OutOfMemoryError&) {

@@ -20,14 +20,14 @@ struct Op {
     free_pages,     // a: which page range
     trim,           // a: pool, b: bytes to keep
     empty_cache,
-    pool_limit,     // a: pool, b: bytes (0: none)
-    group_limit,    // b: bytes
-    hold,           // b: stream; fences recorded there do not pass
+    pool_limit,   // a: pool, b: bytes (0: none)
+    group_limit,  // b: bytes
+    hold,         // b: stream; fences recorded there do not pass
     release_holds,
-    fail_call,      // a: how many calls from now, b: 1 out of memory, 2 another error
-    settle,         // a: pool
-    reopen,         // a: pool: closed by force and made anew
-    threads,        // a: seed, b: steps a thread
+    fail_call,  // a: how many calls from now, b: 1 out of memory, 2 another error
+    settle,     // a: pool
+    reopen,     // a: pool: closed by force and made anew
+    threads,    // a: seed, b: steps a thread
   };
   Kind kind = Kind::settle;
   std::uint64_t a = 0;
