@@ -76,7 +76,7 @@ class MappedRange {
  private:
   struct Retired {
     ByteRange range;
-    Chunk* chunk;
+    Chunk* chunk = nullptr;
     FenceSet fences;
   };
   void unmap_first(std::span<const Placement> placements, std::size_t count);

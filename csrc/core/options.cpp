@@ -104,8 +104,8 @@ Options Options::from_environment() {
       options.exportable = parse_flag(variable, value);
     } else {
       std::string known;
-      for (const OptionRow& row : option_table()) known += (known.empty() ? "" : ", ") + std::string(row.variable);
-      throw InvalidArgumentError("unknown variable " + variable + "; known: " + known);
+      for (const OptionRow& row : option_table()) known.append(known.empty() ? "" : ", ").append(row.variable);
+      throw InvalidArgumentError(std::string("unknown variable ").append(variable).append("; known: ").append(known));
     }
   }
   return options;

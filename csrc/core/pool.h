@@ -273,7 +273,7 @@ class Pool {
   std::map<std::size_t, Block*> pages_ VMM_GUARDED_BY(mutex_);  // explicit blocks by offset
   std::vector<StreamState> streams_ VMM_GUARDED_BY(mutex_);     // by tag; [0] is unused
   struct PendingFree {
-    Block* block;
+    Block* block = nullptr;
     FenceSet fences;
   };
   std::deque<PendingFree> pending_ VMM_GUARDED_BY(mutex_);

@@ -86,7 +86,7 @@ bool Pool::find_spot(const Request& request, std::size_t* offset) {
       const ByteRange pages{align_down(candidate->offset, page_),
                             align_up(candidate->offset + request.size, page_) - align_down(candidate->offset, page_)};
       const std::size_t missing = range_->missing_bytes(pages);
-      if (missing < least_missing || (missing == least_missing && candidate->size < best->size)) {
+      if (best == nullptr || missing < least_missing || (missing == least_missing && candidate->size < best->size)) {
         best = candidate;
         least_missing = missing;
       }

@@ -249,7 +249,7 @@ void VirtualMemoryManager::change_access(MappedRange& mapped, const std::vector<
   struct Before {
     ByteRange range;
     Location who;
-    Access access;
+    Access access = Access::none;
   };
   std::vector<Before> done;
   for (const ByteRange& part : parts) {

@@ -66,13 +66,13 @@ class HostDriver final : public Driver, private ForkObserver {
   Status unreserve(Address address, std::size_t size) override VMM_EXCLUDES(mutex_);
 
   Status create(const ChunkSpec& spec, ChunkHandle* out) override VMM_EXCLUDES(mutex_);
-  Status release(ChunkHandle chunk) override VMM_EXCLUDES(mutex_);
+  Status release(ChunkHandle handle) override VMM_EXCLUDES(mutex_);
 
-  Status map(Address address, std::size_t size, ChunkHandle chunk) override VMM_EXCLUDES(mutex_);
+  Status map(Address address, std::size_t size, ChunkHandle handle) override VMM_EXCLUDES(mutex_);
   Status unmap(Address address, std::size_t size) override VMM_EXCLUDES(mutex_);
   Status set_access(Address address, std::size_t size, Location who, Access access) override VMM_EXCLUDES(mutex_);
 
-  Status export_chunk(ChunkHandle chunk, int* fd) override VMM_EXCLUDES(mutex_);
+  Status export_chunk(ChunkHandle handle, int* fd) override VMM_EXCLUDES(mutex_);
   Status import_chunk(int fd, std::size_t size, ChunkHandle* out) override VMM_EXCLUDES(mutex_);
 
   Status create_fence(int device, Fence* out) override;
