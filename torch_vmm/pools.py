@@ -21,6 +21,7 @@ from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
 from torch_vmm.errors import VmmError
 from torch_vmm.sizes import Shape, Size, to_bytes, to_optional_bytes, to_range, to_tensor_range
 from torch_vmm.stats import MemoryStats, memory_summary
+from torch_vmm.workspaces import end_with_workspaces_freed
 
 if TYPE_CHECKING:
     from torch_vmm.shared_pools import SharedMemoryPool
@@ -180,7 +181,7 @@ class VirtualMemoryPool:
         if self._shared is not None and self._model_id is not None and not self._handle.is_closed:
             self._shared.unregister_model(self._model_id, force)
         else:
-            self._handle.close(force)
+            end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
 
     # -- What it is ----------------------------------------------------------------------------------------------------
 

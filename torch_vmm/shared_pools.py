@@ -16,6 +16,7 @@ from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, VmmError
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.sizes import Size, to_bytes, to_optional_bytes, to_range
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats
+from torch_vmm.workspaces import end_with_workspaces_freed
 
 
 class SharedMemoryPool:
@@ -89,7 +90,7 @@ class SharedMemoryPool:
             ModelNotFoundError: no such model.
             StillInUseError: something is alive in it, and not ``force``.
         """
-        self._handle.unregister_model(_to_id(model_id), force)
+        end_with_workspaces_freed(self._handle.kind, lambda: self._handle.unregister_model(_to_id(model_id), force))
 
     def allocate_for_model(self, model_id: str, size: Size) -> int:
         """Backs the first free span of ``size`` bytes in a model's pool.
@@ -174,7 +175,7 @@ class SharedMemoryPool:
         Raises:
             StillInUseError: something is alive in a model, and not ``force``.
         """
-        self._handle.close(force)
+        end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
 
     def __enter__(self) -> SharedMemoryPool:
         return self

@@ -3,8 +3,8 @@
 // What a caller can cause is an exception (errors.h) or a Status, never this.
 #pragma once
 
-#include <sstream>
 #include <string>
+#include <type_traits>
 
 namespace vmm::detail {
 [[noreturn]] void check_failed(const char* file, int line, const char* condition, const std::string& values);
@@ -19,10 +19,22 @@ namespace vmm::detail {
   } while (false)
 
 namespace vmm::detail {
+
+// No iostream: where libstdc++ is linked statically into an extension, a
+// stream of its own crashes, and a check must not.
+inline void append(std::string& text, const std::string& value) { text += value; }
+inline void append(std::string& text, const char* value) { text += value; }
+template <typename Number>
+  requires std::is_arithmetic_v<Number>
+void append(std::string& text, Number value) {
+  text += std::to_string(value);
+}
+
 template <typename... Values>
 std::string concatenate(const Values&... values) {
-  std::ostringstream text;
-  (text << ... << values);
-  return text.str();
+  std::string text;
+  (append(text, values), ...);
+  return text;
 }
+
 }  // namespace vmm::detail

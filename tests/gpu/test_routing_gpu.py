@@ -232,3 +232,16 @@ def test_tensors_move_between_models(models: Models) -> None:
     assert (pool_of(x), pool_of(y), pool_of(z)) == (one, other, other)
     assert torch.equal(x, y)
     assert torch.equal(x, z)
+
+
+def test_a_model_that_only_a_library_workspace_is_left_in_can_go(make_shared: MakeShared) -> None:
+    shared = make_shared("256MiB")
+    model = shared.register_model("multiplier")
+    torch._C._cuda_clearCublasWorkspaces()  # so that the next product makes one, in this model
+    with model:
+        matrix = torch.randn(512, 512, device="cuda")
+        product = matrix @ matrix
+    del matrix, product
+    assert model.memory_allocated() > 0
+    shared.unregister_model("multiplier")
+    assert "multiplier" not in shared.models
