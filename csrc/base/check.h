@@ -24,8 +24,7 @@ namespace vmm::detail {
 // stream of its own crashes, and a check must not.
 inline void append(std::string& text, const std::string& value) { text += value; }
 inline void append(std::string& text, const char* value) { text += value; }
-template <typename Number>
-  requires std::is_arithmetic_v<Number>
+template <typename Number, std::enable_if_t<std::is_arithmetic_v<Number>, int> = 0>
 void append(std::string& text, Number value) {
   text += std::to_string(value);
 }
