@@ -36,7 +36,7 @@ DeviceMemory::~DeviceMemory() {
   const MutexLock lock(registry_mutex_);
   for (const auto& pool : pools_) {
     pool->retire();
-    pool->end();
+    pool->end(/*wait=*/true);
   }
   pools_.clear();
   store_.trim_all();
@@ -77,29 +77,20 @@ void DeviceMemory::close_pool(Pool& pool, bool force) {
   }
   pool.retire();
   pool.drop_pages();
-  bury_retired();
+  bury_retired(/*wait=*/false);
 }
 
-// Ends the retired pools that hold nothing any more.
-void DeviceMemory::bury_retired() {
-  PoolList ended;
-  {
-    const MutexLock lock(registry_mutex_);
-    for (auto it = pools_.begin(); it != pools_.end();) {
-      if ((*it)->is_retired() && (*it)->live_blocks() == 0) {
-        ended.push_back(*it);
-        it = pools_.erase(it);
-      } else {
-        ++it;
-      }
-    }
-  }
-  for (const auto& pool : ended) {
+// Ends the retired pools that hold nothing any more. One whose addresses are
+// still in use by queued work stays until another time, unless `wait`.
+void DeviceMemory::bury_retired(bool wait) {
+  for (const auto& pool : pools()) {
+    if (!pool->is_retired() || pool->live_blocks() != 0) continue;
     Budget& group = pool->group();
-    pool->end();
+    const bool ended = pool->end(wait);
     store_.trim(group, options_.store_bytes);
+    if (!ended) continue;
     const MutexLock lock(registry_mutex_);
-    of_ended_pools_.add_totals(pool->statistics());
+    if (std::erase(pools_, pool) != 0) of_ended_pools_.add_totals(pool->statistics());
   }
 }
 
@@ -131,7 +122,7 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
   DeviceMemory* home = pool->home();
   bool drained = false;
   const bool known = pool->free(address, &drained);
-  if (drained) home->bury_retired();
+  if (drained) home->bury_retired(/*wait=*/false);
   if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
     home->enforce_limits();
   return known;
@@ -160,7 +151,7 @@ std::size_t DeviceMemory::empty_cache() {
   for (const auto& pool : all) pool->settle(/*wait=*/true);
   for (const auto& pool : all) pool->shed(0);
   settle_all(/*wait=*/true);
-  bury_retired();
+  bury_retired(/*wait=*/true);
   {
     const MutexLock lock(registry_mutex_);
     ++of_ended_pools_.num_sync_all_streams;
@@ -170,6 +161,7 @@ std::size_t DeviceMemory::empty_cache() {
 
 std::size_t DeviceMemory::trim_group(Budget& group) {
   settle_all(/*wait=*/true);
+  bury_retired(/*wait=*/true);
   return store_.trim(group, 0);
 }
 

@@ -133,7 +133,7 @@ class DeviceMemory {
   std::size_t give_back_excess(Budget& budget, bool wait);
   void enforce_limits() VMM_EXCLUDES(registry_mutex_);
   void settle_all(bool wait);
-  void bury_retired();
+  void bury_retired(bool wait);
   [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);
 
   Driver& driver_;

@@ -61,35 +61,38 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
 
 Pool::~Pool() {
   retire();
-  end();
+  end(/*wait=*/true);
 }
 
 void Pool::require_open() const {
   if (is_retired()) throw InvalidArgumentError("pool '" + name_ + "' is closed");
 }
 
-void Pool::end() {
+bool Pool::end(bool wait) {
   const MutexLock lock(mutex_);
-  if (range_ == nullptr) return;
-  settle_locked(/*wait=*/true);
+  if (range_ == nullptr) return true;
+  settle_locked(wait);
+  if (!pending_.empty()) return false;
   give_up_spare_slabs();
   VMM_CHECK(live_.size() == 0 && pages_.empty(), "pool '", name_, "' ends with live blocks");
-  // Nothing is live, so every mapping is idle; what still uses it is waited for.
-  for (auto it = range_->live().begin(); it != range_->live().end(); it = range_->live().begin()) {
-    Chunk* chunk = it->second.chunk;
-    FenceSet last_use = last_use_of({it->first, chunk->size});
-    last_use.wait();
-    detach(it->first, last_use);
-    drop_retired(/*wait=*/true);
+  // Nothing is live, so every mapping is idle. The memory goes to the shelf at
+  // once; only the addresses have to wait for the work that still uses them.
+  while (!range_->live().empty()) {
+    const auto& [offset, mapping] = *range_->live().begin();
+    FenceSet last_use = last_use_of({offset, mapping.chunk->size});
+    Chunk* chunk = detach(offset, last_use);
+    chunk->last_use.add_all(last_use);
     context_.store.put(group_, chunk);
   }
+  drop_retired(wait);
+  if (range_->has_retired() && !wait) return false;
   // Nobody comes after this, so what failed once is tried once more.
-  drop_retired(/*wait=*/true);
-  const Address base = base_;
+  drop_retired(wait);
   range_.reset();
-  if (!context_.address_space.unreserve(context_.driver, base, capacity_).ok()) {
-    context_.address_space.unreserve(context_.driver, base, capacity_).ignore();
+  if (!context_.address_space.unreserve(context_.driver, base_, capacity_).ok()) {
+    context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
   }
+  return true;
 }
 
 StreamTag Pool::tag_of(Stream stream) {

@@ -148,9 +148,10 @@ class Pool {
   // The pool takes no more requests (they throw InvalidArgumentError: closed);
   // it ends when its last block is freed.
   void retire() { retired_.store(true, std::memory_order_release); }
-  // Gives back all memory and the addresses. Waits for outstanding fences.
-  // REQUIRES: retired, no live block.
-  void end() VMM_EXCLUDES(mutex_);
+  // Gives back all memory at once and then the addresses, as soon as nothing
+  // uses them. False: queued work still does, and it may be called again; with
+  // `wait` it waits for that work. REQUIRES: retired, no live block.
+  bool end(bool wait) VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_retired() const { return retired_.load(std::memory_order_acquire); }
   [[nodiscard]] bool contains(Address address) const { return address >= base_ && address < base_ + capacity_; }
   // For AllLocked (device_memory only).

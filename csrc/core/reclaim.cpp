@@ -140,7 +140,7 @@ Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attem
   if (memory_callback_) memory_callback_();
   const MutexLock lock(reclaim_mutex_);
   settle_all(/*wait=*/false);
-  bury_retired();
+  bury_retired(/*wait=*/false);
   if (const Address address = again(nullptr)) return address;
   // Rung 4.
   {
