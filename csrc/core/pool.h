@@ -89,7 +89,8 @@ class Pool {
   [[nodiscard]] std::size_t block_size(Address address) const VMM_EXCLUDES(mutex_);
 
   // -- Explicit pages (offset, size in bytes; they cover whole pages) ------
-  // Throw InvalidRangeError, AlreadyMappedError, NotMappedError.
+  // The address of `offset`. Throw InvalidRangeError, AlreadyMappedError,
+  // NotMappedError.
   // Ordered on `stream`: what the pages held of another model is zeroed there.
   Address try_allocate_pages(std::size_t offset, std::size_t size, Stream stream, Grant* grant, Shortage* shortage)
       VMM_EXCLUDES(mutex_);

