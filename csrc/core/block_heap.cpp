@@ -23,7 +23,7 @@ void BlockArena::recycle(Block* block) {
 void FreeIndex::insert(Block* block) {
   const std::size_t bin = block->size / kBlockAlignment;
   if (bin >= kBins) {
-    large_.insert(block);
+    large_nodes_.insert(large_, block);
     return;
   }
   block->bin_prev = nullptr;
@@ -37,7 +37,7 @@ void FreeIndex::insert(Block* block) {
 void FreeIndex::erase(Block* block) {
   const std::size_t bin = block->size / kBlockAlignment;
   if (bin >= kBins) {
-    large_.erase(block);
+    large_nodes_.erase(large_, block);
     return;
   }
   if (block->bin_next != nullptr) block->bin_next->bin_prev = block->bin_prev;
@@ -94,12 +94,12 @@ void BlockHeap::set_free(Block* block, StreamTag tag, std::uint64_t epoch) {
   block->epoch = epoch;
   block->requested = 0;
   index(tag).insert(block);
-  if (by_offset_) free_.insert(block);
+  if (by_offset_) free_nodes_.insert(free_, block);
 }
 
 void BlockHeap::clear_free(Block* block) {
   index(block->tag).erase(block);
-  if (by_offset_) free_.erase(block);
+  if (by_offset_) free_nodes_.erase(free_, block);
 }
 
 void BlockHeap::insert_after(Block* at, Block* fresh) {

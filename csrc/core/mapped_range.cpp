@@ -159,10 +159,17 @@ std::vector<ByteRange> MappedRange::gaps(ByteRange range) const {
   return found;
 }
 
+// As gaps(), without the list: it is asked for each candidate of a request.
 std::size_t MappedRange::missing_bytes(ByteRange range) const {
   std::size_t bytes = 0;
-  for (const ByteRange& gap : gaps(range)) bytes += gap.size;
-  return bytes;
+  std::size_t at = range.offset;
+  auto it = covering(at);
+  if (it == live_.end()) it = live_.lower_bound(at);
+  for (; it != live_.end() && it->first < range.end(); ++it) {
+    if (it->first > at) bytes += it->first - at;
+    at = it->first + it->second.chunk->size;
+  }
+  return at < range.end() ? bytes + (range.end() - at) : bytes;
 }
 
 }  // namespace vmm

@@ -220,6 +220,7 @@ class Pool {
 
   // pool_growth.cpp: finding a place and backing it
   Block* place(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  Block* take_backed(const Request& request) VMM_REQUIRES(mutex_);
   bool find_spot(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
   bool find_unbacked(std::size_t size, bool high, std::size_t* offset) VMM_REQUIRES(mutex_);
   Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)
@@ -233,7 +234,7 @@ class Pool {
   Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
   Status scrub(const std::vector<Placement>& placements, Stream stream) VMM_REQUIRES(mutex_);
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::size_t piece_size(std::size_t total, std::size_t remaining) const;
+  [[nodiscard]] std::size_t piece_size(std::size_t total, std::size_t remaining) const VMM_REQUIRES(mutex_);
 
   // pool_idle.cpp: idle chunks, and letting go of them
   IdleChunks idle_chunks(StreamTag tag) VMM_REQUIRES(mutex_);

@@ -22,6 +22,9 @@ constexpr int kCandidates = 8;
 // its request strands more when part of it is reused.
 constexpr std::size_t kPiecesPerRequest = 4;
 constexpr std::size_t kLargestPiece = kGiB;
+// A pool that has grown large grows in larger pieces: 20 GiB in steps of 24 MiB
+// took six chunks a step, 3.4 times native's time.
+constexpr std::size_t kPiecesPerPool = 256;
 // An idle chunk below this share of the request is not worth a move of its own
 // while new memory may still be had.
 constexpr std::size_t kSmallestMoveShare = 256;
@@ -34,12 +37,23 @@ bool Pool::Backing::is_move(const Chunk* chunk) const {
 
 std::size_t Pool::piece_size(std::size_t total, std::size_t remaining) const {
   if (uniform_) return page_;
+  const std::size_t share = std::max(total / kPiecesPerRequest, range_->mapped_bytes() / kPiecesPerPool);
   const std::size_t wanted =
-      std::clamp(floor_power_of_two(std::max(total / kPiecesPerRequest, page_)), page_, std::max(kLargestPiece, page_));
+      std::clamp(floor_power_of_two(std::max(share, page_)), page_, std::max(kLargestPiece, page_));
   return std::min(wanted, floor_power_of_two(remaining));
 }
 
+// The common case: the smallest span that fits has all its memory.
+Block* Pool::take_backed(const Request& request) {
+  Block* span = large_.best_fit(request.size, request.tag);
+  if (span == nullptr || range_->missing_bytes({span->offset, request.size}) != 0) return nullptr;
+  return large_.carve(span, span->offset, request.size, request.state);
+}
+
 Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
+  if (request.where == Request::Where::best_fit) {
+    if (Block* block = take_backed(request)) return block;
+  }
   std::size_t offset = 0;
   bool found = find_spot(request, &offset);
   if (!found) {

@@ -105,6 +105,7 @@ def test_many_small_blocks_freed_under_a_long_kernel_are_handed_over_at_once(
     assert intact(taken, 3)
 
 
+@pytest.mark.no_memcheck  # it measures time
 def test_memory_goes_to_and_fro_under_queued_work(make_shared: MakeShared, busy: Busy) -> None:
     models = two_models(make_shared)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
