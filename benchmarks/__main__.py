@@ -52,7 +52,7 @@ def main() -> int:
             continue
         result = Result(
             benchmark=name,
-            command=f"python -m benchmarks {shlex.join(sys.argv[1:])}".strip(),
+            command=_command(names, arguments),
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             commit=machine.commit(),
             machine=facts,
@@ -63,6 +63,12 @@ def main() -> int:
         print(f"\n{name}, written to {file}\n{_table(rows)}\n", flush=True)
         print(", ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
     return 0 if complete else 1
+
+
+def _command(names: list[str], arguments: argparse.Namespace) -> str:
+    """What makes the same result again; where it was written is nobody's business."""
+    runs = ["--runs", str(arguments.runs)] if arguments.runs else []
+    return shlex.join(["python", "-m", "benchmarks", *(["--quick"] if arguments.quick else []), *runs, *names])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.table import table
+
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
@@ -24,3 +26,7 @@ def test_the_readme_prints_what_it_says() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == output
+
+
+def test_the_table_is_that_of_the_result_files() -> None:
+    assert table() in README.read_text()

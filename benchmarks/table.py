@@ -1,0 +1,83 @@
+"""The README's table, from the committed result files: ``python -m benchmarks.table`` prints it.
+
+A test compares the two, so neither can drift from the other.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+DEVICE = "h100"
+ALLOCATORS = {
+    "torch_vmm": "torch_vmm",
+    "native": "native",
+    "expandable": "expandable segments",
+    "cudaMallocAsync": "cudaMallocAsync",
+}
+# Label, benchmark, case, metric, unit.
+ROWS = [
+    ("allocate + free 512 B", "hot_path", "pair 512 B", "time", "ns"),
+    ("allocate + free 20 MiB", "hot_path", "pair 20 MiB", "time", "ns"),
+    ("the same, 512 B, 8 threads on one model", "hot_path", "pair 512 B, 8 threads", "time", "ns"),
+    ("1000 live blocks, 512 B to 1 MiB: one replaced", "hot_path", "churn 512 B - 1 MiB, 1000 live", "time", "ns"),
+    ("200 live blocks, 2 to 256 MiB: one replaced", "hot_path", "churn 2 MiB - 256 MiB, 200 live", "time", "ns"),
+    ("`torch.empty(1000)` from Python", "hot_path", "torch.empty of 1000 floats", "time", "ns"),
+    ("first 20 GiB, in one block", "cold_path", "20 GiB in one block", "time", "ms"),
+    ("first 20 GiB, in blocks of 24 MiB", "cold_path", "20 GiB in 24 MiB steps", "time", "ms"),
+    (
+        "4 GiB from one model to another, until a kernel can use it",
+        "driver_ops",
+        "hand over 4 GiB",
+        "until it can be used by a kernel",
+        "ms",
+    ),
+    (
+        "training, varying batch and length: reserved / allocated",
+        "training",
+        "60 steps",
+        "reserved / allocated",
+        "ratio",
+    ),
+    ("its 60 warm steps", "training", "60 steps", "second time", "s"),
+]
+
+
+def _value(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def table() -> str:
+    """Markdown: a line on the machine, then a row a case."""
+    files = {
+        name: json.loads((RESULTS / f"{name}-{DEVICE}.json").read_text()) for name in sorted({row[1] for row in ROWS})
+    }
+    machine = files["hot_path"]["machine"]
+    lines = [
+        f"{machine['device']}, driver {machine['driver']}, torch {machine['torch']}; medians of {_runs(files)} runs.",
+        "",
+        f"| | {' | '.join(ALLOCATORS.values())} |",
+        f"|---|{'---|' * len(ALLOCATORS)}",
+    ]
+    for label, benchmark, case, metric, unit in ROWS:
+        cells = [_cell(files[benchmark]["rows"], case, metric, unit, allocator) for allocator in ALLOCATORS]
+        lines.append(f"| {label}{'' if unit == 'ratio' else ', ' + unit} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _runs(files: dict[str, dict[str, object]]) -> int:
+    return min(len(row["runs"]) for file in files.values() for row in file["rows"])  # type: ignore[attr-defined]
+
+
+def _cell(rows: list[dict[str, object]], case: str, metric: str, unit: str, allocator: str) -> str:
+    for row in rows:
+        if (row["case"], row["metric"], row["unit"], row["allocator"]) == (case, metric, unit, allocator):
+            value = row["value"]
+            assert isinstance(value, int | float)
+            return _value(value)
+    raise LookupError(f"no row {case!r}, {metric!r}, {unit!r} of {allocator}")
+
+
+if __name__ == "__main__":
+    print(table())
