@@ -82,6 +82,7 @@ _FAMILIES: list[tuple[str, str, Callable[[int, int], str]]] = [
     ("inactive_split", "Non-releasable allocs", _count),
 ]
 _PARTS = [("all", ""), ("large_pool", "      from large pool"), ("small_pool", "      from small pool")]
+_WHOLES = [("oversize_allocations", "Oversize allocations"), ("oversize_segments", "Oversize segments")]
 
 
 def memory_summary(stats: Mapping[str, int], title: str, abbreviated: bool) -> str:
@@ -111,6 +112,9 @@ def memory_summary(stats: Mapping[str, int], title: str, abbreviated: bool) -> s
             # A part is shown in the unit of the whole, so that the column adds up.
             cells = "".join(f"| {form(value, like)} " for value, like in zip(values, whole, strict=True))
             lines.append(f" {label or name:<22}{cells}")
+    for family, name in _WHOLES:
+        cells = "".join(f"| {_count(value, value)} " for value in _row(stats, family))
+        lines += ["-" * _WIDTH, f" {name:<22}{cells}"]
     lines.append("=" * _WIDTH)
     return "".join(f"|{line}|\n" for line in lines)
 

@@ -5,31 +5,63 @@
 
 namespace vmm {
 
+FencePoint::FencePoint(FencePool& pool, Stream stream, bool all_streams)
+    : pool_(pool), stream_(stream), all_streams_(all_streams) {
+  is_recorded();
+}
+
 FencePoint::~FencePoint() {
   if (fence_ != nullptr) pool_.put_back(fence_);
 }
 
+bool FencePoint::is_recorded() {
+  if (recorded_.load(std::memory_order_acquire)) return true;
+  const MutexLock lock(mutex_);
+  if (!recorded_.load(std::memory_order_relaxed) && record_locked()) recorded_.store(true, std::memory_order_release);
+  return recorded_.load(std::memory_order_relaxed);
+}
+
+bool FencePoint::record_locked() {
+  Driver& driver = pool_.driver();
+  if (fence_ == nullptr) fence_ = pool_.take();
+  if (fence_ != nullptr && !all_streams_.load(std::memory_order_relaxed)) {
+    const Status status = driver.record(fence_, stream_);
+    if (status.ok()) return true;
+    if (status.code() == StatusCode::not_supported) return false;
+    all_streams_.store(true, std::memory_order_relaxed);
+  }
+  if (pool_.is_capturing()) return false;
+  if (fence_ != nullptr && driver.record_all(fence_).ok()) return true;
+  // The last resort: wait here. Only where the driver can neither record this
+  // stream nor all of them (CUDA before 12.5 with a destroyed stream).
+  driver.synchronize(pool_.device()).ignore();
+  passed_.store(true, std::memory_order_release);
+  return true;
+}
+
 bool FencePoint::passed() {
   if (passed_.load(std::memory_order_acquire)) return true;
-  bool done = fence_ == nullptr;
-  if (!done) {
-    // A driver that is gone runs nothing, so nothing is waited for. Any other
-    // answer than a clear yes is a no: memory must not leave under queued work.
-    const Status status = pool_.driver().query(fence_);
-    done = status.ok() || status.code() == StatusCode::driver_gone;
-  }
+  if (!is_recorded()) return false;
+  if (passed_.load(std::memory_order_acquire)) return true;
+  // A driver that is gone runs nothing, so nothing is waited for. Any other
+  // answer than a clear yes is a no: memory must not leave under queued work.
+  const Status status = pool_.driver().query(fence_);
+  const bool done = status.ok() || status.code() == StatusCode::driver_gone;
   if (done) passed_.store(true, std::memory_order_release);
   return done;
 }
 
-void FencePoint::wait() {
-  if (passed()) return;
+bool FencePoint::wait() {
+  if (passed()) return true;
+  if (!is_recorded()) return false;
   if (!pool_.driver().wait(fence_).ok()) pool_.driver().synchronize(pool_.device()).ignore();
   passed_.store(true, std::memory_order_release);
+  return true;
 }
 
 Status FencePoint::order_before(Stream stream) {
-  if ((!all_streams_ && stream == stream_) || passed()) return {};
+  if ((!all_streams_.load(std::memory_order_relaxed) && stream == stream_) || passed()) return {};
+  if (!is_recorded()) return {StatusCode::not_supported, "order after work that is being captured"};
   return pool_.driver().stream_wait(stream, fence_);
 }
 
@@ -56,27 +88,6 @@ void FencePool::put_back(Fence fence) {
   free_.push_back(fence);
 }
 
-FencePointPtr FencePool::record(Stream stream) {
-  Fence fence = take();
-  if (fence != nullptr && driver_.record(fence, stream).ok()) {
-    return std::make_shared<FencePoint>(*this, fence, stream, /*all_streams=*/false);
-  }
-  if (fence != nullptr) put_back(fence);
-  return record_all();
-}
-
-FencePointPtr FencePool::record_all() {
-  Fence fence = take();
-  if (fence != nullptr && driver_.record_all(fence).ok()) {
-    return std::make_shared<FencePoint>(*this, fence, nullptr, /*all_streams=*/true);
-  }
-  if (fence != nullptr) put_back(fence);
-  // The last resort: wait here. Only where the driver can neither record this
-  // stream nor all of them (CUDA before 12.5 with a destroyed stream).
-  driver_.synchronize(device_).ignore();
-  return std::make_shared<FencePoint>(*this, nullptr, nullptr, /*all_streams=*/true);
-}
-
 void FenceSet::add(FencePointPtr point) {
   if (std::find(points_.begin(), points_.end(), point) == points_.end()) points_.push_back(std::move(point));
 }
@@ -90,9 +101,9 @@ bool FenceSet::passed() {
   return points_.empty();
 }
 
-void FenceSet::wait() {
-  for (const auto& point : points_) point->wait();
-  points_.clear();
+bool FenceSet::wait() {
+  std::erase_if(points_, [](const FencePointPtr& point) { return point->wait(); });
+  return points_.empty();
 }
 
 Status FenceSet::order_before(Stream stream) {

@@ -19,27 +19,38 @@ namespace vmm {
 class FencePool;
 
 // One recorded fence, shared by everything that left its place at that point.
+//
+// A stream that is being captured cannot be recorded (CUDA would end the
+// capture). Its point is recorded when the capture is over, by whoever asks
+// next: later than it should be, so never too early. Thread-safe.
 class FencePoint {
  public:
-  FencePoint(FencePool& pool, Fence fence, Stream stream, bool all_streams)
-      : pool_(pool), fence_(fence), stream_(stream), all_streams_(all_streams) {}
+  FencePoint(FencePool& pool, Stream stream, bool all_streams);
   FencePoint(const FencePoint&) = delete;
   FencePoint& operator=(const FencePoint&) = delete;
   ~FencePoint();
 
   // True once the work before this point is done. Never waits.
   [[nodiscard]] bool passed();
-  // Blocks the calling thread until passed.
-  void wait();
+  // Blocks the calling thread until passed. False, at once, while a capture
+  // stands in the way: what it waits for runs when a graph is replayed.
+  bool wait();
   // Work queued on `stream` from now on comes after this point. Nothing to do
-  // on the point's own stream: order makes it so.
+  // on the point's own stream: order makes it so. not_supported: a capture
+  // stands in the way.
   Status order_before(Stream stream);
 
  private:
+  // False while a capture stands in the way.
+  bool is_recorded() VMM_EXCLUDES(mutex_);
+  bool record_locked() VMM_REQUIRES(mutex_);
+
   FencePool& pool_;
-  Fence fence_;  // nullptr: nothing was queued that could be waited for
   Stream stream_;
-  bool all_streams_;
+  Mutex mutex_;  // for recording; above the pool's
+  Fence fence_ = nullptr;
+  std::atomic<bool> all_streams_;
+  std::atomic<bool> recorded_{false};
   std::atomic<bool> passed_{false};
 };
 using FencePointPtr = std::shared_ptr<FencePoint>;
@@ -54,9 +65,15 @@ class FencePool {
 
   // A point after all work queued on `stream`. Where the stream is no more, or
   // the driver cannot say, a point after all work of the device.
-  FencePointPtr record(Stream stream);
+  FencePointPtr record(Stream stream) { return std::make_shared<FencePoint>(*this, stream, /*all_streams=*/false); }
   // A point after all work of the device, on streams known to us or not.
-  FencePointPtr record_all();
+  FencePointPtr record_all() { return std::make_shared<FencePoint>(*this, nullptr, /*all_streams=*/true); }
+
+  // While a capture runs on the device, points over all streams wait for its
+  // end: recording one would invalidate the capture.
+  void begin_capture() { captures_.fetch_add(1, std::memory_order_acq_rel); }
+  void end_capture() { captures_.fetch_sub(1, std::memory_order_acq_rel); }
+  [[nodiscard]] bool is_capturing() const { return captures_.load(std::memory_order_acquire) != 0; }
 
   [[nodiscard]] Driver& driver() const { return driver_; }
   [[nodiscard]] int device() const { return device_; }
@@ -68,6 +85,7 @@ class FencePool {
 
   Driver& driver_;
   int device_;
+  std::atomic<int> captures_{0};
   Mutex mutex_;
   std::vector<Fence> free_ VMM_GUARDED_BY(mutex_);
 };
@@ -78,7 +96,8 @@ class FenceSet {
   void add(FencePointPtr point);
   void add_all(const FenceSet& other);
   [[nodiscard]] bool passed();
-  void wait();
+  // Waits for those that can be waited for; true when none is left.
+  bool wait();
   Status order_before(Stream stream);
   void clear() { points_.clear(); }
   [[nodiscard]] bool empty() const { return points_.empty(); }

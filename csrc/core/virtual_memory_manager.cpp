@@ -200,6 +200,14 @@ void VirtualMemoryManager::require_whole_mappings(const Range& found, const Virt
   }
 }
 
+// Queued work may still use the addresses; the explicit calls wait for it.
+void VirtualMemoryManager::wait_for_queued_work(const char* doing) {
+  if (memory_.fences().record_all()->wait()) return;
+  throw VmmError(std::string(doing) +
+                 ": a CUDA graph is being captured, and waiting for queued work would end the capture; call it before "
+                 "or after the capture");
+}
+
 void VirtualMemoryManager::unmap(const VirtualAddressRange& range, std::size_t offset, std::size_t size) {
   const MutexLock lock(mutex_);
   Range& found = find(range);
@@ -209,8 +217,7 @@ void VirtualMemoryManager::unmap(const VirtualAddressRange& range, std::size_t o
     throw StillInUseError("unmap: " + std::to_string(found.holds) + " tensors still use " + range.text(), size,
                           found.holds);
   }
-  // Queued work may still use the addresses; this explicit call waits for it.
-  memory_.fences().record_all()->wait();
+  wait_for_queued_work("unmap");
   throw_if_failed(found.mapped->unmap({offset, size}),
                   "unmap offset " + std::to_string(offset) + " size " + std::to_string(size));
 }
@@ -318,7 +325,7 @@ void VirtualMemoryManager::close() {
     throw StillInUseError("close: " + std::to_string(holds) + " tensors still use ranges of this manager", bytes,
                           holds);
   }
-  memory_.fences().record_all()->wait();
+  wait_for_queued_work("close");
   // What the driver refuses stays, and can be closed again. When the driver has
   // gone, everything has.
   Status refused;

@@ -71,4 +71,24 @@ struct CudaApi {
   CUresult (*cuCtxRecordEvent)(CUcontext, CUevent) = nullptr;
 };
 
+// While some thread captures a graph in global mode, CUDA refuses calls that may
+// wait (cuEventQuery is one) on every thread, and ends that capture. Our calls
+// never touch a capturing stream, so they cannot hurt a graph: for its lifetime
+// this guard says so for the calling thread.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const CudaApi& api) : api_(api) { exchange(); }
+  ~RelaxedCapture() { exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  // Swaps the mode with the thread's: the first call sets ours and keeps the
+  // thread's own, the second gives it back.
+  void exchange() { api_.status(api_.cuThreadExchangeStreamCaptureMode(&mode_), "capture mode").ignore(); }
+
+  const CudaApi& api_;
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
 }  // namespace vmm

@@ -254,6 +254,7 @@ Status CudaDriver::create(const ChunkSpec& spec, ChunkHandle* out) {
   Chunk chunk;
   chunk.size = spec.size;
   chunk.exportable = spec.exportable;
+  const RelaxedCapture relaxed(api_);
   const Status created = answer(api_.cuMemCreate(&chunk.handle, spec.size, &asked, 0), "cuMemCreate");
   if (!created.ok()) return created;
   const MutexLock lock(mutex_);
@@ -272,6 +273,7 @@ Status CudaDriver::release(ChunkHandle handle) {
     chunk = found->second;
     chunks_.erase(found);
   }
+  const RelaxedCapture relaxed(api_);
   const Status released = answer(api_.cuMemRelease(chunk.handle), "cuMemRelease");
   if (!released.ok()) {
     const MutexLock lock(mutex_);
@@ -298,6 +300,7 @@ Status CudaDriver::map(Address address, std::size_t size, ChunkHandle handle) {
     mapping.chunk = handle;
     book_.add_mapping(address, mapping);
   }
+  const RelaxedCapture relaxed(api_);
   const Status mapped = answer(api_.cuMemMap(address, size, 0, physical, 0), "cuMemMap");
   if (!mapped.ok()) {
     const MutexLock lock(mutex_);
@@ -314,6 +317,7 @@ Status CudaDriver::unmap(Address address, std::size_t size) {
     if (const char* const why = book_.check_run(address, size)) return refuse(why);
     run = book_.take_run(address, size);
   }
+  const RelaxedCapture relaxed(api_);
   const Status unmapped = answer(api_.cuMemUnmap(address, size), "cuMemUnmap");
   if (!unmapped.ok()) {
     const MutexLock lock(mutex_);
@@ -342,6 +346,7 @@ Status CudaDriver::set_access(Address address, std::size_t size, Location who, A
   rights.flags = access == Access::none   ? CU_MEM_ACCESS_FLAGS_PROT_NONE
                  : access == Access::read ? CU_MEM_ACCESS_FLAGS_PROT_READ
                                           : CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  const RelaxedCapture relaxed(api_);
   const Status set = answer(api_.cuMemSetAccess(address, size, &rights, 1), "cuMemSetAccess");
   if (!set.ok() || who.kind != Location::Kind::host) return set;
   // The devices' rights are CUDA's business; the host's decide how to copy.

@@ -12,26 +12,6 @@ Status gone(const char* call) { return {StatusCode::driver_gone, call}; }
 CUstream stream_of(Stream stream) { return static_cast<CUstream>(stream); }
 CUevent event_of(const FenceTable::Entry& entry) { return static_cast<CUevent>(entry.event); }
 
-// While some thread captures a graph in global mode, CUDA refuses every thread's
-// cuEventQuery and cuEventSynchronize, and ends that capture. Fences are never
-// recorded on a capturing stream, so asking about them cannot hurt a graph: for
-// the length of the call this thread says so.
-class RelaxedCapture {
- public:
-  explicit RelaxedCapture(const CudaApi& api) : api_(api) { exchange(); }
-  ~RelaxedCapture() { exchange(); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  // Swaps the mode with the thread's: the first call sets ours and keeps the
-  // thread's own, the second gives it back.
-  void exchange() { api_.status(api_.cuThreadExchangeStreamCaptureMode(&mode_), "capture mode").ignore(); }
-
-  const CudaApi& api_;
-  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
-};
-
 }  // namespace
 
 // -- Fences.
@@ -149,6 +129,7 @@ Status CudaDriver::copy_async(int device, Address to, Address from, std::size_t 
   if (size == 0) return refuse("copy of size zero");
   const Current current(*this, device);
   if (!current.status().ok()) return current.status();
+  if (const Status free = check_not_captured(stream, "copy_async on a capturing stream"); !free.ok()) return free;
   for (std::size_t done = 0; done < size;) {
     const std::size_t piece = one_piece(from + done, one_piece(to + done, size - done));
     const Status issued = answer(api_.cuMemcpyAsync(to + done, from + done, piece, stream_of(stream)), "cuMemcpyAsync");
@@ -163,6 +144,7 @@ Status CudaDriver::fill_async(int device, Address address, std::uint8_t byte, st
   if (size == 0) return refuse("fill of size zero");
   const Current current(*this, device);
   if (!current.status().ok()) return current.status();
+  if (const Status free = check_not_captured(stream, "fill_async on a capturing stream"); !free.ok()) return free;
   for (std::size_t done = 0; done < size;) {
     const std::size_t piece = one_piece(address + done, size - done);
     const Status issued =

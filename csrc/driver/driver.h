@@ -146,7 +146,8 @@ class Driver {
   // -- Content. Ordered on `stream` of `device`; any address both can access,
   // any size > 0 (no alignment needed). Either side may be plain host memory;
   // if it is not pinned, CUDA may wait for the copy. Long copies may be issued in
-  // pieces: after a failure some may have been done.
+  // pieces: after a failure some may have been done. not_supported: the stream
+  // is being captured (a graph must not repeat what we do once).
   virtual Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) = 0;
   virtual Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) = 0;
 

@@ -1,33 +1,282 @@
-// CudaAllocator: other devices, other processes, copies. Sharing with other
-// processes, and letting kernels of one GPU into another's pools, come with a
-// later version.
+// CudaAllocator: other devices, other processes, copies.
+//
+// What the process has opened of others is kept here: one mapping a handle, as
+// long as a storage of torch's uses it. torch counts across processes who uses a
+// shared block (CudaIPCSentData), so a sender's block outlives its receivers'
+// tensors; if the sender ends first, the mapping keeps the memory.
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "base/errors.h"
+#include "base/sync.h"
+#include "core/imported_range.h"
 #include "torch_adapter/cuda_allocator.h"
 #include "torch_adapter/errors.h"
+#include "torch_adapter/ipc_descriptors.h"
+#include "torch_adapter/ipc_exports.h"
+#include "torch_adapter/ipc_handle.h"
 
 namespace vmm {
 
-cca::ShareableHandle CudaAllocator::shareIpcHandle(void* /*block*/) {
-  throw_not_yet("shareIpcHandle", "sharing CUDA tensors with other processes");
+namespace {
+
+DeviceWords words(c10::DeviceIndex device) { return {"CUDA", "GPU " + std::to_string(device)}; }
+
+// Memory of another process. One of the two is set.
+struct Opened {
+  std::string handle;
+  c10::DeviceIndex device = 0;  // whose current it was when it was opened
+  std::unique_ptr<ImportedRange> range;
+  void* cuda_ipc = nullptr;  // what cudaIpcOpenMemHandle gave
+  FenceSet last_use;         // once nobody uses it any more
+
+  [[nodiscard]] void* base() const { return range == nullptr ? cuda_ipc : reinterpret_cast<void*>(range->base()); }
+};
+
+class OpenedHandles {
+ public:
+  // Never destroyed: tensors outlive everything.
+  static OpenedHandles& instance() {
+    static auto* const kInstance = new OpenedHandles;
+    return *kInstance;
+  }
+
+  // The memory that `handle` names, opened unless it is. Throws VmmError's and
+  // c10::Error.
+  std::shared_ptr<void> open(const std::string& handle, c10::DeviceIndex device) VMM_EXCLUDES(mutex_);
+  // Kernels of `device` reach what is and will be opened for `peer`.
+  void add_peer(c10::DeviceIndex device, c10::DeviceIndex peer) VMM_EXCLUDES(mutex_);
+  // Unmaps what a graph's capture kept from being unmapped. True if it did any.
+  bool drop_parked() VMM_EXCLUDES(mutex_);
+
+ private:
+  struct Entry {
+    std::weak_ptr<void> memory;
+    Opened* opened = nullptr;
+  };
+  using Key = std::pair<std::string, c10::DeviceIndex>;
+
+  std::unique_ptr<Opened> map(const std::string& handle, c10::DeviceIndex device) VMM_REQUIRES(mutex_);
+  void close(std::unique_ptr<Opened> opened) noexcept VMM_EXCLUDES(mutex_);
+  static bool drop(Opened& opened);
+
+  Mutex mutex_;
+  std::map<Key, Entry> entries_ VMM_GUARDED_BY(mutex_);
+  std::vector<std::pair<c10::DeviceIndex, c10::DeviceIndex>> peers_ VMM_GUARDED_BY(mutex_);  // who reaches whom
+  std::vector<std::unique_ptr<Opened>> parked_ VMM_GUARDED_BY(mutex_);
+};
+
+std::shared_ptr<void> OpenedHandles::open(const std::string& handle, c10::DeviceIndex device) {
+  drop_parked();
+  const MutexLock lock(mutex_);
+  Entry& entry = entries_[{handle, device}];
+  // An entry whose memory is just being closed is replaced: a chunk may be
+  // mapped, and CUDA's handles may be opened, twice.
+  if (std::shared_ptr<void> memory = entry.memory.lock(); memory != nullptr) return memory;
+  try {
+    std::unique_ptr<Opened> opened = map(handle, device);
+    entry.opened = opened.get();
+    void* const base = opened->base();
+    std::shared_ptr<void> memory(base,
+                                 [kept = opened.release()](void*) { instance().close(std::unique_ptr<Opened>(kept)); });
+    entry.memory = memory;
+    return memory;
+  } catch (...) {
+    entries_.erase({handle, device});
+    throw;
+  }
 }
 
-std::shared_ptr<void> CudaAllocator::getIpcDevPtr(std::string /*handle*/) {
-  throw_not_yet("getIpcDevPtr", "opening CUDA tensors of other processes");
+std::unique_ptr<Opened> OpenedHandles::map(const std::string& handle, c10::DeviceIndex device) {
+  auto opened = std::make_unique<Opened>();
+  opened->handle = handle;
+  opened->device = device;
+  const IpcHandle named = decode(handle);
+  if (!named.cuda_ipc.empty()) {
+    cudaIpcMemHandle_t cuda_handle;
+    static_assert(sizeof(cuda_handle) == kCudaIpcHandleBytes);
+    std::memcpy(&cuda_handle, named.cuda_ipc.data(), sizeof(cuda_handle));
+    C10_CUDA_CHECK(cudaIpcOpenMemHandle(&opened->cuda_ipc, cuda_handle, cudaIpcMemLazyEnablePeerAccess));
+    return opened;
+  }
+  const Descriptors descriptors = fetch_descriptors(named);
+  std::vector<ImportedPart> parts;
+  for (std::size_t k = 0; k < descriptors.size(); ++k) parts.push_back({descriptors[k].get(), named.chunks[k].size});
+  std::vector<Location> accessors = {Location::on_device(device)};
+  for (const auto& [who, whose] : peers_) {
+    if (whose == device) accessors.push_back(Location::on_device(who));
+  }
+  DeviceRoom& room = Runtime::room(DeviceKind::cuda, device);
+  throw_if_failed(ImportedRange::make(room.memory.driver(), parts, accessors, &opened->range),
+                  "mapping memory of process " + std::to_string(named.pid));
+  return opened;
 }
 
-void CudaAllocator::enablePeerAccess(c10::DeviceIndex /*device*/, c10::DeviceIndex /*peer*/) {
-  throw_not_yet("enablePeerAccess", "reaching one GPU's tensors from another GPU");
+void OpenedHandles::add_peer(c10::DeviceIndex device, c10::DeviceIndex peer) {
+  // Held, so that nothing is unmapped meanwhile; let go without the lock, which
+  // closing takes.
+  std::vector<std::shared_ptr<void>> held;
+  const MutexLock lock(mutex_);
+  const std::pair<c10::DeviceIndex, c10::DeviceIndex> pair{device, peer};
+  if (std::find(peers_.begin(), peers_.end(), pair) != peers_.end()) return;
+  for (const auto& [key, entry] : entries_) {
+    held.push_back(entry.memory.lock());
+    if (key.second != peer || held.back() == nullptr || entry.opened->range == nullptr) continue;
+    throw_if_failed(entry.opened->range->add_accessor(Location::on_device(device)), "peer access to imported memory");
+  }
+  peers_.push_back(pair);
 }
 
-// A copy between devices that does not go through peer mappings: mapped memory
-// is a peer's only where access was given, and plain cudaMemcpyAsync fails
-// without it.
+// Called when the last storage on it has gone, from anywhere.
+void OpenedHandles::close(std::unique_ptr<Opened> opened) noexcept {
+  // Inherited through a fork, it is the parent's; nothing of CUDA works here.
+  if (Runtime::in_child()) {
+    (void)opened.release();
+    return;
+  }
+  try {
+    {
+      const MutexLock lock(mutex_);
+      const auto found = entries_.find({opened->handle, opened->device});
+      if (found != entries_.end() && found->second.opened == opened.get()) entries_.erase(found);
+    }
+    if (opened->range != nullptr) {
+      // Nobody told us of the streams that used it.
+      for (const Location& who : opened->range->accessors()) {
+        opened->last_use.add(Runtime::room(DeviceKind::cuda, who.device).memory.fences().record_all());
+      }
+    }
+    if (!drop(*opened)) {
+      const MutexLock lock(mutex_);
+      parked_.push_back(std::move(opened));
+    }
+    drop_parked();
+  } catch (...) {
+    report_swallowed("closing memory of another process");
+    // Mapped for ever is better than unmapped under a kernel.
+    (void)opened.release();
+  }
+}
+
+// Waits for the work that may use it, and unmaps. False while a capture, which
+// waiting would end, is under way.
+bool OpenedHandles::drop(Opened& opened) {
+  if (!opened.last_use.wait()) return false;
+  if (opened.cuda_ipc != nullptr) {
+    if (Runtime::room(DeviceKind::cuda, opened.device).memory.fences().is_capturing()) return false;
+    const c10::cuda::CUDAGuard guard(opened.device);
+    // At process exit CUDA may have gone, and the memory with it.
+    if (cudaIpcCloseMemHandle(std::exchange(opened.cuda_ipc, nullptr)) != cudaSuccess) (void)cudaGetLastError();
+  }
+  opened.range.reset();
+  return true;
+}
+
+bool OpenedHandles::drop_parked() {
+  std::vector<std::unique_ptr<Opened>> parked;
+  {
+    const MutexLock lock(mutex_);
+    parked.swap(parked_);
+  }
+  bool any = false;
+  for (auto& opened : parked) {
+    if (drop(*opened)) {
+      any = true;
+      continue;
+    }
+    const MutexLock lock(mutex_);
+    parked_.push_back(std::move(opened));
+  }
+  return any;
+}
+
+// When the device has no memory left, what a capture kept mapped may be given up:
+// its sender may have ended, and then it is memory of nobody else's.
+class DropParked final : public c10::FreeMemoryCallback {
+ public:
+  bool Execute() override { return OpenedHandles::instance().drop_parked(); }
+};
+
+}  // namespace
+
+// ------------------------------------------------------------- other processes
+
+cca::ShareableHandle CudaAllocator::shareIpcHandle(void* block) {
+  const auto address = reinterpret_cast<Address>(block);
+  c10::DeviceIndex device = 0;
+  try {
+    Runtime::require_own_process();
+    Pool* pool = Runtime::pool_at(block);
+    const std::size_t bytes = pool == nullptr ? 0 : pool->block_size(address);
+    if (bytes == 0) throw_torch_error("invalid device pointer: " + format_hex(address));
+    device = static_cast<c10::DeviceIndex>(pool->device());
+    const std::vector<ChunkView> chunks = pool->chunks_under(address, bytes);
+    VMM_CHECK(!chunks.empty(), "a block of ", bytes, " bytes with nothing under it");
+    Driver& driver = Runtime::room_of(*pool).memory.driver();
+    cca::ShareableHandle shared;
+    shared.offset = static_cast<std::ptrdiff_t>(address - chunks.front().address);
+    shared.handle = IpcExports::instance().share(driver, address, chunks, kShareableHandleVersion);
+    return shared;
+  } catch (const VmmError&) {
+    rethrow_as_torch(words(device), 0);
+  }
+}
+
+std::shared_ptr<void> CudaAllocator::getIpcDevPtr(std::string handle) {
+  const c10::DeviceIndex device = current_device();
+  try {
+    Runtime::require_own_process();
+    return OpenedHandles::instance().open(handle, device);
+  } catch (const VmmError&) {
+    rethrow_as_torch(words(device), 0);
+  }
+}
+
+// --------------------------------------------------------------- other devices
+
+// torch asks once for each pair, before the first copy between the two.
+void CudaAllocator::enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex peer) {
+  // For what cudaMalloc gives; it leaves mapped memory alone.
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaError_t enabled = cudaDeviceEnablePeerAccess(peer, 0);
+  if (enabled == cudaErrorPeerAccessAlreadyEnabled) {
+    (void)cudaGetLastError();
+  } else {
+    C10_CUDA_CHECK(enabled);
+  }
+  try {
+    throw_if_failed(Runtime::room(DeviceKind::cuda, peer).memory.add_accessor(Location::on_device(device)),
+                    "letting GPU " + std::to_string(device) + " into the pools of GPU " + std::to_string(peer));
+    OpenedHandles::instance().add_peer(device, peer);
+  } catch (const VmmError&) {
+    rethrow_as_torch(words(peer), 0);
+  }
+}
+
+// Mapped memory is a peer's only where access was given; without, plain
+// cudaMemcpyAsync between devices fails and cudaMemcpyPeerAsync does it.
 cudaError_t CudaAllocator::memcpyAsync(void* to, int to_device, const void* from, int from_device, std::size_t bytes,
-                                       cudaStream_t stream, bool /*p2p_enabled*/) {
-  if (to_device == from_device) return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+                                       cudaStream_t stream, bool p2p_enabled) {
+  if (p2p_enabled || to_device == from_device) {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+  }
   return cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, stream);
 }
 
 }  // namespace vmm
+
+namespace c10 {
+REGISTER_FREE_MEMORY_CALLBACK(torch_vmm_opened_handles, vmm::DropParked)
+}  // namespace c10

@@ -45,6 +45,14 @@ inline constexpr c10::DebugInfoKind kModelSlot{&kModelSlotName};
 inline constexpr c10::DebugInfoKind kModelSlot = c10::DebugInfoKind::TEST_INFO_2;
 #endif
 
+// The first byte of the handles by which torch shares memory with other
+// processes (ipc_handle).
+#if TORCH_VERSION_MINOR >= 13
+inline constexpr int kShareableHandleVersion = 3;
+#else
+inline constexpr int kShareableHandleVersion = 2;
+#endif
+
 // torch's version at build time, "2.11.0".
 inline constexpr const char* kBuiltForTorch = TORCH_VERSION;
 

@@ -59,7 +59,7 @@ const std::vector<std::string> kLayers = {"base", "driver", "core", "torch_adapt
 
 // The rooms of core, lowest first; rooms of one row do not know each other.
 const std::vector<std::vector<std::string>> kRooms = {
-    {"budget", "stats", "options", "offset_map", "block_heap", "address_space", "fences"},
+    {"budget", "stats", "options", "offset_map", "block_heap", "address_space", "fences", "imported_range"},
     {"chunk", "device_peaks"},
     {"mapped_range", "page_store"},
     {"grant"},
