@@ -127,7 +127,7 @@ void BlockHeap::unlink(Block* block) {
   arena_.recycle(block);
 }
 
-void BlockHeap::donate(ByteRange range, StreamTag tag) {
+Block* BlockHeap::donate(ByteRange range, StreamTag tag) {
   Block* block = arena_.make();
   block->offset = range.offset;
   block->size = range.size;
@@ -135,6 +135,7 @@ void BlockHeap::donate(ByteRange range, StreamTag tag) {
                                    [](const Block* a, std::size_t offset) { return a->offset < offset; });
   stretches_.insert(at, block);
   set_free(block, tag, 0);
+  return block;
 }
 
 void BlockHeap::retract(Block* block) {

@@ -33,6 +33,13 @@ enum class BlockState : std::uint8_t {
   retired,  // an address whose former mapping waits for its fence
 };
 
+class FencePool;
+// A stream that also uses a block, and whose fences tell when it is done.
+struct StreamUse {
+  Stream stream = nullptr;
+  FencePool* fences = nullptr;
+};
+
 struct Block {
   std::size_t offset = 0;
   std::size_t size = 0;       // bytes, a multiple of kBlockAlignment
@@ -45,7 +52,7 @@ struct Block {
   StreamTag tag = kNeutral;
   BlockState state = BlockState::free;
   bool small = false;                         // lives in a slab
-  std::unique_ptr<std::vector<Stream>> uses;  // record_stream()
+  std::unique_ptr<std::vector<StreamUse>> uses;  // record_stream()
 
   [[nodiscard]] std::size_t end() const { return offset + size; }
   [[nodiscard]] ByteRange range() const { return {offset, size}; }
@@ -125,7 +132,8 @@ class BlockHeap {
   BlockHeap& operator=(const BlockHeap&) = delete;
 
   // Adds a stretch of free space; it never coalesces with another stretch.
-  void donate(ByteRange range, StreamTag tag);
+  // Returns it.
+  Block* donate(ByteRange range, StreamTag tag);
   // Takes a whole donated stretch out again. REQUIRES: `block` is free and has
   // no neighbours.
   void retract(Block* block);

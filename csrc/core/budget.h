@@ -40,6 +40,12 @@ class Budget {
     const std::size_t taken = used();
     return most > taken ? most - taken : 0;
   }
+  // Bytes that are charged above the limit.
+  [[nodiscard]] std::size_t excess() const {
+    const std::size_t most = limit();
+    const std::size_t taken = used();
+    return taken > most ? taken - most : 0;
+  }
   // Bytes that could be charged now, over the whole chain.
   [[nodiscard]] std::size_t headroom() const;
   // True when `other` is this budget or one of its parents.

@@ -11,6 +11,8 @@ namespace vmm {
 
 namespace {
 
+constexpr std::size_t kLeastPartBytes = 2 * kGiB;
+
 Capabilities capabilities_of(Driver& driver, int device) {
   Capabilities capabilities;
   const std::string missing = driver.missing(device);
@@ -30,7 +32,8 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       capabilities_(capabilities_of(driver, device)),
       budget_("device " + driver.name() + ":" + std::to_string(device), kUnlimited, nullptr),
       store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
-      fences_(driver, device) {}
+      fences_(driver, device),
+      accessors_{Location::on_device(device)} {}
 
 DeviceMemory::~DeviceMemory() {
   const MutexLock lock(registry_mutex_);
@@ -50,12 +53,42 @@ std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* gr
     complete.capacity =
         options_.default_capacity_bytes != 0 ? options_.default_capacity_bytes : 4 * capabilities_.total_memory;
   }
-  const PoolContext context{driver_, address_space_, store_,  fences_,
-                            peaks_,  options_,       device_, {Location::on_device(device_)}};
-  auto pool = std::make_shared<Pool>(context, group == nullptr ? budget_ : *group, complete, this);
+  // Under the lock, so that no accessor is missed.
   const MutexLock lock(registry_mutex_);
+  const PoolContext context{driver_,   address_space_,  store_,  fences_,   peaks_, options_,
+                            observer_, oversize_bytes_, device_, accessors_};
+  auto pool = std::make_shared<Pool>(context, group == nullptr ? budget_ : *group, complete, this);
   pools_.push_back(pool);
   return pool;
+}
+
+std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split) {
+  model->follow_family_peaks();
+  PoolSpec spec;
+  spec.name = model->name() + " (" + std::to_string(region.first) + ", " + std::to_string(region.second) + ")";
+  spec.model = model;
+  spec.region = region;
+  spec.no_split = no_split;
+  // One pool can never hold more than the device. A process with very many
+  // graphs, each with a pool of its own, may run short of addresses: then
+  // smaller pools must do.
+  for (spec.capacity = std::min(capabilities_.total_memory, model->capacity());; spec.capacity /= 2) {
+    try {
+      return create_pool(spec, &model->group());
+    } catch (const OutOfMemoryError&) {
+      if (spec.capacity <= kLeastPartBytes) throw;
+    }
+  }
+}
+
+Status DeviceMemory::add_accessor(Location who) {
+  const MutexLock lock(registry_mutex_);
+  if (std::find(accessors_.begin(), accessors_.end(), who) != accessors_.end()) return {};
+  for (const auto& pool : pools_) {
+    if (const Status status = pool->add_accessor(who); !status.ok()) return status;
+  }
+  accessors_.push_back(who);
+  return {};
 }
 
 Budget& DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
@@ -67,9 +100,13 @@ Budget& DeviceMemory::create_group(const std::string& name, std::size_t limit_by
 void DeviceMemory::close_pool(Pool& pool, bool force) {
   pool.settle(/*wait=*/false);
   if (!force) {
-    const std::size_t blocks = pool.live_blocks();
+    std::size_t blocks = 0;
+    std::size_t bytes = 0;
+    for (const auto& member : family(pool)) {
+      blocks += member->live_blocks();
+      bytes += member->live_bytes();
+    }
     if (blocks != 0) {
-      const std::size_t bytes = pool.live_bytes();
       throw StillInUseError("pool '" + pool.name() + "' still holds " + std::to_string(blocks) + " live blocks, " +
                                 format_bytes(bytes) + "; free its tensors and pages first, or force",
                             bytes, blocks);
@@ -90,7 +127,9 @@ void DeviceMemory::bury_retired(bool wait) {
     store_.trim(group, options_.store_bytes);
     if (!ended) continue;
     const MutexLock lock(registry_mutex_);
-    if (std::erase(pools_, pool) != 0) of_ended_pools_.add_totals(pool->statistics());
+    if (std::erase(pools_, pool) == 0) continue;
+    of_ended_pools_.add_totals(pool->statistics());
+    if (pool->is_part()) pool->model().inherit(pool->statistics());
   }
 }
 
@@ -104,6 +143,15 @@ PoolList DeviceMemory::pools_under(const Budget& group) const {
   PoolList found;
   for (const auto& pool : pools_) {
     if (pool->budget().stands_under(group)) found.push_back(pool);
+  }
+  return found;
+}
+
+PoolList DeviceMemory::family(const Pool& pool) const {
+  const MutexLock lock(registry_mutex_);
+  PoolList found;
+  for (const auto& member : pools_) {
+    if (&member->model() == &pool.model()) found.push_back(member);
   }
   return found;
 }
@@ -139,7 +187,15 @@ void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t 
 std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
   Budget& group = pool.group();
   const std::size_t shelved = store_.shelved_bytes(group);
-  pool.shed(keep);
+  if (pool.is_part()) {
+    pool.shed(keep);
+  } else {
+    for (const auto& member : family(pool)) {
+      const std::size_t idle = keep == 0 ? 0 : std::min(keep, member->idle_bytes());
+      member->shed(idle);
+      keep -= idle;
+    }
+  }
   // A chunk may still be mapped where another pool had it before.
   settle_all(/*wait=*/true);
   pool.count_sync();
@@ -168,7 +224,7 @@ std::size_t DeviceMemory::trim_group(Budget& group) {
 std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
   budget.set_limit(limit_bytes);
   const std::size_t given_back = give_back_excess(budget, /*wait=*/true);
-  if (budget.used() > budget.limit()) over_limit_.store(true, std::memory_order_relaxed);
+  if (budget.excess() != 0) over_limit_.store(true, std::memory_order_relaxed);
   return given_back;
 }
 
@@ -176,21 +232,17 @@ std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
 // rests on shelves, then what is idle in pools, lowest priority first.
 std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
   std::size_t given_back = 0;
-  const auto excess = [&] {
-    const std::size_t used = budget.used();
-    const std::size_t most = budget.limit();
-    return used > most ? used - most : 0;
-  };
-  for (int round = 0; round < 2 && excess() != 0; ++round) {
+  for (int round = 0; round < 2 && budget.excess() != 0; ++round) {
     if (round == 1) {
       for (const auto& pool : in_order_of_yielding(pools_under(budget))) {
-        if (excess() == 0) break;
+        const std::size_t excess = budget.excess();
+        if (excess == 0) break;
         const std::size_t idle = pool->idle_bytes();
-        pool->shed(idle > excess() ? idle - excess() : 0);
+        pool->shed(idle > excess ? idle - excess : 0);
       }
       settle_all(wait);
     }
-    given_back += store_.trim_under(budget, excess());
+    given_back += store_.trim_under(budget, budget.excess());
   }
   return given_back;
 }
@@ -199,7 +251,7 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
 void DeviceMemory::enforce_limits() {
   std::vector<Budget*> over;
   const auto note = [&over](Budget& budget) {
-    if (budget.used() > budget.limit()) over.push_back(&budget);
+    if (budget.excess() != 0) over.push_back(&budget);
   };
   const PoolList all = pools();
   for (const auto& pool : all) note(pool->budget());
@@ -211,7 +263,7 @@ void DeviceMemory::enforce_limits() {
   bool still = false;
   for (Budget* budget : over) {
     give_back_excess(*budget, /*wait=*/false);
-    still = still || budget->used() > budget->limit();
+    still = still || budget->excess() != 0;
   }
   over_limit_.store(still, std::memory_order_relaxed);
 }
@@ -241,6 +293,50 @@ void DeviceMemory::reset_accumulated() {
   const MutexLock lock(registry_mutex_);
   of_ended_pools_.reset_accumulated();
   for (const auto& pool : pools_) pool->reset_accumulated();
+}
+
+Statistics DeviceMemory::statistics_of(const Pool& model) const {
+  Statistics sum = model.statistics();
+  const Peaks* peaks = model.family_peaks();
+  if (peaks == nullptr) return sum;
+  sum.add_totals(model.inherited());
+  for (const auto& member : family(model)) {
+    if (member.get() != &model) sum.add_totals(member->statistics());
+  }
+  peaks->fill_peaks(sum);
+  return sum;
+}
+
+MemoryStats DeviceMemory::memory_stats_of(const Pool& model) const {
+  const PoolList members = family(model);
+  const AllLocked locked(members);
+  MemoryStats sum;
+  for (const auto& member : members) {
+    const MemoryStats part = member->memory_stats_locked();
+    if (!member->is_part()) sum.virtual_capacity = part.virtual_capacity;
+    sum.physical_usage += part.physical_usage;
+    sum.mapped_pages += part.mapped_pages;
+    sum.allocated_bytes += part.allocated_bytes;
+    sum.idle_bytes += part.idle_bytes;
+    sum.stranded_bytes += part.stranded_bytes;
+    sum.quarantined_bytes += part.quarantined_bytes;
+  }
+  if (sum.physical_usage != 0) {
+    sum.fragmentation_ratio = static_cast<double>(sum.stranded_bytes) / static_cast<double>(sum.physical_usage);
+  }
+  return sum;
+}
+
+void DeviceMemory::reset_peaks_of(const Pool& model) {
+  for (const auto& member : family(model)) member->reset_peaks();
+}
+
+void DeviceMemory::reset_accumulated_of(const Pool& model) {
+  for (const auto& member : family(model)) member->reset_accumulated();
+}
+
+void DeviceMemory::refresh_inactive_split() {
+  for (const auto& pool : pools()) pool->refresh_inactive_split();
 }
 
 // One moment for all pools of the group, so that a chunk on its way from one
@@ -276,8 +372,12 @@ void DeviceMemory::check() const {
   for (const auto& pool : all) {
     pool->check();
     const std::size_t bytes = pool->physical_bytes();
-    VMM_CHECK(pool->budget().used() == bytes, "pool ", pool->name(), " maps ", bytes, ", is charged ",
-              pool->budget().used());
+    std::size_t of_parts = 0;
+    for (const auto& part : all) {
+      if (part->is_part() && &part->model() == pool.get()) of_parts += part->budget().used();
+    }
+    VMM_CHECK(pool->budget().used() == bytes + of_parts, "pool ", pool->name(), " maps ", bytes, ", its parts ",
+              of_parts, ", and is charged ", pool->budget().used());
     mapped += bytes;
     chunks += static_cast<std::size_t>(pool->statistics()[StatKind::segment][0].current);
   }

@@ -59,16 +59,23 @@ class DeviceMemory {
   // Throws InvalidArgumentError, InvalidPageSizeError, OutOfMemoryError (no
   // address space).
   std::shared_ptr<Pool> create_pool(const PoolSpec& spec, Budget* group);
+  // A part of `model`: memory of a private pool of torch's, which the model pays
+  // for and counts. It keeps the model alive. Throws OutOfMemoryError where no
+  // addresses are left.
+  std::shared_ptr<Pool> create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split);
   // A limit for several pools, under the device's own. It lives as long as
   // this object: pools that drain outlive whoever closed them.
   Budget& create_group(const std::string& name, std::size_t limit_bytes) VMM_EXCLUDES(registry_mutex_);
-  // Ends a pool. StillInUseError while it holds live blocks, unless `force`:
-  // then explicit pages go at once and the pool ends with its last tensor.
+  // Ends a pool. StillInUseError while it or a part of it holds live blocks,
+  // unless `force`: then explicit pages go at once and the pool ends with its
+  // last tensor. Parts end when torch lets go of them.
   void close_pool(Pool& pool, bool force);
   // Every pool of the device, retired ones included, in order of registration.
   [[nodiscard]] PoolList pools() const VMM_EXCLUDES(registry_mutex_);
   // Pools that stand under `group`.
   [[nodiscard]] PoolList pools_under(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
+  // The model of `pool` and all its parts.
+  [[nodiscard]] PoolList family(const Pool& pool) const VMM_EXCLUDES(registry_mutex_);
   // The pool that holds `address`, or nullptr.
   [[nodiscard]] std::shared_ptr<Pool> pool_at(Address address) const VMM_EXCLUDES(registry_mutex_);
 
@@ -76,6 +83,8 @@ class DeviceMemory {
   // Throw OutOfMemoryError that says who asked for how much, every limit, who
   // holds what and what would help.
   Address allocate(Pool& pool, std::size_t bytes, Stream stream);
+  // At exactly this address of the pool.
+  Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
   Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
   // Frees explicit pages; what then rests on the shelf stays bounded.
@@ -84,7 +93,8 @@ class DeviceMemory {
   static bool free(AddressSpace& address_space, Address address);
 
   // -- Giving back to the driver ----------------------------------------------
-  // Gives idle chunks of `pool` back until at most `keep` idle bytes stay.
+  // Gives idle chunks of `pool`, and of its parts, back until at most `keep`
+  // idle bytes stay.
   // Waits for the work that still uses them. Returns the bytes given back.
   std::size_t trim(Pool& pool, std::size_t keep);
   // All idle memory of every pool, and the shelves.
@@ -96,6 +106,14 @@ class DeviceMemory {
   // use stays.
   std::size_t set_limit(Budget& budget, std::size_t limit_bytes);
 
+  // Is told what happens in the pools from now on; nullptr: nobody is. It
+  // outlives this object.
+  void set_observer(PoolObserver* observer) { observer_.store(observer, std::memory_order_release); }
+  // Requests and chunks of at least so many bytes are counted as oversize.
+  void set_oversize(std::size_t bytes) { oversize_bytes_.store(bytes, std::memory_order_relaxed); }
+  // `who` may read and write everything mapped here, now and later. Where it
+  // fails it may be called again.
+  Status add_accessor(Location who) VMM_EXCLUDES(registry_mutex_);
   // Called, with no lock held, when a request found nothing: frees what it can
   // (torch's registered free-memory callbacks); true if it did anything.
   void set_memory_callback(std::function<bool()> callback) { memory_callback_ = std::move(callback); }
@@ -105,6 +123,13 @@ class DeviceMemory {
   [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(registry_mutex_);
   void reset_peaks() VMM_EXCLUDES(registry_mutex_);
   void reset_accumulated() VMM_EXCLUDES(registry_mutex_);
+  // Of a model and its parts.
+  [[nodiscard]] Statistics statistics_of(const Pool& model) const;
+  [[nodiscard]] MemoryStats memory_stats_of(const Pool& model) const VMM_NO_THREAD_SAFETY_ANALYSIS;
+  void reset_peaks_of(const Pool& model);
+  void reset_accumulated_of(const Pool& model);
+  // Brings inactive_split of every pool up to date. Walks.
+  void refresh_inactive_split();
   // Locks every pool of the group for a moment, in order of registration.
   [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const VMM_NO_THREAD_SAFETY_ANALYSIS;
   // Bytes the driver gave that are still held: what budget() counts.
@@ -144,13 +169,16 @@ class DeviceMemory {
   Budget budget_;
   PageStore store_;
   FencePool fences_;
-  DevicePeaks peaks_;
+  Peaks peaks_;
   std::function<bool()> memory_callback_;
+  std::atomic<PoolObserver*> observer_{nullptr};
+  std::atomic<std::size_t> oversize_bytes_{kUnlimited};
   std::atomic<bool> over_limit_{false};  // some limit was lowered below what is in use
 
   Mutex reclaim_mutex_;
   mutable Mutex registry_mutex_;
   PoolList pools_ VMM_GUARDED_BY(registry_mutex_);
+  std::vector<Location> accessors_ VMM_GUARDED_BY(registry_mutex_);
   std::vector<std::unique_ptr<Budget>> groups_ VMM_GUARDED_BY(registry_mutex_);
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
 };

@@ -6,7 +6,7 @@
 namespace vmm {
 
 FencePoint::FencePoint(FencePool& pool, Stream stream, bool all_streams)
-    : pool_(pool), stream_(stream), all_streams_(all_streams) {
+    : pool_(pool), stream_(stream), all_streams_(all_streams || stream == kPerThreadStream) {
   is_recorded();
 }
 
@@ -54,7 +54,10 @@ bool FencePoint::passed() {
 bool FencePoint::wait() {
   if (passed()) return true;
   if (!is_recorded()) return false;
-  if (!pool_.driver().wait(fence_).ok()) pool_.driver().synchronize(pool_.device()).ignore();
+  if (!pool_.driver().wait(fence_).ok()) {
+    if (pool_.is_capturing()) return false;
+    pool_.driver().synchronize(pool_.device()).ignore();
+  }
   passed_.store(true, std::memory_order_release);
   return true;
 }

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -18,7 +19,14 @@ namespace vmm {
 
 class FencePool;
 
+// CUDA's cudaStreamPerThread.
+inline const Stream kPerThreadStream = reinterpret_cast<Stream>(std::uintptr_t{2});
+
 // One recorded fence, shared by everything that left its place at that point.
+//
+// The handle of the per-thread default stream names another stream on each
+// thread, and whoever frees need not be who used: its points are over all
+// streams.
 //
 // A stream that is being captured cannot be recorded (CUDA would end the
 // capture). Its point is recorded when the capture is over, by whoever asks

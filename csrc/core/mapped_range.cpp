@@ -1,6 +1,7 @@
 #include "core/mapped_range.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "base/check.h"
@@ -49,8 +50,8 @@ void MappedRange::unmap_first(std::span<const Placement> placements, std::size_t
   }
 }
 
-Status MappedRange::map(std::span<const Placement> placements, std::span<const Location> accessors,
-                        SizeClass size_class) {
+Status MappedRange::map(std::span<const Placement> placements, std::span<const Location> accessors) {
+  static std::atomic<std::uint64_t> mappings{0};
   for (std::size_t k = 0; k < placements.size(); ++k) {
     const auto& [offset, chunk] = placements[k];
     if (const Status status = driver_.map(base_ + offset, chunk->size, chunk->handle); !status.ok()) {
@@ -70,10 +71,11 @@ Status MappedRange::map(std::span<const Placement> placements, std::span<const L
     unmap_first(placements, placements.size());
     return status;
   }
-  LiveMapping mapping{nullptr, size_class, {}};
+  LiveMapping mapping;
   for (const Location& who : accessors) mapping.rights.emplace_back(who, Access::read_write);
   for (const auto& [offset, chunk] : placements) {
     mapping.chunk = chunk;
+    mapping.number = mappings.fetch_add(1, std::memory_order_relaxed);
     live_.emplace(offset, mapping);
     mapped_bytes_ += chunk->size;
   }
@@ -101,7 +103,7 @@ Chunk* MappedRange::retire(std::size_t offset, const FenceSet& fences) {
   return chunk;
 }
 
-std::vector<ByteRange> MappedRange::drop_retired(bool wait) {
+std::vector<ByteRange> MappedRange::drop_retired(bool wait, const std::function<void(ByteRange)>& before) {
   std::vector<ByteRange> freed;
   std::vector<Retired> kept;
   for (Retired& retired : retired_) {
@@ -110,6 +112,8 @@ std::vector<ByteRange> MappedRange::drop_retired(bool wait) {
       kept.push_back(std::move(retired));
       continue;
     }
+    if (!retired.announced && before) before(retired.range);
+    retired.announced = true;
     const Status status = driver_.unmap(base_ + retired.range.offset, retired.range.size);
     if (!status.ok() && status.code() != StatusCode::driver_gone) {
       // The driver kept the mapping (a failing call): try again another time.
@@ -146,30 +150,30 @@ MappedRange::Map::const_iterator MappedRange::covering(std::size_t offset) const
   return after->first + after->second.chunk->size > offset ? after : live_.end();
 }
 
-std::vector<ByteRange> MappedRange::gaps(ByteRange range) const {
-  std::vector<ByteRange> found;
+// Calls `each(offset, size)` for every stretch of `range` without a mapping.
+template <typename Each>
+void MappedRange::for_each_gap(ByteRange range, const Each& each) const {
   std::size_t at = range.offset;
   auto it = covering(at);
   if (it == live_.end()) it = live_.lower_bound(at);
   for (; it != live_.end() && it->first < range.end(); ++it) {
-    if (it->first > at) found.push_back({at, it->first - at});
+    if (it->first > at) each(at, it->first - at);
     at = it->first + it->second.chunk->size;
   }
-  if (at < range.end()) found.push_back({at, range.end() - at});
+  if (at < range.end()) each(at, range.end() - at);
+}
+
+std::vector<ByteRange> MappedRange::gaps(ByteRange range) const {
+  std::vector<ByteRange> found;
+  for_each_gap(range, [&found](std::size_t offset, std::size_t size) { found.push_back({offset, size}); });
   return found;
 }
 
-// As gaps(), without the list: it is asked for each candidate of a request.
+// Without the list: it is asked for each candidate of a request.
 std::size_t MappedRange::missing_bytes(ByteRange range) const {
   std::size_t bytes = 0;
-  std::size_t at = range.offset;
-  auto it = covering(at);
-  if (it == live_.end()) it = live_.lower_bound(at);
-  for (; it != live_.end() && it->first < range.end(); ++it) {
-    if (it->first > at) bytes += it->first - at;
-    at = it->first + it->second.chunk->size;
-  }
-  return at < range.end() ? bytes + (range.end() - at) : bytes;
+  for_each_gap(range, [&bytes](std::size_t /*offset*/, std::size_t size) { bytes += size; });
+  return bytes;
 }
 
 }  // namespace vmm

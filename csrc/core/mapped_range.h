@@ -5,6 +5,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <map>
 #include <span>
 #include <utility>
@@ -18,7 +20,7 @@ namespace vmm {
 
 struct LiveMapping {
   Chunk* chunk = nullptr;
-  SizeClass size_class = SizeClass::large_pool;     // what it was mapped for
+  std::uint64_t number = 0;                         // rises with each mapping of the process
   std::vector<std::pair<Location, Access>> rights;  // who was ever given access, and what each has now
 
   [[nodiscard]] Access access_of(Location who) const;
@@ -44,7 +46,7 @@ class MappedRange {
   // Maps every placement, or none, and gives `accessors` read and write over
   // each contiguous run (one call a run: set_access is the dear call).
   // REQUIRES: inside the range, on free addresses, sorted by offset.
-  Status map(std::span<const Placement> placements, std::span<const Location> accessors, SizeClass size_class);
+  Status map(std::span<const Placement> placements, std::span<const Location> accessors);
   // Unmaps a run of whole mappings in one call. REQUIRES: no gaps in it, and no
   // queued work uses it.
   Status unmap(ByteRange range);
@@ -52,9 +54,10 @@ class MappedRange {
   // and blocked until `fences` have passed. Returns the chunk, which may
   // already be mapped elsewhere.
   Chunk* retire(std::size_t offset, const FenceSet& fences);
-  // Drops the retired mappings whose fences have passed; with `wait`, all of
-  // them. Returns the stretches that are free addresses now.
-  std::vector<ByteRange> drop_retired(bool wait);
+  // Drops the retired mappings whose fences have passed; with `wait`, all that
+  // can be waited for. `before` is told of each stretch right before it is
+  // unmapped, once. Returns the stretches that are free addresses now.
+  std::vector<ByteRange> drop_retired(bool wait, const std::function<void(ByteRange)>& before = nullptr);
   // Changes access over a run of whole live mappings.
   Status set_access(ByteRange range, Location who, Access access);
 
@@ -78,7 +81,10 @@ class MappedRange {
     ByteRange range;
     Chunk* chunk = nullptr;
     FenceSet fences;
+    bool announced = false;
   };
+  template <typename Each>
+  void for_each_gap(ByteRange range, const Each& each) const;
   void unmap_first(std::span<const Placement> placements, std::size_t count);
 
   Driver& driver_;

@@ -23,9 +23,10 @@ struct Options {
   std::size_t default_capacity_bytes = 0;
   // Memory of the "cpu" device; 0: 80 % of the machine's.
   std::size_t host_bytes = 0;
-  // Create chunks so that another process can import them. Costs nothing at
-  // creation on the GPUs measured.
-  bool exportable = false;
+  // Create chunks so that another process can import them, where the device
+  // can. Costs nothing at creation on the GPUs measured; on the "cpu" device,
+  // whose tensors torch shares by itself, it is off: a descriptor a chunk.
+  bool exportable = true;
 
   static Options from_environment();
 };

@@ -25,8 +25,11 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       name_(spec.name),
       id_(next_owner_id()),
       group_(group),
-      budget_("pool '" + spec.name + "'", spec.physical_limit, &group),
+      budget_("pool '" + spec.name + "'", spec.physical_limit, spec.model == nullptr ? &group : &spec.model->budget()),
       home_(home),
+      model_(spec.model),
+      region_(spec.region),
+      no_split_(spec.no_split),
       page_(spec.page_size == 0 ? context.store.granularity() : spec.page_size),
       uniform_(spec.page_size != 0),
       capacity_(0),
@@ -57,6 +60,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
   range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
   large_.donate({0, capacity_}, kNeutral);
   streams_.emplace_back();  // tag 0 is neutral
+  if (model_ != nullptr) family_seat_ = std::make_unique<Peaks::Seat>(*model_->family_peaks());
 }
 
 Pool::~Pool() {
@@ -73,6 +77,10 @@ bool Pool::end(bool wait) {
   if (range_ == nullptr) return true;
   settle_locked(wait);
   if (!pending_.empty()) return false;
+  if (pinned_) {
+    pinned_ = false;
+    after_graphs_ = context_.fences.record_all();
+  }
   give_up_spare_slabs();
   VMM_CHECK(live_.size() == 0 && pages_.empty(), "pool '", name_, "' ends with live blocks");
   // Nothing is live, so every mapping is idle. The memory goes to the shelf at
@@ -86,8 +94,10 @@ bool Pool::end(bool wait) {
   }
   drop_retired(wait);
   if (range_->has_retired() && !wait) return false;
-  // Nobody comes after this, so what failed once is tried once more.
+  // Nobody comes after this, so what failed once is tried once more; what a
+  // capture stands before comes free after the capture.
   drop_retired(wait);
+  if (range_->has_retired() && context_.fences.is_capturing()) return false;
   range_.reset();
   if (!context_.address_space.unreserve(context_.driver, base_, capacity_).ok()) {
     context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
@@ -110,11 +120,13 @@ StreamTag Pool::tag_of(Stream stream) {
 void Pool::count_up(StatKind kind, SizeClass size_class, std::size_t amount) {
   statistics_.increase(kind, size_class, amount);
   seat_.rose(kind, size_class, statistics_[kind]);
+  if (family_seat_ != nullptr) family_seat_->rose(kind, size_class, statistics_[kind]);
 }
 
 void Pool::count_down(StatKind kind, SizeClass size_class, std::size_t amount) {
   statistics_.decrease(kind, size_class, amount);
   seat_.fell(kind, size_class, statistics_[kind]);
+  if (family_seat_ != nullptr) family_seat_->fell(kind, size_class, statistics_[kind]);
 }
 
 void Pool::count(StatKind blocks, StatKind bytes, const Block& block, bool up) {
@@ -137,6 +149,59 @@ void Pool::count_requested(const Block& block, bool up) {
   }
 }
 
+// One size class only: what changes hands between small and large stays the
+// same in all.
+void Pool::count_part(StatKind kind, SizeClass size_class, std::size_t amount, bool up) {
+  StatTriple& triple = statistics_[kind];
+  Stat& part = triple[size_class == SizeClass::small_pool ? 1 : 2];
+  if (up) {
+    part.increase(static_cast<std::int64_t>(amount));
+    seat_.rose(kind, size_class, triple);
+    if (family_seat_ != nullptr) family_seat_->rose(kind, size_class, triple);
+  } else {
+    part.decrease(static_cast<std::int64_t>(amount));
+    seat_.fell(kind, size_class, triple);
+    if (family_seat_ != nullptr) family_seat_->fell(kind, size_class, triple);
+  }
+}
+
+void Pool::count_oversize(const Block& block, bool up) {
+  if (block.size < context_.oversize_bytes.load(std::memory_order_relaxed)) return;
+  Stat& stat = statistics_.oversize_allocations;
+  up ? stat.increase(1) : stat.decrease(1);
+}
+
+void Pool::tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const {
+  PoolObserver* observer = context_.observer.load(std::memory_order_acquire);
+  if (observer != nullptr) [[unlikely]]
+    observer->on_event(*this, event, base_ + offset, bytes, stream);
+}
+
+// The block is a tensor's from now on, or held by the explicit face.
+void Pool::begin_block(Block* block, std::size_t requested) {
+  block->requested = requested;
+  count(StatKind::allocation, StatKind::allocated_bytes, *block, /*up=*/true);
+  count(StatKind::active, StatKind::active_bytes, *block, /*up=*/true);
+  count_requested(*block, /*up=*/true);
+  count_oversize(*block, /*up=*/true);
+  tell(PoolEvent::alloc, block->offset, requested, streams_[block->tag].stream);
+}
+
+// Its owner has let go of it; recorded streams may still use it.
+void Pool::end_block(const Block& block) {
+  count(StatKind::allocation, StatKind::allocated_bytes, block, /*up=*/false);
+  count_oversize(block, /*up=*/false);
+  tell(PoolEvent::free_requested, block.offset, block.requested, streams_[block.tag].stream);
+}
+
+// Nobody uses it any more.
+void Pool::finish_free(Block* block) {
+  count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
+  count_requested(*block, /*up=*/false);
+  tell(PoolEvent::free_completed, block->offset, block->requested, streams_[block->tag].stream);
+  free_block(block);
+}
+
 // --------------------------------------------------------------- hot path
 
 Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
@@ -145,7 +210,7 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
     *shortage = {bytes, nullptr, {}, /*no_address_space=*/true};
     return 0;
   }
-  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
+  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
   const MutexLock lock(mutex_);
   if (!pending_.empty()) settle_locked(/*wait=*/false);
   const StreamTag tag = tag_of(stream);
@@ -159,12 +224,61 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
     block = place(request, grant, shortage);
   }
   if (block == nullptr) return 0;
-  block->requested = bytes;
   live_.insert(block->offset, block);
-  count(StatKind::allocation, StatKind::allocated_bytes, *block, /*up=*/true);
-  count(StatKind::active, StatKind::active_bytes, *block, /*up=*/true);
-  count_requested(*block, /*up=*/true);
+  begin_block(block, bytes);
   return base_ + block->offset;
+}
+
+Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
+  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
+  const MutexLock lock(mutex_);
+  if (is_retired() || range_ == nullptr) return 0;
+  settle_locked(/*wait=*/false);
+  const StreamTag tag = tag_of(stream);
+  Block* block = nullptr;
+  if (size <= kSmallLimitBytes) {
+    Block* free = streams_[tag].small->best_fit(size, tag);
+    if (free == nullptr) return 0;
+    if (free == streams_[tag].spare_slab) streams_[tag].spare_slab = nullptr;
+    block = streams_[tag].small->carve(free, free->offset, size, BlockState::used);
+  } else {
+    give_up_spare_slabs();
+    Request request;
+    request.size = size;
+    request.tag = tag;
+    block = take_backed(request);
+    if (block == nullptr) return 0;
+  }
+  live_.insert(block->offset, block);
+  begin_block(block, bytes);
+  return base_ + block->offset;
+}
+
+Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
+  require_open();
+  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
+  const std::size_t offset = address - base_;
+  if (!contains(address) || size > capacity_ - offset || !is_aligned(offset, kBlockAlignment)) {
+    throw InvalidRangeError(offset, size, capacity_, "no address of pool '" + name_ + "' that is a multiple of 512");
+  }
+  const MutexLock lock(mutex_);
+  settle_locked(/*wait=*/false);
+  give_up_spare_slabs();
+  for (std::size_t at = offset; at < offset + size;) {
+    const Block* free = large_.free_covering(at);
+    if (free == nullptr) throw AlreadyMappedError(at, kBlockAlignment, "pool '" + name_ + "': " + format_hex(address));
+    at = free->end();
+  }
+  Request request;
+  request.size = size;
+  request.where = Request::Where::at;
+  request.offset = offset;
+  request.tag = tag_of(stream);
+  Block* block = place(request, grant, shortage);
+  if (block == nullptr) return 0;
+  live_.insert(block->offset, block);
+  begin_block(block, bytes);
+  return address;
 }
 
 Block* Pool::allocate_small(std::size_t size, StreamTag tag, Grant* grant, Shortage* shortage) {
@@ -175,16 +289,22 @@ Block* Pool::allocate_small(std::size_t size, StreamTag tag, Grant* grant, Short
     request.where = Request::Where::high;
     request.tag = tag;
     request.state = BlockState::slab;
-    request.size_class = SizeClass::small_pool;
     Block* slab = place(request, grant, shortage);
     if (slab == nullptr) return nullptr;
-    slabs_.emplace(slab->offset, slab);
-    streams_[tag].small->donate(slab->range(), tag);
+    make_slab(slab);
     free = streams_[tag].small->best_fit(size, tag);
-    free->small = true;
   }
   if (free == streams_[tag].spare_slab) streams_[tag].spare_slab = nullptr;
   return streams_[tag].small->carve(free, free->offset, size, BlockState::used);
+}
+
+// Small blocks are cut from it from now on. Its memory counts as the small
+// pool's, whatever its chunk was mapped for.
+void Pool::make_slab(Block* slab) {
+  slabs_.emplace(slab->offset, slab);
+  streams_[slab->tag].small->donate(slab->range(), slab->tag)->small = true;
+  count_part(StatKind::reserved_bytes, SizeClass::large_pool, slab->size, /*up=*/false);
+  count_part(StatKind::reserved_bytes, SizeClass::small_pool, slab->size, /*up=*/true);
 }
 
 bool Pool::free(Address address, bool* drained) {
@@ -193,15 +313,13 @@ bool Pool::free(Address address, bool* drained) {
   const MutexLock lock(mutex_);
   Block* block = live_.take(address - base_);
   if (block == nullptr) return false;
-  count(StatKind::allocation, StatKind::allocated_bytes, *block, /*up=*/false);
+  end_block(*block);
   if (block->uses == nullptr) {
-    count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
-    count_requested(*block, /*up=*/false);
-    free_block(block);
+    finish_free(block);
   } else {
     // Other streams read it: it is nobody's until what is queued there is done.
     PendingFree pending{block, {}};
-    for (Stream stream : *block->uses) pending.fences.add(context_.fences.record(stream));
+    for (const StreamUse& use : *block->uses) pending.fences.add(use.fences->record(use.stream));
     block->uses.reset();
     block->state = BlockState::pending;
     pending_bytes_ += block->size;
@@ -236,6 +354,8 @@ void Pool::give_up_slab(StreamState& stream, Block* whole) {
   const auto slab = slabs_.find(whole->offset);
   VMM_CHECK(slab != slabs_.end(), "no slab at ", whole->offset);
   const std::uint64_t epoch = whole->epoch;
+  count_part(StatKind::reserved_bytes, SizeClass::small_pool, slab->second->size, /*up=*/false);
+  count_part(StatKind::reserved_bytes, SizeClass::large_pool, slab->second->size, /*up=*/true);
   stream.small->retract(whole);
   large_.free(slab->second, slab->second->tag, epoch);
   slabs_.erase(slab);
@@ -249,13 +369,18 @@ void Pool::give_up_spare_slabs() {
   }
 }
 
-void Pool::record_stream(Address address, Stream stream) {
+void Pool::record_stream(Address address, Stream stream, FencePool* fences) {
+  if (fences == nullptr) fences = &context_.fences;
+  const bool of_this_device = fences == &context_.fences;
   const MutexLock lock(mutex_);
   Block* block = live_.find(address - base_);
-  if (block == nullptr || streams_[block->tag].stream == stream) return;
-  if (block->uses == nullptr) block->uses = std::make_unique<std::vector<Stream>>();
+  if (block == nullptr || (of_this_device && streams_[block->tag].stream == stream)) return;
+  if (block->uses == nullptr) block->uses = std::make_unique<std::vector<StreamUse>>();
   auto& uses = *block->uses;
-  if (std::find(uses.begin(), uses.end(), stream) == uses.end()) uses.push_back(stream);
+  const bool known = std::any_of(uses.begin(), uses.end(), [&](const StreamUse& use) {
+    return use.stream == stream && use.fences == fences;
+  });
+  if (!known) uses.push_back({stream, fences});
 }
 
 std::size_t Pool::block_size(Address address) const {
@@ -281,9 +406,7 @@ bool Pool::settle_locked(bool wait) {
     }
     Block* block = it->block;
     pending_bytes_ -= block->size;
-    count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
-    count_requested(*block, /*up=*/false);
-    free_block(block);
+    finish_free(block);
     it = pending_.erase(it);
     any = true;
   }

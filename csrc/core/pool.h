@@ -23,18 +23,51 @@
 #include "core/address_space.h"
 #include "core/block_heap.h"
 #include "core/budget.h"
-#include "core/device_peaks.h"
 #include "core/fences.h"
 #include "core/grant.h"
 #include "core/mapped_range.h"
+#include "core/observer.h"
 #include "core/offset_map.h"
 #include "core/options.h"
 #include "core/page_store.h"
+#include "core/peaks.h"
 #include "core/stats.h"
 
 namespace vmm {
 
 class DeviceMemory;
+
+// The id under which torch knows a private pool (its MempoolId_t): of a CUDA
+// graph or a torch.cuda.MemPool. {0, 0}: a model's own pool.
+struct RegionId {
+  std::uint64_t first = 0;
+  std::uint64_t second = 0;
+  friend bool operator==(const RegionId& a, const RegionId& b) { return a.first == b.first && a.second == b.second; }
+  friend bool operator<(const RegionId& a, const RegionId& b) {
+    return a.first != b.first ? a.first < b.first : a.second < b.second;
+  }
+};
+
+// A chunk under a block, for sharing with another process.
+struct ChunkView {
+  Address address = 0;
+  std::size_t size = 0;  // bytes
+  ChunkHandle handle = 0;
+  bool exportable = false;
+};
+
+// The live blocks of a pool at one moment (pool_checkpoint.cpp).
+struct PoolCheckpoint {
+  struct Entry {
+    std::size_t offset = 0;
+    std::size_t size = 0;       // bytes
+    std::size_t requested = 0;  // bytes asked for
+    Stream stream = nullptr;
+  };
+  std::vector<Entry> slabs;  // that hold live blocks
+  std::vector<Entry> small;
+  std::vector<Entry> large;
+};
 
 // The rooms that all pools of a device share.
 struct PoolContext {
@@ -42,8 +75,10 @@ struct PoolContext {
   AddressSpace& address_space;
   PageStore& store;
   FencePool& fences;
-  DevicePeaks& peaks;
+  Peaks& peaks;
   const Options& options;
+  const std::atomic<PoolObserver*>& observer;
+  const std::atomic<std::size_t>& oversize_bytes;  // requests from here on are counted as oversize
   int device = 0;
   std::vector<Location> accessors;  // who may access what pools map
 };
@@ -55,6 +90,11 @@ struct PoolSpec {
   std::size_t physical_limit = kUnlimited;
   std::size_t floor = 0;  // bytes that others never take
   int priority = 0;       // higher gives later
+  // A part of a model: a private pool of torch's whose memory the model pays
+  // for and counts, and whose floor and priority are the model's.
+  std::shared_ptr<Pool> model;
+  RegionId region;
+  bool no_split = false;  // a block has its chunks for itself
 };
 
 // Why a request could not be met by the pool itself.
@@ -77,16 +117,44 @@ class Pool {
   // An address of at least `bytes` > 0, aligned to 512, usable by work on
   // `stream` at once; 0 when the pool cannot by itself, and `shortage` says why.
   Address try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  // The same out of memory that the pool has already, unused, for that stream.
+  Address try_allocate_within(std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
+  // The same at exactly this address. Throws InvalidRangeError where it is not
+  // in the pool or not aligned to 512, AlreadyMappedError where it is taken.
+  Address try_allocate_at(Address address, std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage)
+      VMM_EXCLUDES(mutex_);
   // Frees a block of try_allocate(); false when `address` is none of its.
   // At once reusable on its own stream; after record_stream() once the work
   // queued on those streams now is done.
   // `drained` is set when that was the last block of a retired pool; the
   // caller then has no right to touch the pool any more but to bury it.
   bool free(Address address, bool* drained) VMM_EXCLUDES(mutex_);
-  // `stream` also uses the block. Ignored for the block's own stream.
-  void record_stream(Address address, Stream stream) VMM_EXCLUDES(mutex_);
+  // `stream` also uses the block. Ignored for the block's own stream. `fences`
+  // are those of the stream's device where it is not the pool's.
+  void record_stream(Address address, Stream stream, FencePool* fences = nullptr) VMM_EXCLUDES(mutex_);
   // Bytes of the live block at `address`, or 0.
   [[nodiscard]] std::size_t block_size(Address address) const VMM_EXCLUDES(mutex_);
+
+  [[nodiscard]] std::vector<Address> live_addresses() const VMM_EXCLUDES(mutex_);
+  // The chunks under [address, address + bytes), by address.
+  [[nodiscard]] std::vector<ChunkView> chunks_under(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
+
+  // -- A CUDA graph's memory ------------------------------------------------
+  // While pinned, no memory moves within the pool or leaves it, and it grows by
+  // fresh chunks only: captured work uses the addresses whenever the graph is
+  // replayed, on whatever stream.
+  void pin() VMM_EXCLUDES(mutex_);
+  // What the graphs left queued, on any stream, is waited for before the memory
+  // goes elsewhere.
+  void unpin() VMM_EXCLUDES(mutex_);
+  [[nodiscard]] bool is_pinned() const VMM_EXCLUDES(mutex_);
+  // The live blocks, and making them the live blocks again, each at its
+  // address: `freed` are those that were live, `allocated` those that are now.
+  // Throw VmmError when a freed block still waits for recorded streams;
+  // restore() also when memory of the checkpoint has left the pool.
+  [[nodiscard]] PoolCheckpoint checkpoint() VMM_EXCLUDES(mutex_);
+  void restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated)
+      VMM_EXCLUDES(mutex_);
 
   // -- Explicit pages (offset, size in bytes; they cover whole pages) ------
   // The address of `offset`. Throw InvalidRangeError, AlreadyMappedError,
@@ -120,7 +188,10 @@ class Pool {
   [[nodiscard]] MemoryStats memory_stats() VMM_EXCLUDES(mutex_);  // walks
   [[nodiscard]] MemoryStats memory_stats_locked() VMM_REQUIRES(mutex_);
   [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(mutex_);                  // cheap
-  [[nodiscard]] std::vector<SegmentSnapshot> snapshot() const VMM_EXCLUDES(mutex_);  // walks
+  [[nodiscard]] std::vector<SegmentSnapshot> snapshot(SnapshotGrain grain = SnapshotGrain::run) const
+      VMM_EXCLUDES(mutex_);  // walks
+  // Brings inactive_split and inactive_split_bytes up to date. Walks.
+  void refresh_inactive_split() VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t physical_bytes() const VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t idle_bytes() VMM_EXCLUDES(mutex_);  // walks
   // Live tensors' blocks and explicit pages, pending frees included.
@@ -144,8 +215,25 @@ class Pool {
   [[nodiscard]] const Budget& budget() const { return budget_; }
   [[nodiscard]] Budget& group() { return group_; }
   [[nodiscard]] DeviceMemory* home() const { return home_; }
-  [[nodiscard]] std::size_t floor() const { return floor_.load(std::memory_order_relaxed); }
-  [[nodiscard]] int priority() const { return priority_.load(std::memory_order_relaxed); }
+  // The model that this pool is a part of, or itself.
+  [[nodiscard]] Pool& model() { return model_ == nullptr ? *this : *model_; }
+  [[nodiscard]] const Pool& model() const { return model_ == nullptr ? *this : *model_; }
+  [[nodiscard]] bool is_part() const { return model_ != nullptr; }
+  [[nodiscard]] const RegionId& region() const { return region_; }
+  [[nodiscard]] std::size_t floor() const { return model().floor_.load(std::memory_order_relaxed); }
+  [[nodiscard]] int priority() const { return model().priority_.load(std::memory_order_relaxed); }
+  // Bytes that the model, its parts included, holds above its floor.
+  [[nodiscard]] std::size_t bytes_above_floor() const;
+  // For a model that gets its first part: from now on the peaks of all of them
+  // together are followed.
+  void follow_family_peaks() VMM_EXCLUDES(mutex_);
+  // What a part that has ended had counted.
+  void inherit(const Statistics& of_part) VMM_EXCLUDES(mutex_);
+  [[nodiscard]] Statistics inherited() const VMM_EXCLUDES(mutex_);
+  // The peaks of the model and its parts together, or nullptr: it has no parts.
+  [[nodiscard]] Peaks* family_peaks() const VMM_EXCLUDES(mutex_);
+  // `who` may access all that is mapped now and later.
+  Status add_accessor(Location who) VMM_EXCLUDES(mutex_);
   // The pool takes no more requests (they throw InvalidArgumentError: closed);
   // it ends when its last block is freed.
   void retire() { retired_.store(true, std::memory_order_release); }
@@ -181,7 +269,6 @@ class Pool {
     std::size_t offset = 0;  // Where::at
     StreamTag tag = kNeutral;
     BlockState state = BlockState::used;
-    SizeClass size_class = SizeClass::large_pool;
   };
   // What a taken range was before, for undoing.
   struct Piece {
@@ -197,6 +284,12 @@ class Pool {
     bool at_once = false;
   };
   using IdleChunks = std::map<std::size_t, std::vector<IdleChunk>>;  // by size
+  // Which memory may back a request, in the order in which it is tried.
+  enum class Source : std::uint8_t {
+    at_once,  // anything that the stream may use without a wait on the GPU
+    any,      // also what the stream has to wait for
+    fresh,    // new chunks only: the stream is being captured, or the pool pinned
+  };
   // The chunks that are to back a request: placements by offset, of which
   // `moves` stand elsewhere in this pool now and the others were free.
   struct Backing {
@@ -217,9 +310,17 @@ class Pool {
   void count_down(StatKind kind, SizeClass size_class, std::size_t amount) VMM_REQUIRES(mutex_);
   void count(StatKind blocks, StatKind bytes, const Block& block, bool up) VMM_REQUIRES(mutex_);
   void count_requested(const Block& block, bool up) VMM_REQUIRES(mutex_);
+  void count_oversize(const Block& block, bool up) VMM_REQUIRES(mutex_);
+  void count_part(StatKind kind, SizeClass size_class, std::size_t amount, bool up) VMM_REQUIRES(mutex_);
+  void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
+  void end_block(const Block& block) VMM_REQUIRES(mutex_);
+  void finish_free(Block* block) VMM_REQUIRES(mutex_);
+  void make_slab(Block* slab) VMM_REQUIRES(mutex_);
+  void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
 
   // pool_growth.cpp: finding a place and backing it
   Block* place(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* take_backed(const Request& request) VMM_REQUIRES(mutex_);
   bool find_spot(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
   bool find_unbacked(std::size_t size, bool high, std::size_t* offset) VMM_REQUIRES(mutex_);
@@ -229,7 +330,9 @@ class Pool {
   Block* take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) VMM_REQUIRES(mutex_);
   void untake(Block* block, const std::vector<Piece>& pieces) VMM_REQUIRES(mutex_);
   Block* trim_to_request(Block* block, const Request& request, std::size_t offset) VMM_REQUIRES(mutex_);
-  bool collect(const std::vector<ByteRange>& gaps, const Request& request, bool may_wait_on_gpu, Grant* grant,
+  bool back(const std::vector<ByteRange>& gaps, const Request& request, Grant* grant, Shortage* shortage)
+      VMM_REQUIRES(mutex_);
+  bool collect(const std::vector<ByteRange>& gaps, const Request& request, Source source, Grant* grant,
                Backing* backing, Shortage* shortage) VMM_REQUIRES(mutex_);
   Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
   Status scrub(const std::vector<Placement>& placements, Stream stream) VMM_REQUIRES(mutex_);
@@ -245,8 +348,11 @@ class Pool {
   Chunk* detach(std::size_t offset, const FenceSet& last_use) VMM_REQUIRES(mutex_);
   bool drop_retired(bool wait) VMM_REQUIRES(mutex_);
   void give_up_spare_slabs() VMM_REQUIRES(mutex_);
-  void count_mapped(const Chunk& chunk, SizeClass size_class) VMM_REQUIRES(mutex_);
-  void count_unmapped(const Chunk& chunk, SizeClass size_class) VMM_REQUIRES(mutex_);
+  void count_mapped(const Placement& placement, Stream stream) VMM_REQUIRES(mutex_);
+  void count_unmapped(const Placement& placement) VMM_REQUIRES(mutex_);
+
+  // pool_checkpoint.cpp
+  void require_settled(const char* doing) VMM_REQUIRES(mutex_);
 
   // pool_pages.cpp
   Address take_pages(ByteRange range, Stream stream, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
@@ -260,6 +366,9 @@ class Pool {
   Budget& group_;
   Budget budget_;
   DeviceMemory* home_;
+  const std::shared_ptr<Pool> model_;
+  const RegionId region_;
+  const bool no_split_;
   std::size_t page_;      // bytes: the grain of explicit pages
   bool uniform_;          // every chunk is exactly one page (page_size was given)
   std::size_t capacity_;  // bytes
@@ -284,8 +393,13 @@ class Pool {
   std::map<std::size_t, Block*> slabs_ VMM_GUARDED_BY(mutex_);           // their blocks in `large_`
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
+  bool pinned_ VMM_GUARDED_BY(mutex_) = false;
+  FencePointPtr after_graphs_ VMM_GUARDED_BY(mutex_);  // after all that graphs had queued when they went
   Statistics statistics_ VMM_GUARDED_BY(mutex_);
-  DevicePeaks::Seat seat_ VMM_GUARDED_BY(mutex_);
+  Statistics inherited_ VMM_GUARDED_BY(mutex_);  // of parts that have ended
+  Peaks::Seat seat_ VMM_GUARDED_BY(mutex_);
+  std::unique_ptr<Peaks> family_peaks_ VMM_GUARDED_BY(mutex_);       // of a model with parts
+  std::unique_ptr<Peaks::Seat> family_seat_ VMM_GUARDED_BY(mutex_);  // there
 };
 
 }  // namespace vmm

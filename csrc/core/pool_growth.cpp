@@ -5,6 +5,7 @@
 // the group's shelf, new chunks within the limits. A chunk is mapped at its
 // new place before it leaves the old one, so a failure undoes to what was.
 #include <algorithm>
+#include <initializer_list>
 
 #include "base/check.h"
 #include "base/errors.h"
@@ -37,7 +38,11 @@ bool Pool::Backing::is_move(const Chunk* chunk) const {
 
 std::size_t Pool::piece_size(std::size_t total, std::size_t remaining) const {
   if (uniform_) return page_;
-  const std::size_t share = std::max(total / kPiecesPerRequest, range_->mapped_bytes() / kPiecesPerPool);
+  if (no_split_) return remaining;
+  // A private pool's tensors should lie in one chunk each: what NCCL registers
+  // of them is a chunk.
+  const std::size_t pieces = is_part() ? 1 : kPiecesPerRequest;
+  const std::size_t share = std::max(total / pieces, range_->mapped_bytes() / kPiecesPerPool);
   const std::size_t wanted =
       std::clamp(floor_power_of_two(std::max(share, page_)), page_, std::max(kLargestPiece, page_));
   return std::min(wanted, floor_power_of_two(remaining));
@@ -50,7 +55,23 @@ Block* Pool::take_backed(const Request& request) {
   return large_.carve(span, span->offset, request.size, request.state);
 }
 
+// Where nothing is split, a block has a chunk of exactly its size.
+Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
+  for (const auto& [offset, mapping] : range_->live()) {
+    if (mapping.chunk->size != request.size) continue;
+    Block* free = large_.free_covering(offset);
+    if (free == nullptr || free->tag != request.tag || free->end() < offset + request.size) continue;
+    return large_.carve(free, offset, request.size, request.state);
+  }
+  if (!find_unbacked(request.size, /*high=*/false, &request.offset)) {
+    *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
+    return nullptr;
+  }
+  return back_and_take(request, request.offset, grant, shortage);
+}
+
 Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
+  if (no_split_) return place_unsplit(request, grant, shortage);
   if (request.where == Request::Where::best_fit) {
     if (Block* block = take_backed(request)) return block;
   }
@@ -68,7 +89,7 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   if (Block* block = back_and_take(request, offset, grant, shortage)) return block;
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
-  if (uniform_ || request.where == Request::Where::at) return nullptr;
+  if (uniform_ || pinned_ || request.where == Request::Where::at) return nullptr;
   return place_on_whole_chunks(request, grant);
 }
 
@@ -198,39 +219,49 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
     untake(block, pieces);
     return nullptr;
   }
-  if (!gaps.empty()) {
-    Backing backing;
-    Shortage failed;
-    bool backed = collect(gaps, request, /*may_wait_on_gpu=*/false, grant, &backing, &failed) ||
-                  collect(gaps, request, /*may_wait_on_gpu=*/true, grant, &backing, &failed);
-    if (backed) {
-      const Status status = install(backing, request);
-      if (!status.ok()) {
-        put_back(backing, grant);
-        failed = {0, nullptr, status};
-        for (const Placement& placement : backing.placements) failed.bytes += placement.chunk->size;
-        backed = false;
-      }
-    }
-    if (!backed) {
-      *shortage = failed;
-      untake(block, pieces);
-      return nullptr;
-    }
+  if (!gaps.empty() && !back(gaps, request, grant, shortage)) {
+    untake(block, pieces);
+    return nullptr;
   }
   return trim_to_request(block, request, offset);
 }
 
+// Backs the gaps: with memory that the stream may use at once, then with what
+// the GPU has to wait for. Where the stream is being captured neither a wait
+// nor a fill may be queued, so there it is fresh chunks alone, as in a pool that
+// is pinned or never splits.
+bool Pool::back(const std::vector<ByteRange>& gaps, const Request& request, Grant* grant, Shortage* shortage) {
+  Status status;
+  const auto back_from = [&](std::initializer_list<Source> sources) VMM_REQUIRES(mutex_) {
+    Backing backing;
+    const bool found = std::any_of(sources.begin(), sources.end(), [&](Source source) VMM_REQUIRES(mutex_) {
+      return collect(gaps, request, source, grant, &backing, shortage);
+    });
+    if (!found) return false;
+    status = install(backing, request);
+    if (status.ok()) return true;
+    put_back(backing, grant);
+    *shortage = {0, nullptr, status};
+    for (const Placement& placement : backing.placements) shortage->bytes += placement.chunk->size;
+    return false;
+  };
+  if (pinned_ || no_split_) return back_from({Source::fresh});
+  if (back_from({Source::at_once, Source::any})) return true;
+  return status.code() == StatusCode::not_supported && back_from({Source::fresh});
+}
+
 // Chooses a chunk for every gap, exactly filling it. On failure everything is
 // where it was, and `shortage` says what was missing.
-bool Pool::collect(const std::vector<ByteRange>& gaps, const Request& request, bool may_wait_on_gpu, Grant* grant,
+bool Pool::collect(const std::vector<ByteRange>& gaps, const Request& request, Source source, Grant* grant,
                    Backing* backing, Shortage* shortage) {
   std::size_t total = 0;
   for (const ByteRange& gap : gaps) total += gap.size;
-  if (may_wait_on_gpu) give_up_spare_slabs();
-  IdleChunks idle = idle_chunks(request.tag);
-  const std::size_t least_move = may_wait_on_gpu ? 0 : total / kSmallestMoveShare;
-  if (!may_wait_on_gpu) {
+  const bool fresh_only = source == Source::fresh;
+  if (source == Source::any) give_up_spare_slabs();
+  IdleChunks idle;
+  if (!fresh_only) idle = idle_chunks(request.tag);
+  const std::size_t least_move = source == Source::any ? 0 : total / kSmallestMoveShare;
+  if (source == Source::at_once) {
     for (auto& [size, chunks] : idle) {
       std::erase_if(chunks, [](const IdleChunk& chunk) { return !chunk.at_once; });
     }
@@ -242,13 +273,13 @@ bool Pool::collect(const std::vector<ByteRange>& gaps, const Request& request, b
   for (const ByteRange& gap : gaps) {
     for (std::size_t at = gap.offset; at < gap.end();) {
       const std::size_t remaining = gap.end() - at;
-      Chunk* chunk = grant == nullptr ? nullptr : grant->chunks.take_at_most(uniform_ ? page_ : remaining, uniform_);
+      Chunk* chunk = grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(uniform_ ? page_ : remaining, uniform_);
       IdleChunk move;
       if (chunk == nullptr && take_idle(idle, uniform_ ? page_ : remaining, uniform_ ? page_ : least_move, &move)) {
         chunk = move.chunk;
         backing->moves.push_back(move);
       }
-      if (chunk == nullptr && refused == nullptr) {
+      if (chunk == nullptr && refused == nullptr && !fresh_only) {
         chunk = context_.store.take_at_most(group_, budget_, uniform_ ? page_ : remaining, uniform_, &refused);
       }
       std::size_t size = 0;
@@ -332,7 +363,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
   for (const Placement& placement : backing.placements) {
     if (const Status status = placement.chunk->last_use.order_before(stream); !status.ok()) return status;
   }
-  if (const Status status = range_->map(backing.placements, context_.accessors, request.size_class); !status.ok()) {
+  if (const Status status = range_->map(backing.placements, context_.accessors); !status.ok()) {
     return status;
   }
   if (const Status status = scrub(backing.placements, stream); !status.ok()) {
@@ -346,7 +377,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
   for (const Placement& placement : backing.placements) {
     placement.chunk->content = id_;
     placement.chunk->last_use.clear();
-    count_mapped(*placement.chunk, request.size_class);
+    count_mapped(placement, stream);
   }
   drop_retired(/*wait=*/false);
   return {};

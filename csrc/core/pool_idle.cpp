@@ -30,6 +30,13 @@ FencePointPtr Pool::point_after(StreamTag tag, std::uint64_t epoch) {
 
 FenceSet Pool::last_use_of(ByteRange range) {
   FenceSet points;
+  if (after_graphs_ != nullptr) {
+    if (after_graphs_->passed()) {
+      after_graphs_.reset();
+    } else {
+      points.add(after_graphs_);
+    }
+  }
   for (std::size_t at = range.offset; at < range.end();) {
     const Block* free = large_.free_covering(at);
     if (free == nullptr) {
@@ -46,8 +53,11 @@ FenceSet Pool::last_use_of(ByteRange range) {
 // -------------------------------------------------------------- idle chunks
 
 // Every chunk that stands wholly in free space, by size and then by offset.
+// None while a graph may use them at any time.
 Pool::IdleChunks Pool::idle_chunks(StreamTag tag) {
   IdleChunks idle;
+  if (pinned_) return idle;
+  const bool graphs_are_done = after_graphs_ == nullptr || after_graphs_->passed();
   const auto& free = large_.free_blocks();
   for (auto first = free.begin(); first != free.end();) {
     // One run of adjacent free blocks: a chunk may lie across two of them.
@@ -59,7 +69,7 @@ Pool::IdleChunks Pool::idle_chunks(StreamTag tag) {
       const std::size_t end = at->first + at->second.chunk->size;
       if (end > run_end) break;
       while ((*block)->end() <= at->first) ++block;
-      bool at_once = true;
+      bool at_once = graphs_are_done;
       for (auto under = block; under != std::next(last) && (*under)->offset < end; ++under) {
         const Block& span = **under;
         if (span.tag == tag || span.tag == kNeutral || has_passed(span.tag, span.epoch)) continue;
@@ -97,7 +107,7 @@ bool Pool::take_idle(IdleChunks& idle, std::size_t at_most, std::size_t at_least
 Chunk* Pool::detach(std::size_t offset, const FenceSet& last_use) {
   const auto mapping = range_->live().find(offset);
   VMM_CHECK(mapping != range_->live().end(), "no chunk at ", offset);
-  count_unmapped(*mapping->second.chunk, mapping->second.size_class);
+  count_unmapped({offset, mapping->second.chunk});
   Chunk* chunk = range_->retire(offset, last_use);
   std::vector<Piece> pieces;
   retired_blocks_.emplace(offset, take_range({offset, chunk->size}, BlockState::retired, &pieces));
@@ -106,7 +116,9 @@ Chunk* Pool::detach(std::size_t offset, const FenceSet& last_use) {
 
 bool Pool::drop_retired(bool wait) {
   if (!range_->has_retired()) return false;
-  const std::vector<ByteRange> dropped = range_->drop_retired(wait);
+  const std::vector<ByteRange> dropped = range_->drop_retired(wait, [this](ByteRange range) VMM_REQUIRES(mutex_) {
+    tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
+  });
   for (const ByteRange& range : dropped) {
     const auto block = retired_blocks_.find(range.offset);
     VMM_CHECK(block != retired_blocks_.end() && block->second->range() == range, "retired block at ", range.offset);
@@ -116,16 +128,45 @@ bool Pool::drop_retired(bool wait) {
   return !dropped.empty();
 }
 
-void Pool::count_mapped(const Chunk& chunk, SizeClass size_class) {
-  count_up(StatKind::segment, size_class, 1);
-  count_up(StatKind::reserved_bytes, size_class, chunk.size);
+// Mapped memory is the large pool's until a slab is made of it.
+void Pool::count_mapped(const Placement& placement, Stream stream) {
+  const std::size_t size = placement.chunk->size;
+  count_up(StatKind::segment, SizeClass::large_pool, 1);
+  count_up(StatKind::reserved_bytes, SizeClass::large_pool, size);
   ++statistics_.num_device_alloc;
+  if (size >= context_.oversize_bytes.load(std::memory_order_relaxed)) statistics_.oversize_segments.increase(1);
+  tell(PoolEvent::segment_map, placement.offset, size, stream);
 }
 
-void Pool::count_unmapped(const Chunk& chunk, SizeClass size_class) {
-  count_down(StatKind::segment, size_class, 1);
-  count_down(StatKind::reserved_bytes, size_class, chunk.size);
+void Pool::count_unmapped(const Placement& placement) {
+  const std::size_t size = placement.chunk->size;
+  count_down(StatKind::segment, SizeClass::large_pool, 1);
+  count_down(StatKind::reserved_bytes, SizeClass::large_pool, size);
   ++statistics_.num_device_free;
+  if (size >= context_.oversize_bytes.load(std::memory_order_relaxed)) statistics_.oversize_segments.decrease(1);
+  tell(PoolEvent::segment_unmap, placement.offset, size, nullptr);
+}
+
+void Pool::pin() {
+  const MutexLock lock(mutex_);
+  pinned_ = true;
+}
+
+void Pool::unpin() {
+  const MutexLock lock(mutex_);
+  if (!pinned_) return;
+  pinned_ = false;
+  after_graphs_ = context_.fences.record_all();
+}
+
+bool Pool::is_pinned() const {
+  const MutexLock lock(mutex_);
+  return pinned_;
+}
+
+std::size_t Pool::bytes_above_floor() const {
+  const std::size_t held = model().budget_.used();
+  return held - std::min(held, floor());
 }
 
 // --------------------------------------------------------------- giving away
@@ -143,7 +184,7 @@ std::size_t Pool::surrender(std::size_t want, bool respect_floor, Grant& grant, 
     const std::size_t remaining = want - moved;
     if (!take_idle(idle, remaining, 0, &chosen) && !take_idle(idle, kUnlimited, remaining, &chosen)) break;
     const std::size_t size = chosen.chunk->size;
-    if (respect_floor && range_->mapped_bytes() - size < floor()) continue;  // perhaps a smaller one
+    if (respect_floor && bytes_above_floor() < size) continue;  // perhaps a smaller one
     *refused = Budget::transfer(budget_, grant.payer(), size);
     if (*refused != nullptr) break;
     const FenceSet last_use = last_use_of({chosen.offset, size});
@@ -191,7 +232,7 @@ void Pool::melt_locked(const Budget* limit, std::size_t want) {
   IdleChunk chosen;
   while ((limit == nullptr || limit->room() < want) && take_idle(idle, kUnlimited - 1, 0, &chosen)) {
     const std::size_t size = chosen.chunk->size;
-    if (range_->mapped_bytes() - size < floor()) continue;
+    if (bytes_above_floor() < size) continue;
     Chunk* chunk = detach(chosen.offset, last_use_of({chosen.offset, size}));
     drop_retired(/*wait=*/true);
     // Another pool's former mapping, of before the chunk came here, may still

@@ -42,12 +42,9 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
   request.state = BlockState::pages;
   Block* block = place(request, grant, shortage);
   if (block == nullptr) return 0;
-  block->requested = range.size;
   pages_.emplace(block->offset, block);
   page_bytes_ += block->size;
-  count(StatKind::allocation, StatKind::allocated_bytes, *block, /*up=*/true);
-  count(StatKind::active, StatKind::active_bytes, *block, /*up=*/true);
-  count_requested(*block, /*up=*/true);
+  begin_block(block, range.size);
   return base_ + range.offset;
 }
 
@@ -98,21 +95,14 @@ void Pool::free_pages(ByteRange range) {
   for (auto it = std::prev(pages_.upper_bound(range.offset)); it != pages_.end() && it->first < range.end();) {
     Block* block = it->second;
     it = pages_.erase(it);
-    const Block whole_counts = [&] {
-      Block copy;
-      copy.size = block->size;
-      copy.requested = block->requested;
-      return copy;
-    }();
-    count(StatKind::allocation, StatKind::allocated_bytes, whole_counts, /*up=*/false);
-    count(StatKind::active, StatKind::active_bytes, whole_counts, /*up=*/false);
-    count_requested(whole_counts, /*up=*/false);
+    // All of it ends, and what is kept on either side begins anew.
+    end_block(*block);
+    count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
+    count_requested(*block, /*up=*/false);
+    tell(PoolEvent::free_completed, block->offset, block->requested, streams_[block->tag].stream);
     const auto keep = [&](Block* kept) VMM_REQUIRES(mutex_) {
-      kept->requested = kept->size;
       pages_.emplace(kept->offset, kept);
-      count(StatKind::allocation, StatKind::allocated_bytes, *kept, /*up=*/true);
-      count(StatKind::active, StatKind::active_bytes, *kept, /*up=*/true);
-      count_requested(*kept, /*up=*/true);
+      begin_block(kept, kept->size);
     };
     if (block->offset < range.offset) {
       Block* lower = block;

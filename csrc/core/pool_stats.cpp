@@ -1,11 +1,62 @@
 // Pool: its numbers, its snapshot, and the proof that they add up.
 #include <algorithm>
+#include <array>
+#include <iterator>
 #include <set>
 
 #include "base/check.h"
 #include "core/pool.h"
 
 namespace vmm {
+
+// Free stretches in chunks that are partly used: of the small pool in slabs,
+// of the large pool between blocks. What a pinned pool has free is among them:
+// it cannot be given back either.
+void Pool::refresh_inactive_split() {
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr) return;
+  give_up_spare_slabs();
+  std::array<std::size_t, 3> count{};
+  std::array<std::size_t, 3> bytes{};
+  for (const StreamState& stream : streams_) {
+    if (stream.small == nullptr) continue;
+    for (const Block* block : stream.small->stretches()) {
+      for (; block != nullptr; block = block->next) {
+        if (block->state != BlockState::free) continue;
+        ++count[1];
+        bytes[1] += block->size;
+      }
+    }
+  }
+  std::set<std::size_t> idle;
+  for (const auto& [size, chunks] : idle_chunks(kNeutral)) {
+    for (const IdleChunk& chunk : chunks) idle.insert(chunk.offset);
+  }
+  for (const Block* block : large_.free_blocks()) {
+    bool open = false;
+    auto at = range_->covering(block->offset);
+    if (at == range_->live().end()) at = range_->from(block->offset);
+    for (; at != range_->live().end() && at->first < block->end(); ++at) {
+      if (idle.count(at->first) != 0) {
+        open = false;
+        continue;
+      }
+      const std::size_t end = at->first + at->second.chunk->size;
+      if (!open) ++count[2];
+      open = std::next(at) != range_->live().end() && std::next(at)->first == end;
+      bytes[2] += std::min(end, block->end()) - std::max(at->first, block->offset);
+    }
+  }
+  const auto set = [this](StatKind kind, SizeClass size_class, std::size_t value) VMM_REQUIRES(mutex_) {
+    const auto now = static_cast<std::size_t>(statistics_[kind][size_class == SizeClass::small_pool ? 1 : 2].current);
+    if (value < now) count_down(kind, size_class, now - value);
+    if (value > now) count_up(kind, size_class, value - now);
+  };
+  set(StatKind::inactive_split, SizeClass::small_pool, count[1]);
+  set(StatKind::inactive_split, SizeClass::large_pool, count[2]);
+  set(StatKind::inactive_split_bytes, SizeClass::small_pool, bytes[1]);
+  set(StatKind::inactive_split_bytes, SizeClass::large_pool, bytes[2]);
+}
 
 MemoryStats Pool::memory_stats() {
   const MutexLock lock(mutex_);
@@ -42,6 +93,67 @@ std::size_t Pool::physical_bytes() const {
 
 std::size_t Pool::idle_bytes() { return memory_stats().idle_bytes; }
 
+std::vector<Address> Pool::live_addresses() const {
+  const MutexLock lock(mutex_);
+  std::vector<Address> found;
+  found.reserve(live_.size());
+  live_.for_each([&](std::size_t offset, const Block* /*block*/) { found.push_back(base_ + offset); });
+  return found;
+}
+
+std::vector<ChunkView> Pool::chunks_under(Address address, std::size_t bytes) const {
+  const MutexLock lock(mutex_);
+  std::vector<ChunkView> found;
+  if (range_ == nullptr || !contains(address)) return found;
+  for (auto at = range_->covering(address - base_); at != range_->live().end(); ++at) {
+    if (at->first >= address - base_ + bytes) break;
+    const Chunk& chunk = *at->second.chunk;
+    found.push_back({base_ + at->first, chunk.size, chunk.handle, chunk.exportable});
+  }
+  return found;
+}
+
+Status Pool::add_accessor(Location who) {
+  const MutexLock lock(mutex_);
+  auto& accessors = context_.accessors;
+  if (range_ == nullptr || std::find(accessors.begin(), accessors.end(), who) != accessors.end()) return {};
+  const auto& live = range_->live();
+  for (auto first = live.begin(); first != live.end();) {
+    // One call a run: cost is per chunk all the same.
+    auto last = first;
+    std::size_t end = first->first + first->second.chunk->size;
+    while (++last != live.end() && last->first == end) end += last->second.chunk->size;
+    const Status status = range_->set_access({first->first, end - first->first}, who, Access::read_write);
+    if (!status.ok()) return status;  // given twice is given once: the caller may try again
+    first = last;
+  }
+  accessors.push_back(who);
+  return {};
+}
+
+void Pool::follow_family_peaks() {
+  const MutexLock lock(mutex_);
+  if (family_peaks_ != nullptr) return;
+  family_peaks_ = std::make_unique<Peaks>();
+  family_seat_ = std::make_unique<Peaks::Seat>(*family_peaks_);
+  family_seat_->start_from(statistics_);
+}
+
+Peaks* Pool::family_peaks() const {
+  const MutexLock lock(mutex_);
+  return family_peaks_.get();
+}
+
+void Pool::inherit(const Statistics& of_part) {
+  const MutexLock lock(mutex_);
+  inherited_.add_totals(of_part);
+}
+
+Statistics Pool::inherited() const {
+  const MutexLock lock(mutex_);
+  return inherited_;
+}
+
 std::size_t Pool::live_bytes() const {
   const MutexLock lock(mutex_);
   return static_cast<std::size_t>(statistics_[StatKind::allocated_bytes][0].current);
@@ -70,31 +182,61 @@ void Pool::count_sync() {
 void Pool::reset_peaks() {
   const MutexLock lock(mutex_);
   statistics_.reset_peaks();
+  if (family_peaks_ != nullptr) family_peaks_->reset_peaks();
 }
 
 void Pool::reset_accumulated() {
   const MutexLock lock(mutex_);
   statistics_.reset_accumulated();
+  inherited_.reset_accumulated();
 }
 
 namespace {
 
 // Collects blocks into segments: one contiguous mapped stretch of one size
-// class and one stream each.
+// class and one stream each, or one chunk each.
 class SegmentBuilder {
  public:
-  explicit SegmentBuilder(std::vector<SegmentSnapshot>& out) : out_(out) {}
+  SegmentBuilder(const MappedRange& range, SnapshotGrain grain, std::vector<SegmentSnapshot>& out)
+      : range_(range), grain_(grain), out_(out) {}
 
-  void add(Address address, std::size_t size, std::size_t requested, BlockSnapshot::State state, SizeClass size_class,
-           Stream stream) {
-    if (!open_ || out_.back().address + out_.back().total_size != address || out_.back().size_class != size_class ||
-        out_.back().stream != stream) {
-      out_.emplace_back();
-      out_.back().address = address;
-      out_.back().size_class = size_class;
-      out_.back().stream = stream;
-      open_ = true;
+  // The next blocks, by offset.
+  void add(std::size_t offset, std::size_t size, std::size_t requested, BlockSnapshot::State state,
+           SizeClass size_class, Stream stream) {
+    if (grain_ == SnapshotGrain::run) {
+      if (!open_ || end_ != offset || out_.back().size_class != size_class || out_.back().stream != stream) {
+        begin(offset, range_.covering(offset)->second.number, size_class, stream);
+      }
+      append(size, requested, state);
+      return;
     }
+    // What a block asked for is told with its first piece.
+    while (size != 0) {
+      const auto mapping = range_.covering(offset);
+      const std::size_t chunk_end = mapping->first + mapping->second.chunk->size;
+      const std::size_t piece = std::min(size, chunk_end - offset);
+      if (mapping->first == offset) begin(offset, mapping->second.number, size_class, stream);
+      append(piece, requested, state);
+      offset += piece;
+      size -= piece;
+      requested = 0;
+    }
+  }
+  // The next block begins a segment of its own.
+  void cut() { open_ = false; }
+
+ private:
+  void begin(std::size_t offset, std::uint64_t number, SizeClass size_class, Stream stream) {
+    out_.emplace_back();
+    out_.back().address = range_.base() + offset;
+    out_.back().number = number;
+    out_.back().size_class = size_class;
+    out_.back().stream = stream;
+    open_ = true;
+    end_ = offset;
+  }
+  void append(std::size_t size, std::size_t requested, BlockSnapshot::State state) {
+    end_ += size;
     SegmentSnapshot& segment = out_.back();
     segment.total_size += size;
     if (state == BlockSnapshot::State::allocated) segment.allocated_size += size;
@@ -104,12 +246,12 @@ class SegmentBuilder {
     }
     segment.blocks.push_back({size, requested, state});
   }
-  // The next block begins a segment of its own.
-  void cut() { open_ = false; }
 
- private:
+  const MappedRange& range_;
+  SnapshotGrain grain_;
   std::vector<SegmentSnapshot>& out_;
   bool open_ = false;
+  std::size_t end_ = 0;  // offset
 };
 
 BlockSnapshot::State state_of(const Block& block) {
@@ -134,25 +276,25 @@ const Block* slab_head(const BlockHeap& small, std::size_t offset) {
 
 }  // namespace
 
-std::vector<SegmentSnapshot> Pool::snapshot() const {
+std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
   const MutexLock lock(mutex_);
   std::vector<SegmentSnapshot> segments;
   if (range_ == nullptr) return segments;
-  SegmentBuilder builder(segments);
+  SegmentBuilder builder(*range_, grain, segments);
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
     Stream stream = streams_[block->tag].stream;
     if (block->state == BlockState::slab) {
       builder.cut();
       for (const Block* piece = slab_head(*streams_[block->tag].small, block->offset); piece != nullptr;
            piece = piece->next) {
-        builder.add(base_ + piece->offset, piece->size, piece->requested, state_of(*piece), SizeClass::small_pool,
+        builder.add(piece->offset, piece->size, piece->requested, state_of(*piece), SizeClass::small_pool,
                     stream);
       }
       builder.cut();
       continue;
     }
     if (block->state != BlockState::free && block->state != BlockState::retired) {
-      builder.add(base_ + block->offset, block->size, block->requested, state_of(*block), SizeClass::large_pool,
+      builder.add(block->offset, block->size, block->requested, state_of(*block), SizeClass::large_pool,
                   stream);
       continue;
     }
@@ -160,13 +302,13 @@ std::vector<SegmentSnapshot> Pool::snapshot() const {
     std::size_t at = block->offset;
     for (const ByteRange& gap : range_->gaps(block->range())) {
       if (gap.offset > at) {
-        builder.add(base_ + at, gap.offset - at, 0, BlockSnapshot::State::inactive, SizeClass::large_pool, stream);
+        builder.add(at, gap.offset - at, 0, BlockSnapshot::State::inactive, SizeClass::large_pool, stream);
       }
       builder.cut();
       at = gap.end();
     }
     if (at < block->end()) {
-      builder.add(base_ + at, block->end() - at, 0, BlockSnapshot::State::inactive, SizeClass::large_pool, stream);
+      builder.add(at, block->end() - at, 0, BlockSnapshot::State::inactive, SizeClass::large_pool, stream);
     }
   }
   return segments;
@@ -254,6 +396,10 @@ void Pool::check() const {
   VMM_CHECK(current(StatKind::requested_bytes) == requested, "requested: walked ", requested);
   VMM_CHECK(current(StatKind::reserved_bytes) == mapped, "reserved: walked ", mapped);
   VMM_CHECK(current(StatKind::segment) == range_->live().size(), "segments: walked ", range_->live().size());
+  std::size_t in_slabs = 0;
+  for (const auto& [offset, slab] : slabs_) in_slabs += slab->size;
+  VMM_CHECK(statistics_[StatKind::reserved_bytes][1].current == static_cast<std::int64_t>(in_slabs),
+            "reserved for small blocks: slabs of ", in_slabs);
 }
 
 }  // namespace vmm

@@ -32,6 +32,15 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
       shortage);
 }
 
+Address DeviceMemory::allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream) {
+  Shortage shortage;
+  if (const Address got = pool.try_allocate_at(address, bytes, stream, nullptr, &shortage)) return got;
+  return climb(
+      pool, bytes,
+      [&](Grant* grant, Shortage* missing) { return pool.try_allocate_at(address, bytes, stream, grant, missing); },
+      shortage);
+}
+
 Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream) {
   Shortage shortage;
   if (const Address address = pool.try_allocate_pages(offset, size, stream, nullptr, &shortage)) return address;
@@ -53,8 +62,7 @@ Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream
 PoolList DeviceMemory::in_order_of_yielding(PoolList pools) {
   std::vector<std::tuple<int, std::size_t, std::shared_ptr<Pool>>> keyed;
   for (auto& pool : pools) {
-    const std::size_t above = pool->physical_bytes() - std::min(pool->physical_bytes(), pool->floor());
-    keyed.emplace_back(pool->priority(), above, pool);
+    keyed.emplace_back(pool->priority(), pool->bytes_above_floor(), pool);
   }
   std::stable_sort(keyed.begin(), keyed.end(), [](const auto& a, const auto& b) {
     if (std::get<0>(a) != std::get<0>(b)) return std::get<0>(a) < std::get<0>(b);
@@ -129,15 +137,19 @@ Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attem
     if (shortage.refused == nullptr) store_.trim_all();
     if (const Address address = again(nullptr)) return address;
     // Rung 2. What the limits still allow is created, only the rest is taken.
-    Grant grant(store_, asker.group(), asker.budget());
-    const std::size_t room = shortage.refused == nullptr ? 0 : asker.budget().headroom();
-    take_from(victims(asker, shortage.refused), shortage.bytes - std::min(shortage.bytes, room), grant);
-    if (grant.bytes() != 0) {
-      if (const Address address = again(&grant)) return address;
+    // Memory that has been used is no use to a graph.
+    if (!asker.is_pinned()) {
+      Grant grant(store_, asker.group(), asker.budget());
+      const std::size_t room = shortage.refused == nullptr ? 0 : asker.budget().headroom();
+      take_from(victims(asker, shortage.refused), shortage.bytes - std::min(shortage.bytes, room), grant);
+      if (grant.bytes() != 0) {
+        if (const Address address = again(&grant)) return address;
+      }
     }
   }
   // Rung 3. A callback may free tensors, and even allocate: no lock is held.
-  if (memory_callback_) memory_callback_();
+  // torch's ask for events, which ends a capture.
+  if (memory_callback_ && !fences_.is_capturing()) memory_callback_();
   const MutexLock lock(reclaim_mutex_);
   settle_all(/*wait=*/false);
   bury_retired(/*wait=*/false);

@@ -26,8 +26,12 @@ enum class StatKind : std::uint8_t {
   reserved_bytes,   // bytes of mapped chunks
   active_bytes,
   requested_bytes,  // bytes asked for, of active blocks
+  // Free stretches in chunks that are partly used, and their bytes. Worked out
+  // when asked for (Pool::refresh_inactive_split), not at each event.
+  inactive_split,
+  inactive_split_bytes,
 };
-inline constexpr std::size_t kStatKinds = 7;
+inline constexpr std::size_t kStatKinds = 9;
 
 struct Stat {
   std::int64_t current = 0;
@@ -50,6 +54,8 @@ using StatTriple = std::array<Stat, 3>;
 
 struct Statistics {
   std::array<StatTriple, kStatKinds> stats;
+  Stat oversize_allocations;              // requests of at least torch's max_split_size
+  Stat oversize_segments;                 // chunks of at least that size
   std::int64_t num_alloc_retries = 0;     // requests that went down the reclaim ladder
   std::int64_t num_ooms = 0;              // requests that failed
   std::int64_t num_sync_all_streams = 0;  // empty_cache() and its kind
@@ -70,7 +76,8 @@ struct Statistics {
   }
   void reset_peaks();
   void reset_accumulated();
-  // Adds what `other` counts; peaks are left alone (they do not sum).
+  // Adds what `other` counts; peaks are left alone (they do not sum), but for
+  // the oversize ones, which nobody follows together: theirs are bounds.
   void add_totals(const Statistics& other);
 };
 
@@ -108,9 +115,12 @@ struct BlockSnapshot {
   State state = State::inactive;
 };
 
-// One contiguous mapped stretch of one size class.
+// One contiguous mapped stretch of one size class and stream: as long as it
+// lasts, or cut at every chunk's border.
+enum class SnapshotGrain : std::uint8_t { run, chunk };
 struct SegmentSnapshot {
   Address address = 0;
+  std::uint64_t number = 0;  // of the mapping of its first chunk; rises with each mapping of the process
   std::size_t total_size = 0;
   std::size_t allocated_size = 0;
   std::size_t active_size = 0;

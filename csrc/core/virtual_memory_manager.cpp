@@ -183,7 +183,7 @@ void VirtualMemoryManager::map(const VirtualAddressRange& range, const PhysicalA
     throw AlreadyMappedError(at, granularity(), "map " + physical.text() + " into " + range.text());
   }
   const Placement placement{offset, chunk};
-  throw_if_failed(found.mapped->map({&placement, 1}, {}, SizeClass::large_pool),
+  throw_if_failed(found.mapped->map({&placement, 1}, {}),
                   "map " + physical.text() + " at offset " + std::to_string(offset));
 }
 

@@ -88,6 +88,7 @@ class VirtualMemoryManager {
     std::uint64_t key = 0;
   };
   void require_open() const VMM_REQUIRES(mutex_);
+  void wait_for_queued_work(const char* doing);
   Range& find(const VirtualAddressRange& range) const VMM_REQUIRES(mutex_);
   Chunk* find(const PhysicalAllocation& physical) const VMM_REQUIRES(mutex_);
   void require_whole_mappings(const Range& found, const VirtualAddressRange& range, std::size_t offset,

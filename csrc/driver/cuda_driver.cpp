@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <optional>
 #include <utility>
 
 namespace vmm {
@@ -388,8 +389,16 @@ Status CudaDriver::import_chunk(int fd, std::size_t size, ChunkHandle* out) {
     return refuse("import of a size that is no multiple of the granularity");
   }
   if (::fcntl(fd, F_GETFD) < 0) return refuse("import of something that is no file descriptor");
-  const Current current(*this, 0);
-  if (!current.status().ok()) return current.status();
+  // Any context will do: the caller's, so that a process that uses another
+  // device gets none on device 0.
+  CUcontext now = nullptr;
+  const Status asked = answer(api_.cuCtxGetCurrent(&now), "cuCtxGetCurrent");
+  if (!asked.ok()) return asked;
+  std::optional<Current> current;
+  if (now == nullptr) {
+    current.emplace(*this, 0);
+    if (!current->status().ok()) return current->status();
+  }
   Chunk chunk;
   chunk.size = size;
   chunk.exportable = true;

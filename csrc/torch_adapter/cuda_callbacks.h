@@ -1,11 +1,18 @@
-// torch's registered ways of freeing GPU memory when there is none left.
+// What the runtime, which knows no torch, has torch and CUDA do for it.
 #pragma once
+
+#include "core/private_pools.h"
 
 namespace vmm {
 
+// torch's registered ways of freeing GPU memory when there is none left.
 // Runs every FreeMemoryCallback; true if one of them freed something. Does
 // nothing unless torch allocates through us: another allocator would be asked
 // to free while it holds its own lock.
 bool run_cuda_free_memory_callbacks();
+
+// What private_pools has to know of captures on this GPU, and what torch
+// leaves undone after a failed one.
+CaptureHooks cuda_capture_hooks(int ordinal);
 
 }  // namespace vmm

@@ -1,73 +1,213 @@
-// CudaAllocator: private pools, CUDA graphs, checkpoints. They come with a
-// later version; until then each says so, except those that torch calls from
-// destructors, which do nothing: there is nothing to give up.
+// CudaAllocator: private pools, CUDA graphs, checkpoints. The table of them is
+// core/private_pools; here torch's words are turned into its, and what torch
+// leaves undone after a failed capture is done.
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
 
+#include <memory>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "core/private_pools.h"
 #include "torch_adapter/cuda_allocator.h"
+#include "torch_adapter/cuda_callbacks.h"
 #include "torch_adapter/errors.h"
+#include "torch_adapter/ipc_exports.h"
+#include "torch_adapter/provided_memory.h"
 
 namespace vmm {
 
 namespace {
-constexpr const char* kPrivatePools = "allocating to a private pool (CUDA graphs, torch.cuda.MemPool)";
 
-// torch 2.11 tells its random generator that a capture has begun before it asks
-// for the pool, and does not take it back when that fails: every later random
-// number would be refused ("Offset increment outside graph capture"). A copy of
-// the generator's state that knows of no capture takes the state's place.
-void forget_capture(c10::DeviceIndex device) {
-  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(device);
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  generator.graphsafe_set_state(generator.clone());
+RegionId region_of(c10::MempoolId_t mempool) { return {mempool.first, mempool.second}; }
+
+// For what torch expects to throw.
+template <typename Call>
+auto in_torch_words(c10::DeviceIndex device, const Call& call) {
+  try {
+    return call(Runtime::room(DeviceKind::cuda, device).private_pools);
+  } catch (const VmmError&) {
+    rethrow_as_torch({"CUDA", "GPU " + std::to_string(device)}, 0);
+  }
 }
+
+// For what torch calls from destructors: nothing may come out of it, and where
+// there is no device there is nothing to give up.
+template <typename Call>
+void without_throwing(const char* who, c10::DeviceIndex device, const Call& call) noexcept {
+  if (Runtime::in_child()) return;
+  try {
+    if (DeviceRoom* room = Runtime::made(DeviceKind::cuda, device); room != nullptr) call(room->private_pools);
+  } catch (...) {
+    report_swallowed(who);
+  }
+}
+
+// CUDA counts captures from 1.
+std::uint64_t capture_of(Stream stream) {
+  auto status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  if (cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id) != cudaSuccess) {
+    (void)cudaGetLastError();  // torch would take it for its own call's
+    return 0;
+  }
+  return status == cudaStreamCaptureStatusActive ? id : 0;
+}
+
+// Up to 2.11 torch's random generator has one flag that says that a capture is
+// under way, set before the capture begins and cleared when it has ended well.
+// After a failed one it would refuse every random number ("Offset increment
+// outside graph capture") and every replay of an earlier graph with random
+// numbers. The flag is public, the way to it is not; an explicit instantiation
+// may name private members all the same. A copy of the state in its place would
+// not do: the earlier graphs go on with the original.
+// Later versions keep a state for each capture, and a failed one's is idle.
+VMM_UP_TO_TORCH_2_11(
+    template <typename Which, typename Which::Type kMember> struct Opener {
+      friend typename Which::Type member_of(Which /*which*/) { return kMember; }
+    };
+    struct GeneratorState {
+      using Type = c10::intrusive_ptr<at::CUDAGeneratorState> at::CUDAGeneratorImpl::*;
+      friend Type member_of(GeneratorState which);
+    };
+    template struct Opener<GeneratorState, &at::CUDAGeneratorImpl::state_>;)
+
+// Takes no lock: whoever holds the generator's may be asking for memory.
+void forget_failed_capture([[maybe_unused]] int ordinal) {
+  VMM_UP_TO_TORCH_2_11(
+      try {
+        const at::Generator& generator =
+            at::cuda::detail::getDefaultCUDAGenerator(static_cast<c10::DeviceIndex>(ordinal));
+        auto* const generator_of_cuda = generator.get<at::CUDAGeneratorImpl>();
+        (generator_of_cuda->*member_of(GeneratorState{}))->capturing_ = false;
+      } catch (...) { report_swallowed("after a failed capture"); })
+}
+
+// What cudagraph trees keep of a pool, and give back unread.
+struct CheckpointState final : cca::AllocatorState {
+  explicit CheckpointState(RegionCheckpoint checkpoint) : checkpoint(std::move(checkpoint)) {}
+  const RegionCheckpoint checkpoint;
+};
 
 }  // namespace
 
-void CudaAllocator::beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t /*mempool*/,
-                                        std::function<bool(cudaStream_t)> /*filter*/) {
-  forget_capture(device);
-  throw_not_yet("beginAllocateToPool", kPrivatePools);
+CaptureHooks cuda_capture_hooks(int ordinal) {
+  return {&capture_of, [ordinal] { forget_failed_capture(ordinal); }};
 }
 
-void CudaAllocator::endAllocateToPool(c10::DeviceIndex /*device*/, c10::MempoolId_t /*mempool*/) {}
-void CudaAllocator::releasePool(c10::DeviceIndex /*device*/, c10::MempoolId_t /*mempool*/) {}
-void CudaAllocator::setUseOnOOM(c10::DeviceIndex /*device*/, c10::MempoolId_t /*mempool*/, bool use_on_oom) {
-  if (use_on_oom) throw_not_yet("setUseOnOOM", kPrivatePools);
+// ------------------------------------------------------------------ users
+
+void CudaAllocator::createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t mempool,
+                                       std::shared_ptr<CUDAAllocator> allocator) {
+  in_torch_words(device, [&](PrivatePools& pools) {
+    const bool ours = allocator == nullptr || dynamic_cast<CudaAllocator*>(allocator.get()) != nullptr;
+    pools.add_user(region_of(mempool),
+                   ours ? nullptr : ProvidedMemory::create(device, region_of(mempool), std::move(allocator)));
+  });
 }
 
-int CudaAllocator::getPoolUseCount(c10::DeviceIndex /*device*/, c10::MempoolId_t /*mempool*/) {
-  throw_not_yet("getPoolUseCount", kPrivatePools);
+void CudaAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t mempool) {
+  without_throwing("releasePool", device, [&](PrivatePools& pools) { pools.release(region_of(mempool)); });
 }
 
-void CudaAllocator::createOrIncrefPool(c10::DeviceIndex /*device*/, c10::MempoolId_t /*mempool*/,
-                                       std::shared_ptr<CUDAAllocator> /*allocator*/) {
-  throw_not_yet("createOrIncrefPool", kPrivatePools);
+int CudaAllocator::getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t mempool) {
+  return in_torch_words(device, [&](PrivatePools& pools) { return pools.use_count(region_of(mempool)); });
 }
 
-void CudaAllocator::setNoSplit(c10::DeviceIndex /*device*/, c10::MempoolId_t /*mempool*/) {
-  throw_not_yet("setNoSplit", kPrivatePools);
+void CudaAllocator::setUseOnOOM(c10::DeviceIndex device, c10::MempoolId_t mempool, bool use_on_oom) {
+  without_throwing("setUseOnOOM", device,
+                   [&](PrivatePools& pools) { pools.set_use_on_oom(region_of(mempool), use_on_oom); });
 }
 
-bool CudaAllocator::checkPoolLiveAllocations(c10::DeviceIndex /*device*/, c10::MempoolId_t /*mempool*/,
-                                             const std::unordered_set<void*>& /*expected_live_allocations*/) {
-  throw_not_yet("checkPoolLiveAllocations", kPrivatePools);
+void CudaAllocator::setNoSplit(c10::DeviceIndex device, c10::MempoolId_t mempool) {
+  in_torch_words(device, [&](PrivatePools& pools) { pools.set_no_split(region_of(mempool)); });
 }
 
-std::shared_ptr<cca::AllocatorState> CudaAllocator::getCheckpointState(c10::DeviceIndex /*device*/,
-                                                                       c10::MempoolId_t /*mempool*/) {
-  throw_not_yet("getCheckpointState", "checkpointing a private pool");
+// ----------------------------------------------------------------- routes
+
+void CudaAllocator::beginAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t mempool,
+                                        std::function<bool(cudaStream_t)> filter) {
+  in_torch_words(device, [&](PrivatePools& pools) {
+    // A graph's filter throws for the null stream while a stream that waits for
+    // that one is being captured.
+    const auto passes = [filter = std::move(filter)](Stream stream) {
+      try {
+        return filter(static_cast<cudaStream_t>(stream));
+      } catch (const c10::Error&) {
+        return false;
+      }
+    };
+    pools.begin(region_of(mempool), passes, c10::cuda::getCurrentCUDAStream(device).stream());
+  });
 }
 
-cca::CheckpointDelta CudaAllocator::setCheckpointPoolState(c10::DeviceIndex /*device*/,
-                                                           std::shared_ptr<cca::AllocatorState> /*state*/) {
-  throw_not_yet("setCheckpointPoolState", "checkpointing a private pool");
+void CudaAllocator::endAllocateToPool(c10::DeviceIndex device, c10::MempoolId_t mempool) {
+  in_torch_words(device, [&](PrivatePools& pools) { pools.end(region_of(mempool)); });
 }
 
-// A capture that torch announces has already failed in beginAllocateToPool.
+// Which routes are captures' shows in their filters, in every version of torch.
 VMM_SINCE_TORCH_2_13(void CudaAllocator::markCaptureBegin(c10::DeviceIndex /*device*/){})
 VMM_SINCE_TORCH_2_13(void CudaAllocator::markCaptureEnd(c10::DeviceIndex /*device*/){})
-VMM_SINCE_TORCH_2_13(c10::DataPtr CudaAllocator::allocateWithAddress(std::size_t /*bytes*/, void* /*address*/) {
-  throw_not_yet("allocateWithAddress", "allocating at a given address");
+
+// ------------------------------------------------------------ checkpoints
+
+bool CudaAllocator::checkPoolLiveAllocations(c10::DeviceIndex device, c10::MempoolId_t mempool,
+                                             const std::unordered_set<void*>& expected_live_allocations) {
+  return in_torch_words(device, [&](PrivatePools& pools) {
+    const std::unordered_set<Address> live = pools.live_addresses(region_of(mempool));
+    if (live.size() != expected_live_allocations.size()) return false;
+    for (void* const expected : expected_live_allocations) {
+      if (live.count(reinterpret_cast<Address>(expected)) == 0) return false;
+    }
+    return true;
+  });
+}
+
+std::shared_ptr<cca::AllocatorState> CudaAllocator::getCheckpointState(c10::DeviceIndex device,
+                                                                       c10::MempoolId_t mempool) {
+  return in_torch_words(device, [&](PrivatePools& pools) -> std::shared_ptr<cca::AllocatorState> {
+    return std::make_shared<CheckpointState>(pools.checkpoint(region_of(mempool)));
+  });
+}
+
+cca::CheckpointDelta CudaAllocator::setCheckpointPoolState(c10::DeviceIndex device,
+                                                           std::shared_ptr<cca::AllocatorState> state) {
+  const auto ours = std::dynamic_pointer_cast<CheckpointState>(state);
+  if (ours == nullptr) throw_torch_error("torch_vmm: setCheckpointPoolState: this checkpoint is another allocator's");
+  std::vector<Address> freed;
+  std::vector<Address> allocated;
+  in_torch_words(device, [&](PrivatePools& pools) { pools.restore(ours->checkpoint, &freed, &allocated); });
+  cca::CheckpointDelta delta;
+  for (const Address address : freed) {
+    IpcExports::before_free(address);
+    delta.ptrs_freed.push_back(reinterpret_cast<void*>(address));
+  }
+  for (const Address address : allocated) {
+    void* const block = reinterpret_cast<void*>(address);
+    delta.dataptrs_allocd.emplace_back(block, block, &free_block, c10::Device(c10::kCUDA, device));
+  }
+  return delta;
+}
+
+VMM_SINCE_TORCH_2_13(c10::DataPtr CudaAllocator::allocateWithAddress(std::size_t bytes, void* address) {
+  const c10::DeviceIndex device = current_device();
+  Pool* const pool = Runtime::pool_at(address);
+  if (pool == nullptr || pool->device() != device) {
+    throw_torch_error("torch_vmm: allocateWithAddress: no pool of GPU " + std::to_string(device) + " holds " +
+                      format_hex(reinterpret_cast<Address>(address)));
+  }
+  try {
+    DeviceMemory& memory = Runtime::room_of(*pool).memory;
+    const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();
+    auto* const block = reinterpret_cast<void*>(
+        memory.allocate_at(*pool, reinterpret_cast<Address>(address), bytes, stream));
+    return {block, block, &free_block, c10::Device(c10::kCUDA, device)};
+  } catch (const VmmError&) {
+    rethrow_as_torch({"CUDA", "GPU " + std::to_string(device)}, bytes);
+  }
 })
 
 }  // namespace vmm

@@ -36,7 +36,8 @@ DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpac
       ordinal(ordinal),
       memory(driver, address_space, ordinal, options),
       default_capacity(default_capacity_of(memory)),
-      default_pool(make_default_pool(memory, default_capacity)) {
+      default_pool(make_default_pool(memory, default_capacity)),
+      private_pools(memory, kind == DeviceKind::cuda ? cuda_capture_hooks(ordinal) : CaptureHooks{}) {
   // torch can free memory of its own (tensors that other processes have let go
   // of) when a device has none left.
   if (kind == DeviceKind::cuda) memory.set_memory_callback(&run_cuda_free_memory_callbacks);

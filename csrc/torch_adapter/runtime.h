@@ -15,6 +15,7 @@
 #include "core/address_space.h"
 #include "core/device_memory.h"
 #include "core/options.h"
+#include "core/private_pools.h"
 #include "driver/driver.h"
 
 namespace vmm {
@@ -35,6 +36,8 @@ struct DeviceRoom {
   const std::size_t default_capacity;
   // Of tensors made outside any model's context.
   const std::shared_ptr<Pool> default_pool;
+  // CUDA graphs' and torch.cuda.MemPool's.
+  PrivatePools private_pools;
 };
 
 class Runtime {

@@ -19,8 +19,10 @@ static_assert(TORCH_VERSION_MAJOR == VMM_TORCH_MAJOR && TORCH_VERSION_MINOR == V
 // where it does not.
 #if TORCH_VERSION_MINOR >= 12
 #define VMM_SINCE_TORCH_2_12(...) __VA_ARGS__
+#define VMM_UP_TO_TORCH_2_11(...)
 #else
 #define VMM_SINCE_TORCH_2_12(...)
+#define VMM_UP_TO_TORCH_2_11(...) __VA_ARGS__
 #endif
 #if TORCH_VERSION_MINOR >= 13
 #define VMM_SINCE_TORCH_2_13(...) __VA_ARGS__

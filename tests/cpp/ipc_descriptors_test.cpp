@@ -216,11 +216,17 @@ TEST_F(Served, AForkedChildHoldsNothing) {
     return "";
   });
   // A child that lives on holds neither the socket's name.
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
   const pid_t child = ::fork();
   if (child == 0) {
+    (void)!::write(ready[1], "", 1);
     ::pause();
     ::_exit(0);
   }
+  char byte = 0;
+  EXPECT_EQ(::read(ready[0], &byte, 1), 1);
+  for (const int end : ready) ::close(end);
   server.reset();
   Descriptors copies;
   EXPECT_TRUE(says(ask_over_socket(handle, &copies), "cannot be asked"));

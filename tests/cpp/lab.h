@@ -33,7 +33,13 @@ struct LabSpec {
   std::size_t device_bytes = kGiB;
   int device_count = 1;
   std::size_t granularity = kPage;
-  Options options = {};
+  Options options = plain_options();
+
+  static Options plain_options() {
+    Options options;
+    options.exportable = false;  // a descriptor a chunk
+    return options;
+  }
 };
 
 class Lab {
@@ -88,6 +94,9 @@ class Lab {
     EXPECT_TRUE(DeviceMemory::free(space, address));
     memory_->check();
   }
+  // What became live, or ended, past this bench.
+  void adopt(Address address) { live_.insert(address); }
+  void forget(Address address) { live_.erase(address); }
   // Allocates and frees: leaves `bytes` idle in the pool.
   Address leave_idle(Pool& pool, std::size_t bytes, Stream on = nullptr) {
     const Address address = allocate(pool, bytes, on);

@@ -59,13 +59,13 @@ const std::vector<std::string> kLayers = {"base", "driver", "core", "torch_adapt
 
 // The rooms of core, lowest first; rooms of one row do not know each other.
 const std::vector<std::vector<std::string>> kRooms = {
-    {"budget", "stats", "options", "offset_map", "block_heap", "address_space", "fences", "imported_range"},
-    {"chunk", "device_peaks"},
+    {"budget", "stats", "options", "offset_map", "block_heap", "address_space", "fences", "imported_range", "observer"},
+    {"chunk", "peaks"},
     {"mapped_range", "page_store"},
     {"grant"},
     {"pool"},
     {"device_memory"},
-    {"shared_memory_pool", "virtual_memory_manager"},
+    {"private_pools", "shared_memory_pool", "virtual_memory_manager"},
 };
 
 template <typename Rows, typename Has>

@@ -41,7 +41,7 @@ class Range : public ::testing::Test {
     return fresh;
   }
   Status map(std::vector<Placement> placements) {
-    return range_->map(placements, std::vector<Location>{kDevice}, SizeClass::large_pool);
+    return range_->map(placements, std::vector<Location>{kDevice});
   }
 
   HostDriver host_{HostDriverOptions{kPage, kGiB, 1}};
@@ -149,7 +149,7 @@ TEST_F(Range, AMappingThatTheDriverKeepsIsTriedAgain) {
 }
 
 TEST_F(Range, RemembersEveryonesRights) {
-  ASSERT_TRUE(range_->map(std::vector<Placement>{{0, chunk()}}, {}, SizeClass::large_pool).ok());
+  ASSERT_TRUE(range_->map(std::vector<Placement>{{0, chunk()}}, {}).ok());
   EXPECT_EQ(range_->live().begin()->second.access(), Access::none);
   ASSERT_TRUE(range_->set_access({0, kPage}, kDevice, Access::read_write).ok());
   ASSERT_TRUE(range_->set_access({0, kPage}, Location::on_host(), Access::read).ok());

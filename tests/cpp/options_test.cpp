@@ -65,7 +65,7 @@ TEST_F(Environment, DefaultsHoldWhereNothingIsSet) {
   const Options options = Options::from_environment();
   EXPECT_TRUE(options.scrub);
   EXPECT_EQ(options.store_bytes, 256 * kMiB);
-  EXPECT_FALSE(options.exportable);
+  EXPECT_TRUE(options.exportable);
 }
 
 TEST_F(Environment, EveryVariableIsRead) {
@@ -73,13 +73,13 @@ TEST_F(Environment, EveryVariableIsRead) {
   set("TORCH_VMM_STORE_BYTES", "1GiB");
   set("TORCH_VMM_DEFAULT_CAPACITY", "2 TiB");
   set("TORCH_VMM_HOST_BYTES", "8GB");
-  set("TORCH_VMM_EXPORTABLE", "true");
+  set("TORCH_VMM_EXPORTABLE", "false");
   const Options options = Options::from_environment();
   EXPECT_FALSE(options.scrub);
   EXPECT_EQ(options.store_bytes, kGiB);
   EXPECT_EQ(options.default_capacity_bytes, 2 * kTiB);
   EXPECT_EQ(options.host_bytes, 8'000'000'000U);
-  EXPECT_TRUE(options.exportable);
+  EXPECT_FALSE(options.exportable);
 }
 
 TEST_F(Environment, AnUnknownVariableIsAnErrorThatNamesTheKnownOnes) {

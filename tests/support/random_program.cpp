@@ -9,9 +9,12 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <thread>
 #include <type_traits>
@@ -26,11 +29,14 @@ namespace vmm::testing {
 namespace {
 
 using Kind = Op::Kind;
-constexpr std::array<const char*, 16> kKindNames = {
+constexpr std::array<const char*, 19> kKindNames = {
     "allocate",   "free",        "record_stream", "pages",         "first_pages", "free_pages", "trim",   "empty_cache",
-    "pool_limit", "group_limit", "hold",          "release_holds", "fail_call",   "settle",     "reopen", "threads"};
+    "pool_limit", "group_limit", "hold",          "release_holds", "fail_call",   "settle",     "reopen", "threads",
+    "pin",        "checkpoint",  "restore"};
 
-constexpr std::size_t kPools = 4;  // three models under one limit, one pool of its own
+constexpr std::size_t kPools = 5;  // three models under one limit, one pool of its own, and a part of that
+constexpr std::size_t kPart = 4;
+constexpr std::size_t kModelOfPart = 3;
 constexpr std::size_t kStreams = 3;
 constexpr std::size_t kCapacity = 512 * kMiB;
 constexpr std::size_t kGroupLimit = 96 * kMiB;
@@ -153,6 +159,15 @@ class World {
       case Kind::threads:
         run_threads(op.a, op.b);
         break;
+      case Kind::pin:
+        op.b == 1 ? pools_[kPart]->pin() : pools_[kPart]->unpin();
+        break;
+      case Kind::checkpoint:
+        checkpoint();
+        break;
+      case Kind::restore:
+        restore();
+        break;
     }
   }
 
@@ -169,7 +184,7 @@ class World {
       std::size_t blocks = 0;
       for (const Live& live : live_) {
         if (live.pool != k) continue;
-        allocated += align_up(live.size, 512);
+        allocated += pools_[k]->block_size(live.address);
         ++blocks;
       }
       for (const Pages& range : page_ranges_) allocated += range.pool == k ? range.size : 0;
@@ -201,15 +216,61 @@ class World {
   }
 
   void open(std::size_t k) {
+    owners_[k] = ++last_owner_;
+    pool_high_[k] = 0;
+    if (k == kPart) {
+      saved_.reset();
+      pools_[k] = memory_->create_part(pools_[kModelOfPart], {1, last_owner_}, /*no_split=*/last_owner_ % 4 == 0);
+      return;
+    }
     PoolSpec spec;
     spec.name = "pool" + std::to_string(k);
     spec.capacity = kCapacity;
     if (k == 1) spec.page_size = 4 * kMiB;
     if (k == 2) spec.floor = 4 * kMiB;
     if (k == 2) spec.priority = 1;
-    pools_[k] = memory_->create_pool(spec, k == 3 ? nullptr : group_);
-    owners_[k] = ++last_owner_;
-    pool_high_[k] = 0;
+    pools_[k] = memory_->create_pool(spec, k == kModelOfPart ? nullptr : group_);
+  }
+
+  void checkpoint() {
+    try {
+      PoolCheckpoint now = pools_[kPart]->checkpoint();
+      std::vector<Live> blocks;
+      std::copy_if(live_.begin(), live_.end(), std::back_inserter(blocks),
+                   [](const Live& live) { return live.pool == kPart; });
+      saved_ = {std::move(now), std::move(blocks)};
+    } catch (const VmmError&) {
+      // A freed block still waits for a recorded stream.
+    }
+  }
+
+  void restore() {
+    if (!saved_.has_value()) return;
+    const auto addresses = [](const std::vector<Live>& blocks) {
+      std::set<Address> found;
+      for (const Live& live : blocks) {
+        if (live.pool == kPart) found.insert(live.address);
+      }
+      return found;
+    };
+    std::vector<Address> freed;
+    std::vector<Address> allocated;
+    try {
+      pools_[kPart]->restore(saved_->first, &freed, &allocated);
+    } catch (const VmmError&) {
+      require(freed.empty() && allocated.empty(), "a refused restore changed something");
+      return;
+    }
+    require(std::set<Address>(freed.begin(), freed.end()) == addresses(live_), "freed other blocks than the live ones");
+    require(std::set<Address>(allocated.begin(), allocated.end()) == addresses(saved_->second),
+            "made other blocks live than those of the checkpoint");
+    std::erase_if(live_, [](const Live& live) { return live.pool == kPart; });
+    for (Live live : saved_->second) {
+      live.id = ++last_id_;
+      check_no_former_owner(kPart, live.address, align_up(live.size, 512));
+      write(live);
+      live_.push_back(live);
+    }
   }
 
   void within(const Budget& budget, std::size_t& high) {
@@ -344,6 +405,8 @@ class World {
   }
 
   void reopen(std::size_t k) {
+    // torch lets go of its private pools some time; here, before the model ends.
+    if (k == kModelOfPart) reopen(kPart);
     // Its tensors go, as a model's do; its pages are dropped by force.
     for (std::size_t index = 0; index < live_.size();) {
       if (live_[index].pool == k) {
@@ -430,6 +493,7 @@ class World {
   std::size_t group_high_ = 0;
   std::vector<Live> live_;
   std::vector<Pages> page_ranges_;
+  std::optional<std::pair<PoolCheckpoint, std::vector<Live>>> saved_;
   std::uint64_t last_id_ = 0;
   std::uint64_t last_owner_ = 0;
   std::mt19937_64 random_{42};
@@ -474,9 +538,9 @@ std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const Prog
     } else if (what < 810) {
       program.push_back({Kind::record_stream, random(), any(kStreams), 0});
     } else if (what < 840) {
-      program.push_back({Kind::pages, any(kPools), any(64), any(3)});
+      program.push_back({Kind::pages, any(kPart), any(64), any(3)});
     } else if (what < 860) {
-      program.push_back({Kind::first_pages, any(kPools), any(3), 0});
+      program.push_back({Kind::first_pages, any(kPart), any(3), 0});
     } else if (what < 905) {
       program.push_back({Kind::free_pages, random(), 0, 0});
     } else if (what < 915) {
@@ -491,6 +555,12 @@ std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const Prog
       program.push_back({Kind::hold, 0, any(kStreams), 0});
     } else if (what < 962) {
       program.push_back({Kind::release_holds, 0, 0, 0});
+    } else if (what < 965) {
+      program.push_back({Kind::pin, 0, any(2), 0});
+    } else if (what < 968) {
+      program.push_back({Kind::checkpoint, 0, 0, 0});
+    } else if (what < 972) {
+      program.push_back({Kind::restore, 0, 0, 0});
     } else if (what < 985) {
       if (options.with_failures) program.push_back({Kind::fail_call, any(12), 1 + any(2), 0});
     } else if (what < 994) {

@@ -28,6 +28,9 @@ struct Op {
     settle,     // a: pool
     reopen,     // a: pool: closed by force and made anew
     threads,    // a: seed, b: steps a thread
+    pin,        // b: 1 pins the part, 0 unpins it
+    checkpoint,
+    restore,  // to the last checkpoint
   };
   Kind kind = Kind::settle;
   std::uint64_t a = 0;

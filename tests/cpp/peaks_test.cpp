@@ -1,4 +1,4 @@
-#include "core/device_peaks.h"
+#include "core/peaks.h"
 
 #include <gtest/gtest.h>
 
@@ -14,9 +14,9 @@ namespace {
 
 constexpr StatKind kBytes = StatKind::allocated_bytes;
 
-// A pool as DevicePeaks sees one.
+// A pool as Peaks sees one.
 struct Counter {
-  explicit Counter(DevicePeaks& peaks) : seat(peaks) {}
+  explicit Counter(Peaks& peaks) : seat(peaks) {}
   void up(SizeClass size_class, std::size_t amount) {
     statistics.increase(kBytes, size_class, amount);
     seat.rose(kBytes, size_class, statistics[kBytes]);
@@ -26,17 +26,17 @@ struct Counter {
     seat.fell(kBytes, size_class, statistics[kBytes]);
   }
   Statistics statistics;
-  DevicePeaks::Seat seat;
+  Peaks::Seat seat;
 };
 
-std::array<std::int64_t, 3> peaks_of(const DevicePeaks& peaks) {
+std::array<std::int64_t, 3> peaks_of(const Peaks& peaks) {
   Statistics out;
   peaks.fill_peaks(out);
   return {out[kBytes][0].peak, out[kBytes][1].peak, out[kBytes][2].peak};
 }
 
-TEST(DevicePeaks, AreThoseOfTheSumNotTheSumOfThePeaks) {
-  DevicePeaks peaks;
+TEST(Peaks, AreThoseOfTheSumNotTheSumOfThePeaks) {
+  Peaks peaks;
   Counter one(peaks);
   Counter other(peaks);
   one.up(SizeClass::large_pool, 100);
@@ -49,10 +49,10 @@ TEST(DevicePeaks, AreThoseOfTheSumNotTheSumOfThePeaks) {
   EXPECT_EQ(peaks_of(peaks), (std::array<std::int64_t, 3>{81, 80, 1}));
 }
 
-TEST(DevicePeaks, AreExactForAnyOrderOfEventsOfManyPools) {
+TEST(Peaks, AreExactForAnyOrderOfEventsOfManyPools) {
   for (unsigned seed = 0; seed < 20; ++seed) {
     std::mt19937 random(seed);
-    DevicePeaks peaks;
+    Peaks peaks;
     std::vector<std::unique_ptr<Counter>> pools;
     std::array<std::int64_t, 3> highest{};
     for (int step = 0; step < 3000; ++step) {
@@ -84,8 +84,8 @@ TEST(DevicePeaks, AreExactForAnyOrderOfEventsOfManyPools) {
   }
 }
 
-TEST(DevicePeaks, StayWithinWhatManyThreadsCanHold) {
-  DevicePeaks peaks;
+TEST(Peaks, StayWithinWhatManyThreadsCanHold) {
+  Peaks peaks;
   std::vector<std::thread> threads;
   for (int k = 0; k < 4; ++k) {
     threads.emplace_back([&] {

@@ -1,4 +1,5 @@
-// The device's peaks. They are not the sums of the pools' peaks, so they are
+// The peaks of several pools together: of a device, or of a model and its
+// private pools. They are not the sums of the pools' peaks, so they are
 // followed at the time of each event, yet no event writes to shared memory:
 // each pool has a seat with its own counters and, for each, a ceiling below
 // which it may rise without the device's sum reaching a new peak. Only above
@@ -22,12 +23,12 @@
 
 namespace vmm {
 
-class DevicePeaks {
+class Peaks {
  public:
   // One pool's counters. Written by whoever holds the pool's lock, read by all.
   class Seat {
    public:
-    explicit Seat(DevicePeaks& peaks);
+    explicit Seat(Peaks& peaks);
     Seat(const Seat&) = delete;
     Seat& operator=(const Seat&) = delete;
     ~Seat();
@@ -41,6 +42,10 @@ class DevicePeaks {
       if (whole || of_class) [[unlikely]]
         peaks_.look(*this);
     }
+    // Takes a seat late: the counters stand where `statistics` says, and what
+    // was its own peak was the peak of all.
+    void start_from(const Statistics& statistics);
+
     void fell(StatKind kind, SizeClass size_class, const StatTriple& triple) {
       const std::size_t first = index(kind);
       const std::size_t part = size_class == SizeClass::small_pool ? 1 : 2;
@@ -49,14 +54,14 @@ class DevicePeaks {
     }
 
    private:
-    friend class DevicePeaks;
+    friend class Peaks;
     static constexpr std::size_t index(StatKind kind) { return static_cast<std::size_t>(kind) * 3; }
     bool set(std::size_t counter, std::int64_t value) {
       current_[counter].store(value, std::memory_order_relaxed);
       return value > ceiling_[counter].load(std::memory_order_relaxed);
     }
 
-    DevicePeaks& peaks_;
+    Peaks& peaks_;
     std::array<std::atomic<std::int64_t>, kStatKinds * 3> current_{};
     std::array<std::atomic<std::int64_t>, kStatKinds * 3> ceiling_{};
   };

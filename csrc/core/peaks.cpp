@@ -1,20 +1,30 @@
-#include "core/device_peaks.h"
+#include "core/peaks.h"
 
 #include <algorithm>
 
 namespace vmm {
 
-DevicePeaks::Seat::Seat(DevicePeaks& peaks) : peaks_(peaks) {
+Peaks::Seat::Seat(Peaks& peaks) : peaks_(peaks) {
   const MutexLock lock(peaks_.mutex_);
   peaks_.seats_.push_back(this);
 }
 
-DevicePeaks::Seat::~Seat() {
+Peaks::Seat::~Seat() {
   const MutexLock lock(peaks_.mutex_);
   std::erase(peaks_.seats_, this);
 }
 
-void DevicePeaks::look(Seat& seat) {
+void Peaks::Seat::start_from(const Statistics& statistics) {
+  const MutexLock lock(peaks_.mutex_);
+  for (std::size_t counter = 0; counter < current_.size(); ++counter) {
+    const Stat& stat = statistics.stats.at(counter / 3).at(counter % 3);
+    current_[counter].store(stat.current, std::memory_order_relaxed);
+    peaks_.peak_[counter] = std::max(peaks_.peak_[counter], stat.peak);
+    peaks_.share_out(counter, /*may_rise=*/true);
+  }
+}
+
+void Peaks::look(Seat& seat) {
   const MutexLock lock(mutex_);
   for (std::size_t counter = 0; counter < peak_.size(); ++counter) {
     const std::int64_t current = seat.current_[counter].load(std::memory_order_relaxed);
@@ -24,7 +34,7 @@ void DevicePeaks::look(Seat& seat) {
 
 // The room below the peak is shared equally: together the seats can fill it,
 // and not exceed it, without looking again.
-void DevicePeaks::share_out(std::size_t counter, bool may_rise) {
+void Peaks::share_out(std::size_t counter, bool may_rise) {
   std::int64_t total = 0;
   for (const Seat* seat : seats_) total += seat->current_[counter].load(std::memory_order_relaxed);
   peak_[counter] = may_rise ? std::max(peak_[counter], total) : total;
@@ -36,12 +46,12 @@ void DevicePeaks::share_out(std::size_t counter, bool may_rise) {
   }
 }
 
-void DevicePeaks::reset_peaks() {
+void Peaks::reset_peaks() {
   const MutexLock lock(mutex_);
   for (std::size_t counter = 0; counter < peak_.size(); ++counter) share_out(counter, /*may_rise=*/false);
 }
 
-void DevicePeaks::fill_peaks(Statistics& out) const {
+void Peaks::fill_peaks(Statistics& out) const {
   const MutexLock lock(mutex_);
   for (std::size_t kind = 0; kind < kStatKinds; ++kind) {
     for (std::size_t which = 0; which < 3; ++which) {

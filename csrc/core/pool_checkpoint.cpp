@@ -1,0 +1,96 @@
+// Pool: the live blocks at one moment, and making them the live blocks again.
+// torch.compile's CUDA graph trees go back and forth between such moments, in a
+// pool that is pinned: its memory stays where it was, only its blocks change.
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/errors.h"
+#include "core/pool.h"
+
+namespace vmm {
+
+namespace {
+
+// The block of a slab that covers `offset`.
+Block* covering_in_slab(const BlockHeap& small, std::size_t slab, std::size_t offset) {
+  for (Block* head : small.stretches()) {
+    if (head->offset != slab) continue;
+    while (head != nullptr && head->end() <= offset) head = head->next;
+    return head;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void Pool::require_settled(const char* doing) {
+  settle_locked(/*wait=*/false);
+  if (pending_.empty()) return;
+  throw VmmError("pool '" + name_ + "': " + std::to_string(pending_.size()) +
+                 " freed blocks are still in use by recorded streams, so its blocks cannot be " + doing);
+}
+
+PoolCheckpoint Pool::checkpoint() {
+  const MutexLock lock(mutex_);
+  require_settled("recorded");
+  PoolCheckpoint found;
+  live_.for_each([&](std::size_t offset, const Block* block) VMM_REQUIRES(mutex_) {
+    const PoolCheckpoint::Entry entry{offset, block->size, block->requested, streams_[block->tag].stream};
+    (block->small ? found.small : found.large).push_back(entry);
+  });
+  const auto by_offset = [](const auto& a, const auto& b) { return a.offset < b.offset; };
+  std::sort(found.small.begin(), found.small.end(), by_offset);
+  std::sort(found.large.begin(), found.large.end(), by_offset);
+  for (const PoolCheckpoint::Entry& entry : found.small) {
+    if (!found.slabs.empty() && entry.offset < found.slabs.back().offset + found.slabs.back().size) continue;
+    const Block* slab = std::prev(slabs_.upper_bound(entry.offset))->second;
+    found.slabs.push_back({slab->offset, slab->size, 0, entry.stream});
+  }
+  return found;
+}
+
+void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated) {
+  const MutexLock lock(mutex_);
+  require_settled("changed");
+  for (const auto* entries : {&target.slabs, &target.large}) {
+    for (const PoolCheckpoint::Entry& entry : *entries) {
+      const std::size_t missing = range_ == nullptr ? entry.size : range_->missing_bytes({entry.offset, entry.size});
+      if (missing == 0) continue;
+      throw VmmError("pool '" + name_ + "': " + format_bytes(missing) + " of the checkpoint's memory at " +
+                     format_hex(base_ + entry.offset) + " have left the pool since");
+    }
+  }
+  if (!pages_.empty()) throw VmmError("pool '" + name_ + "' holds explicit pages, which a checkpoint does not know");
+  std::vector<Block*> live;
+  live_.for_each([&live](std::size_t /*offset*/, Block* block) { live.push_back(block); });
+  for (Block* block : live) {
+    freed->push_back(base_ + block->offset);
+    live_.take(block->offset);
+    end_block(*block);
+    finish_free(block);
+  }
+  give_up_spare_slabs();
+  const auto take = [this](const PoolCheckpoint::Entry& entry, BlockState state) VMM_REQUIRES(mutex_) {
+    std::vector<Piece> pieces;
+    Block* block = take_range({entry.offset, entry.size}, state, &pieces);
+    block->tag = tag_of(entry.stream);
+    return block;
+  };
+  const auto begin = [&](Block* block, const PoolCheckpoint::Entry& entry) VMM_REQUIRES(mutex_) {
+    live_.insert(block->offset, block);
+    begin_block(block, entry.requested);
+    allocated->push_back(base_ + block->offset);
+  };
+  for (const PoolCheckpoint::Entry& entry : target.slabs) make_slab(take(entry, BlockState::slab));
+  for (const PoolCheckpoint::Entry& entry : target.large) begin(take(entry, BlockState::used), entry);
+  auto slab = target.slabs.begin();
+  for (const PoolCheckpoint::Entry& entry : target.small) {
+    while (entry.offset >= slab->offset + slab->size) ++slab;
+    BlockHeap& small = *streams_[tag_of(entry.stream)].small;
+    Block* free = covering_in_slab(small, slab->offset, entry.offset);
+    VMM_CHECK(free != nullptr, "no slab for the block at ", entry.offset);
+    begin(small.carve(free, entry.offset, entry.size, BlockState::used), entry);
+  }
+}
+
+}  // namespace vmm
