@@ -87,7 +87,10 @@ class Device:
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes, as the driver says."""
     def pools(self) -> list[Pool]:
-        """Every pool of the device, closed ones that still drain included, in order of creation."""
+        """Every pool of the device, closed ones that still drain included, in order of creation.
+
+        What models have in torch's private pools is part of theirs.
+        """
     def statistics(self) -> dict[str, int]:
         """``torch.cuda.memory_stats``'s keys for the device: totals over all pools, and the device's own peaks."""
     def reset_peaks(self) -> None: ...
@@ -240,10 +243,11 @@ class Pool:
         """``trim(0)``, counted as torch counts an ``empty_cache()``."""
     def memory_stats(self) -> MemoryStats:
         """Walks the pool."""
-    def statistics(self) -> dict[str, int]:
+    def statistics(self, walk: bool = False) -> dict[str, int]:
         """``torch.cuda.memory_stats``'s keys for this pool, with every key that the native allocator has.
 
-        Flat (``"allocated_bytes.all.current"``) and not sorted. Cheap.
+        Flat (``"allocated_bytes.all.current"``) and not sorted. What is the model's in torch's private pools counts.
+        Cheap without ``walk``; with it, ``inactive_split`` and ``inactive_split_bytes`` are up to date.
         """
     def reset_peaks(self) -> None: ...
     def reset_accumulated(self) -> None: ...

@@ -245,8 +245,22 @@ class VirtualMemoryPool:
         return MemoryStats(**self._handle.memory_stats().as_dict())  # type: ignore[arg-type]
 
     def memory_stats(self) -> dict[str, int]:
-        """``torch.cuda.memory_stats`` of this pool alone: the same keys, meanings and order."""
-        return dict(sorted(self._handle.statistics().items()))
+        """``torch.cuda.memory_stats`` of this pool alone: the same keys, meanings and order. Walks the pool.
+
+        Sums over all pools are the device's; peaks don't sum, since pools peak at different times.
+        """
+        return dict(sorted(self._handle.statistics(walk=True).items()))
+
+    def memory_stats_as_nested_dict(self) -> dict[str, Any]:
+        """The same as ``torch.cuda.memory_stats_as_nested_dict`` has it: ``stats["active"]["all"]["peak"]``."""
+        nested: dict[str, Any] = {}
+        for name, value in self._handle.statistics(walk=True).items():
+            *families, key = name.split(".")
+            inner = nested
+            for family in families:
+                inner = inner.setdefault(family, {})
+            inner[key] = value
+        return nested
 
     def memory_allocated(self) -> int:
         """Bytes of live tensors and explicit pages, each rounded up to 512."""
@@ -279,11 +293,29 @@ class VirtualMemoryPool:
             abbreviated: without the rows of the large and the small pool.
         """
         title = f"torch_vmm memory summary, pool {self.name!r} on {self.device}"
-        return memory_summary(self._handle.statistics(), title, abbreviated)
+        return memory_summary(self._handle.statistics(walk=True), title, abbreviated)
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
         """The pool's segments by address, in the shape of ``torch.cuda.memory_snapshot()``. Walks the pool."""
         return self._handle.snapshot()
+
+    def memory_history(self) -> list[dict[str, Any]]:
+        """What has happened in this pool, oldest first, as ``torch.cuda.memory._snapshot()["device_traces"]`` has it.
+
+        Recorded between ``torch.cuda.memory._record_memory_history()`` and its end; empty otherwise, and for a pool
+        that is not on a GPU. Takes a snapshot of the device.
+        """
+        if self._device.kind != "cuda" or not _C.is_enabled("cuda"):
+            return []
+        trace = torch.cuda.memory._snapshot()["device_traces"][self._device.ordinal]
+        return [entry for entry in trace if entry["action"] != "snapshot" and self._is_told_by(entry)]
+
+    def _is_told_by(self, entry: dict[str, Any]) -> bool:
+        """Whether an entry of the history names this pool's model; the default pool's name none."""
+        metadata = str(entry.get("user_metadata", ""))
+        if self._handle.key == _C.default_pool(self._device.kind, self._device.ordinal).key:
+            return not metadata.startswith("model: ") and "; model: " not in metadata
+        return metadata == f"model: {self.name}" or metadata.endswith(f"; model: {self.name}")
 
     # -- Tensors in it -------------------------------------------------------------------------------------------------
 

@@ -36,14 +36,11 @@ std::pair<std::size_t, std::size_t> memory_info(const Device& device) {
   return {info.free, info.total};
 }
 
-std::vector<DeviceSegment> snapshot(const Device& device) {
-  std::vector<DeviceSegment> segments;
-  for (const auto& pool : device.memory().pools()) {
-    for (SegmentSnapshot& segment : pool->snapshot()) segments.push_back({std::move(segment), device.room.ordinal});
-  }
-  std::sort(segments.begin(), segments.end(),
-            [](const auto& a, const auto& b) { return a.segment.address < b.segment.address; });
-  return segments;
+// Without their parts: Python knows models only.
+PoolList models_of(PoolList pools) {
+  pools.erase(std::remove_if(pools.begin(), pools.end(), [](const auto& pool) { return pool->is_part(); }),
+              pools.end());
+  return pools;
 }
 
 }  // namespace
@@ -69,12 +66,13 @@ void bind_device(py::module_& module) {
           py::arg("limit"), WithoutGil())
       .def("memory_info", &memory_info, WithoutGil())
       .def(
-          "pools", [](const Device& self) { return self.memory().pools(); }, WithoutGil())
+          "pools", [](const Device& self) { return models_of(self.memory().pools()); }, WithoutGil())
       .def("statistics",
            [](const Device& self) {
              Statistics numbers;
              {
                const py::gil_scoped_release released;
+               self.memory().refresh_inactive_split();
                numbers = self.memory().statistics();
              }
              return to_dict(numbers);
@@ -88,7 +86,7 @@ void bind_device(py::module_& module) {
              std::vector<DeviceSegment> segments;
              {
                const py::gil_scoped_release released;
-               segments = snapshot(self);
+               segments = snapshot(self.memory().pools());
              }
              return to_list(segments);
            })

@@ -1,5 +1,8 @@
 #include "bindings/numbers.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "torch_adapter/statistics.h"
 
 namespace vmm::bindings {
@@ -28,9 +31,10 @@ py::dict to_dict(const BlockSnapshot& block, Address address) {
   return result;
 }
 
-py::dict to_dict(const SegmentSnapshot& segment, int ordinal) {
+py::dict to_dict(const DeviceSegment& each) {
+  const SegmentSnapshot& segment = each.segment;
   py::dict result;
-  result["device"] = ordinal;
+  result["device"] = each.ordinal;
   result["address"] = segment.address;
   result["total_size"] = segment.total_size;
   result["allocated_size"] = segment.allocated_size;
@@ -38,7 +42,7 @@ py::dict to_dict(const SegmentSnapshot& segment, int ordinal) {
   result["requested_size"] = segment.requested_size;
   result["stream"] = reinterpret_cast<std::intptr_t>(segment.stream);
   result["segment_type"] = segment.size_class == SizeClass::large_pool ? "large" : "small";
-  result["segment_pool_id"] = py::make_tuple(0, 0);
+  result["segment_pool_id"] = py::make_tuple(each.region.first, each.region.second);
   result["is_expandable"] = true;
   result["frames"] = py::list();
   py::list blocks;
@@ -61,8 +65,20 @@ py::dict to_dict(const Statistics& statistics) {
 
 py::list to_list(const std::vector<DeviceSegment>& segments) {
   py::list result;
-  for (const DeviceSegment& each : segments) result.append(to_dict(each.segment, each.ordinal));
+  for (const DeviceSegment& each : segments) result.append(to_dict(each));
   return result;
+}
+
+std::vector<DeviceSegment> snapshot(const std::vector<std::shared_ptr<Pool>>& pools) {
+  std::vector<DeviceSegment> segments;
+  for (const auto& pool : pools) {
+    for (SegmentSnapshot& segment : pool->snapshot()) {
+      segments.push_back({std::move(segment), pool->device(), pool->region()});
+    }
+  }
+  std::sort(segments.begin(), segments.end(),
+            [](const auto& a, const auto& b) { return a.segment.address < b.segment.address; });
+  return segments;
 }
 
 }  // namespace vmm::bindings

@@ -1,9 +1,11 @@
 // Statistics and snapshots as Python's values, in torch's shapes.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "bindings/bind.h"
+#include "core/pool.h"
 #include "core/stats.h"
 
 namespace vmm::bindings {
@@ -15,7 +17,10 @@ py::dict to_dict(const Statistics& statistics);
 struct DeviceSegment {
   SegmentSnapshot segment;
   int ordinal = 0;
+  RegionId region;  // of torch's private pool that it belongs to
 };
 py::list to_list(const std::vector<DeviceSegment>& segments);
+// The segments of these pools, by address. Walks them.
+std::vector<DeviceSegment> snapshot(const std::vector<std::shared_ptr<Pool>>& pools);
 
 }  // namespace vmm::bindings

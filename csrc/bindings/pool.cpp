@@ -63,16 +63,21 @@ py::object tensor(const PoolPtr& pool, std::size_t offset, const std::vector<std
   return make_tensor(pool->base() + offset, shape, dtype, Runtime::room_of(*pool), pool);
 }
 
-Statistics statistics(const Pool& pool) {
-  home_of(pool);
-  return pool.statistics();
+// Of the model with its parts, as all numbers of a pool are.
+Statistics statistics(const Pool& pool, bool walk) {
+  DeviceMemory& memory = home_of(pool);
+  if (walk) {
+    for (const auto& each : memory.family(pool)) each->refresh_inactive_split();
+  }
+  return memory.statistics_of(pool);
 }
 
-std::vector<DeviceSegment> snapshot(const Pool& pool) {
-  home_of(pool);
-  std::vector<DeviceSegment> segments;
-  for (SegmentSnapshot& segment : pool.snapshot()) segments.push_back({std::move(segment), pool.device()});
-  return segments;
+// A number summed over the model and its parts.
+template <typename Number>
+std::size_t sum(const Pool& pool, const Number& number) {
+  std::size_t result = 0;
+  for (const auto& each : home_of(pool).family(pool)) result += number(*each);
+  return result;
 }
 
 py::dict as_dict(const MemoryStats& stats) {
@@ -103,15 +108,11 @@ void bind_memory_stats(py::module_& module) {
            [](const MemoryStats& stats) { return "MemoryStats(" + std::string(py::str(as_dict(stats))) + ")"; });
 }
 
-// The getter of a number that is read under the pool's lock.
+// The getter of a number that is read under the locks of the model's pools.
 template <std::size_t (Pool::*number)() const>
 py::cpp_function locked_number() {
-  return py::cpp_function(
-      [](const Pool& self) {
-        home_of(self);
-        return (self.*number)();
-      },
-      WithoutGil());
+  return py::cpp_function([](const Pool& self) { return sum(self, [](const Pool& each) { return (each.*number)(); }); },
+                          WithoutGil());
 }
 
 }  // namespace
@@ -170,41 +171,28 @@ void bind_pool(py::module_& module) {
       .def(
           "empty_cache", [](Pool& self) { return home_of(self).trim(self, 0); }, WithoutGil())
       .def(
-          "memory_stats",
-          [](Pool& self) {
-            home_of(self);
-            return self.memory_stats();
-          },
-          WithoutGil())
-      .def("statistics",
-           [](const Pool& self) {
-             Statistics numbers;
-             {
-               const py::gil_scoped_release released;
-               numbers = statistics(self);
-             }
-             return to_dict(numbers);
-           })
+          "memory_stats", [](const Pool& self) { return home_of(self).memory_stats_of(self); }, WithoutGil())
       .def(
-          "reset_peaks",
-          [](Pool& self) {
-            home_of(self);
-            self.reset_peaks();
+          "statistics",
+          [](const Pool& self, bool walk) {
+            Statistics numbers;
+            {
+              const py::gil_scoped_release released;
+              numbers = statistics(self, walk);
+            }
+            return to_dict(numbers);
           },
-          WithoutGil())
+          py::arg("walk") = false)
       .def(
-          "reset_accumulated",
-          [](Pool& self) {
-            home_of(self);
-            self.reset_accumulated();
-          },
-          WithoutGil())
+          "reset_peaks", [](const Pool& self) { home_of(self).reset_peaks_of(self); }, WithoutGil())
+      .def(
+          "reset_accumulated", [](const Pool& self) { home_of(self).reset_accumulated_of(self); }, WithoutGil())
       .def("snapshot",
            [](const Pool& self) {
              std::vector<DeviceSegment> segments;
              {
                const py::gil_scoped_release released;
-               segments = snapshot(self);
+               segments = snapshot(home_of(self).family(self));
              }
              return to_list(segments);
            })

@@ -19,7 +19,7 @@ std::shared_ptr<Pool> pool_at(std::uintptr_t address) {
   if (Runtime::in_child() || Runtime::pool_at(reinterpret_cast<void*>(address)) == nullptr) return nullptr;
   for (const DeviceKind kind : {DeviceKind::cuda, DeviceKind::cpu}) {
     for (const DeviceRoom* room : Runtime::all_made(kind)) {
-      if (auto pool = room->memory.pool_at(address); pool != nullptr) return pool;
+      if (auto pool = room->memory.pool_at(address); pool != nullptr) return pool->is_part() ? pool->owner() : pool;
     }
   }
   return nullptr;

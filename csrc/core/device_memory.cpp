@@ -100,12 +100,7 @@ Budget& DeviceMemory::create_group(const std::string& name, std::size_t limit_by
 void DeviceMemory::close_pool(Pool& pool, bool force) {
   pool.settle(/*wait=*/false);
   if (!force) {
-    std::size_t blocks = 0;
-    std::size_t bytes = 0;
-    for (const auto& member : family(pool)) {
-      blocks += member->live_blocks();
-      bytes += member->live_bytes();
-    }
+    const auto [blocks, bytes] = live_in(pool);
     if (blocks != 0) {
       throw StillInUseError("pool '" + pool.name() + "' still holds " + std::to_string(blocks) + " live blocks, " +
                                 format_bytes(bytes) + "; free its tensors and pages first, or force",
@@ -154,6 +149,15 @@ PoolList DeviceMemory::family(const Pool& pool) const {
     if (&member->model() == &pool.model()) found.push_back(member);
   }
   return found;
+}
+
+DeviceMemory::Live DeviceMemory::live_in(const Pool& model) const {
+  Live live;
+  for (const auto& member : family(model)) {
+    live.blocks += member->live_blocks();
+    live.bytes += member->live_bytes();
+  }
+  return live;
 }
 
 std::shared_ptr<Pool> DeviceMemory::pool_at(Address address) const {

@@ -76,6 +76,12 @@ class DeviceMemory {
   [[nodiscard]] PoolList pools_under(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
   // The model of `pool` and all its parts.
   [[nodiscard]] PoolList family(const Pool& pool) const VMM_EXCLUDES(registry_mutex_);
+  // What a model and its parts hold live.
+  struct Live {
+    std::size_t blocks = 0;
+    std::size_t bytes = 0;
+  };
+  [[nodiscard]] Live live_in(const Pool& model) const;
   // The pool that holds `address`, or nullptr.
   [[nodiscard]] std::shared_ptr<Pool> pool_at(Address address) const VMM_EXCLUDES(registry_mutex_);
 

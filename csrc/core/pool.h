@@ -218,6 +218,8 @@ class Pool {
   // The model that this pool is a part of, or itself.
   [[nodiscard]] Pool& model() { return model_ == nullptr ? *this : *model_; }
   [[nodiscard]] const Pool& model() const { return model_ == nullptr ? *this : *model_; }
+  // Of a part; nullptr otherwise.
+  [[nodiscard]] const std::shared_ptr<Pool>& owner() const { return model_; }
   [[nodiscard]] bool is_part() const { return model_ != nullptr; }
   [[nodiscard]] const RegionId& region() const { return region_; }
   [[nodiscard]] std::size_t floor() const { return model().floor_.load(std::memory_order_relaxed); }

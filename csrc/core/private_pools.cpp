@@ -263,7 +263,8 @@ std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, St
       if (!serves(*at)) continue;
       Entry& entry = entry_at(at->region);
       if (entry.foreign == nullptr) {
-        part = part_of(at->region, entry, model);
+        // A closed model refuses by itself.
+        part = model->is_retired() ? model : part_of(at->region, entry, model);
       } else if (foreign != nullptr) {
         *foreign = entry.foreign;
       }

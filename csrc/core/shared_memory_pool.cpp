@@ -113,11 +113,11 @@ void SharedMemoryPool::close(bool force) {
   if (!force) {
     // All or nothing: no model goes while another one is still in use.
     for (const auto& [id, pool] : models_) {
-      if (const std::size_t blocks = pool->live_blocks(); blocks != 0) {
-        throw StillInUseError("model '" + id + "' still holds " + std::to_string(blocks) + " live blocks, " +
-                                  format_bytes(pool->live_bytes()) + "; free its tensors first, or force",
-                              pool->live_bytes(), blocks);
-      }
+      const auto [blocks, bytes] = memory_.live_in(*pool);
+      if (blocks == 0) continue;
+      throw StillInUseError("model '" + id + "' still holds " + std::to_string(blocks) + " live blocks, " +
+                                format_bytes(bytes) + "; free its tensors first, or force",
+                            bytes, blocks);
     }
   }
   for (const auto& [id, pool] : models_) memory_.close_pool(*pool, force);

@@ -1,5 +1,6 @@
 #include "torch_adapter/cuda_allocator.h"
 
+#include <c10/core/AllocatorConfig.h>
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -8,11 +9,17 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 
 #include "base/errors.h"
+#include "base/units.h"
 #include "torch_adapter/cuda_callbacks.h"
 #include "torch_adapter/errors.h"
+#include "torch_adapter/history.h"
+#include "torch_adapter/ipc_exports.h"
 #include "torch_adapter/profiler.h"
+#include "torch_adapter/provided_memory.h"
 #include "torch_adapter/routing.h"
 #include "torch_adapter/statistics.h"
 
@@ -20,22 +27,11 @@ namespace vmm {
 
 namespace {
 
+constexpr std::size_t kBlockGrain = 512;  // blocks are multiples of it
+
 DeviceWords words(c10::DeviceIndex device) { return {"CUDA", "GPU " + std::to_string(device)}; }
 
 c10::Device torch_device(int ordinal) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(ordinal)}; }
-
-// What is made while the cache is disabled comes from CUDA itself and goes
-// back there, past all counters.
-void free_uncached(void* block) {
-  if (Runtime::in_child()) return;
-  C10_CUDA_CHECK_WARN(cudaFree(block));
-}
-
-void* allocate_uncached(std::size_t bytes) {
-  void* block = nullptr;
-  C10_CUDA_CHECK(cudaMalloc(&block, bytes));
-  return block;
-}
 
 void trace_allocation(void* block) {
   const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
@@ -51,15 +47,89 @@ void trace_free(void* block) {
   }
 }
 
+// What is made while the cache is disabled comes from CUDA itself and goes
+// back there, past all counters.
+void free_uncached(void* block) {
+  if (block == nullptr || Runtime::in_child()) return;
+  trace_free(block);
+  C10_CUDA_CHECK_WARN(cudaFree(block));
+}
+
+void* allocate_uncached(std::size_t bytes) {
+  if (bytes == 0) return nullptr;
+  void* block = nullptr;
+  C10_CUDA_CHECK(cudaMalloc(&block, bytes));
+  trace_allocation(block);
+  return block;
+}
+
 [[noreturn]] void throw_invalid_pointer(void* block) {
   throw_torch_error("invalid device pointer: " + format_hex(reinterpret_cast<Address>(block)));
 }
 
-void report_free(void* block) {
+// Bytes of the live block at the address, or 0. Memory that a MemPool's own
+// allocator provides is asked first: it may have come out of a pool of ours.
+std::size_t block_size(void* block) {
+  if (const std::size_t bytes = ProvidedMemory::block_size(block); bytes != 0) return bytes;
   const Pool* pool = Runtime::pool_at(block);
-  if (pool == nullptr) return;
-  const std::size_t bytes = pool->block_size(reinterpret_cast<Address>(block));
-  report_to_profiler(Runtime::room_of(*pool), block, -static_cast<std::int64_t>(bytes), torch_device(pool->device()));
+  return pool == nullptr ? 0 : pool->block_size(reinterpret_cast<Address>(block));
+}
+
+bool free_live(void* block) { return ProvidedMemory::free(block) || Runtime::free(block); }
+
+// The profiler counts what blocks take, not what was asked for.
+void report_allocation(const DeviceRoom& room, void* block) {
+  report_to_profiler(room, block, static_cast<std::int64_t>(block_size(block)), torch_device(room.ordinal));
+}
+
+// Frees a block and tells the profiler, with the totals after it.
+bool free_and_report(void* block) {
+  const std::size_t bytes = block_size(block);
+  const Pool* pool = Runtime::pool_at(block);
+  const int ordinal = pool == nullptr ? c10::cuda::current_device() : pool->device();
+  if (!free_live(block)) return false;  // with its last block the pool may be gone
+  if (const DeviceRoom* room = Runtime::made(DeviceKind::cuda, ordinal); room != nullptr) {
+    report_to_profiler(*room, block, -static_cast<std::int64_t>(bytes), torch_device(ordinal));
+  }
+  return true;
+}
+
+// Once for each device, before its first allocation: what torch's settings and
+// whoever listens ask of its memory. A bit for each.
+std::atomic<std::uint64_t> devices_set_up{0};
+static_assert(Runtime::kMostDevices <= 64);
+
+void set_up(DeviceRoom& room) {
+  room.memory.set_oversize(c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size());
+  devices_set_up.fetch_or(std::uint64_t{1} << static_cast<unsigned>(room.ordinal), std::memory_order_relaxed);
+  History::instance().watch(room);
+}
+
+DeviceRoom& room_of(c10::DeviceIndex device) {
+  DeviceRoom& room = Runtime::room(DeviceKind::cuda, device);
+  const std::uint64_t bit = std::uint64_t{1} << static_cast<unsigned>(device);
+  if ((devices_set_up.load(std::memory_order_relaxed) & bit) == 0) [[unlikely]]
+    set_up(room);
+  return room;
+}
+
+// Out of the private pool that torch routes this request to, or the model's
+// own pool. `part` is then the private one.
+void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::shared_ptr<Pool>* part) {
+  const std::shared_ptr<Pool>& model = current_pool(room);
+  if (room.private_pools.any_route()) [[unlikely]] {
+    std::shared_ptr<ForeignMemory> foreign;
+    *part = room.private_pools.route(model, stream, &foreign);
+    if (*part != nullptr) return reinterpret_cast<void*>(room.memory.allocate(**part, bytes, stream));
+    if (foreign != nullptr) return static_cast<ProvidedMemory&>(*foreign).allocate(bytes, stream);
+  }
+  try {
+    return reinterpret_cast<void*>(room.memory.allocate(*model, bytes, stream));
+  } catch (const OutOfMemoryError&) {
+    const Address rescued = room.private_pools.rescue(model, bytes, stream);
+    if (rescued == 0) throw;
+    return reinterpret_cast<void*>(rescued);
+  }
 }
 
 }  // namespace
@@ -94,6 +164,7 @@ void CudaAllocator::init(int device_count) {
   // is the one place that every way of swapping us in comes through.
   if (is_current()) c10::SetAllocator(c10::kCUDA, this, 0);
   is_initialized_.store(true, std::memory_order_release);
+  for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) set_up(*room);
   const double fraction = cca::CUDAAllocatorConfig::per_process_memory_fraction();
   if (fraction >= 1.0) return;
   for (int device = 0; device < device_count; ++device)
@@ -110,16 +181,23 @@ c10::DeviceIndex CudaAllocator::current_device() const {
 void* CudaAllocator::allocate_on(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream) {
   if (bytes == 0) return nullptr;
   if (bytes >= kExbibyte) throw_beyond_exbibyte(words(device));
+  const History::Scope scope(cca::RecordContext::STATE);
+  std::shared_ptr<Pool> part;
   try {
-    DeviceRoom& room = Runtime::room(DeviceKind::cuda, device);
-    void* block = reinterpret_cast<void*>(room.memory.allocate(*current_pool(room), bytes, stream));
+    DeviceRoom& room = room_of(device);
+    void* block = allocate_routed(room, bytes, stream, &part);
     trace_allocation(block);
-    if (profiler_is_on()) [[unlikely]] {
-      report_to_profiler(room, block, static_cast<std::int64_t>(bytes), torch_device(device));
-    }
+    if (profiler_is_on()) [[unlikely]]
+      report_allocation(room, block);
     return block;
+  } catch (const OutOfMemoryError&) {
+    if (profiler_is_on()) {
+      report_out_of_memory_to_profiler(DeviceKind::cuda, device, align_up(bytes, kBlockGrain), torch_device(device));
+    }
+    DeviceRoom& room = *Runtime::made(DeviceKind::cuda, device);
+    History::instance().out_of_memory(room, part != nullptr ? *part : *current_pool(room), bytes, stream);
+    rethrow_as_torch(words(device), bytes);
   } catch (const VmmError&) {
-    if (profiler_is_on()) report_out_of_memory_to_profiler(DeviceKind::cuda, device, bytes, torch_device(device));
     rethrow_as_torch(words(device), bytes);
   }
 }
@@ -128,10 +206,11 @@ void CudaAllocator::free_block(void* block) noexcept {
   // Memory inherited through a fork is the parent's to free.
   if (block == nullptr || Runtime::in_child()) return;
   try {
+    IpcExports::before_free(reinterpret_cast<Address>(block));
     trace_free(block);
-    if (profiler_is_on()) [[unlikely]]
-      report_free(block);
-    if (!Runtime::free(block)) {
+    const History::Scope scope(cca::RecordContext::ALL);
+    const bool freed = profiler_is_on() ? free_and_report(block) : free_live(block);
+    if (!freed) {
       report_swallowed("free", (format_hex(reinterpret_cast<Address>(block)) + " is no live block of a pool").c_str());
     }
   } catch (...) {
@@ -142,7 +221,7 @@ void CudaAllocator::free_block(void* block) noexcept {
 c10::DataPtr CudaAllocator::allocate(std::size_t bytes) {
   const c10::DeviceIndex device = current_device();
   if (!isEnabled()) [[unlikely]] {
-    void* block = bytes == 0 ? nullptr : allocate_uncached(bytes);
+    void* block = allocate_uncached(bytes);
     return {block, block, &free_uncached, torch_device(device)};
   }
   void* block = bytes == 0 ? nullptr : allocate_on(device, bytes, c10::cuda::getCurrentCUDAStream(device).stream());
@@ -157,6 +236,7 @@ void* CudaAllocator::raw_alloc(std::size_t bytes) {
 }
 
 void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) {
+  if (!isEnabled()) return allocate_uncached(bytes);
   if (is_current()) return allocate_on(current_device(), bytes, stream);
   // The provider of a torch.cuda.MemPool of another allocator, which goes on
   // looking for memory elsewhere when it is given none.
@@ -168,8 +248,12 @@ void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t strea
 }
 
 void CudaAllocator::raw_delete(void* block) {
-  if (block != nullptr && !Runtime::in_child() && Runtime::pool_at(block) == nullptr) {
-    throw_invalid_pointer(block);
+  if (block == nullptr || Runtime::in_child()) return;
+  if (block_size(block) == 0) {
+    // Nor is a block that was freed before, nor an address inside one.
+    if (isEnabled() || Runtime::pool_at(block) != nullptr) throw_invalid_pointer(block);
+    free_uncached(block);
+    return;
   }
   free_block(block);
 }
@@ -179,31 +263,44 @@ void CudaAllocator::recordStream(const c10::DataPtr& block, c10::cuda::CUDAStrea
   // allocator's business, as in torch.
   if (block.get() == nullptr || block.get_deleter() != &free_block) return;
   Runtime::require_own_process();
-  if (Pool* pool = Runtime::pool_at(block.get()); pool != nullptr) {
-    pool->record_stream(reinterpret_cast<Address>(block.get()), stream.stream());
-  }
+  FencePool& fences = room_of(stream.device_index()).memory.fences();
+  if (ProvidedMemory::record_stream(block.get(), stream.stream(), &fences)) return;
+  Pool* pool = Runtime::pool_at(block.get());
+  if (pool == nullptr) return;
+  pool->record_stream(reinterpret_cast<Address>(block.get()), stream.stream(),
+                      stream.device_index() == pool->device() ? nullptr : &fences);
 }
 
 // ------------------------------------------------------------ cache and limits
 
 void CudaAllocator::emptyCache(c10::MempoolId_t mempool) {
-  // Private pools hold nothing in this version. torch calls this from
-  // destructors, so nothing may come out of it.
-  if (mempool != c10::MempoolId_t{0, 0} || Runtime::in_child()) return;
+  // torch calls this from destructors, so nothing may come out of it.
+  if (Runtime::in_child()) return;
   try {
-    for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) room->memory.empty_cache();
+    const History::Scope scope(cca::RecordContext::ALL);
+    const RegionId region{mempool.first, mempool.second};
+    for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) {
+      if (region == RegionId{}) {
+        ProvidedMemory::trim_all(room->ordinal);
+        room->memory.empty_cache();
+      } else {
+        room->private_pools.empty_cache(region);
+      }
+    }
   } catch (...) {
     report_swallowed("emptyCache");
   }
 }
 
 double CudaAllocator::getMemoryFraction(c10::DeviceIndex device) {
+  require_device(device);
   const std::lock_guard<std::mutex> lock(fraction_mutex_);
   const auto found = fractions_.find(device);
   return found == fractions_.end() ? 1.0 : found->second;
 }
 
 void CudaAllocator::setMemoryFraction(double fraction, c10::DeviceIndex device) {
+  require_device(device);
   if (!(0 <= fraction && fraction <= 1)) {
     const std::string text = "invalid fraction: " + std::to_string(fraction) + ". Please set within [0, 1].";
     TORCH_CHECK_VALUE(false, text);
@@ -265,25 +362,47 @@ std::vector<cca::StreamSegmentSize> CudaAllocator::getExpandableSegmentSizes(c10
 
 // ------------------------------------------------------------------ statistics
 
+void CudaAllocator::require_device(c10::DeviceIndex device) const {
+  if (device >= 0 && device < device_count_.load(std::memory_order_relaxed)) return;
+  throw_torch_error("Invalid device argument " + std::to_string(device) + ": did you call init?");
+}
+
 template <typename Call>
-void CudaAllocator::with_room(c10::DeviceIndex device, const Call& call) {
-  if (device < 0) throw_torch_error("Invalid device argument " + std::to_string(device) + ".");
+void CudaAllocator::with_room(c10::DeviceIndex device, const Call& call) const {
+  require_device(device);
   if (Runtime::in_child()) return;
   if (DeviceRoom* room = Runtime::made(DeviceKind::cuda, device); room != nullptr) call(*room);
 }
 
 c10::CachingDeviceAllocator::DeviceStats CudaAllocator::getDeviceStats(c10::DeviceIndex device) {
-  Statistics statistics;
-  with_room(device, [&](DeviceRoom& room) { statistics = room.memory.statistics(); });
-  return to_device_stats(statistics);
+  c10::CachingDeviceAllocator::DeviceStats result = to_device_stats(Statistics{});
+  with_room(device, [&](DeviceRoom& room) {
+    room.memory.refresh_inactive_split();
+    Statistics statistics = room.memory.statistics();
+    ProvidedMemory::add_statistics(device, &statistics);
+    result = to_device_stats(statistics);
+    VMM_SINCE_TORCH_2_13(for (const auto& pool
+                              : room.memory.pools()) {
+      if (pool->is_part()) add_private_pool(pool->region(), pool->statistics(), &result);
+    })
+    VMM_SINCE_TORCH_2_12(result.num_oom_rejections = History::instance().rejections(device);)
+  });
+  return result;
 }
 
 void CudaAllocator::resetAccumulatedStats(c10::DeviceIndex device) {
-  with_room(device, [](DeviceRoom& room) { room.memory.reset_accumulated(); });
+  with_room(device, [&](DeviceRoom& room) {
+    room.memory.reset_accumulated();
+    ProvidedMemory::reset_accumulated(room.ordinal);
+    History::instance().reset_rejections(room.ordinal);
+  });
 }
 
 void CudaAllocator::resetPeakStats(c10::DeviceIndex device) {
-  with_room(device, [](DeviceRoom& room) { room.memory.reset_peaks(); });
+  with_room(device, [](DeviceRoom& room) {
+    room.memory.reset_peaks();
+    ProvidedMemory::reset_peaks(room.ordinal);
+  });
 }
 
 }  // namespace vmm

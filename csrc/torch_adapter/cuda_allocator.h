@@ -70,7 +70,7 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
 
   // -- Snapshots, history, observers (cuda_history.cpp) --
   cca::SnapshotInfo snapshot(c10::MempoolId_t mempool, bool include_traces) override;
-  bool isHistoryEnabled() override { return false; }
+  bool isHistoryEnabled() override;
   void recordHistory(bool enabled, cca::CreateContextFn context_recorder, std::size_t alloc_trace_max_entries,
                      cca::RecordContext when, bool clear_history,
                      const std::vector<std::string>& skip_actions) override;
@@ -83,7 +83,7 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
   void attachAllocatorTraceTracker(cca::AllocatorTraceTracker tracker) override;
   VMM_SINCE_TORCH_2_12(std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* block) override;)
   VMM_SINCE_TORCH_2_12(void attachOomRejectionObserver(cca::OomRejectionObserver observer) override;)
-  VMM_SINCE_TORCH_2_14(bool supportsUserMetadata() override { return false; })
+  VMM_SINCE_TORCH_2_14(bool supportsUserMetadata() override { return true; })
   VMM_SINCE_TORCH_2_14(void annotateMemory(const void* block, const std::string& metadata) override;)
 
   // -- Private pools, graphs, checkpoints (cuda_graphs.cpp) --
@@ -115,10 +115,12 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
  private:
   CudaAllocator();
   [[nodiscard]] c10::DeviceIndex current_device() const;
+  // torch's error for a device that does not exist.
+  void require_device(c10::DeviceIndex device) const;
   // Runs `call` for the device's room if there is one: torch asks devices that
   // were never used.
   template <typename Call>
-  static void with_room(c10::DeviceIndex device, const Call& call);
+  void with_room(c10::DeviceIndex device, const Call& call) const;
 
   std::atomic<bool> is_initialized_{false};
   std::atomic<bool> is_enabled_{true};

@@ -57,34 +57,35 @@ std::uint64_t capture_of(Stream stream) {
   return status == cudaStreamCaptureStatusActive ? id : 0;
 }
 
-// Up to 2.11 torch's random generator has one flag that says that a capture is
-// under way, set before the capture begins and cleared when it has ended well.
-// After a failed one it would refuse every random number ("Offset increment
-// outside graph capture") and every replay of an earlier graph with random
-// numbers. The flag is public, the way to it is not; an explicit instantiation
-// may name private members all the same. A copy of the state in its place would
-// not do: the earlier graphs go on with the original.
-// Later versions keep a state for each capture, and a failed one's is idle.
-VMM_UP_TO_TORCH_2_11(
-    template <typename Which, typename Which::Type kMember> struct Opener {
-      friend typename Which::Type member_of(Which /*which*/) { return kMember; }
-    };
-    struct GeneratorState {
-      using Type = c10::intrusive_ptr<at::CUDAGeneratorState> at::CUDAGeneratorImpl::*;
-      friend Type member_of(GeneratorState which);
-    };
-    template struct Opener<GeneratorState, &at::CUDAGeneratorImpl::state_>;)
+#if VMM_GENERATOR_HAS_CAPTURE_FLAG
+// The flag is public, the way to it is not; an explicit instantiation may name
+// private members all the same.
+template <typename Which, typename Which::Type kMember>
+struct Opener {
+  friend typename Which::Type member_of(Which /*which*/) { return kMember; }
+};
+struct GeneratorState {
+  using Type = c10::intrusive_ptr<at::CUDAGeneratorState> at::CUDAGeneratorImpl::*;
+  friend Type member_of(GeneratorState which);
+};
+template struct Opener<GeneratorState, &at::CUDAGeneratorImpl::state_>;
 
-// Takes no lock: whoever holds the generator's may be asking for memory.
-void forget_failed_capture([[maybe_unused]] int ordinal) {
-  VMM_UP_TO_TORCH_2_11(
-      try {
-        const at::Generator& generator =
-            at::cuda::detail::getDefaultCUDAGenerator(static_cast<c10::DeviceIndex>(ordinal));
-        auto* const generator_of_cuda = generator.get<at::CUDAGeneratorImpl>();
-        (generator_of_cuda->*member_of(GeneratorState{}))->capturing_ = false;
-      } catch (...) { report_swallowed("after a failed capture"); })
+// With the flag left set by a failed capture, torch refuses every random number
+// ("Offset increment outside graph capture") and every replay of an earlier
+// graph that draws some. A copy of the state in its place would not do: the
+// earlier graphs go on with the original. Takes no lock: whoever holds the
+// generator's may be asking for memory.
+void forget_failed_capture(int ordinal) {
+  try {
+    const at::Generator& generator = at::cuda::detail::getDefaultCUDAGenerator(static_cast<c10::DeviceIndex>(ordinal));
+    (generator.get<at::CUDAGeneratorImpl>()->*member_of(GeneratorState{}))->capturing_ = false;
+  } catch (...) {
+    report_swallowed("after a failed capture");
+  }
 }
+#else
+void forget_failed_capture(int /*ordinal*/) {}
+#endif
 
 // What cudagraph trees keep of a pool, and give back unread.
 struct CheckpointState final : cca::AllocatorState {
@@ -111,6 +112,7 @@ void CudaAllocator::createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t
 
 void CudaAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t mempool) {
   without_throwing("releasePool", device, [&](PrivatePools& pools) { pools.release(region_of(mempool)); });
+  if (!Runtime::in_child()) ProvidedMemory::drop_passed(device);
 }
 
 int CudaAllocator::getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t mempool) {
@@ -202,8 +204,8 @@ VMM_SINCE_TORCH_2_13(c10::DataPtr CudaAllocator::allocateWithAddress(std::size_t
   try {
     DeviceMemory& memory = Runtime::room_of(*pool).memory;
     const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();
-    auto* const block = reinterpret_cast<void*>(
-        memory.allocate_at(*pool, reinterpret_cast<Address>(address), bytes, stream));
+    auto* const block =
+        reinterpret_cast<void*>(memory.allocate_at(*pool, reinterpret_cast<Address>(address), bytes, stream));
     return {block, block, &free_block, c10::Device(c10::kCUDA, device)};
   } catch (const VmmError&) {
     rethrow_as_torch({"CUDA", "GPU " + std::to_string(device)}, bytes);

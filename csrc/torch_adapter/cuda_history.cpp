@@ -1,5 +1,4 @@
-// CudaAllocator: snapshots, history, observers. History and observers come
-// with a later version.
+// CudaAllocator: snapshots, history, observers.
 #include <c10/core/AllocatorConfig.h>
 #include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -9,6 +8,8 @@
 
 #include "torch_adapter/cuda_allocator.h"
 #include "torch_adapter/errors.h"
+#include "torch_adapter/history.h"
+#include "torch_adapter/provided_memory.h"
 #include "torch_adapter/statistics.h"
 
 namespace vmm {
@@ -28,57 +29,104 @@ cca::AllocatorConfigInfo config_info() {
   info.graph_capture_record_stream_reuse = CudaConfig::graph_capture_record_stream_reuse();
   info.last_allocator_settings = Config::last_allocator_settings();
   info.roundup_power2_divisions = Config::roundup_power2_divisions();
+  VMM_SINCE_TORCH_2_13(info.max_round_threshold = Config::pinned_max_round_threshold();
+                       info.max_cached_size = Config::pinned_max_cached_size();)
   return info;
+}
+
+// The pool's segments, as torch is told. With a tracker attached each chunk is
+// a segment of its own, as the trackers were told.
+void add_segments(Pool& pool, int device, SnapshotGrain grain, std::vector<cca::SegmentInfo>* segments) {
+  for (const SegmentSnapshot& segment : pool.snapshot(grain)) {
+    segments->push_back(to_segment_info(segment, device));
+    segments->back().owner_private_pool_id = {pool.region().first, pool.region().second};
+  }
 }
 
 }  // namespace
 
-cca::SnapshotInfo CudaAllocator::snapshot(c10::MempoolId_t mempool, bool /*include_traces*/) {
+cca::SnapshotInfo CudaAllocator::snapshot(c10::MempoolId_t mempool, bool include_traces) {
   cca::SnapshotInfo result;
   result.config_metadata = config_info();
-  result.device_traces.resize(static_cast<std::size_t>(device_count_.load(std::memory_order_relaxed)));
-  // No private pools in this version: nothing belongs to one.
-  if (mempool != c10::MempoolId_t{0, 0} || Runtime::in_child()) return result;
+  const int devices = device_count_.load(std::memory_order_relaxed);
+  result.device_traces.resize(static_cast<std::size_t>(devices));
+  if (Runtime::in_child()) return result;
+  History& history = History::instance();
+  if (include_traces) history.add_traces(devices, &result);
+  const RegionId region{mempool.first, mempool.second};
+  const bool has_trackers = history.has_trackers();
+  std::vector<std::size_t> active_bytes(static_cast<std::size_t>(devices));
   for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) {
+    // Whoever follows segments is to find none that it was told of and that has
+    // only not been unmapped yet. A wait would end a capture.
+    const bool settles = has_trackers && !room->memory.fences().is_capturing();
+    const std::size_t first = result.segments.size();
     for (const auto& pool : room->memory.pools()) {
-      for (const SegmentSnapshot& segment : pool->snapshot()) {
-        result.segments.push_back(to_segment_info(segment, room->ordinal));
-      }
+      if (!(region == RegionId{}) && !(pool->region() == region)) continue;
+      if (settles) (void)pool->settle(true);
+      add_segments(*pool, room->ordinal, has_trackers ? SnapshotGrain::chunk : SnapshotGrain::run, &result.segments);
+    }
+    for (const auto& [provided, segment] : ProvidedMemory::snapshot(room->ordinal)) {
+      if (!(region == RegionId{}) && !(provided == region)) continue;
+      cca::SegmentInfo& info = result.segments.emplace_back(to_segment_info(segment, room->ordinal));
+      info.owner_private_pool_id = {provided.first, provided.second};
+      info.is_expandable = false;
+    }
+    if (room->ordinal >= devices) continue;
+    for (std::size_t k = first; k < result.segments.size(); ++k) {
+      active_bytes[static_cast<std::size_t>(room->ordinal)] += result.segments[k].active_size;
     }
   }
   std::sort(result.segments.begin(), result.segments.end(),
             [](const auto& a, const auto& b) { return a.address < b.address; });
+  history.add_contexts(&result.segments);
+  if (!History::is_on()) return result;
+  for (int device = 0; device < devices; ++device) {
+    history.mark_snapshot(device, region, active_bytes[static_cast<std::size_t>(device)]);
+  }
   return result;
 }
 
-void CudaAllocator::recordHistory(bool enabled, cca::CreateContextFn /*context_recorder*/,
-                                  std::size_t /*alloc_trace_max_entries*/, cca::RecordContext /*when*/,
-                                  bool /*clear_history*/, const std::vector<std::string>& /*skip_actions*/) {
-  if (enabled) throw_not_yet("recordHistory", "recording the history of allocations");
+bool CudaAllocator::isHistoryEnabled() { return History::instance().is_recording(); }
+
+void CudaAllocator::recordHistory(bool enabled, cca::CreateContextFn context_recorder,
+                                  std::size_t alloc_trace_max_entries, cca::RecordContext when, bool clear_history,
+                                  const std::vector<std::string>& skip_actions) {
+  History::instance().record(enabled, context_recorder, alloc_trace_max_entries, when, clear_history, skip_actions);
 }
 
-// Annotations, contexts and metadata belong to a history; there is none to
-// attach them to, and torch sets them whether it is on or not.
-void CudaAllocator::recordAnnotation(const std::vector<std::pair<std::string, std::string>>& /*metadata*/) {}
-void CudaAllocator::pushCompileContext(std::string& /*context*/) {}
-void CudaAllocator::popCompileContext() {}
-void CudaAllocator::setUserMetadata(const std::string& /*metadata*/) {}
-std::string CudaAllocator::getUserMetadata() { return ""; }
-VMM_SINCE_TORCH_2_14(void CudaAllocator::annotateMemory(const void* /*block*/, const std::string& /*metadata*/){})
-VMM_SINCE_TORCH_2_12(std::shared_ptr<c10::GatheredContext> CudaAllocator::getContextForPointer(const void* /*block*/) {
-  return nullptr;
-})
-
-void CudaAllocator::attachOutOfMemoryObserver(cca::OutOfMemoryObserver /*observer*/) {
-  throw_not_yet("attachOutOfMemoryObserver", "observing out-of-memory errors");
+void CudaAllocator::recordAnnotation(const std::vector<std::pair<std::string, std::string>>& metadata) {
+  if (History::instance().is_recording()) History::instance().annotate(current_device(), metadata);
 }
 
-VMM_SINCE_TORCH_2_12(void CudaAllocator::attachOomRejectionObserver(cca::OomRejectionObserver /*observer*/) {
-  throw_not_yet("attachOomRejectionObserver", "observing rejected requests");
+void CudaAllocator::pushCompileContext(std::string& context) { History::instance().push_compile_context(context); }
+void CudaAllocator::popCompileContext() { History::instance().pop_compile_context(); }
+void CudaAllocator::setUserMetadata(const std::string& metadata) { History::set_user_metadata(metadata); }
+std::string CudaAllocator::getUserMetadata() { return History::user_metadata(); }
+
+VMM_SINCE_TORCH_2_14(void CudaAllocator::annotateMemory(const void* block, const std::string& metadata) {
+  Runtime::require_own_process();
+  const Pool* pool = Runtime::pool_at(block);
+  const auto address = reinterpret_cast<Address>(block);
+  const std::size_t bytes = pool == nullptr ? 0 : pool->block_size(address);
+  if (bytes == 0) throw_torch_error("invalid device pointer: " + format_hex(address));
+  History::instance().annotate_block(*pool, address, bytes, metadata);
 })
 
-void CudaAllocator::attachAllocatorTraceTracker(cca::AllocatorTraceTracker /*tracker*/) {
-  throw_not_yet("attachAllocatorTraceTracker", "following segments as they come and go");
+VMM_SINCE_TORCH_2_12(std::shared_ptr<c10::GatheredContext> CudaAllocator::getContextForPointer(const void* block) {
+  return History::instance().context_of(reinterpret_cast<Address>(block));
+})
+
+void CudaAllocator::attachOutOfMemoryObserver(cca::OutOfMemoryObserver observer) {
+  History::instance().attach_out_of_memory_observer(std::move(observer));
+}
+
+VMM_SINCE_TORCH_2_12(void CudaAllocator::attachOomRejectionObserver(cca::OomRejectionObserver observer) {
+  History::instance().attach_rejection_observer(std::move(observer));
+})
+
+void CudaAllocator::attachAllocatorTraceTracker(cca::AllocatorTraceTracker tracker) {
+  History::instance().attach_tracker(std::move(tracker));
 }
 
 }  // namespace vmm

@@ -218,11 +218,13 @@ History::Entry History::make_entry(Action action, Address address, std::size_t b
   return entry;
 }
 
-const std::string* History::model_name(const Pool& pool) {
+History::Text History::model_name(const Pool& pool) {
   const Pool& model = pool.model();
   const DeviceRoom* room = Runtime::made(DeviceKind::cuda, pool.device());
   if (room == nullptr || room->default_pool.get() == &model) return nullptr;
-  return &*model_names_.insert(model.name()).first;
+  Text& name = model_names_[model.name()];
+  if (name == nullptr) name = std::make_shared<const std::string>(model.name());
+  return name;
 }
 
 void History::keep(int device, const Entry& entry) {
@@ -231,8 +233,13 @@ void History::keep(int device, const Entry& entry) {
 }
 
 void History::on_event(const Pool& pool, PoolEvent event, Address address, std::size_t bytes, Stream stream) noexcept {
+  happened(pool.device(), pool.region(), &pool, event, address, bytes, stream);
+}
+
+void History::happened(int device, const RegionId& region, const Pool* pool, PoolEvent event, Address address,
+                       std::size_t bytes, Stream stream) noexcept {
   try {
-    Entry entry = make_entry(action_of(event), address, bytes, stream, pool.region());
+    Entry entry = make_entry(action_of(event), address, bytes, stream, region);
     if (current_ != nullptr) entry.context = *current_;
     {
       const MutexLock lock(mutex_);
@@ -260,15 +267,15 @@ void History::on_event(const Pool& pool, PoolEvent event, Address address, std::
           break;
       }
       if (level_.load(std::memory_order_relaxed) < cca::RecordContext::ALLOC) entry.context = nullptr;
-      entry.model = model_name(pool);
-      if (event != PoolEvent::segment_free) keep(pool.device(), entry);
+      if (pool != nullptr) entry.model = model_name(*pool);
+      if (event != PoolEvent::segment_free) keep(device, entry);
     }
     if (!has_trackers() || event == PoolEvent::segment_unmap) return;
     // Trackers are told of memory that comes and goes as of whole segments,
     // chunk by chunk: NCCL registers what they are told, and one registration
     // may not cover two chunks.
     if (event == PoolEvent::segment_map) entry.action = cca::TraceEntry::SEGMENT_ALLOC;
-    tell_trackers(pool.device(), entry);
+    tell_trackers(device, entry);
   } catch (...) {
     report_swallowed("recording the memory history");
   }
@@ -298,8 +305,7 @@ void History::tell_trackers(int device, const Entry& entry) const noexcept {
 
 void History::out_of_memory(DeviceRoom& room, const Pool& pool, std::size_t bytes, Stream stream) {
   Observers observers;
-  VMM_SINCE_TORCH_2_12(std::vector<cca::OomRejectionObserver> rejection_observers;)
-  {
+  VMM_SINCE_TORCH_2_12(std::vector<cca::OomRejectionObserver> rejection_observers;) {
     const MutexLock lock(mutex_);
     observers = out_of_memory_observers_;
     VMM_SINCE_TORCH_2_12(rejection_observers = rejection_observers_;)
@@ -366,7 +372,7 @@ cca::TraceEntry History::to_trace_entry(int device, const Entry& entry) {
           entry.time,
           entry.context,
           entry.compile_context == nullptr ? "N/A" : *entry.compile_context,
-          joined(entry.user_metadata.get(), entry.model)};
+          joined(entry.user_metadata.get(), entry.model.get())};
 }
 
 void History::add_traces(int devices, cca::SnapshotInfo* info) {

@@ -20,7 +20,6 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -118,8 +117,10 @@ class History final : public PoolObserver {
   static std::string user_metadata();
 
   // -- What happens --
-  void on_event(const Pool& pool, PoolEvent event, Address address, std::size_t bytes,
-                Stream stream) noexcept override;
+  void on_event(const Pool& pool, PoolEvent event, Address address, std::size_t bytes, Stream stream) noexcept override;
+  // The same of memory that belongs to no pool; `pool`: nullptr then.
+  void happened(int device, const RegionId& region, const Pool* pool, PoolEvent event, Address address,
+                std::size_t bytes, Stream stream) noexcept VMM_EXCLUDES(mutex_);
   // A request failed. Calls the observers, so no lock may be held; what they
   // throw comes out.
   void out_of_memory(DeviceRoom& room, const Pool& pool, std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
@@ -156,9 +157,9 @@ class History final : public PoolObserver {
     RegionId region;
     c10::approx_time_t time = 0;
     Context context;
-    Text compile_context;                // nullptr: none
-    Text user_metadata;                  // nullptr: none
-    const std::string* model = nullptr;  // nullptr: the default pool
+    Text compile_context;  // nullptr: none
+    Text user_metadata;    // nullptr: none
+    Text model;            // nullptr: the default pool
   };
   // What a thread has said of its allocations.
   struct ThreadNotes {
@@ -173,7 +174,7 @@ class History final : public PoolObserver {
   static ThreadNotes* notes(bool make);
   Entry make_entry(TraceEntry::Action action, Address address, std::size_t bytes, Stream stream,
                    const RegionId& region) const;
-  const std::string* model_name(const Pool& pool) VMM_REQUIRES(mutex_);
+  Text model_name(const Pool& pool) VMM_REQUIRES(mutex_);
   // Keeps the entry, if wanted, and tells the trackers.
   void keep(int device, const Entry& entry) VMM_REQUIRES(mutex_);
   void tell_trackers(int device, const Entry& entry) const noexcept VMM_EXCLUDES(mutex_);
@@ -197,7 +198,7 @@ class History final : public PoolObserver {
   // Of blocks allocated, and of chunks mapped, since contexts are recorded.
   std::unordered_map<Address, Context> block_contexts_ VMM_GUARDED_BY(mutex_);
   std::map<Address, Context> segment_contexts_ VMM_GUARDED_BY(mutex_);
-  std::unordered_set<std::string> model_names_ VMM_GUARDED_BY(mutex_);  // those that entries name
+  std::unordered_map<std::string, Text> model_names_ VMM_GUARDED_BY(mutex_);
   std::shared_ptr<const Trackers> trackers_ VMM_GUARDED_BY(mutex_) = std::make_shared<const Trackers>();
   Observers out_of_memory_observers_ VMM_GUARDED_BY(mutex_);
   VMM_SINCE_TORCH_2_12(std::vector<cca::OomRejectionObserver> rejection_observers_ VMM_GUARDED_BY(mutex_);)

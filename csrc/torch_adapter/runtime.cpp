@@ -100,7 +100,9 @@ DeviceRoom& Runtime::make_room(DeviceKind kind, int ordinal) {
     throw NotAvailableError("there is no device " + std::string(to_string(kind)) + ":" + std::to_string(ordinal) +
                             "; " + std::to_string(count) + (count == 1 ? " is" : " are") + " visible");
   }
-  auto* room = new DeviceRoom(kind, ordinal, driver, space_, options_);  // never destroyed, as the runtime
+  Options options = options_;
+  if (kind == DeviceKind::cpu) options.exportable = false;  // torch shares CPU tensors by itself
+  auto* room = new DeviceRoom(kind, ordinal, driver, space_, options);  // never destroyed, as the runtime
   rooms_[static_cast<std::size_t>(kind)][static_cast<std::size_t>(ordinal)].store(room, std::memory_order_release);
   return *room;
 }

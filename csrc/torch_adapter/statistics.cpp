@@ -45,6 +45,10 @@ DeviceStats to_device_stats(const Statistics& statistics) {
   result.allocation = to_torch(statistics[StatKind::allocation]);
   result.segment = to_torch(statistics[StatKind::segment]);
   result.active = to_torch(statistics[StatKind::active]);
+  result.inactive_split = to_torch(statistics[StatKind::inactive_split]);
+  result.inactive_split_bytes = to_torch(statistics[StatKind::inactive_split_bytes]);
+  result.oversize_allocations = to_torch(statistics.oversize_allocations);
+  result.oversize_segments = to_torch(statistics.oversize_segments);
   result.allocated_bytes = to_torch(statistics[StatKind::allocated_bytes]);
   result.reserved_bytes = to_torch(statistics[StatKind::reserved_bytes]);
   result.active_bytes = to_torch(statistics[StatKind::active_bytes]);
@@ -58,6 +62,19 @@ DeviceStats to_device_stats(const Statistics& statistics) {
       static_cast<std::int64_t>(c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size());
   return result;
 }
+
+#if TORCH_VERSION_MINOR >= 13
+void add_private_pool(const RegionId& region, const Statistics& statistics, DeviceStats* result) {
+  StatArray& sums = result->reserved_bytes_by_private_pools[c10::MempoolId_t{region.first, region.second}];
+  const StatTriple& reserved = statistics[StatKind::reserved_bytes];
+  for (std::size_t type = 0; type < reserved.size(); ++type) {
+    sums[type].current += reserved[type].current;
+    sums[type].peak += reserved[type].peak;
+    sums[type].allocated += reserved[type].allocated;
+    sums[type].freed += reserved[type].freed;
+  }
+}
+#endif
 
 FlatStatistics flatten(const Statistics& statistics) {
   const DeviceStats stats = to_device_stats(statistics);
@@ -92,8 +109,9 @@ c10::CachingDeviceAllocator::SegmentInfo to_segment_info(const SegmentSnapshot& 
   info.allocated_size = segment.allocated_size;
   info.active_size = segment.active_size;
   info.stream = segment.stream;
+  info.registration_counter = static_cast<std::int32_t>(segment.number);
   info.is_large = segment.size_class == SizeClass::large_pool;
-  info.is_expandable = true;  // the same thing: a run of mapped chunks
+  info.is_expandable = true;  // the same thing: mapped chunks
   info.blocks.reserve(segment.blocks.size());
   for (const BlockSnapshot& block : segment.blocks) {
     c10::CachingDeviceAllocator::BlockInfo& out = info.blocks.emplace_back();

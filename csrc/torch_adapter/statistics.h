@@ -8,19 +8,26 @@
 #include <utility>
 #include <vector>
 
+#include "core/pool.h"
 #include "core/stats.h"
+#include "torch_adapter/versions.h"
 
 namespace vmm {
 
-// inactive_split stays zero, as with torch's expandable segments: any free
-// stretch can be given back. oversize_* stay zero: nothing is kept whole.
 c10::CachingDeviceAllocator::DeviceStats to_device_stats(const Statistics& statistics);
+
+#if TORCH_VERSION_MINOR >= 13
+// Adds what a part of some model reserves to what its private pool does. The
+// peak of several models' is a bound.
+void add_private_pool(const RegionId& region, const Statistics& statistics,
+                      c10::CachingDeviceAllocator::DeviceStats* result);
+#endif
 
 // The keys of torch.cuda.memory_stats(), all of them, in no order.
 using FlatStatistics = std::vector<std::pair<std::string, std::int64_t>>;
 FlatStatistics flatten(const Statistics& statistics);
 
-// One contiguous mapped stretch, as torch.cuda.memory_snapshot() tells it.
+// A segment, as torch.cuda.memory_snapshot() tells it.
 c10::CachingDeviceAllocator::SegmentInfo to_segment_info(const SegmentSnapshot& segment, int device);
 
 }  // namespace vmm

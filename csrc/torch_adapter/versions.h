@@ -19,10 +19,8 @@ static_assert(TORCH_VERSION_MAJOR == VMM_TORCH_MAJOR && TORCH_VERSION_MINOR == V
 // where it does not.
 #if TORCH_VERSION_MINOR >= 12
 #define VMM_SINCE_TORCH_2_12(...) __VA_ARGS__
-#define VMM_UP_TO_TORCH_2_11(...)
 #else
 #define VMM_SINCE_TORCH_2_12(...)
-#define VMM_UP_TO_TORCH_2_11(...) __VA_ARGS__
 #endif
 #if TORCH_VERSION_MINOR >= 13
 #define VMM_SINCE_TORCH_2_13(...) __VA_ARGS__
@@ -34,6 +32,11 @@ static_assert(TORCH_VERSION_MAJOR == VMM_TORCH_MAJOR && TORCH_VERSION_MINOR == V
 #else
 #define VMM_SINCE_TORCH_2_14(...)
 #endif
+
+// Up to 2.11 torch's random generator has one flag for all captures, set before
+// one begins and cleared when it has ended well (CUDAGeneratorState::capturing_);
+// since 2.12 it has a state for each capture.
+#define VMM_GENERATOR_HAS_CAPTURE_FLAG (TORCH_VERSION_MINOR <= 11)
 
 namespace vmm {
 

@@ -1,0 +1,408 @@
+#include "torch_adapter/provided_memory.h"
+
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "base/errors.h"
+#include "base/units.h"
+#include "torch_adapter/errors.h"
+#include "torch_adapter/runtime.h"
+
+namespace vmm {
+
+namespace {
+
+constexpr StreamTag kTag = 1;  // each heap is one stream's
+
+// What torch's own allocator asks a provider for.
+constexpr std::size_t kSmallBytes = kMiB;
+constexpr std::size_t kSmallSegment = 2 * kMiB;
+constexpr std::size_t kMediumBytes = 10 * kMiB;
+constexpr std::size_t kMediumSegment = 20 * kMiB;
+
+std::size_t segment_size(std::size_t bytes) {
+  if (bytes <= kSmallBytes) return kSmallSegment;
+  if (bytes < kMediumBytes) return kMediumSegment;
+  return align_up(bytes, kSmallSegment);
+}
+
+SizeClass size_class(bool small) { return small ? SizeClass::small_pool : SizeClass::large_pool; }
+
+}  // namespace
+
+// Whose memory lies where, in the whole process, and what each device has of it.
+class ProvidedMemory::Registry {
+ public:
+  void add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, bool small) VMM_EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    segments_[range.offset] = {range.size, memory, small};
+    count_.store(segments_.size(), std::memory_order_relaxed);
+    Statistics& statistics = statistics_[memory->device_];
+    statistics.increase(StatKind::segment, size_class(small), 1);
+    statistics.increase(StatKind::reserved_bytes, size_class(small), range.size);
+    ++statistics.num_device_alloc;
+  }
+  void remove(ByteRange range) VMM_EXCLUDES(mutex_) {
+    std::shared_ptr<ProvidedMemory> last;  // may end here, outside of the lock
+    const MutexLock lock(mutex_);
+    const auto at = segments_.find(range.offset);
+    Statistics& statistics = statistics_[at->second.memory->device_];
+    statistics.decrease(StatKind::segment, size_class(at->second.small), 1);
+    statistics.decrease(StatKind::reserved_bytes, size_class(at->second.small), range.size);
+    ++statistics.num_device_free;
+    last = std::move(at->second.memory);
+    segments_.erase(at);
+    count_.store(segments_.size(), std::memory_order_relaxed);
+  }
+  std::shared_ptr<ProvidedMemory> find(Address address) VMM_EXCLUDES(mutex_) {
+    if (count_.load(std::memory_order_relaxed) == 0) return nullptr;
+    const MutexLock lock(mutex_);
+    auto at = segments_.upper_bound(address);
+    if (at == segments_.begin()) return nullptr;
+    --at;
+    return address - at->first < at->second.size ? at->second.memory : nullptr;
+  }
+  // Whatever has segments on the device, each once.
+  std::vector<std::shared_ptr<ProvidedMemory>> all_of(int device) VMM_EXCLUDES(mutex_) {
+    std::vector<std::shared_ptr<ProvidedMemory>> found;
+    if (count_.load(std::memory_order_relaxed) == 0) return found;
+    const MutexLock lock(mutex_);
+    for (const auto& [address, segment] : segments_) {
+      const auto& memory = segment.memory;
+      if (memory->device_ == device && std::find(found.begin(), found.end(), memory) == found.end())
+        found.push_back(memory);
+    }
+    return found;
+  }
+  template <typename Change>
+  void change(int device, const Change& change) VMM_EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    change(statistics_[device]);
+  }
+
+ private:
+  struct Where {
+    std::size_t size = 0;  // bytes
+    std::shared_ptr<ProvidedMemory> memory;
+    bool small = false;
+  };
+  std::atomic<std::size_t> count_{0};
+  Mutex mutex_;  // a leaf, below ProvidedMemory::mutex_
+  std::map<Address, Where> segments_ VMM_GUARDED_BY(mutex_);
+  std::map<int, Statistics> statistics_ VMM_GUARDED_BY(mutex_);
+};
+
+ProvidedMemory::Registry& ProvidedMemory::registry() {
+  static auto* const kRegistry = new Registry;  // tensors outlive everything
+  return *kRegistry;
+}
+
+ProvidedMemory::ProvidedMemory(int device, RegionId region, Provider provider, FencePool& fences)
+    : device_(device), region_(region), provider_(std::move(provider)), fences_(fences) {}
+
+std::shared_ptr<ProvidedMemory> ProvidedMemory::create(int device, RegionId region, Provider provider) {
+  return std::make_shared<ProvidedMemory>(device, region, std::move(provider),
+                                          Runtime::room(DeviceKind::cuda, device).memory.fences());
+}
+
+// ----------------------------------------------------------------- allocation
+
+ProvidedMemory::Heap& ProvidedMemory::heap_of(Stream stream, bool small) {
+  for (const auto& heap : heaps_) {
+    if (heap->stream == stream && heap->small == small) return *heap;
+  }
+  return *heaps_.emplace_back(std::make_unique<Heap>(arena_, stream, small));
+}
+
+void* ProvidedMemory::carve(Heap& heap, Block* free, std::size_t bytes) {
+  Block* const block = heap.blocks.carve(free, free->offset, align_up(bytes, kBlockAlignment), BlockState::used);
+  block->requested = bytes;
+  live_[block->offset] = {block, &heap};
+  registry().change(device_, [&](Statistics& statistics) {
+    statistics.increase(StatKind::allocation, size_class(heap.small), 1);
+    statistics.increase(StatKind::active, size_class(heap.small), 1);
+    statistics.increase(StatKind::allocated_bytes, size_class(heap.small), block->size);
+    statistics.increase(StatKind::active_bytes, size_class(heap.small), block->size);
+    statistics.increase(StatKind::requested_bytes, size_class(heap.small), bytes);
+  });
+  return reinterpret_cast<void*>(block->offset);
+}
+
+// A segment, or nullptr.
+void* ProvidedMemory::provide(std::size_t bytes) noexcept {
+  try {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
+    return provider_->raw_alloc(bytes);
+  } catch (...) {
+    return nullptr;  // that is how some say that they have none
+  }
+}
+
+void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
+  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
+  const bool small = size <= kSmallBytes;
+  {
+    const MutexLock lock(mutex_);
+    settle(/*wait=*/false);
+    Heap& heap = heap_of(stream, small);
+    if (Block* const free = heap.blocks.best_fit(size, kTag); free != nullptr) return carve(heap, free, bytes);
+  }
+  const std::size_t wanted = segment_size(size);
+  void* segment = provide(wanted);
+  if (segment == nullptr && !fences_.is_capturing()) {
+    // What is free here for other streams, and what our own pools hold unused,
+    // may be what the provider lacks.
+    registry().change(device_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
+    trim();
+    segment = provide(wanted);
+    if (segment == nullptr) {
+      Runtime::room(DeviceKind::cuda, device_).memory.empty_cache();
+      segment = provide(wanted);
+    }
+  }
+  if (segment == nullptr) {
+    registry().change(device_, [](Statistics& statistics) { ++statistics.num_ooms; });
+    const std::string name = "MemPool (" + std::to_string(region_.first) + ", " + std::to_string(region_.second) + ")";
+    throw OutOfMemoryError(name + ": the allocator that it was made with gave no segment of " + format_bytes(wanted),
+                           bytes, 0, kUnlimited, name);
+  }
+  const ByteRange range{reinterpret_cast<Address>(segment), wanted};
+  registry().add(range, shared_from_this(), small);
+  const MutexLock lock(mutex_);
+  Heap& heap = heap_of(stream, small);
+  return carve(heap, heap.blocks.donate(range, kTag), bytes);
+}
+
+bool ProvidedMemory::free(void* block) noexcept {
+  const auto address = reinterpret_cast<Address>(block);
+  const auto memory = registry().find(address);
+  return memory != nullptr && memory->free_at(address);
+}
+
+bool ProvidedMemory::free_at(Address address) noexcept {
+  try {
+    {
+      const MutexLock lock(mutex_);
+      const auto at = live_.find(address);
+      if (at == live_.end()) return false;
+      const Live live = at->second;
+      live_.erase(at);
+      registry().change(device_, [&](Statistics& statistics) {
+        statistics.decrease(StatKind::allocation, size_class(live.heap->small), 1);
+        statistics.decrease(StatKind::allocated_bytes, size_class(live.heap->small), live.block->size);
+      });
+      if (live.block->uses == nullptr) {
+        finish_free(live);
+      } else {
+        PendingFree pending{live, {}};
+        for (const StreamUse& use : *live.block->uses) pending.fences.add(use.fences->record(use.stream));
+        live.block->uses.reset();
+        live.block->state = BlockState::pending;
+        pending_.push_back(std::move(pending));
+      }
+      settle(/*wait=*/false);
+      if (!closed_) return true;
+      retract_free_segments();
+    }
+    give_back(/*wait=*/false);
+  } catch (...) {
+    report_swallowed("free");
+  }
+  return true;
+}
+
+void ProvidedMemory::finish_free(const Live& live) {
+  registry().change(device_, [&](Statistics& statistics) {
+    statistics.decrease(StatKind::active, size_class(live.heap->small), 1);
+    statistics.decrease(StatKind::active_bytes, size_class(live.heap->small), live.block->size);
+    statistics.decrease(StatKind::requested_bytes, size_class(live.heap->small), live.block->requested);
+  });
+  live.heap->blocks.free(live.block, kTag, 0);
+}
+
+void ProvidedMemory::settle(bool wait) {
+  for (std::size_t k = 0; k < pending_.size();) {
+    if (wait ? pending_[k].fences.wait() : pending_[k].fences.passed()) {
+      finish_free(pending_[k].live);
+      pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(k));
+    } else {
+      ++k;
+    }
+  }
+}
+
+bool ProvidedMemory::record_stream(void* block, Stream stream, FencePool* fences) {
+  const auto address = reinterpret_cast<Address>(block);
+  const auto memory = registry().find(address);
+  if (memory == nullptr) return false;
+  const MutexLock lock(memory->mutex_);
+  const auto at = memory->live_.find(address);
+  if (at == memory->live_.end()) return false;
+  const StreamUse use{stream, fences == nullptr ? &memory->fences_ : fences};
+  if (use.fences == &memory->fences_ && at->second.heap->stream == stream) return true;
+  auto& uses = at->second.block->uses;
+  if (uses == nullptr) uses = std::make_unique<std::vector<StreamUse>>();
+  const auto same = [&](const StreamUse& known) { return known.stream == use.stream && known.fences == use.fences; };
+  if (std::none_of(uses->begin(), uses->end(), same)) uses->push_back(use);
+  return true;
+}
+
+std::size_t ProvidedMemory::block_size(void* block) {
+  const auto address = reinterpret_cast<Address>(block);
+  const auto memory = registry().find(address);
+  if (memory == nullptr) return 0;
+  const MutexLock lock(memory->mutex_);
+  const auto at = memory->live_.find(address);
+  return at == memory->live_.end() ? 0 : at->second.block->size;
+}
+
+// ---------------------------------------------------------------- giving back
+
+void ProvidedMemory::retract_free_segments() {
+  if (pinned_) return;
+  for (const auto& heap : heaps_) {
+    const std::vector<Block*> heads = heap->blocks.stretches();  // a copy: retract() changes it
+    for (Block* const head : heads) {
+      if (head->state != BlockState::free || head->next != nullptr) continue;
+      Leaving leaving{head->range(), {}};
+      leaving.last_use.add(fences_.record(heap->stream));
+      if (after_graphs_ != nullptr) leaving.last_use.add(after_graphs_);
+      heap->blocks.retract(head);
+      leaving_.push_back(std::move(leaving));
+    }
+  }
+}
+
+void ProvidedMemory::give_back(bool wait) noexcept {
+  // The provider's own free ends a capture, or waits for the GPU.
+  if (fences_.is_capturing()) return;
+  const auto self = shared_from_this();  // the last segment's end may be ours
+  try {
+    std::vector<Leaving> gone;
+    {
+      const MutexLock lock(mutex_);
+      const auto first = std::stable_partition(leaving_.begin(), leaving_.end(),
+                                               [&](Leaving& leaving) { return !wait && !leaving.last_use.passed(); });
+      std::move(first, leaving_.end(), std::back_inserter(gone));
+      leaving_.erase(first, leaving_.end());
+    }
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
+    for (Leaving& leaving : gone) {
+      if (!leaving.last_use.wait()) {
+        const MutexLock lock(mutex_);
+        leaving_.push_back(std::move(leaving));
+        continue;
+      }
+      registry().remove(leaving.range);
+      provider_->raw_delete(reinterpret_cast<void*>(leaving.range.offset));
+    }
+  } catch (...) {
+    report_swallowed("giving a MemPool's segments back");
+  }
+}
+
+void ProvidedMemory::trim() noexcept {
+  try {
+    const MutexLock lock(mutex_);
+    if (pinned_ || fences_.is_capturing()) return;
+    settle(/*wait=*/true);
+    retract_free_segments();
+  } catch (...) {
+    report_swallowed("giving a MemPool's segments back");
+  }
+  give_back(/*wait=*/true);
+}
+
+void ProvidedMemory::set_pinned(bool pinned) noexcept {
+  try {
+    const MutexLock lock(mutex_);
+    if (pinned_ && !pinned) after_graphs_ = fences_.record_all();
+    pinned_ = pinned;
+  } catch (...) {
+    report_swallowed("pinning a MemPool");
+  }
+}
+
+// Called with locks held, so the provider is not: drop_passed() follows.
+void ProvidedMemory::close() noexcept {
+  try {
+    const MutexLock lock(mutex_);
+    closed_ = true;
+    settle(/*wait=*/false);
+    retract_free_segments();
+  } catch (...) {
+    report_swallowed("closing a MemPool");
+  }
+}
+
+void ProvidedMemory::trim_all(int device) noexcept {
+  for (const auto& memory : registry().all_of(device)) memory->trim();
+}
+
+void ProvidedMemory::drop_passed(int device) noexcept {
+  for (const auto& memory : registry().all_of(device)) memory->give_back(/*wait=*/false);
+}
+
+// -------------------------------------------------------------------- numbers
+
+std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(int device) {
+  std::vector<Segment> found;
+  for (const auto& memory : registry().all_of(device)) {
+    const MutexLock lock(memory->mutex_);
+    const auto begin_segment = [&](Address address, std::size_t size, bool small, Stream stream) -> SegmentSnapshot& {
+      SegmentSnapshot& segment = found.emplace_back(Segment{memory->region_, {}}).snapshot;
+      segment.address = address;
+      segment.total_size = size;
+      segment.size_class = size_class(small);
+      segment.stream = stream;
+      return segment;
+    };
+    for (const auto& heap : memory->heaps_) {
+      for (const Block* head : heap->blocks.stretches()) {
+        SegmentSnapshot& segment = begin_segment(head->offset, 0, heap->small, heap->stream);
+        for (const Block* block = head; block != nullptr; block = block->next) {
+          BlockSnapshot& part = segment.blocks.emplace_back();
+          part.size = block->size;
+          segment.total_size += block->size;
+          if (block->state == BlockState::free) continue;
+          const bool live = block->state == BlockState::used;
+          part.state = live ? BlockSnapshot::State::allocated : BlockSnapshot::State::pending_free;
+          part.requested = block->requested;
+          segment.active_size += block->size;
+          segment.requested_size += block->requested;
+          if (live) segment.allocated_size += block->size;
+        }
+      }
+    }
+    for (const Leaving& leaving : memory->leaving_) {
+      SegmentSnapshot& segment = begin_segment(leaving.range.offset, leaving.range.size, false, nullptr);
+      segment.blocks.emplace_back().size = leaving.range.size;
+    }
+  }
+  return found;
+}
+
+void ProvidedMemory::add_statistics(int device, Statistics* sum) {
+  registry().change(device, [&](const Statistics& provided) {
+    sum->add_totals(provided);
+    for (StatTriple& triple : sum->stats) {
+      for (Stat& stat : triple) stat.peak = std::max(stat.peak, stat.current);
+    }
+  });
+}
+
+void ProvidedMemory::reset_peaks(int device) {
+  registry().change(device, [](Statistics& statistics) { statistics.reset_peaks(); });
+}
+
+void ProvidedMemory::reset_accumulated(int device) {
+  registry().change(device, [](Statistics& statistics) { statistics.reset_accumulated(); });
+}
+
+}  // namespace vmm

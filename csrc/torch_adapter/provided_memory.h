@@ -1,0 +1,116 @@
+// Memory of a torch.cuda.MemPool that was made with another allocator (NCCL's,
+// say): segments come from that one and go back to it, blocks are cut from them
+// here. It is charged to no model and moves nowhere; the device's statistics and
+// snapshots count it.
+//
+// Provider and driver are called with no lock held: a provider may be Python.
+#pragma once
+
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <atomic>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/sync.h"
+#include "core/block_heap.h"
+#include "core/fences.h"
+#include "core/private_pools.h"
+#include "core/stats.h"
+
+namespace vmm {
+
+class ProvidedMemory final : public ForeignMemory, public std::enable_shared_from_this<ProvidedMemory> {
+ public:
+  using Provider = std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator>;
+  struct Segment {
+    RegionId region;
+    SegmentSnapshot snapshot;
+  };
+
+  static std::shared_ptr<ProvidedMemory> create(int device, RegionId region, Provider provider);
+
+  // Throws OutOfMemoryError when the provider gives nothing.
+  void* allocate(std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
+
+  // False, at once, where no such memory lies at `block`.
+  static bool free(void* block) noexcept;
+  // `stream` also uses the block; `fences` are those of its device.
+  static bool record_stream(void* block, Stream stream, FencePool* fences);
+  // Bytes of the live block, or 0.
+  static std::size_t block_size(void* block);
+
+  // Gives back, to all providers of memory on this device, what is free. May
+  // wait for the GPU.
+  static void trim_all(int device) noexcept;
+  // The same of pools that are gone, as far as nothing has to be waited for.
+  static void drop_passed(int device) noexcept;
+  static std::vector<Segment> snapshot(int device);
+  // Adds what this device's providers gave. Peaks become at least what is
+  // current: the sum's own peaks nobody follows.
+  static void add_statistics(int device, Statistics* sum);
+  static void reset_peaks(int device);
+  static void reset_accumulated(int device);
+
+  // ForeignMemory
+  void set_pinned(bool pinned) noexcept override VMM_EXCLUDES(mutex_);
+  void trim() noexcept override VMM_EXCLUDES(mutex_);
+  void close() noexcept override VMM_EXCLUDES(mutex_);
+
+  ProvidedMemory(int device, RegionId region, Provider provider, FencePool& fences);
+
+ private:
+  // Blocks of one size class for one stream; their offsets are addresses.
+  struct Heap {
+    Heap(BlockArena& arena, Stream stream, bool small) : stream(stream), small(small), blocks(arena, false) {}
+    const Stream stream;
+    const bool small;
+    BlockHeap blocks;
+  };
+  struct Live {
+    Block* block = nullptr;
+    Heap* heap = nullptr;
+  };
+  struct PendingFree {
+    Live live;
+    FenceSet fences;
+  };
+  // A segment that goes back when its fences have passed.
+  struct Leaving {
+    ByteRange range;
+    FenceSet last_use;
+  };
+
+  class Registry;
+  static Registry& registry();
+
+  Heap& heap_of(Stream stream, bool small) VMM_REQUIRES(mutex_);
+  void* carve(Heap& heap, Block* free, std::size_t bytes) VMM_REQUIRES(mutex_);
+  void* provide(std::size_t bytes) noexcept;
+  bool free_at(Address address) noexcept VMM_EXCLUDES(mutex_);
+  void finish_free(const Live& live) VMM_REQUIRES(mutex_);
+  void settle(bool wait) VMM_REQUIRES(mutex_);
+  void retract_free_segments() VMM_REQUIRES(mutex_);
+  void give_back(bool wait) noexcept VMM_EXCLUDES(mutex_);
+
+  const int device_;
+  const RegionId region_;
+  const Provider provider_;
+  FencePool& fences_;
+
+  Mutex mutex_;
+  BlockArena arena_ VMM_GUARDED_BY(mutex_);
+  std::vector<std::unique_ptr<Heap>> heaps_ VMM_GUARDED_BY(mutex_);
+  std::unordered_map<Address, Live> live_ VMM_GUARDED_BY(mutex_);
+  std::vector<PendingFree> pending_ VMM_GUARDED_BY(mutex_);
+  std::vector<Leaving> leaving_ VMM_GUARDED_BY(mutex_);
+  FencePointPtr after_graphs_ VMM_GUARDED_BY(mutex_);
+  bool pinned_ VMM_GUARDED_BY(mutex_) = false;
+  bool closed_ VMM_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace vmm
