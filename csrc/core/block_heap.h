@@ -51,7 +51,7 @@ struct Block {
   Block* bin_next = nullptr;
   StreamTag tag = kNeutral;
   BlockState state = BlockState::free;
-  bool small = false;                         // lives in a slab
+  bool small = false;                            // lives in a slab
   std::unique_ptr<std::vector<StreamUse>> uses;  // record_stream()
 
   [[nodiscard]] std::size_t end() const { return offset + size; }

@@ -55,8 +55,8 @@ std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* gr
   }
   // Under the lock, so that no accessor is missed.
   const MutexLock lock(registry_mutex_);
-  const PoolContext context{driver_,   address_space_,  store_,  fences_,   peaks_, options_,
-                            observer_, oversize_bytes_, device_, accessors_};
+  const PoolContext context{driver_,  address_space_, store_,          fences_, peaks_,
+                            options_, observer_,      oversize_bytes_, device_, accessors_};
   auto pool = std::make_shared<Pool>(context, group == nullptr ? budget_ : *group, complete, this);
   pools_.push_back(pool);
   return pool;

@@ -6,7 +6,7 @@
 namespace vmm {
 
 FencePoint::FencePoint(FencePool& pool, Stream stream, bool all_streams)
-    : pool_(pool), stream_(stream), all_streams_(all_streams || stream == kPerThreadStream) {
+    : pool_(pool), stream_(stream), all_streams_(all_streams || stream == kPerThreadStream || pool.is_foreign(stream)) {
   is_recorded();
 }
 
@@ -71,6 +71,18 @@ Status FencePoint::order_before(Stream stream) {
 FencePool::~FencePool() {
   MutexLock lock(mutex_);
   for (Fence fence : free_) driver_.destroy_fence(fence).ignore();
+}
+
+void FencePool::add_foreign(Stream stream) {
+  MutexLock lock(mutex_);
+  foreign_.insert(stream);
+  any_foreign_.store(true, std::memory_order_release);
+}
+
+bool FencePool::is_foreign(Stream stream) {
+  if (!any_foreign_.load(std::memory_order_acquire)) return false;
+  MutexLock lock(mutex_);
+  return foreign_.count(stream) != 0;
 }
 
 Fence FencePool::take() {

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "base/status.h"
@@ -83,6 +84,12 @@ class FencePool {
   void end_capture() { captures_.fetch_sub(1, std::memory_order_acq_rel); }
   [[nodiscard]] bool is_capturing() const { return captures_.load(std::memory_order_acquire) != 0; }
 
+  // A stream that somebody else made and may destroy at any time. CUDA crashes
+  // when it is handed a stream that is no more, so it never is: points of this
+  // one are over all streams.
+  void add_foreign(Stream stream) VMM_EXCLUDES(mutex_);
+  [[nodiscard]] bool is_foreign(Stream stream) VMM_EXCLUDES(mutex_);
+
   [[nodiscard]] Driver& driver() const { return driver_; }
   [[nodiscard]] int device() const { return device_; }
 
@@ -96,6 +103,8 @@ class FencePool {
   std::atomic<int> captures_{0};
   Mutex mutex_;
   std::vector<Fence> free_ VMM_GUARDED_BY(mutex_);
+  std::set<Stream> foreign_ VMM_GUARDED_BY(mutex_);
+  std::atomic<bool> any_foreign_{false};
 };
 
 // The points that must pass before a place or a chunk is nobody's any more.

@@ -69,7 +69,8 @@ const std::vector<OptionRow>& option_table() {
       {"default_capacity_bytes", "TORCH_VMM_DEFAULT_CAPACITY", "4 x device memory", "bytes",
        "Virtual capacity of a pool that names none."},
       {"host_bytes", "TORCH_VMM_HOST_BYTES", "80 % of RAM", "bytes", "Memory of the \"cpu\" device."},
-      {"exportable", "TORCH_VMM_EXPORTABLE", "1", "flag", "Create chunks that other processes can import, where the device can."},
+      {"exportable", "TORCH_VMM_EXPORTABLE", "1", "flag",
+       "Create chunks that other processes can import, where the device can."},
   };
   return kRows;
 }

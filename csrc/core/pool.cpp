@@ -149,20 +149,30 @@ void Pool::count_requested(const Block& block, bool up) {
   }
 }
 
-// One size class only: what changes hands between small and large stays the
-// same in all.
-void Pool::count_part(StatKind kind, SizeClass size_class, std::size_t amount, bool up) {
+// Memory changes hands between the small and the large pool: nothing came or
+// went, so it counts as if it had come for `to` in the first place.
+void Pool::hand_over(StatKind kind, SizeClass from, SizeClass to, std::size_t how_much) {
   StatTriple& triple = statistics_[kind];
-  Stat& part = triple[size_class == SizeClass::small_pool ? 1 : 2];
-  if (up) {
-    part.increase(static_cast<std::int64_t>(amount));
-    seat_.rose(kind, size_class, triple);
-    if (family_seat_ != nullptr) family_seat_->rose(kind, size_class, triple);
-  } else {
-    part.decrease(static_cast<std::int64_t>(amount));
-    seat_.fell(kind, size_class, triple);
-    if (family_seat_ != nullptr) family_seat_->fell(kind, size_class, triple);
-  }
+  const auto amount = static_cast<std::int64_t>(how_much);
+  const auto part = [&triple](SizeClass size_class) -> Stat& {
+    return triple[size_class == SizeClass::small_pool ? 1 : 2];
+  };
+  part(from).current -= amount;
+  part(from).allocated -= amount;
+  seat_.fell(kind, from, triple);
+  if (family_seat_ != nullptr) family_seat_->fell(kind, from, triple);
+  part(to).increase(amount);
+  seat_.rose(kind, to, triple);
+  if (family_seat_ != nullptr) family_seat_->rose(kind, to, triple);
+}
+
+// A slab's memory is the small pool's, whatever its chunk was mapped for; the
+// chunk itself is where the slab is all of it.
+void Pool::hand_over_slab(const Block& slab, SizeClass from, SizeClass to) {
+  hand_over(StatKind::reserved_bytes, from, to, slab.size);
+  const auto chunk = range_->live().find(slab.offset);
+  if (chunk == range_->live().end() || chunk->second.chunk->size != slab.size) return;
+  hand_over(StatKind::segment, from, to, 1);
 }
 
 void Pool::count_oversize(const Block& block, bool up) {
@@ -298,13 +308,11 @@ Block* Pool::allocate_small(std::size_t size, StreamTag tag, Grant* grant, Short
   return streams_[tag].small->carve(free, free->offset, size, BlockState::used);
 }
 
-// Small blocks are cut from it from now on. Its memory counts as the small
-// pool's, whatever its chunk was mapped for.
+// Small blocks are cut from it from now on.
 void Pool::make_slab(Block* slab) {
   slabs_.emplace(slab->offset, slab);
   streams_[slab->tag].small->donate(slab->range(), slab->tag)->small = true;
-  count_part(StatKind::reserved_bytes, SizeClass::large_pool, slab->size, /*up=*/false);
-  count_part(StatKind::reserved_bytes, SizeClass::small_pool, slab->size, /*up=*/true);
+  hand_over_slab(*slab, SizeClass::large_pool, SizeClass::small_pool);
 }
 
 bool Pool::free(Address address, bool* drained) {
@@ -354,8 +362,7 @@ void Pool::give_up_slab(StreamState& stream, Block* whole) {
   const auto slab = slabs_.find(whole->offset);
   VMM_CHECK(slab != slabs_.end(), "no slab at ", whole->offset);
   const std::uint64_t epoch = whole->epoch;
-  count_part(StatKind::reserved_bytes, SizeClass::small_pool, slab->second->size, /*up=*/false);
-  count_part(StatKind::reserved_bytes, SizeClass::large_pool, slab->second->size, /*up=*/true);
+  hand_over_slab(*slab->second, SizeClass::small_pool, SizeClass::large_pool);
   stream.small->retract(whole);
   large_.free(slab->second, slab->second->tag, epoch);
   slabs_.erase(slab);
@@ -377,9 +384,8 @@ void Pool::record_stream(Address address, Stream stream, FencePool* fences) {
   if (block == nullptr || (of_this_device && streams_[block->tag].stream == stream)) return;
   if (block->uses == nullptr) block->uses = std::make_unique<std::vector<StreamUse>>();
   auto& uses = *block->uses;
-  const bool known = std::any_of(uses.begin(), uses.end(), [&](const StreamUse& use) {
-    return use.stream == stream && use.fences == fences;
-  });
+  const bool known = std::any_of(uses.begin(), uses.end(),
+                                 [&](const StreamUse& use) { return use.stream == stream && use.fences == fences; });
   if (!known) uses.push_back({stream, fences});
 }
 

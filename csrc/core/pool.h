@@ -187,7 +187,7 @@ class Pool {
   // -- Numbers ---------------------------------------------------------------
   [[nodiscard]] MemoryStats memory_stats() VMM_EXCLUDES(mutex_);  // walks
   [[nodiscard]] MemoryStats memory_stats_locked() VMM_REQUIRES(mutex_);
-  [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(mutex_);                  // cheap
+  [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(mutex_);  // cheap
   [[nodiscard]] std::vector<SegmentSnapshot> snapshot(SnapshotGrain grain = SnapshotGrain::run) const
       VMM_EXCLUDES(mutex_);  // walks
   // Brings inactive_split and inactive_split_bytes up to date. Walks.
@@ -313,7 +313,8 @@ class Pool {
   void count(StatKind blocks, StatKind bytes, const Block& block, bool up) VMM_REQUIRES(mutex_);
   void count_requested(const Block& block, bool up) VMM_REQUIRES(mutex_);
   void count_oversize(const Block& block, bool up) VMM_REQUIRES(mutex_);
-  void count_part(StatKind kind, SizeClass size_class, std::size_t amount, bool up) VMM_REQUIRES(mutex_);
+  void hand_over(StatKind kind, SizeClass from, SizeClass to, std::size_t how_much) VMM_REQUIRES(mutex_);
+  void hand_over_slab(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
   void end_block(const Block& block) VMM_REQUIRES(mutex_);
   void finish_free(Block* block) VMM_REQUIRES(mutex_);

@@ -55,14 +55,20 @@ Block* Pool::take_backed(const Request& request) {
   return large_.carve(span, span->offset, request.size, request.state);
 }
 
-// Where nothing is split, a block has a chunk of exactly its size.
+// Where nothing is split, a block has a chunk for itself: the smallest free one
+// that fits, all of it, or a new one of exactly its size.
 Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
+  Block* best = nullptr;
+  ByteRange whole;
   for (const auto& [offset, mapping] : range_->live()) {
-    if (mapping.chunk->size != request.size) continue;
+    const std::size_t size = mapping.chunk->size;
+    if (size < request.size || (best != nullptr && size >= whole.size)) continue;
     Block* free = large_.free_covering(offset);
-    if (free == nullptr || free->tag != request.tag || free->end() < offset + request.size) continue;
-    return large_.carve(free, offset, request.size, request.state);
+    if (free == nullptr || free->tag != request.tag || free->end() < offset + size) continue;
+    best = free;
+    whole = {offset, size};
   }
+  if (best != nullptr) return large_.carve(best, whole.offset, whole.size, request.state);
   if (!find_unbacked(request.size, /*high=*/false, &request.offset)) {
     *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
     return nullptr;
@@ -273,7 +279,8 @@ bool Pool::collect(const std::vector<ByteRange>& gaps, const Request& request, S
   for (const ByteRange& gap : gaps) {
     for (std::size_t at = gap.offset; at < gap.end();) {
       const std::size_t remaining = gap.end() - at;
-      Chunk* chunk = grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(uniform_ ? page_ : remaining, uniform_);
+      Chunk* chunk =
+          grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(uniform_ ? page_ : remaining, uniform_);
       IdleChunk move;
       if (chunk == nullptr && take_idle(idle, uniform_ ? page_ : remaining, uniform_ ? page_ : least_move, &move)) {
         chunk = move.chunk;

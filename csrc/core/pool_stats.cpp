@@ -287,15 +287,13 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
       builder.cut();
       for (const Block* piece = slab_head(*streams_[block->tag].small, block->offset); piece != nullptr;
            piece = piece->next) {
-        builder.add(piece->offset, piece->size, piece->requested, state_of(*piece), SizeClass::small_pool,
-                    stream);
+        builder.add(piece->offset, piece->size, piece->requested, state_of(*piece), SizeClass::small_pool, stream);
       }
       builder.cut();
       continue;
     }
     if (block->state != BlockState::free && block->state != BlockState::retired) {
-      builder.add(block->offset, block->size, block->requested, state_of(*block), SizeClass::large_pool,
-                  stream);
+      builder.add(block->offset, block->size, block->requested, state_of(*block), SizeClass::large_pool, stream);
       continue;
     }
     // Free space may have holes: only its mapped parts are part of a segment.

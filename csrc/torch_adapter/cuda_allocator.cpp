@@ -113,6 +113,9 @@ DeviceRoom& room_of(c10::DeviceIndex device) {
   return room;
 }
 
+// A torch.cuda.ExternalStream: its id is its handle, and even.
+bool is_foreign(const c10::cuda::CUDAStream& stream) { return stream.id() != 0 && stream.id() % 2 == 0; }
+
 // Out of the private pool that torch routes this request to, or the model's
 // own pool. `part` is then the private one.
 void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::shared_ptr<Pool>* part) {
@@ -147,7 +150,9 @@ bool run_cuda_free_memory_callbacks() {
 // overridden.
 CudaAllocator::CudaAllocator()
     : CUDAPluggableAllocator(
-          [](std::size_t, int, cudaStream_t) -> void* { throw_not_yet("malloc", "the base's malloc"); },
+          [](std::size_t, int, cudaStream_t) -> void* {
+            throw_torch_error("torch_vmm: the base's malloc is not used");
+          },
           [](void*, std::size_t, int, cudaStream_t) {}) {}
 
 const std::shared_ptr<CudaAllocator>& CudaAllocator::instance() {
@@ -224,7 +229,11 @@ c10::DataPtr CudaAllocator::allocate(std::size_t bytes) {
     void* block = allocate_uncached(bytes);
     return {block, block, &free_uncached, torch_device(device)};
   }
-  void* block = bytes == 0 ? nullptr : allocate_on(device, bytes, c10::cuda::getCurrentCUDAStream(device).stream());
+  if (bytes == 0) return {nullptr, nullptr, &free_block, torch_device(device)};
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
+  if (is_foreign(stream)) [[unlikely]]
+    room_of(device).memory.fences().add_foreign(stream.stream());
+  void* block = allocate_on(device, bytes, stream.stream());
   return {block, block, &free_block, torch_device(device)};
 }
 
@@ -237,6 +246,11 @@ void* CudaAllocator::raw_alloc(std::size_t bytes) {
 
 void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) {
   if (!isEnabled()) return allocate_uncached(bytes);
+  // A handle that is not torch's current stream may be anybody's.
+  const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(current_device());
+  if (stream != nullptr && (stream != current.stream() || is_foreign(current))) {
+    room_of(current_device()).memory.fences().add_foreign(stream);
+  }
   if (is_current()) return allocate_on(current_device(), bytes, stream);
   // The provider of a torch.cuda.MemPool of another allocator, which goes on
   // looking for memory elsewhere when it is given none.
@@ -264,6 +278,7 @@ void CudaAllocator::recordStream(const c10::DataPtr& block, c10::cuda::CUDAStrea
   if (block.get() == nullptr || block.get_deleter() != &free_block) return;
   Runtime::require_own_process();
   FencePool& fences = room_of(stream.device_index()).memory.fences();
+  if (is_foreign(stream)) fences.add_foreign(stream.stream());
   if (ProvidedMemory::record_stream(block.get(), stream.stream(), &fences)) return;
   Pool* pool = Runtime::pool_at(block.get());
   if (pool == nullptr) return;
@@ -281,6 +296,7 @@ void CudaAllocator::emptyCache(c10::MempoolId_t mempool) {
     const RegionId region{mempool.first, mempool.second};
     for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) {
       if (region == RegionId{}) {
+        room->private_pools.sweep();
         ProvidedMemory::trim_all(room->ordinal);
         room->memory.empty_cache();
       } else {

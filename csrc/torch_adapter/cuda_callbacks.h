@@ -5,6 +5,8 @@
 
 namespace vmm {
 
+struct DeviceRoom;
+
 // torch's registered ways of freeing GPU memory when there is none left.
 // Runs every FreeMemoryCallback; true if one of them freed something. Does
 // nothing unless torch allocates through us: another allocator would be asked
@@ -14,5 +16,8 @@ bool run_cuda_free_memory_callbacks();
 // What private_pools has to know of captures on this GPU, and what torch
 // leaves undone after a failed one.
 CaptureHooks cuda_capture_hooks(int ordinal);
+
+// Lets torch's memory history, if it is on, see what happens on a new device.
+void watch_cuda_memory(DeviceRoom& room);
 
 }  // namespace vmm

@@ -44,14 +44,6 @@ void throw_torch_error(const std::string& message) {
   __builtin_unreachable();
 }
 
-void throw_not_yet(const std::string& function, const std::string& what) {
-  const std::string text = "torch_vmm: " + what + " (CUDAAllocator::" + function +
-                           ") is not available in this version. Without torch_vmm.enable() torch's own allocator "
-                           "does it.";
-  TORCH_CHECK_NOT_IMPLEMENTED(false, text);
-  __builtin_unreachable();
-}
-
 void throw_beyond_exbibyte(const DeviceWords& where) {
   const std::string text =
       std::string(where.backend) + " out of memory. Tried to allocate more than 1EB memory on " + where.device + ".";

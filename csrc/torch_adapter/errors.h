@@ -26,9 +26,6 @@ struct DeviceWords {
 
 // c10::Error with this text.
 [[noreturn]] void throw_torch_error(const std::string& message);
-// What this version does not do yet (NotImplementedError in Python); names the
-// virtual function of torch's allocator.
-[[noreturn]] void throw_not_yet(const std::string& function, const std::string& what);
 
 // torch's own refusal of requests that no device could ever meet.
 inline constexpr std::size_t kExbibyte = std::size_t{1} << 60;

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include "base/units.h"
+#include "torch_adapter/cuda_callbacks.h"
 #include "torch_adapter/errors.h"
 
 namespace vmm {
@@ -139,6 +140,8 @@ void History::update_watch() {
 void History::watch(DeviceRoom& room) {
   if (is_on()) room.memory.set_observer(this);
 }
+
+void watch_cuda_memory(DeviceRoom& room) { History::instance().watch(room); }
 
 // --------------------------------------------------------------------- contexts
 

@@ -40,9 +40,7 @@ class Range : public ::testing::Test {
     EXPECT_TRUE(driver_.create({fresh->size, kDevice, false}, &fresh->handle).ok());
     return fresh;
   }
-  Status map(std::vector<Placement> placements) {
-    return range_->map(placements, std::vector<Location>{kDevice});
-  }
+  Status map(std::vector<Placement> placements) { return range_->map(placements, std::vector<Location>{kDevice}); }
 
   HostDriver host_{HostDriverOptions{kPage, kGiB, 1}};
   ScriptedDriver driver_{host_};

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.cuda import _memory_viz
 
 import torch_vmm
 from tests.gpu import programs
@@ -45,12 +46,10 @@ def a_block_in_a_pool(pool: torch.cuda.MemPool) -> torch.Tensor:
 
 
 def route_a_stream() -> None:
+    """torch takes it in a capture only."""
     pool = torch.cuda.MemPool()
-    torch._C._cuda_beginAllocateCurrentStreamToPool(0, pool.id)
-    x = block()
-    torch._C._cuda_endAllocateToPool(0, pool.id)
-    torch._C._cuda_releasePool(0, pool.id)
-    del x
+    with pytest.raises(RuntimeError, match="Expected stream capture to be under way"):
+        torch._C._cuda_beginAllocateCurrentStreamToPool(0, pool.id)
 
 
 def route_a_device() -> None:
@@ -113,8 +112,10 @@ def record_history(**options: Any) -> None:
 
 def dump(folder: Path) -> None:
     memory._dump_snapshot(str(folder / "snapshot.pickle"))
-    memory._save_memory_usage(str(folder / "memory.svg"))
-    memory._save_segment_usage(str(folder / "segments.svg"))
+    snapshot = memory._snapshot()
+    # The drawing itself is done by a script that torch fetches.
+    assert _memory_viz.memory(snapshot, format_flamegraph=str)
+    assert _memory_viz.segments(snapshot, format_flamegraph=str)
 
 
 def attach_metadata() -> None:
@@ -277,7 +278,7 @@ def test_the_private_function_works(name: str) -> None:
 
 def test_dumps_and_plots_work(tmp_path: Path) -> None:
     dump(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3
+    assert (tmp_path / "snapshot.pickle").stat().st_size > 0
 
 
 # -- Virtual methods ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.gpu.conftest import Busy, Stopwatch
 from tests.gpu.native import both
 from tests.gpu.patterns import intact, queue_check, queue_stamp
 from tests.gpu.workloads import graphs
-from tests.gpu.workloads.graphs import captured, chain, numbers
+from tests.gpu.workloads.graphs import captured, chain, numbers, other_stream
 from tests.helpers import MIB
 from torch_vmm import pool_of
 
@@ -209,7 +209,7 @@ def test_a_capture_takes_what_another_model_left_idle_at_the_limit(make_shared: 
 
 @pytest.mark.no_memcheck  # it measures time
 def test_a_capture_that_grows_at_the_limit_waits_for_nobody(make_shared: MakeShared, busy: Busy) -> None:
-    stranger = torch.cuda.Stream()
+    stranger = other_stream()
 
     def work_elsewhere() -> None:
         with torch.cuda.stream(stranger):
@@ -396,7 +396,7 @@ def _wait_for_the_stream(x: torch.Tensor) -> None:
 
 
 def _leave_a_stream_unjoined(x: torch.Tensor) -> None:
-    side = torch.cuda.Stream()
+    side = other_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         x.add_(0)
@@ -494,7 +494,7 @@ def test_a_failed_capture_leaves_a_running_one_alone(make_shared: MakeShared) ->
     expected = chain(x)
     torch.cuda.synchronize()
     good, bad = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    streams = [other_stream(), other_stream()]
     with torch.cuda.stream(streams[0]), one:
         good.capture_begin(capture_error_mode="relaxed")
         first = chain(x)
@@ -526,7 +526,7 @@ def test_a_capture_right_after_another_was_dropped(make_pool: MakePool) -> None:
         x = numbers(2)
         settle()
         alone = model.memory_reserved()
-    stream = torch.cuda.Stream()
+    stream = other_stream()
     with model, torch.cuda.stream(stream):
         for turn in range(20):
             graph = torch.cuda.CUDAGraph()

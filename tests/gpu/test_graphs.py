@@ -19,7 +19,7 @@ from tests.gpu.conftest import Busy
 from tests.gpu.native import both
 from tests.gpu.patterns import intact, queue_check, queue_stamp
 from tests.gpu.workloads import graphs
-from tests.gpu.workloads.graphs import MODES, POOLS, captured, chain, numbers
+from tests.gpu.workloads.graphs import MODES, POOLS, captured, chain, numbers, other_stream
 from tests.helpers import MIB, rounded
 from torch_vmm import pool_of
 
@@ -192,7 +192,7 @@ def test_what_a_capture_freed_serves_only_captures_in_the_same_pool(make_pool: M
 
 def test_streams_that_fork_and_join_in_a_capture() -> None:
     x = numbers(4)
-    sides = [torch.cuda.Stream() for _ in range(3)]
+    sides = [other_stream() for _ in range(3)]
 
     def work() -> torch.Tensor:
         main = torch.cuda.current_stream()
@@ -229,7 +229,7 @@ def test_streams_that_fork_and_join_in_a_capture() -> None:
 def test_a_block_that_another_stream_still_uses_is_not_reused_within_the_capture(size: int, sleep: Sleep) -> None:
     source = queue_stamp(torch.empty(size, dtype=torch.uint8, device="cuda"), 3)
     result = torch.empty_like(source)
-    side = torch.cuda.Stream()
+    side = other_stream()
     addresses = []
 
     def work() -> torch.Tensor:
@@ -260,7 +260,7 @@ def test_a_block_that_another_stream_still_uses_is_not_reused_within_the_capture
 def test_a_block_freed_on_a_stream_that_has_not_joined_is_not_the_others(sleep: Sleep) -> None:
     x = numbers(4)
     result = torch.empty_like(x)
-    side = torch.cuda.Stream()
+    side = other_stream()
     addresses = []
 
     def work() -> None:
@@ -284,7 +284,7 @@ def test_a_block_freed_on_a_stream_that_has_not_joined_is_not_the_others(sleep: 
 
 def test_blocks_recorded_on_streams_are_free_when_the_capture_is_over(make_pool: MakePool) -> None:
     model = make_pool("1GiB")
-    side = torch.cuda.Stream()
+    side = other_stream()
     with model:
         x = numbers(4)
 
@@ -312,7 +312,7 @@ def test_blocks_recorded_on_streams_are_free_when_the_capture_is_over(make_pool:
 @pytest.mark.parametrize("recorded_on", ["the capture's stream", "a side stream"])
 def test_an_ordinary_block_freed_during_a_capture(make_pool: MakePool, busy: Busy, recorded_on: str) -> None:
     model = make_pool("1GiB")
-    side = torch.cuda.Stream()
+    side = other_stream()
     x = numbers(1)
     held = [queue_stamp(bytes_in(model, 8 * MIB), 1)]
     copy = torch.empty_like(held[0])
@@ -335,6 +335,7 @@ def test_an_ordinary_block_freed_during_a_capture(make_pool: MakePool, busy: Bus
     assert intact(filler, 2)
     assert intact(ordinary, 3)
     if recorded_on == "a side stream":
+        torch.cuda.synchronize()
         assert intact(copy, 1)
     settle()
     assert model.memory_allocated() == 16 * MIB
@@ -487,7 +488,7 @@ def test_a_graph_that_ends_during_its_replay_keeps_its_memory_until_the_replay_i
             return late.fill_(0xAA)
 
         graph, out = captured(work)
-    side = torch.cuda.Stream()
+    side = other_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         graph.replay()
@@ -507,7 +508,7 @@ def test_a_graph_replayed_on_other_streams() -> None:
     x = numbers(2)
     graph, out = captured(lambda: chain(x))
     for seed in range(8):
-        stream = torch.cuda.Stream()
+        stream = other_stream()
         with torch.cuda.stream(stream):
             stream.wait_stream(torch.cuda.default_stream())
             x.copy_(numbers(2, seed))
@@ -524,7 +525,7 @@ def test_a_graph_replayed_on_other_streams() -> None:
 def test_captures_while_another_thread_works_in_another_model(make_shared: MakeShared, mode: str) -> None:
     shared = make_shared("256MiB")
     mine, theirs = shared.register_model("mine"), shared.register_model("theirs")
-    stream = torch.cuda.Stream()
+    stream = other_stream()
     stop = threading.Event()
     verdicts: list[torch.Tensor] = []
 
@@ -574,7 +575,7 @@ def test_two_threads_capture_at_once(make_shared: MakeShared) -> None:
 
     def work(model: torch_vmm.VirtualMemoryPool, seed: int) -> None:
         try:
-            stream = torch.cuda.Stream()
+            stream = other_stream()
             with model, torch.cuda.stream(stream):
                 x = numbers(2, seed)
                 expected = chain(x)

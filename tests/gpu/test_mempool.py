@@ -331,7 +331,8 @@ def test_what_a_mempool_leaves_idle_another_model_can_have(make_shared: MakeShar
         del block
     with other:
         taken = empty(64 * MIB)
-        found = torch.count_nonzero(taken)
+    found = torch.count_nonzero(taken)  # takes memory itself
+    with other:
         queue_stamp(taken, 2)
     assert int(found) == 0
     assert intact(taken, 2)
@@ -647,7 +648,6 @@ def test_beside_a_foreign_provider_ours_goes_on(provider: Provider) -> None:
             second = queue_stamp(empty(3 * MIB), 2)
         third = queue_stamp(empty(3 * MIB), 3)
     assert [provider.holds(tensor) for tensor in (first, second, third)] == [True, False, True]
-    assert foreign.allocator is not None
     assert all(intact(tensor, seed) for seed, tensor in enumerate((first, second, third), start=1))
 
 
@@ -683,9 +683,11 @@ _UNDER_NATIVE = {
     "a pool in each thread, each in its model": """
         shared = torch_vmm.SharedMemoryPool("512MiB")
         wrong = []
+        # Natively no pool may end while another thread is in one, so all of them end at the end.
+        pools = [torch.cuda.MemPool(torch_vmm.allocator()) for _ in range(3)]
         def work(model, number):
             try:
-                pool = torch.cuda.MemPool(torch_vmm.allocator())
+                pool = pools[number - 1]
                 stream = torch.cuda.Stream()
                 with model, torch.cuda.use_mem_pool(pool), torch.cuda.stream(stream):
                     for turn in range(50):
@@ -693,7 +695,7 @@ _UNDER_NATIVE = {
                         if torch_vmm.pool_of(block) is not model or not bool((block == number).all()):
                             wrong.append((number, turn))
                 stream.synchronize()
-                del block, pool
+                del block
             except Exception as error:
                 wrong.append(repr(error))
         models = [shared.register_model(f"model-{number}") for number in range(3)]
@@ -701,6 +703,7 @@ _UNDER_NATIVE = {
         for thread in threads: thread.start()
         for thread in threads: thread.join()
         assert wrong == [], wrong
+        pools.clear()
         for model in models: nothing_is_left(model)
     """,
     "a graph captured into it": """

@@ -30,9 +30,9 @@ namespace {
 
 using Kind = Op::Kind;
 constexpr std::array<const char*, 19> kKindNames = {
-    "allocate",   "free",        "record_stream", "pages",         "first_pages", "free_pages", "trim",   "empty_cache",
-    "pool_limit", "group_limit", "hold",          "release_holds", "fail_call",   "settle",     "reopen", "threads",
-    "pin",        "checkpoint",  "restore"};
+    "allocate",    "free",       "record_stream", "pages",      "first_pages",   "free_pages", "trim",
+    "empty_cache", "pool_limit", "group_limit",   "hold",       "release_holds", "fail_call",  "settle",
+    "reopen",      "threads",    "pin",           "checkpoint", "restore"};
 
 constexpr std::size_t kPools = 5;  // three models under one limit, one pool of its own, and a part of that
 constexpr std::size_t kPart = 4;

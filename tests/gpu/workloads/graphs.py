@@ -28,6 +28,26 @@ def numbers(mib: int, seed: int = 1) -> torch.Tensor:
     return torch.arange(mib * 2**17, dtype=torch.int64, device="cuda") * (2 * seed + 1) + seed
 
 
+_streams: list[torch.cuda.Stream] = []
+
+
+def other_stream() -> torch.cuda.Stream:
+    """A stream that is neither the one of captures nor among the last few made here.
+
+    torch hands out 32 streams in turn, so two objects may be one stream: ordinary work of a test on the stream that is
+    being captured would become part of the graph.
+    """
+    of_captures = torch.cuda.graph.default_capture_stream
+    if of_captures is None:
+        of_captures = torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
+    while True:
+        stream = torch.cuda.Stream()
+        if stream not in (of_captures, *_streams):
+            _streams.append(stream)
+            del _streams[:-8]
+            return stream
+
+
 def captured(
     work: Callable[[], T],
     pool: tuple[int, int] | None = None,
@@ -74,7 +94,7 @@ def counted(pool: str, mode: str, on_side_stream: bool) -> dict[str, object]:
         graph, out = captured(
             lambda: chain(x),
             pool={"a handle": torch.cuda.graph_pool_handle(), "another graph's": other.pool()}.get(pool),
-            stream=torch.cuda.Stream() if on_side_stream else None,
+            stream=other_stream() if on_side_stream else None,
             mode=mode,
             keep=pool == "kept",
         )
@@ -157,7 +177,7 @@ def whole_step(graphed: bool, steps: int = 5) -> list[float]:
         optimizer.step()
         return loss.detach()
 
-    side = torch.cuda.Stream()
+    side = other_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # kernels and autograd's threads are there afterwards; with zeros only biases change
         for _ in range(3):

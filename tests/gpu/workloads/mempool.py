@@ -47,7 +47,6 @@ def ids() -> dict[str, object]:
         "user made": [first.id[0], handle[0], second.id[0]],
         "steps": [handle[1] - first.id[1], second.id[1] - handle[1]],
         "a graph's own": [own[0] > 0, own[1]],
-        "provider": first.allocator is None,
     }
 
 

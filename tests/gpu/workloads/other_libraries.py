@@ -29,6 +29,14 @@ def cupy_through_torch() -> AbstractContextManager[Any]:
 @functools.cache
 def numba_through_torch() -> None:
     """From now on Numba's arrays are made of torch's memory. To be called before Numba has used the GPU."""
+    import numpy
+
+    if not hasattr(numpy, "row_stack"):  # Numba asks for aliases that NumPy 2.5 has no more
+        numpy.row_stack = numpy.vstack
+    if not hasattr(numpy, "in1d"):
+        numpy.in1d = numpy.isin
+    if not hasattr(numpy, "trapz"):
+        numpy.trapz = numpy.trapezoid
     from numba import cuda
 
     class TorchMemory(cuda.HostOnlyCUDAMemoryManager):  # type: ignore[misc, name-defined]

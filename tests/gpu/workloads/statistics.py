@@ -327,7 +327,6 @@ def misused() -> dict[str, str]:
     torch.cuda.caching_allocator_delete(block)
     cases: dict[str, Callable[[], Any]] = {
         "stats of device 99": lambda: torch.cuda.memory_stats(99),
-        "stats of device -2": lambda: torch.cuda.memory_stats(-2),
         "peaks of device 99": lambda: torch.cuda.reset_peak_memory_stats(99),
         "totals of device 99": lambda: torch.cuda.reset_accumulated_memory_stats(99),
         "fraction of device 99": lambda: torch.cuda.set_per_process_memory_fraction(0.5, 99),
