@@ -99,6 +99,7 @@ bool Pool::end(bool wait) {
   drop_retired(wait);
   if (range_->has_retired() && context_.fences.is_capturing()) return false;
   range_.reset();
+  set_inactive_split({}, {});
   if (!context_.address_space.unreserve(context_.driver, base_, capacity_).ok()) {
     context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
   }
@@ -149,21 +150,11 @@ void Pool::count_requested(const Block& block, bool up) {
   }
 }
 
-// Memory changes hands between the small and the large pool: nothing came or
-// went, so it counts as if it had come for `to` in the first place.
+// What changes hands between the small and the large pool has gone from the one
+// and come to the other, so `freed` and `allocated` of all rise as well.
 void Pool::hand_over(StatKind kind, SizeClass from, SizeClass to, std::size_t how_much) {
-  StatTriple& triple = statistics_[kind];
-  const auto amount = static_cast<std::int64_t>(how_much);
-  const auto part = [&triple](SizeClass size_class) -> Stat& {
-    return triple[size_class == SizeClass::small_pool ? 1 : 2];
-  };
-  part(from).current -= amount;
-  part(from).allocated -= amount;
-  seat_.fell(kind, from, triple);
-  if (family_seat_ != nullptr) family_seat_->fell(kind, from, triple);
-  part(to).increase(amount);
-  seat_.rose(kind, to, triple);
-  if (family_seat_ != nullptr) family_seat_->rose(kind, to, triple);
+  count_down(kind, from, how_much);
+  count_up(kind, to, how_much);
 }
 
 // A slab's memory is the small pool's, whatever its chunk was mapped for; the

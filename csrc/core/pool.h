@@ -10,6 +10,7 @@
 // from the top, so that long-lived small blocks do not pin big chunks.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <deque>
@@ -314,6 +315,8 @@ class Pool {
   void count_requested(const Block& block, bool up) VMM_REQUIRES(mutex_);
   void count_oversize(const Block& block, bool up) VMM_REQUIRES(mutex_);
   void hand_over(StatKind kind, SizeClass from, SizeClass to, std::size_t how_much) VMM_REQUIRES(mutex_);
+  using BySizeClass = std::array<std::size_t, 2>;
+  void set_inactive_split(const BySizeClass& count, const BySizeClass& bytes) VMM_REQUIRES(mutex_);
   void hand_over_slab(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
   void end_block(const Block& block) VMM_REQUIRES(mutex_);

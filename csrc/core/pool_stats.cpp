@@ -16,15 +16,17 @@ void Pool::refresh_inactive_split() {
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return;
   give_up_spare_slabs();
-  std::array<std::size_t, 3> count{};
-  std::array<std::size_t, 3> bytes{};
+  constexpr auto kSmall = static_cast<std::size_t>(SizeClass::small_pool);
+  constexpr auto kLarge = static_cast<std::size_t>(SizeClass::large_pool);
+  BySizeClass count{};
+  BySizeClass bytes{};
   for (const StreamState& stream : streams_) {
     if (stream.small == nullptr) continue;
     for (const Block* block : stream.small->stretches()) {
       for (; block != nullptr; block = block->next) {
         if (block->state != BlockState::free) continue;
-        ++count[1];
-        bytes[1] += block->size;
+        ++count[kSmall];
+        bytes[kSmall] += block->size;
       }
     }
   }
@@ -42,20 +44,24 @@ void Pool::refresh_inactive_split() {
         continue;
       }
       const std::size_t end = at->first + at->second.chunk->size;
-      if (!open) ++count[2];
+      if (!open) ++count[kLarge];
       open = std::next(at) != range_->live().end() && std::next(at)->first == end;
-      bytes[2] += std::min(end, block->end()) - std::max(at->first, block->offset);
+      bytes[kLarge] += std::min(end, block->end()) - std::max(at->first, block->offset);
     }
   }
+  set_inactive_split(count, bytes);
+}
+
+void Pool::set_inactive_split(const BySizeClass& count, const BySizeClass& bytes) {
   const auto set = [this](StatKind kind, SizeClass size_class, std::size_t value) VMM_REQUIRES(mutex_) {
-    const auto now = static_cast<std::size_t>(statistics_[kind][size_class == SizeClass::small_pool ? 1 : 2].current);
+    const auto now = static_cast<std::size_t>(statistics_[kind][1 + static_cast<std::size_t>(size_class)].current);
     if (value < now) count_down(kind, size_class, now - value);
     if (value > now) count_up(kind, size_class, value - now);
   };
-  set(StatKind::inactive_split, SizeClass::small_pool, count[1]);
-  set(StatKind::inactive_split, SizeClass::large_pool, count[2]);
-  set(StatKind::inactive_split_bytes, SizeClass::small_pool, bytes[1]);
-  set(StatKind::inactive_split_bytes, SizeClass::large_pool, bytes[2]);
+  for (const SizeClass size_class : {SizeClass::small_pool, SizeClass::large_pool}) {
+    set(StatKind::inactive_split, size_class, count.at(static_cast<std::size_t>(size_class)));
+    set(StatKind::inactive_split_bytes, size_class, bytes.at(static_cast<std::size_t>(size_class)));
+  }
 }
 
 MemoryStats Pool::memory_stats() {

@@ -47,7 +47,14 @@ def segments_of(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
 
 
 def places(segments: list[dict[str, Any]]) -> set[tuple[int, int]]:
-    return {(segment["address"], segment["total_size"]) for segment in segments}
+    """Where memory is mapped: stretches and their sizes, however torch's segments cut them."""
+    found: list[tuple[int, int]] = []
+    for segment in segments:
+        if found and sum(found[-1]) == segment["address"]:
+            found[-1] = (found[-1][0], found[-1][1] + segment["total_size"])
+        else:
+            found.append((segment["address"], segment["total_size"]))
+    return set(found)
 
 
 # -- Whose memory ------------------------------------------------------------------------------------------------------
@@ -443,7 +450,8 @@ def test_an_illegal_call_in_a_capture(
                 del held
 
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"(?i)captur"):
+        # Of a pool in which a capture has failed torch's allocator of pinned memory believes that it still records.
+        with pytest.raises(RuntimeError, match=r"(?i)captur|already recording"):
             fail()
         torch.ones(1, device="cuda")  # torch says nothing of a capture that ended so: the next request finds out
         settle()

@@ -58,7 +58,14 @@ def segments_of(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
 
 
 def places(segments: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    return [(segment["address"], segment["total_size"]) for segment in segments]
+    """Where memory is mapped: stretches and their sizes, however torch's segments cut them."""
+    found: list[tuple[int, int]] = []
+    for segment in segments:
+        if found and sum(found[-1]) == segment["address"]:
+            found[-1] = (found[-1][0], found[-1][1] + segment["total_size"])
+        else:
+            found.append((segment["address"], segment["total_size"]))
+    return found
 
 
 def lies_in(tensor: torch.Tensor, segments: list[dict[str, Any]]) -> bool:
