@@ -28,8 +28,8 @@ TRAININGS = ["ddp", "fsdp"]
 
 @pytest.fixture(scope="module")
 def plain() -> Launched:
-    """Collectives and training under torch_vmm, and NCCL's own memory: the log of `registered` is of ours alone."""
-    checks = ["collectives", "hand_over", *TRAININGS, "ddp_in_models", "fsdp_in_models", "mem_pool_of_nccl"]
+    """Collectives and training under torch_vmm."""
+    checks = ["collectives", "hand_over", *TRAININGS, "ddp_in_models", "fsdp_in_models"]
     return torchrun(WORKLOADS, "ours", *checks, environment=DETERMINISTIC)
 
 
@@ -48,7 +48,7 @@ def registered() -> Launched:
 @pytest.fixture(scope="module")
 def native() -> Launched:
     """The same code under torch's own allocator."""
-    return torchrun(WORKLOADS, "native", "mem_pool", "mem_pool_of_nccl", *TRAININGS, environment=REGISTERING)
+    return torchrun(WORKLOADS, "native", *TRAININGS, environment=DETERMINISTIC)
 
 
 def answers(launched: Launched, check: str) -> list[Any]:
@@ -98,11 +98,6 @@ class TestRegisteredMemPools:
     def test_its_memory_belongs_to_the_model_that_is_open(self, check: str, registered: Launched) -> None:
         wanted = check == "mem_pool_in_a_model"
         assert all(answer["owned"] is wanted for answer in answers(registered, check))
-
-
-def test_collectives_are_right_in_memory_that_nccl_provides(plain: Launched, native: Launched) -> None:
-    for launched in (plain, native):
-        assert [answer["owned"] for answer in answers(launched, "mem_pool_of_nccl")] == [False] * 2
 
 
 def records(log: str) -> Iterator[tuple[int, int]]:

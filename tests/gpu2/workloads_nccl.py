@@ -7,6 +7,7 @@ Each check looks at its own results, and answers what only the test can judge.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import functools
 import gc
 import hashlib
@@ -202,18 +203,13 @@ def mem_pool_of_ours() -> Answer:
     return _in_mem_pool(torch_vmm.allocator())
 
 
-def mem_pool_of_nccl() -> Answer:
-    """torch.cuda.MemPool with NCCL's own memory as its provider."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(device())
-    return _in_mem_pool(backend.mem_allocator)
-
-
 def mem_pool_in_a_model() -> Answer:
     """A MemPool in a model: the MemPool's memory, the model's bill."""
     shared = torch_vmm.SharedMemoryPool("2GiB", device=device())
     model = shared.register_model("model")
     answer = _in_mem_pool(model=model)
-    shared.unregister_model("model")
+    # NCCL's process group keeps a small tensor of its own, made while the model was open.
+    shared.unregister_model("model", force=True)
     return answer
 
 
@@ -373,7 +369,6 @@ CHECKS: dict[str, Callable[[], Answer]] = {
         hand_over,
         mem_pool,
         mem_pool_of_ours,
-        mem_pool_of_nccl,
         mem_pool_in_a_model,
         ddp,
         fsdp,
@@ -389,6 +384,8 @@ def main() -> None:
     parser.add_argument("checks", nargs="+", choices=list(CHECKS))
     options = parser.parse_args()
 
+    # A rank that hangs says where, and ends.
+    faulthandler.dump_traceback_later(120, exit=True)
     if options.allocator == "ours":
         torch_vmm.enable("cuda")
     torch.use_deterministic_algorithms(True)
