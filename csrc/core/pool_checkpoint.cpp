@@ -34,10 +34,12 @@ PoolCheckpoint Pool::checkpoint() {
   const MutexLock lock(mutex_);
   require_settled("recorded");
   PoolCheckpoint found;
-  live_.for_each([&](std::size_t offset, const Block* block) VMM_REQUIRES(mutex_) {
-    const PoolCheckpoint::Entry entry{offset, block->size, block->requested, streams_[block->tag].stream};
+  std::vector<const Block*> live;
+  live_.for_each([&live](std::size_t /*offset*/, const Block* block) { live.push_back(block); });
+  for (const Block* block : live) {
+    const PoolCheckpoint::Entry entry{block->offset, block->size, block->requested, streams_[block->tag].stream};
     (block->small ? found.small : found.large).push_back(entry);
-  });
+  }
   const auto by_offset = [](const auto& a, const auto& b) { return a.offset < b.offset; };
   std::sort(found.small.begin(), found.small.end(), by_offset);
   std::sort(found.large.begin(), found.large.end(), by_offset);

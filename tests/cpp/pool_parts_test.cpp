@@ -230,10 +230,14 @@ TEST(NoSplit, ABlockHasAChunkForItself) {
   const auto part = lab.memory().create_part(lab.pool("a"), kGraph, /*no_split=*/true);
   const Address large = lab.leave_idle(*part, 20 * kMiB);
   const Address small = lab.allocate(*part, 1000);
-  EXPECT_FALSE(small >= large && small < large + 20 * kMiB) << "what is idle is not cut";
-  EXPECT_EQ(lab.allocate(*part, 20 * kMiB), large);
+  EXPECT_EQ(small, large) << "all of the smallest chunk that fits";
+  EXPECT_EQ(part->block_size(small), 20 * kMiB);
+  const Address other = lab.allocate(*part, 1000);
+  EXPECT_FALSE(other >= large && other < large + 20 * kMiB) << "nothing is cut";
+  EXPECT_EQ(part->block_size(other), kPage);
+  lab.free(small);
+  EXPECT_EQ(lab.allocate(*part, 19 * kMiB), large);
   EXPECT_EQ(part->chunks_under(large, 20 * kMiB).size(), 1U);
-  EXPECT_EQ(part->block_size(small), kPage);
 }
 
 TEST(At, ABlockStandsWhereItIsAskedFor) {
