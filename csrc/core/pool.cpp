@@ -56,11 +56,12 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
                            capacity_, 0, kMostCapacity, name_);
   }
   throw_if_failed(status, "reserving " + format_bytes(capacity_) + " of addresses for pool '" + name_ + "'");
+  Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();  // before the lock: one pool at a time
   const MutexLock lock(mutex_);
   range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
   large_.donate({0, capacity_}, kNeutral);
   streams_.emplace_back();  // tag 0 is neutral
-  if (model_ != nullptr) family_seat_ = std::make_unique<Peaks::Seat>(*model_->family_peaks());
+  if (family != nullptr) family_seat_ = std::make_unique<Peaks::Seat>(*family);
 }
 
 Pool::~Pool() {
