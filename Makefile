@@ -80,6 +80,10 @@ tsan: tools ## C++ tests under ThreadSanitizer
 gpu-test: ## the GPU suite, with the Python at hand (PYTHON=python3); fetches nothing
 	@scripts/at_hand -m pytest tests/gpu $(ARGS)
 
+.PHONY: gpu2-test
+gpu2-test: ## the suite for two GPUs: peers, NCCL, DDP, FSDP2
+	@scripts/at_hand -m pytest tests/gpu2 $(ARGS)
+
 .PHONY: bench
 bench: ## benchmarks on the GPU, with the Python at hand; BENCH="hot_path training"
 	@scripts/at_hand -m benchmarks $(BENCH) $(ARGS)
