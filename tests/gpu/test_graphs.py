@@ -528,6 +528,7 @@ def test_a_graph_replayed_on_other_streams() -> None:
 # -- Beside other threads ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.no_memcheck  # minutes: each thread waits for the other's every call
 @pytest.mark.parametrize("mode", MODES)
 def test_captures_while_another_thread_works_in_another_model(make_shared: MakeShared, mode: str) -> None:
     shared = make_shared("256MiB")
@@ -574,6 +575,7 @@ def test_captures_while_another_thread_works_in_another_model(make_shared: MakeS
     assert mine.memory_allocated() == rounded(2 * x.nbytes)
 
 
+@pytest.mark.no_memcheck  # minutes: each thread waits for the other's every call
 def test_two_threads_capture_at_once(make_shared: MakeShared) -> None:
     shared = make_shared("256MiB")
     barrier = threading.Barrier(2)

@@ -274,6 +274,8 @@ print(total)
 def test_a_process_that_is_killed_leaves_nothing(how: signal.Signals) -> None:
     code = SETUP + textwrap.dedent(
         """
+        import faulthandler, signal
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         print("ready", flush=True)
         try:
             while True:
@@ -299,7 +301,12 @@ def test_a_process_that_is_killed_leaves_nothing(how: signal.Signals) -> None:
     assert child.stdout.readline() == "ready\n"
     time.sleep(0.3)
     child.send_signal(how)
-    _, errors = child.communicate(timeout=60)
+    try:
+        child.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGUSR1)  # says where it is
+        child.send_signal(how)  # Python drops an interrupt that arrives in a finaliser
+    _, errors = child.communicate(timeout=40)
     assert child.returncode == (130 if how is signal.SIGINT else -how), errors
     assert "Fatal" not in errors
     assert memory_files() <= before
