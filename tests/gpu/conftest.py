@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.workloads import graphs
 from torch_vmm import _C
 
 _HERE = Path(__file__).resolve().parent
@@ -109,3 +110,10 @@ def _kernels_are_loaded(_enabled: None) -> None:
         torch.count_nonzero(block)
         torch.arange(64, dtype=dtype, device="cuda")
     torch.cuda.synchronize()
+
+
+@pytest.fixture(scope="module")
+def random_generator_is_ready(_enabled: None) -> Iterator[None]:
+    """So that only what a test captures moves the numbers."""
+    with graphs.a_living_graph():
+        yield

@@ -5,7 +5,6 @@ Whole numbers, so that what is compiled gives exactly what eager gives.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import torch_vmm
+from tests.gpu.memory import settle
 from tests.gpu.native import both
 from tests.gpu.patterns import intact, queue_stamp
 from tests.gpu.workloads import compile as workload
@@ -36,13 +36,6 @@ pytestmark = [
 def _fresh_compiler() -> Iterator[None]:
     with workload.fresh_compiler():
         yield
-
-
-def settle() -> None:
-    """Gives back whatever nobody holds."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def in_trees() -> list[dict[str, Any]]:

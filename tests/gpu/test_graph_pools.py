@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import torch_vmm
 from tests.gpu.conftest import Busy, Stopwatch
+from tests.gpu.memory import bytes_in, places, segments_of, settle
 from tests.gpu.native import both
 from tests.gpu.patterns import intact, queue_check, queue_stamp
 from tests.gpu.workloads import graphs
@@ -19,42 +18,10 @@ from tests.gpu.workloads.graphs import captured, chain, numbers, other_stream
 from tests.helpers import MIB
 from torch_vmm import pool_of
 
+pytestmark = pytest.mark.usefixtures("random_generator_is_ready")
+
 MakePool = Callable[..., torch_vmm.VirtualMemoryPool]
 MakeShared = Callable[..., torch_vmm.SharedMemoryPool]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _random_generator_is_ready(_enabled: None) -> Iterator[None]:
-    """So that only what a test captures moves the numbers."""
-    with graphs.a_living_graph():
-        yield
-
-
-def bytes_in(pool: torch_vmm.VirtualMemoryPool, size: int) -> torch.Tensor:
-    with pool:
-        return torch.empty(size, dtype=torch.uint8, device="cuda")
-
-
-def settle() -> None:
-    """Gives back whatever nobody holds."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-
-
-def segments_of(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
-    return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool_id)]
-
-
-def places(segments: list[dict[str, Any]]) -> set[tuple[int, int]]:
-    """Where memory is mapped: stretches and their sizes, however torch's segments cut them."""
-    found: list[tuple[int, int]] = []
-    for segment in segments:
-        if found and sum(found[-1]) == segment["address"]:
-            found[-1] = (found[-1][0], found[-1][1] + segment["total_size"])
-        else:
-            found.append((segment["address"], segment["total_size"]))
-    return set(found)
 
 
 # -- Whose memory ------------------------------------------------------------------------------------------------------
@@ -119,7 +86,9 @@ def test_graphs_of_several_models_share_nothing(make_shared: MakeShared, shared_
         with model:
             x = numbers(4, number)
             made.append((x, *captured(lambda x=x: (chain(x), chain(x + 1)), pool=handle)))
-    own = [places([s for s in model.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]) for model in models]
+    own = [
+        set(places([s for s in model.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)])) for model in models
+    ]
     assert all(own)
     assert sum(map(len, own)) == len(set().union(*own))
     held = [model.memory_reserved() for model in models]
@@ -247,7 +216,7 @@ def test_thousands_of_replays_while_other_models_come_and_go(make_shared: MakeSh
         # Its output is dropped: only the ordinary tensor shows whether its memory is still its own.
         result = torch.empty_like(x)
         third = captured(lambda: result.copy_(chain(x * 7)))[0]
-    held = places(segments_of(first.pool())) | places(segments_of(third.pool()))
+    held = {*places(segments_of(first.pool())), *places(segments_of(third.pool()))}
     addresses = count.data_ptr(), out.data_ptr()
     reserved, allocated = owner.memory_reserved(), owner.memory_allocated()
     expected_result = chain(x * 7)
@@ -287,7 +256,7 @@ def test_thousands_of_replays_while_other_models_come_and_go(make_shared: MakeSh
             owner.trim()
         if turn % 300 == 0:
             assert owner.memory_reserved() == reserved
-            assert places(segments_of(first.pool())) | places(segments_of(third.pool())) == held
+            assert {*places(segments_of(first.pool())), *places(segments_of(third.pool()))} == held
             assert shared.global_stats().physical_usage <= shared.physical_limit
     assert int(torch.stack(verdicts).sum()) == 0
     assert bool((count == replays).all())

@@ -5,9 +5,8 @@ Graphs of several models, and captures that fail, are in test_graph_pools.py.
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch import nn
 
 import torch_vmm
 from tests.gpu.conftest import Busy
+from tests.gpu.memory import bytes_in, places, segments_of, settle
 from tests.gpu.native import both
 from tests.gpu.patterns import intact, queue_check, queue_stamp
 from tests.gpu.workloads import graphs
@@ -23,49 +23,17 @@ from tests.gpu.workloads.graphs import MODES, POOLS, captured, chain, numbers, o
 from tests.helpers import MIB, rounded
 from torch_vmm import pool_of
 
+pytestmark = pytest.mark.usefixtures("random_generator_is_ready")
+
 MakePool = Callable[..., torch_vmm.VirtualMemoryPool]
 MakeShared = Callable[..., torch_vmm.SharedMemoryPool]
 Sleep = Callable[[float], None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _random_generator_is_ready(_enabled: None) -> Iterator[None]:
-    """So that only what a test captures moves the numbers."""
-    with graphs.a_living_graph():
-        yield
 
 
 @pytest.fixture
 def sleep(_cycles_per_ms: float) -> Sleep:
     """``sleep(ms)`` queues or captures a kernel of that length."""
     return lambda ms: torch.cuda._sleep(int(ms * _cycles_per_ms))
-
-
-def bytes_in(pool: torch_vmm.VirtualMemoryPool, size: int) -> torch.Tensor:
-    with pool:
-        return torch.empty(size, dtype=torch.uint8, device="cuda")
-
-
-def settle() -> None:
-    """Gives back whatever nobody holds."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-
-
-def segments_of(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
-    return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool_id)]
-
-
-def places(segments: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Where memory is mapped: stretches and their sizes, however torch's segments cut them."""
-    found: list[tuple[int, int]] = []
-    for segment in segments:
-        if found and sum(found[-1]) == segment["address"]:
-            found[-1] = (found[-1][0], found[-1][1] + segment["total_size"])
-        else:
-            found.append((segment["address"], segment["total_size"]))
-    return found
 
 
 def lies_in(tensor: torch.Tensor, segments: list[dict[str, Any]]) -> bool:

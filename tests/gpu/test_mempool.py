@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import itertools
 import shutil
 import subprocess
@@ -17,34 +16,23 @@ from torch.cuda import MemPool, use_mem_pool
 
 import torch_vmm
 from tests.gpu.conftest import Busy
+from tests.gpu.memory import settle
 from tests.gpu.native import both
 from tests.gpu.patterns import intact, queue_stamp
 from tests.gpu.programs import Process, expect_done, running
-from tests.gpu.workloads import graphs, mempool
+from tests.gpu.workloads import mempool
 from tests.gpu.workloads.graphs import captured, chain, numbers
 from tests.helpers import MIB
 from torch_vmm import pool_of
+
+pytestmark = pytest.mark.usefixtures("random_generator_is_ready")
 
 MakePool = Callable[..., torch_vmm.VirtualMemoryPool]
 MakeShared = Callable[..., torch_vmm.SharedMemoryPool]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _random_generator_is_ready(_enabled: None) -> Iterator[None]:
-    """So that only what a test captures moves the numbers."""
-    with graphs.a_living_graph():
-        yield
-
-
 def empty(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cuda")
-
-
-def settle() -> None:
-    """Gives back whatever nobody holds."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 def pool_id_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -9,54 +9,19 @@ import pytest
 import torch
 
 import torch_vmm
+from tests.consistency import KEYS
 from tests.gpu.conftest import Busy
+from tests.gpu.memory import bytes_in
 from tests.helpers import GIB, MIB, rounded
 from torch_vmm import _C
 
 MakeShared = Callable[..., torch_vmm.SharedMemoryPool]
 MakePool = Callable[..., torch_vmm.VirtualMemoryPool]
 
-_FAMILIES = (
-    "allocation",
-    "segment",
-    "active",
-    "inactive_split",
-    "allocated_bytes",
-    "reserved_bytes",
-    "active_bytes",
-    "inactive_split_bytes",
-    "requested_bytes",
-)
-# What torch.cuda.memory_stats() of torch 2.11 has with the native allocator.
-NATIVE_KEYS = {
-    *(
-        f"{family}.{kind}.{what}"
-        for family in _FAMILIES
-        for kind in ("all", "small_pool", "large_pool")
-        for what in ("current", "peak", "allocated", "freed")
-    ),
-    *(
-        f"{family}.{what}"
-        for family in ("oversize_allocations", "oversize_segments")
-        for what in ("current", "peak", "allocated", "freed")
-    ),
-    "num_alloc_retries",
-    "num_ooms",
-    "num_sync_all_streams",
-    "num_device_alloc",
-    "num_device_free",
-    "max_split_size",
-}
-
-
-def block_in(pool: torch_vmm.VirtualMemoryPool, size: int) -> torch.Tensor:
-    with pool:
-        return torch.empty(size, dtype=torch.uint8, device="cuda")
-
 
 def test_every_key_of_the_native_allocator_is_there(make_pool: MakePool) -> None:
-    assert set(torch.cuda.memory_stats()) >= NATIVE_KEYS
-    assert set(make_pool("1GiB").memory_stats()) >= NATIVE_KEYS
+    assert set(torch.cuda.memory_stats()) >= KEYS
+    assert set(make_pool("1GiB").memory_stats()) >= KEYS
 
 
 def test_random_allocations_are_counted_exactly(make_shared: MakeShared) -> None:
@@ -71,7 +36,7 @@ def test_random_allocations_are_counted_exactly(make_shared: MakeShared) -> None
             live.pop(chance.randrange(len(live)))
         else:
             number, size = chance.randrange(3), int(2 ** chance.uniform(0, 24))
-            live.append((number, block_in(pools[number], size)))
+            live.append((number, bytes_in(pools[number], size)))
         for number, pool in enumerate(pools):
             sizes = [block.numel() for owner, block in live if owner == number]
             stats = pool.memory_stats()
@@ -94,7 +59,7 @@ def test_random_allocations_are_counted_exactly(make_shared: MakeShared) -> None
 
 def test_the_device_is_the_sum_of_its_pools(make_shared: MakeShared) -> None:
     shared = make_shared("1GiB")
-    kept = [block_in(shared.register_model(f"model-{number}"), (number + 1) * 9 * MIB) for number in range(3)]
+    kept = [bytes_in(shared.register_model(f"model-{number}"), (number + 1) * 9 * MIB) for number in range(3)]
     device = _C.device("cuda")
     assert torch.cuda.memory_allocated() == sum(
         pool.statistics()["allocated_bytes.all.current"] for pool in device.pools()
@@ -110,10 +75,10 @@ def test_the_peak_is_the_devices_own(make_shared: MakeShared) -> None:
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
     for pool in (one, other):
-        block_in(pool, 100 * MIB)  # one after the other
+        bytes_in(pool, 100 * MIB)  # one after the other
     assert torch.cuda.max_memory_allocated() - base == 100 * MIB
     assert one.max_memory_allocated() == other.max_memory_allocated() == 100 * MIB
-    kept = [block_in(pool, 100 * MIB) for pool in (one, other)]  # both at once
+    kept = [bytes_in(pool, 100 * MIB) for pool in (one, other)]  # both at once
     assert torch.cuda.max_memory_allocated() - base == 200 * MIB
     del kept
     torch.cuda.reset_peak_memory_stats()
@@ -123,12 +88,12 @@ def test_the_peak_is_the_devices_own(make_shared: MakeShared) -> None:
 
 def test_accumulated_counts_can_be_reset(make_pool: MakePool) -> None:
     pool = make_pool("1GiB")
-    kept = block_in(pool, MIB)
+    kept = bytes_in(pool, MIB)
     torch.cuda.reset_accumulated_memory_stats()
     pool.reset_accumulated_memory_stats()
     before = torch.cuda.memory_stats()
     assert before["allocation.all.allocated"] == before["allocation.all.freed"] == 0
-    block_in(pool, 2 * MIB)
+    bytes_in(pool, 2 * MIB)
     after = torch.cuda.memory_stats()
     assert after["allocated_bytes.all.allocated"] == after["allocated_bytes.all.freed"] == 2 * MIB
     assert pool.memory_stats()["allocation.all.allocated"] == 1
@@ -136,7 +101,7 @@ def test_accumulated_counts_can_be_reset(make_pool: MakePool) -> None:
 
 
 def test_torch_accelerator_says_the_same(make_pool: MakePool) -> None:
-    kept = block_in(make_pool("1GiB"), 50 * MIB)
+    kept = bytes_in(make_pool("1GiB"), 50 * MIB)
     assert torch.accelerator.memory_allocated() == torch.cuda.memory_allocated() >= 50 * MIB
     assert torch.accelerator.memory_reserved() == torch.cuda.memory_reserved()
     assert torch.accelerator.max_memory_allocated() == torch.cuda.max_memory_allocated()
@@ -147,11 +112,11 @@ def test_torch_accelerator_says_the_same(make_pool: MakePool) -> None:
 
 def test_empty_cache_gives_idle_memory_back_to_the_driver(make_pool: MakePool) -> None:
     pool = make_pool("8GiB")
-    kept = block_in(pool, 3 * MIB)
+    kept = bytes_in(pool, 3 * MIB)
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]
-    block_in(pool, GIB)
+    bytes_in(pool, GIB)
     assert pool.memory_reserved() >= GIB
     torch.cuda.synchronize()
     assert free - torch.cuda.mem_get_info()[0] >= GIB
@@ -164,7 +129,7 @@ def test_empty_cache_gives_idle_memory_back_to_the_driver(make_pool: MakePool) -
 def test_a_free_that_waits_for_a_stream_is_active_not_allocated(make_pool: MakePool, busy: Busy) -> None:
     pool = make_pool("1GiB")
     side = torch.cuda.Stream()
-    block = block_in(pool, 5 * MIB)
+    block = bytes_in(pool, 5 * MIB)
     with torch.cuda.stream(side):
         busy(50)
         block.fill_(1)
@@ -175,14 +140,14 @@ def test_a_free_that_waits_for_a_stream_is_active_not_allocated(make_pool: MakeP
     assert stats["active_bytes.all.current"] == stats["requested_bytes.all.current"] == 5 * MIB
     assert pool.stats().quarantined_bytes >= 5 * MIB
     side.synchronize()
-    block_in(pool, 512)
+    bytes_in(pool, 512)
     assert pool.memory_stats()["active_bytes.all.current"] == 0
     assert pool.stats().quarantined_bytes == 0
 
 
 def test_summaries_can_be_read(make_pool: MakePool) -> None:
     pool = make_pool("1GiB", name="read me")
-    kept = block_in(pool, 300 * MIB)
+    kept = bytes_in(pool, 300 * MIB)
     for text in (torch.cuda.memory_summary(), pool.memory_summary(), pool.memory_summary(abbreviated=True)):
         assert "Allocated memory" in text
         assert "Reserved" in text or "GPU reserved memory" in text
@@ -194,7 +159,7 @@ def test_summaries_can_be_read(make_pool: MakePool) -> None:
 def test_snapshots_tile_and_add_up(make_shared: MakeShared) -> None:
     shared = make_shared("1GiB")
     pools = [shared.register_model(f"model-{number}") for number in range(2)]
-    live = [block_in(pools[number % 2], 1000 + number * 77_777) for number in range(80)]
+    live = [bytes_in(pools[number % 2], 1000 + number * 77_777) for number in range(80)]
     del live[::3]
     for pool in pools:
         segments = pool.memory_snapshot()
@@ -210,13 +175,13 @@ def test_snapshots_tile_and_add_up(make_shared: MakeShared) -> None:
 @pytest.mark.parametrize("size", [1, 511, 512, 513, MIB, MIB + 1])
 def test_sizes_are_rounded_as_torch_does(make_pool: MakePool, size: int) -> None:
     pool = make_pool("1GiB")
-    kept = block_in(pool, size)
+    kept = bytes_in(pool, size)
     assert pool.memory_allocated() == rounded(size)
     assert kept.data_ptr() % 512 == 0
 
 
 def test_an_empty_tensor_takes_nothing(make_pool: MakePool) -> None:
     pool = make_pool("1GiB")
-    kept = block_in(pool, 0)
+    kept = bytes_in(pool, 0)
     assert kept.data_ptr() == 0
     assert pool.memory_allocated() == pool.memory_reserved() == 0

@@ -13,6 +13,7 @@ import torch
 import torch_vmm
 from tests.consistency import check_device, check_pool
 from tests.gpu.conftest import Busy, Stopwatch
+from tests.gpu.memory import bytes_in
 from tests.gpu.patterns import intact, queue_check, queue_stamp
 from tests.gpu.programs import Process, expect_done, running
 from tests.helpers import MIB
@@ -66,11 +67,6 @@ def home() -> Iterator[torch.cuda.Stream]:
     """The current stream of the test. The default one would not do: some streams wait for it, whatever is reused."""
     with torch.cuda.stream(torch.cuda.Stream()):
         yield torch.cuda.current_stream()
-
-
-def bytes_in(pool: torch_vmm.VirtualMemoryPool, size: int) -> torch.Tensor:
-    with pool:
-        return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def state_at(segments: list[dict[str, Any]], address: int) -> str:

@@ -11,6 +11,7 @@ import torch
 
 import torch_vmm
 from tests.gpu.conftest import Busy, Stopwatch
+from tests.gpu.memory import bytes_in
 from tests.gpu.patterns import intact, queue_check, queue_stamp
 from tests.helpers import MIB
 
@@ -19,11 +20,6 @@ MakePool = Callable[..., torch_vmm.VirtualMemoryPool]
 
 SIZE = 384 * MIB
 LIMIT = 400 * MIB  # holds one block of SIZE
-
-
-def bytes_in(pool: torch_vmm.VirtualMemoryPool, size: int) -> torch.Tensor:
-    with pool:
-        return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def two_models(make_shared: MakeShared) -> list[torch_vmm.VirtualMemoryPool]:

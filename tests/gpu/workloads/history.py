@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Iterator
@@ -11,17 +10,12 @@ from typing import Any
 
 import torch
 
+from tests.gpu.memory import settle
 from tests.helpers import MIB
 
 Entry = dict[str, Any]
 
 PAIR_ACTIONS = ("alloc", "free_requested", "free_completed")
-
-
-def settle() -> None:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -1,0 +1,38 @@
+"""Memory of one model, of one private pool, and none that is merely idle: what many GPU tests ask for."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # workloads run where torch_vmm must not be imported
+    import torch_vmm
+
+
+def bytes_in(pool: torch_vmm.VirtualMemoryPool, size: int) -> torch.Tensor:
+    with pool:
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def settle() -> None:
+    """Gives back whatever nobody holds."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def segments_of(pool_id: tuple[int, int]) -> list[dict[str, Any]]:
+    return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool_id)]
+
+
+def places(segments: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Where memory is mapped: stretches and their sizes, however torch's segments cut them."""
+    found: list[tuple[int, int]] = []
+    for segment in segments:
+        if found and sum(found[-1]) == segment["address"]:
+            found[-1] = (found[-1][0], found[-1][1] + segment["total_size"])
+        else:
+            found.append((segment["address"], segment["total_size"]))
+    return found
