@@ -31,6 +31,11 @@ def is_here() -> bool:
     return _library() is not None
 
 
+def less(number: int, by: int) -> int:
+    """``number``; on the stand-in, whose kernels are the CPU's, a ``by``-th of it."""
+    return number // by if is_here() else number
+
+
 def driver() -> ctypes.CDLL:
     """The driver's entry points, for calls that torch does not know of."""
     library = _library()

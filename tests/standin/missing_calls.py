@@ -22,6 +22,7 @@ PATTERNS = {
     ),
 }
 
+
 def names(option: str, files: list[Path]) -> set[str]:
     """Symbols of one kind: ``--undefined-only`` or ``--defined-only``, without versions."""
     command = ["nm", *option.split(), *map(str, files)]

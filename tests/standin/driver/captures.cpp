@@ -60,12 +60,11 @@ CUresult end_capture(Stream& stream, Graph** out) {
   *out = nullptr;
   const CapturePtr capture = stream.captured.capture;
   if (capture == nullptr) return CUDA_ERROR_ILLEGAL_STATE;
-  if (capture->origin != &stream) return CUDA_ERROR_STREAM_CAPTURE_UNMATCHED;
-  if (capture->mode != CU_STREAM_CAPTURE_MODE_RELAXED && capture->thread != std::this_thread::get_id()) {
-    return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
-  }
+  if (capture->origin != &stream) return invalidate(*capture, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
+  const bool its_thread =
+      capture->mode == CU_STREAM_CAPTURE_MODE_RELAXED || capture->thread == std::this_thread::get_id();
   const bool joined = covers(*capture->graph, stream.captured.frontier);
-  const bool whole = joined && !capture->invalidated;
+  const bool whole = its_thread && joined && !capture->invalidated;
   capture->ended = true;
   for (Stream* const member : capture->streams) member->captured = {};
   auto& running = world().captures;
@@ -76,6 +75,7 @@ CUresult end_capture(Stream& stream, Graph** out) {
   }
   capture->graph->alive = false;
   capture->graph->nodes.clear();
+  if (!its_thread) return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
   return capture->invalidated ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
 }
 
@@ -102,7 +102,7 @@ CUresult capture_wait(Stream& stream, const Event& event) {
     if (event.point == nullptr) return CUDA_SUCCESS;  // never recorded
     return invalidate(*mine, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
   }
-  if (its->ended) return CUDA_ERROR_CAPTURED_EVENT;
+  if (its->ended) return CUDA_ERROR_INVALID_VALUE;
   if (its->invalidated) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
   if (mine == nullptr) {
     if (stream.legacy) return invalidate(*its, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
@@ -110,7 +110,7 @@ CUresult capture_wait(Stream& stream, const Event& event) {
     return CUDA_SUCCESS;
   }
   if (mine != its) {
-    invalidate(*its, CUDA_ERROR_STREAM_CAPTURE_MERGE);
+    its->invalidated = true;
     return invalidate(*mine, CUDA_ERROR_STREAM_CAPTURE_MERGE);
   }
   stream.captured.frontier.insert(event.captured.frontier.begin(), event.captured.frontier.end());
@@ -121,11 +121,13 @@ CUresult refuse_unsafe() {
   if (thread_mode() == CU_STREAM_CAPTURE_MODE_RELAXED) return CUDA_SUCCESS;
   CUresult answer = CUDA_SUCCESS;
   for (const CapturePtr& capture : world().captures) {
-    if (capture->invalidated || capture->mode == CU_STREAM_CAPTURE_MODE_RELAXED) continue;
+    if (capture->mode == CU_STREAM_CAPTURE_MODE_RELAXED) continue;
     const bool mine = capture->thread == std::this_thread::get_id();
     const bool everybodys =
         capture->mode == CU_STREAM_CAPTURE_MODE_GLOBAL && thread_mode() == CU_STREAM_CAPTURE_MODE_GLOBAL;
-    if (mine || everybodys) answer = invalidate(*capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    if (!mine && !everybodys) continue;
+    capture->invalidated = true;
+    answer = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   }
   return answer;
 }
@@ -137,7 +139,7 @@ CUresult refuse_implicit(const Stream& stream, bool invalidates) {
     for (const Stream* const member : capture->streams) {
       if (member->device != stream.device || !member->blocking()) continue;
       answer = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-      if (invalidates) (void)invalidate(*capture, answer);
+      if (invalidates) capture->invalidated = true;
     }
   }
   return answer;
@@ -151,7 +153,8 @@ CUresult refuse_captured(const Stream& stream) {
 CUresult refuse_captured_event(const Event& event) {
   const CapturePtr& capture = event.captured.capture;
   if (capture == nullptr) return CUDA_SUCCESS;
-  if (!capture->ended) (void)invalidate(*capture, CUDA_ERROR_CAPTURED_EVENT);
+  if (capture->ended) return CUDA_ERROR_INVALID_VALUE;
+  capture->invalidated = true;
   return CUDA_ERROR_CAPTURED_EVENT;
 }
 
@@ -161,7 +164,7 @@ CUresult refuse_any_capture(int device) {
     const auto& members = capture->streams;
     const bool here = std::any_of(members.begin(), members.end(), [&](const Stream* s) { return s->device == device; });
     if (!here) continue;
-    (void)invalidate(*capture, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    capture->invalidated = true;
     answer = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   }
   return answer;

@@ -28,7 +28,8 @@ CUresult refuse_unsafe();
 CUresult refuse_implicit(const Stream& stream, bool invalidates);
 // 900 (901 if it had ended so before), and the end of the stream's capture, if there is one.
 CUresult refuse_captured(const Stream& stream);
-// 907 for an event that was last recorded in a captured stream; ends that capture.
+// 907 for an event that was last recorded in a captured stream, and the end of
+// that capture; 1 when it has ended since.
 CUresult refuse_captured_event(const Event& event);
 // As refuse_captured() for all captures of the device.
 CUresult refuse_any_capture(int device);

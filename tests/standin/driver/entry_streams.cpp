@@ -156,6 +156,7 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigned /*fla
   Stream& stream = stream_of(handle, __func__);
   const Event& event = event_of(event_handle, __func__);
   if (stream.captured.capture != nullptr || event.captured.capture != nullptr) return capture_wait(stream, event);
+  if (const CUresult refused = refuse_implicit(stream, true); refused != CUDA_SUCCESS) return refused;
   const PointPtr point = point_of(event);
   if (has_passed(point)) return CUDA_SUCCESS;
   Job job;

@@ -74,8 +74,8 @@ void wake_ticker() {
 void await(const PointPtr& point) {
   if (has_passed(point)) return;
   for (const auto& stream : world().streams) {
-    const auto awaited = std::find_if(stream->queue.begin(), stream->queue.end(),
-                                      [&](const Queued& work) { return work.end == point; });
+    const auto awaited =
+        std::find_if(stream->queue.begin(), stream->queue.end(), [&](const Queued& work) { return work.end == point; });
     if (awaited == stream->queue.end() || awaited->awaited) continue;
     for (auto work = stream->queue.begin(); work <= awaited; ++work) {
       work->awaited = true;

@@ -220,7 +220,7 @@ void as_kernel(const c10::OperatorHandle& op, Stack* stack) {
 // -- Copies: CUDA's own where it can make them.
 
 bool is_plain_copy(const at::Tensor& to, const at::Tensor& from) {
-  if (to.device() != from.device()) return true;
+  if (!to.is_cuda() || !from.is_cuda()) return true;
   if (to.scalar_type() != from.scalar_type() || to.is_conj() != from.is_conj() || to.is_neg() != from.is_neg() ||
       to.sizes() != from.sizes()) {
     return false;
@@ -231,6 +231,11 @@ bool is_plain_copy(const at::Tensor& to, const at::Tensor& from) {
 
 at::Tensor& copy(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   if (is_plain_copy(to, from)) return at::native::copy_(to, from, non_blocking);
+  if (to.device() != from.device()) {  // as torch does without peers: what has gaps is gathered first
+    at::Tensor whole = at::empty(to.sizes(), to.options());
+    at::native::copy_(whole, from.expand_as(to).to(to.scalar_type()).contiguous(), non_blocking);
+    return copy(to, whole, non_blocking);
+  }
   const c10::cuda::CUDAGuard guard(to.device());
   launch(c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", ""), {to, from.expand_as(to), non_blocking}, {});
   return to;
