@@ -94,7 +94,7 @@ def busy(_cycles_per_ms: float) -> Busy:
 
 
 class Stopwatch:
-    """Wall time of ``with Stopwatch() as watch:``, in ms; no less than the CPU's. On the stand-in it says nothing: 0."""
+    """Wall time of ``with Stopwatch() as watch:``, in ms; no less than the CPU's. On the stand-in it says nothing."""
 
     def __enter__(self) -> Stopwatch:
         self._began = time.perf_counter()

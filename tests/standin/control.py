@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -48,14 +49,30 @@ def _handle(stream: torch.cuda.Stream) -> ctypes.c_void_p:
     return ctypes.c_void_p(stream.cuda_stream)
 
 
+PATIENCE_S = 20.0
+
+
 @contextmanager
-def held(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Nothing that is queued on the stream is done before the end of this."""
-    driver().standin_hold(_handle(stream))
+def held(stream: torch.cuda.Stream, seconds: float | None = None) -> Iterator[None]:
+    """Nothing that is queued on the stream is done before the end of this, or before ``seconds`` have passed.
+
+    Without ``seconds`` nobody may wait for it inside: after a while it is let go, and the test fails.
+    """
+    handle, over = _handle(stream), threading.Event()
+
+    def let_go() -> None:
+        over.set()
+        driver().standin_release(handle)
+
+    timer = threading.Timer(PATIENCE_S if seconds is None else seconds, let_go)
+    driver().standin_hold(handle)
+    timer.start()
     try:
         yield
     finally:
-        driver().standin_release(_handle(stream))
+        timer.cancel()
+        driver().standin_release(handle)
+    assert seconds is not None or not over.is_set(), "something waited for a stream that was held"
 
 
 def calls(name: str) -> int:

@@ -8,8 +8,8 @@
 
 extern "C" {
 
-// Nothing that is queued on the stream is done until it is released. REQUIRES
-// for all that take a stream: a current context.
+// Nothing that is queued on the stream is done until it is released. Of the
+// default streams: the current device's, or the first one's.
 void standin_hold(CUstream stream);
 void standin_release(CUstream stream);
 
