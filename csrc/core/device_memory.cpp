@@ -12,6 +12,9 @@ namespace vmm {
 namespace {
 
 constexpr std::size_t kLeastPartBytes = 2 * kGiB;
+constexpr int kEndAttempts = 3;
+// What queued work holds up may also pass without a tick (recorded streams).
+constexpr unsigned kCallsPerTending = 64;
 
 Capabilities capabilities_of(Driver& driver, int device) {
   Capabilities capabilities;
@@ -32,15 +35,17 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       capabilities_(capabilities_of(driver, device)),
       budget_("device " + driver.name() + ":" + std::to_string(device), kUnlimited, nullptr),
       store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
-      fences_(driver, device),
+      streams_(driver, device),
+      clock_(streams_),
       accessors_{Location::on_device(device)} {}
 
 DeviceMemory::~DeviceMemory() {
-  const MutexLock lock(registry_mutex_);
-  for (const auto& pool : pools_) {
+  for (const auto& pool : pools()) {
     pool->retire();
-    pool->end(/*wait=*/true);
+    // What the driver refuses once is tried again; what it refuses still stays.
+    for (int attempt = 0; attempt < kEndAttempts && !pool->end(); ++attempt) settle(/*wait=*/true);
   }
+  const MutexLock lock(registry_mutex_);
   pools_.clear();
   store_.trim_all();
 }
@@ -55,8 +60,8 @@ std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* gr
   }
   // Under the lock, so that no accessor is missed.
   const MutexLock lock(registry_mutex_);
-  const PoolContext context{driver_,  address_space_, store_,          fences_, peaks_,
-                            options_, observer_,      oversize_bytes_, device_, accessors_};
+  const PoolContext context{driver_,  address_space_, store_,          streams_, clock_,    peaks_,
+                            options_, observer_,      oversize_bytes_, device_,  accessors_};
   auto pool = std::make_shared<Pool>(context, group == nullptr ? budget_ : *group, complete, this);
   pools_.push_back(pool);
   return pool;
@@ -81,7 +86,13 @@ std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& mod
   }
 }
 
+void DeviceMemory::watch_streams_of(Location who) {
+  if (who.kind == Location::Kind::host || who.device == device_ || neighbours_ == nullptr) return;
+  if (DeviceStreams* streams = neighbours_(who.device)) clock_.add_peer(*streams);
+}
+
 Status DeviceMemory::add_accessor(Location who) {
+  watch_streams_of(who);  // before it can reach anything
   const MutexLock lock(registry_mutex_);
   if (std::find(accessors_.begin(), accessors_.end(), who) != accessors_.end()) return {};
   for (const auto& pool : pools_) {
@@ -91,41 +102,104 @@ Status DeviceMemory::add_accessor(Location who) {
   return {};
 }
 
-Budget& DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
+std::shared_ptr<Budget> DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
   const MutexLock lock(registry_mutex_);
-  groups_.push_back(std::make_unique<Budget>(name, limit_bytes, &budget_));
-  return *groups_.back();
+  groups_.push_back(std::make_shared<Budget>(name, limit_bytes, &budget_));
+  return groups_.back();
 }
 
-void DeviceMemory::close_pool(Pool& pool, bool force) {
-  pool.settle(/*wait=*/false);
-  if (!force) {
-    const auto [blocks, bytes] = live_in(pool);
-    if (blocks != 0) {
-      throw StillInUseError("pool '" + pool.name() + "' still holds " + std::to_string(blocks) + " live blocks, " +
+std::size_t DeviceMemory::groups() const {
+  const MutexLock lock(registry_mutex_);
+  return groups_.size();
+}
+
+void DeviceMemory::end_group(const Budget& group) {
+  {
+    const MutexLock lock(registry_mutex_);
+    ended_groups_.insert(&group);
+  }
+  has_ended_.store(true, std::memory_order_relaxed);
+  bury_retired();
+}
+
+void DeviceMemory::close_pools(const PoolList& pools, bool force) {
+  for (const auto& pool : pools) pool->settle();
+  PoolList members;
+  for (const auto& pool : pools) {
+    for (auto& member : family(*pool)) members.push_back(std::move(member));
+  }
+  {
+    // Whether they are in use, and that nobody uses them any more, is one step.
+    const AllLocked locked(members);
+    for (const auto& member : members) {
+      const std::size_t blocks = member->live_blocks_locked();
+      if (force || blocks == 0) continue;
+      const std::size_t bytes = member->live_bytes_locked();
+      throw StillInUseError("pool '" + member->name() + "' still holds " + std::to_string(blocks) + " live blocks, " +
                                 format_bytes(bytes) + "; free its tensors and pages first, or force",
                             bytes, blocks);
     }
+    for (const auto& pool : pools) pool->retire_locked();
   }
-  pool.retire();
-  pool.drop_pages();
-  bury_retired(/*wait=*/false);
+  for (const auto& pool : pools) pool->drop_pages();
+  bury_retired();
 }
 
-// Ends the retired pools that hold nothing any more. One whose addresses are
-// still in use by queued work stays until another time, unless `wait`.
-void DeviceMemory::bury_retired(bool wait) {
+// Ends the retired pools that hold nothing any more, and the groups without
+// pools. One that queued work still uses stays until another time.
+void DeviceMemory::bury_retired() {
+  bool some_wait = false;
   for (const auto& pool : pools()) {
     if (!pool->is_retired() || pool->live_blocks() != 0) continue;
-    Budget& group = pool->group();
-    const bool ended = pool->end(wait);
-    store_.trim(group, options_.store_bytes);
-    if (!ended) continue;
+    const bool ended = pool->end();
+    store_.trim(pool->group(), options_.store_bytes);
+    if (!ended) {
+      some_wait = true;
+      continue;
+    }
     const MutexLock lock(registry_mutex_);
     if (std::erase(pools_, pool) == 0) continue;
     of_ended_pools_.add_totals(pool->statistics());
     if (pool->is_part()) pool->model().inherit(pool->statistics());
   }
+  if (!bury_groups()) some_wait = true;
+  if (some_wait) has_ended_.store(true, std::memory_order_relaxed);
+}
+
+// False while a group that has ended still has something.
+bool DeviceMemory::bury_groups() {
+  std::vector<std::shared_ptr<Budget>> ended;
+  {
+    const MutexLock lock(registry_mutex_);
+    for (const auto& group : groups_) {
+      if (ended_groups_.count(group.get()) != 0) ended.push_back(group);
+    }
+  }
+  bool all = true;
+  for (const auto& group : ended) {
+    store_.trim(*group, 0);
+    const MutexLock lock(registry_mutex_);
+    const bool has_pools = std::any_of(pools_.begin(), pools_.end(),
+                                       [&](const auto& pool) { return pool->budget().stands_under(*group); });
+    if (has_pools || !store_.forget(*group)) {
+      all = false;
+      continue;
+    }
+    ended_groups_.erase(group.get());
+    std::erase(groups_, group);
+  }
+  return all;
+}
+
+// What closed pools left behind comes back when the work that used it is done,
+// found by whoever allocates next.
+void DeviceMemory::tend() {
+  clock_.poll();
+  const Epoch passed = clock_.passed();
+  const bool is_due = tendings_.fetch_add(1, std::memory_order_relaxed) % kCallsPerTending == 0;
+  if (tended_.exchange(passed, std::memory_order_relaxed) == passed && !is_due) return;
+  has_ended_.store(false, std::memory_order_relaxed);
+  bury_retired();
 }
 
 PoolList DeviceMemory::pools() const {
@@ -174,7 +248,7 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
   DeviceMemory* home = pool->home();
   bool drained = false;
   const bool known = pool->free(address, &drained);
-  if (drained) home->bury_retired(/*wait=*/false);
+  if (drained) home->bury_retired();
   if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
     home->enforce_limits();
   return known;
@@ -201,17 +275,15 @@ std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
     }
   }
   // A chunk may still be mapped where another pool had it before.
-  settle_all(/*wait=*/true);
+  settle(/*wait=*/true);
   pool.count_sync();
   return store_.trim(group, shelved);
 }
 
 std::size_t DeviceMemory::empty_cache() {
-  const PoolList all = pools();
-  for (const auto& pool : all) pool->settle(/*wait=*/true);
-  for (const auto& pool : all) pool->shed(0);
-  settle_all(/*wait=*/true);
-  bury_retired(/*wait=*/true);
+  settle(/*wait=*/true);
+  for (const auto& pool : pools()) pool->shed(0);
+  settle(/*wait=*/true);
   {
     const MutexLock lock(registry_mutex_);
     ++of_ended_pools_.num_sync_all_streams;
@@ -219,10 +291,10 @@ std::size_t DeviceMemory::empty_cache() {
   return store_.trim_all();
 }
 
-std::size_t DeviceMemory::trim_group(Budget& group) {
-  settle_all(/*wait=*/true);
-  bury_retired(/*wait=*/true);
-  return store_.trim(group, 0);
+void DeviceMemory::settle(bool wait) {
+  if (wait) clock_.wait(clock_.now()).ignore();  // what it could not wait for stays
+  for (const auto& pool : pools()) pool->settle();
+  bury_retired();
 }
 
 std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
@@ -244,7 +316,7 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
         const std::size_t idle = pool->idle_bytes();
         pool->shed(idle > excess ? idle - excess : 0);
       }
-      settle_all(wait);
+      settle(wait);
     }
     given_back += store_.trim_under(budget, budget.excess());
   }
@@ -253,6 +325,8 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
 
 // A limit was lowered below what was in use: every free brings it nearer.
 void DeviceMemory::enforce_limits() {
+  // Before it looks: a limit that is lowered meanwhile sets it again.
+  over_limit_.store(false, std::memory_order_relaxed);
   std::vector<Budget*> over;
   const auto note = [&over](Budget& budget) {
     if (budget.excess() != 0) over.push_back(&budget);
@@ -269,11 +343,7 @@ void DeviceMemory::enforce_limits() {
     give_back_excess(*budget, /*wait=*/false);
     still = still || budget->excess() != 0;
   }
-  over_limit_.store(still, std::memory_order_relaxed);
-}
-
-void DeviceMemory::settle_all(bool wait) {
-  for (const auto& pool : pools()) pool->settle(wait);
+  if (still) over_limit_.store(true, std::memory_order_relaxed);
 }
 
 // -------------------------------------------------------------------- numbers

@@ -31,7 +31,7 @@ void Pool::refresh_inactive_split() {
     }
   }
   std::set<std::size_t> idle;
-  for (const auto& [size, chunks] : idle_chunks(kNeutral)) {
+  for (const auto& [size, chunks] : idle_chunks(kNeutral, Idle::all)) {
     for (const IdleChunk& chunk : chunks) idle.insert(chunk.offset);
   }
   for (const Block* block : large_.free_blocks()) {
@@ -73,13 +73,13 @@ MemoryStats Pool::memory_stats_locked() {
   MemoryStats stats;
   stats.virtual_capacity = capacity_;
   if (range_ == nullptr) return stats;
-  settle_locked(/*wait=*/false);
+  settle_locked();
   give_up_spare_slabs();
   stats.physical_usage = range_->mapped_bytes();
   stats.mapped_pages = stats.physical_usage / page_;
   stats.allocated_bytes = static_cast<std::size_t>(statistics_[StatKind::allocated_bytes][0].current);
-  stats.quarantined_bytes = pending_bytes_;
-  for (const auto& [size, chunks] : idle_chunks(kNeutral)) stats.idle_bytes += size * chunks.size();
+  stats.quarantined_bytes = pending_bytes_ + quarantined_bytes_;
+  for (const auto& [size, chunks] : idle_chunks(kNeutral, Idle::all)) stats.idle_bytes += size * chunks.size();
   stats.stranded_bytes = stats.physical_usage - stats.allocated_bytes - stats.idle_bytes - stats.quarantined_bytes;
   if (stats.physical_usage != 0) {
     stats.fragmentation_ratio = static_cast<double>(stats.stranded_bytes) / static_cast<double>(stats.physical_usage);
@@ -117,6 +117,19 @@ std::vector<ChunkView> Pool::chunks_under(Address address, std::size_t bytes) co
     found.push_back({base_ + at->first, chunk.size, chunk.handle, chunk.exportable});
   }
   return found;
+}
+
+std::vector<ChunkView> Pool::chunks_to_export(Address address, std::size_t bytes) {
+  {
+    const MutexLock lock(mutex_);
+    if (range_ != nullptr && contains(address)) {
+      for (auto at = range_->covering(address - base_); at != range_->live().end(); ++at) {
+        if (at->first >= address - base_ + bytes) break;
+        at->second.chunk->exported = true;
+      }
+    }
+  }
+  return chunks_under(address, bytes);
 }
 
 Status Pool::add_accessor(Location who) {
@@ -162,12 +175,21 @@ Statistics Pool::inherited() const {
 
 std::size_t Pool::live_bytes() const {
   const MutexLock lock(mutex_);
+  return live_bytes_locked();
+}
+
+std::size_t Pool::live_bytes_locked() const {
   return static_cast<std::size_t>(statistics_[StatKind::allocated_bytes][0].current);
 }
 
 std::size_t Pool::live_blocks() const {
   const MutexLock lock(mutex_);
-  return live_.size() + pages_.size();
+  return live_blocks_locked();
+}
+
+std::size_t Pool::streams_known() const {
+  const MutexLock lock(mutex_);
+  return streams_.size() - 1;  // without the neutral tag's
 }
 
 void Pool::count_retry() {
@@ -327,6 +349,7 @@ void Pool::check() const {
   std::size_t requested = 0;
   std::size_t pending = 0;
   std::size_t pages = 0;
+  std::size_t quarantined = 0;
   std::size_t slabs = 0;
   std::size_t retired = 0;
   const auto count_block = [&](const Block& block) VMM_REQUIRES(mutex_) {
@@ -336,6 +359,10 @@ void Pool::check() const {
     if (block.state == BlockState::pending) {
       pending += block.size;
       requested += block.requested;
+      return;
+    }
+    if (block.state == BlockState::quarantined) {
+      quarantined += block.size;
       return;
     }
     VMM_CHECK(block.state == BlockState::pages || live_.find(block.offset) == &block, "live block at ", block.offset);
@@ -358,6 +385,7 @@ void Pool::check() const {
       case BlockState::used:
       case BlockState::pages:
       case BlockState::pending:
+      case BlockState::quarantined:
         VMM_CHECK(range_->missing_bytes(block->range()) == 0, "nothing under the block at ", block->offset);
         break;
       case BlockState::retired:
@@ -377,7 +405,13 @@ void Pool::check() const {
             slabs, " retired ", retired);
   VMM_CHECK(used_blocks == live_.size() + pages_.size(), "blocks: walked ", used_blocks, ", indexed ",
             live_.size() + pages_.size());
-  VMM_CHECK(pending == pending_bytes_ && pages == page_bytes_, "pending ", pending, " pages ", pages);
+  VMM_CHECK(pending == pending_bytes_ && pages == page_bytes_ && quarantined == quarantined_bytes_, "pending ", pending,
+            " pages ", pages, " quarantined ", quarantined);
+  VMM_CHECK(in_vain_.empty(), "mappings in vain: ", in_vain_.size());
+  std::size_t of_streams = 0;
+  for (const StreamState& stream : streams_) of_streams += stream.blocks;
+  VMM_CHECK(of_streams == used_blocks + pending_.size(), "blocks: of streams ", of_streams, ", walked ",
+            used_blocks + pending_.size());
   std::set<const Chunk*> seen;
   std::size_t mapped = 0;
   for (const auto& [offset, mapping] : range_->live()) {

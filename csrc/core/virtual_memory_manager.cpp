@@ -200,16 +200,15 @@ void VirtualMemoryManager::require_whole_mappings(const Range& found, const Virt
   }
 }
 
-// Queued work may still use the addresses; the explicit calls wait for it.
+// Queued work may still use the addresses; the explicit calls wait for it, with
+// no lock held.
 void VirtualMemoryManager::wait_for_queued_work(const char* doing) {
-  if (memory_.fences().record_all()->wait()) return;
-  throw VmmError(std::string(doing) +
-                 ": a CUDA graph is being captured, and waiting for queued work would end the capture; call it before "
-                 "or after the capture");
+  throw_if_failed(memory_.clock().wait(memory_.clock().now()), doing);
 }
 
-void VirtualMemoryManager::unmap(const VirtualAddressRange& range, std::size_t offset, std::size_t size) {
-  const MutexLock lock(mutex_);
+// The range, if [offset, offset + size) of it can be unmapped.
+VirtualMemoryManager::Range& VirtualMemoryManager::require_unmappable(const VirtualAddressRange& range,
+                                                                      std::size_t offset, std::size_t size) {
   Range& found = find(range);
   require_inside(range, offset, size);
   require_whole_mappings(found, range, offset, size, "unmap");
@@ -217,8 +216,17 @@ void VirtualMemoryManager::unmap(const VirtualAddressRange& range, std::size_t o
     throw StillInUseError("unmap: " + std::to_string(found.holds) + " tensors still use " + range.text(), size,
                           found.holds);
   }
+  return found;
+}
+
+void VirtualMemoryManager::unmap(const VirtualAddressRange& range, std::size_t offset, std::size_t size) {
+  {
+    const MutexLock lock(mutex_);
+    require_unmappable(range, offset, size);
+  }
   wait_for_queued_work("unmap");
-  throw_if_failed(found.mapped->unmap({offset, size}),
+  const MutexLock lock(mutex_);
+  throw_if_failed(require_unmappable(range, offset, size).mapped->unmap({offset, size}),
                   "unmap offset " + std::to_string(offset) + " size " + std::to_string(size));
 }
 
@@ -226,7 +234,10 @@ void VirtualMemoryManager::set_access(const VirtualAddressRange& range, Access a
                                       std::size_t offset, std::size_t size) {
   const MutexLock lock(mutex_);
   Range& found = find(range);
-  for (const Location& location : who) require_device(location);
+  for (const Location& location : who) {
+    require_device(location);
+    if (access != Access::none) memory_.watch_streams_of(location);
+  }
   if (size == 0) {
     // The whole of what is mapped from `offset` on, holes allowed.
     if (offset >= range.size) throw InvalidRangeError(offset, size, range.size, "beyond the end of the range");
@@ -312,20 +323,27 @@ void VirtualMemoryManager::unhold(const VirtualAddressRange& range) {
   if (found != ranges_.end() && found->second.key == range.key && found->second.holds > 0) --found->second.holds;
 }
 
-void VirtualMemoryManager::close() {
-  const MutexLock lock(mutex_);
-  if (closed_) return;
+void VirtualMemoryManager::require_nothing_held() const {
   std::size_t holds = 0;
   std::size_t bytes = 0;
   for (const auto& [base, range] : ranges_) {
     holds += range.holds;
     if (range.holds != 0) bytes += range.mapped->mapped_bytes();
   }
-  if (holds != 0) {
-    throw StillInUseError("close: " + std::to_string(holds) + " tensors still use ranges of this manager", bytes,
-                          holds);
+  if (holds == 0) return;
+  throw StillInUseError("close: " + std::to_string(holds) + " tensors still use ranges of this manager", bytes, holds);
+}
+
+void VirtualMemoryManager::close() {
+  {
+    const MutexLock lock(mutex_);
+    if (closed_) return;
+    require_nothing_held();
   }
   wait_for_queued_work("close");
+  const MutexLock lock(mutex_);
+  if (closed_) return;
+  require_nothing_held();
   // What the driver refuses stays, and can be closed again. When the driver has
   // gone, everything has.
   Status refused;

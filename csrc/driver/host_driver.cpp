@@ -101,7 +101,6 @@ Status HostDriver::capabilities(int device, Capabilities* out) const {
   out->total_memory = options_.device_bytes;
   out->exportable = true;
   out->host_located = true;
-  out->fence_all_streams = true;
   out->name = "host";
   return {};
 }
@@ -348,7 +347,6 @@ Status HostDriver::destroy_fence(Fence fence) {
 }
 
 Status HostDriver::record(Fence fence, Stream /*stream*/) { return check_fence(fence, "record"); }
-Status HostDriver::record_all(Fence fence) { return check_fence(fence, "record_all"); }
 Status HostDriver::query(Fence fence) { return check_fence(fence, "query"); }
 Status HostDriver::wait(Fence fence) { return check_fence(fence, "wait"); }
 Status HostDriver::stream_wait(Stream /*stream*/, Fence fence) { return check_fence(fence, "stream_wait"); }

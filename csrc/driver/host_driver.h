@@ -78,7 +78,6 @@ class HostDriver final : public Driver, private ForkObserver {
   Status create_fence(int device, Fence* out) override;
   Status destroy_fence(Fence fence) override;
   Status record(Fence fence, Stream stream) override;
-  Status record_all(Fence fence) override;
   Status query(Fence fence) override;
   Status wait(Fence fence) override;
   Status stream_wait(Stream stream, Fence fence) override;

@@ -112,7 +112,7 @@ void CudaAllocator::createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t
 
 void CudaAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t mempool) {
   without_throwing("releasePool", device, [&](PrivatePools& pools) { pools.release(region_of(mempool)); });
-  if (!Runtime::in_child()) ProvidedMemory::drop_passed(device);
+  if (!Runtime::in_child()) ProvidedMemory::finish_closed(device, /*wait=*/false);
 }
 
 int CudaAllocator::getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t mempool) {

@@ -40,7 +40,10 @@ DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpac
       private_pools(memory, kind == DeviceKind::cuda ? cuda_capture_hooks(ordinal) : CaptureHooks{}) {
   // torch can free memory of its own (tensors that other processes have let go
   // of) when a device has none left.
-  if (kind == DeviceKind::cuda) memory.set_memory_callback(&run_cuda_free_memory_callbacks);
+  if (kind == DeviceKind::cuda) {
+    memory.set_memory_callback(&run_cuda_free_memory_callbacks);
+    memory.streams().set_census(cuda_stream_census(ordinal));
+  }
 }
 
 Runtime::Runtime() : options_(Options::from_environment()) {
@@ -104,6 +107,7 @@ DeviceRoom& Runtime::make_room(DeviceKind kind, int ordinal) {
   if (kind == DeviceKind::cpu) options.exportable = false;              // torch shares CPU tensors by itself
   auto* room = new DeviceRoom(kind, ordinal, driver, space_, options);  // never destroyed, as the runtime
   rooms_[static_cast<std::size_t>(kind)][static_cast<std::size_t>(ordinal)].store(room, std::memory_order_release);
+  room->memory.set_neighbours([kind](int other) { return &Runtime::room(kind, other).memory.streams(); });
   if (kind == DeviceKind::cuda) watch_cuda_memory(*room);
   return *room;
 }

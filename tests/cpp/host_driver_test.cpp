@@ -239,7 +239,6 @@ TEST_F(HostDriverTest, InAChildTheDriverHasGone) {
         driver_.create_fence(0, &other),
         driver_.destroy_fence(fence),
         driver_.record(fence, nullptr),
-        driver_.record_all(fence),
         driver_.query(fence),
         driver_.wait(fence),
         driver_.stream_wait(nullptr, fence),

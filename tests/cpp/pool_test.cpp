@@ -122,7 +122,7 @@ TEST(PoolStreams, MoveAnIdleChunkToAnotherStreamOnlyBehindAnEvent) {
   EXPECT_FALSE(Lab::holds(block, 4 * kMiB, 1)) << "one memory at two addresses";
   // Once kOne is done the old addresses go.
   lab.driver.release_fences(kOne);
-  EXPECT_TRUE(pool->settle(/*wait=*/false));
+  EXPECT_TRUE(pool->settle());
   EXPECT_GT(lab.driver.count(Call::unmap), 0U);
   lab.memory().check();
 }
@@ -143,7 +143,7 @@ TEST(PoolStreams, AFreedBlockWaitsForTheStreamsThatRecordedIt) {
     EXPECT_NE(early, block) << "kTwo still reads it";
     lab.driver.release_fences(kTwo);
     lab.free(early);
-    EXPECT_TRUE(pool->settle(/*wait=*/false));
+    EXPECT_TRUE(pool->settle());
     EXPECT_EQ(current(*pool, StatKind::active_bytes), 0) << bytes;
     EXPECT_EQ(pool->memory_stats().quarantined_bytes, 0U);
     lab.memory().empty_cache();
