@@ -171,10 +171,9 @@ Status HostDriver::create(const ChunkSpec& spec, ChunkHandle* out) {
     chunk.fd = ::memfd_create("torch_vmm_exportable", MFD_CLOEXEC);
     if (chunk.fd < 0) return status_from_errno("memfd_create", errno);
     chunk.own_fd = true;
-    if (::ftruncate(chunk.fd, static_cast<off_t>(spec.size)) != 0) {
-      const Status failed = status_from_errno("ftruncate", errno);
+    if (const Status sized = resize_file(chunk.fd, spec.size); !sized.ok()) {
       ::close(chunk.fd);
-      return failed;
+      return sized;
     }
   } else {
     if (const Status taken = place.arena.take(spec.size, &chunk.offset); !taken.ok()) return taken;

@@ -317,6 +317,31 @@ def memory_files() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def test_a_limit_on_file_sizes_is_kept_and_named() -> None:
+    """``ulimit -f``: chunks lie in a file, and the kernel would end the process that makes one longer."""
+    out = run(
+        """
+        import resource, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it; a C++ program does not
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, resource.RLIM_INFINITY))
+        import torch, torch_vmm
+        torch_vmm.enable("cpu")
+        within = torch.ones(8 << 20)
+        pool = torch_vmm.VirtualMemoryPool("1GiB", device="cpu")
+        try:
+            pool.allocate(0, "256MiB")
+        except torch_vmm.OutOfMemoryError as error:
+            print(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        pool.allocate(0, "256MiB")
+        print(within.sum().item() == 8 << 20)
+        """
+    )
+    refusal, intact = out.splitlines()
+    assert "the driver refused (ftruncate: EFBIG, since RLIMIT_FSIZE is 67108864 bytes" in refusal
+    assert intact == "True"
+
+
 # -- Memory that is not there ------------------------------------------------------------------------------------------
 
 
