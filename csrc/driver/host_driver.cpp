@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "base/errors.h"
+#include "driver/host_memory.h"
 
 namespace vmm {
 namespace {
@@ -32,12 +33,6 @@ int protection(Access access) {
   return PROT_NONE;
 }
 
-std::size_t physical_memory() {
-  const long pages = ::sysconf(_SC_PHYS_PAGES);
-  const long page = ::sysconf(_SC_PAGESIZE);
-  return pages > 0 && page > 0 ? static_cast<std::size_t>(pages) * static_cast<std::size_t>(page) : kGiB;
-}
-
 // Makes [address, address + size) inaccessible address space again.
 Status reserve_again(Address address, std::size_t size) {
   if (::mmap(pointer(address), size, PROT_NONE, kReservedFlags | MAP_FIXED, -1, 0) == MAP_FAILED) {
@@ -56,7 +51,7 @@ HostDriverOptions checked(HostDriverOptions options) {
     throw InvalidArgumentError("device_count " + std::to_string(options.device_count) + " must be 1 to " +
                                std::to_string(AddressBook::kMaxDevices));
   }
-  if (options.device_bytes == 0) options.device_bytes = physical_memory() / 10 * 8;
+  if (options.device_bytes == 0) options.device_bytes = usable_memory(options.files_root) / 10 * 8;
   options.device_bytes = align_down(options.device_bytes, options.granularity);
   if (options.device_bytes == 0) throw InvalidArgumentError("device_bytes must be at least one granule");
   return options;
@@ -70,7 +65,7 @@ HostDriver::HostDriver(const HostDriverOptions& options) : options_(checked(opti
     for (int device = 0; device < options_.device_count; ++device) {
       devices_.emplace_back().limit_bytes = options_.device_bytes;
     }
-    host_.limit_bytes = align_down(physical_memory(), options_.granularity);
+    host_.limit_bytes = align_down(usable_memory(options_.files_root), options_.granularity);
   }
   watch_forks(this);
 }

@@ -10,7 +10,9 @@
 
 #include <atomic>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <string>
@@ -514,6 +516,20 @@ TEST_F(HostDriverTest, OptionsAreChecked) {
   ASSERT_TRUE(usual.memory_info(0, &info).ok());
   EXPECT_GT(info.total, 64 * kMiB);
   EXPECT_EQ(info.total % kPage, 0U);
+}
+
+TEST_F(HostDriverTest, TheUsualDeviceIsWhatAControlGroupAllows) {
+  std::string root = ::testing::TempDir() + "torch_vmm_groups_XXXXXX";
+  ASSERT_NE(::mkdtemp(root.data()), nullptr);
+  std::filesystem::create_directories(root + "/proc/self");
+  std::filesystem::create_directories(root + "/sys/fs/cgroup");
+  std::ofstream(root + "/proc/self/cgroup") << "0::/\n";
+  std::ofstream(root + "/sys/fs/cgroup/memory.max") << 100 * kMiB << "\n";
+  const HostDriver driver({kPage, 0, 1, root.c_str()});
+  std::filesystem::remove_all(root);
+  MemoryInfo info;
+  ASSERT_TRUE(driver.memory_info(0, &info).ok());
+  EXPECT_EQ(info.total, 80 * kMiB) << "80 % of it";
 }
 
 TEST_F(HostDriverTest, WhatWasMappedGoesWithTheDriver) {
