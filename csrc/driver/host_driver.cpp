@@ -33,6 +33,24 @@ int protection(Access access) {
   return PROT_NONE;
 }
 
+// A file of `size` bytes for a chunk that other processes may be given. Sealed,
+// since they hold the same file: whoever made it shorter would end everyone who
+// touches what is cut off (SIGBUS).
+Status make_exportable_file(std::size_t size, int* out) {
+  const int fd = ::memfd_create("torch_vmm_exportable", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) return status_from_errno("memfd_create", errno);
+  Status made = resize_file(fd, size);
+  if (made.ok() && ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    made = status_from_errno("fcntl", errno);
+  }
+  if (made.ok()) {
+    *out = fd;
+  } else {
+    ::close(fd);
+  }
+  return made;
+}
+
 // Makes [address, address + size) inaccessible address space again.
 Status reserve_again(Address address, std::size_t size) {
   if (::mmap(pointer(address), size, PROT_NONE, kReservedFlags | MAP_FIXED, -1, 0) == MAP_FAILED) {
@@ -163,13 +181,8 @@ Status HostDriver::create(const ChunkSpec& spec, ChunkHandle* out) {
   chunk.place = &place;
   chunk.exportable = spec.exportable;
   if (spec.exportable) {
-    chunk.fd = ::memfd_create("torch_vmm_exportable", MFD_CLOEXEC);
-    if (chunk.fd < 0) return status_from_errno("memfd_create", errno);
+    if (const Status made = make_exportable_file(spec.size, &chunk.fd); !made.ok()) return made;
     chunk.own_fd = true;
-    if (const Status sized = resize_file(chunk.fd, spec.size); !sized.ok()) {
-      ::close(chunk.fd);
-      return sized;
-    }
   } else {
     if (const Status taken = place.arena.take(spec.size, &chunk.offset); !taken.ok()) return taken;
     chunk.fd = place.arena.fd();

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
@@ -481,6 +482,26 @@ TEST_F(HostDriverTest, AnImportIsNotCountedAndNeedsItsSize) {
   ASSERT_TRUE(driver_.memory_info(0, &after).ok());
   EXPECT_EQ(after.free, before.free);
   EXPECT_TRUE(driver_.release(imported).ok());
+  ::close(fd);
+}
+
+TEST_F(HostDriverTest, WhoHoldsAnExportedChunkCannotCutItAway) {
+  ChunkHandle chunk = 0;
+  Address at = 0;
+  int fd = -1;
+  ASSERT_TRUE(driver_.create({2 * kPage, kDevice, true}, &chunk).ok());
+  ASSERT_TRUE(driver_.reserve(2 * kPage, kPage, &at).ok());
+  ASSERT_TRUE(driver_.map(at, 2 * kPage, chunk).ok());
+  ASSERT_TRUE(driver_.set_access(at, 2 * kPage, kDevice, Access::read_write).ok());
+  ASSERT_TRUE(driver_.export_chunk(chunk, &fd).ok());
+  for (const std::size_t size : {std::size_t{0}, kPage, 4 * kPage}) {
+    EXPECT_EQ(::ftruncate(fd, static_cast<off_t>(size)), -1) << size;
+    EXPECT_EQ(errno, EPERM);
+  }
+  // Nor forbid the writing that tensors live of.
+  EXPECT_EQ(::fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE), -1);
+  EXPECT_EQ(::fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE), -1);
+  EXPECT_EQ(write_at(at + 2 * kPage - 1), 0);
   ::close(fd);
 }
 
