@@ -75,7 +75,7 @@ class Device:
         """Bytes of memory that the device has."""
     @property
     def default_capacity(self) -> int:
-        """Bytes of addresses of a pool that names no capacity."""
+        """Bytes of addresses of a pool that names no capacity, where the process has so many."""
     @property
     def committed_bytes(self) -> int:
         """Bytes that the driver gave and that are still held: mapped, or kept unmapped by the page store."""
