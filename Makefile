@@ -33,6 +33,11 @@ test: ## everything that CI checks
 	@for variant in plain asan tsan; do scripts/cpp_tests run $$variant; done
 	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 $(ARGS)
 
+.PHONY: test-newest
+test-newest: ## the Python tests on host memory under the newest torch, in a venv under build/ (gigabytes)
+	@scripts/bootstrap demo
+	@scripts/test_newest $(ARGS)
+
 .PHONY: build
 build: ## the extension, in place, for .venv
 	@scripts/bootstrap demo
