@@ -85,6 +85,10 @@ tsan: tools ## C++ tests under ThreadSanitizer
 gpu-test: ## the GPU suite, with the Python at hand (PYTHON=python3); fetches nothing
 	@scripts/at_hand -m pytest tests/gpu $(ARGS)
 
+.PHONY: gpu-test-beside
+gpu-test-beside: ## the same, its files in six processes side by side, what needs the GPU alone at the end
+	@scripts/at_hand scripts/side_by_side.py $(ARGS)
+
 .PHONY: gpu2-test
 gpu2-test: ## the suite for two GPUs: peers, NCCL, DDP, FSDP2
 	@scripts/at_hand -m pytest tests/gpu2 $(ARGS)

@@ -88,6 +88,7 @@ def test_pages_given_up_under_a_kernel_serve_another_place_at_once(make_pool: Ma
     assert intact(pool.tensor("512MiB", (64 * MIB,), torch.uint8), 2)
 
 
+@pytest.mark.alone  # it looks at the GPU's free memory
 def test_the_driver_sees_memory_come_and_go(make_pool: MakePool) -> None:
     pool = make_pool("64GiB")
     torch.cuda.empty_cache()
@@ -128,6 +129,7 @@ def test_explicit_pages_handed_over_between_models_read_as_zero(make_shared: Mak
     assert [int(verdict) for verdict in verdicts] == [0] * 8
 
 
+@pytest.mark.alone  # it measures time
 @pytest.mark.no_memcheck  # 20 GiB
 def test_much_memory_takes_few_calls(make_pool: MakePool) -> None:
     pool = make_pool("40GiB")
