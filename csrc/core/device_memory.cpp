@@ -314,6 +314,7 @@ Statistics DeviceMemory::statistics() const {
 void DeviceMemory::reset_peaks() {
   const MutexLock lock(registry_mutex_);
   peaks_.reset_peaks();
+  of_ended_pools_.reset_peaks();
   for (const auto& pool : pools_) pool->reset_peaks();
 }
 

@@ -1,4 +1,5 @@
-// A device's pools: how large they are made where nobody says.
+// A device's pools: how large they are made where nobody says, and numbers of
+// those that have ended.
 #include "core/device_memory.h"
 
 #include <gtest/gtest.h>
@@ -132,6 +133,41 @@ TEST(Capacity, AnotherFailureOfTheDriverIsNotTriedAgain) {
   lab.driver.fail_nth(Call::reserve, 1, broken(), Repeat::from_then_on);
   EXPECT_THROW(lab.pool(unnamed_capacity("a")), DriverError);
   EXPECT_EQ(lab.driver.count(Call::reserve), 1U);
+}
+
+// Nobody follows the oversize peaks of several pools together: those of pools
+// that have ended are added, until they are reset.
+TEST(Peaks, OfEndedPoolsAreReset) {
+  Lab lab;
+  lab.memory().set_oversize(kMiB);
+  for (int k = 0; k < 10; ++k) {
+    const auto pool = lab.pool("a");
+    lab.leave_idle(*pool, 4 * kMiB);
+    lab.memory().close_pool(*pool, false);
+  }
+  EXPECT_EQ(lab.memory().statistics().oversize_allocations.peak, 10);
+  lab.memory().reset_peaks();
+  const Statistics after = lab.memory().statistics();
+  EXPECT_EQ(after.oversize_allocations.current, 0);
+  EXPECT_EQ(after.oversize_allocations.peak, 0);
+  EXPECT_EQ(after.oversize_segments.peak, 0);
+  EXPECT_EQ(after.oversize_allocations.allocated, 10) << "what ever came is no peak";
+}
+
+TEST(Peaks, OfEndedPartsAreResetWithTheirModels) {
+  Lab lab;
+  lab.memory().set_oversize(2 * kMiB);
+  const auto model = lab.pool("a");
+  for (std::uint64_t k = 1; k <= 3; ++k) {
+    const auto part = lab.memory().create_part(model, {k, 0}, false);
+    lab.leave_idle(*part, 4 * kMiB);
+    lab.memory().close_pool(*part, false);
+  }
+  EXPECT_EQ(lab.memory().statistics_of(*model).oversize_allocations.peak, 3);
+  EXPECT_GT(lab.memory().statistics_of(*model).oversize_segments.peak, 0);
+  lab.memory().reset_peaks_of(*model);
+  EXPECT_EQ(lab.memory().statistics_of(*model).oversize_allocations.peak, 0);
+  EXPECT_EQ(lab.memory().statistics_of(*model).oversize_segments.peak, 0);
 }
 
 }  // namespace
