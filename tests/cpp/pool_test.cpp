@@ -435,6 +435,36 @@ TEST(PoolChunks, TheSpareSlabGivesWayToALargeRequest) {
 
 // ------------------------------------------------------------------ lives
 
+// Rounded up, they would wrap to next to nothing.
+TEST(PoolSizes, NearTheLargestNumberAreRefused) {
+  Lab lab;
+  const auto whole = lab.pool("a");
+  const auto unsplit = lab.memory().create_part(whole, {1, 0}, /*no_split=*/true);
+  for (const auto& pool : {whole, unsplit}) {
+    const Address keep = lab.allocate(*pool, 512);  // with free memory beside it
+    lab.leave_idle(*pool, 4 * kPage);
+    for (const std::size_t size : {kUnlimited, kUnlimited - 5, kUnlimited - 512, kUnlimited - kPage + 2, kGiB + 1}) {
+      EXPECT_EQ(pool->try_allocate_within(size, nullptr), 0U) << size;
+      EXPECT_THROW(lab.allocate(*pool, size), OutOfMemoryError) << size;
+      EXPECT_THROW(lab.memory().allocate_at(*pool, pool->base() + 8 * kPage, size, nullptr), InvalidRangeError);
+      EXPECT_THROW(lab.memory().allocate_pages(*pool, kPage, size, nullptr), InvalidRangeError);
+      EXPECT_THROW(lab.memory().allocate_first(*pool, size, nullptr), InvalidRangeError);
+      EXPECT_THROW(lab.memory().deallocate_pages(*pool, kPage, size), InvalidRangeError);
+      EXPECT_THROW(static_cast<void>(pool->is_mapped(kPage, size)), InvalidRangeError);
+    }
+    EXPECT_EQ(pool->live_blocks(), 1U);
+    lab.free(keep);
+  }
+}
+
+TEST(PoolSizes, UpToTheVeryEndCanBeAskedForByAddress) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  const Address last = pool->base() + pool->capacity() - 1024;
+  lab.adopt(lab.memory().allocate_at(*pool, last, 1024, nullptr));
+  EXPECT_THROW(lab.memory().allocate_at(*pool, last + 512, 513, nullptr), InvalidRangeError);
+}
+
 TEST(PoolLife, RefusesWhatCannotBe) {
   Lab lab;
   const auto with = [&](auto change) {

@@ -221,6 +221,21 @@ TEST_F(Manager, RefusesASizeBeyondAllAddresses) {
   EXPECT_THROW(manager_->alloc_physical(2 * kGiB, kHere, false), OutOfMemoryError);
 }
 
+TEST_F(Manager, RefusesSizesNearTheLargestNumber) {
+  const std::size_t size = std::size_t{0} - kPage;
+  EXPECT_THROW(manager_->reserve(size, kDefault), OutOfMemoryError);
+  EXPECT_THROW(manager_->reserve(std::size_t{1} << 63, std::size_t{1} << 63), OutOfMemoryError);
+  lab_.driver.clear_calls();
+  EXPECT_THROW(manager_->alloc_physical(size, kHere, false), OutOfMemoryError);
+  EXPECT_THROW(manager_->alloc_physical(size, Location::on_host(), false), OutOfMemoryError);
+  EXPECT_EQ(lab_.driver.count(Call::create), 0U) << "nor were they charged meanwhile";
+  const auto r = range(2);
+  EXPECT_THROW(manager_->unmap(r, kPage, size), InvalidRangeError);
+  EXPECT_THROW(manager_->unmap(r, size, kPage), InvalidRangeError);
+  EXPECT_THROW(manager_->set_access(r, Access::read, {kHere}, kPage, size), InvalidRangeError);
+  EXPECT_THROW(manager_->hold(r, 512, kUnlimited - 100), InvalidRangeError);
+}
+
 TEST_F(Manager, RefusesADeviceThatDoesNotExist) {
   EXPECT_THROW(physical(1, Location::on_device(2)), InvalidArgumentError);
   EXPECT_THROW(physical(1, Location::on_device(-1)), InvalidArgumentError);
