@@ -36,6 +36,7 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       options_(options),
       capabilities_(capabilities_of(driver, device)),
       budget_("device " + driver.name() + ":" + std::to_string(device), kUnlimited, nullptr),
+      host_budget_("host memory by hand", kUnlimited, nullptr),
       store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
       fences_(driver, device),
       accessors_{Location::on_device(device)} {}

@@ -149,6 +149,9 @@ class DeviceMemory {
   void check() const;
 
   [[nodiscard]] Budget& budget() { return budget_; }
+  // Pays for host memory that managers of this device made by hand: counted,
+  // without a limit, and no part of what the device holds.
+  [[nodiscard]] Budget& host_budget() { return host_budget_; }
   [[nodiscard]] PageStore& store() { return store_; }
   [[nodiscard]] Driver& driver() const { return driver_; }
   [[nodiscard]] FencePool& fences() { return fences_; }
@@ -179,6 +182,7 @@ class DeviceMemory {
   Options options_;
   Capabilities capabilities_;
   Budget budget_;
+  Budget host_budget_;
   PageStore store_;
   FencePool fences_;
   Peaks peaks_;

@@ -161,6 +161,23 @@ TEST_F(Manager, CountsItsMemoryAgainstTheDevicesLimit) {
   physical();
 }
 
+TEST_F(Manager, CountsHostMemoryApartFromTheDevices) {
+  lab_.memory().set_limit(lab_.memory().budget(), kPage);
+  const auto p = physical(4, Location::on_host());
+  EXPECT_EQ(lab_.memory().committed_bytes(), 0U) << "no memory of the device's";
+  EXPECT_EQ(lab_.memory().host_budget().used(), 4 * kPage);
+  physical();  // its limit is its own
+  EXPECT_THROW(physical(), OutOfMemoryError);
+  VirtualMemoryManager other(lab_.memory());
+  other.alloc_physical(kPage, Location::on_host(), false);
+  EXPECT_EQ(lab_.memory().host_budget().used(), 5 * kPage) << "of all managers";
+  lab_.memory().check();
+  manager_->free_physical(p);
+  EXPECT_EQ(lab_.memory().host_budget().used(), kPage);
+  other.close();
+  EXPECT_EQ(lab_.memory().host_budget().used(), 0U);
+}
+
 TEST_F(Manager, TakesIdleMemoryOfPoolsBeforeItFails) {
   lab_.memory().set_limit(lab_.memory().budget(), 16 * kMiB);
   const auto pool = lab_.pool("a");

@@ -199,8 +199,11 @@ def test_host_memory_stands_beside_the_gpus_in_one_range(manager: torch_vmm.Virt
         pytest.skip("this driver has no host-located chunks")
     range_ = manager.reserve(4 * PAGE)
     backed(manager, range_, 0, 2 * PAGE)
+    charged = _C.device("cuda").committed_bytes
     host = manager.alloc_physical(2 * PAGE, device="cpu")
     assert host.device == -1
+    assert manager.host_memory_usage == 2 * PAGE
+    assert _C.device("cuda").committed_bytes == charged, "it is no memory of the GPU's"
     manager.map(range_, host, 2 * PAGE)
     manager.set_access(range_, AccessFlags.READ_WRITE)
     block = manager.tensor(range_, 0, (4 * PAGE,), torch.uint8)
