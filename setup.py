@@ -89,6 +89,7 @@ SOURCES = [
     "csrc/driver/fork_watch.cpp",
     "csrc/driver/host_arena.cpp",
     "csrc/driver/host_driver.cpp",
+    "csrc/driver/host_memory.cpp",
     "csrc/torch_adapter/cuda_allocator.cpp",
     "csrc/torch_adapter/cuda_graphs.cpp",
     "csrc/torch_adapter/cuda_history.cpp",

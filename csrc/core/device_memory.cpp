@@ -11,10 +11,15 @@ namespace vmm {
 
 namespace {
 
-constexpr std::size_t kLeastPartBytes = 2 * kGiB;
 constexpr int kEndAttempts = 3;
 // What queued work holds up may also pass without a tick (recorded streams).
 constexpr unsigned kCallsPerTending = 64;
+// A pool whose capacity nobody named has four times the device's memory:
+// addresses are free, and moving chunks needs room to move to.
+constexpr std::size_t kCapacityFactor = 4;
+// Where a process is short of addresses, such a pool makes do with less, but
+// one with fewer than these is of no use.
+constexpr std::size_t kLeastCapacity = 2 * kGiB;
 
 Capabilities capabilities_of(Driver& driver, int device) {
   Capabilities capabilities;
@@ -34,6 +39,7 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       options_(options),
       capabilities_(capabilities_of(driver, device)),
       budget_("device " + driver.name() + ":" + std::to_string(device), kUnlimited, nullptr),
+      host_budget_("host memory by hand", kUnlimited, nullptr),
       store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
       streams_(driver, device),
       clock_(streams_),
@@ -52,19 +58,44 @@ DeviceMemory::~DeviceMemory() {
 
 // --------------------------------------------------------------------- pools
 
+std::size_t DeviceMemory::default_capacity() const {
+  const std::size_t chosen = options_.default_capacity_bytes;
+  return chosen != 0 ? chosen : kCapacityFactor * capabilities_.total_memory;
+}
+
 std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
+  Budget& payer = group == nullptr ? budget_ : *group;
+  if (spec.capacity != 0) return register_pool(spec, payer);
   PoolSpec complete = spec;
-  if (complete.capacity == 0) {
-    complete.capacity =
-        options_.default_capacity_bytes != 0 ? options_.default_capacity_bytes : 4 * capabilities_.total_memory;
-  }
+  complete.capacity = default_capacity();
+  return register_pool_of_at_most(complete, payer);
+}
+
+std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& group) {
   // Under the lock, so that no accessor is missed.
   const MutexLock lock(registry_mutex_);
   const PoolContext context{driver_,  address_space_, store_,          streams_, clock_,    peaks_,
                             options_, observer_,      oversize_bytes_, device_,  accessors_};
-  auto pool = std::make_shared<Pool>(context, group == nullptr ? budget_ : *group, complete, this);
+  auto pool = std::make_shared<Pool>(context, group, spec, this);
   pools_.push_back(pool);
   return pool;
+}
+
+// For a capacity that is ours to choose: half of it, and so on, where the
+// process has no such stretch of addresses left. 47 bits hold 407 pools of four
+// times 80 GiB; under RLIMIT_AS not even the first may fit.
+std::shared_ptr<Pool> DeviceMemory::register_pool_of_at_most(PoolSpec spec, Budget& group) {
+  for (const std::size_t wanted = spec.capacity;; spec.capacity = std::max(spec.capacity / 2, kLeastCapacity)) {
+    try {
+      return register_pool(spec, group);
+    } catch (const OutOfMemoryError& error) {
+      if (spec.capacity > kLeastCapacity) continue;
+      throw OutOfMemoryError(std::string(error.what()) + "; " + format_bytes(wanted) +
+                                 " were wanted first; raise the limit on the process' addresses, if there is one "
+                                 "(RLIMIT_AS, ulimit -v)",
+                             error.requested, error.available, error.limit, error.pool);
+    }
+  }
 }
 
 std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split) {
@@ -74,16 +105,10 @@ std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& mod
   spec.model = model;
   spec.region = region;
   spec.no_split = no_split;
-  // One pool can never hold more than the device. A process with very many
-  // graphs, each with a pool of its own, may run short of addresses: then
-  // smaller pools must do.
-  for (spec.capacity = std::min(capabilities_.total_memory, model->capacity());; spec.capacity /= 2) {
-    try {
-      return create_pool(spec, &model->group());
-    } catch (const OutOfMemoryError&) {
-      if (spec.capacity <= kLeastPartBytes) throw;
-    }
-  }
+  // A part can never hold more than the device, and a process may have very
+  // many graphs, each with a pool of its own.
+  spec.capacity = std::min(capabilities_.total_memory, model->capacity());
+  return register_pool_of_at_most(spec, model->group());
 }
 
 void DeviceMemory::watch_streams_of(Location who) {
@@ -360,6 +385,7 @@ Statistics DeviceMemory::statistics() const {
 void DeviceMemory::reset_peaks() {
   const MutexLock lock(registry_mutex_);
   peaks_.reset_peaks();
+  of_ended_pools_.reset_peaks();
   for (const auto& pool : pools_) pool->reset_peaks();
 }
 

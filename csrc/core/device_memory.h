@@ -60,11 +60,15 @@ class DeviceMemory {
   // -- Pools ----------------------------------------------------------------
   // A pool whose limit stands under `group` (nullptr: the device itself).
   // Throws InvalidArgumentError, InvalidPageSizeError, OutOfMemoryError (no
-  // address space).
+  // address space). capacity 0: default_capacity(), or as much of it as the
+  // process has addresses for, from 2 GiB; a capacity that is named is kept.
   std::shared_ptr<Pool> create_pool(const PoolSpec& spec, Budget* group);
+  // Bytes of addresses: four times the device's memory unless an option says
+  // otherwise.
+  [[nodiscard]] std::size_t default_capacity() const;
   // A part of `model`: memory of a private pool of torch's, which the model pays
-  // for and counts. It keeps the model alive. Throws OutOfMemoryError where no
-  // addresses are left.
+  // for and counts. It keeps the model alive. As large as the device, or less
+  // where addresses are short, as above.
   std::shared_ptr<Pool> create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split);
   // A limit for several pools, under the device's own.
   std::shared_ptr<Budget> create_group(const std::string& name, std::size_t limit_bytes) VMM_EXCLUDES(registry_mutex_);
@@ -159,6 +163,9 @@ class DeviceMemory {
   // Groups that there are, for tests.
   [[nodiscard]] std::size_t groups() const VMM_EXCLUDES(registry_mutex_);
   [[nodiscard]] Budget& budget() { return budget_; }
+  // Pays for host memory that managers of this device made by hand: counted,
+  // without a limit, and no part of what the device holds.
+  [[nodiscard]] Budget& host_budget() { return host_budget_; }
   [[nodiscard]] PageStore& store() { return store_; }
   [[nodiscard]] Driver& driver() const { return driver_; }
   [[nodiscard]] DeviceStreams& streams() { return streams_; }
@@ -169,6 +176,8 @@ class DeviceMemory {
   [[nodiscard]] const Options& options() const { return options_; }
 
  private:
+  std::shared_ptr<Pool> register_pool(const PoolSpec& spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
+  std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
   using Attempt = std::function<Address(Grant*, Shortage*)>;
   Address allocate(Pool& pool, std::size_t bytes, const Attempt& attempt) VMM_EXCLUDES(reclaim_mutex_);
   Address climb(Pool& asker, std::size_t bytes, const Attempt& attempt, Shortage shortage) VMM_EXCLUDES(reclaim_mutex_);
@@ -192,6 +201,7 @@ class DeviceMemory {
   Options options_;
   Capabilities capabilities_;
   Budget budget_;
+  Budget host_budget_;
   PageStore store_;
   DeviceStreams streams_;
   Clock clock_;

@@ -310,6 +310,7 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
 }
 
 Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
+  if (bytes > capacity_) return 0;  // before it is rounded up: near 2^64 that wraps
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
   const MutexLock lock(mutex_);
   if (is_retired()) return 0;
@@ -337,11 +338,13 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
 }
 
 Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
-  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   const std::size_t offset = address - base_;
-  if (!contains(address) || size > capacity_ - offset || !is_aligned(offset, kBlockAlignment)) {
-    throw InvalidRangeError(offset, size, capacity_, "no address of pool '" + name_ + "' that is a multiple of 512");
+  if (!contains(address) || !is_aligned(offset, kBlockAlignment)) {
+    throw InvalidRangeError(offset, bytes, capacity_, "no address of pool '" + name_ + "' that is a multiple of 512");
   }
+  // What is left is a multiple of 512, so that what fits also fits rounded up.
+  if (bytes > capacity_ - offset) throw InvalidRangeError(offset, bytes, capacity_, "beyond the end of the pool");
+  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   const MutexLock lock(mutex_);
   require_open();
   settle_locked();

@@ -210,6 +210,7 @@ void Pool::count_sync() {
 void Pool::reset_peaks() {
   const MutexLock lock(mutex_);
   statistics_.reset_peaks();
+  inherited_.reset_peaks();
   if (family_peaks_ != nullptr) family_peaks_->reset_peaks();
 }
 

@@ -23,6 +23,8 @@ std::uint64_t next_manager_id() {
   return ++next;
 }
 
+constexpr std::size_t kMostPhysical = std::size_t{1} << 47;  // bytes: all that one process can map
+
 std::string of(const std::string& name, std::size_t value) { return name + " " + std::to_string(value); }
 }  // namespace
 
@@ -133,10 +135,15 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
   Chunk* chunk = nullptr;
   Budget* refused = nullptr;
   const ChunkSpec spec{size, location, exportable};
-  Status status = memory_.store().create(spec, memory_.budget(), &chunk, &refused);
-  if (status.code() == StatusCode::out_of_memory && location == Location::on_device(memory_.device())) {
+  Budget& payer = location.kind == Location::Kind::host ? memory_.host_budget() : memory_.budget();
+  // What is beyond all addresses is not even charged: near 2^64 nobody else
+  // could charge anything until the driver has refused.
+  Status status(StatusCode::out_of_memory, "create");
+  if (size <= kMostPhysical) status = memory_.store().create(spec, payer, &chunk, &refused);
+  if (status.code() == StatusCode::out_of_memory && size <= kMostPhysical &&
+      location == Location::on_device(memory_.device())) {
     memory_.empty_cache();  // idle memory of pools on this device
-    status = memory_.store().create(spec, memory_.budget(), &chunk, &refused);
+    status = memory_.store().create(spec, payer, &chunk, &refused);
   }
   if (status.code() == StatusCode::out_of_memory) {
     MemoryInfo info;

@@ -198,8 +198,10 @@ void* CudaAllocator::allocate_on(c10::DeviceIndex device, std::size_t bytes, cud
     if (profiler_is_on()) {
       report_out_of_memory_to_profiler(DeviceKind::cuda, device, align_up(bytes, kBlockGrain), torch_device(device));
     }
-    DeviceRoom& room = *Runtime::made(DeviceKind::cuda, device);
-    History::instance().out_of_memory(room, part != nullptr ? *part : *current_pool(room), bytes, stream);
+    // Not made: there were no addresses for its default pool.
+    if (DeviceRoom* room = Runtime::made(DeviceKind::cuda, device); room != nullptr) {
+      History::instance().out_of_memory(*room, part != nullptr ? *part : *current_pool(*room), bytes, stream);
+    }
     rethrow_as_torch(words(device), bytes);
   } catch (const VmmError&) {
     rethrow_as_torch(words(device), bytes);

@@ -12,17 +12,9 @@ namespace vmm {
 
 namespace {
 
-constexpr std::size_t kCapacityFactor = 4;
-
-std::size_t default_capacity_of(const DeviceMemory& memory) {
-  const std::size_t chosen = memory.options().default_capacity_bytes;
-  return chosen != 0 ? chosen : kCapacityFactor * memory.capabilities().total_memory;
-}
-
-std::shared_ptr<Pool> make_default_pool(DeviceMemory& memory, std::size_t capacity) {
+std::shared_ptr<Pool> make_default_pool(DeviceMemory& memory) {
   PoolSpec spec;
   spec.name = "default";
-  spec.capacity = capacity;
   return memory.create_pool(spec, nullptr);
 }
 
@@ -35,8 +27,7 @@ DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpac
     : kind(kind),
       ordinal(ordinal),
       memory(driver, address_space, ordinal, options),
-      default_capacity(default_capacity_of(memory)),
-      default_pool(make_default_pool(memory, default_capacity)),
+      default_pool(make_default_pool(memory)),
       private_pools(memory, kind == DeviceKind::cuda ? cuda_capture_hooks(ordinal) : CaptureHooks{}) {
   // torch can free memory of its own (tensors that other processes have let go
   // of) when a device has none left.

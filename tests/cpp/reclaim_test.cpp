@@ -72,6 +72,45 @@ TEST_F(Reclaim, AShelfOfOtherSizesIsGivenBackToMakeRoom) {
   EXPECT_EQ(lab_.driver.live_chunk_bytes(), 32 * kMiB);
 }
 
+// Three groups on a device of 64 MiB: what is left of it is on a shelf of the
+// first and idle in the second, and the third asks.
+class ReclaimShelves : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    lab_.memory().allocate_pages(*shelved_, 0, 32 * kMiB, nullptr);
+    lab_.memory().deallocate_pages(*shelved_, 0, 32 * kMiB);
+    lab_.leave_idle(*idle_, 16 * kMiB);
+    lab_.allocate(*asker_, 16 * kMiB);
+    ASSERT_EQ(on_shelf(), 32 * kMiB);
+  }
+  std::shared_ptr<Pool> pool(Budget& group) {
+    PoolSpec spec = Lab::spec(group.name());
+    spec.page_size = kPage;
+    return lab_.pool(spec, &group);
+  }
+  std::size_t on_shelf() { return lab_.memory().store().shelved_bytes(first_); }
+
+  Lab lab_{LabSpec{64 * kMiB}};
+  Budget& first_ = lab_.memory().create_group("first", kUnlimited);
+  Budget& second_ = lab_.memory().create_group("second", kUnlimited);
+  Budget& third_ = lab_.memory().create_group("third", 24 * kMiB);
+  std::shared_ptr<Pool> shelved_ = pool(first_);
+  std::shared_ptr<Pool> idle_ = pool(second_);
+  std::shared_ptr<Pool> asker_ = pool(third_);
+};
+
+TEST_F(ReclaimShelves, OfAllGroupsAreGivenBackWhenTheDeviceIsFull) {
+  lab_.allocate(*asker_, 8 * kMiB);
+  EXPECT_EQ(on_shelf(), 0U);
+  EXPECT_EQ(idle_->idle_bytes(), 16 * kMiB) << "before any pool gives up memory";
+}
+
+TEST_F(ReclaimShelves, OfOtherGroupsStayWhenALimitRefuses) {
+  EXPECT_THROW(lab_.allocate(*asker_, 10 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(on_shelf(), 32 * kMiB) << "they would not help";
+  EXPECT_EQ(idle_->idle_bytes(), 16 * kMiB);
+}
+
 TEST_F(Reclaim, IdleMemoryOfAnotherModelMovesHere) {
   const auto a = model("a");
   const auto b = model("b");
@@ -102,6 +141,24 @@ TEST_F(Reclaim, TheMemoryCallbackIsAskedOnlyWhenNothingIsIdle) {
   lab_.allocate(*a, 16 * kMiB);
   EXPECT_EQ(asked, 0);
   lab_.allocate(*a, 14 * kMiB);
+  EXPECT_EQ(asked, 1);
+  lab_.memory().set_memory_callback(nullptr);
+}
+
+// torch's callbacks ask for events, which ends a capture.
+TEST_F(Reclaim, TheMemoryCallbackIsNotAskedWhileACaptureRuns) {
+  const auto a = model("a");
+  lab_.allocate(*a, 32 * kMiB);
+  int asked = 0;
+  lab_.memory().set_memory_callback([&] {
+    ++asked;
+    return false;
+  });
+  lab_.memory().fences().begin_capture();
+  EXPECT_THROW(lab_.allocate(*a, 2 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(asked, 0);
+  lab_.memory().fences().end_capture();
+  EXPECT_THROW(lab_.allocate(*a, 2 * kMiB), OutOfMemoryError);
   EXPECT_EQ(asked, 1);
   lab_.memory().set_memory_callback(nullptr);
 }

@@ -267,18 +267,31 @@ Status ScriptedDriver::memory_info(int device, MemoryInfo* out) const {
 
 // -- Memory.
 
+void ScriptedDriver::place_next_reservation(Address at) {
+  const MutexLock lock(ledger_mutex_);
+  next_place_ = at;
+}
+
 Status ScriptedDriver::reserve(std::size_t size, std::size_t alignment, Address* out) {
   return booked(make(Call::reserve, size, alignment), [&]() VMM_REQUIRES(ledger_mutex_) {
     const Status answer = inner_.reserve(size, alignment, out);
-    if (answer.ok()) reservations_[*out] = size;
+    if (!answer.ok()) return answer;
+    if (next_place_.has_value()) {
+      truly_at_[*next_place_] = *out;
+      *out = *next_place_;
+      next_place_.reset();
+    }
+    reservations_[*out] = size;
     return answer;
   });
 }
 
 Status ScriptedDriver::unreserve(Address address, std::size_t size) {
   return booked(make(Call::unreserve, address, size), [&]() VMM_REQUIRES(ledger_mutex_) {
-    const Status answer = inner_.unreserve(address, size);
+    const auto placed = truly_at_.find(address);
+    const Status answer = inner_.unreserve(placed == truly_at_.end() ? address : placed->second, size);
     if (answer.ok()) reservations_.erase(address);
+    if (answer.ok() && placed != truly_at_.end()) truly_at_.erase(placed);
     return answer;
   });
 }

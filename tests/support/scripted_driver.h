@@ -116,6 +116,10 @@ class ScriptedDriver final : public Driver {
   // driver's answer.
   void change_capabilities(std::function<void(Capabilities*)> change);
 
+  // -- Addresses. The next reservation is said to begin at `at`, wherever it is
+  // in truth: for arithmetic on addresses. Nothing can be mapped in it.
+  void place_next_reservation(Address at);
+
   // -- The record. Counts are exact; of the records the newest 65536 are kept.
   [[nodiscard]] std::uint64_t count(Call call) const;
   [[nodiscard]] std::uint64_t count() const;  // as fail_nth_call counts
@@ -214,6 +218,8 @@ class ScriptedDriver final : public Driver {
 
   mutable Mutex ledger_mutex_;
   std::map<Address, std::size_t> reservations_ VMM_GUARDED_BY(ledger_mutex_);
+  std::optional<Address> next_place_ VMM_GUARDED_BY(ledger_mutex_);
+  std::map<Address, Address> truly_at_ VMM_GUARDED_BY(ledger_mutex_);  // of the placed ones
   std::map<ChunkHandle, std::size_t> chunks_ VMM_GUARDED_BY(ledger_mutex_);
   std::map<Address, std::size_t> mappings_ VMM_GUARDED_BY(ledger_mutex_);
   std::set<Fence> fences_ VMM_GUARDED_BY(ledger_mutex_);
