@@ -70,10 +70,10 @@ py::object tensor(const ManagerPtr& self, const VirtualAddressRange& range, std:
   const std::size_t bytes = tensor_bytes(shape, dtype);
   const Address address = self->here().hold(range, offset, bytes);
   // From here on the tensor's end, or a failure to make it, lets go.
-  const std::shared_ptr<void> hold(nullptr, [self, range](void*) {
+  const std::shared_ptr<void> hold(nullptr, [self, range, offset, bytes](void*) {
     if (Runtime::in_child()) return;
     try {
-      self->manager.unhold(range);
+      self->manager.unhold(range, offset, bytes);
     } catch (...) {
       report_swallowed("the end of a tensor over a range");
     }

@@ -186,6 +186,12 @@ void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t 
   if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
 }
 
+void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size) {
+  if (pool.unhold_pages(offset, size)) bury_retired(/*wait=*/false);
+  if (pool.is_retired()) store_.trim(pool.group(), options_.store_bytes);
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
+}
+
 // --------------------------------------------------------------- giving back
 
 std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {

@@ -67,8 +67,9 @@ class DeviceMemory {
   // this object: pools that drain outlive whoever closed them.
   Budget& create_group(const std::string& name, std::size_t limit_bytes) VMM_EXCLUDES(registry_mutex_);
   // Ends a pool. StillInUseError while it or a part of it holds live blocks,
-  // unless `force`: then explicit pages go at once and the pool ends with its
-  // last tensor. Parts end when torch lets go of them.
+  // unless `force`: then explicit pages go, those that are held when they are
+  // let go of, and the pool ends with its last tensor. Parts end when torch lets
+  // go of them.
   void close_pool(Pool& pool, bool force);
   // Every pool of the device, retired ones included, in order of registration.
   [[nodiscard]] PoolList pools() const VMM_EXCLUDES(registry_mutex_);
@@ -95,6 +96,8 @@ class DeviceMemory {
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
   // Frees explicit pages; what then rests on the shelf stays bounded.
   void deallocate_pages(Pool& pool, std::size_t offset, std::size_t size);
+  // The end of what Pool::hold_pages() began.
+  void unhold_pages(Pool& pool, std::size_t offset, std::size_t size);
   // Frees a block by its address; false when no pool here holds it.
   static bool free(AddressSpace& address_space, Address address);
 

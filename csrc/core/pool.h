@@ -26,6 +26,7 @@
 #include "core/budget.h"
 #include "core/fences.h"
 #include "core/grant.h"
+#include "core/held_ranges.h"
 #include "core/mapped_range.h"
 #include "core/observer.h"
 #include "core/offset_map.h"
@@ -165,7 +166,15 @@ class Pool {
       VMM_EXCLUDES(mutex_);
   // The same at the first free span.
   Address try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  // StillInUseError for pages that are held.
   void deallocate_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // Somebody looks at [offset, offset + size), which allocate() holds: a tensor.
+  // Returns its address. Until unhold_pages() these pages stay, in a pool that
+  // is closed by force too. Throw InvalidRangeError, NotMappedError.
+  Address hold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // Never throws for a held stretch. True when nothing is left in a retired
+  // pool: the caller buries it.
+  bool unhold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
   // Every page of the range is in use (by allocate() or a live tensor).
   [[nodiscard]] bool is_mapped(std::size_t offset, std::size_t size) const VMM_EXCLUDES(mutex_);
 
@@ -182,7 +191,7 @@ class Pool {
   // addresses that nothing uses any more. With `wait`, waits for them.
   // Returns whether anything came free.
   bool settle(bool wait) VMM_EXCLUDES(mutex_);
-  // Drops all explicit pages (a forced unregister).
+  // Drops all explicit pages that nobody holds (a forced unregister).
   void drop_pages() VMM_EXCLUDES(mutex_);
 
   // -- Numbers ---------------------------------------------------------------
@@ -364,6 +373,7 @@ class Pool {
   Address take_pages(ByteRange range, Stream stream, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   [[nodiscard]] ByteRange page_range(std::size_t offset, std::size_t size) const;
   [[nodiscard]] std::size_t first_unfree(ByteRange range) const VMM_REQUIRES(mutex_);
+  void require_pages(ByteRange range, const std::string& doing) const VMM_REQUIRES(mutex_);
   void free_pages(ByteRange range) VMM_REQUIRES(mutex_);
 
   PoolContext context_;
@@ -389,6 +399,7 @@ class Pool {
   BlockHeap large_ VMM_GUARDED_BY(mutex_);
   OffsetMap<Block> live_ VMM_GUARDED_BY(mutex_);                // tensors' blocks by offset
   std::map<std::size_t, Block*> pages_ VMM_GUARDED_BY(mutex_);  // explicit blocks by offset
+  HeldRanges held_ VMM_GUARDED_BY(mutex_);                      // of explicit pages
   std::vector<StreamState> streams_ VMM_GUARDED_BY(mutex_);     // by tag; [0] is unused
   struct PendingFree {
     Block* block = nullptr;

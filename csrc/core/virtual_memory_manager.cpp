@@ -111,10 +111,14 @@ void VirtualMemoryManager::release(const VirtualAddressRange& range) {
   const MutexLock lock(mutex_);
   const Range& found = find(range);
   const std::size_t mappings = found.mapped->live().size();
-  if (mappings != 0 || found.holds != 0) {
-    throw StillInUseError(range.text() + " still holds " + std::to_string(mappings) + " mappings and " +
-                              std::to_string(found.holds) + " tensors; unmap them first",
-                          found.mapped->mapped_bytes(), std::max(mappings, found.holds));
+  if (mappings != 0) {
+    // What is held is mapped.
+    const std::size_t held = found.held.in({0, range.size}).count;
+    throw StillInUseError(
+        range.text() + " still holds " + std::to_string(mappings) + " mappings" +
+            (held == 0 ? "; unmap them first"
+                       : ", and " + std::to_string(held) + " tensors use them; drop those and unmap first"),
+        found.mapped->mapped_bytes(), std::max(mappings, held));
   }
   throw_if_failed(memory_.driver().unreserve(range.base, range.size), "release " + range.text());
   ranges_.erase(range.base);
@@ -200,6 +204,16 @@ void VirtualMemoryManager::require_whole_mappings(const Range& found, const Virt
   }
 }
 
+void VirtualMemoryManager::require_unheld(const Range& found, const VirtualAddressRange& range, ByteRange part,
+                                          const std::string& doing) {
+  const auto [count, bytes] = found.held.in(part);
+  if (count == 0) return;
+  throw StillInUseError(doing + " offset " + std::to_string(part.offset) + " size " + std::to_string(part.size) +
+                            " of " + range.text() + ": " + std::to_string(count) + " tensors of tensor() still show " +
+                            format_bytes(bytes) + " of it; drop them first",
+                        bytes, count);
+}
+
 // Queued work may still use the addresses; the explicit calls wait for it.
 void VirtualMemoryManager::wait_for_queued_work(const char* doing) {
   if (memory_.fences().record_all()->wait()) return;
@@ -213,10 +227,7 @@ void VirtualMemoryManager::unmap(const VirtualAddressRange& range, std::size_t o
   Range& found = find(range);
   require_inside(range, offset, size);
   require_whole_mappings(found, range, offset, size, "unmap");
-  if (found.holds != 0) {
-    throw StillInUseError("unmap: " + std::to_string(found.holds) + " tensors still use " + range.text(), size,
-                          found.holds);
-  }
+  require_unheld(found, range, {offset, size}, "unmap");
   wait_for_queued_work("unmap");
   throw_if_failed(found.mapped->unmap({offset, size}),
                   "unmap offset " + std::to_string(offset) + " size " + std::to_string(size));
@@ -227,6 +238,9 @@ void VirtualMemoryManager::set_access(const VirtualAddressRange& range, Access a
   const MutexLock lock(mutex_);
   Range& found = find(range);
   for (const Location& location : who) require_device(location);
+  // Tensors are read by the manager's own device.
+  const bool closes =
+      access == Access::none && std::find(who.begin(), who.end(), Location::on_device(memory_.device())) != who.end();
   if (size == 0) {
     // The whole of what is mapped from `offset` on, holes allowed.
     if (offset >= range.size) throw InvalidRangeError(offset, size, range.size, "beyond the end of the range");
@@ -242,11 +256,13 @@ void VirtualMemoryManager::set_access(const VirtualAddressRange& range, Access a
     for (auto it = found.mapped->from(at); it != found.mapped->live().end(); ++it) {
       mapped.push_back({it->first, it->second.chunk->size});
     }
+    if (closes) require_unheld(found, range, {offset, range.size - offset}, "set_access to NONE,");
     change_access(*found.mapped, mapped, who, access);
     return;
   }
   require_inside(range, offset, size);
   require_whole_mappings(found, range, offset, size, "set_access");
+  if (closes) require_unheld(found, range, {offset, size}, "set_access to NONE,");
   change_access(*found.mapped, {{offset, size}}, who, access);
 }
 
@@ -297,33 +313,33 @@ Address VirtualMemoryManager::hold(const VirtualAddressRange& range, std::size_t
     throw NotMappedError(align_down(gaps.front().offset, granularity()), granularity(), "tensor over " + range.text());
   }
   for (auto it = found.mapped->covering(offset); it != found.mapped->live().end() && it->first < offset + size; ++it) {
-    if (it->second.access() == Access::none) {
+    if (it->second.access_of(Location::on_device(memory_.device())) == Access::none) {
       throw InvalidArgumentError("tensor over " + range.text() + ": offset " + std::to_string(it->first) +
                                  " is not accessible; set_access first");
     }
   }
-  ++found.holds;
+  found.held.hold({offset, size});
   return range.base + offset;
 }
 
-void VirtualMemoryManager::unhold(const VirtualAddressRange& range) {
+void VirtualMemoryManager::unhold(const VirtualAddressRange& range, std::size_t offset, std::size_t size) {
   const MutexLock lock(mutex_);
-  const auto found = ranges_.find(range.base);
-  if (found != ranges_.end() && found->second.key == range.key && found->second.holds > 0) --found->second.holds;
+  ranges_.at(range.base).held.unhold({offset, size});  // what is held is not released
 }
 
 void VirtualMemoryManager::close() {
   const MutexLock lock(mutex_);
   if (closed_) return;
-  std::size_t holds = 0;
-  std::size_t bytes = 0;
+  HeldRanges::Held held;
   for (const auto& [base, range] : ranges_) {
-    holds += range.holds;
-    if (range.holds != 0) bytes += range.mapped->mapped_bytes();
+    const auto [count, bytes] = range.held.in({0, range.mapped->size()});
+    held.count += count;
+    held.bytes += bytes;
   }
-  if (holds != 0) {
-    throw StillInUseError("close: " + std::to_string(holds) + " tensors still use ranges of this manager", bytes,
-                          holds);
+  if (held.count != 0) {
+    throw StillInUseError("close: " + std::to_string(held.count) + " tensors of tensor() still show " +
+                              format_bytes(held.bytes) + " of this manager's ranges; drop them first",
+                          held.bytes, held.count);
   }
   wait_for_queued_work("close");
   // What the driver refuses stays, and can be closed again. When the driver has
