@@ -76,6 +76,7 @@ SOURCES = [
     "csrc/core/pool_stats.cpp",
     "csrc/core/private_pools.cpp",
     "csrc/core/reclaim.cpp",
+    "csrc/core/refusal.cpp",
     "csrc/core/shared_memory_pool.cpp",
     "csrc/core/stats.cpp",
     "csrc/core/virtual_memory_manager.cpp",

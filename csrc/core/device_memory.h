@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,7 @@
 #include "core/budget.h"
 #include "core/page_store.h"
 #include "core/pool.h"
+#include "core/refusal.h"
 
 namespace vmm {
 
@@ -94,6 +96,8 @@ class DeviceMemory {
   Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
   Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
+  // The last of these requests that was refused.
+  [[nodiscard]] std::optional<Refusal> last_refusal() const VMM_EXCLUDES(refusal_mutex_);
   // Frees explicit pages; what then rests on the shelf stays bounded.
   void deallocate_pages(Pool& pool, std::size_t offset, std::size_t size);
   // The end of what Pool::hold_pages() began.
@@ -169,6 +173,7 @@ class DeviceMemory {
   void settle_all(bool wait);
   void bury_retired(bool wait);
   [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);
+  [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
 
   Driver& driver_;
   AddressSpace& address_space_;
@@ -190,6 +195,8 @@ class DeviceMemory {
   std::vector<Location> accessors_ VMM_GUARDED_BY(registry_mutex_);
   std::vector<std::unique_ptr<Budget>> groups_ VMM_GUARDED_BY(registry_mutex_);
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
+  mutable Mutex refusal_mutex_;  // a leaf
+  std::optional<Refusal> last_refusal_ VMM_GUARDED_BY(refusal_mutex_);
 };
 
 }  // namespace vmm
