@@ -93,6 +93,7 @@ SOURCES = [
     "csrc/torch_adapter/cuda_history.cpp",
     "csrc/torch_adapter/cuda_install.cpp",
     "csrc/torch_adapter/cuda_sharing.cpp",
+    "csrc/torch_adapter/enabled.cpp",
     "csrc/torch_adapter/entry_points.cpp",
     "csrc/torch_adapter/errors.cpp",
     "csrc/torch_adapter/history.cpp",
@@ -104,6 +105,7 @@ SOURCES = [
     "csrc/torch_adapter/routing.cpp",
     "csrc/torch_adapter/runtime.cpp",
     "csrc/torch_adapter/statistics.cpp",
+    "csrc/torch_adapter/strict.cpp",
 ]
 
 unlisted = {str(file.relative_to(ROOT)) for file in (ROOT / "csrc").rglob("*.cpp")} - set(SOURCES)

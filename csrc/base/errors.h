@@ -24,7 +24,8 @@ class InvalidArgumentError : public VmmError {
 
 class InvalidPageSizeError : public InvalidArgumentError {
  public:
-  InvalidPageSizeError(std::size_t page_size, std::size_t granularity);
+  // `most` is what the device has, where that is why.
+  InvalidPageSizeError(std::size_t page_size, std::size_t granularity, std::size_t most = 0);
   std::size_t page_size;
   std::size_t granularity;
 };
@@ -101,6 +102,12 @@ class NotAvailableError : public VmmError {
  public:
   explicit NotAvailableError(const std::string& reason) : VmmError(reason), reason(reason) {}
   std::string reason;
+};
+
+// A model is entered while torch_vmm is not that device's allocator.
+class NotEnabledError : public NotAvailableError {
+ public:
+  using NotAvailableError::NotAvailableError;
 };
 
 // Throws what `status` means unless it is ok: OutOfMemoryError, NotAvailableError
