@@ -34,6 +34,9 @@ class InvalidRangeError : public InvalidArgumentError {
  public:
   // `why` completes "offset .. size .. capacity ..: ".
   InvalidRangeError(std::size_t offset, std::size_t size, std::size_t capacity, const std::string& why);
+  // A size that cannot be, of what has no offset and no capacity yet.
+  InvalidRangeError(std::size_t size, const std::string& message)
+      : InvalidArgumentError(message), offset(0), size(size), capacity(size) {}
   std::size_t offset;
   std::size_t size;
   std::size_t capacity;

@@ -23,6 +23,14 @@ DeviceMemory& home_of(const Pool& pool) {
   return *pool.home();
 }
 
+// The same of a pool that is open. Numbers can be read of a closed one too, as
+// long as its tensors live; anything else is refused in the same words.
+DeviceMemory& open_home_of(const Pool& pool) {
+  DeviceMemory& memory = home_of(pool);
+  pool.require_open();
+  return memory;
+}
+
 PoolPtr create_pool(const std::string& kind, int ordinal, std::optional<std::size_t> capacity,
                     std::optional<std::size_t> page_size, std::optional<std::size_t> physical_limit,
                     const std::string& name) {
@@ -139,7 +147,7 @@ void bind_pool(py::module_& module) {
   pool.def(
           "set_limit",
           [](Pool& self, std::optional<std::size_t> limit) {
-            return home_of(self).set_limit(self.budget(), to_limit(limit));
+            return open_home_of(self).set_limit(self.budget(), to_limit(limit));
           },
           py::arg("limit"), WithoutGil())
       .def(
@@ -161,16 +169,16 @@ void bind_pool(py::module_& module) {
       .def(
           "is_mapped",
           [](const Pool& self, std::size_t offset, std::size_t size) {
-            home_of(self);
+            open_home_of(self);
             return self.is_mapped(offset, size);
           },
           py::arg("offset"), py::arg("size"), WithoutGil())
       .def("tensor", &tensor, py::arg("offset"), py::arg("shape"), py::arg("dtype"))
       .def(
-          "trim", [](Pool& self, std::size_t keep) { return home_of(self).trim(self, keep); }, py::arg("keep") = 0,
+          "trim", [](Pool& self, std::size_t keep) { return open_home_of(self).trim(self, keep); }, py::arg("keep") = 0,
           WithoutGil())
       .def(
-          "empty_cache", [](Pool& self) { return home_of(self).trim(self, 0); }, WithoutGil())
+          "empty_cache", [](Pool& self) { return open_home_of(self).trim(self, 0); }, WithoutGil())
       .def(
           "memory_stats", [](const Pool& self) { return home_of(self).memory_stats_of(self); }, WithoutGil())
       .def(

@@ -49,6 +49,9 @@ DeviceMemory::~DeviceMemory() {
 
 std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
   PoolSpec complete = spec;
+  if (spec.page_size > capabilities_.total_memory && is_power_of_two(spec.page_size)) {
+    throw InvalidPageSizeError(spec.page_size, capabilities_.granularity, capabilities_.total_memory);
+  }
   if (complete.capacity == 0) {
     complete.capacity =
         options_.default_capacity_bytes != 0 ? options_.default_capacity_bytes : 4 * capabilities_.total_memory;

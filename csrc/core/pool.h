@@ -246,8 +246,10 @@ class Pool {
   [[nodiscard]] Peaks* family_peaks() const VMM_EXCLUDES(mutex_);
   // `who` may access all that is mapped now and later.
   Status add_accessor(Location who) VMM_EXCLUDES(mutex_);
-  // The pool takes no more requests (they throw InvalidArgumentError: closed);
-  // it ends when its last block is freed.
+  // InvalidArgumentError, which names the pool, when it is retired.
+  void require_open() const;
+  // The pool takes no more requests (require_open() throws); it ends when its
+  // last block is freed.
   void retire() { retired_.store(true, std::memory_order_release); }
   // Gives back all memory at once and then the addresses, as soon as nothing
   // uses them. False: queued work still does, and it may be called again; with
@@ -311,7 +313,6 @@ class Pool {
   };
 
   // pool.cpp: the hot path
-  void require_open() const;
   Block* allocate_small(std::size_t size, StreamTag tag, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   void free_block(Block* block) VMM_REQUIRES(mutex_);
   void free_small(Block* block) VMM_REQUIRES(mutex_);

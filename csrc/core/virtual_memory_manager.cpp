@@ -24,6 +24,12 @@ std::uint64_t next_manager_id() {
 }
 
 std::string of(const std::string& name, std::size_t value) { return name + " " + std::to_string(value); }
+
+void require_multiple(std::size_t size, std::size_t grain, const std::string& name) {
+  if (is_aligned(size, grain)) return;
+  throw InvalidRangeError(size, of("size", size) + " must be a multiple of the " + name + ", " + std::to_string(grain) +
+                                    " (" + format_bytes(grain) + ")");
+}
 }  // namespace
 
 VirtualMemoryManager::VirtualMemoryManager(DeviceMemory& memory) : memory_(memory), id_(next_manager_id()) {}
@@ -80,18 +86,14 @@ VirtualAddressRange VirtualMemoryManager::reserve(std::size_t size, std::size_t 
   const MutexLock lock(mutex_);
   require_open();
   const std::size_t grain = granularity();
-  if (size == 0) throw InvalidRangeError(0, 0, 0, "size must be greater than 0");
+  if (size == 0) throw InvalidRangeError(0, "size 0: give at least the granularity");
   if (alignment == kDefaultAlignment) alignment = grain;
   if (!is_power_of_two(alignment)) throw InvalidArgumentError(of("alignment", alignment) + " must be a power of two");
   if (alignment < grain) {
     throw InvalidArgumentError(of("alignment", alignment) + " is below the granularity " + std::to_string(grain));
   }
-  if (!is_aligned(size, grain)) {
-    throw InvalidRangeError(0, size, size, "size must be a multiple of the granularity " + std::to_string(grain));
-  }
-  if (!is_aligned(size, alignment)) {
-    throw InvalidRangeError(0, size, size, "size must be a multiple of the alignment " + std::to_string(alignment));
-  }
+  require_multiple(size, grain, "granularity");
+  require_multiple(size, alignment, "alignment");
   Address base = 0;
   const Status status = memory_.driver().reserve(size, alignment, &base);
   if (status.code() == StatusCode::out_of_memory) {
@@ -128,10 +130,8 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
   const MutexLock lock(mutex_);
   require_open();
   const std::size_t grain = granularity();
-  if (size == 0) throw InvalidRangeError(0, 0, 0, "size must be greater than 0");
-  if (!is_aligned(size, grain)) {
-    throw InvalidRangeError(0, size, size, "size must be a multiple of the granularity " + std::to_string(grain));
-  }
+  if (size == 0) throw InvalidRangeError(0, "size 0: give at least the granularity");
+  require_multiple(size, grain, "granularity");
   Driver& driver = memory_.driver();
   require_device(location);
   Chunk* chunk = nullptr;
