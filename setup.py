@@ -78,6 +78,7 @@ SOURCES = [
     "csrc/core/pool_stats.cpp",
     "csrc/core/private_pools.cpp",
     "csrc/core/reclaim.cpp",
+    "csrc/core/refusal.cpp",
     "csrc/core/shared_memory_pool.cpp",
     "csrc/core/stats.cpp",
     "csrc/core/virtual_memory_manager.cpp",
@@ -95,7 +96,8 @@ SOURCES = [
     "csrc/torch_adapter/cuda_history.cpp",
     "csrc/torch_adapter/cuda_install.cpp",
     "csrc/torch_adapter/cuda_sharing.cpp",
-    "csrc/torch_adapter/cuda_streams.cpp",
+    "csrc/torch_adapter/cuda_stream_census.cpp",
+    "csrc/torch_adapter/enabled.cpp",
     "csrc/torch_adapter/entry_points.cpp",
     "csrc/torch_adapter/errors.cpp",
     "csrc/torch_adapter/history.cpp",
@@ -107,6 +109,7 @@ SOURCES = [
     "csrc/torch_adapter/routing.cpp",
     "csrc/torch_adapter/runtime.cpp",
     "csrc/torch_adapter/statistics.cpp",
+    "csrc/torch_adapter/strict.cpp",
 ]
 
 unlisted = {str(file.relative_to(ROOT)) for file in (ROOT / "csrc").rglob("*.cpp")} - set(SOURCES)

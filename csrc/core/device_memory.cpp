@@ -64,6 +64,9 @@ std::size_t DeviceMemory::default_capacity() const {
 }
 
 std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
+  if (spec.page_size > capabilities_.total_memory && is_power_of_two(spec.page_size)) {
+    throw InvalidPageSizeError(spec.page_size, capabilities_.granularity, capabilities_.total_memory);
+  }
   Budget& payer = group == nullptr ? budget_ : *group;
   if (spec.capacity != 0) return register_pool(spec, payer);
   PoolSpec complete = spec;
@@ -282,6 +285,12 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
 void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t size) {
   pool.deallocate_pages(offset, size);
   store_.trim(pool.group(), options_.store_bytes);
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
+}
+
+void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size) {
+  if (pool.unhold_pages(offset, size)) bury_retired();
+  if (pool.is_retired()) store_.trim(pool.group(), options_.store_bytes);
   if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
 }
 

@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -26,6 +27,7 @@
 #include "core/budget.h"
 #include "core/page_store.h"
 #include "core/pool.h"
+#include "core/refusal.h"
 
 namespace vmm {
 
@@ -76,8 +78,9 @@ class DeviceMemory {
   // its shelf is empty.
   void end_group(const Budget& group) VMM_EXCLUDES(registry_mutex_);
   // Ends pools: all of them or, while one or a part of one holds live blocks,
-  // none (StillInUseError), unless `force`: then explicit pages go at once and a
-  // pool ends with its last tensor. Parts end when torch lets go of them.
+  // none (StillInUseError), unless `force`: then explicit pages go, those that are
+  // held when they are let go of, and a pool ends with its last tensor. Parts end
+  // when torch lets go of them.
   void close_pools(const PoolList& pools, bool force) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void close_pool(Pool& pool, bool force) { close_pools({pool.shared_from_this()}, force); }
   // Every pool of the device, retired ones included, in order of registration.
@@ -103,8 +106,12 @@ class DeviceMemory {
   Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
   Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
+  // The last of these requests that was refused.
+  [[nodiscard]] std::optional<Refusal> last_refusal() const VMM_EXCLUDES(refusal_mutex_);
   // Frees explicit pages; what then rests on the shelf stays bounded.
   void deallocate_pages(Pool& pool, std::size_t offset, std::size_t size);
+  // The end of what Pool::hold_pages() began.
+  void unhold_pages(Pool& pool, std::size_t offset, std::size_t size);
   // Frees a block by its address; false when no pool here holds it.
   static bool free(AddressSpace& address_space, Address address);
 
@@ -194,6 +201,7 @@ class DeviceMemory {
   bool bury_groups() VMM_EXCLUDES(registry_mutex_);
   void tend();
   [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);
+  [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
 
   Driver& driver_;
   AddressSpace& address_space_;
@@ -222,6 +230,8 @@ class DeviceMemory {
   std::vector<std::shared_ptr<Budget>> groups_ VMM_GUARDED_BY(registry_mutex_);
   std::set<const Budget*> ended_groups_ VMM_GUARDED_BY(registry_mutex_);  // of these
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
+  mutable Mutex refusal_mutex_;  // a leaf
+  std::optional<Refusal> last_refusal_ VMM_GUARDED_BY(refusal_mutex_);
 };
 
 }  // namespace vmm

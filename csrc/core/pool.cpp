@@ -44,8 +44,8 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
   if (!is_power_of_two(page_) || !is_aligned(page_, granularity)) throw InvalidPageSizeError(page_, granularity);
   if (spec.capacity == 0) throw InvalidArgumentError("capacity 0: a pool needs at least one page");
   if (spec.capacity > kMostCapacity) {
-    throw InvalidArgumentError("capacity " + std::to_string(spec.capacity) + " is above the largest, " +
-                               format_bytes(kMostCapacity));
+    throw InvalidArgumentError("capacity " + std::to_string(spec.capacity) + " (" + format_bytes(spec.capacity) +
+                               ") is above the largest, " + format_bytes(kMostCapacity));
   }
   if (spec.floor > spec.physical_limit) {
     throw InvalidArgumentError("floor " + format_bytes(spec.floor) + " is above the physical limit " +

@@ -26,6 +26,7 @@
 #include "core/block_heap.h"
 #include "core/budget.h"
 #include "core/grant.h"
+#include "core/held_ranges.h"
 #include "core/mapped_range.h"
 #include "core/observer.h"
 #include "core/offset_map.h"
@@ -174,7 +175,15 @@ class Pool : public std::enable_shared_from_this<Pool> {
       VMM_EXCLUDES(mutex_);
   // The same at the first free span.
   Address try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  // StillInUseError for pages that are held.
   void deallocate_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // Somebody looks at [offset, offset + size), which allocate() holds: a tensor.
+  // Returns its address. Until unhold_pages() these pages stay, in a pool that
+  // is closed by force too. Throw InvalidRangeError, NotMappedError.
+  Address hold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // Never throws for a held stretch. True when nothing is left in a retired
+  // pool: the caller buries it.
+  bool unhold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
   // Every page of the range is in use (by allocate() or a live tensor).
   [[nodiscard]] bool is_mapped(std::size_t offset, std::size_t size) const VMM_EXCLUDES(mutex_);
 
@@ -191,7 +200,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // have passed, former addresses that nothing uses any more. Returns whether
   // anything came free.
   bool settle() VMM_EXCLUDES(mutex_);
-  // Drops all explicit pages (a forced unregister).
+  // Drops all explicit pages that nobody holds (a forced unregister).
   void drop_pages() VMM_EXCLUDES(mutex_);
 
   // -- Numbers ---------------------------------------------------------------
@@ -250,8 +259,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   [[nodiscard]] Peaks* family_peaks() const VMM_EXCLUDES(mutex_);
   // `who` may access all that is mapped now and later.
   Status add_accessor(Location who) VMM_EXCLUDES(mutex_);
-  // The pool takes no more requests (they throw InvalidArgumentError: closed);
-  // it ends when its last block is freed.
+  // InvalidArgumentError, which names the pool, when it is retired.
+  void require_open() const;
+  // The pool takes no more requests (require_open() throws); it ends when its
+  // last block is freed.
   void retire() VMM_EXCLUDES(mutex_);
   void retire_locked() VMM_REQUIRES(mutex_) { retired_.store(true, std::memory_order_release); }
   // Of a retired pool without live blocks: gives back all memory at once and
@@ -320,7 +331,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
   };
 
   // pool.cpp: the hot path
-  void require_open() const;
   Block* allocate_small(std::size_t size, StreamTag tag, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   void free_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void free_small(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
@@ -388,6 +398,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Address take_pages(ByteRange range, Stream stream, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   [[nodiscard]] ByteRange page_range(std::size_t offset, std::size_t size) const;
   [[nodiscard]] std::size_t first_unfree(ByteRange range) const VMM_REQUIRES(mutex_);
+  void require_pages(ByteRange range, const std::string& doing) const VMM_REQUIRES(mutex_);
   void free_pages(ByteRange range) VMM_REQUIRES(mutex_);
   void quarantine(ByteRange range, Epoch epoch) VMM_REQUIRES(mutex_);
   void end_quarantine(std::size_t offset, StreamTag tag) VMM_REQUIRES(mutex_);
@@ -416,6 +427,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   BlockHeap large_ VMM_GUARDED_BY(mutex_);
   OffsetMap<Block> live_ VMM_GUARDED_BY(mutex_);                // tensors' blocks by offset
   std::map<std::size_t, Block*> pages_ VMM_GUARDED_BY(mutex_);  // explicit blocks by offset
+  HeldRanges held_ VMM_GUARDED_BY(mutex_);                      // of explicit pages
   std::vector<StreamState> streams_ VMM_GUARDED_BY(mutex_);     // by tag; [0] is unused
   std::unordered_map<Stream, StreamTag> tags_ VMM_GUARDED_BY(mutex_);
   StreamTag latest_tag_ VMM_GUARDED_BY(mutex_) = kNeutral;  // asked for last

@@ -170,25 +170,58 @@ void Pool::end_quarantine(std::size_t offset, StreamTag tag) {
   large_.free(block, tag, epoch);
 }
 
-void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
-  const ByteRange range = page_range(offset, size);
-  const MutexLock lock(mutex_);
-  require_open();
-  settle_locked();
+// Every page of `range` is explicit; NotMappedError names the first that is not.
+void Pool::require_pages(ByteRange range, const std::string& doing) const {
   for (std::size_t at = range.offset; at < range.end();) {
     const auto after = pages_.upper_bound(at);
     if (after == pages_.begin() || std::prev(after)->second->end() <= at) {
-      throw NotMappedError(
-          at, page_, "pool '" + name_ + "': deallocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")");
+      throw NotMappedError(at, page_, "pool '" + name_ + "': " + doing);
     }
     at = std::prev(after)->second->end();
+  }
+}
+
+void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
+  const ByteRange range = page_range(offset, size);
+  const std::string doing = "deallocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")";
+  const MutexLock lock(mutex_);
+  require_open();
+  settle_locked();
+  require_pages(range, doing);
+  if (const auto [count, bytes] = held_.in(range); count != 0) {
+    throw StillInUseError("pool '" + name_ + "': " + doing + ": " + std::to_string(count) +
+                              " tensors of tensor() still show " + format_bytes(bytes) + " of it; drop them first",
+                          bytes, count);
   }
   free_pages(range);
 }
 
+Address Pool::hold_pages(std::size_t offset, std::size_t size) {
+  const ByteRange range = page_range(offset, size);
+  const MutexLock lock(mutex_);
+  require_open();  // under the lock, so that a forced close sees the hold or the hold sees the close
+  require_pages(range, "a tensor over offset " + std::to_string(offset) + ", size " + std::to_string(size) +
+                           " needs its pages allocated first");
+  held_.hold({offset, size});
+  return base_ + offset;
+}
+
+bool Pool::unhold_pages(std::size_t offset, std::size_t size) {
+  const MutexLock lock(mutex_);
+  held_.unhold({offset, size});
+  if (!is_retired()) return false;
+  for (const ByteRange& part : held_.free_parts(page_range(offset, size), page_)) free_pages(part);
+  return live_blocks_locked() == 0;
+}
+
 void Pool::drop_pages() {
   const MutexLock lock(mutex_);
-  while (!pages_.empty()) free_pages(pages_.begin()->second->range());
+  std::vector<ByteRange> parts;
+  for (const auto& [offset, block] : pages_) {
+    const auto unheld = held_.free_parts(block->range(), page_);
+    parts.insert(parts.end(), unheld.begin(), unheld.end());
+  }
+  for (const ByteRange& part : parts) free_pages(part);
 }
 
 bool Pool::is_mapped(std::size_t offset, std::size_t size) const {

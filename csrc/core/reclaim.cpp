@@ -216,55 +216,79 @@ Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attem
 
 // -------------------------------------------------------------------- the error
 
-void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage) {
-  const MemoryStats own = asker.memory_stats();
-  std::string text = "pool '" + asker.name() + "': " + format_bytes(bytes) + " asked";
-  const auto describe = [&](const Budget& budget) {
-    text += "; " + budget.name() + ": ";
-    if (budget.limit() != kUnlimited) text += "limit " + format_bytes(budget.limit()) + ", ";
-    text += "mapped " + format_bytes(budget.used());
-  };
-  std::size_t limit = asker.budget().limit();
-  if (shortage.no_address_space) {
-    text += "; no free stretch of addresses that long in its virtual capacity of " + format_bytes(asker.capacity());
-    limit = asker.capacity();
+// Who holds memory that counts under `refused` (nullptr: the device), whoever
+// holds most first. What is idle and still there now is what floors keep.
+std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Pool& asker) const {
+  std::vector<Holder> holders;
+  std::size_t in_pools = 0;
+  for (const auto& pool : refused == nullptr ? pools() : pools_under(*refused)) {
+    if (pool->is_part()) continue;  // its model's
+    const MemoryStats stats = memory_stats_of(*pool);
+    in_pools += stats.physical_usage;
+    if (stats.physical_usage == 0) continue;
+    Holder holder{pool->name() + (pool->is_retired() ? " (closed)" : ""), stats.allocated_bytes, stats.idle_bytes,
+                  stats.stranded_bytes, stats.quarantined_bytes};
+    if (holder.idle != 0 && &pool->model() != &asker.model()) holder.floor = pool->floor();
+    holders.push_back(std::move(holder));
   }
+  if (refused == nullptr || refused == &budget_) {
+    const std::size_t accounted = in_pools + store_.all_shelved_bytes();
+    const std::size_t by_hand = budget_.used() - std::min(accounted, budget_.used());
+    if (by_hand != 0) holders.push_back({"VirtualMemoryManager", by_hand});
+  }
+  std::stable_sort(holders.begin(), holders.end(), [](const auto& a, const auto& b) { return a.held() > b.held(); });
+  return holders;
+}
+
+void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage) {
+  Refusal refusal;
+  RefusalCause cause;
+  refusal.requested = bytes;
+  refusal.pool = asker.name();
+  refusal.limit = asker.budget().limit();
+  cause.no_addresses = shortage.no_address_space;
+  cause.capacity = asker.capacity();
   for (const Budget* level = &asker.budget(); level != nullptr; level = level->parent()) {
     if (level == &budget_ && level->limit() == kUnlimited) continue;
-    describe(*level);
+    cause.limits += "; " + level->name() + ": ";
+    if (level->limit() != kUnlimited) cause.limits += "limit " + format_bytes(level->limit()) + ", ";
+    cause.limits += "mapped " + format_bytes(level->used());
   }
   MemoryInfo info;
   const bool known = driver_.memory_info(device_, &info).ok();
   if (known) {
-    text +=
-        "; device " + std::to_string(device_) + ": " + format_bytes(info.total) + ", free " + format_bytes(info.free);
+    cause.device_total = info.total;
+    cause.device_free = info.free;
+    const std::size_t taken = info.total - std::min(info.free, info.total);
+    cause.outside = taken - std::min(budget_.used(), taken);
   }
-  if (shortage.refused != nullptr) {
-    limit = shortage.refused->limit();
-    text += "; refused by the limit of " + shortage.refused->name();
-  } else if (!shortage.no_address_space) {
-    if (shortage.status.code() == StatusCode::out_of_memory) limit = known ? info.total : limit;
-    text += "; the driver refused (" + shortage.status.text() + ")";
-  }
-  text += "; held:";
-  for (const auto& pool : pools()) {
-    const MemoryStats stats = pool.get() == &asker ? own : pool->memory_stats();
-    if (stats.physical_usage == 0) continue;
-    text += " '" + pool->name() + "' " + format_bytes(stats.allocated_bytes) + " in use";
-    if (stats.idle_bytes + stats.stranded_bytes != 0) {
-      text += " + " + format_bytes(stats.idle_bytes) + " idle + " + format_bytes(stats.stranded_bytes) + " stranded";
+  if (cause.no_addresses) {
+    refusal.limit = cause.capacity;
+    refusal.holders = holders_under(&asker.model().budget(), asker);
+  } else {
+    refusal.holders = holders_under(shortage.refused, asker);
+    if (shortage.refused != nullptr) {
+      refusal.limit = shortage.refused->limit();
+      cause.limit_name = shortage.refused->name();
+    } else {
+      cause.driver_said = shortage.status.text();
+      if (known && shortage.status.code() == StatusCode::out_of_memory) refusal.limit = info.total;
     }
-    if (stats.quarantined_bytes != 0) text += " + " + format_bytes(stats.quarantined_bytes) + " waiting for fences";
-    if (pool->floor() != 0) text += " (floor " + format_bytes(pool->floor()) + ")";
-    text += ",";
   }
-  text.back() = ';';
-  text += shortage.no_address_space ? " give the pool a larger virtual_capacity or free tensors"
-                                    : " raise the limit, free tensors, or unregister a model";
   const std::size_t headroom = asker.budget().headroom();
-  const std::size_t available =
-      std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) + own.idle_bytes;
-  throw OutOfMemoryError(text, bytes, available, limit, asker.name());
+  refusal.available =
+      std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) + asker.memory_stats().idle_bytes;
+  refusal.advice = advice_for(refusal, cause);
+  {
+    const MutexLock lock(refusal_mutex_);
+    last_refusal_ = refusal;
+  }
+  throw OutOfMemoryError(text_of(refusal, cause), refusal.requested, refusal.available, refusal.limit, refusal.pool);
+}
+
+std::optional<Refusal> DeviceMemory::last_refusal() const {
+  const MutexLock lock(refusal_mutex_);
+  return last_refusal_;
 }
 
 }  // namespace vmm

@@ -103,6 +103,10 @@ GlobalMemoryStats SharedMemoryPool::global_stats() const {
 }
 
 std::size_t SharedMemoryPool::set_physical_limit(std::size_t limit_bytes) {
+  {
+    const MutexLock lock(mutex_);
+    require_open();
+  }
   if (limit_bytes == 0) throw InvalidArgumentError("physical_limit 0: models need at least one page");
   return memory_.set_limit(*budget_, limit_bytes);
 }

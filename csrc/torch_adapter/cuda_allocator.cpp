@@ -22,6 +22,7 @@
 #include "torch_adapter/provided_memory.h"
 #include "torch_adapter/routing.h"
 #include "torch_adapter/statistics.h"
+#include "torch_adapter/strict.h"
 
 namespace vmm {
 
@@ -183,6 +184,7 @@ c10::DeviceIndex CudaAllocator::current_device() const {
 void* CudaAllocator::allocate_on(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream) {
   if (bytes == 0) return nullptr;
   if (bytes >= kExbibyte) throw_beyond_exbibyte(words(device));
+  require_model(DeviceKind::cuda, device, bytes);
   const History::Scope scope(cca::RecordContext::STATE);
   std::shared_ptr<Pool> part;
   try {

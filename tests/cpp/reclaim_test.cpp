@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/virtual_memory_manager.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {
@@ -91,9 +92,9 @@ class ReclaimShelves : public ::testing::Test {
   std::size_t on_shelf() { return lab_.memory().store().shelved_bytes(first_); }
 
   Lab lab_{LabSpec{64 * kMiB}};
-  Budget& first_ = lab_.memory().create_group("first", kUnlimited);
-  Budget& second_ = lab_.memory().create_group("second", kUnlimited);
-  Budget& third_ = lab_.memory().create_group("third", 24 * kMiB);
+  Budget& first_ = *lab_.memory().create_group("first", kUnlimited);
+  Budget& second_ = *lab_.memory().create_group("second", kUnlimited);
+  Budget& third_ = *lab_.memory().create_group("third", 24 * kMiB);
   std::shared_ptr<Pool> shelved_ = pool(first_);
   std::shared_ptr<Pool> idle_ = pool(second_);
   std::shared_ptr<Pool> asker_ = pool(third_);
@@ -154,10 +155,10 @@ TEST_F(Reclaim, TheMemoryCallbackIsNotAskedWhileACaptureRuns) {
     ++asked;
     return false;
   });
-  lab_.memory().fences().begin_capture();
+  lab_.memory().clock().begin_capture();
   EXPECT_THROW(lab_.allocate(*a, 2 * kMiB), OutOfMemoryError);
   EXPECT_EQ(asked, 0);
-  lab_.memory().fences().end_capture();
+  lab_.memory().clock().end_capture();
   EXPECT_THROW(lab_.allocate(*a, 2 * kMiB), OutOfMemoryError);
   EXPECT_EQ(asked, 1);
   lab_.memory().set_memory_callback(nullptr);
@@ -427,11 +428,12 @@ TEST_F(Reclaim, TheErrorSaysWhoAskedForWhatAndWhoHoldsWhat) {
     FAIL() << "28 of 32 MiB are in use";
   } catch (const OutOfMemoryError& error) {
     const std::string text = error.what();
-    for (const char* part :
-         {"pool 'qwen': 12 MiB asked", "the shared pool: limit 32 MiB, mapped 28 MiB", "'llama' 24 MiB in use",
-          "(floor 4 MiB)", "'qwen' 4 MiB in use", "raise the limit", "refused by the limit of the shared pool"}) {
+    for (const char* part : {"pool 'qwen': 12 MiB asked", "the shared pool: limit 32 MiB, mapped 28 MiB",
+                             "'llama' 24 MiB in use", "'qwen' 4 MiB in use", "refused by the limit of the shared pool",
+                             "free tensors of 8 MiB or raise the limit of the shared pool by 8 MiB"}) {
       EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is missing in: " << text;
     }
+    EXPECT_EQ(text.find("floor"), std::string::npos) << "no floor is why: " << text;
     EXPECT_EQ(error.requested, 12 * kMiB);
     EXPECT_EQ(error.available, 4 * kMiB);
     EXPECT_EQ(error.limit, 32 * kMiB);
@@ -451,6 +453,46 @@ TEST_F(Reclaim, ARequestBeyondTheCapacityNamesTheCapacity) {
     EXPECT_EQ(error.limit, kGiB);
     EXPECT_NE(std::string(error.what()).find("virtual capacity"), std::string::npos) << error.what();
   }
+}
+
+TEST_F(Reclaim, TheLastRefusalIsKeptAsAValue) {
+  const auto asker = model("asker");
+  const auto b = model("b", kPage, 0, /*floor=*/20 * kMiB);
+  const auto outside = lab_.pool("outside");
+  lab_.allocate(*outside, 64 * kMiB);
+  EXPECT_FALSE(lab_.memory().last_refusal().has_value());
+  lab_.allocate(*asker, 4 * kMiB);
+  lab_.leave_idle(*b, 28 * kMiB);
+  EXPECT_THROW(lab_.allocate(*asker, 14 * kMiB), OutOfMemoryError);
+  const auto refusal = lab_.memory().last_refusal();
+  ASSERT_TRUE(refusal.has_value());
+  EXPECT_EQ(refusal->requested, 14 * kMiB);
+  EXPECT_EQ(refusal->available, 8 * kMiB);
+  EXPECT_EQ(refusal->limit, 32 * kMiB);
+  EXPECT_EQ(refusal->pool, "asker");
+  ASSERT_EQ(refusal->holders.size(), 2U) << "the pool outside stands under another limit";
+  EXPECT_EQ(refusal->holders[0].name, "b");
+  EXPECT_EQ(refusal->holders[0].idle, 20 * kMiB);
+  EXPECT_EQ(refusal->holders[0].floor, 20 * kMiB);
+  EXPECT_EQ(refusal->holders[1].name, "asker");
+  EXPECT_EQ(refusal->holders[1].allocated, 4 * kMiB);
+  EXPECT_EQ(refusal->holders[1].floor, 0U);
+  EXPECT_NE(refusal->advice.find("give 'b' a lower floor: it keeps 20 MiB idle"), std::string::npos) << refusal->advice;
+  EXPECT_THROW(lab_.allocate(*asker, 30 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(lab_.memory().last_refusal()->requested, 30 * kMiB) << "the last one";
+}
+
+TEST(ReclaimDriver, MemoryMadeByHandIsAHolderOfTheDevices) {
+  Lab lab(LabSpec{32 * kMiB});
+  const auto a = lab.pool("a");
+  VirtualMemoryManager manager(lab.memory());
+  manager.alloc_physical(20 * kMiB, Location::on_device(0), false);
+  EXPECT_THROW(lab.allocate(*a, 16 * kMiB), OutOfMemoryError);
+  const auto refusal = lab.memory().last_refusal();
+  ASSERT_TRUE(refusal.has_value());
+  ASSERT_EQ(refusal->holders.size(), 1U);
+  EXPECT_EQ(refusal->holders[0].name, "VirtualMemoryManager");
+  EXPECT_EQ(refusal->holders[0].allocated, 20 * kMiB);
 }
 
 // ------------------------------------------------------------- set_limit

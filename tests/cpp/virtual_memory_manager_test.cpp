@@ -209,11 +209,58 @@ TEST_F(Manager, TensorsHoldTheirRange) {
   open(r);
   EXPECT_EQ(manager_->hold(r, 128, 64), r.base + 128);
   EXPECT_THROW(manager_->unmap(r, 0, kPage), StillInUseError);
+  EXPECT_THROW(manager_->release(r), StillInUseError);
   EXPECT_THROW(manager_->close(), StillInUseError);
   EXPECT_THROW(manager_->hold(r, kPage - 8, 16), NotMappedError);
   EXPECT_THROW(manager_->hold(r, 4 * kPage, 16), InvalidRangeError);
-  manager_->unhold(r);
+  manager_->unhold(r, 128, 64);
   manager_->unmap(r, 0, kPage);
+}
+
+TEST_F(Manager, TensorsHoldWhatTheyCoverAndNothingElse) {
+  const auto r = range(4);
+  for (std::size_t page = 0; page < 4; ++page) manager_->map(r, physical(), page * kPage);
+  open(r);
+  manager_->hold(r, kPage + 512, kPage);  // the second page and the third
+  manager_->unmap(r, 0, kPage);
+  for (const std::size_t page : {1, 2}) {
+    try {
+      manager_->unmap(r, page * kPage, kPage);
+      FAIL() << "page " << page << " is shown";
+    } catch (const StillInUseError& error) {
+      EXPECT_EQ(error.live_blocks, 1U);
+      EXPECT_EQ(error.live_bytes, page == 1 ? kPage - 512 : 512);
+    }
+  }
+  manager_->unmap(r, 3 * kPage, kPage);
+  manager_->unhold(r, kPage + 512, kPage);
+  manager_->unmap(r, kPage, 2 * kPage);
+  manager_->release(r);
+}
+
+TEST_F(Manager, WhatATensorShowsStaysAccessibleToItsDevice) {
+  const auto r = range(2);
+  manager_->map(r, physical(), 0);
+  manager_->map(r, physical(), kPage);
+  open(r);
+  manager_->hold(r, 0, 64);
+  EXPECT_THROW(manager_->set_access(r, Access::none, {kHere}, 0, kPage), StillInUseError);
+  EXPECT_THROW(manager_->set_access(r, Access::none, {kHere}, 0, 0), StillInUseError) << "all of the range";
+  manager_->set_access(r, Access::none, {kHere}, kPage, kPage);
+  manager_->set_access(r, Access::none, {kHere}, kPage, 0);
+  const Location other = Location::on_device(1);
+  manager_->set_access(r, Access::read, {other}, 0, kPage);
+  manager_->set_access(r, Access::none, {other}, 0, kPage);
+  manager_->set_access(r, Access::read, {kHere}, 0, kPage);
+  manager_->unhold(r, 0, 64);
+  manager_->set_access(r, Access::none, {kHere}, 0, kPage);
+}
+
+TEST_F(Manager, AnotherDevicesAccessIsNoneOfATensors) {
+  const auto r = range(1);
+  manager_->map(r, physical(), 0);
+  manager_->set_access(r, Access::read_write, {Location::on_device(1)}, 0, 0);
+  EXPECT_THROW(manager_->hold(r, 0, 64), InvalidArgumentError) << "the tensor is on device 0";
 }
 
 // ----------------------------------------------------------------- bad input

@@ -231,7 +231,11 @@ _FAULTS = {
     "a read of pages that were given back": """
         pool = torch_vmm.VirtualMemoryPool("64MiB")
         pool.allocate(0, PAGE)
-        block = pool.tensor(0, (PAGE,), torch.uint8)
+        class Bare:  # what pool.tensor() shows is not given back: this holds nothing
+            __cuda_array_interface__ = {
+                "shape": (PAGE,), "typestr": "|u1", "data": (pool.base_address, False), "version": 2
+            }
+        block = torch.as_tensor(Bare(), device="cuda")
         pool.deallocate(0, PAGE)
         pool.trim()
         torch.cuda.synchronize()
