@@ -59,7 +59,8 @@ const std::vector<std::string> kLayers = {"base", "driver", "core", "torch_adapt
 
 // The rooms of core, lowest first; rooms of one row do not know each other.
 const std::vector<std::vector<std::string>> kRooms = {
-    {"budget", "stats", "options", "offset_map", "address_space", "device_streams", "imported_range", "observer"},
+    {"budget", "stats", "options", "offset_map", "address_space", "device_streams", "imported_range", "observer",
+     "held_ranges", "refusal"},
     {"stream_point", "peaks"},
     {"clock"},
     {"chunk", "block_heap"},
