@@ -59,13 +59,15 @@ std::uint64_t capture_of(Stream stream) {
 }
 
 #if VMM_GENERATOR_HAS_CAPTURE_FLAG
+}  // namespace
+
 // The flag is public, the way to it is not.
 struct GeneratorState {
   using Type = c10::intrusive_ptr<at::CUDAGeneratorState> at::CUDAGeneratorImpl::*;
   friend Type member_of(GeneratorState which);
 };
-}  // namespace
 template struct PrivateMember<GeneratorState, &at::CUDAGeneratorImpl::state_>;
+
 namespace {
 
 // With the flag left set by a failed capture, torch refuses every random number

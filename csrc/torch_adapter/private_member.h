@@ -4,6 +4,9 @@
 //   struct Kind { using Type = int Class::*; friend Type member_of(Kind); };
 //   template struct PrivateMember<Kind, &Class::kind_>;
 //   object.*member_of(Kind{})
+//
+// Kind stands in this namespace itself. In an unnamed one its friend would be
+// another function than the one that is defined here, and missing at load time.
 #pragma once
 
 namespace vmm {
