@@ -14,12 +14,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-OK, INVALID_VALUE, ILLEGAL_STATE = 0, 1, 401
+from tests.gpu.conftest import Busy
+
+OK, INVALID_VALUE, ILLEGAL_STATE, NOT_READY = 0, 1, 401, 600
 UNSUPPORTED, INVALIDATED, MERGE, UNMATCHED, UNJOINED = range(900, 905)
 ISOLATION, IMPLICIT, CAPTURED_EVENT, WRONG_THREAD = range(905, 909)
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 BLOCKING, NON_BLOCKING = 0, 1
 NO_TIMING = 2
+PER_THREAD = 2
+"""The calling thread's own default stream, as a handle."""
 MODES = [GLOBAL, THREAD_LOCAL, RELAXED]
 
 Handle = ctypes.c_void_p
@@ -236,33 +240,151 @@ def test_work_elsewhere_leaves_a_capture_alone(
     assert end(cuda, stream) == OK
 
 
+def questions(cuda: ctypes.CDLL, event: Handle) -> dict[str, Callable[[Handle | None], int]]:
+    """Calls that only ask, each on a stream; "of an event" asks for one that was recorded on it before."""
+    out = ctypes.create_string_buffer(8)
+    return {
+        "cuStreamQuery": lambda stream: int(cuda.cuStreamQuery(stream)),
+        "cuStreamGetFlags": lambda stream: int(cuda.cuStreamGetFlags(stream, out)),
+        "cuStreamGetId": lambda stream: int(cuda.cuStreamGetId(stream, out)),
+        "cuStreamGetPriority": lambda stream: int(cuda.cuStreamGetPriority(stream, out)),
+        "cuStreamIsCapturing": lambda stream: int(cuda.cuStreamIsCapturing(stream, out)),
+        "cuEventQuery of an event": lambda stream: int(cuda.cuEventRecord(event, stream) or cuda.cuEventQuery(event)),
+        "cuEventRecord": lambda stream: int(cuda.cuEventRecord(event, stream)),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("question", "answer", "ending"),
+    [
+        ("cuStreamQuery", UNSUPPORTED, INVALIDATED),
+        ("cuStreamGetFlags", UNSUPPORTED, INVALIDATED),
+        ("cuStreamGetId", UNSUPPORTED, INVALIDATED),
+        ("cuStreamGetPriority", OK, OK),
+        ("cuStreamIsCapturing", OK, OK),
+        ("cuEventQuery of an event", CAPTURED_EVENT, INVALIDATED),
+        ("cuEventRecord", OK, OK),
+    ],
+)
+def test_what_a_captured_stream_may_be_asked(
+    cuda: ctypes.CDLL,
+    new_stream: Callable[..., Handle],
+    event: Handle,
+    question: str,
+    answer: int,
+    ending: int,
+    mode: int,
+) -> None:
+    """Even by a thread that says that it means no capture."""
+    stream = new_stream()
+    begin(cuda, stream, mode)
+    with thread_mode(cuda, RELAXED):
+        found = questions(cuda, event)[question](stream)
+    assert (found, end(cuda, stream)) == (answer, ending)
+
+
+def test_an_event_that_a_capture_has_had_is_recorded_elsewhere(
+    cuda: ctypes.CDLL, new_stream: Callable[..., Handle], event: Handle
+) -> None:
+    """Neither while the capture runs nor afterwards does it harm, and the new record is what counts."""
+    stream, other = new_stream(), new_stream()
+    begin(cuda, stream, GLOBAL)
+    assert cuda.cuEventRecord(event, stream) == OK
+    assert cuda.cuEventRecord(event, other) == OK
+    with thread_mode(cuda, RELAXED):
+        assert cuda.cuEventSynchronize(event) == OK
+    assert cuda.cuEventRecord(event, stream) == OK
+    assert end(cuda, stream) == OK
+    assert cuda.cuEventRecord(event, other) == OK
+    assert cuda.cuEventSynchronize(event) == OK
+
+
+# -- What waits for what -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_freeing_a_block_waits_for_every_stream_and_ends_no_capture(
+    cuda: ctypes.CDLL, new_stream: Callable[..., Handle], busy: Busy, mode: int
+) -> None:
+    captured, address = new_stream(), ctypes.c_uint64()
+    assert cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(1)) == OK
+    foreign = torch.cuda.ExternalStream(new_stream().value or 0)
+    begin(cuda, captured, mode)
+    with thread_mode(cuda, RELAXED):
+        with torch.cuda.stream(foreign):
+            passed = busy(200)
+        assert not passed.query()
+        assert cuda.cuMemFree_v2(address) == OK
+        assert passed.query()
+    assert end(cuda, captured) == OK
+
+
+@pytest.mark.parametrize(("flags", "covered"), [(BLOCKING, True), (NON_BLOCKING, False)])
+def test_the_legacy_stream_comes_after_blocking_streams_alone(
+    cuda: ctypes.CDLL, new_stream: Callable[..., Handle], event: Handle, busy: Busy, flags: int, covered: bool
+) -> None:
+    with torch.cuda.stream(torch.cuda.ExternalStream(new_stream(flags).value or 0)):
+        passed = busy(300)
+    assert cuda.cuEventRecord(event, None) == OK
+    assert cuda.cuEventQuery(event) == (NOT_READY if covered else OK)
+    assert not passed.query()
+
+
+def test_the_legacy_stream_comes_after_other_threads_own_streams(cuda: ctypes.CDLL, event: Handle, busy: Busy) -> None:
+    passed: list[torch.cuda.Event] = []
+
+    def work() -> int:
+        with torch.cuda.stream(torch.cuda.ExternalStream(PER_THREAD)):
+            passed.append(busy(300))
+        return OK
+
+    assert elsewhere(work) == OK
+    assert cuda.cuEventRecord(event, None) == OK
+    assert cuda.cuEventQuery(event) == NOT_READY
+    assert not passed[0].query()
+
+
 # -- The legacy default stream -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "use", ["fill", "wait", "synchronize", "cuStreamQuery", "cuStreamGetFlags", "cuStreamGetPriority", "cuEventRecord"]
+)
 def test_the_legacy_stream_cannot_depend_on_a_captured_blocking_one(
-    cuda: ctypes.CDLL, new_stream: Callable[..., Handle], event: Handle, fill: Callable[..., int], mode: int
+    cuda: ctypes.CDLL, new_stream: Callable[..., Handle], event: Handle, fill: Callable[..., int], use: str, mode: int
 ) -> None:
+    passed = Handle()
+    assert cuda.cuEventCreate(ctypes.byref(passed), NO_TIMING) == OK
+    uses = questions(cuda, event) | {
+        "fill": fill,
+        "wait": lambda stream: int(cuda.cuStreamWaitEvent(stream, passed, 0)),
+        "synchronize": lambda stream: int(cuda.cuStreamSynchronize(stream)),
+    }
+    stream = new_stream(BLOCKING)
+    begin(cuda, stream, mode)
+    with thread_mode(cuda, RELAXED):
+        found = uses[use](None)
+    assert (found, end(cuda, stream)) == (IMPLICIT, INVALIDATED)
+    assert cuda.cuEventDestroy_v2(passed) == OK
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_legacy_stream_may_be_asked_whether_it_can_be_used(
+    cuda: ctypes.CDLL, new_stream: Callable[..., Handle], event: Handle, mode: int
+) -> None:
+    """One question does no harm; and beside a captured stream that does not block nothing does."""
     status = ctypes.c_int()
     stream = new_stream(BLOCKING)
     begin(cuda, stream, mode)
     assert cuda.cuStreamIsCapturing(None, ctypes.byref(status)) == IMPLICIT
     assert end(cuda, stream) == OK
-    passed = Handle()
-    assert cuda.cuEventCreate(ctypes.byref(passed), NO_TIMING) == OK
-    for use in (
-        lambda: fill(None),
-        lambda: cuda.cuEventRecord(event, None),
-        lambda: cuda.cuStreamWaitEvent(None, passed, 0),
-    ):
-        begin(cuda, stream, mode)
-        assert use() == IMPLICIT
-        assert end(cuda, stream) == INVALIDATED
-    assert cuda.cuEventDestroy_v2(passed) == OK
+    stream = new_stream(NON_BLOCKING)
     begin(cuda, stream, mode)
     with thread_mode(cuda, RELAXED):
-        assert cuda.cuStreamSynchronize(None) == IMPLICIT
-    assert end(cuda, stream) == INVALIDATED
+        assert {call(None) for call in questions(cuda, event).values()} <= {OK, NOT_READY}
+    assert end(cuda, stream) == OK
 
 
 def test_the_legacy_stream_itself_is_not_captured(cuda: ctypes.CDLL) -> None:

@@ -64,6 +64,13 @@ CUresult copy(const char* call, CUdeviceptr to, CUdeviceptr from, std::size_t si
   return queued;
 }
 
+// What CUDA does not answer of a captured stream, nor of the default one while
+// a blocking stream is captured. Either ends the capture.
+CUresult refuse_question(const Stream& stream) {
+  if (const CUresult refused = refuse_captured(stream); refused != CUDA_SUCCESS) return refused;
+  return refuse_implicit(stream, /*invalidates=*/true);
+}
+
 template <typename Value>
 CUresult fill(const char* call, CUdeviceptr address, Value value, std::size_t count, CUstream stream) {
   if (count == 0) return CUDA_SUCCESS;
@@ -109,17 +116,31 @@ CUresult cuStreamDestroy(CUstream handle) {
   return CUDA_SUCCESS;
 }
 
+// Of the default stream even this ends the captures of blocking ones.
 CUresult cuStreamGetPriority(CUstream handle, int* priority) {
   STANDIN_ENTER(Needs::context);
   const Lock lock(world().mutex);
-  *priority = stream_of(handle, __func__).priority;
+  const Stream& stream = stream_of(handle, __func__);
+  if (const CUresult refused = refuse_implicit(stream, true); refused != CUDA_SUCCESS) return refused;
+  *priority = stream.priority;
   return CUDA_SUCCESS;
 }
 
 CUresult cuStreamGetFlags(CUstream handle, unsigned* flags) {
   STANDIN_ENTER(Needs::context);
   const Lock lock(world().mutex);
-  *flags = stream_of(handle, __func__).flags;
+  const Stream& stream = stream_of(handle, __func__);
+  if (const CUresult refused = refuse_question(stream); refused != CUDA_SUCCESS) return refused;
+  *flags = stream.flags;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamGetId(CUstream handle, unsigned long long* id) {
+  STANDIN_ENTER(Needs::context);
+  const Lock lock(world().mutex);
+  const Stream& stream = stream_of(handle, __func__);
+  if (const CUresult refused = refuse_question(stream); refused != CUDA_SUCCESS) return refused;
+  *id = reinterpret_cast<std::uintptr_t>(&stream);
   return CUDA_SUCCESS;
 }
 
@@ -127,8 +148,7 @@ CUresult cuStreamSynchronize(CUstream handle) {
   STANDIN_ENTER(Needs::context);
   Lock lock(world().mutex);
   Stream& stream = stream_of(handle, __func__);
-  if (const CUresult refused = refuse_captured(stream); refused != CUDA_SUCCESS) return refused;
-  if (const CUresult refused = refuse_implicit(stream, true); refused != CUDA_SUCCESS) return refused;
+  if (const CUresult refused = refuse_question(stream); refused != CUDA_SUCCESS) return refused;
   if (const CUresult refused = refuse_unsafe(); refused != CUDA_SUCCESS) return refused;
   if (stream.legacy) {
     for (const auto& other : world().streams) {
@@ -143,8 +163,7 @@ CUresult cuStreamQuery(CUstream handle) {
   STANDIN_ENTER(Needs::context);
   Lock lock(world().mutex);
   Stream& stream = stream_of(handle, __func__);
-  if (const CUresult refused = refuse_captured(stream); refused != CUDA_SUCCESS) return refused;
-  if (const CUresult refused = refuse_implicit(stream, true); refused != CUDA_SUCCESS) return refused;
+  if (const CUresult refused = refuse_question(stream); refused != CUDA_SUCCESS) return refused;
   if (const CUresult refused = refuse_unsafe(); refused != CUDA_SUCCESS) return refused;
   pump(lock);
   return has_passed(stream.last) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
