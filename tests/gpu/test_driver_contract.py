@@ -24,7 +24,6 @@ SOURCES = [
 ]
 
 
-@pytest.mark.needs_gpu("tests/adapter/test_driver_contract.py does it there")
 @pytest.mark.no_memcheck  # a process of its own, checked on its own
 def test_the_cuda_driver_keeps_the_contract(tmp_path: Path) -> None:
     compiler = os.environ.get("CXX", "/usr/bin/g++" if Path("/usr/bin/g++").exists() else "g++")

@@ -247,7 +247,7 @@ _FAULTS = {
 }
 
 
-@pytest.mark.needs_gpu("a fault is an error here, and ends the process there: tests/adapter/test_faults.py")
+@pytest.mark.needs_gpu("a fault is an error here, and ends the process there: tests/adapter/test_standin.py")
 @pytest.mark.no_memcheck  # the faults are meant
 @pytest.mark.parametrize("case", _FAULTS)
 def test_the_hardware_stops(case: str) -> None:

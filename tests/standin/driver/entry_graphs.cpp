@@ -36,13 +36,13 @@ CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
 }
 
 CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
-  STANDIN_ENTER(Needs::context);
+  STANDIN_ENTER(needs_of(stream));
   const Lock lock(world().mutex);
   return begin_capture(stream_of(stream, __func__), mode);
 }
 
 CUresult cuStreamEndCapture(CUstream stream, CUgraph* out) {
-  STANDIN_ENTER(Needs::context);
+  STANDIN_ENTER(needs_of(stream));
   const Lock lock(world().mutex);
   Graph* graph = nullptr;
   const CUresult ended = end_capture(stream_of(stream, __func__), &graph);

@@ -281,17 +281,17 @@ CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext to_context, CUdeviceptr fro
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, std::size_t count, CUstream stream) {
-  STANDIN_ENTER(Needs::context);
+  STANDIN_ENTER(needs_of(stream));
   return fill(__func__, address, value, count, stream);
 }
 
 CUresult cuMemsetD16Async(CUdeviceptr address, unsigned short value, std::size_t count, CUstream stream) {
-  STANDIN_ENTER(Needs::context);
+  STANDIN_ENTER(needs_of(stream));
   return fill(__func__, address, value, count, stream);
 }
 
 CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, std::size_t count, CUstream stream) {
-  STANDIN_ENTER(Needs::context);
+  STANDIN_ENTER(needs_of(stream));
   return fill(__func__, address, value, count, stream);
 }
 

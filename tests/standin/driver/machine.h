@@ -27,6 +27,12 @@ CUresult enter(const char* call, Needs needs);
 #define STANDIN_ENTER(needs) \
   if (const CUresult refused = ::standin::enter(__func__, needs); refused != CUDA_SUCCESS) return refused
 
+// What work on a stream needs: one that is named has its own context.
+[[nodiscard]] inline Needs needs_of(CUstream stream) {
+  const bool has_name = stream != nullptr && stream != CU_STREAM_LEGACY && stream != CU_STREAM_PER_THREAD;
+  return has_name ? Needs::init : Needs::context;
+}
+
 // A mistake of the caller's that CUDA would crash or corrupt memory on.
 [[noreturn]] void die(const std::string& call, const std::string& what);
 

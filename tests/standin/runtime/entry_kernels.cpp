@@ -19,7 +19,7 @@ using namespace standin;  // NOLINT(google-build-using-namespace): entry points 
 namespace {
 
 // How much slower than a GPU's program the stand-in's may be.
-constexpr double kSlowness = 20;
+constexpr double kSlowness = 200;
 
 struct Kernels {
   std::mutex mutex;
