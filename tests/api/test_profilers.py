@@ -21,7 +21,8 @@ ORDERS = ["MPpm", "PMmp", "MPmp", "PMpm", "PMsmp", "MPspm", "MPsmsp", "PMspm", "
 def test_a_profiler_and_a_model_overlap(
     device: str, here: Callable[[], str], llama: Pool, qwen: Pool, order: str
 ) -> None:
-    models, profilers = contextlib.ExitStack(), []
+    models = contextlib.ExitStack()
+    profilers: list[profile] = []
     with qwen:
         for step, what in enumerate(order):
             if what == "M":

@@ -6,7 +6,9 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from tests.helpers import Forked as Process
+from tests.helpers import Forked
+
+Process = Forked
 
 
 def start(code: str) -> Process:
