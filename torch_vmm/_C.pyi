@@ -99,7 +99,7 @@ class Device:
         """Bytes of memory that the device has."""
     @property
     def default_capacity(self) -> int:
-        """Bytes of addresses of a pool that names no capacity."""
+        """Bytes of addresses of a pool that names no capacity, where the process has so many."""
     @property
     def committed_bytes(self) -> int:
         """Bytes that the driver gave and that are still held: mapped, or kept unmapped by the page store."""
@@ -437,6 +437,8 @@ class VirtualMemoryManager:
     def ordinal(self) -> int: ...
     @property
     def granularity(self) -> int: ...
+    @property
+    def host_memory_usage(self) -> int: ...
     @property
     def is_closed(self) -> bool: ...
     def reserve(self, size: int, alignment: int | None = None) -> VirtualAddressRange: ...

@@ -62,6 +62,14 @@ class VirtualMemoryManager(Guarded, guarded=True):
         return self._device.torch_device
 
     @property
+    def host_memory_usage(self) -> int:
+        """Bytes of host memory (``alloc_physical(.., device="cpu")``) that all managers of this GPU hold.
+
+        They count here alone: the GPU's limit has nothing to do with them.
+        """
+        return self._handle.host_memory_usage
+
+    @property
     def is_closed(self) -> bool:
         """Closed: it takes no more requests."""
         return self._handle.is_closed

@@ -178,6 +178,8 @@ void bind_virtual_memory_manager(py::module_& module) {
       .def_property_readonly("kind", [](const Manager& self) { return to_string(self.room.kind); })
       .def_property_readonly("ordinal", [](const Manager& self) { return self.room.ordinal; })
       .def_property_readonly("granularity", [](const Manager& self) { return self.manager.granularity(); })
+      .def_property_readonly("host_memory_usage",
+                             [](const Manager& self) { return self.room.memory.host_budget().used(); })
       .def_property_readonly("is_closed", [](const Manager& self) { return self.manager.is_closed(); });
   manager
       .def(

@@ -74,8 +74,9 @@ const std::vector<OptionRow>& option_table() {
       {"store_bytes", "TORCH_VMM_STORE_BYTES", "256MiB", "bytes",
        "Unmapped chunks that the page store keeps instead of giving them back to the driver, for each group."},
       {"default_capacity_bytes", "TORCH_VMM_DEFAULT_CAPACITY", "4 x device memory", "bytes",
-       "Virtual capacity of a pool that names none."},
-      {"host_bytes", "TORCH_VMM_HOST_BYTES", "80 % of RAM", "bytes", "Memory of the \"cpu\" device."},
+       "Virtual capacity of a pool that names none, or less where the process is short of addresses."},
+      {"host_bytes", "TORCH_VMM_HOST_BYTES", "80 % of RAM", "bytes",
+       "Memory of the \"cpu\" device. A control group (container) that allows the process less RAM counts."},
       {"exportable", "TORCH_VMM_EXPORTABLE", "1", "flag",
        "Create chunks that other processes can import, where the device can."},
   };

@@ -91,7 +91,13 @@ class VirtualMemoryManager {
     std::uint64_t key = 0;
   };
   void require_open() const VMM_REQUIRES(mutex_);
-  void wait_for_queued_work(const char* doing);
+  void wait_for_queued_work(const char* doing) VMM_EXCLUDES(mutex_);
+  Range& require_unmappable(const VirtualAddressRange& range, std::size_t offset, std::size_t size)
+      VMM_REQUIRES(mutex_);
+  void require_nothing_held() const VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::vector<ByteRange> require_changeable(const VirtualAddressRange& range, Access access,
+                                                          const std::vector<Location>& who, std::size_t offset,
+                                                          std::size_t size) VMM_REQUIRES(mutex_);
   Range& find(const VirtualAddressRange& range) const VMM_REQUIRES(mutex_);
   Chunk* find(const PhysicalAllocation& physical) const VMM_REQUIRES(mutex_);
   void require_whole_mappings(const Range& found, const VirtualAddressRange& range, std::size_t offset,

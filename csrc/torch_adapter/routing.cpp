@@ -8,17 +8,17 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "torch_adapter/debug_info_chain.h"
 #include "torch_adapter/enabled.h"
 #include "torch_adapter/versions.h"
 
 namespace vmm {
 
-// One model entered by one thread: a link of its chain.
+// One model entered by one thread: a link of its chain, the innermost of which
+// the thread's debug information holds.
 //
-// Leaving in order pops the link. A link that something else lies upon (torch's
-// profiler, begun inside the model and still running), or that is left out of
-// order, cannot be popped: it is marked dead, skipped from then on, and popped
-// as soon as it comes to the top.
+// Leaving in order takes the innermost off. One that is left out of order is
+// marked dead, skipped from then on, and taken off as soon as it is innermost.
 class ModelContext final : public c10::DebugInfoBase, public std::enable_shared_from_this<ModelContext> {
  public:
   ModelContext(std::shared_ptr<Pool> pool, ModelContextPtr parent) : pool(std::move(pool)), parent(std::move(parent)) {}
@@ -35,8 +35,6 @@ class ModelContext final : public c10::DebugInfoBase, public std::enable_shared_
   const ModelContextPtr parent;      // of whatever device
   // Of a carried function, which sees these and nothing beneath: one a device.
   const std::vector<std::shared_ptr<Pool>> carried;
-  // torch's own link that holds this one, only ever compared.
-  const c10::ThreadLocalDebugInfo* holder = nullptr;
   std::atomic<bool> left{false};
   std::atomic<bool> dead{false};
 };
@@ -45,13 +43,15 @@ namespace {
 
 using c10::ThreadLocalDebugInfo;
 
-// The top of this thread's chain, dead or not, or nullptr. Whoever else uses
-// the slot (up to torch 2.12 it is one of torch's own tests' two) is ignored.
+// Whoever else uses the slot (up to torch 2.12 it is one of torch's own tests'
+// two) is ignored. Comparing types is a comparison of two pointers; dynamic_cast
+// takes 10 ns.
+bool is_ours(const c10::DebugInfoBase& info) { return typeid(info) == typeid(ModelContext); }
+
+// The innermost of this thread's chain, dead or not, or nullptr.
 ModelContext* top() {
   c10::DebugInfoBase* info = ThreadLocalDebugInfo::get(kModelSlot);
-  // Comparing types is a comparison of two pointers; dynamic_cast takes 10 ns.
-  if (info == nullptr || typeid(*info) != typeid(ModelContext)) return nullptr;
-  return static_cast<ModelContext*>(info);
+  return info == nullptr || !is_ours(*info) ? nullptr : static_cast<ModelContext*>(info);
 }
 
 const ModelContext* skip_dead(const ModelContext* context) {
@@ -59,14 +59,15 @@ const ModelContext* skip_dead(const ModelContext* context) {
   return context;
 }
 
-bool can_pop(const ModelContext& context) { return ThreadLocalDebugInfo::current().get() == context.holder; }
+// `context` is the innermost of this thread from now on.
+void set_top(ModelContextPtr context) { set_debug_info_beneath(kModelSlot, std::move(context), &is_ours); }
 
-void pop_dead() {
-  for (ModelContext* context = top(); context != nullptr && context->dead.load(std::memory_order_relaxed);
-       context = top()) {
-    if (!can_pop(*context)) return;
-    ThreadLocalDebugInfo::_pop(kModelSlot);
-  }
+void take_off_dead() {
+  ModelContext* const innermost = top();
+  if (innermost == nullptr || !innermost->dead.load(std::memory_order_relaxed)) return;
+  ModelContextPtr alive = innermost->parent;
+  while (alive != nullptr && alive->dead.load(std::memory_order_relaxed)) alive = alive->parent;
+  set_top(std::move(alive));
 }
 
 bool is_in_chain(const ModelContext* link, const ModelContext& context) {
@@ -106,16 +107,14 @@ void require_usable(const Pool& pool) {
                         (is_cuda ? ") first: right after the imports, before CUDA is used" : "\"cpu\") first") + ".");
 }
 
-// The last link of this thread's chain from now on is `context`.
-ModelContextPtr push(ModelContextPtr context) {
-  ThreadLocalDebugInfo::_push(kModelSlot, context);
-  context->holder = ThreadLocalDebugInfo::current().get();
+ModelContextPtr enter(ModelContextPtr context) {
+  set_top(context);
   detail::any_model_entered.store(true, std::memory_order_relaxed);
   return context;
 }
 
 ModelContextPtr link_below() {
-  pop_dead();
+  take_off_dead();
   ModelContext* below = top();
   return below == nullptr ? nullptr : below->shared_from_this();
 }
@@ -141,13 +140,13 @@ const std::shared_ptr<Pool>* find_pool(const DeviceRoom& room) {
 ModelContextPtr enter_model(std::shared_ptr<Pool> pool) {
   require_usable(*pool);
   auto below = link_below();
-  return push(std::make_shared<ModelContext>(std::move(pool), std::move(below)));
+  return enter(std::make_shared<ModelContext>(std::move(pool), std::move(below)));
 }
 
 ModelContextPtr enter_carried(std::vector<std::shared_ptr<Pool>> pools) {
   for (const auto& pool : pools) require_usable(*pool);
   auto below = link_below();
-  return push(std::make_shared<ModelContext>(std::move(pools), std::move(below)));
+  return enter(std::make_shared<ModelContext>(std::move(pools), std::move(below)));
 }
 
 std::vector<std::shared_ptr<Pool>> open_models() {
@@ -175,12 +174,12 @@ void leave_model(const ModelContextPtr& context) {
   const bool in_order = !twice && innermost == context.get();
   // Only out of its turn is a link marked dead: a chain that torch has copied
   // for work still under way keeps its models otherwise.
-  if (in_order && top() == context.get() && can_pop(*context)) {
-    ThreadLocalDebugInfo::_pop(kModelSlot);
+  if (in_order && top() == context.get()) {
+    set_top(context->parent);
   } else {
     context->dead.store(true, std::memory_order_relaxed);
   }
-  pop_dead();
+  take_off_dead();
   if (!in_order) refuse_to_leave(*context, innermost, twice);
 }
 

@@ -3,7 +3,8 @@
 //
 // The chain hangs in c10::ThreadLocalDebugInfo, which torch copies to whatever
 // thread works on this one's behalf: autograd's workers in backward(), forked
-// tasks. A plain thread_local would be empty there.
+// tasks. A plain thread_local would be empty there. How it shares that with
+// torch's profiler is debug_info_chain's business.
 #pragma once
 
 #include <atomic>

@@ -36,9 +36,8 @@ TEST(ParseBytes, APartOfAByteIsRoundedDownWithAUnitAndRefusedWithout) {
 }
 
 TEST(ParseBytes, RefusesEverythingElseAndShowsTheForm) {
-  for (const char* text :
-       {"",         " ",     ".",     "MiB",     "2M",    "2Mi",   "-1",  "-2MiB", "+2MiB",
-        "1e3",      "0x10",  "2 E", "1..5KiB", "1.2.3", "2MiBs", "nan", "inf", "2,5GiB"}) {
+  for (const char* text : {"", " ", ".", "MiB", "2M", "2Mi", "-1", "-2MiB", "+2MiB", "1e3", "0x10", "2 E", "1..5KiB",
+                           "1.2.3", "2MiBs", "nan", "inf", "2,5GiB"}) {
     try {
       parse_bytes(text);
       ADD_FAILURE() << "'" << text << "' was read as a size";

@@ -181,6 +181,7 @@ TEST_F(PoolPages, TheFirstFreeSpanIsTheLowestThatFits) {
 
 TEST_F(PoolPages, APendingFenceDoesNotBlockWhoDeallocates) {
   allocate(0, 4 * kP, kOne);
+  lab_.meet(kTwo);
   lab_.driver.hold_fences(kTwo);  // a stream that nobody told the pool of
   lab_.driver.clear_calls();
   deallocate(0, 4 * kP);
@@ -192,13 +193,14 @@ TEST_F(PoolPages, APendingFenceDoesNotBlockWhoDeallocates) {
   allocate(8 * kP, kP, kOne);
   EXPECT_EQ(lab_.driver.count(Call::wait), 0U);
   lab_.driver.release_fences();
-  pool_->settle(/*wait=*/false);
+  pool_->settle();
   EXPECT_EQ(lab_.driver.live_mapped_bytes(), kP);
   allocate(0, 4 * kP, kOne);
 }
 
 TEST_F(PoolPages, TheSameAddressWaitsForItsFence) {
   allocate(0, kP, kOne);
+  lab_.meet(kTwo);
   lab_.driver.hold_fences(kTwo);
   deallocate(0, kP);
   EXPECT_EQ(lab_.driver.count(Call::wait), 0U);
@@ -209,6 +211,7 @@ TEST_F(PoolPages, TheSameAddressWaitsForItsFence) {
 TEST_F(PoolPages, MemoryHandedOnUnderAFenceIsOrderedBehindIt) {
   lab_.memory().set_limit(lab_.memory().budget(), 4 * kP);
   allocate(0, 4 * kP, kOne);
+  lab_.meet(kTwo);
   lab_.driver.hold_fences(kTwo);
   deallocate(0, 4 * kP);
   lab_.driver.clear_calls();
@@ -220,6 +223,7 @@ TEST_F(PoolPages, MemoryHandedOnUnderAFenceIsOrderedBehindIt) {
 
 TEST_F(PoolPages, ThePoolsStreamIsNotHeldUpByPagesThatLeave) {
   allocate(0, kP, kOne);
+  lab_.meet(kTwo);
   lab_.driver.hold_fences(kTwo);
   lab_.driver.clear_calls();
   deallocate(0, kP);

@@ -161,6 +161,23 @@ TEST_F(Manager, CountsItsMemoryAgainstTheDevicesLimit) {
   physical();
 }
 
+TEST_F(Manager, CountsHostMemoryApartFromTheDevices) {
+  lab_.memory().set_limit(lab_.memory().budget(), kPage);
+  const auto p = physical(4, Location::on_host());
+  EXPECT_EQ(lab_.memory().committed_bytes(), 0U) << "no memory of the device's";
+  EXPECT_EQ(lab_.memory().host_budget().used(), 4 * kPage);
+  physical();  // its limit is its own
+  EXPECT_THROW(physical(), OutOfMemoryError);
+  VirtualMemoryManager other(lab_.memory());
+  other.alloc_physical(kPage, Location::on_host(), false);
+  EXPECT_EQ(lab_.memory().host_budget().used(), 5 * kPage) << "of all managers";
+  lab_.memory().check();
+  manager_->free_physical(p);
+  EXPECT_EQ(lab_.memory().host_budget().used(), kPage);
+  other.close();
+  EXPECT_EQ(lab_.memory().host_budget().used(), 0U);
+}
+
 TEST_F(Manager, TakesIdleMemoryOfPoolsBeforeItFails) {
   lab_.memory().set_limit(lab_.memory().budget(), 16 * kMiB);
   const auto pool = lab_.pool("a");
@@ -266,6 +283,21 @@ TEST_F(Manager, RefusesASizeThatIsNoMultiple) {
 TEST_F(Manager, RefusesASizeBeyondAllAddresses) {
   EXPECT_THROW(manager_->reserve(std::size_t{1} << 62, kDefault), OutOfMemoryError);
   EXPECT_THROW(manager_->alloc_physical(2 * kGiB, kHere, false), OutOfMemoryError);
+}
+
+TEST_F(Manager, RefusesSizesNearTheLargestNumber) {
+  const std::size_t size = std::size_t{0} - kPage;
+  EXPECT_THROW(manager_->reserve(size, kDefault), OutOfMemoryError);
+  EXPECT_THROW(manager_->reserve(std::size_t{1} << 63, std::size_t{1} << 63), OutOfMemoryError);
+  lab_.driver.clear_calls();
+  EXPECT_THROW(manager_->alloc_physical(size, kHere, false), OutOfMemoryError);
+  EXPECT_THROW(manager_->alloc_physical(size, Location::on_host(), false), OutOfMemoryError);
+  EXPECT_EQ(lab_.driver.count(Call::create), 0U) << "nor were they charged meanwhile";
+  const auto r = range(2);
+  EXPECT_THROW(manager_->unmap(r, kPage, size), InvalidRangeError);
+  EXPECT_THROW(manager_->unmap(r, size, kPage), InvalidRangeError);
+  EXPECT_THROW(manager_->set_access(r, Access::read, {kHere}, kPage, size), InvalidRangeError);
+  EXPECT_THROW(manager_->hold(r, 512, kUnlimited - 100), InvalidRangeError);
 }
 
 TEST_F(Manager, RefusesADeviceThatDoesNotExist) {

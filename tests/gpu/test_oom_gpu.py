@@ -13,6 +13,8 @@ from tests.gpu.patterns import intact, queue_stamp
 from tests.helpers import GIB, MIB
 from torch_vmm import _C
 
+pytestmark = pytest.mark.alone  # it fills the GPU
+
 MakeShared = Callable[..., torch_vmm.SharedMemoryPool]
 MakePool = Callable[..., torch_vmm.VirtualMemoryPool]
 
