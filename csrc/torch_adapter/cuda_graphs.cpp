@@ -59,12 +59,13 @@ std::uint64_t capture_of(Stream stream) {
 }
 
 #if VMM_GENERATOR_HAS_CAPTURE_FLAG
-// The flag is public, the way to it is not.
+}  // namespace
+// The flag is public, the way to it is not. Not in the unnamed namespace:
+// PrivateMember defines member_of in its own.
 struct GeneratorState {
   using Type = c10::intrusive_ptr<at::CUDAGeneratorState> at::CUDAGeneratorImpl::*;
   friend Type member_of(GeneratorState which);
 };
-}  // namespace
 template struct PrivateMember<GeneratorState, &at::CUDAGeneratorImpl::state_>;
 namespace {
 

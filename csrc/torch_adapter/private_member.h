@@ -4,6 +4,9 @@
 //   struct Kind { using Type = int Class::*; friend Type member_of(Kind); };
 //   template struct PrivateMember<Kind, &Class::kind_>;
 //   object.*member_of(Kind{})
+//
+// Kind stands in this namespace itself: as a friend of the template, member_of
+// is defined here, and one declared in an unnamed namespace would stay undefined.
 #pragma once
 
 namespace vmm {
