@@ -136,6 +136,28 @@ def version() -> str:
     return found.group(1)
 
 
+def distribution_version() -> str:
+    """Of a wheel it names the torch minor that it is good for; sources are good for all."""
+    return version() if "sdist" in sys.argv else f"{version()}+torch{TORCH_MAJOR}.{TORCH_MINOR}"
+
+
+# Read where the package is installed: <prefix>/share/doc/torch_vmm.
+DOCS = {
+    "Guide": "docs/guide.md",
+    "Functions of torch": "docs/torch.md",
+    "Design": "docs/design.md",
+    "Contributing": "CONTRIBUTING.md",
+}
+
+
+def doc_files() -> list[tuple[str, list[str]]]:
+    """Where the docs are installed to, in the same folders as here, so that their links hold."""
+    folders: dict[str, list[str]] = {}
+    for path in ["README.md", "LICENSE", *DOCS.values()]:
+        folders.setdefault(str(Path("share/doc/torch_vmm") / Path(path).parent), []).append(path)
+    return list(folders.items())
+
+
 def compile_flags() -> list[str]:
     flags = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
     flags += ["-O0", "-g", "-UNDEBUG"] if os.environ.get("VMM_DEBUG_BUILD") == "1" else ["-O2", "-g0"]
@@ -193,6 +215,9 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 setup(
+    version=distribution_version(),
+    project_urls=DOCS,
+    data_files=doc_files(),
     ext_modules=[extension()],
     cmdclass={"build_ext": BuildExtension},
     install_requires=[f"torch=={TORCH_MAJOR}.{TORCH_MINOR}.*"],

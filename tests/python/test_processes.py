@@ -310,7 +310,9 @@ def test_a_process_that_is_killed_leaves_nothing(how: signal.Signals) -> None:
     _, errors = child.communicate(timeout=40)
     assert child.returncode == (130 if how is signal.SIGINT else -how), errors
     assert "Fatal" not in errors
-    assert memory_files() <= before
+    # torch's carry their maker's number: those of programs beside this one are not the child's.
+    made = {name for name in memory_files() - before if not name.startswith("torch_") or f"_{child.pid}_" in name}
+    assert made == set()
 
 
 def memory_files() -> set[str]:
