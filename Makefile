@@ -33,6 +33,11 @@ test: ## everything that CI checks
 	@for variant in plain asan tsan; do scripts/cpp_tests run $$variant; done
 	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 $(ARGS)
 
+.PHONY: test-newest
+test-newest: ## the Python tests on host memory under the newest torch, in a venv under build/ (gigabytes)
+	@scripts/bootstrap demo
+	@scripts/test_newest $(ARGS)
+
 .PHONY: build
 build: ## the extension, in place, for .venv
 	@scripts/bootstrap demo
@@ -79,6 +84,10 @@ tsan: tools ## C++ tests under ThreadSanitizer
 .PHONY: gpu-test
 gpu-test: ## the GPU suite, with the Python at hand (PYTHON=python3); fetches nothing
 	@scripts/at_hand -m pytest tests/gpu $(ARGS)
+
+.PHONY: gpu-test-beside
+gpu-test-beside: ## the same, its files in six processes side by side, what needs the GPU alone at the end
+	@scripts/at_hand scripts/side_by_side.py $(ARGS)
 
 .PHONY: gpu2-test
 gpu2-test: ## the suite for two GPUs: peers, NCCL, DDP, FSDP2

@@ -13,11 +13,12 @@ Conventions, everywhere:
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal, NoReturn, TypedDict, final
 
 import torch
+import torch.cuda.memory
 
-Kind = Literal["cuda", "cpu"]
+_Kind = Literal["cuda", "cpu"]
 
 # -- Build -------------------------------------------------------------------------------------------------------------
 
@@ -27,7 +28,10 @@ built_for_torch: str
 """torch's full version at build time, as ``"2.11.0"``; one minor only fits (torch_vmm._build_check)."""
 
 def library_path() -> str:
-    """Path of this shared library, which also holds ``torch_vmm_malloc`` and ``torch_vmm_free``."""
+    """Path of this shared library, which also holds ``torch_vmm_malloc`` and ``torch_vmm_free``.
+
+    From then on torch may be allocating with them, so models can be entered.
+    """
 
 # -- Options -----------------------------------------------------------------------------------------------------------
 
@@ -35,7 +39,7 @@ def parse_bytes(text: str) -> int:
     """``"2MiB"``, ``"1.5 GiB"``, ``"2MB"``, ``"4096"`` in bytes.
 
     Raises:
-        InvalidArgumentError: not a size; the message shows the accepted form.
+        InvalidArgumentError: not a size, with the accepted form; or beyond 2**63 - 1 bytes.
     """
 
 def format_bytes(size: int) -> str:
@@ -46,22 +50,41 @@ def option_table() -> list[tuple[str, str, str, str, str]]:
 
 # -- Devices -----------------------------------------------------------------------------------------------------------
 
-def device_count(kind: Kind) -> int:
+def device_count(kind: _Kind) -> int:
     """Usable devices of this kind; 0 where there is no driver. Creates no CUDA context."""
 
-def device(kind: Kind, ordinal: int = 0) -> Device:
+def device(kind: _Kind, ordinal: int = 0) -> Device:
     """The memory of one device; the same object each time. Made at the first call.
 
     Raises:
         NotAvailableError: no driver, no such device, or one that lacks what is needed, named.
     """
 
+class _Holder(TypedDict):
+    name: str
+    allocated: int
+    idle: int
+    stranded: int
+    quarantined: int
+    floor: int
+
+class _Refusal(TypedDict):
+    requested: int
+    available: int
+    limit: int
+    pool: str
+    holders: list[_Holder]
+    advice: str
+
+def last_refusal(kind: _Kind, ordinal: int = 0) -> _Refusal | None:
+    """The last request of a pool that was refused there; ``None`` also for a device that was never used."""
+
 @final
 class Device:
     """All pools of one device, and what they hold together."""
 
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> _Kind: ...
     @property
     def ordinal(self) -> int: ...
     @property
@@ -75,7 +98,7 @@ class Device:
         """Bytes of memory that the device has."""
     @property
     def default_capacity(self) -> int:
-        """Bytes of addresses of a pool that names no capacity."""
+        """Bytes of addresses of a pool that names no capacity, where the process has so many."""
     @property
     def committed_bytes(self) -> int:
         """Bytes that the driver gave and that are still held: mapped, or kept unmapped by the page store."""
@@ -110,7 +133,7 @@ class Device:
 
 # -- Pools -------------------------------------------------------------------------------------------------------------
 
-def default_pool(kind: Kind, ordinal: int = 0) -> Pool:
+def default_pool(kind: _Kind, ordinal: int = 0) -> Pool:
     """The pool of what is made outside any model's context. Its name is ``"default"``.
 
     Raises:
@@ -118,7 +141,7 @@ def default_pool(kind: Kind, ordinal: int = 0) -> Pool:
     """
 
 def create_pool(
-    kind: Kind,
+    kind: _Kind,
     ordinal: int,
     capacity: int | None,
     page_size: int | None = None,
@@ -177,7 +200,7 @@ class Pool:
     @property
     def name(self) -> str: ...
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> _Kind: ...
     @property
     def ordinal(self) -> int: ...
     @property
@@ -212,7 +235,8 @@ class Pool:
         """Backs the pages of [offset, offset + size); returns the address of ``offset``.
 
         Raises:
-            InvalidRangeError, AlreadyMappedError, OutOfMemoryError; InvalidArgumentError when closed.
+            InvalidRangeError, AlreadyMappedError, OutOfMemoryError; InvalidArgumentError when closed, as everything
+            here but numbers.
         """
     def allocate_first(self, size: int, stream: int = 0) -> int:
         """The same at the first free span of ``size`` bytes; returns its address."""
@@ -220,7 +244,7 @@ class Pool:
         """Gives up the pages of the range; whoever still has work queued on them need not wait.
 
         Raises:
-            InvalidRangeError, NotMappedError.
+            InvalidRangeError, NotMappedError; StillInUseError for what a :meth:`tensor` shows.
         """
     def is_mapped(self, offset: int, size: int) -> bool:
         """Is every page of the range in use, by :meth:`allocate_pages` or by a tensor?
@@ -229,12 +253,13 @@ class Pool:
             InvalidRangeError.
         """
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor over explicit pages, no copy; keeps the pool's addresses reserved.
+        """A contiguous tensor over explicit pages, no copy; these pages stay while it lives.
 
         Raises:
             InvalidRangeError: beyond the pool, or empty.
-            NotMappedError: some of it is not mapped.
-            InvalidArgumentError: ``offset`` is not aligned to the dtype, a negative size, too many bytes.
+            NotMappedError: some of it is not held by :meth:`allocate_pages`.
+            InvalidArgumentError: ``offset`` is not aligned to the dtype, a quantized dtype, a negative size, too many
+                bytes.
         """
 
     def trim(self, keep: int = 0) -> int:
@@ -257,7 +282,8 @@ class Pool:
         """Ends the pool; does nothing when it is closed already.
 
         Args:
-            force: explicit pages go at once, and the pool ends when its last tensor is freed.
+            force: explicit pages go at once, but for those that a :meth:`tensor` shows, which go with it; the pool ends
+                when its last tensor is freed.
         Raises:
             StillInUseError: something is alive in it, and not ``force``.
             InvalidArgumentError: it is a device's default pool, or it belongs to a SharedMemoryPool.
@@ -290,10 +316,10 @@ class GlobalMemoryStats:
 class SharedMemoryPool:
     """Models by id under one physical limit."""
 
-    def __init__(self, kind: Kind, ordinal: int, physical_limit: int) -> None:
+    def __init__(self, kind: _Kind, ordinal: int, physical_limit: int) -> None:
         """Raises InvalidArgumentError for a limit of 0, NotAvailableError as :func:`device`."""
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> _Kind: ...
     @property
     def ordinal(self) -> int: ...
     @property
@@ -336,8 +362,10 @@ class AccessFlags:
     READ: ClassVar[AccessFlags]
     READ_WRITE: ClassVar[AccessFlags]
     __members__: ClassVar[dict[str, AccessFlags]]
-    def __init__(self, value: int) -> None: ...
+    def __init__(self, value: object) -> None:
+        """Raises InvalidArgumentError for anything but the three and their numbers."""
     def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
     def __hash__(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...
     def __ne__(self, other: object) -> bool: ...
@@ -350,6 +378,7 @@ class AccessFlags:
 class VirtualAddressRange:
     """``str()``: ``VA[0x7f00000000..0x7f00400000, 4194304 bytes, align=2097152]``. Made by a manager only."""
 
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
     @property
     def base(self) -> int: ...
     @property
@@ -358,7 +387,8 @@ class VirtualAddressRange:
     def alignment(self) -> int: ...
     @property
     def end(self) -> int: ...
-    def contains(self, address: int) -> bool: ...
+    def contains(self, address: object) -> bool:
+        """``False`` for any whole number outside; InvalidArgumentError for what is no whole number."""
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -366,6 +396,7 @@ class VirtualAddressRange:
 class PhysicalAllocation:
     """``str()``: ``PhysAlloc[handle=0x1, 2097152 bytes, dev=0]``. Made by a manager only."""
 
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
     @property
     def handle(self) -> int: ...
     @property
@@ -378,6 +409,9 @@ class PhysicalAllocation:
 
 @final
 class MappingRecord:
+    """Made by a manager only."""
+
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
     @property
     def va_offset(self) -> int: ...
     @property
@@ -391,20 +425,22 @@ class MappingRecord:
 class VirtualMemoryManager:
     """Addresses, physical memory and mappings by hand."""
 
-    def __init__(self, kind: Kind, ordinal: int = 0) -> None:
+    def __init__(self, kind: _Kind, ordinal: int = 0) -> None:
         """Raises NotAvailableError as :func:`device`."""
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> _Kind: ...
     @property
     def ordinal(self) -> int: ...
     @property
     def granularity(self) -> int: ...
     @property
+    def host_memory_usage(self) -> int: ...
+    @property
     def is_closed(self) -> bool: ...
     def reserve(self, size: int, alignment: int | None = None) -> VirtualAddressRange: ...
     def release(self, range: VirtualAddressRange) -> None: ...
     def alloc_physical(
-        self, size: int, device: tuple[Kind, int] | None = None, exportable: bool = False
+        self, size: int, device: tuple[_Kind, int] | None = None, exportable: bool = False
     ) -> PhysicalAllocation:
         """``device``: (kind, ordinal); ``None``: the manager's own. ``("cpu", 0)`` is host memory."""
     def free_physical(self, physical: PhysicalAllocation) -> None: ...
@@ -414,11 +450,15 @@ class VirtualMemoryManager:
         self,
         range: VirtualAddressRange,
         flags: AccessFlags,
-        devices: Sequence[tuple[Kind, int]] | None = None,
+        devices: Sequence[tuple[_Kind, int]] | None = None,
         offset: int = 0,
         size: int | None = None,
     ) -> None:
-        """``devices``: who gets it; ``None``: the manager's own. ``size`` ``None``: up to the end of what is mapped."""
+        """``devices``: who gets it; ``None``: the manager's own. ``size`` ``None``: up to the end of what is mapped.
+
+        Raises:
+            StillInUseError: ``NONE`` for the manager's own device, where a :meth:`tensor` lives.
+        """
     def mappings(self, range: VirtualAddressRange) -> list[MappingRecord]:
         """By offset."""
     def tensor(self, range: VirtualAddressRange, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -427,7 +467,7 @@ class VirtualMemoryManager:
         Raises:
             InvalidRangeError: beyond the range, or empty.
             NotMappedError: some of it is not mapped.
-            InvalidArgumentError: not accessible, or not aligned to the dtype.
+            InvalidArgumentError: not accessible, a quantized dtype, or not aligned to the dtype.
         """
     def close(self) -> None:
         """Gives back all that it made. Raises StillInUseError while a tensor over it lives; twice is fine."""
@@ -444,10 +484,12 @@ def enable_cuda() -> None:
 def enable_host() -> None:
     """Routes torch's host tensors through ``"cpu"`` pools; does nothing when it does already."""
 
-def is_enabled(kind: Kind) -> bool: ...
+def is_enabled(kind: _Kind) -> bool: ...
 
+# At run time only the first is its base. ``change_current_allocator`` is typed to take the second, and needs no more of
+# it than ``allocator()``.
 @final
-class CUDAAllocator:
+class CUDAAllocator(torch._C._cuda_CUDAAllocator, torch.cuda.memory._CUDAAllocator):
     """A ``torch._C._cuda_CUDAAllocator``: what ``torch.cuda.MemPool`` takes."""
 
     def allocator(self) -> CUDAAllocator:
@@ -462,14 +504,26 @@ def allocator() -> CUDAAllocator:
 class ModelContext:
     """One stay in a model, from :func:`enter` to :func:`leave`."""
 
-    @property
-    def pool(self) -> Pool: ...
-
 def enter(pool: Pool) -> ModelContext:
     """From now on tensors made by this thread, and by the backward() that it calls, belong to ``pool``.
 
     Raises:
         InvalidArgumentError: the pool is closed.
+        NotEnabledError: torch makes no tensors of its device through us.
+    """
+
+def open_models() -> list[Pool]:
+    """The pools that are open here, the innermost of each device, innermost first."""
+
+def enter_carried(pools: Sequence[Pool]) -> ModelContext:
+    """The same as :func:`enter` with exactly these open, one a device, whatever is open on this thread."""
+
+def set_strict(kind: _Kind, ordinal: int, action: Literal["raise", "warn", "off"]) -> None:
+    """What happens where a tensor is made outside every model of the device. Loads no driver.
+
+    Raises:
+        NotEnabledError: torch makes no tensors of this kind of device through us.
+        NotAvailableError: no such ordinal can be.
     """
 
 def leave(context: ModelContext) -> None:
@@ -481,7 +535,7 @@ def leave(context: ModelContext) -> None:
             and all others stay as they were.
     """
 
-def current_pool(kind: Kind, ordinal: int = 0) -> Pool:
+def current_pool(kind: _Kind, ordinal: int = 0) -> Pool:
     """The pool that an allocation on this device, here and now, would come from."""
 
 def pool_at(address: int) -> Pool | None:

@@ -29,6 +29,8 @@ from torch_vmm.errors import (
     ModelExistsError,
     ModelNotFoundError,
     NotAvailableError,
+    NotCopyableError,
+    NotEnabledError,
     NotMappedError,
     OutOfMemoryError,
     StillInUseError,
@@ -36,8 +38,10 @@ from torch_vmm.errors import (
 )
 from torch_vmm.low_level import VirtualMemoryManager
 from torch_vmm.pools import VirtualMemoryPool
+from torch_vmm.refusals import Holder, Refusal, last_out_of_memory
 from torch_vmm.routing import (
     allocator,
+    carry,
     current_pool,
     enable,
     is_enabled,
@@ -47,6 +51,7 @@ from torch_vmm.routing import (
 )
 from torch_vmm.shared_pools import SharedMemoryPool
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats
+from torch_vmm.strictness import strict
 from torch_vmm.version import __version__
 
 __all__ = [
@@ -55,6 +60,7 @@ __all__ = [
     "AsleepError",
     "DriverError",
     "GlobalMemoryStats",
+    "Holder",
     "InvalidArgumentError",
     "InvalidPageSizeError",
     "InvalidRangeError",
@@ -63,9 +69,12 @@ __all__ = [
     "ModelExistsError",
     "ModelNotFoundError",
     "NotAvailableError",
+    "NotCopyableError",
+    "NotEnabledError",
     "NotMappedError",
     "OutOfMemoryError",
     "PhysicalAllocation",
+    "Refusal",
     "SharedMemoryPool",
     "StillInUseError",
     "VirtualAddressRange",
@@ -74,10 +83,13 @@ __all__ = [
     "VmmError",
     "__version__",
     "allocator",
+    "carry",
     "current_pool",
     "enable",
     "is_enabled",
+    "last_out_of_memory",
     "library_path",
     "pool_of",
+    "strict",
     "use_model",
 ]

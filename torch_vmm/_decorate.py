@@ -27,6 +27,8 @@ class _Steps(Protocol):
 
     def throw(self, error: BaseException, /) -> Any: ...
 
+    def close(self) -> Any: ...
+
 
 def _drive(context: Context, steps: _Steps) -> Generator[Any, Any, Any]:
     """Yields what ``steps`` yields, each step inside a fresh ``context()``."""
@@ -54,7 +56,10 @@ class _Driven(Awaitable[Any]):
         self._steps = steps
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return _drive(self._context, self._steps)
+        try:
+            return (yield from _drive(self._context, self._steps))
+        finally:
+            self._steps.close()  # where the context cannot be entered, it was never begun
 
 
 def _generator(context: Context, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,16 +106,17 @@ def _plain(context: Context, function: Callable[..., Any]) -> Callable[..., Any]
     return inside
 
 
-def inside(context: Context, function: Function) -> Function:
+def inside(context: Context, function: Function, *, classes: bool = False) -> Function:
     """``function``, run inside ``context()``: plain, generator, coroutine or async generator function.
 
     Args:
         context: makes a context manager; called for each call and each resume.
         function: what is decorated; a static or class method too.
+        classes: a class is called, as a function is, rather than refused.
     Raises:
         InvalidArgumentError: a class, or nothing that can be called.
     """
-    if inspect.isclass(function):
+    if inspect.isclass(function) and not classes:
         raise InvalidArgumentError(
             f"class {function.__qualname__}: it is not clear which of its methods are meant; decorate those"
         )

@@ -21,7 +21,12 @@ class Stays:
         self._open: dict[int, list[_C.ModelContext]] = {}
 
     def enter(self, pool: _C.Pool) -> None:
-        """Opens one on this thread."""
+        """Opens one on this thread.
+
+        Raises:
+            InvalidArgumentError: the pool is closed.
+            NotEnabledError: torch_vmm is not its device's allocator.
+        """
         context = _C.enter(pool)
         self._open.setdefault(threading.get_ident(), []).append(context)
 
@@ -45,3 +50,16 @@ class Stays:
         # the extension reports it. A thread that has ended leaves nothing itself.
         alive = {thread.ident for thread in threading.enumerate()}
         return min(list(self._open), key=lambda thread: thread in alive, default=0)
+
+
+class Carried:
+    """One stay of a carried function: exactly these pools are open inside, whatever is open outside."""
+
+    def __init__(self, pools: list[_C.Pool]) -> None:
+        self._pools = pools
+
+    def __enter__(self) -> None:
+        self._context = _C.enter_carried(self._pools)
+
+    def __exit__(self, *_: object) -> None:
+        _C.leave(self._context)

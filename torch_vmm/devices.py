@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.sizes import show, to_index
 
 Device = torch.device | str | int | None
 """``"cuda"``, ``"cuda:1"``, ``"cpu"``, a ``torch.device``, a CUDA device's index; ``None`` is ``"cuda"``."""
@@ -40,15 +41,21 @@ def to_device(device: Device) -> DeviceKey:
         InvalidArgumentError: nothing that torch takes for a device, or one that
             is neither CUDA's nor the CPU.
     """
-    # torch.device(index) is of the accelerator at hand, and fails where there is none.
-    named = "cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device
+    refusal = InvalidArgumentError(f"device={show(device)} is not a device: give {_ACCEPTED}")
+    named = "cuda" if device is None else device
+    if not isinstance(named, torch.device | str):
+        # torch.device(index) is of the accelerator at hand, and fails where there is none.
+        index = to_index(named)
+        if index is None or not 0 <= index < 128:
+            raise refusal
+        named = f"cuda:{index}"
     try:
         parsed = torch.device(named)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgumentError(f"device={device!r} is not a device: give {_ACCEPTED}") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise refusal from error
     # torch keeps an index in 8 bits: "cuda:128" is its cuda:-128, "cuda:256" its cuda:0.
     if isinstance(named, str) and ":" in named and str(parsed) != named:
-        raise InvalidArgumentError(f"device={device!r} is not a device: give {_ACCEPTED}")
+        raise refusal
     if parsed.type == "cpu":
         return DeviceKey("cpu", parsed.index or 0)
     if parsed.type != "cuda":

@@ -187,3 +187,23 @@ class NotAvailableError(VmmError):
     def __init__(self, message: str = "", *, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason or message
+
+
+class NotEnabledError(NotAvailableError):
+    """A model is entered while torch_vmm is not that device's allocator: call :func:`torch_vmm.enable` first.
+
+    Attributes:
+        reason: what is missing, and what to do.
+    """
+
+
+class NotCopyableError(VmmError, TypeError):
+    """A pool, a manager or what it gave out was copied or pickled; also a ``TypeError``, as pickle raises.
+
+    Attributes:
+        what: the class that was to be copied.
+    """
+
+    def __init__(self, message: str = "", *, what: str = "") -> None:
+        super().__init__(message)
+        self.what = what

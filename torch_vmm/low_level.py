@@ -14,12 +14,20 @@ import torch
 
 from torch_vmm import _C
 from torch_vmm._C import AccessFlags, MappingRecord, PhysicalAllocation, VirtualAddressRange
-from torch_vmm.devices import Device, to_device
+from torch_vmm._guarded import Guarded, refuse_copies
+from torch_vmm.devices import Device, DeviceKey, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
-from torch_vmm.sizes import Shape, Size, to_bytes, to_optional_bytes, to_range, to_tensor_range
+from torch_vmm.sizes import Shape, Size, show, to_bytes, to_flag, to_optional_bytes, to_range, to_tensor_range
+
+for _record in (VirtualAddressRange, PhysicalAllocation, MappingRecord):
+    refuse_copies(
+        _record,
+        "it names something of one VirtualMemoryManager in this process, and never changes. Keep another reference "
+        "to it; another process makes its own",
+    )
 
 
-class VirtualMemoryManager:
+class VirtualMemoryManager(Guarded, guarded=True):
     """Reserves addresses, creates physical memory, and maps the one to the other.
 
     Everything that it gives out belongs to it: another manager refuses it. It
@@ -32,6 +40,12 @@ class VirtualMemoryManager:
         InvalidArgumentError: no device.
         NotAvailableError: no driver, or no such device.
     """
+
+    _instead_of_a_copy = (
+        "it is memory of this process. Keep another reference to it, or make another one; another process makes its own"
+    )
+    _device: DeviceKey
+    _handle: _C.VirtualMemoryManager
 
     def __init__(self, device: Device = "cuda") -> None:
         self._device = to_device(device)
@@ -46,6 +60,14 @@ class VirtualMemoryManager:
     def device(self) -> torch.device:
         """Whose memory it is."""
         return self._device.torch_device
+
+    @property
+    def host_memory_usage(self) -> int:
+        """Bytes of host memory (``alloc_physical(.., device="cpu")``) that all managers of this GPU hold.
+
+        They count here alone: the GPU's limit has nothing to do with them.
+        """
+        return self._handle.host_memory_usage
 
     @property
     def is_closed(self) -> bool:
@@ -91,7 +113,7 @@ class VirtualMemoryManager:
             NotAvailableError: no such device, or one that cannot do this.
         """
         where = None if device is None else to_device(device)
-        return self._handle.alloc_physical(to_bytes(size, "size"), where, bool(exportable))
+        return self._handle.alloc_physical(to_bytes(size, "size"), where, to_flag(exportable, "exportable"))
 
     def free_physical(self, phys: PhysicalAllocation) -> None:
         """Gives physical memory back.
@@ -150,13 +172,16 @@ class VirtualMemoryManager:
         Raises:
             NotMappedError: some of it is not mapped.
             InvalidRangeError: a part of a mapping, unaligned, or beyond the range.
+            StillInUseError: ``NONE`` for the manager's own device, where a tensor of :meth:`tensor` lives.
             NotAvailableError: no such device, or one that cannot reach this memory.
         """
         if not isinstance(flags, AccessFlags):
-            raise InvalidArgumentError(f"flags={flags!r}: give one of AccessFlags")
+            raise InvalidArgumentError(f"flags={show(flags)}: give one of AccessFlags")
         whose = None
         if isinstance(device, Iterable) and not isinstance(device, str):
             whose = [to_device(one) for one in device]
+            if not whose:
+                raise InvalidArgumentError("device=[]: name at least one, or None for the manager's own")
         elif device is not None:
             whose = [to_device(device)]
         if size is None:
@@ -183,7 +208,8 @@ class VirtualMemoryManager:
     ) -> torch.Tensor:
         """A contiguous tensor over mapped, accessible memory; no copy.
 
-        While it lives, its range can be neither unmapped there nor released.
+        While it or a view of it lives, what it shows can be neither unmapped nor
+        made inaccessible, and its range not released.
 
         Args:
             offset: bytes from the range's base, a multiple of the dtype's size.
@@ -191,7 +217,7 @@ class VirtualMemoryManager:
         Raises:
             NotMappedError: some of it is not mapped.
             InvalidRangeError: empty, or beyond the range.
-            InvalidArgumentError: not accessible, not aligned to the dtype, or no shape at all.
+            InvalidArgumentError: not accessible, not aligned to the dtype, a quantized dtype, or no shape at all.
         """
         at, sizes = to_tensor_range(offset, shape, dtype, _to_range_object(range).size)
         return self._handle.tensor(range, at, sizes, dtype)
@@ -207,6 +233,8 @@ class VirtualMemoryManager:
         self._handle.close()
 
     def __enter__(self) -> VirtualMemoryManager:
+        if self.is_closed:
+            raise InvalidArgumentError("the VirtualMemoryManager is closed")
         return self
 
     def __exit__(
@@ -224,11 +252,11 @@ class VirtualMemoryManager:
 
 def _to_range_object(value: VirtualAddressRange) -> VirtualAddressRange:
     if not isinstance(value, VirtualAddressRange):
-        raise InvalidArgumentError(f"range={value!r}: give what reserve() returned")
+        raise InvalidArgumentError(f"range={show(value)}: give what reserve() returned")
     return value
 
 
 def _to_physical(value: PhysicalAllocation) -> PhysicalAllocation:
     if not isinstance(value, PhysicalAllocation):
-        raise InvalidArgumentError(f"phys={value!r}: give what alloc_physical() returned")
+        raise InvalidArgumentError(f"phys={show(value)}: give what alloc_physical() returned")
     return value

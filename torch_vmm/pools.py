@@ -16,10 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_vmm import _C
+from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Stays
 from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
 from torch_vmm.errors import VmmError
-from torch_vmm.sizes import Shape, Size, to_bytes, to_optional_bytes, to_range, to_tensor_range
+from torch_vmm.sizes import (
+    Shape,
+    Size,
+    to_bytes,
+    to_flag,
+    to_name,
+    to_optional_bytes,
+    to_range,
+    to_tensor_range,
+)
 from torch_vmm.stats import MemoryStats, memory_summary
 from torch_vmm.workspaces import end_with_workspaces_freed
 
@@ -29,7 +39,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)
 
 
-class VirtualMemoryPool:
+class VirtualMemoryPool(Guarded, guarded=True):
     """An elastic pool: a range of addresses whose pages get memory, and give it back.
 
     ``with pool:`` makes tensors in it, as :func:`torch_vmm.use_model` does: again
@@ -37,7 +47,9 @@ class VirtualMemoryPool:
 
     A pool that is dropped without :meth:`close` ends with its last tensor; its
     explicit pages go at once, but a tensor of :meth:`tensor` keeps the pool.
-    For one pool there is one object, so ``is`` compares pools.
+    For one pool there is one object, so ``is`` compares pools. It is not copied
+    or pickled. Once it is closed, every request is an ``InvalidArgumentError``
+    that says so; its numbers can still be read.
 
     Args:
         capacity: bytes of addresses, rounded up to whole pages; they cost nothing.
@@ -54,6 +66,10 @@ class VirtualMemoryPool:
         NotAvailableError: no driver, or no such device.
     """
 
+    _instead_of_a_copy = (
+        "it is memory of this process. Keep another reference to it, or make a pool of its own; to another process "
+        "send tensors (torch.multiprocessing), and make its pools there"
+    )
     _handle: _C.Pool
     _device: DeviceKey
     _model_id: str | None
@@ -76,7 +92,7 @@ class VirtualMemoryPool:
             to_bytes(capacity, "capacity"),
             to_optional_bytes(page_size, "page_size"),
             to_optional_bytes(physical_limit, "physical_limit"),
-            name or f"pool-{next(_numbers)}",
+            f"pool-{next(_numbers)}" if name is None else to_name(name, "name"),
         )
         self._take(handle, None, None)
         with _lock:
@@ -120,6 +136,7 @@ class VirtualMemoryPool:
         Raises:
             InvalidRangeError: empty, overflowing, or beyond the capacity.
             NotMappedError: a page of it is not held by :meth:`allocate`.
+            StillInUseError: a tensor of :meth:`tensor` shows some of it.
         """
         offset, size = to_range(offset, size, self.capacity)
         self._handle.deallocate_pages(offset, size)
@@ -134,10 +151,11 @@ class VirtualMemoryPool:
         return self._handle.is_mapped(offset, size)
 
     def tensor(self, offset: Size, shape: Shape, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """A contiguous tensor over pages that :meth:`allocate` holds; no copy, no ownership of the pages.
+        """A contiguous tensor over pages that :meth:`allocate` holds; no copy.
 
-        It keeps the pool, so :meth:`deallocate` is the caller's to do; what it
-        shows afterwards is gone.
+        While it or a view of it lives, these pages stay: :meth:`deallocate` of
+        them is a ``StillInUseError``, and ``close(force=True)`` leaves them to it.
+        Dropping it gives nothing back; that is for :meth:`deallocate`.
 
         Args:
             offset: bytes from :attr:`base_address`, a multiple of the dtype's size.
@@ -145,7 +163,7 @@ class VirtualMemoryPool:
         Raises:
             InvalidRangeError: empty, or beyond the capacity.
             NotMappedError: some of it is not held by :meth:`allocate`.
-            InvalidArgumentError: not aligned to the dtype, or no shape at all.
+            InvalidArgumentError: not aligned to the dtype, a quantized dtype, or no shape at all.
         """
         at, sizes = to_tensor_range(offset, shape, dtype, self.capacity)
         tensor = self._handle.tensor(at, sizes, dtype)
@@ -172,12 +190,14 @@ class VirtualMemoryPool:
         """Ends the pool and gives all its memory back; twice is fine. A model's pool is unregistered.
 
         Args:
-            force: with pages and tensors alive: the pages go at once, and the pool
-                ends when its last tensor is freed.
+            force: with pages and tensors alive: the pages go at once, those that a
+                tensor of :meth:`tensor` shows with that tensor, and the pool ends
+                when its last tensor is freed.
         Raises:
             StillInUseError: something is alive in it, and not ``force``.
             InvalidArgumentError: a device's default pool, which never ends.
         """
+        force = to_flag(force, "force")
         if self._shared is not None and self._model_id is not None and not self._handle.is_closed:
             self._shared.unregister_model(self._model_id, force)
         else:
@@ -232,6 +252,24 @@ class VirtualMemoryPool:
     @physical_limit.setter
     def physical_limit(self, limit: Size | None) -> None:
         self._handle.set_limit(to_optional_bytes(limit, "physical_limit"))
+
+    @property
+    def floor(self) -> int:
+        """Bytes of memory that no other model takes from it; given to :meth:`SharedMemoryPool.register_model`."""
+        return self._handle.floor
+
+    @floor.setter
+    def floor(self, floor: Size) -> None:
+        raise AttributeError(_fixed("floor"))
+
+    @property
+    def priority(self) -> int:
+        """When memory is short, a higher one gives later; given to :meth:`SharedMemoryPool.register_model`."""
+        return self._handle.priority
+
+    @priority.setter
+    def priority(self, priority: int) -> None:
+        raise AttributeError(_fixed("priority"))
 
     @property
     def physical_memory_usage(self) -> int:
@@ -337,6 +375,13 @@ class VirtualMemoryPool:
         except VmmError:
             text = "out of reach in a forked process"
         return f"VirtualMemoryPool({self.name!r}, {self.device}: {text})"
+
+
+def _fixed(name: str) -> str:
+    return (
+        f"{name} can be read, but not changed: a model has it from register_model(..., {name}=...) to its end; to "
+        f"change it, unregister the model and register it anew"
+    )
 
 
 # -- One object for one pool -------------------------------------------------------------------------------------------

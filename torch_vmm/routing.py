@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 
 from torch_vmm import _C, _decorate, shared_pools
-from torch_vmm.contexts import Stays
+from torch_vmm._guarded import Guarded
+from torch_vmm.contexts import Carried, Stays
 from torch_vmm.devices import Device, to_device
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.pools import VirtualMemoryPool
+from torch_vmm.sizes import show, to_index, to_name
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -37,15 +39,20 @@ def enable(device: Device = "cuda") -> None:
         _C.enable_host()
 
 
-def is_enabled(device: Device) -> bool:
-    """Do torch's tensors on this kind of device come from torch_vmm?"""
+def is_enabled(device: Device = "cuda") -> bool:
+    """Is torch_vmm torch's allocator on this kind of device?
+
+    ``False`` also where it serves a ``torch.cuda.MemPool`` only, or as the
+    functions of a ``CUDAPluggableAllocator``.
+    """
     return _C.is_enabled(to_device(device).kind)
 
 
 def allocator() -> _C.CUDAAllocator:
     """What ``torch.cuda.memory.change_current_allocator`` and ``torch.cuda.MemPool`` take.
 
-    One object for the process; needs no driver.
+    One object for the process; needs no driver. While torch or anyone else holds
+    it, models can be entered: ``torch.cuda.MemPool`` may be making tensors with it.
     """
     return _C.allocator()
 
@@ -60,7 +67,7 @@ def library_path() -> str:
 
 
 # In lower case, as torch.no_grad is.
-class use_model:  # noqa: N801
+class use_model(Guarded):  # noqa: N801
     """Tensors made inside belong to this model, those of ``backward()`` too.
 
     A context manager and a decorator. It nests; the inner one wins. A thread
@@ -76,15 +83,20 @@ class use_model:  # noqa: N801
         device: on which device, where several have a model of that id.
     Raises:
         ModelNotFoundError: on entering: no such model; the known ones are listed.
+        NotEnabledError: on entering: torch_vmm is not the allocator of that device.
         InvalidArgumentError: several such models, a closed pool, or one of
             another device; neither a pool nor an id.
     """
 
+    _instead_of_a_copy = "it is open on threads of this process; make another one, use_model(...) costs nothing"
+
     def __init__(self, model_id_or_pool: str | VirtualMemoryPool, device: Device = None) -> None:
         if not isinstance(model_id_or_pool, str | VirtualMemoryPool):
             raise InvalidArgumentError(
-                f"use_model({model_id_or_pool!r}): give a model's id or its pool (a SharedMemoryPool has many)"
+                f"use_model({show(model_id_or_pool)}): give a model's id or its pool (a SharedMemoryPool has many)"
             )
+        if isinstance(model_id_or_pool, str):
+            to_name(model_id_or_pool, "model_id")
         self._model = model_id_or_pool
         self._device = None if device is None else to_device(device)
         self._stays = Stays()
@@ -110,6 +122,25 @@ class use_model:  # noqa: N801
         return f"use_model({self._model!r}{'' if self._device is None else f', device={str(self._device)!r}'})"
 
 
+def carry(function: Function) -> Function:
+    """``function``, run in the model that is open here and now, whatever thread or task calls it.
+
+    A thread starts outside every model, and so do the workers of an executor and
+    ``asyncio.to_thread``: give them ``torch_vmm.carry(function)``. What is open
+    where it is called is closed while it runs. Where no model is open now, it
+    runs outside every model. It keeps the pools.
+
+    Args:
+        function: anything that can be called; a generator or coroutine function
+            is in the model only while it runs, as with :class:`use_model`.
+    Raises:
+        InvalidArgumentError: nothing that can be called; in the call: a pool
+            that has been closed since.
+    """
+    pools = [shared_pools.wrap(handle) for handle in _C.open_models()]
+    return _decorate.inside(lambda: Carried([pool._handle for pool in pools]), function, classes=True)
+
+
 def current_pool(device: Device = "cuda") -> VirtualMemoryPool:
     """The pool that an allocation here and now would come from: the innermost model's, or the default one.
 
@@ -119,7 +150,7 @@ def current_pool(device: Device = "cuda") -> VirtualMemoryPool:
     return shared_pools.wrap(_C.current_pool(*to_device(device)))
 
 
-def pool_of(tensor_or_address: torch.Tensor | int) -> VirtualMemoryPool | None:
+def pool_of(tensor_or_address: torch.Tensor | SupportsIndex) -> VirtualMemoryPool | None:
     """The pool that holds a tensor or an address, or ``None`` when none of ours does.
 
     Raises:
@@ -130,10 +161,11 @@ def pool_of(tensor_or_address: torch.Tensor | int) -> VirtualMemoryPool | None:
             address = tensor_or_address.untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError) as error:
             raise InvalidArgumentError(f"a tensor without a storage is in no one pool: {error}") from error
-    elif isinstance(tensor_or_address, int) and not isinstance(tensor_or_address, bool):
-        address = tensor_or_address
     else:
-        raise InvalidArgumentError(f"pool_of({tensor_or_address!r}): give a tensor or an address")
+        number = to_index(tensor_or_address)
+        if number is None:
+            raise InvalidArgumentError(f"pool_of({show(tensor_or_address)}): give a tensor or an address")
+        address = number
     if not 0 < address < 2**64:
         return None
     handle = _C.pool_at(address)

@@ -11,20 +11,31 @@ from types import TracebackType
 import torch
 
 from torch_vmm import _C, pools
+from torch_vmm._guarded import Guarded
 from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, VmmError
 from torch_vmm.pools import VirtualMemoryPool
-from torch_vmm.sizes import Size, to_bytes, to_optional_bytes, to_range
+from torch_vmm.sizes import (
+    Size,
+    is_name,
+    to_bytes,
+    to_flag,
+    to_name,
+    to_number,
+    to_optional_bytes,
+    to_range,
+)
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats
 from torch_vmm.workspaces import end_with_workspaces_freed
 
 
-class SharedMemoryPool:
+class SharedMemoryPool(Guarded, guarded=True):
     """Models that share one physical limit: what one leaves idle, another can have.
 
     Memory that goes from one model to another is zeroed first. ``with`` closes
     it at the end. One that is dropped, and all its models' pools with it, closes
-    as by ``close(force=True)``: tensors live on.
+    as by ``close(force=True)``: tensors live on. ``len()`` is the number of its
+    models; it is always true, also without any.
 
     Args:
         physical_limit: bytes of memory that all models together hold at most, above 0.
@@ -33,6 +44,14 @@ class SharedMemoryPool:
         InvalidArgumentError: a limit or device that can't be.
         NotAvailableError: no driver, or no such device.
     """
+
+    _instead_of_a_copy = (
+        "it is memory of this process. Keep another reference to it, or make another one; to another process send "
+        "tensors (torch.multiprocessing), and make its pools there"
+    )
+    _device: DeviceKey
+    _handle: _C.SharedMemoryPool
+    _models: _Models
 
     def __init__(self, physical_limit: Size, device: Device = "cuda") -> None:
         self._device = to_device(device)
@@ -58,25 +77,24 @@ class SharedMemoryPool:
 
         Args:
             model_id: not empty, and not registered here yet.
-            virtual_capacity: bytes of addresses; ``None`` is four times the device's memory.
+            virtual_capacity: bytes of addresses; ``None`` is four times the device's memory, or less where the
+                process is short of addresses.
             physical_limit: bytes of memory that this model holds at most.
             floor: bytes of memory that no other model takes from it.
-            priority: when memory is short, a higher one gives later.
+            priority: when memory is short, a higher one gives later; from -2**31 to 2**31 - 1.
             page_size: bytes, as :class:`VirtualMemoryPool` takes it.
         Raises:
             ModelExistsError: the id is taken.
             InvalidArgumentError: an empty id, a floor above the limit, sizes that can't be.
             OutOfMemoryError: there is no such stretch of addresses.
         """
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise InvalidArgumentError(f"priority={priority!r} is not a whole number")
         handle = self._handle.register_model(
-            _to_id(model_id),
+            to_name(model_id, "model_id"),
             to_optional_bytes(virtual_capacity, "virtual_capacity"),
             to_optional_bytes(page_size, "page_size"),
             to_optional_bytes(physical_limit, "physical_limit"),
             to_bytes(floor, "floor"),
-            priority,
+            to_number(priority, "priority"),
         )
         return pools.wrap(handle, self, model_id)
 
@@ -84,13 +102,13 @@ class SharedMemoryPool:
         """Ends a model's pool; what it held, the others can have.
 
         Args:
-            force: with pages and tensors alive: the pages go at once, and the pool
-                ends when its last tensor is freed.
+            force: with pages and tensors alive: as :meth:`VirtualMemoryPool.close` has it.
         Raises:
             ModelNotFoundError: no such model.
             StillInUseError: something is alive in it, and not ``force``.
         """
-        end_with_workspaces_freed(self._handle.kind, lambda: self._handle.unregister_model(_to_id(model_id), force))
+        model_id, force = to_name(model_id, "model_id"), to_flag(force, "force")
+        end_with_workspaces_freed(self._handle.kind, lambda: self._handle.unregister_model(model_id, force))
 
     def allocate_for_model(self, model_id: str, size: Size) -> int:
         """Backs the first free span of ``size`` bytes in a model's pool.
@@ -113,6 +131,7 @@ class SharedMemoryPool:
             ModelNotFoundError: no such model.
             InvalidRangeError: empty, overflowing, or beyond the capacity.
             NotMappedError: a page of it is not held.
+            StillInUseError: a tensor of :meth:`VirtualMemoryPool.tensor` shows some of it.
         """
         pool = self[model_id]
         offset, size = to_range(offset, size, pool.capacity)
@@ -144,6 +163,12 @@ class SharedMemoryPool:
     def __iter__(self) -> Iterator[str]:
         return iter(self._models)
 
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __bool__(self) -> bool:
+        return True  # an empty one is a pool all the same: `shared or SharedMemoryPool(...)`
+
     @property
     def physical_limit(self) -> int:
         """Bytes of memory that all models together hold at most. Can be set at any time.
@@ -156,6 +181,24 @@ class SharedMemoryPool:
     @physical_limit.setter
     def physical_limit(self, limit: Size) -> None:
         self._handle.set_physical_limit(to_bytes(limit, "physical_limit"))
+
+    @property
+    def floor(self) -> int:
+        """0: pools beside it on the device may have whatever is idle in it. Its models have floors."""
+        return 0
+
+    @floor.setter
+    def floor(self, floor: Size) -> None:
+        raise AttributeError("floor is each model's: give it to register_model(..., floor=...)")
+
+    @property
+    def priority(self) -> int:
+        """0. Its models have priorities."""
+        return 0
+
+    @priority.setter
+    def priority(self, priority: int) -> None:
+        raise AttributeError("priority is each model's: give it to register_model(..., priority=...)")
 
     @property
     def device(self) -> torch.device:
@@ -175,9 +218,12 @@ class SharedMemoryPool:
         Raises:
             StillInUseError: something is alive in a model, and not ``force``.
         """
+        force = to_flag(force, "force")
         end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
 
     def __enter__(self) -> SharedMemoryPool:
+        if self.is_closed:
+            raise InvalidArgumentError("the SharedMemoryPool is closed")
         return self
 
     def __exit__(
@@ -205,10 +251,10 @@ class _Models(Mapping[str, VirtualMemoryPool]):
         self._owner = owner
 
     def __getitem__(self, model_id: str) -> VirtualMemoryPool:
-        return pools.wrap(self._handle.model(_to_id(model_id)), self._owner(), model_id)
+        return pools.wrap(self._handle.model(to_name(model_id, "model_id")), self._owner(), model_id)
 
     def __contains__(self, model_id: object) -> bool:
-        return isinstance(model_id, str) and self._handle.has_model(model_id)
+        return isinstance(model_id, str) and is_name(model_id) and self._handle.has_model(model_id)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._handle.model_ids())
@@ -264,12 +310,6 @@ def _open_pools() -> list[SharedMemoryPool]:
     with _lock:
         alive = list(_alive)
     return [shared for shared in alive if not shared.is_closed]
-
-
-def _to_id(model_id: str) -> str:
-    if not isinstance(model_id, str):
-        raise InvalidArgumentError(f"model_id={model_id!r} is not text")
-    return model_id
 
 
 def _close_dropped(handle: _C.SharedMemoryPool) -> None:

@@ -1,10 +1,10 @@
-"""Sizes, ranges and shapes as users write them, to whole bytes and numbers."""
+"""Sizes, ranges, shapes and names as users write them, to whole bytes, numbers and text."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import SupportsIndex
 
 import torch
@@ -19,16 +19,41 @@ Shape = SupportsIndex | Iterable[SupportsIndex]
 """A tensor's sizes, as torch takes them."""
 
 _LARGEST = 2**63 - 1
+_LONGEST = 60  # characters of a value in a message
+
+
+def show(value: object) -> str:
+    """``repr(value)``, of a length that fits a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def to_index(value: object) -> int | None:
+    """A whole number as Python takes it for an index; ``None`` for anything else, a ``bool`` included."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # an array or a tensor that is no whole number
+        return None
 
 
 def _whole(value: Size, name: str) -> int:
-    if isinstance(value, str):
-        return _C.parse_bytes(value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, str) and value.isascii():
+        try:
+            return _C.parse_bytes(value)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{name}={error}") from None
+    size = to_index(value)
+    if size is None:
         raise InvalidArgumentError(
-            f'{name}={value!r} is not a size: give whole bytes (4096) or text with a unit ("2MiB", "1.5 GiB", "2MB")'
+            f"{name}={show(value)} is not a size: give whole bytes (4096) or text with a unit "
+            f'("2MiB", "1.5 GiB", "2MB")'
         )
-    return operator.index(value)
+    return size
 
 
 def to_bytes(value: Size, name: str) -> int:
@@ -42,8 +67,10 @@ def to_bytes(value: Size, name: str) -> int:
             or text that is no size (the message shows the accepted form).
     """
     size = _whole(value, name)
-    if not 0 <= size <= _LARGEST:
-        raise InvalidArgumentError(f"{name}={size} is not a size: it must be from 0 to 2**63 - 1 bytes")
+    if size < 0:
+        raise InvalidArgumentError(f"{name}={show(size)} is not a size: it must not be negative")
+    if size > _LARGEST:
+        raise InvalidArgumentError(f"{name}={show(size)} is too large a size: 2**63 - 1 bytes at most")
     return size
 
 
@@ -65,7 +92,8 @@ def to_range(offset: Size, size: Size, capacity: int) -> tuple[int, int]:
     for name, value in (("offset", offset), ("size", size)):
         if not 0 <= value < 2**64:
             raise InvalidRangeError(
-                f"offset {offset}, size {size}, capacity {capacity}: the {name} must be from 0 to 2**64 - 1 bytes",
+                f"offset {show(offset)}, size {show(size)}, capacity {capacity}: the {name} must be from 0 to "
+                f"2**64 - 1 bytes",
                 offset=offset,
                 size=size,
                 capacity=capacity,
@@ -77,12 +105,15 @@ def to_shape(shape: Shape) -> tuple[int, ...]:
     """A tensor's sizes; one number is one dimension.
 
     Raises:
-        InvalidArgumentError: not whole numbers, or one below 0.
+        InvalidArgumentError: not whole numbers, or one below 0 or beyond 2**63 - 1.
     """
-    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-    if any(isinstance(size, bool) or not hasattr(size, "__index__") or operator.index(size) < 0 for size in sizes):
-        raise InvalidArgumentError(f"shape={shape!r} is not a shape: give whole numbers from 0")
-    return tuple(operator.index(size) for size in sizes)
+    single = to_index(shape)
+    if single is None and (isinstance(shape, (str, bytes, bytearray, Mapping)) or not isinstance(shape, Iterable)):
+        raise InvalidArgumentError(f"shape={show(shape)} is not a shape: give whole numbers from 0")
+    sizes = [single] if single is not None else [to_index(size) for size in shape]  # type: ignore[union-attr]
+    if any(size is None or not 0 <= size <= _LARGEST for size in sizes):
+        raise InvalidArgumentError(f"shape={show(shape)} is not a shape: give whole numbers from 0")
+    return tuple(size for size in sizes if size is not None)
 
 
 def to_tensor_range(offset: Size, shape: Shape, dtype: torch.dtype, capacity: int) -> tuple[int, tuple[int, ...]]:
@@ -93,7 +124,51 @@ def to_tensor_range(offset: Size, shape: Shape, dtype: torch.dtype, capacity: in
         InvalidArgumentError: no size, no shape, or no dtype.
     """
     if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype={dtype!r} is not a torch.dtype")
+        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype")
     sizes = to_shape(shape)
     at, _ = to_range(offset, math.prod(sizes) * dtype.itemsize, capacity)
     return at, sizes
+
+
+def to_number(value: SupportsIndex, name: str) -> int:
+    """A whole number that fits 32 bits with its sign.
+
+    Raises:
+        InvalidArgumentError: anything else, a ``bool`` included.
+    """
+    number = to_index(value)
+    if number is None or not -(2**31) <= number < 2**31:
+        raise InvalidArgumentError(f"{name}={show(value)}: give a whole number from -2**31 to 2**31 - 1")
+    return number
+
+
+def to_flag(value: object, name: str) -> bool:
+    """``True`` or ``False``, numpy's too.
+
+    Raises:
+        InvalidArgumentError: anything else, however true it may be: ``"no"`` would be.
+    """
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise InvalidArgumentError(f"{name}={show(value)}: give True or False")
+    return bool(value)
+
+
+def to_name(value: str, name: str) -> str:
+    """Text that can be a name.
+
+    Raises:
+        InvalidArgumentError: no text, empty, or with what UTF-8 cannot write or a NUL.
+    """
+    if not isinstance(value, str):
+        raise InvalidArgumentError(f"{name}={show(value)} is not text")
+    if not is_name(value):
+        raise InvalidArgumentError(f"{name}={show(value)}: give a name, not empty and without NUL or lone surrogates")
+    return value
+
+
+def is_name(value: str) -> bool:
+    """Can this text be a name?"""
+    try:
+        return value.encode() != b"" and "\0" not in value
+    except UnicodeEncodeError:
+        return False

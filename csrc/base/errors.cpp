@@ -4,10 +4,11 @@
 
 namespace vmm {
 
-InvalidPageSizeError::InvalidPageSizeError(std::size_t page_size, std::size_t granularity)
+InvalidPageSizeError::InvalidPageSizeError(std::size_t page_size, std::size_t granularity, std::size_t most)
     : InvalidArgumentError("page_size " + std::to_string(page_size) +
-                           " must be a power of two and a multiple of the device's granularity " +
-                           std::to_string(granularity) + " (" + format_bytes(granularity) + ")"),
+                           (most != 0 ? " is more than the device has, " + format_bytes(most)
+                                      : " must be a power of two and a multiple of the device's granularity " +
+                                            std::to_string(granularity) + " (" + format_bytes(granularity) + ")")),
       page_size(page_size),
       granularity(granularity) {}
 

@@ -24,7 +24,8 @@ class InvalidArgumentError : public VmmError {
 
 class InvalidPageSizeError : public InvalidArgumentError {
  public:
-  InvalidPageSizeError(std::size_t page_size, std::size_t granularity);
+  // `most` is what the device has, where that is why.
+  InvalidPageSizeError(std::size_t page_size, std::size_t granularity, std::size_t most = 0);
   std::size_t page_size;
   std::size_t granularity;
 };
@@ -33,6 +34,9 @@ class InvalidRangeError : public InvalidArgumentError {
  public:
   // `why` completes "offset .. size .. capacity ..: ".
   InvalidRangeError(std::size_t offset, std::size_t size, std::size_t capacity, const std::string& why);
+  // A size that cannot be, of what has no offset and no capacity yet.
+  InvalidRangeError(std::size_t size, const std::string& message)
+      : InvalidArgumentError(message), offset(0), size(size), capacity(size) {}
   std::size_t offset;
   std::size_t size;
   std::size_t capacity;
@@ -101,6 +105,12 @@ class NotAvailableError : public VmmError {
  public:
   explicit NotAvailableError(const std::string& reason) : VmmError(reason), reason(reason) {}
   std::string reason;
+};
+
+// A model is entered while torch_vmm is not that device's allocator.
+class NotEnabledError : public NotAvailableError {
+ public:
+  using NotAvailableError::NotAvailableError;
 };
 
 // Throws what `status` means unless it is ok: OutOfMemoryError, NotAvailableError

@@ -43,6 +43,34 @@ PoolList models_of(PoolList pools) {
   return pools;
 }
 
+// The last refusal of a device; None where there was none, and no driver is
+// loaded to say so.
+py::object last_refusal(const std::string& kind, int ordinal) {
+  Runtime::require_own_process();
+  const DeviceRoom* room = Runtime::made(to_kind(kind), ordinal);
+  const std::optional<Refusal> refusal = room == nullptr ? std::nullopt : room->memory.last_refusal();
+  if (!refusal.has_value()) return py::none();
+  py::list holders;
+  for (const Holder& holder : refusal->holders) {
+    py::dict each;
+    each["name"] = holder.name;
+    each["allocated"] = holder.allocated;
+    each["idle"] = holder.idle;
+    each["stranded"] = holder.stranded;
+    each["quarantined"] = holder.quarantined;
+    each["floor"] = holder.floor;
+    holders.append(std::move(each));
+  }
+  py::dict result;
+  result["requested"] = refusal->requested;
+  result["available"] = refusal->available;
+  result["limit"] = refusal->limit;
+  result["pool"] = refusal->pool;
+  result["holders"] = std::move(holders);
+  result["advice"] = refusal->advice;
+  return result;
+}
+
 }  // namespace
 
 void bind_device(py::module_& module) {
@@ -53,7 +81,7 @@ void bind_device(py::module_& module) {
       .def_property_readonly("granularity", [](const Device& self) { return self.room.memory.granularity(); })
       .def_property_readonly("total_bytes",
                              [](const Device& self) { return self.room.memory.capabilities().total_memory; })
-      .def_property_readonly("default_capacity", [](const Device& self) { return self.room.default_capacity; })
+      .def_property_readonly("default_capacity", [](const Device& self) { return self.room.memory.default_capacity(); })
       .def_property_readonly("committed_bytes", [](const Device& self) { return self.room.memory.committed_bytes(); })
       .def_property_readonly("limit", [](const Device& self) { return from_limit(self.room.memory.budget().limit()); })
       .def_property_readonly("live_chunks", [](const Device& self) { return self.room.memory.store().live_chunks(); });
@@ -101,6 +129,7 @@ void bind_device(py::module_& module) {
                std::to_string(self.room.ordinal) + ", " + self.room.memory.capabilities().name + ">";
       });
 
+  module.def("last_refusal", &last_refusal, py::arg("kind"), py::arg("ordinal") = 0);
   module.def("device_count", &device_count, py::arg("kind"), WithoutGil());
   module.def(
       "device", [](const std::string& kind, int ordinal) { return Device{to_room(kind, ordinal)}; }, py::arg("kind"),

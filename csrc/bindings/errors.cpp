@@ -76,10 +76,10 @@ void raise(const DriverError& error) {
   raise("DriverError", error.what(), attributes);
 }
 
-void raise(const NotAvailableError& error) {
+void raise_with_reason(const char* name, const NotAvailableError& error) {
   py::dict attributes;
   attributes["reason"] = error.reason;
-  raise("NotAvailableError", error.what(), attributes);
+  raise(name, error.what(), attributes);
 }
 
 void translate(std::exception_ptr pointer) {
@@ -107,8 +107,10 @@ void translate(std::exception_ptr pointer) {
     raise_with_model("AsleepError", error.what(), error.model_id);
   } catch (const DriverError& error) {
     raise(error);
+  } catch (const NotEnabledError& error) {
+    raise_with_reason("NotEnabledError", error);
   } catch (const NotAvailableError& error) {
-    raise(error);
+    raise_with_reason("NotAvailableError", error);
   } catch (const VmmError& error) {
     raise("VmmError", error.what(), py::dict());
   } catch (const c10::Error& error) {

@@ -2,22 +2,16 @@
 #include "bindings/bind.h"
 #include "torch_adapter/cuda_allocator.h"
 #include "torch_adapter/cuda_install.h"
+#include "torch_adapter/enabled.h"
 #include "torch_adapter/host_allocator.h"
 
 namespace vmm::bindings {
 
-namespace {
-
-bool is_enabled(const std::string& kind) {
-  return to_kind(kind) == DeviceKind::cuda ? is_cuda_enabled() : HostAllocator::is_enabled();
-}
-
-}  // namespace
-
 void bind_install(py::module_& module) {
   module.def("enable_cuda", &enable_cuda, WithoutGil());
   module.def("enable_host", &HostAllocator::enable, WithoutGil());
-  module.def("is_enabled", &is_enabled, py::arg("kind"));
+  module.def(
+      "is_enabled", [](const std::string& kind) { return is_enabled(to_kind(kind)); }, py::arg("kind"));
 
   // torch.cuda.memory.change_current_allocator() asks its argument for
   // allocator(); torch.cuda.MemPool() takes the answer itself.

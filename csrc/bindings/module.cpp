@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "bindings/bind.h"
+#include "torch_adapter/enabled.h"
 #include "torch_adapter/entry_points.h"
 #include "torch_adapter/versions.h"
 
@@ -21,6 +22,7 @@ std::string library_path() {
   if (dladdr(reinterpret_cast<void*>(&torch_vmm_malloc), &info) == 0 || info.dli_fname == nullptr) {
     throw std::runtime_error("the dynamic linker does not know torch_vmm_malloc");
   }
+  note_entry_points_used();
   return info.dli_fname;
 }
 

@@ -8,6 +8,7 @@
 #include "bindings/numbers.h"
 #include "bindings/tensor_view.h"
 #include "core/device_memory.h"
+#include "torch_adapter/errors.h"
 
 namespace vmm::bindings {
 
@@ -20,6 +21,14 @@ using PoolPtr = std::shared_ptr<Pool>;
 DeviceMemory& home_of(const Pool& pool) {
   Runtime::require_own_process();
   return *pool.home();
+}
+
+// The same of a pool that is open. Numbers can be read of a closed one too, as
+// long as its tensors live; anything else is refused in the same words.
+DeviceMemory& open_home_of(const Pool& pool) {
+  DeviceMemory& memory = home_of(pool);
+  pool.require_open();
+  return memory;
 }
 
 PoolPtr create_pool(const std::string& kind, int ordinal, std::optional<std::size_t> capacity,
@@ -47,20 +56,20 @@ void close(Pool& pool, bool force) {
   memory.close_pool(pool, force);
 }
 
-[[noreturn]] void refuse_unmapped(const Pool& pool, std::size_t offset, std::size_t bytes) {
-  std::size_t page = align_down(offset, pool.page_size());
-  while (page + pool.page_size() < offset + bytes && pool.is_mapped(page, pool.page_size())) page += pool.page_size();
-  throw NotMappedError(page, pool.page_size(),
-                       "pool '" + pool.name() + "': a tensor over offset " + std::to_string(offset) + ", size " +
-                           std::to_string(bytes) + " needs its pages allocated first");
-}
-
 py::object tensor(const PoolPtr& pool, std::size_t offset, const std::vector<std::int64_t>& shape, py::handle dtype) {
-  home_of(*pool);
+  DeviceMemory& memory = home_of(*pool);
   const std::size_t bytes = tensor_bytes(shape, dtype);
-  // Throws InvalidRangeError for what lies beyond the pool, and for nothing.
-  if (!pool->is_mapped(offset, bytes)) refuse_unmapped(*pool, offset, bytes);
-  return make_tensor(pool->base() + offset, shape, dtype, Runtime::room_of(*pool), pool);
+  const Address address = pool->hold_pages(offset, bytes);
+  // From here on the tensor's end, or a failure to make it, lets go.
+  const std::shared_ptr<void> hold(nullptr, [pool, &memory, offset, bytes](void*) {
+    if (Runtime::in_child()) return;
+    try {
+      memory.unhold_pages(*pool, offset, bytes);
+    } catch (...) {
+      report_swallowed("the end of a tensor over a pool's pages");
+    }
+  });
+  return make_tensor(address, shape, dtype, Runtime::room_of(*pool), hold);
 }
 
 // Of the model with its parts, as all numbers of a pool are.
@@ -138,7 +147,7 @@ void bind_pool(py::module_& module) {
   pool.def(
           "set_limit",
           [](Pool& self, std::optional<std::size_t> limit) {
-            return home_of(self).set_limit(self.budget(), to_limit(limit));
+            return open_home_of(self).set_limit(self.budget(), to_limit(limit));
           },
           py::arg("limit"), WithoutGil())
       .def(
@@ -160,16 +169,16 @@ void bind_pool(py::module_& module) {
       .def(
           "is_mapped",
           [](const Pool& self, std::size_t offset, std::size_t size) {
-            home_of(self);
+            open_home_of(self);
             return self.is_mapped(offset, size);
           },
           py::arg("offset"), py::arg("size"), WithoutGil())
       .def("tensor", &tensor, py::arg("offset"), py::arg("shape"), py::arg("dtype"))
       .def(
-          "trim", [](Pool& self, std::size_t keep) { return home_of(self).trim(self, keep); }, py::arg("keep") = 0,
+          "trim", [](Pool& self, std::size_t keep) { return open_home_of(self).trim(self, keep); }, py::arg("keep") = 0,
           WithoutGil())
       .def(
-          "empty_cache", [](Pool& self) { return home_of(self).trim(self, 0); }, WithoutGil())
+          "empty_cache", [](Pool& self) { return open_home_of(self).trim(self, 0); }, WithoutGil())
       .def(
           "memory_stats", [](const Pool& self) { return home_of(self).memory_stats_of(self); }, WithoutGil())
       .def(

@@ -1,8 +1,13 @@
 // Whose memory new tensors are.
 #include "torch_adapter/routing.h"
 
+#include <pybind11/stl.h>
+
+#include "base/errors.h"
 #include "bindings/bind.h"
 #include "core/device_memory.h"
+#include "torch_adapter/enabled.h"
+#include "torch_adapter/strict.h"
 
 namespace vmm::bindings {
 
@@ -25,17 +30,42 @@ std::shared_ptr<Pool> pool_at(std::uintptr_t address) {
   return nullptr;
 }
 
+void set_strict(const std::string& kind, int ordinal, const std::string& action) {
+  Runtime::require_own_process();
+  if (ordinal < 0 || ordinal >= Runtime::kMostDevices) {
+    throw NotAvailableError("there is no device " + kind + ":" + std::to_string(ordinal));
+  }
+  Strictness wanted = Strictness::off;
+  if (action == "raise") {
+    wanted = Strictness::raise;
+  } else if (action == "warn") {
+    wanted = Strictness::warn;
+  } else if (action != "off") {
+    throw InvalidArgumentError("action '" + action + "': give 'raise', 'warn' or 'off'");
+  }
+  const DeviceKind parsed = to_kind(kind);
+  if (wanted != Strictness::off && !may_allocate(parsed)) {
+    throw NotEnabledError("strict(): torch_vmm is not torch's allocator on " + kind +
+                          ", so it sees no tensor there. Call torch_vmm.enable(" +
+                          (parsed == DeviceKind::cuda ? "" : "\"cpu\"") + ") first.");
+  }
+  strictness(parsed, ordinal).store(wanted, std::memory_order_relaxed);
+}
+
 }  // namespace
 
 void bind_routing(py::module_& module) {
-  py::class_<Stay>(module, "ModelContext").def_property_readonly("pool", [](const Stay& self) {
-    return pool_of(*self.context);
-  });
-  // No release of the GIL: neither waits, and the thread stays the same.
+  py::class_<Stay>(module, "ModelContext");
+  // No release of the GIL: none of them waits, and the thread stays the same.
   module.def(
       "enter", [](std::shared_ptr<Pool> pool) { return Stay{enter_model(std::move(pool))}; }, py::arg("pool"));
   module.def(
+      "enter_carried", [](std::vector<std::shared_ptr<Pool>> pools) { return Stay{enter_carried(std::move(pools))}; },
+      py::arg("pools"));
+  module.def(
       "leave", [](const Stay& stay) { leave_model(stay.context); }, py::arg("context"));
+  module.def("open_models", &open_models);
+  module.def("set_strict", &set_strict, py::arg("kind"), py::arg("ordinal"), py::arg("action"));
   module.def(
       "current_pool",
       [](const std::string& kind, int ordinal) -> std::shared_ptr<Pool> {

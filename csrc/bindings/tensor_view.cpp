@@ -18,7 +18,15 @@ at::ScalarType to_scalar_type(py::handle dtype) {
   if (!THPDtype_Check(dtype.ptr())) {
     throw InvalidArgumentError("dtype " + std::string(py::repr(dtype)) + ": give a torch.dtype");
   }
-  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+  const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+  // A quantized tensor is nothing without its scale and zero point; torch
+  // crashes on one that has none.
+  if (c10::isQIntType(type)) {
+    throw InvalidArgumentError("dtype " + std::string(py::repr(dtype)) +
+                               ": a view of memory has no scale and no zero point; take the integers underneath, "
+                               "torch.uint8, torch.int8 or torch.int32");
+  }
+  return type;
 }
 
 }  // namespace

@@ -70,10 +70,10 @@ py::object tensor(const ManagerPtr& self, const VirtualAddressRange& range, std:
   const std::size_t bytes = tensor_bytes(shape, dtype);
   const Address address = self->here().hold(range, offset, bytes);
   // From here on the tensor's end, or a failure to make it, lets go.
-  const std::shared_ptr<void> hold(nullptr, [self, range](void*) {
+  const std::shared_ptr<void> hold(nullptr, [self, range, offset, bytes](void*) {
     if (Runtime::in_child()) return;
     try {
-      self->manager.unhold(range);
+      self->manager.unhold(range, offset, bytes);
     } catch (...) {
       report_swallowed("the end of a tensor over a range");
     }
@@ -81,8 +81,39 @@ py::object tensor(const ManagerPtr& self, const VirtualAddressRange& range, std:
   return make_tensor(address, shape, dtype, self->room, hold);
 }
 
+// AccessFlags(value), and no other than the three that there are.
+Access to_access(const py::object& value) {
+  if (py::isinstance<Access>(value)) return value.cast<Access>();
+  if (PyIndex_Check(value.ptr()) != 0 && PyBool_Check(value.ptr()) == 0) {
+    for (const Access access : {Access::none, Access::read, Access::read_write}) {
+      if (value.equal(py::int_(static_cast<int>(access)))) return access;
+    }
+  }
+  throw InvalidArgumentError("value=" + std::string(py::repr(value)).substr(0, 60) +
+                             " is none of AccessFlags: give AccessFlags.NONE (0), READ (1) or READ_WRITE (2)");
+}
+
+// Any whole number may be asked about.
+bool contains(const VirtualAddressRange& self, const py::object& address) {
+  if (PyIndex_Check(address.ptr()) == 0 || PyBool_Check(address.ptr()) != 0) {
+    throw InvalidArgumentError("address=" + std::string(py::repr(address)) + " is not an address: give a whole number");
+  }
+  const auto whole = py::reinterpret_steal<py::object>(PyNumber_Index(address.ptr()));
+  if (!whole) throw py::error_already_set();
+  return py::int_(self.base) <= whole && whole < py::int_(self.end());
+}
+
+// For records that only a manager makes: Class(...) says so.
+template <typename Record>
+auto refuse_to_make(const char* how) {
+  return py::init([how](const py::args&, const py::kwargs&) -> std::unique_ptr<Record> {
+    throw InvalidArgumentError(std::string(how) + " makes them, and nothing else");
+  });
+}
+
 void bind_values(py::module_& module) {
   py::enum_<Access> access(module, "AccessFlags");
+  access.def(py::init(&to_access), py::arg("value"), py::prepend());
   access.value("NONE", Access::none).value("READ", Access::read).value("READ_WRITE", Access::read_write);
   access.attr("__str__") = py::cpp_function(
       [](Access self) {
@@ -99,11 +130,12 @@ void bind_values(py::module_& module) {
       py::name("__str__"), py::is_method(access));
 
   py::class_<VirtualAddressRange>(module, "VirtualAddressRange")
+      .def(refuse_to_make<VirtualAddressRange>("VirtualAddressRange: VirtualMemoryManager.reserve()"))
       .def_readonly("base", &VirtualAddressRange::base)
       .def_readonly("size", &VirtualAddressRange::size)
       .def_readonly("alignment", &VirtualAddressRange::alignment)
       .def_property_readonly("end", &VirtualAddressRange::end)
-      .def("contains", &VirtualAddressRange::contains, py::arg("address"))
+      .def("contains", &contains, py::arg("address"))
       .def("__str__", &VirtualAddressRange::text)
       .def("__repr__", &VirtualAddressRange::text)
       .def("__eq__", [](const VirtualAddressRange& a,
@@ -112,6 +144,7 @@ void bind_values(py::module_& module) {
            [](const VirtualAddressRange& self) { return py::hash(py::make_tuple(self.manager, self.base)); });
 
   py::class_<PhysicalAllocation>(module, "PhysicalAllocation")
+      .def(refuse_to_make<PhysicalAllocation>("PhysicalAllocation: VirtualMemoryManager.alloc_physical()"))
       .def_readonly("handle", &PhysicalAllocation::handle)
       .def_readonly("size", &PhysicalAllocation::size)
       .def_readonly("device", &PhysicalAllocation::device)
@@ -123,6 +156,7 @@ void bind_values(py::module_& module) {
            [](const PhysicalAllocation& self) { return py::hash(py::make_tuple(self.manager, self.handle)); });
 
   py::class_<MappingRecord>(module, "MappingRecord")
+      .def(refuse_to_make<MappingRecord>("MappingRecord: VirtualMemoryManager.mappings()"))
       .def_readonly("va_offset", &MappingRecord::va_offset)
       .def_readonly("size", &MappingRecord::size)
       .def_readonly("phys_handle", &MappingRecord::phys_handle)
@@ -144,6 +178,8 @@ void bind_virtual_memory_manager(py::module_& module) {
       .def_property_readonly("kind", [](const Manager& self) { return to_string(self.room.kind); })
       .def_property_readonly("ordinal", [](const Manager& self) { return self.room.ordinal; })
       .def_property_readonly("granularity", [](const Manager& self) { return self.manager.granularity(); })
+      .def_property_readonly("host_memory_usage",
+                             [](const Manager& self) { return self.room.memory.host_budget().used(); })
       .def_property_readonly("is_closed", [](const Manager& self) { return self.manager.is_closed(); });
   manager
       .def(

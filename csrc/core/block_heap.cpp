@@ -26,10 +26,12 @@ void FreeIndex::insert(Block* block) {
     large_nodes_.insert(large_, block);
     return;
   }
+  if (bins_ == nullptr) bins_ = std::make_unique<Bins>();
+  Block*& first = (*bins_)[bin];
   block->bin_prev = nullptr;
-  block->bin_next = bins_[bin];
-  if (block->bin_next != nullptr) block->bin_next->bin_prev = block;
-  bins_[bin] = block;
+  block->bin_next = first;
+  if (first != nullptr) first->bin_prev = block;
+  first = block;
   filled_[bin / 64] |= std::uint64_t{1} << (bin % 64);
   words_filled_ |= std::uint64_t{1} << (bin / 64);
 }
@@ -44,8 +46,8 @@ void FreeIndex::erase(Block* block) {
   if (block->bin_prev != nullptr) {
     block->bin_prev->bin_next = block->bin_next;
   } else {
-    bins_[bin] = block->bin_next;
-    if (bins_[bin] == nullptr) {
+    (*bins_)[bin] = block->bin_next;
+    if ((*bins_)[bin] == nullptr) {
       filled_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
       if (filled_[bin / 64] == 0) words_filled_ &= ~(std::uint64_t{1} << (bin / 64));
     }
@@ -59,11 +61,11 @@ Block* FreeIndex::best_fit(std::size_t size) const {
   if (bin < kBins) {
     const std::size_t word = bin / 64;
     std::uint64_t bits = filled_[word] & (~std::uint64_t{0} << (bin % 64));
-    if (bits != 0) return bins_[word * 64 + static_cast<std::size_t>(__builtin_ctzll(bits))];
+    if (bits != 0) return (*bins_)[word * 64 + static_cast<std::size_t>(__builtin_ctzll(bits))];
     const std::uint64_t later = word == 63 ? 0 : words_filled_ & (~std::uint64_t{0} << (word + 1));
     if (later != 0) {
       const auto found = static_cast<std::size_t>(__builtin_ctzll(later));
-      return bins_[found * 64 + static_cast<std::size_t>(__builtin_ctzll(filled_[found]))];
+      return (*bins_)[found * 64 + static_cast<std::size_t>(__builtin_ctzll(filled_[found]))];
     }
   }
   Block key;
@@ -88,7 +90,7 @@ FreeIndex& BlockHeap::index(StreamTag tag) {
   return *index_[tag];
 }
 
-void BlockHeap::set_free(Block* block, StreamTag tag, std::uint64_t epoch) {
+void BlockHeap::set_free(Block* block, StreamTag tag, Epoch epoch) {
   block->state = BlockState::free;
   block->tag = tag;
   block->epoch = epoch;
@@ -155,7 +157,7 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
   VMM_CHECK(free->state == BlockState::free && free->offset <= offset && offset + size <= free->end(), "carving ",
             offset, "+", size, " out of ", free->offset, "+", free->size);
   const StreamTag tag = free->tag;
-  const std::uint64_t epoch = free->epoch;
+  const Epoch epoch = free->epoch;
   clear_free(free);
   if (const std::size_t above = free->end() - (offset + size); above != 0) {
     Block* rest = arena_.make();
@@ -209,7 +211,7 @@ bool BlockHeap::coalesces(const Block* a, const Block* b) {
          (a->tag == b->tag || a->tag == kNeutral || b->tag == kNeutral);
 }
 
-Block* BlockHeap::free(Block* block, StreamTag tag, std::uint64_t epoch) {
+Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
   VMM_CHECK(block->state != BlockState::free, "freeing free block at ", block->offset);
   block->state = BlockState::free;
   block->tag = tag;
@@ -218,7 +220,7 @@ Block* BlockHeap::free(Block* block, StreamTag tag, std::uint64_t epoch) {
   // tags it goes to the lower one.
   const auto absorb = [this](Block* lower, Block* upper) {
     const StreamTag merged = lower->tag != kNeutral ? lower->tag : upper->tag;
-    const std::uint64_t latest = std::max(lower->epoch, upper->epoch);
+    const Epoch latest = std::max(lower->epoch, upper->epoch);
     lower->size += upper->size;
     lower->tag = merged;
     lower->epoch = latest;
@@ -236,6 +238,20 @@ Block* BlockHeap::free(Block* block, StreamTag tag, std::uint64_t epoch) {
   }
   set_free(block, block->tag, block->epoch);
   return block;
+}
+
+void BlockHeap::retag(StreamTag tag) {
+  std::vector<Block*> others;
+  for (Block* block : free_) {
+    if (block->tag != tag && block->tag != kNeutral) others.push_back(block);
+  }
+  // One that has got its tag may be absorbed by the next; one that still waits
+  // for it never is.
+  for (Block* block : others) {
+    clear_free(block);
+    block->state = BlockState::used;
+    free(block, tag, block->epoch);
+  }
 }
 
 Block* BlockHeap::free_covering(std::size_t offset) const {

@@ -16,35 +16,29 @@
 #include <vector>
 
 #include "base/units.h"
-#include "driver/driver.h"
+#include "core/streams/clock.h"
 
 namespace vmm {
 
-using StreamTag = std::uint16_t;
+using StreamTag = std::uint32_t;
 inline constexpr StreamTag kNeutral = 0;
 inline constexpr std::size_t kBlockAlignment = 512;  // torch's own
 
 enum class BlockState : std::uint8_t {
   free,
-  used,     // a tensor's
-  pages,    // held by the explicit allocate(offset, size)
-  slab,     // carved into small blocks by another heap
-  pending,  // freed, but a recorded stream may still use it
-  retired,  // an address whose former mapping waits for its fence
-};
-
-class FencePool;
-// A stream that also uses a block, and whose fences tell when it is done.
-struct StreamUse {
-  Stream stream = nullptr;
-  FencePool* fences = nullptr;
+  used,         // a tensor's
+  pages,        // held by the explicit allocate(offset, size)
+  slab,         // carved into small blocks by another heap
+  pending,      // freed, but a recorded stream may still use it
+  retired,      // an address whose former mapping may still be in use
+  quarantined,  // freed pages in a chunk that has others; anybody may still use them
 };
 
 struct Block {
   std::size_t offset = 0;
   std::size_t size = 0;       // bytes, a multiple of kBlockAlignment
   std::size_t requested = 0;  // bytes asked for, while used
-  std::uint64_t epoch = 0;    // while free: after how many records of its stream it was freed
+  Epoch epoch = kLongAgo;     // while free: when it was freed
   Block* prev = nullptr;      // neighbours by offset within one donated stretch
   Block* next = nullptr;
   Block* bin_prev = nullptr;  // others of the same size in a FreeIndex
@@ -115,7 +109,9 @@ class FreeIndex {
       return a->size != b->size ? a->size < b->size : a->offset < b->offset;
     }
   };
-  std::array<Block*, kBins> bins_{};
+  // 32 KiB, made when a block of that size comes: a large block's heap has few.
+  using Bins = std::array<Block*, kBins>;
+  std::unique_ptr<Bins> bins_;
   std::array<std::uint64_t, kWords> filled_{};
   std::uint64_t words_filled_ = 0;  // bit w: filled_[w] != 0
   using Large = std::set<Block*, BySize>;
@@ -149,7 +145,11 @@ class BlockHeap {
   // Joins `upper` (not free) into its lower neighbour `lower` (not free).
   void join(Block* lower, Block* upper);
   // Frees and coalesces; returns the free block that now holds it.
-  Block* free(Block* block, StreamTag tag, std::uint64_t epoch);
+  Block* free(Block* block, StreamTag tag, Epoch epoch);
+
+  // Gives all free space, neutral space apart, this tag; it keeps its epochs.
+  // Only of a heap made with `by_offset`.
+  void retag(StreamTag tag);
 
   // The free block that covers `offset`, or nullptr.
   [[nodiscard]] Block* free_covering(std::size_t offset) const;
@@ -170,7 +170,7 @@ class BlockHeap {
 
  private:
   FreeIndex& index(StreamTag tag);
-  void set_free(Block* block, StreamTag tag, std::uint64_t epoch);
+  void set_free(Block* block, StreamTag tag, Epoch epoch);
   void clear_free(Block* block);
   void unlink(Block* block);
   void insert_after(Block* at, Block* fresh);

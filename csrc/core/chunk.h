@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "core/budget.h"
-#include "core/fences.h"
+#include "core/streams/clock.h"
 #include "driver/driver.h"
 
 namespace vmm {
@@ -23,7 +23,10 @@ struct Chunk {
   bool exportable = false;
   Budget* charged = nullptr;  // who pays for it
   OwnerId content = kNobody;  // whose data it may still hold
-  FenceSet last_use;          // work that may still use it at former addresses
+  Epoch last_use = kLongAgo;  // behind which nothing uses it any more that used it before
+  // Another process has had it: it may go on reading, so the chunk serves no
+  // other model and goes back to the driver from where it stands.
+  bool exported = false;
   // Addresses at which it is mapped, those waiting for their fence included.
   // Two pools drop their mappings under two locks, hence atomic.
   std::atomic<int> mappings{0};

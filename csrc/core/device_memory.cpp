@@ -11,7 +11,15 @@ namespace vmm {
 
 namespace {
 
-constexpr std::size_t kLeastPartBytes = 2 * kGiB;
+constexpr int kEndAttempts = 3;
+// What queued work holds up may also pass without a tick (recorded streams).
+constexpr unsigned kCallsPerTending = 64;
+// A pool whose capacity nobody named has four times the device's memory:
+// addresses are free, and moving chunks needs room to move to.
+constexpr std::size_t kCapacityFactor = 4;
+// Where a process is short of addresses, such a pool makes do with less, but
+// one with fewer than these is of no use.
+constexpr std::size_t kLeastCapacity = 2 * kGiB;
 
 Capabilities capabilities_of(Driver& driver, int device) {
   Capabilities capabilities;
@@ -31,35 +39,66 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       options_(options),
       capabilities_(capabilities_of(driver, device)),
       budget_("device " + driver.name() + ":" + std::to_string(device), kUnlimited, nullptr),
+      host_budget_("host memory by hand", kUnlimited, nullptr),
       store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
-      fences_(driver, device),
+      streams_(driver, device),
+      clock_(streams_),
       accessors_{Location::on_device(device)} {}
 
 DeviceMemory::~DeviceMemory() {
-  const MutexLock lock(registry_mutex_);
-  for (const auto& pool : pools_) {
+  for (const auto& pool : pools()) {
     pool->retire();
-    pool->end(/*wait=*/true);
+    // What the driver refuses once is tried again; what it refuses still stays.
+    for (int attempt = 0; attempt < kEndAttempts && !pool->end(); ++attempt) settle(/*wait=*/true);
   }
+  const MutexLock lock(registry_mutex_);
   pools_.clear();
   store_.trim_all();
 }
 
 // --------------------------------------------------------------------- pools
 
+std::size_t DeviceMemory::default_capacity() const {
+  const std::size_t chosen = options_.default_capacity_bytes;
+  return chosen != 0 ? chosen : kCapacityFactor * capabilities_.total_memory;
+}
+
 std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
-  PoolSpec complete = spec;
-  if (complete.capacity == 0) {
-    complete.capacity =
-        options_.default_capacity_bytes != 0 ? options_.default_capacity_bytes : 4 * capabilities_.total_memory;
+  if (spec.page_size > capabilities_.total_memory && is_power_of_two(spec.page_size)) {
+    throw InvalidPageSizeError(spec.page_size, capabilities_.granularity, capabilities_.total_memory);
   }
+  Budget& payer = group == nullptr ? budget_ : *group;
+  if (spec.capacity != 0) return register_pool(spec, payer);
+  PoolSpec complete = spec;
+  complete.capacity = default_capacity();
+  return register_pool_of_at_most(complete, payer);
+}
+
+std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& group) {
   // Under the lock, so that no accessor is missed.
   const MutexLock lock(registry_mutex_);
-  const PoolContext context{driver_,  address_space_, store_,          fences_, peaks_,
-                            options_, observer_,      oversize_bytes_, device_, accessors_};
-  auto pool = std::make_shared<Pool>(context, group == nullptr ? budget_ : *group, complete, this);
+  const PoolContext context{driver_,  address_space_, store_,          streams_, clock_,    peaks_,
+                            options_, observer_,      oversize_bytes_, device_,  accessors_};
+  auto pool = std::make_shared<Pool>(context, group, spec, this);
   pools_.push_back(pool);
   return pool;
+}
+
+// For a capacity that is ours to choose: half of it, and so on, where the
+// process has no such stretch of addresses left. 47 bits hold 407 pools of four
+// times 80 GiB; under RLIMIT_AS not even the first may fit.
+std::shared_ptr<Pool> DeviceMemory::register_pool_of_at_most(PoolSpec spec, Budget& group) {
+  for (const std::size_t wanted = spec.capacity;; spec.capacity = std::max(spec.capacity / 2, kLeastCapacity)) {
+    try {
+      return register_pool(spec, group);
+    } catch (const OutOfMemoryError& error) {
+      if (spec.capacity > kLeastCapacity) continue;
+      throw OutOfMemoryError(std::string(error.what()) + "; " + format_bytes(wanted) +
+                                 " were wanted first; raise the limit on the process' addresses, if there is one "
+                                 "(RLIMIT_AS, ulimit -v)",
+                             error.requested, error.available, error.limit, error.pool);
+    }
+  }
 }
 
 std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split) {
@@ -69,19 +108,19 @@ std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& mod
   spec.model = model;
   spec.region = region;
   spec.no_split = no_split;
-  // One pool can never hold more than the device. A process with very many
-  // graphs, each with a pool of its own, may run short of addresses: then
-  // smaller pools must do.
-  for (spec.capacity = std::min(capabilities_.total_memory, model->capacity());; spec.capacity /= 2) {
-    try {
-      return create_pool(spec, &model->group());
-    } catch (const OutOfMemoryError&) {
-      if (spec.capacity <= kLeastPartBytes) throw;
-    }
-  }
+  // A part can never hold more than the device, and a process may have very
+  // many graphs, each with a pool of its own.
+  spec.capacity = std::min(capabilities_.total_memory, model->capacity());
+  return register_pool_of_at_most(spec, model->group());
+}
+
+void DeviceMemory::watch_streams_of(Location who) {
+  if (who.kind == Location::Kind::host || who.device == device_ || neighbours_ == nullptr) return;
+  if (DeviceStreams* streams = neighbours_(who.device)) clock_.add_peer(*streams);
 }
 
 Status DeviceMemory::add_accessor(Location who) {
+  watch_streams_of(who);  // before it can reach anything
   const MutexLock lock(registry_mutex_);
   if (std::find(accessors_.begin(), accessors_.end(), who) != accessors_.end()) return {};
   for (const auto& pool : pools_) {
@@ -91,41 +130,104 @@ Status DeviceMemory::add_accessor(Location who) {
   return {};
 }
 
-Budget& DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
+std::shared_ptr<Budget> DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
   const MutexLock lock(registry_mutex_);
-  groups_.push_back(std::make_unique<Budget>(name, limit_bytes, &budget_));
-  return *groups_.back();
+  groups_.push_back(std::make_shared<Budget>(name, limit_bytes, &budget_));
+  return groups_.back();
 }
 
-void DeviceMemory::close_pool(Pool& pool, bool force) {
-  pool.settle(/*wait=*/false);
-  if (!force) {
-    const auto [blocks, bytes] = live_in(pool);
-    if (blocks != 0) {
-      throw StillInUseError("pool '" + pool.name() + "' still holds " + std::to_string(blocks) + " live blocks, " +
+std::size_t DeviceMemory::groups() const {
+  const MutexLock lock(registry_mutex_);
+  return groups_.size();
+}
+
+void DeviceMemory::end_group(const Budget& group) {
+  {
+    const MutexLock lock(registry_mutex_);
+    ended_groups_.insert(&group);
+  }
+  has_ended_.store(true, std::memory_order_relaxed);
+  bury_retired();
+}
+
+void DeviceMemory::close_pools(const PoolList& pools, bool force) {
+  for (const auto& pool : pools) pool->settle();
+  PoolList members;
+  for (const auto& pool : pools) {
+    for (auto& member : family(*pool)) members.push_back(std::move(member));
+  }
+  {
+    // Whether they are in use, and that nobody uses them any more, is one step.
+    const AllLocked locked(members);
+    for (const auto& member : members) {
+      const std::size_t blocks = member->live_blocks_locked();
+      if (force || blocks == 0) continue;
+      const std::size_t bytes = member->live_bytes_locked();
+      throw StillInUseError("pool '" + member->name() + "' still holds " + std::to_string(blocks) + " live blocks, " +
                                 format_bytes(bytes) + "; free its tensors and pages first, or force",
                             bytes, blocks);
     }
+    for (const auto& pool : pools) pool->retire_locked();
   }
-  pool.retire();
-  pool.drop_pages();
-  bury_retired(/*wait=*/false);
+  for (const auto& pool : pools) pool->drop_pages();
+  bury_retired();
 }
 
-// Ends the retired pools that hold nothing any more. One whose addresses are
-// still in use by queued work stays until another time, unless `wait`.
-void DeviceMemory::bury_retired(bool wait) {
+// Ends the retired pools that hold nothing any more, and the groups without
+// pools. One that queued work still uses stays until another time.
+void DeviceMemory::bury_retired() {
+  bool some_wait = false;
   for (const auto& pool : pools()) {
     if (!pool->is_retired() || pool->live_blocks() != 0) continue;
-    Budget& group = pool->group();
-    const bool ended = pool->end(wait);
-    store_.trim(group, options_.store_bytes);
-    if (!ended) continue;
+    const bool ended = pool->end();
+    store_.trim(pool->group(), options_.store_bytes);
+    if (!ended) {
+      some_wait = true;
+      continue;
+    }
     const MutexLock lock(registry_mutex_);
     if (std::erase(pools_, pool) == 0) continue;
     of_ended_pools_.add_totals(pool->statistics());
     if (pool->is_part()) pool->model().inherit(pool->statistics());
   }
+  if (!bury_groups()) some_wait = true;
+  if (some_wait) has_ended_.store(true, std::memory_order_relaxed);
+}
+
+// False while a group that has ended still has something.
+bool DeviceMemory::bury_groups() {
+  std::vector<std::shared_ptr<Budget>> ended;
+  {
+    const MutexLock lock(registry_mutex_);
+    for (const auto& group : groups_) {
+      if (ended_groups_.count(group.get()) != 0) ended.push_back(group);
+    }
+  }
+  bool all = true;
+  for (const auto& group : ended) {
+    store_.trim(*group, 0);
+    const MutexLock lock(registry_mutex_);
+    const bool has_pools = std::any_of(pools_.begin(), pools_.end(),
+                                       [&](const auto& pool) { return pool->budget().stands_under(*group); });
+    if (has_pools || !store_.forget(*group)) {
+      all = false;
+      continue;
+    }
+    ended_groups_.erase(group.get());
+    std::erase(groups_, group);
+  }
+  return all;
+}
+
+// What closed pools left behind comes back when the work that used it is done,
+// found by whoever allocates next.
+void DeviceMemory::tend() {
+  clock_.poll();
+  const Epoch passed = clock_.passed();
+  const bool is_due = tendings_.fetch_add(1, std::memory_order_relaxed) % kCallsPerTending == 0;
+  if (tended_.exchange(passed, std::memory_order_relaxed) == passed && !is_due) return;
+  has_ended_.store(false, std::memory_order_relaxed);
+  bury_retired();
 }
 
 PoolList DeviceMemory::pools() const {
@@ -174,7 +276,7 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
   DeviceMemory* home = pool->home();
   bool drained = false;
   const bool known = pool->free(address, &drained);
-  if (drained) home->bury_retired(/*wait=*/false);
+  if (drained) home->bury_retired();
   if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
     home->enforce_limits();
   return known;
@@ -183,6 +285,12 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
 void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t size) {
   pool.deallocate_pages(offset, size);
   store_.trim(pool.group(), options_.store_bytes);
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
+}
+
+void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size) {
+  if (pool.unhold_pages(offset, size)) bury_retired();
+  if (pool.is_retired()) store_.trim(pool.group(), options_.store_bytes);
   if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
 }
 
@@ -201,17 +309,15 @@ std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
     }
   }
   // A chunk may still be mapped where another pool had it before.
-  settle_all(/*wait=*/true);
+  settle(/*wait=*/true);
   pool.count_sync();
   return store_.trim(group, shelved);
 }
 
 std::size_t DeviceMemory::empty_cache() {
-  const PoolList all = pools();
-  for (const auto& pool : all) pool->settle(/*wait=*/true);
-  for (const auto& pool : all) pool->shed(0);
-  settle_all(/*wait=*/true);
-  bury_retired(/*wait=*/true);
+  settle(/*wait=*/true);
+  for (const auto& pool : pools()) pool->shed(0);
+  settle(/*wait=*/true);
   {
     const MutexLock lock(registry_mutex_);
     ++of_ended_pools_.num_sync_all_streams;
@@ -219,10 +325,10 @@ std::size_t DeviceMemory::empty_cache() {
   return store_.trim_all();
 }
 
-std::size_t DeviceMemory::trim_group(Budget& group) {
-  settle_all(/*wait=*/true);
-  bury_retired(/*wait=*/true);
-  return store_.trim(group, 0);
+void DeviceMemory::settle(bool wait) {
+  if (wait) clock_.wait(clock_.now()).ignore();  // what it could not wait for stays
+  for (const auto& pool : pools()) pool->settle();
+  bury_retired();
 }
 
 std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
@@ -244,7 +350,7 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
         const std::size_t idle = pool->idle_bytes();
         pool->shed(idle > excess ? idle - excess : 0);
       }
-      settle_all(wait);
+      settle(wait);
     }
     given_back += store_.trim_under(budget, budget.excess());
   }
@@ -253,6 +359,8 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
 
 // A limit was lowered below what was in use: every free brings it nearer.
 void DeviceMemory::enforce_limits() {
+  // Before it looks: a limit that is lowered meanwhile sets it again.
+  over_limit_.store(false, std::memory_order_relaxed);
   std::vector<Budget*> over;
   const auto note = [&over](Budget& budget) {
     if (budget.excess() != 0) over.push_back(&budget);
@@ -269,11 +377,7 @@ void DeviceMemory::enforce_limits() {
     give_back_excess(*budget, /*wait=*/false);
     still = still || budget->excess() != 0;
   }
-  over_limit_.store(still, std::memory_order_relaxed);
-}
-
-void DeviceMemory::settle_all(bool wait) {
-  for (const auto& pool : pools()) pool->settle(wait);
+  if (still) over_limit_.store(true, std::memory_order_relaxed);
 }
 
 // -------------------------------------------------------------------- numbers
@@ -290,6 +394,7 @@ Statistics DeviceMemory::statistics() const {
 void DeviceMemory::reset_peaks() {
   const MutexLock lock(registry_mutex_);
   peaks_.reset_peaks();
+  of_ended_pools_.reset_peaks();
   for (const auto& pool : pools_) pool->reset_peaks();
 }
 

@@ -6,16 +6,20 @@
 //   DeviceMemory::registry_mutex_  the list of pools
 //   Pool::mutex_                   one pool; several only by AllLocked (the last
 //                                  rung, group_stats), in order of registration
+//   Clock::mutex_                  ticks; then StreamPoint::mutex_, one point
 //   PageStore::mutex_              the shelves
-//   FencePool::mutex_, drivers'    leaves
-// Whoever holds a lock never calls Python and, below the last rungs of the
-// ladder and the calls that say so, never waits for the GPU.
+//   DeviceStreams::mutex_, Peaks', AddressSpace's, the drivers'   leaves
+// Whoever holds a lock never calls Python and never waits for the GPU: whoever
+// has to, waits between two tries, with no lock held. The whole order, of all
+// locks of the process, is in docs/design.md.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -23,6 +27,7 @@
 #include "core/budget.h"
 #include "core/page_store.h"
 #include "core/pool.h"
+#include "core/refusal.h"
 
 namespace vmm {
 
@@ -57,19 +62,27 @@ class DeviceMemory {
   // -- Pools ----------------------------------------------------------------
   // A pool whose limit stands under `group` (nullptr: the device itself).
   // Throws InvalidArgumentError, InvalidPageSizeError, OutOfMemoryError (no
-  // address space).
+  // address space). capacity 0: default_capacity(), or as much of it as the
+  // process has addresses for, from 2 GiB; a capacity that is named is kept.
   std::shared_ptr<Pool> create_pool(const PoolSpec& spec, Budget* group);
+  // Bytes of addresses: four times the device's memory unless an option says
+  // otherwise.
+  [[nodiscard]] std::size_t default_capacity() const;
   // A part of `model`: memory of a private pool of torch's, which the model pays
-  // for and counts. It keeps the model alive. Throws OutOfMemoryError where no
-  // addresses are left.
+  // for and counts. It keeps the model alive. As large as the device, or less
+  // where addresses are short, as above.
   std::shared_ptr<Pool> create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split);
-  // A limit for several pools, under the device's own. It lives as long as
-  // this object: pools that drain outlive whoever closed them.
-  Budget& create_group(const std::string& name, std::size_t limit_bytes) VMM_EXCLUDES(registry_mutex_);
-  // Ends a pool. StillInUseError while it or a part of it holds live blocks,
-  // unless `force`: then explicit pages go at once and the pool ends with its
-  // last tensor. Parts end when torch lets go of them.
-  void close_pool(Pool& pool, bool force);
+  // A limit for several pools, under the device's own.
+  std::shared_ptr<Budget> create_group(const std::string& name, std::size_t limit_bytes) VMM_EXCLUDES(registry_mutex_);
+  // No more pools come to the group: it goes when its last pool has drained and
+  // its shelf is empty.
+  void end_group(const Budget& group) VMM_EXCLUDES(registry_mutex_);
+  // Ends pools: all of them or, while one or a part of one holds live blocks,
+  // none (StillInUseError), unless `force`: then explicit pages go, those that are
+  // held when they are let go of, and a pool ends with its last tensor. Parts end
+  // when torch lets go of them.
+  void close_pools(const PoolList& pools, bool force) VMM_NO_THREAD_SAFETY_ANALYSIS;
+  void close_pool(Pool& pool, bool force) { close_pools({pool.shared_from_this()}, force); }
   // Every pool of the device, retired ones included, in order of registration.
   [[nodiscard]] PoolList pools() const VMM_EXCLUDES(registry_mutex_);
   // Pools that stand under `group`.
@@ -93,8 +106,12 @@ class DeviceMemory {
   Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
   Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
+  // The last of these requests that was refused.
+  [[nodiscard]] std::optional<Refusal> last_refusal() const VMM_EXCLUDES(refusal_mutex_);
   // Frees explicit pages; what then rests on the shelf stays bounded.
   void deallocate_pages(Pool& pool, std::size_t offset, std::size_t size);
+  // The end of what Pool::hold_pages() began.
+  void unhold_pages(Pool& pool, std::size_t offset, std::size_t size);
   // Frees a block by its address; false when no pool here holds it.
   static bool free(AddressSpace& address_space, Address address);
 
@@ -105,8 +122,9 @@ class DeviceMemory {
   std::size_t trim(Pool& pool, std::size_t keep);
   // All idle memory of every pool, and the shelves.
   std::size_t empty_cache();
-  // What rests on the shelf of `group`, waiting for its fences.
-  std::size_t trim_group(Budget& group);
+  // Finishes what queued work held up, in every pool, and what closed pools left
+  // behind; with `wait`, waits for it.
+  void settle(bool wait);
   // New limits, in bytes; what is idle above them is given back now, waiting
   // for the work that still uses it. Returns the bytes given back. Memory in
   // use stays.
@@ -117,6 +135,11 @@ class DeviceMemory {
   void set_observer(PoolObserver* observer) { observer_.store(observer, std::memory_order_release); }
   // Requests and chunks of at least so many bytes are counted as oversize.
   void set_oversize(std::size_t bytes) { oversize_bytes_.store(bytes, std::memory_order_relaxed); }
+  // The streams of another device: whoever may access this memory counts for
+  // its clock.
+  void set_neighbours(std::function<DeviceStreams*(int device)> neighbours) { neighbours_ = std::move(neighbours); }
+  // Work of `who` may use what is mapped here from now on.
+  void watch_streams_of(Location who);
   // `who` may read and write everything mapped here, now and later. Where it
   // fails it may be called again.
   Status add_accessor(Location who) VMM_EXCLUDES(registry_mutex_);
@@ -144,28 +167,41 @@ class DeviceMemory {
   // no call under way on another thread.
   void check() const;
 
+  // Groups that there are, for tests.
+  [[nodiscard]] std::size_t groups() const VMM_EXCLUDES(registry_mutex_);
   [[nodiscard]] Budget& budget() { return budget_; }
+  // Pays for host memory that managers of this device made by hand: counted,
+  // without a limit, and no part of what the device holds.
+  [[nodiscard]] Budget& host_budget() { return host_budget_; }
   [[nodiscard]] PageStore& store() { return store_; }
   [[nodiscard]] Driver& driver() const { return driver_; }
-  [[nodiscard]] FencePool& fences() { return fences_; }
+  [[nodiscard]] DeviceStreams& streams() { return streams_; }
+  [[nodiscard]] Clock& clock() { return clock_; }
   [[nodiscard]] int device() const { return device_; }
   [[nodiscard]] std::size_t granularity() const { return capabilities_.granularity; }
   [[nodiscard]] const Capabilities& capabilities() const { return capabilities_; }
   [[nodiscard]] const Options& options() const { return options_; }
 
  private:
+  std::shared_ptr<Pool> register_pool(const PoolSpec& spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
+  std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
   using Attempt = std::function<Address(Grant*, Shortage*)>;
+  Address allocate(Pool& pool, std::size_t bytes, const Attempt& attempt) VMM_EXCLUDES(reclaim_mutex_);
   Address climb(Pool& asker, std::size_t bytes, const Attempt& attempt, Shortage shortage) VMM_EXCLUDES(reclaim_mutex_);
+  void wait_for(Epoch epoch);
   PoolList victims(const Pool& asker, const Budget* refused) const;
   static PoolList in_order_of_yielding(PoolList pools);
   void take_from(const PoolList& pools, std::size_t want, Grant& grant);
-  void melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
-            Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
+  std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
+                   Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
+  void create_into(Grant& grant, const Pool& asker, std::size_t want);
   std::size_t give_back_excess(Budget& budget, bool wait);
   void enforce_limits() VMM_EXCLUDES(registry_mutex_);
-  void settle_all(bool wait);
-  void bury_retired(bool wait);
+  void bury_retired() VMM_EXCLUDES(registry_mutex_);
+  bool bury_groups() VMM_EXCLUDES(registry_mutex_);
+  void tend();
   [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);
+  [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
 
   Driver& driver_;
   AddressSpace& address_space_;
@@ -173,20 +209,29 @@ class DeviceMemory {
   Options options_;
   Capabilities capabilities_;
   Budget budget_;
+  Budget host_budget_;
   PageStore store_;
-  FencePool fences_;
+  DeviceStreams streams_;
+  Clock clock_;
+  std::function<DeviceStreams*(int device)> neighbours_;
   Peaks peaks_;
   std::function<bool()> memory_callback_;
   std::atomic<PoolObserver*> observer_{nullptr};
   std::atomic<std::size_t> oversize_bytes_{kUnlimited};
   std::atomic<bool> over_limit_{false};  // some limit was lowered below what is in use
+  std::atomic<bool> has_ended_{false};   // pools or groups that are closed wait for queued work
+  std::atomic<Epoch> tended_{kLongAgo};  // what had passed when they were looked at
+  std::atomic<unsigned> tendings_{0};
 
   Mutex reclaim_mutex_;
   mutable Mutex registry_mutex_;
   PoolList pools_ VMM_GUARDED_BY(registry_mutex_);
   std::vector<Location> accessors_ VMM_GUARDED_BY(registry_mutex_);
-  std::vector<std::unique_ptr<Budget>> groups_ VMM_GUARDED_BY(registry_mutex_);
+  std::vector<std::shared_ptr<Budget>> groups_ VMM_GUARDED_BY(registry_mutex_);
+  std::set<const Budget*> ended_groups_ VMM_GUARDED_BY(registry_mutex_);  // of these
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
+  mutable Mutex refusal_mutex_;  // a leaf
+  std::optional<Refusal> last_refusal_ VMM_GUARDED_BY(refusal_mutex_);
 };
 
 }  // namespace vmm

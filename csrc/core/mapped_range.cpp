@@ -93,37 +93,35 @@ Status MappedRange::unmap(ByteRange range) {
   return {};
 }
 
-Chunk* MappedRange::retire(std::size_t offset, const FenceSet& fences) {
+Chunk* MappedRange::retire(std::size_t offset, Epoch last_use) {
   const auto found = live_.find(offset);
   VMM_CHECK(found != live_.end(), "no mapping at ", offset);
   Chunk* chunk = found->second.chunk;
-  retired_.push_back({{offset, chunk->size}, chunk, fences});
+  retired_.push_back({{offset, chunk->size}, chunk, last_use});
   mapped_bytes_ -= chunk->size;
   live_.erase(found);
   return chunk;
 }
 
-std::vector<ByteRange> MappedRange::drop_retired(bool wait, const std::function<void(ByteRange)>& before) {
+Epoch MappedRange::last_retired_use() const {
+  Epoch newest = kLongAgo;
+  for (const Retired& retired : retired_) newest = std::max(newest, retired.last_use);
+  return newest;
+}
+
+std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before) {
   std::vector<ByteRange> freed;
-  std::vector<Retired> kept;
-  for (Retired& retired : retired_) {
-    if (wait) retired.fences.wait();
-    if (!retired.fences.passed()) {
-      kept.push_back(std::move(retired));
-      continue;
-    }
+  std::erase_if(retired_, [&](Retired& retired) {
+    if (!clock.has_passed(retired.last_use)) return false;
     if (!retired.announced && before) before(retired.range);
     retired.announced = true;
     const Status status = driver_.unmap(base_ + retired.range.offset, retired.range.size);
-    if (!status.ok() && status.code() != StatusCode::driver_gone) {
-      // The driver kept the mapping (a failing call): try again another time.
-      kept.push_back(std::move(retired));
-      continue;
-    }
+    // A failing call keeps the mapping: try again another time.
+    if (!status.ok() && status.code() != StatusCode::driver_gone) return false;
     retired.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
     freed.push_back(retired.range);
-  }
-  retired_ = std::move(kept);
+    return true;
+  });
   return freed;
 }
 

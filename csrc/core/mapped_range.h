@@ -51,13 +51,15 @@ class MappedRange {
   // queued work uses it.
   Status unmap(ByteRange range);
   // Takes the mapping at `offset` out of the range; its address stays mapped
-  // and blocked until `fences` have passed. Returns the chunk, which may
+  // and blocked until `last_use` has passed. Returns the chunk, which may
   // already be mapped elsewhere.
-  Chunk* retire(std::size_t offset, const FenceSet& fences);
-  // Drops the retired mappings whose fences have passed; with `wait`, all that
-  // can be waited for. `before` is told of each stretch right before it is
-  // unmapped, once. Returns the stretches that are free addresses now.
-  std::vector<ByteRange> drop_retired(bool wait, const std::function<void(ByteRange)>& before = nullptr);
+  Chunk* retire(std::size_t offset, Epoch last_use);
+  // Drops the retired mappings whose last use has passed. `before` is told of
+  // each stretch right before it is unmapped, once. Returns the stretches that
+  // are free addresses now.
+  std::vector<ByteRange> drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before = nullptr);
+  // The newest last use among them, or kLongAgo.
+  [[nodiscard]] Epoch last_retired_use() const;
   // Changes access over a run of whole live mappings.
   Status set_access(ByteRange range, Location who, Access access);
 
@@ -80,7 +82,7 @@ class MappedRange {
   struct Retired {
     ByteRange range;
     Chunk* chunk = nullptr;
-    FenceSet fences;
+    Epoch last_use = kLongAgo;
     bool announced = false;
   };
   template <typename Each>

@@ -13,10 +13,17 @@ namespace vmm {
 namespace {
 
 constexpr const char* kPrefix = "TORCH_VMM_";
+constexpr long double kBytesBound = 9223372036854775808.0L;  // 2**63
+
+// As it was given, of a length that fits a message.
+std::string quoted(const std::string& text) {
+  constexpr std::size_t kLongest = 60;
+  return "'" + (text.size() <= kLongest ? text : text.substr(0, kLongest - 3) + "...") + "'";
+}
 
 [[noreturn]] void refuse_size(const std::string& text) {
-  throw InvalidArgumentError("'" + text +
-                             "' is not a size: give bytes (4096) or a number with a unit, binary \"2MiB\", "
+  throw InvalidArgumentError(quoted(text) +
+                             " is not a size: give bytes (4096) or a number with a unit, binary \"2MiB\", "
                              "\"1.5 GiB\" or decimal \"2MB\"");
 }
 
@@ -44,7 +51,7 @@ std::size_t parse_bytes(const std::string& text) {
   }
   if (digits == 0 || (digits == 1 && point)) refuse_size(text);
   const std::string unit = compact.substr(digits);
-  static constexpr const char* kLetters = "kmgtp";
+  static constexpr const char* kLetters = "kmgtpezy";
   long double scale = 1;
   if (!unit.empty() && unit != "b") {
     const char* letter = unit[0] == '\0' ? nullptr : std::strchr(kLetters, unit[0]);
@@ -54,7 +61,7 @@ std::size_t parse_bytes(const std::string& text) {
     for (const char* step = kLetters; step <= letter; ++step) scale *= base;
   }
   const long double bytes = std::strtold(compact.substr(0, digits).c_str(), nullptr) * scale;
-  if (bytes >= 9.2e18L) refuse_size(text);
+  if (bytes >= kBytesBound) throw InvalidArgumentError(quoted(text) + " is too large a size: 2**63 - 1 bytes at most");
   // "1.3 GiB" is no whole number of bytes and is rounded down; "1.3" is none at all.
   const bool whole = bytes == static_cast<long double>(static_cast<std::size_t>(bytes));
   if (scale == 1 && !whole) refuse_size(text);
@@ -67,8 +74,9 @@ const std::vector<OptionRow>& option_table() {
       {"store_bytes", "TORCH_VMM_STORE_BYTES", "256MiB", "bytes",
        "Unmapped chunks that the page store keeps instead of giving them back to the driver, for each group."},
       {"default_capacity_bytes", "TORCH_VMM_DEFAULT_CAPACITY", "4 x device memory", "bytes",
-       "Virtual capacity of a pool that names none."},
-      {"host_bytes", "TORCH_VMM_HOST_BYTES", "80 % of RAM", "bytes", "Memory of the \"cpu\" device."},
+       "Virtual capacity of a pool that names none, or less where the process is short of addresses."},
+      {"host_bytes", "TORCH_VMM_HOST_BYTES", "80 % of RAM", "bytes",
+       "Memory of the \"cpu\" device. A control group (container) that allows the process less RAM counts."},
       {"exportable", "TORCH_VMM_EXPORTABLE", "1", "flag",
        "Create chunks that other processes can import, where the device can."},
   };

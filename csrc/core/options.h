@@ -21,7 +21,7 @@ struct Options {
   // Virtual capacity of a pool that names none; 0: four times the device's
   // memory (address space is free; moving chunks needs room to move to).
   std::size_t default_capacity_bytes = 0;
-  // Memory of the "cpu" device; 0: 80 % of the machine's.
+  // Memory of the "cpu" device; 0: 80 % of what the process may use of the machine's.
   std::size_t host_bytes = 0;
   // Create chunks so that another process can import them, where the device
   // can. Costs nothing at creation on the GPUs measured; on the "cpu" device,

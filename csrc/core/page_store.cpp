@@ -101,7 +101,9 @@ void PageStore::put(Budget& group, Chunk* chunk) {
   VMM_CHECK(refused == nullptr, "budget ", chunk->charged->name(), " does not stand under ", group.name());
   chunk->charged = &group;
   MutexLock lock(mutex_);
-  shelves_[&group].put(chunk);
+  Shelf& shelf = shelves_[&group];
+  (chunk->exported ? shelf.exported : shelf.usable).put(chunk);
+  if (chunk->exported) release_unmapped(shelf.exported, kUnlimited);
 }
 
 Chunk* PageStore::take_at_most(Budget& group, Budget& payer, std::size_t size, bool exact, Budget** refused) {
@@ -109,38 +111,39 @@ Chunk* PageStore::take_at_most(Budget& group, Budget& payer, std::size_t size, b
   *refused = nullptr;
   const auto shelf = shelves_.find(&group);
   if (shelf == shelves_.end()) return nullptr;
-  Chunk* chunk = shelf->second.take_at_most(size, exact);
+  Chunk* chunk = shelf->second.usable.take_at_most(size, exact);
   if (chunk == nullptr) return nullptr;
   if (Budget* who = Budget::transfer(group, payer, chunk->size)) {
     *refused = who;
-    shelf->second.put(chunk);
+    shelf->second.usable.put(chunk);
     return nullptr;
   }
   chunk->charged = &payer;
   return chunk;
 }
 
-std::size_t PageStore::trim_shelf(ChunkShelf& shelf, std::size_t keep_bytes) {
+// Gives up to about `want` bytes back to the driver. Returns how many.
+std::size_t PageStore::release_unmapped(ChunkShelf& chunks, std::size_t want) {
   std::size_t given_back = 0;
   std::vector<Chunk*> kept;
-  std::size_t kept_bytes = 0;
-  while (shelf.bytes() + kept_bytes > keep_bytes) {
-    Chunk* chunk = shelf.take_any();
+  while (given_back < want) {
+    Chunk* chunk = chunks.take_any();
     if (chunk == nullptr) break;
-    if (chunk->mappings.load(std::memory_order_acquire) != 0) {
-      kept.push_back(chunk);  // a former address still waits for its fence
-      kept_bytes += chunk->size;
-      continue;
-    }
     const std::size_t size = chunk->size;
-    if (release(chunk).ok()) {
+    // A former address may still be in use, and the driver may refuse.
+    if (chunk->mappings.load(std::memory_order_acquire) == 0 && release(chunk).ok()) {
       given_back += size;
     } else {
       kept.push_back(chunk);
-      kept_bytes += size;
     }
   }
-  for (Chunk* chunk : kept) shelf.put(chunk);
+  for (Chunk* chunk : kept) chunks.put(chunk);
+  return given_back;
+}
+
+std::size_t PageStore::trim_shelf(Shelf& shelf, std::size_t keep_bytes) {
+  std::size_t given_back = release_unmapped(shelf.exported, kUnlimited);
+  if (shelf.bytes() > keep_bytes) given_back += release_unmapped(shelf.usable, shelf.bytes() - keep_bytes);
   return given_back;
 }
 
@@ -185,15 +188,21 @@ std::size_t PageStore::shelved_bytes(const Budget& group) const {
 std::size_t PageStore::quarantined_bytes(const Budget& group) const {
   MutexLock lock(mutex_);
   const auto shelf = shelves_.find(&group);
-  return shelf == shelves_.end() ? 0 : shelf->second.mapped_bytes();
+  return shelf == shelves_.end() ? 0 : shelf->second.usable.mapped_bytes() + shelf->second.exported.mapped_bytes();
 }
 
-void PageStore::forget(Budget& group) {
+std::size_t PageStore::shelves() const {
+  MutexLock lock(mutex_);
+  return shelves_.size();
+}
+
+bool PageStore::forget(const Budget& group) {
   MutexLock lock(mutex_);
   const auto shelf = shelves_.find(&group);
-  if (shelf == shelves_.end()) return;
-  VMM_CHECK(shelf->second.empty(), "the store still keeps ", shelf->second.bytes(), " bytes of ", group.name());
+  if (shelf == shelves_.end()) return true;
+  if (shelf->second.bytes() != 0) return false;
   shelves_.erase(shelf);
+  return true;
 }
 
 }  // namespace vmm

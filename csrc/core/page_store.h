@@ -57,8 +57,9 @@ class PageStore {
   // count. REQUIRES: nothing maps it any more.
   Status release(Chunk* chunk);
 
-  // Puts an unused chunk on the shelf of `group`, which from now on pays.
-  // REQUIRES: the chunk's budget stands under `group`.
+  // Puts an unused chunk on the shelf of `group`, which from now on pays. One
+  // that was exported serves nobody any more: it goes back to the driver as soon
+  // as nothing maps it. REQUIRES: the chunk's budget stands under `group`.
   void put(Budget& group, Chunk* chunk) VMM_EXCLUDES(mutex_);
   // A shelved chunk of `group`, charged to `payer` (which stands under it), or
   // nullptr; `refused` as above. Prefers chunks that last held `content`.
@@ -76,16 +77,23 @@ class PageStore {
   [[nodiscard]] std::size_t all_shelved_bytes() const VMM_EXCLUDES(mutex_);
   // Of one group's, the bytes that are still mapped at a former address.
   [[nodiscard]] std::size_t quarantined_bytes(const Budget& group) const VMM_EXCLUDES(mutex_);
-  // Drops the shelf of a group that ends. REQUIRES: trimmed to nothing.
-  void forget(Budget& group) VMM_EXCLUDES(mutex_);
+  // Ends the shelf of a group that ends; false while something rests on it.
+  bool forget(const Budget& group) VMM_EXCLUDES(mutex_);
 
   [[nodiscard]] std::size_t granularity() const { return granularity_; }
   [[nodiscard]] ChunkSpec spec(std::size_t size) const { return {size, Location::on_device(device_), exportable_}; }
-  // Chunks that exist now, for tests.
+  // Shelves and chunks that exist now, for tests.
+  [[nodiscard]] std::size_t shelves() const VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t live_chunks() const { return live_chunks_.load(std::memory_order_relaxed); }
 
  private:
-  std::size_t trim_shelf(ChunkShelf& shelf, std::size_t keep_bytes) VMM_REQUIRES(mutex_);
+  struct Shelf {
+    ChunkShelf usable;
+    ChunkShelf exported;  // to be released
+    [[nodiscard]] std::size_t bytes() const { return usable.bytes() + exported.bytes(); }
+  };
+  std::size_t trim_shelf(Shelf& shelf, std::size_t keep_bytes) VMM_REQUIRES(mutex_);
+  std::size_t release_unmapped(ChunkShelf& chunks, std::size_t want) VMM_REQUIRES(mutex_);
 
   Driver& driver_;
   int device_;
@@ -93,7 +101,7 @@ class PageStore {
   bool exportable_;
   std::atomic<std::size_t> live_chunks_{0};
   mutable Mutex mutex_;
-  std::map<const Budget*, ChunkShelf> shelves_ VMM_GUARDED_BY(mutex_);
+  std::map<const Budget*, Shelf> shelves_ VMM_GUARDED_BY(mutex_);
 };
 
 }  // namespace vmm

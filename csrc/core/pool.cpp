@@ -16,6 +16,9 @@ OwnerId next_owner_id() {
 }
 
 constexpr std::size_t kSlabBytes = 2 * kMiB;
+constexpr int kEndAttempts = 3;
+// Streams that may come and go are bounded by those that have blocks, above this.
+constexpr std::size_t kStreamsKept = 64;
 constexpr std::size_t kMostCapacity = std::size_t{1} << 46;  // half of the 47-bit address space
 
 }  // namespace
@@ -41,8 +44,8 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
   if (!is_power_of_two(page_) || !is_aligned(page_, granularity)) throw InvalidPageSizeError(page_, granularity);
   if (spec.capacity == 0) throw InvalidArgumentError("capacity 0: a pool needs at least one page");
   if (spec.capacity > kMostCapacity) {
-    throw InvalidArgumentError("capacity " + std::to_string(spec.capacity) + " is above the largest, " +
-                               format_bytes(kMostCapacity));
+    throw InvalidArgumentError("capacity " + std::to_string(spec.capacity) + " (" + format_bytes(spec.capacity) +
+                               ") is above the largest, " + format_bytes(kMostCapacity));
   }
   if (spec.floor > spec.physical_limit) {
     throw InvalidArgumentError("floor " + format_bytes(spec.floor) + " is above the physical limit " +
@@ -66,39 +69,48 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
 
 Pool::~Pool() {
   retire();
-  end(/*wait=*/true);
+  // Nobody comes after this, so it waits, and what the driver refused once is
+  // tried again; what it refuses still stays mapped.
+  for (int attempt = 0; attempt < kEndAttempts; ++attempt) {
+    if (end()) return;
+    context_.clock.wait(context_.clock.now()).ignore();
+  }
+  const MutexLock lock(mutex_);
+  VMM_CHECK(live_.size() == 0 && pages_.empty(), "pool '", name_, "' ends with live blocks");
+  range_.reset();
+  context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
 }
 
 void Pool::require_open() const {
   if (is_retired()) throw InvalidArgumentError("pool '" + name_ + "' is closed");
 }
 
-bool Pool::end(bool wait) {
+void Pool::retire() {
+  const MutexLock lock(mutex_);
+  retire_locked();
+}
+
+bool Pool::end() {
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return true;
-  settle_locked(wait);
-  if (!pending_.empty()) return false;
+  VMM_CHECK(is_retired(), "pool '", name_, "' ends before it is retired");
+  settle_locked();
+  if (live_blocks_locked() != 0) return false;
   if (pinned_) {
     pinned_ = false;
-    after_graphs_ = context_.fences.record_all();
+    graphs_end_ = context_.clock.now();
   }
   give_up_spare_slabs();
-  VMM_CHECK(live_.size() == 0 && pages_.empty(), "pool '", name_, "' ends with live blocks");
-  // Nothing is live, so every mapping is idle. The memory goes to the shelf at
-  // once; only the addresses have to wait for the work that still uses them.
-  while (!range_->live().empty()) {
-    const auto& [offset, mapping] = *range_->live().begin();
-    FenceSet last_use = last_use_of({offset, mapping.chunk->size});
-    Chunk* chunk = detach(offset, last_use);
-    chunk->last_use.add_all(last_use);
-    context_.store.put(group_, chunk);
+  // The memory goes to the shelf at once; only the addresses have to wait for
+  // the work that still uses them.
+  shelve_idle_chunks({0, capacity_});
+  if (!pending_.empty()) return false;
+  if (range_->has_retired()) {
+    context_.clock.cover(range_->last_retired_use());
+    drop_retired();
   }
-  drop_retired(wait);
-  if (range_->has_retired() && !wait) return false;
-  // Nobody comes after this, so what failed once is tried once more; what a
-  // capture stands before comes free after the capture.
-  drop_retired(wait);
-  if (range_->has_retired() && context_.fences.is_capturing()) return false;
+  if (!quarantined_.empty() || range_->has_retired()) return false;
+  VMM_CHECK(range_->live().empty(), "pool '", name_, "' ends with ", range_->live().size(), " chunks");
   range_.reset();
   set_inactive_split({}, {});
   if (!context_.address_space.unreserve(context_.driver, base_, capacity_).ok()) {
@@ -107,14 +119,74 @@ bool Pool::end(bool wait) {
   return true;
 }
 
-StreamTag Pool::tag_of(Stream stream) {
-  for (std::size_t tag = 1; tag < streams_.size(); ++tag) {
-    if (streams_[tag].stream == stream) return static_cast<StreamTag>(tag);
+// ---------------------------------------------------------------- streams
+
+StreamUse Pool::use_of(StreamTag tag) const { return {&context_.streams, streams_[tag].stream, streams_[tag].kind}; }
+
+StreamTag Pool::tag_of(Stream stream, bool is_alive) {
+  StreamTag tag = latest_tag_;
+  if (tag == kNeutral || streams_[tag].stream != stream) {
+    const auto known = tags_.find(stream);
+    if (known == tags_.end()) {
+      tag = tag_without_blocks();
+      if (tag == kNeutral) {
+        tag = static_cast<StreamTag>(streams_.size());
+        streams_.emplace_back().small = std::make_unique<BlockHeap>(arena_, /*by_offset=*/false);
+      } else {
+        tags_.erase(streams_[tag].stream);
+      }
+      streams_[tag].stream = stream;
+      streams_[tag].kind = StreamKind::unreachable;  // until it is met, below
+      streams_[tag].behind_graphs = kLongAgo;
+      tags_.emplace(stream, tag);
+    } else {
+      tag = known->second;
+    }
+    latest_tag_ = tag;
   }
-  StreamState& fresh = streams_.emplace_back();
-  fresh.stream = stream;
-  fresh.small = std::make_unique<BlockHeap>(arena_, /*by_offset=*/false);
-  return static_cast<StreamTag>(streams_.size() - 1);
+  // The handle of a stream that somebody else made may be another stream's by now.
+  StreamKind& kind = streams_[tag].kind;
+  if (is_alive && (kind == StreamKind::blocking || kind == StreamKind::unreachable)) [[unlikely]]
+    kind = context_.streams.meet(stream);
+  return tag;
+}
+
+// Of many streams, one that has no block left and whose free space nobody uses
+// any more: that space may be the next stream's as it stands.
+StreamTag Pool::tag_without_blocks() {
+  if (streams_.size() <= kStreamsKept) return kNeutral;
+  const auto find = [this]() VMM_REQUIRES(mutex_) {
+    for (std::size_t tag = 1; tag < streams_.size(); ++tag) {
+      const StreamState& state = streams_[tag];
+      if (state.blocks == 0 && context_.clock.has_passed(std::max(state.last_free, graphs_end_))) {
+        return static_cast<StreamTag>(tag);
+      }
+    }
+    return kNeutral;
+  };
+  if (const StreamTag tag = find(); tag != kNeutral) return tag;
+  context_.clock.cover(context_.clock.now());
+  context_.clock.poll();
+  return find();
+}
+
+// After a graph has gone, its replays may still use the memory on any stream: a
+// stream's work comes after them before it is given any of it.
+bool Pool::is_behind_graphs(StreamTag tag, Shortage* shortage) {
+  if (graphs_end_ == kLongAgo) return true;
+  if (context_.clock.has_passed(graphs_end_)) {
+    graphs_end_ = kLongAgo;
+    return true;
+  }
+  if (streams_[tag].behind_graphs == graphs_end_) return true;
+  if (!context_.clock.order_before(use_of(tag), graphs_end_).ok()) {
+    shortage->wait_for = graphs_end_;
+    return false;
+  }
+  // A handle that may be another stream's tomorrow is not remembered.
+  const StreamKind kind = streams_[tag].kind;
+  if (kind == StreamKind::permanent || kind == StreamKind::default_stream) streams_[tag].behind_graphs = graphs_end_;
+  return true;
 }
 
 // ------------------------------------------------------------- statistics
@@ -186,6 +258,7 @@ void Pool::begin_block(Block* block, std::size_t requested) {
   count(StatKind::active, StatKind::active_bytes, *block, /*up=*/true);
   count_requested(*block, /*up=*/true);
   count_oversize(*block, /*up=*/true);
+  ++streams_[block->tag].blocks;
   tell(PoolEvent::alloc, block->offset, requested, streams_[block->tag].stream);
 }
 
@@ -197,25 +270,30 @@ void Pool::end_block(const Block& block) {
 }
 
 // Nobody uses it any more.
-void Pool::finish_free(Block* block) {
+void Pool::finish_free(Block* block, Epoch epoch) {
   count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
   count_requested(*block, /*up=*/false);
   tell(PoolEvent::free_completed, block->offset, block->requested, streams_[block->tag].stream);
-  free_block(block);
+  StreamState& stream = streams_[block->tag];
+  --stream.blocks;
+  stream.last_free = std::max(stream.last_free, epoch);
+  if (!block->small) context_.clock.freed(block->size);
+  free_block(block, epoch);
 }
 
 // --------------------------------------------------------------- hot path
 
 Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
-  require_open();
   if (bytes > capacity_) {
     *shortage = {bytes, nullptr, {}, /*no_address_space=*/true};
     return 0;
   }
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
   const MutexLock lock(mutex_);
-  if (!pending_.empty()) settle_locked(/*wait=*/false);
+  require_open();
+  if (!pending_.empty()) settle_locked();
   const StreamTag tag = tag_of(stream);
+  if (!is_behind_graphs(tag, shortage)) return 0;
   Block* block = nullptr;
   if (size <= kSmallLimitBytes) {
     block = allocate_small(size, tag, grant, shortage);
@@ -232,11 +310,14 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
 }
 
 Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
+  if (bytes > capacity_) return 0;  // before it is rounded up: near 2^64 that wraps
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
   const MutexLock lock(mutex_);
-  if (is_retired() || range_ == nullptr) return 0;
-  settle_locked(/*wait=*/false);
+  if (is_retired()) return 0;
+  settle_locked();
   const StreamTag tag = tag_of(stream);
+  Shortage unused;
+  if (!is_behind_graphs(tag, &unused)) return 0;
   Block* block = nullptr;
   if (size <= kSmallLimitBytes) {
     Block* free = streams_[tag].small->best_fit(size, tag);
@@ -257,15 +338,19 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
 }
 
 Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
-  require_open();
-  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   const std::size_t offset = address - base_;
-  if (!contains(address) || size > capacity_ - offset || !is_aligned(offset, kBlockAlignment)) {
-    throw InvalidRangeError(offset, size, capacity_, "no address of pool '" + name_ + "' that is a multiple of 512");
+  if (!contains(address) || !is_aligned(offset, kBlockAlignment)) {
+    throw InvalidRangeError(offset, bytes, capacity_, "no address of pool '" + name_ + "' that is a multiple of 512");
   }
+  // What is left is a multiple of 512, so that what fits also fits rounded up.
+  if (bytes > capacity_ - offset) throw InvalidRangeError(offset, bytes, capacity_, "beyond the end of the pool");
+  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   const MutexLock lock(mutex_);
-  settle_locked(/*wait=*/false);
+  require_open();
+  settle_locked();
   give_up_spare_slabs();
+  const StreamTag tag = tag_of(stream);
+  if (!is_behind_graphs(tag, shortage)) return 0;
   for (std::size_t at = offset; at < offset + size;) {
     const Block* free = large_.free_covering(at);
     if (free == nullptr) throw AlreadyMappedError(at, kBlockAlignment, "pool '" + name_ + "': " + format_hex(address));
@@ -275,7 +360,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   request.size = size;
   request.where = Request::Where::at;
   request.offset = offset;
-  request.tag = tag_of(stream);
+  request.tag = tag;
   Block* block = place(request, grant, shortage);
   if (block == nullptr) return 0;
   live_.insert(block->offset, block);
@@ -314,32 +399,31 @@ bool Pool::free(Address address, bool* drained) {
   Block* block = live_.take(address - base_);
   if (block == nullptr) return false;
   end_block(*block);
+  const Epoch epoch = context_.clock.now();
   if (block->uses == nullptr) {
-    finish_free(block);
+    finish_free(block, epoch);
   } else {
     // Other streams read it: it is nobody's until what is queued there is done.
-    PendingFree pending{block, {}};
-    for (const StreamUse& use : *block->uses) pending.fences.add(use.fences->record(use.stream));
+    pending_.push_back({block, epoch, std::make_shared<StreamPoint>(*block->uses)});
     block->uses.reset();
     block->state = BlockState::pending;
     pending_bytes_ += block->size;
-    pending_.push_back(std::move(pending));
   }
-  *drained = is_retired() && live_.size() == 0 && pages_.empty();
+  *drained = is_retired() && live_blocks_locked() == 0;
   return true;
 }
 
-void Pool::free_block(Block* block) {
+void Pool::free_block(Block* block, Epoch epoch) {
   if (block->small) {
-    free_small(block);
+    free_small(block, epoch);
   } else {
-    large_.free(block, block->tag, streams_[block->tag].records);
+    large_.free(block, block->tag, epoch);
   }
 }
 
-void Pool::free_small(Block* block) {
+void Pool::free_small(Block* block, Epoch epoch) {
   StreamState& stream = streams_[block->tag];
-  Block* free = stream.small->free(block, block->tag, stream.records);
+  Block* free = stream.small->free(block, block->tag, epoch);
   if (free->prev != nullptr || free->next != nullptr) return;
   // The whole slab is free. One is kept, so that a lone small tensor that
   // comes and goes costs no large block each time.
@@ -353,7 +437,7 @@ void Pool::free_small(Block* block) {
 void Pool::give_up_slab(StreamState& stream, Block* whole) {
   const auto slab = slabs_.find(whole->offset);
   VMM_CHECK(slab != slabs_.end(), "no slab at ", whole->offset);
-  const std::uint64_t epoch = whole->epoch;
+  const Epoch epoch = whole->epoch;
   hand_over_slab(*slab->second, SizeClass::small_pool, SizeClass::large_pool);
   stream.small->retract(whole);
   large_.free(slab->second, slab->second->tag, epoch);
@@ -368,17 +452,16 @@ void Pool::give_up_spare_slabs() {
   }
 }
 
-void Pool::record_stream(Address address, Stream stream, FencePool* fences) {
-  if (fences == nullptr) fences = &context_.fences;
-  const bool of_this_device = fences == &context_.fences;
+void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) {
+  if (device == nullptr) device = &context_.streams;
   const MutexLock lock(mutex_);
   Block* block = live_.find(address - base_);
-  if (block == nullptr || (of_this_device && streams_[block->tag].stream == stream)) return;
+  if (block == nullptr) return;
+  if (device == &context_.streams && streams_[block->tag].stream == stream) return;
+  const StreamUse use{device, stream, device->meet(stream)};
   if (block->uses == nullptr) block->uses = std::make_unique<std::vector<StreamUse>>();
   auto& uses = *block->uses;
-  const bool known = std::any_of(uses.begin(), uses.end(),
-                                 [&](const StreamUse& use) { return use.stream == stream && use.fences == fences; });
-  if (!known) uses.push_back({stream, fences});
+  if (std::find(uses.begin(), uses.end(), use) == uses.end()) uses.push_back(use);
 }
 
 std::size_t Pool::block_size(Address address) const {
@@ -387,28 +470,39 @@ std::size_t Pool::block_size(Address address) const {
   return block == nullptr ? 0 : block->size;
 }
 
-// ------------------------------------------------------ what fences held up
+// --------------------------------------------------- what queued work held up
 
-bool Pool::settle(bool wait) {
+bool Pool::settle() {
   const MutexLock lock(mutex_);
-  return range_ != nullptr && settle_locked(wait);
+  return range_ != nullptr && settle_locked();
 }
 
-bool Pool::settle_locked(bool wait) {
+bool Pool::settle_locked() {
   bool any = false;
   for (auto it = pending_.begin(); it != pending_.end();) {
-    if (wait) it->fences.wait();
-    if (!it->fences.passed()) {
+    if (!it->point->passed(context_.clock.has_passed(it->epoch))) {
       ++it;
       continue;
     }
-    Block* block = it->block;
-    pending_bytes_ -= block->size;
-    finish_free(block);
+    const auto [block, epoch, point] = *it;
     it = pending_.erase(it);
+    pending_bytes_ -= block->size;
+    finish_free(block, epoch);
     any = true;
   }
-  return drop_retired(wait) || any;
+  if (!quarantined_.empty()) {
+    for (const auto& [offset, freed] : quarantined_) context_.clock.cover(freed.epoch);
+    context_.clock.poll();
+    for (auto it = quarantined_.begin(); it != quarantined_.end();) {
+      const auto [offset, freed] = *it++;
+      if (!context_.clock.has_passed(freed.epoch)) continue;
+      const ByteRange range = freed.block->range();
+      end_quarantine(offset, freed.block->tag);
+      shelve_idle_chunks(range);
+      any = true;
+    }
+  }
+  return drop_retired() || any;
 }
 
 }  // namespace vmm

@@ -18,14 +18,15 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/sync.h"
 #include "core/address_space.h"
 #include "core/block_heap.h"
 #include "core/budget.h"
-#include "core/fences.h"
 #include "core/grant.h"
+#include "core/held_ranges.h"
 #include "core/mapped_range.h"
 #include "core/observer.h"
 #include "core/offset_map.h"
@@ -33,6 +34,8 @@
 #include "core/page_store.h"
 #include "core/peaks.h"
 #include "core/stats.h"
+#include "core/streams/clock.h"
+#include "core/streams/device_streams.h"
 
 namespace vmm {
 
@@ -75,7 +78,8 @@ struct PoolContext {
   Driver& driver;
   AddressSpace& address_space;
   PageStore& store;
-  FencePool& fences;
+  DeviceStreams& streams;
+  Clock& clock;
   Peaks& peaks;
   const Options& options;
   const std::atomic<PoolObserver*>& observer;
@@ -104,9 +108,12 @@ struct Shortage {
   Budget* refused = nullptr;  // the limit that refused; nullptr: the driver, or no address space
   Status status;              // what the driver said, when it was the driver
   bool no_address_space = false;
+  // Nothing is missing: the pool can once this has passed. Whoever asks waits,
+  // with no lock held, and asks again.
+  Epoch wait_for = kLongAgo;
 };
 
-class Pool {
+class Pool : public std::enable_shared_from_this<Pool> {
  public:
   Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home);
   Pool(const Pool&) = delete;
@@ -130,29 +137,32 @@ class Pool {
   // `drained` is set when that was the last block of a retired pool; the
   // caller then has no right to touch the pool any more but to bury it.
   bool free(Address address, bool* drained) VMM_EXCLUDES(mutex_);
-  // `stream` also uses the block. Ignored for the block's own stream. `fences`
-  // are those of the stream's device where it is not the pool's.
-  void record_stream(Address address, Stream stream, FencePool* fences = nullptr) VMM_EXCLUDES(mutex_);
+  // `stream` also uses the block. Ignored for the block's own stream. `device`
+  // is the stream's where that is not the pool's. REQUIRES: the stream is alive,
+  // and stays so until the block is freed; torch asks the same.
+  void record_stream(Address address, Stream stream, DeviceStreams* device = nullptr) VMM_EXCLUDES(mutex_);
   // Bytes of the live block at `address`, or 0.
   [[nodiscard]] std::size_t block_size(Address address) const VMM_EXCLUDES(mutex_);
 
   [[nodiscard]] std::vector<Address> live_addresses() const VMM_EXCLUDES(mutex_);
   // The chunks under [address, address + bytes), by address.
   [[nodiscard]] std::vector<ChunkView> chunks_under(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
+  // The same for another process: from now on they serve no other model.
+  [[nodiscard]] std::vector<ChunkView> chunks_to_export(Address address, std::size_t bytes) VMM_EXCLUDES(mutex_);
 
   // -- A CUDA graph's memory ------------------------------------------------
   // While pinned, no memory moves within the pool or leaves it, and it grows by
   // fresh chunks only: captured work uses the addresses whenever the graph is
   // replayed, on whatever stream.
   void pin() VMM_EXCLUDES(mutex_);
-  // What the graphs left queued, on any stream, is waited for before the memory
-  // goes elsewhere.
+  // What the graphs left queued, on any stream, comes before whatever the memory
+  // is used for next.
   void unpin() VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_pinned() const VMM_EXCLUDES(mutex_);
   // The live blocks, and making them the live blocks again, each at its
   // address: `freed` are those that were live, `allocated` those that are now.
-  // Throw VmmError when a freed block still waits for recorded streams;
-  // restore() also when memory of the checkpoint has left the pool.
+  // Throw VmmError when a freed block still waits for recorded streams, and when
+  // the pool has ended; restore() also when memory of the checkpoint has left it.
   [[nodiscard]] PoolCheckpoint checkpoint() VMM_EXCLUDES(mutex_);
   void restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated)
       VMM_EXCLUDES(mutex_);
@@ -165,24 +175,32 @@ class Pool {
       VMM_EXCLUDES(mutex_);
   // The same at the first free span.
   Address try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  // StillInUseError for pages that are held.
   void deallocate_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // Somebody looks at [offset, offset + size), which allocate() holds: a tensor.
+  // Returns its address. Until unhold_pages() these pages stay, in a pool that
+  // is closed by force too. Throw InvalidRangeError, NotMappedError.
+  Address hold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // Never throws for a held stretch. True when nothing is left in a retired
+  // pool: the caller buries it.
+  bool unhold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
   // Every page of the range is in use (by allocate() or a live tensor).
   [[nodiscard]] bool is_mapped(std::size_t offset, std::size_t size) const VMM_EXCLUDES(mutex_);
 
   // -- Giving back ---------------------------------------------------------
   // Moves up to about `want` bytes of idle chunks into `grant` (charged to its
-  // payer). Takes what is idle on any stream: their last use travels with the
-  // chunks. Nothing is waited for. Returns the bytes moved; `refused` is the
-  // limit that would not let them in.
+  // payer). Takes what is idle on any stream, what is used by nobody any more
+  // first: their last use travels with the chunks. Nothing is waited for. Returns
+  // the bytes moved; `refused` is the limit that would not let them in.
   std::size_t surrender(std::size_t want, bool respect_floor, Grant& grant, Budget** refused) VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
   // Returns the bytes moved.
   std::size_t shed(std::size_t keep) VMM_EXCLUDES(mutex_);
-  // Finishes what fences held up: frees whose streams have passed, former
-  // addresses that nothing uses any more. With `wait`, waits for them.
-  // Returns whether anything came free.
-  bool settle(bool wait) VMM_EXCLUDES(mutex_);
-  // Drops all explicit pages (a forced unregister).
+  // Finishes what queued work held up, as far as it is done: frees whose streams
+  // have passed, former addresses that nothing uses any more. Returns whether
+  // anything came free.
+  bool settle() VMM_EXCLUDES(mutex_);
+  // Drops all explicit pages that nobody holds (a forced unregister).
   void drop_pages() VMM_EXCLUDES(mutex_);
 
   // -- Numbers ---------------------------------------------------------------
@@ -198,6 +216,8 @@ class Pool {
   // Live tensors' blocks and explicit pages, pending frees included.
   [[nodiscard]] std::size_t live_bytes() const VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t live_blocks() const VMM_EXCLUDES(mutex_);
+  // Streams that it keeps space for, for tests.
+  [[nodiscard]] std::size_t streams_known() const VMM_EXCLUDES(mutex_);
   void count_retry() VMM_EXCLUDES(mutex_);
   void count_oom() VMM_EXCLUDES(mutex_);
   void count_sync() VMM_EXCLUDES(mutex_);
@@ -211,6 +231,8 @@ class Pool {
   [[nodiscard]] std::size_t capacity() const { return capacity_; }
   [[nodiscard]] Address base() const { return base_; }
   [[nodiscard]] std::size_t page_size() const { return page_; }
+  // Every chunk is exactly one page (page_size was given).
+  [[nodiscard]] bool has_uniform_chunks() const { return uniform_; }
   [[nodiscard]] int device() const { return context_.device; }
   [[nodiscard]] Budget& budget() { return budget_; }
   [[nodiscard]] const Budget& budget() const { return budget_; }
@@ -237,22 +259,26 @@ class Pool {
   [[nodiscard]] Peaks* family_peaks() const VMM_EXCLUDES(mutex_);
   // `who` may access all that is mapped now and later.
   Status add_accessor(Location who) VMM_EXCLUDES(mutex_);
-  // The pool takes no more requests (they throw InvalidArgumentError: closed);
-  // it ends when its last block is freed.
-  void retire() { retired_.store(true, std::memory_order_release); }
-  // Gives back all memory at once and then the addresses, as soon as nothing
-  // uses them. False: queued work still does, and it may be called again; with
-  // `wait` it waits for that work. REQUIRES: retired, no live block.
-  bool end(bool wait) VMM_EXCLUDES(mutex_);
+  // InvalidArgumentError, which names the pool, when it is retired.
+  void require_open() const;
+  // The pool takes no more requests (require_open() throws); it ends when its
+  // last block is freed.
+  void retire() VMM_EXCLUDES(mutex_);
+  void retire_locked() VMM_REQUIRES(mutex_) { retired_.store(true, std::memory_order_release); }
+  // Of a retired pool without live blocks: gives back all memory at once and
+  // then the addresses, as soon as nothing uses them. False: something is still
+  // live, or queued work uses it; it may be called again.
+  bool end() VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_retired() const { return retired_.load(std::memory_order_acquire); }
   [[nodiscard]] bool contains(Address address) const { return address >= base_ && address < base_ + capacity_; }
   // For AllLocked (device_memory only).
   Mutex& mutex() VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_; }
-  // The last rung, with every pool locked: waits for what fences hold up and
-  // gives all idle chunks (down to the floor) and their charge back to the
-  // driver, until `limit` (nullptr: never) has room for `want` bytes.
-  void settle_for_melting() VMM_REQUIRES(mutex_);
-  void melt_locked(const Budget* limit, std::size_t want) VMM_REQUIRES(mutex_);
+  // The last rung, with every pool locked: gives idle chunks (down to the floor)
+  // and their charge back to the driver, until `limit` (nullptr: never) has room
+  // for `want` bytes. Returns the idle bytes that queued work may still use.
+  std::size_t melt_locked(const Budget* limit, std::size_t want) VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t live_blocks_locked() const VMM_REQUIRES(mutex_) { return live_.size() + pages_.size(); }
+  [[nodiscard]] std::size_t live_bytes_locked() const VMM_REQUIRES(mutex_);
 
  private:
   // What is known of one stream that used the pool.
@@ -260,9 +286,10 @@ class Pool {
     Stream stream = nullptr;
     std::unique_ptr<BlockHeap> small;  // slabs of this stream
     Block* spare_slab = nullptr;       // one empty slab is kept: a pair costs no large block
-    std::uint64_t records = 0;         // fences recorded for it
-    std::uint64_t passed = 0;          // of these, how many have certainly passed
-    FencePointPtr newest;              // the latest of them, not yet passed
+    StreamKind kind = StreamKind::default_stream;
+    std::size_t blocks = 0;          // live ones, pending frees included
+    Epoch last_free = kLongAgo;      // the newest that its free space notes
+    Epoch behind_graphs = kLongAgo;  // its work comes after what graphs had queued until then
   };
 
   // A request for space, in all its kinds.
@@ -277,7 +304,7 @@ class Pool {
   struct Piece {
     ByteRange range;
     StreamTag tag = kNeutral;
-    std::uint64_t epoch = 0;
+    Epoch epoch = kLongAgo;
   };
   // An idle chunk: where it stands, and whether the asking stream may use it
   // at once, without a wait on the GPU.
@@ -287,6 +314,8 @@ class Pool {
     bool at_once = false;
   };
   using IdleChunks = std::map<std::size_t, std::vector<IdleChunk>>;  // by size
+  // To move elsewhere, or also to be given back: what was exported moves nowhere.
+  enum class Idle : std::uint8_t { movable, all };
   // Which memory may back a request, in the order in which it is tried.
   enum class Source : std::uint8_t {
     at_once,  // anything that the stream may use without a wait on the GPU
@@ -302,13 +331,16 @@ class Pool {
   };
 
   // pool.cpp: the hot path
-  void require_open() const;
   Block* allocate_small(std::size_t size, StreamTag tag, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
-  void free_block(Block* block) VMM_REQUIRES(mutex_);
-  void free_small(Block* block) VMM_REQUIRES(mutex_);
+  void free_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
+  void free_small(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void give_up_slab(StreamState& stream, Block* whole) VMM_REQUIRES(mutex_);
-  StreamTag tag_of(Stream stream) VMM_REQUIRES(mutex_);
-  bool settle_locked(bool wait) VMM_REQUIRES(mutex_);
+  // `is_alive`: the caller is about to use it, so its handle may be looked at.
+  StreamTag tag_of(Stream stream, bool is_alive = true) VMM_REQUIRES(mutex_);
+  StreamTag tag_without_blocks() VMM_REQUIRES(mutex_);
+  [[nodiscard]] StreamUse use_of(StreamTag tag) const VMM_REQUIRES(mutex_);
+  bool is_behind_graphs(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
+  bool settle_locked() VMM_REQUIRES(mutex_);
   void count_up(StatKind kind, SizeClass size_class, std::size_t amount) VMM_REQUIRES(mutex_);
   void count_down(StatKind kind, SizeClass size_class, std::size_t amount) VMM_REQUIRES(mutex_);
   void count(StatKind blocks, StatKind bytes, const Block& block, bool up) VMM_REQUIRES(mutex_);
@@ -320,7 +352,7 @@ class Pool {
   void hand_over_slab(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
   void end_block(const Block& block) VMM_REQUIRES(mutex_);
-  void finish_free(Block* block) VMM_REQUIRES(mutex_);
+  void finish_free(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void make_slab(Block* slab) VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
 
@@ -330,6 +362,7 @@ class Pool {
   Block* take_backed(const Request& request) VMM_REQUIRES(mutex_);
   bool find_spot(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
   bool find_unbacked(std::size_t size, bool high, std::size_t* offset) VMM_REQUIRES(mutex_);
+  bool adopt_free_space(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)
       VMM_REQUIRES(mutex_);
   Block* place_on_whole_chunks(const Request& request, Grant* grant) VMM_REQUIRES(mutex_);
@@ -346,13 +379,14 @@ class Pool {
   [[nodiscard]] std::size_t piece_size(std::size_t total, std::size_t remaining) const VMM_REQUIRES(mutex_);
 
   // pool_idle.cpp: idle chunks, and letting go of them
-  IdleChunks idle_chunks(StreamTag tag) VMM_REQUIRES(mutex_);
+  IdleChunks idle_chunks(StreamTag tag, Idle which) VMM_REQUIRES(mutex_);
   static bool take_idle(IdleChunks& idle, std::size_t at_most, std::size_t at_least, IdleChunk* out);
-  FenceSet last_use_of(ByteRange range) VMM_REQUIRES(mutex_);
-  bool has_passed(StreamTag tag, std::uint64_t epoch) VMM_REQUIRES(mutex_);
-  FencePointPtr point_after(StreamTag tag, std::uint64_t epoch) VMM_REQUIRES(mutex_);
-  Chunk* detach(std::size_t offset, const FenceSet& last_use) VMM_REQUIRES(mutex_);
-  bool drop_retired(bool wait) VMM_REQUIRES(mutex_);
+  Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
+  Chunk* detach(std::size_t offset, Epoch last_use) VMM_REQUIRES(mutex_);
+  void retire_mapping(std::size_t offset, Epoch last_use) VMM_REQUIRES(mutex_);
+  void retire_in_vain() VMM_REQUIRES(mutex_);
+  bool drop_retired() VMM_REQUIRES(mutex_);
+  void shelve_idle_chunks(ByteRange range) VMM_REQUIRES(mutex_);
   void give_up_spare_slabs() VMM_REQUIRES(mutex_);
   void count_mapped(const Placement& placement, Stream stream) VMM_REQUIRES(mutex_);
   void count_unmapped(const Placement& placement) VMM_REQUIRES(mutex_);
@@ -364,7 +398,11 @@ class Pool {
   Address take_pages(ByteRange range, Stream stream, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   [[nodiscard]] ByteRange page_range(std::size_t offset, std::size_t size) const;
   [[nodiscard]] std::size_t first_unfree(ByteRange range) const VMM_REQUIRES(mutex_);
+  void require_pages(ByteRange range, const std::string& doing) const VMM_REQUIRES(mutex_);
   void free_pages(ByteRange range) VMM_REQUIRES(mutex_);
+  void quarantine(ByteRange range, Epoch epoch) VMM_REQUIRES(mutex_);
+  void end_quarantine(std::size_t offset, StreamTag tag) VMM_REQUIRES(mutex_);
+  bool make_way(std::size_t at, StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
 
   PoolContext context_;
   std::string name_;
@@ -389,18 +427,31 @@ class Pool {
   BlockHeap large_ VMM_GUARDED_BY(mutex_);
   OffsetMap<Block> live_ VMM_GUARDED_BY(mutex_);                // tensors' blocks by offset
   std::map<std::size_t, Block*> pages_ VMM_GUARDED_BY(mutex_);  // explicit blocks by offset
+  HeldRanges held_ VMM_GUARDED_BY(mutex_);                      // of explicit pages
   std::vector<StreamState> streams_ VMM_GUARDED_BY(mutex_);     // by tag; [0] is unused
+  std::unordered_map<Stream, StreamTag> tags_ VMM_GUARDED_BY(mutex_);
+  StreamTag latest_tag_ VMM_GUARDED_BY(mutex_) = kNeutral;  // asked for last
   struct PendingFree {
     Block* block = nullptr;
-    FenceSet fences;
+    Epoch epoch = kLongAgo;  // of the free
+    StreamPointPtr point;    // of the recorded streams
   };
   std::deque<PendingFree> pending_ VMM_GUARDED_BY(mutex_);
-  std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);  // by offset, one for each former mapping
-  std::map<std::size_t, Block*> slabs_ VMM_GUARDED_BY(mutex_);           // their blocks in `large_`
+  struct Quarantined {
+    Block* block = nullptr;
+    Epoch epoch = kLongAgo;
+  };
+  std::map<std::size_t, Quarantined> quarantined_ VMM_GUARDED_BY(mutex_);  // by offset
+  std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);    // by offset, one for each former mapping
+  std::map<std::size_t, Block*> slabs_ VMM_GUARDED_BY(mutex_);             // their blocks in `large_`
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
+  std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
-  FencePointPtr after_graphs_ VMM_GUARDED_BY(mutex_);  // after all that graphs had queued when they went
+  // When the last graph went: until that has passed, its replays may use any of
+  // the memory, on any stream.
+  Epoch graphs_end_ VMM_GUARDED_BY(mutex_) = kLongAgo;
+  std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
   Statistics statistics_ VMM_GUARDED_BY(mutex_);
   Statistics inherited_ VMM_GUARDED_BY(mutex_);  // of parts that have ended
   Peaks::Seat seat_ VMM_GUARDED_BY(mutex_);

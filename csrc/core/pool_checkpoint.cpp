@@ -24,7 +24,8 @@ Block* covering_in_slab(const BlockHeap& small, std::size_t slab, std::size_t of
 }  // namespace
 
 void Pool::require_settled(const char* doing) {
-  settle_locked(/*wait=*/false);
+  if (range_ == nullptr) throw VmmError("pool '" + name_ + "' has ended, so its blocks cannot be " + doing);
+  settle_locked();
   if (pending_.empty()) return;
   throw VmmError("pool '" + name_ + "': " + std::to_string(pending_.size()) +
                  " freed blocks are still in use by recorded streams, so its blocks cannot be " + doing);
@@ -56,7 +57,7 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
   require_settled("changed");
   for (const auto* entries : {&target.slabs, &target.large}) {
     for (const PoolCheckpoint::Entry& entry : *entries) {
-      const std::size_t missing = range_ == nullptr ? entry.size : range_->missing_bytes({entry.offset, entry.size});
+      const std::size_t missing = range_->missing_bytes({entry.offset, entry.size});
       if (missing == 0) continue;
       throw VmmError("pool '" + name_ + "': " + format_bytes(missing) + " of the checkpoint's memory at " +
                      format_hex(base_ + entry.offset) + " have left the pool since");
@@ -69,13 +70,13 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
     freed->push_back(base_ + block->offset);
     live_.take(block->offset);
     end_block(*block);
-    finish_free(block);
+    finish_free(block, context_.clock.now());
   }
   give_up_spare_slabs();
   const auto take = [this](const PoolCheckpoint::Entry& entry, BlockState state) VMM_REQUIRES(mutex_) {
     std::vector<Piece> pieces;
     Block* block = take_range({entry.offset, entry.size}, state, &pieces);
-    block->tag = tag_of(entry.stream);
+    block->tag = tag_of(entry.stream, /*is_alive=*/false);
     return block;
   };
   const auto begin = [&](Block* block, const PoolCheckpoint::Entry& entry) VMM_REQUIRES(mutex_) {
@@ -88,7 +89,7 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
   auto slab = target.slabs.begin();
   for (const PoolCheckpoint::Entry& entry : target.small) {
     while (entry.offset >= slab->offset + slab->size) ++slab;
-    BlockHeap& small = *streams_[tag_of(entry.stream)].small;
+    BlockHeap& small = *streams_[tag_of(entry.stream, /*is_alive=*/false)].small;
     Block* free = covering_in_slab(small, slab->offset, entry.offset);
     VMM_CHECK(free != nullptr, "no slab for the block at ", entry.offset);
     begin(small.carve(free, entry.offset, entry.size, BlockState::used), entry);

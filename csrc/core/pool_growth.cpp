@@ -84,8 +84,15 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   std::size_t offset = 0;
   bool found = find_spot(request, &offset);
   if (!found) {
-    settle_locked(/*wait=*/false);
+    settle_locked();
     give_up_spare_slabs();
+    found = find_spot(request, &offset);
+  }
+  if (!found) {
+    if (!adopt_free_space(request.tag, shortage)) return nullptr;
+    if (request.where == Request::Where::best_fit) {
+      if (Block* block = take_backed(request)) return block;
+    }
     found = find_spot(request, &offset);
   }
   if (!found) {
@@ -159,6 +166,22 @@ bool Pool::find_unbacked(std::size_t size, bool high, std::size_t* offset) {
   return high ? std::any_of(free.rbegin(), free.rend(), try_block) : std::any_of(free.begin(), free.end(), try_block);
 }
 
+// Where addresses are short: all free space becomes the asking stream's, whoever
+// had it last. False, with what to wait for, where the GPU cannot be made to wait.
+bool Pool::adopt_free_space(StreamTag tag, Shortage* shortage) {
+  Epoch newest = kLongAgo;
+  for (const Block* block : large_.free_blocks()) {
+    if (block->tag != tag && block->tag != kNeutral) newest = std::max(newest, block->epoch);
+  }
+  if (!context_.clock.order_before(use_of(tag), newest).ok()) {
+    shortage->wait_for = newest;
+    return false;
+  }
+  large_.retag(tag);
+  streams_[tag].last_free = std::max(streams_[tag].last_free, newest);
+  return true;
+}
+
 Block* Pool::take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) {
   Block* whole = nullptr;
   for (std::size_t at = range.offset; at < range.end();) {
@@ -188,7 +211,8 @@ void Pool::untake(Block* block, const std::vector<Piece>& pieces) {
 // Frees what was mapped beyond the request, for the stream that asked: nobody
 // else may touch memory that is being scrubbed for it.
 Block* Pool::trim_to_request(Block* block, const Request& request, std::size_t offset) {
-  const std::uint64_t epoch = streams_[request.tag].records;
+  const Epoch epoch = context_.clock.now();
+  streams_[request.tag].last_free = epoch;
   if (block->offset < offset) {
     Block* lower = block;
     block = large_.split(block, offset);
@@ -212,21 +236,21 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
   }
   std::vector<Piece> pieces;
   Block* block = take_range(extent, request.state, &pieces);
-  Stream stream = streams_[request.tag].stream;
+  // Only an explicit offset can land on memory that another stream used last;
+  // elsewhere space with another's tag has nothing under it.
+  Epoch others = kLongAgo;
   for (const Piece& piece : pieces) {
-    // Only an explicit offset can land on memory that another stream used last.
-    if (request.where != Request::Where::at || piece.tag == request.tag || piece.tag == kNeutral ||
-        has_passed(piece.tag, piece.epoch)) {
-      continue;
-    }
-    const Status ordered = point_after(piece.tag, piece.epoch)->order_before(stream);
-    if (ordered.ok()) continue;
-    *shortage = {0, nullptr, ordered};
+    const bool is_of_others = piece.tag != request.tag && piece.tag != kNeutral;
+    if (is_of_others && request.where == Request::Where::at) others = std::max(others, piece.epoch);
+  }
+  if (!context_.clock.order_before(use_of(request.tag), others).ok()) {
+    shortage->wait_for = others;
     untake(block, pieces);
     return nullptr;
   }
   if (!gaps.empty() && !back(gaps, request, grant, shortage)) {
     untake(block, pieces);
+    retire_in_vain();
     return nullptr;
   }
   return trim_to_request(block, request, offset);
@@ -265,7 +289,7 @@ bool Pool::collect(const std::vector<ByteRange>& gaps, const Request& request, S
   const bool fresh_only = source == Source::fresh;
   if (source == Source::any) give_up_spare_slabs();
   IdleChunks idle;
-  if (!fresh_only) idle = idle_chunks(request.tag);
+  if (!fresh_only) idle = idle_chunks(request.tag, Idle::movable);
   const std::size_t least_move = source == Source::any ? 0 : total / kSmallestMoveShare;
   if (source == Source::at_once) {
     for (auto& [size, chunks] : idle) {
@@ -362,31 +386,29 @@ Status Pool::scrub(const std::vector<Placement>& placements, Stream stream) {
 // scrubs what another model wrote. Then the moved ones leave their old places.
 Status Pool::install(const Backing& backing, const Request& request) {
   Stream stream = streams_[request.tag].stream;
+  Epoch last_use = kLongAgo;
   for (const IdleChunk& move : backing.moves) {
-    if (move.at_once) continue;
-    FenceSet last_use = last_use_of({move.offset, move.chunk->size});
-    if (const Status status = last_use.order_before(stream); !status.ok()) return status;
+    if (!move.at_once) last_use = std::max(last_use, last_use_of({move.offset, move.chunk->size}));
   }
-  for (const Placement& placement : backing.placements) {
-    if (const Status status = placement.chunk->last_use.order_before(stream); !status.ok()) return status;
-  }
-  if (const Status status = range_->map(backing.placements, context_.accessors); !status.ok()) {
-    return status;
-  }
+  for (const Placement& placement : backing.placements) last_use = std::max(last_use, placement.chunk->last_use);
+  if (const Status status = context_.clock.order_before(use_of(request.tag), last_use); !status.ok()) return status;
+  if (const Status status = range_->map(backing.placements, context_.accessors); !status.ok()) return status;
   if (const Status status = scrub(backing.placements, stream); !status.ok()) {
-    // Scrubbing may be queued through the new addresses: it must be over
-    // before they go. The one wait on this path, and only when a fill failed.
-    context_.fences.record(stream)->wait();
-    for (const auto& [offset, chunk] : backing.placements) range_->unmap({offset, chunk->size}).ignore();
+    // Scrubbing may be queued through the new addresses: they go behind it.
+    const Epoch now = context_.clock.now();
+    for (const auto& [offset, chunk] : backing.placements) {
+      chunk->last_use = std::max(chunk->last_use, now);
+      in_vain_.push_back(offset);
+    }
     return status;
   }
   for (const IdleChunk& move : backing.moves) detach(move.offset, last_use_of({move.offset, move.chunk->size}));
   for (const Placement& placement : backing.placements) {
     placement.chunk->content = id_;
-    placement.chunk->last_use.clear();
+    placement.chunk->last_use = kLongAgo;
     count_mapped(placement, stream);
   }
-  drop_retired(/*wait=*/false);
+  drop_retired();
   return {};
 }
 
@@ -395,7 +417,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
 Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
   const std::size_t wanted = align_up(request.size, page_);
   give_up_spare_slabs();
-  IdleChunks idle = idle_chunks(request.tag);
+  IdleChunks idle = idle_chunks(request.tag, Idle::movable);
   Backing backing;
   std::size_t sum = 0;
   const auto take_granted = [&](Chunk* chunk) {
@@ -429,6 +451,7 @@ Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
       return trim_to_request(block, request, offset);
     }
     untake(block, pieces);
+    retire_in_vain();
   }
   put_back(backing, grant);
   return nullptr;

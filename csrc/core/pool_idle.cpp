@@ -1,5 +1,5 @@
 // Pool: which chunks are idle, and letting go of them. A chunk that leaves is
-// detached: its old mapping waits for its fence, the caller does not.
+// detached: its old mapping waits for the device's clock, the caller does not.
 #include <algorithm>
 #include <iterator>
 
@@ -8,56 +8,42 @@
 
 namespace vmm {
 
-// ------------------------------------------------------------------- fences
+namespace {
 
-bool Pool::has_passed(StreamTag tag, std::uint64_t epoch) {
-  StreamState& stream = streams_[tag];
-  if (stream.passed > epoch) return true;
-  if (stream.newest == nullptr || stream.records <= epoch || !stream.newest->passed()) return false;
-  stream.passed = stream.records;
-  return true;
-}
+// A tick costs up to some 100 us where torch has made all of its 128 streams and
+// 0.5 where there is one; an unmap costs 16 to 22. With one tick for a quarter as
+// many addresses as there are streams it does not show.
+constexpr std::size_t kStreamsPerRetired = 4;
 
-// A point after everything that was freed on the stream up to `epoch`.
-FencePointPtr Pool::point_after(StreamTag tag, std::uint64_t epoch) {
-  StreamState& stream = streams_[tag];
-  if (stream.newest == nullptr || stream.records <= epoch) {
-    stream.newest = context_.fences.record(stream.stream);
-    ++stream.records;
-  }
-  return stream.newest;
-}
+}  // namespace
 
-FenceSet Pool::last_use_of(ByteRange range) {
-  FenceSet points;
-  if (after_graphs_ != nullptr) {
-    if (after_graphs_->passed()) {
-      after_graphs_.reset();
-    } else {
-      points.add(after_graphs_);
-    }
-  }
+// The newest moment at which anything in `range` was freed; what is neutral or
+// not free (an ending pool's) counts for nothing.
+Epoch Pool::last_use_of(ByteRange range) const {
+  Epoch newest = graphs_end_;
   for (std::size_t at = range.offset; at < range.end();) {
     const Block* free = large_.free_covering(at);
     if (free == nullptr) {
-      // Not free: whoever asks knows that it holds no work (an ending pool).
       at += page_;
       continue;
     }
-    if (free->tag != kNeutral && !has_passed(free->tag, free->epoch)) points.add(point_after(free->tag, free->epoch));
+    if (free->tag != kNeutral) newest = std::max(newest, free->epoch);
     at = free->end();
   }
-  return points;
+  return newest;
 }
 
 // -------------------------------------------------------------- idle chunks
 
-// Every chunk that stands wholly in free space, by size and then by offset.
+// Every chunk that stands wholly in free space, by size; of one size what queued
+// work may still use comes first, and then by offset: the last are taken first.
 // None while a graph may use them at any time.
-Pool::IdleChunks Pool::idle_chunks(StreamTag tag) {
+Pool::IdleChunks Pool::idle_chunks(StreamTag tag, Idle which) {
   IdleChunks idle;
   if (pinned_) return idle;
-  const bool graphs_are_done = after_graphs_ == nullptr || after_graphs_->passed();
+  const Clock& clock = context_.clock;
+  const bool graphs_are_done =
+      clock.has_passed(graphs_end_) || (tag != kNeutral && streams_[tag].behind_graphs == graphs_end_);
   const auto& free = large_.free_blocks();
   for (auto first = free.begin(); first != free.end();) {
     // One run of adjacent free blocks: a chunk may lie across two of them.
@@ -66,18 +52,23 @@ Pool::IdleChunks Pool::idle_chunks(StreamTag tag) {
     const std::size_t run_end = (*last)->end();
     auto block = first;
     for (auto at = range_->from((*first)->offset); at != range_->live().end(); ++at) {
-      const std::size_t end = at->first + at->second.chunk->size;
+      Chunk* chunk = at->second.chunk;
+      const std::size_t end = at->first + chunk->size;
       if (end > run_end) break;
       while ((*block)->end() <= at->first) ++block;
+      if (chunk->exported && which == Idle::movable) continue;
       bool at_once = graphs_are_done;
       for (auto under = block; under != std::next(last) && (*under)->offset < end; ++under) {
         const Block& span = **under;
-        if (span.tag == tag || span.tag == kNeutral || has_passed(span.tag, span.epoch)) continue;
-        at_once = tag != kNeutral && point_after(span.tag, span.epoch)->passed() && at_once;
+        at_once =
+            at_once && ((tag != kNeutral && span.tag == tag) || span.tag == kNeutral || clock.has_passed(span.epoch));
       }
-      idle[at->second.chunk->size].push_back({at->second.chunk, at->first, at_once});
+      idle[chunk->size].push_back({chunk, at->first, at_once});
     }
     first = std::next(last);
+  }
+  for (auto& [size, chunks] : idle) {
+    std::stable_partition(chunks.begin(), chunks.end(), [](const IdleChunk& chunk) { return !chunk.at_once; });
   }
   return idle;
 }
@@ -104,28 +95,59 @@ bool Pool::take_idle(IdleChunks& idle, std::size_t at_most, std::size_t at_least
 
 // Takes the chunk at `offset` out of the pool's range. REQUIRES: its addresses
 // are free. They are handed to no one until the old mapping has been dropped.
-Chunk* Pool::detach(std::size_t offset, const FenceSet& last_use) {
+Chunk* Pool::detach(std::size_t offset, Epoch last_use) {
   const auto mapping = range_->live().find(offset);
   VMM_CHECK(mapping != range_->live().end(), "no chunk at ", offset);
-  count_unmapped({offset, mapping->second.chunk});
-  Chunk* chunk = range_->retire(offset, last_use);
-  std::vector<Piece> pieces;
-  retired_blocks_.emplace(offset, take_range({offset, chunk->size}, BlockState::retired, &pieces));
+  Chunk* chunk = mapping->second.chunk;
+  count_unmapped({offset, chunk});
+  chunk->last_use = std::max(chunk->last_use, last_use);
+  retire_mapping(offset, last_use);
   return chunk;
 }
 
-bool Pool::drop_retired(bool wait) {
+void Pool::retire_mapping(std::size_t offset, Epoch last_use) {
+  const std::size_t size = range_->retire(offset, last_use)->size;
+  std::vector<Piece> pieces;
+  retired_blocks_.emplace(offset, take_range({offset, size}, BlockState::retired, &pieces));
+}
+
+// What was mapped for a request that failed after that. Its chunks have gone
+// back to where they came from.
+void Pool::retire_in_vain() {
+  for (const std::size_t offset : in_vain_) retire_mapping(offset, context_.clock.now());
+  in_vain_.clear();
+}
+
+// Former addresses are dropped without hurry: a tick is made for them only when
+// many have gathered, or when somebody needs one for another reason.
+bool Pool::drop_retired() {
   if (!range_->has_retired()) return false;
-  const std::vector<ByteRange> dropped = range_->drop_retired(wait, [this](ByteRange range) VMM_REQUIRES(mutex_) {
-    tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
-  });
+  if (range_->retired_count() >= context_.clock.streams() / kStreamsPerRetired) {
+    context_.clock.cover(range_->last_retired_use());
+  }
+  context_.clock.poll();
+  const std::vector<ByteRange> dropped =
+      range_->drop_retired(context_.clock, [this](ByteRange range) VMM_REQUIRES(mutex_) {
+        tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
+      });
   for (const ByteRange& range : dropped) {
     const auto block = retired_blocks_.find(range.offset);
     VMM_CHECK(block != retired_blocks_.end() && block->second->range() == range, "retired block at ", range.offset);
-    large_.free(block->second, kNeutral, 0);
+    large_.free(block->second, kNeutral, kLongAgo);
     retired_blocks_.erase(block);
   }
   return !dropped.empty();
+}
+
+// Puts the idle chunks that lie in `range` or reach into it on the group's shelf.
+void Pool::shelve_idle_chunks(ByteRange range) {
+  for (const auto& [size, chunks] : idle_chunks(kNeutral, Idle::all)) {
+    for (const IdleChunk& idle : chunks) {
+      if (idle.offset + size <= range.offset || idle.offset >= range.end()) continue;
+      context_.store.put(group_, detach(idle.offset, last_use_of({idle.offset, size})));
+    }
+  }
+  drop_retired();
 }
 
 // Mapped memory is the large pool's until a slab is made of it.
@@ -156,7 +178,7 @@ void Pool::unpin() {
   const MutexLock lock(mutex_);
   if (!pinned_) return;
   pinned_ = false;
-  after_graphs_ = context_.fences.record_all();
+  graphs_end_ = context_.clock.now();
 }
 
 bool Pool::is_pinned() const {
@@ -175,9 +197,9 @@ std::size_t Pool::surrender(std::size_t want, bool respect_floor, Grant& grant, 
   *refused = nullptr;
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return 0;
-  settle_locked(/*wait=*/false);
+  settle_locked();
   give_up_spare_slabs();
-  IdleChunks idle = idle_chunks(kNeutral);
+  IdleChunks idle = idle_chunks(kNeutral, Idle::movable);
   std::size_t moved = 0;
   IdleChunk chosen;
   while (moved < want) {
@@ -187,59 +209,57 @@ std::size_t Pool::surrender(std::size_t want, bool respect_floor, Grant& grant, 
     if (respect_floor && bytes_above_floor() < size) continue;  // perhaps a smaller one
     *refused = Budget::transfer(budget_, grant.payer(), size);
     if (*refused != nullptr) break;
-    const FenceSet last_use = last_use_of({chosen.offset, size});
-    Chunk* chunk = detach(chosen.offset, last_use);
+    Chunk* chunk = detach(chosen.offset, last_use_of({chosen.offset, size}));
     chunk->charged = &grant.payer();
-    chunk->last_use.add_all(last_use);
     grant.chunks.put(chunk);
     moved += size;
   }
-  drop_retired(/*wait=*/false);
+  drop_retired();
   return moved;
 }
 
 std::size_t Pool::shed(std::size_t keep) {
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return 0;
-  settle_locked(/*wait=*/false);
+  settle_locked();
   give_up_spare_slabs();
-  IdleChunks idle = idle_chunks(kNeutral);
+  IdleChunks idle = idle_chunks(kNeutral, Idle::all);
   std::size_t idle_bytes = 0;
   for (const auto& [size, chunks] : idle) idle_bytes += size * chunks.size();
   std::size_t moved = 0;
   IdleChunk chosen;
   while (idle_bytes > keep && take_idle(idle, kUnlimited - 1, 0, &chosen)) {
     const std::size_t size = chosen.chunk->size;
-    const FenceSet last_use = last_use_of({chosen.offset, size});
-    Chunk* chunk = detach(chosen.offset, last_use);
-    chunk->last_use.add_all(last_use);
-    context_.store.put(group_, chunk);
+    context_.store.put(group_, detach(chosen.offset, last_use_of({chosen.offset, size})));
     idle_bytes -= size;
     moved += size;
   }
-  drop_retired(/*wait=*/false);
+  drop_retired();
   return moved;
 }
 
-void Pool::settle_for_melting() {
-  if (range_ != nullptr) settle_locked(/*wait=*/true);
-}
-
-void Pool::melt_locked(const Budget* limit, std::size_t want) {
-  if (range_ == nullptr) return;
+std::size_t Pool::melt_locked(const Budget* limit, std::size_t want) {
+  if (range_ == nullptr) return 0;
+  settle_locked();
   give_up_spare_slabs();
-  IdleChunks idle = idle_chunks(kNeutral);
+  IdleChunks idle = idle_chunks(kNeutral, Idle::all);
+  std::size_t in_use = 0;
   IdleChunk chosen;
   while ((limit == nullptr || limit->room() < want) && take_idle(idle, kUnlimited - 1, 0, &chosen)) {
     const std::size_t size = chosen.chunk->size;
     if (bytes_above_floor() < size) continue;
+    if (!chosen.at_once) {
+      in_use += size;
+      continue;
+    }
     Chunk* chunk = detach(chosen.offset, last_use_of({chosen.offset, size}));
-    drop_retired(/*wait=*/true);
+    drop_retired();
     // Another pool's former mapping, of before the chunk came here, may still
     // stand: then it cannot be released yet and rests on the shelf.
     const bool unmapped = chunk->mappings.load(std::memory_order_acquire) == 0;
     if (!unmapped || !context_.store.release(chunk).ok()) context_.store.put(group_, chunk);
   }
+  return in_use;
 }
 
 }  // namespace vmm

@@ -50,32 +50,52 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
 
 Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream stream, Grant* grant,
                                  Shortage* shortage) {
-  require_open();
   const ByteRange range = page_range(offset, size);
   const MutexLock lock(mutex_);
-  settle_locked(/*wait=*/false);
+  require_open();
+  settle_locked();
   give_up_spare_slabs();
-  std::size_t taken = first_unfree(range);
-  if (taken < range.end() && !retired_blocks_.empty()) {
-    // The caller wants the very address whose former mapping queued work still
-    // uses. Nothing else can stand there, so this one call waits.
-    const auto after = retired_blocks_.upper_bound(taken);
-    const bool is_retired_block = after != retired_blocks_.begin() && std::prev(after)->second->end() > taken;
-    if (is_retired_block && drop_retired(/*wait=*/true)) taken = first_unfree(range);
-  }
-  if (taken < range.end()) {
+  const StreamTag tag = tag_of(stream);
+  if (!is_behind_graphs(tag, shortage)) return 0;
+  for (std::size_t taken = first_unfree(range); taken < range.end(); taken = first_unfree(range)) {
+    if (make_way(taken, tag, shortage)) continue;
+    if (shortage->wait_for != kLongAgo) return 0;
     throw AlreadyMappedError(
         taken, page_, "pool '" + name_ + "': allocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")");
   }
   return take_pages(range, stream, grant, shortage) == 0 ? 0 : base_ + offset;
 }
 
+// The page at `at` was freed, but queued work may still use it. In a chunk that
+// has other pages it is the asking stream's at once, behind that work. Where the
+// chunk has gone, its former mapping has to go first, and the caller waits:
+// nothing else can stand at the very address that was asked for.
+bool Pool::make_way(std::size_t at, StreamTag tag, Shortage* shortage) {
+  if (const auto after = quarantined_.upper_bound(at); after != quarantined_.begin()) {
+    const auto& [offset, freed] = *std::prev(after);
+    if (freed.block->end() > at) {
+      if (!context_.clock.order_before(use_of(tag), freed.epoch).ok()) {
+        shortage->wait_for = freed.epoch;
+        return false;
+      }
+      end_quarantine(offset, tag);
+      return true;
+    }
+  }
+  const auto after = retired_blocks_.upper_bound(at);
+  if (after != retired_blocks_.begin() && std::prev(after)->second->end() > at) {
+    shortage->wait_for = range_->last_retired_use();
+  }
+  return false;
+}
+
 Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) {
-  require_open();
   const std::size_t wanted = page_range(0, size).size;
   const MutexLock lock(mutex_);
-  settle_locked(/*wait=*/false);
+  require_open();
+  settle_locked();
   give_up_spare_slabs();
+  if (!is_behind_graphs(tag_of(stream), shortage)) return 0;
   const auto& free = large_.free_blocks();
   for (auto first = free.begin(); first != free.end();) {
     const std::size_t begin = align_up((*first)->offset, page_);
@@ -89,9 +109,9 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
 
 // REQUIRES: every page of `range` is explicit. Splits, counts down, frees.
 void Pool::free_pages(ByteRange range) {
-  // The pages may be in use on streams that nobody told us of.
-  const FencePointPtr after = context_.fences.record_all();
-  std::vector<std::pair<ByteRange, StreamTag>> freed;
+  // Nobody told us of the streams that used them, so they are nobody's, not even
+  // their own stream's, until all that is queued now is done.
+  const Epoch epoch = context_.clock.now();
   for (auto it = std::prev(pages_.upper_bound(range.offset)); it != pages_.end() && it->first < range.end();) {
     Block* block = it->second;
     it = pages_.erase(it);
@@ -99,7 +119,10 @@ void Pool::free_pages(ByteRange range) {
     end_block(*block);
     count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
     count_requested(*block, /*up=*/false);
-    tell(PoolEvent::free_completed, block->offset, block->requested, streams_[block->tag].stream);
+    StreamState& stream = streams_[block->tag];
+    --stream.blocks;
+    stream.last_free = epoch;
+    tell(PoolEvent::free_completed, block->offset, block->requested, stream.stream);
     const auto keep = [&](Block* kept) VMM_REQUIRES(mutex_) {
       pages_.emplace(kept->offset, kept);
       begin_block(kept, kept->size);
@@ -111,58 +134,108 @@ void Pool::free_pages(ByteRange range) {
     }
     if (block->end() > range.end()) keep(large_.split(block, range.end()));
     page_bytes_ -= block->size;
-    freed.emplace_back(block->range(), block->tag);
-    large_.free(block, block->tag, streams_[block->tag].records);
+    large_.free(block, block->tag, epoch);
   }
-  // Whole idle chunks go to the shelf at once.
-  IdleChunks idle = idle_chunks(kNeutral);
-  for (const auto& [size, chunks] : idle) {
-    for (const IdleChunk& chunk : chunks) {
-      if (chunk.offset + size <= range.offset || chunk.offset >= range.end()) continue;
-      FenceSet last_use = last_use_of({chunk.offset, size});
-      last_use.add(after);
-      detach(chunk.offset, last_use);
-      if (!last_use.passed()) chunk.chunk->last_use.add_all(last_use);
-      context_.store.put(group_, chunk.chunk);
-    }
-  }
-  // What stays mapped (part of a larger chunk) is reused in its stream's
-  // order, so that stream comes after the streams we do not know.
-  for (const auto& [part, tag] : freed) {
-    if (range_->missing_bytes(part) == part.size) continue;
-    if (!after->order_before(streams_[tag].stream).ok()) after->wait();
-  }
-  drop_retired(/*wait=*/false);
+  // Whole chunks go to the shelf at once; what shares its chunk with pages that
+  // are still in use stays where it is.
+  shelve_idle_chunks(range);
+  quarantine(range, epoch);
 }
 
-void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
-  require_open();
-  const ByteRange range = page_range(offset, size);
-  const MutexLock lock(mutex_);
+// Takes what is mapped and free in `range` out of use until `epoch` has passed.
+void Pool::quarantine(ByteRange range, Epoch epoch) {
+  std::vector<ByteRange> parts;
+  for (auto at = range_->covering(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {
+    const std::size_t begin = std::max(at->first, range.offset);
+    parts.push_back({begin, std::min(at->first + at->second.chunk->size, range.end()) - begin});
+  }
+  if (parts.empty()) {
+    for (auto at = range_->from(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {
+      parts.push_back({at->first, std::min(at->first + at->second.chunk->size, range.end()) - at->first});
+    }
+  }
+  for (const ByteRange& part : parts) {
+    std::vector<Piece> pieces;
+    Block* block = take_range(part, BlockState::quarantined, &pieces);
+    quarantined_bytes_ += block->size;
+    quarantined_.emplace(block->offset, Quarantined{block, epoch});
+  }
+}
+
+// `tag`: of a stream whose work comes after all that may use it.
+void Pool::end_quarantine(std::size_t offset, StreamTag tag) {
+  const auto [block, epoch] = quarantined_.at(offset);
+  quarantined_.erase(offset);
+  quarantined_bytes_ -= block->size;
+  large_.free(block, tag, epoch);
+}
+
+// Every page of `range` is explicit; NotMappedError names the first that is not.
+void Pool::require_pages(ByteRange range, const std::string& doing) const {
   for (std::size_t at = range.offset; at < range.end();) {
     const auto after = pages_.upper_bound(at);
     if (after == pages_.begin() || std::prev(after)->second->end() <= at) {
-      throw NotMappedError(
-          at, page_, "pool '" + name_ + "': deallocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")");
+      throw NotMappedError(at, page_, "pool '" + name_ + "': " + doing);
     }
     at = std::prev(after)->second->end();
+  }
+}
+
+void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
+  const ByteRange range = page_range(offset, size);
+  const std::string doing = "deallocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")";
+  const MutexLock lock(mutex_);
+  require_open();
+  settle_locked();
+  require_pages(range, doing);
+  if (const auto [count, bytes] = held_.in(range); count != 0) {
+    throw StillInUseError("pool '" + name_ + "': " + doing + ": " + std::to_string(count) +
+                              " tensors of tensor() still show " + format_bytes(bytes) + " of it; drop them first",
+                          bytes, count);
   }
   free_pages(range);
 }
 
+Address Pool::hold_pages(std::size_t offset, std::size_t size) {
+  const ByteRange range = page_range(offset, size);
+  const MutexLock lock(mutex_);
+  require_open();  // under the lock, so that a forced close sees the hold or the hold sees the close
+  require_pages(range, "a tensor over offset " + std::to_string(offset) + ", size " + std::to_string(size) +
+                           " needs its pages allocated first");
+  held_.hold({offset, size});
+  return base_ + offset;
+}
+
+bool Pool::unhold_pages(std::size_t offset, std::size_t size) {
+  const MutexLock lock(mutex_);
+  held_.unhold({offset, size});
+  if (!is_retired()) return false;
+  for (const ByteRange& part : held_.free_parts(page_range(offset, size), page_)) free_pages(part);
+  return live_blocks_locked() == 0;
+}
+
 void Pool::drop_pages() {
   const MutexLock lock(mutex_);
-  while (!pages_.empty()) free_pages(pages_.begin()->second->range());
+  std::vector<ByteRange> parts;
+  for (const auto& [offset, block] : pages_) {
+    const auto unheld = held_.free_parts(block->range(), page_);
+    parts.insert(parts.end(), unheld.begin(), unheld.end());
+  }
+  for (const ByteRange& part : parts) free_pages(part);
 }
 
 bool Pool::is_mapped(std::size_t offset, std::size_t size) const {
   const ByteRange range = page_range(offset, size);
+  const auto lies_in = [](const auto& blocks, std::size_t page, const auto& block_of) {
+    const auto after = blocks.upper_bound(page);
+    return after != blocks.begin() && block_of(std::prev(after)->second)->end() > page;
+  };
   const MutexLock lock(mutex_);
+  if (range_ == nullptr) return false;
   for (std::size_t page = range.offset; page < range.end(); page += page_) {
-    if (retired_blocks_.count(page) != 0) return false;
     if (first_unfree({page, page_}) == page + page_) return false;
-    const auto after = retired_blocks_.upper_bound(page);
-    if (after != retired_blocks_.begin() && std::prev(after)->second->end() > page) return false;
+    if (lies_in(retired_blocks_, page, [](const Block* block) { return block; })) return false;
+    if (lies_in(quarantined_, page, [](const Quarantined& freed) { return freed.block; })) return false;
   }
   return true;
 }

@@ -141,18 +141,26 @@ void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
     route.capture = running;
     route.in_another = !passes && running != 0;
     route.thread = this_thread();
-    if (entry.suspended > 0) {
-      --entry.suspended;
-    } else {
-      memory_.fences().begin_capture();
+    if (!take_up_suspended(region)) {
+      memory_.clock().begin_capture();
       add_graph(entry);
     }
   } else {
     ++entry.plain;
   }
   routes_.push_back(std::move(route));
-  route_count_.store(routes_.size(), std::memory_order_relaxed);
+  count_routes();
 }
+
+bool PrivatePools::take_up_suspended(RegionId region) {
+  const auto at =
+      std::find_if(suspended_.begin(), suspended_.end(), [&](const Route& route) { return route.region == region; });
+  if (at == suspended_.end()) return false;
+  suspended_.erase(at);
+  return true;
+}
+
+void PrivatePools::count_routes() { route_count_.store(routes_.size() + suspended_.size(), std::memory_order_relaxed); }
 
 void PrivatePools::end(RegionId region) {
   const MutexLock lock(mutex_);
@@ -163,15 +171,18 @@ void PrivatePools::end(RegionId region) {
   if (!at->is_capture) {
     --entry.plain;
     ++entry.plain_ended;
-  } else if (at->capture != 0 && capture_of(at->origin) == at->capture) {
-    // torch ends the capture before its route. Here the capture goes on: the
-    // route is about to be replaced, for a conditional node of the graph.
-    ++entry.suspended;
   } else {
-    memory_.fences().end_capture();
+    const std::uint64_t running = capture_of(at->origin);
+    if (at->capture == 0) at->capture = running;  // nobody has asked for memory in it yet
+    if (running != 0 && running == at->capture) {
+      // torch ends the capture before its route. Here the capture goes on.
+      suspended_.push_back(std::move(*at));
+    } else {
+      memory_.clock().end_capture();
+    }
   }
   routes_.erase(at);
-  route_count_.store(routes_.size(), std::memory_order_relaxed);
+  count_routes();
 }
 
 // Whether a capture's route serves nothing any more, though nobody ended it.
@@ -193,25 +204,31 @@ bool PrivatePools::is_dead(Route& route) {
 // Returns whether there were any. The filter is not asked: it may look into a
 // graph that is gone.
 bool PrivatePools::sweep_locked() {
-  bool any = false;
-  for (std::size_t k = 0; k < routes_.size();) {
-    if (!is_dead(routes_[k])) {
-      ++k;
-      continue;
-    }
-    const auto at = entries_.find(routes_[k].region);
-    routes_.erase(routes_.begin() + static_cast<std::ptrdiff_t>(k));
-    memory_.fences().end_capture();
+  std::vector<RegionId> dead;
+  const auto drop_dead = [&](std::vector<Route>& routes, const auto& is_dead) {
+    std::erase_if(routes, [&](Route& route) {
+      if (!is_dead(route)) return false;
+      dead.push_back(route.region);
+      return true;
+    });
+  };
+  drop_dead(routes_, [this](Route& route) VMM_REQUIRES(mutex_) { return is_dead(route); });
+  // A suspended one is taken up before its capture ends, so one whose capture has
+  // ended never will be.
+  drop_dead(suspended_, [this](const Route& route) { return capture_of(route.origin) != route.capture; });
+  for (const RegionId region : dead) {
+    const auto at = entries_.find(region);
+    memory_.clock().end_capture();
     drop_graph(at->second);
     drop_if_unused(at);
-    any = true;
   }
-  if (any) route_count_.store(routes_.size(), std::memory_order_relaxed);
-  return any && !any_capture();
+  count_routes();
+  return !dead.empty() && !any_capture();
 }
 
 bool PrivatePools::any_capture() const {
-  return std::any_of(routes_.begin(), routes_.end(), [](const Route& route) { return route.is_capture; });
+  return !suspended_.empty() ||
+         std::any_of(routes_.begin(), routes_.end(), [](const Route& route) { return route.is_capture; });
 }
 
 void PrivatePools::tell_of_failures(bool failed) const {
@@ -297,21 +314,18 @@ Address PrivatePools::rescue(const std::shared_ptr<Pool>& model, std::size_t byt
 void PrivatePools::empty_cache(RegionId region) {
   bool failed = false;
   PoolList parts;
-  std::shared_ptr<ForeignMemory> foreign;
   {
     const MutexLock lock(mutex_);
     failed = sweep_locked();
     const auto at = entries_.find(region);
     if (at != entries_.end() && at->second.graphs == 0) {
       for (const auto& [model, part] : at->second.parts) parts.push_back(part);
-      foreign = at->second.foreign;
     }
   }
   tell_of_failures(failed);
   for (const auto& part : parts) {
     if (!part->is_retired()) memory_.trim(*part, 0);
   }
-  if (foreign != nullptr) foreign->trim();
 }
 
 PoolList PrivatePools::parts(RegionId region) const {

@@ -39,8 +39,6 @@ class ForeignMemory {
   virtual ~ForeignMemory() = default;
   // A CUDA graph uses it, or none any more: it must stay, or may go.
   virtual void set_pinned(bool pinned) noexcept = 0;
-  // Gives back what is free. May wait for the GPU.
-  virtual void trim() noexcept = 0;
   // Nobody asks for more: all goes back, at the latest with its last block.
   virtual void close() noexcept = 0;
 };
@@ -83,7 +81,7 @@ class PrivatePools {
   void begin(RegionId region, Filter filter, Stream current) VMM_EXCLUDES(mutex_);
   // Throws InvalidArgumentError when there is none.
   void end(RegionId region) VMM_EXCLUDES(mutex_);
-  // Is any begin..end open? One relaxed load.
+  // Is any begin..end open, or suspended? One relaxed load.
   [[nodiscard]] bool any_route() const { return route_count_.load(std::memory_order_relaxed) != 0; }
   // The part of `model` that serves a request on `stream` by this thread, made
   // when needed; nullptr: none does. Where the region's memory is foreign,
@@ -99,8 +97,9 @@ class PrivatePools {
   void sweep() VMM_EXCLUDES(mutex_);
 
   // -- What is in them ----------------------------------------------------------
-  // Gives back what is free in the region; nothing while a graph uses it. Waits
-  // for the work that still uses it.
+  // Gives back what is free in the region; nothing while a graph uses it, nor what
+  // somebody else provides: that stays with its pool, as natively. Waits for the
+  // work that still uses it.
   void empty_cache(RegionId region) VMM_EXCLUDES(mutex_);
   // Its parts, in no order; throws InvalidArgumentError where there is no such region.
   [[nodiscard]] PoolList parts(RegionId region) const VMM_EXCLUDES(mutex_);
@@ -119,7 +118,6 @@ class PrivatePools {
     int graphs = 0;       // captures begun whose graph has not been released
     int plain = 0;        // routes of a thread or a stream, open ones
     int plain_ended = 0;  // and ended ones, whose release is due
-    int suspended = 0;    // captures whose route has ended for a moment
     bool use_on_oom = false;
     bool no_split = false;
     std::map<Pool*, std::shared_ptr<Pool>> parts;  // by model, which the part keeps alive
@@ -145,6 +143,8 @@ class PrivatePools {
   [[nodiscard]] const Entry& known(RegionId region) const VMM_REQUIRES(mutex_);
   bool is_dead(Route& route) VMM_REQUIRES(mutex_);
   bool sweep_locked() VMM_REQUIRES(mutex_);
+  bool take_up_suspended(RegionId region) VMM_REQUIRES(mutex_);
+  void count_routes() VMM_REQUIRES(mutex_);
   [[nodiscard]] bool any_capture() const VMM_REQUIRES(mutex_);
   void tell_of_failures(bool failed) const;
   std::shared_ptr<Pool> part_of(RegionId region, Entry& entry, const std::shared_ptr<Pool>& model) VMM_REQUIRES(mutex_);
@@ -158,6 +158,9 @@ class PrivatePools {
   mutable Mutex mutex_;
   Entries entries_ VMM_GUARDED_BY(mutex_);
   std::vector<Route> routes_ VMM_GUARDED_BY(mutex_);  // the latest last
+  // Of captures that go on: torch ends the route for a moment, before and after
+  // it captures the body of a conditional node, and begins one right after.
+  std::vector<Route> suspended_ VMM_GUARDED_BY(mutex_);
 };
 
 }  // namespace vmm

@@ -7,10 +7,12 @@
 //   2  idle chunks of other pools that stand under the limit that refused,
 //      lowest priority first, then whoever is furthest above its floor; they
 //      move by a second mapping, and no one waits for the GPU
-//   3  torch's registered free-memory callbacks, and fences that have passed
-//   4  the last rung, every pool locked: wait for the fences, give all idle
-//      memory above the floors back to the driver and take the room. Whatever
-//      fits after that is granted; no other thread can take it in between
+//   3  torch's registered free-memory callbacks, and work that is done by now
+//   4  the last rung: wait for all queued work, with no lock held; then, with
+//      every pool locked, give all idle memory above the floors back to the
+//      driver and take the room. Whatever fits after that is granted; no other
+//      thread can take it in between. Again while others had work queued since
+//      that may still use idle memory
 //   5  an error that says who asked, for how much, every limit, who holds
 //      what, and what would help
 //
@@ -24,38 +26,52 @@
 
 namespace vmm {
 
-Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
+namespace {
+
+// How often the last rung is tried again because other threads, meanwhile, have
+// queued work on memory that they then freed. Each round waits for that work.
+constexpr int kMostRounds = 16;
+
+}  // namespace
+
+Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, const Attempt& attempt) {
+  if (has_ended_.load(std::memory_order_relaxed)) [[unlikely]]
+    tend();
   Shortage shortage;
-  if (const Address address = pool.try_allocate(bytes, stream, nullptr, &shortage)) return address;
-  return climb(
-      pool, bytes, [&](Grant* grant, Shortage* missing) { return pool.try_allocate(bytes, stream, grant, missing); },
-      shortage);
+  if (const Address address = attempt(nullptr, &shortage)) return address;
+  while (shortage.wait_for != kLongAgo) {
+    wait_for(shortage.wait_for);
+    shortage = {};
+    if (const Address address = attempt(nullptr, &shortage)) return address;
+  }
+  return climb(pool, bytes, attempt, shortage);
+}
+
+void DeviceMemory::wait_for(Epoch epoch) {
+  throw_if_failed(clock_.wait(epoch), "waiting for queued work that may use the memory");
+}
+
+Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
+  return allocate(pool, bytes,
+                  [&](Grant* grant, Shortage* shortage) { return pool.try_allocate(bytes, stream, grant, shortage); });
 }
 
 Address DeviceMemory::allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream) {
-  Shortage shortage;
-  if (const Address got = pool.try_allocate_at(address, bytes, stream, nullptr, &shortage)) return got;
-  return climb(
-      pool, bytes,
-      [&](Grant* grant, Shortage* missing) { return pool.try_allocate_at(address, bytes, stream, grant, missing); },
-      shortage);
+  return allocate(pool, bytes, [&](Grant* grant, Shortage* shortage) {
+    return pool.try_allocate_at(address, bytes, stream, grant, shortage);
+  });
 }
 
 Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream) {
-  Shortage shortage;
-  if (const Address address = pool.try_allocate_pages(offset, size, stream, nullptr, &shortage)) return address;
-  return climb(
-      pool, size,
-      [&](Grant* grant, Shortage* missing) { return pool.try_allocate_pages(offset, size, stream, grant, missing); },
-      shortage);
+  return allocate(pool, size, [&](Grant* grant, Shortage* shortage) {
+    return pool.try_allocate_pages(offset, size, stream, grant, shortage);
+  });
 }
 
 Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream) {
-  Shortage shortage;
-  if (const Address address = pool.try_allocate_first(size, stream, nullptr, &shortage)) return address;
-  return climb(
-      pool, size,
-      [&](Grant* grant, Shortage* missing) { return pool.try_allocate_first(size, stream, grant, missing); }, shortage);
+  return allocate(pool, size, [&](Grant* grant, Shortage* shortage) {
+    return pool.try_allocate_first(size, stream, grant, shortage);
+  });
 }
 
 // Who yields first: the lowest priority, then whoever is furthest above its floor.
@@ -91,35 +107,57 @@ void DeviceMemory::take_from(const PoolList& pools, std::size_t want, Grant& gra
 }
 
 // With every pool locked: gives idle memory back until the asker has room for
-// `want` bytes (`need` at the least), and charges them to it before anyone else
-// can.
-void DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want, Grant& grant) {
+// `want` bytes (`need` at the least), and takes them for it before anyone else
+// can. Returns the idle bytes that could not be had, as queued work may still
+// use them.
+std::size_t DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want, Grant& grant) {
   const PoolList all = pools();
   const AllLocked locked(all);
   PoolList order = all;
   std::stable_sort(order.begin(), order.end(),
                    [](const auto& a, const auto& b) { return a->priority() < b->priority(); });
-  for (const auto& pool : order) pool->settle_for_melting();
+  std::size_t in_use = 0;
   if (refused == nullptr) {
     // The device itself has run out: every shelf and pool may hold what the
     // driver needs, whatever the limits say.
-    for (const auto& pool : order) pool->melt_locked(nullptr, 0);
+    for (const auto& pool : order) in_use += pool->melt_locked(nullptr, 0);
     store_.trim_all();
+    create_into(grant, asker, need);
   }
   // The limit that refused, then those above it: they may be full as well, of
   // what others hold.
   for (const Budget* level = refused; level != nullptr; level = level->parent()) {
     if (level->room() < want) store_.trim_under(*level, want - level->room());
     for (const auto& pool : order) {
-      if (pool->budget().stands_under(*level)) pool->melt_locked(level, want);
+      if (pool->budget().stands_under(*level)) in_use += pool->melt_locked(level, want);
     }
     // What melted but is still mapped elsewhere rests on a shelf.
     if (level->room() < want) store_.trim_under(*level, want - level->room());
     if (level->room() < need) break;
   }
   Budget& payer = asker.budget();
-  const std::size_t room = std::min(payer.headroom(), want);
+  const std::size_t room = std::min(payer.headroom(), want - std::min(want, grant.bytes()));
   if (room != 0 && payer.charge(room) == nullptr) grant.prepaid_bytes += room;
+  return in_use;
+}
+
+// Makes chunks for the asker while nobody else can take the driver's memory.
+void DeviceMemory::create_into(Grant& grant, const Pool& asker, std::size_t want) {
+  const std::size_t page = asker.page_size();
+  std::size_t size = asker.has_uniform_chunks() ? page : std::max(floor_power_of_two(std::max(want, page)), page);
+  while (grant.chunks.bytes() < want) {
+    const std::size_t missing = want - grant.chunks.bytes();
+    while (size > page && size > missing) size /= 2;
+    Chunk* chunk = nullptr;
+    Budget* refused = nullptr;
+    if (store_.create(store_.spec(size), grant.payer(), &chunk, &refused).ok()) {
+      grant.chunks.put(chunk);
+    } else if (refused != nullptr || size == page) {
+      return;
+    } else {
+      size /= 2;
+    }
+  }
 }
 
 Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attempt, Shortage shortage) {
@@ -138,7 +176,7 @@ Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attem
     if (const Address address = again(nullptr)) return address;
     // Rung 2. What the limits still allow is created, only the rest is taken.
     // Memory that has been used is no use to a graph.
-    if (!asker.is_pinned()) {
+    if (!asker.is_pinned() && shortage.wait_for == kLongAgo) {
       Grant grant(store_, asker.group(), asker.budget());
       const std::size_t room = shortage.refused == nullptr ? 0 : asker.budget().headroom();
       take_from(victims(asker, shortage.refused), shortage.bytes - std::min(shortage.bytes, room), grant);
@@ -149,21 +187,22 @@ Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attem
   }
   // Rung 3. A callback may free tensors, and even allocate: no lock is held.
   // torch's ask for events, which ends a capture.
-  if (memory_callback_ && !fences_.is_capturing()) memory_callback_();
-  const MutexLock lock(reclaim_mutex_);
-  settle_all(/*wait=*/false);
-  bury_retired(/*wait=*/false);
+  if (memory_callback_ && !clock_.is_capturing()) memory_callback_();
+  settle(/*wait=*/false);
   if (const Address address = again(nullptr)) return address;
   // Rung 4.
-  {
+  std::size_t in_use = 0;
+  for (int round = 0; round == 0 || ((in_use != 0 || shortage.wait_for != kLongAgo) && round < kMostRounds); ++round) {
+    wait_for(clock_.now());
+    settle(/*wait=*/false);
+    const MutexLock lock(reclaim_mutex_);
     Grant grant(store_, asker.group(), asker.budget());
-    if (shortage.no_address_space) {
-      asker.settle(/*wait=*/true);  // former addresses come free
-    } else {
+    in_use = 0;
+    if (!shortage.no_address_space) {
       const std::size_t page = asker.page_size();
       // A small block needs a whole slab, whatever the page.
       const std::size_t most = align_up(std::max(bytes, shortage.bytes), page) + page;
-      melt(asker, shortage.refused, shortage.bytes, most, grant);
+      in_use = melt(asker, shortage.refused, shortage.bytes, most, grant);
     }
     if (const Address address = again(&grant)) return address;
   }
@@ -177,55 +216,79 @@ Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attem
 
 // -------------------------------------------------------------------- the error
 
-void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage) {
-  const MemoryStats own = asker.memory_stats();
-  std::string text = "pool '" + asker.name() + "': " + format_bytes(bytes) + " asked";
-  const auto describe = [&](const Budget& budget) {
-    text += "; " + budget.name() + ": ";
-    if (budget.limit() != kUnlimited) text += "limit " + format_bytes(budget.limit()) + ", ";
-    text += "mapped " + format_bytes(budget.used());
-  };
-  std::size_t limit = asker.budget().limit();
-  if (shortage.no_address_space) {
-    text += "; no free stretch of addresses that long in its virtual capacity of " + format_bytes(asker.capacity());
-    limit = asker.capacity();
+// Who holds memory that counts under `refused` (nullptr: the device), whoever
+// holds most first. What is idle and still there now is what floors keep.
+std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Pool& asker) const {
+  std::vector<Holder> holders;
+  std::size_t in_pools = 0;
+  for (const auto& pool : refused == nullptr ? pools() : pools_under(*refused)) {
+    if (pool->is_part()) continue;  // its model's
+    const MemoryStats stats = memory_stats_of(*pool);
+    in_pools += stats.physical_usage;
+    if (stats.physical_usage == 0) continue;
+    Holder holder{pool->name() + (pool->is_retired() ? " (closed)" : ""), stats.allocated_bytes, stats.idle_bytes,
+                  stats.stranded_bytes, stats.quarantined_bytes};
+    if (holder.idle != 0 && &pool->model() != &asker.model()) holder.floor = pool->floor();
+    holders.push_back(std::move(holder));
   }
+  if (refused == nullptr || refused == &budget_) {
+    const std::size_t accounted = in_pools + store_.all_shelved_bytes();
+    const std::size_t by_hand = budget_.used() - std::min(accounted, budget_.used());
+    if (by_hand != 0) holders.push_back({"VirtualMemoryManager", by_hand});
+  }
+  std::stable_sort(holders.begin(), holders.end(), [](const auto& a, const auto& b) { return a.held() > b.held(); });
+  return holders;
+}
+
+void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage) {
+  Refusal refusal;
+  RefusalCause cause;
+  refusal.requested = bytes;
+  refusal.pool = asker.name();
+  refusal.limit = asker.budget().limit();
+  cause.no_addresses = shortage.no_address_space;
+  cause.capacity = asker.capacity();
   for (const Budget* level = &asker.budget(); level != nullptr; level = level->parent()) {
     if (level == &budget_ && level->limit() == kUnlimited) continue;
-    describe(*level);
+    cause.limits += "; " + level->name() + ": ";
+    if (level->limit() != kUnlimited) cause.limits += "limit " + format_bytes(level->limit()) + ", ";
+    cause.limits += "mapped " + format_bytes(level->used());
   }
   MemoryInfo info;
   const bool known = driver_.memory_info(device_, &info).ok();
   if (known) {
-    text +=
-        "; device " + std::to_string(device_) + ": " + format_bytes(info.total) + ", free " + format_bytes(info.free);
+    cause.device_total = info.total;
+    cause.device_free = info.free;
+    const std::size_t taken = info.total - std::min(info.free, info.total);
+    cause.outside = taken - std::min(budget_.used(), taken);
   }
-  if (shortage.refused != nullptr) {
-    limit = shortage.refused->limit();
-    text += "; refused by the limit of " + shortage.refused->name();
-  } else if (!shortage.no_address_space) {
-    if (shortage.status.code() == StatusCode::out_of_memory) limit = known ? info.total : limit;
-    text += "; the driver refused (" + shortage.status.text() + ")";
-  }
-  text += "; held:";
-  for (const auto& pool : pools()) {
-    const MemoryStats stats = pool.get() == &asker ? own : pool->memory_stats();
-    if (stats.physical_usage == 0) continue;
-    text += " '" + pool->name() + "' " + format_bytes(stats.allocated_bytes) + " in use";
-    if (stats.idle_bytes + stats.stranded_bytes != 0) {
-      text += " + " + format_bytes(stats.idle_bytes) + " idle + " + format_bytes(stats.stranded_bytes) + " stranded";
+  if (cause.no_addresses) {
+    refusal.limit = cause.capacity;
+    refusal.holders = holders_under(&asker.model().budget(), asker);
+  } else {
+    refusal.holders = holders_under(shortage.refused, asker);
+    if (shortage.refused != nullptr) {
+      refusal.limit = shortage.refused->limit();
+      cause.limit_name = shortage.refused->name();
+    } else {
+      cause.driver_said = shortage.status.text();
+      if (known && shortage.status.code() == StatusCode::out_of_memory) refusal.limit = info.total;
     }
-    if (stats.quarantined_bytes != 0) text += " + " + format_bytes(stats.quarantined_bytes) + " waiting for fences";
-    if (pool->floor() != 0) text += " (floor " + format_bytes(pool->floor()) + ")";
-    text += ",";
   }
-  text.back() = ';';
-  text += shortage.no_address_space ? " give the pool a larger virtual_capacity or free tensors"
-                                    : " raise the limit, free tensors, or unregister a model";
   const std::size_t headroom = asker.budget().headroom();
-  const std::size_t available =
-      std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) + own.idle_bytes;
-  throw OutOfMemoryError(text, bytes, available, limit, asker.name());
+  refusal.available =
+      std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) + asker.memory_stats().idle_bytes;
+  refusal.advice = advice_for(refusal, cause);
+  {
+    const MutexLock lock(refusal_mutex_);
+    last_refusal_ = refusal;
+  }
+  throw OutOfMemoryError(text_of(refusal, cause), refusal.requested, refusal.available, refusal.limit, refusal.pool);
+}
+
+std::optional<Refusal> DeviceMemory::last_refusal() const {
+  const MutexLock lock(refusal_mutex_);
+  return last_refusal_;
 }
 
 }  // namespace vmm

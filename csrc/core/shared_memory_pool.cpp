@@ -16,7 +16,7 @@ std::string group_name() {
 
 SharedMemoryPool::SharedMemoryPool(DeviceMemory& memory, std::size_t physical_limit) : memory_(memory) {
   if (physical_limit == 0) throw InvalidArgumentError("physical_limit 0: models need at least one page");
-  budget_ = &memory.create_group(group_name(), physical_limit);
+  budget_ = memory.create_group(group_name(), physical_limit);
 }
 
 SharedMemoryPool::~SharedMemoryPool() {
@@ -56,7 +56,7 @@ std::shared_ptr<Pool> SharedMemoryPool::register_model(const std::string& model_
   pool_spec.physical_limit = spec.physical_limit;
   pool_spec.floor = spec.floor;
   pool_spec.priority = spec.priority;
-  auto pool = memory_.create_pool(pool_spec, budget_);
+  auto pool = memory_.create_pool(pool_spec, budget_.get());
   models_.emplace_back(model_id, pool);
   return pool;
 }
@@ -103,27 +103,26 @@ GlobalMemoryStats SharedMemoryPool::global_stats() const {
 }
 
 std::size_t SharedMemoryPool::set_physical_limit(std::size_t limit_bytes) {
+  {
+    const MutexLock lock(mutex_);
+    require_open();
+  }
   if (limit_bytes == 0) throw InvalidArgumentError("physical_limit 0: models need at least one page");
   return memory_.set_limit(*budget_, limit_bytes);
 }
 
 void SharedMemoryPool::close(bool force) {
-  const MutexLock lock(mutex_);
-  if (closed_) return;
-  if (!force) {
-    // All or nothing: no model goes while another one is still in use.
-    for (const auto& [id, pool] : models_) {
-      const auto [blocks, bytes] = memory_.live_in(*pool);
-      if (blocks == 0) continue;
-      throw StillInUseError("model '" + id + "' still holds " + std::to_string(blocks) + " live blocks, " +
-                                format_bytes(bytes) + "; free its tensors first, or force",
-                            bytes, blocks);
-    }
+  {
+    const MutexLock lock(mutex_);
+    if (closed_) return;
+    PoolList pools;
+    for (const auto& [id, pool] : models_) pools.push_back(pool);
+    memory_.close_pools(pools, force);  // all, or none
+    models_.clear();
+    closed_ = true;
   }
-  for (const auto& [id, pool] : models_) memory_.close_pool(*pool, force);
-  models_.clear();
-  closed_ = true;
-  memory_.trim_group(*budget_);
+  memory_.end_group(*budget_);
+  memory_.settle(/*wait=*/true);
 }
 
 bool SharedMemoryPool::is_closed() const {

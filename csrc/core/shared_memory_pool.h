@@ -56,7 +56,7 @@ class SharedMemoryPool {
   std::shared_ptr<Pool> find(const std::string& model_id) const VMM_REQUIRES(mutex_);
 
   DeviceMemory& memory_;
-  Budget* budget_;  // owned by the device's memory: pools that drain outlive this object
+  std::shared_ptr<Budget> budget_;  // the device's memory keeps it while pools drain
   mutable Mutex mutex_;
   std::vector<std::pair<std::string, std::shared_ptr<Pool>>> models_ VMM_GUARDED_BY(mutex_);
   bool closed_ VMM_GUARDED_BY(mutex_) = false;

@@ -23,7 +23,15 @@ std::uint64_t next_manager_id() {
   return ++next;
 }
 
+constexpr std::size_t kMostPhysical = std::size_t{1} << 47;  // bytes: all that one process can map
+
 std::string of(const std::string& name, std::size_t value) { return name + " " + std::to_string(value); }
+
+void require_multiple(std::size_t size, std::size_t grain, const std::string& name) {
+  if (is_aligned(size, grain)) return;
+  throw InvalidRangeError(size, of("size", size) + " must be a multiple of the " + name + ", " + std::to_string(grain) +
+                                    " (" + format_bytes(grain) + ")");
+}
 }  // namespace
 
 VirtualMemoryManager::VirtualMemoryManager(DeviceMemory& memory) : memory_(memory), id_(next_manager_id()) {}
@@ -80,18 +88,14 @@ VirtualAddressRange VirtualMemoryManager::reserve(std::size_t size, std::size_t 
   const MutexLock lock(mutex_);
   require_open();
   const std::size_t grain = granularity();
-  if (size == 0) throw InvalidRangeError(0, 0, 0, "size must be greater than 0");
+  if (size == 0) throw InvalidRangeError(0, "size 0: give at least the granularity");
   if (alignment == kDefaultAlignment) alignment = grain;
   if (!is_power_of_two(alignment)) throw InvalidArgumentError(of("alignment", alignment) + " must be a power of two");
   if (alignment < grain) {
     throw InvalidArgumentError(of("alignment", alignment) + " is below the granularity " + std::to_string(grain));
   }
-  if (!is_aligned(size, grain)) {
-    throw InvalidRangeError(0, size, size, "size must be a multiple of the granularity " + std::to_string(grain));
-  }
-  if (!is_aligned(size, alignment)) {
-    throw InvalidRangeError(0, size, size, "size must be a multiple of the alignment " + std::to_string(alignment));
-  }
+  require_multiple(size, grain, "granularity");
+  require_multiple(size, alignment, "alignment");
   Address base = 0;
   const Status status = memory_.driver().reserve(size, alignment, &base);
   if (status.code() == StatusCode::out_of_memory) {
@@ -111,10 +115,14 @@ void VirtualMemoryManager::release(const VirtualAddressRange& range) {
   const MutexLock lock(mutex_);
   const Range& found = find(range);
   const std::size_t mappings = found.mapped->live().size();
-  if (mappings != 0 || found.holds != 0) {
-    throw StillInUseError(range.text() + " still holds " + std::to_string(mappings) + " mappings and " +
-                              std::to_string(found.holds) + " tensors; unmap them first",
-                          found.mapped->mapped_bytes(), std::max(mappings, found.holds));
+  if (mappings != 0) {
+    // What is held is mapped.
+    const std::size_t held = found.held.in({0, range.size}).count;
+    throw StillInUseError(
+        range.text() + " still holds " + std::to_string(mappings) + " mappings" +
+            (held == 0 ? "; unmap them first"
+                       : ", and " + std::to_string(held) + " tensors use them; drop those and unmap first"),
+        found.mapped->mapped_bytes(), std::max(mappings, held));
   }
   throw_if_failed(memory_.driver().unreserve(range.base, range.size), "release " + range.text());
   ranges_.erase(range.base);
@@ -124,19 +132,22 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
   const MutexLock lock(mutex_);
   require_open();
   const std::size_t grain = granularity();
-  if (size == 0) throw InvalidRangeError(0, 0, 0, "size must be greater than 0");
-  if (!is_aligned(size, grain)) {
-    throw InvalidRangeError(0, size, size, "size must be a multiple of the granularity " + std::to_string(grain));
-  }
+  if (size == 0) throw InvalidRangeError(0, "size 0: give at least the granularity");
+  require_multiple(size, grain, "granularity");
   Driver& driver = memory_.driver();
   require_device(location);
   Chunk* chunk = nullptr;
   Budget* refused = nullptr;
   const ChunkSpec spec{size, location, exportable};
-  Status status = memory_.store().create(spec, memory_.budget(), &chunk, &refused);
-  if (status.code() == StatusCode::out_of_memory && location == Location::on_device(memory_.device())) {
+  Budget& payer = location.kind == Location::Kind::host ? memory_.host_budget() : memory_.budget();
+  // What is beyond all addresses is not even charged: near 2^64 nobody else
+  // could charge anything until the driver has refused.
+  Status status(StatusCode::out_of_memory, "create");
+  if (size <= kMostPhysical) status = memory_.store().create(spec, payer, &chunk, &refused);
+  if (status.code() == StatusCode::out_of_memory && size <= kMostPhysical &&
+      location == Location::on_device(memory_.device())) {
     memory_.empty_cache();  // idle memory of pools on this device
-    status = memory_.store().create(spec, memory_.budget(), &chunk, &refused);
+    status = memory_.store().create(spec, payer, &chunk, &refused);
   }
   if (status.code() == StatusCode::out_of_memory) {
     MemoryInfo info;
@@ -200,54 +211,93 @@ void VirtualMemoryManager::require_whole_mappings(const Range& found, const Virt
   }
 }
 
-// Queued work may still use the addresses; the explicit calls wait for it.
-void VirtualMemoryManager::wait_for_queued_work(const char* doing) {
-  if (memory_.fences().record_all()->wait()) return;
-  throw VmmError(std::string(doing) +
-                 ": a CUDA graph is being captured, and waiting for queued work would end the capture; call it before "
-                 "or after the capture");
+void VirtualMemoryManager::require_unheld(const Range& found, const VirtualAddressRange& range, ByteRange part,
+                                          const std::string& doing) {
+  const auto [count, bytes] = found.held.in(part);
+  if (count == 0) return;
+  throw StillInUseError(doing + " offset " + std::to_string(part.offset) + " size " + std::to_string(part.size) +
+                            " of " + range.text() + ": " + std::to_string(count) + " tensors of tensor() still show " +
+                            format_bytes(bytes) + " of it; drop them first",
+                        bytes, count);
 }
 
-void VirtualMemoryManager::unmap(const VirtualAddressRange& range, std::size_t offset, std::size_t size) {
-  const MutexLock lock(mutex_);
+// Queued work may still use the addresses; the explicit calls wait for it, with
+// no lock held.
+void VirtualMemoryManager::wait_for_queued_work(const char* doing) {
+  throw_if_failed(memory_.clock().wait(memory_.clock().now()), doing);
+}
+
+// The range, if [offset, offset + size) of it can be unmapped.
+VirtualMemoryManager::Range& VirtualMemoryManager::require_unmappable(const VirtualAddressRange& range,
+                                                                      std::size_t offset, std::size_t size) {
   Range& found = find(range);
   require_inside(range, offset, size);
   require_whole_mappings(found, range, offset, size, "unmap");
-  if (found.holds != 0) {
-    throw StillInUseError("unmap: " + std::to_string(found.holds) + " tensors still use " + range.text(), size,
-                          found.holds);
+  require_unheld(found, range, {offset, size}, "unmap");
+  return found;
+}
+
+void VirtualMemoryManager::unmap(const VirtualAddressRange& range, std::size_t offset, std::size_t size) {
+  {
+    const MutexLock lock(mutex_);
+    require_unmappable(range, offset, size);
   }
   wait_for_queued_work("unmap");
-  throw_if_failed(found.mapped->unmap({offset, size}),
+  const MutexLock lock(mutex_);
+  throw_if_failed(require_unmappable(range, offset, size).mapped->unmap({offset, size}),
                   "unmap offset " + std::to_string(offset) + " size " + std::to_string(size));
+}
+
+// The mappings in [offset, offset + size) of the range, or in all of it from
+// `offset` on, if their access can become that.
+std::vector<ByteRange> VirtualMemoryManager::require_changeable(const VirtualAddressRange& range, Access access,
+                                                                const std::vector<Location>& who, std::size_t offset,
+                                                                std::size_t size) {
+  const Range& found = find(range);
+  for (const Location& location : who) require_device(location);
+  // Tensors are read by the manager's own device.
+  const bool closes =
+      access == Access::none && std::find(who.begin(), who.end(), Location::on_device(memory_.device())) != who.end();
+  if (size != 0) {
+    require_inside(range, offset, size);
+    require_whole_mappings(found, range, offset, size, "set_access");
+    if (closes) require_unheld(found, range, {offset, size}, "set_access to NONE,");
+    return {{offset, size}};
+  }
+  // The whole of what is mapped from `offset` on, holes allowed.
+  if (offset >= range.size) throw InvalidRangeError(offset, size, range.size, "beyond the end of the range");
+  const auto& live = found.mapped->live();
+  const auto start = found.mapped->covering(offset);
+  if (start == live.end() && found.mapped->from(offset) == live.end()) {
+    throw NotMappedError(offset, granularity(), "set_access of " + range.text());
+  }
+  const std::size_t at = start == live.end() ? found.mapped->from(offset)->first : start->first;
+  if (start != live.end() && start->first != offset) {
+    require_whole_mappings(found, range, offset, start->second.chunk->size - (offset - start->first), "set_access");
+  }
+  std::vector<ByteRange> parts;
+  for (auto it = found.mapped->from(at); it != live.end(); ++it) {
+    parts.push_back({it->first, it->second.chunk->size});
+  }
+  if (closes) require_unheld(found, range, {offset, range.size - offset}, "set_access to NONE,");
+  return parts;
 }
 
 void VirtualMemoryManager::set_access(const VirtualAddressRange& range, Access access, const std::vector<Location>& who,
                                       std::size_t offset, std::size_t size) {
-  const MutexLock lock(mutex_);
-  Range& found = find(range);
-  for (const Location& location : who) require_device(location);
-  if (size == 0) {
-    // The whole of what is mapped from `offset` on, holes allowed.
-    if (offset >= range.size) throw InvalidRangeError(offset, size, range.size, "beyond the end of the range");
-    const auto start = found.mapped->covering(offset);
-    if (start == found.mapped->live().end() && found.mapped->from(offset) == found.mapped->live().end()) {
-      throw NotMappedError(offset, granularity(), "set_access of " + range.text());
+  if (access != Access::read_write) {
+    {
+      const MutexLock lock(mutex_);
+      static_cast<void>(require_changeable(range, access, who, offset, size));
     }
-    std::size_t at = start == found.mapped->live().end() ? found.mapped->from(offset)->first : start->first;
-    if (start != found.mapped->live().end() && start->first != offset) {
-      require_whole_mappings(found, range, offset, start->second.chunk->size - (offset - start->first), "set_access");
-    }
-    std::vector<ByteRange> mapped;
-    for (auto it = found.mapped->from(at); it != found.mapped->live().end(); ++it) {
-      mapped.push_back({it->first, it->second.chunk->size});
-    }
-    change_access(*found.mapped, mapped, who, access);
-    return;
+    wait_for_queued_work("set_access");  // which may use what is taken away
   }
-  require_inside(range, offset, size);
-  require_whole_mappings(found, range, offset, size, "set_access");
-  change_access(*found.mapped, {{offset, size}}, who, access);
+  const MutexLock lock(mutex_);
+  const std::vector<ByteRange> parts = require_changeable(range, access, who, offset, size);
+  if (access != Access::none) {
+    for (const Location& location : who) memory_.watch_streams_of(location);
+  }
+  change_access(*find(range).mapped, parts, who, access);
 }
 
 // All or nothing: on a refusal everyone gets back what they had.
@@ -297,35 +347,43 @@ Address VirtualMemoryManager::hold(const VirtualAddressRange& range, std::size_t
     throw NotMappedError(align_down(gaps.front().offset, granularity()), granularity(), "tensor over " + range.text());
   }
   for (auto it = found.mapped->covering(offset); it != found.mapped->live().end() && it->first < offset + size; ++it) {
-    if (it->second.access() == Access::none) {
+    if (it->second.access_of(Location::on_device(memory_.device())) == Access::none) {
       throw InvalidArgumentError("tensor over " + range.text() + ": offset " + std::to_string(it->first) +
                                  " is not accessible; set_access first");
     }
   }
-  ++found.holds;
+  found.held.hold({offset, size});
   return range.base + offset;
 }
 
-void VirtualMemoryManager::unhold(const VirtualAddressRange& range) {
+void VirtualMemoryManager::unhold(const VirtualAddressRange& range, std::size_t offset, std::size_t size) {
   const MutexLock lock(mutex_);
-  const auto found = ranges_.find(range.base);
-  if (found != ranges_.end() && found->second.key == range.key && found->second.holds > 0) --found->second.holds;
+  ranges_.at(range.base).held.unhold({offset, size});  // what is held is not released
+}
+
+void VirtualMemoryManager::require_nothing_held() const {
+  HeldRanges::Held held;
+  for (const auto& [base, range] : ranges_) {
+    const auto [count, bytes] = range.held.in({0, range.mapped->size()});
+    held.count += count;
+    held.bytes += bytes;
+  }
+  if (held.count == 0) return;
+  throw StillInUseError("close: " + std::to_string(held.count) + " tensors of tensor() still show " +
+                            format_bytes(held.bytes) + " of this manager's ranges; drop them first",
+                        held.bytes, held.count);
 }
 
 void VirtualMemoryManager::close() {
-  const MutexLock lock(mutex_);
-  if (closed_) return;
-  std::size_t holds = 0;
-  std::size_t bytes = 0;
-  for (const auto& [base, range] : ranges_) {
-    holds += range.holds;
-    if (range.holds != 0) bytes += range.mapped->mapped_bytes();
-  }
-  if (holds != 0) {
-    throw StillInUseError("close: " + std::to_string(holds) + " tensors still use ranges of this manager", bytes,
-                          holds);
+  {
+    const MutexLock lock(mutex_);
+    if (closed_) return;
+    require_nothing_held();
   }
   wait_for_queued_work("close");
+  const MutexLock lock(mutex_);
+  if (closed_) return;
+  require_nothing_held();
   // What the driver refuses stays, and can be closed again. When the driver has
   // gone, everything has.
   Status refused;

@@ -11,6 +11,7 @@
 
 #include "base/sync.h"
 #include "core/device_memory.h"
+#include "core/held_ranges.h"
 #include "core/mapped_range.h"
 
 namespace vmm {
@@ -63,18 +64,20 @@ class VirtualMemoryManager {
   PhysicalAllocation alloc_physical(std::size_t size, Location location, bool exportable);
   void free_physical(const PhysicalAllocation& physical);  // StillInUseError
   void map(const VirtualAddressRange& range, const PhysicalAllocation& physical,
-           std::size_t offset);                                                        // AlreadyMappedError
-  void unmap(const VirtualAddressRange& range, std::size_t offset, std::size_t size);  // NotMappedError
+           std::size_t offset);  // AlreadyMappedError
+  // NotMappedError; StillInUseError where something of it is held.
+  void unmap(const VirtualAddressRange& range, std::size_t offset, std::size_t size);
   // `size` 0 means up to the end of what is mapped in the range.
+  // StillInUseError where what is held would become inaccessible to the manager's own device.
   void set_access(const VirtualAddressRange& range, Access access, const std::vector<Location>& who, std::size_t offset,
                   std::size_t size);
   [[nodiscard]] std::vector<MappingRecord> mappings(const VirtualAddressRange& range) const;
   // REQUIRES nothing: throws NotMappedError unless [offset, offset + size) is
   // mapped without gaps, InvalidArgumentError unless all of it is accessible.
-  // Returns its address; the range is held until unhold(): release() and
-  // unmap() answer StillInUseError till then.
+  // Returns its address; the stretch is held until unhold(): unmap(),
+  // set_access(none) and release() answer StillInUseError till then.
   Address hold(const VirtualAddressRange& range, std::size_t offset, std::size_t size);
-  void unhold(const VirtualAddressRange& range);
+  void unhold(const VirtualAddressRange& range, std::size_t offset, std::size_t size);
   // Gives back all that it made. StillInUseError while something is held.
   void close();
   [[nodiscard]] bool is_closed() const;
@@ -84,15 +87,23 @@ class VirtualMemoryManager {
   struct Range {
     std::unique_ptr<MappedRange> mapped;
     std::size_t alignment = 0;
-    std::size_t holds = 0;
+    HeldRanges held;
     std::uint64_t key = 0;
   };
   void require_open() const VMM_REQUIRES(mutex_);
-  void wait_for_queued_work(const char* doing);
+  void wait_for_queued_work(const char* doing) VMM_EXCLUDES(mutex_);
+  Range& require_unmappable(const VirtualAddressRange& range, std::size_t offset, std::size_t size)
+      VMM_REQUIRES(mutex_);
+  void require_nothing_held() const VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::vector<ByteRange> require_changeable(const VirtualAddressRange& range, Access access,
+                                                          const std::vector<Location>& who, std::size_t offset,
+                                                          std::size_t size) VMM_REQUIRES(mutex_);
   Range& find(const VirtualAddressRange& range) const VMM_REQUIRES(mutex_);
   Chunk* find(const PhysicalAllocation& physical) const VMM_REQUIRES(mutex_);
   void require_whole_mappings(const Range& found, const VirtualAddressRange& range, std::size_t offset,
                               std::size_t size, const std::string& doing) VMM_REQUIRES(mutex_);
+  static void require_unheld(const Range& found, const VirtualAddressRange& range, ByteRange part,
+                             const std::string& doing);
   void require_device(Location location) const;
   static void change_access(MappedRange& mapped, const std::vector<ByteRange>& parts, const std::vector<Location>& who,
                             Access access);

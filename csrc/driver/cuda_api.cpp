@@ -24,7 +24,6 @@ bool CudaApi::load(std::string* why_not) {
 #define VMM_CUDA_FIND(function) this->function = reinterpret_cast<decltype(this->function)>(find(VMM_TEXT(function)));
   VMM_CUDA_FUNCTIONS(VMM_CUDA_FIND)
 #undef VMM_CUDA_FIND
-  cuCtxRecordEvent = reinterpret_cast<decltype(cuCtxRecordEvent)>(::dlsym(library, "cuCtxRecordEvent"));
   if (missing.empty()) return true;
   *why_not = "the NVIDIA driver is too old: it lacks " + missing;
   return false;

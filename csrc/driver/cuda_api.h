@@ -27,8 +27,9 @@
   X(cuCtxGetCurrent)                \
   X(cuCtxPushCurrent)               \
   X(cuCtxPopCurrent)                \
-  X(cuCtxSynchronize)               \
   X(cuGetErrorName)                 \
+  X(cuMemAlloc)                     \
+  X(cuMemFree)                      \
   X(cuMemAddressReserve)            \
   X(cuMemAddressFree)               \
   X(cuMemCreate)                    \
@@ -66,9 +67,6 @@ struct CudaApi {
 #define VMM_CUDA_MEMBER(function) decltype(&::function) function = nullptr;
   VMM_CUDA_FUNCTIONS(VMM_CUDA_MEMBER)
 #undef VMM_CUDA_MEMBER
-  // nullptr in older drivers; its type is written out because older headers
-  // lack it too.
-  CUresult (*cuCtxRecordEvent)(CUcontext, CUevent) = nullptr;
 };
 
 // While some thread captures a graph in global mode, CUDA refuses calls that may

@@ -105,7 +105,6 @@ void CudaDriver::ask(const CudaApi& api, int ordinal, Device* device) {
       attribute(api, device->handle, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) != 0;
   can.host_located =
       attribute(api, device->handle, kHostNumaSupported) != 0 || attribute(api, device->handle, kHostSupported) != 0;
-  can.fence_all_streams = api.cuCtxRecordEvent != nullptr;
 }
 
 CudaDriver::CudaDriver(const CudaApi& api, Devices devices, std::size_t granularity)

@@ -14,9 +14,14 @@
 // - A copy or fill over the border of a chunk that the host may access is issued
 //   in pieces: given whole, driver 580 crashes the process in a copy from or to
 //   host memory and refuses a fill.
-// - record_all() uses cuCtxRecordEvent: all streams of the primary context, also
-//   ones that we never saw. While any stream of the device is being captured it
-//   fails AND INVALIDATES THAT CAPTURE: do not call it while a capture may run.
+// - No call ends a stream capture. What CUDA would refuse and punish (a query in
+//   the strict mode, a record on a captured stream) is asked first or made in
+//   the relaxed mode; a fence is never made with cuCtxRecordEvent, and
+//   synchronize() never with cuCtxSynchronize: both end every capture of the
+//   context. It frees a small block instead, which waits for all streams and
+//   leaves captures alone (measured, driver 580).
+// - The first fence of a device takes that small block, so that waiting needs no
+//   memory when the device has none left.
 // - Host-located chunks stand on the NUMA node next to device 0.
 #pragma once
 
@@ -68,7 +73,6 @@ class CudaDriver final : public Driver, private ForkObserver {
   Status create_fence(int device, Fence* out) override;
   Status destroy_fence(Fence fence) override;
   Status record(Fence fence, Stream stream) override;
-  Status record_all(Fence fence) override;
   Status query(Fence fence) override;
   Status wait(Fence fence) override;
   Status stream_wait(Stream stream, Fence fence) override;
@@ -85,6 +89,7 @@ class CudaDriver final : public Driver, private ForkObserver {
     Capabilities capabilities;
     std::string missing;
     std::atomic<CUcontext> context{nullptr};  // retained on first use
+    std::atomic<CUdeviceptr> to_free{0};      // by synchronize(); 0: none yet
   };
   struct Chunk {
     CUmemGenericAllocationHandle handle = 0;
@@ -127,6 +132,8 @@ class CudaDriver final : public Driver, private ForkObserver {
   Status check_not_captured(Stream stream, const char* call) const;
   // CUDA's answer; notices when the driver goes.
   Status answer(CUresult result, const char* call) const;
+  // REQUIRES: the device's context is current.
+  Status provide_block_to_free(Device& device) const;
   Status context_of(int device, CUcontext* out) const VMM_EXCLUDES(context_mutex_);
   [[nodiscard]] CUmemLocation location(Location where) const;
   // How much of [address, address + size) may be given to CUDA in one copy.

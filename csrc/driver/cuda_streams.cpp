@@ -33,6 +33,7 @@ Status CudaDriver::create_fence(int device, Fence* out) {
   if (const Status checked = check_device(device, "create_fence"); !checked.ok()) return checked;
   const Current current(*this, device);
   if (!current.status().ok()) return current.status();
+  provide_block_to_free(device_at(device)).ignore();
   CUevent event = nullptr;
   const Status created = answer(api_.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
   if (!created.ok()) return created;
@@ -55,21 +56,17 @@ Status CudaDriver::destroy_fence(Fence fence) {
 }
 
 Status CudaDriver::record(Fence fence, Stream stream) {
+  static constexpr const char* kCall = "record on a capturing stream";
   FenceTable::Entry entry;
   if (const Status found = find_fence(fence, "record", &entry); !found.ok()) return found;
   const Current current(*this, entry.device);
   if (!current.status().ok()) return current.status();
-  if (const Status free = check_not_captured(stream, "record on a capturing stream"); !free.ok()) return free;
-  return answer(api_.cuEventRecord(event_of(entry), stream_of(stream)), "cuEventRecord");
-}
-
-Status CudaDriver::record_all(Fence fence) {
-  FenceTable::Entry entry;
-  if (const Status found = find_fence(fence, "record_all", &entry); !found.ok()) return found;
-  if (api_.cuCtxRecordEvent == nullptr) return {StatusCode::not_supported, "cuCtxRecordEvent"};
-  const Current current(*this, entry.device);
-  if (!current.status().ok()) return current.status();
-  return answer(api_.cuCtxRecordEvent(current.context(), event_of(entry)), "cuCtxRecordEvent");
+  if (const Status free = check_not_captured(stream, kCall); !free.ok()) return free;
+  const Status recorded = answer(api_.cuEventRecord(event_of(entry), stream_of(stream)), "cuEventRecord");
+  if (!recorded.ok()) return recorded;
+  // Where a capture began in between, the event is part of it: asking it would
+  // end the capture, recording it once more is fine.
+  return check_not_captured(stream, kCall);
 }
 
 Status CudaDriver::query(Fence fence) {
@@ -99,11 +96,33 @@ Status CudaDriver::stream_wait(Stream stream, Fence fence) {
   return answer(api_.cuStreamWaitEvent(stream_of(stream), event_of(entry), 0), "cuStreamWaitEvent");
 }
 
+Status CudaDriver::provide_block_to_free(Device& device) const {
+  if (device.to_free.load(std::memory_order_relaxed) != 0) return {};
+  CUdeviceptr block = 0;
+  const RelaxedCapture relaxed(api_);
+  if (const Status got = answer(api_.cuMemAlloc(&block, 1), "cuMemAlloc"); !got.ok()) return got;
+  CUdeviceptr none = 0;
+  if (device.to_free.compare_exchange_strong(none, block)) return {};
+  return answer(api_.cuMemFree(block), "cuMemFree");  // another thread was faster
+}
+
 Status CudaDriver::synchronize(int device) {
   if (const Status checked = check_device(device, "synchronize"); !checked.ok()) return checked;
   const Current current(*this, device);
   if (!current.status().ok()) return current.status();
-  return answer(api_.cuCtxSynchronize(), "cuCtxSynchronize");
+  Device& its = device_at(device);
+  if (const Status provided = provide_block_to_free(its); !provided.ok()) return provided;
+  const RelaxedCapture relaxed(api_);
+  const CUdeviceptr block = its.to_free.exchange(0);
+  if (block != 0) {
+    if (const Status waited = answer(api_.cuMemFree(block), "cuMemFree"); !waited.ok()) return waited;
+    provide_block_to_free(its).ignore();  // the next wait may find room for it
+    return {};
+  }
+  // Another thread is waiting with the one there was.
+  CUdeviceptr own = 0;
+  if (const Status got = answer(api_.cuMemAlloc(&own, 1), "cuMemAlloc"); !got.ok()) return got;
+  return answer(api_.cuMemFree(own), "cuMemFree");
 }
 
 // -- Content.

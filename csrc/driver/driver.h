@@ -8,7 +8,7 @@
 //   Capabilities::granularity unless said otherwise.
 // - A call that fails changes nothing.
 // - Every call may be made from any thread, none calls back, and none waits
-//   for the GPU except wait(). The caller's current context and device are as
+//   for the GPU except wait() and synchronize(). The caller's current context and device are as
 //   they were afterwards.
 // - Once the driver has gone (process exit, a forked child) every call
 //   answers StatusCode::driver_gone and does nothing; alive() says so too.
@@ -47,13 +47,12 @@ using ChunkHandle = std::uint64_t;
 using Fence = void*;
 
 struct Capabilities {
-  std::size_t granularity = 0;     // bytes; minimum and recommended page
-  std::size_t total_memory = 0;    // bytes of device memory
-  bool exportable = false;         // chunks can be exported as file descriptors
-  bool host_located = false;       // chunks can live in host memory
-  bool gpu_direct_rdma = false;    // chunks can be created for RDMA
-  bool fence_all_streams = false;  // record_all() works
-  std::string name;                // "NVIDIA H100 80GB HBM3", "host"
+  std::size_t granularity = 0;   // bytes; minimum and recommended page
+  std::size_t total_memory = 0;  // bytes of device memory
+  bool exportable = false;       // chunks can be exported as file descriptors
+  bool host_located = false;     // chunks can live in host memory
+  bool gpu_direct_rdma = false;  // chunks can be created for RDMA
+  std::string name;              // "NVIDIA H100 80GB HBM3", "host"
 };
 
 struct ChunkSpec {
@@ -125,14 +124,12 @@ class Driver {
   virtual Status create_fence(int device, Fence* out) = 0;
   virtual Status destroy_fence(Fence fence) = 0;
   // The fence passes when all work queued on `stream` until now is done. A
-  // recorded fence may be recorded again; the newest record counts.
-  // invalid_argument: a stream that is no more. not_supported: the stream is
-  // being captured.
+  // recorded fence may be recorded again; the newest record counts. On the
+  // default stream it covers every blocking stream and every thread's
+  // per-thread stream as well: CUDA orders the default stream after them.
+  // not_supported: the stream is being captured, or is the default one while a
+  // blocking stream is. No capture is ever ended by it.
   virtual Status record(Fence fence, Stream stream) = 0;
-  // The same for all streams of the device at once, known to us or not.
-  // not_supported: Capabilities::fence_all_streams is false, or a capture runs;
-  // CUDA then ends that capture, so do not call it while one may run.
-  virtual Status record_all(Fence fence) = 0;
   // ok: passed (or never recorded); not_ready: not yet.
   virtual Status query(Fence fence) = 0;
   // Blocks the calling thread until the fence has passed.
@@ -140,7 +137,8 @@ class Driver {
   // Work queued on `stream` from now on waits for the fence; the CPU does not.
   // not_supported: the stream is being captured.
   virtual Status stream_wait(Stream stream, Fence fence) = 0;
-  // Blocks the calling thread until the device has done all queued work.
+  // Blocks the calling thread until the device has done all queued work, on
+  // streams known to us or not. Ends no capture, whose work is not queued.
   virtual Status synchronize(int device) = 0;
 
   // -- Content. Ordered on `stream` of `device`; any address both can access,

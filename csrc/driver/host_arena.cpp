@@ -3,12 +3,17 @@
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <set>
+#include <string>
 
+#include "base/sync.h"
 #include "base/units.h"
 
 namespace vmm {
@@ -17,6 +22,24 @@ namespace {
 // Far more than any machine's memory: a sparse file costs nothing, and a file
 // that never fills cannot fragment to the point of refusing.
 constexpr std::size_t kArenaBytes = 64 * kTiB;
+
+// Bytes of the largest file that this process may make.
+std::size_t file_size_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return kUnlimited;
+  return static_cast<std::size_t>(limit.rlim_cur);
+}
+
+// A status keeps no text of its own, so each value that was ever met stays: a
+// process meets one or two.
+const char* name_of_limit(std::size_t bytes) {
+  static Mutex mutex;
+  static auto* const kNames = new std::set<std::string>;
+  const MutexLock lock(mutex);
+  return kNames->insert("EFBIG, since RLIMIT_FSIZE is " + std::to_string(bytes) + " bytes").first->c_str();
+}
+
+Status beyond_limit(std::size_t limit) { return {StatusCode::out_of_memory, "ftruncate", EFBIG, name_of_limit(limit)}; }
 
 }  // namespace
 
@@ -27,36 +50,53 @@ Status status_from_errno(const char* call, int error) {
           name == nullptr ? "unknown errno" : name};
 }
 
+Status resize_file(int fd, std::size_t size) {
+  if (const std::size_t limit = file_size_limit(); size > limit) return beyond_limit(limit);
+  if (::ftruncate(fd, static_cast<off_t>(size)) != 0) return status_from_errno("ftruncate", errno);
+  return {};
+}
+
 HostArena::~HostArena() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-Status HostArena::open() {
-  const int fd = ::memfd_create("torch_vmm_chunks", MFD_CLOEXEC);
-  if (fd < 0) return status_from_errno("memfd_create", errno);
-  if (::ftruncate(fd, static_cast<off_t>(kArenaBytes)) != 0) {
-    const Status failed = status_from_errno("ftruncate", errno);
-    ::close(fd);
-    return failed;
+// Makes the file as long as it may be. A refusal when that adds no stretch of
+// `at_least` bytes at its end.
+Status HostArena::grow(std::size_t at_least) {
+  const std::size_t limit = file_size_limit();
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const std::size_t length = std::min(kArenaBytes, align_down(limit, page));
+  if (length > length_) {
+    if (const Status resized = resize_file(fd_, length); !resized.ok()) return resized;
+    const std::size_t begin = length_;
+    length_ = length;
+    give_back(begin, length - begin);
   }
-  fd_ = fd;
-  free_.emplace(0, kArenaBytes);
-  return {};
+  const bool enough = !free_.empty() && free_.rbegin()->second >= at_least;
+  if (enough) return {};
+  if (length_ < kArenaBytes) return beyond_limit(limit);
+  return {StatusCode::out_of_memory, "take a stretch of the arena"};
+}
+
+std::map<std::size_t, std::size_t>::iterator HostArena::find(std::size_t size) {
+  return std::find_if(free_.begin(), free_.end(), [size](const auto& hole) { return hole.second >= size; });
 }
 
 Status HostArena::take(std::size_t size, std::size_t* offset) {
   if (fd_ < 0) {
-    if (const Status opened = open(); !opened.ok()) return opened;
+    fd_ = ::memfd_create("torch_vmm_chunks", MFD_CLOEXEC);
+    if (fd_ < 0) return status_from_errno("memfd_create", errno);
   }
-  for (auto hole = free_.begin(); hole != free_.end(); ++hole) {
-    if (hole->second < size) continue;
-    *offset = hole->first;
-    const std::size_t rest = hole->second - size;
-    free_.erase(hole);
-    if (rest > 0) free_.emplace(*offset + size, rest);
-    return {};
+  auto hole = find(size);
+  if (hole == free_.end()) {
+    if (const Status grown = grow(size); !grown.ok()) return grown;
+    hole = find(size);
   }
-  return {StatusCode::out_of_memory, "take a stretch of the arena"};
+  *offset = hole->first;
+  const std::size_t rest = hole->second - size;
+  free_.erase(hole);
+  if (rest > 0) free_.emplace(*offset + size, rest);
+  return {};
 }
 
 bool HostArena::empty(int fd, std::size_t offset, std::size_t size) {

@@ -7,6 +7,10 @@
 // addresses become one kernel mapping, of which a process may have 65530
 // (vm.max_map_count). So the lowest stretch that fits is taken: chunks made
 // one after the other lie one after the other.
+//
+// The file is as long as the process may make one (RLIMIT_FSIZE), and grows
+// when it is used up and the limit has been raised meanwhile. What it has stays
+// when the limit is lowered.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +24,11 @@ namespace vmm {
 // of memory, of mappings or of file descriptors is out_of_memory.
 Status status_from_errno(const char* call, int error);
 
+// Makes a file `size` bytes long. A size above RLIMIT_FSIZE is not tried, since
+// the kernel would end the process with SIGXFSZ: it is out_of_memory that names
+// the limit and its value.
+Status resize_file(int fd, std::size_t size);
+
 class HostArena {
  public:
   HostArena() = default;
@@ -28,6 +37,8 @@ class HostArena {
   HostArena& operator=(const HostArena&) = delete;
 
   // Takes a stretch that reads as zero. The file is made on the first call.
+  // out_of_memory: no stretch is long enough; names RLIMIT_FSIZE where that is
+  // what keeps the file short.
   Status take(std::size_t size, std::size_t* offset);
   // Gives the stretch's memory back to the OS: it reads as zero again. False if
   // the OS refuses. Needs no lock; 1 GiB of touched memory takes 100 ms.
@@ -40,9 +51,11 @@ class HostArena {
   [[nodiscard]] int fd() const { return fd_; }
 
  private:
-  Status open();
+  Status grow(std::size_t at_least);
+  std::map<std::size_t, std::size_t>::iterator find(std::size_t size);
 
   int fd_ = -1;
+  std::size_t length_ = 0;                   // bytes of the file
   std::map<std::size_t, std::size_t> free_;  // offset -> size, no two touching
 };
 

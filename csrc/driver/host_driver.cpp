@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "base/errors.h"
+#include "driver/host_memory.h"
 
 namespace vmm {
 namespace {
@@ -32,10 +33,22 @@ int protection(Access access) {
   return PROT_NONE;
 }
 
-std::size_t physical_memory() {
-  const long pages = ::sysconf(_SC_PHYS_PAGES);
-  const long page = ::sysconf(_SC_PAGESIZE);
-  return pages > 0 && page > 0 ? static_cast<std::size_t>(pages) * static_cast<std::size_t>(page) : kGiB;
+// A file of `size` bytes for a chunk that other processes may be given. Sealed,
+// since they hold the same file: whoever made it shorter would end everyone who
+// touches what is cut off (SIGBUS).
+Status make_exportable_file(std::size_t size, int* out) {
+  const int fd = ::memfd_create("torch_vmm_exportable", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) return status_from_errno("memfd_create", errno);
+  Status made = resize_file(fd, size);
+  if (made.ok() && ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    made = status_from_errno("fcntl", errno);
+  }
+  if (made.ok()) {
+    *out = fd;
+  } else {
+    ::close(fd);
+  }
+  return made;
 }
 
 // Makes [address, address + size) inaccessible address space again.
@@ -56,7 +69,7 @@ HostDriverOptions checked(HostDriverOptions options) {
     throw InvalidArgumentError("device_count " + std::to_string(options.device_count) + " must be 1 to " +
                                std::to_string(AddressBook::kMaxDevices));
   }
-  if (options.device_bytes == 0) options.device_bytes = physical_memory() / 10 * 8;
+  if (options.device_bytes == 0) options.device_bytes = usable_memory(options.files_root) / 10 * 8;
   options.device_bytes = align_down(options.device_bytes, options.granularity);
   if (options.device_bytes == 0) throw InvalidArgumentError("device_bytes must be at least one granule");
   return options;
@@ -70,7 +83,7 @@ HostDriver::HostDriver(const HostDriverOptions& options) : options_(checked(opti
     for (int device = 0; device < options_.device_count; ++device) {
       devices_.emplace_back().limit_bytes = options_.device_bytes;
     }
-    host_.limit_bytes = align_down(physical_memory(), options_.granularity);
+    host_.limit_bytes = align_down(usable_memory(options_.files_root), options_.granularity);
   }
   watch_forks(this);
 }
@@ -101,7 +114,6 @@ Status HostDriver::capabilities(int device, Capabilities* out) const {
   out->total_memory = options_.device_bytes;
   out->exportable = true;
   out->host_located = true;
-  out->fence_all_streams = true;
   out->name = "host";
   return {};
 }
@@ -168,14 +180,8 @@ Status HostDriver::create(const ChunkSpec& spec, ChunkHandle* out) {
   chunk.place = &place;
   chunk.exportable = spec.exportable;
   if (spec.exportable) {
-    chunk.fd = ::memfd_create("torch_vmm_exportable", MFD_CLOEXEC);
-    if (chunk.fd < 0) return status_from_errno("memfd_create", errno);
+    if (const Status made = make_exportable_file(spec.size, &chunk.fd); !made.ok()) return made;
     chunk.own_fd = true;
-    if (::ftruncate(chunk.fd, static_cast<off_t>(spec.size)) != 0) {
-      const Status failed = status_from_errno("ftruncate", errno);
-      ::close(chunk.fd);
-      return failed;
-    }
   } else {
     if (const Status taken = place.arena.take(spec.size, &chunk.offset); !taken.ok()) return taken;
     chunk.fd = place.arena.fd();
@@ -348,7 +354,6 @@ Status HostDriver::destroy_fence(Fence fence) {
 }
 
 Status HostDriver::record(Fence fence, Stream /*stream*/) { return check_fence(fence, "record"); }
-Status HostDriver::record_all(Fence fence) { return check_fence(fence, "record_all"); }
 Status HostDriver::query(Fence fence) { return check_fence(fence, "query"); }
 Status HostDriver::wait(Fence fence) { return check_fence(fence, "wait"); }
 Status HostDriver::stream_wait(Stream /*stream*/, Fence fence) { return check_fence(fence, "stream_wait"); }

@@ -10,8 +10,8 @@
 //   access that any location was given, so taking a peer's access away leaves
 //   the others theirs.
 // - Device memory is an amount that is counted, not a place. Host-located
-//   chunks count against physical memory. An imported chunk counts nowhere: it
-//   is its creator's memory.
+//   chunks count against what the process may use of the machine's memory. An
+//   imported chunk counts nowhere: it is its creator's memory.
 // - Each exportable or imported chunk holds one file descriptor, all others
 //   share one a device. Running out of descriptors is out_of_memory.
 //
@@ -44,8 +44,11 @@ namespace vmm {
 
 struct HostDriverOptions {
   std::size_t granularity = 2 * kMiB;  // bytes; a power of two, at least the OS's page
-  std::size_t device_bytes = 0;        // bytes a device; 0: 80 % of physical memory
+  std::size_t device_bytes = 0;        // bytes a device; 0: 80 % of usable_memory() (host_memory.h)
   int device_count = 1;                // 1 to AddressBook::kMaxDevices
+  // Stands before the system's files that are asked for limits; for tests. Used
+  // by the constructor alone.
+  const char* files_root = "";
 };
 
 class HostDriver final : public Driver, private ForkObserver {
@@ -78,7 +81,6 @@ class HostDriver final : public Driver, private ForkObserver {
   Status create_fence(int device, Fence* out) override;
   Status destroy_fence(Fence fence) override;
   Status record(Fence fence, Stream stream) override;
-  Status record_all(Fence fence) override;
   Status query(Fence fence) override;
   Status wait(Fence fence) override;
   Status stream_wait(Stream stream, Fence fence) override;

@@ -22,6 +22,7 @@
 #include "torch_adapter/provided_memory.h"
 #include "torch_adapter/routing.h"
 #include "torch_adapter/statistics.h"
+#include "torch_adapter/strict.h"
 
 namespace vmm {
 
@@ -113,9 +114,6 @@ DeviceRoom& room_of(c10::DeviceIndex device) {
   return room;
 }
 
-// A torch.cuda.ExternalStream: its id is its handle, and even.
-bool is_foreign(const c10::cuda::CUDAStream& stream) { return stream.id() != 0 && stream.id() % 2 == 0; }
-
 // Out of the private pool that torch routes this request to, or the model's
 // own pool. `part` is then the private one.
 void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::shared_ptr<Pool>* part) {
@@ -186,10 +184,13 @@ c10::DeviceIndex CudaAllocator::current_device() const {
 void* CudaAllocator::allocate_on(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream) {
   if (bytes == 0) return nullptr;
   if (bytes >= kExbibyte) throw_beyond_exbibyte(words(device));
+  require_model(DeviceKind::cuda, device, bytes);
   const History::Scope scope(cca::RecordContext::STATE);
   std::shared_ptr<Pool> part;
   try {
     DeviceRoom& room = room_of(device);
+    if (ProvidedMemory::any_unfinished()) [[unlikely]]
+      ProvidedMemory::finish_closed(device, /*wait=*/false);
     void* block = allocate_routed(room, bytes, stream, &part);
     trace_allocation(block);
     if (profiler_is_on()) [[unlikely]]
@@ -199,8 +200,10 @@ void* CudaAllocator::allocate_on(c10::DeviceIndex device, std::size_t bytes, cud
     if (profiler_is_on()) {
       report_out_of_memory_to_profiler(DeviceKind::cuda, device, align_up(bytes, kBlockGrain), torch_device(device));
     }
-    DeviceRoom& room = *Runtime::made(DeviceKind::cuda, device);
-    History::instance().out_of_memory(room, part != nullptr ? *part : *current_pool(room), bytes, stream);
+    // Not made: there were no addresses for its default pool.
+    if (DeviceRoom* room = Runtime::made(DeviceKind::cuda, device); room != nullptr) {
+      History::instance().out_of_memory(*room, part != nullptr ? *part : *current_pool(*room), bytes, stream);
+    }
     rethrow_as_torch(words(device), bytes);
   } catch (const VmmError&) {
     rethrow_as_torch(words(device), bytes);
@@ -231,8 +234,6 @@ c10::DataPtr CudaAllocator::allocate(std::size_t bytes) {
   }
   if (bytes == 0) return {nullptr, nullptr, &free_block, torch_device(device)};
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
-  if (is_foreign(stream)) [[unlikely]]
-    room_of(device).memory.fences().add_foreign(stream.stream());
   void* block = allocate_on(device, bytes, stream.stream());
   return {block, block, &free_block, torch_device(device)};
 }
@@ -246,11 +247,6 @@ void* CudaAllocator::raw_alloc(std::size_t bytes) {
 
 void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) {
   if (!isEnabled()) return allocate_uncached(bytes);
-  // A handle that is not torch's current stream may be anybody's.
-  const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(current_device());
-  if (stream != nullptr && (stream != current.stream() || is_foreign(current))) {
-    room_of(current_device()).memory.fences().add_foreign(stream);
-  }
   if (is_current()) return allocate_on(current_device(), bytes, stream);
   // The provider of a torch.cuda.MemPool of another allocator, which goes on
   // looking for memory elsewhere when it is given none.
@@ -277,13 +273,11 @@ void CudaAllocator::recordStream(const c10::DataPtr& block, c10::cuda::CUDAStrea
   // allocator's business, as in torch.
   if (block.get() == nullptr || block.get_deleter() != &free_block) return;
   Runtime::require_own_process();
-  FencePool& fences = room_of(stream.device_index()).memory.fences();
-  if (is_foreign(stream)) fences.add_foreign(stream.stream());
-  if (ProvidedMemory::record_stream(block.get(), stream.stream(), &fences)) return;
+  DeviceStreams& device = room_of(stream.device_index()).memory.streams();
+  if (ProvidedMemory::record_stream(block.get(), stream.stream(), device)) return;
   Pool* pool = Runtime::pool_at(block.get());
   if (pool == nullptr) return;
-  pool->record_stream(reinterpret_cast<Address>(block.get()), stream.stream(),
-                      stream.device_index() == pool->device() ? nullptr : &fences);
+  pool->record_stream(reinterpret_cast<Address>(block.get()), stream.stream(), &device);
 }
 
 // ------------------------------------------------------------ cache and limits
@@ -297,11 +291,12 @@ void CudaAllocator::emptyCache(c10::MempoolId_t mempool) {
     for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) {
       if (region == RegionId{}) {
         room->private_pools.sweep();
-        ProvidedMemory::trim_all(room->ordinal);
         room->memory.empty_cache();
       } else {
         room->private_pools.empty_cache(region);
       }
+      // torch calls this right after the release of a MemPool that goes.
+      ProvidedMemory::finish_closed(room->ordinal, /*wait=*/true);
     }
   } catch (...) {
     report_swallowed("emptyCache");

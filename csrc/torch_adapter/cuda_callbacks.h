@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/private_pools.h"
+#include "core/streams/device_streams.h"
 
 namespace vmm {
 
@@ -16,6 +17,9 @@ bool run_cuda_free_memory_callbacks();
 // What private_pools has to know of captures on this GPU, and what torch
 // leaves undone after a failed one.
 CaptureHooks cuda_capture_hooks(int ordinal);
+
+// Which streams torch has on this GPU, and what kind others' are.
+StreamCensus cuda_stream_census(int ordinal);
 
 // Lets torch's memory history, if it is on, see what happens on a new device.
 void watch_cuda_memory(DeviceRoom& room);

@@ -16,6 +16,7 @@
 #include "torch_adapter/cuda_callbacks.h"
 #include "torch_adapter/errors.h"
 #include "torch_adapter/ipc_exports.h"
+#include "torch_adapter/private_member.h"
 #include "torch_adapter/provided_memory.h"
 
 namespace vmm {
@@ -58,17 +59,14 @@ std::uint64_t capture_of(Stream stream) {
 }
 
 #if VMM_GENERATOR_HAS_CAPTURE_FLAG
-// The flag is public, the way to it is not; an explicit instantiation may name
-// private members all the same.
-template <typename Which, typename Which::Type kMember>
-struct Opener {
-  friend typename Which::Type member_of(Which /*which*/) { return kMember; }
-};
+// The flag is public, the way to it is not.
 struct GeneratorState {
   using Type = c10::intrusive_ptr<at::CUDAGeneratorState> at::CUDAGeneratorImpl::*;
   friend Type member_of(GeneratorState which);
 };
-template struct Opener<GeneratorState, &at::CUDAGeneratorImpl::state_>;
+}  // namespace
+template struct PrivateMember<GeneratorState, &at::CUDAGeneratorImpl::state_>;
+namespace {
 
 // With the flag left set by a failed capture, torch refuses every random number
 // ("Offset increment outside graph capture") and every replay of an earlier
@@ -112,7 +110,7 @@ void CudaAllocator::createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t
 
 void CudaAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t mempool) {
   without_throwing("releasePool", device, [&](PrivatePools& pools) { pools.release(region_of(mempool)); });
-  if (!Runtime::in_child()) ProvidedMemory::drop_passed(device);
+  if (!Runtime::in_child()) ProvidedMemory::finish_closed(device, /*wait=*/false);
 }
 
 int CudaAllocator::getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t mempool) {

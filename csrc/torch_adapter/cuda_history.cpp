@@ -59,11 +59,10 @@ cca::SnapshotInfo CudaAllocator::snapshot(c10::MempoolId_t mempool, bool include
   for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) {
     // Whoever follows segments is to find none that it was told of and that has
     // only not been unmapped yet. A wait would end a capture.
-    const bool settles = has_trackers && !room->memory.fences().is_capturing();
+    if (has_trackers && !room->memory.clock().is_capturing()) room->memory.settle(/*wait=*/true);
     const std::size_t first = result.segments.size();
     for (const auto& pool : room->memory.pools()) {
       if (!(region == RegionId{}) && !(pool->region() == region)) continue;
-      if (settles) (void)pool->settle(true);
       add_segments(*pool, room->ordinal, has_trackers ? SnapshotGrain::chunk : SnapshotGrain::run, &result.segments);
     }
     for (const auto& [provided, segment] : ProvidedMemory::snapshot(room->ordinal)) {

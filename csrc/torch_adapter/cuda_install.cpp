@@ -45,8 +45,6 @@ void require_a_usable_device() {
 
 }  // namespace
 
-bool is_cuda_enabled() { return CudaAllocator::is_current(); }
-
 void enable_cuda() {
   Runtime::require_own_process();
   const auto& ours = CudaAllocator::instance();

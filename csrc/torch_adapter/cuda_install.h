@@ -7,6 +7,5 @@ namespace vmm {
 // been initialised in this process with another allocator: tensors may exist
 // that only that one can free.
 void enable_cuda();
-bool is_cuda_enabled();
 
 }  // namespace vmm

@@ -40,7 +40,8 @@ struct Opened {
   c10::DeviceIndex device = 0;  // whose current it was when it was opened
   std::unique_ptr<ImportedRange> range;
   void* cuda_ipc = nullptr;  // what cudaIpcOpenMemHandle gave
-  FenceSet last_use;         // once nobody uses it any more
+  // Once nobody has it any more: whose work may still use it, and until when.
+  std::vector<std::pair<Clock*, Epoch>> last_use;
 
   [[nodiscard]] void* base() const { return range == nullptr ? cuda_ipc : reinterpret_cast<void*>(range->base()); }
 };
@@ -155,7 +156,8 @@ void OpenedHandles::close(std::unique_ptr<Opened> opened) noexcept {
     if (opened->range != nullptr) {
       // Nobody told us of the streams that used it.
       for (const Location& who : opened->range->accessors()) {
-        opened->last_use.add(Runtime::room(DeviceKind::cuda, who.device).memory.fences().record_all());
+        Clock& clock = Runtime::room(DeviceKind::cuda, who.device).memory.clock();
+        opened->last_use.emplace_back(&clock, clock.now());
       }
     }
     if (!drop(*opened)) {
@@ -170,12 +172,14 @@ void OpenedHandles::close(std::unique_ptr<Opened> opened) noexcept {
   }
 }
 
-// Waits for the work that may use it, and unmaps. False while a capture, which
-// waiting would end, is under way.
+// Waits for the work that may use it, and unmaps. False where that cannot be
+// done now: CUDA closes its own handles only while nothing is being captured.
 bool OpenedHandles::drop(Opened& opened) {
-  if (!opened.last_use.wait()) return false;
+  for (const auto& [clock, epoch] : opened.last_use) {
+    if (!clock->wait(epoch).ok()) return false;
+  }
   if (opened.cuda_ipc != nullptr) {
-    if (Runtime::room(DeviceKind::cuda, opened.device).memory.fences().is_capturing()) return false;
+    if (Runtime::room(DeviceKind::cuda, opened.device).memory.clock().is_capturing()) return false;
     const c10::cuda::CUDAGuard guard(opened.device);
     // At process exit CUDA may have gone, and the memory with it.
     if (cudaIpcCloseMemHandle(std::exchange(opened.cuda_ipc, nullptr)) != cudaSuccess) (void)cudaGetLastError();

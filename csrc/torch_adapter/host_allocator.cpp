@@ -6,6 +6,7 @@
 #include "torch_adapter/errors.h"
 #include "torch_adapter/profiler.h"
 #include "torch_adapter/routing.h"
+#include "torch_adapter/strict.h"
 
 namespace vmm {
 
@@ -70,6 +71,7 @@ c10::DataPtr HostAllocator::allocate(std::size_t bytes) {
     return previous.load(std::memory_order_relaxed)->allocate(bytes);
   if (bytes == 0) return {nullptr, nullptr, &free_block, host()};
   if (bytes >= kExbibyte) throw_beyond_exbibyte(words());
+  require_model(DeviceKind::cpu, 0, bytes);
   try {
     DeviceRoom& room = Runtime::room(DeviceKind::cpu, 0);
     void* block = reinterpret_cast<void*>(room.memory.allocate(*current_pool(room), bytes, nullptr));

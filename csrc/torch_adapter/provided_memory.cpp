@@ -102,12 +102,12 @@ ProvidedMemory::Registry& ProvidedMemory::registry() {
   return *kRegistry;
 }
 
-ProvidedMemory::ProvidedMemory(int device, RegionId region, Provider provider, FencePool& fences)
-    : device_(device), region_(region), provider_(std::move(provider)), fences_(fences) {}
+ProvidedMemory::ProvidedMemory(int device, RegionId region, Provider provider, DeviceMemory& memory)
+    : device_(device), region_(region), provider_(std::move(provider)), memory_(memory) {}
 
 std::shared_ptr<ProvidedMemory> ProvidedMemory::create(int device, RegionId region, Provider provider) {
   return std::make_shared<ProvidedMemory>(device, region, std::move(provider),
-                                          Runtime::room(DeviceKind::cuda, device).memory.fences());
+                                          Runtime::room(DeviceKind::cuda, device).memory);
 }
 
 // ----------------------------------------------------------------- allocation
@@ -149,22 +149,19 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   const bool small = size <= kSmallBytes;
   {
     const MutexLock lock(mutex_);
-    settle(/*wait=*/false);
+    settle();
     Heap& heap = heap_of(stream, small);
     if (Block* const free = heap.blocks.best_fit(size, kTag); free != nullptr) return carve(heap, free, bytes);
   }
   const std::size_t wanted = segment_size(size);
   void* segment = provide(wanted);
-  if (segment == nullptr && !fences_.is_capturing()) {
-    // What is free here for other streams, and what our own pools hold unused,
-    // may be what the provider lacks.
+  if (segment == nullptr && !memory_.clock().is_capturing()) {
+    // What pools that are gone have left, and what our own hold unused, may be
+    // what the provider lacks.
     registry().change(device_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
-    trim();
+    finish_closed(device_, /*wait=*/true);
+    memory_.empty_cache();
     segment = provide(wanted);
-    if (segment == nullptr) {
-      Runtime::room(DeviceKind::cuda, device_).memory.empty_cache();
-      segment = provide(wanted);
-    }
   }
   if (segment == nullptr) {
     registry().change(device_, [](Statistics& statistics) { ++statistics.num_ooms; });
@@ -197,59 +194,56 @@ bool ProvidedMemory::free_at(Address address) noexcept {
         statistics.decrease(StatKind::allocation, size_class(live.heap->small), 1);
         statistics.decrease(StatKind::allocated_bytes, size_class(live.heap->small), live.block->size);
       });
+      const Epoch epoch = memory_.clock().now();
       if (live.block->uses == nullptr) {
-        finish_free(live);
+        finish_free(live, epoch);
       } else {
-        PendingFree pending{live, {}};
-        for (const StreamUse& use : *live.block->uses) pending.fences.add(use.fences->record(use.stream));
+        pending_.push_back({live, epoch, std::make_shared<StreamPoint>(*live.block->uses)});
         live.block->uses.reset();
         live.block->state = BlockState::pending;
-        pending_.push_back(std::move(pending));
+        unfinished_.fetch_add(1, std::memory_order_relaxed);
       }
-      settle(/*wait=*/false);
+      settle();
       if (!closed_) return true;
       retract_free_segments();
     }
-    give_back(/*wait=*/false);
+    give_back();
   } catch (...) {
     report_swallowed("free");
   }
   return true;
 }
 
-void ProvidedMemory::finish_free(const Live& live) {
+void ProvidedMemory::finish_free(const Live& live, Epoch epoch) {
   registry().change(device_, [&](Statistics& statistics) {
     statistics.decrease(StatKind::active, size_class(live.heap->small), 1);
     statistics.decrease(StatKind::active_bytes, size_class(live.heap->small), live.block->size);
     statistics.decrease(StatKind::requested_bytes, size_class(live.heap->small), live.block->requested);
   });
-  live.heap->blocks.free(live.block, kTag, 0);
+  live.heap->blocks.free(live.block, kTag, epoch);
 }
 
-void ProvidedMemory::settle(bool wait) {
-  for (std::size_t k = 0; k < pending_.size();) {
-    if (wait ? pending_[k].fences.wait() : pending_[k].fences.passed()) {
-      finish_free(pending_[k].live);
-      pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(k));
-    } else {
-      ++k;
-    }
-  }
+void ProvidedMemory::settle() {
+  std::erase_if(pending_, [this](const PendingFree& pending) VMM_REQUIRES(mutex_) {
+    if (!pending.point->passed(memory_.clock().has_passed(pending.epoch))) return false;
+    finish_free(pending.live, pending.epoch);
+    unfinished_.fetch_sub(1, std::memory_order_relaxed);
+    return true;
+  });
 }
 
-bool ProvidedMemory::record_stream(void* block, Stream stream, FencePool* fences) {
+bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& device) {
   const auto address = reinterpret_cast<Address>(block);
   const auto memory = registry().find(address);
   if (memory == nullptr) return false;
   const MutexLock lock(memory->mutex_);
   const auto at = memory->live_.find(address);
   if (at == memory->live_.end()) return false;
-  const StreamUse use{stream, fences == nullptr ? &memory->fences_ : fences};
-  if (use.fences == &memory->fences_ && at->second.heap->stream == stream) return true;
+  if (&device == &memory->memory_.streams() && at->second.heap->stream == stream) return true;
+  const StreamUse use{&device, stream, device.meet(stream)};
   auto& uses = at->second.block->uses;
   if (uses == nullptr) uses = std::make_unique<std::vector<StreamUse>>();
-  const auto same = [&](const StreamUse& known) { return known.stream == use.stream && known.fences == use.fences; };
-  if (std::none_of(uses->begin(), uses->end(), same)) uses->push_back(use);
+  if (std::find(uses->begin(), uses->end(), use) == uses->end()) uses->push_back(use);
   return true;
 }
 
@@ -270,36 +264,34 @@ void ProvidedMemory::retract_free_segments() {
     const std::vector<Block*> heads = heap->blocks.stretches();  // a copy: retract() changes it
     for (Block* const head : heads) {
       if (head->state != BlockState::free || head->next != nullptr) continue;
-      Leaving leaving{head->range(), {}};
-      leaving.last_use.add(fences_.record(heap->stream));
-      if (after_graphs_ != nullptr) leaving.last_use.add(after_graphs_);
+      leaving_.push_back({head->range(), std::max(head->epoch, graphs_end_)});
+      unfinished_.fetch_add(1, std::memory_order_relaxed);
       heap->blocks.retract(head);
-      leaving_.push_back(std::move(leaving));
     }
   }
 }
 
-void ProvidedMemory::give_back(bool wait) noexcept {
+void ProvidedMemory::give_back() noexcept {
   // The provider's own free ends a capture, or waits for the GPU.
-  if (fences_.is_capturing()) return;
+  Clock& clock = memory_.clock();
+  if (clock.is_capturing()) return;
   const auto self = shared_from_this();  // the last segment's end may be ours
   try {
     std::vector<Leaving> gone;
     {
       const MutexLock lock(mutex_);
-      const auto first = std::stable_partition(leaving_.begin(), leaving_.end(),
-                                               [&](Leaving& leaving) { return !wait && !leaving.last_use.passed(); });
-      std::move(first, leaving_.end(), std::back_inserter(gone));
-      leaving_.erase(first, leaving_.end());
+      for (const Leaving& leaving : leaving_) clock.cover(leaving.last_use);
+      clock.poll();
+      std::erase_if(leaving_, [&](const Leaving& leaving) {
+        if (!clock.has_passed(leaving.last_use)) return false;
+        gone.push_back(leaving);
+        return true;
+      });
     }
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
-    for (Leaving& leaving : gone) {
-      if (!leaving.last_use.wait()) {
-        const MutexLock lock(mutex_);
-        leaving_.push_back(std::move(leaving));
-        continue;
-      }
+    for (const Leaving& leaving : gone) {
       registry().remove(leaving.range);
+      unfinished_.fetch_sub(1, std::memory_order_relaxed);
       provider_->raw_delete(reinterpret_cast<void*>(leaving.range.offset));
     }
   } catch (...) {
@@ -307,46 +299,48 @@ void ProvidedMemory::give_back(bool wait) noexcept {
   }
 }
 
-void ProvidedMemory::trim() noexcept {
-  try {
-    const MutexLock lock(mutex_);
-    if (pinned_ || fences_.is_capturing()) return;
-    settle(/*wait=*/true);
-    retract_free_segments();
-  } catch (...) {
-    report_swallowed("giving a MemPool's segments back");
-  }
-  give_back(/*wait=*/true);
-}
-
 void ProvidedMemory::set_pinned(bool pinned) noexcept {
   try {
     const MutexLock lock(mutex_);
-    if (pinned_ && !pinned) after_graphs_ = fences_.record_all();
+    if (pinned_ && !pinned) graphs_end_ = memory_.clock().now();
     pinned_ = pinned;
   } catch (...) {
     report_swallowed("pinning a MemPool");
   }
 }
 
-// Called with locks held, so the provider is not: drop_passed() follows.
+// Called with locks held, so the provider is not: finish_closed() follows.
 void ProvidedMemory::close() noexcept {
   try {
     const MutexLock lock(mutex_);
     closed_ = true;
-    settle(/*wait=*/false);
+    settle();
     retract_free_segments();
   } catch (...) {
     report_swallowed("closing a MemPool");
   }
 }
 
-void ProvidedMemory::trim_all(int device) noexcept {
-  for (const auto& memory : registry().all_of(device)) memory->trim();
-}
-
-void ProvidedMemory::drop_passed(int device) noexcept {
-  for (const auto& memory : registry().all_of(device)) memory->give_back(/*wait=*/false);
+void ProvidedMemory::finish_closed(int device, bool wait) noexcept {
+  if (!any_unfinished()) return;
+  try {
+    for (const auto& memory : registry().all_of(device)) {
+      {
+        const MutexLock lock(memory->mutex_);
+        if (!memory->closed_) continue;
+      }
+      Clock& clock = memory->memory_.clock();
+      if (wait && !clock.is_capturing()) clock.wait(clock.now()).ignore();  // what it could not wait for stays
+      {
+        const MutexLock lock(memory->mutex_);
+        memory->settle();
+        memory->retract_free_segments();
+      }
+      memory->give_back();
+    }
+  } catch (...) {
+    report_swallowed("giving a MemPool's segments back");
+  }
 }
 
 // -------------------------------------------------------------------- numbers

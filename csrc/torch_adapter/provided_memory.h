@@ -18,9 +18,9 @@
 
 #include "base/sync.h"
 #include "core/block_heap.h"
-#include "core/fences.h"
 #include "core/private_pools.h"
 #include "core/stats.h"
+#include "core/streams/clock.h"
 
 namespace vmm {
 
@@ -39,16 +39,17 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
 
   // False, at once, where no such memory lies at `block`.
   static bool free(void* block) noexcept;
-  // `stream` also uses the block; `fences` are those of its device.
-  static bool record_stream(void* block, Stream stream, FencePool* fences);
+  // `stream` of `device` also uses the block.
+  static bool record_stream(void* block, Stream stream, DeviceStreams& device);
   // Bytes of the live block, or 0.
   static std::size_t block_size(void* block);
 
-  // Gives back, to all providers of memory on this device, what is free. May
-  // wait for the GPU.
-  static void trim_all(int device) noexcept;
-  // The same of pools that are gone, as far as nothing has to be waited for.
-  static void drop_passed(int device) noexcept;
+  // Gives the segments of pools that are gone back to their providers, as far as
+  // no queued work uses them; with `wait`, waits for that work. Those of a pool
+  // that is not gone stay with it: its owner may free them by itself.
+  static void finish_closed(int device, bool wait) noexcept;
+  // There may be something to finish. One relaxed load.
+  static bool any_unfinished() { return unfinished_.load(std::memory_order_relaxed) != 0; }
   static std::vector<Segment> snapshot(int device);
   // Adds what this device's providers gave. Peaks become at least what is
   // current: the sum's own peaks nobody follows.
@@ -58,10 +59,9 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
 
   // ForeignMemory
   void set_pinned(bool pinned) noexcept override VMM_EXCLUDES(mutex_);
-  void trim() noexcept override VMM_EXCLUDES(mutex_);
   void close() noexcept override VMM_EXCLUDES(mutex_);
 
-  ProvidedMemory(int device, RegionId region, Provider provider, FencePool& fences);
+  ProvidedMemory(int device, RegionId region, Provider provider, DeviceMemory& memory);
 
  private:
   // Blocks of one size class for one stream; their offsets are addresses.
@@ -77,30 +77,33 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   };
   struct PendingFree {
     Live live;
-    FenceSet fences;
+    Epoch epoch = kLongAgo;  // of the free
+    StreamPointPtr point;    // of the recorded streams
   };
-  // A segment that goes back when its fences have passed.
+  // A segment that goes back when nothing uses it any more.
   struct Leaving {
     ByteRange range;
-    FenceSet last_use;
+    Epoch last_use = kLongAgo;
   };
 
   class Registry;
   static Registry& registry();
+  // Frees that recorded streams hold up and segments that queued work does.
+  static inline std::atomic<std::size_t> unfinished_{0};
 
   Heap& heap_of(Stream stream, bool small) VMM_REQUIRES(mutex_);
   void* carve(Heap& heap, Block* free, std::size_t bytes) VMM_REQUIRES(mutex_);
   void* provide(std::size_t bytes) noexcept;
   bool free_at(Address address) noexcept VMM_EXCLUDES(mutex_);
-  void finish_free(const Live& live) VMM_REQUIRES(mutex_);
-  void settle(bool wait) VMM_REQUIRES(mutex_);
+  void finish_free(const Live& live, Epoch epoch) VMM_REQUIRES(mutex_);
+  void settle() VMM_REQUIRES(mutex_);
   void retract_free_segments() VMM_REQUIRES(mutex_);
-  void give_back(bool wait) noexcept VMM_EXCLUDES(mutex_);
+  void give_back() noexcept VMM_EXCLUDES(mutex_);
 
   const int device_;
   const RegionId region_;
   const Provider provider_;
-  FencePool& fences_;
+  DeviceMemory& memory_;  // whose clock tells when segments may go
 
   Mutex mutex_;
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
@@ -108,7 +111,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   std::unordered_map<Address, Live> live_ VMM_GUARDED_BY(mutex_);
   std::vector<PendingFree> pending_ VMM_GUARDED_BY(mutex_);
   std::vector<Leaving> leaving_ VMM_GUARDED_BY(mutex_);
-  FencePointPtr after_graphs_ VMM_GUARDED_BY(mutex_);
+  Epoch graphs_end_ VMM_GUARDED_BY(mutex_) = kLongAgo;
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   bool closed_ VMM_GUARDED_BY(mutex_) = false;
 };

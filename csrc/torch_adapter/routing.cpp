@@ -2,29 +2,39 @@
 
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <algorithm>
 #include <string>
 #include <typeinfo>
 #include <utility>
 
 #include "base/errors.h"
+#include "torch_adapter/debug_info_chain.h"
+#include "torch_adapter/enabled.h"
 #include "torch_adapter/versions.h"
 
 namespace vmm {
 
-// One model entered by one thread: a link of its chain.
+// One model entered by one thread: a link of its chain, the innermost of which
+// the thread's debug information holds.
 //
-// Leaving in order pops the link. A link that something else lies upon (torch's
-// profiler, begun inside the model and still running), or that is left out of
-// order, cannot be popped: it is marked dead, skipped from then on, and popped
-// as soon as it comes to the top.
+// Leaving in order takes the innermost off. One that is left out of order is
+// marked dead, skipped from then on, and taken off as soon as it is innermost.
 class ModelContext final : public c10::DebugInfoBase, public std::enable_shared_from_this<ModelContext> {
  public:
   ModelContext(std::shared_ptr<Pool> pool, ModelContextPtr parent) : pool(std::move(pool)), parent(std::move(parent)) {}
+  ModelContext(std::vector<std::shared_ptr<Pool>> carried, ModelContextPtr parent)
+      : parent(std::move(parent)), carried(std::move(carried)) {}
 
-  const std::shared_ptr<Pool> pool;
-  const ModelContextPtr parent;  // of whatever device
-  // torch's own link that holds this one, only ever compared.
-  const c10::ThreadLocalDebugInfo* holder = nullptr;
+  // What it is called in messages.
+  [[nodiscard]] std::string name() const {
+    if (pool != nullptr) return "model '" + pool->name() + "'";
+    return carried.empty() ? "a carried function" : "a carried function of model '" + carried.front()->name() + "'";
+  }
+
+  const std::shared_ptr<Pool> pool;  // nullptr: a carried function's stay
+  const ModelContextPtr parent;      // of whatever device
+  // Of a carried function, which sees these and nothing beneath: one a device.
+  const std::vector<std::shared_ptr<Pool>> carried;
   std::atomic<bool> left{false};
   std::atomic<bool> dead{false};
 };
@@ -33,13 +43,15 @@ namespace {
 
 using c10::ThreadLocalDebugInfo;
 
-// The top of this thread's chain, dead or not, or nullptr. Whoever else uses
-// the slot (up to torch 2.12 it is one of torch's own tests' two) is ignored.
+// Whoever else uses the slot (up to torch 2.12 it is one of torch's own tests'
+// two) is ignored. Comparing types is a comparison of two pointers; dynamic_cast
+// takes 10 ns.
+bool is_ours(const c10::DebugInfoBase& info) { return typeid(info) == typeid(ModelContext); }
+
+// The innermost of this thread's chain, dead or not, or nullptr.
 ModelContext* top() {
   c10::DebugInfoBase* info = ThreadLocalDebugInfo::get(kModelSlot);
-  // Comparing types is a comparison of two pointers; dynamic_cast takes 10 ns.
-  if (info == nullptr || typeid(*info) != typeid(ModelContext)) return nullptr;
-  return static_cast<ModelContext*>(info);
+  return info == nullptr || !is_ours(*info) ? nullptr : static_cast<ModelContext*>(info);
 }
 
 const ModelContext* skip_dead(const ModelContext* context) {
@@ -47,14 +59,15 @@ const ModelContext* skip_dead(const ModelContext* context) {
   return context;
 }
 
-bool can_pop(const ModelContext& context) { return ThreadLocalDebugInfo::current().get() == context.holder; }
+// `context` is the innermost of this thread from now on.
+void set_top(ModelContextPtr context) { set_debug_info_beneath(kModelSlot, std::move(context), &is_ours); }
 
-void pop_dead() {
-  for (ModelContext* context = top(); context != nullptr && context->dead.load(std::memory_order_relaxed);
-       context = top()) {
-    if (!can_pop(*context)) return;
-    ThreadLocalDebugInfo::_pop(kModelSlot);
-  }
+void take_off_dead() {
+  ModelContext* const innermost = top();
+  if (innermost == nullptr || !innermost->dead.load(std::memory_order_relaxed)) return;
+  ModelContextPtr alive = innermost->parent;
+  while (alive != nullptr && alive->dead.load(std::memory_order_relaxed)) alive = alive->parent;
+  set_top(std::move(alive));
 }
 
 bool is_in_chain(const ModelContext* link, const ModelContext& context) {
@@ -62,38 +75,97 @@ bool is_in_chain(const ModelContext* link, const ModelContext& context) {
   return link != nullptr;
 }
 
-std::string cure(const std::string& model) {
-  return " Where a function is suspended inside a model, decorate it instead (@use_model('" + model +
-         "') leaves the model at every yield and await), or enter the model inside each step.";
-}
+constexpr const char* kCure =
+    " Where a function is suspended inside a model, decorate it instead (@use_model(...) leaves the model at every "
+    "yield and await), or enter the model inside each step.";
 
 [[noreturn]] void refuse_to_leave(const ModelContext& context, const ModelContext* innermost, bool twice) {
-  const std::string& model = context.pool->name();
-  if (twice) throw VmmError("model '" + model + "' was entered once and is left a second time.");
-  const std::string current = innermost == nullptr ? "no model" : "model '" + innermost->pool->name() + "'";
+  const std::string model = context.name();
+  if (twice) throw VmmError(model + " was entered once and is left a second time.");
+  const std::string current = innermost == nullptr ? "no model" : innermost->name();
   if (is_in_chain(top(), context)) {
-    throw VmmError("model '" + model + "' is left while " + current +
+    throw VmmError(model + " is left while " + current +
                    ", entered later, is still open: a `with` was held across a `yield` or an `await` and closed out "
-                   "of order, so tensors made meanwhile may lie in the wrong pool. '" +
-                   model + "' is left now, and " + current + " stays open." + cure(model));
+                   "of order, so tensors made meanwhile may lie in the wrong pool. " +
+                   model + " is left now, and " + current + " stays open." + kCure);
   }
-  throw VmmError("model '" + model + "' is left by a thread that has not entered it; here " + current +
-                 " is open. A `with` was held across a `yield` or an `await` and closed elsewhere. '" + model +
-                 "' is left now on the thread that entered it." + cure(model));
+  throw VmmError(model + " is left by a thread that has not entered it; here " + current +
+                 " is open. A `with` was held across a `yield` or an `await` and closed elsewhere. " + model +
+                 " is left now on the thread that entered it." + kCure);
+}
+
+// A model may be entered: it is open, and tensors of its device are ours to
+// make. Else the `with` would silently do nothing.
+void require_usable(const Pool& pool) {
+  Runtime::require_own_process();
+  pool.require_open();
+  const DeviceRoom& room = Runtime::room_of(pool);
+  if (may_allocate(room.kind)) return;
+  const bool is_cuda = room.kind == DeviceKind::cuda;
+  throw NotEnabledError("model '" + pool.name() + "' is entered, but torch_vmm is not torch's allocator on " +
+                        (is_cuda ? "cuda" : "the cpu") + ", so no tensor would be made in it. Call torch_vmm.enable(" +
+                        (is_cuda ? ") first: right after the imports, before CUDA is used" : "\"cpu\") first") + ".");
+}
+
+ModelContextPtr enter(ModelContextPtr context) {
+  set_top(context);
+  detail::any_model_entered.store(true, std::memory_order_relaxed);
+  return context;
+}
+
+ModelContextPtr link_below() {
+  take_off_dead();
+  ModelContext* below = top();
+  return below == nullptr ? nullptr : below->shared_from_this();
+}
+
+// The pool that this chain names on the device, or nullptr.
+const std::shared_ptr<Pool>* find_pool(const DeviceRoom& room) {
+  for (const ModelContext* context = top(); context != nullptr; context = context->parent.get()) {
+    if (context->dead.load(std::memory_order_relaxed)) continue;
+    if (context->pool != nullptr) {
+      if (context->pool->home() == &room.memory) return &context->pool;
+      continue;
+    }
+    for (const auto& pool : context->carried) {
+      if (pool->home() == &room.memory) return &pool;
+    }
+    return nullptr;
+  }
+  return nullptr;
 }
 
 }  // namespace
 
 ModelContextPtr enter_model(std::shared_ptr<Pool> pool) {
-  if (pool->is_retired()) throw InvalidArgumentError("pool '" + pool->name() + "' is closed");
-  pop_dead();
-  ModelContext* below = top();
-  auto context =
-      std::make_shared<ModelContext>(std::move(pool), below == nullptr ? nullptr : below->shared_from_this());
-  ThreadLocalDebugInfo::_push(kModelSlot, context);
-  context->holder = ThreadLocalDebugInfo::current().get();
-  detail::any_model_entered.store(true, std::memory_order_relaxed);
-  return context;
+  require_usable(*pool);
+  auto below = link_below();
+  return enter(std::make_shared<ModelContext>(std::move(pool), std::move(below)));
+}
+
+ModelContextPtr enter_carried(std::vector<std::shared_ptr<Pool>> pools) {
+  for (const auto& pool : pools) require_usable(*pool);
+  auto below = link_below();
+  return enter(std::make_shared<ModelContext>(std::move(pools), std::move(below)));
+}
+
+std::vector<std::shared_ptr<Pool>> open_models() {
+  std::vector<std::shared_ptr<Pool>> found;
+  for (const ModelContext* context = top(); context != nullptr; context = context->parent.get()) {
+    if (context->dead.load(std::memory_order_relaxed)) continue;
+    const auto add = [&found](const std::shared_ptr<Pool>& pool) {
+      const bool hidden =
+          std::any_of(found.begin(), found.end(), [&](const auto& inner) { return inner->home() == pool->home(); });
+      if (!hidden) found.push_back(pool);
+    };
+    if (context->pool != nullptr) {
+      add(context->pool);
+      continue;
+    }
+    for (const auto& pool : context->carried) add(pool);
+    break;
+  }
+  return found;
 }
 
 void leave_model(const ModelContextPtr& context) {
@@ -102,22 +174,22 @@ void leave_model(const ModelContextPtr& context) {
   const bool in_order = !twice && innermost == context.get();
   // Only out of its turn is a link marked dead: a chain that torch has copied
   // for work still under way keeps its models otherwise.
-  if (in_order && top() == context.get() && can_pop(*context)) {
-    ThreadLocalDebugInfo::_pop(kModelSlot);
+  if (in_order && top() == context.get()) {
+    set_top(context->parent);
   } else {
     context->dead.store(true, std::memory_order_relaxed);
   }
-  pop_dead();
+  take_off_dead();
   if (!in_order) refuse_to_leave(*context, innermost, twice);
 }
 
-const std::shared_ptr<Pool>& pool_of(const ModelContext& context) { return context.pool; }
+bool is_in_model(const DeviceRoom& room) {
+  return detail::any_model_entered.load(std::memory_order_relaxed) && find_pool(room) != nullptr;
+}
 
 const std::shared_ptr<Pool>& detail::innermost_pool(const DeviceRoom& room) {
-  for (const ModelContext* context = top(); context != nullptr; context = context->parent.get()) {
-    if (context->pool->home() == &room.memory && !context->dead.load(std::memory_order_relaxed)) return context->pool;
-  }
-  return room.default_pool;
+  const std::shared_ptr<Pool>* found = find_pool(room);
+  return found == nullptr ? room.default_pool : *found;
 }
 
 }  // namespace vmm

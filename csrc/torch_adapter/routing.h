@@ -3,12 +3,14 @@
 //
 // The chain hangs in c10::ThreadLocalDebugInfo, which torch copies to whatever
 // thread works on this one's behalf: autograd's workers in backward(), forked
-// tasks. A plain thread_local would be empty there.
+// tasks. A plain thread_local would be empty there. How it shares that with
+// torch's profiler is debug_info_chain's business.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "core/pool.h"
 #include "torch_adapter/runtime.h"
@@ -22,13 +24,23 @@ using ModelContextPtr = std::shared_ptr<ModelContext>;
 // to it until leave_model(). Throws InvalidArgumentError when it is closed.
 ModelContextPtr enter_model(std::shared_ptr<Pool> pool);
 
+// The pools that tensors made here come from, the innermost model of each
+// device: what enter_carried() takes elsewhere.
+std::vector<std::shared_ptr<Pool>> open_models();
+
+// Enters exactly these, whatever this thread has open: a device that none of
+// them is on is outside every model. Throws as enter_model().
+ModelContextPtr enter_carried(std::vector<std::shared_ptr<Pool>> pools);
+
 // Leaves it. VmmError, naming both models and the cure, when it is not the
 // innermost one of this thread or was left already: a `with` held across a
 // `yield` or an `await`, or closed on another thread. It is left all the same,
 // and every other context stays as it was.
 void leave_model(const ModelContextPtr& context);
 
-const std::shared_ptr<Pool>& pool_of(const ModelContext& context);
+// Is a model of this device open here? Its default pool counts, where it was
+// entered.
+bool is_in_model(const DeviceRoom& room);
 
 namespace detail {
 // Set when the first model of the process is entered: programs with no models

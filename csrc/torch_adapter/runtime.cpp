@@ -12,17 +12,9 @@ namespace vmm {
 
 namespace {
 
-constexpr std::size_t kCapacityFactor = 4;
-
-std::size_t default_capacity_of(const DeviceMemory& memory) {
-  const std::size_t chosen = memory.options().default_capacity_bytes;
-  return chosen != 0 ? chosen : kCapacityFactor * memory.capabilities().total_memory;
-}
-
-std::shared_ptr<Pool> make_default_pool(DeviceMemory& memory, std::size_t capacity) {
+std::shared_ptr<Pool> make_default_pool(DeviceMemory& memory) {
   PoolSpec spec;
   spec.name = "default";
-  spec.capacity = capacity;
   return memory.create_pool(spec, nullptr);
 }
 
@@ -35,12 +27,14 @@ DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpac
     : kind(kind),
       ordinal(ordinal),
       memory(driver, address_space, ordinal, options),
-      default_capacity(default_capacity_of(memory)),
-      default_pool(make_default_pool(memory, default_capacity)),
+      default_pool(make_default_pool(memory)),
       private_pools(memory, kind == DeviceKind::cuda ? cuda_capture_hooks(ordinal) : CaptureHooks{}) {
   // torch can free memory of its own (tensors that other processes have let go
   // of) when a device has none left.
-  if (kind == DeviceKind::cuda) memory.set_memory_callback(&run_cuda_free_memory_callbacks);
+  if (kind == DeviceKind::cuda) {
+    memory.set_memory_callback(&run_cuda_free_memory_callbacks);
+    memory.streams().set_census(cuda_stream_census(ordinal));
+  }
 }
 
 Runtime::Runtime() : options_(Options::from_environment()) {
@@ -104,6 +98,7 @@ DeviceRoom& Runtime::make_room(DeviceKind kind, int ordinal) {
   if (kind == DeviceKind::cpu) options.exportable = false;              // torch shares CPU tensors by itself
   auto* room = new DeviceRoom(kind, ordinal, driver, space_, options);  // never destroyed, as the runtime
   rooms_[static_cast<std::size_t>(kind)][static_cast<std::size_t>(ordinal)].store(room, std::memory_order_release);
+  room->memory.set_neighbours([kind](int other) { return &Runtime::room(kind, other).memory.streams(); });
   if (kind == DeviceKind::cuda) watch_cuda_memory(*room);
   return *room;
 }

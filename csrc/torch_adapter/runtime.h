@@ -30,10 +30,6 @@ struct DeviceRoom {
   const DeviceKind kind;
   const int ordinal;
   DeviceMemory memory;
-  // Bytes of addresses of a pool that names none: four times the device's
-  // memory unless an option says otherwise (addresses are free, and moving
-  // chunks needs room to move to).
-  const std::size_t default_capacity;
   // Of tensors made outside any model's context.
   const std::shared_ptr<Pool> default_pool;
   // CUDA graphs' and torch.cuda.MemPool's.
@@ -45,7 +41,9 @@ class Runtime {
   static constexpr int kMostDevices = 64;  // of a kind; torch's own limit
 
   // The device's room. Throws NotAvailableError that says why there is none:
-  // no driver, no such device, something missing, or a forked child.
+  // no driver, no such device, something missing, or a forked child; and
+  // OutOfMemoryError when there are no addresses for its default pool. Then it
+  // is not made, and the next call tries again.
   static DeviceRoom& room(DeviceKind kind, int ordinal) {
     if (DeviceRoom* found = made(kind, ordinal); found != nullptr && !in_child()) [[likely]]
       return *found;

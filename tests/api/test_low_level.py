@@ -46,6 +46,14 @@ def test_a_manager_knows_its_device(manager: torch_vmm.VirtualMemoryManager, dev
     assert str(manager.device) in repr(manager)
 
 
+def test_host_memory_is_counted_apart(manager: torch_vmm.VirtualMemoryManager) -> None:
+    assert manager.host_memory_usage == 0
+    manager.free_physical(manager.alloc_physical(PAGE))
+    kept = manager.alloc_physical(2 * PAGE)  # the manager's own device, be that a GPU or the host
+    assert manager.host_memory_usage == 0
+    manager.free_physical(kept)
+
+
 def test_access_flags_as_text() -> None:
     assert [str(flag) for flag in (AccessFlags.NONE, AccessFlags.READ, AccessFlags.READ_WRITE)] == [
         "None",

@@ -567,6 +567,7 @@ def test_threads_share_a_pool(make_pool: MakePool) -> None:
             view = stamp(pool.tensor(page * PAGE, 65536), thread * 1000 + step)
             if not holds(view, thread * 1000 + step):
                 wrong.append(f"page {page} changed at step {step}")
+            del view  # it holds the page
             pool.deallocate(page * PAGE, PAGE)
 
     threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]

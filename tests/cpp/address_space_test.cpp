@@ -48,5 +48,31 @@ TEST_F(Space, AFailedReservationLeavesNoTrace) {
   EXPECT_EQ(driver_.leaks(), "");
 }
 
+constexpr Address kEnd = Address{1} << 47;  // of what the table covers
+
+TEST_F(Space, TheLastSlotIsUsed) {
+  driver_.place_next_reservation(kEnd - kGiB);
+  Address out = 0;
+  ASSERT_TRUE(space_.reserve(driver_, kGiB, a_, &out).ok());
+  EXPECT_EQ(out, kEnd - kGiB);
+  EXPECT_EQ(space_.find(kEnd - 1), a_);
+  EXPECT_TRUE(space_.unreserve(driver_, out, kGiB).ok());
+  EXPECT_EQ(space_.find(kEnd - 1), nullptr);
+  EXPECT_EQ(driver_.leaks(), "");
+}
+
+TEST_F(Space, AReservationBeyondTheTableIsRefusedAndGivenBack) {
+  // Five levels of page tables reach 57 bits; the table has slots for 47.
+  for (const Address at : {kEnd - kGiB, kEnd, kEnd * 4}) {
+    driver_.place_next_reservation(at);
+    Address out = 0;
+    const Status answer = space_.reserve(driver_, 2 * kGiB, a_, &out);
+    EXPECT_EQ(answer.code(), StatusCode::out_of_memory) << at;
+    EXPECT_EQ(out, 0U);
+    EXPECT_EQ(space_.find(kEnd - 1), nullptr) << "not even what lies below the end";
+    EXPECT_EQ(driver_.leaks(), "");
+  }
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -124,7 +124,7 @@ const Operation kOperations[] = {
        w.free_block();
        w.a->shed(0);
      },
-     [](World& w) { w.a->settle(/*wait=*/true); }, /*throws=*/false},
+     [](World& w) { w.lab.memory().settle(/*wait=*/true); }, /*throws=*/false},
     {"trim", [](World& w) { w.leave_idle(*w.b, 24 * kMiB, kOne); }, [](World& w) { w.lab.memory().trim(*w.b, kPage); },
      /*throws=*/false},
     {"empty_cache",

@@ -9,8 +9,11 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <string>
@@ -239,7 +242,6 @@ TEST_F(HostDriverTest, InAChildTheDriverHasGone) {
         driver_.create_fence(0, &other),
         driver_.destroy_fence(fence),
         driver_.record(fence, nullptr),
-        driver_.record_all(fence),
         driver_.query(fence),
         driver_.wait(fence),
         driver_.stream_wait(nullptr, fence),
@@ -339,6 +341,80 @@ TEST_F(HostDriverTest, OutOfFileDescriptorsIsOutOfMemory) {
   EXPECT_EQ(info.free, info.total);
 }
 
+// In a child, since a limit that was lowered may not be raised again.
+int with_file_size_limit(std::size_t bytes, const std::function<int()>& work) {
+  return in_child([&] {
+    rlimit limit{};
+    ::getrlimit(RLIMIT_FSIZE, &limit);
+    limit.rlim_cur = bytes;
+    std::signal(SIGXFSZ, SIG_DFL);
+    if (::setrlimit(RLIMIT_FSIZE, &limit) != 0) return 99;
+    return work();
+  });
+}
+
+TEST_F(HostDriverTest, WorksWithinAFileSizeLimit) {
+  EXPECT_EQ(with_file_size_limit(4 * kPage + 17,
+                                 [] {
+                                   HostDriver driver({kPage, kGiB, 1});
+                                   ChunkHandle chunk = 0;
+                                   Address at = 0;
+                                   if (!driver.create({4 * kPage, kDevice, false}, &chunk).ok()) return 1;
+                                   if (!driver.reserve(4 * kPage, kPage, &at).ok()) return 2;
+                                   if (!driver.map(at, 4 * kPage, chunk).ok()) return 3;
+                                   if (!driver.set_access(at, 4 * kPage, kDevice, Access::read_write).ok()) return 4;
+                                   *bytes(at + 4 * kPage - 1) = 1;
+                                   // The host's own memory is in another file.
+                                   ChunkHandle other = 0;
+                                   if (!driver.create({4 * kPage, Location::on_host(), false}, &other).ok()) return 5;
+                                   if (!driver.release(other).ok()) return 6;
+                                   return driver.create({4 * kPage, Location::on_host(), false}, &other).ok() ? 0 : 7;
+                                 }),
+            0);
+}
+
+TEST_F(HostDriverTest, AFileSizeLimitInTheWayIsNamed) {
+  EXPECT_EQ(with_file_size_limit(4 * kPage,
+                                 [] {
+                                   const auto names_limit = [](const Status& status) {
+                                     return status.code() == StatusCode::out_of_memory &&
+                                            status.text().find("RLIMIT_FSIZE is 8388608 bytes") != std::string::npos;
+                                   };
+                                   HostDriver driver({kPage, kGiB, 1});
+                                   ChunkHandle chunk = 0;
+                                   if (!names_limit(driver.create({5 * kPage, kDevice, false}, &chunk))) return 1;
+                                   if (!names_limit(driver.create({5 * kPage, kDevice, true}, &chunk))) return 2;
+                                   if (!driver.create({4 * kPage, kDevice, true}, &chunk).ok()) return 3;
+                                   if (!driver.create({4 * kPage, kDevice, false}, &chunk).ok()) return 4;
+                                   if (!names_limit(driver.create({kPage, kDevice, false}, &chunk))) return 5;
+                                   MemoryInfo info;
+                                   if (!driver.memory_info(0, &info).ok()) return 6;
+                                   return info.total - info.free == 8 * kPage ? 0 : 7;
+                                 }),
+            0);
+}
+
+TEST_F(HostDriverTest, ARaisedFileSizeLimitIsUsed) {
+  EXPECT_EQ(with_file_size_limit(2 * kPage,
+                                 [] {
+                                   HostDriver driver({kPage, kGiB, 1});
+                                   ChunkHandle chunk = 0;
+                                   if (!driver.create({kPage, kDevice, false}, &chunk).ok()) return 1;
+                                   if (driver.create({3 * kPage, kDevice, false}, &chunk).ok()) return 2;
+                                   rlimit limit{};
+                                   ::getrlimit(RLIMIT_FSIZE, &limit);
+                                   limit.rlim_cur = 4 * kPage;
+                                   if (::setrlimit(RLIMIT_FSIZE, &limit) != 0) return 3;
+                                   if (!driver.create({3 * kPage, kDevice, false}, &chunk).ok()) return 4;
+                                   // What is there stays when the limit falls.
+                                   limit.rlim_cur = 0;
+                                   if (::setrlimit(RLIMIT_FSIZE, &limit) != 0) return 5;
+                                   if (!driver.release(chunk).ok()) return 6;
+                                   return driver.create({3 * kPage, kDevice, false}, &chunk).ok() ? 0 : 7;
+                                 }),
+            0);
+}
+
 TEST_F(HostDriverTest, MemoryIsCountedToTheByte) {
   HostDriver driver({kPage, 3 * kPage + 5, 1});  // rounded down
   MemoryInfo info;
@@ -408,6 +484,26 @@ TEST_F(HostDriverTest, AnImportIsNotCountedAndNeedsItsSize) {
   ::close(fd);
 }
 
+TEST_F(HostDriverTest, WhoHoldsAnExportedChunkCannotCutItAway) {
+  ChunkHandle chunk = 0;
+  Address at = 0;
+  int fd = -1;
+  ASSERT_TRUE(driver_.create({2 * kPage, kDevice, true}, &chunk).ok());
+  ASSERT_TRUE(driver_.reserve(2 * kPage, kPage, &at).ok());
+  ASSERT_TRUE(driver_.map(at, 2 * kPage, chunk).ok());
+  ASSERT_TRUE(driver_.set_access(at, 2 * kPage, kDevice, Access::read_write).ok());
+  ASSERT_TRUE(driver_.export_chunk(chunk, &fd).ok());
+  for (const std::size_t size : {std::size_t{0}, kPage, 4 * kPage}) {
+    EXPECT_EQ(::ftruncate(fd, static_cast<off_t>(size)), -1) << size;
+    EXPECT_EQ(errno, EPERM);
+  }
+  // Nor forbid the writing that tensors live of.
+  EXPECT_EQ(::fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE), -1);
+  EXPECT_EQ(::fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE), -1);
+  EXPECT_EQ(write_at(at + 2 * kPage - 1), 0);
+  ::close(fd);
+}
+
 TEST_F(HostDriverTest, SharesAChunkWithAnotherDriver) {
   HostDriver other({kPage, kGiB, 1});
   ChunkHandle chunk = 0;
@@ -440,6 +536,20 @@ TEST_F(HostDriverTest, OptionsAreChecked) {
   ASSERT_TRUE(usual.memory_info(0, &info).ok());
   EXPECT_GT(info.total, 64 * kMiB);
   EXPECT_EQ(info.total % kPage, 0U);
+}
+
+TEST_F(HostDriverTest, TheUsualDeviceIsWhatAControlGroupAllows) {
+  std::string root = ::testing::TempDir() + "torch_vmm_groups_XXXXXX";
+  ASSERT_NE(::mkdtemp(root.data()), nullptr);
+  std::filesystem::create_directories(root + "/proc/self");
+  std::filesystem::create_directories(root + "/sys/fs/cgroup");
+  std::ofstream(root + "/proc/self/cgroup") << "0::/\n";
+  std::ofstream(root + "/sys/fs/cgroup/memory.max") << 100 * kMiB << "\n";
+  const HostDriver driver({kPage, 0, 1, root.c_str()});
+  std::filesystem::remove_all(root);
+  MemoryInfo info;
+  ASSERT_TRUE(driver.memory_info(0, &info).ok());
+  EXPECT_EQ(info.total, 80 * kMiB) << "80 % of it";
 }
 
 TEST_F(HostDriverTest, WhatWasMappedGoesWithTheDriver) {

@@ -67,6 +67,8 @@ class Lab {
   }
 
   DeviceMemory& memory() { return *memory_; }
+  // A stream that the device has although no pool has met it.
+  void meet(Stream stream) { memory_->streams().meet(stream); }
 
   // A pool of 1 GiB of addresses (TSan dislikes larger ones).
   static PoolSpec spec(const std::string& name, std::size_t limit = kUnlimited) {

@@ -59,8 +59,11 @@ const std::vector<std::string> kLayers = {"base", "driver", "core", "torch_adapt
 
 // The rooms of core, lowest first; rooms of one row do not know each other.
 const std::vector<std::vector<std::string>> kRooms = {
-    {"budget", "stats", "options", "offset_map", "block_heap", "address_space", "fences", "imported_range", "observer"},
-    {"chunk", "peaks"},
+    {"budget", "stats", "options", "offset_map", "address_space", "device_streams", "imported_range", "observer",
+     "held_ranges", "refusal"},
+    {"stream_point", "peaks"},
+    {"clock"},
+    {"chunk", "block_heap"},
     {"mapped_range", "page_store"},
     {"grant"},
     {"pool"},

@@ -14,7 +14,7 @@ const Location kDevice = Location::on_device(0);
 // A reservation of 16 pages and chunks to stand in it.
 class Range : public ::testing::Test {
  protected:
-  Range() : fences_(driver_, 0) {
+  Range() {
     driver_.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass);
     EXPECT_TRUE(driver_.reserve(16 * kPage, kPage, &base_).ok());
     range_ = std::make_unique<MappedRange>(driver_, base_, 16 * kPage);
@@ -22,7 +22,8 @@ class Range : public ::testing::Test {
   ~Range() override {
     driver_.clear_failures();
     driver_.release_fences();
-    range_->drop_retired(/*wait=*/true);
+    EXPECT_TRUE(clock_.wait(clock_.now()).ok());
+    range_->drop_retired(clock_);
     while (!range_->live().empty()) {
       const auto& [offset, mapping] = *range_->live().begin();
       EXPECT_TRUE(range_->unmap({offset, mapping.chunk->size}).ok());
@@ -44,7 +45,8 @@ class Range : public ::testing::Test {
 
   HostDriver host_{HostDriverOptions{kPage, kGiB, 1}};
   ScriptedDriver driver_{host_};
-  FencePool fences_;
+  DeviceStreams streams_{driver_, 0};
+  Clock clock_{streams_};
   Address base_ = 0;
   std::unique_ptr<MappedRange> range_;
   std::vector<std::unique_ptr<Chunk>> chunks_;
@@ -109,9 +111,8 @@ TEST_F(Range, ARetiredMappingStaysUntilItsFenceHasPassed) {
   ASSERT_TRUE(map({{0, moved}}).ok());
   Lab::fill(base_, kPage, 1);
   driver_.hold_fences();
-  FenceSet set;
-  set.add(fences_.record(nullptr));
-  EXPECT_EQ(range_->retire(0, set), moved);
+  const Epoch last_use = clock_.now();
+  EXPECT_EQ(range_->retire(0, last_use), moved);
   EXPECT_EQ(range_->mapped_bytes(), 0U);
   EXPECT_TRUE(range_->live().empty());
   EXPECT_TRUE(range_->has_retired());
@@ -119,31 +120,36 @@ TEST_F(Range, ARetiredMappingStaysUntilItsFenceHasPassed) {
   ASSERT_TRUE(map({{4 * kPage, moved}}).ok());
   EXPECT_TRUE(Lab::holds(base_, kPage, 1) && Lab::holds(base_ + 4 * kPage, kPage, 1));
   EXPECT_EQ(moved->mappings.load(), 2);
-  EXPECT_TRUE(range_->drop_retired(/*wait=*/false).empty());
+  EXPECT_TRUE(range_->drop_retired(clock_).empty()) << "no tick covers it";
+  clock_.cover(last_use);
+  EXPECT_FALSE(clock_.poll());
+  EXPECT_TRUE(range_->drop_retired(clock_).empty());
   driver_.release_fences();
-  EXPECT_EQ(range_->drop_retired(/*wait=*/false), (std::vector<ByteRange>{{0, kPage}}));
+  EXPECT_TRUE(clock_.poll());
+  EXPECT_EQ(range_->drop_retired(clock_), (std::vector<ByteRange>{{0, kPage}}));
   EXPECT_EQ(moved->mappings.load(), 1);
   EXPECT_EQ(driver_.live_mappings(), 1U);
 }
 
-TEST_F(Range, DroppingCanWait) {
-  ASSERT_TRUE(map({{0, chunk()}}).ok());
-  driver_.hold_fences();
-  FenceSet set;
-  set.add(fences_.record(nullptr));
-  range_->retire(0, set);
-  EXPECT_EQ(range_->drop_retired(/*wait=*/true).size(), 1U);
-  EXPECT_EQ(driver_.count(Call::wait), 1U);
+TEST_F(Range, KnowsTheNewestUseOfWhatIsRetired) {
+  ASSERT_TRUE(map({{0, chunk()}, {kPage, chunk()}}).ok());
+  EXPECT_EQ(range_->last_retired_use(), kLongAgo);
+  const Epoch earlier = clock_.now();
+  clock_.cover(earlier);
+  const Epoch later = clock_.now();
+  range_->retire(0, later);
+  range_->retire(kPage, earlier);
+  EXPECT_EQ(range_->last_retired_use(), later);
 }
 
 TEST_F(Range, AMappingThatTheDriverKeepsIsTriedAgain) {
   ASSERT_TRUE(map({{0, chunk()}, {kPage, chunk()}}).ok());
-  range_->retire(0, {});
-  range_->retire(kPage, {});
+  range_->retire(0, kLongAgo);
+  range_->retire(kPage, kLongAgo);
   driver_.fail_nth(Call::unmap, 1, broken());
-  EXPECT_EQ(range_->drop_retired(false), (std::vector<ByteRange>{{kPage, kPage}}));
+  EXPECT_EQ(range_->drop_retired(clock_), (std::vector<ByteRange>{{kPage, kPage}}));
   EXPECT_EQ(range_->retired_count(), 1U);
-  EXPECT_EQ(range_->drop_retired(false), (std::vector<ByteRange>{{0, kPage}}));
+  EXPECT_EQ(range_->drop_retired(clock_), (std::vector<ByteRange>{{0, kPage}}));
 }
 
 TEST_F(Range, RemembersEveryonesRights) {

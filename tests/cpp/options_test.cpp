@@ -20,6 +20,9 @@ TEST(ParseBytes, ReadsBytesAndBothKindsOfUnits) {
   EXPECT_EQ(parse_bytes("1.KiB"), 1024U);
   EXPECT_EQ(parse_bytes("3 tib"), 3 * kTiB);
   EXPECT_EQ(parse_bytes("1PiB"), kTiB * 1024);
+  EXPECT_EQ(parse_bytes("1EiB"), std::size_t{1} << 60U);
+  EXPECT_EQ(parse_bytes("1EB"), 1'000'000'000'000'000'000U);
+  EXPECT_EQ(parse_bytes("9223372036854775807"), (std::size_t{1} << 63U) - 1);
 }
 
 TEST(ParseBytes, CaseAndSpaceAreFree) {
@@ -33,10 +36,8 @@ TEST(ParseBytes, APartOfAByteIsRoundedDownWithAUnitAndRefusedWithout) {
 }
 
 TEST(ParseBytes, RefusesEverythingElseAndShowsTheForm) {
-  for (const char* text :
-       {"",         " ",     ".",     "MiB",     "2M",    "2Mi",   "-1",  "-2MiB", "+2MiB",
-        "1e3",      "0x10",  "2 EiB", "1..5KiB", "1.2.3", "2MiBs", "nan", "inf",   "9223372036854775807999",
-        "10000PiB", "2,5GiB"}) {
+  for (const char* text : {"", " ", ".", "MiB", "2M", "2Mi", "-1", "-2MiB", "+2MiB", "1e3", "0x10", "2 E", "1..5KiB",
+                           "1.2.3", "2MiBs", "nan", "inf", "2,5GiB"}) {
     try {
       parse_bytes(text);
       ADD_FAILURE() << "'" << text << "' was read as a size";
@@ -45,6 +46,23 @@ TEST(ParseBytes, RefusesEverythingElseAndShowsTheForm) {
     }
   }
   EXPECT_THROW(parse_bytes(std::string("2\0b", 3)), InvalidArgumentError) << "a zero byte is no unit";
+}
+
+TEST(ParseBytes, ASizeThatIsTooLargeIsCalledSo) {
+  for (const char* text : {"9223372036854775808", "9223372036854775807999", "8EiB", "10000PiB", "1ZiB", "1yb"}) {
+    try {
+      parse_bytes(text);
+      ADD_FAILURE() << "'" << text << "' was read as a size";
+    } catch (const InvalidArgumentError& error) {
+      EXPECT_NE(std::string(error.what()).find("too large"), std::string::npos) << error.what();
+    }
+  }
+  try {
+    parse_bytes(std::string(100'000, '9'));
+    ADD_FAILURE();
+  } catch (const InvalidArgumentError& error) {
+    EXPECT_LT(std::string(error.what()).size(), 200U) << "shown in part";
+  }
 }
 
 class Environment : public ::testing::Test {

@@ -1,6 +1,8 @@
 // The explicit face of a pool: allocate(offset, size) and its kind.
 #include <gtest/gtest.h>
 
+#include <tuple>
+
 #include "cpp/lab.h"
 
 namespace vmm::testing {
@@ -179,6 +181,7 @@ TEST_F(PoolPages, TheFirstFreeSpanIsTheLowestThatFits) {
 
 TEST_F(PoolPages, APendingFenceDoesNotBlockWhoDeallocates) {
   allocate(0, 4 * kP, kOne);
+  lab_.meet(kTwo);
   lab_.driver.hold_fences(kTwo);  // a stream that nobody told the pool of
   lab_.driver.clear_calls();
   deallocate(0, 4 * kP);
@@ -190,13 +193,14 @@ TEST_F(PoolPages, APendingFenceDoesNotBlockWhoDeallocates) {
   allocate(8 * kP, kP, kOne);
   EXPECT_EQ(lab_.driver.count(Call::wait), 0U);
   lab_.driver.release_fences();
-  pool_->settle(/*wait=*/false);
+  pool_->settle();
   EXPECT_EQ(lab_.driver.live_mapped_bytes(), kP);
   allocate(0, 4 * kP, kOne);
 }
 
 TEST_F(PoolPages, TheSameAddressWaitsForItsFence) {
   allocate(0, kP, kOne);
+  lab_.meet(kTwo);
   lab_.driver.hold_fences(kTwo);
   deallocate(0, kP);
   EXPECT_EQ(lab_.driver.count(Call::wait), 0U);
@@ -207,6 +211,7 @@ TEST_F(PoolPages, TheSameAddressWaitsForItsFence) {
 TEST_F(PoolPages, MemoryHandedOnUnderAFenceIsOrderedBehindIt) {
   lab_.memory().set_limit(lab_.memory().budget(), 4 * kP);
   allocate(0, 4 * kP, kOne);
+  lab_.meet(kTwo);
   lab_.driver.hold_fences(kTwo);
   deallocate(0, 4 * kP);
   lab_.driver.clear_calls();
@@ -218,10 +223,83 @@ TEST_F(PoolPages, MemoryHandedOnUnderAFenceIsOrderedBehindIt) {
 
 TEST_F(PoolPages, ThePoolsStreamIsNotHeldUpByPagesThatLeave) {
   allocate(0, kP, kOne);
+  lab_.meet(kTwo);
   lab_.driver.hold_fences(kTwo);
   lab_.driver.clear_calls();
   deallocate(0, kP);
   EXPECT_EQ(lab_.driver.count(Call::stream_wait), 0U) << "nothing of it stays for kOne to reuse";
+}
+
+// ------------------------------------------------- pages that tensors show
+
+TEST_F(PoolPages, WhatIsHeldCannotBeDeallocated) {
+  allocate(0, 4 * kP);
+  EXPECT_EQ(pool_->hold_pages(kP + 8, kP), pool_->base() + kP + 8);
+  for (const auto& [offset, size, shown] :
+       {std::tuple{kP, kP, kP - 8}, {2 * kP, kP, std::size_t{8}}, {std::size_t{0}, 4 * kP, kP}}) {
+    try {
+      deallocate(offset, size);
+      FAIL() << "offset " << offset;
+    } catch (const StillInUseError& error) {
+      EXPECT_EQ(error.live_blocks, 1U);
+      EXPECT_EQ(error.live_bytes, shown);
+    }
+  }
+  EXPECT_EQ(pool_->physical_bytes(), 4 * kP) << "all or nothing";
+  deallocate(3 * kP, kP);
+  deallocate(0, kP);
+  lab_.memory().unhold_pages(*pool_, kP + 8, kP);
+  deallocate(kP, 2 * kP);
+}
+
+TEST_F(PoolPages, OnlyExplicitPagesAreHeld) {
+  allocate(0, kP);
+  EXPECT_THROW(pool_->hold_pages(0, 0), InvalidRangeError);
+  EXPECT_THROW(pool_->hold_pages(64 * kP, 8), InvalidRangeError);
+  try {
+    pool_->hold_pages(kP - 8, 16);
+    FAIL() << "the second page is not there";
+  } catch (const NotMappedError& error) {
+    EXPECT_EQ(error.offset, kP);
+  }
+  const Address block = lab_.allocate(*pool_, kMiB);
+  EXPECT_THROW(pool_->hold_pages(block - pool_->base(), 16), NotMappedError)
+      << "a tensor's block goes when it is freed";
+}
+
+TEST_F(PoolPages, AForcedCloseLeavesWhatIsHeldUntilItIsLetGo) {
+  const auto neighbour = lab_.pool("b");
+  allocate(0, 8 * kP);
+  Lab::fill(pool_->base() + 2 * kP, 3 * kP, 5);
+  pool_->hold_pages(2 * kP + 64, kP);  // pages 2 and 3
+  pool_->hold_pages(3 * kP, 2 * kP);   // pages 3 and 4
+  EXPECT_THROW(lab_.memory().close_pool(*pool_, /*force=*/false), StillInUseError);
+  lab_.memory().close_pool(*pool_, /*force=*/true);
+  lab_.memory().check();
+  EXPECT_EQ(pool_->physical_bytes(), 3 * kP);
+  EXPECT_EQ(lab_.memory().pools().size(), 2U);
+  lab_.allocate(*neighbour, 64 * kMiB);  // takes whatever was given up
+  EXPECT_TRUE(Lab::holds(pool_->base() + 2 * kP, 3 * kP, 5));
+  EXPECT_THROW(pool_->hold_pages(2 * kP, 8), InvalidArgumentError) << "closed";
+  EXPECT_THROW(deallocate(2 * kP, kP), InvalidArgumentError);
+
+  lab_.memory().unhold_pages(*pool_, 2 * kP + 64, kP);
+  lab_.memory().check();
+  EXPECT_EQ(pool_->physical_bytes(), 2 * kP) << "page 3 is still shown by the other";
+  lab_.memory().unhold_pages(*pool_, 3 * kP, 2 * kP);
+  EXPECT_EQ(pool_->physical_bytes(), 0U);
+  EXPECT_EQ(lab_.memory().pools().size(), 1U) << "it ended with the last of them";
+}
+
+TEST_F(PoolPages, APoolClosedByForceEndsWithTheLastOfItsTensorsAndPages) {
+  allocate(0, kP);
+  pool_->hold_pages(0, 8);
+  const Address block = lab_.allocate(*pool_, kMiB);
+  lab_.memory().close_pool(*pool_, /*force=*/true);
+  lab_.memory().unhold_pages(*pool_, 0, 8);
+  EXPECT_EQ(lab_.memory().pools().size(), 1U) << "a block lives";
+  lab_.free(block);
+  EXPECT_EQ(lab_.memory().pools().size(), 0U);
 }
 
 TEST(PoolPagesGrain, PartOfALargeChunkStaysUntilAllOfItIsFree) {

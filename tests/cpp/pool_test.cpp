@@ -122,7 +122,7 @@ TEST(PoolStreams, MoveAnIdleChunkToAnotherStreamOnlyBehindAnEvent) {
   EXPECT_FALSE(Lab::holds(block, 4 * kMiB, 1)) << "one memory at two addresses";
   // Once kOne is done the old addresses go.
   lab.driver.release_fences(kOne);
-  EXPECT_TRUE(pool->settle(/*wait=*/false));
+  EXPECT_TRUE(pool->settle());
   EXPECT_GT(lab.driver.count(Call::unmap), 0U);
   lab.memory().check();
 }
@@ -143,7 +143,7 @@ TEST(PoolStreams, AFreedBlockWaitsForTheStreamsThatRecordedIt) {
     EXPECT_NE(early, block) << "kTwo still reads it";
     lab.driver.release_fences(kTwo);
     lab.free(early);
-    EXPECT_TRUE(pool->settle(/*wait=*/false));
+    EXPECT_TRUE(pool->settle());
     EXPECT_EQ(current(*pool, StatKind::active_bytes), 0) << bytes;
     EXPECT_EQ(pool->memory_stats().quarantined_bytes, 0U);
     lab.memory().empty_cache();
@@ -308,6 +308,92 @@ TEST(PoolChunks, ChunkSizesFollowTheRequest) {
   EXPECT_EQ(largest_created_for(256 * kMiB), 64 * kMiB);
 }
 
+// Sizes of the chunks that the request makes.
+std::vector<std::size_t> created_for(Lab& lab, Pool& pool, std::size_t bytes) {
+  lab.driver.clear_calls();
+  lab.allocate(pool, bytes);
+  std::vector<std::size_t> sizes;
+  for (const CallRecord& call : lab.driver.calls(Call::create)) sizes.push_back(call.a);
+  return sizes;
+}
+
+TEST(PoolChunks, ARequestIsBackedWithQuartersOfItself) {
+  Lab lab(LabSpec{64 * kGiB});
+  PoolSpec spec = Lab::spec("a");
+  spec.capacity = 16 * kGiB;
+  const auto largest = [&](std::size_t bytes) {
+    const std::vector<std::size_t> sizes = created_for(lab, *lab.pool(spec), bytes);
+    return *std::max_element(sizes.begin(), sizes.end());
+  };
+  // The largest power of two within a quarter: a third of 24 MiB would be 8, a
+  // fifth of 16 MiB 2.
+  EXPECT_EQ(largest(24 * kMiB), 4 * kMiB);
+  EXPECT_EQ(largest(16 * kMiB), 4 * kMiB);
+  EXPECT_EQ(largest(4 * kGiB), kGiB);
+  EXPECT_EQ(largest(8 * kGiB), kGiB) << "and never more than that";
+}
+
+TEST(PoolChunks, ALargePoolGrowsInPiecesOfItsOwnSize) {
+  for (const bool large : {true, false}) {
+    Lab lab(LabSpec{4 * kGiB});
+    PoolSpec spec = Lab::spec("a");
+    spec.capacity = 2 * kGiB;
+    const auto pool = lab.pool(spec);
+    lab.allocate(*pool, large ? kGiB : kGiB - kPage);
+    // A quarter of the request is a page; a 256th of the pool is two from 1 GiB on.
+    EXPECT_EQ(created_for(lab, *pool, 4 * kPage),
+              large ? std::vector<std::size_t>({2 * kPage, 2 * kPage}) : std::vector<std::size_t>(4, kPage));
+  }
+}
+
+TEST(PoolChunks, AnIdleChunkBelowA256thOfTheRequestIsNotWorthAMove) {
+  for (const std::size_t pages : {256U, 257U}) {
+    Lab lab(LabSpec{4 * kGiB});
+    PoolSpec spec = Lab::spec("a");
+    spec.capacity = 2 * kGiB;
+    const auto pool = lab.pool(spec);
+    const Address idle = lab.allocate(*pool, kPage);
+    lab.allocate(*pool, kPage);  // what follows cannot stand on the idle one
+    lab.free(idle);
+    const std::size_t before = lab.driver.live_chunk_bytes();
+    lab.allocate(*pool, pages * kPage);
+    const std::size_t fresh = lab.driver.live_chunk_bytes() - before;
+    EXPECT_EQ(fresh, pages == 256 ? 255 * kPage : 257 * kPage);
+  }
+}
+
+// The request goes where the least memory is missing, among the eight smallest
+// spans that fit.
+TEST(PoolPlacement, ComparesTheEightSmallestSpans) {
+  constexpr std::size_t kWanted = 8;  // pages
+  for (const std::size_t smaller : {7U, 8U}) {
+    Lab lab;
+    PoolSpec spec = Lab::spec("a");
+    spec.page_size = kPage;
+    const auto pool = lab.pool(spec);
+    // Spans of 8, 9, .. pages with a live page between. All but the largest have
+    // memory under their first page only.
+    std::vector<Address> firsts;
+    Address at = pool->base();
+    for (std::size_t k = 0; k <= smaller; ++k) {
+      const std::size_t pages = kWanted + k;
+      lab.adopt(lab.memory().allocate_at(*pool, at, k == smaller ? pages * kPage : kPage, nullptr));
+      lab.adopt(lab.memory().allocate_at(*pool, at + pages * kPage, kPage, nullptr));
+      firsts.push_back(at);
+      at += (pages + 1) * kPage;
+    }
+    for (const Address first : firsts) lab.free(first);
+    lab.driver.clear_calls();
+    const Address got = lab.allocate(*pool, kWanted * kPage);
+    if (smaller == 7) {
+      EXPECT_EQ(got, firsts.back()) << "the eighth has all its memory";
+      EXPECT_EQ(lab.driver.count(), 0U) << lab.driver.transcript();
+    } else {
+      EXPECT_EQ(got, firsts.front()) << "a ninth is not looked at";
+    }
+  }
+}
+
 TEST(PoolChunks, AGivenPageSizeIsTheSizeOfEveryChunk) {
   Lab lab;
   PoolSpec spec = Lab::spec("a");
@@ -348,6 +434,36 @@ TEST(PoolChunks, TheSpareSlabGivesWayToALargeRequest) {
 }
 
 // ------------------------------------------------------------------ lives
+
+// Rounded up, they would wrap to next to nothing.
+TEST(PoolSizes, NearTheLargestNumberAreRefused) {
+  Lab lab;
+  const auto whole = lab.pool("a");
+  const auto unsplit = lab.memory().create_part(whole, {1, 0}, /*no_split=*/true);
+  for (const auto& pool : {whole, unsplit}) {
+    const Address keep = lab.allocate(*pool, 512);  // with free memory beside it
+    lab.leave_idle(*pool, 4 * kPage);
+    for (const std::size_t size : {kUnlimited, kUnlimited - 5, kUnlimited - 512, kUnlimited - kPage + 2, kGiB + 1}) {
+      EXPECT_EQ(pool->try_allocate_within(size, nullptr), 0U) << size;
+      EXPECT_THROW(lab.allocate(*pool, size), OutOfMemoryError) << size;
+      EXPECT_THROW(lab.memory().allocate_at(*pool, pool->base() + 8 * kPage, size, nullptr), InvalidRangeError);
+      EXPECT_THROW(lab.memory().allocate_pages(*pool, kPage, size, nullptr), InvalidRangeError);
+      EXPECT_THROW(lab.memory().allocate_first(*pool, size, nullptr), InvalidRangeError);
+      EXPECT_THROW(lab.memory().deallocate_pages(*pool, kPage, size), InvalidRangeError);
+      EXPECT_THROW(static_cast<void>(pool->is_mapped(kPage, size)), InvalidRangeError);
+    }
+    EXPECT_EQ(pool->live_blocks(), 1U);
+    lab.free(keep);
+  }
+}
+
+TEST(PoolSizes, UpToTheVeryEndCanBeAskedForByAddress) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  const Address last = pool->base() + pool->capacity() - 1024;
+  lab.adopt(lab.memory().allocate_at(*pool, last, 1024, nullptr));
+  EXPECT_THROW(lab.memory().allocate_at(*pool, last + 512, 513, nullptr), InvalidRangeError);
+}
 
 TEST(PoolLife, RefusesWhatCannotBe) {
   Lab lab;

@@ -105,7 +105,7 @@ class PrivatePoolsTest : public ::testing::Test {
   }
   void expect_nothing_left() {
     EXPECT_FALSE(pools.any_route());
-    EXPECT_FALSE(lab.memory().fences().is_capturing());
+    EXPECT_FALSE(lab.memory().clock().is_capturing());
     lab.memory().empty_cache();
     lab.memory().check();
     EXPECT_EQ(lab.memory().pools().size(), 1U);
@@ -135,7 +135,7 @@ TEST_F(PrivatePoolsTest, NobodyIsRoutedUntilSomebodyBegins) {
   EXPECT_TRUE(region_of(inside) == kOne);
   EXPECT_TRUE(region_of(outside) == RegionId{});
   EXPECT_FALSE(is_pinned(kOne));
-  EXPECT_FALSE(lab.memory().fences().is_capturing());
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
   pools.end(kOne);
   EXPECT_FALSE(pools.any_route());
   EXPECT_TRUE(region_of(allocate(kMiB, a)) == RegionId{});
@@ -325,7 +325,7 @@ TEST_F(PrivatePoolsTest, AGraphThatEndsWhileAThreadIsInItsPoolIsTheOneReleased) 
 TEST_F(PrivatePoolsTest, ACapturePinsItsRegionUntilItsGraphIsGone) {
   const auto second = lab.pool("second");
   begin_capture(kGraph, a);
-  EXPECT_TRUE(lab.memory().fences().is_capturing());
+  EXPECT_TRUE(lab.memory().clock().is_capturing());
   captures[b] = captures.at(a);  // joined
   const Address one = allocate(4 * kMiB, a);
   const Address joined = allocate(4 * kMiB, b);
@@ -336,7 +336,7 @@ TEST_F(PrivatePoolsTest, ACapturePinsItsRegionUntilItsGraphIsGone) {
   EXPECT_TRUE(region_of(late, second.get()) == kGraph);
   EXPECT_TRUE(is_pinned(kGraph));
   end_capture(kGraph, a);
-  EXPECT_FALSE(lab.memory().fences().is_capturing());
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
   lab.free(one);
   lab.free(joined);
   lab.free(late);
@@ -414,7 +414,7 @@ TEST_F(PrivatePoolsTest, ACaptureWithAConditionalNodeStaysOneUser) {
   child->id = captures[b] = ++last_capture;
   const Address inside = allocate(kMiB, b);
   EXPECT_TRUE(region_of(inside) == kGraph);
-  EXPECT_TRUE(lab.memory().fences().is_capturing());
+  EXPECT_TRUE(lab.memory().clock().is_capturing());
   captures.erase(b);
   pools.end(kGraph);
   const auto filter = [this, whole](Stream on) { return captures.count(on) != 0 && captures.at(on) == whole; };
@@ -424,7 +424,7 @@ TEST_F(PrivatePoolsTest, ACaptureWithAConditionalNodeStaysOneUser) {
   EXPECT_TRUE(region_of(after) == kGraph);
   EXPECT_EQ(pools.use_count(kGraph), 1);
   end_capture(kGraph, a);
-  EXPECT_FALSE(lab.memory().fences().is_capturing());
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
   EXPECT_EQ(failures, 0);
   for (const Address block : {before, inside, after}) lab.free(block);
   EXPECT_TRUE(is_pinned(kGraph));
@@ -445,7 +445,7 @@ TEST_F(PrivatePoolsTest, ACaptureThatFailedIsFoundByItsThreadsNextRequest) {
   EXPECT_FALSE(exists(kGraph));
   EXPECT_EQ(mapped(kGraph), 0U);
   EXPECT_FALSE(pools.any_route());
-  EXPECT_FALSE(lab.memory().fences().is_capturing());
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
   EXPECT_THROW(pools.end(kGraph), InvalidArgumentError);
 }
 
@@ -498,9 +498,9 @@ TEST_F(PrivatePoolsTest, AFailedCaptureLeavesARunningOneAndAHealthyGraphAlone) {
   EXPECT_EQ(pools.use_count(kOther), 1);
   EXPECT_TRUE(is_pinned(kOther)) << "the earlier graph lives";
   EXPECT_EQ(mapped(kOther), 4 * kMiB);
-  EXPECT_TRUE(lab.memory().fences().is_capturing());
+  EXPECT_TRUE(lab.memory().clock().is_capturing());
   end_capture(kGraph, a);
-  EXPECT_FALSE(lab.memory().fences().is_capturing());
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
   pools.release(kOther);
   EXPECT_EQ(mapped(kOther), 0U);
 }
@@ -623,11 +623,9 @@ TEST_F(PrivatePoolsTest, ACheckpointBringsBackTheBlocksOfAllParts) {
 
 struct Foreign final : ForeignMemory {
   void set_pinned(bool value) noexcept override { pinned = value; }
-  void trim() noexcept override { ++trims; }
   void close() noexcept override { closed = true; }
   bool pinned = false;
   bool closed = false;
-  int trims = 0;
 };
 
 TEST_F(PrivatePoolsTest, ForeignMemoryFollowsItsRegion) {
@@ -647,12 +645,9 @@ TEST_F(PrivatePoolsTest, ForeignMemoryFollowsItsRegion) {
   begin_capture(kOne, a);
   EXPECT_TRUE(foreign->pinned);
   end_capture(kOne, a);
-  pools.empty_cache(kOne);
-  EXPECT_EQ(foreign->trims, 0);
   pools.release(kOne);
   EXPECT_FALSE(foreign->pinned);
   pools.empty_cache(kOne);
-  EXPECT_EQ(foreign->trims, 1);
   EXPECT_FALSE(foreign->closed);
   leave_mempool(kOne);
   EXPECT_TRUE(foreign->closed);

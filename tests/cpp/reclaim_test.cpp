@@ -1,7 +1,14 @@
 // The reclaim ladder: who yields when a request cannot be met, rung by rung
 // and in order, under every kind of limit.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <chrono>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "core/virtual_memory_manager.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {
@@ -25,7 +32,8 @@ class Reclaim : public ::testing::Test {
   static std::size_t bytes(const std::shared_ptr<Pool>& pool) { return pool->physical_bytes(); }
 
   Lab lab_;
-  Budget& group_ = lab_.memory().create_group("the shared pool", 32 * kMiB);
+  const std::shared_ptr<Budget> owned_group_ = lab_.memory().create_group("the shared pool", 32 * kMiB);
+  Budget& group_ = *owned_group_;
 };
 
 // ------------------------------------------------------------- rung by rung
@@ -65,6 +73,45 @@ TEST_F(Reclaim, AShelfOfOtherSizesIsGivenBackToMakeRoom) {
   EXPECT_EQ(lab_.driver.live_chunk_bytes(), 32 * kMiB);
 }
 
+// Three groups on a device of 64 MiB: what is left of it is on a shelf of the
+// first and idle in the second, and the third asks.
+class ReclaimShelves : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    lab_.memory().allocate_pages(*shelved_, 0, 32 * kMiB, nullptr);
+    lab_.memory().deallocate_pages(*shelved_, 0, 32 * kMiB);
+    lab_.leave_idle(*idle_, 16 * kMiB);
+    lab_.allocate(*asker_, 16 * kMiB);
+    ASSERT_EQ(on_shelf(), 32 * kMiB);
+  }
+  std::shared_ptr<Pool> pool(Budget& group) {
+    PoolSpec spec = Lab::spec(group.name());
+    spec.page_size = kPage;
+    return lab_.pool(spec, &group);
+  }
+  std::size_t on_shelf() { return lab_.memory().store().shelved_bytes(first_); }
+
+  Lab lab_{LabSpec{64 * kMiB}};
+  Budget& first_ = *lab_.memory().create_group("first", kUnlimited);
+  Budget& second_ = *lab_.memory().create_group("second", kUnlimited);
+  Budget& third_ = *lab_.memory().create_group("third", 24 * kMiB);
+  std::shared_ptr<Pool> shelved_ = pool(first_);
+  std::shared_ptr<Pool> idle_ = pool(second_);
+  std::shared_ptr<Pool> asker_ = pool(third_);
+};
+
+TEST_F(ReclaimShelves, OfAllGroupsAreGivenBackWhenTheDeviceIsFull) {
+  lab_.allocate(*asker_, 8 * kMiB);
+  EXPECT_EQ(on_shelf(), 0U);
+  EXPECT_EQ(idle_->idle_bytes(), 16 * kMiB) << "before any pool gives up memory";
+}
+
+TEST_F(ReclaimShelves, OfOtherGroupsStayWhenALimitRefuses) {
+  EXPECT_THROW(lab_.allocate(*asker_, 10 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(on_shelf(), 32 * kMiB) << "they would not help";
+  EXPECT_EQ(idle_->idle_bytes(), 16 * kMiB);
+}
+
 TEST_F(Reclaim, IdleMemoryOfAnotherModelMovesHere) {
   const auto a = model("a");
   const auto b = model("b");
@@ -95,6 +142,24 @@ TEST_F(Reclaim, TheMemoryCallbackIsAskedOnlyWhenNothingIsIdle) {
   lab_.allocate(*a, 16 * kMiB);
   EXPECT_EQ(asked, 0);
   lab_.allocate(*a, 14 * kMiB);
+  EXPECT_EQ(asked, 1);
+  lab_.memory().set_memory_callback(nullptr);
+}
+
+// torch's callbacks ask for events, which ends a capture.
+TEST_F(Reclaim, TheMemoryCallbackIsNotAskedWhileACaptureRuns) {
+  const auto a = model("a");
+  lab_.allocate(*a, 32 * kMiB);
+  int asked = 0;
+  lab_.memory().set_memory_callback([&] {
+    ++asked;
+    return false;
+  });
+  lab_.memory().clock().begin_capture();
+  EXPECT_THROW(lab_.allocate(*a, 2 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(asked, 0);
+  lab_.memory().clock().end_capture();
+  EXPECT_THROW(lab_.allocate(*a, 2 * kMiB), OutOfMemoryError);
   EXPECT_EQ(asked, 1);
   lab_.memory().set_memory_callback(nullptr);
 }
@@ -301,7 +366,7 @@ TEST_F(Reclaim, AHandOverUnderHeldFencesWaitsForNothing) {
   EXPECT_EQ(bytes(a), 0U);
   EXPECT_EQ(bytes(b), 32 * kMiB);
   lab_.driver.release_fences();
-  a->settle(/*wait=*/false);
+  a->settle();
   EXPECT_EQ(lab_.driver.live_mapped_bytes(), 32 * kMiB);
 }
 
@@ -342,7 +407,8 @@ TEST(ReclaimScrub, CanBeTurnedOff) {
   LabSpec spec;
   spec.options.scrub = false;
   Lab lab(spec);
-  Budget& group = lab.memory().create_group("shared", 8 * kMiB);
+  const auto owned = lab.memory().create_group("shared", 8 * kMiB);
+  Budget& group = *owned;
   const auto a = lab.pool(Lab::spec("a"), &group);
   const auto b = lab.pool(Lab::spec("b"), &group);
   lab.leave_idle(*a, 8 * kMiB);
@@ -362,11 +428,12 @@ TEST_F(Reclaim, TheErrorSaysWhoAskedForWhatAndWhoHoldsWhat) {
     FAIL() << "28 of 32 MiB are in use";
   } catch (const OutOfMemoryError& error) {
     const std::string text = error.what();
-    for (const char* part :
-         {"pool 'qwen': 12 MiB asked", "the shared pool: limit 32 MiB, mapped 28 MiB", "'llama' 24 MiB in use",
-          "(floor 4 MiB)", "'qwen' 4 MiB in use", "raise the limit", "refused by the limit of the shared pool"}) {
+    for (const char* part : {"pool 'qwen': 12 MiB asked", "the shared pool: limit 32 MiB, mapped 28 MiB",
+                             "'llama' 24 MiB in use", "'qwen' 4 MiB in use", "refused by the limit of the shared pool",
+                             "free tensors of 8 MiB or raise the limit of the shared pool by 8 MiB"}) {
       EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is missing in: " << text;
     }
+    EXPECT_EQ(text.find("floor"), std::string::npos) << "no floor is why: " << text;
     EXPECT_EQ(error.requested, 12 * kMiB);
     EXPECT_EQ(error.available, 4 * kMiB);
     EXPECT_EQ(error.limit, 32 * kMiB);
@@ -388,6 +455,46 @@ TEST_F(Reclaim, ARequestBeyondTheCapacityNamesTheCapacity) {
   }
 }
 
+TEST_F(Reclaim, TheLastRefusalIsKeptAsAValue) {
+  const auto asker = model("asker");
+  const auto b = model("b", kPage, 0, /*floor=*/20 * kMiB);
+  const auto outside = lab_.pool("outside");
+  lab_.allocate(*outside, 64 * kMiB);
+  EXPECT_FALSE(lab_.memory().last_refusal().has_value());
+  lab_.allocate(*asker, 4 * kMiB);
+  lab_.leave_idle(*b, 28 * kMiB);
+  EXPECT_THROW(lab_.allocate(*asker, 14 * kMiB), OutOfMemoryError);
+  const auto refusal = lab_.memory().last_refusal();
+  ASSERT_TRUE(refusal.has_value());
+  EXPECT_EQ(refusal->requested, 14 * kMiB);
+  EXPECT_EQ(refusal->available, 8 * kMiB);
+  EXPECT_EQ(refusal->limit, 32 * kMiB);
+  EXPECT_EQ(refusal->pool, "asker");
+  ASSERT_EQ(refusal->holders.size(), 2U) << "the pool outside stands under another limit";
+  EXPECT_EQ(refusal->holders[0].name, "b");
+  EXPECT_EQ(refusal->holders[0].idle, 20 * kMiB);
+  EXPECT_EQ(refusal->holders[0].floor, 20 * kMiB);
+  EXPECT_EQ(refusal->holders[1].name, "asker");
+  EXPECT_EQ(refusal->holders[1].allocated, 4 * kMiB);
+  EXPECT_EQ(refusal->holders[1].floor, 0U);
+  EXPECT_NE(refusal->advice.find("give 'b' a lower floor: it keeps 20 MiB idle"), std::string::npos) << refusal->advice;
+  EXPECT_THROW(lab_.allocate(*asker, 30 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(lab_.memory().last_refusal()->requested, 30 * kMiB) << "the last one";
+}
+
+TEST(ReclaimDriver, MemoryMadeByHandIsAHolderOfTheDevices) {
+  Lab lab(LabSpec{32 * kMiB});
+  const auto a = lab.pool("a");
+  VirtualMemoryManager manager(lab.memory());
+  manager.alloc_physical(20 * kMiB, Location::on_device(0), false);
+  EXPECT_THROW(lab.allocate(*a, 16 * kMiB), OutOfMemoryError);
+  const auto refusal = lab.memory().last_refusal();
+  ASSERT_TRUE(refusal.has_value());
+  ASSERT_EQ(refusal->holders.size(), 1U);
+  EXPECT_EQ(refusal->holders[0].name, "VirtualMemoryManager");
+  EXPECT_EQ(refusal->holders[0].allocated, 20 * kMiB);
+}
+
 // ------------------------------------------------------------- set_limit
 
 TEST_F(Reclaim, ALowerLimitGivesIdleMemoryBackAndLeavesTheRest) {
@@ -404,6 +511,167 @@ TEST_F(Reclaim, ALowerLimitGivesIdleMemoryBackAndLeavesTheRest) {
   lab_.free(block);
   lab_.allocate(*b, 8 * kMiB);
   EXPECT_LE(group_.used(), 8 * kMiB) << "nothing new until it fits, and then no more than the limit";
+}
+
+TEST_F(Reclaim, ALimitLoweredWhileAnotherIsEnforcedIsNotForgotten) {
+  const auto other = lab_.memory().create_group("the other", 32 * kMiB);
+  const auto a = model("a");
+  const auto b = lab_.pool(Lab::spec("b"), other.get());
+  const Address first = lab_.memory().allocate(*a, 16 * kMiB, nullptr);
+  const Address second = lab_.memory().allocate(*b, 16 * kMiB, nullptr);
+  lab_.memory().set_limit(group_, kPage);
+  lab_.driver.delay(Call::release, std::chrono::milliseconds(20));
+  std::thread slow([&] { DeviceMemory::free(lab_.space, first); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(25));
+  lab_.memory().set_limit(*other, kPage);
+  slow.join();
+  lab_.driver.delay(Call::release, {});
+  DeviceMemory::free(lab_.space, second);
+  EXPECT_LE(other->used(), kPage);
+}
+
+// ------------------------------------------- what must not be out of memory
+
+TEST(NotOutOfMemory, AnotherStreamsIdleMemoryMayFillTheAddresses) {
+  for (const std::size_t bytes : {std::size_t{512}, 4 * kMiB}) {
+    for (const bool late : {false, true}) {
+      Lab lab;
+      PoolSpec spec = Lab::spec("a");
+      spec.capacity = 64 * kMiB;
+      const auto pool = lab.pool(spec);
+      const Address block = lab.allocate(*pool, 64 * kMiB, kOne);
+      if (late) lab.driver.hold_fences(kOne);
+      lab.free(block);
+      lab.driver.clear_calls();
+      lab.allocate(*pool, bytes, kTwo);
+      EXPECT_TRUE(!late || lab.driver.count(Call::stream_wait) > 0);
+      EXPECT_EQ(lab.driver.count(Call::wait) + lab.driver.count(Call::synchronize), 0U);
+      lab.allocate(*pool, bytes, kTwo);
+      lab.driver.release_fences();
+    }
+  }
+}
+
+TEST(NotOutOfMemory, WhereTheGpuCannotWaitTheCallerDoes) {
+  Lab lab;
+  PoolSpec spec = Lab::spec("a");
+  spec.capacity = 64 * kMiB;
+  const auto pool = lab.pool(spec);
+  lab.leave_idle(*pool, 64 * kMiB, kOne);
+  lab.meet(kTwo);
+  lab.driver.begin_capture(kTwo);
+  lab.allocate(*pool, 4 * kMiB, kTwo);
+  lab.driver.end_capture(kTwo);
+}
+
+TEST(NotOutOfMemory, NobodyTakesTheDriversMemoryFromTheLastRung) {
+  HostDriver host({kPage, 16 * kMiB, 1});
+  ScriptedDriver driver(host);
+  AddressSpace space;
+  Options options = LabSpec::plain_options();
+  options.scrub = false;
+  DeviceMemory memory(driver, space, 0, options);
+  PoolSpec spec = Lab::spec("a");
+  spec.page_size = 8 * kMiB;
+  const auto a = memory.create_pool(spec, nullptr);
+  const auto c = memory.create_pool(spec, nullptr);
+  spec.page_size = kPage;
+  const auto b = memory.create_pool(spec, nullptr);
+  DeviceMemory::free(space, memory.allocate(*b, 16 * kMiB, nullptr));
+  std::vector<std::thread> threads;
+  bool busy = false;
+  driver.before(Call::create, [&] {
+    MemoryInfo info;
+    ASSERT_TRUE(host.memory_info(0, &info).ok());
+    if (busy || info.free != 16 * kMiB) return;  // right after idle memory has gone back
+    busy = true;
+    threads.emplace_back([&] {  // never more than 8 MiB at a time
+      DeviceMemory::free(space, memory.allocate(*b, 8 * kMiB, nullptr));
+      DeviceMemory::free(space, memory.allocate(*c, 8 * kMiB, nullptr));
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  });
+  Address got = 0;
+  EXPECT_NO_THROW(got = memory.allocate(*a, 8 * kMiB, nullptr));
+  for (auto& thread : threads) thread.join();
+  EXPECT_TRUE(busy);
+  driver.before(Call::create, nullptr);
+  if (got != 0) DeviceMemory::free(space, got);
+}
+
+TEST(HalfDone, AScrubThatFailsTogetherWithEveryUnmapLeavesOneOwner) {
+  Lab lab;
+  const auto group = lab.memory().create_group("group", 8 * kMiB);
+  const auto a = lab.pool(Lab::spec("a"), group.get());
+  const auto b = lab.pool(Lab::spec("b"), group.get());
+  const Address mine = lab.allocate(*a, 8 * kMiB);
+  Lab::fill(mine, 8 * kMiB, 3);
+  lab.free(mine);
+  lab.driver.fail_nth(Call::fill_async, 1, broken(), Repeat::from_then_on);
+  lab.driver.fail_nth(Call::unmap, 1, broken(), Repeat::from_then_on);
+  EXPECT_THROW(lab.memory().allocate(*b, 8 * kMiB, nullptr), VmmError);
+  lab.memory().check();
+  lab.driver.clear_failures();
+  const Address theirs = lab.allocate(*b, 8 * kMiB);
+  EXPECT_TRUE(Lab::is_zero(theirs, 8 * kMiB));
+  lab.memory().settle(/*wait=*/true);
+  lab.memory().check();
+}
+
+// ------------------------------------------------------------ exported memory
+
+TEST(Exported, MemoryThatAnotherProcessHasHadServesNoOtherModel) {
+  LabSpec spec;
+  spec.options.exportable = true;
+  Lab lab(spec);
+  const auto group = lab.memory().create_group("group", 8 * kMiB);
+  const auto a = lab.pool(Lab::spec("a"), group.get());
+  const auto b = lab.pool(Lab::spec("b"), group.get());
+  const Address block = lab.allocate(*a, 4 * kMiB);
+  Lab::fill(block, 4 * kMiB, 1);
+  const auto views = a->chunks_to_export(block, 4 * kMiB);
+  ASSERT_FALSE(views.empty());
+  std::vector<int> fds;
+  for (const ChunkView& view : views) {
+    int fd = -1;
+    ASSERT_TRUE(lab.driver.export_chunk(view.handle, &fd).ok());
+    fds.push_back(fd);
+  }
+  lab.free(block);
+  EXPECT_EQ(a->memory_stats().idle_bytes, 4 * kMiB);
+  EXPECT_EQ(lab.allocate(*a, 4 * kMiB), block) << "its own model uses it where it stands";
+  lab.free(block);
+  for (int round = 0; round < 2; ++round) {
+    const Address other = lab.allocate(*b, 8 * kMiB);
+    for (const ChunkView& mine : b->chunks_under(other, 8 * kMiB)) {
+      for (const ChunkView& exported : views) EXPECT_NE(mine.handle, exported.handle);
+    }
+    lab.free(other);
+  }
+  for (const int fd : fds) ::close(fd);
+}
+
+TEST(Exported, MemoryIsReleasedRatherThanShelved) {
+  LabSpec spec;
+  spec.options.exportable = true;
+  for (const bool late : {false, true}) {
+    Lab lab(spec);
+    const auto pool = lab.pool("a");
+    const Address block = lab.allocate(*pool, 4 * kMiB, kOne);
+    static_cast<void>(pool->chunks_to_export(block, 4 * kMiB));
+    if (late) lab.driver.hold_fences(kOne);
+    lab.free(block);
+    pool->shed(0);
+    lab.memory().store().trim(pool->group(), kUnlimited);  // may keep all there is
+    EXPECT_EQ(lab.driver.live_chunk_bytes(), late ? 4 * kMiB : 0U);
+    lab.driver.clear_calls();
+    const Address other = lab.allocate(*pool, 4 * kMiB, kOne);
+    EXPECT_GT(lab.driver.count(Call::create), 0U);
+    lab.driver.release_fences();
+    lab.free(other);
+    lab.memory().empty_cache();
+    EXPECT_EQ(lab.driver.live_chunk_bytes(), 0U);
+  }
 }
 
 }  // namespace

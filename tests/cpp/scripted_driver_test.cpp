@@ -1,5 +1,7 @@
 #include "support/scripted_driver.h"
 
+#include "core/streams/device_streams.h"
+
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -165,14 +167,32 @@ TEST_F(ScriptedDriverTest, HoldsAllFences) {
   EXPECT_TRUE(driver_.query(recorded(kOne)).ok()) << "the hold has ended";
 }
 
-TEST_F(ScriptedDriverTest, AFenceOnAllStreamsIsHeldByAny) {
-  driver_.hold_fences(kTwo);
-  Fence all = nullptr;
-  ASSERT_TRUE(driver_.create_fence(0, &all).ok());
-  ASSERT_TRUE(driver_.record_all(all).ok());
-  EXPECT_EQ(driver_.query(all).code(), StatusCode::not_ready);
-  driver_.release_fences(kTwo);
-  EXPECT_TRUE(driver_.query(all).ok());
+TEST_F(ScriptedDriverTest, AFenceOnTheDefaultStreamIsHeldByBlockingStreams) {
+  driver_.make_blocking(kOne);
+  for (const Stream held : {kOne, kPerThreadStream, Stream{nullptr}}) {
+    driver_.hold_fences(held);
+    const Fence fence = recorded(nullptr);
+    EXPECT_EQ(driver_.query(fence).code(), StatusCode::not_ready);
+    driver_.release_fences(held);
+    EXPECT_TRUE(driver_.query(fence).ok());
+  }
+  driver_.hold_fences(reinterpret_cast<Stream>(std::uintptr_t{0x70}));
+  EXPECT_TRUE(driver_.query(recorded(nullptr)).ok()) << "a stream that is not blocking";
+}
+
+TEST_F(ScriptedDriverTest, ACapturedStreamIsNeitherRecordedNorMadeToWait) {
+  const Fence fence = recorded(kTwo);
+  driver_.make_blocking(kTwo);
+  driver_.begin_capture(kOne);
+  EXPECT_EQ(driver_.record(fence, kOne).code(), StatusCode::not_supported);
+  EXPECT_EQ(driver_.stream_wait(kOne, fence).code(), StatusCode::not_supported);
+  EXPECT_TRUE(driver_.record(fence, nullptr).ok());
+  driver_.begin_capture(kTwo);
+  EXPECT_EQ(driver_.record(fence, nullptr).code(), StatusCode::not_supported) << "a blocking stream is captured";
+  driver_.end_capture(kOne);
+  driver_.end_capture(kTwo);
+  EXPECT_TRUE(driver_.record(fence, kOne).ok());
+  EXPECT_TRUE(driver_.record(fence, nullptr).ok());
 }
 
 TEST_F(ScriptedDriverTest, AStreamThatWaitsIsHeldToo) {
@@ -211,11 +231,10 @@ TEST_F(ScriptedDriverTest, WaitPassesAtOnceIfToldTo) {
 }
 
 TEST_F(ScriptedDriverTest, ChangesCapabilities) {
-  driver_.change_capabilities([](Capabilities* capabilities) { capabilities->fence_all_streams = false; });
+  driver_.change_capabilities([](Capabilities* capabilities) { capabilities->exportable = false; });
   Capabilities capabilities;
   ASSERT_TRUE(driver_.capabilities(0, &capabilities).ok());
-  EXPECT_FALSE(capabilities.fence_all_streams);
-  EXPECT_EQ(driver_.record_all(recorded(kOne)).code(), StatusCode::not_supported);
+  EXPECT_FALSE(capabilities.exportable);
 }
 
 TEST_F(ScriptedDriverTest, SurvivesThreads) {

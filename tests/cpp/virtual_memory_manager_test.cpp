@@ -161,6 +161,23 @@ TEST_F(Manager, CountsItsMemoryAgainstTheDevicesLimit) {
   physical();
 }
 
+TEST_F(Manager, CountsHostMemoryApartFromTheDevices) {
+  lab_.memory().set_limit(lab_.memory().budget(), kPage);
+  const auto p = physical(4, Location::on_host());
+  EXPECT_EQ(lab_.memory().committed_bytes(), 0U) << "no memory of the device's";
+  EXPECT_EQ(lab_.memory().host_budget().used(), 4 * kPage);
+  physical();  // its limit is its own
+  EXPECT_THROW(physical(), OutOfMemoryError);
+  VirtualMemoryManager other(lab_.memory());
+  other.alloc_physical(kPage, Location::on_host(), false);
+  EXPECT_EQ(lab_.memory().host_budget().used(), 5 * kPage) << "of all managers";
+  lab_.memory().check();
+  manager_->free_physical(p);
+  EXPECT_EQ(lab_.memory().host_budget().used(), kPage);
+  other.close();
+  EXPECT_EQ(lab_.memory().host_budget().used(), 0U);
+}
+
 TEST_F(Manager, TakesIdleMemoryOfPoolsBeforeItFails) {
   lab_.memory().set_limit(lab_.memory().budget(), 16 * kMiB);
   const auto pool = lab_.pool("a");
@@ -192,11 +209,58 @@ TEST_F(Manager, TensorsHoldTheirRange) {
   open(r);
   EXPECT_EQ(manager_->hold(r, 128, 64), r.base + 128);
   EXPECT_THROW(manager_->unmap(r, 0, kPage), StillInUseError);
+  EXPECT_THROW(manager_->release(r), StillInUseError);
   EXPECT_THROW(manager_->close(), StillInUseError);
   EXPECT_THROW(manager_->hold(r, kPage - 8, 16), NotMappedError);
   EXPECT_THROW(manager_->hold(r, 4 * kPage, 16), InvalidRangeError);
-  manager_->unhold(r);
+  manager_->unhold(r, 128, 64);
   manager_->unmap(r, 0, kPage);
+}
+
+TEST_F(Manager, TensorsHoldWhatTheyCoverAndNothingElse) {
+  const auto r = range(4);
+  for (std::size_t page = 0; page < 4; ++page) manager_->map(r, physical(), page * kPage);
+  open(r);
+  manager_->hold(r, kPage + 512, kPage);  // the second page and the third
+  manager_->unmap(r, 0, kPage);
+  for (const std::size_t page : {1, 2}) {
+    try {
+      manager_->unmap(r, page * kPage, kPage);
+      FAIL() << "page " << page << " is shown";
+    } catch (const StillInUseError& error) {
+      EXPECT_EQ(error.live_blocks, 1U);
+      EXPECT_EQ(error.live_bytes, page == 1 ? kPage - 512 : 512);
+    }
+  }
+  manager_->unmap(r, 3 * kPage, kPage);
+  manager_->unhold(r, kPage + 512, kPage);
+  manager_->unmap(r, kPage, 2 * kPage);
+  manager_->release(r);
+}
+
+TEST_F(Manager, WhatATensorShowsStaysAccessibleToItsDevice) {
+  const auto r = range(2);
+  manager_->map(r, physical(), 0);
+  manager_->map(r, physical(), kPage);
+  open(r);
+  manager_->hold(r, 0, 64);
+  EXPECT_THROW(manager_->set_access(r, Access::none, {kHere}, 0, kPage), StillInUseError);
+  EXPECT_THROW(manager_->set_access(r, Access::none, {kHere}, 0, 0), StillInUseError) << "all of the range";
+  manager_->set_access(r, Access::none, {kHere}, kPage, kPage);
+  manager_->set_access(r, Access::none, {kHere}, kPage, 0);
+  const Location other = Location::on_device(1);
+  manager_->set_access(r, Access::read, {other}, 0, kPage);
+  manager_->set_access(r, Access::none, {other}, 0, kPage);
+  manager_->set_access(r, Access::read, {kHere}, 0, kPage);
+  manager_->unhold(r, 0, 64);
+  manager_->set_access(r, Access::none, {kHere}, 0, kPage);
+}
+
+TEST_F(Manager, AnotherDevicesAccessIsNoneOfATensors) {
+  const auto r = range(1);
+  manager_->map(r, physical(), 0);
+  manager_->set_access(r, Access::read_write, {Location::on_device(1)}, 0, 0);
+  EXPECT_THROW(manager_->hold(r, 0, 64), InvalidArgumentError) << "the tensor is on device 0";
 }
 
 // ----------------------------------------------------------------- bad input
@@ -219,6 +283,21 @@ TEST_F(Manager, RefusesASizeThatIsNoMultiple) {
 TEST_F(Manager, RefusesASizeBeyondAllAddresses) {
   EXPECT_THROW(manager_->reserve(std::size_t{1} << 62, kDefault), OutOfMemoryError);
   EXPECT_THROW(manager_->alloc_physical(2 * kGiB, kHere, false), OutOfMemoryError);
+}
+
+TEST_F(Manager, RefusesSizesNearTheLargestNumber) {
+  const std::size_t size = std::size_t{0} - kPage;
+  EXPECT_THROW(manager_->reserve(size, kDefault), OutOfMemoryError);
+  EXPECT_THROW(manager_->reserve(std::size_t{1} << 63, std::size_t{1} << 63), OutOfMemoryError);
+  lab_.driver.clear_calls();
+  EXPECT_THROW(manager_->alloc_physical(size, kHere, false), OutOfMemoryError);
+  EXPECT_THROW(manager_->alloc_physical(size, Location::on_host(), false), OutOfMemoryError);
+  EXPECT_EQ(lab_.driver.count(Call::create), 0U) << "nor were they charged meanwhile";
+  const auto r = range(2);
+  EXPECT_THROW(manager_->unmap(r, kPage, size), InvalidRangeError);
+  EXPECT_THROW(manager_->unmap(r, size, kPage), InvalidRangeError);
+  EXPECT_THROW(manager_->set_access(r, Access::read, {kHere}, kPage, size), InvalidRangeError);
+  EXPECT_THROW(manager_->hold(r, 512, kUnlimited - 100), InvalidRangeError);
 }
 
 TEST_F(Manager, RefusesADeviceThatDoesNotExist) {

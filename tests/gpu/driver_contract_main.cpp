@@ -161,10 +161,10 @@ int main(int argc, char** argv) {
     std::printf("FAIL capabilities: %s\n0 passed, 1 failed, 0 skipped\n", driver->missing(options.device).c_str());
     return 1;
   }
-  std::printf("device %d: %s, granularity %s, %s, exportable %d, host-located %d, rdma %d, fence on all streams %d\n",
-              options.device, capabilities.name.c_str(), vmm::format_bytes(capabilities.granularity).c_str(),
+  std::printf("device %d: %s, granularity %s, %s, exportable %d, host-located %d, rdma %d\n", options.device,
+              capabilities.name.c_str(), vmm::format_bytes(capabilities.granularity).c_str(),
               vmm::format_bytes(capabilities.total_memory).c_str(), capabilities.exportable, capabilities.host_located,
-              capabilities.gpu_direct_rdma, capabilities.fence_all_streams);
+              capabilities.gpu_direct_rdma);
   int passed = 0;
   int failed = 0;
   int skipped = 0;

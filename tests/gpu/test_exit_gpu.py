@@ -172,6 +172,7 @@ def test_ends_well(started: dict[str, Process], name: str) -> None:
     expect_done(started[name])
 
 
+@pytest.mark.alone  # it looks at the GPU's free memory
 @pytest.mark.no_memcheck  # another process
 def test_a_killed_process_gives_all_its_memory_back() -> None:
     free = torch.cuda.mem_get_info()[0]

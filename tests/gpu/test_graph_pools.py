@@ -183,7 +183,8 @@ def test_a_capture_takes_what_another_model_left_idle_at_the_limit(make_shared: 
     grow_at_the_limit(make_shared, lambda: None)
 
 
-@pytest.mark.no_memcheck  # it measures time
+@pytest.mark.alone  # it measures time
+@pytest.mark.no_memcheck
 def test_a_capture_that_grows_at_the_limit_waits_for_nobody(make_shared: MakeShared, busy: Busy) -> None:
     stranger = other_stream()
 

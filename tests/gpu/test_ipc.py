@@ -159,7 +159,8 @@ def test_receivers_own_numbers_do_not_change(ours: Other) -> None:
     ours.ask(ipc.drop, "guest")
 
 
-@pytest.mark.no_memcheck  # it looks at the GPU's free memory
+@pytest.mark.alone  # it looks at the GPU's free memory
+@pytest.mark.no_memcheck
 def test_memory_returns_when_the_receiver_has_dropped_it(ours: Other, make_pool: MakePool) -> None:
     ipc.collect()
     ours.ask(ipc.collect)

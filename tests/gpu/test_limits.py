@@ -21,6 +21,8 @@ from tests.gpu.programs import Process, expect_done, running
 from tests.gpu.workloads import statistics as work
 from tests.helpers import GIB, MIB
 
+pytestmark = pytest.mark.alone  # most of it fills the GPU, or a share of it, and reads what is free
+
 MakeShared = Callable[..., torch_vmm.SharedMemoryPool]
 MakePool = Callable[..., torch_vmm.VirtualMemoryPool]
 

@@ -16,6 +16,7 @@ def test_here_is_ours_and_there_is_the_native_one(device: str) -> None:
     assert native == {"allocator": "native", "before": [0, 0], "allocated": 8 * MIB, "content": 0, "input": ""}
 
 
+@pytest.mark.alone  # it looks at the GPU's free memory
 def test_each_workload_starts_with_an_empty_cache(device: str) -> None:
     on_native(harness.describe, size=GIB)
     torch.cuda.synchronize()

@@ -88,6 +88,7 @@ def test_pages_given_up_under_a_kernel_serve_another_place_at_once(make_pool: Ma
     assert intact(pool.tensor("512MiB", (64 * MIB,), torch.uint8), 2)
 
 
+@pytest.mark.alone  # it looks at the GPU's free memory
 def test_the_driver_sees_memory_come_and_go(make_pool: MakePool) -> None:
     pool = make_pool("64GiB")
     torch.cuda.empty_cache()
@@ -128,6 +129,7 @@ def test_explicit_pages_handed_over_between_models_read_as_zero(make_shared: Mak
     assert [int(verdict) for verdict in verdicts] == [0] * 8
 
 
+@pytest.mark.alone  # it measures time
 @pytest.mark.no_memcheck  # 20 GiB
 def test_much_memory_takes_few_calls(make_pool: MakePool) -> None:
     pool = make_pool("40GiB")
@@ -197,8 +199,11 @@ def test_host_memory_stands_beside_the_gpus_in_one_range(manager: torch_vmm.Virt
         pytest.skip("this driver has no host-located chunks")
     range_ = manager.reserve(4 * PAGE)
     backed(manager, range_, 0, 2 * PAGE)
+    charged = _C.device("cuda").committed_bytes
     host = manager.alloc_physical(2 * PAGE, device="cpu")
     assert host.device == -1
+    assert manager.host_memory_usage == 2 * PAGE
+    assert _C.device("cuda").committed_bytes == charged, "it is no memory of the GPU's"
     manager.map(range_, host, 2 * PAGE)
     manager.set_access(range_, AccessFlags.READ_WRITE)
     block = manager.tensor(range_, 0, (4 * PAGE,), torch.uint8)
@@ -226,7 +231,11 @@ _FAULTS = {
     "a read of pages that were given back": """
         pool = torch_vmm.VirtualMemoryPool("64MiB")
         pool.allocate(0, PAGE)
-        block = pool.tensor(0, (PAGE,), torch.uint8)
+        class Bare:  # what pool.tensor() shows is not given back: this holds nothing
+            __cuda_array_interface__ = {
+                "shape": (PAGE,), "typestr": "|u1", "data": (pool.base_address, False), "version": 2
+            }
+        block = torch.as_tensor(Bare(), device="cuda")
         pool.deallocate(0, PAGE)
         pool.trim()
         torch.cuda.synchronize()

@@ -110,6 +110,7 @@ def test_torch_accelerator_says_the_same(make_pool: MakePool) -> None:
     torch.accelerator.empty_cache()
 
 
+@pytest.mark.alone  # it looks at the GPU's free memory
 def test_empty_cache_gives_idle_memory_back_to_the_driver(make_pool: MakePool) -> None:
     pool = make_pool("8GiB")
     kept = bytes_in(pool, 3 * MIB)

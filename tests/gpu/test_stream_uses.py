@@ -303,7 +303,8 @@ def test_a_deferred_free_shows_in_every_number(make_pool: MakePool, busy: Busy, 
     check_pool(pool, fresh=True)
 
 
-@pytest.mark.no_memcheck  # it measures time
+@pytest.mark.alone  # it measures time
+@pytest.mark.no_memcheck
 def test_nothing_is_reused_under_kernels_of_100_ms_and_all_of_it_at_once_afterwards(
     make_pool: MakePool, busy: Busy, home: torch.cuda.Stream
 ) -> None:

@@ -39,7 +39,8 @@ def stream_of(where: str) -> torch.cuda.Stream:
 # -- Hand-over ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.no_memcheck  # it measures time
+@pytest.mark.alone  # it measures time
+@pytest.mark.no_memcheck
 @pytest.mark.parametrize("where", ["the same stream", "another stream"])
 def test_memory_freed_under_a_long_kernel_is_handed_over_at_once(
     make_shared: MakeShared, busy: Busy, where: str
@@ -78,7 +79,8 @@ def test_handed_over_memory_is_zero_though_its_last_writer_is_late(
     assert int(found) == 0
 
 
-@pytest.mark.no_memcheck  # it measures time
+@pytest.mark.alone  # it measures time
+@pytest.mark.no_memcheck
 def test_many_small_blocks_freed_under_a_long_kernel_are_handed_over_at_once(
     make_shared: MakeShared, busy: Busy
 ) -> None:
@@ -101,7 +103,8 @@ def test_many_small_blocks_freed_under_a_long_kernel_are_handed_over_at_once(
     assert intact(taken, 3)
 
 
-@pytest.mark.no_memcheck  # it measures time
+@pytest.mark.alone  # it measures time
+@pytest.mark.no_memcheck
 def test_memory_goes_to_and_fro_under_queued_work(make_shared: MakeShared, busy: Busy) -> None:
     models = two_models(make_shared)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]

@@ -38,10 +38,149 @@ def test_pools_work_without_enabling() -> None:
         pool = torch_vmm.VirtualMemoryPool("64MiB", device="cpu")
         pool.allocate(0, "2MiB")
         pool.tensor(0, 16).fill_(3)
-        with pool:
-            tensor = torch.ones(1000)
-        assert torch_vmm.pool_of(tensor) is None
+        assert torch_vmm.pool_of(torch.ones(1000)) is None
         assert pool.memory_allocated() == 2 << 20
+        """
+    )
+
+
+# -- Entering a model that torch would not use -------------------------------------------------------------------------
+
+NOT_ENABLED = """
+import asyncio, torch, torch_vmm
+shared = torch_vmm.SharedMemoryPool("64MiB", device="cpu")
+llama = shared.register_model("llama", "64MiB")
+@torch_vmm.use_model("llama")
+def work(): return torch.ones(3)
+@torch_vmm.use_model(llama)
+async def task(): return torch.ones(3)
+def refused(act):
+    try:
+        act()
+    except torch_vmm.NotEnabledError as error:
+        assert isinstance(error, torch_vmm.NotAvailableError)
+        assert error.reason == str(error)
+        return str(error)
+    raise AssertionError("entered")
+"""
+
+
+def test_a_model_is_not_entered_where_torch_makes_the_tensors_itself() -> None:
+    out = run(
+        NOT_ENABLED
+        + """
+for act in (
+    llama.__enter__, torch_vmm.use_model(llama).__enter__, torch_vmm.use_model("llama").__enter__, work,
+    lambda: asyncio.run(task()), torch_vmm.current_pool("cpu").__enter__, lambda: torch_vmm.strict("cpu"),
+):
+    text = refused(act)
+    assert 'torch_vmm.enable("cpu")' in text, text
+print(refused(llama.__enter__))
+torch_vmm.enable("cpu")
+assert torch_vmm.pool_of(work()) is torch_vmm.pool_of(asyncio.run(task())) is llama
+with llama, torch_vmm.strict("cpu"):
+    assert torch_vmm.pool_of(torch.ones(3)) is llama
+"""
+    )
+    assert "'llama' is entered, but torch_vmm is not torch's allocator on the cpu" in out
+
+
+def test_a_closed_pool_is_closed_first_of_all() -> None:
+    run(
+        NOT_ENABLED
+        + """
+llama.close()
+try:
+    with llama: pass
+except torch_vmm.NotAvailableError:
+    raise
+except torch_vmm.InvalidArgumentError as error:
+    assert "closed" in str(error)
+"""
+    )
+
+
+def test_a_forked_child_cannot_enter_a_model() -> None:
+    run(
+        NOT_ENABLED
+        + """
+import os
+torch_vmm.enable("cpu")
+child = os.fork()
+if child == 0:
+    code = 1
+    try:
+        with llama: pass
+    except torch_vmm.NotAvailableError as error:
+        code = 0 if "fork" in str(error) else 2
+    os._exit(code)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    )
+
+
+def test_becoming_the_cpus_allocator_is_not_the_gpus() -> None:
+    run(
+        """
+        import torch, torch_vmm
+        torch_vmm.enable("cpu")
+        try:
+            torch_vmm.strict("cuda")
+        except torch_vmm.NotEnabledError as error:
+            assert "torch_vmm.enable()" in str(error), error
+        else:
+            raise AssertionError("strict where nothing is seen")
+        """
+    )
+
+
+# What torch was given may be allocating, though we are not the allocator in place.
+WAYS = {
+    "change_current_allocator": "torch.cuda.memory.change_current_allocator(torch_vmm.allocator())",
+    "an object that is held": "kept = torch_vmm.allocator()",
+    "a pluggable allocator": (
+        "kept = torch.cuda.memory.CUDAPluggableAllocator("
+        "torch_vmm.library_path(), 'torch_vmm_malloc', 'torch_vmm_free')"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_be_enabled_count(way: str) -> None:
+    # A driver is not needed to ask: strict() looks at the same thing as entering a model does.
+    run(
+        f"""
+        import torch, torch_vmm
+        def allowed():
+            try:
+                torch_vmm.strict("cuda", "raise")
+            except torch_vmm.NotEnabledError:
+                return False
+            except torch_vmm.NotAvailableError:
+                return True  # enabled, and there is no GPU
+            torch_vmm.strict("cuda", "off")
+            return True
+        assert not allowed()
+        {WAYS[way]}
+        assert allowed()
+        """
+    )
+
+
+def test_an_object_that_was_let_go_counts_no_more() -> None:
+    run(
+        """
+        import gc, torch, torch_vmm
+        kept = torch_vmm.allocator()
+        torch_vmm.strict("cuda", "warn")
+        torch_vmm.strict("cuda", "off")
+        del kept; gc.collect()
+        try:
+            torch_vmm.strict("cuda", "warn")
+        except torch_vmm.NotEnabledError:
+            pass
+        else:
+            raise AssertionError("nobody holds it")
         """
     )
 

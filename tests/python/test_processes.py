@@ -317,6 +317,90 @@ def memory_files() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def test_a_limit_on_file_sizes_is_kept_and_named() -> None:
+    """``ulimit -f``: chunks lie in a file, and the kernel would end the process that makes one longer."""
+    out = run(
+        """
+        import resource, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it; a C++ program does not
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, resource.RLIM_INFINITY))
+        import torch, torch_vmm
+        torch_vmm.enable("cpu")
+        within = torch.ones(8 << 20)
+        pool = torch_vmm.VirtualMemoryPool("1GiB", device="cpu")
+        try:
+            pool.allocate(0, "256MiB")
+        except torch_vmm.OutOfMemoryError as error:
+            print(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        pool.allocate(0, "256MiB")
+        print(within.sum().item() == 8 << 20)
+        """
+    )
+    refusal, intact = out.splitlines()
+    assert "the driver refused (ftruncate: EFBIG, since RLIMIT_FSIZE is 67108864 bytes" in refusal
+    assert intact == "True"
+
+
+LEAVE_ADDRESSES = """
+import resource
+import torch, torch_vmm
+def leave(bytes):
+    "As ulimit -v: so many bytes of addresses beyond those in use."
+    now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + bytes, resource.RLIM_INFINITY))
+"""
+
+
+def test_pools_that_name_no_capacity_make_do_with_the_addresses_there_are() -> None:
+    """``ulimit -v``: four times the device's memory (8 GiB here) does not fit, so it is less."""
+    out = run(
+        LEAVE_ADDRESSES
+        + """
+leave(6 << 30)
+torch_vmm.enable("cpu")
+default = torch_vmm.current_pool("cpu")
+print(default.capacity >> 30, torch.ones(1000).sum().item())
+leave(4 << 30)
+shared = torch_vmm.SharedMemoryPool("64MiB", device="cpu")
+print(shared.register_model("a").capacity >> 30)
+leave(4 << 30)
+try:
+    shared.register_model("b", "8GiB")
+except torch_vmm.OutOfMemoryError as error:
+    print(error)
+"""
+    )
+    first, model, refusal = out.splitlines()
+    assert first == "4 1000.0"
+    assert model == "2"
+    assert refusal.startswith("pool 'b': no 8 GiB of virtual addresses are left")
+
+
+def test_without_addresses_for_the_default_pool_it_says_so() -> None:
+    out = run(
+        LEAVE_ADDRESSES
+        + """
+leave(2 << 30)
+for _ in range(2):
+    try:
+        torch_vmm.enable("cpu")
+    except torch_vmm.OutOfMemoryError as error:
+        print(error)
+print(torch.ones(1000).sum().item(), torch_vmm.is_enabled("cpu"))
+leave(12 << 30)
+torch_vmm.enable("cpu")
+print(torch.ones(1000).sum().item(), torch_vmm.current_pool("cpu").capacity >> 30)
+"""
+    )
+    first, again, before, after = out.splitlines()
+    assert first == again
+    assert "pool 'default': no 2 GiB of virtual addresses are left" in first
+    assert "RLIMIT_AS" in first
+    assert before == "1000.0 False"
+    assert after == "1000.0 8"
+
+
 # -- Memory that is not there ------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,8 @@ ERRORS = {
     "ModelExistsError",
     "ModelNotFoundError",
     "NotAvailableError",
+    "NotCopyableError",
+    "NotEnabledError",
     "NotMappedError",
     "OutOfMemoryError",
     "StillInUseError",
@@ -26,20 +28,35 @@ ERRORS = {
 CLASSES = {
     "AccessFlags",
     "GlobalMemoryStats",
+    "Holder",
     "MappingRecord",
     "MemoryStats",
     "PhysicalAllocation",
+    "Refusal",
     "SharedMemoryPool",
     "VirtualAddressRange",
     "VirtualMemoryManager",
     "VirtualMemoryPool",
+    "strict",
     "use_model",
 }
-FUNCTIONS = {"allocator", "current_pool", "enable", "is_enabled", "library_path", "pool_of"}
+FUNCTIONS = {
+    "allocator",
+    "carry",
+    "current_pool",
+    "enable",
+    "is_enabled",
+    "last_out_of_memory",
+    "library_path",
+    "pool_of",
+}
 
 SIGNATURES = {
     "enable": "(device='cuda')",
-    "is_enabled": "(device)",
+    "is_enabled": "(device='cuda')",
+    "carry": "(function)",
+    "strict": "(device='cuda', action='raise')",
+    "last_out_of_memory": "(device='cuda')",
     "use_model": "(model_id_or_pool, device=None)",
     "current_pool": "(device='cuda')",
     "pool_of": "(tensor_or_address)",

@@ -76,7 +76,7 @@ class World {
       : host_({kGranularity, kDeviceBytes, 1}),
         driver_(host_),
         memory_(std::make_unique<DeviceMemory>(driver_, space_, 0, options())),
-        group_(&memory_->create_group("group", kGroupLimit)) {
+        group_(memory_->create_group("group", kGroupLimit)) {
     driver_.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass);
     for (std::size_t k = 0; k < kPools; ++k) open(k);
   }
@@ -147,7 +147,7 @@ class World {
                                                   : Status(StatusCode::driver_error, "scripted", 999, "SCRIPTED"));
         break;
       case Kind::settle:
-        pools_[op.a % kPools]->settle(false);
+        pools_[op.a % kPools]->settle();
         break;
       case Kind::reopen:
         reopen(op.a % kPools);
@@ -225,7 +225,7 @@ class World {
     if (k == 1) spec.page_size = 4 * kMiB;
     if (k == 2) spec.floor = 4 * kMiB;
     if (k == 2) spec.priority = 1;
-    pools_[k] = memory_->create_pool(spec, k == kModelOfPart ? nullptr : group_);
+    pools_[k] = memory_->create_pool(spec, k == kModelOfPart ? nullptr : group_.get());
   }
 
   void checkpoint() {
@@ -482,7 +482,7 @@ class World {
   ScriptedDriver driver_;
   AddressSpace space_;
   std::unique_ptr<DeviceMemory> memory_;
-  Budget* group_;
+  std::shared_ptr<Budget> group_;
   std::array<std::shared_ptr<Pool>, kPools> pools_;
   std::array<std::uint64_t, kPools> owners_{};
   std::array<std::size_t, kPools> pool_high_{};

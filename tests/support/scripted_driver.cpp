@@ -36,9 +36,9 @@ std::size_t sum(const std::map<std::uint64_t, std::size_t>& sizes) {
 
 const char* to_string(Call call) {
   static constexpr const char* kNames[kCallKinds] = {
-      "reserve",      "unreserve",    "create",       "release",       "map",        "unmap",       "set_access",
-      "export_chunk", "import_chunk", "create_fence", "destroy_fence", "record",     "record_all",  "query",
-      "wait",         "stream_wait",  "synchronize",  "copy_async",    "fill_async", "memory_info", "capabilities"};
+      "reserve",      "unreserve",    "create",       "release",       "map",         "unmap",       "set_access",
+      "export_chunk", "import_chunk", "create_fence", "destroy_fence", "record",      "query",       "wait",
+      "stream_wait",  "synchronize",  "copy_async",   "fill_async",    "memory_info", "capabilities"};
   return kNames[index(call)];
 }
 
@@ -85,6 +85,11 @@ void ScriptedDriver::delay(Call call, std::chrono::microseconds time) {
   delays_[index(call)] = time;
 }
 
+void ScriptedDriver::before(Call call, std::function<void()> action) {
+  const MutexLock lock(mutex_);
+  before_[index(call)] = std::move(action);
+}
+
 void ScriptedDriver::change_capabilities(std::function<void(Capabilities*)> change) {
   const MutexLock lock(mutex_);
   change_ = std::move(change);
@@ -114,6 +119,7 @@ Status ScriptedDriver::decide(const CallRecord& record) const {
 
 Status ScriptedDriver::begin(CallRecord* record) const {
   std::chrono::microseconds pause{};
+  std::function<void()> action;
   Status answer;
   {
     const MutexLock lock(mutex_);
@@ -121,8 +127,10 @@ Status ScriptedDriver::begin(CallRecord* record) const {
     record->number = ++total_;
     if (!is_question(record->call)) ++any_;
     pause = delays_[index(record->call)];
+    action = before_[index(record->call)];
     answer = decide(*record);
   }
+  if (action) action();
   if (pause.count() > 0) std::this_thread::sleep_for(pause);
   return answer;
 }
@@ -259,18 +267,31 @@ Status ScriptedDriver::memory_info(int device, MemoryInfo* out) const {
 
 // -- Memory.
 
+void ScriptedDriver::place_next_reservation(Address at) {
+  const MutexLock lock(ledger_mutex_);
+  next_place_ = at;
+}
+
 Status ScriptedDriver::reserve(std::size_t size, std::size_t alignment, Address* out) {
   return booked(make(Call::reserve, size, alignment), [&]() VMM_REQUIRES(ledger_mutex_) {
     const Status answer = inner_.reserve(size, alignment, out);
-    if (answer.ok()) reservations_[*out] = size;
+    if (!answer.ok()) return answer;
+    if (next_place_.has_value()) {
+      truly_at_[*next_place_] = *out;
+      *out = *next_place_;
+      next_place_.reset();
+    }
+    reservations_[*out] = size;
     return answer;
   });
 }
 
 Status ScriptedDriver::unreserve(Address address, std::size_t size) {
   return booked(make(Call::unreserve, address, size), [&]() VMM_REQUIRES(ledger_mutex_) {
-    const Status answer = inner_.unreserve(address, size);
+    const auto placed = truly_at_.find(address);
+    const Status answer = inner_.unreserve(placed == truly_at_.end() ? address : placed->second, size);
     if (answer.ok()) reservations_.erase(address);
+    if (answer.ok() && placed != truly_at_.end()) truly_at_.erase(placed);
     return answer;
   });
 }
@@ -390,17 +411,43 @@ void ScriptedDriver::set_wait_on_held(WaitOnHeld what) {
   released_.notify_all();
 }
 
+void ScriptedDriver::make_blocking(Stream stream) {
+  const MutexLock lock(mutex_);
+  blocking_.insert(stream);
+}
+
+void ScriptedDriver::begin_capture(Stream stream) {
+  const MutexLock lock(mutex_);
+  captured_.insert(stream);
+}
+
+void ScriptedDriver::end_capture(Stream stream) {
+  const MutexLock lock(mutex_);
+  captured_.erase(stream);
+}
+
+bool ScriptedDriver::is_captured(Stream stream) const {
+  if (captured_.count(stream) != 0) return true;
+  return stream == nullptr &&
+         std::any_of(captured_.begin(), captured_.end(),
+                     [this](Stream captured) VMM_REQUIRES(mutex_) { return blocking_.count(captured) != 0; });
+}
+
 ScriptedDriver::Holds ScriptedDriver::holds_of(Stream stream) const {
   Holds holds;
   if (hold_on_all_) holds.insert(*hold_on_all_);
-  if (const auto own = hold_on_.find(stream); own != hold_on_.end()) holds.insert(own->second);
-  if (const auto waits = waits_of_.find(stream); waits != waits_of_.end()) {
-    holds.insert(waits->second.begin(), waits->second.end());
+  const auto add = [&](Stream one) VMM_REQUIRES(mutex_) {
+    if (const auto own = hold_on_.find(one); own != hold_on_.end()) holds.insert(own->second);
+    if (const auto waits = waits_of_.find(one); waits != waits_of_.end()) {
+      holds.insert(waits->second.begin(), waits->second.end());
+    }
+  };
+  add(stream);
+  if (stream == nullptr) {
+    for (Stream blocking : blocking_) add(blocking);
   }
   return holds;
 }
-
-ScriptedDriver::Holds ScriptedDriver::all_holds() const { return active_; }
 
 bool ScriptedDriver::is_held(const Holds& holds) const {
   return std::any_of(holds.begin(), holds.end(),
@@ -435,29 +482,16 @@ Status ScriptedDriver::destroy_fence(Fence fence) {
 Status ScriptedDriver::record(Fence fence, Stream stream) {
   CallRecord record = make(Call::record, number(fence), number(stream));
   if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
+  bool captured = false;
+  {
+    const MutexLock lock(mutex_);
+    captured = is_captured(stream);
+  }
+  if (captured) return end(record, {StatusCode::not_supported, "record on a capturing stream"});
   const Status answer = inner_.record(fence, stream);
   if (answer.ok()) {
     const MutexLock lock(mutex_);
     fence_holds_[fence] = holds_of(stream);
-  }
-  return end(record, answer);
-}
-
-Status ScriptedDriver::record_all(Fence fence) {
-  CallRecord record = make(Call::record_all, number(fence));
-  if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
-  {
-    const MutexLock lock(mutex_);
-    Capabilities changed;
-    changed.fence_all_streams = true;
-    if (change_) change_(&changed);
-    if (!changed.fence_all_streams) record.answer = StatusCode::not_supported;
-  }
-  if (record.answer != StatusCode::ok) return end(record, {record.answer, "record_all"});
-  const Status answer = inner_.record_all(fence);
-  if (answer.ok()) {
-    const MutexLock lock(mutex_);
-    fence_holds_[fence] = all_holds();
   }
   return end(record, answer);
 }
@@ -500,6 +534,12 @@ Status ScriptedDriver::wait(Fence fence) {
 Status ScriptedDriver::stream_wait(Stream stream, Fence fence) {
   CallRecord record = make(Call::stream_wait, number(stream), number(fence));
   if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
+  bool captured = false;
+  {
+    const MutexLock lock(mutex_);
+    captured = is_captured(stream);
+  }
+  if (captured) return end(record, {StatusCode::not_supported, "stream_wait on a capturing stream"});
   const Status answer = inner_.stream_wait(stream, fence);
   if (answer.ok()) {
     const MutexLock lock(mutex_);
@@ -520,7 +560,7 @@ Status ScriptedDriver::synchronize(int device) {
   Holds holds;
   {
     const MutexLock lock(mutex_);
-    holds = all_holds();
+    holds = active_;
   }
   wait_for(holds);
   return end(record, answer);

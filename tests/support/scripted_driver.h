@@ -42,7 +42,6 @@ enum class Call : std::uint8_t {
   create_fence,
   destroy_fence,
   record,
-  record_all,
   query,
   wait,
   stream_wait,
@@ -52,7 +51,7 @@ enum class Call : std::uint8_t {
   memory_info,
   capabilities,
 };
-inline constexpr std::size_t kCallKinds = 21;
+inline constexpr std::size_t kCallKinds = 20;
 const char* to_string(Call call);
 
 enum class Repeat : std::uint8_t { once, from_then_on };
@@ -89,11 +88,22 @@ class ScriptedDriver final : public Driver {
   // held. Zero ends it.
   void delay(Call call, std::chrono::microseconds time);
 
+  // Runs `action` before each call of this kind, with no lock held; nullptr ends
+  // it. What it calls itself runs it again.
+  void before(Call call, std::function<void()> action);
+
   // -- Fences. A hold is work that does not end: fences recorded on the stream
   // afterwards, and those of streams that wait for them, do not pass until
   // release_fences(). Fences recorded before have passed.
   void hold_fences();  // all streams
   void hold_fences(Stream stream);
+  // A blocking stream: fences on the default one cover it as well, as they do
+  // every thread's per-thread stream.
+  void make_blocking(Stream stream);
+  // From now on the stream is being captured: it can neither be recorded nor
+  // made to wait, and the default stream cannot be recorded if it is blocking.
+  void begin_capture(Stream stream);
+  void end_capture(Stream stream);
   void release_fences();  // ends every hold
   void release_fences(Stream stream);
   enum class WaitOnHeld : std::uint8_t {
@@ -103,8 +113,12 @@ class ScriptedDriver final : public Driver {
   void set_wait_on_held(WaitOnHeld what);
 
   // -- What capabilities() says, changed: `change` is applied to the wrapped
-  // driver's answer. Without fence_all_streams record_all() is refused.
+  // driver's answer.
   void change_capabilities(std::function<void(Capabilities*)> change);
+
+  // -- Addresses. The next reservation is said to begin at `at`, wherever it is
+  // in truth: for arithmetic on addresses. Nothing can be mapped in it.
+  void place_next_reservation(Address at);
 
   // -- The record. Counts are exact; of the records the newest 65536 are kept.
   [[nodiscard]] std::uint64_t count(Call call) const;
@@ -141,7 +155,6 @@ class ScriptedDriver final : public Driver {
   Status create_fence(int device, Fence* out) override;
   Status destroy_fence(Fence fence) override;
   Status record(Fence fence, Stream stream) override;
-  Status record_all(Fence fence) override;
   Status query(Fence fence) override;
   Status wait(Fence fence) override;
   Status stream_wait(Stream stream, Fence fence) override;
@@ -167,7 +180,7 @@ class ScriptedDriver final : public Driver {
   Status end(const CallRecord& record, Status answer) const VMM_EXCLUDES(mutex_);
   [[nodiscard]] Status decide(const CallRecord& record) const VMM_REQUIRES(mutex_);
   [[nodiscard]] Holds holds_of(Stream stream) const VMM_REQUIRES(mutex_);
-  [[nodiscard]] Holds all_holds() const VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_captured(Stream stream) const VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_held(const Holds& holds) const VMM_REQUIRES(mutex_);
   void drop_hold(HoldId hold) VMM_REQUIRES(mutex_);
   // True once nothing in `holds` is active, at once if waits pass.
@@ -188,6 +201,7 @@ class ScriptedDriver final : public Driver {
   mutable std::uint64_t total_ VMM_GUARDED_BY(mutex_) = 0;
   mutable std::uint64_t any_ VMM_GUARDED_BY(mutex_) = 0;
   std::chrono::microseconds delays_[kCallKinds] VMM_GUARDED_BY(mutex_) = {};
+  std::function<void()> before_[kCallKinds] VMM_GUARDED_BY(mutex_);
   bool gone_ VMM_GUARDED_BY(mutex_) = false;
   std::function<void(Capabilities*)> change_ VMM_GUARDED_BY(mutex_);
 
@@ -197,11 +211,15 @@ class ScriptedDriver final : public Driver {
   Holds active_ VMM_GUARDED_BY(mutex_);
   std::optional<HoldId> hold_on_all_ VMM_GUARDED_BY(mutex_);
   std::map<Stream, HoldId> hold_on_ VMM_GUARDED_BY(mutex_);
+  std::set<Stream> blocking_ VMM_GUARDED_BY(mutex_) = {reinterpret_cast<Stream>(std::uintptr_t{2})};
+  std::set<Stream> captured_ VMM_GUARDED_BY(mutex_);
   std::map<Stream, Holds> waits_of_ VMM_GUARDED_BY(mutex_);  // by stream_wait()
   std::map<Fence, Holds> fence_holds_ VMM_GUARDED_BY(mutex_);
 
   mutable Mutex ledger_mutex_;
   std::map<Address, std::size_t> reservations_ VMM_GUARDED_BY(ledger_mutex_);
+  std::optional<Address> next_place_ VMM_GUARDED_BY(ledger_mutex_);
+  std::map<Address, Address> truly_at_ VMM_GUARDED_BY(ledger_mutex_);  // of the placed ones
   std::map<ChunkHandle, std::size_t> chunks_ VMM_GUARDED_BY(ledger_mutex_);
   std::map<Address, std::size_t> mappings_ VMM_GUARDED_BY(ledger_mutex_);
   std::set<Fence> fences_ VMM_GUARDED_BY(ledger_mutex_);

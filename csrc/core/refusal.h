@@ -1,0 +1,52 @@
+// Why a request found no memory, as a value and in words: who asked, which
+// limit refused, who holds what under it and what would help. Plain values in,
+// text out: it knows no pool and no lock.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "base/units.h"
+
+namespace vmm {
+
+// Who held memory that counts under the limit that refused, in bytes.
+struct Holder {
+  std::string name;             // of the model; "VirtualMemoryManager": memory made by hand
+  std::size_t allocated = 0;    // in use
+  std::size_t idle = 0;         // mapped, unused, whole chunks
+  std::size_t stranded = 0;     // mapped, unused, in chunks that are partly used
+  std::size_t quarantined = 0;  // freed, and queued work may still use it
+  std::size_t floor = 0;        // where it is why what is idle was not taken; else 0
+  [[nodiscard]] std::size_t held() const { return allocated + idle + stranded + quarantined; }
+};
+
+struct Refusal {
+  std::size_t requested = 0;       // bytes asked for
+  std::size_t available = 0;       // bytes that could still have been had
+  std::size_t limit = kUnlimited;  // bytes: the limit that refused, or what the device has
+  std::string pool;                // name of the pool that asked
+  std::vector<Holder> holders;     // who holds most first
+  std::string advice;              // what would help
+};
+
+// What else is known of it, for the words.
+struct RefusalCause {
+  std::string limit_name;   // the limit that refused; empty: none did
+  std::string driver_said;  // where the driver refused; else empty
+  std::string limits;       // every limit on the way, in words
+  bool no_addresses = false;
+  std::size_t capacity = 0;      // bytes of addresses of the pool that asked
+  std::size_t device_total = 0;  // bytes; 0: not known
+  std::size_t device_free = 0;
+  std::size_t outside = 0;  // bytes of the device that are held, and not by torch_vmm
+};
+
+// Only what can help: no limit above what the device has, no more addresses for
+// a request that is larger than the device.
+std::string advice_for(const Refusal& refusal, const RefusalCause& cause);
+// All of it in one sentence.
+std::string text_of(const Refusal& refusal, const RefusalCause& cause);
+
+}  // namespace vmm

@@ -1,0 +1,22 @@
+// How much memory this process may use of the machine's. It reads what the
+// operating system says and keeps nothing.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace vmm {
+
+// Bytes: the machine's memory, or what the tightest control group over this
+// process allows where that is less (a container's limit: beyond it the kernel
+// kills the process, and the machine's size says nothing of it). `root` stands
+// before every file that is asked, for tests; the machine's own memory is
+// asked of the kernel directly.
+std::size_t usable_memory(const std::string& root = "");
+
+// Bytes that the tightest control group over this process allows; kUnlimited
+// where none does. Version 2 (memory.max) and version 1
+// (memory.limit_in_bytes), each from the process' group up to the root.
+std::size_t control_group_limit(const std::string& root = "");
+
+}  // namespace vmm

@@ -1,0 +1,176 @@
+"""Whose memory a tensor is: ``with pool:``, use_model, current_pool; and what cannot be entered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.helpers import MIB, rounded
+
+Pool = torch_vmm.VirtualMemoryPool
+Shared = torch_vmm.SharedMemoryPool
+
+
+# -- Contexts ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_enabled(device: str) -> None:
+    assert torch_vmm.is_enabled(device)
+    torch_vmm.enable(device)  # again is fine
+    assert torch_vmm.is_enabled(device)
+
+
+def test_outside_every_model_is_the_default_pool(device: str, here: Callable[[], str]) -> None:
+    assert here() == "default"
+    default = torch_vmm.current_pool(device)
+    assert default is torch_vmm.current_pool(torch.device(device))
+    assert default.model_id is None
+    assert torch_vmm.pool_of(torch.empty(10, device=device)) is default
+
+
+def test_a_tensor_is_in_the_model_it_was_made_in(device: str, llama: Pool) -> None:
+    with torch_vmm.use_model(llama) as entered:
+        assert entered is llama
+        assert torch_vmm.current_pool(device) is llama
+        tensor = torch.empty(1000, device=device)
+    assert torch_vmm.pool_of(tensor) is llama
+    assert llama.base_address <= tensor.data_ptr() < llama.base_address + llama.capacity
+    assert llama.memory_allocated() == rounded(4000)
+    assert torch_vmm.pool_of(torch.empty(1000, device=device)) is not llama
+
+
+def test_a_pool_is_a_context_of_its_own(llama: Pool, here: Callable[[], str]) -> None:
+    with llama as entered:
+        assert entered is llama
+        assert here() == "llama"
+    assert here() == "default"
+
+
+def test_a_model_is_found_by_its_id(llama: Pool, qwen: Pool, here: Callable[[], str]) -> None:
+    for model_id in ("llama", "qwen"):
+        with torch_vmm.use_model(model_id) as entered:
+            assert entered.name == here() == model_id
+
+
+def test_contexts_nest_and_the_inner_one_wins(llama: Pool, qwen: Pool, here: Callable[[], str]) -> None:
+    seen = []
+    with llama:
+        seen.append(here())
+        with qwen:
+            seen.append(here())
+            with llama, llama:
+                seen.append(here())
+            seen.append(here())
+        seen.append(here())
+        with torch_vmm.use_model("qwen"):
+            seen.append(here())
+    seen.append(here())
+    assert seen == ["llama", "qwen", "llama", "qwen", "llama", "qwen", "default"]
+
+
+def test_the_default_pool_can_be_entered_too(device: str, llama: Pool, here: Callable[[], str]) -> None:
+    default = torch_vmm.current_pool(device)
+    with llama:
+        with default:
+            assert here() == "default"
+        assert here() == "llama"
+
+
+def test_one_context_can_be_entered_again(llama: Pool, here: Callable[[], str]) -> None:
+    context = torch_vmm.use_model("llama")
+    for _ in range(2):
+        with context:
+            with context:
+                assert here() == "llama"
+            assert here() == "llama"
+        assert here() == "default"
+
+
+def test_an_error_leaves_the_model(llama: Pool, here: Callable[[], str]) -> None:
+    with pytest.raises(ZeroDivisionError), llama:
+        _ = 1 / 0
+    assert here() == "default"
+
+
+def test_a_free_finds_its_pool_whatever_is_open(device: str, llama: Pool, qwen: Pool) -> None:
+    with llama:
+        tensor = torch.empty(MIB, dtype=torch.uint8, device=device)
+    assert (llama.memory_allocated(), qwen.memory_allocated()) == (MIB, 0)
+    with qwen:
+        del tensor
+        assert (llama.memory_allocated(), qwen.memory_allocated()) == (0, 0)
+
+
+def test_memory_is_used_again_by_its_own_model_only(device: str, llama: Pool, qwen: Pool) -> None:
+    with llama:
+        tensor = torch.empty(4 * MIB, dtype=torch.uint8, device=device)
+        address = tensor.data_ptr()
+        del tensor
+    with qwen:
+        other = torch.empty(4 * MIB, dtype=torch.uint8, device=device)
+    with llama:
+        again = torch.empty(4 * MIB, dtype=torch.uint8, device=device)
+    assert again.data_ptr() == address
+    assert torch_vmm.pool_of(other) is qwen
+
+
+def test_a_model_of_another_device_changes_nothing_here(device: str, here: Callable[[], str]) -> None:
+    if device == "cpu":
+        pytest.skip("needs two kinds of device")
+    with torch_vmm.VirtualMemoryPool("64MiB", device="cpu") as elsewhere:
+        assert here() == "default"
+        assert torch_vmm.current_pool("cpu") is elsewhere
+
+
+# -- What cannot be entered --------------------------------------------------------------------------------------------
+
+
+def test_an_id_that_nobody_has(llama: Pool, qwen: Pool, here: Callable[[], str]) -> None:
+    with pytest.raises(torch_vmm.ModelNotFoundError) as raised, torch_vmm.use_model("mistral"):
+        pass
+    assert raised.value.model_id == "mistral"
+    assert "llama" in str(raised.value)
+    assert "qwen" in str(raised.value)
+    assert here() == "default"
+
+
+def test_an_id_that_two_have(roomy: Shared, llama: Pool, make_shared: Callable[..., Shared]) -> None:
+    make_shared().register_model("llama", "64MiB")
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="2 SharedMemoryPools") as raised:
+        with torch_vmm.use_model("llama"):
+            pass
+    assert str(roomy.device) in str(raised.value)
+    with torch_vmm.use_model(llama):
+        pass
+
+
+def test_an_id_on_another_device(device: str, llama: Pool) -> None:
+    with torch_vmm.use_model("llama", device=device) as entered:
+        assert entered is llama
+    with pytest.raises(torch_vmm.ModelNotFoundError, match="cuda:7"), torch_vmm.use_model("llama", device="cuda:7"):
+        pass
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="cuda:7"):
+        torch_vmm.use_model(llama, device="cuda:7")
+
+
+@pytest.mark.parametrize("model", [None, 3, b"llama", torch_vmm.SharedMemoryPool])
+def test_what_is_no_model(model: object) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError):
+        torch_vmm.use_model(model)  # type: ignore[arg-type]
+
+
+def test_a_shared_pool_is_no_model(roomy: Shared) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="SharedMemoryPool"):
+        torch_vmm.use_model(roomy)  # type: ignore[arg-type]
+
+
+def test_a_model_that_was_unregistered(roomy: Shared, llama: Pool) -> None:
+    context = torch_vmm.use_model("llama")
+    roomy.unregister_model("llama")
+    with pytest.raises(torch_vmm.ModelNotFoundError), context:
+        pass
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="closed"), llama:
+        pass

@@ -1,0 +1,279 @@
+"""use_model as a decorator: of functions, methods, generators and coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+
+import pytest
+
+import torch_vmm
+
+Pool = torch_vmm.VirtualMemoryPool
+Shared = torch_vmm.SharedMemoryPool
+
+
+def test_a_function(llama: Pool, here: Callable[[], str]) -> None:
+    @torch_vmm.use_model("llama")
+    def work(first: int, *, second: int) -> tuple[int, str]:
+        """Works."""
+        return first + second, here()
+
+    assert work(1, second=2) == (3, "llama")
+    assert here() == "default"
+    assert (work.__name__, work.__doc__) == ("work", "Works.")
+
+
+def test_a_function_that_calls_itself(llama: Pool, here: Callable[[], str]) -> None:
+    @torch_vmm.use_model(llama)
+    def down(depth: int) -> list[str]:
+        return [here()] + (down(depth - 1) if depth else [])
+
+    assert down(3) == ["llama"] * 4
+    assert here() == "default"
+
+
+def test_a_function_decorated_before_its_model_exists(roomy: Shared, here: Callable[[], str]) -> None:
+    work = torch_vmm.use_model("later")(here)
+    with pytest.raises(torch_vmm.ModelNotFoundError):
+        work()
+    roomy.register_model("later", "64MiB")
+    assert work() == "later"
+
+
+def test_methods(llama: Pool, here: Callable[[], str]) -> None:
+    class Server:
+        @torch_vmm.use_model("llama")
+        def answer(self) -> tuple[object, str]:
+            return self, here()
+
+        @torch_vmm.use_model("llama")
+        @staticmethod
+        def static() -> str:
+            return here()
+
+        @torch_vmm.use_model("llama")
+        @classmethod
+        def of_class(cls) -> tuple[type, str]:
+            return cls, here()
+
+    server = Server()
+    assert server.answer() == (server, "llama")
+    assert server.static() == Server.static() == "llama"
+    assert Server.of_class() == (Server, "llama")
+
+
+def test_a_generator_is_in_the_model_only_while_it_runs(llama: Pool, qwen: Pool, here: Callable[[], str]) -> None:
+    @torch_vmm.use_model("llama")
+    def steps(count: int) -> Generator[str, str, str]:
+        told: list[str] = []
+        for _ in range(count):
+            word = yield here()
+            told.append(word)
+        return f"{here()} was told {told}"
+
+    generator = steps(3)
+    seen = [next(generator), here()]
+    with qwen:
+        seen += [generator.send("a"), here()]
+    seen += [generator.send("b"), here()]
+    assert seen == ["llama", "default", "llama", "qwen", "llama", "default"]
+    with pytest.raises(StopIteration) as stop:
+        generator.send("c")
+    assert stop.value.value == "llama was told ['a', 'b', 'c']"
+    assert here() == "default"
+
+
+def test_a_generator_gets_what_is_thrown_and_what_closes_it(llama: Pool, here: Callable[[], str]) -> None:
+    log: list[str] = []
+
+    @torch_vmm.use_model("llama")
+    def steps() -> Iterator[str]:
+        try:
+            while True:
+                try:
+                    yield here()
+                except KeyError as error:  # noqa: PERF203
+                    log.append(f"{error.args[0]} in {here()}")
+        finally:
+            log.append(f"closed in {here()}")
+
+    generator = steps()
+    assert isinstance(generator, Generator)
+    next(generator)
+    assert generator.throw(KeyError("thrown")) == "llama"
+    generator.close()
+    assert log == ["thrown in llama", "closed in llama"]
+    generator = steps()
+    next(generator)
+    with pytest.raises(ValueError, match="passes through"):
+        generator.throw(ValueError("passes through"))
+    assert log[-1] == "closed in llama"
+    assert here() == "default"
+
+
+def test_two_generators_in_turn(llama: Pool, qwen: Pool, here: Callable[[], str]) -> None:
+    def steps() -> Iterator[str]:
+        while True:
+            yield here()
+
+    first, second = torch_vmm.use_model("llama")(steps)(), torch_vmm.use_model("qwen")(steps)()
+    seen = [name for _ in range(3) for name in (next(first), next(second), here())]
+    assert seen == ["llama", "qwen", "default"] * 3
+
+
+def test_a_generator_that_yields_from_another(llama: Pool, qwen: Pool, here: Callable[[], str]) -> None:
+    @torch_vmm.use_model("qwen")
+    def inner() -> Generator[str, None, str]:
+        yield here()
+        return here()
+
+    @torch_vmm.use_model("llama")
+    def outer() -> Generator[str, None, None]:
+        yield here()
+        yield "returned " + (yield from inner())
+        yield here()
+
+    assert list(outer()) == ["llama", "qwen", "returned qwen", "llama"]
+
+
+class Pause:
+    """An awaitable that gives control away once, and passes on what comes back."""
+
+    def __await__(self) -> Generator[str, str, str]:
+        return (yield "paused")
+
+
+def test_a_coroutine_is_in_the_model_only_while_it_runs(llama: Pool, here: Callable[[], str]) -> None:
+    log: list[str] = []
+
+    @torch_vmm.use_model("llama")
+    async def work(name: str) -> str:
+        log.append(here())
+        told = await Pause()
+        log.append(here())
+        try:
+            await Pause()
+        except KeyError:
+            log.append("caught in " + here())
+        return f"{name} was told {told}"
+
+    coroutine = work("it")
+    assert log == []  # nothing runs before it is awaited
+    assert coroutine.send(None) == "paused"
+    assert here() == "default"
+    assert coroutine.send("a word") == "paused"
+    assert here() == "default"
+    with pytest.raises(StopIteration) as stop:
+        coroutine.throw(KeyError("thrown"))
+    assert stop.value.value == "it was told a word"
+    assert log == ["llama", "llama", "caught in llama"]
+    assert here() == "default"
+
+
+def test_a_coroutine_that_is_closed(llama: Pool, here: Callable[[], str]) -> None:
+    log: list[str] = []
+
+    @torch_vmm.use_model("llama")
+    async def work() -> None:
+        try:
+            await Pause()
+        finally:
+            log.append(here())
+
+    coroutine = work()
+    coroutine.send(None)
+    coroutine.close()
+    assert log == ["llama"]
+    assert here() == "default"
+
+
+def test_tasks_that_take_turns(llama: Pool, qwen: Pool, here: Callable[[], str]) -> None:
+    async def work(count: int) -> list[str]:
+        seen = []
+        for _ in range(count):
+            seen.append(here())
+            await asyncio.sleep(0)
+        return seen
+
+    async def main() -> list[list[str]]:
+        return await asyncio.gather(
+            torch_vmm.use_model("llama")(work)(5), torch_vmm.use_model("qwen")(work)(5), work(5)
+        )
+
+    assert asyncio.run(main()) == [["llama"] * 5, ["qwen"] * 5, ["default"] * 5]
+
+
+def test_a_task_that_is_cancelled(llama: Pool, here: Callable[[], str]) -> None:
+    log: list[str] = []
+
+    @torch_vmm.use_model("llama")
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            log.append(here())
+            raise
+
+    async def main() -> str:
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return here()
+
+    assert asyncio.run(main()) == "default"
+    assert log == ["llama"]
+
+
+def test_an_async_generator_is_in_the_model_only_while_it_runs(llama: Pool, here: Callable[[], str]) -> None:
+    log: list[str] = []
+
+    @torch_vmm.use_model("llama")
+    async def steps() -> AsyncIterator[str]:
+        try:
+            while True:
+                try:
+                    await asyncio.sleep(0)
+                    told = yield here()
+                    log.append(f"told {told} in {here()}")
+                except KeyError:  # noqa: PERF203
+                    log.append("caught in " + here())
+        finally:
+            await asyncio.sleep(0)
+            log.append("closed in " + here())
+
+    async def main() -> list[str]:
+        generator = steps()
+        seen = [await generator.__anext__(), here()]
+        seen += [await generator.asend("a"), here()]  # type: ignore[attr-defined]
+        seen += [await generator.athrow(KeyError("thrown")), here()]  # type: ignore[attr-defined]
+        await generator.aclose()  # type: ignore[attr-defined]
+        return [*seen, here()]
+
+    assert asyncio.run(main()) == ["llama", "default", "llama", "default", "llama", "default", "default"]
+    assert log == ["told a in llama", "caught in llama", "closed in llama"]
+
+
+def test_an_async_generator_ends(llama: Pool, here: Callable[[], str]) -> None:
+    @torch_vmm.use_model("llama")
+    async def steps() -> AsyncIterator[int]:
+        for step in range(3):
+            yield step
+
+    async def main() -> list[int]:
+        return [step async for step in steps()]
+
+    assert asyncio.run(main()) == [0, 1, 2]
+
+
+def test_classes_are_not_decorated(llama: Pool) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="methods"):
+
+        @torch_vmm.use_model("llama")
+        class Server:
+            pass
+
+    with pytest.raises(torch_vmm.InvalidArgumentError):
+        torch_vmm.use_model("llama")(3)  # type: ignore[type-var]

@@ -1,0 +1,91 @@
+"""last_out_of_memory: the last refusal as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.helpers import MIB, PAGE
+
+Pool = torch_vmm.VirtualMemoryPool
+Shared = torch_vmm.SharedMemoryPool
+
+
+def last(device: str) -> torch_vmm.Refusal:
+    refusal = torch_vmm.last_out_of_memory(device)
+    assert refusal is not None
+    return refusal
+
+
+def test_a_tensors_refusal_has_the_values_that_torchs_error_has_not(
+    device: str, make_shared: Callable[..., Shared], make_pool: Callable[..., Pool]
+) -> None:
+    shared = make_shared("64MiB")
+    llama, qwen = shared.register_model("llama", "1GiB"), shared.register_model("qwen", "1GiB")
+    outside = make_pool("64MiB")
+    outside.allocate(0, "16MiB")
+    with qwen:
+        held = torch.empty(40 * MIB, dtype=torch.uint8, device=device)
+    with llama, pytest.raises(torch.OutOfMemoryError) as raised:
+        torch.empty(30 * MIB, dtype=torch.uint8, device=device)
+    refusal = last(device)
+    assert (refusal.requested, refusal.limit, refusal.pool) == (30 * MIB, 64 * MIB, "llama")
+    assert refusal.available == 24 * MIB
+    assert refusal.holders == (torch_vmm.Holder("qwen", 40 * MIB, 0, 0, 0, 0),)
+    assert "free tensors of 6 MiB" in refusal.advice
+    assert refusal.advice in str(raised.value)
+    del held
+
+
+def test_the_same_values_as_our_own_errors(device: str, make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool("64MiB", physical_limit=4 * PAGE, name="tight")
+    with pytest.raises(torch_vmm.OutOfMemoryError) as raised:
+        pool.allocate(0, 5 * PAGE)
+    refusal = last(device)
+    for name in ("requested", "available", "limit", "pool"):
+        assert getattr(refusal, name) == getattr(raised.value, name)
+    assert refusal.holders == ()
+    with pytest.raises(torch_vmm.OutOfMemoryError):
+        pool.allocate(0, 6 * PAGE)
+    assert last(device).requested == 6 * PAGE
+
+
+def test_what_a_floor_keeps_is_named(device: str, shared: Shared) -> None:
+    llama = shared.register_model("llama", "1GiB")
+    qwen = shared.register_model("qwen", "1GiB", floor="32MiB")
+    with qwen:
+        torch.empty(32 * MIB, dtype=torch.uint8, device=device)  # idle from now on
+    with llama, pytest.raises(torch.OutOfMemoryError, match="its floor of 32 MiB keeps what is idle"):
+        torch.empty(40 * MIB, dtype=torch.uint8, device=device)
+    (holder,) = last(device).holders
+    assert (holder.name, holder.idle, holder.floor) == ("qwen", 32 * MIB, 32 * MIB)
+    assert "lower floor" in last(device).advice
+
+
+def test_a_request_above_the_device_is_told_to_ask_for_less(device: str, make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool("8MiB")
+    with pytest.raises(torch.OutOfMemoryError), pool:
+        torch.empty(2**50, dtype=torch.uint8, device=device)
+    assert last(device).advice.startswith("ask for less: the device has ")
+
+
+def test_it_is_a_plain_value(device: str, pool: Pool) -> None:
+    pool.physical_limit = PAGE
+    with pytest.raises(torch_vmm.OutOfMemoryError):
+        pool.allocate(0, 2 * PAGE)
+    refusal = last(device)
+    assert pickle.loads(pickle.dumps(refusal)) == refusal
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        refusal.limit = 3  # type: ignore[misc]
+    assert dataclasses.asdict(refusal)["pool"] == pool.name
+
+
+def test_where_nothing_was_refused() -> None:
+    assert torch_vmm.last_out_of_memory("cuda:7") is None
+    with pytest.raises(torch_vmm.InvalidArgumentError):
+        torch_vmm.last_out_of_memory("meta")

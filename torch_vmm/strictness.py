@@ -1,0 +1,111 @@
+"""strict(): tensors that are made outside every model raise, or warn."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+from torch_vmm import _C
+from torch_vmm.devices import Device, DeviceKey, to_device
+from torch_vmm.errors import InvalidArgumentError, NotAvailableError
+
+Action = Literal["raise", "warn", "off"]
+
+
+# In lower case, as torch.no_grad is.
+class strict:  # noqa: N801
+    """From now on a tensor made on this device outside every model raises, or warns.
+
+    A function and a context manager: ``torch_vmm.strict()`` stays on until a
+    later call says otherwise; ``with torch_vmm.strict():`` ends with its block,
+    and what was in force before is in force again. It holds for all threads.
+
+    Warnings are Python's: one for each line of code, by Python's own rule. They
+    come when the call into torch has come back, so they name the Python line
+    that made the call.
+
+    Args:
+        device: which; ``"cuda"`` is the current one.
+        action: ``"raise"`` (a ``RuntimeError`` out of the operation that needed
+            memory), ``"warn"`` (a ``UserWarning``), or ``"off"``.
+    Raises:
+        NotEnabledError: torch_vmm is not that device's allocator.
+        NotAvailableError: no such device.
+        InvalidArgumentError: no device, or another action.
+    """
+
+    def __init__(self, device: Device = "cuda", action: Action = "raise") -> None:
+        if action not in ("raise", "warn", "off"):
+            raise InvalidArgumentError(f'action={action!r}: give "raise", "warn" or "off"')
+        self._device = to_device(device)
+        self._action: Action = action
+        self._depth = 0
+        count = torch.cuda.device_count() if self._device.kind == "cuda" else 1
+        if action != "off" and _C.is_enabled(self._device.kind) and self._device.ordinal >= count:
+            named = f"{self._device.kind}:{self._device.ordinal}"
+            raise NotAvailableError(f"there is no device {named}; visible of its kind: {count}")
+        _wishes_for(self._device).add(self)
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            _wishes_for(self._device).add(self)
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            _wishes_for(self._device).remove(self)
+
+    def __repr__(self) -> str:
+        return f"strict({str(self._device)!r}, {self._action!r})"
+
+
+class _Wishes:
+    """What strict() was asked for on one device. The latest that stands is in force."""
+
+    def __init__(self, device: DeviceKey) -> None:
+        self._device = device
+        # One whose object is gone is never taken back: a later such one covers it.
+        self._standing: list[tuple[weakref.ref[strict], Action]] = []
+
+    def add(self, wish: strict) -> None:
+        """``wish`` is the latest. Raises where it cannot be met, and is none then."""
+        with _lock:
+            before = list(self._standing)
+            self._take_out(wish)
+            self._standing.append((weakref.ref(wish), wish._action))
+            try:
+                self._obey()
+            except BaseException:
+                self._standing = before
+                raise
+
+    def remove(self, wish: strict) -> None:
+        with _lock:
+            self._take_out(wish)
+            self._obey()
+
+    def _take_out(self, wish: strict) -> None:
+        self._standing = [each for each in self._standing if each[0]() is not wish]
+
+    def _obey(self) -> None:
+        lasting = [each for each in self._standing if each[0]() is None]
+        self._standing = [each for each in self._standing if each[0]() is not None or each is lasting[-1]]
+        action: Action = self._standing[-1][1] if self._standing else "off"
+        _C.set_strict(*self._device, action)
+
+
+# Re-entrant, because a collection inside the lock may run someone's __del__.
+_lock = threading.RLock()
+_wishes: dict[DeviceKey, _Wishes] = {}
+
+
+def _wishes_for(device: DeviceKey) -> _Wishes:
+    with _lock:
+        return _wishes.setdefault(device, _Wishes(device))
