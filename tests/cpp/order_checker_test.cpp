@@ -375,6 +375,8 @@ TEST_F(OrderCheckerTest, NoCallNamesADestroyedStream) {
   expect_broken("stream_wait()");
   EXPECT_FALSE(driver.fill_async(0, base, 0, kChunk, kB.handle).ok());
   expect_broken("fill_async()");
+  EXPECT_FALSE(driver.is_blocking(kB));
+  expect_broken("is_blocking()");
 }
 
 TEST_F(OrderCheckerTest, AHandleThatIsGivenOutAgainIsAnotherStream) {
@@ -419,14 +421,6 @@ TEST_F(OrderCheckerTest, TheDefaultStreamStandsBeforeTheCaptureOfABlockingOne) {
     EXPECT_TRUE(driver.record(fence, nullptr).ok());
   }
   expect_kept();
-}
-
-TEST_F(OrderCheckerTest, RecordingOnAllStreamsEndsCapturesThatNobodyAnnounced) {
-  EXPECT_TRUE(driver.record_all(fence).ok());
-  expect_kept();
-  driver.begin_capture(kA);
-  EXPECT_FALSE(driver.record_all(fence).ok());
-  expect_broken("ends a capture");
 }
 
 // -- Graphs

@@ -54,7 +54,7 @@ void UseSet::bind_replays() {
   for (LaneUses& uses : uses_) uses.binding = std::max(uses.binding, uses.replay);
 }
 
-void UseSet::forget(const Clock& known) {
+void UseSet::forget(const VectorClock& known) {
   std::erase_if(uses_, [&](const LaneUses& uses) { return known.covers(uses.lane, uses.any); });
 }
 
@@ -144,7 +144,7 @@ void MemoryUses::each_piece(const std::function<void(Piece&)>& visit) {
   }
 }
 
-void MemoryUses::tidy(const Clock& known) {
+void MemoryUses::tidy(const VectorClock& known) {
   each_piece([&](Piece& piece) {
     piece.uses.forget(known);
     piece.former.forget(known);

@@ -41,7 +41,7 @@ class UseSet {
   void bind_all();
   void bind_replays();
   // Forgets what is done and known to be.
-  void forget(const Clock& known);
+  void forget(const VectorClock& known);
   void clear() { uses_.clear(); }
   [[nodiscard]] bool empty() const { return uses_.empty(); }
   [[nodiscard]] const std::vector<LaneUses>& lanes() const { return uses_; }
@@ -117,7 +117,7 @@ class MemoryUses {
   // Every piece of every chunk.
   void each_piece(const std::function<void(Piece&)>& visit);
   // Drops what is done and known to be, and joins pieces that it set apart.
-  void tidy(const Clock& known);
+  void tidy(const VectorClock& known);
 
  private:
   static std::map<std::size_t, Piece>::iterator split(ChunkBytes& chunk, std::size_t offset);

@@ -28,7 +28,7 @@ std::string OrderChecker::text_of(const Owner& owner) {
   return pool + " on " + (lane.has_value() ? "'" + order_.name_of(*lane) + "'" : "a stream that is no more");
 }
 
-std::string OrderChecker::first_late(const UseSet& uses, Seq LaneUses::*which, const Clock& point) const {
+std::string OrderChecker::first_late(const UseSet& uses, Seq LaneUses::*which, const VectorClock& point) const {
   for (const LaneUses& of_lane : uses.lanes()) {
     if (point.covers(of_lane.lane, of_lane.*which)) continue;
     return text_of(of_lane.lane, of_lane.*which) + ": what comes before covers that stream up to " +
@@ -70,12 +70,12 @@ Lane OrderChecker::lane_of_program(StreamRef stream) {
   return *lane;
 }
 
-Clock OrderChecker::point(StreamRef stream) {
+VectorClock OrderChecker::point(StreamRef stream) {
   const MutexLock lock(mutex_);
   return order_.reach(lane_of_program(stream));
 }
 
-void OrderChecker::wait(StreamRef stream, const Clock& point) {
+void OrderChecker::wait(StreamRef stream, const VectorClock& point) {
   const MutexLock lock(mutex_);
   order_.wait(lane_of_program(stream), point);
 }
@@ -84,6 +84,12 @@ bool OrderChecker::is_blocked(StreamRef stream) {
   const MutexLock lock(mutex_);
   const Lane lane = lane_of_program(stream);
   return order_.is_captured(lane) || order_.stands_before_a_capture(lane);
+}
+
+bool OrderChecker::is_blocking(StreamRef stream) {
+  const MutexLock lock(mutex_);
+  Lane lane = 0;
+  return lane_of_call("is_blocking", stream, &lane).ok() && order_.is_blocking(lane);
 }
 
 bool OrderChecker::is_accessible(Address address, std::size_t bytes, int device, Access access) const {
@@ -116,7 +122,7 @@ void OrderChecker::use(StreamRef stream, Address address, std::size_t bytes, Use
     return;
   }
   if (order_.is_captured(lane)) return;  // of an invalid one: CUDA refuses the launch
-  const Clock before = order_.reach(lane);
+  const VectorClock before = order_.reach(lane);
   const Seq seq = queue(lane, use == Use::write ? "write" : "read", address, bytes, is_long);
   note_use(lane, seq, before, node, /*is_replay=*/false);
 }
@@ -125,14 +131,15 @@ void OrderChecker::launch(const CapturedGraph& graph, StreamRef stream) {
   const MutexLock lock(mutex_);
   if (graph.nodes.empty()) return;
   const Lane lane = lane_of_program(stream);
-  const Clock before = order_.reach(lane);
+  const VectorClock before = order_.reach(lane);
   const CapturedGraph::Node& first = graph.nodes.front();
   const Seq seq = queue(lane, "launch of a graph that uses, first,", first.address, first.bytes);
   for (const CapturedGraph::Node& node : graph.nodes) note_use(lane, seq, before, node, /*is_replay=*/true);
   ++counts_.launched;
 }
 
-void OrderChecker::note_use(Lane lane, Seq seq, const Clock& before, const CapturedGraph::Node& node, bool is_replay) {
+void OrderChecker::note_use(Lane lane, Seq seq, const VectorClock& before, const CapturedGraph::Node& node,
+                            bool is_replay) {
   const bool is_write = node.use == Use::write;
   const auto who = [&]() VMM_REQUIRES(mutex_) { return text_of(lane, seq); };
   if (!memory_.is_accessible(node.address, node.bytes, order_.device_of(lane),
@@ -191,7 +198,7 @@ void OrderChecker::hand_out_block(Address address, std::size_t bytes, StreamRef 
     violate(to() + " overlaps a block that nobody gave back");
   }
   const bool in_graph = order_.is_captured(lane) && pinned_.count(pool) != 0;
-  const Clock before = in_graph ? order_.host() : order_.reach(lane);
+  const VectorClock before = in_graph ? order_.host() : order_.reach(lane);
   memory_.each_piece(address, block.size, [&](const Stretch& stretch, Piece& piece) VMM_REQUIRES(mutex_) {
     if (piece.block != 0) {
       violate(to() + ": " + bytes_text(stretch) + " is held by " + text_of(piece.owner) + " through another address");

@@ -30,14 +30,15 @@
 //    before. (For 3a the program sees to it; so this also checks the program.)
 // 5. Memory that is handed out is mapped, accessible, nobody else's, and stays
 //    so until it is taken back; a graph's memory for as long as the graph.
-// 6. No call names a stream that has been destroyed: CUDA crashes.
-// 7. No call ends a capture, whether anybody announced it or not.
+// 6. Nobody names a stream that has been destroyed, not even to ask what kind it
+//    is: CUDA crashes.
 //
 // What breaks it is told by the next check(): what happened, where, which use by
 // whom is not ordered, and what is. "The program:" begins what a test itself did
 // wrong.
 //
-// Not modelled: what other processes do with exported chunks; whether streams
+// Not modelled: captures that a driver's call would end (Driver promises that none
+// does; that is the GPU tests' to prove); what other processes do with exported chunks; whether streams
 // race within memory that is handed out (the program's affair).
 //
 // Thread-safe; on the one clock of all host threads see work_order.h.
@@ -87,8 +88,10 @@ class OrderChecker final : public Driver {
   // part of the graph. A long one is not done by drift.
   void use(StreamRef stream, Address address, std::size_t bytes, Use use, bool is_long = false) VMM_EXCLUDES(mutex_);
   // The program's own events: a point in a stream's work, and waiting for it.
-  [[nodiscard]] Clock point(StreamRef stream) VMM_EXCLUDES(mutex_);
-  void wait(StreamRef stream, const Clock& point) VMM_EXCLUDES(mutex_);
+  [[nodiscard]] VectorClock point(StreamRef stream) VMM_EXCLUDES(mutex_);
+  void wait(StreamRef stream, const VectorClock& point) VMM_EXCLUDES(mutex_);
+  // Asked by the allocator, of a stream that it meets: rule 6.
+  [[nodiscard]] bool is_blocking(StreamRef stream) VMM_EXCLUDES(mutex_);
   // Neither work nor a wait may be queued there: it is captured, or the default
   // stream beside a capture of a blocking stream.
   [[nodiscard]] bool is_blocked(StreamRef stream) VMM_EXCLUDES(mutex_);
@@ -161,7 +164,6 @@ class OrderChecker final : public Driver {
   Status create_fence(int device, Fence* out) override VMM_EXCLUDES(mutex_);
   Status destroy_fence(Fence fence) override VMM_EXCLUDES(mutex_);
   Status record(Fence fence, Stream stream) override VMM_EXCLUDES(mutex_);
-  Status record_all(Fence fence) override VMM_EXCLUDES(mutex_);
   Status query(Fence fence) override VMM_EXCLUDES(mutex_);
   Status wait(Fence fence) override VMM_EXCLUDES(mutex_);
   Status stream_wait(Stream stream, Fence fence) override VMM_EXCLUDES(mutex_);
@@ -182,7 +184,7 @@ class OrderChecker final : public Driver {
   };
   struct FenceState {
     int device = 0;
-    Clock point;  // when it passes, this is done
+    VectorClock point;  // when it passes, this is done
   };
   // One piece of work, for messages.
   struct Deed {
@@ -201,12 +203,12 @@ class OrderChecker final : public Driver {
       VMM_REQUIRES(mutex_);
   void take_piece_back(const Block& block, Piece& piece) VMM_REQUIRES(mutex_);
   Blocks::iterator block_at(Address address) VMM_REQUIRES(mutex_);
-  void note_use(Lane lane, Seq seq, const Clock& before, const CapturedGraph::Node& node, bool is_replay)
+  void note_use(Lane lane, Seq seq, const VectorClock& before, const CapturedGraph::Node& node, bool is_replay)
       VMM_REQUIRES(mutex_);
   void fill(Lane lane, Address address, std::size_t size) VMM_REQUIRES(mutex_);
   void work_goes_on() VMM_REQUIRES(mutex_);
   // The newest use that `point` does not cover, as text; "" when it covers all.
-  std::string first_late(const UseSet& uses, Seq LaneUses::*which, const Clock& point) const VMM_REQUIRES(mutex_);
+  std::string first_late(const UseSet& uses, Seq LaneUses::*which, const VectorClock& point) const VMM_REQUIRES(mutex_);
   [[nodiscard]] bool all_done(const UseSet& uses) const VMM_REQUIRES(mutex_);
   [[nodiscard]] std::string text_of(Lane lane, Seq seq) const VMM_REQUIRES(mutex_);
   [[nodiscard]] std::string text_of(const Owner& owner) VMM_REQUIRES(mutex_);

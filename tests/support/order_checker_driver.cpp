@@ -143,20 +143,6 @@ Status OrderChecker::record(Fence fence, Stream stream) {
   return status;
 }
 
-// Goes with Driver::record_all: it ends every capture of the device (rule 7).
-Status OrderChecker::record_all(Fence fence) {
-  const MutexLock lock(mutex_);
-  const auto found = fences_.find(fence);
-  if (found == fences_.end()) return inner_.record_all(fence);
-  if (order_.any_capture(found->second.device)) {
-    violate("record_all() ends a capture on device " + std::to_string(found->second.device));
-    return captured("record_all during a capture");
-  }
-  const Status status = inner_.record_all(fence);
-  if (status.ok()) found->second.point = order_.all_of(found->second.device);
-  return status;
-}
-
 Status OrderChecker::query(Fence fence) {
   const MutexLock lock(mutex_);
   work_goes_on();
@@ -198,7 +184,7 @@ Status OrderChecker::synchronize(int device) {
   const MutexLock lock(mutex_);
   const Status status = inner_.synchronize(device);
   if (!status.ok()) return status;
-  const Clock all = order_.all_of(device);
+  const VectorClock all = order_.all_of(device);
   order_.finish(all);
   order_.host_learns(all);
   return status;
@@ -209,7 +195,7 @@ Status OrderChecker::synchronize(int device) {
 // Rule 2. The bytes are the allocator's from here on: whoever gets them comes
 // after the filling.
 void OrderChecker::fill(Lane lane, Address address, std::size_t size) {
-  const Clock before = order_.reach(lane);
+  const VectorClock before = order_.reach(lane);
   const Seq seq = queue(lane, "allocator's fill", address, size);
   const auto who = [&]() VMM_REQUIRES(mutex_) { return text_of(lane, seq); };
   if (!memory_.is_accessible(address, size, order_.device_of(lane), Access::read_write)) {
@@ -247,7 +233,7 @@ Status OrderChecker::copy_async(int device, Address to, Address from, std::size_
   Lane lane = 0;
   if (const Status known = lane_of_call("copy_async", {stream, device}, &lane); !known.ok()) return known;
   if (order_.is_captured(lane) || order_.stands_before_a_capture(lane)) return captured("a copy during a capture");
-  const Clock before = order_.reach(lane);
+  const VectorClock before = order_.reach(lane);
   const Status status = inner_.copy_async(device, to, from, size, stream);
   if (!may_have_begun(status)) return status;
   const Seq seq = queue(lane, "allocator's copy", to, size);

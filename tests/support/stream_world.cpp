@@ -6,7 +6,6 @@
 #include <cstdlib>
 
 #include "base/errors.h"
-#include "support/tell.h"
 
 namespace vmm::testing {
 
@@ -95,11 +94,9 @@ StreamWorld::StreamWorld() : host_({kPage, kDeviceBytes, 2}), scripted_(host_), 
   CaptureHooks hooks;
   hooks.capture_of = [this](Stream stream) { return driver_.capture_of({stream, 0}); };
   private_pools_ = std::make_unique<PrivatePools>(*memory_, hooks);
-  for (std::size_t k = 0; k < kStreamSlots; ++k) {
-    const StreamSlot& stream = slot(k);
-    if (stream.kind != StreamSlot::Kind::own) continue;
-    driver_.add_stream({stream.handle, stream.device, false, stream.name});
-    tell::of_own_stream(memory_of(stream.device), stream.handle);
+  for (const int device : {0, 1}) {
+    memory_of(device).streams().set_census(census(device));
+    memory_of(device).set_neighbours([this](int other) { return &memory_of(other).streams(); });
   }
   for (std::size_t k = 0; k < kPoolSlots; ++k) open(k);
   open_manager();
@@ -177,7 +174,7 @@ void StreamWorld::step(const StreamOp& op) {
       memory_of(static_cast<int>(op.a % 2)).empty_cache();
       return;
     case Kind::settle:
-      pools_[op.a % kPoolSlots]->settle(false);
+      pools_[op.a % kPoolSlots]->settle();
       return;
     case Kind::pool_limit: {
       Pool& pool = *pools_[op.a % kPoolSlots];
@@ -249,7 +246,25 @@ std::size_t StreamWorld::block_of(std::uint64_t number) const {
 
 // -- Streams
 
-bool StreamWorld::is_alive(std::size_t number) const { return !slot(number).is_foreign() || lives_[number] % 2 == 1; }
+bool StreamWorld::is_alive(std::size_t number) {
+  if (slot(number).kind == StreamSlot::Kind::own &&
+      std::find(own_streams_.begin(), own_streams_.end(), number) == own_streams_.end()) {
+    driver_.add_stream({slot(number).handle, slot(number).device, false, slot(number).name});
+    own_streams_.push_back(number);
+  }
+  return !slot(number).is_foreign() || lives_[number] % 2 == 1;
+}
+
+StreamCensus StreamWorld::census(int device) {
+  StreamCensus census;
+  census.permanent = [this, device](std::vector<Stream>* found) {
+    for (const std::size_t number : own_streams_) {
+      if (slot(number).device == device) found->push_back(slot(number).handle);
+    }
+  };
+  census.is_blocking = [this, device](Stream stream) { return driver_.is_blocking({stream, device}); };
+  return census;
+}
 
 bool StreamWorld::may_work(std::size_t number) {
   if (!is_alive(number)) return false;
@@ -266,20 +281,26 @@ void StreamWorld::on_thread_of(std::size_t number, const std::function<void()>& 
   }
 }
 
-Clock StreamWorld::point(std::size_t number) {
-  Clock found;
+VectorClock StreamWorld::point(std::size_t number) {
+  VectorClock found;
   on_thread_of(number, [&] { found = driver_.point(ref(number)); });
   return found;
 }
 
-void StreamWorld::wait(std::size_t number, const Clock& point) {
+void StreamWorld::wait(std::size_t number, const VectorClock& point) {
   on_thread_of(number, [&] { driver_.wait(ref(number), point); });
 }
 
-void StreamWorld::tell_of(std::size_t number) {
-  if (!slot(number).is_foreign()) return;
-  tell::of_foreign_stream(memory_of(slot(number).device), slot(number).handle);
-  told_[number] = true;
+// A pool has met it: it was given memory for it, or the stream was recorded.
+void StreamWorld::note_met(std::size_t number) {
+  if (slot(number).kind == StreamSlot::Kind::non_blocking) {
+    has_met_unreachable_.at(static_cast<std::size_t>(slot(number).device)) = true;
+  }
+}
+
+bool StreamWorld::is_coverable(std::size_t number) const {
+  return slot(number).kind != StreamSlot::Kind::non_blocking ||
+         has_met_unreachable_.at(static_cast<std::size_t>(slot(number).device));
 }
 
 void StreamWorld::create_stream(std::size_t number) {
@@ -293,7 +314,6 @@ void StreamWorld::destroy_stream(std::size_t number) {
   if (!slot(number).is_foreign() || !may_work(number)) return;
   driver_.destroy_stream(slot(number).handle);
   ++lives_[number];
-  told_[number] = false;
 }
 
 void StreamWorld::fail_call(std::uint64_t n, bool out_of_memory) {

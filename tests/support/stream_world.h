@@ -16,8 +16,10 @@
 // - Nothing is queued on the default stream while a blocking one is captured,
 //   and only work on a captured one.
 // - A foreign non-blocking stream reads without being recorded only after the
-//   allocator was told of it: one that it never heard of it cannot cover (and
-//   natively only a wait by the owner makes that right).
+//   allocator has met one on its device: what it never heard of it cannot cover
+//   (and natively only a wait by the owner makes that right).
+// - torch's own streams appear when they are first used: the allocator finds them
+//   in its census, though no pool has met them.
 //
 // Nobody looks at contents: the other random program does that.
 #pragma once
@@ -106,7 +108,7 @@ class StreamWorld {
   using User = std::pair<std::size_t, unsigned>;
   // A private pool, or a part that is pinned by hand: who uses its memory takes turns.
   struct Region {
-    Clock turns;
+    VectorClock turns;
     int graphs = 0;
     std::vector<std::uint64_t> parts;  // numbers of the pools that serve it
     bool is_object = false;            // a MemPool
@@ -123,10 +125,10 @@ class StreamWorld {
     std::size_t owner = 0;  // stream slot
     bool pages = false;
     RegionPtr region;
-    Clock born;    // whoever uses it comes after this
-    Clock writes;  // by now
-    Clock reads;
-    std::vector<std::pair<User, Clock>> users;
+    VectorClock born;    // whoever uses it comes after this
+    VectorClock writes;  // by now
+    VectorClock reads;
+    std::vector<std::pair<User, VectorClock>> users;
     std::vector<User> recorded;
   };
   struct Graph {
@@ -135,7 +137,7 @@ class StreamWorld {
     std::size_t region_slot = 0;
     RegionPtr region;
     CapturedGraph work;
-    Clock born;
+    VectorClock born;
     std::vector<std::uint64_t> blocks;  // of others than its region's that it uses
     std::shared_ptr<std::uint64_t> id;  // that its route's filter knows
     [[nodiscard]] bool is_there() const { return region != nullptr || !work.nodes.empty(); }
@@ -145,15 +147,17 @@ class StreamWorld {
   [[nodiscard]] static const StreamSlot& slot(std::size_t number) { return stream_slots()[number % kStreamSlots]; }
   [[nodiscard]] std::size_t block_of(std::uint64_t number) const;
   [[nodiscard]] static StreamRef ref(std::size_t number) { return {slot(number).handle, slot(number).device}; }
-  [[nodiscard]] bool is_alive(std::size_t number) const;
+  [[nodiscard]] bool is_alive(std::size_t number);
   [[nodiscard]] bool may_work(std::size_t number);
   [[nodiscard]] User user(std::size_t number) const { return {number, lives_[number]}; }
   // On the thread whose stream it is.
   void on_thread_of(std::size_t number, const std::function<void()>& work);
-  Clock point(std::size_t number);
-  void wait(std::size_t number, const Clock& point);
+  VectorClock point(std::size_t number);
+  void wait(std::size_t number, const VectorClock& point);
   DeviceMemory& memory_of(int device) { return device == 0 ? *memory_ : *peer_memory_; }
-  void tell_of(std::size_t number);
+  void note_met(std::size_t number);
+  [[nodiscard]] bool is_coverable(std::size_t number) const;
+  [[nodiscard]] StreamCensus census(int device);
   void open(std::size_t pool);
   void end_pool(std::size_t pool, bool keeps_tensors);
   void close_pool(std::size_t pool, bool keeps_tensors);
@@ -225,10 +229,11 @@ class StreamWorld {
   std::uint64_t last_name_ = 0;
 
   std::array<unsigned, kStreamSlots> lives_{};  // of foreign streams: odd while alive
-  std::array<bool, kStreamSlots> told_{};
+  std::vector<std::size_t> own_streams_;        // that have appeared
+  std::array<bool, 2> has_met_unreachable_{};   // by device
   std::vector<Live> live_;
   std::uint64_t last_block_ = 0;
-  std::map<std::pair<int, Stream>, Clock> debts_;
+  std::map<std::pair<int, Stream>, VectorClock> debts_;
   bool peers_ = false;
 
   std::array<RegionPtr, kRegions> regions_;

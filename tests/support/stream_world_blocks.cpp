@@ -3,7 +3,6 @@
 
 #include "base/errors.h"
 #include "support/stream_world.h"
-#include "support/tell.h"
 
 namespace vmm::testing {
 
@@ -13,6 +12,7 @@ constexpr std::size_t kMostPages = 16;
 }  // namespace
 
 void StreamWorld::adopt(Live live, const std::shared_ptr<Pool>& home, std::size_t stream) {
+  note_met(stream);
   live.number = ++last_block_;
   live.home = home;
   live.home_number = number_of(home);
@@ -47,7 +47,6 @@ void StreamWorld::allocate(std::size_t pool, std::size_t bytes, std::size_t stre
   on_thread_of(stream, [&] {
     DeviceMemory& memory = memory_of(home->device());
     const bool is_model = pool < kPartOfPlain;
-    tell_of(stream);
     try {
       if (is_model && private_pools_->any_route()) {
         if (auto part = private_pools_->route(home, slot(stream).handle); part != nullptr) home = part;
@@ -72,7 +71,6 @@ void StreamWorld::pages(std::size_t pool, std::size_t first, std::size_t count, 
   live.pool = pool;
   live.pages = true;
   on_thread_of(stream, [&] {
-    tell_of(stream);
     try {
       live.address = memory_of(pools_[pool]->device())
                          .allocate_pages(*pools_[pool], first % 32 * page, live.size, slot(stream).handle);
@@ -90,7 +88,6 @@ void StreamWorld::first_pages(std::size_t pool, std::size_t count, std::size_t s
   live.pool = pool;
   live.pages = true;
   on_thread_of(stream, [&] {
-    tell_of(stream);
     try {
       live.address = memory_of(pools_[pool]->device()).allocate_first(*pools_[pool], live.size, slot(stream).handle);
     } catch (const VmmError&) {
@@ -102,7 +99,7 @@ void StreamWorld::first_pages(std::size_t pool, std::size_t count, std::size_t s
 
 // A block is freed: what still uses it, unrecorded, is its owner's debt.
 void StreamWorld::owe(const Live& live, bool by_other_thread) {
-  Clock& debt = debts_[{slot(live.owner).device, slot(live.owner).handle}];
+  VectorClock& debt = debts_[{slot(live.owner).device, slot(live.owner).handle}];
   for (const auto& [who, until] : live.users) {
     const auto kind = slot(who.first).kind;
     // A per-thread stream's name means the one of the thread that frees.
@@ -154,17 +151,17 @@ void StreamWorld::use_block(std::size_t index, std::size_t stream, std::uint64_t
     driver_.use(ref(stream), live.address, bytes, use);
     return note_captured(capture, live);
   }
-  if (slot(stream).kind == StreamSlot::Kind::non_blocking && !told_[stream]) {
+  if (!is_coverable(stream)) {
     if (live.pages) return;
     record_stream(index, stream);
   }
-  Clock before = live.born;
+  VectorClock before = live.born;
   before.join(live.writes);
   if (writes) before.join(live.reads);
   if (live.region != nullptr) before.join(live.region->turns);
   wait(stream, before);
   on_thread_of(stream, [&] { driver_.use(ref(stream), live.address, bytes, use, (flags & kUseIsLong) != 0); });
-  const Clock after = point(stream);
+  const VectorClock after = point(stream);
   (writes ? live.writes : live.reads).join(after);
   live.users.emplace_back(user(stream), after);
   if (live.region != nullptr) live.region->turns.join(after);
@@ -178,13 +175,13 @@ void StreamWorld::record_stream(std::size_t index, std::size_t stream) {
   const auto home = live.home.lock();
   if (live.pages || home == nullptr || !is_alive(stream)) return;
   on_thread_of(stream, [&] {
-    tell_of(stream);
-    tell::record_stream(*home, live.address, slot(stream).handle, memory_of(slot(stream).device));
+    home->record_stream(live.address, slot(stream).handle, &memory_of(slot(stream).device).streams());
     driver_.record_stream(live.address, ref(stream));
   });
   // Recording a block's own stream, by its name, says nothing.
   const bool is_own = slot(stream).handle == slot(live.owner).handle && slot(stream).device == slot(live.owner).device;
   if (!is_own) live.recorded.push_back(user(stream));
+  note_met(stream);
 }
 
 }  // namespace vmm::testing

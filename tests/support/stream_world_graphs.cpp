@@ -117,9 +117,9 @@ void StreamWorld::note_captured(CaptureId capture, const Live& live) {
 void StreamWorld::launch(std::size_t number, std::size_t stream) {
   Graph& graph = graphs_[number];
   if (graph.capture != 0 || graph.work.nodes.empty() || slot(stream).device != 0 || !may_work(stream)) return;
-  if (slot(stream).kind == StreamSlot::Kind::non_blocking && !told_[stream]) return;
+  if (!is_coverable(stream)) return;
   std::vector<Live*> others;
-  Clock before = graph.born;
+  VectorClock before = graph.born;
   for (const std::uint64_t block : graph.blocks) {
     const auto found = std::find_if(live_.begin(), live_.end(), [&](const Live& live) { return live.number == block; });
     if (found == live_.end()) return;  // what it uses has gone
@@ -132,7 +132,7 @@ void StreamWorld::launch(std::size_t number, std::size_t stream) {
   if (graph.region != nullptr) before.join(graph.region->turns);
   wait(stream, before);
   on_thread_of(stream, [&] { driver_.launch(graph.work, ref(stream)); });
-  const Clock after = point(stream);
+  const VectorClock after = point(stream);
   if (graph.region != nullptr) graph.region->turns.join(after);
   for (Live* live : others) {
     live->writes.join(after);
@@ -219,7 +219,7 @@ void StreamWorld::unpin_part() {
 
 void StreamWorld::launch_part(std::size_t stream) {
   if (!part_is_pinned_ || slot(stream).device != 0 || !may_work(stream)) return;
-  if (slot(stream).kind == StreamSlot::Kind::non_blocking && !told_[stream]) return;
+  if (!is_coverable(stream)) return;
   wait(stream, part_region_->turns);
   on_thread_of(stream, [&] { driver_.launch(part_work_, ref(stream)); });
   part_region_->turns.join(point(stream));

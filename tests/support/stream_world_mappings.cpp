@@ -1,7 +1,6 @@
 // StreamWorld: two devices, and mappings by hand.
 #include "base/errors.h"
 #include "support/stream_world.h"
-#include "support/tell.h"
 
 namespace vmm::testing {
 
@@ -10,7 +9,8 @@ constexpr std::size_t kPlaceBytes = 2 * kMiB;
 }  // namespace
 
 void StreamWorld::add_peers() {
-  peers_ = tell::of_peer(*memory_, *peer_memory_).ok() && tell::of_peer(*peer_memory_, *memory_).ok();
+  peers_ =
+      memory_->add_accessor(Location::on_device(1)).ok() && peer_memory_->add_accessor(Location::on_device(0)).ok();
 }
 
 void StreamWorld::open_manager() {
@@ -54,7 +54,7 @@ void StreamWorld::map_chunk(std::size_t number, std::size_t place, bool for_peer
 void StreamWorld::use_mapping(std::size_t place, std::size_t stream, std::uint64_t flags) {
   const auto found = places_.find(place);
   if (found == places_.end() || !may_work(stream)) return;
-  if (slot(stream).kind == StreamSlot::Kind::non_blocking && !told_[stream]) return;
+  if (!is_coverable(stream)) return;
   const bool writes = (flags & kUseWrites) != 0;
   const Address address = range_.base + place * kPlaceBytes;
   const Access access = writes ? Access::read_write : Access::read;

@@ -13,11 +13,11 @@ namespace vmm::testing {
 using Lane = std::size_t;   // which lane: counted from 0, never used again
 using Seq = std::uint64_t;  // which piece of work on it: counted from 1; 0: none
 
-class Clock {
+class VectorClock {
  public:
   [[nodiscard]] Seq operator[](Lane lane) const { return lane < seen_.size() ? seen_[lane] : 0; }
   [[nodiscard]] bool covers(Lane lane, Seq seq) const { return seq <= (*this)[lane]; }
-  [[nodiscard]] bool covers(const Clock& other) const {
+  [[nodiscard]] bool covers(const VectorClock& other) const {
     for (Lane lane = 0; lane < other.seen_.size(); ++lane) {
       if (!covers(lane, other.seen_[lane])) return false;
     }
@@ -27,7 +27,7 @@ class Clock {
     if (lane >= seen_.size()) seen_.resize(lane + 1);
     seen_[lane] = std::max(seen_[lane], seq);
   }
-  void join(const Clock& other) {
+  void join(const VectorClock& other) {
     for (Lane lane = 0; lane < other.seen_.size(); ++lane) raise(lane, other.seen_[lane]);
   }
 

@@ -54,9 +54,9 @@ std::optional<Lane> WorkOrder::default_lane(int device) const {
   return found == defaults_.end() ? std::nullopt : std::optional<Lane>(found->second);
 }
 
-Clock WorkOrder::reach(Lane lane) const {
+VectorClock WorkOrder::reach(Lane lane) const {
   const LaneState& own = lanes_[lane];
-  Clock point = own.after;
+  VectorClock point = own.after;
   point.raise(lane, own.queued);
   point.join(host_);
   if (own.handle == nullptr) {
@@ -84,7 +84,7 @@ Seq WorkOrder::queue(Lane lane, bool is_long) {
   return state.queued;
 }
 
-void WorkOrder::wait(Lane lane, const Clock& point) {
+void WorkOrder::wait(Lane lane, const VectorClock& point) {
   VMM_CHECK(!is_captured(lane) && !stands_before_a_capture(lane), "a wait on ", name_of(lane), " during a capture");
   lanes_[lane].after.join(reach(lane));
   lanes_[lane].after.join(point);
@@ -92,8 +92,8 @@ void WorkOrder::wait(Lane lane, const Clock& point) {
 
 // -- Running
 
-Clock WorkOrder::all_of(int device) const {
-  Clock point;
+VectorClock WorkOrder::all_of(int device) const {
+  VectorClock point;
   for (Lane lane = 0; lane < lanes_.size(); ++lane) {
     if (lanes_[lane].device != device) continue;
     point.raise(lane, lanes_[lane].queued);
@@ -154,13 +154,6 @@ bool WorkOrder::stands_before_a_capture(Lane lane) const {
   if (lanes_[lane].handle != nullptr) return false;
   for (const LaneState& state : lanes_) {
     if (state.device == lanes_[lane].device && state.blocking && state.capture != 0) return true;
-  }
-  return false;
-}
-
-bool WorkOrder::any_capture(int device) const {
-  for (const LaneState& state : lanes_) {
-    if (state.device == device && state.capture != 0) return true;
   }
   return false;
 }

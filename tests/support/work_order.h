@@ -70,29 +70,30 @@ class WorkOrder {
   [[nodiscard]] int device_of(Lane lane) const { return lanes_[lane].device; }
   [[nodiscard]] const std::string& name_of(Lane lane) const { return lanes_[lane].name; }
   [[nodiscard]] Stream handle_of(Lane lane) const { return lanes_[lane].handle; }
+  [[nodiscard]] bool is_blocking(Lane lane) const { return lanes_[lane].blocking; }
   [[nodiscard]] bool is_per_thread(Lane lane) const { return lanes_[lane].handle == kPerThread; }
 
   // -- Order. All that work queued on the lane now would come after: also what
   // an event recorded there now covers.
-  [[nodiscard]] Clock reach(Lane lane) const;
+  [[nodiscard]] VectorClock reach(Lane lane) const;
   // Queues a piece of work and returns its number. A long one is not done by
   // drift().
   Seq queue(Lane lane, bool is_long = false);
   // Work queued on the lane from now on comes after `point`.
-  void wait(Lane lane, const Clock& point);
+  void wait(Lane lane, const VectorClock& point);
 
   // -- The host
-  [[nodiscard]] const Clock& host() const { return host_; }
-  void host_learns(const Clock& point) { host_.join(point); }
+  [[nodiscard]] const VectorClock& host() const { return host_; }
+  void host_learns(const VectorClock& point) { host_.join(point); }
 
   // -- Running
-  [[nodiscard]] bool is_done(const Clock& point) const { return done_.covers(point); }
+  [[nodiscard]] bool is_done(const VectorClock& point) const { return done_.covers(point); }
   [[nodiscard]] bool is_done(Lane lane, Seq seq) const { return done_.covers(lane, seq); }
   // Everything up to `point` gets done: somebody waits for it. (A point names
   // with each piece of work also what that comes after.)
-  void finish(const Clock& point) { done_.join(point); }
+  void finish(const VectorClock& point) { done_.join(point); }
   // All that is queued on the device, on streams that are no more too.
-  [[nodiscard]] Clock all_of(int device) const;
+  [[nodiscard]] VectorClock all_of(int device) const;
   // Up to `count` more pieces of the lane get done, as far as what they come
   // after is.
   void run(Lane lane, std::size_t count);
@@ -113,14 +114,12 @@ class WorkOrder {
   // On the default stream, while a stream that it keeps order with is captured:
   // CUDA refuses work and events there, and ends the capture.
   [[nodiscard]] bool stands_before_a_capture(Lane lane) const;
-  // Some stream of the device is in a capture.
-  [[nodiscard]] bool any_capture(int device) const;
 
  private:
   struct Work {
     Seq seq = 0;
     bool is_long = false;
-    Clock after;
+    VectorClock after;
   };
   struct LaneState {
     Stream handle = nullptr;
@@ -128,7 +127,7 @@ class WorkOrder {
     bool blocking = false;
     std::string name;
     Seq queued = 0;
-    Clock after;             // what its next work comes after, besides its own
+    VectorClock after;       // what its next work comes after, besides its own
     std::deque<Work> works;  // that were not done when last looked at
     CaptureId capture = 0;
   };
@@ -142,8 +141,8 @@ class WorkOrder {
   std::map<std::pair<int, std::thread::id>, Lane> per_thread_;
   std::map<CaptureId, bool> captures_;  // that run; true: valid
   CaptureId last_capture_ = 0;
-  Clock host_;
-  Clock done_;
+  VectorClock host_;
+  VectorClock done_;
 };
 
 }  // namespace vmm::testing
