@@ -43,7 +43,7 @@ class OrderCheckerTest : public ::testing::Test {
   // Everything queued on `from` so far comes before what `to` does from now on.
   void order(StreamRef from, StreamRef to) {
     EXPECT_TRUE(driver.record(fence, from.handle).ok());
-    EXPECT_TRUE(driver.stream_wait(to.handle, fence).ok());
+    EXPECT_TRUE(driver.stream_wait(to.device, to.handle, fence).ok());
   }
   void host_waits_for(StreamRef stream) {
     EXPECT_TRUE(driver.record(fence, stream.handle).ok());
@@ -371,7 +371,7 @@ TEST_F(OrderCheckerTest, NoCallNamesADestroyedStream) {
   driver.destroy_stream(kB.handle);
   EXPECT_FALSE(driver.record(fence, kB.handle).ok());
   expect_broken("record() names stream 0x20");
-  EXPECT_FALSE(driver.stream_wait(kB.handle, fence).ok());
+  EXPECT_FALSE(driver.stream_wait(0, kB.handle, fence).ok());
   expect_broken("stream_wait()");
   EXPECT_FALSE(driver.fill_async(0, base, 0, kChunk, kB.handle).ok());
   expect_broken("fill_async()");
@@ -401,7 +401,7 @@ TEST_F(OrderCheckerTest, SynchronizeCoversStreamsThatAreNoMore) {
 TEST_F(OrderCheckerTest, NothingThatIsCapturedCanBeRecordedOrMadeToWait) {
   const CaptureId capture = driver.begin_capture(kA);
   EXPECT_EQ(driver.record(fence, kA.handle).code(), StatusCode::not_supported);
-  EXPECT_EQ(driver.stream_wait(kA.handle, fence).code(), StatusCode::not_supported);
+  EXPECT_EQ(driver.stream_wait(0, kA.handle, fence).code(), StatusCode::not_supported);
   EXPECT_EQ(driver.fill_async(0, base, 0, kChunk, kA.handle).code(), StatusCode::not_supported);
   EXPECT_TRUE(driver.record(fence, kB.handle).ok());
   EXPECT_TRUE(driver.record(fence, nullptr).ok()) << "a non-blocking stream's capture";

@@ -130,6 +130,16 @@ TEST(StreamProgram, StreamsOfAPeerAreReadersToo) {
                {Kind::empty_cache}});
 }
 
+TEST(StreamProgram, TheDefaultStreamWaitsForAPeersThoughBothHaveOneName) {
+  expect_kept({{Kind::add_peers},
+               {Kind::pool_limit, 0, 8 * kMiB},
+               {Kind::allocate, 0, 8 * kMiB, 1},
+               {Kind::use, kNewest, 11},
+               {Kind::free, kNewest},
+               {Kind::allocate, 0, 8 * kMiB, 0},
+               {Kind::use, kNewest, 0, kUseWrites}});
+}
+
 // -- Streams that come and go, and threads
 
 TEST(StreamProgram, ExplicitPagesOfAStreamThatIsNoMore) {

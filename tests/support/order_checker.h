@@ -166,7 +166,7 @@ class OrderChecker final : public Driver {
   Status record(Fence fence, Stream stream) override VMM_EXCLUDES(mutex_);
   Status query(Fence fence) override VMM_EXCLUDES(mutex_);
   Status wait(Fence fence) override VMM_EXCLUDES(mutex_);
-  Status stream_wait(Stream stream, Fence fence) override VMM_EXCLUDES(mutex_);
+  Status stream_wait(int device, Stream stream, Fence fence) override VMM_EXCLUDES(mutex_);
   Status synchronize(int device) override VMM_EXCLUDES(mutex_);
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override
       VMM_EXCLUDES(mutex_);

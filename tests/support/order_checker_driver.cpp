@@ -164,18 +164,16 @@ Status OrderChecker::wait(Fence fence) {
   return status;
 }
 
-// The default stream is that of the fence's device, as CUDA's is that of the
-// current one.
-Status OrderChecker::stream_wait(Stream stream, Fence fence) {
+Status OrderChecker::stream_wait(int device, Stream stream, Fence fence) {
   const MutexLock lock(mutex_);
   const auto found = fences_.find(fence);
-  if (found == fences_.end()) return inner_.stream_wait(stream, fence);
+  if (found == fences_.end()) return inner_.stream_wait(device, stream, fence);
   Lane lane = 0;
-  if (const Status known = lane_of_call("stream_wait", {stream, found->second.device}, &lane); !known.ok()) {
+  if (const Status known = lane_of_call("stream_wait", {stream, device}, &lane); !known.ok()) {
     return known;
   }
   if (order_.is_captured(lane) || order_.stands_before_a_capture(lane)) return captured("a wait during a capture");
-  const Status status = inner_.stream_wait(stream, fence);
+  const Status status = inner_.stream_wait(device, stream, fence);
   if (status.ok()) order_.wait(lane, found->second.point);
   return status;
 }

@@ -131,7 +131,8 @@ Status StreamPoint::order_before(const StreamUse& later) {
   if (!record_all()) return {StatusCode::not_supported, "order after work that has no fence"};
   for (const Part& part : parts_) {
     if (part.device == later.device && part.stream == later.stream) continue;
-    if (const Status status = part.device->driver().stream_wait(later.stream, part.fence); !status.ok()) return status;
+    const Status status = later.device->driver().stream_wait(later.device->device(), later.stream, part.fence);
+    if (!status.ok()) return status;
   }
   if (lasting) later_.push_back(later);
   return {};
