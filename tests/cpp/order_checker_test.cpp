@@ -457,6 +457,23 @@ TEST_F(OrderCheckerTest, AGraphHasItsPoolsFreedMemoryWhileItIsPinned) {
   expect_broken("belongs to pool 1");
 }
 
+TEST_F(OrderCheckerTest, WhatACheckpointMakesItsOwnersAgainIsTheProgramsAffair) {
+  leave_a_reader_on_b();
+  driver.use(kA, base + 8192, 512, Use::read);
+  driver.hand_out_pages(base, kChunk, kA, kPool);
+  driver.use(kB, base, 512, Use::read);
+  driver.take_back_pages(base, kChunk);
+  driver.hand_out_again(base, 4096, kA, kPool);
+  expect_kept();
+  driver.take_back(base);
+  driver.hand_out_again(base, 4096, kB, kPool);
+  expect_kept();
+  driver.use(kB, base, 512, Use::write);
+  driver.take_back(base);
+  driver.hand_out_again(base, 4096, kA, kPool);
+  expect_broken("comes without order after");
+}
+
 TEST_F(OrderCheckerTest, AGraphWhoseMemoryWentElsewhereIsFound) {
   driver.pin(kPool);
   driver.hand_out(base, 512, kA, kPool);

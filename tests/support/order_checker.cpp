@@ -171,22 +171,27 @@ void OrderChecker::note_use(Lane lane, Seq seq, const VectorClock& before, const
 
 void OrderChecker::hand_out(Address address, std::size_t bytes, StreamRef stream, std::uint64_t pool) {
   const MutexLock lock(mutex_);
-  hand_out_block(address, bytes, stream, pool, /*pages=*/false);
+  hand_out_block(address, bytes, stream, pool, Handing::block);
+}
+
+void OrderChecker::hand_out_again(Address address, std::size_t bytes, StreamRef stream, std::uint64_t pool) {
+  const MutexLock lock(mutex_);
+  hand_out_block(address, bytes, stream, pool, Handing::again);
 }
 
 void OrderChecker::hand_out_pages(Address address, std::size_t bytes, StreamRef stream, std::uint64_t pool) {
   const MutexLock lock(mutex_);
-  hand_out_block(address, bytes, stream, pool, /*pages=*/true);
+  hand_out_block(address, bytes, stream, pool, Handing::pages);
 }
 
 void OrderChecker::hand_out_block(Address address, std::size_t bytes, StreamRef stream, std::uint64_t pool,
-                                  bool pages) {
+                                  Handing how) {
   const Lane lane = lane_of_program(stream);
   Block block;
   block.size = align_up(bytes, kGranule);
   block.owner = {pool, stream.device, stream.handle};
   block.number = ++last_block_;
-  block.pages = pages;
+  block.pages = how == Handing::pages;
   const auto to = [&]() VMM_REQUIRES(mutex_) {
     return "handed out to " + text_of(block.owner) + ": " + bytes_text(address, block.size);
   };
@@ -206,7 +211,9 @@ void OrderChecker::hand_out_block(Address address, std::size_t bytes, StreamRef 
     piece.former.join(piece.uses);
     piece.uses.clear();
     const bool same = piece.owner == block.owner;
-    const std::string late = first_late(piece.former, same ? &LaneUses::binding : &LaneUses::any, before);
+    const bool is_checked = !same || how != Handing::again;
+    const std::string late =
+        is_checked ? first_late(piece.former, same ? &LaneUses::binding : &LaneUses::any, before) : "";
     if (!late.empty()) {
       violate(to() + (in_graph ? ", in a capture" : "") + ": " + bytes_text(stretch) + ", last of " +
               (same ? "the same" : text_of(piece.owner)) + ", comes without order after " + late);

@@ -102,6 +102,9 @@ class OrderChecker final : public Driver {
   // The allocator gave this memory for `stream` out of `pool` (a number of the
   // test's, above 0), and the program gives it back. Sizes are rounded up to 512.
   void hand_out(Address address, std::size_t bytes, StreamRef stream, std::uint64_t pool) VMM_EXCLUDES(mutex_);
+  // A checkpoint made it the program's again. What of its own stream and pool uses
+  // it, graphs too, is the program's affair.
+  void hand_out_again(Address address, std::size_t bytes, StreamRef stream, std::uint64_t pool) VMM_EXCLUDES(mutex_);
   // Says nothing where it is the block's own stream, by its name.
   void record_stream(Address address, StreamRef stream) VMM_EXCLUDES(mutex_);
   void take_back(Address address) VMM_EXCLUDES(mutex_);
@@ -199,7 +202,8 @@ class OrderChecker final : public Driver {
   // The lane of a driver call, or the answer to give at once.
   Status lane_of_call(const char* call, StreamRef stream, Lane* out) VMM_REQUIRES(mutex_);
   Seq queue(Lane lane, const char* what, Address address, std::size_t bytes, bool is_long = false) VMM_REQUIRES(mutex_);
-  void hand_out_block(Address address, std::size_t bytes, StreamRef stream, std::uint64_t pool, bool pages)
+  enum class Handing : std::uint8_t { block, pages, again };
+  void hand_out_block(Address address, std::size_t bytes, StreamRef stream, std::uint64_t pool, Handing how)
       VMM_REQUIRES(mutex_);
   void take_piece_back(const Block& block, Piece& piece) VMM_REQUIRES(mutex_);
   Blocks::iterator block_at(Address address) VMM_REQUIRES(mutex_);

@@ -312,6 +312,10 @@ void StreamWorld::create_stream(std::size_t number) {
 
 void StreamWorld::destroy_stream(std::size_t number) {
   if (!slot(number).is_foreign() || !may_work(number)) return;
+  const bool is_recorded = std::any_of(live_.begin(), live_.end(), [&](const Live& live) {
+    return std::find(live.recorded.begin(), live.recorded.end(), user(number)) != live.recorded.end();
+  });
+  if (is_recorded) return;
   driver_.destroy_stream(slot(number).handle);
   ++lives_[number];
 }

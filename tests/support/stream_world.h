@@ -18,6 +18,7 @@
 // - A foreign non-blocking stream reads without being recorded only after the
 //   allocator has met one on its device: what it never heard of it cannot cover
 //   (and natively only a wait by the owner makes that right).
+// - A stream that was recorded for a block lives until the block is freed.
 // - torch's own streams appear when they are first used: the allocator finds them
 //   in its census, though no pool has met them.
 //
@@ -124,6 +125,7 @@ class StreamWorld {
     std::uint64_t home_number = 0;
     std::size_t owner = 0;  // stream slot
     bool pages = false;
+    bool again = false;  // by a checkpoint
     RegionPtr region;
     VectorClock born;    // whoever uses it comes after this
     VectorClock writes;  // by now

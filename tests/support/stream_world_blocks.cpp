@@ -28,7 +28,9 @@ void StreamWorld::adopt(Live live, const std::shared_ptr<Pool>& home, std::size_
     }
   }
   on_thread_of(stream, [&] {
-    const auto hand_out = live.pages ? &OrderChecker::hand_out_pages : &OrderChecker::hand_out;
+    const auto hand_out = live.pages   ? &OrderChecker::hand_out_pages
+                          : live.again ? &OrderChecker::hand_out_again
+                                       : &OrderChecker::hand_out;
     (driver_.*hand_out)(live.address, live.size, ref(stream), live.home_number);
   });
   live.born = debts_[{slot(stream).device, slot(stream).handle}];

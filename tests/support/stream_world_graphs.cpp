@@ -258,6 +258,7 @@ void StreamWorld::restore() {
     live.address = was.address;
     live.size = was.size;
     live.pool = kPartOfPlain;
+    live.again = true;
     adopt(std::move(live), pools_[kPartOfPlain], was.owner);
   }
 }
