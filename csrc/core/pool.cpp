@@ -501,11 +501,15 @@ void Pool::give_up_spare_slabs() {
 }
 
 void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) {
-  if (device == nullptr) device = &context_.streams;
+  const bool is_own = device == nullptr || device == &context_.streams;
+  if (is_own) device = &context_.streams;
   const MutexLock lock(mutex_);
   Block* block = live_.find(address - base_);
   if (block == nullptr) return;
-  if (device == &context_.streams && streams_[block->tag].stream == stream) return;
+  if (is_own && streams_[block->tag].stream == stream) return;
+  // It reads the memory, though it may be no peer (a copy between devices), so the
+  // clock has to tell of it.
+  if (!is_own) context_.clock.add_peer(*device);
   const StreamUse use{device, stream, device->meet(stream)};
   if (block->uses == nullptr) block->uses = std::make_unique<std::vector<StreamUse>>();
   auto& uses = *block->uses;

@@ -132,7 +132,7 @@ Status StreamPoint::order_before(const StreamUse& later) {
   if (!record_all()) return {StatusCode::not_supported, "order after work that has no fence"};
   for (const Part& part : parts_) {
     if (lasting && part.device == later.device && part.stream == later.stream) continue;
-    const Status status = later.device->driver().stream_wait(later.device->device(), later.stream, part.fence);
+    const Status status = part.device->driver().stream_wait(later.device->device(), later.stream, part.fence);
     if (!status.ok()) return status;
   }
   if (lasting) later_.push_back(later);
