@@ -102,9 +102,11 @@ bench-host: ## the benchmarks that make sense on host memory
 	@scripts/at_hand -m benchmarks $(BENCH) --device cpu $(ARGS)
 
 .PHONY: soak
-soak: tools ## the random program for SOAK_STEPS steps (10^7)
+soak: tools ## the random programs for SOAK_STEPS steps (10^7) each
 	@scripts/cpp_tests build plain
-	@VMM_STEPS=$(SOAK_STEPS) $(if $(VMM_SEED),VMM_SEED=$(VMM_SEED)) build/cpp-plain/random_program_test --gtest_filter='*FreshSeed'
+	@for program in stream_program random_program; do \
+	  VMM_STEPS=$(SOAK_STEPS) $(if $(VMM_SEED),VMM_SEED=$(VMM_SEED)) build/cpp-plain/$${program}_test --gtest_filter='*FreshSeed'; \
+	done
 
 .PHONY: minors
 minors: ## compile the adapter against the headers of every supported torch

@@ -292,6 +292,12 @@ class Pool : public std::enable_shared_from_this<Pool> {
     std::size_t blocks = 0;          // live ones, pending frees included
     Epoch last_free = kLongAgo;      // the newest that its free space notes
     Epoch behind_graphs = kLongAgo;  // its work comes after what graphs had queued until then
+    // Of a name that does not last. Its memory came from elsewhere behind `behind`,
+    // and was zeroed until `zeroed`: it was the stream of that moment that waited
+    // and zeroed, so whichever has the name now comes after both.
+    Epoch behind = kLongAgo;
+    Epoch zeroed_by = kLongAgo;
+    StreamPointPtr zeroed;
   };
 
   // A request for space, in all its kinds.
@@ -354,7 +360,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
   StreamTag tag_of(Stream stream, bool is_alive = true) VMM_REQUIRES(mutex_);
   StreamTag tag_without_blocks() VMM_REQUIRES(mutex_);
   [[nodiscard]] StreamUse use_of(StreamTag tag) const VMM_REQUIRES(mutex_);
+  bool is_behind(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
   bool is_behind_graphs(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
+  bool is_behind_namesakes(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
+  Status order_behind(StreamTag tag, Epoch epoch) VMM_REQUIRES(mutex_);
+  void note_zeroing(StreamTag tag) VMM_REQUIRES(mutex_);
   bool settle_locked() VMM_REQUIRES(mutex_);
   void count_up(StatKind kind, SizeClass size_class, std::size_t amount) VMM_REQUIRES(mutex_);
   void count_down(StatKind kind, SizeClass size_class, std::size_t amount) VMM_REQUIRES(mutex_);
@@ -387,7 +397,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   bool collect(const std::vector<ByteRange>& gaps, const Request& request, Source source, Grant* grant,
                Backing* backing, Shortage* shortage) VMM_REQUIRES(mutex_);
   Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
-  Status scrub(const std::vector<Placement>& placements, Stream stream) VMM_REQUIRES(mutex_);
+  Status scrub(const std::vector<Placement>& placements, StreamTag tag) VMM_REQUIRES(mutex_);
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t piece_size(std::size_t total, std::size_t remaining) const VMM_REQUIRES(mutex_);
 

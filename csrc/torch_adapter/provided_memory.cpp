@@ -245,7 +245,9 @@ bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& de
   const MutexLock lock(memory->mutex_);
   const auto at = memory->live_.find(address);
   if (at == memory->live_.end()) return false;
-  if (&device == &memory->memory_.streams() && at->second.heap->stream == stream) return true;
+  const bool is_own = &device == &memory->memory_.streams();
+  if (is_own && at->second.heap->stream == stream) return true;
+  if (!is_own) memory->memory_.clock().add_peer(device);  // as Pool::record_stream()
   const StreamUse use{&device, stream, device.meet(stream)};
   auto& uses = at->second.block->uses;
   if (uses == nullptr) uses = std::make_unique<std::vector<StreamUse>>();
