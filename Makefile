@@ -18,7 +18,7 @@ VMM_SEED ?=
 
 .PHONY: help
 help: ## this list
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 .PHONY: demo
 demo: build ## three models in three pools under one limit, on the GPU or on host memory
@@ -45,7 +45,7 @@ build: ## the extension, in place, for .venv
 	@scripts/build_extension $(VENV_PYTHON)
 
 .PHONY: tools
-tools:
+tools: ## what tests and linters need, in .venv
 	@scripts/bootstrap test
 
 .PHONY: format
@@ -108,14 +108,21 @@ bench-host: ## the benchmarks that make sense on host memory
 	@scripts/at_hand -m benchmarks $(BENCH) --device cpu $(ARGS)
 
 .PHONY: soak
-soak: tools ## the random program for SOAK_STEPS steps (10^7)
+soak: tools ## the random programs for SOAK_STEPS steps (10^7) each
 	@scripts/cpp_tests build plain
-	@VMM_STEPS=$(SOAK_STEPS) $(if $(VMM_SEED),VMM_SEED=$(VMM_SEED)) build/cpp-plain/random_program_test --gtest_filter='*FreshSeed'
+	@for program in stream_program random_program; do \
+	  VMM_STEPS=$(SOAK_STEPS) $(if $(VMM_SEED),VMM_SEED=$(VMM_SEED)) build/cpp-plain/$${program}_test --gtest_filter='*FreshSeed'; \
+	done
 
 .PHONY: minors
 minors: ## compile the adapter against the headers of every supported torch
 	@scripts/bootstrap demo
 	@$(VENV_PYTHON) scripts/check_torch_minors.py $(ARGS)
+
+.PHONY: dist
+dist: build ## dist/: the sources, and a wheel for the torch in .venv (version +torchX.Y)
+	@$(VENV_PYTHON) setup.py --quiet sdist
+	@$(VENV_PYTHON) -m pip --quiet wheel --no-build-isolation --no-deps --no-index --wheel-dir dist .
 
 .PHONY: clean
 clean: ## remove what was built; .venv stays

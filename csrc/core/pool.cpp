@@ -2,6 +2,7 @@
 #include "core/pool.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "base/check.h"
 #include "base/errors.h"
@@ -59,7 +60,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
                            capacity_, 0, kMostCapacity, name_);
   }
   throw_if_failed(status, "reserving " + format_bytes(capacity_) + " of addresses for pool '" + name_ + "'");
-  Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();  // before the lock: one pool at a time
+  Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();
   const MutexLock lock(mutex_);
   range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
   large_.donate({0, capacity_}, kNeutral);
@@ -112,7 +113,7 @@ bool Pool::end() {
   if (!quarantined_.empty() || range_->has_retired()) return false;
   VMM_CHECK(range_->live().empty(), "pool '", name_, "' ends with ", range_->live().size(), " chunks");
   range_.reset();
-  set_inactive_split({}, {});
+  set_inactive_split({});
   if (!context_.address_space.unreserve(context_.driver, base_, capacity_).ok()) {
     context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
   }
@@ -138,6 +139,9 @@ StreamTag Pool::tag_of(Stream stream, bool is_alive) {
       streams_[tag].stream = stream;
       streams_[tag].kind = StreamKind::unreachable;  // until it is met, below
       streams_[tag].behind_graphs = kLongAgo;
+      streams_[tag].behind = kLongAgo;
+      streams_[tag].zeroed_by = kLongAgo;
+      streams_[tag].zeroed = nullptr;
       tags_.emplace(stream, tag);
     } else {
       tag = known->second;
@@ -170,23 +174,68 @@ StreamTag Pool::tag_without_blocks() {
   return find();
 }
 
+// The stream's work comes after what `epoch` stands for, and so may use all memory
+// that was freed until then.
+Status Pool::order_behind(StreamTag tag, Epoch epoch) {
+  if (context_.clock.has_passed(epoch)) return {};
+  if (const Status status = context_.clock.order_before(use_of(tag), epoch); !status.ok()) return status;
+  StreamState& state = streams_[tag];
+  state.last_free = std::max(state.last_free, epoch);
+  if (!is_lasting(state.kind)) state.behind = std::max(state.behind, epoch);
+  return {};
+}
+
+// Its memory is being zeroed on the stream, just now.
+void Pool::note_zeroing(StreamTag tag) {
+  StreamState& state = streams_[tag];
+  if (is_lasting(state.kind)) return;
+  state.zeroed_by = context_.clock.now();
+  state.zeroed = std::make_shared<StreamPoint>(std::vector<StreamUse>{use_of(tag)});
+}
+
+// Whether the stream may be given memory of the pool that it may use at once.
+// False, with what to wait for, where it has to come after something first and
+// the GPU cannot be made to wait.
+bool Pool::is_behind(StreamTag tag, Shortage* shortage) {
+  if (graphs_end_ != kLongAgo && !is_behind_graphs(tag, shortage)) [[unlikely]]
+    return false;
+  const StreamState& state = streams_[tag];
+  return (state.behind == kLongAgo && state.zeroed_by == kLongAgo) || is_behind_namesakes(tag, shortage);
+}
+
 // After a graph has gone, its replays may still use the memory on any stream: a
 // stream's work comes after them before it is given any of it.
 bool Pool::is_behind_graphs(StreamTag tag, Shortage* shortage) {
-  if (graphs_end_ == kLongAgo) return true;
   if (context_.clock.has_passed(graphs_end_)) {
     graphs_end_ = kLongAgo;
     return true;
   }
   if (streams_[tag].behind_graphs == graphs_end_) return true;
-  if (!context_.clock.order_before(use_of(tag), graphs_end_).ok()) {
+  if (!order_behind(tag, graphs_end_).ok()) {
     shortage->wait_for = graphs_end_;
     return false;
   }
-  // A handle that may be another stream's tomorrow is not remembered.
-  const StreamKind kind = streams_[tag].kind;
-  if (kind == StreamKind::permanent || kind == StreamKind::default_stream) streams_[tag].behind_graphs = graphs_end_;
+  if (is_lasting(streams_[tag].kind)) streams_[tag].behind_graphs = graphs_end_;
   return true;
+}
+
+bool Pool::is_behind_namesakes(StreamTag tag, Shortage* shortage) {
+  StreamState& state = streams_[tag];
+  context_.clock.poll();
+  if (context_.clock.has_passed(state.behind)) state.behind = kLongAgo;
+  if (!context_.clock.order_before(use_of(tag), state.behind).ok()) {
+    shortage->wait_for = state.behind;
+    return false;
+  }
+  if (state.zeroed_by == kLongAgo) return true;
+  if (context_.clock.has_passed(state.zeroed_by) || state.zeroed->passed()) {
+    state.zeroed_by = kLongAgo;
+    state.zeroed = nullptr;
+    return true;
+  }
+  if (state.zeroed->order_before(use_of(tag)).ok()) return true;
+  shortage->wait_for = state.zeroed_by;
+  return false;
 }
 
 // ------------------------------------------------------------- statistics
@@ -247,8 +296,29 @@ void Pool::count_oversize(const Block& block, bool up) {
 
 void Pool::tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const {
   PoolObserver* observer = context_.observer.load(std::memory_order_acquire);
-  if (observer != nullptr) [[unlikely]]
-    observer->on_event(*this, event, base_ + offset, bytes, stream);
+  if (observer == nullptr) [[likely]]
+    return;
+  const Telling telling(stands_still_);
+  observer->on_event(*this, event, base_ + offset, bytes, stream);
+}
+
+Pool::ReadLock::ReadLock(const Pool& pool) : pool_(pool) {
+  if (!Telling::is_mine()) {
+    pool_.mutex_.lock();
+    locked_ = true;
+    return;
+  }
+  while (!pool_.stands_still_.load(std::memory_order_acquire)) {
+    if (pool_.mutex_.try_lock()) {
+      locked_ = true;
+      return;
+    }
+    std::this_thread::yield();
+  }
+}
+
+Pool::ReadLock::~ReadLock() {
+  if (locked_) pool_.mutex_.unlock();
 }
 
 // The block is a tensor's from now on, or held by the explicit face.
@@ -293,7 +363,7 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
   require_open();
   if (!pending_.empty()) settle_locked();
   const StreamTag tag = tag_of(stream);
-  if (!is_behind_graphs(tag, shortage)) return 0;
+  if (!is_behind(tag, shortage)) return 0;
   Block* block = nullptr;
   if (size <= kSmallLimitBytes) {
     block = allocate_small(size, tag, grant, shortage);
@@ -317,7 +387,7 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
   settle_locked();
   const StreamTag tag = tag_of(stream);
   Shortage unused;
-  if (!is_behind_graphs(tag, &unused)) return 0;
+  if (!is_behind(tag, &unused)) return 0;
   Block* block = nullptr;
   if (size <= kSmallLimitBytes) {
     Block* free = streams_[tag].small->best_fit(size, tag);
@@ -350,7 +420,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   settle_locked();
   give_up_spare_slabs();
   const StreamTag tag = tag_of(stream);
-  if (!is_behind_graphs(tag, shortage)) return 0;
+  if (!is_behind(tag, shortage)) return 0;
   for (std::size_t at = offset; at < offset + size;) {
     const Block* free = large_.free_covering(at);
     if (free == nullptr) throw AlreadyMappedError(at, kBlockAlignment, "pool '" + name_ + "': " + format_hex(address));
@@ -453,11 +523,15 @@ void Pool::give_up_spare_slabs() {
 }
 
 void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) {
-  if (device == nullptr) device = &context_.streams;
+  const bool is_own = device == nullptr || device == &context_.streams;
+  if (is_own) device = &context_.streams;
   const MutexLock lock(mutex_);
   Block* block = live_.find(address - base_);
   if (block == nullptr) return;
-  if (device == &context_.streams && streams_[block->tag].stream == stream) return;
+  if (is_own && streams_[block->tag].stream == stream) return;
+  // It reads the memory, though it may be no peer (a copy between devices), so the
+  // clock has to tell of it.
+  if (!is_own) context_.clock.add_peer(*device);
   const StreamUse use{device, stream, device->meet(stream)};
   if (block->uses == nullptr) block->uses = std::make_unique<std::vector<StreamUse>>();
   auto& uses = *block->uses;
@@ -465,7 +539,7 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
 }
 
 std::size_t Pool::block_size(Address address) const {
-  const MutexLock lock(mutex_);
+  const ReadLock lock(*this);
   const Block* block = live_.find(address - base_);
   return block == nullptr ? 0 : block->size;
 }

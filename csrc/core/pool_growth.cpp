@@ -173,12 +173,11 @@ bool Pool::adopt_free_space(StreamTag tag, Shortage* shortage) {
   for (const Block* block : large_.free_blocks()) {
     if (block->tag != tag && block->tag != kNeutral) newest = std::max(newest, block->epoch);
   }
-  if (!context_.clock.order_before(use_of(tag), newest).ok()) {
+  if (!order_behind(tag, newest).ok()) {
     shortage->wait_for = newest;
     return false;
   }
   large_.retag(tag);
-  streams_[tag].last_free = std::max(streams_[tag].last_free, newest);
   return true;
 }
 
@@ -243,7 +242,7 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
     const bool is_of_others = piece.tag != request.tag && piece.tag != kNeutral;
     if (is_of_others && request.where == Request::Where::at) others = std::max(others, piece.epoch);
   }
-  if (!context_.clock.order_before(use_of(request.tag), others).ok()) {
+  if (!order_behind(request.tag, others).ok()) {
     shortage->wait_for = others;
     untake(block, pieces);
     return nullptr;
@@ -364,12 +363,14 @@ void Pool::put_back(const Backing& backing, Grant* grant) {
 
 // Zeroes what another model wrote: one fill for each run of adjacent chunks,
 // since a launch costs microseconds and a driver queues about a thousand.
-Status Pool::scrub(const std::vector<Placement>& placements, Stream stream) {
+Status Pool::scrub(const std::vector<Placement>& placements, StreamTag tag) {
   if (!context_.options.scrub) return {};
   ByteRange run;
-  const auto flush = [&]() -> Status {
+  bool any = false;
+  const auto flush = [&]() VMM_REQUIRES(mutex_) -> Status {
     if (run.size == 0) return {};
-    return context_.driver.fill_async(context_.device, base_ + run.offset, 0, run.size, stream);
+    any = true;
+    return context_.driver.fill_async(context_.device, base_ + run.offset, 0, run.size, streams_[tag].stream);
   };
   for (const auto& [offset, chunk] : placements) {
     if (chunk->content == kNobody || chunk->content == id_) continue;
@@ -379,21 +380,22 @@ Status Pool::scrub(const std::vector<Placement>& placements, Stream stream) {
     }
     run.size += chunk->size;
   }
-  return flush();
+  const Status status = flush();
+  if (any) note_zeroing(tag);
+  return status;
 }
 
 // Maps the chosen chunks, orders the asking stream after their last use and
 // scrubs what another model wrote. Then the moved ones leave their old places.
 Status Pool::install(const Backing& backing, const Request& request) {
-  Stream stream = streams_[request.tag].stream;
   Epoch last_use = kLongAgo;
   for (const IdleChunk& move : backing.moves) {
     if (!move.at_once) last_use = std::max(last_use, last_use_of({move.offset, move.chunk->size}));
   }
   for (const Placement& placement : backing.placements) last_use = std::max(last_use, placement.chunk->last_use);
-  if (const Status status = context_.clock.order_before(use_of(request.tag), last_use); !status.ok()) return status;
+  if (const Status status = order_behind(request.tag, last_use); !status.ok()) return status;
   if (const Status status = range_->map(backing.placements, context_.accessors); !status.ok()) return status;
-  if (const Status status = scrub(backing.placements, stream); !status.ok()) {
+  if (const Status status = scrub(backing.placements, request.tag); !status.ok()) {
     // Scrubbing may be queued through the new addresses: they go behind it.
     const Epoch now = context_.clock.now();
     for (const auto& [offset, chunk] : backing.placements) {
@@ -406,7 +408,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
   for (const Placement& placement : backing.placements) {
     placement.chunk->content = id_;
     placement.chunk->last_use = kLongAgo;
-    count_mapped(placement, stream);
+    count_mapped(placement, streams_[request.tag].stream);
   }
   drop_retired();
   return {};

@@ -56,7 +56,7 @@ Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream st
   settle_locked();
   give_up_spare_slabs();
   const StreamTag tag = tag_of(stream);
-  if (!is_behind_graphs(tag, shortage)) return 0;
+  if (!is_behind(tag, shortage)) return 0;
   for (std::size_t taken = first_unfree(range); taken < range.end(); taken = first_unfree(range)) {
     if (make_way(taken, tag, shortage)) continue;
     if (shortage->wait_for != kLongAgo) return 0;
@@ -74,7 +74,7 @@ bool Pool::make_way(std::size_t at, StreamTag tag, Shortage* shortage) {
   if (const auto after = quarantined_.upper_bound(at); after != quarantined_.begin()) {
     const auto& [offset, freed] = *std::prev(after);
     if (freed.block->end() > at) {
-      if (!context_.clock.order_before(use_of(tag), freed.epoch).ok()) {
+      if (!order_behind(tag, freed.epoch).ok()) {
         shortage->wait_for = freed.epoch;
         return false;
       }
@@ -95,7 +95,7 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
   require_open();
   settle_locked();
   give_up_spare_slabs();
-  if (!is_behind_graphs(tag_of(stream), shortage)) return 0;
+  if (!is_behind(tag_of(stream), shortage)) return 0;
   const auto& free = large_.free_blocks();
   for (auto first = free.begin(); first != free.end();) {
     const std::size_t begin = align_up((*first)->offset, page_);

@@ -43,6 +43,9 @@ namespace vmm {
 
 class CudaDriver final : public Driver, private ForkObserver {
  public:
+  // Whether a driver with all that this needs is on the machine; else `why_not`
+  // says what is missing. Loads its library, calls nothing in it.
+  static bool is_installed(std::string* why_not);
   // nullptr: no usable driver or no visible device, `why_not` says which. Calls
   // cuInit(), makes no context. One device that lacks something does not stop
   // the others: missing(device) tells.
@@ -75,7 +78,7 @@ class CudaDriver final : public Driver, private ForkObserver {
   Status record(Fence fence, Stream stream) override;
   Status query(Fence fence) override;
   Status wait(Fence fence) override;
-  Status stream_wait(Stream stream, Fence fence) override;
+  Status stream_wait(int device, Stream stream, Fence fence) override;
   Status synchronize(int device) override;
 
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;

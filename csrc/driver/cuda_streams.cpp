@@ -87,10 +87,13 @@ Status CudaDriver::wait(Fence fence) {
   return answer(api_.cuEventSynchronize(event_of(entry)), "cuEventSynchronize");
 }
 
-Status CudaDriver::stream_wait(Stream stream, Fence fence) {
+// The default stream is the current device's, so it is the waiting stream's device
+// that is made current, not the fence's.
+Status CudaDriver::stream_wait(int device, Stream stream, Fence fence) {
   FenceTable::Entry entry;
   if (const Status found = find_fence(fence, "stream_wait", &entry); !found.ok()) return found;
-  const Current current(*this, entry.device);
+  if (const Status checked = check_device(device, "stream_wait"); !checked.ok()) return checked;
+  const Current current(*this, device);
   if (!current.status().ok()) return current.status();
   if (const Status free = check_not_captured(stream, "stream_wait on a capturing stream"); !free.ok()) return free;
   return answer(api_.cuStreamWaitEvent(stream_of(stream), event_of(entry), 0), "cuStreamWaitEvent");

@@ -134,9 +134,10 @@ class Driver {
   virtual Status query(Fence fence) = 0;
   // Blocks the calling thread until the fence has passed.
   virtual Status wait(Fence fence) = 0;
-  // Work queued on `stream` from now on waits for the fence; the CPU does not.
-  // not_supported: the stream is being captured.
-  virtual Status stream_wait(Stream stream, Fence fence) = 0;
+  // Work queued on `stream` of `device` from now on waits for the fence, which may
+  // be another device's; the CPU does not. not_supported: the stream is being
+  // captured.
+  virtual Status stream_wait(int device, Stream stream, Fence fence) = 0;
   // Blocks the calling thread until the device has done all queued work, on
   // streams known to us or not. Ends no capture, whose work is not queued.
   virtual Status synchronize(int device) = 0;

@@ -83,7 +83,7 @@ class HostDriver final : public Driver, private ForkObserver {
   Status record(Fence fence, Stream stream) override;
   Status query(Fence fence) override;
   Status wait(Fence fence) override;
-  Status stream_wait(Stream stream, Fence fence) override;
+  Status stream_wait(int device, Stream stream, Fence fence) override;
   Status synchronize(int device) override;
 
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;

@@ -7,13 +7,9 @@
 
 namespace vmm {
 
-namespace {
-
 using Link = c10::ThreadLocalDebugInfo;
 using LinkPtr = std::shared_ptr<Link>;
 using InfoPtr = std::shared_ptr<c10::DebugInfoBase>;
-
-}  // namespace
 
 struct LinkInfo {
   using Type = InfoPtr Link::*;

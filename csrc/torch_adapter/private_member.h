@@ -5,8 +5,7 @@
 //   template struct PrivateMember<Kind, &Class::kind_>;
 //   object.*member_of(Kind{})
 //
-// Kind stands in this namespace itself. In an unnamed one its friend would be
-// another function than the one that is defined here, and missing at load time.
+// The tag (`Kind`) stands in namespace vmm itself, where the friend above is.
 #pragma once
 
 namespace vmm {

@@ -67,6 +67,12 @@ class ProvidedMemory::Registry {
     --at;
     return address - at->first < at->second.size ? at->second.memory : nullptr;
   }
+  std::optional<ByteRange> segment_at(Address address) VMM_EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    auto at = segments_.upper_bound(address);
+    if (at == segments_.begin() || address - (--at)->first >= at->second.size) return std::nullopt;
+    return ByteRange{at->first, at->second.size};
+  }
   // Whatever has segments on the device, each once.
   std::vector<std::shared_ptr<ProvidedMemory>> all_of(int device) VMM_EXCLUDES(mutex_) {
     std::vector<std::shared_ptr<ProvidedMemory>> found;
@@ -239,12 +245,19 @@ bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& de
   const MutexLock lock(memory->mutex_);
   const auto at = memory->live_.find(address);
   if (at == memory->live_.end()) return false;
-  if (&device == &memory->memory_.streams() && at->second.heap->stream == stream) return true;
+  const bool is_own = &device == &memory->memory_.streams();
+  if (is_own && at->second.heap->stream == stream) return true;
+  if (!is_own) memory->memory_.clock().add_peer(device);  // as Pool::record_stream()
   const StreamUse use{&device, stream, device.meet(stream)};
   auto& uses = at->second.block->uses;
   if (uses == nullptr) uses = std::make_unique<std::vector<StreamUse>>();
   if (std::find(uses->begin(), uses->end(), use) == uses->end()) uses->push_back(use);
   return true;
+}
+
+std::optional<ByteRange> ProvidedMemory::segment_at(void* block) {
+  if (block_size(block) == 0) return std::nullopt;
+  return registry().segment_at(reinterpret_cast<Address>(block));
 }
 
 std::size_t ProvidedMemory::block_size(void* block) {

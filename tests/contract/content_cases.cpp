@@ -70,7 +70,7 @@ void unknown_fences_are_refused(Driver& driver, const ContractOptions& options) 
     CONTRACT_REFUSED(driver.record(fence, nullptr));
     CONTRACT_REFUSED(driver.query(fence));
     CONTRACT_REFUSED(driver.wait(fence));
-    CONTRACT_REFUSED(driver.stream_wait(nullptr, fence));
+    CONTRACT_REFUSED(driver.stream_wait(options.device, nullptr, fence));
   }
   CONTRACT_OK(driver.query(other));
 }
@@ -113,14 +113,14 @@ void streams_wait_for_fences(Driver& driver, const ContractOptions& options) {
   lab.map(at, lab.create(size));
   lab.map(at + size, lab.create(size));
   const Fence fence = lab.fence();
-  CONTRACT_OK(driver.stream_wait(options.stream_b, fence));  // never recorded: nothing to wait for
+  CONTRACT_OK(driver.stream_wait(options.device, options.stream_b, fence));  // never recorded: nothing to wait for
   for (std::uint8_t round = 1; round < 20; ++round) {
     CONTRACT_OK(driver.fill_async(options.device, at, round, size, options.stream_a));
     CONTRACT_OK(driver.record(fence, options.stream_a));
-    CONTRACT_OK(driver.stream_wait(options.stream_b, fence));
+    CONTRACT_OK(driver.stream_wait(options.device, options.stream_b, fence));
     CONTRACT_OK(driver.copy_async(options.device, at + size, at, size, options.stream_b));
     CONTRACT_OK(driver.record(fence, options.stream_b));
-    CONTRACT_OK(driver.stream_wait(options.stream_a, fence));
+    CONTRACT_OK(driver.stream_wait(options.device, options.stream_a, fence));
     CONTRACT_OK(driver.wait(fence));
     CONTRACT_FILLED(lab, at + size, size, round);
   }

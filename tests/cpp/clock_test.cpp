@@ -316,12 +316,14 @@ TEST_F(Streams, StreamsOfAPeerAreCoveredOnceTheyMayReachTheMemory) {
   driver_.release_fences();
 }
 
-TEST_F(Streams, TheSameHandleOnAnotherDeviceIsAnotherStream) {
-  clock_->add_peer(*others_);
+TEST_F(Streams, TheDefaultStreamOfEachDeviceIsAnother) {
+  Clock theirs(*others_);
+  theirs.add_peer(*streams_);
   driver_.hold_fences();
-  const Epoch freed = clock_->now();
-  EXPECT_TRUE(clock_->order_before(use(nullptr), freed).ok());
-  EXPECT_EQ(driver_.count(Call::stream_wait), 1U) << "the other device's default stream";
+  const StreamUse their_default{&*others_, nullptr, StreamKind::default_stream};
+  EXPECT_TRUE(theirs.order_before(their_default, theirs.now()).ok());
+  ASSERT_EQ(driver_.count(Call::stream_wait), 1U) << "for our default stream, which has the same handle";
+  EXPECT_EQ(driver_.calls(Call::stream_wait).front().c, 1U) << "and it is the other device's that waits";
   driver_.release_fences();
 }
 

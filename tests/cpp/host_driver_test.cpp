@@ -244,7 +244,7 @@ TEST_F(HostDriverTest, InAChildTheDriverHasGone) {
         driver_.record(fence, nullptr),
         driver_.query(fence),
         driver_.wait(fence),
-        driver_.stream_wait(nullptr, fence),
+        driver_.stream_wait(0, nullptr, fence),
         driver_.synchronize(0),
         driver_.copy_async(0, at, at + 64, 8, nullptr),
         driver_.fill_async(0, at, 1, 8, nullptr),

@@ -185,7 +185,7 @@ TEST_F(ScriptedDriverTest, ACapturedStreamIsNeitherRecordedNorMadeToWait) {
   driver_.make_blocking(kTwo);
   driver_.begin_capture(kOne);
   EXPECT_EQ(driver_.record(fence, kOne).code(), StatusCode::not_supported);
-  EXPECT_EQ(driver_.stream_wait(kOne, fence).code(), StatusCode::not_supported);
+  EXPECT_EQ(driver_.stream_wait(0, kOne, fence).code(), StatusCode::not_supported);
   EXPECT_TRUE(driver_.record(fence, nullptr).ok());
   driver_.begin_capture(kTwo);
   EXPECT_EQ(driver_.record(fence, nullptr).code(), StatusCode::not_supported) << "a blocking stream is captured";
@@ -198,7 +198,7 @@ TEST_F(ScriptedDriverTest, ACapturedStreamIsNeitherRecordedNorMadeToWait) {
 TEST_F(ScriptedDriverTest, AStreamThatWaitsIsHeldToo) {
   driver_.hold_fences(kOne);
   const Fence held = recorded(kOne);
-  ASSERT_TRUE(driver_.stream_wait(kTwo, held).ok());
+  ASSERT_TRUE(driver_.stream_wait(0, kTwo, held).ok());
   const Fence behind = recorded(kTwo);
   EXPECT_EQ(driver_.query(behind).code(), StatusCode::not_ready);
   driver_.release_fences(kOne);

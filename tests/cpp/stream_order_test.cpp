@@ -325,5 +325,24 @@ TEST_F(StreamOrder, AStreamThatHasBlocksKeepsItsOwn) {
   lab_.driver.release_fences();
 }
 
+TEST(StreamOrderOfTwoDevices, ARecordedStreamOfAnotherDeviceCountsThoughItIsNoPeer) {
+  HostDriver host({kPage, kGiB, 2});
+  ScriptedDriver driver(host);
+  AddressSpace space;
+  DeviceMemory other(driver, space, 1, LabSpec::plain_options());
+  DeviceMemory memory(driver, space, 0, LabSpec::plain_options());
+  const auto pool = memory.create_pool(Lab::spec("a"), nullptr);
+  const Address block = memory.allocate(*pool, kPage, kOne);
+  pool->record_stream(block, kReader, &other.streams());
+  driver.hold_fences(kReader);
+  EXPECT_TRUE(DeviceMemory::free(space, block));
+  memory.clock().cover(memory.clock().now());
+  memory.clock().poll();
+  EXPECT_FALSE(pool->settle()) << "the other device's copy still reads it";
+  EXPECT_EQ(pool->statistics()[StatKind::active][0].current, 1);
+  driver.release_fences();
+  EXPECT_TRUE(pool->settle());
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -95,7 +95,7 @@ void a_capture_survives(Driver& driver, const ContractOptions& options) {
   lab.map(at + g, chunk);
   const vmm::Fence during = lab.fence();
   const Status refused = driver.record(during, options.stream_a);
-  const Status refused_wait = driver.stream_wait(options.stream_a, before);
+  const Status refused_wait = driver.stream_wait(options.device, options.stream_a, before);
   const Status other = driver.record(during, options.stream_b);
   const Status asked = driver.query(before);
   const Status waited = driver.wait(during);

@@ -1,12 +1,7 @@
 #include "support/random_program.h"
 
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <iterator>
@@ -22,6 +17,7 @@
 #include "base/errors.h"
 #include "core/shared_memory_pool.h"
 #include "driver/host_driver.h"
+#include "support/program_runner.h"
 #include "support/scripted_driver.h"
 
 namespace vmm::testing {
@@ -499,17 +495,6 @@ class World {
   std::mt19937_64 random_{42};
 };
 
-// For the message when the core aborts.
-std::atomic<std::size_t> current_step{0};
-std::array<char, 256> current_op{};
-
-void report_abort(int) {
-  std::array<char, 400> text{};
-  const int length = std::snprintf(text.data(), text.size(), "random program: aborted at step %zu: %s\n",
-                                   current_step.load(), current_op.data());
-  if (length > 0 && write(STDERR_FILENO, text.data(), static_cast<std::size_t>(length)) < 0) _exit(2);
-}
-
 }  // namespace
 
 std::string to_string(const Op& op) {
@@ -575,60 +560,10 @@ std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const Prog
 }
 
 void run_program(const std::vector<Op>& program) {
-  const auto former = std::signal(SIGABRT, report_abort);
   World world;
-  for (std::size_t step = 0; step < program.size(); ++step) {
-    const std::string text = to_string(program[step]);
-    current_step = step;
-    std::snprintf(current_op.data(), current_op.size(), "%s", text.c_str());
-    try {
-      world.step(program[step]);
-      world.check();
-    } catch (const std::exception& error) {
-      // Said at once: taking the broken world apart may abort.
-      std::fprintf(stderr, "step %zu %s: %s\n", step, text.c_str(), error.what());
-      throw std::runtime_error("step " + std::to_string(step) + " " + text + ": " + error.what());
-    }
-  }
-  std::signal(SIGABRT, former);
+  run_steps(world, program);
 }
 
-namespace {
-bool fails(const std::vector<Op>& program) {
-  const pid_t child = fork();
-  if (child == 0) {
-    if (std::freopen("/dev/null", "w", stderr) == nullptr) _exit(3);
-    std::signal(SIGABRT, SIG_DFL);
-    try {
-      run_program(program);
-    } catch (const std::exception&) {
-      _exit(1);
-    }
-    _exit(0);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  return status != 0;
-}
-}  // namespace
-
-std::vector<Op> shrink(std::vector<Op> program) {
-  for (std::size_t piece = program.size() / 2; piece != 0;) {
-    bool any = false;
-    for (std::size_t at = 0; at < program.size();) {
-      std::vector<Op> smaller(program.begin(), program.begin() + static_cast<std::ptrdiff_t>(at));
-      smaller.insert(smaller.end(), program.begin() + static_cast<std::ptrdiff_t>(std::min(at + piece, program.size())),
-                     program.end());
-      if (fails(smaller)) {
-        program = std::move(smaller);
-        any = true;
-      } else {
-        at += piece;
-      }
-    }
-    if (!any || piece > program.size()) piece = std::min(piece / 2, program.size());
-  }
-  return program;
-}
+std::vector<Op> shrink(std::vector<Op> program) { return shrink_program(std::move(program), run_program); }
 
 }  // namespace vmm::testing

@@ -531,8 +531,8 @@ Status ScriptedDriver::wait(Fence fence) {
   return end(record, answer);
 }
 
-Status ScriptedDriver::stream_wait(Stream stream, Fence fence) {
-  CallRecord record = make(Call::stream_wait, number(stream), number(fence));
+Status ScriptedDriver::stream_wait(int device, Stream stream, Fence fence) {
+  CallRecord record = make(Call::stream_wait, number(stream), number(fence), number(device));
   if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
   bool captured = false;
   {
@@ -540,7 +540,7 @@ Status ScriptedDriver::stream_wait(Stream stream, Fence fence) {
     captured = is_captured(stream);
   }
   if (captured) return end(record, {StatusCode::not_supported, "stream_wait on a capturing stream"});
-  const Status answer = inner_.stream_wait(stream, fence);
+  const Status answer = inner_.stream_wait(device, stream, fence);
   if (answer.ok()) {
     const MutexLock lock(mutex_);
     if (const auto found = fence_holds_.find(fence); found != fence_holds_.end()) {

@@ -157,7 +157,7 @@ class ScriptedDriver final : public Driver {
   Status record(Fence fence, Stream stream) override;
   Status query(Fence fence) override;
   Status wait(Fence fence) override;
-  Status stream_wait(Stream stream, Fence fence) override;
+  Status stream_wait(int device, Stream stream, Fence fence) override;
   Status synchronize(int device) override;
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;

@@ -37,6 +37,11 @@ inline const Stream kLegacyStream = reinterpret_cast<Stream>(std::uintptr_t{1});
 inline const Stream kPerThreadStream = reinterpret_cast<Stream>(std::uintptr_t{2});
 
 enum class StreamKind : std::uint8_t { default_stream, permanent, blocking, unreachable };
+// Its name means the same stream for ever. Another's may be given to a new stream
+// when it has been destroyed, or means another one on each thread.
+constexpr bool is_lasting(StreamKind kind) {
+  return kind == StreamKind::permanent || kind == StreamKind::default_stream;
+}
 
 // What only the one who made the streams can tell.
 struct StreamCensus {

@@ -125,13 +125,15 @@ Status StreamPoint::synchronize(DeviceStreams& device) {
 Status StreamPoint::order_before(const StreamUse& later) {
   const MutexLock lock(mutex_);
   if (parts_.empty()) return {};
-  // A handle that may name another stream tomorrow is not remembered.
-  const bool lasting = later.kind == StreamKind::permanent || later.kind == StreamKind::default_stream;
+  // A name that may mean another stream tomorrow is not remembered, nor taken to
+  // mean the stream that had it when it was recorded.
+  const bool lasting = is_lasting(later.kind);
   if (lasting && std::find(later_.begin(), later_.end(), later) != later_.end()) return {};
   if (!record_all()) return {StatusCode::not_supported, "order after work that has no fence"};
   for (const Part& part : parts_) {
-    if (part.device == later.device && part.stream == later.stream) continue;
-    if (const Status status = part.device->driver().stream_wait(later.stream, part.fence); !status.ok()) return status;
+    if (lasting && part.device == later.device && part.stream == later.stream) continue;
+    const Status status = part.device->driver().stream_wait(later.device->device(), later.stream, part.fence);
+    if (!status.ok()) return status;
   }
   if (lasting) later_.push_back(later);
   return {};
