@@ -14,7 +14,7 @@ namespace {
 
 using Kind = StreamOp::Kind;
 
-constexpr std::uint64_t kPeerStreams = 11;  // from here on the streams are the other device's
+constexpr std::uint64_t kPeerStreams = 11;  // from here on the named streams are the other device's
 
 using Phrase = std::vector<StreamOp>;
 
@@ -27,6 +27,7 @@ class Author {
     choose_streams(options);
     pools_ = 1 + any(kPoolSlots);
     slow_ = stream();
+    is_crowded_ = any(8) == 0;
     largest_ = any(3) == 0 ? 24 * kMiB : 6 * kMiB;
     phrases_ = any(5) == 0 ? 0 : 60 + any(200);
     captures_ = options.with_captures && any(4) != 0;
@@ -41,6 +42,7 @@ class Author {
                {20, &Author::giving_back},
                {10, &Author::waiting},
                {30, &Author::pages},
+               {8, &Author::holding},
                {foreign_.empty() ? 0 : 30, &Author::foreign},
                {captures_ ? 60 : 0, &Author::captures},
                {captures_ ? 30 : 0, &Author::part},
@@ -120,6 +122,7 @@ class Author {
     if (any(3) == 0) return {Kind::first_pages, of, page_count(), stream_for(of)};
     return {Kind::pages, of, any(32), page_count(), stream_for(of)};
   }
+  StreamOp holding() { return {any(2) == 0 ? Kind::hold : Kind::unhold, block()}; }
   StreamOp failing() { return {Kind::fail_call, any(10), 1 + any(2)}; }
   StreamOp ending() {
     return any(8) == 0 ? StreamOp{Kind::close_group, 0, any(2)} : StreamOp{Kind::close_pool, pool(), any(2)};
@@ -220,6 +223,7 @@ class Author {
 
   // -- Phrases
   Phrase next_phrase() {
+    if (is_crowded_ && any(8) == 0) return crowd();
     switch (any(captures_ ? 11 : 7)) {
       case 0:
       case 1:
@@ -275,6 +279,21 @@ class Author {
     append_taker(phrase, of, bytes, owner);
     return phrase;
   }
+  // More streams than a pool keeps a place for, each with a block for a moment.
+  Phrase crowd() {
+    const std::uint64_t of = any(std::min<std::uint64_t>(pools_, kPlainPool + 1));
+    const std::uint64_t first = any(kCrowd);
+    const std::uint64_t bytes = any(3) == 0 ? size() : 4096;
+    Phrase phrase;
+    for (std::uint64_t count = kCrowd / 2 + any(kCrowd); count != 0; --count) {
+      const std::uint64_t owner = kNamedStreams + (first + count) % kCrowd;
+      phrase.push_back({Kind::allocate, of, bytes, owner});
+      phrase.push_back({Kind::use, kNewest, owner, kUseWrites | use_flags()});
+      if (any(4) == 0) phrase.push_back({Kind::use, kNewest, stream(), use_flags()});
+      phrase.push_back({Kind::free, kNewest});
+    }
+    return phrase;
+  }
   Phrase explicit_pages() {
     const std::uint64_t of = pool();
     const std::uint64_t owner = stream_for(of);
@@ -282,6 +301,12 @@ class Author {
     const std::uint64_t count = page_count();
     Phrase phrase = {{Kind::pages, of, first, count, owner}, {Kind::use, kNewest, stream(), use_flags()}};
     if (any(2) == 0) phrase.push_back({Kind::use, kNewest, stream(), use_flags()});
+    if (any(5) == 0) {
+      phrase.push_back({Kind::hold, kNewest});
+      phrase.push_back({Kind::close_pool, of, any(2)});
+      phrase.push_back({Kind::use, kNewest, stream(), use_flags()});
+      phrase.push_back({Kind::unhold, kNewest});
+    }
     const std::uint64_t part = any(3);
     phrase.push_back({Kind::free, kNewest, 0, part});
     if (any(2) == 0) {
@@ -435,7 +460,7 @@ class Author {
     return values[any(values.size())];
   }
   std::uint64_t stream() { return peers_ && any(5) == 0 ? peer_stream() : one_of(streams_); }
-  std::uint64_t peer_stream() { return kPeerStreams + any(kStreamSlots - kPeerStreams); }
+  std::uint64_t peer_stream() { return kPeerStreams + any(kNamedStreams - kPeerStreams); }
   // One that may allocate in the pool.
   std::uint64_t stream_for(std::uint64_t of) { return of == kPeerPool ? peer_stream() : one_of(streams_); }
   std::uint64_t captured_stream() {
@@ -464,7 +489,8 @@ class Author {
   std::vector<std::uint64_t> streams_;  // of the first device, that the program uses
   std::vector<std::uint64_t> foreign_;  // of these, who come and go
   std::uint64_t pools_ = 0;
-  std::uint64_t slow_ = 0;  // a stream whose work takes long
+  std::uint64_t slow_ = 0;   // a stream whose work takes long
+  bool is_crowded_ = false;  // very many streams come by
   std::uint64_t largest_ = 0;
   bool captures_ = false;
   bool recorder_ = false;

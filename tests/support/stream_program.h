@@ -26,6 +26,8 @@ struct StreamOp {
     record_stream,  // a: block, b: stream
     pages,          // a: pool, b: first page, c: pages more than one, d: stream
     first_pages,    // a: pool, b: pages more than one, c: stream
+    hold,           // a: block: a tensor shows these pages; they outlive their pool
+    unhold,         // a: block
     // Streams
     wait,            // a: stream that waits, b: for which
     create_stream,   // a: stream

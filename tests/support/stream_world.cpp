@@ -31,22 +31,30 @@ std::string model_name(std::size_t pool) { return "model" + std::to_string(pool)
 
 const std::array<StreamSlot, kStreamSlots>& stream_slots() {
   using Kind = StreamSlot::Kind;
-  static const std::array<StreamSlot, kStreamSlots> kSlots = {{
-      {"default", nullptr, 0, Kind::standard},
-      {"torch 1", handle(0x110), 0, Kind::own},
-      {"torch 2", handle(0x120), 0, Kind::own},
-      {"torch 3", handle(0x130), 0, Kind::own},
-      {"torch 4", handle(0x140), 0, Kind::own},
-      {"per-thread", kPerThread, 0, Kind::per_thread},
-      {"per-thread of the other", kPerThread, 0, Kind::of_other_thread},
-      {"foreign blocking 1", handle(0x910), 0, Kind::blocking},
-      {"foreign blocking 2", handle(0x920), 0, Kind::blocking},
-      {"foreign 1", handle(0xA10), 0, Kind::non_blocking},
-      {"foreign 2", handle(0xA20), 0, Kind::non_blocking},
-      {"default of the peer", nullptr, 1, Kind::standard},
-      {"torch 1 of the peer", handle(0x210), 1, Kind::own},
-      {"torch 2 of the peer", handle(0x220), 1, Kind::own},
-  }};
+  static const std::array<StreamSlot, kStreamSlots> kSlots = [] {
+    const std::array<StreamSlot, kNamedStreams> named = {{
+        {"default", nullptr, 0, Kind::standard},
+        {"torch 1", handle(0x110), 0, Kind::own},
+        {"torch 2", handle(0x120), 0, Kind::own},
+        {"torch 3", handle(0x130), 0, Kind::own},
+        {"torch 4", handle(0x140), 0, Kind::own},
+        {"per-thread", kPerThread, 0, Kind::per_thread},
+        {"per-thread of the other", kPerThread, 0, Kind::of_other_thread},
+        {"foreign blocking 1", handle(0x910), 0, Kind::blocking},
+        {"foreign blocking 2", handle(0x920), 0, Kind::blocking},
+        {"foreign 1", handle(0xA10), 0, Kind::non_blocking},
+        {"foreign 2", handle(0xA20), 0, Kind::non_blocking},
+        {"default of the peer", nullptr, 1, Kind::standard},
+        {"torch 1 of the peer", handle(0x210), 1, Kind::own},
+        {"torch 2 of the peer", handle(0x220), 1, Kind::own},
+    }};
+    std::array<StreamSlot, kStreamSlots> slots;
+    std::copy(named.begin(), named.end(), slots.begin());
+    for (std::size_t k = 0; k < kCrowd; ++k) {
+      slots.at(kNamedStreams + k) = {"torch's of the crowd " + std::to_string(k), handle(0x1000 + k), 0, Kind::own};
+    }
+    return slots;
+  }();
   return kSlots;
 }
 
@@ -148,6 +156,12 @@ void StreamWorld::step(const StreamOp& op) {
       return pages(op.a % kPoolSlots, op.b, op.c, op.d % kStreamSlots);
     case Kind::first_pages:
       return first_pages(op.a % kPoolSlots, op.b, op.c % kStreamSlots);
+    case Kind::hold:
+      if (!live_.empty()) hold(block);
+      return;
+    case Kind::unhold:
+      if (!live_.empty()) unhold(block);
+      return;
     case Kind::wait:
       if (may_work(op.a % kStreamSlots) && may_work(op.b % kStreamSlots)) {
         wait(op.a % kStreamSlots, point(op.b % kStreamSlots));
@@ -361,6 +375,9 @@ void StreamWorld::end_blocks_of(std::size_t pool, bool keeps_tensors) {
   for (std::size_t k = 0; k < live_.size();) {
     Live& live = live_[k];
     if (live.pool != pool) {
+      ++k;
+    } else if (live.held) {
+      live.pool = kPoolSlots;  // until it is let go of
       ++k;
     } else if (live.pages) {
       owe(live, false);

@@ -112,7 +112,34 @@ void StreamWorld::owe(const Live& live, bool by_other_thread) {
   }
 }
 
+void StreamWorld::hold(std::size_t index) {
+  Live& live = live_[index];
+  const auto home = live.home.lock();
+  if (!live.pages || live.held || home == nullptr) return;
+  home->hold_pages(live.address - home->base(), live.size);
+  live.held = true;
+}
+
+// What its pool left when it was closed by force ends here.
+void StreamWorld::unhold(std::size_t index) {
+  if (!live_[index].held) return;
+  live_[index].held = false;
+  const Live live = live_[index];
+  const auto home = live.home.lock();
+  if (home->is_retired()) {
+    owe(live, false);
+    live_.erase(live_.begin() + static_cast<std::ptrdiff_t>(index));
+    driver_.take_back_pages(live.address, live.size);
+  }
+  memory_of(home->device()).unhold_pages(*home, live.address - home->base(), live.size);
+}
+
 void StreamWorld::free_block(std::size_t index, bool by_other_thread, std::size_t page_count) {
+  if (live_[index].held) {
+    const std::uint64_t number = live_[index].number;
+    unhold(index);
+    if (index >= live_.size() || live_[index].number != number) return;
+  }
   const Live live = live_[index];
   owe(live, by_other_thread);
   const auto home = live.home.lock();
