@@ -15,6 +15,7 @@ constexpr std::size_t kPage = 2 * kMiB;
 constexpr std::size_t kDeviceBytes = 160 * kMiB;
 constexpr std::size_t kGroupLimit = 64 * kMiB;
 constexpr std::size_t kCapacity = 256 * kMiB;
+constexpr std::size_t kFewAddresses = 32 * kMiB;  // where streams soon get in each other's way
 
 Stream handle(std::uintptr_t value) { return reinterpret_cast<Stream>(value); }
 
@@ -143,6 +144,8 @@ void StreamWorld::step(const StreamOp& op) {
   switch (op.kind) {
     case Kind::allocate:
       return allocate(op.a % kPoolSlots, op.b, op.c % kStreamSlots);
+    case Kind::allocate_at:
+      return allocate_at(op.a % kPoolSlots, op.b, op.c % kStreamSlots, op.d);
     case Kind::free:
       if (!live_.empty()) free_block(block, op.b == 1, op.c);
       return;
@@ -203,7 +206,7 @@ void StreamWorld::step(const StreamOp& op) {
     case Kind::close_group:
       return close_group(op.b == 1);
     case Kind::fail_call:
-      return fail_call(op.a, op.b == 1);
+      return fail_call(op.a, op.b);
     case Kind::begin_capture:
       return begin_capture(op.a % kGraphSlots, op.b % kStreamSlots, op.c % kRegions, op.d == 1);
     case Kind::join_capture:
@@ -334,10 +337,13 @@ void StreamWorld::destroy_stream(std::size_t number) {
   ++lives_[number];
 }
 
-void StreamWorld::fail_call(std::uint64_t n, bool out_of_memory) {
+void StreamWorld::fail_call(std::uint64_t n, std::uint64_t how) {
+  const Status error(StatusCode::driver_error, "scripted", 999, "SCRIPTED");
   scripted_.clear_failures();
-  scripted_.fail_nth_call(n + 1, out_of_memory ? Status(StatusCode::out_of_memory, "scripted")
-                                               : Status(StatusCode::driver_error, "scripted", 999, "SCRIPTED"));
+  if (how == 1) scripted_.fail_nth_call(n + 1, {StatusCode::out_of_memory, "scripted"});
+  if (how == 2) scripted_.fail_nth_call(n + 1, error);
+  if (how == 3) scripted_.fail_nth(Call::record, 1, error, Repeat::from_then_on);
+  if (how == 4) scripted_.fail_nth(Call::fill_async, 1, error);
 }
 
 // -- Pools
@@ -350,6 +356,7 @@ void StreamWorld::open(std::size_t pool) {
         ModelSpec spec;
         spec.virtual_capacity = kCapacity;
         if (pool == 1) spec.page_size = 2 * kPage;
+        if (pool == 2) spec.virtual_capacity = kFewAddresses;
         if (pool == 2) spec.floor = 2 * kPage;
         if (pool == 2) spec.priority = 1;
         pools_[pool] = group_->register_model(model_name(pool), spec);
@@ -359,7 +366,7 @@ void StreamWorld::open(std::size_t pool) {
       } else {
         PoolSpec spec;
         spec.name = "pool" + std::to_string(pool);
-        spec.capacity = kCapacity;
+        spec.capacity = pool == kPlainPool ? kFewAddresses : kCapacity;
         pools_[pool] = (pool == kPeerPool ? peer_memory_ : memory_)->create_pool(spec, nullptr);
       }
       return;
@@ -393,7 +400,8 @@ void StreamWorld::end_blocks_of(std::size_t pool, bool keeps_tensors) {
 }
 
 void StreamWorld::end_pool(std::size_t pool, bool keeps_tensors) {
-  if (pool == kPartOfPlain) unpin_part();
+  // It may end pinned: its graphs have gone with it.
+  if (pool == kPartOfPlain) forget_pin();
   end_blocks_of(pool, keeps_tensors);
   if (pool < kGroupPools) {
     group_->unregister_model(model_name(pool), /*force=*/true);

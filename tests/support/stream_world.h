@@ -170,10 +170,11 @@ class StreamWorld {
   void end_blocks_of(std::size_t pool, bool keeps_tensors);
   void create_stream(std::size_t number);
   void destroy_stream(std::size_t number);
-  void fail_call(std::uint64_t n, bool out_of_memory);
+  void fail_call(std::uint64_t n, std::uint64_t how);
 
   // stream_world_blocks.cpp: blocks, and explicit pages
   void allocate(std::size_t pool, std::size_t bytes, std::size_t stream);
+  void allocate_at(std::size_t pool, std::size_t bytes, std::size_t stream, std::uint64_t where);
   void pages(std::size_t pool, std::size_t first, std::size_t count, std::size_t stream);
   void first_pages(std::size_t pool, std::size_t count, std::size_t stream);
   void adopt(Live live, const std::shared_ptr<Pool>& home, std::size_t stream);
@@ -204,6 +205,7 @@ class StreamWorld {
   void close_mempool(std::size_t region);
   void pin_part();
   void unpin_part();
+  void forget_pin();
   void launch_part(std::size_t stream);
   void checkpoint();
   void restore();
