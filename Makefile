@@ -32,6 +32,7 @@ test: ## everything that CI checks
 	@for variant in plain asan tsan; do scripts/cpp_tests build $$variant; done
 	@for variant in plain asan tsan; do scripts/cpp_tests run $$variant; done
 	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 $(ARGS)
+	@$(VENV_PYTHON) -m tests.standin -m tests.standin.suite $(ARGS)
 
 .PHONY: test-newest
 test-newest: ## the Python tests on host memory under the newest torch, in a venv under build/ (gigabytes)
@@ -80,6 +81,11 @@ asan: tools ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 tsan: tools ## C++ tests under ThreadSanitizer
 	@scripts/cpp_tests build tsan
 	@scripts/cpp_tests run tsan $(ARGS)
+
+.PHONY: adapter-test
+adapter-test: tools ## the GPU suite without a GPU, on a stand-in for CUDA over host memory (tests/standin)
+	@scripts/build_extension $(VENV_PYTHON)
+	@$(VENV_PYTHON) -m tests.standin -m tests.standin.suite $(ARGS)
 
 .PHONY: gpu-test
 gpu-test: ## the GPU suite, with the Python at hand (PYTHON=python3); fetches nothing
