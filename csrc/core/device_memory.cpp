@@ -311,6 +311,8 @@ void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size
 
 std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
   Budget& group = pool.group();
+  // What pools that have closed still have to give is not this one's.
+  if (has_ended_.load(std::memory_order_relaxed)) settle(/*wait=*/true);
   const std::size_t shelved = store_.shelved_bytes(group);
   if (pool.is_part()) {
     pool.shed(keep);

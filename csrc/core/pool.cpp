@@ -423,7 +423,12 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   if (!is_behind(tag, shortage)) return 0;
   for (std::size_t at = offset; at < offset + size;) {
     const Block* free = large_.free_covering(at);
-    if (free == nullptr) throw AlreadyMappedError(at, kBlockAlignment, "pool '" + name_ + "': " + format_hex(address));
+    // What is free of another stream's is still its graphs'.
+    const bool is_graphs = free != nullptr && pinned_ && free->tag != tag && free->tag != kNeutral;
+    if (free == nullptr || is_graphs) {
+      throw AlreadyMappedError(at, kBlockAlignment,
+                               "pool '" + name_ + "': " + format_hex(address) + (is_graphs ? ", by a graph" : ""));
+    }
     at = free->end();
   }
   Request request;

@@ -88,7 +88,8 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
     give_up_spare_slabs();
     found = find_spot(request, &offset);
   }
-  if (!found) {
+  // Not where graphs use what is free whenever they are replayed.
+  if (!found && !pinned_) {
     if (!adopt_free_space(request.tag, shortage)) return nullptr;
     if (request.where == Request::Where::best_fit) {
       if (Block* block = take_backed(request)) return block;

@@ -92,6 +92,24 @@ TEST(Pinned, MemoryNeitherMovesNorLeaves) {
   EXPECT_EQ(lab.allocate(*part, 16 * kMiB), block) << "in the pool it is used again";
 }
 
+TEST(Pinned, AnotherStreamNeverGetsWhatGraphsMayUse) {
+  Lab lab;
+  const auto model = lab.pool(Lab::spec("a"));
+  PoolSpec few = Lab::spec("a (1, 0)");
+  few.capacity = 8 * kMiB;
+  few.model = model;
+  few.region = kGraph;
+  const auto part = lab.pool(few);
+  part->pin();
+  const Address block = lab.leave_idle(*part, 8 * kMiB, kOne);  // all of its addresses
+  EXPECT_THROW(lab.allocate(*part, kPage, kTwo), OutOfMemoryError);
+  EXPECT_THROW(lab.memory().allocate_at(*part, block, kPage, kTwo), AlreadyMappedError);
+  EXPECT_EQ(lab.allocate(*part, 8 * kMiB, kOne), block);
+  lab.free(block);
+  part->unpin();
+  EXPECT_EQ(lab.allocate(*part, 8 * kMiB, kTwo), block);
+}
+
 TEST(Pinned, GrowsByFreshChunksOnly) {
   Lab lab;
   const auto other = lab.pool("b");

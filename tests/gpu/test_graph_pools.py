@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.gpu.conftest import Busy, Stopwatch
+from tests.gpu.conftest import Busy
 from tests.gpu.memory import bytes_in, places, segments_of, settle
 from tests.gpu.native import both
 from tests.gpu.patterns import intact, queue_check, queue_stamp
@@ -149,8 +149,8 @@ def test_a_graph_outlives_the_end_of_its_model(make_shared: MakeShared) -> None:
 # -- Growth ------------------------------------------------------------------------------------------------------------
 
 
-def grow_at_the_limit(make_shared: MakeShared, during: Callable[[], None]) -> float:
-    """A capture that needs what another model has just left idle, at the limit; ms that its growth took."""
+def grow_at_the_limit(make_shared: MakeShared, during: Callable[[], None]) -> None:
+    """A capture that needs what another model has just left idle, at the limit."""
     shared = make_shared(96 * MIB)
     giver, taker = shared.register_model("giver"), shared.register_model("taker")
     with taker:
@@ -163,8 +163,7 @@ def grow_at_the_limit(make_shared: MakeShared, during: Callable[[], None]) -> fl
         small = x + 1
         during()
         held.clear()
-        with Stopwatch() as watch:
-            large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         queue_stamp(large, 3)
         out = small + 1
     graph.replay()
@@ -177,23 +176,23 @@ def grow_at_the_limit(make_shared: MakeShared, during: Callable[[], None]) -> fl
         bytes_in(giver, 64 * MIB)
     del large, out, small, graph
     assert intact(queue_stamp(bytes_in(giver, 64 * MIB), 4), 4)
-    return watch.ms
 
 
 def test_a_capture_takes_what_another_model_left_idle_at_the_limit(make_shared: MakeShared) -> None:
     grow_at_the_limit(make_shared, lambda: None)
 
 
-@pytest.mark.alone  # it measures time
 @pytest.mark.no_memcheck
-def test_a_capture_that_grows_at_the_limit_waits_for_nobody(make_shared: MakeShared, busy: Busy) -> None:
+def test_a_capture_that_grows_at_the_limit_waits_for_whoever_may_be_reading(
+    make_shared: MakeShared, busy: Busy
+) -> None:
     stranger = other_stream()
 
     def work_elsewhere() -> None:
         with torch.cuda.stream(stranger):
-            busy(300)
+            busy(50)
 
-    assert grow_at_the_limit(make_shared, work_elsewhere) < 100
+    grow_at_the_limit(make_shared, work_elsewhere)
 
 
 # -- Thousands of replays ----------------------------------------------------------------------------------------------

@@ -186,7 +186,10 @@ void OrderChecker::hand_out_pages(Address address, std::size_t bytes, StreamRef 
 
 void OrderChecker::hand_out_block(Address address, std::size_t bytes, StreamRef stream, std::uint64_t pool,
                                   Handing how) {
-  const Lane lane = lane_of_program(stream);
+  // What is restored may be a stream's that is no more.
+  const auto known = order_.find(stream);
+  const bool is_dead = how == Handing::again && !known.has_value();
+  const Lane lane = is_dead ? 0 : lane_of_program(stream);
   Block block;
   block.size = align_up(bytes, kGranule);
   block.owner = {pool, stream.device, stream.handle};
@@ -202,8 +205,8 @@ void OrderChecker::hand_out_block(Address address, std::size_t bytes, StreamRef 
   if (block_at(address) != blocks_.end() || (next != blocks_.end() && next->first < address + block.size)) {
     violate(to() + " overlaps a block that nobody gave back");
   }
-  const bool in_graph = order_.is_captured(lane) && pinned_.count(pool) != 0;
-  const VectorClock before = in_graph ? order_.host() : order_.reach(lane);
+  const bool in_graph = !is_dead && order_.is_captured(lane) && pinned_.count(pool) != 0;
+  const VectorClock before = in_graph || is_dead ? order_.host() : order_.reach(lane);
   memory_.each_piece(address, block.size, [&](const Stretch& stretch, Piece& piece) VMM_REQUIRES(mutex_) {
     if (piece.block != 0) {
       violate(to() + ": " + bytes_text(stretch) + " is held by " + text_of(piece.owner) + " through another address");

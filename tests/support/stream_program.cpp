@@ -15,8 +15,8 @@ using Kind = StreamOp::Kind;
 
 // One name a line would be a page.
 // clang-format off
-constexpr std::array<const char*, 43> kKindNames = {
-    "allocate", "free", "use", "record_stream", "pages", "first_pages", "wait", "create_stream", "destroy_stream",
+constexpr std::array<const char*, 46> kKindNames = {
+    "allocate", "allocate_at", "free", "use", "record_stream", "pages", "first_pages", "hold", "unhold", "wait", "create_stream", "destroy_stream",
     "run", "run_all", "drift", "trim", "empty_cache", "settle", "pool_limit", "group_limit", "close_pool",
     "close_group", "fail_call", "begin_capture", "join_capture", "invalidate_capture", "end_capture", "launch",
     "drop_graph", "open_mempool", "enter_mempool", "leave_mempool", "close_mempool", "pin", "unpin", "launch_part",

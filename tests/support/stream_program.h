@@ -21,11 +21,14 @@ struct StreamOp {
     // Blocks, by number among those that are live now, the oldest first; from
     // kNewest on counted from the other end.
     allocate,       // a: pool, b: bytes, c: stream
+    allocate_at,    // a: pool, b: bytes, c: stream, d: where, in half pages
     free,           // a: block, b: 1 by the other thread, c: of explicit pages only the first c (0: all)
     use,            // a: block, b: stream, c: kUse... flags
     record_stream,  // a: block, b: stream
     pages,          // a: pool, b: first page, c: pages more than one, d: stream
     first_pages,    // a: pool, b: pages more than one, c: stream
+    hold,           // a: block: a tensor shows these pages; they outlive their pool
+    unhold,         // a: block
     // Streams
     wait,            // a: stream that waits, b: for which
     create_stream,   // a: stream
@@ -41,7 +44,9 @@ struct StreamOp {
     group_limit,  // b: bytes
     close_pool,   // a: pool: closed by force and made anew, b: 1 while its tensors live
     close_group,  // b: 1 while tensors live
-    fail_call,    // a: how many calls from now, b: 1 out of memory, 2 another error
+    // a: how many calls from now, b: 1 out of memory, 2 another error, 3 from now on
+    // every record and 4 the next fill, by another error; 0: nothing fails any more
+    fail_call,
     // Captures and graphs. Region 0: nobody announces the capture.
     begin_capture,       // a: graph, b: stream, c: region, d: 1: CUDA refuses, after torch has announced it
     join_capture,        // a: graph, b: stream

@@ -15,6 +15,7 @@ constexpr std::size_t kPage = 2 * kMiB;
 constexpr std::size_t kDeviceBytes = 160 * kMiB;
 constexpr std::size_t kGroupLimit = 64 * kMiB;
 constexpr std::size_t kCapacity = 256 * kMiB;
+constexpr std::size_t kFewAddresses = 32 * kMiB;  // where streams soon get in each other's way
 
 Stream handle(std::uintptr_t value) { return reinterpret_cast<Stream>(value); }
 
@@ -31,22 +32,30 @@ std::string model_name(std::size_t pool) { return "model" + std::to_string(pool)
 
 const std::array<StreamSlot, kStreamSlots>& stream_slots() {
   using Kind = StreamSlot::Kind;
-  static const std::array<StreamSlot, kStreamSlots> kSlots = {{
-      {"default", nullptr, 0, Kind::standard},
-      {"torch 1", handle(0x110), 0, Kind::own},
-      {"torch 2", handle(0x120), 0, Kind::own},
-      {"torch 3", handle(0x130), 0, Kind::own},
-      {"torch 4", handle(0x140), 0, Kind::own},
-      {"per-thread", kPerThread, 0, Kind::per_thread},
-      {"per-thread of the other", kPerThread, 0, Kind::of_other_thread},
-      {"foreign blocking 1", handle(0x910), 0, Kind::blocking},
-      {"foreign blocking 2", handle(0x920), 0, Kind::blocking},
-      {"foreign 1", handle(0xA10), 0, Kind::non_blocking},
-      {"foreign 2", handle(0xA20), 0, Kind::non_blocking},
-      {"default of the peer", nullptr, 1, Kind::standard},
-      {"torch 1 of the peer", handle(0x210), 1, Kind::own},
-      {"torch 2 of the peer", handle(0x220), 1, Kind::own},
-  }};
+  static const std::array<StreamSlot, kStreamSlots> kSlots = [] {
+    const std::array<StreamSlot, kNamedStreams> named = {{
+        {"default", nullptr, 0, Kind::standard},
+        {"torch 1", handle(0x110), 0, Kind::own},
+        {"torch 2", handle(0x120), 0, Kind::own},
+        {"torch 3", handle(0x130), 0, Kind::own},
+        {"torch 4", handle(0x140), 0, Kind::own},
+        {"per-thread", kPerThread, 0, Kind::per_thread},
+        {"per-thread of the other", kPerThread, 0, Kind::of_other_thread},
+        {"foreign blocking 1", handle(0x910), 0, Kind::blocking},
+        {"foreign blocking 2", handle(0x920), 0, Kind::blocking},
+        {"foreign 1", handle(0xA10), 0, Kind::non_blocking},
+        {"foreign 2", handle(0xA20), 0, Kind::non_blocking},
+        {"default of the peer", nullptr, 1, Kind::standard},
+        {"torch 1 of the peer", handle(0x210), 1, Kind::own},
+        {"torch 2 of the peer", handle(0x220), 1, Kind::own},
+    }};
+    std::array<StreamSlot, kStreamSlots> slots;
+    std::copy(named.begin(), named.end(), slots.begin());
+    for (std::size_t k = 0; k < kCrowd; ++k) {
+      slots.at(kNamedStreams + k) = {"torch's of the crowd " + std::to_string(k), handle(0x1000 + k), 0, Kind::own};
+    }
+    return slots;
+  }();
   return kSlots;
 }
 
@@ -135,6 +144,8 @@ void StreamWorld::step(const StreamOp& op) {
   switch (op.kind) {
     case Kind::allocate:
       return allocate(op.a % kPoolSlots, op.b, op.c % kStreamSlots);
+    case Kind::allocate_at:
+      return allocate_at(op.a % kPoolSlots, op.b, op.c % kStreamSlots, op.d);
     case Kind::free:
       if (!live_.empty()) free_block(block, op.b == 1, op.c);
       return;
@@ -148,6 +159,12 @@ void StreamWorld::step(const StreamOp& op) {
       return pages(op.a % kPoolSlots, op.b, op.c, op.d % kStreamSlots);
     case Kind::first_pages:
       return first_pages(op.a % kPoolSlots, op.b, op.c % kStreamSlots);
+    case Kind::hold:
+      if (!live_.empty()) hold(block);
+      return;
+    case Kind::unhold:
+      if (!live_.empty()) unhold(block);
+      return;
     case Kind::wait:
       if (may_work(op.a % kStreamSlots) && may_work(op.b % kStreamSlots)) {
         wait(op.a % kStreamSlots, point(op.b % kStreamSlots));
@@ -189,7 +206,7 @@ void StreamWorld::step(const StreamOp& op) {
     case Kind::close_group:
       return close_group(op.b == 1);
     case Kind::fail_call:
-      return fail_call(op.a, op.b == 1);
+      return fail_call(op.a, op.b);
     case Kind::begin_capture:
       return begin_capture(op.a % kGraphSlots, op.b % kStreamSlots, op.c % kRegions, op.d == 1);
     case Kind::join_capture:
@@ -320,10 +337,13 @@ void StreamWorld::destroy_stream(std::size_t number) {
   ++lives_[number];
 }
 
-void StreamWorld::fail_call(std::uint64_t n, bool out_of_memory) {
+void StreamWorld::fail_call(std::uint64_t n, std::uint64_t how) {
+  const Status error(StatusCode::driver_error, "scripted", 999, "SCRIPTED");
   scripted_.clear_failures();
-  scripted_.fail_nth_call(n + 1, out_of_memory ? Status(StatusCode::out_of_memory, "scripted")
-                                               : Status(StatusCode::driver_error, "scripted", 999, "SCRIPTED"));
+  if (how == 1) scripted_.fail_nth_call(n + 1, {StatusCode::out_of_memory, "scripted"});
+  if (how == 2) scripted_.fail_nth_call(n + 1, error);
+  if (how == 3) scripted_.fail_nth(Call::record, 1, error, Repeat::from_then_on);
+  if (how == 4) scripted_.fail_nth(Call::fill_async, 1, error);
 }
 
 // -- Pools
@@ -336,6 +356,7 @@ void StreamWorld::open(std::size_t pool) {
         ModelSpec spec;
         spec.virtual_capacity = kCapacity;
         if (pool == 1) spec.page_size = 2 * kPage;
+        if (pool == 2) spec.virtual_capacity = kFewAddresses;
         if (pool == 2) spec.floor = 2 * kPage;
         if (pool == 2) spec.priority = 1;
         pools_[pool] = group_->register_model(model_name(pool), spec);
@@ -345,7 +366,7 @@ void StreamWorld::open(std::size_t pool) {
       } else {
         PoolSpec spec;
         spec.name = "pool" + std::to_string(pool);
-        spec.capacity = kCapacity;
+        spec.capacity = pool == kPlainPool ? kFewAddresses : kCapacity;
         pools_[pool] = (pool == kPeerPool ? peer_memory_ : memory_)->create_pool(spec, nullptr);
       }
       return;
@@ -362,6 +383,9 @@ void StreamWorld::end_blocks_of(std::size_t pool, bool keeps_tensors) {
     Live& live = live_[k];
     if (live.pool != pool) {
       ++k;
+    } else if (live.held) {
+      live.pool = kPoolSlots;  // until it is let go of
+      ++k;
     } else if (live.pages) {
       owe(live, false);
       driver_.take_back_pages(live.address, live.size);
@@ -376,7 +400,8 @@ void StreamWorld::end_blocks_of(std::size_t pool, bool keeps_tensors) {
 }
 
 void StreamWorld::end_pool(std::size_t pool, bool keeps_tensors) {
-  if (pool == kPartOfPlain) unpin_part();
+  // It may end pinned: its graphs have gone with it.
+  if (pool == kPartOfPlain) forget_pin();
   end_blocks_of(pool, keeps_tensors);
   if (pool < kGroupPools) {
     group_->unregister_model(model_name(pool), /*force=*/true);

@@ -70,13 +70,15 @@ class OtherThread {
 
 // The streams of a program, by number. Operations name them modulo their count.
 struct StreamSlot {
-  const char* name = "";
+  std::string name;
   Stream handle = nullptr;
   int device = 0;
   enum class Kind : std::uint8_t { standard, own, per_thread, of_other_thread, blocking, non_blocking } kind;
   [[nodiscard]] bool is_foreign() const { return kind == Kind::blocking || kind == Kind::non_blocking; }
 };
-inline constexpr std::size_t kStreamSlots = 14;
+inline constexpr std::size_t kNamedStreams = 14;
+inline constexpr std::size_t kCrowd = 72;  // more of torch's own than a pool keeps a place for
+inline constexpr std::size_t kStreamSlots = kNamedStreams + kCrowd;
 const std::array<StreamSlot, kStreamSlots>& stream_slots();
 
 // Pools, by number: three models under one limit, a pool of its own, a part of
@@ -126,6 +128,7 @@ class StreamWorld {
     std::size_t owner = 0;  // stream slot
     bool pages = false;
     bool again = false;  // by a checkpoint
+    bool held = false;
     RegionPtr region;
     VectorClock born;    // whoever uses it comes after this
     VectorClock writes;  // by now
@@ -167,16 +170,19 @@ class StreamWorld {
   void end_blocks_of(std::size_t pool, bool keeps_tensors);
   void create_stream(std::size_t number);
   void destroy_stream(std::size_t number);
-  void fail_call(std::uint64_t n, bool out_of_memory);
+  void fail_call(std::uint64_t n, std::uint64_t how);
 
   // stream_world_blocks.cpp: blocks, and explicit pages
   void allocate(std::size_t pool, std::size_t bytes, std::size_t stream);
+  void allocate_at(std::size_t pool, std::size_t bytes, std::size_t stream, std::uint64_t where);
   void pages(std::size_t pool, std::size_t first, std::size_t count, std::size_t stream);
   void first_pages(std::size_t pool, std::size_t count, std::size_t stream);
   void adopt(Live live, const std::shared_ptr<Pool>& home, std::size_t stream);
   std::uint64_t number_of(const std::shared_ptr<Pool>& pool);
   void owe(const Live& live, bool by_other_thread);
   void free_block(std::size_t index, bool by_other_thread, std::size_t page_count);
+  void hold(std::size_t index);
+  void unhold(std::size_t index);
   void use_block(std::size_t index, std::size_t stream, std::uint64_t flags);
   void record_stream(std::size_t index, std::size_t stream);
 
@@ -199,6 +205,7 @@ class StreamWorld {
   void close_mempool(std::size_t region);
   void pin_part();
   void unpin_part();
+  void forget_pin();
   void launch_part(std::size_t stream);
   void checkpoint();
   void restore();

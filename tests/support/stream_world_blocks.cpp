@@ -40,8 +40,6 @@ void StreamWorld::adopt(Live live, const std::shared_ptr<Pool>& home, std::size_
 
 void StreamWorld::allocate(std::size_t pool, std::size_t bytes, std::size_t stream) {
   if (live_.size() >= kMostLive || !is_alive(stream) || slot(stream).device != pools_[pool]->device()) return;
-  // What is restored goes to the streams that had it: they must be there.
-  if (pool == kPartOfPlain && slot(stream).is_foreign()) return;
   Live live;
   live.size = bytes = std::max<std::size_t>(bytes, 1);
   live.pool = pool;
@@ -65,6 +63,22 @@ void StreamWorld::allocate(std::size_t pool, std::size_t bytes, std::size_t stre
   if (live.address != 0) adopt(std::move(live), home, stream);
 }
 
+void StreamWorld::allocate_at(std::size_t pool, std::size_t bytes, std::size_t stream, std::uint64_t where) {
+  if (live_.size() >= kMostLive || !is_alive(stream) || slot(stream).device != pools_[pool]->device()) return;
+  Live live;
+  live.size = std::max<std::size_t>(bytes, 1);
+  live.pool = pool;
+  const Address at = pools_[pool]->base() + where * kMiB % pools_[pool]->capacity();
+  on_thread_of(stream, [&] {
+    try {
+      live.address = memory_of(pools_[pool]->device()).allocate_at(*pools_[pool], at, live.size, slot(stream).handle);
+    } catch (const VmmError&) {
+      // Taken, beyond the end, or no memory.
+    }
+  });
+  if (live.address != 0) adopt(std::move(live), pools_[pool], stream);
+}
+
 void StreamWorld::pages(std::size_t pool, std::size_t first, std::size_t count, std::size_t stream) {
   if (pool == kPartOfPlain || !is_alive(stream) || slot(stream).device != pools_[pool]->device()) return;
   const std::size_t page = pools_[pool]->page_size();
@@ -74,8 +88,10 @@ void StreamWorld::pages(std::size_t pool, std::size_t first, std::size_t count, 
   live.pages = true;
   on_thread_of(stream, [&] {
     try {
-      live.address = memory_of(pools_[pool]->device())
-                         .allocate_pages(*pools_[pool], first % 32 * page, live.size, slot(stream).handle);
+      live.address =
+          memory_of(pools_[pool]->device())
+              .allocate_pages(*pools_[pool], first % std::min<std::size_t>(32, pools_[pool]->capacity() / page) * page,
+                              live.size, slot(stream).handle);
     } catch (const VmmError&) {
       // Taken, or no memory.
     }
@@ -112,7 +128,34 @@ void StreamWorld::owe(const Live& live, bool by_other_thread) {
   }
 }
 
+void StreamWorld::hold(std::size_t index) {
+  Live& live = live_[index];
+  const auto home = live.home.lock();
+  if (!live.pages || live.held || home == nullptr) return;
+  home->hold_pages(live.address - home->base(), live.size);
+  live.held = true;
+}
+
+// What its pool left when it was closed by force ends here.
+void StreamWorld::unhold(std::size_t index) {
+  if (!live_[index].held) return;
+  live_[index].held = false;
+  const Live live = live_[index];
+  const auto home = live.home.lock();
+  if (home->is_retired()) {
+    owe(live, false);
+    live_.erase(live_.begin() + static_cast<std::ptrdiff_t>(index));
+    driver_.take_back_pages(live.address, live.size);
+  }
+  memory_of(home->device()).unhold_pages(*home, live.address - home->base(), live.size);
+}
+
 void StreamWorld::free_block(std::size_t index, bool by_other_thread, std::size_t page_count) {
+  if (live_[index].held) {
+    const std::uint64_t number = live_[index].number;
+    unhold(index);
+    if (index >= live_.size() || live_[index].number != number) return;
+  }
   const Live live = live_[index];
   owe(live, by_other_thread);
   const auto home = live.home.lock();

@@ -208,12 +208,17 @@ void StreamWorld::pin_part() {
   pools_[kPartOfPlain]->pin();
 }
 
-void StreamWorld::unpin_part() {
+void StreamWorld::forget_pin() {
   if (!part_is_pinned_) return;
   part_is_pinned_ = false;
   part_work_.nodes.clear();
   saved_.reset();
   driver_.unpin(number_of(pools_[kPartOfPlain]));
+}
+
+void StreamWorld::unpin_part() {
+  if (!part_is_pinned_) return;
+  forget_pin();
   pools_[kPartOfPlain]->unpin();
 }
 
