@@ -18,7 +18,7 @@ VMM_SEED ?=
 
 .PHONY: help
 help: ## this list
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 .PHONY: demo
 demo: build ## three models in three pools under one limit, on the GPU or on host memory
@@ -32,6 +32,7 @@ test: ## everything that CI checks
 	@for variant in plain asan tsan; do scripts/cpp_tests build $$variant; done
 	@for variant in plain asan tsan; do scripts/cpp_tests run $$variant; done
 	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 $(ARGS)
+	@$(VENV_PYTHON) -m tests.standin -m tests.standin.suite $(ARGS)
 
 .PHONY: test-newest
 test-newest: ## the Python tests on host memory under the newest torch, in a venv under build/ (gigabytes)
@@ -44,7 +45,7 @@ build: ## the extension, in place, for .venv
 	@scripts/build_extension $(VENV_PYTHON)
 
 .PHONY: tools
-tools:
+tools: ## what tests and linters need, in .venv
 	@scripts/bootstrap test
 
 .PHONY: format
@@ -81,6 +82,11 @@ tsan: tools ## C++ tests under ThreadSanitizer
 	@scripts/cpp_tests build tsan
 	@scripts/cpp_tests run tsan $(ARGS)
 
+.PHONY: adapter-test
+adapter-test: tools ## the GPU suite without a GPU, on a stand-in for CUDA over host memory (tests/standin)
+	@scripts/build_extension $(VENV_PYTHON)
+	@$(VENV_PYTHON) -m tests.standin -m tests.standin.suite $(ARGS)
+
 .PHONY: gpu-test
 gpu-test: ## the GPU suite, with the Python at hand (PYTHON=python3); fetches nothing
 	@scripts/at_hand -m pytest tests/gpu $(ARGS)
@@ -112,6 +118,11 @@ soak: tools ## the random programs for SOAK_STEPS steps (10^7) each
 minors: ## compile the adapter against the headers of every supported torch
 	@scripts/bootstrap demo
 	@$(VENV_PYTHON) scripts/check_torch_minors.py $(ARGS)
+
+.PHONY: dist
+dist: build ## dist/: the sources, and a wheel for the torch in .venv (version +torchX.Y)
+	@$(VENV_PYTHON) setup.py --quiet sdist
+	@$(VENV_PYTHON) -m pip --quiet wheel --no-build-isolation --no-deps --no-index --wheel-dir dist .
 
 .PHONY: clean
 clean: ## remove what was built; .venv stays

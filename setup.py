@@ -71,6 +71,7 @@ SOURCES = [
     "csrc/core/options.cpp",
     "csrc/core/page_store.cpp",
     "csrc/core/pool.cpp",
+    "csrc/core/pool_free_space.cpp",
     "csrc/core/pool_growth.cpp",
     "csrc/core/pool_idle.cpp",
     "csrc/core/pool_checkpoint.cpp",
@@ -107,6 +108,7 @@ SOURCES = [
     "csrc/torch_adapter/ipc_descriptors.cpp",
     "csrc/torch_adapter/ipc_exports.cpp",
     "csrc/torch_adapter/ipc_handle.cpp",
+    "csrc/torch_adapter/out_of_memory.cpp",
     "csrc/torch_adapter/provided_memory.cpp",
     "csrc/torch_adapter/routing.cpp",
     "csrc/torch_adapter/runtime.cpp",
@@ -132,6 +134,28 @@ def version() -> str:
     found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     assert found, "torch_vmm/version.py has no __version__"
     return found.group(1)
+
+
+def distribution_version() -> str:
+    """Of a wheel it names the torch minor that it is good for; sources are good for all."""
+    return version() if "sdist" in sys.argv else f"{version()}+torch{TORCH_MAJOR}.{TORCH_MINOR}"
+
+
+# Read where the package is installed: <prefix>/share/doc/torch_vmm.
+DOCS = {
+    "Guide": "docs/guide.md",
+    "Functions of torch": "docs/torch.md",
+    "Design": "docs/design.md",
+    "Contributing": "CONTRIBUTING.md",
+}
+
+
+def doc_files() -> list[tuple[str, list[str]]]:
+    """Where the docs are installed to, in the same folders as here, so that their links hold."""
+    folders: dict[str, list[str]] = {}
+    for path in ["README.md", "LICENSE", *DOCS.values()]:
+        folders.setdefault(str(Path("share/doc/torch_vmm") / Path(path).parent), []).append(path)
+    return list(folders.items())
 
 
 def compile_flags() -> list[str]:
@@ -191,6 +215,9 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 setup(
+    version=distribution_version(),
+    project_urls=DOCS,
+    data_files=doc_files(),
     ext_modules=[extension()],
     cmdclass={"build_ext": BuildExtension},
     install_requires=[f"torch=={TORCH_MAJOR}.{TORCH_MINOR}.*"],

@@ -22,7 +22,7 @@ from . import allocators, loops, machine
 from .measurement import Answer, Measurement, Result, Row
 
 _FOLDER = Path(__file__).resolve().parent
-_NAMES = {"cuda": ("driver_ops", "hot_path", "cold_path", "observed", "training"), "cpu": ("host_path",)}
+_NAMES = {"cuda": ("driver_ops", "hot_path", "cold_path", "hand_over", "observed", "training"), "cpu": ("host_path",)}
 _ANSWER = "BENCHMARK RESULT "
 _TIMEOUT_S = 300
 

@@ -3,8 +3,9 @@
 Each script runs in a process of its own, as ``__main__``, from its first line
 to the interpreter's end, without the seconds that importing torch takes. The
 server itself has used neither. tests/helpers.py talks to it: a line of JSON
-with ``code``, ``environment``, ``stdout``, ``stderr`` (paths) and ``timeout``
-(seconds) comes in, a line with the exit code (negative: the signal) goes out.
+with ``code``, ``environment``, ``stdout`` and ``stderr`` (paths) comes in, a
+line with the child's process id goes out; a line with ``wait`` (that id) and
+``timeout`` (seconds) is answered by its exit code (negative: the signal).
 """
 
 import gc
@@ -56,10 +57,13 @@ def become(request: dict) -> str:
 script = ""
 for line in sys.stdin:
     request = json.loads(line)
+    if "wait" in request:
+        print(wait(request["wait"], request["timeout"]), flush=True)
+        continue
     if (child := os.fork()) == 0:
         script = become(request)
         break
-    print(wait(child, request["timeout"]), flush=True)
+    print(child, flush=True)
 
 if script:
     # Nothing of the server is left in the script's globals.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,32 @@ def _server() -> subprocess.Popen[str]:
     )
 
 
+class Forked:
+    """``code`` in a process forked from one that has imported torch and torch_vmm (tests/fork_server.py)."""
+
+    def __init__(self, code: str, environment: Mapping[str, str]) -> None:
+        self._code = code
+        self._status: int | None = None
+        self._folder = tempfile.TemporaryDirectory()
+        self.out, self.err = Path(self._folder.name, "stdout"), Path(self._folder.name, "stderr")
+        self.pid = self._ask(code=code, environment=dict(environment), stdout=str(self.out), stderr=str(self.err))
+
+    @staticmethod
+    def _ask(**request: object) -> int:
+        server = _server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        return int(server.stdout.readline())
+
+    def wait(self, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Its end; killed after ``timeout`` seconds."""
+        if self._status is None:
+            self._status = self._ask(wait=self.pid, timeout=timeout)
+        return subprocess.CompletedProcess([self._code], self._status, self.out.read_text(), self.err.read_text())
+
+
 def python(
     code: str, *, fresh: bool = False, timeout: float = 120, **environment: str
 ) -> subprocess.CompletedProcess[str]:
@@ -95,16 +122,7 @@ def python(
             text=True,
             timeout=timeout,
         )
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "stdout"), Path(folder, "stderr")
-        request = {"code": code, "environment": environment, "stdout": str(out), "stderr": str(err), "timeout": timeout}
-        server = _server()
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        status = int(server.stdout.readline())
-        return subprocess.CompletedProcess([code], status, out.read_text(), err.read_text())
+    return Forked(code, environment).wait(timeout)
 
 
 def run(code: str, *, fresh: bool = False, timeout: float = 120, **environment: str) -> str:

@@ -83,6 +83,7 @@ def last_refusal(kind: _Kind, ordinal: int = 0) -> _Refusal | None:
 class Device:
     """All pools of one device, and what they hold together."""
 
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
     @property
     def kind(self) -> _Kind: ...
     @property
@@ -168,6 +169,7 @@ class MemoryStats:
     ``physical_usage == allocated_bytes + idle_bytes + stranded_bytes + quarantined_bytes``
     """
 
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
     @property
     def virtual_capacity(self) -> int: ...
     @property
@@ -194,6 +196,7 @@ class MemoryStats:
 class Pool:
     """One model's memory. The same object comes back for the same pool while anyone holds it."""
 
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
     @property
     def key(self) -> int:
         """Identity: equal for two handles of one pool, unique while a handle lives."""
@@ -293,6 +296,7 @@ class Pool:
 class GlobalMemoryStats:
     """The same for a SharedMemoryPool, over its models and its share of the page store, in bytes."""
 
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
     @property
     def physical_limit(self) -> int: ...
     @property
@@ -503,6 +507,8 @@ def allocator() -> CUDAAllocator:
 @final
 class ModelContext:
     """One stay in a model, from :func:`enter` to :func:`leave`."""
+
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
 
 def enter(pool: Pool) -> ModelContext:
     """From now on tensors made by this thread, and by the backward() that it calls, belong to ``pool``.

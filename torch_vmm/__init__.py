@@ -11,12 +11,12 @@
 Everything but the GPU itself also works with ``device="cpu"``.
 """
 
-# torch first: it loads the libraries and registers the types that the extension builds on.
-import torch as _torch  # noqa: F401
-
 from torch_vmm import _build_check
 
 _build_check.check()
+
+# torch first: it loads the libraries and registers the types that the extension builds on.
+import torch as _torch  # noqa: F401
 
 from torch_vmm._C import AccessFlags, MappingRecord, PhysicalAllocation, VirtualAddressRange
 from torch_vmm.errors import (

@@ -1,9 +1,16 @@
-"""``python -m torch_vmm demo`` shows three models in three pools; ``info`` says what there is to work with."""
+"""``torch-vmm demo`` shows three models in three pools; ``torch-vmm info`` says what there is to work with.
+
+``python -m torch_vmm`` is the same.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import os
 import sys
+from typing import Any
 
 import torch
 
@@ -12,27 +19,56 @@ from torch_vmm import _C
 from torch_vmm.demo import run as demo
 from torch_vmm.sizes import to_bytes
 
+INTERRUPTED = 130  # as a shell reports it
+_CLOSED_PIPE = 141
+
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m torch_vmm", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(prog="torch-vmm", description=__doc__.split("\n")[0].replace("``", ""))
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,info}")
 
     shows = commands.add_parser("demo", help="three real models in three pools under one limit")
     shows.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU where there is one")
     shows.add_argument("--plain", action="store_true", help="plain lines, in a terminal too")
-    shows.add_argument("--seconds", type=float, metavar="N", help="of work, without start-up; default 36, on a GPU 25")
+    shows.add_argument(
+        "--seconds",
+        type=_seconds,
+        metavar="N",
+        help="of work, without start-up; by default 36, on a GPU 25, or as long as learning needs",
+    )
     shows.add_argument("--limit", type=_size, metavar="SIZE", help='such as "600MiB"; default: 60 %% of what all need')
+    # For tests: as without --seconds, in less time; and a training that learns nothing.
+    shows.add_argument("--least-steps", action="store_true", help=argparse.SUPPRESS)
     shows.add_argument("--learning-rate-scale", type=float, default=1.0, help=argparse.SUPPRESS)
 
-    commands.add_parser("info", help="devices, driver, granularity and options")
+    tells = commands.add_parser("info", help="devices, driver, granularity and options")
+    tells.add_argument("--json", action="store_true", help="as one JSON object, sizes in bytes")
     return parser
+
+
+def _version() -> str:
+    return f"torch_vmm {torch_vmm.__version__}, built for torch {_C.built_for_torch}; running torch {torch.__version__}"
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 24 * 3600:
+        raise argparse.ArgumentTypeError(f"{text!r}: give seconds, above 0 and up to a day")
+    return seconds
 
 
 def _size(text: str) -> int:
     try:
-        return to_bytes(text, "--limit")
+        size = to_bytes(text, "--limit")
     except torch_vmm.InvalidArgumentError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--limit=")) from error
+    if size == 0:
+        raise argparse.ArgumentTypeError("'0': models need some memory")
+    return size
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -40,6 +76,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     settings = demo.Settings(
         device=device,
         seconds=demo.DEFAULT_SECONDS[device] if arguments.seconds is None else arguments.seconds,
+        least_steps=arguments.seconds is None or arguments.least_steps,
         limit=arguments.limit,
         plain=arguments.plain,
         learning_rate_scale=arguments.learning_rate_scale,
@@ -47,31 +84,83 @@ def _demo(arguments: argparse.Namespace) -> int:
     return demo.run(settings)
 
 
-def _info() -> int:
-    print(f"torch_vmm {torch_vmm.__version__}, built for torch {_C.built_for_torch}; running {torch.__version__}")
+def _gather() -> dict[str, Any]:
+    """What ``info`` tells; sizes in bytes."""
+    no_gpu = None
     try:
         gpus = [_C.device("cuda", ordinal) for ordinal in range(_C.device_count("cuda"))]
         if not gpus:
-            print("no GPU: no CUDA driver, or none of its devices is visible")
+            _C.device("cuda")  # says why
     except torch_vmm.NotAvailableError as error:
-        gpus = []
-        print(f"no GPU: {error}")
+        gpus, no_gpu = [], str(error)
+    devices = []
     for device in [*gpus, _C.device("cpu")]:
         free, total = device.memory_info()
-        print(
-            f"{device.kind}:{device.ordinal}  {device.name}, {_C.format_bytes(total)} ({_C.format_bytes(free)} free), "
-            f"granularity {_C.format_bytes(device.granularity)}"
+        devices.append(
+            {
+                "device": f"{device.kind}:{device.ordinal}",
+                "name": device.name,
+                "total_bytes": total,
+                "free_bytes": free,
+                "granularity": device.granularity,
+            }
         )
+    options = [
+        {
+            "variable": variable,
+            "unit": unit,
+            "default": default,
+            "value": os.environ.get(variable),
+            "sentence": sentence,
+        }
+        for _, variable, default, unit, sentence in _C.option_table()
+    ]
+    return {
+        "version": torch_vmm.__version__,
+        "built_for_torch": _C.built_for_torch,
+        "torch": torch.__version__,
+        "devices": devices,
+        "no_gpu": no_gpu,
+        "options": options,
+    }
+
+
+def _info(as_json: bool) -> int:
+    told = _gather()
+    if as_json:
+        print(json.dumps(told, indent=2))
+        return 0
+    print(_version())
+    if told["no_gpu"] is not None:
+        print(told["no_gpu"])
+    for device in told["devices"]:
+        total, free, grain = (_C.format_bytes(device[key]) for key in ("total_bytes", "free_bytes", "granularity"))
+        print(f"{device['device']}  {device['name']}, {total} ({free} free), granularity {grain}")
     print("\noptions (set in the environment):")
-    for _, variable, default, unit, sentence in _C.option_table():
-        print(f"  {variable} [{unit}, default {default}]\n      {sentence}")
+    for option in told["options"]:
+        value = "" if option["value"] is None else f"; now {option['value']}"
+        print(f"  {option['variable']} [{option['unit']}, default {option['default']}{value}]")
+        print(f"      {option['sentence']}")
     return 0
 
 
 def main() -> int:
     """Run the command line; returns the exit status."""
     arguments = _parser().parse_args()
-    return _demo(arguments) if arguments.command == "demo" else _info()
+    try:
+        status = _demo(arguments) if arguments.command == "demo" else _info(arguments.json)
+        sys.stdout.flush()
+    except torch_vmm.VmmError as error:
+        print(f"torch-vmm: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ntorch-vmm: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; nothing is left to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
+    return status
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
+import sys
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent
@@ -29,10 +30,32 @@ def extension_path(folder: Path = _FOLDER) -> Path | None:
     return None
 
 
-def check(folder: Path = _FOLDER, running: str | None = None) -> None:
+def check() -> None:
     """Refuse to go on with an extension that is missing or was built for another torch.
 
     Call it before the first import of ``torch_vmm._C``.
+
+    Raises:
+        ImportError: says what was found, what is needed, and how to build.
+        SystemExit: the same, where this is the command line: nobody wants its traceback.
+    """
+    try:
+        require_fitting()
+    except ImportError as error:
+        if _is_command_line():
+            sys.exit(f"torch-vmm: {error}")
+        raise
+
+
+def _is_command_line() -> bool:
+    """Is this ``python -m torch_vmm`` or the console script?"""
+    words = sys.orig_argv
+    as_module = "-m" in words and words[words.index("-m") + 1 :][:1] == ["torch_vmm"]
+    return as_module or Path(sys.argv[0]).name == "torch-vmm"
+
+
+def require_fitting(folder: Path = _FOLDER, running: str | None = None) -> None:
+    """The same for any folder and torch.
 
     Args:
         folder: where the extension is; the package's own folder.

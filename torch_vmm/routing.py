@@ -11,7 +11,7 @@ import torch
 from torch_vmm import _C, _decorate, shared_pools
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Carried, Stays
-from torch_vmm.devices import Device, to_device
+from torch_vmm.devices import Device, DeviceKey, to_device
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.sizes import show, to_index, to_name
@@ -67,7 +67,7 @@ def library_path() -> str:
 
 
 # In lower case, as torch.no_grad is.
-class use_model(Guarded):  # noqa: N801
+class use_model(Guarded, guarded=True):  # noqa: N801
     """Tensors made inside belong to this model, those of ``backward()`` too.
 
     A context manager and a decorator. It nests; the inner one wins. A thread
@@ -89,6 +89,9 @@ class use_model(Guarded):  # noqa: N801
     """
 
     _instead_of_a_copy = "it is open on threads of this process; make another one, use_model(...) costs nothing"
+    _model: str | VirtualMemoryPool
+    _device: DeviceKey | None
+    _stays: Stays
 
     def __init__(self, model_id_or_pool: str | VirtualMemoryPool, device: Device = None) -> None:
         if not isinstance(model_id_or_pool, str | VirtualMemoryPool):

@@ -51,14 +51,14 @@ class SharedMemoryPool(Guarded, guarded=True):
     )
     _device: DeviceKey
     _handle: _C.SharedMemoryPool
-    _models: _Models
+    _models: ModelsView
 
     def __init__(self, physical_limit: Size, device: Device = "cuda") -> None:
         self._device = to_device(device)
         self._handle = _C.SharedMemoryPool(
             self._device.kind, self._device.ordinal, to_bytes(physical_limit, "physical_limit")
         )
-        self._models = _Models(self._handle, weakref.ref(self))
+        self._models = ModelsView(self._handle, weakref.ref(self))
         with _lock:
             _alive.add(self)
         weakref.finalize(self, _close_dropped, self._handle).atexit = False
@@ -243,8 +243,14 @@ class SharedMemoryPool(Guarded, guarded=True):
         return f"SharedMemoryPool({self.device}: {text})"
 
 
-class _Models(Mapping[str, VirtualMemoryPool]):
+class ModelsView(Guarded, Mapping[str, VirtualMemoryPool], guarded=True):
     """The models of one SharedMemoryPool. They keep it, so this must not."""
+
+    _instead_of_a_copy = (
+        "it shows the models that there are at this moment; dict(shared.models) keeps them in another one"
+    )
+    _handle: _C.SharedMemoryPool
+    _owner: weakref.ref[SharedMemoryPool]
 
     def __init__(self, handle: _C.SharedMemoryPool, owner: weakref.ref[SharedMemoryPool]) -> None:
         self._handle = handle

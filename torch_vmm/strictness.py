@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from torch_vmm import _C
+from torch_vmm._guarded import Guarded
 from torch_vmm.devices import Device, DeviceKey, to_device
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError
 
@@ -17,7 +18,7 @@ Action = Literal["raise", "warn", "off"]
 
 
 # In lower case, as torch.no_grad is.
-class strict:  # noqa: N801
+class strict(Guarded, guarded=True):  # noqa: N801
     """From now on a tensor made on this device outside every model raises, or warns.
 
     A function and a context manager: ``torch_vmm.strict()`` stays on until a
@@ -38,11 +39,16 @@ class strict:  # noqa: N801
         InvalidArgumentError: no device, or another action.
     """
 
+    _instead_of_a_copy = "it holds for this process; make another one, strict(...) costs nothing"
+    _device: DeviceKey
+    _action: Action
+    _depth: int
+
     def __init__(self, device: Device = "cuda", action: Action = "raise") -> None:
         if action not in ("raise", "warn", "off"):
             raise InvalidArgumentError(f'action={action!r}: give "raise", "warn" or "off"')
         self._device = to_device(device)
-        self._action: Action = action
+        self._action = action
         self._depth = 0
         count = torch.cuda.device_count() if self._device.kind == "cuda" else 1
         if action != "off" and _C.is_enabled(self._device.kind) and self._device.ordinal >= count:

@@ -95,11 +95,13 @@ void BlockHeap::set_free(Block* block, StreamTag tag, Epoch epoch) {
   block->tag = tag;
   block->epoch = epoch;
   block->requested = 0;
+  ++free_count_;
   index(tag).insert(block);
   if (by_offset_) free_nodes_.insert(free_, block);
 }
 
 void BlockHeap::clear_free(Block* block) {
+  --free_count_;
   index(block->tag).erase(block);
   if (by_offset_) free_nodes_.erase(free_, block);
 }
@@ -281,7 +283,8 @@ void BlockHeap::check() const {
       VMM_CHECK(fit != nullptr && fit->size == block->size, "best fit misses ", block->offset);
     }
   }
-  VMM_CHECK(!by_offset_ || free_seen == free_.size(), "free blocks: walked ", free_seen, ", indexed ", free_.size());
+  VMM_CHECK(free_seen == free_count_ && (!by_offset_ || free_seen == free_.size()), "free blocks: walked ", free_seen,
+            ", counted ", free_count_, ", indexed ", free_.size());
 }
 
 }  // namespace vmm

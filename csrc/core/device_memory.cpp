@@ -121,12 +121,22 @@ void DeviceMemory::watch_streams_of(Location who) {
 
 Status DeviceMemory::add_accessor(Location who) {
   watch_streams_of(who);  // before it can reach anything
-  const MutexLock lock(registry_mutex_);
-  if (std::find(accessors_.begin(), accessors_.end(), who) != accessors_.end()) return {};
-  for (const auto& pool : pools_) {
-    if (const Status status = pool->add_accessor(who); !status.ok()) return status;
+  const MutexLock lock(accessor_mutex_);
+  PoolList pools;
+  {
+    // In one step, so that it is in every pool made from now on.
+    const MutexLock registry_lock(registry_mutex_);
+    if (std::find(accessors_.begin(), accessors_.end(), who) != accessors_.end()) return {};
+    accessors_.push_back(who);
+    pools = pools_;
   }
-  accessors_.push_back(who);
+  for (const auto& pool : pools) {
+    const Status status = pool->add_accessor(who);
+    if (status.ok()) continue;
+    const MutexLock registry_lock(registry_mutex_);
+    std::erase(accessors_, who);
+    return status;
+  }
   return {};
 }
 
@@ -185,10 +195,13 @@ void DeviceMemory::bury_retired() {
       some_wait = true;
       continue;
     }
-    const MutexLock lock(registry_mutex_);
-    if (std::erase(pools_, pool) == 0) continue;
-    of_ended_pools_.add_totals(pool->statistics());
-    if (pool->is_part()) pool->model().inherit(pool->statistics());
+    const Statistics statistics = pool->statistics();
+    {
+      const MutexLock lock(registry_mutex_);
+      if (std::erase(pools_, pool) == 0) continue;
+      of_ended_pools_.add_totals(statistics);
+    }
+    if (pool->is_part()) pool->model().inherit(statistics);
   }
   if (!bury_groups()) some_wait = true;
   if (some_wait) has_ended_.store(true, std::memory_order_relaxed);
@@ -298,6 +311,8 @@ void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size
 
 std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
   Budget& group = pool.group();
+  // What pools that have closed still have to give is not this one's.
+  if (has_ended_.load(std::memory_order_relaxed)) settle(/*wait=*/true);
   const std::size_t shelved = store_.shelved_bytes(group);
   if (pool.is_part()) {
     pool.shed(keep);
@@ -384,24 +399,36 @@ void DeviceMemory::enforce_limits() {
 
 Statistics DeviceMemory::statistics() const {
   Statistics sum;
-  const MutexLock lock(registry_mutex_);
-  sum.add_totals(of_ended_pools_);
-  for (const auto& pool : pools_) sum.add_totals(pool->statistics());
+  PoolList pools;
+  {
+    const MutexLock lock(registry_mutex_);
+    sum.add_totals(of_ended_pools_);
+    pools = pools_;
+  }
+  for (const auto& pool : pools) sum.add_totals(pool->statistics());
   peaks_.fill_peaks(sum);
   return sum;
 }
 
 void DeviceMemory::reset_peaks() {
-  const MutexLock lock(registry_mutex_);
-  peaks_.reset_peaks();
-  of_ended_pools_.reset_peaks();
-  for (const auto& pool : pools_) pool->reset_peaks();
+  PoolList pools;
+  {
+    const MutexLock lock(registry_mutex_);
+    peaks_.reset_peaks();
+    of_ended_pools_.reset_peaks();
+    pools = pools_;
+  }
+  for (const auto& pool : pools) pool->reset_peaks();
 }
 
 void DeviceMemory::reset_accumulated() {
-  const MutexLock lock(registry_mutex_);
-  of_ended_pools_.reset_accumulated();
-  for (const auto& pool : pools_) pool->reset_accumulated();
+  PoolList pools;
+  {
+    const MutexLock lock(registry_mutex_);
+    of_ended_pools_.reset_accumulated();
+    pools = pools_;
+  }
+  for (const auto& pool : pools) pool->reset_accumulated();
 }
 
 Statistics DeviceMemory::statistics_of(const Pool& model) const {

@@ -3,11 +3,13 @@
 //
 // Lock order, top first; whoever holds one may only take those below it:
 //   DeviceMemory::reclaim_mutex_   one request at a time climbs the ladder
-//   DeviceMemory::registry_mutex_  the list of pools
+//   DeviceMemory::accessor_mutex_  one accessor at a time is given access
 //   Pool::mutex_                   one pool; several only by AllLocked (the last
 //                                  rung, group_stats), in order of registration
 //   Clock::mutex_                  ticks; then StreamPoint::mutex_, one point
 //   PageStore::mutex_              the shelves
+//   DeviceMemory::registry_mutex_  the list of pools; observers, called under a
+//                                  pool's lock, take it too
 //   DeviceStreams::mutex_, Peaks', AddressSpace's, the drivers'   leaves
 // Whoever holds a lock never calls Python and never waits for the GPU: whoever
 // has to, waits between two tries, with no lock held. The whole order, of all
@@ -38,9 +40,14 @@ using PoolList = std::vector<std::shared_ptr<Pool>>;
 class AllLocked {
  public:
   explicit AllLocked(const PoolList& pools) VMM_NO_THREAD_SAFETY_ANALYSIS : pools_(pools) {
-    for (const auto& pool : pools_) pool->mutex().lock();
+    for (const auto& pool : pools_) {
+      pool->mutex().lock();
+      Telling::locked_one_of_several(pool->stands_still());
+    }
+    Telling::locked_all();
   }
   ~AllLocked() VMM_NO_THREAD_SAFETY_ANALYSIS {
+    Telling::unlocks_all();
     for (auto it = pools_.rbegin(); it != pools_.rend(); ++it) (*it)->mutex().unlock();
   }
   AllLocked(const AllLocked&) = delete;
@@ -142,7 +149,7 @@ class DeviceMemory {
   void watch_streams_of(Location who);
   // `who` may read and write everything mapped here, now and later. Where it
   // fails it may be called again.
-  Status add_accessor(Location who) VMM_EXCLUDES(registry_mutex_);
+  Status add_accessor(Location who) VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
   // Called, with no lock held, when a request found nothing: frees what it can
   // (torch's registered free-memory callbacks); true if it did anything.
   void set_memory_callback(std::function<bool()> callback) { memory_callback_ = std::move(callback); }
@@ -224,6 +231,7 @@ class DeviceMemory {
   std::atomic<unsigned> tendings_{0};
 
   Mutex reclaim_mutex_;
+  Mutex accessor_mutex_;
   mutable Mutex registry_mutex_;
   PoolList pools_ VMM_GUARDED_BY(registry_mutex_);
   std::vector<Location> accessors_ VMM_GUARDED_BY(registry_mutex_);

@@ -2,8 +2,11 @@
 // under the pool's lock, so in the right order. It knows nobody who listens.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
+#include <vector>
 
 #include "base/units.h"
 #include "driver/driver.h"
@@ -28,9 +31,57 @@ class PoolObserver {
   PoolObserver(const PoolObserver&) = delete;
   PoolObserver& operator=(const PoolObserver&) = delete;
   virtual ~PoolObserver() = default;
-  // Called under the pool's lock: it must not call into any pool.
+  // Called under the pool's lock, for one event at a time in the whole process.
+  // It may look at pools (Pool::snapshot and what is const beside it), and must
+  // not call into any otherwise.
   virtual void on_event(const Pool& pool, PoolEvent event, Address address, std::size_t bytes,
                         Stream stream) noexcept = 0;
+};
+
+// Held while an observer is told, one in the whole process. An observer that
+// looks at a pool cannot wait for its lock: whoever has that may be waiting to
+// tell something too, or for the lock of the pool that tells. But such a pool
+// stands still then; its flag says so, and it may be read as it is.
+class Telling {
+ public:
+  using Flag = std::atomic<bool>;
+  explicit Telling(Flag& still) : still_(still) {
+    stand_still(true);
+    one_at_a_time_.lock();
+    ++depth_;
+  }
+  ~Telling() {
+    --depth_;
+    stand_still(false);
+    one_at_a_time_.unlock();
+  }
+  Telling(const Telling&) = delete;
+  Telling& operator=(const Telling&) = delete;
+  // The calling thread is in an observer.
+  static bool is_mine() { return depth_ != 0; }
+
+  // Of a thread that locks several pools: right after each, then after the last,
+  // and before the first is unlocked.
+  static void locked_one_of_several(Flag& still) {
+    still.store(true, std::memory_order_release);
+    beside_.push_back(&still);
+  }
+  static void locked_all() {
+    const std::lock_guard<std::recursive_mutex> nobody_looks(one_at_a_time_);
+    for (Flag* flag : beside_) flag->store(false, std::memory_order_relaxed);
+  }
+  static void unlocks_all() { beside_.clear(); }
+
+ private:
+  void stand_still(bool still) {
+    still_.store(still, std::memory_order_release);
+    for (Flag* flag : beside_) flag->store(still, std::memory_order_release);
+  }
+
+  Flag& still_;
+  static inline std::recursive_mutex one_at_a_time_;
+  static inline thread_local int depth_ = 0;
+  static inline thread_local std::vector<Flag*> beside_;  // of the pools that this thread has locked with it
 };
 
 }  // namespace vmm

@@ -2,6 +2,7 @@
 #include "core/pool.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "base/check.h"
 #include "base/errors.h"
@@ -59,7 +60,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
                            capacity_, 0, kMostCapacity, name_);
   }
   throw_if_failed(status, "reserving " + format_bytes(capacity_) + " of addresses for pool '" + name_ + "'");
-  Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();  // before the lock: one pool at a time
+  Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();
   const MutexLock lock(mutex_);
   range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
   large_.donate({0, capacity_}, kNeutral);
@@ -112,7 +113,7 @@ bool Pool::end() {
   if (!quarantined_.empty() || range_->has_retired()) return false;
   VMM_CHECK(range_->live().empty(), "pool '", name_, "' ends with ", range_->live().size(), " chunks");
   range_.reset();
-  set_inactive_split({}, {});
+  set_inactive_split({});
   if (!context_.address_space.unreserve(context_.driver, base_, capacity_).ok()) {
     context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
   }
@@ -295,8 +296,29 @@ void Pool::count_oversize(const Block& block, bool up) {
 
 void Pool::tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const {
   PoolObserver* observer = context_.observer.load(std::memory_order_acquire);
-  if (observer != nullptr) [[unlikely]]
-    observer->on_event(*this, event, base_ + offset, bytes, stream);
+  if (observer == nullptr) [[likely]]
+    return;
+  const Telling telling(stands_still_);
+  observer->on_event(*this, event, base_ + offset, bytes, stream);
+}
+
+Pool::ReadLock::ReadLock(const Pool& pool) : pool_(pool) {
+  if (!Telling::is_mine()) {
+    pool_.mutex_.lock();
+    locked_ = true;
+    return;
+  }
+  while (!pool_.stands_still_.load(std::memory_order_acquire)) {
+    if (pool_.mutex_.try_lock()) {
+      locked_ = true;
+      return;
+    }
+    std::this_thread::yield();
+  }
+}
+
+Pool::ReadLock::~ReadLock() {
+  if (locked_) pool_.mutex_.unlock();
 }
 
 // The block is a tensor's from now on, or held by the explicit face.
@@ -522,7 +544,7 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
 }
 
 std::size_t Pool::block_size(Address address) const {
-  const MutexLock lock(mutex_);
+  const ReadLock lock(*this);
   const Block* block = live_.find(address - base_);
   return block == nullptr ? 0 : block->size;
 }

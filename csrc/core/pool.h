@@ -204,15 +204,16 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void drop_pages() VMM_EXCLUDES(mutex_);
 
   // -- Numbers ---------------------------------------------------------------
-  [[nodiscard]] MemoryStats memory_stats() VMM_EXCLUDES(mutex_);  // walks
+  [[nodiscard]] MemoryStats memory_stats() VMM_EXCLUDES(mutex_);  // walks the large free blocks
   [[nodiscard]] MemoryStats memory_stats_locked() VMM_REQUIRES(mutex_);
   [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(mutex_);  // cheap
   [[nodiscard]] std::vector<SegmentSnapshot> snapshot(SnapshotGrain grain = SnapshotGrain::run) const
       VMM_EXCLUDES(mutex_);  // walks
-  // Brings inactive_split and inactive_split_bytes up to date. Walks.
+  // Brings inactive_split and inactive_split_bytes up to date, and changes nothing
+  // else. Walks the large free blocks, never the small ones.
   void refresh_inactive_split() VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t physical_bytes() const VMM_EXCLUDES(mutex_);
-  [[nodiscard]] std::size_t idle_bytes() VMM_EXCLUDES(mutex_);  // walks
+  [[nodiscard]] std::size_t idle_bytes() VMM_EXCLUDES(mutex_);  // walks the large free blocks
   // Live tensors' blocks and explicit pages, pending frees included.
   [[nodiscard]] std::size_t live_bytes() const VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t live_blocks() const VMM_EXCLUDES(mutex_);
@@ -256,7 +257,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void inherit(const Statistics& of_part) VMM_EXCLUDES(mutex_);
   [[nodiscard]] Statistics inherited() const VMM_EXCLUDES(mutex_);
   // The peaks of the model and its parts together, or nullptr: it has no parts.
-  [[nodiscard]] Peaks* family_peaks() const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] Peaks* family_peaks() const { return family_peaks_.load(std::memory_order_acquire); }
   // `who` may access all that is mapped now and later.
   Status add_accessor(Location who) VMM_EXCLUDES(mutex_);
   // InvalidArgumentError, which names the pool, when it is retired.
@@ -273,6 +274,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   [[nodiscard]] bool contains(Address address) const { return address >= base_ && address < base_ + capacity_; }
   // For AllLocked (device_memory only).
   Mutex& mutex() VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_; }
+  std::atomic<bool>& stands_still() { return stands_still_; }
   // The last rung, with every pool locked: gives idle chunks (down to the floor)
   // and their charge back to the driver, until `limit` (nullptr: never) has room
   // for `want` bytes. Returns the idle bytes that queued work may still use.
@@ -336,6 +338,19 @@ class Pool : public std::enable_shared_from_this<Pool> {
     [[nodiscard]] bool is_move(const Chunk* chunk) const;
   };
 
+  // Held to look at the pool, by an observer too.
+  class VMM_SCOPED_CAPABILITY ReadLock {
+   public:
+    explicit ReadLock(const Pool& pool) VMM_ACQUIRE(pool.mutex_) VMM_NO_THREAD_SAFETY_ANALYSIS;
+    ~ReadLock() VMM_RELEASE() VMM_NO_THREAD_SAFETY_ANALYSIS;
+    ReadLock(const ReadLock&) = delete;
+    ReadLock& operator=(const ReadLock&) = delete;
+
+   private:
+    const Pool& pool_;
+    bool locked_ = false;
+  };
+
   // pool.cpp: the hot path
   Block* allocate_small(std::size_t size, StreamTag tag, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   void free_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
@@ -357,8 +372,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void count_requested(const Block& block, bool up) VMM_REQUIRES(mutex_);
   void count_oversize(const Block& block, bool up) VMM_REQUIRES(mutex_);
   void hand_over(StatKind kind, SizeClass from, SizeClass to, std::size_t how_much) VMM_REQUIRES(mutex_);
-  using BySizeClass = std::array<std::size_t, 2>;
-  void set_inactive_split(const BySizeClass& count, const BySizeClass& bytes) VMM_REQUIRES(mutex_);
   void hand_over_slab(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
   void end_block(const Block& block) VMM_REQUIRES(mutex_);
@@ -401,6 +414,23 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void count_mapped(const Placement& placement, Stream stream) VMM_REQUIRES(mutex_);
   void count_unmapped(const Placement& placement) VMM_REQUIRES(mutex_);
 
+  // pool_free_space.cpp: what is free, and which of it could leave
+  using BySizeClass = std::array<std::size_t, 2>;
+  struct FreeSpace {
+    std::size_t idle_bytes = 0;    // in chunks that are wholly free
+    BySizeClass stranded_bytes{};  // in chunks that are partly used, or that graphs may use
+    BySizeClass stranded_count{};  // its stretches
+  };
+  // A large free block, or a spare slab, which is free in all but name.
+  struct FreeSpan {
+    ByteRange range;
+    SizeClass size_class = SizeClass::large_pool;
+  };
+  [[nodiscard]] FreeSpace free_space() const VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::vector<FreeSpan> free_spans() const VMM_REQUIRES(mutex_);
+  void set_inactive_split(const FreeSpace& free) VMM_REQUIRES(mutex_);
+  void check_free_space() const VMM_REQUIRES(mutex_);
+
   // pool_checkpoint.cpp
   void require_settled(const char* doing) VMM_REQUIRES(mutex_);
 
@@ -430,6 +460,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::atomic<std::size_t> floor_;
   std::atomic<int> priority_;
   std::atomic<bool> retired_{false};
+
+  mutable std::atomic<bool> stands_still_{false};  // see Telling
 
   mutable Mutex mutex_;
   std::unique_ptr<MappedRange> range_ VMM_PT_GUARDED_BY(mutex_);
@@ -465,8 +497,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Statistics statistics_ VMM_GUARDED_BY(mutex_);
   Statistics inherited_ VMM_GUARDED_BY(mutex_);  // of parts that have ended
   Peaks::Seat seat_ VMM_GUARDED_BY(mutex_);
-  std::unique_ptr<Peaks> family_peaks_ VMM_GUARDED_BY(mutex_);       // of a model with parts
-  std::unique_ptr<Peaks::Seat> family_seat_ VMM_GUARDED_BY(mutex_);  // there
+  std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts
+  std::atomic<Peaks*> family_peaks_{nullptr};                         // the same
+  std::unique_ptr<Peaks::Seat> family_seat_ VMM_GUARDED_BY(mutex_);   // there
 };
 
 }  // namespace vmm

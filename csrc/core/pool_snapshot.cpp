@@ -75,6 +75,7 @@ BlockSnapshot::State state_of(const Block& block) {
   switch (block.state) {
     case BlockState::used:
     case BlockState::pages:
+    case BlockState::slab:
       return BlockSnapshot::State::allocated;
     case BlockState::pending:
       return BlockSnapshot::State::pending_free;
@@ -94,13 +95,14 @@ const Block* slab_head(const BlockHeap& small, std::size_t offset) {
 }  // namespace
 
 std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
-  const MutexLock lock(mutex_);
+  const ReadLock lock(*this);
   std::vector<SegmentSnapshot> segments;
   if (range_ == nullptr) return segments;
   SegmentBuilder builder(*range_, grain, segments);
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
     Stream stream = streams_[block->tag].stream;
-    if (block->state == BlockState::slab) {
+    // A slab that is being made has no blocks yet.
+    if (block->state == BlockState::slab && slabs_.count(block->offset) != 0) {
       builder.cut();
       for (const Block* piece = slab_head(*streams_[block->tag].small, block->offset); piece != nullptr;
            piece = piece->next) {
@@ -227,6 +229,7 @@ void Pool::check() const {
   for (const auto& [offset, slab] : slabs_) in_slabs += slab->size;
   VMM_CHECK(statistics_[StatKind::reserved_bytes][1].current == static_cast<std::int64_t>(in_slabs),
             "reserved for small blocks: slabs of ", in_slabs);
+  check_free_space();
 }
 
 }  // namespace vmm

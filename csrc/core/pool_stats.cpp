@@ -1,65 +1,24 @@
 // Pool: its numbers, its snapshot, and the proof that they add up.
 #include <algorithm>
-#include <array>
-#include <set>
 
-#include "base/check.h"
 #include "core/pool.h"
 
 namespace vmm {
 
-// Free stretches in chunks that are partly used: of the small pool in slabs,
-// of the large pool between blocks. What a pinned pool has free is among them:
-// it cannot be given back either.
 void Pool::refresh_inactive_split() {
-  const MutexLock lock(mutex_);
-  if (range_ == nullptr) return;
-  give_up_spare_slabs();
-  constexpr auto kSmall = static_cast<std::size_t>(SizeClass::small_pool);
-  constexpr auto kLarge = static_cast<std::size_t>(SizeClass::large_pool);
-  BySizeClass count{};
-  BySizeClass bytes{};
-  for (const StreamState& stream : streams_) {
-    if (stream.small == nullptr) continue;
-    for (const Block* block : stream.small->stretches()) {
-      for (; block != nullptr; block = block->next) {
-        if (block->state != BlockState::free) continue;
-        ++count[kSmall];
-        bytes[kSmall] += block->size;
-      }
-    }
-  }
-  std::set<std::size_t> idle;
-  for (const auto& [size, chunks] : idle_chunks(kNeutral, Idle::all)) {
-    for (const IdleChunk& chunk : chunks) idle.insert(chunk.offset);
-  }
-  for (const Block* block : large_.free_blocks()) {
-    bool open = false;
-    auto at = range_->covering(block->offset);
-    if (at == range_->live().end()) at = range_->from(block->offset);
-    for (; at != range_->live().end() && at->first < block->end(); ++at) {
-      if (idle.count(at->first) != 0) {
-        open = false;
-        continue;
-      }
-      const std::size_t end = at->first + at->second.chunk->size;
-      if (!open) ++count[kLarge];
-      open = std::next(at) != range_->live().end() && std::next(at)->first == end;
-      bytes[kLarge] += std::min(end, block->end()) - std::max(at->first, block->offset);
-    }
-  }
-  set_inactive_split(count, bytes);
+  const ReadLock lock(*this);
+  if (range_ != nullptr) set_inactive_split(free_space());
 }
 
-void Pool::set_inactive_split(const BySizeClass& count, const BySizeClass& bytes) {
+void Pool::set_inactive_split(const FreeSpace& free) {
   const auto set = [this](StatKind kind, SizeClass size_class, std::size_t value) VMM_REQUIRES(mutex_) {
     const auto now = static_cast<std::size_t>(statistics_[kind][1 + static_cast<std::size_t>(size_class)].current);
     if (value < now) count_down(kind, size_class, now - value);
     if (value > now) count_up(kind, size_class, value - now);
   };
   for (const SizeClass size_class : {SizeClass::small_pool, SizeClass::large_pool}) {
-    set(StatKind::inactive_split, size_class, count.at(static_cast<std::size_t>(size_class)));
-    set(StatKind::inactive_split_bytes, size_class, bytes.at(static_cast<std::size_t>(size_class)));
+    set(StatKind::inactive_split, size_class, free.stranded_count.at(static_cast<std::size_t>(size_class)));
+    set(StatKind::inactive_split_bytes, size_class, free.stranded_bytes.at(static_cast<std::size_t>(size_class)));
   }
 }
 
@@ -73,12 +32,11 @@ MemoryStats Pool::memory_stats_locked() {
   stats.virtual_capacity = capacity_;
   if (range_ == nullptr) return stats;
   settle_locked();
-  give_up_spare_slabs();
   stats.physical_usage = range_->mapped_bytes();
   stats.mapped_pages = stats.physical_usage / page_;
-  stats.allocated_bytes = static_cast<std::size_t>(statistics_[StatKind::allocated_bytes][0].current);
+  stats.allocated_bytes = live_bytes_locked();
   stats.quarantined_bytes = pending_bytes_ + quarantined_bytes_;
-  for (const auto& [size, chunks] : idle_chunks(kNeutral, Idle::all)) stats.idle_bytes += size * chunks.size();
+  stats.idle_bytes = free_space().idle_bytes;
   stats.stranded_bytes = stats.physical_usage - stats.allocated_bytes - stats.idle_bytes - stats.quarantined_bytes;
   if (stats.physical_usage != 0) {
     stats.fragmentation_ratio = static_cast<double>(stats.stranded_bytes) / static_cast<double>(stats.physical_usage);
@@ -87,19 +45,19 @@ MemoryStats Pool::memory_stats_locked() {
 }
 
 Statistics Pool::statistics() const {
-  const MutexLock lock(mutex_);
+  const ReadLock lock(*this);
   return statistics_;
 }
 
 std::size_t Pool::physical_bytes() const {
-  const MutexLock lock(mutex_);
+  const ReadLock lock(*this);
   return range_ == nullptr ? 0 : range_->mapped_bytes();
 }
 
 std::size_t Pool::idle_bytes() { return memory_stats().idle_bytes; }
 
 std::vector<Address> Pool::live_addresses() const {
-  const MutexLock lock(mutex_);
+  const ReadLock lock(*this);
   std::vector<Address> found;
   found.reserve(live_.size());
   live_.for_each([&](std::size_t offset, const Block* /*block*/) { found.push_back(base_ + offset); });
@@ -107,7 +65,7 @@ std::vector<Address> Pool::live_addresses() const {
 }
 
 std::vector<ChunkView> Pool::chunks_under(Address address, std::size_t bytes) const {
-  const MutexLock lock(mutex_);
+  const ReadLock lock(*this);
   std::vector<ChunkView> found;
   if (range_ == nullptr || !contains(address)) return found;
   for (auto at = range_->covering(address - base_); at != range_->live().end(); ++at) {
@@ -151,15 +109,11 @@ Status Pool::add_accessor(Location who) {
 
 void Pool::follow_family_peaks() {
   const MutexLock lock(mutex_);
-  if (family_peaks_ != nullptr) return;
-  family_peaks_ = std::make_unique<Peaks>();
-  family_seat_ = std::make_unique<Peaks::Seat>(*family_peaks_);
+  if (family_peaks_owner_ != nullptr) return;
+  family_peaks_owner_ = std::make_unique<Peaks>();
+  family_seat_ = std::make_unique<Peaks::Seat>(*family_peaks_owner_);
   family_seat_->start_from(statistics_);
-}
-
-Peaks* Pool::family_peaks() const {
-  const MutexLock lock(mutex_);
-  return family_peaks_.get();
+  family_peaks_.store(family_peaks_owner_.get(), std::memory_order_release);
 }
 
 void Pool::inherit(const Statistics& of_part) {
@@ -168,12 +122,12 @@ void Pool::inherit(const Statistics& of_part) {
 }
 
 Statistics Pool::inherited() const {
-  const MutexLock lock(mutex_);
+  const ReadLock lock(*this);
   return inherited_;
 }
 
 std::size_t Pool::live_bytes() const {
-  const MutexLock lock(mutex_);
+  const ReadLock lock(*this);
   return live_bytes_locked();
 }
 
@@ -182,7 +136,7 @@ std::size_t Pool::live_bytes_locked() const {
 }
 
 std::size_t Pool::live_blocks() const {
-  const MutexLock lock(mutex_);
+  const ReadLock lock(*this);
   return live_blocks_locked();
 }
 
@@ -210,7 +164,7 @@ void Pool::reset_peaks() {
   const MutexLock lock(mutex_);
   statistics_.reset_peaks();
   inherited_.reset_peaks();
-  if (family_peaks_ != nullptr) family_peaks_->reset_peaks();
+  if (family_peaks_owner_ != nullptr) family_peaks_owner_->reset_peaks();
 }
 
 void Pool::reset_accumulated() {

@@ -77,9 +77,9 @@ std::string text_of(const Refusal& refusal, const RefusalCause& cause) {
   if (!cause.limit_name.empty()) text += "; refused by the limit of " + cause.limit_name;
   if (!cause.driver_said.empty()) text += "; the driver refused (" + cause.driver_said + ")";
   for (std::size_t k = 0; k < refusal.holders.size(); ++k) {
-    text += (k == 0 ? "; held: " : ", ") + words_of(refusal.holders[k]);
+    text += (k == 0 ? "\n  held: " : ", ") + words_of(refusal.holders[k]);
   }
-  return text + "; " + refusal.advice;
+  return text + "\n  what would help: " + refusal.advice;
 }
 
 }  // namespace vmm

@@ -46,7 +46,8 @@ struct RefusalCause {
 // Only what can help: no limit above what the device has, no more addresses for
 // a request that is larger than the device.
 std::string advice_for(const Refusal& refusal, const RefusalCause& cause);
-// All of it in one sentence.
+// All of it: who asked and what refused; who holds what; what would help. A line
+// each.
 std::string text_of(const Refusal& refusal, const RefusalCause& cause);
 
 }  // namespace vmm

@@ -48,6 +48,8 @@ CUmemLocation host_location_near(const CudaApi& api, CUdevice device) {
 
 // -- What there is.
 
+bool CudaDriver::is_installed(std::string* why_not) { return CudaApi().load(why_not); }
+
 std::unique_ptr<Driver> CudaDriver::make(std::string* why_not) {
   CudaApi api;
   if (!api.load(why_not)) return nullptr;

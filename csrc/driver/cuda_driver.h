@@ -43,6 +43,9 @@ namespace vmm {
 
 class CudaDriver final : public Driver, private ForkObserver {
  public:
+  // Whether a driver with all that this needs is on the machine; else `why_not`
+  // says what is missing. Loads its library, calls nothing in it.
+  static bool is_installed(std::string* why_not);
   // nullptr: no usable driver or no visible device, `why_not` says which. Calls
   // cuInit(), makes no context. One device that lacks something does not stop
   // the others: missing(device) tells.

@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
+#include <c10/util/env.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -18,6 +19,7 @@
 #include "torch_adapter/errors.h"
 #include "torch_adapter/history.h"
 #include "torch_adapter/ipc_exports.h"
+#include "torch_adapter/out_of_memory.h"
 #include "torch_adapter/profiler.h"
 #include "torch_adapter/provided_memory.h"
 #include "torch_adapter/routing.h"
@@ -29,8 +31,6 @@ namespace vmm {
 namespace {
 
 constexpr std::size_t kBlockGrain = 512;  // blocks are multiples of it
-
-DeviceWords words(c10::DeviceIndex device) { return {"CUDA", "GPU " + std::to_string(device)}; }
 
 c10::Device torch_device(int ordinal) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(ordinal)}; }
 
@@ -54,6 +54,39 @@ void free_uncached(void* block) {
   if (block == nullptr || Runtime::in_child()) return;
   trace_free(block);
   C10_CUDA_CHECK_WARN(cudaFree(block));
+}
+
+std::atomic<bool> cuda_malloc_async_was_asked{false};
+
+// torch reads its settings when the first is needed, and throws, each time, when
+// they name a backend and whoever allocates then has another name. So settings
+// that name one are read before we have taken its place. What is wrong with them
+// torch says itself, when it needs them.
+void read_backend_setting() {
+  auto settings = c10::utils::get_env("PYTORCH_CUDA_ALLOC_CONF");
+  if (!settings.has_value()) settings = c10::utils::get_env("PYTORCH_ALLOC_CONF");
+  if (!settings.has_value() || settings->find("backend") == std::string::npos) return;
+  cuda_malloc_async_was_asked.store(cca::get()->name() == "cudaMallocAsync", std::memory_order_relaxed);
+  try {
+    (void)cca::CUDAAllocatorConfig::per_process_memory_fraction();
+    (void)c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size();
+  } catch (const c10::Error&) {
+  }
+}
+
+void warn_of_cuda_malloc_async() {
+  c10::warn(c10::Warning(c10::UserWarning(), c10::SourceLocation{nullptr, nullptr, 0},
+                         "torch_vmm: backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF has no effect: torch_vmm is "
+                         "the allocator, and takes memory from the driver itself.",
+                         /*verbatim=*/false));
+}
+
+// Whoever looks for errors with compute-sanitizer wants to see each tensor as
+// an allocation of its own. torch takes either name on every platform.
+bool caching_is_ruled_out() {
+  static const bool kRuledOut = c10::utils::check_env("PYTORCH_NO_CUDA_MEMORY_CACHING") == true ||
+                                c10::utils::check_env("PYTORCH_NO_HIP_MEMORY_CACHING") == true;
+  return kRuledOut;
 }
 
 void* allocate_uncached(std::size_t bytes) {
@@ -151,7 +184,14 @@ CudaAllocator::CudaAllocator()
           [](std::size_t, int, cudaStream_t) -> void* {
             throw_torch_error("torch_vmm: the base's malloc is not used");
           },
-          [](void*, std::size_t, int, cudaStream_t) {}) {}
+          [](void*, std::size_t, int, cudaStream_t) {}) {
+  read_backend_setting();
+}
+
+void CudaAllocator::enable(bool value) {
+  is_enabled_.store(value, std::memory_order_relaxed);
+  is_cached_.store(value && !caching_is_ruled_out(), std::memory_order_relaxed);
+}
 
 const std::shared_ptr<CudaAllocator>& CudaAllocator::instance() {
   static const auto* const kInstance = new std::shared_ptr<CudaAllocator>(new CudaAllocator);
@@ -166,6 +206,8 @@ void CudaAllocator::init(int device_count) {
   // torch's swap leaves the registry that torch.accelerator reads alone; this
   // is the one place that every way of swapping us in comes through.
   if (is_current()) c10::SetAllocator(c10::kCUDA, this, 0);
+  if (cuda_malloc_async_was_asked.load(std::memory_order_relaxed)) warn_of_cuda_malloc_async();
+  enable(isEnabled());
   is_initialized_.store(true, std::memory_order_release);
   for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) set_up(*room);
   const double fraction = cca::CUDAAllocatorConfig::per_process_memory_fraction();
@@ -183,7 +225,7 @@ c10::DeviceIndex CudaAllocator::current_device() const {
 
 void* CudaAllocator::allocate_on(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream) {
   if (bytes == 0) return nullptr;
-  if (bytes >= kExbibyte) throw_beyond_exbibyte(words(device));
+  if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cuda);
   require_model(DeviceKind::cuda, device, bytes);
   const History::Scope scope(cca::RecordContext::STATE);
   std::shared_ptr<Pool> part;
@@ -204,9 +246,9 @@ void* CudaAllocator::allocate_on(c10::DeviceIndex device, std::size_t bytes, cud
     if (DeviceRoom* room = Runtime::made(DeviceKind::cuda, device); room != nullptr) {
       History::instance().out_of_memory(*room, part != nullptr ? *part : *current_pool(*room), bytes, stream);
     }
-    rethrow_as_torch(words(device), bytes);
+    rethrow_as_torch(DeviceKind::cuda, device, bytes);
   } catch (const VmmError&) {
-    rethrow_as_torch(words(device), bytes);
+    rethrow_as_torch(DeviceKind::cuda, device, bytes);
   }
 }
 
@@ -228,7 +270,7 @@ void CudaAllocator::free_block(void* block) noexcept {
 
 c10::DataPtr CudaAllocator::allocate(std::size_t bytes) {
   const c10::DeviceIndex device = current_device();
-  if (!isEnabled()) [[unlikely]] {
+  if (!is_cached()) [[unlikely]] {
     void* block = allocate_uncached(bytes);
     return {block, block, &free_uncached, torch_device(device)};
   }
@@ -238,7 +280,7 @@ c10::DataPtr CudaAllocator::allocate(std::size_t bytes) {
   return {block, block, &free_block, torch_device(device)};
 }
 
-c10::DeleterFnPtr CudaAllocator::raw_deleter() const { return isEnabled() ? &free_block : &free_uncached; }
+c10::DeleterFnPtr CudaAllocator::raw_deleter() const { return is_cached() ? &free_block : &free_uncached; }
 
 void* CudaAllocator::raw_alloc(std::size_t bytes) {
   const c10::DeviceIndex device = current_device();
@@ -246,7 +288,7 @@ void* CudaAllocator::raw_alloc(std::size_t bytes) {
 }
 
 void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) {
-  if (!isEnabled()) return allocate_uncached(bytes);
+  if (!is_cached()) return allocate_uncached(bytes);
   if (is_current()) return allocate_on(current_device(), bytes, stream);
   // The provider of a torch.cuda.MemPool of another allocator, which goes on
   // looking for memory elsewhere when it is given none.
@@ -261,7 +303,7 @@ void CudaAllocator::raw_delete(void* block) {
   if (block == nullptr || Runtime::in_child()) return;
   if (block_size(block) == 0) {
     // Nor is a block that was freed before, nor an address inside one.
-    if (isEnabled() || Runtime::pool_at(block) != nullptr) throw_invalid_pointer(block);
+    if (is_cached() || Runtime::pool_at(block) != nullptr) throw_invalid_pointer(block);
     free_uncached(block);
     return;
   }
@@ -321,7 +363,7 @@ void CudaAllocator::setMemoryFraction(double fraction, c10::DeviceIndex device) 
     const auto total = static_cast<double>(memory.capabilities().total_memory);
     memory.set_limit(memory.budget(), fraction >= 1.0 ? kUnlimited : static_cast<std::size_t>(fraction * total));
   } catch (const VmmError&) {
-    rethrow_as_torch(words(device), 0);
+    rethrow_as_torch(DeviceKind::cuda, device, 0);
   }
   const std::lock_guard<std::mutex> lock(fraction_mutex_);
   fractions_[device] = fraction;
@@ -341,7 +383,7 @@ void CudaAllocator::cacheInfo(c10::DeviceIndex device, std::size_t* largest) {
     // Idle chunks, wherever they stand, make one block when one is asked for.
     *largest = std::max(*largest, pool.idle_bytes());
   } catch (const VmmError&) {
-    rethrow_as_torch(words(device), 0);
+    rethrow_as_torch(DeviceKind::cuda, device, 0);
   }
 }
 

@@ -55,7 +55,7 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
 
   // -- Cache and limits --
   void emptyCache(c10::MempoolId_t mempool) override;
-  void enable(bool value) override { is_enabled_.store(value, std::memory_order_relaxed); }
+  void enable(bool value) override;
   bool isEnabled() const override { return is_enabled_.load(std::memory_order_relaxed); }
   double getMemoryFraction(c10::DeviceIndex device) override;
   void setMemoryFraction(double fraction, c10::DeviceIndex device) override;
@@ -115,6 +115,8 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
  private:
   CudaAllocator();
   [[nodiscard]] c10::DeviceIndex current_device() const;
+  // Memory comes from pools; else each block is a cudaMalloc of its own.
+  [[nodiscard]] bool is_cached() const { return is_cached_.load(std::memory_order_relaxed); }
   // torch's error for a device that does not exist.
   void require_device(c10::DeviceIndex device) const;
   // Runs `call` for the device's room if there is one: torch asks devices that
@@ -124,7 +126,8 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
 
   std::atomic<bool> is_initialized_{false};
   std::atomic<bool> is_enabled_{true};
-  std::atomic<int> device_count_{0};  // as torch sees it; 0 until init()
+  std::atomic<bool> is_cached_{true};  // is_enabled_, and the environment has not ruled it out
+  std::atomic<int> device_count_{0};   // as torch sees it; 0 until init()
   std::mutex fraction_mutex_;
   std::unordered_map<int, double> fractions_;  // as set, since a limit in bytes cannot give them back exactly
 };

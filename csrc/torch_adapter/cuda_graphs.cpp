@@ -16,6 +16,7 @@
 #include "torch_adapter/cuda_callbacks.h"
 #include "torch_adapter/errors.h"
 #include "torch_adapter/ipc_exports.h"
+#include "torch_adapter/out_of_memory.h"
 #include "torch_adapter/private_member.h"
 #include "torch_adapter/provided_memory.h"
 
@@ -31,7 +32,7 @@ auto in_torch_words(c10::DeviceIndex device, const Call& call) {
   try {
     return call(Runtime::room(DeviceKind::cuda, device).private_pools);
   } catch (const VmmError&) {
-    rethrow_as_torch({"CUDA", "GPU " + std::to_string(device)}, 0);
+    rethrow_as_torch(DeviceKind::cuda, device, 0);
   }
 }
 
@@ -60,11 +61,11 @@ std::uint64_t capture_of(Stream stream) {
 
 #if VMM_GENERATOR_HAS_CAPTURE_FLAG
 // The flag is public, the way to it is not.
+}  // namespace
 struct GeneratorState {
   using Type = c10::intrusive_ptr<at::CUDAGeneratorState> at::CUDAGeneratorImpl::*;
   friend Type member_of(GeneratorState which);
 };
-}  // namespace
 template struct PrivateMember<GeneratorState, &at::CUDAGeneratorImpl::state_>;
 namespace {
 
@@ -206,7 +207,7 @@ VMM_SINCE_TORCH_2_13(c10::DataPtr CudaAllocator::allocateWithAddress(std::size_t
         reinterpret_cast<void*>(memory.allocate_at(*pool, reinterpret_cast<Address>(address), bytes, stream));
     return {block, block, &free_block, c10::Device(c10::kCUDA, device)};
   } catch (const VmmError&) {
-    rethrow_as_torch({"CUDA", "GPU " + std::to_string(device)}, bytes);
+    rethrow_as_torch(DeviceKind::cuda, device, bytes);
   }
 })
 

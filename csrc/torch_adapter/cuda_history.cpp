@@ -3,7 +3,10 @@
 #include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/CUDAFunctions.h>
 
+#include <dlfcn.h>
+
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include "torch_adapter/cuda_allocator.h"
@@ -34,8 +37,20 @@ cca::AllocatorConfigInfo config_info() {
   return info;
 }
 
-// The pool's segments, as torch is told. With a tracker attached each chunk is
-// a segment of its own, as the trackers were told.
+// Python's callers want runs, whoever listens: torch's own (check_memory_pool)
+// expect a tensor to be one block. Libraries that follow segments (NCCL's process
+// group registers what a snapshot holds) want each chunk as a segment, as their
+// trackers are told: one registration may not cover two chunks. torch's interface
+// does not say which of the two asks; the library that the call comes from does.
+SnapshotGrain grain_for(const void* caller) {
+  if (!History::instance().has_trackers()) return SnapshotGrain::run;
+  Dl_info where{};
+  const bool is_python = dladdr(caller, &where) != 0 && where.dli_fname != nullptr &&
+                         std::string_view(where.dli_fname).find("libtorch_python") != std::string_view::npos;
+  return is_python ? SnapshotGrain::run : SnapshotGrain::chunk;
+}
+
+// The pool's segments, as torch is told.
 void add_segments(Pool& pool, int device, SnapshotGrain grain, std::vector<cca::SegmentInfo>* segments) {
   for (const SegmentSnapshot& segment : pool.snapshot(grain)) {
     segments->push_back(to_segment_info(segment, device));
@@ -54,16 +69,18 @@ cca::SnapshotInfo CudaAllocator::snapshot(c10::MempoolId_t mempool, bool include
   History& history = History::instance();
   if (include_traces) history.add_traces(devices, &result);
   const RegionId region{mempool.first, mempool.second};
-  const bool has_trackers = history.has_trackers();
+  const SnapshotGrain grain = grain_for(__builtin_return_address(0));
   std::vector<std::size_t> active_bytes(static_cast<std::size_t>(devices));
   for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) {
     // Whoever follows segments is to find none that it was told of and that has
     // only not been unmapped yet. A wait would end a capture.
-    if (has_trackers && !room->memory.clock().is_capturing()) room->memory.settle(/*wait=*/true);
+    if (grain == SnapshotGrain::chunk && !Telling::is_mine() && !room->memory.clock().is_capturing()) {
+      room->memory.settle(/*wait=*/true);
+    }
     const std::size_t first = result.segments.size();
     for (const auto& pool : room->memory.pools()) {
       if (!(region == RegionId{}) && !(pool->region() == region)) continue;
-      add_segments(*pool, room->ordinal, has_trackers ? SnapshotGrain::chunk : SnapshotGrain::run, &result.segments);
+      add_segments(*pool, room->ordinal, grain, &result.segments);
     }
     for (const auto& [provided, segment] : ProvidedMemory::snapshot(room->ordinal)) {
       if (!(region == RegionId{}) && !(provided == region)) continue;

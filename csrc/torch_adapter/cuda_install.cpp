@@ -6,6 +6,7 @@
 
 #include "base/errors.h"
 #include "base/units.h"
+#include "driver/cuda_driver.h"
 #include "torch_adapter/cuda_allocator.h"
 
 namespace vmm {
@@ -34,13 +35,12 @@ void refuse_if_initialised() {
       "importing libraries that do such things themselves.");
 }
 
-void require_a_usable_device() {
-  const int count = Runtime::device_count(DeviceKind::cuda);
-  if (count == 0) throw NotAvailableError("no CUDA device is visible (CUDA_VISIBLE_DEVICES, permissions?)");
-  for (int device = 0; device < count; ++device) {
-    if (Runtime::missing(DeviceKind::cuda, device).empty()) return;
-  }
-  throw NotAvailableError(Runtime::missing(DeviceKind::cuda, 0));
+// Which devices there are is asked when torch first uses one, as torch does:
+// cuInit() here would bind CUDA to this process and to CUDA_VISIBLE_DEVICES as
+// it is now, where programs fork, or choose a device, after this.
+void require_a_driver() {
+  std::string why_not;
+  if (!CudaDriver::is_installed(&why_not)) throw NotAvailableError("no CUDA device can be used: " + why_not);
 }
 
 }  // namespace
@@ -50,7 +50,7 @@ void enable_cuda() {
   const auto& ours = CudaAllocator::instance();
   if (!CudaAllocator::is_current()) {
     refuse_if_initialised();
-    require_a_usable_device();
+    require_a_driver();
     torch::cuda::CUDAPluggableAllocator::changeCurrentAllocator(ours);
   }
   // The swap does not tell the registry that torch.accelerator reads.

@@ -27,12 +27,12 @@
 #include "torch_adapter/ipc_descriptors.h"
 #include "torch_adapter/ipc_exports.h"
 #include "torch_adapter/ipc_handle.h"
+#include "torch_adapter/out_of_memory.h"
+#include "torch_adapter/provided_memory.h"
 
 namespace vmm {
 
 namespace {
-
-DeviceWords words(c10::DeviceIndex device) { return {"CUDA", "GPU " + std::to_string(device)}; }
 
 // Memory of another process. One of the two is set.
 struct Opened {
@@ -69,38 +69,49 @@ class OpenedHandles {
   };
   using Key = std::pair<std::string, c10::DeviceIndex>;
 
-  std::unique_ptr<Opened> map(const std::string& handle, c10::DeviceIndex device) VMM_REQUIRES(mutex_);
+  using Peers = std::vector<std::pair<c10::DeviceIndex, c10::DeviceIndex>>;  // who reaches whom, and only more of it
+
+  static std::unique_ptr<Opened> map(const std::string& handle, c10::DeviceIndex device, const Peers& peers);
   void close(std::unique_ptr<Opened> opened) noexcept VMM_EXCLUDES(mutex_);
   static bool drop(Opened& opened);
 
   Mutex mutex_;
   std::map<Key, Entry> entries_ VMM_GUARDED_BY(mutex_);
-  std::vector<std::pair<c10::DeviceIndex, c10::DeviceIndex>> peers_ VMM_GUARDED_BY(mutex_);  // who reaches whom
+  Peers peers_ VMM_GUARDED_BY(mutex_);
   std::vector<std::unique_ptr<Opened>> parked_ VMM_GUARDED_BY(mutex_);
 };
 
 std::shared_ptr<void> OpenedHandles::open(const std::string& handle, c10::DeviceIndex device) {
   drop_parked();
-  const MutexLock lock(mutex_);
-  Entry& entry = entries_[{handle, device}];
-  // An entry whose memory is just being closed is replaced: a chunk may be
-  // mapped, and CUDA's handles may be opened, twice.
-  if (std::shared_ptr<void> memory = entry.memory.lock(); memory != nullptr) return memory;
-  try {
-    std::unique_ptr<Opened> opened = map(handle, device);
-    entry.opened = opened.get();
-    void* const base = opened->base();
-    std::shared_ptr<void> memory(base,
-                                 [kept = opened.release()](void*) { instance().close(std::unique_ptr<Opened>(kept)); });
-    entry.memory = memory;
-    return memory;
-  } catch (...) {
-    entries_.erase({handle, device});
-    throw;
+  const auto alive = [&]() VMM_REQUIRES(mutex_) {
+    const auto found = entries_.find({handle, device});
+    // One whose memory is just being closed is replaced: a chunk may be mapped,
+    // and CUDA's handles may be opened, twice.
+    return found == entries_.end() ? nullptr : found->second.memory.lock();
+  };
+  Peers peers;
+  {
+    const MutexLock lock(mutex_);
+    if (auto memory = alive(); memory != nullptr) return memory;
+    peers = peers_;
   }
+  // No lock is held: the sender may be slow to answer.
+  std::unique_ptr<Opened> opened = map(handle, device, peers);
+  Opened* const mine = opened.get();
+  const std::shared_ptr<void> memory(
+      mine->base(), [kept = opened.release()](void*) { instance().close(std::unique_ptr<Opened>(kept)); });
+  const MutexLock lock(mutex_);
+  // Another thread may have opened it meanwhile: then ours goes again.
+  if (auto first = alive(); first != nullptr) return first;
+  for (std::size_t k = peers.size(); k < peers_.size(); ++k) {
+    if (peers_[k].second != device || mine->range == nullptr) continue;
+    throw_if_failed(mine->range->add_accessor(Location::on_device(peers_[k].first)), "peer access to imported memory");
+  }
+  entries_[{handle, device}] = {memory, mine};
+  return memory;
 }
 
-std::unique_ptr<Opened> OpenedHandles::map(const std::string& handle, c10::DeviceIndex device) {
+std::unique_ptr<Opened> OpenedHandles::map(const std::string& handle, c10::DeviceIndex device, const Peers& peers) {
   auto opened = std::make_unique<Opened>();
   opened->handle = handle;
   opened->device = device;
@@ -116,7 +127,7 @@ std::unique_ptr<Opened> OpenedHandles::map(const std::string& handle, c10::Devic
   std::vector<ImportedPart> parts;
   for (std::size_t k = 0; k < descriptors.size(); ++k) parts.push_back({descriptors[k].get(), named.chunks[k].size});
   std::vector<Location> accessors = {Location::on_device(device)};
-  for (const auto& [who, whose] : peers_) {
+  for (const auto& [who, whose] : peers) {
     if (whose == device) accessors.push_back(Location::on_device(who));
   }
   DeviceRoom& room = Runtime::room(DeviceKind::cuda, device);
@@ -213,6 +224,19 @@ class DropParked final : public c10::FreeMemoryCallback {
   bool Execute() override { return OpenedHandles::instance().drop_parked(); }
 };
 
+// Memory that a MemPool's own allocator gave. Where that did not take it from
+// cudaMalloc, CUDA refuses, as it does natively.
+cca::ShareableHandle share_of_provider(ByteRange segment, Address address) {
+  cudaIpcMemHandle_t cuda_handle;
+  C10_CUDA_CHECK(cudaIpcGetMemHandle(&cuda_handle, reinterpret_cast<void*>(segment.offset)));
+  IpcHandle handle;
+  handle.cuda_ipc.assign(reinterpret_cast<const char*>(&cuda_handle), sizeof(cuda_handle));
+  cca::ShareableHandle shared;
+  shared.offset = static_cast<std::ptrdiff_t>(address - segment.offset);
+  shared.handle = encode(handle, kShareableHandleVersion);
+  return shared;
+}
+
 }  // namespace
 
 // ------------------------------------------------------------- other processes
@@ -223,10 +247,15 @@ cca::ShareableHandle CudaAllocator::shareIpcHandle(void* block) {
   try {
     Runtime::require_own_process();
     Pool* pool = Runtime::pool_at(block);
+    if (pool == nullptr) {
+      if (const auto segment = ProvidedMemory::segment_at(block); segment.has_value()) {
+        return share_of_provider(*segment, address);
+      }
+    }
     const std::size_t bytes = pool == nullptr ? 0 : pool->block_size(address);
     if (bytes == 0) throw_torch_error("invalid device pointer: " + format_hex(address));
     device = static_cast<c10::DeviceIndex>(pool->device());
-    const std::vector<ChunkView> chunks = pool->chunks_under(address, bytes);
+    const std::vector<ChunkView> chunks = pool->chunks_to_export(address, bytes);
     VMM_CHECK(!chunks.empty(), "a block of ", bytes, " bytes with nothing under it");
     Driver& driver = Runtime::room_of(*pool).memory.driver();
     cca::ShareableHandle shared;
@@ -234,7 +263,7 @@ cca::ShareableHandle CudaAllocator::shareIpcHandle(void* block) {
     shared.handle = IpcExports::instance().share(driver, address, chunks, kShareableHandleVersion);
     return shared;
   } catch (const VmmError&) {
-    rethrow_as_torch(words(device), 0);
+    rethrow_as_torch(DeviceKind::cuda, device, 0);
   }
 }
 
@@ -244,7 +273,7 @@ std::shared_ptr<void> CudaAllocator::getIpcDevPtr(std::string handle) {
     Runtime::require_own_process();
     return OpenedHandles::instance().open(handle, device);
   } catch (const VmmError&) {
-    rethrow_as_torch(words(device), 0);
+    rethrow_as_torch(DeviceKind::cuda, device, 0);
   }
 }
 
@@ -265,7 +294,7 @@ void CudaAllocator::enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex p
                     "letting GPU " + std::to_string(device) + " into the pools of GPU " + std::to_string(peer));
     OpenedHandles::instance().add_peer(device, peer);
   } catch (const VmmError&) {
-    rethrow_as_torch(words(peer), 0);
+    rethrow_as_torch(DeviceKind::cuda, peer, 0);
   }
 }
 

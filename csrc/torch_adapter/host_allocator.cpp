@@ -4,6 +4,7 @@
 
 #include "base/errors.h"
 #include "torch_adapter/errors.h"
+#include "torch_adapter/out_of_memory.h"
 #include "torch_adapter/profiler.h"
 #include "torch_adapter/routing.h"
 #include "torch_adapter/strict.h"
@@ -16,7 +17,6 @@ namespace {
 std::atomic<c10::Allocator*> previous{nullptr};
 
 c10::Device host() { return c10::Device{c10::DeviceType::CPU}; }
-DeviceWords words() { return {"CPU", "the host"}; }
 
 void report_free(void* block, const Pool& pool) {
   const std::size_t bytes = pool.block_size(reinterpret_cast<Address>(block));
@@ -70,7 +70,7 @@ c10::DataPtr HostAllocator::allocate(std::size_t bytes) {
   if (Runtime::in_child()) [[unlikely]]
     return previous.load(std::memory_order_relaxed)->allocate(bytes);
   if (bytes == 0) return {nullptr, nullptr, &free_block, host()};
-  if (bytes >= kExbibyte) throw_beyond_exbibyte(words());
+  if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cpu);
   require_model(DeviceKind::cpu, 0, bytes);
   try {
     DeviceRoom& room = Runtime::room(DeviceKind::cpu, 0);
@@ -80,7 +80,7 @@ c10::DataPtr HostAllocator::allocate(std::size_t bytes) {
     return {block, block, &free_block, host()};
   } catch (const VmmError&) {
     if (profiler_is_on()) report_out_of_memory_to_profiler(DeviceKind::cpu, 0, bytes, host());
-    rethrow_as_torch(words(), bytes);
+    rethrow_as_torch(DeviceKind::cpu, 0, bytes);
   }
 }
 

@@ -122,6 +122,12 @@ void take_chunks_of_several_sizes(Reader& reader, IpcHandle* handle) {
 }  // namespace
 
 std::string encode(const IpcHandle& handle, int version) {
+  if (!handle.cuda_ipc.empty()) {
+    std::string bytes;
+    put(bytes, static_cast<char>(version));
+    put(bytes, kOfCudaMalloc);
+    return bytes + handle.cuda_ipc;
+  }
   VMM_CHECK(!handle.chunks.empty() && handle.sender.has_value(), "chunks ", handle.chunks.size());
   const std::size_t size = handle.chunks.front().size;
   const bool one_size = std::all_of(handle.chunks.begin(), handle.chunks.end(),

@@ -2,7 +2,7 @@
 // so that torch's native allocator can open ours and we can open its, and one
 // more. It knows neither CUDA nor torch, and opens nothing.
 //
-//   version 'c' cudaIpcMemHandle_t                      of cudaMalloc; only read here
+//   version 'c' cudaIpcMemHandle_t                      of cudaMalloc: a foreign provider's
 //   version 'e' header, a number a chunk, [sender]      chunks of one size
 //   version 'v' count, sizes, a number a chunk, sender  chunks of several sizes
 //
@@ -51,7 +51,7 @@ struct IpcHandle {
   std::optional<IpcSender> sender;  // if it is one of ours
 };
 
-// REQUIRES: chunks and a sender; `version` is 2 or 3. The same chunks always
+// REQUIRES: chunks and a sender, or CUDA's own handle; `version` is 2 or 3. The same chunks always
 // give the same bytes.
 std::string encode(const IpcHandle& handle, int version);
 // Any of the forms above, of either version. Throws InvalidArgumentError that

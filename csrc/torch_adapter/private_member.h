@@ -4,6 +4,8 @@
 //   struct Kind { using Type = int Class::*; friend Type member_of(Kind); };
 //   template struct PrivateMember<Kind, &Class::kind_>;
 //   object.*member_of(Kind{})
+//
+// The tag (`Kind`) stands in namespace vmm itself, where the friend above is.
 #pragma once
 
 namespace vmm {

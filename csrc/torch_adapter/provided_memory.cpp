@@ -67,6 +67,12 @@ class ProvidedMemory::Registry {
     --at;
     return address - at->first < at->second.size ? at->second.memory : nullptr;
   }
+  std::optional<ByteRange> segment_at(Address address) VMM_EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    auto at = segments_.upper_bound(address);
+    if (at == segments_.begin() || address - (--at)->first >= at->second.size) return std::nullopt;
+    return ByteRange{at->first, at->second.size};
+  }
   // Whatever has segments on the device, each once.
   std::vector<std::shared_ptr<ProvidedMemory>> all_of(int device) VMM_EXCLUDES(mutex_) {
     std::vector<std::shared_ptr<ProvidedMemory>> found;
@@ -247,6 +253,11 @@ bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& de
   if (uses == nullptr) uses = std::make_unique<std::vector<StreamUse>>();
   if (std::find(uses->begin(), uses->end(), use) == uses->end()) uses->push_back(use);
   return true;
+}
+
+std::optional<ByteRange> ProvidedMemory::segment_at(void* block) {
+  if (block_size(block) == 0) return std::nullopt;
+  return registry().segment_at(reinterpret_cast<Address>(block));
 }
 
 std::size_t ProvidedMemory::block_size(void* block) {

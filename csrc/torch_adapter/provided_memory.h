@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <map>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -41,6 +42,8 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   static bool free(void* block) noexcept;
   // `stream` of `device` also uses the block.
   static bool record_stream(void* block, Stream stream, DeviceStreams& device);
+  // The segment, whole, that holds a live block.
+  static std::optional<ByteRange> segment_at(void* block);
   // Bytes of the live block, or 0.
   static std::size_t block_size(void* block);
 

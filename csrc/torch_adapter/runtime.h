@@ -61,6 +61,10 @@ class Runtime {
   // Devices of a kind; for CUDA loads the driver, and throws NotAvailableError
   // that says why there is none.
   static int device_count(DeviceKind kind) { return instance().driver(kind).device_count(); }
+  // What the device has, and what of it is free. Throws NotAvailableError.
+  static Status memory_info(DeviceKind kind, int ordinal, MemoryInfo* out) {
+    return instance().driver(kind).memory_info(ordinal, out);
+  }
   // What a device lacks to be used here, in words; "" if nothing.
   static std::string missing(DeviceKind kind, int ordinal) { return instance().driver(kind).missing(ordinal); }
 

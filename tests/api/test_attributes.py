@@ -27,6 +27,7 @@ def objects(pool: Pool, shared: Shared, device: str) -> dict[str, object]:
     range_, physical = manager.reserve(PAGE), manager.alloc_physical(PAGE)
     manager.map(range_, physical)
     made = [pool, shared, manager, range_, physical, manager.mappings(range_)[0], torch_vmm.use_model(pool)]
+    made += [torch_vmm.strict(device, "off"), shared.models]
     return {type(each).__name__: each for each in made}
 
 
@@ -34,7 +35,9 @@ def objects(pool: Pool, shared: Shared, device: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", ["limit", "phisical_limit", "flor", "model", "_private", "weights"])
-@pytest.mark.parametrize("kind", ["VirtualMemoryPool", "SharedMemoryPool", "VirtualMemoryManager"])
+@pytest.mark.parametrize(
+    "kind", ["VirtualMemoryPool", "SharedMemoryPool", "VirtualMemoryManager", "use_model", "strict", "ModelsView"]
+)
 def test_a_name_that_does_not_exist_cannot_be_set(objects: dict[str, object], kind: str, name: str) -> None:
     with pytest.raises(AttributeError, match=f"a {kind} has no attribute '{name}'") as raised:
         setattr(objects[kind], name, 3)
@@ -100,6 +103,8 @@ def test_they_can_be_referred_to_weakly(objects: dict[str, object]) -> None:
         "PhysicalAllocation",
         "MappingRecord",
         "use_model",
+        "strict",
+        "ModelsView",
     ],
 )
 def test_a_copy_is_refused_and_says_what_to_do(objects: dict[str, object], kind: str, how: Make) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import MIB, rounded
+from tests.helpers import MIB, rounded, run
 
 Pool = torch_vmm.VirtualMemoryPool
 Shared = torch_vmm.SharedMemoryPool
@@ -117,12 +117,20 @@ def test_memory_is_used_again_by_its_own_model_only(device: str, llama: Pool, qw
     assert torch_vmm.pool_of(other) is qwen
 
 
-def test_a_model_of_another_device_changes_nothing_here(device: str, here: Callable[[], str]) -> None:
+def test_a_model_of_another_device_changes_nothing_here(device: str) -> None:
     if device == "cpu":
         pytest.skip("needs two kinds of device")
-    with torch_vmm.VirtualMemoryPool("64MiB", device="cpu") as elsewhere:
-        assert here() == "default"
-        assert torch_vmm.current_pool("cpu") is elsewhere
+    code = """
+import torch, torch_vmm
+for device in ("cuda", "cpu"):
+    torch_vmm.enable(device)
+with torch_vmm.VirtualMemoryPool("64MiB", device="cpu") as elsewhere:
+    assert torch_vmm.pool_of(torch.empty(10, device="cuda")).name == "default"
+    assert torch_vmm.current_pool("cuda").name == "default"
+    assert torch_vmm.current_pool("cpu") is elsewhere is torch_vmm.pool_of(torch.empty(10))
+print("done")
+"""
+    assert run(code) == "done\n"
 
 
 # -- What cannot be entered --------------------------------------------------------------------------------------------

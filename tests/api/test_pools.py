@@ -432,6 +432,7 @@ def test_a_small_tensor_strands_the_rest_of_its_page(make_pool: MakePool) -> Non
 
 
 def test_compact_gives_back_what_nothing_uses(make_pool: MakePool, memory: _C.Device) -> None:
+    memory.empty_cache()  # what closed pools have left would go with it
     pool = make_pool()
     with pool:
         tensors = [torch.empty(8 * MIB, dtype=torch.uint8, device=pool.device) for _ in range(4)]
@@ -448,7 +449,8 @@ def test_compact_gives_back_what_nothing_uses(make_pool: MakePool, memory: _C.De
     assert pool.compact() == 0
 
 
-def test_trim_keeps_what_it_is_told(make_pool: MakePool) -> None:
+def test_trim_keeps_what_it_is_told(make_pool: MakePool, memory: _C.Device) -> None:
+    memory.empty_cache()  # what closed pools have left would go with it
     pool = make_pool()
     with pool:
         tensors = [torch.empty(4 * MIB, dtype=torch.uint8, device=pool.device) for _ in range(6)]
@@ -526,7 +528,7 @@ def test_tensors_survive_a_forced_close(make_pool: MakePool, memory: _C.Device) 
 
 
 def test_a_pool_that_is_dropped_ends_with_its_last_tensor(device: str, memory: _C.Device) -> None:
-    pools = len(memory.pools())
+    before = {pool.base_address for pool in memory.pools()}
     pool = torch_vmm.VirtualMemoryPool("64MiB", device=device)
     with pool:
         tensor = stamp(torch.empty(3 * MIB, dtype=torch.uint8, device=device), 4)
@@ -542,7 +544,7 @@ def test_a_pool_that_is_dropped_ends_with_its_last_tensor(device: str, memory: _
     del tensor, left, other
     gc.collect()
     assert torch_vmm.pool_of(address) is None
-    assert len(memory.pools()) == pools
+    assert {pool.base_address for pool in memory.pools()} <= before
 
 
 def test_the_default_pool_never_ends(device: str) -> None:

@@ -127,7 +127,7 @@ TEST(IpcHandle, ReadsTorchsOwn) {
   }
 }
 
-TEST(IpcHandle, ReadsHandlesOfCudaMalloc) {
+TEST(IpcHandle, ReadsAndWritesHandlesOfCudaMalloc) {
   std::string cuda(kCudaIpcHandleBytes, '\0');
   for (std::size_t k = 0; k < cuda.size(); ++k) cuda[k] = static_cast<char>(k * 3);
   for (const std::string& bytes : {cuda, std::string{2, 'c'} + cuda, std::string{3, 'c'} + cuda}) {
@@ -135,6 +135,10 @@ TEST(IpcHandle, ReadsHandlesOfCudaMalloc) {
     EXPECT_EQ(handle.cuda_ipc, cuda);
     EXPECT_TRUE(handle.chunks.empty());
   }
+  IpcHandle of_provider;
+  of_provider.cuda_ipc = cuda;
+  EXPECT_EQ(encode(of_provider, 2), (std::string{2, 'c'} + cuda));
+  EXPECT_EQ(encode(of_provider, 3), (std::string{3, 'c'} + cuda));
 }
 
 TEST(IpcHandle, NamesFabricHandles) {

@@ -100,8 +100,8 @@ TEST(Refusal, TheSentenceNamesAskerLimitHoldersAndAdvice) {
   cause.device_free = 70 * kGiB;
   EXPECT_EQ(text_of(full, cause),
             "pool 'llama': 12 MiB asked; shared pool 1: limit 32 MiB, mapped 28 MiB; device: 80 GiB, free 70 GiB; "
-            "refused by the limit of shared pool 1; held: 'qwen' 20 MiB in use, 'llama' 4 MiB in use + 4 MiB waiting "
-            "for queued work; do this");
+            "refused by the limit of shared pool 1\n  held: 'qwen' 20 MiB in use, 'llama' 4 MiB in use + 4 MiB waiting "
+            "for queued work\n  what would help: do this");
 }
 
 }  // namespace

@@ -281,5 +281,73 @@ TEST(Threads, EverythingAtOnceKeepsItsBooks) {
   lab.memory().check();
 }
 
+// Looks at every pool each time that it is told something, as torch's trackers may.
+class Onlooker final : public PoolObserver {
+ public:
+  explicit Onlooker(DeviceMemory& memory) : memory_(memory) {}
+  void on_event(const Pool& /*pool*/, PoolEvent /*event*/, Address /*address*/, std::size_t /*bytes*/,
+                Stream /*stream*/) noexcept override {
+    memory_.refresh_inactive_split();
+    (void)memory_.statistics();
+    std::size_t reserved = 0;
+    for (const auto& pool : memory_.pools()) {
+      std::size_t of_segments = 0;
+      for (const SegmentSnapshot& segment : pool->snapshot()) of_segments += segment.total_size;
+      (void)pool->snapshot(SnapshotGrain::chunk);
+      (void)pool->live_addresses();
+      reserved += of_segments;
+    }
+    largest_ = std::max(largest_, reserved);
+    ++looked_;
+  }
+  [[nodiscard]] int looked() const { return looked_; }
+  [[nodiscard]] std::size_t largest() const { return largest_; }
+
+ private:
+  DeviceMemory& memory_;
+  int looked_ = 0;  // one event is told at a time
+  std::size_t largest_ = 0;
+};
+
+// Each waits for locks that another holds who tells something: for its pool's,
+// for all of a group's, for the list of pools.
+TEST(Threads, AnObserverMayLookAtAllPoolsWhileOthersGoOn) {
+  Lab lab;
+  const auto group = lab.memory().create_group("group", 64 * kMiB);
+  std::vector<std::shared_ptr<Pool>> pools;
+  for (int k = 0; k < 4; ++k)
+    pools.push_back(lab.memory().create_pool(Lab::spec("p" + std::to_string(k)), group.get()));
+  Onlooker onlooker(lab.memory());
+  lab.memory().set_observer(&onlooker);
+  on_threads(8, [&](int thread) {
+    std::mt19937_64 random(static_cast<std::uint64_t>(thread) + 1);
+    for (int step = 0; step < kSteps; ++step) {
+      Pool& pool = *pools[random() % pools.size()];
+      std::vector<Address> blocks;
+      for (int k = 0; k < 3; ++k) {
+        try {
+          // Together often more than the limit: pools take from pools.
+          blocks.push_back(
+              lab.memory().allocate(pool, k == 0 ? 1000 : random() % (6 * kMiB) + 1, stream(random() % 3 + 1)));
+        } catch (const OutOfMemoryError&) {
+        }
+      }
+      for (const Address block : blocks) EXPECT_TRUE(DeviceMemory::free(lab.space, block));
+      if (step % 7 == 0) (void)lab.memory().group_stats(*group);
+      if (step % 11 == 0) lab.memory().empty_cache();
+      if (step % 13 == 0) {
+        const auto passing = lab.memory().create_pool(Lab::spec("passing"), group.get());
+        (void)lab.memory().allocate(*passing, kMiB, stream(1));
+        lab.memory().close_pools({passing}, /*force=*/true);
+        for (const Address block : passing->live_addresses()) EXPECT_TRUE(DeviceMemory::free(lab.space, block));
+      }
+    }
+  });
+  lab.memory().set_observer(nullptr);
+  EXPECT_GT(onlooker.looked(), 8 * kSteps);
+  EXPECT_LE(onlooker.largest(), 80 * kMiB) << "a chunk on its way is seen twice for a moment, not more";
+  lab.memory().check();
+}
+
 }  // namespace
 }  // namespace vmm::testing

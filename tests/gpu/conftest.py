@@ -1,7 +1,8 @@
 """The GPU suite: what only a GPU has, and all of tests/api on it.
 
 ``pytest tests/gpu`` runs both. torch_vmm becomes torch's allocator at the start
-of the session. Without a GPU every test is skipped.
+of the session. Without a GPU every test is skipped, unless the CUDA stand-in is
+there (tests/standin): then all but those marked ``needs_gpu``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from tests.gpu.workloads import graphs
+from tests.standin import control
 from torch_vmm import _C
 
 _HERE = Path(__file__).resolve().parent
@@ -30,9 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     why = _why_not()
-    if why:
-        for item in items:
+    for item in items:
+        if why:
             item.add_marker(pytest.mark.skip(reason=why))
+        elif control.is_here() and (needs := item.get_closest_marker("needs_gpu")) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {needs.args[0]}"))
 
 
 def _why_not() -> str:
@@ -61,6 +65,8 @@ def _gpu_is_idle_afterwards(_enabled: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _cycles_per_ms(_enabled: None) -> float:
+    if control.is_here():
+        return 1e6  # its clock stands still while somebody waits
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 50_000_000
     for _ in range(2):  # the clock rises in the first round
@@ -88,14 +94,14 @@ def busy(_cycles_per_ms: float) -> Busy:
 
 
 class Stopwatch:
-    """Wall time of ``with Stopwatch() as watch:``, in ms; no less than the CPU's."""
+    """Wall time of ``with Stopwatch() as watch:``, in ms; no less than the CPU's. On the stand-in it says nothing."""
 
     def __enter__(self) -> Stopwatch:
         self._began = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ms = (time.perf_counter() - self._began) * 1e3
+        self.ms = 0.0 if control.is_here() else (time.perf_counter() - self._began) * 1e3
 
 
 @pytest.fixture(scope="session", autouse=True)

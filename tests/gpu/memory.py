@@ -16,6 +16,26 @@ def bytes_in(pool: torch_vmm.VirtualMemoryPool, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
+def empty(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def size_of(pool: torch.cuda.MemPool) -> int:
+    """Bytes mapped in it."""
+    return sum(segment["total_size"] for segment in pool.snapshot())
+
+
+def pool_id_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The id of the private pool whose segment holds it."""
+    address = tensor.untyped_storage().data_ptr()
+    (found,) = (
+        tuple(segment["segment_pool_id"])
+        for segment in torch.cuda.memory_snapshot()
+        if segment["address"] <= address < segment["address"] + segment["total_size"]
+    )
+    return found
+
+
 def settle() -> None:
     """Gives back whatever nobody holds."""
     gc.collect()

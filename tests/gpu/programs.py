@@ -1,30 +1,19 @@
-"""Programs in processes of their own, many at once: a fresh torch takes seconds to start."""
+"""Programs in processes of their own, many at once, each from a torch that is imported but has used nothing."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from tests.helpers import ROOT
+from tests.helpers import Forked
 
-Process = subprocess.Popen[str]
+Process = Forked
 
 
 def start(code: str) -> Process:
-    """Starts ``code`` in a fresh Python that can import torch_vmm."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_VMM_")}
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    """Starts ``code`` where torch_vmm's options are the default ones."""
+    return Process(textwrap.dedent(code), {})
 
 
 @contextmanager
@@ -35,14 +24,13 @@ def running(programs: Mapping[str, str]) -> Iterator[dict[str, Process]]:
         yield processes
     finally:
         for process in processes.values():
-            process.kill()
-            process.communicate()
+            process.wait(0)
 
 
 def expect_done(process: Process) -> None:
     """It ends well, prints "done" alone, and torch_vmm has nothing to complain about."""
-    out, err = process.communicate(timeout=180)
-    assert process.returncode == 0, f"exit status {process.returncode}\n{out}\n{err}"
-    assert out.strip() == "done"
-    assert "torch_vmm:" not in err
-    assert "Traceback" not in err
+    done = process.wait(180)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.stdout.strip() == "done"
+    assert "torch_vmm:" not in done.stderr
+    assert "Traceback" not in done.stderr

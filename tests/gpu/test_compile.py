@@ -27,6 +27,7 @@ MakePool = Callable[..., torch_vmm.VirtualMemoryPool]
 MakeShared = Callable[..., torch_vmm.SharedMemoryPool]
 
 pytestmark = [
+    pytest.mark.needs_gpu("kernels that triton makes"),
     pytest.mark.no_memcheck,  # compiling takes seconds each
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton"),
 ]

@@ -10,6 +10,8 @@ import pytest
 
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.needs_gpu("it trains, and trains quickly")
+
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch_vmm", "demo", "--device", "cuda", "--plain", *arguments]

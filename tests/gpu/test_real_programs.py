@@ -20,7 +20,10 @@ from torch_vmm import pool_of
 
 MakeShared = Callable[..., torch_vmm.SharedMemoryPool]
 
-pytestmark = pytest.mark.no_memcheck  # minutes each
+pytestmark = [
+    pytest.mark.no_memcheck,  # minutes each
+    pytest.mark.needs_gpu("real programs, and libraries with kernels of their own"),
+]
 
 _TURNS = [
     ("gpt2 in float16", "gpt2 in bfloat16"),

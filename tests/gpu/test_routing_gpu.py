@@ -212,6 +212,7 @@ def test_mixed_precision_stays_in_the_model(models: Models, default: torch_vmm.V
     assert default.memory_allocated() == before
 
 
+@pytest.mark.needs_gpu("cuDNN")
 def test_a_convolution_in_a_model_gives_what_it_gives_outside(models: Models) -> None:
     torch.manual_seed(1)
     layer = nn.Conv2d(16, 32, 3).cuda()
@@ -234,6 +235,7 @@ def test_tensors_move_between_models(models: Models) -> None:
     assert torch.equal(x, z)
 
 
+@pytest.mark.needs_gpu("cuBLAS")
 def test_a_model_that_only_a_library_workspace_is_left_in_can_go(make_shared: MakeShared) -> None:
     shared = make_shared("256MiB")
     model = shared.register_model("multiplier")

@@ -276,6 +276,7 @@ def test_a_process_that_is_killed_leaves_nothing(how: signal.Signals) -> None:
         """
         import faulthandler, signal
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
         print("ready", flush=True)
         try:
             while True:
@@ -309,7 +310,9 @@ def test_a_process_that_is_killed_leaves_nothing(how: signal.Signals) -> None:
     _, errors = child.communicate(timeout=40)
     assert child.returncode == (130 if how is signal.SIGINT else -how), errors
     assert "Fatal" not in errors
-    assert memory_files() <= before
+    # torch's carry their maker's number: those of programs beside this one are not the child's.
+    made = {name for name in memory_files() - before if not name.startswith("torch_") or f"_{child.pid}_" in name}
+    assert made == set()
 
 
 def memory_files() -> set[str]:
@@ -337,7 +340,7 @@ def test_a_limit_on_file_sizes_is_kept_and_named() -> None:
         print(within.sum().item() == 8 << 20)
         """
     )
-    refusal, intact = out.splitlines()
+    refusal, *_, intact = out.splitlines()
     assert "the driver refused (ftruncate: EFBIG, since RLIMIT_FSIZE is 67108864 bytes" in refusal
     assert intact == "True"
 

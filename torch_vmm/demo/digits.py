@@ -76,7 +76,7 @@ class DigitsModel(Workload):
         ).to(device)
         self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=self._size.learning_rate * learning_rate_scale)
         self.losses = LossCurve()
-        self.accuracy = 0.0
+        self.accuracy = self._accuracy_before = self._measure()
 
     def step(self, number: int) -> None:
         images = self._size.large_batch if number == 0 else self._size.batch
@@ -89,20 +89,25 @@ class DigitsModel(Workload):
         self._optimizer.zero_grad(set_to_none=True)  # gradients need not rest in memory
         self.losses.add(loss.detach())
 
-    @torch.no_grad()
     def finish_turn(self) -> None:
+        self.accuracy = self._measure()
+
+    @torch.no_grad()
+    def _measure(self) -> float:
+        """The share of the digits held out that it reads right."""
         self._net.eval()
         guesses = self._net(self._test_images).argmax(dim=1)
         self._net.train()
-        self.accuracy = float((guesses == self._test_digits).float().mean())
+        return float((guesses == self._test_digits).float().mean())
 
     def headline(self) -> str:
         return f"loss {self.losses.end:.2f}, {self.accuracy:.0%} right"
 
     def report(self) -> list[str]:
         return [
-            f"loss {self.losses.start:.3f} -> {self.losses.end:.3f} in {len(self.losses)} steps; "
-            f"accuracy {self.accuracy:.1%} on {len(self._test_digits)} digits it has not seen"
+            f"loss {self.losses.start:.3f} -> {self.losses.end:.3f} in {len(self.losses)} steps",
+            f"    accuracy {self.accuracy:.1%} on {len(self._test_digits)} digits it has not seen; "
+            f"{self._accuracy_before:.1%} before",
         ]
 
     def complaint(self) -> str | None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _PLAIN_PERIOD_S = 5.0
+_HEADS = ("alloc", "idle", "strand", "wait", "mapped")  # the first four add up to the last
+_GOES = 21  # columns
+_BESIDE_THE_BAR = (8 + 1) + (_GOES + 1) + 5 * (6 + 1)
 
 
 def size_text(size: int) -> str:
@@ -52,16 +55,15 @@ class Display(AbstractContextManager["Display"], ABC):
 
 
 class PlainDisplay(Display):
-    """A line after each turn, and every few seconds within one."""
+    """A line after each turn, and every few seconds within one; no wider than 80 columns."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(progress)
         self._said = time.monotonic()
 
     def __enter__(self) -> PlainDisplay:
-        columns = [*(work.name for work in self.progress.workloads), "all"]
-        print(f"{'MiB':38}" + "".join(f"{name:>19}" for name in columns))
-        print(f"{'':38}{'alloc mapped  idle ' * len(columns)}", flush=True)
+        heads = "".join(f"{head:>7}" for head in (*_HEADS, "all"))
+        print(f"{'done  model    goes; its memory, MiB:':38}{heads}", flush=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,10 +76,11 @@ class PlainDisplay(Display):
     def end_turn(self) -> None:
         progress, sample = self.progress, self.progress.sample()
         headline = next(work.headline() for work in progress.workloads if work.name == progress.active)
-        usages = [sample.models[work.name] for work in progress.workloads] + [sample.total]
-        columns = "".join(f"{_mib(u.allocated):>6}{_mib(u.mapped):>7}{_mib(u.idle):>6}" for u in usages)
         share = min(1.0, progress.done_s / progress.total_s)
-        print(f"{share:4.0%} {progress.active:8} {headline:24.24}{columns} of {_mib(sample.limit)}", flush=True)
+        numbers = "".join(
+            f"{number:7}" for number in (*sample.models[progress.active].in_mib(), *sample.total.in_mib()[4:])
+        )
+        print(f"{share:4.0%}  {progress.active:8} {headline:23.23}{numbers}", flush=True)
         self._said = time.monotonic()
 
 
@@ -85,9 +88,11 @@ class LiveDisplay(Display):
     """A table with bars, drawn in place by rich."""
 
     def __enter__(self) -> LiveDisplay:
+        from rich import get_console
         from rich.live import Live
 
-        self._live = Live(get_renderable=self._draw, refresh_per_second=10)
+        console = get_console()
+        self._live = Live(get_renderable=lambda: self.draw(console.width), console=console, refresh_per_second=10)
         self._live.start()
         return self
 
@@ -100,30 +105,34 @@ class LiveDisplay(Display):
     def end_turn(self) -> None:
         return
 
-    def _draw(self) -> RenderableType:
+    def draw(self, columns: int) -> RenderableType:
+        """The table as it stands, for a terminal of so many columns."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
         progress, sample = self.progress, self.progress.sample()
-        table = Table(title=f"three models under {size_text(sample.limit)}: {progress.now}", title_justify="left")
-        table.add_column("model")
-        table.add_column("goes", min_width=22)
-        for column in ("allocated", "mapped", "idle"):
-            table.add_column(column, justify="right", min_width=9)
-        table.add_column("mapped, of the limit", width=32)
+        title = f"three models under {size_text(sample.limit)}: {progress.now}; memory in MiB"
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("model", width=8, no_wrap=True)
+        table.add_column("goes", width=_GOES, no_wrap=True)
+        for head in _HEADS:
+            table.add_column(head, justify="right", width=6, no_wrap=True)
+        bar = max(6, min(48, columns - _BESIDE_THE_BAR))
+        table.add_column("mapped, of the limit" if bar >= 20 else "of the limit", width=bar, no_wrap=True)
 
         def add(name: str, goes: str, usage: Usage, style: str | None) -> None:
-            bar = ProgressBar(total=sample.limit, completed=usage.mapped, width=32)
-            sizes = (size_text(usage.allocated), size_text(usage.mapped), size_text(usage.idle))
-            table.add_row(name, goes, *sizes, bar, style=style)
+            numbers = (str(number) for number in usage.in_mib())
+            table.add_row(
+                name, goes, *numbers, ProgressBar(total=sample.limit, completed=usage.mapped, width=bar), style=style
+            )
 
         for work in progress.workloads:
             active = work.name == progress.active
             add(work.name, work.headline(), sample.models[work.name], "bold" if active else "dim")
-        table.add_section()
-        add("all", f"limit {size_text(sample.limit)}", sample.total, None)
-        return Group(table, ProgressBar(total=progress.total_s, completed=progress.done_s, width=100))
+        add("all", f"of {_mib(sample.limit)}", sample.total, None)
+        done = ProgressBar(total=progress.total_s, completed=progress.done_s, width=min(columns, _BESIDE_THE_BAR + bar))
+        return Group(table, done)
 
 
 def choose(progress: Progress, plain: bool) -> Display:

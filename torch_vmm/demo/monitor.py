@@ -7,16 +7,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch_vmm import SharedMemoryPool
+from torch_vmm import GlobalMemoryStats, MemoryStats, SharedMemoryPool
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes of one pool, or of all."""
+    """Bytes of one pool, or of all, at one moment; ``mapped`` is the sum of the others."""
 
     allocated: int = 0  # in live tensors
+    idle: int = 0  # unused, in whole chunks: others can have it
+    stranded: int = 0  # unused, in chunks that are partly used
+    waiting: int = 0  # freed, but queued work may still use it
     mapped: int = 0  # physical memory held
-    idle: int = 0  # mapped and unused, in whole chunks: others can have it
+
+    def in_mib(self) -> tuple[int, int, int, int, int]:
+        """The same in whole MiB, rounded so that the first four still add up to the last."""
+        parts = (self.allocated, self.idle, self.stranded, self.waiting)
+        rounded = [part // 2**20 for part in parts]
+        whole = round(self.mapped / 2**20)
+        # What rounding down lost goes to those that lost most.
+        by_loss = sorted(range(len(parts)), key=lambda part: parts[part] % 2**20, reverse=True)
+        for part in by_loss[: max(0, whole - sum(rounded))]:
+            rounded[part] += 1
+        return rounded[0], rounded[1], rounded[2], rounded[3], sum(rounded)
 
 
 @dataclass(frozen=True)
@@ -86,8 +99,17 @@ class Monitor:
     def _sample(self) -> Sample:
         models = {}
         for model, pool in self._shared.models.items():
-            of_pool = pool.stats()
-            models[model] = Usage(of_pool.allocated_bytes, of_pool.physical_usage, of_pool.idle_bytes)
+            models[model] = _usage(pool.stats())
         of_all = self._shared.global_stats()
-        total = Usage(of_all.allocated_bytes, of_all.physical_usage, of_all.idle_bytes + of_all.store_bytes)
-        return Sample(models, total, of_all.physical_limit)
+        return Sample(models, _usage(of_all, of_all.store_bytes), of_all.physical_limit)
+
+
+def _usage(stats: MemoryStats | GlobalMemoryStats, store_bytes: int = 0) -> Usage:
+    """What the page store keeps counts as idle: anyone can have it."""
+    return Usage(
+        allocated=stats.allocated_bytes,
+        idle=stats.idle_bytes + store_bytes,
+        stranded=stats.stranded_bytes,
+        waiting=stats.quarantined_bytes,
+        mapped=stats.physical_usage,
+    )

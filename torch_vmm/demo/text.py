@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ SIZES = {
     "cuda": Size(width=512, layers=8, heads=8, context=512, batch=32, large_batch=64, learning_rate=1e-3),
 }
 _WARM_UP_STEPS = 20
+_SAMPLE = 200  # characters written before and after the training
 
 
 class TransformerBlock(nn.Module):
@@ -71,6 +73,11 @@ class Transformer(nn.Module):
         return out
 
 
+def _indented(text: str) -> list[str]:
+    """Lines of ``text`` that fit a terminal of 80 columns."""
+    return [f"        {line}" for whole in text.strip().splitlines() for line in textwrap.wrap(whole, 70) or [""]]
+
+
 class TextModel(Workload):
     """Trains a ``Transformer`` on Python's own sources."""
 
@@ -85,6 +92,7 @@ class TextModel(Workload):
         self._rate = self._size.learning_rate * learning_rate_scale
         self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=self._rate, betas=(0.9, 0.95))
         self.losses = LossCurve()
+        self._wrote_before = self.write(_SAMPLE)
 
     def step(self, number: int) -> None:
         size = self._size
@@ -117,8 +125,13 @@ class TextModel(Workload):
         return f"loss {self.losses.end:.2f}"
 
     def report(self) -> list[str]:
-        lines = [f"loss {self.losses.start:.3f} -> {self.losses.end:.3f} in {len(self.losses)} steps; it now writes:"]
-        return lines + [f"    {line}" for line in self.write(240).strip().splitlines()]
+        return [
+            f"loss {self.losses.start:.3f} -> {self.losses.end:.3f} in {len(self.losses)} steps",
+            "    before that it wrote:",
+            *_indented(self._wrote_before),
+            "    now it writes:",
+            *_indented(self.write(_SAMPLE)),
+        ]
 
     def complaint(self) -> str | None:
         return self.losses.complaint(most=0.75)

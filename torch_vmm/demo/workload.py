@@ -12,7 +12,7 @@ class Workload(ABC):
 
     name: str
     share: float  # of the demo's time
-    least_steps: int  # of a turn, on a machine however slow
+    least_steps: int  # of a turn, to learn on a machine however slow
 
     @abstractmethod
     def step(self, number: int) -> None:

@@ -1,0 +1,96 @@
+#include "torch_adapter/out_of_memory.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+
+#include "base/errors.h"
+#include "base/units.h"
+#include "torch_adapter/errors.h"
+#include "torch_adapter/provided_memory.h"
+
+namespace vmm {
+
+namespace {
+
+const char* backend(DeviceKind kind) { return kind == DeviceKind::cuda ? "CUDA" : "CPU"; }
+
+// As torch's messages say it, always with two decimals: "20.00 MiB".
+std::string torch_size(std::size_t bytes) {
+  if (bytes <= kKiB) return std::to_string(bytes) + " bytes";
+  const char* const unit = bytes <= kMiB ? "KiB" : bytes <= kGiB ? "MiB" : "GiB";
+  const std::size_t scale = bytes <= kMiB ? kKiB : bytes <= kGiB ? kMiB : kGiB;
+  std::array<char, 40> text{};
+  (void)std::snprintf(text.data(), text.size(), "%.2f %s", static_cast<double>(bytes) / static_cast<double>(scale),
+                      unit);
+  return text.data();
+}
+
+std::size_t allocated(const Statistics& statistics) {
+  return static_cast<std::size_t>(statistics[StatKind::allocated_bytes][0].current);
+}
+
+DeviceFigures figures_of(DeviceKind kind, int ordinal) {
+  DeviceFigures figures;
+  // Not made: there were no addresses for its default pool.
+  if (DeviceRoom* room = Runtime::made(kind, ordinal); room != nullptr) {
+    Statistics statistics = room->memory.statistics();
+    if (kind == DeviceKind::cuda) {
+      const std::size_t without = allocated(statistics);
+      ProvidedMemory::add_statistics(ordinal, &statistics);
+      figures.in_private_pools = allocated(statistics) - without;
+    }
+    figures.allowed = room->memory.budget().limit();
+    figures.allocated = allocated(statistics);
+    figures.reserved = static_cast<std::size_t>(statistics[StatKind::reserved_bytes][0].current);
+    for (const auto& pool : room->memory.pools()) {
+      if (pool->is_part()) figures.in_private_pools += allocated(pool->statistics());
+    }
+  }
+  if (MemoryInfo info; Runtime::memory_info(kind, ordinal, &info).ok()) {
+    figures.total = info.total;
+    figures.free = info.free;
+  }
+  return figures;
+}
+
+}  // namespace
+
+std::string out_of_memory_sentence(DeviceKind kind, int ordinal, std::size_t bytes, const DeviceFigures& figures) {
+  std::string text = std::string(backend(kind)) + " out of memory. Tried to allocate " + torch_size(bytes) + ". ";
+  if (figures.total != 0) {
+    text += (kind == DeviceKind::cuda ? "GPU " + std::to_string(ordinal) : std::string("The host")) +
+            " has a total capacity of " + torch_size(figures.total) + " of which " + torch_size(figures.free) +
+            " is free. ";
+  }
+  if (figures.allowed != kUnlimited) text += torch_size(figures.allowed) + " allowed; ";
+  text += "Of the allocated memory " + torch_size(figures.allocated) + " is allocated by PyTorch, ";
+  if (figures.in_private_pools != 0) {
+    text += "with " + torch_size(figures.in_private_pools) + " allocated in private pools (e.g., CUDA Graphs), ";
+  }
+  // Other threads go on meanwhile: the two were not read at one moment.
+  return text + "and " + torch_size(figures.reserved - std::min(figures.allocated, figures.reserved)) +
+         " is reserved by PyTorch but unallocated.";
+}
+
+void rethrow_as_torch(DeviceKind kind, int ordinal, std::size_t bytes) {
+  try {
+    throw;
+  } catch (const OutOfMemoryError& error) {
+    const std::string text =
+        out_of_memory_sentence(kind, ordinal, bytes, figures_of(kind, ordinal)) + "\ntorch_vmm: " + error.what();
+    TORCH_CHECK_WITH(OutOfMemoryError, false, text);
+  } catch (const VmmError& error) {
+    throw_torch_error("torch_vmm: " + std::string(error.what()));
+  }
+}
+
+void throw_beyond_exbibyte(DeviceKind kind) {
+  const std::string text = std::string(backend(kind)) + " out of memory. Tried to allocate more than 1EB memory.";
+  TORCH_CHECK_WITH(OutOfMemoryError, false, text);
+  __builtin_unreachable();
+}
+
+}  // namespace vmm

@@ -1,0 +1,18 @@
+"""Mistakes that a type checker must find, each on a line that ends in ``# wrong``."""
+
+from __future__ import annotations
+
+import torch
+
+import torch_vmm
+
+gpu = torch_vmm.SharedMemoryPool("1GiB")
+llama = gpu.register_model("llama")
+gpu.register_model(3)  # wrong
+gpu.register_model("qwen", priority="high")  # wrong
+llama.limit = "1GiB"  # wrong
+llama.capacity = 3  # wrong
+llama.tensor(0, 4, "float32")  # wrong
+torch_vmm.use_model(gpu)  # wrong
+torch_vmm.strict(action="loudly")  # wrong
+torch.cuda.MemPool(torch_vmm.library_path())  # wrong

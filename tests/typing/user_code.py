@@ -1,0 +1,96 @@
+"""What users write, for mypy and pyright to read: it is checked (tests/python/test_types.py), never run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import torch
+
+import torch_vmm
+
+
+def becoming_the_allocator() -> None:
+    torch_vmm.enable()
+    torch_vmm.enable(device="cpu")
+    torch.cuda.memory.change_current_allocator(torch_vmm.allocator())
+    torch.cuda.memory.change_current_allocator(
+        torch.cuda.memory.CUDAPluggableAllocator(torch_vmm.library_path(), "torch_vmm_malloc", "torch_vmm_free")
+    )
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool(torch_vmm.allocator())):
+        pass
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool(torch_vmm.allocator().allocator(), use_on_oom=True)):
+        pass
+    enabled: bool = torch_vmm.is_enabled() and torch_vmm.is_enabled(torch.device("cuda", 1))
+    print(enabled)
+
+
+def pools() -> int:
+    with torch_vmm.SharedMemoryPool("40GiB", device="cuda:0") as gpu:
+        llama = gpu.register_model("llama", "64GiB", physical_limit=16 << 30, floor="1GiB", priority=1)
+        with llama, torch_vmm.use_model("llama") as entered:
+            net = torch.nn.Linear(8, 8)
+            reveal: torch_vmm.VirtualMemoryPool = entered
+        llama.physical_limit = None
+        gpu.physical_limit = 1 << 30
+        names: list[str] = [*gpu, *gpu.models]
+        stats: torch_vmm.GlobalMemoryStats = gpu.global_stats()
+        pool = torch_vmm.VirtualMemoryPool("1TiB", page_size=2 << 20, physical_limit="1GiB", name="scratch")
+        address: int = pool.allocate(0, "4MiB")
+        view: torch.Tensor = pool.tensor(0, (1024, 1024), torch.float32)
+        found: torch_vmm.VirtualMemoryPool | None = torch_vmm.pool_of(net.weight)
+        print(names, stats.store_bytes, address, view, found, reveal)
+        return len(gpu) + pool.stats().idle_bytes + torch_vmm.current_pool("cpu").memory_allocated()
+
+
+@torch_vmm.use_model("llama")
+def decorated(count: int, *, scale: float = 1.0) -> torch.Tensor:
+    return torch.ones(count) * scale
+
+
+@torch_vmm.use_model("llama", device="cuda")
+def stream(count: int) -> Iterator[int]:
+    yield from range(count)
+
+
+@torch_vmm.use_model("llama")
+async def serve(prompt: str) -> str:
+    carried = torch_vmm.carry(decorated)
+    answer: torch.Tensor = await asyncio.to_thread(carried, 3, scale=2.0)
+    return f"{prompt}{answer}"
+
+
+def types_are_kept() -> tuple[torch.Tensor, Iterator[int]]:
+    return decorated(3, scale=2), stream(3)
+
+
+def strictness() -> None:
+    torch_vmm.strict()
+    with torch_vmm.strict("cuda:0", action="warn"):
+        pass
+
+
+def low_level() -> None:
+    with torch_vmm.VirtualMemoryManager("cuda") as manager:
+        range_: torch_vmm.VirtualAddressRange = manager.reserve("64MiB", alignment="2MiB")
+        physical: torch_vmm.PhysicalAllocation = manager.alloc_physical(manager.granularity, device="cpu")
+        manager.map(range_, physical, offset=0)
+        manager.set_access(range_, torch_vmm.AccessFlags.READ_WRITE, device=["cuda:0", "cuda:1"])
+        records: list[torch_vmm.MappingRecord] = manager.mappings(range_)
+        inside: bool = range_.contains(range_.base + records[0].va_offset)
+        print(inside, manager.tensor(range_, 0, 16, torch.uint8))
+
+
+def errors() -> None:
+    try:
+        decorated(1 << 40)
+    except torch_vmm.OutOfMemoryError as error:
+        short: int = error.requested - error.available
+        print(short, error.limit, error.pool)
+    except torch.OutOfMemoryError:
+        refusal = torch_vmm.last_out_of_memory()
+        if refusal is not None:
+            for holder in refusal.holders:
+                print(holder.name, holder.allocated + holder.idle)
+    except torch_vmm.StillInUseError as error:
+        print(error.live_bytes, error.live_blocks)
