@@ -1,6 +1,8 @@
 #include "kernels/shapes.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
 
 #include <map>
 #include <mutex>
