@@ -111,7 +111,7 @@ bench-host: ## the benchmarks that make sense on host memory
 soak: tools ## the random programs for SOAK_STEPS steps (10^7) each
 	@scripts/cpp_tests build plain
 	@for program in stream_program random_program; do \
-	  VMM_STEPS=$(SOAK_STEPS) $(if $(VMM_SEED),VMM_SEED=$(VMM_SEED)) build/cpp-plain/$${program}_test --gtest_filter='*FreshSeed'; \
+	  VMM_STEPS=$(SOAK_STEPS) $(if $(VMM_SEED),VMM_SEED=$(VMM_SEED)) build/cpp-plain/$${program}_test --gtest_filter='*FreshSeed' || exit 1; \
 	done
 
 .PHONY: minors

@@ -356,7 +356,9 @@ Status HostDriver::destroy_fence(Fence fence) {
 Status HostDriver::record(Fence fence, Stream /*stream*/) { return check_fence(fence, "record"); }
 Status HostDriver::query(Fence fence) { return check_fence(fence, "query"); }
 Status HostDriver::wait(Fence fence) { return check_fence(fence, "wait"); }
-Status HostDriver::stream_wait(int /*device*/, Stream /*stream*/, Fence fence) { return check_fence(fence, "stream_wait"); }
+Status HostDriver::stream_wait(int /*device*/, Stream /*stream*/, Fence fence) {
+  return check_fence(fence, "stream_wait");
+}
 Status HostDriver::synchronize(int device) { return check_device(device, "synchronize"); }
 
 // -- Content. No lock: the caller keeps what it copies mapped.

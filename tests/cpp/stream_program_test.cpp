@@ -171,6 +171,38 @@ TEST(StreamProgram, EachThreadsPerThreadStreamIsAnother) {
                {Kind::allocate, 2, 4096, 6}});
 }
 
+// It was the first thread's stream that waited for the reader.
+TEST(StreamProgram, WhatIsLeftOfMovedMemoryGoesToANamesakeBehindItsReadersToo) {
+  expect_kept({{Kind::pool_limit, 0, 4 * kMiB},
+               {Kind::allocate, 0, 4 * kMiB, 1},
+               {Kind::use, kNewest, 2},
+               {Kind::free, kNewest},
+               {Kind::allocate, 0, 2 * kMiB + 512 * kKiB, 5},
+               {Kind::allocate, 0, kMiB + 128 * kKiB, 6}});
+}
+
+TEST(StreamProgram, OfTwoStreamsOfOneNameBothWait) {
+  expect_kept({{Kind::pool_limit, 0, 4 * kMiB},
+               {Kind::allocate, 0, 2 * kMiB, 1},
+               {Kind::use, kNewest, 2},
+               {Kind::allocate, 0, 2 * kMiB, 1},
+               {Kind::use, kNewest, 2},
+               {Kind::free, kNewest},
+               {Kind::free, kNewest},
+               {Kind::allocate, 0, 2 * kMiB, 5},
+               {Kind::allocate, 0, 2 * kMiB, 6}});
+}
+
+TEST(StreamProgram, AChunkOfTwoStreamsMovesBehindBoth) {
+  expect_kept({{Kind::pool_limit, 0, 16 * kMiB},
+               {Kind::allocate, 0, 16 * kMiB, 1},
+               {Kind::free, kNewest},
+               {Kind::allocate_at, 0, 4096, 2, 3},
+               {Kind::use, kNewest, 2, kUseWrites},
+               {Kind::free, kNewest},
+               {Kind::allocate, 0, 16 * kMiB, 1}});
+}
+
 // -- Captures and graphs
 
 TEST(StreamProgram, PagesThatAreFreedBesideACaptureThatNobodyAnnounced) {
@@ -185,6 +217,26 @@ TEST(StreamProgram, WhatAGraphLeftQueuedBindsItsOwnStreamToo) {
                {Kind::free, kNewest},
                {Kind::unpin},
                {Kind::allocate, 4, 1, 2}});
+}
+
+TEST(StreamProgram, AnotherStreamFindsNoAddressesWhereGraphsUseThem) {
+  expect_kept({{Kind::pin},
+               {Kind::allocate, 4, 20 * kMiB, 1},
+               {Kind::use, kNewest, 1, kUseWrites},
+               {Kind::free, kNewest},
+               {Kind::empty_cache},
+               {Kind::launch_part, 3},
+               {Kind::allocate, 4, 20 * kMiB, 2}});
+}
+
+TEST(StreamProgram, NorAnAddressThatGraphsUse) {
+  expect_kept({{Kind::pin},
+               {Kind::allocate, 4, 20 * kMiB, 1},
+               {Kind::use, kNewest, 1, kUseWrites},
+               {Kind::free, kNewest},
+               {Kind::empty_cache},
+               {Kind::launch_part, 3},
+               {Kind::allocate_at, 4, 4096, 2, 3}});
 }
 
 TEST(StreamProgram, PagesThatAreFreedInPartDuringACapture) {

@@ -279,7 +279,10 @@ StreamCensus StreamWorld::census(int device) {
       if (slot(number).device == device) found->push_back(slot(number).handle);
     }
   };
-  census.is_blocking = [this, device](Stream stream) { return driver_.is_blocking({stream, device}); };
+  // As the adapter answers: to ask a captured stream would end its capture.
+  census.is_blocking = [this, device](Stream stream) {
+    return driver_.is_blocking({stream, device}) && !driver_.is_blocked({stream, device});
+  };
   return census;
 }
 
