@@ -238,17 +238,15 @@ bool PrivatePools::is_dead(Route& route) {
 // graph that is gone.
 bool PrivatePools::sweep_locked() {
   std::vector<RegionId> dead;
-  const auto drop_dead = [&](std::vector<Route>& routes, const auto& is_dead) {
-    std::erase_if(routes, [&](Route& route) {
-      if (!is_dead(route)) return false;
-      dead.push_back(route.region);
-      return true;
-    });
+  const auto note_if = [&dead](bool is_dead, const Route& route) {
+    if (is_dead) dead.push_back(route.region);
+    return is_dead;
   };
-  drop_dead(routes_, [this](Route& route) VMM_REQUIRES(mutex_) { return is_dead(route); });
+  std::erase_if(routes_, [&](Route& route) VMM_REQUIRES(mutex_) { return note_if(is_dead(route), route); });
   // A suspended one is taken up before its capture ends, so one whose capture has
   // ended never will be.
-  drop_dead(suspended_, [this](const Route& route) { return capture_of(route.origin) != route.capture; });
+  std::erase_if(suspended_,
+                [&](const Route& route) { return note_if(capture_of(route.origin) != route.capture, route); });
   for (const RegionId region : dead) {
     const auto at = entries_.find(region);
     memory_.clock().end_capture();
