@@ -29,8 +29,8 @@ test: ## everything that CI checks
 	@scripts/bootstrap test
 	@$(MAKE) --no-print-directory lint thread-safety
 	@scripts/build_extension $(VENV_PYTHON)
-	@for variant in plain asan tsan; do scripts/cpp_tests build $$variant; done
-	@for variant in plain asan tsan; do scripts/cpp_tests run $$variant; done
+	@for variant in asan tsan; do scripts/cpp_tests build $$variant; done
+	@for variant in asan tsan; do scripts/cpp_tests run $$variant; done
 	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 $(ARGS)
 	@$(VENV_PYTHON) -m tests.standin -m tests.standin.suite $(ARGS)
 
@@ -68,7 +68,7 @@ thread-safety: tools ## clang's thread-safety analysis, as errors
 	@scripts/thread_safety
 
 .PHONY: cpp-test
-cpp-test: tools ## C++ tests, plain
+cpp-test: tools ## C++ tests, plain: the quickest way
 	@scripts/cpp_tests build plain
 	@scripts/cpp_tests run plain $(ARGS)
 
@@ -78,7 +78,7 @@ asan: tools ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@scripts/cpp_tests run asan $(ARGS)
 
 .PHONY: tsan
-tsan: tools ## C++ tests under ThreadSanitizer
+tsan: tools ## C++ tests with threads, under ThreadSanitizer
 	@scripts/cpp_tests build tsan
 	@scripts/cpp_tests run tsan $(ARGS)
 
