@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -13,7 +14,8 @@
 
 namespace vmm {
 
-class Budget {
+// Owned by shared pointers where others stand under it: they keep it.
+class Budget : public std::enable_shared_from_this<Budget> {
  public:
   Budget(std::string name, std::size_t limit_bytes, Budget* parent)
       : name_(std::move(name)), limit_bytes_(limit_bytes), parent_(parent) {}

@@ -313,6 +313,7 @@ void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size
 
 std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
   Budget& group = pool.group();
+  clock_.synchronize().ignore();
   // What pools that have closed still have to give is not this one's.
   if (has_ended_.load(std::memory_order_relaxed)) settle(/*wait=*/true);
   const std::size_t shelved = store_.shelved_bytes(group);
@@ -332,6 +333,7 @@ std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
 }
 
 std::size_t DeviceMemory::empty_cache() {
+  clock_.synchronize().ignore();  // settle() waits for what this could not
   settle(/*wait=*/true);
   for (const auto& pool : pools()) pool->shed(0);
   settle(/*wait=*/true);
@@ -344,7 +346,9 @@ std::size_t DeviceMemory::empty_cache() {
 
 void DeviceMemory::settle(bool wait) {
   if (wait) clock_.wait(clock_.now()).ignore();  // what it could not wait for stays
-  for (const auto& pool : pools()) pool->settle();
+  for (const auto& pool : pools()) {
+    if (pool->settle()) store_.trim(pool->group(), options_.store_bytes);
+  }
   bury_retired();
 }
 

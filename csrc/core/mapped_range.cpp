@@ -45,8 +45,14 @@ Access LiveMapping::access() const {
 
 void MappedRange::unmap_first(std::span<const Placement> placements, std::size_t count) {
   while (count-- > 0) {
-    driver_.unmap(base_ + placements[count].offset, placements[count].chunk->size).ignore();
-    placements[count].chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    const auto& [offset, chunk] = placements[count];
+    const Status undone = driver_.unmap(base_ + offset, chunk->size);
+    if (!undone.ok() && undone.code() != StatusCode::driver_gone) {
+      live_[offset].chunk = chunk;
+      mapped_bytes_ += chunk->size;
+      continue;
+    }
+    chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
   }
 }
 
@@ -93,11 +99,11 @@ Status MappedRange::unmap(ByteRange range) {
   return {};
 }
 
-Chunk* MappedRange::retire(std::size_t offset, Epoch last_use) {
+Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, bool announced) {
   const auto found = live_.find(offset);
   VMM_CHECK(found != live_.end(), "no mapping at ", offset);
   Chunk* chunk = found->second.chunk;
-  retired_.push_back({{offset, chunk->size}, chunk, last_use});
+  retired_.push_back({{offset, chunk->size}, chunk, last_use, announced});
   mapped_bytes_ -= chunk->size;
   live_.erase(found);
   return chunk;
@@ -117,7 +123,10 @@ std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::
     retired.announced = true;
     const Status status = driver_.unmap(base_ + retired.range.offset, retired.range.size);
     // A failing call keeps the mapping: try again another time.
-    if (!status.ok() && status.code() != StatusCode::driver_gone) return false;
+    if (!status.ok() && status.code() != StatusCode::driver_gone) {
+      refused_ = status;
+      return false;
+    }
     retired.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
     freed.push_back(retired.range);
     return true;

@@ -43,7 +43,8 @@ class MappedRange {
   MappedRange(const MappedRange&) = delete;
   MappedRange& operator=(const MappedRange&) = delete;
 
-  // Maps every placement, or none, and gives `accessors` read and write over
+  // Maps every placement, or none (but for those that the driver, after another
+  // refusal, would not take back: they are live, and to be retired), and gives `accessors` read and write over
   // each contiguous run (one call a run: set_access is the dear call).
   // REQUIRES: inside the range, on free addresses, sorted by offset.
   Status map(std::span<const Placement> placements, std::span<const Location> accessors);
@@ -53,7 +54,8 @@ class MappedRange {
   // Takes the mapping at `offset` out of the range; its address stays mapped
   // and blocked until `last_use` has passed. Returns the chunk, which may
   // already be mapped elsewhere.
-  Chunk* retire(std::size_t offset, Epoch last_use);
+  // `announced`: nobody was told of it, so nobody is told that it goes.
+  Chunk* retire(std::size_t offset, Epoch last_use, bool announced = false);
   // Drops the retired mappings whose last use has passed. `before` is told of
   // each stretch right before it is unmapped, once. Returns the stretches that
   // are free addresses now.
@@ -73,6 +75,8 @@ class MappedRange {
   [[nodiscard]] const Map& live() const { return live_; }
   [[nodiscard]] bool has_retired() const { return !retired_.empty(); }
   [[nodiscard]] std::size_t retired_count() const { return retired_.size(); }
+  // Why the driver would not drop one, when it was last asked.
+  [[nodiscard]] const Status& refused() const { return refused_; }
 
   [[nodiscard]] Address base() const { return base_; }
   [[nodiscard]] std::size_t size() const { return size_; }
@@ -94,6 +98,7 @@ class MappedRange {
   std::size_t size_;
   Map live_;  // by offset
   std::vector<Retired> retired_;
+  Status refused_;
   std::size_t mapped_bytes_ = 0;
 };
 

@@ -102,6 +102,8 @@ void PageStore::put(Budget& group, Chunk* chunk) {
   chunk->charged = &group;
   MutexLock lock(mutex_);
   Shelf& shelf = shelves_[&group];
+  // A request of a model whose group has ended meanwhile may still put back what it took.
+  if (shelf.keeps_group == nullptr) shelf.keeps_group = group.weak_from_this().lock();
   (chunk->exported ? shelf.exported : shelf.usable).put(chunk);
   if (chunk->exported) release_unmapped(shelf.exported, kUnlimited);
 }

@@ -88,6 +88,7 @@ class PageStore {
 
  private:
   struct Shelf {
+    std::shared_ptr<const Budget> keeps_group;  // nullptr: the device's own
     ChunkShelf usable;
     ChunkShelf exported;  // to be released
     [[nodiscard]] std::size_t bytes() const { return usable.bytes() + exported.bytes(); }

@@ -18,6 +18,10 @@ OwnerId next_owner_id() {
 
 constexpr std::size_t kSlabBytes = 2 * kMiB;
 constexpr int kEndAttempts = 3;
+// Former mappings that a pool keeps at most before a request waits for the clock.
+// Fewer gather as long as ticks pass by themselves; with streams on which no
+// fence can stand they never do, and each costs its addresses and a walk.
+constexpr std::size_t kMostRetired = 1024;
 // Streams that may come and go are bounded by those that have blocks, above this.
 constexpr std::size_t kStreamsKept = 64;
 constexpr std::size_t kMostCapacity = std::size_t{1} << 46;  // half of the 47-bit address space
@@ -29,6 +33,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       name_(spec.name),
       id_(next_owner_id()),
       group_(group),
+      keeps_group_(group.weak_from_this().lock()),
       budget_("pool '" + spec.name + "'", spec.physical_limit, spec.model == nullptr ? &group : &spec.model->budget()),
       home_(home),
       model_(spec.model),
@@ -339,6 +344,32 @@ void Pool::end_block(const Block& block) {
   tell(PoolEvent::free_requested, block.offset, block.requested, streams_[block.tag].stream);
 }
 
+// Former mappings stand in the way, and queued work may still use them: the
+// caller waits for it. False where nothing uses them any more, and the driver
+// refuses to drop them.
+bool Pool::wait_for_retired(Shortage* shortage) {
+  const Epoch last_use = range_->last_retired_use();
+  if (context_.clock.has_passed(last_use)) return false;
+  shortage->wait_for = last_use;
+  return true;
+}
+
+bool Pool::is_retired_at(std::size_t offset) const {
+  const auto after = retired_blocks_.upper_bound(offset);
+  return after != retired_blocks_.begin() && std::prev(after)->second->end() > offset;
+}
+
+// The same for one address: true where it is free now. Throws DriverError where the
+// driver refuses.
+bool Pool::make_way_of_retired(std::size_t offset, Shortage* shortage) {
+  if (wait_for_retired(shortage)) return false;
+  drop_retired();
+  if (!is_retired_at(offset)) return true;
+  throw_if_failed(range_->refused(),
+                  "dropping a former mapping of pool '" + name_ + "' at offset " + std::to_string(offset));
+  return false;
+}
+
 // Nobody uses it any more.
 void Pool::finish_free(Block* block, Epoch epoch) {
   count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
@@ -354,14 +385,15 @@ void Pool::finish_free(Block* block, Epoch epoch) {
 // --------------------------------------------------------------- hot path
 
 Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
-  if (bytes > capacity_) {
+  const MutexLock lock(mutex_);
+  require_open();
+  if (bytes > capacity_) {  // before it is rounded up: near 2^64 that wraps
     *shortage = {bytes, nullptr, {}, /*no_address_space=*/true};
     return 0;
   }
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
-  const MutexLock lock(mutex_);
-  require_open();
   if (!pending_.empty()) settle_locked();
+  if (range_->retired_count() >= kMostRetired && wait_for_retired(shortage)) return 0;
   const StreamTag tag = tag_of(stream);
   if (!is_behind(tag, shortage)) return 0;
   Block* block = nullptr;
@@ -423,6 +455,10 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   if (!is_behind(tag, shortage)) return 0;
   for (std::size_t at = offset; at < offset + size;) {
     const Block* free = large_.free_covering(at);
+    if (free == nullptr && is_retired_at(at)) {
+      if (make_way_of_retired(at, shortage)) continue;
+      return 0;
+    }
     // What is free of another stream's is still its graphs'.
     const bool is_graphs = free != nullptr && pinned_ && free->tag != tag && free->tag != kNeutral;
     if (free == nullptr || is_graphs) {

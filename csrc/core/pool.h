@@ -376,6 +376,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
   void end_block(const Block& block) VMM_REQUIRES(mutex_);
   void finish_free(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
+  bool wait_for_retired(Shortage* shortage) VMM_REQUIRES(mutex_);
+  bool make_way_of_retired(std::size_t offset, Shortage* shortage) VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_retired_at(std::size_t offset) const VMM_REQUIRES(mutex_);
   void make_slab(Block* slab) VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
 
@@ -406,7 +409,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   static bool take_idle(IdleChunks& idle, std::size_t at_most, std::size_t at_least, IdleChunk* out);
   Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
   Chunk* detach(std::size_t offset, Epoch last_use) VMM_REQUIRES(mutex_);
-  void retire_mapping(std::size_t offset, Epoch last_use) VMM_REQUIRES(mutex_);
+  void retire_mapping(std::size_t offset, Epoch last_use, bool announced = false) VMM_REQUIRES(mutex_);
   void retire_in_vain() VMM_REQUIRES(mutex_);
   bool drop_retired() VMM_REQUIRES(mutex_);
   void shelve_idle_chunks(ByteRange range) VMM_REQUIRES(mutex_);
@@ -448,6 +451,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::string name_;
   OwnerId id_;
   Budget& group_;
+  const std::shared_ptr<const Budget> keeps_group_;  // nullptr: it is the device's own
   Budget budget_;
   DeviceMemory* home_;
   const std::shared_ptr<Pool> model_;

@@ -277,7 +277,8 @@ bool Pool::back(const std::vector<ByteRange>& gaps, const Request& request, Gran
   };
   if (pinned_ || no_split_) return back_from({Source::fresh});
   if (back_from({Source::at_once, Source::any})) return true;
-  return status.code() == StatusCode::not_supported && back_from({Source::fresh});
+  // What was mapped in vain stands where fresh memory would: the ladder finds another place.
+  return status.code() == StatusCode::not_supported && in_vain_.empty() && back_from({Source::fresh});
 }
 
 // Chooses a chunk for every gap, exactly filling it. On failure everything is
@@ -395,7 +396,12 @@ Status Pool::install(const Backing& backing, const Request& request) {
   }
   for (const Placement& placement : backing.placements) last_use = std::max(last_use, placement.chunk->last_use);
   if (const Status status = order_behind(request.tag, last_use); !status.ok()) return status;
-  if (const Status status = range_->map(backing.placements, context_.accessors); !status.ok()) return status;
+  if (const Status status = range_->map(backing.placements, context_.accessors); !status.ok()) {
+    for (const auto& [offset, chunk] : backing.placements) {
+      if (range_->live().count(offset) != 0) in_vain_.push_back(offset);
+    }
+    return status;
+  }
   if (const Status status = scrub(backing.placements, request.tag); !status.ok()) {
     // Scrubbing may be queued through the new addresses: they go behind it.
     const Epoch now = context_.clock.now();

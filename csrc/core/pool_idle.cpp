@@ -105,8 +105,8 @@ Chunk* Pool::detach(std::size_t offset, Epoch last_use) {
   return chunk;
 }
 
-void Pool::retire_mapping(std::size_t offset, Epoch last_use) {
-  const std::size_t size = range_->retire(offset, last_use)->size;
+void Pool::retire_mapping(std::size_t offset, Epoch last_use, bool announced) {
+  const std::size_t size = range_->retire(offset, last_use, announced)->size;
   std::vector<Piece> pieces;
   retired_blocks_.emplace(offset, take_range({offset, size}, BlockState::retired, &pieces));
 }
@@ -114,7 +114,7 @@ void Pool::retire_mapping(std::size_t offset, Epoch last_use) {
 // What was mapped for a request that failed after that. Its chunks have gone
 // back to where they came from.
 void Pool::retire_in_vain() {
-  for (const std::size_t offset : in_vain_) retire_mapping(offset, context_.clock.now());
+  for (const std::size_t offset : in_vain_) retire_mapping(offset, context_.clock.now(), /*announced=*/true);
   in_vain_.clear();
 }
 

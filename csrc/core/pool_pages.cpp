@@ -82,11 +82,7 @@ bool Pool::make_way(std::size_t at, StreamTag tag, Shortage* shortage) {
       return true;
     }
   }
-  const auto after = retired_blocks_.upper_bound(at);
-  if (after != retired_blocks_.begin() && std::prev(after)->second->end() > at) {
-    shortage->wait_for = range_->last_retired_use();
-  }
-  return false;
+  return is_retired_at(at) && make_way_of_retired(at, shortage);
 }
 
 Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) {

@@ -94,25 +94,36 @@ void PrivatePools::set_no_split(RegionId region) {
 }
 
 void PrivatePools::add_graph(Entry& entry) {
-  if (entry.graphs++ != 0) return;
-  for (const auto& [model, part] : entry.parts) part->pin();
-  if (entry.foreign != nullptr) entry.foreign->set_pinned(true);
+  if (entry.graphs++ == 0) set_pinned(entry, true);
+}
+
+// What a capture takes of a pool that is not the capture's own, a graph uses for as
+// long as the pool lives: nobody tells when the graph goes.
+void PrivatePools::keep_for_graphs(Entry& entry) {
+  if (entry.is_kept) return;
+  entry.is_kept = true;
+  set_pinned(entry, true);
+}
+
+void PrivatePools::set_pinned(const Entry& entry, bool pinned) {
+  for (const auto& [model, part] : entry.parts) pinned ? part->pin() : part->unpin();
+  if (entry.foreign != nullptr) entry.foreign->set_pinned(pinned);
 }
 
 void PrivatePools::drop_graph(Entry& entry) {
-  if (--entry.graphs != 0) return;
+  if (--entry.graphs != 0 || entry.is_kept) return;
+  set_pinned(entry, false);
   for (const auto& [model, part] : entry.parts) {
-    part->unpin();
     // A model that has been closed meanwhile could not take this part along.
     if (part->is_retired()) memory_.close_pool(*part, /*force=*/true);
   }
-  if (entry.foreign != nullptr) entry.foreign->set_pinned(false);
 }
 
 void PrivatePools::drop_if_unused(Entries::iterator at) {
   if (at->second.use_count() > 0) return;
   const Entry entry = std::move(at->second);
   entries_.erase(at);
+  if (entry.is_kept) set_pinned(entry, false);
   for (const auto& [model, part] : entry.parts) memory_.close_pool(*part, /*force=*/true);
   if (entry.foreign != nullptr) entry.foreign->close();
 }
@@ -132,8 +143,9 @@ void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
   const bool passes = filter(current);
   const std::uint64_t running = capture_of(current);
   // Also a capture that goes on, after a part of it that had a route of its own:
-  // then its filter knows the capture, and no stream outside of it.
-  route.is_capture = !passes || (running != 0 && current != nullptr && !filter(nullptr));
+  // then its filter knows the capture, and no stream outside of it. (A thread's or a
+  // stream's route within a capture is none of these.)
+  route.is_capture = !passes || (running != 0 && current != nullptr && !filter(nullptr) && is_suspended(region));
   route.filter = std::move(filter);
   Entry& entry = entry_at(region);
   if (route.is_capture) {
@@ -147,9 +159,22 @@ void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
     }
   } else {
     ++entry.plain;
+    // A program that paused its capture's pool (another one served a part of the
+    // capture) goes on with it: the capture's route serves again.
+    const auto paused = std::find_if(suspended_.begin(), suspended_.end(), [&](const Route& suspended) {
+      return suspended.region == region && running != 0 && suspended.capture == running;
+    });
+    if (paused != suspended_.end()) {
+      route.resumed.push_back(std::move(*paused));
+      suspended_.erase(paused);
+    }
   }
   routes_.push_back(std::move(route));
   count_routes();
+}
+
+bool PrivatePools::is_suspended(RegionId region) const {
+  return std::any_of(suspended_.begin(), suspended_.end(), [&](const Route& route) { return route.region == region; });
 }
 
 bool PrivatePools::take_up_suspended(RegionId region) {
@@ -171,6 +196,14 @@ void PrivatePools::end(RegionId region) {
   if (!at->is_capture) {
     --entry.plain;
     ++entry.plain_ended;
+    if (!at->resumed.empty()) {
+      Route& capture = at->resumed.front();
+      if (capture_of(capture.origin) == capture.capture) {
+        suspended_.push_back(std::move(capture));
+      } else {
+        memory_.clock().end_capture();  // it has ended, and torch ends its route
+      }
+    }
   } else {
     const std::uint64_t running = capture_of(at->origin);
     if (at->capture == 0) at->capture = running;  // nobody has asked for memory in it yet
@@ -225,8 +258,9 @@ bool PrivatePools::sweep_locked() {
 }
 
 bool PrivatePools::any_capture() const {
-  return !suspended_.empty() ||
-         std::any_of(routes_.begin(), routes_.end(), [](const Route& route) { return route.is_capture; });
+  return !suspended_.empty() || std::any_of(routes_.begin(), routes_.end(), [](const Route& route) {
+    return route.is_capture || !route.resumed.empty();
+  });
 }
 
 void PrivatePools::tell_of_failures(bool failed) const {
@@ -252,7 +286,7 @@ std::shared_ptr<Pool> PrivatePools::part_of(RegionId region, Entry& entry, const
       entry.parts.erase(model.get());
       throw;
     }
-    if (entry.graphs > 0) part->pin();
+    if (entry.is_pinned()) part->pin();
   }
   return part;
 }
@@ -264,7 +298,7 @@ std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, St
   {
     const MutexLock lock(mutex_);
     failed = sweep_locked();
-    const std::uint64_t running = any_capture() ? capture_of(stream) : 0;
+    const std::uint64_t running = capture_of(stream);
     const auto serves = [&](Route& route) VMM_REQUIRES(mutex_) {
       if (!route.is_capture) return route.filter(stream);
       if (running == 0) return false;
@@ -277,6 +311,7 @@ std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, St
     for (auto at = routes_.rbegin(); at != routes_.rend(); ++at) {
       if (!serves(*at)) continue;
       Entry& entry = entry_at(at->region);
+      if (running != 0 && !at->is_capture) keep_for_graphs(entry);
       if (entry.foreign == nullptr) {
         // A closed model refuses by itself.
         part = model->is_retired() ? model : part_of(at->region, entry, model);
@@ -297,7 +332,7 @@ Address PrivatePools::rescue(const std::shared_ptr<Pool>& model, std::size_t byt
     for (const auto& [region, entry] : entries_) {
       const auto at = entry.parts.find(model.get());
       // What a graph uses when it is replayed is nobody else's.
-      if (entry.use_on_oom && entry.graphs == 0 && at != entry.parts.end()) willing.push_back(at->second);
+      if (entry.use_on_oom && !entry.is_pinned() && at != entry.parts.end()) willing.push_back(at->second);
     }
   }
   for (const auto& part : willing) {
@@ -316,7 +351,7 @@ void PrivatePools::empty_cache(RegionId region) {
     const MutexLock lock(mutex_);
     failed = sweep_locked();
     const auto at = entries_.find(region);
-    if (at != entries_.end() && at->second.graphs == 0) {
+    if (at != entries_.end() && !at->second.is_pinned()) {
       for (const auto& [model, part] : at->second.parts) parts.push_back(part);
     }
   }

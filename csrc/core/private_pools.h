@@ -120,9 +120,11 @@ class PrivatePools {
     int plain_ended = 0;  // and ended ones, whose release is due
     bool use_on_oom = false;
     bool no_split = false;
+    bool is_kept = false;  // a capture took memory of it beside the graph's own: pinned to its end
     std::map<Pool*, std::shared_ptr<Pool>> parts;  // by model, which the part keeps alive
     std::shared_ptr<ForeignMemory> foreign;
 
+    [[nodiscard]] bool is_pinned() const { return graphs > 0 || is_kept; }
     [[nodiscard]] int use_count() const { return objects + graphs + plain + plain_ended; }
   };
   using Entries = std::map<RegionId, Entry>;
@@ -136,6 +138,9 @@ class PrivatePools {
     std::uint64_t capture = 0;         // that runs on `origin` while the route is good; 0: not seen yet
     bool in_another = false;           // `origin` was being captured already: the route is for a part of that capture
     std::weak_ptr<const void> thread;  // that began it
+    // Of a thread's or a stream's: the capture of the same pool that a program had
+    // paused and goes on with by this route. One or none.
+    std::vector<Route> resumed;
   };
 
   [[nodiscard]] std::uint64_t capture_of(Stream stream) const;
@@ -144,10 +149,13 @@ class PrivatePools {
   bool is_dead(Route& route) VMM_REQUIRES(mutex_);
   bool sweep_locked() VMM_REQUIRES(mutex_);
   bool take_up_suspended(RegionId region) VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_suspended(RegionId region) const VMM_REQUIRES(mutex_);
   void count_routes() VMM_REQUIRES(mutex_);
   [[nodiscard]] bool any_capture() const VMM_REQUIRES(mutex_);
   void tell_of_failures(bool failed) const;
   std::shared_ptr<Pool> part_of(RegionId region, Entry& entry, const std::shared_ptr<Pool>& model) VMM_REQUIRES(mutex_);
+  static void set_pinned(const Entry& entry, bool pinned);
+  void keep_for_graphs(Entry& entry) VMM_REQUIRES(mutex_);
   void add_graph(Entry& entry) VMM_REQUIRES(mutex_);
   void drop_graph(Entry& entry) VMM_REQUIRES(mutex_);
   void drop_if_unused(Entries::iterator at) VMM_REQUIRES(mutex_);

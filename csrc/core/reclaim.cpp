@@ -206,6 +206,8 @@ Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attem
     }
     if (const Address address = again(&grant)) return address;
   }
+  // What was created for it and did not suffice is nobody's: a library may need it.
+  if (shortage.refused == nullptr) store_.trim_all();
   const bool driver_failed = shortage.refused == nullptr && !shortage.no_address_space;
   if (driver_failed && shortage.status.code() != StatusCode::out_of_memory) {
     throw_if_failed(shortage.status, "pool '" + asker.name() + "': " + format_bytes(bytes) + " asked");

@@ -128,9 +128,12 @@ void VirtualMemoryManager::release(const VirtualAddressRange& range) {
   ranges_.erase(range.base);
 }
 
+// Creates with no lock held: it may wait for the GPU.
 PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Location location, bool exportable) {
-  const MutexLock lock(mutex_);
-  require_open();
+  {
+    const MutexLock lock(mutex_);
+    require_open();
+  }
   const std::size_t grain = granularity();
   if (size == 0) throw InvalidRangeError(0, "size 0: give at least the granularity");
   require_multiple(size, grain, "granularity");
@@ -166,6 +169,13 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
                             (location.kind == Location::Kind::host ? " in host memory" : ""));
   }
   throw_if_failed(status, "alloc_physical(" + std::to_string(size) + ")");
+  const MutexLock lock(mutex_);
+  try {
+    require_open();
+  } catch (...) {
+    memory_.store().release(chunk).ignore();
+    throw;
+  }
   const std::uint64_t key = ++last_key_;
   physical_.emplace(key, chunk);
   return {id_, key, chunk->handle, size, location.kind == Location::Kind::host ? -1 : location.device};

@@ -58,6 +58,15 @@ void free_uncached(void* block) {
 
 std::atomic<bool> cuda_malloc_async_was_asked{false};
 
+// While one lives the calling thread's torch finds native's name in our place.
+thread_local bool answers_as_native = false;
+struct AsNative {
+  AsNative() { answers_as_native = true; }
+  ~AsNative() { answers_as_native = false; }
+  AsNative(const AsNative&) = delete;
+  AsNative& operator=(const AsNative&) = delete;
+};
+
 // torch reads its settings when the first is needed, and throws, each time, when
 // they name a backend and whoever allocates then has another name. So settings
 // that name one are read before we have taken its place. What is wrong with them
@@ -66,7 +75,7 @@ void read_backend_setting() {
   auto settings = c10::utils::get_env("PYTORCH_CUDA_ALLOC_CONF");
   if (!settings.has_value()) settings = c10::utils::get_env("PYTORCH_ALLOC_CONF");
   if (!settings.has_value() || settings->find("backend") == std::string::npos) return;
-  cuda_malloc_async_was_asked.store(cca::get()->name() == "cudaMallocAsync", std::memory_order_relaxed);
+  if (cca::get()->name() == "cudaMallocAsync") cuda_malloc_async_was_asked.store(true, std::memory_order_relaxed);
   try {
     (void)cca::CUDAAllocatorConfig::per_process_memory_fraction();
     (void)c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size();
@@ -198,10 +207,17 @@ const std::shared_ptr<CudaAllocator>& CudaAllocator::instance() {
   return *kInstance;
 }
 
+std::string CudaAllocator::name() { return answers_as_native ? "native" : "torch_vmm"; }
+
 bool CudaAllocator::is_current() { return cca::get() == instance().get(); }
 
 void CudaAllocator::init(int device_count) {
   if (initialized()) return;
+  {
+    // The environment may name a backend only now.
+    const AsNative as_native;
+    read_backend_setting();
+  }
   device_count_.store(device_count, std::memory_order_relaxed);
   // torch's swap leaves the registry that torch.accelerator reads alone; this
   // is the one place that every way of swapping us in comes through.
@@ -288,7 +304,6 @@ void* CudaAllocator::raw_alloc(std::size_t bytes) {
 }
 
 void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) {
-  if (!is_cached()) return allocate_uncached(bytes);
   if (is_current()) return allocate_on(current_device(), bytes, stream);
   // The provider of a torch.cuda.MemPool of another allocator, which goes on
   // looking for memory elsewhere when it is given none.
@@ -389,6 +404,10 @@ void CudaAllocator::cacheInfo(c10::DeviceIndex device, std::size_t* largest) {
 
 void* CudaAllocator::getBaseAllocation(void* block, std::size_t* size) {
   Runtime::require_own_process();
+  if (const auto segment = ProvidedMemory::segment_at(block); segment.has_value()) {
+    if (size != nullptr) *size = segment->size;
+    return reinterpret_cast<void*>(segment->offset);
+  }
   const Pool* pool = Runtime::pool_at(block);
   if (pool == nullptr) throw_invalid_pointer(block);
   const auto address = reinterpret_cast<Address>(block);

@@ -49,7 +49,7 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
   void raw_delete(void* block) override;
   void init(int device_count) override;
   bool initialized() override { return is_initialized_.load(std::memory_order_acquire); }
-  std::string name() override { return "torch_vmm"; }
+  std::string name() override;
   void recordStream(const c10::DataPtr& block, c10::cuda::CUDAStream stream) override;
   using CUDAAllocator::recordStream;
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "torch_adapter/provided_memory.h"
 #include "torch_adapter/runtime.h"
 
 namespace vmm {
@@ -18,7 +19,8 @@ inline bool profiler_is_on() { return c10::ThreadLocalDebugInfo::get(c10::DebugI
 
 // The bytes of live blocks and of mapped chunks.
 inline std::pair<std::size_t, std::size_t> allocated_and_reserved(const DeviceRoom& room) {
-  const Statistics statistics = room.memory.statistics();
+  Statistics statistics = room.memory.statistics();
+  if (room.kind == DeviceKind::cuda) ProvidedMemory::add_statistics(room.ordinal, &statistics);
   return {static_cast<std::size_t>(statistics[StatKind::allocated_bytes][0].current),
           static_cast<std::size_t>(statistics[StatKind::reserved_bytes][0].current)};
 }

@@ -11,6 +11,7 @@
 #include "base/errors.h"
 #include "base/units.h"
 #include "torch_adapter/errors.h"
+#include "torch_adapter/history.h"
 #include "torch_adapter/runtime.h"
 
 namespace vmm {
@@ -144,10 +145,11 @@ void* ProvidedMemory::provide(std::size_t bytes) noexcept {
   try {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
-    return provider_->raw_alloc(bytes);
-  } catch (...) {
-    return nullptr;  // that is how some say that they have none
+    if (void* segment = provider_->raw_alloc(bytes); segment != nullptr) return segment;
+  } catch (...) {  // NOLINT(bugprone-empty-catch): that is how some say that they have none
   }
+  (void)cudaGetLastError();  // the next kernel would be blamed for it
+  return nullptr;
 }
 
 void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
@@ -177,6 +179,7 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   }
   const ByteRange range{reinterpret_cast<Address>(segment), wanted};
   registry().add(range, shared_from_this(), small);
+  tell(PoolEvent::segment_map, range, stream);
   const MutexLock lock(mutex_);
   Heap& heap = heap_of(stream, small);
   return carve(heap, heap.blocks.donate(range, kTag), bytes);
@@ -305,11 +308,19 @@ void ProvidedMemory::give_back() noexcept {
     for (const Leaving& leaving : gone) {
       registry().remove(leaving.range);
       unfinished_.fetch_sub(1, std::memory_order_relaxed);
+      tell(PoolEvent::segment_unmap, leaving.range, nullptr);
+      tell(PoolEvent::segment_free, leaving.range, nullptr);
       provider_->raw_delete(reinterpret_cast<void*>(leaving.range.offset));
     }
   } catch (...) {
     report_swallowed("giving a MemPool's segments back");
   }
+}
+
+// Whoever follows segments (NCCL registers them) follows these too.
+void ProvidedMemory::tell(PoolEvent event, ByteRange range, Stream stream) const noexcept {
+  if (History::is_on()) [[unlikely]]
+    History::instance().happened(device_, region_, nullptr, event, range.offset, range.size, stream);
 }
 
 void ProvidedMemory::set_pinned(bool pinned) noexcept {

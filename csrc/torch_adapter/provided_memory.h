@@ -19,6 +19,7 @@
 
 #include "base/sync.h"
 #include "core/block_heap.h"
+#include "core/observer.h"
 #include "core/private_pools.h"
 #include "core/stats.h"
 #include "core/streams/clock.h"
@@ -101,6 +102,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   void finish_free(const Live& live, Epoch epoch) VMM_REQUIRES(mutex_);
   void settle() VMM_REQUIRES(mutex_);
   void retract_free_segments() VMM_REQUIRES(mutex_);
+  void tell(PoolEvent event, ByteRange range, Stream stream) const noexcept;
   void give_back() noexcept VMM_EXCLUDES(mutex_);
 
   const int device_;

@@ -97,8 +97,8 @@ DeviceRoom& Runtime::make_room(DeviceKind kind, int ordinal) {
   Options options = options_;
   if (kind == DeviceKind::cpu) options.exportable = false;              // torch shares CPU tensors by itself
   auto* room = new DeviceRoom(kind, ordinal, driver, space_, options);  // never destroyed, as the runtime
-  rooms_[static_cast<std::size_t>(kind)][static_cast<std::size_t>(ordinal)].store(room, std::memory_order_release);
   room->memory.set_neighbours([kind](int other) { return &Runtime::room(kind, other).memory.streams(); });
+  rooms_[static_cast<std::size_t>(kind)][static_cast<std::size_t>(ordinal)].store(room, std::memory_order_release);
   if (kind == DeviceKind::cuda) watch_cuda_memory(*room);
   return *room;
 }

@@ -389,16 +389,37 @@ TEST_F(PrivatePoolsTest, AnotherThreadWorksForTheCaptureAndDoesNotEndIt) {
   expect_nothing_left();
 }
 
-TEST_F(PrivatePoolsTest, AThreadsPoolInsideACaptureIsNoCapture) {
+// Whatever a capture takes the graph uses at each replay; nobody tells when it goes.
+TEST_F(PrivatePoolsTest, AThreadsPoolInsideACaptureIsNoCaptureAndStays) {
   begin_capture(kGraph, a);
   pools.add_user(kOne);
+  const int users = pools.use_count(kOne);
   pools.begin(kOne, this_thread_only(), a);
-  EXPECT_TRUE(region_of(allocate(kMiB, a)) == kOne);
-  EXPECT_FALSE(is_pinned(kOne));
+  const Address taken = allocate(kMiB, a);
+  EXPECT_TRUE(region_of(taken) == kOne);
+  EXPECT_TRUE(is_pinned(kOne));
   pools.end(kOne);
   pools.release(kOne);
+  EXPECT_EQ(pools.use_count(kOne), users) << "the graph is none";
+  EXPECT_TRUE(is_pinned(kOne));
   EXPECT_TRUE(region_of(allocate(kMiB, a)) == kGraph);
   end_capture(kGraph, a);
+  EXPECT_EQ(failures, 0);
+}
+
+// Serving engines let another pool serve a part of a capture, and go on with the
+// capture's by a route of the thread.
+TEST_F(PrivatePoolsTest, ACaptureThatAThreadsRouteGoesOnWithIsOneGraph) {
+  const auto graph = begin_capture(kGraph, a);
+  allocate(kMiB, a);
+  pools.end(kGraph);
+  pools.begin(kGraph, this_thread_only(), a);
+  EXPECT_TRUE(region_of(allocate(3 * kMiB, a)) == kGraph);
+  EXPECT_TRUE(lab.memory().clock().is_capturing());
+  end_capture(kGraph, a);
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
+  pools.sweep();
+  EXPECT_TRUE(is_pinned(kGraph)) << "it did not fail";
   EXPECT_EQ(failures, 0);
 }
 

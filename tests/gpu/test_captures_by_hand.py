@@ -15,7 +15,8 @@ import torch_vmm
 from tests.gpu.conftest import Busy
 from tests.gpu.memory import bytes_in
 from tests.gpu.patterns import queue_check, queue_stamp
-from tests.helpers import MIB
+from tests.helpers import GIB, MIB
+from tests.standin.control import less
 
 MakeShared = Callable[..., torch_vmm.SharedMemoryPool]
 
@@ -75,7 +76,7 @@ class Churn:
         self.count += 1
         k = self.count
         with self.models[k % 2], torch.cuda.stream(self.streams[k % 3]):
-            block = torch.empty((1 + k % 37) * 3 * MIB, dtype=torch.uint8, device="cuda")
+            block = torch.empty((1 + k % 37) * less(3 * MIB, by=16), dtype=torch.uint8, device="cuda")
             block.zero_()
             if k % 5 == 0:
                 block.record_stream(self.streams[(k + 1) % 3])
@@ -92,7 +93,7 @@ class Churn:
 
 @pytest.fixture
 def churn(make_shared: MakeShared) -> Iterator[Churn]:
-    churn = Churn(make_shared("1GiB"))
+    churn = Churn(make_shared(less(GIB, by=16)))
     for _ in range(160):  # loads the kernels; all that memory does has been done once
         churn.step()
     torch.cuda.synchronize()
@@ -125,7 +126,7 @@ def test_another_threads_captures_stay_whole(churn: Churn, kind: str, mode: str)
         churn.step()
     stop.set()
     thread.join()
-    assert len(answers) > 10
+    assert len(answers) > less(10, by=5)
     assert set(answers) == {(0, 0, 0)}, f"begun, queued, ended; capture {len(answers)}"
 
 

@@ -121,13 +121,6 @@ def test_the_users_words_are_on_the_entries() -> None:
     assert both(work.metadata) == (["", "step 1", ""], ["", "step 1", ""])
 
 
-@pytest.mark.alone  # it measures time
-@pytest.mark.no_memcheck
-def test_recording_costs_at_most_twice_the_native_ones() -> None:
-    ours, native = both(work.cost, pairs=2000)
-    assert ours <= 2 * native, f"{ours:.2f} us a pair, natively {native:.2f} us"
-
-
 # -- What holds of every history ---------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from tests.gpu.native import begin_on_native
 from tests.gpu.workloads import stream_programs
+from tests.standin.control import less
 
-SECONDS = 12.0
+SECONDS = less(12, by=4)
 
 
 @pytest.mark.no_memcheck  # the worker is another process
@@ -22,4 +23,4 @@ def test_readers_see_what_was_written(models: int) -> None:
     print(f"seed {seed}: here {ours}, natively {theirs}")
     assert theirs["wrong"] == 0, f"seed {seed}: the program itself is wrong"
     assert ours["wrong"] == 0, f"seed {seed}"
-    assert ours["reads"] > 500
+    assert ours["reads"] > less(500, by=50)

@@ -62,7 +62,10 @@ bool Clock::poll() {
 void Clock::cover(Epoch epoch) {
   if (has_passed(epoch)) return;
   const MutexLock lock(mutex_);
-  if (covering(epoch) == nullptr && !has_obstacle()) tick();
+  if (covering(epoch) != nullptr) return;
+  // Whoever only orders by the GPU never asks otherwise, and ticks would gather.
+  poll_locked();
+  if (!has_obstacle()) tick();
 }
 
 Status Clock::order_before(const StreamUse& later, Epoch epoch) {
@@ -71,6 +74,7 @@ Status Clock::order_before(const StreamUse& later, Epoch epoch) {
   if (has_passed(epoch)) return {};
   StreamPointPtr point = covering(epoch);
   if (point == nullptr) {
+    poll_locked();
     if (has_obstacle()) return {StatusCode::not_supported, "order after work that has no fence"};
     point = tick();
     credit_.store(kCredit, std::memory_order_relaxed);
@@ -97,6 +101,28 @@ Status Clock::wait(Epoch epoch) {
   }
   poll_locked();
   return {};
+}
+
+Status Clock::synchronize() {
+  const Epoch ended = now_.fetch_add(1, std::memory_order_seq_cst);
+  std::vector<DeviceStreams*> devices;
+  {
+    const MutexLock lock(mutex_);
+    devices = devices_;
+  }
+  for (DeviceStreams* device : devices) {
+    const Status done = device->driver().synchronize(device->device());
+    if (!done.ok()) return done;
+  }
+  const MutexLock lock(mutex_);
+  has_passed_until(ended);
+  poll_locked();
+  return {};
+}
+
+void Clock::has_passed_until(Epoch epoch) {
+  while (!ticks_.empty() && ticks_.front().epoch <= epoch) ticks_.pop_front();
+  if (passed_.load(std::memory_order_relaxed) < epoch) passed_.store(epoch, std::memory_order_release);
 }
 
 void Clock::tick_ahead(std::size_t bytes) {

@@ -68,6 +68,9 @@ class Clock {
   // Blocks the calling thread until `epoch` has passed. REQUIRES: no lock of a
   // pool is held.
   Status wait(Epoch epoch) VMM_EXCLUDES(mutex_);
+  // The same for everything queued until now, on streams that nobody knows too, as
+  // native's cudaFree waits.
+  Status synchronize() VMM_EXCLUDES(mutex_);
   // The newest epoch known to have passed.
   [[nodiscard]] Epoch passed() const { return passed_.load(std::memory_order_acquire); }
 
@@ -99,6 +102,7 @@ class Clock {
   StreamPointPtr covering(Epoch epoch) const VMM_REQUIRES(mutex_);
   StreamPointPtr tick() VMM_REQUIRES(mutex_);
   bool poll_locked() VMM_REQUIRES(mutex_);
+  void has_passed_until(Epoch epoch) VMM_REQUIRES(mutex_);
   bool has_obstacle() const VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t streams_locked() const VMM_REQUIRES(mutex_);
   void tick_ahead(std::size_t bytes) VMM_EXCLUDES(mutex_);

@@ -181,15 +181,3 @@ def metadata() -> list[str]:
         said = [entry["user_metadata"] for entry in entries("alloc")]
         _drop(held)
     return said
-
-
-def cost(pairs: int) -> float:
-    """Microseconds for an allocation and its free while a history with Python's stacks is recorded."""
-    best = float("inf")
-    with recorded(max_entries=100_000):
-        for _ in range(7):
-            began = time.perf_counter()
-            for _ in range(pairs):
-                _bytes(4096)
-            best = min(best, (time.perf_counter() - began) / pairs * 1e6)
-    return best
