@@ -91,6 +91,7 @@ TEST_F(StreamOrder, MemoryOfTheShelfIsUsedBehindThem) {
 TEST_F(StreamOrder, AChunkThatMovesWithinItsStreamKeepsItsOldAddressForTheReader) {
   const auto pool = lab_.pool("a", 16 * kMiB);
   std::vector<Address> blocks;
+  blocks.reserve(4);
   for (int k = 0; k < 4; ++k) blocks.push_back(lab_.allocate(*pool, 4 * kMiB, kOne));
   read_late();
   lab_.free(blocks[0]);
