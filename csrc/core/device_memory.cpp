@@ -162,10 +162,12 @@ void DeviceMemory::end_group(const Budget& group) {
 
 void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   for (const auto& pool : pools) pool->settle();
-  PoolList members;
-  for (const auto& pool : pools) {
-    for (auto& member : family(*pool)) members.push_back(std::move(member));
-  }
+  // They and their parts, in order of registration: that is in which they are locked.
+  PoolList members = this->pools();
+  std::erase_if(members, [&](const auto& member) {
+    return std::none_of(pools.begin(), pools.end(),
+                        [&](const auto& pool) { return &pool->model() == &member->model(); });
+  });
   {
     // Whether they are in use, and that nobody uses them any more, is one step.
     const AllLocked locked(members);

@@ -408,6 +408,7 @@ TEST_F(Streams, EpochsPassInOrderWhateverThreadsDo) {
   streams_->meet(kOne);
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
+  threads.reserve(4);
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
       Epoch last = kLongAgo;

@@ -91,6 +91,7 @@ TEST_F(StreamOrder, MemoryOfTheShelfIsUsedBehindThem) {
 TEST_F(StreamOrder, AChunkThatMovesWithinItsStreamKeepsItsOldAddressForTheReader) {
   const auto pool = lab_.pool("a", 16 * kMiB);
   std::vector<Address> blocks;
+  blocks.reserve(4);
   for (int k = 0; k < 4; ++k) blocks.push_back(lab_.allocate(*pool, 4 * kMiB, kOne));
   read_late();
   lab_.free(blocks[0]);
@@ -124,12 +125,13 @@ TEST_F(StreamOrder, ReadersOfAPeerCount) {
   DeviceStreams peers(others, 1);
   peers.meet(kReader);
   lab.memory().set_neighbours([&](int device) { return device == 1 ? &peers : nullptr; });
-  const auto pool = lab.pool("a", 8 * kMiB);
+  auto pool = lab.pool("a", 8 * kMiB);
   ASSERT_TRUE(lab.memory().add_accessor(Location::on_device(1)).ok());
   lab.leave_idle(*pool, 8 * kMiB, kOne);
   others.hold_fences(kReader);
   lab.leave_idle(*pool, 8 * kMiB, kTwo);
   EXPECT_GT(others.count(Call::stream_wait), 0U);
+  pool.reset();
   lab.close();
 }
 
