@@ -21,14 +21,16 @@ const Stream kForeign = stream(0x30);
 
 // Two devices with their streams and the clock of the first.
 class Streams : public ::testing::Test {
- protected:
-  Streams() { driver_.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass); }
+ public:
   ~Streams() override {
     clock_.reset();
     streams_.reset();
     others_.reset();
     EXPECT_EQ(driver_.leaks(), "");
   }
+
+ protected:
+  Streams() { driver_.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass); }
   StreamUse use(Stream stream) { return {&*streams_, stream, streams_->meet(stream)}; }
   // As torch has it: kOne and kTwo are permanent, whatever else comes is not.
   void take_census(bool foreign_is_blocking) {
