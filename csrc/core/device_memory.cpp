@@ -75,11 +75,18 @@ std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* gr
 }
 
 std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& group) {
-  // Under the lock, so that no accessor is missed.
-  const MutexLock lock(registry_mutex_);
-  const PoolContext context{driver_,  address_space_, store_,          streams_, clock_,    peaks_,
-                            options_, observer_,      oversize_bytes_, device_,  accessors_};
+  // So that no accessor is missed. Not under the registry's: that one is taken by
+  // observers, under a pool's.
+  const MutexLock lock(accessor_mutex_);
+  std::vector<Location> accessors;
+  {
+    const MutexLock registry_lock(registry_mutex_);
+    accessors = accessors_;
+  }
+  const PoolContext context{driver_,  address_space_, store_,          streams_, clock_,   peaks_,
+                            options_, observer_,      oversize_bytes_, device_,  accessors};
   auto pool = std::make_shared<Pool>(context, group, spec, this);
+  const MutexLock registry_lock(registry_mutex_);
   pools_.push_back(pool);
   return pool;
 }

@@ -190,7 +190,8 @@ class DeviceMemory {
   [[nodiscard]] const Options& options() const { return options_; }
 
  private:
-  std::shared_ptr<Pool> register_pool(const PoolSpec& spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
+  std::shared_ptr<Pool> register_pool(const PoolSpec& spec, Budget& group)
+      VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
   std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
   using Attempt = std::function<Address(Grant*, Shortage*)>;
   Address allocate(Pool& pool, std::size_t bytes, const Attempt& attempt) VMM_EXCLUDES(reclaim_mutex_);

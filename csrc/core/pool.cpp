@@ -74,6 +74,9 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
 }
 
 Pool::~Pool() {
+  // Ended already. No lock is taken then: the last to let go of it may be an
+  // observer that looked at all pools, under the lock of another.
+  if (range_ == nullptr) return;
   retire();
   // Nobody comes after this, so it waits, and what the driver refused once is
   // tried again; what it refuses still stays mapped.
