@@ -83,6 +83,7 @@ bool SharedMemoryPool::has_model(const std::string& model_id) const {
 std::vector<std::string> SharedMemoryPool::model_ids() const {
   const MutexLock lock(mutex_);
   std::vector<std::string> ids;
+  ids.reserve(models_.size());
   for (const auto& [id, pool] : models_) ids.push_back(id);
   return ids;
 }
