@@ -23,7 +23,9 @@ MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
 def command(*words: str | Path, cwd: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # Not as a part of the `make test` that runs this.
+    ours = ("PYTHONPATH", "MAKELEVEL", "MAKEFLAGS", "MFLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run([str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
