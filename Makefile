@@ -31,7 +31,7 @@ test: ## everything that CI checks
 	@scripts/build_extension $(VENV_PYTHON)
 	@for variant in asan tsan; do scripts/cpp_tests build $$variant; done
 	@for variant in asan tsan; do scripts/cpp_tests run $$variant; done
-	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 $(ARGS)
+	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 -n $(JOBS) --dist loadfile $(ARGS)
 	@$(VENV_PYTHON) -m tests.standin -m tests.standin.suite $(ARGS)
 
 .PHONY: test-newest
