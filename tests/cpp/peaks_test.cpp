@@ -84,6 +84,32 @@ TEST(Peaks, AreExactForAnyOrderOfEventsOfManyPools) {
   }
 }
 
+// Each holds 100 while the next has 200 more and lets go of it: a new peak only
+// where there is none higher, whoever left room and whoever is gone meanwhile.
+TEST(Peaks, FollowManyPoolsInTurn) {
+  Peaks peaks;
+  std::vector<std::unique_ptr<Counter>> pools;
+  for (int k = 0; k < 1000; ++k) {
+    pools.push_back(std::make_unique<Counter>(peaks));
+    pools.back()->up(SizeClass::large_pool, 100);
+  }
+  for (int round = 0; round < 3; ++round) {
+    for (const auto& pool : pools) {
+      pool->up(SizeClass::large_pool, 200);
+      pool->down(SizeClass::large_pool, 200);
+    }
+    ASSERT_EQ(peaks_of(peaks)[0], 100'200);
+  }
+  for (int k = 0; k < 500; ++k) {
+    pools.back()->down(SizeClass::large_pool, 100);
+    pools.pop_back();
+  }
+  for (const auto& pool : pools) pool->up(SizeClass::large_pool, 100);
+  EXPECT_EQ(peaks_of(peaks)[0], 100'200) << "100 x 1000 and 200 x 500 are less";
+  pools.front()->up(SizeClass::large_pool, 201);
+  EXPECT_EQ(peaks_of(peaks)[0], 100'201);
+}
+
 TEST(Peaks, StayWithinWhatManyThreadsCanHold) {
   Peaks peaks;
   std::vector<std::thread> threads;
