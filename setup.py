@@ -64,6 +64,7 @@ SOURCES = [
     "csrc/core/peaks.cpp",
     "csrc/core/streams/clock.cpp",
     "csrc/core/streams/device_streams.cpp",
+    "csrc/core/streams/pending_frees.cpp",
     "csrc/core/streams/stream_point.cpp",
     "csrc/core/grant.cpp",
     "csrc/core/imported_range.cpp",

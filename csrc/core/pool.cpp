@@ -395,7 +395,7 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
     return 0;
   }
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
-  if (!pending_.empty()) settle_locked();
+  if (pending_.is_due()) settle_locked();
   if (range_->retired_count() >= kMostRetired && wait_for_retired(shortage)) return 0;
   const StreamTag tag = tag_of(stream);
   if (!is_behind(tag, shortage)) return 0;
@@ -484,6 +484,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
 
 Block* Pool::allocate_small(std::size_t size, StreamTag tag, Grant* grant, Shortage* shortage) {
   Block* free = streams_[tag].small->best_fit(size, tag);
+  if (free == nullptr && finish_passed()) free = streams_[tag].small->best_fit(size, tag);
   if (free == nullptr) {
     Request request;
     request.size = kSlabBytes;
@@ -518,7 +519,7 @@ bool Pool::free(Address address, bool* drained) {
     finish_free(block, epoch);
   } else {
     // Other streams read it: it is nobody's until what is queued there is done.
-    pending_.push_back({block, epoch, std::make_shared<StreamPoint>(*block->uses)});
+    pending_.add({block, epoch}, *block->uses);
     block->uses.reset();
     block->state = BlockState::pending;
     pending_bytes_ += block->size;
@@ -595,19 +596,21 @@ bool Pool::settle() {
   return range_ != nullptr && settle_locked();
 }
 
-bool Pool::settle_locked() {
-  bool any = false;
-  for (auto it = pending_.begin(); it != pending_.end();) {
-    if (!it->point->passed(context_.clock.has_passed(it->epoch))) {
-      ++it;
-      continue;
-    }
-    const auto [block, epoch, point] = *it;
-    it = pending_.erase(it);
+// Of pending frees those whose streams have passed.
+bool Pool::finish_passed() {
+  if (pending_.empty()) return false;
+  pending_.take_passed(context_.clock, &passed_);
+  const bool any = !passed_.empty();
+  for (const auto& [block, epoch] : passed_) {
     pending_bytes_ -= block->size;
     finish_free(block, epoch);
-    any = true;
   }
+  passed_.clear();
+  return any;
+}
+
+bool Pool::settle_locked() {
+  bool any = finish_passed();
   if (!quarantined_.empty()) {
     for (const auto& [offset, freed] : quarantined_) context_.clock.cover(freed.epoch);
     context_.clock.poll();

@@ -13,7 +13,6 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -36,6 +35,7 @@
 #include "core/stats.h"
 #include "core/streams/clock.h"
 #include "core/streams/device_streams.h"
+#include "core/streams/pending_frees.h"
 
 namespace vmm {
 
@@ -366,6 +366,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Status order_behind(StreamTag tag, Epoch epoch) VMM_REQUIRES(mutex_);
   void note_zeroing(StreamTag tag) VMM_REQUIRES(mutex_);
   bool settle_locked() VMM_REQUIRES(mutex_);
+  bool finish_passed() VMM_REQUIRES(mutex_);
   void count_up(StatKind kind, SizeClass size_class, std::size_t amount) VMM_REQUIRES(mutex_);
   void count_down(StatKind kind, SizeClass size_class, std::size_t amount) VMM_REQUIRES(mutex_);
   void count(StatKind blocks, StatKind bytes, const Block& block, bool up) VMM_REQUIRES(mutex_);
@@ -477,12 +478,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::vector<StreamState> streams_ VMM_GUARDED_BY(mutex_);     // by tag; [0] is unused
   std::unordered_map<Stream, StreamTag> tags_ VMM_GUARDED_BY(mutex_);
   StreamTag latest_tag_ VMM_GUARDED_BY(mutex_) = kNeutral;  // asked for last
-  struct PendingFree {
-    Block* block = nullptr;
-    Epoch epoch = kLongAgo;  // of the free
-    StreamPointPtr point;    // of the recorded streams
-  };
-  std::deque<PendingFree> pending_ VMM_GUARDED_BY(mutex_);
+  PendingFrees pending_ VMM_GUARDED_BY(mutex_);
+  std::vector<PendingFrees::Freed> passed_ VMM_GUARDED_BY(mutex_);  // out of pending_, on their way
   struct Quarantined {
     Block* block = nullptr;
     Epoch epoch = kLongAgo;

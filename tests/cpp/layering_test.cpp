@@ -63,6 +63,7 @@ const std::vector<std::vector<std::string>> kRooms = {
      "held_ranges", "refusal"},
     {"stream_point", "peaks"},
     {"clock"},
+    {"pending_frees"},
     {"chunk", "block_heap"},
     {"mapped_range", "page_store"},
     {"grant"},

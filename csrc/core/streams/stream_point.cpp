@@ -7,9 +7,7 @@ namespace vmm {
 StreamPoint::StreamPoint(const std::vector<StreamUse>& uses) {
   const MutexLock lock(mutex_);
   for (const StreamUse& use : uses) {
-    // The default stream's fence covers every blocking stream as well.
-    const bool has_own = use.kind == StreamKind::permanent || use.kind == StreamKind::unreachable;
-    add(*use.device, has_own ? use.stream : nullptr);
+    add(*use.device, stream_of_fence(use));
     // Nobody may touch its handle later on.
     if (use.kind == StreamKind::unreachable && parts_.back().state != Part::State::recorded) {
       parts_.back().state = Part::State::no_fence;

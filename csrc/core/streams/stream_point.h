@@ -42,6 +42,12 @@ class StreamPoint {
   StreamPoint& operator=(const StreamPoint&) = delete;
   ~StreamPoint();
 
+  // The stream whose fence tells of this use: the default stream's covers every
+  // blocking stream as well.
+  static Stream stream_of_fence(const StreamUse& use) {
+    return use.kind == StreamKind::permanent || use.kind == StreamKind::unreachable ? use.stream : nullptr;
+  }
+
   // True once the work before this point is known to be done. Never waits. With
   // `queued_is_done` all that was queued before the point is known to be done
   // (the device's clock says so), and only what is being captured is left.
