@@ -183,6 +183,7 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
   block->state = state;
   block->tag = tag;
   block->epoch = epoch;
+  taken_bytes_ += size;
   return block;
 }
 
@@ -214,6 +215,7 @@ bool BlockHeap::coalesces(const Block* a, const Block* b) {
 }
 
 Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
+  taken_bytes_ -= block->size;
   VMM_CHECK(block->state != BlockState::free, "freeing free block at ", block->offset);
   block->state = BlockState::free;
   block->tag = tag;
@@ -252,6 +254,7 @@ void BlockHeap::retag(StreamTag tag) {
   for (Block* block : others) {
     clear_free(block);
     block->state = BlockState::used;
+    taken_bytes_ += block->size;
     free(block, tag, block->epoch);
   }
 }
@@ -265,6 +268,7 @@ Block* BlockHeap::free_covering(std::size_t offset) const {
 
 void BlockHeap::check() const {
   std::size_t free_seen = 0;
+  std::size_t taken = 0;
   std::size_t last_end = 0;
   for (Block* first : stretches_) {
     VMM_CHECK(first->prev == nullptr && first->offset >= last_end, "stretch at ", first->offset);
@@ -275,7 +279,10 @@ void BlockHeap::check() const {
         VMM_CHECK(!coalesces(block, block->next), "not coalesced at ", block->offset);
       }
       last_end = block->end();
-      if (block->state != BlockState::free) continue;
+      if (block->state != BlockState::free) {
+        taken += block->size;
+        continue;
+      }
       ++free_seen;
       VMM_CHECK(!by_offset_ || free_covering(block->offset) == block, "free block at ", block->offset,
                 " is not indexed");
@@ -285,6 +292,7 @@ void BlockHeap::check() const {
   }
   VMM_CHECK(free_seen == free_count_ && (!by_offset_ || free_seen == free_.size()), "free blocks: walked ", free_seen,
             ", counted ", free_count_, ", indexed ", free_.size());
+  VMM_CHECK(taken == taken_bytes_, "taken: walked ", taken, ", counted ", taken_bytes_);
 }
 
 }  // namespace vmm

@@ -163,6 +163,8 @@ class BlockHeap {
   using FreeByOffset = std::set<Block*, ByOffset>;
   [[nodiscard]] const FreeByOffset& free_blocks() const { return free_; }
   [[nodiscard]] std::size_t free_count() const { return free_count_; }
+  // Bytes of blocks that are not free.
+  [[nodiscard]] std::size_t taken_bytes() const { return taken_bytes_; }
   // First blocks of the donated stretches, by offset.
   [[nodiscard]] const std::vector<Block*>& stretches() const { return stretches_; }
   // Checks neighbours, tiling, tags and indexes; throws nothing, aborts on a
@@ -181,6 +183,7 @@ class BlockHeap {
   bool by_offset_;
   std::vector<std::unique_ptr<FreeIndex>> index_;  // by tag
   std::size_t free_count_ = 0;
+  std::size_t taken_bytes_ = 0;
   FreeByOffset free_;
   NodeReuse<FreeByOffset> free_nodes_;
   std::vector<Block*> stretches_;

@@ -406,13 +406,14 @@ class Pool : public std::enable_shared_from_this<Pool> {
   [[nodiscard]] std::size_t piece_size(std::size_t total, std::size_t remaining) const VMM_REQUIRES(mutex_);
 
   // pool_idle.cpp: idle chunks, and letting go of them
-  IdleChunks idle_chunks(StreamTag tag, Idle which) VMM_REQUIRES(mutex_);
+  IdleChunks idle_chunks(StreamTag tag, Idle which, std::size_t bare_bytes = 0) VMM_REQUIRES(mutex_);
   static bool take_idle(IdleChunks& idle, std::size_t at_most, std::size_t at_least, IdleChunk* out);
   Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
   Chunk* detach(std::size_t offset, Epoch last_use) VMM_REQUIRES(mutex_);
   void retire_mapping(std::size_t offset, Epoch last_use, bool announced = false) VMM_REQUIRES(mutex_);
   void retire_in_vain() VMM_REQUIRES(mutex_);
   bool drop_retired() VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_free(ByteRange range) const VMM_REQUIRES(mutex_);
   void shelve_idle_chunks(ByteRange range) VMM_REQUIRES(mutex_);
   void give_up_spare_slabs() VMM_REQUIRES(mutex_);
   void count_mapped(const Placement& placement, Stream stream) VMM_REQUIRES(mutex_);
@@ -490,6 +491,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
+  std::size_t retired_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   // When the last graph went: until that has passed, its replays may use any of
   // the memory, on any stream.

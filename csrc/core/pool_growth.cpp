@@ -293,7 +293,7 @@ bool Pool::collect(const std::vector<ByteRange>& gaps, const Request& request, S
   const bool fresh_only = source == Source::fresh;
   if (source == Source::any) give_up_spare_slabs();
   IdleChunks idle;
-  if (!fresh_only) idle = idle_chunks(request.tag, Idle::movable);
+  if (!fresh_only) idle = idle_chunks(request.tag, Idle::movable, total);
   const std::size_t least_move = source == Source::any ? 0 : total / kSmallestMoveShare;
   if (source == Source::at_once) {
     for (auto& [size, chunks] : idle) {

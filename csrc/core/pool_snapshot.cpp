@@ -143,6 +143,7 @@ void Pool::check() const {
   std::size_t quarantined = 0;
   std::size_t slabs = 0;
   std::size_t retired = 0;
+  std::size_t retired_bytes = 0;
   const auto count_block = [&](const Block& block) VMM_REQUIRES(mutex_) {
     if (block.state == BlockState::free || block.state == BlockState::slab || block.state == BlockState::retired) {
       return;
@@ -181,6 +182,7 @@ void Pool::check() const {
         break;
       case BlockState::retired:
         ++retired;
+        retired_bytes += block->size;
         VMM_CHECK(range_->missing_bytes(block->range()) == block->size, "a mapping under the retired ", block->offset);
         break;
       case BlockState::free:
@@ -194,6 +196,7 @@ void Pool::check() const {
   }
   VMM_CHECK(slabs == slabs_.size() && retired == retired_blocks_.size() && retired == range_->retired_count(), "slabs ",
             slabs, " retired ", retired);
+  VMM_CHECK(retired_bytes == retired_bytes_, "retired: walked ", retired_bytes, ", counted ", retired_bytes_);
   VMM_CHECK(used_blocks == live_.size() + pages_.size(), "blocks: walked ", used_blocks, ", indexed ",
             live_.size() + pages_.size());
   VMM_CHECK(pending == pending_bytes_ && pages == page_bytes_ && quarantined == quarantined_bytes_, "pending ", pending,
