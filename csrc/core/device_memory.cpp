@@ -39,6 +39,7 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       options_(options),
       capabilities_(capabilities_of(driver, device)),
       budget_("device " + driver.name() + ":" + std::to_string(device), kUnlimited, nullptr),
+      foreign_budget_("memory of other allocators", kUnlimited, &budget_),
       host_budget_("host memory by hand", kUnlimited, nullptr),
       store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
       streams_(driver, device),

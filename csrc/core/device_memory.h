@@ -168,7 +168,8 @@ class DeviceMemory {
   void refresh_inactive_split();
   // Locks every pool of the group for a moment, in order of registration.
   [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const VMM_NO_THREAD_SAFETY_ANALYSIS;
-  // Bytes the driver gave that are still held: what budget() counts.
+  // Bytes that the driver, or another allocator, gave and that are still held: what
+  // budget() counts.
   [[nodiscard]] std::size_t committed_bytes() const { return budget_.used(); }
   // Proves that pools and store sum to what the driver gave. Walks. REQUIRES:
   // no call under way on another thread.
@@ -177,6 +178,9 @@ class DeviceMemory {
   // Groups that there are, for tests.
   [[nodiscard]] std::size_t groups() const VMM_EXCLUDES(registry_mutex_);
   [[nodiscard]] Budget& budget() { return budget_; }
+  // Pays for what other allocators gave to private pools: counts under the
+  // device's limit.
+  [[nodiscard]] Budget& foreign_budget() { return foreign_budget_; }
   // Pays for host memory that managers of this device made by hand: counted,
   // without a limit, and no part of what the device holds.
   [[nodiscard]] Budget& host_budget() { return host_budget_; }
@@ -217,6 +221,7 @@ class DeviceMemory {
   Options options_;
   Capabilities capabilities_;
   Budget budget_;
+  Budget foreign_budget_;
   Budget host_budget_;
   PageStore store_;
   DeviceStreams streams_;

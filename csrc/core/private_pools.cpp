@@ -90,7 +90,9 @@ void PrivatePools::set_use_on_oom(RegionId region, bool use_on_oom) {
 void PrivatePools::set_no_split(RegionId region) {
   const MutexLock lock(mutex_);
   const auto at = entries_.find(region);
-  if (at != entries_.end()) at->second.no_split = true;
+  if (at == entries_.end()) return;
+  at->second.no_split = true;
+  if (at->second.foreign != nullptr) at->second.foreign->set_no_split();
 }
 
 void PrivatePools::add_graph(Entry& entry) {
@@ -327,17 +329,22 @@ std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, St
 
 Address PrivatePools::rescue(const std::shared_ptr<Pool>& model, std::size_t bytes, Stream stream) {
   PoolList willing;
+  std::vector<std::shared_ptr<ForeignMemory>> foreign;
   {
     const MutexLock lock(mutex_);
     for (const auto& [region, entry] : entries_) {
-      const auto at = entry.parts.find(model.get());
       // What a graph uses when it is replayed is nobody else's.
-      if (entry.use_on_oom && !entry.is_pinned() && at != entry.parts.end()) willing.push_back(at->second);
+      if (!entry.use_on_oom || entry.is_pinned()) continue;
+      if (entry.foreign != nullptr) foreign.push_back(entry.foreign);
+      if (const auto at = entry.parts.find(model.get()); at != entry.parts.end()) willing.push_back(at->second);
     }
   }
   for (const auto& part : willing) {
     if (part->is_retired()) continue;
     if (const Address address = part->try_allocate_within(bytes, stream); address != 0) return address;
+  }
+  for (const auto& memory : foreign) {
+    if (const Address address = memory->try_allocate_within(bytes, stream); address != 0) return address;
   }
   return 0;
 }

@@ -41,6 +41,10 @@ class ForeignMemory {
   virtual void set_pinned(bool pinned) noexcept = 0;
   // Nobody asks for more: all goes back, at the latest with its last block.
   virtual void close() noexcept = 0;
+  // Blocks made from now on have their segments for themselves.
+  virtual void set_no_split() noexcept = 0;
+  // A block of what is free for that stream; 0: nothing is.
+  virtual Address try_allocate_within(std::size_t bytes, Stream stream) = 0;
 };
 
 // The live blocks of all parts of a region at one moment.
@@ -70,7 +74,7 @@ class PrivatePools {
   // Requests of the default region that found no memory may have what is free
   // here. False is also what a MemPool says right before its release().
   void set_use_on_oom(RegionId region, bool use_on_oom) VMM_EXCLUDES(mutex_);
-  // Blocks made from now on have their chunks for themselves.
+  // Blocks made from now on have their chunks (or foreign segments) for themselves.
   void set_no_split(RegionId region) VMM_EXCLUDES(mutex_);
 
   // -- Routes -----------------------------------------------------------------
@@ -88,8 +92,8 @@ class PrivatePools {
   // nullptr too, and `foreign` is set. Throws as create_part() does.
   std::shared_ptr<Pool> route(const std::shared_ptr<Pool>& model, Stream stream,
                               std::shared_ptr<ForeignMemory>* foreign = nullptr) VMM_EXCLUDES(mutex_);
-  // A block of a part of `model` that serves requests which found no memory
-  // elsewhere; 0: none has any.
+  // A block of a part of `model`, or of foreign memory, that serves requests which
+  // found no memory elsewhere; 0: none has any.
   Address rescue(const std::shared_ptr<Pool>& model, std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
   // Ends the routes of captures that have failed: torch says nothing when it
   // could not begin or end one. begin(), route(), release() and empty_cache() do

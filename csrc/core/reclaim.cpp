@@ -234,7 +234,9 @@ std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Poo
     holders.push_back(std::move(holder));
   }
   if (refused == nullptr || refused == &budget_) {
-    const std::size_t accounted = in_pools + store_.all_shelved_bytes();
+    const std::size_t foreign = foreign_budget_.used();
+    if (foreign != 0) holders.push_back({"MemPools of other allocators", foreign});
+    const std::size_t accounted = in_pools + foreign + store_.all_shelved_bytes();
     const std::size_t by_hand = budget_.used() - std::min(accounted, budget_.used());
     if (by_hand != 0) holders.push_back({"VirtualMemoryManager", by_hand});
   }

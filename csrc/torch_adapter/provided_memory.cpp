@@ -110,7 +110,12 @@ ProvidedMemory::Registry& ProvidedMemory::registry() {
 }
 
 ProvidedMemory::ProvidedMemory(int device, RegionId region, Provider provider, DeviceMemory& memory)
-    : device_(device), region_(region), provider_(std::move(provider)), memory_(memory) {}
+    : device_(device),
+      region_(region),
+      provider_(std::move(provider)),
+      memory_(memory),
+      budget_("MemPool (" + std::to_string(region.first) + ", " + std::to_string(region.second) + ")", kUnlimited,
+              &memory.foreign_budget()) {}
 
 std::shared_ptr<ProvidedMemory> ProvidedMemory::create(int device, RegionId region, Provider provider) {
   return std::make_shared<ProvidedMemory>(device, region, std::move(provider),
@@ -126,8 +131,11 @@ ProvidedMemory::Heap& ProvidedMemory::heap_of(Stream stream, bool small) {
   return *heaps_.emplace_back(std::make_unique<Heap>(arena_, stream, small));
 }
 
-void* ProvidedMemory::carve(Heap& heap, Block* free, std::size_t bytes) {
-  Block* const block = heap.blocks.carve(free, free->offset, align_up(bytes, kBlockAlignment), BlockState::used);
+Address ProvidedMemory::carve(Heap& heap, Block* free, std::size_t bytes) {
+  const std::size_t size = no_split_.load(std::memory_order_relaxed)
+                               ? free->size
+                               : align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
+  Block* const block = heap.blocks.carve(free, free->offset, size, BlockState::used);
   block->requested = bytes;
   live_[block->offset] = {block, &heap};
   registry().change(device_, [&](Statistics& statistics) {
@@ -137,52 +145,64 @@ void* ProvidedMemory::carve(Heap& heap, Block* free, std::size_t bytes) {
     statistics.increase(StatKind::active_bytes, size_class(heap.small), block->size);
     statistics.increase(StatKind::requested_bytes, size_class(heap.small), bytes);
   });
-  return reinterpret_cast<void*>(block->offset);
+  return block->offset;
 }
 
-// A segment, or nullptr.
-void* ProvidedMemory::provide(std::size_t bytes) noexcept {
+void* ProvidedMemory::provide(std::size_t bytes, std::string* why) {
+  if (const Budget* refused = budget_.charge(bytes); refused != nullptr) {
+    *why = "the limit of the " + refused->name() + " is " + format_bytes(refused->limit()) + ", and " +
+           format_bytes(refused->used()) + " are in use";
+    return nullptr;
+  }
+  *why = "the allocator that it was made with has none";
   try {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
     if (void* segment = provider_->raw_alloc(bytes); segment != nullptr) return segment;
+  } catch (const std::exception& error) {
+    *why = std::string("the allocator that it was made with says: ") + error.what();
   } catch (...) {  // NOLINT(bugprone-empty-catch): that is how some say that they have none
   }
+  budget_.refund(bytes);
   (void)cudaGetLastError();  // the next kernel would be blamed for it
   return nullptr;
 }
 
+Address ProvidedMemory::try_allocate_within(std::size_t bytes, Stream stream) {
+  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
+  const MutexLock lock(mutex_);
+  settle();
+  Heap& heap = heap_of(stream, size <= kSmallBytes);
+  Block* const free = heap.blocks.best_fit(size, kTag);
+  return free == nullptr ? 0 : carve(heap, free, bytes);
+}
+
 void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
+  if (const Address block = try_allocate_within(bytes, stream); block != 0) return reinterpret_cast<void*>(block);
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   const bool small = size <= kSmallBytes;
-  {
-    const MutexLock lock(mutex_);
-    settle();
-    Heap& heap = heap_of(stream, small);
-    if (Block* const free = heap.blocks.best_fit(size, kTag); free != nullptr) return carve(heap, free, bytes);
-  }
   const std::size_t wanted = segment_size(size);
-  void* segment = provide(wanted);
+  std::string why;
+  void* segment = provide(wanted, &why);
   if (segment == nullptr && !memory_.clock().is_capturing()) {
     // What pools that are gone have left, and what our own hold unused, may be
     // what the provider lacks.
     registry().change(device_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
     finish_closed(device_, /*wait=*/true);
     memory_.empty_cache();
-    segment = provide(wanted);
+    segment = provide(wanted, &why);
   }
   if (segment == nullptr) {
     registry().change(device_, [](Statistics& statistics) { ++statistics.num_ooms; });
-    const std::string name = "MemPool (" + std::to_string(region_.first) + ", " + std::to_string(region_.second) + ")";
-    throw OutOfMemoryError(name + ": the allocator that it was made with gave no segment of " + format_bytes(wanted),
-                           bytes, 0, kUnlimited, name);
+    throw OutOfMemoryError(budget_.name() + " got no segment of " + format_bytes(wanted) + ": " + why, bytes,
+                           budget_.headroom(), memory_.budget().limit(), budget_.name());
   }
   const ByteRange range{reinterpret_cast<Address>(segment), wanted};
   registry().add(range, shared_from_this(), small);
   tell(PoolEvent::segment_map, range, stream);
   const MutexLock lock(mutex_);
   Heap& heap = heap_of(stream, small);
-  return carve(heap, heap.blocks.donate(range, kTag), bytes);
+  return reinterpret_cast<void*>(carve(heap, heap.blocks.donate(range, kTag), bytes));
 }
 
 bool ProvidedMemory::free(void* block) noexcept {
@@ -311,6 +331,7 @@ void ProvidedMemory::give_back() noexcept {
       tell(PoolEvent::segment_unmap, leaving.range, nullptr);
       tell(PoolEvent::segment_free, leaving.range, nullptr);
       provider_->raw_delete(reinterpret_cast<void*>(leaving.range.offset));
+      budget_.refund(leaving.range.size);
     }
   } catch (...) {
     report_swallowed("giving a MemPool's segments back");

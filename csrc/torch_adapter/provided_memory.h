@@ -1,7 +1,7 @@
 // Memory of a torch.cuda.MemPool that was made with another allocator (NCCL's,
 // say): segments come from that one and go back to it, blocks are cut from them
-// here. It is charged to no model and moves nowhere; the device's statistics and
-// snapshots count it.
+// here. It is charged to the device (a limit of torch's is of all memory), to no
+// model, and moves nowhere; the device's statistics and snapshots count it.
 //
 // Provider and driver are called with no lock held: a provider may be Python.
 #pragma once
@@ -13,12 +13,14 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "base/sync.h"
 #include "core/block_heap.h"
+#include "core/budget.h"
 #include "core/observer.h"
 #include "core/private_pools.h"
 #include "core/stats.h"
@@ -36,7 +38,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
 
   static std::shared_ptr<ProvidedMemory> create(int device, RegionId region, Provider provider);
 
-  // Throws OutOfMemoryError when the provider gives nothing.
+  // Throws OutOfMemoryError when the device's limit or the provider gives nothing.
   void* allocate(std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
 
   // False, at once, where no such memory lies at `block`.
@@ -64,6 +66,8 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   // ForeignMemory
   void set_pinned(bool pinned) noexcept override VMM_EXCLUDES(mutex_);
   void close() noexcept override VMM_EXCLUDES(mutex_);
+  void set_no_split() noexcept override { no_split_.store(true, std::memory_order_relaxed); }
+  Address try_allocate_within(std::size_t bytes, Stream stream) override VMM_EXCLUDES(mutex_);
 
   ProvidedMemory(int device, RegionId region, Provider provider, DeviceMemory& memory);
 
@@ -96,8 +100,9 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   static inline std::atomic<std::size_t> unfinished_{0};
 
   Heap& heap_of(Stream stream, bool small) VMM_REQUIRES(mutex_);
-  void* carve(Heap& heap, Block* free, std::size_t bytes) VMM_REQUIRES(mutex_);
-  void* provide(std::size_t bytes) noexcept;
+  Address carve(Heap& heap, Block* free, std::size_t bytes) VMM_REQUIRES(mutex_);
+  // A segment, or nullptr and `why`.
+  void* provide(std::size_t bytes, std::string* why);
   bool free_at(Address address) noexcept VMM_EXCLUDES(mutex_);
   void finish_free(const Live& live, Epoch epoch) VMM_REQUIRES(mutex_);
   void settle() VMM_REQUIRES(mutex_);
@@ -109,6 +114,8 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   const RegionId region_;
   const Provider provider_;
   DeviceMemory& memory_;  // whose clock tells when segments may go
+  Budget budget_;
+  std::atomic<bool> no_split_{false};
 
   Mutex mutex_;
   BlockArena arena_ VMM_GUARDED_BY(mutex_);

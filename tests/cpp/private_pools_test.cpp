@@ -645,9 +645,31 @@ TEST_F(PrivatePoolsTest, ACheckpointBringsBackTheBlocksOfAllParts) {
 struct Foreign final : ForeignMemory {
   void set_pinned(bool value) noexcept override { pinned = value; }
   void close() noexcept override { closed = true; }
+  void set_no_split() noexcept override { no_split = true; }
+  Address try_allocate_within(std::size_t bytes, Stream /*stream*/) override { return bytes <= unused ? 512 : 0; }
   bool pinned = false;
   bool closed = false;
+  bool no_split = false;
+  std::size_t unused = 0;
 };
+
+TEST_F(PrivatePoolsTest, ForeignMemoryServesWhatFoundNoneWhereItMay) {
+  const auto foreign = std::make_shared<Foreign>();
+  foreign->unused = 1000;
+  pools.add_user(kOne, foreign);
+  EXPECT_EQ(pools.rescue(model, 1000, a), 0U) << "nobody said that it may";
+  pools.set_use_on_oom(kOne, true);
+  EXPECT_EQ(pools.rescue(model, 1000, a), 512U);
+  EXPECT_EQ(pools.rescue(model, 1001, a), 0U);
+  begin_capture(kOne, a);
+  EXPECT_EQ(pools.rescue(model, 1000, a), 0U) << "a graph's";
+  end_capture(kOne, a);
+  pools.release(kOne);
+  EXPECT_FALSE(foreign->no_split);
+  pools.set_no_split(kOne);
+  EXPECT_TRUE(foreign->no_split);
+  leave_mempool(kOne);
+}
 
 TEST_F(PrivatePoolsTest, ForeignMemoryFollowsItsRegion) {
   const auto foreign = std::make_shared<Foreign>();

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ _PROVIDER = r"""
 #include <stddef.h>
 #include <map>
 #include <mutex>
+#include <stdexcept>
 
 static std::mutex mutex;
 static std::map<char*, size_t> blocks;
@@ -36,12 +37,13 @@ static void* find(const char* name) {
 }
 
 extern "C" {
-long allocations = 0, frees = 0, live_bytes = 0, limit_bytes = 0;
+long allocations = 0, frees = 0, live_bytes = 0, limit_bytes = 0, is_closed = 0;
 
 void* provider_malloc(size_t size, int, void*) {
   static auto* const allocate = reinterpret_cast<int (*)(void**, size_t)>(find("cudaMalloc"));
   std::lock_guard<std::mutex> lock(mutex);
   void* block = nullptr;
+  if (is_closed) throw std::runtime_error("closed for today");
   if (limit_bytes > 0 && live_bytes + long(size) > limit_bytes) return nullptr;
   if (allocate(&block, size) != 0) return nullptr;
   blocks[static_cast<char*>(block)] = size;
@@ -104,10 +106,11 @@ def _provider(tmp_path_factory: pytest.TempPathFactory) -> Provider:
 
 @pytest.fixture
 def provider(_provider: Provider) -> Iterator[Provider]:
-    for name in ("allocations", "frees", "limit_bytes"):
+    for name in ("allocations", "frees"):
         _provider[name] = 0
     yield _provider
-    _provider["limit_bytes"] = 0
+    for name in ("limit_bytes", "is_closed"):
+        _provider[name] = 0
 
 
 def test_a_foreign_provider_gives_the_memory_and_gets_it_back(provider: Provider) -> None:
@@ -200,6 +203,84 @@ def test_a_foreign_provider_that_has_no_more(provider: Provider) -> None:
     del block, more, pool
     settle()
     assert provider["live_bytes"] == 0
+
+
+def test_what_a_foreign_provider_says_is_in_the_error(provider: Provider) -> None:
+    provider["is_closed"] = 1
+    pool = MemPool(provider.allocator)
+    with use_mem_pool(pool), pytest.raises(torch.OutOfMemoryError, match="closed for today"):
+        empty(5 * MIB)
+    provider["is_closed"] = 0
+    with use_mem_pool(pool):
+        assert provider.holds(empty(5 * MIB))
+
+
+@pytest.fixture
+def room_for() -> Iterator[Callable[[int], None]]:
+    """Limits the process to what it holds and that many bytes."""
+
+    def limit(size: int) -> None:
+        settle()
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_torchs_limit_is_of_a_foreign_providers_memory_too(provider: Provider, room_for: Callable[[int], None]) -> None:
+    pool = MemPool(provider.allocator)
+    room_for(80 * MIB)
+    with use_mem_pool(pool):
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            empty(100 * MIB)
+        block = queue_stamp(empty(40 * MIB), 1)
+    ours = empty(38 * MIB)
+    with pytest.raises(torch.OutOfMemoryError, match="'MemPools of other allocators' 40 MiB"):
+        empty(38 * MIB)
+    del ours
+    with use_mem_pool(pool):
+        assert provider.holds(queue_stamp(empty(38 * MIB), 2)), "what ours held unused made no room"
+    del block, pool
+    settle()
+    assert provider["live_bytes"] == 0
+    empty(76 * MIB)  # what went back is not counted any more
+
+
+def test_on_oom_a_foreign_providers_unused_memory_serves(provider: Provider, room_for: Callable[[int], None]) -> None:
+    """As torch's own test_mempool_limited_memory_with_allocator."""
+    room_for(80 * MIB)
+    keeps, lends = MemPool(provider.allocator), MemPool(provider.allocator, use_on_oom=True)
+    with use_mem_pool(keeps):
+        kept = empty(40 * MIB)
+    with use_mem_pool(lends):
+        lent = empty(40 * MIB)
+    where = lent.data_ptr()
+    with pytest.raises(torch.OutOfMemoryError):
+        empty(40 * MIB)
+    del kept, lent
+    block = queue_stamp(empty(30 * MIB), 1)
+    assert block.data_ptr() == where
+    with pytest.raises(torch.OutOfMemoryError):
+        empty(30 * MIB)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert intact(block, 1)
+    del block
+    with use_mem_pool(lends):
+        assert empty(40 * MIB).data_ptr() == where
+
+
+def test_no_split_gives_each_block_a_segment_of_a_foreign_provider(provider: Provider) -> None:
+    pool = MemPool(provider.allocator, no_split=True)
+    with use_mem_pool(pool):
+        blocks = [queue_stamp(empty(size), size) for size in (4 * MIB, 4 * MIB, 1000, 1000)]
+    assert provider["allocations"] == 4
+    assert [len(segment["blocks"]) for segment in pool.snapshot()] == [1, 1, 1, 1]
+    assert all(intact(block, block.numel()) for block in blocks)
+    del blocks[1]
+    with use_mem_pool(pool):
+        blocks.append(empty(6 * MIB))
+    assert provider["allocations"] == 4
 
 
 def test_beside_a_foreign_provider_ours_goes_on(provider: Provider) -> None:
