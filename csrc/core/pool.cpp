@@ -395,7 +395,7 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
     return 0;
   }
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
-  if (pending_.is_due()) settle_locked();
+  if (!pending_.empty()) settle_locked();
   if (range_->retired_count() >= kMostRetired && wait_for_retired(shortage)) return 0;
   const StreamTag tag = tag_of(stream);
   if (!is_behind(tag, shortage)) return 0;
@@ -484,7 +484,6 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
 
 Block* Pool::allocate_small(std::size_t size, StreamTag tag, Grant* grant, Shortage* shortage) {
   Block* free = streams_[tag].small->best_fit(size, tag);
-  if (free == nullptr && finish_passed()) free = streams_[tag].small->best_fit(size, tag);
   if (free == nullptr) {
     Request request;
     request.size = kSlabBytes;

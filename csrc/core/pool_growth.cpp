@@ -58,7 +58,6 @@ Block* Pool::take_backed(const Request& request) {
 // Where nothing is split, a block has a chunk for itself: the smallest free one
 // that fits, all of it, or a new one of exactly its size.
 Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
-  finish_passed();
   Block* best = nullptr;
   ByteRange whole;
   for (const auto& [offset, mapping] : range_->live()) {
@@ -80,9 +79,7 @@ Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
 Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   if (no_split_) return place_unsplit(request, grant, shortage);
   if (request.where == Request::Where::best_fit) {
-    Block* block = take_backed(request);
-    if (block == nullptr && finish_passed()) block = take_backed(request);
-    if (block != nullptr) return block;
+    if (Block* block = take_backed(request)) return block;
   }
   std::size_t offset = 0;
   bool found = find_spot(request, &offset);

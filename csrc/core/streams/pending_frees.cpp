@@ -1,15 +1,9 @@
 #include "core/streams/pending_frees.h"
 
-#include <algorithm>
+#include <iterator>
 #include <memory>
 
 namespace vmm {
-
-namespace {
-
-constexpr std::uint32_t kLongestPause = 128;
-
-}  // namespace
 
 void PendingFrees::add(Freed freed, const std::vector<StreamUse>& uses) {
   std::size_t place = waiting_.size();
@@ -27,7 +21,6 @@ void PendingFrees::add(Freed freed, const std::vector<StreamUse>& uses) {
 }
 
 void PendingFrees::take_passed(const Clock& clock, std::vector<Freed>* passed) {
-  const std::size_t before = passed->size();
   for (auto queue = queues_.begin(); queue != queues_.end();) {
     auto& entries = queue->second;
     while (!entries.empty()) {
@@ -41,10 +34,6 @@ void PendingFrees::take_passed(const Clock& clock, std::vector<Freed>* passed) {
     }
     queue = entries.empty() ? queues_.erase(queue) : std::next(queue);
   }
-  asked_ = 0;
-  pause_ = passed->size() != before ? 1 : std::min(2 * pause_, kLongestPause);
 }
-
-bool PendingFrees::is_due() { return !empty() && ++asked_ >= pause_; }
 
 }  // namespace vmm

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <map>
 #include <utility>
@@ -29,13 +28,9 @@ class PendingFrees {
 
   // The block waits for what these streams have queued until now.
   void add(Freed freed, const std::vector<StreamUse>& uses);
-  // Takes out those whose streams have passed, and adds them to `passed`.
+  // Takes out those whose streams have passed, and adds them to `passed`. Each
+  // allocation asks, as natively: a program that has waited gets the memory at once.
   void take_passed(const Clock& clock, std::vector<Freed>* passed);
-  // Whether an allocation that lacks nothing should ask: each that finds nothing
-  // passed makes the pause twice as long, up to 128 allocations. A query costs
-  // up to 0.5 us of the driver's time, more than the allocation.
-  [[nodiscard]] bool is_due();
-
   [[nodiscard]] std::size_t size() const { return waiting_.size() - unused_.size(); }
   [[nodiscard]] bool empty() const { return size() == 0; }
 
@@ -53,8 +48,6 @@ class PendingFrees {
   std::map<Name, std::deque<Entry>> queues_;
   std::vector<Waiting> waiting_;
   std::vector<std::size_t> unused_;  // places in waiting_
-  std::uint32_t asked_ = 0;          // is_due(), since take_passed()
-  std::uint32_t pause_ = 1;
 };
 
 }  // namespace vmm
