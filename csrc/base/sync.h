@@ -2,6 +2,7 @@
 // written once, in core/device_memory.h.
 #pragma once
 
+#include <atomic>
 #include <mutex>
 
 #if defined(__clang__)
@@ -33,6 +34,25 @@ class VMM_CAPABILITY("mutex") Mutex {
 
  private:
   std::mutex mutex_;
+};
+
+// A plain value that another thread may read at any time, and that orders nothing.
+template <typename T>
+class Relaxed {
+ public:
+  Relaxed() noexcept : value_(T{}) {}
+  Relaxed(const Relaxed& other) noexcept : value_(T(other)) {}
+  Relaxed& operator=(const Relaxed& other) noexcept { return *this = T(other); }
+  ~Relaxed() = default;
+  Relaxed(T value) noexcept : value_(value) {}  // NOLINT(google-explicit-constructor): it stands for a T
+  Relaxed& operator=(T value) noexcept {
+    value_.store(value, std::memory_order_relaxed);
+    return *this;
+  }
+  operator T() const noexcept { return value_.load(std::memory_order_relaxed); }  // NOLINT(google-explicit-constructor)
+
+ private:
+  std::atomic<T> value_;
 };
 
 class VMM_SCOPED_CAPABILITY MutexLock {

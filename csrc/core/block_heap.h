@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/sync.h"
 #include "base/units.h"
 #include "core/streams/clock.h"
 
@@ -31,6 +32,7 @@ enum class BlockState : std::uint8_t {
   slab,         // carved into small blocks by another heap
   pending,      // freed, but a recorded stream may still use it
   retired,      // an address whose former mapping may still be in use
+  cached,       // freed, and kept by a thread for its next request of that size
   quarantined,  // freed pages in a chunk that has others; anybody may still use them
 };
 
@@ -44,7 +46,7 @@ struct Block {
   Block* bin_prev = nullptr;  // others of the same size in a FreeIndex
   Block* bin_next = nullptr;
   StreamTag tag = kNeutral;
-  BlockState state = BlockState::free;
+  Relaxed<BlockState> state = BlockState::free;
   bool small = false;                            // lives in a slab
   std::unique_ptr<std::vector<StreamUse>> uses;  // record_stream()
 

@@ -44,6 +44,7 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
       streams_(driver, device),
       clock_(streams_),
+      caches_(peaks_),
       accessors_{Location::on_device(device)} {}
 
 DeviceMemory::~DeviceMemory() {
@@ -84,8 +85,8 @@ std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& 
     const MutexLock registry_lock(registry_mutex_);
     accessors = accessors_;
   }
-  const PoolContext context{driver_,  address_space_, store_,          streams_, clock_,   peaks_,
-                            options_, observer_,      oversize_bytes_, device_,  accessors};
+  const PoolContext context{driver_,  address_space_, store_,    streams_,        clock_,  peaks_,
+                            caches_,  options_,       observer_, oversize_bytes_, device_, accessors};
   auto pool = std::make_shared<Pool>(context, group, spec, this);
   const MutexLock registry_lock(registry_mutex_);
   pools_.push_back(pool);
@@ -148,6 +149,19 @@ Status DeviceMemory::add_accessor(Location who) {
   return {};
 }
 
+void DeviceMemory::set_observer(PoolObserver* observer) {
+  // It is told of each event when it happens, so threads keep no blocks.
+  if (observer != nullptr) caches_.stop(BlockCaches::kObserved);
+  observer_.store(observer, std::memory_order_release);
+  if (observer == nullptr) caches_.resume(BlockCaches::kObserved);
+}
+
+void DeviceMemory::set_oversize(std::size_t bytes) {
+  oversize_bytes_.store(bytes, std::memory_order_relaxed);
+  // What threads keep was not counted so.
+  const BlockCaches::Still still(caches_, BlockCaches::Kept::gone);
+}
+
 std::shared_ptr<Budget> DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
   const MutexLock lock(registry_mutex_);
   groups_.push_back(std::make_shared<Budget>(name, limit_bytes, &budget_));
@@ -178,6 +192,7 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   });
   {
     // Whether they are in use, and that nobody uses them any more, is one step.
+    const BlockCaches::Still still(caches_, members, BlockCaches::Kept::gone);
     const AllLocked locked(members);
     for (const auto& member : members) {
       const std::size_t blocks = member->live_blocks_locked();
@@ -297,6 +312,8 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
   Pool* pool = address_space.find(address);
   if (pool == nullptr) return false;
   DeviceMemory* home = pool->home();
+  if (home->caches_.put(*pool, address)) [[likely]]
+    return true;
   bool drained = false;
   const bool known = pool->free(address, &drained);
   if (drained) home->bury_retired();
@@ -363,7 +380,11 @@ void DeviceMemory::settle(bool wait) {
 std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
   budget.set_limit(limit_bytes);
   const std::size_t given_back = give_back_excess(budget, /*wait=*/true);
-  if (budget.excess() != 0) over_limit_.store(true, std::memory_order_relaxed);
+  if (budget.excess() != 0) {
+    // What is freed has to go back, and threads keep none of it.
+    caches_.stop(BlockCaches::kOverLimit);
+    over_limit_.store(true, std::memory_order_relaxed);
+  }
   return given_back;
 }
 
@@ -406,7 +427,11 @@ void DeviceMemory::enforce_limits() {
     give_back_excess(*budget, /*wait=*/false);
     still = still || budget->excess() != 0;
   }
-  if (still) over_limit_.store(true, std::memory_order_relaxed);
+  if (still) {
+    over_limit_.store(true, std::memory_order_relaxed);
+  } else if (!over_limit_.load(std::memory_order_relaxed)) {
+    caches_.resume(BlockCaches::kOverLimit);
+  }
 }
 
 // -------------------------------------------------------------------- numbers
@@ -459,6 +484,7 @@ Statistics DeviceMemory::statistics_of(const Pool& model) const {
 
 MemoryStats DeviceMemory::memory_stats_of(const Pool& model) const {
   const PoolList members = family(model);
+  const BlockCaches::Still still(caches_, members, BlockCaches::Kept::back);
   const AllLocked locked(members);
   MemoryStats sum;
   for (const auto& member : members) {
@@ -495,6 +521,7 @@ GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
   GlobalMemoryStats stats;
   stats.physical_limit = group.limit();
   const PoolList pools = pools_under(group);
+  const BlockCaches::Still still(caches_, pools, BlockCaches::Kept::back);
   const AllLocked locked(pools);
   std::size_t mapped = 0;
   for (const auto& pool : pools) {

@@ -4,6 +4,7 @@
 // Lock order, top first; whoever holds one may only take those below it:
 //   DeviceMemory::reclaim_mutex_   one request at a time climbs the ladder
 //   DeviceMemory::accessor_mutex_  one accessor at a time is given access
+//   BlockCaches::mutex_, then the threads' BiasedLocks: what threads keep
 //   Pool::mutex_                   one pool; several only by AllLocked (the last
 //                                  rung, group_stats), in order of registration
 //   Clock::mutex_                  ticks; then StreamPoint::mutex_, one point
@@ -139,9 +140,9 @@ class DeviceMemory {
 
   // Is told what happens in the pools from now on; nullptr: nobody is. It
   // outlives this object.
-  void set_observer(PoolObserver* observer) { observer_.store(observer, std::memory_order_release); }
+  void set_observer(PoolObserver* observer) VMM_EXCLUDES(registry_mutex_);
   // Requests and chunks of at least so many bytes are counted as oversize.
-  void set_oversize(std::size_t bytes) { oversize_bytes_.store(bytes, std::memory_order_relaxed); }
+  void set_oversize(std::size_t bytes);
   // The streams of another device: whoever may access this memory counts for
   // its clock.
   void set_neighbours(std::function<DeviceStreams*(int device)> neighbours) { neighbours_ = std::move(neighbours); }
@@ -175,6 +176,9 @@ class DeviceMemory {
   // no call under way on another thread.
   void check() const;
 
+  // Blocks of the pool that threads keep for their next requests, freed to everybody
+  // who counts.
+  [[nodiscard]] std::size_t kept_blocks(const Pool& pool) { return caches_.kept_blocks(pool); }
   // Groups that there are, for tests.
   [[nodiscard]] std::size_t groups() const VMM_EXCLUDES(registry_mutex_);
   [[nodiscard]] Budget& budget() { return budget_; }
@@ -228,6 +232,7 @@ class DeviceMemory {
   Clock clock_;
   std::function<DeviceStreams*(int device)> neighbours_;
   Peaks peaks_;
+  mutable BlockCaches caches_;
   std::function<bool()> memory_callback_;
   std::atomic<PoolObserver*> observer_{nullptr};
   std::atomic<std::size_t> oversize_bytes_{kUnlimited};

@@ -4,7 +4,7 @@
 
 namespace vmm {
 
-Peaks::Seat::Seat(Peaks& peaks) : peaks_(peaks) {
+Peaks::Seat::Seat(Peaks& peaks, Of what) : peaks_(peaks), what_(what) {
   const MutexLock lock(peaks_.mutex_);
   place_ = peaks_.seats_.size();
   peaks_.seats_.push_back(this);
@@ -21,6 +21,59 @@ Peaks::Seat::~Seat() {
   if (has_room_.load(std::memory_order_relaxed)) std::erase(peaks_.with_room_, this);
 }
 
+BlockCounts Peaks::Seat::counts() const {
+  BlockCounts now{};
+  for (std::size_t of_class = 0; of_class < 2; ++of_class) {
+    for (std::size_t k = 0; k < 3; ++k) now[of_class][k] = counts_[of_class][k].load(std::memory_order_relaxed);
+  }
+  return now;
+}
+
+void Peaks::Seat::spread() {
+  if (what_ == Of::everything) return;
+  const BlockCounts now = counts();
+  for (std::size_t k = 0; k < 3; ++k) {
+    for (const StatKind kind : kKindsOfBlockCount[k]) {
+      current_[index(kind)].store(now[0][k] + now[1][k], std::memory_order_relaxed);
+      current_[index(kind) + 1].store(now[0][k], std::memory_order_relaxed);
+      current_[index(kind) + 2].store(now[1][k], std::memory_order_relaxed);
+    }
+  }
+}
+
+void Peaks::Seat::tighten() {
+  if (what_ == Of::everything) return;
+  for (std::size_t k = 0; k < 3; ++k) {
+    for (std::size_t which = 0; which < 3; ++which) {
+      const auto ceiling = [&](StatKind kind) { return ceiling_[index(kind) + which].load(std::memory_order_relaxed); };
+      most_[which][k].store(std::min(ceiling(kKindsOfBlockCount[k][0]), ceiling(kKindsOfBlockCount[k][1])), std::memory_order_relaxed);
+    }
+  }
+}
+
+void Peaks::transfer(const BlockCounts& counts, Seat& from, Seat& to) {
+  const MutexLock lock(mutex_);
+  const auto move = [&](std::size_t counter, std::int64_t amount) {
+    from.ceiling_[counter].fetch_sub(amount, std::memory_order_relaxed);
+    to.ceiling_[counter].fetch_add(amount, std::memory_order_relaxed);
+    to.current_[counter].fetch_add(amount, std::memory_order_relaxed);
+  };
+  for (std::size_t k = 0; k < 3; ++k) {
+    const std::int64_t small = counts[0][k];
+    const std::int64_t large = counts[1][k];
+    for (std::size_t of_kind = 0; of_kind < (kKindsOfBlockCount[k][0] == kKindsOfBlockCount[k][1] ? 1U : 2U); ++of_kind) {
+      const std::size_t first = Seat::index(kKindsOfBlockCount[k][of_kind]);
+      move(first, small + large);
+      move(first + 1, small);
+      move(first + 2, large);
+    }
+    Seat::add(from.counts_[0][k], -small);
+    Seat::add(from.counts_[1][k], -large);
+  }
+  from.spread();
+  from.tighten();
+}
+
 void Peaks::Seat::start_from(const Statistics& statistics) {
   for (std::size_t counter = 0; counter < current_.size(); ++counter) {
     current_[counter].store(statistics.stats.at(counter / 3).at(counter % 3).current, std::memory_order_relaxed);
@@ -35,6 +88,7 @@ void Peaks::Seat::start_from(const Statistics& statistics) {
 
 void Peaks::look(Seat& seat) {
   const MutexLock lock(mutex_);
+  seat.spread();
   bool has_more = false;
   for (std::size_t counter = 0; counter < peak_.size(); ++counter) {
     const std::int64_t current = seat.current_[counter].load(std::memory_order_relaxed);
@@ -51,6 +105,7 @@ void Peaks::look(Seat& seat) {
     ceilings_[counter] += more;
     has_more = has_more || more != 0;
   }
+  seat.tighten();
   if (has_more && !seat.has_room_.load(std::memory_order_relaxed)) note_room_locked(seat);
 }
 
@@ -72,6 +127,7 @@ void Peaks::take_back(Seat& seat) {
 }
 
 void Peaks::lower(Seat& seat) {
+  seat.spread();
   for (std::size_t counter = 0; counter < peak_.size(); ++counter) {
     const std::int64_t room =
         seat.ceiling_[counter].load(std::memory_order_relaxed) - seat.current_[counter].load(std::memory_order_relaxed);
@@ -79,6 +135,7 @@ void Peaks::lower(Seat& seat) {
     seat.ceiling_[counter].fetch_sub(room, std::memory_order_relaxed);
     ceilings_[counter] -= room;
   }
+  seat.tighten();
 }
 
 void Peaks::reset_peaks() {

@@ -11,6 +11,11 @@
 // look walks the seats: each seat that one takes back from had fallen since it
 // was last taken from, so a pair costs the same among a thousand pools as in one.
 //
+// A pool counts all kinds, under its lock. A thread's cache counts blocks only,
+// under its own: the five kinds that a block's life moves are three numbers there
+// (a cached block is neither live nor active), and what they may rise to is the
+// least of what their kinds may.
+//
 // Exact while one thread at a time allocates. While several do, a peak may be
 // off by what they add and free at that moment.
 #pragma once
@@ -28,10 +33,12 @@ namespace vmm {
 
 class Peaks {
  public:
-  // One pool's counters. Written by whoever holds the pool's lock, read by all.
+  enum class Of : std::uint8_t { everything, blocks };
+  // One pool's counters, or those of one thread's cached blocks. Written by whoever
+  // holds the pool's lock, or the cache's, read by all.
   class Seat {
    public:
-    explicit Seat(Peaks& peaks);
+    explicit Seat(Peaks& peaks, Of what = Of::everything);
     Seat(const Seat&) = delete;
     Seat& operator=(const Seat&) = delete;
     ~Seat();
@@ -58,8 +65,40 @@ class Peaks {
         peaks_.note_room(*this);
     }
 
+    // -- Of a seat of blocks: one was allocated, or freed.
+    void rose(SizeClass size_class, std::size_t bytes, std::size_t requested) {
+      const auto mine = static_cast<std::size_t>(size_class);
+      auto& counts = counts_[mine];
+      const auto& others = counts_[1 - mine];
+      const std::array<std::int64_t, 3> by = {1, static_cast<std::int64_t>(bytes),
+                                              static_cast<std::int64_t>(requested)};
+      bool is_above = false;
+      for (std::size_t k = 0; k < 3; ++k) {
+        const std::int64_t now = counts[k].load(std::memory_order_relaxed) + by[k];
+        counts[k].store(now, std::memory_order_relaxed);
+        is_above |= now > most_[1 + mine][k].load(std::memory_order_relaxed);
+        is_above |= now + others[k].load(std::memory_order_relaxed) > most_[0][k].load(std::memory_order_relaxed);
+      }
+      if (is_above) [[unlikely]]
+        peaks_.look(*this);
+    }
+    void fell(SizeClass size_class, std::size_t bytes, std::size_t requested) {
+      auto& counts = counts_[static_cast<std::size_t>(size_class)];
+      add(counts[0], -1);
+      add(counts[1], -static_cast<std::int64_t>(bytes));
+      add(counts[2], -static_cast<std::int64_t>(requested));
+      if (!has_room_.load(std::memory_order_relaxed)) [[unlikely]]
+        peaks_.note_room(*this);
+    }
+    [[nodiscard]] BlockCounts counts() const;
+
    private:
     friend class Peaks;
+    static void add(std::atomic<std::int64_t>& counter, std::int64_t amount) {
+      counter.store(counter.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
+    }
+    void spread();   // counts_ to current_
+    void tighten();  // ceiling_ to most_
     static constexpr std::size_t index(StatKind kind) { return static_cast<std::size_t>(kind) * 3; }
     bool set(std::size_t counter, std::int64_t value) {
       current_[counter].store(value, std::memory_order_relaxed);
@@ -71,7 +110,15 @@ class Peaks {
     std::array<std::atomic<std::int64_t>, kStatKinds * 3> ceiling_{};
     std::atomic<bool> has_room_{false};  // perhaps, below a ceiling; then it is in with_room_
     std::size_t place_ = 0;              // in seats_
+    // Of a seat of blocks. Of it current_ and ceiling_ are only what Peaks works with.
+    const Of what_;
+    std::array<std::array<std::atomic<std::int64_t>, 3>, 2> counts_{};
+    std::array<std::array<std::atomic<std::int64_t>, 3>, 3> most_{};  // all, small, large
   };
+
+  // What `from`, a seat of blocks, counts of `counts` counts in `to` from now on,
+  // which is one of everything. REQUIRES: both are of these peaks, and held still.
+  void transfer(const BlockCounts& counts, Seat& from, Seat& to) VMM_EXCLUDES(mutex_);
 
   void reset_peaks() VMM_EXCLUDES(mutex_);
   // Writes the peaks (never below the currents) into `out`.

@@ -45,6 +45,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       floor_(spec.floor),
       priority_(spec.priority),
       large_(arena_, /*by_offset=*/true),
+      own_seat_(own_peaks_),
       seat_(context.peaks) {
   const std::size_t granularity = context.store.granularity();
   if (!is_power_of_two(page_) || !is_aligned(page_, granularity)) throw InvalidPageSizeError(page_, granularity);
@@ -66,6 +67,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
   }
   throw_if_failed(status, "reserving " + format_bytes(capacity_) + " of addresses for pool '" + name_ + "'");
   Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();
+  directory_ = std::make_unique<BlockDirectory>(capacity_);
   const MutexLock lock(mutex_);
   range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
   large_.donate({0, capacity_}, kNeutral);
@@ -85,7 +87,7 @@ Pool::~Pool() {
     context_.clock.wait(context_.clock.now()).ignore();
   }
   const MutexLock lock(mutex_);
-  VMM_CHECK(live_.size() == 0 && pages_.empty(), "pool '", name_, "' ends with live blocks");
+  VMM_CHECK(directory_->size() == 0 && pages_.empty(), "pool '", name_, "' ends with live blocks");
   range_.reset();
   context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
 }
@@ -95,6 +97,7 @@ void Pool::require_open() const {
 }
 
 void Pool::retire() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
   const MutexLock lock(mutex_);
   retire_locked();
 }
@@ -170,7 +173,7 @@ StreamTag Pool::tag_without_blocks() {
   const auto find = [this]() VMM_REQUIRES(mutex_) {
     for (std::size_t tag = 1; tag < streams_.size(); ++tag) {
       const StreamState& state = streams_[tag];
-      if (state.blocks == 0 && context_.clock.has_passed(std::max(state.last_free, graphs_end_))) {
+      if (state.blocks == 0 && !state.is_kept && context_.clock.has_passed(std::max(state.last_free, graphs_end_))) {
         return static_cast<StreamTag>(tag);
       }
     }
@@ -250,12 +253,14 @@ bool Pool::is_behind_namesakes(StreamTag tag, Shortage* shortage) {
 
 void Pool::count_up(StatKind kind, SizeClass size_class, std::size_t amount) {
   statistics_.increase(kind, size_class, amount);
+  own_seat_.rose(kind, size_class, statistics_[kind]);
   seat_.rose(kind, size_class, statistics_[kind]);
   if (family_seat_ != nullptr) family_seat_->rose(kind, size_class, statistics_[kind]);
 }
 
 void Pool::count_down(StatKind kind, SizeClass size_class, std::size_t amount) {
   statistics_.decrease(kind, size_class, amount);
+  own_seat_.fell(kind, size_class, statistics_[kind]);
   seat_.fell(kind, size_class, statistics_[kind]);
   if (family_seat_ != nullptr) family_seat_->fell(kind, size_class, statistics_[kind]);
 }
@@ -297,7 +302,7 @@ void Pool::hand_over_slab(const Block& slab, SizeClass from, SizeClass to) {
 }
 
 void Pool::count_oversize(const Block& block, bool up) {
-  if (block.size < context_.oversize_bytes.load(std::memory_order_relaxed)) return;
+  if (!is_oversize(block.size)) return;
   Stat& stat = statistics_.oversize_allocations;
   up ? stat.increase(1) : stat.decrease(1);
 }
@@ -388,35 +393,48 @@ void Pool::finish_free(Block* block, Epoch epoch) {
 // --------------------------------------------------------------- hot path
 
 Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
+  StreamTag keeps = kNeutral;
+  Address address = allocate_once(bytes, stream, !has_shards(), grant, shortage, &keeps);
+  if (shortage->is_kept_by_threads) {
+    // Before any memory is asked for: what threads keep never makes a pool grow.
+    *shortage = {};
+    context_.caches.gather(*this);
+    address = allocate_once(bytes, stream, /*is_gathered=*/true, grant, shortage, &keeps);
+  }
+  if (address != 0 && keeps != kNeutral) context_.caches.want(*this, stream, keeps, rounded(bytes));
+  return address;
+}
+
+// `keeps` is the stream's tag where a thread may keep its blocks.
+Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
+                            StreamTag* keeps) {
   const MutexLock lock(mutex_);
   require_open();
   if (bytes > capacity_) {  // before it is rounded up: near 2^64 that wraps
     *shortage = {bytes, nullptr, {}, /*no_address_space=*/true};
     return 0;
   }
-  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
   if (!pending_.empty()) settle_locked();
   if (range_->retired_count() >= kMostRetired && wait_for_retired(shortage)) return 0;
   const StreamTag tag = tag_of(stream);
   if (!is_behind(tag, shortage)) return 0;
-  Block* block = nullptr;
-  if (size <= kSmallLimitBytes) {
-    block = allocate_small(size, tag, grant, shortage);
-  } else {
-    Request request;
-    request.size = size;
-    request.tag = tag;
-    block = place(request, grant, shortage);
-  }
+  Request request;
+  request.size = rounded(bytes);
+  request.tag = tag;
+  request.is_gathered = is_gathered;
+  Block* block =
+      request.size <= kSmallLimitBytes ? allocate_small(request, grant, shortage) : place(request, grant, shortage);
   if (block == nullptr) return 0;
-  live_.insert(block->offset, block);
+  directory_->insert(block);
   begin_block(block, bytes);
+  if (may_keep(tag) && !is_oversize(block->size)) *keeps = tag;
   return base_ + block->offset;
 }
 
 Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
   if (bytes > capacity_) return 0;  // before it is rounded up: near 2^64 that wraps
-  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
+  const std::size_t size = rounded(bytes);
+  context_.caches.gather(*this);
   const MutexLock lock(mutex_);
   if (is_retired()) return 0;
   settle_locked();
@@ -437,7 +455,7 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
     block = take_backed(request);
     if (block == nullptr) return 0;
   }
-  live_.insert(block->offset, block);
+  directory_->insert(block);
   begin_block(block, bytes);
   return base_ + block->offset;
 }
@@ -450,6 +468,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   // What is left is a multiple of 512, so that what fits also fits rounded up.
   if (bytes > capacity_ - offset) throw InvalidRangeError(offset, bytes, capacity_, "beyond the end of the pool");
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
+  context_.caches.gather(*this);
   const MutexLock lock(mutex_);
   require_open();
   settle_locked();
@@ -477,26 +496,26 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   request.tag = tag;
   Block* block = place(request, grant, shortage);
   if (block == nullptr) return 0;
-  live_.insert(block->offset, block);
+  directory_->insert(block);
   begin_block(block, bytes);
   return address;
 }
 
-Block* Pool::allocate_small(std::size_t size, StreamTag tag, Grant* grant, Shortage* shortage) {
-  Block* free = streams_[tag].small->best_fit(size, tag);
+Block* Pool::allocate_small(const Request& request, Grant* grant, Shortage* shortage) {
+  BlockHeap& small = *streams_[request.tag].small;
+  Block* free = small.best_fit(request.size, request.tag);
   if (free == nullptr) {
-    Request request;
-    request.size = kSlabBytes;
-    request.where = Request::Where::high;
-    request.tag = tag;
-    request.state = BlockState::slab;
-    Block* slab = place(request, grant, shortage);
+    Request of_slab = request;
+    of_slab.size = kSlabBytes;
+    of_slab.where = Request::Where::high;
+    of_slab.state = BlockState::slab;
+    Block* slab = place(of_slab, grant, shortage);
     if (slab == nullptr) return nullptr;
     make_slab(slab);
-    free = streams_[tag].small->best_fit(size, tag);
+    free = small.best_fit(request.size, request.tag);
   }
-  if (free == streams_[tag].spare_slab) streams_[tag].spare_slab = nullptr;
-  return streams_[tag].small->carve(free, free->offset, size, BlockState::used);
+  if (free == streams_[request.tag].spare_slab) streams_[request.tag].spare_slab = nullptr;
+  return small.carve(free, free->offset, request.size, BlockState::used);
 }
 
 // Small blocks are cut from it from now on.
@@ -509,21 +528,29 @@ void Pool::make_slab(Block* slab) {
 bool Pool::free(Address address, bool* drained) {
   *drained = false;
   if (!contains(address)) return false;
-  const MutexLock lock(mutex_);
-  Block* block = live_.take(address - base_);
-  if (block == nullptr) return false;
-  end_block(*block);
-  const Epoch epoch = context_.clock.now();
-  if (block->uses == nullptr) {
-    finish_free(block, epoch);
-  } else {
-    // Other streams read it: it is nobody's until what is queued there is done.
-    pending_.add({block, epoch}, *block->uses);
-    block->uses.reset();
-    block->state = BlockState::pending;
-    pending_bytes_ += block->size;
+  StreamTag keeps = kNeutral;
+  Stream stream = nullptr;
+  {
+    const MutexLock lock(mutex_);
+    Block* block = live_at(address);
+    if (block == nullptr) return false;
+    directory_->take(block->offset);
+    end_block(*block);
+    const Epoch epoch = context_.clock.now();
+    if (block->uses == nullptr) {
+      if (may_keep(block->tag) && !is_oversize(block->size)) keeps = block->tag;
+      stream = streams_[block->tag].stream;
+      finish_free(block, epoch);
+    } else {
+      // Other streams read it: it is nobody's until what is queued there is done.
+      pending_.add({block, epoch}, *block->uses);
+      block->uses.reset();
+      block->state = BlockState::pending;
+      pending_bytes_ += block->size;
+    }
+    *drained = is_retired() && live_blocks_locked() == 0;
   }
-  *drained = is_retired() && live_blocks_locked() == 0;
+  if (keeps != kNeutral) context_.caches.want(*this, stream, keeps, 0);
   return true;
 }
 
@@ -570,7 +597,7 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
   const bool is_own = device == nullptr || device == &context_.streams;
   if (is_own) device = &context_.streams;
   const MutexLock lock(mutex_);
-  Block* block = live_.find(address - base_);
+  Block* block = live_at(address);
   if (block == nullptr) return;
   if (is_own && streams_[block->tag].stream == stream) return;
   // It reads the memory, though it may be no peer (a copy between devices), so the
@@ -580,12 +607,6 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
   if (block->uses == nullptr) block->uses = std::make_unique<std::vector<StreamUse>>();
   auto& uses = *block->uses;
   if (std::find(uses.begin(), uses.end(), use) == uses.end()) uses.push_back(use);
-}
-
-std::size_t Pool::block_size(Address address) const {
-  const ReadLock lock(*this);
-  const Block* block = live_.find(address - base_);
-  return block == nullptr ? 0 : block->size;
 }
 
 // --------------------------------------------------- what queued work held up

@@ -10,6 +10,7 @@
 // from the top, so that long-lived small blocks do not pin big chunks.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -24,11 +25,11 @@
 #include "core/address_space.h"
 #include "core/block_heap.h"
 #include "core/budget.h"
+#include "core/cache/block_caches.h"
 #include "core/grant.h"
 #include "core/held_ranges.h"
 #include "core/mapped_range.h"
 #include "core/observer.h"
-#include "core/offset_map.h"
 #include "core/options.h"
 #include "core/page_store.h"
 #include "core/peaks.h"
@@ -81,6 +82,7 @@ struct PoolContext {
   DeviceStreams& streams;
   Clock& clock;
   Peaks& peaks;
+  BlockCaches& caches;
   const Options& options;
   const std::atomic<PoolObserver*>& observer;
   const std::atomic<std::size_t>& oversize_bytes;  // requests from here on are counted as oversize
@@ -108,16 +110,16 @@ struct Shortage {
   Budget* refused = nullptr;  // the limit that refused; nullptr: the driver, or no address space
   Status status;              // what the driver said, when it was the driver
   bool no_address_space = false;
+  // Threads keep blocks, which may be all that is missing.
+  bool is_kept_by_threads = false;
   // Nothing is missing: the pool can once this has passed. Whoever asks waits,
   // with no lock held, and asks again.
   Epoch wait_for = kLongAgo;
 };
 
-class Pool : public std::enable_shared_from_this<Pool> {
+class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> {
  public:
   Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home);
-  Pool(const Pool&) = delete;
-  Pool& operator=(const Pool&) = delete;
   // REQUIRES: ended, or no live block.
   ~Pool();
 
@@ -141,8 +143,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // is the stream's where that is not the pool's. REQUIRES: the stream is alive,
   // and stays so until the block is freed; torch asks the same.
   void record_stream(Address address, Stream stream, DeviceStreams* device = nullptr) VMM_EXCLUDES(mutex_);
-  // Bytes of the live block at `address`, or 0.
-  [[nodiscard]] std::size_t block_size(Address address) const VMM_EXCLUDES(mutex_);
+  // Bytes of the live block at `address`, or 0. No lock: whoever asks owns it.
+  [[nodiscard]] std::size_t block_size(Address address) const;
 
   [[nodiscard]] std::vector<Address> live_addresses() const VMM_EXCLUDES(mutex_);
   // The chunks under [address, address + bytes), by address.
@@ -230,7 +232,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] std::size_t capacity() const { return capacity_; }
-  [[nodiscard]] Address base() const { return base_; }
   [[nodiscard]] std::size_t page_size() const { return page_; }
   // Every chunk is exactly one page (page_size was given).
   [[nodiscard]] bool has_uniform_chunks() const { return uniform_; }
@@ -265,7 +266,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // The pool takes no more requests (require_open() throws); it ends when its
   // last block is freed.
   void retire() VMM_EXCLUDES(mutex_);
-  void retire_locked() VMM_REQUIRES(mutex_) { retired_.store(true, std::memory_order_release); }
+  // REQUIRES: no thread keeps blocks of it, and none can before it is locked.
+  void retire_locked() VMM_REQUIRES(mutex_) {
+    retired_.store(true, std::memory_order_release);
+    is_cached_.store(false, std::memory_order_relaxed);
+  }
   // Of a retired pool without live blocks: gives back all memory at once and
   // then the addresses, as soon as nothing uses them. False: something is still
   // live, or queued work uses it; it may be called again.
@@ -278,8 +283,12 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // The last rung, with every pool locked: gives idle chunks (down to the floor)
   // and their charge back to the driver, until `limit` (nullptr: never) has room
   // for `want` bytes. Returns the idle bytes that queued work may still use.
+  // REQUIRES the same.
   std::size_t melt_locked(const Budget* limit, std::size_t want) VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::size_t live_blocks_locked() const VMM_REQUIRES(mutex_) { return live_.size() + pages_.size(); }
+  // REQUIRES for both: no thread keeps blocks (BlockCaches::Still).
+  [[nodiscard]] std::size_t live_blocks_locked() const VMM_REQUIRES(mutex_) {
+    return directory_->size() + pages_.size();
+  }
   [[nodiscard]] std::size_t live_bytes_locked() const VMM_REQUIRES(mutex_);
 
  private:
@@ -289,7 +298,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
     std::unique_ptr<BlockHeap> small;  // slabs of this stream
     Block* spare_slab = nullptr;       // one empty slab is kept: a pair costs no large block
     StreamKind kind = StreamKind::default_stream;
-    std::size_t blocks = 0;          // live ones, pending frees included
+    std::size_t blocks = 0;          // live ones, pending frees and what threads keep included
+    bool is_kept = false;            // threads may have shards for it: its tag is no other stream's
     Epoch last_free = kLongAgo;      // the newest that its free space notes
     Epoch behind_graphs = kLongAgo;  // its work comes after what graphs had queued until then
     // Of a name that does not last. Its memory came from elsewhere behind `behind`,
@@ -307,6 +317,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
     std::size_t offset = 0;  // Where::at
     StreamTag tag = kNeutral;
     BlockState state = BlockState::used;
+    // What threads keep has been taken back: only then is memory asked for.
+    bool is_gathered = true;
   };
   // What a taken range was before, for undoing.
   struct Piece {
@@ -351,8 +363,19 @@ class Pool : public std::enable_shared_from_this<Pool> {
     bool locked_ = false;
   };
 
-  // pool.cpp: the hot path
-  Block* allocate_small(std::size_t size, StreamTag tag, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  // pool_cached.cpp: what threads' caches ask of it
+  void take_back(Block* first) override VMM_EXCLUDES(mutex_);
+  void absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family, Peaks::Seat& of_device) override
+      VMM_EXCLUDES(mutex_);
+  Peaks& own_peaks() override { return own_peaks_; }
+  [[nodiscard]] Peaks* peaks_of_family() const override { return model().family_peaks(); }
+  bool may_keep(StreamTag tag) VMM_REQUIRES(mutex_);
+  [[nodiscard]] Block* live_at(Address address) const;
+
+  // pool.cpp: the path beneath the caches
+  Address allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
+                        StreamTag* keeps) VMM_EXCLUDES(mutex_);
+  Block* allocate_small(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   void free_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void free_small(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void give_up_slab(StreamState& stream, Block* whole) VMM_REQUIRES(mutex_);
@@ -380,6 +403,13 @@ class Pool : public std::enable_shared_from_this<Pool> {
   bool wait_for_retired(Shortage* shortage) VMM_REQUIRES(mutex_);
   bool make_way_of_retired(std::size_t offset, Shortage* shortage) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_retired_at(std::size_t offset) const VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_oversize(std::size_t bytes) const {
+    return bytes >= context_.oversize_bytes.load(std::memory_order_relaxed);
+  }
+  // What a request takes. REQUIRES: bytes <= capacity().
+  [[nodiscard]] std::size_t rounded(std::size_t bytes) const {
+    return align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
+  }
   void make_slab(Block* slab) VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
 
@@ -462,7 +492,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::size_t page_;      // bytes: the grain of explicit pages
   bool uniform_;          // every chunk is exactly one page (page_size was given)
   std::size_t capacity_;  // bytes
-  Address base_ = 0;
   std::atomic<std::size_t> floor_;
   std::atomic<int> priority_;
   std::atomic<bool> retired_{false};
@@ -473,7 +502,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::unique_ptr<MappedRange> range_ VMM_PT_GUARDED_BY(mutex_);
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
   BlockHeap large_ VMM_GUARDED_BY(mutex_);
-  OffsetMap<Block> live_ VMM_GUARDED_BY(mutex_);                // tensors' blocks by offset
   std::map<std::size_t, Block*> pages_ VMM_GUARDED_BY(mutex_);  // explicit blocks by offset
   HeldRanges held_ VMM_GUARDED_BY(mutex_);                      // of explicit pages
   std::vector<StreamState> streams_ VMM_GUARDED_BY(mutex_);     // by tag; [0] is unused
@@ -499,7 +527,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
   Statistics statistics_ VMM_GUARDED_BY(mutex_);
   Statistics inherited_ VMM_GUARDED_BY(mutex_);  // of parts that have ended
-  Peaks::Seat seat_ VMM_GUARDED_BY(mutex_);
+  Peaks own_peaks_;
+  Peaks::Seat own_seat_ VMM_GUARDED_BY(mutex_);
+  Peaks::Seat seat_ VMM_GUARDED_BY(mutex_);                           // in the device's
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts
   std::atomic<Peaks*> family_peaks_{nullptr};                         // the same
   std::unique_ptr<Peaks::Seat> family_seat_ VMM_GUARDED_BY(mutex_);   // there

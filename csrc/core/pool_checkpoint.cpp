@@ -32,11 +32,12 @@ void Pool::require_settled(const char* doing) {
 }
 
 PoolCheckpoint Pool::checkpoint() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
   const MutexLock lock(mutex_);
   require_settled("recorded");
   PoolCheckpoint found;
   std::vector<const Block*> live;
-  live_.for_each([&live](std::size_t /*offset*/, const Block* block) { live.push_back(block); });
+  directory_->for_each([&live](const Block* block) { live.push_back(block); });
   for (const Block* block : live) {
     const PoolCheckpoint::Entry entry{block->offset, block->size, block->requested, streams_[block->tag].stream};
     (block->small ? found.small : found.large).push_back(entry);
@@ -53,6 +54,7 @@ PoolCheckpoint Pool::checkpoint() {
 }
 
 void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated) {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
   const MutexLock lock(mutex_);
   require_settled("changed");
   for (const auto* entries : {&target.slabs, &target.large}) {
@@ -65,10 +67,10 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
   }
   if (!pages_.empty()) throw VmmError("pool '" + name_ + "' holds explicit pages, which a checkpoint does not know");
   std::vector<Block*> live;
-  live_.for_each([&live](std::size_t /*offset*/, Block* block) { live.push_back(block); });
+  directory_->for_each([&live](Block* block) { live.push_back(block); });
   for (Block* block : live) {
     freed->push_back(base_ + block->offset);
-    live_.take(block->offset);
+    directory_->take(block->offset);
     end_block(*block);
     finish_free(block, context_.clock.now());
   }
@@ -80,7 +82,7 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
     return block;
   };
   const auto begin = [&](Block* block, const PoolCheckpoint::Entry& entry) VMM_REQUIRES(mutex_) {
-    live_.insert(block->offset, block);
+    directory_->insert(block);
     begin_block(block, entry.requested);
     allocated->push_back(base_ + block->offset);
   };

@@ -81,6 +81,10 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   if (request.where == Request::Where::best_fit) {
     if (Block* block = take_backed(request)) return block;
   }
+  if (!request.is_gathered) {
+    shortage->is_kept_by_threads = true;
+    return nullptr;
+  }
   std::size_t offset = 0;
   bool found = find_spot(request, &offset);
   if (!found) {

@@ -188,8 +188,10 @@ void Pool::count_unmapped(const Placement& placement) {
 }
 
 void Pool::pin() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
   const MutexLock lock(mutex_);
   pinned_ = true;
+  is_cached_.store(false, std::memory_order_relaxed);
 }
 
 void Pool::unpin() {
@@ -213,6 +215,7 @@ std::size_t Pool::bytes_above_floor() const {
 
 std::size_t Pool::surrender(std::size_t want, bool respect_floor, Grant& grant, Budget** refused) {
   *refused = nullptr;
+  context_.caches.gather(*this);
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return 0;
   settle_locked();
@@ -237,6 +240,7 @@ std::size_t Pool::surrender(std::size_t want, bool respect_floor, Grant& grant, 
 }
 
 std::size_t Pool::shed(std::size_t keep) {
+  context_.caches.gather(*this);
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return 0;
   settle_locked();

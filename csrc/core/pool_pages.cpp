@@ -51,6 +51,7 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
 Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream stream, Grant* grant,
                                  Shortage* shortage) {
   const ByteRange range = page_range(offset, size);
+  context_.caches.gather(*this);
   const MutexLock lock(mutex_);
   require_open();
   settle_locked();
@@ -87,6 +88,7 @@ bool Pool::make_way(std::size_t at, StreamTag tag, Shortage* shortage) {
 
 Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) {
   const std::size_t wanted = page_range(0, size).size;
+  context_.caches.gather(*this);
   const MutexLock lock(mutex_);
   require_open();
   settle_locked();
@@ -226,6 +228,7 @@ bool Pool::is_mapped(std::size_t offset, std::size_t size) const {
     const auto after = blocks.upper_bound(page);
     return after != blocks.begin() && block_of(std::prev(after)->second)->end() > page;
   };
+  context_.caches.gather(*this);
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return false;
   for (std::size_t page = range.offset; page < range.end(); page += page_) {

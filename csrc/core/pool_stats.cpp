@@ -6,6 +6,7 @@
 namespace vmm {
 
 void Pool::refresh_inactive_split() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
   const ReadLock lock(*this);
   if (range_ != nullptr) set_inactive_split(free_space());
 }
@@ -23,6 +24,7 @@ void Pool::set_inactive_split(const FreeSpace& free) {
 }
 
 MemoryStats Pool::memory_stats() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
   const MutexLock lock(mutex_);
   return memory_stats_locked();
 }
@@ -45,8 +47,15 @@ MemoryStats Pool::memory_stats_locked() {
 }
 
 Statistics Pool::statistics() const {
-  const ReadLock lock(*this);
-  return statistics_;
+  Statistics sum;
+  {
+    const BlockCaches::Reading of_threads(context_.caches);
+    const ReadLock lock(*this);
+    sum = statistics_;
+    of_threads.add_counts(*this, &sum);
+  }
+  own_peaks_.fill_peaks(sum);
+  return sum;
 }
 
 std::size_t Pool::physical_bytes() const {
@@ -59,8 +68,9 @@ std::size_t Pool::idle_bytes() { return memory_stats().idle_bytes; }
 std::vector<Address> Pool::live_addresses() const {
   const ReadLock lock(*this);
   std::vector<Address> found;
-  found.reserve(live_.size());
-  live_.for_each([&](std::size_t offset, const Block* /*block*/) { found.push_back(base_ + offset); });
+  directory_->for_each([&](const Block* block) {
+    if (block->state == BlockState::used) found.push_back(base_ + block->offset);
+  });
   return found;
 }
 
@@ -108,11 +118,15 @@ Status Pool::add_accessor(Location who) {
 }
 
 void Pool::follow_family_peaks() {
+  // Shards that are made from now on follow the family too.
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
   const MutexLock lock(mutex_);
   if (family_peaks_owner_ != nullptr) return;
   family_peaks_owner_ = std::make_unique<Peaks>();
   family_seat_ = std::make_unique<Peaks::Seat>(*family_peaks_owner_);
-  family_seat_->start_from(statistics_);
+  Statistics so_far = statistics_;
+  own_peaks_.fill_peaks(so_far);
+  family_seat_->start_from(so_far);
   family_peaks_.store(family_peaks_owner_.get(), std::memory_order_release);
 }
 
@@ -127,8 +141,7 @@ Statistics Pool::inherited() const {
 }
 
 std::size_t Pool::live_bytes() const {
-  const ReadLock lock(*this);
-  return live_bytes_locked();
+  return static_cast<std::size_t>(statistics()[StatKind::allocated_bytes][0].current);
 }
 
 std::size_t Pool::live_bytes_locked() const {
@@ -136,8 +149,7 @@ std::size_t Pool::live_bytes_locked() const {
 }
 
 std::size_t Pool::live_blocks() const {
-  const ReadLock lock(*this);
-  return live_blocks_locked();
+  return static_cast<std::size_t>(statistics()[StatKind::allocation][0].current);
 }
 
 std::size_t Pool::streams_known() const {
@@ -163,11 +175,13 @@ void Pool::count_sync() {
 void Pool::reset_peaks() {
   const MutexLock lock(mutex_);
   statistics_.reset_peaks();
+  own_peaks_.reset_peaks();
   inherited_.reset_peaks();
   if (family_peaks_owner_ != nullptr) family_peaks_owner_->reset_peaks();
 }
 
 void Pool::reset_accumulated() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::stays);
   const MutexLock lock(mutex_);
   statistics_.reset_accumulated();
   inherited_.reset_accumulated();

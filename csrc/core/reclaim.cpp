@@ -52,6 +52,10 @@ void DeviceMemory::wait_for(Epoch epoch) {
 }
 
 Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
+  if (!has_ended_.load(std::memory_order_relaxed)) [[likely]] {
+    if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) [[likely]]
+      return kept;
+  }
   return allocate(pool, bytes,
                   [&](Grant* grant, Shortage* shortage) { return pool.try_allocate(bytes, stream, grant, shortage); });
 }
@@ -112,6 +116,7 @@ void DeviceMemory::take_from(const PoolList& pools, std::size_t want, Grant& gra
 // use them.
 std::size_t DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want, Grant& grant) {
   const PoolList all = pools();
+  const BlockCaches::Still still(caches_, BlockCaches::Kept::back);
   const AllLocked locked(all);
   PoolList order = all;
   std::stable_sort(order.begin(), order.end(),

@@ -43,4 +43,20 @@ void Statistics::add_totals(const Statistics& other) {
   num_device_free += other.num_device_free;
 }
 
+void Statistics::add_blocks(const BlockCounts& current, const BlockCounts& came) {
+  for (std::size_t k = 0; k < kKindsOfBlockCount.size(); ++k) {
+    const auto& kinds = kKindsOfBlockCount.at(k);
+    for (std::size_t of_kind = 0; of_kind < (kinds[0] == kinds[1] ? 1U : 2U); ++of_kind) {
+      for (std::size_t of_class = 0; of_class < 2; ++of_class) {
+        for (const std::size_t which : {std::size_t{0}, 1 + of_class}) {
+          Stat& stat = (*this)[kinds.at(of_kind)].at(which);
+          stat.current += current.at(of_class).at(k);
+          stat.allocated += came.at(of_class).at(k);
+          stat.freed += came.at(of_class).at(k) - current.at(of_class).at(k);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace vmm

@@ -49,6 +49,15 @@ struct Stat {
   }
 };
 
+// What blocks' lives add up to where nothing but blocks is counted: by size class,
+// the blocks, their bytes and the bytes asked for. Each stands for two kinds, as a
+// block whose free is not pending is live and active at once.
+using BlockCounts = std::array<std::array<std::int64_t, 3>, 2>;
+inline constexpr std::array<std::array<StatKind, 2>, 3> kKindsOfBlockCount = {
+    {{StatKind::allocation, StatKind::active},
+     {StatKind::allocated_bytes, StatKind::active_bytes},
+     {StatKind::requested_bytes, StatKind::requested_bytes}}};
+
 // For each family: [0] all, [1] small_pool, [2] large_pool.
 using StatTriple = std::array<Stat, 3>;
 
@@ -79,6 +88,8 @@ struct Statistics {
   // Adds what `other` counts; peaks are left alone (they do not sum), but for
   // the oversize ones, which nobody follows together: theirs are bounds.
   void add_totals(const Statistics& other);
+  // The same of blocks alone: those there are, and all that ever came.
+  void add_blocks(const BlockCounts& current, const BlockCounts& came);
 };
 
 // What a pool's memory is, in bytes, at one moment:

@@ -59,12 +59,16 @@ const std::vector<std::string> kLayers = {"base", "driver", "core", "torch_adapt
 
 // The rooms of core, lowest first; rooms of one row do not know each other.
 const std::vector<std::vector<std::string>> kRooms = {
-    {"budget", "stats", "options", "offset_map", "address_space", "device_streams", "imported_range", "observer",
+    {"budget", "stats", "options", "biased_lock", "address_space", "device_streams", "imported_range", "observer",
      "held_ranges", "refusal"},
     {"stream_point", "peaks"},
     {"clock"},
     {"pending_frees"},
     {"chunk", "block_heap"},
+    {"block_directory"},
+    {"cached_pool"},
+    {"thread_cache"},
+    {"block_caches"},
     {"mapped_range", "page_store"},
     {"grant"},
     {"pool"},

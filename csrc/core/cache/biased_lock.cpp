@@ -1,0 +1,45 @@
+#include "core/cache/biased_lock.h"
+
+#include <linux/membarrier.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <thread>
+
+namespace vmm {
+
+#if defined(__SANITIZE_THREAD__)
+#define VMM_UNDER_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define VMM_UNDER_TSAN 1
+#endif
+#endif
+
+bool BiasedLock::register_membarrier() noexcept {
+#ifdef VMM_UNDER_TSAN
+  return false;
+#else
+  return ::syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0U, 0) == 0;
+#endif
+}
+
+const bool BiasedLock::has_membarrier_ = register_membarrier();
+
+void BiasedLock::barrier() noexcept {
+  if (has_membarrier_) ::syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0U, 0);
+}
+
+void BiasedLock::wait() const noexcept {
+  while (is_inside_.load(std::memory_order_acquire)) std::this_thread::yield();
+}
+
+void BiasedLock::wait_outside() noexcept {
+  do {
+    is_inside_.store(false, std::memory_order_release);
+    { const MutexLock until_they_are_done(others_); }
+    is_inside_.store(true, std::memory_order_seq_cst);
+  } while (is_wanted_.load(std::memory_order_seq_cst));
+}
+
+}  // namespace vmm

@@ -1,0 +1,270 @@
+#include "core/cache/block_caches.h"
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <utility>
+
+#include "base/check.h"
+
+namespace vmm {
+
+namespace {
+
+constexpr std::size_t kMostBytes = std::size_t{1} << 46U;  // beyond it, rounding up could wrap
+
+std::uint64_t next_id() {
+  static std::atomic<std::uint64_t> next{0};
+  return ++next;
+}
+
+// The caches that exist, for threads that end. Never destroyed: threads end late.
+struct Everyone {
+  Mutex mutex;
+  std::map<std::uint64_t, BlockCaches*> caches VMM_GUARDED_BY(mutex);
+};
+Everyone& everyone() {
+  static auto* const kEveryone = new Everyone;
+  return *kEveryone;
+}
+
+}  // namespace
+
+// What the calling thread has: the cache it used last, and all of them. The first
+// has no constructor and no destructor, so that looking at it costs no guard.
+struct LatestCache {
+  std::uint64_t id;  // of the BlockCaches; 0: none
+  ThreadCache* cache;
+  bool has_ended;
+};
+constinit thread_local LatestCache latest_cache{0, nullptr, false};
+
+class ThreadEnd {
+ public:
+  ThreadEnd() = default;
+  ThreadEnd(const ThreadEnd&) = delete;
+  ThreadEnd& operator=(const ThreadEnd&) = delete;
+  ~ThreadEnd() {
+    latest_cache = {0, nullptr, true};
+    const MutexLock lock(everyone().mutex);
+    for (const auto& [id, cache] : caches_) {
+      const auto found = everyone().caches.find(id);
+      if (found != everyone().caches.end()) found->second->end_thread(cache);
+    }
+  }
+  [[nodiscard]] ThreadCache* find(std::uint64_t id) const {
+    const auto found = caches_.find(id);
+    return found == caches_.end() ? nullptr : found->second;
+  }
+  void add(std::uint64_t id, ThreadCache* cache) { caches_.emplace(id, cache); }
+
+ private:
+  std::map<std::uint64_t, ThreadCache*> caches_;
+};
+
+namespace {
+ThreadEnd& this_thread() {
+  thread_local ThreadEnd end;
+  return end;
+}
+}  // namespace
+
+BlockCaches::BlockCaches(Peaks& device_peaks) : id_(next_id()), device_peaks_(device_peaks) {
+  const MutexLock lock(everyone().mutex);
+  everyone().caches.emplace(id_, this);
+}
+
+BlockCaches::~BlockCaches() {
+  const MutexLock lock(everyone().mutex);
+  everyone().caches.erase(id_);
+}
+
+ThreadCache* BlockCaches::mine() const noexcept {
+  LatestCache& latest = latest_cache;
+  if (latest.id == id_) [[likely]]
+    return latest.cache;
+  if (latest.id == 0) return nullptr;  // none yet, or the thread ends
+  ThreadCache* const cache = this_thread().find(id_);
+  if (cache != nullptr) latest = {id_, cache, false};
+  return cache;
+}
+
+ThreadCache* BlockCaches::make_mine() {
+  if (latest_cache.has_ended) return nullptr;
+  auto fresh = std::make_unique<ThreadCache>(mutex_, device_peaks_);
+  ThreadCache* const cache = fresh.get();
+  this_thread().add(id_, cache);
+  {
+    const MutexLock lock(mutex_);
+    threads_.push_back(std::move(fresh));
+  }
+  latest_cache = {id_, cache, false};
+  return cache;
+}
+
+// ------------------------------------------------------------------ hot path
+
+Address BlockCaches::take(CachedPool& pool, std::size_t bytes, Stream stream) noexcept {
+  ThreadCache* const cache = mine();
+  if (cache == nullptr || bytes > kMostBytes) [[unlikely]]
+    return 0;
+  cache->lock.enter();
+  Address address = 0;
+  if (Shard* shard = cache->find(pool, stream); shard != nullptr && may_keep(pool)) [[likely]] {
+    if (Block* block = shard->take(align_up(bytes, kBlockAlignment)); block != nullptr) [[likely]] {
+      block->requested = bytes;
+      block->state = BlockState::used;
+      shard->count_allocation(*block, cache->of_device);
+      address = pool.base() + block->offset;
+    }
+  }
+  cache->lock.leave();
+  return address;
+}
+
+bool BlockCaches::put(CachedPool& pool, Address address) noexcept {
+  ThreadCache* const cache = mine();
+  if (cache == nullptr) [[unlikely]]
+    return false;
+  const std::size_t offset = address - pool.base();
+  cache->lock.enter();
+  bool is_kept = false;
+  // Its owner frees it, so the block stands still: it is looked at without the
+  // pool's lock.
+  Block* const block = may_keep(pool) ? pool.directory().find(offset) : nullptr;
+  if (block != nullptr && block->offset == offset && block->state == BlockState::used && block->uses == nullptr)
+      [[likely]] {
+    Shard* const shard = cache->find(pool, block->tag);
+    if (shard != nullptr && shard->put(block)) [[likely]] {
+      is_kept = true;
+      block->state = BlockState::cached;
+      shard->count_free(*block, cache->of_device);
+      if (shard->is_full()) [[unlikely]]
+        pool.take_back(shard->take_all());
+    }
+  }
+  cache->lock.leave();
+  return is_kept;
+}
+
+// ----------------------------------------------------------------- beside it
+
+void BlockCaches::want(CachedPool& pool, Stream stream, StreamTag tag, std::size_t size) {
+  ThreadCache* cache = mine();
+  if (cache == nullptr && (cache = make_mine()) == nullptr) return;
+  cache->lock.enter();
+  Shard* shard = cache->find(pool, stream);
+  if (shard == nullptr) {
+    cache->lock.leave();
+    // Others read the table under this lock, so it grows under it.
+    const MutexLock lock(mutex_);
+    if (!may_keep(pool)) return;  // shards end under this lock, after that was said
+    shard = &cache->add(pool, stream, tag);
+    if (size != 0) shard->want(size);
+    return;
+  }
+  if (size != 0) shard->want(size);
+  if (shard->has_unwanted()) pool.take_back(shard->take_all(/*unwanted_only=*/true));
+  cache->lock.leave();
+}
+
+void BlockCaches::stop_all() {
+  if (threads_.empty()) return;
+  for (const auto& cache : threads_) cache->lock.want();
+  BiasedLock::barrier();
+  for (const auto& cache : threads_) cache->lock.wait();
+}
+
+void BlockCaches::go_on() {
+  for (const auto& cache : threads_) cache->lock.release();
+}
+
+void BlockCaches::give_back(ThreadCache& cache, const CachedPool& pool, Kept kept) {
+  for (Shard* shard = cache.first_of(pool); shard != nullptr; shard = shard->next.get()) {
+    if (kept != Kept::stays) {
+      if (Block* const blocks = shard->take_all()) shard->pool.take_back(blocks);
+    }
+    shard->merge_counts(cache.of_device);
+  }
+  if (kept == Kept::gone) cache.remove(pool);
+}
+
+void BlockCaches::gather(const CachedPool& pool) {
+  if (pool.has_shards()) const Still still(*this, pool, Kept::back);
+}
+
+std::size_t BlockCaches::kept_blocks(const CachedPool& pool) {
+  const MutexLock lock(mutex_);
+  stop_all();
+  std::size_t kept = 0;
+  for (const auto& cache : threads_) {
+    for (const Shard* shard = cache->first_of(pool); shard != nullptr; shard = shard->next.get()) kept += shard->kept();
+  }
+  go_on();
+  return kept;
+}
+
+void BlockCaches::stop(Reason reason) {
+  off_.fetch_or(reason, std::memory_order_relaxed);
+  const Still still(*this, Kept::gone);
+}
+
+void BlockCaches::end_thread(ThreadCache* cache) {
+  const MutexLock lock(mutex_);
+  for (const CachedPool* pool : cache->pools()) give_back(*cache, *pool, Kept::gone);
+  std::erase_if(threads_, [cache](const auto& thread) { return thread.get() == cache; });
+}
+
+void BlockCaches::give_back(const CachedPool& pool, Kept kept) {
+  if (!pool.has_shards()) return;
+  for (const auto& cache : threads_) give_back(*cache, pool, kept);
+}
+
+// False in an observer.
+bool BlockCaches::hold() {
+  if (Telling::is_mine()) return false;
+  mutex_.lock();
+  stop_all();
+  return true;
+}
+
+BlockCaches::Still::Still(BlockCaches& caches, const CachedPool& pool, Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS
+    : caches_(caches),
+      holds_(caches.hold()) {
+  if (holds_) caches_.give_back(pool, kept);
+}
+
+BlockCaches::Still::Still(BlockCaches& caches, Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS : caches_(caches),
+                                                                                          holds_(caches.hold()) {
+  if (!holds_) return;
+  for (const auto& cache : caches_.threads_) {
+    for (const CachedPool* pool : cache->pools()) give_back(*cache, *pool, kept);
+  }
+}
+
+BlockCaches::Still::~Still() VMM_NO_THREAD_SAFETY_ANALYSIS {
+  if (!holds_) return;
+  caches_.go_on();
+  caches_.mutex_.unlock();
+}
+
+BlockCaches::Reading::Reading(const BlockCaches& caches) VMM_NO_THREAD_SAFETY_ANALYSIS
+    : caches_(caches),
+      holds_(!Telling::is_mine()) {
+  if (holds_) caches_.mutex_.lock();
+}
+
+BlockCaches::Reading::~Reading() VMM_NO_THREAD_SAFETY_ANALYSIS {
+  if (holds_) caches_.mutex_.unlock();
+}
+
+void BlockCaches::Reading::add_counts(const CachedPool& pool, Statistics* out) const {
+  if (!holds_) return;
+  for (const auto& cache : caches_.threads_) {
+    for (const Shard* shard = cache->first_of(pool); shard != nullptr; shard = shard->next.get()) {
+      out->add_blocks(shard->counts(), shard->came());
+    }
+  }
+}
+
+}  // namespace vmm

@@ -1,0 +1,123 @@
+// The caches of a device's threads: what stands before every pool. An allocation
+// that finds a block of its size here, and a free that leaves one, take no lock of a
+// pool and no locked instruction.
+//
+// What makes that safe:
+//   - a kept block is used again only on the stream that had it, behind its work;
+//   - whoever has to see a pool as it is (numbers, growth, limits, closing) has what
+//     threads keep of it given back first: gather(), or Still for as long as needed;
+//   - a pool that may not be cached any more says so before it gathers, and a thread
+//     looks at that while it holds its own lock.
+//
+// Lock order: mutex_, the threads' BiasedLocks, then a pool's. A thread that holds
+// its own BiasedLock may take a pool's lock, and mutex_ never.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/sync.h"
+#include "core/cache/thread_cache.h"
+#include "core/observer.h"
+
+namespace vmm {
+
+class BlockCaches {
+ public:
+  explicit BlockCaches(Peaks& device_peaks);
+  BlockCaches(const BlockCaches&) = delete;
+  BlockCaches& operator=(const BlockCaches&) = delete;
+  // REQUIRES: no pool has shards any more.
+  ~BlockCaches();
+
+  // -- The hot path ---------------------------------------------------------
+  // A kept block's address for `bytes` > 0 on `stream`, counted as allocated, or 0.
+  Address take(CachedPool& pool, std::size_t bytes, Stream stream) noexcept;
+  // Keeps the live block at `address`, counted as freed. False: the pool has to free
+  // it, or say what is wrong.
+  bool put(CachedPool& pool, Address address) noexcept;
+
+  // -- Beside it --------------------------------------------------------------
+  // The calling thread allocated a block of `size` bytes from the pool itself, or
+  // (0) freed one there: from now on it keeps such. REQUIRES: the stream lasts.
+  void want(CachedPool& pool, Stream stream, StreamTag tag, std::size_t size) VMM_EXCLUDES(mutex_);
+  // All that threads keep is the pool's again. Costs nothing where no thread keeps
+  // anything of it.
+  void gather(const CachedPool& pool) VMM_EXCLUDES(mutex_);
+  // Blocks that threads keep of it now.
+  [[nodiscard]] std::size_t kept_blocks(const CachedPool& pool) VMM_EXCLUDES(mutex_);
+  // No thread keeps anything from now on, of any pool, as long as one reason is set.
+  enum Reason : unsigned { kObserved = 1, kOverLimit = 2 };
+  void stop(Reason reason) VMM_EXCLUDES(mutex_);
+  void resume(Reason reason) { off_.fetch_and(~static_cast<unsigned>(reason), std::memory_order_relaxed); }
+
+  // What becomes of kept blocks, and of what threads have counted.
+  enum class Kept : std::uint8_t {
+    stays,  // what was counted is the pool's; the blocks stay
+    back,   // the blocks are the pool's too
+    gone,   // the same, and the threads' shards end
+  };
+  // While it lives no thread takes or keeps a block: the pools' own numbers are
+  // exact. The calling thread must not allocate or free either. In an observer it
+  // does nothing: while there is one nothing is kept, and a pool's lock is held.
+  class VMM_SCOPED_CAPABILITY Still {
+   public:
+    Still(BlockCaches& caches, const CachedPool& pool, Kept kept) VMM_ACQUIRE(caches.mutex_);
+    // Of several pools, or of all.
+    template <typename AnyPool>
+    Still(BlockCaches& caches, const std::vector<std::shared_ptr<AnyPool>>& pools, Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS
+        : caches_(caches),
+          holds_(caches.hold()) {
+      if (!holds_) return;
+      for (const auto& pool : pools) caches_.give_back(*pool, kept);
+    }
+    Still(BlockCaches& caches, Kept kept) VMM_ACQUIRE(caches.mutex_);
+    ~Still() VMM_RELEASE();
+    Still(const Still&) = delete;
+    Still& operator=(const Still&) = delete;
+
+   private:
+    BlockCaches& caches_;
+    const bool holds_;
+  };
+  // While it lives nothing moves from what threads have counted to the pools' own.
+  class VMM_SCOPED_CAPABILITY Reading {
+   public:
+    explicit Reading(const BlockCaches& caches) VMM_ACQUIRE(caches.mutex_);
+    ~Reading() VMM_RELEASE();
+    Reading(const Reading&) = delete;
+    Reading& operator=(const Reading&) = delete;
+    // Adds what threads have counted of the pool's blocks.
+    void add_counts(const CachedPool& pool, Statistics* out) const VMM_NO_THREAD_SAFETY_ANALYSIS;
+
+   private:
+    const BlockCaches& caches_;
+    const bool holds_;
+  };
+
+ private:
+  friend class ThreadEnd;
+  [[nodiscard]] bool may_keep(const CachedPool& pool) const noexcept {
+    return pool.is_cached() && off_.load(std::memory_order_relaxed) == 0;
+  }
+  ThreadCache* mine() const noexcept;
+  ThreadCache* make_mine() VMM_EXCLUDES(mutex_);
+  // The thread is about to end.
+  void end_thread(ThreadCache* cache) VMM_EXCLUDES(mutex_);
+  void stop_all() VMM_REQUIRES(mutex_);
+  void go_on() VMM_REQUIRES(mutex_);
+  static void give_back(ThreadCache& cache, const CachedPool& pool, Kept kept);
+  void give_back(const CachedPool& pool, Kept kept) VMM_REQUIRES(mutex_);
+  bool hold() VMM_NO_THREAD_SAFETY_ANALYSIS;
+
+  const std::uint64_t id_;
+  Peaks& device_peaks_;
+  std::atomic<unsigned> off_{0};  // Reasons
+  mutable Mutex mutex_;
+  std::vector<std::unique_ptr<ThreadCache>> threads_ VMM_GUARDED_BY(mutex_);
+};
+
+}  // namespace vmm

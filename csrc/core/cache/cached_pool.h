@@ -1,0 +1,51 @@
+// What a thread's cache needs to know of a pool, and what a pool gives it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+
+#include "base/units.h"
+#include "core/block_heap.h"
+#include "core/cache/block_directory.h"
+#include "core/peaks.h"
+#include "core/stats.h"
+
+namespace vmm {
+
+class CachedPool {
+ public:
+  CachedPool(const CachedPool&) = delete;
+  CachedPool& operator=(const CachedPool&) = delete;
+
+  // Threads may keep blocks that are freed. Not where each event has to be seen at
+  // once: observers, a graph's memory, a pool that closes, a limit that is exceeded.
+  [[nodiscard]] bool is_cached() const { return is_cached_.load(std::memory_order_relaxed); }
+  // Threads that have a place for its blocks: they may have kept some.
+  [[nodiscard]] bool has_shards() const { return shards_.load(std::memory_order_relaxed) != 0; }
+  void count_shards(int change) { shards_.fetch_add(change, std::memory_order_relaxed); }
+  [[nodiscard]] Address base() const { return base_; }
+  [[nodiscard]] const BlockDirectory& directory() const { return *directory_; }
+
+  // Blocks that a thread has kept, linked by `bin_next`: the pool's again, and free.
+  // They are no longer counted.
+  virtual void take_back(Block* first) = 0;
+  // What a thread has counted of the pool's blocks, in the pool's own seats and then
+  // in the seat that the thread has for the whole device. It counts no more.
+  virtual void absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family,
+                      Peaks::Seat& of_device) = 0;
+  // Followed pool by pool, and for the model and its parts together (or nullptr).
+  [[nodiscard]] virtual Peaks& own_peaks() = 0;
+  [[nodiscard]] virtual Peaks* peaks_of_family() const = 0;
+
+ protected:
+  CachedPool() = default;
+  ~CachedPool() = default;
+
+  std::atomic<bool> is_cached_{false};
+  std::atomic<int> shards_{0};
+  Address base_ = 0;
+  std::unique_ptr<BlockDirectory> directory_;
+};
+
+}  // namespace vmm

@@ -1,0 +1,156 @@
+#include "core/cache/thread_cache.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+
+namespace vmm {
+
+namespace {
+
+// Puts the chain `list` before `first`.
+Block* join(Block* list, Block* first) {
+  if (list == nullptr) return first;
+  Block* last = list;
+  while (last->bin_next != nullptr) last = last->bin_next;
+  last->bin_next = first;
+  return list;
+}
+
+}  // namespace
+
+Shard::Shard(CachedPool& pool, Stream stream, StreamTag tag)
+    : pool(pool), stream(stream), tag(tag), of_pool_(pool.own_peaks(), Peaks::Of::blocks) {
+  if (Peaks* family = pool.peaks_of_family()) of_family_ = std::make_unique<Peaks::Seat>(*family, Peaks::Of::blocks);
+  pool.count_shards(1);
+}
+
+Shard::~Shard() { pool.count_shards(-1); }
+
+void Shard::want(std::size_t size) {
+  if (size <= kSmallLimitBytes) {
+    Bin& bin = bin_of(size);
+    if (bin.size == size) return;
+    // What is in it is of a size that was wanted before.
+    if (bin.first != nullptr) {
+      for (const Block* block = bin.first; block != nullptr; block = block->bin_next) ++unwanted_count_;
+      unwanted_ = join(bin.first, unwanted_);
+      bin.first = nullptr;
+    }
+    bin.size = size;
+    return;
+  }
+  if (std::any_of(large_.begin(), large_.end(), [size](const Bin& bin) { return bin.size == size; })) return;
+  for (std::size_t tried = 0; tried < kLarge; ++tried) {
+    Bin& bin = large_[next_large_];
+    next_large_ = (next_large_ + 1) % kLarge;
+    if (bin.first != nullptr) continue;
+    bin.size = size;
+    return;
+  }
+}
+
+Block* Shard::take_all(bool unwanted_only) {
+  Block* all = unwanted_;
+  unwanted_ = nullptr;
+  unwanted_count_ = 0;
+  if (unwanted_only) {
+    for (const Block* block = all; block != nullptr; block = block->bin_next) small_bytes_ -= block->size;
+    return all;
+  }
+  small_bytes_ = 0;
+  for (auto* bins : {bins_.data(), large_.data()}) {
+    const std::size_t count = bins == bins_.data() ? kBins : kLarge;
+    for (Bin* bin = bins; bin != bins + count; ++bin) {
+      all = join(bin->first, all);
+      bin->first = nullptr;
+    }
+  }
+  return all;
+}
+
+std::size_t Shard::kept() const {
+  std::size_t count = 0;
+  const auto add = [&count](const Block* block) {
+    for (; block != nullptr; block = block->bin_next) ++count;
+  };
+  add(unwanted_);
+  for (const Bin& bin : bins_) add(bin.first);
+  for (const Bin& bin : large_) add(bin.first);
+  return count;
+}
+
+void Shard::merge_counts(Peaks::Seat& of_device) {
+  pool.absorb(came(), of_pool_, of_family_.get(), of_device);
+  for (auto& of_class : came_) of_class = {0, 0, 0};
+}
+
+BlockCounts Shard::came() const {
+  BlockCounts counts{};
+  for (std::size_t of_class = 0; of_class < 2; ++of_class) {
+    for (std::size_t k = 0; k < 3; ++k) counts.at(of_class).at(k) = came_.at(of_class).at(k);
+  }
+  return counts;
+}
+
+Shard* ThreadCache::first_of(const CachedPool& pool) const {
+  for (std::size_t at = home(pool); table_[at].pool != nullptr; at = (at + 1) & (table_.size() - 1)) {
+    if (table_[at].pool == &pool) return table_[at].first.get();
+  }
+  return nullptr;
+}
+
+void ThreadCache::rebuild(std::size_t size) {
+  std::vector<Entry> old(size);
+  old.swap(table_);
+  for (Entry& entry : old) {
+    if (entry.first == nullptr) continue;
+    std::size_t at = home(*entry.pool);
+    while (table_[at].pool != nullptr) at = (at + 1) & (table_.size() - 1);
+    table_[at] = std::move(entry);
+  }
+}
+
+Shard& ThreadCache::add(CachedPool& pool, Stream stream, StreamTag tag) {
+  auto shard = std::make_unique<Shard>(pool, stream, tag);
+  latest_ = shard.get();
+  std::size_t at = home(pool);
+  while (table_[at].pool != nullptr && table_[at].pool != &pool) at = (at + 1) & (table_.size() - 1);
+  if (table_[at].pool == nullptr) {
+    if ((pools_ + 1) * 2 > table_.size()) {
+      rebuild(table_.size() * 2);
+      at = home(pool);
+      while (table_[at].pool != nullptr) at = (at + 1) & (table_.size() - 1);
+    }
+    ++pools_;
+    table_[at].pool = &pool;
+  }
+  shard->next = std::move(table_[at].first);
+  table_[at].first = std::move(shard);
+  return *latest_;
+}
+
+std::unique_ptr<Shard> ThreadCache::remove(const CachedPool& pool) {
+  latest_ = nullptr;
+  std::unique_ptr<Shard> taken;
+  for (Entry& entry : table_) {
+    if (entry.pool != &pool) continue;
+    taken = std::move(entry.first);
+    entry.first = nullptr;
+    --pools_;
+    rebuild(table_.size());  // without a gap in what others are found by
+    break;
+  }
+  return taken;
+}
+
+std::vector<const CachedPool*> ThreadCache::pools() const {
+  std::vector<const CachedPool*> found;
+  for (const Entry& entry : table_) {
+    if (entry.first != nullptr) found.push_back(&entry.first->pool);
+  }
+  return found;
+}
+
+}  // namespace vmm

@@ -1,0 +1,183 @@
+// What one thread keeps of the blocks that were freed: by pool and stream, and
+// within them by exact size. A kept block is used again by the work of its own
+// stream, in order, so nothing needs to wait for anything; the pool still takes it
+// for allocated. It knows neither the pool's space nor its lock.
+//
+// Everything here is done with the thread's BiasedLock held.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/block_heap.h"
+#include "core/cache/biased_lock.h"
+#include "core/cache/cached_pool.h"
+#include "core/peaks.h"
+
+namespace vmm {
+
+// One pool's blocks of one stream.
+class Shard {
+ public:
+  Shard(CachedPool& pool, Stream stream, StreamTag tag);
+  Shard(const Shard&) = delete;
+  Shard& operator=(const Shard&) = delete;
+  ~Shard();
+
+  // A kept block of exactly `size` bytes, or nullptr.
+  [[nodiscard]] Block* take(std::size_t size) {
+    if (size > kSmallLimitBytes) return take_large(size);
+    Bin& bin = bin_of(size);
+    if (bin.size != size || bin.first == nullptr) return nullptr;
+    Block* block = bin.first;
+    bin.first = block->bin_next;
+    small_bytes_ -= size;
+    return block;
+  }
+  // False where it cannot be kept.
+  bool put(Block* block) {
+    if (!block->small) return put_large(block);
+    Bin& bin = bin_of(block->size);
+    Block*& first = bin.size == block->size ? bin.first : unwanted_;
+    if (&first == &unwanted_) ++unwanted_count_;
+    block->bin_next = first;
+    first = block;
+    small_bytes_ += block->size;
+    return true;
+  }
+  // Blocks of this size were asked for: they are kept from now on.
+  void want(std::size_t size);
+  // More than a thread should keep from others.
+  [[nodiscard]] bool is_full() const { return small_bytes_ > kMostSmallBytes || unwanted_count_ > kMostUnwanted; }
+  // All that is kept, linked by `bin_next`; `unwanted_only`: of sizes that nobody here asks for.
+  Block* take_all(bool unwanted_only = false);
+  [[nodiscard]] bool has_unwanted() const { return unwanted_ != nullptr; }
+  // Blocks.
+  [[nodiscard]] std::size_t kept() const;
+
+  void count_allocation(const Block& block, Peaks::Seat& of_device) {
+    const SizeClass size_class = block.small ? SizeClass::small_pool : SizeClass::large_pool;
+    auto& came = came_[static_cast<std::size_t>(size_class)];
+    came[0] = came[0] + 1;
+    came[1] = came[1] + static_cast<std::int64_t>(block.size);
+    came[2] = came[2] + static_cast<std::int64_t>(block.requested);
+    of_pool_.rose(size_class, block.size, block.requested);
+    of_device.rose(size_class, block.size, block.requested);
+    if (of_family_ != nullptr) of_family_->rose(size_class, block.size, block.requested);
+  }
+  void count_free(const Block& block, Peaks::Seat& of_device) {
+    const SizeClass size_class = block.small ? SizeClass::small_pool : SizeClass::large_pool;
+    of_pool_.fell(size_class, block.size, block.requested);
+    of_device.fell(size_class, block.size, block.requested);
+    if (of_family_ != nullptr) of_family_->fell(size_class, block.size, block.requested);
+  }
+  // What it has counted is the pool's own from now on.
+  void merge_counts(Peaks::Seat& of_device);
+  [[nodiscard]] BlockCounts came() const;
+  [[nodiscard]] BlockCounts counts() const { return of_pool_.counts(); }
+
+  CachedPool& pool;
+  const Stream stream;
+  const StreamTag tag;
+  std::unique_ptr<Shard> next;  // of the same pool, another stream's
+
+ private:
+  static constexpr std::size_t kBins = 64;
+  static constexpr std::size_t kLarge = 2;
+  // Large blocks coalesce, so only the latest few are kept: what a loop frees and
+  // asks for again.
+  static constexpr std::size_t kMostSmallBytes = 8 * kMiB;
+  static constexpr std::size_t kMostUnwanted = 64;
+  struct Bin {
+    std::size_t size = 0;  // bytes, of each block in it
+    Block* first = nullptr;
+  };
+  [[nodiscard]] Bin& bin_of(std::size_t size) {
+    const auto units = static_cast<std::uint32_t>(size / kBlockAlignment);
+    return bins_[(units * 0x9E3779B1U) >> 26U];
+  }
+  Block* take_large(std::size_t size) {
+    for (Bin& bin : large_) {
+      if (bin.size != size || bin.first == nullptr) continue;
+      Block* block = bin.first;
+      bin.first = nullptr;
+      return block;
+    }
+    return nullptr;
+  }
+  bool put_large(Block* block) {
+    for (Bin& bin : large_) {
+      if (bin.size != block->size || bin.first != nullptr) continue;
+      block->bin_next = nullptr;
+      bin.first = block;
+      return true;
+    }
+    return false;
+  }
+
+  std::array<Bin, kBins> bins_{};
+  std::array<Bin, kLarge> large_{};
+  std::size_t next_large_ = 0;
+  Block* unwanted_ = nullptr;
+  std::size_t unwanted_count_ = 0;
+  std::size_t small_bytes_ = 0;  // kept
+  // Read by whoever adds up the pool's statistics.
+  std::array<std::array<Relaxed<std::int64_t>, 3>, 2> came_{};
+  Peaks::Seat of_pool_;
+  std::unique_ptr<Peaks::Seat> of_family_;
+};
+
+// The shards of one thread on one device.
+class ThreadCache {
+ public:
+  ThreadCache(Mutex& others, Peaks& device_peaks) : lock(others), of_device(device_peaks, Peaks::Of::blocks) {}
+
+  [[nodiscard]] Shard* find(const CachedPool& pool, Stream stream) {
+    if (latest_ != nullptr && &latest_->pool == &pool && latest_->stream == stream) [[likely]]
+      return latest_;
+    return find_if(pool, [stream](const Shard& shard) { return shard.stream == stream; });
+  }
+  [[nodiscard]] Shard* find(const CachedPool& pool, StreamTag tag) {
+    if (latest_ != nullptr && &latest_->pool == &pool && latest_->tag == tag) [[likely]]
+      return latest_;
+    return find_if(pool, [tag](const Shard& shard) { return shard.tag == tag; });
+  }
+  // The first shard of the pool, others behind it by `next`, or nullptr.
+  [[nodiscard]] Shard* first_of(const CachedPool& pool) const;
+  // REQUIRES: there is none for that stream.
+  Shard& add(CachedPool& pool, Stream stream, StreamTag tag);
+  // Takes all shards of the pool out.
+  std::unique_ptr<Shard> remove(const CachedPool& pool);
+  [[nodiscard]] std::vector<const CachedPool*> pools() const;
+
+  BiasedLock lock;
+  Peaks::Seat of_device;
+
+ private:
+  struct Entry {
+    const CachedPool* pool = nullptr;
+    std::unique_ptr<Shard> first;
+  };
+  template <typename Is>
+  Shard* find_if(const CachedPool& pool, const Is& is) {
+    for (Shard* shard = first_of(pool); shard != nullptr; shard = shard->next.get()) {
+      if (is(*shard)) return latest_ = shard;
+    }
+    return nullptr;
+  }
+  [[nodiscard]] std::size_t home(const CachedPool& pool) const {
+    return (reinterpret_cast<std::uintptr_t>(&pool) * 0x9E3779B97F4A7C15ULL >> 32U) & (table_.size() - 1);
+  }
+  void rebuild(std::size_t size);
+
+  Shard* latest_ = nullptr;
+  // Open addressing, at most half full: a thousand models in turn find theirs at
+  // once.
+  std::vector<Entry> table_ = std::vector<Entry>(8);
+  std::size_t pools_ = 0;
+};
+
+}  // namespace vmm

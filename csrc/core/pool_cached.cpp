@@ -1,0 +1,52 @@
+// Pool: what the threads' caches before it ask of it. A block that a thread keeps
+// is still allocated here, and counted where the thread counts.
+#include "base/check.h"
+#include "core/pool.h"
+
+namespace vmm {
+
+Block* Pool::live_at(Address address) const {
+  Block* block = contains(address) ? directory_->find(address - base_) : nullptr;
+  const bool is_live = block != nullptr && block->offset == address - base_ && block->state == BlockState::used;
+  return is_live ? block : nullptr;
+}
+
+std::size_t Pool::block_size(Address address) const {
+  const Block* block = live_at(address);
+  return block == nullptr ? 0 : block->size;
+}
+
+// Where every event has to be seen when it happens, or the memory is no single
+// stream's, nothing is kept.
+bool Pool::may_keep(StreamTag tag) {
+  if (is_retired() || pinned_ || no_split_ || graphs_end_ != kLongAgo || !is_lasting(streams_[tag].kind)) return false;
+  streams_[tag].is_kept = true;
+  is_cached_.store(true, std::memory_order_relaxed);
+  return true;
+}
+
+void Pool::take_back(Block* first) {
+  const MutexLock lock(mutex_);
+  const Epoch now = context_.clock.now();
+  while (first != nullptr) {
+    Block* block = first;
+    first = block->bin_next;
+    VMM_CHECK(directory_->take(block->offset) == block, "a kept block at ", block->offset, " is not the pool's");
+    StreamState& stream = streams_[block->tag];
+    --stream.blocks;
+    stream.last_free = std::max(stream.last_free, now);
+    if (!block->small) context_.clock.freed(block->size);
+    free_block(block, now);
+  }
+}
+
+void Pool::absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family, Peaks::Seat& of_device) {
+  const MutexLock lock(mutex_);
+  const BlockCounts counts = of_pool.counts();
+  statistics_.add_blocks(counts, came);
+  own_peaks_.transfer(counts, of_pool, own_seat_);
+  context_.peaks.transfer(counts, of_device, seat_);
+  if (of_family != nullptr) peaks_of_family()->transfer(counts, *of_family, *family_seat_);
+}
+
+}  // namespace vmm
