@@ -383,6 +383,10 @@ void Pool::finish_free(Block* block, Epoch epoch) {
   count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
   count_requested(*block, /*up=*/false);
   tell(PoolEvent::free_completed, block->offset, block->requested, streams_[block->tag].stream);
+  release_block(block, epoch);
+}
+
+void Pool::release_block(Block* block, Epoch epoch) {
   StreamState& stream = streams_[block->tag];
   --stream.blocks;
   stream.last_free = std::max(stream.last_free, epoch);
@@ -393,21 +397,22 @@ void Pool::finish_free(Block* block, Epoch epoch) {
 // --------------------------------------------------------------- hot path
 
 Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
-  StreamTag keeps = kNeutral;
-  Address address = allocate_once(bytes, stream, !has_shards(), grant, shortage, &keeps);
+  StreamTag add_shard = kNeutral;
+  Address address = allocate_once(bytes, stream, !has_shards(), grant, shortage, &add_shard);
   if (shortage->is_kept_by_threads) {
     // Before any memory is asked for: what threads keep never makes a pool grow.
     *shortage = {};
     context_.caches.gather(*this);
-    address = allocate_once(bytes, stream, /*is_gathered=*/true, grant, shortage, &keeps);
+    address = allocate_once(bytes, stream, /*is_gathered=*/true, grant, shortage, &add_shard);
   }
-  if (address != 0 && keeps != kNeutral) context_.caches.want(*this, stream, keeps, rounded(bytes));
+  if (add_shard != kNeutral) context_.caches.add_shard(*this, stream, add_shard);
   return address;
 }
 
-// `keeps` is the stream's tag where a thread may keep its blocks.
+// `add_shard`: the stream's tag, where the thread may keep its blocks and does not yet.
 Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
-                            StreamTag* keeps) {
+                            StreamTag* add_shard) {
+  BlockCaches::Mine mine(context_.caches);
   const MutexLock lock(mutex_);
   require_open();
   if (bytes > capacity_) {  // before it is rounded up: near 2^64 that wraps
@@ -422,12 +427,29 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
   request.size = rounded(bytes);
   request.tag = tag;
   request.is_gathered = is_gathered;
+  Shard* shard = nullptr;
+  if (may_keep(tag) && !is_oversize(request.size)) {
+    shard = mine.shard(*this, tag);
+    if (shard == nullptr) {
+      *add_shard = tag;
+    } else {
+      shard->want(request.size);
+      take_back_locked(shard->take_all(/*unwanted_only=*/true));
+    }
+  }
   Block* block =
       request.size <= kSmallLimitBytes ? allocate_small(request, grant, shortage) : place(request, grant, shortage);
   if (block == nullptr) return 0;
   directory_->insert(block);
-  begin_block(block, bytes);
-  if (may_keep(tag) && !is_oversize(block->size)) *keeps = tag;
+  if (shard == nullptr) {
+    begin_block(block, bytes);
+  } else {
+    // What the thread frees later it counts itself: counted here, one seat would rise
+    // and the other fall all the time, and each look for room costs 300 ns.
+    block->requested = bytes;
+    ++streams_[tag].blocks;
+    shard->count_allocation(*block, mine.of_device());
+  }
   return base_ + block->offset;
 }
 
@@ -528,29 +550,40 @@ void Pool::make_slab(Block* slab) {
 bool Pool::free(Address address, bool* drained) {
   *drained = false;
   if (!contains(address)) return false;
-  StreamTag keeps = kNeutral;
+  StreamTag add_shard = kNeutral;
   Stream stream = nullptr;
   {
+    BlockCaches::Mine mine(context_.caches);
     const MutexLock lock(mutex_);
     Block* block = live_at(address);
     if (block == nullptr) return false;
     directory_->take(block->offset);
-    end_block(*block);
     const Epoch epoch = context_.clock.now();
-    if (block->uses == nullptr) {
-      if (may_keep(block->tag) && !is_oversize(block->size)) keeps = block->tag;
-      stream = streams_[block->tag].stream;
-      finish_free(block, epoch);
-    } else {
+    if (block->uses != nullptr) {
       // Other streams read it: it is nobody's until what is queued there is done.
+      end_block(*block);
       pending_.add({block, epoch}, *block->uses);
       block->uses.reset();
       block->state = BlockState::pending;
       pending_bytes_ += block->size;
+    } else {
+      const bool keeps = may_keep(block->tag) && !is_oversize(block->size);
+      Shard* const shard = keeps ? mine.shard(*this, block->tag) : nullptr;
+      if (keeps && shard == nullptr) {
+        add_shard = block->tag;
+        stream = streams_[block->tag].stream;
+      }
+      if (shard == nullptr) {
+        end_block(*block);
+        finish_free(block, epoch);
+      } else {
+        shard->count_free(*block, mine.of_device());
+        release_block(block, epoch);
+      }
     }
     *drained = is_retired() && live_blocks_locked() == 0;
   }
-  if (keeps != kNeutral) context_.caches.want(*this, stream, keeps, 0);
+  if (add_shard != kNeutral) context_.caches.add_shard(*this, stream, add_shard);
   return true;
 }
 

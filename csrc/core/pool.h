@@ -374,7 +374,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
 
   // pool.cpp: the path beneath the caches
   Address allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
-                        StreamTag* keeps) VMM_EXCLUDES(mutex_);
+                        StreamTag* add_shard) VMM_EXCLUDES(mutex_);
   Block* allocate_small(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   void free_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void free_small(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
@@ -400,6 +400,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
   void end_block(const Block& block) VMM_REQUIRES(mutex_);
   void finish_free(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
+  void release_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
+  void take_back_locked(Block* first) VMM_REQUIRES(mutex_);
   bool wait_for_retired(Shortage* shortage) VMM_REQUIRES(mutex_);
   bool make_way_of_retired(std::size_t offset, Shortage* shortage) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_retired_at(std::size_t offset) const VMM_REQUIRES(mutex_);

@@ -27,16 +27,16 @@ bool Pool::may_keep(StreamTag tag) {
 
 void Pool::take_back(Block* first) {
   const MutexLock lock(mutex_);
+  take_back_locked(first);
+}
+
+void Pool::take_back_locked(Block* first) {
   const Epoch now = context_.clock.now();
   while (first != nullptr) {
     Block* block = first;
     first = block->bin_next;
     VMM_CHECK(directory_->take(block->offset) == block, "a kept block at ", block->offset, " is not the pool's");
-    StreamState& stream = streams_[block->tag];
-    --stream.blocks;
-    stream.last_free = std::max(stream.last_free, now);
-    if (!block->small) context_.clock.freed(block->size);
-    free_block(block, now);
+    release_block(block, now);
   }
 }
 

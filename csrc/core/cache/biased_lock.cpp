@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <thread>
 
 namespace vmm {
@@ -15,6 +16,11 @@ namespace vmm {
 #define VMM_UNDER_TSAN 1
 #endif
 #endif
+
+namespace {
+constexpr int kMostSpins = 100;
+constexpr std::chrono::microseconds kNap{20};
+}  // namespace
 
 bool BiasedLock::register_membarrier() noexcept {
 #ifdef VMM_UNDER_TSAN
@@ -31,7 +37,14 @@ void BiasedLock::barrier() noexcept {
 }
 
 void BiasedLock::wait() const noexcept {
-  while (is_inside_.load(std::memory_order_acquire)) std::this_thread::yield();
+  for (int spins = 0; is_inside_.load(std::memory_order_acquire); ++spins) {
+    // Inside for long: it maps memory.
+    if (spins < kMostSpins) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kNap);
+    }
+  }
 }
 
 void BiasedLock::wait_outside() noexcept {

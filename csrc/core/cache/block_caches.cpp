@@ -149,23 +149,13 @@ bool BlockCaches::put(CachedPool& pool, Address address) noexcept {
 
 // ----------------------------------------------------------------- beside it
 
-void BlockCaches::want(CachedPool& pool, Stream stream, StreamTag tag, std::size_t size) {
+void BlockCaches::add_shard(CachedPool& pool, Stream stream, StreamTag tag) {
   ThreadCache* cache = mine();
   if (cache == nullptr && (cache = make_mine()) == nullptr) return;
-  cache->lock.enter();
-  Shard* shard = cache->find(pool, stream);
-  if (shard == nullptr) {
-    cache->lock.leave();
-    // Others read the table under this lock, so it grows under it.
-    const MutexLock lock(mutex_);
-    if (!may_keep(pool)) return;  // shards end under this lock, after that was said
-    shard = &cache->add(pool, stream, tag);
-    if (size != 0) shard->want(size);
-    return;
-  }
-  if (size != 0) shard->want(size);
-  if (shard->has_unwanted()) pool.take_back(shard->take_all(/*unwanted_only=*/true));
-  cache->lock.leave();
+  // Others read the thread's table under this lock, so it grows under it; and shards
+  // end under it, after it was said that the pool may have none.
+  const MutexLock lock(mutex_);
+  if (may_keep(pool) && cache->find(pool, tag) == nullptr) cache->add(pool, stream, tag);
 }
 
 void BlockCaches::stop_all() {

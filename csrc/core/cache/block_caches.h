@@ -41,9 +41,33 @@ class BlockCaches {
   bool put(CachedPool& pool, Address address) noexcept;
 
   // -- Beside it --------------------------------------------------------------
-  // The calling thread allocated a block of `size` bytes from the pool itself, or
-  // (0) freed one there: from now on it keeps such. REQUIRES: the stream lasts.
-  void want(CachedPool& pool, Stream stream, StreamTag tag, std::size_t size) VMM_EXCLUDES(mutex_);
+  // The calling thread's own cache, held while the pool itself allocates or frees: so
+  // the thread goes on counting what it began to count, and the sizes that it asks
+  // for are kept from then on. Costs two plain stores.
+  class Mine {
+   public:
+    explicit Mine(BlockCaches& caches) noexcept : caches_(caches), cache_(caches.mine()) {
+      if (cache_ != nullptr) cache_->lock.enter();
+    }
+    ~Mine() {
+      if (cache_ != nullptr) cache_->lock.leave();
+    }
+    Mine(const Mine&) = delete;
+    Mine& operator=(const Mine&) = delete;
+    // nullptr: it has none, and the pool counts.
+    [[nodiscard]] Shard* shard(const CachedPool& pool, StreamTag tag) noexcept {
+      return cache_ != nullptr && caches_.may_keep(pool) ? cache_->find(pool, tag) : nullptr;
+    }
+    // REQUIRES: shard() gave one.
+    [[nodiscard]] Peaks::Seat& of_device() const { return cache_->of_device; }
+
+   private:
+    const BlockCaches& caches_;
+    ThreadCache* const cache_;
+  };
+  // The calling thread keeps blocks of this stream from now on. REQUIRES: it lasts,
+  // and has no shard here yet.
+  void add_shard(CachedPool& pool, Stream stream, StreamTag tag) VMM_EXCLUDES(mutex_);
   // All that threads keep is the pool's again. Costs nothing where no thread keeps
   // anything of it.
   void gather(const CachedPool& pool) VMM_EXCLUDES(mutex_);

@@ -8,15 +8,34 @@
 
 namespace vmm {
 
-// calloc leaves the pages to the kernel until they are touched: a pool of 320 GiB
-// has 1.3 MiB of words, and a thousand such pools none but those in use.
-BlockDirectory::BlockDirectory(std::size_t capacity)
-    : page_count_(align_up(capacity, kPageBytes) / kPageBytes),
-      pages_(static_cast<std::atomic<std::uintptr_t>*>(std::calloc(page_count_, sizeof(std::atomic<std::uintptr_t>)))) {
-  if (pages_ == nullptr) throw std::bad_alloc();
+namespace {
+
+// Pools are alike: what the directories of a thousand have in use would lie at one
+// offset within a page, in a handful of the CPU's cache sets. Each begins some lines
+// further on than the one before.
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kColours = 61;
+std::size_t next_colour() {
+  static std::atomic<std::size_t> next{0};
+  return next.fetch_add(1, std::memory_order_relaxed) % kColours * kLine;
 }
 
-BlockDirectory::~BlockDirectory() { std::free(pages_); }
+// calloc leaves the pages to the kernel until they are touched: a pool of 320 GiB
+// has 1.3 MiB of words, and a thousand such pools none but those in use.
+void* allocate_zeroed(std::size_t bytes) {
+  void* memory = std::calloc(1, bytes + kColours * kLine);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+BlockDirectory::BlockDirectory(std::size_t capacity)
+    : page_count_(align_up(capacity, kPageBytes) / kPageBytes),
+      memory_(allocate_zeroed(page_count_ * sizeof(std::atomic<std::uintptr_t>))),
+      pages_(reinterpret_cast<std::atomic<std::uintptr_t>*>(static_cast<std::byte*>(memory_) + next_colour())) {}
+
+BlockDirectory::~BlockDirectory() { std::free(memory_); }
 
 Block* BlockDirectory::find_among_few(const Few& few, std::uint32_t unit) {
   for (std::size_t k = 0; k < kFew; ++k) {
@@ -54,8 +73,8 @@ BlockDirectory::Few* BlockDirectory::new_few() {
 
 BlockDirectory::Table* BlockDirectory::new_table() {
   if (free_tables_.empty()) {
-    tables_.push_back(std::make_unique<Table>());
-    free_tables_.push_back(tables_.back().get());
+    tables_.push_back(std::make_unique<std::byte[]>(sizeof(Table) + kColours * kLine));
+    free_tables_.push_back(new (tables_.back().get() + next_colour()) Table);
   }
   Table* table = free_tables_.back();
   free_tables_.pop_back();

@@ -87,12 +87,13 @@ class BlockDirectory {
   Table* new_table();
 
   const std::size_t page_count_;
-  std::atomic<std::uintptr_t>* pages_;
+  void* const memory_;  // of pages_
+  std::atomic<std::uintptr_t>* const pages_;
   std::size_t pages_end_ = 0;  // behind the last that ever held anything
   std::size_t size_ = 0;
   // Kept for the next: whoever frees a block twice may still look at one.
   std::vector<std::unique_ptr<Few>> few_;
-  std::vector<std::unique_ptr<Table>> tables_;
+  std::vector<std::unique_ptr<std::byte[]>> tables_;
   std::vector<Few*> free_few_;
   std::vector<Table*> free_tables_;
 };

@@ -54,7 +54,6 @@ class Shard {
   [[nodiscard]] bool is_full() const { return small_bytes_ > kMostSmallBytes || unwanted_count_ > kMostUnwanted; }
   // All that is kept, linked by `bin_next`; `unwanted_only`: of sizes that nobody here asks for.
   Block* take_all(bool unwanted_only = false);
-  [[nodiscard]] bool has_unwanted() const { return unwanted_ != nullptr; }
   // Blocks.
   [[nodiscard]] std::size_t kept() const;
 
