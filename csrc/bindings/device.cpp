@@ -100,7 +100,7 @@ void bind_device(py::module_& module) {
              Statistics numbers;
              {
                const py::gil_scoped_release released;
-               self.memory().refresh_inactive_split();
+               self.memory().refresh_numbers();
                numbers = self.memory().statistics();
              }
              return to_dict(numbers);

@@ -76,7 +76,7 @@ py::object tensor(const PoolPtr& pool, std::size_t offset, const std::vector<std
 Statistics statistics(const Pool& pool, bool walk) {
   DeviceMemory& memory = home_of(pool);
   if (walk) {
-    for (const auto& each : memory.family(pool)) each->refresh_inactive_split();
+    for (const auto& each : memory.family(pool)) each->refresh_numbers();
   }
   return memory.statistics_of(pool);
 }

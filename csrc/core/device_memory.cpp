@@ -511,8 +511,8 @@ void DeviceMemory::reset_accumulated_of(const Pool& model) {
   for (const auto& member : family(model)) member->reset_accumulated();
 }
 
-void DeviceMemory::refresh_inactive_split() {
-  for (const auto& pool : pools()) pool->refresh_inactive_split();
+void DeviceMemory::refresh_numbers() {
+  for (const auto& pool : pools()) pool->refresh_numbers();
 }
 
 // One moment for all pools of the group, so that a chunk on its way from one

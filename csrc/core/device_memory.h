@@ -166,7 +166,7 @@ class DeviceMemory {
   void reset_peaks_of(const Pool& model);
   void reset_accumulated_of(const Pool& model);
   // Brings inactive_split of every pool up to date. Walks.
-  void refresh_inactive_split();
+  void refresh_numbers();
   // Locks every pool of the group for a moment, in order of registration.
   [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const VMM_NO_THREAD_SAFETY_ANALYSIS;
   // Bytes that the driver, or another allocator, gave and that are still held: what

@@ -211,9 +211,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(mutex_);  // cheap
   [[nodiscard]] std::vector<SegmentSnapshot> snapshot(SnapshotGrain grain = SnapshotGrain::run) const
       VMM_EXCLUDES(mutex_);  // walks
-  // Brings inactive_split and inactive_split_bytes up to date, and changes nothing
-  // else. Walks the large free blocks, never the small ones.
-  void refresh_inactive_split() VMM_EXCLUDES(mutex_);
+  // Before numbers are told: finishes the frees whose streams have passed (a request
+  // that a thread's cache meets does not look), and brings inactive_split and
+  // inactive_split_bytes up to date. Walks the large free blocks, never the small ones.
+  void refresh_numbers() VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t physical_bytes() const VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t idle_bytes() VMM_EXCLUDES(mutex_);  // walks the large free blocks
   // Live tensors' blocks and explicit pages, pending frees included.

@@ -27,7 +27,7 @@ enum class StatKind : std::uint8_t {
   active_bytes,
   requested_bytes,  // bytes asked for, of active blocks
   // Free stretches in chunks that are partly used, and their bytes. Worked out
-  // when asked for (Pool::refresh_inactive_split), not at each event.
+  // when asked for (Pool::refresh_numbers), not at each event.
   inactive_split,
   inactive_split_bytes,
 };

@@ -449,7 +449,7 @@ void CudaAllocator::with_room(c10::DeviceIndex device, const Call& call) const {
 c10::CachingDeviceAllocator::DeviceStats CudaAllocator::getDeviceStats(c10::DeviceIndex device) {
   c10::CachingDeviceAllocator::DeviceStats result = to_device_stats(Statistics{});
   with_room(device, [&](DeviceRoom& room) {
-    room.memory.refresh_inactive_split();
+    room.memory.refresh_numbers();
     Statistics statistics = room.memory.statistics();
     ProvidedMemory::add_statistics(device, &statistics);
     result = to_device_stats(statistics);

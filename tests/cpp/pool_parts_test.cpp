@@ -336,13 +336,13 @@ TEST(InactiveSplit, IsWhatIsStranded) {
   const Address two = lab.allocate(*pool, 1200 * kKiB, kOne);
   const Address tiny = lab.allocate(*pool, 100, kOne);
   lab.free(one);
-  pool->refresh_inactive_split();
+  pool->refresh_numbers();
   const Statistics statistics = pool->statistics();
   EXPECT_EQ(statistics[StatKind::inactive_split_bytes][0].current,
             static_cast<std::int64_t>(pool->memory_stats().stranded_bytes));
   EXPECT_GT(statistics[StatKind::inactive_split][1].current, 0);
   for (const Address block : {two, tiny}) lab.free(block);
-  lab.memory().refresh_inactive_split();
+  lab.memory().refresh_numbers();
   EXPECT_EQ(pool->statistics()[StatKind::inactive_split][0].current, 0);
 }
 

@@ -287,7 +287,7 @@ class Onlooker final : public PoolObserver {
   explicit Onlooker(DeviceMemory& memory) : memory_(memory) {}
   void on_event(const Pool& /*pool*/, PoolEvent /*event*/, Address /*address*/, std::size_t /*bytes*/,
                 Stream /*stream*/) noexcept override {
-    memory_.refresh_inactive_split();
+    memory_.refresh_numbers();
     (void)memory_.statistics();
     std::size_t reserved = 0;
     for (const auto& pool : memory_.pools()) {
