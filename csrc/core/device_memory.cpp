@@ -85,8 +85,8 @@ std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& 
     const MutexLock registry_lock(registry_mutex_);
     accessors = accessors_;
   }
-  const PoolContext context{driver_,  address_space_, store_,    streams_,        clock_,  peaks_,
-                            caches_,  options_,       observer_, oversize_bytes_, device_, accessors};
+  const PoolContext context{driver_, address_space_, store_,    streams_,        clock_,  peaks_,
+                            caches_, options_,       observer_, oversize_bytes_, device_, accessors};
   auto pool = std::make_shared<Pool>(context, group, spec, this);
   const MutexLock registry_lock(registry_mutex_);
   pools_.push_back(pool);

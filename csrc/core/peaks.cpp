@@ -46,7 +46,8 @@ void Peaks::Seat::tighten() {
   for (std::size_t k = 0; k < 3; ++k) {
     for (std::size_t which = 0; which < 3; ++which) {
       const auto ceiling = [&](StatKind kind) { return ceiling_[index(kind) + which].load(std::memory_order_relaxed); };
-      most_[which][k].store(std::min(ceiling(kKindsOfBlockCount[k][0]), ceiling(kKindsOfBlockCount[k][1])), std::memory_order_relaxed);
+      most_[which][k].store(std::min(ceiling(kKindsOfBlockCount[k][0]), ceiling(kKindsOfBlockCount[k][1])),
+                            std::memory_order_relaxed);
     }
   }
 }
@@ -61,7 +62,8 @@ void Peaks::transfer(const BlockCounts& counts, Seat& from, Seat& to) {
   for (std::size_t k = 0; k < 3; ++k) {
     const std::int64_t small = counts[0][k];
     const std::int64_t large = counts[1][k];
-    for (std::size_t of_kind = 0; of_kind < (kKindsOfBlockCount[k][0] == kKindsOfBlockCount[k][1] ? 1U : 2U); ++of_kind) {
+    for (std::size_t of_kind = 0; of_kind < (kKindsOfBlockCount[k][0] == kKindsOfBlockCount[k][1] ? 1U : 2U);
+         ++of_kind) {
       const std::size_t first = Seat::index(kKindsOfBlockCount[k][of_kind]);
       move(first, small + large);
       move(first + 1, small);

@@ -161,7 +161,8 @@ void Pool::check() const {
       quarantined += block.size;
       return;
     }
-    VMM_CHECK(block.state == BlockState::pages || directory_->find(block.offset) == &block, "live block at ", block.offset);
+    VMM_CHECK(block.state == BlockState::pages || directory_->find(block.offset) == &block, "live block at ",
+              block.offset);
     if (block.state == BlockState::cached) {
       ++kept;
       return;

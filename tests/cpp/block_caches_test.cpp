@@ -345,13 +345,15 @@ TEST(BlockCaches, NumbersAreExactWhicheverThreadAllocatesAndFrees) {
         live[which] = live.back();
         live.pop_back();
         turns.on(thread, [&] { ASSERT_TRUE(DeviceMemory::free(lab.space, block.address)); });
-        for (const std::size_t of : {block.pool, std::size_t{2}}) oracles.at(of).add(block.bytes <= kMiB, block.bytes, -1);
+        for (const std::size_t of : {block.pool, std::size_t{2}})
+          oracles.at(of).add(block.bytes <= kMiB, block.bytes, -1);
       } else {
         static constexpr std::array<std::size_t, 6> kSizes = {100, 512, 3000, 70000, kMiB, 3 * kMiB};
         Live block{0, kSizes.at(random() % kSizes.size()), random() % 2};
         turns.on(thread, [&] { block.address = lab.memory().allocate(*pools.at(block.pool), block.bytes, nullptr); });
         live.push_back(block);
-        for (const std::size_t of : {block.pool, std::size_t{2}}) oracles.at(of).add(block.bytes <= kMiB, block.bytes, 1);
+        for (const std::size_t of : {block.pool, std::size_t{2}})
+          oracles.at(of).add(block.bytes <= kMiB, block.bytes, 1);
       }
       for (std::size_t k = 0; k < 2; ++k) oracles.at(k).expect(pools.at(k)->statistics(), "pool");
       oracles[2].expect(lab.memory().statistics(), "device");

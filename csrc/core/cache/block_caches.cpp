@@ -238,9 +238,8 @@ BlockCaches::Still::~Still() VMM_NO_THREAD_SAFETY_ANALYSIS {
   caches_.mutex_.unlock();
 }
 
-BlockCaches::Reading::Reading(const BlockCaches& caches) VMM_NO_THREAD_SAFETY_ANALYSIS
-    : caches_(caches),
-      holds_(!Telling::is_mine()) {
+BlockCaches::Reading::Reading(const BlockCaches& caches) VMM_NO_THREAD_SAFETY_ANALYSIS : caches_(caches),
+                                                                                         holds_(!Telling::is_mine()) {
   if (holds_) caches_.mutex_.lock();
 }
 

@@ -92,9 +92,9 @@ class BlockCaches {
     Still(BlockCaches& caches, const CachedPool& pool, Kept kept) VMM_ACQUIRE(caches.mutex_);
     // Of several pools, or of all.
     template <typename AnyPool>
-    Still(BlockCaches& caches, const std::vector<std::shared_ptr<AnyPool>>& pools, Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS
-        : caches_(caches),
-          holds_(caches.hold()) {
+    Still(BlockCaches& caches, const std::vector<std::shared_ptr<AnyPool>>& pools,
+          Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS : caches_(caches),
+                                                     holds_(caches.hold()) {
       if (!holds_) return;
       for (const auto& pool : pools) caches_.give_back(*pool, kept);
     }
