@@ -82,6 +82,7 @@ SOURCES = [
     "csrc/core/private_pools.cpp",
     "csrc/core/reclaim.cpp",
     "csrc/core/refusal.cpp",
+    "csrc/core/replay.cpp",
     "csrc/core/shared_memory_pool.cpp",
     "csrc/core/stats.cpp",
     "csrc/core/virtual_memory_manager.cpp",
