@@ -549,18 +549,11 @@ def pool_at(address: int) -> Pool | None:
 
 # -- Traces ------------------------------------------------------------------------------------------------------------
 
-class _DriverCalls(TypedDict):
-    create: int
-    release: int
-    map: int
-    unmap: int
-    set_access: int
-
 class _Replayed(TypedDict):
     allocated: bytes
     reserved: bytes
     driver_calls: bytes
-    calls: _DriverCalls
+    calls: dict[str, int]
     allocated_peak: int
     reserved_peak: int
     left: int
@@ -577,7 +570,8 @@ def replay(op: object, id: object, size: object, stream: object, device_bytes: i
         device_bytes: the device's memory.
     Returns:
         ``allocated``, ``reserved`` (bytes) and ``driver_calls`` (since the start) after each step, as columns of
-        unsigned 64-bit numbers: ``array("Q", answer["reserved"])``. ``calls`` by kind, the peaks of the whole, the
+        unsigned 64-bit numbers: ``array("Q", answer["reserved"])``. ``calls`` by kind (create, release, map,
+        unmap, set_access), the peaks of the whole, the
         bytes ``left`` when all was freed (0), and ``refused_at``, the step that found no memory: the columns end
         before it.
     Raises:
