@@ -11,6 +11,7 @@ from .outcome import Outcome, Sample
 
 _WIDTH, _PANEL = 1000, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90, 20, 64, 46  # margins of a panel
+_ENTRY = 240  # of the legend
 _POINTS = 800  # along the axis: finer than a screen shows
 _ALLOCATED, _THEN, _OURS, _REFUSED = "#c9d3df", "#c8641e", "#1f5fa8", "#b00020"
 _STYLE = "text{font:13px sans-serif;fill:#222}.grid{stroke:#e3e3e3}.line{fill:none;stroke-width:1.6}"
@@ -84,8 +85,8 @@ def _legend(outcome: Outcome) -> str:
     if outcome.program.refusals or outcome.refused is not None:
         entries.append((_REFUSED, "out of memory"))
     return "".join(
-        f'<rect x="{_LEFT + 225 * k}" y="37" width="12" height="12" fill="{colour}"/>'
-        + _text(_LEFT + 225 * k + 18, 48, words)
+        f'<rect x="{_LEFT + _ENTRY * k}" y="37" width="12" height="12" fill="{colour}"/>'
+        + _text(_LEFT + _ENTRY * k + 18, 48, words)
         for k, (colour, words) in enumerate(entries)
     )
 
