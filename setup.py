@@ -148,6 +148,7 @@ DOCS = {
     "Guide": "docs/guide.md",
     "Functions of torch": "docs/torch.md",
     "Design": "docs/design.md",
+    "Performance": "docs/performance.md",
     "Contributing": "CONTRIBUTING.md",
 }
 
