@@ -10,6 +10,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 from .machine import ROOT
@@ -39,8 +41,13 @@ def prepare() -> str | None:
     missing = [tool for tool in ("valgrind", "cmake") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} must be installed (on Debian and Ubuntu: apt-get install {' '.join(missing)})"
+    # A ninja that came with this Python counts, where there is no .venv.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     built = subprocess.run(
-        [ROOT / "scripts" / "cpp_tests", "build", "plain", "instructions"], capture_output=True, text=True
+        [ROOT / "scripts" / "cpp_tests", "build", "plain", "instructions"],
+        env={**os.environ, "PATH": path, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
     )
     return None if built.returncode == 0 else f"its program cannot be built:\n{built.stdout}{built.stderr}"
 
