@@ -87,6 +87,7 @@ SOURCES = [
     "csrc/core/private_pools.cpp",
     "csrc/core/reclaim.cpp",
     "csrc/core/refusal.cpp",
+    "csrc/core/replay.cpp",
     "csrc/core/shared_memory_pool.cpp",
     "csrc/core/stats.cpp",
     "csrc/core/virtual_memory_manager.cpp",
@@ -152,6 +153,7 @@ DOCS = {
     "Guide": "docs/guide.md",
     "Functions of torch": "docs/torch.md",
     "Design": "docs/design.md",
+    "Performance": "docs/performance.md",
     "Contributing": "CONTRIBUTING.md",
 }
 

@@ -14,6 +14,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,10 @@ from . import allocators, loops, machine
 from .measurement import Answer, Measurement, Result, Row
 
 _FOLDER = Path(__file__).resolve().parent
-_NAMES = {"cuda": ("driver_ops", "hot_path", "cold_path", "hand_over", "observed", "training"), "cpu": ("host_path",)}
+_NAMES = {
+    "cuda": ("driver_ops", "hot_path", "cold_path", "hand_over", "observed", "training"),
+    "cpu": ("host_path", "instructions"),
+}
 _ANSWER = "BENCHMARK RESULT "
 _TIMEOUT_S = 300
 
@@ -46,6 +50,11 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     complete = True
     for name in names:
+        why_not = _prepare(name)
+        if why_not is not None:
+            print(f"{name}: left out; {why_not}", file=sys.stderr)
+            complete &= name not in arguments.names
+            continue
         rows, facts, failed = _run(name, arguments.runs or (1 if arguments.quick else 2), arguments.quick)
         complete &= not failed
         if not rows:
@@ -87,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"benchmarks.{name}")
+
+
+def _prepare(name: str) -> str | None:
+    """Makes what a benchmark needs beside the loops; where it cannot run here, says why not."""
+    prepare: Callable[[], str | None] = getattr(_module(name), "prepare", lambda: None)
+    return prepare()
 
 
 def _has_gpu() -> bool:

@@ -549,17 +549,31 @@ def pool_at(address: int) -> Pool | None:
 
 # -- Traces ------------------------------------------------------------------------------------------------------------
 
-def replay(pool: Pool, op: object, id: object, size: object, stream: object) -> dict[str, int]:
-    """Allocates and frees in ``pool`` (of the CPU) as a recorded program did; the memory is never touched.
+class _Replayed(TypedDict):
+    allocated: bytes
+    reserved: bytes
+    driver_calls: bytes
+    calls: dict[str, int]
+    allocated_peak: int
+    reserved_peak: int
+    left: int
+    refused_at: int | None
+
+def replay(op: object, id: object, size: object, stream: object, device_bytes: int) -> _Replayed:
+    """Allocates and frees as a recorded program did, on a device of host memory of its own, which is never touched.
 
     Args:
-        op: 0 allocate, 1 free, in program order (one column of numbers, as all of these).
-        id: the block.
-        size: bytes asked for.
+        op: 0 allocate, 1 free, in program order: one column of bytes, by the buffer protocol.
+        id: the block (a column of unsigned 64-bit numbers, as the following).
+        size: bytes asked for; read where ``op`` is 0.
         stream: a number for each stream; 0 is the first.
+        device_bytes: the device's memory.
     Returns:
-        ``allocated_peak`` and ``reserved_peak`` in bytes, ``chunks_mapped``.
+        ``allocated``, ``reserved`` (bytes) and ``driver_calls`` (since the start) after each step, as columns of
+        unsigned 64-bit numbers: ``array("Q", answer["reserved"])``. ``calls`` by kind (create, release, map,
+        unmap, set_access), the peaks of the whole, the
+        bytes ``left`` when all was freed (0), and ``refused_at``, the step that found no memory: the columns end
+        before it.
     Raises:
-        InvalidArgumentError: columns of different lengths, or a pool of a GPU.
-        OutOfMemoryError: the trace does not fit.
+        InvalidArgumentError: columns of different lengths or of other numbers.
     """

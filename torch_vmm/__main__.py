@@ -1,4 +1,4 @@
-"""``torch-vmm demo`` shows three models in three pools; ``torch-vmm info`` says what there is to work with.
+"""``torch-vmm demo`` shows three models in three pools, ``info`` what there is, ``replay`` a recorded program.
 
 ``python -m torch_vmm`` is the same.
 """
@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 import torch_vmm
 from torch_vmm import _C
 from torch_vmm.demo import run as demo
+from torch_vmm.replay import run as replay
 from torch_vmm.sizes import to_bytes
 
 INTERRUPTED = 130  # as a shell reports it
@@ -26,7 +28,7 @@ _CLOSED_PIPE = 141
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torch-vmm", description=__doc__.split("\n")[0].replace("``", ""))
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,info}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,info,replay}")
 
     shows = commands.add_parser("demo", help="three real models in three pools under one limit")
     shows.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU where there is one")
@@ -44,6 +46,14 @@ def _parser() -> argparse.ArgumentParser:
 
     tells = commands.add_parser("info", help="devices, driver, granularity and options")
     tells.add_argument("--json", action="store_true", help="as one JSON object, sizes in bytes")
+
+    replays = commands.add_parser("replay", help="a recorded memory history: reserved then, and by torch_vmm")
+    replays.add_argument("dump", type=Path, help="what torch.cuda.memory._dump_snapshot() wrote")
+    replays.add_argument("--device", type=_count, metavar="N", help="this one alone; default: all with a history")
+    replays.add_argument("--limit", type=_size, metavar="SIZE", help='of a device, such as "24GiB"; default: none')
+    replays.add_argument("--rows", type=_rows, default=20, metavar="N", help="lines of the series; default 20")
+    replays.add_argument("--out", type=Path, metavar="FILE", help="draw it too, as .svg")
+    replays.add_argument("--json", action="store_true", help="as one JSON list, an object a device, sizes in bytes")
     return parser
 
 
@@ -69,6 +79,18 @@ def _size(text: str) -> int:
     if size == 0:
         raise argparse.ArgumentTypeError("'0': models need some memory")
     return size
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or len(text) > 6:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number, from 0")
+    return int(text)
+
+
+def _rows(text: str) -> int:
+    if (rows := _count(text)) == 0:
+        raise argparse.ArgumentTypeError("'0': give at least one")
+    return rows
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -125,9 +147,9 @@ def _gather() -> dict[str, Any]:
     }
 
 
-def _info(as_json: bool) -> int:
+def _info(arguments: argparse.Namespace) -> int:
     told = _gather()
-    if as_json:
+    if arguments.json:
         print(json.dumps(told, indent=2))
         return 0
     print(_version())
@@ -144,11 +166,27 @@ def _info(as_json: bool) -> int:
     return 0
 
 
+def _replay(arguments: argparse.Namespace) -> int:
+    return replay.run(
+        replay.Settings(
+            file=arguments.dump,
+            device=arguments.device,
+            limit=arguments.limit,
+            rows=arguments.rows,
+            as_json=arguments.json,
+            out=arguments.out,
+        )
+    )
+
+
+_COMMANDS = {"demo": _demo, "info": _info, "replay": _replay}
+
+
 def main() -> int:
     """Run the command line; returns the exit status."""
     arguments = _parser().parse_args()
     try:
-        status = _demo(arguments) if arguments.command == "demo" else _info(arguments.json)
+        status = _COMMANDS[arguments.command](arguments)
         sys.stdout.flush()
     except torch_vmm.VmmError as error:
         print(f"torch-vmm: {error}", file=sys.stderr)

@@ -1,73 +1,92 @@
-// _C.replay(): a recorded allocation trace against a pool.
-#include <pybind11/numpy.h>
+// _C.replay(): a recorded allocation trace on a device of host memory of its own.
+#include "core/replay.h"
+
 #include <pybind11/stl.h>
 
-#include <unordered_map>
+#include <string>
+#include <vector>
 
 #include "base/errors.h"
 #include "bindings/bind.h"
-#include "core/device_memory.h"
+#include "driver/host_driver.h"
 
 namespace vmm::bindings {
 
 namespace {
 
+// A column of numbers by the buffer protocol: an array.array or numpy's, without
+// needing numpy. REQUIRES: `buffer` outlives it.
 template <typename T>
-using Column = py::array_t<T, py::array::c_style | py::array::forcecast>;
+class Column {
+ public:
+  Column(const py::buffer& buffer, const char* name) : info_(buffer.request()) {
+    if (info_.ndim != 1 || !info_.item_type_is_equivalent_to<T>() || info_.strides[0] != info_.itemsize) {
+      throw InvalidArgumentError(std::string(name) + ": give one contiguous column of unsigned " +
+                                 std::to_string(8 * sizeof(T)) + "-bit numbers");
+    }
+  }
+  [[nodiscard]] std::size_t size() const { return static_cast<std::size_t>(info_.size); }
+  [[nodiscard]] T operator[](std::size_t k) const { return static_cast<const T*>(info_.ptr)[k]; }
 
-// Allocates and frees as the trace did; the pool is left as it was found. The
-// memory is never touched, so a trace of 40 GiB needs none.
-py::dict replay(Pool& pool, const Column<std::uint8_t>& op, const Column<std::uint64_t>& id,
-                const Column<std::uint64_t>& size, const Column<std::uint64_t>& stream) {
-  const auto count = static_cast<std::size_t>(op.size());
-  if (op.ndim() != 1 || static_cast<std::size_t>(id.size()) != count ||
-      static_cast<std::size_t>(size.size()) != count || static_cast<std::size_t>(stream.size()) != count) {
+ private:
+  py::buffer_info info_;
+};
+
+std::vector<RecordedStep> to_program(const py::buffer& op, const py::buffer& id, const py::buffer& size,
+                                     const py::buffer& stream) {
+  const Column<std::uint8_t> ops(op, "op");
+  const Column<std::uint64_t> ids(id, "id");
+  const Column<std::uint64_t> sizes(size, "size");
+  const Column<std::uint64_t> streams(stream, "stream");
+  const std::size_t count = ops.size();
+  if (ids.size() != count || sizes.size() != count || streams.size() != count) {
     throw InvalidArgumentError("op, id, size and stream must be columns of one length");
   }
-  Runtime::require_own_process();
-  if (Runtime::room_of(pool).kind != DeviceKind::cpu) {
-    throw InvalidArgumentError("a trace's streams are numbers, not a GPU's: replay it on a pool of \"cpu\"");
-  }
-  DeviceMemory& memory = *pool.home();
-  const std::uint8_t* ops = op.data();
-  const std::uint64_t* ids = id.data();
-  const std::uint64_t* sizes = size.data();
-  const std::uint64_t* streams = stream.data();
-  const Statistics before = pool.statistics();
+  std::vector<RecordedStep> program(count);
+  for (std::size_t k = 0; k < count; ++k) program[k] = {ops[k] == 0, ids[k], sizes[k], streams[k]};
+  return program;
+}
+
+py::bytes to_bytes(const std::vector<std::uint64_t>& series) {
+  return {reinterpret_cast<const char*>(series.data()), series.size() * sizeof(std::uint64_t)};
+}
+
+py::dict replay_on_host(const py::buffer& op, const py::buffer& id, const py::buffer& size, const py::buffer& stream,
+                        std::size_t device_bytes) {
+  const std::vector<RecordedStep> program = to_program(op, id, size, stream);
+  Replayed done;
   {
     const py::gil_scoped_release released;
-    std::unordered_map<std::uint64_t, Address> live;
-    const auto free_all = [&] {
-      for (const auto& [block, address] : live) Runtime::free(reinterpret_cast<void*>(address));
-    };
-    try {
-      for (std::size_t k = 0; k < count; ++k) {
-        if (ops[k] == 0) {
-          // Streams are only told apart here; 16 keeps the default stream 0.
-          if (sizes[k] != 0) live[ids[k]] = memory.allocate(pool, sizes[k], to_stream(streams[k] * 16));
-        } else if (const auto block = live.find(ids[k]); block != live.end()) {
-          Runtime::free(reinterpret_cast<void*>(block->second));
-          live.erase(block);
-        }
-      }
-    } catch (...) {
-      free_all();
-      throw;
-    }
-    free_all();
+    HostDriverOptions host;
+    host.device_bytes = device_bytes;
+    HostDriver driver(host);
+    Options options = Options::from_environment();
+    options.exportable = false;  // a descriptor a chunk
+    done = replay(driver, options, program);
   }
-  const Statistics after = pool.statistics();
+  py::dict calls;
+  calls["create"] = done.calls.create;
+  calls["release"] = done.calls.release;
+  calls["map"] = done.calls.map;
+  calls["unmap"] = done.calls.unmap;
+  calls["set_access"] = done.calls.set_access;
   py::dict result;
-  result["allocated_peak"] = after[StatKind::allocated_bytes][0].peak;
-  result["reserved_peak"] = after[StatKind::reserved_bytes][0].peak;
-  result["chunks_mapped"] = after.num_device_alloc - before.num_device_alloc;
+  result["allocated"] = to_bytes(done.allocated);
+  result["reserved"] = to_bytes(done.reserved);
+  result["driver_calls"] = to_bytes(done.driver_calls);
+  result["calls"] = std::move(calls);
+  result["allocated_peak"] = done.allocated_peak;
+  result["reserved_peak"] = done.reserved_peak;
+  result["left"] = done.left;
+  result["refused_at"] = done.refused_at;
   return result;
 }
 
 }  // namespace
 
 void bind_replay(py::module_& module) {
-  module.def("replay", &replay, py::arg("pool"), py::arg("op"), py::arg("id"), py::arg("size"), py::arg("stream"));
+  module.def("replay", &replay_on_host, py::arg("op"), py::arg("id"), py::arg("size"), py::arg("stream"),
+             py::arg("device_bytes"));
 }
 
 }  // namespace vmm::bindings

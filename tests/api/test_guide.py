@@ -141,7 +141,11 @@ def test_the_commands_are_those_that_there_are() -> None:
         shown |= {word for word in words if word.startswith("-")} | {words[0]}
         if words != ["--version"]:
             parser.parse_args(words)
-    assert shown == {"--version", "info", "--json", "demo", "--seconds", "--limit", "--device", "--plain"}
+    assert shown == {"--version", "info", "--json", "demo", "--seconds", "--limit", "--device", "--plain"} | {
+        "replay",
+        "--out",
+        "--rows",
+    }
     options = set(re.findall(r"(?<![\w-])--[a-z]+[a-z-]*", help_texts()))
     assert options - {"--help"} <= shown
 

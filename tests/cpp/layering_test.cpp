@@ -73,7 +73,7 @@ const std::vector<std::vector<std::string>> kRooms = {
     {"grant"},
     {"pool"},
     {"device_memory"},
-    {"private_pools", "shared_memory_pool", "virtual_memory_manager"},
+    {"private_pools", "replay", "shared_memory_pool", "virtual_memory_manager"},
 };
 
 template <typename Rows, typename Has>

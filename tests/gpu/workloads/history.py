@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -79,6 +80,29 @@ def program(steps: int, seed: int) -> list[list[Any]]:
         elif action == "snapshot":
             said.append([action, entry["addr"], 0])
     return said
+
+
+def dumped(folder: str, steps: int, seed: int) -> dict[str, Any]:
+    """A random program in the middle of which recording begins; its dump's file, and what torch counts at its end."""
+    chosen = random.Random(seed)
+    live = [_bytes(chosen.choice([700, 3 * MIB, 12 * MIB])) for _ in range(12)]
+    path = os.path.join(folder, f"{os.getpid()}.pickle")
+    with recorded(context=None):
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(steps):
+            if len(live) < 8 or chosen.random() < 0.5:
+                live.append(_bytes(chosen.choice([1, 700, 300_000, MIB, 3 * MIB, 12 * MIB, 40 * MIB])))
+            else:
+                live.pop(chosen.randrange(len(live)))
+            if chosen.random() < 0.02:
+                _finish_frees()
+        with suppress(torch.OutOfMemoryError):
+            _bytes(2**50)
+        counted = torch.cuda.memory_stats()
+        torch.cuda.memory._dump_snapshot(path)
+    keys = {"requested": "requested_bytes.all", "reserved": "reserved_bytes.all"}
+    numbers = {f"{name}_{when}": counted[f"{key}.{when}"] for name, key in keys.items() for when in ("current", "peak")}
+    return {"path": path, **numbers}
 
 
 def _make() -> list[torch.Tensor]:

@@ -1,0 +1,77 @@
+"""Instructions of an allocation and its free, in the core, on host memory: counted by callgrind.
+
+Unlike times they do not depend on what else the machine does, so a test can hold them to a bound. Each program runs
+twice, with two counts of steps; the difference is what the further steps cost, without start and warm-up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from .machine import ROOT
+from .measurement import Measurement
+
+KIND = "cpu"
+ALLOCATORS = ("torch_vmm",)  # torch's own come with all of torch
+_PROGRAM = ROOT / "build" / "cpp-plain" / "instructions"
+
+
+class Case(NamedTuple):
+    """What ``csrc/instructions.cpp`` is told to do."""
+
+    program: str
+    steps: int  # that are counted
+
+
+CASES = {
+    "pair 512 B": Case("pair", 2000),
+    "churn 512 B - 1 MiB, 1000 live": Case("churn", 5000),
+    "churn 2 MiB - 32 MiB, 200 live": Case("large_churn", 5000),
+}
+
+
+def prepare() -> str | None:
+    """Builds the program; where that cannot be, or there is no valgrind, says why."""
+    missing = [tool for tool in ("valgrind", "cmake") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} must be installed (on Debian and Ubuntu: apt-get install {' '.join(missing)})"
+    # A ninja that came with this Python counts, where there is no .venv.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    built = subprocess.run(
+        [ROOT / "scripts" / "cpp_tests", "build", "plain", "instructions"],
+        env={**os.environ, "PATH": path, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    return None if built.returncode == 0 else f"its program cannot be built:\n{built.stdout}{built.stderr}"
+
+
+def measure(allocator: str, quick: bool) -> list[Measurement]:
+    """Instructions a step. ``quick`` changes nothing: the counts are the same every time."""
+    del allocator, quick
+    return [Measurement(case, "a step", a_step(each), "instructions") for case, each in CASES.items()]
+
+
+def a_step(case: Case) -> float:
+    """Instructions that one further step takes. REQUIRES: ``prepare()`` was content."""
+    return (_counted(case.program, 1 + case.steps) - _counted(case.program, 1)) / case.steps
+
+
+def _counted(program: str, steps: int) -> int:
+    done = subprocess.run(
+        ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", _PROGRAM, program, str(steps)],
+        # Whatever is set for the allocator changes what it does.
+        env={name: value for name, value in os.environ.items() if not name.startswith("TORCH_VMM_")},
+        capture_output=True,
+        text=True,
+    )
+    found = re.search(r"Collected : (\d+)", done.stderr)
+    if done.returncode != 0 or found is None:
+        raise RuntimeError(f"callgrind of {program}, {steps} steps: exit status {done.returncode}\n{done.stderr}")
+    return int(found.group(1))

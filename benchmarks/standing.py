@@ -1,0 +1,87 @@
+"""The tables of docs/performance.md, from the committed result files: ``python -m benchmarks.standing`` prints them.
+
+A test compares them with the document, so neither can drift from the other.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+from .measurement import Result, Row
+from .table import DEVICE, RESULTS
+
+_CALLS = ("reserve", "create", "map", "set_access", "unmap", "release")
+_NAMES = {"expandable": "expandable segments"}
+
+
+def tables() -> list[str]:
+    """Markdown, each with a line above it that names its file, commit and machine."""
+    files = {file.stem: result for file in sorted(RESULTS.glob(f"*-{DEVICE}.json")) if (result := _read(file))}
+    return [
+        _floor(files[f"hot_path-{DEVICE}"]),
+        _driver_calls(files[f"driver_ops-{DEVICE}"]),
+        *(_standing(result) for result in files.values()),
+    ]
+
+
+def _read(file: Path) -> Result | None:
+    """``None`` for a file of another form (before and after a change)."""
+    content = json.loads(file.read_text())
+    return cast(Result, content) if "benchmark" in content else None
+
+
+def _floor(result: Result) -> str:
+    rows = [row for row in result["rows"] if row["unit"] == "ns"]
+    allocators = ("floor", "native")
+    return _table(result, "torch itself, ns", rows, allocators)
+
+
+def _driver_calls(result: Result) -> str:
+    lines = [_source(result, "driver calls, µs"), "", f"| | {' | '.join(_CALLS)} |", f"|---|{'---|' * len(_CALLS)}"]
+    for chunk in _chunks(result):
+        values = {row["metric"]: row["value"] for row in result["rows"] if row["case"] == chunk}
+        lines.append(f"| {chunk} | {' | '.join(_value(values[call]) for call in _CALLS)} |")
+    return "\n".join(lines)
+
+
+def _chunks(result: Result) -> list[str]:
+    """The cases that are about driver calls alone."""
+    return list(dict.fromkeys(row["case"] for row in result["rows"] if row["metric"] == "set_access"))
+
+
+def _standing(result: Result) -> str:
+    chunks = _chunks(result)
+    rows = [row for row in result["rows"] if row["case"] not in chunks]
+    allocators = [name for name in dict.fromkeys(row["allocator"] for row in rows) if name != "floor"]
+    return _table(result, result["benchmark"], rows, allocators)
+
+
+def _table(result: Result, title: str, rows: list[Row], allocators: tuple[str, ...] | list[str]) -> str:
+    values = {(row["case"], row["metric"], row["allocator"]): row["value"] for row in rows}
+    names = [_NAMES.get(allocator, allocator) for allocator in allocators]
+    lines = [_source(result, title), "", f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for case, metric, unit in dict.fromkeys((row["case"], row["metric"], row["unit"]) for row in rows):
+        cells = [values.get((case, metric, allocator)) for allocator in allocators]
+        label = case if metric == "time" else f"{case}: {metric}"
+        label += "" if unit == "ratio" or title.endswith(f", {unit}") else f", {unit}"
+        lines.append(f"| {label} | {' | '.join('–' if cell is None else _value(cell) for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def _source(result: Result, title: str) -> str:
+    runs = sorted({len(row["runs"]) for row in result["rows"]})
+    repeated = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
+    return (
+        f"**{title}**: `{result['benchmark']}`, commit {result['commit'][:7]}, {result['machine']['device']}, driver "
+        f"{result['machine']['driver']}, torch {result['machine']['torch']}; medians of {repeated} processes"
+    )
+
+
+def _value(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+if __name__ == "__main__":
+    print("\n\n".join(tables()))
