@@ -55,7 +55,14 @@ def main() -> int:
             print(f"{name}: left out; {why_not}", file=sys.stderr)
             complete &= name not in arguments.names
             continue
-        rows, facts, failed = _run(name, arguments.runs or (1 if arguments.quick else 2), arguments.quick)
+        chosen = arguments.allocators.split(",") if arguments.allocators else list(_module(name).ALLOCATORS)
+        unknown = set(chosen) - set(_module(name).ALLOCATORS)
+        if unknown:
+            parser.error(
+                f"{name} does not know {', '.join(sorted(unknown))}, but {', '.join(_module(name).ALLOCATORS)}"
+            )
+        runs = arguments.runs or (1 if arguments.quick else getattr(_module(name), "RUNS", 2))
+        rows, facts, failed = _run(name, chosen, runs, arguments.quick)
         complete &= not failed
         if not rows:
             continue
@@ -77,7 +84,8 @@ def main() -> int:
 def _command(names: list[str], arguments: argparse.Namespace) -> str:
     """What makes the same result again; where it was written is nobody's business."""
     runs = ["--runs", str(arguments.runs)] if arguments.runs else []
-    return shlex.join(["python", "-m", "benchmarks", *(["--quick"] if arguments.quick else []), *runs, *names])
+    chosen = ["--allocators", arguments.allocators] if arguments.allocators else []
+    return shlex.join(["python", "-m", "benchmarks", *(["--quick"] if arguments.quick else []), *runs, *chosen, *names])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,7 +97,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=tuple(_NAMES), default="cuda", help="whose benchmarks, where none is named")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: benchmarks/results, with --quick scratch")
     parser.add_argument("--quick", action="store_true", help="less of everything, to see that it works")
-    parser.add_argument("--runs", type=int, metavar="N", help="repetitions, interleaved; default 2, with --quick 1")
+    parser.add_argument(
+        "--runs", type=int, metavar="N", help="repetitions, interleaved; default 2 (hot_path: 7), with --quick 1"
+    )
+    parser.add_argument("--allocators", metavar="A,B", help="only these; default: all that the benchmark knows")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
 
@@ -113,13 +124,13 @@ def _has_gpu() -> bool:
 # -- The runner's side -------------------------------------------------------------------------------------------------
 
 
-def _run(name: str, runs: int, quick: bool) -> tuple[list[Row], dict[str, str | int], list[str]]:
-    """Every allocator ``runs`` times, in turn. Returns rows, machine, and the allocators that failed."""
+def _run(name: str, chosen: list[str], runs: int, quick: bool) -> tuple[list[Row], dict[str, str | int], list[str]]:
+    """Each of ``chosen`` ``runs`` times, in turn. Returns rows, machine, and the allocators that failed."""
     rows: dict[tuple[str, str, str], Row] = {}
     facts: dict[str, str | int] = {}
     failed: list[str] = []
     for number in range(runs):
-        for allocator in _module(name).ALLOCATORS:
+        for allocator in chosen:
             print(f"{name}: {allocator}, run {number + 1} of {runs}", file=sys.stderr, flush=True)
             answer = _spawn(name, allocator, quick)
             if answer is None:
@@ -167,18 +178,30 @@ def _table(rows: list[Row]) -> str:
     """Cases down, allocators across; in brackets torch_vmm's value as a share of each other one's."""
     columns = list(dict.fromkeys(row["allocator"] for row in rows))
     values = {(row["case"], row["metric"], row["allocator"]): row["value"] for row in rows}
+    runs = {(row["case"], row["metric"], row["allocator"]): row["runs"] for row in rows}
     lines = {(row["case"], row["metric"]): row["unit"] for row in rows}
     width = max(len(f"{case}: {metric}, {unit}") for (case, metric), unit in lines.items())
-    out = [" " * width + "".join(f"{column:>18}" for column in columns)]
+    out = [" " * width + "".join(f"{column:>34}" for column in columns)]
     for (case, metric), unit in lines.items():
         ours = values.get((case, metric, "torch_vmm"))
         cells = []
         for column in columns:
             value = values.get((case, metric, column))
-            share = f" (x{ours / value:.2f})" if ours is not None and value and column != "torch_vmm" else ""
-            cells.append("-" if value is None else f"{value:.4g}{share}")
-        out.append(f"{f'{case}: {metric}, {unit}':{width}}" + "".join(f"{cell:>18}" for cell in cells))
-    return "\n".join([*out, "(x: torch_vmm's value over this one's)"])
+            if value is None:
+                cells.append("-")
+                continue
+            each = runs[case, metric, column]
+            mine = runs.get((case, metric, "torch_vmm"), [])
+            spread = f" {min(each):.4g}..{max(each):.4g}" if len(each) > 1 else ""
+            share = ""
+            if ours is not None and value and column != "torch_vmm":
+                is_apart = max(mine) < min(each) or min(mine) > max(each)
+                share = f" (x{ours / value:.2f})" if is_apart else " (=)"
+            cells.append(f"{value:.4g}{share}{spread}")
+        out.append(f"{f'{case}: {metric}, {unit}':{width}}" + "".join(f"{cell:>34}" for cell in cells))
+    return "\n".join(
+        [*out, "Medians, and the least and the most of the runs. x: torch_vmm's over this one's; =: within the spread."]
+    )
 
 
 # -- The measuring process ---------------------------------------------------------------------------------------------

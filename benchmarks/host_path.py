@@ -19,10 +19,10 @@ def measure(allocator: str, quick: bool) -> list[Measurement]:
     run = loops.load()
     count = 20_000 if quick else 100_000
     times = {
-        "pair 512 B": run.host_pair_ns(512, count, 1),
-        "pair 1 MiB": run.host_pair_ns(_MIB, count, 1),
-        "pair 64 MiB": run.host_pair_ns(64 * _MIB, count // 10, 1),
-        "pair 512 B, 2 threads": run.host_pair_ns(512, count // 2, 2),
+        "pair 512 B": run.host_pair_ns(512, count),
+        "pair 1 MiB": run.host_pair_ns(_MIB, count),
+        "pair 64 MiB": run.host_pair_ns(64 * _MIB, count // 10),
+        "pair 512 B, 2 threads": run.host_crew_pair_ns(512, count // 2, [run.Opened(), run.Opened()]),
         "churn 512 B - 1 MiB, 1000 live": run.host_churn_ns(512, _MIB, 1000, count, 1),
         "churn 1 MiB - 32 MiB, 50 live": run.host_churn_ns(_MIB, 32 * _MIB, 50, count // 10, 1),
         "at::empty of 1000 floats": run.empty_ns("cpu", count),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -11,26 +14,82 @@ from .measurement import Measurement
 
 KIND = "cuda"
 ALLOCATORS = (*allocators.GPU_ALLOCATORS, allocators.FLOOR)
+RUNS = 7
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 _PAIRS = {"512 B": 512, "64 KiB": 64 * _KIB, "1 MiB": _MIB, "20 MiB": 20 * _MIB, "1 GiB": _GIB}
 _THREADS = 8
+_PENDING = 10_000
 
 
 def measure(allocator: str, quick: bool) -> list[Measurement]:
     """Times in ns, memory in GiB."""
     run = loops.load()
     count = 30_000 if quick else 200_000
-    times = {f"pair {name}": run.gpu_pair_ns(size, count, 1) for name, size in _PAIRS.items()}
-    times[f"pair 512 B, {_THREADS} threads"] = run.gpu_pair_ns(512, count // _THREADS, _THREADS)
-    times["churn 512 B - 1 MiB, 1000 live"] = run.gpu_churn_ns(512, _MIB, 1000, count, 1)
-    times["churn 2 MiB - 256 MiB, 200 live"] = run.gpu_churn_ns(2 * _MIB, 256 * _MIB, 200, count // 10, 1)
-    rows = [Measurement(case, "time", value, "ns") for case, value in times.items()]
-    if allocator != allocators.FLOOR:
+    times = {}
+    with _one_cpu():
+        for name, size in _PAIRS.items():
+            times[f"pair {name}"] = run.gpu_pair_ns(size, count)
+        if allocator != allocators.FLOOR:
+            times[f"pair 512 B beside {_PENDING} pending frees"] = _pair_beside_pending_ns(run, count // 10)
+        times["churn 512 B - 1 MiB, 1000 live"] = run.gpu_churn_ns(512, _MIB, 1000, count, 1)
+        times["churn 2 MiB - 256 MiB, 200 live"] = run.gpu_churn_ns(2 * _MIB, 256 * _MIB, 200, count // 10, 1)
+    rows = []
+    if allocator != allocators.FLOOR:  # before a million live blocks
         reserved = torch.cuda.max_memory_reserved() / _GIB
         rows.append(Measurement("churn 2 MiB - 256 MiB, 200 live", "peak reserved", reserved, "GiB"))
-    rows.append(Measurement("at::empty of 1000 floats", "time", run.empty_ns("cuda:0", count // 4), "ns"))
-    rows.append(Measurement("torch.empty of 1000 floats", "time", _python_empty_ns("cuda", count // 10), "ns"))
-    return rows
+    with _one_cpu():
+        for live in (1000, 100_000 if quick else 1_000_000):
+            times[f"replace one of {live} blocks of 512 B"] = run.gpu_replace_ns(512, live, count // 2)
+        times["at::empty of 1000 floats"] = run.empty_ns("cuda:0", count // 4)
+        times["torch.empty of 1000 floats"] = _python_empty_ns("cuda", count // 10)
+    crew = [run.Opened() for _ in range(_THREADS)]
+    each = count // _THREADS
+    times[f"pair 512 B, {_THREADS} threads"] = run.gpu_crew_pair_ns(512, each, crew)
+    times[f"pair 512 B, {_THREADS} threads, a model each"] = run.gpu_crew_pair_ns(512, each, _in_models(run, allocator))
+    times[f"512 B, {_THREADS // 2} threads take, {_THREADS // 2} free"] = run.gpu_crew_hand_on_ns(512, each, crew)
+    return [Measurement(case, "time", value, "ns") for case, value in times.items()] + rows
+
+
+@contextmanager
+def _one_cpu() -> Iterator[None]:
+    """The calling thread stays on one CPU: unpinned, the same program differs by half from run to run."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(allowed)[len(allowed) // 2]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def _in_models(run: loops.Loops, allocator: str) -> list[object]:
+    """What eight threads have open: a model each, where there are models."""
+    if allocator != "torch_vmm":
+        return [run.Opened() for _ in range(_THREADS)]
+    import torch_vmm
+
+    opened: list[object] = []
+    shared = torch_vmm.SharedMemoryPool(physical_limit="1TiB", device=KIND)
+    for number in range(_THREADS):
+        with ExitStack() as stack:
+            stack.enter_context(shared.register_model(f"thread {number}"))
+            opened.append(run.Opened())
+    return opened
+
+
+def _pair_beside_pending_ns(run: loops.Loops, count: int) -> float:
+    """With so many freed blocks that another stream still uses."""
+    side = torch.cuda.Stream()
+    blocks = [torch.empty(512, dtype=torch.uint8, device=KIND) for _ in range(_PENDING)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1_000_000_000)  # half a second: longer than what is measured
+    for block in blocks:
+        block.record_stream(side)
+    del block, blocks
+    elapsed = run.gpu_pair_ns(512, count)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return elapsed
 
 
 def _python_empty_ns(device: str, count: int) -> float:

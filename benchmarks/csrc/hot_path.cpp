@@ -14,12 +14,15 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <random>
@@ -68,10 +71,38 @@ class HostBlocks {
   c10::Allocator* allocator_ = c10::GetCPUAllocator();
 };
 
-// One block at a time, taken and dropped `count` times by each thread; wall
-// time in ns a pair, over all threads' pairs. The first round is not counted.
+// What a thread has open: a model, for torch_vmm.
+struct Opened {
+  at::ThreadLocalState state;
+};
+
+// Each thread works once uncounted under its own state, then all at once; wall ns.
 template <class Source>
-double pair_ns(size_t bytes, int count, int threads) {
+double crew_ns(const std::vector<Opened>& opened, const std::function<void(size_t)>& work) {
+  std::atomic<size_t> ready{0};
+  std::atomic<bool> go{false};
+  std::vector<std::thread> crew;
+  for (size_t i = 0; i < opened.size(); ++i) {
+    crew.emplace_back([&, i] {
+      const at::ThreadLocalStateGuard guard(opened[i].state);
+      Source::enter_thread();
+      work(i);
+      ++ready;
+      while (!go) std::this_thread::yield();
+      work(i);
+    });
+  }
+  while (ready < opened.size()) std::this_thread::yield();
+  const Stopwatch watch;
+  go = true;
+  for (auto& thread : crew) thread.join();
+  return watch.ns();
+}
+
+// One block at a time, taken and dropped `count` times; ns a pair. The first round
+// is not counted.
+template <class Source>
+double pair_ns(size_t bytes, int count) {
   const Source source;
   const auto work = [&] {
     for (int i = 0; i < count; ++i) {
@@ -80,30 +111,71 @@ double pair_ns(size_t bytes, int count, int threads) {
     }
   };
   work();
-  if (threads == 1) {
-    const Stopwatch watch;
-    work();
-    return watch.ns() / count;
-  }
-  const at::ThreadLocalState state;
-  std::atomic<int> ready{0};
-  std::atomic<bool> go{false};
-  std::vector<std::thread> crew;
-  for (int i = 0; i < threads; ++i) {
-    crew.emplace_back([&] {
-      const at::ThreadLocalStateGuard guard(state);
-      Source::enter_thread();
-      work();
-      ++ready;
-      while (!go) std::this_thread::yield();
-      work();
-    });
-  }
-  while (ready < threads) std::this_thread::yield();
   const Stopwatch watch;
-  go = true;
-  for (auto& thread : crew) thread.join();
-  return watch.ns() / (double(count) * threads);
+  work();
+  return watch.ns() / count;
+}
+
+// The same on one thread for each of `opened`; wall time over all threads' pairs.
+template <class Source>
+double crew_pair_ns(size_t bytes, int count, const std::vector<Opened>& opened) {
+  const Source source;
+  const auto work = [&](size_t) {
+    for (int i = 0; i < count; ++i) {
+      auto block = source.take(bytes);
+      Source::drop(block);
+    }
+  };
+  return crew_ns<Source>(opened, work) / (double(count) * double(opened.size()));
+}
+
+// Every other thread takes blocks, the one after it drops them; wall time over all
+// pairs. A ring of 256 blocks between the two.
+double crew_hand_on_ns(size_t bytes, int count, const std::vector<Opened>& opened) {
+  constexpr size_t kRing = 256;
+  struct alignas(128) Ring {
+    std::array<std::atomic<void*>, kRing> blocks{};
+  };
+  const GpuBlocks source;
+  std::vector<Ring> rings(opened.size() / 2);
+  const auto work = [&](size_t i) {
+    Ring& ring = rings[i / 2];
+    for (int k = 0; k < count; ++k) {
+      std::atomic<void*>& slot = ring.blocks[size_t(k) % kRing];
+      if (i % 2 == 0) {
+        void* const block = source.take(bytes);
+        while (slot.load(std::memory_order_acquire) != nullptr) std::this_thread::yield();
+        slot.store(block, std::memory_order_release);
+      } else {
+        void* block = nullptr;
+        while ((block = slot.load(std::memory_order_acquire)) == nullptr) std::this_thread::yield();
+        slot.store(nullptr, std::memory_order_release);
+        GpuBlocks::drop(block);
+      }
+    }
+  };
+  return crew_ns<GpuBlocks>(opened, work) / (double(count) * double(opened.size() / 2));
+}
+
+// `live` blocks there all the time, one after another replaced at random; ns a
+// replacement.
+double replace_ns(size_t bytes, int live, int count) {
+  const GpuBlocks source;
+  std::vector<void*> blocks(live);
+  for (void*& block : blocks) block = source.take(bytes);
+  std::mt19937_64 random(1);
+  double best = std::numeric_limits<double>::infinity();
+  for (int round = 0; round < 3; ++round) {
+    const Stopwatch watch;
+    for (int i = 0; i < count; ++i) {
+      void*& block = blocks[random() % size_t(live)];
+      GpuBlocks::drop(block);
+      block = source.take(bytes);
+    }
+    best = std::min(best, watch.ns() / count);
+  }
+  for (void*& block : blocks) GpuBlocks::drop(block);
+  return best;
 }
 
 // A random live set: each operation picks one of `live` slots, drops what is in
@@ -190,9 +262,14 @@ void install_floor() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
+  pybind11::class_<Opened>(m, "Opened").def(pybind11::init<>(), "what the calling thread has open");
   m.def("gpu_pair_ns", &pair_ns<GpuBlocks>, Unlocked());
+  m.def("gpu_crew_pair_ns", &crew_pair_ns<GpuBlocks>, Unlocked());
+  m.def("gpu_crew_hand_on_ns", &crew_hand_on_ns, Unlocked());
+  m.def("gpu_replace_ns", &replace_ns, Unlocked());
   m.def("gpu_churn_ns", &churn_ns<GpuBlocks>, Unlocked());
   m.def("host_pair_ns", &pair_ns<HostBlocks>, Unlocked());
+  m.def("host_crew_pair_ns", &crew_pair_ns<HostBlocks>, Unlocked());
   m.def("host_churn_ns", &churn_ns<HostBlocks>, Unlocked());
   m.def("empty_ns", &empty_ns, Unlocked());
   m.def("install_floor", &install_floor);
