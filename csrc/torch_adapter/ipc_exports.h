@@ -44,6 +44,7 @@ class IpcExports {
     if (shared_blocks_.load(std::memory_order_relaxed) != 0) [[unlikely]]
       instance().forget(block);
   }
+  static bool any_shared() { return shared_blocks_.load(std::memory_order_relaxed) != 0; }
   void forget(Address block) noexcept VMM_EXCLUDES(mutex_);
 
   // Descriptors that are open.
