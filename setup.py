@@ -77,6 +77,7 @@ SOURCES = [
     "csrc/core/pool_idle.cpp",
     "csrc/core/pool_checkpoint.cpp",
     "csrc/core/pool_pages.cpp",
+    "csrc/core/pool_registry.cpp",
     "csrc/core/pool_snapshot.cpp",
     "csrc/core/pool_stats.cpp",
     "csrc/core/private_pools.cpp",

@@ -53,7 +53,9 @@ DeviceMemory::~DeviceMemory() {
     for (int attempt = 0; attempt < kEndAttempts && !pool->end(); ++attempt) settle(/*wait=*/true);
   }
   const MutexLock lock(registry_mutex_);
-  pools_.clear();
+  closed_.clear();
+  waiting_.clear();
+  registry_ = {};
   store_.trim_all();
 }
 
@@ -88,7 +90,7 @@ std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& 
                             options_, observer_,      oversize_bytes_, device_,  accessors};
   auto pool = std::make_shared<Pool>(context, group, spec, this);
   const MutexLock registry_lock(registry_mutex_);
-  pools_.push_back(pool);
+  registry_.add(pool);
   return pool;
 }
 
@@ -136,7 +138,7 @@ Status DeviceMemory::add_accessor(Location who) {
     const MutexLock registry_lock(registry_mutex_);
     if (std::find(accessors_.begin(), accessors_.end(), who) != accessors_.end()) return {};
     accessors_.push_back(who);
-    pools = pools_;
+    pools = *registry_.all().list();
   }
   for (const auto& pool : pools) {
     const Status status = pool->add_accessor(who);
@@ -150,8 +152,9 @@ Status DeviceMemory::add_accessor(Location who) {
 
 std::shared_ptr<Budget> DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
   const MutexLock lock(registry_mutex_);
-  groups_.push_back(std::make_shared<Budget>(name, limit_bytes, &budget_));
-  return groups_.back();
+  auto group = std::make_shared<Budget>(name, limit_bytes, &budget_);
+  groups_.emplace(group.get(), group);
+  return group;
 }
 
 std::size_t DeviceMemory::groups() const {
@@ -164,18 +167,17 @@ void DeviceMemory::end_group(const Budget& group) {
     const MutexLock lock(registry_mutex_);
     ended_groups_.insert(&group);
   }
-  has_ended_.store(true, std::memory_order_relaxed);
-  bury_retired();
+  bury_groups();
 }
 
 void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   for (const auto& pool : pools) pool->settle();
   // They and their parts, in order of registration: that is in which they are locked.
-  PoolList members = this->pools();
-  std::erase_if(members, [&](const auto& member) {
-    return std::none_of(pools.begin(), pools.end(),
-                        [&](const auto& pool) { return &pool->model() == &member->model(); });
-  });
+  PoolList members;
+  {
+    const MutexLock lock(registry_mutex_);
+    members = registry_.families(pools);
+  }
   {
     // Whether they are in use, and that nobody uses them any more, is one step.
     const AllLocked locked(members);
@@ -187,59 +189,85 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
                                 format_bytes(bytes) + "; free its tensors and pages first, or force",
                             bytes, blocks);
     }
-    for (const auto& pool : pools) pool->retire_locked();
+    // Before any of them can be drained: whoever drains it looks for it there.
+    const MutexLock lock(registry_mutex_);
+    for (const auto& pool : pools) {
+      if (registry_.find(pool.get()) != nullptr) closed_.emplace(pool.get(), pool);
+      pool->retire_locked();
+    }
   }
-  for (const auto& pool : pools) pool->drop_pages();
-  bury_retired();
+  for (const auto& pool : pools) {
+    pool->drop_pages();
+    bury(pool);
+  }
+  bury_groups();
+  tend_if_any_wait();
 }
 
-// Ends the retired pools that hold nothing any more, and the groups without
-// pools. One that queued work still uses stays until another time.
-void DeviceMemory::bury_retired() {
-  bool some_wait = false;
-  for (const auto& pool : pools()) {
-    if (!pool->is_retired() || pool->live_blocks() != 0) continue;
-    const bool ended = pool->end();
-    store_.trim(pool->group(), options_.store_bytes);
-    if (!ended) {
-      some_wait = true;
-      continue;
-    }
-    const Statistics statistics = pool->statistics();
-    {
-      const MutexLock lock(registry_mutex_);
-      if (std::erase(pools_, pool) == 0) continue;
-      of_ended_pools_.add_totals(statistics);
-    }
-    if (pool->is_part()) pool->model().inherit(statistics);
+// Ends a closed pool that holds nothing any more. One that queued work still uses
+// stays until another time.
+void DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
+  if (pool->live_blocks() != 0) return;
+  const bool ended = pool->end();
+  store_.trim(pool->group(), options_.store_bytes);
+  if (!ended) {
+    const MutexLock lock(registry_mutex_);
+    if (closed_.count(pool.get()) != 0) waiting_.emplace(pool.get(), pool);
+    has_ended_.store(true, std::memory_order_relaxed);
+    return;
   }
-  if (!bury_groups()) some_wait = true;
-  if (some_wait) has_ended_.store(true, std::memory_order_relaxed);
+  const Statistics statistics = pool->statistics();
+  {
+    const MutexLock lock(registry_mutex_);
+    closed_.erase(pool.get());
+    waiting_.erase(pool.get());
+    if (!registry_.remove(*pool)) return;
+    of_ended_pools_.add_totals(statistics);
+  }
+  if (pool->is_part()) pool->model().inherit(statistics);
 }
 
-// False while a group that has ended still has something.
-bool DeviceMemory::bury_groups() {
+// `pool` lost its last block, and may have gone meanwhile: it is only compared.
+void DeviceMemory::bury_drained(const Pool* pool) {
+  std::shared_ptr<Pool> drained;
+  {
+    const MutexLock lock(registry_mutex_);
+    if (const auto at = closed_.find(pool); at != closed_.end()) drained = at->second;
+  }
+  if (drained == nullptr) return;
+  bury(drained);
+  bury_groups();
+  tend_if_any_wait();
+}
+
+// All that can be.
+void DeviceMemory::bury_closed() {
+  Closed closed;
+  {
+    const MutexLock lock(registry_mutex_);
+    closed = closed_;
+  }
+  for (const auto& [key, pool] : closed) bury(pool);
+  bury_groups();
+}
+
+// Ends the groups that are closed and have nothing any more.
+void DeviceMemory::bury_groups() {
   std::vector<std::shared_ptr<Budget>> ended;
   {
     const MutexLock lock(registry_mutex_);
-    for (const auto& group : groups_) {
-      if (ended_groups_.count(group.get()) != 0) ended.push_back(group);
-    }
+    for (const Budget* group : ended_groups_) ended.push_back(groups_.at(group));
   }
-  bool all = true;
   for (const auto& group : ended) {
     store_.trim(*group, 0);
     const MutexLock lock(registry_mutex_);
-    const bool has_pools = std::any_of(pools_.begin(), pools_.end(),
-                                       [&](const auto& pool) { return pool->budget().stands_under(*group); });
-    if (has_pools || !store_.forget(*group)) {
-      all = false;
+    if (!registry_.of_group(*group)->empty() || !store_.forget(*group)) {
+      has_ended_.store(true, std::memory_order_relaxed);
       continue;
     }
     ended_groups_.erase(group.get());
-    std::erase(groups_, group);
+    groups_.erase(group.get());
   }
-  return all;
 }
 
 // What closed pools left behind comes back when the work that used it is done,
@@ -250,30 +278,28 @@ void DeviceMemory::tend() {
   const bool is_due = tendings_.fetch_add(1, std::memory_order_relaxed) % kCallsPerTending == 0;
   if (tended_.exchange(passed, std::memory_order_relaxed) == passed && !is_due) return;
   has_ended_.store(false, std::memory_order_relaxed);
-  bury_retired();
+  Closed waiting;
+  {
+    const MutexLock lock(registry_mutex_);
+    waiting = waiting_;
+  }
+  for (const auto& [key, pool] : waiting) bury(pool);
+  bury_groups();
 }
 
 PoolList DeviceMemory::pools() const {
   const MutexLock lock(registry_mutex_);
-  return pools_;
+  return *registry_.all().list();
 }
 
 PoolList DeviceMemory::pools_under(const Budget& group) const {
   const MutexLock lock(registry_mutex_);
-  PoolList found;
-  for (const auto& pool : pools_) {
-    if (pool->budget().stands_under(group)) found.push_back(pool);
-  }
-  return found;
+  return &group == &budget_ ? *registry_.all().list() : registry_.under(group);
 }
 
 PoolList DeviceMemory::family(const Pool& pool) const {
   const MutexLock lock(registry_mutex_);
-  PoolList found;
-  for (const auto& member : pools_) {
-    if (&member->model() == &pool.model()) found.push_back(member);
-  }
-  return found;
+  return registry_.family(pool);
 }
 
 DeviceMemory::Live DeviceMemory::live_in(const Pool& model) const {
@@ -287,10 +313,9 @@ DeviceMemory::Live DeviceMemory::live_in(const Pool& model) const {
 
 std::shared_ptr<Pool> DeviceMemory::pool_at(Address address) const {
   const MutexLock lock(registry_mutex_);
-  for (const auto& pool : pools_) {
-    if (pool->contains(address)) return pool;
-  }
-  return nullptr;
+  // One that is being made, or is going, is in the one and not in the other.
+  auto pool = registry_.find(address_space_.find(address));
+  return pool != nullptr && pool->contains(address) ? pool : nullptr;
 }
 
 bool DeviceMemory::free(AddressSpace& address_space, Address address) {
@@ -299,7 +324,7 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
   DeviceMemory* home = pool->home();
   bool drained = false;
   const bool known = pool->free(address, &drained);
-  if (drained) home->bury_retired();
+  if (drained) home->bury_drained(pool);
   if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
     home->enforce_limits();
   return known;
@@ -312,7 +337,7 @@ void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t 
 }
 
 void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size) {
-  if (pool.unhold_pages(offset, size)) bury_retired();
+  if (pool.unhold_pages(offset, size)) bury_drained(&pool);
   if (pool.is_retired()) store_.trim(pool.group(), options_.store_bytes);
   if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
 }
@@ -357,7 +382,7 @@ void DeviceMemory::settle(bool wait) {
   for (const auto& pool : pools()) {
     if (pool->settle()) store_.trim(pool->group(), options_.store_bytes);
   }
-  bury_retired();
+  bury_closed();
 }
 
 std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
@@ -398,7 +423,7 @@ void DeviceMemory::enforce_limits() {
   for (const auto& pool : all) note(pool->budget());
   {
     const MutexLock lock(registry_mutex_);
-    for (const auto& group : groups_) note(*group);
+    for (const auto& [key, group] : groups_) note(*group);
   }
   note(budget_);
   bool still = false;
@@ -417,7 +442,7 @@ Statistics DeviceMemory::statistics() const {
   {
     const MutexLock lock(registry_mutex_);
     sum.add_totals(of_ended_pools_);
-    pools = pools_;
+    pools = *registry_.all().list();
   }
   for (const auto& pool : pools) sum.add_totals(pool->statistics());
   peaks_.fill_peaks(sum);
@@ -430,7 +455,7 @@ void DeviceMemory::reset_peaks() {
     const MutexLock lock(registry_mutex_);
     peaks_.reset_peaks();
     of_ended_pools_.reset_peaks();
-    pools = pools_;
+    pools = *registry_.all().list();
   }
   for (const auto& pool : pools) pool->reset_peaks();
 }
@@ -440,7 +465,7 @@ void DeviceMemory::reset_accumulated() {
   {
     const MutexLock lock(registry_mutex_);
     of_ended_pools_.reset_accumulated();
-    pools = pools_;
+    pools = *registry_.all().list();
   }
   for (const auto& pool : pools) pool->reset_accumulated();
 }

@@ -19,21 +19,22 @@
 #include <atomic>
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/sync.h"
 #include "core/budget.h"
 #include "core/page_store.h"
 #include "core/pool.h"
+#include "core/pool_registry.h"
 #include "core/refusal.h"
 
 namespace vmm {
-
-using PoolList = std::vector<std::shared_ptr<Pool>>;
 
 // Locks several pools at once. Safe because everyone who does so takes them in
 // the order of registration; the analysis cannot follow a loop.
@@ -209,9 +210,15 @@ class DeviceMemory {
   void create_into(Grant& grant, const Pool& asker, std::size_t want);
   std::size_t give_back_excess(Budget& budget, bool wait);
   void enforce_limits() VMM_EXCLUDES(registry_mutex_);
-  void bury_retired() VMM_EXCLUDES(registry_mutex_);
-  bool bury_groups() VMM_EXCLUDES(registry_mutex_);
+  void bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
+  void bury_drained(const Pool* pool) VMM_EXCLUDES(registry_mutex_);
+  void bury_closed() VMM_EXCLUDES(registry_mutex_);
+  void bury_groups() VMM_EXCLUDES(registry_mutex_);
   void tend();
+  void tend_if_any_wait() {
+    if (has_ended_.load(std::memory_order_relaxed)) [[unlikely]]
+      tend();
+  }
   [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);
   [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
 
@@ -239,9 +246,12 @@ class DeviceMemory {
   Mutex reclaim_mutex_;
   Mutex accessor_mutex_;
   mutable Mutex registry_mutex_;
-  PoolList pools_ VMM_GUARDED_BY(registry_mutex_);
+  PoolRegistry registry_ VMM_GUARDED_BY(registry_mutex_);
+  using Closed = std::unordered_map<const Pool*, std::shared_ptr<Pool>>;
+  Closed closed_ VMM_GUARDED_BY(registry_mutex_);   // of the registry's, those that take no more requests
+  Closed waiting_ VMM_GUARDED_BY(registry_mutex_);  // of these, the empty ones that queued work holds up
   std::vector<Location> accessors_ VMM_GUARDED_BY(registry_mutex_);
-  std::vector<std::shared_ptr<Budget>> groups_ VMM_GUARDED_BY(registry_mutex_);
+  std::map<const Budget*, std::shared_ptr<Budget>> groups_ VMM_GUARDED_BY(registry_mutex_);
   std::set<const Budget*> ended_groups_ VMM_GUARDED_BY(registry_mutex_);  // of these
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
   mutable Mutex refusal_mutex_;  // a leaf
