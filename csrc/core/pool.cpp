@@ -610,18 +610,7 @@ bool Pool::finish_passed() {
 
 bool Pool::settle_locked() {
   bool any = finish_passed();
-  if (!quarantined_.empty()) {
-    for (const auto& [offset, freed] : quarantined_) context_.clock.cover(freed.epoch);
-    context_.clock.poll();
-    for (auto it = quarantined_.begin(); it != quarantined_.end();) {
-      const auto [offset, freed] = *it++;
-      if (!context_.clock.has_passed(freed.epoch)) continue;
-      const ByteRange range = freed.block->range();
-      end_quarantine(offset, freed.block->tag);
-      shelve_idle_chunks(range);
-      any = true;
-    }
-  }
+  any = end_passed_quarantines() || any;
   return drop_retired() || any;
 }
 

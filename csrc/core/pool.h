@@ -16,8 +16,10 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/sync.h"
@@ -455,6 +457,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Budget& group_;
   const std::shared_ptr<const Budget> keeps_group_;  // nullptr: it is the device's own
   Budget budget_;
+  bool end_passed_quarantines() VMM_REQUIRES(mutex_);
   DeviceMemory* home_;
   const std::shared_ptr<Pool> model_;
   const RegionId region_;
@@ -485,9 +488,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
     Block* block = nullptr;
     Epoch epoch = kLongAgo;
   };
-  std::map<std::size_t, Quarantined> quarantined_ VMM_GUARDED_BY(mutex_);  // by offset
-  std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);    // by offset, one for each former mapping
-  std::map<std::size_t, Block*> slabs_ VMM_GUARDED_BY(mutex_);             // their blocks in `large_`
+  std::map<std::size_t, Quarantined> quarantined_ VMM_GUARDED_BY(mutex_);             // by offset
+  std::set<std::pair<Epoch, std::size_t>> quarantined_until_ VMM_GUARDED_BY(mutex_);  // the same by epoch, then offset
+  std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);  // by offset, one for each former mapping
+  std::map<std::size_t, Block*> slabs_ VMM_GUARDED_BY(mutex_);           // their blocks in `large_`
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
