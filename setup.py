@@ -67,6 +67,7 @@ SOURCES = [
     "csrc/core/streams/pending_frees.cpp",
     "csrc/core/streams/stream_point.cpp",
     "csrc/core/grant.cpp",
+    "csrc/core/group_figures.cpp",
     "csrc/core/imported_range.cpp",
     "csrc/core/mapped_range.cpp",
     "csrc/core/options.cpp",

@@ -2,6 +2,8 @@
 // written once, in core/device_memory.h.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <mutex>
 
 #if defined(__clang__)
@@ -27,12 +29,34 @@ class VMM_CAPABILITY("mutex") Mutex {
   Mutex() = default;
   Mutex(const Mutex&) = delete;
   Mutex& operator=(const Mutex&) = delete;
-  void lock() VMM_ACQUIRE() { mutex_.lock(); }
+  void lock() VMM_ACQUIRE() {
+    mutex_.lock();
+    count();
+  }
   void unlock() VMM_RELEASE() { mutex_.unlock(); }
-  bool try_lock() VMM_TRY_ACQUIRE(true) { return mutex_.try_lock(); }
+  bool try_lock() VMM_TRY_ACQUIRE(true) {
+    if (!mutex_.try_lock()) return false;
+    count();
+    return true;
+  }
+  // The same to look only: it is not counted.
+  void lock_to_look() VMM_ACQUIRE() { mutex_.lock(); }
+  bool try_lock_to_look() VMM_TRY_ACQUIRE(true) { return mutex_.try_lock(); }
+
+  // How often it was locked by who may change what it guards. May be asked
+  // without the lock: as long as it stays the same, that has not changed. (A
+  // store to the line that the lock has just fetched: no time that shows.)
+  [[nodiscard]] std::uint64_t times_locked() const { return times_locked_.load(std::memory_order_acquire); }
 
  private:
+  void count() {
+    times_locked_.store(times_locked_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    // Whoever sees what is done under the lock sees the count as well.
+    std::atomic_thread_fence(std::memory_order_release);
+  }
+
   std::mutex mutex_;
+  std::atomic<std::uint64_t> times_locked_{0};
 };
 
 class VMM_SCOPED_CAPABILITY MutexLock {

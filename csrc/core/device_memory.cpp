@@ -153,7 +153,7 @@ Status DeviceMemory::add_accessor(Location who) {
 std::shared_ptr<Budget> DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
   const MutexLock lock(registry_mutex_);
   auto group = std::make_shared<Budget>(name, limit_bytes, &budget_);
-  groups_.emplace(group.get(), group);
+  groups_.emplace(group.get(), Group{group, std::make_shared<GroupFigures>()});
   return group;
 }
 
@@ -256,7 +256,7 @@ void DeviceMemory::bury_groups() {
   std::vector<std::shared_ptr<Budget>> ended;
   {
     const MutexLock lock(registry_mutex_);
-    for (const Budget* group : ended_groups_) ended.push_back(groups_.at(group));
+    for (const Budget* group : ended_groups_) ended.push_back(groups_.at(group).budget);
   }
   for (const auto& group : ended) {
     store_.trim(*group, 0);
@@ -420,10 +420,10 @@ void DeviceMemory::enforce_limits() {
     if (budget.excess() != 0) over.push_back(&budget);
   };
   const PoolList all = pools();
-  for (const auto& pool : all) note(pool->budget());
+  std::vector<std::shared_ptr<Budget>> groups;  // one may end meanwhile
   {
     const MutexLock lock(registry_mutex_);
-    for (const auto& [key, group] : groups_) note(*group);
+    for (const auto& [key, group] : groups_) groups.push_back(group.budget);
   }
   note(budget_);
   bool still = false;
@@ -461,6 +461,8 @@ void DeviceMemory::reset_peaks() {
 }
 
 void DeviceMemory::reset_accumulated() {
+  for (const auto& pool : all) note(pool->budget());
+  for (const auto& group : groups) note(*group);
   PoolList pools;
   {
     const MutexLock lock(registry_mutex_);
@@ -519,24 +521,20 @@ void DeviceMemory::refresh_inactive_split() {
 GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
   GlobalMemoryStats stats;
   stats.physical_limit = group.limit();
-  const PoolList pools = pools_under(group);
-  const AllLocked locked(pools);
-  std::size_t mapped = 0;
-  for (const auto& pool : pools) {
-    const MemoryStats part = pool->memory_stats_locked();
-    mapped += part.physical_usage;
-    stats.allocated_bytes += part.allocated_bytes;
-    stats.idle_bytes += part.idle_bytes;
-    stats.stranded_bytes += part.stranded_bytes;
-    stats.quarantined_bytes += part.quarantined_bytes;
-  }
+  std::size_t waiting = 0;
+  const MemoryStats mapped = figures->sum(pools, [&] {
+    stats.physical_usage = group.used();
+    waiting = store_.quarantined_bytes(group);
+  });
+  stats.allocated_bytes = mapped.allocated_bytes;
+  stats.idle_bytes = mapped.idle_bytes;
+  stats.stranded_bytes = mapped.stranded_bytes;
   // What is charged and mapped nowhere: shelves, and what is on its way to a
   // request. Of it, what a former address still waits for is quarantined.
-  stats.physical_usage = group.used();
-  const std::size_t unmapped = stats.physical_usage - std::min(mapped, stats.physical_usage);
-  const std::size_t waiting = std::min(store_.quarantined_bytes(group), unmapped);
+  const std::size_t unmapped = stats.physical_usage - std::min(mapped.physical_usage, stats.physical_usage);
+  waiting = std::min(waiting, unmapped);
   stats.store_bytes = unmapped - waiting;
-  stats.quarantined_bytes += waiting;
+  stats.quarantined_bytes = mapped.quarantined_bytes + waiting;
   return stats;
 }
 
@@ -553,6 +551,14 @@ void DeviceMemory::check() const {
     }
     VMM_CHECK(pool->budget().used() == bytes + of_parts, "pool ", pool->name(), " maps ", bytes, ", its parts ",
               of_parts, ", and is charged ", pool->budget().used());
+  std::shared_ptr<const PoolList> pools;
+  std::shared_ptr<GroupFigures> figures;
+  {
+    const MutexLock lock(registry_mutex_);
+    pools = registry_.of_group(group);
+    if (const auto at = groups_.find(&group); at != groups_.end()) figures = at->second.figures;
+  }
+  if (figures == nullptr) figures = std::make_shared<GroupFigures>();  // it has ended
     mapped += bytes;
     chunks += static_cast<std::size_t>(pool->statistics()[StatKind::segment][0].current);
   }

@@ -4,8 +4,9 @@
 // Lock order, top first; whoever holds one may only take those below it:
 //   DeviceMemory::reclaim_mutex_   one request at a time climbs the ladder
 //   DeviceMemory::accessor_mutex_  one accessor at a time is given access
+//   GroupFigures::mutex_           one answer of group_stats at a time
 //   Pool::mutex_                   one pool; several only by AllLocked (the last
-//                                  rung, group_stats), in order of registration
+//                                  rung, GroupFigures), in order of registration
 //   Clock::mutex_                  ticks; then StreamPoint::mutex_, one point
 //   PageStore::mutex_              the shelves
 //   DeviceMemory::registry_mutex_  the list of pools; observers, called under a
@@ -29,6 +30,7 @@
 
 #include "base/sync.h"
 #include "core/budget.h"
+#include "core/group_figures.h"
 #include "core/page_store.h"
 #include "core/pool.h"
 #include "core/pool_registry.h"
@@ -167,8 +169,9 @@ class DeviceMemory {
   void reset_accumulated_of(const Pool& model);
   // Brings inactive_split of every pool up to date. Walks.
   void refresh_inactive_split();
-  // Locks every pool of the group for a moment, in order of registration.
-  [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const VMM_NO_THREAD_SAFETY_ANALYSIS;
+  // Of one moment. Locks for it, in order of registration, the pools of the group
+  // that have changed since it was last asked.
+  [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
   // Bytes that the driver, or another allocator, gave and that are still held: what
   // budget() counts.
   [[nodiscard]] std::size_t committed_bytes() const { return budget_.used(); }
@@ -251,7 +254,11 @@ class DeviceMemory {
   Closed closed_ VMM_GUARDED_BY(registry_mutex_);   // of the registry's, those that take no more requests
   Closed waiting_ VMM_GUARDED_BY(registry_mutex_);  // of these, the empty ones that queued work holds up
   std::vector<Location> accessors_ VMM_GUARDED_BY(registry_mutex_);
-  std::map<const Budget*, std::shared_ptr<Budget>> groups_ VMM_GUARDED_BY(registry_mutex_);
+  struct Group {
+    std::shared_ptr<Budget> budget;
+    std::shared_ptr<GroupFigures> figures;
+  };
+  std::map<const Budget*, Group> groups_ VMM_GUARDED_BY(registry_mutex_);
   std::set<const Budget*> ended_groups_ VMM_GUARDED_BY(registry_mutex_);  // of these
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
   mutable Mutex refusal_mutex_;  // a leaf

@@ -312,12 +312,12 @@ void Pool::tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream s
 
 Pool::ReadLock::ReadLock(const Pool& pool) : pool_(pool) {
   if (!Telling::is_mine()) {
-    pool_.mutex_.lock();
+    pool_.mutex_.lock_to_look();
     locked_ = true;
     return;
   }
   while (!pool_.stands_still_.load(std::memory_order_acquire)) {
-    if (pool_.mutex_.try_lock()) {
+    if (pool_.mutex_.try_lock_to_look()) {
       locked_ = true;
       return;
     }

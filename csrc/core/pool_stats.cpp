@@ -7,7 +7,10 @@ namespace vmm {
 
 void Pool::refresh_inactive_split() {
   const ReadLock lock(*this);
-  if (range_ != nullptr) set_inactive_split(free_space());
+  if (range_ == nullptr || (lock.is_locked() && split_as_of_ == times_locked())) return;
+  set_inactive_split(free_space());
+  // What an observer sees is not the end of the change.
+  split_as_of_ = lock.is_locked() ? times_locked() : 0;
 }
 
 void Pool::set_inactive_split(const FreeSpace& free) {
@@ -25,6 +28,10 @@ void Pool::set_inactive_split(const FreeSpace& free) {
 MemoryStats Pool::memory_stats() {
   const MutexLock lock(mutex_);
   return memory_stats_locked();
+}
+
+bool Pool::changes_by_itself_locked() const {
+  return range_ != nullptr && (!pending_.empty() || !quarantined_.empty() || range_->has_retired());
 }
 
 MemoryStats Pool::memory_stats_locked() {

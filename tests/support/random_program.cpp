@@ -168,6 +168,7 @@ class World {
   }
 
   void check() {
+    const GlobalMemoryStats kept = memory_->group_stats(*group_);  // before anybody else asks its pools
     memory_->check();
     require(driver_.live_chunk_bytes() == memory_->committed_bytes(),
             "driver holds " + std::to_string(driver_.live_chunk_bytes()) + ", charged " +
@@ -194,7 +195,13 @@ class World {
       require(stats.stranded_bytes <= stats.physical_usage && (stats.physical_usage != 0 || allocated == 0),
               "stranded bytes wrapped");
     }
+    // Every pool was asked since: what it answers now is worked out anew.
     const GlobalMemoryStats group = memory_->group_stats(*group_);
+    require(kept.allocated_bytes == group.allocated_bytes, "the group's figures are old");
+    require(
+        kept.quarantined_bytes != 0 || (kept.idle_bytes == group.idle_bytes && kept.store_bytes == group.store_bytes &&
+                                        kept.stranded_bytes == group.stranded_bytes),
+        "the group's idle memory is old");
     require(group.physical_usage == group.allocated_bytes + group.idle_bytes + group.stranded_bytes +
                                         group.quarantined_bytes + group.store_bytes,
             "the group does not add up");
