@@ -14,6 +14,9 @@ namespace {
 constexpr int kEndAttempts = 3;
 // What queued work holds up may also pass without a tick (recorded streams).
 constexpr unsigned kCallsPerTending = 64;
+// While some limit is below what is in use, so many frees, or as many as there
+// are pools, go by between two looks at all of them.
+constexpr std::size_t kFreesPerLook = 64;
 // A pool whose capacity nobody named has four times the device's memory:
 // addresses are free, and moving chunks needs room to move to.
 constexpr std::size_t kCapacityFactor = 4;
@@ -323,23 +326,27 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
   if (pool == nullptr) return false;
   DeviceMemory* home = pool->home();
   bool drained = false;
+  // Its last block may be this one; it stays until it has been looked at.
+  std::shared_ptr<Pool> held;
+  if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
+    held = pool->weak_from_this().lock();
   const bool known = pool->free(address, &drained);
   if (drained) home->bury_drained(pool);
   if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
-    home->enforce_limits();
+    home->enforce_limits(held.get());
   return known;
 }
 
 void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t size) {
   pool.deallocate_pages(offset, size);
   store_.trim(pool.group(), options_.store_bytes);
-  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
 }
 
 void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size) {
   if (pool.unhold_pages(offset, size)) bury_drained(&pool);
   if (pool.is_retired()) store_.trim(pool.group(), options_.store_bytes);
-  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
 }
 
 // --------------------------------------------------------------- giving back
@@ -411,8 +418,37 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
   return given_back;
 }
 
-// A limit was lowered below what was in use: every free brings it nearer.
-void DeviceMemory::enforce_limits() {
+// The same by what `pool` has just come to hold idle, for every limit above it.
+void DeviceMemory::give_back_excess_above(Pool& pool) {
+  for (Budget* level = &pool.budget(); level != nullptr; level = level->parent()) {
+    if (level->excess() != 0) store_.trim_under(*level, level->excess());
+    const std::size_t excess = level->excess();
+    if (excess == 0) continue;
+    const std::size_t idle = pool.idle_bytes();
+    pool.shed(idle > excess ? idle - excess : 0);
+    store_.trim_under(*level, level->excess());
+  }
+}
+
+bool DeviceMemory::is_look_due() {
+  const std::size_t frees = frees_over_limit_.fetch_add(1, std::memory_order_relaxed) + 1;
+  if (frees < kFreesPerLook) return false;
+  {
+    const MutexLock lock(registry_mutex_);
+    if (frees < registry_.all().size()) return false;
+  }
+  frees_over_limit_.store(0, std::memory_order_relaxed);
+  return true;
+}
+
+// A limit was lowered below what was in use: every free brings it nearer. What was
+// idle elsewhere has been given back before. What queued work held up there is
+// found by a look at all pools, which 4000 of them make 2 ms: now and then.
+void DeviceMemory::enforce_limits(Pool* freed) {
+  if (freed != nullptr && !is_look_due()) {
+    give_back_excess_above(*freed);
+    return;
+  }
   // Before it looks: a limit that is lowered meanwhile sets it again.
   over_limit_.store(false, std::memory_order_relaxed);
   std::vector<Budget*> over;
@@ -425,6 +461,8 @@ void DeviceMemory::enforce_limits() {
     const MutexLock lock(registry_mutex_);
     for (const auto& [key, group] : groups_) groups.push_back(group.budget);
   }
+  for (const auto& pool : all) note(pool->budget());
+  for (const auto& group : groups) note(*group);
   note(budget_);
   bool still = false;
   for (Budget* budget : over) {
@@ -461,8 +499,6 @@ void DeviceMemory::reset_peaks() {
 }
 
 void DeviceMemory::reset_accumulated() {
-  for (const auto& pool : all) note(pool->budget());
-  for (const auto& group : groups) note(*group);
   PoolList pools;
   {
     const MutexLock lock(registry_mutex_);
@@ -519,6 +555,14 @@ void DeviceMemory::refresh_inactive_split() {
 // One moment for all pools of the group, so that a chunk on its way from one
 // to another counts once.
 GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
+  std::shared_ptr<const PoolList> pools;
+  std::shared_ptr<GroupFigures> figures;
+  {
+    const MutexLock lock(registry_mutex_);
+    pools = registry_.of_group(group);
+    if (const auto at = groups_.find(&group); at != groups_.end()) figures = at->second.figures;
+  }
+  if (figures == nullptr) figures = std::make_shared<GroupFigures>();  // it has ended
   GlobalMemoryStats stats;
   stats.physical_limit = group.limit();
   std::size_t waiting = 0;
@@ -551,14 +595,6 @@ void DeviceMemory::check() const {
     }
     VMM_CHECK(pool->budget().used() == bytes + of_parts, "pool ", pool->name(), " maps ", bytes, ", its parts ",
               of_parts, ", and is charged ", pool->budget().used());
-  std::shared_ptr<const PoolList> pools;
-  std::shared_ptr<GroupFigures> figures;
-  {
-    const MutexLock lock(registry_mutex_);
-    pools = registry_.of_group(group);
-    if (const auto at = groups_.find(&group); at != groups_.end()) figures = at->second.figures;
-  }
-  if (figures == nullptr) figures = std::make_shared<GroupFigures>();  // it has ended
     mapped += bytes;
     chunks += static_cast<std::size_t>(pool->statistics()[StatKind::segment][0].current);
   }

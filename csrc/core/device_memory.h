@@ -212,7 +212,9 @@ class DeviceMemory {
                    Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void create_into(Grant& grant, const Pool& asker, std::size_t want);
   std::size_t give_back_excess(Budget& budget, bool wait);
-  void enforce_limits() VMM_EXCLUDES(registry_mutex_);
+  void enforce_limits(Pool* freed) VMM_EXCLUDES(registry_mutex_);
+  void give_back_excess_above(Pool& pool);
+  bool is_look_due() VMM_EXCLUDES(registry_mutex_);
   void bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
   void bury_drained(const Pool* pool) VMM_EXCLUDES(registry_mutex_);
   void bury_closed() VMM_EXCLUDES(registry_mutex_);
@@ -241,9 +243,10 @@ class DeviceMemory {
   std::function<bool()> memory_callback_;
   std::atomic<PoolObserver*> observer_{nullptr};
   std::atomic<std::size_t> oversize_bytes_{kUnlimited};
-  std::atomic<bool> over_limit_{false};  // some limit was lowered below what is in use
-  std::atomic<bool> has_ended_{false};   // pools or groups that are closed wait for queued work
-  std::atomic<Epoch> tended_{kLongAgo};  // what had passed when they were looked at
+  std::atomic<bool> over_limit_{false};           // some limit was lowered below what is in use
+  std::atomic<std::size_t> frees_over_limit_{0};  // since all that are over were looked at
+  std::atomic<bool> has_ended_{false};            // pools or groups that are closed wait for queued work
+  std::atomic<Epoch> tended_{kLongAgo};           // what had passed when they were looked at
   std::atomic<unsigned> tendings_{0};
 
   Mutex reclaim_mutex_;
