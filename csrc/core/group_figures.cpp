@@ -5,7 +5,7 @@
 #include <iterator>
 #include <utility>
 
-#include "core/device_memory.h"
+#include "core/all_locked.h"
 
 namespace vmm {
 
