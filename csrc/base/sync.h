@@ -3,7 +3,16 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <mutex>
+
+#if defined(__SANITIZE_THREAD__)
+#define VMM_UNDER_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define VMM_UNDER_TSAN 1
+#endif
+#endif
 
 #if defined(__clang__)
 #define VMM_THREAD_ANNOTATION(x) __attribute__((x))
@@ -28,12 +37,36 @@ class VMM_CAPABILITY("mutex") Mutex {
   Mutex() = default;
   Mutex(const Mutex&) = delete;
   Mutex& operator=(const Mutex&) = delete;
-  void lock() VMM_ACQUIRE() { mutex_.lock(); }
+  void lock() VMM_ACQUIRE() {
+    mutex_.lock();
+    count();
+  }
   void unlock() VMM_RELEASE() { mutex_.unlock(); }
-  bool try_lock() VMM_TRY_ACQUIRE(true) { return mutex_.try_lock(); }
+  bool try_lock() VMM_TRY_ACQUIRE(true) {
+    if (!mutex_.try_lock()) return false;
+    count();
+    return true;
+  }
+  // The same to look only: it is not counted.
+  void lock_to_look() VMM_ACQUIRE() { mutex_.lock(); }
+  bool try_lock_to_look() VMM_TRY_ACQUIRE(true) { return mutex_.try_lock(); }
+
+  // How often it was locked by who may change what it guards. May be asked
+  // without the lock: as long as it stays the same, that has not changed. (A
+  // store to the line that the lock has just fetched: no time that shows.)
+  [[nodiscard]] std::uint64_t times_locked() const { return times_locked_.load(std::memory_order_acquire); }
 
  private:
+  void count() {
+    times_locked_.store(times_locked_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    // Whoever sees what is done under the lock sees the count as well.
+#ifndef VMM_UNDER_TSAN  // it knows no fences
+    std::atomic_thread_fence(std::memory_order_release);
+#endif
+  }
+
   std::mutex mutex_;
+  std::atomic<std::uint64_t> times_locked_{0};
 };
 
 // A plain value that another thread may read at any time, and that orders nothing.

@@ -6,6 +6,21 @@
 
 namespace vmm {
 
+namespace {
+
+// Sizes that first_fit() remembers; a program asks for a few.
+constexpr std::size_t kMostRemembered = 64;
+// Blocks of other tags beside a freed one that are looked at; more are seldom.
+constexpr int kMostBeside = 8;
+
+// Where `size` bytes begin in free [begin, end), or `end`.
+std::size_t place_in(std::size_t begin, std::size_t end, std::size_t size, std::size_t grain) {
+  const std::size_t at = align_up(begin, grain);
+  return at < end && end - at >= size ? at : end;
+}
+
+}  // namespace
+
 Block* BlockArena::make() {
   if (free_.empty()) return &blocks_.emplace_back();
   Block* block = free_.back();
@@ -139,6 +154,7 @@ Block* BlockHeap::donate(ByteRange range, StreamTag tag) {
                                    [](const Block* a, std::size_t offset) { return a->offset < offset; });
   stretches_.insert(at, block);
   set_free(block, tag, 0);
+  none_below_.clear();
   return block;
 }
 
@@ -241,7 +257,52 @@ Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
     absorb(block, block->next);
   }
   set_free(block, block->tag, block->epoch);
+  if (!none_below_.empty()) note_run(block);
   return block;
+}
+
+// A run of free blocks has come to be, or has grown: what it can hold begins there.
+void BlockHeap::note_run(const Block* block) {
+  std::size_t begin = block->offset;
+  std::size_t end = block->end();
+  int beside = 0;
+  for (const Block* at = block->prev; at != nullptr && at->state == BlockState::free; at = at->prev) {
+    begin = at->offset;
+    if (++beside > kMostBeside) begin = 0;
+    if (begin == 0) break;
+  }
+  for (const Block* at = block->next; at != nullptr && at->state == BlockState::free; at = at->next) {
+    end = at->end();
+    if (++beside > kMostBeside) end = kUnlimited;
+    if (end == kUnlimited) break;
+  }
+  for (auto& [size, none_below] : none_below_) {
+    if (size > end - begin) break;
+    none_below = std::min(none_below, begin);
+  }
+}
+
+// Of the neighbours that are free, of whatever tags. `at` goes on to the next run.
+std::size_t BlockHeap::end_of_run(FreeByOffset::const_iterator& at) const {
+  const Block* last = *at;
+  while (++at != free_.end() && (*at)->prev == last) last = *at;
+  return last->end();
+}
+
+std::optional<std::size_t> BlockHeap::first_fit(std::size_t size, std::size_t grain) {
+  grain_ = grain;
+  if (none_below_.size() >= kMostRemembered && none_below_.count(size) == 0) none_below_.clear();
+  std::size_t& none_below = none_below_[size];
+  for (auto first = free_.lower_bound(none_below); first != free_.end();) {
+    const std::size_t begin = (*first)->offset;
+    const std::size_t end = end_of_run(first);
+    const std::size_t at = place_in(begin, end, size, grain);
+    if (at == end) continue;
+    none_below = begin;
+    return at;
+  }
+  none_below = kUnlimited;
+  return std::nullopt;
 }
 
 void BlockHeap::retag(StreamTag tag) {
@@ -293,6 +354,13 @@ void BlockHeap::check() const {
   VMM_CHECK(free_seen == free_count_ && (!by_offset_ || free_seen == free_.size()), "free blocks: walked ", free_seen,
             ", counted ", free_count_, ", indexed ", free_.size());
   VMM_CHECK(taken == taken_bytes_, "taken: walked ", taken, ", counted ", taken_bytes_);
+  for (const auto& [size, none_below] : none_below_) {
+    for (auto first = free_.begin(); first != free_.end() && (*first)->offset < none_below;) {
+      const std::size_t begin = (*first)->offset;
+      const std::size_t end = end_of_run(first);
+      VMM_CHECK(place_in(begin, end, size, grain_) == end, size, " bytes fit at ", begin, ", below ", none_below);
+    }
+  }
 }
 
 }  // namespace vmm

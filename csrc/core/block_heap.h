@@ -10,7 +10,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -149,6 +151,13 @@ class BlockHeap {
   // Frees and coalesces; returns the free block that now holds it.
   Block* free(Block* block, StreamTag tag, Epoch epoch);
 
+  // The lowest multiple of `grain` from which `size` bytes are free, whatever their
+  // tags, or none. Only of a heap made with `by_offset`. It remembers, for each size
+  // asked for, below where nothing fits, and goes on from there: among ten thousand
+  // scattered pages a walk from the lowest took 0.3 ms. REQUIRES: one grain for all
+  // calls.
+  [[nodiscard]] std::optional<std::size_t> first_fit(std::size_t size, std::size_t grain);
+
   // Gives all free space, neutral space apart, this tag; it keeps its epochs.
   // Only of a heap made with `by_offset`.
   void retag(StreamTag tag);
@@ -180,6 +189,8 @@ class BlockHeap {
   void unlink(Block* block);
   void insert_after(Block* at, Block* fresh);
   static bool coalesces(const Block* a, const Block* b);
+  void note_run(const Block* block);
+  std::size_t end_of_run(FreeByOffset::const_iterator& at) const;
 
   BlockArena& arena_;
   bool by_offset_;
@@ -188,6 +199,8 @@ class BlockHeap {
   std::size_t taken_bytes_ = 0;
   FreeByOffset free_;
   NodeReuse<FreeByOffset> free_nodes_;
+  std::map<std::size_t, std::size_t> none_below_;  // size -> no run of free blocks that begins below this holds it
+  std::size_t grain_ = kBlockAlignment;            // of first_fit()
   std::vector<Block*> stretches_;
 };
 

@@ -14,6 +14,9 @@ namespace {
 constexpr int kEndAttempts = 3;
 // What queued work holds up may also pass without a tick (recorded streams).
 constexpr unsigned kCallsPerTending = 64;
+// While some limit is below what is in use, so many frees, or as many as there
+// are pools, go by between two looks at all of them.
+constexpr std::size_t kFreesPerLook = 64;
 // A pool whose capacity nobody named has four times the device's memory:
 // addresses are free, and moving chunks needs room to move to.
 constexpr std::size_t kCapacityFactor = 4;
@@ -54,7 +57,9 @@ DeviceMemory::~DeviceMemory() {
     for (int attempt = 0; attempt < kEndAttempts && !pool->end(); ++attempt) settle(/*wait=*/true);
   }
   const MutexLock lock(registry_mutex_);
-  pools_.clear();
+  closed_.clear();
+  waiting_.clear();
+  registry_ = {};
   store_.trim_all();
 }
 
@@ -89,7 +94,7 @@ std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& 
                             caches_, options_,       observer_, oversize_bytes_, device_, accessors};
   auto pool = std::make_shared<Pool>(context, group, spec, this);
   const MutexLock registry_lock(registry_mutex_);
-  pools_.push_back(pool);
+  registry_.add(pool);
   return pool;
 }
 
@@ -137,7 +142,7 @@ Status DeviceMemory::add_accessor(Location who) {
     const MutexLock registry_lock(registry_mutex_);
     if (std::find(accessors_.begin(), accessors_.end(), who) != accessors_.end()) return {};
     accessors_.push_back(who);
-    pools = pools_;
+    pools = *registry_.all().list();
   }
   for (const auto& pool : pools) {
     const Status status = pool->add_accessor(who);
@@ -164,8 +169,9 @@ void DeviceMemory::set_oversize(std::size_t bytes) {
 
 std::shared_ptr<Budget> DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
   const MutexLock lock(registry_mutex_);
-  groups_.push_back(std::make_shared<Budget>(name, limit_bytes, &budget_));
-  return groups_.back();
+  auto group = std::make_shared<Budget>(name, limit_bytes, &budget_);
+  groups_.emplace(group.get(), Group{group, std::make_shared<GroupFigures>()});
+  return group;
 }
 
 std::size_t DeviceMemory::groups() const {
@@ -178,18 +184,17 @@ void DeviceMemory::end_group(const Budget& group) {
     const MutexLock lock(registry_mutex_);
     ended_groups_.insert(&group);
   }
-  has_ended_.store(true, std::memory_order_relaxed);
-  bury_retired();
+  bury_groups();
 }
 
 void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   for (const auto& pool : pools) pool->settle();
   // They and their parts, in order of registration: that is in which they are locked.
-  PoolList members = this->pools();
-  std::erase_if(members, [&](const auto& member) {
-    return std::none_of(pools.begin(), pools.end(),
-                        [&](const auto& pool) { return &pool->model() == &member->model(); });
-  });
+  PoolList members;
+  {
+    const MutexLock lock(registry_mutex_);
+    members = registry_.families(pools);
+  }
   {
     // Whether they are in use, and that nobody uses them any more, is one step.
     const BlockCaches::Still still(caches_, members, BlockCaches::Kept::gone);
@@ -202,59 +207,85 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
                                 format_bytes(bytes) + "; free its tensors and pages first, or force",
                             bytes, blocks);
     }
-    for (const auto& pool : pools) pool->retire_locked();
+    // Before any of them can be drained: whoever drains it looks for it there.
+    const MutexLock lock(registry_mutex_);
+    for (const auto& pool : pools) {
+      if (registry_.find(pool.get()) != nullptr) closed_.emplace(pool.get(), pool);
+      pool->retire_locked();
+    }
   }
-  for (const auto& pool : pools) pool->drop_pages();
-  bury_retired();
+  for (const auto& pool : pools) {
+    pool->drop_pages();
+    bury(pool);
+  }
+  bury_groups();
+  tend_if_any_wait();
 }
 
-// Ends the retired pools that hold nothing any more, and the groups without
-// pools. One that queued work still uses stays until another time.
-void DeviceMemory::bury_retired() {
-  bool some_wait = false;
-  for (const auto& pool : pools()) {
-    if (!pool->is_retired() || pool->live_blocks() != 0) continue;
-    const bool ended = pool->end();
-    store_.trim(pool->group(), options_.store_bytes);
-    if (!ended) {
-      some_wait = true;
-      continue;
-    }
-    const Statistics statistics = pool->statistics();
-    {
-      const MutexLock lock(registry_mutex_);
-      if (std::erase(pools_, pool) == 0) continue;
-      of_ended_pools_.add_totals(statistics);
-    }
-    if (pool->is_part()) pool->model().inherit(statistics);
+// Ends a closed pool that holds nothing any more. One that queued work still uses
+// stays until another time.
+void DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
+  if (pool->live_blocks() != 0) return;
+  const bool ended = pool->end();
+  store_.trim(pool->group(), options_.store_bytes);
+  if (!ended) {
+    const MutexLock lock(registry_mutex_);
+    if (closed_.count(pool.get()) != 0) waiting_.emplace(pool.get(), pool);
+    has_ended_.store(true, std::memory_order_relaxed);
+    return;
   }
-  if (!bury_groups()) some_wait = true;
-  if (some_wait) has_ended_.store(true, std::memory_order_relaxed);
+  const Statistics statistics = pool->statistics();
+  {
+    const MutexLock lock(registry_mutex_);
+    closed_.erase(pool.get());
+    waiting_.erase(pool.get());
+    if (!registry_.remove(*pool)) return;
+    of_ended_pools_.add_totals(statistics);
+  }
+  if (pool->is_part()) pool->model().inherit(statistics);
 }
 
-// False while a group that has ended still has something.
-bool DeviceMemory::bury_groups() {
+// `pool` lost its last block, and may have gone meanwhile: it is only compared.
+void DeviceMemory::bury_drained(const Pool* pool) {
+  std::shared_ptr<Pool> drained;
+  {
+    const MutexLock lock(registry_mutex_);
+    if (const auto at = closed_.find(pool); at != closed_.end()) drained = at->second;
+  }
+  if (drained == nullptr) return;
+  bury(drained);
+  bury_groups();
+  tend_if_any_wait();
+}
+
+// All that can be.
+void DeviceMemory::bury_closed() {
+  Closed closed;
+  {
+    const MutexLock lock(registry_mutex_);
+    closed = closed_;
+  }
+  for (const auto& [key, pool] : closed) bury(pool);
+  bury_groups();
+}
+
+// Ends the groups that are closed and have nothing any more.
+void DeviceMemory::bury_groups() {
   std::vector<std::shared_ptr<Budget>> ended;
   {
     const MutexLock lock(registry_mutex_);
-    for (const auto& group : groups_) {
-      if (ended_groups_.count(group.get()) != 0) ended.push_back(group);
-    }
+    for (const Budget* group : ended_groups_) ended.push_back(groups_.at(group).budget);
   }
-  bool all = true;
   for (const auto& group : ended) {
     store_.trim(*group, 0);
     const MutexLock lock(registry_mutex_);
-    const bool has_pools = std::any_of(pools_.begin(), pools_.end(),
-                                       [&](const auto& pool) { return pool->budget().stands_under(*group); });
-    if (has_pools || !store_.forget(*group)) {
-      all = false;
+    if (!registry_.of_group(*group)->empty() || !store_.forget(*group)) {
+      has_ended_.store(true, std::memory_order_relaxed);
       continue;
     }
     ended_groups_.erase(group.get());
-    std::erase(groups_, group);
+    groups_.erase(group.get());
   }
-  return all;
 }
 
 // What closed pools left behind comes back when the work that used it is done,
@@ -265,30 +296,28 @@ void DeviceMemory::tend() {
   const bool is_due = tendings_.fetch_add(1, std::memory_order_relaxed) % kCallsPerTending == 0;
   if (tended_.exchange(passed, std::memory_order_relaxed) == passed && !is_due) return;
   has_ended_.store(false, std::memory_order_relaxed);
-  bury_retired();
+  Closed waiting;
+  {
+    const MutexLock lock(registry_mutex_);
+    waiting = waiting_;
+  }
+  for (const auto& [key, pool] : waiting) bury(pool);
+  bury_groups();
 }
 
 PoolList DeviceMemory::pools() const {
   const MutexLock lock(registry_mutex_);
-  return pools_;
+  return *registry_.all().list();
 }
 
 PoolList DeviceMemory::pools_under(const Budget& group) const {
   const MutexLock lock(registry_mutex_);
-  PoolList found;
-  for (const auto& pool : pools_) {
-    if (pool->budget().stands_under(group)) found.push_back(pool);
-  }
-  return found;
+  return &group == &budget_ ? *registry_.all().list() : registry_.under(group);
 }
 
 PoolList DeviceMemory::family(const Pool& pool) const {
   const MutexLock lock(registry_mutex_);
-  PoolList found;
-  for (const auto& member : pools_) {
-    if (&member->model() == &pool.model()) found.push_back(member);
-  }
-  return found;
+  return registry_.family(pool);
 }
 
 DeviceMemory::Live DeviceMemory::live_in(const Pool& model) const {
@@ -302,10 +331,9 @@ DeviceMemory::Live DeviceMemory::live_in(const Pool& model) const {
 
 std::shared_ptr<Pool> DeviceMemory::pool_at(Address address) const {
   const MutexLock lock(registry_mutex_);
-  for (const auto& pool : pools_) {
-    if (pool->contains(address)) return pool;
-  }
-  return nullptr;
+  // One that is being made, or is going, is in the one and not in the other.
+  auto pool = registry_.find(address_space_.find(address));
+  return pool != nullptr && pool->contains(address) ? pool : nullptr;
 }
 
 bool DeviceMemory::free(AddressSpace& address_space, Address address) {
@@ -315,23 +343,27 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
   if (home->caches_.put(*pool, address)) [[likely]]
     return true;
   bool drained = false;
-  const bool known = pool->free(address, &drained);
-  if (drained) home->bury_retired();
+  // Its last block may be this one; it stays until it has been looked at.
+  std::shared_ptr<Pool> held;
   if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
-    home->enforce_limits();
+    held = pool->weak_from_this().lock();
+  const bool known = pool->free(address, &drained);
+  if (drained) home->bury_drained(pool);
+  if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
+    home->enforce_limits(held.get());
   return known;
 }
 
 void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t size) {
   pool.deallocate_pages(offset, size);
   store_.trim(pool.group(), options_.store_bytes);
-  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
 }
 
 void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size) {
-  if (pool.unhold_pages(offset, size)) bury_retired();
+  if (pool.unhold_pages(offset, size)) bury_drained(&pool);
   if (pool.is_retired()) store_.trim(pool.group(), options_.store_bytes);
-  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits();
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
 }
 
 // --------------------------------------------------------------- giving back
@@ -374,7 +406,7 @@ void DeviceMemory::settle(bool wait) {
   for (const auto& pool : pools()) {
     if (pool->settle()) store_.trim(pool->group(), options_.store_bytes);
   }
-  bury_retired();
+  bury_closed();
 }
 
 std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
@@ -407,8 +439,37 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
   return given_back;
 }
 
-// A limit was lowered below what was in use: every free brings it nearer.
-void DeviceMemory::enforce_limits() {
+// The same by what `pool` has just come to hold idle, for every limit above it.
+void DeviceMemory::give_back_excess_above(Pool& pool) {
+  for (Budget* level = &pool.budget(); level != nullptr; level = level->parent()) {
+    if (level->excess() != 0) store_.trim_under(*level, level->excess());
+    const std::size_t excess = level->excess();
+    if (excess == 0) continue;
+    const std::size_t idle = pool.idle_bytes();
+    pool.shed(idle > excess ? idle - excess : 0);
+    store_.trim_under(*level, level->excess());
+  }
+}
+
+bool DeviceMemory::is_look_due() {
+  const std::size_t frees = frees_over_limit_.fetch_add(1, std::memory_order_relaxed) + 1;
+  if (frees < kFreesPerLook) return false;
+  {
+    const MutexLock lock(registry_mutex_);
+    if (frees < registry_.all().size()) return false;
+  }
+  frees_over_limit_.store(0, std::memory_order_relaxed);
+  return true;
+}
+
+// A limit was lowered below what was in use: every free brings it nearer. What was
+// idle elsewhere has been given back before. What queued work held up there is
+// found by a look at all pools, which 4000 of them make 2 ms: now and then.
+void DeviceMemory::enforce_limits(Pool* freed) {
+  if (freed != nullptr && !is_look_due()) {
+    give_back_excess_above(*freed);
+    return;
+  }
   // Before it looks: a limit that is lowered meanwhile sets it again.
   over_limit_.store(false, std::memory_order_relaxed);
   std::vector<Budget*> over;
@@ -416,11 +477,13 @@ void DeviceMemory::enforce_limits() {
     if (budget.excess() != 0) over.push_back(&budget);
   };
   const PoolList all = pools();
-  for (const auto& pool : all) note(pool->budget());
+  std::vector<std::shared_ptr<Budget>> groups;  // one may end meanwhile
   {
     const MutexLock lock(registry_mutex_);
-    for (const auto& group : groups_) note(*group);
+    for (const auto& [key, group] : groups_) groups.push_back(group.budget);
   }
+  for (const auto& pool : all) note(pool->budget());
+  for (const auto& group : groups) note(*group);
   note(budget_);
   bool still = false;
   for (Budget* budget : over) {
@@ -442,7 +505,7 @@ Statistics DeviceMemory::statistics() const {
   {
     const MutexLock lock(registry_mutex_);
     sum.add_totals(of_ended_pools_);
-    pools = pools_;
+    pools = *registry_.all().list();
   }
   for (const auto& pool : pools) sum.add_totals(pool->statistics());
   peaks_.fill_peaks(sum);
@@ -455,7 +518,7 @@ void DeviceMemory::reset_peaks() {
     const MutexLock lock(registry_mutex_);
     peaks_.reset_peaks();
     of_ended_pools_.reset_peaks();
-    pools = pools_;
+    pools = *registry_.all().list();
   }
   for (const auto& pool : pools) pool->reset_peaks();
 }
@@ -465,7 +528,7 @@ void DeviceMemory::reset_accumulated() {
   {
     const MutexLock lock(registry_mutex_);
     of_ended_pools_.reset_accumulated();
-    pools = pools_;
+    pools = *registry_.all().list();
   }
   for (const auto& pool : pools) pool->reset_accumulated();
 }
@@ -518,27 +581,31 @@ void DeviceMemory::refresh_numbers() {
 // One moment for all pools of the group, so that a chunk on its way from one
 // to another counts once.
 GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
+  std::shared_ptr<const PoolList> pools;
+  std::shared_ptr<GroupFigures> figures;
+  {
+    const MutexLock lock(registry_mutex_);
+    pools = registry_.of_group(group);
+    if (const auto at = groups_.find(&group); at != groups_.end()) figures = at->second.figures;
+  }
+  if (figures == nullptr) figures = std::make_shared<GroupFigures>();  // it has ended
   GlobalMemoryStats stats;
   stats.physical_limit = group.limit();
-  const PoolList pools = pools_under(group);
-  const BlockCaches::Still still(caches_, pools, BlockCaches::Kept::back);
-  const AllLocked locked(pools);
-  std::size_t mapped = 0;
-  for (const auto& pool : pools) {
-    const MemoryStats part = pool->memory_stats_locked();
-    mapped += part.physical_usage;
-    stats.allocated_bytes += part.allocated_bytes;
-    stats.idle_bytes += part.idle_bytes;
-    stats.stranded_bytes += part.stranded_bytes;
-    stats.quarantined_bytes += part.quarantined_bytes;
-  }
+  std::size_t waiting = 0;
+  const BlockCaches::Still still(caches_, *pools, BlockCaches::Kept::back);
+  const MemoryStats mapped = figures->sum(pools, [&] {
+    stats.physical_usage = group.used();
+    waiting = store_.quarantined_bytes(group);
+  });
+  stats.allocated_bytes = mapped.allocated_bytes;
+  stats.idle_bytes = mapped.idle_bytes;
+  stats.stranded_bytes = mapped.stranded_bytes;
   // What is charged and mapped nowhere: shelves, and what is on its way to a
   // request. Of it, what a former address still waits for is quarantined.
-  stats.physical_usage = group.used();
-  const std::size_t unmapped = stats.physical_usage - std::min(mapped, stats.physical_usage);
-  const std::size_t waiting = std::min(store_.quarantined_bytes(group), unmapped);
+  const std::size_t unmapped = stats.physical_usage - std::min(mapped.physical_usage, stats.physical_usage);
+  waiting = std::min(waiting, unmapped);
   stats.store_bytes = unmapped - waiting;
-  stats.quarantined_bytes += waiting;
+  stats.quarantined_bytes = mapped.quarantined_bytes + waiting;
   return stats;
 }
 

@@ -5,8 +5,9 @@
 //   DeviceMemory::reclaim_mutex_   one request at a time climbs the ladder
 //   DeviceMemory::accessor_mutex_  one accessor at a time is given access
 //   BlockCaches::mutex_, then the threads' BiasedLocks: what threads keep
+//   GroupFigures::mutex_           one answer of group_stats at a time
 //   Pool::mutex_                   one pool; several only by AllLocked (the last
-//                                  rung, group_stats), in order of registration
+//                                  rung, GroupFigures), in order of registration
 //   Clock::mutex_                  ticks; then StreamPoint::mutex_, one point
 //   PageStore::mutex_              the shelves
 //   DeviceMemory::registry_mutex_  the list of pools; observers, called under a
@@ -20,43 +21,24 @@
 #include <atomic>
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/sync.h"
+#include "core/all_locked.h"
 #include "core/budget.h"
+#include "core/group_figures.h"
 #include "core/page_store.h"
 #include "core/pool.h"
+#include "core/pool_registry.h"
 #include "core/refusal.h"
 
 namespace vmm {
-
-using PoolList = std::vector<std::shared_ptr<Pool>>;
-
-// Locks several pools at once. Safe because everyone who does so takes them in
-// the order of registration; the analysis cannot follow a loop.
-class AllLocked {
- public:
-  explicit AllLocked(const PoolList& pools) VMM_NO_THREAD_SAFETY_ANALYSIS : pools_(pools) {
-    for (const auto& pool : pools_) {
-      pool->mutex().lock();
-      Telling::locked_one_of_several(pool->stands_still());
-    }
-    Telling::locked_all();
-  }
-  ~AllLocked() VMM_NO_THREAD_SAFETY_ANALYSIS {
-    Telling::unlocks_all();
-    for (auto it = pools_.rbegin(); it != pools_.rend(); ++it) (*it)->mutex().unlock();
-  }
-  AllLocked(const AllLocked&) = delete;
-  AllLocked& operator=(const AllLocked&) = delete;
-
- private:
-  const PoolList& pools_;
-};
 
 class DeviceMemory {
  public:
@@ -167,8 +149,9 @@ class DeviceMemory {
   void reset_accumulated_of(const Pool& model);
   // Brings inactive_split of every pool up to date. Walks.
   void refresh_numbers();
-  // Locks every pool of the group for a moment, in order of registration.
-  [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const VMM_NO_THREAD_SAFETY_ANALYSIS;
+  // Of one moment. Locks for it, in order of registration, the pools of the group
+  // that have changed since it was last asked.
+  [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
   // Bytes that the driver, or another allocator, gave and that are still held: what
   // budget() counts.
   [[nodiscard]] std::size_t committed_bytes() const { return budget_.used(); }
@@ -212,10 +195,18 @@ class DeviceMemory {
                    Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void create_into(Grant& grant, const Pool& asker, std::size_t want);
   std::size_t give_back_excess(Budget& budget, bool wait);
-  void enforce_limits() VMM_EXCLUDES(registry_mutex_);
-  void bury_retired() VMM_EXCLUDES(registry_mutex_);
-  bool bury_groups() VMM_EXCLUDES(registry_mutex_);
+  void enforce_limits(Pool* freed) VMM_EXCLUDES(registry_mutex_);
+  void give_back_excess_above(Pool& pool);
+  bool is_look_due() VMM_EXCLUDES(registry_mutex_);
+  void bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
+  void bury_drained(const Pool* pool) VMM_EXCLUDES(registry_mutex_);
+  void bury_closed() VMM_EXCLUDES(registry_mutex_);
+  void bury_groups() VMM_EXCLUDES(registry_mutex_);
   void tend();
+  void tend_if_any_wait() {
+    if (has_ended_.load(std::memory_order_relaxed)) [[unlikely]]
+      tend();
+  }
   [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);
   [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
 
@@ -236,17 +227,25 @@ class DeviceMemory {
   std::function<bool()> memory_callback_;
   std::atomic<PoolObserver*> observer_{nullptr};
   std::atomic<std::size_t> oversize_bytes_{kUnlimited};
-  std::atomic<bool> over_limit_{false};  // some limit was lowered below what is in use
-  std::atomic<bool> has_ended_{false};   // pools or groups that are closed wait for queued work
-  std::atomic<Epoch> tended_{kLongAgo};  // what had passed when they were looked at
+  std::atomic<bool> over_limit_{false};           // some limit was lowered below what is in use
+  std::atomic<std::size_t> frees_over_limit_{0};  // since all that are over were looked at
+  std::atomic<bool> has_ended_{false};            // pools or groups that are closed wait for queued work
+  std::atomic<Epoch> tended_{kLongAgo};           // what had passed when they were looked at
   std::atomic<unsigned> tendings_{0};
 
   Mutex reclaim_mutex_;
   Mutex accessor_mutex_;
   mutable Mutex registry_mutex_;
-  PoolList pools_ VMM_GUARDED_BY(registry_mutex_);
+  PoolRegistry registry_ VMM_GUARDED_BY(registry_mutex_);
+  using Closed = std::unordered_map<const Pool*, std::shared_ptr<Pool>>;
+  Closed closed_ VMM_GUARDED_BY(registry_mutex_);   // of the registry's, those that take no more requests
+  Closed waiting_ VMM_GUARDED_BY(registry_mutex_);  // of these, the empty ones that queued work holds up
   std::vector<Location> accessors_ VMM_GUARDED_BY(registry_mutex_);
-  std::vector<std::shared_ptr<Budget>> groups_ VMM_GUARDED_BY(registry_mutex_);
+  struct Group {
+    std::shared_ptr<Budget> budget;
+    std::shared_ptr<GroupFigures> figures;
+  };
+  std::map<const Budget*, Group> groups_ VMM_GUARDED_BY(registry_mutex_);
   std::set<const Budget*> ended_groups_ VMM_GUARDED_BY(registry_mutex_);  // of these
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
   mutable Mutex refusal_mutex_;  // a leaf

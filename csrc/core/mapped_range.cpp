@@ -103,34 +103,31 @@ Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, bool announced) {
   const auto found = live_.find(offset);
   VMM_CHECK(found != live_.end(), "no mapping at ", offset);
   Chunk* chunk = found->second.chunk;
-  retired_.push_back({{offset, chunk->size}, chunk, last_use, announced});
+  retired_.emplace(last_use, Retired{{offset, chunk->size}, chunk, announced});
   mapped_bytes_ -= chunk->size;
   live_.erase(found);
   return chunk;
 }
 
-Epoch MappedRange::last_retired_use() const {
-  Epoch newest = kLongAgo;
-  for (const Retired& retired : retired_) newest = std::max(newest, retired.last_use);
-  return newest;
-}
+Epoch MappedRange::last_retired_use() const { return retired_.empty() ? kLongAgo : retired_.rbegin()->first; }
 
 std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before) {
   std::vector<ByteRange> freed;
-  std::erase_if(retired_, [&](Retired& retired) {
-    if (!clock.has_passed(retired.last_use)) return false;
+  for (auto at = retired_.begin(); at != retired_.end() && clock.has_passed(at->first);) {
+    Retired& retired = at->second;
     if (!retired.announced && before) before(retired.range);
     retired.announced = true;
     const Status status = driver_.unmap(base_ + retired.range.offset, retired.range.size);
     // A failing call keeps the mapping: try again another time.
     if (!status.ok() && status.code() != StatusCode::driver_gone) {
       refused_ = status;
-      return false;
+      ++at;
+      continue;
     }
     retired.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
     freed.push_back(retired.range);
-    return true;
-  });
+    at = retired_.erase(at);
+  }
   return freed;
 }
 

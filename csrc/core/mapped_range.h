@@ -56,7 +56,8 @@ class MappedRange {
   // already be mapped elsewhere.
   // `announced`: nobody was told of it, so nobody is told that it goes.
   Chunk* retire(std::size_t offset, Epoch last_use, bool announced = false);
-  // Drops the retired mappings whose last use has passed. `before` is told of
+  // Drops the retired mappings whose last use has passed, the oldest first; looks
+  // at no other. `before` is told of
   // each stretch right before it is unmapped, once. Returns the stretches that
   // are free addresses now.
   std::vector<ByteRange> drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before = nullptr);
@@ -86,7 +87,6 @@ class MappedRange {
   struct Retired {
     ByteRange range;
     Chunk* chunk = nullptr;
-    Epoch last_use = kLongAgo;
     bool announced = false;
   };
   template <typename Each>
@@ -96,8 +96,8 @@ class MappedRange {
   Driver& driver_;
   Address base_;
   std::size_t size_;
-  Map live_;  // by offset
-  std::vector<Retired> retired_;
+  Map live_;                               // by offset
+  std::multimap<Epoch, Retired> retired_;  // by last use
   Status refused_;
   std::size_t mapped_bytes_ = 0;
 };

@@ -317,12 +317,12 @@ void Pool::tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream s
 
 Pool::ReadLock::ReadLock(const Pool& pool) : pool_(pool) {
   if (!Telling::is_mine()) {
-    pool_.mutex_.lock();
+    pool_.mutex_.lock_to_look();
     locked_ = true;
     return;
   }
   while (!pool_.stands_still_.load(std::memory_order_acquire)) {
-    if (pool_.mutex_.try_lock()) {
+    if (pool_.mutex_.try_lock_to_look()) {
       locked_ = true;
       return;
     }
@@ -664,18 +664,7 @@ bool Pool::finish_passed() {
 
 bool Pool::settle_locked() {
   bool any = finish_passed();
-  if (!quarantined_.empty()) {
-    for (const auto& [offset, freed] : quarantined_) context_.clock.cover(freed.epoch);
-    context_.clock.poll();
-    for (auto it = quarantined_.begin(); it != quarantined_.end();) {
-      const auto [offset, freed] = *it++;
-      if (!context_.clock.has_passed(freed.epoch)) continue;
-      const ByteRange range = freed.block->range();
-      end_quarantine(offset, freed.block->tag);
-      shelve_idle_chunks(range);
-      any = true;
-    }
-  }
+  any = end_passed_quarantines() || any;
   return drop_retired() || any;
 }
 

@@ -17,8 +17,10 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/sync.h"
@@ -232,6 +234,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void check() const VMM_EXCLUDES(mutex_);
 
   [[nodiscard]] const std::string& name() const { return name_; }
+  // No other pool of the process ever has it.
+  [[nodiscard]] OwnerId id() const { return id_; }
   [[nodiscard]] std::size_t capacity() const { return capacity_; }
   [[nodiscard]] std::size_t page_size() const { return page_; }
   // Every chunk is exactly one page (page_size was given).
@@ -281,6 +285,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // For AllLocked (device_memory only).
   Mutex& mutex() VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_; }
   std::atomic<bool>& stands_still() { return stands_still_; }
+  // As long as this stays the same, nothing here has changed, but for what
+  // changes by itself: that waits for queued work.
+  [[nodiscard]] std::uint64_t times_locked() const VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_.times_locked(); }
+  [[nodiscard]] bool changes_by_itself_locked() const VMM_REQUIRES(mutex_);
   // The last rung, with every pool locked: gives idle chunks (down to the floor)
   // and their charge back to the driver, until `limit` (nullptr: never) has room
   // for `want` bytes. Returns the idle bytes that queued work may still use.
@@ -358,6 +366,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     ~ReadLock() VMM_RELEASE() VMM_NO_THREAD_SAFETY_ANALYSIS;
     ReadLock(const ReadLock&) = delete;
     ReadLock& operator=(const ReadLock&) = delete;
+    // False: the pool stands still in the midst of a change, under an observer.
+    [[nodiscard]] bool is_locked() const { return locked_; }
 
    private:
     const Pool& pool_;
@@ -480,6 +490,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void free_pages(ByteRange range) VMM_REQUIRES(mutex_);
   void quarantine(ByteRange range, Epoch epoch) VMM_REQUIRES(mutex_);
   void end_quarantine(std::size_t offset, StreamTag tag) VMM_REQUIRES(mutex_);
+  bool end_passed_quarantines() VMM_REQUIRES(mutex_);
   bool make_way(std::size_t at, StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
 
   PoolContext context_;
@@ -516,9 +527,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     Block* block = nullptr;
     Epoch epoch = kLongAgo;
   };
-  std::map<std::size_t, Quarantined> quarantined_ VMM_GUARDED_BY(mutex_);  // by offset
-  std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);    // by offset, one for each former mapping
-  std::map<std::size_t, Block*> slabs_ VMM_GUARDED_BY(mutex_);             // their blocks in `large_`
+  std::map<std::size_t, Quarantined> quarantined_ VMM_GUARDED_BY(mutex_);             // by offset
+  std::set<std::pair<Epoch, std::size_t>> quarantined_until_ VMM_GUARDED_BY(mutex_);  // the same by epoch, then offset
+  std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);  // by offset, one for each former mapping
+  std::map<std::size_t, Block*> slabs_ VMM_GUARDED_BY(mutex_);           // their blocks in `large_`
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
@@ -529,10 +541,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Epoch graphs_end_ VMM_GUARDED_BY(mutex_) = kLongAgo;
   std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
   Statistics statistics_ VMM_GUARDED_BY(mutex_);
-  Statistics inherited_ VMM_GUARDED_BY(mutex_);  // of parts that have ended
+  std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;  // times_locked() when inactive_split was worked out
+  Statistics inherited_ VMM_GUARDED_BY(mutex_);           // of parts that have ended
   Peaks own_peaks_;
   Peaks::Seat own_seat_ VMM_GUARDED_BY(mutex_);
-  Peaks::Seat seat_ VMM_GUARDED_BY(mutex_);                           // in the device's
+  Peaks::Seat seat_ VMM_GUARDED_BY(mutex_);  // in the device's
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts
   std::atomic<Peaks*> family_peaks_{nullptr};                         // the same
   std::unique_ptr<Peaks::Seat> family_seat_ VMM_GUARDED_BY(mutex_);   // there

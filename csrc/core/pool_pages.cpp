@@ -94,13 +94,7 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
   settle_locked();
   give_up_spare_slabs();
   if (!is_behind(tag_of(stream), shortage)) return 0;
-  const auto& free = large_.free_blocks();
-  for (auto first = free.begin(); first != free.end();) {
-    const std::size_t begin = align_up((*first)->offset, page_);
-    std::size_t end = (*first)->end();
-    for (++first; first != free.end() && (*first)->offset == end; ++first) end = (*first)->end();
-    if (begin < end && end - begin >= wanted) return take_pages({begin, wanted}, stream, grant, shortage);
-  }
+  if (const auto begin = large_.first_fit(wanted, page_)) return take_pages({*begin, wanted}, stream, grant, shortage);
   *shortage = {wanted, nullptr, {}, /*no_address_space=*/true};
   return 0;
 }
@@ -157,6 +151,7 @@ void Pool::quarantine(ByteRange range, Epoch epoch) {
     Block* block = take_range(part, BlockState::quarantined, &pieces);
     quarantined_bytes_ += block->size;
     quarantined_.emplace(block->offset, Quarantined{block, epoch});
+    quarantined_until_.emplace(epoch, block->offset);
   }
 }
 
@@ -164,8 +159,26 @@ void Pool::quarantine(ByteRange range, Epoch epoch) {
 void Pool::end_quarantine(std::size_t offset, StreamTag tag) {
   const auto [block, epoch] = quarantined_.at(offset);
   quarantined_.erase(offset);
+  quarantined_until_.erase({epoch, offset});
   quarantined_bytes_ -= block->size;
   large_.free(block, tag, epoch);
+}
+
+// Those that nothing uses any more; looks at no other. True if there were any.
+bool Pool::end_passed_quarantines() {
+  if (quarantined_.empty()) return false;
+  context_.clock.cover(quarantined_until_.rbegin()->first);
+  context_.clock.poll();
+  bool any = false;
+  while (!quarantined_until_.empty() && context_.clock.has_passed(quarantined_until_.begin()->first)) {
+    const std::size_t offset = quarantined_until_.begin()->second;
+    const Block* block = quarantined_.at(offset).block;
+    const ByteRange range = block->range();
+    end_quarantine(offset, block->tag);
+    shelve_idle_chunks(range);
+    any = true;
+  }
+  return any;
 }
 
 // Every page of `range` is explicit; NotMappedError names the first that is not.

@@ -8,10 +8,14 @@ namespace vmm {
 void Pool::refresh_numbers() {
   if (Telling::is_mine()) return;  // an observer reads what it finds
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
+  {
+    const ReadLock lock(*this);
+    if (range_ == nullptr || (pending_.empty() && split_as_of_ == times_locked())) return;
+  }
   const MutexLock lock(mutex_);
-  if (range_ == nullptr) return;
   finish_passed();
-  set_inactive_split(free_space());
+  if (range_ != nullptr) set_inactive_split(free_space());
+  split_as_of_ = times_locked();
 }
 
 void Pool::set_inactive_split(const FreeSpace& free) {
@@ -30,6 +34,10 @@ MemoryStats Pool::memory_stats() {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
   const MutexLock lock(mutex_);
   return memory_stats_locked();
+}
+
+bool Pool::changes_by_itself_locked() const {
+  return range_ != nullptr && (!pending_.empty() || !quarantined_.empty() || range_->has_retired());
 }
 
 MemoryStats Pool::memory_stats_locked() {

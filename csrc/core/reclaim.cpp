@@ -35,8 +35,7 @@ constexpr int kMostRounds = 16;
 }  // namespace
 
 Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, const Attempt& attempt) {
-  if (has_ended_.load(std::memory_order_relaxed)) [[unlikely]]
-    tend();
+  tend_if_any_wait();
   Shortage shortage;
   if (const Address address = attempt(nullptr, &shortage)) return address;
   while (shortage.wait_for != kLongAgo) {

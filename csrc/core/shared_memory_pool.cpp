@@ -1,7 +1,7 @@
 #include "core/shared_memory_pool.h"
 
-#include <algorithm>
 #include <atomic>
+#include <iterator>
 
 #include "base/errors.h"
 
@@ -30,10 +30,8 @@ void SharedMemoryPool::require_open() const {
   if (closed_) throw InvalidArgumentError("the SharedMemoryPool is closed");
 }
 
-std::shared_ptr<Pool> SharedMemoryPool::find(const std::string& model_id) const {
-  for (const auto& [id, pool] : models_) {
-    if (id == model_id) return pool;
-  }
+SharedMemoryPool::Models::const_iterator SharedMemoryPool::find(const std::string& model_id) const {
+  if (const auto found = by_id_.find(model_id); found != by_id_.end()) return found->second;
   std::string known;
   for (const auto& [id, pool] : models_) known += (known.empty() ? "'" : ", '") + id + "'";
   throw ModelNotFoundError(model_id, known);
@@ -43,8 +41,7 @@ std::shared_ptr<Pool> SharedMemoryPool::register_model(const std::string& model_
   const MutexLock lock(mutex_);
   require_open();
   if (model_id.empty()) throw InvalidArgumentError("model_id is empty: give the model a name");
-  const bool exists = std::any_of(models_.begin(), models_.end(), [&](const auto& m) { return m.first == model_id; });
-  if (exists) throw ModelExistsError(model_id);
+  if (by_id_.count(model_id) != 0) throw ModelExistsError(model_id);
   if (spec.floor > budget_->limit()) {
     throw InvalidArgumentError("floor " + format_bytes(spec.floor) + " is above the shared limit " +
                                format_bytes(budget_->limit()));
@@ -57,27 +54,29 @@ std::shared_ptr<Pool> SharedMemoryPool::register_model(const std::string& model_
   pool_spec.floor = spec.floor;
   pool_spec.priority = spec.priority;
   auto pool = memory_.create_pool(pool_spec, budget_.get());
-  models_.emplace_back(model_id, pool);
+  models_.push_back({model_id, pool});
+  by_id_.emplace(model_id, std::prev(models_.end()));
   return pool;
 }
 
 void SharedMemoryPool::unregister_model(const std::string& model_id, bool force) {
   const MutexLock lock(mutex_);
   require_open();
-  const auto pool = find(model_id);
-  memory_.close_pool(*pool, force);
-  std::erase_if(models_, [&](const auto& model) { return model.first == model_id; });
+  const auto model = find(model_id);
+  memory_.close_pool(*model->pool, force);
+  by_id_.erase(model_id);
+  models_.erase(model);
 }
 
 std::shared_ptr<Pool> SharedMemoryPool::model(const std::string& model_id) const {
   const MutexLock lock(mutex_);
   require_open();
-  return find(model_id);
+  return find(model_id)->pool;
 }
 
 bool SharedMemoryPool::has_model(const std::string& model_id) const {
   const MutexLock lock(mutex_);
-  return std::any_of(models_.begin(), models_.end(), [&](const auto& m) { return m.first == model_id; });
+  return by_id_.count(model_id) != 0;
 }
 
 std::vector<std::string> SharedMemoryPool::model_ids() const {
@@ -119,6 +118,7 @@ void SharedMemoryPool::close(bool force) {
     PoolList pools;
     for (const auto& [id, pool] : models_) pools.push_back(pool);
     memory_.close_pools(pools, force);  // all, or none
+    by_id_.clear();
     models_.clear();
     closed_ = true;
   }

@@ -3,9 +3,10 @@
 #pragma once
 
 #include <cstddef>
+#include <list>
 #include <memory>
 #include <string>
-#include <utility>
+#include <unordered_map>
 #include <vector>
 
 #include "base/sync.h"
@@ -52,13 +53,20 @@ class SharedMemoryPool {
   [[nodiscard]] DeviceMemory& memory() const { return memory_; }
 
  private:
+  struct Model {
+    std::string id;
+    std::shared_ptr<Pool> pool;
+  };
+  using Models = std::list<Model>;
+
   void require_open() const VMM_REQUIRES(mutex_);
-  std::shared_ptr<Pool> find(const std::string& model_id) const VMM_REQUIRES(mutex_);
+  Models::const_iterator find(const std::string& model_id) const VMM_REQUIRES(mutex_);
 
   DeviceMemory& memory_;
   std::shared_ptr<Budget> budget_;  // the device's memory keeps it while pools drain
   mutable Mutex mutex_;
-  std::vector<std::pair<std::string, std::shared_ptr<Pool>>> models_ VMM_GUARDED_BY(mutex_);
+  Models models_ VMM_GUARDED_BY(mutex_);  // in order of registration
+  std::unordered_map<std::string, Models::const_iterator> by_id_ VMM_GUARDED_BY(mutex_);
   bool closed_ VMM_GUARDED_BY(mutex_) = false;
 };
 

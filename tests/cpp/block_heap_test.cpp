@@ -150,6 +150,25 @@ TEST_F(Heap, BestFitIsTheSmallestThatFitsBelowAndAboveTwoMegabytes) {
   EXPECT_EQ(heap_.next_larger(second), nullptr);
 }
 
+TEST_F(Heap, TheFirstFitIsTheLowestRunWhateverItsTags) {
+  heap_.donate({0, 100 * kUnit}, kNeutral);
+  Block* a = take(0, 10 * kUnit);
+  Block* b = take(10 * kUnit, 10 * kUnit);
+  Block* c = take(20 * kUnit, 10 * kUnit);
+  EXPECT_EQ(heap_.first_fit(15 * kUnit, kUnit), 30 * kUnit);
+  give(a, 1);
+  EXPECT_EQ(heap_.first_fit(15 * kUnit, kUnit), 30 * kUnit);
+  EXPECT_EQ(heap_.first_fit(10 * kUnit, kUnit), 0U);
+  give(b, 2);
+  EXPECT_EQ(heap_.first_fit(15 * kUnit, kUnit), 0U) << "two tags, one run";
+  take(0, 10 * kUnit);
+  EXPECT_EQ(heap_.first_fit(15 * kUnit, kUnit), 30 * kUnit);
+  take(30 * kUnit, 70 * kUnit);
+  EXPECT_EQ(heap_.first_fit(15 * kUnit, kUnit), std::nullopt);
+  give(c, 3);
+  EXPECT_EQ(heap_.first_fit(15 * kUnit, kUnit), 10 * kUnit) << "it has grown at its end";
+}
+
 // ------------------------------------------------------------ random program
 
 // Who has each unit: -1 nobody, else an id. Knows nothing of lists or bins.
@@ -184,6 +203,15 @@ class HeapProgram : public ::testing::TestWithParam<unsigned> {
       if (least == 0 || free->size < least) least = free->size;
     }
     return least;
+  }
+  // The lowest multiple of `grain` units from which so many are nobody's.
+  [[nodiscard]] std::optional<std::size_t> lowest_fit(std::size_t units, std::size_t grain) const {
+    std::size_t begin = 0;
+    for (std::size_t k = 0; k < kUnits; ++k) {
+      if (owner_[k] >= 0) begin = (k / grain + 1) * grain;
+      if (k + 1 >= begin + units) return begin * kUnit;
+    }
+    return std::nullopt;
   }
   std::vector<int> owner_ = std::vector<int>(kUnits, -1);
   std::vector<StreamTag> last_tag_ = std::vector<StreamTag>(kUnits, kNeutral);
@@ -229,6 +257,9 @@ TEST_P(HeapProgram, AgreesWithTheModel) {
         last_tag_[k] = tag;
       }
     }
+    constexpr std::size_t kGrain = 8;
+    const std::size_t units = std::size_t{1} << (random() % 14);
+    ASSERT_EQ(heap.first_fit(units * kUnit, kGrain * kUnit), lowest_fit(units, kGrain)) << "step " << step;
     if (step % 50 != 0) continue;
     ASSERT_NO_FATAL_FAILURE(expect_like_the_model(heap)) << "step " << step;
   }

@@ -50,6 +50,7 @@ std::string layer_of(const std::string& path) { return path.substr(0, path.find(
 // "device_memory": files that share one header are one room.
 std::string room_of(const std::string& path) {
   const std::string stem = fs::path(path).stem();
+  if (stem == "pool_registry") return stem;  // of them, not a part of one
   if (stem.rfind("pool_", 0) == 0) return "pool";
   if (stem == "reclaim") return "device_memory";
   return stem;
@@ -72,6 +73,9 @@ const std::vector<std::vector<std::string>> kRooms = {
     {"mapped_range", "page_store"},
     {"grant"},
     {"pool"},
+    {"pool_registry"},
+    {"all_locked"},
+    {"group_figures"},
     {"device_memory"},
     {"private_pools", "replay", "shared_memory_pool", "virtual_memory_manager"},
 };

@@ -333,7 +333,11 @@ TEST(Threads, AnObserverMayLookAtAllPoolsWhileOthersGoOn) {
         }
       }
       for (const Address block : blocks) EXPECT_TRUE(DeviceMemory::free(lab.space, block));
-      if (step % 7 == 0) (void)lab.memory().group_stats(*group);
+      if (step % 7 == 0) {
+        const GlobalMemoryStats stats = lab.memory().group_stats(*group);
+        EXPECT_EQ(stats.physical_usage, stats.allocated_bytes + stats.idle_bytes + stats.stranded_bytes +
+                                            stats.quarantined_bytes + stats.store_bytes);
+      }
       if (step % 11 == 0) lab.memory().empty_cache();
       if (step % 13 == 0) {
         const auto passing = lab.memory().create_pool(Lab::spec("passing"), group.get());

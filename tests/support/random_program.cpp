@@ -168,6 +168,7 @@ class World {
   }
 
   void check() {
+    const GlobalMemoryStats kept = memory_->group_stats(*group_);  // before anybody else asks its pools
     memory_->check();
     require(driver_.live_chunk_bytes() == memory_->committed_bytes(),
             "driver holds " + std::to_string(driver_.live_chunk_bytes()) + ", charged " +
@@ -194,6 +195,18 @@ class World {
       require(stats.stranded_bytes <= stats.physical_usage && (stats.physical_usage != 0 || allocated == 0),
               "stranded bytes wrapped");
     }
+    MemoryStats asked;  // each pool by itself
+    for (const auto& pool : memory_->pools_under(*group_)) {
+      const MemoryStats part = pool->memory_stats();
+      asked.allocated_bytes += part.allocated_bytes;
+      asked.idle_bytes += part.idle_bytes;
+      asked.stranded_bytes += part.stranded_bytes;
+    }
+    require(kept.allocated_bytes == asked.allocated_bytes, "the group's figures are old");
+    // What queued work held up may have come free meanwhile.
+    require(kept.quarantined_bytes != 0 ||
+                (kept.idle_bytes == asked.idle_bytes && kept.stranded_bytes == asked.stranded_bytes),
+            "the group's idle memory is old");
     const GlobalMemoryStats group = memory_->group_stats(*group_);
     require(group.physical_usage == group.allocated_bytes + group.idle_bytes + group.stranded_bytes +
                                         group.quarantined_bytes + group.store_bytes,

@@ -9,14 +9,6 @@
 
 namespace vmm {
 
-#if defined(__SANITIZE_THREAD__)
-#define VMM_UNDER_TSAN 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define VMM_UNDER_TSAN 1
-#endif
-#endif
-
 namespace {
 constexpr int kMostSpins = 100;
 constexpr std::chrono::microseconds kNap{20};

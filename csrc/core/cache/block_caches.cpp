@@ -174,7 +174,8 @@ void BlockCaches::give_back(ThreadCache& cache, const CachedPool& pool, Kept kep
     if (kept != Kept::stays) {
       if (Block* const blocks = shard->take_all()) shard->pool.take_back(blocks);
     }
-    shard->merge_counts(cache.of_device);
+    // A pool that nobody has used stays untouched: its figures of last time hold.
+    if (shard->has_counted()) shard->merge_counts(cache.of_device);
   }
   if (kept == Kept::gone) cache.remove(pool);
 }

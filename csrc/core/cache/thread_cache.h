@@ -75,6 +75,7 @@ class Shard {
   }
   // What it has counted is the pool's own from now on.
   void merge_counts(Peaks::Seat& of_device);
+  [[nodiscard]] bool has_counted() const { return came() != BlockCounts{} || counts() != BlockCounts{}; }
   [[nodiscard]] BlockCounts came() const;
   [[nodiscard]] BlockCounts counts() const { return of_pool_.counts(); }
 

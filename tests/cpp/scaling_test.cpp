@@ -1,0 +1,171 @@
+// What one of many models costs: who is looked at, not how long it takes. To look
+// at a pool is to lock it, and its lock counts.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/shared_memory_pool.h"
+#include "cpp/lab.h"
+
+namespace vmm::testing {
+namespace {
+
+constexpr int kModels = 40;
+
+class Scaling : public ::testing::Test {
+ protected:
+  Scaling() {
+    for (int k = 0; k < kModels; ++k) {
+      ModelSpec spec;
+      spec.virtual_capacity = kGiB;
+      pools_.push_back(shared_.register_model(std::to_string(k), spec));
+      blocks_.push_back(lab_.memory().allocate(*pools_.back(), 3 * kMiB, nullptr));
+    }
+  }
+  ~Scaling() override {
+    for (const Address block : blocks_) DeviceMemory::free(lab_.space, block);
+    pools_.clear();
+    shared_.close(/*force=*/true);
+  }
+
+  // Which of the pools were locked meanwhile.
+  std::vector<std::size_t> locked_by(const std::function<void()>& work) {
+    std::vector<std::uint64_t> before;
+    for (const auto& pool : pools_) before.push_back(pool->times_locked());
+    work();
+    std::vector<std::size_t> locked;
+    for (std::size_t k = 0; k < pools_.size(); ++k) {
+      if (pools_[k]->times_locked() != before[k]) locked.push_back(k);
+    }
+    return locked;
+  }
+  // The same as group_stats(), by asking each pool.
+  [[nodiscard]] MemoryStats sum() const {
+    MemoryStats sum;
+    for (const auto& pool : pools_) {
+      const MemoryStats part = pool->memory_stats();
+      sum.physical_usage += part.physical_usage;
+      sum.allocated_bytes += part.allocated_bytes;
+      sum.idle_bytes += part.idle_bytes;
+      sum.stranded_bytes += part.stranded_bytes;
+      sum.quarantined_bytes += part.quarantined_bytes;
+    }
+    return sum;
+  }
+  static std::vector<std::size_t> only(std::size_t k) { return {k}; }
+
+  Lab lab_;
+  SharedMemoryPool shared_{lab_.memory(), 256 * kMiB};
+  std::vector<std::shared_ptr<Pool>> pools_;
+  std::vector<Address> blocks_;
+};
+
+TEST_F(Scaling, UnregisteringLooksAtThatModelOnly) {
+  DeviceMemory::free(lab_.space, blocks_[7]);
+  EXPECT_EQ(locked_by([&] { shared_.unregister_model("7", false); }), only(7));
+  EXPECT_EQ(lab_.memory().pools().size(), kModels - 1U);
+  EXPECT_EQ(locked_by([&] { shared_.unregister_model("8", true); }), only(8));
+  EXPECT_EQ(locked_by([&] { DeviceMemory::free(lab_.space, blocks_[8]); }), only(8));
+  EXPECT_EQ(lab_.memory().pools().size(), kModels - 2U);
+}
+
+TEST_F(Scaling, TheNumbersOfAModelLookAtItAndItsPartsOnly) {
+  const auto part = lab_.memory().create_part(pools_[3], {1, 0}, false);
+  pools_.push_back(part);
+  EXPECT_EQ(locked_by([&] { (void)lab_.memory().memory_stats_of(*pools_[3]); }),
+            (std::vector<std::size_t>{3, kModels}));
+  pools_.pop_back();
+  lab_.memory().close_pools({part}, true);
+}
+
+TEST_F(Scaling, AnAddressIsFoundWithoutALookAtOthers) {
+  EXPECT_EQ(locked_by([&] { EXPECT_EQ(lab_.memory().pool_at(blocks_[5] + kMiB), pools_[5]); }).size(), 0U);
+  EXPECT_EQ(lab_.memory().pool_at(pools_[5]->base() + pools_[5]->capacity()) == pools_[5], false);
+  EXPECT_EQ(lab_.memory().pool_at(1), nullptr);
+}
+
+TEST_F(Scaling, TheGroupsNumbersLookAtWhatHasChangedOnly) {
+  (void)shared_.global_stats();
+  GlobalMemoryStats stats;
+  const auto ask = [&] { stats = shared_.global_stats(); };
+  EXPECT_EQ(locked_by(ask).size(), 0U);
+  EXPECT_EQ(stats.allocated_bytes, kModels * 3 * kMiB);
+  DeviceMemory::free(lab_.space, lab_.memory().allocate(*pools_[9], 8 * kMiB, nullptr));
+  DeviceMemory::free(lab_.space, blocks_[4]);
+  EXPECT_EQ(locked_by(ask), (std::vector<std::size_t>{4, 9}));
+  const MemoryStats all = sum();
+  EXPECT_EQ(stats.allocated_bytes, all.allocated_bytes);
+  EXPECT_EQ(stats.idle_bytes, all.idle_bytes);
+  EXPECT_EQ(stats.stranded_bytes, all.stranded_bytes);
+  EXPECT_EQ(stats.physical_usage, all.physical_usage + stats.store_bytes);
+}
+
+TEST_F(Scaling, TheGroupsNumbersFollowModelsThatComeAndGo) {
+  (void)shared_.global_stats();
+  shared_.unregister_model("0", true);
+  const std::size_t closed = shared_.global_stats().allocated_bytes;
+  EXPECT_EQ(closed, kModels * 3 * kMiB) << "its tensor lives on";
+  DeviceMemory::free(lab_.space, blocks_[0]);
+  EXPECT_EQ(shared_.global_stats().allocated_bytes, closed - 3 * kMiB);
+  ModelSpec spec;
+  spec.virtual_capacity = kGiB;
+  const auto late = shared_.register_model("late", spec);
+  EXPECT_EQ(shared_.global_stats().num_models, static_cast<std::size_t>(kModels));
+  const Address block = lab_.memory().allocate(*late, 5 * kMiB, nullptr);
+  EXPECT_EQ(shared_.global_stats().allocated_bytes, closed + 2 * kMiB);
+  DeviceMemory::free(lab_.space, block);
+}
+
+// What waits for queued work comes free without a call on its pool.
+TEST_F(Scaling, TheGroupsNumbersAskAgainWhatChangesByItself) {
+  const Address block = lab_.memory().allocate(*pools_[2], 3 * kMiB, stream(1));
+  pools_[2]->record_stream(block, stream(2));
+  lab_.driver.hold_fences();
+  DeviceMemory::free(lab_.space, block);
+  EXPECT_EQ(shared_.global_stats().quarantined_bytes, 3 * kMiB);
+  EXPECT_EQ(shared_.global_stats().quarantined_bytes, 3 * kMiB);
+  lab_.driver.release_fences();
+  EXPECT_EQ(shared_.global_stats().quarantined_bytes, 0U);
+}
+
+TEST_F(Scaling, AFreeOverALimitLooksAtItsPoolOnly) {
+  shared_.set_physical_limit(kPage);
+  EXPECT_EQ(locked_by([&] { DeviceMemory::free(lab_.space, blocks_[6]); }), only(6));
+  EXPECT_EQ(pools_[6]->physical_bytes(), 0U) << "what it left idle has gone back";
+  shared_.set_physical_limit(256 * kMiB);
+}
+
+// Queued work held it up when it was freed. Frees elsewhere find it in the end.
+TEST_F(Scaling, WhatQueuedWorkHeldUpOverALimitIsFoundByLaterFrees) {
+  const auto other = lab_.pool("other");
+  shared_.set_physical_limit(kPage);
+  lab_.driver.hold_fences();
+  for (const Address block : blocks_) DeviceMemory::free(lab_.space, block);
+  blocks_.clear();
+  const std::size_t held = shared_.global_stats().physical_usage;
+  EXPECT_GT(held, kPage);
+  lab_.driver.release_fences();
+  for (int k = 0; k < 64 + kModels; ++k) {
+    DeviceMemory::free(lab_.space, lab_.memory().allocate(*other, 512, nullptr));
+  }
+  EXPECT_LE(shared_.global_stats().physical_usage, kPage);
+}
+
+TEST_F(Scaling, InactiveSplitIsWorkedOutAnewWhenSomethingHasChanged) {
+  Pool& pool = *pools_[1];
+  const auto split = [&] {
+    pool.refresh_numbers();
+    return pool.statistics()[StatKind::inactive_split_bytes][0].current;
+  };
+  const std::int64_t before = split();
+  EXPECT_EQ(split(), before);
+  const Address small = lab_.memory().allocate(pool, 512, nullptr);
+  EXPECT_EQ(split(), before + static_cast<std::int64_t>(2 * kMiB - 512));
+  DeviceMemory::free(lab_.space, small);
+  EXPECT_EQ(split(), before);
+}
+
+}  // namespace
+}  // namespace vmm::testing
