@@ -416,6 +416,8 @@ std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
     // What is freed has to go back, and threads keep none of it.
     caches_.stop(BlockCaches::kOverLimit);
     over_limit_.store(true, std::memory_order_relaxed);
+  } else if (over_limit_.load(std::memory_order_relaxed)) {
+    enforce_limits(nullptr);  // perhaps it was the last
   }
   return given_back;
 }
