@@ -427,18 +427,29 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
   request.size = rounded(bytes);
   request.tag = tag;
   request.is_gathered = is_gathered;
+  const bool is_small = request.size <= kSmallLimitBytes;
   Shard* shard = nullptr;
   if (may_keep(tag) && !is_oversize(request.size)) {
     shard = mine.shard(*this, tag);
     if (shard == nullptr) {
       *add_shard = tag;
     } else {
-      shard->want(request.size);
-      take_back_locked(shard->take_all(/*unwanted_only=*/true));
+      take_back_locked(shard->take_unwanted());
+      if (is_small) shard->want(request.size);
     }
   }
-  Block* block =
-      request.size <= kSmallLimitBytes ? allocate_small(request, grant, shortage) : place(request, grant, shortage);
+  if (!is_small) forget_large(mine);
+  const auto attempt = [&]() VMM_REQUIRES(mutex_) {
+    return is_small ? allocate_small(request, grant, shortage) : place(request, grant, shortage);
+  };
+  Block* block = attempt();
+  if (shortage->is_kept_by_threads && mine.is_alone(*this)) {
+    // All that is kept is this thread's own: nobody has to be stopped.
+    *shortage = {};
+    for (Shard* own = mine.shards(*this); own != nullptr; own = own->next.get()) take_back_locked(own->take_all());
+    request.is_gathered = true;
+    block = attempt();
+  }
   if (block == nullptr) return 0;
   directory_->insert(block);
   if (shard == nullptr) {
@@ -449,6 +460,7 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
     block->requested = bytes;
     ++streams_[tag].blocks;
     shard->count_allocation(*block, mine.of_device());
+    if (!is_small) shard->note_large(block);
   }
   return base_ + block->offset;
 }
@@ -558,6 +570,7 @@ bool Pool::free(Address address, bool* drained) {
     Block* block = live_at(address);
     if (block == nullptr) return false;
     directory_->take(block->offset);
+    if (!block->small) forget_large(mine);
     const Epoch epoch = context_.clock.now();
     if (block->uses != nullptr) {
       // Other streams read it: it is nobody's until what is queued there is done.

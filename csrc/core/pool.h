@@ -413,6 +413,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void finish_free(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void release_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void take_back_locked(Block* first) VMM_REQUIRES(mutex_);
+  void forget_large(const BlockCaches::Mine& mine) VMM_REQUIRES(mutex_);
   bool wait_for_retired(Shortage* shortage) VMM_REQUIRES(mutex_);
   bool make_way_of_retired(std::size_t offset, Shortage* shortage) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_retired_at(std::size_t offset) const VMM_REQUIRES(mutex_);

@@ -40,6 +40,12 @@ void Pool::take_back_locked(Block* first) {
   }
 }
 
+// A large block comes or goes: from now on best fit may choose another place than
+// that of the one which the thread keeps.
+void Pool::forget_large(const BlockCaches::Mine& mine) {
+  for (Shard* own = mine.shards(*this); own != nullptr; own = own->next.get()) take_back_locked(own->forget_large());
+}
+
 void Pool::absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family, Peaks::Seat& of_device) {
   const MutexLock lock(mutex_);
   const BlockCounts counts = of_pool.counts();

@@ -158,6 +158,14 @@ void BlockCaches::add_shard(CachedPool& pool, Stream stream, StreamTag tag) {
   if (may_keep(pool) && cache->find(pool, tag) == nullptr) cache->add(pool, stream, tag);
 }
 
+bool BlockCaches::Mine::is_alone(const CachedPool& pool) const noexcept {
+  int own = 0;
+  if (cache_ != nullptr) {
+    for (const Shard* shard = cache_->first_of(pool); shard != nullptr; shard = shard->next.get()) ++own;
+  }
+  return own == pool.shards();
+}
+
 void BlockCaches::stop_all() {
   if (threads_.empty()) return;
   for (const auto& cache : threads_) cache->lock.want();

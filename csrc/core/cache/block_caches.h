@@ -58,6 +58,12 @@ class BlockCaches {
     [[nodiscard]] Shard* shard(const CachedPool& pool, StreamTag tag) noexcept {
       return cache_ != nullptr && caches_.may_keep(pool) ? cache_->find(pool, tag) : nullptr;
     }
+    // The thread's shards of the pool, by Shard::next.
+    [[nodiscard]] Shard* shards(const CachedPool& pool) const noexcept {
+      return cache_ == nullptr ? nullptr : cache_->first_of(pool);
+    }
+    // No other thread keeps blocks of the pool.
+    [[nodiscard]] bool is_alone(const CachedPool& pool) const noexcept;
     // REQUIRES: shard() gave one.
     [[nodiscard]] Peaks::Seat& of_device() const { return cache_->of_device; }
 

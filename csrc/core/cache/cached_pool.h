@@ -23,6 +23,7 @@ class CachedPool {
   [[nodiscard]] bool is_cached() const { return is_cached_.load(std::memory_order_relaxed); }
   // Threads that have a place for its blocks: they may have kept some.
   [[nodiscard]] bool has_shards() const { return shards_.load(std::memory_order_relaxed) != 0; }
+  [[nodiscard]] int shards() const { return shards_.load(std::memory_order_relaxed); }
   void count_shards(int change) { shards_.fetch_add(change, std::memory_order_relaxed); }
   [[nodiscard]] Address base() const { return base_; }
   [[nodiscard]] const BlockDirectory& directory() const { return *directory_; }

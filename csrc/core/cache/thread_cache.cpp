@@ -1,6 +1,5 @@
 #include "core/cache/thread_cache.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/check.h"
@@ -29,44 +28,40 @@ Shard::Shard(CachedPool& pool, Stream stream, StreamTag tag)
 Shard::~Shard() { pool.count_shards(-1); }
 
 void Shard::want(std::size_t size) {
-  if (size <= kSmallLimitBytes) {
-    Bin& bin = bin_of(size);
-    if (bin.size == size) return;
-    // What is in it is of a size that was wanted before.
-    if (bin.first != nullptr) {
-      for (const Block* block = bin.first; block != nullptr; block = block->bin_next) ++unwanted_count_;
-      unwanted_ = join(bin.first, unwanted_);
-      bin.first = nullptr;
-    }
-    bin.size = size;
-    return;
+  Bin& bin = bin_of(size);
+  if (bin.size == size) return;
+  // What is in it is of a size that was wanted before.
+  if (bin.first != nullptr) {
+    for (const Block* block = bin.first; block != nullptr; block = block->bin_next) ++unwanted_count_;
+    unwanted_ = join(bin.first, unwanted_);
+    bin.first = nullptr;
   }
-  if (std::any_of(large_.begin(), large_.end(), [size](const Bin& bin) { return bin.size == size; })) return;
-  for (std::size_t tried = 0; tried < kLarge; ++tried) {
-    Bin& bin = large_[next_large_];
-    next_large_ = (next_large_ + 1) % kLarge;
-    if (bin.first != nullptr) continue;
-    bin.size = size;
-    return;
-  }
+  bin.size = size;
 }
 
-Block* Shard::take_all(bool unwanted_only) {
+Block* Shard::forget_large() {
+  Block* kept = kept_large_;
+  if (kept != nullptr) kept->bin_next = nullptr;
+  kept_large_ = nullptr;
+  latest_large_ = nullptr;
+  return kept;
+}
+
+Block* Shard::take_unwanted() {
   Block* all = unwanted_;
   unwanted_ = nullptr;
   unwanted_count_ = 0;
-  if (unwanted_only) {
-    for (const Block* block = all; block != nullptr; block = block->bin_next) small_bytes_ -= block->size;
-    return all;
+  for (const Block* block = all; block != nullptr; block = block->bin_next) small_bytes_ -= block->size;
+  return all;
+}
+
+Block* Shard::take_all() {
+  Block* all = join(take_unwanted(), forget_large());
+  for (Bin& bin : bins_) {
+    all = join(bin.first, all);
+    bin.first = nullptr;
   }
   small_bytes_ = 0;
-  for (auto* bins : {bins_.data(), large_.data()}) {
-    const std::size_t count = bins == bins_.data() ? kBins : kLarge;
-    for (Bin* bin = bins; bin != bins + count; ++bin) {
-      all = join(bin->first, all);
-      bin->first = nullptr;
-    }
-  }
   return all;
 }
 
@@ -77,8 +72,7 @@ std::size_t Shard::kept() const {
   };
   add(unwanted_);
   for (const Bin& bin : bins_) add(bin.first);
-  for (const Bin& bin : large_) add(bin.first);
-  return count;
+  return count + (kept_large_ == nullptr ? 0 : 1);
 }
 
 void Shard::merge_counts(Peaks::Seat& of_device) {
