@@ -74,14 +74,6 @@ Block* FreeIndex::best_fit(std::size_t size) const {
   return at == large_.end() ? nullptr : *at;
 }
 
-Block* FreeIndex::next_larger(Block* block) const {
-  if (block->size / kBlockAlignment < kBins) {
-    return large_.empty() ? nullptr : *large_.begin();
-  }
-  const auto at = large_.upper_bound(block);
-  return at == large_.end() ? nullptr : *at;
-}
-
 // ---------------------------------------------------------------- BlockHeap
 
 FreeIndex& BlockHeap::index(StreamTag tag) {
@@ -153,8 +145,6 @@ Block* BlockHeap::best_fit(std::size_t size, StreamTag tag) const {
   return tag < index_.size() && index_[tag] != nullptr ? index_[tag]->best_fit(size) : nullptr;
 }
 
-Block* BlockHeap::next_larger(Block* block) const { return index_[block->tag]->next_larger(block); }
-
 Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, BlockState state) {
   VMM_CHECK(free->state == BlockState::free && free->offset <= offset && offset + size <= free->end(), "carving ",
             offset, "+", size, " out of ", free->offset, "+", free->size);
@@ -211,7 +201,7 @@ void BlockHeap::join(Block* lower, Block* upper) {
 
 bool BlockHeap::coalesces(const Block* a, const Block* b) {
   return a != nullptr && b != nullptr && a->state == BlockState::free && b->state == BlockState::free &&
-         (a->tag == b->tag || a->tag == kNeutral || b->tag == kNeutral);
+         a->tag == b->tag;
 }
 
 Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
@@ -220,14 +210,9 @@ Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
   block->state = BlockState::free;
   block->tag = tag;
   block->epoch = epoch;
-  // Neutral space takes the neighbour's tag; when both neighbours are of other
-  // tags it goes to the lower one.
   const auto absorb = [this](Block* lower, Block* upper) {
-    const StreamTag merged = lower->tag != kNeutral ? lower->tag : upper->tag;
-    const Epoch latest = std::max(lower->epoch, upper->epoch);
     lower->size += upper->size;
-    lower->tag = merged;
-    lower->epoch = latest;
+    lower->epoch = std::max(lower->epoch, upper->epoch);
     unlink(upper);
   };
   if (coalesces(block->prev, block)) {

@@ -1,9 +1,9 @@
 // Pure offsets: split, coalesce, best fit over one or several stretches of
 // offsets, with holes. It never knows an address, a chunk or a lock.
 //
-// Free space carries the tag of the stream that used it last; spans of one
-// tag coalesce. Neutral space (tag 0) was never used, or has nothing under it,
-// and coalesces with any neighbour, whose tag it takes.
+// Free space carries a tag and coalesces only with its like. A pool's tags are
+// the streams that used the memory last; neutral space (tag 0) is bare, with no
+// memory under it. So whatever best_fit() finds for a stream has all its memory.
 #pragma once
 
 #include <array>
@@ -97,9 +97,13 @@ class FreeIndex {
   void erase(Block* block);
   // The smallest block of at least `size` bytes, lowest offset first, or nullptr.
   [[nodiscard]] Block* best_fit(std::size_t size) const;
-  // The next larger one after `block`, or nullptr. Large blocks only: small
-  // ones need no second choice.
-  [[nodiscard]] Block* next_larger(Block* block) const;
+  // Calls `each(block)` for the blocks of 2 MiB and more, the largest first,
+  // until it returns false.
+  template <typename Each>
+  void for_largest(const Each& each) const {
+    for (auto at = large_.rbegin(); at != large_.rend() && each(*at); ++at) {
+    }
+  }
 
  private:
   static constexpr std::size_t kBins = 2 * kMiB / kBlockAlignment;
@@ -136,7 +140,12 @@ class BlockHeap {
 
   // The smallest free block with this tag that has `size` bytes, or nullptr.
   [[nodiscard]] Block* best_fit(std::size_t size, StreamTag tag) const;
-  [[nodiscard]] Block* next_larger(Block* block) const;
+  // Calls `each(block)` for the free blocks of 2 MiB and more with this tag, the
+  // largest first, until it returns false.
+  template <typename Each>
+  void for_largest(StreamTag tag, const Each& each) const {
+    if (tag < index_.size() && index_[tag] != nullptr) index_[tag]->for_largest(each);
+  }
   // Makes [offset, offset + size) of a free block a block of its own in
   // `state`; what is left on either side stays free with its tag and epoch.
   Block* carve(Block* free, std::size_t offset, std::size_t size, BlockState state);

@@ -388,7 +388,11 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* take_backed(const Request& request) VMM_REQUIRES(mutex_);
   bool find_spot(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
-  bool find_unbacked(std::size_t size, bool high, std::size_t* offset) VMM_REQUIRES(mutex_);
+  bool find_high(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
+  bool find_least_missing(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
+  bool find_bare(std::size_t size, bool high, std::size_t* offset) VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t missing_beside(const Block* from, std::size_t size, StreamTag tag, bool down) const
+      VMM_REQUIRES(mutex_);
   bool adopt_free_space(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)
       VMM_REQUIRES(mutex_);

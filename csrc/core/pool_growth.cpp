@@ -1,7 +1,7 @@
 // Pool: finding a place for a request and backing it with chunks.
 //
-// Best fit over the free addresses; what lacks memory there is backed, in this
-// order, by: a grant, the pool's own idle chunks (moved by a second mapping),
+// Best fit over the free space that has its memory, then over what lacks the
+// least. What lacks memory there is backed, in this order, by: a grant, the pool's own idle chunks (moved by a second mapping),
 // the group's shelf, new chunks within the limits. A chunk is mapped at its
 // new place before it leaves the old one, so a failure undoes to what was.
 #include <algorithm>
@@ -15,9 +15,12 @@ namespace vmm {
 
 namespace {
 
-// How many candidates of a size class are compared for the least missing
-// memory. Eight look-ups cost about a microsecond, a move 30-60.
-constexpr int kCandidates = 8;
+// How many free blocks are compared for the least missing memory, and how many
+// neighbours of each. All of it costs about a microsecond, a move 30-60.
+constexpr int kCandidates = 32;
+constexpr int kMostNeighbours = 16;
+// Bare space of this size is not a hole among slabs but what lies below them.
+constexpr std::size_t kLongBare = kGiB;
 // New chunks are a quarter of what is needed, from one page to 1 GiB: cost is
 // per chunk (46 us to 64 MiB), not per byte, yet a chunk that is large against
 // its request strands more when part of it is reused.
@@ -48,11 +51,10 @@ std::size_t Pool::piece_size(std::size_t total, std::size_t remaining) const {
   return std::min(wanted, floor_power_of_two(remaining));
 }
 
-// The common case: the smallest span that fits has all its memory.
+// The common case: free space of the stream's own tag has all its memory.
 Block* Pool::take_backed(const Request& request) {
   Block* span = large_.best_fit(request.size, request.tag);
-  if (span == nullptr || range_->missing_bytes({span->offset, request.size}) != 0) return nullptr;
-  return large_.carve(span, span->offset, request.size, request.state);
+  return span == nullptr ? nullptr : large_.carve(span, span->offset, request.size, request.state);
 }
 
 // Where nothing is split, a block has a chunk for itself: the smallest free one
@@ -69,7 +71,7 @@ Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
     whole = {offset, size};
   }
   if (best != nullptr) return large_.carve(best, whole.offset, whole.size, request.state);
-  if (!find_unbacked(request.size, /*high=*/false, &request.offset)) {
+  if (!find_bare(request.size, /*high=*/false, &request.offset)) {
     *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
     return nullptr;
   }
@@ -107,64 +109,88 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   return place_on_whole_chunks(request, grant);
 }
 
-// Where a request should stand. Among the smallest spans that fit, the one
-// that lacks the least memory.
+// Where a request should stand.
 bool Pool::find_spot(const Request& request, std::size_t* offset) {
-  if (request.where == Request::Where::at) {
-    *offset = request.offset;
-    return true;
-  }
-  if (request.where == Request::Where::high) {
-    const auto& free = large_.free_blocks();
-    const std::size_t alignment = std::min(page_, floor_power_of_two(request.size));
-    for (auto it = free.rbegin(); it != free.rend(); ++it) {
-      const Block* block = *it;
-      if ((block->tag != request.tag && block->tag != kNeutral) || block->size < request.size) continue;
-      const std::size_t at = align_down(block->end() - request.size, alignment);
-      if (at < block->offset) continue;
-      *offset = at;
+  switch (request.where) {
+    case Request::Where::at:
+      *offset = request.offset;
       return true;
-    }
-    return find_unbacked(request.size, /*high=*/true, offset);
+    case Request::Where::high:
+      return find_high(request, offset);
+    case Request::Where::best_fit:
+      return find_least_missing(request, offset) || find_bare(request.size, /*high=*/false, offset);
   }
-  const Block* best = nullptr;
-  std::size_t least_missing = kUnlimited;
-  for (const StreamTag tag : {request.tag, kNeutral}) {
-    Block* candidate = large_.best_fit(request.size, tag);
-    for (int tried = 0; candidate != nullptr && tried < kCandidates; ++tried) {
-      const ByteRange pages{align_down(candidate->offset, page_),
-                            align_up(candidate->offset + request.size, page_) - align_down(candidate->offset, page_)};
-      const std::size_t missing = range_->missing_bytes(pages);
-      if (best == nullptr || missing < least_missing || (missing == least_missing && candidate->size < best->size)) {
-        best = candidate;
-        least_missing = missing;
-      }
-      if (missing == 0) break;
-      candidate = large_.next_larger(candidate);
-    }
-  }
-  if (best == nullptr) return find_unbacked(request.size, /*high=*/false, offset);
-  *offset = best->offset;
-  return true;
+  return false;
 }
 
-// Free addresses with nothing under them, whoever used the span last: there is
-// no memory there that queued work could still touch.
-bool Pool::find_unbacked(std::size_t size, bool high, std::size_t* offset) {
-  const std::size_t wanted = align_up(size, page_);
-  const auto try_block = [&](const Block* block) VMM_REQUIRES(mutex_) {
-    const std::size_t first = align_up(block->offset, page_);
-    const std::size_t last = align_down(block->end(), page_);
-    if (last < first + wanted) return false;
-    for (const ByteRange& gap : range_->gaps({first, last - first})) {
-      if (gap.size < wanted) continue;
-      *offset = high ? gap.end() - wanted : gap.offset;
-      return true;
-    }
-    return false;
-  };
+// Slabs stand at the top of the range, below one another. Among them one with
+// memory comes first; below the first long bare stretch is nothing but what
+// large blocks left, which a slab would pin.
+bool Pool::find_high(const Request& request, std::size_t* offset) {
   const auto& free = large_.free_blocks();
-  return high ? std::any_of(free.rbegin(), free.rend(), try_block) : std::any_of(free.begin(), free.end(), try_block);
+  const std::size_t alignment = std::min(page_, floor_power_of_two(request.size));
+  bool found = false;
+  for (auto it = free.rbegin(); it != free.rend(); ++it) {
+    const Block* block = *it;
+    if ((block->tag != request.tag && block->tag != kNeutral) || block->size < request.size) continue;
+    const std::size_t at = align_down(block->end() - request.size, alignment);
+    if (at < block->offset) continue;
+    if (block->tag != kNeutral || !found) *offset = at;
+    found = true;
+    if (block->tag != kNeutral || block->size >= kLongBare) break;
+  }
+  return found;
+}
+
+// How much memory `size` bytes lack that begin where `from` begins (or, `down`,
+// end where it ends) and run on over free neighbours; kUnlimited where they do
+// not fit there.
+std::size_t Pool::missing_beside(const Block* from, std::size_t size, StreamTag tag, bool down) const {
+  std::size_t missing = 0;
+  int steps = 0;
+  for (const Block* at = from; at != nullptr && at->state == BlockState::free && steps < kMostNeighbours; ++steps) {
+    if (at->tag != tag && at->tag != kNeutral) break;
+    const std::size_t part = std::min(size, at->size);
+    if (at->tag == kNeutral) missing += align_up(part, page_);
+    size -= part;
+    if (size == 0) return missing;
+    at = down ? at->prev : at->next;
+  }
+  return kUnlimited;
+}
+
+// No free block of the stream's has all of it: of the largest ones, and the bare
+// space beside them, what lacks the least.
+bool Pool::find_least_missing(const Request& request, std::size_t* offset) {
+  std::size_t least = align_up(request.size, page_);  // as much as anywhere
+  int tried = 0;
+  large_.for_largest(request.tag, [&](const Block* block) VMM_REQUIRES(mutex_) {
+    for (const bool down : {false, true}) {
+      const std::size_t missing = missing_beside(block, request.size, request.tag, down);
+      if (missing >= least) continue;
+      least = missing;
+      *offset = down ? block->end() - request.size : block->offset;
+    }
+    return ++tried < kCandidates;
+  });
+  return least < align_up(request.size, page_);
+}
+
+// Bare addresses: no memory there that queued work could still touch.
+bool Pool::find_bare(std::size_t size, bool high, std::size_t* offset) {
+  const std::size_t wanted = align_up(size, page_);
+  const auto fits = [wanted](const Block* block) { return block->tag == kNeutral && block->size >= wanted; };
+  const auto& free = large_.free_blocks();
+  if (high) {
+    const auto at = std::find_if(free.rbegin(), free.rend(), fits);
+    if (at == free.rend()) return false;
+    *offset = (*at)->end() - wanted;
+    return true;
+  }
+  const auto at = std::find_if(free.begin(), free.end(), fits);
+  if (at == free.end()) return false;
+  *offset = (*at)->offset;
+  return true;
 }
 
 // Where addresses are short: all free space becomes the asking stream's, whoever
@@ -452,7 +478,7 @@ Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
     }
   }
   std::size_t offset = 0;
-  if (sum >= wanted && find_unbacked(sum, request.where == Request::Where::high, &offset)) {
+  if (sum >= wanted && find_bare(sum, request.where == Request::Where::high, &offset)) {
     for (Placement& placement : backing.placements) placement.offset += offset;
     std::vector<Piece> pieces;
     Block* block = take_range({offset, sum}, request.state, &pieces);

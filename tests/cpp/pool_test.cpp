@@ -362,35 +362,66 @@ TEST(PoolChunks, AnIdleChunkBelowA256thOfTheRequestIsNotWorthAMove) {
   }
 }
 
-// The request goes where the least memory is missing, among the eight smallest
-// spans that fit.
-TEST(PoolPlacement, ComparesTheEightSmallestSpans) {
-  constexpr std::size_t kWanted = 8;  // pages
-  for (const std::size_t smaller : {7U, 8U}) {
-    Lab lab;
+// A uniform pool whose free space is as told: each stretch is so many pages with
+// memory, so many bare ones, and so many with memory again; a live page behind.
+struct Stretch {
+  std::size_t backed = 0;
+  std::size_t bare = 0;
+  std::size_t backed_above = 0;
+};
+struct Stretches {
+  Stretches(Lab& lab, const std::vector<Stretch>& stretches) {
     PoolSpec spec = Lab::spec("a");
     spec.page_size = kPage;
-    const auto pool = lab.pool(spec);
-    // Spans of 8, 9, .. pages with a live page between. All but the largest have
-    // memory under their first page only.
-    std::vector<Address> firsts;
+    pool = lab.pool(spec);
     Address at = pool->base();
-    for (std::size_t k = 0; k <= smaller; ++k) {
-      const std::size_t pages = kWanted + k;
-      lab.adopt(lab.memory().allocate_at(*pool, at, k == smaller ? pages * kPage : kPage, nullptr));
-      lab.adopt(lab.memory().allocate_at(*pool, at + pages * kPage, kPage, nullptr));
-      firsts.push_back(at);
-      at += (pages + 1) * kPage;
+    std::vector<Address> freed;
+    const auto take = [&](std::size_t pages) {
+      if (pages != 0) lab.adopt(lab.memory().allocate_at(*pool, at, pages * kPage, nullptr));
+      if (pages != 0) freed.push_back(at);
+      at += pages * kPage;
+    };
+    for (const auto& [backed, bare, backed_above] : stretches) {
+      starts.push_back(at);
+      take(backed);
+      at += bare * kPage;
+      take(backed_above);
+      lab.adopt(lab.memory().allocate_at(*pool, at, kPage, nullptr));
+      at += kPage;
     }
-    for (const Address first : firsts) lab.free(first);
+    for (const Address address : freed) lab.free(address);
     lab.driver.clear_calls();
-    const Address got = lab.allocate(*pool, kWanted * kPage);
-    if (smaller == 7) {
-      EXPECT_EQ(got, firsts.back()) << "the eighth has all its memory";
-      EXPECT_EQ(lab.driver.count(), 0U) << lab.driver.transcript();
-    } else {
-      EXPECT_EQ(got, firsts.front()) << "a ninth is not looked at";
-    }
+  }
+  std::shared_ptr<Pool> pool;
+  std::vector<Address> starts;
+};
+
+TEST(PoolPlacement, WhatHasAllItsMemoryComesFirstHoweverManySmallerSpansLackSome) {
+  Lab lab;
+  std::vector<Stretch> pages(20, {1, 7});
+  pages.push_back({9, 0});
+  const Stretches stretches(lab, pages);
+  EXPECT_EQ(lab.allocate(*stretches.pool, 8 * kPage), stretches.starts.back());
+  EXPECT_EQ(lab.driver.count(), 0U) << lab.driver.transcript();
+}
+
+TEST(PoolPlacement, OtherwiseARequestStandsWhereTheLeastIsMissing) {
+  struct Case {
+    const char* what;
+    std::vector<Stretch> stretches;
+    std::size_t wanted;         // pages
+    std::size_t page, missing;  // of the second stretch, where it is to stand
+  };
+  const std::vector<Case> cases = {
+      {"upwards over bare space", {{3, 10}, {5, 10}, {4, 10}}, 8, 0, 3},
+      {"downwards", {{3, 10}, {0, 5, 5}, {4, 10}}, 8, 2, 3},
+      {"across a hole", {{5, 10}, {4, 2, 4}}, 10, 0, 2},
+  };
+  for (const Case& c : cases) {
+    Lab lab;
+    const Stretches stretches(lab, c.stretches);
+    EXPECT_EQ(lab.allocate(*stretches.pool, c.wanted * kPage), stretches.starts[1] + c.page * kPage) << c.what;
+    EXPECT_EQ(lab.driver.count(Call::map), c.missing) << c.what << lab.driver.transcript();
   }
 }
 
