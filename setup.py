@@ -75,6 +75,7 @@ SOURCES = [
     "csrc/core/imported_range.cpp",
     "csrc/core/mapped_range.cpp",
     "csrc/core/options.cpp",
+    "csrc/core/move_budget.cpp",
     "csrc/core/page_store.cpp",
     "csrc/core/pool.cpp",
     "csrc/core/pool_cached.cpp",

@@ -1,11 +1,12 @@
 // Pure offsets: split, coalesce, best fit over one or several stretches of
 // offsets, with holes. It never knows an address, a chunk or a lock.
 //
-// Free space carries the tag of the stream that used it last; spans of one
-// tag coalesce. Neutral space (tag 0) was never used, or has nothing under it,
-// and coalesces with any neighbour, whose tag it takes.
+// Free space carries a tag and coalesces only with its like. A pool's tags are
+// the streams that used the memory last; neutral space (tag 0) is bare, with no
+// memory under it. So whatever best_fit() finds for a stream has all its memory.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -93,35 +94,83 @@ class NodeReuse {
   std::vector<typename Set::node_type> spare_;
 };
 
-// Free blocks by size: exact bins with a bitmap below 2 MiB (best fit in O(1)),
-// an ordered set above.
+// Free blocks by size, in bins with a bitmap: below 2 MiB one for every size, above
+// 32 for every doubling. A large pair in an ordered set took 2.5 times as long.
 class FreeIndex {
  public:
   void insert(Block* block);
   void erase(Block* block);
   // The smallest block of at least `size` bytes, lowest offset first, or nullptr.
+  // From 2 MiB on where a bin holds more than kMostCompared: one that is larger by
+  // a 32nd at the most than the smallest, if any is.
   [[nodiscard]] Block* best_fit(std::size_t size) const;
-  // The next larger one after `block`, or nullptr. Large blocks only: small
-  // ones need no second choice.
-  [[nodiscard]] Block* next_larger(Block* block) const;
+  // Calls `each(block)` for the blocks of 2 MiB and more, the largest first,
+  // until it returns false. Of one bin they come in no order.
+  template <typename Each>
+  void for_largest(const Each& each) const;
+  // The same for those of at least `size` bytes, the smallest first.
+  template <typename Each>
+  void for_smallest(std::size_t size, const Each& each) const;
+  // Whether the block stands in its bin. Walks that.
+  [[nodiscard]] bool holds(const Block* block) const;
 
  private:
-  static constexpr std::size_t kBins = 2 * kMiB / kBlockAlignment;
-  static constexpr std::size_t kWords = kBins / 64;
-  struct BySize {
-    bool operator()(const Block* a, const Block* b) const {
-      return a->size != b->size ? a->size < b->size : a->offset < b->offset;
-    }
+  static constexpr std::size_t kLargeBytes = 2 * kMiB;
+  static constexpr std::size_t kExactBins = kLargeBytes / kBlockAlignment;
+  static constexpr std::size_t kStepsPerDoubling = 32;
+  static constexpr std::size_t kDoublings = 27;  // 2 MiB to 2^48, the address space
+  static constexpr std::size_t kRangeBins = kStepsPerDoubling * kDoublings;
+  static constexpr int kMostCompared = 16;
+
+  // Lists of blocks under a bitmap, made when the first block comes.
+  template <std::size_t kCount>
+  class Bins {
+   public:
+    void insert(std::size_t bin, Block* block);
+    void erase(std::size_t bin, Block* block);
+    [[nodiscard]] Block* first(std::size_t bin) const { return heads_ == nullptr ? nullptr : (*heads_)[bin]; }
+    // The lowest filled bin from `bin` on, or kCount.
+    [[nodiscard]] std::size_t filled_from(std::size_t bin) const;
+    // The highest filled bin below `bin`, or kCount.
+    [[nodiscard]] std::size_t filled_below(std::size_t bin) const;
+
+   private:
+    static constexpr std::size_t kWords = (kCount + 63) / 64;
+    static_assert(kWords <= 64, "one summary word must cover the bitmap");
+    using Heads = std::array<Block*, kCount>;
+    std::unique_ptr<Heads> heads_;
+    std::array<std::uint64_t, kWords> filled_{};
+    std::uint64_t words_filled_ = 0;  // bit w: filled_[w] != 0
   };
-  // 32 KiB, made when a block of that size comes: a large block's heap has few.
-  using Bins = std::array<Block*, kBins>;
-  std::unique_ptr<Bins> bins_;
-  std::array<std::uint64_t, kWords> filled_{};
-  std::uint64_t words_filled_ = 0;  // bit w: filled_[w] != 0
-  using Large = std::set<Block*, BySize>;
-  Large large_;
-  NodeReuse<Large> large_nodes_;
+
+  static std::size_t range_bin(std::size_t size) {
+    const auto doubling = static_cast<std::size_t>(63 - __builtin_clzll(size));
+    return (doubling - 21) * kStepsPerDoubling + ((size >> (doubling - 5)) & (kStepsPerDoubling - 1));
+  }
+  [[nodiscard]] Block* smallest_in(std::size_t bin, std::size_t size, int most_compared) const;
+
+  Bins<kExactBins> exact_;
+  Bins<kRangeBins> ranges_;
 };
+
+template <typename Each>
+void FreeIndex::for_largest(const Each& each) const {
+  for (std::size_t bin = ranges_.filled_below(kRangeBins); bin != kRangeBins; bin = ranges_.filled_below(bin)) {
+    for (const Block* block = ranges_.first(bin); block != nullptr; block = block->bin_next) {
+      if (!each(block)) return;
+    }
+  }
+}
+
+template <typename Each>
+void FreeIndex::for_smallest(std::size_t size, const Each& each) const {
+  std::size_t bin = ranges_.filled_from(range_bin(std::max(size, kLargeBytes)));
+  for (; bin != kRangeBins; bin = ranges_.filled_from(bin + 1)) {
+    for (const Block* block = ranges_.first(bin); block != nullptr; block = block->bin_next) {
+      if (block->size >= size && !each(block)) return;
+    }
+  }
+}
 
 class BlockHeap {
  public:
@@ -140,7 +189,17 @@ class BlockHeap {
 
   // The smallest free block with this tag that has `size` bytes, or nullptr.
   [[nodiscard]] Block* best_fit(std::size_t size, StreamTag tag) const;
-  [[nodiscard]] Block* next_larger(Block* block) const;
+  // Calls `each(block)` for the free blocks of 2 MiB and more with this tag, the
+  // largest first, until it returns false.
+  template <typename Each>
+  void for_largest(StreamTag tag, const Each& each) const {
+    if (tag < index_.size() && index_[tag] != nullptr) index_[tag]->for_largest(each);
+  }
+  // The same for those of at least `size` bytes, the smallest first.
+  template <typename Each>
+  void for_smallest(std::size_t size, StreamTag tag, const Each& each) const {
+    if (tag < index_.size() && index_[tag] != nullptr) index_[tag]->for_smallest(size, each);
+  }
   // Makes [offset, offset + size) of a free block a block of its own in
   // `state`; what is left on either side stays free with its tag and epoch.
   Block* carve(Block* free, std::size_t offset, std::size_t size, BlockState state);

@@ -31,6 +31,7 @@
 #include "core/grant.h"
 #include "core/held_ranges.h"
 #include "core/mapped_range.h"
+#include "core/move_budget.h"
 #include "core/observer.h"
 #include "core/options.h"
 #include "core/page_store.h"
@@ -335,11 +336,12 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     StreamTag tag = kNeutral;
     Epoch epoch = kLongAgo;
   };
-  // An idle chunk: where it stands, and whether the asking stream may use it
-  // at once, without a wait on the GPU.
+  // An idle chunk: where it stands, in a free stretch of how many bytes, and
+  // whether the asking stream may use it at once, without a wait on the GPU.
   struct IdleChunk {
     Chunk* chunk = nullptr;
     std::size_t offset = 0;
+    std::size_t stretch = 0;
     bool at_once = false;
   };
   using IdleChunks = std::map<std::size_t, std::vector<IdleChunk>>;  // by size
@@ -347,9 +349,18 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   enum class Idle : std::uint8_t { movable, all };
   // Which memory may back a request, in the order in which it is tried.
   enum class Source : std::uint8_t {
+    grown,    // the shelf and new chunks: the pool grows
     at_once,  // anything that the stream may use without a wait on the GPU
     any,      // also what the stream has to wait for
     fresh,    // new chunks only: the stream is being captured, or the pool pinned
+  };
+  // What is taken for a request while it is being backed: a block that is no
+  // longer free, what it was made of, and the part of it that lacks memory.
+  struct Extent {
+    Block* block = nullptr;
+    std::vector<Piece> pieces;
+    std::vector<ByteRange> gaps;
+    [[nodiscard]] std::size_t missing() const;
   };
   // The chunks that are to back a request: placements by offset, of which
   // `moves` stand elsewhere in this pool now and the others were free.
@@ -432,7 +443,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* take_backed(const Request& request) VMM_REQUIRES(mutex_);
   bool find_spot(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
-  bool find_unbacked(std::size_t size, bool high, std::size_t* offset) VMM_REQUIRES(mutex_);
+  bool find_high(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
+  bool find_least_missing(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
+  bool find_bare(std::size_t size, bool high, std::size_t* offset) VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t missing_beside(const Block* from, std::size_t size, StreamTag tag, bool down) const
+      VMM_REQUIRES(mutex_);
   bool adopt_free_space(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)
       VMM_REQUIRES(mutex_);
@@ -440,17 +455,23 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Block* take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) VMM_REQUIRES(mutex_);
   void untake(Block* block, const std::vector<Piece>& pieces) VMM_REQUIRES(mutex_);
   Block* trim_to_request(Block* block, const Request& request, std::size_t offset) VMM_REQUIRES(mutex_);
-  bool back(const std::vector<ByteRange>& gaps, const Request& request, Grant* grant, Shortage* shortage)
-      VMM_REQUIRES(mutex_);
-  bool collect(const std::vector<ByteRange>& gaps, const Request& request, Source source, Grant* grant,
-               Backing* backing, Shortage* shortage) VMM_REQUIRES(mutex_);
+  bool back(Extent* extent, const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  bool may_grow(std::size_t bytes, const Request& request) VMM_REQUIRES(mutex_);
+  bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
+               Shortage* shortage) VMM_REQUIRES(mutex_);
+  void cover(Extent* extent, const Backing& backing, BlockState state) VMM_REQUIRES(mutex_);
+  void uncover(Extent* extent, std::size_t end) VMM_REQUIRES(mutex_);
+  static bool pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::size_t room, std::size_t total,
+                        IdleChunk* out);
   Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
   Status scrub(const std::vector<Placement>& placements, StreamTag tag) VMM_REQUIRES(mutex_);
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t piece_size(std::size_t total, std::size_t remaining) const VMM_REQUIRES(mutex_);
 
   // pool_idle.cpp: idle chunks, and letting go of them
-  IdleChunks idle_chunks(StreamTag tag, Idle which, std::size_t bare_bytes = 0) VMM_REQUIRES(mutex_);
+  std::vector<IdleChunk> idle_at_once(StreamTag tag, std::size_t at_least) VMM_REQUIRES(mutex_);
+  std::vector<IdleChunk> all_idle(StreamTag tag, Idle which, std::size_t bare_bytes = 0) VMM_REQUIRES(mutex_);
+  IdleChunks idle_chunks(StreamTag tag, Idle which) VMM_REQUIRES(mutex_);
   static bool take_idle(IdleChunks& idle, std::size_t at_most, std::size_t at_least, IdleChunk* out);
   Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
   Chunk* detach(std::size_t offset, Epoch last_use) VMM_REQUIRES(mutex_);
@@ -536,6 +557,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
   std::size_t retired_bytes_ VMM_GUARDED_BY(mutex_) = 0;
+  std::size_t peak_live_ VMM_GUARDED_BY(mutex_) = 0;  // bytes allocated at most, as far as growth has seen
+  MoveBudget move_budget_ VMM_GUARDED_BY(mutex_);
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   // When the last graph went: until that has passed, its replays may use any of
   // the memory, on any stream.

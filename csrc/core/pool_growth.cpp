@@ -1,10 +1,12 @@
 // Pool: finding a place for a request and backing it with chunks.
 //
-// Best fit over the free addresses; what lacks memory there is backed, in this
-// order, by: a grant, the pool's own idle chunks (moved by a second mapping),
-// the group's shelf, new chunks within the limits. A chunk is mapped at its
-// new place before it leaves the old one, so a failure undoes to what was.
+// Best fit over the free space that has its memory, then over what lacks the
+// least. What lacks memory there is backed by a grant; or the pool grows, by the
+// group's shelf and new chunks within the limits; or it moves its own idle chunks
+// by a second mapping (may_grow() decides). A chunk is mapped at its new place
+// before it leaves the old one, so a failure undoes to what was.
 #include <algorithm>
+#include <functional>
 #include <initializer_list>
 
 #include "base/check.h"
@@ -15,17 +17,24 @@ namespace vmm {
 
 namespace {
 
-// How many candidates of a size class are compared for the least missing
-// memory. Eight look-ups cost about a microsecond, a move 30-60.
-constexpr int kCandidates = 8;
-// New chunks are a quarter of what is needed, from one page to 1 GiB: cost is
-// per chunk (46 us to 64 MiB), not per byte, yet a chunk that is large against
-// its request strands more when part of it is reused.
-constexpr std::size_t kPiecesPerRequest = 4;
+// How many free blocks are compared for the least missing memory, and how many
+// neighbours of each. All of it costs about a microsecond, a move 30-60.
+constexpr int kCandidates = 32;
+constexpr int kMostNeighbours = 16;
+// New chunks are a sixteenth of what is missing and a 400th of the pool's peak, or
+// more: cost is per chunk (46 us to 64 MiB), not per byte, yet a chunk that is
+// large against its request strands more when part of it is reused. Below 24 MiB
+// smaller ones were moved more often and saved nothing, but in a small pool.
+constexpr std::size_t kPiecesPerRequest = 16;
+constexpr std::size_t kPiecesPerPool = 400;
+constexpr std::size_t kPiecesPerSmallPool = 4;
+constexpr std::size_t kSmallPiece = 24 * kMiB;
 constexpr std::size_t kLargestPiece = kGiB;
-// A pool that has grown large grows in larger pieces: 20 GiB in steps of 24 MiB
-// took six chunks a step, 3.4 times native's time.
-constexpr std::size_t kPiecesPerPool = 256;
+// A pool grows rather than moves its chunks about while it has at most a 100th
+// more than was ever live at once; and up to a quarter more where it has moved
+// too much already.
+constexpr std::size_t kFreeGrowth = 100;
+constexpr std::size_t kMostGrowth = 4;
 // An idle chunk below this share of the request is not worth a move of its own
 // while new memory may still be had.
 constexpr std::size_t kSmallestMoveShare = 256;
@@ -36,23 +45,29 @@ bool Pool::Backing::is_move(const Chunk* chunk) const {
   return std::any_of(moves.begin(), moves.end(), [&](const IdleChunk& move) { return move.chunk == chunk; });
 }
 
+std::size_t Pool::Extent::missing() const {
+  std::size_t bytes = 0;
+  for (const ByteRange& gap : gaps) bytes += gap.size;
+  return bytes;
+}
+
 std::size_t Pool::piece_size(std::size_t total, std::size_t remaining) const {
   if (uniform_) return page_;
   if (no_split_) return remaining;
   // A private pool's tensors should lie in one chunk each: what NCCL registers
   // of them is a chunk.
-  const std::size_t pieces = is_part() ? 1 : kPiecesPerRequest;
-  const std::size_t share = std::max(total / pieces, range_->mapped_bytes() / kPiecesPerPool);
-  const std::size_t wanted =
-      std::clamp(floor_power_of_two(std::max(share, page_)), page_, std::max(kLargestPiece, page_));
-  return std::min(wanted, floor_power_of_two(remaining));
+  if (is_part()) return std::min(remaining, std::max(kLargestPiece, page_));
+  const std::size_t least = std::min(kSmallPiece, peak_live_ / kPiecesPerSmallPool);
+  const std::size_t wanted = std::max({least, peak_live_ / kPiecesPerPool, total / kPiecesPerRequest, page_});
+  // Even pieces: a short one at the end would cost as much as the others.
+  const std::size_t pieces = std::max<std::size_t>(1, (remaining + wanted / 2) / std::min(wanted, kLargestPiece));
+  return std::min(align_up((remaining + pieces - 1) / pieces, page_), remaining);
 }
 
-// The common case: the smallest span that fits has all its memory.
+// The common case: free space of the stream's own tag has all its memory.
 Block* Pool::take_backed(const Request& request) {
   Block* span = large_.best_fit(request.size, request.tag);
-  if (span == nullptr || range_->missing_bytes({span->offset, request.size}) != 0) return nullptr;
-  return large_.carve(span, span->offset, request.size, request.state);
+  return span == nullptr ? nullptr : large_.carve(span, span->offset, request.size, request.state);
 }
 
 // Where nothing is split, a block has a chunk for itself: the smallest free one
@@ -69,7 +84,7 @@ Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
     whole = {offset, size};
   }
   if (best != nullptr) return large_.carve(best, whole.offset, whole.size, request.state);
-  if (!find_unbacked(request.size, /*high=*/false, &request.offset)) {
+  if (!find_bare(request.size, /*high=*/false, &request.offset)) {
     *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
     return nullptr;
   }
@@ -111,64 +126,93 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   return place_on_whole_chunks(request, grant);
 }
 
-// Where a request should stand. Among the smallest spans that fit, the one
-// that lacks the least memory.
+// Where a request should stand.
 bool Pool::find_spot(const Request& request, std::size_t* offset) {
-  if (request.where == Request::Where::at) {
-    *offset = request.offset;
-    return true;
-  }
-  if (request.where == Request::Where::high) {
-    const auto& free = large_.free_blocks();
-    const std::size_t alignment = std::min(page_, floor_power_of_two(request.size));
-    for (auto it = free.rbegin(); it != free.rend(); ++it) {
-      const Block* block = *it;
-      if ((block->tag != request.tag && block->tag != kNeutral) || block->size < request.size) continue;
-      const std::size_t at = align_down(block->end() - request.size, alignment);
-      if (at < block->offset) continue;
-      *offset = at;
+  switch (request.where) {
+    case Request::Where::at:
+      *offset = request.offset;
       return true;
-    }
-    return find_unbacked(request.size, /*high=*/true, offset);
+    case Request::Where::high:
+      return find_high(request, offset);
+    case Request::Where::best_fit:
+      return find_least_missing(request, offset) || find_bare(request.size, /*high=*/false, offset);
   }
-  const Block* best = nullptr;
-  std::size_t least_missing = kUnlimited;
-  for (const StreamTag tag : {request.tag, kNeutral}) {
-    Block* candidate = large_.best_fit(request.size, tag);
-    for (int tried = 0; candidate != nullptr && tried < kCandidates; ++tried) {
-      const ByteRange pages{align_down(candidate->offset, page_),
-                            align_up(candidate->offset + request.size, page_) - align_down(candidate->offset, page_)};
-      const std::size_t missing = range_->missing_bytes(pages);
-      if (best == nullptr || missing < least_missing || (missing == least_missing && candidate->size < best->size)) {
-        best = candidate;
-        least_missing = missing;
-      }
-      if (missing == 0) break;
-      candidate = large_.next_larger(candidate);
-    }
-  }
-  if (best == nullptr) return find_unbacked(request.size, /*high=*/false, offset);
-  *offset = best->offset;
-  return true;
+  return false;
 }
 
-// Free addresses with nothing under them, whoever used the span last: there is
-// no memory there that queued work could still touch.
-bool Pool::find_unbacked(std::size_t size, bool high, std::size_t* offset) {
-  const std::size_t wanted = align_up(size, page_);
-  const auto try_block = [&](const Block* block) VMM_REQUIRES(mutex_) {
-    const std::size_t first = align_up(block->offset, page_);
-    const std::size_t last = align_down(block->end(), page_);
-    if (last < first + wanted) return false;
-    for (const ByteRange& gap : range_->gaps({first, last - first})) {
-      if (gap.size < wanted) continue;
-      *offset = high ? gap.end() - wanted : gap.offset;
-      return true;
-    }
-    return false;
-  };
+// Slabs stand at the top of the range, below one another. Among them one with
+// memory comes first; below the longest bare stretch is nothing but what large
+// blocks left, which a slab would pin.
+bool Pool::find_high(const Request& request, std::size_t* offset) {
   const auto& free = large_.free_blocks();
-  return high ? std::any_of(free.rbegin(), free.rend(), try_block) : std::any_of(free.begin(), free.end(), try_block);
+  const std::size_t alignment = std::min(page_, floor_power_of_two(request.size));
+  std::size_t longest = kUnlimited;
+  large_.for_largest(kNeutral, [&longest](const Block* block) {
+    longest = block->size;
+    return false;
+  });
+  bool found = false;
+  for (auto it = free.rbegin(); it != free.rend(); ++it) {
+    const Block* block = *it;
+    if ((block->tag != request.tag && block->tag != kNeutral) || block->size < request.size) continue;
+    const std::size_t at = align_down(block->end() - request.size, alignment);
+    if (at < block->offset) continue;
+    if (block->tag != kNeutral || !found) *offset = at;
+    found = true;
+    if (block->tag != kNeutral || block->size >= longest) break;
+  }
+  return found;
+}
+
+// How much memory `size` bytes lack that begin where `from` begins (or, `down`,
+// end where it ends) and run on over free neighbours; kUnlimited where they do
+// not fit there.
+std::size_t Pool::missing_beside(const Block* from, std::size_t size, StreamTag tag, bool down) const {
+  std::size_t missing = 0;
+  int steps = 0;
+  for (const Block* at = from; at != nullptr && at->state == BlockState::free && steps < kMostNeighbours; ++steps) {
+    if (at->tag != tag && at->tag != kNeutral) break;
+    const std::size_t part = std::min(size, at->size);
+    if (at->tag == kNeutral) missing += align_up(part, page_);
+    size -= part;
+    if (size == 0) return missing;
+    at = down ? at->prev : at->next;
+  }
+  return kUnlimited;
+}
+
+// No free block of the stream's has all of it: of the largest ones, and the bare
+// space beside them, what lacks the least.
+bool Pool::find_least_missing(const Request& request, std::size_t* offset) {
+  std::size_t least = align_up(request.size, page_);  // as much as anywhere
+  int tried = 0;
+  const std::function<bool(const Block*)> compare = [&](const Block* block) VMM_REQUIRES(mutex_) {
+    for (const bool down : {false, true}) {
+      const std::size_t missing = missing_beside(block, request.size, request.tag, down);
+      if (missing >= least) continue;
+      least = missing;
+      *offset = down ? block->end() - request.size : block->offset;
+    }
+    return ++tried < kCandidates;
+  };
+  large_.for_largest(request.tag, compare);
+  return least < align_up(request.size, page_);
+}
+
+// Bare addresses: no memory there that queued work could still touch.
+bool Pool::find_bare(std::size_t size, bool high, std::size_t* offset) {
+  const std::size_t wanted = align_up(size, page_);
+  const Block* bare = large_.best_fit(wanted, kNeutral);
+  if (high) {
+    const auto& free = large_.free_blocks();
+    const auto at = std::find_if(free.rbegin(), free.rend(), [wanted](const Block* block) {
+      return block->tag == kNeutral && block->size >= wanted;
+    });
+    bare = at == free.rend() ? nullptr : *at;
+  }
+  if (bare == nullptr) return false;
+  *offset = high ? bare->end() - wanted : bare->offset;
+  return true;
 }
 
 // Where addresses are short: all free space becomes the asking stream's, whoever
@@ -232,88 +276,144 @@ Block* Pool::trim_to_request(Block* block, const Request& request, std::size_t o
 Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage) {
   const std::size_t first = align_down(offset, page_);
   const std::size_t last = std::min(align_up(offset + request.size, page_), capacity_);
-  const std::vector<ByteRange> gaps = range_->gaps({first, last - first});
-  ByteRange extent{offset, request.size};
-  if (!gaps.empty()) {
-    const std::size_t begin = std::min(offset, gaps.front().offset);
-    extent = {begin, std::max(offset + request.size, gaps.back().end()) - begin};
+  Extent extent;
+  extent.gaps = range_->gaps({first, last - first});
+  ByteRange range{offset, request.size};
+  if (!extent.gaps.empty()) {
+    const std::size_t begin = std::min(offset, extent.gaps.front().offset);
+    range = {begin, std::max(offset + request.size, extent.gaps.back().end()) - begin};
   }
-  std::vector<Piece> pieces;
-  Block* block = take_range(extent, request.state, &pieces);
+  extent.block = take_range(range, request.state, &extent.pieces);
   // Only an explicit offset can land on memory that another stream used last;
-  // elsewhere space with another's tag has nothing under it.
+  // elsewhere it is the stream's own or bare.
   Epoch others = kLongAgo;
-  for (const Piece& piece : pieces) {
-    const bool is_of_others = piece.tag != request.tag && piece.tag != kNeutral;
-    if (is_of_others && request.where == Request::Where::at) others = std::max(others, piece.epoch);
+  for (const Piece& piece : extent.pieces) {
+    if (piece.tag != request.tag && piece.tag != kNeutral) others = std::max(others, piece.epoch);
   }
   if (!order_behind(request.tag, others).ok()) {
     shortage->wait_for = others;
-    untake(block, pieces);
+    untake(extent.block, extent.pieces);
     return nullptr;
   }
-  if (!gaps.empty() && !back(gaps, request, grant, shortage)) {
-    untake(block, pieces);
+  if (!extent.gaps.empty() && !back(&extent, request, grant, shortage)) {
+    untake(extent.block, extent.pieces);
     retire_in_vain();
     return nullptr;
   }
-  return trim_to_request(block, request, offset);
+  return trim_to_request(extent.block, request, offset);
 }
 
-// Backs the gaps: with memory that the stream may use at once, then with what
-// the GPU has to wait for. Where the stream is being captured neither a wait
-// nor a fill may be queued, so there it is fresh chunks alone, as in a pool that
-// is pinned or never splits.
-bool Pool::back(const std::vector<ByteRange>& gaps, const Request& request, Grant* grant, Shortage* shortage) {
+// Whether a request that lacks `bytes` is met by new memory, though idle chunks
+// could perhaps be moved under it: a move costs as much as a new chunk, and comes
+// again and again in a pool that has no slack at all.
+bool Pool::may_grow(std::size_t bytes, const Request& request) {
+  const StatTriple& allocated = statistics_[StatKind::allocated_bytes];
+  const auto now = static_cast<std::size_t>(allocated[0].current);
+  peak_live_ = std::max({peak_live_, static_cast<std::size_t>(allocated[0].peak), now + request.size});
+  const std::size_t grown = range_->mapped_bytes() + bytes;
+  if (grown <= peak_live_ + peak_live_ / kFreeGrowth) return true;
+  const bool may_move = move_budget_.may_move(static_cast<std::size_t>(allocated[0].allocated));
+  return !may_move && grown <= peak_live_ + peak_live_ / kMostGrowth;
+}
+
+// Backs the gaps. Where the pool may not simply grow: with memory that the stream
+// may use at once, then with what the GPU has to wait for. Where the stream is
+// being captured neither a wait nor a fill may be queued, so there it is fresh
+// chunks alone, as in a pool that is pinned or never splits.
+bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* shortage) {
   Status status;
   const auto back_from = [&](std::initializer_list<Source> sources) VMM_REQUIRES(mutex_) {
     Backing backing;
     const bool found = std::any_of(sources.begin(), sources.end(), [&](Source source) VMM_REQUIRES(mutex_) {
-      return collect(gaps, request, source, grant, &backing, shortage);
+      return collect(*extent, request, source, grant, &backing, shortage);
     });
     if (!found) return false;
+    const std::size_t end = extent->block->end();
+    cover(extent, backing, request.state);
     status = install(backing, request);
     if (status.ok()) return true;
+    uncover(extent, end);
     put_back(backing, grant);
     *shortage = {0, nullptr, status};
     for (const Placement& placement : backing.placements) shortage->bytes += placement.chunk->size;
     return false;
   };
+  const bool grows = may_grow(extent->missing(), request);
   if (pinned_ || no_split_) return back_from({Source::fresh});
+  if (grows && grant == nullptr) {
+    if (back_from({Source::grown})) return true;
+    if (!in_vain_.empty() || (!status.ok() && status.code() != StatusCode::not_supported)) return false;
+  }
   if (back_from({Source::at_once, Source::any})) return true;
   // What was mapped in vain stands where fresh memory would: the ladder finds another place.
   return status.code() == StatusCode::not_supported && in_vain_.empty() && back_from({Source::fresh});
 }
 
-// Chooses a chunk for every gap, exactly filling it. On failure everything is
-// where it was, and `shortage` says what was missing.
-bool Pool::collect(const std::vector<ByteRange>& gaps, const Request& request, Source source, Grant* grant,
-                   Backing* backing, Shortage* shortage) {
-  std::size_t total = 0;
-  for (const ByteRange& gap : gaps) total += gap.size;
-  const bool fresh_only = source == Source::fresh;
-  if (source == Source::any) give_up_spare_slabs();
-  IdleChunks idle;
-  if (!fresh_only) idle = idle_chunks(request.tag, Idle::movable, total);
-  const std::size_t least_move = source == Source::any ? 0 : total / kSmallestMoveShare;
-  if (source == Source::at_once) {
-    for (auto& [size, chunks] : idle) {
-      std::erase_if(chunks, [](const IdleChunk& chunk) { return !chunk.at_once; });
-    }
+// Of the idle chunks of at most `room` bytes the one that the request uses most of
+// and that breaks up the least free space. Of what lies beyond `remaining` the
+// request uses nothing.
+bool Pool::pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::size_t room, std::size_t total,
+                     IdleChunk* out) {
+  auto best = idle.end();
+  double most = 0;
+  for (auto at = idle.begin(); at != idle.end(); ++at) {
+    const std::size_t size = at->chunk->size;
+    if (size > room) continue;
+    const std::size_t beyond = size - std::min(size, remaining);
+    const double worth = static_cast<double>(size - beyond) / static_cast<double>(remaining) -
+                         (0.5 * static_cast<double>(at->stretch - size) + 0.1 * static_cast<double>(beyond)) /
+                             static_cast<double>(total);
+    if (best != idle.end() && worth <= most) continue;
+    best = at;
+    most = worth;
   }
+  if (best == idle.end()) return false;
+  *out = *best;
+  *best = idle.back();
+  idle.pop_back();
+  return true;
+}
+
+// Chooses chunks for the gaps. They fill them exactly, but that an idle chunk may
+// reach beyond the last one into bare space. On failure everything is where it
+// was, and `shortage` says what was missing.
+bool Pool::collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
+                   Shortage* shortage) {
+  const std::size_t total = extent.missing();
+  const bool fresh_only = source == Source::fresh;
+  const bool moves = source == Source::at_once || source == Source::any;
+  if (source == Source::any) give_up_spare_slabs();
+  std::vector<IdleChunk> idle;
+  if (source == Source::at_once) {
+    idle = idle_at_once(request.tag, uniform_ ? page_ : std::max(page_, total / kSmallestMoveShare));
+  }
+  if (source == Source::any) idle = all_idle(request.tag, Idle::movable, total);
+  const Block* behind = extent.block->next;
+  const bool is_open = behind != nullptr && behind->state == BlockState::free && behind->tag == kNeutral &&
+                       extent.gaps.back().end() == extent.block->end();
   std::vector<std::size_t> to_create;  // indexes into placements
   std::vector<std::size_t> sizes;      // of these
   std::size_t create_bytes = 0;
   Budget* refused = nullptr;
-  for (const ByteRange& gap : gaps) {
+  for (const ByteRange& gap : extent.gaps) {
+    const std::size_t beyond = is_open && gap == extent.gaps.back() && !uniform_ ? behind->size : 0;
     for (std::size_t at = gap.offset; at < gap.end();) {
       const std::size_t remaining = gap.end() - at;
       Chunk* chunk =
           grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(uniform_ ? page_ : remaining, uniform_);
-      IdleChunk move;
-      if (chunk == nullptr && take_idle(idle, uniform_ ? page_ : remaining, uniform_ ? page_ : least_move, &move)) {
-        chunk = move.chunk;
-        backing->moves.push_back(move);
+      if (chunk == nullptr && moves && !idle.empty()) {
+        IdleChunk move;
+        bool found = true;
+        if (uniform_) {
+          move = idle.back();
+          idle.pop_back();
+        } else {
+          found = pick_idle(idle, remaining, remaining + beyond, total, &move);
+        }
+        if (found) {
+          chunk = move.chunk;
+          backing->moves.push_back(move);
+        }
       }
       if (chunk == nullptr && refused == nullptr && !fresh_only) {
         chunk = context_.store.take_at_most(group_, budget_, uniform_ ? page_ : remaining, uniform_, &refused);
@@ -354,6 +454,24 @@ bool Pool::collect(const std::vector<ByteRange>& gaps, const Request& request, S
   put_back(*backing, grant);
   *backing = {};
   return false;
+}
+
+// Takes the bare space into which the backing reaches beyond the extent.
+void Pool::cover(Extent* extent, const Backing& backing, BlockState state) {
+  const Placement& last = backing.placements.back();
+  const std::size_t end = last.offset + last.chunk->size;
+  const std::size_t taken = extent->block->end();
+  if (end <= taken) return;
+  large_.join(extent->block, take_range({taken, end - taken}, state, &extent->pieces));
+}
+
+// Undoes that.
+void Pool::uncover(Extent* extent, std::size_t end) {
+  if (extent->block->end() == end) return;
+  const auto beyond = std::find_if(extent->pieces.begin(), extent->pieces.end(),
+                                   [end](const Piece& piece) { return piece.range.offset >= end; });
+  untake(large_.split(extent->block, end), {beyond, extent->pieces.end()});
+  extent->pieces.erase(beyond, extent->pieces.end());
 }
 
 void Pool::put_back(const Backing& backing, Grant* grant) {
@@ -415,6 +533,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
     }
     return status;
   }
+  move_budget_.spend(backing.moves.size());
   for (const IdleChunk& move : backing.moves) detach(move.offset, last_use_of({move.offset, move.chunk->size}));
   for (const Placement& placement : backing.placements) {
     placement.chunk->content = id_;
@@ -456,7 +575,7 @@ Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
     }
   }
   std::size_t offset = 0;
-  if (sum >= wanted && find_unbacked(sum, request.where == Request::Where::high, &offset)) {
+  if (sum >= wanted && find_bare(sum, request.where == Request::Where::high, &offset)) {
     for (Placement& placement : backing.placements) placement.offset += offset;
     std::vector<Piece> pieces;
     Block* block = take_range({offset, sum}, request.state, &pieces);

@@ -1,6 +1,7 @@
 // Pool: which chunks are idle, and letting go of them. A chunk that leaves is
 // detached: its old mapping waits for the device's clock, the caller does not.
 #include <algorithm>
+#include <functional>
 #include <iterator>
 
 #include "base/check.h"
@@ -14,6 +15,9 @@ namespace {
 // 0.5 where there is one; an unmap costs 16 to 22. With one tick for a quarter as
 // many addresses as there are streams it does not show.
 constexpr std::size_t kStreamsPerRetired = 4;
+// Free blocks that are looked at for chunks to move, and chunks that are compared.
+constexpr int kMostLookedAt = 128;
+constexpr std::size_t kMostChoice = 256;
 
 }  // namespace
 
@@ -35,12 +39,38 @@ Epoch Pool::last_use_of(ByteRange range) const {
 
 // -------------------------------------------------------------- idle chunks
 
-// Every chunk that stands wholly in free space, by size; of one size what queued
-// work may still use comes first, and then by offset: the last are taken first.
-// None while a graph may use them at any time. `bare_bytes` of what is taken have no
-// memory yet.
-Pool::IdleChunks Pool::idle_chunks(StreamTag tag, Idle which, std::size_t bare_bytes) {
-  IdleChunks idle;
+// Of the chunks that the stream may use at once, those that stand in free blocks
+// of at least `at_least` bytes, the smallest blocks first: what they lose there
+// breaks up the least. A look at so many blocks costs as much as half a move.
+std::vector<Pool::IdleChunk> Pool::idle_at_once(StreamTag tag, std::size_t at_least) {
+  std::vector<IdleChunk> idle;
+  const Clock& clock = context_.clock;
+  const bool graphs_are_done = clock.has_passed(graphs_end_) || streams_[tag].behind_graphs == graphs_end_;
+  if (pinned_ || !graphs_are_done) return idle;
+  int looked_at = 0;
+  const std::function<bool(const Block*)> look_at = [&](const Block* block) VMM_REQUIRES(mutex_) {
+    if (block->tag == tag || clock.has_passed(block->epoch)) {
+      for (auto at = range_->from(block->offset); at != range_->live().end(); ++at) {
+        Chunk* chunk = at->second.chunk;
+        if (at->first + chunk->size > block->end()) break;
+        if (chunk->size < at_least || chunk->exported) continue;
+        idle.push_back({chunk, at->first, block->size, /*at_once=*/true});
+      }
+    }
+    return ++looked_at < kMostLookedAt && idle.size() < kMostChoice;
+  };
+  large_.for_smallest(at_least, tag, look_at);
+  for (StreamTag other = 1; other < streams_.size() && looked_at < kMostLookedAt; ++other) {
+    if (other != tag) large_.for_smallest(at_least, other, look_at);
+  }
+  return idle;
+}
+
+// Every chunk that stands wholly in free space, by offset; what queued work may
+// still use comes first. None while a graph may use them at any time.
+// `bare_bytes` of what is taken have no memory yet. Walks all free blocks.
+std::vector<Pool::IdleChunk> Pool::all_idle(StreamTag tag, Idle which, std::size_t bare_bytes) {
+  std::vector<IdleChunk> idle;
   // Without a page's worth of memory under free addresses there is none to find:
   // of ten thousand pages in use, a walk took half a millisecond each time.
   const std::size_t free_bytes = range_->mapped_bytes() - (large_.taken_bytes() - retired_bytes_ - bare_bytes);
@@ -49,11 +79,14 @@ Pool::IdleChunks Pool::idle_chunks(StreamTag tag, Idle which, std::size_t bare_b
   const bool graphs_are_done =
       clock.has_passed(graphs_end_) || (tag != kNeutral && streams_[tag].behind_graphs == graphs_end_);
   const auto& free = large_.free_blocks();
-  for (auto first = free.begin(); first != free.end();) {
+  const auto is_backed = [](const Block* block) { return block->tag != kNeutral; };
+  for (auto first = std::find_if(free.begin(), free.end(), is_backed); first != free.end();) {
     // One run of adjacent free blocks: a chunk may lie across two of them.
     auto last = first;
-    while (std::next(last) != free.end() && (*std::next(last))->offset == (*last)->end()) ++last;
+    auto next = std::next(first);
+    for (; next != free.end() && (*next)->offset == (*last)->end() && is_backed(*next); ++next) last = next;
     const std::size_t run_end = (*last)->end();
+    const std::size_t run = run_end - (*first)->offset;
     auto block = first;
     for (auto at = range_->from((*first)->offset); at != range_->live().end(); ++at) {
       Chunk* chunk = at->second.chunk;
@@ -62,19 +95,23 @@ Pool::IdleChunks Pool::idle_chunks(StreamTag tag, Idle which, std::size_t bare_b
       while ((*block)->end() <= at->first) ++block;
       if (chunk->exported && which == Idle::movable) continue;
       bool at_once = graphs_are_done;
-      for (auto under = block; under != std::next(last) && (*under)->offset < end; ++under) {
+      for (auto under = block; under != next && (*under)->offset < end; ++under) {
         const Block& span = **under;
-        at_once =
-            at_once && ((tag != kNeutral && span.tag == tag) || span.tag == kNeutral || clock.has_passed(span.epoch));
+        at_once = at_once && ((tag != kNeutral && span.tag == tag) || clock.has_passed(span.epoch));
       }
-      idle[chunk->size].push_back({chunk, at->first, at_once});
+      idle.push_back({chunk, at->first, run, at_once});
     }
-    first = std::next(last);
+    first = std::find_if(next, free.end(), is_backed);
   }
-  for (auto& [size, chunks] : idle) {
-    std::stable_partition(chunks.begin(), chunks.end(), [](const IdleChunk& chunk) { return !chunk.at_once; });
-  }
+  std::stable_partition(idle.begin(), idle.end(), [](const IdleChunk& chunk) { return !chunk.at_once; });
   return idle;
+}
+
+// The same by size; of one size the last are taken first.
+Pool::IdleChunks Pool::idle_chunks(StreamTag tag, Idle which) {
+  IdleChunks by_size;
+  for (const IdleChunk& idle : all_idle(tag, which)) by_size[idle.chunk->size].push_back(idle);
+  return by_size;
 }
 
 // Takes the largest idle chunk of at most `at_most` and at least `at_least`

@@ -196,8 +196,10 @@ void Pool::check() const {
         VMM_CHECK(range_->missing_bytes(block->range()) == block->size, "a mapping under the retired ", block->offset);
         break;
       case BlockState::free:
-        VMM_CHECK(block->tag != kNeutral || range_->missing_bytes(block->range()) == block->size,
-                  "memory under the neutral block at ", block->offset);
+        // Wholly bare or wholly backed: placement takes the one for the other nowhere.
+        VMM_CHECK(range_->missing_bytes(block->range()) == (block->tag == kNeutral ? block->size : 0),
+                  "free block of tag ", block->tag, " at ", block->offset, "+", block->size, " lacks ",
+                  range_->missing_bytes(block->range()));
         break;
     }
   }

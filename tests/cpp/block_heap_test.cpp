@@ -73,24 +73,18 @@ TEST_F(Heap, NeighboursOfTwoTagsStayApart) {
   EXPECT_EQ(heap_.best_fit(kUnit, kNeutral), nullptr);
 }
 
-TEST_F(Heap, NeutralSpaceTakesTheTagOfItsNeighbour) {
-  heap_.donate({0, 3 * kUnit}, kNeutral);
-  Block* a = take(0, kUnit);
-  Block* merged = give(a, 4);
-  EXPECT_EQ(merged->range(), (ByteRange{0, 3 * kUnit}));
-  EXPECT_EQ(merged->tag, 4);
-}
-
-TEST_F(Heap, NeutralSpaceBetweenTwoTagsGoesToTheLowerOne) {
-  heap_.donate({0, 3 * kUnit}, 9);
+TEST_F(Heap, NeutralSpaceCoalescesWithItsLikeAlone) {
+  heap_.donate({0, 4 * kUnit}, kNeutral);
   Block* a = take(0, kUnit);
   Block* b = take(kUnit, kUnit);
   Block* c = take(2 * kUnit, kUnit);
-  give(a, 1);
-  give(c, 2);
-  Block* merged = give(b, kNeutral, 0);
-  EXPECT_EQ(merged->range(), (ByteRange{0, 2 * kUnit}));
-  EXPECT_EQ(merged->tag, 1);
+  give(a, 4);
+  Block* above = give(c, kNeutral, 0);
+  EXPECT_EQ(above->range(), (ByteRange{2 * kUnit, 2 * kUnit}));
+  EXPECT_EQ(above->tag, kNeutral);
+  Block* middle = give(b, 4);
+  EXPECT_EQ(middle->range(), (ByteRange{0, 2 * kUnit}));
+  EXPECT_EQ(heap_.best_fit(3 * kUnit, 4), nullptr) << "what is bare is none of the tag's";
 }
 
 TEST_F(Heap, StretchesNeverCoalesceAndCanBeTakenOut) {
@@ -144,10 +138,13 @@ TEST_F(Heap, BestFitIsTheSmallestThatFitsBelowAndAboveTwoMegabytes) {
   }
   EXPECT_EQ(heap_.best_fit(10 * kMiB + kUnit, 1), nullptr);
   Block* first = heap_.best_fit(10 * kMiB, 1);
-  Block* second = heap_.next_larger(first);
-  ASSERT_NE(second, nullptr);
-  EXPECT_LT(first->offset, second->offset) << "the lowest offset first";
-  EXPECT_EQ(heap_.next_larger(second), nullptr);
+  EXPECT_EQ(first->end() + kUnit, (*heap_.free_blocks().rbegin())->offset) << "the lowest offset first";
+  std::vector<std::size_t> largest;
+  heap_.for_largest(1, [&](const Block* block) {
+    largest.push_back(block->size);
+    return largest.size() < 3;
+  });
+  EXPECT_EQ(largest, (std::vector<std::size_t>{10 * kMiB, 10 * kMiB, 2 * kMiB + kUnit}));
 }
 
 TEST_F(Heap, TheFirstFitIsTheLowestRunWhateverItsTags) {
@@ -187,10 +184,7 @@ class HeapProgram : public ::testing::TestWithParam<unsigned> {
       ASSERT_EQ(block->offset, seen * kUnit) << "tiles";
       for (std::size_t k = 0; k < block->size / kUnit; ++k, ++seen) {
         ASSERT_EQ(owner_[seen] < 0, block->state == BlockState::free) << "unit " << seen;
-        if (block->state == BlockState::free && block->tag != kNeutral) {
-          // A span's units were all last freed by its tag, or never used.
-          ASSERT_TRUE(last_tag_[seen] == block->tag || last_tag_[seen] == kNeutral) << "unit " << seen;
-        }
+        ASSERT_TRUE(block->state != BlockState::free || last_tag_[seen] == block->tag) << "unit " << seen;
       }
     }
     ASSERT_EQ(seen, kUnits);

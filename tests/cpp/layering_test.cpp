@@ -61,7 +61,7 @@ const std::vector<std::string> kLayers = {"base", "driver", "core", "torch_adapt
 // The rooms of core, lowest first; rooms of one row do not know each other.
 const std::vector<std::vector<std::string>> kRooms = {
     {"budget", "stats", "options", "biased_lock", "address_space", "device_streams", "imported_range", "observer",
-     "held_ranges", "refusal"},
+     "held_ranges", "refusal", "move_budget"},
     {"stream_point", "peaks"},
     {"clock"},
     {"pending_frees"},
