@@ -47,7 +47,7 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
       streams_(driver, device),
       clock_(streams_),
-      caches_(peaks_),
+      caches_(peaks_, clock_, oversize_bytes_),
       accessors_{Location::on_device(device)} {}
 
 DeviceMemory::~DeviceMemory() {
@@ -415,7 +415,7 @@ std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
   if (budget.excess() != 0) {
     // What is freed has to go back, and threads keep none of it.
     caches_.stop(BlockCaches::kOverLimit);
-    over_limit_.store(true, std::memory_order_relaxed);
+    over_limit_.store(true, std::memory_order_seq_cst);
   } else if (over_limit_.load(std::memory_order_relaxed)) {
     enforce_limits(nullptr);  // perhaps it was the last
   }
@@ -496,6 +496,8 @@ void DeviceMemory::enforce_limits(Pool* freed) {
     over_limit_.store(true, std::memory_order_relaxed);
   } else if (!over_limit_.load(std::memory_order_relaxed)) {
     caches_.resume(BlockCaches::kOverLimit);
+    // Lowered at this very moment: it has stopped them before it said so.
+    if (over_limit_.load(std::memory_order_seq_cst)) caches_.stop(BlockCaches::kOverLimit);
   }
 }
 

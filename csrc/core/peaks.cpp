@@ -140,6 +140,18 @@ void Peaks::lower(Seat& seat) {
   seat.tighten();
 }
 
+Peaks::Level Peaks::level(StatKind kind) const {
+  const MutexLock lock(mutex_);
+  const std::size_t counter = Seat::index(kind);
+  Level level;
+  for (Seat* seat : seats_) {
+    seat->spread();
+    level.current += seat->current_.at(counter).load(std::memory_order_relaxed);
+  }
+  level.peak = std::max(level.current, peak_.at(counter));
+  return level;
+}
+
 void Peaks::reset_peaks() {
   const MutexLock lock(mutex_);
   for (Seat* seat : seats_) lower(*seat);

@@ -121,6 +121,12 @@ class Peaks {
   void transfer(const BlockCounts& counts, Seat& from, Seat& to) VMM_EXCLUDES(mutex_);
 
   void reset_peaks() VMM_EXCLUDES(mutex_);
+  // Of one kind, all size classes: what there is now, and the peak so far.
+  struct Level {
+    std::int64_t current = 0;
+    std::int64_t peak = 0;
+  };
+  [[nodiscard]] Level level(StatKind kind) const VMM_EXCLUDES(mutex_);
   // Writes the peaks (never below the currents) into `out`.
   void fill_peaks(Statistics& out) const VMM_EXCLUDES(mutex_);
 

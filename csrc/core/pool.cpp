@@ -432,7 +432,7 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
   if (may_keep(tag) && !is_oversize(request.size)) {
     shard = mine.shard(*this, tag);
     if (shard == nullptr) {
-      *add_shard = tag;
+      if (context_.caches.may_keep(*this)) *add_shard = tag;
     } else {
       take_back_locked(shard->take_unwanted());
       if (is_small) shard->want(request.size);
@@ -451,6 +451,7 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
     block = attempt();
   }
   if (block == nullptr) return 0;
+  if (!is_small) handed_out_ += block->size;
   directory_->insert(block);
   if (shard == nullptr) {
     begin_block(block, bytes);
@@ -555,6 +556,7 @@ Block* Pool::allocate_small(const Request& request, Grant* grant, Shortage* shor
 // Small blocks are cut from it from now on.
 void Pool::make_slab(Block* slab) {
   slabs_.emplace(slab->offset, slab);
+  handed_out_ += slab->size;
   streams_[slab->tag].small->donate(slab->range(), slab->tag)->small = true;
   hand_over_slab(*slab, SizeClass::large_pool, SizeClass::small_pool);
 }
@@ -564,6 +566,7 @@ bool Pool::free(Address address, bool* drained) {
   if (!contains(address)) return false;
   StreamTag add_shard = kNeutral;
   Stream stream = nullptr;
+  std::shared_ptr<Pool> self;  // with its last block freed, others may end it as soon as the lock is given up
   {
     BlockCaches::Mine mine(context_.caches);
     const MutexLock lock(mutex_);
@@ -582,7 +585,8 @@ bool Pool::free(Address address, bool* drained) {
     } else {
       const bool keeps = may_keep(block->tag) && !is_oversize(block->size);
       Shard* const shard = keeps ? mine.shard(*this, block->tag) : nullptr;
-      if (keeps && shard == nullptr) {
+      if (keeps && shard == nullptr && context_.caches.may_keep(*this)) {
+        self = weak_from_this().lock();
         add_shard = block->tag;
         stream = streams_[block->tag].stream;
       }
@@ -596,7 +600,7 @@ bool Pool::free(Address address, bool* drained) {
     }
     *drained = is_retired() && live_blocks_locked() == 0;
   }
-  if (add_shard != kNeutral) context_.caches.add_shard(*this, stream, add_shard);
+  if (self != nullptr) context_.caches.add_shard(*this, stream, add_shard);
   return true;
 }
 

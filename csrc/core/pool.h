@@ -559,6 +559,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::size_t retired_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t peak_live_ VMM_GUARDED_BY(mutex_) = 0;  // bytes allocated at most, as far as growth has seen
   MoveBudget move_budget_ VMM_GUARDED_BY(mutex_);
+  std::size_t handed_out_ VMM_GUARDED_BY(mutex_) = 0;  // bytes of large blocks, slabs and pages so far
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   // When the last graph went: until that has passed, its replays may use any of
   // the memory, on any stream.

@@ -13,6 +13,11 @@ Block* Pool::live_at(Address address) const {
 
 std::size_t Pool::block_size(Address address) const {
   const Block* block = live_at(address);
+  if (block == nullptr && contains(address)) {
+    // The directory may be changing around it: under the lock it stands still.
+    const ReadLock lock(*this);
+    block = live_at(address);
+  }
   return block == nullptr ? 0 : block->size;
 }
 
@@ -31,12 +36,11 @@ void Pool::take_back(Block* first) {
 }
 
 void Pool::take_back_locked(Block* first) {
-  const Epoch now = context_.clock.now();
   while (first != nullptr) {
     Block* block = first;
     first = block->bin_next;
     VMM_CHECK(directory_->take(block->offset) == block, "a kept block at ", block->offset, " is not the pool's");
-    release_block(block, now);
+    release_block(block, block->epoch);  // of its free: what was queued later is nobody's to wait for
   }
 }
 

@@ -307,12 +307,12 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
 // could perhaps be moved under it: a move costs as much as a new chunk, and comes
 // again and again in a pool that has no slack at all.
 bool Pool::may_grow(std::size_t bytes, const Request& request) {
-  const StatTriple& allocated = statistics_[StatKind::allocated_bytes];
-  const auto now = static_cast<std::size_t>(allocated[0].current);
-  peak_live_ = std::max({peak_live_, static_cast<std::size_t>(allocated[0].peak), now + request.size});
+  const Peaks::Level allocated = own_peaks_.level(StatKind::allocated_bytes);  // threads' too
+  const auto now = static_cast<std::size_t>(allocated.current);
+  peak_live_ = std::max({peak_live_, static_cast<std::size_t>(allocated.peak), now + request.size});
   const std::size_t grown = range_->mapped_bytes() + bytes;
   if (grown <= peak_live_ + peak_live_ / kFreeGrowth) return true;
-  const bool may_move = move_budget_.may_move(static_cast<std::size_t>(allocated[0].allocated));
+  const bool may_move = move_budget_.may_move(handed_out_);
   return !may_move && grown <= peak_live_ + peak_live_ / kMostGrowth;
 }
 

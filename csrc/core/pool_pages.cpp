@@ -44,6 +44,7 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
   if (block == nullptr) return 0;
   pages_.emplace(block->offset, block);
   page_bytes_ += block->size;
+  handed_out_ += block->size;
   begin_block(block, range.size);
   return base_ + range.offset;
 }

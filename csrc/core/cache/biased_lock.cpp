@@ -29,7 +29,7 @@ void BiasedLock::barrier() noexcept {
 }
 
 void BiasedLock::wait() const noexcept {
-  for (int spins = 0; is_inside_.load(std::memory_order_acquire); ++spins) {
+  for (int spins = 0; is_inside_.load(std::memory_order_seq_cst); ++spins) {
     // Inside for long: it maps memory.
     if (spins < kMostSpins) {
       std::this_thread::yield();

@@ -1,5 +1,7 @@
 #include "core/cache/block_caches.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <map>
@@ -39,13 +41,24 @@ struct LatestCache {
 };
 constinit thread_local LatestCache latest_cache{0, nullptr, false};
 
+// In a forked child nothing is kept and nothing given back: threads that are not
+// there may have held any lock.
+std::atomic<bool> is_forked_child{false};
+
 class ThreadEnd {
  public:
-  ThreadEnd() = default;
+  ThreadEnd() {
+    static const int kWatched = ::pthread_atfork(nullptr, nullptr, [] {
+      is_forked_child.store(true, std::memory_order_relaxed);
+      latest_cache = {0, nullptr, true};
+    });
+    (void)kWatched;
+  }
   ThreadEnd(const ThreadEnd&) = delete;
   ThreadEnd& operator=(const ThreadEnd&) = delete;
   ~ThreadEnd() {
     latest_cache = {0, nullptr, true};
+    if (is_forked_child.load(std::memory_order_relaxed)) return;
     const MutexLock lock(everyone().mutex);
     for (const auto& [id, cache] : caches_) {
       const auto found = everyone().caches.find(id);
@@ -69,7 +82,8 @@ ThreadEnd& this_thread() {
 }
 }  // namespace
 
-BlockCaches::BlockCaches(Peaks& device_peaks) : id_(next_id()), device_peaks_(device_peaks) {
+BlockCaches::BlockCaches(Peaks& device_peaks, const Clock& clock, const std::atomic<std::size_t>& oversize_bytes)
+    : id_(next_id()), device_peaks_(device_peaks), clock_(clock), oversize_bytes_(oversize_bytes) {
   const MutexLock lock(everyone().mutex);
   everyone().caches.emplace(id_, this);
 }
@@ -132,11 +146,12 @@ bool BlockCaches::put(CachedPool& pool, Address address) noexcept {
   // Its owner frees it, so the block stands still: it is looked at without the
   // pool's lock.
   Block* const block = may_keep(pool) ? pool.directory().find(offset) : nullptr;
-  if (block != nullptr && block->offset == offset && block->state == BlockState::used && block->uses == nullptr)
-      [[likely]] {
+  if (block != nullptr && block->offset == offset && block->state == BlockState::used && block->uses == nullptr &&
+      block->size < oversize_bytes_.load(std::memory_order_relaxed)) [[likely]] {
     Shard* const shard = cache->find(pool, block->tag);
     if (shard != nullptr && shard->put(block)) [[likely]] {
       is_kept = true;
+      block->epoch = clock_.now();
       block->state = BlockState::cached;
       shard->count_free(*block, cache->of_device);
       if (shard->is_full()) [[unlikely]]
@@ -167,14 +182,12 @@ bool BlockCaches::Mine::is_alone(const CachedPool& pool) const noexcept {
 }
 
 void BlockCaches::stop_all() {
-  if (threads_.empty()) return;
-  for (const auto& cache : threads_) cache->lock.want();
-  BiasedLock::barrier();
-  for (const auto& cache : threads_) cache->lock.wait();
+  stop_those([](const ThreadCache&) { return true; });
 }
 
 void BlockCaches::go_on() {
-  for (const auto& cache : threads_) cache->lock.release();
+  for (ThreadCache* cache : stopped_) cache->lock.release();
+  stopped_.clear();
 }
 
 void BlockCaches::give_back(ThreadCache& cache, const CachedPool& pool, Kept kept) {
@@ -223,19 +236,21 @@ void BlockCaches::give_back(const CachedPool& pool, Kept kept) {
 bool BlockCaches::hold() {
   if (Telling::is_mine()) return false;
   mutex_.lock();
-  stop_all();
   return true;
 }
 
 BlockCaches::Still::Still(BlockCaches& caches, const CachedPool& pool, Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS
     : caches_(caches),
       holds_(caches.hold()) {
-  if (holds_) caches_.give_back(pool, kept);
+  if (!holds_) return;
+  caches_.stop_those([&pool](const ThreadCache& cache) { return cache.first_of(pool) != nullptr; });
+  caches_.give_back(pool, kept);
 }
 
 BlockCaches::Still::Still(BlockCaches& caches, Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS : caches_(caches),
                                                                                           holds_(caches.hold()) {
   if (!holds_) return;
+  caches_.stop_all();
   for (const auto& cache : caches_.threads_) {
     for (const CachedPool* pool : cache->pools()) give_back(*cache, *pool, kept);
   }

@@ -13,6 +13,7 @@
 // its own BiasedLock may take a pool's lock, and mutex_ never.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -22,12 +23,14 @@
 #include "base/sync.h"
 #include "core/cache/thread_cache.h"
 #include "core/observer.h"
+#include "core/streams/clock.h"
 
 namespace vmm {
 
 class BlockCaches {
  public:
-  explicit BlockCaches(Peaks& device_peaks);
+  // `oversize_bytes`: blocks of so many and more are counted apart, and not kept.
+  BlockCaches(Peaks& device_peaks, const Clock& clock, const std::atomic<std::size_t>& oversize_bytes);
   BlockCaches(const BlockCaches&) = delete;
   BlockCaches& operator=(const BlockCaches&) = delete;
   // REQUIRES: no pool has shards any more.
@@ -39,6 +42,11 @@ class BlockCaches {
   // Keeps the live block at `address`, counted as freed. False: the pool has to free
   // it, or say what is wrong.
   bool put(CachedPool& pool, Address address) noexcept;
+
+  // Threads may keep blocks of the pool now.
+  [[nodiscard]] bool may_keep(const CachedPool& pool) const noexcept {
+    return pool.is_cached() && off_.load(std::memory_order_relaxed) == 0;
+  }
 
   // -- Beside it --------------------------------------------------------------
   // The calling thread's own cache, held while the pool itself allocates or frees: so
@@ -102,6 +110,10 @@ class BlockCaches {
           Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS : caches_(caches),
                                                      holds_(caches.hold()) {
       if (!holds_) return;
+      caches_.stop_those([&](const ThreadCache& cache) {
+        return std::any_of(pools.begin(), pools.end(),
+                           [&](const auto& pool) { return cache.first_of(*pool) != nullptr; });
+      });
       for (const auto& pool : pools) caches_.give_back(*pool, kept);
     }
     Still(BlockCaches& caches, Kept kept) VMM_ACQUIRE(caches.mutex_);
@@ -130,13 +142,23 @@ class BlockCaches {
 
  private:
   friend class ThreadEnd;
-  [[nodiscard]] bool may_keep(const CachedPool& pool) const noexcept {
-    return pool.is_cached() && off_.load(std::memory_order_relaxed) == 0;
-  }
   ThreadCache* mine() const noexcept;
   ThreadCache* make_mine() VMM_EXCLUDES(mutex_);
   // The thread is about to end.
   void end_thread(ThreadCache* cache) VMM_EXCLUDES(mutex_);
+  // Only those threads are stopped that have something of what is asked about: one
+  // that maps memory for its own pool is inside for as long as the driver takes.
+  template <typename Which>
+  void stop_those(const Which& which) VMM_NO_THREAD_SAFETY_ANALYSIS {
+    stopped_.clear();
+    for (const auto& cache : threads_) {
+      if (which(*cache)) stopped_.push_back(cache.get());
+    }
+    if (stopped_.empty()) return;
+    for (ThreadCache* cache : stopped_) cache->lock.want();
+    BiasedLock::barrier();
+    for (ThreadCache* cache : stopped_) cache->lock.wait();
+  }
   void stop_all() VMM_REQUIRES(mutex_);
   void go_on() VMM_REQUIRES(mutex_);
   static void give_back(ThreadCache& cache, const CachedPool& pool, Kept kept);
@@ -145,9 +167,12 @@ class BlockCaches {
 
   const std::uint64_t id_;
   Peaks& device_peaks_;
+  const Clock& clock_;
+  const std::atomic<std::size_t>& oversize_bytes_;
   std::atomic<unsigned> off_{0};  // Reasons
   mutable Mutex mutex_;
   std::vector<std::unique_ptr<ThreadCache>> threads_ VMM_GUARDED_BY(mutex_);
+  std::vector<ThreadCache*> stopped_ VMM_GUARDED_BY(mutex_);
 };
 
 }  // namespace vmm
