@@ -570,7 +570,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Statistics inherited_ VMM_GUARDED_BY(mutex_);           // of parts that have ended
   Peaks own_peaks_;
   Peaks::Seat own_seat_ VMM_GUARDED_BY(mutex_);
-  Peaks::Seat seat_ VMM_GUARDED_BY(mutex_);  // in the device's
+  Peaks::Seat seat_ VMM_GUARDED_BY(mutex_);                           // in the device's
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts
   std::atomic<Peaks*> family_peaks_{nullptr};                         // the same
   std::unique_ptr<Peaks::Seat> family_seat_ VMM_GUARDED_BY(mutex_);   // there

@@ -25,6 +25,7 @@ SOURCES = [
 
 
 @pytest.mark.no_memcheck  # a process of its own, checked on its own
+@pytest.mark.alone
 def test_the_cuda_driver_keeps_the_contract(tmp_path: Path) -> None:
     compiler = os.environ.get("CXX", "/usr/bin/g++" if Path("/usr/bin/g++").exists() else "g++")
     flags = ["-std=c++20", "-O1", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}", *cuda_include.include_flags()]
