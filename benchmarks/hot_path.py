@@ -61,6 +61,9 @@ def _one_cpu() -> Iterator[None]:
         os.sched_setaffinity(0, allowed)
 
 
+_models: list[object] = []  # a model that nobody holds is closed
+
+
 def _in_models(run: loops.Loops, allocator: str) -> list[object]:
     """What eight threads have open: a model each, where there are models."""
     if allocator != "torch_vmm":
@@ -71,7 +74,9 @@ def _in_models(run: loops.Loops, allocator: str) -> list[object]:
     shared = torch_vmm.SharedMemoryPool(physical_limit="1TiB", device=KIND)
     for number in range(_THREADS):
         with ExitStack() as stack:
-            stack.enter_context(shared.register_model(f"thread {number}"))
+            model = shared.register_model(f"thread {number}")
+            _models.append(model)
+            stack.enter_context(model)
             opened.append(run.Opened())
     return opened
 

@@ -128,8 +128,8 @@ def test_the_models_limit_holds_in_a_mempool(make_pool: MakePool) -> None:
 def test_regions_do_not_serve_each_other() -> None:
     first, second = MemPool(), MemPool()
     with use_mem_pool(first):
-        places = {queue_stamp(empty(4 * MIB), seed).data_ptr() for seed in range(3)}
         kept = empty(1000)
+        places = {queue_stamp(empty(4 * MIB), seed).data_ptr() for seed in range(3)}
     for where in (None, second):
         with use_mem_pool(where) if where else torch.cuda.device(0):
             others = [empty(4 * MIB) for _ in range(4)] + [empty(1000) for _ in range(20)]

@@ -50,12 +50,12 @@ RECORDED = {
     "continuous": Recorded(7.30, 1.171, 1.046),
 }
 BOUNDS = {
-    "train": Bound(1.028, 3400, 520),
-    "vision": Bound(1.013, 4700, 1170),
-    "lora": Bound(1.018, 4250, 410),
-    "serve": Bound(1.024, 3100, 355),
-    "two": Bound(1.045, 1900, 155),
-    "continuous": Bound(1.029, 24500, 1950),
+    "train": Bound(1.020, 2360, 340),
+    "vision": Bound(1.012, 2110, 610),
+    "lora": Bound(1.016, 2710, 220),
+    "serve": Bound(1.021, 1230, 30),
+    "two": Bound(1.026, 1130, 60),
+    "continuous": Bound(1.060, 2180, 150),
 }
 
 
