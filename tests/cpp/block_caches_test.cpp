@@ -119,6 +119,7 @@ TEST(BlockCaches, WhatOtherThreadsKeepNeverMakesThePoolGrow) {
   const auto pool = lab.pool("a");
   Turns turns;
   std::vector<Address> blocks;
+  blocks.reserve(200);
   for (int k = 0; k < 200; ++k) blocks.push_back(lab.allocate(*pool, 32 * kKiB));
   turns.on(0, [&] { warm(lab, *pool, 32 * kKiB); });
   turns.on(0, [&] {
@@ -260,6 +261,7 @@ TEST(BlockCaches, ManyPoolsInTurnEachKeepTheirs) {
   spec.device_bytes = 4 * kGiB;
   Lab lab(spec);
   std::vector<std::shared_ptr<Pool>> pools;
+  pools.reserve(100);
   for (int k = 0; k < 100; ++k) pools.push_back(lab.pool("p" + std::to_string(k)));
   std::map<const Pool*, Address> first;
   for (int round = 0; round < 4; ++round) {
@@ -418,6 +420,7 @@ TEST(BlockCaches, NoBlockIsGivenTwiceWhileThreadsShareAndOthersGather) {
     }
   });
   std::vector<std::thread> crew;
+  crew.reserve(kThreads);
   for (int id = 0; id < kThreads; ++id) {
     crew.emplace_back([&, id] {
       std::mt19937 random(static_cast<unsigned>(id));

@@ -33,6 +33,7 @@ class Scaling : public ::testing::Test {
   // Which of the pools were locked meanwhile.
   std::vector<std::size_t> locked_by(const std::function<void()>& work) {
     std::vector<std::uint64_t> before;
+    before.reserve(pools_.size());
     for (const auto& pool : pools_) before.push_back(pool->times_locked());
     work();
     std::vector<std::size_t> locked;
@@ -91,7 +92,7 @@ TEST_F(Scaling, TheGroupsNumbersLookAtWhatHasChangedOnly) {
   GlobalMemoryStats stats;
   const auto ask = [&] { stats = shared_.global_stats(); };
   EXPECT_EQ(locked_by(ask).size(), 0U);
-  EXPECT_EQ(stats.allocated_bytes, kModels * 3 * kMiB);
+  EXPECT_EQ(stats.allocated_bytes, std::size_t{kModels} * 3 * kMiB);
   DeviceMemory::free(lab_.space, lab_.memory().allocate(*pools_[9], 8 * kMiB, nullptr));
   DeviceMemory::free(lab_.space, blocks_[4]);
   EXPECT_EQ(locked_by(ask), (std::vector<std::size_t>{4, 9}));
@@ -106,7 +107,7 @@ TEST_F(Scaling, TheGroupsNumbersFollowModelsThatComeAndGo) {
   (void)shared_.global_stats();
   shared_.unregister_model("0", true);
   const std::size_t closed = shared_.global_stats().allocated_bytes;
-  EXPECT_EQ(closed, kModels * 3 * kMiB) << "its tensor lives on";
+  EXPECT_EQ(closed, std::size_t{kModels} * 3 * kMiB) << "its tensor lives on";
   DeviceMemory::free(lab_.space, blocks_[0]);
   EXPECT_EQ(shared_.global_stats().allocated_bytes, closed - 3 * kMiB);
   ModelSpec spec;
