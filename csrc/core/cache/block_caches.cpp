@@ -191,6 +191,7 @@ void BlockCaches::go_on() {
 }
 
 void BlockCaches::give_back(ThreadCache& cache, const CachedPool& pool, Kept kept) {
+  if (cache.first_of(pool) == nullptr) return;  // and it has not been stopped
   for (Shard* shard = cache.first_of(pool); shard != nullptr; shard = shard->next.get()) {
     if (kept != Kept::stays) {
       if (Block* const blocks = shard->take_all()) shard->pool.take_back(blocks);
