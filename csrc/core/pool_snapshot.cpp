@@ -174,7 +174,8 @@ void Pool::check() const {
   };
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
     count_block(*block);
-    switch (block->state) {
+    const BlockState state = block->state;
+    switch (state) {
       case BlockState::slab:
         ++slabs;
         VMM_CHECK(slabs_.count(block->offset) == 1, "slab at ", block->offset);
