@@ -291,8 +291,8 @@ bool BlockHeap::coalesces(const Block* a, const Block* b) {
 }
 
 Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
-  taken_bytes_ -= block->size;
   VMM_CHECK(block->state != BlockState::free, "freeing free block at ", block->offset);
+  taken_bytes_ -= block->size;
   block->state = BlockState::free;
   block->tag = tag;
   block->epoch = epoch;

@@ -557,12 +557,7 @@ MemoryStats DeviceMemory::memory_stats_of(const Pool& model) const {
   for (const auto& member : members) {
     const MemoryStats part = member->memory_stats_locked();
     if (!member->is_part()) sum.virtual_capacity = part.virtual_capacity;
-    sum.physical_usage += part.physical_usage;
-    sum.mapped_pages += part.mapped_pages;
-    sum.allocated_bytes += part.allocated_bytes;
-    sum.idle_bytes += part.idle_bytes;
-    sum.stranded_bytes += part.stranded_bytes;
-    sum.quarantined_bytes += part.quarantined_bytes;
+    sum.add(part);
   }
   if (sum.physical_usage != 0) {
     sum.fragmentation_ratio = static_cast<double>(sum.stranded_bytes) / static_cast<double>(sum.physical_usage);

@@ -15,22 +15,6 @@ namespace {
 // are locked.
 constexpr int kTries = 2;
 
-void add(MemoryStats& sum, const MemoryStats& part) {
-  sum.physical_usage += part.physical_usage;
-  sum.allocated_bytes += part.allocated_bytes;
-  sum.idle_bytes += part.idle_bytes;
-  sum.stranded_bytes += part.stranded_bytes;
-  sum.quarantined_bytes += part.quarantined_bytes;
-}
-
-void subtract(MemoryStats& sum, const MemoryStats& part) {
-  sum.physical_usage -= part.physical_usage;
-  sum.allocated_bytes -= part.allocated_bytes;
-  sum.idle_bytes -= part.idle_bytes;
-  sum.stranded_bytes -= part.stranded_bytes;
-  sum.quarantined_bytes -= part.quarantined_bytes;
-}
-
 }  // namespace
 
 // Pools have ended, or have come behind the others, since the last answer.
@@ -42,13 +26,13 @@ void GroupFigures::follow(const std::shared_ptr<const PoolList>& pools) {
   figures.reserve(pools->size());
   std::size_t former = 0;
   for (const auto& pool : *pools) {
-    while (former != seen_.size() && seen_[former].id != pool->id()) subtract(sum_, figures_[former++]);
+    while (former != seen_.size() && seen_[former].id != pool->id()) sum_.subtract(figures_[former++]);
     const bool is_known = former != seen_.size();
     seen.push_back(is_known ? seen_[former] : Seen{pool->id(), pool.get()});
     figures.push_back(is_known ? figures_[former] : MemoryStats{});
     if (is_known) ++former;
   }
-  for (; former != seen_.size(); ++former) subtract(sum_, figures_[former]);
+  for (; former != seen_.size(); ++former) sum_.subtract(figures_[former]);
   seen_ = std::move(seen);
   figures_ = std::move(figures);
   of_ = pools;
@@ -70,9 +54,9 @@ GroupFigures::Places GroupFigures::changed_beside(const Places& locked) const {
 
 // With its lock held.
 void GroupFigures::look_at(std::size_t place, Pool& pool) {
-  subtract(sum_, figures_[place]);
+  sum_.subtract(figures_[place]);
   figures_[place] = pool.memory_stats_locked();
-  add(sum_, figures_[place]);
+  sum_.add(figures_[place]);
   seen_[place].as_of = pool.changes_by_itself_locked() ? kNever : pool.times_locked();
 }
 

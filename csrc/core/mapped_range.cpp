@@ -12,7 +12,7 @@ namespace {
 
 // Calls `each(first, last)` for every contiguous run of placements.
 template <typename Each>
-Status for_each_run(std::span<const Placement> placements, const Each& each) {
+Status for_each_run(std::span<const PlacedChunk> placements, const Each& each) {
   for (std::size_t first = 0; first < placements.size();) {
     std::size_t last = first;
     std::size_t end = placements[first].offset + placements[first].chunk->size;
@@ -43,7 +43,7 @@ Access LiveMapping::access() const {
   return strongest;
 }
 
-void MappedRange::unmap_first(std::span<const Placement> placements, std::size_t count) {
+void MappedRange::unmap_first(std::span<const PlacedChunk> placements, std::size_t count) {
   while (count-- > 0) {
     const auto& [offset, chunk] = placements[count];
     const Status undone = driver_.unmap(base_ + offset, chunk->size);
@@ -56,7 +56,7 @@ void MappedRange::unmap_first(std::span<const Placement> placements, std::size_t
   }
 }
 
-Status MappedRange::map(std::span<const Placement> placements, std::span<const Location> accessors) {
+Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const Location> accessors) {
   static std::atomic<std::uint64_t> mappings{0};
   for (std::size_t k = 0; k < placements.size(); ++k) {
     const auto& [offset, chunk] = placements[k];

@@ -29,7 +29,7 @@ struct LiveMapping {
 };
 
 // A chunk and the offset at which it is to stand.
-struct Placement {
+struct PlacedChunk {
   std::size_t offset = 0;
   Chunk* chunk = nullptr;
 };
@@ -47,7 +47,7 @@ class MappedRange {
   // refusal, would not take back: they are live, and to be retired), and gives `accessors` read and write over
   // each contiguous run (one call a run: set_access is the dear call).
   // REQUIRES: inside the range, on free addresses, sorted by offset.
-  Status map(std::span<const Placement> placements, std::span<const Location> accessors);
+  Status map(std::span<const PlacedChunk> placements, std::span<const Location> accessors);
   // Unmaps a run of whole mappings in one call. REQUIRES: no gaps in it, and no
   // queued work uses it.
   Status unmap(ByteRange range);
@@ -91,7 +91,7 @@ class MappedRange {
   };
   template <typename Each>
   void for_each_gap(ByteRange range, const Each& each) const;
-  void unmap_first(std::span<const Placement> placements, std::size_t count);
+  void unmap_first(std::span<const PlacedChunk> placements, std::size_t count);
 
   Driver& driver_;
   Address base_;

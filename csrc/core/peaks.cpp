@@ -1,6 +1,7 @@
 #include "core/peaks.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace vmm {
 
@@ -33,7 +34,7 @@ void Peaks::Seat::spread() {
   if (what_ == Of::everything) return;
   const BlockCounts now = counts();
   for (std::size_t k = 0; k < 3; ++k) {
-    for (const StatKind kind : kKindsOfBlockCount[k]) {
+    for (const StatKind kind : kinds_of_block_count(k)) {
       current_[index(kind)].store(now[0][k] + now[1][k], std::memory_order_relaxed);
       current_[index(kind) + 1].store(now[0][k], std::memory_order_relaxed);
       current_[index(kind) + 2].store(now[1][k], std::memory_order_relaxed);
@@ -45,9 +46,11 @@ void Peaks::Seat::tighten() {
   if (what_ == Of::everything) return;
   for (std::size_t k = 0; k < 3; ++k) {
     for (std::size_t which = 0; which < 3; ++which) {
-      const auto ceiling = [&](StatKind kind) { return ceiling_[index(kind) + which].load(std::memory_order_relaxed); };
-      most_[which][k].store(std::min(ceiling(kKindsOfBlockCount[k][0]), ceiling(kKindsOfBlockCount[k][1])),
-                            std::memory_order_relaxed);
+      std::int64_t most = std::numeric_limits<std::int64_t>::max();
+      for (const StatKind kind : kinds_of_block_count(k)) {
+        most = std::min(most, ceiling_[index(kind) + which].load(std::memory_order_relaxed));
+      }
+      most_[which][k].store(most, std::memory_order_relaxed);
     }
   }
 }
@@ -62,9 +65,8 @@ void Peaks::transfer(const BlockCounts& counts, Seat& from, Seat& to) {
   for (std::size_t k = 0; k < 3; ++k) {
     const std::int64_t small = counts[0][k];
     const std::int64_t large = counts[1][k];
-    for (std::size_t of_kind = 0; of_kind < (kKindsOfBlockCount[k][0] == kKindsOfBlockCount[k][1] ? 1U : 2U);
-         ++of_kind) {
-      const std::size_t first = Seat::index(kKindsOfBlockCount[k][of_kind]);
+    for (const StatKind kind : kinds_of_block_count(k)) {
+      const std::size_t first = Seat::index(kind);
       move(first, small + large);
       move(first + 1, small);
       move(first + 2, large);

@@ -16,14 +16,11 @@ OwnerId next_owner_id() {
   return ++next;
 }
 
-constexpr std::size_t kSlabBytes = 2 * kMiB;
 constexpr int kEndAttempts = 3;
 // Former mappings that a pool keeps at most before a request waits for the clock.
 // Fewer gather as long as ticks pass by themselves; with streams on which no
 // fence can stand they never do, and each costs its addresses and a walk.
 constexpr std::size_t kMostRetired = 1024;
-// Streams that may come and go are bounded by those that have blocks, above this.
-constexpr std::size_t kStreamsKept = 64;
 constexpr std::size_t kMostCapacity = std::size_t{1} << 46;  // half of the 47-bit address space
 
 }  // namespace
@@ -45,8 +42,10 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       floor_(spec.floor),
       priority_(spec.priority),
       large_(arena_, /*by_offset=*/true),
-      own_seat_(own_peaks_),
-      seat_(context.peaks) {
+      placement_(large_, page_),
+      slabs_(arena_),
+      streams_(context.streams, context.clock),
+      counters_(own_peaks_, context.peaks) {
   const std::size_t granularity = context.store.granularity();
   if (!is_power_of_two(page_) || !is_aligned(page_, granularity)) throw InvalidPageSizeError(page_, granularity);
   if (spec.capacity == 0) throw InvalidArgumentError("capacity 0: a pool needs at least one page");
@@ -71,8 +70,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
   const MutexLock lock(mutex_);
   range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
   large_.donate({0, capacity_}, kNeutral);
-  streams_.emplace_back();  // tag 0 is neutral
-  if (family != nullptr) family_seat_ = std::make_unique<Peaks::Seat>(*family);
+  if (family != nullptr) counters_.follow_family(*family);
 }
 
 Pool::~Pool() {
@@ -110,7 +108,7 @@ bool Pool::end() {
   if (live_blocks_locked() != 0) return false;
   if (pinned_) {
     pinned_ = false;
-    graphs_end_ = context_.clock.now();
+    streams_.graphs_ended();
   }
   give_up_spare_slabs();
   // The memory goes to the shelf at once; only the addresses have to wait for
@@ -131,181 +129,7 @@ bool Pool::end() {
   return true;
 }
 
-// ---------------------------------------------------------------- streams
-
-StreamUse Pool::use_of(StreamTag tag) const { return {&context_.streams, streams_[tag].stream, streams_[tag].kind}; }
-
-StreamTag Pool::tag_of(Stream stream, bool is_alive) {
-  StreamTag tag = latest_tag_;
-  if (tag == kNeutral || streams_[tag].stream != stream) {
-    const auto known = tags_.find(stream);
-    if (known == tags_.end()) {
-      tag = tag_without_blocks();
-      if (tag == kNeutral) {
-        tag = static_cast<StreamTag>(streams_.size());
-        streams_.emplace_back().small = std::make_unique<BlockHeap>(arena_, /*by_offset=*/false);
-      } else {
-        tags_.erase(streams_[tag].stream);
-      }
-      streams_[tag].stream = stream;
-      streams_[tag].kind = StreamKind::unreachable;  // until it is met, below
-      streams_[tag].behind_graphs = kLongAgo;
-      streams_[tag].behind = kLongAgo;
-      streams_[tag].zeroed_by = kLongAgo;
-      streams_[tag].zeroed = nullptr;
-      tags_.emplace(stream, tag);
-    } else {
-      tag = known->second;
-    }
-    latest_tag_ = tag;
-  }
-  // The handle of a stream that somebody else made may be another stream's by now.
-  StreamKind& kind = streams_[tag].kind;
-  if (is_alive && (kind == StreamKind::blocking || kind == StreamKind::unreachable)) [[unlikely]]
-    kind = context_.streams.meet(stream);
-  return tag;
-}
-
-// Of many streams, one that has no block left and whose free space nobody uses
-// any more: that space may be the next stream's as it stands.
-StreamTag Pool::tag_without_blocks() {
-  if (streams_.size() <= kStreamsKept) return kNeutral;
-  const auto find = [this]() VMM_REQUIRES(mutex_) {
-    for (std::size_t tag = 1; tag < streams_.size(); ++tag) {
-      const StreamState& state = streams_[tag];
-      if (state.blocks == 0 && !state.is_kept && context_.clock.has_passed(std::max(state.last_free, graphs_end_))) {
-        return static_cast<StreamTag>(tag);
-      }
-    }
-    return kNeutral;
-  };
-  if (const StreamTag tag = find(); tag != kNeutral) return tag;
-  context_.clock.cover(context_.clock.now());
-  context_.clock.poll();
-  return find();
-}
-
-// The stream's work comes after what `epoch` stands for, and so may use all memory
-// that was freed until then.
-Status Pool::order_behind(StreamTag tag, Epoch epoch) {
-  if (context_.clock.has_passed(epoch)) return {};
-  if (const Status status = context_.clock.order_before(use_of(tag), epoch); !status.ok()) return status;
-  StreamState& state = streams_[tag];
-  state.last_free = std::max(state.last_free, epoch);
-  if (!is_lasting(state.kind)) state.behind = std::max(state.behind, epoch);
-  return {};
-}
-
-// Its memory is being zeroed on the stream, just now.
-void Pool::note_zeroing(StreamTag tag) {
-  StreamState& state = streams_[tag];
-  if (is_lasting(state.kind)) return;
-  state.zeroed_by = context_.clock.now();
-  state.zeroed = std::make_shared<StreamPoint>(std::vector<StreamUse>{use_of(tag)});
-}
-
-// Whether the stream may be given memory of the pool that it may use at once.
-// False, with what to wait for, where it has to come after something first and
-// the GPU cannot be made to wait.
-bool Pool::is_behind(StreamTag tag, Shortage* shortage) {
-  if (graphs_end_ != kLongAgo && !is_behind_graphs(tag, shortage)) [[unlikely]]
-    return false;
-  const StreamState& state = streams_[tag];
-  return (state.behind == kLongAgo && state.zeroed_by == kLongAgo) || is_behind_namesakes(tag, shortage);
-}
-
-// After a graph has gone, its replays may still use the memory on any stream: a
-// stream's work comes after them before it is given any of it.
-bool Pool::is_behind_graphs(StreamTag tag, Shortage* shortage) {
-  if (context_.clock.has_passed(graphs_end_)) {
-    graphs_end_ = kLongAgo;
-    return true;
-  }
-  if (streams_[tag].behind_graphs == graphs_end_) return true;
-  if (!order_behind(tag, graphs_end_).ok()) {
-    shortage->wait_for = graphs_end_;
-    return false;
-  }
-  if (is_lasting(streams_[tag].kind)) streams_[tag].behind_graphs = graphs_end_;
-  return true;
-}
-
-bool Pool::is_behind_namesakes(StreamTag tag, Shortage* shortage) {
-  StreamState& state = streams_[tag];
-  context_.clock.poll();
-  if (context_.clock.has_passed(state.behind)) state.behind = kLongAgo;
-  if (!context_.clock.order_before(use_of(tag), state.behind).ok()) {
-    shortage->wait_for = state.behind;
-    return false;
-  }
-  if (state.zeroed_by == kLongAgo) return true;
-  if (context_.clock.has_passed(state.zeroed_by) || state.zeroed->passed()) {
-    state.zeroed_by = kLongAgo;
-    state.zeroed = nullptr;
-    return true;
-  }
-  if (state.zeroed->order_before(use_of(tag)).ok()) return true;
-  shortage->wait_for = state.zeroed_by;
-  return false;
-}
-
-// ------------------------------------------------------------- statistics
-
-void Pool::count_up(StatKind kind, SizeClass size_class, std::size_t amount) {
-  statistics_.increase(kind, size_class, amount);
-  own_seat_.rose(kind, size_class, statistics_[kind]);
-  seat_.rose(kind, size_class, statistics_[kind]);
-  if (family_seat_ != nullptr) family_seat_->rose(kind, size_class, statistics_[kind]);
-}
-
-void Pool::count_down(StatKind kind, SizeClass size_class, std::size_t amount) {
-  statistics_.decrease(kind, size_class, amount);
-  own_seat_.fell(kind, size_class, statistics_[kind]);
-  seat_.fell(kind, size_class, statistics_[kind]);
-  if (family_seat_ != nullptr) family_seat_->fell(kind, size_class, statistics_[kind]);
-}
-
-void Pool::count(StatKind blocks, StatKind bytes, const Block& block, bool up) {
-  const SizeClass size_class = block.small ? SizeClass::small_pool : SizeClass::large_pool;
-  if (up) {
-    count_up(blocks, size_class, 1);
-    count_up(bytes, size_class, block.size);
-  } else {
-    count_down(blocks, size_class, 1);
-    count_down(bytes, size_class, block.size);
-  }
-}
-
-void Pool::count_requested(const Block& block, bool up) {
-  const SizeClass size_class = block.small ? SizeClass::small_pool : SizeClass::large_pool;
-  if (up) {
-    count_up(StatKind::requested_bytes, size_class, block.requested);
-  } else {
-    count_down(StatKind::requested_bytes, size_class, block.requested);
-  }
-}
-
-// What changes hands between the small and the large pool has gone from the one
-// and come to the other, so `freed` and `allocated` of all rise as well.
-void Pool::hand_over(StatKind kind, SizeClass from, SizeClass to, std::size_t how_much) {
-  count_down(kind, from, how_much);
-  count_up(kind, to, how_much);
-}
-
-// A slab's memory is the small pool's, whatever its chunk was mapped for; the
-// chunk itself is where the slab is all of it.
-void Pool::hand_over_slab(const Block& slab, SizeClass from, SizeClass to) {
-  hand_over(StatKind::reserved_bytes, from, to, slab.size);
-  const auto chunk = range_->live().find(slab.offset);
-  if (chunk == range_->live().end() || chunk->second.chunk->size != slab.size) return;
-  hand_over(StatKind::segment, from, to, 1);
-}
-
-void Pool::count_oversize(const Block& block, bool up) {
-  if (!is_oversize(block.size)) return;
-  Stat& stat = statistics_.oversize_allocations;
-  up ? stat.increase(1) : stat.decrease(1);
-}
+// ---------------------------------------------------------------- told and counted
 
 void Pool::tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const {
   PoolObserver* observer = context_.observer.load(std::memory_order_acquire);
@@ -337,18 +161,14 @@ Pool::ReadLock::~ReadLock() {
 // The block is a tensor's from now on, or held by the explicit face.
 void Pool::begin_block(Block* block, std::size_t requested) {
   block->requested = requested;
-  count(StatKind::allocation, StatKind::allocated_bytes, *block, /*up=*/true);
-  count(StatKind::active, StatKind::active_bytes, *block, /*up=*/true);
-  count_requested(*block, /*up=*/true);
-  count_oversize(*block, /*up=*/true);
+  counters_.block_began(*block, is_oversize(block->size));
   ++streams_[block->tag].blocks;
   tell(PoolEvent::alloc, block->offset, requested, streams_[block->tag].stream);
 }
 
 // Its owner has let go of it; recorded streams may still use it.
 void Pool::end_block(const Block& block) {
-  count(StatKind::allocation, StatKind::allocated_bytes, block, /*up=*/false);
-  count_oversize(block, /*up=*/false);
+  counters_.block_ended(block, is_oversize(block.size));
   tell(PoolEvent::free_requested, block.offset, block.requested, streams_[block.tag].stream);
 }
 
@@ -380,16 +200,13 @@ bool Pool::make_way_of_retired(std::size_t offset, Shortage* shortage) {
 
 // Nobody uses it any more.
 void Pool::finish_free(Block* block, Epoch epoch) {
-  count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
-  count_requested(*block, /*up=*/false);
+  counters_.block_finished(*block);
   tell(PoolEvent::free_completed, block->offset, block->requested, streams_[block->tag].stream);
   release_block(block, epoch);
 }
 
 void Pool::release_block(Block* block, Epoch epoch) {
-  StreamState& stream = streams_[block->tag];
-  --stream.blocks;
-  stream.last_free = std::max(stream.last_free, epoch);
+  streams_.block_freed(block->tag, epoch);
   if (!block->small) context_.clock.freed(block->size);
   free_block(block, epoch);
 }
@@ -421,22 +238,17 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
   }
   if (!pending_.empty()) settle_locked();
   if (range_->retired_count() >= kMostRetired && wait_for_retired(shortage)) return 0;
-  const StreamTag tag = tag_of(stream);
-  if (!is_behind(tag, shortage)) return 0;
+  const StreamTag tag = streams_.tag_of(stream);
+  if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   Request request;
   request.size = rounded(bytes);
   request.tag = tag;
   request.is_gathered = is_gathered;
   const bool is_small = request.size <= kSmallLimitBytes;
-  Shard* shard = nullptr;
-  if (may_keep(tag) && !is_oversize(request.size)) {
-    shard = mine.shard(*this, tag);
-    if (shard == nullptr) {
-      if (context_.caches.may_keep(*this)) *add_shard = tag;
-    } else {
-      take_back_locked(shard->take_unwanted());
-      if (is_small) shard->want(request.size);
-    }
+  Shard* const shard = shard_for(mine, tag, request.size, add_shard);
+  if (shard != nullptr) {
+    take_back_locked(shard->take_unwanted());
+    if (is_small) shard->want(request.size);
   }
   if (!is_small) forget_large(mine);
   const auto attempt = [&]() VMM_REQUIRES(mutex_) {
@@ -473,23 +285,20 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
   const MutexLock lock(mutex_);
   if (is_retired()) return 0;
   settle_locked();
-  const StreamTag tag = tag_of(stream);
-  Shortage unused;
-  if (!is_behind(tag, &unused)) return 0;
+  const StreamTag tag = streams_.tag_of(stream);
+  Epoch unused = kLongAgo;
+  if (!streams_.is_behind(tag, &unused)) return 0;
   Block* block = nullptr;
   if (size <= kSmallLimitBytes) {
-    Block* free = streams_[tag].small->best_fit(size, tag);
-    if (free == nullptr) return 0;
-    if (free == streams_[tag].spare_slab) streams_[tag].spare_slab = nullptr;
-    block = streams_[tag].small->carve(free, free->offset, size, BlockState::used);
+    block = slabs_.take(size, tag);
   } else {
     give_up_spare_slabs();
     Request request;
     request.size = size;
     request.tag = tag;
-    block = take_backed(request);
-    if (block == nullptr) return 0;
+    block = placement_.take_backed(request);
   }
+  if (block == nullptr) return 0;
   directory_->insert(block);
   begin_block(block, bytes);
   return base_ + block->offset;
@@ -508,8 +317,8 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   require_open();
   settle_locked();
   give_up_spare_slabs();
-  const StreamTag tag = tag_of(stream);
-  if (!is_behind(tag, shortage)) return 0;
+  const StreamTag tag = streams_.tag_of(stream);
+  if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   for (std::size_t at = offset; at < offset + size;) {
     const Block* free = large_.free_covering(at);
     if (free == nullptr && is_retired_at(at)) {
@@ -537,28 +346,30 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
 }
 
 Block* Pool::allocate_small(const Request& request, Grant* grant, Shortage* shortage) {
-  BlockHeap& small = *streams_[request.tag].small;
-  Block* free = small.best_fit(request.size, request.tag);
-  if (free == nullptr) {
-    Request of_slab = request;
-    of_slab.size = kSlabBytes;
-    of_slab.where = Request::Where::high;
-    of_slab.state = BlockState::slab;
-    Block* slab = place(of_slab, grant, shortage);
-    if (slab == nullptr) return nullptr;
-    make_slab(slab);
-    free = small.best_fit(request.size, request.tag);
-  }
-  if (free == streams_[request.tag].spare_slab) streams_[request.tag].spare_slab = nullptr;
-  return small.carve(free, free->offset, request.size, BlockState::used);
+  if (Block* block = slabs_.take(request.size, request.tag)) return block;
+  Request of_slab = request;
+  of_slab.size = kSlabBytes;
+  of_slab.where = Request::Where::high;
+  of_slab.state = BlockState::slab;
+  Block* slab = place(of_slab, grant, shortage);
+  if (slab == nullptr) return nullptr;
+  make_slab(slab);
+  return slabs_.take(request.size, request.tag);
+}
+
+// A slab's memory is the small pool's, whatever its chunk was mapped for; the chunk
+// itself is where the slab is all of it.
+void Pool::hand_over(const Block& slab, SizeClass from, SizeClass to) {
+  const auto chunk = range_->live().find(slab.offset);
+  const bool is_whole_chunk = chunk != range_->live().end() && chunk->second.chunk->size == slab.size;
+  counters_.slab_changed_hands(slab.size, is_whole_chunk, from, to);
 }
 
 // Small blocks are cut from it from now on.
 void Pool::make_slab(Block* slab) {
-  slabs_.emplace(slab->offset, slab);
+  slabs_.donate(slab);
   handed_out_ += slab->size;
-  streams_[slab->tag].small->donate(slab->range(), slab->tag)->small = true;
-  hand_over_slab(*slab, SizeClass::large_pool, SizeClass::small_pool);
+  hand_over(*slab, SizeClass::large_pool, SizeClass::small_pool);
 }
 
 bool Pool::free(Address address, bool* drained) {
@@ -583,12 +394,10 @@ bool Pool::free(Address address, bool* drained) {
       block->state = BlockState::pending;
       pending_bytes_ += block->size;
     } else {
-      const bool keeps = may_keep(block->tag) && !is_oversize(block->size);
-      Shard* const shard = keeps ? mine.shard(*this, block->tag) : nullptr;
-      if (keeps && shard == nullptr && context_.caches.may_keep(*this)) {
+      Shard* const shard = shard_for(mine, block->tag, block->size, &add_shard);
+      if (add_shard != kNeutral) {
         self = weak_from_this().lock();
-        add_shard = block->tag;
-        stream = streams_[block->tag].stream;
+        stream = streams_[add_shard].stream;
       }
       if (shard == nullptr) {
         end_block(*block);
@@ -605,42 +414,20 @@ bool Pool::free(Address address, bool* drained) {
 }
 
 void Pool::free_block(Block* block, Epoch epoch) {
-  if (block->small) {
-    free_small(block, epoch);
-  } else {
+  if (!block->small) {
     large_.free(block, block->tag, epoch);
+  } else if (const auto emptied = slabs_.free(block, epoch)) {
+    free_slab(*emptied);
   }
 }
 
-void Pool::free_small(Block* block, Epoch epoch) {
-  StreamState& stream = streams_[block->tag];
-  Block* free = stream.small->free(block, block->tag, epoch);
-  if (free->prev != nullptr || free->next != nullptr) return;
-  // The whole slab is free. One is kept, so that a lone small tensor that
-  // comes and goes costs no large block each time.
-  if (stream.spare_slab == nullptr) {
-    stream.spare_slab = free;
-  } else {
-    give_up_slab(stream, free);
-  }
-}
-
-void Pool::give_up_slab(StreamState& stream, Block* whole) {
-  const auto slab = slabs_.find(whole->offset);
-  VMM_CHECK(slab != slabs_.end(), "no slab at ", whole->offset);
-  const Epoch epoch = whole->epoch;
-  hand_over_slab(*slab->second, SizeClass::small_pool, SizeClass::large_pool);
-  stream.small->retract(whole);
-  large_.free(slab->second, slab->second->tag, epoch);
-  slabs_.erase(slab);
+void Pool::free_slab(const Slabs::Emptied& emptied) {
+  hand_over(*emptied.slab, SizeClass::small_pool, SizeClass::large_pool);
+  large_.free(emptied.slab, emptied.slab->tag, emptied.epoch);
 }
 
 void Pool::give_up_spare_slabs() {
-  for (StreamState& stream : streams_) {
-    if (stream.spare_slab == nullptr) continue;
-    give_up_slab(stream, stream.spare_slab);
-    stream.spare_slab = nullptr;
-  }
+  for (const Slabs::Emptied& emptied : slabs_.give_up_spares()) free_slab(emptied);
 }
 
 void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) {

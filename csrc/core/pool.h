@@ -26,16 +26,20 @@
 #include "base/sync.h"
 #include "core/address_space.h"
 #include "core/block_heap.h"
+#include "core/blocks/placement.h"
+#include "core/blocks/slabs.h"
 #include "core/budget.h"
 #include "core/cache/block_caches.h"
 #include "core/grant.h"
 #include "core/held_ranges.h"
 #include "core/mapped_range.h"
 #include "core/move_budget.h"
+#include "core/numbers/pool_counters.h"
 #include "core/observer.h"
 #include "core/options.h"
 #include "core/page_store.h"
 #include "core/peaks.h"
+#include "core/pool/stream_table.h"
 #include "core/stats.h"
 #include "core/streams/clock.h"
 #include "core/streams/device_streams.h"
@@ -302,31 +306,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] std::size_t live_bytes_locked() const VMM_REQUIRES(mutex_);
 
  private:
-  // What is known of one stream that used the pool.
-  struct StreamState {
-    Stream stream = nullptr;
-    std::unique_ptr<BlockHeap> small;  // slabs of this stream
-    Block* spare_slab = nullptr;       // one empty slab is kept: a pair costs no large block
-    StreamKind kind = StreamKind::default_stream;
-    std::size_t blocks = 0;          // live ones, pending frees and what threads keep included
-    bool is_kept = false;            // threads may have shards for it: its tag is no other stream's
-    Epoch last_free = kLongAgo;      // the newest that its free space notes
-    Epoch behind_graphs = kLongAgo;  // its work comes after what graphs had queued until then
-    // Of a name that does not last. Its memory came from elsewhere behind `behind`,
-    // and was zeroed until `zeroed`: it was the stream of that moment that waited
-    // and zeroed, so whichever has the name now comes after both.
-    Epoch behind = kLongAgo;
-    Epoch zeroed_by = kLongAgo;
-    StreamPointPtr zeroed;
-  };
-
-  // A request for space, in all its kinds.
-  struct Request {
-    std::size_t size = 0;  // bytes
-    enum class Where : std::uint8_t { best_fit, high, at } where = Where::best_fit;
-    std::size_t offset = 0;  // Where::at
-    StreamTag tag = kNeutral;
-    BlockState state = BlockState::used;
+  struct Request : SpaceRequest {
     // What threads keep has been taken back: only then is memory asked for.
     bool is_gathered = true;
   };
@@ -365,7 +345,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // The chunks that are to back a request: placements by offset, of which
   // `moves` stand elsewhere in this pool now and the others were free.
   struct Backing {
-    std::vector<Placement> placements;
+    std::vector<PlacedChunk> placements;
     std::vector<IdleChunk> moves;
     [[nodiscard]] bool is_move(const Chunk* chunk) const;
   };
@@ -392,6 +372,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Peaks& own_peaks() override { return own_peaks_; }
   [[nodiscard]] Peaks* peaks_of_family() const override { return model().family_peaks(); }
   bool may_keep(StreamTag tag) VMM_REQUIRES(mutex_);
+  Shard* shard_for(BlockCaches::Mine& mine, StreamTag tag, std::size_t size, StreamTag* add_shard) VMM_REQUIRES(mutex_);
   [[nodiscard]] Block* live_at(Address address) const;
 
   // pool.cpp: the path beneath the caches
@@ -399,26 +380,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
                         StreamTag* add_shard) VMM_EXCLUDES(mutex_);
   Block* allocate_small(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   void free_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
-  void free_small(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
-  void give_up_slab(StreamState& stream, Block* whole) VMM_REQUIRES(mutex_);
-  // `is_alive`: the caller is about to use it, so its handle may be looked at.
-  StreamTag tag_of(Stream stream, bool is_alive = true) VMM_REQUIRES(mutex_);
-  StreamTag tag_without_blocks() VMM_REQUIRES(mutex_);
-  [[nodiscard]] StreamUse use_of(StreamTag tag) const VMM_REQUIRES(mutex_);
-  bool is_behind(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
-  bool is_behind_graphs(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
-  bool is_behind_namesakes(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
-  Status order_behind(StreamTag tag, Epoch epoch) VMM_REQUIRES(mutex_);
-  void note_zeroing(StreamTag tag) VMM_REQUIRES(mutex_);
+  void free_slab(const Slabs::Emptied& emptied) VMM_REQUIRES(mutex_);
+  void give_up_spare_slabs() VMM_REQUIRES(mutex_);
   bool settle_locked() VMM_REQUIRES(mutex_);
   bool finish_passed() VMM_REQUIRES(mutex_);
-  void count_up(StatKind kind, SizeClass size_class, std::size_t amount) VMM_REQUIRES(mutex_);
-  void count_down(StatKind kind, SizeClass size_class, std::size_t amount) VMM_REQUIRES(mutex_);
-  void count(StatKind blocks, StatKind bytes, const Block& block, bool up) VMM_REQUIRES(mutex_);
-  void count_requested(const Block& block, bool up) VMM_REQUIRES(mutex_);
-  void count_oversize(const Block& block, bool up) VMM_REQUIRES(mutex_);
-  void hand_over(StatKind kind, SizeClass from, SizeClass to, std::size_t how_much) VMM_REQUIRES(mutex_);
-  void hand_over_slab(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
+  void hand_over(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
   void end_block(const Block& block) VMM_REQUIRES(mutex_);
   void finish_free(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
@@ -441,13 +407,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // pool_growth.cpp: finding a place and backing it
   Block* place(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
-  Block* take_backed(const Request& request) VMM_REQUIRES(mutex_);
-  bool find_spot(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
-  bool find_high(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
-  bool find_least_missing(const Request& request, std::size_t* offset) VMM_REQUIRES(mutex_);
-  bool find_bare(std::size_t size, bool high, std::size_t* offset) VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::size_t missing_beside(const Block* from, std::size_t size, StreamTag tag, bool down) const
-      VMM_REQUIRES(mutex_);
   bool adopt_free_space(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)
       VMM_REQUIRES(mutex_);
@@ -464,7 +423,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   static bool pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::size_t room, std::size_t total,
                         IdleChunk* out);
   Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
-  Status scrub(const std::vector<Placement>& placements, StreamTag tag) VMM_REQUIRES(mutex_);
+  Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) VMM_REQUIRES(mutex_);
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t piece_size(std::size_t total, std::size_t remaining) const VMM_REQUIRES(mutex_);
 
@@ -480,9 +439,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool drop_retired() VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_free(ByteRange range) const VMM_REQUIRES(mutex_);
   void shelve_idle_chunks(ByteRange range) VMM_REQUIRES(mutex_);
-  void give_up_spare_slabs() VMM_REQUIRES(mutex_);
-  void count_mapped(const Placement& placement, Stream stream) VMM_REQUIRES(mutex_);
-  void count_unmapped(const Placement& placement) VMM_REQUIRES(mutex_);
+  void count_mapped(const PlacedChunk& placement, Stream stream) VMM_REQUIRES(mutex_);
+  void count_unmapped(const PlacedChunk& placement) VMM_REQUIRES(mutex_);
 
   // pool_free_space.cpp: what is free, and which of it could leave
   using BySizeClass = std::array<std::size_t, 2>;
@@ -538,11 +496,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::unique_ptr<MappedRange> range_ VMM_PT_GUARDED_BY(mutex_);
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
   BlockHeap large_ VMM_GUARDED_BY(mutex_);
+  Placement placement_ VMM_GUARDED_BY(mutex_);
+  Slabs slabs_ VMM_GUARDED_BY(mutex_);
+  StreamTable streams_ VMM_GUARDED_BY(mutex_);
   std::map<std::size_t, Block*> pages_ VMM_GUARDED_BY(mutex_);  // explicit blocks by offset
   HeldRanges held_ VMM_GUARDED_BY(mutex_);                      // of explicit pages
-  std::vector<StreamState> streams_ VMM_GUARDED_BY(mutex_);     // by tag; [0] is unused
-  std::unordered_map<Stream, StreamTag> tags_ VMM_GUARDED_BY(mutex_);
-  StreamTag latest_tag_ VMM_GUARDED_BY(mutex_) = kNeutral;  // asked for last
   PendingFrees pending_ VMM_GUARDED_BY(mutex_);
   std::vector<PendingFrees::Freed> passed_ VMM_GUARDED_BY(mutex_);  // out of pending_, on their way
   struct Quarantined {
@@ -552,7 +510,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::map<std::size_t, Quarantined> quarantined_ VMM_GUARDED_BY(mutex_);             // by offset
   std::set<std::pair<Epoch, std::size_t>> quarantined_until_ VMM_GUARDED_BY(mutex_);  // the same by epoch, then offset
   std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);  // by offset, one for each former mapping
-  std::map<std::size_t, Block*> slabs_ VMM_GUARDED_BY(mutex_);           // their blocks in `large_`
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
@@ -561,19 +518,12 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   MoveBudget move_budget_ VMM_GUARDED_BY(mutex_);
   std::size_t handed_out_ VMM_GUARDED_BY(mutex_) = 0;  // bytes of large blocks, slabs and pages so far
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
-  // When the last graph went: until that has passed, its replays may use any of
-  // the memory, on any stream.
-  Epoch graphs_end_ VMM_GUARDED_BY(mutex_) = kLongAgo;
   std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
-  Statistics statistics_ VMM_GUARDED_BY(mutex_);
-  std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;  // times_locked() when inactive_split was worked out
-  Statistics inherited_ VMM_GUARDED_BY(mutex_);           // of parts that have ended
+  std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;     // times_locked() when inactive_split was worked out
   Peaks own_peaks_;
-  Peaks::Seat own_seat_ VMM_GUARDED_BY(mutex_);
-  Peaks::Seat seat_ VMM_GUARDED_BY(mutex_);                           // in the device's
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts
   std::atomic<Peaks*> family_peaks_{nullptr};                         // the same
-  std::unique_ptr<Peaks::Seat> family_seat_ VMM_GUARDED_BY(mutex_);   // there
+  PoolCounters counters_ VMM_GUARDED_BY(mutex_);
 };
 
 }  // namespace vmm

@@ -24,10 +24,20 @@ std::size_t Pool::block_size(Address address) const {
 // Where every event has to be seen when it happens, or the memory is no single
 // stream's, nothing is kept.
 bool Pool::may_keep(StreamTag tag) {
-  if (is_retired() || pinned_ || no_split_ || graphs_end_ != kLongAgo || !is_lasting(streams_[tag].kind)) return false;
+  if (is_retired() || pinned_ || no_split_ || streams_.graphs_end() != kLongAgo || !is_lasting(streams_[tag].kind))
+    return false;
   streams_[tag].is_kept = true;
   is_cached_.store(true, std::memory_order_relaxed);
   return true;
+}
+
+// Where the thread keeps, and counts, blocks of that stream and size; nullptr: the pool
+// counts. `add_shard` is then the tag where the thread should have such a place.
+Shard* Pool::shard_for(BlockCaches::Mine& mine, StreamTag tag, std::size_t size, StreamTag* add_shard) {
+  if (!may_keep(tag) || is_oversize(size)) return nullptr;
+  Shard* const shard = mine.shard(*this, tag);
+  if (shard == nullptr && context_.caches.may_keep(*this)) *add_shard = tag;
+  return shard;
 }
 
 void Pool::take_back(Block* first) {
@@ -52,11 +62,7 @@ void Pool::forget_large(const BlockCaches::Mine& mine) {
 
 void Pool::absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family, Peaks::Seat& of_device) {
   const MutexLock lock(mutex_);
-  const BlockCounts counts = of_pool.counts();
-  statistics_.add_blocks(counts, came);
-  own_peaks_.transfer(counts, of_pool, own_seat_);
-  context_.peaks.transfer(counts, of_device, seat_);
-  if (of_family != nullptr) peaks_of_family()->transfer(counts, *of_family, *family_seat_);
+  counters_.absorb(came, of_pool, of_family, of_device);
 }
 
 }  // namespace vmm

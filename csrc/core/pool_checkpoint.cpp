@@ -9,20 +9,6 @@
 
 namespace vmm {
 
-namespace {
-
-// The block of a slab that covers `offset`.
-Block* covering_in_slab(const BlockHeap& small, std::size_t slab, std::size_t offset) {
-  for (Block* head : small.stretches()) {
-    if (head->offset != slab) continue;
-    while (head != nullptr && head->end() <= offset) head = head->next;
-    return head;
-  }
-  return nullptr;
-}
-
-}  // namespace
-
 void Pool::require_settled(const char* doing) {
   if (range_ == nullptr) throw VmmError("pool '" + name_ + "' has ended, so its blocks cannot be " + doing);
   settle_locked();
@@ -47,8 +33,8 @@ PoolCheckpoint Pool::checkpoint() {
   std::sort(found.large.begin(), found.large.end(), by_offset);
   for (const PoolCheckpoint::Entry& entry : found.small) {
     if (!found.slabs.empty() && entry.offset < found.slabs.back().offset + found.slabs.back().size) continue;
-    const Block* slab = std::prev(slabs_.upper_bound(entry.offset))->second;
-    found.slabs.push_back({slab->offset, slab->size, 0, entry.stream});
+    const Block& slab = slabs_.slab_around(entry.offset);
+    found.slabs.push_back({slab.offset, slab.size, 0, entry.stream});
   }
   return found;
 }
@@ -78,7 +64,7 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
   const auto take = [this](const PoolCheckpoint::Entry& entry, BlockState state) VMM_REQUIRES(mutex_) {
     std::vector<Piece> pieces;
     Block* block = take_range({entry.offset, entry.size}, state, &pieces);
-    block->tag = tag_of(entry.stream, /*is_alive=*/false);
+    block->tag = streams_.tag_of(entry.stream, /*is_alive=*/false);
     return block;
   };
   const auto begin = [&](Block* block, const PoolCheckpoint::Entry& entry) VMM_REQUIRES(mutex_) {
@@ -88,13 +74,10 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
   };
   for (const PoolCheckpoint::Entry& entry : target.slabs) make_slab(take(entry, BlockState::slab));
   for (const PoolCheckpoint::Entry& entry : target.large) begin(take(entry, BlockState::used), entry);
-  auto slab = target.slabs.begin();
   for (const PoolCheckpoint::Entry& entry : target.small) {
-    while (entry.offset >= slab->offset + slab->size) ++slab;
-    BlockHeap& small = *streams_[tag_of(entry.stream, /*is_alive=*/false)].small;
-    Block* free = covering_in_slab(small, slab->offset, entry.offset);
-    VMM_CHECK(free != nullptr, "no slab for the block at ", entry.offset);
-    begin(small.carve(free, entry.offset, entry.size, BlockState::used), entry);
+    Block* block = slabs_.take_at(entry.offset, entry.size, streams_.tag_of(entry.stream, /*is_alive=*/false));
+    VMM_CHECK(block != nullptr, "no slab for the block at ", entry.offset);
+    begin(block, entry);
   }
 }
 

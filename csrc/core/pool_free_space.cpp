@@ -28,9 +28,7 @@ std::vector<Pool::FreeSpan> Pool::free_spans() const {
   spans.reserve(large_.free_blocks().size() + streams_.size());
   for (const Block* block : large_.free_blocks()) spans.push_back({block->range(), SizeClass::large_pool});
   const auto of_blocks = static_cast<std::ptrdiff_t>(spans.size());
-  for (const StreamState& stream : streams_) {
-    if (stream.spare_slab != nullptr) spans.push_back({stream.spare_slab->range(), SizeClass::small_pool});
-  }
+  slabs_.for_each_spare([&](const Block& spare) { spans.push_back({spare.range(), SizeClass::small_pool}); });
   const auto by_offset = [](const FreeSpan& a, const FreeSpan& b) { return a.range.offset < b.range.offset; };
   std::sort(spans.begin() + of_blocks, spans.end(), by_offset);
   std::inplace_merge(spans.begin(), spans.begin() + of_blocks, spans.end(), by_offset);
@@ -41,16 +39,10 @@ std::vector<Pool::FreeSpan> Pool::free_spans() const {
 // after it are used by anybody else; whatever is mapped between them is idle.
 Pool::FreeSpace Pool::free_space() const {
   FreeSpace space;
-  const auto current = [this](StatKind kind, std::size_t of_class) VMM_REQUIRES(mutex_) {
-    return static_cast<std::size_t>(statistics_[kind][1 + of_class].current);
-  };
-  std::size_t spare_bytes = 0;
-  for (const StreamState& stream : streams_) {
-    if (stream.small != nullptr) space.stranded_count[kSmall] += stream.small->free_count();
-    if (stream.spare_slab == nullptr) continue;
-    spare_bytes += stream.spare_slab->size;
-    --space.stranded_count[kSmall];
-  }
+  const auto current = [this](StatKind kind, std::size_t of_class)
+                           VMM_REQUIRES(mutex_) { return counters_.current(kind, static_cast<SizeClass>(of_class)); };
+  space.stranded_count[kSmall] = slabs_.stranded_pieces();
+  const std::size_t spare_bytes = slabs_.spare_bytes();
   const std::size_t in_slabs = current(StatKind::reserved_bytes, kSmall);
   space.stranded_bytes[kSmall] = in_slabs - current(StatKind::active_bytes, kSmall) - spare_bytes;
 
@@ -105,15 +97,7 @@ void Pool::check_free_space() const {
   const FreeSpace told = free_space();
   const std::vector<FreeSpan> spans = free_spans();
   FreeSpace walked;
-  for (const StreamState& stream : streams_) {
-    if (stream.small == nullptr) continue;
-    for (const Block* block : stream.small->stretches()) {
-      for (; block != nullptr; block = block->next) {
-        if (block->state == BlockState::free && block != stream.spare_slab)
-          walked.stranded_bytes[kSmall] += block->size;
-      }
-    }
-  }
+  walked.stranded_bytes[kSmall] = slabs_.check();
   auto first = spans.begin();
   for (const auto& [offset, mapping] : range_->live()) {
     const ByteRange chunk{offset, mapping.chunk->size};

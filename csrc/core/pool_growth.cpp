@@ -17,10 +17,6 @@ namespace vmm {
 
 namespace {
 
-// How many free blocks are compared for the least missing memory, and how many
-// neighbours of each. All of it costs about a microsecond, a move 30-60.
-constexpr int kCandidates = 32;
-constexpr int kMostNeighbours = 16;
 // New chunks are a sixteenth of what is missing and a 400th of the pool's peak, or
 // more: cost is per chunk (46 us to 64 MiB), not per byte, yet a chunk that is
 // large against its request strands more when part of it is reused. Below 24 MiB
@@ -64,12 +60,6 @@ std::size_t Pool::piece_size(std::size_t total, std::size_t remaining) const {
   return std::min(align_up((remaining + pieces - 1) / pieces, page_), remaining);
 }
 
-// The common case: free space of the stream's own tag has all its memory.
-Block* Pool::take_backed(const Request& request) {
-  Block* span = large_.best_fit(request.size, request.tag);
-  return span == nullptr ? nullptr : large_.carve(span, span->offset, request.size, request.state);
-}
-
 // Where nothing is split, a block has a chunk for itself: the smallest free one
 // that fits, all of it, or a new one of exactly its size.
 Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
@@ -84,7 +74,7 @@ Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
     whole = {offset, size};
   }
   if (best != nullptr) return large_.carve(best, whole.offset, whole.size, request.state);
-  if (!find_bare(request.size, /*high=*/false, &request.offset)) {
+  if (!placement_.find_bare(request.size, /*high=*/false, &request.offset)) {
     *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
     return nullptr;
   }
@@ -94,26 +84,26 @@ Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
 Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   if (no_split_) return place_unsplit(request, grant, shortage);
   if (request.where == Request::Where::best_fit) {
-    if (Block* block = take_backed(request)) return block;
+    if (Block* block = placement_.take_backed(request)) return block;
   }
   if (!request.is_gathered) {
     shortage->is_kept_by_threads = true;
     return nullptr;
   }
   std::size_t offset = 0;
-  bool found = find_spot(request, &offset);
+  bool found = placement_.find_spot(request, &offset);
   if (!found) {
     settle_locked();
     give_up_spare_slabs();
-    found = find_spot(request, &offset);
+    found = placement_.find_spot(request, &offset);
   }
   // Not where graphs use what is free whenever they are replayed.
   if (!found && !pinned_) {
     if (!adopt_free_space(request.tag, shortage)) return nullptr;
     if (request.where == Request::Where::best_fit) {
-      if (Block* block = take_backed(request)) return block;
+      if (Block* block = placement_.take_backed(request)) return block;
     }
-    found = find_spot(request, &offset);
+    found = placement_.find_spot(request, &offset);
   }
   if (!found) {
     *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
@@ -126,95 +116,6 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   return place_on_whole_chunks(request, grant);
 }
 
-// Where a request should stand.
-bool Pool::find_spot(const Request& request, std::size_t* offset) {
-  switch (request.where) {
-    case Request::Where::at:
-      *offset = request.offset;
-      return true;
-    case Request::Where::high:
-      return find_high(request, offset);
-    case Request::Where::best_fit:
-      return find_least_missing(request, offset) || find_bare(request.size, /*high=*/false, offset);
-  }
-  return false;
-}
-
-// Slabs stand at the top of the range, below one another. Among them one with
-// memory comes first; below the longest bare stretch is nothing but what large
-// blocks left, which a slab would pin.
-bool Pool::find_high(const Request& request, std::size_t* offset) {
-  const auto& free = large_.free_blocks();
-  const std::size_t alignment = std::min(page_, floor_power_of_two(request.size));
-  std::size_t longest = kUnlimited;
-  large_.for_largest(kNeutral, [&longest](const Block* block) {
-    longest = block->size;
-    return false;
-  });
-  bool found = false;
-  for (auto it = free.rbegin(); it != free.rend(); ++it) {
-    const Block* block = *it;
-    if ((block->tag != request.tag && block->tag != kNeutral) || block->size < request.size) continue;
-    const std::size_t at = align_down(block->end() - request.size, alignment);
-    if (at < block->offset) continue;
-    if (block->tag != kNeutral || !found) *offset = at;
-    found = true;
-    if (block->tag != kNeutral || block->size >= longest) break;
-  }
-  return found;
-}
-
-// How much memory `size` bytes lack that begin where `from` begins (or, `down`,
-// end where it ends) and run on over free neighbours; kUnlimited where they do
-// not fit there.
-std::size_t Pool::missing_beside(const Block* from, std::size_t size, StreamTag tag, bool down) const {
-  std::size_t missing = 0;
-  int steps = 0;
-  for (const Block* at = from; at != nullptr && at->state == BlockState::free && steps < kMostNeighbours; ++steps) {
-    if (at->tag != tag && at->tag != kNeutral) break;
-    const std::size_t part = std::min(size, at->size);
-    if (at->tag == kNeutral) missing += align_up(part, page_);
-    size -= part;
-    if (size == 0) return missing;
-    at = down ? at->prev : at->next;
-  }
-  return kUnlimited;
-}
-
-// No free block of the stream's has all of it: of the largest ones, and the bare
-// space beside them, what lacks the least.
-bool Pool::find_least_missing(const Request& request, std::size_t* offset) {
-  std::size_t least = align_up(request.size, page_);  // as much as anywhere
-  int tried = 0;
-  const std::function<bool(const Block*)> compare = [&](const Block* block) VMM_REQUIRES(mutex_) {
-    for (const bool down : {false, true}) {
-      const std::size_t missing = missing_beside(block, request.size, request.tag, down);
-      if (missing >= least) continue;
-      least = missing;
-      *offset = down ? block->end() - request.size : block->offset;
-    }
-    return ++tried < kCandidates;
-  };
-  large_.for_largest(request.tag, compare);
-  return least < align_up(request.size, page_);
-}
-
-// Bare addresses: no memory there that queued work could still touch.
-bool Pool::find_bare(std::size_t size, bool high, std::size_t* offset) {
-  const std::size_t wanted = align_up(size, page_);
-  const Block* bare = large_.best_fit(wanted, kNeutral);
-  if (high) {
-    const auto& free = large_.free_blocks();
-    const auto at = std::find_if(free.rbegin(), free.rend(), [wanted](const Block* block) {
-      return block->tag == kNeutral && block->size >= wanted;
-    });
-    bare = at == free.rend() ? nullptr : *at;
-  }
-  if (bare == nullptr) return false;
-  *offset = high ? bare->end() - wanted : bare->offset;
-  return true;
-}
-
 // Where addresses are short: all free space becomes the asking stream's, whoever
 // had it last. False, with what to wait for, where the GPU cannot be made to wait.
 bool Pool::adopt_free_space(StreamTag tag, Shortage* shortage) {
@@ -222,7 +123,7 @@ bool Pool::adopt_free_space(StreamTag tag, Shortage* shortage) {
   for (const Block* block : large_.free_blocks()) {
     if (block->tag != tag && block->tag != kNeutral) newest = std::max(newest, block->epoch);
   }
-  if (!order_behind(tag, newest).ok()) {
+  if (!streams_.order_behind(tag, newest).ok()) {
     shortage->wait_for = newest;
     return false;
   }
@@ -290,7 +191,7 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
   for (const Piece& piece : extent.pieces) {
     if (piece.tag != request.tag && piece.tag != kNeutral) others = std::max(others, piece.epoch);
   }
-  if (!order_behind(request.tag, others).ok()) {
+  if (!streams_.order_behind(request.tag, others).ok()) {
     shortage->wait_for = others;
     untake(extent.block, extent.pieces);
     return nullptr;
@@ -335,7 +236,7 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
     uncover(extent, end);
     put_back(backing, grant);
     *shortage = {0, nullptr, status};
-    for (const Placement& placement : backing.placements) shortage->bytes += placement.chunk->size;
+    for (const PlacedChunk& placement : backing.placements) shortage->bytes += placement.chunk->size;
     return false;
   };
   const bool grows = may_grow(extent->missing(), request);
@@ -450,7 +351,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
     budget_.refund(uncreated);
   }
   *shortage = {uncreated, full, status};
-  std::erase_if(backing->placements, [](const Placement& placement) { return placement.chunk == nullptr; });
+  std::erase_if(backing->placements, [](const PlacedChunk& placement) { return placement.chunk == nullptr; });
   put_back(*backing, grant);
   *backing = {};
   return false;
@@ -458,7 +359,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
 
 // Takes the bare space into which the backing reaches beyond the extent.
 void Pool::cover(Extent* extent, const Backing& backing, BlockState state) {
-  const Placement& last = backing.placements.back();
+  const PlacedChunk& last = backing.placements.back();
   const std::size_t end = last.offset + last.chunk->size;
   const std::size_t taken = extent->block->end();
   if (end <= taken) return;
@@ -475,7 +376,7 @@ void Pool::uncover(Extent* extent, std::size_t end) {
 }
 
 void Pool::put_back(const Backing& backing, Grant* grant) {
-  for (const Placement& placement : backing.placements) {
+  for (const PlacedChunk& placement : backing.placements) {
     if (backing.is_move(placement.chunk)) continue;  // it never left its place
     if (grant != nullptr) {
       grant->chunks.put(placement.chunk);
@@ -487,7 +388,7 @@ void Pool::put_back(const Backing& backing, Grant* grant) {
 
 // Zeroes what another model wrote: one fill for each run of adjacent chunks,
 // since a launch costs microseconds and a driver queues about a thousand.
-Status Pool::scrub(const std::vector<Placement>& placements, StreamTag tag) {
+Status Pool::scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) {
   if (!context_.options.scrub) return {};
   ByteRange run;
   bool any = false;
@@ -505,7 +406,7 @@ Status Pool::scrub(const std::vector<Placement>& placements, StreamTag tag) {
     run.size += chunk->size;
   }
   const Status status = flush();
-  if (any) note_zeroing(tag);
+  if (any) streams_.note_zeroing(tag);
   return status;
 }
 
@@ -516,8 +417,8 @@ Status Pool::install(const Backing& backing, const Request& request) {
   for (const IdleChunk& move : backing.moves) {
     if (!move.at_once) last_use = std::max(last_use, last_use_of({move.offset, move.chunk->size}));
   }
-  for (const Placement& placement : backing.placements) last_use = std::max(last_use, placement.chunk->last_use);
-  if (const Status status = order_behind(request.tag, last_use); !status.ok()) return status;
+  for (const PlacedChunk& placement : backing.placements) last_use = std::max(last_use, placement.chunk->last_use);
+  if (const Status status = streams_.order_behind(request.tag, last_use); !status.ok()) return status;
   if (const Status status = range_->map(backing.placements, context_.accessors); !status.ok()) {
     for (const auto& [offset, chunk] : backing.placements) {
       if (range_->live().count(offset) != 0) in_vain_.push_back(offset);
@@ -535,7 +436,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
   }
   move_budget_.spend(backing.moves.size());
   for (const IdleChunk& move : backing.moves) detach(move.offset, last_use_of({move.offset, move.chunk->size}));
-  for (const Placement& placement : backing.placements) {
+  for (const PlacedChunk& placement : backing.placements) {
     placement.chunk->content = id_;
     placement.chunk->last_use = kLongAgo;
     count_mapped(placement, streams_[request.tag].stream);
@@ -575,8 +476,8 @@ Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
     }
   }
   std::size_t offset = 0;
-  if (sum >= wanted && find_bare(sum, request.where == Request::Where::high, &offset)) {
-    for (Placement& placement : backing.placements) placement.offset += offset;
+  if (sum >= wanted && placement_.find_bare(sum, request.where == Request::Where::high, &offset)) {
+    for (PlacedChunk& placement : backing.placements) placement.offset += offset;
     std::vector<Piece> pieces;
     Block* block = take_range({offset, sum}, request.state, &pieces);
     if (install(backing, request).ok()) {

@@ -24,7 +24,7 @@ constexpr std::size_t kMostChoice = 256;
 // The newest moment at which anything in `range` was freed; what is neutral or
 // not free (an ending pool's) counts for nothing.
 Epoch Pool::last_use_of(ByteRange range) const {
-  Epoch newest = graphs_end_;
+  Epoch newest = streams_.graphs_end();
   for (std::size_t at = range.offset; at < range.end();) {
     const Block* free = large_.free_covering(at);
     if (free == nullptr) {
@@ -45,8 +45,7 @@ Epoch Pool::last_use_of(ByteRange range) const {
 std::vector<Pool::IdleChunk> Pool::idle_at_once(StreamTag tag, std::size_t at_least) {
   std::vector<IdleChunk> idle;
   const Clock& clock = context_.clock;
-  const bool graphs_are_done = clock.has_passed(graphs_end_) || streams_[tag].behind_graphs == graphs_end_;
-  if (pinned_ || !graphs_are_done) return idle;
+  if (pinned_ || !streams_.is_past_graphs(tag)) return idle;
   int looked_at = 0;
   const std::function<bool(const Block*)> look_at = [&](const Block* block) VMM_REQUIRES(mutex_) {
     if (block->tag == tag || clock.has_passed(block->epoch)) {
@@ -76,8 +75,7 @@ std::vector<Pool::IdleChunk> Pool::all_idle(StreamTag tag, Idle which, std::size
   const std::size_t free_bytes = range_->mapped_bytes() - (large_.taken_bytes() - retired_bytes_ - bare_bytes);
   if (pinned_ || free_bytes < page_) return idle;
   const Clock& clock = context_.clock;
-  const bool graphs_are_done =
-      clock.has_passed(graphs_end_) || (tag != kNeutral && streams_[tag].behind_graphs == graphs_end_);
+  const bool graphs_are_done = streams_.is_past_graphs(tag);
   const auto& free = large_.free_blocks();
   const auto is_backed = [](const Block* block) { return block->tag != kNeutral; };
   for (auto first = std::find_if(free.begin(), free.end(), is_backed); first != free.end();) {
@@ -205,22 +203,15 @@ void Pool::shelve_idle_chunks(ByteRange range) {
   drop_retired();
 }
 
-// Mapped memory is the large pool's until a slab is made of it.
-void Pool::count_mapped(const Placement& placement, Stream stream) {
+void Pool::count_mapped(const PlacedChunk& placement, Stream stream) {
   const std::size_t size = placement.chunk->size;
-  count_up(StatKind::segment, SizeClass::large_pool, 1);
-  count_up(StatKind::reserved_bytes, SizeClass::large_pool, size);
-  ++statistics_.num_device_alloc;
-  if (size >= context_.oversize_bytes.load(std::memory_order_relaxed)) statistics_.oversize_segments.increase(1);
+  counters_.mapped(size, is_oversize(size));
   tell(PoolEvent::segment_map, placement.offset, size, stream);
 }
 
-void Pool::count_unmapped(const Placement& placement) {
+void Pool::count_unmapped(const PlacedChunk& placement) {
   const std::size_t size = placement.chunk->size;
-  count_down(StatKind::segment, SizeClass::large_pool, 1);
-  count_down(StatKind::reserved_bytes, SizeClass::large_pool, size);
-  ++statistics_.num_device_free;
-  if (size >= context_.oversize_bytes.load(std::memory_order_relaxed)) statistics_.oversize_segments.decrease(1);
+  counters_.unmapped(size, is_oversize(size));
   tell(PoolEvent::segment_unmap, placement.offset, size, nullptr);
 }
 
@@ -235,7 +226,7 @@ void Pool::unpin() {
   const MutexLock lock(mutex_);
   if (!pinned_) return;
   pinned_ = false;
-  graphs_end_ = context_.clock.now();
+  streams_.graphs_ended();
 }
 
 bool Pool::is_pinned() const {

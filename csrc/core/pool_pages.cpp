@@ -23,10 +23,10 @@ std::size_t Pool::first_unfree(ByteRange range) const {
   std::size_t at = range.offset;
   while (at < range.end()) {
     const Block* free = large_.free_covering(at);
-    for (const StreamState& stream : streams_) {
-      const Block* spare = stream.spare_slab;  // empty: nobody's, like free space
-      if (spare != nullptr && spare->offset <= at && at < spare->end()) free = spare;
-    }
+    // A slab that is kept empty is nobody's, like free space.
+    slabs_.for_each_spare([&](const Block& spare) {
+      if (spare.offset <= at && at < spare.end()) free = &spare;
+    });
     if (free == nullptr) return align_down(at, page_);
     at = free->end();
   }
@@ -38,7 +38,7 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
   request.size = range.size;
   request.where = Request::Where::at;
   request.offset = range.offset;
-  request.tag = tag_of(stream);
+  request.tag = streams_.tag_of(stream);
   request.state = BlockState::pages;
   Block* block = place(request, grant, shortage);
   if (block == nullptr) return 0;
@@ -57,8 +57,8 @@ Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream st
   require_open();
   settle_locked();
   give_up_spare_slabs();
-  const StreamTag tag = tag_of(stream);
-  if (!is_behind(tag, shortage)) return 0;
+  const StreamTag tag = streams_.tag_of(stream);
+  if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   for (std::size_t taken = first_unfree(range); taken < range.end(); taken = first_unfree(range)) {
     if (make_way(taken, tag, shortage)) continue;
     if (shortage->wait_for != kLongAgo) return 0;
@@ -76,7 +76,7 @@ bool Pool::make_way(std::size_t at, StreamTag tag, Shortage* shortage) {
   if (const auto after = quarantined_.upper_bound(at); after != quarantined_.begin()) {
     const auto& [offset, freed] = *std::prev(after);
     if (freed.block->end() > at) {
-      if (!order_behind(tag, freed.epoch).ok()) {
+      if (!streams_.order_behind(tag, freed.epoch).ok()) {
         shortage->wait_for = freed.epoch;
         return false;
       }
@@ -94,7 +94,7 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
   require_open();
   settle_locked();
   give_up_spare_slabs();
-  if (!is_behind(tag_of(stream), shortage)) return 0;
+  if (!streams_.is_behind(streams_.tag_of(stream), &shortage->wait_for)) return 0;
   if (const auto begin = large_.first_fit(wanted, page_)) return take_pages({*begin, wanted}, stream, grant, shortage);
   *shortage = {wanted, nullptr, {}, /*no_address_space=*/true};
   return 0;
@@ -110,12 +110,9 @@ void Pool::free_pages(ByteRange range) {
     it = pages_.erase(it);
     // All of it ends, and what is kept on either side begins anew.
     end_block(*block);
-    count(StatKind::active, StatKind::active_bytes, *block, /*up=*/false);
-    count_requested(*block, /*up=*/false);
-    StreamState& stream = streams_[block->tag];
-    --stream.blocks;
-    stream.last_free = epoch;
-    tell(PoolEvent::free_completed, block->offset, block->requested, stream.stream);
+    counters_.block_finished(*block);
+    streams_.block_freed(block->tag, epoch);
+    tell(PoolEvent::free_completed, block->offset, block->requested, streams_[block->tag].stream);
     const auto keep = [&](Block* kept) VMM_REQUIRES(mutex_) {
       pages_.emplace(kept->offset, kept);
       begin_block(kept, kept->size);

@@ -85,14 +85,6 @@ BlockSnapshot::State state_of(const Block& block) {
   }
 }
 
-const Block* slab_head(const BlockHeap& small, std::size_t offset) {
-  const auto& heads = small.stretches();
-  const auto at = std::lower_bound(heads.begin(), heads.end(), offset,
-                                   [](const Block* head, std::size_t wanted) { return head->offset < wanted; });
-  VMM_CHECK(at != heads.end() && (*at)->offset == offset, "no blocks for the slab at ", offset);
-  return *at;
-}
-
 }  // namespace
 
 std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
@@ -104,10 +96,9 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
     Stream stream = streams_[block->tag].stream;
     // A slab that is being made has no blocks yet.
-    if (block->state == BlockState::slab && slabs_.count(block->offset) != 0) {
+    if (block->state == BlockState::slab && slabs_.holds(*block)) {
       builder.cut();
-      for (const Block* piece = slab_head(*streams_[block->tag].small, block->offset); piece != nullptr;
-           piece = piece->next) {
+      for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) {
         builder.add(piece->offset, piece->size, piece->requested, state_of(*piece), SizeClass::small_pool, stream);
       }
       builder.cut();
@@ -178,9 +169,8 @@ void Pool::check() const {
     switch (state) {
       case BlockState::slab:
         ++slabs;
-        VMM_CHECK(slabs_.count(block->offset) == 1, "slab at ", block->offset);
-        for (const Block* piece = slab_head(*streams_[block->tag].small, block->offset); piece != nullptr;
-             piece = piece->next) {
+        VMM_CHECK(slabs_.holds(*block), "slab at ", block->offset);
+        for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) {
           count_block(*piece);
         }
         [[fallthrough]];
@@ -204,9 +194,7 @@ void Pool::check() const {
         break;
     }
   }
-  for (const StreamState& stream : streams_) {
-    if (stream.small != nullptr) stream.small->check();
-  }
+  slabs_.check();
   VMM_CHECK(slabs == slabs_.size() && retired == retired_blocks_.size() && retired == range_->retired_count(), "slabs ",
             slabs, " retired ", retired);
   VMM_CHECK(retired_bytes == retired_bytes_, "retired: walked ", retired_bytes, ", counted ", retired_bytes_);
@@ -215,10 +203,8 @@ void Pool::check() const {
   VMM_CHECK(pending == pending_bytes_ && pages == page_bytes_ && quarantined == quarantined_bytes_, "pending ", pending,
             " pages ", pages, " quarantined ", quarantined);
   VMM_CHECK(in_vain_.empty(), "mappings in vain: ", in_vain_.size());
-  std::size_t of_streams = 0;
-  for (const StreamState& stream : streams_) of_streams += stream.blocks;
-  VMM_CHECK(of_streams == used_blocks + kept + pending_.size(), "blocks: of streams ", of_streams, ", walked ",
-            used_blocks + kept + pending_.size());
+  VMM_CHECK(streams_.blocks() == used_blocks + kept + pending_.size(), "blocks: of streams ", streams_.blocks(),
+            ", walked ", used_blocks + kept + pending_.size());
   std::set<const Chunk*> seen;
   std::size_t mapped = 0;
   for (const auto& [offset, mapping] : range_->live()) {
@@ -229,7 +215,7 @@ void Pool::check() const {
     mapped += mapping.chunk->size;
   }
   VMM_CHECK(mapped == range_->mapped_bytes(), "mapped: walked ", mapped, ", counted ", range_->mapped_bytes());
-  Statistics statistics = statistics_;
+  Statistics statistics = counters_.totals();
   own_peaks_.fill_peaks(statistics);
   const auto current = [&statistics](StatKind kind) {
     const StatTriple& triple = statistics[kind];
@@ -243,10 +229,8 @@ void Pool::check() const {
   VMM_CHECK(current(StatKind::requested_bytes) == requested, "requested: walked ", requested);
   VMM_CHECK(current(StatKind::reserved_bytes) == mapped, "reserved: walked ", mapped);
   VMM_CHECK(current(StatKind::segment) == range_->live().size(), "segments: walked ", range_->live().size());
-  std::size_t in_slabs = 0;
-  for (const auto& [offset, slab] : slabs_) in_slabs += slab->size;
-  VMM_CHECK(statistics_[StatKind::reserved_bytes][1].current == static_cast<std::int64_t>(in_slabs),
-            "reserved for small blocks: slabs of ", in_slabs);
+  VMM_CHECK(counters_.current(StatKind::reserved_bytes, SizeClass::small_pool) == slabs_.bytes(),
+            "reserved for small blocks: slabs of ", slabs_.bytes());
   if (kept == 0) check_free_space();
 }
 

@@ -19,14 +19,10 @@ void Pool::refresh_numbers() {
 }
 
 void Pool::set_inactive_split(const FreeSpace& free) {
-  const auto set = [this](StatKind kind, SizeClass size_class, std::size_t value) VMM_REQUIRES(mutex_) {
-    const auto now = static_cast<std::size_t>(statistics_[kind][1 + static_cast<std::size_t>(size_class)].current);
-    if (value < now) count_down(kind, size_class, now - value);
-    if (value > now) count_up(kind, size_class, value - now);
-  };
   for (const SizeClass size_class : {SizeClass::small_pool, SizeClass::large_pool}) {
-    set(StatKind::inactive_split, size_class, free.stranded_count.at(static_cast<std::size_t>(size_class)));
-    set(StatKind::inactive_split_bytes, size_class, free.stranded_bytes.at(static_cast<std::size_t>(size_class)));
+    const auto of_class = static_cast<std::size_t>(size_class);
+    counters_.set(StatKind::inactive_split, size_class, free.stranded_count.at(of_class));
+    counters_.set(StatKind::inactive_split_bytes, size_class, free.stranded_bytes.at(of_class));
   }
 }
 
@@ -62,7 +58,7 @@ Statistics Pool::statistics() const {
   {
     const BlockCaches::Reading of_threads(context_.caches);
     const ReadLock lock(*this);
-    sum = statistics_;
+    sum = counters_.totals();
     of_threads.add_counts(*this, &sum);
   }
   own_peaks_.fill_peaks(sum);
@@ -134,30 +130,25 @@ void Pool::follow_family_peaks() {
   const MutexLock lock(mutex_);
   if (family_peaks_owner_ != nullptr) return;
   family_peaks_owner_ = std::make_unique<Peaks>();
-  family_seat_ = std::make_unique<Peaks::Seat>(*family_peaks_owner_);
-  Statistics so_far = statistics_;
-  own_peaks_.fill_peaks(so_far);
-  family_seat_->start_from(so_far);
+  counters_.begin_family(*family_peaks_owner_);
   family_peaks_.store(family_peaks_owner_.get(), std::memory_order_release);
 }
 
 void Pool::inherit(const Statistics& of_part) {
   const MutexLock lock(mutex_);
-  inherited_.add_totals(of_part);
+  counters_.inherit(of_part);
 }
 
 Statistics Pool::inherited() const {
   const ReadLock lock(*this);
-  return inherited_;
+  return counters_.inherited();
 }
 
 std::size_t Pool::live_bytes() const {
   return static_cast<std::size_t>(statistics()[StatKind::allocated_bytes][0].current);
 }
 
-std::size_t Pool::live_bytes_locked() const {
-  return static_cast<std::size_t>(statistics_[StatKind::allocated_bytes][0].current);
-}
+std::size_t Pool::live_bytes_locked() const { return counters_.current(StatKind::allocated_bytes); }
 
 std::size_t Pool::live_blocks() const {
   return static_cast<std::size_t>(statistics()[StatKind::allocation][0].current);
@@ -170,32 +161,29 @@ std::size_t Pool::streams_known() const {
 
 void Pool::count_retry() {
   const MutexLock lock(mutex_);
-  ++statistics_.num_alloc_retries;
+  counters_.retried();
 }
 
 void Pool::count_oom() {
   const MutexLock lock(mutex_);
-  ++statistics_.num_ooms;
+  counters_.ran_out();
 }
 
 void Pool::count_sync() {
   const MutexLock lock(mutex_);
-  ++statistics_.num_sync_all_streams;
+  counters_.synchronized();
 }
 
 void Pool::reset_peaks() {
   const MutexLock lock(mutex_);
-  statistics_.reset_peaks();
-  own_peaks_.reset_peaks();
-  inherited_.reset_peaks();
+  counters_.reset_peaks();
   if (family_peaks_owner_ != nullptr) family_peaks_owner_->reset_peaks();
 }
 
 void Pool::reset_accumulated() {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::stays);
   const MutexLock lock(mutex_);
-  statistics_.reset_accumulated();
-  inherited_.reset_accumulated();
+  counters_.reset_accumulated();
 }
 
 }  // namespace vmm

@@ -2,6 +2,12 @@
 
 namespace vmm {
 
+namespace {
+constexpr std::array<std::size_t MemoryStats::*, 6> kSummed = {
+    &MemoryStats::physical_usage, &MemoryStats::mapped_pages,   &MemoryStats::allocated_bytes,
+    &MemoryStats::idle_bytes,     &MemoryStats::stranded_bytes, &MemoryStats::quarantined_bytes};
+}  // namespace
+
 void Statistics::reset_peaks() {
   for (auto& triple : stats) {
     for (Stat& stat : triple) stat.peak = stat.current;
@@ -43,13 +49,20 @@ void Statistics::add_totals(const Statistics& other) {
   num_device_free += other.num_device_free;
 }
 
+void MemoryStats::add(const MemoryStats& part) {
+  for (const auto field : kSummed) this->*field += part.*field;
+}
+
+void MemoryStats::subtract(const MemoryStats& part) {
+  for (const auto field : kSummed) this->*field -= part.*field;
+}
+
 void Statistics::add_blocks(const BlockCounts& current, const BlockCounts& came) {
-  for (std::size_t k = 0; k < kKindsOfBlockCount.size(); ++k) {
-    const auto& kinds = kKindsOfBlockCount.at(k);
-    for (std::size_t of_kind = 0; of_kind < (kinds[0] == kinds[1] ? 1U : 2U); ++of_kind) {
+  for (std::size_t k = 0; k < kNumbersOfBlocks; ++k) {
+    for (const StatKind kind : kinds_of_block_count(k)) {
       for (std::size_t of_class = 0; of_class < 2; ++of_class) {
         for (const std::size_t which : {std::size_t{0}, 1 + of_class}) {
-          Stat& stat = (*this)[kinds.at(of_kind)].at(which);
+          Stat& stat = (*this)[kind].at(which);
           stat.current += current.at(of_class).at(k);
           stat.allocated += came.at(of_class).at(k);
           stat.freed += came.at(of_class).at(k) - current.at(of_class).at(k);

@@ -1,11 +1,13 @@
 // Statistics as plain values with units: what torch.cuda.memory_stats calls
 // them, for one pool and for a device. They change beside the state they
-// describe; checking that they add up is stats.cpp's prove_balance().
+// describe; that they add up is proved by Pool::check() and
+// DeviceMemory::check().
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -50,13 +52,17 @@ struct Stat {
 };
 
 // What blocks' lives add up to where nothing but blocks is counted: by size class,
-// the blocks, their bytes and the bytes asked for. Each stands for two kinds, as a
-// block whose free is not pending is live and active at once.
-using BlockCounts = std::array<std::array<std::int64_t, 3>, 2>;
-inline constexpr std::array<std::array<StatKind, 2>, 3> kKindsOfBlockCount = {
-    {{StatKind::allocation, StatKind::active},
-     {StatKind::allocated_bytes, StatKind::active_bytes},
-     {StatKind::requested_bytes, StatKind::requested_bytes}}};
+// the blocks, their bytes and the bytes asked for. The first two stand for two kinds
+// each, as a block whose free is not pending is live and active at once.
+inline constexpr std::size_t kNumbersOfBlocks = 3;
+using BlockCounts = std::array<std::array<std::int64_t, kNumbersOfBlocks>, 2>;
+inline constexpr std::array<StatKind, 5> kKindsOfBlocks = {StatKind::allocation, StatKind::active,
+                                                           StatKind::allocated_bytes, StatKind::active_bytes,
+                                                           StatKind::requested_bytes};
+// The kinds that the k-th of these numbers stands for.
+constexpr std::span<const StatKind> kinds_of_block_count(std::size_t k) {
+  return std::span(kKindsOfBlocks).subspan(2 * k, k < 2 ? 2 : 1);
+}
 
 // For each family: [0] all, [1] small_pool, [2] large_pool.
 using StatTriple = std::array<Stat, 3>;
@@ -103,6 +109,10 @@ struct MemoryStats {
   std::size_t idle_bytes = 0;         // mapped, unused, whole chunks
   std::size_t stranded_bytes = 0;     // mapped, unused, in chunks that are partly used
   std::size_t quarantined_bytes = 0;  // freed, fence not passed
+
+  // Of several pools; what is no sum (the capacity, the ratio) is left alone.
+  void add(const MemoryStats& part);
+  void subtract(const MemoryStats& part);
 };
 
 // The same for a SharedMemoryPool:

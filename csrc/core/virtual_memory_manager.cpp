@@ -203,7 +203,7 @@ void VirtualMemoryManager::map(const VirtualAddressRange& range, const PhysicalA
     const std::size_t at = gaps.empty() || gaps.front().offset != offset ? offset : gaps.front().end();
     throw AlreadyMappedError(at, granularity(), "map " + physical.text() + " into " + range.text());
   }
-  const Placement placement{offset, chunk};
+  const PlacedChunk placement{offset, chunk};
   throw_if_failed(found.mapped->map({&placement, 1}, {}),
                   "map " + physical.text() + " at offset " + std::to_string(offset));
 }

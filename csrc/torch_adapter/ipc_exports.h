@@ -41,7 +41,7 @@ class IpcExports {
   // To be called before a block is freed, shared or not: nothing is asked of the
   // freeing thread while nothing is shared.
   static void before_free(Address block) noexcept {
-    if (shared_blocks_.load(std::memory_order_relaxed) != 0) [[unlikely]]
+    if (any_shared()) [[unlikely]]
       instance().forget(block);
   }
   static bool any_shared() { return shared_blocks_.load(std::memory_order_relaxed) != 0; }

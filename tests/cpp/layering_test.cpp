@@ -50,7 +50,7 @@ std::string layer_of(const std::string& path) { return path.substr(0, path.find(
 // "device_memory": files that share one header are one room.
 std::string room_of(const std::string& path) {
   const std::string stem = fs::path(path).stem();
-  if (stem == "pool_registry") return stem;  // of them, not a part of one
+  if (stem == "pool_registry" || stem == "pool_counters") return stem;  // beside it, not a part of one
   if (stem.rfind("pool_", 0) == 0) return "pool";
   if (stem == "reclaim") return "device_memory";
   return stem;
@@ -72,6 +72,7 @@ const std::vector<std::vector<std::string>> kRooms = {
     {"block_caches"},
     {"mapped_range", "page_store"},
     {"grant"},
+    {"placement", "slabs", "stream_table", "pool_counters"},
     {"pool"},
     {"pool_registry"},
     {"all_locked"},

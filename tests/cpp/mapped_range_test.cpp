@@ -41,7 +41,7 @@ class Range : public ::testing::Test {
     EXPECT_TRUE(driver_.create({fresh->size, kDevice, false}, &fresh->handle).ok());
     return fresh;
   }
-  Status map(std::vector<Placement> placements) { return range_->map(placements, std::vector<Location>{kDevice}); }
+  Status map(std::vector<PlacedChunk> placements) { return range_->map(placements, std::vector<Location>{kDevice}); }
 
   HostDriver host_{HostDriverOptions{kPage, kGiB, 1}};
   ScriptedDriver driver_{host_};
@@ -64,7 +64,7 @@ TEST_F(Range, MapsEveryChunkAndOpensEachRunInOneCall) {
 }
 
 TEST_F(Range, AFailedCallLeavesNothingMapped) {
-  const std::vector<Placement> placements = {{0, chunk(2)}, {2 * kPage, chunk()}, {5 * kPage, chunk()}};
+  const std::vector<PlacedChunk> placements = {{0, chunk(2)}, {2 * kPage, chunk()}, {5 * kPage, chunk()}};
   std::uint64_t n = 1;
   for (;; ++n) {
     driver_.clear_failures();
@@ -153,7 +153,7 @@ TEST_F(Range, AMappingThatTheDriverKeepsIsTriedAgain) {
 }
 
 TEST_F(Range, RemembersEveryonesRights) {
-  ASSERT_TRUE(range_->map(std::vector<Placement>{{0, chunk()}}, {}).ok());
+  ASSERT_TRUE(range_->map(std::vector<PlacedChunk>{{0, chunk()}}, {}).ok());
   EXPECT_EQ(range_->live().begin()->second.access(), Access::none);
   ASSERT_TRUE(range_->set_access({0, kPage}, kDevice, Access::read_write).ok());
   ASSERT_TRUE(range_->set_access({0, kPage}, Location::on_host(), Access::read).ok());

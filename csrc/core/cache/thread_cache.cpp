@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "base/check.h"
-
 namespace vmm {
 
 namespace {
@@ -88,34 +86,22 @@ BlockCounts Shard::came() const {
   return counts;
 }
 
-Shard* ThreadCache::first_of(const CachedPool& pool) const {
-  for (std::size_t at = home(pool); table_[at].pool != nullptr; at = (at + 1) & (table_.size() - 1)) {
-    if (table_[at].pool == &pool) return table_[at].first.get();
-  }
-  return nullptr;
-}
-
 void ThreadCache::rebuild(std::size_t size) {
   std::vector<Entry> old(size);
   old.swap(table_);
   for (Entry& entry : old) {
-    if (entry.first == nullptr) continue;
-    std::size_t at = home(*entry.pool);
-    while (table_[at].pool != nullptr) at = (at + 1) & (table_.size() - 1);
-    table_[at] = std::move(entry);
+    if (entry.first != nullptr) table_[slot_of(*entry.pool)] = std::move(entry);
   }
 }
 
 Shard& ThreadCache::add(CachedPool& pool, Stream stream, StreamTag tag) {
   auto shard = std::make_unique<Shard>(pool, stream, tag);
   latest_ = shard.get();
-  std::size_t at = home(pool);
-  while (table_[at].pool != nullptr && table_[at].pool != &pool) at = (at + 1) & (table_.size() - 1);
+  std::size_t at = slot_of(pool);
   if (table_[at].pool == nullptr) {
     if ((pools_ + 1) * 2 > table_.size()) {
       rebuild(table_.size() * 2);
-      at = home(pool);
-      while (table_[at].pool != nullptr) at = (at + 1) & (table_.size() - 1);
+      at = slot_of(pool);
     }
     ++pools_;
     table_[at].pool = &pool;

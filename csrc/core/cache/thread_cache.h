@@ -142,7 +142,7 @@ class ThreadCache {
     return find_if(pool, [tag](const Shard& shard) { return shard.tag == tag; });
   }
   // The first shard of the pool, others behind it by `next`, or nullptr.
-  [[nodiscard]] Shard* first_of(const CachedPool& pool) const;
+  [[nodiscard]] Shard* first_of(const CachedPool& pool) const { return table_[slot_of(pool)].first.get(); }
   // REQUIRES: there is none for that stream.
   Shard& add(CachedPool& pool, Stream stream, StreamTag tag);
   // Takes all shards of the pool out.
@@ -166,6 +166,12 @@ class ThreadCache {
   }
   [[nodiscard]] std::size_t home(const CachedPool& pool) const {
     return (reinterpret_cast<std::uintptr_t>(&pool) * 0x9E3779B97F4A7C15ULL >> 32U) & (table_.size() - 1);
+  }
+  // Where the pool stands, or the first free place for it.
+  [[nodiscard]] std::size_t slot_of(const CachedPool& pool) const {
+    std::size_t at = home(pool);
+    while (table_[at].pool != nullptr && table_[at].pool != &pool) at = (at + 1) & (table_.size() - 1);
+    return at;
   }
   void rebuild(std::size_t size);
 

@@ -1,0 +1,107 @@
+#include "core/blocks/placement.h"
+
+#include <algorithm>
+
+namespace vmm {
+
+namespace {
+// How many free blocks are compared for the least missing memory, and how many
+// neighbours of each. All of it costs about a microsecond, a move 30-60.
+constexpr int kCandidates = 32;
+constexpr int kMostNeighbours = 16;
+}  // namespace
+
+Block* Placement::take_backed(const SpaceRequest& request) {
+  Block* span = heap_.best_fit(request.size, request.tag);
+  return span == nullptr ? nullptr : heap_.carve(span, span->offset, request.size, request.state);
+}
+
+bool Placement::find_spot(const SpaceRequest& request, std::size_t* offset) const {
+  switch (request.where) {
+    case SpaceRequest::Where::at:
+      *offset = request.offset;
+      return true;
+    case SpaceRequest::Where::high:
+      return find_high(request, offset);
+    case SpaceRequest::Where::best_fit:
+      return find_least_missing(request, offset) || find_bare(request.size, /*high=*/false, offset);
+  }
+  return false;
+}
+
+// Slabs stand at the top of the range, below one another. Among them one with
+// memory comes first; below the longest bare stretch is nothing but what large
+// blocks left, which a slab would pin.
+bool Placement::find_high(const SpaceRequest& request, std::size_t* offset) const {
+  const auto& free = heap_.free_blocks();
+  const std::size_t alignment = std::min(page_, floor_power_of_two(request.size));
+  std::size_t longest = kUnlimited;
+  heap_.for_largest(kNeutral, [&longest](const Block* block) {
+    longest = block->size;
+    return false;
+  });
+  bool found = false;
+  for (auto it = free.rbegin(); it != free.rend(); ++it) {
+    const Block* block = *it;
+    if ((block->tag != request.tag && block->tag != kNeutral) || block->size < request.size) continue;
+    const std::size_t at = align_down(block->end() - request.size, alignment);
+    if (at < block->offset) continue;
+    if (block->tag != kNeutral || !found) *offset = at;
+    found = true;
+    if (block->tag != kNeutral || block->size >= longest) break;
+  }
+  return found;
+}
+
+// How much memory `size` bytes lack that begin where `from` begins (or, `down`,
+// end where it ends) and run on over free neighbours; kUnlimited where they do
+// not fit there.
+std::size_t Placement::missing_beside(const Block* from, std::size_t size, StreamTag tag, bool down) const {
+  std::size_t missing = 0;
+  int steps = 0;
+  for (const Block* at = from; at != nullptr && at->state == BlockState::free && steps < kMostNeighbours; ++steps) {
+    if (at->tag != tag && at->tag != kNeutral) break;
+    const std::size_t part = std::min(size, at->size);
+    if (at->tag == kNeutral) missing += align_up(part, page_);
+    size -= part;
+    if (size == 0) return missing;
+    at = down ? at->prev : at->next;
+  }
+  return kUnlimited;
+}
+
+// No free block of the stream's has all of it: of the largest ones, and the bare
+// space beside them, what lacks the least.
+bool Placement::find_least_missing(const SpaceRequest& request, std::size_t* offset) const {
+  std::size_t least = align_up(request.size, page_);  // as much as anywhere
+  int tried = 0;
+  const std::function<bool(const Block*)> compare = [&](const Block* block) {
+    for (const bool down : {false, true}) {
+      const std::size_t missing = missing_beside(block, request.size, request.tag, down);
+      if (missing >= least) continue;
+      least = missing;
+      *offset = down ? block->end() - request.size : block->offset;
+    }
+    return ++tried < kCandidates;
+  };
+  heap_.for_largest(request.tag, compare);
+  return least < align_up(request.size, page_);
+}
+
+// Bare addresses: no memory there that queued work could still touch.
+bool Placement::find_bare(std::size_t size, bool high, std::size_t* offset) const {
+  const std::size_t wanted = align_up(size, page_);
+  const Block* bare = heap_.best_fit(wanted, kNeutral);
+  if (high) {
+    const auto& free = heap_.free_blocks();
+    const auto at = std::find_if(free.rbegin(), free.rend(), [wanted](const Block* block) {
+      return block->tag == kNeutral && block->size >= wanted;
+    });
+    bare = at == free.rend() ? nullptr : *at;
+  }
+  if (bare == nullptr) return false;
+  *offset = high ? bare->end() - wanted : bare->offset;
+  return true;
+}
+
+}  // namespace vmm

@@ -1,0 +1,51 @@
+// Where in a pool's free space a request should stand: best fit. Free space that has all
+// its memory comes first; then what lacks the least, over the bare space beside it; then
+// bare space alone. It looks, and takes nothing but what is wholly backed; it knows no
+// chunk.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/block_heap.h"
+
+namespace vmm {
+
+// A request for space, in all its kinds.
+struct SpaceRequest {
+  std::size_t size = 0;  // bytes
+  enum class Where : std::uint8_t {
+    best_fit,
+    high,  // slabs: below one another from the top, so that they pin no large chunk
+    at,    // exactly at `offset`
+  } where = Where::best_fit;
+  std::size_t offset = 0;
+  StreamTag tag = kNeutral;
+  BlockState state = BlockState::used;
+};
+
+class Placement {
+ public:
+  // `page`, in bytes: what is backed is backed in multiples of it.
+  Placement(BlockHeap& heap, std::size_t page) : heap_(heap), page_(page) {}
+
+  // A block of free space of the request's tag, which has all its memory; nullptr:
+  // none is long enough. The common case.
+  Block* take_backed(const SpaceRequest& request);
+  // Where it should stand otherwise: `offset`, if there is any place. What is free
+  // there is the tag's or bare.
+  bool find_spot(const SpaceRequest& request, std::size_t* offset) const;
+  // Bare addresses, for whole chunks: no memory is there that queued work could
+  // still touch. `high`: the highest.
+  bool find_bare(std::size_t size, bool high, std::size_t* offset) const;
+
+ private:
+  bool find_high(const SpaceRequest& request, std::size_t* offset) const;
+  bool find_least_missing(const SpaceRequest& request, std::size_t* offset) const;
+  [[nodiscard]] std::size_t missing_beside(const Block* from, std::size_t size, StreamTag tag, bool down) const;
+
+  BlockHeap& heap_;
+  std::size_t page_;
+};
+
+}  // namespace vmm

@@ -1,0 +1,82 @@
+// What one pool counts: the families of torch.cuda.memory_stats, and their peaks in
+// its own right, for the device and for the model with its parts. It knows what a
+// block's life moves, and no block of the pool.
+//
+// Everything here is done with the pool's lock held. What threads' caches have
+// counted comes in by absorb(), or is added by whoever tells the numbers.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "core/block_heap.h"
+#include "core/peaks.h"
+#include "core/stats.h"
+
+namespace vmm {
+
+class PoolCounters {
+ public:
+  // Whose peaks the pool's numbers are part of: its own, and the device's.
+  PoolCounters(Peaks& own, Peaks& of_device) : own_(own), of_device_(of_device), own_seat_(own), seat_(of_device) {}
+  PoolCounters(const PoolCounters&) = delete;
+  PoolCounters& operator=(const PoolCounters&) = delete;
+
+  // -- A block's life, once for each: it is somebody's, its owner lets go of it,
+  // nobody uses it any more. `is_oversize`: it counts as torch's oversize ones.
+  void block_began(const Block& block, bool is_oversize);
+  void block_ended(const Block& block, bool is_oversize);
+  void block_finished(const Block& block);
+
+  // -- Memory. What is mapped is the large pool's until a slab is made of it.
+  void mapped(std::size_t bytes, bool is_oversize);
+  void unmapped(std::size_t bytes, bool is_oversize);
+  // A slab's memory changes hands; `is_whole_chunk`: so does the chunk itself.
+  void slab_changed_hands(std::size_t bytes, bool is_whole_chunk, SizeClass from, SizeClass to);
+  // A number that is worked out when somebody asks.
+  void set(StatKind kind, SizeClass size_class, std::size_t value);
+
+  void retried() { ++statistics_.num_alloc_retries; }
+  void ran_out() { ++statistics_.num_ooms; }
+  void synchronized() { ++statistics_.num_sync_all_streams; }
+
+  // What a thread has counted in its seats is counted here from now on.
+  // `of_family`: nullptr, or of the family's peaks.
+  void absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family, Peaks::Seat& of_device);
+
+  // -- The model's parts. From now on the peaks of all of them together are
+  // followed; a part begins so. REQUIRES: they outlive this.
+  void follow_family(Peaks& family);
+  // The same for a model that has counted before its first part came.
+  void begin_family(Peaks& family);
+  // What a part that has ended had counted.
+  void inherit(const Statistics& of_part) { inherited_.add_totals(of_part); }
+  [[nodiscard]] const Statistics& inherited() const { return inherited_; }
+
+  // Without what threads have counted; its peaks are not the pool's (fill_peaks).
+  [[nodiscard]] const Statistics& totals() const { return statistics_; }
+  [[nodiscard]] std::size_t current(StatKind kind) const {
+    return static_cast<std::size_t>(statistics_[kind][0].current);
+  }
+  [[nodiscard]] std::size_t current(StatKind kind, SizeClass size_class) const {
+    return static_cast<std::size_t>(statistics_[kind][1 + static_cast<std::size_t>(size_class)].current);
+  }
+  void reset_peaks();
+  void reset_accumulated();
+
+ private:
+  void rose(StatKind kind, SizeClass size_class, std::size_t amount);
+  void fell(StatKind kind, SizeClass size_class, std::size_t amount);
+  void hand_over(StatKind kind, SizeClass from, SizeClass to, std::size_t amount);
+
+  Peaks& own_;
+  Peaks& of_device_;
+  Peaks* family_ = nullptr;  // nullptr: the model has no parts
+  Statistics statistics_;
+  Statistics inherited_;  // of parts that have ended
+  Peaks::Seat own_seat_;
+  Peaks::Seat seat_;
+  std::unique_ptr<Peaks::Seat> family_seat_;
+};
+
+}  // namespace vmm
