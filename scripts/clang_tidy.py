@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run clang-tidy over base, driver and core, in parallel, and only where something changed.
+"""Run clang-tidy over base, driver, core and ipc, in parallel, and only where something changed.
 
     python3 scripts/clang_tidy.py [FILE...]
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATABASE = ROOT / "build" / "cpp-plain" / "compile_commands.json"
 CLANG_TIDY = Path(sys.executable).parent / "clang-tidy"  # scripts/requirements-test.txt pins it
 STAMPS = ROOT / "build" / "clang-tidy"
-FOLDERS = ("csrc/base", "csrc/driver", "csrc/core")
+FOLDERS = ("csrc/base", "csrc/driver", "csrc/core", "csrc/ipc")
 
 
 def digest_of(source: Path, headers: list[Path]) -> str:

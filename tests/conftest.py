@@ -41,7 +41,7 @@ def memory(device: str) -> _C.Device:
 
 @pytest.fixture(autouse=True)
 def books_balance(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After every test pools and page store sum to what the driver gave."""
+    """After every test pools and chunk store sum to what the driver gave."""
     memory: _C.Device | None = request.getfixturevalue("memory") if "device" in request.fixturenames else None
     yield
     if memory is not None:

@@ -102,7 +102,7 @@ class Device:
         """Bytes of addresses of a pool that names no capacity, where the process has so many."""
     @property
     def committed_bytes(self) -> int:
-        """Bytes that the driver gave and that are still held: mapped, or kept unmapped by the page store."""
+        """Bytes that the driver gave and that are still held: mapped, or kept unmapped by the chunk store."""
     @property
     def limit(self) -> int | None:
         """Bytes: the cap over all pools of the device (torch's per-process memory fraction sets the same one)."""
@@ -124,7 +124,7 @@ class Device:
     def empty_cache(self) -> int:
         """Gives every idle chunk of every pool back to the driver; returns their bytes."""
     def check(self) -> None:
-        """For tests: proves that pools and page store sum to what the driver gave; aborts with the values otherwise.
+        """For tests: proves that pools and chunk store sum to what the driver gave; aborts with the values otherwise.
 
         No other thread may use the device meanwhile.
         """
@@ -294,7 +294,7 @@ class Pool:
 
 @final
 class GlobalMemoryStats:
-    """The same for a SharedMemoryPool, over its models and its share of the page store, in bytes."""
+    """The same for a SharedMemoryPool, over its models and its share of the chunk store, in bytes."""
 
     def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
     @property
@@ -313,7 +313,7 @@ class GlobalMemoryStats:
     def quarantined_bytes(self) -> int: ...
     @property
     def store_bytes(self) -> int:
-        """Held by the page store, mapped nowhere."""
+        """Held by the chunk store, mapped nowhere."""
     def as_dict(self) -> dict[str, int]: ...
 
 @final

@@ -50,7 +50,7 @@ class GlobalMemoryStats:
     stranded_bytes: int
     quarantined_bytes: int
     store_bytes: int
-    """Held by the page store, mapped nowhere."""
+    """Held by the chunk store, mapped nowhere."""
 
 
 def _bytes(value: int, like: int) -> str:

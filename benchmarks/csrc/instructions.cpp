@@ -11,7 +11,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/device_memory.h"
+#include "core/device/device_memory.h"
 #include "driver/host_driver.h"
 
 namespace {

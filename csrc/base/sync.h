@@ -1,5 +1,5 @@
 // Mutexes that clang's thread-safety analysis understands. The lock order is
-// written once, in core/device_memory.h.
+// written once, in core/device/device_memory.h.
 #pragma once
 
 #include <atomic>

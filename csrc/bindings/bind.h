@@ -13,7 +13,7 @@
 
 #include "base/units.h"
 #include "driver/driver.h"
-#include "torch_adapter/runtime.h"
+#include "process/runtime.h"
 
 namespace vmm::bindings {
 

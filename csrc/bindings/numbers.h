@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "bindings/bind.h"
-#include "core/pool.h"
-#include "core/stats.h"
+#include "core/numbers/stats.h"
+#include "core/pool/pool.h"
 
 namespace vmm::bindings {
 

@@ -1,5 +1,5 @@
 // _C.Pool, _C.MemoryStats, and how pools are made and found.
-#include "core/pool.h"
+#include "core/pool/pool.h"
 
 #include <pybind11/stl.h>
 
@@ -7,7 +7,7 @@
 #include "bindings/bind.h"
 #include "bindings/numbers.h"
 #include "bindings/tensor_view.h"
-#include "core/device_memory.h"
+#include "core/device/device_memory.h"
 #include "torch_adapter/errors.h"
 
 namespace vmm::bindings {

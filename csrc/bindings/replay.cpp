@@ -1,5 +1,5 @@
 // _C.replay(): a recorded allocation trace on a device of host memory of its own.
-#include "core/replay.h"
+#include "core/faces/replay.h"
 
 #include <pybind11/stl.h>
 

@@ -5,7 +5,7 @@
 
 #include "base/errors.h"
 #include "bindings/bind.h"
-#include "core/device_memory.h"
+#include "core/device/device_memory.h"
 #include "torch_adapter/enabled.h"
 #include "torch_adapter/strict.h"
 

@@ -1,5 +1,5 @@
 // _C.SharedMemoryPool, _C.GlobalMemoryStats.
-#include "core/shared_memory_pool.h"
+#include "core/faces/shared_memory_pool.h"
 
 #include <pybind11/stl.h>
 

@@ -1,5 +1,5 @@
 // _C.VirtualMemoryManager and what it gives out.
-#include "core/virtual_memory_manager.h"
+#include "core/faces/virtual_memory_manager.h"
 
 #include <pybind11/stl.h>
 

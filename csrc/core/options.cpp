@@ -72,7 +72,7 @@ const std::vector<OptionRow>& option_table() {
   static const std::vector<OptionRow> kRows = {
       {"scrub", "TORCH_VMM_SCRUB", "1", "flag", "Zero memory that changes its model."},
       {"store_bytes", "TORCH_VMM_STORE_BYTES", "256MiB", "bytes",
-       "Unmapped chunks that the page store keeps instead of giving them back to the driver, for each group."},
+       "Unmapped chunks that the chunk store keeps instead of giving them back to the driver, for each group."},
       {"default_capacity_bytes", "TORCH_VMM_DEFAULT_CAPACITY", "4 x device memory", "bytes",
        "Virtual capacity of a pool that names none, or less where the process is short of addresses."},
       {"host_bytes", "TORCH_VMM_HOST_BYTES", "80 % of RAM", "bytes",

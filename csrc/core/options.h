@@ -14,7 +14,7 @@ namespace vmm {
 struct Options {
   // Zero memory that changes its model before the new model sees it.
   bool scrub = true;
-  // Bytes of unmapped chunks that the page store keeps rather than giving them
+  // Bytes of unmapped chunks that the chunk store keeps rather than giving them
   // back to the driver, for each group. 256 MiB spare about 128 create/release
   // pairs of 27 us each for a cache that maps and unmaps pages all the time.
   std::size_t store_bytes = 256 * kMiB;

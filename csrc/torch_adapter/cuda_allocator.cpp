@@ -15,10 +15,10 @@
 
 #include "base/errors.h"
 #include "base/units.h"
+#include "ipc/ipc_exports.h"
 #include "torch_adapter/cuda_callbacks.h"
 #include "torch_adapter/errors.h"
 #include "torch_adapter/history.h"
-#include "torch_adapter/ipc_exports.h"
 #include "torch_adapter/out_of_memory.h"
 #include "torch_adapter/profiler.h"
 #include "torch_adapter/provided_memory.h"

@@ -20,7 +20,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "torch_adapter/runtime.h"
+#include "process/runtime.h"
 #include "torch_adapter/versions.h"
 
 namespace vmm {

@@ -1,7 +1,8 @@
-// What the runtime, which knows no torch, has torch and CUDA do for it.
+// What torch and CUDA do for the process' GPUs: the hooks of their kind (see
+// process/device_kind.h, which knows no torch).
 #pragma once
 
-#include "core/private_pools.h"
+#include "core/device/private_pools.h"
 #include "core/streams/device_streams.h"
 
 namespace vmm {

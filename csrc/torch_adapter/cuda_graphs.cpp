@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "core/private_pools.h"
+#include "core/device/private_pools.h"
+#include "ipc/ipc_exports.h"
 #include "torch_adapter/cuda_allocator.h"
 #include "torch_adapter/cuda_callbacks.h"
 #include "torch_adapter/errors.h"
-#include "torch_adapter/ipc_exports.h"
 #include "torch_adapter/out_of_memory.h"
 #include "torch_adapter/private_member.h"
 #include "torch_adapter/provided_memory.h"

@@ -4,7 +4,7 @@
 // first is known for certain.
 #pragma once
 
-#include "torch_adapter/runtime.h"
+#include "process/runtime.h"
 
 namespace vmm {
 

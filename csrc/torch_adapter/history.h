@@ -24,9 +24,9 @@
 #include <vector>
 
 #include "base/sync.h"
-#include "core/observer.h"
-#include "core/pool.h"
-#include "torch_adapter/runtime.h"
+#include "core/numbers/observer.h"
+#include "core/pool/pool.h"
+#include "process/runtime.h"
 #include "torch_adapter/versions.h"
 
 namespace vmm {

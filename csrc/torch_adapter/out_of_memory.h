@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <string>
 
-#include "torch_adapter/runtime.h"
+#include "process/runtime.h"
 
 namespace vmm {
 

@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "process/runtime.h"
 #include "torch_adapter/provided_memory.h"
-#include "torch_adapter/runtime.h"
 
 namespace vmm {
 

@@ -10,9 +10,9 @@
 
 #include "base/errors.h"
 #include "base/units.h"
+#include "process/runtime.h"
 #include "torch_adapter/errors.h"
 #include "torch_adapter/history.h"
-#include "torch_adapter/runtime.h"
 
 namespace vmm {
 

@@ -19,11 +19,11 @@
 #include <vector>
 
 #include "base/sync.h"
-#include "core/block_heap.h"
-#include "core/budget.h"
-#include "core/observer.h"
-#include "core/private_pools.h"
-#include "core/stats.h"
+#include "core/blocks/block_heap.h"
+#include "core/device/private_pools.h"
+#include "core/limits/budget.h"
+#include "core/numbers/observer.h"
+#include "core/numbers/stats.h"
 #include "core/streams/clock.h"
 
 namespace vmm {

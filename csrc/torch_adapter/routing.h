@@ -12,8 +12,8 @@
 #include <memory>
 #include <vector>
 
-#include "core/pool.h"
-#include "torch_adapter/runtime.h"
+#include "core/pool/pool.h"
+#include "process/runtime.h"
 
 namespace vmm {
 

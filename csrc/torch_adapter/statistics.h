@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/pool.h"
-#include "core/stats.h"
+#include "core/numbers/stats.h"
+#include "core/pool/pool.h"
 #include "torch_adapter/versions.h"
 
 namespace vmm {

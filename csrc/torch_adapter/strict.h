@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "torch_adapter/runtime.h"
+#include "process/runtime.h"
 
 namespace vmm {
 

@@ -1,4 +1,4 @@
-#include "core/address_space.h"
+#include "core/memory/address_space.h"
 
 #include <gtest/gtest.h>
 

@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/shared_memory_pool.h"
+#include "core/faces/shared_memory_pool.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {
@@ -308,7 +308,7 @@ struct Oracle {
   }
   void expect(const Statistics& told, const std::string& where) const {
     for (std::size_t k = 0; k < 3; ++k) {
-      for (const StatKind kind : kKindsOfBlockCount.at(k)) {
+      for (const StatKind kind : kinds_of_block_count(k)) {
         for (std::size_t which = 0; which < 3; ++which) {
           const Counts& mine = counts[k][which];
           const Stat& theirs = told[kind].at(which);

@@ -1,5 +1,5 @@
 // The directory against a std::map, and read while it is written.
-#include "core/cache/block_directory.h"
+#include "core/blocks/block_directory.h"
 
 #include <gtest/gtest.h>
 

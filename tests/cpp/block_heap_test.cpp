@@ -1,6 +1,6 @@
 // Offsets alone: split, coalesce, tags, best fit; and a random program beside
 // a model that knows the owner of every 512 bytes.
-#include "core/block_heap.h"
+#include "core/blocks/block_heap.h"
 
 #include <gtest/gtest.h>
 

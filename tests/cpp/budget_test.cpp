@@ -1,4 +1,4 @@
-#include "core/budget.h"
+#include "core/limits/budget.h"
 
 #include <gtest/gtest.h>
 

@@ -1,13 +1,13 @@
 // A device's pools: how large they are made where nobody says, and numbers of
 // those that have ended.
-#include "core/device_memory.h"
+#include "core/device/device_memory.h"
 
 #include <gtest/gtest.h>
 
 #include <memory>
 #include <string>
 
-#include "core/shared_memory_pool.h"
+#include "core/faces/shared_memory_pool.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {

@@ -7,8 +7,8 @@
 #include <optional>
 #include <ostream>
 
-#include "core/shared_memory_pool.h"
-#include "core/virtual_memory_manager.h"
+#include "core/faces/shared_memory_pool.h"
+#include "core/faces/virtual_memory_manager.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {

@@ -1,5 +1,5 @@
 // Who looks at which bytes: against a naive count of every byte.
-#include "core/held_ranges.h"
+#include "core/blocks/held_ranges.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "core/imported_range.h"
+#include "ipc/imported_range.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-#include "torch_adapter/ipc_descriptors.h"
+#include "ipc/ipc_descriptors.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

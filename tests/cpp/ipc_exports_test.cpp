@@ -1,4 +1,4 @@
-#include "torch_adapter/ipc_exports.h"
+#include "ipc/ipc_exports.h"
 
 #include <gtest/gtest.h>
 
@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "core/imported_range.h"
 #include "cpp/lab.h"
+#include "ipc/imported_range.h"
 
 namespace vmm::testing {
 namespace {

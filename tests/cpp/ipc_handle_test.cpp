@@ -1,4 +1,4 @@
-#include "torch_adapter/ipc_handle.h"
+#include "ipc/ipc_handle.h"
 
 #include <gtest/gtest.h>
 

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "base/errors.h"
-#include "core/device_memory.h"
+#include "core/device/device_memory.h"
 #include "driver/host_driver.h"
 #include "support/scripted_driver.h"
 

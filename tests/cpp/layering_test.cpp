@@ -7,6 +7,7 @@
 #include <fstream>
 #include <map>
 #include <regex>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -17,8 +18,8 @@ namespace {
 namespace fs = std::filesystem;
 
 struct Include {
-  std::string file;  // "core/pool.cpp"
-  std::string what;  // "core/pool.h", "cuda.h"
+  std::string file;  // "core/pool/pool.cpp"
+  std::string what;  // "core/pool/pool.h", "cuda.h"
   bool system = false;
 };
 
@@ -46,39 +47,18 @@ std::vector<Include> all_includes() {
 
 std::string layer_of(const std::string& path) { return path.substr(0, path.find('/')); }
 
-// "core/pool_growth.cpp" belongs to the room "pool", "core/reclaim.cpp" to
-// "device_memory": files that share one header are one room.
+// The room of core that a file stands in: "core/pool/growth.cpp" in "pool".
+// "": none, as core/options.h, which every room may know.
 std::string room_of(const std::string& path) {
-  const std::string stem = fs::path(path).stem();
-  if (stem == "pool_registry" || stem == "pool_counters") return stem;  // beside it, not a part of one
-  if (stem.rfind("pool_", 0) == 0) return "pool";
-  if (stem == "reclaim") return "device_memory";
-  return stem;
+  const fs::path folder = fs::path(path).parent_path();
+  return folder == "core" ? "" : folder.filename().string();
 }
 
-const std::vector<std::string> kLayers = {"base", "driver", "core", "torch_adapter", "bindings"};
+const std::vector<std::string> kLayers = {"base", "driver", "core", "ipc", "process", "torch_adapter", "bindings"};
 
 // The rooms of core, lowest first; rooms of one row do not know each other.
 const std::vector<std::vector<std::string>> kRooms = {
-    {"budget", "stats", "options", "biased_lock", "address_space", "device_streams", "imported_range", "observer",
-     "held_ranges", "refusal", "move_budget"},
-    {"stream_point", "peaks"},
-    {"clock"},
-    {"pending_frees"},
-    {"chunk", "block_heap"},
-    {"block_directory"},
-    {"cached_pool"},
-    {"thread_cache"},
-    {"block_caches"},
-    {"mapped_range", "page_store"},
-    {"grant"},
-    {"placement", "slabs", "stream_table", "pool_counters"},
-    {"pool"},
-    {"pool_registry"},
-    {"all_locked"},
-    {"group_figures"},
-    {"device_memory"},
-    {"private_pools", "replay", "shared_memory_pool", "virtual_memory_manager"},
+    {"limits", "streams"}, {"blocks", "memory"}, {"numbers"}, {"cache"}, {"pool"}, {"device"}, {"faces"},
 };
 
 template <typename Rows, typename Has>
@@ -113,7 +93,8 @@ std::string fault_of(const Include& include) {
   if (from != "core" || to != "core") return "";
   const std::string room = room_of(include.file);
   const std::string other = room_of(include.what);
-  if (room == other) return "";
+  if (room == other || other.empty()) return "";
+  if (room.empty()) return "what every room may know knows none";
   if (room_rank(room) < 0) return "give the room '" + room + "' its place in kRooms";
   if (room_rank(other) < 0) return "give the room '" + other + "' its place in kRooms";
   if (room_rank(other) < room_rank(room)) return "";
@@ -125,6 +106,26 @@ TEST(Layering, DependenciesPointDownOnly) {
   EXPECT_GT(all.size(), 100U) << "no sources found in " << VMM_CSRC;
   for (const Include& include : all) {
     EXPECT_EQ(fault_of(include), "") << include.file << " includes " << include.what;
+  }
+}
+
+// Whether `file` includes itself, over whatever others; `seen` are those on the way.
+bool leads_back(const std::map<std::string, std::vector<std::string>>& includes, const std::string& file,
+                const std::string& at, std::set<std::string>& seen) {
+  const auto found = includes.find(at);
+  if (found == includes.end() || !seen.insert(at).second) return false;
+  return std::any_of(found->second.begin(), found->second.end(),
+                     [&](const std::string& next) { return next == file || leads_back(includes, file, next, seen); });
+}
+
+TEST(Layering, NoHeaderNeedsItself) {
+  std::map<std::string, std::vector<std::string>> includes;
+  for (const Include& include : all_includes()) {
+    if (!include.system && fs::path(include.file).extension() == ".h") includes[include.file].push_back(include.what);
+  }
+  for (const auto& [file, others] : includes) {
+    std::set<std::string> seen;
+    EXPECT_FALSE(leads_back(includes, file, file, seen)) << file;
   }
 }
 
@@ -144,20 +145,23 @@ TEST(Layering, SeesEveryKindOfFault) {
     return found.size() == 1 && !fault_of(found[0]).empty();
   };
   EXPECT_TRUE(faulty("base/check.cpp", "#include \"driver/driver.h\""));
-  EXPECT_TRUE(faulty("driver/host_driver.h", "#include \"core/pool.h\""));
-  EXPECT_TRUE(faulty("core/pool.cpp", "#include <cuda.h>"));
-  EXPECT_TRUE(faulty("core/pool.cpp", "#  include <cuda_runtime_api.h>"));
+  EXPECT_TRUE(faulty("driver/host_driver.h", "#include \"core/pool/pool.h\""));
+  EXPECT_TRUE(faulty("core/pool/pool.cpp", "#include <cuda.h>"));
+  EXPECT_TRUE(faulty("core/pool/pool.cpp", "#  include <cuda_runtime_api.h>"));
   EXPECT_TRUE(faulty("driver/host_driver.cpp", "#include <cuda.h>"));
-  EXPECT_TRUE(faulty("core/pool.cpp", "#include <c10/core/Allocator.h>"));
+  EXPECT_TRUE(faulty("core/pool/pool.cpp", "#include <c10/core/Allocator.h>"));
   EXPECT_TRUE(faulty("driver/cuda_driver.cpp", "#include <torch/torch.h>"));
-  EXPECT_TRUE(faulty("core/pool.cpp", "#include \"torch_adapter/runtime.h\""));
-  EXPECT_TRUE(faulty("torch_adapter/runtime.cpp", "#include \"bindings/pool.h\""));
-  EXPECT_TRUE(faulty("core/page_store.h", "#include \"core/pool.h\""));
-  EXPECT_TRUE(faulty("core/budget.cpp", "#include \"core/stats.h\""));
-  EXPECT_TRUE(faulty("core/new_room.cpp", "#include \"core/stats.h\""));
+  EXPECT_TRUE(faulty("core/pool/pool.cpp", "#include \"process/runtime.h\""));
+  EXPECT_TRUE(faulty("process/runtime.cpp", "#include \"torch_adapter/cuda_callbacks.h\""));
+  EXPECT_TRUE(faulty("process/runtime.cpp", "#include <c10/core/Allocator.h>"));
+  EXPECT_TRUE(faulty("torch_adapter/routing.cpp", "#include \"bindings/pool.h\""));
+  EXPECT_TRUE(faulty("core/memory/chunk_store.h", "#include \"core/pool/pool.h\""));
+  EXPECT_TRUE(faulty("core/limits/budget.cpp", "#include \"core/streams/clock.h\""));
+  EXPECT_TRUE(faulty("core/new_room/file.cpp", "#include \"core/numbers/stats.h\""));
+  EXPECT_TRUE(faulty("core/options.cpp", "#include \"core/numbers/stats.h\""));
   EXPECT_FALSE(faulty("driver/cuda_driver.cpp", "#include <cuda.h>"));
-  EXPECT_FALSE(faulty("core/pool_growth.cpp", "#include \"core/pool.h\""));
-  EXPECT_FALSE(faulty("core/device_memory.cpp", "#include \"core/pool.h\""));
+  EXPECT_FALSE(faulty("core/pool/growth.cpp", "#include \"core/pool/pool.h\""));
+  EXPECT_FALSE(faulty("core/device/device_memory.cpp", "#include \"core/pool/pool.h\""));
   EXPECT_FALSE(faulty("bindings/pool.cpp", "#include <pybind11/pybind11.h>"));
 }
 

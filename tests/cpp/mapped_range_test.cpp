@@ -1,4 +1,4 @@
-#include "core/mapped_range.h"
+#include "core/memory/mapped_range.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "core/peaks.h"
+#include "core/numbers/peaks.h"
 
 #include <gtest/gtest.h>
 

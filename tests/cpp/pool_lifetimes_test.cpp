@@ -6,8 +6,8 @@
 #include <thread>
 #include <vector>
 
-#include "core/private_pools.h"
-#include "core/shared_memory_pool.h"
+#include "core/device/private_pools.h"
+#include "core/faces/shared_memory_pool.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {

@@ -1,6 +1,6 @@
 // One pool and its tensors' blocks: addresses, streams, classes, numbers,
 // content. What happens between pools is reclaim_test's.
-#include "core/pool.h"
+#include "core/pool/pool.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Which requests private pools serve, who uses them, and when they let go.
-#include "core/private_pools.h"
+#include "core/device/private_pools.h"
 
 #include <gtest/gtest.h>
 

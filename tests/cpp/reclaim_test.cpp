@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/virtual_memory_manager.h"
+#include "core/faces/virtual_memory_manager.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {

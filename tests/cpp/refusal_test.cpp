@@ -1,5 +1,5 @@
 // The words of an out-of-memory error: nothing in them that cannot help.
-#include "core/refusal.h"
+#include "core/device/refusal.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // A recorded program run again: a number for each step, the driver's calls
 // counted, and nothing left behind however it ends.
-#include "core/replay.h"
+#include "core/faces/replay.h"
 
 #include <gtest/gtest.h>
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "core/shared_memory_pool.h"
+#include "core/faces/shared_memory_pool.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {

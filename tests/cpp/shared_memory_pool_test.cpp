@@ -1,5 +1,5 @@
 // Models by id under one physical limit.
-#include "core/shared_memory_pool.h"
+#include "core/faces/shared_memory_pool.h"
 
 #include <gtest/gtest.h>
 

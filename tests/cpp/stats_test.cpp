@@ -1,4 +1,4 @@
-#include "core/stats.h"
+#include "core/numbers/stats.h"
 
 #include <gtest/gtest.h>
 

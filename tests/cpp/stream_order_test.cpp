@@ -3,8 +3,8 @@
 // proof (stream_program_test).
 #include <gtest/gtest.h>
 
-#include "core/private_pools.h"
-#include "core/shared_memory_pool.h"
+#include "core/device/private_pools.h"
+#include "core/faces/shared_memory_pool.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {

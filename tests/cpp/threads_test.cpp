@@ -6,7 +6,7 @@
 #include <random>
 #include <thread>
 
-#include "core/shared_memory_pool.h"
+#include "core/faces/shared_memory_pool.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {

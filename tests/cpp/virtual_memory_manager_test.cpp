@@ -1,6 +1,6 @@
 // Addresses, physical memory and mappings by hand: aliasing, partial rights,
 // several devices, and every bad input refused by name.
-#include "core/virtual_memory_manager.h"
+#include "core/faces/virtual_memory_manager.h"
 
 #include <gtest/gtest.h>
 

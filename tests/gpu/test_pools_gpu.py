@@ -97,7 +97,7 @@ def test_the_driver_sees_memory_come_and_go(make_pool: MakePool) -> None:
     assert before - free_bytes() >= 512 * MIB
     pool.deallocate(0, 512 * MIB)
     pool.compact()
-    torch.cuda.empty_cache()  # the page store's share
+    torch.cuda.empty_cache()  # the chunk store's share
     assert before - free_bytes() < 64 * MIB
 
 

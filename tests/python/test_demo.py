@@ -120,6 +120,8 @@ def start_in_a_terminal(*arguments: str) -> tuple[subprocess.Popen[bytes], int]:
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
+        # A suite that runs in the background (nohup) may have been told to ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(theirs)
     return process, ours

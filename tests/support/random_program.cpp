@@ -15,7 +15,7 @@
 #include <type_traits>
 
 #include "base/errors.h"
-#include "core/shared_memory_pool.h"
+#include "core/faces/shared_memory_pool.h"
 #include "driver/host_driver.h"
 #include "support/program_runner.h"
 #include "support/scripted_driver.h"

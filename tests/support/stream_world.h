@@ -37,9 +37,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/private_pools.h"
-#include "core/shared_memory_pool.h"
-#include "core/virtual_memory_manager.h"
+#include "core/device/private_pools.h"
+#include "core/faces/shared_memory_pool.h"
+#include "core/faces/virtual_memory_manager.h"
 #include "driver/host_driver.h"
 #include "support/order_checker.h"
 #include "support/scripted_driver.h"

@@ -105,7 +105,7 @@ class Monitor:
 
 
 def _usage(stats: MemoryStats | GlobalMemoryStats, store_bytes: int = 0) -> Usage:
-    """What the page store keeps counts as idle: anyone can have it."""
+    """What the chunk store keeps counts as idle: anyone can have it."""
     return Usage(
         allocated=stats.allocated_bytes,
         idle=stats.idle_bytes + store_bytes,

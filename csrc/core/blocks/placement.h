@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/block_heap.h"
+#include "core/blocks/block_heap.h"
 
 namespace vmm {
 

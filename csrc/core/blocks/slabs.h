@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/block_heap.h"
+#include "core/blocks/block_heap.h"
 
 namespace vmm {
 

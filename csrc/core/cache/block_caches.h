@@ -22,7 +22,7 @@
 
 #include "base/sync.h"
 #include "core/cache/thread_cache.h"
-#include "core/observer.h"
+#include "core/numbers/observer.h"
 #include "core/streams/clock.h"
 
 namespace vmm {

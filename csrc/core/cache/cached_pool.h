@@ -6,10 +6,10 @@
 #include <memory>
 
 #include "base/units.h"
-#include "core/block_heap.h"
-#include "core/cache/block_directory.h"
-#include "core/peaks.h"
-#include "core/stats.h"
+#include "core/blocks/block_directory.h"
+#include "core/blocks/block_heap.h"
+#include "core/numbers/peaks.h"
+#include "core/numbers/stats.h"
 
 namespace vmm {
 

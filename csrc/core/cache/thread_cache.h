@@ -12,10 +12,10 @@
 #include <memory>
 #include <vector>
 
-#include "core/block_heap.h"
+#include "core/blocks/block_heap.h"
 #include "core/cache/biased_lock.h"
 #include "core/cache/cached_pool.h"
-#include "core/peaks.h"
+#include "core/numbers/peaks.h"
 
 namespace vmm {
 

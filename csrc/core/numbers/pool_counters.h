@@ -9,9 +9,9 @@
 #include <cstddef>
 #include <memory>
 
-#include "core/block_heap.h"
-#include "core/peaks.h"
-#include "core/stats.h"
+#include "core/blocks/block_heap.h"
+#include "core/numbers/peaks.h"
+#include "core/numbers/stats.h"
 
 namespace vmm {
 

@@ -1,0 +1,155 @@
+#include "core/blocks/block_directory.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+#include "base/check.h"
+
+namespace vmm {
+
+namespace {
+
+// Pools are alike: what the directories of a thousand have in use would lie at one
+// offset within a page, in a handful of the CPU's cache sets. Each begins some lines
+// further on than the one before.
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kColours = 61;
+std::size_t next_colour() {
+  static std::atomic<std::size_t> next{0};
+  return next.fetch_add(1, std::memory_order_relaxed) % kColours * kLine;
+}
+
+// calloc leaves the pages to the kernel until they are touched: a pool of 320 GiB
+// has 1.3 MiB of words, and a thousand such pools none but those in use.
+void* allocate_zeroed(std::size_t bytes) {
+  void* memory = std::calloc(1, bytes + kColours * kLine);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+BlockDirectory::BlockDirectory(std::size_t capacity)
+    : page_count_(align_up(capacity, kPageBytes) / kPageBytes),
+      memory_(allocate_zeroed(page_count_ * sizeof(std::atomic<std::uintptr_t>))),
+      pages_(reinterpret_cast<std::atomic<std::uintptr_t>*>(static_cast<std::byte*>(memory_) + next_colour())) {}
+
+BlockDirectory::~BlockDirectory() { std::free(memory_); }
+
+Block* BlockDirectory::find_among_few(const Few& few, std::uint32_t unit) {
+  for (std::size_t k = 0; k < kFew; ++k) {
+    if (few.units.at(k).load(std::memory_order_relaxed) != unit) continue;
+    if (Block* block = few.blocks.at(k).load(std::memory_order_acquire)) return block;
+  }
+  return nullptr;
+}
+
+std::vector<Block*> BlockDirectory::blocks_of(std::uintptr_t word) {
+  std::vector<Block*> found;
+  const auto add = [&found](const std::atomic<Block*>& slot) {
+    if (Block* block = slot.load(std::memory_order_relaxed)) found.push_back(block);
+  };
+  if ((word & kKindMask) == kTable) {
+    for (const auto& slot : as<Table>(word)->blocks) add(slot);
+  } else if ((word & kKindMask) == kFewBlocks) {
+    for (const auto& slot : as<Few>(word)->blocks) add(slot);
+    std::sort(found.begin(), found.end(), [](const Block* a, const Block* b) { return a->offset < b->offset; });
+  } else {
+    found.push_back(as<Block>(word));
+  }
+  return found;
+}
+
+BlockDirectory::Few* BlockDirectory::new_few() {
+  if (free_few_.empty()) {
+    few_.push_back(std::make_unique<Few>());
+    free_few_.push_back(few_.back().get());
+  }
+  Few* few = free_few_.back();
+  free_few_.pop_back();
+  return few;
+}
+
+BlockDirectory::Table* BlockDirectory::new_table() {
+  if (free_tables_.empty()) {
+    tables_.push_back(std::make_unique<std::byte[]>(sizeof(Table) + kColours * kLine));
+    free_tables_.push_back(new (tables_.back().get() + next_colour()) Table);
+  }
+  Table* table = free_tables_.back();
+  free_tables_.pop_back();
+  return table;
+}
+
+void BlockDirectory::insert(Block* block) {
+  static_assert(alignof(Block) > kKindMask && alignof(Few) > kKindMask && alignof(Table) > kKindMask);
+  const std::size_t page = block->offset / kPageBytes;
+  VMM_CHECK(page < page_count_, "a block at ", block->offset, " beyond the pool");
+  pages_end_ = std::max(pages_end_, page + 1);
+  ++size_;
+  const auto put_in_table = [](Table& table, Block* added) {
+    table.blocks.at(unit_of(added->offset)).store(added, std::memory_order_release);
+    ++table.count;
+  };
+  const auto put_in_few = [](Few& few, Block* added) {
+    std::size_t slot = 0;
+    while (few.blocks.at(slot).load(std::memory_order_relaxed) != nullptr) ++slot;
+    few.units.at(slot).store(unit_of(added->offset), std::memory_order_relaxed);
+    few.blocks.at(slot).store(added, std::memory_order_release);
+    ++few.count;
+  };
+  const std::uintptr_t word = pages_[page].load(std::memory_order_relaxed);
+  if ((word & kKindMask) == kTable) return put_in_table(*as<Table>(word), block);
+  const bool fits_in_few = !block->small && (word == 0 || (word & kKindMask) == kSingle || as<Few>(word)->count < kFew);
+  if (word == 0 && !block->small) return become(page, reinterpret_cast<std::uintptr_t>(block));
+  if (fits_in_few) {
+    if ((word & kKindMask) == kFewBlocks) return put_in_few(*as<Few>(word), block);
+    Few* few = new_few();
+    put_in_few(*few, as<Block>(word));
+    put_in_few(*few, block);
+    return become(page, reinterpret_cast<std::uintptr_t>(few) | kFewBlocks);
+  }
+  // A slab's page, or more than a few.
+  Table* table = new_table();
+  if (word != 0) {
+    for (Block* other : blocks_of(word)) put_in_table(*table, other);
+  }
+  put_in_table(*table, block);
+  become(page, reinterpret_cast<std::uintptr_t>(table) | kTable);
+  if ((word & kKindMask) == kFewBlocks) {
+    Few* few = as<Few>(word);
+    for (auto& slot : few->blocks) slot.store(nullptr, std::memory_order_relaxed);
+    few->count = 0;
+    free_few_.push_back(few);
+  }
+}
+
+Block* BlockDirectory::take(std::size_t offset) {
+  Block* block = find(offset);
+  if (block == nullptr || block->offset != offset) return nullptr;
+  const std::size_t page = offset / kPageBytes;
+  const std::uintptr_t word = pages_[page].load(std::memory_order_relaxed);
+  --size_;
+  if ((word & kKindMask) == kTable) {
+    Table* table = as<Table>(word);
+    table->blocks.at(unit_of(offset)).store(nullptr, std::memory_order_relaxed);
+    if (--table->count == 0) {
+      become(page, 0);
+      free_tables_.push_back(table);
+    }
+  } else if ((word & kKindMask) == kFewBlocks) {
+    Few* few = as<Few>(word);
+    for (auto& slot : few->blocks) {
+      if (slot.load(std::memory_order_relaxed) == block) slot.store(nullptr, std::memory_order_relaxed);
+    }
+    if (--few->count == 0) {
+      become(page, 0);
+      free_few_.push_back(few);
+    }
+  } else {
+    become(page, 0);
+  }
+  return block;
+}
+
+}  // namespace vmm

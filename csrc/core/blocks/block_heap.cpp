@@ -1,0 +1,425 @@
+#include "core/blocks/block_heap.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+
+namespace vmm {
+
+namespace {
+
+// Sizes that first_fit() remembers; a program asks for a few.
+constexpr std::size_t kMostRemembered = 64;
+// Blocks of other tags beside a freed one that are looked at; more are seldom.
+constexpr int kMostBeside = 8;
+
+// Where `size` bytes begin in free [begin, end), or `end`.
+std::size_t place_in(std::size_t begin, std::size_t end, std::size_t size, std::size_t grain) {
+  const std::size_t at = align_up(begin, grain);
+  return at < end && end - at >= size ? at : end;
+}
+
+// A free block that changes its ends keeps its place in the order by offset: of
+// four operations on that, which are two fifths of a large pair, most go.
+void resize(FreeIndex& bins, Block* free, std::size_t offset, std::size_t size) {
+  bins.erase(free);
+  free->offset = offset;
+  free->size = size;
+  bins.insert(free);
+}
+
+}  // namespace
+
+Block* BlockArena::make() {
+  if (free_.empty()) return &blocks_.emplace_back();
+  Block* block = free_.back();
+  free_.pop_back();
+  return block;
+}
+
+void BlockArena::recycle(Block* block) {
+  *block = Block();
+  free_.push_back(block);
+}
+
+// ---------------------------------------------------------------- FreeIndex
+
+template <std::size_t kCount>
+void FreeIndex::Bins<kCount>::insert(std::size_t bin, Block* block) {
+  if (heads_ == nullptr) heads_ = std::make_unique<Heads>();
+  Block*& first = (*heads_)[bin];
+  block->bin_prev = nullptr;
+  block->bin_next = first;
+  if (first != nullptr) first->bin_prev = block;
+  first = block;
+  filled_[bin / 64] |= std::uint64_t{1} << (bin % 64);
+  words_filled_ |= std::uint64_t{1} << (bin / 64);
+}
+
+template <std::size_t kCount>
+void FreeIndex::Bins<kCount>::erase(std::size_t bin, Block* block) {
+  if (block->bin_next != nullptr) block->bin_next->bin_prev = block->bin_prev;
+  if (block->bin_prev != nullptr) {
+    block->bin_prev->bin_next = block->bin_next;
+  } else {
+    (*heads_)[bin] = block->bin_next;
+    if ((*heads_)[bin] == nullptr) {
+      filled_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
+      if (filled_[bin / 64] == 0) words_filled_ &= ~(std::uint64_t{1} << (bin / 64));
+    }
+  }
+  block->bin_prev = block->bin_next = nullptr;
+}
+
+template <std::size_t kCount>
+std::size_t FreeIndex::Bins<kCount>::filled_from(std::size_t bin) const {
+  if (bin >= kCount) return kCount;
+  const std::size_t word = bin / 64;
+  std::uint64_t bits = filled_[word] & (~std::uint64_t{0} << (bin % 64));
+  if (bits != 0) return word * 64 + static_cast<std::size_t>(__builtin_ctzll(bits));
+  const std::uint64_t later = word == 63 ? 0 : words_filled_ & (~std::uint64_t{0} << (word + 1));
+  if (later == 0) return kCount;
+  const auto found = static_cast<std::size_t>(__builtin_ctzll(later));
+  return found * 64 + static_cast<std::size_t>(__builtin_ctzll(filled_[found]));
+}
+
+template <std::size_t kCount>
+std::size_t FreeIndex::Bins<kCount>::filled_below(std::size_t bin) const {
+  const auto highest = [](std::uint64_t bits) { return static_cast<std::size_t>(63 - __builtin_clzll(bits)); };
+  const std::size_t word = bin / 64;
+  if (bin % 64 != 0) {
+    const std::uint64_t bits = filled_[word] & ~(~std::uint64_t{0} << (bin % 64));
+    if (bits != 0) return word * 64 + highest(bits);
+  }
+  const std::uint64_t earlier = word == 64 ? words_filled_ : words_filled_ & ~(~std::uint64_t{0} << word);
+  if (earlier == 0) return kCount;
+  return highest(earlier) * 64 + highest(filled_[highest(earlier)]);
+}
+
+template class FreeIndex::Bins<FreeIndex::kExactBins>;
+template class FreeIndex::Bins<FreeIndex::kRangeBins>;
+
+void FreeIndex::insert(Block* block) {
+  if (block->size < kLargeBytes) {
+    exact_.insert(block->size / kBlockAlignment, block);
+  } else {
+    ranges_.insert(range_bin(block->size), block);
+  }
+}
+
+void FreeIndex::erase(Block* block) {
+  if (block->size < kLargeBytes) {
+    exact_.erase(block->size / kBlockAlignment, block);
+  } else {
+    ranges_.erase(range_bin(block->size), block);
+  }
+}
+
+Block* FreeIndex::smallest_in(std::size_t bin, std::size_t size, int most_compared) const {
+  Block* best = nullptr;
+  for (Block* block = ranges_.first(bin); block != nullptr && most_compared-- != 0; block = block->bin_next) {
+    if (block->size < size) continue;
+    if (best == nullptr || block->size < best->size || (block->size == best->size && block->offset < best->offset)) {
+      best = block;
+    }
+  }
+  return best;
+}
+
+Block* FreeIndex::best_fit(std::size_t size) const {
+  if (size < kLargeBytes) {
+    const std::size_t bin = exact_.filled_from(size / kBlockAlignment);
+    if (bin != kExactBins) return exact_.first(bin);
+    size = kLargeBytes;
+  }
+  const std::size_t own = range_bin(size);
+  if (Block* block = smallest_in(own, size, kMostCompared)) return block;
+  const std::size_t above = ranges_.filled_from(own + 1);
+  if (above != kRangeBins) return smallest_in(above, size, kMostCompared);
+  return smallest_in(own, size, -1);
+}
+
+bool FreeIndex::holds(const Block* block) const {
+  const Block* at =
+      block->size < kLargeBytes ? exact_.first(block->size / kBlockAlignment) : ranges_.first(range_bin(block->size));
+  while (at != nullptr && at != block) at = at->bin_next;
+  return at == block;
+}
+
+// ---------------------------------------------------------------- BlockHeap
+
+FreeIndex& BlockHeap::index(StreamTag tag) {
+  if (index_.size() <= tag) index_.resize(tag + std::size_t{1});
+  if (index_[tag] == nullptr) index_[tag] = std::make_unique<FreeIndex>();
+  return *index_[tag];
+}
+
+void BlockHeap::set_free(Block* block, StreamTag tag, Epoch epoch) {
+  block->state = BlockState::free;
+  block->tag = tag;
+  block->epoch = epoch;
+  block->requested = 0;
+  ++free_count_;
+  index(tag).insert(block);
+  if (by_offset_) free_nodes_.insert(free_, block);
+}
+
+void BlockHeap::clear_free(Block* block) {
+  --free_count_;
+  index(block->tag).erase(block);
+  if (by_offset_) free_nodes_.erase(free_, block);
+}
+
+void BlockHeap::insert_after(Block* at, Block* fresh) {
+  fresh->prev = at;
+  fresh->next = at->next;
+  if (fresh->next != nullptr) fresh->next->prev = fresh;
+  at->next = fresh;
+}
+
+void BlockHeap::unlink(Block* block) {
+  if (block->prev != nullptr) {
+    block->prev->next = block->next;
+  } else {
+    // The first of its stretch: the stretch now begins with the next one.
+    const auto at = std::find(stretches_.begin(), stretches_.end(), block);
+    if (at != stretches_.end()) {
+      if (block->next != nullptr) {
+        *at = block->next;
+      } else {
+        stretches_.erase(at);
+      }
+    }
+  }
+  if (block->next != nullptr) block->next->prev = block->prev;
+  arena_.recycle(block);
+}
+
+Block* BlockHeap::donate(ByteRange range, StreamTag tag) {
+  Block* block = arena_.make();
+  block->offset = range.offset;
+  block->size = range.size;
+  const auto at = std::lower_bound(stretches_.begin(), stretches_.end(), range.offset,
+                                   [](const Block* a, std::size_t offset) { return a->offset < offset; });
+  stretches_.insert(at, block);
+  set_free(block, tag, 0);
+  none_below_.clear();
+  return block;
+}
+
+void BlockHeap::retract(Block* block) {
+  VMM_CHECK(block->state == BlockState::free && block->prev == nullptr && block->next == nullptr,
+            "retracting a stretch in use at ", block->offset);
+  clear_free(block);
+  unlink(block);
+}
+
+Block* BlockHeap::best_fit(std::size_t size, StreamTag tag) const {
+  return tag < index_.size() && index_[tag] != nullptr ? index_[tag]->best_fit(size) : nullptr;
+}
+
+Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, BlockState state) {
+  VMM_CHECK(free->state == BlockState::free && free->offset <= offset && offset + size <= free->end(), "carving ",
+            offset, "+", size, " out of ", free->offset, "+", free->size);
+  const StreamTag tag = free->tag;
+  const Epoch epoch = free->epoch;
+  const std::size_t above = free->end() - (offset + size);
+  const bool is_lowest = offset == free->offset;
+  const bool small = free->small;
+  Block* block = free;
+  if (!is_lowest || (above != 0 && by_offset_)) {
+    block = arena_.make();
+    block->small = small;
+    if (!is_lowest) {
+      resize(index(tag), free, free->offset, offset - free->offset);
+      insert_after(free, block);
+    } else {
+      resize(index(tag), free, offset + size, above);
+      if (free->prev != nullptr) {
+        insert_after(free->prev, block);
+      } else {
+        *std::find(stretches_.begin(), stretches_.end(), free) = block;
+        block->next = free;
+        free->prev = block;
+      }
+    }
+  } else {
+    clear_free(free);
+  }
+  block->offset = offset;
+  block->size = size;
+  block->state = state;
+  block->tag = tag;
+  block->epoch = epoch;
+  taken_bytes_ += size;
+  if (above != 0 && (!is_lowest || !by_offset_)) {
+    Block* rest = arena_.make();
+    rest->offset = offset + size;
+    rest->size = above;
+    rest->small = small;
+    insert_after(block, rest);
+    set_free(rest, tag, epoch);
+  }
+  return block;
+}
+
+Block* BlockHeap::split(Block* block, std::size_t offset) {
+  VMM_CHECK(block->state != BlockState::free && block->offset < offset && offset < block->end(), "split at ", offset);
+  Block* upper = arena_.make();
+  upper->offset = offset;
+  upper->size = block->end() - offset;
+  upper->state = block->state;
+  upper->tag = block->tag;
+  upper->epoch = block->epoch;
+  upper->small = block->small;
+  block->size = offset - block->offset;
+  insert_after(block, upper);
+  return upper;
+}
+
+void BlockHeap::join(Block* lower, Block* upper) {
+  VMM_CHECK(lower->next == upper && lower->state != BlockState::free && upper->state != BlockState::free, "joining ",
+            lower->offset, " and ", upper->offset);
+  lower->size += upper->size;
+  lower->epoch = std::max(lower->epoch, upper->epoch);
+  unlink(upper);
+}
+
+bool BlockHeap::coalesces(const Block* a, const Block* b) {
+  return a != nullptr && b != nullptr && a->state == BlockState::free && b->state == BlockState::free &&
+         a->tag == b->tag;
+}
+
+Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
+  VMM_CHECK(block->state != BlockState::free, "freeing free block at ", block->offset);
+  taken_bytes_ -= block->size;
+  block->state = BlockState::free;
+  block->tag = tag;
+  block->epoch = epoch;
+  Block* lower = coalesces(block->prev, block) ? block->prev : nullptr;
+  Block* upper = coalesces(block, block->next) ? block->next : nullptr;
+  if (upper != nullptr && (lower != nullptr || !by_offset_)) {
+    clear_free(upper);
+    block->size += upper->size;
+    block->epoch = std::max(block->epoch, upper->epoch);
+    unlink(upper);
+    upper = nullptr;
+  }
+  if (lower != nullptr || upper != nullptr) {
+    Block* stays = lower != nullptr ? lower : upper;
+    stays->epoch = std::max(stays->epoch, block->epoch);
+    resize(index(tag), stays, std::min(stays->offset, block->offset), stays->size + block->size);
+    unlink(block);
+    if (!none_below_.empty()) note_run(stays);
+    return stays;
+  }
+  set_free(block, block->tag, block->epoch);
+  if (!none_below_.empty()) note_run(block);
+  return block;
+}
+
+// A run of free blocks has come to be, or has grown: what it can hold begins there.
+void BlockHeap::note_run(const Block* block) {
+  std::size_t begin = block->offset;
+  std::size_t end = block->end();
+  int beside = 0;
+  for (const Block* at = block->prev; at != nullptr && at->state == BlockState::free; at = at->prev) {
+    begin = at->offset;
+    if (++beside > kMostBeside) begin = 0;
+    if (begin == 0) break;
+  }
+  for (const Block* at = block->next; at != nullptr && at->state == BlockState::free; at = at->next) {
+    end = at->end();
+    if (++beside > kMostBeside) end = kUnlimited;
+    if (end == kUnlimited) break;
+  }
+  for (auto& [size, none_below] : none_below_) {
+    if (size > end - begin) break;
+    none_below = std::min(none_below, begin);
+  }
+}
+
+// Of the neighbours that are free, of whatever tags. `at` goes on to the next run.
+std::size_t BlockHeap::end_of_run(FreeByOffset::const_iterator& at) const {
+  const Block* last = *at;
+  while (++at != free_.end() && (*at)->prev == last) last = *at;
+  return last->end();
+}
+
+std::optional<std::size_t> BlockHeap::first_fit(std::size_t size, std::size_t grain) {
+  grain_ = grain;
+  if (none_below_.size() >= kMostRemembered && none_below_.count(size) == 0) none_below_.clear();
+  std::size_t& none_below = none_below_[size];
+  for (auto first = free_.lower_bound(none_below); first != free_.end();) {
+    const std::size_t begin = (*first)->offset;
+    const std::size_t end = end_of_run(first);
+    const std::size_t at = place_in(begin, end, size, grain);
+    if (at == end) continue;
+    none_below = begin;
+    return at;
+  }
+  none_below = kUnlimited;
+  return std::nullopt;
+}
+
+void BlockHeap::retag(StreamTag tag) {
+  std::vector<Block*> others;
+  for (Block* block : free_) {
+    if (block->tag != tag && block->tag != kNeutral) others.push_back(block);
+  }
+  // One that has got its tag may be absorbed by the next; one that still waits
+  // for it never is.
+  for (Block* block : others) {
+    clear_free(block);
+    block->state = BlockState::used;
+    taken_bytes_ += block->size;
+    free(block, tag, block->epoch);
+  }
+}
+
+Block* BlockHeap::free_covering(std::size_t offset) const {
+  auto at = free_.upper_bound(offset);
+  if (at == free_.begin()) return nullptr;
+  --at;
+  return (*at)->end() > offset ? *at : nullptr;
+}
+
+void BlockHeap::check() const {
+  std::size_t free_seen = 0;
+  std::size_t taken = 0;
+  std::size_t last_end = 0;
+  for (Block* first : stretches_) {
+    VMM_CHECK(first->prev == nullptr && first->offset >= last_end, "stretch at ", first->offset);
+    for (const Block* block = first; block != nullptr; block = block->next) {
+      VMM_CHECK(block->size != 0 && block->size % kBlockAlignment == 0, "block at ", block->offset);
+      if (block->next != nullptr) {
+        VMM_CHECK(block->next->prev == block && block->next->offset == block->end(), "gap after ", block->offset);
+        VMM_CHECK(!coalesces(block, block->next), "not coalesced at ", block->offset);
+      }
+      last_end = block->end();
+      if (block->state != BlockState::free) {
+        taken += block->size;
+        continue;
+      }
+      ++free_seen;
+      VMM_CHECK(!by_offset_ || free_covering(block->offset) == block, "free block at ", block->offset,
+                " is not indexed");
+      Block* fit = best_fit(block->size, block->tag);
+      VMM_CHECK(index_[block->tag]->holds(block), "the free block at ", block->offset, " is in no bin");
+      VMM_CHECK(fit != nullptr && fit->size >= block->size && fit->size - block->size <= block->size / 16,
+                "best fit misses ", block->offset);
+    }
+  }
+  VMM_CHECK(free_seen == free_count_ && (!by_offset_ || free_seen == free_.size()), "free blocks: walked ", free_seen,
+            ", counted ", free_count_, ", indexed ", free_.size());
+  VMM_CHECK(taken == taken_bytes_, "taken: walked ", taken, ", counted ", taken_bytes_);
+  for (const auto& [size, none_below] : none_below_) {
+    for (auto first = free_.begin(); first != free_.end() && (*first)->offset < none_below;) {
+      const std::size_t begin = (*first)->offset;
+      const std::size_t end = end_of_run(first);
+      VMM_CHECK(place_in(begin, end, size, grain_) == end, size, " bytes fit at ", begin, ", below ", none_below);
+    }
+  }
+}
+
+}  // namespace vmm

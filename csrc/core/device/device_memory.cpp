@@ -1,0 +1,633 @@
+// DeviceMemory: pools' lives, giving back, numbers. The ladder is reclaim.cpp.
+#include "core/device/device_memory.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "base/errors.h"
+
+namespace vmm {
+
+namespace {
+
+constexpr int kEndAttempts = 3;
+// What queued work holds up may also pass without a tick (recorded streams).
+constexpr unsigned kCallsPerTending = 64;
+// While some limit is below what is in use, so many frees, or as many as there
+// are pools, go by between two looks at all of them.
+constexpr std::size_t kFreesPerLook = 64;
+// A pool whose capacity nobody named has four times the device's memory:
+// addresses are free, and moving chunks needs room to move to.
+constexpr std::size_t kCapacityFactor = 4;
+// Where a process is short of addresses, such a pool makes do with less, but
+// one with fewer than these is of no use.
+constexpr std::size_t kLeastCapacity = 2 * kGiB;
+
+Capabilities capabilities_of(Driver& driver, int device) {
+  Capabilities capabilities;
+  const std::string missing = driver.missing(device);
+  if (!missing.empty()) throw NotAvailableError(missing);
+  throw_if_failed(driver.capabilities(device, &capabilities),
+                  "asking device " + std::to_string(device) + " for its capabilities");
+  return capabilities;
+}
+
+}  // namespace
+
+DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int device, const Options& options)
+    : driver_(driver),
+      address_space_(address_space),
+      device_(device),
+      options_(options),
+      capabilities_(capabilities_of(driver, device)),
+      budget_("device " + driver.name() + ":" + std::to_string(device), kUnlimited, nullptr),
+      foreign_budget_("memory of other allocators", kUnlimited, &budget_),
+      host_budget_("host memory by hand", kUnlimited, nullptr),
+      store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
+      streams_(driver, device),
+      clock_(streams_),
+      caches_(peaks_, clock_, oversize_bytes_),
+      accessors_{Location::on_device(device)} {}
+
+DeviceMemory::~DeviceMemory() {
+  for (const auto& pool : pools()) {
+    pool->retire();
+    // What the driver refuses once is tried again; what it refuses still stays.
+    for (int attempt = 0; attempt < kEndAttempts && !pool->end(); ++attempt) settle(/*wait=*/true);
+  }
+  const MutexLock lock(registry_mutex_);
+  closed_.clear();
+  waiting_.clear();
+  registry_ = {};
+  store_.trim_all();
+}
+
+// --------------------------------------------------------------------- pools
+
+std::size_t DeviceMemory::default_capacity() const {
+  const std::size_t chosen = options_.default_capacity_bytes;
+  return chosen != 0 ? chosen : kCapacityFactor * capabilities_.total_memory;
+}
+
+std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
+  if (spec.page_size > capabilities_.total_memory && is_power_of_two(spec.page_size)) {
+    throw InvalidPageSizeError(spec.page_size, capabilities_.granularity, capabilities_.total_memory);
+  }
+  Budget& payer = group == nullptr ? budget_ : *group;
+  if (spec.capacity != 0) return register_pool(spec, payer);
+  PoolSpec complete = spec;
+  complete.capacity = default_capacity();
+  return register_pool_of_at_most(complete, payer);
+}
+
+std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& group) {
+  // So that no accessor is missed. Not under the registry's: that one is taken by
+  // observers, under a pool's.
+  const MutexLock lock(accessor_mutex_);
+  std::vector<Location> accessors;
+  {
+    const MutexLock registry_lock(registry_mutex_);
+    accessors = accessors_;
+  }
+  const PoolContext context{driver_, address_space_, store_,    streams_,        clock_,  peaks_,
+                            caches_, options_,       observer_, oversize_bytes_, device_, accessors};
+  auto pool = std::make_shared<Pool>(context, group, spec, this);
+  const MutexLock registry_lock(registry_mutex_);
+  registry_.add(pool);
+  return pool;
+}
+
+// For a capacity that is ours to choose: half of it, and so on, where the
+// process has no such stretch of addresses left. 47 bits hold 407 pools of four
+// times 80 GiB; under RLIMIT_AS not even the first may fit.
+std::shared_ptr<Pool> DeviceMemory::register_pool_of_at_most(PoolSpec spec, Budget& group) {
+  for (const std::size_t wanted = spec.capacity;; spec.capacity = std::max(spec.capacity / 2, kLeastCapacity)) {
+    try {
+      return register_pool(spec, group);
+    } catch (const OutOfMemoryError& error) {
+      if (spec.capacity > kLeastCapacity) continue;
+      throw OutOfMemoryError(std::string(error.what()) + "; " + format_bytes(wanted) +
+                                 " were wanted first; raise the limit on the process' addresses, if there is one "
+                                 "(RLIMIT_AS, ulimit -v)",
+                             error.requested, error.available, error.limit, error.pool);
+    }
+  }
+}
+
+std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split) {
+  model->follow_family_peaks();
+  PoolSpec spec;
+  spec.name = model->name() + " (" + std::to_string(region.first) + ", " + std::to_string(region.second) + ")";
+  spec.model = model;
+  spec.region = region;
+  spec.no_split = no_split;
+  // A part can never hold more than the device, and a process may have very
+  // many graphs, each with a pool of its own.
+  spec.capacity = std::min(capabilities_.total_memory, model->capacity());
+  return register_pool_of_at_most(spec, model->group());
+}
+
+void DeviceMemory::watch_streams_of(Location who) {
+  if (who.kind == Location::Kind::host || who.device == device_ || neighbours_ == nullptr) return;
+  if (DeviceStreams* streams = neighbours_(who.device)) clock_.add_peer(*streams);
+}
+
+Status DeviceMemory::add_accessor(Location who) {
+  watch_streams_of(who);  // before it can reach anything
+  const MutexLock lock(accessor_mutex_);
+  PoolList pools;
+  {
+    // In one step, so that it is in every pool made from now on.
+    const MutexLock registry_lock(registry_mutex_);
+    if (std::find(accessors_.begin(), accessors_.end(), who) != accessors_.end()) return {};
+    accessors_.push_back(who);
+    pools = *registry_.all().list();
+  }
+  for (const auto& pool : pools) {
+    const Status status = pool->add_accessor(who);
+    if (status.ok()) continue;
+    const MutexLock registry_lock(registry_mutex_);
+    std::erase(accessors_, who);
+    return status;
+  }
+  return {};
+}
+
+void DeviceMemory::set_observer(PoolObserver* observer) {
+  // It is told of each event when it happens, so threads keep no blocks.
+  if (observer != nullptr) caches_.stop(BlockCaches::kObserved);
+  observer_.store(observer, std::memory_order_release);
+  if (observer == nullptr) caches_.resume(BlockCaches::kObserved);
+}
+
+void DeviceMemory::set_oversize(std::size_t bytes) {
+  oversize_bytes_.store(bytes, std::memory_order_relaxed);
+  // What threads keep was not counted so.
+  const BlockCaches::Still still(caches_, BlockCaches::Kept::gone);
+}
+
+std::shared_ptr<Budget> DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
+  const MutexLock lock(registry_mutex_);
+  auto group = std::make_shared<Budget>(name, limit_bytes, &budget_);
+  groups_.emplace(group.get(), Group{group, std::make_shared<GroupFigures>()});
+  return group;
+}
+
+std::size_t DeviceMemory::groups() const {
+  const MutexLock lock(registry_mutex_);
+  return groups_.size();
+}
+
+void DeviceMemory::end_group(const Budget& group) {
+  {
+    const MutexLock lock(registry_mutex_);
+    ended_groups_.insert(&group);
+  }
+  bury_groups();
+}
+
+void DeviceMemory::close_pools(const PoolList& pools, bool force) {
+  for (const auto& pool : pools) pool->settle();
+  // They and their parts, in order of registration: that is in which they are locked.
+  PoolList members;
+  {
+    const MutexLock lock(registry_mutex_);
+    members = registry_.families(pools);
+  }
+  {
+    // Whether they are in use, and that nobody uses them any more, is one step.
+    const BlockCaches::Still still(caches_, members, BlockCaches::Kept::gone);
+    const AllLocked locked(members);
+    for (const auto& member : members) {
+      const std::size_t blocks = member->live_blocks_locked();
+      if (force || blocks == 0) continue;
+      const std::size_t bytes = member->live_bytes_locked();
+      throw StillInUseError("pool '" + member->name() + "' still holds " + std::to_string(blocks) + " live blocks, " +
+                                format_bytes(bytes) + "; free its tensors and pages first, or force",
+                            bytes, blocks);
+    }
+    // Before any of them can be drained: whoever drains it looks for it there.
+    const MutexLock lock(registry_mutex_);
+    for (const auto& pool : pools) {
+      if (registry_.find(pool.get()) != nullptr) closed_.emplace(pool.get(), pool);
+      pool->retire_locked();
+    }
+  }
+  for (const auto& pool : pools) {
+    pool->drop_pages();
+    bury(pool);
+  }
+  bury_groups();
+  tend_if_any_wait();
+}
+
+// Ends a closed pool that holds nothing any more. One that queued work still uses
+// stays until another time.
+void DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
+  if (pool->live_blocks() != 0) return;
+  const bool ended = pool->end();
+  store_.trim(pool->group(), options_.store_bytes);
+  if (!ended) {
+    const MutexLock lock(registry_mutex_);
+    if (closed_.count(pool.get()) != 0) waiting_.emplace(pool.get(), pool);
+    has_ended_.store(true, std::memory_order_relaxed);
+    return;
+  }
+  const Statistics statistics = pool->statistics();
+  {
+    const MutexLock lock(registry_mutex_);
+    closed_.erase(pool.get());
+    waiting_.erase(pool.get());
+    if (!registry_.remove(*pool)) return;
+    of_ended_pools_.add_totals(statistics);
+  }
+  if (pool->is_part()) pool->model().inherit(statistics);
+}
+
+// `pool` lost its last block, and may have gone meanwhile: it is only compared.
+void DeviceMemory::bury_drained(const Pool* pool) {
+  std::shared_ptr<Pool> drained;
+  {
+    const MutexLock lock(registry_mutex_);
+    if (const auto at = closed_.find(pool); at != closed_.end()) drained = at->second;
+  }
+  if (drained == nullptr) return;
+  bury(drained);
+  bury_groups();
+  tend_if_any_wait();
+}
+
+// All that can be.
+void DeviceMemory::bury_closed() {
+  Closed closed;
+  {
+    const MutexLock lock(registry_mutex_);
+    closed = closed_;
+  }
+  for (const auto& [key, pool] : closed) bury(pool);
+  bury_groups();
+}
+
+// Ends the groups that are closed and have nothing any more.
+void DeviceMemory::bury_groups() {
+  std::vector<std::shared_ptr<Budget>> ended;
+  {
+    const MutexLock lock(registry_mutex_);
+    for (const Budget* group : ended_groups_) ended.push_back(groups_.at(group).budget);
+  }
+  for (const auto& group : ended) {
+    store_.trim(*group, 0);
+    const MutexLock lock(registry_mutex_);
+    if (!registry_.of_group(*group)->empty() || !store_.forget(*group)) {
+      has_ended_.store(true, std::memory_order_relaxed);
+      continue;
+    }
+    ended_groups_.erase(group.get());
+    groups_.erase(group.get());
+  }
+}
+
+// What closed pools left behind comes back when the work that used it is done,
+// found by whoever allocates next.
+void DeviceMemory::tend() {
+  clock_.poll();
+  const Epoch passed = clock_.passed();
+  const bool is_due = tendings_.fetch_add(1, std::memory_order_relaxed) % kCallsPerTending == 0;
+  if (tended_.exchange(passed, std::memory_order_relaxed) == passed && !is_due) return;
+  has_ended_.store(false, std::memory_order_relaxed);
+  Closed waiting;
+  {
+    const MutexLock lock(registry_mutex_);
+    waiting = waiting_;
+  }
+  for (const auto& [key, pool] : waiting) bury(pool);
+  bury_groups();
+}
+
+PoolList DeviceMemory::pools() const {
+  const MutexLock lock(registry_mutex_);
+  return *registry_.all().list();
+}
+
+PoolList DeviceMemory::pools_under(const Budget& group) const {
+  const MutexLock lock(registry_mutex_);
+  return &group == &budget_ ? *registry_.all().list() : registry_.under(group);
+}
+
+PoolList DeviceMemory::family(const Pool& pool) const {
+  const MutexLock lock(registry_mutex_);
+  return registry_.family(pool);
+}
+
+DeviceMemory::Live DeviceMemory::live_in(const Pool& model) const {
+  Live live;
+  for (const auto& member : family(model)) {
+    live.blocks += member->live_blocks();
+    live.bytes += member->live_bytes();
+  }
+  return live;
+}
+
+std::shared_ptr<Pool> DeviceMemory::pool_at(Address address) const {
+  const MutexLock lock(registry_mutex_);
+  // One that is being made, or is going, is in the one and not in the other.
+  auto pool = registry_.find(address_space_.find(address));
+  return pool != nullptr && pool->contains(address) ? pool : nullptr;
+}
+
+bool DeviceMemory::free(AddressSpace& address_space, Address address) {
+  Pool* pool = address_space.find(address);
+  if (pool == nullptr) return false;
+  DeviceMemory* home = pool->home();
+  if (home->caches_.put(*pool, address)) [[likely]]
+    return true;
+  bool drained = false;
+  // Its last block may be this one; it stays until it has been looked at.
+  std::shared_ptr<Pool> held;
+  if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
+    held = pool->weak_from_this().lock();
+  const bool known = pool->free(address, &drained);
+  if (drained) home->bury_drained(pool);
+  if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
+    home->enforce_limits(held.get());
+  return known;
+}
+
+void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t size) {
+  pool.deallocate_pages(offset, size);
+  store_.trim(pool.group(), options_.store_bytes);
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
+}
+
+void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size) {
+  if (pool.unhold_pages(offset, size)) bury_drained(&pool);
+  if (pool.is_retired()) store_.trim(pool.group(), options_.store_bytes);
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
+}
+
+// --------------------------------------------------------------- giving back
+
+std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
+  Budget& group = pool.group();
+  clock_.synchronize().ignore();
+  // What pools that have closed still have to give is not this one's.
+  if (has_ended_.load(std::memory_order_relaxed)) settle(/*wait=*/true);
+  const std::size_t shelved = store_.shelved_bytes(group);
+  if (pool.is_part()) {
+    pool.shed(keep);
+  } else {
+    for (const auto& member : family(pool)) {
+      const std::size_t idle = keep == 0 ? 0 : std::min(keep, member->idle_bytes());
+      member->shed(idle);
+      keep -= idle;
+    }
+  }
+  // A chunk may still be mapped where another pool had it before.
+  settle(/*wait=*/true);
+  pool.count_sync();
+  return store_.trim(group, shelved);
+}
+
+std::size_t DeviceMemory::empty_cache() {
+  clock_.synchronize().ignore();  // settle() waits for what this could not
+  settle(/*wait=*/true);
+  for (const auto& pool : pools()) pool->shed(0);
+  settle(/*wait=*/true);
+  {
+    const MutexLock lock(registry_mutex_);
+    ++of_ended_pools_.num_sync_all_streams;
+  }
+  return store_.trim_all();
+}
+
+void DeviceMemory::settle(bool wait) {
+  if (wait) clock_.wait(clock_.now()).ignore();  // what it could not wait for stays
+  for (const auto& pool : pools()) {
+    if (pool->settle()) store_.trim(pool->group(), options_.store_bytes);
+  }
+  bury_closed();
+}
+
+std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
+  budget.set_limit(limit_bytes);
+  const std::size_t given_back = give_back_excess(budget, /*wait=*/true);
+  if (budget.excess() != 0) {
+    // What is freed has to go back, and threads keep none of it.
+    caches_.stop(BlockCaches::kOverLimit);
+    over_limit_.store(true, std::memory_order_seq_cst);
+  } else if (over_limit_.load(std::memory_order_relaxed)) {
+    enforce_limits(nullptr);  // perhaps it was the last
+  }
+  return given_back;
+}
+
+// Gives back what `budget` holds above its limit and does not need: first what
+// rests on shelves, then what is idle in pools, lowest priority first.
+std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
+  std::size_t given_back = 0;
+  for (int round = 0; round < 2 && budget.excess() != 0; ++round) {
+    if (round == 1) {
+      for (const auto& pool : in_order_of_yielding(pools_under(budget))) {
+        const std::size_t excess = budget.excess();
+        if (excess == 0) break;
+        const std::size_t idle = pool->idle_bytes();
+        pool->shed(idle > excess ? idle - excess : 0);
+      }
+      settle(wait);
+    }
+    given_back += store_.trim_under(budget, budget.excess());
+  }
+  return given_back;
+}
+
+// The same by what `pool` has just come to hold idle, for every limit above it.
+void DeviceMemory::give_back_excess_above(Pool& pool) {
+  for (Budget* level = &pool.budget(); level != nullptr; level = level->parent()) {
+    if (level->excess() != 0) store_.trim_under(*level, level->excess());
+    const std::size_t excess = level->excess();
+    if (excess == 0) continue;
+    const std::size_t idle = pool.idle_bytes();
+    pool.shed(idle > excess ? idle - excess : 0);
+    store_.trim_under(*level, level->excess());
+  }
+}
+
+bool DeviceMemory::is_look_due() {
+  const std::size_t frees = frees_over_limit_.fetch_add(1, std::memory_order_relaxed) + 1;
+  if (frees < kFreesPerLook) return false;
+  {
+    const MutexLock lock(registry_mutex_);
+    if (frees < registry_.all().size()) return false;
+  }
+  frees_over_limit_.store(0, std::memory_order_relaxed);
+  return true;
+}
+
+// A limit was lowered below what was in use: every free brings it nearer. What was
+// idle elsewhere has been given back before. What queued work held up there is
+// found by a look at all pools, which 4000 of them make 2 ms: now and then.
+void DeviceMemory::enforce_limits(Pool* freed) {
+  if (freed != nullptr && !is_look_due()) {
+    give_back_excess_above(*freed);
+    return;
+  }
+  // Before it looks: a limit that is lowered meanwhile sets it again.
+  over_limit_.store(false, std::memory_order_relaxed);
+  std::vector<Budget*> over;
+  const auto note = [&over](Budget& budget) {
+    if (budget.excess() != 0) over.push_back(&budget);
+  };
+  const PoolList all = pools();
+  std::vector<std::shared_ptr<Budget>> groups;  // one may end meanwhile
+  {
+    const MutexLock lock(registry_mutex_);
+    for (const auto& [key, group] : groups_) groups.push_back(group.budget);
+  }
+  for (const auto& pool : all) note(pool->budget());
+  for (const auto& group : groups) note(*group);
+  note(budget_);
+  bool still = false;
+  for (Budget* budget : over) {
+    give_back_excess(*budget, /*wait=*/false);
+    still = still || budget->excess() != 0;
+  }
+  if (still) {
+    over_limit_.store(true, std::memory_order_relaxed);
+  } else if (!over_limit_.load(std::memory_order_relaxed)) {
+    caches_.resume(BlockCaches::kOverLimit);
+    // Lowered at this very moment: it has stopped them before it said so.
+    if (over_limit_.load(std::memory_order_seq_cst)) caches_.stop(BlockCaches::kOverLimit);
+  }
+}
+
+// -------------------------------------------------------------------- numbers
+
+Statistics DeviceMemory::statistics() const {
+  Statistics sum;
+  PoolList pools;
+  {
+    const MutexLock lock(registry_mutex_);
+    sum.add_totals(of_ended_pools_);
+    pools = *registry_.all().list();
+  }
+  for (const auto& pool : pools) sum.add_totals(pool->statistics());
+  peaks_.fill_peaks(sum);
+  return sum;
+}
+
+void DeviceMemory::reset_peaks() {
+  PoolList pools;
+  {
+    const MutexLock lock(registry_mutex_);
+    peaks_.reset_peaks();
+    of_ended_pools_.reset_peaks();
+    pools = *registry_.all().list();
+  }
+  for (const auto& pool : pools) pool->reset_peaks();
+}
+
+void DeviceMemory::reset_accumulated() {
+  PoolList pools;
+  {
+    const MutexLock lock(registry_mutex_);
+    of_ended_pools_.reset_accumulated();
+    pools = *registry_.all().list();
+  }
+  for (const auto& pool : pools) pool->reset_accumulated();
+}
+
+Statistics DeviceMemory::statistics_of(const Pool& model) const {
+  Statistics sum = model.statistics();
+  const Peaks* peaks = model.family_peaks();
+  if (peaks == nullptr) return sum;
+  sum.add_totals(model.inherited());
+  for (const auto& member : family(model)) {
+    if (member.get() != &model) sum.add_totals(member->statistics());
+  }
+  peaks->fill_peaks(sum);
+  return sum;
+}
+
+MemoryStats DeviceMemory::memory_stats_of(const Pool& model) const {
+  const PoolList members = family(model);
+  const BlockCaches::Still still(caches_, members, BlockCaches::Kept::back);
+  const AllLocked locked(members);
+  MemoryStats sum;
+  for (const auto& member : members) {
+    const MemoryStats part = member->memory_stats_locked();
+    if (!member->is_part()) sum.virtual_capacity = part.virtual_capacity;
+    sum.add(part);
+  }
+  if (sum.physical_usage != 0) {
+    sum.fragmentation_ratio = static_cast<double>(sum.stranded_bytes) / static_cast<double>(sum.physical_usage);
+  }
+  return sum;
+}
+
+void DeviceMemory::reset_peaks_of(const Pool& model) {
+  for (const auto& member : family(model)) member->reset_peaks();
+}
+
+void DeviceMemory::reset_accumulated_of(const Pool& model) {
+  for (const auto& member : family(model)) member->reset_accumulated();
+}
+
+void DeviceMemory::refresh_numbers() {
+  for (const auto& pool : pools()) pool->refresh_numbers();
+}
+
+// One moment for all pools of the group, so that a chunk on its way from one
+// to another counts once.
+GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
+  std::shared_ptr<const PoolList> pools;
+  std::shared_ptr<GroupFigures> figures;
+  {
+    const MutexLock lock(registry_mutex_);
+    pools = registry_.of_group(group);
+    if (const auto at = groups_.find(&group); at != groups_.end()) figures = at->second.figures;
+  }
+  if (figures == nullptr) figures = std::make_shared<GroupFigures>();  // it has ended
+  GlobalMemoryStats stats;
+  stats.physical_limit = group.limit();
+  std::size_t waiting = 0;
+  const BlockCaches::Still still(caches_, *pools, BlockCaches::Kept::back);
+  const MemoryStats mapped = figures->sum(pools, [&] {
+    stats.physical_usage = group.used();
+    waiting = store_.quarantined_bytes(group);
+  });
+  stats.allocated_bytes = mapped.allocated_bytes;
+  stats.idle_bytes = mapped.idle_bytes;
+  stats.stranded_bytes = mapped.stranded_bytes;
+  // What is charged and mapped nowhere: shelves, and what is on its way to a
+  // request. Of it, what a former address still waits for is quarantined.
+  const std::size_t unmapped = stats.physical_usage - std::min(mapped.physical_usage, stats.physical_usage);
+  waiting = std::min(waiting, unmapped);
+  stats.store_bytes = unmapped - waiting;
+  stats.quarantined_bytes = mapped.quarantined_bytes + waiting;
+  return stats;
+}
+
+void DeviceMemory::check() const {
+  const PoolList all = pools();
+  std::size_t mapped = 0;
+  std::size_t chunks = 0;
+  for (const auto& pool : all) {
+    pool->check();
+    const std::size_t bytes = pool->physical_bytes();
+    std::size_t of_parts = 0;
+    for (const auto& part : all) {
+      if (part->is_part() && &part->model() == pool.get()) of_parts += part->budget().used();
+    }
+    VMM_CHECK(pool->budget().used() == bytes + of_parts, "pool ", pool->name(), " maps ", bytes, ", its parts ",
+              of_parts, ", and is charged ", pool->budget().used());
+    mapped += bytes;
+    chunks += static_cast<std::size_t>(pool->statistics()[StatKind::segment][0].current);
+  }
+  const std::size_t shelved = store_.all_shelved_bytes();
+  VMM_CHECK(budget_.used() >= mapped + shelved, "device charged ", budget_.used(), ", pools map ", mapped,
+            ", shelves hold ", shelved);
+  VMM_CHECK(store_.live_chunks() >= chunks, "chunks: alive ", store_.live_chunks(), ", mapped ", chunks);
+}
+
+}  // namespace vmm

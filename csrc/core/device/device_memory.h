@@ -1,0 +1,255 @@
+// All pools of one device and who yields to whom: the reclaim ladder, and
+// nothing else decides it. It never knows torch, nor how a pool finds room.
+//
+// Lock order, top first; whoever holds one may only take those below it:
+//   DeviceMemory::reclaim_mutex_   one request at a time climbs the ladder
+//   DeviceMemory::accessor_mutex_  one accessor at a time is given access
+//   BlockCaches::mutex_, then the threads' BiasedLocks: what threads keep
+//   GroupFigures::mutex_           one answer of group_stats at a time
+//   Pool::mutex_                   one pool; several only by AllLocked (the last
+//                                  rung, GroupFigures), in order of registration
+//   Clock::mutex_                  ticks; then StreamPoint::mutex_, one point
+//   ChunkStore::mutex_              the shelves
+//   DeviceMemory::registry_mutex_  the list of pools; observers, called under a
+//                                  pool's lock, take it too
+//   DeviceStreams::mutex_, Peaks', AddressSpace's, the drivers'   leaves
+// Whoever holds a lock never calls Python and never waits for the GPU: whoever
+// has to, waits between two tries, with no lock held. The whole order, of all
+// locks of the process, is in docs/design.md.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/sync.h"
+#include "core/device/all_locked.h"
+#include "core/device/group_figures.h"
+#include "core/device/pool_registry.h"
+#include "core/device/refusal.h"
+#include "core/limits/budget.h"
+#include "core/memory/chunk_store.h"
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+class DeviceMemory {
+ public:
+  // Throws NotAvailableError when the device cannot be used, naming why.
+  DeviceMemory(Driver& driver, AddressSpace& address_space, int device, const Options& options);
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  // REQUIRES: no live block in any pool.
+  ~DeviceMemory();
+
+  // -- Pools ----------------------------------------------------------------
+  // A pool whose limit stands under `group` (nullptr: the device itself).
+  // Throws InvalidArgumentError, InvalidPageSizeError, OutOfMemoryError (no
+  // address space). capacity 0: default_capacity(), or as much of it as the
+  // process has addresses for, from 2 GiB; a capacity that is named is kept.
+  std::shared_ptr<Pool> create_pool(const PoolSpec& spec, Budget* group);
+  // Bytes of addresses: four times the device's memory unless an option says
+  // otherwise.
+  [[nodiscard]] std::size_t default_capacity() const;
+  // A part of `model`: memory of a private pool of torch's, which the model pays
+  // for and counts. It keeps the model alive. As large as the device, or less
+  // where addresses are short, as above.
+  std::shared_ptr<Pool> create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split);
+  // A limit for several pools, under the device's own.
+  std::shared_ptr<Budget> create_group(const std::string& name, std::size_t limit_bytes) VMM_EXCLUDES(registry_mutex_);
+  // No more pools come to the group: it goes when its last pool has drained and
+  // its shelf is empty.
+  void end_group(const Budget& group) VMM_EXCLUDES(registry_mutex_);
+  // Ends pools: all of them or, while one or a part of one holds live blocks,
+  // none (StillInUseError), unless `force`: then explicit pages go, those that are
+  // held when they are let go of, and a pool ends with its last tensor. Parts end
+  // when torch lets go of them.
+  void close_pools(const PoolList& pools, bool force) VMM_NO_THREAD_SAFETY_ANALYSIS;
+  void close_pool(Pool& pool, bool force) { close_pools({pool.shared_from_this()}, force); }
+  // Every pool of the device, retired ones included, in order of registration.
+  [[nodiscard]] PoolList pools() const VMM_EXCLUDES(registry_mutex_);
+  // Pools that stand under `group`.
+  [[nodiscard]] PoolList pools_under(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
+  // The model of `pool` and all its parts.
+  [[nodiscard]] PoolList family(const Pool& pool) const VMM_EXCLUDES(registry_mutex_);
+  // What a model and its parts hold live.
+  struct Live {
+    std::size_t blocks = 0;
+    std::size_t bytes = 0;
+  };
+  [[nodiscard]] Live live_in(const Pool& model) const;
+  // The pool that holds `address`, or nullptr.
+  [[nodiscard]] std::shared_ptr<Pool> pool_at(Address address) const VMM_EXCLUDES(registry_mutex_);
+
+  // -- Allocation: the pool itself, then the ladder ---------------------------
+  // Throw OutOfMemoryError that says who asked for how much, every limit, who
+  // holds what and what would help.
+  Address allocate(Pool& pool, std::size_t bytes, Stream stream);
+  // At exactly this address of the pool.
+  Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
+  Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
+  Address allocate_first(Pool& pool, std::size_t size, Stream stream);
+  // The last of these requests that was refused.
+  [[nodiscard]] std::optional<Refusal> last_refusal() const VMM_EXCLUDES(refusal_mutex_);
+  // Frees explicit pages; what then rests on the shelf stays bounded.
+  void deallocate_pages(Pool& pool, std::size_t offset, std::size_t size);
+  // The end of what Pool::hold_pages() began.
+  void unhold_pages(Pool& pool, std::size_t offset, std::size_t size);
+  // Frees a block by its address; false when no pool here holds it.
+  static bool free(AddressSpace& address_space, Address address);
+
+  // -- Giving back to the driver ----------------------------------------------
+  // Gives idle chunks of `pool`, and of its parts, back until at most `keep`
+  // idle bytes stay.
+  // Waits for the work that still uses them. Returns the bytes given back.
+  std::size_t trim(Pool& pool, std::size_t keep);
+  // All idle memory of every pool, and the shelves.
+  std::size_t empty_cache();
+  // Finishes what queued work held up, in every pool, and what closed pools left
+  // behind; with `wait`, waits for it.
+  void settle(bool wait);
+  // New limits, in bytes; what is idle above them is given back now, waiting
+  // for the work that still uses it. Returns the bytes given back. Memory in
+  // use stays.
+  std::size_t set_limit(Budget& budget, std::size_t limit_bytes);
+
+  // Is told what happens in the pools from now on; nullptr: nobody is. It
+  // outlives this object.
+  void set_observer(PoolObserver* observer) VMM_EXCLUDES(registry_mutex_);
+  // Requests and chunks of at least so many bytes are counted as oversize.
+  void set_oversize(std::size_t bytes);
+  // The streams of another device: whoever may access this memory counts for
+  // its clock.
+  void set_neighbours(std::function<DeviceStreams*(int device)> neighbours) { neighbours_ = std::move(neighbours); }
+  // Work of `who` may use what is mapped here from now on.
+  void watch_streams_of(Location who);
+  // `who` may read and write everything mapped here, now and later. Where it
+  // fails it may be called again.
+  Status add_accessor(Location who) VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
+  // Called, with no lock held, when a request found nothing: frees what it can
+  // (torch's registered free-memory callbacks); true if it did anything.
+  void set_memory_callback(std::function<bool()> callback) { memory_callback_ = std::move(callback); }
+
+  // -- Numbers ------------------------------------------------------------------
+  // torch.cuda.memory_stats of the device: totals over pools, own peaks.
+  [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(registry_mutex_);
+  void reset_peaks() VMM_EXCLUDES(registry_mutex_);
+  void reset_accumulated() VMM_EXCLUDES(registry_mutex_);
+  // Of a model and its parts.
+  [[nodiscard]] Statistics statistics_of(const Pool& model) const;
+  [[nodiscard]] MemoryStats memory_stats_of(const Pool& model) const VMM_NO_THREAD_SAFETY_ANALYSIS;
+  void reset_peaks_of(const Pool& model);
+  void reset_accumulated_of(const Pool& model);
+  // Brings inactive_split of every pool up to date. Walks.
+  void refresh_numbers();
+  // Of one moment. Locks for it, in order of registration, the pools of the group
+  // that have changed since it was last asked.
+  [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
+  // Bytes that the driver, or another allocator, gave and that are still held: what
+  // budget() counts.
+  [[nodiscard]] std::size_t committed_bytes() const { return budget_.used(); }
+  // Proves that pools and store sum to what the driver gave. Walks. REQUIRES:
+  // no call under way on another thread.
+  void check() const;
+
+  // Blocks of the pool that threads keep for their next requests, freed to everybody
+  // who counts.
+  [[nodiscard]] std::size_t kept_blocks(const Pool& pool) { return caches_.kept_blocks(pool); }
+  // Groups that there are, for tests.
+  [[nodiscard]] std::size_t groups() const VMM_EXCLUDES(registry_mutex_);
+  [[nodiscard]] Budget& budget() { return budget_; }
+  // Pays for what other allocators gave to private pools: counts under the
+  // device's limit.
+  [[nodiscard]] Budget& foreign_budget() { return foreign_budget_; }
+  // Pays for host memory that managers of this device made by hand: counted,
+  // without a limit, and no part of what the device holds.
+  [[nodiscard]] Budget& host_budget() { return host_budget_; }
+  [[nodiscard]] ChunkStore& store() { return store_; }
+  [[nodiscard]] Driver& driver() const { return driver_; }
+  [[nodiscard]] DeviceStreams& streams() { return streams_; }
+  [[nodiscard]] Clock& clock() { return clock_; }
+  [[nodiscard]] int device() const { return device_; }
+  [[nodiscard]] std::size_t granularity() const { return capabilities_.granularity; }
+  [[nodiscard]] const Capabilities& capabilities() const { return capabilities_; }
+  [[nodiscard]] const Options& options() const { return options_; }
+
+ private:
+  std::shared_ptr<Pool> register_pool(const PoolSpec& spec, Budget& group)
+      VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
+  std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
+  using Attempt = std::function<Address(Grant*, Shortage*)>;
+  Address allocate(Pool& pool, std::size_t bytes, const Attempt& attempt) VMM_EXCLUDES(reclaim_mutex_);
+  Address climb(Pool& asker, std::size_t bytes, const Attempt& attempt, Shortage shortage) VMM_EXCLUDES(reclaim_mutex_);
+  void wait_for(Epoch epoch);
+  PoolList victims(const Pool& asker, const Budget* refused) const;
+  static PoolList in_order_of_yielding(PoolList pools);
+  void take_from(const PoolList& pools, std::size_t want, Grant& grant);
+  std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
+                   Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
+  void create_into(Grant& grant, const Pool& asker, std::size_t want);
+  std::size_t give_back_excess(Budget& budget, bool wait);
+  void enforce_limits(Pool* freed) VMM_EXCLUDES(registry_mutex_);
+  void give_back_excess_above(Pool& pool);
+  bool is_look_due() VMM_EXCLUDES(registry_mutex_);
+  void bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
+  void bury_drained(const Pool* pool) VMM_EXCLUDES(registry_mutex_);
+  void bury_closed() VMM_EXCLUDES(registry_mutex_);
+  void bury_groups() VMM_EXCLUDES(registry_mutex_);
+  void tend();
+  void tend_if_any_wait() {
+    if (has_ended_.load(std::memory_order_relaxed)) [[unlikely]]
+      tend();
+  }
+  [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);
+  [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
+
+  Driver& driver_;
+  AddressSpace& address_space_;
+  int device_;
+  Options options_;
+  Capabilities capabilities_;
+  Budget budget_;
+  Budget foreign_budget_;
+  Budget host_budget_;
+  ChunkStore store_;
+  DeviceStreams streams_;
+  Clock clock_;
+  std::function<DeviceStreams*(int device)> neighbours_;
+  Peaks peaks_;
+  mutable BlockCaches caches_;
+  std::function<bool()> memory_callback_;
+  std::atomic<PoolObserver*> observer_{nullptr};
+  std::atomic<std::size_t> oversize_bytes_{kUnlimited};
+  std::atomic<bool> over_limit_{false};           // some limit was lowered below what is in use
+  std::atomic<std::size_t> frees_over_limit_{0};  // since all that are over were looked at
+  std::atomic<bool> has_ended_{false};            // pools or groups that are closed wait for queued work
+  std::atomic<Epoch> tended_{kLongAgo};           // what had passed when they were looked at
+  std::atomic<unsigned> tendings_{0};
+
+  Mutex reclaim_mutex_;
+  Mutex accessor_mutex_;
+  mutable Mutex registry_mutex_;
+  PoolRegistry registry_ VMM_GUARDED_BY(registry_mutex_);
+  using Closed = std::unordered_map<const Pool*, std::shared_ptr<Pool>>;
+  Closed closed_ VMM_GUARDED_BY(registry_mutex_);   // of the registry's, those that take no more requests
+  Closed waiting_ VMM_GUARDED_BY(registry_mutex_);  // of these, the empty ones that queued work holds up
+  std::vector<Location> accessors_ VMM_GUARDED_BY(registry_mutex_);
+  struct Group {
+    std::shared_ptr<Budget> budget;
+    std::shared_ptr<GroupFigures> figures;
+  };
+  std::map<const Budget*, Group> groups_ VMM_GUARDED_BY(registry_mutex_);
+  std::set<const Budget*> ended_groups_ VMM_GUARDED_BY(registry_mutex_);  // of these
+  Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
+  mutable Mutex refusal_mutex_;  // a leaf
+  std::optional<Refusal> last_refusal_ VMM_GUARDED_BY(refusal_mutex_);
+};
+
+}  // namespace vmm

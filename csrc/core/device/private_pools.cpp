@@ -1,0 +1,402 @@
+#include "core/device/private_pools.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/errors.h"
+
+namespace vmm {
+
+namespace {
+
+thread_local bool thread_is_ending = false;
+
+struct ThreadMark {
+  std::shared_ptr<const void> mark = std::make_shared<char>();
+  ~ThreadMark() { thread_is_ending = true; }
+};
+
+// Lives as long as the calling thread; nullptr while that one is ending.
+std::shared_ptr<const void> this_thread() {
+  if (thread_is_ending) return nullptr;
+  static thread_local const ThreadMark kMark;
+  return kMark.mark;
+}
+
+}  // namespace
+
+PrivatePools::PrivatePools(DeviceMemory& memory, CaptureHooks hooks) : memory_(memory), hooks_(std::move(hooks)) {}
+
+std::uint64_t PrivatePools::capture_of(Stream stream) const {
+  return hooks_.capture_of == nullptr ? 0 : hooks_.capture_of(stream);
+}
+
+PrivatePools::Entry& PrivatePools::entry_at(RegionId region) { return entries_[region]; }
+
+const PrivatePools::Entry& PrivatePools::known(RegionId region) const {
+  const auto at = entries_.find(region);
+  if (at != entries_.end()) return at->second;
+  throw InvalidArgumentError("there is no private pool with the id (" + std::to_string(region.first) + ", " +
+                             std::to_string(region.second) + ")");
+}
+
+// ---------------------------------------------------------------------- users
+
+void PrivatePools::add_user(RegionId region, std::shared_ptr<ForeignMemory> foreign) {
+  const MutexLock lock(mutex_);
+  Entry& entry = entry_at(region);
+  ++entry.objects;
+  if (foreign != nullptr) entry.foreign = std::move(foreign);
+}
+
+void PrivatePools::release(RegionId region) {
+  bool failed = false;
+  {
+    const MutexLock lock(mutex_);
+    failed = sweep_locked();
+    const auto at = entries_.find(region);
+    if (at != entries_.end()) {
+      // torch names only the region. Whose release it is shows in what came
+      // before: a route's follows its end, a MemPool's its last set_use_on_oom().
+      Entry& entry = at->second;
+      if (entry.plain_ended > 0) {
+        --entry.plain_ended;
+      } else if (entry.leaving > 0 || entry.graphs == 0) {
+        entry.leaving = std::max(entry.leaving - 1, 0);
+        entry.objects = std::max(entry.objects - 1, 0);
+      } else {
+        drop_graph(entry);
+      }
+      drop_if_unused(at);
+    }
+  }
+  tell_of_failures(failed);
+}
+
+int PrivatePools::use_count(RegionId region) const {
+  const MutexLock lock(mutex_);
+  return known(region).use_count();
+}
+
+void PrivatePools::set_use_on_oom(RegionId region, bool use_on_oom) {
+  const MutexLock lock(mutex_);
+  const auto at = entries_.find(region);
+  if (at == entries_.end()) return;
+  at->second.use_on_oom = use_on_oom;
+  if (!use_on_oom && at->second.leaving < at->second.objects) ++at->second.leaving;
+}
+
+void PrivatePools::set_no_split(RegionId region) {
+  const MutexLock lock(mutex_);
+  const auto at = entries_.find(region);
+  if (at == entries_.end()) return;
+  at->second.no_split = true;
+  if (at->second.foreign != nullptr) at->second.foreign->set_no_split();
+}
+
+void PrivatePools::add_graph(Entry& entry) {
+  if (entry.graphs++ == 0) set_pinned(entry, true);
+}
+
+// What a capture takes of a pool that is not the capture's own, a graph uses for as
+// long as the pool lives: nobody tells when the graph goes.
+void PrivatePools::keep_for_graphs(Entry& entry) {
+  if (entry.is_kept) return;
+  entry.is_kept = true;
+  set_pinned(entry, true);
+}
+
+void PrivatePools::set_pinned(const Entry& entry, bool pinned) {
+  for (const auto& [model, part] : entry.parts) pinned ? part->pin() : part->unpin();
+  if (entry.foreign != nullptr) entry.foreign->set_pinned(pinned);
+}
+
+void PrivatePools::drop_graph(Entry& entry) {
+  if (--entry.graphs != 0 || entry.is_kept) return;
+  set_pinned(entry, false);
+  for (const auto& [model, part] : entry.parts) {
+    // A model that has been closed meanwhile could not take this part along.
+    if (part->is_retired()) memory_.close_pool(*part, /*force=*/true);
+  }
+}
+
+void PrivatePools::drop_if_unused(Entries::iterator at) {
+  if (at->second.use_count() > 0) return;
+  const Entry entry = std::move(at->second);
+  entries_.erase(at);
+  if (entry.is_kept) set_pinned(entry, false);
+  for (const auto& [model, part] : entry.parts) memory_.close_pool(*part, /*force=*/true);
+  if (entry.foreign != nullptr) entry.foreign->close();
+}
+
+// --------------------------------------------------------------------- routes
+
+void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
+  const MutexLock lock(mutex_);
+  // Those that failed are not told of: torch has just prepared the next capture.
+  sweep_locked();
+  const auto same = [&](const Route& route) { return route.region == region; };
+  if (std::any_of(routes_.begin(), routes_.end(), same)) {
+    throw InvalidArgumentError("beginAllocateToPool: already recording to mempool_id");
+  }
+  Route route;
+  route.region = region;
+  const bool passes = filter(current);
+  const std::uint64_t running = capture_of(current);
+  // Also a capture that goes on, after a part of it that had a route of its own:
+  // then its filter knows the capture, and no stream outside of it. (A thread's or a
+  // stream's route within a capture is none of these.)
+  route.is_capture = !passes || (running != 0 && current != nullptr && !filter(nullptr) && is_suspended(region));
+  route.filter = std::move(filter);
+  Entry& entry = entry_at(region);
+  if (route.is_capture) {
+    route.origin = current;
+    route.capture = running;
+    route.in_another = !passes && running != 0;
+    route.thread = this_thread();
+    if (!take_up_suspended(region)) {
+      memory_.clock().begin_capture();
+      add_graph(entry);
+    }
+  } else {
+    ++entry.plain;
+    // A program that paused its capture's pool (another one served a part of the
+    // capture) goes on with it: the capture's route serves again.
+    const auto paused = std::find_if(suspended_.begin(), suspended_.end(), [&](const Route& suspended) {
+      return suspended.region == region && running != 0 && suspended.capture == running;
+    });
+    if (paused != suspended_.end()) {
+      route.resumed.push_back(std::move(*paused));
+      suspended_.erase(paused);
+    }
+  }
+  routes_.push_back(std::move(route));
+  count_routes();
+}
+
+bool PrivatePools::is_suspended(RegionId region) const {
+  return std::any_of(suspended_.begin(), suspended_.end(), [&](const Route& route) { return route.region == region; });
+}
+
+bool PrivatePools::take_up_suspended(RegionId region) {
+  const auto at =
+      std::find_if(suspended_.begin(), suspended_.end(), [&](const Route& route) { return route.region == region; });
+  if (at == suspended_.end()) return false;
+  suspended_.erase(at);
+  return true;
+}
+
+void PrivatePools::count_routes() { route_count_.store(routes_.size() + suspended_.size(), std::memory_order_relaxed); }
+
+void PrivatePools::end(RegionId region) {
+  const MutexLock lock(mutex_);
+  const auto at =
+      std::find_if(routes_.begin(), routes_.end(), [&](const Route& route) { return route.region == region; });
+  if (at == routes_.end()) throw InvalidArgumentError("endAllocatePool: not currently recording to mempool_id");
+  Entry& entry = entry_at(region);
+  if (!at->is_capture) {
+    --entry.plain;
+    ++entry.plain_ended;
+    if (!at->resumed.empty()) {
+      Route& capture = at->resumed.front();
+      if (capture_of(capture.origin) == capture.capture) {
+        suspended_.push_back(std::move(capture));
+      } else {
+        memory_.clock().end_capture();  // it has ended, and torch ends its route
+      }
+    }
+  } else {
+    const std::uint64_t running = capture_of(at->origin);
+    if (at->capture == 0) at->capture = running;  // nobody has asked for memory in it yet
+    if (running != 0 && running == at->capture) {
+      // torch ends the capture before its route. Here the capture goes on.
+      suspended_.push_back(std::move(*at));
+    } else {
+      memory_.clock().end_capture();
+    }
+  }
+  routes_.erase(at);
+  count_routes();
+}
+
+// Whether a capture's route serves nothing any more, though nobody ended it.
+// torch begins the capture right after the route and ends it right before, with
+// no request in between; so whoever began the route and finds no capture when
+// it comes by knows that it failed. Another thread cannot know, but stands in
+// for one that has ended. (A relaxed capture may be ended by another thread. If
+// that one is just between the capture's end and the route's, the route is gone
+// and end() says so: the graph is lost, no memory is given away under it.)
+bool PrivatePools::is_dead(Route& route) {
+  if (!route.is_capture) return false;
+  const std::shared_ptr<const void> owner = route.thread.lock();
+  if (owner != nullptr && owner != this_thread()) return false;
+  const std::uint64_t running = capture_of(route.origin);
+  if (route.capture == 0) route.capture = running;
+  return running == 0 || running != route.capture;
+}
+
+// Returns whether there were any. The filter is not asked: it may look into a
+// graph that is gone.
+bool PrivatePools::sweep_locked() {
+  std::vector<RegionId> dead;
+  const auto note_if = [&dead](bool is_dead, const Route& route) {
+    if (is_dead) dead.push_back(route.region);
+    return is_dead;
+  };
+  std::erase_if(routes_, [&](Route& route) VMM_REQUIRES(mutex_) { return note_if(is_dead(route), route); });
+  // A suspended one is taken up before its capture ends, so one whose capture has
+  // ended never will be.
+  std::erase_if(suspended_,
+                [&](const Route& route) { return note_if(capture_of(route.origin) != route.capture, route); });
+  for (const RegionId region : dead) {
+    const auto at = entries_.find(region);
+    memory_.clock().end_capture();
+    drop_graph(at->second);
+    drop_if_unused(at);
+  }
+  count_routes();
+  return !dead.empty() && !any_capture();
+}
+
+bool PrivatePools::any_capture() const {
+  return !suspended_.empty() || std::any_of(routes_.begin(), routes_.end(), [](const Route& route) {
+    return route.is_capture || !route.resumed.empty();
+  });
+}
+
+void PrivatePools::tell_of_failures(bool failed) const {
+  if (failed && hooks_.on_failed != nullptr) hooks_.on_failed();
+}
+
+void PrivatePools::sweep() {
+  if (!any_route()) return;
+  bool failed = false;
+  {
+    const MutexLock lock(mutex_);
+    failed = sweep_locked();
+  }
+  tell_of_failures(failed);
+}
+
+std::shared_ptr<Pool> PrivatePools::part_of(RegionId region, Entry& entry, const std::shared_ptr<Pool>& model) {
+  std::shared_ptr<Pool>& part = entry.parts[model.get()];
+  if (part == nullptr) {
+    try {
+      part = memory_.create_part(model, region, entry.no_split);
+    } catch (...) {
+      entry.parts.erase(model.get());
+      throw;
+    }
+    if (entry.is_pinned()) part->pin();
+  }
+  return part;
+}
+
+std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, Stream stream,
+                                          std::shared_ptr<ForeignMemory>* foreign) {
+  std::shared_ptr<Pool> part;
+  bool failed = false;
+  {
+    const MutexLock lock(mutex_);
+    failed = sweep_locked();
+    const std::uint64_t running = capture_of(stream);
+    const auto serves = [&](Route& route) VMM_REQUIRES(mutex_) {
+      if (!route.is_capture) return route.filter(stream);
+      if (running == 0) return false;
+      if (route.in_another) return running != route.capture && route.filter(stream);
+      // Its thread has not come by since the capture began.
+      if (route.capture == 0) route.capture = capture_of(route.origin);
+      return running == route.capture;
+    };
+    // The latest first: they nest.
+    for (auto at = routes_.rbegin(); at != routes_.rend(); ++at) {
+      if (!serves(*at)) continue;
+      Entry& entry = entry_at(at->region);
+      if (running != 0 && !at->is_capture) keep_for_graphs(entry);
+      if (entry.foreign == nullptr) {
+        // A closed model refuses by itself.
+        part = model->is_retired() ? model : part_of(at->region, entry, model);
+      } else if (foreign != nullptr) {
+        *foreign = entry.foreign;
+      }
+      break;
+    }
+  }
+  tell_of_failures(failed);
+  return part;
+}
+
+Address PrivatePools::rescue(const std::shared_ptr<Pool>& model, std::size_t bytes, Stream stream) {
+  PoolList willing;
+  std::vector<std::shared_ptr<ForeignMemory>> foreign;
+  {
+    const MutexLock lock(mutex_);
+    for (const auto& [region, entry] : entries_) {
+      // What a graph uses when it is replayed is nobody else's.
+      if (!entry.use_on_oom || entry.is_pinned()) continue;
+      if (entry.foreign != nullptr) foreign.push_back(entry.foreign);
+      if (const auto at = entry.parts.find(model.get()); at != entry.parts.end()) willing.push_back(at->second);
+    }
+  }
+  for (const auto& part : willing) {
+    if (part->is_retired()) continue;
+    if (const Address address = part->try_allocate_within(bytes, stream); address != 0) return address;
+  }
+  for (const auto& memory : foreign) {
+    if (const Address address = memory->try_allocate_within(bytes, stream); address != 0) return address;
+  }
+  return 0;
+}
+
+// ------------------------------------------------------------ what is in them
+
+void PrivatePools::empty_cache(RegionId region) {
+  bool failed = false;
+  PoolList parts;
+  {
+    const MutexLock lock(mutex_);
+    failed = sweep_locked();
+    const auto at = entries_.find(region);
+    if (at != entries_.end() && !at->second.is_pinned()) {
+      for (const auto& [model, part] : at->second.parts) parts.push_back(part);
+    }
+  }
+  tell_of_failures(failed);
+  for (const auto& part : parts) {
+    if (!part->is_retired()) memory_.trim(*part, 0);
+  }
+}
+
+PoolList PrivatePools::parts(RegionId region) const {
+  const MutexLock lock(mutex_);
+  PoolList found;
+  for (const auto& [model, part] : known(region).parts) found.push_back(part);
+  return found;
+}
+
+std::unordered_set<Address> PrivatePools::live_addresses(RegionId region) const {
+  std::unordered_set<Address> live;
+  for (const auto& part : parts(region)) {
+    for (const Address address : part->live_addresses()) live.insert(address);
+  }
+  return live;
+}
+
+RegionCheckpoint PrivatePools::checkpoint(RegionId region) const {
+  RegionCheckpoint found;
+  found.region = region;
+  for (const auto& part : parts(region)) found.parts.emplace_back(part, part->checkpoint());
+  return found;
+}
+
+void PrivatePools::restore(const RegionCheckpoint& target, std::vector<Address>* freed,
+                           std::vector<Address>* allocated) {
+  for (const auto& part : parts(target.region)) {
+    const auto at = std::find_if(target.parts.begin(), target.parts.end(),
+                                 [&](const auto& recorded) { return recorded.first == part; });
+    part->restore(at == target.parts.end() ? PoolCheckpoint{} : at->second, freed, allocated);
+  }
+}
+
+}  // namespace vmm

@@ -1,0 +1,302 @@
+// The reclaim ladder: who yields when a request cannot be met.
+//
+//   0  the pool itself: its own idle chunks, its group's shelf, a new chunk
+//      within the limits (Pool::place, before this file is entered)
+//   1  what rests on the group's shelf in sizes that did not fit is given back
+//      to the driver, which makes room under the limit
+//   2  idle chunks of other pools that stand under the limit that refused,
+//      lowest priority first, then whoever is furthest above its floor; they
+//      move by a second mapping, and no one waits for the GPU
+//   3  torch's registered free-memory callbacks, and work that is done by now
+//   4  the last rung: wait for all queued work, with no lock held; then, with
+//      every pool locked, give all idle memory above the floors back to the
+//      driver and take the room. Whatever fits after that is granted; no other
+//      thread can take it in between. Again while others had work queued since
+//      that may still use idle memory
+//   5  an error that says who asked, for how much, every limit, who holds
+//      what, and what would help
+//
+// One request at a time climbs; requests that their own pool can meet never
+// wait for it.
+#include <algorithm>
+#include <tuple>
+
+#include "base/errors.h"
+#include "core/device/device_memory.h"
+
+namespace vmm {
+
+namespace {
+
+// How often the last rung is tried again because other threads, meanwhile, have
+// queued work on memory that they then freed. Each round waits for that work.
+constexpr int kMostRounds = 16;
+
+}  // namespace
+
+Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, const Attempt& attempt) {
+  tend_if_any_wait();
+  Shortage shortage;
+  if (const Address address = attempt(nullptr, &shortage)) return address;
+  while (shortage.wait_for != kLongAgo) {
+    wait_for(shortage.wait_for);
+    shortage = {};
+    if (const Address address = attempt(nullptr, &shortage)) return address;
+  }
+  return climb(pool, bytes, attempt, shortage);
+}
+
+void DeviceMemory::wait_for(Epoch epoch) {
+  throw_if_failed(clock_.wait(epoch), "waiting for queued work that may use the memory");
+}
+
+Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
+  if (!has_ended_.load(std::memory_order_relaxed)) [[likely]] {
+    if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) [[likely]]
+      return kept;
+  }
+  return allocate(pool, bytes,
+                  [&](Grant* grant, Shortage* shortage) { return pool.try_allocate(bytes, stream, grant, shortage); });
+}
+
+Address DeviceMemory::allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream) {
+  return allocate(pool, bytes, [&](Grant* grant, Shortage* shortage) {
+    return pool.try_allocate_at(address, bytes, stream, grant, shortage);
+  });
+}
+
+Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream) {
+  return allocate(pool, size, [&](Grant* grant, Shortage* shortage) {
+    return pool.try_allocate_pages(offset, size, stream, grant, shortage);
+  });
+}
+
+Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream) {
+  return allocate(pool, size, [&](Grant* grant, Shortage* shortage) {
+    return pool.try_allocate_first(size, stream, grant, shortage);
+  });
+}
+
+// Who yields first: the lowest priority, then whoever is furthest above its floor.
+PoolList DeviceMemory::in_order_of_yielding(PoolList pools) {
+  std::vector<std::tuple<int, std::size_t, std::shared_ptr<Pool>>> keyed;
+  for (auto& pool : pools) {
+    keyed.emplace_back(pool->priority(), pool->bytes_above_floor(), pool);
+  }
+  std::stable_sort(keyed.begin(), keyed.end(), [](const auto& a, const auto& b) {
+    if (std::get<0>(a) != std::get<0>(b)) return std::get<0>(a) < std::get<0>(b);
+    return std::get<1>(a) > std::get<1>(b);
+  });
+  pools.clear();
+  for (auto& entry : keyed) pools.push_back(std::get<2>(entry));
+  return pools;
+}
+
+// Pools whose idle memory would help: those under the limit that refused, or
+// all of the device when the device itself has no more.
+PoolList DeviceMemory::victims(const Pool& asker, const Budget* refused) const {
+  PoolList found = refused == nullptr ? pools() : pools_under(*refused);
+  std::erase_if(found, [&](const auto& pool) { return pool.get() == &asker; });
+  return in_order_of_yielding(std::move(found));
+}
+
+void DeviceMemory::take_from(const PoolList& pools, std::size_t want, Grant& grant) {
+  for (const auto& pool : pools) {
+    if (grant.bytes() >= want) return;
+    Budget* refused = nullptr;
+    pool->surrender(want - grant.bytes(), /*respect_floor=*/true, grant, &refused);
+    if (refused != nullptr) return;  // the asker may take no more
+  }
+}
+
+// With every pool locked: gives idle memory back until the asker has room for
+// `want` bytes (`need` at the least), and takes them for it before anyone else
+// can. Returns the idle bytes that could not be had, as queued work may still
+// use them.
+std::size_t DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want, Grant& grant) {
+  const PoolList all = pools();
+  const BlockCaches::Still still(caches_, BlockCaches::Kept::back);
+  const AllLocked locked(all);
+  PoolList order = all;
+  std::stable_sort(order.begin(), order.end(),
+                   [](const auto& a, const auto& b) { return a->priority() < b->priority(); });
+  std::size_t in_use = 0;
+  if (refused == nullptr) {
+    // The device itself has run out: every shelf and pool may hold what the
+    // driver needs, whatever the limits say.
+    for (const auto& pool : order) in_use += pool->melt_locked(nullptr, 0);
+    store_.trim_all();
+    create_into(grant, asker, need);
+  }
+  // The limit that refused, then those above it: they may be full as well, of
+  // what others hold.
+  for (const Budget* level = refused; level != nullptr; level = level->parent()) {
+    if (level->room() < want) store_.trim_under(*level, want - level->room());
+    for (const auto& pool : order) {
+      if (pool->budget().stands_under(*level)) in_use += pool->melt_locked(level, want);
+    }
+    // What melted but is still mapped elsewhere rests on a shelf.
+    if (level->room() < want) store_.trim_under(*level, want - level->room());
+    if (level->room() < need) break;
+  }
+  Budget& payer = asker.budget();
+  const std::size_t room = std::min(payer.headroom(), want - std::min(want, grant.bytes()));
+  if (room != 0 && payer.charge(room) == nullptr) grant.prepaid_bytes += room;
+  return in_use;
+}
+
+// Makes chunks for the asker while nobody else can take the driver's memory.
+void DeviceMemory::create_into(Grant& grant, const Pool& asker, std::size_t want) {
+  const std::size_t page = asker.page_size();
+  std::size_t size = asker.has_uniform_chunks() ? page : std::max(floor_power_of_two(std::max(want, page)), page);
+  while (grant.chunks.bytes() < want) {
+    const std::size_t missing = want - grant.chunks.bytes();
+    while (size > page && size > missing) size /= 2;
+    Chunk* chunk = nullptr;
+    Budget* refused = nullptr;
+    if (store_.create(store_.spec(size), grant.payer(), &chunk, &refused).ok()) {
+      grant.chunks.put(chunk);
+    } else if (refused != nullptr || size == page) {
+      return;
+    } else {
+      size /= 2;
+    }
+  }
+}
+
+Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attempt, Shortage shortage) {
+  asker.count_retry();
+  const auto again = [&](Grant* grant) {
+    Shortage latest;
+    const Address address = attempt(grant, &latest);
+    if (address == 0) shortage = latest;
+    return address;
+  };
+  if (!shortage.no_address_space) {
+    const MutexLock lock(reclaim_mutex_);
+    // Rung 1. Also: whoever climbed before us may have left what we need.
+    store_.trim(asker.group(), 0);
+    if (shortage.refused == nullptr) store_.trim_all();
+    if (const Address address = again(nullptr)) return address;
+    // Rung 2. What the limits still allow is created, only the rest is taken.
+    // Memory that has been used is no use to a graph.
+    if (!asker.is_pinned() && shortage.wait_for == kLongAgo) {
+      Grant grant(store_, asker.group(), asker.budget());
+      const std::size_t room = shortage.refused == nullptr ? 0 : asker.budget().headroom();
+      take_from(victims(asker, shortage.refused), shortage.bytes - std::min(shortage.bytes, room), grant);
+      if (grant.bytes() != 0) {
+        if (const Address address = again(&grant)) return address;
+      }
+    }
+  }
+  // Rung 3. A callback may free tensors, and even allocate: no lock is held.
+  // torch's ask for events, which ends a capture.
+  if (memory_callback_ && !clock_.is_capturing()) memory_callback_();
+  settle(/*wait=*/false);
+  if (const Address address = again(nullptr)) return address;
+  // Rung 4.
+  std::size_t in_use = 0;
+  for (int round = 0; round == 0 || ((in_use != 0 || shortage.wait_for != kLongAgo) && round < kMostRounds); ++round) {
+    wait_for(clock_.now());
+    settle(/*wait=*/false);
+    const MutexLock lock(reclaim_mutex_);
+    Grant grant(store_, asker.group(), asker.budget());
+    in_use = 0;
+    if (!shortage.no_address_space) {
+      const std::size_t page = asker.page_size();
+      // A small block needs a whole slab, whatever the page.
+      const std::size_t most = align_up(std::max(bytes, shortage.bytes), page) + page;
+      in_use = melt(asker, shortage.refused, shortage.bytes, most, grant);
+    }
+    if (const Address address = again(&grant)) return address;
+  }
+  // What was created for it and did not suffice is nobody's: a library may need it.
+  if (shortage.refused == nullptr) store_.trim_all();
+  const bool driver_failed = shortage.refused == nullptr && !shortage.no_address_space;
+  if (driver_failed && shortage.status.code() != StatusCode::out_of_memory) {
+    throw_if_failed(shortage.status, "pool '" + asker.name() + "': " + format_bytes(bytes) + " asked");
+  }
+  asker.count_oom();
+  throw_out_of_memory(asker, bytes, shortage);
+}
+
+// -------------------------------------------------------------------- the error
+
+// Who holds memory that counts under `refused` (nullptr: the device), whoever
+// holds most first. What is idle and still there now is what floors keep.
+std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Pool& asker) const {
+  std::vector<Holder> holders;
+  std::size_t in_pools = 0;
+  for (const auto& pool : refused == nullptr ? pools() : pools_under(*refused)) {
+    if (pool->is_part()) continue;  // its model's
+    const MemoryStats stats = memory_stats_of(*pool);
+    in_pools += stats.physical_usage;
+    if (stats.physical_usage == 0) continue;
+    Holder holder{pool->name() + (pool->is_retired() ? " (closed)" : ""), stats.allocated_bytes, stats.idle_bytes,
+                  stats.stranded_bytes, stats.quarantined_bytes};
+    if (holder.idle != 0 && &pool->model() != &asker.model()) holder.floor = pool->floor();
+    holders.push_back(std::move(holder));
+  }
+  if (refused == nullptr || refused == &budget_) {
+    const std::size_t foreign = foreign_budget_.used();
+    if (foreign != 0) holders.push_back({"MemPools of other allocators", foreign});
+    const std::size_t accounted = in_pools + foreign + store_.all_shelved_bytes();
+    const std::size_t by_hand = budget_.used() - std::min(accounted, budget_.used());
+    if (by_hand != 0) holders.push_back({"VirtualMemoryManager", by_hand});
+  }
+  std::stable_sort(holders.begin(), holders.end(), [](const auto& a, const auto& b) { return a.held() > b.held(); });
+  return holders;
+}
+
+void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage) {
+  Refusal refusal;
+  RefusalCause cause;
+  refusal.requested = bytes;
+  refusal.pool = asker.name();
+  refusal.limit = asker.budget().limit();
+  cause.no_addresses = shortage.no_address_space;
+  cause.capacity = asker.capacity();
+  for (const Budget* level = &asker.budget(); level != nullptr; level = level->parent()) {
+    if (level == &budget_ && level->limit() == kUnlimited) continue;
+    cause.limits += "; " + level->name() + ": ";
+    if (level->limit() != kUnlimited) cause.limits += "limit " + format_bytes(level->limit()) + ", ";
+    cause.limits += "mapped " + format_bytes(level->used());
+  }
+  MemoryInfo info;
+  const bool known = driver_.memory_info(device_, &info).ok();
+  if (known) {
+    cause.device_total = info.total;
+    cause.device_free = info.free;
+    const std::size_t taken = info.total - std::min(info.free, info.total);
+    cause.outside = taken - std::min(budget_.used(), taken);
+  }
+  if (cause.no_addresses) {
+    refusal.limit = cause.capacity;
+    refusal.holders = holders_under(&asker.model().budget(), asker);
+  } else {
+    refusal.holders = holders_under(shortage.refused, asker);
+    if (shortage.refused != nullptr) {
+      refusal.limit = shortage.refused->limit();
+      cause.limit_name = shortage.refused->name();
+    } else {
+      cause.driver_said = shortage.status.text();
+      if (known && shortage.status.code() == StatusCode::out_of_memory) refusal.limit = info.total;
+    }
+  }
+  const std::size_t headroom = asker.budget().headroom();
+  refusal.available =
+      std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) + asker.memory_stats().idle_bytes;
+  refusal.advice = advice_for(refusal, cause);
+  {
+    const MutexLock lock(refusal_mutex_);
+    last_refusal_ = refusal;
+  }
+  throw OutOfMemoryError(text_of(refusal, cause), refusal.requested, refusal.available, refusal.limit, refusal.pool);
+}
+
+std::optional<Refusal> DeviceMemory::last_refusal() const {
+  const MutexLock lock(refusal_mutex_);
+  return last_refusal_;
+}
+
+}  // namespace vmm

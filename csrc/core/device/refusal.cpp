@@ -1,0 +1,85 @@
+#include "core/device/refusal.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace vmm {
+
+namespace {
+
+// As format_bytes(), never less than `bytes`: "8.1 MiB" for 8 MiB and a byte.
+std::string at_least(std::size_t bytes) {
+  std::size_t unit = 1;
+  while (unit < kTiB && bytes >= 1024 * unit) unit *= 1024;
+  const double tenths = std::ceil(10.0 * static_cast<double>(bytes) / static_cast<double>(unit));
+  return format_bytes(static_cast<std::size_t>(std::ceil(tenths / 10.0 * static_cast<double>(unit))));
+}
+
+std::string joined(const std::vector<std::string>& parts) {
+  std::string text;
+  for (std::size_t k = 0; k < parts.size(); ++k) {
+    if (k != 0) text += k + 1 < parts.size() ? ", " : parts.size() > 2 ? ", or " : " or ";
+    text += parts[k];
+  }
+  return text;
+}
+
+std::string words_of(const Holder& holder) {
+  std::string text = "'" + holder.name + "' " + format_bytes(holder.allocated) + " in use";
+  if (holder.idle != 0) text += " + " + format_bytes(holder.idle) + " idle";
+  if (holder.stranded != 0) text += " + " + format_bytes(holder.stranded) + " stranded";
+  if (holder.quarantined != 0) text += " + " + format_bytes(holder.quarantined) + " waiting for queued work";
+  if (holder.floor != 0) text += " (its floor of " + format_bytes(holder.floor) + " keeps what is idle)";
+  return text;
+}
+
+}  // namespace
+
+std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
+  const bool device_is_known = cause.device_total != 0;
+  if (device_is_known && refusal.requested > cause.device_total) {
+    return "ask for less: the device has " + format_bytes(cause.device_total) + " in all";
+  }
+  std::vector<std::string> ways;
+  if (cause.no_addresses) {
+    if (refusal.requested <= cause.capacity) ways.emplace_back("free tensors until a stretch that long is free");
+    ways.push_back("give the pool a larger virtual capacity (it has " + format_bytes(cause.capacity) + ")");
+    return joined(ways);
+  }
+  const std::size_t missing = refusal.requested - std::min(refusal.available, refusal.requested);
+  const bool in_use = std::any_of(refusal.holders.begin(), refusal.holders.end(),
+                                  [](const Holder& holder) { return holder.allocated != 0; });
+  if (in_use) ways.push_back(missing == 0 ? "free tensors" : "free tensors of " + at_least(missing));
+  if (!cause.limit_name.empty() &&
+      (!device_is_known || refusal.limit + std::max(missing, std::size_t{1}) <= cause.device_total)) {
+    ways.push_back("raise the limit of " + cause.limit_name + (missing == 0 ? "" : " by " + at_least(missing)));
+  }
+  for (const Holder& holder : refusal.holders) {
+    if (holder.floor == 0) continue;
+    ways.push_back("give '" + holder.name + "' a lower floor: it keeps " + format_bytes(holder.idle) + " idle");
+  }
+  if (cause.limit_name.empty() && cause.outside != 0) {
+    ways.push_back("free memory outside torch_vmm: others hold " + format_bytes(cause.outside) + " of the device");
+  }
+  if (ways.empty()) ways.emplace_back("ask for less");
+  return joined(ways);
+}
+
+std::string text_of(const Refusal& refusal, const RefusalCause& cause) {
+  std::string text = "pool '" + refusal.pool + "': " + format_bytes(refusal.requested) + " asked";
+  if (cause.no_addresses) {
+    text += "; no free stretch of addresses that long in its virtual capacity of " + format_bytes(cause.capacity);
+  }
+  text += cause.limits;
+  if (cause.device_total != 0) {
+    text += "; device: " + format_bytes(cause.device_total) + ", free " + format_bytes(cause.device_free);
+  }
+  if (!cause.limit_name.empty()) text += "; refused by the limit of " + cause.limit_name;
+  if (!cause.driver_said.empty()) text += "; the driver refused (" + cause.driver_said + ")";
+  for (std::size_t k = 0; k < refusal.holders.size(); ++k) {
+    text += (k == 0 ? "\n  held: " : ", ") + words_of(refusal.holders[k]);
+  }
+  return text + "\n  what would help: " + refusal.advice;
+}
+
+}  // namespace vmm

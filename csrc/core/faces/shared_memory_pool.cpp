@@ -1,0 +1,134 @@
+#include "core/faces/shared_memory_pool.h"
+
+#include <atomic>
+#include <iterator>
+
+#include "base/errors.h"
+
+namespace vmm {
+
+namespace {
+std::string group_name() {
+  static std::atomic<int> next{0};
+  return "shared pool " + std::to_string(++next);
+}
+}  // namespace
+
+SharedMemoryPool::SharedMemoryPool(DeviceMemory& memory, std::size_t physical_limit) : memory_(memory) {
+  if (physical_limit == 0) throw InvalidArgumentError("physical_limit 0: models need at least one page");
+  budget_ = memory.create_group(group_name(), physical_limit);
+}
+
+SharedMemoryPool::~SharedMemoryPool() {
+  try {
+    close(/*force=*/true);
+  } catch (const VmmError&) {  // NOLINT(bugprone-empty-catch): forced closing throws only when the driver has gone
+  }
+}
+
+void SharedMemoryPool::require_open() const {
+  if (closed_) throw InvalidArgumentError("the SharedMemoryPool is closed");
+}
+
+SharedMemoryPool::Models::const_iterator SharedMemoryPool::find(const std::string& model_id) const {
+  if (const auto found = by_id_.find(model_id); found != by_id_.end()) return found->second;
+  std::string known;
+  for (const auto& [id, pool] : models_) known += (known.empty() ? "'" : ", '") + id + "'";
+  throw ModelNotFoundError(model_id, known);
+}
+
+std::shared_ptr<Pool> SharedMemoryPool::register_model(const std::string& model_id, const ModelSpec& spec) {
+  const MutexLock lock(mutex_);
+  require_open();
+  if (model_id.empty()) throw InvalidArgumentError("model_id is empty: give the model a name");
+  if (by_id_.count(model_id) != 0) throw ModelExistsError(model_id);
+  if (spec.floor > budget_->limit()) {
+    throw InvalidArgumentError("floor " + format_bytes(spec.floor) + " is above the shared limit " +
+                               format_bytes(budget_->limit()));
+  }
+  PoolSpec pool_spec;
+  pool_spec.name = model_id;
+  pool_spec.capacity = spec.virtual_capacity;
+  pool_spec.page_size = spec.page_size;
+  pool_spec.physical_limit = spec.physical_limit;
+  pool_spec.floor = spec.floor;
+  pool_spec.priority = spec.priority;
+  auto pool = memory_.create_pool(pool_spec, budget_.get());
+  models_.push_back({model_id, pool});
+  by_id_.emplace(model_id, std::prev(models_.end()));
+  return pool;
+}
+
+void SharedMemoryPool::unregister_model(const std::string& model_id, bool force) {
+  const MutexLock lock(mutex_);
+  require_open();
+  const auto model = find(model_id);
+  memory_.close_pool(*model->pool, force);
+  by_id_.erase(model_id);
+  models_.erase(model);
+}
+
+std::shared_ptr<Pool> SharedMemoryPool::model(const std::string& model_id) const {
+  const MutexLock lock(mutex_);
+  require_open();
+  return find(model_id)->pool;
+}
+
+bool SharedMemoryPool::has_model(const std::string& model_id) const {
+  const MutexLock lock(mutex_);
+  return by_id_.count(model_id) != 0;
+}
+
+std::vector<std::string> SharedMemoryPool::model_ids() const {
+  const MutexLock lock(mutex_);
+  std::vector<std::string> ids;
+  ids.reserve(models_.size());
+  for (const auto& [id, pool] : models_) ids.push_back(id);
+  return ids;
+}
+
+Address SharedMemoryPool::allocate_for_model(const std::string& model_id, std::size_t size, Stream stream) {
+  return memory_.allocate_first(*model(model_id), size, stream);
+}
+
+void SharedMemoryPool::deallocate_for_model(const std::string& model_id, std::size_t offset, std::size_t size) {
+  memory_.deallocate_pages(*model(model_id), offset, size);
+}
+
+GlobalMemoryStats SharedMemoryPool::global_stats() const {
+  GlobalMemoryStats stats = memory_.group_stats(*budget_);
+  const MutexLock lock(mutex_);
+  stats.num_models = models_.size();
+  return stats;
+}
+
+std::size_t SharedMemoryPool::set_physical_limit(std::size_t limit_bytes) {
+  {
+    const MutexLock lock(mutex_);
+    require_open();
+  }
+  if (limit_bytes == 0) throw InvalidArgumentError("physical_limit 0: models need at least one page");
+  return memory_.set_limit(*budget_, limit_bytes);
+}
+
+void SharedMemoryPool::close(bool force) {
+  {
+    const MutexLock lock(mutex_);
+    if (closed_) return;
+    PoolList pools;
+    for (const auto& [id, pool] : models_) pools.push_back(pool);
+    memory_.close_pools(pools, force);  // all, or none
+    by_id_.clear();
+    models_.clear();
+    closed_ = true;
+  }
+  memory_.end_group(*budget_);
+  memory_.settle(/*wait=*/true);
+}
+
+bool SharedMemoryPool::is_closed() const {
+  const MutexLock lock(mutex_);
+  return closed_;
+}
+
+}  // namespace vmm

@@ -1,0 +1,73 @@
+// SharedMemoryPool's core: models by id under one physical limit. It knows no
+// block and no chunk; pools and the ladder do the work.
+#pragma once
+
+#include <cstddef>
+#include <list>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/sync.h"
+#include "core/device/device_memory.h"
+
+namespace vmm {
+
+struct ModelSpec {
+  std::size_t virtual_capacity = 0;  // bytes; 0: the device's default
+  std::size_t page_size = 0;         // 0: chosen by the request
+  std::size_t physical_limit = kUnlimited;
+  std::size_t floor = 0;
+  int priority = 0;
+};
+
+class SharedMemoryPool {
+ public:
+  // Throws InvalidArgumentError for a limit of 0.
+  SharedMemoryPool(DeviceMemory& memory, std::size_t physical_limit);
+  SharedMemoryPool(const SharedMemoryPool&) = delete;
+  SharedMemoryPool& operator=(const SharedMemoryPool&) = delete;
+  ~SharedMemoryPool();
+
+  // ModelExistsError; InvalidArgumentError for an empty id, a floor above the limit...
+  std::shared_ptr<Pool> register_model(const std::string& model_id, const ModelSpec& spec);
+  // ModelNotFoundError; StillInUseError unless `force`.
+  void unregister_model(const std::string& model_id, bool force);
+  // ModelNotFoundError.
+  [[nodiscard]] std::shared_ptr<Pool> model(const std::string& model_id) const;
+  [[nodiscard]] bool has_model(const std::string& model_id) const;
+  // Ids in order of registration.
+  [[nodiscard]] std::vector<std::string> model_ids() const;
+
+  Address allocate_for_model(const std::string& model_id, std::size_t size, Stream stream);
+  void deallocate_for_model(const std::string& model_id, std::size_t offset, std::size_t size);
+  [[nodiscard]] GlobalMemoryStats global_stats() const;
+  // Bytes given back now.
+  std::size_t set_physical_limit(std::size_t limit_bytes);
+  [[nodiscard]] std::size_t physical_limit() const { return budget_->limit(); }
+  // Unregisters all models (StillInUseError while one is in use and not
+  // `force`) and gives the shelf back.
+  void close(bool force);
+  [[nodiscard]] bool is_closed() const;
+  [[nodiscard]] DeviceMemory& memory() const { return memory_; }
+
+ private:
+  struct Model {
+    std::string id;
+    std::shared_ptr<Pool> pool;
+  };
+  using Models = std::list<Model>;
+
+  void require_open() const VMM_REQUIRES(mutex_);
+  Models::const_iterator find(const std::string& model_id) const VMM_REQUIRES(mutex_);
+
+  DeviceMemory& memory_;
+  std::shared_ptr<Budget> budget_;  // the device's memory keeps it while pools drain
+  mutable Mutex mutex_;
+  Models models_ VMM_GUARDED_BY(mutex_);  // in order of registration
+  std::unordered_map<std::string, Models::const_iterator> by_id_ VMM_GUARDED_BY(mutex_);
+  bool closed_ VMM_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace vmm

@@ -1,0 +1,43 @@
+// A physical chunk: what the driver gave in one create call. Exactly one of a
+// mapped range, the chunk store or a grant owns it at any time.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/limits/budget.h"
+#include "core/streams/clock.h"
+#include "driver/driver.h"
+
+namespace vmm {
+
+// Names whose data a chunk holds; a fresh chunk's is nobody's, and zero.
+using OwnerId = std::uint64_t;
+inline constexpr OwnerId kNobody = 0;
+
+struct Chunk {
+  ChunkHandle handle = 0;
+  std::size_t size = 0;  // bytes
+  Location location;
+  bool exportable = false;
+  Budget* charged = nullptr;  // who pays for it
+  OwnerId content = kNobody;  // whose data it may still hold
+  Epoch last_use = kLongAgo;  // behind which nothing uses it any more that used it before
+  // Another process has had it: it may go on reading, so the chunk serves no
+  // other model and goes back to the driver from where it stands.
+  bool exported = false;
+  // Addresses at which it is mapped, those waiting for their fence included.
+  // Two pools drop their mappings under two locks, hence atomic.
+  std::atomic<int> mappings{0};
+};
+
+// A chunk under a block, for sharing with another process.
+struct ChunkView {
+  Address address = 0;
+  std::size_t size = 0;  // bytes
+  ChunkHandle handle = 0;
+  bool exportable = false;
+};
+
+}  // namespace vmm

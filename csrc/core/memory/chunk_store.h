@@ -1,0 +1,108 @@
+// All physical chunks of a device, of every size: who creates them, keeps the
+// unused ones and gives them back, each charged to a budget before the driver
+// is asked. It never knows an address.
+//
+// A chunk on a shelf stays charged to its group's budget, so that what the
+// store keeps counts against the same limit as what pools have mapped.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "base/status.h"
+#include "base/sync.h"
+#include "core/memory/chunk.h"
+
+namespace vmm {
+
+// Chunks by size, unused. Values, no lock: also what a Grant carries.
+class ChunkShelf {
+ public:
+  void put(Chunk* chunk);
+  // The largest chunk of at most `size` bytes (exactly `size` when `exact`),
+  // or nullptr.
+  Chunk* take_at_most(std::size_t size, bool exact);
+  // The smallest chunk of more than `size` bytes, or nullptr.
+  Chunk* take_above(std::size_t size);
+  Chunk* take_any();
+  [[nodiscard]] std::size_t bytes() const { return bytes_; }
+  [[nodiscard]] std::size_t count() const { return count_; }
+  [[nodiscard]] bool empty() const { return count_ == 0; }
+  // Bytes of chunks that are still mapped at a former address. Walks.
+  [[nodiscard]] std::size_t mapped_bytes() const;
+
+ private:
+  std::map<std::size_t, std::vector<Chunk*>> by_size_;
+  std::size_t bytes_ = 0;
+  std::size_t count_ = 0;
+};
+
+class ChunkStore {
+ public:
+  ChunkStore(Driver& driver, int device, std::size_t granularity, bool exportable)
+      : driver_(driver), device_(device), granularity_(granularity), exportable_(exportable) {}
+  ChunkStore(const ChunkStore&) = delete;
+  ChunkStore& operator=(const ChunkStore&) = delete;
+  ~ChunkStore();
+
+  // A new chunk charged to `payer`. `refused` (if given) is the budget that
+  // had no room, or nullptr when it was the driver.
+  Status create(const ChunkSpec& spec, Budget& payer, Chunk** out, Budget** refused);
+  // A new chunk for a charge that `payer` already carries.
+  Status create_prepaid(const ChunkSpec& spec, Budget& payer, Chunk** out);
+  // Gives the chunk back to the driver and refunds its budget. Where the driver
+  // refuses, chunk and charge stay as they are: memory that is still there must
+  // count. REQUIRES: nothing maps it any more.
+  Status release(Chunk* chunk);
+
+  // Puts an unused chunk on the shelf of `group`, which from now on pays. One
+  // that was exported serves nobody any more: it goes back to the driver as soon
+  // as nothing maps it. REQUIRES: the chunk's budget stands under `group`.
+  void put(Budget& group, Chunk* chunk) VMM_EXCLUDES(mutex_);
+  // A shelved chunk of `group`, charged to `payer` (which stands under it), or
+  // nullptr; `refused` as above. Prefers chunks that last held `content`.
+  Chunk* take_at_most(Budget& group, Budget& payer, std::size_t size, bool exact, Budget** refused)
+      VMM_EXCLUDES(mutex_);
+  // Releases shelved chunks of `group` that nothing maps, until at most
+  // `keep_bytes` stay. Returns the bytes given back.
+  std::size_t trim(Budget& group, std::size_t keep_bytes) VMM_EXCLUDES(mutex_);
+  // Of every group that stands under `budget`: up to about `want` bytes.
+  std::size_t trim_under(const Budget& budget, std::size_t want) VMM_EXCLUDES(mutex_);
+  // The same for every group: when the device itself has run out.
+  std::size_t trim_all() VMM_EXCLUDES(mutex_);
+
+  [[nodiscard]] std::size_t shelved_bytes(const Budget& group) const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t all_shelved_bytes() const VMM_EXCLUDES(mutex_);
+  // Of one group's, the bytes that are still mapped at a former address.
+  [[nodiscard]] std::size_t quarantined_bytes(const Budget& group) const VMM_EXCLUDES(mutex_);
+  // Ends the shelf of a group that ends; false while something rests on it.
+  bool forget(const Budget& group) VMM_EXCLUDES(mutex_);
+
+  [[nodiscard]] std::size_t granularity() const { return granularity_; }
+  [[nodiscard]] ChunkSpec spec(std::size_t size) const { return {size, Location::on_device(device_), exportable_}; }
+  // Shelves and chunks that exist now, for tests.
+  [[nodiscard]] std::size_t shelves() const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t live_chunks() const { return live_chunks_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Shelf {
+    std::shared_ptr<const Budget> keeps_group;  // nullptr: the device's own
+    ChunkShelf usable;
+    ChunkShelf exported;  // to be released
+    [[nodiscard]] std::size_t bytes() const { return usable.bytes() + exported.bytes(); }
+  };
+  std::size_t trim_shelf(Shelf& shelf, std::size_t keep_bytes) VMM_REQUIRES(mutex_);
+  std::size_t release_unmapped(ChunkShelf& chunks, std::size_t want) VMM_REQUIRES(mutex_);
+
+  Driver& driver_;
+  int device_;
+  std::size_t granularity_;
+  bool exportable_;
+  std::atomic<std::size_t> live_chunks_{0};
+  mutable Mutex mutex_;
+  std::map<const Budget*, Shelf> shelves_ VMM_GUARDED_BY(mutex_);
+};
+
+}  // namespace vmm

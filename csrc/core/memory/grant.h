@@ -1,0 +1,32 @@
+// What was gathered elsewhere for one request: chunks, and charges for chunks
+// yet to be created. It never knows where they came from.
+#pragma once
+
+#include <cstddef>
+
+#include "core/limits/budget.h"
+#include "core/memory/chunk_store.h"
+
+namespace vmm {
+
+// What is not used goes back when it ends.
+class Grant {
+ public:
+  Grant(ChunkStore& store, Budget& group, Budget& payer) : store_(store), group_(group), payer_(payer) {}
+  Grant(const Grant&) = delete;
+  Grant& operator=(const Grant&) = delete;
+  ~Grant();
+
+  ChunkShelf chunks;              // charged to the payer
+  std::size_t prepaid_bytes = 0;  // charged to the payer, for chunks yet to be created
+
+  [[nodiscard]] std::size_t bytes() const { return chunks.bytes() + prepaid_bytes; }
+  [[nodiscard]] Budget& payer() const { return payer_; }
+
+ private:
+  ChunkStore& store_;
+  Budget& group_;
+  Budget& payer_;
+};
+
+}  // namespace vmm

@@ -1,0 +1,183 @@
+#include "core/memory/mapped_range.h"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "base/check.h"
+
+namespace vmm {
+
+namespace {
+
+// Calls `each(first, last)` for every contiguous run of placements.
+template <typename Each>
+Status for_each_run(std::span<const PlacedChunk> placements, const Each& each) {
+  for (std::size_t first = 0; first < placements.size();) {
+    std::size_t last = first;
+    std::size_t end = placements[first].offset + placements[first].chunk->size;
+    while (last + 1 < placements.size() && placements[last + 1].offset == end) {
+      ++last;
+      end += placements[last].chunk->size;
+    }
+    if (const Status status = each(placements[first].offset, end - placements[first].offset); !status.ok()) {
+      return status;
+    }
+    first = last + 1;
+  }
+  return {};
+}
+
+}  // namespace
+
+Access LiveMapping::access_of(Location who) const {
+  for (const auto& [location, access] : rights) {
+    if (location == who) return access;
+  }
+  return Access::none;
+}
+
+Access LiveMapping::access() const {
+  Access strongest = Access::none;
+  for (const auto& [location, access] : rights) strongest = std::max(strongest, access);
+  return strongest;
+}
+
+void MappedRange::unmap_first(std::span<const PlacedChunk> placements, std::size_t count) {
+  while (count-- > 0) {
+    const auto& [offset, chunk] = placements[count];
+    const Status undone = driver_.unmap(base_ + offset, chunk->size);
+    if (!undone.ok() && undone.code() != StatusCode::driver_gone) {
+      live_[offset].chunk = chunk;
+      mapped_bytes_ += chunk->size;
+      continue;
+    }
+    chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+  }
+}
+
+Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const Location> accessors) {
+  static std::atomic<std::uint64_t> mappings{0};
+  for (std::size_t k = 0; k < placements.size(); ++k) {
+    const auto& [offset, chunk] = placements[k];
+    if (const Status status = driver_.map(base_ + offset, chunk->size, chunk->handle); !status.ok()) {
+      unmap_first(placements, k);
+      return status;
+    }
+    chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+  }
+  const Status status = for_each_run(placements, [&](std::size_t offset, std::size_t size) {
+    for (const Location& who : accessors) {
+      const Status given = driver_.set_access(base_ + offset, size, who, Access::read_write);
+      if (!given.ok()) return given;
+    }
+    return Status();
+  });
+  if (!status.ok()) {
+    unmap_first(placements, placements.size());
+    return status;
+  }
+  LiveMapping mapping;
+  for (const Location& who : accessors) mapping.rights.emplace_back(who, Access::read_write);
+  for (const auto& [offset, chunk] : placements) {
+    mapping.chunk = chunk;
+    mapping.number = mappings.fetch_add(1, std::memory_order_relaxed);
+    live_.emplace(offset, mapping);
+    mapped_bytes_ += chunk->size;
+  }
+  return {};
+}
+
+Status MappedRange::unmap(ByteRange range) {
+  auto found = live_.find(range.offset);
+  VMM_CHECK(found != live_.end(), "no mapping at ", range.offset);
+  if (const Status status = driver_.unmap(base_ + range.offset, range.size); !status.ok()) return status;
+  for (; found != live_.end() && found->first < range.end(); found = live_.erase(found)) {
+    found->second.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    mapped_bytes_ -= found->second.chunk->size;
+  }
+  return {};
+}
+
+Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, bool announced) {
+  const auto found = live_.find(offset);
+  VMM_CHECK(found != live_.end(), "no mapping at ", offset);
+  Chunk* chunk = found->second.chunk;
+  retired_.emplace(last_use, Retired{{offset, chunk->size}, chunk, announced});
+  mapped_bytes_ -= chunk->size;
+  live_.erase(found);
+  return chunk;
+}
+
+Epoch MappedRange::last_retired_use() const { return retired_.empty() ? kLongAgo : retired_.rbegin()->first; }
+
+std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before) {
+  std::vector<ByteRange> freed;
+  for (auto at = retired_.begin(); at != retired_.end() && clock.has_passed(at->first);) {
+    Retired& retired = at->second;
+    if (!retired.announced && before) before(retired.range);
+    retired.announced = true;
+    const Status status = driver_.unmap(base_ + retired.range.offset, retired.range.size);
+    // A failing call keeps the mapping: try again another time.
+    if (!status.ok() && status.code() != StatusCode::driver_gone) {
+      refused_ = status;
+      ++at;
+      continue;
+    }
+    retired.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    freed.push_back(retired.range);
+    at = retired_.erase(at);
+  }
+  return freed;
+}
+
+Status MappedRange::set_access(ByteRange range, Location who, Access access) {
+  if (const Status status = driver_.set_access(base_ + range.offset, range.size, who, access); !status.ok()) {
+    return status;
+  }
+  for (auto it = live_.lower_bound(range.offset); it != live_.end() && it->first < range.end(); ++it) {
+    auto& rights = it->second.rights;
+    const auto held = std::find_if(rights.begin(), rights.end(), [&](const auto& right) { return right.first == who; });
+    if (held != rights.end()) {
+      held->second = access;
+    } else {
+      rights.emplace_back(who, access);
+    }
+  }
+  return {};
+}
+
+MappedRange::Map::const_iterator MappedRange::covering(std::size_t offset) const {
+  auto after = live_.upper_bound(offset);
+  if (after == live_.begin()) return live_.end();
+  --after;
+  return after->first + after->second.chunk->size > offset ? after : live_.end();
+}
+
+// Calls `each(offset, size)` for every stretch of `range` without a mapping.
+template <typename Each>
+void MappedRange::for_each_gap(ByteRange range, const Each& each) const {
+  std::size_t at = range.offset;
+  auto it = covering(at);
+  if (it == live_.end()) it = live_.lower_bound(at);
+  for (; it != live_.end() && it->first < range.end(); ++it) {
+    if (it->first > at) each(at, it->first - at);
+    at = it->first + it->second.chunk->size;
+  }
+  if (at < range.end()) each(at, range.end() - at);
+}
+
+std::vector<ByteRange> MappedRange::gaps(ByteRange range) const {
+  std::vector<ByteRange> found;
+  for_each_gap(range, [&found](std::size_t offset, std::size_t size) { found.push_back({offset, size}); });
+  return found;
+}
+
+// Without the list: it is asked for each candidate of a request.
+std::size_t MappedRange::missing_bytes(ByteRange range) const {
+  std::size_t bytes = 0;
+  for_each_gap(range, [&bytes](std::size_t /*offset*/, std::size_t size) { bytes += size; });
+  return bytes;
+}
+
+}  // namespace vmm

@@ -1,0 +1,104 @@
+// Which chunk stands where in one reservation. It maps and moves all or
+// nothing, retires a mapping whose address queued work may still use, and
+// drops it when its fence has passed. It never knows a block, a limit or a
+// pool, and has no lock: its owner's lock guards it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "core/memory/chunk.h"
+
+namespace vmm {
+
+struct LiveMapping {
+  Chunk* chunk = nullptr;
+  std::uint64_t number = 0;                         // rises with each mapping of the process
+  std::vector<std::pair<Location, Access>> rights;  // who was ever given access, and what each has now
+
+  [[nodiscard]] Access access_of(Location who) const;
+  // The strongest that anyone has.
+  [[nodiscard]] Access access() const;
+};
+
+// A chunk and the offset at which it is to stand.
+struct PlacedChunk {
+  std::size_t offset = 0;
+  Chunk* chunk = nullptr;
+};
+
+class MappedRange {
+ public:
+  using Map = std::map<std::size_t, LiveMapping>;
+
+  // [base, base + size) is a reservation that outlives this object.
+  MappedRange(Driver& driver, Address base, std::size_t size) : driver_(driver), base_(base), size_(size) {}
+  MappedRange(const MappedRange&) = delete;
+  MappedRange& operator=(const MappedRange&) = delete;
+
+  // Maps every placement, or none (but for those that the driver, after another
+  // refusal, would not take back: they are live, and to be retired), and gives `accessors` read and write over
+  // each contiguous run (one call a run: set_access is the dear call).
+  // REQUIRES: inside the range, on free addresses, sorted by offset.
+  Status map(std::span<const PlacedChunk> placements, std::span<const Location> accessors);
+  // Unmaps a run of whole mappings in one call. REQUIRES: no gaps in it, and no
+  // queued work uses it.
+  Status unmap(ByteRange range);
+  // Takes the mapping at `offset` out of the range; its address stays mapped
+  // and blocked until `last_use` has passed. Returns the chunk, which may
+  // already be mapped elsewhere.
+  // `announced`: nobody was told of it, so nobody is told that it goes.
+  Chunk* retire(std::size_t offset, Epoch last_use, bool announced = false);
+  // Drops the retired mappings whose last use has passed, the oldest first; looks
+  // at no other. `before` is told of
+  // each stretch right before it is unmapped, once. Returns the stretches that
+  // are free addresses now.
+  std::vector<ByteRange> drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before = nullptr);
+  // The newest last use among them, or kLongAgo.
+  [[nodiscard]] Epoch last_retired_use() const;
+  // Changes access over a run of whole live mappings.
+  Status set_access(ByteRange range, Location who, Access access);
+
+  // The stretches of `range` without a live mapping, by offset.
+  [[nodiscard]] std::vector<ByteRange> gaps(ByteRange range) const;
+  [[nodiscard]] std::size_t missing_bytes(ByteRange range) const;
+  // The mapping that covers `offset`, or end().
+  [[nodiscard]] Map::const_iterator covering(std::size_t offset) const;
+  // The first mapping at or after `offset`.
+  [[nodiscard]] Map::const_iterator from(std::size_t offset) const { return live_.lower_bound(offset); }
+  [[nodiscard]] const Map& live() const { return live_; }
+  [[nodiscard]] bool has_retired() const { return !retired_.empty(); }
+  [[nodiscard]] std::size_t retired_count() const { return retired_.size(); }
+  // Why the driver would not drop one, when it was last asked.
+  [[nodiscard]] const Status& refused() const { return refused_; }
+
+  [[nodiscard]] Address base() const { return base_; }
+  [[nodiscard]] std::size_t size() const { return size_; }
+  [[nodiscard]] std::size_t mapped_bytes() const { return mapped_bytes_; }
+
+ private:
+  struct Retired {
+    ByteRange range;
+    Chunk* chunk = nullptr;
+    bool announced = false;
+  };
+  template <typename Each>
+  void for_each_gap(ByteRange range, const Each& each) const;
+  void unmap_first(std::span<const PlacedChunk> placements, std::size_t count);
+
+  Driver& driver_;
+  Address base_;
+  std::size_t size_;
+  Map live_;                               // by offset
+  std::multimap<Epoch, Retired> retired_;  // by last use
+  Status refused_;
+  std::size_t mapped_bytes_ = 0;
+};
+
+}  // namespace vmm

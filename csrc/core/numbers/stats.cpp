@@ -1,0 +1,75 @@
+#include "core/numbers/stats.h"
+
+namespace vmm {
+
+namespace {
+constexpr std::array<std::size_t MemoryStats::*, 6> kSummed = {
+    &MemoryStats::physical_usage, &MemoryStats::mapped_pages,   &MemoryStats::allocated_bytes,
+    &MemoryStats::idle_bytes,     &MemoryStats::stranded_bytes, &MemoryStats::quarantined_bytes};
+}  // namespace
+
+void Statistics::reset_peaks() {
+  for (auto& triple : stats) {
+    for (Stat& stat : triple) stat.peak = stat.current;
+  }
+  oversize_allocations.peak = oversize_allocations.current;
+  oversize_segments.peak = oversize_segments.current;
+}
+
+void Statistics::reset_accumulated() {
+  for (auto& triple : stats) {
+    for (Stat& stat : triple) stat.allocated = stat.freed = 0;
+  }
+  for (Stat* stat : {&oversize_allocations, &oversize_segments}) stat->allocated = stat->freed = 0;
+  num_alloc_retries = num_ooms = num_sync_all_streams = num_device_alloc = num_device_free = 0;
+}
+
+void Statistics::add_totals(const Statistics& other) {
+  for (std::size_t kind = 0; kind < kStatKinds; ++kind) {
+    for (std::size_t which = 0; which < 3; ++which) {
+      Stat& mine = stats.at(kind).at(which);
+      const Stat& theirs = other.stats.at(kind).at(which);
+      mine.current += theirs.current;
+      mine.allocated += theirs.allocated;
+      mine.freed += theirs.freed;
+    }
+  }
+  const auto add = [](Stat& mine, const Stat& theirs) {
+    mine.current += theirs.current;
+    mine.peak += theirs.peak;
+    mine.allocated += theirs.allocated;
+    mine.freed += theirs.freed;
+  };
+  add(oversize_allocations, other.oversize_allocations);
+  add(oversize_segments, other.oversize_segments);
+  num_alloc_retries += other.num_alloc_retries;
+  num_ooms += other.num_ooms;
+  num_sync_all_streams += other.num_sync_all_streams;
+  num_device_alloc += other.num_device_alloc;
+  num_device_free += other.num_device_free;
+}
+
+void MemoryStats::add(const MemoryStats& part) {
+  for (const auto field : kSummed) this->*field += part.*field;
+}
+
+void MemoryStats::subtract(const MemoryStats& part) {
+  for (const auto field : kSummed) this->*field -= part.*field;
+}
+
+void Statistics::add_blocks(const BlockCounts& current, const BlockCounts& came) {
+  for (std::size_t k = 0; k < kNumbersOfBlocks; ++k) {
+    for (const StatKind kind : kinds_of_block_count(k)) {
+      for (std::size_t of_class = 0; of_class < 2; ++of_class) {
+        for (const std::size_t which : {std::size_t{0}, 1 + of_class}) {
+          Stat& stat = (*this)[kind].at(which);
+          stat.current += current.at(of_class).at(k);
+          stat.allocated += came.at(of_class).at(k);
+          stat.freed += came.at(of_class).at(k) - current.at(of_class).at(k);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace vmm

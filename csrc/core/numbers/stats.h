@@ -1,0 +1,154 @@
+// Statistics as plain values with units: what torch.cuda.memory_stats calls
+// them, for one pool and for a device. They change beside the state they
+// describe; that they add up is proved by Pool::check() and
+// DeviceMemory::check().
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/units.h"
+
+namespace vmm {
+
+// torch's two kinds of block: requests of up to 1 MiB are "small_pool".
+enum class SizeClass : std::uint8_t { small_pool, large_pool };
+inline constexpr std::size_t kSmallLimitBytes = kMiB;
+
+// The families of torch.cuda.memory_stats that count blocks or bytes.
+enum class StatKind : std::uint8_t {
+  allocation,       // live blocks
+  segment,          // chunks mapped: what the driver gave in one call each
+  active,           // live blocks and freed ones whose record_stream is pending
+  allocated_bytes,  // bytes of live blocks, rounded to 512
+  reserved_bytes,   // bytes of mapped chunks
+  active_bytes,
+  requested_bytes,  // bytes asked for, of active blocks
+  // Free stretches in chunks that are partly used, and their bytes. Worked out
+  // when asked for (Pool::refresh_numbers), not at each event.
+  inactive_split,
+  inactive_split_bytes,
+};
+inline constexpr std::size_t kStatKinds = 9;
+
+struct Stat {
+  std::int64_t current = 0;
+  std::int64_t peak = 0;
+  std::int64_t allocated = 0;  // all that ever came, since the last reset
+  std::int64_t freed = 0;
+  void increase(std::int64_t amount) {
+    current += amount;
+    allocated += amount;
+    if (current > peak) peak = current;
+  }
+  void decrease(std::int64_t amount) {
+    current -= amount;
+    freed += amount;
+  }
+};
+
+// What blocks' lives add up to where nothing but blocks is counted: by size class,
+// the blocks, their bytes and the bytes asked for. The first two stand for two kinds
+// each, as a block whose free is not pending is live and active at once.
+inline constexpr std::size_t kNumbersOfBlocks = 3;
+using BlockCounts = std::array<std::array<std::int64_t, kNumbersOfBlocks>, 2>;
+inline constexpr std::array<StatKind, 5> kKindsOfBlocks = {StatKind::allocation, StatKind::active,
+                                                           StatKind::allocated_bytes, StatKind::active_bytes,
+                                                           StatKind::requested_bytes};
+// The kinds that the k-th of these numbers stands for.
+constexpr std::span<const StatKind> kinds_of_block_count(std::size_t k) {
+  return std::span(kKindsOfBlocks).subspan(2 * k, k < 2 ? 2 : 1);
+}
+
+// For each family: [0] all, [1] small_pool, [2] large_pool.
+using StatTriple = std::array<Stat, 3>;
+
+struct Statistics {
+  std::array<StatTriple, kStatKinds> stats;
+  Stat oversize_allocations;              // requests of at least torch's max_split_size
+  Stat oversize_segments;                 // chunks of at least that size
+  std::int64_t num_alloc_retries = 0;     // requests that went down the reclaim ladder
+  std::int64_t num_ooms = 0;              // requests that failed
+  std::int64_t num_sync_all_streams = 0;  // empty_cache() and its kind
+  std::int64_t num_device_alloc = 0;      // chunks mapped
+  std::int64_t num_device_free = 0;       // chunks unmapped
+
+  [[nodiscard]] StatTriple& operator[](StatKind kind) { return stats.at(static_cast<std::size_t>(kind)); }
+  [[nodiscard]] const StatTriple& operator[](StatKind kind) const { return stats.at(static_cast<std::size_t>(kind)); }
+  void increase(StatKind kind, SizeClass size_class, std::size_t amount) {
+    auto& triple = (*this)[kind];
+    triple[0].increase(static_cast<std::int64_t>(amount));
+    triple[size_class == SizeClass::small_pool ? 1 : 2].increase(static_cast<std::int64_t>(amount));
+  }
+  void decrease(StatKind kind, SizeClass size_class, std::size_t amount) {
+    auto& triple = (*this)[kind];
+    triple[0].decrease(static_cast<std::int64_t>(amount));
+    triple[size_class == SizeClass::small_pool ? 1 : 2].decrease(static_cast<std::int64_t>(amount));
+  }
+  void reset_peaks();
+  void reset_accumulated();
+  // Adds what `other` counts; peaks are left alone (they do not sum), but for
+  // the oversize ones, which nobody follows together: theirs are bounds.
+  void add_totals(const Statistics& other);
+  // The same of blocks alone: those there are, and all that ever came.
+  void add_blocks(const BlockCounts& current, const BlockCounts& came);
+};
+
+// What a pool's memory is, in bytes, at one moment:
+// physical_usage = allocated + idle + stranded + quarantined.
+struct MemoryStats {
+  std::size_t virtual_capacity = 0;
+  std::size_t physical_usage = 0;
+  std::size_t mapped_pages = 0;  // physical_usage / page_size
+  double fragmentation_ratio = 0.0;
+  std::size_t allocated_bytes = 0;
+  std::size_t idle_bytes = 0;         // mapped, unused, whole chunks
+  std::size_t stranded_bytes = 0;     // mapped, unused, in chunks that are partly used
+  std::size_t quarantined_bytes = 0;  // freed, fence not passed
+
+  // Of several pools; what is no sum (the capacity, the ratio) is left alone.
+  void add(const MemoryStats& part);
+  void subtract(const MemoryStats& part);
+};
+
+// The same for a SharedMemoryPool:
+// physical_usage = allocated + idle + stranded + quarantined + store.
+struct GlobalMemoryStats {
+  std::size_t physical_limit = kUnlimited;
+  std::size_t physical_usage = 0;
+  std::size_t num_models = 0;
+  std::size_t allocated_bytes = 0;
+  std::size_t idle_bytes = 0;
+  std::size_t stranded_bytes = 0;
+  std::size_t quarantined_bytes = 0;
+  std::size_t store_bytes = 0;  // held by the chunk store, mapped nowhere
+};
+
+// One block of a snapshot; they tile their segment.
+struct BlockSnapshot {
+  enum class State : std::uint8_t { allocated, pending_free, inactive };
+  std::size_t size = 0;       // bytes
+  std::size_t requested = 0;  // bytes asked for; 0 when inactive
+  State state = State::inactive;
+};
+
+// One contiguous mapped stretch of one size class and stream: as long as it
+// lasts, or cut at every chunk's border.
+enum class SnapshotGrain : std::uint8_t { run, chunk };
+struct SegmentSnapshot {
+  Address address = 0;
+  std::uint64_t number = 0;  // of the mapping of its first chunk; rises with each mapping of the process
+  std::size_t total_size = 0;
+  std::size_t allocated_size = 0;
+  std::size_t active_size = 0;
+  std::size_t requested_size = 0;
+  SizeClass size_class = SizeClass::large_pool;
+  void* stream = nullptr;
+  std::vector<BlockSnapshot> blocks;
+};
+
+}  // namespace vmm

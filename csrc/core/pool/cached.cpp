@@ -1,0 +1,68 @@
+// Pool: what the threads' caches before it ask of it. A block that a thread keeps
+// is still allocated here, and counted where the thread counts.
+#include "base/check.h"
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+Block* Pool::live_at(Address address) const {
+  Block* block = contains(address) ? directory_->find(address - base_) : nullptr;
+  const bool is_live = block != nullptr && block->offset == address - base_ && block->state == BlockState::used;
+  return is_live ? block : nullptr;
+}
+
+std::size_t Pool::block_size(Address address) const {
+  const Block* block = live_at(address);
+  if (block == nullptr && contains(address)) {
+    // The directory may be changing around it: under the lock it stands still.
+    const ReadLock lock(*this);
+    block = live_at(address);
+  }
+  return block == nullptr ? 0 : block->size;
+}
+
+// Where every event has to be seen when it happens, or the memory is no single
+// stream's, nothing is kept.
+bool Pool::may_keep(StreamTag tag) {
+  if (is_retired() || pinned_ || no_split_ || streams_.graphs_end() != kLongAgo || !is_lasting(streams_[tag].kind))
+    return false;
+  streams_[tag].is_kept = true;
+  is_cached_.store(true, std::memory_order_relaxed);
+  return true;
+}
+
+// Where the thread keeps, and counts, blocks of that stream and size; nullptr: the pool
+// counts. `add_shard` is then the tag where the thread should have such a place.
+Shard* Pool::shard_for(BlockCaches::Mine& mine, StreamTag tag, std::size_t size, StreamTag* add_shard) {
+  if (!may_keep(tag) || is_oversize(size)) return nullptr;
+  Shard* const shard = mine.shard(*this, tag);
+  if (shard == nullptr && context_.caches.may_keep(*this)) *add_shard = tag;
+  return shard;
+}
+
+void Pool::take_back(Block* first) {
+  const MutexLock lock(mutex_);
+  take_back_locked(first);
+}
+
+void Pool::take_back_locked(Block* first) {
+  while (first != nullptr) {
+    Block* block = first;
+    first = block->bin_next;
+    VMM_CHECK(directory_->take(block->offset) == block, "a kept block at ", block->offset, " is not the pool's");
+    release_block(block, block->epoch);  // of its free: what was queued later is nobody's to wait for
+  }
+}
+
+// A large block comes or goes: from now on best fit may choose another place than
+// that of the one which the thread keeps.
+void Pool::forget_large(const BlockCaches::Mine& mine) {
+  for (Shard* own = mine.shards(*this); own != nullptr; own = own->next.get()) take_back_locked(own->forget_large());
+}
+
+void Pool::absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family, Peaks::Seat& of_device) {
+  const MutexLock lock(mutex_);
+  counters_.absorb(came, of_pool, of_family, of_device);
+}
+
+}  // namespace vmm

@@ -1,0 +1,84 @@
+// Pool: the live blocks at one moment, and making them the live blocks again.
+// torch.compile's CUDA graph trees go back and forth between such moments, in a
+// pool that is pinned: its memory stays where it was, only its blocks change.
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/errors.h"
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+void Pool::require_settled(const char* doing) {
+  if (range_ == nullptr) throw VmmError("pool '" + name_ + "' has ended, so its blocks cannot be " + doing);
+  settle_locked();
+  if (pending_.empty()) return;
+  throw VmmError("pool '" + name_ + "': " + std::to_string(pending_.size()) +
+                 " freed blocks are still in use by recorded streams, so its blocks cannot be " + doing);
+}
+
+PoolCheckpoint Pool::checkpoint() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
+  const MutexLock lock(mutex_);
+  require_settled("recorded");
+  PoolCheckpoint found;
+  std::vector<const Block*> live;
+  directory_->for_each([&live](const Block* block) { live.push_back(block); });
+  for (const Block* block : live) {
+    const PoolCheckpoint::Entry entry{block->offset, block->size, block->requested, streams_[block->tag].stream};
+    (block->small ? found.small : found.large).push_back(entry);
+  }
+  const auto by_offset = [](const auto& a, const auto& b) { return a.offset < b.offset; };
+  std::sort(found.small.begin(), found.small.end(), by_offset);
+  std::sort(found.large.begin(), found.large.end(), by_offset);
+  for (const PoolCheckpoint::Entry& entry : found.small) {
+    if (!found.slabs.empty() && entry.offset < found.slabs.back().offset + found.slabs.back().size) continue;
+    const Block& slab = slabs_.slab_around(entry.offset);
+    found.slabs.push_back({slab.offset, slab.size, 0, entry.stream});
+  }
+  return found;
+}
+
+void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated) {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
+  const MutexLock lock(mutex_);
+  require_settled("changed");
+  for (const auto* entries : {&target.slabs, &target.large}) {
+    for (const PoolCheckpoint::Entry& entry : *entries) {
+      const std::size_t missing = range_->missing_bytes({entry.offset, entry.size});
+      if (missing == 0) continue;
+      throw VmmError("pool '" + name_ + "': " + format_bytes(missing) + " of the checkpoint's memory at " +
+                     format_hex(base_ + entry.offset) + " have left the pool since");
+    }
+  }
+  if (!pages_.empty()) throw VmmError("pool '" + name_ + "' holds explicit pages, which a checkpoint does not know");
+  std::vector<Block*> live;
+  directory_->for_each([&live](Block* block) { live.push_back(block); });
+  for (Block* block : live) {
+    freed->push_back(base_ + block->offset);
+    directory_->take(block->offset);
+    end_block(*block);
+    finish_free(block, context_.clock.now());
+  }
+  give_up_spare_slabs();
+  const auto take = [this](const PoolCheckpoint::Entry& entry, BlockState state) VMM_REQUIRES(mutex_) {
+    std::vector<Piece> pieces;
+    Block* block = take_range({entry.offset, entry.size}, state, &pieces);
+    block->tag = streams_.tag_of(entry.stream, /*is_alive=*/false);
+    return block;
+  };
+  const auto begin = [&](Block* block, const PoolCheckpoint::Entry& entry) VMM_REQUIRES(mutex_) {
+    directory_->insert(block);
+    begin_block(block, entry.requested);
+    allocated->push_back(base_ + block->offset);
+  };
+  for (const PoolCheckpoint::Entry& entry : target.slabs) make_slab(take(entry, BlockState::slab));
+  for (const PoolCheckpoint::Entry& entry : target.large) begin(take(entry, BlockState::used), entry);
+  for (const PoolCheckpoint::Entry& entry : target.small) {
+    Block* block = slabs_.take_at(entry.offset, entry.size, streams_.tag_of(entry.stream, /*is_alive=*/false));
+    VMM_CHECK(block != nullptr, "no slab for the block at ", entry.offset);
+    begin(block, entry);
+  }
+}
+
+}  // namespace vmm

@@ -1,0 +1,493 @@
+// Pool: finding a place for a request and backing it with chunks.
+//
+// Best fit over the free space that has its memory, then over what lacks the
+// least. What lacks memory there is backed by a grant; or the pool grows, by the
+// group's shelf and new chunks within the limits; or it moves its own idle chunks
+// by a second mapping (may_grow() decides). A chunk is mapped at its new place
+// before it leaves the old one, so a failure undoes to what was.
+#include <algorithm>
+#include <functional>
+#include <initializer_list>
+
+#include "base/check.h"
+#include "base/errors.h"
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+namespace {
+
+// New chunks are a sixteenth of what is missing and a 400th of the pool's peak, or
+// more: cost is per chunk (46 us to 64 MiB), not per byte, yet a chunk that is
+// large against its request strands more when part of it is reused. Below 24 MiB
+// smaller ones were moved more often and saved nothing, but in a small pool.
+constexpr std::size_t kPiecesPerRequest = 16;
+constexpr std::size_t kPiecesPerPool = 400;
+constexpr std::size_t kPiecesPerSmallPool = 4;
+constexpr std::size_t kSmallPiece = 24 * kMiB;
+constexpr std::size_t kLargestPiece = kGiB;
+// A pool grows rather than moves its chunks about while it has at most a 100th
+// more than was ever live at once; and up to a quarter more where it has moved
+// too much already.
+constexpr std::size_t kFreeGrowth = 100;
+constexpr std::size_t kMostGrowth = 4;
+// An idle chunk below this share of the request is not worth a move of its own
+// while new memory may still be had.
+constexpr std::size_t kSmallestMoveShare = 256;
+
+}  // namespace
+
+bool Pool::Backing::is_move(const Chunk* chunk) const {
+  return std::any_of(moves.begin(), moves.end(), [&](const IdleChunk& move) { return move.chunk == chunk; });
+}
+
+std::size_t Pool::Extent::missing() const {
+  std::size_t bytes = 0;
+  for (const ByteRange& gap : gaps) bytes += gap.size;
+  return bytes;
+}
+
+std::size_t Pool::piece_size(std::size_t total, std::size_t remaining) const {
+  if (uniform_) return page_;
+  if (no_split_) return remaining;
+  // A private pool's tensors should lie in one chunk each: what NCCL registers
+  // of them is a chunk.
+  if (is_part()) return std::min(remaining, std::max(kLargestPiece, page_));
+  const std::size_t least = std::min(kSmallPiece, peak_live_ / kPiecesPerSmallPool);
+  const std::size_t wanted = std::max({least, peak_live_ / kPiecesPerPool, total / kPiecesPerRequest, page_});
+  // Even pieces: a short one at the end would cost as much as the others.
+  const std::size_t pieces = std::max<std::size_t>(1, (remaining + wanted / 2) / std::min(wanted, kLargestPiece));
+  return std::min(align_up((remaining + pieces - 1) / pieces, page_), remaining);
+}
+
+// Where nothing is split, a block has a chunk for itself: the smallest free one
+// that fits, all of it, or a new one of exactly its size.
+Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
+  Block* best = nullptr;
+  ByteRange whole;
+  for (const auto& [offset, mapping] : range_->live()) {
+    const std::size_t size = mapping.chunk->size;
+    if (size < request.size || (best != nullptr && size >= whole.size)) continue;
+    Block* free = large_.free_covering(offset);
+    if (free == nullptr || free->tag != request.tag || free->end() < offset + size) continue;
+    best = free;
+    whole = {offset, size};
+  }
+  if (best != nullptr) return large_.carve(best, whole.offset, whole.size, request.state);
+  if (!placement_.find_bare(request.size, /*high=*/false, &request.offset)) {
+    *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
+    return nullptr;
+  }
+  return back_and_take(request, request.offset, grant, shortage);
+}
+
+Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
+  if (no_split_) return place_unsplit(request, grant, shortage);
+  if (request.where == Request::Where::best_fit) {
+    if (Block* block = placement_.take_backed(request)) return block;
+  }
+  if (!request.is_gathered) {
+    shortage->is_kept_by_threads = true;
+    return nullptr;
+  }
+  std::size_t offset = 0;
+  bool found = placement_.find_spot(request, &offset);
+  if (!found) {
+    settle_locked();
+    give_up_spare_slabs();
+    found = placement_.find_spot(request, &offset);
+  }
+  // Not where graphs use what is free whenever they are replayed.
+  if (!found && !pinned_) {
+    if (!adopt_free_space(request.tag, shortage)) return nullptr;
+    if (request.where == Request::Where::best_fit) {
+      if (Block* block = placement_.take_backed(request)) return block;
+    }
+    found = placement_.find_spot(request, &offset);
+  }
+  if (!found) {
+    *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
+    return nullptr;
+  }
+  if (Block* block = back_and_take(request, offset, grant, shortage)) return block;
+  // The missing memory could not be made up exactly; perhaps whole idle chunks
+  // of other sizes can stand somewhere else.
+  if (uniform_ || pinned_ || request.where == Request::Where::at) return nullptr;
+  return place_on_whole_chunks(request, grant);
+}
+
+// Where addresses are short: all free space becomes the asking stream's, whoever
+// had it last. False, with what to wait for, where the GPU cannot be made to wait.
+bool Pool::adopt_free_space(StreamTag tag, Shortage* shortage) {
+  Epoch newest = kLongAgo;
+  for (const Block* block : large_.free_blocks()) {
+    if (block->tag != tag && block->tag != kNeutral) newest = std::max(newest, block->epoch);
+  }
+  if (!streams_.order_behind(tag, newest).ok()) {
+    shortage->wait_for = newest;
+    return false;
+  }
+  large_.retag(tag);
+  return true;
+}
+
+Block* Pool::take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) {
+  Block* whole = nullptr;
+  for (std::size_t at = range.offset; at < range.end();) {
+    Block* free = large_.free_covering(at);
+    VMM_CHECK(free != nullptr, "taking ", range.offset, "+", range.size, ": ", at, " is not free");
+    const std::size_t end = std::min(free->end(), range.end());
+    pieces->push_back({{at, end - at}, free->tag, free->epoch});
+    Block* taken = large_.carve(free, at, end - at, state);
+    if (whole == nullptr) {
+      whole = taken;
+    } else {
+      large_.join(whole, taken);
+    }
+    at = end;
+  }
+  return whole;
+}
+
+void Pool::untake(Block* block, const std::vector<Piece>& pieces) {
+  for (std::size_t k = 0; k < pieces.size(); ++k) {
+    Block* rest = k + 1 < pieces.size() ? large_.split(block, pieces[k + 1].range.offset) : nullptr;
+    large_.free(block, pieces[k].tag, pieces[k].epoch);
+    block = rest;
+  }
+}
+
+// Frees what was mapped beyond the request, for the stream that asked: nobody
+// else may touch memory that is being scrubbed for it.
+Block* Pool::trim_to_request(Block* block, const Request& request, std::size_t offset) {
+  const Epoch epoch = context_.clock.now();
+  streams_[request.tag].last_free = epoch;
+  if (block->offset < offset) {
+    Block* lower = block;
+    block = large_.split(block, offset);
+    large_.free(lower, request.tag, epoch);
+  }
+  if (block->end() > offset + request.size) {
+    large_.free(large_.split(block, offset + request.size), request.tag, epoch);
+  }
+  block->tag = request.tag;
+  return block;
+}
+
+Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage) {
+  const std::size_t first = align_down(offset, page_);
+  const std::size_t last = std::min(align_up(offset + request.size, page_), capacity_);
+  Extent extent;
+  extent.gaps = range_->gaps({first, last - first});
+  ByteRange range{offset, request.size};
+  if (!extent.gaps.empty()) {
+    const std::size_t begin = std::min(offset, extent.gaps.front().offset);
+    range = {begin, std::max(offset + request.size, extent.gaps.back().end()) - begin};
+  }
+  extent.block = take_range(range, request.state, &extent.pieces);
+  // Only an explicit offset can land on memory that another stream used last;
+  // elsewhere it is the stream's own or bare.
+  Epoch others = kLongAgo;
+  for (const Piece& piece : extent.pieces) {
+    if (piece.tag != request.tag && piece.tag != kNeutral) others = std::max(others, piece.epoch);
+  }
+  if (!streams_.order_behind(request.tag, others).ok()) {
+    shortage->wait_for = others;
+    untake(extent.block, extent.pieces);
+    return nullptr;
+  }
+  if (!extent.gaps.empty() && !back(&extent, request, grant, shortage)) {
+    untake(extent.block, extent.pieces);
+    retire_in_vain();
+    return nullptr;
+  }
+  return trim_to_request(extent.block, request, offset);
+}
+
+// Whether a request that lacks `bytes` is met by new memory, though idle chunks
+// could perhaps be moved under it: a move costs as much as a new chunk, and comes
+// again and again in a pool that has no slack at all.
+bool Pool::may_grow(std::size_t bytes, const Request& request) {
+  const Peaks::Level allocated = own_peaks_.level(StatKind::allocated_bytes);  // threads' too
+  const auto now = static_cast<std::size_t>(allocated.current);
+  peak_live_ = std::max({peak_live_, static_cast<std::size_t>(allocated.peak), now + request.size});
+  const std::size_t grown = range_->mapped_bytes() + bytes;
+  if (grown <= peak_live_ + peak_live_ / kFreeGrowth) return true;
+  const bool may_move = move_budget_.may_move(handed_out_);
+  return !may_move && grown <= peak_live_ + peak_live_ / kMostGrowth;
+}
+
+// Backs the gaps. Where the pool may not simply grow: with memory that the stream
+// may use at once, then with what the GPU has to wait for. Where the stream is
+// being captured neither a wait nor a fill may be queued, so there it is fresh
+// chunks alone, as in a pool that is pinned or never splits.
+bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* shortage) {
+  Status status;
+  const auto back_from = [&](std::initializer_list<Source> sources) VMM_REQUIRES(mutex_) {
+    Backing backing;
+    const bool found = std::any_of(sources.begin(), sources.end(), [&](Source source) VMM_REQUIRES(mutex_) {
+      return collect(*extent, request, source, grant, &backing, shortage);
+    });
+    if (!found) return false;
+    const std::size_t end = extent->block->end();
+    cover(extent, backing, request.state);
+    status = install(backing, request);
+    if (status.ok()) return true;
+    uncover(extent, end);
+    put_back(backing, grant);
+    *shortage = {0, nullptr, status};
+    for (const PlacedChunk& placement : backing.placements) shortage->bytes += placement.chunk->size;
+    return false;
+  };
+  const bool grows = may_grow(extent->missing(), request);
+  if (pinned_ || no_split_) return back_from({Source::fresh});
+  if (grows && grant == nullptr) {
+    if (back_from({Source::grown})) return true;
+    if (!in_vain_.empty() || (!status.ok() && status.code() != StatusCode::not_supported)) return false;
+  }
+  if (back_from({Source::at_once, Source::any})) return true;
+  // What was mapped in vain stands where fresh memory would: the ladder finds another place.
+  return status.code() == StatusCode::not_supported && in_vain_.empty() && back_from({Source::fresh});
+}
+
+// Of the idle chunks of at most `room` bytes the one that the request uses most of
+// and that breaks up the least free space. Of what lies beyond `remaining` the
+// request uses nothing.
+bool Pool::pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::size_t room, std::size_t total,
+                     IdleChunk* out) {
+  auto best = idle.end();
+  double most = 0;
+  for (auto at = idle.begin(); at != idle.end(); ++at) {
+    const std::size_t size = at->chunk->size;
+    if (size > room) continue;
+    const std::size_t beyond = size - std::min(size, remaining);
+    const double worth = static_cast<double>(size - beyond) / static_cast<double>(remaining) -
+                         (0.5 * static_cast<double>(at->stretch - size) + 0.1 * static_cast<double>(beyond)) /
+                             static_cast<double>(total);
+    if (best != idle.end() && worth <= most) continue;
+    best = at;
+    most = worth;
+  }
+  if (best == idle.end()) return false;
+  *out = *best;
+  *best = idle.back();
+  idle.pop_back();
+  return true;
+}
+
+// Chooses chunks for the gaps. They fill them exactly, but that an idle chunk may
+// reach beyond the last one into bare space. On failure everything is where it
+// was, and `shortage` says what was missing.
+bool Pool::collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
+                   Shortage* shortage) {
+  const std::size_t total = extent.missing();
+  const bool fresh_only = source == Source::fresh;
+  const bool moves = source == Source::at_once || source == Source::any;
+  if (source == Source::any) give_up_spare_slabs();
+  std::vector<IdleChunk> idle;
+  if (source == Source::at_once) {
+    idle = idle_at_once(request.tag, uniform_ ? page_ : std::max(page_, total / kSmallestMoveShare));
+  }
+  if (source == Source::any) idle = all_idle(request.tag, Idle::movable, total);
+  const Block* behind = extent.block->next;
+  const bool is_open = behind != nullptr && behind->state == BlockState::free && behind->tag == kNeutral &&
+                       extent.gaps.back().end() == extent.block->end();
+  std::vector<std::size_t> to_create;  // indexes into placements
+  std::vector<std::size_t> sizes;      // of these
+  std::size_t create_bytes = 0;
+  Budget* refused = nullptr;
+  for (const ByteRange& gap : extent.gaps) {
+    const std::size_t beyond = is_open && gap == extent.gaps.back() && !uniform_ ? behind->size : 0;
+    for (std::size_t at = gap.offset; at < gap.end();) {
+      const std::size_t remaining = gap.end() - at;
+      Chunk* chunk =
+          grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(uniform_ ? page_ : remaining, uniform_);
+      if (chunk == nullptr && moves && !idle.empty()) {
+        IdleChunk move;
+        bool found = true;
+        if (uniform_) {
+          move = idle.back();
+          idle.pop_back();
+        } else {
+          found = pick_idle(idle, remaining, remaining + beyond, total, &move);
+        }
+        if (found) {
+          chunk = move.chunk;
+          backing->moves.push_back(move);
+        }
+      }
+      if (chunk == nullptr && refused == nullptr && !fresh_only) {
+        chunk = context_.store.take_at_most(group_, budget_, uniform_ ? page_ : remaining, uniform_, &refused);
+      }
+      std::size_t size = 0;
+      if (chunk != nullptr) {
+        size = chunk->size;
+      } else {
+        size = piece_size(total, remaining);
+        to_create.push_back(backing->placements.size());
+        sizes.push_back(size);
+        create_bytes += size;
+      }
+      backing->placements.push_back({at, chunk});
+      at += size;
+    }
+  }
+  // One charge for all that is to be created: no thread ever holds part of
+  // what another one could have had whole.
+  const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, create_bytes);
+  std::size_t uncreated = create_bytes;
+  Budget* full = budget_.charge(create_bytes - prepaid);
+  Status status;
+  if (full == nullptr) {
+    if (grant != nullptr) grant->prepaid_bytes -= prepaid;
+    for (std::size_t k = 0; k < to_create.size(); ++k) {
+      Chunk* chunk = nullptr;
+      status = context_.store.create_prepaid(context_.store.spec(sizes[k]), budget_, &chunk);
+      if (!status.ok()) break;
+      backing->placements[to_create[k]].chunk = chunk;
+      uncreated -= sizes[k];
+    }
+    if (uncreated == 0) return true;
+    budget_.refund(uncreated);
+  }
+  *shortage = {uncreated, full, status};
+  std::erase_if(backing->placements, [](const PlacedChunk& placement) { return placement.chunk == nullptr; });
+  put_back(*backing, grant);
+  *backing = {};
+  return false;
+}
+
+// Takes the bare space into which the backing reaches beyond the extent.
+void Pool::cover(Extent* extent, const Backing& backing, BlockState state) {
+  const PlacedChunk& last = backing.placements.back();
+  const std::size_t end = last.offset + last.chunk->size;
+  const std::size_t taken = extent->block->end();
+  if (end <= taken) return;
+  large_.join(extent->block, take_range({taken, end - taken}, state, &extent->pieces));
+}
+
+// Undoes that.
+void Pool::uncover(Extent* extent, std::size_t end) {
+  if (extent->block->end() == end) return;
+  const auto beyond = std::find_if(extent->pieces.begin(), extent->pieces.end(),
+                                   [end](const Piece& piece) { return piece.range.offset >= end; });
+  untake(large_.split(extent->block, end), {beyond, extent->pieces.end()});
+  extent->pieces.erase(beyond, extent->pieces.end());
+}
+
+void Pool::put_back(const Backing& backing, Grant* grant) {
+  for (const PlacedChunk& placement : backing.placements) {
+    if (backing.is_move(placement.chunk)) continue;  // it never left its place
+    if (grant != nullptr) {
+      grant->chunks.put(placement.chunk);
+    } else {
+      context_.store.put(group_, placement.chunk);
+    }
+  }
+}
+
+// Zeroes what another model wrote: one fill for each run of adjacent chunks,
+// since a launch costs microseconds and a driver queues about a thousand.
+Status Pool::scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) {
+  if (!context_.options.scrub) return {};
+  ByteRange run;
+  bool any = false;
+  const auto flush = [&]() VMM_REQUIRES(mutex_) -> Status {
+    if (run.size == 0) return {};
+    any = true;
+    return context_.driver.fill_async(context_.device, base_ + run.offset, 0, run.size, streams_[tag].stream);
+  };
+  for (const auto& [offset, chunk] : placements) {
+    if (chunk->content == kNobody || chunk->content == id_) continue;
+    if (run.end() != offset) {
+      if (const Status status = flush(); !status.ok()) return status;
+      run = {offset, 0};
+    }
+    run.size += chunk->size;
+  }
+  const Status status = flush();
+  if (any) streams_.note_zeroing(tag);
+  return status;
+}
+
+// Maps the chosen chunks, orders the asking stream after their last use and
+// scrubs what another model wrote. Then the moved ones leave their old places.
+Status Pool::install(const Backing& backing, const Request& request) {
+  Epoch last_use = kLongAgo;
+  for (const IdleChunk& move : backing.moves) {
+    if (!move.at_once) last_use = std::max(last_use, last_use_of({move.offset, move.chunk->size}));
+  }
+  for (const PlacedChunk& placement : backing.placements) last_use = std::max(last_use, placement.chunk->last_use);
+  if (const Status status = streams_.order_behind(request.tag, last_use); !status.ok()) return status;
+  if (const Status status = range_->map(backing.placements, context_.accessors); !status.ok()) {
+    for (const auto& [offset, chunk] : backing.placements) {
+      if (range_->live().count(offset) != 0) in_vain_.push_back(offset);
+    }
+    return status;
+  }
+  if (const Status status = scrub(backing.placements, request.tag); !status.ok()) {
+    // Scrubbing may be queued through the new addresses: they go behind it.
+    const Epoch now = context_.clock.now();
+    for (const auto& [offset, chunk] : backing.placements) {
+      chunk->last_use = std::max(chunk->last_use, now);
+      in_vain_.push_back(offset);
+    }
+    return status;
+  }
+  move_budget_.spend(backing.moves.size());
+  for (const IdleChunk& move : backing.moves) detach(move.offset, last_use_of({move.offset, move.chunk->size}));
+  for (const PlacedChunk& placement : backing.placements) {
+    placement.chunk->content = id_;
+    placement.chunk->last_use = kLongAgo;
+    count_mapped(placement, streams_[request.tag].stream);
+  }
+  drop_retired();
+  return {};
+}
+
+// At a limit, with idle chunks that fit no gap: stands on whole chunks of any
+// size at addresses with nothing under them. Address space is free.
+Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
+  const std::size_t wanted = align_up(request.size, page_);
+  give_up_spare_slabs();
+  IdleChunks idle = idle_chunks(request.tag, Idle::movable);
+  Backing backing;
+  std::size_t sum = 0;
+  const auto take_granted = [&](Chunk* chunk) {
+    backing.placements.push_back({sum, chunk});
+    sum += chunk->size;
+  };
+  const auto take_own = [&](const IdleChunk& move) {
+    backing.moves.push_back(move);
+    take_granted(move.chunk);
+  };
+  IdleChunk move;
+  while (sum < wanted) {
+    const std::size_t remaining = wanted - sum;
+    Chunk* chunk = nullptr;
+    if (grant != nullptr && (chunk = grant->chunks.take_at_most(remaining, /*exact=*/false)) != nullptr) {
+      take_granted(chunk);
+    } else if (take_idle(idle, remaining, 0, &move) || take_idle(idle, kUnlimited, remaining, &move)) {
+      take_own(move);
+    } else if (grant != nullptr && (chunk = grant->chunks.take_above(remaining)) != nullptr) {
+      take_granted(chunk);
+    } else {
+      break;
+    }
+  }
+  std::size_t offset = 0;
+  if (sum >= wanted && placement_.find_bare(sum, request.where == Request::Where::high, &offset)) {
+    for (PlacedChunk& placement : backing.placements) placement.offset += offset;
+    std::vector<Piece> pieces;
+    Block* block = take_range({offset, sum}, request.state, &pieces);
+    if (install(backing, request).ok()) {
+      return trim_to_request(block, request, offset);
+    }
+    untake(block, pieces);
+    retire_in_vain();
+  }
+  put_back(backing, grant);
+  return nullptr;
+}
+
+}  // namespace vmm

@@ -1,0 +1,315 @@
+// Pool: which chunks are idle, and letting go of them. A chunk that leaves is
+// detached: its old mapping waits for the device's clock, the caller does not.
+#include <algorithm>
+#include <functional>
+#include <iterator>
+
+#include "base/check.h"
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+namespace {
+
+// A tick costs up to some 100 us where torch has made all of its 128 streams and
+// 0.5 where there is one; an unmap costs 16 to 22. With one tick for a quarter as
+// many addresses as there are streams it does not show.
+constexpr std::size_t kStreamsPerRetired = 4;
+// Free blocks that are looked at for chunks to move, and chunks that are compared.
+constexpr int kMostLookedAt = 128;
+constexpr std::size_t kMostChoice = 256;
+
+}  // namespace
+
+// The newest moment at which anything in `range` was freed; what is neutral or
+// not free (an ending pool's) counts for nothing.
+Epoch Pool::last_use_of(ByteRange range) const {
+  Epoch newest = streams_.graphs_end();
+  for (std::size_t at = range.offset; at < range.end();) {
+    const Block* free = large_.free_covering(at);
+    if (free == nullptr) {
+      at += page_;
+      continue;
+    }
+    if (free->tag != kNeutral) newest = std::max(newest, free->epoch);
+    at = free->end();
+  }
+  return newest;
+}
+
+// -------------------------------------------------------------- idle chunks
+
+// Of the chunks that the stream may use at once, those that stand in free blocks
+// of at least `at_least` bytes, the smallest blocks first: what they lose there
+// breaks up the least. A look at so many blocks costs as much as half a move.
+std::vector<Pool::IdleChunk> Pool::idle_at_once(StreamTag tag, std::size_t at_least) {
+  std::vector<IdleChunk> idle;
+  const Clock& clock = context_.clock;
+  if (pinned_ || !streams_.is_past_graphs(tag)) return idle;
+  int looked_at = 0;
+  const std::function<bool(const Block*)> look_at = [&](const Block* block) VMM_REQUIRES(mutex_) {
+    if (block->tag == tag || clock.has_passed(block->epoch)) {
+      for (auto at = range_->from(block->offset); at != range_->live().end(); ++at) {
+        Chunk* chunk = at->second.chunk;
+        if (at->first + chunk->size > block->end()) break;
+        if (chunk->size < at_least || chunk->exported) continue;
+        idle.push_back({chunk, at->first, block->size, /*at_once=*/true});
+      }
+    }
+    return ++looked_at < kMostLookedAt && idle.size() < kMostChoice;
+  };
+  large_.for_smallest(at_least, tag, look_at);
+  for (StreamTag other = 1; other < streams_.size() && looked_at < kMostLookedAt; ++other) {
+    if (other != tag) large_.for_smallest(at_least, other, look_at);
+  }
+  return idle;
+}
+
+// Every chunk that stands wholly in free space, by offset; what queued work may
+// still use comes first. None while a graph may use them at any time.
+// `bare_bytes` of what is taken have no memory yet. Walks all free blocks.
+std::vector<Pool::IdleChunk> Pool::all_idle(StreamTag tag, Idle which, std::size_t bare_bytes) {
+  std::vector<IdleChunk> idle;
+  // Without a page's worth of memory under free addresses there is none to find:
+  // of ten thousand pages in use, a walk took half a millisecond each time.
+  const std::size_t free_bytes = range_->mapped_bytes() - (large_.taken_bytes() - retired_bytes_ - bare_bytes);
+  if (pinned_ || free_bytes < page_) return idle;
+  const Clock& clock = context_.clock;
+  const bool graphs_are_done = streams_.is_past_graphs(tag);
+  const auto& free = large_.free_blocks();
+  const auto is_backed = [](const Block* block) { return block->tag != kNeutral; };
+  for (auto first = std::find_if(free.begin(), free.end(), is_backed); first != free.end();) {
+    // One run of adjacent free blocks: a chunk may lie across two of them.
+    auto last = first;
+    auto next = std::next(first);
+    for (; next != free.end() && (*next)->offset == (*last)->end() && is_backed(*next); ++next) last = next;
+    const std::size_t run_end = (*last)->end();
+    const std::size_t run = run_end - (*first)->offset;
+    auto block = first;
+    for (auto at = range_->from((*first)->offset); at != range_->live().end(); ++at) {
+      Chunk* chunk = at->second.chunk;
+      const std::size_t end = at->first + chunk->size;
+      if (end > run_end) break;
+      while ((*block)->end() <= at->first) ++block;
+      if (chunk->exported && which == Idle::movable) continue;
+      bool at_once = graphs_are_done;
+      for (auto under = block; under != next && (*under)->offset < end; ++under) {
+        const Block& span = **under;
+        at_once = at_once && ((tag != kNeutral && span.tag == tag) || clock.has_passed(span.epoch));
+      }
+      idle.push_back({chunk, at->first, run, at_once});
+    }
+    first = std::find_if(next, free.end(), is_backed);
+  }
+  std::stable_partition(idle.begin(), idle.end(), [](const IdleChunk& chunk) { return !chunk.at_once; });
+  return idle;
+}
+
+// The same by size; of one size the last are taken first.
+Pool::IdleChunks Pool::idle_chunks(StreamTag tag, Idle which) {
+  IdleChunks by_size;
+  for (const IdleChunk& idle : all_idle(tag, which)) by_size[idle.chunk->size].push_back(idle);
+  return by_size;
+}
+
+// Takes the largest idle chunk of at most `at_most` and at least `at_least`
+// bytes; where `at_most` is no bound, the smallest of at least `at_least`.
+bool Pool::take_idle(IdleChunks& idle, std::size_t at_most, std::size_t at_least, IdleChunk* out) {
+  const bool smallest = at_most == kUnlimited;
+  for (;;) {
+    auto at = smallest ? idle.lower_bound(at_least) : idle.upper_bound(at_most);
+    if (smallest ? at == idle.end() : at == idle.begin()) return false;
+    if (!smallest) --at;
+    if (at->first < at_least) return false;
+    if (at->second.empty()) {
+      idle.erase(at);
+      continue;
+    }
+    // The highest first: low addresses stay whole.
+    *out = at->second.back();
+    at->second.pop_back();
+    return true;
+  }
+}
+
+// Takes the chunk at `offset` out of the pool's range. REQUIRES: its addresses
+// are free. They are handed to no one until the old mapping has been dropped.
+Chunk* Pool::detach(std::size_t offset, Epoch last_use) {
+  const auto mapping = range_->live().find(offset);
+  VMM_CHECK(mapping != range_->live().end(), "no chunk at ", offset);
+  Chunk* chunk = mapping->second.chunk;
+  count_unmapped({offset, chunk});
+  chunk->last_use = std::max(chunk->last_use, last_use);
+  retire_mapping(offset, last_use);
+  return chunk;
+}
+
+void Pool::retire_mapping(std::size_t offset, Epoch last_use, bool announced) {
+  const std::size_t size = range_->retire(offset, last_use, announced)->size;
+  std::vector<Piece> pieces;
+  retired_blocks_.emplace(offset, take_range({offset, size}, BlockState::retired, &pieces));
+  retired_bytes_ += size;
+}
+
+// What was mapped for a request that failed after that. Its chunks have gone
+// back to where they came from.
+void Pool::retire_in_vain() {
+  for (const std::size_t offset : in_vain_) retire_mapping(offset, context_.clock.now(), /*announced=*/true);
+  in_vain_.clear();
+}
+
+// Former addresses are dropped without hurry: a tick is made for them only when
+// many have gathered, or when somebody needs one for another reason.
+bool Pool::drop_retired() {
+  if (!range_->has_retired()) return false;
+  if (range_->retired_count() >= context_.clock.streams() / kStreamsPerRetired) {
+    context_.clock.cover(range_->last_retired_use());
+  }
+  context_.clock.poll();
+  const std::vector<ByteRange> dropped =
+      range_->drop_retired(context_.clock, [this](ByteRange range) VMM_REQUIRES(mutex_) {
+        tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
+      });
+  for (const ByteRange& range : dropped) {
+    const auto block = retired_blocks_.find(range.offset);
+    VMM_CHECK(block != retired_blocks_.end() && block->second->range() == range, "retired block at ", range.offset);
+    large_.free(block->second, kNeutral, kLongAgo);
+    retired_blocks_.erase(block);
+    retired_bytes_ -= range.size;
+  }
+  return !dropped.empty();
+}
+
+bool Pool::is_free(ByteRange range) const {
+  for (std::size_t at = range.offset; at < range.end();) {
+    const Block* free = large_.free_covering(at);
+    if (free == nullptr) return false;
+    at = free->end();
+  }
+  return true;
+}
+
+// Puts the idle chunks that lie in `range` or reach into it on the group's shelf.
+// Looks at those only: a pool may hold very many.
+void Pool::shelve_idle_chunks(ByteRange range) {
+  if (pinned_) return;
+  const auto covering = range_->covering(range.offset);
+  auto at = covering != range_->live().end() ? covering : range_->from(range.offset);
+  while (at != range_->live().end() && at->first < range.end()) {
+    const ByteRange of_chunk{at->first, at->second.chunk->size};
+    ++at;  // before it is taken out
+    if (is_free(of_chunk)) context_.store.put(group_, detach(of_chunk.offset, last_use_of(of_chunk)));
+  }
+  drop_retired();
+}
+
+void Pool::count_mapped(const PlacedChunk& placement, Stream stream) {
+  const std::size_t size = placement.chunk->size;
+  counters_.mapped(size, is_oversize(size));
+  tell(PoolEvent::segment_map, placement.offset, size, stream);
+}
+
+void Pool::count_unmapped(const PlacedChunk& placement) {
+  const std::size_t size = placement.chunk->size;
+  counters_.unmapped(size, is_oversize(size));
+  tell(PoolEvent::segment_unmap, placement.offset, size, nullptr);
+}
+
+void Pool::pin() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
+  const MutexLock lock(mutex_);
+  pinned_ = true;
+  is_cached_.store(false, std::memory_order_relaxed);
+}
+
+void Pool::unpin() {
+  const MutexLock lock(mutex_);
+  if (!pinned_) return;
+  pinned_ = false;
+  streams_.graphs_ended();
+}
+
+bool Pool::is_pinned() const {
+  const MutexLock lock(mutex_);
+  return pinned_;
+}
+
+std::size_t Pool::bytes_above_floor() const {
+  const std::size_t held = model().budget_.used();
+  return held - std::min(held, floor());
+}
+
+// --------------------------------------------------------------- giving away
+
+std::size_t Pool::surrender(std::size_t want, bool respect_floor, Grant& grant, Budget** refused) {
+  *refused = nullptr;
+  context_.caches.gather(*this);
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr) return 0;
+  settle_locked();
+  give_up_spare_slabs();
+  IdleChunks idle = idle_chunks(kNeutral, Idle::movable);
+  std::size_t moved = 0;
+  IdleChunk chosen;
+  while (moved < want) {
+    const std::size_t remaining = want - moved;
+    if (!take_idle(idle, remaining, 0, &chosen) && !take_idle(idle, kUnlimited, remaining, &chosen)) break;
+    const std::size_t size = chosen.chunk->size;
+    if (respect_floor && bytes_above_floor() < size) continue;  // perhaps a smaller one
+    *refused = Budget::transfer(budget_, grant.payer(), size);
+    if (*refused != nullptr) break;
+    Chunk* chunk = detach(chosen.offset, last_use_of({chosen.offset, size}));
+    chunk->charged = &grant.payer();
+    grant.chunks.put(chunk);
+    moved += size;
+  }
+  drop_retired();
+  return moved;
+}
+
+std::size_t Pool::shed(std::size_t keep) {
+  context_.caches.gather(*this);
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr) return 0;
+  settle_locked();
+  give_up_spare_slabs();
+  IdleChunks idle = idle_chunks(kNeutral, Idle::all);
+  std::size_t idle_bytes = 0;
+  for (const auto& [size, chunks] : idle) idle_bytes += size * chunks.size();
+  std::size_t moved = 0;
+  IdleChunk chosen;
+  while (idle_bytes > keep && take_idle(idle, kUnlimited - 1, 0, &chosen)) {
+    const std::size_t size = chosen.chunk->size;
+    context_.store.put(group_, detach(chosen.offset, last_use_of({chosen.offset, size})));
+    idle_bytes -= size;
+    moved += size;
+  }
+  drop_retired();
+  return moved;
+}
+
+std::size_t Pool::melt_locked(const Budget* limit, std::size_t want) {
+  if (range_ == nullptr) return 0;
+  settle_locked();
+  give_up_spare_slabs();
+  IdleChunks idle = idle_chunks(kNeutral, Idle::all);
+  std::size_t in_use = 0;
+  IdleChunk chosen;
+  while ((limit == nullptr || limit->room() < want) && take_idle(idle, kUnlimited - 1, 0, &chosen)) {
+    const std::size_t size = chosen.chunk->size;
+    if (bytes_above_floor() < size) continue;
+    if (!chosen.at_once) {
+      in_use += size;
+      continue;
+    }
+    Chunk* chunk = detach(chosen.offset, last_use_of({chosen.offset, size}));
+    drop_retired();
+    // Another pool's former mapping, of before the chunk came here, may still
+    // stand: then it cannot be released yet and rests on the shelf.
+    const bool unmapped = chunk->mappings.load(std::memory_order_acquire) == 0;
+    if (!unmapped || !context_.store.release(chunk).ok()) context_.store.put(group_, chunk);
+  }
+  return in_use;
+}
+
+}  // namespace vmm

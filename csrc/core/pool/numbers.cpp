@@ -1,0 +1,189 @@
+// Pool: its numbers, its snapshot, and the proof that they add up.
+#include <algorithm>
+
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+void Pool::refresh_numbers() {
+  if (Telling::is_mine()) return;  // an observer reads what it finds
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
+  {
+    const ReadLock lock(*this);
+    if (range_ == nullptr || (pending_.empty() && split_as_of_ == times_locked())) return;
+  }
+  const MutexLock lock(mutex_);
+  finish_passed();
+  if (range_ != nullptr) set_inactive_split(free_space());
+  split_as_of_ = times_locked();
+}
+
+void Pool::set_inactive_split(const FreeSpace& free) {
+  for (const SizeClass size_class : {SizeClass::small_pool, SizeClass::large_pool}) {
+    const auto of_class = static_cast<std::size_t>(size_class);
+    counters_.set(StatKind::inactive_split, size_class, free.stranded_count.at(of_class));
+    counters_.set(StatKind::inactive_split_bytes, size_class, free.stranded_bytes.at(of_class));
+  }
+}
+
+MemoryStats Pool::memory_stats() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
+  const MutexLock lock(mutex_);
+  return memory_stats_locked();
+}
+
+bool Pool::changes_by_itself_locked() const {
+  return range_ != nullptr && (!pending_.empty() || !quarantined_.empty() || range_->has_retired());
+}
+
+MemoryStats Pool::memory_stats_locked() {
+  MemoryStats stats;
+  stats.virtual_capacity = capacity_;
+  if (range_ == nullptr) return stats;
+  settle_locked();
+  stats.physical_usage = range_->mapped_bytes();
+  stats.mapped_pages = stats.physical_usage / page_;
+  stats.allocated_bytes = live_bytes_locked();
+  stats.quarantined_bytes = pending_bytes_ + quarantined_bytes_;
+  stats.idle_bytes = free_space().idle_bytes;
+  stats.stranded_bytes = stats.physical_usage - stats.allocated_bytes - stats.idle_bytes - stats.quarantined_bytes;
+  if (stats.physical_usage != 0) {
+    stats.fragmentation_ratio = static_cast<double>(stats.stranded_bytes) / static_cast<double>(stats.physical_usage);
+  }
+  return stats;
+}
+
+Statistics Pool::statistics() const {
+  Statistics sum;
+  {
+    const BlockCaches::Reading of_threads(context_.caches);
+    const ReadLock lock(*this);
+    sum = counters_.totals();
+    of_threads.add_counts(*this, &sum);
+  }
+  own_peaks_.fill_peaks(sum);
+  return sum;
+}
+
+std::size_t Pool::physical_bytes() const {
+  const ReadLock lock(*this);
+  return range_ == nullptr ? 0 : range_->mapped_bytes();
+}
+
+std::size_t Pool::idle_bytes() { return memory_stats().idle_bytes; }
+
+std::vector<Address> Pool::live_addresses() const {
+  const ReadLock lock(*this);
+  std::vector<Address> found;
+  directory_->for_each([&](const Block* block) {
+    if (block->state == BlockState::used) found.push_back(base_ + block->offset);
+  });
+  return found;
+}
+
+std::vector<ChunkView> Pool::chunks_under(Address address, std::size_t bytes) const {
+  const ReadLock lock(*this);
+  std::vector<ChunkView> found;
+  if (range_ == nullptr || !contains(address)) return found;
+  for (auto at = range_->covering(address - base_); at != range_->live().end(); ++at) {
+    if (at->first >= address - base_ + bytes) break;
+    const Chunk& chunk = *at->second.chunk;
+    found.push_back({base_ + at->first, chunk.size, chunk.handle, chunk.exportable});
+  }
+  return found;
+}
+
+std::vector<ChunkView> Pool::chunks_to_export(Address address, std::size_t bytes) {
+  {
+    const MutexLock lock(mutex_);
+    if (range_ != nullptr && contains(address)) {
+      for (auto at = range_->covering(address - base_); at != range_->live().end(); ++at) {
+        if (at->first >= address - base_ + bytes) break;
+        at->second.chunk->exported = true;
+      }
+    }
+  }
+  return chunks_under(address, bytes);
+}
+
+Status Pool::add_accessor(Location who) {
+  const MutexLock lock(mutex_);
+  auto& accessors = context_.accessors;
+  if (range_ == nullptr || std::find(accessors.begin(), accessors.end(), who) != accessors.end()) return {};
+  const auto& live = range_->live();
+  for (auto first = live.begin(); first != live.end();) {
+    // One call a run: cost is per chunk all the same.
+    auto last = first;
+    std::size_t end = first->first + first->second.chunk->size;
+    while (++last != live.end() && last->first == end) end += last->second.chunk->size;
+    const Status status = range_->set_access({first->first, end - first->first}, who, Access::read_write);
+    if (!status.ok()) return status;  // given twice is given once: the caller may try again
+    first = last;
+  }
+  accessors.push_back(who);
+  return {};
+}
+
+void Pool::follow_family_peaks() {
+  // Shards that are made from now on follow the family too.
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
+  const MutexLock lock(mutex_);
+  if (family_peaks_owner_ != nullptr) return;
+  family_peaks_owner_ = std::make_unique<Peaks>();
+  counters_.begin_family(*family_peaks_owner_);
+  family_peaks_.store(family_peaks_owner_.get(), std::memory_order_release);
+}
+
+void Pool::inherit(const Statistics& of_part) {
+  const MutexLock lock(mutex_);
+  counters_.inherit(of_part);
+}
+
+Statistics Pool::inherited() const {
+  const ReadLock lock(*this);
+  return counters_.inherited();
+}
+
+std::size_t Pool::live_bytes() const {
+  return static_cast<std::size_t>(statistics()[StatKind::allocated_bytes][0].current);
+}
+
+std::size_t Pool::live_bytes_locked() const { return counters_.current(StatKind::allocated_bytes); }
+
+std::size_t Pool::live_blocks() const {
+  return static_cast<std::size_t>(statistics()[StatKind::allocation][0].current);
+}
+
+std::size_t Pool::streams_known() const {
+  const MutexLock lock(mutex_);
+  return streams_.size() - 1;  // without the neutral tag's
+}
+
+void Pool::count_retry() {
+  const MutexLock lock(mutex_);
+  counters_.retried();
+}
+
+void Pool::count_oom() {
+  const MutexLock lock(mutex_);
+  counters_.ran_out();
+}
+
+void Pool::count_sync() {
+  const MutexLock lock(mutex_);
+  counters_.synchronized();
+}
+
+void Pool::reset_peaks() {
+  const MutexLock lock(mutex_);
+  counters_.reset_peaks();
+  if (family_peaks_owner_ != nullptr) family_peaks_owner_->reset_peaks();
+}
+
+void Pool::reset_accumulated() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::stays);
+  const MutexLock lock(mutex_);
+  counters_.reset_accumulated();
+}
+
+}  // namespace vmm

@@ -1,0 +1,253 @@
+// Pool: the explicit face, allocate(offset, size) and its kind. Pages come out
+// of the same occupancy map as tensors' blocks, so neither can take the
+// other's.
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/errors.h"
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+// The whole pages that cover [offset, offset + size).
+ByteRange Pool::page_range(std::size_t offset, std::size_t size) const {
+  if (size == 0) throw InvalidRangeError(offset, size, capacity_, "size must be greater than 0");
+  if (sum_overflows(offset, size)) throw InvalidRangeError(offset, size, capacity_, "offset + size overflows");
+  if (offset + size > capacity_) throw InvalidRangeError(offset, size, capacity_, "beyond the end of the pool");
+  const std::size_t first = align_down(offset, page_);
+  return {first, align_up(offset + size, page_) - first};
+}
+
+// The first page of `range` that is not wholly free, or the end.
+std::size_t Pool::first_unfree(ByteRange range) const {
+  std::size_t at = range.offset;
+  while (at < range.end()) {
+    const Block* free = large_.free_covering(at);
+    // A slab that is kept empty is nobody's, like free space.
+    slabs_.for_each_spare([&](const Block& spare) {
+      if (spare.offset <= at && at < spare.end()) free = &spare;
+    });
+    if (free == nullptr) return align_down(at, page_);
+    at = free->end();
+  }
+  return range.end();
+}
+
+Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage* shortage) {
+  Request request;
+  request.size = range.size;
+  request.where = Request::Where::at;
+  request.offset = range.offset;
+  request.tag = streams_.tag_of(stream);
+  request.state = BlockState::pages;
+  Block* block = place(request, grant, shortage);
+  if (block == nullptr) return 0;
+  pages_.emplace(block->offset, block);
+  page_bytes_ += block->size;
+  handed_out_ += block->size;
+  begin_block(block, range.size);
+  return base_ + range.offset;
+}
+
+Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream stream, Grant* grant,
+                                 Shortage* shortage) {
+  const ByteRange range = page_range(offset, size);
+  context_.caches.gather(*this);
+  const MutexLock lock(mutex_);
+  require_open();
+  settle_locked();
+  give_up_spare_slabs();
+  const StreamTag tag = streams_.tag_of(stream);
+  if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
+  for (std::size_t taken = first_unfree(range); taken < range.end(); taken = first_unfree(range)) {
+    if (make_way(taken, tag, shortage)) continue;
+    if (shortage->wait_for != kLongAgo) return 0;
+    throw AlreadyMappedError(
+        taken, page_, "pool '" + name_ + "': allocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")");
+  }
+  return take_pages(range, stream, grant, shortage) == 0 ? 0 : base_ + offset;
+}
+
+// The page at `at` was freed, but queued work may still use it. In a chunk that
+// has other pages it is the asking stream's at once, behind that work. Where the
+// chunk has gone, its former mapping has to go first, and the caller waits:
+// nothing else can stand at the very address that was asked for.
+bool Pool::make_way(std::size_t at, StreamTag tag, Shortage* shortage) {
+  if (const auto after = quarantined_.upper_bound(at); after != quarantined_.begin()) {
+    const auto& [offset, freed] = *std::prev(after);
+    if (freed.block->end() > at) {
+      if (!streams_.order_behind(tag, freed.epoch).ok()) {
+        shortage->wait_for = freed.epoch;
+        return false;
+      }
+      end_quarantine(offset, tag);
+      return true;
+    }
+  }
+  return is_retired_at(at) && make_way_of_retired(at, shortage);
+}
+
+Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) {
+  const std::size_t wanted = page_range(0, size).size;
+  context_.caches.gather(*this);
+  const MutexLock lock(mutex_);
+  require_open();
+  settle_locked();
+  give_up_spare_slabs();
+  if (!streams_.is_behind(streams_.tag_of(stream), &shortage->wait_for)) return 0;
+  if (const auto begin = large_.first_fit(wanted, page_)) return take_pages({*begin, wanted}, stream, grant, shortage);
+  *shortage = {wanted, nullptr, {}, /*no_address_space=*/true};
+  return 0;
+}
+
+// REQUIRES: every page of `range` is explicit. Splits, counts down, frees.
+void Pool::free_pages(ByteRange range) {
+  // Nobody told us of the streams that used them, so they are nobody's, not even
+  // their own stream's, until all that is queued now is done.
+  const Epoch epoch = context_.clock.now();
+  for (auto it = std::prev(pages_.upper_bound(range.offset)); it != pages_.end() && it->first < range.end();) {
+    Block* block = it->second;
+    it = pages_.erase(it);
+    // All of it ends, and what is kept on either side begins anew.
+    end_block(*block);
+    counters_.block_finished(*block);
+    streams_.block_freed(block->tag, epoch);
+    tell(PoolEvent::free_completed, block->offset, block->requested, streams_[block->tag].stream);
+    const auto keep = [&](Block* kept) VMM_REQUIRES(mutex_) {
+      pages_.emplace(kept->offset, kept);
+      begin_block(kept, kept->size);
+    };
+    if (block->offset < range.offset) {
+      Block* lower = block;
+      block = large_.split(block, range.offset);
+      keep(lower);
+    }
+    if (block->end() > range.end()) keep(large_.split(block, range.end()));
+    page_bytes_ -= block->size;
+    large_.free(block, block->tag, epoch);
+  }
+  // Whole chunks go to the shelf at once; what shares its chunk with pages that
+  // are still in use stays where it is.
+  shelve_idle_chunks(range);
+  quarantine(range, epoch);
+}
+
+// Takes what is mapped and free in `range` out of use until `epoch` has passed.
+void Pool::quarantine(ByteRange range, Epoch epoch) {
+  std::vector<ByteRange> parts;
+  for (auto at = range_->covering(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {
+    const std::size_t begin = std::max(at->first, range.offset);
+    parts.push_back({begin, std::min(at->first + at->second.chunk->size, range.end()) - begin});
+  }
+  if (parts.empty()) {
+    for (auto at = range_->from(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {
+      parts.push_back({at->first, std::min(at->first + at->second.chunk->size, range.end()) - at->first});
+    }
+  }
+  for (const ByteRange& part : parts) {
+    std::vector<Piece> pieces;
+    Block* block = take_range(part, BlockState::quarantined, &pieces);
+    quarantined_bytes_ += block->size;
+    quarantined_.emplace(block->offset, Quarantined{block, epoch});
+    quarantined_until_.emplace(epoch, block->offset);
+  }
+}
+
+// `tag`: of a stream whose work comes after all that may use it.
+void Pool::end_quarantine(std::size_t offset, StreamTag tag) {
+  const auto [block, epoch] = quarantined_.at(offset);
+  quarantined_.erase(offset);
+  quarantined_until_.erase({epoch, offset});
+  quarantined_bytes_ -= block->size;
+  large_.free(block, tag, epoch);
+}
+
+// Those that nothing uses any more; looks at no other. True if there were any.
+bool Pool::end_passed_quarantines() {
+  if (quarantined_.empty()) return false;
+  context_.clock.cover(quarantined_until_.rbegin()->first);
+  context_.clock.poll();
+  bool any = false;
+  while (!quarantined_until_.empty() && context_.clock.has_passed(quarantined_until_.begin()->first)) {
+    const std::size_t offset = quarantined_until_.begin()->second;
+    const Block* block = quarantined_.at(offset).block;
+    const ByteRange range = block->range();
+    end_quarantine(offset, block->tag);
+    shelve_idle_chunks(range);
+    any = true;
+  }
+  return any;
+}
+
+// Every page of `range` is explicit; NotMappedError names the first that is not.
+void Pool::require_pages(ByteRange range, const std::string& doing) const {
+  for (std::size_t at = range.offset; at < range.end();) {
+    const auto after = pages_.upper_bound(at);
+    if (after == pages_.begin() || std::prev(after)->second->end() <= at) {
+      throw NotMappedError(at, page_, "pool '" + name_ + "': " + doing);
+    }
+    at = std::prev(after)->second->end();
+  }
+}
+
+void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
+  const ByteRange range = page_range(offset, size);
+  const std::string doing = "deallocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")";
+  const MutexLock lock(mutex_);
+  require_open();
+  settle_locked();
+  require_pages(range, doing);
+  if (const auto [count, bytes] = held_.in(range); count != 0) {
+    throw StillInUseError("pool '" + name_ + "': " + doing + ": " + std::to_string(count) +
+                              " tensors of tensor() still show " + format_bytes(bytes) + " of it; drop them first",
+                          bytes, count);
+  }
+  free_pages(range);
+}
+
+Address Pool::hold_pages(std::size_t offset, std::size_t size) {
+  const ByteRange range = page_range(offset, size);
+  const MutexLock lock(mutex_);
+  require_open();  // under the lock, so that a forced close sees the hold or the hold sees the close
+  require_pages(range, "a tensor over offset " + std::to_string(offset) + ", size " + std::to_string(size) +
+                           " needs its pages allocated first");
+  held_.hold({offset, size});
+  return base_ + offset;
+}
+
+bool Pool::unhold_pages(std::size_t offset, std::size_t size) {
+  const MutexLock lock(mutex_);
+  held_.unhold({offset, size});
+  if (!is_retired()) return false;
+  for (const ByteRange& part : held_.free_parts(page_range(offset, size), page_)) free_pages(part);
+  return live_blocks_locked() == 0;
+}
+
+void Pool::drop_pages() {
+  const MutexLock lock(mutex_);
+  std::vector<ByteRange> parts;
+  for (const auto& [offset, block] : pages_) {
+    const auto unheld = held_.free_parts(block->range(), page_);
+    parts.insert(parts.end(), unheld.begin(), unheld.end());
+  }
+  for (const ByteRange& part : parts) free_pages(part);
+}
+
+bool Pool::is_mapped(std::size_t offset, std::size_t size) const {
+  const ByteRange range = page_range(offset, size);
+  const auto lies_in = [](const auto& blocks, std::size_t page, const auto& block_of) {
+    const auto after = blocks.upper_bound(page);
+    return after != blocks.begin() && block_of(std::prev(after)->second)->end() > page;
+  };
+  context_.caches.gather(*this);
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr) return false;
+  for (std::size_t page = range.offset; page < range.end(); page += page_) {
+    if (first_unfree({page, page_}) == page + page_) return false;
+    if (lies_in(retired_blocks_, page, [](const Block* block) { return block; })) return false;
+    if (lies_in(quarantined_, page, [](const Quarantined& freed) { return freed.block; })) return false;
+  }
+  return true;
+}
+
+}  // namespace vmm

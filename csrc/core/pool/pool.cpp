@@ -1,0 +1,475 @@
+// Pool: making and ending one, and the hot path of blocks.
+#include "core/pool/pool.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "base/check.h"
+#include "base/errors.h"
+
+namespace vmm {
+
+namespace {
+
+OwnerId next_owner_id() {
+  static std::atomic<OwnerId> next{kNobody};
+  return ++next;
+}
+
+constexpr int kEndAttempts = 3;
+// Former mappings that a pool keeps at most before a request waits for the clock.
+// Fewer gather as long as ticks pass by themselves; with streams on which no
+// fence can stand they never do, and each costs its addresses and a walk.
+constexpr std::size_t kMostRetired = 1024;
+constexpr std::size_t kMostCapacity = std::size_t{1} << 46;  // half of the 47-bit address space
+
+}  // namespace
+
+Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home)
+    : context_(context),
+      name_(spec.name),
+      id_(next_owner_id()),
+      group_(group),
+      keeps_group_(group.weak_from_this().lock()),
+      budget_("pool '" + spec.name + "'", spec.physical_limit, spec.model == nullptr ? &group : &spec.model->budget()),
+      home_(home),
+      model_(spec.model),
+      region_(spec.region),
+      no_split_(spec.no_split),
+      page_(spec.page_size == 0 ? context.store.granularity() : spec.page_size),
+      uniform_(spec.page_size != 0),
+      capacity_(0),
+      floor_(spec.floor),
+      priority_(spec.priority),
+      large_(arena_, /*by_offset=*/true),
+      placement_(large_, page_),
+      slabs_(arena_),
+      streams_(context.streams, context.clock),
+      counters_(own_peaks_, context.peaks) {
+  const std::size_t granularity = context.store.granularity();
+  if (!is_power_of_two(page_) || !is_aligned(page_, granularity)) throw InvalidPageSizeError(page_, granularity);
+  if (spec.capacity == 0) throw InvalidArgumentError("capacity 0: a pool needs at least one page");
+  if (spec.capacity > kMostCapacity) {
+    throw InvalidArgumentError("capacity " + std::to_string(spec.capacity) + " (" + format_bytes(spec.capacity) +
+                               ") is above the largest, " + format_bytes(kMostCapacity));
+  }
+  if (spec.floor > spec.physical_limit) {
+    throw InvalidArgumentError("floor " + format_bytes(spec.floor) + " is above the physical limit " +
+                               format_bytes(spec.physical_limit));
+  }
+  capacity_ = align_up(spec.capacity, page_);
+  const Status status = context_.address_space.reserve(context_.driver, capacity_, this, &base_);
+  if (status.code() == StatusCode::out_of_memory) {
+    throw OutOfMemoryError("pool '" + name_ + "': no " + format_bytes(capacity_) + " of virtual addresses are left (" +
+                               status.text() + "); give pools smaller capacities",
+                           capacity_, 0, kMostCapacity, name_);
+  }
+  throw_if_failed(status, "reserving " + format_bytes(capacity_) + " of addresses for pool '" + name_ + "'");
+  Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();
+  directory_ = std::make_unique<BlockDirectory>(capacity_);
+  const MutexLock lock(mutex_);
+  range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
+  large_.donate({0, capacity_}, kNeutral);
+  if (family != nullptr) counters_.follow_family(*family);
+}
+
+Pool::~Pool() {
+  // Ended already. No lock is taken then: the last to let go of it may be an
+  // observer that looked at all pools, under the lock of another.
+  if (range_ == nullptr) return;
+  retire();
+  // Nobody comes after this, so it waits, and what the driver refused once is
+  // tried again; what it refuses still stays mapped.
+  for (int attempt = 0; attempt < kEndAttempts; ++attempt) {
+    if (end()) return;
+    context_.clock.wait(context_.clock.now()).ignore();
+  }
+  const MutexLock lock(mutex_);
+  VMM_CHECK(directory_->size() == 0 && pages_.empty(), "pool '", name_, "' ends with live blocks");
+  range_.reset();
+  context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
+}
+
+void Pool::require_open() const {
+  if (is_retired()) throw InvalidArgumentError("pool '" + name_ + "' is closed");
+}
+
+void Pool::retire() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
+  const MutexLock lock(mutex_);
+  retire_locked();
+}
+
+bool Pool::end() {
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr) return true;
+  VMM_CHECK(is_retired(), "pool '", name_, "' ends before it is retired");
+  settle_locked();
+  if (live_blocks_locked() != 0) return false;
+  if (pinned_) {
+    pinned_ = false;
+    streams_.graphs_ended();
+  }
+  give_up_spare_slabs();
+  // The memory goes to the shelf at once; only the addresses have to wait for
+  // the work that still uses them.
+  shelve_idle_chunks({0, capacity_});
+  if (!pending_.empty()) return false;
+  if (range_->has_retired()) {
+    context_.clock.cover(range_->last_retired_use());
+    drop_retired();
+  }
+  if (!quarantined_.empty() || range_->has_retired()) return false;
+  VMM_CHECK(range_->live().empty(), "pool '", name_, "' ends with ", range_->live().size(), " chunks");
+  range_.reset();
+  set_inactive_split({});
+  if (!context_.address_space.unreserve(context_.driver, base_, capacity_).ok()) {
+    context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
+  }
+  return true;
+}
+
+// ---------------------------------------------------------------- told and counted
+
+void Pool::tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const {
+  PoolObserver* observer = context_.observer.load(std::memory_order_acquire);
+  if (observer == nullptr) [[likely]]
+    return;
+  const Telling telling(stands_still_);
+  observer->on_event(*this, event, base_ + offset, bytes, stream);
+}
+
+Pool::ReadLock::ReadLock(const Pool& pool) : pool_(pool) {
+  if (!Telling::is_mine()) {
+    pool_.mutex_.lock_to_look();
+    locked_ = true;
+    return;
+  }
+  while (!pool_.stands_still_.load(std::memory_order_acquire)) {
+    if (pool_.mutex_.try_lock_to_look()) {
+      locked_ = true;
+      return;
+    }
+    std::this_thread::yield();
+  }
+}
+
+Pool::ReadLock::~ReadLock() {
+  if (locked_) pool_.mutex_.unlock();
+}
+
+// The block is a tensor's from now on, or held by the explicit face.
+void Pool::begin_block(Block* block, std::size_t requested) {
+  block->requested = requested;
+  counters_.block_began(*block, is_oversize(block->size));
+  ++streams_[block->tag].blocks;
+  tell(PoolEvent::alloc, block->offset, requested, streams_[block->tag].stream);
+}
+
+// Its owner has let go of it; recorded streams may still use it.
+void Pool::end_block(const Block& block) {
+  counters_.block_ended(block, is_oversize(block.size));
+  tell(PoolEvent::free_requested, block.offset, block.requested, streams_[block.tag].stream);
+}
+
+// Former mappings stand in the way, and queued work may still use them: the
+// caller waits for it. False where nothing uses them any more, and the driver
+// refuses to drop them.
+bool Pool::wait_for_retired(Shortage* shortage) {
+  const Epoch last_use = range_->last_retired_use();
+  if (context_.clock.has_passed(last_use)) return false;
+  shortage->wait_for = last_use;
+  return true;
+}
+
+bool Pool::is_retired_at(std::size_t offset) const {
+  const auto after = retired_blocks_.upper_bound(offset);
+  return after != retired_blocks_.begin() && std::prev(after)->second->end() > offset;
+}
+
+// The same for one address: true where it is free now. Throws DriverError where the
+// driver refuses.
+bool Pool::make_way_of_retired(std::size_t offset, Shortage* shortage) {
+  if (wait_for_retired(shortage)) return false;
+  drop_retired();
+  if (!is_retired_at(offset)) return true;
+  throw_if_failed(range_->refused(),
+                  "dropping a former mapping of pool '" + name_ + "' at offset " + std::to_string(offset));
+  return false;
+}
+
+// Nobody uses it any more.
+void Pool::finish_free(Block* block, Epoch epoch) {
+  counters_.block_finished(*block);
+  tell(PoolEvent::free_completed, block->offset, block->requested, streams_[block->tag].stream);
+  release_block(block, epoch);
+}
+
+void Pool::release_block(Block* block, Epoch epoch) {
+  streams_.block_freed(block->tag, epoch);
+  if (!block->small) context_.clock.freed(block->size);
+  free_block(block, epoch);
+}
+
+// --------------------------------------------------------------- hot path
+
+Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
+  StreamTag add_shard = kNeutral;
+  Address address = allocate_once(bytes, stream, !has_shards(), grant, shortage, &add_shard);
+  if (shortage->is_kept_by_threads) {
+    // Before any memory is asked for: what threads keep never makes a pool grow.
+    *shortage = {};
+    context_.caches.gather(*this);
+    address = allocate_once(bytes, stream, /*is_gathered=*/true, grant, shortage, &add_shard);
+  }
+  if (add_shard != kNeutral) context_.caches.add_shard(*this, stream, add_shard);
+  return address;
+}
+
+// `add_shard`: the stream's tag, where the thread may keep its blocks and does not yet.
+Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
+                            StreamTag* add_shard) {
+  BlockCaches::Mine mine(context_.caches);
+  const MutexLock lock(mutex_);
+  require_open();
+  if (bytes > capacity_) {  // before it is rounded up: near 2^64 that wraps
+    *shortage = {bytes, nullptr, {}, /*no_address_space=*/true};
+    return 0;
+  }
+  if (!pending_.empty()) settle_locked();
+  if (range_->retired_count() >= kMostRetired && wait_for_retired(shortage)) return 0;
+  const StreamTag tag = streams_.tag_of(stream);
+  if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
+  Request request;
+  request.size = rounded(bytes);
+  request.tag = tag;
+  request.is_gathered = is_gathered;
+  const bool is_small = request.size <= kSmallLimitBytes;
+  Shard* const shard = shard_for(mine, tag, request.size, add_shard);
+  if (shard != nullptr) {
+    take_back_locked(shard->take_unwanted());
+    if (is_small) shard->want(request.size);
+  }
+  if (!is_small) forget_large(mine);
+  const auto attempt = [&]() VMM_REQUIRES(mutex_) {
+    return is_small ? allocate_small(request, grant, shortage) : place(request, grant, shortage);
+  };
+  Block* block = attempt();
+  if (shortage->is_kept_by_threads && mine.is_alone(*this)) {
+    // All that is kept is this thread's own: nobody has to be stopped.
+    *shortage = {};
+    for (Shard* own = mine.shards(*this); own != nullptr; own = own->next.get()) take_back_locked(own->take_all());
+    request.is_gathered = true;
+    block = attempt();
+  }
+  if (block == nullptr) return 0;
+  if (!is_small) handed_out_ += block->size;
+  directory_->insert(block);
+  if (shard == nullptr) {
+    begin_block(block, bytes);
+  } else {
+    // What the thread frees later it counts itself: counted here, one seat would rise
+    // and the other fall all the time, and each look for room costs 300 ns.
+    block->requested = bytes;
+    ++streams_[tag].blocks;
+    shard->count_allocation(*block, mine.of_device());
+    if (!is_small) shard->note_large(block);
+  }
+  return base_ + block->offset;
+}
+
+Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
+  if (bytes > capacity_) return 0;  // before it is rounded up: near 2^64 that wraps
+  const std::size_t size = rounded(bytes);
+  context_.caches.gather(*this);
+  const MutexLock lock(mutex_);
+  if (is_retired()) return 0;
+  settle_locked();
+  const StreamTag tag = streams_.tag_of(stream);
+  Epoch unused = kLongAgo;
+  if (!streams_.is_behind(tag, &unused)) return 0;
+  Block* block = nullptr;
+  if (size <= kSmallLimitBytes) {
+    block = slabs_.take(size, tag);
+  } else {
+    give_up_spare_slabs();
+    Request request;
+    request.size = size;
+    request.tag = tag;
+    block = placement_.take_backed(request);
+  }
+  if (block == nullptr) return 0;
+  directory_->insert(block);
+  begin_block(block, bytes);
+  return base_ + block->offset;
+}
+
+Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
+  const std::size_t offset = address - base_;
+  if (!contains(address) || !is_aligned(offset, kBlockAlignment)) {
+    throw InvalidRangeError(offset, bytes, capacity_, "no address of pool '" + name_ + "' that is a multiple of 512");
+  }
+  // What is left is a multiple of 512, so that what fits also fits rounded up.
+  if (bytes > capacity_ - offset) throw InvalidRangeError(offset, bytes, capacity_, "beyond the end of the pool");
+  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
+  context_.caches.gather(*this);
+  const MutexLock lock(mutex_);
+  require_open();
+  settle_locked();
+  give_up_spare_slabs();
+  const StreamTag tag = streams_.tag_of(stream);
+  if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
+  for (std::size_t at = offset; at < offset + size;) {
+    const Block* free = large_.free_covering(at);
+    if (free == nullptr && is_retired_at(at)) {
+      if (make_way_of_retired(at, shortage)) continue;
+      return 0;
+    }
+    // What is free of another stream's is still its graphs'.
+    const bool is_graphs = free != nullptr && pinned_ && free->tag != tag && free->tag != kNeutral;
+    if (free == nullptr || is_graphs) {
+      throw AlreadyMappedError(at, kBlockAlignment,
+                               "pool '" + name_ + "': " + format_hex(address) + (is_graphs ? ", by a graph" : ""));
+    }
+    at = free->end();
+  }
+  Request request;
+  request.size = size;
+  request.where = Request::Where::at;
+  request.offset = offset;
+  request.tag = tag;
+  Block* block = place(request, grant, shortage);
+  if (block == nullptr) return 0;
+  directory_->insert(block);
+  begin_block(block, bytes);
+  return address;
+}
+
+Block* Pool::allocate_small(const Request& request, Grant* grant, Shortage* shortage) {
+  if (Block* block = slabs_.take(request.size, request.tag)) return block;
+  Request of_slab = request;
+  of_slab.size = kSlabBytes;
+  of_slab.where = Request::Where::high;
+  of_slab.state = BlockState::slab;
+  Block* slab = place(of_slab, grant, shortage);
+  if (slab == nullptr) return nullptr;
+  make_slab(slab);
+  return slabs_.take(request.size, request.tag);
+}
+
+// A slab's memory is the small pool's, whatever its chunk was mapped for; the chunk
+// itself is where the slab is all of it.
+void Pool::hand_over(const Block& slab, SizeClass from, SizeClass to) {
+  const auto chunk = range_->live().find(slab.offset);
+  const bool is_whole_chunk = chunk != range_->live().end() && chunk->second.chunk->size == slab.size;
+  counters_.slab_changed_hands(slab.size, is_whole_chunk, from, to);
+}
+
+// Small blocks are cut from it from now on.
+void Pool::make_slab(Block* slab) {
+  slabs_.donate(slab);
+  handed_out_ += slab->size;
+  hand_over(*slab, SizeClass::large_pool, SizeClass::small_pool);
+}
+
+bool Pool::free(Address address, bool* drained) {
+  *drained = false;
+  if (!contains(address)) return false;
+  StreamTag add_shard = kNeutral;
+  Stream stream = nullptr;
+  std::shared_ptr<Pool> self;  // with its last block freed, others may end it as soon as the lock is given up
+  {
+    BlockCaches::Mine mine(context_.caches);
+    const MutexLock lock(mutex_);
+    Block* block = live_at(address);
+    if (block == nullptr) return false;
+    directory_->take(block->offset);
+    if (!block->small) forget_large(mine);
+    const Epoch epoch = context_.clock.now();
+    if (block->uses != nullptr) {
+      // Other streams read it: it is nobody's until what is queued there is done.
+      end_block(*block);
+      pending_.add({block, epoch}, *block->uses);
+      block->uses.reset();
+      block->state = BlockState::pending;
+      pending_bytes_ += block->size;
+    } else {
+      Shard* const shard = shard_for(mine, block->tag, block->size, &add_shard);
+      if (add_shard != kNeutral) {
+        self = weak_from_this().lock();
+        stream = streams_[add_shard].stream;
+      }
+      if (shard == nullptr) {
+        end_block(*block);
+        finish_free(block, epoch);
+      } else {
+        shard->count_free(*block, mine.of_device());
+        release_block(block, epoch);
+      }
+    }
+    *drained = is_retired() && live_blocks_locked() == 0;
+  }
+  if (self != nullptr) context_.caches.add_shard(*this, stream, add_shard);
+  return true;
+}
+
+void Pool::free_block(Block* block, Epoch epoch) {
+  if (!block->small) {
+    large_.free(block, block->tag, epoch);
+  } else if (const auto emptied = slabs_.free(block, epoch)) {
+    free_slab(*emptied);
+  }
+}
+
+void Pool::free_slab(const Slabs::Emptied& emptied) {
+  hand_over(*emptied.slab, SizeClass::small_pool, SizeClass::large_pool);
+  large_.free(emptied.slab, emptied.slab->tag, emptied.epoch);
+}
+
+void Pool::give_up_spare_slabs() {
+  for (const Slabs::Emptied& emptied : slabs_.give_up_spares()) free_slab(emptied);
+}
+
+void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) {
+  const bool is_own = device == nullptr || device == &context_.streams;
+  if (is_own) device = &context_.streams;
+  const MutexLock lock(mutex_);
+  Block* block = live_at(address);
+  if (block == nullptr) return;
+  if (is_own && streams_[block->tag].stream == stream) return;
+  // It reads the memory, though it may be no peer (a copy between devices), so the
+  // clock has to tell of it.
+  if (!is_own) context_.clock.add_peer(*device);
+  const StreamUse use{device, stream, device->meet(stream)};
+  if (block->uses == nullptr) block->uses = std::make_unique<std::vector<StreamUse>>();
+  auto& uses = *block->uses;
+  if (std::find(uses.begin(), uses.end(), use) == uses.end()) uses.push_back(use);
+}
+
+// --------------------------------------------------- what queued work held up
+
+bool Pool::settle() {
+  const MutexLock lock(mutex_);
+  return range_ != nullptr && settle_locked();
+}
+
+// Of pending frees those whose streams have passed.
+bool Pool::finish_passed() {
+  if (pending_.empty()) return false;
+  pending_.take_passed(context_.clock, &passed_);
+  const bool any = !passed_.empty();
+  for (const auto& [block, epoch] : passed_) {
+    pending_bytes_ -= block->size;
+    finish_free(block, epoch);
+  }
+  passed_.clear();
+  return any;
+}
+
+bool Pool::settle_locked() {
+  bool any = finish_passed();
+  any = end_passed_quarantines() || any;
+  return drop_retired() || any;
+}
+
+}  // namespace vmm

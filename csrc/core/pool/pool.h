@@ -1,0 +1,521 @@
+// VirtualMemoryPool's core: one model's memory. It composes a reservation, the
+// chunks mapped into it, the blocks carved out of it, their limit and their
+// statistics, under one lock. What it cannot get by itself (its own idle
+// chunks, its group's shelf, a new chunk within the limits) it asks nobody
+// for: device_memory climbs the reclaim ladder.
+//
+// One occupancy map (`large_`) covers the whole range. Tensors above 1 MiB and
+// the slabs of 2 MiB that small ones are cut from, and the pages that the
+// explicit allocate(offset, size) holds, all come out of it. Slabs are taken
+// from the top, so that long-lived small blocks do not pin big chunks.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/sync.h"
+#include "core/blocks/block_heap.h"
+#include "core/blocks/held_ranges.h"
+#include "core/blocks/move_budget.h"
+#include "core/blocks/placement.h"
+#include "core/blocks/slabs.h"
+#include "core/cache/block_caches.h"
+#include "core/limits/budget.h"
+#include "core/memory/address_space.h"
+#include "core/memory/chunk_store.h"
+#include "core/memory/grant.h"
+#include "core/memory/mapped_range.h"
+#include "core/numbers/observer.h"
+#include "core/numbers/peaks.h"
+#include "core/numbers/pool_counters.h"
+#include "core/numbers/stats.h"
+#include "core/options.h"
+#include "core/pool/stream_table.h"
+#include "core/streams/clock.h"
+#include "core/streams/device_streams.h"
+#include "core/streams/pending_frees.h"
+
+namespace vmm {
+
+class DeviceMemory;
+
+// The id under which torch knows a private pool (its MempoolId_t): of a CUDA
+// graph or a torch.cuda.MemPool. {0, 0}: a model's own pool.
+struct RegionId {
+  std::uint64_t first = 0;
+  std::uint64_t second = 0;
+  friend bool operator==(const RegionId& a, const RegionId& b) { return a.first == b.first && a.second == b.second; }
+  friend bool operator<(const RegionId& a, const RegionId& b) {
+    return a.first != b.first ? a.first < b.first : a.second < b.second;
+  }
+};
+
+// The live blocks of a pool at one moment (checkpoint.cpp).
+struct PoolCheckpoint {
+  struct Entry {
+    std::size_t offset = 0;
+    std::size_t size = 0;       // bytes
+    std::size_t requested = 0;  // bytes asked for
+    Stream stream = nullptr;
+  };
+  std::vector<Entry> slabs;  // that hold live blocks
+  std::vector<Entry> small;
+  std::vector<Entry> large;
+};
+
+// The rooms that all pools of a device share.
+struct PoolContext {
+  Driver& driver;
+  AddressSpace& address_space;
+  ChunkStore& store;
+  DeviceStreams& streams;
+  Clock& clock;
+  Peaks& peaks;
+  BlockCaches& caches;
+  const Options& options;
+  const std::atomic<PoolObserver*>& observer;
+  const std::atomic<std::size_t>& oversize_bytes;  // requests from here on are counted as oversize
+  int device = 0;
+  std::vector<Location> accessors;  // who may access what pools map
+};
+
+struct PoolSpec {
+  std::string name;           // for messages
+  std::size_t capacity = 0;   // bytes of addresses, rounded up to the page
+  std::size_t page_size = 0;  // 0: the pool chooses chunk sizes by the request
+  std::size_t physical_limit = kUnlimited;
+  std::size_t floor = 0;  // bytes that others never take
+  int priority = 0;       // higher gives later
+  // A part of a model: a private pool of torch's whose memory the model pays
+  // for and counts, and whose floor and priority are the model's.
+  std::shared_ptr<Pool> model;
+  RegionId region;
+  bool no_split = false;  // a block has its chunks for itself
+};
+
+// Why a request could not be met by the pool itself.
+struct Shortage {
+  std::size_t bytes = 0;      // physical bytes that were missing
+  Budget* refused = nullptr;  // the limit that refused; nullptr: the driver, or no address space
+  Status status;              // what the driver said, when it was the driver
+  bool no_address_space = false;
+  // Threads keep blocks, which may be all that is missing.
+  bool is_kept_by_threads = false;
+  // Nothing is missing: the pool can once this has passed. Whoever asks waits,
+  // with no lock held, and asks again.
+  Epoch wait_for = kLongAgo;
+};
+
+class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> {
+ public:
+  Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home);
+  // REQUIRES: ended, or no live block.
+  ~Pool();
+
+  // -- Tensors' blocks ---------------------------------------------------
+  // An address of at least `bytes` > 0, aligned to 512, usable by work on
+  // `stream` at once; 0 when the pool cannot by itself, and `shortage` says why.
+  Address try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  // The same out of memory that the pool has already, unused, for that stream.
+  Address try_allocate_within(std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
+  // The same at exactly this address. Throws InvalidRangeError where it is not
+  // in the pool or not aligned to 512, AlreadyMappedError where it is taken.
+  Address try_allocate_at(Address address, std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage)
+      VMM_EXCLUDES(mutex_);
+  // Frees a block of try_allocate(); false when `address` is none of its.
+  // At once reusable on its own stream; after record_stream() once the work
+  // queued on those streams now is done.
+  // `drained` is set when that was the last block of a retired pool; the
+  // caller then has no right to touch the pool any more but to bury it.
+  bool free(Address address, bool* drained) VMM_EXCLUDES(mutex_);
+  // `stream` also uses the block. Ignored for the block's own stream. `device`
+  // is the stream's where that is not the pool's. REQUIRES: the stream is alive,
+  // and stays so until the block is freed; torch asks the same.
+  void record_stream(Address address, Stream stream, DeviceStreams* device = nullptr) VMM_EXCLUDES(mutex_);
+  // Bytes of the live block at `address`, or 0. No lock: whoever asks owns it.
+  [[nodiscard]] std::size_t block_size(Address address) const;
+
+  [[nodiscard]] std::vector<Address> live_addresses() const VMM_EXCLUDES(mutex_);
+  // The chunks under [address, address + bytes), by address.
+  [[nodiscard]] std::vector<ChunkView> chunks_under(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
+  // The same for another process: from now on they serve no other model.
+  [[nodiscard]] std::vector<ChunkView> chunks_to_export(Address address, std::size_t bytes) VMM_EXCLUDES(mutex_);
+
+  // -- A CUDA graph's memory ------------------------------------------------
+  // While pinned, no memory moves within the pool or leaves it, and it grows by
+  // fresh chunks only: captured work uses the addresses whenever the graph is
+  // replayed, on whatever stream.
+  void pin() VMM_EXCLUDES(mutex_);
+  // What the graphs left queued, on any stream, comes before whatever the memory
+  // is used for next.
+  void unpin() VMM_EXCLUDES(mutex_);
+  [[nodiscard]] bool is_pinned() const VMM_EXCLUDES(mutex_);
+  // The live blocks, and making them the live blocks again, each at its
+  // address: `freed` are those that were live, `allocated` those that are now.
+  // Throw VmmError when a freed block still waits for recorded streams, and when
+  // the pool has ended; restore() also when memory of the checkpoint has left it.
+  [[nodiscard]] PoolCheckpoint checkpoint() VMM_EXCLUDES(mutex_);
+  void restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated)
+      VMM_EXCLUDES(mutex_);
+
+  // -- Explicit pages (offset, size in bytes; they cover whole pages) ------
+  // The address of `offset`. Throw InvalidRangeError, AlreadyMappedError,
+  // NotMappedError.
+  // Ordered on `stream`: what the pages held of another model is zeroed there.
+  Address try_allocate_pages(std::size_t offset, std::size_t size, Stream stream, Grant* grant, Shortage* shortage)
+      VMM_EXCLUDES(mutex_);
+  // The same at the first free span.
+  Address try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  // StillInUseError for pages that are held.
+  void deallocate_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // Somebody looks at [offset, offset + size), which allocate() holds: a tensor.
+  // Returns its address. Until unhold_pages() these pages stay, in a pool that
+  // is closed by force too. Throw InvalidRangeError, NotMappedError.
+  Address hold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // Never throws for a held stretch. True when nothing is left in a retired
+  // pool: the caller buries it.
+  bool unhold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // Every page of the range is in use (by allocate() or a live tensor).
+  [[nodiscard]] bool is_mapped(std::size_t offset, std::size_t size) const VMM_EXCLUDES(mutex_);
+
+  // -- Giving back ---------------------------------------------------------
+  // Moves up to about `want` bytes of idle chunks into `grant` (charged to its
+  // payer). Takes what is idle on any stream, what is used by nobody any more
+  // first: their last use travels with the chunks. Nothing is waited for. Returns
+  // the bytes moved; `refused` is the limit that would not let them in.
+  std::size_t surrender(std::size_t want, bool respect_floor, Grant& grant, Budget** refused) VMM_EXCLUDES(mutex_);
+  // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
+  // Returns the bytes moved.
+  std::size_t shed(std::size_t keep) VMM_EXCLUDES(mutex_);
+  // Finishes what queued work held up, as far as it is done: frees whose streams
+  // have passed, former addresses that nothing uses any more. Returns whether
+  // anything came free.
+  bool settle() VMM_EXCLUDES(mutex_);
+  // Drops all explicit pages that nobody holds (a forced unregister).
+  void drop_pages() VMM_EXCLUDES(mutex_);
+
+  // -- Numbers ---------------------------------------------------------------
+  [[nodiscard]] MemoryStats memory_stats() VMM_EXCLUDES(mutex_);  // walks the large free blocks
+  [[nodiscard]] MemoryStats memory_stats_locked() VMM_REQUIRES(mutex_);
+  [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(mutex_);  // cheap
+  [[nodiscard]] std::vector<SegmentSnapshot> snapshot(SnapshotGrain grain = SnapshotGrain::run) const
+      VMM_EXCLUDES(mutex_);  // walks
+  // Before numbers are told: finishes the frees whose streams have passed (a request
+  // that a thread's cache meets does not look), and brings inactive_split and
+  // inactive_split_bytes up to date. Walks the large free blocks, never the small ones.
+  void refresh_numbers() VMM_EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t physical_bytes() const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t idle_bytes() VMM_EXCLUDES(mutex_);  // walks the large free blocks
+  // Live tensors' blocks and explicit pages, pending frees included.
+  [[nodiscard]] std::size_t live_bytes() const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t live_blocks() const VMM_EXCLUDES(mutex_);
+  // Streams that it keeps space for, for tests.
+  [[nodiscard]] std::size_t streams_known() const VMM_EXCLUDES(mutex_);
+  void count_retry() VMM_EXCLUDES(mutex_);
+  void count_oom() VMM_EXCLUDES(mutex_);
+  void count_sync() VMM_EXCLUDES(mutex_);
+  void reset_peaks() VMM_EXCLUDES(mutex_);
+  void reset_accumulated() VMM_EXCLUDES(mutex_);
+  // Proves that blocks tile, counters add up and no chunk stands twice.
+  // Aborts with the values where they do not. Walks everything.
+  void check() const VMM_EXCLUDES(mutex_);
+
+  [[nodiscard]] const std::string& name() const { return name_; }
+  // No other pool of the process ever has it.
+  [[nodiscard]] OwnerId id() const { return id_; }
+  [[nodiscard]] std::size_t capacity() const { return capacity_; }
+  [[nodiscard]] std::size_t page_size() const { return page_; }
+  // Every chunk is exactly one page (page_size was given).
+  [[nodiscard]] bool has_uniform_chunks() const { return uniform_; }
+  [[nodiscard]] int device() const { return context_.device; }
+  [[nodiscard]] Budget& budget() { return budget_; }
+  [[nodiscard]] const Budget& budget() const { return budget_; }
+  [[nodiscard]] Budget& group() { return group_; }
+  [[nodiscard]] DeviceMemory* home() const { return home_; }
+  // The model that this pool is a part of, or itself.
+  [[nodiscard]] Pool& model() { return model_ == nullptr ? *this : *model_; }
+  [[nodiscard]] const Pool& model() const { return model_ == nullptr ? *this : *model_; }
+  // Of a part; nullptr otherwise.
+  [[nodiscard]] const std::shared_ptr<Pool>& owner() const { return model_; }
+  [[nodiscard]] bool is_part() const { return model_ != nullptr; }
+  [[nodiscard]] const RegionId& region() const { return region_; }
+  [[nodiscard]] std::size_t floor() const { return model().floor_.load(std::memory_order_relaxed); }
+  [[nodiscard]] int priority() const { return model().priority_.load(std::memory_order_relaxed); }
+  // Bytes that the model, its parts included, holds above its floor.
+  [[nodiscard]] std::size_t bytes_above_floor() const;
+  // For a model that gets its first part: from now on the peaks of all of them
+  // together are followed.
+  void follow_family_peaks() VMM_EXCLUDES(mutex_);
+  // What a part that has ended had counted.
+  void inherit(const Statistics& of_part) VMM_EXCLUDES(mutex_);
+  [[nodiscard]] Statistics inherited() const VMM_EXCLUDES(mutex_);
+  // The peaks of the model and its parts together, or nullptr: it has no parts.
+  [[nodiscard]] Peaks* family_peaks() const { return family_peaks_.load(std::memory_order_acquire); }
+  // `who` may access all that is mapped now and later.
+  Status add_accessor(Location who) VMM_EXCLUDES(mutex_);
+  // InvalidArgumentError, which names the pool, when it is retired.
+  void require_open() const;
+  // The pool takes no more requests (require_open() throws); it ends when its
+  // last block is freed.
+  void retire() VMM_EXCLUDES(mutex_);
+  // REQUIRES: no thread keeps blocks of it, and none can before it is locked.
+  void retire_locked() VMM_REQUIRES(mutex_) {
+    retired_.store(true, std::memory_order_release);
+    is_cached_.store(false, std::memory_order_relaxed);
+  }
+  // Of a retired pool without live blocks: gives back all memory at once and
+  // then the addresses, as soon as nothing uses them. False: something is still
+  // live, or queued work uses it; it may be called again.
+  bool end() VMM_EXCLUDES(mutex_);
+  [[nodiscard]] bool is_retired() const { return retired_.load(std::memory_order_acquire); }
+  [[nodiscard]] bool contains(Address address) const { return address >= base_ && address < base_ + capacity_; }
+  // For AllLocked (device_memory only).
+  Mutex& mutex() VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_; }
+  std::atomic<bool>& stands_still() { return stands_still_; }
+  // As long as this stays the same, nothing here has changed, but for what
+  // changes by itself: that waits for queued work.
+  [[nodiscard]] std::uint64_t times_locked() const VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_.times_locked(); }
+  [[nodiscard]] bool changes_by_itself_locked() const VMM_REQUIRES(mutex_);
+  // The last rung, with every pool locked: gives idle chunks (down to the floor)
+  // and their charge back to the driver, until `limit` (nullptr: never) has room
+  // for `want` bytes. Returns the idle bytes that queued work may still use.
+  // REQUIRES the same.
+  std::size_t melt_locked(const Budget* limit, std::size_t want) VMM_REQUIRES(mutex_);
+  // REQUIRES for both: no thread keeps blocks (BlockCaches::Still).
+  [[nodiscard]] std::size_t live_blocks_locked() const VMM_REQUIRES(mutex_) {
+    return directory_->size() + pages_.size();
+  }
+  [[nodiscard]] std::size_t live_bytes_locked() const VMM_REQUIRES(mutex_);
+
+ private:
+  struct Request : SpaceRequest {
+    // What threads keep has been taken back: only then is memory asked for.
+    bool is_gathered = true;
+  };
+  // What a taken range was before, for undoing.
+  struct Piece {
+    ByteRange range;
+    StreamTag tag = kNeutral;
+    Epoch epoch = kLongAgo;
+  };
+  // An idle chunk: where it stands, in a free stretch of how many bytes, and
+  // whether the asking stream may use it at once, without a wait on the GPU.
+  struct IdleChunk {
+    Chunk* chunk = nullptr;
+    std::size_t offset = 0;
+    std::size_t stretch = 0;
+    bool at_once = false;
+  };
+  using IdleChunks = std::map<std::size_t, std::vector<IdleChunk>>;  // by size
+  // To move elsewhere, or also to be given back: what was exported moves nowhere.
+  enum class Idle : std::uint8_t { movable, all };
+  // Which memory may back a request, in the order in which it is tried.
+  enum class Source : std::uint8_t {
+    grown,    // the shelf and new chunks: the pool grows
+    at_once,  // anything that the stream may use without a wait on the GPU
+    any,      // also what the stream has to wait for
+    fresh,    // new chunks only: the stream is being captured, or the pool pinned
+  };
+  // What is taken for a request while it is being backed: a block that is no
+  // longer free, what it was made of, and the part of it that lacks memory.
+  struct Extent {
+    Block* block = nullptr;
+    std::vector<Piece> pieces;
+    std::vector<ByteRange> gaps;
+    [[nodiscard]] std::size_t missing() const;
+  };
+  // The chunks that are to back a request: placements by offset, of which
+  // `moves` stand elsewhere in this pool now and the others were free.
+  struct Backing {
+    std::vector<PlacedChunk> placements;
+    std::vector<IdleChunk> moves;
+    [[nodiscard]] bool is_move(const Chunk* chunk) const;
+  };
+
+  // Held to look at the pool, by an observer too.
+  class VMM_SCOPED_CAPABILITY ReadLock {
+   public:
+    explicit ReadLock(const Pool& pool) VMM_ACQUIRE(pool.mutex_) VMM_NO_THREAD_SAFETY_ANALYSIS;
+    ~ReadLock() VMM_RELEASE() VMM_NO_THREAD_SAFETY_ANALYSIS;
+    ReadLock(const ReadLock&) = delete;
+    ReadLock& operator=(const ReadLock&) = delete;
+    // False: the pool stands still in the midst of a change, under an observer.
+    [[nodiscard]] bool is_locked() const { return locked_; }
+
+   private:
+    const Pool& pool_;
+    bool locked_ = false;
+  };
+
+  // cached.cpp: what threads' caches ask of it
+  void take_back(Block* first) override VMM_EXCLUDES(mutex_);
+  void absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family, Peaks::Seat& of_device) override
+      VMM_EXCLUDES(mutex_);
+  Peaks& own_peaks() override { return own_peaks_; }
+  [[nodiscard]] Peaks* peaks_of_family() const override { return model().family_peaks(); }
+  bool may_keep(StreamTag tag) VMM_REQUIRES(mutex_);
+  Shard* shard_for(BlockCaches::Mine& mine, StreamTag tag, std::size_t size, StreamTag* add_shard) VMM_REQUIRES(mutex_);
+  [[nodiscard]] Block* live_at(Address address) const;
+
+  // pool.cpp: the path beneath the caches
+  Address allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
+                        StreamTag* add_shard) VMM_EXCLUDES(mutex_);
+  Block* allocate_small(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  void free_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
+  void free_slab(const Slabs::Emptied& emptied) VMM_REQUIRES(mutex_);
+  void give_up_spare_slabs() VMM_REQUIRES(mutex_);
+  bool settle_locked() VMM_REQUIRES(mutex_);
+  bool finish_passed() VMM_REQUIRES(mutex_);
+  void hand_over(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
+  void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
+  void end_block(const Block& block) VMM_REQUIRES(mutex_);
+  void finish_free(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
+  void release_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
+  void take_back_locked(Block* first) VMM_REQUIRES(mutex_);
+  void forget_large(const BlockCaches::Mine& mine) VMM_REQUIRES(mutex_);
+  bool wait_for_retired(Shortage* shortage) VMM_REQUIRES(mutex_);
+  bool make_way_of_retired(std::size_t offset, Shortage* shortage) VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_retired_at(std::size_t offset) const VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_oversize(std::size_t bytes) const {
+    return bytes >= context_.oversize_bytes.load(std::memory_order_relaxed);
+  }
+  // What a request takes. REQUIRES: bytes <= capacity().
+  [[nodiscard]] std::size_t rounded(std::size_t bytes) const {
+    return align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
+  }
+  void make_slab(Block* slab) VMM_REQUIRES(mutex_);
+  void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
+
+  // growth.cpp: finding a place and backing it
+  Block* place(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  bool adopt_free_space(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
+  Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)
+      VMM_REQUIRES(mutex_);
+  Block* place_on_whole_chunks(const Request& request, Grant* grant) VMM_REQUIRES(mutex_);
+  Block* take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) VMM_REQUIRES(mutex_);
+  void untake(Block* block, const std::vector<Piece>& pieces) VMM_REQUIRES(mutex_);
+  Block* trim_to_request(Block* block, const Request& request, std::size_t offset) VMM_REQUIRES(mutex_);
+  bool back(Extent* extent, const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  bool may_grow(std::size_t bytes, const Request& request) VMM_REQUIRES(mutex_);
+  bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
+               Shortage* shortage) VMM_REQUIRES(mutex_);
+  void cover(Extent* extent, const Backing& backing, BlockState state) VMM_REQUIRES(mutex_);
+  void uncover(Extent* extent, std::size_t end) VMM_REQUIRES(mutex_);
+  static bool pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::size_t room, std::size_t total,
+                        IdleChunk* out);
+  Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
+  Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) VMM_REQUIRES(mutex_);
+  void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t piece_size(std::size_t total, std::size_t remaining) const VMM_REQUIRES(mutex_);
+
+  // idle.cpp: idle chunks, and letting go of them
+  std::vector<IdleChunk> idle_at_once(StreamTag tag, std::size_t at_least) VMM_REQUIRES(mutex_);
+  std::vector<IdleChunk> all_idle(StreamTag tag, Idle which, std::size_t bare_bytes = 0) VMM_REQUIRES(mutex_);
+  IdleChunks idle_chunks(StreamTag tag, Idle which) VMM_REQUIRES(mutex_);
+  static bool take_idle(IdleChunks& idle, std::size_t at_most, std::size_t at_least, IdleChunk* out);
+  Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
+  Chunk* detach(std::size_t offset, Epoch last_use) VMM_REQUIRES(mutex_);
+  void retire_mapping(std::size_t offset, Epoch last_use, bool announced = false) VMM_REQUIRES(mutex_);
+  void retire_in_vain() VMM_REQUIRES(mutex_);
+  bool drop_retired() VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_free(ByteRange range) const VMM_REQUIRES(mutex_);
+  void shelve_idle_chunks(ByteRange range) VMM_REQUIRES(mutex_);
+  void count_mapped(const PlacedChunk& placement, Stream stream) VMM_REQUIRES(mutex_);
+  void count_unmapped(const PlacedChunk& placement) VMM_REQUIRES(mutex_);
+
+  // free_space.cpp: what is free, and which of it could leave
+  using BySizeClass = std::array<std::size_t, 2>;
+  struct FreeSpace {
+    std::size_t idle_bytes = 0;    // in chunks that are wholly free
+    BySizeClass stranded_bytes{};  // in chunks that are partly used, or that graphs may use
+    BySizeClass stranded_count{};  // its stretches
+  };
+  // A large free block, or a spare slab, which is free in all but name.
+  struct FreeSpan {
+    ByteRange range;
+    SizeClass size_class = SizeClass::large_pool;
+  };
+  [[nodiscard]] FreeSpace free_space() const VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::vector<FreeSpan> free_spans() const VMM_REQUIRES(mutex_);
+  void set_inactive_split(const FreeSpace& free) VMM_REQUIRES(mutex_);
+  void check_free_space() const VMM_REQUIRES(mutex_);
+
+  // checkpoint.cpp
+  void require_settled(const char* doing) VMM_REQUIRES(mutex_);
+
+  // pages.cpp
+  Address take_pages(ByteRange range, Stream stream, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  [[nodiscard]] ByteRange page_range(std::size_t offset, std::size_t size) const;
+  [[nodiscard]] std::size_t first_unfree(ByteRange range) const VMM_REQUIRES(mutex_);
+  void require_pages(ByteRange range, const std::string& doing) const VMM_REQUIRES(mutex_);
+  void free_pages(ByteRange range) VMM_REQUIRES(mutex_);
+  void quarantine(ByteRange range, Epoch epoch) VMM_REQUIRES(mutex_);
+  void end_quarantine(std::size_t offset, StreamTag tag) VMM_REQUIRES(mutex_);
+  bool end_passed_quarantines() VMM_REQUIRES(mutex_);
+  bool make_way(std::size_t at, StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
+
+  PoolContext context_;
+  std::string name_;
+  OwnerId id_;
+  Budget& group_;
+  const std::shared_ptr<const Budget> keeps_group_;  // nullptr: it is the device's own
+  Budget budget_;
+  DeviceMemory* home_;
+  const std::shared_ptr<Pool> model_;
+  const RegionId region_;
+  const bool no_split_;
+  std::size_t page_;      // bytes: the grain of explicit pages
+  bool uniform_;          // every chunk is exactly one page (page_size was given)
+  std::size_t capacity_;  // bytes
+  std::atomic<std::size_t> floor_;
+  std::atomic<int> priority_;
+  std::atomic<bool> retired_{false};
+
+  mutable std::atomic<bool> stands_still_{false};  // see Telling
+
+  mutable Mutex mutex_;
+  std::unique_ptr<MappedRange> range_ VMM_PT_GUARDED_BY(mutex_);
+  BlockArena arena_ VMM_GUARDED_BY(mutex_);
+  BlockHeap large_ VMM_GUARDED_BY(mutex_);
+  Placement placement_ VMM_GUARDED_BY(mutex_);
+  Slabs slabs_ VMM_GUARDED_BY(mutex_);
+  StreamTable streams_ VMM_GUARDED_BY(mutex_);
+  std::map<std::size_t, Block*> pages_ VMM_GUARDED_BY(mutex_);  // explicit blocks by offset
+  HeldRanges held_ VMM_GUARDED_BY(mutex_);                      // of explicit pages
+  PendingFrees pending_ VMM_GUARDED_BY(mutex_);
+  std::vector<PendingFrees::Freed> passed_ VMM_GUARDED_BY(mutex_);  // out of pending_, on their way
+  struct Quarantined {
+    Block* block = nullptr;
+    Epoch epoch = kLongAgo;
+  };
+  std::map<std::size_t, Quarantined> quarantined_ VMM_GUARDED_BY(mutex_);             // by offset
+  std::set<std::pair<Epoch, std::size_t>> quarantined_until_ VMM_GUARDED_BY(mutex_);  // the same by epoch, then offset
+  std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);  // by offset, one for each former mapping
+  std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
+  std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
+  std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
+  std::size_t retired_bytes_ VMM_GUARDED_BY(mutex_) = 0;
+  std::size_t peak_live_ VMM_GUARDED_BY(mutex_) = 0;  // bytes allocated at most, as far as growth has seen
+  MoveBudget move_budget_ VMM_GUARDED_BY(mutex_);
+  std::size_t handed_out_ VMM_GUARDED_BY(mutex_) = 0;  // bytes of large blocks, slabs and pages so far
+  bool pinned_ VMM_GUARDED_BY(mutex_) = false;
+  std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
+  std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;     // times_locked() when inactive_split was worked out
+  Peaks own_peaks_;
+  std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts
+  std::atomic<Peaks*> family_peaks_{nullptr};                         // the same
+  PoolCounters counters_ VMM_GUARDED_BY(mutex_);
+};
+
+}  // namespace vmm

@@ -1,0 +1,237 @@
+// Pool: its segments and blocks, as torch's snapshots show them, and the proof
+// that everything adds up. Both walk everything.
+#include <algorithm>
+#include <set>
+
+#include "base/check.h"
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+namespace {
+
+// Collects blocks into segments: one contiguous mapped stretch of one size
+// class and one stream each, or one chunk each.
+class SegmentBuilder {
+ public:
+  SegmentBuilder(const MappedRange& range, SnapshotGrain grain, std::vector<SegmentSnapshot>& out)
+      : range_(range), grain_(grain), out_(out) {}
+
+  // The next blocks, by offset.
+  void add(std::size_t offset, std::size_t size, std::size_t requested, BlockSnapshot::State state,
+           SizeClass size_class, Stream stream) {
+    if (grain_ == SnapshotGrain::run) {
+      if (!open_ || end_ != offset || out_.back().size_class != size_class || out_.back().stream != stream) {
+        begin(offset, range_.covering(offset)->second.number, size_class, stream);
+      }
+      append(size, requested, state);
+      return;
+    }
+    // What a block asked for is told with its first piece.
+    while (size != 0) {
+      const auto mapping = range_.covering(offset);
+      const std::size_t chunk_end = mapping->first + mapping->second.chunk->size;
+      const std::size_t piece = std::min(size, chunk_end - offset);
+      if (mapping->first == offset) begin(offset, mapping->second.number, size_class, stream);
+      append(piece, requested, state);
+      offset += piece;
+      size -= piece;
+      requested = 0;
+    }
+  }
+  // The next block begins a segment of its own.
+  void cut() { open_ = false; }
+
+ private:
+  void begin(std::size_t offset, std::uint64_t number, SizeClass size_class, Stream stream) {
+    out_.emplace_back();
+    out_.back().address = range_.base() + offset;
+    out_.back().number = number;
+    out_.back().size_class = size_class;
+    out_.back().stream = stream;
+    open_ = true;
+    end_ = offset;
+  }
+  void append(std::size_t size, std::size_t requested, BlockSnapshot::State state) {
+    end_ += size;
+    SegmentSnapshot& segment = out_.back();
+    segment.total_size += size;
+    if (state == BlockSnapshot::State::allocated) segment.allocated_size += size;
+    if (state != BlockSnapshot::State::inactive) {
+      segment.active_size += size;
+      segment.requested_size += requested;
+    }
+    segment.blocks.push_back({size, requested, state});
+  }
+
+  const MappedRange& range_;
+  SnapshotGrain grain_;
+  std::vector<SegmentSnapshot>& out_;
+  bool open_ = false;
+  std::size_t end_ = 0;  // offset
+};
+
+BlockSnapshot::State state_of(const Block& block) {
+  switch (block.state) {
+    case BlockState::used:
+    case BlockState::pages:
+    case BlockState::slab:
+      return BlockSnapshot::State::allocated;
+    case BlockState::pending:
+      return BlockSnapshot::State::pending_free;
+    // What a thread keeps is free to torch.
+    default:
+      return BlockSnapshot::State::inactive;
+  }
+}
+
+}  // namespace
+
+std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
+  const ReadLock lock(*this);
+  std::vector<SegmentSnapshot> segments;
+  if (range_ == nullptr) return segments;
+  SegmentBuilder builder(*range_, grain, segments);
+  for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
+    Stream stream = streams_[block->tag].stream;
+    // A slab that is being made has no blocks yet.
+    if (block->state == BlockState::slab && slabs_.holds(*block)) {
+      builder.cut();
+      for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) {
+        builder.add(piece->offset, piece->size, piece->requested, state_of(*piece), SizeClass::small_pool, stream);
+      }
+      builder.cut();
+      continue;
+    }
+    if (block->state != BlockState::free && block->state != BlockState::retired) {
+      builder.add(block->offset, block->size, block->requested, state_of(*block), SizeClass::large_pool, stream);
+      continue;
+    }
+    // Free space may have holes: only its mapped parts are part of a segment.
+    std::size_t at = block->offset;
+    for (const ByteRange& gap : range_->gaps(block->range())) {
+      if (gap.offset > at) {
+        builder.add(at, gap.offset - at, 0, BlockSnapshot::State::inactive, SizeClass::large_pool, stream);
+      }
+      builder.cut();
+      at = gap.end();
+    }
+    if (at < block->end()) {
+      builder.add(at, block->end() - at, 0, BlockSnapshot::State::inactive, SizeClass::large_pool, stream);
+    }
+  }
+  return segments;
+}
+
+void Pool::check() const {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::stays);
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr) return;
+  large_.check();
+  std::size_t used_bytes = 0;
+  std::size_t used_blocks = 0;
+  std::size_t requested = 0;
+  std::size_t pending = 0;
+  std::size_t pages = 0;
+  std::size_t quarantined = 0;
+  std::size_t slabs = 0;
+  std::size_t retired = 0;
+  std::size_t retired_bytes = 0;
+  std::size_t kept = 0;
+  const auto count_block = [&](const Block& block) VMM_REQUIRES(mutex_) {
+    if (block.state == BlockState::free || block.state == BlockState::slab || block.state == BlockState::retired) {
+      return;
+    }
+    if (block.state == BlockState::pending) {
+      pending += block.size;
+      requested += block.requested;
+      return;
+    }
+    if (block.state == BlockState::quarantined) {
+      quarantined += block.size;
+      return;
+    }
+    VMM_CHECK(block.state == BlockState::pages || directory_->find(block.offset) == &block, "live block at ",
+              block.offset);
+    if (block.state == BlockState::cached) {
+      ++kept;
+      return;
+    }
+    used_bytes += block.size;
+    requested += block.requested;
+    ++used_blocks;
+    if (block.state == BlockState::pages) pages += block.size;
+  };
+  for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
+    count_block(*block);
+    const BlockState state = block->state;
+    switch (state) {
+      case BlockState::slab:
+        ++slabs;
+        VMM_CHECK(slabs_.holds(*block), "slab at ", block->offset);
+        for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) {
+          count_block(*piece);
+        }
+        [[fallthrough]];
+      case BlockState::used:
+      case BlockState::cached:
+      case BlockState::pages:
+      case BlockState::pending:
+      case BlockState::quarantined:
+        VMM_CHECK(range_->missing_bytes(block->range()) == 0, "nothing under the block at ", block->offset);
+        break;
+      case BlockState::retired:
+        ++retired;
+        retired_bytes += block->size;
+        VMM_CHECK(range_->missing_bytes(block->range()) == block->size, "a mapping under the retired ", block->offset);
+        break;
+      case BlockState::free:
+        // Wholly bare or wholly backed: placement takes the one for the other nowhere.
+        VMM_CHECK(range_->missing_bytes(block->range()) == (block->tag == kNeutral ? block->size : 0),
+                  "free block of tag ", block->tag, " at ", block->offset, "+", block->size, " lacks ",
+                  range_->missing_bytes(block->range()));
+        break;
+    }
+  }
+  slabs_.check();
+  VMM_CHECK(slabs == slabs_.size() && retired == retired_blocks_.size() && retired == range_->retired_count(), "slabs ",
+            slabs, " retired ", retired);
+  VMM_CHECK(retired_bytes == retired_bytes_, "retired: walked ", retired_bytes, ", counted ", retired_bytes_);
+  VMM_CHECK(used_blocks + kept == live_blocks_locked(), "blocks: walked ", used_blocks, " and kept ", kept,
+            ", indexed ", live_blocks_locked());
+  VMM_CHECK(pending == pending_bytes_ && pages == page_bytes_ && quarantined == quarantined_bytes_, "pending ", pending,
+            " pages ", pages, " quarantined ", quarantined);
+  VMM_CHECK(in_vain_.empty(), "mappings in vain: ", in_vain_.size());
+  VMM_CHECK(streams_.blocks() == used_blocks + kept + pending_.size(), "blocks: of streams ", streams_.blocks(),
+            ", walked ", used_blocks + kept + pending_.size());
+  std::set<const Chunk*> seen;
+  std::size_t mapped = 0;
+  for (const auto& [offset, mapping] : range_->live()) {
+    VMM_CHECK(seen.insert(mapping.chunk).second, "one chunk twice, the second time at ", offset);
+    VMM_CHECK(mapping.chunk->charged == &budget_, "the chunk at ", offset, " is charged to ",
+              mapping.chunk->charged->name());
+    VMM_CHECK(mapping.chunk->content == id_ && mapping.chunk->mappings.load() >= 1, "the chunk at ", offset);
+    mapped += mapping.chunk->size;
+  }
+  VMM_CHECK(mapped == range_->mapped_bytes(), "mapped: walked ", mapped, ", counted ", range_->mapped_bytes());
+  Statistics statistics = counters_.totals();
+  own_peaks_.fill_peaks(statistics);
+  const auto current = [&statistics](StatKind kind) {
+    const StatTriple& triple = statistics[kind];
+    VMM_CHECK(triple[0].current == triple[1].current + triple[2].current, "small and large do not add up");
+    VMM_CHECK(triple[0].peak >= triple[0].current, "peak below current");
+    return static_cast<std::size_t>(triple[0].current);
+  };
+  VMM_CHECK(current(StatKind::allocated_bytes) == used_bytes, "allocated: walked ", used_bytes);
+  VMM_CHECK(current(StatKind::allocation) == used_blocks, "allocations: walked ", used_blocks);
+  VMM_CHECK(current(StatKind::active_bytes) == used_bytes + pending, "active: walked ", used_bytes + pending);
+  VMM_CHECK(current(StatKind::requested_bytes) == requested, "requested: walked ", requested);
+  VMM_CHECK(current(StatKind::reserved_bytes) == mapped, "reserved: walked ", mapped);
+  VMM_CHECK(current(StatKind::segment) == range_->live().size(), "segments: walked ", range_->live().size());
+  VMM_CHECK(counters_.current(StatKind::reserved_bytes, SizeClass::small_pool) == slabs_.bytes(),
+            "reserved for small blocks: slabs of ", slabs_.bytes());
+  if (kept == 0) check_free_space();
+}
+
+}  // namespace vmm

@@ -1,0 +1,44 @@
+#include "process/device_kind.h"
+
+#include <string>
+
+#include "base/errors.h"
+#include "driver/cuda_driver.h"
+#include "driver/host_driver.h"
+
+namespace vmm {
+
+namespace {
+
+std::unique_ptr<Driver> make_cuda_driver(const Options& /*options*/) {
+  std::string why;
+  auto driver = CudaDriver::make(&why);
+  if (driver == nullptr) throw NotAvailableError("no CUDA device can be used: " + why);
+  return driver;
+}
+
+std::unique_ptr<Driver> make_host_driver(const Options& options) {
+  HostDriverOptions of_host;
+  of_host.device_bytes = options.host_bytes;
+  return std::make_unique<HostDriver>(of_host);
+}
+
+constexpr std::array<KindOfDevice, kDeviceKinds.size()> kKinds = {{
+    {"cuda", &make_cuda_driver, /*is_shared_by_handle=*/true},
+    {"cpu", &make_host_driver, /*is_shared_by_handle=*/false},  // torch shares CPU tensors by itself
+}};
+
+std::array<KindHooks, kDeviceKinds.size()>& all_hooks() {
+  static std::array<KindHooks, kDeviceKinds.size()> hooks{};
+  return hooks;
+}
+
+}  // namespace
+
+const KindOfDevice& kind_of(DeviceKind kind) { return kKinds.at(index_of(kind)); }
+
+void set_hooks(DeviceKind kind, const KindHooks& hooks) { all_hooks().at(index_of(kind)) = hooks; }
+
+const KindHooks& hooks_of(DeviceKind kind) { return all_hooks().at(index_of(kind)); }
+
+}  // namespace vmm

@@ -1,0 +1,107 @@
+#include "process/runtime.h"
+
+#include <pthread.h>
+
+#include "base/check.h"
+#include "base/errors.h"
+
+namespace vmm {
+
+namespace {
+
+std::shared_ptr<Pool> make_default_pool(DeviceMemory& memory) {
+  PoolSpec spec;
+  spec.name = "default";
+  return memory.create_pool(spec, nullptr);
+}
+
+}  // namespace
+
+DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpace& address_space,
+                       const Options& options)
+    : kind(kind),
+      ordinal(ordinal),
+      memory(driver, address_space, ordinal, options),
+      default_pool(make_default_pool(memory)),
+      private_pools(memory, hooks_of(kind).captures == nullptr ? CaptureHooks{} : hooks_of(kind).captures(ordinal)) {
+  const KindHooks& hooks = hooks_of(kind);
+  // torch can free memory of its own (tensors that other processes have let go
+  // of) when a device has none left.
+  if (hooks.free_memory != nullptr) memory.set_memory_callback(hooks.free_memory);
+  if (hooks.census != nullptr) memory.streams().set_census(hooks.census(ordinal));
+}
+
+Runtime::Runtime() : options_(Options::from_environment()) {
+  address_space_.store(&space_, std::memory_order_release);
+  // The drivers watch forks themselves; this one flag spares the hot path a
+  // virtual call, and stands before any lock of ours is taken in the child.
+  pthread_atfork(nullptr, nullptr, [] {
+    if (has_driver_.load(std::memory_order_relaxed)) in_child_.store(true, std::memory_order_relaxed);
+  });
+}
+
+Runtime& Runtime::instance() {
+  require_own_process();
+  static Runtime* const runtime = new Runtime;  // never destroyed: tensors outlive static objects
+  return *runtime;
+}
+
+void Runtime::require_own_process() {
+  if (!in_child()) return;
+  throw NotAvailableError(
+      "this process was forked from one that uses torch_vmm, and neither the GPU nor pools survive a fork: start "
+      "workers with the 'spawn' method (torch.multiprocessing.set_start_method('spawn')), or fork before the first "
+      "use");
+}
+
+Driver& Runtime::driver(DeviceKind kind) {
+  const MutexLock lock(mutex_);
+  return driver_locked(kind);
+}
+
+Driver& Runtime::driver_locked(DeviceKind kind) {
+  std::unique_ptr<Driver>& driver = drivers_.at(index_of(kind));
+  if (driver == nullptr) {
+    driver = kind_of(kind).make_driver(options_);
+    has_driver_.store(true, std::memory_order_relaxed);
+  }
+  return *driver;
+}
+
+DeviceRoom& Runtime::make_room(DeviceKind kind, int ordinal) {
+  require_own_process();
+  const MutexLock lock(mutex_);
+  if (DeviceRoom* found = made(kind, ordinal); found != nullptr) return *found;
+  Driver& driver = driver_locked(kind);
+  const int count = driver.device_count();
+  if (ordinal < 0 || ordinal >= count || ordinal >= kMostDevices) {
+    throw NotAvailableError("there is no device " + std::string(to_string(kind)) + ":" + std::to_string(ordinal) +
+                            "; " + std::to_string(count) + (count == 1 ? " is" : " are") + " visible");
+  }
+  Options options = options_;
+  options.exportable = options.exportable && kind_of(kind).is_shared_by_handle;
+  auto* room = new DeviceRoom(kind, ordinal, driver, space_, options);  // never destroyed, as the runtime
+  room->memory.set_neighbours([kind](int other) { return &Runtime::room(kind, other).memory.streams(); });
+  rooms_[index_of(kind)][static_cast<std::size_t>(ordinal)].store(room, std::memory_order_release);
+  if (hooks_of(kind).on_made != nullptr) hooks_of(kind).on_made(*room);
+  return *room;
+}
+
+std::vector<DeviceRoom*> Runtime::all_made(DeviceKind kind) {
+  std::vector<DeviceRoom*> rooms;
+  for (int ordinal = 0; ordinal < kMostDevices; ++ordinal) {
+    if (DeviceRoom* room = made(kind, ordinal); room != nullptr) rooms.push_back(room);
+  }
+  return rooms;
+}
+
+DeviceRoom& Runtime::room_of(const Pool& pool) {
+  for (const DeviceKind kind : kDeviceKinds) {
+    DeviceRoom* room = made(kind, pool.device());
+    if (room != nullptr && &room->memory == pool.home()) return *room;
+  }
+  VMM_CHECK(false, "pool '", pool.name(), "' belongs to no device of this process");
+  __builtin_unreachable();
+}
+
+}  // namespace vmm

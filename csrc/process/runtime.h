@@ -1,0 +1,106 @@
+// What this process has: a driver for each kind of device, one address space, and
+// for each device its memory and its default pool, made when first asked for and
+// never destroyed, because tensors outlive everything. It knows neither torch nor
+// Python.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/sync.h"
+#include "core/device/device_memory.h"
+#include "core/device/private_pools.h"
+#include "core/memory/address_space.h"
+#include "core/options.h"
+#include "driver/driver.h"
+#include "process/device_kind.h"
+
+namespace vmm {
+
+// One device's memory, with what torch's face of it needs at hand.
+struct DeviceRoom {
+  DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpace& address_space, const Options& options);
+
+  const DeviceKind kind;
+  const int ordinal;
+  DeviceMemory memory;
+  // Of tensors made outside any model's context.
+  const std::shared_ptr<Pool> default_pool;
+  // CUDA graphs' and torch.cuda.MemPool's.
+  PrivatePools private_pools;
+};
+
+class Runtime {
+ public:
+  static constexpr int kMostDevices = 64;  // of a kind; torch's own limit
+
+  // The device's room. Throws NotAvailableError that says why there is none:
+  // no driver, no such device, something missing, or a forked child; and
+  // OutOfMemoryError when there are no addresses for its default pool. Then it
+  // is not made, and the next call tries again.
+  static DeviceRoom& room(DeviceKind kind, int ordinal) {
+    if (DeviceRoom* found = made(kind, ordinal); found != nullptr && !in_child()) [[likely]]
+      return *found;
+    return instance().make_room(kind, ordinal);
+  }
+  // The same where it has been made already, or nullptr. Never waits.
+  static DeviceRoom* made(DeviceKind kind, int ordinal) {
+    if (ordinal < 0 || ordinal >= kMostDevices) return nullptr;
+    return rooms_[index_of(kind)][static_cast<std::size_t>(ordinal)].load(std::memory_order_acquire);
+  }
+  static std::vector<DeviceRoom*> all_made(DeviceKind kind);
+  // REQUIRES: a pool of a room of ours.
+  static DeviceRoom& room_of(const Pool& pool);
+
+  // Devices of a kind; for CUDA loads the driver, and throws NotAvailableError
+  // that says why there is none.
+  static int device_count(DeviceKind kind) { return instance().driver(kind).device_count(); }
+  // What the device has, and what of it is free. Throws NotAvailableError.
+  static Status memory_info(DeviceKind kind, int ordinal, MemoryInfo* out) {
+    return instance().driver(kind).memory_info(ordinal, out);
+  }
+  // What a device lacks to be used here, in words; "" if nothing.
+  static std::string missing(DeviceKind kind, int ordinal) { return instance().driver(kind).missing(ordinal); }
+
+  // Every pool's addresses, of every device. No lock, no initialisation.
+  static Pool* pool_at(const void* address) {
+    const AddressSpace* space = address_space_.load(std::memory_order_acquire);
+    return space == nullptr ? nullptr : space->find(reinterpret_cast<Address>(address));
+  }
+  // Frees a block by its address; false when it is no live block of ours.
+  // REQUIRES: not in a forked child.
+  static bool free(void* address) {
+    AddressSpace* space = address_space_.load(std::memory_order_acquire);
+    return space != nullptr && DeviceMemory::free(*space, reinterpret_cast<Address>(address));
+  }
+
+  // True in a process forked from one that had a driver: nothing of ours works
+  // there, and nobody may take a lock that another thread held at the fork.
+  static bool in_child() { return in_child_.load(std::memory_order_relaxed); }
+  // NotAvailableError in a forked child.
+  static void require_own_process();
+
+ private:
+  Runtime();
+  static Runtime& instance();
+  Driver& driver(DeviceKind kind) VMM_EXCLUDES(mutex_);
+  Driver& driver_locked(DeviceKind kind) VMM_REQUIRES(mutex_);
+  DeviceRoom& make_room(DeviceKind kind, int ordinal) VMM_EXCLUDES(mutex_);
+
+  using Rooms = std::array<std::atomic<DeviceRoom*>, kMostDevices>;
+  static inline std::array<Rooms, kDeviceKinds.size()> rooms_{};
+  static inline std::atomic<AddressSpace*> address_space_{nullptr};
+  static inline std::atomic<bool> has_driver_{false};
+  static inline std::atomic<bool> in_child_{false};
+
+  const Options options_;
+  AddressSpace space_;
+  Mutex mutex_;
+  std::array<std::unique_ptr<Driver>, kDeviceKinds.size()> drivers_ VMM_GUARDED_BY(mutex_);
+};
+
+}  // namespace vmm

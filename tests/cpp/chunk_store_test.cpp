@@ -1,0 +1,183 @@
+#include "core/memory/chunk_store.h"
+
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <thread>
+
+#include "core/memory/grant.h"
+#include "cpp/lab.h"
+
+namespace vmm::testing {
+namespace {
+
+class Store : public ::testing::Test {
+ protected:
+  ~Store() override {
+    store_.reset();
+    EXPECT_EQ(driver_.leaks(), "");
+    EXPECT_EQ(device_.used(), 0U);
+  }
+  Chunk* create(Budget& payer, std::size_t pages = 1) {
+    Chunk* chunk = nullptr;
+    EXPECT_TRUE(store_->create(store_->spec(pages * kPage), payer, &chunk, nullptr).ok());
+    return chunk;
+  }
+  Chunk* take(Budget& payer, std::size_t pages, bool exact = false) {
+    Budget* refused = nullptr;
+    return store_->take_at_most(group_, payer, pages * kPage, exact, &refused);
+  }
+
+  HostDriver host_{HostDriverOptions{kPage, kGiB, 1}};
+  ScriptedDriver driver_{host_};
+  Budget device_{"device", kUnlimited, nullptr};
+  Budget group_{"group", 16 * kPage, &device_};
+  Budget a_{"a", 12 * kPage, &group_};
+  Budget b_{"b", 8 * kPage, &group_};
+  std::optional<ChunkStore> store_{std::in_place, driver_, 0, kPage, false};
+};
+
+TEST_F(Store, ChargesTheLimitBeforeTheDriverIsAsked) {
+  Chunk* chunk = nullptr;
+  Budget* refused = nullptr;
+  EXPECT_EQ(store_->create(store_->spec(13 * kPage), a_, &chunk, &refused).code(), StatusCode::out_of_memory);
+  EXPECT_EQ(refused, &a_);
+  EXPECT_EQ(driver_.count(Call::create), 0U);
+  EXPECT_EQ(a_.used(), 0U);
+}
+
+TEST_F(Store, GivesTheChargeBackWhenTheDriverFails) {
+  driver_.fail_nth(Call::create, 1, no_memory());
+  Chunk* chunk = nullptr;
+  Budget* refused = &a_;
+  EXPECT_EQ(store_->create(store_->spec(kPage), a_, &chunk, &refused).code(), StatusCode::out_of_memory);
+  EXPECT_EQ(refused, nullptr) << "it was the driver";
+  EXPECT_EQ(a_.used(), 0U);
+  EXPECT_EQ(store_->live_chunks(), 0U);
+}
+
+TEST_F(Store, AReleasedChunkCountsNoMore) {
+  Chunk* chunk = create(a_, 2);
+  EXPECT_EQ(device_.used(), 2 * kPage);
+  EXPECT_TRUE(store_->release(chunk).ok());
+  EXPECT_EQ(device_.used(), 0U);
+  EXPECT_EQ(driver_.live_chunks(), 0U);
+}
+
+TEST_F(Store, AChunkThatTheDriverKeepsStillCounts) {
+  Chunk* chunk = create(a_);
+  driver_.fail_nth(Call::release, 1, broken());
+  EXPECT_FALSE(store_->release(chunk).ok());
+  EXPECT_EQ(a_.used(), kPage);
+  EXPECT_EQ(store_->live_chunks(), 1U);
+  store_->put(group_, chunk);
+  driver_.fail_nth(Call::release, 1, broken());
+  EXPECT_EQ(store_->trim(group_, 0), 0U);
+  EXPECT_EQ(store_->shelved_bytes(group_), kPage);
+  EXPECT_EQ(store_->trim(group_, 0), kPage) << "and is tried again";
+}
+
+TEST_F(Store, TheShelfCountsForItsGroup) {
+  store_->put(group_, create(a_, 4));
+  EXPECT_EQ(a_.used(), 0U);
+  EXPECT_EQ(group_.used(), 4 * kPage);
+  EXPECT_EQ(store_->shelved_bytes(group_), 4 * kPage);
+  EXPECT_EQ(store_->all_shelved_bytes(), 4 * kPage);
+  Chunk* chunk = take(b_, 4);
+  ASSERT_NE(chunk, nullptr);
+  EXPECT_EQ(chunk->charged, &b_);
+  EXPECT_EQ(b_.used(), 4 * kPage);
+  EXPECT_EQ(group_.used(), 4 * kPage);
+  EXPECT_TRUE(store_->release(chunk).ok());
+}
+
+TEST_F(Store, TakesTheLargestThatFitsOrTheExactSize) {
+  for (const std::size_t pages : {1U, 2U, 4U}) store_->put(group_, create(a_, pages));
+  EXPECT_EQ(take(b_, 3, /*exact=*/true), nullptr);
+  Chunk* chunk = take(b_, 3);
+  ASSERT_NE(chunk, nullptr);
+  EXPECT_EQ(chunk->size, 2 * kPage);
+  store_->put(group_, chunk);
+  chunk = take(b_, 1, /*exact=*/true);
+  ASSERT_NE(chunk, nullptr);
+  EXPECT_EQ(chunk->size, kPage);
+  store_->put(group_, chunk);
+}
+
+TEST_F(Store, AnotherGroupsShelfIsNotTouched) {
+  Budget stranger("stranger", kUnlimited, &device_);
+  store_->put(group_, create(a_));
+  Budget* refused = nullptr;
+  EXPECT_EQ(store_->take_at_most(stranger, stranger, kPage, false, &refused), nullptr);
+  EXPECT_EQ(refused, nullptr);
+  EXPECT_EQ(store_->trim(stranger, 0), 0U);
+  EXPECT_EQ(store_->trim_under(stranger, kPage), 0U);
+  EXPECT_EQ(store_->trim_under(device_, kPage), kPage) << "the device stands above";
+}
+
+TEST_F(Store, WhoHasNoRoomLeavesTheChunkOnTheShelf) {
+  Chunk* used = create(b_, 8);
+  store_->put(group_, create(a_));
+  Budget* refused = nullptr;
+  EXPECT_EQ(store_->take_at_most(group_, b_, kPage, false, &refused), nullptr);
+  EXPECT_EQ(refused, &b_);
+  EXPECT_EQ(store_->shelved_bytes(group_), kPage);
+  EXPECT_TRUE(store_->release(used).ok());
+}
+
+TEST_F(Store, TrimKeepsWhatIsAskedForAndWhatIsStillMapped) {
+  Chunk* waiting = create(a_, 2);
+  waiting->mappings = 1;  // a former address waits for its fence
+  store_->put(group_, waiting);
+  for (int k = 0; k < 4; ++k) store_->put(group_, create(a_));
+  EXPECT_EQ(store_->quarantined_bytes(group_), 2 * kPage);
+  EXPECT_EQ(store_->trim(group_, 4 * kPage), 2 * kPage);
+  EXPECT_EQ(store_->trim(group_, 0), 2 * kPage);
+  EXPECT_EQ(store_->shelved_bytes(group_), 2 * kPage) << "cannot go yet";
+  waiting->mappings = 0;
+  EXPECT_EQ(store_->trim_all(), 2 * kPage);
+  store_->forget(group_);
+}
+
+TEST_F(Store, WhatAGrantDoesNotUseGoesBack) {
+  {
+    Grant grant(*store_, group_, a_);
+    grant.chunks.put(create(a_, 2));
+    ASSERT_EQ(a_.charge(3 * kPage), nullptr);
+    grant.prepaid_bytes = 3 * kPage;
+    EXPECT_EQ(grant.bytes(), 5 * kPage);
+  }
+  EXPECT_EQ(a_.used(), 0U);
+  EXPECT_EQ(store_->shelved_bytes(group_), 2 * kPage);
+}
+
+TEST_F(Store, NoNumberOfThreadsOvershootsTheLimit) {
+  std::atomic<std::size_t> most{0};
+  std::vector<std::thread> threads;
+  for (int k = 0; k < 8; ++k) {
+    threads.emplace_back([&, k] {
+      Budget& mine = k % 2 == 0 ? a_ : b_;
+      for (int step = 0; step < 200; ++step) {
+        Budget* refused = nullptr;
+        Chunk* chunk = store_->take_at_most(group_, mine, 3 * kPage, false, &refused);
+        if (chunk == nullptr && !store_->create(store_->spec(3 * kPage), mine, &chunk, &refused).ok()) continue;
+        const std::size_t alive = driver_.live_chunk_bytes();
+        std::size_t highest = most.load();
+        while (alive > highest && !most.compare_exchange_weak(highest, alive)) {
+        }
+        if (step % 3 == 0) {
+          EXPECT_TRUE(store_->release(chunk).ok());
+        } else {
+          store_->put(group_, chunk);
+        }
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_LE(most, 16 * kPage);
+  EXPECT_GT(most, 0U);
+  EXPECT_EQ(group_.used(), store_->shelved_bytes(group_));
+}
+
+}  // namespace
+}  // namespace vmm::testing
