@@ -135,6 +135,25 @@ TEST(Capacity, AnotherFailureOfTheDriverIsNotTriedAgain) {
   EXPECT_EQ(lab.driver.count(Call::reserve), 1U);
 }
 
+// torch says what is oversize at its first allocation, when pools may hold memory already.
+TEST(Oversize, IsWhatABlockWasCountedAs) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  const Address before = lab.allocate(*pool, 16 * kMiB);
+  lab.memory().set_oversize(8 * kMiB);
+  const Address after = lab.allocate(*pool, 16 * kMiB);
+  EXPECT_EQ(lab.memory().statistics().oversize_allocations.current, 1);
+  lab.free(before);
+  EXPECT_EQ(lab.memory().statistics().oversize_allocations.current, 1);
+  lab.memory().set_oversize(kUnlimited);
+  lab.free(after);
+  EXPECT_EQ(lab.memory().statistics().oversize_allocations.current, 0);
+  const auto in_chunks = [&] { return lab.memory().statistics().oversize_segments.current; };
+  EXPECT_GT(in_chunks(), 0);
+  lab.memory().empty_cache();
+  EXPECT_EQ(in_chunks(), 0);
+}
+
 // Nobody follows the oversize peaks of several pools together: those of pools
 // that have ended are added, until they are reset.
 TEST(Peaks, OfEndedPoolsAreReset) {

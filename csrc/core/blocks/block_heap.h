@@ -51,6 +51,7 @@ struct Block {
   StreamTag tag = kNeutral;
   Relaxed<BlockState> state = BlockState::free;
   bool small = false;                            // lives in a slab
+  bool oversize = false;                         // while live: was counted as torch's oversize ones
   std::unique_ptr<std::vector<StreamUse>> uses;  // record_stream()
 
   [[nodiscard]] std::size_t end() const { return offset + size; }

@@ -147,7 +147,7 @@ bool BlockCaches::put(CachedPool& pool, Address address) noexcept {
   // pool's lock.
   Block* const block = may_keep(pool) ? pool.directory().find(offset) : nullptr;
   if (block != nullptr && block->offset == offset && block->state == BlockState::used && block->uses == nullptr &&
-      block->size < oversize_bytes_.load(std::memory_order_relaxed)) [[likely]] {
+      !block->oversize && block->size < oversize_bytes_.load(std::memory_order_relaxed)) [[likely]] {
     Shard* const shard = cache->find(pool, block->tag);
     if (shard != nullptr && shard->put(block)) [[likely]] {
       is_kept = true;

@@ -24,6 +24,7 @@ struct Chunk {
   Budget* charged = nullptr;  // who pays for it
   OwnerId content = kNobody;  // whose data it may still hold
   Epoch last_use = kLongAgo;  // behind which nothing uses it any more that used it before
+  bool oversize = false;      // while mapped: was counted as torch's oversize ones
   // Another process has had it: it may go on reading, so the chunk serves no
   // other model and goes back to the driver from where it stands.
   bool exported = false;

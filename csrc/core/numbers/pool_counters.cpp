@@ -29,21 +29,21 @@ void PoolCounters::hand_over(StatKind kind, SizeClass from, SizeClass to, std::s
   rose(kind, to, amount);
 }
 
-void PoolCounters::block_began(const Block& block, bool is_oversize) {
+void PoolCounters::block_began(const Block& block) {
   const SizeClass size_class = size_class_of(block);
   rose(StatKind::allocation, size_class, 1);
   rose(StatKind::allocated_bytes, size_class, block.size);
   rose(StatKind::active, size_class, 1);
   rose(StatKind::active_bytes, size_class, block.size);
   rose(StatKind::requested_bytes, size_class, block.requested);
-  if (is_oversize) statistics_.oversize_allocations.increase(1);
+  if (block.oversize) statistics_.oversize_allocations.increase(1);
 }
 
-void PoolCounters::block_ended(const Block& block, bool is_oversize) {
+void PoolCounters::block_ended(const Block& block) {
   const SizeClass size_class = size_class_of(block);
   fell(StatKind::allocation, size_class, 1);
   fell(StatKind::allocated_bytes, size_class, block.size);
-  if (is_oversize) statistics_.oversize_allocations.decrease(1);
+  if (block.oversize) statistics_.oversize_allocations.decrease(1);
 }
 
 void PoolCounters::block_finished(const Block& block) {

@@ -23,9 +23,9 @@ class PoolCounters {
   PoolCounters& operator=(const PoolCounters&) = delete;
 
   // -- A block's life, once for each: it is somebody's, its owner lets go of it,
-  // nobody uses it any more. `is_oversize`: it counts as torch's oversize ones.
-  void block_began(const Block& block, bool is_oversize);
-  void block_ended(const Block& block, bool is_oversize);
+  // nobody uses it any more.
+  void block_began(const Block& block);
+  void block_ended(const Block& block);
   void block_finished(const Block& block);
 
   // -- Memory. What is mapped is the large pool's until a slab is made of it.

@@ -205,13 +205,14 @@ void Pool::shelve_idle_chunks(ByteRange range) {
 
 void Pool::count_mapped(const PlacedChunk& placement, Stream stream) {
   const std::size_t size = placement.chunk->size;
-  counters_.mapped(size, is_oversize(size));
+  placement.chunk->oversize = is_oversize(size);
+  counters_.mapped(size, placement.chunk->oversize);
   tell(PoolEvent::segment_map, placement.offset, size, stream);
 }
 
 void Pool::count_unmapped(const PlacedChunk& placement) {
   const std::size_t size = placement.chunk->size;
-  counters_.unmapped(size, is_oversize(size));
+  counters_.unmapped(size, placement.chunk->oversize);
   tell(PoolEvent::segment_unmap, placement.offset, size, nullptr);
 }
 

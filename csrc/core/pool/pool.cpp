@@ -161,14 +161,15 @@ Pool::ReadLock::~ReadLock() {
 // The block is a tensor's from now on, or held by the explicit face.
 void Pool::begin_block(Block* block, std::size_t requested) {
   block->requested = requested;
-  counters_.block_began(*block, is_oversize(block->size));
+  block->oversize = is_oversize(block->size);
+  counters_.block_began(*block);
   ++streams_[block->tag].blocks;
   tell(PoolEvent::alloc, block->offset, requested, streams_[block->tag].stream);
 }
 
 // Its owner has let go of it; recorded streams may still use it.
 void Pool::end_block(const Block& block) {
-  counters_.block_ended(block, is_oversize(block.size));
+  counters_.block_ended(block);
   tell(PoolEvent::free_requested, block.offset, block.requested, streams_[block.tag].stream);
 }
 
@@ -271,6 +272,7 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
     // What the thread frees later it counts itself: counted here, one seat would rise
     // and the other fall all the time, and each look for room costs 300 ns.
     block->requested = bytes;
+    block->oversize = false;
     ++streams_[tag].blocks;
     shard->count_allocation(*block, mine.of_device());
     if (!is_small) shard->note_large(block);
