@@ -180,12 +180,14 @@ cca::CheckpointDelta CudaAllocator::setCheckpointPoolState(c10::DeviceIndex devi
   if (ours == nullptr) throw_torch_error("torch_vmm: setCheckpointPoolState: this checkpoint is another allocator's");
   std::vector<Address> freed;
   std::vector<Address> allocated;
-  in_torch_words(device, [&](PrivatePools& pools) { pools.restore(ours->checkpoint, &freed, &allocated); });
+  in_torch_words(device, [&](PrivatePools& pools) {
+    if (IpcExports::any_shared()) {
+      for (const Address live : pools.live_addresses(ours->checkpoint.region)) IpcExports::before_free(live);
+    }
+    pools.restore(ours->checkpoint, &freed, &allocated);
+  });
   cca::CheckpointDelta delta;
-  for (const Address address : freed) {
-    IpcExports::before_free(address);
-    delta.ptrs_freed.push_back(reinterpret_cast<void*>(address));
-  }
+  for (const Address address : freed) delta.ptrs_freed.push_back(reinterpret_cast<void*>(address));
   for (const Address address : allocated) {
     void* const block = reinterpret_cast<void*>(address);
     delta.dataptrs_allocd.emplace_back(block, block, &free_block, c10::Device(c10::kCUDA, device));
