@@ -172,13 +172,7 @@ void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::s
     if (*part != nullptr) return reinterpret_cast<void*>(room.memory.allocate(**part, bytes, stream));
     if (foreign != nullptr) return static_cast<ProvidedMemory&>(*foreign).allocate(bytes, stream);
   }
-  try {
-    return reinterpret_cast<void*>(room.memory.allocate(*model, bytes, stream));
-  } catch (const OutOfMemoryError&) {
-    const Address rescued = room.private_pools.rescue(model, bytes, stream);
-    if (rescued == 0) throw;
-    return reinterpret_cast<void*>(rescued);
-  }
+  return reinterpret_cast<void*>(room.memory.allocate(*model, bytes, stream));
 }
 
 }  // namespace

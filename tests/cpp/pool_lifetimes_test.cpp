@@ -184,6 +184,25 @@ TEST(Closing, AGroupStaysUntilItsLastTensorHasGone) {
   EXPECT_EQ(lab.driver.live_chunk_bytes(), 0U);
 }
 
+TEST(Closing, ATensorOfAClosedGroupCostsOthersNothing) {
+  Lab lab;
+  const auto other = lab.pool("other");
+  lab.free(lab.allocate(*other, 4096));
+  lab.free(lab.allocate(*other, 4096));
+  Address block = 0;
+  {
+    SharedMemoryPool shared(lab.memory(), 64 * kMiB);
+    ModelSpec spec;
+    spec.virtual_capacity = kGiB;
+    block = lab.allocate(*shared.register_model("m", spec), 8 * kMiB);
+    shared.close(/*force=*/true);
+  }
+  const std::uint64_t locked = other->times_locked();
+  for (int k = 0; k < 100; ++k) DeviceMemory::free(lab.space, lab.memory().allocate(*other, 4096, nullptr));
+  EXPECT_EQ(other->times_locked(), locked) << "its thread keeps the block, whatever others have closed";
+  lab.free(block);
+}
+
 // ------------------------------------------------------------------------- captures
 
 class Suspended : public ::testing::Test {

@@ -567,20 +567,44 @@ TEST_F(PrivatePoolsTest, ACaptureBegunWhereOneRunsFailsAndGoesWithIt) {
 TEST_F(PrivatePoolsTest, OnlyWillingRegionsRescue) {
   pools.add_user(kOne);
   use(kOne, 8 * kMiB);
-  EXPECT_EQ(pools.rescue(model, 4 * kMiB, nullptr), 0U);
+  EXPECT_EQ(pools.lend(*model, 4 * kMiB, nullptr), 0U);
   pools.set_use_on_oom(kOne, true);
-  EXPECT_EQ(pools.rescue(model, 16 * kMiB, nullptr), 0U);
-  EXPECT_EQ(pools.rescue(lab.pool("stranger"), 4 * kMiB, nullptr), 0U);
-  const Address found = pools.rescue(model, 4 * kMiB, nullptr);
+  EXPECT_EQ(pools.lend(*model, 16 * kMiB, nullptr), 0U);
+  EXPECT_EQ(pools.lend(*lab.pool("stranger"), 4 * kMiB, nullptr), 0U);
+  const Address found = pools.lend(*model, 4 * kMiB, nullptr);
   ASSERT_NE(found, 0U);
   EXPECT_TRUE(region_of(found) == kOne);
   EXPECT_EQ(mapped(kOne), 8 * kMiB);
   EXPECT_TRUE(DeviceMemory::free(lab.space, found));
   begin_capture(kOne, a);
   end_capture(kOne, a);
-  EXPECT_EQ(pools.rescue(model, 4 * kMiB, nullptr), 0U) << "it is a graph's";
+  EXPECT_EQ(pools.lend(*model, 4 * kMiB, nullptr), 0U) << "it is a graph's";
   pools.release(kOne);
   EXPECT_EQ(pools.use_count(kOne), 1);
+  leave_mempool(kOne);
+}
+
+// As natively, which asks such a pool before it counts an error or gives anything up.
+TEST_F(PrivatePoolsTest, WhatIsLentIsNoOutOfMemory) {
+  pools.add_user(kOne);
+  use(kOne, 16 * kMiB);
+  pools.begin(kOne, everywhere(), nullptr);
+  const Address kept = allocate(3 * kMiB);
+  pools.end(kOne);
+  pools.release(kOne);
+  ASSERT_EQ(mapped(kOne), 16 * kMiB) << "in the middle of its one chunk, whose rest is nobody's to take";
+  lab.memory().set_limit(model->budget(), 16 * kMiB);
+  EXPECT_THROW(lab.allocate(*model, 8 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(model->statistics().num_ooms, 1);
+  pools.set_use_on_oom(kOne, true);
+  const auto waits = lab.driver.count(Call::synchronize);
+  const Address lent = lab.allocate(*model, 8 * kMiB);
+  EXPECT_TRUE(region_of(lent) == kOne);
+  EXPECT_EQ(model->statistics().num_ooms, 1);
+  EXPECT_EQ(lab.driver.count(Call::synchronize), waits);
+  EXPECT_THROW(lab.memory().allocate_first(*model, 8 * kMiB, nullptr), OutOfMemoryError) << "pages are its own";
+  lab.free(lent);
+  lab.free(kept);
   leave_mempool(kOne);
 }
 
@@ -657,12 +681,12 @@ TEST_F(PrivatePoolsTest, ForeignMemoryServesWhatFoundNoneWhereItMay) {
   const auto foreign = std::make_shared<Foreign>();
   foreign->unused = 1000;
   pools.add_user(kOne, foreign);
-  EXPECT_EQ(pools.rescue(model, 1000, a), 0U) << "nobody said that it may";
+  EXPECT_EQ(pools.lend(*model, 1000, a), 0U) << "nobody said that it may";
   pools.set_use_on_oom(kOne, true);
-  EXPECT_EQ(pools.rescue(model, 1000, a), 512U);
-  EXPECT_EQ(pools.rescue(model, 1001, a), 0U);
+  EXPECT_EQ(pools.lend(*model, 1000, a), 512U);
+  EXPECT_EQ(pools.lend(*model, 1001, a), 0U);
   begin_capture(kOne, a);
-  EXPECT_EQ(pools.rescue(model, 1000, a), 0U) << "a graph's";
+  EXPECT_EQ(pools.lend(*model, 1000, a), 0U) << "a graph's";
   end_capture(kOne, a);
   pools.release(kOne);
   EXPECT_FALSE(foreign->no_split);

@@ -52,10 +52,8 @@ void StreamWorld::allocate(std::size_t pool, std::size_t bytes, std::size_t stre
         if (auto part = private_pools_->route(home, slot(stream).handle); part != nullptr) home = part;
       }
       live.address = memory.allocate(*home, bytes, slot(stream).handle);
+      home = memory.pool_at(live.address);  // a private pool's, where that lends
     } catch (const OutOfMemoryError&) {
-      if (!is_model || home->is_part()) return;
-      live.address = private_pools_->rescue(home, bytes, slot(stream).handle);
-      if (live.address != 0) home = memory.pool_at(live.address);
     } catch (const VmmError&) {
       // A failing driver call.
     }

@@ -258,8 +258,8 @@ void DeviceMemory::bury_drained(const Pool* pool) {
   tend_if_any_wait();
 }
 
-// All that can be.
-void DeviceMemory::bury_closed() {
+// All that can be. Whether there were any.
+bool DeviceMemory::bury_closed() {
   Closed closed;
   {
     const MutexLock lock(registry_mutex_);
@@ -267,6 +267,7 @@ void DeviceMemory::bury_closed() {
   }
   for (const auto& [key, pool] : closed) bury(pool);
   bury_groups();
+  return !closed.empty();
 }
 
 // Ends the groups that are closed and have nothing any more.
@@ -279,7 +280,9 @@ void DeviceMemory::bury_groups() {
   for (const auto& group : ended) {
     store_.trim(*group, 0);
     const MutexLock lock(registry_mutex_);
-    if (!registry_.of_group(*group)->empty() || !store_.forget(*group)) {
+    // Whoever buries its last pool comes here again.
+    if (!registry_.of_group(*group)->empty()) continue;
+    if (!store_.forget(*group)) {
       has_ended_.store(true, std::memory_order_relaxed);
       continue;
     }
@@ -318,15 +321,6 @@ PoolList DeviceMemory::pools_under(const Budget& group) const {
 PoolList DeviceMemory::family(const Pool& pool) const {
   const MutexLock lock(registry_mutex_);
   return registry_.family(pool);
-}
-
-DeviceMemory::Live DeviceMemory::live_in(const Pool& model) const {
-  Live live;
-  for (const auto& member : family(model)) {
-    live.blocks += member->live_blocks();
-    live.bytes += member->live_bytes();
-  }
-  return live;
 }
 
 std::shared_ptr<Pool> DeviceMemory::pool_at(Address address) const {
@@ -401,12 +395,15 @@ std::size_t DeviceMemory::empty_cache() {
   return store_.trim_all();
 }
 
-void DeviceMemory::settle(bool wait) {
+bool DeviceMemory::settle(bool wait) {
   if (wait) clock_.wait(clock_.now()).ignore();  // what it could not wait for stays
+  bool any = false;
   for (const auto& pool : pools()) {
-    if (pool->settle()) store_.trim(pool->group(), options_.store_bytes);
+    if (!pool->settle()) continue;
+    any = true;
+    store_.trim(pool->group(), options_.store_bytes);
   }
-  bury_closed();
+  return bury_closed() || any;
 }
 
 std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {

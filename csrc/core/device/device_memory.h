@@ -1,21 +1,9 @@
 // All pools of one device and who yields to whom: the reclaim ladder, and
 // nothing else decides it. It never knows torch, nor how a pool finds room.
 //
-// Lock order, top first; whoever holds one may only take those below it:
-//   DeviceMemory::reclaim_mutex_   one request at a time climbs the ladder
-//   DeviceMemory::accessor_mutex_  one accessor at a time is given access
-//   BlockCaches::mutex_, then the threads' BiasedLocks: what threads keep
-//   GroupFigures::mutex_           one answer of group_stats at a time
-//   Pool::mutex_                   one pool; several only by AllLocked (the last
-//                                  rung, GroupFigures), in order of registration
-//   Clock::mutex_                  ticks; then StreamPoint::mutex_, one point
-//   ChunkStore::mutex_              the shelves
-//   DeviceMemory::registry_mutex_  the list of pools; observers, called under a
-//                                  pool's lock, take it too
-//   DeviceStreams::mutex_, Peaks', AddressSpace's, the drivers'   leaves
-// Whoever holds a lock never calls Python and never waits for the GPU: whoever
-// has to, waits between two tries, with no lock held. The whole order, of all
-// locks of the process, is in docs/design.md.
+// The order in which locks are taken, this file's among all of the process, is in
+// docs/design.md. Whoever holds a lock never calls Python and never waits for the
+// GPU: whoever has to, waits between two tries, with no lock held.
 #pragma once
 
 #include <atomic>
@@ -79,12 +67,6 @@ class DeviceMemory {
   [[nodiscard]] PoolList pools_under(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
   // The model of `pool` and all its parts.
   [[nodiscard]] PoolList family(const Pool& pool) const VMM_EXCLUDES(registry_mutex_);
-  // What a model and its parts hold live.
-  struct Live {
-    std::size_t blocks = 0;
-    std::size_t bytes = 0;
-  };
-  [[nodiscard]] Live live_in(const Pool& model) const;
   // The pool that holds `address`, or nullptr.
   [[nodiscard]] std::shared_ptr<Pool> pool_at(Address address) const VMM_EXCLUDES(registry_mutex_);
 
@@ -113,8 +95,8 @@ class DeviceMemory {
   // All idle memory of every pool, and the shelves.
   std::size_t empty_cache();
   // Finishes what queued work held up, in every pool, and what closed pools left
-  // behind; with `wait`, waits for it.
-  void settle(bool wait);
+  // behind; with `wait`, waits for it. Returns whether anything came free.
+  bool settle(bool wait);
   // New limits, in bytes; what is idle above them is given back now, waiting
   // for the work that still uses it. Returns the bytes given back. Memory in
   // use stays.
@@ -136,6 +118,10 @@ class DeviceMemory {
   // Called, with no lock held, when a request found nothing: frees what it can
   // (torch's registered free-memory callbacks); true if it did anything.
   void set_memory_callback(std::function<bool()> callback) { memory_callback_ = std::move(callback); }
+  // Called, with no lock held, before a model's request for a tensor waits: an
+  // address out of memory that is free elsewhere and may be had for it, or 0.
+  using Lender = std::function<Address(const Pool& model, std::size_t bytes, Stream stream)>;
+  void set_lender(Lender lender) { lender_ = std::move(lender); }
 
   // -- Numbers ------------------------------------------------------------------
   // torch.cuda.memory_stats of the device: totals over pools, own peaks.
@@ -185,8 +171,26 @@ class DeviceMemory {
       VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
   std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
   using Attempt = std::function<Address(Grant*, Shortage*)>;
-  Address allocate(Pool& pool, std::size_t bytes, const Attempt& attempt) VMM_EXCLUDES(reclaim_mutex_);
-  Address climb(Pool& asker, std::size_t bytes, const Attempt& attempt, Shortage shortage) VMM_EXCLUDES(reclaim_mutex_);
+  Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt)
+      VMM_EXCLUDES(reclaim_mutex_);
+  // One request on its way up the ladder, and what it lacked at its latest attempt.
+  struct Climb {
+    Pool& asker;
+    const std::size_t bytes;
+    const std::optional<Stream> stream;  // none: not for a tensor, so nobody else's memory will do
+    const Attempt& attempt;
+    Shortage shortage;
+    const std::uint64_t climbs_before;
+    Address again(Grant* grant);
+  };
+  // The address, or OutOfMemoryError.
+  Address reach(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
+  // The rungs, in order: each an address, or 0 and the next one is tried.
+  Address give_shelves_back(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
+  Address take_from_others(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
+  Address call_for_memory(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
+  Address borrow(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
+  Address wait_and_melt(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   void wait_for(Epoch epoch);
   PoolList victims(const Pool& asker, const Budget* refused) const;
   static PoolList in_order_of_yielding(PoolList pools);
@@ -200,7 +204,7 @@ class DeviceMemory {
   bool is_look_due() VMM_EXCLUDES(registry_mutex_);
   void bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
   void bury_drained(const Pool* pool) VMM_EXCLUDES(registry_mutex_);
-  void bury_closed() VMM_EXCLUDES(registry_mutex_);
+  bool bury_closed() VMM_EXCLUDES(registry_mutex_);
   void bury_groups() VMM_EXCLUDES(registry_mutex_);
   void tend();
   void tend_if_any_wait() {
@@ -225,6 +229,8 @@ class DeviceMemory {
   Peaks peaks_;
   mutable BlockCaches caches_;
   std::function<bool()> memory_callback_;
+  Lender lender_;
+  std::atomic<std::uint64_t> climbs_{0};
   std::atomic<PoolObserver*> observer_{nullptr};
   std::atomic<std::size_t> oversize_bytes_{kUnlimited};
   std::atomic<bool> over_limit_{false};           // some limit was lowered below what is in use

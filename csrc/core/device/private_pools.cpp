@@ -26,7 +26,12 @@ std::shared_ptr<const void> this_thread() {
 
 }  // namespace
 
-PrivatePools::PrivatePools(DeviceMemory& memory, CaptureHooks hooks) : memory_(memory), hooks_(std::move(hooks)) {}
+PrivatePools::PrivatePools(DeviceMemory& memory, CaptureHooks hooks) : memory_(memory), hooks_(std::move(hooks)) {
+  memory_.set_lender(
+      [this](const Pool& model, std::size_t bytes, Stream stream) { return lend(model, bytes, stream); });
+}
+
+PrivatePools::~PrivatePools() { memory_.set_lender(nullptr); }
 
 std::uint64_t PrivatePools::capture_of(Stream stream) const {
   return hooks_.capture_of == nullptr ? 0 : hooks_.capture_of(stream);
@@ -327,7 +332,7 @@ std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, St
   return part;
 }
 
-Address PrivatePools::rescue(const std::shared_ptr<Pool>& model, std::size_t bytes, Stream stream) {
+Address PrivatePools::lend(const Pool& model, std::size_t bytes, Stream stream) {
   PoolList willing;
   std::vector<std::shared_ptr<ForeignMemory>> foreign;
   {
@@ -336,7 +341,7 @@ Address PrivatePools::rescue(const std::shared_ptr<Pool>& model, std::size_t byt
       // What a graph uses when it is replayed is nobody else's.
       if (!entry.use_on_oom || entry.is_pinned()) continue;
       if (entry.foreign != nullptr) foreign.push_back(entry.foreign);
-      if (const auto at = entry.parts.find(model.get()); at != entry.parts.end()) willing.push_back(at->second);
+      if (const auto at = entry.parts.find(&model); at != entry.parts.end()) willing.push_back(at->second);
     }
   }
   for (const auto& part : willing) {

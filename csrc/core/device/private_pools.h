@@ -61,6 +61,7 @@ class PrivatePools {
   explicit PrivatePools(DeviceMemory& memory, CaptureHooks hooks = {});
   PrivatePools(const PrivatePools&) = delete;
   PrivatePools& operator=(const PrivatePools&) = delete;
+  ~PrivatePools();
 
   // -- Users. Each that comes has to release() once ---------------------------
   // A torch.cuda.MemPool comes; `foreign` provides the memory unless nullptr.
@@ -93,8 +94,8 @@ class PrivatePools {
   std::shared_ptr<Pool> route(const std::shared_ptr<Pool>& model, Stream stream,
                               std::shared_ptr<ForeignMemory>* foreign = nullptr) VMM_EXCLUDES(mutex_);
   // A block of a part of `model`, or of foreign memory, that serves requests which
-  // found no memory elsewhere; 0: none has any.
-  Address rescue(const std::shared_ptr<Pool>& model, std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
+  // found no memory elsewhere; 0: none has any. The device's ladder asks.
+  Address lend(const Pool& model, std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
   // Ends the routes of captures that have failed: torch says nothing when it
   // could not begin or end one. begin(), route(), release() and empty_cache() do
   // so too; others that come by may call it.
@@ -125,7 +126,7 @@ class PrivatePools {
     bool use_on_oom = false;
     bool no_split = false;
     bool is_kept = false;  // a capture took memory of it beside the graph's own: pinned to its end
-    std::map<Pool*, std::shared_ptr<Pool>> parts;  // by model, which the part keeps alive
+    std::map<const Pool*, std::shared_ptr<Pool>> parts;  // by model, which the part keeps alive
     std::shared_ptr<ForeignMemory> foreign;
 
     [[nodiscard]] bool is_pinned() const { return graphs > 0 || is_kept; }

@@ -8,17 +8,20 @@
 //      lowest priority first, then whoever is furthest above its floor; they
 //      move by a second mapping, and no one waits for the GPU
 //   3  torch's registered free-memory callbacks, and work that is done by now
-//   4  the last rung: wait for all queued work, with no lock held; then, with
+//   4  what is free inside private pools that said that they lend it
+//   5  the last rung: wait for all queued work, with no lock held; then, with
 //      every pool locked, give all idle memory above the floors back to the
 //      driver and take the room. Whatever fits after that is granted; no other
 //      thread can take it in between. Again while others had work queued since
 //      that may still use idle memory
-//   5  an error that says who asked, for how much, every limit, who holds
+//   6  an error that says who asked, for how much, every limit, who holds
 //      what, and what would help
 //
+// A rung that has changed nothing is not followed by another attempt.
 // One request at a time climbs; requests that their own pool can meet never
 // wait for it.
 #include <algorithm>
+#include <array>
 #include <tuple>
 
 #include "base/errors.h"
@@ -34,7 +37,7 @@ constexpr int kMostRounds = 16;
 
 }  // namespace
 
-Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, const Attempt& attempt) {
+Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt) {
   tend_if_any_wait();
   Shortage shortage;
   if (const Address address = attempt(nullptr, &shortage)) return address;
@@ -43,7 +46,8 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, const Attempt& att
     shortage = {};
     if (const Address address = attempt(nullptr, &shortage)) return address;
   }
-  return climb(pool, bytes, attempt, shortage);
+  Climb climb{pool, bytes, stream, attempt, shortage, climbs_.load(std::memory_order_relaxed)};
+  return reach(climb);
 }
 
 void DeviceMemory::wait_for(Epoch epoch) {
@@ -55,24 +59,24 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
     if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) [[likely]]
       return kept;
   }
-  return allocate(pool, bytes,
+  return allocate(pool, bytes, stream,
                   [&](Grant* grant, Shortage* shortage) { return pool.try_allocate(bytes, stream, grant, shortage); });
 }
 
 Address DeviceMemory::allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream) {
-  return allocate(pool, bytes, [&](Grant* grant, Shortage* shortage) {
+  return allocate(pool, bytes, std::nullopt, [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_at(address, bytes, stream, grant, shortage);
   });
 }
 
 Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream) {
-  return allocate(pool, size, [&](Grant* grant, Shortage* shortage) {
+  return allocate(pool, size, std::nullopt, [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_pages(offset, size, stream, grant, shortage);
   });
 }
 
 Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream) {
-  return allocate(pool, size, [&](Grant* grant, Shortage* shortage) {
+  return allocate(pool, size, std::nullopt, [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_first(size, stream, grant, shortage);
   });
 }
@@ -164,60 +168,92 @@ void DeviceMemory::create_into(Grant& grant, const Pool& asker, std::size_t want
   }
 }
 
-Address DeviceMemory::climb(Pool& asker, std::size_t bytes, const Attempt& attempt, Shortage shortage) {
-  asker.count_retry();
-  const auto again = [&](Grant* grant) {
-    Shortage latest;
-    const Address address = attempt(grant, &latest);
-    if (address == 0) shortage = latest;
-    return address;
-  };
-  if (!shortage.no_address_space) {
-    const MutexLock lock(reclaim_mutex_);
-    // Rung 1. Also: whoever climbed before us may have left what we need.
-    store_.trim(asker.group(), 0);
-    if (shortage.refused == nullptr) store_.trim_all();
-    if (const Address address = again(nullptr)) return address;
-    // Rung 2. What the limits still allow is created, only the rest is taken.
-    // Memory that has been used is no use to a graph.
-    if (!asker.is_pinned() && shortage.wait_for == kLongAgo) {
-      Grant grant(store_, asker.group(), asker.budget());
-      const std::size_t room = shortage.refused == nullptr ? 0 : asker.budget().headroom();
-      take_from(victims(asker, shortage.refused), shortage.bytes - std::min(shortage.bytes, room), grant);
-      if (grant.bytes() != 0) {
-        if (const Address address = again(&grant)) return address;
-      }
-    }
-  }
-  // Rung 3. A callback may free tensors, and even allocate: no lock is held.
-  // torch's ask for events, which ends a capture.
-  if (memory_callback_ && !clock_.is_capturing()) memory_callback_();
-  settle(/*wait=*/false);
-  if (const Address address = again(nullptr)) return address;
-  // Rung 4.
+// ------------------------------------------------------------------ the rungs
+
+Address DeviceMemory::Climb::again(Grant* grant) {
+  Shortage latest;
+  const Address address = attempt(grant, &latest);
+  if (address == 0) shortage = latest;
+  return address;
+}
+
+Address DeviceMemory::give_shelves_back(Climb& climb) {
+  if (climb.shortage.no_address_space) return 0;
+  const MutexLock lock(reclaim_mutex_);
+  // Whoever climbed meanwhile may have left what this one needs.
+  const bool others_climbed = climbs_.fetch_add(1, std::memory_order_relaxed) != climb.climbs_before;
+  std::size_t given_back = store_.trim(climb.asker.group(), 0);
+  if (climb.shortage.refused == nullptr) given_back += store_.trim_all();
+  return given_back != 0 || others_climbed ? climb.again(nullptr) : 0;
+}
+
+// What the limits still allow is created, only the rest is taken. Memory that has
+// been used is no use to a graph.
+Address DeviceMemory::take_from_others(Climb& climb) {
+  Pool& asker = climb.asker;
+  const Shortage& lacks = climb.shortage;
+  if (lacks.no_address_space || lacks.wait_for != kLongAgo || asker.is_pinned()) return 0;
+  const MutexLock lock(reclaim_mutex_);
+  Grant grant(store_, asker.group(), asker.budget());
+  const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
+  take_from(victims(asker, lacks.refused), lacks.bytes - std::min(lacks.bytes, room), grant);
+  return grant.bytes() != 0 ? climb.again(&grant) : 0;
+}
+
+// A callback may free tensors, and even allocate: no lock is held. torch's ask for
+// events, which ends a capture.
+Address DeviceMemory::call_for_memory(Climb& climb) {
+  const bool has_freed = memory_callback_ && !clock_.is_capturing() && memory_callback_();
+  return settle(/*wait=*/false) || has_freed ? climb.again(nullptr) : 0;
+}
+
+Address DeviceMemory::borrow(Climb& climb) {
+  if (!climb.stream.has_value() || climb.asker.is_part() || !lender_) return 0;
+  return lender_(climb.asker, climb.bytes, *climb.stream);
+}
+
+Address DeviceMemory::wait_and_melt(Climb& climb) {
+  Pool& asker = climb.asker;
   std::size_t in_use = 0;
-  for (int round = 0; round == 0 || ((in_use != 0 || shortage.wait_for != kLongAgo) && round < kMostRounds); ++round) {
+  for (int round = 0; round < kMostRounds; ++round) {
     wait_for(clock_.now());
     settle(/*wait=*/false);
-    const MutexLock lock(reclaim_mutex_);
-    Grant grant(store_, asker.group(), asker.budget());
-    in_use = 0;
-    if (!shortage.no_address_space) {
-      const std::size_t page = asker.page_size();
-      // A small block needs a whole slab, whatever the page.
-      const std::size_t most = align_up(std::max(bytes, shortage.bytes), page) + page;
-      in_use = melt(asker, shortage.refused, shortage.bytes, most, grant);
+    {
+      const MutexLock lock(reclaim_mutex_);
+      Grant grant(store_, asker.group(), asker.budget());
+      in_use = 0;
+      if (const Shortage& lacks = climb.shortage; !lacks.no_address_space) {
+        const std::size_t page = asker.page_size();
+        // A small block needs a whole slab, whatever the page.
+        const std::size_t most = align_up(std::max(climb.bytes, lacks.bytes), page) + page;
+        in_use = melt(asker, lacks.refused, lacks.bytes, most, grant);
+      }
+      if (const Address address = climb.again(&grant)) return address;
     }
-    if (const Address address = again(&grant)) return address;
+    if (in_use == 0 && climb.shortage.wait_for == kLongAgo) break;
   }
   // What was created for it and did not suffice is nobody's: a library may need it.
-  if (shortage.refused == nullptr) store_.trim_all();
-  const bool driver_failed = shortage.refused == nullptr && !shortage.no_address_space;
-  if (driver_failed && shortage.status.code() != StatusCode::out_of_memory) {
-    throw_if_failed(shortage.status, "pool '" + asker.name() + "': " + format_bytes(bytes) + " asked");
+  if (climb.shortage.refused == nullptr) store_.trim_all();
+  return 0;
+}
+
+Address DeviceMemory::reach(Climb& climb) {
+  using Rung = Address (DeviceMemory::*)(Climb&);
+  constexpr std::array<Rung, 5> kRungs = {&DeviceMemory::give_shelves_back, &DeviceMemory::take_from_others,
+                                          &DeviceMemory::call_for_memory, &DeviceMemory::borrow,
+                                          &DeviceMemory::wait_and_melt};
+  Pool& asker = climb.asker;
+  asker.count_retry();
+  for (const Rung rung : kRungs) {
+    if (const Address address = (this->*rung)(climb)) return address;
+  }
+  const Shortage& lacks = climb.shortage;
+  const bool driver_failed = lacks.refused == nullptr && !lacks.no_address_space;
+  if (driver_failed && lacks.status.code() != StatusCode::out_of_memory) {
+    throw_if_failed(lacks.status, "pool '" + asker.name() + "': " + format_bytes(climb.bytes) + " asked");
   }
   asker.count_oom();
-  throw_out_of_memory(asker, bytes, shortage);
+  throw_out_of_memory(asker, climb.bytes, lacks);
 }
 
 // -------------------------------------------------------------------- the error
