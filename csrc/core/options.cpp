@@ -70,20 +70,24 @@ std::size_t parse_bytes(const std::string& text) {
 
 const std::vector<OptionRow>& option_table() {
   static const std::vector<OptionRow> kRows = {
-      {"scrub", "TORCH_VMM_SCRUB", "1", "flag", "Zero memory that changes its model."},
-      {"store_bytes", "TORCH_VMM_STORE_BYTES", "256MiB", "bytes",
-       "Unmapped chunks that the chunk store keeps instead of giving them back to the driver, for each group."},
-      {"default_capacity_bytes", "TORCH_VMM_DEFAULT_CAPACITY", "4 x device memory", "bytes",
-       "Virtual capacity of a pool that names none, or less where the process is short of addresses."},
-      {"host_bytes", "TORCH_VMM_HOST_BYTES", "80 % of RAM", "bytes",
-       "Memory of the \"cpu\" device. A control group (container) that allows the process less RAM counts."},
-      {"exportable", "TORCH_VMM_EXPORTABLE", "1", "flag",
-       "Create chunks that other processes can import, where the device can."},
+      {"scrub", "TORCH_VMM_SCRUB", "1", "Zero memory that changes its model.", &Options::scrub},
+      {"store_bytes", "TORCH_VMM_STORE_BYTES", "256MiB",
+       "Unmapped chunks that the chunk store keeps instead of giving them back to the driver, for each group.",
+       &Options::store_bytes},
+      {"default_capacity_bytes", "TORCH_VMM_DEFAULT_CAPACITY", "4 x device memory",
+       "Virtual capacity of a pool that names none, or less where the process is short of addresses.",
+       &Options::default_capacity_bytes},
+      {"host_bytes", "TORCH_VMM_HOST_BYTES", "80 % of RAM",
+       "Memory of the \"cpu\" device. A control group (container) that allows the process less RAM counts.",
+       &Options::host_bytes},
+      {"exportable", "TORCH_VMM_EXPORTABLE", "1",
+       "Create chunks that other processes can import, where the device can.", &Options::exportable},
   };
   return kRows;
 }
 
 namespace {
+
 std::size_t parse_size(const std::string& variable, const std::string& text) {
   try {
     return parse_bytes(text);
@@ -91,6 +95,24 @@ std::size_t parse_size(const std::string& variable, const std::string& text) {
     throw InvalidArgumentError(variable + ": " + error.what());
   }
 }
+
+const OptionRow& row_of(const std::string& variable) {
+  std::string known;
+  for (const OptionRow& row : option_table()) {
+    if (variable == row.variable) return row;
+    known.append(known.empty() ? "" : ", ").append(row.variable);
+  }
+  throw InvalidArgumentError("unknown variable " + variable + "; known: " + known);
+}
+
+void set(Options& options, const OptionRow& row, const std::string& text) {
+  if (const auto* flag = std::get_if<bool Options::*>(&row.member)) {
+    options.** flag = parse_flag(row.variable, text);
+  } else {
+    options.*std::get<std::size_t Options::*>(row.member) = parse_size(row.variable, text);
+  }
+}
+
 }  // namespace
 
 Options Options::from_environment() {
@@ -99,23 +121,7 @@ Options Options::from_environment() {
     if (std::strncmp(*entry, kPrefix, std::strlen(kPrefix)) != 0) continue;
     const std::string pair = *entry;
     const std::size_t equals = pair.find('=');
-    const std::string variable = pair.substr(0, equals);
-    const std::string value = pair.substr(equals + 1);
-    if (variable == "TORCH_VMM_SCRUB") {
-      options.scrub = parse_flag(variable, value);
-    } else if (variable == "TORCH_VMM_STORE_BYTES") {
-      options.store_bytes = parse_size(variable, value);
-    } else if (variable == "TORCH_VMM_DEFAULT_CAPACITY") {
-      options.default_capacity_bytes = parse_size(variable, value);
-    } else if (variable == "TORCH_VMM_HOST_BYTES") {
-      options.host_bytes = parse_size(variable, value);
-    } else if (variable == "TORCH_VMM_EXPORTABLE") {
-      options.exportable = parse_flag(variable, value);
-    } else {
-      std::string known;
-      for (const OptionRow& row : option_table()) known.append(known.empty() ? "" : ", ").append(row.variable);
-      throw InvalidArgumentError(std::string("unknown variable ").append(variable).append("; known: ").append(known));
-    }
+    set(options, row_of(pair.substr(0, equals)), pair.substr(equals + 1));
   }
   return options;
 }

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "base/units.h"
@@ -35,8 +36,9 @@ struct OptionRow {
   const char* name;
   const char* variable;
   const char* default_text;
-  const char* unit;
   const char* sentence;
+  std::variant<bool Options::*, std::size_t Options::*> member;
+  [[nodiscard]] const char* unit() const { return member.index() == 0 ? "flag" : "bytes"; }
 };
 const std::vector<OptionRow>& option_table();
 

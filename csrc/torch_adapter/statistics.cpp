@@ -26,6 +26,33 @@ TorchStat to_torch(const Stat& stat) {
 
 StatArray to_torch(const StatTriple& triple) { return {to_torch(triple[0]), to_torch(triple[1]), to_torch(triple[2])}; }
 
+// Where torch keeps each StatKind, in their order, and the numbers beside them.
+constexpr std::array<StatArray DeviceStats::*, kStatKinds> kArrays = {
+    &DeviceStats::allocation,      &DeviceStats::segment,        &DeviceStats::active,
+    &DeviceStats::allocated_bytes, &DeviceStats::reserved_bytes, &DeviceStats::active_bytes,
+    &DeviceStats::requested_bytes, &DeviceStats::inactive_split, &DeviceStats::inactive_split_bytes};
+
+struct Oversize {
+  const char* name;
+  Stat Statistics::*ours;
+  TorchStat DeviceStats::*torchs;
+};
+constexpr std::array<Oversize, 2> kOversize = {
+    {{"oversize_allocations", &Statistics::oversize_allocations, &DeviceStats::oversize_allocations},
+     {"oversize_segments", &Statistics::oversize_segments, &DeviceStats::oversize_segments}}};
+
+struct Count {
+  const char* name;
+  std::int64_t Statistics::*ours;
+  std::int64_t DeviceStats::*torchs;
+};
+constexpr std::array<Count, 5> kCounts = {
+    {{"num_alloc_retries", &Statistics::num_alloc_retries, &DeviceStats::num_alloc_retries},
+     {"num_ooms", &Statistics::num_ooms, &DeviceStats::num_ooms},
+     {"num_sync_all_streams", &Statistics::num_sync_all_streams, &DeviceStats::num_sync_all_streams},
+     {"num_device_alloc", &Statistics::num_device_alloc, &DeviceStats::num_device_alloc},
+     {"num_device_free", &Statistics::num_device_free, &DeviceStats::num_device_free}}};
+
 void flatten_stat(const std::string& prefix, const TorchStat& stat, FlatStatistics* out) {
   out->emplace_back(prefix + ".current", stat.current);
   out->emplace_back(prefix + ".peak", stat.peak);
@@ -42,22 +69,9 @@ void flatten_array(const std::string& name, const StatArray& stats, FlatStatisti
 
 DeviceStats to_device_stats(const Statistics& statistics) {
   DeviceStats result;
-  result.allocation = to_torch(statistics[StatKind::allocation]);
-  result.segment = to_torch(statistics[StatKind::segment]);
-  result.active = to_torch(statistics[StatKind::active]);
-  result.inactive_split = to_torch(statistics[StatKind::inactive_split]);
-  result.inactive_split_bytes = to_torch(statistics[StatKind::inactive_split_bytes]);
-  result.oversize_allocations = to_torch(statistics.oversize_allocations);
-  result.oversize_segments = to_torch(statistics.oversize_segments);
-  result.allocated_bytes = to_torch(statistics[StatKind::allocated_bytes]);
-  result.reserved_bytes = to_torch(statistics[StatKind::reserved_bytes]);
-  result.active_bytes = to_torch(statistics[StatKind::active_bytes]);
-  result.requested_bytes = to_torch(statistics[StatKind::requested_bytes]);
-  result.num_alloc_retries = statistics.num_alloc_retries;
-  result.num_ooms = statistics.num_ooms;
-  result.num_sync_all_streams = statistics.num_sync_all_streams;
-  result.num_device_alloc = statistics.num_device_alloc;
-  result.num_device_free = statistics.num_device_free;
+  for (std::size_t kind = 0; kind < kStatKinds; ++kind) result.*kArrays[kind] = to_torch(statistics.stats[kind]);
+  for (const Oversize& stat : kOversize) result.*stat.torchs = to_torch(statistics.*stat.ours);
+  for (const Count& count : kCounts) result.*count.torchs = statistics.*count.ours;
   result.max_split_size =
       static_cast<std::int64_t>(c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size());
   return result;
@@ -79,22 +93,9 @@ void add_private_pool(const RegionId& region, const Statistics& statistics, Devi
 FlatStatistics flatten(const Statistics& statistics) {
   const DeviceStats stats = to_device_stats(statistics);
   FlatStatistics result;
-  flatten_array("allocation", stats.allocation, &result);
-  flatten_array("segment", stats.segment, &result);
-  flatten_array("active", stats.active, &result);
-  flatten_array("inactive_split", stats.inactive_split, &result);
-  flatten_array("allocated_bytes", stats.allocated_bytes, &result);
-  flatten_array("reserved_bytes", stats.reserved_bytes, &result);
-  flatten_array("active_bytes", stats.active_bytes, &result);
-  flatten_array("inactive_split_bytes", stats.inactive_split_bytes, &result);
-  flatten_array("requested_bytes", stats.requested_bytes, &result);
-  flatten_stat("oversize_allocations", stats.oversize_allocations, &result);
-  flatten_stat("oversize_segments", stats.oversize_segments, &result);
-  result.emplace_back("num_alloc_retries", stats.num_alloc_retries);
-  result.emplace_back("num_ooms", stats.num_ooms);
-  result.emplace_back("num_sync_all_streams", stats.num_sync_all_streams);
-  result.emplace_back("num_device_alloc", stats.num_device_alloc);
-  result.emplace_back("num_device_free", stats.num_device_free);
+  for (std::size_t kind = 0; kind < kStatKinds; ++kind) flatten_array(kStatNames[kind], stats.*kArrays[kind], &result);
+  for (const Oversize& stat : kOversize) flatten_stat(stat.name, stats.*stat.torchs, &result);
+  for (const Count& count : kCounts) result.emplace_back(count.name, stats.*count.torchs);
   result.emplace_back("max_split_size", stats.max_split_size);
   VMM_SINCE_TORCH_2_12(result.emplace_back("num_oom_rejections", stats.num_oom_rejections);)
   return result;

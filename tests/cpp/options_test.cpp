@@ -124,7 +124,7 @@ TEST(OptionTable, HasNameVariableDefaultUnitAndSentence) {
   for (const OptionRow& row : option_table()) {
     EXPECT_EQ(std::string(row.variable).rfind("TORCH_VMM_", 0), 0U);
     EXPECT_EQ(std::string(row.sentence).back(), '.');
-    EXPECT_FALSE(std::string(row.default_text).empty() || std::string(row.unit).empty());
+    EXPECT_FALSE(std::string(row.default_text).empty() || std::string(row.unit()).empty());
   }
 }
 

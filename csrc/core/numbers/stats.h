@@ -34,6 +34,10 @@ enum class StatKind : std::uint8_t {
   inactive_split_bytes,
 };
 inline constexpr std::size_t kStatKinds = 9;
+// torch's key of each, in their order.
+inline constexpr std::array<const char*, kStatKinds> kStatNames = {
+    "allocation",   "segment",         "active",         "allocated_bytes",     "reserved_bytes",
+    "active_bytes", "requested_bytes", "inactive_split", "inactive_split_bytes"};
 
 struct Stat {
   std::int64_t current = 0;
@@ -108,7 +112,7 @@ struct MemoryStats {
   std::size_t allocated_bytes = 0;
   std::size_t idle_bytes = 0;         // mapped, unused, whole chunks
   std::size_t stranded_bytes = 0;     // mapped, unused, in chunks that are partly used
-  std::size_t quarantined_bytes = 0;  // freed, fence not passed
+  std::size_t quarantined_bytes = 0;  // freed, and queued work may still use it
 
   // Of several pools; what is no sum (the capacity, the ratio) is left alone.
   void add(const MemoryStats& part);
