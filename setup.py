@@ -91,6 +91,7 @@ SOURCES = [
     "csrc/core/pool/numbers.cpp",
     "csrc/core/pool/pages.cpp",
     "csrc/core/pool/pool.cpp",
+    "csrc/core/pool/sharing.cpp",
     "csrc/core/pool/snapshot.cpp",
     "csrc/core/pool/stream_table.cpp",
     "csrc/core/streams/clock.cpp",

@@ -46,8 +46,8 @@ struct Block {
   Epoch epoch = kLongAgo;     // while free: when it was freed
   Block* prev = nullptr;      // neighbours by offset within one donated stretch
   Block* next = nullptr;
-  Block* bin_prev = nullptr;  // others of the same size in a FreeIndex
-  Block* bin_next = nullptr;
+  Block* bin_prev = nullptr;  // while free: others in its bin of a FreeIndex
+  Block* bin_next = nullptr;  // the same; while kept by a thread: others that it keeps
   StreamTag tag = kNeutral;
   Relaxed<BlockState> state = BlockState::free;
   bool small = false;                            // lives in a slab

@@ -26,7 +26,7 @@ constexpr std::size_t kHighestPrice = 64 * kLowestPrice;
 MoveBudget::MoveBudget() : left_(kMost), price_(kLowestPrice) {}
 
 bool MoveBudget::may_move(std::size_t handed_out) {
-  toward_next_ += handed_out >= seen_ ? handed_out - seen_ : handed_out;
+  toward_next_ += handed_out - seen_;
   seen_ = handed_out;
   left_ = std::min(left_ + toward_next_ / price_, kMost);
   toward_next_ %= price_;

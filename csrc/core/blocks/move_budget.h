@@ -11,8 +11,8 @@ namespace vmm {
 class MoveBudget {
  public:
   MoveBudget();
-  // Whether a move may be made now. `handed_out`: bytes of all blocks of the pool
-  // ever; it may start anew from 0.
+  // Whether a move may be made now. `handed_out`: bytes of large blocks, slabs and
+  // pages that the pool has handed out so far; never less than before.
   [[nodiscard]] bool may_move(std::size_t handed_out);
   void spend(std::size_t moves);
 

@@ -90,9 +90,9 @@ std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& 
     const MutexLock registry_lock(registry_mutex_);
     accessors = accessors_;
   }
-  const PoolContext context{driver_, address_space_, store_,    streams_,        clock_,  peaks_,
-                            caches_, options_,       observer_, oversize_bytes_, device_, accessors};
-  auto pool = std::make_shared<Pool>(context, group, spec, this);
+  const PoolContext context{driver_, address_space_, store_,    streams_,        clock_, peaks_,
+                            caches_, options_,       observer_, oversize_bytes_, device_};
+  auto pool = std::make_shared<Pool>(context, group, spec, this, std::move(accessors));
   const MutexLock registry_lock(registry_mutex_);
   registry_.add(pool);
   return pool;

@@ -19,7 +19,6 @@ inline constexpr OwnerId kNobody = 0;
 struct Chunk {
   ChunkHandle handle = 0;
   std::size_t size = 0;  // bytes
-  Location location;
   bool exportable = false;
   Budget* charged = nullptr;  // who pays for it
   OwnerId content = kNobody;  // whose data it may still hold
@@ -28,7 +27,7 @@ struct Chunk {
   // Another process has had it: it may go on reading, so the chunk serves no
   // other model and goes back to the driver from where it stands.
   bool exported = false;
-  // Addresses at which it is mapped, those waiting for their fence included.
+  // Addresses at which it is mapped, those that wait for the clock included.
   // Two pools drop their mappings under two locks, hence atomic.
   std::atomic<int> mappings{0};
 };

@@ -9,7 +9,6 @@ namespace vmm {
 void ChunkShelf::put(Chunk* chunk) {
   by_size_[chunk->size].push_back(chunk);
   bytes_ += chunk->size;
-  ++count_;
 }
 
 namespace {
@@ -29,7 +28,6 @@ Chunk* ChunkShelf::take_at_most(std::size_t size, bool exact) {
   if (exact && at->first != size) return nullptr;
   Chunk* chunk = pop(by_size_, at);
   bytes_ -= chunk->size;
-  --count_;
   return chunk;
 }
 
@@ -38,7 +36,6 @@ Chunk* ChunkShelf::take_above(std::size_t size) {
   if (at == by_size_.end()) return nullptr;
   Chunk* chunk = pop(by_size_, at);
   bytes_ -= chunk->size;
-  --count_;
   return chunk;
 }
 
@@ -77,7 +74,6 @@ Status ChunkStore::create_prepaid(const ChunkSpec& spec, Budget& payer, Chunk** 
   auto* chunk = new Chunk;
   chunk->handle = handle;
   chunk->size = spec.size;
-  chunk->location = spec.location;
   chunk->exportable = spec.exportable;
   chunk->charged = &payer;
   live_chunks_.fetch_add(1, std::memory_order_relaxed);

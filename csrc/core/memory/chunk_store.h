@@ -28,15 +28,12 @@ class ChunkShelf {
   Chunk* take_above(std::size_t size);
   Chunk* take_any();
   [[nodiscard]] std::size_t bytes() const { return bytes_; }
-  [[nodiscard]] std::size_t count() const { return count_; }
-  [[nodiscard]] bool empty() const { return count_ == 0; }
   // Bytes of chunks that are still mapped at a former address. Walks.
   [[nodiscard]] std::size_t mapped_bytes() const;
 
  private:
   std::map<std::size_t, std::vector<Chunk*>> by_size_;
   std::size_t bytes_ = 0;
-  std::size_t count_ = 0;
 };
 
 class ChunkStore {
@@ -62,7 +59,7 @@ class ChunkStore {
   // as nothing maps it. REQUIRES: the chunk's budget stands under `group`.
   void put(Budget& group, Chunk* chunk) VMM_EXCLUDES(mutex_);
   // A shelved chunk of `group`, charged to `payer` (which stands under it), or
-  // nullptr; `refused` as above. Prefers chunks that last held `content`.
+  // nullptr; `refused` as above.
   Chunk* take_at_most(Budget& group, Budget& payer, std::size_t size, bool exact, Budget** refused)
       VMM_EXCLUDES(mutex_);
   // Releases shelved chunks of `group` that nothing maps, until at most

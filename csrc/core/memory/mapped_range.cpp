@@ -173,7 +173,6 @@ std::vector<ByteRange> MappedRange::gaps(ByteRange range) const {
   return found;
 }
 
-// Without the list: it is asked for each candidate of a request.
 std::size_t MappedRange::missing_bytes(ByteRange range) const {
   std::size_t bytes = 0;
   for_each_gap(range, [&bytes](std::size_t /*offset*/, std::size_t size) { bytes += size; });

@@ -1,7 +1,7 @@
-// Which chunk stands where in one reservation. It maps and moves all or
-// nothing, retires a mapping whose address queued work may still use, and
-// drops it when its fence has passed. It never knows a block, a limit or a
-// pool, and has no lock: its owner's lock guards it.
+// Which chunk stands where in one reservation. It maps all or nothing, retires a
+// mapping whose address queued work may still use, and drops it when the clock has
+// passed its last use. It never knows a block, a limit or a pool, and has no lock:
+// its owner's lock guards it.
 #pragma once
 
 #include <cstddef>
@@ -43,8 +43,9 @@ class MappedRange {
   MappedRange& operator=(const MappedRange&) = delete;
 
   // Maps every placement, or none (but for those that the driver, after another
-  // refusal, would not take back: they are live, and to be retired), and gives `accessors` read and write over
-  // each contiguous run (one call a run: set_access is the dear call).
+  // refusal, would not take back: they are live, and to be retired), and gives
+  // `accessors` read and write over each contiguous run (one call a run: set_access
+  // is the dear call).
   // REQUIRES: inside the range, on free addresses, sorted by offset.
   Status map(std::span<const PlacedChunk> placements, std::span<const Location> accessors);
   // Unmaps a run of whole mappings in one call. REQUIRES: no gaps in it, and no
@@ -56,9 +57,8 @@ class MappedRange {
   // `announced`: nobody was told of it, so nobody is told that it goes.
   Chunk* retire(std::size_t offset, Epoch last_use, bool announced = false);
   // Drops the retired mappings whose last use has passed, the oldest first; looks
-  // at no other. `before` is told of
-  // each stretch right before it is unmapped, once. Returns the stretches that
-  // are free addresses now.
+  // at no other. `before` is told of each stretch right before it is unmapped, once.
+  // Returns the stretches that are free addresses now.
   std::vector<ByteRange> drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before = nullptr);
   // The newest last use among them, or kLongAgo.
   [[nodiscard]] Epoch last_retired_use() const;

@@ -204,20 +204,25 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
   return trim_to_request(extent.block, request, offset);
 }
 
+// The most that was ever live at once, this request included.
+std::size_t Pool::peak_live_with(std::size_t bytes) {
+  const Peaks::Level allocated = own_peaks_.level(StatKind::allocated_bytes);  // threads' too
+  const auto now = static_cast<std::size_t>(allocated.current);
+  peak_live_ = std::max({peak_live_, static_cast<std::size_t>(allocated.peak), now + bytes});
+  return peak_live_;
+}
+
 // Whether a request that lacks `bytes` is met by new memory, though idle chunks
 // could perhaps be moved under it: a move costs as much as a new chunk, and comes
 // again and again in a pool that has no slack at all.
-bool Pool::may_grow(std::size_t bytes, const Request& request) {
-  const Peaks::Level allocated = own_peaks_.level(StatKind::allocated_bytes);  // threads' too
-  const auto now = static_cast<std::size_t>(allocated.current);
-  peak_live_ = std::max({peak_live_, static_cast<std::size_t>(allocated.peak), now + request.size});
+bool Pool::grows(std::size_t bytes, std::size_t peak_live) {
   const std::size_t grown = range_->mapped_bytes() + bytes;
-  if (grown <= peak_live_ + peak_live_ / kFreeGrowth) return true;
+  if (grown <= peak_live + peak_live / kFreeGrowth) return true;
   const bool may_move = move_budget_.may_move(handed_out_);
-  return !may_move && grown <= peak_live_ + peak_live_ / kMostGrowth;
+  return !may_move && grown <= peak_live + peak_live / kMostGrowth;
 }
 
-// Backs the gaps. Where the pool may not simply grow: with memory that the stream
+// Backs the gaps. Where the pool does not simply grow: with memory that the stream
 // may use at once, then with what the GPU has to wait for. Where the stream is
 // being captured neither a wait nor a fill may be queued, so there it is fresh
 // chunks alone, as in a pool that is pinned or never splits.
@@ -239,9 +244,9 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
     for (const PlacedChunk& placement : backing.placements) shortage->bytes += placement.chunk->size;
     return false;
   };
-  const bool grows = may_grow(extent->missing(), request);
+  const std::size_t peak_live = peak_live_with(request.size);
   if (pinned_ || no_split_) return back_from({Source::fresh});
-  if (grows && grant == nullptr) {
+  if (grows(extent->missing(), peak_live) && grant == nullptr) {
     if (back_from({Source::grown})) return true;
     if (!in_vain_.empty() || (!status.ok() && status.code() != StatusCode::not_supported)) return false;
   }
@@ -419,7 +424,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
   }
   for (const PlacedChunk& placement : backing.placements) last_use = std::max(last_use, placement.chunk->last_use);
   if (const Status status = streams_.order_behind(request.tag, last_use); !status.ok()) return status;
-  if (const Status status = range_->map(backing.placements, context_.accessors); !status.ok()) {
+  if (const Status status = range_->map(backing.placements, accessors_); !status.ok()) {
     for (const auto& [offset, chunk] : backing.placements) {
       if (range_->live().count(offset) != 0) in_vain_.push_back(offset);
     }
@@ -467,7 +472,7 @@ Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
     Chunk* chunk = nullptr;
     if (grant != nullptr && (chunk = grant->chunks.take_at_most(remaining, /*exact=*/false)) != nullptr) {
       take_granted(chunk);
-    } else if (take_idle(idle, remaining, 0, &move) || take_idle(idle, kUnlimited, remaining, &move)) {
+    } else if (take_largest(idle, remaining, &move) || take_smallest(idle, remaining, &move)) {
       take_own(move);
     } else if (grant != nullptr && (chunk = grant->chunks.take_above(remaining)) != nullptr) {
       take_granted(chunk);

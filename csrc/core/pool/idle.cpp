@@ -112,24 +112,26 @@ Pool::IdleChunks Pool::idle_chunks(StreamTag tag, Idle which) {
   return by_size;
 }
 
-// Takes the largest idle chunk of at most `at_most` and at least `at_least`
-// bytes; where `at_most` is no bound, the smallest of at least `at_least`.
-bool Pool::take_idle(IdleChunks& idle, std::size_t at_most, std::size_t at_least, IdleChunk* out) {
-  const bool smallest = at_most == kUnlimited;
-  for (;;) {
-    auto at = smallest ? idle.lower_bound(at_least) : idle.upper_bound(at_most);
-    if (smallest ? at == idle.end() : at == idle.begin()) return false;
-    if (!smallest) --at;
-    if (at->first < at_least) return false;
-    if (at->second.empty()) {
-      idle.erase(at);
-      continue;
-    }
-    // The highest first: low addresses stay whole.
-    *out = at->second.back();
-    at->second.pop_back();
-    return true;
-  }
+// The highest of those of this size: low addresses stay whole.
+Pool::IdleChunk Pool::take_last(IdleChunks& idle, IdleChunks::iterator at) {
+  const IdleChunk taken = at->second.back();
+  at->second.pop_back();
+  if (at->second.empty()) idle.erase(at);
+  return taken;
+}
+
+bool Pool::take_largest(IdleChunks& idle, std::size_t at_most, IdleChunk* out) {
+  const auto above = idle.upper_bound(at_most);
+  if (above == idle.begin()) return false;
+  *out = take_last(idle, std::prev(above));
+  return true;
+}
+
+bool Pool::take_smallest(IdleChunks& idle, std::size_t at_least, IdleChunk* out) {
+  const auto at = idle.lower_bound(at_least);
+  if (at == idle.end()) return false;
+  *out = take_last(idle, at);
+  return true;
 }
 
 // Takes the chunk at `offset` out of the pool's range. REQUIRES: its addresses
@@ -216,30 +218,6 @@ void Pool::count_unmapped(const PlacedChunk& placement) {
   tell(PoolEvent::segment_unmap, placement.offset, size, nullptr);
 }
 
-void Pool::pin() {
-  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
-  const MutexLock lock(mutex_);
-  pinned_ = true;
-  is_cached_.store(false, std::memory_order_relaxed);
-}
-
-void Pool::unpin() {
-  const MutexLock lock(mutex_);
-  if (!pinned_) return;
-  pinned_ = false;
-  streams_.graphs_ended();
-}
-
-bool Pool::is_pinned() const {
-  const MutexLock lock(mutex_);
-  return pinned_;
-}
-
-std::size_t Pool::bytes_above_floor() const {
-  const std::size_t held = model().budget_.used();
-  return held - std::min(held, floor());
-}
-
 // --------------------------------------------------------------- giving away
 
 std::size_t Pool::surrender(std::size_t want, bool respect_floor, Grant& grant, Budget** refused) {
@@ -254,7 +232,7 @@ std::size_t Pool::surrender(std::size_t want, bool respect_floor, Grant& grant, 
   IdleChunk chosen;
   while (moved < want) {
     const std::size_t remaining = want - moved;
-    if (!take_idle(idle, remaining, 0, &chosen) && !take_idle(idle, kUnlimited, remaining, &chosen)) break;
+    if (!take_largest(idle, remaining, &chosen) && !take_smallest(idle, remaining, &chosen)) break;
     const std::size_t size = chosen.chunk->size;
     if (respect_floor && bytes_above_floor() < size) continue;  // perhaps a smaller one
     *refused = Budget::transfer(budget_, grant.payer(), size);
@@ -279,7 +257,7 @@ std::size_t Pool::shed(std::size_t keep) {
   for (const auto& [size, chunks] : idle) idle_bytes += size * chunks.size();
   std::size_t moved = 0;
   IdleChunk chosen;
-  while (idle_bytes > keep && take_idle(idle, kUnlimited - 1, 0, &chosen)) {
+  while (idle_bytes > keep && take_largest(idle, kUnlimited, &chosen)) {
     const std::size_t size = chosen.chunk->size;
     context_.store.put(group_, detach(chosen.offset, last_use_of({chosen.offset, size})));
     idle_bytes -= size;
@@ -296,7 +274,7 @@ std::size_t Pool::melt_locked(const Budget* limit, std::size_t want) {
   IdleChunks idle = idle_chunks(kNeutral, Idle::all);
   std::size_t in_use = 0;
   IdleChunk chosen;
-  while ((limit == nullptr || limit->room() < want) && take_idle(idle, kUnlimited - 1, 0, &chosen)) {
+  while ((limit == nullptr || limit->room() < want) && take_largest(idle, kUnlimited, &chosen)) {
     const std::size_t size = chosen.chunk->size;
     if (bytes_above_floor() < size) continue;
     if (!chosen.at_once) {

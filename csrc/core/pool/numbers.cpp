@@ -1,4 +1,4 @@
-// Pool: its numbers, its snapshot, and the proof that they add up.
+// Pool: its numbers. Snapshots, and the proof that all adds up, are snapshot.cpp.
 #include <algorithm>
 
 #include "core/pool/pool.h"
@@ -79,49 +79,6 @@ std::vector<Address> Pool::live_addresses() const {
     if (block->state == BlockState::used) found.push_back(base_ + block->offset);
   });
   return found;
-}
-
-std::vector<ChunkView> Pool::chunks_under(Address address, std::size_t bytes) const {
-  const ReadLock lock(*this);
-  std::vector<ChunkView> found;
-  if (range_ == nullptr || !contains(address)) return found;
-  for (auto at = range_->covering(address - base_); at != range_->live().end(); ++at) {
-    if (at->first >= address - base_ + bytes) break;
-    const Chunk& chunk = *at->second.chunk;
-    found.push_back({base_ + at->first, chunk.size, chunk.handle, chunk.exportable});
-  }
-  return found;
-}
-
-std::vector<ChunkView> Pool::chunks_to_export(Address address, std::size_t bytes) {
-  {
-    const MutexLock lock(mutex_);
-    if (range_ != nullptr && contains(address)) {
-      for (auto at = range_->covering(address - base_); at != range_->live().end(); ++at) {
-        if (at->first >= address - base_ + bytes) break;
-        at->second.chunk->exported = true;
-      }
-    }
-  }
-  return chunks_under(address, bytes);
-}
-
-Status Pool::add_accessor(Location who) {
-  const MutexLock lock(mutex_);
-  auto& accessors = context_.accessors;
-  if (range_ == nullptr || std::find(accessors.begin(), accessors.end(), who) != accessors.end()) return {};
-  const auto& live = range_->live();
-  for (auto first = live.begin(); first != live.end();) {
-    // One call a run: cost is per chunk all the same.
-    auto last = first;
-    std::size_t end = first->first + first->second.chunk->size;
-    while (++last != live.end() && last->first == end) end += last->second.chunk->size;
-    const Status status = range_->set_access({first->first, end - first->first}, who, Access::read_write);
-    if (!status.ok()) return status;  // given twice is given once: the caller may try again
-    first = last;
-  }
-  accessors.push_back(who);
-  return {};
 }
 
 void Pool::follow_family_peaks() {

@@ -1,4 +1,4 @@
-// Pool: making and ending one, and the hot path of blocks.
+// Pool: making and ending one, and blocks beneath the threads' caches.
 #include "core/pool/pool.h"
 
 #include <algorithm>
@@ -25,7 +25,8 @@ constexpr std::size_t kMostCapacity = std::size_t{1} << 46;  // half of the 47-b
 
 }  // namespace
 
-Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home)
+Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home,
+           std::vector<Location> accessors)
     : context_(context),
       name_(spec.name),
       id_(next_owner_id()),
@@ -41,6 +42,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       capacity_(0),
       floor_(spec.floor),
       priority_(spec.priority),
+      accessors_(std::move(accessors)),
       large_(arena_, /*by_offset=*/true),
       placement_(large_, page_),
       slabs_(arena_),
@@ -129,6 +131,30 @@ bool Pool::end() {
   return true;
 }
 
+void Pool::pin() {
+  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
+  const MutexLock lock(mutex_);
+  pinned_ = true;
+  is_cached_.store(false, std::memory_order_relaxed);
+}
+
+void Pool::unpin() {
+  const MutexLock lock(mutex_);
+  if (!pinned_) return;
+  pinned_ = false;
+  streams_.graphs_ended();
+}
+
+bool Pool::is_pinned() const {
+  const MutexLock lock(mutex_);
+  return pinned_;
+}
+
+std::size_t Pool::bytes_above_floor() const {
+  const std::size_t held = model().budget_.used();
+  return held - std::min(held, floor());
+}
+
 // ---------------------------------------------------------------- told and counted
 
 void Pool::tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const {
@@ -212,7 +238,7 @@ void Pool::release_block(Block* block, Epoch epoch) {
   free_block(block, epoch);
 }
 
-// --------------------------------------------------------------- hot path
+// ------------------------------------------------------ beneath the caches
 
 Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
   StreamTag add_shard = kNeutral;

@@ -86,7 +86,6 @@ struct PoolContext {
   const std::atomic<PoolObserver*>& observer;
   const std::atomic<std::size_t>& oversize_bytes;  // requests from here on are counted as oversize
   int device = 0;
-  std::vector<Location> accessors;  // who may access what pools map
 };
 
 struct PoolSpec {
@@ -118,7 +117,9 @@ struct Shortage {
 
 class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> {
  public:
-  Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home);
+  // `accessors` may access what it maps.
+  Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home,
+       std::vector<Location> accessors);
   // REQUIRES: ended, or no live block.
   ~Pool();
 
@@ -279,7 +280,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool end() VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_retired() const { return retired_.load(std::memory_order_acquire); }
   [[nodiscard]] bool contains(Address address) const { return address >= base_ && address < base_ + capacity_; }
-  // For AllLocked (device_memory only).
+  // For AllLocked.
   Mutex& mutex() VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_; }
   std::atomic<bool>& stands_still() { return stands_still_; }
   // As long as this stays the same, nothing here has changed, but for what
@@ -349,8 +350,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     ~ReadLock() VMM_RELEASE() VMM_NO_THREAD_SAFETY_ANALYSIS;
     ReadLock(const ReadLock&) = delete;
     ReadLock& operator=(const ReadLock&) = delete;
-    // False: the pool stands still in the midst of a change, under an observer.
-    [[nodiscard]] bool is_locked() const { return locked_; }
 
    private:
     const Pool& pool_;
@@ -407,7 +406,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void untake(Block* block, const std::vector<Piece>& pieces) VMM_REQUIRES(mutex_);
   Block* trim_to_request(Block* block, const Request& request, std::size_t offset) VMM_REQUIRES(mutex_);
   bool back(Extent* extent, const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
-  bool may_grow(std::size_t bytes, const Request& request) VMM_REQUIRES(mutex_);
+  std::size_t peak_live_with(std::size_t bytes) VMM_REQUIRES(mutex_);
+  bool grows(std::size_t bytes, std::size_t peak_live) VMM_REQUIRES(mutex_);
   bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
                Shortage* shortage) VMM_REQUIRES(mutex_);
   void cover(Extent* extent, const Backing& backing, BlockState state) VMM_REQUIRES(mutex_);
@@ -423,7 +423,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::vector<IdleChunk> idle_at_once(StreamTag tag, std::size_t at_least) VMM_REQUIRES(mutex_);
   std::vector<IdleChunk> all_idle(StreamTag tag, Idle which, std::size_t bare_bytes = 0) VMM_REQUIRES(mutex_);
   IdleChunks idle_chunks(StreamTag tag, Idle which) VMM_REQUIRES(mutex_);
-  static bool take_idle(IdleChunks& idle, std::size_t at_most, std::size_t at_least, IdleChunk* out);
+  // The largest of at most so many bytes, the smallest of at least so many; of one
+  // size the highest. False: there is none.
+  static bool take_largest(IdleChunks& idle, std::size_t at_most, IdleChunk* out);
+  static bool take_smallest(IdleChunks& idle, std::size_t at_least, IdleChunk* out);
+  static IdleChunk take_last(IdleChunks& idle, IdleChunks::iterator at);
   Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
   Chunk* detach(std::size_t offset, Epoch last_use) VMM_REQUIRES(mutex_);
   void retire_mapping(std::size_t offset, Epoch last_use, bool announced = false) VMM_REQUIRES(mutex_);
@@ -450,6 +454,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] std::vector<FreeSpan> free_spans() const VMM_REQUIRES(mutex_);
   void set_inactive_split(const FreeSpace& free) VMM_REQUIRES(mutex_);
   void check_free_space() const VMM_REQUIRES(mutex_);
+
+  // sharing.cpp
+  template <typename Each>
+  void for_each_chunk_under(Address address, std::size_t bytes, const Each& each) const VMM_REQUIRES(mutex_);
 
   // checkpoint.cpp
   void require_settled(const char* doing) VMM_REQUIRES(mutex_);
@@ -486,6 +494,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
 
   mutable Mutex mutex_;
   std::unique_ptr<MappedRange> range_ VMM_PT_GUARDED_BY(mutex_);
+  std::vector<Location> accessors_ VMM_GUARDED_BY(mutex_);  // who may access what is mapped
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
   BlockHeap large_ VMM_GUARDED_BY(mutex_);
   Placement placement_ VMM_GUARDED_BY(mutex_);

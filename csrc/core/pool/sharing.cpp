@@ -1,0 +1,60 @@
+// Pool: what others may have of its memory: other devices, other processes.
+#include <algorithm>
+
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+namespace {
+
+ChunkView view_of(Address at, const Chunk& chunk) { return {at, chunk.size, chunk.handle, chunk.exportable}; }
+
+}  // namespace
+
+// Calls `each(address, chunk)` for the chunks under [address, address + bytes).
+template <typename Each>
+void Pool::for_each_chunk_under(Address address, std::size_t bytes, const Each& each) const {
+  if (range_ == nullptr || !contains(address)) return;
+  for (auto at = range_->covering(address - base_); at != range_->live().end(); ++at) {
+    if (at->first >= address - base_ + bytes) break;
+    each(base_ + at->first, *at->second.chunk);
+  }
+}
+
+std::vector<ChunkView> Pool::chunks_under(Address address, std::size_t bytes) const {
+  const ReadLock lock(*this);
+  std::vector<ChunkView> found;
+  for_each_chunk_under(address, bytes,
+                       [&found](Address at, const Chunk& chunk) { found.push_back(view_of(at, chunk)); });
+  return found;
+}
+
+std::vector<ChunkView> Pool::chunks_to_export(Address address, std::size_t bytes) {
+  const MutexLock lock(mutex_);
+  std::vector<ChunkView> found;
+  for_each_chunk_under(address, bytes, [&found](Address at, Chunk& chunk) {
+    chunk.exported = true;
+    found.push_back(view_of(at, chunk));
+  });
+  return found;
+}
+
+Status Pool::add_accessor(Location who) {
+  const MutexLock lock(mutex_);
+  auto& accessors = accessors_;
+  if (range_ == nullptr || std::find(accessors.begin(), accessors.end(), who) != accessors.end()) return {};
+  const auto& live = range_->live();
+  for (auto first = live.begin(); first != live.end();) {
+    // One call a run: cost is per chunk all the same.
+    auto last = first;
+    std::size_t end = first->first + first->second.chunk->size;
+    while (++last != live.end() && last->first == end) end += last->second.chunk->size;
+    const Status status = range_->set_access({first->first, end - first->first}, who, Access::read_write);
+    if (!status.ok()) return status;  // given twice is given once: the caller may try again
+    first = last;
+  }
+  accessors.push_back(who);
+  return {};
+}
+
+}  // namespace vmm
