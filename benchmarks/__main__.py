@@ -22,7 +22,7 @@ from .measurement import Result, Row
 
 _FOLDER = Path(__file__).resolve().parent
 _NAMES = {
-    "cuda": ("driver_ops", "hot_path", "cold_path", "hand_over", "observed", "workloads"),
+    "cuda": ("driver_ops", "hot_path", "latency", "cold_path", "hand_over", "observed", "workloads"),
     "cpu": ("host_path", "instructions"),
 }
 
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         "--runs",
         type=int,
         metavar="N",
-        help="repetitions, interleaved; default 2 (hot_path: 7, workloads: 3), with --quick 1",
+        help="repetitions, interleaved; default 2 (hot_path: 7, latency and workloads: 3), with --quick 1",
     )
     parser.add_argument("--allocators", metavar="A,B", help="only these; default: all that the benchmark knows")
     parser.add_argument("--programs", metavar="A,B", help="only these programs of workloads; default: all")
