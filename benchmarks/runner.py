@@ -146,12 +146,12 @@ def _spawn(job: Job) -> Answer | None:
 def work(text: str) -> int:
     """Does the job that ``text`` says, and prints the answer; returns the exit status."""
     job = Job(**json.loads(text))
+    benchmark = module(job.benchmark)
     allocators.install(job.allocator, job.kind)
     facts = machine.facts(job.kind)
     import torch
 
     torch.zeros(1, device=job.kind)
-    benchmark = module(job.benchmark)
     with allocators.work(job.allocator, job.kind):
         measurements: list[Measurement]
         if job.part:

@@ -3,9 +3,9 @@
 1 ``train`` and 2 ``checkpointed``: a language model, shapes varying; 3 ``serve``: caches that grow;
 4 ``static_serve``: caches that stay, CUDA graphs; 5 ``continuous``: requests join and leave; 6 ``vision``: two image
 models at varying resolution; 7 ``turns``: generate, then train; 8 ``lora``; 9 ``graphs``: messages, sizes random;
-10 ``two_models`` and ``three_models``: in turns, in pools of their own under one limit, 5 % above the peak of what they
-need together. That peak is measured first, under torch's own allocator. Torch's allocators have neither pools nor a
-limit there.
+10 ``two_models`` and ``three_models``: in turns, in pools of their own under one limit, 5 % (32 MiB at least) above the
+peak of what they need together. That peak is measured first, under torch's own allocator. Torch's allocators have
+neither pools nor a limit there.
 
 A process makes one program, warms up, gives back what that left, and runs the same pass again and again. Its rows:
 

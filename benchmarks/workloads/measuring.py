@@ -25,7 +25,7 @@ from .programs import BATCHES, PROGRAMS, Entry
 KIND = "cuda"
 KINDS = ("cuda", "cpu")
 _GIB = 2**30
-_HEADROOM = 1.05  # of the one limit over the joint peak
+_HEADROOM, _LEAST_HEADROOM = 0.05, 32 * 2**20  # of the one limit over the joint peak; small pools are in whole pages
 _MOST_STEPS = 2**14  # of all passes together
 
 
@@ -45,7 +45,7 @@ def parts(options: Options, ask: Ask) -> list[Part]:
             peak = _joint_peak(part, options.kind, ask)
             if peak is None:
                 continue
-            part = {**part, "limit": int(peak * _HEADROOM)}
+            part = {**part, "limit": int(peak + max(peak * _HEADROOM, _LEAST_HEADROOM))}
         planned.append(part)
     return planned
 
@@ -114,6 +114,8 @@ def settle_algorithms(is_deterministic: bool) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the size that torch gives it on this GPU anyway
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
+    # cuDNN plans attention anew for each shape, which takes longer than the step: a first pass would tell of that.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
     # It would write to all that torch.empty makes. (The module is a class with properties, as no one can type.)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
