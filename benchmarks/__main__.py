@@ -94,9 +94,12 @@ def _benchmark(
 
 def _options(name: str, kind: str, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> runner.Options:
     programs = arguments.programs.split(",") if arguments.programs else None
-    unknown = set(programs or []) - set(getattr(runner.module(name), "PROGRAMS", programs or []))
+    known: list[str] = list(getattr(runner.module(name), "PROGRAMS", []))
+    if not known and (programs or arguments.scale or arguments.largest_batch):
+        parser.error(f"{name} has no programs: name workloads alone")
+    unknown = set(programs or []) - set(known)
     if unknown:
-        parser.error(f"{name} has no {', '.join(sorted(unknown))}, but {', '.join(runner.module(name).PROGRAMS)}")
+        parser.error(f"{name} has no {', '.join(sorted(unknown))}, but {', '.join(known)}")
     limit = None
     if arguments.largest_batch:
         from torch_vmm.sizes import to_bytes

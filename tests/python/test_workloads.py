@@ -492,6 +492,13 @@ def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch, arguments: l
         call(monkeypatch, *arguments, "workloads")
 
 
+def test_what_has_no_programs_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "_prepare", lambda name: None)
+    monkeypatch.setattr(command_line.loops, "build", lambda: None)
+    with pytest.raises(SystemExit):
+        call(monkeypatch, "--largest-batch", "1GiB", "host_path")
+
+
 def test_a_table_compares_with_ours() -> None:
     shown = report.table([row("a", "torch_vmm", "t", "s", 2.0, 2.1), row("a", "native", "t", "s", 4.0, 4.2)])
     assert "(x0.50)" in shown
