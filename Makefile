@@ -101,7 +101,7 @@ gpu2-test: ## the suite for two GPUs: peers, NCCL, DDP, FSDP2
 	@scripts/at_hand -m pytest tests/gpu2 $(ARGS)
 
 .PHONY: bench
-bench: ## benchmarks on the GPU, with the Python at hand; BENCH="hot_path training"
+bench: ## benchmarks on the GPU, with the Python at hand; BENCH="hot_path workloads"
 	@scripts/at_hand -m benchmarks $(BENCH) $(ARGS)
 
 .PHONY: bench-host

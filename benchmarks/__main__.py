@@ -1,51 +1,48 @@
-"""Runs benchmarks, each (benchmark, allocator) in a process of its own, and writes one file for each.
+"""Runs benchmarks, each measurement in a process of its own, and writes one file for each benchmark.
 
-``python -m benchmarks``                      all that the GPU can run
-``python -m benchmarks hot_path training``    these
-``python -m benchmarks --device cpu``         what needs no GPU
+``python -m benchmarks``                                      all that the GPU can run
+``python -m benchmarks hot_path workloads``                   these
+``python -m benchmarks workloads --programs train,serve``     two of its programs
+``python -m benchmarks workloads --largest-batch 40GiB``      what fits, instead of how fast
+``python -m benchmarks --device cpu``                         what needs no GPU
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import shlex
-import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from types import ModuleType
 
-from . import allocators, loops, machine
-from .measurement import Answer, Measurement, Result, Row
+from . import loops, machine, report, runner
+from .measurement import Result, Row
 
 _FOLDER = Path(__file__).resolve().parent
 _NAMES = {
-    "cuda": ("driver_ops", "hot_path", "cold_path", "hand_over", "observed", "training"),
+    "cuda": ("driver_ops", "hot_path", "latency", "cold_path", "hand_over", "observed", "workloads"),
     "cpu": ("host_path", "instructions"),
 }
-_ANSWER = "BENCHMARK RESULT "
-_TIMEOUT_S = 300
 
 
 def main() -> int:
     """Run the command line; returns the exit status."""
     parser = _parser()
     arguments = parser.parse_args()
+    if arguments.worker:
+        return runner.work(arguments.worker)
     unknown = set(arguments.names) - {name for names in _NAMES.values() for name in names}
     if unknown:
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}")
-    if arguments.worker:
-        return _work(arguments.names[0], arguments.worker, arguments.quick)
     names = arguments.names or list(_NAMES[arguments.device])
-    needs_gpu = any(_module(name).KIND == "cuda" for name in names)
-    if needs_gpu and not _has_gpu():
+    kinds = {name: runner.kind_of(name, arguments.device) for name in names}
+    if "cuda" in kinds.values() and not _has_gpu():
         print("no GPU here; what needs none: python -m benchmarks --device cpu", file=sys.stderr)
         return 2
-    loops.build()
+    if any(getattr(runner.module(name), "NEEDS_LOOPS", True) for name in names):
+        loops.build()
     folder = arguments.out or _FOLDER / ("scratch" if arguments.quick else "results")
     folder.mkdir(parents=True, exist_ok=True)
     complete = True
@@ -55,37 +52,70 @@ def main() -> int:
             print(f"{name}: left out; {why_not}", file=sys.stderr)
             complete &= name not in arguments.names
             continue
-        chosen = arguments.allocators.split(",") if arguments.allocators else list(_module(name).ALLOCATORS)
-        unknown = set(chosen) - set(_module(name).ALLOCATORS)
-        if unknown:
-            parser.error(
-                f"{name} does not know {', '.join(sorted(unknown))}, but {', '.join(_module(name).ALLOCATORS)}"
-            )
-        runs = arguments.runs or (1 if arguments.quick else getattr(_module(name), "RUNS", 2))
-        rows, facts, failed = _run(name, chosen, runs, arguments.quick)
-        complete &= not failed
-        if not rows:
-            continue
-        result = Result(
-            benchmark=name,
-            command=_command(names, arguments),
-            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            commit=machine.commit(),
-            machine=facts,
-            rows=rows,
-        )
-        file = folder / f"{name}-{machine.device_tag(str(facts['device']))}.json"
-        file.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"\n{name}, written to {file}\n{_table(rows)}\n", flush=True)
-        print(", ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
+        complete &= _benchmark(name, kinds[name], arguments, parser, folder)
     return 0 if complete else 1
 
 
-def _command(names: list[str], arguments: argparse.Namespace) -> str:
-    """What makes the same result again; where it was written is nobody's business."""
-    runs = ["--runs", str(arguments.runs)] if arguments.runs else []
-    chosen = ["--allocators", arguments.allocators] if arguments.allocators else []
-    return shlex.join(["python", "-m", "benchmarks", *(["--quick"] if arguments.quick else []), *runs, *chosen, *names])
+def _benchmark(
+    name: str, kind: str, arguments: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path
+) -> bool:
+    """Runs one and writes its file; whether all of it went well."""
+    options = _options(name, kind, arguments, parser)
+    known = runner.allocators_of(name, kind)
+    chosen = arguments.allocators.split(",") if arguments.allocators else known
+    unknown = set(chosen) - set(known)
+    if unknown:
+        parser.error(f"{name} does not know {', '.join(sorted(unknown))}, but {', '.join(known)}")
+    runs = arguments.runs or (1 if arguments.quick else getattr(runner.module(name), "RUNS", 2))
+    outcome = runner.run(name, chosen, runs, options)
+    if not outcome.rows:
+        return False
+    result = Result(
+        benchmark=name,
+        command=_command(name, arguments),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        commit=machine.commit(),
+        machine=outcome.machine,
+        rows=outcome.rows,
+    )
+    tag = machine.device_tag(str(outcome.machine["device"]))
+    file = folder / f"{name}{'_largest_batch' if options.limit else ''}-{tag}.json"
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"\n{name}, written to {file}\n{report.table(outcome.rows)}\n", flush=True)
+    remarks: Callable[[list[Row]], list[str]] = getattr(runner.module(name), "remarks", lambda rows: [])
+    complaints: Callable[[list[Row]], list[str]] = getattr(runner.module(name), "complaints", lambda rows: [])
+    wrong = complaints(outcome.rows)
+    print("\n".join([*remarks(outcome.rows), *wrong, ""]), flush=True)
+    print(", ".join(f"{key} {value}" for key, value in outcome.machine.items()), flush=True)
+    for said in dict.fromkeys(outcome.failed):
+        print(f"failed: {said}", file=sys.stderr)
+    return not outcome.failed and not wrong
+
+
+def _options(name: str, kind: str, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> runner.Options:
+    programs = arguments.programs.split(",") if arguments.programs else None
+    known: list[str] = list(getattr(runner.module(name), "PROGRAMS", []))
+    if not known and (programs or arguments.scale or arguments.largest_batch):
+        parser.error(f"{name} has no programs: name workloads alone")
+    unknown = set(programs or []) - set(known)
+    if unknown:
+        parser.error(f"{name} has no {', '.join(sorted(unknown))}, but {', '.join(known)}")
+    limit = None
+    if arguments.largest_batch:
+        from torch_vmm.sizes import to_bytes
+
+        limit = to_bytes(arguments.largest_batch, "--largest-batch")
+    return runner.Options(kind, arguments.quick, programs, arguments.scale, limit)
+
+
+def _command(name: str, arguments: argparse.Namespace) -> str:
+    """What makes the same file again; where it was written is nobody's business."""
+    words = ["python", "-m", "benchmarks", *(["--quick"] if arguments.quick else [])]
+    for option in ("runs", "allocators", "programs", "scale", "largest_batch"):
+        value = getattr(arguments, option)
+        words += [f"--{option.replace('_', '-')}", str(value)] if value else []
+    words += ["--device", arguments.device] if arguments.device != "cuda" else []
+    return shlex.join([*words, name])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,24 +124,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     every = [name for names in _NAMES.values() for name in names]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(every)}")
-    parser.add_argument("--device", choices=tuple(_NAMES), default="cuda", help="whose benchmarks, where none is named")
+    parser.add_argument(
+        "--device",
+        choices=tuple(_NAMES),
+        default="cuda",
+        help="whose benchmarks, where none is named; and where those run that can run on either",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: benchmarks/results, with --quick scratch")
     parser.add_argument("--quick", action="store_true", help="less of everything, to see that it works")
     parser.add_argument(
-        "--runs", type=int, metavar="N", help="repetitions, interleaved; default 2 (hot_path: 7), with --quick 1"
+        "--runs",
+        type=int,
+        metavar="N",
+        help="repetitions, interleaved; default 2 (hot_path: 7, latency and workloads: 3), with --quick 1",
     )
     parser.add_argument("--allocators", metavar="A,B", help="only these; default: all that the benchmark knows")
+    parser.add_argument("--programs", metavar="A,B", help="only these programs of workloads; default: all")
+    parser.add_argument(
+        "--scale", choices=("small", "full"), help="of workloads: full is for 80 GiB; default: full on a GPU"
+    )
+    parser.add_argument(
+        "--largest-batch", metavar="LIMIT", help="of workloads: instead, the largest batch that fits, such as 40GiB"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"benchmarks.{name}")
-
-
 def _prepare(name: str) -> str | None:
     """Makes what a benchmark needs beside the loops; where it cannot run here, says why not."""
-    prepare: Callable[[], str | None] = getattr(_module(name), "prepare", lambda: None)
+    prepare: Callable[[], str | None] = getattr(runner.module(name), "prepare", lambda: None)
     return prepare()
 
 
@@ -119,105 +160,6 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-# -- The runner's side -------------------------------------------------------------------------------------------------
-
-
-def _run(name: str, chosen: list[str], runs: int, quick: bool) -> tuple[list[Row], dict[str, str | int], list[str]]:
-    """Each of ``chosen`` ``runs`` times, in turn. Returns rows, machine, and the allocators that failed."""
-    rows: dict[tuple[str, str, str], Row] = {}
-    facts: dict[str, str | int] = {}
-    failed: list[str] = []
-    for number in range(runs):
-        for allocator in chosen:
-            print(f"{name}: {allocator}, run {number + 1} of {runs}", file=sys.stderr, flush=True)
-            answer = _spawn(name, allocator, quick)
-            if answer is None:
-                failed.append(allocator)
-                continue
-            facts = answer.machine
-            for one in answer.measurements:
-                key = (one.case, one.metric, allocator)
-                row = rows.setdefault(
-                    key,
-                    Row(case=one.case, allocator=allocator, metric=one.metric, value=0.0, unit=one.unit, runs=[]),
-                )
-                row["runs"].append(_rounded(one.value))
-                row["value"] = _rounded(statistics.median(row["runs"]))
-    return list(rows.values()), facts, failed
-
-
-def _spawn(name: str, allocator: str, quick: bool) -> Answer | None:
-    command = [sys.executable, "-m", "benchmarks", name, "--worker", allocator, *(["--quick"] if quick else [])]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=_FOLDER.parent,
-            env=allocators.environment(allocator),
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        print(f"{name}, {allocator}: took more than {_TIMEOUT_S} s", file=sys.stderr)
-        return None
-    for line in done.stdout.splitlines():
-        if line.startswith(_ANSWER) and done.returncode == 0:
-            answer = json.loads(line[len(_ANSWER) :])
-            return Answer(answer["machine"], [Measurement(*values) for values in answer["measurements"]])
-    print(f"{name}, {allocator}: exit status {done.returncode}\n{done.stdout}{done.stderr}", file=sys.stderr)
-    return None
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.5g}")
-
-
-def _table(rows: list[Row]) -> str:
-    """Cases down, allocators across; in brackets torch_vmm's value as a share of each other one's."""
-    columns = list(dict.fromkeys(row["allocator"] for row in rows))
-    values = {(row["case"], row["metric"], row["allocator"]): row["value"] for row in rows}
-    runs = {(row["case"], row["metric"], row["allocator"]): row["runs"] for row in rows}
-    lines = {(row["case"], row["metric"]): row["unit"] for row in rows}
-    width = max(len(f"{case}: {metric}, {unit}") for (case, metric), unit in lines.items())
-    out = [" " * width + "".join(f"{column:>34}" for column in columns)]
-    for (case, metric), unit in lines.items():
-        ours = values.get((case, metric, "torch_vmm"))
-        cells = []
-        for column in columns:
-            value = values.get((case, metric, column))
-            if value is None:
-                cells.append("-")
-                continue
-            each = runs[case, metric, column]
-            mine = runs.get((case, metric, "torch_vmm"), [])
-            spread = f" {min(each):.4g}..{max(each):.4g}" if len(each) > 1 else ""
-            share = ""
-            if ours is not None and value and column != "torch_vmm":
-                is_apart = max(mine) < min(each) or min(mine) > max(each)
-                share = f" (x{ours / value:.2f})" if is_apart else " (=)"
-            cells.append(f"{value:.4g}{share}{spread}")
-        out.append(f"{f'{case}: {metric}, {unit}':{width}}" + "".join(f"{cell:>34}" for cell in cells))
-    return "\n".join(
-        [*out, "Medians, and the least and the most of the runs. x: torch_vmm's over this one's; =: within the spread."]
-    )
-
-
-# -- The measuring process ---------------------------------------------------------------------------------------------
-
-
-def _work(name: str, allocator: str, quick: bool) -> int:
-    benchmark = _module(name)
-    allocators.install(allocator, benchmark.KIND)
-    facts = machine.facts(benchmark.KIND)
-    import torch
-
-    torch.zeros(1, device=benchmark.KIND)
-    with allocators.work(allocator, benchmark.KIND):
-        measurements: list[Measurement] = benchmark.measure(allocator, quick)
-    print(_ANSWER + json.dumps(Answer(facts, measurements)._asdict()), flush=True)
-    return 0
 
 
 if __name__ == "__main__":

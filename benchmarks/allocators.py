@@ -8,9 +8,14 @@ from contextlib import contextmanager
 
 GPU_ALLOCATORS = ("torch_vmm", "native", "expandable", "cudaMallocAsync")
 HOST_ALLOCATORS = ("torch_vmm", "native")
+TUNED = "native-tuned"  # by the usual advice
 FLOOR = "floor"  # only bumps a pointer; measured where nothing is computed
 
-_CONFIGURATIONS = {"expandable": "expandable_segments:True", "cudaMallocAsync": "backend:cudaMallocAsync"}
+_CONFIGURATIONS = {
+    "expandable": "expandable_segments:True",
+    "cudaMallocAsync": "backend:cudaMallocAsync",
+    TUNED: "max_split_size_mb:128,roundup_power2_divisions:8",
+}
 
 
 def environment(allocator: str) -> dict[str, str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
 
-from . import allocators, loops
+from . import allocators, loops, machine
 from .measurement import Measurement
 
 KIND = "cuda"
@@ -26,7 +24,7 @@ def measure(allocator: str, quick: bool) -> list[Measurement]:
     run = loops.load()
     count = 30_000 if quick else 200_000
     times = {}
-    with _one_cpu():
+    with machine.one_cpu():
         for name, size in _PAIRS.items():
             times[f"pair {name}"] = run.gpu_pair_ns(size, count)
         if allocator != allocators.FLOOR:
@@ -37,7 +35,7 @@ def measure(allocator: str, quick: bool) -> list[Measurement]:
     if allocator != allocators.FLOOR:  # before a million live blocks
         reserved = torch.cuda.max_memory_reserved() / _GIB
         rows.append(Measurement("churn 2 MiB - 256 MiB, 200 live", "peak reserved", reserved, "GiB"))
-    with _one_cpu():
+    with machine.one_cpu():
         for live in (1000, 100_000 if quick else 1_000_000):
             times[f"replace one of {live} blocks of 512 B"] = run.gpu_replace_ns(512, live, count // 2)
         times["at::empty of 1000 floats"] = run.empty_ns("cuda:0", count // 4)
@@ -48,17 +46,6 @@ def measure(allocator: str, quick: bool) -> list[Measurement]:
     times[f"pair 512 B, {_THREADS} threads, a model each"] = run.gpu_crew_pair_ns(512, each, _in_models(run, allocator))
     times[f"512 B, {_THREADS // 2} threads take, {_THREADS // 2} free"] = run.gpu_crew_hand_on_ns(512, each, crew)
     return [Measurement(case, "time", value, "ns") for case, value in times.items()] + rows
-
-
-@contextmanager
-def _one_cpu() -> Iterator[None]:
-    """The calling thread stays on one CPU: unpinned, the same program differs by half from run to run."""
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(allowed)[len(allowed) // 2]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
 
 
 _models: list[object] = []  # a model that nobody holds is closed

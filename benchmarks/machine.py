@@ -6,6 +6,8 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +27,17 @@ def facts(kind: str) -> dict[str, str | int]:
         "cpu": _processor(),
         "cores": len(os.sched_getaffinity(0)),
     }
+
+
+@contextmanager
+def one_cpu() -> Iterator[None]:
+    """The calling thread, and those that it starts, stay on one CPU: unpinned, times differ by half between runs."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(allowed)[len(allowed) // 2]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def device_tag(device: str) -> str:

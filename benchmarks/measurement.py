@@ -14,6 +14,13 @@ class Measurement(NamedTuple):
     unit: str
 
 
+Part = dict[str, str | int]
+"""What one process of a benchmark with parts is told; empty for all others."""
+
+ONE_BY_ONE = ", one by one"
+"""Ends the case of rows that tell of single operations."""
+
+
 class Answer(NamedTuple):
     """What one process has to say."""
 
@@ -41,3 +48,8 @@ class Result(TypedDict):
     commit: str
     machine: dict[str, str | int]
     rows: list[Row]
+
+
+def is_for_tables(row: Row) -> bool:
+    """Whether it is a number to compare at a glance; fingerprints and single operations are not."""
+    return row["unit"] != "crc32" and not row["case"].endswith(ONE_BY_ONE)

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import cast
 
-from .measurement import Result, Row
+from .measurement import Result, Row, is_for_tables
 from .table import DEVICE, RESULTS
 
 _CALLS = ("reserve", "create", "map", "set_access", "unmap", "release")
@@ -53,7 +53,7 @@ def _chunks(result: Result) -> list[str]:
 
 def _standing(result: Result) -> str:
     chunks = _chunks(result)
-    rows = [row for row in result["rows"] if row["case"] not in chunks]
+    rows = [row for row in result["rows"] if row["case"] not in chunks and is_for_tables(row)]
     allocators = [name for name in dict.fromkeys(row["allocator"] for row in rows) if name != "floor"]
     return _table(result, result["benchmark"], rows, allocators)
 

@@ -25,9 +25,11 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <queue>
 #include <random>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -210,6 +212,115 @@ double churn_ns(size_t lowest, size_t highest, int live, int count, unsigned see
   return best;
 }
 
+// A mixed program, an operation after the other: sizes from 512 B to 128 MiB, lifetimes from one operation to a hundred
+// thousand, four streams. The same for the same `count` and `seed`; some thirteen hundred blocks are live at a time.
+struct MixedOperation {
+  size_t slot;
+  size_t bytes;   // 0: frees what is in the slot
+  size_t stream;  // of the four
+};
+
+class MixedProgram {
+ public:
+  MixedProgram(size_t count, unsigned seed) : random_(seed) {
+    operations.reserve(count);
+    std::vector<size_t> free_slots;
+    while (operations.size() < count) {
+      if (!due_.empty() && due_.top().first <= operations.size()) {
+        free_slots.push_back(due_.top().second);
+        operations.push_back({due_.top().second, 0, 0});
+        due_.pop();
+        continue;
+      }
+      if (free_slots.empty()) free_slots.push_back(slots++);
+      const size_t slot = free_slots.back();
+      free_slots.pop_back();
+      due_.emplace(operations.size() + lifetime(), slot);
+      const bool is_default = uniform() < 0.7;
+      operations.push_back({slot, bytes(), is_default ? 0 : 1 + size_t(random_() % 3)});
+    }
+  }
+
+  std::vector<MixedOperation> operations;
+  size_t slots = 0;
+
+ private:
+  using Due = std::pair<size_t, size_t>;  // operation, slot
+
+  double uniform() { return double(random_() >> 11) / double(1ULL << 53); }
+  double log_uniform(double lowest, double highest) { return lowest * std::pow(highest / lowest, uniform()); }
+  size_t bytes() {
+    constexpr double kMiB = 1 << 20;
+    const double which = uniform();
+    if (which < 0.80) return size_t(log_uniform(512, kMiB));
+    return size_t(which < 0.95 ? log_uniform(kMiB, 16 * kMiB) : log_uniform(16 * kMiB, 128 * kMiB));
+  }
+  size_t lifetime() {
+    const double which = uniform();
+    return 1 + size_t(log_uniform(1, which < 0.70 ? 16 : which < 0.95 ? 1'000 : 100'000));
+  }
+
+  std::mt19937_64 random_;
+  std::priority_queue<Due, std::vector<Due>, std::greater<>> due_;
+};
+
+// What the allocator counts of its driver calls and climbs.
+struct Counters {
+  int64_t mapped = 0;    // chunks mapped; torch's own: segments allocated
+  int64_t unmapped = 0;  // the same, given back
+  int64_t climbs = 0;    // requests that had to look for memory elsewhere
+
+  static Counters now() {
+    const auto stats = caching::getDeviceStats(0);
+    return {stats.num_device_alloc, stats.num_device_free, stats.num_alloc_retries};
+  }
+};
+
+// One operation that took long: its number, bytes (of a free: 0), and what was counted up to its end since the last one
+// that took long. No driver call is so fast that its operation is not among them.
+using LongOperation = std::tuple<size_t, size_t, int64_t, int64_t, int64_t>;
+constexpr double kLongNs = 3000;
+
+// The program `rounds` times over. For each round the time of each operation in ns, and the long ones. With `counts`
+// false the allocator is not asked (the floor has no counters).
+std::vector<std::pair<std::vector<double>, std::vector<LongOperation>>> latencies_ns(size_t count, unsigned seed,
+                                                                                     int rounds, bool counts) {
+  const MixedProgram program(count, seed);
+  std::vector<cudaStream_t> streams = {c10::cuda::getDefaultCUDAStream(0).stream()};
+  while (streams.size() < 4) streams.push_back(c10::cuda::getStreamFromPool(false, 0).stream());
+  std::vector<std::pair<std::vector<double>, std::vector<LongOperation>>> answer;
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<double> times(count);
+    std::vector<LongOperation> slow;
+    slow.reserve(count);  // no growth between two operations
+    std::vector<void*> blocks(program.slots);
+    Counters last = counts ? Counters::now() : Counters{};
+    for (size_t i = 0; i < count; ++i) {
+      const MixedOperation& operation = program.operations[i];
+      void*& block = blocks[operation.slot];
+      const Stopwatch watch;
+      if (operation.bytes == 0) {
+        caching::raw_delete(block);
+        times[i] = watch.ns();
+        block = nullptr;
+      } else {
+        block = caching::raw_alloc_with_stream(operation.bytes, streams[operation.stream]);
+        times[i] = watch.ns();
+      }
+      if (times[i] < kLongNs) continue;
+      const Counters now = counts ? Counters::now() : Counters{};
+      slow.emplace_back(i, operation.bytes, now.mapped - last.mapped, now.unmapped - last.unmapped,
+                        now.climbs - last.climbs);
+      last = now;
+    }
+    for (void* block : blocks) {
+      if (block != nullptr) caching::raw_delete(block);
+    }
+    answer.emplace_back(std::move(times), std::move(slow));
+  }
+  return answer;
+}
+
 // at::empty of 1000 floats, in ns; the best of three rounds.
 double empty_ns(const std::string& device, int count) {
   const auto options = at::TensorOptions().device(c10::Device(device)).dtype(at::kFloat);
@@ -268,6 +379,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("gpu_crew_hand_on_ns", &crew_hand_on_ns, Unlocked());
   m.def("gpu_replace_ns", &replace_ns, Unlocked());
   m.def("gpu_churn_ns", &churn_ns<GpuBlocks>, Unlocked());
+  m.def("gpu_latencies_ns", &latencies_ns, Unlocked());
   m.def("host_pair_ns", &pair_ns<HostBlocks>, Unlocked());
   m.def("host_crew_pair_ns", &crew_pair_ns<HostBlocks>, Unlocked());
   m.def("host_churn_ns", &churn_ns<HostBlocks>, Unlocked());

@@ -1,0 +1,162 @@
+"""Runs a benchmark: a process for each measurement, one allocator after the other, as often as is asked."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+from . import allocators, machine
+from .measurement import Answer, Measurement, Part, Row
+
+_ANSWER = "BENCHMARK RESULT "
+_TIMEOUT_S = 300
+
+
+class Options(NamedTuple):
+    """What the command line asks of a benchmark. ``programs``, ``scale`` and ``limit`` are for those with parts."""
+
+    kind: str  # "cuda" or "cpu"
+    quick: bool
+    programs: list[str] | None = None  # None: all
+    scale: str | None = None  # None: what fits the kind
+    limit: int | None = None  # bytes: the largest batch within it is asked for
+
+
+class Job(NamedTuple):
+    """What one process measures."""
+
+    benchmark: str
+    allocator: str
+    kind: str
+    quick: bool
+    part: Part
+
+    def said(self) -> str:
+        program = self.part.get("program")
+        return f"{self.benchmark}{f', {program}' if program else ''}: {self.allocator}"
+
+
+Ask = Callable[[str, Part], list[Measurement] | None]
+"""Measures a part under an allocator, once; ``None`` where that failed."""
+
+
+class Outcome(NamedTuple):
+    rows: list[Row]
+    machine: dict[str, str | int]
+    failed: list[str]
+
+
+def module(name: str) -> ModuleType:
+    """The benchmark of that name."""
+    return import_module(f"benchmarks.{name}")
+
+
+def kind_of(name: str, device: str) -> str:
+    """Where a benchmark runs: on ``device`` if it can, else where it must."""
+    kinds: tuple[str, ...] = getattr(module(name), "KINDS", ())
+    return device if device in kinds else module(name).KIND
+
+
+def allocators_of(name: str, kind: str) -> list[str]:
+    """Those that the benchmark knows there."""
+    known: tuple[str, ...] | dict[str, tuple[str, ...]] = module(name).ALLOCATORS
+    return list(known[kind] if isinstance(known, dict) else known)
+
+
+def run(name: str, chosen: list[str], runs: int, options: Options) -> Outcome:
+    """Every part under each of ``chosen``, in turn, ``runs`` times."""
+    rows: dict[tuple[str, str, str], Row] = {}
+    facts: dict[str, str | int] = {}
+    failed: list[str] = []
+
+    def measured(allocator: str, part: Part) -> list[Measurement] | None:
+        nonlocal facts
+        job = Job(name, allocator, options.kind, options.quick, part)
+        answer = _spawn(job)
+        if answer is None:
+            failed.append(job.said())
+            return None
+        facts = answer.machine
+        return answer.measurements
+
+    parts = _parts(name, options, measured)
+    for number in range(runs):
+        for part in parts:
+            for allocator in chosen:
+                said = Job(name, allocator, options.kind, options.quick, part).said()
+                print(f"{said}, run {number + 1} of {runs}", file=sys.stderr, flush=True)
+                for one in measured(allocator, part) or []:
+                    _add(rows, allocator, one)
+    return Outcome(list(rows.values()), facts, failed)
+
+
+def _parts(name: str, options: Options, measured: Ask) -> list[Part]:
+    plan: Callable[[Options, Ask], list[Part]] | None = getattr(module(name), "parts", None)
+    return [{}] if plan is None else plan(options, measured)
+
+
+def _add(rows: dict[tuple[str, str, str], Row], allocator: str, one: Measurement) -> None:
+    key = (one.case, one.metric, allocator)
+    empty = Row(case=one.case, allocator=allocator, metric=one.metric, value=0.0, unit=one.unit, runs=[])
+    row = rows.setdefault(key, empty)
+    row["runs"].append(rounded(one.value))
+    # Of whole numbers the median is one that was measured.
+    is_whole = all(isinstance(value, int) for value in row["runs"])
+    row["value"] = (statistics.median_low if is_whole else statistics.median)(row["runs"])
+    if not is_whole:
+        row["value"] = rounded(row["value"])
+
+
+def rounded(value: float) -> float:
+    """Five digits; a whole number as it is."""
+    return value if isinstance(value, int) else float(f"{value:.5g}")
+
+
+def _spawn(job: Job) -> Answer | None:
+    command = [sys.executable, "-m", "benchmarks", "--worker", json.dumps(job._asdict())]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=machine.ROOT,
+            env=allocators.environment(job.allocator),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{job.said()}: took more than {_TIMEOUT_S} s", file=sys.stderr)
+        return None
+    for line in done.stdout.splitlines():
+        if line.startswith(_ANSWER) and done.returncode == 0:
+            answer = json.loads(line[len(_ANSWER) :])
+            return Answer(answer["machine"], [Measurement(*values) for values in answer["measurements"]])
+    print(f"{job.said()}: exit status {done.returncode}\n{done.stdout}{done.stderr}", file=sys.stderr)
+    return None
+
+
+# -- The measuring process ---------------------------------------------------------------------------------------------
+
+
+def work(text: str) -> int:
+    """Does the job that ``text`` says, and prints the answer; returns the exit status."""
+    job = Job(**json.loads(text))
+    benchmark = module(job.benchmark)
+    allocators.install(job.allocator, job.kind)
+    facts = machine.facts(job.kind)
+    import torch
+
+    torch.zeros(1, device=job.kind)
+    with allocators.work(job.allocator, job.kind):
+        measurements: list[Measurement]
+        if job.part:
+            measurements = benchmark.measure_part(job.allocator, job.kind, job.quick, job.part)
+        else:
+            measurements = benchmark.measure(job.allocator, job.quick)
+    print(_ANSWER + json.dumps(Answer(facts, measurements)._asdict()), flush=True)
+    return 0
