@@ -148,9 +148,9 @@ bool FreeIndex::holds(const Block* block) const {
 
 // ---------------------------------------------------------------- BlockHeap
 
-FreeIndex& BlockHeap::index(StreamTag tag) {
+FreeIndex& BlockHeap::make_index(StreamTag tag) {
   if (index_.size() <= tag) index_.resize(tag + std::size_t{1});
-  if (index_[tag] == nullptr) index_[tag] = std::make_unique<FreeIndex>();
+  index_[tag] = std::make_unique<FreeIndex>();
   return *index_[tag];
 }
 

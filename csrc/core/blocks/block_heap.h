@@ -243,7 +243,12 @@ class BlockHeap {
   void check() const;
 
  private:
-  FreeIndex& index(StreamTag tag);
+  FreeIndex& index(StreamTag tag) {
+    if (tag < index_.size() && index_[tag] != nullptr) [[likely]]
+      return *index_[tag];
+    return make_index(tag);
+  }
+  FreeIndex& make_index(StreamTag tag);
   void set_free(Block* block, StreamTag tag, Epoch epoch);
   void clear_free(Block* block);
   void unlink(Block* block);

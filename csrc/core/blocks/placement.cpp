@@ -75,7 +75,7 @@ std::size_t Placement::missing_beside(const Block* from, std::size_t size, Strea
 bool Placement::find_least_missing(const SpaceRequest& request, std::size_t* offset) const {
   std::size_t least = align_up(request.size, page_);  // as much as anywhere
   int tried = 0;
-  const std::function<bool(const Block*)> compare = [&](const Block* block) {
+  const auto compare = [&](const Block* block) {
     for (const bool down : {false, true}) {
       const std::size_t missing = missing_beside(block, request.size, request.tag, down);
       if (missing >= least) continue;

@@ -17,6 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/function_ref.h"
 #include "base/sync.h"
 #include "core/device/all_locked.h"
 #include "core/device/group_figures.h"
@@ -170,7 +171,7 @@ class DeviceMemory {
   std::shared_ptr<Pool> register_pool(const PoolSpec& spec, Budget& group)
       VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
   std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
-  using Attempt = std::function<Address(Grant*, Shortage*)>;
+  using Attempt = FunctionRef<Address(Grant*, Shortage*)>;
   Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt)
       VMM_EXCLUDES(reclaim_mutex_);
   // One request on its way up the ladder, and what it lacked at its latest attempt.
