@@ -1,0 +1,153 @@
+// DeviceMemory: giving memory back to the driver, because somebody asks or because a
+// limit was lowered below what is held.
+#include <algorithm>
+
+#include "core/device/device_memory.h"
+
+namespace vmm {
+
+namespace {
+
+// While some limit is below what is in use, so many frees, or as many as there
+// are pools, go by between two looks at all of them.
+constexpr std::size_t kFreesPerLook = 64;
+
+}  // namespace
+
+std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
+  Budget& group = pool.group();
+  clock_.synchronize().ignore();
+  // What pools that have closed still have to give is not this one's.
+  if (has_ended_.load(std::memory_order_relaxed)) settle(/*wait=*/true);
+  const std::size_t shelved = store_.shelved_bytes(group);
+  if (pool.is_part()) {
+    pool.shed(keep);
+  } else {
+    for (const auto& member : family(pool)) {
+      const std::size_t idle = keep == 0 ? 0 : std::min(keep, member->idle_bytes());
+      member->shed(idle);
+      keep -= idle;
+    }
+  }
+  // A chunk may still be mapped where another pool had it before.
+  settle(/*wait=*/true);
+  pool.count_sync();
+  return store_.trim(group, shelved);
+}
+
+std::size_t DeviceMemory::empty_cache() {
+  clock_.synchronize().ignore();  // settle() waits for what this could not
+  settle(/*wait=*/true);
+  for (const auto& pool : pools()) pool->shed(0);
+  settle(/*wait=*/true);
+  {
+    const MutexLock lock(registry_mutex_);
+    ++of_ended_pools_.num_sync_all_streams;
+  }
+  return store_.trim_all();
+}
+
+bool DeviceMemory::settle(bool wait) {
+  if (wait) clock_.wait(clock_.now()).ignore();  // what it could not wait for stays
+  bool any = false;
+  for (const auto& pool : pools()) {
+    if (!pool->settle()) continue;
+    any = true;
+    store_.trim(pool->group(), options_.store_bytes);
+  }
+  return bury_closed() || any;
+}
+
+std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
+  budget.set_limit(limit_bytes);
+  const std::size_t given_back = give_back_excess(budget, /*wait=*/true);
+  if (budget.excess() != 0) {
+    // What is freed has to go back, and threads keep none of it.
+    caches_.stop(BlockCaches::kOverLimit);
+    over_limit_.store(true, std::memory_order_seq_cst);
+  } else if (over_limit_.load(std::memory_order_relaxed)) {
+    enforce_limits(nullptr);  // perhaps it was the last
+  }
+  return given_back;
+}
+
+// Gives back what `budget` holds above its limit and does not need: first what
+// rests on shelves, then what is idle in pools, lowest priority first.
+std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
+  std::size_t given_back = 0;
+  for (int round = 0; round < 2 && budget.excess() != 0; ++round) {
+    if (round == 1) {
+      for (const auto& pool : in_order_of_yielding(pools_under(budget))) {
+        const std::size_t excess = budget.excess();
+        if (excess == 0) break;
+        const std::size_t idle = pool->idle_bytes();
+        pool->shed(idle > excess ? idle - excess : 0);
+      }
+      settle(wait);
+    }
+    given_back += store_.trim_under(budget, budget.excess());
+  }
+  return given_back;
+}
+
+// The same by what `pool` has just come to hold idle, for every limit above it.
+void DeviceMemory::give_back_excess_above(Pool& pool) {
+  for (Budget* level = &pool.budget(); level != nullptr; level = level->parent()) {
+    if (level->excess() != 0) store_.trim_under(*level, level->excess());
+    const std::size_t excess = level->excess();
+    if (excess == 0) continue;
+    const std::size_t idle = pool.idle_bytes();
+    pool.shed(idle > excess ? idle - excess : 0);
+    store_.trim_under(*level, level->excess());
+  }
+}
+
+bool DeviceMemory::is_look_due() {
+  const std::size_t frees = frees_over_limit_.fetch_add(1, std::memory_order_relaxed) + 1;
+  if (frees < kFreesPerLook) return false;
+  {
+    const MutexLock lock(registry_mutex_);
+    if (frees < registry_.all().size()) return false;
+  }
+  frees_over_limit_.store(0, std::memory_order_relaxed);
+  return true;
+}
+
+// A limit was lowered below what was in use: every free brings it nearer. What was
+// idle elsewhere has been given back before. What queued work held up there is
+// found by a look at all pools, which 4000 of them make 2 ms: now and then.
+void DeviceMemory::enforce_limits(Pool* freed) {
+  if (freed != nullptr && !is_look_due()) {
+    give_back_excess_above(*freed);
+    return;
+  }
+  // Before it looks: a limit that is lowered meanwhile sets it again.
+  over_limit_.store(false, std::memory_order_relaxed);
+  std::vector<Budget*> over;
+  const auto note = [&over](Budget& budget) {
+    if (budget.excess() != 0) over.push_back(&budget);
+  };
+  const PoolList all = pools();
+  std::vector<std::shared_ptr<Budget>> groups;  // one may end meanwhile
+  {
+    const MutexLock lock(registry_mutex_);
+    for (const auto& [key, group] : groups_) groups.push_back(group.budget);
+  }
+  for (const auto& pool : all) note(pool->budget());
+  for (const auto& group : groups) note(*group);
+  note(budget_);
+  bool still = false;
+  for (Budget* budget : over) {
+    give_back_excess(*budget, /*wait=*/false);
+    still = still || budget->excess() != 0;
+  }
+  if (still) {
+    over_limit_.store(true, std::memory_order_relaxed);
+  } else if (!over_limit_.load(std::memory_order_relaxed)) {
+    caches_.resume(BlockCaches::kOverLimit);
+    // Lowered at this very moment: it has stopped them before it said so.
+    if (over_limit_.load(std::memory_order_seq_cst)) caches_.stop(BlockCaches::kOverLimit);
+  }
+}
+
+}  // namespace vmm

@@ -1,0 +1,137 @@
+// DeviceMemory: what it tells of all its pools, of a model with its parts and of a
+// group, and the proof that it adds up.
+#include <algorithm>
+
+#include "base/check.h"
+#include "core/device/device_memory.h"
+
+namespace vmm {
+
+Statistics DeviceMemory::statistics() const {
+  Statistics sum;
+  PoolList pools;
+  {
+    const MutexLock lock(registry_mutex_);
+    sum.add_totals(of_ended_pools_);
+    pools = *registry_.all().list();
+  }
+  for (const auto& pool : pools) sum.add_totals(pool->statistics());
+  peaks_.fill_peaks(sum);
+  return sum;
+}
+
+void DeviceMemory::reset_peaks() {
+  PoolList pools;
+  {
+    const MutexLock lock(registry_mutex_);
+    peaks_.reset_peaks();
+    of_ended_pools_.reset_peaks();
+    pools = *registry_.all().list();
+  }
+  for (const auto& pool : pools) pool->reset_peaks();
+}
+
+void DeviceMemory::reset_accumulated() {
+  PoolList pools;
+  {
+    const MutexLock lock(registry_mutex_);
+    of_ended_pools_.reset_accumulated();
+    pools = *registry_.all().list();
+  }
+  for (const auto& pool : pools) pool->reset_accumulated();
+}
+
+Statistics DeviceMemory::statistics_of(const Pool& model) const {
+  Statistics sum = model.statistics();
+  const Peaks* peaks = model.family_peaks();
+  if (peaks == nullptr) return sum;
+  sum.add_totals(model.inherited());
+  for (const auto& member : family(model)) {
+    if (member.get() != &model) sum.add_totals(member->statistics());
+  }
+  peaks->fill_peaks(sum);
+  return sum;
+}
+
+MemoryStats DeviceMemory::memory_stats_of(const Pool& model) const {
+  const PoolList members = family(model);
+  const BlockCaches::Still still(caches_, members, BlockCaches::Kept::back);
+  const AllLocked locked(members);
+  MemoryStats sum;
+  for (const auto& member : members) {
+    const MemoryStats part = member->memory_stats_locked();
+    if (!member->is_part()) sum.virtual_capacity = part.virtual_capacity;
+    sum.add(part);
+  }
+  if (sum.physical_usage != 0) {
+    sum.fragmentation_ratio = static_cast<double>(sum.stranded_bytes) / static_cast<double>(sum.physical_usage);
+  }
+  return sum;
+}
+
+void DeviceMemory::reset_peaks_of(const Pool& model) {
+  for (const auto& member : family(model)) member->reset_peaks();
+}
+
+void DeviceMemory::reset_accumulated_of(const Pool& model) {
+  for (const auto& member : family(model)) member->reset_accumulated();
+}
+
+void DeviceMemory::refresh_numbers() {
+  for (const auto& pool : pools()) pool->refresh_numbers();
+}
+
+// One moment for all pools of the group, so that a chunk on its way from one
+// to another counts once.
+GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
+  std::shared_ptr<const PoolList> pools;
+  std::shared_ptr<GroupFigures> figures;
+  {
+    const MutexLock lock(registry_mutex_);
+    pools = registry_.of_group(group);
+    if (const auto at = groups_.find(&group); at != groups_.end()) figures = at->second.figures;
+  }
+  if (figures == nullptr) figures = std::make_shared<GroupFigures>();  // it has ended
+  GlobalMemoryStats stats;
+  stats.physical_limit = group.limit();
+  std::size_t waiting = 0;
+  const BlockCaches::Still still(caches_, *pools, BlockCaches::Kept::back);
+  const MemoryStats mapped = figures->sum(pools, [&] {
+    stats.physical_usage = group.used();
+    waiting = store_.quarantined_bytes(group);
+  });
+  stats.allocated_bytes = mapped.allocated_bytes;
+  stats.idle_bytes = mapped.idle_bytes;
+  stats.stranded_bytes = mapped.stranded_bytes;
+  // What is charged and mapped nowhere: shelves, and what is on its way to a
+  // request. Of it, what a former address still waits for is quarantined.
+  const std::size_t unmapped = stats.physical_usage - std::min(mapped.physical_usage, stats.physical_usage);
+  waiting = std::min(waiting, unmapped);
+  stats.store_bytes = unmapped - waiting;
+  stats.quarantined_bytes = mapped.quarantined_bytes + waiting;
+  return stats;
+}
+
+void DeviceMemory::check() const {
+  const PoolList all = pools();
+  std::size_t mapped = 0;
+  std::size_t chunks = 0;
+  for (const auto& pool : all) {
+    pool->check();
+    const std::size_t bytes = pool->physical_bytes();
+    std::size_t of_parts = 0;
+    for (const auto& part : all) {
+      if (part->is_part() && &part->model() == pool.get()) of_parts += part->budget().used();
+    }
+    VMM_CHECK(pool->budget().used() == bytes + of_parts, "pool ", pool->name(), " maps ", bytes, ", its parts ",
+              of_parts, ", and is charged ", pool->budget().used());
+    mapped += bytes;
+    chunks += static_cast<std::size_t>(pool->statistics()[StatKind::segment][0].current);
+  }
+  const std::size_t shelved = store_.all_shelved_bytes();
+  VMM_CHECK(budget_.used() >= mapped + shelved, "device charged ", budget_.used(), ", pools map ", mapped,
+            ", shelves hold ", shelved);
+  VMM_CHECK(store_.live_chunks() >= chunks, "chunks: alive ", store_.live_chunks(), ", mapped ", chunks);
+}
+
+}  // namespace vmm
