@@ -262,7 +262,7 @@ void DescriptorServer::after_fork_in_child() {
   socket_.close();
   stop_.close();
   // The thread stayed in the parent, and nothing here may end or join it.
-  (void)thread_.release();
+  (void)thread_.release();  // NOLINT(bugprone-unused-return-value): it is never deleted
   mutex_.unlock();
 }
 
