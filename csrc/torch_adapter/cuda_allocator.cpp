@@ -30,8 +30,6 @@ namespace vmm {
 
 namespace {
 
-constexpr std::size_t kBlockGrain = 512;  // blocks are multiples of it
-
 c10::Device torch_device(int ordinal) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(ordinal)}; }
 
 void trace_allocation(void* block) {
@@ -256,7 +254,8 @@ void* CudaAllocator::allocate_on(c10::DeviceIndex device, std::size_t bytes, cud
     return block;
   } catch (const OutOfMemoryError&) {
     if (profiler_is_on()) {
-      report_out_of_memory_to_profiler(DeviceKind::cuda, device, align_up(bytes, kBlockGrain), torch_device(device));
+      report_out_of_memory_to_profiler(DeviceKind::cuda, device, align_up(bytes, kBlockAlignment),
+                                       torch_device(device));
     }
     // Not made: there were no addresses for its default pool.
     if (DeviceRoom* room = Runtime::made(DeviceKind::cuda, device); room != nullptr) {

@@ -316,7 +316,7 @@ void History::out_of_memory(DeviceRoom& room, const Pool& pool, std::size_t byte
   MemoryInfo info;
   if (is_on() || !observers.empty()) (void)room.memory.driver().memory_info(room.ordinal, &info);
   if (is_on()) {
-    Entry entry = make_entry(cca::TraceEntry::OOM, info.free, align_up(bytes, std::size_t{512}), stream, pool.region());
+    Entry entry = make_entry(cca::TraceEntry::OOM, info.free, align_up(bytes, kBlockAlignment), stream, pool.region());
     if (current_ != nullptr && level_.load(std::memory_order_relaxed) >= cca::RecordContext::ALLOC) {
       entry.context = *current_;
     }

@@ -168,16 +168,19 @@ TEST(Closing, AClosedSharedPoolLeavesNoBudgetAndNoShelf) {
   EXPECT_EQ(lab.driver.live_chunk_bytes(), 0U);
 }
 
+// A block of 8 MiB whose shared pool has been closed by force.
+Address left_in_a_closed_group(Lab& lab) {
+  SharedMemoryPool shared(lab.memory(), 64 * kMiB);
+  ModelSpec spec;
+  spec.virtual_capacity = kGiB;
+  const Address block = lab.allocate(*shared.register_model("m", spec), 8 * kMiB);
+  shared.close(/*force=*/true);
+  return block;
+}
+
 TEST(Closing, AGroupStaysUntilItsLastTensorHasGone) {
   Lab lab;
-  Address block = 0;
-  {
-    SharedMemoryPool shared(lab.memory(), 64 * kMiB);
-    ModelSpec spec;
-    spec.virtual_capacity = kGiB;
-    block = lab.allocate(*shared.register_model("m", spec), 8 * kMiB);
-    shared.close(/*force=*/true);
-  }
+  const Address block = left_in_a_closed_group(lab);
   EXPECT_EQ(lab.memory().groups(), 1U);
   lab.free(block);
   EXPECT_EQ(lab.memory().groups(), 0U);
@@ -189,14 +192,7 @@ TEST(Closing, ATensorOfAClosedGroupCostsOthersNothing) {
   const auto other = lab.pool("other");
   lab.free(lab.allocate(*other, 4096));
   lab.free(lab.allocate(*other, 4096));
-  Address block = 0;
-  {
-    SharedMemoryPool shared(lab.memory(), 64 * kMiB);
-    ModelSpec spec;
-    spec.virtual_capacity = kGiB;
-    block = lab.allocate(*shared.register_model("m", spec), 8 * kMiB);
-    shared.close(/*force=*/true);
-  }
+  const Address block = left_in_a_closed_group(lab);
   const std::uint64_t locked = other->times_locked();
   for (int k = 0; k < 100; ++k) DeviceMemory::free(lab.space, lab.memory().allocate(*other, 4096, nullptr));
   EXPECT_EQ(other->times_locked(), locked) << "its thread keeps the block, whatever others have closed";
