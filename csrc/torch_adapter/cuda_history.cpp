@@ -37,6 +37,12 @@ cca::AllocatorConfigInfo config_info() {
   return info;
 }
 
+bool is_in(const void* code, std::string_view library) {
+  Dl_info where{};
+  return dladdr(code, &where) != 0 && where.dli_fname != nullptr &&
+         std::string_view(where.dli_fname).find(library) != std::string_view::npos;
+}
+
 // Python's callers want runs, whoever listens: torch's own (check_memory_pool)
 // expect a tensor to be one block. Libraries that follow segments (NCCL's process
 // group registers what a snapshot holds) want each chunk as a segment, as their
@@ -44,10 +50,7 @@ cca::AllocatorConfigInfo config_info() {
 // does not say which of the two asks; the library that the call comes from does.
 SnapshotGrain grain_for(const void* caller) {
   if (!History::instance().has_trackers()) return SnapshotGrain::run;
-  Dl_info where{};
-  const bool is_python = dladdr(caller, &where) != 0 && where.dli_fname != nullptr &&
-                         std::string_view(where.dli_fname).find("libtorch_python") != std::string_view::npos;
-  return is_python ? SnapshotGrain::run : SnapshotGrain::chunk;
+  return is_in(caller, "libtorch_python") ? SnapshotGrain::run : SnapshotGrain::chunk;
 }
 
 // The pool's segments, as torch is told.
@@ -142,7 +145,12 @@ VMM_SINCE_TORCH_2_12(void CudaAllocator::attachOomRejectionObserver(cca::OomReje
 })
 
 void CudaAllocator::attachAllocatorTraceTracker(cca::AllocatorTraceTracker tracker) {
-  History::instance().attach_tracker(std::move(tracker));
+  // torch's own registers MemPools alone, unless the environment asks for more.
+  if (is_in(__builtin_return_address(0), "libtorch_cuda") && !History::nccl_registers_all()) {
+    History::instance().attach_tracker(std::move(tracker));
+  } else {
+    History::instance().attach_registering_tracker(std::move(tracker));
+  }
 }
 
 }  // namespace vmm

@@ -4,6 +4,10 @@
 #include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+
 #include "base/units.h"
 #include "torch_adapter/cuda_callbacks.h"
 #include "torch_adapter/errors.h"
@@ -16,8 +20,7 @@ using Action = cca::TraceEntry::Action;
 
 std::uint32_t bit(Action action) { return std::uint32_t{1} << static_cast<unsigned>(action); }
 
-// The action under which the history keeps an event. segment_free has none:
-// the history has said segment_unmap.
+// The action under which the history keeps an event, or trackers are told of it.
 Action action_of(PoolEvent event) {
   switch (event) {
     case PoolEvent::alloc:
@@ -30,6 +33,8 @@ Action action_of(PoolEvent event) {
       return cca::TraceEntry::SEGMENT_MAP;
     case PoolEvent::segment_unmap:
       return cca::TraceEntry::SEGMENT_UNMAP;
+    case PoolEvent::segment_alloc:
+      return cca::TraceEntry::SEGMENT_ALLOC;
     case PoolEvent::segment_free:
       return cca::TraceEntry::SEGMENT_FREE;
   }
@@ -137,7 +142,27 @@ void History::update_watch() {
   for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) room->memory.set_observer(on ? this : nullptr);
 }
 
+void History::attach_registering_tracker(cca::AllocatorTraceTracker tracker) {
+  registers_all_.store(true, std::memory_order_relaxed);
+  for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) room->memory.keep_blocks_within_chunks();
+  attach_tracker(std::move(tracker));
+}
+
+// torch reads this when a process group is made; here it counts from a device's first
+// block on, so that none lies over two chunks when the process group comes.
+bool History::nccl_registers_all() {
+  const auto is_set = [](const char* name) {
+    const char* value = std::getenv(name);
+    if (value == nullptr) return false;
+    std::string text(value);
+    std::transform(text.begin(), text.end(), text.begin(), [](unsigned char letter) { return std::tolower(letter); });
+    return text == "1" || text == "y" || text == "yes" || text == "t" || text == "true";
+  };
+  return is_set("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK") || is_set("NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK");
+}
+
 void History::watch(DeviceRoom& room) {
+  if (registers_all_.load(std::memory_order_relaxed) || nccl_registers_all()) room.memory.keep_blocks_within_chunks();
   if (is_on()) room.memory.set_observer(this);
 }
 
@@ -241,6 +266,9 @@ void History::on_event(const Pool& pool, PoolEvent event, Address address, std::
 
 void History::happened(int device, const RegionId& region, const Pool* pool, PoolEvent event, Address address,
                        std::size_t bytes, Stream stream) noexcept {
+  const bool is_for_trackers = event == PoolEvent::segment_alloc || event == PoolEvent::segment_free;
+  const bool is_for_history = event == PoolEvent::segment_map || event == PoolEvent::segment_unmap;
+  if (is_for_trackers && !has_trackers()) return;
   try {
     Entry entry = make_entry(action_of(event), address, bytes, stream, region);
     if (current_ != nullptr) entry.context = *current_;
@@ -266,19 +294,17 @@ void History::happened(int device, const RegionId& region, const Pool* pool, Poo
             entry.context = std::move(context);
           }
           break;
+        case PoolEvent::segment_alloc:
         case PoolEvent::segment_free:
           break;
       }
       if (level_.load(std::memory_order_relaxed) < cca::RecordContext::ALLOC) entry.context = nullptr;
       if (pool != nullptr) entry.model = model_name(*pool);
-      if (event != PoolEvent::segment_free) keep(device, entry);
+      if (!is_for_trackers) keep(device, entry);
     }
-    if (!has_trackers() || event == PoolEvent::segment_unmap) return;
-    // Trackers are told of memory that comes and goes as of whole segments,
-    // chunk by chunk: NCCL registers what they are told, and one registration
-    // may not cover two chunks.
-    if (event == PoolEvent::segment_map) entry.action = cca::TraceEntry::SEGMENT_ALLOC;
-    tell_trackers(device, entry);
+    // NCCL registers what its tracker is told of, and one registration may not
+    // cover two chunks: so it is told of chunks, as segments that come and go whole.
+    if (has_trackers() && !is_for_history) tell_trackers(device, entry);
   } catch (...) {
     report_swallowed("recording the memory history");
   }

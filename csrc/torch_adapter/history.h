@@ -104,6 +104,10 @@ class History final : public PoolObserver {
               bool clear_history, const std::vector<std::string>& skip_actions) VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_recording() const { return recording_.load(std::memory_order_relaxed); }
   void attach_tracker(cca::AllocatorTraceTracker tracker) VMM_EXCLUDES(mutex_);
+  // One that may register every segment it is told of, not those of MemPools alone.
+  void attach_registering_tracker(cca::AllocatorTraceTracker tracker) VMM_EXCLUDES(mutex_);
+  // NCCL's process groups are told to, by the environment.
+  static bool nccl_registers_all();
   [[nodiscard]] bool has_trackers() const { return has_trackers_.load(std::memory_order_acquire); }
   void attach_out_of_memory_observer(cca::OutOfMemoryObserver observer) VMM_EXCLUDES(mutex_);
   VMM_SINCE_TORCH_2_12(void attach_rejection_observer(cca::OomRejectionObserver observer) VMM_EXCLUDES(mutex_);)
@@ -186,6 +190,7 @@ class History final : public PoolObserver {
 
   std::atomic<bool> recording_{false};
   std::atomic<bool> has_trackers_{false};
+  std::atomic<bool> registers_all_{false};  // one of these does
   std::atomic<cca::CreateContextFn> recorder_{nullptr};
   std::atomic<cca::RecordContext> level_{cca::RecordContext::NEVER};
   std::array<std::atomic<std::int64_t>, Runtime::kMostDevices> rejections_{};

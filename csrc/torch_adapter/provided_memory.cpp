@@ -200,6 +200,7 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   const ByteRange range{reinterpret_cast<Address>(segment), wanted};
   registry().add(range, shared_from_this(), small);
   tell(PoolEvent::segment_map, range, stream);
+  tell(PoolEvent::segment_alloc, range, stream);
   const MutexLock lock(mutex_);
   Heap& heap = heap_of(stream, small);
   return reinterpret_cast<void*>(carve(heap, heap.blocks.donate(range, kTag), bytes));

@@ -115,7 +115,7 @@ class Segments final : public PoolObserver {
  public:
   void on_event(const Pool& /*pool*/, PoolEvent event, Address at, std::size_t /*bytes*/,
                 Stream /*stream*/) noexcept override {
-    if (event == PoolEvent::segment_map) ++mapped_[at];
+    if (event == PoolEvent::segment_alloc) ++mapped_[at];
     if (event == PoolEvent::segment_free && mapped_[at]-- == 0) ++strangers_;
   }
   [[nodiscard]] int strangers() const { return strangers_; }

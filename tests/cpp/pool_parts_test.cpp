@@ -269,7 +269,8 @@ class Listener final : public PoolObserver {
  public:
   void on_event(const Pool& /*pool*/, PoolEvent event, Address address, std::size_t bytes,
                 Stream /*stream*/) noexcept override {
-    static constexpr const char* kNames[] = {"alloc", "free_requested", "free_completed", "map", "unmap", "gone"};
+    static constexpr const char* kNames[] = {"alloc", "free_requested", "free_completed", "map", "unmap", "here",
+                                             "gone"};
     told.push_back(std::string(kNames[static_cast<int>(event)]) + " " + std::to_string(bytes));
     if (event == PoolEvent::segment_map) mapped += bytes;
     if (event == PoolEvent::segment_unmap) mapped -= bytes;
@@ -286,7 +287,7 @@ TEST(Observer, IsToldOfEverythingInOrder) {
   const auto pool = lab.pool("a");
   lab.memory().set_observer(&listener);
   const Address block = lab.allocate(*pool, 1500 * kKiB, kOne);
-  EXPECT_EQ(listener.told, (std::vector<std::string>{"map 2097152", "alloc 1536000"}));
+  EXPECT_EQ(listener.told, (std::vector<std::string>{"map 2097152", "here 2097152", "alloc 1536000"}));
   EXPECT_EQ(listener.last, block);
   pool->record_stream(block, kTwo);
   lab.driver.hold_fences(kTwo);

@@ -100,17 +100,23 @@ class TestRegisteredMemPools:
         assert all(answer["owned"] is wanted for answer in answers(registered, check))
 
 
-def records(log: str) -> Iterator[tuple[int, int]]:
-    """The address and size of each stretch that was registered with NCCL."""
-    for address, size in re.findall(r"register comm \S+ buffer 0x([0-9a-f]+) size (\d+)", log):
-        yield int(address, 16), int(size)
+RECORD = r"register comm \S+ buffer 0x(?P<address>[0-9a-f]+) size (?P<size>\d+)"
+# What a peer maps for a record is one of the driver's handles, of that size.
+USE = r"IPC register buffer \S+ size \d+ \(baseAddr 0x(?P<used>[0-9a-f]+) size (?P<handle>\d+)\)"
 
 
-def used_records(log: str) -> Iterator[tuple[int, int]]:
-    """The address of each record that peers map, and the size of the driver's handle that they map for it."""
-    found = re.findall(r"IPC register buffer \S+ size \d+ \(baseAddr 0x([0-9a-f]+) size (\d+)\)", log)
-    for address, size in found:
-        yield int(address, 16), int(size)
+def uses(log: str) -> Iterator[tuple[int, int, int]]:
+    """Of each record that peers map: its address, its size and the size of the handle.
+
+    In the order of the log: an address is another record's once its memory has left.
+    """
+    sizes: dict[int, int] = {}
+    for found in re.finditer(f"{RECORD}|{USE}", log):
+        if found["address"] is not None:
+            sizes[int(found["address"], 16)] = int(found["size"])
+        else:
+            address = int(found["used"], 16)
+            yield address, sizes.get(address, 0), int(found["handle"])
 
 
 @pytest.mark.parametrize("run", ["registered", "hooked"])
@@ -125,19 +131,16 @@ class TestWhatNcclIsTold:
         return found
 
     def test_peers_read_and_write_our_memory_without_a_copy(self, logs: list[str]) -> None:
-        assert all(any(used_records(log)) for log in logs)
+        assert all(any(uses(log)) for log in logs)
 
     def test_no_record_spans_two_handles(self, logs: list[str]) -> None:
-        for log in logs:
-            sizes: dict[int, int] = {}
-            for address, size in records(log):
-                sizes[address] = max(size, sizes.get(address, 0))
-            wrong = [
-                f"{address:#x}: a record of {sizes[address]} bytes, a handle of {handle}"
-                for address, handle in used_records(log)
-                if sizes.get(address, 0) > handle
-            ]
-            assert wrong == []
+        wrong = [
+            f"{address:#x}: a record of {size} bytes, a handle of {handle}"
+            for log in logs
+            for address, size, handle in uses(log)
+            if size > handle
+        ]
+        assert wrong == []
 
     def test_memory_that_leaves_is_taken_back_from_peers(self, logs: list[str]) -> None:
         for log in logs:  # at the end NCCL takes all back by itself

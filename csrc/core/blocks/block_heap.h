@@ -109,7 +109,7 @@ class FreeIndex {
   // until it returns false. Of one bin they come in no order.
   template <typename Each>
   void for_largest(const Each& each) const;
-  // The same for those of at least `size` bytes, the smallest first.
+  // The same for all of at least `size` bytes, the smallest first.
   template <typename Each>
   void for_smallest(std::size_t size, const Each& each) const;
   // Whether the block stands in its bin. Walks that.
@@ -165,6 +165,14 @@ void FreeIndex::for_largest(const Each& each) const {
 
 template <typename Each>
 void FreeIndex::for_smallest(std::size_t size, const Each& each) const {
+  if (size < kLargeBytes) {
+    std::size_t exact = exact_.filled_from(size / kBlockAlignment);
+    for (; exact != kExactBins; exact = exact_.filled_from(exact + 1)) {
+      for (const Block* block = exact_.first(exact); block != nullptr; block = block->bin_next) {
+        if (!each(block)) return;
+      }
+    }
+  }
   std::size_t bin = ranges_.filled_from(range_bin(std::max(size, kLargeBytes)));
   for (; bin != kRangeBins; bin = ranges_.filled_from(bin + 1)) {
     for (const Block* block = ranges_.first(bin); block != nullptr; block = block->bin_next) {
@@ -196,7 +204,7 @@ class BlockHeap {
   void for_largest(StreamTag tag, const Each& each) const {
     if (tag < index_.size() && index_[tag] != nullptr) index_[tag]->for_largest(each);
   }
-  // The same for those of at least `size` bytes, the smallest first.
+  // The same for all of at least `size` bytes, the smallest first.
   template <typename Each>
   void for_smallest(std::size_t size, StreamTag tag, const Each& each) const {
     if (tag < index_.size() && index_[tag] != nullptr) index_[tag]->for_smallest(size, each);

@@ -88,8 +88,8 @@ std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& 
     const MutexLock registry_lock(registry_mutex_);
     accessors = accessors_;
   }
-  const PoolContext context{driver_, address_space_, store_,    streams_,        clock_, peaks_,
-                            caches_, options_,       observer_, oversize_bytes_, device_};
+  const PoolContext context{driver_, address_space_, store_,    streams_,        clock_,         peaks_,
+                            caches_, options_,       observer_, oversize_bytes_, within_chunks_, device_};
   auto pool = std::make_shared<Pool>(context, group, spec, this, std::move(accessors));
   const MutexLock registry_lock(registry_mutex_);
   registry_.add(pool);
@@ -157,6 +157,13 @@ void DeviceMemory::set_observer(PoolObserver* observer) {
   if (observer != nullptr) caches_.stop(BlockCaches::kObserved);
   observer_.store(observer, std::memory_order_release);
   if (observer == nullptr) caches_.resume(BlockCaches::kObserved);
+}
+
+void DeviceMemory::keep_blocks_within_chunks() {
+  if (within_chunks_.exchange(true, std::memory_order_relaxed)) return;
+  // What threads keep may lie over several.
+  { const BlockCaches::Still still(caches_, BlockCaches::Kept::back); }
+  for (const auto& pool : pools()) pool->withhold_broken_chunks();
 }
 
 void DeviceMemory::set_oversize(std::size_t bytes) {

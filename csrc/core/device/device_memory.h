@@ -106,6 +106,11 @@ class DeviceMemory {
   // Is told what happens in the pools from now on; nullptr: nobody is. It
   // outlives this object.
   void set_observer(PoolObserver* observer) VMM_EXCLUDES(registry_mutex_);
+  // Somebody registers segments, whole: from now on, for good, a block lies within
+  // one chunk, and memory is not moved under it (but in pools with a page size, of
+  // whose chunks, as of explicit pages', no segment_alloc tells). A private pool of
+  // torch.cuda.MemPool's does so always.
+  void keep_blocks_within_chunks() VMM_EXCLUDES(registry_mutex_);
   // Requests and chunks of at least so many bytes are counted as oversize.
   void set_oversize(std::size_t bytes);
   // The streams of another device: whoever may access this memory counts for
@@ -234,6 +239,7 @@ class DeviceMemory {
   std::atomic<std::uint64_t> climbs_{0};
   std::atomic<PoolObserver*> observer_{nullptr};
   std::atomic<std::size_t> oversize_bytes_{kUnlimited};
+  std::atomic<bool> within_chunks_{false};
   std::atomic<bool> over_limit_{false};           // some limit was lowered below what is in use
   std::atomic<std::size_t> frees_over_limit_{0};  // since all that are over were looked at
   std::atomic<bool> has_ended_{false};            // pools or groups that are closed wait for queued work

@@ -99,11 +99,11 @@ Status MappedRange::unmap(ByteRange range) {
   return {};
 }
 
-Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, bool announced) {
+Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, bool in_vain) {
   const auto found = live_.find(offset);
   VMM_CHECK(found != live_.end(), "no mapping at ", offset);
   Chunk* chunk = found->second.chunk;
-  retired_.emplace(last_use, Retired{{offset, chunk->size}, chunk, announced});
+  retired_.emplace(last_use, Retired{{offset, chunk->size}, chunk, in_vain || found->second.is_withheld});
   mapped_bytes_ -= chunk->size;
   live_.erase(found);
   return chunk;
@@ -115,8 +115,8 @@ std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::
   std::vector<ByteRange> freed;
   for (auto at = retired_.begin(); at != retired_.end() && clock.has_passed(at->first);) {
     Retired& retired = at->second;
-    if (!retired.announced && before) before(retired.range);
-    retired.announced = true;
+    if (!retired.is_told && before) before(retired.range);
+    retired.is_told = true;
     const Status status = driver_.unmap(base_ + retired.range.offset, retired.range.size);
     // A failing call keeps the mapping: try again another time.
     if (!status.ok() && status.code() != StatusCode::driver_gone) {

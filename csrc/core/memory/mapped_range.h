@@ -20,6 +20,7 @@ namespace vmm {
 struct LiveMapping {
   Chunk* chunk = nullptr;
   std::uint64_t number = 0;                         // rises with each mapping of the process
+  bool is_withheld = false;                         // from whoever registers segments
   std::vector<std::pair<Location, Access>> rights;  // who was ever given access, and what each has now
 
   [[nodiscard]] Access access_of(Location who) const;
@@ -54,8 +55,10 @@ class MappedRange {
   // Takes the mapping at `offset` out of the range; its address stays mapped
   // and blocked until `last_use` has passed. Returns the chunk, which may
   // already be mapped elsewhere.
-  // `announced`: nobody was told of it, so nobody is told that it goes.
-  Chunk* retire(std::size_t offset, Epoch last_use, bool announced = false);
+  // `in_vain`: it served no request, and nobody was told of it.
+  Chunk* retire(std::size_t offset, Epoch last_use, bool in_vain = false);
+  // Nobody is told of the mapping at `offset`, nor, later, that it goes.
+  void withhold(std::size_t offset) { live_.at(offset).is_withheld = true; }
   // Drops the retired mappings whose last use has passed, the oldest first; looks
   // at no other. `before` is told of each stretch right before it is unmapped, once.
   // Returns the stretches that are free addresses now.
@@ -86,7 +89,7 @@ class MappedRange {
   struct Retired {
     ByteRange range;
     Chunk* chunk = nullptr;
-    bool announced = false;
+    bool is_told = false;  // that it goes, or nobody is to be
   };
   template <typename Each>
   void for_each_gap(ByteRange range, const Each& each) const;

@@ -22,7 +22,10 @@ enum class PoolEvent : std::uint8_t {
   free_completed,  // the same; at once, or when the recorded streams have passed
   segment_map,     // a chunk stands at the address, accessible; bytes: the chunk's
   segment_unmap,   // it has left the pool's range; queued work may still use the address
-  segment_free,    // right before the driver unmaps the address, after its segment_unmap
+  // For whoever registers segments: as above, of chunks alone that a block lies in
+  // wholly or not at all (DeviceMemory::keep_blocks_within_chunks()).
+  segment_alloc,  // right after segment_map
+  segment_free,   // right before the driver unmaps the address, after segment_unmap
 };
 
 class PoolObserver {

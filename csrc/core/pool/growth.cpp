@@ -49,9 +49,8 @@ std::size_t Pool::Extent::missing() const {
 
 std::size_t Pool::piece_size(std::size_t total, std::size_t remaining) const {
   if (uniform_) return page_;
-  if (no_split_) return remaining;
-  // A private pool's tensors should lie in one chunk each: what NCCL registers
-  // of them is a chunk.
+  if (no_split_ || keeps_within_chunks()) return remaining;
+  // A graph's memory never moves, so small pieces are no use to it.
   if (is_part()) return std::min(remaining, std::max(kLargestPiece, page_));
   const std::size_t least = std::min(kSmallPiece, peak_live_ / kPiecesPerSmallPool);
   const std::size_t wanted = std::max({least, peak_live_ / kPiecesPerPool, total / kPiecesPerRequest, page_});
@@ -81,8 +80,56 @@ Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
   return back_and_take(request, request.offset, grant, shortage);
 }
 
+// The smallest free space of the stream's that holds the request within one chunk.
+Block* Pool::take_within_chunk(const Request& request) {
+  ByteRange found;
+  const std::function<bool(const Block*)> look_at = [&](const Block* free) VMM_REQUIRES(mutex_) {
+    for (auto at = range_->covering(free->offset); at != range_->live().end() && at->first < free->end(); ++at) {
+      const std::size_t begin = std::max(free->offset, at->first);
+      const std::size_t end = std::min(free->end(), at->first + at->second.chunk->size);
+      if (end - begin < request.size || at->second.is_withheld) continue;
+      found = {begin, request.size};
+      return false;
+    }
+    return true;
+  };
+  large_.for_smallest(request.size, request.tag, look_at);
+  if (found.size == 0) return nullptr;
+  return large_.carve(large_.free_covering(found.offset), found.offset, found.size, request.state);
+}
+
+// Where blocks are registered with somebody (NCCL, above all), one lies within one
+// chunk: a registration is a chunk, and NCCL compares nothing. A send whose buffer is
+// registered and a receive whose buffer is not, as it lies over two, gave wrong
+// numbers. So nothing is put together out of idle chunks here.
+Block* Pool::place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) {
+  if (Block* block = take_within_chunk(request)) return block;
+  if (!request.is_gathered) {
+    shortage->is_kept_by_threads = true;
+    return nullptr;
+  }
+  const bool is_slab = request.where == Request::Where::high;
+  std::size_t offset = 0;
+  bool found = placement_.find_bare(request.size, is_slab, &offset);
+  if (!found) {
+    settle_locked();
+    give_up_spare_slabs();
+    found = placement_.find_bare(request.size, is_slab, &offset);
+  }
+  if (!found) {
+    *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
+    return nullptr;
+  }
+  return back_and_take(request, offset, grant, shortage);
+}
+
 Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   if (no_split_) return place_unsplit(request, grant, shortage);
+  // A slab lies within a page anyway, where pages are as large.
+  const bool is_best_fit = request.where == Request::Where::best_fit;
+  if (keeps_within_chunks() && (is_best_fit || (request.where == Request::Where::high && page_ < request.size))) {
+    return place_within_chunk(request, grant, shortage);
+  }
   if (request.where == Request::Where::best_fit) {
     if (Block* block = placement_.take_backed(request)) return block;
   }
@@ -112,7 +159,7 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   if (Block* block = back_and_take(request, offset, grant, shortage)) return block;
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
-  if (uniform_ || pinned_ || request.where == Request::Where::at) return nullptr;
+  if (uniform_ || pinned_ || keeps_within_chunks() || request.where == Request::Where::at) return nullptr;
   return place_on_whole_chunks(request, grant);
 }
 
@@ -246,6 +293,10 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
   };
   const std::size_t peak_live = peak_live_with(request.size);
   if (pinned_ || no_split_) return back_from({Source::fresh});
+  if (keeps_within_chunks()) {
+    if (back_from({Source::grown})) return true;
+    return status.code() == StatusCode::not_supported && in_vain_.empty() && back_from({Source::fresh});
+  }
   if (grows(extent->missing(), peak_live) && grant == nullptr) {
     if (back_from({Source::grown})) return true;
     if (!in_vain_.empty() || (!status.ok() && status.code() != StatusCode::not_supported)) return false;
@@ -288,6 +339,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
   const std::size_t total = extent.missing();
   const bool fresh_only = source == Source::fresh;
   const bool moves = source == Source::at_once || source == Source::any;
+  const bool whole = uniform_ || keeps_within_chunks();  // chunks of one size alone
   if (source == Source::any) give_up_spare_slabs();
   std::vector<IdleChunk> idle;
   if (source == Source::at_once) {
@@ -306,7 +358,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
     for (std::size_t at = gap.offset; at < gap.end();) {
       const std::size_t remaining = gap.end() - at;
       Chunk* chunk =
-          grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(uniform_ ? page_ : remaining, uniform_);
+          grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(uniform_ ? page_ : remaining, whole);
       if (chunk == nullptr && moves && !idle.empty()) {
         IdleChunk move;
         bool found = true;
@@ -322,7 +374,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
         }
       }
       if (chunk == nullptr && refused == nullptr && !fresh_only) {
-        chunk = context_.store.take_at_most(group_, budget_, uniform_ ? page_ : remaining, uniform_, &refused);
+        chunk = context_.store.take_at_most(group_, budget_, uniform_ ? page_ : remaining, whole, &refused);
       }
       std::size_t size = 0;
       if (chunk != nullptr) {
@@ -444,6 +496,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
   for (const PlacedChunk& placement : backing.placements) {
     placement.chunk->content = id_;
     placement.chunk->last_use = kLongAgo;
+    if (!announces(request)) range_->withhold(placement.offset);
     count_mapped(placement, streams_[request.tag].stream);
   }
   drop_retired();

@@ -146,8 +146,8 @@ Chunk* Pool::detach(std::size_t offset, Epoch last_use) {
   return chunk;
 }
 
-void Pool::retire_mapping(std::size_t offset, Epoch last_use, bool announced) {
-  const std::size_t size = range_->retire(offset, last_use, announced)->size;
+void Pool::retire_mapping(std::size_t offset, Epoch last_use, bool in_vain) {
+  const std::size_t size = range_->retire(offset, last_use, in_vain)->size;
   std::vector<Piece> pieces;
   retired_blocks_.emplace(offset, take_range({offset, size}, BlockState::retired, &pieces));
   retired_bytes_ += size;
@@ -156,7 +156,7 @@ void Pool::retire_mapping(std::size_t offset, Epoch last_use, bool announced) {
 // What was mapped for a request that failed after that. Its chunks have gone
 // back to where they came from.
 void Pool::retire_in_vain() {
-  for (const std::size_t offset : in_vain_) retire_mapping(offset, context_.clock.now(), /*announced=*/true);
+  for (const std::size_t offset : in_vain_) retire_mapping(offset, context_.clock.now(), /*in_vain=*/true);
   in_vain_.clear();
 }
 
@@ -210,6 +210,9 @@ void Pool::count_mapped(const PlacedChunk& placement, Stream stream) {
   placement.chunk->oversize = is_oversize(size);
   counters_.mapped(size, placement.chunk->oversize);
   tell(PoolEvent::segment_map, placement.offset, size, stream);
+  if (!range_->live().at(placement.offset).is_withheld) {
+    tell(PoolEvent::segment_alloc, placement.offset, size, stream);
+  }
 }
 
 void Pool::count_unmapped(const PlacedChunk& placement) {

@@ -36,6 +36,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       home_(home),
       model_(spec.model),
       region_(spec.region),
+      is_mem_pool_(spec.model != nullptr && spec.region.first == 0),
       no_split_(spec.no_split),
       page_(spec.page_size == 0 ? context.store.granularity() : spec.page_size),
       uniform_(spec.page_size != 0),
@@ -324,7 +325,7 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
     Request request;
     request.size = size;
     request.tag = tag;
-    block = placement_.take_backed(request);
+    block = keeps_within_chunks() ? take_within_chunk(request) : placement_.take_backed(request);
   }
   if (block == nullptr) return 0;
   directory_->insert(block);

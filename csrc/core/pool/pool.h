@@ -49,8 +49,8 @@ namespace vmm {
 
 class DeviceMemory;
 
-// The id under which torch knows a private pool (its MempoolId_t): of a CUDA
-// graph or a torch.cuda.MemPool. {0, 0}: a model's own pool.
+// The id under which torch knows a private pool (its MempoolId_t): {n, 0} of a
+// CUDA graph, {0, n} of a torch.cuda.MemPool. {0, 0}: a model's own pool.
 struct RegionId {
   std::uint64_t first = 0;
   std::uint64_t second = 0;
@@ -85,6 +85,7 @@ struct PoolContext {
   const Options& options;
   const std::atomic<PoolObserver*>& observer;
   const std::atomic<std::size_t>& oversize_bytes;  // requests from here on are counted as oversize
+  const std::atomic<bool>& within_chunks;          // see DeviceMemory::keep_blocks_within_chunks()
   int device = 0;
 };
 
@@ -262,6 +263,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] Statistics inherited() const VMM_EXCLUDES(mutex_);
   // The peaks of the model and its parts together, or nullptr: it has no parts.
   [[nodiscard]] Peaks* family_peaks() const { return family_peaks_.load(std::memory_order_acquire); }
+  // Blocks lie within one chunk each from now on: no segment_free will tell of the
+  // chunks over whose borders live ones lie, and no snapshot of chunks shows them.
+  void withhold_broken_chunks() VMM_EXCLUDES(mutex_);
   // `who` may access all that is mapped now and later.
   Status add_accessor(Location who) VMM_EXCLUDES(mutex_);
   // InvalidArgumentError, which names the pool, when it is retired.
@@ -396,6 +400,18 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
 
   // growth.cpp: finding a place and backing it
+  // Whether each block is to lie within one chunk.
+  [[nodiscard]] bool keeps_within_chunks() const {
+    return !uniform_ && (is_mem_pool_ || context_.within_chunks.load(std::memory_order_relaxed));
+  }
+  // Whether those who register segments are told of what is mapped for a request:
+  // blocks lie over the borders of uniform pages, and explicit pages over any.
+  [[nodiscard]] bool announces(const Request& request) const {
+    const bool may_break = uniform_ || request.state == BlockState::pages;
+    return !may_break || !context_.within_chunks.load(std::memory_order_relaxed);
+  }
+  Block* take_within_chunk(const Request& request) VMM_REQUIRES(mutex_);
+  Block* place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* place(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   bool adopt_free_space(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
@@ -430,7 +446,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   static IdleChunk take_last(IdleChunks& idle, IdleChunks::iterator at);
   Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
   Chunk* detach(std::size_t offset, Epoch last_use) VMM_REQUIRES(mutex_);
-  void retire_mapping(std::size_t offset, Epoch last_use, bool announced = false) VMM_REQUIRES(mutex_);
+  void retire_mapping(std::size_t offset, Epoch last_use, bool in_vain = false) VMM_REQUIRES(mutex_);
   void retire_in_vain() VMM_REQUIRES(mutex_);
   bool drop_retired() VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_free(ByteRange range) const VMM_REQUIRES(mutex_);
@@ -482,6 +498,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   DeviceMemory* home_;
   const std::shared_ptr<Pool> model_;
   const RegionId region_;
+  // Of a torch.cuda.MemPool: libraries register what it holds, of before they came too.
+  const bool is_mem_pool_;
   const bool no_split_;
   std::size_t page_;      // bytes: the grain of explicit pages
   bool uniform_;          // every chunk is exactly one page (page_size was given)

@@ -32,8 +32,10 @@ class SegmentBuilder {
       const auto mapping = range_.covering(offset);
       const std::size_t chunk_end = mapping->first + mapping->second.chunk->size;
       const std::size_t piece = std::min(size, chunk_end - offset);
-      if (mapping->first == offset) begin(offset, mapping->second.number, size_class, stream);
-      append(piece, requested, state);
+      if (!mapping->second.is_withheld) {
+        if (mapping->first == offset) begin(offset, mapping->second.number, size_class, stream);
+        append(piece, requested, state);
+      }
       offset += piece;
       size -= piece;
       requested = 0;
@@ -122,6 +124,20 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
     }
   }
   return segments;
+}
+
+void Pool::withhold_broken_chunks() {
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr) return;
+  if (uniform_) {
+    for (const auto& [offset, mapping] : range_->live()) range_->withhold(offset);
+  }
+  for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
+    if (block->state == BlockState::free || block->state == BlockState::retired) continue;
+    auto at = range_->covering(block->offset);
+    if (at->first + at->second.chunk->size >= block->end()) continue;
+    for (; at != range_->live().end() && at->first < block->end(); ++at) range_->withhold(at->first);
+  }
 }
 
 void Pool::check() const {
