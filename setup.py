@@ -42,6 +42,7 @@ except ModuleNotFoundError as error:
 SOURCES = [
     "csrc/base/check.cpp",
     "csrc/base/errors.cpp",
+    "csrc/base/host_pages.cpp",
     "csrc/base/status.cpp",
     "csrc/base/units.cpp",
     "csrc/bindings/convert.cpp",
@@ -57,6 +58,7 @@ SOURCES = [
     "csrc/bindings/shared_memory_pool.cpp",
     "csrc/bindings/tensor_view.cpp",
     "csrc/bindings/virtual_memory_manager.cpp",
+    "csrc/core/blocks/block_arena.cpp",
     "csrc/core/blocks/block_directory.cpp",
     "csrc/core/blocks/block_heap.cpp",
     "csrc/core/blocks/move_budget.cpp",

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "base/units.h"
-#include "core/blocks/block_heap.h"
+#include "core/blocks/block.h"
 
 namespace vmm {
 
@@ -96,6 +96,7 @@ class BlockDirectory {
   std::vector<std::unique_ptr<std::byte[]>> tables_;
   std::vector<Few*> free_few_;
   std::vector<Table*> free_tables_;
+  std::size_t bare_tables_ = 0;  // of these, the first so many have no memory
 };
 
 }  // namespace vmm

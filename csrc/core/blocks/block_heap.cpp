@@ -30,18 +30,6 @@ void resize(FreeIndex& bins, Block* free, std::size_t offset, std::size_t size) 
 
 }  // namespace
 
-Block* BlockArena::make() {
-  if (free_.empty()) return &blocks_.emplace_back();
-  Block* block = free_.back();
-  free_.pop_back();
-  return block;
-}
-
-void BlockArena::recycle(Block* block) {
-  *block = Block();
-  free_.push_back(block);
-}
-
 // ---------------------------------------------------------------- FreeIndex
 
 template <std::size_t kCount>

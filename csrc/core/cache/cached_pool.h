@@ -7,7 +7,7 @@
 
 #include "base/units.h"
 #include "core/blocks/block_directory.h"
-#include "core/blocks/block_heap.h"
+#include "core/blocks/block.h"
 #include "core/numbers/peaks.h"
 #include "core/numbers/stats.h"
 

@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/blocks/block_heap.h"
+#include "core/blocks/block.h"
 #include "core/cache/biased_lock.h"
 #include "core/cache/cached_pool.h"
 #include "core/numbers/peaks.h"

@@ -3,7 +3,7 @@
 #include <unordered_map>
 
 #include "base/errors.h"
-#include "core/blocks/block_heap.h"
+#include "core/blocks/block.h"
 #include "core/device/device_memory.h"
 
 namespace vmm {

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <memory>
 
-#include "core/blocks/block_heap.h"
+#include "core/blocks/block.h"
 #include "core/numbers/peaks.h"
 #include "core/numbers/stats.h"
 

@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "core/blocks/block_heap.h"
+#include "core/blocks/block.h"
 #include "core/streams/clock.h"
 #include "core/streams/device_streams.h"
 #include "core/streams/stream_point.h"
