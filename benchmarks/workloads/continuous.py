@@ -29,7 +29,7 @@ class ContinuousSizes:
 
 SIZES = {
     "small": ContinuousSizes(NetSizes(64, 2, 4, 256), requests=8, most=3, shortest=4, longest=40, new=8),
-    "full": ContinuousSizes(NetSizes(2048, 16, 16, 32000), requests=40, most=16, shortest=64, longest=2048, new=96),
+    "full": ContinuousSizes(NetSizes(2048, 12, 16, 32000), requests=24, most=12, shortest=64, longest=2048, new=48),
 }
 
 

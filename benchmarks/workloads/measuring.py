@@ -40,7 +40,7 @@ def parts(options: Options, ask: Ask) -> list[Part]:
         return [{"program": name, "scale": scale, "within": options.limit} for name in chosen]
     planned: list[Part] = []
     for name in options.programs or PROGRAMS:
-        part: Part = {"program": name, "scale": scale, "passes": 2 if options.quick else 4}
+        part: Part = {"program": name, "scale": scale, "passes": 2 if options.quick else 3}
         if PROGRAMS[name].models > 1:
             peak = _joint_peak(part, options.kind, ask)
             if peak is None:
@@ -101,7 +101,7 @@ def measure_part(allocator: str, kind: str, quick: bool, part: Part) -> list[Mea
     name, scale = str(part["program"]), str(part["scale"])
     entry, memory = PROGRAMS[name], Memory(kind, allocator)
     torch.set_num_threads(1)  # what is pinned has one CPU
-    settle_algorithms(entry.kind.is_deterministic)
+    settle_algorithms(entry.kind.is_deterministic, entry.kind.is_strict)
     with machine.one_cpu():
         if "within" in part:
             return largest.measure(name, kind, scale, int(part["within"]), memory)
@@ -109,14 +109,14 @@ def measure_part(allocator: str, kind: str, quick: bool, part: Part) -> list[Mea
         return course(name, program, memory, int(part["passes"]))
 
 
-def settle_algorithms(is_deterministic: bool) -> None:
+def settle_algorithms(is_deterministic: bool, is_strict: bool) -> None:
     """Every process chooses the same ones; sums in no particular order are avoided where the program asks for it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the size that torch gives it on this GPU anyway
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     # cuDNN plans attention anew for each shape, which takes longer than the step: a first pass would tell of that.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=not is_strict)
     # It would write to all that torch.empty makes. (The module is a class with properties, as no one can type.)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

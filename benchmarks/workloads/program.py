@@ -23,6 +23,11 @@ class Program(ABC):
 
     is_deterministic: ClassVar[bool] = False
     """Whether torch must choose deterministic algorithms, so that two processes sum gradients in one order."""
+    is_strict: ClassVar[bool] = True
+    """Of a deterministic one: what has no deterministic algorithm is an error, not a warning.
+
+    Flash attention's backward has one that torch takes where errors are asked for only.
+    """
     tolerance: ClassVar[float] = 0.0
     """By how much, relatively, two processes' results may differ. 0: bit for bit."""
 

@@ -27,7 +27,7 @@ class ServingSizes:
 
 SIZES = {
     "small": ServingSizes(NetSizes(64, 2, 4, 256), steps=5, most=4, shortest=4, longest=48, new=8),
-    "full": ServingSizes(NetSizes(2048, 16, 16, 32000), steps=20, most=16, shortest=64, longest=1792, new=48),
+    "full": ServingSizes(NetSizes(2048, 16, 16, 32000), steps=10, most=16, shortest=64, longest=1792, new=32),
 }
 
 
