@@ -5,6 +5,7 @@
 
 #include <map>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -16,7 +17,7 @@ namespace {
 const Stream kOne = stream(0x10);
 const Stream kTwo = stream(0x20);
 constexpr RegionId kMemPool{0, 7};
-constexpr RegionId kGraph{7, 0};
+constexpr RegionId kGraph{0, 8};  // of graph_pool_handle(): a MemPool's look
 
 std::size_t chunks_of(const Pool& pool, Address block) {
   return pool.chunks_under(block, pool.block_size(block)).size();
@@ -38,7 +39,7 @@ TEST(WithinChunks, AModelsBlocksMayLieOverSeveralAndAMemPoolsDoNot) {
   const auto model = lab.pool("a");
   leave_small_chunks(lab, *model);
   EXPECT_GT(chunks_of(*model, lab.allocate(*model, 10 * kMiB, kOne)), 1U) << "or this test shows nothing";
-  const auto part = lab.memory().create_part(model, kMemPool, false);
+  const auto part = lab.memory().create_part(model, kMemPool, false, /*is_mem_pool=*/true);
   leave_small_chunks(lab, *part);
   const Address block = lab.allocate(*part, 10 * kMiB, kOne);
   EXPECT_EQ(chunks_of(*part, block), 1U);
@@ -54,7 +55,7 @@ TEST(WithinChunks, AGraphsPoolIsAsBefore) {
 
 TEST(WithinChunks, WhatModelsBorrowOfAMemPoolLiesInOneToo) {
   Lab lab;
-  const auto part = lab.memory().create_part(lab.pool("a"), kMemPool, false);
+  const auto part = lab.memory().create_part(lab.pool("a"), kMemPool, false, /*is_mem_pool=*/true);
   std::vector<Address> blocks;
   for (int k = 0; k < 6; ++k) blocks.push_back(lab.allocate(*part, 4 * kMiB, kOne));
   for (const Address block : blocks) lab.free(block);
@@ -106,7 +107,8 @@ TEST(WithinChunks, ABlockThatLayOverSeveralIsRegisteredNowhere) {
   EXPECT_FALSE(registrar.finds(broken, 10 * kMiB).first);
   lab.free(broken);
   const Address next = lab.allocate(*pool, 3 * kMiB, kOne);
-  EXPECT_TRUE(registrar.finds(next, 3 * kMiB).second);
+  const auto [touches, is_whole] = registrar.finds(next, 3 * kMiB);
+  EXPECT_EQ(touches, is_whole) << "in what it left, or elsewhere";
   lab.free(whole);
   lab.free(next);
   lab.memory().empty_cache();
@@ -137,15 +139,132 @@ TEST(WithinChunks, NobodyIsToldOfAUniformPoolOrOfExplicitPages) {
   lab.memory().set_observer(nullptr);
 }
 
-TEST(WithinChunks, IdleChunksOfOtherSizesMakeRoomUnderTheLimit) {
-  Lab lab;
-  const auto pool = lab.pool("a", 24 * kMiB);
+// What is idle in chunks of other sizes makes room, whoever says that there is none.
+struct Scene {
+  const char* name;
+  std::size_t device_bytes;
+  std::size_t limit;
+  std::size_t floor;
+  std::size_t capacity;
+};
+class WithinChunksAtAnEnd : public ::testing::TestWithParam<Scene> {};
+
+TEST_P(WithinChunksAtAnEnd, IdleChunksOfOtherSizesMakeRoom) {
+  const Scene& scene = GetParam();
+  LabSpec lab_spec;
+  lab_spec.device_bytes = scene.device_bytes;
+  Lab lab(lab_spec);
+  PoolSpec spec = Lab::spec("a", scene.limit);
+  spec.floor = scene.floor;
+  spec.capacity = scene.capacity;
+  const auto pool = lab.pool(spec);
+  const auto other = lab.pool("b");
   lab.memory().keep_blocks_within_chunks();
   std::vector<Address> blocks;
   for (int k = 0; k < 6; ++k) blocks.push_back(lab.allocate(*pool, 4 * kMiB, kOne));
   for (const Address block : blocks) lab.free(block);
-  const Address large = lab.allocate(*pool, 23 * kMiB, kTwo);
+  lab.leave_idle(*other, 6 * kMiB, kTwo);
+  const Address large = lab.allocate(*pool, 22 * kMiB, kTwo);
   EXPECT_EQ(chunks_of(*pool, large), 1U);
+}
+
+INSTANTIATE_TEST_SUITE_P(Ends, WithinChunksAtAnEnd,
+                         ::testing::Values(Scene{"limit", kGiB, 24 * kMiB, 0, kGiB},
+                                           Scene{"floor", kGiB, 24 * kMiB, 24 * kMiB, kGiB},
+                                           Scene{"device", 32 * kMiB, kUnlimited, 0, kGiB},
+                                           Scene{"addresses", kGiB, kUnlimited, 0, 24 * kMiB},
+                                           Scene{"limit_then_device", 32 * kMiB, 24 * kMiB, 0, kGiB}),
+                         [](const auto& scene) { return std::string(scene.param.name); });
+
+TEST(WithinChunks, TheSmallestPieceServes) {
+  Lab lab;
+  const auto pool = lab.pool("a", 68 * kMiB);
+  lab.memory().keep_blocks_within_chunks();
+  const Address large = lab.allocate(*pool, 64 * kMiB, kOne);
+  const Address small = lab.allocate(*pool, 4 * kMiB, kOne);
+  lab.free(large);
+  lab.free(small);
+  EXPECT_EQ(lab.allocate(*pool, 4 * kMiB, kOne), small) << "not a piece of the large chunk";
+  EXPECT_EQ(lab.allocate(*pool, 64 * kMiB, kOne), large);
+}
+
+TEST(WithinChunks, WhatIsLeftOfWithheldChunksStillServes) {
+  Lab lab;
+  const auto pool = lab.pool("a", 128 * kMiB);
+  lab.allocate(*pool, 2 * kMiB, kOne);
+  const Address broken = lab.allocate(*pool, 124 * kMiB + 400 * kKiB, kOne);
+  lab.allocate(*pool, 1100 * kKiB, kOne);
+  ASSERT_GT(chunks_of(*pool, broken), 1U);
+  lab.memory().keep_blocks_within_chunks();
+  lab.free(broken);
+  for (int k = 0; k < 62; ++k) lab.allocate(*pool, 2 * kMiB, kOne);
+}
+
+TEST(WithinChunks, ExplicitPagesGiveBackWhatIsFree) {
+  Lab lab;
+  const auto pool = lab.pool("a", 128 * kMiB);
+  lab.memory().keep_blocks_within_chunks();
+  lab.memory().allocate_pages(*pool, 0, 128 * kMiB, kOne);
+  lab.memory().deallocate_pages(*pool, 2 * kMiB, 126 * kMiB);
+  lab.allocate(*pool, 64 * kMiB, kOne);
+}
+
+TEST(WithinChunks, ABlockAtAGivenAddressToo) {
+  Lab lab;
+  const auto part = lab.memory().create_part(lab.pool("a"), kMemPool, false, /*is_mem_pool=*/true);
+  const Address first = lab.leave_idle(*part, 4 * kMiB, kOne);
+  EXPECT_THROW(lab.memory().allocate_at(*part, first + 2 * kMiB, 4 * kMiB, kOne), InvalidRangeError);
+  const Address within = lab.memory().allocate_at(*part, first + 2 * kMiB, 2 * kMiB, kOne);
+  lab.adopt(within);
+  const Address beyond = lab.memory().allocate_at(*part, first + 8 * kMiB, 4 * kMiB, kOne);
+  lab.adopt(beyond);
+  EXPECT_EQ(chunks_of(*part, beyond), 1U);
+}
+
+TEST(WithinChunks, ACheckpointOfBeforeBringsNoRegisteredChunkBack) {
+  Registrar registrar;
+  Lab lab;
+  const auto part = lab.memory().create_part(lab.pool("a"), kGraph, false);
+  leave_small_chunks(lab, *part);
+  const Address broken = lab.allocate(*part, 10 * kMiB, kOne);
+  ASSERT_GT(chunks_of(*part, broken), 1U);
+  part->pin();
+  const PoolCheckpoint before = part->checkpoint();
+  lab.free(broken);
+  lab.memory().keep_blocks_within_chunks();
+  registrar.look_at(*part);
+  std::vector<Address> freed;
+  std::vector<Address> allocated;
+  part->restore(before, &freed, &allocated);
+  lab.adopt(broken);
+  EXPECT_FALSE(registrar.finds(broken, 10 * kMiB).first);
+  part->unpin();
+}
+
+TEST(WithinChunks, ExplicitPagesOfBeforeAreRegisteredNowhere) {
+  Registrar registrar;
+  Lab lab;
+  const auto pool = lab.pool("a");
+  lab.memory().allocate_pages(*pool, 0, kPage, kOne);
+  lab.memory().allocate_pages(*pool, kPage, kPage, kOne);
+  lab.memory().keep_blocks_within_chunks();
+  registrar.look_at(*pool);
+  EXPECT_FALSE(registrar.finds(pool->base(), 2 * kPage).first);
+}
+
+TEST(WithinChunks, WhoeverWasToldOfAChunkIsToldThatItGoes) {
+  Registrar registrar;
+  Lab lab;
+  const auto pool = lab.pool("a");
+  lab.memory().set_observer(&registrar);
+  leave_small_chunks(lab, *pool);
+  const Address broken = lab.allocate(*pool, 10 * kMiB, kOne);
+  lab.memory().keep_blocks_within_chunks();
+  lab.free(broken);
+  lab.memory().empty_cache();
+  EXPECT_TRUE(registrar.segments.empty());
+  EXPECT_EQ(registrar.strangers, 0);
+  lab.memory().set_observer(nullptr);
 }
 
 // Two models, one of them with a MemPool, and a registrar who comes halfway: whatever
@@ -162,8 +281,8 @@ TEST(WithinChunks, AnyProgramKeepsEveryBlockWholeOrUnregistered) {
       return std::uniform_int_distribution<std::size_t>(0, limit - 1)(random);
     };
     const auto model = lab.pool("a");
-    const std::vector<std::shared_ptr<Pool>> pools = {model, lab.pool("b", 96 * kMiB),
-                                                      lab.memory().create_part(model, kMemPool, false)};
+    const std::vector<std::shared_ptr<Pool>> pools = {
+        model, lab.pool("b", 96 * kMiB), lab.memory().create_part(model, kMemPool, false, /*is_mem_pool=*/true)};
     struct Live {
       Address at;
       std::size_t bytes;

@@ -273,9 +273,22 @@ void BlockHeap::join(Block* lower, Block* upper) {
   unlink(upper);
 }
 
-bool BlockHeap::coalesces(const Block* a, const Block* b) {
+bool BlockHeap::coalesces(const Block* a, const Block* b) const {
   return a != nullptr && b != nullptr && a->state == BlockState::free && b->state == BlockState::free &&
-         a->tag == b->tag;
+         a->tag == b->tag && (borders_.empty() || borders_.count(b->offset) == 0);
+}
+
+void BlockHeap::add_border(std::size_t offset) {
+  borders_.insert(offset);
+  Block* lower = free_covering(offset);
+  if (lower == nullptr || lower->offset == offset) return;
+  Block* upper = arena_.make();
+  upper->offset = offset;
+  upper->size = lower->end() - offset;
+  upper->small = lower->small;
+  resize(index(lower->tag), lower, lower->offset, offset - lower->offset);
+  insert_after(lower, upper);
+  set_free(upper, lower->tag, lower->epoch);
 }
 
 Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {

@@ -62,7 +62,7 @@ class FreeIndex {
   // until it returns false. Of one bin they come in no order.
   template <typename Each>
   void for_largest(const Each& each) const;
-  // The same for all of at least `size` bytes, the smallest first.
+  // The same for those of at least `size` bytes, the smallest first.
   template <typename Each>
   void for_smallest(std::size_t size, const Each& each) const;
   // Whether the block stands in its bin. Walks that.
@@ -118,14 +118,6 @@ void FreeIndex::for_largest(const Each& each) const {
 
 template <typename Each>
 void FreeIndex::for_smallest(std::size_t size, const Each& each) const {
-  if (size < kLargeBytes) {
-    std::size_t exact = exact_.filled_from(size / kBlockAlignment);
-    for (; exact != kExactBins; exact = exact_.filled_from(exact + 1)) {
-      for (const Block* block = exact_.first(exact); block != nullptr; block = block->bin_next) {
-        if (!each(block)) return;
-      }
-    }
-  }
   std::size_t bin = ranges_.filled_from(range_bin(std::max(size, kLargeBytes)));
   for (; bin != kRangeBins; bin = ranges_.filled_from(bin + 1)) {
     for (const Block* block = ranges_.first(bin); block != nullptr; block = block->bin_next) {
@@ -157,7 +149,7 @@ class BlockHeap {
   void for_largest(StreamTag tag, const Each& each) const {
     if (tag < index_.size() && index_[tag] != nullptr) index_[tag]->for_largest(each);
   }
-  // The same for all of at least `size` bytes, the smallest first.
+  // The same for those of at least `size` bytes, the smallest first.
   template <typename Each>
   void for_smallest(std::size_t size, StreamTag tag, const Each& each) const {
     if (tag < index_.size() && index_[tag] != nullptr) index_[tag]->for_smallest(size, each);
@@ -171,6 +163,11 @@ class BlockHeap {
   void join(Block* lower, Block* upper);
   // Frees and coalesces; returns the free block that now holds it.
   Block* free(Block* block, StreamTag tag, Epoch epoch);
+
+  // No free block lies over `offset` from now on, and none coalesces there; until
+  // remove_border(). Only of a heap made with `by_offset`.
+  void add_border(std::size_t offset);
+  void remove_border(std::size_t offset) { borders_.erase(offset); }
 
   // The lowest multiple of `grain` from which `size` bytes are free, whatever their
   // tags, or none. Only of a heap made with `by_offset`. It remembers, for each size
@@ -214,7 +211,7 @@ class BlockHeap {
   void clear_free(Block* block);
   void unlink(Block* block);
   void insert_after(Block* at, Block* fresh);
-  static bool coalesces(const Block* a, const Block* b);
+  [[nodiscard]] bool coalesces(const Block* a, const Block* b) const;
   void note_run(const Block* block);
   std::size_t end_of_run(FreeByOffset::const_iterator& at) const;
 
@@ -228,6 +225,7 @@ class BlockHeap {
   std::map<std::size_t, std::size_t> none_below_;  // size -> no run of free blocks that begins below this holds it
   std::size_t grain_ = kBlockAlignment;            // of first_fit()
   std::vector<Block*> stretches_;
+  std::set<std::size_t> borders_;
 };
 
 }  // namespace vmm

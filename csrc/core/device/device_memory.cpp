@@ -113,13 +113,15 @@ std::shared_ptr<Pool> DeviceMemory::register_pool_of_at_most(PoolSpec spec, Budg
   }
 }
 
-std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split) {
+std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split,
+                                                bool is_mem_pool) {
   model->follow_family_peaks();
   PoolSpec spec;
   spec.name = model->name() + " (" + std::to_string(region.first) + ", " + std::to_string(region.second) + ")";
   spec.model = model;
   spec.region = region;
   spec.no_split = no_split;
+  spec.is_mem_pool = is_mem_pool;
   // A part can never hold more than the device, and a process may have very
   // many graphs, each with a pool of its own.
   spec.capacity = std::min(capabilities_.total_memory, model->capacity());
@@ -160,6 +162,7 @@ void DeviceMemory::set_observer(PoolObserver* observer) {
 }
 
 void DeviceMemory::keep_blocks_within_chunks() {
+  const MutexLock lock(within_mutex_);  // a second caller returns when all is done
   if (within_chunks_.exchange(true, std::memory_order_relaxed)) return;
   // What threads keep may lie over several.
   { const BlockCaches::Still still(caches_, BlockCaches::Kept::back); }

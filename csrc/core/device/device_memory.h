@@ -50,7 +50,8 @@ class DeviceMemory {
   // A part of `model`: memory of a private pool of torch's, which the model pays
   // for and counts. It keeps the model alive. As large as the device, or less
   // where addresses are short, as above.
-  std::shared_ptr<Pool> create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split);
+  std::shared_ptr<Pool> create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split,
+                                    bool is_mem_pool = false);
   // A limit for several pools, under the device's own.
   std::shared_ptr<Budget> create_group(const std::string& name, std::size_t limit_bytes) VMM_EXCLUDES(registry_mutex_);
   // No more pools come to the group: it goes when its last pool has drained and
@@ -110,7 +111,7 @@ class DeviceMemory {
   // one chunk, and memory is not moved under it (but in pools with a page size, of
   // whose chunks, as of explicit pages', no segment_alloc tells). A private pool of
   // torch.cuda.MemPool's does so always.
-  void keep_blocks_within_chunks() VMM_EXCLUDES(registry_mutex_);
+  void keep_blocks_within_chunks() VMM_EXCLUDES(within_mutex_, registry_mutex_);
   // Requests and chunks of at least so many bytes are counted as oversize.
   void set_oversize(std::size_t bytes);
   // The streams of another device: whoever may access this memory counts for
@@ -248,6 +249,7 @@ class DeviceMemory {
 
   Mutex reclaim_mutex_;
   Mutex accessor_mutex_;
+  Mutex within_mutex_;
   mutable Mutex registry_mutex_;
   PoolRegistry registry_ VMM_GUARDED_BY(registry_mutex_);
   using Closed = std::unordered_map<const Pool*, std::shared_ptr<Pool>>;

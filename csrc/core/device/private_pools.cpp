@@ -288,7 +288,7 @@ std::shared_ptr<Pool> PrivatePools::part_of(RegionId region, Entry& entry, const
   std::shared_ptr<Pool>& part = entry.parts[model.get()];
   if (part == nullptr) {
     try {
-      part = memory_.create_part(model, region, entry.no_split);
+      part = memory_.create_part(model, region, entry.no_split, /*is_mem_pool=*/entry.objects > 0);
     } catch (...) {
       entry.parts.erase(model.get());
       throw;

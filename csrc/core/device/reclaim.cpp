@@ -124,11 +124,12 @@ std::size_t DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t n
   PoolList order = all;
   std::stable_sort(order.begin(), order.end(),
                    [](const auto& a, const auto& b) { return a->priority() < b->priority(); });
+  const auto is_own = [&asker](const Pool& pool) { return &pool.model() == &asker.model(); };
   std::size_t in_use = 0;
   if (refused == nullptr) {
     // The device itself has run out: every shelf and pool may hold what the
     // driver needs, whatever the limits say.
-    for (const auto& pool : order) in_use += pool->melt_locked(nullptr, 0);
+    for (const auto& pool : order) in_use += pool->melt_locked(nullptr, 0, is_own(*pool));
     store_.trim_all();
     create_into(grant, asker, need);
   }
@@ -137,7 +138,7 @@ std::size_t DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t n
   for (const Budget* level = refused; level != nullptr; level = level->parent()) {
     if (level->room() < want) store_.trim_under(*level, want - level->room());
     for (const auto& pool : order) {
-      if (pool->budget().stands_under(*level)) in_use += pool->melt_locked(level, want);
+      if (pool->budget().stands_under(*level)) in_use += pool->melt_locked(level, want, is_own(*pool));
     }
     // What melted but is still mapped elsewhere rests on a shelf.
     if (level->room() < want) store_.trim_under(*level, want - level->room());
@@ -152,15 +153,17 @@ std::size_t DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t n
 // Makes chunks for the asker while nobody else can take the driver's memory.
 void DeviceMemory::create_into(Grant& grant, const Pool& asker, std::size_t want) {
   const std::size_t page = asker.page_size();
+  const bool is_whole = asker.keeps_within_chunks();  // pieces would be no use to it
   std::size_t size = asker.has_uniform_chunks() ? page : std::max(floor_power_of_two(std::max(want, page)), page);
+  if (is_whole) size = align_up(want, page);
   while (grant.chunks.bytes() < want) {
     const std::size_t missing = want - grant.chunks.bytes();
-    while (size > page && size > missing) size /= 2;
+    while (!is_whole && size > page && size > missing) size /= 2;
     Chunk* chunk = nullptr;
     Budget* refused = nullptr;
     if (store_.create(store_.spec(size), grant.payer(), &chunk, &refused).ok()) {
       grant.chunks.put(chunk);
-    } else if (refused != nullptr || size == page) {
+    } else if (is_whole || refused != nullptr || size == page) {
       return;
     } else {
       size /= 2;
@@ -194,6 +197,12 @@ Address DeviceMemory::take_from_others(Climb& climb) {
   const Shortage& lacks = climb.shortage;
   if (lacks.no_address_space || lacks.wait_for != kLongAgo || asker.is_pinned()) return 0;
   const MutexLock lock(reclaim_mutex_);
+  if (asker.keeps_within_chunks() && asker.shed(0) != 0) {
+    // Its own idle chunks do not fit, and are not put together.
+    store_.trim(asker.group(), 0);
+    if (const Address address = climb.again(nullptr)) return address;
+    if (lacks.no_address_space || lacks.wait_for != kLongAgo) return 0;
+  }
   Grant grant(store_, asker.group(), asker.budget());
   const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
   take_from(victims(asker, lacks.refused), lacks.bytes - std::min(lacks.bytes, room), grant);
@@ -216,6 +225,7 @@ Address DeviceMemory::wait_and_melt(Climb& climb) {
   Pool& asker = climb.asker;
   std::size_t in_use = 0;
   for (int round = 0; round < kMostRounds; ++round) {
+    const Budget* const refused = climb.shortage.refused;
     wait_for(clock_.now());
     settle(/*wait=*/false);
     {
@@ -230,7 +240,9 @@ Address DeviceMemory::wait_and_melt(Climb& climb) {
       }
       if (const Address address = climb.again(&grant)) return address;
     }
-    if (in_use == 0 && climb.shortage.wait_for == kLongAgo) break;
+    // Room under a limit may be what the device, or the next limit, lacks.
+    const bool is_another = climb.shortage.refused != refused;
+    if (in_use == 0 && climb.shortage.wait_for == kLongAgo && !is_another) break;
   }
   // What was created for it and did not suffice is nobody's: a library may need it.
   if (climb.shortage.refused == nullptr) store_.trim_all();

@@ -103,7 +103,8 @@ Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, bool in_vain) {
   const auto found = live_.find(offset);
   VMM_CHECK(found != live_.end(), "no mapping at ", offset);
   Chunk* chunk = found->second.chunk;
-  retired_.emplace(last_use, Retired{{offset, chunk->size}, chunk, in_vain || found->second.is_withheld});
+  const bool is_untold = in_vain || (found->second.is_withheld && !found->second.is_told);
+  retired_.emplace(last_use, Retired{{offset, chunk->size}, chunk, is_untold});
   mapped_bytes_ -= chunk->size;
   live_.erase(found);
   return chunk;

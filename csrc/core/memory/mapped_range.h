@@ -21,6 +21,7 @@ struct LiveMapping {
   Chunk* chunk = nullptr;
   std::uint64_t number = 0;                         // rises with each mapping of the process
   bool is_withheld = false;                         // from whoever registers segments
+  bool is_told = false;                             // to such a one, before it was withheld
   std::vector<std::pair<Location, Access>> rights;  // who was ever given access, and what each has now
 
   [[nodiscard]] Access access_of(Location who) const;
@@ -57,8 +58,10 @@ class MappedRange {
   // already be mapped elsewhere.
   // `in_vain`: it served no request, and nobody was told of it.
   Chunk* retire(std::size_t offset, Epoch last_use, bool in_vain = false);
-  // Nobody is told of the mapping at `offset`, nor, later, that it goes.
+  // Nobody is told of the mapping at `offset`, nor, later, that it goes, unless
+  // somebody was told of it before.
   void withhold(std::size_t offset) { live_.at(offset).is_withheld = true; }
+  void note_told(std::size_t offset) { live_.at(offset).is_told = true; }
   // Drops the retired mappings whose last use has passed, the oldest first; looks
   // at no other. `before` is told of each stretch right before it is unmapped, once.
   // Returns the stretches that are free addresses now.

@@ -47,9 +47,9 @@ std::size_t Pool::Extent::missing() const {
   return bytes;
 }
 
-std::size_t Pool::piece_size(std::size_t total, std::size_t remaining) const {
+std::size_t Pool::piece_size(const Request& request, std::size_t total, std::size_t remaining) const {
   if (uniform_) return page_;
-  if (no_split_ || keeps_within_chunks()) return remaining;
+  if (no_split_ || is_whole(request)) return remaining;
   // A graph's memory never moves, so small pieces are no use to it.
   if (is_part()) return std::min(remaining, std::max(kLargestPiece, page_));
   const std::size_t least = std::min(kSmallPiece, peak_live_ / kPiecesPerSmallPool);
@@ -80,41 +80,36 @@ Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
   return back_and_take(request, request.offset, grant, shortage);
 }
 
-// The smallest free space of the stream's that holds the request within one chunk.
-Block* Pool::take_within_chunk(const Request& request) {
-  ByteRange found;
-  const std::function<bool(const Block*)> look_at = [&](const Block* free) VMM_REQUIRES(mutex_) {
-    for (auto at = range_->covering(free->offset); at != range_->live().end() && at->first < free->end(); ++at) {
-      const std::size_t begin = std::max(free->offset, at->first);
-      const std::size_t end = std::min(free->end(), at->first + at->second.chunk->size);
-      if (end - begin < request.size || at->second.is_withheld) continue;
-      found = {begin, request.size};
-      return false;
-    }
-    return true;
-  };
-  large_.for_smallest(request.size, request.tag, look_at);
-  if (found.size == 0) return nullptr;
-  return large_.carve(large_.free_covering(found.offset), found.offset, found.size, request.state);
-}
-
 // Where blocks are registered with somebody (NCCL, above all), one lies within one
 // chunk: a registration is a chunk, and NCCL compares nothing. A send whose buffer is
 // registered and a receive whose buffer is not, as it lies over two, gave wrong
-// numbers. So nothing is put together out of idle chunks here.
+// numbers. So free space does not coalesce over the chunks' borders, and nothing is
+// put together out of several.
 Block* Pool::place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) {
-  if (Block* block = take_within_chunk(request)) return block;
+  if (Block* block = placement_.take_backed(request)) return block;
   if (!request.is_gathered) {
     shortage->is_kept_by_threads = true;
     return nullptr;
   }
-  const bool is_slab = request.where == Request::Where::high;
   std::size_t offset = 0;
-  bool found = placement_.find_bare(request.size, is_slab, &offset);
+  const auto find = [&]() VMM_REQUIRES(mutex_) { return placement_.find_bare(request.size, /*high=*/false, &offset); };
+  bool found = find();
   if (!found) {
     settle_locked();
     give_up_spare_slabs();
-    found = placement_.find_bare(request.size, is_slab, &offset);
+    found = find();
+  }
+  if (!found && !pinned_) {
+    // The addresses are full of chunks that do not fit.
+    if (!adopt_free_space(request.tag, shortage)) return nullptr;
+    if (Block* block = placement_.take_backed(request)) return block;
+    shelve_idle_chunks({0, capacity_});
+    found = find();
+    if (!found && range_->has_retired()) {
+      if (wait_for_retired(shortage)) return nullptr;
+      drop_retired();
+      found = find();
+    }
   }
   if (!found) {
     *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
@@ -125,9 +120,7 @@ Block* Pool::place_within_chunk(const Request& request, Grant* grant, Shortage* 
 
 Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   if (no_split_) return place_unsplit(request, grant, shortage);
-  // A slab lies within a page anyway, where pages are as large.
-  const bool is_best_fit = request.where == Request::Where::best_fit;
-  if (keeps_within_chunks() && (is_best_fit || (request.where == Request::Where::high && page_ < request.size))) {
+  if (keeps_within_chunks() && request.where == Request::Where::best_fit) {
     return place_within_chunk(request, grant, shortage);
   }
   if (request.where == Request::Where::best_fit) {
@@ -159,7 +152,7 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   if (Block* block = back_and_take(request, offset, grant, shortage)) return block;
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
-  if (uniform_ || pinned_ || keeps_within_chunks() || request.where == Request::Where::at) return nullptr;
+  if (uniform_ || pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
   return place_on_whole_chunks(request, grant);
 }
 
@@ -293,7 +286,7 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
   };
   const std::size_t peak_live = peak_live_with(request.size);
   if (pinned_ || no_split_) return back_from({Source::fresh});
-  if (keeps_within_chunks()) {
+  if (is_whole(request)) {
     if (back_from({Source::grown})) return true;
     return status.code() == StatusCode::not_supported && in_vain_.empty() && back_from({Source::fresh});
   }
@@ -339,7 +332,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
   const std::size_t total = extent.missing();
   const bool fresh_only = source == Source::fresh;
   const bool moves = source == Source::at_once || source == Source::any;
-  const bool whole = uniform_ || keeps_within_chunks();  // chunks of one size alone
+  const bool whole = uniform_ || is_whole(request);  // chunks of one size alone
   if (source == Source::any) give_up_spare_slabs();
   std::vector<IdleChunk> idle;
   if (source == Source::at_once) {
@@ -380,7 +373,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
       if (chunk != nullptr) {
         size = chunk->size;
       } else {
-        size = piece_size(total, remaining);
+        size = piece_size(request, total, remaining);
         to_create.push_back(backing->placements.size());
         sizes.push_back(size);
         create_bytes += size;
@@ -496,6 +489,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
   for (const PlacedChunk& placement : backing.placements) {
     placement.chunk->content = id_;
     placement.chunk->last_use = kLongAgo;
+    if (keeps_within_chunks()) large_.add_border(placement.offset);
     if (!announces(request)) range_->withhold(placement.offset);
     count_mapped(placement, streams_[request.tag].stream);
   }

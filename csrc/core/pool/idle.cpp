@@ -147,6 +147,7 @@ Chunk* Pool::detach(std::size_t offset, Epoch last_use) {
 }
 
 void Pool::retire_mapping(std::size_t offset, Epoch last_use, bool in_vain) {
+  large_.remove_border(offset);
   const std::size_t size = range_->retire(offset, last_use, in_vain)->size;
   std::vector<Piece> pieces;
   retired_blocks_.emplace(offset, take_range({offset, size}, BlockState::retired, &pieces));
@@ -210,9 +211,9 @@ void Pool::count_mapped(const PlacedChunk& placement, Stream stream) {
   placement.chunk->oversize = is_oversize(size);
   counters_.mapped(size, placement.chunk->oversize);
   tell(PoolEvent::segment_map, placement.offset, size, stream);
-  if (!range_->live().at(placement.offset).is_withheld) {
-    tell(PoolEvent::segment_alloc, placement.offset, size, stream);
-  }
+  if (range_->live().at(placement.offset).is_withheld) return;
+  if (context_.observer.load(std::memory_order_acquire) != nullptr) range_->note_told(placement.offset);
+  tell(PoolEvent::segment_alloc, placement.offset, size, stream);
 }
 
 void Pool::count_unmapped(const PlacedChunk& placement) {
@@ -270,7 +271,7 @@ std::size_t Pool::shed(std::size_t keep) {
   return moved;
 }
 
-std::size_t Pool::melt_locked(const Budget* limit, std::size_t want) {
+std::size_t Pool::melt_locked(const Budget* limit, std::size_t want, bool own) {
   if (range_ == nullptr) return 0;
   settle_locked();
   give_up_spare_slabs();
@@ -279,7 +280,7 @@ std::size_t Pool::melt_locked(const Budget* limit, std::size_t want) {
   IdleChunk chosen;
   while ((limit == nullptr || limit->room() < want) && take_largest(idle, kUnlimited, &chosen)) {
     const std::size_t size = chosen.chunk->size;
-    if (bytes_above_floor() < size) continue;
+    if (!own && bytes_above_floor() < size) continue;
     if (!chosen.at_once) {
       in_use += size;
       continue;

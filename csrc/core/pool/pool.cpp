@@ -36,7 +36,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       home_(home),
       model_(spec.model),
       region_(spec.region),
-      is_mem_pool_(spec.model != nullptr && spec.region.first == 0),
+      is_mem_pool_(spec.is_mem_pool),
       no_split_(spec.no_split),
       page_(spec.page_size == 0 ? context.store.granularity() : spec.page_size),
       uniform_(spec.page_size != 0),
@@ -325,12 +325,25 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
     Request request;
     request.size = size;
     request.tag = tag;
-    block = keeps_within_chunks() ? take_within_chunk(request) : placement_.take_backed(request);
+    block = placement_.take_backed(request);
   }
   if (block == nullptr) return 0;
   directory_->insert(block);
   begin_block(block, bytes);
   return base_ + block->offset;
+}
+
+// For a block at a place that is not ours to choose.
+void Pool::require_within_chunk(ByteRange range) const {
+  auto at = range_->covering(range.offset);
+  if (at == range_->live().end()) at = range_->from(range.offset);
+  for (; at != range_->live().end() && at->first < range.end(); ++at) {
+    const bool is_within = at->first <= range.offset && range.end() <= at->first + at->second.chunk->size;
+    if (is_within || at->second.is_withheld) continue;
+    throw InvalidRangeError(range.offset, range.size, capacity_,
+                            "it would lie over the border of a chunk of pool '" + name_ +
+                                "', and such chunks are registered with libraries (NCCL)");
+  }
 }
 
 Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
@@ -362,6 +375,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
     }
     at = free->end();
   }
+  if (keeps_within_chunks()) require_within_chunk({offset, size});
   Request request;
   request.size = size;
   request.where = Request::Where::at;

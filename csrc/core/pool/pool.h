@@ -49,8 +49,8 @@ namespace vmm {
 
 class DeviceMemory;
 
-// The id under which torch knows a private pool (its MempoolId_t): {n, 0} of a
-// CUDA graph, {0, n} of a torch.cuda.MemPool. {0, 0}: a model's own pool.
+// The id under which torch knows a private pool (its MempoolId_t): of a CUDA
+// graph or a torch.cuda.MemPool. {0, 0}: a model's own pool.
 struct RegionId {
   std::uint64_t first = 0;
   std::uint64_t second = 0;
@@ -100,7 +100,8 @@ struct PoolSpec {
   // for and counts, and whose floor and priority are the model's.
   std::shared_ptr<Pool> model;
   RegionId region;
-  bool no_split = false;  // a block has its chunks for itself
+  bool no_split = false;     // a block has its chunks for itself
+  bool is_mem_pool = false;  // a torch.cuda.MemPool's: a block lies within one chunk
 };
 
 // Why a request could not be met by the pool itself.
@@ -250,6 +251,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Of a part; nullptr otherwise.
   [[nodiscard]] const std::shared_ptr<Pool>& owner() const { return model_; }
   [[nodiscard]] bool is_part() const { return model_ != nullptr; }
+  // Whether each block is to lie within one chunk.
+  [[nodiscard]] bool keeps_within_chunks() const {
+    return !uniform_ && (is_mem_pool_ || context_.within_chunks.load(std::memory_order_relaxed));
+  }
   [[nodiscard]] const RegionId& region() const { return region_; }
   [[nodiscard]] std::size_t floor() const { return model().floor_.load(std::memory_order_relaxed); }
   [[nodiscard]] int priority() const { return model().priority_.load(std::memory_order_relaxed); }
@@ -295,7 +300,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // and their charge back to the driver, until `limit` (nullptr: never) has room
   // for `want` bytes. Returns the idle bytes that queued work may still use.
   // REQUIRES the same.
-  std::size_t melt_locked(const Budget* limit, std::size_t want) VMM_REQUIRES(mutex_);
+  // `own`: for the pool's own model, which its floor does not bind.
+  std::size_t melt_locked(const Budget* limit, std::size_t want, bool own = false) VMM_REQUIRES(mutex_);
   // REQUIRES for both: no thread keeps blocks (BlockCaches::Still).
   [[nodiscard]] std::size_t live_blocks_locked() const VMM_REQUIRES(mutex_) {
     return directory_->size() + pages_.size();
@@ -387,6 +393,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void take_back_locked(Block* first) VMM_REQUIRES(mutex_);
   void forget_large(const BlockCaches::Mine& mine) VMM_REQUIRES(mutex_);
   bool wait_for_retired(Shortage* shortage) VMM_REQUIRES(mutex_);
+  void require_within_chunk(ByteRange range) const VMM_REQUIRES(mutex_);
   bool make_way_of_retired(std::size_t offset, Shortage* shortage) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_retired_at(std::size_t offset) const VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_oversize(std::size_t bytes) const {
@@ -400,9 +407,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
 
   // growth.cpp: finding a place and backing it
-  // Whether each block is to lie within one chunk.
-  [[nodiscard]] bool keeps_within_chunks() const {
-    return !uniform_ && (is_mem_pool_ || context_.within_chunks.load(std::memory_order_relaxed));
+  // Whether what backs the request is to be one chunk. Explicit pages are announced to
+  // nobody, and may lie over any.
+  [[nodiscard]] bool is_whole(const Request& request) const {
+    return keeps_within_chunks() && request.state != BlockState::pages;
   }
   // Whether those who register segments are told of what is mapped for a request:
   // blocks lie over the borders of uniform pages, and explicit pages over any.
@@ -410,7 +418,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     const bool may_break = uniform_ || request.state == BlockState::pages;
     return !may_break || !context_.within_chunks.load(std::memory_order_relaxed);
   }
-  Block* take_within_chunk(const Request& request) VMM_REQUIRES(mutex_);
   Block* place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* place(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
@@ -433,7 +440,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
   Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) VMM_REQUIRES(mutex_);
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::size_t piece_size(std::size_t total, std::size_t remaining) const VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t piece_size(const Request& request, std::size_t total, std::size_t remaining) const
+      VMM_REQUIRES(mutex_);
 
   // idle.cpp: idle chunks, and letting go of them
   std::vector<IdleChunk> idle_at_once(StreamTag tag, std::size_t at_least) VMM_REQUIRES(mutex_);
@@ -498,8 +506,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   DeviceMemory* home_;
   const std::shared_ptr<Pool> model_;
   const RegionId region_;
-  // Of a torch.cuda.MemPool: libraries register what it holds, of before they came too.
-  const bool is_mem_pool_;
+  const bool is_mem_pool_;  // libraries register what it holds, of before they came too
   const bool no_split_;
   std::size_t page_;      // bytes: the grain of explicit pages
   bool uniform_;          // every chunk is exactly one page (page_size was given)

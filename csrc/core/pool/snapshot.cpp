@@ -129,13 +129,16 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
 void Pool::withhold_broken_chunks() {
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return;
-  if (uniform_) {
-    for (const auto& [offset, mapping] : range_->live()) range_->withhold(offset);
+  const bool all = uniform_ || pinned_;  // a checkpoint may bring any block of before back
+  for (const auto& [offset, mapping] : range_->live()) {
+    if (all) range_->withhold(offset);
+    if (!uniform_) large_.add_border(offset);
   }
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
     if (block->state == BlockState::free || block->state == BlockState::retired) continue;
     auto at = range_->covering(block->offset);
-    if (at->first + at->second.chunk->size >= block->end()) continue;
+    const bool is_whole = at->first + at->second.chunk->size >= block->end();
+    if (is_whole && block->state != BlockState::pages) continue;
     for (; at != range_->live().end() && at->first < block->end(); ++at) range_->withhold(at->first);
   }
 }
