@@ -6,8 +6,8 @@
 #include <memory>
 
 #include "base/units.h"
-#include "core/blocks/block_directory.h"
 #include "core/blocks/block.h"
+#include "core/blocks/block_directory.h"
 #include "core/numbers/peaks.h"
 #include "core/numbers/stats.h"
 
