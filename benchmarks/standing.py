@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from .measurement import Result, Row, is_for_tables
 from .table import DEVICE, RESULTS
@@ -23,6 +23,7 @@ def tables() -> list[str]:
         _floor(files[f"hot_path-{DEVICE}"]),
         _driver_calls(files[f"driver_ops-{DEVICE}"]),
         *(_standing(result) for result in files.values()),
+        _programs(json.loads((RESULTS / f"programs_before_after-{DEVICE}.json").read_text())),
     ]
 
 
@@ -56,6 +57,26 @@ def _standing(result: Result) -> str:
     rows = [row for row in result["rows"] if row["case"] not in chunks and is_for_tables(row)]
     allocators = [name for name in dict.fromkeys(row["allocator"] for row in rows) if name != "floor"]
     return _table(result, result["benchmark"], rows, allocators)
+
+
+def _programs(content: dict[str, Any]) -> str:
+    """Of programs before and after a change: two metrics beside each other, every run."""
+    metrics, columns = ("reserved / allocated", "warm pass"), ("native", content["before"], "now")
+    lines = [
+        f"**programs**: `workloads`, before: commit {content['before']}, now: {content['now']} (again: "
+        f"{content['now_again']}), {content['machine']['device']}, driver {content['machine']['driver']}, torch "
+        f"{content['machine']['torch']}; one process each, or as many as there are figures",
+        "",
+        "| | reserved / allocated: native | before | now | warm pass, s: native | before | now |",
+        f"|---|{'---|' * 6}",
+    ]
+    for again, rows in (("", content["rows"]), (", again", content["again"])):
+        found = {(row["case"], row["metric"]): row["runs"] for row in rows}
+        for case in dict.fromkeys(row["case"] for row in rows):
+            runs = [found[case, metric].get(column, []) for metric in metrics for column in columns]
+            cells = [", ".join(dict.fromkeys(f"{value:.4g}" for value in values)) or "–" for values in runs]
+            lines.append(f"| {case}{again} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _table(result: Result, title: str, rows: list[Row], allocators: tuple[str, ...] | list[str]) -> str:
