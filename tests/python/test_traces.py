@@ -55,7 +55,7 @@ BOUNDS = {
     "lora": Bound(1.016, 2710, 220),
     "serve": Bound(1.021, 1230, 30),
     "two": Bound(1.026, 1130, 60),
-    "continuous": Bound(1.060, 2180, 150),
+    "continuous": Bound(1.060, 2430, 290),
 }
 
 
