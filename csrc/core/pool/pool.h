@@ -268,8 +268,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] Statistics inherited() const VMM_EXCLUDES(mutex_);
   // The peaks of the model and its parts together, or nullptr: it has no parts.
   [[nodiscard]] Peaks* family_peaks() const { return family_peaks_.load(std::memory_order_acquire); }
-  // Blocks lie within one chunk each from now on: no segment_free will tell of the
-  // chunks over whose borders live ones lie, and no snapshot of chunks shows them.
+  // Blocks lie within one chunk each from now on: no snapshot of chunks shows those
+  // over whose borders live ones lie, and segment_free tells of them only where
+  // segment_alloc did.
   void withhold_broken_chunks() VMM_EXCLUDES(mutex_);
   // `who` may access all that is mapped now and later.
   Status add_accessor(Location who) VMM_EXCLUDES(mutex_);
