@@ -28,6 +28,7 @@ template <typename Number, std::enable_if_t<std::is_arithmetic_v<Number>, int> =
 void append(std::string& text, Number value) {
   text += std::to_string(value);
 }
+inline void append(std::string& text, std::size_t value) { text += std::to_string(value); }  // what converts to it
 
 template <typename... Values>
 std::string concatenate(const Values&... values) {

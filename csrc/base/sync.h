@@ -69,24 +69,30 @@ class VMM_CAPABILITY("mutex") Mutex {
   std::atomic<std::uint64_t> times_locked_{0};
 };
 
-// A plain value that another thread may read at any time, and that orders nothing.
-template <typename T>
-class Relaxed {
+// A plain value that another thread may read at any time.
+template <typename T, std::memory_order kLoad, std::memory_order kStore>
+class ReadByOthers {
  public:
-  Relaxed() noexcept : value_(T{}) {}
-  Relaxed(const Relaxed& other) noexcept : value_(T(other)) {}
-  Relaxed& operator=(const Relaxed& other) noexcept { return *this = T(other); }
-  ~Relaxed() = default;
-  Relaxed(T value) noexcept : value_(value) {}  // NOLINT(google-explicit-constructor): it stands for a T
-  Relaxed& operator=(T value) noexcept {
-    value_.store(value, std::memory_order_relaxed);
+  ReadByOthers() noexcept : value_(T{}) {}
+  ReadByOthers(const ReadByOthers& other) noexcept : value_(T(other)) {}
+  ReadByOthers& operator=(const ReadByOthers& other) noexcept { return *this = T(other); }
+  ~ReadByOthers() = default;
+  ReadByOthers(T value) noexcept : value_(value) {}  // NOLINT(google-explicit-constructor): it stands for a T
+  ReadByOthers& operator=(T value) noexcept {
+    value_.store(value, kStore);
     return *this;
   }
-  operator T() const noexcept { return value_.load(std::memory_order_relaxed); }  // NOLINT(google-explicit-constructor)
+  operator T() const noexcept { return value_.load(kLoad); }  // NOLINT(google-explicit-constructor)
 
  private:
   std::atomic<T> value_;
 };
+// It orders nothing.
+template <typename T>
+using Relaxed = ReadByOthers<T, std::memory_order_relaxed, std::memory_order_relaxed>;
+// Whoever reads it sees what was written before it.
+template <typename T>
+using Published = ReadByOthers<T, std::memory_order_acquire, std::memory_order_release>;
 
 class VMM_SCOPED_CAPABILITY MutexLock {
  public:

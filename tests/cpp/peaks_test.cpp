@@ -84,6 +84,62 @@ TEST(Peaks, AreExactForAnyOrderOfEventsOfManyPools) {
   }
 }
 
+// Threads count their blocks in seats of their own, in a pool's peaks and its model's
+// at once; what they have counted becomes the pool's now and then, and seats come and
+// go. Either is as exact as if all were counted by one.
+TEST(Peaks, AreExactForBlocksThatThreadsCount) {
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    std::mt19937 random(seed);
+    Peaks family;
+    Peaks own(family);
+    Counter pool(own);
+    Counter other(family);  // another pool of the model
+    Peaks::Seat pool_in_family(family);
+    std::vector<std::unique_ptr<BlockSeat>> threads;
+    std::array<std::int64_t, 3> now{};  // bytes of the pool's blocks: all, small, large
+    std::array<std::int64_t, 3> highest{};
+    std::array<std::int64_t, 3> highest_of_family{};
+    for (int step = 0; step < 3000; ++step) {
+      const std::size_t which = random() % 3;
+      if (threads.size() <= which) threads.push_back(std::make_unique<BlockSeat>(own, &family));
+      BlockSeat& thread = *threads[random() % threads.size()];
+      const SizeClass size_class = random() % 2 == 0 ? SizeClass::small_pool : SizeClass::large_pool;
+      const std::size_t part = size_class == SizeClass::small_pool ? 1 : 2;
+      const auto bytes = static_cast<std::int64_t>(1 + random() % 1000);
+      switch (random() % 4) {
+        case 0:
+        case 1:
+          thread.rose(size_class, static_cast<std::size_t>(bytes), static_cast<std::size_t>(bytes));
+          now.at(0) += bytes;
+          now.at(part) += bytes;
+          break;
+        case 2:  // by any thread, whoever allocated it
+          if (now.at(part) < bytes) break;
+          thread.fell(size_class, static_cast<std::size_t>(bytes), static_cast<std::size_t>(bytes));
+          now.at(0) -= bytes;
+          now.at(part) -= bytes;
+          break;
+        default:
+          other.up(size_class, 5);
+      }
+      for (std::size_t k = 0; k < 3; ++k) {
+        highest.at(k) = std::max(highest.at(k), now.at(k));
+        const std::int64_t others = other.statistics[kBytes].at(k).current;
+        highest_of_family.at(k) = std::max(highest_of_family.at(k), now.at(k) + others);
+      }
+      if (random() % 100 == 0) {
+        Peaks::transfer(thread.counts(), thread, {&pool.seat, &pool_in_family});
+        EXPECT_EQ(thread.counts(), BlockCounts{});
+        if (random() % 2 == 0) {
+          std::erase_if(threads, [&](const auto& each) { return each.get() == &thread; });
+        }
+      }
+      ASSERT_EQ(peaks_of(own), highest) << "seed " << seed << " step " << step;
+      ASSERT_EQ(peaks_of(family), highest_of_family) << "seed " << seed << " step " << step;
+    }
+  }
+}
+
 // Each holds 100 while the next has 200 more and lets go of it: a new peak only
 // where there is none higher, whoever left room and whoever is gone meanwhile.
 TEST(Peaks, FollowManyPoolsInTurn) {

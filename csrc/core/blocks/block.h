@@ -28,8 +28,10 @@ enum class BlockState : std::uint8_t {
   quarantined,  // freed pages in a chunk that has others; anybody may still use them
 };
 
+// A free looks at `state` and then at `offset` of a block that may be another one by
+// now, with no lock: so what becomes live has its offset before it has its state.
 struct Block {
-  std::size_t offset = 0;
+  Relaxed<std::size_t> offset = 0;
   std::size_t size = 0;       // bytes, a multiple of kBlockAlignment
   std::size_t requested = 0;  // bytes asked for, while used
   Epoch epoch = kLongAgo;     // while free: when it was freed
@@ -38,7 +40,7 @@ struct Block {
   Block* bin_prev = nullptr;  // while free: others in its bin of a FreeIndex
   Block* bin_next = nullptr;  // the same; while kept by a thread: others that it keeps
   StreamTag tag = kNeutral;
-  Relaxed<BlockState> state = BlockState::free;
+  Published<BlockState> state = BlockState::free;
   bool small = false;                            // lives in a slab
   bool oversize = false;                         // while live: was counted as torch's oversize ones
   std::unique_ptr<std::vector<StreamUse>> uses;  // record_stream()

@@ -256,7 +256,7 @@ Block* BlockHeap::split(Block* block, std::size_t offset) {
   Block* upper = arena_.make();
   upper->offset = offset;
   upper->size = block->end() - offset;
-  upper->state = block->state;
+  upper->state = BlockState(block->state);
   upper->tag = block->tag;
   upper->epoch = block->epoch;
   upper->small = block->small;

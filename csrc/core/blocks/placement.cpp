@@ -80,7 +80,7 @@ bool Placement::find_least_missing(const SpaceRequest& request, std::size_t* off
       const std::size_t missing = missing_beside(block, request.size, request.tag, down);
       if (missing >= least) continue;
       least = missing;
-      *offset = down ? block->end() - request.size : block->offset;
+      *offset = down ? block->end() - request.size : block->range().offset;
     }
     return ++tried < kCandidates;
   };
@@ -100,7 +100,7 @@ bool Placement::find_bare(std::size_t size, bool high, std::size_t* offset) cons
     bare = at == free.rend() ? nullptr : *at;
   }
   if (bare == nullptr) return false;
-  *offset = high ? bare->end() - wanted : bare->offset;
+  *offset = high ? bare->end() - wanted : bare->range().offset;
   return true;
 }
 

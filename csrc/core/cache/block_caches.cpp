@@ -37,9 +37,13 @@ Everyone& everyone() {
 struct LatestCache {
   std::uint64_t id;  // of the BlockCaches; 0: none
   ThreadCache* cache;
+  const BlockCaches* home;
   bool has_ended;
 };
-constinit thread_local LatestCache latest_cache{0, nullptr, false};
+// In the block of thread storage that is there from the start (initial-exec): found by
+// one addition instead of a call, of which a pair would make two. glibc keeps 1664 bytes
+// for libraries that are loaded later and ask for it; this takes 32.
+[[gnu::tls_model("initial-exec")]] constinit thread_local LatestCache latest_cache{0, nullptr, nullptr, false};
 
 // In a forked child nothing is kept and nothing given back: threads that are not
 // there may have held any lock.
@@ -50,29 +54,35 @@ class ThreadEnd {
   ThreadEnd() {
     static const int kWatched = ::pthread_atfork(nullptr, nullptr, [] {
       is_forked_child.store(true, std::memory_order_relaxed);
-      latest_cache = {0, nullptr, true};
+      latest_cache = {0, nullptr, nullptr, true};
     });
     (void)kWatched;
   }
   ThreadEnd(const ThreadEnd&) = delete;
   ThreadEnd& operator=(const ThreadEnd&) = delete;
   ~ThreadEnd() {
-    latest_cache = {0, nullptr, true};
+    latest_cache = {0, nullptr, nullptr, true};
     if (is_forked_child.load(std::memory_order_relaxed)) return;
     const MutexLock lock(everyone().mutex);
     for (const auto& [id, cache] : caches_) {
       const auto found = everyone().caches.find(id);
-      if (found != everyone().caches.end()) found->second->end_thread(cache);
+      if (found != everyone().caches.end()) found->second->end_thread(cache.get());
     }
   }
   [[nodiscard]] ThreadCache* find(std::uint64_t id) const {
     const auto found = caches_.find(id);
-    return found == caches_.end() ? nullptr : found->second;
+    return found == caches_.end() ? nullptr : found->second.get();
   }
-  void add(std::uint64_t id, ThreadCache* cache) { caches_.emplace(id, cache); }
+  void add(std::uint64_t id, std::shared_ptr<ThreadCache> cache) {
+    // Those of devices that have ended: nobody else has them.
+    std::erase_if(caches_, [](const auto& entry) { return entry.second.use_count() == 1; });
+    caches_.emplace(id, std::move(cache));
+  }
 
  private:
-  std::map<std::uint64_t, ThreadCache*> caches_;
+  // Kept beyond their device: a free looks into the latest before it knows whose block
+  // it frees.
+  std::map<std::uint64_t, std::shared_ptr<ThreadCache>> caches_;
 };
 
 namespace {
@@ -91,6 +101,8 @@ BlockCaches::BlockCaches(Peaks& device_peaks, const Clock& clock, const std::ato
 BlockCaches::~BlockCaches() {
   const MutexLock lock(everyone().mutex);
   everyone().caches.erase(id_);
+  const MutexLock own_lock(mutex_);
+  for (const auto& cache : threads_) cache->end();
 }
 
 ThreadCache* BlockCaches::mine() const noexcept {
@@ -99,41 +111,69 @@ ThreadCache* BlockCaches::mine() const noexcept {
     return latest.cache;
   if (latest.id == 0) return nullptr;  // none yet, or the thread ends
   ThreadCache* const cache = this_thread().find(id_);
-  if (cache != nullptr) latest = {id_, cache, false};
+  if (cache != nullptr) latest = {id_, cache, this, false};
   return cache;
 }
 
 ThreadCache* BlockCaches::make_mine() {
   if (latest_cache.has_ended) return nullptr;
-  auto fresh = std::make_unique<ThreadCache>(mutex_, device_peaks_);
+  auto fresh = std::make_shared<ThreadCache>(mutex_, device_peaks_);
   ThreadCache* const cache = fresh.get();
-  this_thread().add(id_, cache);
+  this_thread().add(id_, fresh);
   {
     const MutexLock lock(mutex_);
     threads_.push_back(std::move(fresh));
   }
-  latest_cache = {id_, cache, false};
+  latest_cache = {id_, cache, this, false};
   return cache;
 }
 
 // ------------------------------------------------------------------ hot path
 
+// That threads may keep nothing of a pool any more need not be asked here: then they
+// have no shard of it.
 Address BlockCaches::take(CachedPool& pool, std::size_t bytes, Stream stream) noexcept {
   ThreadCache* const cache = mine();
   if (cache == nullptr || bytes > kMostBytes) [[unlikely]]
     return 0;
   cache->lock.enter();
   Address address = 0;
-  if (Shard* shard = cache->find(pool, stream); shard != nullptr && may_keep(pool)) [[likely]] {
+  if (Shard* shard = cache->find(pool, stream); shard != nullptr) [[likely]] {
     if (Block* block = shard->take(align_up(bytes, kBlockAlignment)); block != nullptr) [[likely]] {
       block->requested = bytes;
       block->state = BlockState::used;
-      shard->count_allocation(*block, cache->of_device);
-      address = pool.base() + block->offset;
+      shard->count_allocation(*block);
+      address = shard->base + block->offset;
+      cache->note(address, block, shard);
     }
   }
   cache->lock.leave();
   return address;
+}
+
+bool BlockCaches::keep(Shard& shard, Block* block) const noexcept {
+  if (block->uses != nullptr || block->oversize || block->size >= oversize_bytes_.load(std::memory_order_relaxed))
+      [[unlikely]]
+    return false;
+  if (!shard.put(block)) return false;
+  block->epoch = clock_.now();
+  block->state = BlockState::cached;
+  shard.count_free(*block);
+  if (shard.is_full()) [[unlikely]]
+    shard.pool.take_back(shard.take_all());
+  return true;
+}
+
+bool BlockCaches::put(Address address) noexcept {
+  const LatestCache& latest = latest_cache;
+  if (latest.cache == nullptr) [[unlikely]]
+    return false;
+  latest.cache->lock.enter();
+  Block* block = nullptr;
+  Shard* const shard = latest.cache->find_recent(address, &block);
+  const bool is_kept = shard != nullptr && latest.home->keep(*shard, block);
+  latest.cache->lock.leave();
+  return is_kept;
 }
 
 bool BlockCaches::put(CachedPool& pool, Address address) noexcept {
@@ -145,18 +185,10 @@ bool BlockCaches::put(CachedPool& pool, Address address) noexcept {
   bool is_kept = false;
   // Its owner frees it, so the block stands still: it is looked at without the
   // pool's lock.
-  Block* const block = may_keep(pool) ? pool.directory().find(offset) : nullptr;
-  if (block != nullptr && block->offset == offset && block->state == BlockState::used && block->uses == nullptr &&
-      !block->oversize && block->size < oversize_bytes_.load(std::memory_order_relaxed)) [[likely]] {
+  Block* const block = cache->first_of(pool) != nullptr ? pool.directory().find(offset) : nullptr;
+  if (block != nullptr && block->state == BlockState::used && block->offset == offset) [[likely]] {
     Shard* const shard = cache->find(pool, block->tag);
-    if (shard != nullptr && shard->put(block)) [[likely]] {
-      is_kept = true;
-      block->epoch = clock_.now();
-      block->state = BlockState::cached;
-      shard->count_free(*block, cache->of_device);
-      if (shard->is_full()) [[unlikely]]
-        pool.take_back(shard->take_all());
-    }
+    is_kept = shard != nullptr && keep(*shard, block);
   }
   cache->lock.leave();
   return is_kept;
@@ -197,7 +229,7 @@ void BlockCaches::give_back(ThreadCache& cache, const CachedPool& pool, Kept kep
       if (Block* const blocks = shard->take_all()) shard->pool.take_back(blocks);
     }
     // A pool that nobody has used stays untouched: its figures of last time hold.
-    if (shard->has_counted()) shard->merge_counts(cache.of_device);
+    if (shard->has_counted()) shard->merge_counts();
   }
   if (kept == Kept::gone) cache.remove(pool);
 }

@@ -39,8 +39,10 @@ class BlockCaches {
   // -- The hot path ---------------------------------------------------------
   // A kept block's address for `bytes` > 0 on `stream`, counted as allocated, or 0.
   Address take(CachedPool& pool, std::size_t bytes, Stream stream) noexcept;
-  // Keeps the live block at `address`, counted as freed. False: the pool has to free
-  // it, or say what is wrong.
+  // Keeps the live block at `address`, counted as freed, of whatever pool. False where
+  // this thread has not allocated it lately.
+  static bool put(Address address) noexcept;
+  // The same for any. False: the pool has to free it, or say what is wrong.
   bool put(CachedPool& pool, Address address) noexcept;
 
   // Threads may keep blocks of the pool now.
@@ -72,8 +74,8 @@ class BlockCaches {
     }
     // No other thread keeps blocks of the pool.
     [[nodiscard]] bool is_alone(const CachedPool& pool) const noexcept;
-    // REQUIRES: shard() gave one.
-    [[nodiscard]] Peaks::Seat& of_device() const { return cache_->of_device; }
+    // The block was allocated here. REQUIRES: shard() gave that one.
+    void note(Address address, Block* block, Shard* shard) const { cache_->note(address, block, shard); }
 
    private:
     const BlockCaches& caches_;
@@ -143,6 +145,8 @@ class BlockCaches {
  private:
   friend class ThreadEnd;
   ThreadCache* mine() const noexcept;
+  // Keeps a live block in its shard, which is the calling thread's.
+  bool keep(Shard& shard, Block* block) const noexcept;
   ThreadCache* make_mine() VMM_EXCLUDES(mutex_);
   // The thread is about to end.
   void end_thread(ThreadCache* cache) VMM_EXCLUDES(mutex_);
@@ -171,7 +175,7 @@ class BlockCaches {
   const std::atomic<std::size_t>& oversize_bytes_;
   std::atomic<unsigned> off_{0};  // Reasons
   mutable Mutex mutex_;
-  std::vector<std::unique_ptr<ThreadCache>> threads_ VMM_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<ThreadCache>> threads_ VMM_GUARDED_BY(mutex_);
   std::vector<ThreadCache*> stopped_ VMM_GUARDED_BY(mutex_);
 };
 

@@ -31,10 +31,9 @@ class CachedPool {
   // Blocks that a thread has kept, linked by `bin_next`: the pool's again, and free.
   // They are no longer counted.
   virtual void take_back(Block* first) = 0;
-  // What a thread has counted of the pool's blocks, in the pool's own seats and then
-  // in the seat that the thread has for the whole device. It counts no more.
-  virtual void absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family,
-                      Peaks::Seat& of_device) = 0;
+  // What a thread has counted of the pool's blocks is counted by the pool from now on
+  // (PoolCounters::absorb).
+  virtual void absorb(const BlockCounts& came, BlockSeat& of_pool, BlockSeat& of_device) = 0;
   // Followed pool by pool, and for the model and its parts together (or nullptr).
   [[nodiscard]] virtual Peaks& own_peaks() = 0;
   [[nodiscard]] virtual Peaks* peaks_of_family() const = 0;

@@ -17,9 +17,13 @@ Block* join(Block* list, Block* first) {
 
 }  // namespace
 
-Shard::Shard(CachedPool& pool, Stream stream, StreamTag tag)
-    : pool(pool), stream(stream), tag(tag), of_pool_(pool.own_peaks(), Peaks::Of::blocks) {
-  if (Peaks* family = pool.peaks_of_family()) of_family_ = std::make_unique<Peaks::Seat>(*family, Peaks::Of::blocks);
+Shard::Shard(CachedPool& pool, BlockSeat& of_device, Stream stream, StreamTag tag)
+    : pool(pool),
+      stream(stream),
+      tag(tag),
+      base(pool.base()),
+      of_pool_(pool.own_peaks(), pool.peaks_of_family()),
+      of_device_(of_device) {
   pool.count_shards(1);
 }
 
@@ -73,8 +77,8 @@ std::size_t Shard::kept() const {
   return count + (kept_large_ == nullptr ? 0 : 1);
 }
 
-void Shard::merge_counts(Peaks::Seat& of_device) {
-  pool.absorb(came(), of_pool_, of_family_.get(), of_device);
+void Shard::merge_counts() {
+  pool.absorb(came(), of_pool_, of_device_);
   for (auto& of_class : came_) of_class = {0, 0, 0};
 }
 
@@ -95,7 +99,7 @@ void ThreadCache::rebuild(std::size_t size) {
 }
 
 Shard& ThreadCache::add(CachedPool& pool, Stream stream, StreamTag tag) {
-  auto shard = std::make_unique<Shard>(pool, stream, tag);
+  auto shard = std::make_unique<Shard>(pool, *of_device_, stream, tag);
   latest_ = shard.get();
   std::size_t at = slot_of(pool);
   if (table_[at].pool == nullptr) {
@@ -113,6 +117,9 @@ Shard& ThreadCache::add(CachedPool& pool, Stream stream, StreamTag tag) {
 
 std::unique_ptr<Shard> ThreadCache::remove(const CachedPool& pool) {
   latest_ = nullptr;
+  for (Recent& recent : recent_) {
+    if (recent.shard != nullptr && &recent.shard->pool == &pool) recent = {};
+  }
   std::unique_ptr<Shard> taken;
   for (Entry& entry : table_) {
     if (entry.pool != &pool) continue;

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/blocks/block.h"
@@ -22,7 +23,8 @@ namespace vmm {
 // One pool's blocks of one stream.
 class Shard {
  public:
-  Shard(CachedPool& pool, Stream stream, StreamTag tag);
+  // `of_device`: where the thread counts for all pools of the device.
+  Shard(CachedPool& pool, BlockSeat& of_device, Stream stream, StreamTag tag);
   Shard(const Shard&) = delete;
   Shard& operator=(const Shard&) = delete;
   ~Shard();
@@ -75,31 +77,32 @@ class Shard {
   // Blocks.
   [[nodiscard]] std::size_t kept() const;
 
-  void count_allocation(const Block& block, Peaks::Seat& of_device) {
-    const SizeClass size_class = block.small ? SizeClass::small_pool : SizeClass::large_pool;
+  void count_allocation(const Block& block) {
+    const SizeClass size_class = size_class_of(block);
     auto& came = came_[static_cast<std::size_t>(size_class)];
     came[0] = came[0] + 1;
     came[1] = came[1] + static_cast<std::int64_t>(block.size);
     came[2] = came[2] + static_cast<std::int64_t>(block.requested);
     of_pool_.rose(size_class, block.size, block.requested);
-    of_device.rose(size_class, block.size, block.requested);
-    if (of_family_ != nullptr) of_family_->rose(size_class, block.size, block.requested);
+    of_device_.rose(size_class, block.size, block.requested);
   }
-  void count_free(const Block& block, Peaks::Seat& of_device) {
-    const SizeClass size_class = block.small ? SizeClass::small_pool : SizeClass::large_pool;
+  void count_free(const Block& block) {
+    const SizeClass size_class = size_class_of(block);
     of_pool_.fell(size_class, block.size, block.requested);
-    of_device.fell(size_class, block.size, block.requested);
-    if (of_family_ != nullptr) of_family_->fell(size_class, block.size, block.requested);
+    of_device_.fell(size_class, block.size, block.requested);
   }
   // What it has counted is the pool's own from now on.
-  void merge_counts(Peaks::Seat& of_device);
+  void merge_counts();
   [[nodiscard]] bool has_counted() const { return came() != BlockCounts{} || counts() != BlockCounts{}; }
+  // Read by whoever adds up the pool's statistics: all blocks that were ever allocated
+  // here, and those less the ones that were freed.
   [[nodiscard]] BlockCounts came() const;
   [[nodiscard]] BlockCounts counts() const { return of_pool_.counts(); }
 
   CachedPool& pool;
   const Stream stream;
   const StreamTag tag;
+  const Address base;           // the pool's
   std::unique_ptr<Shard> next;  // of the same pool, another stream's
 
  private:
@@ -114,22 +117,24 @@ class Shard {
     const auto units = static_cast<std::uint32_t>(size / kBlockAlignment);
     return bins_[(units * 0x9E3779B1U) >> 26U];
   }
-  std::array<Bin, kBins> bins_{};
+  static SizeClass size_class_of(const Block& block) {
+    return block.small ? SizeClass::small_pool : SizeClass::large_pool;
+  }
   Block* latest_large_ = nullptr;  // allocated here, and no other large block came or went since
   Block* kept_large_ = nullptr;    // the same, freed
   Block* unwanted_ = nullptr;
   std::size_t unwanted_count_ = 0;
   std::size_t small_bytes_ = 0;  // kept
-  // Read by whoever adds up the pool's statistics.
   std::array<std::array<Relaxed<std::int64_t>, 3>, 2> came_{};
-  Peaks::Seat of_pool_;
-  std::unique_ptr<Peaks::Seat> of_family_;
+  BlockSeat of_pool_;  // with the model's parts, where it has any
+  BlockSeat& of_device_;
+  std::array<Bin, kBins> bins_{};
 };
 
 // The shards of one thread on one device.
 class ThreadCache {
  public:
-  ThreadCache(Mutex& others, Peaks& device_peaks) : lock(others), of_device(device_peaks, Peaks::Of::blocks) {}
+  ThreadCache(Mutex& others, Peaks& device_peaks) : lock(others), of_device_(std::in_place, device_peaks) {}
 
   [[nodiscard]] Shard* find(const CachedPool& pool, Stream stream) {
     if (latest_ != nullptr && &latest_->pool == &pool && latest_->stream == stream) [[likely]]
@@ -148,11 +153,38 @@ class ThreadCache {
   // Takes all shards of the pool out.
   std::unique_ptr<Shard> remove(const CachedPool& pool);
   [[nodiscard]] std::vector<const CachedPool*> pools() const;
+  // The device ends; the thread may still look here. REQUIRES: it has no shards.
+  void end() { of_device_.reset(); }
+
+  // -- Blocks that were allocated here lately, and live. A free that finds its own looks
+  // neither for the pool nor in its directory: of a thousand models in turn each of
+  // those is a page of its own.
+  struct Recent {
+    Address address = 0;
+    Block* block = nullptr;
+    Shard* shard = nullptr;
+  };
+  void note(Address address, Block* block, Shard* shard) { recent_[recent_slot(address)] = {address, block, shard}; }
+  // The shard of the block at `address` and the block itself, or nullptr. It is the live
+  // one: a block that is no longer, or begins elsewhere now, is found out by its state,
+  // and then its offset. In this order: whoever is live elsewhere is not at `address`.
+  [[nodiscard]] Shard* find_recent(Address address, Block** block) const {
+    const Recent& recent = recent_[recent_slot(address)];
+    if (recent.address != address || recent.block->state != BlockState::used ||
+        recent.shard->base + recent.block->offset != address || recent.block->tag != recent.shard->tag)
+      return nullptr;
+    *block = recent.block;
+    return recent.shard;
+  }
 
   BiasedLock lock;
-  Peaks::Seat of_device;
 
  private:
+  static constexpr std::size_t kRecent = 256;
+  static std::size_t recent_slot(Address address) {
+    return ((address / kBlockAlignment) * 0x9E3779B97F4A7C15ULL) >> (64U - 8U);
+  }
+  static_assert(kRecent == std::size_t{1} << 8U);
   struct Entry {
     const CachedPool* pool = nullptr;
     std::unique_ptr<Shard> first;
@@ -175,11 +207,13 @@ class ThreadCache {
   }
   void rebuild(std::size_t size);
 
+  std::optional<BlockSeat> of_device_;
   Shard* latest_ = nullptr;
   // Open addressing, at most half full: a thousand models in turn find theirs at
   // once.
   std::vector<Entry> table_ = std::vector<Entry>(8);
   std::size_t pools_ = 0;
+  std::array<Recent, kRecent> recent_{};
 };
 
 }  // namespace vmm

@@ -5,34 +5,35 @@
 
 namespace vmm {
 
-Peaks::Seat::Seat(Peaks& peaks, Of what) : peaks_(peaks), what_(what) {
+Peaks::Seat::Seat(Peaks& peaks) : peaks_(peaks), blocks_(nullptr) {
   const MutexLock lock(peaks_.mutex_);
+  enter();
+}
+
+Peaks::Seat::~Seat() {
+  if (blocks_ != nullptr) return;
+  const MutexLock lock(peaks_.mutex_);
+  leave();
+}
+
+void Peaks::Seat::enter() VMM_NO_THREAD_SAFETY_ANALYSIS {
   place_ = peaks_.seats_.size();
   peaks_.seats_.push_back(this);
 }
 
-Peaks::Seat::~Seat() {
-  const MutexLock lock(peaks_.mutex_);
+void Peaks::Seat::leave() VMM_NO_THREAD_SAFETY_ANALYSIS {
   for (std::size_t counter = 0; counter < ceiling_.size(); ++counter) {
     peaks_.ceilings_[counter] -= ceiling_[counter].load(std::memory_order_relaxed);
   }
   peaks_.seats_.back()->place_ = place_;
   peaks_.seats_[place_] = peaks_.seats_.back();
   peaks_.seats_.pop_back();
-  if (has_room_.load(std::memory_order_relaxed)) std::erase(peaks_.with_room_, this);
-}
-
-BlockCounts Peaks::Seat::counts() const {
-  BlockCounts now{};
-  for (std::size_t of_class = 0; of_class < 2; ++of_class) {
-    for (std::size_t k = 0; k < 3; ++k) now[of_class][k] = counts_[of_class][k].load(std::memory_order_relaxed);
-  }
-  return now;
+  if (has_room_.load(std::memory_order_relaxed)) peaks_.forget_room(*this);
 }
 
 void Peaks::Seat::spread() {
-  if (what_ == Of::everything) return;
-  const BlockCounts now = counts();
+  if (blocks_ == nullptr) return;
+  const BlockCounts now = blocks_->counts();
   for (std::size_t k = 0; k < 3; ++k) {
     for (const StatKind kind : kinds_of_block_count(k)) {
       current_[index(kind)].store(now[0][k] + now[1][k], std::memory_order_relaxed);
@@ -43,40 +44,100 @@ void Peaks::Seat::spread() {
 }
 
 void Peaks::Seat::tighten() {
-  if (what_ == Of::everything) return;
+  if (blocks_ != nullptr) blocks_->tighten();
+}
+
+void Peaks::transfer(const BlockCounts& counts, BlockSeat& from, const std::array<Seat*, 2>& to) {
+  const MutexLock lock(from.seats_.front()->peaks_.mutex_);  // all of them have this one
+  for (Seat* const seat : to) {
+    Seat* const part = seat == nullptr ? nullptr : from.seat_in(seat->peaks_);
+    if (part == nullptr) continue;
+    const auto move = [&](std::size_t counter, std::int64_t amount) {
+      part->ceiling_[counter].fetch_sub(amount, std::memory_order_relaxed);
+      seat->ceiling_[counter].fetch_add(amount, std::memory_order_relaxed);
+      seat->current_[counter].fetch_add(amount, std::memory_order_relaxed);
+    };
+    for (std::size_t k = 0; k < 3; ++k) {
+      for (const StatKind kind : kinds_of_block_count(k)) {
+        const std::size_t first = Seat::index(kind);
+        move(first, counts[0][k] + counts[1][k]);
+        move(first + 1, counts[0][k]);
+        move(first + 2, counts[1][k]);
+      }
+    }
+  }
+  for (std::size_t of_class = 0; of_class < 2; ++of_class) {
+    for (std::size_t k = 0; k < 3; ++k) BlockSeat::add(from.counts_[of_class][k], -counts[of_class][k]);
+  }
+  for (const auto& part : from.seats_) {
+    if (part != nullptr) part->spread();
+  }
+  from.tighten();
+}
+
+// ---------------------------------------------------------------- a seat of blocks
+
+// Whoever lowers one of its parts looks at all of them: so they come and go in one step.
+BlockSeat::BlockSeat(Peaks& first, Peaks* second) {
+  seats_[0].reset(new Peaks::Seat(first, *this));
+  if (second != nullptr) seats_[1].reset(new Peaks::Seat(*second, *this));
+  const MutexLock lock(first.mutex_);
+  for (const auto& seat : seats_) {
+    if (seat != nullptr) seat->enter();
+  }
+}
+
+BlockSeat::~BlockSeat() {
+  const MutexLock lock(seats_.front()->peaks_.mutex_);
+  for (const auto& seat : seats_) {
+    if (seat != nullptr) seat->leave();
+  }
+}
+
+BlockCounts BlockSeat::counts() const {
+  BlockCounts values{};
+  for (std::size_t of_class = 0; of_class < 2; ++of_class) {
+    for (std::size_t k = 0; k < 3; ++k) values[of_class][k] = counts_[of_class][k].load(std::memory_order_relaxed);
+  }
+  return values;
+}
+
+Peaks::Seat* BlockSeat::seat_in(const Peaks& peaks) const {
+  for (const auto& seat : seats_) {
+    if (seat != nullptr && &seat->peaks_ == &peaks) return seat.get();
+  }
+  return nullptr;
+}
+
+void BlockSeat::look() {
+  for (const auto& seat : seats_) {
+    if (seat != nullptr) seat->peaks_.look(*seat);
+  }
+}
+
+void BlockSeat::note_room() {
+  for (const auto& seat : seats_) {
+    if (seat != nullptr) seat->peaks_.note_room(*seat);
+  }
+}
+
+// REQUIRES: the lock that its peaks share is held.
+void BlockSeat::tighten() {
   for (std::size_t k = 0; k < 3; ++k) {
     for (std::size_t which = 0; which < 3; ++which) {
       std::int64_t most = std::numeric_limits<std::int64_t>::max();
-      for (const StatKind kind : kinds_of_block_count(k)) {
-        most = std::min(most, ceiling_[index(kind) + which].load(std::memory_order_relaxed));
+      for (const auto& seat : seats_) {
+        if (seat == nullptr) continue;
+        for (const StatKind kind : kinds_of_block_count(k)) {
+          most = std::min(most, seat->ceiling_[Peaks::Seat::index(kind) + which].load(std::memory_order_relaxed));
+        }
       }
       most_[which][k].store(most, std::memory_order_relaxed);
     }
   }
 }
 
-void Peaks::transfer(const BlockCounts& counts, Seat& from, Seat& to) {
-  const MutexLock lock(mutex_);
-  const auto move = [&](std::size_t counter, std::int64_t amount) {
-    from.ceiling_[counter].fetch_sub(amount, std::memory_order_relaxed);
-    to.ceiling_[counter].fetch_add(amount, std::memory_order_relaxed);
-    to.current_[counter].fetch_add(amount, std::memory_order_relaxed);
-  };
-  for (std::size_t k = 0; k < 3; ++k) {
-    const std::int64_t small = counts[0][k];
-    const std::int64_t large = counts[1][k];
-    for (const StatKind kind : kinds_of_block_count(k)) {
-      const std::size_t first = Seat::index(kind);
-      move(first, small + large);
-      move(first + 1, small);
-      move(first + 2, large);
-    }
-    Seat::add(from.counts_[0][k], -small);
-    Seat::add(from.counts_[1][k], -large);
-  }
-  from.spread();
-  from.tighten();
-}
+// ------------------------------------------------------------------------ the peaks
 
 void Peaks::Seat::start_from(const Statistics& statistics) {
   for (std::size_t counter = 0; counter < current_.size(); ++counter) {
@@ -99,7 +160,11 @@ void Peaks::look(Seat& seat) {
     const std::int64_t missing = current - seat.ceiling_[counter].load(std::memory_order_relaxed);
     if (missing <= 0) continue;
     // From the latest that fell: of models in turn it is the one before.
-    while (ceilings_[counter] + missing > peak_[counter] && !with_room_.empty()) take_back(*with_room_.back());
+    while (ceilings_[counter] + missing > peak_[counter] && !with_room_.empty()) {
+      Seat& latest = *with_room_.back();
+      forget_room(latest);
+      lower(latest);
+    }
     ceilings_[counter] += missing;
     peak_[counter] = std::max(peak_[counter], ceilings_[counter]);
     // Half of what nobody has comes on top, so that a seat that rises by little
@@ -110,7 +175,7 @@ void Peaks::look(Seat& seat) {
     has_more = has_more || more != 0;
   }
   seat.tighten();
-  if (has_more && !seat.has_room_.load(std::memory_order_relaxed)) note_room_locked(seat);
+  if (has_more) note_room_locked(seat);
 }
 
 void Peaks::note_room(Seat& seat) {
@@ -119,17 +184,28 @@ void Peaks::note_room(Seat& seat) {
 }
 
 void Peaks::note_room_locked(Seat& seat) {
-  seat.has_room_.store(true, std::memory_order_relaxed);
-  with_room_.push_back(&seat);
+  if (!seat.has_room_.load(std::memory_order_relaxed)) {
+    seat.has_room_.store(true, std::memory_order_relaxed);
+    seat.room_place_ = with_room_.size();
+    with_room_.push_back(&seat);
+  }
+  if (seat.blocks_ == nullptr) return;
+  const auto& parts = seat.blocks_->seats_;
+  const bool all = std::all_of(parts.begin(), parts.end(), [](const auto& part) {
+    return part == nullptr || part->has_room_.load(std::memory_order_relaxed);
+  });
+  seat.blocks_->has_room_.store(all, std::memory_order_relaxed);
 }
 
-// What the latest with room has left below its ceilings.
-void Peaks::take_back(Seat& seat) {
+void Peaks::forget_room(Seat& seat) {
+  with_room_.back()->room_place_ = seat.room_place_;
+  with_room_[seat.room_place_] = with_room_.back();
   with_room_.pop_back();
   seat.has_room_.store(false, std::memory_order_relaxed);
-  lower(seat);
+  if (seat.blocks_ != nullptr) seat.blocks_->has_room_.store(false, std::memory_order_relaxed);
 }
 
+// To what it has: what is left below its ceilings is nobody's.
 void Peaks::lower(Seat& seat) {
   seat.spread();
   for (std::size_t counter = 0; counter < peak_.size(); ++counter) {

@@ -11,10 +11,10 @@
 // look walks the seats: each seat that one takes back from had fallen since it
 // was last taken from, so a pair costs the same among a thousand pools as in one.
 //
-// A pool counts all kinds, under its lock. A thread's cache counts blocks only,
-// under its own: the five kinds that a block's life moves are three numbers there
-// (a cached block is neither live nor active), and what they may rise to is the
-// least of what their kinds may.
+// A pool counts all kinds, under its lock. A thread's cache counts blocks only, under
+// its own (BlockSeat): the five kinds that a block's life moves are three numbers there
+// (a cached block is neither live nor active), and what they may rise to is the least
+// of what their kinds may.
 //
 // Exact while one thread at a time allocates. While several do, a peak may be
 // off by what they add and free at that moment.
@@ -24,6 +24,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "base/sync.h"
@@ -31,14 +32,21 @@
 
 namespace vmm {
 
+class BlockSeat;
+
 class Peaks {
  public:
-  enum class Of : std::uint8_t { everything, blocks };
-  // One pool's counters, or those of one thread's cached blocks. Written by whoever
-  // holds the pool's lock, or the cache's, read by all.
+  Peaks() : mutex_(own_mutex_) {}
+  // Peaks that one BlockSeat counts for share a lock. REQUIRES: `beside` outlives this.
+  explicit Peaks(Peaks& beside) : mutex_(beside.mutex_) {}
+  Peaks(const Peaks&) = delete;
+  Peaks& operator=(const Peaks&) = delete;
+
+  // One pool's counters, or a BlockSeat's part in these peaks. Written by whoever holds
+  // the pool's lock, or the cache's, read by all.
   class Seat {
    public:
-    explicit Seat(Peaks& peaks, Of what = Of::everything);
+    explicit Seat(Peaks& peaks);
     Seat(const Seat&) = delete;
     Seat& operator=(const Seat&) = delete;
     ~Seat();
@@ -52,10 +60,6 @@ class Peaks {
       if (whole || of_class) [[unlikely]]
         peaks_.look(*this);
     }
-    // Takes a seat late: the counters stand where `statistics` says, and what
-    // was its own peak was the peak of all.
-    void start_from(const Statistics& statistics);
-
     void fell(StatKind kind, SizeClass size_class, const StatTriple& triple) {
       const std::size_t first = index(kind);
       const std::size_t part = size_class == SizeClass::small_pool ? 1 : 2;
@@ -64,41 +68,18 @@ class Peaks {
       if (!has_room_.load(std::memory_order_relaxed)) [[unlikely]]
         peaks_.note_room(*this);
     }
-
-    // -- Of a seat of blocks: one was allocated, or freed.
-    void rose(SizeClass size_class, std::size_t bytes, std::size_t requested) {
-      const auto mine = static_cast<std::size_t>(size_class);
-      auto& counts = counts_[mine];
-      const auto& others = counts_[1 - mine];
-      const std::array<std::int64_t, 3> by = {1, static_cast<std::int64_t>(bytes),
-                                              static_cast<std::int64_t>(requested)};
-      bool is_above = false;
-      for (std::size_t k = 0; k < 3; ++k) {
-        const std::int64_t now = counts[k].load(std::memory_order_relaxed) + by[k];
-        counts[k].store(now, std::memory_order_relaxed);
-        is_above |= now > most_[1 + mine][k].load(std::memory_order_relaxed);
-        is_above |= now + others[k].load(std::memory_order_relaxed) > most_[0][k].load(std::memory_order_relaxed);
-      }
-      if (is_above) [[unlikely]]
-        peaks_.look(*this);
-    }
-    void fell(SizeClass size_class, std::size_t bytes, std::size_t requested) {
-      auto& counts = counts_[static_cast<std::size_t>(size_class)];
-      add(counts[0], -1);
-      add(counts[1], -static_cast<std::int64_t>(bytes));
-      add(counts[2], -static_cast<std::int64_t>(requested));
-      if (!has_room_.load(std::memory_order_relaxed)) [[unlikely]]
-        peaks_.note_room(*this);
-    }
-    [[nodiscard]] BlockCounts counts() const;
+    // Takes a seat late: the counters stand where `statistics` says, and what
+    // was its own peak was the peak of all.
+    void start_from(const Statistics& statistics);
 
    private:
     friend class Peaks;
-    static void add(std::atomic<std::int64_t>& counter, std::int64_t amount) {
-      counter.store(counter.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
-    }
-    void spread();   // counts_ to current_
-    void tighten();  // ceiling_ to most_
+    friend class BlockSeat;
+    Seat(Peaks& peaks, BlockSeat& blocks) : peaks_(peaks), blocks_(&blocks) {}  // that one enters it
+    void enter();                                                               // seats_; with the lock held
+    void leave();                                                               // the same
+    void spread();                                                              // what blocks_ counts to current_
+    void tighten();  // ceiling_ to what blocks_ compares with
     static constexpr std::size_t index(StatKind kind) { return static_cast<std::size_t>(kind) * 3; }
     bool set(std::size_t counter, std::int64_t value) {
       current_[counter].store(value, std::memory_order_relaxed);
@@ -106,19 +87,18 @@ class Peaks {
     }
 
     Peaks& peaks_;
+    BlockSeat* const blocks_;  // nullptr: a pool's own
     std::array<std::atomic<std::int64_t>, kStatKinds * 3> current_{};
     std::array<std::atomic<std::int64_t>, kStatKinds * 3> ceiling_{};
     std::atomic<bool> has_room_{false};  // perhaps, below a ceiling; then it is in with_room_
     std::size_t place_ = 0;              // in seats_
-    // Of a seat of blocks. Of it current_ and ceiling_ are only what Peaks works with.
-    const Of what_;
-    std::array<std::array<std::atomic<std::int64_t>, 3>, 2> counts_{};
-    std::array<std::array<std::atomic<std::int64_t>, 3>, 3> most_{};  // all, small, large
+    std::size_t room_place_ = 0;         // in with_room_
   };
 
-  // What `from`, a seat of blocks, counts of `counts` counts in `to` from now on,
-  // which is one of everything. REQUIRES: both are of these peaks, and held still.
-  void transfer(const BlockCounts& counts, Seat& from, Seat& to) VMM_EXCLUDES(mutex_);
+  // What `from` counts of `counts` is counted in `to` from now on: a pool's seat in each
+  // of its peaks, nullptr for none. REQUIRES: they are held still.
+  static void transfer(const BlockCounts& counts, BlockSeat& from,
+                       const std::array<Seat*, 2>& to) VMM_NO_THREAD_SAFETY_ANALYSIS;
 
   void reset_peaks() VMM_EXCLUDES(mutex_);
   // Of one kind, all size classes: what there is now, and the peak so far.
@@ -131,18 +111,76 @@ class Peaks {
   void fill_peaks(Statistics& out) const VMM_EXCLUDES(mutex_);
 
  private:
+  friend class BlockSeat;
   // Raises the ceilings that `seat` has outgrown.
   void look(Seat& seat) VMM_EXCLUDES(mutex_);
   void note_room(Seat& seat) VMM_EXCLUDES(mutex_);
   void note_room_locked(Seat& seat) VMM_REQUIRES(mutex_);
-  void take_back(Seat& seat) VMM_REQUIRES(mutex_);
+  void forget_room(Seat& seat) VMM_REQUIRES(mutex_);
   void lower(Seat& seat) VMM_REQUIRES(mutex_);
 
-  mutable Mutex mutex_;  // a leaf
+  Mutex own_mutex_;  // unless it shares another's
+  Mutex& mutex_;     // a leaf
   std::vector<Seat*> seats_ VMM_GUARDED_BY(mutex_);
   std::vector<Seat*> with_room_ VMM_GUARDED_BY(mutex_);  // those that may be below a ceiling; the latest last
   std::array<std::int64_t, kStatKinds * 3> ceilings_ VMM_GUARDED_BY(mutex_) = {};  // the sums of all seats'
   std::array<std::int64_t, kStatKinds * 3> peak_ VMM_GUARDED_BY(mutex_) = {};
+};
+
+// What one thread's cache counts of blocks, in one or two peaks at once. Written by
+// whoever holds the cache's lock, read by all. A thread counts for the device in one
+// seat, whatever pool its blocks are of: with one a pool, a thousand models in turn
+// took the room below the device's peak from each other, 500 ns a pair.
+class BlockSeat {
+ public:
+  // `second`: nullptr, or peaks that share the first's lock.
+  explicit BlockSeat(Peaks& first, Peaks* second = nullptr) VMM_NO_THREAD_SAFETY_ANALYSIS;
+  BlockSeat(const BlockSeat&) = delete;
+  BlockSeat& operator=(const BlockSeat&) = delete;
+  ~BlockSeat() VMM_NO_THREAD_SAFETY_ANALYSIS;
+
+  // A block was allocated, or freed.
+  void rose(SizeClass size_class, std::size_t bytes, std::size_t requested) {
+    const auto mine = static_cast<std::size_t>(size_class);
+    const bool more = raise(mine, 0, 1);
+    const bool more_bytes = raise(mine, 1, static_cast<std::int64_t>(bytes));
+    const bool more_requested = raise(mine, 2, static_cast<std::int64_t>(requested));
+    if (more || more_bytes || more_requested) [[unlikely]]
+      look();
+  }
+  void fell(SizeClass size_class, std::size_t bytes, std::size_t requested) {
+    auto& counts = counts_[static_cast<std::size_t>(size_class)];
+    add(counts[0], -1);
+    add(counts[1], -static_cast<std::int64_t>(bytes));
+    add(counts[2], -static_cast<std::int64_t>(requested));
+    if (!has_room_.load(std::memory_order_relaxed)) [[unlikely]]
+      note_room();
+  }
+  // Those that were allocated less those that were freed: below 0 where a thread frees
+  // what others allocate.
+  [[nodiscard]] BlockCounts counts() const;
+
+ private:
+  friend class Peaks;
+  static void add(std::atomic<std::int64_t>& counter, std::int64_t amount) {
+    counter.store(counter.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
+  }
+  // One number of one class. Whether it is above what it may rise to.
+  bool raise(std::size_t mine, std::size_t k, std::int64_t by) {
+    const std::int64_t now = counts_[mine][k].load(std::memory_order_relaxed) + by;
+    counts_[mine][k].store(now, std::memory_order_relaxed);
+    return now > most_[1 + mine][k].load(std::memory_order_relaxed) ||
+           now + counts_[1 - mine][k].load(std::memory_order_relaxed) > most_[0][k].load(std::memory_order_relaxed);
+  }
+  void look();
+  void note_room();
+  void tighten();
+  [[nodiscard]] Peaks::Seat* seat_in(const Peaks& peaks) const;
+
+  std::array<std::array<std::atomic<std::int64_t>, 3>, 2> counts_{};
+  std::atomic<bool> has_room_{false};                               // each of seats_ has
+  std::array<std::array<std::atomic<std::int64_t>, 3>, 3> most_{};  // all, small, large
+  std::array<std::unique_ptr<Peaks::Seat>, 2> seats_;               // what Peaks works with
 };
 
 }  // namespace vmm

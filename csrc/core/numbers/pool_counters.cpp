@@ -78,19 +78,14 @@ void PoolCounters::set(StatKind kind, SizeClass size_class, std::size_t value) {
   if (value > now) rose(kind, size_class, value - now);
 }
 
-void PoolCounters::absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family,
-                          Peaks::Seat& of_device) {
+void PoolCounters::absorb(const BlockCounts& came, BlockSeat& of_pool, BlockSeat& of_device) {
   const BlockCounts counts = of_pool.counts();
   statistics_.add_blocks(counts, came);
-  own_.transfer(counts, of_pool, own_seat_);
-  of_device_.transfer(counts, of_device, seat_);
-  if (of_family != nullptr) family_->transfer(counts, *of_family, *family_seat_);
+  Peaks::transfer(counts, of_pool, {&own_seat_, family_seat_.get()});
+  Peaks::transfer(counts, of_device, {&seat_, nullptr});
 }
 
-void PoolCounters::follow_family(Peaks& family) {
-  family_ = &family;
-  family_seat_ = std::make_unique<Peaks::Seat>(family);
-}
+void PoolCounters::follow_family(Peaks& family) { family_seat_ = std::make_unique<Peaks::Seat>(family); }
 
 void PoolCounters::begin_family(Peaks& family) {
   follow_family(family);

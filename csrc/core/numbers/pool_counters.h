@@ -18,7 +18,7 @@ namespace vmm {
 class PoolCounters {
  public:
   // Whose peaks the pool's numbers are part of: its own, and the device's.
-  PoolCounters(Peaks& own, Peaks& of_device) : own_(own), of_device_(of_device), own_seat_(own), seat_(of_device) {}
+  PoolCounters(Peaks& own, Peaks& of_device) : own_(own), own_seat_(own), seat_(of_device) {}
   PoolCounters(const PoolCounters&) = delete;
   PoolCounters& operator=(const PoolCounters&) = delete;
 
@@ -40,9 +40,10 @@ class PoolCounters {
   void ran_out() { ++statistics_.num_ooms; }
   void synchronized() { ++statistics_.num_sync_all_streams; }
 
-  // What a thread has counted in its seats is counted here from now on.
-  // `of_family`: nullptr, or of the family's peaks.
-  void absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family, Peaks::Seat& of_device);
+  // What a thread has counted of the pool's blocks is counted here from now on: all that
+  // came, those there are, which is what its seat in the pool's peaks says; its seat in the
+  // device's counts other pools' too.
+  void absorb(const BlockCounts& came, BlockSeat& of_pool, BlockSeat& of_device);
 
   // -- The model's parts. From now on the peaks of all of them together are
   // followed; a part begins so. REQUIRES: they outlive this.
@@ -70,13 +71,11 @@ class PoolCounters {
   void hand_over(StatKind kind, SizeClass from, SizeClass to, std::size_t amount);
 
   Peaks& own_;
-  Peaks& of_device_;
-  Peaks* family_ = nullptr;  // nullptr: the model has no parts
   Statistics statistics_;
   Statistics inherited_;  // of parts that have ended
   Peaks::Seat own_seat_;
   Peaks::Seat seat_;
-  std::unique_ptr<Peaks::Seat> family_seat_;
+  std::unique_ptr<Peaks::Seat> family_seat_;  // nullptr: the model has no parts
 };
 
 }  // namespace vmm

@@ -60,9 +60,9 @@ void Pool::forget_large(const BlockCaches::Mine& mine) {
   for (Shard* own = mine.shards(*this); own != nullptr; own = own->next.get()) take_back_locked(own->forget_large());
 }
 
-void Pool::absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family, Peaks::Seat& of_device) {
+void Pool::absorb(const BlockCounts& came, BlockSeat& of_pool, BlockSeat& of_device) {
   const MutexLock lock(mutex_);
-  counters_.absorb(came, of_pool, of_family, of_device);
+  counters_.absorb(came, of_pool, of_device);
 }
 
 }  // namespace vmm

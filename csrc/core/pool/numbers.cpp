@@ -86,7 +86,7 @@ void Pool::follow_family_peaks() {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
   const MutexLock lock(mutex_);
   if (family_peaks_owner_ != nullptr) return;
-  family_peaks_owner_ = std::make_unique<Peaks>();
+  family_peaks_owner_ = std::make_unique<Peaks>(context_.peaks);
   counters_.begin_family(*family_peaks_owner_);
   family_peaks_.store(family_peaks_owner_.get(), std::memory_order_release);
 }

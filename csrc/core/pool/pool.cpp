@@ -48,6 +48,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       placement_(large_, page_),
       slabs_(arena_),
       streams_(context.streams, context.clock),
+      own_peaks_(context.peaks),
       counters_(own_peaks_, context.peaks) {
   const std::size_t granularity = context.store.granularity();
   if (!is_power_of_two(page_) || !is_aligned(page_, granularity)) throw InvalidPageSizeError(page_, granularity);
@@ -301,7 +302,8 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
     block->requested = bytes;
     block->oversize = false;
     ++streams_[tag].blocks;
-    shard->count_allocation(*block, mine.of_device());
+    shard->count_allocation(*block);
+    mine.note(base_ + block->offset, block, shard);
     if (!is_small) shard->note_large(block);
   }
   return base_ + block->offset;
@@ -446,7 +448,7 @@ bool Pool::free(Address address, bool* drained) {
         end_block(*block);
         finish_free(block, epoch);
       } else {
-        shard->count_free(*block, mine.of_device());
+        shard->count_free(*block);
         release_block(block, epoch);
       }
     }

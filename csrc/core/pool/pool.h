@@ -369,8 +369,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
 
   // cached.cpp: what threads' caches ask of it
   void take_back(Block* first) override VMM_EXCLUDES(mutex_);
-  void absorb(const BlockCounts& came, Peaks::Seat& of_pool, Peaks::Seat* of_family, Peaks::Seat& of_device) override
-      VMM_EXCLUDES(mutex_);
+  void absorb(const BlockCounts& came, BlockSeat& of_pool, BlockSeat& of_device) override VMM_EXCLUDES(mutex_);
   Peaks& own_peaks() override { return own_peaks_; }
   [[nodiscard]] Peaks* peaks_of_family() const override { return model().family_peaks(); }
   bool may_keep(StreamTag tag) VMM_REQUIRES(mutex_);
