@@ -66,6 +66,7 @@ SOURCES = [
     "csrc/core/blocks/slabs.cpp",
     "csrc/core/cache/biased_lock.cpp",
     "csrc/core/cache/block_caches.cpp",
+    "csrc/core/cache/depot.cpp",
     "csrc/core/cache/thread_cache.cpp",
     "csrc/core/device/device_memory.cpp",
     "csrc/core/device/giving_back.cpp",

@@ -42,7 +42,7 @@ class ProvidedMemory::Registry {
   void add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, bool small) VMM_EXCLUDES(mutex_) {
     const MutexLock lock(mutex_);
     segments_[range.offset] = {range.size, memory, small};
-    count_.store(segments_.size(), std::memory_order_relaxed);
+    ProvidedMemory::segments_.store(segments_.size(), std::memory_order_relaxed);
     Statistics& statistics = statistics_[memory->device_];
     statistics.increase(StatKind::segment, size_class(small), 1);
     statistics.increase(StatKind::reserved_bytes, size_class(small), range.size);
@@ -58,10 +58,10 @@ class ProvidedMemory::Registry {
     ++statistics.num_device_free;
     last = std::move(at->second.memory);
     segments_.erase(at);
-    count_.store(segments_.size(), std::memory_order_relaxed);
+    ProvidedMemory::segments_.store(segments_.size(), std::memory_order_relaxed);
   }
   std::shared_ptr<ProvidedMemory> find(Address address) VMM_EXCLUDES(mutex_) {
-    if (count_.load(std::memory_order_relaxed) == 0) return nullptr;
+    if (!any_segment()) return nullptr;
     const MutexLock lock(mutex_);
     auto at = segments_.upper_bound(address);
     if (at == segments_.begin()) return nullptr;
@@ -77,7 +77,7 @@ class ProvidedMemory::Registry {
   // Whatever has segments on the device, each once.
   std::vector<std::shared_ptr<ProvidedMemory>> all_of(int device) VMM_EXCLUDES(mutex_) {
     std::vector<std::shared_ptr<ProvidedMemory>> found;
-    if (count_.load(std::memory_order_relaxed) == 0) return found;
+    if (!any_segment()) return found;
     const MutexLock lock(mutex_);
     for (const auto& [address, segment] : segments_) {
       const auto& memory = segment.memory;
@@ -98,7 +98,6 @@ class ProvidedMemory::Registry {
     std::shared_ptr<ProvidedMemory> memory;
     bool small = false;
   };
-  std::atomic<std::size_t> count_{0};
   Mutex mutex_;  // a leaf, below ProvidedMemory::mutex_
   std::map<Address, Where> segments_ VMM_GUARDED_BY(mutex_);
   std::map<int, Statistics> statistics_ VMM_GUARDED_BY(mutex_);
@@ -206,7 +205,7 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   return reinterpret_cast<void*>(carve(heap, heap.blocks.donate(range, kTag), bytes));
 }
 
-bool ProvidedMemory::free(void* block) noexcept {
+bool ProvidedMemory::free_in(void* block) noexcept {
   const auto address = reinterpret_cast<Address>(block);
   const auto memory = registry().find(address);
   return memory != nullptr && memory->free_at(address);

@@ -42,7 +42,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   void* allocate(std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
 
   // False, at once, where no such memory lies at `block`.
-  static bool free(void* block) noexcept;
+  static bool free(void* block) noexcept { return any_segment() && free_in(block); }
   // `stream` of `device` also uses the block.
   static bool record_stream(void* block, Stream stream, DeviceStreams& device);
   // The segment, whole, that holds a live block.
@@ -98,6 +98,10 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   static Registry& registry();
   // Frees that recorded streams hold up and segments that queued work does.
   static inline std::atomic<std::size_t> unfinished_{0};
+  // In the registry. No other program has any: one relaxed load a free.
+  static inline std::atomic<std::size_t> segments_{0};
+  static bool any_segment() { return segments_.load(std::memory_order_relaxed) != 0; }
+  static bool free_in(void* block) noexcept;
 
   Heap& heap_of(Stream stream, bool small) VMM_REQUIRES(mutex_);
   Address carve(Heap& heap, Block* free, std::size_t bytes) VMM_REQUIRES(mutex_);

@@ -21,7 +21,8 @@ namespace vmm {
 // marked dead, skipped from then on, and taken off as soon as it is innermost.
 class ModelContext final : public c10::DebugInfoBase, public std::enable_shared_from_this<ModelContext> {
  public:
-  ModelContext(std::shared_ptr<Pool> pool, ModelContextPtr parent) : pool(std::move(pool)), parent(std::move(parent)) {}
+  ModelContext(std::shared_ptr<Pool> model, ModelContextPtr parent)
+      : pool(std::move(model)), home(pool->home()), parent(std::move(parent)) {}
   ModelContext(std::vector<std::shared_ptr<Pool>> carried, ModelContextPtr parent)
       : parent(std::move(parent)), carried(std::move(carried)) {}
 
@@ -32,7 +33,9 @@ class ModelContext final : public c10::DebugInfoBase, public std::enable_shared_
   }
 
   const std::shared_ptr<Pool> pool;  // nullptr: a carried function's stay
-  const ModelContextPtr parent;      // of whatever device
+  // The pool's: of a thousand models in turn none has to be looked at.
+  const DeviceMemory* const home = nullptr;
+  const ModelContextPtr parent;  // of whatever device
   // Of a carried function, which sees these and nothing beneath: one a device.
   const std::vector<std::shared_ptr<Pool>> carried;
   std::atomic<bool> left{false};
@@ -124,7 +127,7 @@ const std::shared_ptr<Pool>* find_pool(const DeviceRoom& room) {
   for (const ModelContext* context = top(); context != nullptr; context = context->parent.get()) {
     if (context->dead.load(std::memory_order_relaxed)) continue;
     if (context->pool != nullptr) {
-      if (context->pool->home() == &room.memory) return &context->pool;
+      if (context->home == &room.memory) return &context->pool;
       continue;
     }
     for (const auto& pool : context->carried) {

@@ -139,7 +139,16 @@ Address BlockCaches::take(CachedPool& pool, std::size_t bytes, Stream stream) no
   cache->lock.enter();
   Address address = 0;
   if (Shard* shard = cache->find(pool, stream); shard != nullptr) [[likely]] {
-    if (Block* block = shard->take(align_up(bytes, kBlockAlignment)); block != nullptr) [[likely]] {
+    const std::size_t size = align_up(bytes, kBlockAlignment);
+    Block* block = shard->take(size);
+    if (block == nullptr && size <= kSmallLimitBytes && !shard->pool.depot().is_empty()) {
+      const Depot::Batch batch = shard->pool.depot().take(shard->tag, size);
+      if (batch.first != nullptr) {
+        shard->accept(batch);
+        block = shard->take(size);
+      }
+    }
+    if (block != nullptr) [[likely]] {
       block->requested = bytes;
       block->state = BlockState::used;
       shard->count_allocation(*block);
@@ -160,7 +169,7 @@ bool BlockCaches::keep(Shard& shard, Block* block) const noexcept {
   block->state = BlockState::cached;
   shard.count_free(*block);
   if (shard.is_full()) [[unlikely]]
-    shard.pool.take_back(shard.take_all());
+    shard.pool.take_back(shard.pool.depot().put(shard.take_excess()));
   return true;
 }
 
@@ -222,9 +231,16 @@ void BlockCaches::go_on() {
   stopped_.clear();
 }
 
+// Of the blocks that threads have handed on nobody knows whose they were.
+void BlockCaches::empty_depot(CachedPool& pool) {
+  if (Block* const blocks = pool.depot().take_all()) pool.take_back(blocks);
+}
+
 void BlockCaches::give_back(ThreadCache& cache, const CachedPool& pool, Kept kept) {
-  if (cache.first_of(pool) == nullptr) return;  // and it has not been stopped
-  for (Shard* shard = cache.first_of(pool); shard != nullptr; shard = shard->next.get()) {
+  Shard* const first = cache.first_of(pool);
+  if (first == nullptr) return;  // and it has not been stopped
+  if (kept != Kept::stays) empty_depot(first->pool);
+  for (Shard* shard = first; shard != nullptr; shard = shard->next.get()) {
     if (kept != Kept::stays) {
       if (Block* const blocks = shard->take_all()) shard->pool.take_back(blocks);
     }
@@ -246,7 +262,7 @@ std::size_t BlockCaches::kept_blocks(const CachedPool& pool) {
     for (const Shard* shard = cache->first_of(pool); shard != nullptr; shard = shard->next.get()) kept += shard->kept();
   }
   go_on();
-  return kept;
+  return kept + pool.depot().blocks();
 }
 
 void BlockCaches::stop(Reason reason) {

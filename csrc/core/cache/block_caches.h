@@ -165,6 +165,7 @@ class BlockCaches {
   }
   void stop_all() VMM_REQUIRES(mutex_);
   void go_on() VMM_REQUIRES(mutex_);
+  static void empty_depot(CachedPool& pool);
   static void give_back(ThreadCache& cache, const CachedPool& pool, Kept kept);
   void give_back(const CachedPool& pool, Kept kept) VMM_REQUIRES(mutex_);
   bool hold() VMM_NO_THREAD_SAFETY_ANALYSIS;

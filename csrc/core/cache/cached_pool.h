@@ -8,6 +8,7 @@
 #include "base/units.h"
 #include "core/blocks/block.h"
 #include "core/blocks/block_directory.h"
+#include "core/cache/depot.h"
 #include "core/numbers/peaks.h"
 #include "core/numbers/stats.h"
 
@@ -25,6 +26,9 @@ class CachedPool {
   [[nodiscard]] bool has_shards() const { return shards_.load(std::memory_order_relaxed) != 0; }
   [[nodiscard]] int shards() const { return shards_.load(std::memory_order_relaxed); }
   void count_shards(int change) { shards_.fetch_add(change, std::memory_order_relaxed); }
+  // What threads hand on to each other. Empty where no thread has a place for its blocks.
+  [[nodiscard]] Depot& depot() { return depot_; }
+  [[nodiscard]] const Depot& depot() const { return depot_; }
   [[nodiscard]] Address base() const { return base_; }
   [[nodiscard]] const BlockDirectory& directory() const { return *directory_; }
 
@@ -44,6 +48,7 @@ class CachedPool {
 
   std::atomic<bool> is_cached_{false};
   std::atomic<int> shards_{0};
+  Depot depot_;
   Address base_ = 0;
   std::unique_ptr<BlockDirectory> directory_;
 };

@@ -41,6 +41,13 @@ void Shard::want(std::size_t size) {
   bin.size = size;
 }
 
+void Shard::accept(const Depot::Batch& batch) {
+  const std::size_t size = batch.first->size;
+  want(size);
+  bin_of(size).first = batch.first;
+  small_bytes_ += batch.count * size;
+}
+
 Block* Shard::forget_large() {
   Block* kept = kept_large_;
   if (kept != nullptr) kept->bin_next = nullptr;

@@ -63,6 +63,9 @@ class Shard {
   }
   // Small blocks of this size were asked for: they are kept from now on.
   void want(std::size_t size);
+  // Some that were freed elsewhere, linked by `bin_next`. REQUIRES: no others are kept of
+  // their size, and it is small.
+  void accept(const Depot::Batch& batch);
   // Of large blocks only the latest is kept, and only until another one comes or goes:
   // best fit would give the next request of its size the same place again. Kept for
   // longer, recorded programs held up to 3 % more and asked the driver a third more
@@ -70,7 +73,9 @@ class Shard {
   void note_large(Block* block) { latest_large_ = block; }
   Block* forget_large();
   // More than a thread should keep from others.
-  [[nodiscard]] bool is_full() const { return small_bytes_ > kMostSmallBytes || unwanted_count_ > kMostUnwanted; }
+  [[nodiscard]] bool is_full() const { return small_bytes_ > kMostSmallBytes || unwanted_count_ >= kMostUnwanted; }
+  // What it should let go of then.
+  Block* take_excess() { return small_bytes_ > kMostSmallBytes ? take_all() : take_unwanted(); }
   // What is kept, linked by `bin_next`.
   Block* take_all();
   Block* take_unwanted();  // of sizes that nobody here asks for any more

@@ -288,6 +288,7 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
     // All that is kept is this thread's own: nobody has to be stopped.
     *shortage = {};
     for (Shard* own = mine.shards(*this); own != nullptr; own = own->next.get()) take_back_locked(own->take_all());
+    take_back_locked(depot_.take_all());
     request.is_gathered = true;
     block = attempt();
   }

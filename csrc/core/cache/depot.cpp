@@ -1,0 +1,78 @@
+#include "core/cache/depot.h"
+
+#include <utility>
+
+namespace vmm {
+
+namespace {
+
+// Takes the blocks of `size` out of the chain `*from`.
+Depot::Batch take_out(Block** from, std::size_t size) {
+  Depot::Batch batch;
+  for (Block** at = from; *at != nullptr;) {
+    Block* const block = *at;
+    if (block->size != size) {
+      at = &block->bin_next;
+      continue;
+    }
+    *at = std::exchange(block->bin_next, batch.first);
+    batch.first = block;
+    ++batch.count;
+  }
+  return batch;
+}
+
+Block* join(Block* first, Block* rest) {
+  Block** end = &first;
+  while (*end != nullptr) end = &(*end)->bin_next;
+  *end = rest;
+  return first;
+}
+
+}  // namespace
+
+Block* Depot::put(Block* first) {
+  Block* rest = nullptr;
+  while (first != nullptr) {
+    const std::size_t size = first->size;
+    const Batch batch = take_out(&first, size);
+    bool is_taken = false;
+    if (batch.count >= kLeastBatch) {
+      const MutexLock lock(mutex_);
+      is_taken = batches_.size() < kMostBatches && bytes_ + batch.count * size <= kMostBytes;
+      if (is_taken) {
+        batches_.push_back(batch);
+        bytes_ += batch.count * size;
+        blocks_.fetch_add(batch.count, std::memory_order_relaxed);
+      }
+    }
+    if (!is_taken) rest = join(batch.first, rest);
+  }
+  return rest;
+}
+
+Depot::Batch Depot::take(StreamTag tag, std::size_t size) {
+  const MutexLock lock(mutex_);
+  for (Batch& each : batches_) {
+    if (each.first->size != size || each.first->tag != tag) continue;
+    const Batch batch = std::exchange(each, batches_.back());
+    batches_.pop_back();
+    bytes_ -= batch.count * size;
+    blocks_.fetch_sub(batch.count, std::memory_order_relaxed);
+    return batch;
+  }
+  return {};
+}
+
+Block* Depot::take_all() {
+  if (is_empty()) return nullptr;
+  const MutexLock lock(mutex_);
+  Block* all = nullptr;
+  for (const Batch& batch : batches_) all = join(batch.first, all);
+  batches_.clear();
+  bytes_ = 0;
+  blocks_.store(0, std::memory_order_relaxed);
+  return all;
+}
+
+}  // namespace vmm
