@@ -16,6 +16,7 @@ RUNS = 7
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 _PAIRS = {"512 B": 512, "64 KiB": 64 * _KIB, "1 MiB": _MIB, "20 MiB": 20 * _MIB, "1 GiB": _GIB}
 _THREADS = 8
+_MODELS = 1000
 _PENDING = 10_000
 
 
@@ -43,25 +44,30 @@ def measure(allocator: str, quick: bool) -> list[Measurement]:
     crew = [run.Opened() for _ in range(_THREADS)]
     each = count // _THREADS
     times[f"pair 512 B, {_THREADS} threads"] = run.gpu_crew_pair_ns(512, each, crew)
-    times[f"pair 512 B, {_THREADS} threads, a model each"] = run.gpu_crew_pair_ns(512, each, _in_models(run, allocator))
+    models = _in_models(run, allocator, _THREADS)
+    times[f"pair 512 B, {_THREADS} threads, a model each"] = run.gpu_crew_pair_ns(512, each, models)
     times[f"512 B, {_THREADS // 2} threads take, {_THREADS // 2} free"] = run.gpu_crew_hand_on_ns(512, each, crew)
+    with machine.one_cpu():
+        for number in (1, _MODELS):
+            models = _in_models(run, allocator, number)
+            times[f"pair 512 B, {number} opened in turn"] = run.gpu_switched_pair_ns(512, count, models)
     return [Measurement(case, "time", value, "ns") for case, value in times.items()] + rows
 
 
 _models: list[object] = []  # a model that nobody holds is closed
 
 
-def _in_models(run: loops.Loops, allocator: str) -> list[object]:
-    """What eight threads have open: a model each, where there are models."""
+def _in_models(run: loops.Loops, allocator: str, count: int) -> list[object]:
+    """What so many threads, or turns, have open: a model each, where there are models."""
     if allocator != "torch_vmm":
-        return [run.Opened() for _ in range(_THREADS)]
+        return [run.Opened() for _ in range(count)]
     import torch_vmm
 
     opened: list[object] = []
     shared = torch_vmm.SharedMemoryPool(physical_limit="1TiB", device=KIND)
-    for number in range(_THREADS):
+    for number in range(count):
         with ExitStack() as stack:
-            model = shared.register_model(f"thread {number}")
+            model = shared.register_model(f"model {number}", virtual_capacity="16GiB")
             _models.append(model)
             stack.enter_context(model)
             opened.append(run.Opened())

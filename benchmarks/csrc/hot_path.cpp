@@ -131,6 +131,23 @@ double crew_pair_ns(size_t bytes, int count, const std::vector<Opened>& opened) 
   return crew_ns<Source>(opened, work) / (double(count) * double(opened.size()));
 }
 
+// The same on this thread, under each of `opened` in turn. To change what is open costs more than the pair: compare with
+// one that is opened again and again.
+double switched_pair_ns(size_t bytes, int count, const std::vector<Opened>& opened) {
+  const GpuBlocks source;
+  const auto work = [&](int rounds) {
+    for (int k = 0; k < rounds; ++k) {
+      const at::ThreadLocalStateGuard guard(opened[size_t(k) % opened.size()].state);
+      void* block = source.take(bytes);
+      GpuBlocks::drop(block);
+    }
+  };
+  work(int(opened.size()) * 2);
+  const Stopwatch watch;
+  work(count);
+  return watch.ns() / count;
+}
+
 // Every other thread takes blocks, the one after it drops them; wall time over all
 // pairs. A ring of 256 blocks between the two.
 double crew_hand_on_ns(size_t bytes, int count, const std::vector<Opened>& opened) {
@@ -377,6 +394,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("gpu_pair_ns", &pair_ns<GpuBlocks>, Unlocked());
   m.def("gpu_crew_pair_ns", &crew_pair_ns<GpuBlocks>, Unlocked());
   m.def("gpu_crew_hand_on_ns", &crew_hand_on_ns, Unlocked());
+  m.def("gpu_switched_pair_ns", &switched_pair_ns, Unlocked());
   m.def("gpu_replace_ns", &replace_ns, Unlocked());
   m.def("gpu_churn_ns", &churn_ns<GpuBlocks>, Unlocked());
   m.def("gpu_latencies_ns", &latencies_ns, Unlocked());
