@@ -73,7 +73,9 @@ class BlockCaches {
       return cache_ == nullptr ? nullptr : cache_->first_of(pool);
     }
     // No other thread keeps blocks of the pool.
-    [[nodiscard]] bool is_alone(const CachedPool& pool) const noexcept;
+    [[nodiscard]] bool is_alone(const CachedPool& pool) const {
+      return cache_ == nullptr ? !pool.has_shards() : cache_->is_alone(pool);
+    }
     // The block was allocated here. REQUIRES: shard() gave that one.
     void note(Address address, Block* block, Shard* shard) const { cache_->note(address, block, shard); }
 
@@ -146,7 +148,7 @@ class BlockCaches {
   friend class ThreadEnd;
   ThreadCache* mine() const noexcept;
   // Keeps a live block in its shard, which is the calling thread's.
-  bool keep(Shard& shard, Block* block) const noexcept;
+  bool keep(const ThreadCache& cache, Shard& shard, Block* block) const noexcept;
   ThreadCache* make_mine() VMM_EXCLUDES(mutex_);
   // The thread is about to end.
   void end_thread(ThreadCache* cache) VMM_EXCLUDES(mutex_);

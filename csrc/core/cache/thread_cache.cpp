@@ -122,6 +122,12 @@ Shard& ThreadCache::add(CachedPool& pool, Stream stream, StreamTag tag) {
   return *latest_;
 }
 
+bool ThreadCache::is_alone(const CachedPool& pool) const {
+  int own = 0;
+  for (const Shard* shard = first_of(pool); shard != nullptr; shard = shard->next.get()) ++own;
+  return own == pool.shards();
+}
+
 std::unique_ptr<Shard> ThreadCache::remove(const CachedPool& pool) {
   latest_ = nullptr;
   for (Recent& recent : recent_) {

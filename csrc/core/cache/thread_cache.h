@@ -73,7 +73,7 @@ class Shard {
   void note_large(Block* block) { latest_large_ = block; }
   Block* forget_large();
   // More than a thread should keep from others.
-  [[nodiscard]] bool is_full() const { return small_bytes_ > kMostSmallBytes || unwanted_count_ >= kMostUnwanted; }
+  [[nodiscard]] bool is_full() const { return small_bytes_ > kMostSmallBytes || unwanted_count_ > kMostUnwanted; }
   // What it should let go of then.
   Block* take_excess() { return small_bytes_ > kMostSmallBytes ? take_all() : take_unwanted(); }
   // What is kept, linked by `bin_next`.
@@ -153,6 +153,8 @@ class ThreadCache {
   }
   // The first shard of the pool, others behind it by `next`, or nullptr.
   [[nodiscard]] Shard* first_of(const CachedPool& pool) const { return table_[slot_of(pool)].first.get(); }
+  // No other thread has shards of the pool.
+  [[nodiscard]] bool is_alone(const CachedPool& pool) const;
   // REQUIRES: there is none for that stream.
   Shard& add(CachedPool& pool, Stream stream, StreamTag tag);
   // Takes all shards of the pool out.
