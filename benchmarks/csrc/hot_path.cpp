@@ -131,8 +131,8 @@ double crew_pair_ns(size_t bytes, int count, const std::vector<Opened>& opened) 
   return crew_ns<Source>(opened, work) / (double(count) * double(opened.size()));
 }
 
-// The same on this thread, under each of `opened` in turn. To change what is open costs more than the pair: compare with
-// one that is opened again and again.
+// The same on this thread, under each of `opened` in turn. To change what is open costs more than the pair: compare
+// with one that is opened again and again.
 double switched_pair_ns(size_t bytes, int count, const std::vector<Opened>& opened) {
   const GpuBlocks source;
   const auto work = [&](int rounds) {
