@@ -399,6 +399,48 @@ TEST(BlockCaches, NumbersAreExactWhicheverThreadAllocatesAndFrees) {
   }
 }
 
+TEST(BlockCaches, WhatWasCountedAsOversizeStopsBeingSoWhateverIsOversizeNow) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  lab.memory().set_oversize(8 * kMiB);
+  const Address block = lab.allocate(*pool, 16 * kMiB);
+  ASSERT_EQ(pool->statistics().oversize_allocations.current, 1);
+  lab.memory().set_oversize(64 * kMiB);
+  warm(lab, *pool, 512);  // the thread has a place for the pool's blocks now
+  lab.free(block);
+  EXPECT_EQ(pool->statistics().oversize_allocations.current, 0);
+}
+
+// Two threads, so that what one counts falls below zero; a third asks all the time.
+TEST(BlockCaches, NumbersThatAreAskedForMeanwhileAreNeverBelowZero) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  std::atomic<bool> stop{false};
+  std::atomic<Address> slot{0};
+  std::thread taker([&] {
+    for (int step = 0; step < 3000; ++step) {
+      const Address block = lab.memory().allocate(*pool, 512, nullptr);
+      while (slot.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+      slot.store(block, std::memory_order_release);
+    }
+    stop.store(true);
+  });
+  std::thread freer([&] {
+    for (int step = 0; step < 3000; ++step) {
+      Address block = 0;
+      while ((block = slot.exchange(0, std::memory_order_acq_rel)) == 0) std::this_thread::yield();
+      EXPECT_TRUE(DeviceMemory::free(lab.space, block));
+    }
+  });
+  while (!stop.load()) {
+    EXPECT_GE(pool->statistics()[StatKind::allocated_bytes][0].current, 0);
+    EXPECT_LE(pool->live_bytes(), kMiB);
+  }
+  taker.join();
+  freer.join();
+  EXPECT_EQ(pool->live_bytes(), 0U);
+}
+
 // -- Handed on
 
 std::vector<Address> allocate_many(Lab& lab, Pool& pool, std::size_t count, std::size_t bytes, Stream on = nullptr) {
@@ -558,6 +600,68 @@ TEST(BlockCaches, NoBlockIsGivenTwiceWhileSomeThreadsAllocateAndOthersFree) {
   lab.memory().check();
   EXPECT_EQ(pool->live_blocks(), 0U);
   EXPECT_EQ(pool->live_bytes(), 0U);
+}
+
+// -- Devices that end
+
+TEST(BlockCaches, NothingAtAllIsNoBlock) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  warm(lab, *pool, 512);
+  EXPECT_FALSE(DeviceMemory::free(lab.space, 0));
+}
+
+TEST(BlockCaches, AThreadEndsWhileItsDevicesEnd) {
+  for (int round = 0; round < 5; ++round) {
+    HostDriver host({kPage, kGiB, 1});
+    AddressSpace space;
+    std::vector<std::unique_ptr<DeviceMemory>> devices;
+    for (int k = 0; k < 20; ++k)
+      devices.push_back(std::make_unique<DeviceMemory>(host, space, 0, LabSpec::plain_options()));
+    std::vector<std::shared_ptr<Pool>> pools;
+    for (const auto& device : devices) {
+      PoolSpec spec;
+      spec.name = "a";
+      spec.capacity = kGiB;
+      pools.push_back(device->create_pool(spec, nullptr));
+    }
+    std::atomic<bool> is_done{false};
+    std::thread thread([&] {
+      for (std::size_t k = 0; k < devices.size(); ++k) {
+        EXPECT_TRUE(DeviceMemory::free(space, devices[k]->allocate(*pools[k], 512, nullptr)));
+      }
+      is_done.store(true);
+    });
+    while (!is_done.load()) std::this_thread::yield();
+    pools.clear();
+    while (!devices.empty()) devices.pop_back();
+    thread.join();
+  }
+}
+
+// Whose block it frees a thread knows only after it has looked into its own cache.
+TEST(BlockCaches, AThreadFreesWhatIsNobodysWhileItsDeviceEnds) {
+  HostDriver host({kPage, kGiB, 1});
+  AddressSpace space;
+  for (int round = 0; round < 50; ++round) {
+    auto device = std::make_unique<DeviceMemory>(host, space, 0, LabSpec::plain_options());
+    PoolSpec spec;
+    spec.name = "a";
+    spec.capacity = kGiB;
+    auto pool = device->create_pool(spec, nullptr);
+    std::atomic<bool> is_ready{false};
+    std::atomic<bool> stop{false};
+    std::thread thread([&] {
+      EXPECT_TRUE(DeviceMemory::free(space, device->allocate(*pool, 512, nullptr)));
+      is_ready.store(true);
+      while (!stop.load(std::memory_order_relaxed)) EXPECT_FALSE(DeviceMemory::free(space, 0x1000));
+    });
+    while (!is_ready.load()) std::this_thread::yield();
+    pool.reset();
+    device.reset();
+    stop.store(true);
+    thread.join();
+  }
 }
 
 // A thread's last look at a device that has ended finds nothing, and harms nobody.

@@ -93,7 +93,12 @@ ThreadEnd& this_thread() {
 }  // namespace
 
 BlockCaches::BlockCaches(Peaks& device_peaks, const Clock& clock, const std::atomic<std::size_t>& oversize_bytes)
-    : id_(next_id()), device_peaks_(device_peaks), clock_(clock), oversize_bytes_(oversize_bytes) {
+    : id_(next_id()),
+      device_peaks_(device_peaks),
+      clock_(clock),
+      oversize_bytes_(oversize_bytes),
+      shared_mutex_(std::make_shared<Mutex>()),
+      mutex_(*shared_mutex_) {
   const MutexLock lock(everyone().mutex);
   everyone().caches.emplace(id_, this);
 }
@@ -117,7 +122,7 @@ ThreadCache* BlockCaches::mine() const noexcept {
 
 ThreadCache* BlockCaches::make_mine() {
   if (latest_cache.has_ended) return nullptr;
-  auto fresh = std::make_shared<ThreadCache>(mutex_, device_peaks_);
+  auto fresh = std::make_shared<ThreadCache>(shared_mutex_, device_peaks_);
   ThreadCache* const cache = fresh.get();
   this_thread().add(id_, fresh);
   {
@@ -176,16 +181,18 @@ bool BlockCaches::keep(const ThreadCache& cache, Shard& shard, Block* block) con
   return true;
 }
 
-bool BlockCaches::put(Address address) noexcept {
+BlockCaches::Put BlockCaches::put(Address address) noexcept {
   const LatestCache& latest = latest_cache;
   if (latest.cache == nullptr) [[unlikely]]
-    return false;
+    return Put::unknown;
   latest.cache->lock.enter();
   Block* block = nullptr;
-  Shard* const shard = latest.cache->find_recent(address, &block);
-  const bool is_kept = shard != nullptr && latest.home->keep(*latest.cache, *shard, block);
+  Put answer = Put::unknown;
+  if (Shard* const shard = latest.cache->find_recent(address, &block); shard != nullptr) [[likely]] {
+    answer = latest.home->keep(*latest.cache, *shard, block) ? Put::kept : Put::refused;
+  }
   latest.cache->lock.leave();
-  return is_kept;
+  return answer;
 }
 
 bool BlockCaches::put(CachedPool& pool, Address address) noexcept {
@@ -268,6 +275,7 @@ void BlockCaches::stop(Reason reason) {
 void BlockCaches::end_thread(ThreadCache* cache) {
   const MutexLock lock(mutex_);
   for (const CachedPool* pool : cache->pools()) give_back(*cache, *pool, Kept::gone);
+  cache->end();  // while the device is there
   std::erase_if(threads_, [cache](const auto& thread) { return thread.get() == cache; });
 }
 

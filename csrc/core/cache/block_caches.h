@@ -6,8 +6,9 @@
 //   - a kept block is used again only on the stream that had it, behind its work;
 //   - whoever has to see a pool as it is (numbers, growth, limits, closing) has what
 //     threads keep of it given back first: gather(), or Still for as long as needed;
-//   - a pool that may not be cached any more says so before it gathers, and a thread
-//     looks at that while it holds its own lock.
+//   - where nothing of a pool may be kept any more, no thread has a shard of it: shards
+//     end (Kept::gone) and the reason is set while mutex_ is held, or before, and a new
+//     one is made under mutex_, where the reason is looked at.
 //
 // Lock order: mutex_, the threads' BiasedLocks, then a pool's. A thread that holds
 // its own BiasedLock may take a pool's lock, and mutex_ never.
@@ -39,9 +40,13 @@ class BlockCaches {
   // -- The hot path ---------------------------------------------------------
   // A kept block's address for `bytes` > 0 on `stream`, counted as allocated, or 0.
   Address take(CachedPool& pool, std::size_t bytes, Stream stream) noexcept;
-  // Keeps the live block at `address`, counted as freed, of whatever pool. False where
-  // this thread has not allocated it lately.
-  static bool put(Address address) noexcept;
+  // Keeps the live block at `address`, counted as freed, of whatever pool.
+  enum class Put : std::uint8_t {
+    kept,
+    refused,  // the pool has to free it
+    unknown,  // this thread has not allocated it lately
+  };
+  static Put put(Address address) noexcept;
   // The same for any. False: the pool has to free it, or say what is wrong.
   bool put(CachedPool& pool, Address address) noexcept;
 
@@ -176,8 +181,9 @@ class BlockCaches {
   Peaks& device_peaks_;
   const Clock& clock_;
   const std::atomic<std::size_t>& oversize_bytes_;
-  std::atomic<unsigned> off_{0};  // Reasons
-  mutable Mutex mutex_;
+  std::atomic<unsigned> off_{0};               // Reasons
+  const std::shared_ptr<Mutex> shared_mutex_;  // with threads' caches
+  Mutex& mutex_;
   std::vector<std::shared_ptr<ThreadCache>> threads_ VMM_GUARDED_BY(mutex_);
   std::vector<ThreadCache*> stopped_ VMM_GUARDED_BY(mutex_);
 };

@@ -39,9 +39,9 @@ Block* Depot::put(Block* first) {
     bool is_taken = false;
     if (batch.count >= kLeastBatch) {
       const MutexLock lock(mutex_);
-      is_taken = batches_.size() < kMostBatches && bytes_ + batch.count * size <= kMostBytes;
+      is_taken = count_ < kMostBatches && bytes_ + batch.count * size <= kMostBytes;
       if (is_taken) {
-        batches_.push_back(batch);
+        batches_.at(count_++) = batch;
         bytes_ += batch.count * size;
         blocks_.fetch_add(batch.count, std::memory_order_relaxed);
       }
@@ -53,10 +53,10 @@ Block* Depot::put(Block* first) {
 
 Depot::Batch Depot::take(StreamTag tag, std::size_t size) {
   const MutexLock lock(mutex_);
-  for (Batch& each : batches_) {
+  for (std::size_t k = 0; k < count_; ++k) {
+    Batch& each = batches_.at(k);
     if (each.first->size != size || each.first->tag != tag) continue;
-    const Batch batch = std::exchange(each, batches_.back());
-    batches_.pop_back();
+    const Batch batch = std::exchange(each, batches_.at(--count_));
     bytes_ -= batch.count * size;
     blocks_.fetch_sub(batch.count, std::memory_order_relaxed);
     return batch;
@@ -68,8 +68,7 @@ Block* Depot::take_all() {
   if (is_empty()) return nullptr;
   const MutexLock lock(mutex_);
   Block* all = nullptr;
-  for (const Batch& batch : batches_) all = join(batch.first, all);
-  batches_.clear();
+  while (count_ != 0) all = join(batches_.at(--count_).first, all);
   bytes_ = 0;
   blocks_.store(0, std::memory_order_relaxed);
   return all;

@@ -8,9 +8,9 @@
 // it: no thread has a shard of the pool -> its depot is empty.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
-#include <vector>
 
 #include "base/sync.h"
 #include "core/blocks/block.h"
@@ -39,8 +39,9 @@ class Depot {
   static constexpr std::size_t kMostBatches = 32;
   static constexpr std::size_t kMostBytes = 8 * kMiB;
 
-  Mutex mutex_;  // a leaf
-  std::vector<Batch> batches_ VMM_GUARDED_BY(mutex_);
+  Mutex mutex_;                                                     // a leaf
+  std::array<Batch, kMostBatches> batches_ VMM_GUARDED_BY(mutex_);  // of which the first so many:
+  std::size_t count_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::atomic<std::size_t> blocks_{0};
 };

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/blocks/block.h"
@@ -139,7 +140,10 @@ class Shard {
 // The shards of one thread on one device.
 class ThreadCache {
  public:
-  ThreadCache(Mutex& others, Peaks& device_peaks) : lock(others), of_device_(std::in_place, device_peaks) {}
+  // `others`: BiasedLock's. It lives as long as this: a free may wait for it that looks
+  // here for the block of another device, while this one ends.
+  ThreadCache(std::shared_ptr<Mutex> others, Peaks& device_peaks)
+      : lock(*others), others_(std::move(others)), of_device_(std::in_place, device_peaks) {}
 
   [[nodiscard]] Shard* find(const CachedPool& pool, Stream stream) {
     if (latest_ != nullptr && &latest_->pool == &pool && latest_->stream == stream) [[likely]]
@@ -160,7 +164,7 @@ class ThreadCache {
   // Takes all shards of the pool out.
   std::unique_ptr<Shard> remove(const CachedPool& pool);
   [[nodiscard]] std::vector<const CachedPool*> pools() const;
-  // The device ends; the thread may still look here. REQUIRES: it has no shards.
+  // The device ends, or the thread, which may still look here. REQUIRES: it has no shards.
   void end() { of_device_.reset(); }
 
   // -- Blocks that were allocated here lately, and live. A free that finds its own looks
@@ -177,7 +181,7 @@ class ThreadCache {
   // and then its offset. In this order: whoever is live elsewhere is not at `address`.
   [[nodiscard]] Shard* find_recent(Address address, Block** block) const {
     const Recent& recent = recent_[recent_slot(address)];
-    if (recent.address != address || recent.block->state != BlockState::used ||
+    if (recent.address != address || recent.block == nullptr || recent.block->state != BlockState::used ||
         recent.shard->base + recent.block->offset != address || recent.block->tag != recent.shard->tag)
       return nullptr;
     *block = recent.block;
@@ -214,6 +218,7 @@ class ThreadCache {
   }
   void rebuild(std::size_t size);
 
+  const std::shared_ptr<Mutex> others_;
   std::optional<BlockSeat> of_device_;
   Shard* latest_ = nullptr;
   // Open addressing, at most half full: a thousand models in turn find theirs at

@@ -339,12 +339,13 @@ std::shared_ptr<Pool> DeviceMemory::pool_at(Address address) const {
 }
 
 bool DeviceMemory::free(AddressSpace& address_space, Address address) {
-  if (BlockCaches::put(address)) [[likely]]
+  const BlockCaches::Put put = BlockCaches::put(address);
+  if (put == BlockCaches::Put::kept) [[likely]]
     return true;
   Pool* pool = address_space.find(address);
   if (pool == nullptr) return false;
   DeviceMemory* home = pool->home();
-  if (home->caches_.put(*pool, address)) return true;
+  if (put == BlockCaches::Put::unknown && home->caches_.put(*pool, address)) return true;
   bool drained = false;
   // Its last block may be this one; it stays until it has been looked at.
   std::shared_ptr<Pool> held;

@@ -62,9 +62,10 @@ std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
   budget.set_limit(limit_bytes);
   const std::size_t given_back = give_back_excess(budget, /*wait=*/true);
   if (budget.excess() != 0) {
-    // What is freed has to go back, and threads keep none of it.
-    caches_.stop(BlockCaches::kOverLimit);
+    // What is freed has to go back, and threads keep none of it. Said first: whoever lets
+    // them keep it again at this moment looks at that afterwards.
     over_limit_.store(true, std::memory_order_seq_cst);
+    caches_.stop(BlockCaches::kOverLimit);
   } else if (over_limit_.load(std::memory_order_relaxed)) {
     enforce_limits(nullptr);  // perhaps it was the last
   }
@@ -145,7 +146,7 @@ void DeviceMemory::enforce_limits(Pool* freed) {
     over_limit_.store(true, std::memory_order_relaxed);
   } else if (!over_limit_.load(std::memory_order_relaxed)) {
     caches_.resume(BlockCaches::kOverLimit);
-    // Lowered at this very moment: it has stopped them before it said so.
+    // Lowered at this very moment: it said so before it stopped them.
     if (over_limit_.load(std::memory_order_seq_cst)) caches_.stop(BlockCaches::kOverLimit);
   }
 }

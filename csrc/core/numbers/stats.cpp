@@ -1,5 +1,7 @@
 #include "core/numbers/stats.h"
 
+#include <algorithm>
+
 namespace vmm {
 
 namespace {
@@ -69,6 +71,12 @@ void Statistics::add_blocks(const BlockCounts& current, const BlockCounts& came)
         }
       }
     }
+  }
+}
+
+void Statistics::leave_none_below_zero() {
+  for (auto& triple : stats) {
+    for (Stat& stat : triple) stat.current = std::max<std::int64_t>(stat.current, 0);
   }
 }
 

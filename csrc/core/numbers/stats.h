@@ -100,6 +100,9 @@ struct Statistics {
   void add_totals(const Statistics& other);
   // The same of blocks alone: those there are, and all that ever came.
   void add_blocks(const BlockCounts& current, const BlockCounts& came);
+  // Of numbers that were read one after another while threads go on: what was freed by
+  // one may have been read, and what another had allocated before not.
+  void leave_none_below_zero();
 };
 
 // What a pool's memory is, in bytes, at one moment:

@@ -61,6 +61,7 @@ Statistics Pool::statistics() const {
     sum = counters_.totals();
     of_threads.add_counts(*this, &sum);
   }
+  sum.leave_none_below_zero();
   own_peaks_.fill_peaks(sum);
   return sum;
 }

@@ -440,7 +440,8 @@ bool Pool::free(Address address, bool* drained) {
       block->state = BlockState::pending;
       pending_bytes_ += block->size;
     } else {
-      Shard* const shard = shard_for(mine, block->tag, block->size, &add_shard);
+      // One that was counted as oversize, whatever is now, was counted here.
+      Shard* const shard = block->oversize ? nullptr : shard_for(mine, block->tag, block->size, &add_shard);
       if (add_shard != kNeutral) {
         self = weak_from_this().lock();
         stream = streams_[add_shard].stream;
