@@ -61,6 +61,9 @@ def captured(
     graph = torch.cuda.CUDAGraph(keep_graph=keep)
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
         result = work()
+    # torch's generator writes its graph's offset, 0, on the capturing stream, and a replay's on the replaying one, with
+    # nothing between: on a GPU that others use too the first replay drew what had been drawn before.
+    torch.cuda.synchronize()
     return graph, result
 
 
