@@ -20,16 +20,20 @@ std::size_t page_bytes() {
 
 }  // namespace
 
-void* map_zeroed(std::size_t bytes, std::size_t alignment) {
+void* reserve(std::size_t bytes, std::size_t alignment) {
   // The kernel aligns to its page only: take more and cut both ends.
   const std::size_t asked = bytes + alignment;
-  void* const got = ::mmap(nullptr, asked, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const got = ::mmap(nullptr, asked, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (got == MAP_FAILED) throw std::bad_alloc();
   const auto begin = reinterpret_cast<std::uintptr_t>(got);
   const std::uintptr_t at = align_up(begin, alignment);
   if (at != begin) ::munmap(got, at - begin);
   if (begin + asked != at + bytes) ::munmap(reinterpret_cast<void*>(at + bytes), begin + asked - (at + bytes));
   return reinterpret_cast<void*>(at);
+}
+
+void commit(void* begin, std::size_t bytes) {
+  if (::mprotect(begin, bytes, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
 }
 
 void discard(void* begin, std::size_t bytes) {
@@ -48,7 +52,5 @@ void discard(void* begin, std::size_t bytes) {
   std::memset(begin, 0, from - first);
   std::memset(reinterpret_cast<void*>(to), 0, first + bytes - to);
 }
-
-void unmap(void* begin, std::size_t bytes) { ::munmap(begin, bytes); }
 
 }  // namespace vmm

@@ -132,7 +132,7 @@ ProvidedMemory::Heap& ProvidedMemory::heap_of(Stream stream, bool small) {
 
 Address ProvidedMemory::carve(Heap& heap, Block* free, std::size_t bytes) {
   const std::size_t size = no_split_.load(std::memory_order_relaxed)
-                               ? free->size
+                               ? free->size()
                                : align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   Block* const block = heap.blocks.carve(free, free->offset, size, BlockState::used);
   block->requested = bytes;
@@ -140,8 +140,8 @@ Address ProvidedMemory::carve(Heap& heap, Block* free, std::size_t bytes) {
   registry().change(device_, [&](Statistics& statistics) {
     statistics.increase(StatKind::allocation, size_class(heap.small), 1);
     statistics.increase(StatKind::active, size_class(heap.small), 1);
-    statistics.increase(StatKind::allocated_bytes, size_class(heap.small), block->size);
-    statistics.increase(StatKind::active_bytes, size_class(heap.small), block->size);
+    statistics.increase(StatKind::allocated_bytes, size_class(heap.small), block->size());
+    statistics.increase(StatKind::active_bytes, size_class(heap.small), block->size());
     statistics.increase(StatKind::requested_bytes, size_class(heap.small), bytes);
   });
   return block->offset;
@@ -221,14 +221,14 @@ bool ProvidedMemory::free_at(Address address) noexcept {
       live_.erase(at);
       registry().change(device_, [&](Statistics& statistics) {
         statistics.decrease(StatKind::allocation, size_class(live.heap->small), 1);
-        statistics.decrease(StatKind::allocated_bytes, size_class(live.heap->small), live.block->size);
+        statistics.decrease(StatKind::allocated_bytes, size_class(live.heap->small), live.block->size());
       });
       const Epoch epoch = memory_.clock().now();
-      if (live.block->uses == nullptr) {
+      if (live.block->recorded == 0) {
         finish_free(live, epoch);
       } else {
-        pending_.push_back({live, epoch, std::make_shared<StreamPoint>(*live.block->uses)});
-        live.block->uses.reset();
+        pending_.push_back({live, epoch, std::make_shared<StreamPoint>(recorded_uses_.of(live.block->recorded))});
+        recorded_uses_.end(&live.block->recorded);
         live.block->state = BlockState::pending;
         unfinished_.fetch_add(1, std::memory_order_relaxed);
       }
@@ -246,7 +246,7 @@ bool ProvidedMemory::free_at(Address address) noexcept {
 void ProvidedMemory::finish_free(const Live& live, Epoch epoch) {
   registry().change(device_, [&](Statistics& statistics) {
     statistics.decrease(StatKind::active, size_class(live.heap->small), 1);
-    statistics.decrease(StatKind::active_bytes, size_class(live.heap->small), live.block->size);
+    statistics.decrease(StatKind::active_bytes, size_class(live.heap->small), live.block->size());
     statistics.decrease(StatKind::requested_bytes, size_class(live.heap->small), live.block->requested);
   });
   live.heap->blocks.free(live.block, kTag, epoch);
@@ -271,10 +271,7 @@ bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& de
   const bool is_own = &device == &memory->memory_.streams();
   if (is_own && at->second.heap->stream == stream) return true;
   if (!is_own) memory->memory_.clock().add_peer(device);  // as Pool::record_stream()
-  const StreamUse use{&device, stream, device.meet(stream)};
-  auto& uses = at->second.block->uses;
-  if (uses == nullptr) uses = std::make_unique<std::vector<StreamUse>>();
-  if (std::find(uses->begin(), uses->end(), use) == uses->end()) uses->push_back(use);
+  memory->recorded_uses_.add(&at->second.block->recorded, {&device, stream, device.meet(stream)});
   return true;
 }
 
@@ -289,7 +286,7 @@ std::size_t ProvidedMemory::block_size(void* block) {
   if (memory == nullptr) return 0;
   const MutexLock lock(memory->mutex_);
   const auto at = memory->live_.find(address);
-  return at == memory->live_.end() ? 0 : at->second.block->size;
+  return at == memory->live_.end() ? 0 : at->second.block->size();
 }
 
 // ---------------------------------------------------------------- giving back
@@ -407,15 +404,15 @@ std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(int device) {
         SegmentSnapshot& segment = begin_segment(head->offset, 0, heap->small, heap->stream);
         for (const Block* block = head; block != nullptr; block = block->next) {
           BlockSnapshot& part = segment.blocks.emplace_back();
-          part.size = block->size;
-          segment.total_size += block->size;
+          part.size = block->size();
+          segment.total_size += block->size();
           if (block->state == BlockState::free) continue;
           const bool live = block->state == BlockState::used;
           part.state = live ? BlockSnapshot::State::allocated : BlockSnapshot::State::pending_free;
           part.requested = block->requested;
-          segment.active_size += block->size;
+          segment.active_size += block->size();
           segment.requested_size += block->requested;
-          if (live) segment.allocated_size += block->size;
+          if (live) segment.allocated_size += block->size();
         }
       }
     }

@@ -123,6 +123,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
 
   Mutex mutex_;
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
+  RecordedUses recorded_uses_ VMM_GUARDED_BY(mutex_);
   std::vector<std::unique_ptr<Heap>> heaps_ VMM_GUARDED_BY(mutex_);
   std::unordered_map<Address, Live> live_ VMM_GUARDED_BY(mutex_);
   std::vector<PendingFree> pending_ VMM_GUARDED_BY(mutex_);

@@ -2,8 +2,12 @@
 #include "core/blocks/block_arena.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
+#include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <map>
 #include <random>
 #include <set>
 #include <vector>
@@ -15,7 +19,8 @@ namespace vmm::testing {
 namespace {
 
 TEST(HostPages, HoldZerosBeforeAndAfter) {
-  auto* const bytes = static_cast<unsigned char*>(map_zeroed(256 * kKiB, 64 * kKiB));
+  auto* const bytes = static_cast<unsigned char*>(reserve(512 * kKiB, 64 * kKiB));
+  commit(bytes, 256 * kKiB);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(bytes) % (64 * kKiB), 0U);
   const auto sum = [bytes] {
     std::size_t found = 0;
@@ -28,7 +33,67 @@ TEST(HostPages, HoldZerosBeforeAndAfter) {
   EXPECT_EQ(sum(), 56 * kKiB) << "neither less nor more than it was told";
   discard(bytes + 10, 20);
   EXPECT_EQ(sum(), 56 * kKiB - 20) << "less than a page";
-  unmap(bytes, 256 * kKiB);
+  commit(bytes + 256 * kKiB, 256 * kKiB);
+  EXPECT_EQ(bytes[511 * kKiB] + bytes[256 * kKiB], 0);
+}
+
+TEST(BlockSpace, PiecesAreAlignedZeroedAndNobodyElses) {
+  std::map<unsigned char*, std::size_t> taken;
+  std::mt19937 random(2);
+  for (int step = 0; step < 3000; ++step) {
+    if (taken.size() > 20 && random() % 2 == 0) {
+      const auto which = std::next(taken.begin(), random() % taken.size());
+      BlockSpace::give(which->first, which->second);
+      taken.erase(which);
+      continue;
+    }
+    const std::size_t bytes = (4 * kKiB) << random() % 9;
+    auto* const piece = static_cast<unsigned char*>(BlockSpace::take(bytes));
+    ASSERT_EQ(reinterpret_cast<std::uintptr_t>(piece) % bytes, 0U);
+    for (std::size_t k = 0; k < bytes; k += 512) ASSERT_EQ(piece[k], 0) << "byte " << k << " of " << bytes;
+    std::memset(piece, 1, bytes);
+    const auto [at, fresh] = taken.emplace(piece, bytes);
+    ASSERT_TRUE(fresh);
+    if (at != taken.begin()) {
+      ASSERT_LE(std::prev(at)->first + std::prev(at)->second, piece);
+    }
+    if (std::next(at) != taken.end()) {
+      ASSERT_LE(piece + bytes, std::next(at)->first);
+    }
+  }
+  for (const auto& [piece, bytes] : taken) BlockSpace::give(piece, bytes);
+}
+
+// In a child that begins anew: the space is reserved once.
+TEST(BlockSpace, FewerAddressesWhereTheProcessMayNotHaveMore) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the sanitizers need more addresses themselves";
+#endif
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto link_two = [] {
+    const rlimit most{std::size_t{4} << 30U, std::size_t{4} << 30U};
+    if (::setrlimit(RLIMIT_AS, &most) != 0) std::_Exit(1);
+    BlockArena arena;
+    Block* const first = arena.make();
+    Block* const second = arena.make();
+    first->next = second;
+    std::_Exit(first->next == second && first != second ? 0 : 2);
+  };
+  EXPECT_EXIT(link_two(), ::testing::ExitedWithCode(0), "");
+}
+
+TEST(Block, HoldsEverySizeThatThereIs) {
+  BlockArena arena;
+  Block* const block = arena.make();
+  for (std::size_t size = kBlockAlignment; size < std::size_t{1} << 47U; size *= 2) {
+    for (const std::size_t each : {size, size + kBlockAlignment, 2 * size - kBlockAlignment}) {
+      block->set_size(each);
+      EXPECT_EQ(block->size(), each);
+    }
+  }
+  EXPECT_FALSE(block->small || block->oversize) << "what stands beside it";
+  block->small = block->oversize = true;
+  EXPECT_EQ(block->size(), (std::size_t{1} << 47U) - kBlockAlignment);
 }
 
 TEST(BlockArena, EachBlockIsSomebodysOnce) {
@@ -41,17 +106,18 @@ TEST(BlockArena, EachBlockIsSomebodysOnce) {
     if (live.empty() || random() % 8 < (grows ? 6U : 2U)) {
       Block* block = arena.make();
       ASSERT_TRUE(known.insert(block).second) << "step " << step;
-      EXPECT_EQ(block->size, 0U);
+      EXPECT_EQ(block->size(), 0U);
       EXPECT_EQ(block->next, nullptr);
-      EXPECT_EQ(block->uses, nullptr);
-      block->size = reinterpret_cast<std::uintptr_t>(block);
-      if (step % 16 == 0) block->uses = std::make_unique<std::vector<StreamUse>>(3);
+      EXPECT_EQ(block->recorded, 0U);
+      block->requested = reinterpret_cast<std::uintptr_t>(block);
+      block->prev = block;
       live.push_back(block);
       continue;
     }
     const std::size_t which = random() % live.size();
     Block* block = live[which];
-    ASSERT_EQ(block->size, reinterpret_cast<std::uintptr_t>(block)) << "somebody else wrote to it";
+    ASSERT_EQ(block->requested, reinterpret_cast<std::uintptr_t>(block)) << "somebody else wrote to it";
+    ASSERT_EQ(block->prev, block);
     live[which] = live.back();
     live.pop_back();
     known.erase(block);

@@ -454,15 +454,14 @@ void free_all(Lab& lab, const std::vector<Address>& blocks) {
 }
 
 TEST(Depot, HandsOnByStreamAndSizeAndReturnsWhatIsTooFewOrTooMuch) {
-  std::vector<Block> blocks(4000);
-  std::size_t used = 0;
+  BlockArena arena;
   const auto chain = [&](std::size_t count, std::size_t size, StreamTag tag, Block* rest = nullptr) {
     for (std::size_t k = 0; k < count; ++k) {
-      Block& block = blocks.at(used++);
-      block.size = size;
-      block.tag = tag;
-      block.bin_next = rest;
-      rest = &block;
+      Block* const block = arena.make();
+      block->set_size(size);
+      block->tag = tag;
+      block->bin_next = rest;
+      rest = block;
     }
     return rest;
   };
@@ -475,7 +474,7 @@ TEST(Depot, HandsOnByStreamAndSizeAndReturnsWhatIsTooFewOrTooMuch) {
   // Three sizes in one chain, of which one is too few for a batch.
   Block* const rest = depot.put(chain(20, 512, 1, chain(3, 1024, 1, chain(30, 2048, 1))));
   EXPECT_EQ(length(rest), 3U);
-  EXPECT_EQ(rest->size, 1024U);
+  EXPECT_EQ(rest->size(), 1024U);
   EXPECT_EQ(depot.blocks(), 50U);
   EXPECT_EQ(depot.put(chain(10, 512, 2)), nullptr);
   EXPECT_EQ(depot.take(1, 1024).first, nullptr);

@@ -5,24 +5,24 @@
 
 #include <atomic>
 #include <map>
-#include <memory>
 #include <random>
 #include <thread>
 #include <vector>
+
+#include "core/blocks/block_arena.h"
 
 namespace vmm::testing {
 namespace {
 
 struct Made {
   Block* at(std::size_t offset, bool small) {
-    blocks.push_back(std::make_unique<Block>());
-    Block* block = blocks.back().get();
+    Block* block = arena.make();
     block->offset = offset;
-    block->size = small ? 512 : 2 * kMiB;
+    block->set_size(small ? 512 : 2 * kMiB);
     block->small = small;
     return block;
   }
-  std::vector<std::unique_ptr<Block>> blocks;
+  BlockArena arena;
 };
 
 TEST(BlockDirectory, FindsWhatBeginsAtAnOffsetAndNothingElse) {

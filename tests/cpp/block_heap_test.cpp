@@ -134,14 +134,14 @@ TEST_F(Heap, BestFitIsTheSmallestThatFitsBelowAndAboveTwoMegabytes) {
   }
   for (std::size_t wanted = kUnit; wanted <= 10 * kMiB; wanted += wanted < 100 * kUnit ? kUnit : 37 * kUnit) {
     const auto least = std::lower_bound(sizes.begin(), sizes.end(), wanted);
-    ASSERT_EQ(heap_.best_fit(wanted, 1)->size, *least) << wanted;
+    ASSERT_EQ(heap_.best_fit(wanted, 1)->size(), *least) << wanted;
   }
   EXPECT_EQ(heap_.best_fit(10 * kMiB + kUnit, 1), nullptr);
   Block* first = heap_.best_fit(10 * kMiB, 1);
   EXPECT_EQ(first->end() + kUnit, (*heap_.free_blocks().rbegin())->offset) << "the lowest offset first";
   std::vector<std::size_t> largest;
   heap_.for_largest(1, [&](const Block* block) {
-    largest.push_back(block->size);
+    largest.push_back(block->size());
     return largest.size() < 3;
   });
   EXPECT_EQ(largest, (std::vector<std::size_t>{10 * kMiB, 10 * kMiB, 2 * kMiB + kUnit}));
@@ -182,7 +182,7 @@ class HeapProgram : public ::testing::TestWithParam<unsigned> {
     std::size_t seen = 0;
     for (const Block* block = heap.stretches().front(); block != nullptr; block = block->next) {
       ASSERT_EQ(block->offset, seen * kUnit) << "tiles";
-      for (std::size_t k = 0; k < block->size / kUnit; ++k, ++seen) {
+      for (std::size_t k = 0; k < block->size() / kUnit; ++k, ++seen) {
         ASSERT_EQ(owner_[seen] < 0, block->state == BlockState::free) << "unit " << seen;
         ASSERT_TRUE(block->state != BlockState::free || last_tag_[seen] == block->tag) << "unit " << seen;
       }
@@ -193,8 +193,8 @@ class HeapProgram : public ::testing::TestWithParam<unsigned> {
   [[nodiscard]] std::size_t smallest_fit(const BlockHeap& heap, std::size_t units, StreamTag tag) const {
     std::size_t least = 0;
     for (const Block* free : heap.free_blocks()) {
-      if (free->tag != tag || free->size < units * kUnit) continue;
-      if (least == 0 || free->size < least) least = free->size;
+      if (free->tag != tag || free->size() < units * kUnit) continue;
+      if (least == 0 || free->size() < least) least = free->size();
     }
     return least;
   }
@@ -223,9 +223,9 @@ TEST_P(HeapProgram, AgreesWithTheModel) {
     if (random() % 100 < 52) {
       const std::size_t units = random() % 10 == 0 ? 1 + random() % 6000 : 1 + random() % 200;
       Block* free = heap.best_fit(units * kUnit, tag);
-      ASSERT_EQ(free == nullptr ? 0 : free->size, smallest_fit(heap, units, tag)) << "step " << step;
+      ASSERT_EQ(free == nullptr ? 0 : free->size(), smallest_fit(heap, units, tag)) << "step " << step;
       if (free == nullptr) continue;
-      const std::size_t slack = free->size / kUnit - units;
+      const std::size_t slack = free->size() / kUnit - units;
       const std::size_t first = free->offset / kUnit + (slack == 0 ? 0 : random() % (slack + 1));
       Block* block = heap.carve(free, first * kUnit, units * kUnit, BlockState::used);
       ASSERT_EQ(block->range(), (ByteRange{first * kUnit, units * kUnit}));

@@ -1,17 +1,15 @@
 #include "core/blocks/block_arena.h"
 
 #include <algorithm>
-#include <memory>
 #include <new>
-#include <utility>
 
 #include "base/host_pages.h"
 
 namespace vmm {
 
 namespace {
-// Segments are mapped together, twice as many each time: a mapping costs
-// microseconds and one of the process's 65530.
+// Segments are taken together, twice as many each time: taking some costs
+// microseconds.
 constexpr std::size_t kMostMapped = 16;
 // Of the segments that empty, one stays and one more for each eighth of those in
 // use: to drop 64 KiB and touch them again costs about 10 us.
@@ -20,15 +18,7 @@ constexpr std::size_t kNoOffset = ~std::size_t{0};
 }  // namespace
 
 BlockArena::~BlockArena() {
-  for (const Region& region : regions_) {
-    auto* const begin = static_cast<std::byte*>(region.begin);
-    for (std::byte* at = begin; at != begin + region.bytes; at += kSegmentBytes) {
-      const auto& segment = *reinterpret_cast<Segment*>(at);
-      // Those that are still somebody's have notes of their own.
-      for (std::uint32_t k = 0; segment.used != 0 && k < segment.made; ++k) std::destroy_at(block_at(at, k));
-    }
-    unmap(region.begin, region.bytes);
-  }
+  for (const Region& region : regions_) BlockSpace::give(region.begin, region.bytes);
 }
 
 Block* BlockArena::make() {
@@ -36,7 +26,8 @@ Block* BlockArena::make() {
   Segment& segment = *open_;
   Block* block = segment.free;
   if (block != nullptr) {
-    segment.free = std::exchange(block->next, nullptr);
+    segment.free = block->next;
+    block->next = nullptr;
   } else {
     block = new (block_at(reinterpret_cast<std::byte*>(&segment), segment.made++)) Block;
   }
@@ -52,8 +43,9 @@ void BlockArena::recycle(Block* block) {
   // which a block may begin.
   Block nobodys;
   nobodys.offset = kNoOffset;
-  *block = std::move(nobodys);
-  block->next = std::exchange(segment->free, block);
+  nobodys.next = segment->free;
+  *block = nobodys;
+  segment->free = block;
   if (was_full) push_open(segment);
   if (--segment->used != 0) return;
   unlink_open(segment);
@@ -72,10 +64,10 @@ void BlockArena::open_another() {
 }
 
 void BlockArena::map_more() {
-  const std::size_t count = std::clamp<std::size_t>(in_use_, 1, kMostMapped);
+  const std::size_t count = floor_power_of_two(std::clamp<std::size_t>(in_use_, 1, kMostMapped));
   regions_.reserve(regions_.size() + 1);
   empty_.reserve(in_use_ + count);  // recycle() never has to ask for memory
-  auto* const begin = static_cast<std::byte*>(map_zeroed(count * kSegmentBytes, kSegmentBytes));
+  auto* const begin = static_cast<std::byte*>(BlockSpace::take(count * kSegmentBytes));
   regions_.push_back({begin, count * kSegmentBytes});
   for (std::size_t k = count; k-- != 0;) empty_.push_back(reinterpret_cast<Segment*>(begin + k * kSegmentBytes));
   bare_ = count;

@@ -1,4 +1,4 @@
-// Blocks without malloc, in segments of 64 KiB. What a segment held goes back to the
+// Blocks without malloc, in segments of 64 KiB of the BlockSpace. What a segment held goes back to the
 // kernel when all its blocks are recycled: a burst of small blocks leaves little
 // behind. A heap's blocks and those of its slabs share one arena. It has no lock:
 // its owner's guards it.

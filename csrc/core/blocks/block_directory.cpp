@@ -17,7 +17,7 @@ namespace {
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kColours = 61;
 // Of the tables that empty, one keeps its memory and one more for each eighth of
-// those in use: to drop 32 KiB and touch them again costs some microseconds.
+// those in use: to drop 16 KiB and touch them again costs some microseconds.
 constexpr std::size_t kInUsePerKept = 8;
 std::size_t next_colour() {
   static std::atomic<std::size_t> next{0};
@@ -51,13 +51,14 @@ Block* BlockDirectory::find_among_few(const Few& few, std::uint32_t unit) {
 
 std::vector<Block*> BlockDirectory::blocks_of(std::uintptr_t word) {
   std::vector<Block*> found;
-  const auto add = [&found](const std::atomic<Block*>& slot) {
-    if (Block* block = slot.load(std::memory_order_relaxed)) found.push_back(block);
-  };
   if ((word & kKindMask) == kTable) {
-    for (const auto& slot : as<Table>(word)->blocks) add(slot);
+    for (const auto& link : as<Table>(word)->links) {
+      if (Block* block = BlockLink::block_at(link.load(std::memory_order_relaxed))) found.push_back(block);
+    }
   } else if ((word & kKindMask) == kFewBlocks) {
-    for (const auto& slot : as<Few>(word)->blocks) add(slot);
+    for (const auto& slot : as<Few>(word)->blocks) {
+      if (Block* block = slot.load(std::memory_order_relaxed)) found.push_back(block);
+    }
     std::sort(found.begin(), found.end(), [](const Block* a, const Block* b) { return a->offset < b->offset; });
   } else {
     found.push_back(as<Block>(word));
@@ -93,7 +94,7 @@ void BlockDirectory::insert(Block* block) {
   pages_end_ = std::max(pages_end_, page + 1);
   ++size_;
   const auto put_in_table = [](Table& table, Block* added) {
-    table.blocks.at(unit_of(added->offset)).store(added, std::memory_order_release);
+    table.links.at(unit_of(added->offset)).store(BlockLink::units_of(added), std::memory_order_release);
     ++table.count;
   };
   const auto put_in_few = [](Few& few, Block* added) {
@@ -137,7 +138,7 @@ Block* BlockDirectory::take(std::size_t offset) {
   --size_;
   if ((word & kKindMask) == kTable) {
     Table* table = as<Table>(word);
-    table->blocks.at(unit_of(offset)).store(nullptr, std::memory_order_relaxed);
+    table->links.at(unit_of(offset)).store(0, std::memory_order_relaxed);
     if (--table->count == 0) {
       become(page, 0);
       free_tables_.push_back(table);

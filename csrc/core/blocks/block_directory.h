@@ -2,8 +2,8 @@
 // to know its block before it knows whose lock it would need.
 //
 // One word for each 2 MiB of the pool's addresses: nothing, the one block that
-// begins there, a handful of large ones, or (under a slab) a table with a word
-// for each 512 bytes, 32 KiB. Only the words of addresses in use are ever
+// begins there, a handful of large ones, or (under a slab) a table with four bytes
+// for each 512, 16 KiB. Only the words of addresses in use are ever
 // touched. A hash table took 32 to 64 bytes a block and could not be read while
 // it grew or closed a gap.
 //
@@ -38,7 +38,7 @@ class BlockDirectory {
     if (page >= page_count_) return nullptr;
     const std::uintptr_t word = pages_[page].load(std::memory_order_acquire);
     if ((word & kKindMask) == kTable) [[likely]] {
-      return as<Table>(word)->blocks[offset % kPageBytes / kBlockAlignment].load(std::memory_order_acquire);
+      return BlockLink::block_at(as<Table>(word)->links[unit_of(offset)].load(std::memory_order_acquire));
     }
     if (word == 0) return nullptr;
     if ((word & kKindMask) == kSingle) return as<Block>(word);
@@ -64,7 +64,7 @@ class BlockDirectory {
   // Blocks above 1 MiB: two can begin in one page, more where addresses are named.
   static constexpr std::size_t kFew = 4;
   struct Table {
-    std::array<std::atomic<Block*>, kUnits> blocks{};
+    std::array<std::atomic<std::uint32_t>, kUnits> links{};  // BlockLink::units_of()
     std::size_t count = 0;
   };
   struct Few {

@@ -24,7 +24,7 @@ std::size_t place_in(std::size_t begin, std::size_t end, std::size_t size, std::
 void resize(FreeIndex& bins, Block* free, std::size_t offset, std::size_t size) {
   bins.erase(free);
   free->offset = offset;
-  free->size = size;
+  free->set_size(size);
   bins.insert(free);
 }
 
@@ -56,7 +56,8 @@ void FreeIndex::Bins<kCount>::erase(std::size_t bin, Block* block) {
       if (filled_[bin / 64] == 0) words_filled_ &= ~(std::uint64_t{1} << (bin / 64));
     }
   }
-  block->bin_prev = block->bin_next = nullptr;
+  block->recorded = 0;  // where bin_prev was
+  block->bin_next = nullptr;
 }
 
 template <std::size_t kCount>
@@ -88,26 +89,27 @@ template class FreeIndex::Bins<FreeIndex::kExactBins>;
 template class FreeIndex::Bins<FreeIndex::kRangeBins>;
 
 void FreeIndex::insert(Block* block) {
-  if (block->size < kLargeBytes) {
-    exact_.insert(block->size / kBlockAlignment, block);
+  if (block->size() < kLargeBytes) {
+    exact_.insert(block->size() / kBlockAlignment, block);
   } else {
-    ranges_.insert(range_bin(block->size), block);
+    ranges_.insert(range_bin(block->size()), block);
   }
 }
 
 void FreeIndex::erase(Block* block) {
-  if (block->size < kLargeBytes) {
-    exact_.erase(block->size / kBlockAlignment, block);
+  if (block->size() < kLargeBytes) {
+    exact_.erase(block->size() / kBlockAlignment, block);
   } else {
-    ranges_.erase(range_bin(block->size), block);
+    ranges_.erase(range_bin(block->size()), block);
   }
 }
 
 Block* FreeIndex::smallest_in(std::size_t bin, std::size_t size, int most_compared) const {
   Block* best = nullptr;
   for (Block* block = ranges_.first(bin); block != nullptr && most_compared-- != 0; block = block->bin_next) {
-    if (block->size < size) continue;
-    if (best == nullptr || block->size < best->size || (block->size == best->size && block->offset < best->offset)) {
+    if (block->size() < size) continue;
+    if (best == nullptr || block->size() < best->size() ||
+        (block->size() == best->size() && block->offset < best->offset)) {
       best = block;
     }
   }
@@ -128,8 +130,8 @@ Block* FreeIndex::best_fit(std::size_t size) const {
 }
 
 bool FreeIndex::holds(const Block* block) const {
-  const Block* at =
-      block->size < kLargeBytes ? exact_.first(block->size / kBlockAlignment) : ranges_.first(range_bin(block->size));
+  const Block* at = block->size() < kLargeBytes ? exact_.first(block->size() / kBlockAlignment)
+                                                : ranges_.first(range_bin(block->size()));
   while (at != nullptr && at != block) at = at->bin_next;
   return at == block;
 }
@@ -146,7 +148,6 @@ void BlockHeap::set_free(Block* block, StreamTag tag, Epoch epoch) {
   block->state = BlockState::free;
   block->tag = tag;
   block->epoch = epoch;
-  block->requested = 0;
   ++free_count_;
   index(tag).insert(block);
   if (by_offset_) free_nodes_.insert(free_, block);
@@ -186,7 +187,7 @@ void BlockHeap::unlink(Block* block) {
 Block* BlockHeap::donate(ByteRange range, StreamTag tag) {
   Block* block = arena_.make();
   block->offset = range.offset;
-  block->size = range.size;
+  block->set_size(range.size);
   const auto at = std::lower_bound(stretches_.begin(), stretches_.end(), range.offset,
                                    [](const Block* a, std::size_t offset) { return a->offset < offset; });
   stretches_.insert(at, block);
@@ -208,7 +209,7 @@ Block* BlockHeap::best_fit(std::size_t size, StreamTag tag) const {
 
 Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, BlockState state) {
   VMM_CHECK(free->state == BlockState::free && free->offset <= offset && offset + size <= free->end(), "carving ",
-            offset, "+", size, " out of ", free->offset, "+", free->size);
+            offset, "+", size, " out of ", free->offset, "+", free->size());
   const StreamTag tag = free->tag;
   const Epoch epoch = free->epoch;
   const std::size_t above = free->end() - (offset + size);
@@ -235,15 +236,15 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
     clear_free(free);
   }
   block->offset = offset;
-  block->size = size;
+  block->set_size(size);
+  block->requested = 0;
   block->state = state;
   block->tag = tag;
-  block->epoch = epoch;
   taken_bytes_ += size;
   if (above != 0 && (!is_lowest || !by_offset_)) {
     Block* rest = arena_.make();
     rest->offset = offset + size;
-    rest->size = above;
+    rest->set_size(above);
     rest->small = small;
     insert_after(block, rest);
     set_free(rest, tag, epoch);
@@ -255,12 +256,11 @@ Block* BlockHeap::split(Block* block, std::size_t offset) {
   VMM_CHECK(block->state != BlockState::free && block->offset < offset && offset < block->end(), "split at ", offset);
   Block* upper = arena_.make();
   upper->offset = offset;
-  upper->size = block->end() - offset;
+  upper->set_size(block->end() - offset);
   upper->state = BlockState(block->state);
   upper->tag = block->tag;
-  upper->epoch = block->epoch;
   upper->small = block->small;
-  block->size = offset - block->offset;
+  block->set_size(offset - block->offset);
   insert_after(block, upper);
   return upper;
 }
@@ -268,8 +268,7 @@ Block* BlockHeap::split(Block* block, std::size_t offset) {
 void BlockHeap::join(Block* lower, Block* upper) {
   VMM_CHECK(lower->next == upper && lower->state != BlockState::free && upper->state != BlockState::free, "joining ",
             lower->offset, " and ", upper->offset);
-  lower->size += upper->size;
-  lower->epoch = std::max(lower->epoch, upper->epoch);
+  lower->set_size(lower->size() + upper->size());
   unlink(upper);
 }
 
@@ -284,7 +283,7 @@ void BlockHeap::add_border(std::size_t offset) {
   if (lower == nullptr || lower->offset == offset) return;
   Block* upper = arena_.make();
   upper->offset = offset;
-  upper->size = lower->end() - offset;
+  upper->set_size(lower->end() - offset);
   upper->small = lower->small;
   resize(index(lower->tag), lower, lower->offset, offset - lower->offset);
   insert_after(lower, upper);
@@ -293,7 +292,7 @@ void BlockHeap::add_border(std::size_t offset) {
 
 Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
   VMM_CHECK(block->state != BlockState::free, "freeing free block at ", block->offset);
-  taken_bytes_ -= block->size;
+  taken_bytes_ -= block->size();
   block->state = BlockState::free;
   block->tag = tag;
   block->epoch = epoch;
@@ -301,7 +300,7 @@ Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
   Block* upper = coalesces(block, block->next) ? block->next : nullptr;
   if (upper != nullptr && (lower != nullptr || !by_offset_)) {
     clear_free(upper);
-    block->size += upper->size;
+    block->set_size(block->size() + upper->size());
     block->epoch = std::max(block->epoch, upper->epoch);
     unlink(upper);
     upper = nullptr;
@@ -309,7 +308,7 @@ Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
   if (lower != nullptr || upper != nullptr) {
     Block* stays = lower != nullptr ? lower : upper;
     stays->epoch = std::max(stays->epoch, block->epoch);
-    resize(index(tag), stays, std::min(stays->offset, block->offset), stays->size + block->size);
+    resize(index(tag), stays, std::min(stays->offset, block->offset), stays->size() + block->size());
     unlink(block);
     if (!none_below_.empty()) note_run(stays);
     return stays;
@@ -371,10 +370,11 @@ void BlockHeap::retag(StreamTag tag) {
   // One that has got its tag may be absorbed by the next; one that still waits
   // for it never is.
   for (Block* block : others) {
+    const Epoch epoch = block->epoch;
     clear_free(block);
     block->state = BlockState::used;
-    taken_bytes_ += block->size;
-    free(block, tag, block->epoch);
+    taken_bytes_ += block->size();
+    free(block, tag, epoch);
   }
 }
 
@@ -392,22 +392,22 @@ void BlockHeap::check() const {
   for (Block* first : stretches_) {
     VMM_CHECK(first->prev == nullptr && first->offset >= last_end, "stretch at ", first->offset);
     for (const Block* block = first; block != nullptr; block = block->next) {
-      VMM_CHECK(block->size != 0 && block->size % kBlockAlignment == 0, "block at ", block->offset);
+      VMM_CHECK(block->size() != 0 && block->size() % kBlockAlignment == 0, "block at ", block->offset);
       if (block->next != nullptr) {
         VMM_CHECK(block->next->prev == block && block->next->offset == block->end(), "gap after ", block->offset);
         VMM_CHECK(!coalesces(block, block->next), "not coalesced at ", block->offset);
       }
       last_end = block->end();
       if (block->state != BlockState::free) {
-        taken += block->size;
+        taken += block->size();
         continue;
       }
       ++free_seen;
       VMM_CHECK(!by_offset_ || free_covering(block->offset) == block, "free block at ", block->offset,
                 " is not indexed");
-      Block* fit = best_fit(block->size, block->tag);
+      Block* fit = best_fit(block->size(), block->tag);
       VMM_CHECK(index_[block->tag]->holds(block), "the free block at ", block->offset, " is in no bin");
-      VMM_CHECK(fit != nullptr && fit->size >= block->size && fit->size - block->size <= block->size / 16,
+      VMM_CHECK(fit != nullptr && fit->size() >= block->size() && fit->size() - block->size() <= block->size() / 16,
                 "best fit misses ", block->offset);
     }
   }

@@ -121,7 +121,7 @@ void FreeIndex::for_smallest(std::size_t size, const Each& each) const {
   std::size_t bin = ranges_.filled_from(range_bin(std::max(size, kLargeBytes)));
   for (; bin != kRangeBins; bin = ranges_.filled_from(bin + 1)) {
     for (const Block* block = ranges_.first(bin); block != nullptr; block = block->bin_next) {
-      if (block->size >= size && !each(block)) return;
+      if (block->size() >= size && !each(block)) return;
     }
   }
 }

@@ -37,18 +37,18 @@ bool Placement::find_high(const SpaceRequest& request, std::size_t* offset) cons
   const std::size_t alignment = std::min(page_, floor_power_of_two(request.size));
   std::size_t longest = kUnlimited;
   heap_.for_largest(kNeutral, [&longest](const Block* block) {
-    longest = block->size;
+    longest = block->size();
     return false;
   });
   bool found = false;
   for (auto it = free.rbegin(); it != free.rend(); ++it) {
     const Block* block = *it;
-    if ((block->tag != request.tag && block->tag != kNeutral) || block->size < request.size) continue;
+    if ((block->tag != request.tag && block->tag != kNeutral) || block->size() < request.size) continue;
     const std::size_t at = align_down(block->end() - request.size, alignment);
     if (at < block->offset) continue;
     if (block->tag != kNeutral || !found) *offset = at;
     found = true;
-    if (block->tag != kNeutral || block->size >= longest) break;
+    if (block->tag != kNeutral || block->size() >= longest) break;
   }
   return found;
 }
@@ -61,7 +61,7 @@ std::size_t Placement::missing_beside(const Block* from, std::size_t size, Strea
   int steps = 0;
   for (const Block* at = from; at != nullptr && at->state == BlockState::free && steps < kMostNeighbours; ++steps) {
     if (at->tag != tag && at->tag != kNeutral) break;
-    const std::size_t part = std::min(size, at->size);
+    const std::size_t part = std::min(size, at->size());
     if (at->tag == kNeutral) missing += align_up(part, page_);
     size -= part;
     if (size == 0) return missing;
@@ -95,7 +95,7 @@ bool Placement::find_bare(std::size_t size, bool high, std::size_t* offset) cons
   if (high) {
     const auto& free = heap_.free_blocks();
     const auto at = std::find_if(free.rbegin(), free.rend(), [wanted](const Block* block) {
-      return block->tag == kNeutral && block->size >= wanted;
+      return block->tag == kNeutral && block->size() >= wanted;
     });
     bare = at == free.rend() ? nullptr : *at;
   }

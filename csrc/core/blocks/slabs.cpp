@@ -93,7 +93,7 @@ std::size_t Slabs::stranded_pieces() const {
 
 std::size_t Slabs::spare_bytes() const {
   std::size_t bytes = 0;
-  for_each_spare([&bytes](const Block& spare) { bytes += spare.size; });
+  for_each_spare([&bytes](const Block& spare) { bytes += spare.size(); });
   return bytes;
 }
 
@@ -109,7 +109,7 @@ std::size_t Slabs::check() const {
     for (const Block* block : of_tag.small->stretches()) {
       VMM_CHECK(slabs_.count(block->offset) == 1, "small blocks at ", block->offset, ", which is no slab");
       for (; block != nullptr; block = block->next) {
-        if (block->state == BlockState::free && block != of_tag.spare) stranded += block->size;
+        if (block->state == BlockState::free && block != of_tag.spare) stranded += block->size();
       }
     }
   }

@@ -166,13 +166,13 @@ Address BlockCaches::take(CachedPool& pool, std::size_t bytes, Stream stream) no
 }
 
 bool BlockCaches::keep(const ThreadCache& cache, Shard& shard, Block* block) const noexcept {
-  if (block->uses != nullptr || block->oversize || block->size >= oversize_bytes_.load(std::memory_order_relaxed))
+  if (block->recorded != 0 || block->oversize || block->size() >= oversize_bytes_.load(std::memory_order_relaxed))
       [[unlikely]]
     return false;
   if (!shard.put(block)) return false;
-  block->epoch = clock_.now();
-  block->state = BlockState::cached;
   shard.count_free(*block);
+  block->epoch = clock_.now();  // in the place of what was asked for
+  block->state = BlockState::cached;
   if (shard.is_full()) [[unlikely]] {
     // Where nobody else could want them they are the pool's, to coalesce: handed on to
     // itself, a thread needed 5 % more driver calls for the same program.

@@ -6,27 +6,21 @@ namespace vmm {
 
 namespace {
 
-// Takes the blocks of `size` out of the chain `*from`.
-Depot::Batch take_out(Block** from, std::size_t size) {
+// Takes the blocks of the size of the first out of the chain `*from`.
+Depot::Batch take_out(Block** from) {
   Depot::Batch batch;
-  for (Block** at = from; *at != nullptr;) {
-    Block* const block = *at;
-    if (block->size != size) {
-      at = &block->bin_next;
-      continue;
-    }
-    *at = std::exchange(block->bin_next, batch.first);
-    batch.first = block;
-    ++batch.count;
+  Block* others = nullptr;
+  const std::size_t size = (*from)->size();
+  for (Block* block = *from; block != nullptr;) {
+    Block* const next = block->bin_next;
+    Block*& chain = block->size() == size ? batch.first : others;
+    if (&chain == &batch.first) ++batch.count;
+    block->bin_next = chain;
+    chain = block;
+    block = next;
   }
+  *from = others;
   return batch;
-}
-
-Block* join(Block* first, Block* rest) {
-  Block** end = &first;
-  while (*end != nullptr) end = &(*end)->bin_next;
-  *end = rest;
-  return first;
 }
 
 }  // namespace
@@ -34,8 +28,8 @@ Block* join(Block* first, Block* rest) {
 Block* Depot::put(Block* first) {
   Block* rest = nullptr;
   while (first != nullptr) {
-    const std::size_t size = first->size;
-    const Batch batch = take_out(&first, size);
+    const std::size_t size = first->size();
+    const Batch batch = take_out(&first);
     bool is_taken = false;
     if (batch.count >= kLeastBatch) {
       const MutexLock lock(mutex_);
@@ -55,7 +49,7 @@ Depot::Batch Depot::take(StreamTag tag, std::size_t size) {
   const MutexLock lock(mutex_);
   for (std::size_t k = 0; k < count_; ++k) {
     Batch& each = batches_.at(k);
-    if (each.first->size != size || each.first->tag != tag) continue;
+    if (each.first->size() != size || each.first->tag != tag) continue;
     const Batch batch = std::exchange(each, batches_.at(--count_));
     bytes_ -= batch.count * size;
     blocks_.fetch_sub(batch.count, std::memory_order_relaxed);

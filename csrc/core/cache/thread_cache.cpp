@@ -4,19 +4,6 @@
 
 namespace vmm {
 
-namespace {
-
-// Puts the chain `list` before `first`.
-Block* join(Block* list, Block* first) {
-  if (list == nullptr) return first;
-  Block* last = list;
-  while (last->bin_next != nullptr) last = last->bin_next;
-  last->bin_next = first;
-  return list;
-}
-
-}  // namespace
-
 Shard::Shard(CachedPool& pool, BlockSeat& of_device, Stream stream, StreamTag tag)
     : pool(pool),
       stream(stream),
@@ -42,7 +29,7 @@ void Shard::want(std::size_t size) {
 }
 
 void Shard::accept(const Depot::Batch& batch) {
-  const std::size_t size = batch.first->size;
+  const std::size_t size = batch.first->size();
   want(size);
   bin_of(size).first = batch.first;
   small_bytes_ += batch.count * size;
@@ -60,7 +47,7 @@ Block* Shard::take_unwanted() {
   Block* all = unwanted_;
   unwanted_ = nullptr;
   unwanted_count_ = 0;
-  for (const Block* block = all; block != nullptr; block = block->bin_next) small_bytes_ -= block->size;
+  for (const Block* block = all; block != nullptr; block = block->bin_next) small_bytes_ -= block->size();
   return all;
 }
 

@@ -18,6 +18,7 @@
 #include "core/cache/biased_lock.h"
 #include "core/cache/cached_pool.h"
 #include "core/numbers/peaks.h"
+#include "core/numbers/pool_counters.h"
 
 namespace vmm {
 
@@ -34,7 +35,7 @@ class Shard {
   [[nodiscard]] Block* take(std::size_t size) {
     if (size > kSmallLimitBytes) {
       Block* block = kept_large_;
-      if (block == nullptr || block->size != size) return nullptr;
+      if (block == nullptr || block->size() != size) return nullptr;
       kept_large_ = nullptr;
       latest_large_ = block;
       return block;
@@ -54,12 +55,12 @@ class Shard {
       latest_large_ = nullptr;
       return true;
     }
-    Bin& bin = bin_of(block->size);
-    Block*& first = bin.size == block->size ? bin.first : unwanted_;
+    Bin& bin = bin_of(block->size());
+    Block*& first = bin.size == block->size() ? bin.first : unwanted_;
     if (&first == &unwanted_) ++unwanted_count_;
     block->bin_next = first;
     first = block;
-    small_bytes_ += block->size;
+    small_bytes_ += block->size();
     return true;
   }
   // Small blocks of this size were asked for: they are kept from now on.
@@ -87,15 +88,15 @@ class Shard {
     const SizeClass size_class = size_class_of(block);
     auto& came = came_[static_cast<std::size_t>(size_class)];
     came[0] = came[0] + 1;
-    came[1] = came[1] + static_cast<std::int64_t>(block.size);
+    came[1] = came[1] + static_cast<std::int64_t>(block.size());
     came[2] = came[2] + static_cast<std::int64_t>(block.requested);
-    of_pool_.rose(size_class, block.size, block.requested);
-    of_device_.rose(size_class, block.size, block.requested);
+    of_pool_.rose(size_class, block.size(), block.requested);
+    of_device_.rose(size_class, block.size(), block.requested);
   }
   void count_free(const Block& block) {
     const SizeClass size_class = size_class_of(block);
-    of_pool_.fell(size_class, block.size, block.requested);
-    of_device_.fell(size_class, block.size, block.requested);
+    of_pool_.fell(size_class, block.size(), block.requested);
+    of_device_.fell(size_class, block.size(), block.requested);
   }
   // What it has counted is the pool's own from now on.
   void merge_counts();
@@ -122,9 +123,6 @@ class Shard {
   [[nodiscard]] Bin& bin_of(std::size_t size) {
     const auto units = static_cast<std::uint32_t>(size / kBlockAlignment);
     return bins_[(units * 0x9E3779B1U) >> 26U];
-  }
-  static SizeClass size_class_of(const Block& block) {
-    return block.small ? SizeClass::small_pool : SizeClass::large_pool;
   }
   Block* latest_large_ = nullptr;  // allocated here, and no other large block came or went since
   Block* kept_large_ = nullptr;    // the same, freed

@@ -2,12 +2,6 @@
 
 namespace vmm {
 
-namespace {
-
-SizeClass size_class_of(const Block& block) { return block.small ? SizeClass::small_pool : SizeClass::large_pool; }
-
-}  // namespace
-
 void PoolCounters::rose(StatKind kind, SizeClass size_class, std::size_t amount) {
   statistics_.increase(kind, size_class, amount);
   own_seat_.rose(kind, size_class, statistics_[kind]);
@@ -32,9 +26,9 @@ void PoolCounters::hand_over(StatKind kind, SizeClass from, SizeClass to, std::s
 void PoolCounters::block_began(const Block& block) {
   const SizeClass size_class = size_class_of(block);
   rose(StatKind::allocation, size_class, 1);
-  rose(StatKind::allocated_bytes, size_class, block.size);
+  rose(StatKind::allocated_bytes, size_class, block.size());
   rose(StatKind::active, size_class, 1);
-  rose(StatKind::active_bytes, size_class, block.size);
+  rose(StatKind::active_bytes, size_class, block.size());
   rose(StatKind::requested_bytes, size_class, block.requested);
   if (block.oversize) statistics_.oversize_allocations.increase(1);
 }
@@ -42,14 +36,14 @@ void PoolCounters::block_began(const Block& block) {
 void PoolCounters::block_ended(const Block& block) {
   const SizeClass size_class = size_class_of(block);
   fell(StatKind::allocation, size_class, 1);
-  fell(StatKind::allocated_bytes, size_class, block.size);
+  fell(StatKind::allocated_bytes, size_class, block.size());
   if (block.oversize) statistics_.oversize_allocations.decrease(1);
 }
 
 void PoolCounters::block_finished(const Block& block) {
   const SizeClass size_class = size_class_of(block);
   fell(StatKind::active, size_class, 1);
-  fell(StatKind::active_bytes, size_class, block.size);
+  fell(StatKind::active_bytes, size_class, block.size());
   fell(StatKind::requested_bytes, size_class, block.requested);
 }
 

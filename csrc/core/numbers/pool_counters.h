@@ -15,6 +15,10 @@
 
 namespace vmm {
 
+inline SizeClass size_class_of(const Block& block) {
+  return block.small ? SizeClass::small_pool : SizeClass::large_pool;
+}
+
 class PoolCounters {
  public:
   // Whose peaks the pool's numbers are part of: its own, and the device's.

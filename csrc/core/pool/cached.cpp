@@ -18,7 +18,7 @@ std::size_t Pool::block_size(Address address) const {
     const ReadLock lock(*this);
     block = live_at(address);
   }
-  return block == nullptr ? 0 : block->size;
+  return block == nullptr ? 0 : block->size();
 }
 
 // Where every event has to be seen when it happens, or the memory is no single

@@ -25,7 +25,7 @@ PoolCheckpoint Pool::checkpoint() {
   std::vector<const Block*> live;
   directory_->for_each([&live](const Block* block) { live.push_back(block); });
   for (const Block* block : live) {
-    const PoolCheckpoint::Entry entry{block->offset, block->size, block->requested, streams_[block->tag].stream};
+    const PoolCheckpoint::Entry entry{block->offset, block->size(), block->requested, streams_[block->tag].stream};
     (block->small ? found.small : found.large).push_back(entry);
   }
   const auto by_offset = [](const auto& a, const auto& b) { return a.offset < b.offset; };
@@ -34,7 +34,7 @@ PoolCheckpoint Pool::checkpoint() {
   for (const PoolCheckpoint::Entry& entry : found.small) {
     if (!found.slabs.empty() && entry.offset < found.slabs.back().offset + found.slabs.back().size) continue;
     const Block& slab = slabs_.slab_around(entry.offset);
-    found.slabs.push_back({slab.offset, slab.size, 0, entry.stream});
+    found.slabs.push_back({slab.offset, slab.size(), 0, entry.stream});
   }
   return found;
 }

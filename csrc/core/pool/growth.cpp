@@ -347,7 +347,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
   std::size_t create_bytes = 0;
   Budget* refused = nullptr;
   for (const ByteRange& gap : extent.gaps) {
-    const std::size_t beyond = is_open && gap == extent.gaps.back() && !uniform_ ? behind->size : 0;
+    const std::size_t beyond = is_open && gap == extent.gaps.back() && !uniform_ ? behind->size() : 0;
     for (std::size_t at = gap.offset; at < gap.end();) {
       const std::size_t remaining = gap.end() - at;
       Chunk* chunk =

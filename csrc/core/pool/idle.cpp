@@ -53,7 +53,7 @@ std::vector<Pool::IdleChunk> Pool::idle_at_once(StreamTag tag, std::size_t at_le
         Chunk* chunk = at->second.chunk;
         if (at->first + chunk->size > block->end()) break;
         if (chunk->size < at_least || chunk->exported) continue;
-        idle.push_back({chunk, at->first, block->size, /*at_once=*/true});
+        idle.push_back({chunk, at->first, block->size(), /*at_once=*/true});
       }
     }
     return ++looked_at < kMostLookedAt && idle.size() < kMostChoice;

@@ -43,8 +43,8 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
   Block* block = place(request, grant, shortage);
   if (block == nullptr) return 0;
   pages_.emplace(block->offset, block);
-  page_bytes_ += block->size;
-  handed_out_ += block->size;
+  page_bytes_ += block->size();
+  handed_out_ += block->size();
   begin_block(block, range.size);
   return base_ + range.offset;
 }
@@ -115,7 +115,7 @@ void Pool::free_pages(ByteRange range) {
     tell(PoolEvent::free_completed, block->offset, block->requested, streams_[block->tag].stream);
     const auto keep = [&](Block* kept) VMM_REQUIRES(mutex_) {
       pages_.emplace(kept->offset, kept);
-      begin_block(kept, kept->size);
+      begin_block(kept, kept->size());
     };
     if (block->offset < range.offset) {
       Block* lower = block;
@@ -123,7 +123,7 @@ void Pool::free_pages(ByteRange range) {
       keep(lower);
     }
     if (block->end() > range.end()) keep(large_.split(block, range.end()));
-    page_bytes_ -= block->size;
+    page_bytes_ -= block->size();
     large_.free(block, block->tag, epoch);
   }
   // Whole chunks go to the shelf at once; what shares its chunk with pages that
@@ -147,7 +147,7 @@ void Pool::quarantine(ByteRange range, Epoch epoch) {
   for (const ByteRange& part : parts) {
     std::vector<Piece> pieces;
     Block* block = take_range(part, BlockState::quarantined, &pieces);
-    quarantined_bytes_ += block->size;
+    quarantined_bytes_ += block->size();
     quarantined_.emplace(block->offset, Quarantined{block, epoch});
     quarantined_until_.emplace(epoch, block->offset);
   }
@@ -158,7 +158,7 @@ void Pool::end_quarantine(std::size_t offset, StreamTag tag) {
   const auto [block, epoch] = quarantined_.at(offset);
   quarantined_.erase(offset);
   quarantined_until_.erase({epoch, offset});
-  quarantined_bytes_ -= block->size;
+  quarantined_bytes_ -= block->size();
   large_.free(block, tag, epoch);
 }
 

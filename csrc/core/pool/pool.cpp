@@ -189,7 +189,7 @@ Pool::ReadLock::~ReadLock() {
 // The block is a tensor's from now on, or held by the explicit face.
 void Pool::begin_block(Block* block, std::size_t requested) {
   block->requested = requested;
-  block->oversize = is_oversize(block->size);
+  block->oversize = is_oversize(block->size());
   counters_.block_began(*block);
   ++streams_[block->tag].blocks;
   tell(PoolEvent::alloc, block->offset, requested, streams_[block->tag].stream);
@@ -236,7 +236,7 @@ void Pool::finish_free(Block* block, Epoch epoch) {
 
 void Pool::release_block(Block* block, Epoch epoch) {
   streams_.block_freed(block->tag, epoch);
-  if (!block->small) context_.clock.freed(block->size);
+  if (!block->small) context_.clock.freed(block->size());
   free_block(block, epoch);
 }
 
@@ -293,7 +293,7 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
     block = attempt();
   }
   if (block == nullptr) return 0;
-  if (!is_small) handed_out_ += block->size;
+  if (!is_small) handed_out_ += block->size();
   directory_->insert(block);
   if (shard == nullptr) {
     begin_block(block, bytes);
@@ -407,14 +407,14 @@ Block* Pool::allocate_small(const Request& request, Grant* grant, Shortage* shor
 // itself is where the slab is all of it.
 void Pool::hand_over(const Block& slab, SizeClass from, SizeClass to) {
   const auto chunk = range_->live().find(slab.offset);
-  const bool is_whole_chunk = chunk != range_->live().end() && chunk->second.chunk->size == slab.size;
-  counters_.slab_changed_hands(slab.size, is_whole_chunk, from, to);
+  const bool is_whole_chunk = chunk != range_->live().end() && chunk->second.chunk->size == slab.size();
+  counters_.slab_changed_hands(slab.size(), is_whole_chunk, from, to);
 }
 
 // Small blocks are cut from it from now on.
 void Pool::make_slab(Block* slab) {
   slabs_.donate(slab);
-  handed_out_ += slab->size;
+  handed_out_ += slab->size();
   hand_over(*slab, SizeClass::large_pool, SizeClass::small_pool);
 }
 
@@ -432,16 +432,16 @@ bool Pool::free(Address address, bool* drained) {
     directory_->take(block->offset);
     if (!block->small) forget_large(mine);
     const Epoch epoch = context_.clock.now();
-    if (block->uses != nullptr) {
+    if (block->recorded != 0) {
       // Other streams read it: it is nobody's until what is queued there is done.
       end_block(*block);
-      pending_.add({block, epoch}, *block->uses);
-      block->uses.reset();
+      pending_.add({block, epoch}, recorded_uses_.of(block->recorded));
+      recorded_uses_.end(&block->recorded);
       block->state = BlockState::pending;
-      pending_bytes_ += block->size;
+      pending_bytes_ += block->size();
     } else {
       // One that was counted as oversize, whatever is now, was counted here.
-      Shard* const shard = block->oversize ? nullptr : shard_for(mine, block->tag, block->size, &add_shard);
+      Shard* const shard = block->oversize ? nullptr : shard_for(mine, block->tag, block->size(), &add_shard);
       if (add_shard != kNeutral) {
         self = weak_from_this().lock();
         stream = streams_[add_shard].stream;
@@ -487,10 +487,7 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
   // It reads the memory, though it may be no peer (a copy between devices), so the
   // clock has to tell of it.
   if (!is_own) context_.clock.add_peer(*device);
-  const StreamUse use{device, stream, device->meet(stream)};
-  if (block->uses == nullptr) block->uses = std::make_unique<std::vector<StreamUse>>();
-  auto& uses = *block->uses;
-  if (std::find(uses.begin(), uses.end(), use) == uses.end()) uses.push_back(use);
+  recorded_uses_.add(&block->recorded, {device, stream, device->meet(stream)});
 }
 
 // --------------------------------------------------- what queued work held up
@@ -506,7 +503,7 @@ bool Pool::finish_passed() {
   pending_.take_passed(context_.clock, &passed_);
   const bool any = !passed_.empty();
   for (const auto& [block, epoch] : passed_) {
-    pending_bytes_ -= block->size;
+    pending_bytes_ -= block->size();
     finish_free(block, epoch);
   }
   passed_.clear();

@@ -44,6 +44,7 @@
 #include "core/streams/clock.h"
 #include "core/streams/device_streams.h"
 #include "core/streams/pending_frees.h"
+#include "core/streams/recorded_uses.h"
 
 namespace vmm {
 
@@ -527,6 +528,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   StreamTable streams_ VMM_GUARDED_BY(mutex_);
   std::map<std::size_t, Block*> pages_ VMM_GUARDED_BY(mutex_);  // explicit blocks by offset
   HeldRanges held_ VMM_GUARDED_BY(mutex_);                      // of explicit pages
+  RecordedUses recorded_uses_ VMM_GUARDED_BY(mutex_);
   PendingFrees pending_ VMM_GUARDED_BY(mutex_);
   std::vector<PendingFrees::Freed> passed_ VMM_GUARDED_BY(mutex_);  // out of pending_, on their way
   struct Quarantined {

@@ -87,6 +87,8 @@ BlockSnapshot::State state_of(const Block& block) {
   }
 }
 
+std::size_t requested_of(const Block& block) { return block.is_active() ? block.requested : 0; }
+
 }  // namespace
 
 std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
@@ -101,13 +103,14 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
     if (block->state == BlockState::slab && slabs_.holds(*block)) {
       builder.cut();
       for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) {
-        builder.add(piece->offset, piece->size, piece->requested, state_of(*piece), SizeClass::small_pool, stream);
+        builder.add(piece->offset, piece->size(), requested_of(*piece), state_of(*piece), SizeClass::small_pool,
+                    stream);
       }
       builder.cut();
       continue;
     }
     if (block->state != BlockState::free && block->state != BlockState::retired) {
-      builder.add(block->offset, block->size, block->requested, state_of(*block), SizeClass::large_pool, stream);
+      builder.add(block->offset, block->size(), requested_of(*block), state_of(*block), SizeClass::large_pool, stream);
       continue;
     }
     // Free space may have holes: only its mapped parts are part of a segment.
@@ -163,12 +166,12 @@ void Pool::check() const {
       return;
     }
     if (block.state == BlockState::pending) {
-      pending += block.size;
+      pending += block.size();
       requested += block.requested;
       return;
     }
     if (block.state == BlockState::quarantined) {
-      quarantined += block.size;
+      quarantined += block.size();
       return;
     }
     VMM_CHECK(block.state == BlockState::pages || directory_->find(block.offset) == &block, "live block at ",
@@ -177,10 +180,10 @@ void Pool::check() const {
       ++kept;
       return;
     }
-    used_bytes += block.size;
+    used_bytes += block.size();
     requested += block.requested;
     ++used_blocks;
-    if (block.state == BlockState::pages) pages += block.size;
+    if (block.state == BlockState::pages) pages += block.size();
   };
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
     count_block(*block);
@@ -202,13 +205,14 @@ void Pool::check() const {
         break;
       case BlockState::retired:
         ++retired;
-        retired_bytes += block->size;
-        VMM_CHECK(range_->missing_bytes(block->range()) == block->size, "a mapping under the retired ", block->offset);
+        retired_bytes += block->size();
+        VMM_CHECK(range_->missing_bytes(block->range()) == block->size(), "a mapping under the retired ",
+                  block->offset);
         break;
       case BlockState::free:
         // Wholly bare or wholly backed: placement takes the one for the other nowhere.
-        VMM_CHECK(range_->missing_bytes(block->range()) == (block->tag == kNeutral ? block->size : 0),
-                  "free block of tag ", block->tag, " at ", block->offset, "+", block->size, " lacks ",
+        VMM_CHECK(range_->missing_bytes(block->range()) == (block->tag == kNeutral ? block->size() : 0),
+                  "free block of tag ", block->tag, " at ", block->offset, "+", block->size(), " lacks ",
                   range_->missing_bytes(block->range()));
         break;
     }

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <memory>
+#include <string>
 #include <utility>
+
+#include "base/errors.h"
 
 namespace vmm {
 
@@ -11,7 +14,8 @@ namespace {
 constexpr std::size_t kStreamsKept = 64;
 }  // namespace
 
-StreamTable::StreamTable(DeviceStreams& streams, Clock& clock) : streams_(streams), clock_(clock), states_(1) {}
+StreamTable::StreamTable(DeviceStreams& streams, Clock& clock, std::size_t most_streams)
+    : streams_(streams), clock_(clock), most_streams_(most_streams), states_(1) {}
 
 StreamTag StreamTable::tag_of(Stream stream, bool is_alive) {
   StreamTag tag = latest_;
@@ -20,6 +24,11 @@ StreamTag StreamTable::tag_of(Stream stream, bool is_alive) {
     if (known == tags_.end()) {
       tag = tag_without_blocks();
       if (tag == kNeutral) {
+        if (states_.size() > most_streams_) {
+          throw VmmError("blocks of " + std::to_string(most_streams_) +
+                         " streams are live in one pool, which is the most; free those of streams that are no longer "
+                         "used");
+        }
         tag = static_cast<StreamTag>(states_.size());
         states_.emplace_back();
       } else {

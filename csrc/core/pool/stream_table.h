@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <limits>
 #include <unordered_map>
 #include <vector>
 
@@ -18,7 +19,10 @@ namespace vmm {
 
 class StreamTable {
  public:
-  StreamTable(DeviceStreams& streams, Clock& clock);
+  // Tags are two bytes in a block.
+  static constexpr std::size_t kMostStreams = std::numeric_limits<StreamTag>::max();
+  // `most_streams`: fewer, in tests.
+  StreamTable(DeviceStreams& streams, Clock& clock, std::size_t most_streams = kMostStreams);
 
   struct State {
     Stream stream = nullptr;
@@ -34,7 +38,8 @@ class StreamTable {
     Epoch zeroed_by = kLongAgo;
     StreamPointPtr zeroed;
   };
-  // `is_alive`: the caller is about to use it, so its handle may be looked at.
+  // `is_alive`: the caller is about to use it, so its handle may be looked at. Throws
+  // VmmError where blocks of kMostStreams are live.
   StreamTag tag_of(Stream stream, bool is_alive = true);
   [[nodiscard]] State& operator[](StreamTag tag) { return states_[tag]; }
   [[nodiscard]] const State& operator[](StreamTag tag) const { return states_[tag]; }
@@ -80,6 +85,7 @@ class StreamTable {
 
   DeviceStreams& streams_;
   Clock& clock_;
+  const std::size_t most_streams_;
   std::vector<State> states_;  // by tag; [0] is neutral space's
   std::unordered_map<Stream, StreamTag> tags_;
   StreamTag latest_ = kNeutral;  // asked for last

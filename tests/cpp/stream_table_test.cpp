@@ -1,0 +1,33 @@
+// A pool's tags for streams, and where they end.
+#include "core/pool/stream_table.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "cpp/lab.h"
+
+namespace vmm::testing {
+namespace {
+
+StreamTag tag_of(StreamTable& table, std::uintptr_t name) { return table.tag_of(stream(name), /*is_alive=*/false); }
+
+TEST(StreamTable, MoreStreamsThanItHasTagsAreRefusedUntilOneHasNoBlocks) {
+  Lab lab;
+  StreamTable table(lab.memory().streams(), lab.memory().clock(), 100);
+  std::set<StreamTag> tags;
+  for (std::uintptr_t name = 1; name <= 100; ++name) {
+    const StreamTag tag = tag_of(table, name);
+    EXPECT_TRUE(tags.insert(tag).second && tag != kNeutral);
+    ++table[tag].blocks;
+  }
+  EXPECT_THROW(tag_of(table, 101), VmmError);
+  EXPECT_EQ(tag_of(table, 50), tag_of(table, 50)) << "those that it knows go on";
+  const StreamTag free = tag_of(table, 70);
+  table.block_freed(free, kLongAgo);
+  EXPECT_EQ(tag_of(table, 101), free);
+  EXPECT_EQ(table[free].stream, stream(101));
+}
+
+}  // namespace
+}  // namespace vmm::testing
