@@ -19,11 +19,10 @@ Block* head_of(const BlockHeap& small, std::size_t offset) {
 
 }  // namespace
 
-Slabs::OfTag& Slabs::of(StreamTag tag) {
-  if (tag >= tags_.size()) tags_.resize(tag + 1);
-  OfTag& of_tag = tags_[tag];
-  if (of_tag.small == nullptr) of_tag.small = std::make_unique<BlockHeap>(arena_, /*by_offset=*/false);
-  return of_tag;
+Slabs::OfTag& Slabs::make_of(StreamTag tag) {
+  if (tag >= tags_.size()) tags_.resize(tag + std::size_t{1});
+  tags_[tag].small = std::make_unique<BlockHeap>(arena_, /*by_offset=*/false);
+  return tags_[tag];
 }
 
 Block* Slabs::cut(OfTag& of_tag, Block* free, std::size_t offset, std::size_t size) {

@@ -65,7 +65,12 @@ class Slabs {
     std::unique_ptr<BlockHeap> small;
     Block* spare = nullptr;  // of the slab that is kept empty, its one free block
   };
-  OfTag& of(StreamTag tag);
+  OfTag& of(StreamTag tag) {
+    if (tag < tags_.size() && tags_[tag].small != nullptr) [[likely]]
+      return tags_[tag];
+    return make_of(tag);
+  }
+  OfTag& make_of(StreamTag tag);
   Block* cut(OfTag& of_tag, Block* free, std::size_t offset, std::size_t size);
   Emptied retract(OfTag& of_tag, Block* whole);
 

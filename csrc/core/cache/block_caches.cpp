@@ -156,7 +156,7 @@ Address BlockCaches::take(CachedPool& pool, std::size_t bytes, Stream stream) no
     if (block != nullptr) [[likely]] {
       block->requested = bytes;
       block->state = BlockState::used;
-      shard->count_allocation(*block);
+      shard->count_allocation(*block, size);
       address = shard->base + block->offset;
       cache->note(address, block, shard);
     }
@@ -166,17 +166,19 @@ Address BlockCaches::take(CachedPool& pool, std::size_t bytes, Stream stream) no
 }
 
 bool BlockCaches::keep(const ThreadCache& cache, Shard& shard, Block* block) const noexcept {
-  if (block->recorded != 0 || block->oversize || block->size() >= oversize_bytes_.load(std::memory_order_relaxed))
-      [[unlikely]]
+  const std::size_t size = block->size();
+  if (block->recorded != 0 || block->oversize || size >= oversize_bytes_.load(std::memory_order_relaxed)) [[unlikely]]
     return false;
-  if (!shard.put(block)) return false;
-  shard.count_free(*block);
+  if (!shard.put(block, size)) return false;
+  shard.count_free(*block, size);
   block->epoch = clock_.now();  // in the place of what was asked for
   block->state = BlockState::cached;
   if (shard.is_full()) [[unlikely]] {
     // Where nobody else could want them they are the pool's, to coalesce: handed on to
     // itself, a thread needed 5 % more driver calls for the same program.
-    shard.pool.take_back(cache.is_alone(shard.pool) ? shard.take_all() : shard.pool.depot().put(shard.take_excess()));
+    const bool is_alone = cache.is_alone(shard.pool);
+    Block* const excess = shard.take_excess(is_alone);
+    shard.pool.take_back(is_alone ? excess : shard.pool.depot().put(excess));
   }
   return true;
 }
@@ -234,18 +236,14 @@ void BlockCaches::go_on() {
 }
 
 // Of the blocks that threads have handed on nobody knows whose they were.
-void BlockCaches::empty_depot(CachedPool& pool) {
-  if (Block* const blocks = pool.depot().take_all()) pool.take_back(blocks);
-}
+void BlockCaches::empty_depot(CachedPool& pool) { pool.take_back(pool.depot().take_all()); }
 
 void BlockCaches::give_back(ThreadCache& cache, const CachedPool& pool, Kept kept) {
   Shard* const first = cache.first_of(pool);
   if (first == nullptr) return;  // and it has not been stopped
   if (kept != Kept::stays) empty_depot(first->pool);
   for (Shard* shard = first; shard != nullptr; shard = shard->next.get()) {
-    if (kept != Kept::stays) {
-      if (Block* const blocks = shard->take_all()) shard->pool.take_back(blocks);
-    }
+    if (kept != Kept::stays) shard->pool.take_back(shard->take_all());
     // A pool that nobody has used stays untouched: its figures of last time hold.
     if (shard->has_counted()) shard->merge_counts();
   }

@@ -32,8 +32,8 @@ class CachedPool {
   [[nodiscard]] Address base() const { return base_; }
   [[nodiscard]] const BlockDirectory& directory() const { return *directory_; }
 
-  // Blocks that a thread has kept, linked by `bin_next`: the pool's again, and free.
-  // They are no longer counted.
+  // Blocks that a thread has kept, linked by `bin_next` (nullptr: none): the pool's
+  // again, and free. They are no longer counted.
   virtual void take_back(Block* first) = 0;
   // What a thread has counted of the pool's blocks is counted by the pool from now on
   // (PoolCounters::absorb).

@@ -51,6 +51,21 @@ Block* Shard::take_unwanted() {
   return all;
 }
 
+Block* Shard::take_excess(bool is_alone) {
+  Block* excess = take_unwanted();
+  const std::size_t most = is_alone ? kKeptAloneBytes : kKeptBytes;
+  for (Bin& bin : bins_) {
+    while (small_bytes_ > most && bin.first != nullptr) {
+      Block* const block = bin.first;
+      bin.first = block->bin_next;
+      block->bin_next = excess;
+      excess = block;
+      small_bytes_ -= bin.size;
+    }
+  }
+  return excess;
+}
+
 Block* Shard::take_all() {
   Block* all = join(take_unwanted(), forget_large());
   for (Bin& bin : bins_) {

@@ -180,6 +180,9 @@ class DeviceMemory {
   using Attempt = FunctionRef<Address(Grant*, Shortage*)>;
   Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt)
       VMM_EXCLUDES(reclaim_mutex_);
+  // After an attempt that lacked `shortage`.
+  Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage)
+      VMM_EXCLUDES(reclaim_mutex_);
   // One request on its way up the ladder, and what it lacked at its latest attempt.
   struct Climb {
     Pool& asker;

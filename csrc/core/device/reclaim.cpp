@@ -23,6 +23,7 @@
 #include <algorithm>
 #include <array>
 #include <tuple>
+#include <utility>
 
 #include "base/errors.h"
 #include "core/device/device_memory.h"
@@ -41,12 +42,18 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stre
   tend_if_any_wait();
   Shortage shortage;
   if (const Address address = attempt(nullptr, &shortage)) return address;
+  return go_on(pool, bytes, stream, attempt, std::move(shortage));
+}
+
+// The pool could not by itself.
+Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
+                            Shortage shortage) {
   while (shortage.wait_for != kLongAgo) {
     wait_for(shortage.wait_for);
     shortage = {};
     if (const Address address = attempt(nullptr, &shortage)) return address;
   }
-  Climb climb{pool, bytes, stream, attempt, shortage, climbs_.load(std::memory_order_relaxed)};
+  Climb climb{pool, bytes, stream, attempt, std::move(shortage), climbs_.load(std::memory_order_relaxed)};
   return reach(climb);
 }
 
@@ -59,8 +66,13 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
     if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) [[likely]]
       return kept;
   }
-  return allocate(pool, bytes, stream,
-                  [&](Grant* grant, Shortage* shortage) { return pool.try_allocate(bytes, stream, grant, shortage); });
+  tend_if_any_wait();
+  Shortage shortage;
+  if (const Address address = pool.try_allocate(bytes, stream, nullptr, &shortage)) return address;
+  return go_on(
+      pool, bytes, stream,
+      [&](Grant* grant, Shortage* lacks) { return pool.try_allocate(bytes, stream, grant, lacks); },
+      std::move(shortage));
 }
 
 Address DeviceMemory::allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream) {

@@ -142,10 +142,9 @@ class BlockSeat {
   // A block was allocated, or freed.
   void rose(SizeClass size_class, std::size_t bytes, std::size_t requested) {
     const auto mine = static_cast<std::size_t>(size_class);
-    const bool more = raise(mine, 0, 1);
-    const bool more_bytes = raise(mine, 1, static_cast<std::int64_t>(bytes));
-    const bool more_requested = raise(mine, 2, static_cast<std::int64_t>(requested));
-    if (more || more_bytes || more_requested) [[unlikely]]
+    const unsigned more = raise(mine, 0, 1) | raise(mine, 1, static_cast<std::int64_t>(bytes)) |
+                          raise(mine, 2, static_cast<std::int64_t>(requested));
+    if (more != 0) [[unlikely]]
       look();
   }
   void fell(SizeClass size_class, std::size_t bytes, std::size_t requested) {
@@ -165,12 +164,15 @@ class BlockSeat {
   static void add(std::atomic<std::int64_t>& counter, std::int64_t amount) {
     counter.store(counter.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
   }
-  // One number of one class. Whether it is above what it may rise to.
-  bool raise(std::size_t mine, std::size_t k, std::int64_t by) {
+  // One number of one class. Not 0: it is above what it may rise to.
+  unsigned raise(std::size_t mine, std::size_t k, std::int64_t by) {
     const std::int64_t now = counts_[mine][k].load(std::memory_order_relaxed) + by;
     counts_[mine][k].store(now, std::memory_order_relaxed);
-    return now > most_[1 + mine][k].load(std::memory_order_relaxed) ||
-           now + counts_[1 - mine][k].load(std::memory_order_relaxed) > most_[0][k].load(std::memory_order_relaxed);
+    // No branch for each: of six, one is enough.
+    const bool of_class = now > most_[1 + mine][k].load(std::memory_order_relaxed);
+    const bool of_all =
+        now + counts_[1 - mine][k].load(std::memory_order_relaxed) > most_[0][k].load(std::memory_order_relaxed);
+    return static_cast<unsigned>(of_class) | static_cast<unsigned>(of_all);
   }
   void look();
   void note_room();

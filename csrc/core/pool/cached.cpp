@@ -41,6 +41,7 @@ Shard* Pool::shard_for(BlockCaches::Mine& mine, StreamTag tag, std::size_t size,
 }
 
 void Pool::take_back(Block* first) {
+  if (first == nullptr) return;
   const MutexLock lock(mutex_);
   take_back_locked(first);
 }
