@@ -1,5 +1,6 @@
 #include "core/cache/thread_cache.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace vmm {
@@ -52,8 +53,9 @@ Block* Shard::take_unwanted() {
 }
 
 Block* Shard::take_excess(bool is_alone) {
+  std::size_t most = small_bytes_ > kMostSmallBytes ? kKeptBytes : kUnlimited;
   Block* excess = take_unwanted();
-  const std::size_t most = is_alone ? kKeptAloneBytes : kKeptBytes;
+  if (is_alone) most = small_bytes_ - std::min(small_bytes_, kDrainedBytes);
   for (Bin& bin : bins_) {
     while (small_bytes_ > most && bin.first != nullptr) {
       Block* const block = bin.first;
@@ -63,6 +65,7 @@ Block* Shard::take_excess(bool is_alone) {
       small_bytes_ -= bin.size;
     }
   }
+  is_draining_ = is_alone && small_bytes_ != 0;
   return excess;
 }
 
@@ -73,6 +76,7 @@ Block* Shard::take_all() {
     bin.first = nullptr;
   }
   small_bytes_ = 0;
+  is_draining_ = false;
   return all;
 }
 
