@@ -288,8 +288,8 @@ TEST(PoolChunks, TwentyGigabytesCostAFewDriverCalls) {
   const auto pool = lab.pool(spec);
   lab.driver.clear_calls();
   lab.allocate(*pool, 20 * kGiB);
-  EXPECT_LE(lab.driver.count(Call::create), 20U);
-  EXPECT_LE(lab.driver.count(), 60U) << lab.driver.transcript();
+  EXPECT_LE(lab.driver.count(Call::create), 24U);
+  EXPECT_LE(lab.driver.count(), 72U) << lab.driver.transcript();
   EXPECT_EQ(lab.memory().committed_bytes(), 20 * kGiB) << "and not a byte more than asked";
 }
 
@@ -328,8 +328,8 @@ TEST(PoolChunks, ARequestIsBackedWithEvenPiecesAndNotAByteMore) {
   EXPECT_EQ(created(16 * kMiB), Sizes(4, 4 * kMiB));
   EXPECT_EQ(created(96 * kMiB), Sizes(4, 24 * kMiB));
   EXPECT_EQ(created(110 * kMiB), Sizes({22 * kMiB, 22 * kMiB, 22 * kMiB, 22 * kMiB, 22 * kMiB}));
-  EXPECT_EQ(created(4 * kGiB), Sizes(16, 256 * kMiB)) << "a sixteenth of the request";
-  EXPECT_EQ(created(20 * kGiB), Sizes(20, kGiB)) << "and never more than that";
+  EXPECT_EQ(created(6 * kGiB), Sizes(24, 256 * kMiB)) << "a 24th of the request";
+  EXPECT_EQ(created(26 * kGiB), Sizes(26, kGiB)) << "and never more than that";
 }
 
 TEST(PoolChunks, ALargePoolGrowsInPiecesOfItsOwnSize) {
@@ -338,8 +338,8 @@ TEST(PoolChunks, ALargePoolGrowsInPiecesOfItsOwnSize) {
   spec.capacity = 32 * kGiB;
   const auto pool = lab.pool(spec);
   lab.allocate(*pool, 20 * kGiB - 100 * kMiB);
-  // A 400th of 20 GiB is 51.2 MiB.
-  EXPECT_EQ(created_for(lab, *pool, 100 * kMiB), std::vector<std::size_t>(2, 50 * kMiB));
+  // A 600th of 20 GiB is 34.1 MiB.
+  EXPECT_EQ(created_for(lab, *pool, 100 * kMiB), (std::vector<std::size_t>{34 * kMiB, 34 * kMiB, 32 * kMiB}));
   EXPECT_EQ(created_for(lab, *pool, 20 * kMiB), std::vector<std::size_t>(1, 20 * kMiB)) << "no more than is needed";
 }
 
@@ -391,16 +391,16 @@ TEST(PoolGrowth, APoolAboveItsPeakMovesIdleChunksInsteadOfGrowing) {
   EXPECT_EQ(holes.pool->physical_bytes(), before);
 }
 
-TEST(PoolGrowth, AHundredthAboveThePeakIsHadWithoutAMove) {
-  for (const std::size_t missing : {1U, 2U}) {  // pages
-    // The peak is 16 blocks, 192 pages, of which a hundredth is one page.
+TEST(PoolGrowth, A66thAboveThePeakIsHadWithoutAMove) {
+  for (const std::size_t missing : {2U, 3U}) {  // pages
+    // The peak is 16 blocks, 192 pages, of which a 66th is less than three pages.
     Holes holes;
     holes.lab.free(holes.blocks[15]);  // with its neighbour two blocks, and bare space behind
     holes.lab.driver.clear_calls();
     const std::size_t before = holes.pool->physical_bytes();
     holes.lab.allocate(*holes.pool, 2 * Holes::kBlock + missing * kPage);
-    EXPECT_EQ(holes.lab.driver.count(Call::unmap), missing == 1 ? 0U : 1U) << holes.lab.driver.transcript();
-    EXPECT_EQ(holes.pool->physical_bytes(), before + (missing == 1 ? kPage : 0));
+    EXPECT_EQ(holes.lab.driver.count(Call::unmap), missing == 2 ? 0U : 1U) << holes.lab.driver.transcript();
+    EXPECT_EQ(holes.pool->physical_bytes(), before + (missing == 2 ? 2 * kPage : 0));
   }
 }
 
@@ -443,7 +443,8 @@ std::size_t moved_by_a_churn(Lab& lab, Pool& pool, int steps) {
 TEST(PoolGrowth, AProgramThatNeverSettlesEndsWithoutMoves) {
   Lab lab(LabSpec{32 * kGiB});
   const auto pool = lab.pool(Holes::spec(kUnlimited));
-  EXPECT_LE(moved_by_a_churn(lab, *pool, 20000), 360U + 64U) << "what may be moved at once, and a request's";
+  EXPECT_LE(moved_by_a_churn(lab, *pool, 20000), 540U + 128U)
+      << "what may be moved at once, what a terabyte of requests buys, and one request's";
   lab.driver.clear_calls();
   const Statistics statistics = pool->statistics();
   const auto peak = static_cast<std::size_t>(statistics[StatKind::allocated_bytes][0].peak);

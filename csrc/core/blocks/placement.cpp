@@ -11,9 +11,19 @@ constexpr int kCandidates = 32;
 constexpr int kMostNeighbours = 16;
 }  // namespace
 
+// At the lower end of what best fit finds; at the upper one where free space, mostly
+// bare, lies below it and none above. What is left over then lies beside that space,
+// and a longer request can stand across both; between two blocks it would serve
+// shorter ones alone. Replayed programs ended 0.2 % lower on average, two that serve
+// 0.4 to 1.2 %. Not where more is left than is taken: that is no left-over, and a
+// program whose blocks grow bit by bit ended 1 % higher.
 Block* Placement::take_backed(const SpaceRequest& request) {
   Block* span = heap_.best_fit(request.size, request.tag);
-  return span == nullptr ? nullptr : heap_.carve(span, span->offset, request.size, request.state);
+  if (span == nullptr) return nullptr;
+  const std::size_t left = span->size() - request.size;
+  const auto is_free = [](const Block* block) { return block != nullptr && block->state == BlockState::free; };
+  const bool at_end = left >= page_ && left < request.size && is_free(span->prev) && !is_free(span->next);
+  return heap_.carve(span, span->offset + (at_end ? left : 0), request.size, request.state);
 }
 
 bool Placement::find_spot(const SpaceRequest& request, std::size_t* offset) const {
@@ -70,8 +80,8 @@ std::size_t Placement::missing_beside(const Block* from, std::size_t size, Strea
   return kUnlimited;
 }
 
-// No free block of the stream's has all of it: of the largest ones, and the bare
-// space beside them, what lacks the least.
+// No free block of the stream's has all of it: of the largest ones, of those below the
+// longest bare stretches, and the bare space beside them, what lacks the least.
 bool Placement::find_least_missing(const SpaceRequest& request, std::size_t* offset) const {
   std::size_t least = align_up(request.size, page_);  // as much as anywhere
   int tried = 0;
@@ -85,6 +95,22 @@ bool Placement::find_least_missing(const SpaceRequest& request, std::size_t* off
     return ++tried < kCandidates;
   };
   heap_.for_largest(request.tag, compare);
+  // The largest do not show what is shorter than a page: each weight that was backed
+  // by itself leaves the end of its last one, and the next can begin there. Models
+  // with many of them ended 0.7 to 1.1 % lower.
+  tried = 0;
+  heap_.for_largest(kNeutral, [&](const Block* bare) {
+    const Block* below = bare->prev;
+    const bool is_end = below != nullptr && below->state == BlockState::free && below->tag == request.tag;
+    if (is_end && below->size() < page_) {
+      const std::size_t missing = missing_beside(below, request.size, request.tag, /*down=*/false);
+      if (missing < least) {
+        least = missing;
+        *offset = below->range().offset;
+      }
+    }
+    return ++tried < kCandidates;
+  });
   return least < align_up(request.size, page_);
 }
 
