@@ -67,9 +67,26 @@ def _benchmark(
     if unknown:
         parser.error(f"{name} does not know {', '.join(sorted(unknown))}, but {', '.join(known)}")
     runs = arguments.runs or (1 if arguments.quick else getattr(runner.module(name), "RUNS", 2))
-    outcome = runner.run(name, chosen, runs, options)
-    if not outcome.rows:
+    outcome, file = runner.Outcome([], {}, []), None
+    for outcome in runner.run(name, chosen, runs, options):
+        if outcome.rows:  # each time: a series that is cut off leaves what it had
+            file = _write(name, arguments, options, outcome, folder)
+    if file is None:
         return False
+    print(f"\n{name}, written to {file}\n{report.table(outcome.rows)}\n", flush=True)
+    remarks: Callable[[list[Row]], list[str]] = getattr(runner.module(name), "remarks", lambda rows: [])
+    complaints: Callable[[list[Row]], list[str]] = getattr(runner.module(name), "complaints", lambda rows: [])
+    wrong = complaints(outcome.rows)
+    print("\n".join([*remarks(outcome.rows), *wrong, ""]), flush=True)
+    print(", ".join(f"{key} {value}" for key, value in outcome.machine.items()), flush=True)
+    for said in dict.fromkeys(outcome.failed):
+        print(f"failed: {said}", file=sys.stderr)
+    return not outcome.failed and not wrong
+
+
+def _write(
+    name: str, arguments: argparse.Namespace, options: runner.Options, outcome: runner.Outcome, folder: Path
+) -> Path:
     result = Result(
         benchmark=name,
         command=_command(name, arguments),
@@ -81,15 +98,7 @@ def _benchmark(
     tag = machine.device_tag(str(outcome.machine["device"]))
     file = folder / f"{name}{'_largest_batch' if options.limit else ''}-{tag}.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{name}, written to {file}\n{report.table(outcome.rows)}\n", flush=True)
-    remarks: Callable[[list[Row]], list[str]] = getattr(runner.module(name), "remarks", lambda rows: [])
-    complaints: Callable[[list[Row]], list[str]] = getattr(runner.module(name), "complaints", lambda rows: [])
-    wrong = complaints(outcome.rows)
-    print("\n".join([*remarks(outcome.rows), *wrong, ""]), flush=True)
-    print(", ".join(f"{key} {value}" for key, value in outcome.machine.items()), flush=True)
-    for said in dict.fromkeys(outcome.failed):
-        print(f"failed: {said}", file=sys.stderr)
-    return not outcome.failed and not wrong
+    return file
 
 
 def _options(name: str, kind: str, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> runner.Options:

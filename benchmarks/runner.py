@@ -6,7 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
@@ -69,8 +69,8 @@ def allocators_of(name: str, kind: str) -> list[str]:
     return list(known[kind] if isinstance(known, dict) else known)
 
 
-def run(name: str, chosen: list[str], runs: int, options: Options) -> Outcome:
-    """Every part under each of ``chosen``, in turn, ``runs`` times."""
+def run(name: str, chosen: list[str], runs: int, options: Options) -> Iterator[Outcome]:
+    """Every part under each of ``chosen``, in turn, ``runs`` times; what there is after each time."""
     rows: dict[tuple[str, str, str], Row] = {}
     facts: dict[str, str | int] = {}
     failed: list[str] = []
@@ -93,7 +93,7 @@ def run(name: str, chosen: list[str], runs: int, options: Options) -> Outcome:
                 print(f"{said}, run {number + 1} of {runs}", file=sys.stderr, flush=True)
                 for one in measured(allocator, part) or []:
                     _add(rows, allocator, one)
-    return Outcome(list(rows.values()), facts, failed)
+        yield Outcome(list(rows.values()), facts, failed)
 
 
 def _parts(name: str, options: Options, measured: Ask) -> list[Part]:
