@@ -53,10 +53,24 @@ def _chunks(result: Result) -> list[str]:
 
 
 def _standing(result: Result) -> str:
+    if result["benchmark"] == "workloads":
+        return _workloads(result)
     chunks = _chunks(result)
     rows = [row for row in result["rows"] if row["case"] not in chunks and is_for_tables(row)]
     allocators = [name for name in dict.fromkeys(row["allocator"] for row in rows) if name != "floor"]
     return _table(result, result["benchmark"], rows, allocators)
+
+
+def _workloads(result: Result) -> str:
+    """A row a program, ours beside native's, of the numbers that differ by hundredths."""
+    metrics = ("reserved / allocated", "first pass", "warm pass", "driver calls, second half")
+    values = {(row["case"], row["metric"], row["allocator"]): row["value"] for row in result["rows"]}
+    heads = [f"{metric}: {name}" for metric in metrics for name in ("torch_vmm", "native")]
+    lines = [_source(result, "programs, now"), "", f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    for case in dict.fromkeys(row["case"] for row in result["rows"]):
+        cells = [values[case, metric, name] for metric in metrics for name in ("torch_vmm", "native")]
+        lines.append(f"| {case} | {' | '.join(f'{cell:.4g}' for cell in cells)} |")
+    return "\n".join(lines)
 
 
 def _programs(content: dict[str, Any]) -> str:
