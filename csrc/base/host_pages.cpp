@@ -20,7 +20,7 @@ std::size_t page_bytes() {
 
 }  // namespace
 
-void* reserve(std::size_t bytes, std::size_t alignment) {
+void* reserve_pages(std::size_t bytes, std::size_t alignment) {
   // The kernel aligns to its page only: take more and cut both ends.
   const std::size_t asked = bytes + alignment;
   void* const got = ::mmap(nullptr, asked, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -32,7 +32,7 @@ void* reserve(std::size_t bytes, std::size_t alignment) {
   return reinterpret_cast<void*>(at);
 }
 
-void commit(void* begin, std::size_t bytes) {
+void commit_pages(void* begin, std::size_t bytes) {
   if (::mprotect(begin, bytes, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
 }
 

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <iterator>
 #include <map>
+#include <new>
 #include <random>
 #include <set>
 #include <vector>
@@ -19,8 +20,8 @@ namespace vmm::testing {
 namespace {
 
 TEST(HostPages, HoldZerosBeforeAndAfter) {
-  auto* const bytes = static_cast<unsigned char*>(reserve(512 * kKiB, 64 * kKiB));
-  commit(bytes, 256 * kKiB);
+  auto* const bytes = static_cast<unsigned char*>(reserve_pages(512 * kKiB, 64 * kKiB));
+  commit_pages(bytes, 256 * kKiB);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(bytes) % (64 * kKiB), 0U);
   const auto sum = [bytes] {
     std::size_t found = 0;
@@ -33,7 +34,7 @@ TEST(HostPages, HoldZerosBeforeAndAfter) {
   EXPECT_EQ(sum(), 56 * kKiB) << "neither less nor more than it was told";
   discard(bytes + 10, 20);
   EXPECT_EQ(sum(), 56 * kKiB - 20) << "less than a page";
-  commit(bytes + 256 * kKiB, 256 * kKiB);
+  commit_pages(bytes + 256 * kKiB, 256 * kKiB);
   EXPECT_EQ(bytes[511 * kKiB] + bytes[256 * kKiB], 0);
 }
 
@@ -42,7 +43,7 @@ TEST(BlockSpace, PiecesAreAlignedZeroedAndNobodyElses) {
   std::mt19937 random(2);
   for (int step = 0; step < 3000; ++step) {
     if (taken.size() > 20 && random() % 2 == 0) {
-      const auto which = std::next(taken.begin(), random() % taken.size());
+      const auto which = std::next(taken.begin(), random() % static_cast<unsigned>(taken.size()));
       BlockSpace::give(which->first, which->second);
       taken.erase(which);
       continue;
@@ -80,6 +81,40 @@ TEST(BlockSpace, FewerAddressesWhereTheProcessMayNotHaveMore) {
     std::_Exit(first->next == second && first != second ? 0 : 2);
   };
   EXPECT_EXIT(link_two(), ::testing::ExitedWithCode(0), "");
+}
+
+TEST(BlockSpace, WhatCannotBeMadeLeavesThePoolWhole) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the sanitizers need more addresses themselves";
+#endif
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto run_out = [] {
+    const rlimit most{std::size_t{4} << 30U, std::size_t{4} << 30U};
+    if (::setrlimit(RLIMIT_AS, &most) != 0) std::_Exit(1);
+    Lab lab;
+    const auto pool = lab.pool("a");
+    std::vector<Address> live{lab.memory().allocate(*pool, 512, nullptr)};
+    for (std::size_t piece = kMiB; piece >= 64 * kKiB; piece /= 2) {
+      try {
+        for (;;) (void)BlockSpace::take(piece);
+      } catch (const std::bad_alloc&) {
+      }
+    }
+    bool ran_out = false;
+    for (int k = 0; k < 3000; ++k) {
+      try {
+        live.push_back(lab.memory().allocate(*pool, 512, nullptr));
+      } catch (const std::bad_alloc&) {
+        ran_out = true;
+      }
+    }
+    lab.memory().check();
+    for (const Address block : live) DeviceMemory::free(lab.space, block);
+    lab.memory().empty_cache();
+    lab.memory().check();
+    std::_Exit(ran_out && pool->physical_bytes() == 0 ? 0 : 2);
+  };
+  EXPECT_EXIT(run_out(), ::testing::ExitedWithCode(0), "");
 }
 
 TEST(Block, HoldsEverySizeThatThereIs) {

@@ -41,5 +41,32 @@ TEST(RecordedUses, EachListIsItsBlocksOwnUntilItEnds) {
   }
 }
 
+TEST(RecordedUses, ABurstOfThemLeavesLittle) {
+  RecordedUses uses;
+  std::vector<std::uint32_t> lists(5000, 0);
+  for (std::uint32_t& list : lists) uses.add(&list, {nullptr, stream(1), StreamKind::permanent});
+  EXPECT_EQ(uses.size(), lists.size());
+  for (std::uint32_t& list : lists) uses.end(&list);
+  EXPECT_EQ(uses.size(), 0U);
+  std::uint32_t list = 0;
+  uses.add(&list, {nullptr, stream(1), StreamKind::permanent});
+  EXPECT_EQ(list, 1U) << "from the first again";
+}
+
+// A graph's checkpoint is put back while blocks have streams recorded.
+TEST(RecordedUses, WhatARestoreFreesHasNoneAnyMore) {
+  Lab lab;
+  const auto part = lab.memory().create_part(lab.pool("a"), RegionId{7, 0}, false);
+  part->pin();
+  const PoolCheckpoint none = part->checkpoint();
+  std::vector<Address> freed;
+  std::vector<Address> allocated;
+  for (int round = 0; round < 3; ++round) {
+    part->record_stream(lab.memory().allocate(*part, 5 * kMiB, stream(0x1000)), stream(0x2000));
+    part->restore(none, &freed, &allocated);
+    lab.memory().check();  // counts the lists
+  }
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -2,7 +2,7 @@
 
 namespace vmm {
 
-Block* join(Block* first, Block* rest) {
+Block* join_lists(Block* first, Block* rest) {
   if (first == nullptr) return rest;
   Block* last = first;
   while (last->bin_next != nullptr) last = last->bin_next;

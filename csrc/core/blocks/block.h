@@ -99,7 +99,8 @@ struct Block {
 };
 static_assert(sizeof(Block) == 40 && alignof(Block) == BlockSpace::kUnit);
 
-// Blocks linked by `bin_next`, of which `first` is the first: `rest` comes behind them.
-Block* join(Block* first, Block* rest);
+// Two lists of blocks by `bin_next`, each from its first (nullptr: empty): `rest` comes
+// behind `first`. Walks `first`.
+Block* join_lists(Block* first, Block* rest);
 
 }  // namespace vmm

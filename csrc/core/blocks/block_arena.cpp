@@ -10,7 +10,7 @@ namespace vmm {
 namespace {
 // Segments are taken together, twice as many each time: taking some costs
 // microseconds.
-constexpr std::size_t kMostMapped = 16;
+constexpr std::size_t kMostTaken = 16;
 // Of the segments that empty, one stays and one more for each eighth of those in
 // use: to drop 64 KiB and touch them again costs about 10 us.
 constexpr std::size_t kInUsePerKept = 8;
@@ -55,7 +55,7 @@ void BlockArena::recycle(Block* block) {
 }
 
 void BlockArena::open_another() {
-  if (empty_.empty()) map_more();
+  if (empty_.empty()) take_more();
   Segment* const segment = empty_.back();
   empty_.pop_back();
   bare_ = std::min(bare_, empty_.size());
@@ -63,8 +63,8 @@ void BlockArena::open_another() {
   push_open(segment);
 }
 
-void BlockArena::map_more() {
-  const std::size_t count = floor_power_of_two(std::clamp<std::size_t>(in_use_, 1, kMostMapped));
+void BlockArena::take_more() {
+  const std::size_t count = floor_power_of_two(std::clamp<std::size_t>(in_use_, 1, kMostTaken));
   regions_.reserve(regions_.size() + 1);
   empty_.reserve(in_use_ + count);  // recycle() never has to ask for memory
   auto* const begin = static_cast<std::byte*>(BlockSpace::take(count * kSegmentBytes));

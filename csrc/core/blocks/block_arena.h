@@ -1,6 +1,6 @@
-// Blocks without malloc, in segments of 64 KiB of the BlockSpace. What a segment held goes back to the
-// kernel when all its blocks are recycled: a burst of small blocks leaves little
-// behind. A heap's blocks and those of its slabs share one arena. It has no lock:
+// Blocks without malloc, in segments of 64 KiB of the BlockSpace. What a segment held
+// goes back to the kernel when all its blocks are recycled: a burst of small blocks
+// leaves little behind. A heap's blocks and those of its slabs share one arena. It has no lock:
 // its owner's guards it.
 #pragma once
 
@@ -54,7 +54,7 @@ class BlockArena {
   }
   static bool is_full(const Segment& segment) { return segment.free == nullptr && segment.made == kBlocks; }
   void open_another();
-  void map_more();
+  void take_more();
   void push_open(Segment* segment);
   void unlink_open(Segment* segment);
 

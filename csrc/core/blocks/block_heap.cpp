@@ -215,9 +215,19 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
   const std::size_t above = free->end() - (offset + size);
   const bool is_lowest = offset == free->offset;
   const bool small = free->small;
-  Block* block = free;
-  if (!is_lowest || (above != 0 && by_offset_)) {
-    block = arena_.make();
+  // Whatever is to be made is made before anything changes: there may be no memory for it.
+  const bool stays_free = !is_lowest || (above != 0 && by_offset_);
+  Block* block = stays_free ? arena_.make() : free;
+  Block* rest = nullptr;
+  if (above != 0 && (!is_lowest || !by_offset_)) {
+    try {
+      rest = arena_.make();
+    } catch (...) {
+      if (stays_free) arena_.recycle(block);
+      throw;
+    }
+  }
+  if (stays_free) {
     block->small = small;
     if (!is_lowest) {
       resize(index(tag), free, free->offset, offset - free->offset);
@@ -241,8 +251,7 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
   block->state = state;
   block->tag = tag;
   taken_bytes_ += size;
-  if (above != 0 && (!is_lowest || !by_offset_)) {
-    Block* rest = arena_.make();
+  if (rest != nullptr) {
     rest->offset = offset + size;
     rest->set_size(above);
     rest->small = small;
@@ -278,10 +287,11 @@ bool BlockHeap::coalesces(const Block* a, const Block* b) const {
 }
 
 void BlockHeap::add_border(std::size_t offset) {
-  borders_.insert(offset);
   Block* lower = free_covering(offset);
-  if (lower == nullptr || lower->offset == offset) return;
-  Block* upper = arena_.make();
+  const bool splits = lower != nullptr && lower->offset != offset;
+  Block* upper = splits ? arena_.make() : nullptr;
+  borders_.insert(offset);
+  if (!splits) return;
   upper->offset = offset;
   upper->set_size(lower->end() - offset);
   upper->small = lower->small;
@@ -291,7 +301,8 @@ void BlockHeap::add_border(std::size_t offset) {
 }
 
 Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
-  VMM_CHECK(block->state != BlockState::free, "freeing free block at ", block->offset);
+  VMM_CHECK(block->state != BlockState::free && block->recorded == 0, "freeing the block at ", block->offset,
+            ", which is free, or whose recorded uses have not ended");
   taken_bytes_ -= block->size();
   block->state = BlockState::free;
   block->tag = tag;

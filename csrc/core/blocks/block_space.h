@@ -1,5 +1,7 @@
 // The addresses in which all blocks of the process stand: reserved once, so that a link
 // from one block to another is four bytes (BlockLink) and a block is 40 instead of 80.
+//
+// One lock for the process, a leaf. Not for a forked child: another thread may have held it.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +14,9 @@ class BlockSpace {
   // What a link counts in: blocks are aligned to it.
   static constexpr std::size_t kUnit = 8;  // bytes
 
-  // A piece of zeroed memory, aligned to its size. `bytes`: a power of two, 4 KiB to
-  // 1 MiB. Throws std::bad_alloc.
+  // A piece of zeroed memory, aligned to its size: what that skips is lost, but the pieces
+  // that an arena takes only grow. `bytes`: a power of two of whole pages, up to 1 MiB.
+  // Throws std::bad_alloc.
   static void* take(std::size_t bytes);
   // Somebody else's from now on; its memory goes back to the kernel.
   static void give(void* piece, std::size_t bytes);

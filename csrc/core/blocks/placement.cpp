@@ -11,8 +11,8 @@ constexpr int kCandidates = 32;
 constexpr int kMostNeighbours = 16;
 }  // namespace
 
-// At the lower end of what best fit finds; at the upper one where free space, mostly
-// bare, lies below it and none above. What is left over then lies beside that space,
+// At the lower end of what best fit finds; at the upper one where other free space (of
+// another stream, or bare) lies below it and none above. What is left over then lies beside that space,
 // and a longer request can stand across both; between two blocks it would serve
 // shorter ones alone. Replayed programs ended 0.2 % lower on average, two that serve
 // 0.4 to 1.2 %. Not where more is left than is taken: that is no left-over, and a

@@ -40,7 +40,7 @@ Block* Depot::put(Block* first) {
         blocks_.fetch_add(batch.count, std::memory_order_relaxed);
       }
     }
-    if (!is_taken) rest = join(batch.first, rest);
+    if (!is_taken) rest = join_lists(batch.first, rest);
   }
   return rest;
 }
@@ -62,7 +62,7 @@ Block* Depot::take_all() {
   if (is_empty()) return nullptr;
   const MutexLock lock(mutex_);
   Block* all = nullptr;
-  while (count_ != 0) all = join(batches_.at(--count_).first, all);
+  while (count_ != 0) all = join_lists(batches_.at(--count_).first, all);
   bytes_ = 0;
   blocks_.store(0, std::memory_order_relaxed);
   return all;

@@ -23,7 +23,7 @@ void Shard::want(std::size_t size) {
   // What is in it is of a size that was wanted before.
   if (bin.first != nullptr) {
     for (const Block* block = bin.first; block != nullptr; block = block->bin_next) ++unwanted_count_;
-    unwanted_ = join(bin.first, unwanted_);
+    unwanted_ = join_lists(bin.first, unwanted_);
     bin.first = nullptr;
   }
   bin.size = size;
@@ -53,9 +53,9 @@ Block* Shard::take_unwanted() {
 }
 
 Block* Shard::take_excess(bool is_alone) {
-  std::size_t most = small_bytes_ > kMostSmallBytes ? kKeptBytes : kUnlimited;
+  const std::size_t most_shared = small_bytes_ > kMostSmallBytes ? kKeptBytes : kUnlimited;
   Block* excess = take_unwanted();
-  if (is_alone) most = small_bytes_ - std::min(small_bytes_, kDrainedBytes);
+  const std::size_t most = is_alone ? small_bytes_ - std::min(small_bytes_, kDrainedBytes) : most_shared;
   for (Bin& bin : bins_) {
     while (small_bytes_ > most && bin.first != nullptr) {
       Block* const block = bin.first;
@@ -70,9 +70,9 @@ Block* Shard::take_excess(bool is_alone) {
 }
 
 Block* Shard::take_all() {
-  Block* all = join(take_unwanted(), forget_large());
+  Block* all = join_lists(take_unwanted(), forget_large());
   for (Bin& bin : bins_) {
-    all = join(bin.first, all);
+    all = join_lists(bin.first, all);
     bin.first = nullptr;
   }
   small_bytes_ = 0;

@@ -79,7 +79,7 @@ class Shard {
     return is_draining_ || small_bytes_ > kMostSmallBytes || unwanted_count_ > kMostUnwanted;
   }
   // What it should let go of then. `is_alone`: nobody else could want them; then it is
-  // all, but over several frees: 16384 blocks of 512 bytes at once took 5 ms.
+  // all small ones, but over several frees: 16384 of 512 bytes at once took 5 ms.
   Block* take_excess(bool is_alone);
   // What is kept, linked by `bin_next`.
   Block* take_all();

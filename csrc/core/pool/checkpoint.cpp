@@ -58,6 +58,7 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
     freed->push_back(base_ + block->offset);
     directory_->take(block->offset);
     end_block(*block);
+    if (block->recorded != 0) recorded_uses_.end(&block->recorded);
     finish_free(block, context_.clock.now());
   }
   give_up_spare_slabs();

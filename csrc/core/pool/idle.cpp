@@ -59,8 +59,8 @@ std::vector<Pool::IdleChunk> Pool::idle_at_once(StreamTag tag, std::size_t at_le
     return ++looked_at < kMostLookedAt && idle.size() < kMostChoice;
   };
   large_.for_smallest(at_least, tag, look_at);
-  for (StreamTag other = 1; other < streams_.size() && looked_at < kMostLookedAt; ++other) {
-    if (other != tag) large_.for_smallest(at_least, other, look_at);
+  for (std::size_t other = 1; other < streams_.size() && looked_at < kMostLookedAt; ++other) {
+    if (other != tag) large_.for_smallest(at_least, static_cast<StreamTag>(other), look_at);
   }
   return idle;
 }

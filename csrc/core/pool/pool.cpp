@@ -62,6 +62,9 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
                                format_bytes(spec.physical_limit));
   }
   capacity_ = align_up(spec.capacity, page_);
+  Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();
+  const MutexLock lock(mutex_);
+  large_.donate({0, capacity_}, kNeutral);  // may run out of memory: nothing is to be undone yet
   const Status status = context_.address_space.reserve(context_.driver, capacity_, this, &base_);
   if (status.code() == StatusCode::out_of_memory) {
     throw OutOfMemoryError("pool '" + name_ + "': no " + format_bytes(capacity_) + " of virtual addresses are left (" +
@@ -69,11 +72,13 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
                            capacity_, 0, kMostCapacity, name_);
   }
   throw_if_failed(status, "reserving " + format_bytes(capacity_) + " of addresses for pool '" + name_ + "'");
-  Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();
-  directory_ = std::make_unique<BlockDirectory>(capacity_);
-  const MutexLock lock(mutex_);
-  range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
-  large_.donate({0, capacity_}, kNeutral);
+  try {
+    directory_ = std::make_unique<BlockDirectory>(capacity_);
+    range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
+  } catch (...) {
+    context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
+    throw;
+  }
   if (family != nullptr) counters_.follow_family(*family);
 }
 

@@ -161,6 +161,7 @@ void Pool::check() const {
   std::size_t retired = 0;
   std::size_t retired_bytes = 0;
   std::size_t kept = 0;
+  std::size_t recorded = 0;
   const auto count_block = [&](const Block& block) VMM_REQUIRES(mutex_) {
     if (block.state == BlockState::free || block.state == BlockState::slab || block.state == BlockState::retired) {
       return;
@@ -183,6 +184,7 @@ void Pool::check() const {
     used_bytes += block.size();
     requested += block.requested;
     ++used_blocks;
+    if (block.recorded != 0) ++recorded;
     if (block.state == BlockState::pages) pages += block.size();
   };
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
@@ -225,6 +227,8 @@ void Pool::check() const {
             ", indexed ", live_blocks_locked());
   VMM_CHECK(pending == pending_bytes_ && pages == page_bytes_ && quarantined == quarantined_bytes_, "pending ", pending,
             " pages ", pages, " quarantined ", quarantined);
+  VMM_CHECK(recorded == recorded_uses_.size(), "blocks that other streams used: walked ", recorded, ", lists ",
+            recorded_uses_.size());
   VMM_CHECK(in_vain_.empty(), "mappings in vain: ", in_vain_.size());
   VMM_CHECK(streams_.blocks() == used_blocks + kept + pending_.size(), "blocks: of streams ", streams_.blocks(),
             ", walked ", used_blocks + kept + pending_.size());

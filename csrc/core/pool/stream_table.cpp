@@ -25,9 +25,9 @@ StreamTag StreamTable::tag_of(Stream stream, bool is_alive) {
       tag = tag_without_blocks();
       if (tag == kNeutral) {
         if (states_.size() > most_streams_) {
-          throw VmmError("blocks of " + std::to_string(most_streams_) +
-                         " streams are live in one pool, which is the most; free those of streams that are no longer "
-                         "used");
+          throw VmmError("one pool has blocks of " + std::to_string(most_streams_) +
+                         " streams, live or kept for the next request, and can have no more; use fewer streams, or "
+                         "pools of their own");
         }
         tag = static_cast<StreamTag>(states_.size());
         states_.emplace_back();

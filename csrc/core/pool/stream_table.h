@@ -19,8 +19,8 @@ namespace vmm {
 
 class StreamTable {
  public:
-  // Tags are two bytes in a block.
-  static constexpr std::size_t kMostStreams = std::numeric_limits<StreamTag>::max();
+  // Tags are two bytes in a block, and size() of them is counted in those too.
+  static constexpr std::size_t kMostStreams = std::numeric_limits<StreamTag>::max() - 1;
   // `most_streams`: fewer, in tests.
   StreamTable(DeviceStreams& streams, Clock& clock, std::size_t most_streams = kMostStreams);
 
@@ -39,7 +39,7 @@ class StreamTable {
     StreamPointPtr zeroed;
   };
   // `is_alive`: the caller is about to use it, so its handle may be looked at. Throws
-  // VmmError where blocks of kMostStreams are live.
+  // VmmError where kMostStreams have live blocks, or threads that keep some.
   StreamTag tag_of(Stream stream, bool is_alive = true);
   [[nodiscard]] State& operator[](StreamTag tag) { return states_[tag]; }
   [[nodiscard]] const State& operator[](StreamTag tag) const { return states_[tag]; }

@@ -24,6 +24,9 @@ void RecordedUses::add(std::uint32_t* list, const StreamUse& use) {
 void RecordedUses::end(std::uint32_t* list) {
   lists_[*list - 1].clear();
   unused_.push_back(std::exchange(*list, 0));
+  if (size() != 0 || lists_.size() <= kMostKept) return;
+  lists_ = {};
+  unused_ = {};
 }
 
 }  // namespace vmm

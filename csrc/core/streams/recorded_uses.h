@@ -17,8 +17,13 @@ class RecordedUses {
   [[nodiscard]] const std::vector<StreamUse>& of(std::uint32_t list) const { return lists_[list - 1]; }
   // Ends it: `*list` is 0.
   void end(std::uint32_t* list);
+  // Lists that have not ended.
+  [[nodiscard]] std::size_t size() const { return lists_.size() - unused_.size(); }
 
  private:
+  // More than these stay only until all have ended.
+  static constexpr std::size_t kMostKept = 1024;
+
   std::vector<std::vector<StreamUse>> lists_;
   std::vector<std::uint32_t> unused_;
 };
