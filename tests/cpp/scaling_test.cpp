@@ -1,7 +1,9 @@
 // What one of many models costs: who is looked at, not how long it takes. To look
 // at a pool is to lock it, and its lock counts.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <fstream>
 #include <functional>
 #include <string>
 #include <vector>
@@ -166,6 +168,33 @@ TEST_F(Scaling, InactiveSplitIsWorkedOutAnewWhenSomethingHasChanged) {
   EXPECT_EQ(split(), before + static_cast<std::int64_t>(2 * kMiB - 512));
   DeviceMemory::free(lab_.space, small);
   EXPECT_EQ(split(), before);
+}
+
+// -- Memory of our own
+
+std::size_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  std::size_t all = 0;
+  std::size_t resident = 0;
+  statm >> all >> resident;
+  return resident * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+}
+
+TEST(OwnMemory, AMillionSmallBlocksTakeAtMost48BytesEachAndLeaveATenth) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the sanitizers have memory of their own for each of ours";
+#endif
+  constexpr std::size_t kCount = 1'000'000;
+  Lab lab(LabSpec{2 * kGiB});  // nobody touches the blocks
+  const auto pool = lab.pool("a");
+  std::vector<Address> blocks(kCount, 1);  // touched before anything is measured
+  const std::size_t before = resident_bytes();
+  for (Address& block : blocks) block = lab.memory().allocate(*pool, 512, nullptr);
+  const std::size_t taken = resident_bytes() - before;
+  EXPECT_LE(taken, kCount * 48) << static_cast<double>(taken) / kCount << " bytes a block";
+  for (const Address block : blocks) DeviceMemory::free(lab.space, block);
+  lab.memory().empty_cache();
+  EXPECT_LE(resident_bytes() - before, taken / 10) << "of " << taken;
 }
 
 }  // namespace
