@@ -68,8 +68,8 @@ def _workloads(result: Result) -> str:
     heads = [f"{metric}: {name}" for metric in metrics for name in ("torch_vmm", "native")]
     lines = [_source(result, "programs, now"), "", f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     for case in dict.fromkeys(row["case"] for row in result["rows"]):
-        cells = [values[case, metric, name] for metric in metrics for name in ("torch_vmm", "native")]
-        lines.append(f"| {case} | {' | '.join(f'{cell:.4g}' for cell in cells)} |")
+        cells = [values.get((case, metric, name)) for metric in metrics for name in ("torch_vmm", "native")]
+        lines.append(f"| {case} | {' | '.join('–' if cell is None else f'{cell:.4g}' for cell in cells)} |")
     return "\n".join(lines)
 
 

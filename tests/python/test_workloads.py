@@ -464,7 +464,7 @@ def test_the_file_says_what_was_measured(
     assert "crc32" not in out
     assert "serve: the same results, bit for bit, under torch_vmm, native" in out
     shown = standing._standing(result)
-    assert "| serve: warm pass, s | 4.23 | 5.23 |" in shown
+    assert "| serve | – | – | – | – | 4.235 | 5.235 | – | – |" in shown
     assert "crc32" not in shown
 
 
