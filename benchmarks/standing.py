@@ -64,11 +64,12 @@ def _standing(result: Result) -> str:
 def _workloads(result: Result) -> str:
     """A row a program, ours beside native's, of the numbers that differ by hundredths."""
     metrics = ("reserved / allocated", "first pass", "warm pass", "driver calls, second half")
+    columns = [(metric, name) for metric in metrics for name in ("torch_vmm", "native")]
     values = {(row["case"], row["metric"], row["allocator"]): row["value"] for row in result["rows"]}
-    heads = [f"{metric}: {name}" for metric in metrics for name in ("torch_vmm", "native")]
-    lines = [_source(result, "programs, now"), "", f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    heads = " | ".join(f"{metric}: {name}" for metric, name in columns)
+    lines = [_source(result, "programs, now"), "", f"| | {heads} |", f"|---|{'---|' * len(columns)}"]
     for case in dict.fromkeys(row["case"] for row in result["rows"]):
-        cells = [values.get((case, metric, name)) for metric in metrics for name in ("torch_vmm", "native")]
+        cells = [values.get((case, *column)) for column in columns]
         lines.append(f"| {case} | {' | '.join('–' if cell is None else f'{cell:.4g}' for cell in cells)} |")
     return "\n".join(lines)
 

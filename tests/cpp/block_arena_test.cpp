@@ -65,32 +65,33 @@ TEST(BlockSpace, PiecesAreAlignedZeroedAndNobodyElses) {
   for (const auto& [piece, bytes] : taken) BlockSpace::give(piece, bytes);
 }
 
-// In a child that begins anew: the space is reserved once.
-TEST(BlockSpace, FewerAddressesWhereTheProcessMayNotHaveMore) {
+// `holds` in a child that begins anew, as the space is reserved once, and that may have
+// 4 GiB of addresses.
+void expect_with_few_addresses(bool (*holds)()) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "the sanitizers need more addresses themselves";
 #endif
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  const auto link_two = [] {
+  const auto child = [holds] {
     const rlimit most{std::size_t{4} << 30U, std::size_t{4} << 30U};
     if (::setrlimit(RLIMIT_AS, &most) != 0) std::_Exit(1);
+    std::_Exit(holds() ? 0 : 2);
+  };
+  EXPECT_EXIT(child(), ::testing::ExitedWithCode(0), "");
+}
+
+TEST(BlockSpace, FewerAddressesWhereTheProcessMayNotHaveMore) {
+  expect_with_few_addresses([] {
     BlockArena arena;
     Block* const first = arena.make();
     Block* const second = arena.make();
     first->next = second;
-    std::_Exit(first->next == second && first != second ? 0 : 2);
-  };
-  EXPECT_EXIT(link_two(), ::testing::ExitedWithCode(0), "");
+    return first->next == second && first != second;
+  });
 }
 
 TEST(BlockSpace, WhatCannotBeMadeLeavesThePoolWhole) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "the sanitizers need more addresses themselves";
-#endif
-  GTEST_FLAG_SET(death_test_style, "threadsafe");
-  const auto run_out = [] {
-    const rlimit most{std::size_t{4} << 30U, std::size_t{4} << 30U};
-    if (::setrlimit(RLIMIT_AS, &most) != 0) std::_Exit(1);
+  expect_with_few_addresses([] {
     Lab lab;
     const auto pool = lab.pool("a");
     std::vector<Address> live{lab.memory().allocate(*pool, 512, nullptr)};
@@ -112,9 +113,8 @@ TEST(BlockSpace, WhatCannotBeMadeLeavesThePoolWhole) {
     for (const Address block : live) DeviceMemory::free(lab.space, block);
     lab.memory().empty_cache();
     lab.memory().check();
-    std::_Exit(ran_out && pool->physical_bytes() == 0 ? 0 : 2);
-  };
-  EXPECT_EXIT(run_out(), ::testing::ExitedWithCode(0), "");
+    return ran_out && pool->physical_bytes() == 0;
+  });
 }
 
 TEST(Block, HoldsEverySizeThatThereIs) {
