@@ -66,6 +66,7 @@ SOURCES = [
     "csrc/core/blocks/move_budget.cpp",
     "csrc/core/blocks/placement.cpp",
     "csrc/core/blocks/slabs.cpp",
+    "csrc/core/blocks/small_heap.cpp",
     "csrc/core/cache/biased_lock.cpp",
     "csrc/core/cache/block_caches.cpp",
     "csrc/core/cache/depot.cpp",

@@ -74,7 +74,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
  private:
   // Blocks of one size class for one stream; their offsets are addresses.
   struct Heap {
-    Heap(BlockArena& arena, Stream stream, bool small) : stream(stream), small(small), blocks(arena, false) {}
+    Heap(BlockArena& arena, Stream stream, bool small) : stream(stream), small(small), blocks(arena) {}
     const Stream stream;
     const bool small;
     BlockHeap blocks;

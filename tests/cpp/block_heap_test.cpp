@@ -28,7 +28,7 @@ class Heap : public ::testing::Test {
     return free;
   }
   BlockArena arena_;
-  BlockHeap heap_{arena_, /*by_offset=*/true};
+  BlockHeap heap_{arena_};
 };
 
 TEST_F(Heap, CarvingLeavesBothSidesFreeWithTheirTagAndEpoch) {
@@ -215,7 +215,7 @@ TEST_P(HeapProgram, AgreesWithTheModel) {
   SCOPED_TRACE("seed " + std::to_string(GetParam()));
   std::mt19937 random(GetParam());
   BlockArena arena;
-  BlockHeap heap(arena, /*by_offset=*/true);
+  BlockHeap heap(arena);
   heap.donate({0, kUnits * kUnit}, kNeutral);
   std::map<int, Used> live;
   for (int step = 0; step < 1500; ++step) {

@@ -32,62 +32,6 @@ void resize(FreeIndex& bins, Block* free, std::size_t offset, std::size_t size) 
 
 // ---------------------------------------------------------------- FreeIndex
 
-template <std::size_t kCount>
-void FreeIndex::Bins<kCount>::insert(std::size_t bin, Block* block) {
-  if (heads_ == nullptr) heads_ = std::make_unique<Heads>();
-  Block*& first = (*heads_)[bin];
-  block->bin_prev = nullptr;
-  block->bin_next = first;
-  if (first != nullptr) first->bin_prev = block;
-  first = block;
-  filled_[bin / 64] |= std::uint64_t{1} << (bin % 64);
-  words_filled_ |= std::uint64_t{1} << (bin / 64);
-}
-
-template <std::size_t kCount>
-void FreeIndex::Bins<kCount>::erase(std::size_t bin, Block* block) {
-  if (block->bin_next != nullptr) block->bin_next->bin_prev = block->bin_prev;
-  if (block->bin_prev != nullptr) {
-    block->bin_prev->bin_next = block->bin_next;
-  } else {
-    (*heads_)[bin] = block->bin_next;
-    if ((*heads_)[bin] == nullptr) {
-      filled_[bin / 64] &= ~(std::uint64_t{1} << (bin % 64));
-      if (filled_[bin / 64] == 0) words_filled_ &= ~(std::uint64_t{1} << (bin / 64));
-    }
-  }
-  block->recorded = 0;  // where bin_prev was
-  block->bin_next = nullptr;
-}
-
-template <std::size_t kCount>
-std::size_t FreeIndex::Bins<kCount>::filled_from(std::size_t bin) const {
-  if (bin >= kCount) return kCount;
-  const std::size_t word = bin / 64;
-  std::uint64_t bits = filled_[word] & (~std::uint64_t{0} << (bin % 64));
-  if (bits != 0) return word * 64 + static_cast<std::size_t>(__builtin_ctzll(bits));
-  const std::uint64_t later = word == 63 ? 0 : words_filled_ & (~std::uint64_t{0} << (word + 1));
-  if (later == 0) return kCount;
-  const auto found = static_cast<std::size_t>(__builtin_ctzll(later));
-  return found * 64 + static_cast<std::size_t>(__builtin_ctzll(filled_[found]));
-}
-
-template <std::size_t kCount>
-std::size_t FreeIndex::Bins<kCount>::filled_below(std::size_t bin) const {
-  const auto highest = [](std::uint64_t bits) { return static_cast<std::size_t>(63 - __builtin_clzll(bits)); };
-  const std::size_t word = bin / 64;
-  if (bin % 64 != 0) {
-    const std::uint64_t bits = filled_[word] & ~(~std::uint64_t{0} << (bin % 64));
-    if (bits != 0) return word * 64 + highest(bits);
-  }
-  const std::uint64_t earlier = word == 64 ? words_filled_ : words_filled_ & ~(~std::uint64_t{0} << word);
-  if (earlier == 0) return kCount;
-  return highest(earlier) * 64 + highest(filled_[highest(earlier)]);
-}
-
-template class FreeIndex::Bins<FreeIndex::kExactBins>;
-template class FreeIndex::Bins<FreeIndex::kRangeBins>;
-
 void FreeIndex::insert(Block* block) {
   if (block->size() < kLargeBytes) {
     exact_.insert(block->size() / kBlockAlignment, block);
@@ -130,10 +74,8 @@ Block* FreeIndex::best_fit(std::size_t size) const {
 }
 
 bool FreeIndex::holds(const Block* block) const {
-  const Block* at = block->size() < kLargeBytes ? exact_.first(block->size() / kBlockAlignment)
-                                                : ranges_.first(range_bin(block->size()));
-  while (at != nullptr && at != block) at = at->bin_next;
-  return at == block;
+  return block->size() < kLargeBytes ? exact_.holds(block->size() / kBlockAlignment, block)
+                                     : ranges_.holds(range_bin(block->size()), block);
 }
 
 // ---------------------------------------------------------------- BlockHeap
@@ -148,15 +90,13 @@ void BlockHeap::set_free(Block* block, StreamTag tag, Epoch epoch) {
   block->state = BlockState::free;
   block->tag = tag;
   block->epoch = epoch;
-  ++free_count_;
   index(tag).insert(block);
-  if (by_offset_) free_nodes_.insert(free_, block);
+  free_nodes_.insert(free_, block);
 }
 
 void BlockHeap::clear_free(Block* block) {
-  --free_count_;
   index(block->tag).erase(block);
-  if (by_offset_) free_nodes_.erase(free_, block);
+  free_nodes_.erase(free_, block);
 }
 
 void BlockHeap::insert_after(Block* at, Block* fresh) {
@@ -214,36 +154,32 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
   const Epoch epoch = free->epoch;
   const std::size_t above = free->end() - (offset + size);
   const bool is_lowest = offset == free->offset;
-  const bool small = free->small;
   // Whatever is to be made is made before anything changes: there may be no memory for it.
-  const bool stays_free = !is_lowest || (above != 0 && by_offset_);
+  const bool stays_free = !is_lowest || above != 0;
   Block* block = stays_free ? arena_.make() : free;
   Block* rest = nullptr;
-  if (above != 0 && (!is_lowest || !by_offset_)) {
+  if (above != 0 && !is_lowest) {
     try {
       rest = arena_.make();
     } catch (...) {
-      if (stays_free) arena_.recycle(block);
+      arena_.recycle(block);
       throw;
     }
   }
-  if (stays_free) {
-    block->small = small;
-    if (!is_lowest) {
-      resize(index(tag), free, free->offset, offset - free->offset);
-      insert_after(free, block);
-    } else {
-      resize(index(tag), free, offset + size, above);
-      if (free->prev != nullptr) {
-        insert_after(free->prev, block);
-      } else {
-        *std::find(stretches_.begin(), stretches_.end(), free) = block;
-        block->next = free;
-        free->prev = block;
-      }
-    }
-  } else {
+  if (!stays_free) {
     clear_free(free);
+  } else if (!is_lowest) {
+    resize(index(tag), free, free->offset, offset - free->offset);
+    insert_after(free, block);
+  } else {
+    resize(index(tag), free, offset + size, above);
+    if (free->prev != nullptr) {
+      insert_after(free->prev, block);
+    } else {
+      *std::find(stretches_.begin(), stretches_.end(), free) = block;
+      block->next = free;
+      free->prev = block;
+    }
   }
   block->offset = offset;
   block->set_size(size);
@@ -254,7 +190,6 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
   if (rest != nullptr) {
     rest->offset = offset + size;
     rest->set_size(above);
-    rest->small = small;
     insert_after(block, rest);
     set_free(rest, tag, epoch);
   }
@@ -268,7 +203,6 @@ Block* BlockHeap::split(Block* block, std::size_t offset) {
   upper->set_size(block->end() - offset);
   upper->state = BlockState(block->state);
   upper->tag = block->tag;
-  upper->small = block->small;
   block->set_size(offset - block->offset);
   insert_after(block, upper);
   return upper;
@@ -294,7 +228,6 @@ void BlockHeap::add_border(std::size_t offset) {
   if (!splits) return;
   upper->offset = offset;
   upper->set_size(lower->end() - offset);
-  upper->small = lower->small;
   resize(index(lower->tag), lower, lower->offset, offset - lower->offset);
   insert_after(lower, upper);
   set_free(upper, lower->tag, lower->epoch);
@@ -309,7 +242,7 @@ Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
   block->epoch = epoch;
   Block* lower = coalesces(block->prev, block) ? block->prev : nullptr;
   Block* upper = coalesces(block, block->next) ? block->next : nullptr;
-  if (upper != nullptr && (lower != nullptr || !by_offset_)) {
+  if (upper != nullptr && lower != nullptr) {
     clear_free(upper);
     block->set_size(block->size() + upper->size());
     block->epoch = std::max(block->epoch, upper->epoch);
@@ -414,16 +347,14 @@ void BlockHeap::check() const {
         continue;
       }
       ++free_seen;
-      VMM_CHECK(!by_offset_ || free_covering(block->offset) == block, "free block at ", block->offset,
-                " is not indexed");
+      VMM_CHECK(free_covering(block->offset) == block, "free block at ", block->offset, " is not indexed");
       Block* fit = best_fit(block->size(), block->tag);
       VMM_CHECK(index_[block->tag]->holds(block), "the free block at ", block->offset, " is in no bin");
       VMM_CHECK(fit != nullptr && fit->size() >= block->size() && fit->size() - block->size() <= block->size() / 16,
                 "best fit misses ", block->offset);
     }
   }
-  VMM_CHECK(free_seen == free_count_ && (!by_offset_ || free_seen == free_.size()), "free blocks: walked ", free_seen,
-            ", counted ", free_count_, ", indexed ", free_.size());
+  VMM_CHECK(free_seen == free_.size(), "free blocks: walked ", free_seen, ", indexed ", free_.size());
   VMM_CHECK(taken == taken_bytes_, "taken: walked ", taken, ", counted ", taken_bytes_);
   for (const auto& [size, none_below] : none_below_) {
     for (auto first = free_.begin(); first != free_.end() && (*first)->offset < none_below;) {

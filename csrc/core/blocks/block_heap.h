@@ -7,9 +7,7 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
-#include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
@@ -20,6 +18,7 @@
 #include "base/units.h"
 #include "core/blocks/block.h"
 #include "core/blocks/block_arena.h"
+#include "core/blocks/size_bins.h"
 
 namespace vmm {
 
@@ -76,35 +75,14 @@ class FreeIndex {
   static constexpr std::size_t kRangeBins = kStepsPerDoubling * kDoublings;
   static constexpr int kMostCompared = 16;
 
-  // Lists of blocks under a bitmap, made when the first block comes.
-  template <std::size_t kCount>
-  class Bins {
-   public:
-    void insert(std::size_t bin, Block* block);
-    void erase(std::size_t bin, Block* block);
-    [[nodiscard]] Block* first(std::size_t bin) const { return heads_ == nullptr ? nullptr : (*heads_)[bin]; }
-    // The lowest filled bin from `bin` on, or kCount.
-    [[nodiscard]] std::size_t filled_from(std::size_t bin) const;
-    // The highest filled bin below `bin`, or kCount.
-    [[nodiscard]] std::size_t filled_below(std::size_t bin) const;
-
-   private:
-    static constexpr std::size_t kWords = (kCount + 63) / 64;
-    static_assert(kWords <= 64, "one summary word must cover the bitmap");
-    using Heads = std::array<Block*, kCount>;
-    std::unique_ptr<Heads> heads_;
-    std::array<std::uint64_t, kWords> filled_{};
-    std::uint64_t words_filled_ = 0;  // bit w: filled_[w] != 0
-  };
-
   static std::size_t range_bin(std::size_t size) {
     const auto doubling = static_cast<std::size_t>(63 - __builtin_clzll(size));
     return (doubling - 21) * kStepsPerDoubling + ((size >> (doubling - 5)) & (kStepsPerDoubling - 1));
   }
   [[nodiscard]] Block* smallest_in(std::size_t bin, std::size_t size, int most_compared) const;
 
-  Bins<kExactBins> exact_;
-  Bins<kRangeBins> ranges_;
+  SizeBins<kExactBins> exact_;
+  SizeBins<kRangeBins> ranges_;
 };
 
 template <typename Each>
@@ -128,9 +106,7 @@ void FreeIndex::for_smallest(std::size_t size, const Each& each) const {
 
 class BlockHeap {
  public:
-  // `by_offset`: keep the free blocks ordered by offset too, for
-  // free_covering() and free_blocks(). Costs an ordered set's insert a free.
-  BlockHeap(BlockArena& arena, bool by_offset) : arena_(arena), by_offset_(by_offset) {}
+  explicit BlockHeap(BlockArena& arena) : arena_(arena) {}
   BlockHeap(const BlockHeap&) = delete;
   BlockHeap& operator=(const BlockHeap&) = delete;
 
@@ -165,24 +141,22 @@ class BlockHeap {
   Block* free(Block* block, StreamTag tag, Epoch epoch);
 
   // No free block lies over `offset` from now on, and none coalesces there; until
-  // remove_border(). Only of a heap made with `by_offset`.
+  // remove_border().
   void add_border(std::size_t offset);
   void remove_border(std::size_t offset) { borders_.erase(offset); }
 
   // The lowest multiple of `grain` from which `size` bytes are free, whatever their
-  // tags, or none. Only of a heap made with `by_offset`. It remembers, for each size
-  // asked for, below where nothing fits, and goes on from there: among ten thousand
-  // scattered pages a walk from the lowest took 0.3 ms. REQUIRES: one grain for all
-  // calls.
+  // tags, or none. It remembers, for each size asked for, below where nothing fits, and
+  // goes on from there: among ten thousand scattered pages a walk from the lowest took
+  // 0.3 ms. REQUIRES: one grain for all calls.
   [[nodiscard]] std::optional<std::size_t> first_fit(std::size_t size, std::size_t grain);
 
   // Gives all free space, neutral space apart, this tag; it keeps its epochs.
-  // Only of a heap made with `by_offset`.
   void retag(StreamTag tag);
 
   // The free block that covers `offset`, or nullptr.
   [[nodiscard]] Block* free_covering(std::size_t offset) const;
-  // All free blocks by offset; only of a heap made with `by_offset`.
+  // All free blocks by offset.
   struct ByOffset {
     using is_transparent = void;
     bool operator()(const Block* a, const Block* b) const { return a->offset < b->offset; }
@@ -191,7 +165,6 @@ class BlockHeap {
   };
   using FreeByOffset = std::set<Block*, ByOffset>;
   [[nodiscard]] const FreeByOffset& free_blocks() const { return free_; }
-  [[nodiscard]] std::size_t free_count() const { return free_count_; }
   // Bytes of blocks that are not free.
   [[nodiscard]] std::size_t taken_bytes() const { return taken_bytes_; }
   // First blocks of the donated stretches, by offset.
@@ -216,9 +189,7 @@ class BlockHeap {
   std::size_t end_of_run(FreeByOffset::const_iterator& at) const;
 
   BlockArena& arena_;
-  bool by_offset_;
   std::vector<std::unique_ptr<FreeIndex>> index_;  // by tag
-  std::size_t free_count_ = 0;
   std::size_t taken_bytes_ = 0;
   FreeByOffset free_;
   NodeReuse<FreeByOffset> free_nodes_;

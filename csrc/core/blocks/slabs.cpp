@@ -7,33 +7,19 @@
 
 namespace vmm {
 
-namespace {
-
-Block* head_of(const BlockHeap& small, std::size_t offset) {
-  const auto& heads = small.stretches();
-  const auto at = std::lower_bound(heads.begin(), heads.end(), offset,
-                                   [](const Block* head, std::size_t wanted) { return head->offset < wanted; });
-  VMM_CHECK(at != heads.end() && (*at)->offset == offset, "no blocks for the slab at ", offset);
-  return *at;
-}
-
-}  // namespace
-
 Slabs::OfTag& Slabs::make_of(StreamTag tag) {
   if (tag >= tags_.size()) tags_.resize(tag + std::size_t{1});
-  tags_[tag].small = std::make_unique<BlockHeap>(arena_, /*by_offset=*/false);
+  tags_[tag].small = std::make_unique<SmallHeap>(arena_, tag);
   return tags_[tag];
-}
-
-Block* Slabs::cut(OfTag& of_tag, Block* free, std::size_t offset, std::size_t size) {
-  if (free == of_tag.spare) of_tag.spare = nullptr;
-  return of_tag.small->carve(free, offset, size, BlockState::used);
 }
 
 Block* Slabs::take(std::size_t size, StreamTag tag) {
   OfTag& of_tag = of(tag);
-  Block* free = of_tag.small->best_fit(size, tag);
-  return free == nullptr ? nullptr : cut(of_tag, free, free->offset, size);
+  Block* const free = of_tag.small->best_fit(size);
+  if (free == nullptr) return nullptr;
+  Block* const block = of_tag.small->cut(free, size);
+  if (free == of_tag.spare) of_tag.spare = nullptr;
+  return block;
 }
 
 Block* Slabs::take_at(std::size_t offset, std::size_t size, StreamTag tag) {
@@ -41,21 +27,29 @@ Block* Slabs::take_at(std::size_t offset, std::size_t size, StreamTag tag) {
   const Block& slab = slab_around(offset);
   if (slab.tag != tag || slab.end() < offset + size) return nullptr;
   OfTag& of_tag = of(tag);
-  Block* at = head_of(*of_tag.small, slab.offset);
+  Block* at = slabs_.at(slab.offset).first;
   while (at != nullptr && at->end() <= offset) at = at->next;
   if (at == nullptr || at->state != BlockState::free || at->end() < offset + size) return nullptr;
-  return cut(of_tag, at, offset, size);
+  Block* const block = of_tag.small->cut_at(at, offset, size);
+  if (at == of_tag.spare) of_tag.spare = nullptr;
+  return block;
 }
 
 void Slabs::donate(Block* slab) {
-  slabs_.emplace(slab->offset, slab);
-  of(slab->tag).small->donate(slab->range(), slab->tag)->small = true;
+  OfTag& of_tag = of(slab->tag);
+  auto& added = slabs_[slab->offset];
+  try {
+    added = {slab, of_tag.small->donate(slab->offset)};
+  } catch (...) {
+    slabs_.erase(slab->offset);
+    throw;
+  }
 }
 
 std::optional<Slabs::Emptied> Slabs::free(Block* block, Epoch epoch) {
   OfTag& of_tag = of(block->tag);
-  Block* free = of_tag.small->free(block, block->tag, epoch);
-  if (free->prev != nullptr || free->next != nullptr) return std::nullopt;
+  Block* const free = of_tag.small->free(block, epoch);
+  if (!SmallHeap::is_whole(*free)) return std::nullopt;
   // The whole slab is free.
   if (of_tag.spare != nullptr) return retract(of_tag, free);
   of_tag.spare = free;
@@ -75,7 +69,7 @@ std::vector<Slabs::Emptied> Slabs::give_up_spares() {
 Slabs::Emptied Slabs::retract(OfTag& of_tag, Block* whole) {
   const auto at = slabs_.find(whole->offset);
   VMM_CHECK(at != slabs_.end(), "no slab at ", whole->offset);
-  const Emptied emptied{at->second, whole->epoch};
+  const Emptied emptied{at->second.slab, whole->epoch};
   of_tag.small->retract(whole);
   slabs_.erase(at);
   return emptied;
@@ -96,23 +90,25 @@ std::size_t Slabs::spare_bytes() const {
   return bytes;
 }
 
-const Block* Slabs::first_piece(const Block& slab) const { return head_of(*tags_.at(slab.tag).small, slab.offset); }
+const Block* Slabs::first_piece(const Block& slab) const { return slabs_.at(slab.offset).first; }
 
 std::size_t Slabs::check() const {
   std::size_t stranded = 0;
-  std::size_t stretches = 0;
-  for (const OfTag& of_tag : tags_) {
-    if (of_tag.small == nullptr) continue;
-    of_tag.small->check();
-    stretches += of_tag.small->stretches().size();
-    for (const Block* block : of_tag.small->stretches()) {
-      VMM_CHECK(slabs_.count(block->offset) == 1, "small blocks at ", block->offset, ", which is no slab");
-      for (; block != nullptr; block = block->next) {
-        if (block->state == BlockState::free && block != of_tag.spare) stranded += block->size();
-      }
+  std::vector<std::size_t> free(tags_.size());
+  for (const auto& [offset, cut] : slabs_) {
+    const OfTag& of_tag = tags_.at(cut.slab->tag);
+    VMM_CHECK(cut.slab->offset == offset && cut.first->offset == offset, "the slab at ", offset, " is listed at ",
+              cut.slab->offset, ", its first block at ", cut.first->offset);
+    free.at(cut.slab->tag) += of_tag.small->check(cut.first);
+    for (const Block* block = cut.first; block != nullptr; block = block->next) {
+      if (block->state == BlockState::free && block != of_tag.spare) stranded += block->size();
     }
   }
-  VMM_CHECK(stretches == slabs_.size(), "slabs: cut ", stretches, ", listed ", slabs_.size());
+  for (std::size_t tag = 0; tag < tags_.size(); ++tag) {
+    if (tags_[tag].small == nullptr) continue;
+    VMM_CHECK(free[tag] == tags_[tag].small->free_count(), "free blocks of tag ", tag, ": walked ", free[tag],
+              ", counted ", tags_[tag].small->free_count());
+  }
   return stranded;
 }
 

@@ -10,11 +10,9 @@
 #include <optional>
 #include <vector>
 
-#include "core/blocks/block_heap.h"
+#include "core/blocks/small_heap.h"
 
 namespace vmm {
-
-inline constexpr std::size_t kSlabBytes = 2 * kMiB;
 
 class Slabs {
  public:
@@ -50,7 +48,7 @@ class Slabs {
   [[nodiscard]] bool holds(const Block& slab) const { return slabs_.count(slab.offset) != 0; }
   // The slab around `offset`. REQUIRES: there is one.
   [[nodiscard]] const Block& slab_around(std::size_t offset) const {
-    return *std::prev(slabs_.upper_bound(offset))->second;
+    return *std::prev(slabs_.upper_bound(offset))->second.slab;
   }
   // The lowest of the blocks that the slab is cut into, others behind it by `next`.
   [[nodiscard]] const Block* first_piece(const Block& slab) const;
@@ -62,8 +60,12 @@ class Slabs {
 
  private:
   struct OfTag {
-    std::unique_ptr<BlockHeap> small;
+    std::unique_ptr<SmallHeap> small;
     Block* spare = nullptr;  // of the slab that is kept empty, its one free block
+  };
+  struct Slab {
+    Block* slab = nullptr;   // the large block
+    Block* first = nullptr;  // of those that it is cut into
   };
   OfTag& of(StreamTag tag) {
     if (tag < tags_.size() && tags_[tag].small != nullptr) [[likely]]
@@ -71,12 +73,11 @@ class Slabs {
     return make_of(tag);
   }
   OfTag& make_of(StreamTag tag);
-  Block* cut(OfTag& of_tag, Block* free, std::size_t offset, std::size_t size);
   Emptied retract(OfTag& of_tag, Block* whole);
 
   BlockArena& arena_;
   std::vector<OfTag> tags_;
-  std::map<std::size_t, Block*> slabs_;  // by offset: the large blocks
+  std::map<std::size_t, Slab> slabs_;  // by offset
 };
 
 }  // namespace vmm

@@ -44,7 +44,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       floor_(spec.floor),
       priority_(spec.priority),
       accessors_(std::move(accessors)),
-      large_(arena_, /*by_offset=*/true),
+      large_(arena_),
       placement_(large_, page_),
       slabs_(arena_),
       streams_(context.streams, context.clock),
