@@ -18,30 +18,28 @@ Shard::Shard(CachedPool& pool, BlockSeat& of_device, Stream stream, StreamTag ta
 Shard::~Shard() { pool.count_shards(-1); }
 
 void Shard::want(std::size_t size) {
-  Bin& bin = bin_of(size);
-  if (bin.size == size) return;
-  // What is in it is of a size that was wanted before.
-  if (bin.first != nullptr) {
-    for (const Block* block = bin.first; block != nullptr; block = block->bin_next) ++unwanted_count_;
-    unwanted_ = join_lists(bin.first, unwanted_);
-    bin.first = nullptr;
+  const std::size_t units = size / kBlockAlignment;
+  if (units <= kOwnPlaces) {
+    wanted_ |= std::uint64_t{1} << (units - 1);
+    return;
   }
-  bin.size = size;
+  const std::size_t place = shared_place(units);
+  if (units_in_[place] == units) return;
+  // What is in it is of a size that was wanted before.
+  BlockLink& kept = kept_[kOwnPlaces + place];
+  if (Block* const first = kept; first != nullptr) {
+    for (const Block* block = first; block != nullptr; block = block->bin_next) ++unwanted_count_;
+    unwanted_ = join_lists(first, unwanted_);
+    kept = nullptr;
+  }
+  units_in_[place] = static_cast<std::uint16_t>(units);
 }
 
 void Shard::accept(const Depot::Batch& batch) {
   const std::size_t size = batch.first->size();
   want(size);
-  bin_of(size).first = batch.first;
+  *kept_of(size) = batch.first;
   small_bytes_ += batch.count * size;
-}
-
-Block* Shard::forget_large() {
-  Block* kept = kept_large_;
-  if (kept != nullptr) kept->bin_next = nullptr;
-  kept_large_ = nullptr;
-  latest_large_ = nullptr;
-  return kept;
 }
 
 Block* Shard::take_unwanted() {
@@ -56,13 +54,14 @@ Block* Shard::take_excess(bool is_alone) {
   const std::size_t most_shared = small_bytes_ > kMostSmallBytes ? kKeptBytes : kUnlimited;
   Block* excess = take_unwanted();
   const std::size_t most = is_alone ? small_bytes_ - std::min(small_bytes_, kDrainedBytes) : most_shared;
-  for (Bin& bin : bins_) {
-    while (small_bytes_ > most && bin.first != nullptr) {
-      Block* const block = bin.first;
-      bin.first = block->bin_next;
+  for (BlockLink& kept : kept_) {
+    while (small_bytes_ > most) {
+      Block* const block = kept;
+      if (block == nullptr) break;
+      kept = block->bin_next;
       block->bin_next = excess;
       excess = block;
-      small_bytes_ -= bin.size;
+      small_bytes_ -= block->size();
     }
   }
   is_draining_ = is_alone && small_bytes_ != 0;
@@ -71,9 +70,9 @@ Block* Shard::take_excess(bool is_alone) {
 
 Block* Shard::take_all() {
   Block* all = join_lists(take_unwanted(), forget_large());
-  for (Bin& bin : bins_) {
-    all = join_lists(bin.first, all);
-    bin.first = nullptr;
+  for (BlockLink& kept : kept_) {
+    all = join_lists(kept, all);
+    kept = nullptr;
   }
   small_bytes_ = 0;
   is_draining_ = false;
@@ -86,7 +85,7 @@ std::size_t Shard::kept() const {
     for (; block != nullptr; block = block->bin_next) ++count;
   };
   add(unwanted_);
-  for (const Bin& bin : bins_) add(bin.first);
+  for (const BlockLink& kept : kept_) add(kept);
   return count + (kept_large_ == nullptr ? 0 : 1);
 }
 
@@ -113,19 +112,16 @@ void ThreadCache::rebuild(std::size_t size) {
 
 Shard& ThreadCache::add(CachedPool& pool, Stream stream, StreamTag tag) {
   auto shard = std::make_unique<Shard>(pool, *of_device_, stream, tag);
-  latest_ = shard.get();
-  std::size_t at = slot_of(pool);
-  if (table_[at].pool == nullptr) {
-    if ((pools_ + 1) * 2 > table_.size()) {
-      rebuild(table_.size() * 2);
-      at = slot_of(pool);
-    }
+  if (first_of(pool) == nullptr && (pools_ + 1) * 2 > table_.size()) rebuild(table_.size() * 2);
+  // From here on nothing throws.
+  Entry& entry = table_[slot_of(pool)];
+  if (entry.pool == nullptr) {
     ++pools_;
-    table_[at].pool = &pool;
+    entry.pool = &pool;
   }
-  shard->next = std::move(table_[at].first);
-  table_[at].first = std::move(shard);
-  return *latest_;
+  shard->next = std::move(entry.first);
+  entry.first = std::move(shard);
+  return *(latest_ = entry.first.get());
 }
 
 bool ThreadCache::is_alone(const CachedPool& pool) const {
