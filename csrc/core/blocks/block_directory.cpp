@@ -87,16 +87,12 @@ BlockDirectory::Table* BlockDirectory::new_table() {
   return table;
 }
 
-void BlockDirectory::insert(Block* block) {
+void BlockDirectory::insert_beside_tables(Block* block) {
   static_assert(alignof(Block) > kKindMask && alignof(Few) > kKindMask && alignof(Table) > kKindMask);
   const std::size_t page = block->offset / kPageBytes;
   VMM_CHECK(page < page_count_, "a block at ", block->offset, " beyond the pool");
   pages_end_ = std::max(pages_end_, page + 1);
   ++size_;
-  const auto put_in_table = [](Table& table, Block* added) {
-    table.links.at(unit_of(added->offset)).store(BlockLink::units_of(added), std::memory_order_release);
-    ++table.count;
-  };
   const auto put_in_few = [](Few& few, Block* added) {
     std::size_t slot = 0;
     while (few.blocks.at(slot).load(std::memory_order_relaxed) != nullptr) ++slot;
@@ -105,7 +101,6 @@ void BlockDirectory::insert(Block* block) {
     ++few.count;
   };
   const std::uintptr_t word = pages_[page].load(std::memory_order_relaxed);
-  if ((word & kKindMask) == kTable) return put_in_table(*as<Table>(word), block);
   const bool fits_in_few = !block->small && (word == 0 || (word & kKindMask) == kSingle || as<Few>(word)->count < kFew);
   if (word == 0 && !block->small) return become(page, reinterpret_cast<std::uintptr_t>(block));
   if (fits_in_few) {
@@ -118,9 +113,9 @@ void BlockDirectory::insert(Block* block) {
   // A slab's page, or more than a few.
   Table* table = new_table();
   if (word != 0) {
-    for (Block* other : blocks_of(word)) put_in_table(*table, other);
+    for (Block* other : blocks_of(word)) put_in(*table, other);
   }
-  put_in_table(*table, block);
+  put_in(*table, block);
   become(page, reinterpret_cast<std::uintptr_t>(table) | kTable);
   if ((word & kKindMask) == kFewBlocks) {
     Few* few = as<Few>(word);
@@ -130,22 +125,18 @@ void BlockDirectory::insert(Block* block) {
   }
 }
 
-Block* BlockDirectory::take(std::size_t offset) {
-  Block* block = find(offset);
-  if (block == nullptr || block->offset != offset) return nullptr;
-  const std::size_t page = offset / kPageBytes;
+void BlockDirectory::remove_last(const Block* block) {
+  const std::size_t page = block->offset / kPageBytes;
   const std::uintptr_t word = pages_[page].load(std::memory_order_relaxed);
   --size_;
   if ((word & kKindMask) == kTable) {
     Table* table = as<Table>(word);
-    table->links.at(unit_of(offset)).store(0, std::memory_order_relaxed);
-    if (--table->count == 0) {
-      become(page, 0);
-      free_tables_.push_back(table);
-      const std::size_t in_use = tables_.size() - free_tables_.size();
-      while (free_tables_.size() - bare_tables_ > 1 + in_use / kInUsePerKept) {
-        discard(free_tables_[bare_tables_++], sizeof(Table));
-      }
+    take_out_of(*table, block);
+    become(page, 0);
+    free_tables_.push_back(table);
+    const std::size_t in_use = tables_.size() - free_tables_.size();
+    while (free_tables_.size() - bare_tables_ > 1 + in_use / kInUsePerKept) {
+      discard(free_tables_[bare_tables_++], sizeof(Table));
     }
   } else if ((word & kKindMask) == kFewBlocks) {
     Few* few = as<Few>(word);
@@ -159,7 +150,6 @@ Block* BlockDirectory::take(std::size_t offset) {
   } else {
     become(page, 0);
   }
-  return block;
 }
 
 }  // namespace vmm

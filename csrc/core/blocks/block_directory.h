@@ -7,7 +7,7 @@
 // touched. A hash table took 32 to 64 bytes a block and could not be read while
 // it grew or closed a gap.
 //
-// insert() and take() are one thread's at a time (the pool's lock). find() may be
+// insert() and remove() are one thread's at a time (the pool's lock). find() may be
 // called by any thread; it is right for whoever owns the block it asks for: that
 // one's entry stands still. For an address at which no block begins it answers
 // nullptr, or a block that begins elsewhere or is no longer live.
@@ -32,7 +32,13 @@ class BlockDirectory {
   BlockDirectory& operator=(const BlockDirectory&) = delete;
   ~BlockDirectory();
 
-  void insert(Block* block);
+  void insert(Block* block) {
+    const std::size_t page = block->offset / kPageBytes;
+    const std::uintptr_t word = page < page_count_ ? pages_[page].load(std::memory_order_relaxed) : 0;
+    if ((word & kKindMask) != kTable) return insert_beside_tables(block);
+    put_in(*as<Table>(word), block);
+    ++size_;
+  }
   [[nodiscard]] Block* find(std::size_t offset) const {
     const std::size_t page = offset / kPageBytes;
     if (page >= page_count_) return nullptr;
@@ -44,8 +50,13 @@ class BlockDirectory {
     if ((word & kKindMask) == kSingle) return as<Block>(word);
     return find_among_few(*as<Few>(word), unit_of(offset));
   }
-  // Removes and returns the block that begins at `offset`, or nullptr.
-  Block* take(std::size_t offset);
+  // Removes the block. REQUIRES: it is here.
+  void remove(const Block* block) {
+    const std::uintptr_t word = pages_[block->offset / kPageBytes].load(std::memory_order_relaxed);
+    if ((word & kKindMask) != kTable || as<Table>(word)->count == 1) return remove_last(block);
+    take_out_of(*as<Table>(word), block);
+    --size_;
+  }
 
   [[nodiscard]] std::size_t size() const { return size_; }
   // Each block, by offset.
@@ -80,6 +91,16 @@ class BlockDirectory {
   static std::uint32_t unit_of(std::size_t offset) {
     return static_cast<std::uint32_t>(offset % kPageBytes / kBlockAlignment);
   }
+  static void put_in(Table& table, Block* block) {
+    table.links[unit_of(block->offset)].store(BlockLink::units_of(block), std::memory_order_release);
+    ++table.count;
+  }
+  static void take_out_of(Table& table, const Block* block) {
+    table.links[unit_of(block->offset)].store(0, std::memory_order_relaxed);
+    --table.count;
+  }
+  void insert_beside_tables(Block* block);
+  void remove_last(const Block* block);  // of its page's word, or of its table
   static Block* find_among_few(const Few& few, std::uint32_t unit);
   static std::vector<Block*> blocks_of(std::uintptr_t word);
   void become(std::size_t page, std::uintptr_t word) { pages_[page].store(word, std::memory_order_release); }

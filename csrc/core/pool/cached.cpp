@@ -34,10 +34,11 @@ bool Pool::may_keep(StreamTag tag) {
 // Where the thread keeps, and counts, blocks of that stream and size; nullptr: the pool
 // counts. `add_shard` is then the tag where the thread should have such a place.
 Shard* Pool::shard_for(BlockCaches::Mine& mine, StreamTag tag, std::size_t size, StreamTag* add_shard) {
-  if (!may_keep(tag) || is_oversize(size)) return nullptr;
-  Shard* const shard = mine.shard(*this, tag);
-  if (shard == nullptr && context_.caches.may_keep(*this)) *add_shard = tag;
-  return shard;
+  if (is_oversize(size)) return nullptr;
+  // Where nothing may be kept there is none.
+  if (Shard* const shard = mine.shard(*this, tag)) return shard;
+  if (may_keep(tag) && context_.caches.may_keep(*this)) *add_shard = tag;
+  return nullptr;
 }
 
 void Pool::take_back(Block* first) {
@@ -50,7 +51,8 @@ void Pool::take_back_locked(Block* first) {
   while (first != nullptr) {
     Block* block = first;
     first = block->bin_next;
-    VMM_CHECK(directory_->take(block->offset) == block, "a kept block at ", block->offset, " is not the pool's");
+    VMM_CHECK(directory_->find(block->offset) == block, "a kept block at ", block->offset, " is not the pool's");
+    directory_->remove(block);
     release_block(block, block->epoch);  // of its free: what was queued later is nobody's to wait for
   }
 }

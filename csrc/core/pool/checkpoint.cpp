@@ -56,7 +56,7 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
   directory_->for_each([&live](Block* block) { live.push_back(block); });
   for (Block* block : live) {
     freed->push_back(base_ + block->offset);
-    directory_->take(block->offset);
+    directory_->remove(block);
     end_block(*block);
     if (block->recorded != 0) recorded_uses_.end(&block->recorded);
     finish_free(block, context_.clock.now());

@@ -274,29 +274,16 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
   if (range_->retired_count() >= kMostRetired && wait_for_retired(shortage)) return 0;
   const StreamTag tag = streams_.tag_of(stream);
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
-  Request request;
-  request.size = rounded(bytes);
-  request.tag = tag;
-  request.is_gathered = is_gathered;
-  const bool is_small = request.size <= kSmallLimitBytes;
-  Shard* const shard = shard_for(mine, tag, request.size, add_shard);
+  const std::size_t size = rounded(bytes);
+  const bool is_small = size <= kSmallLimitBytes;
+  Shard* const shard = shard_for(mine, tag, size, add_shard);
   if (shard != nullptr) {
     take_back_locked(shard->take_unwanted());
-    if (is_small) shard->want(request.size);
+    if (is_small) shard->want(size);
   }
   if (!is_small) forget_large(mine);
-  const auto attempt = [&]() VMM_REQUIRES(mutex_) {
-    return is_small ? allocate_small(request, grant, shortage) : place(request, grant, shortage);
-  };
-  Block* block = attempt();
-  if (shortage->is_kept_by_threads && mine.is_alone(*this)) {
-    // All that is kept is this thread's own: nobody has to be stopped.
-    *shortage = {};
-    for (Shard* own = mine.shards(*this); own != nullptr; own = own->next.get()) take_back_locked(own->take_all());
-    take_back_locked(depot_.take_all());
-    request.is_gathered = true;
-    block = attempt();
-  }
+  Block* block = is_small ? slabs_.take(size, tag) : nullptr;
+  if (block == nullptr) block = find_block(size, tag, is_gathered, mine, grant, shortage);
   if (block == nullptr) return 0;
   if (!is_small) handed_out_ += block->size();
   directory_->insert(block);
@@ -308,11 +295,31 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
     block->requested = bytes;
     block->oversize = false;
     ++streams_[tag].blocks;
-    shard->count_allocation(*block, request.size);
+    shard->count_allocation(*block, size);
     mine.note(base_ + block->offset, block, shard);
     if (!is_small) shard->note_large(block);
   }
   return base_ + block->offset;
+}
+
+// Beyond what the stream's slabs have.
+Block* Pool::find_block(std::size_t size, StreamTag tag, bool is_gathered, const BlockCaches::Mine& mine, Grant* grant,
+                        Shortage* shortage) {
+  Request request;
+  request.size = size;
+  request.tag = tag;
+  request.is_gathered = is_gathered;
+  const auto attempt = [&]() VMM_REQUIRES(mutex_) {
+    return size <= kSmallLimitBytes ? allocate_small(request, grant, shortage) : place(request, grant, shortage);
+  };
+  Block* const block = attempt();
+  if (!shortage->is_kept_by_threads || !mine.is_alone(*this)) return block;
+  // All that is kept is this thread's own: nobody has to be stopped.
+  *shortage = {};
+  for (Shard* own = mine.shards(*this); own != nullptr; own = own->next.get()) take_back_locked(own->take_all());
+  take_back_locked(depot_.take_all());
+  request.is_gathered = true;
+  return attempt();
 }
 
 Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
@@ -434,7 +441,7 @@ bool Pool::free(Address address, bool* drained) {
     const MutexLock lock(mutex_);
     Block* block = live_at(address);
     if (block == nullptr) return false;
-    directory_->take(block->offset);
+    directory_->remove(block);
     if (!block->small) forget_large(mine);
     const Epoch epoch = context_.clock.now();
     if (block->recorded != 0) {

@@ -17,7 +17,7 @@ constexpr std::size_t kStreamsKept = 64;
 StreamTable::StreamTable(DeviceStreams& streams, Clock& clock, std::size_t most_streams)
     : streams_(streams), clock_(clock), most_streams_(most_streams), states_(1) {}
 
-StreamTag StreamTable::tag_of(Stream stream, bool is_alive) {
+StreamTag StreamTable::find_tag(Stream stream, bool is_alive) {
   StreamTag tag = latest_;
   if (tag == kNeutral || states_[tag].stream != stream) {
     const auto known = tags_.find(stream);

@@ -40,7 +40,12 @@ class StreamTable {
   };
   // `is_alive`: the caller is about to use it, so its handle may be looked at. Throws
   // VmmError where kMostStreams have live blocks, or threads that keep some.
-  StreamTag tag_of(Stream stream, bool is_alive = true);
+  StreamTag tag_of(Stream stream, bool is_alive = true) {
+    // Asked for last, by a name that lasts: the common case.
+    if (states_[latest_].stream == stream && latest_ != kNeutral && is_lasting(states_[latest_].kind)) [[likely]]
+      return latest_;
+    return find_tag(stream, is_alive);
+  }
   [[nodiscard]] State& operator[](StreamTag tag) { return states_[tag]; }
   [[nodiscard]] const State& operator[](StreamTag tag) const { return states_[tag]; }
   // Tags that there are, neutral space's included.
@@ -79,6 +84,7 @@ class StreamTable {
   [[nodiscard]] bool is_past_graphs(StreamTag tag) const;
 
  private:
+  StreamTag find_tag(Stream stream, bool is_alive);
   StreamTag tag_without_blocks();
   bool is_behind_graphs(StreamTag tag, Epoch* wait_for);
   bool is_behind_namesakes(StreamTag tag, Epoch* wait_for);
