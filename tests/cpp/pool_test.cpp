@@ -305,7 +305,7 @@ TEST(PoolChunks, ChunkSizesFollowTheRequest) {
   };
   EXPECT_EQ(largest_created_for(100), kPage) << "a slab";
   EXPECT_EQ(largest_created_for(6 * kMiB), kPage) << "small requests pay for no big chunk";
-  EXPECT_EQ(largest_created_for(256 * kMiB), 24 * kMiB);
+  EXPECT_EQ(largest_created_for(256 * kMiB), 64 * kMiB);
 }
 
 // Sizes of the chunks that the request makes.
@@ -317,38 +317,63 @@ std::vector<std::size_t> created_for(Lab& lab, Pool& pool, std::size_t bytes) {
   return sizes;
 }
 
-TEST(PoolChunks, ARequestIsBackedWithEvenPiecesAndNotAByteMore) {
-  Lab lab(LabSpec{64 * kGiB});
+PoolSpec large_spec() {
   PoolSpec spec = Lab::spec("a");
   spec.capacity = 32 * kGiB;
-  const auto created = [&](std::size_t bytes) { return created_for(lab, *lab.pool(spec), bytes); };
-  using Sizes = std::vector<std::size_t>;
-  // A pool that was never larger grows in quarters of its peak, up to 24 MiB.
-  EXPECT_EQ(created(24 * kMiB), Sizes(4, 6 * kMiB));
-  EXPECT_EQ(created(16 * kMiB), Sizes(4, 4 * kMiB));
+  return spec;
+}
+
+using Sizes = std::vector<std::size_t>;
+
+TEST(PoolChunks, WhatLastsIsBackedWithAFewEvenPiecesAndNotAByteMore) {
+  Lab lab(LabSpec{64 * kGiB});
+  const auto created = [&](std::size_t bytes) { return created_for(lab, *lab.pool(large_spec()), bytes); };
+  EXPECT_EQ(created(24 * kMiB), Sizes(1, 24 * kMiB));
   EXPECT_EQ(created(96 * kMiB), Sizes(4, 24 * kMiB));
-  EXPECT_EQ(created(110 * kMiB), Sizes({22 * kMiB, 22 * kMiB, 22 * kMiB, 22 * kMiB, 22 * kMiB}));
-  EXPECT_EQ(created(6 * kGiB), Sizes(24, 256 * kMiB)) << "a 24th of the request";
+  EXPECT_EQ(created(110 * kMiB), Sizes({28 * kMiB, 28 * kMiB, 28 * kMiB, 26 * kMiB}));
+  EXPECT_EQ(created(2 * kGiB), Sizes(4, 512 * kMiB)) << "a quarter of the request";
   EXPECT_EQ(created(26 * kGiB), Sizes(26, kGiB)) << "and never more than that";
 }
 
-TEST(PoolChunks, ALargePoolGrowsInPiecesOfItsOwnSize) {
+TEST(PoolChunks, WhatComesAndGoesIsBackedWithSmallEvenPieces) {
   Lab lab(LabSpec{64 * kGiB});
-  PoolSpec spec = Lab::spec("a");
-  spec.capacity = 32 * kGiB;
-  const auto pool = lab.pool(spec);
-  lab.allocate(*pool, 20 * kGiB - 100 * kMiB);
-  // A 600th of 20 GiB is 34.1 MiB.
-  EXPECT_EQ(created_for(lab, *pool, 100 * kMiB), (std::vector<std::size_t>{34 * kMiB, 34 * kMiB, 32 * kMiB}));
-  EXPECT_EQ(created_for(lab, *pool, 20 * kMiB), std::vector<std::size_t>(1, 20 * kMiB)) << "no more than is needed";
+  const auto created = [&](std::size_t bytes, std::size_t freed_before) {
+    const auto pool = lab.pool(large_spec());
+    lab.free(lab.allocate(*pool, freed_before));
+    lab.memory().empty_cache();
+    return created_for(lab, *pool, bytes);
+  };
+  // A pool that was never larger grows in quarters of its peak, up to 8 MiB.
+  EXPECT_EQ(created(16 * kMiB, 4 * kMiB), Sizes(4, 4 * kMiB));
+  EXPECT_EQ(created(24 * kMiB, kGiB), Sizes(3, 8 * kMiB));
+  EXPECT_EQ(created(110 * kMiB, kGiB), [] {
+    Sizes sizes(13, 8 * kMiB);
+    sizes.push_back(6 * kMiB);
+    return sizes;
+  }());
+  EXPECT_EQ(created(6 * kGiB, kGiB), Sizes(48, 128 * kMiB)) << "a 48th of the request";
+  EXPECT_EQ(created(90 * kMiB, 20 * kGiB), Sizes({24 * kMiB, 24 * kMiB, 24 * kMiB, 18 * kMiB}))
+      << "about a 900th of the peak, which is 22.8 MiB";
+  EXPECT_EQ(created(6 * kMiB, 20 * kGiB), Sizes(1, 6 * kMiB)) << "no more than is needed";
 }
 
-TEST(PoolChunks, AnIdleChunkBelowA256thOfTheRequestIsNotWorthAMove) {
+TEST(PoolChunks, ThatLittleWasGivenBackIsASixtyFourthOfWhatWasHandedOut) {
+  for (const std::size_t mib : {16U, 20U}) {
+    Lab lab(LabSpec{64 * kGiB});
+    const auto pool = lab.pool(large_spec());
+    lab.allocate(*pool, kGiB - mib * kMiB);
+    lab.free(lab.allocate(*pool, mib * kMiB));
+    lab.memory().empty_cache();
+    EXPECT_EQ(created_for(lab, *pool, 24 * kMiB).size(), mib == 16 ? 1U : 3U);
+  }
+}
+
+TEST(PoolChunks, AnIdleChunkBelowA1024thOfTheRequestIsNotWorthAMove) {
   constexpr std::size_t kIdle = 8;
-  for (const std::size_t pages : {256U, 257U}) {
-    Lab lab(LabSpec{4 * kGiB});
+  for (const std::size_t pages : {1024U, 1025U}) {
+    Lab lab(LabSpec{8 * kGiB});
     PoolSpec spec = Lab::spec("a");
-    spec.capacity = 2 * kGiB;
+    spec.capacity = 8 * kGiB;
     const auto pool = lab.pool(spec);
     // Idle chunks of a page each, with a live page behind: no request of more stands there.
     std::vector<Address> idle;
@@ -360,7 +385,7 @@ TEST(PoolChunks, AnIdleChunkBelowA256thOfTheRequestIsNotWorthAMove) {
     const std::size_t before = lab.driver.live_chunk_bytes();
     lab.allocate(*pool, pages * kPage);
     const std::size_t fresh = lab.driver.live_chunk_bytes() - before;
-    EXPECT_EQ(fresh, (pages == 256 ? 256 - kIdle : 257) * kPage);
+    EXPECT_EQ(fresh, (pages == 1024 ? 1024 - kIdle : 1025) * kPage);
   }
 }
 
@@ -443,7 +468,7 @@ std::size_t moved_by_a_churn(Lab& lab, Pool& pool, int steps) {
 TEST(PoolGrowth, AProgramThatNeverSettlesEndsWithoutMoves) {
   Lab lab(LabSpec{32 * kGiB});
   const auto pool = lab.pool(Holes::spec(kUnlimited));
-  EXPECT_LE(moved_by_a_churn(lab, *pool, 20000), 540U + 128U)
+  EXPECT_LE(moved_by_a_churn(lab, *pool, 20000), 1350U + 128U)
       << "what may be moved at once, what a terabyte of requests buys, and one request's";
   lab.driver.clear_calls();
   const Statistics statistics = pool->statistics();

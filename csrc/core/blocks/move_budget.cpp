@@ -8,12 +8,12 @@ namespace vmm {
 
 namespace {
 
-// A move takes 55 us of CPU: 540 of them 30 ms, which a run of requests may cost at
+// A move takes 55 us of CPU: 1350 of them 75 ms, which a run of requests may cost at
 // once, and only programs that need them spend them. Caches of all sizes that come and
-// go (4 GiB) ended 15 % above their peak at 360, and 7 % at 540; more saved nothing
-// there. Work on a GPU of some TB/s touches what it allocates several times, so
-// that a hundredth of its time buys a move for each 8 GiB.
-constexpr std::size_t kMost = 540;
+// go (4 GiB, in chunks of 8 MiB) ended 9 to 12 % above their peak at 1080, and 3 % at
+// 1350; more saved nothing there. Work on a GPU of some TB/s touches what it allocates
+// several times, so that a hundredth of its time buys a move for each 8 GiB.
+constexpr std::size_t kMost = 1350;
 constexpr std::size_t kLowestPrice = 8 * kGiB;
 // Once spent it rests until a quarter has come back: meanwhile the pool grows, and
 // what it has grown to may be all that it lacked. If not, the next round is rarer:

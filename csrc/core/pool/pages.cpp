@@ -124,6 +124,7 @@ void Pool::free_pages(ByteRange range) {
     }
     if (block->end() > range.end()) keep(large_.split(block, range.end()));
     page_bytes_ -= block->size();
+    freed_ += block->size();
     large_.free(block, block->tag, epoch);
   }
   // Whole chunks go to the shelf at once; what shares its chunk with pages that

@@ -241,7 +241,10 @@ void Pool::finish_free(Block* block, Epoch epoch) {
 
 void Pool::release_block(Block* block, Epoch epoch) {
   streams_.block_freed(block->tag, epoch);
-  if (!block->small) context_.clock.freed(block->size());
+  if (!block->small) {
+    freed_ += block->size();
+    context_.clock.freed(block->size());
+  }
   free_block(block, epoch);
 }
 
