@@ -78,6 +78,7 @@ SOURCES = [
     "csrc/core/device/private_pools.cpp",
     "csrc/core/device/reclaim.cpp",
     "csrc/core/device/refusal.cpp",
+    "csrc/core/faces/memory_pool.cpp",
     "csrc/core/faces/replay.cpp",
     "csrc/core/faces/shared_memory_pool.cpp",
     "csrc/core/faces/virtual_memory_manager.cpp",
