@@ -181,7 +181,8 @@ class PooledBuffer(Guarded, guarded=True):
     ``numba.cuda.as_cuda_array``) or ``__array_interface__`` on the CPU
     (``numpy.asarray``). Both tell the reader the buffer's stream, so that it
     begins behind it. Work on other streams than its own has to be told by
-    :meth:`record_stream`, or to be waited for before the buffer goes.
+    :meth:`record_stream`, or to be waited for before the buffer goes. A CUDA graph
+    uses its address at each replay, so it must live as long.
     """
 
     _instead_of_a_copy = "it is memory of one MemoryPool. Keep another reference to it, or copy its tensor()"
@@ -333,9 +334,8 @@ class PooledBuffer(Guarded, guarded=True):
         return interface
 
     def _on_its_stream(self) -> contextlib.AbstractContextManager[object]:
-        if self._device.kind == "cpu":
-            return contextlib.nullcontext()
-        return torch.cuda.stream(to_torch_stream(self._pointer, self._device))
+        stream = self.stream
+        return contextlib.nullcontext() if isinstance(stream, int) else torch.cuda.stream(stream)
 
     def __repr__(self) -> str:
         state = ", freed" if self.is_freed else ""
