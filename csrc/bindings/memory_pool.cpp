@@ -119,11 +119,19 @@ BuffersPtr make(const std::string& kind, int ordinal) {
   return destroyed_without_gil(std::make_unique<Buffers>(to_room(kind, ordinal)));
 }
 
+// Ends with the GIL held, as torch's tensors do: a free waits for nothing, and
+// whoever lets go of the GIL while the interpreter ends does not get it back.
+BufferPtr make_buffer(const BuffersPtr& of, std::size_t bytes, Stream stream) {
+  return {std::make_unique<Buffer>(of, bytes, stream).release(), [](Buffer* last) {
+            if (!Runtime::in_child()) delete last;
+          }};
+}
+
 BufferPtr allocate(const BuffersPtr& self, std::int64_t count, py::handle dtype, std::uintptr_t stream) {
   const std::size_t bytes = tensor_bytes({count}, dtype);
   const py::gil_scoped_release released;
   self->here().pool().require_open();
-  return destroyed_without_gil(std::make_unique<Buffer>(self, bytes, to_stream(stream)));
+  return make_buffer(self, bytes, to_stream(stream));
 }
 
 py::object tensor(const BufferPtr& self, const std::vector<std::int64_t>& shape, py::handle dtype) {

@@ -570,6 +570,31 @@ def test_a_free_and_a_view_at_the_same_moment(buffers: MemoryPool) -> None:
         assert buffer.is_freed == (not shown)
 
 
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "del pool", "pool.close(force=True)"])
+def test_the_process_may_end_at_any_moment(device: str, end: str) -> None:
+    program = f"""
+        import sys, threading, torch, torch_vmm
+        pool = torch_vmm.MemoryPool({device!r})
+        pool.set_threshold(0)
+        kept, shown = pool.alloc(1000), pool.alloc(1000).tensor()
+        cycle = [pool.alloc(1000), shown]; cycle.append(cycle)
+        sys.modules["torch_vmm"].kept = pool.alloc(1000)
+        many = [pool.alloc(10) for _ in range(100_000)]
+
+        def drop():
+            while many:
+                many.pop()
+
+        threading.Thread(target=drop, daemon=True).start()
+        if {device!r} == "cuda":
+            native = torch_vmm.NativeMemoryPool()
+            address = native.alloc_async(1000)
+        print(pool.stats().free_count >= 0, flush=True)
+        {end}
+    """
+    assert run(program) == "True\n"
+
+
 def test_at_exit_and_in_a_forked_child(device: str) -> None:
     if device == "cuda":
         pytest.skip("a child of a process that has used CUDA ends as it likes")

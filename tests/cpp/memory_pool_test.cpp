@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
+#include <random>
 #include <set>
 #include <thread>
 #include <vector>
@@ -310,6 +312,67 @@ TEST_F(Buffers, AFailedDriverCallLeavesItAsItWas) {
   EXPECT_EQ(after_it.allocation_count, before.allocation_count);
   EXPECT_EQ(after_it.allocated_bytes, 0U);
   free(allocate(32 * kMiB));
+}
+
+// Requests, frees, trims and rests at random, beside what the numbers have to be.
+TEST_F(Buffers, AnyProgramKeepsContentAndNumbers) {
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    pool_.emplace(lab_.memory(), [this] { return time_; });
+    std::mt19937_64 random(seed);
+    const auto below = [&random](std::size_t n) { return static_cast<std::size_t>(random() % n); };
+    struct Live {
+      Address at = 0;
+      std::size_t bytes = 0;
+      std::uint64_t pattern = 0;
+    };
+    std::vector<Live> live;
+    BufferStats expected;
+    for (std::uint64_t step = 0; step < 150; ++step) {
+      SCOPED_TRACE("seed " + std::to_string(seed) + ", step " + std::to_string(step));
+      const std::size_t what = below(12);
+      if (what < 6 || live.empty()) {
+        const std::size_t bytes = 8 * (1 + below(below(3) == 0 ? kMiB : 4096));
+        const Live made{allocate(bytes, stream(16 * (1 + below(3)))), bytes, seed * 1000 + step};
+        for (const Live& other : live) {
+          ASSERT_TRUE(made.at + made.bytes <= other.at || other.at + other.bytes <= made.at);
+        }
+        Lab::fill(made.at, made.bytes, made.pattern);
+        live.push_back(made);
+        ++expected.allocation_count;
+        expected.allocated_bytes += align_up(bytes, 512);
+      } else if (what < 10) {
+        std::swap(live[below(live.size())], live.back());
+        const Live gone = live.back();
+        live.pop_back();
+        ASSERT_EQ(Lab::first_wrong(gone.at, gone.bytes, gone.pattern), gone.bytes);
+        if (below(3) == 0) pool_->record_stream(gone.at, stream(16 * (1 + below(3))));
+        free(gone.at);
+        ++expected.free_count;
+        expected.allocated_bytes -= align_up(gone.bytes, 512);
+      } else if (what == 10) {
+        const std::size_t keep = below(16) * kMiB;
+        const std::size_t before = pool_->pool().physical_bytes();
+        const std::size_t given = pool_->trim(keep);
+        ASSERT_EQ(given, before - pool_->pool().physical_bytes());
+        const MemoryStats numbers = pool_->pool().memory_stats();
+        ASSERT_TRUE(numbers.idle_bytes == 0 || numbers.physical_usage - numbers.allocated_bytes <= keep);
+      } else {
+        after(milliseconds(below(1500)));
+        pool_->set_threshold(below(3) == 0 ? kUnlimited : below(8) * kMiB);
+      }
+      expected.peak_bytes = std::max(expected.peak_bytes, expected.allocated_bytes);
+      const BufferStats stats = pool_->stats();
+      ASSERT_EQ(stats.allocated_bytes, expected.allocated_bytes);
+      ASSERT_EQ(stats.peak_bytes, expected.peak_bytes);
+      ASSERT_EQ(stats.allocation_count, expected.allocation_count);
+      ASSERT_EQ(stats.free_count, expected.free_count);
+      ASSERT_EQ(stats.cached_bytes, pool_->pool().physical_bytes() - stats.allocated_bytes);
+    }
+    for (const Live& each : live) free(each.at);
+    pool_->close(/*force=*/false);
+    lab_.memory().empty_cache();  // what rests on the shelf
+    ASSERT_EQ(held(), 0U);
+  }
 }
 
 TEST_F(Buffers, ThreadsShareOne) {

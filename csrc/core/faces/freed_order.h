@@ -35,6 +35,8 @@ class FreedOrder {
     for (; run != runs_.end() && run->first * page_ < range.end(); ++run) newest = std::max(newest, run->second.when);
     return newest;
   }
+  // The same: it is a Pool::FreedAt.
+  std::uint64_t operator()(ByteRange range) const { return newest(range); }
   [[nodiscard]] std::size_t runs() const { return runs_.size(); }
 
  private:

@@ -84,8 +84,7 @@ std::size_t MemoryPool::trim(std::size_t keep) {
     // What is not idle cannot go, and counts.
     const std::size_t fixed = cached - now.idle_bytes;
     const MutexLock lock(mutex_);
-    pool_->shed_oldest(keep > fixed ? keep - fixed : 0,
-                       [this](ByteRange range) VMM_REQUIRES(mutex_) { return freed_.newest(range); });
+    pool_->shed_oldest(keep > fixed ? keep - fixed : 0, freed_);
   });
 }
 
@@ -121,7 +120,7 @@ void MemoryPool::look(Asks who) {
   if (held <= keep) return;
   memory_.trim_passed(*pool_, [&] {
     const MutexLock lock(mutex_);
-    pool_->shed_unused(held - keep, [this](ByteRange range) VMM_REQUIRES(mutex_) { return freed_.newest(range); });
+    pool_->shed_unused(held - keep, freed_);
   });
 }
 

@@ -38,15 +38,12 @@ NativeMemoryPool::NativeMemoryPool(Driver& driver, int device, std::size_t max_b
 }
 
 NativeMemoryPool::~NativeMemoryPool() {
-  if (!driver_.alive()) return;  // and with it all that it gave
-  const auto failed = [this](const char* what) {
-    failures_.fetch_add(1, std::memory_order_relaxed);
-    report_("~NativeMemoryPool", what);
-  };
   try {
-    destroy(/*force=*/true);
+    if (driver_.alive()) destroy(/*force=*/true);
   } catch (const std::exception& error) {
-    failed(error.what());
+    if (!driver_.alive()) return;  // and with it all that it gave
+    failures_.fetch_add(1, std::memory_order_relaxed);
+    report_("~NativeMemoryPool", error.what());
   }
 }
 
