@@ -149,6 +149,41 @@ def test_a_captured_graph_uses_a_buffer(buffers: MemoryPool) -> None:
     del shown, graph
 
 
+def test_its_stream_is_the_one_given(buffers: MemoryPool) -> None:
+    other = torch.cuda.Stream()
+    assert buffers.alloc(1, stream=other).stream == other
+    with torch.cuda.stream(other):
+        assert buffers.alloc(1).stream == other
+    assert buffers.alloc(1).stream == torch.cuda.current_stream()
+    by_pointer = buffers.alloc(1, stream=other.cuda_stream)
+    assert isinstance(by_pointer.stream, torch.cuda.Stream)
+    assert by_pointer.stream.cuda_stream == other.cuda_stream
+    assert by_pointer.__cuda_array_interface__["stream"] == other.cuda_stream
+
+
+def test_streams_of_other_libraries(buffers: MemoryPool) -> None:
+    """By the protocol that CuPy and cuda.core follow."""
+    mine = torch.cuda.Stream()
+
+    class Theirs:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return (0, mine.cuda_stream)
+
+    buffer = buffers.alloc(1, stream=Theirs())
+    assert isinstance(buffer.stream, torch.cuda.Stream)
+    assert buffer.stream.cuda_stream == mine.cuda_stream
+    buffer.record_stream(Theirs())
+
+
+def test_dlpack_waits_for_the_buffers_stream(buffers: MemoryPool, busy: Busy) -> None:
+    mine = torch.cuda.Stream()
+    buffer = buffers.alloc(1000, stream=mine)
+    with torch.cuda.stream(mine):
+        busy(50)
+        buffer.tensor().fill_(3)
+    assert torch.from_dlpack(buffer).sum().item() == 3000
+
+
 def test_the_other_gpus_stream_is_refused(buffers: MemoryPool) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -252,6 +287,36 @@ def test_numba_reads_and_writes(buffers: MemoryPool) -> None:
 
 
 # -- The driver's own pools --------------------------------------------------------------------------------------------
+
+
+def test_a_stream_may_use_the_drivers_memory_again_at_once(busy: Busy) -> None:
+    mine = torch.cuda.Stream()
+    with torch_vmm.NativeMemoryPool("cuda") as native:
+        native.release_threshold = "1GiB"
+        first = native.alloc_async(MIB, mine)
+        with torch.cuda.stream(mine):
+            late = busy(50)
+        native.free_async(first, mine)
+        again = native.alloc_async(MIB, mine)
+        assert again == first
+        assert not late.query()
+        native.free_async(again, mine)
+
+
+def test_the_drivers_memory_is_not_for_captures() -> None:
+    static = torch.ones(4, device="cuda")
+    with torch_vmm.NativeMemoryPool("cuda") as native:
+        kept = native.alloc_async(1000)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            static.add_(1)
+            with pytest.raises(torch_vmm.NotAvailableError, match="captured"):
+                native.alloc_async(1000)
+            with pytest.raises(torch_vmm.NotAvailableError, match="captured"):
+                native.free_async(kept)
+        graph.replay()
+        assert static.sum().item() == 8
+        native.free_async(kept)
 
 
 @pytest.mark.needs_gpu("memory in bulk")
