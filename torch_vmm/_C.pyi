@@ -476,6 +476,83 @@ class VirtualMemoryManager:
     def close(self) -> None:
         """Gives back all that it made. Raises StillInUseError while a tensor over it lives; twice is fine."""
 
+# -- Stream-ordered buffers --------------------------------------------------------------------------------------------
+
+class _BufferStats(TypedDict):
+    allocated_bytes: int
+    peak_bytes: int
+    allocation_count: int
+    free_count: int
+    cached_bytes: int
+
+@final
+class Buffer:
+    """Made by a MemoryPool only. Its memory goes back when it is freed, or collected, and no tensor shows it."""
+
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
+    @property
+    def address(self) -> int:
+        """0 where it has no bytes. Raises InvalidArgumentError once it is freed."""
+    @property
+    def is_freed(self) -> bool: ...
+    def record_stream(self, stream: int) -> None: ...
+    def free(self, force: bool = False) -> None:
+        """Twice is fine. Raises StillInUseError while a tensor shows it, unless ``force``: then it goes with that."""
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor from its address on, no copy; it keeps the memory."""
+
+@final
+class MemoryPool:
+    """Buffers in the order of streams."""
+
+    def __init__(self, kind: _Kind, ordinal: int = 0) -> None:
+        """Raises NotAvailableError as :func:`device`."""
+    @property
+    def key(self) -> int:
+        """As :attr:`Pool.key` of the pool behind it."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def threshold(self) -> int | None: ...
+    def allocate(self, count: int, dtype: torch.dtype, stream: int = 0) -> Buffer: ...
+    def stats(self) -> _BufferStats: ...
+    def trim(self, keep: int) -> int:
+        """Bytes given back."""
+    def set_threshold(self, bytes: int | None) -> None: ...
+    def close(self, force: bool = False) -> None: ...
+
+class _NativePoolStats(TypedDict):
+    used_bytes: int
+    peak_used_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+
+@final
+class NativeMemoryPool:
+    """A pool of the driver's own."""
+
+    destructor_failures: ClassVar[int]
+    """Of this process, so far."""
+
+    def __init__(self, kind: _Kind, ordinal: int, max_bytes: int) -> None:
+        """``max_bytes`` 0: no maximum. Raises NotAvailableError: the device has no such pools, or as :func:`device`."""
+    @property
+    def is_destroyed(self) -> bool: ...
+    @property
+    def max_bytes(self) -> int: ...
+    @property
+    def raw(self) -> int: ...
+    def allocate(self, bytes: int, stream: int = 0) -> int: ...
+    def free(self, address: int, stream: int = 0) -> None: ...
+    def destroy(self, force: bool = False) -> None: ...
+    def stats(self) -> _NativePoolStats: ...
+    def trim(self, keep: int) -> int:
+        """Bytes given back."""
+    def set_release_threshold(self, bytes: int) -> None: ...
+    def release_threshold(self) -> int: ...
+
 # -- Becoming torch's allocator ----------------------------------------------------------------------------------------
 
 def enable_cuda() -> None:

@@ -19,6 +19,7 @@ _build_check.check()
 import torch as _torch  # noqa: F401
 
 from torch_vmm._C import AccessFlags, MappingRecord, PhysicalAllocation, VirtualAddressRange
+from torch_vmm.buffers import MemoryPool, NativeMemoryPool, PooledBuffer
 from torch_vmm.errors import (
     AlreadyMappedError,
     AsleepError,
@@ -50,7 +51,7 @@ from torch_vmm.routing import (
     use_model,
 )
 from torch_vmm.shared_pools import SharedMemoryPool
-from torch_vmm.stats import GlobalMemoryStats, MemoryStats
+from torch_vmm.stats import GlobalMemoryStats, MemoryStats, NativePoolStats, PoolStats
 from torch_vmm.strictness import strict
 from torch_vmm.version import __version__
 
@@ -65,15 +66,20 @@ __all__ = [
     "InvalidPageSizeError",
     "InvalidRangeError",
     "MappingRecord",
+    "MemoryPool",
     "MemoryStats",
     "ModelExistsError",
     "ModelNotFoundError",
+    "NativeMemoryPool",
+    "NativePoolStats",
     "NotAvailableError",
     "NotCopyableError",
     "NotEnabledError",
     "NotMappedError",
     "OutOfMemoryError",
     "PhysicalAllocation",
+    "PoolStats",
+    "PooledBuffer",
     "Refusal",
     "SharedMemoryPool",
     "StillInUseError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, SupportsIndex
 
 import torch
 
@@ -11,6 +11,17 @@ from torch_vmm.sizes import show, to_index
 
 Device = torch.device | str | int | None
 """``"cuda"``, ``"cuda:1"``, ``"cpu"``, a ``torch.device``, a CUDA device's index; ``None`` is ``"cuda"``."""
+
+
+class CudaStream(Protocol):
+    """A stream of another library's: CuPy's, for one."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol's version, and the stream's pointer."""
+
+
+Stream = torch.Stream | CudaStream | SupportsIndex | None
+"""A ``torch.cuda.Stream``, an object with ``__cuda_stream__``, or a stream's pointer; ``None`` is the current one."""
 
 _ACCEPTED = '"cuda", "cuda:1", "cpu", a torch.device, or the index of a CUDA device'
 
@@ -71,3 +82,38 @@ def current_stream(device: DeviceKey) -> int:
     if device.kind == "cpu" or not torch.cuda.is_initialized():
         return 0
     return int(torch.cuda.current_stream(device.ordinal).cuda_stream)
+
+
+def to_stream(stream: Stream, device: DeviceKey) -> int:
+    """Pointer of a stream of the device; on the CPU, where work is done at once, a number is its name.
+
+    Raises:
+        InvalidArgumentError: no stream, or one of another device.
+    """
+    if stream is None:
+        return current_stream(device)
+    if device.kind == "cuda":
+        if isinstance(stream, torch.Stream):
+            if stream.device != device.torch_device:
+                raise InvalidArgumentError(f"stream={show(stream)} is of {stream.device}, and the memory of {device}")
+            return int(
+                torch.cuda.Stream(
+                    stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+                ).cuda_stream
+            )
+        if hasattr(stream, "__cuda_stream__"):
+            stream = stream.__cuda_stream__()[1]
+    pointer = to_index(stream)
+    if pointer is None or not 0 <= pointer < 2**64:
+        accepted = (
+            "a number, its name" if device.kind == "cpu" else "a torch.cuda.Stream, an object with __cuda_stream__"
+        )
+        raise InvalidArgumentError(f"stream={show(stream)} is no stream of {device}: give {accepted}, or None")
+    return pointer
+
+
+def to_torch_stream(pointer: int, device: DeviceKey) -> torch.cuda.Stream:
+    """torch's object for a stream of a GPU."""
+    if pointer == 0:
+        return torch.cuda.default_stream(device.ordinal)
+    return torch.cuda.ExternalStream(pointer, device=device.torch_device)

@@ -53,6 +53,36 @@ class GlobalMemoryStats:
     """Held by the chunk store, mapped nowhere."""
 
 
+@dataclass(frozen=True)
+class PoolStats:
+    """What a MemoryPool has given out, and what it keeps. Bytes of buffers are rounded up to 512, as torch's are."""
+
+    allocated_bytes: int
+    """In live buffers."""
+    peak_bytes: int
+    """The most that ``allocated_bytes`` has been."""
+    allocation_count: int
+    """Buffers made so far; empty ones are none."""
+    free_count: int
+    """Of these, buffers that are freed."""
+    cached_bytes: int
+    """Held beyond ``allocated_bytes``: free, waiting for queued work, or the rest of a chunk with live buffers."""
+
+
+@dataclass(frozen=True)
+class NativePoolStats:
+    """What the driver counts of a NativeMemoryPool, in bytes."""
+
+    used_bytes: int
+    """Allocated, and not yet freed in the order of a stream."""
+    peak_used_bytes: int
+    """The most that ``used_bytes`` has been."""
+    reserved_bytes: int
+    """Held of the device's memory."""
+    peak_reserved_bytes: int
+    """The most that ``reserved_bytes`` has been."""
+
+
 def _bytes(value: int, like: int) -> str:
     """``value`` in the unit that shows ``like`` with at most six digits."""
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]

@@ -28,6 +28,8 @@ void bind_device(py::module_& module);
 void bind_pool(py::module_& module);
 void bind_shared_memory_pool(py::module_& module);
 void bind_virtual_memory_manager(py::module_& module);
+void bind_memory_pool(py::module_& module);
+void bind_native_memory_pool(py::module_& module);
 void bind_install(py::module_& module);
 void bind_routing(py::module_& module);
 void bind_replay(py::module_& module);

@@ -44,6 +44,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_device(module);
   bind_shared_memory_pool(module);
   bind_virtual_memory_manager(module);
+  bind_memory_pool(module);
+  bind_native_memory_pool(module);
   bind_install(module);
   bind_routing(module);
   bind_replay(module);

@@ -70,6 +70,7 @@ class CountingDriver final : public Driver {
     return inner_.fill_async(device, address, byte, size, stream);
   }
   Status memory_info(int device, MemoryInfo* out) const override { return inner_.memory_info(device, out); }
+  [[nodiscard]] NativePools* native_pools() override { return inner_.native_pools(); }
 
  private:
   using Count = std::atomic<std::uint64_t>;

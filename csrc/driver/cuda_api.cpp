@@ -24,9 +24,27 @@ bool CudaApi::load(std::string* why_not) {
 #define VMM_CUDA_FIND(function) this->function = reinterpret_cast<decltype(this->function)>(find(VMM_TEXT(function)));
   VMM_CUDA_FUNCTIONS(VMM_CUDA_FIND)
 #undef VMM_CUDA_FIND
+  lacks_for_pools = find_pool_functions([library](const char* name) { return ::dlsym(library, name); });
   if (missing.empty()) return true;
   *why_not = "the NVIDIA driver is too old: it lacks " + missing;
   return false;
+}
+
+std::string CudaApi::find_pool_functions(const Find& find) {
+  std::string missing;
+  const auto look = [&](const char* name) {
+    void* const symbol = find(name);
+    if (symbol == nullptr) missing += (missing.empty() ? "" : ", ") + std::string(name);
+    return symbol;
+  };
+#define VMM_CUDA_FIND(function) this->function = reinterpret_cast<decltype(this->function)>(look(VMM_TEXT(function)));
+  VMM_CUDA_POOL_FUNCTIONS(VMM_CUDA_FIND)
+#undef VMM_CUDA_FIND
+  if (missing.empty()) return missing;
+#define VMM_CUDA_FORGET(function) this->function = nullptr;
+  VMM_CUDA_POOL_FUNCTIONS(VMM_CUDA_FORGET)
+#undef VMM_CUDA_FORGET
+  return missing;
 }
 
 const char* CudaApi::error_name(CUresult result) const {

@@ -9,6 +9,7 @@
 
 #include <string>
 
+#include "base/function_ref.h"
 #include "base/status.h"
 
 // Every entry point that is needed. cuda.h's own macros turn a name into the
@@ -51,6 +52,15 @@
   X(cuStreamIsCapturing)            \
   X(cuStreamWaitEvent)              \
   X(cuThreadExchangeStreamCaptureMode)
+// What only the driver's own pools need: without it all else works.
+#define VMM_CUDA_POOL_FUNCTIONS(X) \
+  X(cuMemPoolCreate)               \
+  X(cuMemPoolDestroy)              \
+  X(cuMemPoolTrimTo)               \
+  X(cuMemPoolGetAttribute)         \
+  X(cuMemPoolSetAttribute)         \
+  X(cuMemAllocFromPoolAsync)       \
+  X(cuMemFreeAsync)
 // NOLINTEND(cppcoreguidelines-macro-usage)
 
 namespace vmm {
@@ -60,12 +70,19 @@ struct CudaApi {
   // ever, for its error names do. False: `why_not` says what is missing.
   bool load(std::string* why_not);
 
+  // Looks VMM_CUDA_POOL_FUNCTIONS up by `find`, which answers nullptr for what there
+  // is not. Returns the names of those, "" if none; then all members are nullptr.
+  using Find = FunctionRef<void*(const char* name)>;
+  std::string find_pool_functions(const Find& find);
+  std::string lacks_for_pools;  // what load() found so
+
   // Status::call and the name that the driver has for the error.
   [[nodiscard]] Status status(CUresult result, const char* call) const;
   [[nodiscard]] const char* error_name(CUresult result) const;
 
 #define VMM_CUDA_MEMBER(function) decltype(&::function) function = nullptr;
   VMM_CUDA_FUNCTIONS(VMM_CUDA_MEMBER)
+  VMM_CUDA_POOL_FUNCTIONS(VMM_CUDA_MEMBER)
 #undef VMM_CUDA_MEMBER
 };
 

@@ -1,4 +1,5 @@
-// Devices, contexts and memory. Fences and content are in cuda_streams.cpp.
+// Devices, contexts and memory. Fences and content are in cuda_streams.cpp, the driver's
+// own pools in cuda_native_pools.cpp.
 #include "driver/cuda_driver.h"
 
 #include <fcntl.h>
@@ -107,6 +108,13 @@ void CudaDriver::ask(const CudaApi& api, int ordinal, Device* device) {
       attribute(api, device->handle, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED) != 0;
   can.host_located =
       attribute(api, device->handle, kHostNumaSupported) != 0 || attribute(api, device->handle, kHostSupported) != 0;
+  if (!api.lacks_for_pools.empty()) {
+    device->missing_pools = "the NVIDIA driver is too old for memory pools of its own: it lacks " +
+                            api.lacks_for_pools + "; CUDA 11.2 (driver 460) and newer have them";
+  } else if (attribute(api, device->handle, CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED) == 0) {
+    device->missing_pools =
+        who + " (" + can.name + "): memory pools (CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED) are not supported";
+  }
 }
 
 CudaDriver::CudaDriver(const CudaApi& api, Devices devices, std::size_t granularity)

@@ -38,10 +38,11 @@
 #include "driver/driver.h"
 #include "driver/fence_table.h"
 #include "driver/fork_watch.h"
+#include "driver/native_pools.h"
 
 namespace vmm {
 
-class CudaDriver final : public Driver, private ForkObserver {
+class CudaDriver final : public Driver, private NativePools, private ForkObserver {
  public:
   // Whether a driver with all that this needs is on the machine; else `why_not`
   // says what is missing. Loads its library, calls nothing in it.
@@ -86,11 +87,26 @@ class CudaDriver final : public Driver, private ForkObserver {
 
   Status memory_info(int device, MemoryInfo* out) const override;
 
+  [[nodiscard]] NativePools* native_pools() override { return this; }
+
  private:
+  // cuda_native_pools.cpp
+  [[nodiscard]] std::string missing_pools(int device) const override;
+  Status create_pool(int device, std::size_t max_bytes, NativePool* out) override;
+  Status destroy_pool(NativePool pool) override;
+  Status allocate_from_pool(NativePool pool, int device, std::size_t bytes, Stream stream, Address* out) override;
+  Status free_to_pool(int device, Address address, Stream stream) override;
+  Status trim_pool(NativePool pool, std::size_t keep) override;
+  Status set_release_threshold(NativePool pool, std::size_t bytes) override;
+  Status release_threshold(NativePool pool, std::size_t* out) const override;
+  Status pool_usage(NativePool pool, NativePoolUsage* out) const override;
+  Status pool_attribute(NativePool pool, CUmemPool_attribute which, std::size_t* out) const;
+
   struct Device {
     CUdevice handle = 0;
     Capabilities capabilities;
     std::string missing;
+    std::string missing_pools;
     std::atomic<CUcontext> context{nullptr};  // retained on first use
     std::atomic<CUdeviceptr> to_free{0};      // by synchronize(); 0: none yet
   };

@@ -66,6 +66,8 @@ struct MemoryInfo {
   std::size_t total = 0;  // bytes
 };
 
+class NativePools;
+
 class Driver {
  public:
   Driver() = default;
@@ -151,6 +153,10 @@ class Driver {
   virtual Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) = 0;
 
   virtual Status memory_info(int device, MemoryInfo* out) const = 0;
+
+  // Its own stream-ordered pools (native_pools.h), as long as it lives; nullptr: it
+  // has none.
+  [[nodiscard]] virtual NativePools* native_pools() { return nullptr; }
 };
 
 }  // namespace vmm

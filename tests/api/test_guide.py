@@ -72,19 +72,25 @@ def public(cls: type) -> set[str]:
     return {name for name in vars(cls) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("cls", ["VirtualMemoryPool", "SharedMemoryPool", "VirtualMemoryManager"])
+BUFFERS = ["MemoryPool", "PooledBuffer", "NativeMemoryPool"]
+
+
+@pytest.mark.parametrize("cls", ["VirtualMemoryPool", "SharedMemoryPool", "VirtualMemoryManager", *BUFFERS])
 def test_every_method_and_property_is_shown(cls: str) -> None:
     assert public(getattr(torch_vmm, cls)) - used_in_code() == set()
 
 
 def test_every_function_and_class_is_shown() -> None:
     values = {"Holder", "Refusal", "MemoryStats", "GlobalMemoryStats", "MappingRecord", "PhysicalAllocation"}
-    values |= {"VirtualAddressRange", "__version__"}  # results, shown by their fields
+    values |= {"VirtualAddressRange", "PoolStats", "NativePoolStats", "PooledBuffer", "__version__"}
+    # results, shown by their fields
     errors = {name for name in torch_vmm.__all__ if name.endswith("Error")}
     assert set(torch_vmm.__all__) - values - errors - used_in_code() == set()
 
 
-@pytest.mark.parametrize("value", ["Holder", "Refusal", "MemoryStats", "GlobalMemoryStats"])
+@pytest.mark.parametrize(
+    "value", ["Holder", "Refusal", "MemoryStats", "GlobalMemoryStats", "PoolStats", "NativePoolStats"]
+)
 def test_every_field_of_a_result_is_named(value: str) -> None:
     fields = set(getattr(torch_vmm, value).__dataclass_fields__)
     assert {name for name in fields if not re.search(rf"\b{name}\b", GUIDE)} == set()
@@ -100,7 +106,8 @@ def test_every_value_of_what_a_manager_gives_out_is_named(value: str) -> None:
 def test_every_argument_is_named() -> None:
     callables = [getattr(torch_vmm, name) for name in torch_vmm.__all__ if not name.endswith(("Error", "__"))]
     callables = [each for each in callables if each.__module__ != "torch_vmm._C"]
-    for cls in (torch_vmm.VirtualMemoryPool, torch_vmm.SharedMemoryPool, torch_vmm.VirtualMemoryManager):
+    classes = [torch_vmm.VirtualMemoryPool, torch_vmm.SharedMemoryPool, torch_vmm.VirtualMemoryManager]
+    for cls in [*classes, *(getattr(torch_vmm, name) for name in BUFFERS)]:
         callables += [getattr(cls, name) for name in public(cls) if callable(getattr(cls, name))]
     optional = {
         name

@@ -40,5 +40,18 @@ TEST(CudaDriver, MapsResultsToTheirMeaning) {
   EXPECT_EQ(api.status(CUDA_ERROR_ILLEGAL_ADDRESS, "cuMemMap").text(), "cuMemMap: CUDA_ERROR_OF_A_KIND (700)");
 }
 
+TEST(CudaApi, NamesWhatItLacksForPools) {
+  static int symbol = 0;
+  CudaApi api;
+  EXPECT_EQ(api.find_pool_functions([](const char*) -> void* { return &symbol; }), "");
+  EXPECT_NE(api.cuMemPoolCreate, nullptr);
+  const auto find = [](const char* name) -> void* {
+    const std::string wanted(name);
+    return wanted == "cuMemPoolTrimTo" || wanted == "cuMemFreeAsync" ? nullptr : &symbol;
+  };
+  EXPECT_EQ(api.find_pool_functions(find), "cuMemPoolTrimTo, cuMemFreeAsync");
+  EXPECT_EQ(api.cuMemPoolCreate, nullptr) << "all of them, or none";
+}
+
 }  // namespace
 }  // namespace vmm

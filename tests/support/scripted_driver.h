@@ -116,6 +116,12 @@ class ScriptedDriver final : public Driver {
   // driver's answer.
   void change_capabilities(std::function<void(Capabilities*)> change);
 
+  // -- Pools of the driver's own: these, which outlive this; else the wrapped driver's.
+  void set_native_pools(NativePools& pools) { native_pools_ = &pools; }
+  [[nodiscard]] NativePools* native_pools() override {
+    return native_pools_ != nullptr ? native_pools_ : inner_.native_pools();
+  }
+
   // -- Addresses. The next reservation is said to begin at `at`, wherever it is
   // in truth: for arithmetic on addresses. Nothing can be mapped in it.
   void place_next_reservation(Address at);
@@ -192,6 +198,7 @@ class ScriptedDriver final : public Driver {
   Status booked(CallRecord record, Work work);
 
   Driver& inner_;
+  NativePools* native_pools_ = nullptr;
 
   mutable Mutex mutex_;  // the script; before ledger_mutex_ never, after neither
   mutable std::vector<Failure> script_ VMM_GUARDED_BY(mutex_);

@@ -16,3 +16,9 @@ llama.tensor(0, 4, "float32")  # wrong
 torch_vmm.use_model(gpu)  # wrong
 torch_vmm.strict(action="loudly")  # wrong
 torch.cuda.MemPool(torch_vmm.library_path())  # wrong
+buffers = torch_vmm.MemoryPool()
+buffers.alloc(3, "float32")  # wrong
+buffers.alloc(3, stream="main")  # wrong
+buffers.threshold = 0  # wrong
+buffers.trim(1.5)  # wrong
+torch_vmm.NativeMemoryPool().free_async("there")  # wrong

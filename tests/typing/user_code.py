@@ -81,6 +81,24 @@ def low_level() -> None:
         print(inside, manager.tensor(range_, 0, 16, torch.uint8))
 
 
+def buffers(n: int) -> torch.Tensor:
+    with torch_vmm.MemoryPool("cuda:0") as pool, torch_vmm.NativeMemoryPool(max_size_bytes="1GiB") as native:
+        pool.set_threshold("1GiB")
+        pool.set_threshold(None)
+        side = torch.cuda.Stream()
+        with pool.alloc(n, torch.bfloat16, side) as buffer:
+            other: torch_vmm.PooledBuffer = pool.alloc(n, stream=side.cuda_stream)
+            buffer.record_stream(torch.cuda.current_stream())
+            shown: torch.Tensor = other.tensor()
+        stats: torch_vmm.PoolStats = pool.stats()
+        address: int = native.alloc_async("1MiB", stream=side)
+        native.free_async(address, side)
+        native.release_threshold = 1 << 20
+        driver: torch_vmm.NativePoolStats = native.stats()
+        print(len(buffer), stats.cached_bytes - pool.trim(0), driver.used_bytes, native.raw)
+        return shown
+
+
 def errors() -> None:
     try:
         decorated(1 << 40)

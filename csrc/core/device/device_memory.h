@@ -94,6 +94,11 @@ class DeviceMemory {
   // idle bytes stay.
   // Waits for the work that still uses them. Returns the bytes given back.
   std::size_t trim(Pool& pool, std::size_t keep);
+  // The same of what `shed` puts on the group's shelf: for who knows better which
+  // chunks a pool can do without.
+  std::size_t trim(Pool& pool, const FunctionRef<void()>& shed);
+  // The same without a wait.
+  std::size_t trim_passed(Pool& pool, const FunctionRef<void()>& shed);
   // All idle memory of every pool, and the shelves.
   std::size_t empty_cache();
   // Finishes what queued work held up, in every pool, and what closed pools left
@@ -166,6 +171,7 @@ class DeviceMemory {
   [[nodiscard]] Budget& host_budget() { return host_budget_; }
   [[nodiscard]] ChunkStore& store() { return store_; }
   [[nodiscard]] Driver& driver() const { return driver_; }
+  [[nodiscard]] AddressSpace& address_space() const { return address_space_; }
   [[nodiscard]] DeviceStreams& streams() { return streams_; }
   [[nodiscard]] Clock& clock() { return clock_; }
   [[nodiscard]] int device() const { return device_; }

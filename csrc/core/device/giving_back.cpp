@@ -15,20 +15,33 @@ constexpr std::size_t kFreesPerLook = 64;
 }  // namespace
 
 std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
-  Budget& group = pool.group();
-  clock_.synchronize().ignore();
-  // What pools that have closed still have to give is not this one's.
-  if (has_ended_.load(std::memory_order_relaxed)) settle(/*wait=*/true);
-  const std::size_t shelved = store_.shelved_bytes(group);
-  if (pool.is_part()) {
-    pool.shed(keep);
-  } else {
+  return trim(pool, [&] {
+    if (pool.is_part()) {
+      pool.shed(keep);
+      return;
+    }
     for (const auto& member : family(pool)) {
       const std::size_t idle = keep == 0 ? 0 : std::min(keep, member->idle_bytes());
       member->shed(idle);
       keep -= idle;
     }
-  }
+  });
+}
+
+std::size_t DeviceMemory::trim_passed(Pool& pool, const FunctionRef<void()>& shed) {
+  Budget& group = pool.group();
+  const std::size_t shelved = store_.shelved_bytes(group);
+  shed();
+  return store_.trim(group, shelved);
+}
+
+std::size_t DeviceMemory::trim(Pool& pool, const FunctionRef<void()>& shed) {
+  Budget& group = pool.group();
+  clock_.synchronize().ignore();
+  // What pools that have closed still have to give is not this one's.
+  if (has_ended_.load(std::memory_order_relaxed)) settle(/*wait=*/true);
+  const std::size_t shelved = store_.shelved_bytes(group);
+  shed();
   // A chunk may still be mapped where another pool had it before.
   settle(/*wait=*/true);
   pool.count_sync();

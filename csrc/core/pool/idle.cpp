@@ -262,10 +262,65 @@ std::size_t Pool::shed(std::size_t keep) {
   std::size_t moved = 0;
   IdleChunk chosen;
   while (idle_bytes > keep && take_largest(idle, kUnlimited, &chosen)) {
-    const std::size_t size = chosen.chunk->size;
-    context_.store.put(group_, detach(chosen.offset, last_use_of({chosen.offset, size})));
+    const std::size_t size = shelve(chosen);
     idle_bytes -= size;
     moved += size;
+  }
+  drop_retired();
+  return moved;
+}
+
+std::size_t Pool::shelve(const IdleChunk& idle) {
+  const std::size_t size = idle.chunk->size;
+  context_.store.put(group_, detach(idle.offset, last_use_of({idle.offset, size})));
+  return size;
+}
+
+std::vector<Pool::IdleChunk> Pool::idle_by_age(const FreedAt& freed_at) {
+  std::vector<std::pair<std::uint64_t, IdleChunk>> aged;
+  for (const IdleChunk& idle : all_idle(kNeutral, Idle::all)) {
+    aged.emplace_back(freed_at({idle.offset, idle.chunk->size}), idle);
+  }
+  // Of one age the highest go first: low addresses stay whole.
+  std::sort(aged.begin(), aged.end(), [](const auto& a, const auto& b) {
+    return a.first != b.first ? a.first < b.first : a.second.offset > b.second.offset;
+  });
+  std::vector<IdleChunk> result;
+  result.reserve(aged.size());
+  for (const auto& [age, idle] : aged) result.push_back(idle);
+  return result;
+}
+
+std::size_t Pool::shed_oldest(std::size_t keep, const FreedAt& freed_at) {
+  context_.caches.gather(*this);
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr) return 0;
+  settle_locked();
+  give_up_spare_slabs();
+  const std::vector<IdleChunk> idle = idle_by_age(freed_at);
+  std::size_t idle_bytes = 0;
+  for (const IdleChunk& each : idle) idle_bytes += each.chunk->size;
+  std::size_t moved = 0;
+  for (auto oldest = idle.begin(); oldest != idle.end() && idle_bytes > keep; ++oldest) {
+    const std::size_t size = shelve(*oldest);
+    idle_bytes -= size;
+    moved += size;
+  }
+  drop_retired();
+  return moved;
+}
+
+std::size_t Pool::shed_unused(std::size_t most, const FreedAt& freed_at) {
+  context_.caches.gather(*this);
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr) return 0;
+  context_.clock.cover(context_.clock.now());
+  context_.clock.poll();
+  settle_locked();
+  give_up_spare_slabs();
+  std::size_t moved = 0;
+  for (const IdleChunk& idle : idle_by_age(freed_at)) {
+    if (idle.at_once && idle.chunk->size <= most - moved) moved += shelve(idle);
   }
   drop_retired();
   return moved;

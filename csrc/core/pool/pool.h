@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/function_ref.h"
 #include "base/sync.h"
 #include "core/blocks/block_heap.h"
 #include "core/blocks/held_ranges.h"
@@ -201,6 +202,13 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
   // Returns the bytes moved.
   std::size_t shed(std::size_t keep) VMM_EXCLUDES(mutex_);
+  // When something in a stretch of the pool was freed last, in any unit that rises.
+  using FreedAt = FunctionRef<std::uint64_t(ByteRange)>;
+  // The same, of what was freed first before anything else.
+  std::size_t shed_oldest(std::size_t keep, const FreedAt& freed_at) VMM_EXCLUDES(mutex_);
+  // The same of what queued work uses no more, and of at most `most` bytes: a chunk
+  // that is larger than what is left of them stays. Waits for nothing.
+  std::size_t shed_unused(std::size_t most, const FreedAt& freed_at) VMM_EXCLUDES(mutex_);
   // Finishes what queued work held up, as far as it is done: frees whose streams
   // have passed, former addresses that nothing uses any more. Returns whether
   // anything came free.
@@ -455,6 +463,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   static bool take_largest(IdleChunks& idle, std::size_t at_most, IdleChunk* out);
   static bool take_smallest(IdleChunks& idle, std::size_t at_least, IdleChunk* out);
   static IdleChunk take_last(IdleChunks& idle, IdleChunks::iterator at);
+  std::vector<IdleChunk> idle_by_age(const FreedAt& freed_at) VMM_REQUIRES(mutex_);
+  std::size_t shelve(const IdleChunk& idle) VMM_REQUIRES(mutex_);
   Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
   Chunk* detach(std::size_t offset, Epoch last_use) VMM_REQUIRES(mutex_);
   void retire_mapping(std::size_t offset, Epoch last_use, bool in_vain = false) VMM_REQUIRES(mutex_);

@@ -27,6 +27,7 @@ struct Machine {
   std::mutex mutex;
   std::vector<int> visible;  // their numbers without CUDA_VISIBLE_DEVICES
   std::size_t bytes = 0;
+  bool has_memory_pools = true;
   std::vector<Primary> contexts;
 };
 
@@ -88,6 +89,8 @@ CUresult initialise() {
   here.visible = visible_devices(static_cast<int>(number_from("STANDIN_DEVICES", 1)));
   if (here.visible.empty()) return CUDA_ERROR_NO_DEVICE;
   here.bytes = number_from("STANDIN_DEVICE_BYTES", std::size_t{16} << 30U);
+  const char* const pools = std::getenv("STANDIN_MEMORY_POOLS");
+  here.has_memory_pools = pools == nullptr || std::string(pools) != "0";
   for (std::size_t device = 0; device < here.visible.size(); ++device) {
     here.contexts.push_back({static_cast<int>(device), 0});
   }
@@ -118,6 +121,7 @@ CUresult enter(const char* call, Needs needs) {
 
 int device_count() { return static_cast<int>(machine().visible.size()); }
 std::size_t device_bytes() { return machine().bytes; }
+bool has_memory_pools() { return machine().has_memory_pools; }
 int physical_device(int device) { return machine().visible[static_cast<std::size_t>(device)]; }
 
 CUcontext primary_context(int device) {

@@ -2,10 +2,10 @@
 // far CUDA's life has come here. It never knows memory or streams.
 //
 // STANDIN_DEVICES (1) and STANDIN_DEVICE_BYTES (16 GiB, each) say what there
-// is, CUDA_VISIBLE_DEVICES what of it is seen; both are read by the first
-// cuInit() that succeeds. As with CUDA, a child that is forked after that has
-// nothing: every call answers CUDA_ERROR_NOT_INITIALIZED there; and once the
-// process has begun to end, CUDA_ERROR_DEINITIALIZED.
+// is, CUDA_VISIBLE_DEVICES what of it is seen, STANDIN_MEMORY_POOLS=0 that no
+// device has memory pools; all are read by the first cuInit() that succeeds. As with CUDA, a child that is forked after
+// that has nothing: every call answers CUDA_ERROR_NOT_INITIALIZED there; and once the process has begun to end,
+// CUDA_ERROR_DEINITIALIZED.
 #pragma once
 
 #include <cuda.h>
@@ -41,6 +41,7 @@ CUresult initialise();
 // REQUIRES for all below: initialise() has succeeded.
 int device_count();
 std::size_t device_bytes();
+bool has_memory_pools();
 // The number that the device has without CUDA_VISIBLE_DEVICES.
 int physical_device(int device);
 [[nodiscard]] inline bool has_device(int device) { return device >= 0 && device < device_count(); }

@@ -1,0 +1,80 @@
+// _C.NativeMemoryPool.
+#include "core/faces/native_memory_pool.h"
+
+#include <pybind11/stl.h>
+
+#include "bindings/bind.h"
+#include "torch_adapter/errors.h"
+
+namespace vmm::bindings {
+
+namespace {
+
+struct Native {
+  Native(DeviceRoom& room, std::size_t max_bytes)
+      : pool(room.memory.driver(), room.ordinal, max_bytes, static_cast<NativeMemoryPool::Report>(&report_swallowed)) {}
+
+  [[nodiscard]] NativeMemoryPool& here() {
+    Runtime::require_own_process();
+    return pool;
+  }
+
+  NativeMemoryPool pool;
+};
+
+std::shared_ptr<Native> make(const std::string& kind, int ordinal, std::size_t max_bytes) {
+  const py::gil_scoped_release released;
+  return destroyed_without_gil(std::make_unique<Native>(to_room(kind, ordinal), max_bytes));
+}
+
+py::dict as_dict(const NativePoolUsage& usage) {
+  py::dict result;
+  result["used_bytes"] = usage.used;
+  result["peak_used_bytes"] = usage.used_peak;
+  result["reserved_bytes"] = usage.reserved;
+  result["peak_reserved_bytes"] = usage.reserved_peak;
+  return result;
+}
+
+}  // namespace
+
+void bind_native_memory_pool(py::module_& module) {
+  py::class_<Native, std::shared_ptr<Native>>(module, "NativeMemoryPool")
+      .def(py::init(&make), py::arg("kind"), py::arg("ordinal"), py::arg("max_bytes"))
+      .def_property_readonly("is_destroyed", [](const Native& self) { return self.pool.is_destroyed(); })
+      .def_property_readonly("max_bytes", [](const Native& self) { return self.pool.max_bytes(); })
+      .def_property_readonly("raw", [](Native& self) { return self.here().raw(); })
+      .def_property_readonly_static("destructor_failures",
+                                    [](const py::object& /*cls*/) { return NativeMemoryPool::failures(); })
+      .def(
+          "allocate",
+          [](Native& self, std::size_t bytes, std::uintptr_t stream) {
+            return self.here().allocate(bytes, to_stream(stream));
+          },
+          py::arg("bytes"), py::arg("stream") = 0, WithoutGil())
+      .def(
+          "free",
+          [](Native& self, Address address, std::uintptr_t stream) { self.here().free(address, to_stream(stream)); },
+          py::arg("address"), py::arg("stream") = 0, WithoutGil())
+      .def(
+          "destroy", [](Native& self, bool force) { self.here().destroy(force); }, py::arg("force") = false,
+          WithoutGil())
+      .def("stats",
+           [](Native& self) {
+             NativePoolUsage usage;
+             {
+               const py::gil_scoped_release released;
+               usage = self.here().usage();
+             }
+             return as_dict(usage);
+           })
+      .def(
+          "trim", [](Native& self, std::size_t keep) { return self.here().trim(keep); }, py::arg("keep"), WithoutGil())
+      .def(
+          "set_release_threshold", [](Native& self, std::size_t bytes) { self.here().set_release_threshold(bytes); },
+          py::arg("bytes"), WithoutGil())
+      .def(
+          "release_threshold", [](Native& self) { return self.here().release_threshold(); }, WithoutGil());
+}
+
+}  // namespace vmm::bindings
