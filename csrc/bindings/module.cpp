@@ -46,5 +46,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_virtual_memory_manager(module);
   bind_install(module);
   bind_routing(module);
+  bind_tensor_range(module);
   bind_replay(module);
 }

@@ -128,6 +128,19 @@ std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& mod
   return register_pool_of_at_most(spec, model->group());
 }
 
+std::shared_ptr<Pool> DeviceMemory::create_range(const std::shared_ptr<Pool>& model, const std::string& name,
+                                                 std::size_t capacity, std::size_t page_size) {
+  model->require_open();
+  model->follow_family_peaks();
+  PoolSpec spec;
+  spec.name = model->name() + " (" + name + ")";
+  spec.model = model;
+  spec.capacity = capacity;
+  spec.page_size = page_size;
+  spec.is_range = true;
+  return register_pool(spec, model->group());
+}
+
 void DeviceMemory::watch_streams_of(Location who) {
   if (who.kind == Location::Kind::host || who.device == device_ || neighbours_ == nullptr) return;
   if (DeviceStreams* streams = neighbours_(who.device)) clock_.add_peer(*streams);

@@ -52,6 +52,11 @@ class DeviceMemory {
   // where addresses are short, as above.
   std::shared_ptr<Pool> create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split,
                                     bool is_mem_pool = false);
+  // A part of `model` for the addresses of one tensor: `capacity` bytes, backed by
+  // explicit pages. page_size 0: chunks that grow with what lies below them.
+  // Throws as create_pool().
+  std::shared_ptr<Pool> create_range(const std::shared_ptr<Pool>& model, const std::string& name, std::size_t capacity,
+                                     std::size_t page_size);
   // A limit for several pools, under the device's own.
   std::shared_ptr<Budget> create_group(const std::string& name, std::size_t limit_bytes) VMM_EXCLUDES(registry_mutex_);
   // No more pools come to the group: it goes when its last pool has drained and

@@ -164,8 +164,9 @@ std::size_t DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t n
 // Makes chunks for the asker while nobody else can take the driver's memory.
 void DeviceMemory::create_into(Grant& grant, const Pool& asker, std::size_t want) {
   const std::size_t page = asker.page_size();
-  const bool is_whole = asker.keeps_within_chunks();  // pieces would be no use to it
-  std::size_t size = asker.has_uniform_chunks() ? page : std::max(floor_power_of_two(std::max(want, page)), page);
+  const bool is_whole = asker.keeps_within_chunks();                     // pieces would be no use to it
+  const bool is_small = asker.has_uniform_chunks() || asker.is_range();  // the only size that fits anywhere in it
+  std::size_t size = is_small ? page : std::max(floor_power_of_two(std::max(want, page)), page);
   if (is_whole) size = align_up(want, page);
   while (grant.chunks.bytes() < want) {
     const std::size_t missing = want - grant.chunks.bytes();

@@ -103,6 +103,7 @@ struct PoolSpec {
   RegionId region;
   bool no_split = false;     // a block has its chunks for itself
   bool is_mem_pool = false;  // a torch.cuda.MemPool's: a block lies within one chunk
+  bool is_range = false;     // one tensor's addresses, held by explicit pages that come and go at the end
 };
 
 // Why a request could not be met by the pool itself.
@@ -189,6 +190,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Never throws for a held stretch. True when nothing is left in a retired
   // pool: the caller buries it.
   bool unhold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // The stretches of [offset, offset + size) that allocate() holds, by offset.
+  [[nodiscard]] std::vector<ByteRange> held_pages(std::size_t offset, std::size_t size) const VMM_EXCLUDES(mutex_);
   // Every page of the range is in use (by allocate() or a live tensor).
   [[nodiscard]] bool is_mapped(std::size_t offset, std::size_t size) const VMM_EXCLUDES(mutex_);
 
@@ -241,6 +244,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] std::size_t page_size() const { return page_; }
   // Every chunk is exactly one page (page_size was given).
   [[nodiscard]] bool has_uniform_chunks() const { return uniform_; }
+  // The addresses of one tensor.
+  [[nodiscard]] bool is_range() const { return is_range_; }
   [[nodiscard]] int device() const { return context_.device; }
   [[nodiscard]] Budget& budget() { return budget_; }
   [[nodiscard]] const Budget& budget() const { return budget_; }
@@ -443,6 +448,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t piece_size(const Request& request, std::size_t total, std::size_t remaining) const
       VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t remaining) const;
 
   // idle.cpp: idle chunks, and letting go of them
   std::vector<IdleChunk> idle_at_once(StreamTag tag, std::size_t at_least) VMM_REQUIRES(mutex_);
@@ -509,6 +515,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   const RegionId region_;
   const bool is_mem_pool_;  // libraries register what it holds, of before they came too
   const bool no_split_;
+  const bool is_range_;
   std::size_t page_;      // bytes: the grain of explicit pages
   bool uniform_;          // every chunk is exactly one page (page_size was given)
   std::size_t capacity_;  // bytes
