@@ -476,6 +476,50 @@ class VirtualMemoryManager:
     def close(self) -> None:
         """Gives back all that it made. Raises StillInUseError while a tensor over it lives; twice is fine."""
 
+# -- Tensors whose pages come and go -----------------------------------------------------------------------------------
+
+@final
+class TensorRange:
+    """The memory of one tensor: addresses of its own in ``pool``, backed page by page. It ends with its last tensor."""
+
+    def __init__(self, pool: Pool, what: str, capacity: int, page_size: int | None = None) -> None:
+        """``what``: for messages. ``page_size`` ``None``: chunks of up to a 16th of what lies below them.
+
+        Raises:
+            InvalidArgumentError: a closed pool, a capacity that can't be.
+            InvalidPageSizeError: a page size that can't be.
+            OutOfMemoryError: no such stretch of addresses.
+        """
+
+    @property
+    def base_address(self) -> int: ...
+    @property
+    def capacity(self) -> int:
+        """Bytes, rounded up to whole pages."""
+    @property
+    def page_size(self) -> int: ...
+    def commit(self, offset: int, size: int, stream: int = 0) -> None:
+        """Backs the pages under [offset, offset + size) that have no memory; all or none.
+
+        Raises:
+            InvalidRangeError: beyond the capacity.
+            OutOfMemoryError: a limit or the device has no such amount left.
+            InvalidArgumentError: the pool is closed.
+        """
+
+    def decommit(self, offset: int, size: int) -> int:
+        """Gives the memory of these pages back, where they have some; returns the bytes of those. Waits for nobody."""
+
+    def committed(self, offset: int, size: int) -> list[tuple[int, int]]:
+        """(offset, size) of the stretches of whole pages there that have memory."""
+
+    def is_committed(self, offset: int, size: int) -> bool: ...
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor from the first address on; it keeps the range alive."""
+
+def set_storage_bytes(tensor: torch.Tensor, size: int) -> None:
+    """The storage of ``tensor``, one over memory of ours, ends after ``size`` bytes, for all its views."""
+
 # -- Becoming torch's allocator ----------------------------------------------------------------------------------------
 
 def enable_cuda() -> None:

@@ -19,6 +19,7 @@ _build_check.check()
 import torch as _torch  # noqa: F401
 
 from torch_vmm._C import AccessFlags, MappingRecord, PhysicalAllocation, VirtualAddressRange
+from torch_vmm.elastic import ElasticTensor, elastic
 from torch_vmm.errors import (
     AlreadyMappedError,
     AsleepError,
@@ -36,6 +37,7 @@ from torch_vmm.errors import (
     StillInUseError,
     VmmError,
 )
+from torch_vmm.kv_cache import ElasticKVCache
 from torch_vmm.low_level import VirtualMemoryManager
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.refusals import Holder, Refusal, last_out_of_memory
@@ -59,6 +61,8 @@ __all__ = [
     "AlreadyMappedError",
     "AsleepError",
     "DriverError",
+    "ElasticKVCache",
+    "ElasticTensor",
     "GlobalMemoryStats",
     "Holder",
     "InvalidArgumentError",
@@ -85,6 +89,7 @@ __all__ = [
     "allocator",
     "carry",
     "current_pool",
+    "elastic",
     "enable",
     "is_enabled",
     "last_out_of_memory",

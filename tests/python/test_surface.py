@@ -27,6 +27,8 @@ ERRORS = {
 }
 CLASSES = {
     "AccessFlags",
+    "ElasticKVCache",
+    "ElasticTensor",
     "GlobalMemoryStats",
     "Holder",
     "MappingRecord",
@@ -44,6 +46,7 @@ FUNCTIONS = {
     "allocator",
     "carry",
     "current_pool",
+    "elastic",
     "enable",
     "is_enabled",
     "last_out_of_memory",
@@ -60,6 +63,10 @@ SIGNATURES = {
     "use_model": "(model_id_or_pool, device=None)",
     "current_pool": "(device='cuda')",
     "pool_of": "(tensor_or_address)",
+    "elastic": "(shape, dtype=torch.float32, device='cuda', max_shape=None)",
+    "ElasticTensor.resize_": "(self, n)",
+    "ElasticTensor.reserve": "(self, n)",
+    "ElasticTensor.shrink_to_fit": "(self)",
     "VirtualMemoryManager": "(device='cuda')",
     "VirtualMemoryManager.reserve": "(self, size, alignment=None)",
     "VirtualMemoryManager.release": "(self, range)",

@@ -43,6 +43,17 @@ def pools() -> int:
         return len(gpu) + pool.stats().idle_bytes + torch_vmm.current_pool("cpu").memory_allocated()
 
 
+def ranges() -> int:
+    table = torch_vmm.elastic((10, 4), torch.float32, "cuda", max_shape=(1000, 4))
+    grown: torch_vmm.ElasticTensor = table.resize_(20)
+    table.reserve(30)
+    plain: torch.Tensor = torch.nn.functional.relu(grown) + table[1]
+    cache = torch_vmm.ElasticKVCache(4096)
+    keys, values = cache.update(plain, plain, layer_idx=0)
+    print(keys, values, cache.get_seq_length(), table.max_shape, table.reserved_rows)
+    return table.shrink_to_fit()
+
+
 @torch_vmm.use_model("llama")
 def decorated(count: int, *, scale: float = 1.0) -> torch.Tensor:
     return torch.ones(count) * scale
