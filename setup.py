@@ -88,6 +88,7 @@ SOURCES = [
     "csrc/core/memory/chunk_store.cpp",
     "csrc/core/memory/grant.cpp",
     "csrc/core/memory/mapped_range.cpp",
+    "csrc/core/memory/zero_cover.cpp",
     "csrc/core/numbers/peaks.cpp",
     "csrc/core/numbers/pool_counters.cpp",
     "csrc/core/numbers/stats.cpp",

@@ -25,6 +25,7 @@
 #include "core/device/refusal.h"
 #include "core/limits/budget.h"
 #include "core/memory/chunk_store.h"
+#include "core/memory/zero_cover.h"
 #include "core/pool/pool.h"
 
 namespace vmm {
@@ -135,6 +136,16 @@ class DeviceMemory {
   using Lender = std::function<Address(const Pool& model, std::size_t bytes, Stream stream)>;
   void set_lender(Lender lender) { lender_ = std::move(lender); }
 
+  // Once all work that is queued now is done, by whoever comes by then, with no lock
+  // held: calls `go` until it returns true. Addresses that no pool has go so. Where
+  // nothing is queued, at once.
+  void leave(std::function<bool()> go) VMM_EXCLUDES(registry_mutex_);
+  // What the device shares among all that reads as zero; it lives as long as anyone
+  // holds it.
+  [[nodiscard]] std::shared_ptr<ZeroChunks> zero_chunks() VMM_EXCLUDES(registry_mutex_);
+  // Who may access what pools map now.
+  [[nodiscard]] std::vector<Location> accessors() const VMM_EXCLUDES(registry_mutex_);
+
   // -- Numbers ------------------------------------------------------------------
   // torch.cuda.memory_stats of the device: totals over pools, own peaks.
   [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(registry_mutex_);
@@ -222,6 +233,7 @@ class DeviceMemory {
   bool bury_closed() VMM_EXCLUDES(registry_mutex_);
   void bury_groups() VMM_EXCLUDES(registry_mutex_);
   void tend();
+  bool let_leave() VMM_EXCLUDES(registry_mutex_);
   void tend_if_any_wait() {
     if (has_ended_.load(std::memory_order_relaxed)) [[unlikely]]
       tend();
@@ -237,6 +249,7 @@ class DeviceMemory {
   Budget budget_;
   Budget foreign_budget_;
   Budget host_budget_;
+  Budget zero_budget_;
   ChunkStore store_;
   DeviceStreams streams_;
   Clock clock_;
@@ -270,6 +283,12 @@ class DeviceMemory {
   };
   std::map<const Budget*, Group> groups_ VMM_GUARDED_BY(registry_mutex_);
   std::set<const Budget*> ended_groups_ VMM_GUARDED_BY(registry_mutex_);  // of these
+  struct Leaving {
+    Epoch last_use = kLongAgo;
+    std::function<bool()> go;
+  };
+  std::vector<Leaving> leaving_ VMM_GUARDED_BY(registry_mutex_);
+  std::weak_ptr<ZeroChunks> zero_chunks_ VMM_GUARDED_BY(registry_mutex_);
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
   mutable Mutex refusal_mutex_;  // a leaf
   std::optional<Refusal> last_refusal_ VMM_GUARDED_BY(refusal_mutex_);
