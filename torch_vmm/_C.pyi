@@ -482,8 +482,10 @@ class VirtualMemoryManager:
 class TensorRange:
     """The memory of one tensor: addresses of its own in ``pool``, backed page by page. It ends with its last tensor."""
 
-    def __init__(self, pool: Pool, what: str, capacity: int, page_size: int | None = None) -> None:
+    def __init__(self, pool: Pool, what: str, capacity: int, page_size: int | None = None, zeros: bool = False) -> None:
         """``what``: for messages. ``page_size`` ``None``: chunks of up to a 16th of what lies below them.
+
+        ``zeros``: what has no memory reads as zero; with a page size only.
 
         Raises:
             InvalidArgumentError: a closed pool, a capacity that can't be.
@@ -498,8 +500,8 @@ class TensorRange:
         """Bytes, rounded up to whole pages."""
     @property
     def page_size(self) -> int: ...
-    def commit(self, offset: int, size: int, stream: int = 0) -> None:
-        """Backs the pages under [offset, offset + size) that have no memory; all or none.
+    def commit(self, spans: Sequence[tuple[int, int]], stream: int = 0) -> None:
+        """Backs the pages under these (offset, size) that have no memory; all or none. With ``zeros`` it waits.
 
         Raises:
             InvalidRangeError: beyond the capacity.
@@ -507,13 +509,16 @@ class TensorRange:
             InvalidArgumentError: the pool is closed.
         """
 
-    def decommit(self, offset: int, size: int) -> int:
-        """Gives the memory of these pages back, where they have some; returns the bytes of those. Waits for nobody."""
+    def decommit(self, spans: Sequence[tuple[int, int]]) -> int:
+        """Gives the memory of these pages back, where they have some; returns the bytes of those.
+
+        Waits for queued work with ``zeros``, and else for nobody.
+        """
 
     def committed(self, offset: int, size: int) -> list[tuple[int, int]]:
         """(offset, size) of the stretches of whole pages there that have memory."""
 
-    def is_committed(self, offset: int, size: int) -> bool: ...
+    def is_committed(self, spans: Sequence[tuple[int, int]]) -> bool: ...
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from the first address on; it keeps the range alive."""
 

@@ -19,7 +19,7 @@ _build_check.check()
 import torch as _torch  # noqa: F401
 
 from torch_vmm._C import AccessFlags, MappingRecord, PhysicalAllocation, VirtualAddressRange
-from torch_vmm.elastic import ElasticTensor, elastic
+from torch_vmm.elastic_tensor import ElasticTensor, elastic
 from torch_vmm.errors import (
     AlreadyMappedError,
     AsleepError,
@@ -52,6 +52,7 @@ from torch_vmm.routing import (
     use_model,
 )
 from torch_vmm.shared_pools import SharedMemoryPool
+from torch_vmm.sparse_tensor import SparseTensor, sparse
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats
 from torch_vmm.strictness import strict
 from torch_vmm.version import __version__
@@ -80,6 +81,7 @@ __all__ = [
     "PhysicalAllocation",
     "Refusal",
     "SharedMemoryPool",
+    "SparseTensor",
     "StillInUseError",
     "VirtualAddressRange",
     "VirtualMemoryManager",
@@ -95,6 +97,7 @@ __all__ = [
     "last_out_of_memory",
     "library_path",
     "pool_of",
+    "sparse",
     "strict",
     "use_model",
 ]

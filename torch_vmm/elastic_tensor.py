@@ -85,7 +85,7 @@ class ElasticTensor(RangeTensor):
         # Before they go: whoever copies or saves the whole storage meets no page that is gone.
         self._backing.held = keep
         _C.set_storage_bytes(self, used)
-        return self._backing.handle.decommit(keep, self._backing.handle.capacity - keep)
+        return self._backing.handle.decommit([(keep, self._backing.handle.capacity - keep)])
 
     def detach(self) -> ElasticTensor:
         """The same memory and rows, outside autograd. It does not follow what :meth:`resize_` does to this one."""
@@ -102,7 +102,7 @@ class ElasticTensor(RangeTensor):
     def _hold(self, rows: int) -> None:
         size = rows * row_bytes(self._max_shape, self.dtype)
         if size > self._backing.held:
-            self._backing.commit(self._backing.held, size - self._backing.held)
+            self._backing.commit([(self._backing.held, size - self._backing.held)])
             page = self._backing.handle.page_size
             self._backing.held = -(-size // page) * page
         if size > self.untyped_storage().nbytes():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_vmm.elastic import ElasticTensor, elastic
+from torch_vmm.elastic_tensor import ElasticTensor, elastic
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.sizes import show, to_index
 

@@ -26,18 +26,21 @@ class Backing:
         what: for messages.
         size: bytes of addresses.
         page_size: bytes of a page, or ``None``: chunks of up to a 16th of what lies below them.
+        zeros: what has no memory reads as zero.
     """
 
-    def __init__(self, what: str, size: int, device: Device, page_size: int | None = None) -> None:
+    def __init__(self, what: str, size: int, device: Device, page_size: int | None = None, zeros: bool = False) -> None:
+        if size >= 2**63:
+            raise InvalidArgumentError(f"{what}: {show(size)} bytes are more than there are addresses")
         self.device: DeviceKey = to_device(device)
         self.pool: VirtualMemoryPool = current_pool(self.device.torch_device)
         self.held = 0
         """Bytes from the first address on that have memory, where they have it without a gap."""
-        self.handle = _C.TensorRange(self.pool._handle, what, max(size, 1), page_size)
+        self.handle = _C.TensorRange(self.pool._handle, what, max(size, 1), page_size, zeros)
 
-    def commit(self, offset: int, size: int) -> None:
-        """Backs the pages under [offset, offset + size), usable on the current stream."""
-        self.handle.commit(offset, size, current_stream(self.device))
+    def commit(self, spans: list[tuple[int, int]]) -> None:
+        """Backs the pages under these (offset, size), usable on the current stream."""
+        self.handle.commit(spans, current_stream(self.device))
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from the first address on. Whoever holds a view of it holds the memory and the pool."""

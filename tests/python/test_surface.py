@@ -36,6 +36,7 @@ CLASSES = {
     "PhysicalAllocation",
     "Refusal",
     "SharedMemoryPool",
+    "SparseTensor",
     "VirtualAddressRange",
     "VirtualMemoryManager",
     "VirtualMemoryPool",
@@ -52,6 +53,7 @@ FUNCTIONS = {
     "last_out_of_memory",
     "library_path",
     "pool_of",
+    "sparse",
 }
 
 SIGNATURES = {
@@ -64,6 +66,11 @@ SIGNATURES = {
     "current_pool": "(device='cuda')",
     "pool_of": "(tensor_or_address)",
     "elastic": "(shape, dtype=torch.float32, device='cuda', max_shape=None)",
+    "sparse": "(shape, dtype=torch.float32, device='cuda', zeros=True, page_size=None)",
+    "SparseTensor.commit": "(self, index)",
+    "SparseTensor.decommit": "(self, index)",
+    "SparseTensor.is_committed": "(self, index)",
+    "SparseTensor.committed_spans": "(self)",
     "ElasticTensor.resize_": "(self, n)",
     "ElasticTensor.reserve": "(self, n)",
     "ElasticTensor.shrink_to_fit": "(self)",

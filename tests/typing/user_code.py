@@ -51,7 +51,11 @@ def ranges() -> int:
     cache = torch_vmm.ElasticKVCache(4096)
     keys, values = cache.update(plain, plain, layer_idx=0)
     print(keys, values, cache.get_seq_length(), table.max_shape, table.reserved_rows)
-    return table.shrink_to_fit()
+    huge: torch_vmm.SparseTensor = torch_vmm.sparse((1 << 40,), torch.float16, "cpu", zeros=False, page_size="4MiB")
+    huge.commit((slice(0, 4),))
+    spans: list[slice] = huge.committed_spans()
+    print(spans, huge.is_committed(5), huge.page_size)
+    return table.shrink_to_fit() + huge.decommit(slice(None))
 
 
 @torch_vmm.use_model("llama")
