@@ -522,6 +522,40 @@ class TensorRange:
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from the first address on; it keeps the range alive."""
 
+def alias(
+    pool: Pool,
+    pieces: Sequence[tuple[int, int]],
+    copies: int,
+    read_only: bool,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A tensor over the chunks under these (address, bytes), in order, ``copies`` times, at addresses of its own.
+
+    ``pool`` shows as shared what is another model's. Explicit pages stay as long as it lives; other memory the caller
+    keeps.
+
+    Raises:
+        InvalidArgumentError: no whole chunks, or a closed pool.
+        OutOfMemoryError: no such stretch of addresses.
+    """
+
+def seal(pool: Pool, pieces: Sequence[tuple[int, int]]) -> None:
+    """Makes the pages under these (address, bytes) of ``pool`` read-only, all or none; waits for queued work.
+
+    Raises:
+        InvalidArgumentError: another pool's, or chunks that hold other memory too.
+    """
+
+def unseal(pool: Pool, pieces: Sequence[tuple[int, int]]) -> None:
+    """Makes them writable again."""
+
+def is_sealed(pool: Pool, address: int, size: int) -> bool:
+    """Whether nobody may write to any byte of it."""
+
+def shared_bytes(pool: Pool) -> int:
+    """Bytes of other pools' memory that aliases made in this one show."""
+
 def set_storage_bytes(tensor: torch.Tensor, size: int) -> None:
     """The storage of ``tensor``, one over memory of ours, ends after ``size`` bytes, for all its views."""
 

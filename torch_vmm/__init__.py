@@ -19,6 +19,7 @@ _build_check.check()
 import torch as _torch  # noqa: F401
 
 from torch_vmm._C import AccessFlags, MappingRecord, PhysicalAllocation, VirtualAddressRange
+from torch_vmm.aliases import alias, aligned, concat_views, sealed
 from torch_vmm.elastic_tensor import ElasticTensor, elastic
 from torch_vmm.errors import (
     AlreadyMappedError,
@@ -88,8 +89,11 @@ __all__ = [
     "VirtualMemoryPool",
     "VmmError",
     "__version__",
+    "alias",
+    "aligned",
     "allocator",
     "carry",
+    "concat_views",
     "current_pool",
     "elastic",
     "enable",
@@ -97,6 +101,7 @@ __all__ = [
     "last_out_of_memory",
     "library_path",
     "pool_of",
+    "sealed",
     "sparse",
     "strict",
     "use_model",

@@ -9,7 +9,7 @@ import torch
 
 from torch_vmm import _C
 from torch_vmm.devices import Device
-from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.errors import InvalidArgumentError, StillInUseError
 from torch_vmm.ranges import Backing, RangeTensor, require_dimension, require_dtype, row_bytes
 from torch_vmm.sizes import Shape, show, to_index, to_shape
 
@@ -78,14 +78,26 @@ class ElasticTensor(RangeTensor):
         it. A view of rows that are gone must not be used any more: that faults.
         Memory comes in chunks of up to a 16th of what lies below them, and one
         that has a row left stays mapped.
+
+        Raises:
+            StillInUseError: an :func:`torch_vmm.alias` shows some of them.
+            InvalidArgumentError: it is sealed.
         """
+        if _C.is_sealed(self._backing.pool._handle, self._backing.handle.base_address, 1):
+            raise InvalidArgumentError("shrink_to_fit(): the tensor is sealed; unseal() it first")
         used = self.shape[0] * row_bytes(self._max_shape, self.dtype)
         page = self._backing.handle.page_size
         keep = -(-used // page) * page
+        held, stored = self._backing.held, self.untyped_storage().nbytes()
         # Before they go: whoever copies or saves the whole storage meets no page that is gone.
         self._backing.held = keep
         _C.set_storage_bytes(self, used)
-        return self._backing.handle.decommit([(keep, self._backing.handle.capacity - keep)])
+        try:
+            return self._backing.handle.decommit([(keep, self._backing.handle.capacity - keep)])
+        except StillInUseError:
+            self._backing.held = held
+            _C.set_storage_bytes(self, stored)
+            raise
 
     def detach(self) -> ElasticTensor:
         """The same memory and rows, outside autograd. It does not follow what :meth:`resize_` does to this one."""

@@ -30,6 +30,7 @@ void bind_shared_memory_pool(py::module_& module);
 void bind_virtual_memory_manager(py::module_& module);
 void bind_install(py::module_& module);
 void bind_routing(py::module_& module);
+void bind_tensor_alias(py::module_& module);
 void bind_tensor_range(py::module_& module);
 void bind_replay(py::module_& module);
 

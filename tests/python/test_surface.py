@@ -44,8 +44,11 @@ CLASSES = {
     "use_model",
 }
 FUNCTIONS = {
+    "alias",
+    "aligned",
     "allocator",
     "carry",
+    "concat_views",
     "current_pool",
     "elastic",
     "enable",
@@ -53,6 +56,7 @@ FUNCTIONS = {
     "last_out_of_memory",
     "library_path",
     "pool_of",
+    "sealed",
     "sparse",
 }
 
@@ -66,6 +70,12 @@ SIGNATURES = {
     "current_pool": "(device='cuda')",
     "pool_of": "(tensor_or_address)",
     "elastic": "(shape, dtype=torch.float32, device='cuda', max_shape=None)",
+    "alias": "(tensor, copies=1, read_only=False)",
+    "aligned": "(shape, dtype=torch.float32, device='cuda')",
+    "concat_views": "(tensors)",
+    "sealed": "(tensor)",
+    "VirtualMemoryPool.seal": "(self, tensors)",
+    "VirtualMemoryPool.unseal": "(self, tensors)",
     "sparse": "(shape, dtype=torch.float32, device='cuda', zeros=True, page_size=None)",
     "SparseTensor.commit": "(self, index)",
     "SparseTensor.decommit": "(self, index)",

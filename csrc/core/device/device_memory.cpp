@@ -341,6 +341,23 @@ std::shared_ptr<ZeroChunks> DeviceMemory::zero_chunks() {
   return chunks;
 }
 
+void DeviceMemory::add_shared(const Pool& model, std::size_t bytes) {
+  const MutexLock lock(registry_mutex_);
+  if (bytes != 0) shared_bytes_[model.id()] += bytes;
+}
+
+void DeviceMemory::remove_shared(const Pool& model, std::size_t bytes) {
+  const MutexLock lock(registry_mutex_);
+  const auto at = shared_bytes_.find(model.id());
+  if (at != shared_bytes_.end() && (at->second -= bytes) == 0) shared_bytes_.erase(at);
+}
+
+std::size_t DeviceMemory::shared_bytes_of(const Pool& model) const {
+  const MutexLock lock(registry_mutex_);
+  const auto at = shared_bytes_.find(model.id());
+  return at == shared_bytes_.end() ? 0 : at->second;
+}
+
 std::vector<Location> DeviceMemory::accessors() const {
   const MutexLock lock(registry_mutex_);
   return accessors_;

@@ -143,6 +143,11 @@ class DeviceMemory {
   // What the device shares among all that reads as zero; it lives as long as anyone
   // holds it.
   [[nodiscard]] std::shared_ptr<ZeroChunks> zero_chunks() VMM_EXCLUDES(registry_mutex_);
+  // Bytes of other models' memory that `model` has at further addresses, from now on
+  // more or less.
+  void add_shared(const Pool& model, std::size_t bytes) VMM_EXCLUDES(registry_mutex_);
+  void remove_shared(const Pool& model, std::size_t bytes) VMM_EXCLUDES(registry_mutex_);
+  [[nodiscard]] std::size_t shared_bytes_of(const Pool& model) const VMM_EXCLUDES(registry_mutex_);
   // Who may access what pools map now.
   [[nodiscard]] std::vector<Location> accessors() const VMM_EXCLUDES(registry_mutex_);
 
@@ -288,6 +293,7 @@ class DeviceMemory {
     std::function<bool()> go;
   };
   std::vector<Leaving> leaving_ VMM_GUARDED_BY(registry_mutex_);
+  std::unordered_map<OwnerId, std::size_t> shared_bytes_ VMM_GUARDED_BY(registry_mutex_);  // of models that have some
   std::weak_ptr<ZeroChunks> zero_chunks_ VMM_GUARDED_BY(registry_mutex_);
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
   mutable Mutex refusal_mutex_;  // a leaf

@@ -156,6 +156,18 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // The same for another process: from now on they serve no other model.
   [[nodiscard]] std::vector<ChunkView> chunks_to_export(Address address, std::size_t bytes) VMM_EXCLUDES(mutex_);
 
+  // The chunks under [address, address + bytes), by address, which are to be mapped
+  // `times` more: each counts that many mappings more from now on. Throws
+  // InvalidArgumentError where the stretch does not begin and end with a chunk.
+  [[nodiscard]] std::vector<Chunk*> share_chunks(Address address, std::size_t bytes, int times) VMM_EXCLUDES(mutex_);
+  // What explicit pages under [address, address + bytes) allow everybody from now on:
+  // whole chunks of them, the last one's end past the stretch included. Throws
+  // InvalidArgumentError where it is none, DriverError. REQUIRES, for Access::read: no
+  // queued work writes them.
+  void set_pages_access(Address address, std::size_t bytes, Access access) VMM_EXCLUDES(mutex_);
+  // Whether nobody may write to any byte of it.
+  [[nodiscard]] bool is_read_only(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
+
   // -- A CUDA graph's memory ------------------------------------------------
   // While pinned, no memory moves within the pool or leaves it, and it grows by
   // fresh chunks only: captured work uses the addresses whenever the graph is
