@@ -66,6 +66,7 @@ class SparseTensor(RangeTensor):
 
         Raises:
             InvalidArgumentError: as :meth:`commit`.
+            StillInUseError: an :func:`torch_vmm.alias` shows some of them.
         """
         return self._backing.handle.decommit(self._spans(index, "decommit"))
 

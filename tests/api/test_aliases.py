@@ -91,6 +91,23 @@ def test_pages_that_an_alias_shows_stay(device: str) -> None:
     assert tensor.shrink_to_fit() == 14 * PAGE
 
 
+def test_pages_of_a_sparse_tensor_that_an_alias_shows_stay(device: str) -> None:
+    tensor = torch_vmm.sparse((1000, ROW), torch.uint8, device)
+    tensor.commit(slice(0, 4))
+    tensor.commit(slice(8, 16))
+    stamp(tensor[8:16], 5)
+    twice = alias(tensor[8:16], 2)
+    with pytest.raises(torch_vmm.StillInUseError):
+        tensor.decommit(slice(None))
+    assert is_zero(tensor[:8])
+    assert is_zero(tensor[16:])
+    assert holds(tensor[8:16], 5)
+    tensor.decommit(slice(0, 4))
+    del tensor
+    gc.collect()
+    assert holds(twice[8:], 5)
+
+
 def test_torchs_own_tensors_may_stand_on_whole_chunks(make_pool: Callable[..., Pool], device: str) -> None:
     pool = make_pool("64MiB", page_size=PAGE)
     with pool:

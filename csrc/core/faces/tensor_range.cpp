@@ -30,7 +30,7 @@ TensorRange::TensorRange(DeviceMemory& memory, const std::shared_ptr<Pool>& mode
     : memory_(memory), part_(memory.create_range(model, spec.what, spec.capacity, spec.page_size)) {
   if (!spec.zeros) return;
   zeros_ =
-      std::make_shared<ZeroCover>(memory_.driver(), memory_.zero_chunks(), base(), capacity(), memory_.accessors());
+      std::make_unique<ZeroCover>(memory_.driver(), memory_.zero_chunks(), base(), capacity(), memory_.accessors());
   try {
     cover({{0, capacity()}});
   } catch (...) {
@@ -47,7 +47,8 @@ TensorRange::~TensorRange() {
   // Its memory serves others at once; the addresses wait for those who read zeros.
   part_->drop_pages();
   memory_.store().trim(part_->group(), memory_.options().store_bytes);
-  memory_.leave([memory = &memory_, part = part_, zeros = zeros_] {
+  std::shared_ptr<ZeroCover> zeros = std::move(zeros_);
+  memory_.leave([memory = &memory_, part = part_, zeros = std::move(zeros)] {
     if (!zeros->uncover({0, part->capacity()}).ok()) return false;
     memory->close_pool(*part, /*force=*/true);
     return true;
@@ -159,9 +160,14 @@ std::size_t TensorRange::decommit(const std::vector<ByteRange>& ranges) {
   held = merged(std::move(held));
   std::size_t bytes = 0;
   if (!held.empty()) has_holes_.store(true, std::memory_order_relaxed);
-  for (const ByteRange& range : held) {
-    memory_.deallocate_pages(*part_, range.offset, range.size);
-    bytes += range.size;
+  try {
+    for (const ByteRange& range : held) {
+      memory_.deallocate_pages(*part_, range.offset, range.size);
+      bytes += range.size;
+    }
+  } catch (...) {
+    undo({});
+    throw;
   }
   mend();
   return bytes;

@@ -49,7 +49,8 @@ class TensorRange {
   // Gives the memory of the pages under `ranges` back, where they have some. Queued
   // work may still use them, and nobody waits for it, unless they are to read as zero
   // from now on. Memory that shares its chunk with pages that stay is kept mapped.
-  // Returns the bytes of these pages.
+  // Returns the bytes of these pages. Throws StillInUseError at a stretch that an alias
+  // shows; those before it have gone.
   std::size_t decommit(const std::vector<ByteRange>& ranges);
   // The stretches of `range`, widened to whole pages, that have memory, by offset.
   [[nodiscard]] std::vector<ByteRange> committed(ByteRange range) const;
@@ -73,7 +74,7 @@ class TensorRange {
   DeviceMemory& memory_;
   const std::shared_ptr<Pool> part_;
   Mutex mutex_;
-  std::shared_ptr<ZeroCover> zeros_ VMM_PT_GUARDED_BY(mutex_);  // nullptr: what has no memory faults
+  std::unique_ptr<ZeroCover> zeros_ VMM_PT_GUARDED_BY(mutex_);  // nullptr: what has no memory faults
   std::atomic<bool> has_holes_{false};                          // a driver's failure left some that fault
 };
 
