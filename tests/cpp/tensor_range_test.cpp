@@ -140,6 +140,24 @@ TEST(TensorRange, OutlivesAModelThatIsClosedByForceAndGrowsNoMore) {
   EXPECT_TRUE(lab.memory().pools().empty());
 }
 
+TEST(TensorRange, OfAClosedModelIsNamedWhereMemoryIsShort) {
+  Lab lab;
+  const auto group = lab.memory().create_group("group", 8 * kMiB);
+  const auto other = lab.pool(Lab::spec("b"), group.get());
+  auto model = lab.pool(Lab::spec("a"), group.get());
+  const auto range = std::make_unique<TensorRange>(lab.memory(), model, TensorRangeSpec{"elastic tensor", 8 * kMiB, 0});
+  range->commit({{0, 6 * kMiB}}, kOne);
+  lab.memory().close_pool(*model, /*force=*/true);
+  model = nullptr;
+  try {
+    lab.allocate(*other, 4 * kMiB);
+    ADD_FAILURE() << "2 MiB are left";
+  } catch (const OutOfMemoryError& error) {
+    EXPECT_NE(std::string(error.what()).find("'a (elastic tensor) (closed)' 6 MiB in use"), std::string::npos)
+        << error.what();
+  }
+}
+
 TEST(TensorRange, PagesOfOneSizeGoBackOneByOne) {
   Lab lab;
   const auto model = lab.pool("a");

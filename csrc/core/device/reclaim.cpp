@@ -22,6 +22,7 @@
 // wait for it.
 #include <algorithm>
 #include <array>
+#include <set>
 #include <tuple>
 
 #include "base/errors.h"
@@ -287,13 +288,17 @@ Address DeviceMemory::reach(Climb& climb) {
 std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Pool& asker) const {
   std::vector<Holder> holders;
   std::size_t in_pools = 0;
-  for (const auto& pool : refused == nullptr ? pools() : pools_under(*refused)) {
-    if (pool->is_part()) continue;  // its model's
+  const PoolList all = refused == nullptr ? pools() : pools_under(*refused);
+  std::set<const Pool*> there;
+  for (const auto& pool : all) there.insert(pool.get());
+  for (const auto& pool : all) {
+    // Its model's, unless that was closed and a tensor of it lives on.
+    if (pool->is_part() && there.count(&pool->model()) != 0) continue;
     const MemoryStats stats = memory_stats_of(*pool);
     in_pools += stats.physical_usage;
     if (stats.physical_usage == 0) continue;
-    Holder holder{pool->name() + (pool->is_retired() ? " (closed)" : ""), stats.allocated_bytes, stats.idle_bytes,
-                  stats.stranded_bytes, stats.quarantined_bytes};
+    Holder holder{pool->name() + (pool->model().is_retired() ? " (closed)" : ""), stats.allocated_bytes,
+                  stats.idle_bytes, stats.stranded_bytes, stats.quarantined_bytes};
     if (holder.idle != 0 && &pool->model() != &asker.model()) holder.floor = pool->floor();
     holders.push_back(std::move(holder));
   }
