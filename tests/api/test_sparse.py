@@ -16,6 +16,7 @@ import torch
 
 import torch_vmm
 from tests.helpers import GIB, MIB, PAGE, ROOT, holds, is_zero, stamp
+from tests.standin import control
 from torch_vmm import _C
 
 Pool = torch_vmm.VirtualMemoryPool
@@ -149,8 +150,9 @@ def test_a_random_program(make_pool: Callable[..., Pool], device: str) -> None:
 # -- Training ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.needs_gpu("it takes an operator that writes some rows for one that writes all")
 def test_a_table_of_a_tebibyte_trains_as_a_dense_one(make_pool: Callable[..., Pool], device: str) -> None:
+    if device == "cuda" and control.is_here():
+        pytest.skip("the stand-in takes an operator that writes some rows for one that writes all")
     rows, size = 1 << 31, 128  # 1 TiB of float32
     generator = torch.Generator().manual_seed(0)
     places = torch.randint(0, rows, (6,), generator=generator)
