@@ -553,6 +553,89 @@ class NativeMemoryPool:
     def set_release_threshold(self, bytes: int) -> None: ...
     def release_threshold(self) -> int: ...
 
+# -- Tensors whose pages come and go -----------------------------------------------------------------------------------
+
+@final
+class TensorRange:
+    """The memory of one tensor: addresses of its own in ``pool``, backed page by page. It ends with its last tensor."""
+
+    def __init__(self, pool: Pool, what: str, capacity: int, page_size: int | None = None, zeros: bool = False) -> None:
+        """``what``: for messages. ``page_size`` ``None``: chunks of up to a 16th of what lies below them.
+
+        ``zeros``: what has no memory reads as zero; with a page size only.
+
+        Raises:
+            InvalidArgumentError: a closed pool, a capacity that can't be.
+            InvalidPageSizeError: a page size that can't be.
+            OutOfMemoryError: no such stretch of addresses.
+        """
+
+    @property
+    def base_address(self) -> int: ...
+    @property
+    def capacity(self) -> int:
+        """Bytes, rounded up to whole pages."""
+    @property
+    def page_size(self) -> int: ...
+    def commit(self, spans: Sequence[tuple[int, int]], stream: int = 0) -> None:
+        """Backs the pages under these (offset, size) that have no memory; all or none. With ``zeros`` it waits.
+
+        Raises:
+            InvalidRangeError: beyond the capacity.
+            OutOfMemoryError: a limit or the device has no such amount left.
+            InvalidArgumentError: the pool is closed.
+        """
+
+    def decommit(self, spans: Sequence[tuple[int, int]]) -> int:
+        """Gives the memory of these pages back, where they have some; returns the bytes of those.
+
+        Waits for queued work with ``zeros``, and else for nobody.
+        """
+
+    def committed(self, offset: int, size: int) -> list[tuple[int, int]]:
+        """(offset, size) of the stretches of whole pages there that have memory."""
+
+    def is_committed(self, spans: Sequence[tuple[int, int]]) -> bool: ...
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor from the first address on; it keeps the range alive."""
+
+def alias(
+    pool: Pool,
+    pieces: Sequence[tuple[int, int]],
+    copies: int,
+    read_only: bool,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A tensor over the chunks under these (address, bytes), in order, ``copies`` times, at addresses of its own.
+
+    ``pool`` shows as shared what is another model's. Explicit pages stay as long as it lives; other memory the caller
+    keeps.
+
+    Raises:
+        InvalidArgumentError: no whole chunks, or a closed pool.
+        OutOfMemoryError: no such stretch of addresses.
+    """
+
+def seal(pool: Pool, pieces: Sequence[tuple[int, int]]) -> None:
+    """Makes the pages under these (address, bytes) of ``pool`` read-only, all or none; waits for queued work.
+
+    Raises:
+        InvalidArgumentError: another pool's, or chunks that hold other memory too.
+    """
+
+def unseal(pool: Pool, pieces: Sequence[tuple[int, int]]) -> None:
+    """Makes them writable again."""
+
+def is_sealed(pool: Pool, address: int, size: int) -> bool:
+    """Whether nobody may write to any byte of it."""
+
+def shared_bytes(pool: Pool) -> int:
+    """Bytes of other pools' memory that aliases made in this one show."""
+
+def set_storage_bytes(tensor: torch.Tensor, size: int) -> None:
+    """The storage of ``tensor``, one over memory of ours, ends after ``size`` bytes, for all its views."""
+
 # -- Becoming torch's allocator ----------------------------------------------------------------------------------------
 
 def enable_cuda() -> None:

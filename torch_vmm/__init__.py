@@ -19,7 +19,9 @@ _build_check.check()
 import torch as _torch  # noqa: F401
 
 from torch_vmm._C import AccessFlags, MappingRecord, PhysicalAllocation, VirtualAddressRange
+from torch_vmm.aliases import alias, aligned, concat_views, sealed
 from torch_vmm.buffers import MemoryPool, NativeMemoryPool, PooledBuffer
+from torch_vmm.elastic_tensor import ElasticTensor, elastic
 from torch_vmm.errors import (
     AlreadyMappedError,
     AsleepError,
@@ -37,6 +39,7 @@ from torch_vmm.errors import (
     StillInUseError,
     VmmError,
 )
+from torch_vmm.kv_cache import ElasticKVCache
 from torch_vmm.low_level import VirtualMemoryManager
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.refusals import Holder, Refusal, last_out_of_memory
@@ -51,6 +54,7 @@ from torch_vmm.routing import (
     use_model,
 )
 from torch_vmm.shared_pools import SharedMemoryPool
+from torch_vmm.sparse_tensor import SparseTensor, sparse
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats, NativePoolStats, PoolStats
 from torch_vmm.strictness import strict
 from torch_vmm.version import __version__
@@ -60,6 +64,8 @@ __all__ = [
     "AlreadyMappedError",
     "AsleepError",
     "DriverError",
+    "ElasticKVCache",
+    "ElasticTensor",
     "GlobalMemoryStats",
     "Holder",
     "InvalidArgumentError",
@@ -82,20 +88,27 @@ __all__ = [
     "PooledBuffer",
     "Refusal",
     "SharedMemoryPool",
+    "SparseTensor",
     "StillInUseError",
     "VirtualAddressRange",
     "VirtualMemoryManager",
     "VirtualMemoryPool",
     "VmmError",
     "__version__",
+    "alias",
+    "aligned",
     "allocator",
     "carry",
+    "concat_views",
     "current_pool",
+    "elastic",
     "enable",
     "is_enabled",
     "last_out_of_memory",
     "library_path",
     "pool_of",
+    "sealed",
+    "sparse",
     "strict",
     "use_model",
 ]

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import threading
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,11 @@ from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Stays
 from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
-from torch_vmm.errors import VmmError
+from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.sizes import (
     Shape,
     Size,
+    show,
     to_bytes,
     to_flag,
     to_name,
@@ -203,6 +205,32 @@ class VirtualMemoryPool(Guarded, guarded=True):
         else:
             end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
 
+    # -- Read-only pages -----------------------------------------------------------------------------------------------
+
+    def seal(self, tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:
+        """Makes the pages of tensors read-only: a write to them faults, by the device's own protection.
+
+        Waits for the work that is queued, which may be writing. What they share
+        memory with (views, :func:`torch_vmm.alias` is another address with rights of
+        its own) is sealed with them. It ends with :meth:`unseal`, or with the tensor.
+
+        Args:
+            tensors: one or several of this pool, each on chunks that hold nothing
+                else: made by :func:`torch_vmm.aligned`, :func:`torch_vmm.elastic` or
+                :func:`torch_vmm.sparse`, where all of it is committed.
+        Raises:
+            InvalidArgumentError: another pool's, or one that shares its chunks. None is sealed then.
+        """
+        _C.seal(self._handle, _pieces(tensors))
+
+    def unseal(self, tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:
+        """Makes the pages of tensors writable again.
+
+        Raises:
+            InvalidArgumentError: as :meth:`seal`.
+        """
+        _C.unseal(self._handle, _pieces(tensors))
+
     # -- What it is ----------------------------------------------------------------------------------------------------
 
     @property
@@ -275,6 +303,11 @@ class VirtualMemoryPool(Guarded, guarded=True):
     def physical_memory_usage(self) -> int:
         """Bytes of memory mapped now."""
         return self._handle.physical_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of other pools' memory that aliases made in this pool show; their owners pay for it."""
+        return _C.shared_bytes(self._handle)
 
     # -- Numbers -------------------------------------------------------------------------------------------------------
 
@@ -375,6 +408,19 @@ class VirtualMemoryPool(Guarded, guarded=True):
         except VmmError:
             text = "out of reach in a forked process"
         return f"VirtualMemoryPool({self.name!r}, {self.device}: {text})"
+
+
+def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Address and bytes of what each tensor covers."""
+    if not isinstance(tensors, torch.Tensor) and not isinstance(tensors, Iterable):
+        raise InvalidArgumentError(f"tensors={show(tensors)}: give tensors")
+    found = []
+    for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or not tensor.is_contiguous():
+            raise InvalidArgumentError("give contiguous tensors: pages are sealed from the first element to the last")
+        if tensor.numel() != 0:
+            found.append((tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+    return found
 
 
 def _fixed(name: str) -> str:

@@ -32,6 +32,8 @@ void bind_memory_pool(py::module_& module);
 void bind_native_memory_pool(py::module_& module);
 void bind_install(py::module_& module);
 void bind_routing(py::module_& module);
+void bind_tensor_alias(py::module_& module);
+void bind_tensor_range(py::module_& module);
 void bind_replay(py::module_& module);
 
 // "cuda", "cpu"; InvalidArgumentError for anything else.

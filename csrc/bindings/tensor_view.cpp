@@ -64,4 +64,9 @@ py::object make_tensor(Address address, const std::vector<std::int64_t>& shape, 
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
 }
 
+void set_storage_bytes(py::handle tensor, std::size_t size) {
+  if (!THPVariable_Check(tensor.ptr())) throw InvalidArgumentError("set_storage_bytes: give a tensor");
+  THPVariable_Unpack(tensor.ptr()).storage().unsafeGetStorageImpl()->set_nbytes(size);
+}
+
 }  // namespace vmm::bindings

@@ -17,4 +17,8 @@ std::size_t tensor_bytes(const std::vector<std::int64_t>& shape, py::handle dtyp
 py::object make_tensor(Address address, const std::vector<std::int64_t>& shape, py::handle dtype,
                        const DeviceRoom& room, std::shared_ptr<void> owner);
 
+// The storage of `tensor`, one of make_tensor()'s, ends after `size` bytes from now
+// on, for all of its views: what is copied or saved whole is no more than that.
+void set_storage_bytes(py::handle tensor, std::size_t size);
+
 }  // namespace vmm::bindings

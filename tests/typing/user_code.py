@@ -43,6 +43,29 @@ def pools() -> int:
         return len(gpu) + pool.stats().idle_bytes + torch_vmm.current_pool("cpu").memory_allocated()
 
 
+def ranges() -> int:
+    table = torch_vmm.elastic((10, 4), torch.float32, "cuda", max_shape=(1000, 4))
+    grown: torch_vmm.ElasticTensor = table.resize_(20)
+    table.reserve(30)
+    plain: torch.Tensor = torch.nn.functional.relu(grown) + table[1]
+    cache = torch_vmm.ElasticKVCache(4096)
+    keys, values = cache.update(plain, plain, layer_idx=0)
+    print(keys, values, cache.get_seq_length(), table.max_shape, table.reserved_rows)
+    ring = torch_vmm.aligned((1 << 20,), torch.float32, "cpu")
+    twice: torch.Tensor = torch_vmm.alias(ring, 2, read_only=True)
+    whole: torch.Tensor = torch_vmm.concat_views([ring, ring])
+    pool = torch_vmm.current_pool("cpu")
+    pool.seal([ring])
+    pool.unseal(ring)
+    state: bool = torch_vmm.sealed(ring)
+    print(twice, whole, state, pool.shared_bytes)
+    huge: torch_vmm.SparseTensor = torch_vmm.sparse((1 << 40,), torch.float16, "cpu", zeros=False, page_size="4MiB")
+    huge.commit((slice(0, 4),))
+    spans: list[slice] = huge.committed_spans()
+    print(spans, huge.is_committed(5), huge.page_size)
+    return table.shrink_to_fit() + huge.decommit(slice(None))
+
+
 @torch_vmm.use_model("llama")
 def decorated(count: int, *, scale: float = 1.0) -> torch.Tensor:
     return torch.ones(count) * scale

@@ -3,6 +3,7 @@
 #include "core/device/device_memory.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "base/check.h"
@@ -42,6 +43,7 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       budget_("device " + driver.name() + ":" + std::to_string(device), kUnlimited, nullptr),
       foreign_budget_("memory of other allocators", kUnlimited, &budget_),
       host_budget_("host memory by hand", kUnlimited, nullptr),
+      zero_budget_("pages that read as zero", kUnlimited, &budget_),
       store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
       streams_(driver, device),
       clock_(streams_),
@@ -49,6 +51,8 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       accessors_{Location::on_device(device)} {}
 
 DeviceMemory::~DeviceMemory() {
+  clock_.wait(clock_.now()).ignore();
+  for (int attempt = 0; attempt < kEndAttempts; ++attempt) let_leave();
   for (const auto& pool : pools()) {
     pool->retire();
     // What the driver refuses once is tried again; what it refuses still stays.
@@ -126,6 +130,19 @@ std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& mod
   // many graphs, each with a pool of its own.
   spec.capacity = std::min(capabilities_.total_memory, model->capacity());
   return register_pool_of_at_most(spec, model->group());
+}
+
+std::shared_ptr<Pool> DeviceMemory::create_range(const std::shared_ptr<Pool>& model, const std::string& name,
+                                                 std::size_t capacity, std::size_t page_size) {
+  model->require_open();
+  model->follow_family_peaks();
+  PoolSpec spec;
+  spec.name = model->name() + " (" + name + ")";
+  spec.model = model;
+  spec.capacity = capacity;
+  spec.page_size = page_size;
+  spec.is_range = true;
+  return register_pool(spec, model->group());
 }
 
 void DeviceMemory::watch_streams_of(Location who) {
@@ -275,7 +292,75 @@ bool DeviceMemory::bury_closed() {
   }
   for (const auto& [key, pool] : closed) bury(pool);
   bury_groups();
-  return !closed.empty();
+  return let_leave() || !closed.empty();
+}
+
+void DeviceMemory::leave(std::function<bool()> go) {
+  const Epoch last_use = clock_.now();
+  {
+    const MutexLock lock(registry_mutex_);
+    leaving_.push_back({last_use, std::move(go)});
+  }
+  clock_.cover(last_use);
+  clock_.poll();
+  let_leave();
+}
+
+// Whether anything went.
+bool DeviceMemory::let_leave() {
+  std::vector<Leaving> passed;
+  {
+    const MutexLock lock(registry_mutex_);
+    const auto waits = [this](const Leaving& leaving) { return !clock_.has_passed(leaving.last_use); };
+    const auto first = std::stable_partition(leaving_.begin(), leaving_.end(), waits);
+    std::move(first, leaving_.end(), std::back_inserter(passed));
+    leaving_.erase(first, leaving_.end());
+  }
+  bool any = false;
+  std::vector<Leaving> refused;
+  for (Leaving& each : passed) {
+    if (each.go()) {
+      any = true;
+    } else {
+      refused.push_back(std::move(each));
+    }
+  }
+  const MutexLock lock(registry_mutex_);
+  std::move(refused.begin(), refused.end(), std::back_inserter(leaving_));
+  if (!leaving_.empty()) has_ended_.store(true, std::memory_order_relaxed);
+  return any;
+}
+
+std::shared_ptr<ZeroChunks> DeviceMemory::zero_chunks() {
+  const MutexLock lock(registry_mutex_);
+  std::shared_ptr<ZeroChunks> chunks = zero_chunks_.lock();
+  if (chunks == nullptr) {
+    chunks = std::make_shared<ZeroChunks>(store_, budget_, zero_budget_);
+    zero_chunks_ = chunks;
+  }
+  return chunks;
+}
+
+void DeviceMemory::add_shared(const Pool& model, std::size_t bytes) {
+  const MutexLock lock(registry_mutex_);
+  if (bytes != 0) shared_bytes_[model.id()] += bytes;
+}
+
+void DeviceMemory::remove_shared(const Pool& model, std::size_t bytes) {
+  const MutexLock lock(registry_mutex_);
+  const auto at = shared_bytes_.find(model.id());
+  if (at != shared_bytes_.end() && (at->second -= bytes) == 0) shared_bytes_.erase(at);
+}
+
+std::size_t DeviceMemory::shared_bytes_of(const Pool& model) const {
+  const MutexLock lock(registry_mutex_);
+  const auto at = shared_bytes_.find(model.id());
+  return at == shared_bytes_.end() ? 0 : at->second;
+}
+
+std::vector<Location> DeviceMemory::accessors() const {
+  const MutexLock lock(registry_mutex_);
+  return accessors_;
 }
 
 // Ends the groups that are closed and have nothing any more.
@@ -314,6 +399,7 @@ void DeviceMemory::tend() {
   }
   for (const auto& [key, pool] : waiting) bury(pool);
   bury_groups();
+  let_leave();
 }
 
 PoolList DeviceMemory::pools() const {

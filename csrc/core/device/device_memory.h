@@ -25,6 +25,7 @@
 #include "core/device/refusal.h"
 #include "core/limits/budget.h"
 #include "core/memory/chunk_store.h"
+#include "core/memory/zero_cover.h"
 #include "core/pool/pool.h"
 
 namespace vmm {
@@ -52,6 +53,11 @@ class DeviceMemory {
   // where addresses are short, as above.
   std::shared_ptr<Pool> create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split,
                                     bool is_mem_pool = false);
+  // A part of `model` for the addresses of one tensor: `capacity` bytes, backed by
+  // explicit pages. page_size 0: chunks that grow with what lies below them.
+  // Throws as create_pool().
+  std::shared_ptr<Pool> create_range(const std::shared_ptr<Pool>& model, const std::string& name, std::size_t capacity,
+                                     std::size_t page_size);
   // A limit for several pools, under the device's own.
   std::shared_ptr<Budget> create_group(const std::string& name, std::size_t limit_bytes) VMM_EXCLUDES(registry_mutex_);
   // No more pools come to the group: it goes when its last pool has drained and
@@ -134,6 +140,21 @@ class DeviceMemory {
   // address out of memory that is free elsewhere and may be had for it, or 0.
   using Lender = std::function<Address(const Pool& model, std::size_t bytes, Stream stream)>;
   void set_lender(Lender lender) { lender_ = std::move(lender); }
+
+  // Once all work that is queued now is done, by whoever comes by then, with no lock
+  // held: calls `go` until it returns true. Addresses that no pool has go so. Where
+  // nothing is queued, at once.
+  void leave(std::function<bool()> go) VMM_EXCLUDES(registry_mutex_);
+  // What the device shares among all that reads as zero; it lives as long as anyone
+  // holds it.
+  [[nodiscard]] std::shared_ptr<ZeroChunks> zero_chunks() VMM_EXCLUDES(registry_mutex_);
+  // Bytes of other models' memory that `model` has at further addresses, from now on
+  // more or less.
+  void add_shared(const Pool& model, std::size_t bytes) VMM_EXCLUDES(registry_mutex_);
+  void remove_shared(const Pool& model, std::size_t bytes) VMM_EXCLUDES(registry_mutex_);
+  [[nodiscard]] std::size_t shared_bytes_of(const Pool& model) const VMM_EXCLUDES(registry_mutex_);
+  // Who may access what pools map now.
+  [[nodiscard]] std::vector<Location> accessors() const VMM_EXCLUDES(registry_mutex_);
 
   // -- Numbers ------------------------------------------------------------------
   // torch.cuda.memory_stats of the device: totals over pools, own peaks.
@@ -223,6 +244,7 @@ class DeviceMemory {
   bool bury_closed() VMM_EXCLUDES(registry_mutex_);
   void bury_groups() VMM_EXCLUDES(registry_mutex_);
   void tend();
+  bool let_leave() VMM_EXCLUDES(registry_mutex_);
   void tend_if_any_wait() {
     if (has_ended_.load(std::memory_order_relaxed)) [[unlikely]]
       tend();
@@ -238,6 +260,7 @@ class DeviceMemory {
   Budget budget_;
   Budget foreign_budget_;
   Budget host_budget_;
+  Budget zero_budget_;
   ChunkStore store_;
   DeviceStreams streams_;
   Clock clock_;
@@ -271,6 +294,13 @@ class DeviceMemory {
   };
   std::map<const Budget*, Group> groups_ VMM_GUARDED_BY(registry_mutex_);
   std::set<const Budget*> ended_groups_ VMM_GUARDED_BY(registry_mutex_);  // of these
+  struct Leaving {
+    Epoch last_use = kLongAgo;
+    std::function<bool()> go;
+  };
+  std::vector<Leaving> leaving_ VMM_GUARDED_BY(registry_mutex_);
+  std::unordered_map<OwnerId, std::size_t> shared_bytes_ VMM_GUARDED_BY(registry_mutex_);  // of models that have some
+  std::weak_ptr<ZeroChunks> zero_chunks_ VMM_GUARDED_BY(registry_mutex_);
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
   mutable Mutex refusal_mutex_;  // a leaf
   std::optional<Refusal> last_refusal_ VMM_GUARDED_BY(refusal_mutex_);

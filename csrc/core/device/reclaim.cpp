@@ -22,6 +22,7 @@
 // wait for it.
 #include <algorithm>
 #include <array>
+#include <set>
 #include <tuple>
 
 #include "base/errors.h"
@@ -164,8 +165,9 @@ std::size_t DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t n
 // Makes chunks for the asker while nobody else can take the driver's memory.
 void DeviceMemory::create_into(Grant& grant, const Pool& asker, std::size_t want) {
   const std::size_t page = asker.page_size();
-  const bool is_whole = asker.keeps_within_chunks();  // pieces would be no use to it
-  std::size_t size = asker.has_uniform_chunks() ? page : std::max(floor_power_of_two(std::max(want, page)), page);
+  const bool is_whole = asker.keeps_within_chunks();                     // pieces would be no use to it
+  const bool is_small = asker.has_uniform_chunks() || asker.is_range();  // the only size that fits anywhere in it
+  std::size_t size = is_small ? page : std::max(floor_power_of_two(std::max(want, page)), page);
   if (is_whole) size = align_up(want, page);
   while (grant.chunks.bytes() < want) {
     const std::size_t missing = want - grant.chunks.bytes();
@@ -286,20 +288,26 @@ Address DeviceMemory::reach(Climb& climb) {
 std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Pool& asker) const {
   std::vector<Holder> holders;
   std::size_t in_pools = 0;
-  for (const auto& pool : refused == nullptr ? pools() : pools_under(*refused)) {
-    if (pool->is_part()) continue;  // its model's
+  const PoolList all = refused == nullptr ? pools() : pools_under(*refused);
+  std::set<const Pool*> there;
+  for (const auto& pool : all) there.insert(pool.get());
+  for (const auto& pool : all) {
+    // Its model's, unless that was closed and a tensor of it lives on.
+    if (pool->is_part() && there.count(&pool->model()) != 0) continue;
     const MemoryStats stats = memory_stats_of(*pool);
     in_pools += stats.physical_usage;
     if (stats.physical_usage == 0) continue;
-    Holder holder{pool->name() + (pool->is_retired() ? " (closed)" : ""), stats.allocated_bytes, stats.idle_bytes,
-                  stats.stranded_bytes, stats.quarantined_bytes};
+    Holder holder{pool->name() + (pool->model().is_retired() ? " (closed)" : ""), stats.allocated_bytes,
+                  stats.idle_bytes, stats.stranded_bytes, stats.quarantined_bytes};
     if (holder.idle != 0 && &pool->model() != &asker.model()) holder.floor = pool->floor();
     holders.push_back(std::move(holder));
   }
   if (refused == nullptr || refused == &budget_) {
     const std::size_t foreign = foreign_budget_.used();
     if (foreign != 0) holders.push_back({"MemPools of other allocators", foreign});
-    const std::size_t accounted = in_pools + foreign + store_.all_shelved_bytes();
+    const std::size_t zeros = zero_budget_.used();
+    if (zeros != 0) holders.push_back({"pages that read as zero", zeros});
+    const std::size_t accounted = in_pools + foreign + zeros + store_.all_shelved_bytes();
     const std::size_t by_hand = budget_.used() - std::min(accounted, budget_.used());
     if (by_hand != 0) holders.push_back({"VirtualMemoryManager", by_hand});
   }

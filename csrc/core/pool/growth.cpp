@@ -34,6 +34,9 @@ constexpr std::size_t kLastingShare = 64;
 constexpr std::size_t kLastingPiecesPerRequest = 4;
 constexpr std::size_t kLastingPiece = 24 * kMiB;
 constexpr std::size_t kLargestPiece = kGiB;
+// A range's chunk is at most a 16th of what lies below it: so much may stay mapped
+// for nothing where the range ends within it, and 20 GiB are 120 chunks.
+constexpr std::size_t kRangePerChunk = 16;
 // A pool grows rather than moves its chunks about while it has at most 1.5 % more
 // than was ever live at once, and up to a quarter more where it has moved too much
 // already. With 1 % free replayed programs ended 0.3 % higher on average: moves broke
@@ -71,6 +74,13 @@ std::size_t Pool::piece_size(const Request& request, std::size_t total, std::siz
   const std::size_t wanted = std::min(fitting, kLargestPiece);
   const std::size_t pieces = std::max<std::size_t>(1, (remaining + wanted / 2) / wanted);
   return std::min(align_up((remaining + pieces - 1) / pieces, page_), remaining);
+}
+
+// The largest chunk that may stand at `offset` to back `remaining` bytes.
+std::size_t Pool::largest_at(std::size_t offset, std::size_t remaining) const {
+  if (uniform_) return page_;
+  if (!is_range_) return remaining;
+  return std::min(remaining, std::max(page_, align_down(offset / kRangePerChunk, page_)));
 }
 
 // Where nothing is split, a block has a chunk for itself: the smallest free one
@@ -361,11 +371,11 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
   std::size_t create_bytes = 0;
   Budget* refused = nullptr;
   for (const ByteRange& gap : extent.gaps) {
-    const std::size_t beyond = is_open && gap == extent.gaps.back() && !uniform_ ? behind->size() : 0;
+    const std::size_t beyond = is_open && gap == extent.gaps.back() && !uniform_ && !is_range_ ? behind->size() : 0;
     for (std::size_t at = gap.offset; at < gap.end();) {
       const std::size_t remaining = gap.end() - at;
-      Chunk* chunk =
-          grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(uniform_ ? page_ : remaining, whole);
+      const std::size_t largest = largest_at(at, remaining);
+      Chunk* chunk = grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(largest, whole);
       if (chunk == nullptr && moves && !idle.empty()) {
         IdleChunk move;
         bool found = true;
@@ -373,7 +383,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
           move = idle.back();
           idle.pop_back();
         } else {
-          found = pick_idle(idle, remaining, remaining + beyond, total, &move);
+          found = pick_idle(idle, remaining, largest + beyond, total, &move);
         }
         if (found) {
           chunk = move.chunk;
@@ -381,13 +391,13 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
         }
       }
       if (chunk == nullptr && refused == nullptr && !fresh_only) {
-        chunk = context_.store.take_at_most(group_, budget_, uniform_ ? page_ : remaining, whole, &refused);
+        chunk = context_.store.take_at_most(group_, budget_, largest, whole, &refused);
       }
       std::size_t size = 0;
       if (chunk != nullptr) {
         size = chunk->size;
       } else {
-        size = piece_size(request, total, remaining);
+        size = std::min(piece_size(request, total, remaining), largest);
         to_create.push_back(backing->placements.size());
         sizes.push_back(size);
         create_bytes += size;
@@ -451,9 +461,10 @@ void Pool::put_back(const Backing& backing, Grant* grant) {
 }
 
 // Zeroes what another model wrote: one fill for each run of adjacent chunks,
-// since a launch costs microseconds and a driver queues about a thousand.
+// since a launch costs microseconds and a driver queues about a thousand. A range's
+// pages begin as zero, whoever had them.
 Status Pool::scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) {
-  if (!context_.options.scrub) return {};
+  if (!context_.options.scrub && !is_range_) return {};
   ByteRange run;
   bool any = false;
   const auto flush = [&]() VMM_REQUIRES(mutex_) -> Status {
@@ -462,7 +473,7 @@ Status Pool::scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) {
     return context_.driver.fill_async(context_.device, base_ + run.offset, 0, run.size, streams_[tag].stream);
   };
   for (const auto& [offset, chunk] : placements) {
-    if (chunk->content == kNobody || chunk->content == id_) continue;
+    if (chunk->content == kNobody || (chunk->content == id_ && !is_range_)) continue;
     if (run.end() != offset) {
       if (const Status status = flush(); !status.ok()) return status;
       run = {offset, 0};

@@ -234,6 +234,24 @@ void Pool::drop_pages() {
   for (const ByteRange& part : parts) free_pages(part);
 }
 
+std::vector<ByteRange> Pool::held_pages(std::size_t offset, std::size_t size) const {
+  const ByteRange range = page_range(offset, size);
+  const MutexLock lock(mutex_);
+  std::vector<ByteRange> spans;
+  auto at = pages_.upper_bound(range.offset);
+  if (at != pages_.begin() && std::prev(at)->second->end() > range.offset) --at;
+  for (; at != pages_.end() && at->first < range.end(); ++at) {
+    const std::size_t begin = std::max(at->first, range.offset);
+    const std::size_t end = std::min(at->second->end(), range.end());
+    if (!spans.empty() && spans.back().end() == begin) {
+      spans.back().size += end - begin;
+    } else {
+      spans.push_back({begin, end - begin});
+    }
+  }
+  return spans;
+}
+
 bool Pool::is_mapped(std::size_t offset, std::size_t size) const {
   const ByteRange range = page_range(offset, size);
   const auto lies_in = [](const auto& blocks, std::size_t page, const auto& block_of) {

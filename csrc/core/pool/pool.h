@@ -104,6 +104,7 @@ struct PoolSpec {
   RegionId region;
   bool no_split = false;     // a block has its chunks for itself
   bool is_mem_pool = false;  // a torch.cuda.MemPool's: a block lies within one chunk
+  bool is_range = false;     // one tensor's addresses, held by explicit pages that come and go at the end
 };
 
 // Why a request could not be met by the pool itself.
@@ -156,6 +157,18 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // The same for another process: from now on they serve no other model.
   [[nodiscard]] std::vector<ChunkView> chunks_to_export(Address address, std::size_t bytes) VMM_EXCLUDES(mutex_);
 
+  // The chunks under [address, address + bytes), by address, which are to be mapped
+  // `times` more: each counts that many mappings more from now on. Throws
+  // InvalidArgumentError where the stretch does not begin and end with a chunk.
+  [[nodiscard]] std::vector<Chunk*> share_chunks(Address address, std::size_t bytes, int times) VMM_EXCLUDES(mutex_);
+  // What explicit pages under [address, address + bytes) allow everybody from now on:
+  // whole chunks of them, the last one's end past the stretch included. Throws
+  // InvalidArgumentError where it is none, DriverError. REQUIRES, for Access::read: no
+  // queued work writes them.
+  void set_pages_access(Address address, std::size_t bytes, Access access) VMM_EXCLUDES(mutex_);
+  // Whether nobody may write to any byte of it.
+  [[nodiscard]] bool is_read_only(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
+
   // -- A CUDA graph's memory ------------------------------------------------
   // While pinned, no memory moves within the pool or leaves it, and it grows by
   // fresh chunks only: captured work uses the addresses whenever the graph is
@@ -190,6 +203,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Never throws for a held stretch. True when nothing is left in a retired
   // pool: the caller buries it.
   bool unhold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
+  // The stretches of [offset, offset + size) that allocate() holds, by offset.
+  [[nodiscard]] std::vector<ByteRange> held_pages(std::size_t offset, std::size_t size) const VMM_EXCLUDES(mutex_);
   // Every page of the range is in use (by allocate() or a live tensor).
   [[nodiscard]] bool is_mapped(std::size_t offset, std::size_t size) const VMM_EXCLUDES(mutex_);
 
@@ -249,6 +264,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] std::size_t page_size() const { return page_; }
   // Every chunk is exactly one page (page_size was given).
   [[nodiscard]] bool has_uniform_chunks() const { return uniform_; }
+  // The addresses of one tensor.
+  [[nodiscard]] bool is_range() const { return is_range_; }
   [[nodiscard]] int device() const { return context_.device; }
   [[nodiscard]] Budget& budget() { return budget_; }
   [[nodiscard]] const Budget& budget() const { return budget_; }
@@ -453,6 +470,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t piece_size(const Request& request, std::size_t total, std::size_t remaining) const
       VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t remaining) const;
 
   // idle.cpp: idle chunks, and letting go of them
   std::vector<IdleChunk> idle_at_once(StreamTag tag, std::size_t at_least) VMM_REQUIRES(mutex_);
@@ -521,6 +539,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   const RegionId region_;
   const bool is_mem_pool_;  // libraries register what it holds, of before they came too
   const bool no_split_;
+  const bool is_range_;
   std::size_t page_;      // bytes: the grain of explicit pages
   bool uniform_;          // every chunk is exactly one page (page_size was given)
   std::size_t capacity_;  // bytes

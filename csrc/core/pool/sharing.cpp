@@ -1,6 +1,7 @@
 // Pool: what others may have of its memory: other devices, other processes.
 #include <algorithm>
 
+#include "base/errors.h"
 #include "core/pool/pool.h"
 
 namespace vmm {
@@ -39,6 +40,56 @@ std::vector<ChunkView> Pool::chunks_to_export(Address address, std::size_t bytes
   return found;
 }
 
+std::vector<Chunk*> Pool::share_chunks(Address address, std::size_t bytes, int times) {
+  const MutexLock lock(mutex_);
+  std::vector<Chunk*> found;
+  Address end = address;
+  bool begins = true;
+  for_each_chunk_under(address, bytes, [&](Address at, Chunk& chunk) {
+    begins = begins && at == end;
+    end = at + chunk.size;
+    found.push_back(&chunk);
+  });
+  if (found.empty() || !begins || end != address + bytes) {
+    throw InvalidArgumentError("pool '" + name_ + "': " + format_bytes(bytes) + " at " + format_hex(address) +
+                               " do not stand on whole chunks: make the tensor with torch_vmm.aligned(shape, dtype, " +
+                               "device), and of a multiple of " + format_bytes(page_));
+  }
+  for (Chunk* chunk : found) chunk->mappings.fetch_add(times, std::memory_order_acq_rel);
+  return found;
+}
+
+void Pool::set_pages_access(Address address, std::size_t bytes, Access access) {
+  const MutexLock lock(mutex_);
+  Address end = address;
+  bool begins = true;
+  for_each_chunk_under(address, bytes, [&](Address at, Chunk& chunk) {
+    begins = begins && at == end;
+    end = at + chunk.size;
+  });
+  if (!is_range_ || !begins || end < address + bytes || end > align_up(address + bytes, page_)) {
+    throw InvalidArgumentError("pool '" + name_ + "': " + format_bytes(bytes) + " at " + format_hex(address) +
+                               " share their chunks with other memory, and pages are sealed by whole chunks: make " +
+                               "the tensor with torch_vmm.aligned(shape, dtype, device)");
+  }
+  for (const Location& who : accessors_) {
+    throw_if_failed(range_->set_access({address - base_, end - address}, who, access),
+                    "changing what may be done with pages of pool '" + name_ + "'");
+  }
+}
+
+bool Pool::is_read_only(Address address, std::size_t bytes) const {
+  const ReadLock lock(*this);
+  if (range_ == nullptr || !contains(address)) return false;
+  std::size_t at = address - base_;
+  const std::size_t end = at + bytes;
+  for (auto mapping = range_->covering(at); mapping != range_->live().end() && at < end; ++mapping) {
+    if (mapping->first > at || mapping->second.access() != Access::read) return false;
+    at = mapping->first + mapping->second.chunk->size;
+  }
+  return bytes != 0 && at >= end;
+}
+
 Status Pool::add_accessor(Location who) {
   const MutexLock lock(mutex_);
   auto& accessors = accessors_;
@@ -48,8 +99,12 @@ Status Pool::add_accessor(Location who) {
     // One call a run: cost is per chunk all the same.
     auto last = first;
     std::size_t end = first->first + first->second.chunk->size;
-    while (++last != live.end() && last->first == end) end += last->second.chunk->size;
-    const Status status = range_->set_access({first->first, end - first->first}, who, Access::read_write);
+    const Access of_others = first->second.access();
+    while (++last != live.end() && last->first == end && last->second.access() == of_others) {
+      end += last->second.chunk->size;
+    }
+    const Access access = of_others == Access::read ? Access::read : Access::read_write;  // sealed
+    const Status status = range_->set_access({first->first, end - first->first}, who, access);
     if (!status.ok()) return status;  // given twice is given once: the caller may try again
     first = last;
   }

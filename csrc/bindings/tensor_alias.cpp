@@ -1,0 +1,74 @@
+// Tensors over other tensors' memory, and pages that nobody may write to.
+#include "core/faces/tensor_alias.h"
+
+#include <pybind11/stl.h>
+
+#include "base/errors.h"
+#include "bindings/bind.h"
+#include "bindings/tensor_view.h"
+#include "core/faces/seals.h"
+
+namespace vmm::bindings {
+
+namespace {
+
+using Pieces = std::vector<std::pair<std::uintptr_t, std::size_t>>;  // address, bytes
+
+std::vector<AliasedPiece> to_pieces(const Pieces& pieces) {
+  std::vector<AliasedPiece> result;
+  result.reserve(pieces.size());
+  for (const auto& [address, size] : pieces) result.push_back({address, size});
+  return result;
+}
+
+py::object alias(const std::shared_ptr<Pool>& pool, const Pieces& pieces, std::size_t copies, bool read_only,
+                 const std::vector<std::int64_t>& shape, py::handle dtype) {
+  Runtime::require_own_process();
+  const std::size_t bytes = tensor_bytes(shape, dtype);
+  std::shared_ptr<TensorAlias> made;
+  {
+    const py::gil_scoped_release released;
+    made =
+        destroyed_without_gil(std::make_unique<TensorAlias>(*pool->home(), pool, to_pieces(pieces), copies, read_only));
+  }
+  if (bytes > made->size()) throw InvalidRangeError(0, bytes, made->size(), "a tensor beyond the end of its addresses");
+  return make_tensor(made->base(), shape, dtype, Runtime::room_of(*pool), made);
+}
+
+}  // namespace
+
+void bind_tensor_alias(py::module_& module) {
+  module.def("alias", &alias, py::arg("pool"), py::arg("pieces"), py::arg("copies"), py::arg("read_only"),
+             py::arg("shape"), py::arg("dtype"));
+  module.def(
+      "seal",
+      [](const Pool& pool, const Pieces& pieces) {
+        Runtime::require_own_process();
+        seal_pages(*pool.home(), pool, to_pieces(pieces));
+      },
+      py::arg("pool"), py::arg("pieces"), WithoutGil());
+  module.def(
+      "unseal",
+      [](const Pool& pool, const Pieces& pieces) {
+        Runtime::require_own_process();
+        unseal_pages(*pool.home(), pool, to_pieces(pieces));
+      },
+      py::arg("pool"), py::arg("pieces"), WithoutGil());
+  module.def(
+      "is_sealed",
+      [](const Pool& pool, std::uintptr_t address, std::size_t size) {
+        Runtime::require_own_process();
+        const std::shared_ptr<Pool> part = pool.home()->pool_at(address);
+        return part != nullptr && part->is_read_only(address, size);
+      },
+      py::arg("pool"), py::arg("address"), py::arg("size"), WithoutGil());
+  module.def(
+      "shared_bytes",
+      [](const Pool& pool) {
+        Runtime::require_own_process();
+        return pool.home()->shared_bytes_of(pool);
+      },
+      py::arg("pool"), WithoutGil());
+}
+
+}  // namespace vmm::bindings

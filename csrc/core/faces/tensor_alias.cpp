@@ -1,0 +1,75 @@
+#include "core/faces/tensor_alias.h"
+
+#include <string>
+#include <utility>
+
+#include "base/errors.h"
+
+namespace vmm {
+
+TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, const std::vector<AliasedPiece>& pieces,
+                         std::size_t copies, bool read_only)
+    : memory_(memory), opener_(std::move(opener)) {
+  opener_->require_open();
+  if (pieces.empty() || copies == 0)
+    throw InvalidArgumentError("an alias of nothing: give at least one tensor and one copy");
+  std::vector<Chunk*> chunks;
+  const auto take_back = [&chunks, copies] {
+    for (Chunk* chunk : chunks) chunk->mappings.fetch_sub(static_cast<int>(copies), std::memory_order_acq_rel);
+  };
+  try {
+    for (const AliasedPiece& piece : pieces) {
+      const std::shared_ptr<Pool> pool = memory_.pool_at(piece.address);
+      if (pool == nullptr) {
+        throw InvalidArgumentError("the memory at " + format_hex(piece.address) +
+                                   " is in none of torch_vmm's pools on " + "this device");
+      }
+      const std::size_t offset = piece.address - pool->base();
+      const std::vector<ByteRange> pages = pool->held_pages(offset, piece.size);
+      if (!pages.empty()) {
+        pool->hold_pages(offset, piece.size);
+        holds_.push_back({pool, offset, piece.size});
+      }
+      const std::vector<Chunk*> found = pool->share_chunks(piece.address, piece.size, static_cast<int>(copies));
+      chunks.insert(chunks.end(), found.begin(), found.end());
+      if (&pool->model() != opener_.get()) shared_bytes_ += piece.size;
+    }
+    const std::vector<Location> accessors = memory_.accessors();
+    const std::vector<Chunk*> counted = std::exchange(chunks, {});
+    const Status status = AliasRange::make(memory_.driver(), memory_.granularity(), counted, copies,
+                                           read_only ? Access::read : Access::read_write, accessors, &range_);
+    if (status.code() == StatusCode::out_of_memory) {
+      std::size_t bytes = 0;
+      for (const AliasedPiece& piece : pieces) bytes += piece.size;
+      throw OutOfMemoryError("no " + format_bytes(bytes) + " of virtual addresses are left for " +
+                                 std::to_string(copies) + " copies (" + status.text() + ")",
+                             bytes, 0, kUnlimited, opener_->name());
+    }
+    throw_if_failed(status, "mapping memory at further addresses");
+  } catch (...) {
+    take_back();
+    let_go();
+    throw;
+  }
+  memory_.add_shared(*opener_, shared_bytes_);
+}
+
+TensorAlias::~TensorAlias() {
+  memory_.remove_shared(*opener_, shared_bytes_);
+  let_go();
+  memory_.leave([range = range_] { return range->end(); });
+}
+
+// Its owner's pages may go; whoever gets them comes behind all that is queued now.
+void TensorAlias::let_go() noexcept {
+  for (const Hold& hold : holds_) {
+    try {
+      memory_.unhold_pages(*hold.pool, hold.offset, hold.size);
+    } catch (const VmmError&) {
+      continue;  // of giving back what is idle over a limit: another free does that
+    }
+  }
+  holds_.clear();
+}
+
+}  // namespace vmm

@@ -1,0 +1,183 @@
+#include "core/faces/tensor_range.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/errors.h"
+
+namespace vmm {
+
+namespace {
+
+// Sorted, without overlaps, what touches joined.
+std::vector<ByteRange> merged(std::vector<ByteRange> ranges) {
+  std::sort(ranges.begin(), ranges.end(), [](const ByteRange& a, const ByteRange& b) { return a.offset < b.offset; });
+  std::vector<ByteRange> joined;
+  for (const ByteRange& range : ranges) {
+    if (range.size == 0) continue;
+    if (!joined.empty() && joined.back().end() >= range.offset) {
+      joined.back().size = std::max(joined.back().end(), range.end()) - joined.back().offset;
+    } else {
+      joined.push_back(range);
+    }
+  }
+  return joined;
+}
+
+}  // namespace
+
+TensorRange::TensorRange(DeviceMemory& memory, const std::shared_ptr<Pool>& model, const TensorRangeSpec& spec)
+    : memory_(memory), part_(memory.create_range(model, spec.what, spec.capacity, spec.page_size)) {
+  if (!spec.zeros) return;
+  zeros_ =
+      std::make_unique<ZeroCover>(memory_.driver(), memory_.zero_chunks(), base(), capacity(), memory_.accessors());
+  try {
+    cover({{0, capacity()}});
+  } catch (...) {
+    memory_.close_pool(*part_, /*force=*/true);
+    throw;
+  }
+}
+
+TensorRange::~TensorRange() {
+  if (zeros_ == nullptr) {
+    memory_.close_pool(*part_, /*force=*/true);
+    return;
+  }
+  // Its memory serves others at once; the addresses wait for those who read zeros.
+  part_->drop_pages();
+  memory_.store().trim(part_->group(), memory_.options().store_bytes);
+  std::shared_ptr<ZeroCover> zeros = std::move(zeros_);
+  memory_.leave([memory = &memory_, part = part_, zeros = std::move(zeros)] {
+    if (!zeros->uncover({0, part->capacity()}).ok()) return false;
+    memory->close_pool(*part, /*force=*/true);
+    return true;
+  });
+}
+
+// The whole pages under `range`; nothing under nothing.
+ByteRange TensorRange::pages(ByteRange range) const {
+  if (sum_overflows(range.offset, range.size) || range.end() > capacity()) {
+    throw InvalidRangeError(range.offset, range.size, capacity(), "beyond the end of '" + part_->name() + "'");
+  }
+  if (range.size == 0) return {range.offset, 0};
+  const std::size_t first = align_down(range.offset, page_size());
+  return {first, align_up(range.end(), page_size()) - first};
+}
+
+// What of `ranges` has no memory.
+std::vector<ByteRange> TensorRange::gaps(const std::vector<ByteRange>& ranges) const {
+  std::vector<ByteRange> wanted;
+  wanted.reserve(ranges.size());
+  for (const ByteRange& range : ranges) wanted.push_back(pages(range));
+  std::vector<ByteRange> found;
+  for (const ByteRange& range : merged(std::move(wanted))) {
+    std::size_t at = range.offset;
+    for (const ByteRange& held : part_->held_pages(range.offset, range.size)) {
+      if (held.offset > at) found.push_back({at, held.offset - at});
+      at = held.end();
+    }
+    if (at < range.end()) found.push_back({at, range.end() - at});
+  }
+  return found;
+}
+
+void TensorRange::wait_for_readers() {
+  Clock& clock = memory_.clock();
+  throw_if_failed(clock.wait(clock.now()), "waiting for queued work that may read '" + part_->name() + "'");
+}
+
+void TensorRange::cover(const std::vector<ByteRange>& ranges) {
+  Status status;
+  {
+    const MutexLock lock(mutex_);
+    for (std::size_t k = 0; k < ranges.size() && status.ok(); ++k) status = zeros_->cover_gaps(ranges[k]);
+  }
+  throw_if_failed(status, "mapping what reads as zero in '" + part_->name() + "'");
+}
+
+void TensorRange::uncover(const std::vector<ByteRange>& ranges) {
+  Status status;
+  has_holes_.store(true, std::memory_order_relaxed);
+  {
+    const MutexLock lock(mutex_);
+    for (std::size_t k = 0; k < ranges.size() && status.ok(); ++k) status = zeros_->uncover(ranges[k]);
+  }
+  if (status.ok()) return;
+  undo({});
+  throw_if_failed(status, "unmapping what reads as zero in '" + part_->name() + "'");
+}
+
+// Makes all that has no memory read as zero again, after whatever failed.
+void TensorRange::mend() {
+  if (zeros_ == nullptr || !has_holes_.load(std::memory_order_relaxed)) return;
+  wait_for_readers();
+  part_->settle();  // former mappings go
+  cover(gaps({{0, capacity()}}));
+  has_holes_.store(false, std::memory_order_relaxed);
+}
+
+// What fails here as well, the next call mends.
+void TensorRange::undo(const std::vector<ByteRange>& taken) noexcept {
+  try {
+    for (const ByteRange& range : taken) memory_.deallocate_pages(*part_, range.offset, range.size);
+    mend();
+  } catch (const VmmError&) {
+    return;
+  }
+}
+
+void TensorRange::commit(const std::vector<ByteRange>& ranges, Stream stream) {
+  const std::vector<ByteRange> missing = gaps(ranges);
+  part_->model().require_open();
+  mend();
+  if (missing.empty()) return;
+  if (zeros_ != nullptr) {
+    wait_for_readers();
+    uncover(missing);
+  }
+  std::vector<ByteRange> taken;
+  taken.reserve(missing.size());
+  try {
+    for (const ByteRange& range : missing) {
+      memory_.allocate_pages(*part_, range.offset, range.size, stream);
+      taken.push_back(range);
+    }
+  } catch (...) {
+    undo(taken);
+    throw;
+  }
+  has_holes_.store(false, std::memory_order_relaxed);
+}
+
+std::size_t TensorRange::decommit(const std::vector<ByteRange>& ranges) {
+  mend();
+  std::vector<ByteRange> held;
+  for (const ByteRange& range : ranges) {
+    const std::vector<ByteRange> found = committed(range);
+    held.insert(held.end(), found.begin(), found.end());
+  }
+  held = merged(std::move(held));
+  std::size_t bytes = 0;
+  if (!held.empty()) has_holes_.store(true, std::memory_order_relaxed);
+  try {
+    for (const ByteRange& range : held) {
+      memory_.deallocate_pages(*part_, range.offset, range.size);
+      bytes += range.size;
+    }
+  } catch (...) {
+    undo({});
+    throw;
+  }
+  mend();
+  return bytes;
+}
+
+std::vector<ByteRange> TensorRange::committed(ByteRange range) const {
+  const ByteRange wanted = pages(range);
+  return wanted.size == 0 ? std::vector<ByteRange>() : part_->held_pages(wanted.offset, wanted.size);
+}
+
+bool TensorRange::is_committed(const std::vector<ByteRange>& ranges) const { return gaps(ranges).empty(); }
+
+}  // namespace vmm

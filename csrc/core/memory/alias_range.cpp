@@ -1,0 +1,75 @@
+#include "core/memory/alias_range.h"
+
+#include "base/check.h"
+
+namespace vmm {
+
+Status AliasRange::make(Driver& driver, std::size_t granularity, std::span<Chunk* const> chunks, std::size_t copies,
+                        Access access, std::span<const Location> accessors, std::shared_ptr<AliasRange>* out) {
+  VMM_CHECK(!chunks.empty() && copies != 0 && !accessors.empty(), "chunks ", chunks.size(), " copies ", copies);
+  std::size_t size = 0;
+  for (const Chunk* chunk : chunks) size += chunk->size;
+  const std::shared_ptr<AliasRange> range(new AliasRange(driver));
+  Status status;
+  if (__builtin_mul_overflow(size, copies, &size)) {
+    status = {StatusCode::out_of_memory, "reserve more bytes than there are addresses"};
+  } else {
+    status = driver.reserve(size, granularity, &range->base_);
+  }
+  if (status.ok()) {
+    range->size_ = size;
+    status = range->map(chunks, copies, access, accessors);
+    if (status.ok()) {
+      *out = range;
+      return {};
+    }
+    // Nobody has seen it. What the driver refuses to undo costs its addresses, and its
+    // chunks stay counted as mapped.
+    if (!range->unmap().ok()) return status;
+    driver.unreserve(range->base_, size).ignore();
+  }
+  for (Chunk* chunk : chunks) chunk->mappings.fetch_sub(static_cast<int>(copies), std::memory_order_acq_rel);
+  return status;
+}
+
+Status AliasRange::map(std::span<Chunk* const> chunks, std::size_t copies, Access access,
+                       std::span<const Location> accessors) {
+  mapped_.reserve(chunks.size() * copies);
+  Address at = base_;
+  for (std::size_t copy = 0; copy < copies; ++copy) {
+    for (Chunk* chunk : chunks) {
+      if (const Status status = driver_.map(at, chunk->size, chunk->handle); !status.ok()) return status;
+      mapped_.push_back(chunk);
+      at += chunk->size;
+    }
+  }
+  for (const Location& who : accessors) {
+    if (const Status status = driver_.set_access(base_, size_, who, access); !status.ok()) return status;
+  }
+  return {};
+}
+
+// All of it is one run.
+Status AliasRange::unmap() {
+  std::size_t bytes = 0;
+  for (const Chunk* chunk : mapped_) bytes += chunk->size;
+  if (bytes == 0) return {};
+  const Status status = driver_.unmap(base_, bytes);
+  if (!status.ok() && status.code() != StatusCode::driver_gone) return status;
+  return {};
+}
+
+bool AliasRange::end() {
+  if (!mapped_.empty()) {
+    if (!unmap().ok()) return false;
+    for (Chunk* chunk : mapped_) chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    mapped_.clear();
+  }
+  if (size_ == 0) return true;
+  const Status status = driver_.unreserve(base_, size_);
+  if (!status.ok() && status.code() != StatusCode::driver_gone) return false;
+  size_ = 0;
+  return true;
+}
+
+}  // namespace vmm

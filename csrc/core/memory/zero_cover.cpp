@@ -1,0 +1,135 @@
+#include "core/memory/zero_cover.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "base/check.h"
+
+namespace vmm {
+
+namespace {
+
+// A chunk of its size serves where at least so many of it fit: or a cover of a few
+// pages would make more memory than it saves.
+constexpr std::size_t kLeastUses = 16;
+
+}  // namespace
+
+ZeroChunks::~ZeroChunks() {
+  for (Chunk* chunk : chunks_) {
+    if (chunk == nullptr) continue;
+    const bool is_mapped = chunk->mappings.load(std::memory_order_acquire) != 0;
+    if (is_mapped || !store_.release(chunk).ok()) store_.put(group_, chunk);
+  }
+}
+
+Chunk* ZeroChunks::at_most(std::size_t size, Status* why) {
+  const MutexLock lock(mutex_);
+  for (std::size_t k = kSizes.size(); k-- > 0;) {
+    const std::size_t bytes = kSizes.at(k) * granularity();
+    if (bytes > size) continue;
+    Chunk*& chunk = chunks_.at(k);
+    if (chunk != nullptr) return chunk;
+    Budget* refused = nullptr;
+    *why = store_.create(store_.spec(bytes), payer_, &chunk, &refused);
+    if (why->ok()) return chunk;
+    chunk = nullptr;
+  }
+  return nullptr;
+}
+
+ZeroCover::Map::const_iterator ZeroCover::touching(std::size_t offset) const {
+  auto at = live_.upper_bound(offset);
+  if (at != live_.begin() && std::prev(at)->first + std::prev(at)->second->size > offset) --at;
+  return at;
+}
+
+bool ZeroCover::covers(ByteRange range) const {
+  std::size_t at = range.offset;
+  for (auto mapping = touching(at); mapping != live_.end() && at < range.end(); ++mapping) {
+    if (mapping->first > at) return false;
+    at = mapping->first + mapping->second->size;
+  }
+  return at >= range.end();
+}
+
+// Aligned to their size, so that a break is met by few smaller ones.
+std::size_t ZeroCover::largest_at(std::size_t offset, std::size_t size) const {
+  const std::size_t granule = chunks_->granularity();
+  std::size_t largest = granule;
+  for (const std::size_t granules : ZeroChunks::kSizes) {
+    const std::size_t bytes = granules * granule;
+    if (offset % bytes == 0 && bytes <= size && bytes * kLeastUses <= std::max(size_, granule * kLeastUses)) {
+      largest = bytes;
+    }
+  }
+  return largest;
+}
+
+Status ZeroCover::unmap(Map::iterator at) {
+  const Status status = driver_.unmap(base_ + at->first, at->second->size);
+  if (!status.ok() && status.code() != StatusCode::driver_gone) return status;
+  at->second->mappings.fetch_sub(1, std::memory_order_acq_rel);
+  bytes_ -= at->second->size;
+  live_.erase(at);
+  return {};
+}
+
+Status ZeroCover::cover(ByteRange range) {
+  Status status;
+  std::size_t at = range.offset;
+  while (at < range.end() && status.ok()) {
+    Chunk* chunk = chunks_->at_most(largest_at(at, range.end() - at), &status);
+    if (chunk == nullptr) break;
+    status = driver_.map(base_ + at, chunk->size, chunk->handle);
+    if (!status.ok()) break;
+    chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+    live_.emplace(at, chunk);
+    bytes_ += chunk->size;
+    at += chunk->size;
+  }
+  // One call for the run.
+  for (std::size_t k = 0; at == range.end() && status.ok() && k < accessors_.size(); ++k) {
+    status = driver_.set_access(base_ + range.offset, range.size, accessors_[k], Access::read);
+  }
+  if (at == range.end() && status.ok()) return {};
+  for (auto mapped = live_.lower_bound(range.offset); mapped != live_.end() && mapped->first < at;) {
+    const auto next = std::next(mapped);
+    unmap(mapped).ignore();
+    mapped = next;
+  }
+  return status;
+}
+
+Status ZeroCover::uncover(ByteRange range) {
+  auto first = touching(range.offset);
+  if (first == live_.end() || first->first >= range.end()) return {};
+  const std::size_t begin = first->first;
+  std::size_t end = begin;
+  while (true) {
+    const auto at = live_.lower_bound(begin);
+    if (at == live_.end() || at->first >= range.end()) break;
+    end = at->first + at->second->size;
+    if (const Status status = unmap(at); !status.ok()) return status;
+  }
+  if (begin < range.offset) {
+    if (const Status status = cover({begin, range.offset - begin}); !status.ok()) return status;
+  }
+  return end > range.end() ? cover({range.end(), end - range.end()}) : Status();
+}
+
+Status ZeroCover::cover_gaps(ByteRange range) {
+  std::vector<ByteRange> gaps;
+  std::size_t at = range.offset;
+  for (auto mapping = touching(at); mapping != live_.end() && mapping->first < range.end(); ++mapping) {
+    if (mapping->first > at) gaps.push_back({at, mapping->first - at});
+    at = mapping->first + mapping->second->size;
+  }
+  if (at < range.end()) gaps.push_back({at, range.end() - at});
+  for (const ByteRange& gap : gaps) {
+    if (const Status status = cover(gap); !status.ok()) return status;
+  }
+  return {};
+}
+
+}  // namespace vmm

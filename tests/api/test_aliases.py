@@ -1,0 +1,303 @@
+"""The same pages at several addresses, pieces stitched together, and pages that nobody may write to."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.helpers import MIB, PAGE, ROOT, holds, is_zero, stamp
+from torch_vmm import _C, alias, aligned, concat_views, sealed
+
+Pool = torch_vmm.VirtualMemoryPool
+Shared = torch_vmm.SharedMemoryPool
+ROW = PAGE // 4
+
+
+def rows(device: str, n: int) -> torch.Tensor:
+    return aligned((n, ROW), torch.uint8, device)
+
+
+# -- Aliases -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rings_end_continues_at_its_beginning(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        ring = aligned((4 * PAGE // 8,), torch.int64, device)
+        twice = alias(ring, 2)
+    assert twice.shape == (2 * len(ring),)
+    assert pool.memory_allocated() == pool.memory_reserved() == 4 * PAGE
+    assert pool.shared_bytes == 0
+    pick = random.Random(1)
+    plain = [0] * len(ring)
+    for step in range(1, 40):
+        first, count = pick.randrange(len(ring)), pick.randrange(1, len(ring))
+        twice[first : first + count] = step
+        for k in range(first, first + count, max(1, count // 50)):
+            assert ring[k % len(ring)] == step
+        plain = [step if (k - first) % len(ring) < count else value for k, value in enumerate(plain)]
+    assert ring.tolist() == plain == twice[: len(ring)].tolist() == twice[len(ring) :].tolist()
+
+
+def test_weights_that_models_share_are_counted_once(shared: Shared, device: str) -> None:
+    owner, other = (shared.register_model(name, "64MiB") for name in ("owner", "other"))
+    with owner:
+        weight = stamp(rows(device, 16), 1)
+    with other:
+        same = alias(weight, 1, read_only=True)
+    assert holds(same, 1)
+    assert (owner.memory_allocated(), other.memory_allocated()) == (4 * PAGE, 0)
+    assert (owner.shared_bytes, other.shared_bytes) == (0, 4 * PAGE)
+    assert shared.global_stats().allocated_bytes == 4 * PAGE
+    stamp(weight, 2)  # the owner writes
+    assert holds(same, 2)
+    address = weight.data_ptr()
+    del weight
+    gc.collect()
+    assert holds(same, 2)  # it keeps the memory
+    assert owner.memory_allocated() == 4 * PAGE
+    assert torch_vmm.pool_of(address) is owner
+    view = same[3:]
+    del same
+    gc.collect()
+    expected = view.clone()
+    owner.close(force=True)
+    assert torch.equal(view, expected)
+    del view
+    gc.collect()
+    assert other.shared_bytes == shared.global_stats().allocated_bytes == 0
+
+
+def test_pages_that_an_alias_shows_stay(device: str) -> None:
+    tensor = torch_vmm.elastic((64, ROW), torch.uint8, device)
+    stamp(tensor, 3)
+    both = alias(tensor[:8], 2)
+    tensor.resize_(4)
+    with pytest.raises(torch_vmm.StillInUseError):
+        tensor.shrink_to_fit()
+    assert tensor.reserved_rows == 64
+    assert torch.equal(both[:8], both[8:])
+    tensor.resize_(8)
+    assert torch.equal(both[:8], tensor)
+    del both
+    assert tensor.shrink_to_fit() == 14 * PAGE
+
+
+def test_pages_of_a_sparse_tensor_that_an_alias_shows_stay(device: str) -> None:
+    tensor = torch_vmm.sparse((1000, ROW), torch.uint8, device)
+    tensor.commit(slice(0, 4))
+    tensor.commit(slice(8, 16))
+    stamp(tensor[8:16], 5)
+    twice = alias(tensor[8:16], 2)
+    with pytest.raises(torch_vmm.StillInUseError):
+        tensor.decommit(slice(None))
+    assert is_zero(tensor[:8])
+    assert is_zero(tensor[16:])
+    assert holds(tensor[8:16], 5)
+    tensor.decommit(slice(0, 4))
+    del tensor
+    gc.collect()
+    assert holds(twice[8:], 5)
+
+
+def test_torchs_own_tensors_may_stand_on_whole_chunks(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB", page_size=PAGE)
+    with pool:
+        pages = torch.empty(4 * PAGE, dtype=torch.uint8, device=device)
+    assert pages.data_ptr() % PAGE == 0
+    stamp(pages, 4)
+    both = alias(pages, 2)
+    del pages
+    gc.collect()
+    with pool:
+        others = [torch.full((4 * PAGE,), 9, dtype=torch.uint8, device=device) for _ in range(4)]
+    assert holds(both[: 4 * PAGE], 4)
+    assert holds(both[4 * PAGE :], 4)
+    del others
+
+
+def test_what_does_not_stand_on_whole_chunks_is_refused(make_pool: Callable[..., Pool], device: str) -> None:
+    with make_pool("64MiB"):
+        small = torch.empty(1000, device=device)
+        tensor = rows(device, 8)
+        odd = aligned((1000,), torch.float32, device)
+    foreign = torch.from_numpy(torch.zeros(PAGE, dtype=torch.uint8).numpy().copy())
+    for wrong in (small, odd, tensor[1:], tensor[:3], tensor.t(), tensor[:0], foreign, "tensor", tensor.sum()):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"aligned|give a tensor|none of torch_vmm's pools"):
+            alias(wrong, 2)  # type: ignore[arg-type]
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"aligned|give a tensor|none of torch_vmm's pools"):
+            concat_views([wrong])  # type: ignore[list-item]
+    for copies in (0, -1, 1.5, "two", None, True):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="copies"):
+            alias(tensor, copies)  # type: ignore[arg-type]
+    with pytest.raises(torch_vmm.OutOfMemoryError):
+        alias(tensor, 1 << 40)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="read_only"):
+        alias(tensor, 1, "no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (1 << 20,), (2, PAGE)])
+def test_aligned_tensors_share_no_chunk(shape: tuple[int, ...], make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = aligned(shape, torch.int16, device)
+    assert tensor.shape == shape
+    assert type(tensor) is torch.Tensor
+    assert tensor.data_ptr() % PAGE == 0
+    assert is_zero(tensor)
+    assert pool.memory_allocated() == -(-tensor.numel() * 2 // PAGE) * PAGE
+    assert tensor.untyped_storage().nbytes() == tensor.numel() * 2
+
+
+# -- Stitching ---------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_are_stitched_without_a_copy(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        pieces = [stamp(rows(device, n), n) for n in (4, 12, 8)]
+        whole = concat_views(pieces)
+    assert torch.equal(whole, torch.cat(pieces))
+    assert pool.memory_allocated() == 6 * PAGE
+    whole[2:20] = 7
+    assert bool((pieces[1] == 7).all())
+    assert torch.equal(whole, torch.cat(pieces))
+    expected = whole.clone()
+    pieces.clear()
+    gc.collect()
+    assert torch.equal(whole, expected)
+    again = concat_views([rows(device, 4), rows(device, 4)])
+    assert is_zero(again)
+
+
+def test_pieces_that_are_not_alike_are_refused(device: str) -> None:
+    tensor = rows(device, 4)
+    for wrong in ([], tensor, "tensors", [tensor, tensor.view(torch.int8)], [tensor, tensor.view(8, -1)]):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="tensors"):
+            concat_views(wrong)  # type: ignore[arg-type]
+
+
+def test_many_that_come_and_go(make_pool: Callable[..., Pool], memory: _C.Device, device: str) -> None:
+    pool = make_pool("256MiB", physical_limit="32MiB")
+    pick = random.Random(3)
+    alive: list[tuple[torch.Tensor, int]] = []
+    with pool:
+        for step in range(120):
+            if len(alive) > 5:
+                del alive[pick.randrange(len(alive))]
+            tensor = stamp(rows(device, 4), step)
+            kind = pick.randrange(3)
+            if kind == 0:
+                alive.append((alias(tensor, 2)[4:], step))
+            elif kind == 1:
+                alive.append((concat_views([tensor, tensor])[:4], step))
+            else:
+                alive.append((tensor, step))
+            del tensor
+            assert all(holds(each, seed) for each, seed in alive)
+    alive.clear()
+    gc.collect()
+    memory.empty_cache()
+    assert pool.physical_memory_usage == 0
+
+
+# -- Seals -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_seal_holds_and_is_lifted(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensors = [stamp(aligned((1000, 300), torch.float32, device), seed) for seed in range(3)]
+        table = torch_vmm.elastic((10, 4), torch.float32, device, (1000, 4))
+        loose = torch.ones(1000, device=device)
+    assert not any(map(sealed, [*tensors, table, loose]))
+    pool.seal(tensors[:2])
+    pool.seal(table)
+    pool.seal(tensors[0])  # again is fine
+    assert [sealed(each) for each in (*tensors, table, table[1], tensors[1][5, 7:], loose)] == [
+        *(True, True, False),
+        *(True, True, True, False),
+    ]
+    assert holds(tensors[0], 0)
+    assert torch.equal(tensors[0] + 1, tensors[0].clone() + 1)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="sealed"):
+        table.shrink_to_fit()
+    pool.unseal([*tensors, table])
+    assert not any(map(sealed, tensors))
+    stamp(tensors[1], 9)
+    assert table.shrink_to_fit() == 0
+    pool.seal([])
+    assert not sealed(torch.empty(0))
+
+
+def test_what_cannot_be_sealed_is_refused(make_pool: Callable[..., Pool], device: str) -> None:
+    pool, other = make_pool("64MiB"), make_pool("64MiB")
+    with pool:
+        tensor = rows(device, 8)
+        loose = torch.ones(1000, device=device)
+    with other:
+        foreign = rows(device, 4)
+    for wrong, match in (
+        ([tensor, loose], "aligned"),
+        ([tensor, foreign], "not of pool"),
+        ([tensor[1:]], "aligned"),
+        ([tensor, tensor.t()], "contiguous"),
+        ([tensor, 3], "give"),
+        (3, "give tensors"),
+    ):
+        for change in (pool.seal, pool.unseal):
+            with pytest.raises(torch_vmm.InvalidArgumentError, match=match):
+                change(wrong)  # type: ignore[arg-type]
+        assert not sealed(tensor)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="give a tensor"):
+        sealed(3)  # type: ignore[arg-type]
+
+
+def test_the_memory_of_a_sealed_tensor_serves_again(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB", physical_limit="16MiB")
+    with pool:
+        for seed in range(3):
+            tensor = stamp(rows(device, 32), seed)
+            pool.seal(tensor)
+            assert holds(tensor, seed)
+            del tensor
+        plain = torch.empty(16 * MIB, dtype=torch.uint8, device=device)
+    assert holds(stamp(plain, 5), 5)
+
+
+PROGRAM = """
+import torch, torch_vmm
+pool = torch_vmm.current_pool("cpu")
+weight = torch_vmm.aligned((1024, 1024), torch.float32, "cpu").fill_(2)
+reader = torch_vmm.alias(weight, read_only=True)
+pool.seal(weight)
+print(float(weight.sum()), float(reader[7, 7]), flush=True)
+{touch}
+print("reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("touch", "faults"),
+    [
+        ("weight[5, 5] = 1", True),
+        ("weight[3:].zero_()", True),
+        ("torch_vmm.alias(weight)[5, 5] = 1; assert weight[5, 5] == 1", False),
+        ("pool.unseal(weight); weight[5, 5] = 1; assert reader[5, 5] == 1", False),
+        ("pool.unseal(weight); reader[5, 5] = 1", True),
+    ],
+)
+def test_a_write_to_a_sealed_page_faults(touch: str, faults: bool) -> None:
+    program = PROGRAM.format(touch=touch)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("2097152.0 2.0\n"), done.stderr
+    assert (done.returncode == -signal.SIGSEGV) is faults, done.stderr
+    assert ("reached" in done.stdout) is not faults

@@ -1,0 +1,278 @@
+"""Tensors whose first dimension grows and shrinks in place: address, views, limits, books."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.helpers import MIB, PAGE, holds, is_zero, stamp
+from torch_vmm import _C
+
+Pool = torch_vmm.VirtualMemoryPool
+Shared = torch_vmm.SharedMemoryPool
+ROW = PAGE // 4
+"""Bytes: four rows a page."""
+
+
+def rows(device: str, n: int, most: int = 256) -> torch_vmm.ElasticTensor:
+    """``n`` rows of 512 KiB."""
+    return torch_vmm.elastic((n, ROW), torch.uint8, device, (most, ROW))
+
+
+# -- Growing and shrinking ---------------------------------------------------------------------------------------------
+
+
+def test_it_grows_in_place_and_views_stay(device: str) -> None:
+    tensor = rows(device, 4)
+    address = tensor.data_ptr()
+    stamp(tensor, 1)
+    view = tensor[1:3]
+    assert tensor.resize_(100) is tensor
+    assert tensor.shape == (100, ROW)
+    assert tensor.data_ptr() == address == view.data_ptr() - ROW
+    assert is_zero(tensor[4:])
+    stamp(tensor[4:], 2)
+    assert holds(tensor[:4], 1)
+    view.zero_()
+    assert is_zero(tensor[1:3])
+    tensor.resize_(256)
+    assert holds(tensor[4:100], 2)
+
+
+def test_its_pages_are_counted_by_the_model_that_is_open(shared: Shared, device: str) -> None:
+    llama, qwen = (shared.register_model(name, "64MiB") for name in ("llama", "qwen"))
+    with llama:
+        tensor = rows(device, 6)
+    assert torch_vmm.pool_of(tensor) is torch_vmm.pool_of(tensor[3:]) is llama
+    assert llama.memory_allocated() == llama.memory_reserved() == llama.physical_memory_usage == 2 * PAGE
+    assert qwen.memory_reserved() == 0
+    with qwen:  # it stays the other's
+        tensor.resize_(20)
+    assert (llama.memory_allocated(), qwen.memory_allocated()) == (5 * PAGE, 0)
+    assert sum(segment["total_size"] for segment in llama.memory_snapshot()) == 5 * PAGE
+    assert llama.stats().allocated_bytes == shared.global_stats().allocated_bytes == 5 * PAGE
+    del tensor
+    gc.collect()
+    llama.empty_cache()
+    assert llama.memory_allocated() == llama.physical_memory_usage == 0
+
+
+def test_the_last_pages_go_back(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = rows(device, 64)
+    stamp(tensor, 3)
+    tensor.resize_(6)
+    assert (tensor.shape[0], tensor.reserved_rows) == (6, 64)
+    assert pool.memory_allocated() == 16 * PAGE  # kept, as torch's resize_ keeps it
+    assert tensor.shrink_to_fit() == 14 * PAGE
+    assert tensor.shrink_to_fit() == 0
+    assert pool.memory_allocated() == 2 * PAGE
+    pool.empty_cache()
+    assert pool.memory_reserved() == 2 * PAGE
+    assert tensor.reserved_rows == 8
+    tensor.resize_(8)
+    assert (tensor[:6] != 0).all()
+    tensor.resize_(0)
+    assert tensor.shrink_to_fit() == 2 * PAGE
+    assert tensor.numel() == 0
+    tensor.resize_(64)
+    assert is_zero(tensor)  # fresh pages
+
+
+def test_reserve_takes_memory_and_leaves_the_shape(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB", physical_limit=16 * PAGE)
+    with pool:
+        tensor = rows(device, 1)
+    tensor.reserve(64)
+    assert (tensor.shape[0], tensor.reserved_rows) == (1, 64)
+    assert pool.memory_allocated() == 16 * PAGE
+    pool.physical_limit = 0
+    tensor.resize_(64)  # cannot fail any more
+    tensor.reserve(3)  # nothing to do
+
+
+def test_beyond_its_shape_or_a_limit_it_stays_as_it_was(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB", physical_limit=8 * PAGE)
+    with pool:
+        tensor = rows(device, 4)
+    stamp(tensor, 4)
+    books = pool.memory_allocated(), pool.memory_reserved()
+    for wrong in (257, -1, 1.5, "4", True, None, 2**80):
+        for change in (tensor.resize_, tensor.reserve):
+            with pytest.raises(torch_vmm.InvalidArgumentError, match="from 0 to 256"):
+                change(wrong)  # type: ignore[arg-type]
+    for change in (tensor.resize_, tensor.reserve):
+        with pytest.raises(torch_vmm.OutOfMemoryError) as raised:
+            change(256)
+        assert isinstance(raised.value, torch.OutOfMemoryError)
+        assert raised.value.limit == 8 * PAGE
+        assert (tensor.shape, tensor.reserved_rows) == ((4, ROW), 4)
+        assert (pool.memory_allocated(), pool.memory_reserved()) == books
+    assert holds(tensor, 4)
+    tensor.resize_(32)
+    assert holds(tensor[:4], 4)
+
+
+def test_at_the_limit_it_takes_what_others_have_idle(shared: Shared, device: str) -> None:
+    llama, qwen = (shared.register_model(name, "64MiB") for name in ("llama", "qwen"))
+    with qwen:
+        stamp(torch.empty(60 * MIB, dtype=torch.uint8, device=device), 9)
+    with llama:
+        tensor = rows(device, 100)
+    assert is_zero(tensor)  # nothing of the other model's
+    assert qwen.memory_reserved() < 20 * MIB
+
+
+def test_a_random_program(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("256MiB", physical_limit=20 * PAGE)
+    pick = random.Random(5)
+    with pool:
+        tensor = torch_vmm.elastic((1, 1000), torch.int32, device, (20000, 1000))
+    address = tensor.data_ptr()
+    plain = [0]  # what each row holds
+    for step in range(300):
+        choice = pick.randrange(4)
+        if choice == 0:
+            kept = tensor.shape[0]
+            tensor.shrink_to_fit()
+            assert pool.memory_allocated() == -(-kept * 4000 // PAGE) * PAGE
+        elif choice == 1:
+            n = pick.randrange(12000)
+            try:
+                tensor.reserve(n)
+            except torch_vmm.OutOfMemoryError:
+                assert n * 4000 > 18 * PAGE  # at least the room of what stays mapped for nothing
+        else:
+            n = pick.randrange(1, 12000)
+            try:
+                tensor.resize_(n)
+            except torch_vmm.OutOfMemoryError:
+                assert n * 4000 > 18 * PAGE
+            else:
+                fresh = range(len(plain), n)
+                tensor[len(plain) :] = torch.tensor([step * 20000 + row for row in fresh], dtype=torch.int32)[:, None]
+                plain = plain[:n] + [step * 20000 + row for row in fresh]
+        assert tensor.shape == (len(plain), 1000)
+        assert tensor[:, 0].tolist() == tensor[:, 999].tolist() == plain
+    assert tensor.data_ptr() == address
+
+
+# -- As a tensor -------------------------------------------------------------------------------------------------------
+
+
+def test_torch_takes_it_and_gives_plain_tensors(device: str) -> None:
+    tensor = torch_vmm.elastic((3, 4), torch.float32, device, (1000, 4))
+    tensor.copy_(torch.arange(12).view(3, 4))
+    assert isinstance(tensor, torch.Tensor)
+    assert tensor.device == torch.empty(0, device=device).device
+    for result in (tensor + 1, tensor[1], tensor.view(12), torch.cat([tensor, tensor]), tensor.clone(), tensor.t()):
+        assert type(result) is torch.Tensor
+    assert torch.equal(tensor @ tensor.t(), tensor.clone() @ tensor.clone().t())
+    assert type(tensor.mul_(2)) is torch_vmm.ElasticTensor
+    out = torch_vmm.elastic((3, 4), torch.float32, device)
+    torch.add(tensor, 1, out=out)
+    assert torch.equal(out, tensor + 1)
+    assert "ElasticTensor" in repr(tensor)
+
+
+def test_it_trains_as_a_parameter_that_grows(device: str) -> None:
+    table = torch_vmm.elastic((10, 4), torch.float32, device, (1000, 4))
+    with torch.no_grad():
+        table.fill_(1)
+    parameter = torch.nn.Parameter(table)
+    assert isinstance(parameter, torch_vmm.ElasticTensor)
+    assert isinstance(parameter, torch.nn.Parameter)
+    for n in (10, 20):
+        with torch.no_grad():
+            parameter.resize_(n)
+            parameter.fill_(1)
+        parameter.grad = None
+        (parameter * 3).sum().backward()
+        torch.optim.SGD([parameter], lr=1.0).step()
+        assert torch.equal(parameter.detach().clone(), torch.full((n, 4), -2.0, device=device))
+    assert parameter.data_ptr() == table.data_ptr()
+    table.resize_(5)
+    table.resize_(20)
+    assert torch.equal(parameter.detach().clone(), table.clone())
+
+
+def test_a_copy_is_a_plain_tensor_of_its_rows(device: str) -> None:
+    tensor = stamp(rows(device, 5), 7)
+    view = tensor[1:]
+    assert tensor.untyped_storage().nbytes() == 5 * ROW
+    copied = copy.deepcopy(tensor)
+    assert type(copied) is torch.Tensor
+    assert holds(copied, 7)
+    file = io.BytesIO()
+    torch.save({"tensor": tensor, "view": view}, file)
+    assert file.tell() < 6 * ROW
+    file.seek(0)
+    loaded = torch.load(file)
+    assert holds(loaded["tensor"], 7)
+    assert torch.equal(loaded["view"], view)
+
+
+def test_a_view_keeps_it_when_all_else_has_gone(make_pool: Callable[..., Pool], memory: _C.Device, device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = stamp(rows(device, 8), 8)
+    view = tensor[2:]
+    expected = view.clone()
+    del tensor
+    gc.collect()
+    with pytest.raises(torch_vmm.StillInUseError, match="elastic tensor"):
+        pool.close()
+    pool.close(force=True)
+    assert torch.equal(view, expected)
+    del view
+    gc.collect()
+    assert not [each for each in memory.pools() if each.name == pool.name]
+
+
+def test_a_closed_pool_lets_nothing_grow(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = stamp(rows(device, 4), 1)
+    pool.close(force=True)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="closed"):
+        tensor.resize_(64)
+    assert holds(tensor, 1)
+    tensor.resize_(2)
+    tensor.shrink_to_fit()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (5, 0), (7,), (1, 2, 3, 4)])
+def test_every_shape(shape: tuple[int, ...], device: str) -> None:
+    tensor = torch_vmm.elastic(shape, torch.float16, device, (100, *shape[1:]))
+    assert tensor.shape == shape
+    tensor.resize_(100)
+    tensor.fill_(2)
+    assert tensor.shape == (100, *shape[1:]) == tensor.max_shape
+    assert tensor.is_contiguous()
+
+
+def test_what_cannot_be_is_refused(device: str) -> None:
+    for shape, most in (((), ()), ((4, 4), (8, 5)), ((4, 4), (3, 4)), ((4,), (8, 1)), ((-1,), (3,))):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="shape"):
+            torch_vmm.elastic(shape, torch.float32, device, most)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="dtype"):
+        torch_vmm.elastic((4,), "float", device)  # type: ignore[arg-type]
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="no scale"):
+        torch_vmm.elastic((4,), torch.qint8, device)
+    with pytest.raises(torch_vmm.InvalidArgumentError):
+        torch_vmm.elastic((4,), torch.float32, device, (2**60,))
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="device"):
+        torch_vmm.elastic((4,), torch.float32, "meta")
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"torch_vmm.elastic\(\) makes it"):
+        torch_vmm.ElasticTensor(4)
+    fixed = torch_vmm.elastic((4,), torch.float32, device)
+    with pytest.raises(torch_vmm.InvalidArgumentError):
+        fixed.resize_(5)

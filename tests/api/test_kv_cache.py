@@ -1,0 +1,164 @@
+"""ElasticKVCache: what attention reads equals what concatenation gives, position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.helpers import PAGE
+
+Cache = torch_vmm.ElasticKVCache
+Pool = torch_vmm.VirtualMemoryPool
+
+
+class Concatenating:
+    """What a dynamic cache does, as plainly as can be."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer in self.layers:
+            before = self.layers[layer]
+            keys, values = torch.cat([before[0], keys], dim=-2), torch.cat([before[1], values], dim=-2)
+        self.layers[layer] = keys, values
+        return keys, values
+
+
+def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    scores = (query @ keys.transpose(-1, -2)) / keys.shape[-1] ** 0.5
+    return torch.softmax(scores, dim=-1) @ values
+
+
+def states(device: str, added: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values; the values' heads are of another size."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(batch, 4, added, 32, generator=generator)
+    values = torch.randn(batch, 4, added, 16, generator=generator)
+    return keys.to(device), values.to(device)
+
+
+def test_a_decoding_loop_equals_concatenation(device: str) -> None:
+    elastic, plain = Cache(1024), Concatenating()
+    for step, added in enumerate([33, 1, 1, 1, 5, 1, 1, 70, 1]):
+        for layer in range(3):
+            keys, values = states(device, added, seed=100 * step + layer)
+            ours, theirs = elastic.update(keys, values, layer), plain.update(keys, values, layer)
+            assert torch.equal(ours[0], theirs[0])
+            assert torch.equal(ours[1], theirs[1])
+            assert torch.equal(attend(keys, *ours), attend(keys, *theirs))
+    assert elastic.get_seq_length() == elastic.get_seq_length(2) == 114
+    assert elastic.get_seq_length(3) == 0
+    assert len(elastic) == len(list(elastic)) == 3
+
+
+def test_it_grows_in_place_in_the_model_that_is_open(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    cache = Cache(1 << 20)
+    with pool:
+        first, _ = cache.update(*states(device, 10), 0)
+    assert pool.memory_allocated() == 2 * PAGE  # of keys and of values
+    address, before = first.data_ptr(), first.clone()
+    for _ in range(50):
+        keys, values = cache.update(*states(device, 100), 0)
+    assert keys.data_ptr() == address
+    assert torch.equal(first, before)  # a view of the first ten
+    used = sum(-(-each.numel() * 4 // PAGE) * PAGE for each in (keys, values))
+    assert pool.memory_allocated() == used == torch_vmm.pool_of(keys).memory_allocated()
+
+
+def test_crop_and_reset_give_pages_back(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    cache = Cache(1 << 20)
+    given = states(device, 5000)
+    with pool:
+        cache.update(*given, 0)
+    assert pool.memory_allocated() > 4 * PAGE
+    cache.crop(50)
+    cache.crop(-10)
+    assert pool.memory_allocated() == 2 * PAGE
+    assert cache.get_seq_length() == 40
+    ((keys, values),) = cache
+    assert torch.equal(keys, given[0][..., :40, :])
+    assert torch.equal(values, given[1][..., :40, :])
+    del keys, values
+    cache.reset()
+    assert cache.get_seq_length() == pool.memory_allocated() == 0
+    cache.update(*states(device, 3, batch=5), 0)  # another batch
+    assert cache.get_seq_length() == 3
+
+
+def test_beam_search_reorders_it(device: str) -> None:
+    cache, plain = Cache(256), Concatenating()
+    for seed in range(3):
+        plain.update(*states(device, 7, seed=seed), 0)
+        cache.update(*states(device, 7, seed=seed), 0)
+        order = torch.tensor([1, 1] if seed == 1 else [1, 0], device=device)
+        cache.reorder_cache(order)
+        plain.layers[0] = (plain.layers[0][0][order], plain.layers[0][1][order])
+    ((keys, values),) = cache
+    assert torch.equal(keys, plain.layers[0][0])
+    assert torch.equal(values, plain.layers[0][1])
+    cache.layers[0].batch_repeat_interleave(3)
+    assert torch.equal(cache.layers[0].keys, keys.repeat_interleave(3, dim=0))
+    cache.layers[0].batch_select_indices(torch.tensor([5]))
+    assert torch.equal(cache.layers[0].values, values[1:])
+
+
+def test_what_does_not_fit_leaves_it_as_it_was(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB", physical_limit=2 * PAGE)
+    cache = Cache(5000)
+    keys, values = states(device, 100)
+    with pool:
+        cache.update(keys, values, 0)
+    with pytest.raises(torch_vmm.OutOfMemoryError):
+        cache.update(*states(device, 4900), 0)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="from 0 to 5000"):
+        cache.update(*states(device, 5000), 0)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="another batch"):
+        cache.update(*states(device, 1, batch=3), 0)
+    ((kept, _),) = cache
+    assert torch.equal(kept, keys)
+    assert pool.memory_allocated() == 2 * PAGE
+    for wrong in (0, -1, 1.5, "many"):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="max_length"):
+            Cache(wrong)  # type: ignore[arg-type]
+
+
+def test_generate_gives_what_the_dynamic_cache_gives(device: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval().to(device)
+    prompt = torch.randint(0, 128, (2, 7), device=device)
+
+    def generate(cache: object, **options: object) -> object:
+        return model.generate(
+            prompt,
+            max_new_tokens=40,
+            past_key_values=cache,
+            pad_token_id=0,
+            do_sample=False,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+
+    for options in ({}, {"num_beams": 3}):
+        cache = Cache(4096)
+        assert isinstance(cache, transformers.Cache)
+        ours, theirs = generate(cache, **options), generate(transformers.DynamicCache(config=config), **options)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(ours.scores, theirs.scores, strict=True))
+        assert cache.get_seq_length() == 46

@@ -1,0 +1,287 @@
+"""Tensors of which only committed pages exist: what reads as zero, who pays, and a table of 1 TiB that trains."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.helpers import GIB, MIB, PAGE, ROOT, holds, is_zero, stamp
+from tests.standin import control
+from torch_vmm import _C
+
+Pool = torch_vmm.VirtualMemoryPool
+Shared = torch_vmm.SharedMemoryPool
+ROW = PAGE // 4
+"""Bytes: four rows a page."""
+
+
+def test_only_what_is_committed_has_memory(make_pool: Callable[..., Pool], memory: _C.Device, device: str) -> None:
+    pool = make_pool("64MiB", physical_limit="16MiB")
+    with pool:
+        tensor = torch_vmm.sparse((1 << 21, ROW), torch.uint8, device)  # 1 TiB
+    assert tensor.shape == (1 << 21, ROW)
+    assert pool.memory_reserved() == pool.physical_memory_usage == tensor.committed_bytes == 0
+    assert is_zero(tensor[12345:12350])
+    assert is_zero(tensor[-1])
+    tensor.commit(slice(1_000_001, 1_000_003))
+    assert pool.memory_allocated() == pool.memory_reserved() == tensor.committed_bytes == PAGE
+    assert torch_vmm.pool_of(tensor) is torch_vmm.pool_of(tensor[5]) is pool
+    assert is_zero(tensor[999_990:1_000_010])
+    stamp(tensor[1_000_000:1_000_004], 1)
+    tensor.commit(slice(1_000_002, 1_000_006))
+    assert tensor.committed_spans() == [slice(1_000_000, 1_000_008)]
+    assert holds(tensor[1_000_000:1_000_004], 1)
+    assert is_zero(tensor[1_000_004:1_000_020])
+    assert tensor.decommit(slice(1_000_000, 1_000_001)) == PAGE
+    assert tensor.decommit(slice(1_000_000, 1_000_001)) == 0
+    assert is_zero(tensor[999_990:1_000_020])
+    assert tensor.committed_spans() == [slice(1_000_004, 1_000_008)]
+    tensor.commit(slice(999_999, 1_000_001))
+    assert is_zero(tensor[999_990:1_000_020])  # committing changes nothing that is read
+    del tensor
+    gc.collect()
+    memory.empty_cache()
+    assert pool.physical_memory_usage == 0
+    assert not [each for each in memory.pools() if "sparse" in each.name]
+
+
+def test_beyond_a_limit_it_is_as_it_was(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB", physical_limit=4 * PAGE)
+    with pool:
+        tensor = torch_vmm.sparse((1 << 12, ROW), torch.uint8, device)
+    tensor.commit(slice(8, 16))
+    stamp(tensor[8:16], 3)
+    with pytest.raises(torch_vmm.OutOfMemoryError) as raised:
+        tensor.commit(slice(0, 40))
+    assert isinstance(raised.value, torch.OutOfMemoryError)
+    assert raised.value.limit == 4 * PAGE
+    assert tensor.committed_spans() == [slice(8, 16)]
+    assert holds(tensor[8:16], 3)
+    assert is_zero(tensor[:8])
+    assert is_zero(tensor[16:60])
+    tensor.commit(slice(0, 16))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        slice(None),
+        slice(3, 3),
+        slice(5, 2),
+        slice(-2, None),
+        (slice(2, 4), slice(10, 20)),
+        (slice(None), slice(0, 1)),
+        (slice(1, 3), 7, slice(100, 200)),
+        (slice(2, 5), slice(None), slice(1000, 3000)),
+        (slice(None), slice(None), slice(None)),
+        (4, slice(20, 40), slice(4000, None)),
+        (),
+    ],
+)
+@pytest.mark.parametrize("shape", [(6, 50, 5000), (2000, 50, 30), (8, 600, 4096)])
+def test_an_index_is_widened_to_whole_pages(
+    index: int | slice | tuple[int | slice, ...], shape: tuple[int, ...], device: str
+) -> None:
+    plain = torch.zeros(shape, dtype=torch.bool)
+    plain[index if index != () else slice(None)] = True
+    flat = plain.view(-1)
+    pages = -(-flat.numel() * 4 // PAGE)
+    wanted = {page for page in range(pages) if flat[page * PAGE // 4 : (page + 1) * PAGE // 4].any()}
+    tensor = torch_vmm.sparse(shape, torch.float32, device)
+    tensor.commit(index if index != () else slice(None))
+    found = {
+        page for offset, size in tensor._backing.handle.committed(0, pages * PAGE)
+        for page in range(offset // PAGE, (offset + size) // PAGE)
+    }  # fmt: skip
+    assert found == wanted
+    assert tensor.is_committed(index if index != () else slice(None))
+    assert tensor.decommit(slice(None)) == len(wanted) * PAGE
+    assert tensor.is_committed(slice(0, 0))
+    assert not tensor.is_committed(slice(None))
+
+
+def test_a_random_program(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB", physical_limit=30 * PAGE)
+    pick = random.Random(7)
+    count = 1000  # rows of half a page
+    with pool:
+        tensor = torch_vmm.sparse((count, PAGE // 8), torch.int32, device)
+    pages = [False] * (count // 2)
+    rows = [0] * count
+    for step in range(1, 200):
+        first = pick.randrange(count)
+        last = min(count, first + pick.randrange(1, 40))
+        touched = range(first // 2, (last + 1) // 2)
+        if pick.randrange(3):
+            wanted = sum(pages) + sum(not pages[page] for page in touched)
+            if wanted > 30:
+                with pytest.raises(torch_vmm.OutOfMemoryError):
+                    tensor.commit(slice(first, last))
+                continue
+            tensor.commit(slice(first, last))
+            tensor[first:last] = step
+            rows[first:last] = [step] * (last - first)
+            for page in touched:
+                pages[page] = True
+        else:
+            freed = sum(pages[page] for page in touched)
+            assert tensor.decommit(slice(first, last)) == freed * PAGE
+            for page in touched:
+                pages[page] = False
+                rows[2 * page : 2 * page + 2] = [0, 0]
+        assert pool.memory_allocated() == sum(pages) * PAGE
+        assert tensor[:, 0].tolist() == tensor[:, -1].tolist() == rows
+        spans = [row for span in tensor.committed_spans() for row in range(span.start, span.stop)]
+        assert spans == [row for row in range(count) if pages[row // 2]]
+
+
+# -- Training ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_of_a_tebibyte_trains_as_a_dense_one(make_pool: Callable[..., Pool], device: str) -> None:
+    if device == "cuda" and control.is_here():
+        pytest.skip("the stand-in takes an operator that writes some rows for one that writes all")
+    rows, size = 1 << 31, 128  # 1 TiB of float32
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(0, rows, (6,), generator=generator)
+    ids = (places[:, None] + torch.arange(8)).clamp(max=rows - 1).view(-1)  # runs of eight
+    pool = make_pool("64MiB", physical_limit="32MiB")
+    with pool:
+        table = torch_vmm.sparse((rows, size), torch.float32, device)
+    start = torch.randn(len(ids), size, generator=generator).to(device)
+    for place, row in zip(ids.tolist(), start, strict=True):
+        table.commit(slice(place, place + 1))
+        table[place] = row
+    sparse = torch.nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+    dense = torch.nn.Embedding.from_pretrained(start.clone(), freeze=False, sparse=True)
+    assert isinstance(sparse.weight, torch_vmm.SparseTensor)
+    assert isinstance(sparse.weight, torch.nn.Parameter)
+    assert sparse.weight.data_ptr() == table.data_ptr()
+    ours = torch.optim.SGD(sparse.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(dense.parameters(), lr=0.1)
+    target = torch.randn(16, size, generator=generator).to(device)
+    for _ in range(5):
+        chosen = torch.randint(0, len(ids), (16,), generator=generator)
+        for model, optimizer, index in ((sparse, ours, ids[chosen]), (dense, theirs, chosen)):
+            optimizer.zero_grad()
+            (model(index.to(device)) - target).square().mean().backward()
+            assert model.weight.grad.is_sparse
+            optimizer.step()
+    assert torch.equal(table[ids.to(device)], dense.weight.detach())
+    assert not torch.equal(dense.weight.detach(), start)
+    assert pool.memory_allocated() == table.committed_bytes <= 12 * PAGE
+    assert is_zero(table[places[0].item() - 20000 : places[0].item() - 10000])  # type: ignore[misc]
+
+
+# -- What is not there -------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import torch, torch_vmm
+tensor = torch_vmm.sparse((1 << 30,), torch.uint8, "cpu", zeros={zeros})
+tensor.commit(slice(0, 1))
+tensor[0] = 1
+print(int(tensor[0]), flush=True)
+{touch}
+print("reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("zeros", "touch", "faults"),
+    [
+        (True, "int(tensor[-1])", False),
+        (True, "tensor[-1] = 1", True),
+        (False, "int(tensor[-1])", True),
+        (False, "tensor[-1] = 1", True),
+        (False, "tensor.commit(slice(-1, None)); tensor[-1] = 1", False),
+    ],
+)
+def test_what_is_not_committed_faults_by_choice(zeros: bool, touch: str, faults: bool) -> None:
+    program = PROGRAM.format(zeros=zeros, touch=touch)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("1\n"), done.stderr
+    assert (done.returncode == -signal.SIGSEGV) is faults
+    assert ("reached" in done.stdout) is not faults
+
+
+def test_zeros_can_be_left_out(make_pool: Callable[..., Pool], memory: _C.Device, device: str) -> None:
+    gc.collect()
+    memory.empty_cache()
+    before = memory.committed_bytes
+    with make_pool("64MiB"):
+        tensor = torch_vmm.sparse((1 << 40,), torch.uint8, device, zeros=False)
+    assert memory.committed_bytes == before
+    tensor.commit(slice(GIB, GIB + MIB))
+    assert memory.committed_bytes == before + PAGE
+    assert is_zero(tensor[GIB : GIB + MIB])
+
+
+def test_pages_of_another_size(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = torch_vmm.sparse((1 << 32,), torch.uint8, device, page_size="8MiB")
+    assert tensor.page_size == 8 * MIB
+    tensor.commit(slice(0, 1))
+    assert pool.memory_reserved() == 8 * MIB
+    tensor[: 8 * MIB].fill_(1)
+    assert is_zero(tensor[8 * MIB : 40 * MIB])
+    tensor.decommit(slice(0, 1))
+    assert is_zero(tensor[: 40 * MIB])
+
+
+def test_it_is_a_tensor_that_is_not_copied(device: str) -> None:
+    tensor = torch_vmm.sparse((1 << 20, 1 << 10), torch.float32, device)
+    assert type(tensor[3:5] + 1) is torch.Tensor
+    assert "4 GiB" not in repr(tensor)
+    assert "0 B committed, the rest reads as zero" in repr(tensor)
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(torch_vmm.NotCopyableError, match="committed_spans"):
+            copied(tensor)
+    assert "faults" in str(torch_vmm.sparse(1, torch.float32, device, zeros=False))
+
+
+def test_what_cannot_be_is_refused(device: str) -> None:
+    for wrong in ((), (2**62,), (2**40, 2**40), "many", (-1,)):
+        with pytest.raises(torch_vmm.InvalidArgumentError):
+            torch_vmm.sparse(wrong, torch.float32, device)  # type: ignore[arg-type]
+    with pytest.raises(torch_vmm.InvalidPageSizeError):
+        torch_vmm.sparse((4,), torch.float32, device, page_size=3 * MIB)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="zeros"):
+        torch_vmm.sparse((4,), torch.float32, device, zeros="no")  # type: ignore[arg-type]
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"torch_vmm.sparse\(\)"):
+        torch_vmm.SparseTensor(4)
+    tensor = torch_vmm.sparse((10, 4), torch.float32, device)
+    for index in (10, -11, 1.5, "a", None, slice(0, 4, 2), slice("a"), (0, 0, 0), (slice(0, 1), 4), [0, 1]):
+        for method in (tensor.commit, tensor.decommit, tensor.is_committed):
+            with pytest.raises(torch_vmm.InvalidArgumentError, match=method.__name__):
+                method(index)  # type: ignore[arg-type]
+    assert tensor.committed_bytes == 0
+
+
+def test_a_closed_pool_commits_nothing_more(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = torch_vmm.sparse((1 << 12, ROW), torch.uint8, device)
+    tensor.commit(slice(0, 4))
+    stamp(tensor[:4], 9)
+    with pytest.raises(torch_vmm.StillInUseError, match="sparse tensor"):
+        pool.close()
+    pool.close(force=True)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="closed"):
+        tensor.commit(slice(4, 8))
+    assert holds(tensor[:4], 9)
+    assert is_zero(tensor[4:100])
+    tensor.decommit(slice(None))
+    assert is_zero(tensor[:100])

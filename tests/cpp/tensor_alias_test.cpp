@@ -1,0 +1,184 @@
+// Memory at further addresses, and pages that nobody may write to.
+#include "core/faces/tensor_alias.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <vector>
+
+#include "core/faces/seals.h"
+#include "core/faces/tensor_range.h"
+#include "cpp/lab.h"
+
+namespace vmm::testing {
+namespace {
+
+const Stream kOne = stream(0x10);
+const Stream kTwo = stream(0x20);
+
+TensorRangeSpec aligned(std::size_t bytes) { return {"aligned tensor", bytes, 0}; }
+
+struct Source {
+  explicit Source(Lab& lab, const std::shared_ptr<Pool>& model, std::size_t bytes, std::uint64_t seed)
+      : range(std::make_unique<TensorRange>(lab.memory(), model, aligned(bytes))) {
+    range->commit({{0, bytes}}, kOne);
+    Lab::fill(range->base(), bytes, seed);
+  }
+  std::unique_ptr<TensorRange> range;
+};
+
+TEST(TensorAlias, ARingsEndContinuesAtItsBeginning) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const Source ring(lab, model, 40 * kMiB, 1);
+  const std::size_t used = model->budget().used();
+  {
+    TensorAlias twice(lab.memory(), model, {{ring.range->base(), 40 * kMiB}}, 2, false);
+    EXPECT_EQ(twice.size(), 80 * kMiB);
+    EXPECT_TRUE(Lab::holds(twice.base(), 40 * kMiB, 1));
+    EXPECT_TRUE(Lab::holds(twice.base() + 40 * kMiB, 40 * kMiB, 1));
+    Lab::fill(twice.base() + 30 * kMiB, 20 * kMiB, 2);  // over the end
+    EXPECT_TRUE(Lab::holds(twice.base() + 30 * kMiB, 20 * kMiB, 2));
+    EXPECT_EQ(model->budget().used(), used) << "counted once";
+    EXPECT_EQ(lab.memory().shared_bytes_of(*model), 0U) << "its own";
+    lab.memory().check();
+  }
+  lab.memory().check();
+}
+
+TEST(TensorAlias, StitchesPieces) {
+  Lab lab;
+  const auto a = lab.pool("a");
+  const auto b = lab.pool("b");
+  const Source first(lab, a, 6 * kMiB, 1);
+  const Source second(lab, b, 4 * kMiB, 2);
+  TensorAlias both(lab.memory(), a, {{first.range->base(), 6 * kMiB}, {second.range->base(), 4 * kMiB}}, 1, false);
+  EXPECT_TRUE(Lab::holds(both.base(), 6 * kMiB, 1));
+  EXPECT_TRUE(Lab::holds(both.base() + 6 * kMiB, 4 * kMiB, 2));
+  EXPECT_EQ(lab.memory().shared_bytes_of(*a), 4 * kMiB) << "of the other's";
+  EXPECT_EQ(lab.memory().shared_bytes_of(*b), 0U);
+}
+
+TEST(TensorAlias, HoldsWhatItShows) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  Source source(lab, model, 8 * kMiB, 3);
+  auto alias = std::make_unique<TensorAlias>(lab.memory(), model,
+                                             std::vector<AliasedPiece>{{source.range->base(), 8 * kMiB}}, 1, false);
+  EXPECT_THROW(source.range->decommit({{0, 2 * kMiB}}), StillInUseError);
+  source.range.reset();
+  EXPECT_TRUE(Lab::holds(alias->base(), 8 * kMiB, 3));
+  EXPECT_EQ(model->budget().used(), 8 * kMiB);
+  lab.meet(kTwo);
+  lab.driver.hold_fences(kTwo);
+  lab.driver.clear_calls();
+  alias.reset();
+  EXPECT_EQ(lab.driver.count(Call::unmap) + lab.driver.count(Call::wait), 0U) << "a reader still uses the addresses";
+  lab.driver.release_fences();
+  lab.memory().empty_cache();
+  EXPECT_EQ(lab.memory().committed_bytes(), 0U);
+  EXPECT_EQ(lab.memory().pools().size(), 1U);
+}
+
+TEST(TensorAlias, WantsWholeChunksOfAPool) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const Source source(lab, model, 8 * kMiB, 3);
+  const Address base = source.range->base();
+  for (const AliasedPiece& piece :
+       {AliasedPiece{base, 3 * kMiB}, AliasedPiece{base + 512, 2 * kMiB}, AliasedPiece{base, 16 * kMiB},
+        AliasedPiece{base + 8 * kMiB, 2 * kMiB}, AliasedPiece{lab.allocate(*model, 512), 512}, AliasedPiece{8, 8}}) {
+    EXPECT_THROW(TensorAlias(lab.memory(), model, {piece}, 2, false), VmmError) << piece.size;
+  }
+  EXPECT_EQ(source.range->decommit({{0, 8 * kMiB}}), 8 * kMiB) << "what was refused holds nothing";
+}
+
+TEST(TensorAlias, AFailedOneLeavesNoTrace) {
+  for (std::uint64_t n = 1;; ++n) {
+    SCOPED_TRACE("call " + std::to_string(n));
+    Lab lab;
+    const auto model = lab.pool("a");
+    const Source source(lab, model, 6 * kMiB, 4);
+    lab.driver.fail_nth_call(lab.driver.count() + n, broken());
+    std::unique_ptr<TensorAlias> alias;
+    bool failed = false;
+    try {
+      alias = std::make_unique<TensorAlias>(lab.memory(), model,
+                                            std::vector<AliasedPiece>{{source.range->base(), 6 * kMiB}}, 3, false);
+    } catch (const VmmError&) {
+      failed = true;
+    }
+    alias.reset();
+    const bool none = !failed && lab.driver.failures() == 0;
+    lab.driver.clear_failures();
+    EXPECT_TRUE(Lab::holds(source.range->base(), 6 * kMiB, 4));
+    EXPECT_EQ(source.range->decommit({{0, 6 * kMiB}}), 6 * kMiB);
+    lab.memory().empty_cache();
+    EXPECT_EQ(lab.memory().committed_bytes(), 0U);
+    if (none) {
+      EXPECT_GT(n, 10U);
+      break;
+    }
+  }
+}
+
+TEST(Seals, WaitForWritersAndAreAllOrNone) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const auto other = lab.pool("b");
+  const Source one(lab, model, 5 * kMiB, 1);
+  const Source two(lab, model, 4 * kMiB, 2);
+  const std::vector<AliasedPiece> both = {{one.range->base(), 5 * kMiB}, {two.range->base(), 4 * kMiB}};
+  const auto sealed = [&](const Source& source, std::size_t bytes) {
+    return source.range->part()->is_read_only(source.range->base(), bytes);
+  };
+  EXPECT_THROW(seal_pages(lab.memory(), *other, both), InvalidArgumentError);
+  EXPECT_THROW(
+      seal_pages(lab.memory(), *model, {both[0], {two.range->base(), 1 * kMiB + 512}, {two.range->base(), 8 * kMiB}}),
+      InvalidArgumentError);
+  EXPECT_FALSE(sealed(one, 5 * kMiB));
+  lab.driver.fail_nth(Call::set_access, 2, broken());
+  EXPECT_THROW(seal_pages(lab.memory(), *model, both), VmmError);
+  lab.driver.clear_failures();
+  EXPECT_FALSE(sealed(one, 5 * kMiB));
+  lab.meet(kTwo);
+  lab.driver.hold_fences(kTwo);
+  lab.driver.clear_calls();
+  seal_pages(lab.memory(), *model, both);
+  EXPECT_GT(lab.driver.count(Call::wait), 0U) << "a writer was queued";
+  EXPECT_TRUE(sealed(one, 5 * kMiB) && sealed(two, 4 * kMiB));
+  EXPECT_TRUE(Lab::holds(two.range->base(), 4 * kMiB, 2));
+  TensorAlias writable(lab.memory(), model, {both[1]}, 1, false);  // another address has rights of its own
+  Lab::fill(writable.base(), 4 * kMiB, 7);
+  EXPECT_TRUE(Lab::holds(two.range->base(), 4 * kMiB, 7));
+  unseal_pages(lab.memory(), *model, both);
+  Lab::fill(one.range->base(), 5 * kMiB, 8);
+  EXPECT_FALSE(sealed(one, 5 * kMiB));
+}
+
+TEST(Seals, DieWithTheirTensor) {
+  Lab lab;
+  const auto model = lab.pool("a", 8 * kMiB);
+  {
+    const Source source(lab, model, 8 * kMiB, 1);
+    seal_pages(lab.memory(), *model, {{source.range->base(), 8 * kMiB}});
+  }
+  const Source next(lab, model, 8 * kMiB, 2);  // the same memory, writable
+  EXPECT_TRUE(Lab::holds(next.range->base(), 8 * kMiB, 2));
+}
+
+TEST(SealsDeathTest, AWriteFaults) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const Source source(lab, model, 4 * kMiB, 1);
+  seal_pages(lab.memory(), *model, {{source.range->base(), 4 * kMiB}});
+  EXPECT_DEATH(Lab::fill(source.range->base() + 2 * kMiB, 8, 9), "");
+  TensorAlias reader(lab.memory(), model, {{source.range->base(), 4 * kMiB}}, 1, /*read_only=*/true);
+  unseal_pages(lab.memory(), *model, {{source.range->base(), 4 * kMiB}});
+  EXPECT_DEATH(Lab::fill(reader.base(), 8, 9), "");
+  Lab::fill(source.range->base(), 4 * kMiB, 9);  // the owner writes
+  EXPECT_TRUE(Lab::holds(reader.base(), 4 * kMiB, 9));
+}
+
+}  // namespace
+}  // namespace vmm::testing

@@ -1,0 +1,136 @@
+"""The same pages at several addresses: rings, shared weights, pieces stitched together; and tensors that allow it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import torch
+
+from torch_vmm import _C, routing
+from torch_vmm.devices import Device, DeviceKey
+from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.ranges import Backing, require_dtype
+from torch_vmm.sizes import Shape, show, to_flag, to_index, to_shape
+
+
+def aligned(shape: Shape, dtype: torch.dtype = torch.float32, device: Device = "cuda") -> torch.Tensor:
+    """A tensor that begins with a chunk of memory and shares none of its chunks with anything.
+
+    What :func:`alias`, :func:`concat_views` and :meth:`VirtualMemoryPool.seal` ask
+    for. It takes whole pages of 2 MiB of the pool that is open, and begins as zero.
+
+    Raises:
+        InvalidArgumentError: a shape, dtype or device that can't be.
+        OutOfMemoryError: a limit, the device, or its addresses do not hold it.
+        NotAvailableError: no driver, or no such device.
+    """
+    sizes = to_shape(shape)
+    require_dtype(dtype)
+    size = math.prod(sizes) * dtype.itemsize
+    backing = Backing("aligned tensor", size, device)
+    tensor = backing.tensor(sizes, dtype)
+    backing.commit([(0, size)])
+    return tensor
+
+
+def alias(tensor: torch.Tensor, copies: SupportsIndex = 1, read_only: bool = False) -> torch.Tensor:
+    """The pages of ``tensor`` at further addresses, ``copies`` times in a row; no copy is made.
+
+    With two copies a ring buffer's end continues at its beginning:
+    ``alias(ring, 2)[k : k + n]`` is contiguous wherever it starts. With one, made
+    in another model's context, the models share it: its owner pays, and
+    ``shared_bytes`` of the pool that is open here tells of it. What is written
+    through one address is read through all.
+
+    It keeps the memory, also when ``tensor`` has gone. Its own addresses are no
+    pool's: ``pool_of`` tells nothing of them.
+
+    Args:
+        tensor: contiguous, on whole chunks and of whole ones: made by
+            :func:`aligned`, of a multiple of the granularity (2 MiB).
+        copies: at least 1.
+        read_only: a write to these addresses faults, whatever ``tensor``'s allow.
+    Returns:
+        A tensor of ``tensor``'s shape, its first dimension ``copies`` times as long.
+    Raises:
+        InvalidArgumentError: ``tensor`` does not stand on whole chunks.
+        OutOfMemoryError: no such stretch of addresses is left.
+    """
+    times = to_index(copies)
+    if times is None or times < 1:
+        raise InvalidArgumentError(f"copies={show(copies)}: give a whole number of at least 1")
+    shape = _require_whole(tensor, "tensor")
+    return _alias([tensor], times, to_flag(read_only, "read_only"), (shape[0] * times, *shape[1:]))
+
+
+def concat_views(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``torch.cat(tensors)`` without a copy: their pages, one after the other, at addresses of their own.
+
+    What is written through it is read through them. It keeps their memory; the
+    rest is as with :func:`alias`.
+
+    Args:
+        tensors: of one dtype and device, alike but for the first dimension, each
+            made by :func:`aligned`, of a multiple of the granularity (2 MiB).
+    Raises:
+        InvalidArgumentError: none, not alike, or one that does not stand on whole chunks.
+        OutOfMemoryError: no such stretch of addresses is left.
+    """
+    if not isinstance(tensors, list | tuple) or not tensors:
+        raise InvalidArgumentError(f"tensors={show(tensors)}: give a list of tensors")
+    shapes = [_require_whole(tensor, f"tensors[{k}]") for k, tensor in enumerate(tensors)]
+    first = tensors[0]
+    for k, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        if shape[1:] != shapes[0][1:] or tensor.dtype != first.dtype or tensor.device != first.device:
+            raise InvalidArgumentError(
+                f"tensors[{k}]: {shape} of {tensor.dtype} on {tensor.device} does not follow {shapes[0]} of "
+                f"{first.dtype} on {first.device}"
+            )
+    return _alias(list(tensors), 1, False, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
+
+
+def sealed(tensor: torch.Tensor) -> bool:
+    """Are all pages of ``tensor`` read-only, by :meth:`VirtualMemoryPool.seal`?
+
+    Raises:
+        InvalidArgumentError: no tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgumentError(f"sealed({show(tensor)}): give a tensor")
+    pool = routing.pool_of(tensor)
+    if pool is None or tensor.numel() == 0:
+        return False
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return _C.is_sealed(pool._handle, tensor.data_ptr(), span * tensor.element_size())
+
+
+def _require_whole(tensor: object, name: str) -> tuple[int, ...]:
+    """The shape of what may stand on whole chunks."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgumentError(f"{name}={show(tensor)}: give a tensor")
+    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.numel() == 0 or tensor.dim() == 0:
+        raise InvalidArgumentError(
+            f"{name}: a tensor of shape {tuple(tensor.shape)} with strides that leave gaps, or nothing in it, does not "
+            f"stand on whole chunks; make it with torch_vmm.aligned(shape, dtype, device)"
+        )
+    if tensor.device.type not in ("cuda", "cpu"):
+        raise InvalidArgumentError(f"{name}: it is on {tensor.device}, where there are no pools")
+    return tuple(tensor.shape)
+
+
+def _alias(tensors: list[torch.Tensor], copies: int, read_only: bool, shape: tuple[int, ...]) -> torch.Tensor:
+    device = tensors[0].device
+    pool = routing.current_pool(DeviceKey(device.type, device.index or 0).torch_device)  # type: ignore[arg-type]
+    pieces = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
+    made = _C.alias(pool._handle, pieces, copies, read_only, shape, tensors[0].dtype)
+    # The storage's Python object lives as long as the storage, and with it what it shows.
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    weakref.finalize(made.untyped_storage(), _let_go, pool, storages).atexit = False
+    return made
+
+
+def _let_go(*_: object) -> None:
+    """Only its arguments matter: they were held until now."""

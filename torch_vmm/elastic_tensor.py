@@ -1,0 +1,167 @@
+"""elastic(): a tensor whose first dimension grows and shrinks in place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, SupportsIndex
+
+import torch
+
+from torch_vmm import _C
+from torch_vmm.devices import Device
+from torch_vmm.errors import InvalidArgumentError, StillInUseError
+from torch_vmm.ranges import Backing, RangeTensor, require_dimension, require_dtype, row_bytes
+from torch_vmm.sizes import Shape, show, to_index, to_shape
+
+
+class ElasticTensor(RangeTensor):
+    """A tensor whose first dimension grows and shrinks in place; :func:`elastic` makes it.
+
+    Its address never changes and nothing is copied, so that views, and CUDA
+    graphs captured over it, stay valid while it grows, and kernels may read it
+    meanwhile. Every torch function takes it and gives plain tensors.
+
+    Memory is held for at least the rows that it has. It comes in whole pages at
+    the end, and :meth:`shrink_to_fit` gives it back. Change it on one thread at a
+    time, as with any in-place operation.
+    """
+
+    _made_by = "torch_vmm.elastic()"
+    _max_shape: tuple[int, ...]
+    _strides: tuple[int, ...]
+
+    @property
+    def max_shape(self) -> torch.Size:
+        """The shape up to which it grows."""
+        return torch.Size(self._max_shape)
+
+    @property
+    def reserved_rows(self) -> int:
+        """Rows that fit into the memory that it holds."""
+        size = row_bytes(self._max_shape, self.dtype)
+        return self._max_shape[0] if size == 0 else min(self._backing.held // size, self._max_shape[0])
+
+    # torch's own takes more dimensions and never fails for a limit.
+    def resize_(self, n: SupportsIndex) -> ElasticTensor:  # type: ignore[override]
+        """Makes the first dimension ``n`` long, in place; returns the tensor.
+
+        Rows that were there before keep their content. New ones are zero where
+        they stand on new pages, and hold what they held where its memory was
+        kept. What it holds beyond ``n`` it keeps, until :meth:`shrink_to_fit`.
+
+        Args:
+            n: rows, from 0 to ``max_shape[0]``.
+        Raises:
+            InvalidArgumentError: no such number; or the pool has been closed.
+            OutOfMemoryError: a limit or the device has no such amount left. The
+                tensor is as it was.
+        """
+        rows = self._to_rows(n, "resize_")
+        self._hold(rows)
+        with torch.no_grad():
+            self.set_(self.untyped_storage(), 0, (rows, *self._max_shape[1:]), self._strides)
+        return self
+
+    def reserve(self, n: SupportsIndex) -> None:
+        """Takes memory for ``n`` rows, so that growing up to there cannot fail; the shape stays.
+
+        Raises:
+            InvalidArgumentError: no number from 0 to ``max_shape[0]``; or the pool has been closed.
+            OutOfMemoryError: as :meth:`resize_`.
+        """
+        self._hold(self._to_rows(n, "reserve"))
+
+    def shrink_to_fit(self) -> int:
+        """Gives back the pages beyond the last row; returns their bytes.
+
+        Work that is queued on the GPU may still use them, and nobody waits for
+        it. A view of rows that are gone must not be used any more: that faults.
+        Memory comes in chunks of up to a 16th of what lies below them, and one
+        that has a row left stays mapped.
+
+        Raises:
+            StillInUseError: an :func:`torch_vmm.alias` shows some of them.
+            InvalidArgumentError: it is sealed.
+        """
+        if _C.is_sealed(self._backing.pool._handle, self._backing.handle.base_address, 1):
+            raise InvalidArgumentError("shrink_to_fit(): the tensor is sealed; unseal() it first")
+        used = self.shape[0] * row_bytes(self._max_shape, self.dtype)
+        page = self._backing.handle.page_size
+        keep = -(-used // page) * page
+        held, stored = self._backing.held, self.untyped_storage().nbytes()
+        # Before they go: whoever copies or saves the whole storage meets no page that is gone.
+        self._backing.held = keep
+        _C.set_storage_bytes(self, used)
+        try:
+            return self._backing.handle.decommit([(keep, self._backing.handle.capacity - keep)])
+        except StillInUseError:
+            self._backing.held = held
+            _C.set_storage_bytes(self, stored)
+            raise
+
+    def detach(self) -> ElasticTensor:
+        """The same memory and rows, outside autograd. It does not follow what :meth:`resize_` does to this one."""
+        made: ElasticTensor = super().detach()
+        made._max_shape, made._strides = self._max_shape, self._strides
+        return made
+
+    def _to_rows(self, n: SupportsIndex, doing: str) -> int:
+        rows = to_index(n)
+        if rows is None or not 0 <= rows <= self._max_shape[0]:
+            raise InvalidArgumentError(f"{doing}({show(n)}): give a number of rows from 0 to {self._max_shape[0]}")
+        return rows
+
+    def _hold(self, rows: int) -> None:
+        size = rows * row_bytes(self._max_shape, self.dtype)
+        if size > self._backing.held:
+            self._backing.commit([(self._backing.held, size - self._backing.held)])
+            page = self._backing.handle.page_size
+            self._backing.held = -(-size // page) * page
+        if size > self.untyped_storage().nbytes():
+            _C.set_storage_bytes(self, size)
+
+    def _plain(self) -> torch.Tensor:
+        return torch.Tensor.detach(self).requires_grad_(self.requires_grad)
+
+    # A copy is a tensor like any other.
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+
+def elastic(
+    shape: Shape, dtype: torch.dtype = torch.float32, device: Device = "cuda", max_shape: Shape | None = None
+) -> ElasticTensor:
+    """A tensor whose first dimension grows and shrinks in place, up to ``max_shape``, at one address.
+
+    It belongs to the pool that is open (:func:`torch_vmm.current_pool`), which
+    pays for the pages that it holds and counts them. The addresses up to
+    ``max_shape`` cost nothing.
+
+    Args:
+        shape: as it begins; at least one dimension. Its content is uninitialised.
+        dtype: of the elements.
+        device: where. On ``"cpu"`` it needs no :func:`torch_vmm.enable`.
+        max_shape: the same but for the first dimension, which is at least as
+            large. ``None`` is ``shape``: it can only shrink.
+    Raises:
+        InvalidArgumentError: a shape, dtype or device that can't be.
+        OutOfMemoryError: a limit, the device, or its addresses do not hold it.
+        NotAvailableError: no driver, or no such device.
+    """
+    sizes = to_shape(shape)
+    most = sizes if max_shape is None else to_shape(max_shape)
+    require_dtype(dtype)
+    require_dimension(sizes, "shape")
+    if len(most) != len(sizes) or most[1:] != sizes[1:] or most[0] < sizes[0]:
+        raise InvalidArgumentError(
+            f"max_shape={show(max_shape)}: give shape={sizes} with a first dimension of at least {sizes[0]}"
+        )
+    backing = Backing("elastic tensor", most[0] * row_bytes(most, dtype), device)
+    whole = backing.tensor(most, dtype)
+    _C.set_storage_bytes(whole, 0)
+    made: ElasticTensor = ElasticTensor._over(backing, whole)
+    made._max_shape, made._strides = most, whole.stride()
+    return made.resize_(sizes[0])

@@ -1,0 +1,247 @@
+"""ElasticKVCache: keys and values of a growing sequence, without a copy of what is there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torch_vmm.elastic_tensor import ElasticTensor, elastic
+from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.sizes import show, to_index
+
+
+class _Layer:
+    """One layer's keys and values: elastic tensors with the sequence first, shown as [batch, heads, sequence, size]."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+        self.is_initialized = False
+        self._stores: tuple[ElasticTensor, ElasticTensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._stores is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self._stores is not None
+        self._require_alike(key_states, value_states)
+        before = self._stores[0].shape[0]
+        added = key_states.shape[-2]
+        # Both or neither: a limit may have room for the keys alone.
+        for store in self._stores:
+            store.reserve(before + added)
+        for store, states in zip(self._stores, (key_states, value_states), strict=True):
+            store.resize_(before + added)
+            with torch.no_grad():
+                store[before:].copy_(states.permute(2, 0, 1, 3))
+        self._show()
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        values = key_states if value_states is None else value_states
+        self._stores = (self._store(key_states), self._store(values))
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+        self._show()
+
+    def _require_alike(self, *new: torch.Tensor) -> None:
+        """Before anything is changed."""
+        assert self._stores is not None
+        for store, states in zip(self._stores, new, strict=True):
+            batch, heads, added, size = states.shape
+            if (batch, heads, size) != store.shape[1:] or added != new[0].shape[-2]:
+                raise InvalidArgumentError(
+                    f"update(): states of shape {tuple(states.shape)}, where the cache has [batch, heads, sequence, "
+                    f"size] of {(*store.shape[1:3], store.shape[0], store.shape[3])}; reset() it for another batch"
+                )
+
+    def _store(self, states: torch.Tensor) -> ElasticTensor:
+        batch, heads, _, size = states.shape
+        row = (batch, heads, size)
+        return elastic((0, *row), states.dtype, states.device, (self.max_length, *row))
+
+    def _show(self) -> None:
+        assert self._stores is not None
+        self.keys, self.values = (store.detach().permute(1, 2, 0, 3) for store in self._stores)
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0 if self._stores is None else self._stores[0].shape[0]
+
+    def get_max_length(self) -> int:
+        return -1  # it grows, which is what transformers asks
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query: Any) -> tuple[int, int]:
+        # transformers 4 gives the positions, 5 their number.
+        return self.get_seq_length() + (query if isinstance(query, int) else query.shape[0]), 0
+
+    def crop(self, max_length: int) -> None:
+        if self._stores is None:
+            return
+        length = self.get_seq_length()
+        kept = length + max_length if max_length < 0 else min(max_length, length)
+        for store in self._stores:
+            store.resize_(max(kept, 0))
+            store.shrink_to_fit()
+        self._show()
+
+    def reset(self) -> None:
+        self.keys = self.values = self._stores = None
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._remake(lambda states: states.index_select(1, indices.to(states.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._remake(lambda states: states.repeat_interleave(repeats, dim=1))
+
+    def _remake(self, change: Any) -> None:
+        """Another order of the batch, or another number of it: here rows are copied."""
+        if self._stores is None:
+            return
+        made = []
+        for store in self._stores:
+            changed = change(store)
+            if changed.shape[1:] != store.shape[1:]:
+                store = elastic(changed.shape, changed.dtype, changed.device, (self.max_length, *changed.shape[1:]))
+            with torch.no_grad():
+                store.copy_(changed)
+            made.append(store)
+        self._stores = (made[0], made[1])
+        self._show()
+
+    def offload(self) -> None:
+        raise InvalidArgumentError("an ElasticKVCache does not offload: its memory is its model's pool's")
+
+    prefetch = offload
+
+
+class ElasticKVCache:
+    """A cache of keys and values that grows by mapping pages instead of concatenating.
+
+    In the place of ``transformers.DynamicCache``: what attention reads is equal
+    to it element by element, but each step writes the new positions only, where a
+    concatenation copies all that is there and for a moment holds it twice. No
+    gradients flow through it. Where
+    transformers has been imported before, it is one of its ``Cache`` classes too,
+    and ``generate(past_key_values=...)`` takes it.
+
+    The sequence is the first dimension of an :func:`elastic` tensor for each
+    layer's keys and one for its values, in the pool that is open when the layer
+    is first used. What :meth:`update` returns shows them as
+    ``[batch, heads, sequence, size]``, with a stride.
+
+    Args:
+        max_length: positions, at most; addresses for them cost nothing.
+        layers: of the model; those that there are not are made when first used.
+    Raises:
+        InvalidArgumentError: no whole number above 0.
+    """
+
+    layers: list[Any]
+
+    def __new__(cls, *args: Any, **options: Any) -> ElasticKVCache:
+        if cls is ElasticKVCache and "transformers" in sys.modules:
+            return super().__new__(_of_transformers())
+        return super().__new__(cls)
+
+    def __init__(self, max_length: int = 1 << 20, layers: int = 0) -> None:
+        most, count = to_index(max_length), to_index(layers)
+        if most is None or most <= 0:
+            raise InvalidArgumentError(f"max_length={show(max_length)}: give a whole number of positions above 0")
+        if count is None or count < 0:
+            raise InvalidArgumentError(f"layers={show(layers)}: give a whole number from 0")
+        self._max_length = most
+        self._begin()
+        self.layers.extend(self._make_layer() for _ in range(count))
+
+    def _begin(self) -> None:
+        self.layers = []
+
+    def _make_layer(self) -> Any:
+        return _Layer(self._max_length)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds positions to a layer; returns all of its keys and values.
+
+        Args:
+            key_states: ``[batch, heads, new positions, size]``; so are the values.
+            value_states: their size may be another one.
+            layer_idx: which layer.
+        Raises:
+            InvalidArgumentError: beyond ``max_length``, or of another batch than what is there.
+            OutOfMemoryError: the pool has no such memory. The cache is as it was.
+        """
+        while len(self.layers) <= layer_idx:
+            self.layers.append(self._make_layer())
+        updated: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states)
+        return updated
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions that a layer holds."""
+        return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+
+    def crop(self, max_length: int) -> None:
+        """Keeps the first ``max_length`` positions (all but the last ``-max_length``), and gives the pages back."""
+        for layer in self.layers:
+            layer.crop(max_length)
+
+    def reset(self) -> None:
+        """Forgets all positions, and gives the pages back."""
+        for layer in self.layers:
+            layer.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Entry ``k`` of the batch becomes what entry ``beam_idx[k]`` is, as beam search asks."""
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
+
+    def __len__(self) -> int:
+        """Layers."""
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each layer's keys and values."""
+        return ((layer.keys, layer.values) for layer in self.layers)
+
+
+_class_of_transformers: type[ElasticKVCache] | None = None
+
+
+def _of_transformers() -> type[ElasticKVCache]:
+    """The same as a ``transformers.Cache``; made once transformers is there, which nothing here imports."""
+    global _class_of_transformers
+    if _class_of_transformers is None:
+        from transformers.cache_utils import Cache, CacheLayerMixin
+
+        class Layer(_Layer, CacheLayerMixin):  # type: ignore[misc]
+            pass
+
+        class Elastic(ElasticKVCache, Cache):  # type: ignore[misc]
+            def _begin(self) -> None:
+                Cache.__init__(self, layers=[])
+
+            def _make_layer(self) -> Any:
+                return Layer(self._max_length)
+
+        Elastic.__name__ = Elastic.__qualname__ = "ElasticKVCache"
+        Elastic.__doc__ = ElasticKVCache.__doc__
+        _class_of_transformers = Elastic
+    return _class_of_transformers

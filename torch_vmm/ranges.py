@@ -1,0 +1,92 @@
+"""What tensors whose pages come and go in place have in common: their addresses, and torch's face of them.
+
+It knows no shape beyond the first dimension.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+
+from torch_vmm import _C
+from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
+from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.pools import VirtualMemoryPool
+from torch_vmm.routing import current_pool
+from torch_vmm.sizes import show
+
+
+class Backing:
+    """The addresses of one tensor in the pool that was open when it was made, and the memory behind them.
+
+    Args:
+        what: for messages.
+        size: bytes of addresses.
+        page_size: bytes of a page, or ``None``: chunks of up to a 16th of what lies below them.
+        zeros: what has no memory reads as zero.
+    """
+
+    def __init__(self, what: str, size: int, device: Device, page_size: int | None = None, zeros: bool = False) -> None:
+        if size >= 2**63:
+            raise InvalidArgumentError(f"{what}: {show(size)} bytes are more than there are addresses")
+        self.device: DeviceKey = to_device(device)
+        self.pool: VirtualMemoryPool = current_pool(self.device.torch_device)
+        self.held = 0
+        """Bytes from the first address on that have memory, where they have it without a gap."""
+        self.handle = _C.TensorRange(self.pool._handle, what, max(size, 1), page_size, zeros)
+
+    def commit(self, spans: list[tuple[int, int]]) -> None:
+        """Backs the pages under these (offset, size), usable on the current stream."""
+        self.handle.commit(spans, current_stream(self.device))
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor from the first address on. Whoever holds a view of it holds the memory and the pool."""
+        tensor = self.handle.tensor(shape, dtype)
+        weakref.finalize(tensor.untyped_storage(), _let_go, self.pool).atexit = False
+        return tensor
+
+
+class RangeTensor(torch.Tensor):
+    """Base of the tensors over a :class:`Backing`: torch's functions take them, and give plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _backing: Backing
+    _made_by = "a function of torch_vmm"
+
+    def __new__(cls, *_: object, **__: object) -> Any:
+        raise InvalidArgumentError(f"{cls.__name__}(...): {cls._made_by} makes it")
+
+    @classmethod
+    def _over(cls, backing: Backing, tensor: torch.Tensor) -> Any:
+        made = torch.Tensor._make_subclass(cls, tensor)
+        made._backing = backing
+        return made
+
+    def detach(self) -> Any:
+        """The same memory as a tensor of the same class; so it can be a ``torch.nn.Parameter``."""
+        return self._over(self._backing, torch.Tensor.detach(self))
+
+
+def row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of one row: what one step of the first dimension is."""
+    return math.prod(shape[1:]) * dtype.itemsize
+
+
+def require_dimension(shape: tuple[int, ...], name: str) -> None:
+    """Raises InvalidArgumentError for a shape without a first dimension."""
+    if not shape:
+        raise InvalidArgumentError(f"{name}={show(shape)}: give at least one dimension, the first is what changes")
+
+
+def require_dtype(dtype: torch.dtype) -> None:
+    """Raises InvalidArgumentError for what is no dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype")
+
+
+def _let_go(_: VirtualMemoryPool) -> None:
+    """Only its argument matters: it was held until now."""
