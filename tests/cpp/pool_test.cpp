@@ -305,7 +305,7 @@ TEST(PoolChunks, ChunkSizesFollowTheRequest) {
   };
   EXPECT_EQ(largest_created_for(100), kPage) << "a slab";
   EXPECT_EQ(largest_created_for(6 * kMiB), kPage) << "small requests pay for no big chunk";
-  EXPECT_EQ(largest_created_for(256 * kMiB), 64 * kMiB);
+  EXPECT_EQ(largest_created_for(256 * kMiB), 128 * kMiB);
 }
 
 // Sizes of the chunks that the request makes.
@@ -329,35 +329,36 @@ TEST(PoolChunks, WhatLastsIsBackedWithAFewEvenPiecesAndNotAByteMore) {
   Lab lab(LabSpec{64 * kGiB});
   const auto created = [&](std::size_t bytes) { return created_for(lab, *lab.pool(large_spec()), bytes); };
   EXPECT_EQ(created(24 * kMiB), Sizes(1, 24 * kMiB));
-  EXPECT_EQ(created(96 * kMiB), Sizes(4, 24 * kMiB));
-  EXPECT_EQ(created(110 * kMiB), Sizes({28 * kMiB, 28 * kMiB, 28 * kMiB, 26 * kMiB}));
-  EXPECT_EQ(created(2 * kGiB), Sizes(4, 512 * kMiB)) << "a quarter of the request";
+  EXPECT_EQ(created(44 * kMiB), Sizes(2, 22 * kMiB));
+  EXPECT_EQ(created(110 * kMiB), Sizes({56 * kMiB, 54 * kMiB}));
+  EXPECT_EQ(created(2 * kGiB), Sizes(2, kGiB)) << "a half of the request";
   EXPECT_EQ(created(26 * kGiB), Sizes(26, kGiB)) << "and never more than that";
+}
+
+// What the request makes after a block of `freed` bytes came and went, beside a page that stays.
+Sizes created_after(Lab& lab, std::size_t freed, std::size_t bytes) {
+  const auto pool = lab.pool(large_spec());
+  lab.allocate(*pool, kPage);
+  lab.free(lab.allocate(*pool, freed));
+  lab.memory().empty_cache();
+  return created_for(lab, *pool, bytes);
 }
 
 TEST(PoolChunks, WhatComesAndGoesIsBackedWithSmallEvenPieces) {
   Lab lab(LabSpec{64 * kGiB});
-  const auto created = [&](std::size_t bytes, std::size_t freed_before) {
-    const auto pool = lab.pool(large_spec());
-    lab.free(lab.allocate(*pool, freed_before));
-    lab.memory().empty_cache();
-    return created_for(lab, *pool, bytes);
-  };
   // A pool that was never larger grows in quarters of its peak, up to 8 MiB.
-  EXPECT_EQ(created(16 * kMiB, 4 * kMiB), Sizes(4, 4 * kMiB));
-  EXPECT_EQ(created(24 * kMiB, kGiB), Sizes(3, 8 * kMiB));
-  EXPECT_EQ(created(110 * kMiB, kGiB), [] {
-    Sizes sizes(13, 8 * kMiB);
-    sizes.push_back(6 * kMiB);
-    return sizes;
-  }());
-  EXPECT_EQ(created(6 * kGiB, kGiB), Sizes(48, 128 * kMiB)) << "a 48th of the request";
-  EXPECT_EQ(created(90 * kMiB, 20 * kGiB), Sizes({24 * kMiB, 24 * kMiB, 24 * kMiB, 18 * kMiB}))
+  EXPECT_EQ(created_after(lab, 8 * kMiB, 16 * kMiB), Sizes(8, 2 * kMiB)) << "a quarter of 10 MiB, in whole pages";
+  EXPECT_EQ(created_after(lab, kGiB, 24 * kMiB), Sizes(3, 8 * kMiB));
+  Sizes sizes(13, 8 * kMiB);
+  sizes.push_back(6 * kMiB);
+  EXPECT_EQ(created_after(lab, kGiB, 110 * kMiB), sizes);
+  EXPECT_EQ(created_after(lab, kGiB, 6 * kGiB), Sizes(48, 128 * kMiB)) << "a 48th of the request";
+  EXPECT_EQ(created_after(lab, 20 * kGiB, 90 * kMiB), Sizes({24 * kMiB, 24 * kMiB, 24 * kMiB, 18 * kMiB}))
       << "about a 900th of the peak, which is 22.8 MiB";
-  EXPECT_EQ(created(6 * kMiB, 20 * kGiB), Sizes(1, 6 * kMiB)) << "no more than is needed";
+  EXPECT_EQ(created_after(lab, 20 * kGiB, 6 * kMiB), Sizes(1, 6 * kMiB)) << "no more than is needed";
 }
 
-TEST(PoolChunks, ThatLittleWasGivenBackIsASixtyFourthOfWhatWasHandedOut) {
+TEST(PoolChunks, WhatLastsIsWhereLessThanA64thOfWhatWasHandedOutCameBack) {
   for (const std::size_t mib : {16U, 20U}) {
     Lab lab(LabSpec{64 * kGiB});
     const auto pool = lab.pool(large_spec());
@@ -366,6 +367,14 @@ TEST(PoolChunks, ThatLittleWasGivenBackIsASixtyFourthOfWhatWasHandedOut) {
     lab.memory().empty_cache();
     EXPECT_EQ(created_for(lab, *pool, 24 * kMiB).size(), mib == 16 ? 1U : 3U);
   }
+}
+
+TEST(PoolChunks, APoolThatHoldsNothingBeginsAnew) {
+  Lab lab(LabSpec{64 * kGiB});
+  const auto pool = lab.pool(large_spec());
+  lab.free(lab.allocate(*pool, kGiB));
+  lab.memory().empty_cache();
+  EXPECT_EQ(created_for(lab, *pool, 2 * kGiB), Sizes(2, kGiB));
 }
 
 TEST(PoolChunks, AnIdleChunkBelowA1024thOfTheRequestIsNotWorthAMove) {

@@ -220,6 +220,9 @@ void Pool::count_unmapped(const PlacedChunk& placement) {
   const std::size_t size = placement.chunk->size;
   counters_.unmapped(size, placement.chunk->oversize);
   tell(PoolEvent::segment_unmap, placement.offset, size, nullptr);
+  if (counters_.current(StatKind::reserved_bytes) != 0) return;
+  handed_out_when_empty_ = handed_out_;
+  freed_ = 0;
 }
 
 // --------------------------------------------------------------- giving away
