@@ -305,7 +305,7 @@ TEST(PoolChunks, ChunkSizesFollowTheRequest) {
   };
   EXPECT_EQ(largest_created_for(100), kPage) << "a slab";
   EXPECT_EQ(largest_created_for(6 * kMiB), kPage) << "small requests pay for no big chunk";
-  EXPECT_EQ(largest_created_for(256 * kMiB), 128 * kMiB);
+  EXPECT_EQ(largest_created_for(256 * kMiB), 256 * kMiB);
 }
 
 // Sizes of the chunks that the request makes.
@@ -325,18 +325,21 @@ PoolSpec large_spec() {
 
 using Sizes = std::vector<std::size_t>;
 
-TEST(PoolChunks, WhatLastsIsBackedWithAFewEvenPiecesAndNotAByteMore) {
-  Lab lab(LabSpec{64 * kGiB});
-  const auto created = [&](std::size_t bytes) { return created_for(lab, *lab.pool(large_spec()), bytes); };
-  EXPECT_EQ(created(24 * kMiB), Sizes(1, 24 * kMiB));
-  EXPECT_EQ(created(44 * kMiB), Sizes(2, 22 * kMiB));
-  EXPECT_EQ(created(110 * kMiB), Sizes({56 * kMiB, 54 * kMiB}));
-  EXPECT_EQ(created(2 * kGiB), Sizes(2, kGiB)) << "a half of the request";
+TEST(PoolChunks, WhatLastsHasAChunkForItselfAndNotAByteMore) {
+  const auto created = [](std::size_t bytes) {
+    Lab lab(LabSpec{64 * kGiB});
+    return created_for(lab, *lab.pool(large_spec()), bytes);
+  };
+  EXPECT_EQ(created(96 * kMiB), Sizes(1, 96 * kMiB));
+  EXPECT_EQ(created(88 * kMiB), Sizes(11, 8 * kMiB)) << "but not in a small pool";
+  EXPECT_EQ(created(kGiB - 2 * kMiB), Sizes(1, kGiB - 2 * kMiB)) << "all of the request";
   EXPECT_EQ(created(26 * kGiB), Sizes(26, kGiB)) << "and never more than that";
 }
 
 // What the request makes after a block of `freed` bytes came and went, beside a page that stays.
-Sizes created_after(Lab& lab, std::size_t freed, std::size_t bytes) {
+Sizes created_after(std::size_t freed, std::size_t bytes, bool is_alone = true) {
+  Lab lab(LabSpec{64 * kGiB});
+  const auto other = is_alone ? nullptr : lab.pool("other");
   const auto pool = lab.pool(large_spec());
   lab.allocate(*pool, kPage);
   lab.free(lab.allocate(*pool, freed));
@@ -345,17 +348,23 @@ Sizes created_after(Lab& lab, std::size_t freed, std::size_t bytes) {
 }
 
 TEST(PoolChunks, WhatComesAndGoesIsBackedWithSmallEvenPieces) {
-  Lab lab(LabSpec{64 * kGiB});
   // A pool that was never larger grows in quarters of its peak, up to 8 MiB.
-  EXPECT_EQ(created_after(lab, 8 * kMiB, 16 * kMiB), Sizes(8, 2 * kMiB)) << "a quarter of 10 MiB, in whole pages";
-  EXPECT_EQ(created_after(lab, kGiB, 24 * kMiB), Sizes(3, 8 * kMiB));
+  EXPECT_EQ(created_after(8 * kMiB, 16 * kMiB), Sizes(4, 4 * kMiB)) << "a quarter of 18 MiB, in whole pages";
+  EXPECT_EQ(created_after(kGiB, 24 * kMiB), Sizes(3, 8 * kMiB));
   Sizes sizes(13, 8 * kMiB);
   sizes.push_back(6 * kMiB);
-  EXPECT_EQ(created_after(lab, kGiB, 110 * kMiB), sizes);
-  EXPECT_EQ(created_after(lab, kGiB, 6 * kGiB), Sizes(48, 128 * kMiB)) << "a 48th of the request";
-  EXPECT_EQ(created_after(lab, 20 * kGiB, 90 * kMiB), Sizes({24 * kMiB, 24 * kMiB, 24 * kMiB, 18 * kMiB}))
+  EXPECT_EQ(created_after(kGiB, 110 * kMiB), sizes);
+  EXPECT_EQ(created_after(kGiB, 6 * kGiB), Sizes(48, 128 * kMiB)) << "a 48th of the request";
+  EXPECT_EQ(created_after(20 * kGiB, 90 * kMiB), Sizes({24 * kMiB, 22 * kMiB, 22 * kMiB, 22 * kMiB}))
       << "about a 900th of the peak, which is 22.8 MiB";
-  EXPECT_EQ(created_after(lab, 20 * kGiB, 6 * kMiB), Sizes(1, 6 * kMiB)) << "no more than is needed";
+  EXPECT_EQ(created_after(20 * kGiB, 6 * kMiB), Sizes(1, 6 * kMiB)) << "no more than is needed";
+}
+
+TEST(PoolChunks, WhatGoesFromModelToModelIsBackedWithFewerPieces) {
+  EXPECT_EQ(created_after(kGiB, 96 * kMiB, /*is_alone=*/false), Sizes(4, 24 * kMiB));
+  EXPECT_EQ(created_after(kGiB, 6 * kGiB, /*is_alone=*/false), Sizes(24, 256 * kMiB)) << "a 24th of the request";
+  EXPECT_EQ(created_after(20 * kGiB, 100 * kMiB, /*is_alone=*/false), Sizes({34 * kMiB, 34 * kMiB, 32 * kMiB}))
+      << "about a 600th of the peak, which is 34.1 MiB";
 }
 
 TEST(PoolChunks, WhatLastsIsWhereLessThanA64thOfWhatWasHandedOutCameBack) {
@@ -374,11 +383,11 @@ TEST(PoolChunks, APoolThatHoldsNothingBeginsAnew) {
   const auto pool = lab.pool(large_spec());
   lab.free(lab.allocate(*pool, kGiB));
   lab.memory().empty_cache();
-  EXPECT_EQ(created_for(lab, *pool, 2 * kGiB), Sizes(2, kGiB));
+  EXPECT_EQ(created_for(lab, *pool, kGiB), Sizes(1, kGiB));
 }
 
 TEST(PoolChunks, AnIdleChunkBelowA1024thOfTheRequestIsNotWorthAMove) {
-  constexpr std::size_t kIdle = 8;
+  constexpr std::size_t kIdle = 32;  // more than the pool would grow by instead
   for (const std::size_t pages : {1024U, 1025U}) {
     Lab lab(LabSpec{8 * kGiB});
     PoolSpec spec = Lab::spec("a");

@@ -58,20 +58,20 @@ RECORDED = {
     "own_two_models": Recorded(9.02, 1.752),
 }
 BOUNDS = {
-    "train": Bound(1.017, 5180, 960),
+    "train": Bound(1.017, 5100, 960),
     "vision": Bound(1.014, 4060, 1020),
-    "lora": Bound(1.007, 5270, 780),
-    "serve": Bound(1.018, 2090, 80),
-    "two": Bound(1.012, 2570, 170),
-    "continuous": Bound(1.102, 7440, 310),
+    "lora": Bound(1.007, 5150, 770),
+    "serve": Bound(1.023, 2020, 60),
+    "two": Bound(1.012, 2530, 170),
+    "continuous": Bound(1.106, 7300, 280),
     "own_train": Bound(1.007, 4950, 50),
-    "own_checkpointed": Bound(1.015, 4860, 290),
-    "own_serve": Bound(1.010, 2680, 130),
-    "own_continuous": Bound(1.033, 4510, 660),
+    "own_checkpointed": Bound(1.015, 4850, 290),
+    "own_serve": Bound(1.018, 2550, 170),
+    "own_continuous": Bound(1.033, 4500, 660),
     "own_vision": Bound(1.016, 4900, 80),
-    "own_turns": Bound(1.021, 2830, 40),
-    "own_lora": Bound(1.018, 4620, 170),
-    "own_two_models": Bound(1.012, 2860, 100),
+    "own_turns": Bound(1.021, 2850, 40),
+    "own_lora": Bound(1.018, 4490, 170),
+    "own_two_models": Bound(1.028, 2910, 230),
 }
 
 

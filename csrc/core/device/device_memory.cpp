@@ -51,8 +51,15 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       accessors_{Location::on_device(device)} {}
 
 DeviceMemory::~DeviceMemory() {
-  clock_.wait(clock_.now()).ignore();
-  for (int attempt = 0; attempt < kEndAttempts; ++attempt) let_leave();
+  Epoch last_use = kLongAgo;
+  {
+    const MutexLock lock(registry_mutex_);
+    for (const Leaving& leaving : leaving_) last_use = std::max(last_use, leaving.last_use);
+  }
+  if (last_use != kLongAgo) {  // else nobody waits: a peer may be gone already
+    clock_.wait(last_use).ignore();
+    for (int attempt = 0; attempt < kEndAttempts; ++attempt) let_leave();
+  }
   for (const auto& pool : pools()) {
     pool->retire();
     // What the driver refuses once is tried again; what it refuses still stays.

@@ -50,6 +50,24 @@ class Budget : public std::enable_shared_from_this<Budget> {
   }
   // Bytes that could be charged now, over the whole chain.
   [[nodiscard]] std::size_t headroom() const;
+  // Models that share it, and every budget above.
+  [[nodiscard]] int sharers() const { return sharers_.load(std::memory_order_relaxed); }
+  // One of them, for as long as it lives. `budget`: nullptr for none.
+  class Sharer {
+   public:
+    explicit Sharer(Budget* budget) : budget_(budget) { count(1); }
+    Sharer(const Sharer&) = delete;
+    Sharer& operator=(const Sharer&) = delete;
+    ~Sharer() { count(-1); }
+
+   private:
+    void count(int change) {
+      for (Budget* level = budget_; level != nullptr; level = level->parent_) {
+        level->sharers_.fetch_add(change, std::memory_order_relaxed);
+      }
+    }
+    Budget* const budget_;
+  };
   // True when `other` is this budget or one of its parents.
   [[nodiscard]] bool stands_under(const Budget& other) const;
 
@@ -62,6 +80,7 @@ class Budget : public std::enable_shared_from_this<Budget> {
   std::string name_;
   std::atomic<std::size_t> limit_bytes_;
   std::atomic<std::size_t> used_bytes_{0};
+  std::atomic<int> sharers_{0};
   Budget* parent_;
 };
 

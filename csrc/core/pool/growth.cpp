@@ -17,23 +17,30 @@ namespace vmm {
 
 namespace {
 
-// New chunks are a 48th of what is missing and a 900th of the pool's peak, or more:
-// cost is per chunk (46 us to 64 MiB), not per byte, yet a chunk that is large
-// against its request strands more when part of it is reused. Over fourteen recorded
-// programs, each at six sizes, a 24th and a 600th with a least piece of 24 MiB ended at
+// New chunks are a share of what is missing and of the pool's peak, or more: cost is per
+// chunk (46 us to 64 MiB), not per byte, yet a chunk that is large against its request
+// strands more when part of it is reused.
+struct Pieces {
+  std::size_t per_request;
+  std::size_t per_pool;
+  std::size_t least;  // bytes
+};
+// Over fourteen recorded programs, each at six sizes, a 24th, a 600th and 24 MiB ended at
 // 1.030 of what they used at most, these at 1.020, for twice the calls; a 1200th saved
 // 0.0003 more.
-constexpr std::size_t kPiecesPerRequest = 48;
-constexpr std::size_t kPiecesPerPool = 900;
+constexpr Pieces kAlone{48, 900, 8 * kMiB};
+// Under a limit that others share chunks go from one to the other at every turn, and that
+// costs by the chunk too: three models in turn took 1.3 times native's time with those
+// above, 9700 calls a pass.
+constexpr Pieces kBesideOthers{24, 600, 24 * kMiB};
 constexpr std::size_t kPiecesPerSmallPool = 4;
-constexpr std::size_t kSmallPiece = 8 * kMiB;
 // A pool that has been given back less than a 64th of what it handed out, since it last
 // held nothing, holds what stays, weights above all: nothing of it is reused in part, and
-// what is loaded first is waited for. 20 GiB in blocks of 256 MiB take 160 chunks so
-// instead of 1000, and go as fast: 55 ms each way was ten and six times native's.
+// what is loaded first is waited for, so a request has a chunk to itself. 20 GiB in blocks
+// of 256 MiB took 55 ms each way in 1000 chunks, ten and six times native's time, and 10
+// and 15 ms in 160.
 constexpr std::size_t kLastingShare = 64;
-constexpr std::size_t kLastingPiecesPerRequest = 2;
-constexpr std::size_t kLastingPiece = 24 * kMiB;
+constexpr std::size_t kSmallPool = 96 * kMiB;  // at its peak: a few chunks are all of it
 constexpr std::size_t kLargestPiece = kGiB;
 // A range's chunk is at most a 16th of what lies below it: so much may stay mapped
 // for nothing where the range ends within it, and 20 GiB are 120 chunks.
@@ -66,12 +73,11 @@ std::size_t Pool::piece_size(const Request& request, std::size_t total, std::siz
   if (no_split_ || is_whole(request)) return remaining;
   // A graph's memory never moves, so small pieces are no use to it.
   if (is_part()) return std::min(remaining, std::max(kLargestPiece, page_));
-  const bool lasts = freed_ <= (handed_out_ - handed_out_when_empty_) / kLastingShare;
-  const std::size_t of_pool =
-      std::max(std::min(kSmallPiece, peak_live_ / kPiecesPerSmallPool), peak_live_ / kPiecesPerPool);
-  const std::size_t fitting = lasts ? std::max({kLastingPiece, total / kLastingPiecesPerRequest, page_})
-                                    : std::max({of_pool, total / kPiecesPerRequest, page_});
-  // Even pieces: a short one at the end would cost as much as the others.
+  const bool lasts = peak_live_ >= kSmallPool && freed_ <= (handed_out_ - handed_out_when_empty_) / kLastingShare;
+  const Pieces& pieces_of = group_.sharers() > 1 ? kBesideOthers : kAlone;
+  const std::size_t least = std::min(pieces_of.least, peak_live_ / kPiecesPerSmallPool);
+  const std::size_t fitting =
+      lasts ? total : std::max({least, peak_live_ / pieces_of.per_pool, total / pieces_of.per_request, page_});
   const std::size_t wanted = std::min(fitting, kLargestPiece);
   const std::size_t pieces = std::max<std::size_t>(1, (remaining + wanted / 2) / wanted);
   return std::min(align_up((remaining + pieces - 1) / pieces, page_), remaining);

@@ -35,6 +35,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       budget_("pool '" + spec.name + "'", spec.physical_limit, spec.model == nullptr ? &group : &spec.model->budget()),
       home_(home),
       model_(spec.model),
+      sharer_(spec.model == nullptr ? &group : nullptr),
       region_(spec.region),
       is_mem_pool_(spec.is_mem_pool),
       no_split_(spec.no_split),

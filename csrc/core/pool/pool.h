@@ -536,6 +536,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Budget budget_;
   DeviceMemory* home_;
   const std::shared_ptr<Pool> model_;
+  const Budget::Sharer sharer_;  // unless it is a model's part
   const RegionId region_;
   const bool is_mem_pool_;  // libraries register what it holds, of before they came too
   const bool no_split_;
