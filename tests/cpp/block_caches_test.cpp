@@ -50,6 +50,14 @@ TEST(BlockCaches, ABlockThatOtherStreamsUseIsNotKept) {
   EXPECT_NE(lab.allocate(*pool, 512), address);
 }
 
+TEST(BlockCaches, ARequestOfNoBytesIsOneOfTheSmallest) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  for (std::size_t bytes = 512; bytes <= 64 * kKiB; bytes += 512) warm(lab, *pool, bytes);
+  const Address address = lab.allocate(*pool, 0);
+  EXPECT_EQ(pool->block_size(address), 512U);
+}
+
 TEST(BlockCaches, AFreeOfWhatIsKeptIsRefused) {
   Lab lab;
   const auto pool = lab.pool("a");

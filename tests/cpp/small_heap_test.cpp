@@ -4,9 +4,23 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <map>
+#include <new>
 #include <random>
 #include <vector>
+
+namespace {
+bool no_memory = false;
+}  // namespace
+
+void* operator new(std::size_t bytes) {
+  void* const memory = no_memory ? nullptr : std::malloc(bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace vmm::testing {
 namespace {
@@ -70,6 +84,23 @@ TEST_F(SmallBlocks, AtAnOffsetLeaveBothSidesFree) {
   EXPECT_EQ(first->range(), (ByteRange{0, 10 * kUnit}));
   EXPECT_EQ(heap_.check(first), 2U);
   EXPECT_EQ(take(10), first);
+  EXPECT_EQ(heap_.check(first), 1U);
+}
+
+TEST_F(SmallBlocks, AtAnOffsetChangeNothingWhereThereIsNoMemory) {
+  constexpr std::size_t kOfASegment = (64 * kKiB - 64) / sizeof(Block);
+  Block* const first = heap_.donate(0);
+  for (std::size_t made = 1; made < kOfASegment - 1; ++made) arena_.make();  // one is left, of two that it takes
+  no_memory = true;
+  bool refused = false;
+  try {
+    heap_.cut_at(first, 2 * kUnit, kUnit);
+  } catch (const std::bad_alloc&) {
+    refused = true;
+  }
+  no_memory = false;
+  EXPECT_TRUE(refused);
+  EXPECT_TRUE(SmallHeap::is_whole(*first));
   EXPECT_EQ(heap_.check(first), 1U);
 }
 

@@ -91,8 +91,6 @@ void BlockDirectory::insert_beside_tables(Block* block) {
   static_assert(alignof(Block) > kKindMask && alignof(Few) > kKindMask && alignof(Table) > kKindMask);
   const std::size_t page = block->offset / kPageBytes;
   VMM_CHECK(page < page_count_, "a block at ", block->offset, " beyond the pool");
-  pages_end_ = std::max(pages_end_, page + 1);
-  ++size_;
   const auto put_in_few = [](Few& few, Block* added) {
     std::size_t slot = 0;
     while (few.blocks.at(slot).load(std::memory_order_relaxed) != nullptr) ++slot;
@@ -102,27 +100,31 @@ void BlockDirectory::insert_beside_tables(Block* block) {
   };
   const std::uintptr_t word = pages_[page].load(std::memory_order_relaxed);
   const bool fits_in_few = !block->small && (word == 0 || (word & kKindMask) == kSingle || as<Few>(word)->count < kFew);
-  if (word == 0 && !block->small) return become(page, reinterpret_cast<std::uintptr_t>(block));
-  if (fits_in_few) {
-    if ((word & kKindMask) == kFewBlocks) return put_in_few(*as<Few>(word), block);
+  if (word == 0 && !block->small) {
+    become(page, reinterpret_cast<std::uintptr_t>(block));
+  } else if (fits_in_few && (word & kKindMask) == kFewBlocks) {
+    put_in_few(*as<Few>(word), block);
+  } else if (fits_in_few) {
     Few* few = new_few();
     put_in_few(*few, as<Block>(word));
     put_in_few(*few, block);
-    return become(page, reinterpret_cast<std::uintptr_t>(few) | kFewBlocks);
+    become(page, reinterpret_cast<std::uintptr_t>(few) | kFewBlocks);
+  } else {
+    // A slab's page, or more than a few.
+    const std::vector<Block*> others = word == 0 ? std::vector<Block*>() : blocks_of(word);
+    Table* table = new_table();
+    for (Block* other : others) put_in(*table, other);
+    put_in(*table, block);
+    become(page, reinterpret_cast<std::uintptr_t>(table) | kTable);
+    if ((word & kKindMask) == kFewBlocks) {
+      Few* few = as<Few>(word);
+      for (auto& slot : few->blocks) slot.store(nullptr, std::memory_order_relaxed);
+      few->count = 0;
+      free_few_.push_back(few);  // it was taken from there: there is room
+    }
   }
-  // A slab's page, or more than a few.
-  Table* table = new_table();
-  if (word != 0) {
-    for (Block* other : blocks_of(word)) put_in(*table, other);
-  }
-  put_in(*table, block);
-  become(page, reinterpret_cast<std::uintptr_t>(table) | kTable);
-  if ((word & kKindMask) == kFewBlocks) {
-    Few* few = as<Few>(word);
-    for (auto& slot : few->blocks) slot.store(nullptr, std::memory_order_relaxed);
-    few->count = 0;
-    free_few_.push_back(few);
-  }
+  pages_end_ = std::max(pages_end_, page + 1);  // counted last: there may have been no memory
+  ++size_;
 }
 
 void BlockDirectory::remove_last(const Block* block) {

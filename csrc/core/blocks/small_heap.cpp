@@ -22,6 +22,22 @@ void SmallHeap::retract(Block* whole) {
   arena_.recycle(whole);
 }
 
+Block* SmallHeap::cut_at(Block* free, std::size_t offset, std::size_t size) {
+  if (offset == free->offset) return cut(free, size);
+  Block* const upper = split(free, offset - free->offset);
+  bins_.insert(bin_of(free->size()), free);
+  bins_.insert(bin_of(upper->size()), upper);
+  try {
+    return cut(upper, size);
+  } catch (...) {
+    bins_.erase(bin_of(free->size()), free);
+    bins_.erase(bin_of(upper->size()), upper);
+    absorb(free, upper);
+    bins_.insert(bin_of(free->size()), free);
+    throw;
+  }
+}
+
 std::size_t SmallHeap::check(const Block* first) const {
   const std::size_t end = first->offset + kSlabBytes;
   VMM_CHECK(first->prev == nullptr, "a block below the slab at ", first->offset);

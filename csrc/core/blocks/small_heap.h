@@ -52,14 +52,8 @@ class SmallHeap {
     free->state = BlockState::used;
     return free;
   }
-  // The same from `offset` on.
-  Block* cut_at(Block* free, std::size_t offset, std::size_t size) {
-    if (offset == free->offset) return cut(free, size);
-    Block* const upper = split(free, offset - free->offset);
-    bins_.insert(bin_of(free->size()), free);
-    bins_.insert(bin_of(upper->size()), upper);
-    return cut(upper, size);
-  }
+  // The same from `offset` on. Throws std::bad_alloc, and nothing has changed.
+  Block* cut_at(Block* free, std::size_t offset, std::size_t size);
   // Frees and coalesces; returns the free block that now holds it.
   Block* free(Block* block, Epoch epoch) {
     VMM_CHECK(block->state != BlockState::free && block->recorded == 0, "freeing the block at ", block->offset,

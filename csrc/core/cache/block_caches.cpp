@@ -144,7 +144,7 @@ Address BlockCaches::take(CachedPool& pool, std::size_t bytes, Stream stream) no
   cache->lock.enter();
   Address address = 0;
   if (Shard* shard = cache->find(pool, stream); shard != nullptr) [[likely]] {
-    const std::size_t size = align_up(bytes, kBlockAlignment);
+    const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
     Block* block = shard->take(size);
     if (block == nullptr && size <= kSmallLimitBytes && !shard->pool.depot().is_empty()) {
       const Depot::Batch batch = shard->pool.depot().take(shard->tag, size);

@@ -38,7 +38,7 @@ class BlockCaches {
   ~BlockCaches();
 
   // -- The hot path ---------------------------------------------------------
-  // A kept block's address for `bytes` > 0 on `stream`, counted as allocated, or 0.
+  // A kept block's address for `bytes` (0: as for one) on `stream`, counted as allocated, or 0.
   Address take(CachedPool& pool, std::size_t bytes, Stream stream) noexcept;
   // Keeps the live block at `address`, counted as freed, of whatever pool.
   enum class Put : std::uint8_t {

@@ -318,22 +318,27 @@ bool DeviceMemory::let_leave() {
   std::vector<Leaving> passed;
   {
     const MutexLock lock(registry_mutex_);
+    passed.reserve(leaving_.size());  // where there is no memory for it nothing has moved
     const auto waits = [this](const Leaving& leaving) { return !clock_.has_passed(leaving.last_use); };
-    const auto first = std::stable_partition(leaving_.begin(), leaving_.end(), waits);
+    const auto first = std::partition(leaving_.begin(), leaving_.end(), waits);
     std::move(first, leaving_.end(), std::back_inserter(passed));
     leaving_.erase(first, leaving_.end());
   }
   bool any = false;
-  std::vector<Leaving> refused;
-  for (Leaving& each : passed) {
-    if (each.go()) {
-      any = true;
-    } else {
-      refused.push_back(std::move(each));
+  const auto stays = [&any](Leaving& each) {
+    bool went = false;
+    try {
+      went = each.go();
+    } catch (...) {  // it is asked again
+      went = false;
     }
-  }
+    any = any || went;
+    return !went;
+  };
+  const auto gone = std::stable_partition(passed.begin(), passed.end(), stays);
   const MutexLock lock(registry_mutex_);
-  std::move(refused.begin(), refused.end(), std::back_inserter(leaving_));
+  // Others may have come meanwhile: where there is no memory for all, none is lost.
+  leaving_.insert(leaving_.end(), std::make_move_iterator(passed.begin()), std::make_move_iterator(gone));
   if (!leaving_.empty()) has_ended_.store(true, std::memory_order_relaxed);
   return any;
 }

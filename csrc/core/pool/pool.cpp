@@ -290,8 +290,8 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
   Block* block = is_small ? slabs_.take(size, tag) : nullptr;
   if (block == nullptr) block = find_block(size, tag, is_gathered, mine, grant, shortage);
   if (block == nullptr) return 0;
+  enter_in_directory(block);
   if (!is_small) handed_out_ += block->size();
-  directory_->insert(block);
   if (shard == nullptr) {
     begin_block(block, bytes);
   } else {
@@ -305,6 +305,16 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
     if (!is_small) shard->note_large(block);
   }
   return base_ + block->offset;
+}
+
+// Where there is no memory for its entry it is free again.
+void Pool::enter_in_directory(Block* block) {
+  try {
+    directory_->insert(block);
+  } catch (...) {
+    free_block(block, context_.clock.now());
+    throw;
+  }
 }
 
 // Beyond what the stream's slabs have.
@@ -348,7 +358,7 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
     block = placement_.take_backed(request);
   }
   if (block == nullptr) return 0;
-  directory_->insert(block);
+  enter_in_directory(block);
   begin_block(block, bytes);
   return base_ + block->offset;
 }
@@ -403,7 +413,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   request.tag = tag;
   Block* block = place(request, grant, shortage);
   if (block == nullptr) return 0;
-  directory_->insert(block);
+  enter_in_directory(block);
   begin_block(block, bytes);
   return address;
 }
@@ -430,7 +440,12 @@ void Pool::hand_over(const Block& slab, SizeClass from, SizeClass to) {
 
 // Small blocks are cut from it from now on.
 void Pool::make_slab(Block* slab) {
-  slabs_.donate(slab);
+  try {
+    slabs_.donate(slab);
+  } catch (...) {
+    large_.free(slab, slab->tag, context_.clock.now());
+    throw;
+  }
   handed_out_ += slab->size();
   hand_over(*slab, SizeClass::large_pool, SizeClass::small_pool);
 }

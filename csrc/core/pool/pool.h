@@ -405,6 +405,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // pool.cpp: the path beneath the caches
   Address allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
                         StreamTag* add_shard) VMM_EXCLUDES(mutex_);
+  void enter_in_directory(Block* block) VMM_REQUIRES(mutex_);
   Block* find_block(std::size_t size, StreamTag tag, bool is_gathered, const BlockCaches::Mine& mine, Grant* grant,
                     Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* allocate_small(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
