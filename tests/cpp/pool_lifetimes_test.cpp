@@ -168,6 +168,15 @@ TEST(Closing, AClosedSharedPoolLeavesNoBudgetAndNoShelf) {
   EXPECT_EQ(lab.driver.live_chunk_bytes(), 0U);
 }
 
+TEST(PoolLifetimes, ALastSmallBlockKeepsNothingElseOfAClosedPool) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  lab.allocate(*pool, 512, kOne);
+  lab.leave_idle(*pool, 64 * kMiB, kOne);
+  lab.memory().close_pool(*pool, /*force=*/true);
+  EXPECT_EQ(pool->physical_bytes(), kPage) << "the rest is on the shelf";
+}
+
 // A block of 8 MiB whose shared pool has been closed by force.
 Address left_in_a_closed_group(Lab& lab) {
   SharedMemoryPool shared(lab.memory(), 64 * kMiB);

@@ -248,6 +248,10 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   }
   for (const auto& pool : pools) {
     pool->drop_pages();
+    if (pool->live_blocks() != 0) {  // a last small tensor does not keep what nobody uses
+      pool->shed(0);
+      store_.trim(pool->group(), options_.store_bytes);
+    }
     bury(pool);
   }
   bury_groups();
