@@ -38,12 +38,13 @@ class SparseTensor(RangeTensor):
     @property
     def page_size(self) -> int:
         """Bytes: the grain in which memory comes and goes."""
-        return self._backing.handle.page_size
+        return self._own("page_size").handle.page_size
 
     @property
     def committed_bytes(self) -> int:
         """Bytes of the pages that have memory."""
-        return sum(size for _, size in self._backing.handle.committed(0, self._backing.handle.capacity))
+        handle = self._own("committed_bytes").handle
+        return sum(size for _, size in handle.committed(0, handle.capacity))
 
     def commit(self, index: Index) -> None:
         """Gives memory to the pages under ``self[index]``, all or none. They begin as zero.
@@ -52,11 +53,12 @@ class SparseTensor(RangeTensor):
             index: a slice, or a tuple of slices over the leading dimensions, widened to
                 whole pages. What has memory keeps it, and its content.
         Raises:
-            InvalidArgumentError: no such index, or a step that is not 1; or the pool has been closed.
+            InvalidArgumentError: no such index, or a step that is not 1; the pool has been closed; or the tensor
+                shows other memory than it was made with (``.data``, ``set_()``, ``module.half()``).
             OutOfMemoryError: a limit or the device has no such amount left. The
                 tensor is as it was.
         """
-        self._backing.commit(self._spans(index, "commit"))
+        self._own("commit()").commit(self._spans(index, "commit"))
 
     def decommit(self, index: Index) -> int:
         """Gives the memory of the pages under ``self[index]`` back; returns their bytes.
@@ -68,7 +70,7 @@ class SparseTensor(RangeTensor):
             InvalidArgumentError: as :meth:`commit`.
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
         """
-        return self._backing.handle.decommit(self._spans(index, "decommit"))
+        return self._own("decommit()").handle.decommit(self._spans(index, "decommit"))
 
     def is_committed(self, index: Index) -> bool:
         """Have all pages under ``self[index]`` memory?
@@ -76,7 +78,7 @@ class SparseTensor(RangeTensor):
         Raises:
             InvalidArgumentError: as :meth:`commit`.
         """
-        return self._backing.handle.is_committed(self._spans(index, "is_committed"))
+        return self._own("is_committed()").handle.is_committed(self._spans(index, "is_committed"))
 
     def committed_spans(self) -> list[slice]:
         """The runs of rows (of the first dimension) all of whose memory is there, in order.
@@ -84,9 +86,10 @@ class SparseTensor(RangeTensor):
         ``for span in tensor.committed_spans(): tensor[span]``. A row that has a
         part of its memory only is in none.
         """
+        handle = self._own("committed_spans()").handle
         row = row_bytes(tuple(self.shape), self.dtype)
         spans = []
-        for offset, size in self._backing.handle.committed(0, self._backing.handle.capacity):
+        for offset, size in handle.committed(0, handle.capacity):
             first = -(-offset // row)
             last = min((offset + size) // row, self.shape[0])
             if first < last:
@@ -125,11 +128,12 @@ class SparseTensor(RangeTensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         # torch's own reads the tensor.
         grad = ", requires_grad=True" if self.requires_grad else ""
-        rest = "reads as zero" if self._zeros else "faults"
-        return (
-            f"SparseTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}{grad}: "
-            f"{_C.format_bytes(self.committed_bytes)} committed, the rest {rest})"
-        )
+        try:
+            rest = "reads as zero" if self._zeros else "faults"
+            state = f"{_C.format_bytes(self.committed_bytes)} committed, the rest {rest}"
+        except (InvalidArgumentError, AttributeError):
+            state = "not on memory of its own"
+        return f"SparseTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}{grad}: {state})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise _not_copyable()

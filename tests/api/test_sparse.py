@@ -285,3 +285,27 @@ def test_a_closed_pool_commits_nothing_more(make_pool: Callable[..., Pool], devi
     assert is_zero(tensor[4:100])
     tensor.decommit(slice(None))
     assert is_zero(tensor[:100])
+
+
+def test_on_other_memory_it_commits_nothing(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = torch_vmm.sparse((1000, ROW), torch.uint8, device)
+    tensor.commit(slice(0, 4))
+    tensor.data = torch.ones(3, 4, dtype=torch.float16, device=device)
+    for use in (
+        lambda: tensor.commit(0),
+        lambda: tensor.decommit(0),
+        lambda: tensor.is_committed(0),
+        tensor.committed_spans,
+        lambda: tensor.committed_bytes,
+    ):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="no longer stands"):
+            use()
+    assert "not on memory of its own" in repr(tensor)
+    assert pool.memory_allocated() == PAGE
+    cast = torch.zeros(3, 4, device=device).as_subclass(torch_vmm.SparseTensor)
+    for use in (lambda: cast.commit(0), cast.committed_spans, lambda: cast.page_size, cast.detach):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"torch_vmm.sparse\(\) makes"):
+            use()
+    assert "not on memory of its own" in repr(cast)
