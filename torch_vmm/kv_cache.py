@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -30,16 +31,16 @@ class _Layer:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._stores is None:
-            self.lazy_initialization(key_states, value_states)
-        assert self._stores is not None
-        self._require_alike(key_states, value_states)
-        before = self._stores[0].shape[0]
+        self._require_states(key_states, value_states)
+        stores = self._stores or (self._store(key_states), self._store(value_states))
+        before = stores[0].shape[0]
         added = key_states.shape[-2]
         # Both or neither: a limit may have room for the keys alone.
-        for store in self._stores:
+        for store in stores:
             store.reserve(before + added)
-        for store, states in zip(self._stores, (key_states, value_states), strict=True):
+        if self._stores is None:
+            self._begin(stores)
+        for store, states in zip(stores, (key_states, value_states), strict=True):
             store.resize_(before + added)
             with torch.no_grad():
                 store[before:].copy_(states.permute(2, 0, 1, 3))
@@ -50,25 +51,61 @@ class _Layer:
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         values = key_states if value_states is None else value_states
-        self._stores = (self._store(key_states), self._store(values))
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self._begin((self._store(key_states), self._store(values)))
+
+    def _begin(self, stores: tuple[ElasticTensor, ElasticTensor]) -> None:
+        self._stores = stores
+        self.dtype, self.device = stores[0].dtype, stores[0].device
         self.is_initialized = True
         self._show()
 
-    def _require_alike(self, *new: torch.Tensor) -> None:
+    def _require_states(self, keys: object, values: object) -> None:
         """Before anything is changed."""
-        assert self._stores is not None
-        for store, states in zip(self._stores, new, strict=True):
-            batch, heads, added, size = states.shape
-            if (batch, heads, size) != store.shape[1:] or added != new[0].shape[-2]:
+        for name, states in (("key_states", keys), ("value_states", values)):
+            if not isinstance(states, torch.Tensor):
+                raise InvalidArgumentError(f"update(): {name}={show(states)}: give a tensor")
+            if states.dim() != 4:
+                raise InvalidArgumentError(
+                    f"update(): {name} of shape {tuple(states.shape)}: give [batch, heads, new positions, size]"
+                )
+        assert isinstance(keys, torch.Tensor)
+        assert isinstance(values, torch.Tensor)
+        for k, states in enumerate((keys, values)):
+            if self._stores is None:
+                continue
+            store = self._stores[k]
+            batch, heads, _, size = states.shape
+            if (batch, heads, size) != store.shape[1:]:
                 raise InvalidArgumentError(
                     f"update(): states of shape {tuple(states.shape)}, where the cache has [batch, heads, sequence, "
                     f"size] of {(*store.shape[1:3], store.shape[0], store.shape[3])}; reset() it for another batch"
                 )
+            if states.dtype != store.dtype:
+                raise InvalidArgumentError(
+                    f"update(): states of {states.dtype}, where the cache has {store.dtype}; convert them, or reset() "
+                    f"it for another dtype"
+                )
+        if keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
+            raise InvalidArgumentError(
+                f"update(): keys of shape {tuple(keys.shape)} and values of shape {tuple(values.shape)}, which are "
+                f"[batch, heads, new positions, size]; give the same batch and positions"
+            )
+        before, added = self.get_seq_length(), keys.shape[2]
+        if before + added > self.max_length:
+            raise InvalidArgumentError(
+                f"update(): {added} positions after {before} are more than max_length={self.max_length}; make the "
+                f"cache with a larger one"
+            )
 
     def _store(self, states: torch.Tensor) -> ElasticTensor:
         batch, heads, _, size = states.shape
         row = (batch, heads, size)
+        most = self.max_length * max(math.prod(row), 1) * states.dtype.itemsize
+        if most >= 2**63:
+            raise InvalidArgumentError(
+                f"max_length={self.max_length}: as many positions of {row} in {states.dtype} are {most} bytes, more "
+                f"than there are addresses; make the cache with a smaller one"
+            )
         return elastic((0, *row), states.dtype, states.device, (self.max_length, *row))
 
     def _show(self) -> None:
@@ -186,12 +223,17 @@ class ElasticKVCache:
             value_states: their size may be another one.
             layer_idx: which layer.
         Raises:
-            InvalidArgumentError: beyond ``max_length``, or of another batch than what is there.
+            InvalidArgumentError: beyond ``max_length``, of another batch or dtype than what is there, no such
+                states or layer. The cache is as it was.
             OutOfMemoryError: the pool has no such memory. The cache is as it was.
         """
-        while len(self.layers) <= layer_idx:
-            self.layers.append(self._make_layer())
-        updated: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states)
+        index = to_index(layer_idx)
+        if index is None or index < 0:
+            raise InvalidArgumentError(f"layer_idx={show(layer_idx)}: give a whole number from 0")
+        missing = [self._make_layer() for _ in range(len(self.layers), index + 1)]
+        layer = missing[-1] if missing else self.layers[index]
+        updated: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states)
+        self.layers.extend(missing)
         return updated
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -116,7 +116,7 @@ def test_what_does_not_fit_leaves_it_as_it_was(make_pool: Callable[..., Pool], d
         cache.update(keys, values, 0)
     with pytest.raises(torch_vmm.OutOfMemoryError):
         cache.update(*states(device, 4900), 0)
-    with pytest.raises(torch_vmm.InvalidArgumentError, match="from 0 to 5000"):
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="5000 positions after 100 are more than max_length=5000"):
         cache.update(*states(device, 5000), 0)
     with pytest.raises(torch_vmm.InvalidArgumentError, match="another batch"):
         cache.update(*states(device, 1, batch=3), 0)
@@ -162,3 +162,43 @@ def test_generate_gives_what_the_dynamic_cache_gives(device: str) -> None:
         assert torch.equal(ours.sequences, theirs.sequences)
         assert all(torch.equal(a, b) for a, b in zip(ours.scores, theirs.scores, strict=True))
         assert cache.get_seq_length() == 46
+
+
+def test_a_first_update_that_fails_leaves_nothing(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB", physical_limit=PAGE)  # for the keys alone
+    cache = Cache(5000)
+    keys, values = states(device, 3)
+    with pool:
+        with pytest.raises(torch_vmm.OutOfMemoryError):
+            cache.update(keys, values, 2)
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="the same batch and positions"):
+            cache.update(keys, values[:1], 0)
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="the same batch and positions"):
+            cache.update(keys, values[:, :, :1], 0)
+        assert len(cache) == cache.get_seq_length() == 0
+        pool.physical_limit = 64 * PAGE
+        cache.update(keys, values, 0)
+    assert len(cache) == 1
+
+
+def test_states_and_layers_that_cannot_be(device: str) -> None:
+    cache = Cache(10)
+    keys, values = states(device, 3)
+    for _ in range(2):  # before there is a layer, and after
+        for wrong in (None, keys[0], [1.0]):
+            for given in ((wrong, values), (keys, wrong)):
+                with pytest.raises(torch_vmm.InvalidArgumentError, match="_states"):
+                    cache.update(*given, 0)  # type: ignore[arg-type]
+        for layer in (-1, "0", None, 0.0):
+            with pytest.raises(torch_vmm.InvalidArgumentError, match="layer_idx="):
+                cache.update(keys, values, layer)  # type: ignore[arg-type]
+        before = cache.get_seq_length()
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="max_length=10"):
+            cache.update(*states(device, 11 - before), 0)
+        assert cache.get_seq_length() == before
+        cache.update(keys, values, 0)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"torch.float64, where the cache has torch.float32"):
+        cache.update(keys, values.double(), 0)
+    assert cache.get_seq_length() == 6
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"max_length=4611686018427387904: .* addresses"):
+        Cache(2**62).update(keys, values, 0)
