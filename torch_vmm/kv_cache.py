@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
 from torch_vmm.elastic_tensor import ElasticTensor, elastic
-from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.errors import InvalidArgumentError, NotCopyableError
 from torch_vmm.sizes import show, to_index
 
 
@@ -149,18 +150,43 @@ class _Layer:
 
     def _remake(self, change: Any) -> None:
         """Another order of the batch, or another number of it: here rows are copied."""
+        self._take(self._changed(change))
+
+    def _changed(self, change: Any) -> list[torch.Tensor]:
+        """What keys and values become, beside what they are; all that can fail."""
+        made: list[torch.Tensor] = []
+        with torch.no_grad():
+            for store in self._stores or ():
+                changed = change(store)
+                made.append(changed if changed.shape == store.shape else self._another(changed))
+        return made
+
+    def _take(self, made: list[torch.Tensor]) -> None:
         if self._stores is None:
             return
-        made = []
-        for store in self._stores:
-            changed = change(store)
-            if changed.shape[1:] != store.shape[1:]:
-                store = elastic(changed.shape, changed.dtype, changed.device, (self.max_length, *changed.shape[1:]))
-            with torch.no_grad():
+        keys, values = made
+        if isinstance(keys, ElasticTensor) and isinstance(values, ElasticTensor):
+            self._begin((keys, values))
+            return
+        with torch.no_grad():
+            for store, changed in zip(self._stores, made, strict=True):
                 store.copy_(changed)
-            made.append(store)
-        self._stores = (made[0], made[1])
-        self._show()
+
+    def _another(self, rows: torch.Tensor) -> ElasticTensor:
+        made = elastic(rows.shape, rows.dtype, rows.device, (self.max_length, *rows.shape[1:]))
+        with torch.no_grad():
+            made.copy_(rows)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
+        made = type(self)(self.max_length)
+        if self._stores is not None:
+            keys, values = self._stores
+            made._begin((self._another(keys), self._another(values)))
+        return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise _not_copyable()
 
     def offload(self) -> None:
         raise InvalidArgumentError("an ElasticKVCache does not offload: its memory is its model's pool's")
@@ -181,7 +207,8 @@ class ElasticKVCache:
     The sequence is the first dimension of an :func:`elastic` tensor for each
     layer's keys and one for its values, in the pool that is open when the layer
     is first used. What :meth:`update` returns shows them as
-    ``[batch, heads, sequence, size]``, with a stride.
+    ``[batch, heads, sequence, size]``, with a stride. ``copy.deepcopy`` makes a
+    cache of its own, in the pool that is open then.
 
     Args:
         max_length: positions, at most; addresses for them cost nothing.
@@ -251,9 +278,39 @@ class ElasticKVCache:
             layer.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Entry ``k`` of the batch becomes what entry ``beam_idx[k]`` is, as beam search asks."""
-        for layer in self.layers:
-            layer.reorder_cache(beam_idx)
+        """Entry ``k`` of the batch becomes what entry ``beam_idx[k]`` is, as beam search asks.
+
+        It takes memory for the largest layer's keys or values, once, before it changes any.
+
+        Raises:
+            InvalidArgumentError: no whole numbers in one dimension, or, on the CPU, one that is no entry.
+            OutOfMemoryError: or torch's own; no such memory. The cache is as it was.
+        """
+        layers = [layer for layer in self.layers if layer._stores is not None]
+        _require_entries(beam_idx, min((layer._stores[0].shape[1] for layer in layers), default=None))
+        stores = [store for layer in layers for store in layer._stores]
+        order = {store.device: beam_idx.to(store.device) for store in stores}
+        if any(len(beam_idx) != store.shape[1] for store in stores):
+            made = [layer._changed(lambda store: store.index_select(1, order[store.device])) for layer in layers]
+            for layer, changed in zip(layers, made, strict=True):
+                layer._take(changed)
+            return
+        most = {device: max(s.nbytes for s in stores if s.device == device) for device in order}
+        scratch = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in most.items()}
+        with torch.no_grad():
+            for store in stores:
+                changed = scratch[store.device][: store.nbytes].view(store.dtype).view(store.shape)
+                store.copy_(torch.index_select(store, 1, order[store.device], out=changed))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ElasticKVCache:
+        """A cache of its own with the same content, in the pool that is open."""
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise _not_copyable()
 
     def __len__(self) -> int:
         """Layers."""
@@ -262,6 +319,26 @@ class ElasticKVCache:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each layer's keys and values."""
         return ((layer.keys, layer.values) for layer in self.layers)
+
+
+def _require_entries(order: object, batch: int | None) -> None:
+    """Raises InvalidArgumentError for what is no order of a batch of so many."""
+    if not isinstance(order, torch.Tensor) or order.dim() != 1 or order.dtype not in (torch.int32, torch.int64):
+        raise InvalidArgumentError(f"beam_idx={show(order)}: give a tensor of whole numbers with one dimension")
+    # On a GPU a look at them would wait for it.
+    if batch is not None and order.device.type == "cpu" and len(order) != 0:
+        least, most = (int(end) for end in torch.aminmax(order))
+        if least < 0 or most >= batch:
+            raise InvalidArgumentError(f"beam_idx={show(order)}: the batch has the entries 0 to {batch - 1}")
+
+
+def _not_copyable() -> NotCopyableError:
+    return NotCopyableError(
+        "an ElasticKVCache cannot be pickled, nor copied by copy.copy(): it is memory of this process. copy.deepcopy() "
+        "makes one of its own; to save it, save [(keys.clone(), values.clone()) for keys, values in cache] and "
+        "update() another one with them",
+        what="ElasticKVCache",
+    )
 
 
 _class_of_transformers: type[ElasticKVCache] | None = None
