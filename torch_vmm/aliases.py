@@ -125,7 +125,8 @@ def _alias(tensors: list[torch.Tensor], copies: int, read_only: bool, shape: tup
     device = tensors[0].device
     pool = routing.current_pool(DeviceKey(device.type, device.index or 0).torch_device)  # type: ignore[arg-type]
     pieces = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
-    made = _C.alias(pool._handle, pieces, copies, read_only, shape, tensors[0].dtype)
+    with torch.inference_mode(False):  # it outlives one that is on now
+        made = _C.alias(pool._handle, pieces, copies, read_only, shape, tensors[0].dtype)
     # The storage's Python object lives as long as the storage, and with it what it shows.
     storages = [tensor.untyped_storage() for tensor in tensors]
     weakref.finalize(made.untyped_storage(), _let_go, pool, storages).atexit = False

@@ -111,7 +111,8 @@ class _Layer:
 
     def _show(self) -> None:
         assert self._stores is not None
-        self.keys, self.values = (store.detach().permute(1, 2, 0, 3) for store in self._stores)
+        with torch.inference_mode(False):  # they outlive one that is on now
+            self.keys, self.values = (store.detach().permute(1, 2, 0, 3) for store in self._stores)
 
     def get_seq_length(self, *_: Any) -> int:
         return 0 if self._stores is None else self._stores[0].shape[0]

@@ -44,7 +44,9 @@ class Backing:
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from the first address on. Whoever holds a view of it holds the memory and the pool."""
-        tensor = self.handle.tensor(shape, dtype)
+        # It outlives an inference mode that is on now.
+        with torch.inference_mode(False):
+            tensor = self.handle.tensor(shape, dtype)
         self.dtype = dtype
         weakref.finalize(tensor.untyped_storage(), _let_go, self.pool).atexit = False
         return tensor
@@ -63,7 +65,8 @@ class RangeTensor(torch.Tensor):
 
     @classmethod
     def _over(cls, backing: Backing, tensor: torch.Tensor) -> Any:
-        made = torch.Tensor._make_subclass(cls, tensor)
+        with torch.inference_mode(False):
+            made = torch.Tensor._make_subclass(cls, tensor)
         made._backing = backing
         return made
 

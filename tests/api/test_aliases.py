@@ -301,3 +301,14 @@ def test_a_write_to_a_sealed_page_faults(touch: str, faults: bool) -> None:
     assert done.stdout.startswith("2097152.0 2.0\n"), done.stderr
     assert (done.returncode == -signal.SIGSEGV) is faults, done.stderr
     assert ("reached" in done.stdout) is not faults
+
+
+def test_made_in_inference_mode_they_work_outside(device: str) -> None:
+    with torch.inference_mode():
+        ring = rows(device, 4)
+        twice, both = alias(ring, 2), concat_views([ring, rows(device, 4)])
+    twice.fill_(3)
+    both[4:].fill_(4)
+    ring[0] = 5
+    assert (both[0] == 5).all()
+    assert (twice[1:4] == 3).all()

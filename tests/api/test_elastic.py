@@ -334,3 +334,19 @@ def test_a_cast_makes_none(device: str) -> None:
     with pytest.raises(torch_vmm.InvalidArgumentError, match=r"torch_vmm.elastic\(\) makes"):
         _ = cast.max_shape
     assert cast.shape == (3, 4)
+
+
+def test_made_in_inference_mode_it_works_outside(device: str) -> None:
+    with torch.inference_mode():
+        tensor = torch_vmm.elastic((2, 4), torch.float32, device, (1000, 4)).fill_(1)
+        tensor.resize_(3)[2:] = 1
+    tensor.resize_(900)[3:] = 1
+    assert not tensor.is_inference()
+    parameter = torch.nn.Parameter(tensor)
+    (parameter * 2).sum().backward()
+    assert (parameter.grad == 2).all()
+    with torch.inference_mode():
+        tensor.resize_(5)
+        assert tensor.shrink_to_fit() == 0
+        assert tensor.sum() == 20
+    tensor.mul_(2)

@@ -270,3 +270,17 @@ def test_a_deep_copy_is_a_cache_of_its_own(make_pool: Callable[..., Pool], devic
         for each in (prefix, prefix.layers[0]):
             with pytest.raises(torch_vmm.NotCopyableError, match="deepcopy"):
                 refused(each)  # type: ignore[operator]
+
+
+def test_first_used_in_inference_mode_it_works_outside(device: str) -> None:
+    cache, plain = Cache(64), Concatenating()
+    for step in range(4):
+        given = states(device, 3, seed=step)
+        plain.update(*given, 0)
+        with torch.inference_mode(step % 2 == 0):
+            keys, _ = cache.update(*given, 0)
+            if step == 2:
+                cache.reorder_cache(torch.tensor([0, 1]))
+        assert torch.equal(keys, plain.layers[0][0])
+    keys.mul_(2)
+    cache.crop(-1)

@@ -309,3 +309,14 @@ def test_on_other_memory_it_commits_nothing(make_pool: Callable[..., Pool], devi
         with pytest.raises(torch_vmm.InvalidArgumentError, match=r"torch_vmm.sparse\(\) makes"):
             use()
     assert "not on memory of its own" in repr(cast)
+
+
+def test_made_in_inference_mode_it_works_outside(device: str) -> None:
+    with torch.inference_mode():
+        tensor = torch_vmm.sparse((1000, ROW), torch.uint8, device)
+        tensor.commit(0)
+        tensor[0] = 1
+    tensor.commit(10)
+    tensor[10] = 2
+    assert not tensor.is_inference()
+    assert tensor[10].sum() == 2 * ROW
