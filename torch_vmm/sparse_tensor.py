@@ -14,7 +14,7 @@ from torch_vmm.ranges import Backing, RangeTensor, require_dimension, require_dt
 from torch_vmm.sizes import Shape, Size, show, to_flag, to_index, to_optional_bytes, to_shape
 
 Index = slice | int | tuple[slice | int, ...]
-"""A slice, or a tuple of slices over the leading dimensions; a number is one step of its dimension."""
+"""A slice, or a tuple of slices over the leading dimensions (``()``: all); a number is one step of its dimension."""
 
 
 class SparseTensor(RangeTensor):
@@ -51,7 +51,7 @@ class SparseTensor(RangeTensor):
 
         Args:
             index: a slice, or a tuple of slices over the leading dimensions, widened to
-                whole pages. What has memory keeps it, and its content.
+                whole pages; ``()`` is all. What has memory keeps it, and its content.
         Raises:
             InvalidArgumentError: no such index, or a step that is not 1; the pool has been closed; or the tensor
                 shows other memory than it was made with (``.data``, ``set_()``, ``module.half()``).
@@ -105,6 +105,8 @@ class SparseTensor(RangeTensor):
     def _spans(self, index: Index, doing: str) -> list[tuple[int, int]]:
         """(offset, size) of ``self[index]`` in bytes, as few as whole pages tell apart."""
         parts = index if isinstance(index, tuple) else (index,)
+        if not parts:  # as in self[()], all of it
+            parts = (slice(None),)
         if len(parts) > self.dim():
             raise InvalidArgumentError(f"{doing}({show(index)}): the tensor has {self.dim()} dimensions")
         bounds = [_to_bounds(part, size, doing) for part, size in zip(parts, self.shape, strict=False)]
@@ -187,7 +189,7 @@ def _to_bounds(part: object, size: int, doing: str) -> tuple[int, int]:
     if isinstance(part, slice):
         try:
             first, last, step = part.indices(size)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"{doing}({show(part)}): {error}") from None
         if step != 1:
             raise InvalidArgumentError(f"{doing}({show(part)}): a step of {step}; give slices without one")

@@ -320,3 +320,15 @@ def test_made_in_inference_mode_it_works_outside(device: str) -> None:
     tensor[10] = 2
     assert not tensor.is_inference()
     assert tensor[10].sum() == 2 * ROW
+
+
+def test_the_empty_index_is_all_and_a_step_of_0_none(device: str) -> None:
+    tensor = torch_vmm.sparse((16, ROW), torch.uint8, device)
+    assert not tensor.is_committed(())
+    tensor.commit(())
+    assert tensor.is_committed(())
+    assert tensor.committed_spans() == [slice(0, 16)]
+    assert tensor.decommit(()) == 4 * PAGE
+    for use in (tensor.commit, tensor.decommit, tensor.is_committed):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="step cannot be zero"):
+            use(slice(0, 4, 0))
