@@ -132,9 +132,12 @@ class ElasticTensor(RangeTensor):
             _C.set_storage_bytes(self, size)
 
     def _plain(self) -> torch.Tensor:
-        return torch.Tensor.detach(self).requires_grad_(self.requires_grad)
+        plain = torch.Tensor.detach(self)
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(plain, self.requires_grad)
+        return plain.requires_grad_(self.requires_grad)
 
-    # A copy is a tensor like any other.
+    # A copy is a tensor, or a parameter, like any other.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return copy.deepcopy(self._plain(), memo)
 

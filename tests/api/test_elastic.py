@@ -350,3 +350,18 @@ def test_made_in_inference_mode_it_works_outside(device: str) -> None:
         assert tensor.shrink_to_fit() == 0
         assert tensor.sum() == 20
     tensor.mul_(2)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_parameters_copy_is_a_parameter(trains: bool, device: str) -> None:
+    module = torch.nn.Linear(4, 3, bias=False)
+    module.weight = torch.nn.Parameter(torch_vmm.elastic((3, 4), torch.float32, device, (1000, 4)).fill_(2), trains)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for made in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        assert type(made.weight) is torch.nn.Parameter
+        assert dict(made.named_parameters()).keys() == {"weight"}
+        assert made.weight.requires_grad == trains
+        assert made.weight.data_ptr() != module.weight.data_ptr()
+        assert torch.equal(made.weight, module.weight)
