@@ -66,6 +66,22 @@ class ElasticTensor(RangeTensor):
             self.set_(self.untyped_storage(), 0, (rows, *self._max_shape[1:]), self._strides)
         return self
 
+    # torch's own has changed the shape by the time that it finds no room.
+    def resize_as_(  # type: ignore[override]
+        self, other: torch.Tensor, *, memory_format: torch.memory_format | None = None
+    ) -> ElasticTensor:
+        """As many rows as ``other`` has, by :meth:`resize_`, where its rows are of the same shape.
+
+        Raises:
+            InvalidArgumentError: its rows are of another shape; else as :meth:`resize_`.
+        """
+        if not isinstance(other, torch.Tensor) or other.dim() == 0 or other.shape[1:] != self.max_shape[1:]:
+            shape = tuple(other.shape) if isinstance(other, torch.Tensor) else show(other)
+            raise InvalidArgumentError(f"resize_as_({shape}): give a tensor of rows of {tuple(self.max_shape[1:])}")
+        if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+            raise InvalidArgumentError(f"resize_as_(memory_format={memory_format}): rows are contiguous")
+        return self.resize_(other.shape[0])
+
     def reserve(self, n: SupportsIndex) -> None:
         """Takes memory for ``n`` rows, so that growing up to there cannot fail; the shape stays.
 

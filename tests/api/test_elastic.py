@@ -365,3 +365,15 @@ def test_a_parameters_copy_is_a_parameter(trains: bool, device: str) -> None:
         assert made.weight.requires_grad == trains
         assert made.weight.data_ptr() != module.weight.data_ptr()
         assert torch.equal(made.weight, module.weight)
+
+
+def test_it_takes_the_rows_of_another_tensor(device: str) -> None:
+    tensor = torch_vmm.elastic((2, 4), torch.float32, device, (1000, 4)).fill_(1)
+    address = tensor.data_ptr()
+    assert tensor.resize_as_(torch.empty(900, 4)) is tensor
+    assert (tensor.shape, tensor.data_ptr()) == ((900, 4), address)
+    for wrong in (torch.empty(3, 5), torch.empty(3), torch.tensor(1), torch.empty(1001, 4), None):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="resize_"):
+            tensor.resize_as_(wrong)  # type: ignore[arg-type]
+        assert tensor.shape == (900, 4)
+    assert (tensor.resize_as_(torch.empty(2, 4)) == 1).all()
