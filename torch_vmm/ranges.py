@@ -116,5 +116,14 @@ def require_dtype(dtype: torch.dtype) -> None:
         raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype")
 
 
+def require_size(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    """Raises InvalidArgumentError for a shape whose bytes, or strides, no number of torch's holds."""
+    size = math.prod(max(each, 1) for each in shape) * dtype.itemsize
+    if size >= 2**63:
+        raise InvalidArgumentError(
+            f"{name}={show(shape)} of {dtype}: its dimensions are {show(size)} bytes, more than there are addresses"
+        )
+
+
 def _let_go(_: VirtualMemoryPool) -> None:
     """Only its argument matters: it was held until now."""
