@@ -9,7 +9,7 @@ import torch
 
 from torch_vmm import _C
 from torch_vmm.devices import Device, to_device
-from torch_vmm.errors import InvalidArgumentError, NotCopyableError
+from torch_vmm.errors import InvalidArgumentError, NotAvailableError, NotCopyableError
 from torch_vmm.ranges import Backing, RangeTensor, require_dimension, require_dtype, require_size, row_bytes
 from torch_vmm.sizes import Shape, Size, show, to_flag, to_index, to_optional_bytes, to_shape
 
@@ -135,6 +135,8 @@ class SparseTensor(RangeTensor):
             state = f"{_C.format_bytes(self.committed_bytes)} committed, the rest {rest}"
         except (InvalidArgumentError, AttributeError):
             state = "not on memory of its own"
+        except NotAvailableError:
+            state = "its memory is the process's that this one was forked from"
         return f"SparseTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}{grad}: {state})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

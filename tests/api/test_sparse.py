@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import random
 import signal
@@ -332,3 +333,20 @@ def test_the_empty_index_is_all_and_a_step_of_0_none(device: str) -> None:
     for use in (tensor.commit, tensor.decommit, tensor.is_committed):
         with pytest.raises(torch_vmm.InvalidArgumentError, match="step cannot be zero"):
             use(slice(0, 4, 0))
+
+
+def test_a_forked_child_can_show_it(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("CUDA's tensors do not survive a fork")
+    tensor = torch_vmm.sparse((16, ROW), torch.uint8, device)
+    ends, begins = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(begins, repr(tensor).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(begins)
+    with os.fdopen(ends) as told:
+        assert "shape=(16, 524288), dtype=torch.uint8, device='cpu': its memory is the process's" in told.read()
