@@ -137,7 +137,8 @@ class SparseTensor(RangeTensor):
             state = "not on memory of its own"
         except NotAvailableError:
             state = "its memory is the process's that this one was forked from"
-        return f"SparseTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}{grad}: {state})"
+        shown = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}{grad}"
+        return f"SparseTensor({shown}: {state})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise _not_copyable()
@@ -163,8 +164,9 @@ def sparse(
         dtype: of the elements.
         device: where. On ``"cpu"`` it needs no :func:`torch_vmm.enable`.
         zeros: what is not committed reads as zero; else reading it faults. Zeros
-            cost mappings, one for each 64 pages and 0.3 s for 1 TiB, and the device
-            some 150 MiB, once, for all that read as zero on it.
+            cost mappings, one for each 128 MiB and 0.3 s for 1 TiB (on the CPU, where a
+            process has 65530 as a rule, some 8 TiB in all), and the device some 150 MiB,
+            once, for all that read as zero on it.
         page_size: bytes, the grain in which memory comes and goes: a power of two
             and a multiple of the device's granularity, which ``None`` is (2 MiB).
     Raises:
