@@ -67,9 +67,7 @@ class ElasticTensor(RangeTensor):
         return self
 
     # torch's own has changed the shape by the time that it finds no room.
-    def resize_as_(  # type: ignore[override]
-        self, other: torch.Tensor, *, memory_format: torch.memory_format | None = None
-    ) -> ElasticTensor:
+    def resize_as_(self, other: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> ElasticTensor:
         """As many rows as ``other`` has, by :meth:`resize_`, where its rows are of the same shape.
 
         Raises:
