@@ -12,6 +12,7 @@ import torch
 
 from torch_vmm.elastic_tensor import ElasticTensor, elastic
 from torch_vmm.errors import InvalidArgumentError, NotCopyableError
+from torch_vmm.ranges import outside_inference
 from torch_vmm.sizes import show, to_index
 
 
@@ -111,7 +112,7 @@ class _Layer:
 
     def _show(self) -> None:
         assert self._stores is not None
-        with torch.inference_mode(False):  # they outlive one that is on now
+        with outside_inference():
             self.keys, self.values = (store.detach().permute(1, 2, 0, 3) for store in self._stores)
 
     def get_seq_length(self, *_: Any) -> int:

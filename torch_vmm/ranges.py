@@ -5,6 +5,7 @@ It knows no shape beyond the first dimension.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from typing import Any
@@ -44,8 +45,7 @@ class Backing:
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from the first address on. Whoever holds a view of it holds the memory and the pool."""
-        # It outlives an inference mode that is on now.
-        with torch.inference_mode(False):
+        with outside_inference():
             tensor = self.handle.tensor(shape, dtype)
         self.dtype = dtype
         weakref.finalize(tensor.untyped_storage(), _let_go, self.pool).atexit = False
@@ -65,7 +65,7 @@ class RangeTensor(torch.Tensor):
 
     @classmethod
     def _over(cls, backing: Backing, tensor: torch.Tensor) -> Any:
-        with torch.inference_mode(False):
+        with outside_inference():
             made = torch.Tensor._make_subclass(cls, tensor)
         made._backing = backing
         return made
@@ -97,6 +97,11 @@ class RangeTensor(torch.Tensor):
         if "_backing" not in self.__dict__:
             self._own("detach()")
         return self._over(self._backing, torch.Tensor.detach(self))
+
+
+def outside_inference() -> contextlib.AbstractContextManager[object]:
+    """For tensors that outlive an inference mode that is on now; costs little where none is."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
