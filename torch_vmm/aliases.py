@@ -12,7 +12,7 @@ import torch
 from torch_vmm import _C, routing
 from torch_vmm.devices import Device, DeviceKey
 from torch_vmm.errors import InvalidArgumentError
-from torch_vmm.ranges import Backing, require_dtype
+from torch_vmm.ranges import Backing, require_dtype, require_size
 from torch_vmm.sizes import Shape, show, to_flag, to_index, to_shape
 
 
@@ -29,6 +29,7 @@ def aligned(shape: Shape, dtype: torch.dtype = torch.float32, device: Device = "
     """
     sizes = to_shape(shape)
     require_dtype(dtype)
+    require_size(sizes, dtype, "shape")
     size = math.prod(sizes) * dtype.itemsize
     backing = Backing("aligned tensor", size, device)
     tensor = backing.tensor(sizes, dtype)
@@ -56,7 +57,8 @@ def alias(tensor: torch.Tensor, copies: SupportsIndex = 1, read_only: bool = Fal
     Returns:
         A tensor of ``tensor``'s shape, its first dimension ``copies`` times as long.
     Raises:
-        InvalidArgumentError: ``tensor`` does not stand on whole chunks.
+        InvalidArgumentError: ``tensor`` does not stand on whole chunks, or so many copies of it are more than
+            there are addresses.
         OutOfMemoryError: no such stretch of addresses is left.
     """
     times = to_index(copies)
@@ -122,10 +124,12 @@ def _require_whole(tensor: object, name: str) -> tuple[int, ...]:
 
 
 def _alias(tensors: list[torch.Tensor], copies: int, read_only: bool, shape: tuple[int, ...]) -> torch.Tensor:
+    require_size(shape, tensors[0].dtype, "shape of the result")
     device = tensors[0].device
     pool = routing.current_pool(DeviceKey(device.type, device.index or 0).torch_device)  # type: ignore[arg-type]
     pieces = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
-    made = _C.alias(pool._handle, pieces, copies, read_only, shape, tensors[0].dtype)
+    with torch.inference_mode(False):  # it outlives one that is on now
+        made = _C.alias(pool._handle, pieces, copies, read_only, shape, tensors[0].dtype)
     # The storage's Python object lives as long as the storage, and with it what it shows.
     storages = [tensor.untyped_storage() for tensor in tensors]
     weakref.finalize(made.untyped_storage(), _let_go, pool, storages).atexit = False

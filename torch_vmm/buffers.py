@@ -280,7 +280,8 @@ class PooledBuffer(Guarded, guarded=True):
         Raises:
             InvalidArgumentError: the buffer is freed.
         """
-        return self._handle.tensor((self._count,), self._dtype)
+        with torch.inference_mode(False):  # it outlives one that is on now
+            return self._handle.tensor((self._count,), self._dtype)
 
     def free(self, force: bool = False) -> None:
         """Gives the memory back, in the order of the buffer's stream; twice is fine.

@@ -10,7 +10,7 @@ import torch
 from torch_vmm import _C
 from torch_vmm.devices import Device
 from torch_vmm.errors import InvalidArgumentError, StillInUseError
-from torch_vmm.ranges import Backing, RangeTensor, require_dimension, require_dtype, row_bytes
+from torch_vmm.ranges import Backing, RangeTensor, require_dimension, require_dtype, require_size, row_bytes
 from torch_vmm.sizes import Shape, show, to_index, to_shape
 
 
@@ -33,13 +33,15 @@ class ElasticTensor(RangeTensor):
     @property
     def max_shape(self) -> torch.Size:
         """The shape up to which it grows."""
+        self._own("max_shape")
         return torch.Size(self._max_shape)
 
     @property
     def reserved_rows(self) -> int:
         """Rows that fit into the memory that it holds."""
+        backing = self._own("reserved_rows")
         size = row_bytes(self._max_shape, self.dtype)
-        return self._max_shape[0] if size == 0 else min(self._backing.held // size, self._max_shape[0])
+        return self._max_shape[0] if size == 0 else min(backing.held // size, self._max_shape[0])
 
     # torch's own takes more dimensions and never fails for a limit.
     def resize_(self, n: SupportsIndex) -> ElasticTensor:  # type: ignore[override]
@@ -52,24 +54,40 @@ class ElasticTensor(RangeTensor):
         Args:
             n: rows, from 0 to ``max_shape[0]``.
         Raises:
-            InvalidArgumentError: no such number; or the pool has been closed.
+            InvalidArgumentError: no such number; the pool has been closed; or the tensor shows other memory
+                than it was made with (``.data``, ``set_()``, ``share_memory_()``, ``module.half()``).
             OutOfMemoryError: a limit or the device has no such amount left. The
                 tensor is as it was.
         """
+        backing = self._own("resize_()")
         rows = self._to_rows(n, "resize_")
-        self._hold(rows)
+        self._hold(backing, rows)
         with torch.no_grad():
             self.set_(self.untyped_storage(), 0, (rows, *self._max_shape[1:]), self._strides)
         return self
+
+    # torch's own has changed the shape by the time that it finds no room.
+    def resize_as_(self, other: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> ElasticTensor:
+        """As many rows as ``other`` has, by :meth:`resize_`, where its rows are of the same shape.
+
+        Raises:
+            InvalidArgumentError: its rows are of another shape; else as :meth:`resize_`.
+        """
+        if not isinstance(other, torch.Tensor) or other.dim() == 0 or other.shape[1:] != self.max_shape[1:]:
+            shape = tuple(other.shape) if isinstance(other, torch.Tensor) else show(other)
+            raise InvalidArgumentError(f"resize_as_({shape}): give a tensor of rows of {tuple(self.max_shape[1:])}")
+        if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+            raise InvalidArgumentError(f"resize_as_(memory_format={memory_format}): rows are contiguous")
+        return self.resize_(other.shape[0])
 
     def reserve(self, n: SupportsIndex) -> None:
         """Takes memory for ``n`` rows, so that growing up to there cannot fail; the shape stays.
 
         Raises:
-            InvalidArgumentError: no number from 0 to ``max_shape[0]``; or the pool has been closed.
+            InvalidArgumentError: no number from 0 to ``max_shape[0]``; else as :meth:`resize_`.
             OutOfMemoryError: as :meth:`resize_`.
         """
-        self._hold(self._to_rows(n, "reserve"))
+        self._hold(self._own("reserve()"), self._to_rows(n, "reserve"))
 
     def shrink_to_fit(self) -> int:
         """Gives back the pages beyond the last row; returns their bytes.
@@ -81,21 +99,28 @@ class ElasticTensor(RangeTensor):
 
         Raises:
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
-            InvalidArgumentError: it is sealed.
+            InvalidArgumentError: it is sealed, its rows were changed by another function than
+                :meth:`resize_`, or it shows other memory, as :meth:`resize_`.
         """
-        if _C.is_sealed(self._backing.pool._handle, self._backing.handle.base_address, 1):
+        backing = self._own("shrink_to_fit()")
+        if _C.is_sealed(backing.pool._handle, backing.handle.base_address, 1):
             raise InvalidArgumentError("shrink_to_fit(): the tensor is sealed; unseal() it first")
+        if self.shape[1:] != self._max_shape[1:] or self.stride() != self._strides:
+            raise InvalidArgumentError(
+                f"shrink_to_fit(): the tensor has the shape {tuple(self.shape)} and the strides {self.stride()}, not "
+                f"rows of {self._max_shape[1:]}; resize_(rows) makes them again"
+            )
         used = self.shape[0] * row_bytes(self._max_shape, self.dtype)
-        page = self._backing.handle.page_size
+        page = backing.handle.page_size
         keep = -(-used // page) * page
-        held, stored = self._backing.held, self.untyped_storage().nbytes()
+        held, stored = backing.held, self.untyped_storage().nbytes()
         # Before they go: whoever copies or saves the whole storage meets no page that is gone.
-        self._backing.held = keep
+        backing.held = keep
         _C.set_storage_bytes(self, used)
         try:
-            return self._backing.handle.decommit([(keep, self._backing.handle.capacity - keep)])
+            return backing.handle.decommit([(keep, backing.handle.capacity - keep)])
         except StillInUseError:
-            self._backing.held = held
+            backing.held = held
             _C.set_storage_bytes(self, stored)
             raise
 
@@ -111,19 +136,22 @@ class ElasticTensor(RangeTensor):
             raise InvalidArgumentError(f"{doing}({show(n)}): give a number of rows from 0 to {self._max_shape[0]}")
         return rows
 
-    def _hold(self, rows: int) -> None:
+    def _hold(self, backing: Backing, rows: int) -> None:
         size = rows * row_bytes(self._max_shape, self.dtype)
-        if size > self._backing.held:
-            self._backing.commit([(self._backing.held, size - self._backing.held)])
-            page = self._backing.handle.page_size
-            self._backing.held = -(-size // page) * page
+        if size > backing.held:
+            backing.commit([(backing.held, size - backing.held)])
+            page = backing.handle.page_size
+            backing.held = -(-size // page) * page
         if size > self.untyped_storage().nbytes():
             _C.set_storage_bytes(self, size)
 
     def _plain(self) -> torch.Tensor:
-        return torch.Tensor.detach(self).requires_grad_(self.requires_grad)
+        plain = torch.Tensor.detach(self)
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(plain, self.requires_grad)
+        return plain.requires_grad_(self.requires_grad)
 
-    # A copy is a tensor like any other.
+    # A copy is a tensor, or a parameter, like any other.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return copy.deepcopy(self._plain(), memo)
 
@@ -159,6 +187,7 @@ def elastic(
         raise InvalidArgumentError(
             f"max_shape={show(max_shape)}: give shape={sizes} with a first dimension of at least {sizes[0]}"
         )
+    require_size(most, dtype, "shape" if max_shape is None else "max_shape")
     backing = Backing("elastic tensor", most[0] * row_bytes(most, dtype), device)
     whole = backing.tensor(most, dtype)
     _C.set_storage_bytes(whole, 0)

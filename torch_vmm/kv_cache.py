@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
 from torch_vmm.elastic_tensor import ElasticTensor, elastic
-from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.errors import InvalidArgumentError, NotCopyableError
+from torch_vmm.ranges import outside_inference
 from torch_vmm.sizes import show, to_index
 
 
@@ -30,16 +33,16 @@ class _Layer:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._stores is None:
-            self.lazy_initialization(key_states, value_states)
-        assert self._stores is not None
-        self._require_alike(key_states, value_states)
-        before = self._stores[0].shape[0]
+        self._require_states(key_states, value_states)
+        stores = self._stores or (self._store(key_states), self._store(value_states))
+        before = stores[0].shape[0]
         added = key_states.shape[-2]
         # Both or neither: a limit may have room for the keys alone.
-        for store in self._stores:
+        for store in stores:
             store.reserve(before + added)
-        for store, states in zip(self._stores, (key_states, value_states), strict=True):
+        if self._stores is None:
+            self._begin(stores)
+        for store, states in zip(stores, (key_states, value_states), strict=True):
             store.resize_(before + added)
             with torch.no_grad():
                 store[before:].copy_(states.permute(2, 0, 1, 3))
@@ -50,30 +53,67 @@ class _Layer:
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         values = key_states if value_states is None else value_states
-        self._stores = (self._store(key_states), self._store(values))
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self._begin((self._store(key_states), self._store(values)))
+
+    def _begin(self, stores: tuple[ElasticTensor, ElasticTensor]) -> None:
+        self._stores = stores
+        self.dtype, self.device = stores[0].dtype, stores[0].device
         self.is_initialized = True
         self._show()
 
-    def _require_alike(self, *new: torch.Tensor) -> None:
+    def _require_states(self, keys: object, values: object) -> None:
         """Before anything is changed."""
-        assert self._stores is not None
-        for store, states in zip(self._stores, new, strict=True):
-            batch, heads, added, size = states.shape
-            if (batch, heads, size) != store.shape[1:] or added != new[0].shape[-2]:
+        for name, states in (("key_states", keys), ("value_states", values)):
+            if not isinstance(states, torch.Tensor):
+                raise InvalidArgumentError(f"update(): {name}={show(states)}: give a tensor")
+            if states.dim() != 4:
+                raise InvalidArgumentError(
+                    f"update(): {name} of shape {tuple(states.shape)}: give [batch, heads, new positions, size]"
+                )
+        assert isinstance(keys, torch.Tensor)
+        assert isinstance(values, torch.Tensor)
+        for k, states in enumerate((keys, values)):
+            if self._stores is None:
+                continue
+            store = self._stores[k]
+            batch, heads, _, size = states.shape
+            if (batch, heads, size) != store.shape[1:]:
                 raise InvalidArgumentError(
                     f"update(): states of shape {tuple(states.shape)}, where the cache has [batch, heads, sequence, "
                     f"size] of {(*store.shape[1:3], store.shape[0], store.shape[3])}; reset() it for another batch"
                 )
+            if states.dtype != store.dtype:
+                raise InvalidArgumentError(
+                    f"update(): states of {states.dtype}, where the cache has {store.dtype}; convert them, or reset() "
+                    f"it for another dtype"
+                )
+        if keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
+            raise InvalidArgumentError(
+                f"update(): keys of shape {tuple(keys.shape)} and values of shape {tuple(values.shape)}, which are "
+                f"[batch, heads, new positions, size]; give the same batch and positions"
+            )
+        before, added = self.get_seq_length(), keys.shape[2]
+        if before + added > self.max_length:
+            raise InvalidArgumentError(
+                f"update(): {added} positions after {before} are more than max_length={self.max_length}; make the "
+                f"cache with a larger one"
+            )
 
     def _store(self, states: torch.Tensor) -> ElasticTensor:
         batch, heads, _, size = states.shape
         row = (batch, heads, size)
+        most = self.max_length * max(math.prod(row), 1) * states.dtype.itemsize
+        if most >= 2**63:
+            raise InvalidArgumentError(
+                f"max_length={self.max_length}: as many positions of {row} in {states.dtype} are {most} bytes, more "
+                f"than there are addresses; make the cache with a smaller one"
+            )
         return elastic((0, *row), states.dtype, states.device, (self.max_length, *row))
 
     def _show(self) -> None:
         assert self._stores is not None
-        self.keys, self.values = (store.detach().permute(1, 2, 0, 3) for store in self._stores)
+        with outside_inference():
+            self.keys, self.values = (store.detach().permute(1, 2, 0, 3) for store in self._stores)
 
     def get_seq_length(self, *_: Any) -> int:
         return 0 if self._stores is None else self._stores[0].shape[0]
@@ -112,18 +152,43 @@ class _Layer:
 
     def _remake(self, change: Any) -> None:
         """Another order of the batch, or another number of it: here rows are copied."""
+        self._take(self._changed(change))
+
+    def _changed(self, change: Any) -> list[torch.Tensor]:
+        """What keys and values become, beside what they are; all that can fail."""
+        made: list[torch.Tensor] = []
+        with torch.no_grad():
+            for store in self._stores or ():
+                changed = change(store)
+                made.append(changed if changed.shape == store.shape else self._another(changed))
+        return made
+
+    def _take(self, made: list[torch.Tensor]) -> None:
         if self._stores is None:
             return
-        made = []
-        for store in self._stores:
-            changed = change(store)
-            if changed.shape[1:] != store.shape[1:]:
-                store = elastic(changed.shape, changed.dtype, changed.device, (self.max_length, *changed.shape[1:]))
-            with torch.no_grad():
+        keys, values = made
+        if isinstance(keys, ElasticTensor) and isinstance(values, ElasticTensor):
+            self._begin((keys, values))
+            return
+        with torch.no_grad():
+            for store, changed in zip(self._stores, made, strict=True):
                 store.copy_(changed)
-            made.append(store)
-        self._stores = (made[0], made[1])
-        self._show()
+
+    def _another(self, rows: torch.Tensor) -> ElasticTensor:
+        made = elastic(rows.shape, rows.dtype, rows.device, (self.max_length, *rows.shape[1:]))
+        with torch.no_grad():
+            made.copy_(rows)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
+        made = type(self)(self.max_length)
+        if self._stores is not None:
+            keys, values = self._stores
+            made._begin((self._another(keys), self._another(values)))
+        return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise _not_copyable()
 
     def offload(self) -> None:
         raise InvalidArgumentError("an ElasticKVCache does not offload: its memory is its model's pool's")
@@ -144,7 +209,8 @@ class ElasticKVCache:
     The sequence is the first dimension of an :func:`elastic` tensor for each
     layer's keys and one for its values, in the pool that is open when the layer
     is first used. What :meth:`update` returns shows them as
-    ``[batch, heads, sequence, size]``, with a stride.
+    ``[batch, heads, sequence, size]``, with a stride. ``copy.deepcopy`` makes a
+    cache of its own, in the pool that is open then.
 
     Args:
         max_length: positions, at most; addresses for them cost nothing.
@@ -186,12 +252,17 @@ class ElasticKVCache:
             value_states: their size may be another one.
             layer_idx: which layer.
         Raises:
-            InvalidArgumentError: beyond ``max_length``, or of another batch than what is there.
+            InvalidArgumentError: beyond ``max_length``, of another batch or dtype than what is there, no such
+                states or layer. The cache is as it was.
             OutOfMemoryError: the pool has no such memory. The cache is as it was.
         """
-        while len(self.layers) <= layer_idx:
-            self.layers.append(self._make_layer())
-        updated: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states)
+        index = to_index(layer_idx)
+        if index is None or index < 0:
+            raise InvalidArgumentError(f"layer_idx={show(layer_idx)}: give a whole number from 0")
+        missing = [self._make_layer() for _ in range(len(self.layers), index + 1)]
+        layer = missing[-1] if missing else self.layers[index]
+        updated: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states)
+        self.layers.extend(missing)
         return updated
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -209,9 +280,39 @@ class ElasticKVCache:
             layer.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Entry ``k`` of the batch becomes what entry ``beam_idx[k]`` is, as beam search asks."""
-        for layer in self.layers:
-            layer.reorder_cache(beam_idx)
+        """Entry ``k`` of the batch becomes what entry ``beam_idx[k]`` is, as beam search asks.
+
+        It takes memory for the largest layer's keys or values, once, before it changes any.
+
+        Raises:
+            InvalidArgumentError: no whole numbers in one dimension, or, on the CPU, one that is no entry.
+            OutOfMemoryError: or torch's own; no such memory. The cache is as it was.
+        """
+        layers = [layer for layer in self.layers if layer._stores is not None]
+        _require_entries(beam_idx, min((layer._stores[0].shape[1] for layer in layers), default=None))
+        stores = [store for layer in layers for store in layer._stores]
+        order = {store.device: beam_idx.to(store.device) for store in stores}
+        if any(len(beam_idx) != store.shape[1] for store in stores):
+            made = [layer._changed(lambda store: store.index_select(1, order[store.device])) for layer in layers]
+            for layer, changed in zip(layers, made, strict=True):
+                layer._take(changed)
+            return
+        most = {device: max(s.nbytes for s in stores if s.device == device) for device in order}
+        scratch = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in most.items()}
+        with torch.no_grad():
+            for store in stores:
+                changed = scratch[store.device][: store.nbytes].view(store.dtype).view(store.shape)
+                store.copy_(torch.index_select(store, 1, order[store.device], out=changed))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ElasticKVCache:
+        """A cache of its own with the same content, in the pool that is open."""
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise _not_copyable()
 
     def __len__(self) -> int:
         """Layers."""
@@ -220,6 +321,26 @@ class ElasticKVCache:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each layer's keys and values."""
         return ((layer.keys, layer.values) for layer in self.layers)
+
+
+def _require_entries(order: object, batch: int | None) -> None:
+    """Raises InvalidArgumentError for what is no order of a batch of so many."""
+    if not isinstance(order, torch.Tensor) or order.dim() != 1 or order.dtype not in (torch.int32, torch.int64):
+        raise InvalidArgumentError(f"beam_idx={show(order)}: give a tensor of whole numbers with one dimension")
+    # On a GPU a look at them would wait for it.
+    if batch is not None and order.device.type == "cpu" and len(order) != 0:
+        least, most = (int(end) for end in torch.aminmax(order))
+        if least < 0 or most >= batch:
+            raise InvalidArgumentError(f"beam_idx={show(order)}: the batch has the entries 0 to {batch - 1}")
+
+
+def _not_copyable() -> NotCopyableError:
+    return NotCopyableError(
+        "an ElasticKVCache cannot be pickled, nor copied by copy.copy(): it is memory of this process. copy.deepcopy() "
+        "makes one of its own; to save it, save [(keys.clone(), values.clone()) for keys, values in cache] and "
+        "update() another one with them",
+        what="ElasticKVCache",
+    )
 
 
 _class_of_transformers: type[ElasticKVCache] | None = None

@@ -5,6 +5,7 @@ It knows no shape beyond the first dimension.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from typing import Any
@@ -44,7 +45,9 @@ class Backing:
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from the first address on. Whoever holds a view of it holds the memory and the pool."""
-        tensor = self.handle.tensor(shape, dtype)
+        with outside_inference():
+            tensor = self.handle.tensor(shape, dtype)
+        self.dtype = dtype
         weakref.finalize(tensor.untyped_storage(), _let_go, self.pool).atexit = False
         return tensor
 
@@ -62,13 +65,43 @@ class RangeTensor(torch.Tensor):
 
     @classmethod
     def _over(cls, backing: Backing, tensor: torch.Tensor) -> Any:
-        made = torch.Tensor._make_subclass(cls, tensor)
+        with outside_inference():
+            made = torch.Tensor._make_subclass(cls, tensor)
         made._backing = backing
         return made
 
+    def _own(self, doing: str) -> Backing:
+        """Its backing, for what changes or reads pages by the tensor's rows.
+
+        Raises:
+            InvalidArgumentError: the tensor does not stand on it.
+        """
+        backing: Backing | None = self.__dict__.get("_backing")
+        if backing is None:
+            raise InvalidArgumentError(
+                f"{doing}: this {type(self).__name__} has no memory of its own: {self._made_by} makes those that do"
+            )
+        # torch swaps a tensor's memory in place, and its address is then that of somebody else's.
+        at = self.untyped_storage().data_ptr()
+        if at != backing.handle.base_address or self.storage_offset() != 0 or self.dtype != backing.dtype:
+            raise InvalidArgumentError(
+                f"{doing}: the tensor no longer stands on memory of its own, which is at "
+                f"{backing.handle.base_address:#x} and of {backing.dtype}; it shows {self.dtype} at "
+                f"{at + self.storage_offset() * self.dtype.itemsize:#x}, since .data, set_(), share_memory_(), or "
+                f"module.to() or .half(). Make another of that dtype by {self._made_by} and copy_() into it"
+            )
+        return backing
+
     def detach(self) -> Any:
         """The same memory as a tensor of the same class; so it can be a ``torch.nn.Parameter``."""
+        if "_backing" not in self.__dict__:
+            self._own("detach()")
         return self._over(self._backing, torch.Tensor.detach(self))
+
+
+def outside_inference() -> contextlib.AbstractContextManager[object]:
+    """For tensors that outlive an inference mode that is on now; costs little where none is."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -86,6 +119,15 @@ def require_dtype(dtype: torch.dtype) -> None:
     """Raises InvalidArgumentError for what is no dtype."""
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype")
+
+
+def require_size(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    """Raises InvalidArgumentError for a shape whose bytes, or strides, no number of torch's holds."""
+    size = math.prod(max(each, 1) for each in shape) * dtype.itemsize
+    if size >= 2**63:
+        raise InvalidArgumentError(
+            f"{name}={show(shape)} of {dtype}: its dimensions are {show(size)} bytes, more than there are addresses"
+        )
 
 
 def _let_go(_: VirtualMemoryPool) -> None:

@@ -9,12 +9,12 @@ import torch
 
 from torch_vmm import _C
 from torch_vmm.devices import Device, to_device
-from torch_vmm.errors import InvalidArgumentError, NotCopyableError
-from torch_vmm.ranges import Backing, RangeTensor, require_dimension, require_dtype, row_bytes
+from torch_vmm.errors import InvalidArgumentError, NotAvailableError, NotCopyableError
+from torch_vmm.ranges import Backing, RangeTensor, require_dimension, require_dtype, require_size, row_bytes
 from torch_vmm.sizes import Shape, Size, show, to_flag, to_index, to_optional_bytes, to_shape
 
 Index = slice | int | tuple[slice | int, ...]
-"""A slice, or a tuple of slices over the leading dimensions; a number is one step of its dimension."""
+"""A slice, or a tuple of slices over the leading dimensions (``()``: all); a number is one step of its dimension."""
 
 
 class SparseTensor(RangeTensor):
@@ -38,25 +38,27 @@ class SparseTensor(RangeTensor):
     @property
     def page_size(self) -> int:
         """Bytes: the grain in which memory comes and goes."""
-        return self._backing.handle.page_size
+        return self._own("page_size").handle.page_size
 
     @property
     def committed_bytes(self) -> int:
         """Bytes of the pages that have memory."""
-        return sum(size for _, size in self._backing.handle.committed(0, self._backing.handle.capacity))
+        handle = self._own("committed_bytes").handle
+        return sum(size for _, size in handle.committed(0, handle.capacity))
 
     def commit(self, index: Index) -> None:
         """Gives memory to the pages under ``self[index]``, all or none. They begin as zero.
 
         Args:
             index: a slice, or a tuple of slices over the leading dimensions, widened to
-                whole pages. What has memory keeps it, and its content.
+                whole pages; ``()`` is all. What has memory keeps it, and its content.
         Raises:
-            InvalidArgumentError: no such index, or a step that is not 1; or the pool has been closed.
+            InvalidArgumentError: no such index, or a step that is not 1; the pool has been closed; or the tensor
+                shows other memory than it was made with (``.data``, ``set_()``, ``module.half()``).
             OutOfMemoryError: a limit or the device has no such amount left. The
                 tensor is as it was.
         """
-        self._backing.commit(self._spans(index, "commit"))
+        self._own("commit()").commit(self._spans(index, "commit"))
 
     def decommit(self, index: Index) -> int:
         """Gives the memory of the pages under ``self[index]`` back; returns their bytes.
@@ -68,7 +70,7 @@ class SparseTensor(RangeTensor):
             InvalidArgumentError: as :meth:`commit`.
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
         """
-        return self._backing.handle.decommit(self._spans(index, "decommit"))
+        return self._own("decommit()").handle.decommit(self._spans(index, "decommit"))
 
     def is_committed(self, index: Index) -> bool:
         """Have all pages under ``self[index]`` memory?
@@ -76,7 +78,7 @@ class SparseTensor(RangeTensor):
         Raises:
             InvalidArgumentError: as :meth:`commit`.
         """
-        return self._backing.handle.is_committed(self._spans(index, "is_committed"))
+        return self._own("is_committed()").handle.is_committed(self._spans(index, "is_committed"))
 
     def committed_spans(self) -> list[slice]:
         """The runs of rows (of the first dimension) all of whose memory is there, in order.
@@ -84,9 +86,10 @@ class SparseTensor(RangeTensor):
         ``for span in tensor.committed_spans(): tensor[span]``. A row that has a
         part of its memory only is in none.
         """
+        handle = self._own("committed_spans()").handle
         row = row_bytes(tuple(self.shape), self.dtype)
         spans = []
-        for offset, size in self._backing.handle.committed(0, self._backing.handle.capacity):
+        for offset, size in handle.committed(0, handle.capacity):
             first = -(-offset // row)
             last = min((offset + size) // row, self.shape[0])
             if first < last:
@@ -102,6 +105,8 @@ class SparseTensor(RangeTensor):
     def _spans(self, index: Index, doing: str) -> list[tuple[int, int]]:
         """(offset, size) of ``self[index]`` in bytes, as few as whole pages tell apart."""
         parts = index if isinstance(index, tuple) else (index,)
+        if not parts:  # as in self[()], all of it
+            parts = (slice(None),)
         if len(parts) > self.dim():
             raise InvalidArgumentError(f"{doing}({show(index)}): the tensor has {self.dim()} dimensions")
         bounds = [_to_bounds(part, size, doing) for part, size in zip(parts, self.shape, strict=False)]
@@ -125,11 +130,15 @@ class SparseTensor(RangeTensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         # torch's own reads the tensor.
         grad = ", requires_grad=True" if self.requires_grad else ""
-        rest = "reads as zero" if self._zeros else "faults"
-        return (
-            f"SparseTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}{grad}: "
-            f"{_C.format_bytes(self.committed_bytes)} committed, the rest {rest})"
-        )
+        try:
+            rest = "reads as zero" if self._zeros else "faults"
+            state = f"{_C.format_bytes(self.committed_bytes)} committed, the rest {rest}"
+        except (InvalidArgumentError, AttributeError):
+            state = "not on memory of its own"
+        except NotAvailableError:
+            state = "its memory is the process's that this one was forked from"
+        shown = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}{grad}"
+        return f"SparseTensor({shown}: {state})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise _not_copyable()
@@ -155,8 +164,9 @@ def sparse(
         dtype: of the elements.
         device: where. On ``"cpu"`` it needs no :func:`torch_vmm.enable`.
         zeros: what is not committed reads as zero; else reading it faults. Zeros
-            cost mappings, one for each 64 pages and 0.3 s for 1 TiB, and the device
-            some 150 MiB, once, for all that read as zero on it.
+            cost mappings, one for each 128 MiB and 0.3 s for 1 TiB (on the CPU, where a
+            process has 65530 as a rule, some 8 TiB in all), and the device some 150 MiB,
+            once, for all that read as zero on it.
         page_size: bytes, the grain in which memory comes and goes: a power of two
             and a multiple of the device's granularity, which ``None`` is (2 MiB).
     Raises:
@@ -168,6 +178,7 @@ def sparse(
     sizes = to_shape(shape)
     require_dtype(dtype)
     require_dimension(sizes, "shape")
+    require_size(sizes, dtype, "shape")
     zeros = to_flag(zeros, "zeros")
     page = to_optional_bytes(page_size, "page_size")
     if page is None:
@@ -183,7 +194,7 @@ def _to_bounds(part: object, size: int, doing: str) -> tuple[int, int]:
     if isinstance(part, slice):
         try:
             first, last, step = part.indices(size)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"{doing}({show(part)}): {error}") from None
         if step != 1:
             raise InvalidArgumentError(f"{doing}({show(part)}): a step of {step}; give slices without one")

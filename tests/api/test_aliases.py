@@ -301,3 +301,27 @@ def test_a_write_to_a_sealed_page_faults(touch: str, faults: bool) -> None:
     assert done.stdout.startswith("2097152.0 2.0\n"), done.stderr
     assert (done.returncode == -signal.SIGSEGV) is faults, done.stderr
     assert ("reached" in done.stdout) is not faults
+
+
+def test_made_in_inference_mode_they_work_outside(device: str) -> None:
+    with torch.inference_mode():
+        ring = rows(device, 4)
+        twice, both = alias(ring, 2), concat_views([ring, rows(device, 4)])
+    twice.fill_(3)
+    both[4:].fill_(4)
+    ring[0] = 5
+    assert (both[0] == 5).all()
+    assert (twice[1:4] == 3).all()
+
+
+def test_shapes_beyond_all_addresses_are_named(device: str) -> None:
+    for shape in ((2**40, 2**40), (0, 2**62, 2**62), (2**62, 1), (2**62, 0, 2**62)):
+        for make in (torch_vmm.elastic, torch_vmm.sparse, aligned):
+            with pytest.raises(torch_vmm.InvalidArgumentError, match=rf"shape=\({shape[0]}, .*addresses"):
+                make(shape, torch.float32, device)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"max_shape=\(4611686018427387904, 4\)"):
+        torch_vmm.elastic((1, 4), torch.float32, device, (2**62, 4))
+    ring = rows(device, 4)
+    for copies in (2**62, 2**80):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=rf"shape of the result=\({4 * copies}, {ROW}\)"):
+            alias(ring, copies)

@@ -651,3 +651,10 @@ def test_the_cuda_array_interface(buffers: MemoryPool, device: str) -> None:
     assert buffers.alloc(0).__cuda_array_interface__["data"] == (0, False)
     theirs = torch.as_tensor(buffer, device="cuda")
     assert theirs.data_ptr() == buffer.device_ptr
+
+
+def test_a_tensor_of_it_made_in_inference_mode_works_outside(make_buffers: MakeBuffers) -> None:
+    buffer = make_buffers().alloc(10)
+    with torch.inference_mode():
+        tensor = buffer.tensor()
+    assert tensor.fill_(1).sum() == 10

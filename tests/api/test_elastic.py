@@ -276,3 +276,104 @@ def test_what_cannot_be_is_refused(device: str) -> None:
     fixed = torch_vmm.elastic((4,), torch.float32, device)
     with pytest.raises(torch_vmm.InvalidArgumentError):
         fixed.resize_(5)
+
+
+SWAPS: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda tensor: setattr(tensor, "data", torch.ones(4, 4, device=tensor.device)),
+    "half": lambda tensor: setattr(tensor, "data", tensor.data.half()),
+    "set_": lambda tensor: tensor.set_(torch.ones(4, 4, device=tensor.device)),
+    "offset": lambda tensor: tensor.set_(tensor.untyped_storage(), 4, (3, 4)),
+    "share_memory_": lambda tensor: tensor.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_on_other_memory_it_changes_nothing(swap: str, device: str) -> None:
+    if swap == "share_memory_" and device != "cpu":
+        pytest.skip("on a GPU it does nothing")
+    tensor = torch_vmm.elastic((4, 4), torch.float32, device, (1000, 4)).fill_(1)
+    view = tensor[:]
+    SWAPS[swap](tensor)
+    before, stored = tensor.clone(), tensor.untyped_storage().nbytes()
+    for change in (lambda: tensor.resize_(800), lambda: tensor.reserve(900), tensor.shrink_to_fit):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="no longer stands"):
+            change()
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="no longer stands"):
+        _ = tensor.reserved_rows
+    assert torch.equal(tensor.clone(), before)
+    assert tensor.untyped_storage().nbytes() == stored
+    if swap != "share_memory_":
+        assert (view == 1).all()
+
+
+def test_a_module_that_changes_its_dtype_has_plain_memory(device: str) -> None:
+    module = torch.nn.Linear(4, 4, bias=False).to(device)
+    module.weight = torch.nn.Parameter(torch_vmm.elastic((4, 4), torch.float32, device, (1000, 4)).fill_(1))
+    module.half()
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"torch.float16 at .*module.to\(\)"):
+        module.weight.resize_(900)
+    assert (module(torch.ones(2, 4, dtype=torch.float16, device=device)) == 4).all()
+
+
+def test_rows_that_another_function_changed_are_not_given_back(device: str) -> None:
+    tensor = torch_vmm.elastic((10, PAGE // 4), torch.float32, device).fill_(1)
+    view = tensor[:]
+    tensor.t_()
+    tensor.unsqueeze_(0)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="resize_"):
+        tensor.shrink_to_fit()
+    assert tensor.resize_(10).shrink_to_fit() == 0
+    assert (view[-1] == 1).all()
+
+
+def test_a_cast_makes_none(device: str) -> None:
+    cast = torch.zeros(3, 4, device=device).as_subclass(torch_vmm.ElasticTensor)
+    for use in (lambda: cast.resize_(2), lambda: cast.reserve(2), cast.shrink_to_fit, cast.detach):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"torch_vmm.elastic\(\) makes"):
+            use()
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"torch_vmm.elastic\(\) makes"):
+        _ = cast.max_shape
+    assert cast.shape == (3, 4)
+
+
+def test_made_in_inference_mode_it_works_outside(device: str) -> None:
+    with torch.inference_mode():
+        tensor = torch_vmm.elastic((2, 4), torch.float32, device, (1000, 4)).fill_(1)
+        tensor.resize_(3)[2:] = 1
+    tensor.resize_(900)[3:] = 1
+    assert not tensor.is_inference()
+    parameter = torch.nn.Parameter(tensor)
+    (parameter * 2).sum().backward()
+    assert (parameter.grad == 2).all()
+    with torch.inference_mode():
+        tensor.resize_(5)
+        assert tensor.shrink_to_fit() == 0
+        assert tensor.sum() == 20
+    tensor.mul_(2)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_parameters_copy_is_a_parameter(trains: bool, device: str) -> None:
+    module = torch.nn.Linear(4, 3, bias=False)
+    module.weight = torch.nn.Parameter(torch_vmm.elastic((3, 4), torch.float32, device, (1000, 4)).fill_(2), trains)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for made in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        assert type(made.weight) is torch.nn.Parameter
+        assert dict(made.named_parameters()).keys() == {"weight"}
+        assert made.weight.requires_grad == trains
+        assert made.weight.data_ptr() != module.weight.data_ptr()
+        assert torch.equal(made.weight, module.weight)
+
+
+def test_it_takes_the_rows_of_another_tensor(device: str) -> None:
+    tensor = torch_vmm.elastic((2, 4), torch.float32, device, (1000, 4)).fill_(1)
+    address = tensor.data_ptr()
+    assert tensor.resize_as_(torch.empty(900, 4)) is tensor
+    assert (tensor.shape, tensor.data_ptr()) == ((900, 4), address)
+    for wrong in (torch.empty(3, 5), torch.empty(3), torch.tensor(1), torch.empty(1001, 4), None):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="resize_"):
+            tensor.resize_as_(wrong)  # type: ignore[arg-type]
+        assert tensor.shape == (900, 4)
+    assert (tensor.resize_as_(torch.empty(2, 4)) == 1).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -116,7 +118,7 @@ def test_what_does_not_fit_leaves_it_as_it_was(make_pool: Callable[..., Pool], d
         cache.update(keys, values, 0)
     with pytest.raises(torch_vmm.OutOfMemoryError):
         cache.update(*states(device, 4900), 0)
-    with pytest.raises(torch_vmm.InvalidArgumentError, match="from 0 to 5000"):
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="5000 positions after 100 are more than max_length=5000"):
         cache.update(*states(device, 5000), 0)
     with pytest.raises(torch_vmm.InvalidArgumentError, match="another batch"):
         cache.update(*states(device, 1, batch=3), 0)
@@ -162,3 +164,125 @@ def test_generate_gives_what_the_dynamic_cache_gives(device: str) -> None:
         assert torch.equal(ours.sequences, theirs.sequences)
         assert all(torch.equal(a, b) for a, b in zip(ours.scores, theirs.scores, strict=True))
         assert cache.get_seq_length() == 46
+
+
+def test_a_first_update_that_fails_leaves_nothing(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB", physical_limit=PAGE)  # for the keys alone
+    cache = Cache(5000)
+    keys, values = states(device, 3)
+    with pool:
+        with pytest.raises(torch_vmm.OutOfMemoryError):
+            cache.update(keys, values, 2)
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="the same batch and positions"):
+            cache.update(keys, values[:1], 0)
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="the same batch and positions"):
+            cache.update(keys, values[:, :, :1], 0)
+        assert len(cache) == cache.get_seq_length() == 0
+        pool.physical_limit = 64 * PAGE
+        cache.update(keys, values, 0)
+    assert len(cache) == 1
+
+
+def test_states_and_layers_that_cannot_be(device: str) -> None:
+    cache = Cache(10)
+    keys, values = states(device, 3)
+    for _ in range(2):  # before there is a layer, and after
+        for wrong in (None, keys[0], [1.0]):
+            for given in ((wrong, values), (keys, wrong)):
+                with pytest.raises(torch_vmm.InvalidArgumentError, match="_states"):
+                    cache.update(*given, 0)  # type: ignore[arg-type]
+        for layer in (-1, "0", None, 0.0):
+            with pytest.raises(torch_vmm.InvalidArgumentError, match="layer_idx="):
+                cache.update(keys, values, layer)  # type: ignore[arg-type]
+        before = cache.get_seq_length()
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="max_length=10"):
+            cache.update(*states(device, 11 - before), 0)
+        assert cache.get_seq_length() == before
+        cache.update(keys, values, 0)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"torch.float64, where the cache has torch.float32"):
+        cache.update(keys, values.double(), 0)
+    assert cache.get_seq_length() == 6
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"max_length=4611686018427387904: .* addresses"):
+        Cache(2**62).update(keys, values, 0)
+
+
+@pytest.mark.parametrize("order", [[1, 0], [1, 1, 0]])
+def test_a_reordering_that_finds_no_memory_changes_nothing(
+    make_pool: Callable[..., Pool], device: str, order: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool("64MiB", physical_limit="32MiB")
+    cache = Cache(50_000)
+    with pool:
+        for layer in range(3):
+            cache.update(*states(device, 1000, seed=layer), layer)
+        before = [(keys.clone(), values.clone()) for keys, values in cache]
+        pool.physical_limit = pool.memory_allocated() + 2 * PAGE  # for one layer more, not for three
+        beams = torch.tensor(order)
+        with monkeypatch.context() as patch:
+            if len(order) == 2:
+                patch.setattr(torch, "empty", refuse)
+            with pytest.raises(torch.OutOfMemoryError):
+                cache.reorder_cache(beams)
+        assert all(torch.equal(keys, old) for (keys, _), (old, _) in zip(cache, before, strict=True))
+        assert all(torch.equal(values, old) for (_, values), (_, old) in zip(cache, before, strict=True))
+        pool.physical_limit = "64MiB"
+        cache.reorder_cache(torch.tensor(order))
+    assert all(torch.equal(keys, old[order]) for (keys, _), (old, _) in zip(cache, before, strict=True))
+    assert all(torch.equal(values, old[order]) for (_, values), (_, old) in zip(cache, before, strict=True))
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("no such memory")
+
+
+def test_no_order_of_the_batch(device: str) -> None:
+    cache = Cache(64)
+    for layer in range(2):
+        cache.update(*states(device, 3, seed=layer), layer)
+    before = [keys.clone() for keys, _ in cache]
+    for wrong in (torch.tensor([0.0, 1.0]), torch.tensor(0), [1, 0], torch.tensor([0, 2]), torch.tensor([-1, 0])):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="beam_idx"):
+            cache.reorder_cache(wrong)  # type: ignore[arg-type]
+    assert all(torch.equal(keys, old) for (keys, _), old in zip(cache, before, strict=True))
+
+
+def test_a_deep_copy_is_a_cache_of_its_own(make_pool: Callable[..., Pool], device: str) -> None:
+    ours, theirs = make_pool("64MiB"), make_pool("64MiB")
+    prefix = Cache(256, layers=4)
+    given = states(device, 7)
+    with ours:
+        for layer in range(2):
+            prefix.update(*given, layer)
+    with theirs:
+        made = copy.deepcopy(prefix)
+    assert type(made) is type(prefix)
+    assert len(made) == 4
+    assert theirs.memory_allocated() == ours.memory_allocated() == 4 * PAGE
+    more = states(device, 5, seed=1)
+    keys, values = made.update(*more, 0)
+    assert torch.equal(keys, torch.cat([given[0], more[0]], dim=-2))
+    assert torch.equal(values, torch.cat([given[1], more[1]], dim=-2))
+    made.update(*more, 3)
+    keys.zero_()
+    assert (prefix.get_seq_length(), prefix.get_seq_length(1), prefix.get_seq_length(3)) == (7, 7, 0)
+    assert torch.equal(prefix.layers[0].keys, given[0])
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="max_length=256"):
+        made.update(*states(device, 250), 0)
+    for refused in (pickle.dumps, copy.copy):
+        for each in (prefix, prefix.layers[0]):
+            with pytest.raises(torch_vmm.NotCopyableError, match="deepcopy"):
+                refused(each)  # type: ignore[operator]
+
+
+def test_first_used_in_inference_mode_it_works_outside(device: str) -> None:
+    cache, plain = Cache(64), Concatenating()
+    for step in range(4):
+        given = states(device, 3, seed=step)
+        plain.update(*given, 0)
+        with torch.inference_mode(step % 2 == 0):
+            keys, _ = cache.update(*given, 0)
+            if step == 2:
+                cache.reorder_cache(torch.tensor([0, 1]))
+        assert torch.equal(keys, plain.layers[0][0])
+    keys.mul_(2)
+    cache.crop(-1)

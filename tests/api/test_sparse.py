@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import random
 import signal
@@ -285,3 +286,67 @@ def test_a_closed_pool_commits_nothing_more(make_pool: Callable[..., Pool], devi
     assert is_zero(tensor[4:100])
     tensor.decommit(slice(None))
     assert is_zero(tensor[:100])
+
+
+def test_on_other_memory_it_commits_nothing(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = torch_vmm.sparse((1000, ROW), torch.uint8, device)
+    tensor.commit(slice(0, 4))
+    tensor.data = torch.ones(3, 4, dtype=torch.float16, device=device)
+    for use in (
+        lambda: tensor.commit(0),
+        lambda: tensor.decommit(0),
+        lambda: tensor.is_committed(0),
+        tensor.committed_spans,
+        lambda: tensor.committed_bytes,
+    ):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="no longer stands"):
+            use()
+    assert "not on memory of its own" in repr(tensor)
+    assert pool.memory_allocated() == PAGE
+    cast = torch.zeros(3, 4, device=device).as_subclass(torch_vmm.SparseTensor)
+    for use in (lambda: cast.commit(0), cast.committed_spans, lambda: cast.page_size, cast.detach):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"torch_vmm.sparse\(\) makes"):
+            use()
+    assert "not on memory of its own" in repr(cast)
+
+
+def test_made_in_inference_mode_it_works_outside(device: str) -> None:
+    with torch.inference_mode():
+        tensor = torch_vmm.sparse((1000, ROW), torch.uint8, device)
+        tensor.commit(0)
+        tensor[0] = 1
+    tensor.commit(10)
+    tensor[10] = 2
+    assert not tensor.is_inference()
+    assert tensor[10].sum() == 2 * ROW
+
+
+def test_the_empty_index_is_all_and_a_step_of_0_none(device: str) -> None:
+    tensor = torch_vmm.sparse((16, ROW), torch.uint8, device)
+    assert not tensor.is_committed(())
+    tensor.commit(())
+    assert tensor.is_committed(())
+    assert tensor.committed_spans() == [slice(0, 16)]
+    assert tensor.decommit(()) == 4 * PAGE
+    for use in (tensor.commit, tensor.decommit, tensor.is_committed):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="step cannot be zero"):
+            use(slice(0, 4, 0))
+
+
+def test_a_forked_child_can_show_it(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("CUDA's tensors do not survive a fork")
+    tensor = torch_vmm.sparse((16, ROW), torch.uint8, device)
+    ends, begins = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(begins, repr(tensor).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(begins)
+    with os.fdopen(ends) as told:
+        assert "shape=(16, 524288), dtype=torch.uint8, device='cpu': its memory is the process's" in told.read()
