@@ -81,7 +81,7 @@ class ElasticTensor(RangeTensor):
 
         Raises:
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
-            InvalidArgumentError: it is sealed.
+            InvalidArgumentError: it, or what it would give back, is sealed.
         """
         if _C.is_sealed(self._backing.pool._handle, self._backing.handle.base_address, 1):
             raise InvalidArgumentError("shrink_to_fit(): the tensor is sealed; unseal() it first")
@@ -94,7 +94,7 @@ class ElasticTensor(RangeTensor):
         _C.set_storage_bytes(self, used)
         try:
             return self._backing.handle.decommit([(keep, self._backing.handle.capacity - keep)])
-        except StillInUseError:
+        except (InvalidArgumentError, StillInUseError):
             self._backing.held = held
             _C.set_storage_bytes(self, stored)
             raise

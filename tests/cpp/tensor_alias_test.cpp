@@ -156,6 +156,63 @@ TEST(Seals, WaitForWritersAndAreAllOrNone) {
   EXPECT_FALSE(sealed(one, 5 * kMiB));
 }
 
+// Each call in turn: what was sealed before stays so, and nothing else is, for any device.
+TEST(Seals, AFailedOneChangesNothing) {
+  for (std::size_t nth = 1; nth <= 4; ++nth) {
+    SCOPED_TRACE("call " + std::to_string(nth));
+    LabSpec spec;
+    spec.device_count = 2;
+    Lab lab(spec);
+    const auto model = lab.pool("a");
+    ASSERT_TRUE(lab.memory().add_accessor(Location::on_device(1)).ok());
+    const Source one(lab, model, 8 * kMiB, 1);
+    const Source two(lab, model, 4 * kMiB, 2);
+    const Pool& part = *one.range->part();
+    seal_pages(lab.memory(), *model, {{one.range->base() + 4 * kMiB, 4 * kMiB}});
+    lab.driver.clear_calls();
+    lab.driver.fail_nth(Call::set_access, nth, broken());
+    EXPECT_THROW(seal_pages(lab.memory(), *model, {{one.range->base(), 8 * kMiB}, {two.range->base(), 4 * kMiB}}),
+                 VmmError);
+    lab.driver.clear_failures();
+    EXPECT_EQ(lab.driver.count(Call::set_access), 2 * nth) << "each undone, the failed one too";
+    EXPECT_TRUE(part.is_read_only(one.range->base() + 4 * kMiB, 4 * kMiB));
+    EXPECT_FALSE(part.has_read_only(one.range->base(), 4 * kMiB));
+    Lab::fill(one.range->base(), 4 * kMiB, 3);
+    Lab::fill(two.range->base(), 4 * kMiB, 4);
+  }
+}
+
+TEST(Seals, ARefusedOneChangesNothing) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const Source one(lab, model, 8 * kMiB, 1);
+  const Source two(lab, model, 4 * kMiB, 2);
+  seal_pages(lab.memory(), *model, {{one.range->base() + 4 * kMiB, 4 * kMiB}});
+  lab.driver.clear_calls();
+  EXPECT_THROW(seal_pages(lab.memory(), *model, {{one.range->base(), 8 * kMiB}, {two.range->base(), 8 * kMiB}}),
+               InvalidArgumentError);
+  EXPECT_EQ(lab.driver.count(Call::set_access), 0U);
+  EXPECT_TRUE(one.range->part()->is_read_only(one.range->base() + 4 * kMiB, 4 * kMiB));
+}
+
+// A chunk that kept a page would serve its next ones read-only.
+TEST(Seals, SealedPagesAreNotGivenBack) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const std::size_t size = 256 * kMiB;
+  const Source source(lab, model, size, 1);
+  TensorRange& range = *source.range;
+  const std::vector<AliasedPiece> tail = {{range.base() + 32 * kMiB, size - 32 * kMiB}};
+  seal_pages(lab.memory(), *model, tail);
+  EXPECT_THROW(range.decommit({{0, kPage}, {129 * kMiB, size - 129 * kMiB}}), InvalidArgumentError);
+  EXPECT_TRUE(range.is_committed({{0, size}}));
+  EXPECT_EQ(range.decommit({{0, kPage}}), kPage);
+  unseal_pages(lab.memory(), *model, tail);
+  EXPECT_GT(range.decommit({{129 * kMiB, size - 129 * kMiB}}), 0U);
+  range.commit({{0, size}}, kOne);
+  Lab::fill(range.base(), size, 2);
+}
+
 TEST(Seals, DieWithTheirTensor) {
   Lab lab;
   const auto model = lab.pool("a", 8 * kMiB);

@@ -1,6 +1,7 @@
 #include "core/faces/tensor_range.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "base/errors.h"
@@ -158,6 +159,12 @@ std::size_t TensorRange::decommit(const std::vector<ByteRange>& ranges) {
     held.insert(held.end(), found.begin(), found.end());
   }
   held = merged(std::move(held));
+  for (const ByteRange& range : held) {
+    if (!part_->has_read_only(base() + range.offset, range.size)) continue;
+    // A chunk that stays mapped would serve its next pages read-only.
+    throw InvalidArgumentError("'" + part_->name() + "': pages of the " + format_bytes(range.size) + " at offset " +
+                               std::to_string(range.offset) + " are sealed; unseal() them first");
+  }
   std::size_t bytes = 0;
   if (!held.empty()) has_holes_.store(true, std::memory_order_relaxed);
   try {

@@ -50,7 +50,8 @@ class TensorRange {
   // work may still use them, and nobody waits for it, unless they are to read as zero
   // from now on. Memory that shares its chunk with pages that stay is kept mapped.
   // Returns the bytes of these pages. Throws StillInUseError at a stretch that an alias
-  // shows; those before it have gone.
+  // shows; those before it have gone. InvalidArgumentError, before any goes, where a
+  // chunk of them is sealed.
   std::size_t decommit(const std::vector<ByteRange>& ranges);
   // The stretches of `range`, widened to whole pages, that have memory, by offset.
   [[nodiscard]] std::vector<ByteRange> committed(ByteRange range) const;
