@@ -9,6 +9,7 @@
 #include "core/faces/seals.h"
 #include "core/faces/tensor_range.h"
 #include "cpp/lab.h"
+#include "cpp/lacking_memory.h"
 
 namespace vmm::testing {
 namespace {
@@ -119,6 +120,46 @@ TEST(TensorAlias, AFailedOneLeavesNoTrace) {
       EXPECT_GT(n, 10U);
       break;
     }
+  }
+}
+
+// Each allocation of the host's in turn.
+TEST(TensorAlias, OneThatTheHostHasNoMemoryForLeavesNoTrace) {
+  bool failed = true;
+  for (long nth = 0; failed; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Lab lab;
+    const auto model = lab.pool("a");
+    const auto other = lab.pool("b");
+    auto source = std::make_unique<Source>(lab, other, 6 * kMiB, 1);
+    const std::vector<AliasedPiece> pieces = {{source->range->base(), 6 * kMiB}};
+    std::unique_ptr<TensorAlias> alias;
+    failed = runs_out_at(
+        nth, [&] { alias = std::make_unique<TensorAlias>(lab.memory(), model, pieces, 3, /*read_only=*/false); });
+    if (failed) {
+      EXPECT_EQ(lab.memory().shared_bytes_of(*model), 0U);
+      EXPECT_EQ(source->range->decommit({{0, 6 * kMiB}}), 6 * kMiB) << "nobody shows it";
+    }
+    alias.reset();
+    source.reset();
+    lab.memory().empty_cache();
+    EXPECT_EQ(lab.memory().committed_bytes(), 0U);
+  }
+}
+
+TEST(TensorAlias, EndsWhereTheHostHasNoMemory) {
+  // The first ones: what the clock lacks, half-way, costs a fence.
+  for (long nth = 0; nth < 5; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Lab lab;
+    const auto model = lab.pool("a");
+    auto source = std::make_unique<Source>(lab, model, 6 * kMiB, 1);
+    const std::vector<AliasedPiece> pieces = {{source->range->base(), 6 * kMiB}};
+    auto alias = std::make_unique<TensorAlias>(lab.memory(), model, pieces, 2, /*read_only=*/false);
+    EXPECT_TRUE(reaches(nth, [&] { alias.reset(); }));
+    source.reset();
+    lab.memory().empty_cache();
+    EXPECT_EQ(lab.memory().committed_bytes(), 0U);
   }
 }
 

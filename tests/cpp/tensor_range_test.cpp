@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpp/lab.h"
+#include "cpp/lacking_memory.h"
 
 namespace vmm::testing {
 namespace {
@@ -385,6 +386,50 @@ TEST(ZerosRange, NoFailureLeavesWhatFaults) {
     lab.memory().check();
   }
   EXPECT_GT(n, 40U);
+}
+
+// Each allocation of the host's in turn.
+TEST(ZerosRange, OneThatTheHostHasNoMemoryForLeavesNoTrace) {
+  // Those that register a pool are none of its own.
+  long registering = 0;
+  {
+    Lab lab;
+    const auto model = lab.pool("a");
+    std::unique_ptr<TensorRange> range;
+    const TensorRangeSpec plain{"sparse tensor", 64 * kMiB, kPage};
+    registering = allocations_of([&] { range = std::make_unique<TensorRange>(lab.memory(), model, plain); }) - 1;
+  }
+  bool failed = true;
+  for (long nth = registering; failed; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Lab lab;
+    const auto model = lab.pool("a");
+    std::unique_ptr<TensorRange> range;
+    failed = runs_out_at(nth, [&] { range = std::make_unique<TensorRange>(lab.memory(), model, sparse(64 * kMiB)); });
+    range.reset();
+    lab.memory().empty_cache();
+    EXPECT_EQ(lab.memory().committed_bytes(), 0U);
+    EXPECT_EQ(lab.memory().pools().size(), 1U);
+  }
+}
+
+TEST(TensorRange, EndsWhereTheHostHasNoMemory) {
+  for (const bool zeros : {false, true}) {
+    // The first ones: what a pool's own lists lack, half-way, it does not take back.
+    for (long nth = 0; nth < 2; ++nth) {
+      SCOPED_TRACE("allocation " + std::to_string(nth) + ", zeros " + std::to_string(zeros));
+      Lab lab;
+      const auto model = lab.pool("a");
+      auto range =
+          std::make_unique<TensorRange>(lab.memory(), model, TensorRangeSpec{"sparse tensor", 64 * kMiB, kPage, zeros});
+      range->commit({{0, 8 * kMiB}}, kOne);
+      EXPECT_TRUE(reaches(nth, [&] { range.reset(); }));
+      lab.memory().empty_cache();
+      lab.memory().empty_cache();
+      EXPECT_EQ(lab.memory().committed_bytes(), 0U);
+      EXPECT_EQ(lab.memory().pools().size(), 1U);
+    }
+  }
 }
 
 TEST(ZerosRange, ARandomProgram) {

@@ -1,6 +1,7 @@
 #include "core/faces/tensor_range.h"
 
 #include <algorithm>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -29,31 +30,48 @@ std::vector<ByteRange> merged(std::vector<ByteRange> ranges) {
 
 TensorRange::TensorRange(DeviceMemory& memory, const std::shared_ptr<Pool>& model, const TensorRangeSpec& spec)
     : memory_(memory), part_(memory.create_range(model, spec.what, spec.capacity, spec.page_size)) {
-  if (!spec.zeros) return;
-  zeros_ =
-      std::make_unique<ZeroCover>(memory_.driver(), memory_.zero_chunks(), base(), capacity(), memory_.accessors());
   try {
+    // Here, where it may fail for want of memory: an end may not.
+    ending_ = [memory = &memory_, part = part_] { return end(*memory, *part, nullptr); };
+    if (!spec.zeros) return;
+    const auto zeros =
+        std::make_shared<ZeroCover>(memory_.driver(), memory_.zero_chunks(), base(), capacity(), memory_.accessors());
+    ending_ = [memory = &memory_, part = part_, zeros] { return end(*memory, *part, zeros.get()); };
+    zeros_ = zeros;
     cover({{0, capacity()}});
   } catch (...) {
-    memory_.close_pool(*part_, /*force=*/true);
+    let_go();
     throw;
   }
 }
 
-TensorRange::~TensorRange() {
-  if (zeros_ == nullptr) {
-    memory_.close_pool(*part_, /*force=*/true);
-    return;
-  }
-  // Its memory serves others at once; the addresses wait for those who read zeros.
-  part_->drop_pages();
-  memory_.store().trim(part_->group(), memory_.options().store_bytes);
-  std::shared_ptr<ZeroCover> zeros = std::move(zeros_);
-  memory_.leave([memory = &memory_, part = part_, zeros = std::move(zeros)] {
-    if (!zeros->uncover({0, part->capacity()}).ok()) return false;
-    memory->close_pool(*part, /*force=*/true);
+TensorRange::~TensorRange() { let_go(); }
+
+// Whether all of it went. REQUIRES: no queued work reads zeros there.
+bool TensorRange::end(DeviceMemory& memory, Pool& part, ZeroCover* zeros) noexcept {
+  try {
+    if (zeros != nullptr && !zeros->uncover({0, part.capacity()}).ok()) return false;
+    memory.close_pool(part, /*force=*/true);
     return true;
-  });
+  } catch (const std::exception&) {
+    return false;  // another time
+  }
+}
+
+void TensorRange::let_go() noexcept {
+  if (zeros_ == nullptr) {
+    if (end(memory_, *part_, nullptr) || !ending_) return;
+  } else {
+    // Its memory serves others at once; the addresses wait for those who read zeros.
+    try {
+      part_->drop_pages();
+      memory_.store().trim(part_->group(), memory_.options().store_bytes);
+    } catch (const std::exception&) {
+      // They go with the addresses.
+    }
+    zeros_ = nullptr;
+  }
+  memory_.leave(std::move(ending_));
 }
 
 // The whole pages under `range`; nothing under nothing.
@@ -123,7 +141,7 @@ void TensorRange::undo(const std::vector<ByteRange>& taken) noexcept {
   try {
     for (const ByteRange& range : taken) memory_.deallocate_pages(*part_, range.offset, range.size);
     mend();
-  } catch (const VmmError&) {
+  } catch (const std::exception&) {
     return;
   }
 }

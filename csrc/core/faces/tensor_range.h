@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -69,14 +70,17 @@ class TensorRange {
   void wait_for_readers();
   void cover(const std::vector<ByteRange>& ranges) VMM_EXCLUDES(mutex_);
   void uncover(const std::vector<ByteRange>& ranges) VMM_EXCLUDES(mutex_);
+  static bool end(DeviceMemory& memory, Pool& part, ZeroCover* zeros) noexcept;
+  void let_go() noexcept;
   void undo(const std::vector<ByteRange>& taken) noexcept;
   void mend();
 
   DeviceMemory& memory_;
   const std::shared_ptr<Pool> part_;
   Mutex mutex_;
-  std::unique_ptr<ZeroCover> zeros_ VMM_PT_GUARDED_BY(mutex_);  // nullptr: what has no memory faults
+  std::shared_ptr<ZeroCover> zeros_ VMM_PT_GUARDED_BY(mutex_);  // nullptr: what has no memory faults
   std::atomic<bool> has_holes_{false};                          // a driver's failure left some that fault
+  std::function<bool()> ending_;                                // whether it went
 };
 
 }  // namespace vmm

@@ -71,6 +71,7 @@ class ZeroCover {
 
  private:
   using Map = std::map<std::size_t, Chunk*>;
+  Status map(ByteRange range, std::size_t* at);
   Status unmap(Map::iterator at);
   [[nodiscard]] Map::const_iterator touching(std::size_t offset) const;
   [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t size) const;
