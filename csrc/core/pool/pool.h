@@ -524,6 +524,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void require_settled(const char* doing) VMM_REQUIRES(mutex_);
 
   // pages.cpp
+  [[nodiscard]] std::vector<ByteRange> mapped_in(ByteRange range) const VMM_REQUIRES(mutex_);
   Address take_pages(ByteRange range, Stream stream, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   [[nodiscard]] ByteRange page_range(std::size_t offset, std::size_t size) const;
   [[nodiscard]] std::size_t first_unfree(ByteRange range) const VMM_REQUIRES(mutex_);
