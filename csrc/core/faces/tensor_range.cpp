@@ -107,24 +107,33 @@ void TensorRange::wait_for_readers() {
 }
 
 void TensorRange::cover(const std::vector<ByteRange>& ranges) {
-  Status status;
-  {
+  const auto attempt = [&] {
     const MutexLock lock(mutex_);
+    Status status = zeros_->prepare();
     for (std::size_t k = 0; k < ranges.size() && status.ok(); ++k) status = zeros_->cover_gaps(ranges[k]);
+    return status;
+  };
+  Status status = attempt();
+  if (status.code() == StatusCode::out_of_memory) {
+    memory_.empty_cache();  // what pools have idle serves as well
+    status = attempt();
   }
   throw_if_failed(status, "mapping what reads as zero in '" + part_->name() + "'");
 }
 
 void TensorRange::uncover(const std::vector<ByteRange>& ranges) {
-  Status status;
   has_holes_.store(true, std::memory_order_relaxed);
-  {
-    const MutexLock lock(mutex_);
-    for (std::size_t k = 0; k < ranges.size() && status.ok(); ++k) status = zeros_->uncover(ranges[k]);
+  try {
+    Status status;
+    {
+      const MutexLock lock(mutex_);
+      for (std::size_t k = 0; k < ranges.size() && status.ok(); ++k) status = zeros_->uncover(ranges[k]);
+    }
+    throw_if_failed(status, "unmapping what reads as zero in '" + part_->name() + "'");
+  } catch (...) {
+    undo({});
+    throw;
   }
-  if (status.ok()) return;
-  undo({});
-  throw_if_failed(status, "unmapping what reads as zero in '" + part_->name() + "'");
 }
 
 // Makes all that has no memory read as zero again, after whatever failed.
@@ -151,12 +160,12 @@ void TensorRange::commit(const std::vector<ByteRange>& ranges, Stream stream) {
   part_->model().require_open();
   mend();
   if (missing.empty()) return;
+  std::vector<ByteRange> taken;
+  taken.reserve(missing.size());
   if (zeros_ != nullptr) {
     wait_for_readers();
     uncover(missing);
   }
-  std::vector<ByteRange> taken;
-  taken.reserve(missing.size());
   try {
     for (const ByteRange& range : missing) {
       memory_.allocate_pages(*part_, range.offset, range.size, stream);

@@ -75,6 +75,11 @@ Status ZeroCover::unmap(Map::iterator at) {
   return {};
 }
 
+Status ZeroCover::prepare() {
+  Status status;
+  return chunks_->at_most(chunks_->granularity(), &status) != nullptr ? Status() : status;
+}
+
 // Maps [*at, range.end()), as far as it gets, and makes all of it readable.
 Status ZeroCover::map(ByteRange range, std::size_t* at) {
   while (*at < range.end()) {

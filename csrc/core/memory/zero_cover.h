@@ -54,6 +54,9 @@ class ZeroCover {
   ZeroCover(const ZeroCover&) = delete;
   ZeroCover& operator=(const ZeroCover&) = delete;
 
+  // Makes the smallest chunk, where it is not there: after that no call below lacks
+  // memory, whatever is broken into.
+  Status prepare();
   // Makes all of `range` read as zero, or nothing. REQUIRES: multiples of the
   // granularity, and nothing is mapped there.
   Status cover(ByteRange range);
