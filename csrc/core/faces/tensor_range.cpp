@@ -37,7 +37,7 @@ TensorRange::TensorRange(DeviceMemory& memory, const std::shared_ptr<Pool>& mode
     const auto zeros =
         std::make_shared<ZeroCover>(memory_.driver(), memory_.zero_chunks(), base(), capacity(), memory_.accessors());
     ending_ = [memory = &memory_, part = part_, zeros] { return end(*memory, *part, zeros.get()); };
-    zeros_ = zeros;
+    zeros_ = zeros.get();
     cover({{0, capacity()}});
   } catch (...) {
     let_go();

@@ -78,9 +78,10 @@ class TensorRange {
   DeviceMemory& memory_;
   const std::shared_ptr<Pool> part_;
   Mutex mutex_;
-  std::shared_ptr<ZeroCover> zeros_ VMM_PT_GUARDED_BY(mutex_);  // nullptr: what has no memory faults
-  std::atomic<bool> has_holes_{false};                          // a driver's failure left some that fault
-  std::function<bool()> ending_;                                // whether it went
+  // nullptr: what has no memory faults. `ending_` owns it.
+  ZeroCover* zeros_ VMM_PT_GUARDED_BY(mutex_) = nullptr;
+  std::atomic<bool> has_holes_{false};  // a driver's failure left some that fault
+  std::function<bool()> ending_;        // whether it went
 };
 
 }  // namespace vmm
