@@ -99,8 +99,8 @@ class ElasticTensor(RangeTensor):
 
         Raises:
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
-            InvalidArgumentError: it is sealed, its rows were changed by another function than
-                :meth:`resize_`, or it shows other memory, as :meth:`resize_`.
+            InvalidArgumentError: it, or what it would give back, is sealed; its rows were changed by
+                another function than :meth:`resize_`; or it shows other memory, as :meth:`resize_`.
         """
         backing = self._own("shrink_to_fit()")
         if _C.is_sealed(backing.pool._handle, backing.handle.base_address, 1):
@@ -119,7 +119,7 @@ class ElasticTensor(RangeTensor):
         _C.set_storage_bytes(self, used)
         try:
             return backing.handle.decommit([(keep, backing.handle.capacity - keep)])
-        except StillInUseError:
+        except (InvalidArgumentError, StillInUseError):
             backing.held = held
             _C.set_storage_bytes(self, stored)
             raise

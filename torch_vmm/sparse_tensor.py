@@ -67,7 +67,7 @@ class SparseTensor(RangeTensor):
         queued on the GPU may still use them.
 
         Raises:
-            InvalidArgumentError: as :meth:`commit`.
+            InvalidArgumentError: as :meth:`commit`; or some of them are sealed.
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
         """
         return self._own("decommit()").handle.decommit(self._spans(index, "decommit"))

@@ -9,6 +9,7 @@
 #include "core/faces/seals.h"
 #include "core/faces/tensor_range.h"
 #include "cpp/lab.h"
+#include "cpp/lacking_memory.h"
 
 namespace vmm::testing {
 namespace {
@@ -122,6 +123,46 @@ TEST(TensorAlias, AFailedOneLeavesNoTrace) {
   }
 }
 
+// Each allocation of the host's in turn.
+TEST(TensorAlias, OneThatTheHostHasNoMemoryForLeavesNoTrace) {
+  bool failed = true;
+  for (long nth = 0; failed; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Lab lab;
+    const auto model = lab.pool("a");
+    const auto other = lab.pool("b");
+    auto source = std::make_unique<Source>(lab, other, 6 * kMiB, 1);
+    const std::vector<AliasedPiece> pieces = {{source->range->base(), 6 * kMiB}};
+    std::unique_ptr<TensorAlias> alias;
+    failed = runs_out_at(
+        nth, [&] { alias = std::make_unique<TensorAlias>(lab.memory(), model, pieces, 3, /*read_only=*/false); });
+    if (failed) {
+      EXPECT_EQ(lab.memory().shared_bytes_of(*model), 0U);
+      EXPECT_EQ(source->range->decommit({{0, 6 * kMiB}}), 6 * kMiB) << "nobody shows it";
+    }
+    alias.reset();
+    source.reset();
+    lab.memory().empty_cache();
+    EXPECT_EQ(lab.memory().committed_bytes(), 0U);
+  }
+}
+
+TEST(TensorAlias, EndsWhereTheHostHasNoMemory) {
+  // The first ones: what the clock lacks, half-way, costs a fence.
+  for (long nth = 0; nth < 5; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Lab lab;
+    const auto model = lab.pool("a");
+    auto source = std::make_unique<Source>(lab, model, 6 * kMiB, 1);
+    const std::vector<AliasedPiece> pieces = {{source->range->base(), 6 * kMiB}};
+    auto alias = std::make_unique<TensorAlias>(lab.memory(), model, pieces, 2, /*read_only=*/false);
+    EXPECT_TRUE(reaches(nth, [&] { alias.reset(); }));
+    source.reset();
+    lab.memory().empty_cache();
+    EXPECT_EQ(lab.memory().committed_bytes(), 0U);
+  }
+}
+
 TEST(Seals, WaitForWritersAndAreAllOrNone) {
   Lab lab;
   const auto model = lab.pool("a");
@@ -154,6 +195,63 @@ TEST(Seals, WaitForWritersAndAreAllOrNone) {
   unseal_pages(lab.memory(), *model, both);
   Lab::fill(one.range->base(), 5 * kMiB, 8);
   EXPECT_FALSE(sealed(one, 5 * kMiB));
+}
+
+// Each call in turn: what was sealed before stays so, and nothing else is, for any device.
+TEST(Seals, AFailedOneChangesNothing) {
+  for (std::size_t nth = 1; nth <= 4; ++nth) {
+    SCOPED_TRACE("call " + std::to_string(nth));
+    LabSpec spec;
+    spec.device_count = 2;
+    Lab lab(spec);
+    const auto model = lab.pool("a");
+    ASSERT_TRUE(lab.memory().add_accessor(Location::on_device(1)).ok());
+    const Source one(lab, model, 8 * kMiB, 1);
+    const Source two(lab, model, 4 * kMiB, 2);
+    const Pool& part = *one.range->part();
+    seal_pages(lab.memory(), *model, {{one.range->base() + 4 * kMiB, 4 * kMiB}});
+    lab.driver.clear_calls();
+    lab.driver.fail_nth(Call::set_access, nth, broken());
+    EXPECT_THROW(seal_pages(lab.memory(), *model, {{one.range->base(), 8 * kMiB}, {two.range->base(), 4 * kMiB}}),
+                 VmmError);
+    lab.driver.clear_failures();
+    EXPECT_EQ(lab.driver.count(Call::set_access), 2 * nth) << "each undone, the failed one too";
+    EXPECT_TRUE(part.is_read_only(one.range->base() + 4 * kMiB, 4 * kMiB));
+    EXPECT_FALSE(part.has_read_only(one.range->base(), 4 * kMiB));
+    Lab::fill(one.range->base(), 4 * kMiB, 3);
+    Lab::fill(two.range->base(), 4 * kMiB, 4);
+  }
+}
+
+TEST(Seals, ARefusedOneChangesNothing) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const Source one(lab, model, 8 * kMiB, 1);
+  const Source two(lab, model, 4 * kMiB, 2);
+  seal_pages(lab.memory(), *model, {{one.range->base() + 4 * kMiB, 4 * kMiB}});
+  lab.driver.clear_calls();
+  EXPECT_THROW(seal_pages(lab.memory(), *model, {{one.range->base(), 8 * kMiB}, {two.range->base(), 8 * kMiB}}),
+               InvalidArgumentError);
+  EXPECT_EQ(lab.driver.count(Call::set_access), 0U);
+  EXPECT_TRUE(one.range->part()->is_read_only(one.range->base() + 4 * kMiB, 4 * kMiB));
+}
+
+// A chunk that kept a page would serve its next ones read-only.
+TEST(Seals, SealedPagesAreNotGivenBack) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const std::size_t size = 256 * kMiB;
+  const Source source(lab, model, size, 1);
+  TensorRange& range = *source.range;
+  const std::vector<AliasedPiece> tail = {{range.base() + 32 * kMiB, size - 32 * kMiB}};
+  seal_pages(lab.memory(), *model, tail);
+  EXPECT_THROW(range.decommit({{0, kPage}, {129 * kMiB, size - 129 * kMiB}}), InvalidArgumentError);
+  EXPECT_TRUE(range.is_committed({{0, size}}));
+  EXPECT_EQ(range.decommit({{0, kPage}}), kPage);
+  unseal_pages(lab.memory(), *model, tail);
+  EXPECT_GT(range.decommit({{129 * kMiB, size - 129 * kMiB}}), 0U);
+  range.commit({{0, size}}, kOne);
+  Lab::fill(range.base(), size, 2);
 }
 
 TEST(Seals, DieWithTheirTensor) {

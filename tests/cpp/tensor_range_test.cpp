@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpp/lab.h"
+#include "cpp/lacking_memory.h"
 
 namespace vmm::testing {
 namespace {
@@ -122,6 +123,26 @@ TEST(TensorRange, WhatAnotherModelWroteIsZeroed) {
   TensorRange range(lab.memory(), model, {"elastic tensor", 64 * kMiB, 0});
   range.commit({{0, 16 * kMiB}}, kOne);
   EXPECT_TRUE(Lab::is_zero(range.base(), 16 * kMiB));
+}
+
+// A chunk that kept a page stays mapped, with what the others held.
+TEST(TensorRange, PagesOfAChunkThatStayedBeginAsZeroToo) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  TensorRange range(lab.memory(), model, {"elastic tensor", 256 * kMiB, 0});
+  range.commit({{0, 256 * kMiB}}, kOne);
+  Lab::fill(range.base(), 256 * kMiB, 5);
+  const ByteRange tail{130 * kMiB, 126 * kMiB};
+  range.decommit({tail});
+  EXPECT_FALSE(range.part()->chunks_under(range.base() + tail.offset, kPage).empty());
+  lab.driver.fail_nth(Call::fill_async, 1, broken(), Repeat::from_then_on);
+  EXPECT_THROW(range.commit({tail}, kTwo), VmmError);
+  lab.driver.clear_failures();
+  EXPECT_EQ(range.committed({0, 256 * kMiB}), (std::vector<ByteRange>{{0, tail.offset}}));
+  lab.memory().check();
+  range.commit({tail}, kTwo);
+  EXPECT_TRUE(Lab::is_zero(range.base() + tail.offset, tail.size));
+  EXPECT_FALSE(Lab::is_zero(range.base() + tail.offset - kPage, kPage));
 }
 
 TEST(TensorRange, OutlivesAModelThatIsClosedByForceAndGrowsNoMore) {
@@ -243,9 +264,7 @@ TEST(TensorRange, ARandomProgram) {
         }
         for (std::size_t k = first; done && k < first + count; ++k) {
           if (content[k] != 0) continue;
-          if (page_size != 0) {
-            ASSERT_TRUE(Lab::is_zero(range.base() + k * kPage, kPage)) << k;
-          }
+          ASSERT_TRUE(Lab::is_zero(range.base() + k * kPage, kPage)) << k;
           content[k] = ++seed;
           Lab::fill(range.base() + k * kPage, kPage, content[k]);
         }
@@ -274,7 +293,7 @@ TEST(ZerosRange, ReadsAsZeroWithoutMemory) {
     TensorRange range(lab.memory(), model, sparse(512 * kMiB));
     EXPECT_EQ(model->budget().used(), 0U);
     EXPECT_TRUE(Lab::is_zero(range.base(), 512 * kMiB));
-    EXPECT_EQ(lab.driver.live_chunk_bytes(), (1 + 8) * kPage - kPage) << "16 MiB read again and again";
+    EXPECT_EQ(lab.driver.live_chunk_bytes(), (1 + 8) * kPage) << "16 MiB read again and again, and a page";
     EXPECT_EQ(lab.driver.live_mappings(), 32U);
     range.commit({{101 * kMiB, 1}}, kOne);
     EXPECT_EQ(model->budget().used(), kPage);
@@ -353,6 +372,22 @@ TEST(ZerosRange, BeyondALimitItReadsAsBefore) {
   EXPECT_TRUE(Lab::is_zero(range.base() + 8 * kMiB, 56 * kMiB));
 }
 
+TEST(ZerosRange, TakesWhatPoolsHaveIdle) {
+  LabSpec spec;
+  spec.device_bytes = 64 * kMiB;
+  Lab lab(spec);
+  const auto model = lab.pool("a");
+  lab.leave_idle(*model, 64 * kMiB);
+  TensorRange range(lab.memory(), model, sparse(kGiB));
+  EXPECT_TRUE(Lab::is_zero(range.base(), kGiB));
+  lab.leave_idle(*model, 64 * kMiB - lab.memory().committed_bytes());
+  range.commit({{34 * kMiB, kPage}}, kOne);  // in the middle of a mapping, whose rest takes a smaller chunk
+  Lab::fill(range.base() + 34 * kMiB, kPage, 1);
+  EXPECT_TRUE(Lab::is_zero(range.base(), 34 * kMiB));
+  EXPECT_TRUE(Lab::is_zero(range.base() + 36 * kMiB, kGiB - 36 * kMiB));
+  lab.memory().check();
+}
+
 // Every call that making, committing and decommitting make fails in turn, once.
 TEST(ZerosRange, NoFailureLeavesWhatFaults) {
   std::uint64_t n = 0;
@@ -385,6 +420,50 @@ TEST(ZerosRange, NoFailureLeavesWhatFaults) {
     lab.memory().check();
   }
   EXPECT_GT(n, 40U);
+}
+
+// Each allocation of the host's in turn.
+TEST(ZerosRange, OneThatTheHostHasNoMemoryForLeavesNoTrace) {
+  // Those that register a pool are none of its own.
+  long registering = 0;
+  {
+    Lab lab;
+    const auto model = lab.pool("a");
+    std::unique_ptr<TensorRange> range;
+    const TensorRangeSpec plain{"sparse tensor", 64 * kMiB, kPage};
+    registering = allocations_of([&] { range = std::make_unique<TensorRange>(lab.memory(), model, plain); }) - 1;
+  }
+  bool failed = true;
+  for (long nth = registering; failed; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Lab lab;
+    const auto model = lab.pool("a");
+    std::unique_ptr<TensorRange> range;
+    failed = runs_out_at(nth, [&] { range = std::make_unique<TensorRange>(lab.memory(), model, sparse(64 * kMiB)); });
+    range.reset();
+    lab.memory().empty_cache();
+    EXPECT_EQ(lab.memory().committed_bytes(), 0U);
+    EXPECT_EQ(lab.memory().pools().size(), 1U);
+  }
+}
+
+TEST(TensorRange, EndsWhereTheHostHasNoMemory) {
+  for (const bool zeros : {false, true}) {
+    // The first ones: what a pool's own lists lack, half-way, it does not take back.
+    for (long nth = 0; nth < 2; ++nth) {
+      SCOPED_TRACE("allocation " + std::to_string(nth) + ", zeros " + std::to_string(zeros));
+      Lab lab;
+      const auto model = lab.pool("a");
+      auto range =
+          std::make_unique<TensorRange>(lab.memory(), model, TensorRangeSpec{"sparse tensor", 64 * kMiB, kPage, zeros});
+      range->commit({{0, 8 * kMiB}}, kOne);
+      EXPECT_TRUE(reaches(nth, [&] { range.reset(); }));
+      lab.memory().empty_cache();
+      lab.memory().empty_cache();
+      EXPECT_EQ(lab.memory().committed_bytes(), 0U);
+      EXPECT_EQ(lab.memory().pools().size(), 1U);
+    }
+  }
 }
 
 TEST(ZerosRange, ARandomProgram) {

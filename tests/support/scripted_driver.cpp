@@ -118,6 +118,7 @@ Status ScriptedDriver::decide(const CallRecord& record) const {
 }
 
 Status ScriptedDriver::begin(CallRecord* record) const {
+  is_in_call_ = true;
   std::chrono::microseconds pause{};
   std::function<void()> action;
   Status answer;
@@ -140,6 +141,7 @@ Status ScriptedDriver::end(const CallRecord& record, Status answer) const {
   calls_.push_back(record);
   calls_.back().answer = answer.code();
   if (calls_.size() > kKeptCalls) calls_.pop_front();
+  is_in_call_ = false;
   return answer;
 }
 

@@ -71,6 +71,8 @@ class ScriptedDriver final : public Driver {
  public:
   // `inner` must outlive this.
   explicit ScriptedDriver(Driver& inner) : inner_(inner) {}
+  // Whether this thread is within a call: what that allocates a real driver does not.
+  [[nodiscard]] static bool is_in_call() { return is_in_call_; }
 
   // -- Failing. Several lines may be active; the first that applies answers.
   void fail_nth(Call call, std::uint64_t n, const Status& status, Repeat repeat = Repeat::once);
@@ -197,6 +199,7 @@ class ScriptedDriver final : public Driver {
   template <typename Work>
   Status booked(CallRecord record, Work work);
 
+  inline static thread_local bool is_in_call_ = false;
   Driver& inner_;
   NativePools* native_pools_ = nullptr;
 

@@ -306,15 +306,31 @@ bool DeviceMemory::bury_closed() {
   return let_leave() || !closed.empty();
 }
 
-void DeviceMemory::leave(std::function<bool()> go) {
+void DeviceMemory::leave(std::function<bool()> go) noexcept {
   const Epoch last_use = clock_.now();
-  {
-    const MutexLock lock(registry_mutex_);
-    leaving_.push_back({last_use, std::move(go)});
+  Leaving leaving{last_use, std::move(go)};
+  bool is_noted = false;
+  try {
+    {
+      const MutexLock lock(registry_mutex_);
+      leaving_.push_back(std::move(leaving));  // all or none: its move does not throw
+      is_noted = true;
+    }
+    has_ended_.store(true, std::memory_order_relaxed);
+    clock_.cover(last_use);
+    clock_.poll();
+    let_leave();
+  } catch (const std::exception&) {
+    if (is_noted) return;  // whoever comes by
+    // Without room to note it, it goes now, after a wait.
+    try {
+      for (int attempt = 0; attempt < kEndAttempts; ++attempt) {
+        if (clock_.wait(last_use).ok() && leaving.go()) return;
+      }
+    } catch (const std::exception&) {
+      return;  // it costs its addresses
+    }
   }
-  clock_.cover(last_use);
-  clock_.poll();
-  let_leave();
 }
 
 // Whether anything went.

@@ -143,8 +143,8 @@ class DeviceMemory {
 
   // Once all work that is queued now is done, by whoever comes by then, with no lock
   // held: calls `go` until it returns true. Addresses that no pool has go so. Where
-  // nothing is queued, at once.
-  void leave(std::function<bool()> go) VMM_EXCLUDES(registry_mutex_);
+  // nothing is queued, at once. Where there is no memory to note it, it waits and goes.
+  void leave(std::function<bool()> go) noexcept VMM_EXCLUDES(registry_mutex_);
   // What the device shares among all that reads as zero; it lives as long as anyone
   // holds it.
   [[nodiscard]] std::shared_ptr<ZeroChunks> zero_chunks() VMM_EXCLUDES(registry_mutex_);

@@ -1,5 +1,6 @@
 #include "core/faces/tensor_alias.h"
 
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -13,10 +14,16 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
   opener_->require_open();
   if (pieces.empty() || copies == 0)
     throw InvalidArgumentError("an alias of nothing: give at least one tensor and one copy");
-  std::vector<Chunk*> chunks;
-  const auto take_back = [&chunks, copies] {
-    for (Chunk* chunk : chunks) chunk->mappings.fetch_sub(static_cast<int>(copies), std::memory_order_acq_rel);
+  std::vector<std::vector<Chunk*>> shared;  // of each piece
+  const auto take_back = [&shared, copies] {
+    for (const auto& chunks : shared) {
+      for (Chunk* chunk : chunks) chunk->mappings.fetch_sub(static_cast<int>(copies), std::memory_order_acq_rel);
+    }
   };
+  // Nothing is taken that there is no room to note.
+  shared.reserve(pieces.size());
+  holds_.reserve(pieces.size());
+  bool is_shown = false;
   try {
     for (const AliasedPiece& piece : pieces) {
       const std::shared_ptr<Pool> pool = memory_.pool_at(piece.address);
@@ -30,13 +37,16 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
         pool->hold_pages(offset, piece.size);
         holds_.push_back({pool, offset, piece.size});
       }
-      const std::vector<Chunk*> found = pool->share_chunks(piece.address, piece.size, static_cast<int>(copies));
-      chunks.insert(chunks.end(), found.begin(), found.end());
+      shared.push_back(pool->share_chunks(piece.address, piece.size, static_cast<int>(copies)));
       if (&pool->model() != opener_.get()) shared_bytes_ += piece.size;
     }
     const std::vector<Location> accessors = memory_.accessors();
-    const std::vector<Chunk*> counted = std::exchange(chunks, {});
-    const Status status = AliasRange::make(memory_.driver(), memory_.granularity(), counted, copies,
+    std::vector<Chunk*> chunks;
+    for (const auto& each : shared) chunks.insert(chunks.end(), each.begin(), each.end());
+    memory_.add_shared(*opener_, shared_bytes_);
+    is_shown = true;
+    shared.clear();  // it takes them back itself
+    const Status status = AliasRange::make(memory_.driver(), memory_.granularity(), chunks, copies,
                                            read_only ? Access::read : Access::read_write, accessors, &range_);
     if (status.code() == StatusCode::out_of_memory) {
       std::size_t bytes = 0;
@@ -46,18 +56,20 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
                              bytes, 0, kUnlimited, opener_->name());
     }
     throw_if_failed(status, "mapping memory at further addresses");
+    ending_ = [range = range_] { return range->end(); };
   } catch (...) {
+    if (range_ != nullptr) range_->end();  // what is refused costs its addresses
+    if (is_shown) memory_.remove_shared(*opener_, shared_bytes_);
     take_back();
     let_go();
     throw;
   }
-  memory_.add_shared(*opener_, shared_bytes_);
 }
 
 TensorAlias::~TensorAlias() {
   memory_.remove_shared(*opener_, shared_bytes_);
   let_go();
-  memory_.leave([range = range_] { return range->end(); });
+  memory_.leave(std::move(ending_));
 }
 
 // Its owner's pages may go; whoever gets them comes behind all that is queued now.
@@ -65,7 +77,7 @@ void TensorAlias::let_go() noexcept {
   for (const Hold& hold : holds_) {
     try {
       memory_.unhold_pages(*hold.pool, hold.offset, hold.size);
-    } catch (const VmmError&) {
+    } catch (const std::exception&) {
       continue;  // of giving back what is idle over a limit: another free does that
     }
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -52,6 +53,7 @@ class TensorAlias {
   std::vector<Hold> holds_;  // of explicit pages
   std::size_t shared_bytes_ = 0;
   std::shared_ptr<AliasRange> range_;
+  std::function<bool()> ending_;  // whether its addresses went
 };
 
 }  // namespace vmm

@@ -1,6 +1,8 @@
 #include "core/faces/tensor_range.h"
 
 #include <algorithm>
+#include <exception>
+#include <string>
 #include <utility>
 
 #include "base/errors.h"
@@ -28,31 +30,48 @@ std::vector<ByteRange> merged(std::vector<ByteRange> ranges) {
 
 TensorRange::TensorRange(DeviceMemory& memory, const std::shared_ptr<Pool>& model, const TensorRangeSpec& spec)
     : memory_(memory), part_(memory.create_range(model, spec.what, spec.capacity, spec.page_size)) {
-  if (!spec.zeros) return;
-  zeros_ =
-      std::make_unique<ZeroCover>(memory_.driver(), memory_.zero_chunks(), base(), capacity(), memory_.accessors());
   try {
+    // Here, where it may fail for want of memory: an end may not.
+    ending_ = [memory = &memory_, part = part_] { return end(*memory, *part, nullptr); };
+    if (!spec.zeros) return;
+    const auto zeros =
+        std::make_shared<ZeroCover>(memory_.driver(), memory_.zero_chunks(), base(), capacity(), memory_.accessors());
+    ending_ = [memory = &memory_, part = part_, zeros] { return end(*memory, *part, zeros.get()); };
+    zeros_ = zeros.get();
     cover({{0, capacity()}});
   } catch (...) {
-    memory_.close_pool(*part_, /*force=*/true);
+    let_go();
     throw;
   }
 }
 
-TensorRange::~TensorRange() {
-  if (zeros_ == nullptr) {
-    memory_.close_pool(*part_, /*force=*/true);
-    return;
-  }
-  // Its memory serves others at once; the addresses wait for those who read zeros.
-  part_->drop_pages();
-  memory_.store().trim(part_->group(), memory_.options().store_bytes);
-  std::shared_ptr<ZeroCover> zeros = std::move(zeros_);
-  memory_.leave([memory = &memory_, part = part_, zeros = std::move(zeros)] {
-    if (!zeros->uncover({0, part->capacity()}).ok()) return false;
-    memory->close_pool(*part, /*force=*/true);
+TensorRange::~TensorRange() { let_go(); }
+
+// Whether all of it went. REQUIRES: no queued work reads zeros there.
+bool TensorRange::end(DeviceMemory& memory, Pool& part, ZeroCover* zeros) noexcept {
+  try {
+    if (zeros != nullptr && !zeros->uncover({0, part.capacity()}).ok()) return false;
+    memory.close_pool(part, /*force=*/true);
     return true;
-  });
+  } catch (const std::exception&) {
+    return false;  // another time
+  }
+}
+
+void TensorRange::let_go() noexcept {
+  if (zeros_ == nullptr) {
+    if (end(memory_, *part_, nullptr) || !ending_) return;
+  } else {
+    // Its memory serves others at once; the addresses wait for those who read zeros.
+    try {
+      part_->drop_pages();
+      memory_.store().trim(part_->group(), memory_.options().store_bytes);
+    } catch (const std::exception&) {
+      // They go with the addresses.
+    }
+    zeros_ = nullptr;
+  }
+  memory_.leave(std::move(ending_));
 }
 
 // The whole pages under `range`; nothing under nothing.
@@ -88,24 +107,33 @@ void TensorRange::wait_for_readers() {
 }
 
 void TensorRange::cover(const std::vector<ByteRange>& ranges) {
-  Status status;
-  {
+  const auto attempt = [&] {
     const MutexLock lock(mutex_);
+    Status status = zeros_->prepare();
     for (std::size_t k = 0; k < ranges.size() && status.ok(); ++k) status = zeros_->cover_gaps(ranges[k]);
+    return status;
+  };
+  Status status = attempt();
+  if (status.code() == StatusCode::out_of_memory) {
+    memory_.empty_cache();  // what pools have idle serves as well
+    status = attempt();
   }
   throw_if_failed(status, "mapping what reads as zero in '" + part_->name() + "'");
 }
 
 void TensorRange::uncover(const std::vector<ByteRange>& ranges) {
-  Status status;
   has_holes_.store(true, std::memory_order_relaxed);
-  {
-    const MutexLock lock(mutex_);
-    for (std::size_t k = 0; k < ranges.size() && status.ok(); ++k) status = zeros_->uncover(ranges[k]);
+  try {
+    Status status;
+    {
+      const MutexLock lock(mutex_);
+      for (std::size_t k = 0; k < ranges.size() && status.ok(); ++k) status = zeros_->uncover(ranges[k]);
+    }
+    throw_if_failed(status, "unmapping what reads as zero in '" + part_->name() + "'");
+  } catch (...) {
+    undo({});
+    throw;
   }
-  if (status.ok()) return;
-  undo({});
-  throw_if_failed(status, "unmapping what reads as zero in '" + part_->name() + "'");
 }
 
 // Makes all that has no memory read as zero again, after whatever failed.
@@ -122,7 +150,7 @@ void TensorRange::undo(const std::vector<ByteRange>& taken) noexcept {
   try {
     for (const ByteRange& range : taken) memory_.deallocate_pages(*part_, range.offset, range.size);
     mend();
-  } catch (const VmmError&) {
+  } catch (const std::exception&) {
     return;
   }
 }
@@ -132,12 +160,12 @@ void TensorRange::commit(const std::vector<ByteRange>& ranges, Stream stream) {
   part_->model().require_open();
   mend();
   if (missing.empty()) return;
+  std::vector<ByteRange> taken;
+  taken.reserve(missing.size());
   if (zeros_ != nullptr) {
     wait_for_readers();
     uncover(missing);
   }
-  std::vector<ByteRange> taken;
-  taken.reserve(missing.size());
   try {
     for (const ByteRange& range : missing) {
       memory_.allocate_pages(*part_, range.offset, range.size, stream);
@@ -158,6 +186,12 @@ std::size_t TensorRange::decommit(const std::vector<ByteRange>& ranges) {
     held.insert(held.end(), found.begin(), found.end());
   }
   held = merged(std::move(held));
+  for (const ByteRange& range : held) {
+    if (!part_->has_read_only(base() + range.offset, range.size)) continue;
+    // A chunk that stays mapped would serve its next pages read-only.
+    throw InvalidArgumentError("'" + part_->name() + "': pages of the " + format_bytes(range.size) + " at offset " +
+                               std::to_string(range.offset) + " are sealed; unseal() them first");
+  }
   std::size_t bytes = 0;
   if (!held.empty()) has_holes_.store(true, std::memory_order_relaxed);
   try {

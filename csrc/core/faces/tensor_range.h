@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -50,7 +51,8 @@ class TensorRange {
   // work may still use them, and nobody waits for it, unless they are to read as zero
   // from now on. Memory that shares its chunk with pages that stay is kept mapped.
   // Returns the bytes of these pages. Throws StillInUseError at a stretch that an alias
-  // shows; those before it have gone.
+  // shows; those before it have gone. InvalidArgumentError, before any goes, where a
+  // chunk of them is sealed.
   std::size_t decommit(const std::vector<ByteRange>& ranges);
   // The stretches of `range`, widened to whole pages, that have memory, by offset.
   [[nodiscard]] std::vector<ByteRange> committed(ByteRange range) const;
@@ -68,14 +70,18 @@ class TensorRange {
   void wait_for_readers();
   void cover(const std::vector<ByteRange>& ranges) VMM_EXCLUDES(mutex_);
   void uncover(const std::vector<ByteRange>& ranges) VMM_EXCLUDES(mutex_);
+  static bool end(DeviceMemory& memory, Pool& part, ZeroCover* zeros) noexcept;
+  void let_go() noexcept;
   void undo(const std::vector<ByteRange>& taken) noexcept;
   void mend();
 
   DeviceMemory& memory_;
   const std::shared_ptr<Pool> part_;
   Mutex mutex_;
-  std::unique_ptr<ZeroCover> zeros_ VMM_PT_GUARDED_BY(mutex_);  // nullptr: what has no memory faults
-  std::atomic<bool> has_holes_{false};                          // a driver's failure left some that fault
+  // nullptr: what has no memory faults. `ending_` owns it.
+  ZeroCover* zeros_ VMM_PT_GUARDED_BY(mutex_) = nullptr;
+  std::atomic<bool> has_holes_{false};  // a driver's failure left some that fault
+  std::function<bool()> ending_;        // whether it went
 };
 
 }  // namespace vmm

@@ -1,5 +1,7 @@
 #include "core/memory/alias_range.h"
 
+#include <utility>
+
 #include "base/check.h"
 
 namespace vmm {
@@ -9,27 +11,38 @@ Status AliasRange::make(Driver& driver, std::size_t granularity, std::span<Chunk
   VMM_CHECK(!chunks.empty() && copies != 0 && !accessors.empty(), "chunks ", chunks.size(), " copies ", copies);
   std::size_t size = 0;
   for (const Chunk* chunk : chunks) size += chunk->size;
-  const std::shared_ptr<AliasRange> range(new AliasRange(driver));
-  Status status;
-  if (__builtin_mul_overflow(size, copies, &size)) {
-    status = {StatusCode::out_of_memory, "reserve more bytes than there are addresses"};
-  } else {
-    status = driver.reserve(size, granularity, &range->base_);
-  }
-  if (status.ok()) {
-    range->size_ = size;
-    status = range->map(chunks, copies, access, accessors);
-    if (status.ok()) {
-      *out = range;
-      return {};
+  std::shared_ptr<AliasRange> range;
+  // Nobody has seen it. What the driver refuses to undo costs its addresses, and its
+  // chunks stay counted as mapped.
+  const auto undo = [&] {
+    if (range != nullptr && range->size_ != 0) {
+      if (!range->unmap().ok()) return;
+      driver.unreserve(range->base_, size).ignore();
     }
-    // Nobody has seen it. What the driver refuses to undo costs its addresses, and its
-    // chunks stay counted as mapped.
-    if (!range->unmap().ok()) return status;
-    driver.unreserve(range->base_, size).ignore();
+    for (Chunk* chunk : chunks) chunk->mappings.fetch_sub(static_cast<int>(copies), std::memory_order_acq_rel);
+  };
+  Status status;
+  try {
+    range.reset(new AliasRange(driver));
+    if (__builtin_mul_overflow(size, copies, &size)) {
+      status = {StatusCode::out_of_memory, "reserve more bytes than there are addresses"};
+    } else {
+      status = driver.reserve(size, granularity, &range->base_);
+    }
+    if (status.ok()) {
+      range->size_ = size;
+      status = range->map(chunks, copies, access, accessors);
+    }
+  } catch (...) {
+    undo();
+    throw;
   }
-  for (Chunk* chunk : chunks) chunk->mappings.fetch_sub(static_cast<int>(copies), std::memory_order_acq_rel);
-  return status;
+  if (!status.ok()) {
+    undo();
+    return status;
+  }
+  *out = std::move(range);
+  return {};
 }
 
 Status AliasRange::map(std::span<Chunk* const> chunks, std::size_t copies, Access access,

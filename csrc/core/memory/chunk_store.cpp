@@ -63,21 +63,26 @@ Status ChunkStore::create(const ChunkSpec& spec, Budget& payer, Chunk** out, Bud
     return {StatusCode::out_of_memory, "charge the limit"};
   }
   if (refused != nullptr) *refused = nullptr;
-  const Status status = create_prepaid(spec, payer, out);
-  if (!status.ok()) payer.refund(spec.size);
-  return status;
+  try {
+    const Status status = create_prepaid(spec, payer, out);
+    if (!status.ok()) payer.refund(spec.size);
+    return status;
+  } catch (...) {
+    payer.refund(spec.size);
+    throw;
+  }
 }
 
 Status ChunkStore::create_prepaid(const ChunkSpec& spec, Budget& payer, Chunk** out) {
+  auto chunk = std::make_unique<Chunk>();  // first: what there is no room to note would stay for ever
   ChunkHandle handle = 0;
   if (const Status status = driver_.create(spec, &handle); !status.ok()) return status;
-  auto* chunk = new Chunk;
   chunk->handle = handle;
   chunk->size = spec.size;
   chunk->exportable = spec.exportable;
   chunk->charged = &payer;
   live_chunks_.fetch_add(1, std::memory_order_relaxed);
-  *out = chunk;
+  *out = chunk.release();
   return {};
 }
 

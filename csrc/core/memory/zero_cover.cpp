@@ -75,29 +75,52 @@ Status ZeroCover::unmap(Map::iterator at) {
   return {};
 }
 
-Status ZeroCover::cover(ByteRange range) {
+Status ZeroCover::prepare() {
   Status status;
-  std::size_t at = range.offset;
-  while (at < range.end() && status.ok()) {
-    Chunk* chunk = chunks_->at_most(largest_at(at, range.end() - at), &status);
-    if (chunk == nullptr) break;
-    status = driver_.map(base_ + at, chunk->size, chunk->handle);
-    if (!status.ok()) break;
+  return chunks_->at_most(chunks_->granularity(), &status) != nullptr ? Status() : status;
+}
+
+// Maps [*at, range.end()), as far as it gets, and makes all of it readable.
+Status ZeroCover::map(ByteRange range, std::size_t* at) {
+  while (*at < range.end()) {
+    Status status;
+    Chunk* chunk = chunks_->at_most(largest_at(*at, range.end() - *at), &status);
+    if (chunk == nullptr) return status;
+    // Noted first: a mapping that there is no room to note would stay for ever.
+    const auto noted = live_.emplace(*at, chunk).first;
+    if (status = driver_.map(base_ + *at, chunk->size, chunk->handle); !status.ok()) {
+      live_.erase(noted);
+      return status;
+    }
     chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
-    live_.emplace(at, chunk);
     bytes_ += chunk->size;
-    at += chunk->size;
+    *at += chunk->size;
   }
   // One call for the run.
-  for (std::size_t k = 0; at == range.end() && status.ok() && k < accessors_.size(); ++k) {
-    status = driver_.set_access(base_ + range.offset, range.size, accessors_[k], Access::read);
+  for (const Location& who : accessors_) {
+    const Status status = driver_.set_access(base_ + range.offset, range.size, who, Access::read);
+    if (!status.ok()) return status;
   }
-  if (at == range.end() && status.ok()) return {};
-  for (auto mapped = live_.lower_bound(range.offset); mapped != live_.end() && mapped->first < at;) {
-    const auto next = std::next(mapped);
-    unmap(mapped).ignore();
-    mapped = next;
+  return {};
+}
+
+Status ZeroCover::cover(ByteRange range) {
+  std::size_t at = range.offset;
+  const auto undo = [&] {
+    for (auto mapped = live_.lower_bound(range.offset); mapped != live_.end() && mapped->first < at;) {
+      const auto next = std::next(mapped);
+      unmap(mapped).ignore();
+      mapped = next;
+    }
+  };
+  Status status;
+  try {
+    status = map(range, &at);
+  } catch (...) {
+    undo();
+    throw;
   }
+  if (!status.ok()) undo();
   return status;
 }
 

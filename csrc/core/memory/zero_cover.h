@@ -54,6 +54,9 @@ class ZeroCover {
   ZeroCover(const ZeroCover&) = delete;
   ZeroCover& operator=(const ZeroCover&) = delete;
 
+  // Makes the smallest chunk, where it is not there: after that no call below lacks
+  // memory, whatever is broken into.
+  Status prepare();
   // Makes all of `range` read as zero, or nothing. REQUIRES: multiples of the
   // granularity, and nothing is mapped there.
   Status cover(ByteRange range);
@@ -71,6 +74,7 @@ class ZeroCover {
 
  private:
   using Map = std::map<std::size_t, Chunk*>;
+  Status map(ByteRange range, std::size_t* at);
   Status unmap(Map::iterator at);
   [[nodiscard]] Map::const_iterator touching(std::size_t offset) const;
   [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t size) const;

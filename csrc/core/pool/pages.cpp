@@ -40,13 +40,42 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
   request.offset = range.offset;
   request.tag = streams_.tag_of(stream);
   request.state = BlockState::pages;
+  std::vector<ByteRange> kept;  // what stays mapped, and is not new
+  if (is_range_) kept = mapped_in(range);
   Block* block = place(request, grant, shortage);
   if (block == nullptr) return 0;
   pages_.emplace(block->offset, block);
   page_bytes_ += block->size();
   handed_out_ += block->size();
   begin_block(block, range.size);
+  for (const ByteRange& part : kept) {
+    // Ordered: the block is the stream's.
+    const Status status =
+        context_.driver.fill_async(context_.device, base_ + part.offset, 0, part.size, streams_[request.tag].stream);
+    streams_.note_zeroing(request.tag);
+    if (status.ok()) continue;
+    free_pages(range);
+    *shortage = {};
+    shortage->bytes = range.size;
+    shortage->status = status;
+    return 0;
+  }
   return base_ + range.offset;
+}
+
+// The stretches of `range` that have a mapping, by offset, what touches joined.
+std::vector<ByteRange> Pool::mapped_in(ByteRange range) const {
+  std::vector<ByteRange> found;
+  std::size_t at = range.offset;
+  const auto until = [&](std::size_t end) {
+    if (end > at) found.push_back({at, end - at});
+  };
+  for (const ByteRange& gap : range_->gaps(range)) {
+    until(gap.offset);
+    at = gap.end();
+  }
+  until(range.end());
+  return found;
 }
 
 Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream stream, Grant* grant,

@@ -162,12 +162,17 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // InvalidArgumentError where the stretch does not begin and end with a chunk.
   [[nodiscard]] std::vector<Chunk*> share_chunks(Address address, std::size_t bytes, int times) VMM_EXCLUDES(mutex_);
   // What explicit pages under [address, address + bytes) allow everybody from now on:
-  // whole chunks of them, the last one's end past the stretch included. Throws
+  // whole chunks of them, the last one's end past the stretch included; all or none.
+  // Returns the stretches that allowed something else before, by offset. Throws
   // InvalidArgumentError where it is none, DriverError. REQUIRES, for Access::read: no
   // queued work writes them.
-  void set_pages_access(Address address, std::size_t bytes, Access access) VMM_EXCLUDES(mutex_);
+  std::vector<ByteRange> set_pages_access(Address address, std::size_t bytes, Access access) VMM_EXCLUDES(mutex_);
+  // Throws InvalidArgumentError where set_pages_access() would.
+  void require_whole_pages(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
   // Whether nobody may write to any byte of it.
   [[nodiscard]] bool is_read_only(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
+  // Whether nobody may write to some chunk under it.
+  [[nodiscard]] bool has_read_only(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
 
   // -- A CUDA graph's memory ------------------------------------------------
   // While pinned, no memory moves within the pool or leaves it, and it grows by
@@ -512,6 +517,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void check_free_space() const VMM_REQUIRES(mutex_);
 
   // sharing.cpp
+  Address end_of_whole_pages(Address address, std::size_t bytes) const VMM_REQUIRES(mutex_);
   template <typename Each>
   void for_each_chunk_under(Address address, std::size_t bytes, const Each& each) const VMM_REQUIRES(mutex_);
 
@@ -519,6 +525,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void require_settled(const char* doing) VMM_REQUIRES(mutex_);
 
   // pages.cpp
+  [[nodiscard]] std::vector<ByteRange> mapped_in(ByteRange range) const VMM_REQUIRES(mutex_);
   Address take_pages(ByteRange range, Stream stream, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   [[nodiscard]] ByteRange page_range(std::size_t offset, std::size_t size) const;
   [[nodiscard]] std::size_t first_unfree(ByteRange range) const VMM_REQUIRES(mutex_);

@@ -59,11 +59,11 @@ std::vector<Chunk*> Pool::share_chunks(Address address, std::size_t bytes, int t
   return found;
 }
 
-void Pool::set_pages_access(Address address, std::size_t bytes, Access access) {
-  const MutexLock lock(mutex_);
+// The end of the chunks under it.
+Address Pool::end_of_whole_pages(Address address, std::size_t bytes) const {
   Address end = address;
   bool begins = true;
-  for_each_chunk_under(address, bytes, [&](Address at, Chunk& chunk) {
+  for_each_chunk_under(address, bytes, [&](Address at, const Chunk& chunk) {
     begins = begins && at == end;
     end = at + chunk.size;
   });
@@ -72,10 +72,60 @@ void Pool::set_pages_access(Address address, std::size_t bytes, Access access) {
                                " share their chunks with other memory, and pages are sealed by whole chunks: make " +
                                "the tensor with torch_vmm.aligned(shape, dtype, device)");
   }
-  for (const Location& who : accessors_) {
-    throw_if_failed(range_->set_access({address - base_, end - address}, who, access),
-                    "changing what may be done with pages of pool '" + name_ + "'");
+  return end;
+}
+
+void Pool::require_whole_pages(Address address, std::size_t bytes) const {
+  const ReadLock lock(*this);
+  static_cast<void>(end_of_whole_pages(address, bytes));
+}
+
+std::vector<ByteRange> Pool::set_pages_access(Address address, std::size_t bytes, Access access) {
+  const MutexLock lock(mutex_);
+  const std::size_t end = end_of_whole_pages(address, bytes) - base_;
+  // Runs of chunks that had the same rights, which a failure gives back.
+  std::vector<ByteRange> runs;
+  std::vector<LiveMapping> former;
+  for (auto at = range_->from(address - base_); at != range_->live().end() && at->first < end; ++at) {
+    const LiveMapping& mapping = at->second;
+    if (std::all_of(accessors_.begin(), accessors_.end(),
+                    [&](const Location& who) { return mapping.access_of(who) == access; })) {
+      continue;
+    }
+    if (!runs.empty() && runs.back().end() == at->first && former.back().rights == mapping.rights) {
+      runs.back().size += mapping.chunk->size;
+    } else {
+      runs.push_back({at->first, mapping.chunk->size});
+      former.push_back(mapping);
+    }
   }
+  for (std::size_t k = 0; k < runs.size(); ++k) {
+    for (const Location& who : accessors_) {
+      const Status status = range_->set_access(runs[k], who, access);
+      if (status.ok()) continue;
+      // The run that failed half-way as well; the first failure is what is told.
+      for (std::size_t undone = 0; undone <= k; ++undone) {
+        for (const Location& each : accessors_) {
+          range_->set_access(runs[undone], each, former[undone].access_of(each)).ignore();
+          if (undone == k && each == who) break;
+        }
+      }
+      throw_if_failed(status, "changing what may be done with pages of pool '" + name_ + "'");
+    }
+  }
+  return runs;
+}
+
+bool Pool::has_read_only(Address address, std::size_t bytes) const {
+  const ReadLock lock(*this);
+  if (range_ == nullptr || !contains(address)) return false;
+  const std::size_t begin = address - base_;
+  auto at = range_->covering(begin);
+  if (at == range_->live().end()) at = range_->from(begin);
+  for (; at != range_->live().end() && at->first < begin + bytes; ++at) {
+    if (at->second.access() == Access::read) return true;
+  }
+  return false;
 }
 
 bool Pool::is_read_only(Address address, std::size_t bytes) const {
