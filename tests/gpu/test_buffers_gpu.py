@@ -294,6 +294,7 @@ def test_numba_reads_and_writes() -> None:
             cuda.synchronize()
             assert torch.equal(buffer.tensor().cpu(), torch.arange(1000.0) * 2)
             del array
+            buffer.free()
         """,
         fresh=True,
     )

@@ -104,5 +104,6 @@ def test_pages_begin_as_zero_on_the_stream_that_commits(on_side_stream: bool, ma
             tensor.commit(rows)
             total = tensor[rows].long().sum()
             tensor[rows].fill_(1)
+        stream.synchronize()
         assert int(total) == 0
         tensor.decommit(rows)
