@@ -459,10 +459,10 @@ class NativeMemoryPool(Guarded, guarded=True):
         return self._handle.is_destroyed
 
     def destroy(self, force: bool = False) -> None:
-        """Ends the pool; twice is fine.
+        """Ends the pool, once all work that is queued on its device is done; twice is fine.
 
         Args:
-            force: what is still allocated is freed first, once all queued work is done.
+            force: what is still allocated is freed first.
         Raises:
             StillInUseError: something is allocated, and not ``force``.
             DriverError: what the driver refused; the pool is still there, and this can be called again.

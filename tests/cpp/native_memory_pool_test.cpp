@@ -211,6 +211,13 @@ TEST_F(Native, DestroyingOneInUseIsRefusedUnlessForced) {
   EXPECT_TRUE(pools_.live.empty());
 }
 
+TEST_F(Native, ItsEndWaitsForFreesThatAreQueued) {
+  NativeMemoryPool& made = pool();
+  made.free(made.allocate(100, nullptr), nullptr);
+  made.destroy(/*force=*/false);
+  EXPECT_EQ(lab_.driver.count(Call::synchronize), 1U);
+}
+
 TEST_F(Native, AFailureToDestroyIsShownAndTriedAgain) {
   NativeMemoryPool& made = pool();
   const Address address = made.allocate(100, nullptr);

@@ -36,8 +36,8 @@ class NativeMemoryPool {
   // Behind the work that is queued on `stream`. Throws InvalidArgumentError: no live
   // allocation of this pool, or destroyed; and what the driver says.
   void free(Address address, Stream stream) VMM_EXCLUDES(mutex_);
-  // Ends it; twice is fine. StillInUseError while something is allocated, unless
-  // `force`: then that is freed, once all queued work is done. Throws what the driver
+  // Ends it, once all queued work is done; twice is fine. StillInUseError while something
+  // is allocated, unless `force`: then that is freed first. Throws what the driver
   // says; what is done by then stays done, and it may be called again.
   void destroy(bool force) VMM_EXCLUDES(mutex_);
 
