@@ -19,6 +19,8 @@ void* operator new(std::size_t bytes) {
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
+// The library's own would be the sanitizer's, whose memory std::free() refuses.
+void* operator new(std::size_t bytes, const std::nothrow_t& /*tag*/) noexcept { return std::malloc(bytes); }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
