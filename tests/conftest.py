@@ -11,12 +11,12 @@ import os
 # Before the extension reads it: a small host "device", so that it can be exhausted.
 os.environ.setdefault("TORCH_VMM_HOST_BYTES", "2GiB")
 
-import gc
 from collections.abc import Callable, Iterator
 
 import pytest
 
 import torch_vmm
+from tests.helpers import close_all
 from torch_vmm import _C
 from torch_vmm.devices import to_device
 
@@ -58,10 +58,7 @@ def make_pool(device: str) -> Iterator[Callable[..., torch_vmm.VirtualMemoryPool
         return made[-1]
 
     yield make
-    for pool in made:
-        pool.close(force=True)
-    made.clear()
-    gc.collect(0)
+    close_all(made)
 
 
 @pytest.fixture
@@ -74,10 +71,7 @@ def make_shared(device: str) -> Iterator[Callable[..., torch_vmm.SharedMemoryPoo
         return made[-1]
 
     yield make
-    for shared in made:
-        shared.close(force=True)
-    made.clear()
-    gc.collect(0)
+    close_all(made)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import MIB, PAGE, holds, rounded, run, stamp
+from tests.helpers import MIB, PAGE, close_all, holds, rounded, run, stamp
 from torch_vmm import _C, MemoryPool, PooledBuffer, PoolStats
 
 MakeBuffers = Callable[[], MemoryPool]
@@ -35,10 +35,7 @@ def make_buffers(device: str, memory: _C.Device) -> Iterator[MakeBuffers]:
         return made[-1]
 
     yield make
-    for pool in made:
-        pool.close(force=True)
-    made.clear()
-    gc.collect(0)
+    close_all(made)
 
 
 @pytest.fixture
