@@ -40,8 +40,13 @@ class Shard {
       latest_large_ = block;
       return block;
     }
-    BlockLink* const kept = kept_of(size);
-    if (kept == nullptr) return nullptr;
+    const std::size_t units = size / kBlockAlignment;
+    BlockLink* kept = &kept_[units - 1];  // empty where nobody asked for the size
+    if (units > kOwnPlaces) {
+      const std::size_t place = shared_place(units);
+      if (units_in_[place] != units) return nullptr;
+      kept = &kept_[kOwnPlaces + place];
+    }
     Block* const block = *kept;
     if (block == nullptr) return nullptr;
     *kept = block->bin_next;

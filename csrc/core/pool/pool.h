@@ -476,6 +476,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t piece_size(const Request& request, std::size_t total, std::size_t remaining) const
       VMM_REQUIRES(mutex_);
+  // It holds what stays: little was given back of what it handed out.
+  [[nodiscard]] bool is_being_loaded() const VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t growth_ahead(const Request& request, std::size_t size, std::size_t bare_behind) const
+      VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t remaining) const;
 
   // idle.cpp: idle chunks, and letting go of them
