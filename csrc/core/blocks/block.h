@@ -78,6 +78,24 @@ struct Block {
     size_low_ = static_cast<std::uint32_t>(units);
     size_high_ = static_cast<std::uint8_t>(units >> 32U) & kHighest;
   }
+  // The same of a block below 2 TiB, in units of kBlockAlignment: a small one.
+  [[nodiscard]] std::uint32_t units() const { return size_low_; }
+  void set_units(std::uint32_t units) { size_low_ = units; }
+  // As it was made, but for its offset.
+  void reset(std::size_t at) {
+    offset = at;
+    requested = 0;
+    prev = nullptr;
+    next = nullptr;
+    recorded = 0;
+    bin_next = nullptr;
+    size_low_ = 0;
+    size_high_ = 0;
+    small = false;
+    oversize = false;
+    state = BlockState::free;
+    tag = kNeutral;
+  }
   [[nodiscard]] std::size_t end() const { return offset + size(); }
   [[nodiscard]] ByteRange range() const { return {offset, size()}; }
   // Whether somebody asked for it, and it counts as active to torch.
