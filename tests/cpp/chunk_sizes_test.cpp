@@ -95,6 +95,17 @@ TEST(ChunkSizes, WhatLastsIsWhereLessThanA64thOfWhatWasHandedOutCameBack) {
   }
 }
 
+TEST(ChunkSizes, SlabsThatComeAndGoDoNotLast) {
+  Lab lab(LabSpec{64 * kGiB});
+  const auto pool = lab.pool(large_spec());
+  lab.allocate(*pool, 128 * kMiB);
+  std::vector<Address> small(64);
+  for (Address& block : small) block = lab.allocate(*pool, kMiB);
+  for (const Address block : small) lab.free(block);
+  lab.memory().empty_cache();
+  EXPECT_EQ(created_for(lab, *pool, 24 * kMiB), Sizes(3, 8 * kMiB));
+}
+
 TEST(ChunkSizes, APoolThatHoldsNothingBeginsAnew) {
   Lab lab(LabSpec{64 * kGiB});
   const auto pool = lab.pool(large_spec());

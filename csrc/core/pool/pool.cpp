@@ -501,6 +501,7 @@ void Pool::free_block(Block* block, Epoch epoch) {
 }
 
 void Pool::free_slab(const Slabs::Emptied& emptied) {
+  freed_ += emptied.slab->size();
   hand_over(*emptied.slab, SizeClass::small_pool, SizeClass::large_pool);
   large_.free(emptied.slab, emptied.slab->tag, emptied.epoch);
 }

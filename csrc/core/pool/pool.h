@@ -591,7 +591,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::size_t handed_out_ VMM_GUARDED_BY(mutex_) = 0;  // bytes of large blocks, slabs and pages so far
   // Since nothing was mapped: what had been handed out by then, and what was given back.
   std::size_t handed_out_when_empty_ VMM_GUARDED_BY(mutex_) = 0;
-  std::size_t freed_ VMM_GUARDED_BY(mutex_) = 0;  // bytes of large blocks and pages
+  std::size_t freed_ VMM_GUARDED_BY(mutex_) = 0;  // bytes of large blocks, slabs and pages
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
   std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;     // times_locked() when inactive_split was worked out
