@@ -110,6 +110,7 @@ SOURCES = [
     "csrc/core/pool/numbers.cpp",
     "csrc/core/pool/pages.cpp",
     "csrc/core/pool/pool.cpp",
+    "csrc/core/pool/seals.cpp",
     "csrc/core/pool/sharing.cpp",
     "csrc/core/pool/snapshot.cpp",
     "csrc/core/pool/stream_table.cpp",

@@ -33,6 +33,7 @@ from torch_vmm.sizes import (
     to_tensor_range,
 )
 from torch_vmm.stats import MemoryStats, memory_summary
+from torch_vmm.tags import Tag
 from torch_vmm.workspaces import end_with_workspaces_freed
 
 if TYPE_CHECKING:
@@ -215,9 +216,11 @@ class VirtualMemoryPool(Guarded, guarded=True):
         its own) is sealed with them. It ends with :meth:`unseal`, or with the tensor.
 
         Args:
-            tensors: one or several of this pool, each on chunks that hold nothing
-                else: made by :func:`torch_vmm.aligned`, :func:`torch_vmm.elastic` or
-                :func:`torch_vmm.sparse`, where all of it is committed.
+            tensors: one or several of this pool, on chunks that hold nothing else:
+                all that was made under a :meth:`tag` and lives, or those of one
+                :func:`torch_vmm.aligned`, :func:`torch_vmm.elastic` or
+                :func:`torch_vmm.sparse`, where all of it is committed. What is made
+                under the tag afterwards stands on further chunks.
         Raises:
             InvalidArgumentError: another pool's, or one that shares its chunks. None is sealed then.
         """
@@ -309,6 +312,35 @@ class VirtualMemoryPool(Guarded, guarded=True):
         """Bytes of other pools' memory that aliases made in this pool show; their owners pay for it."""
         return _C.shared_bytes(self._handle)
 
+    # -- Tags ----------------------------------------------------------------------------------------------------------
+
+    def tag(self, name: str) -> Tag:
+        """``with pool.tag("weights"):`` names what is made inside, and opens the pool.
+
+        What is made under a tag stands on chunks of its own: no other tag's memory,
+        nor any without a tag, shares one with it. So :meth:`seal` can seal all of it.
+        Where tags nest the inner one wins, and a ``with pool:`` inside is without a
+        tag. It goes wherever the pool goes: ``backward()``, ``carry``, decorators.
+
+        The first time it takes addresses of its own, and each tag holds at least one
+        chunk of 2 MiB once something was made under it: use a few, not one a tensor.
+        A tag lasts as long as the pool.
+
+        Args:
+            name: any text that is not empty.
+        Returns:
+            A context manager and decorator; it can be kept and entered again.
+        Raises:
+            InvalidArgumentError: no name; on entering: the pool is closed.
+            NotEnabledError: on entering: torch_vmm is not the allocator of the device.
+        """
+        return Tag(self, name)
+
+    @property
+    def tags(self) -> dict[str, int]:
+        """Bytes allocated under each tag that was ever opened in the pool, by name; the rest has none."""
+        return dict(sorted(self._handle.tags.items()))
+
     # -- Numbers -------------------------------------------------------------------------------------------------------
 
     def stats(self) -> MemoryStats:
@@ -367,7 +399,10 @@ class VirtualMemoryPool(Guarded, guarded=True):
         return memory_summary(self._handle.statistics(walk=True), title, abbreviated)
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
-        """The pool's segments by address, in the shape of ``torch.cuda.memory_snapshot()``. Walks the pool."""
+        """The pool's segments by address, in the shape of ``torch.cuda.memory_snapshot()``. Walks the pool.
+
+        Those under a :meth:`tag` have a key more, ``"tag"``.
+        """
         return self._handle.snapshot()
 
     def memory_history(self) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ std::size_t Pool::piece_size(const Request& request, std::size_t total, std::siz
   if (uniform_) return page_;
   if (no_split_ || is_whole(request)) return remaining;
   // A graph's memory never moves, so small pieces are no use to it.
-  if (is_part()) return std::min(remaining, std::max(kLargestPiece, page_));
+  if (is_part() && !is_tag_space()) return std::min(remaining, std::max(kLargestPiece, page_));
   const bool lasts = peak_live_ >= kSmallPool && freed_ <= (handed_out_ - handed_out_when_empty_) / kLastingShare;
   const Pieces& pieces_of = group_.sharers() > 1 ? kBesideOthers : kAlone;
   const std::size_t least = std::min(pieces_of.least, peak_live_ / kPiecesPerSmallPool);
