@@ -571,6 +571,26 @@ class NativeMemoryPool:
 # -- Tensors whose pages come and go -----------------------------------------------------------------------------------
 
 @final
+class PlacedMemory:
+    """One range of addresses over memory of several devices, which all of them reach. It ends with its last tensor."""
+
+    def __init__(self, shares: Sequence[tuple[Pool, int, int]]) -> None:
+        """``shares``: pool, bytes and the stream that uses it first, in order; all but the last are whole pages.
+
+        Raises:
+            InvalidArgumentError: a closed pool, no whole pages, devices of several kinds.
+            OutOfMemoryError: of the pool that has no room, and nothing is made.
+            DriverError: a device cannot reach another's memory.
+        """
+
+    @property
+    def base_address(self) -> int: ...
+    @property
+    def size(self) -> int:
+        """Bytes, whole pages."""
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, kind: _Kind, ordinal: int) -> torch.Tensor:
+        """A contiguous tensor from the first byte on, of a device that has a share."""
+
 class TensorRange:
     """The memory of one tensor: addresses of its own in ``pool``, backed page by page. It ends with its last tensor."""
 
