@@ -79,10 +79,15 @@ std::size_t DeviceMemory::default_capacity() const {
   return chosen != 0 ? chosen : kCapacityFactor * capabilities_.total_memory;
 }
 
-std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
-  if (spec.page_size > capabilities_.total_memory && is_power_of_two(spec.page_size)) {
-    throw InvalidPageSizeError(spec.page_size, capabilities_.granularity, capabilities_.total_memory);
+// One that no device holds could never be backed.
+void DeviceMemory::require_page_size(std::size_t page_size) const {
+  if (page_size > capabilities_.total_memory && is_power_of_two(page_size)) {
+    throw InvalidPageSizeError(page_size, capabilities_.granularity, capabilities_.total_memory);
   }
+}
+
+std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
+  require_page_size(spec.page_size);
   Budget& payer = group == nullptr ? budget_ : *group;
   if (spec.capacity != 0) return register_pool(spec, payer);
   PoolSpec complete = spec;
@@ -149,6 +154,7 @@ std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& mod
 std::shared_ptr<Pool> DeviceMemory::create_range(const std::shared_ptr<Pool>& model, const std::string& name,
                                                  std::size_t capacity, std::size_t page_size) {
   model->require_open();
+  require_page_size(page_size);
   PoolSpec spec = part_spec(model, name);
   spec.capacity = capacity;
   spec.page_size = page_size;

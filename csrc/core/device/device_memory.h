@@ -212,6 +212,7 @@ class DeviceMemory {
  private:
   std::shared_ptr<Pool> register_pool(const PoolSpec& spec, Budget& group)
       VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
+  void require_page_size(std::size_t page_size) const;
   static PoolSpec part_spec(const std::shared_ptr<Pool>& model, const std::string& name);
   std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
   using Attempt = FunctionRef<Address(Grant*, Shortage*)>;
