@@ -19,7 +19,7 @@ import torch
 from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Stays
-from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
+from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.sizes import (
     Shape,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)
 
 
-class VirtualMemoryPool(Guarded, guarded=True):
+class VirtualMemoryPool(OnDevice, Guarded, guarded=True):
     """An elastic pool: a range of addresses whose pages get memory, and give it back.
 
     ``with pool:`` makes tensors in it, as :func:`torch_vmm.use_model` does: again
@@ -74,7 +74,6 @@ class VirtualMemoryPool(Guarded, guarded=True):
         "send tensors (torch.multiprocessing), and make its pools there"
     )
     _handle: _C.Pool
-    _device: DeviceKey
     _model_id: str | None
     _shared: SharedMemoryPool | None
     _stays: Stays
@@ -250,11 +249,6 @@ class VirtualMemoryPool(Guarded, guarded=True):
     def page_size(self) -> int:
         """Bytes: the grain in which memory is given back."""
         return self._handle.page_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where its memory is."""
-        return self._device.torch_device
 
     @property
     def model_id(self) -> str | None:
