@@ -203,6 +203,21 @@ class Pool:
     @property
     def name(self) -> str: ...
     @property
+    def tag(self) -> str:
+        """Of a tag's space; empty: it is none."""
+    @property
+    def model(self) -> Pool:
+        """The pool that a tag's space is of, or itself."""
+    def tagged(self, tag: str) -> Pool:
+        """The space for what is made under ``tag``, made when first asked for; of a model, not of a space.
+
+        Raises:
+            InvalidArgumentError: closed, or an empty tag. OutOfMemoryError: no addresses.
+        """
+    @property
+    def tags(self) -> dict[str, int]:
+        """Bytes allocated under each tag that there ever was."""
+    @property
     def kind(self) -> _Kind: ...
     @property
     def ordinal(self) -> int: ...
@@ -556,6 +571,26 @@ class NativeMemoryPool:
 # -- Tensors whose pages come and go -----------------------------------------------------------------------------------
 
 @final
+class PlacedMemory:
+    """One range of addresses over memory of several devices, which all of them reach. It ends with its last tensor."""
+
+    def __init__(self, shares: Sequence[tuple[Pool, int, int]]) -> None:
+        """``shares``: pool, bytes and the stream that uses it first, in order; all but the last are whole pages.
+
+        Raises:
+            InvalidArgumentError: a closed pool, no whole pages, devices of several kinds.
+            OutOfMemoryError: of the pool that has no room, and nothing is made.
+            DriverError: a device cannot reach another's memory.
+        """
+
+    @property
+    def base_address(self) -> int: ...
+    @property
+    def size(self) -> int:
+        """Bytes, whole pages."""
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, kind: _Kind, ordinal: int) -> torch.Tensor:
+        """A contiguous tensor from the first byte on, of a device that has a share."""
+
 class TensorRange:
     """The memory of one tensor: addresses of its own in ``pool``, backed page by page. It ends with its last tensor."""
 
@@ -679,7 +714,7 @@ def enter(pool: Pool) -> ModelContext:
     """
 
 def open_models() -> list[Pool]:
-    """The pools that are open here, the innermost of each device, innermost first."""
+    """The pools, or tags' spaces, that are open here, the innermost of each device, innermost first."""
 
 def enter_carried(pools: Sequence[Pool]) -> ModelContext:
     """The same as :func:`enter` with exactly these open, one a device, whatever is open on this thread."""
@@ -703,6 +738,9 @@ def leave(context: ModelContext) -> None:
 
 def current_pool(kind: _Kind, ordinal: int = 0) -> Pool:
     """The pool that an allocation on this device, here and now, would come from."""
+
+def current_space(kind: _Kind, ordinal: int = 0) -> Pool:
+    """The same; where a tag is open, its space."""
 
 def pool_at(address: int) -> Pool | None:
     """The pool whose addresses hold ``address``, of whatever device."""

@@ -41,6 +41,7 @@ from torch_vmm.errors import (
 )
 from torch_vmm.kv_cache import ElasticKVCache
 from torch_vmm.low_level import VirtualMemoryManager
+from torch_vmm.placed import seen_from
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.refusals import Holder, Refusal, last_out_of_memory
 from torch_vmm.routing import (
@@ -108,6 +109,7 @@ __all__ = [
     "library_path",
     "pool_of",
     "sealed",
+    "seen_from",
     "sparse",
     "strict",
     "use_model",

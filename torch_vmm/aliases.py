@@ -9,27 +9,51 @@ from typing import SupportsIndex
 
 import torch
 
-from torch_vmm import _C, routing
+from torch_vmm import _C, placed, routing
 from torch_vmm.devices import Device, DeviceKey
 from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.placed import Placement
 from torch_vmm.ranges import Backing, require_dtype, require_size
 from torch_vmm.sizes import Shape, show, to_flag, to_index, to_shape
 
 
-def aligned(shape: Shape, dtype: torch.dtype = torch.float32, device: Device = "cuda") -> torch.Tensor:
+def aligned(
+    shape: Shape,
+    dtype: torch.dtype = torch.float32,
+    device: Device = None,
+    placement: Placement | None = None,
+) -> torch.Tensor:
     """A tensor that begins with a chunk of memory and shares none of its chunks with anything.
 
     What :func:`alias`, :func:`concat_views` and :meth:`VirtualMemoryPool.seal` ask
     for. It takes whole pages of 2 MiB of the pool that is open, and begins as zero.
 
+    With ``placement=[("cuda:0", n), ("cuda:1", m)]`` the first ``n`` rows lie in the
+    memory of the one GPU and the next ``m`` in the other's, in one range of addresses
+    that both reach. Each GPU's share counts in the pool that is open on it. The tensor
+    is the first device's; :func:`seen_from` shows it to the others. It is made for the
+    devices' current streams, and its memory goes behind all that is queued on any of
+    them. Its addresses are no pool's: ``pool_of`` tells nothing of them, and it cannot
+    be aliased or sealed.
+
+    Args:
+        shape: of the tensor.
+        device: ``None`` is the current GPU; not with a placement.
+        placement: devices of one kind, and how many rows of the first dimension each
+            holds. Where one ends and the next begins has to be the end of a page: the
+            error names the next counts that are.
     Raises:
-        InvalidArgumentError: a shape, dtype or device that can't be.
-        OutOfMemoryError: a limit, the device, or its addresses do not hold it.
-        NotAvailableError: no driver, or no such device.
+        InvalidArgumentError: a shape, dtype, device or placement that can't be.
+        OutOfMemoryError: a limit, a device, or its addresses do not hold it; nothing is made then.
+        NotAvailableError: no driver, no such device, or GPUs that cannot reach each other's memory.
     """
     sizes = to_shape(shape)
     require_dtype(dtype)
     require_size(sizes, dtype, "shape")
+    if placement is not None:
+        if device is not None:
+            raise InvalidArgumentError(f"device={show(device)} and a placement: give one of them")
+        return placed.make(sizes, dtype, placement)
     size = math.prod(sizes) * dtype.itemsize
     backing = Backing("aligned tensor", size, device)
     tensor = backing.tensor(sizes, dtype)

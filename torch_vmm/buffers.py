@@ -13,7 +13,16 @@ import torch
 
 from torch_vmm import _C
 from torch_vmm._guarded import Guarded
-from torch_vmm.devices import Device, DeviceKey, Stream, to_device, to_stream, to_torch_stream
+from torch_vmm.devices import (
+    Device,
+    DeviceKey,
+    OnDevice,
+    OnNumberedDevice,
+    Stream,
+    to_device,
+    to_stream,
+    to_torch_stream,
+)
 from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.sizes import Size, show, to_bytes, to_flag, to_index, to_optional_bytes
 from torch_vmm.stats import NativePoolStats, PoolStats
@@ -21,7 +30,7 @@ from torch_vmm.stats import NativePoolStats, PoolStats
 _MOST_BYTES = 2**63 - 1
 
 
-class MemoryPool(Guarded, guarded=True):
+class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
     """A pool of typed buffers, allocated and freed in the order of a stream.
 
     A freed buffer's memory is used again at once by work on its own stream, for
@@ -44,7 +53,6 @@ class MemoryPool(Guarded, guarded=True):
     _instead_of_a_copy = (
         "it is memory of this process. Keep another reference to it, or make another one; another process makes its own"
     )
-    _device: DeviceKey
     _handle: _C.MemoryPool
 
     def __init__(self, device: Device = "cuda") -> None:
@@ -123,16 +131,6 @@ class MemoryPool(Guarded, guarded=True):
         return self._handle.key
 
     @property
-    def device(self) -> torch.device:
-        """Where the memory is."""
-        return self._device.torch_device
-
-    @property
-    def device_ordinal(self) -> int:
-        """The device's index among the visible ones of its kind."""
-        return self._device.ordinal
-
-    @property
     def is_closed(self) -> bool:
         """Closed: it makes no more buffers; those that there are live on."""
         return self._handle.is_closed
@@ -168,7 +166,7 @@ class MemoryPool(Guarded, guarded=True):
         return f"MemoryPool({self._device}: {text})"
 
 
-class PooledBuffer(Guarded, guarded=True):
+class PooledBuffer(OnDevice, Guarded, guarded=True):
     """Elements of one dtype in a :class:`MemoryPool`, which :meth:`MemoryPool.alloc` makes.
 
     Its memory goes back when it is freed, at the end of a ``with``, or when it is
@@ -187,7 +185,6 @@ class PooledBuffer(Guarded, guarded=True):
 
     _instead_of_a_copy = "it is memory of one MemoryPool. Keep another reference to it, or copy its tensor()"
     _handle: _C.Buffer
-    _device: DeviceKey
     _count: int
     _dtype: torch.dtype
     _pointer: int
@@ -231,11 +228,6 @@ class PooledBuffer(Guarded, guarded=True):
     def dtype(self) -> torch.dtype:
         """Of each element."""
         return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the memory is."""
-        return self._device.torch_device
 
     @property
     def stream(self) -> torch.cuda.Stream | int:
@@ -343,7 +335,7 @@ class PooledBuffer(Guarded, guarded=True):
         return f"PooledBuffer({self._count} of {self._dtype} on {self._device}{state})"
 
 
-class NativeMemoryPool(Guarded, guarded=True):
+class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
     """A stream-ordered pool of the CUDA driver's own: addresses, allocated and freed in the order of streams.
 
     The memory is the driver's: no limit of torch_vmm counts it, and no statistics
@@ -363,7 +355,6 @@ class NativeMemoryPool(Guarded, guarded=True):
     _instead_of_a_copy = (
         "it is memory of this process. Keep another reference to it, or make another one; another process makes its own"
     )
-    _device: DeviceKey
     _handle: _C.NativeMemoryPool
 
     def __init__(self, device: Device = "cuda", max_size_bytes: Size = 0) -> None:
@@ -442,16 +433,6 @@ class NativeMemoryPool(Guarded, guarded=True):
     def max_size_bytes(self) -> int:
         """Bytes that are allocated from it at most; 0: no maximum."""
         return self._handle.max_bytes
-
-    @property
-    def device(self) -> torch.device:
-        """Where the memory is."""
-        return self._device.torch_device
-
-    @property
-    def device_ordinal(self) -> int:
-        """The device's index among the visible ones."""
-        return self._device.ordinal
 
     @property
     def is_destroyed(self) -> bool:

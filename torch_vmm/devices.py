@@ -42,6 +42,26 @@ class DeviceKey(NamedTuple):
         return str(self.torch_device)
 
 
+class OnDevice:
+    """What is on one device."""
+
+    _device: DeviceKey
+
+    @property
+    def device(self) -> torch.device:
+        """Where its memory is."""
+        return self._device.torch_device
+
+
+class OnNumberedDevice(OnDevice):
+    """The same, which tells the device's number too."""
+
+    @property
+    def device_ordinal(self) -> int:
+        """The device's index among the visible ones of its kind."""
+        return self._device.ordinal
+
+
 def to_device(device: Device) -> DeviceKey:
     """The kind and ordinal of a device.
 

@@ -15,6 +15,8 @@ from torch_vmm.errors import InvalidArgumentError, NotCopyableError
 from torch_vmm.ranges import outside_inference
 from torch_vmm.sizes import show, to_index
 
+_MOST_LAYERS = 1 << 12  # far above any model's; all up to a layer_idx are made
+
 
 class _Layer:
     """One layer's keys and values: elastic tensors with the sequence first, shown as [batch, heads, sequence, size]."""
@@ -230,8 +232,8 @@ class ElasticKVCache:
         most, count = to_index(max_length), to_index(layers)
         if most is None or most <= 0:
             raise InvalidArgumentError(f"max_length={show(max_length)}: give a whole number of positions above 0")
-        if count is None or count < 0:
-            raise InvalidArgumentError(f"layers={show(layers)}: give a whole number from 0")
+        if count is None or not 0 <= count <= _MOST_LAYERS:
+            raise InvalidArgumentError(f"layers={show(layers)}: give a whole number from 0 to {_MOST_LAYERS}")
         self._max_length = most
         self._begin()
         self.layers.extend(self._make_layer() for _ in range(count))
@@ -257,8 +259,8 @@ class ElasticKVCache:
             OutOfMemoryError: the pool has no such memory. The cache is as it was.
         """
         index = to_index(layer_idx)
-        if index is None or index < 0:
-            raise InvalidArgumentError(f"layer_idx={show(layer_idx)}: give a whole number from 0")
+        if index is None or not 0 <= index < _MOST_LAYERS:
+            raise InvalidArgumentError(f"layer_idx={show(layer_idx)}: give a whole number from 0 to {_MOST_LAYERS - 1}")
         missing = [self._make_layer() for _ in range(len(self.layers), index + 1)]
         layer = missing[-1] if missing else self.layers[index]
         updated: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states)

@@ -15,7 +15,7 @@ import torch
 from torch_vmm import _C
 from torch_vmm._C import AccessFlags, MappingRecord, PhysicalAllocation, VirtualAddressRange
 from torch_vmm._guarded import Guarded, refuse_copies
-from torch_vmm.devices import Device, DeviceKey, to_device
+from torch_vmm.devices import Device, OnDevice, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.sizes import Shape, Size, show, to_bytes, to_flag, to_optional_bytes, to_range, to_tensor_range
 
@@ -27,7 +27,7 @@ for _record in (VirtualAddressRange, PhysicalAllocation, MappingRecord):
     )
 
 
-class VirtualMemoryManager(Guarded, guarded=True):
+class VirtualMemoryManager(OnDevice, Guarded, guarded=True):
     """Reserves addresses, creates physical memory, and maps the one to the other.
 
     Everything that it gives out belongs to it: another manager refuses it. It
@@ -44,7 +44,6 @@ class VirtualMemoryManager(Guarded, guarded=True):
     _instead_of_a_copy = (
         "it is memory of this process. Keep another reference to it, or make another one; another process makes its own"
     )
-    _device: DeviceKey
     _handle: _C.VirtualMemoryManager
 
     def __init__(self, device: Device = "cuda") -> None:
@@ -55,11 +54,6 @@ class VirtualMemoryManager(Guarded, guarded=True):
     def granularity(self) -> int:
         """Bytes; every size and offset is a multiple of it."""
         return self._handle.granularity
-
-    @property
-    def device(self) -> torch.device:
-        """Whose memory it is."""
-        return self._device.torch_device
 
     @property
     def host_memory_usage(self) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Stays
-from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
+from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.sizes import (
     Shape,
@@ -33,6 +33,7 @@ from torch_vmm.sizes import (
     to_tensor_range,
 )
 from torch_vmm.stats import MemoryStats, memory_summary
+from torch_vmm.tags import Tag
 from torch_vmm.workspaces import end_with_workspaces_freed
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)
 
 
-class VirtualMemoryPool(Guarded, guarded=True):
+class VirtualMemoryPool(OnDevice, Guarded, guarded=True):
     """An elastic pool: a range of addresses whose pages get memory, and give it back.
 
     ``with pool:`` makes tensors in it, as :func:`torch_vmm.use_model` does: again
@@ -73,7 +74,6 @@ class VirtualMemoryPool(Guarded, guarded=True):
         "send tensors (torch.multiprocessing), and make its pools there"
     )
     _handle: _C.Pool
-    _device: DeviceKey
     _model_id: str | None
     _shared: SharedMemoryPool | None
     _stays: Stays
@@ -215,9 +215,11 @@ class VirtualMemoryPool(Guarded, guarded=True):
         its own) is sealed with them. It ends with :meth:`unseal`, or with the tensor.
 
         Args:
-            tensors: one or several of this pool, each on chunks that hold nothing
-                else: made by :func:`torch_vmm.aligned`, :func:`torch_vmm.elastic` or
-                :func:`torch_vmm.sparse`, where all of it is committed.
+            tensors: one or several of this pool, on chunks that hold nothing else:
+                all that was made under a :meth:`tag` and lives, or those of one
+                :func:`torch_vmm.aligned`, :func:`torch_vmm.elastic` or
+                :func:`torch_vmm.sparse`, where all of it is committed. What is made
+                under the tag afterwards stands on further chunks.
         Raises:
             InvalidArgumentError: another pool's, or one that shares its chunks. None is sealed then.
         """
@@ -247,11 +249,6 @@ class VirtualMemoryPool(Guarded, guarded=True):
     def page_size(self) -> int:
         """Bytes: the grain in which memory is given back."""
         return self._handle.page_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where its memory is."""
-        return self._device.torch_device
 
     @property
     def model_id(self) -> str | None:
@@ -308,6 +305,35 @@ class VirtualMemoryPool(Guarded, guarded=True):
     def shared_bytes(self) -> int:
         """Bytes of other pools' memory that aliases made in this pool show; their owners pay for it."""
         return _C.shared_bytes(self._handle)
+
+    # -- Tags ----------------------------------------------------------------------------------------------------------
+
+    def tag(self, name: str) -> Tag:
+        """``with pool.tag("weights"):`` names what is made inside, and opens the pool.
+
+        What is made under a tag stands on chunks of its own: no other tag's memory,
+        nor any without a tag, shares one with it. So :meth:`seal` can seal all of it.
+        Where tags nest the inner one wins, and a ``with pool:`` inside is without a
+        tag. It goes wherever the pool goes: ``backward()``, ``carry``, decorators.
+
+        The first time it takes addresses of its own, and each tag holds at least one
+        chunk of 2 MiB once something was made under it: use a few, not one a tensor.
+        A tag lasts as long as the pool.
+
+        Args:
+            name: any text that is not empty.
+        Returns:
+            A context manager and decorator; it can be kept and entered again.
+        Raises:
+            InvalidArgumentError: no name; on entering: the pool is closed.
+            NotEnabledError: on entering: torch_vmm is not the allocator of the device.
+        """
+        return Tag(self, name)
+
+    @property
+    def tags(self) -> dict[str, int]:
+        """Bytes allocated under each tag that was ever opened in the pool, by name; the rest has none."""
+        return dict(sorted(self._handle.tags.items()))
 
     # -- Numbers -------------------------------------------------------------------------------------------------------
 
@@ -367,7 +393,10 @@ class VirtualMemoryPool(Guarded, guarded=True):
         return memory_summary(self._handle.statistics(walk=True), title, abbreviated)
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
-        """The pool's segments by address, in the shape of ``torch.cuda.memory_snapshot()``. Walks the pool."""
+        """The pool's segments by address, in the shape of ``torch.cuda.memory_snapshot()``. Walks the pool.
+
+        Those under a :meth:`tag` have a key more, ``"tag"``.
+        """
         return self._handle.snapshot()
 
     def memory_history(self) -> list[dict[str, Any]]:

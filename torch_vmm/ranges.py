@@ -37,7 +37,8 @@ class Backing:
         self.pool: VirtualMemoryPool = current_pool(self.device.torch_device)
         self.held = 0
         """Bytes from the first address on that have memory, where they have it without a gap."""
-        self.handle = _C.TensorRange(self.pool._handle, what, max(size, 1), page_size, zeros)
+        space = _C.current_space(*self.device)  # of the tag that is open, if one is
+        self.handle = _C.TensorRange(space, what, max(size, 1), page_size, zeros)
 
     def commit(self, spans: list[tuple[int, int]]) -> None:
         """Backs the pages under these (offset, size), usable on the current stream."""

@@ -129,9 +129,10 @@ def carry(function: Function) -> Function:
     """``function``, run in the model that is open here and now, whatever thread or task calls it.
 
     A thread starts outside every model, and so do the workers of an executor and
-    ``asyncio.to_thread``: give them ``torch_vmm.carry(function)``. What is open
-    where it is called is closed while it runs. Where no model is open now, it
-    runs outside every model. It keeps the pools.
+    ``asyncio.to_thread``: give them ``torch_vmm.carry(function)``. A tag that is
+    open (:meth:`VirtualMemoryPool.tag`) goes along. What is open where it is
+    called is closed while it runs. Where no model is open now, it runs outside
+    every model. It keeps the pools.
 
     Args:
         function: anything that can be called; a generator or coroutine function
@@ -140,8 +141,14 @@ def carry(function: Function) -> Function:
         InvalidArgumentError: nothing that can be called; in the call: a pool
             that has been closed since.
     """
-    pools = [shared_pools.wrap(handle) for handle in _C.open_models()]
-    return _decorate.inside(lambda: Carried([pool._handle for pool in pools]), function, classes=True)
+    spaces = _C.open_models()
+    pools = [shared_pools.wrap(space.model) for space in spaces]
+
+    def opened() -> Carried:
+        # A tag's space of now: what it had may have been sealed since.
+        return Carried([p._handle.tagged(s.tag) if s.tag else p._handle for p, s in zip(pools, spaces, strict=True)])
+
+    return _decorate.inside(opened, function, classes=True)
 
 
 def current_pool(device: Device = "cuda") -> VirtualMemoryPool:

@@ -8,11 +8,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 
-import torch
-
 from torch_vmm import _C, pools
 from torch_vmm._guarded import Guarded
-from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
+from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, VmmError
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.sizes import (
@@ -29,7 +27,7 @@ from torch_vmm.stats import GlobalMemoryStats, MemoryStats
 from torch_vmm.workspaces import end_with_workspaces_freed
 
 
-class SharedMemoryPool(Guarded, guarded=True):
+class SharedMemoryPool(OnDevice, Guarded, guarded=True):
     """Models that share one physical limit: what one leaves idle, another can have.
 
     Memory that goes from one model to another is zeroed first. ``with`` closes
@@ -49,7 +47,6 @@ class SharedMemoryPool(Guarded, guarded=True):
         "it is memory of this process. Keep another reference to it, or make another one; to another process send "
         "tensors (torch.multiprocessing), and make its pools there"
     )
-    _device: DeviceKey
     _handle: _C.SharedMemoryPool
     _models: ModelsView
 
@@ -199,11 +196,6 @@ class SharedMemoryPool(Guarded, guarded=True):
     @priority.setter
     def priority(self, priority: int) -> None:
         raise AttributeError("priority is each model's: give it to register_model(..., priority=...)")
-
-    @property
-    def device(self) -> torch.device:
-        """Where the memory is."""
-        return self._device.torch_device
 
     @property
     def is_closed(self) -> bool:

@@ -54,11 +54,12 @@ class SparseTensor(RangeTensor):
                 whole pages; ``()`` is all. What has memory keeps it, and its content.
         Raises:
             InvalidArgumentError: no such index, or a step that is not 1; the pool has been closed; or the tensor
-                shows other memory than it was made with (``.data``, ``set_()``, ``module.half()``).
+                shows other memory than it was made with (``.data``, ``set_()``, ``module.half()``), or its
+                rows do not follow each other any more (``t_()``, ``transpose_()``).
             OutOfMemoryError: a limit or the device has no such amount left. The
                 tensor is as it was.
         """
-        self._own("commit()").commit(self._spans(index, "commit"))
+        self._own_rows("commit()").commit(self._spans(index, "commit"))
 
     def decommit(self, index: Index) -> int:
         """Gives the memory of the pages under ``self[index]`` back; returns their bytes.
@@ -70,7 +71,7 @@ class SparseTensor(RangeTensor):
             InvalidArgumentError: as :meth:`commit`; or some of them are sealed.
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
         """
-        return self._own("decommit()").handle.decommit(self._spans(index, "decommit"))
+        return self._own_rows("decommit()").handle.decommit(self._spans(index, "decommit"))
 
     def is_committed(self, index: Index) -> bool:
         """Have all pages under ``self[index]`` memory?
@@ -78,15 +79,18 @@ class SparseTensor(RangeTensor):
         Raises:
             InvalidArgumentError: as :meth:`commit`.
         """
-        return self._own("is_committed()").handle.is_committed(self._spans(index, "is_committed"))
+        return self._own_rows("is_committed()").handle.is_committed(self._spans(index, "is_committed"))
 
     def committed_spans(self) -> list[slice]:
         """The runs of rows (of the first dimension) all of whose memory is there, in order.
 
         ``for span in tensor.committed_spans(): tensor[span]``. A row that has a
         part of its memory only is in none.
+
+        Raises:
+            InvalidArgumentError: its rows do not follow each other any more, as :meth:`commit`.
         """
-        handle = self._own("committed_spans()").handle
+        handle = self._own_rows("committed_spans()").handle
         row = row_bytes(tuple(self.shape), self.dtype)
         spans = []
         for offset, size in handle.committed(0, handle.capacity):
@@ -101,6 +105,21 @@ class SparseTensor(RangeTensor):
         made: SparseTensor = super().detach()
         made._zeros = self._zeros
         return made
+
+    def _own_rows(self, doing: str) -> Backing:
+        """Its backing, for what finds pages by the shape: strides have to follow from that, as when it was made.
+
+        Raises:
+            InvalidArgumentError: they do not.
+        """
+        backing = self._own(doing)
+        if not self.is_contiguous():
+            raise InvalidArgumentError(
+                f"{doing}: the tensor has the shape {tuple(self.shape)} and the strides {self.stride()}, so its rows "
+                f"do not follow each other: t_(), transpose_(), as_strided_() or the like changed it in place; "
+                f"change it back, or take views of it (tensor.t()) instead"
+            )
+        return backing
 
     def _spans(self, index: Index, doing: str) -> list[tuple[int, int]]:
         """(offset, size) of ``self[index]`` in bytes, as few as whole pages tell apart."""
@@ -165,14 +184,14 @@ def sparse(
         device: where. On ``"cpu"`` it needs no :func:`torch_vmm.enable`.
         zeros: what is not committed reads as zero; else reading it faults. Zeros
             cost mappings, one for each 128 MiB and 0.3 s for 1 TiB (on the CPU, where a
-            process has 65530 as a rule, some 8 TiB in all), and the device some 150 MiB,
-            once, for all that read as zero on it.
+            process has 65530 as a rule and seven eighths are used at most, some 7 TiB in
+            all), and the device some 150 MiB, once, for all that read as zero on it.
         page_size: bytes, the grain in which memory comes and goes: a power of two
             and a multiple of the device's granularity, which ``None`` is (2 MiB).
     Raises:
         InvalidArgumentError: a shape, dtype or device that can't be.
         InvalidPageSizeError: a page size that can't be.
-        OutOfMemoryError: no such stretch of addresses is left.
+        OutOfMemoryError: no such stretch of addresses, or on the CPU no such number of mappings, is left.
         NotAvailableError: no driver, or no such device.
     """
     sizes = to_shape(shape)

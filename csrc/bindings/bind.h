@@ -34,6 +34,7 @@ void bind_install(py::module_& module);
 void bind_routing(py::module_& module);
 void bind_tensor_alias(py::module_& module);
 void bind_tensor_range(py::module_& module);
+void bind_placed_memory(py::module_& module);
 void bind_replay(py::module_& module);
 
 // "cuda", "cpu"; InvalidArgumentError for anything else.

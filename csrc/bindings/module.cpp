@@ -49,6 +49,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_install(module);
   bind_routing(module);
   bind_tensor_range(module);
+  bind_placed_memory(module);
   bind_tensor_alias(module);
   bind_replay(module);
 }

@@ -44,6 +44,7 @@ py::dict to_dict(const DeviceSegment& each) {
   result["segment_type"] = segment.size_class == SizeClass::large_pool ? "large" : "small";
   result["segment_pool_id"] = py::make_tuple(each.region.first, each.region.second);
   result["is_expandable"] = true;
+  if (!each.tag.empty()) result["tag"] = each.tag;
   result["frames"] = py::list();
   py::list blocks;
   Address address = segment.address;
@@ -73,7 +74,7 @@ std::vector<DeviceSegment> snapshot(const std::vector<std::shared_ptr<Pool>>& po
   std::vector<DeviceSegment> segments;
   for (const auto& pool : pools) {
     for (SegmentSnapshot& segment : pool->snapshot()) {
-      segments.push_back({std::move(segment), pool->device(), pool->region()});
+      segments.push_back({std::move(segment), pool->device(), pool->region(), pool->tag()});
     }
   }
   std::sort(segments.begin(), segments.end(),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "bindings/bind.h"
@@ -18,6 +19,7 @@ struct DeviceSegment {
   SegmentSnapshot segment;
   int ordinal = 0;
   RegionId region;  // of torch's private pool that it belongs to
+  std::string tag;  // under which it was made, if any
 };
 py::list to_list(const std::vector<DeviceSegment>& segments);
 // The segments of these pools, by address. Walks them.

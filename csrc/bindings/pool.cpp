@@ -132,6 +132,8 @@ void bind_pool(py::module_& module) {
   py::class_<Pool, PoolPtr> pool(module, "Pool");
   pool.def_property_readonly("key", [](const Pool& self) { return reinterpret_cast<std::uintptr_t>(&self); })
       .def_property_readonly("name", &Pool::name)
+      .def_property_readonly("tag", &Pool::tag)
+      .def_property_readonly("model", [](const PoolPtr& self) { return self->is_part() ? self->owner() : self; })
       .def_property_readonly("kind", [](const Pool& self) { return to_string(Runtime::room_of(self).kind); })
       .def_property_readonly("ordinal", &Pool::device)
       .def_property_readonly("capacity", &Pool::capacity)
@@ -144,6 +146,11 @@ void bind_pool(py::module_& module) {
   pool.def_property_readonly("physical_bytes", locked_number<&Pool::physical_bytes>())
       .def_property_readonly("live_bytes", locked_number<&Pool::live_bytes>())
       .def_property_readonly("live_blocks", locked_number<&Pool::live_blocks>());
+  pool.def(
+          "tagged", [](const PoolPtr& self, const std::string& tag) { return open_home_of(*self).tagged(self, tag); },
+          py::arg("tag"), WithoutGil())
+      .def_property_readonly(
+          "tags", py::cpp_function([](const Pool& self) { return home_of(self).tags_of(self); }, WithoutGil()));
   pool.def(
           "set_limit",
           [](Pool& self, std::optional<std::size_t> limit) {

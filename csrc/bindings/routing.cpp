@@ -66,8 +66,16 @@ void bind_routing(py::module_& module) {
       "leave", [](const Stay& stay) { leave_model(stay.context); }, py::arg("context"));
   module.def("open_models", &open_models);
   module.def("set_strict", &set_strict, py::arg("kind"), py::arg("ordinal"), py::arg("action"));
+  // The model, whatever tag of it is open; and what is open, which may be a tag's space.
   module.def(
       "current_pool",
+      [](const std::string& kind, int ordinal) -> std::shared_ptr<Pool> {
+        const std::shared_ptr<Pool>& pool = current_pool(to_room(kind, ordinal));
+        return pool->is_part() ? pool->owner() : pool;
+      },
+      py::arg("kind"), py::arg("ordinal") = 0, WithoutGil());
+  module.def(
+      "current_space",
       [](const std::string& kind, int ordinal) -> std::shared_ptr<Pool> {
         return current_pool(to_room(kind, ordinal));
       },

@@ -67,6 +67,17 @@ AddressBook::Mappings AddressBook::take_run(Address address, std::size_t size) {
   return run;
 }
 
+std::size_t AddressBook::gaps_beside(Address address, std::size_t size) const {
+  const auto& [begin, reserved] = *std::prev(reservations_.upper_bound(address));
+  const auto above = mappings_.lower_bound(address + size);
+  const bool ends_at_mapping = above != mappings_.end() && above->first == address + size;
+  const auto within = mappings_.lower_bound(address);
+  const bool begins_at_mapping =
+      within != mappings_.begin() && std::prev(within)->first + std::prev(within)->second.size == address;
+  return (address == begin || begins_at_mapping ? 0U : 1U) +
+         (address + size == begin + reserved || ends_at_mapping ? 0U : 1U);
+}
+
 void AddressBook::set_access(Mapping* mapping, Location who, Access access) {
   const std::uint64_t bit = location_bit(who);
   mapping->readers = access == Access::none ? mapping->readers & ~bit : mapping->readers | bit;

@@ -57,6 +57,10 @@ class AddressBook {
   [[nodiscard]] const Mappings& mappings() const { return mappings_; }
   [[nodiscard]] const std::map<Address, std::size_t>& reservations() const { return reservations_; }
 
+  // Free stretches of a reservation that begin or end where [address, address + size)
+  // ends or begins: 0, 1 or 2. REQUIRES: it lies in one reservation.
+  [[nodiscard]] std::size_t gaps_beside(Address address, std::size_t size) const;
+
   // The bit of a location in Mapping. REQUIRES: device < kMaxDevices.
   static constexpr int kMaxDevices = 63;
   static std::uint64_t location_bit(Location who) {

@@ -77,7 +77,10 @@ HostDriverOptions checked(HostDriverOptions options) {
 
 }  // namespace
 
-HostDriver::HostDriver(const HostDriverOptions& options) : options_(checked(options)), book_(options_.granularity) {
+HostDriver::HostDriver(const HostDriverOptions& options)
+    : options_(checked(options)),
+      most_pieces_(most_mappings(options_.files_root) / 8 * 7),
+      book_(options_.granularity) {
   {
     const MutexLock lock(mutex_);
     for (int device = 0; device < options_.device_count; ++device) {
@@ -134,12 +137,22 @@ Status HostDriver::memory_info(int device, MemoryInfo* out) const {
 
 // -- Address space.
 
+// An eighth is the rest of the process': its libraries, threads, and what it unmaps in
+// the middle of others. With none left nothing works any more, undoing neither.
+Status HostDriver::check_pieces(std::size_t more) const {
+  if (pieces_ + more <= most_pieces_) return {};
+  return {StatusCode::out_of_memory,
+          "mapping host memory: the process would have more mappings than seven eighths of vm.max_map_count (raise it "
+          "with sysctl, or map less, or in larger chunks)"};
+}
+
 Status HostDriver::reserve(std::size_t size, std::size_t alignment, Address* out) {
   if (!alive()) return gone("reserve");
   const MutexLock lock(mutex_);
   if (const char* const why = book_.check_reserve(size, alignment)) return refuse(why);
   // mmap() aligns to its page only: take `alignment` more and cut both ends.
   if (sum_overflows(size, alignment)) return {StatusCode::out_of_memory, "reserve"};
+  if (const Status enough = check_pieces(1); !enough.ok()) return enough;
   const std::size_t asked = size + alignment;
   void* const got = ::mmap(nullptr, asked, PROT_NONE, kReservedFlags, -1, 0);
   if (got == MAP_FAILED) return status_from_errno("mmap", errno);
@@ -148,6 +161,7 @@ Status HostDriver::reserve(std::size_t size, std::size_t alignment, Address* out
   if (aligned > begin) ::munmap(got, aligned - begin);
   if (begin + asked > aligned + size) ::munmap(pointer(aligned + size), begin + asked - aligned - size);
   book_.add_reservation(aligned, size);
+  ++pieces_;
   *out = aligned;
   return {};
 }
@@ -158,6 +172,7 @@ Status HostDriver::unreserve(Address address, std::size_t size) {
   if (const char* const why = book_.check_unreserve(address, size)) return refuse(why);
   if (::munmap(pointer(address), size) != 0) return status_from_errno("munmap", errno);
   book_.drop_reservation(address);
+  --pieces_;
   return {};
 }
 
@@ -230,6 +245,9 @@ Status HostDriver::map(Address address, std::size_t size, ChunkHandle handle) {
   if (found == chunks_.end() || found->second.released) return refuse("map of an unknown chunk");
   Chunk& chunk = found->second;
   if (chunk.size != size) return refuse("map of a part of a chunk");
+  // It takes the place of a free stretch, and leaves what is left of that beside it.
+  const std::size_t more = book_.gaps_beside(address, size);
+  if (const Status enough = check_pieces(more); !enough.ok()) return enough;
   if (::mmap(pointer(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, chunk.fd, static_cast<off_t>(chunk.offset)) ==
       MAP_FAILED) {
     const Status failed = status_from_errno("mmap", errno);
@@ -240,6 +258,7 @@ Status HostDriver::map(Address address, std::size_t size, ChunkHandle handle) {
   mapping.size = size;
   mapping.chunk = handle;
   book_.add_mapping(address, mapping);
+  pieces_ += more;
   ++chunk.mappings;
   return {};
 }
@@ -251,8 +270,11 @@ Status HostDriver::unmap(Address address, std::size_t size) {
     const MutexLock lock(mutex_);
     if (const char* const why = book_.check_run(address, size)) return refuse(why);
     if (const Status dropped = reserve_again(address, size); !dropped.ok()) return dropped;
+    // One free stretch, with those beside it, in the place of the mappings.
+    pieces_ = pieces_ + 1 - book_.gaps_beside(address, size);
     const auto end = book_.run_end(address, size);
     for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
+      --pieces_;
       const auto found = chunks_.find(mapping->second.chunk);
       if (--found->second.mappings > 0 || !found->second.released) continue;
       dead.push_back(found->second);

@@ -12,6 +12,8 @@
 // - Device memory is an amount that is counted, not a place. Host-located
 //   chunks count against what the process may use of the machine's memory. An
 //   imported chunk counts nowhere: it is its creator's memory.
+// - A process has a number of mappings, for all that it does (vm.max_map_count). Seven
+//   eighths are taken here at the most, and what would take more is out_of_memory.
 // - Each exportable or imported chunk holds one file descriptor, all others
 //   share one a device. Running out of descriptors is out_of_memory.
 //
@@ -120,6 +122,8 @@ class HostDriver final : public Driver, private ForkObserver {
   }
   Status check_device(int device, const char* call) const;
   Status check_fence(Fence fence, const char* call) const;
+  // Of the kernel's mappings, `more` beyond those that there are.
+  [[nodiscard]] Status check_pieces(std::size_t more) const VMM_REQUIRES(mutex_);
   // Gives the memory of chunks that nobody names or maps any more to the OS.
   // Emptying takes 0.1 s a GiB, so no lock is held meanwhile.
   void give_back(const std::vector<Chunk>& chunks) VMM_EXCLUDES(mutex_);
@@ -128,7 +132,11 @@ class HostDriver final : public Driver, private ForkObserver {
   std::atomic<bool> alive_{true};
 
   mutable Mutex mutex_;
+  const std::size_t most_pieces_;
   AddressBook book_ VMM_GUARDED_BY(mutex_);
+  // Mappings, and free stretches between and beside them: what the kernel has for them, at
+  // the most. It joins some.
+  std::size_t pieces_ VMM_GUARDED_BY(mutex_) = 0;
   Chunks chunks_ VMM_GUARDED_BY(mutex_);
   ChunkHandle next_chunk_ VMM_GUARDED_BY(mutex_) = 1;
   std::deque<Place> devices_ VMM_GUARDED_BY(mutex_);

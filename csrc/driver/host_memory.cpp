@@ -12,6 +12,7 @@ namespace vmm {
 namespace {
 
 constexpr const char* kGroupsOfThisProcess = "/proc/self/cgroup";
+constexpr const char* kMostMappings = "/proc/sys/vm/max_map_count";
 constexpr const char* kGroups = "/sys/fs/cgroup";
 constexpr const char* kGroupsOfVersion1 = "/sys/fs/cgroup/memory";
 
@@ -66,6 +67,8 @@ std::size_t control_group_limit(const std::string& root) {
   }
   return least;
 }
+
+std::size_t most_mappings(const std::string& root) { return limit_in(root + kMostMappings); }
 
 std::size_t usable_memory(const std::string& root) {
   const long pages = ::sysconf(_SC_PHYS_PAGES);

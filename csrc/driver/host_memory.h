@@ -14,6 +14,11 @@ namespace vmm {
 // asked of the kernel directly.
 std::size_t usable_memory(const std::string& root = "");
 
+// Stretches of addresses that a process may have mapped, each with rights and a file of
+// its own (vm.max_map_count); kUnlimited where the kernel does not say. At the limit
+// every call that maps fails, in the whole process, and some that unmap.
+std::size_t most_mappings(const std::string& root = "");
+
 // Bytes that the tightest control group over this process allows; kUnlimited
 // where none does. Version 2 (memory.max) and version 1
 // (memory.limit_in_bytes), each from the process' group up to the root.

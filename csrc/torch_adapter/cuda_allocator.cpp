@@ -464,7 +464,7 @@ c10::CachingDeviceAllocator::DeviceStats CudaAllocator::getDeviceStats(c10::Devi
     result = to_device_stats(statistics);
     VMM_SINCE_TORCH_2_13(for (const auto& pool
                               : room.memory.pools()) {
-      if (pool->is_part() && !pool->is_range()) add_private_pool(pool->region(), pool->statistics(), &result);
+      if (pool->is_private()) add_private_pool(pool->region(), pool->statistics(), &result);
     })
     VMM_SINCE_TORCH_2_12(result.num_oom_rejections = History::instance().rejections(device);)
   });

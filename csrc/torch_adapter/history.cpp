@@ -66,9 +66,9 @@ void put_context(Contexts& contexts, Address address, const History::Context& co
   }
 }
 
-std::string joined(const std::string* user, const std::string* model) {
-  if (model == nullptr) return user == nullptr ? std::string() : *user;
-  return (user == nullptr || user->empty() ? std::string() : *user + "; ") + "model: " + *model;
+std::string joined(const std::string* user, const std::string* owner) {
+  if (owner == nullptr) return user == nullptr ? std::string() : *user;
+  return (user == nullptr || user->empty() ? std::string() : *user + "; ") + *owner;
 }
 
 }  // namespace
@@ -101,7 +101,8 @@ void History::record(bool enabled, cca::CreateContextFn recorder, std::size_t ma
     annotations_.set_capacity(max_entries);
     if (!enabled || clear_history) {
       (void)annotations_.clear();
-      model_names_.clear();
+      models_.clear();
+      tags_.clear();
     }
     if (!enabled) {
       // Nobody tells of frees from now on, so addresses may come to hold others.
@@ -246,13 +247,20 @@ History::Entry History::make_entry(Action action, Address address, std::size_t b
   return entry;
 }
 
-History::Text History::model_name(const Pool& pool) {
+History::Text History::owner_of(const Pool& pool) {
   const Pool& model = pool.model();
   const DeviceRoom* room = Runtime::made(DeviceKind::cuda, pool.device());
-  if (room == nullptr || room->default_pool.get() == &model) return nullptr;
-  Text& name = model_names_[model.name()];
-  if (name == nullptr) name = std::make_shared<const std::string>(model.name());
-  return name;
+  Text owner;
+  if (room != nullptr && room->default_pool.get() != &model) {
+    Text& known = models_[model.name()];
+    if (known == nullptr) known = std::make_shared<const std::string>("model: " + model.name());
+    owner = known;
+  }
+  if (pool.tag().empty()) return owner;
+  const std::string words = "tag: " + pool.tag() + (owner == nullptr ? std::string() : "; " + *owner);
+  Text& known = tags_[words];
+  if (known == nullptr) known = std::make_shared<const std::string>(words);
+  return known;
 }
 
 void History::keep(int device, const Entry& entry) {
@@ -299,7 +307,7 @@ void History::happened(int device, const RegionId& region, const Pool* pool, Poo
           break;
       }
       if (level_.load(std::memory_order_relaxed) < cca::RecordContext::ALLOC) entry.context = nullptr;
-      if (pool != nullptr) entry.model = model_name(*pool);
+      if (pool != nullptr) entry.owner = owner_of(*pool);
       if (!is_for_trackers) keep(device, entry);
     }
     // NCCL registers what its tracker is told of, and one registration may not
@@ -348,7 +356,7 @@ void History::out_of_memory(DeviceRoom& room, const Pool& pool, std::size_t byte
     }
     {
       const MutexLock lock(mutex_);
-      entry.model = model_name(pool);
+      entry.owner = owner_of(pool);
       keep(room.ordinal, entry);
     }
     if (has_trackers()) tell_trackers(room.ordinal, entry);
@@ -401,7 +409,7 @@ cca::TraceEntry History::to_trace_entry(int device, const Entry& entry) {
           entry.time,
           entry.context,
           entry.compile_context == nullptr ? "N/A" : *entry.compile_context,
-          joined(entry.user_metadata.get(), entry.model.get())};
+          joined(entry.user_metadata.get(), entry.owner.get())};
 }
 
 void History::add_traces(int devices, cca::SnapshotInfo* info) {

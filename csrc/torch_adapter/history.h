@@ -163,7 +163,7 @@ class History final : public PoolObserver {
     Context context;
     Text compile_context;  // nullptr: none
     Text user_metadata;    // nullptr: none
-    Text model;            // nullptr: the default pool
+    Text owner;            // its model and tag, in words; nullptr: the default pool's, of no tag
   };
   // What a thread has said of its allocations.
   struct ThreadNotes {
@@ -178,7 +178,7 @@ class History final : public PoolObserver {
   static ThreadNotes* notes(bool make);
   Entry make_entry(TraceEntry::Action action, Address address, std::size_t bytes, Stream stream,
                    const RegionId& region) const;
-  Text model_name(const Pool& pool) VMM_REQUIRES(mutex_);
+  Text owner_of(const Pool& pool) VMM_REQUIRES(mutex_);
   // Keeps the entry, if wanted, and tells the trackers.
   void keep(int device, const Entry& entry) VMM_REQUIRES(mutex_);
   void tell_trackers(int device, const Entry& entry) const noexcept VMM_EXCLUDES(mutex_);
@@ -203,7 +203,8 @@ class History final : public PoolObserver {
   // Of blocks allocated, and of chunks mapped, since contexts are recorded.
   std::unordered_map<Address, Context> block_contexts_ VMM_GUARDED_BY(mutex_);
   std::map<Address, Context> segment_contexts_ VMM_GUARDED_BY(mutex_);
-  std::unordered_map<std::string, Text> model_names_ VMM_GUARDED_BY(mutex_);
+  std::unordered_map<std::string, Text> models_ VMM_GUARDED_BY(mutex_);  // in words, by name
+  std::unordered_map<std::string, Text> tags_ VMM_GUARDED_BY(mutex_);    // with their models, by these words
   std::shared_ptr<const Trackers> trackers_ VMM_GUARDED_BY(mutex_) = std::make_shared<const Trackers>();
   Observers out_of_memory_observers_ VMM_GUARDED_BY(mutex_);
   VMM_SINCE_TORCH_2_12(std::vector<cca::OomRejectionObserver> rejection_observers_ VMM_GUARDED_BY(mutex_);)

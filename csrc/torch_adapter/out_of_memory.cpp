@@ -46,7 +46,7 @@ DeviceFigures figures_of(DeviceKind kind, int ordinal) {
     figures.allocated = allocated(statistics);
     figures.reserved = static_cast<std::size_t>(statistics[StatKind::reserved_bytes][0].current);
     for (const auto& pool : room->memory.pools()) {
-      if (pool->is_part() && !pool->is_range()) figures.in_private_pools += allocated(pool->statistics());
+      if (pool->is_private()) figures.in_private_pools += allocated(pool->statistics());
     }
   }
   if (MemoryInfo info; Runtime::memory_info(kind, ordinal, &info).ok()) {

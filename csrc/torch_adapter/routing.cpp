@@ -28,8 +28,12 @@ class ModelContext final : public c10::DebugInfoBase, public std::enable_shared_
 
   // What it is called in messages.
   [[nodiscard]] std::string name() const {
-    if (pool != nullptr) return "model '" + pool->name() + "'";
-    return carried.empty() ? "a carried function" : "a carried function of model '" + carried.front()->name() + "'";
+    if (pool != nullptr) return name_of(*pool);
+    return carried.empty() ? "a carried function" : "a carried function of " + name_of(*carried.front());
+  }
+  static std::string name_of(const Pool& pool) {
+    const std::string model = "model '" + pool.model().name() + "'";
+    return pool.tag().empty() ? model : "tag '" + pool.tag() + "' of " + model;
   }
 
   const std::shared_ptr<Pool> pool;  // nullptr: a carried function's stay
@@ -105,7 +109,7 @@ void require_usable(const Pool& pool) {
   const DeviceRoom& room = Runtime::room_of(pool);
   if (may_allocate(room.kind)) return;
   const bool is_cuda = room.kind == DeviceKind::cuda;
-  throw NotEnabledError("model '" + pool.name() + "' is entered, but torch_vmm is not torch's allocator on " +
+  throw NotEnabledError(ModelContext::name_of(pool) + " is entered, but torch_vmm is not torch's allocator on " +
                         (is_cuda ? "cuda" : "the cpu") + ", so no tensor would be made in it. Call torch_vmm.enable(" +
                         (is_cuda ? ") first: right after the imports, before CUDA is used" : "\"cpu\") first") + ".");
 }

@@ -20,8 +20,8 @@ namespace vmm {
 class ModelContext;
 using ModelContextPtr = std::shared_ptr<ModelContext>;
 
-// Enters the model: tensors that this thread makes on the pool's device belong
-// to it until leave_model(). Throws InvalidArgumentError when it is closed.
+// Enters the model, or a tag of it (DeviceMemory::tagged): tensors that this thread
+// makes on the pool's device belong to it until leave_model(). Throws InvalidArgumentError when it is closed.
 ModelContextPtr enter_model(std::shared_ptr<Pool> pool);
 
 // The pools that tensors made here come from, the innermost model of each
@@ -49,7 +49,8 @@ inline std::atomic<bool> any_model_entered{false};
 const std::shared_ptr<Pool>& innermost_pool(const DeviceRoom& room);
 }  // namespace detail
 
-// The pool that an allocation on this device, here and now, comes from.
+// The pool that an allocation on this device, here and now, comes from; where a tag is
+// open, its space.
 inline const std::shared_ptr<Pool>& current_pool(const DeviceRoom& room) {
   if (!detail::any_model_entered.load(std::memory_order_relaxed)) return room.default_pool;
   return detail::innermost_pool(room);

@@ -75,10 +75,10 @@ def test_a_subclass_may_have_attributes_of_its_own(device: str) -> None:
     class Arena(Pool):
         def __init__(self) -> None:
             super().__init__("8MiB", device=device)
-            self.tags = ["weights"]
+            self.labels = ["weights"]
 
     with Arena() as arena:
-        assert arena.tags == ["weights"]
+        assert arena.labels == ["weights"]
         arena.more = 3  # type: ignore[attr-defined]
     assert torch_vmm.pool_of(arena.base_address) is arena
     arena.close()

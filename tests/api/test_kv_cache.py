@@ -191,7 +191,7 @@ def test_states_and_layers_that_cannot_be(device: str) -> None:
             for given in ((wrong, values), (keys, wrong)):
                 with pytest.raises(torch_vmm.InvalidArgumentError, match="_states"):
                     cache.update(*given, 0)  # type: ignore[arg-type]
-        for layer in (-1, "0", None, 0.0):
+        for layer in (-1, "0", None, 0.0, 4096, 10**9, 2**70):
             with pytest.raises(torch_vmm.InvalidArgumentError, match="layer_idx="):
                 cache.update(keys, values, layer)  # type: ignore[arg-type]
         before = cache.get_seq_length()

@@ -350,3 +350,38 @@ def test_a_forked_child_can_show_it(device: str) -> None:
     os.close(begins)
     with os.fdopen(ends) as told:
         assert "shape=(16, 524288), dtype=torch.uint8, device='cpu': its memory is the process's" in told.read()
+
+
+def test_commit_is_right_or_refused_after_changes_in_place(device: str) -> None:
+    def fresh() -> torch_vmm.SparseTensor:
+        return torch_vmm.sparse((8, 1, ROW), torch.uint8, device)
+
+    row = ROW
+    for change in ("squeeze_(1)", "unsqueeze_(0).squeeze_(0)", "transpose_(0, 1)", "swapdims_(0, 1)"):
+        tensor = fresh()
+        eval(f"tensor.{change}")
+        # The rows still follow each other: what is committed is what the index shows.
+        where = (slice(None), slice(2, 3)) if tensor.shape[0] == 1 else (slice(2, 3),)
+        tensor.commit(where)
+        assert tensor.is_committed(where)
+        at = tensor[where].data_ptr() - tensor.data_ptr()
+        assert tensor._backing.handle.is_committed([(at, row)])
+        tensor[where] = 1
+        assert tensor.decommit(where) == tensor.page_size
+    for change in ("t_()", "transpose_(0, 1)", "as_strided_((2, 3), (1, 2))", "as_strided_((4, 4), (0, 1))"):
+        tensor = torch_vmm.sparse((8, ROW), torch.uint8, device)
+        eval(f"tensor.{change}")
+        for call in (
+            lambda it: it.commit(slice(0, 1)),
+            lambda it: it.decommit(slice(0, 1)),
+            lambda it: it.is_committed(slice(0, 1)),
+            lambda it: it.committed_spans(),
+        ):
+            with pytest.raises(torch_vmm.InvalidArgumentError, match="do not follow each other"):
+                call(tensor)
+        assert tensor.committed_bytes == 0
+        assert "committed" in repr(tensor)
+    tensor = torch_vmm.sparse((8, ROW), torch.uint8, device)
+    tensor.t_().t_()  # back again
+    tensor.commit(slice(0, 1))
+    assert tensor.committed_bytes == tensor.page_size

@@ -16,11 +16,13 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/errors.h"
+#include "driver/host_memory.h"
 
 namespace vmm {
 namespace {
@@ -550,6 +552,78 @@ TEST_F(HostDriverTest, TheUsualDeviceIsWhatAControlGroupAllows) {
   MemoryInfo info;
   ASSERT_TRUE(driver.memory_info(0, &info).ok());
   EXPECT_EQ(info.total, 80 * kMiB) << "80 % of it";
+}
+
+// With none left the process could not even give anything back.
+TEST_F(HostDriverTest, TheLastMappingsOfTheProcessAreLeftToOthers) {
+  const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  HostDriver driver(HostDriverOptions{page, kMiB, 1});
+  const std::size_t most = most_mappings();
+  if (most > 1000000) GTEST_SKIP() << "this kernel allows " << most << " mappings: too many to make";
+  ChunkHandle chunk = 0;
+  ASSERT_TRUE(driver.create({page, kDevice, false}, &chunk).ok());
+  // The one chunk at every second page, so that the kernel can join none, and side by side.
+  for (const std::size_t step : {2 * page, page}) {
+    Address at = 0;
+    ASSERT_TRUE(driver.reserve(2 * most * page, page, &at).ok());
+    std::size_t count = 0;
+    Status status;
+    while (status = driver.map(at + count * step, page, chunk), status.ok()) ++count;
+    EXPECT_EQ(status.code(), StatusCode::out_of_memory);
+    EXPECT_NE(status.text().find("vm.max_map_count"), std::string::npos) << status.text();
+    EXPECT_GE(count, most / (2 * step / page) - most / 8);
+    EXPECT_LT(count * (step / page), most);
+    // Others can map, and what is there can go, one by one and from the middle.
+    std::thread([] { std::vector<char> memory(kMiB * 8, 'x'); }).join();
+    for (std::size_t k = 1; k < count; k += 2) ASSERT_TRUE(driver.unmap(at + k * step, page).ok());
+    for (std::size_t k = 0; k < count; k += 2) ASSERT_TRUE(driver.unmap(at + k * step, page).ok());
+    ASSERT_TRUE(driver.unreserve(at, 2 * most * page).ok());
+  }
+  EXPECT_TRUE(driver.release(chunk).ok());
+}
+
+// What is counted comes back whatever goes first.
+TEST(HostDriver, MappingsAreCountedAsTheyComeAndGo) {
+  std::string root = ::testing::TempDir() + "torch_vmm_maps_XXXXXX";
+  ASSERT_NE(::mkdtemp(root.data()), nullptr);
+  std::filesystem::create_directories(root + "/proc/sys/vm");
+  std::ofstream(root + "/proc/sys/vm/max_map_count") << "80\n";
+  HostDriver driver(HostDriverOptions{kPage, kGiB, 1, root.c_str()});
+  std::filesystem::remove_all(root);
+  ChunkHandle chunk = 0;
+  ASSERT_TRUE(driver.create({kPage, kDevice, false}, &chunk).ok());
+  std::mt19937_64 random(1);
+  for (int round = 0; round < 30; ++round) {
+    Address at = 0;
+    ASSERT_TRUE(driver.reserve(200 * kPage, kPage, &at).ok());
+    std::vector<bool> mapped(200);
+    for (int step = 0; step < 400; ++step) {
+      const std::size_t k = random() % 200;
+      if (mapped.at(k)) {
+        ASSERT_TRUE(driver.unmap(at + k * kPage, kPage).ok());
+        mapped.at(k) = false;
+      } else {
+        const Status status = driver.map(at + k * kPage, kPage, chunk);
+        mapped.at(k) = status.ok();
+        // Mappings and the stretches between them: 70.
+        std::size_t pieces = 0;
+        for (std::size_t j = 0; j < 200; ++j) pieces += mapped.at(j) || j == 0 || mapped.at(j - 1) ? 1 : 0;
+        ASSERT_LE(pieces, 70U);
+        ASSERT_TRUE(status.ok() || pieces >= 69);
+      }
+    }
+    for (std::size_t k = 0; k < 200; ++k) {
+      ASSERT_TRUE(!mapped.at(k) || driver.unmap(at + k * kPage, kPage).ok());
+    }
+    ASSERT_TRUE(driver.unreserve(at, 200 * kPage).ok());
+  }
+  // As many as at first.
+  Address at = 0;
+  ASSERT_TRUE(driver.reserve(70 * kPage, kPage, &at).ok());
+  for (std::size_t k = 0; k < 70; ++k) ASSERT_TRUE(driver.map(at + k * kPage, kPage, chunk).ok()) << k;
+  ASSERT_TRUE(driver.unmap(at, 70 * kPage).ok());
+  ASSERT_TRUE(driver.unreserve(at, 70 * kPage).ok());
+  ASSERT_TRUE(driver.release(chunk).ok());
 }
 
 TEST_F(HostDriverTest, WhatWasMappedGoesWithTheDriver) {

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <future>
 #include <optional>
 #include <random>
 #include <set>
@@ -422,6 +424,43 @@ TEST(FreedOrder, TheLatestFreeOfAnyOfItsPagesCounts) {
   order.note({0, 40});
   EXPECT_EQ(order.runs(), 1U);
   EXPECT_EQ(order.newest({0, 1}), 4U);
+}
+
+// Whoever is told that memory goes may be what another thread, which uses the pool, waits for.
+class Neighbour final : public PoolObserver {
+ public:
+  explicit Neighbour(MemoryPool& pool) : pool_(pool) {}
+  void on_event(const Pool& /*pool*/, PoolEvent event, Address /*address*/, std::size_t /*bytes*/,
+                Stream /*stream*/) noexcept override {
+    if (event != PoolEvent::segment_unmap) return;
+    const std::future<void> other = std::async(std::launch::async, [this] { pool_.set_threshold(kMiB); });
+    ++(other.wait_for(std::chrono::seconds(5)) == std::future_status::ready ? went_on_ : stood_);
+  }
+  int went_on_ = 0;
+  int stood_ = 0;
+
+ private:
+  MemoryPool& pool_;
+};
+
+TEST_F(Buffers, ObserversAreToldWithoutTheirLock) {
+  for (const bool by_look : {false, true}) {
+    pool_->set_threshold(kMiB);
+    free(allocate(8 * kMiB));
+    Neighbour neighbour(*pool_);
+    lab_.memory().set_observer(&neighbour);
+    if (by_look) {
+      after(milliseconds(5000));
+      static_cast<void>(pool_->stats());
+      after(milliseconds(5000));
+      static_cast<void>(pool_->stats());
+    } else {
+      pool_->trim(0);
+    }
+    lab_.memory().set_observer(nullptr);
+    EXPECT_GT(neighbour.went_on_, 0);
+    EXPECT_EQ(neighbour.stood_, 0);
+  }
 }
 
 }  // namespace

@@ -47,6 +47,19 @@ TEST(TensorAlias, ARingsEndContinuesAtItsBeginning) {
   lab.memory().check();
 }
 
+TEST(TensorAlias, MoreCopiesThanThereAreAddressesAreNamed) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const Source source(lab, model, kPage, 1);
+  const std::vector<AliasedPiece> piece = {{source.range->base(), kPage}};
+  for (const std::size_t copies : {(std::size_t{1} << 31U) - 1, std::size_t{1} << 31U, (std::size_t{1} << 32U) + 1,
+                                   std::size_t{1} << 62U, kUnlimited}) {
+    EXPECT_THROW(TensorAlias(lab.memory(), model, piece, copies, false), InvalidArgumentError) << copies;
+  }
+  EXPECT_EQ(lab.driver.count(Call::map), 1U) << "of the tensor itself";
+  EXPECT_EQ(lab.memory().shared_bytes_of(*model), 0U);
+}
+
 TEST(TensorAlias, StitchesPieces) {
   Lab lab;
   const auto a = lab.pool("a");

@@ -191,6 +191,15 @@ TEST(TensorRange, PagesOfOneSizeGoBackOneByOne) {
   EXPECT_EQ(model->budget().used(), 62 * kMiB);
 }
 
+TEST(TensorRange, PagesThatCannotBeAreRefusedAsThoseOfPoolsAre) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  for (const std::size_t page_size : {64 * kKiB, 3 * kMiB, 2 * kGiB}) {  // the last: more than the device has
+    EXPECT_THROW(TensorRange(lab.memory(), model, {"tensor", 8 * kGiB, page_size}), InvalidPageSizeError) << page_size;
+  }
+  EXPECT_EQ(lab.memory().family(*model).size(), 1U);
+}
+
 TEST(TensorRange, NothingLiesBeyondItsEnd) {
   Lab lab;
   const auto model = lab.pool("a");

@@ -311,6 +311,22 @@ def test_entries_name_the_model(make_pool: MakePool) -> None:
     assert one.memory_history() == []
 
 
+def test_entries_name_the_tag(make_pool: MakePool) -> None:
+    one, default = make_pool("1GiB", name="one"), torch_vmm.current_pool()
+    with recorded():
+        with one.tag("weights"):
+            torch.cuda.memory._set_memory_metadata("step 7")
+            kept = [block(1001)]
+        torch.cuda.memory._set_memory_metadata("")
+        with default.tag("cache"):
+            kept.append(block(1002))
+        kept.clear()
+        words = {entry["size"]: entry["user_metadata"] for entry in entries("alloc")}
+        assert words == {1001: "step 7; tag: weights; model: one", 1002: "tag: cache"}
+        for pool, size in ((one, 1001), (default, 1002)):
+            assert {entry["size"] for entry in pool.memory_history() if entry["action"] in PAIR_ACTIONS} == {size}
+
+
 def test_a_models_snapshot_includes_its_private_pools(make_pool: MakePool) -> None:
     model = make_pool("2GiB", name="parted")
     private = torch.cuda.MemPool()

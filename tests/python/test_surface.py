@@ -62,6 +62,7 @@ FUNCTIONS = {
     "library_path",
     "pool_of",
     "sealed",
+    "seen_from",
     "sparse",
 }
 
@@ -76,11 +77,13 @@ SIGNATURES = {
     "pool_of": "(tensor_or_address)",
     "elastic": "(shape, dtype=torch.float32, device='cuda', max_shape=None)",
     "alias": "(tensor, copies=1, read_only=False)",
-    "aligned": "(shape, dtype=torch.float32, device='cuda')",
+    "aligned": "(shape, dtype=torch.float32, device=None, placement=None)",
+    "seen_from": "(tensor, device)",
     "concat_views": "(tensors)",
     "sealed": "(tensor)",
     "VirtualMemoryPool.seal": "(self, tensors)",
     "VirtualMemoryPool.unseal": "(self, tensors)",
+    "VirtualMemoryPool.tag": "(self, name)",
     "sparse": "(shape, dtype=torch.float32, device='cuda', zeros=True, page_size=None)",
     "SparseTensor.commit": "(self, index)",
     "SparseTensor.decommit": "(self, index)",

@@ -6,11 +6,10 @@ namespace vmm {
 
 namespace {
 
-// Takes the blocks of the size of the first out of the chain `*from`.
-Depot::Batch take_out(Block** from) {
+// Takes the blocks of `size` out of the chain `*from`.
+Depot::Batch take_out(Block** from, std::size_t size) {
   Depot::Batch batch;
   Block* others = nullptr;
-  const std::size_t size = (*from)->size();
   for (Block* block = *from; block != nullptr;) {
     Block* const next = block->bin_next;
     Block*& chain = block->size() == size ? batch.first : others;
@@ -29,7 +28,7 @@ Block* Depot::put(Block* first) {
   Block* rest = nullptr;
   while (first != nullptr) {
     const std::size_t size = first->size();
-    const Batch batch = take_out(&first);
+    const Batch batch = take_out(&first, size);
     bool is_taken = false;
     if (batch.count >= kLeastBatch) {
       const MutexLock lock(mutex_);

@@ -79,10 +79,15 @@ std::size_t DeviceMemory::default_capacity() const {
   return chosen != 0 ? chosen : kCapacityFactor * capabilities_.total_memory;
 }
 
-std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
-  if (spec.page_size > capabilities_.total_memory && is_power_of_two(spec.page_size)) {
-    throw InvalidPageSizeError(spec.page_size, capabilities_.granularity, capabilities_.total_memory);
+// One that no device holds could never be backed.
+void DeviceMemory::require_page_size(std::size_t page_size) const {
+  if (page_size > capabilities_.total_memory && is_power_of_two(page_size)) {
+    throw InvalidPageSizeError(page_size, capabilities_.granularity, capabilities_.total_memory);
   }
+}
+
+std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
+  require_page_size(spec.page_size);
   Budget& payer = group == nullptr ? budget_ : *group;
   if (spec.capacity != 0) return register_pool(spec, payer);
   PoolSpec complete = spec;
@@ -124,12 +129,19 @@ std::shared_ptr<Pool> DeviceMemory::register_pool_of_at_most(PoolSpec spec, Budg
   }
 }
 
+// Of a part of `model`'s, or, where that is a tag's space, of its model under that tag.
+PoolSpec DeviceMemory::part_spec(const std::shared_ptr<Pool>& model, const std::string& name) {
+  PoolSpec spec;
+  spec.model = model->is_part() ? model->owner() : model;
+  spec.model->follow_family_peaks();
+  spec.name = model->name() + " (" + name + ")";
+  spec.tag = model->tag();
+  return spec;
+}
+
 std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split,
                                                 bool is_mem_pool) {
-  model->follow_family_peaks();
-  PoolSpec spec;
-  spec.name = model->name() + " (" + std::to_string(region.first) + ", " + std::to_string(region.second) + ")";
-  spec.model = model;
+  PoolSpec spec = part_spec(model, std::to_string(region.first) + ", " + std::to_string(region.second));
   spec.region = region;
   spec.no_split = no_split;
   spec.is_mem_pool = is_mem_pool;
@@ -142,14 +154,45 @@ std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& mod
 std::shared_ptr<Pool> DeviceMemory::create_range(const std::shared_ptr<Pool>& model, const std::string& name,
                                                  std::size_t capacity, std::size_t page_size) {
   model->require_open();
-  model->follow_family_peaks();
-  PoolSpec spec;
-  spec.name = model->name() + " (" + name + ")";
-  spec.model = model;
+  require_page_size(page_size);
+  PoolSpec spec = part_spec(model, name);
   spec.capacity = capacity;
   spec.page_size = page_size;
   spec.is_range = true;
   return register_pool(spec, model->group());
+}
+
+std::shared_ptr<Pool> DeviceMemory::tagged(const std::shared_ptr<Pool>& model, const std::string& tag) {
+  if (tag.empty()) throw InvalidArgumentError("a tag needs a name: it is empty");
+  const MutexLock lock(tags_mutex_);
+  model->require_open();
+  PoolList spaces;
+  {
+    const MutexLock registry_lock(registry_mutex_);
+    spaces = registry_.tagged(*model, tag);
+  }
+  for (const auto& space : spaces) {
+    if (!space->is_sealed()) return space;
+  }
+  for (const auto& space : spaces) {
+    if (!space->reopen()) continue;
+    store_.trim(space->group(), options_.store_bytes);
+    return space;
+  }
+  PoolSpec spec = part_spec(model, tag);
+  spec.tag = tag;
+  spec.page_size = model->has_uniform_chunks() ? model->page_size() : 0;
+  spec.capacity = std::min(capabilities_.total_memory, model->capacity());
+  return register_pool_of_at_most(spec, model->group());
+}
+
+std::map<std::string, std::size_t> DeviceMemory::tags_of(const Pool& model) const {
+  std::map<std::string, std::size_t> bytes;
+  for (const auto& member : family(model)) {
+    if (member->tag().empty()) continue;
+    bytes[member->tag()] += static_cast<std::size_t>(member->statistics()[StatKind::allocated_bytes][0].current);
+  }
+  return bytes;
 }
 
 void DeviceMemory::watch_streams_of(Location who) {
@@ -221,13 +264,20 @@ void DeviceMemory::end_group(const Budget& group) {
 
 void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   for (const auto& pool : pools) pool->settle();
-  // They and their parts, in order of registration: that is in which they are locked.
-  PoolList members;
+  // They and the spaces of their tags, which end with them.
+  PoolList closing = pools;
   {
-    const MutexLock lock(registry_mutex_);
-    members = registry_.families(pools);
-  }
-  {
+    const MutexLock tags_lock(tags_mutex_);  // no tag gets a space meanwhile
+    // They and their parts, in order of registration: that is in which they are locked.
+    PoolList members;
+    {
+      const MutexLock lock(registry_mutex_);
+      members = registry_.families(pools);
+      for (const auto& pool : pools) {
+        const PoolList spaces = registry_.tagged(*pool);
+        closing.insert(closing.end(), spaces.begin(), spaces.end());
+      }
+    }
     // Whether they are in use, and that nobody uses them any more, is one step.
     const BlockCaches::Still still(caches_, members, BlockCaches::Kept::gone);
     const AllLocked locked(members);
@@ -241,12 +291,12 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
     }
     // Before any of them can be drained: whoever drains it looks for it there.
     const MutexLock lock(registry_mutex_);
-    for (const auto& pool : pools) {
+    for (const auto& pool : closing) {
       if (registry_.find(pool.get()) != nullptr) closed_.emplace(pool.get(), pool);
       pool->retire_locked();
     }
   }
-  for (const auto& pool : pools) {
+  for (const auto& pool : closing) {
     pool->drop_pages();
     if (pool->live_blocks() != 0) {  // a last small tensor does not keep what nobody uses
       pool->shed(0);

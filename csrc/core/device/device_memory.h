@@ -48,12 +48,21 @@ class DeviceMemory {
   // Bytes of addresses: four times the device's memory unless an option says
   // otherwise.
   [[nodiscard]] std::size_t default_capacity() const;
-  // A part of `model`: memory of a private pool of torch's, which the model pays
-  // for and counts. It keeps the model alive. As large as the device, or less
-  // where addresses are short, as above.
+  // The part of `model` for what is made under `tag`, which is not empty: a block of it
+  // shares its chunks with none of another tag, or of none. Made when it is first asked
+  // for; it ends with the model. Where memory of it is sealed it is another one, which
+  // takes requests. Throws InvalidArgumentError where the model is closed,
+  // OutOfMemoryError (no address space).
+  std::shared_ptr<Pool> tagged(const std::shared_ptr<Pool>& model, const std::string& tag)
+      VMM_EXCLUDES(tags_mutex_, registry_mutex_);
+  // Bytes allocated under each tag that the model ever had.
+  [[nodiscard]] std::map<std::string, std::size_t> tags_of(const Pool& model) const VMM_EXCLUDES(registry_mutex_);
+  // A part of `model`, or of a model's tag: memory of a private pool of torch's, which
+  // the model pays for and counts. It keeps the model alive. As large as the device, or
+  // less where addresses are short, as above.
   std::shared_ptr<Pool> create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split,
                                     bool is_mem_pool = false);
-  // A part of `model` for the addresses of one tensor: `capacity` bytes, backed by
+  // A part of `model`, or of a model's tag, for the addresses of one tensor: `capacity` bytes, backed by
   // explicit pages. page_size 0: chunks that grow with what lies below them.
   // Throws as create_pool().
   std::shared_ptr<Pool> create_range(const std::shared_ptr<Pool>& model, const std::string& name, std::size_t capacity,
@@ -203,6 +212,8 @@ class DeviceMemory {
  private:
   std::shared_ptr<Pool> register_pool(const PoolSpec& spec, Budget& group)
       VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
+  void require_page_size(std::size_t page_size) const;
+  static PoolSpec part_spec(const std::shared_ptr<Pool>& model, const std::string& name);
   std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
   using Attempt = FunctionRef<Address(Grant*, Shortage*)>;
   Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt)
@@ -279,6 +290,7 @@ class DeviceMemory {
   std::atomic<Epoch> tended_{kLongAgo};           // what had passed when they were looked at
   std::atomic<unsigned> tendings_{0};
 
+  Mutex tags_mutex_;  // one tag's space is made, or models are closed, at a time
   Mutex reclaim_mutex_;
   Mutex accessor_mutex_;
   Mutex within_mutex_;

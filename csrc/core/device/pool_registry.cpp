@@ -33,6 +33,7 @@ void PoolRegistry::add(const std::shared_ptr<Pool>& pool) {
   all_.add(number, pool);
   groups_[&pool->group()].add(number, pool);
   if (pool->is_part()) parts_[&pool->model()].emplace(number, pool);
+  if (pool->is_tag_space()) tagged_[&pool->model()][pool->tag()].emplace(number, pool);
 }
 
 bool PoolRegistry::remove(const Pool& pool) {
@@ -50,6 +51,13 @@ bool PoolRegistry::remove(const Pool& pool) {
     const auto parts = parts_.find(&entry.pool->model());
     parts->second.erase(entry.number);
     if (parts->second.empty()) parts_.erase(parts);
+  }
+  if (entry.pool->is_tag_space()) {
+    const auto of_model = tagged_.find(&entry.pool->model());
+    const auto spaces = of_model->second.find(entry.pool->tag());
+    spaces->second.erase(entry.number);
+    if (spaces->second.empty()) of_model->second.erase(spaces);
+    if (of_model->second.empty()) tagged_.erase(of_model);
   }
   return true;
 }
@@ -87,6 +95,21 @@ PoolList PoolRegistry::in_order(const Numbered& pools) {
 PoolList PoolRegistry::family(const Pool& pool) const {
   Numbered found;
   add_family(pool, found);
+  return in_order(found);
+}
+
+PoolList PoolRegistry::tagged(const Pool& model, const std::string& tag) const {
+  const auto of_model = tagged_.find(&model);
+  if (of_model == tagged_.end()) return {};
+  const auto spaces = of_model->second.find(tag);
+  return spaces == of_model->second.end() ? PoolList{} : in_order(spaces->second);
+}
+
+PoolList PoolRegistry::tagged(const Pool& model) const {
+  Numbered found;
+  if (const auto at = tagged_.find(&model); at != tagged_.end()) {
+    for (const auto& [tag, spaces] : at->second) found.insert(spaces.begin(), spaces.end());
+  }
   return in_order(found);
 }
 

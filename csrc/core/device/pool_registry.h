@@ -1,5 +1,5 @@
 // Which pools a device has, in order of registration: all of them, those of one
-// group, those of one model. Each is found without a look at the others, so that
+// group, those of one model, the spaces of a model's tag. Each is found without a look at the others, so that
 // one of four thousand comes and goes at the price of one. It never looks into a
 // pool beyond what is fixed when the pool is made, and has no lock: its owner's
 // guards it.
@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -52,6 +53,9 @@ class PoolRegistry {
   [[nodiscard]] PoolList under(const Budget& budget) const;
   // The model of `pool`, unless it has ended, and its parts.
   [[nodiscard]] PoolList family(const Pool& pool) const;
+  // The spaces that `model` has for the tag's tensors, and for those of all its tags.
+  [[nodiscard]] PoolList tagged(const Pool& model, const std::string& tag) const;
+  [[nodiscard]] PoolList tagged(const Pool& model) const;
   // The families of `pools`, each pool once.
   [[nodiscard]] PoolList families(const PoolList& pools) const;
 
@@ -70,6 +74,8 @@ class PoolRegistry {
   PoolRow all_;
   std::unordered_map<const Budget*, PoolRow> groups_;
   std::unordered_map<const Pool*, Numbered> parts_;  // of models that have some
+  using ByTag = std::map<std::string, Numbered>;
+  std::unordered_map<const Pool*, ByTag> tagged_;  // of models that have some
 };
 
 }  // namespace vmm

@@ -285,16 +285,10 @@ void PrivatePools::sweep() {
 }
 
 std::shared_ptr<Pool> PrivatePools::part_of(RegionId region, Entry& entry, const std::shared_ptr<Pool>& model) {
-  std::shared_ptr<Pool>& part = entry.parts[model.get()];
-  if (part == nullptr) {
-    try {
-      part = memory_.create_part(model, region, entry.no_split, /*is_mem_pool=*/entry.objects > 0);
-    } catch (...) {
-      entry.parts.erase(model.get());
-      throw;
-    }
-    if (entry.is_pinned()) part->pin();
-  }
+  if (const auto at = entry.parts.find(key_of(*model)); at != entry.parts.end()) return at->second;
+  auto part = memory_.create_part(model, region, entry.no_split, /*is_mem_pool=*/entry.objects > 0);
+  entry.parts.emplace(key_of(*part), part);
+  if (entry.is_pinned()) part->pin();
   return part;
 }
 
@@ -341,7 +335,7 @@ Address PrivatePools::lend(const Pool& model, std::size_t bytes, Stream stream) 
       // What a graph uses when it is replayed is nobody else's.
       if (!entry.use_on_oom || entry.is_pinned()) continue;
       if (entry.foreign != nullptr) foreign.push_back(entry.foreign);
-      if (const auto at = entry.parts.find(&model); at != entry.parts.end()) willing.push_back(at->second);
+      if (const auto at = entry.parts.find(key_of(model)); at != entry.parts.end()) willing.push_back(at->second);
     }
   }
   for (const auto& part : willing) {

@@ -3,8 +3,8 @@
 // It knows no torch, and no block of theirs.
 //
 // torch knows such a pool by an id (its region). The model that is open when
-// memory is asked for pays for it, so a region has a part in each model that
-// used it: a pool of its own under the model's budget.
+// memory is asked for pays for it, so a region has a part in each model, and for
+// each tag of a model, that used it: a pool of its own under the model's budget.
 //
 // Lock order: PrivatePools::mutex_ stands above all of DeviceMemory's.
 #pragma once
@@ -15,7 +15,9 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <string_view>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "base/sync.h"
@@ -88,8 +90,8 @@ class PrivatePools {
   void end(RegionId region) VMM_EXCLUDES(mutex_);
   // Is any begin..end open, or suspended? One relaxed load.
   [[nodiscard]] bool any_route() const { return route_count_.load(std::memory_order_relaxed) != 0; }
-  // The part of `model` that serves a request on `stream` by this thread, made
-  // when needed; nullptr: none does. Where the region's memory is foreign,
+  // The part of `model`, or of a model's tag, that serves a request on `stream` by this
+  // thread, made when needed; nullptr: none does. Where the region's memory is foreign,
   // nullptr too, and `foreign` is set. Throws as create_part() does.
   std::shared_ptr<Pool> route(const std::shared_ptr<Pool>& model, Stream stream,
                               std::shared_ptr<ForeignMemory>* foreign = nullptr) VMM_EXCLUDES(mutex_);
@@ -116,6 +118,10 @@ class PrivatePools {
       VMM_EXCLUDES(mutex_);
 
  private:
+  // A model, and the tag under which its memory is asked for. Of a part, which keeps both
+  // alive.
+  using PartKey = std::pair<const Pool*, std::string_view>;
+  static PartKey key_of(const Pool& pool) { return {&pool.model(), pool.tag()}; }
   // A region, while anybody uses it. use_count = the four kinds of users.
   struct Entry {
     int objects = 0;      // MemPools
@@ -126,7 +132,7 @@ class PrivatePools {
     bool use_on_oom = false;
     bool no_split = false;
     bool is_kept = false;  // a capture took memory of it beside the graph's own: pinned to its end
-    std::map<const Pool*, std::shared_ptr<Pool>> parts;  // by model, which the part keeps alive
+    std::map<PartKey, std::shared_ptr<Pool>> parts;
     std::shared_ptr<ForeignMemory> foreign;
 
     [[nodiscard]] bool is_pinned() const { return graphs > 0 || is_kept; }

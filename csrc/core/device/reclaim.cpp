@@ -48,6 +48,10 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stre
 // After an attempt in vain: waits for what is only held up, then climbs.
 Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
                             Shortage shortage) {
+  if (shortage.is_sealed) {  // a tag's: another space of it takes the request
+    const std::shared_ptr<Pool> space = tagged(pool.owner(), pool.tag());
+    return allocate(*space, bytes, *stream);
+  }
   while (shortage.wait_for != kLongAgo) {
     wait_for(shortage.wait_for);
     shortage = {};
@@ -230,7 +234,8 @@ Address DeviceMemory::call_for_memory(Climb& climb) {
 }
 
 Address DeviceMemory::borrow(Climb& climb) {
-  if (!climb.stream.has_value() || climb.asker.is_part() || !lender_) return 0;
+  const bool may_borrow = !climb.asker.is_part() || climb.asker.is_tag_space();
+  if (!climb.stream.has_value() || !may_borrow || !lender_) return 0;
   return lender_(climb.asker, climb.bytes, *climb.stream);
 }
 
@@ -319,7 +324,7 @@ void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Sho
   Refusal refusal;
   RefusalCause cause;
   refusal.requested = bytes;
-  refusal.pool = asker.name();
+  refusal.pool = asker.is_tag_space() ? asker.model().name() : asker.name();
   refusal.limit = asker.budget().limit();
   cause.no_addresses = shortage.no_address_space;
   cause.capacity = asker.capacity();

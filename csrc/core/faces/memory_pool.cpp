@@ -76,6 +76,13 @@ BufferStats MemoryPool::stats() {
   return stats;
 }
 
+// As it is now. Letting go of memory is told to observers, who may look at this pool: no
+// lock of its own is held meanwhile.
+FreedOrder MemoryPool::freed() {
+  const MutexLock lock(mutex_);
+  return freed_;
+}
+
 std::size_t MemoryPool::trim(std::size_t keep) {
   pool_->require_open();
   return memory_.trim(*pool_, [&] {
@@ -83,8 +90,7 @@ std::size_t MemoryPool::trim(std::size_t keep) {
     const std::size_t cached = now.physical_usage - now.allocated_bytes;
     // What is not idle cannot go, and counts.
     const std::size_t fixed = cached - now.idle_bytes;
-    const MutexLock lock(mutex_);
-    pool_->shed_oldest(keep > fixed ? keep - fixed : 0, freed_);
+    pool_->shed_oldest(keep > fixed ? keep - fixed : 0, freed());
   });
 }
 
@@ -118,10 +124,7 @@ void MemoryPool::look(Asks who) {
   const std::size_t keep = sum_at_most(needed, threshold);
   const std::size_t held = pool_->physical_bytes();
   if (held <= keep) return;
-  memory_.trim_passed(*pool_, [&] {
-    const MutexLock lock(mutex_);
-    pool_->shed_unused(held - keep, freed_);
-  });
+  memory_.trim_passed(*pool_, [&] { pool_->shed_unused(held - keep, freed()); });
 }
 
 void MemoryPool::close(bool force) {

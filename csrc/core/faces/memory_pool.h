@@ -73,6 +73,7 @@ class MemoryPool {
   // Who asks: a request may be about to use what has been free for long.
   enum class Asks : std::uint8_t { user, reader };
   void look(Asks who) VMM_EXCLUDES(mutex_);
+  [[nodiscard]] FreedOrder freed() VMM_EXCLUDES(mutex_);
   [[nodiscard]] ByteRange range_of(Address address, std::size_t bytes) const {
     return {address - pool_->base(), bytes};
   }

@@ -1,6 +1,6 @@
 #include "core/faces/seals.h"
 
-#include <exception>
+#include <algorithm>
 #include <memory>
 #include <string>
 
@@ -10,26 +10,41 @@ namespace vmm {
 
 namespace {
 
-// The part that holds each piece.
-PoolList parts_of(const DeviceMemory& memory, const Pool& model, const std::vector<AliasedPiece>& pieces) {
-  PoolList parts;
+// Pieces of one part.
+struct InPart {
+  std::shared_ptr<Pool> part;
+  std::vector<AliasedPiece> pieces;
+};
+
+// The pieces by the part that holds them.
+std::vector<InPart> by_part(const DeviceMemory& memory, const Pool& model, const std::vector<AliasedPiece>& pieces) {
+  std::vector<InPart> found;
   for (const AliasedPiece& piece : pieces) {
-    parts.push_back(memory.pool_at(piece.address));
-    if (parts.back() != nullptr && &parts.back()->model() == &model) continue;
-    throw InvalidArgumentError("the memory at " + format_hex(piece.address) + " is not of pool '" + model.name() + "'");
+    auto part = memory.pool_at(piece.address);
+    if (part == nullptr || &part->model() != &model) {
+      throw InvalidArgumentError("the memory at " + format_hex(piece.address) + " is not of pool '" + model.name() +
+                                 "'");
+    }
+    const auto at = std::find_if(found.begin(), found.end(), [&](const InPart& each) { return each.part == part; });
+    if (at == found.end()) {
+      found.push_back({std::move(part), {piece}});
+    } else {
+      at->pieces.push_back(piece);
+    }
   }
-  return parts;
+  return found;
 }
 
 }  // namespace
 
 void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<AliasedPiece>& pieces) {
-  const PoolList parts = parts_of(memory, model, pieces);
-  std::vector<std::size_t> writable;  // of the pieces
-  for (std::size_t k = 0; k < pieces.size(); ++k) {
-    if (parts[k]->is_read_only(pieces[k].address, pieces[k].size)) continue;
-    parts[k]->require_whole_pages(pieces[k].address, pieces[k].size);
-    writable.push_back(k);
+  std::vector<InPart> wanted = by_part(memory, model, pieces);
+  for (auto& [part, its] : wanted) {
+    // What is read-only already need not stand on whole chunks.
+    if (!part->is_tag_space()) {
+      std::erase_if(its, [&](const AliasedPiece& piece) { return part->is_read_only(piece.address, piece.size); });
+    }
+    part->require_whole_chunks(its);
   }
   Clock& clock = memory.clock();
   throw_if_failed(clock.wait(clock.now()), "waiting for queued work that may write what is to be sealed");
@@ -38,30 +53,17 @@ void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<Alias
     std::vector<ByteRange> stretches;  // that were writable before
   };
   std::vector<Changed> changed;
-  changed.reserve(writable.size());
+  changed.reserve(wanted.size());
   try {
-    for (const std::size_t k : writable) {
-      changed.push_back({parts[k].get(), parts[k]->set_pages_access(pieces[k].address, pieces[k].size, Access::read)});
-    }
+    for (const auto& [part, its] : wanted) changed.push_back({part.get(), part->set_memory_access(its, Access::read)});
   } catch (...) {
-    for (const auto& [part, stretches] : changed) {
-      for (const ByteRange& stretch : stretches) {
-        try {
-          part->set_pages_access(part->base() + stretch.offset, stretch.size, Access::read_write);
-        } catch (const std::exception&) {
-          continue;  // the first failure is what is told
-        }
-      }
-    }
+    for (const auto& [part, stretches] : changed) part->undo_read_only(stretches);
     throw;
   }
 }
 
 void unseal_pages(DeviceMemory& memory, const Pool& model, const std::vector<AliasedPiece>& pieces) {
-  const PoolList parts = parts_of(memory, model, pieces);
-  for (std::size_t k = 0; k < pieces.size(); ++k) {
-    parts[k]->set_pages_access(pieces[k].address, pieces[k].size, Access::read_write);
-  }
+  for (const auto& [part, its] : by_part(memory, model, pieces)) part->set_memory_access(its, Access::read_write);
 }
 
 }  // namespace vmm

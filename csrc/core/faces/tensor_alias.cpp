@@ -1,5 +1,6 @@
 #include "core/faces/tensor_alias.h"
 
+#include <algorithm>
 #include <exception>
 #include <string>
 #include <utility>
@@ -8,12 +9,26 @@
 
 namespace vmm {
 
+namespace {
+
+// All addresses that there are. So many copies of a granule are fewer than an int holds,
+// which a chunk's mappings are counted in.
+constexpr std::size_t kMostBytes = std::size_t{1} << 47;
+
+}  // namespace
+
 TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, const std::vector<AliasedPiece>& pieces,
                          std::size_t copies, bool read_only)
     : memory_(memory), opener_(std::move(opener)) {
   opener_->require_open();
   if (pieces.empty() || copies == 0)
     throw InvalidArgumentError("an alias of nothing: give at least one tensor and one copy");
+  std::size_t bytes = 0;
+  for (const AliasedPiece& piece : pieces) bytes += std::min(piece.size, kMostBytes - bytes);
+  if (copies > kMostBytes / std::max<std::size_t>(bytes, 1)) {
+    throw InvalidArgumentError(std::to_string(copies) + " copies of " + format_bytes(bytes) +
+                               " are more than there are addresses");
+  }
   std::vector<std::vector<Chunk*>> shared;  // of each piece
   const auto take_back = [&shared, copies] {
     for (const auto& chunks : shared) {
@@ -49,11 +64,9 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
     const Status status = AliasRange::make(memory_.driver(), memory_.granularity(), chunks, copies,
                                            read_only ? Access::read : Access::read_write, accessors, &range_);
     if (status.code() == StatusCode::out_of_memory) {
-      std::size_t bytes = 0;
-      for (const AliasedPiece& piece : pieces) bytes += piece.size;
-      throw OutOfMemoryError("no " + format_bytes(bytes) + " of virtual addresses are left for " +
-                                 std::to_string(copies) + " copies (" + status.text() + ")",
-                             bytes, 0, kUnlimited, opener_->name());
+      throw OutOfMemoryError("there are no addresses, or mappings, for " + std::to_string(copies) + " copies of " +
+                                 format_bytes(bytes) + " (" + status.text() + ")",
+                             bytes * copies, 0, kUnlimited, opener_->name());
     }
     throw_if_failed(status, "mapping memory at further addresses");
     ending_ = [range = range_] { return range->end(); };

@@ -16,11 +16,7 @@
 
 namespace vmm {
 
-// What one tensor covers.
-struct AliasedPiece {
-  Address address = 0;
-  std::size_t size = 0;  // bytes
-};
+using AliasedPiece = AddressRange;  // what one tensor covers
 
 class TensorAlias {
  public:

@@ -37,6 +37,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       model_(spec.model),
       sharer_(spec.model == nullptr ? &group : nullptr),
       region_(spec.region),
+      tag_(spec.tag),
       is_mem_pool_(spec.is_mem_pool),
       no_split_(spec.no_split),
       is_range_(spec.is_range),
@@ -270,7 +271,11 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
                             StreamTag* add_shard) {
   BlockCaches::Mine mine(context_.caches);
   const MutexLock lock(mutex_);
-  require_open();
+  if (life_.load(std::memory_order_acquire) != Life::open) [[unlikely]] {
+    require_open();
+    shortage->is_sealed = true;
+    return 0;
+  }
   if (bytes > capacity_) {  // before it is rounded up: near 2^64 that wraps
     *shortage = {bytes, nullptr, {}, /*no_address_space=*/true};
     return 0;
@@ -342,7 +347,7 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
   const std::size_t size = rounded(bytes);
   context_.caches.gather(*this);
   const MutexLock lock(mutex_);
-  if (is_retired()) return 0;
+  if (is_retired() || is_sealed()) return 0;
   settle_locked();
   const StreamTag tag = streams_.tag_of(stream);
   Epoch unused = kLongAgo;

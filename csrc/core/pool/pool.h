@@ -62,6 +62,11 @@ struct RegionId {
   }
 };
 
+struct AddressRange {
+  Address address = 0;
+  std::size_t size = 0;  // bytes
+};
+
 // The live blocks of a pool at one moment (checkpoint.cpp).
 struct PoolCheckpoint {
   struct Entry {
@@ -102,6 +107,7 @@ struct PoolSpec {
   // for and counts, and whose floor and priority are the model's.
   std::shared_ptr<Pool> model;
   RegionId region;
+  std::string tag;           // what the model's user calls what is made here; empty: nothing
   bool no_split = false;     // a block has its chunks for itself
   bool is_mem_pool = false;  // a torch.cuda.MemPool's: a block lies within one chunk
   bool is_range = false;     // one tensor's addresses, held by explicit pages that come and go at the end
@@ -115,6 +121,8 @@ struct Shortage {
   bool no_address_space = false;
   // Threads keep blocks, which may be all that is missing.
   bool is_kept_by_threads = false;
+  // The pool takes no requests while some of its memory is read-only.
+  bool is_sealed = false;
   // Nothing is missing: the pool can once this has passed. Whoever asks waits,
   // with no lock held, and asks again.
   Epoch wait_for = kLongAgo;
@@ -161,14 +169,21 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // `times` more: each counts that many mappings more from now on. Throws
   // InvalidArgumentError where the stretch does not begin and end with a chunk.
   [[nodiscard]] std::vector<Chunk*> share_chunks(Address address, std::size_t bytes, int times) VMM_EXCLUDES(mutex_);
-  // What explicit pages under [address, address + bytes) allow everybody from now on:
-  // whole chunks of them, the last one's end past the stretch included; all or none.
-  // Returns the stretches that allowed something else before, by offset. Throws
-  // InvalidArgumentError where it is none, DriverError. REQUIRES, for Access::read: no
-  // queued work writes them.
-  std::vector<ByteRange> set_pages_access(Address address, std::size_t bytes, Access access) VMM_EXCLUDES(mutex_);
-  // Throws InvalidArgumentError where set_pages_access() would.
-  void require_whole_pages(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
+  // What the memory under `pieces`, by address, allows everybody from now on; all or
+  // none. Explicit pages of one tensor's addresses: whole chunks of them, the last one's
+  // end past the piece included. Blocks of a tag's space: the chunks under them, of which
+  // nobody else may have a block. While any of these is read-only the space takes no
+  // requests. Returns the stretches that allowed something else before, by offset.
+  // Throws InvalidArgumentError where it is neither, DriverError. REQUIRES, for
+  // Access::read: no queued work writes to it.
+  std::vector<ByteRange> set_memory_access(const std::vector<AddressRange>& pieces, Access access) VMM_EXCLUDES(mutex_);
+  // What such a call has made read-only is writable again.
+  void undo_read_only(const std::vector<ByteRange>& stretches) noexcept VMM_EXCLUDES(mutex_);
+  // Throws InvalidArgumentError where set_memory_access() would.
+  void require_whole_chunks(const std::vector<AddressRange>& pieces) VMM_EXCLUDES(mutex_);
+  // A tag's space, where nothing is sealed any more but what is idle: that goes to the
+  // group's shelf, and the space takes requests again. Returns whether it does.
+  bool reopen() VMM_EXCLUDES(mutex_);
   // Whether nobody may write to any byte of it.
   [[nodiscard]] bool is_read_only(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
   // Whether nobody may write to some chunk under it.
@@ -282,6 +297,14 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Of a part; nullptr otherwise.
   [[nodiscard]] const std::shared_ptr<Pool>& owner() const { return model_; }
   [[nodiscard]] bool is_part() const { return model_ != nullptr; }
+  // What its memory is called, of whatever part; empty: nothing.
+  [[nodiscard]] const std::string& tag() const { return tag_; }
+  // A part for a tag's tensors: its blocks are as a model's own.
+  [[nodiscard]] bool is_tag_space() const { return !tag_.empty() && !is_range_ && !is_private(); }
+  // A private pool of torch's, or a part of one.
+  [[nodiscard]] bool is_private() const { return !(region_ == RegionId{}); }
+  // A tag's space of which some memory is read-only.
+  [[nodiscard]] bool is_sealed() const { return life_.load(std::memory_order_acquire) == Life::sealed; }
   // Whether each block is to lie within one chunk.
   [[nodiscard]] bool keeps_within_chunks() const {
     return !uniform_ && (is_mem_pool_ || context_.within_chunks.load(std::memory_order_relaxed));
@@ -312,14 +335,14 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void retire() VMM_EXCLUDES(mutex_);
   // REQUIRES: no thread keeps blocks of it, and none can before it is locked.
   void retire_locked() VMM_REQUIRES(mutex_) {
-    retired_.store(true, std::memory_order_release);
+    life_.store(Life::retired, std::memory_order_release);
     is_cached_.store(false, std::memory_order_relaxed);
   }
   // Of a retired pool without live blocks: gives back all memory at once and
   // then the addresses, as soon as nothing uses them. False: something is still
   // live, or queued work uses it; it may be called again.
   bool end() VMM_EXCLUDES(mutex_);
-  [[nodiscard]] bool is_retired() const { return retired_.load(std::memory_order_acquire); }
+  [[nodiscard]] bool is_retired() const { return life_.load(std::memory_order_acquire) == Life::retired; }
   [[nodiscard]] bool contains(Address address) const { return address >= base_ && address < base_ + capacity_; }
   // For AllLocked.
   Mutex& mutex() VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_; }
@@ -520,8 +543,18 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void set_inactive_split(const FreeSpace& free) VMM_REQUIRES(mutex_);
   void check_free_space() const VMM_REQUIRES(mutex_);
 
+  // seals.cpp
+  [[nodiscard]] ByteRange whole_pages(const AddressRange& piece) const VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::vector<ByteRange> chunks_of_blocks(const std::vector<AddressRange>& pieces, Access access) const
+      VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::vector<ByteRange> whole_chunks(const std::vector<AddressRange>& pieces, Access access) const
+      VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool has_read_only_locked() const VMM_REQUIRES(mutex_);
+  // Whether all who may access the mapping have that access, and no other.
+  [[nodiscard]] bool allows(const LiveMapping& mapping, Access access) const VMM_REQUIRES(mutex_);
+  void note_sealed() VMM_REQUIRES(mutex_);
+
   // sharing.cpp
-  Address end_of_whole_pages(Address address, std::size_t bytes) const VMM_REQUIRES(mutex_);
   template <typename Each>
   void for_each_chunk_under(Address address, std::size_t bytes, const Each& each) const VMM_REQUIRES(mutex_);
 
@@ -550,6 +583,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   const std::shared_ptr<Pool> model_;
   const Budget::Sharer sharer_;  // unless it is a model's part
   const RegionId region_;
+  const std::string tag_;
   const bool is_mem_pool_;  // libraries register what it holds, of before they came too
   const bool no_split_;
   const bool is_range_;
@@ -558,7 +592,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::size_t capacity_;  // bytes
   std::atomic<std::size_t> floor_;
   std::atomic<int> priority_;
-  std::atomic<bool> retired_{false};
+  enum class Life : std::uint8_t { open, sealed, retired };
+  std::atomic<Life> life_{Life::open};  // one look for both at a request
 
   mutable std::atomic<bool> stands_still_{false};  // see Telling
 
