@@ -79,6 +79,56 @@ class _Refusal(TypedDict):
 def last_refusal(kind: _Kind, ordinal: int = 0) -> _Refusal | None:
     """The last request of a pool that was refused there; ``None`` also for a device that was never used."""
 
+# -- Debug mode --------------------------------------------------------------------------------------------------------
+
+class _WatchedBlock(TypedDict):
+    number: int
+    address: int
+    requested: int
+    size: int
+    pool: str
+    stream: int
+    stack: str
+    is_freed: bool
+    is_unmapped: bool
+    faults: tuple[int, int]
+
+class _Damage(TypedDict):
+    block: _WatchedBlock
+    first: int
+    bytes: int
+    text: str
+
+class _Finding(TypedDict):
+    block: _WatchedBlock
+    where: Literal["before", "inside", "beyond"]
+    distance: int
+    is_own: bool
+    text: str
+
+class _DebugReport(TypedDict):
+    mode: str
+    watched: int
+    missed: int
+    damaged: int
+    live: int
+    blocks: list[_WatchedBlock]
+    freed: list[_WatchedBlock]
+    damages: list[_Damage]
+    text: str
+
+def debug_mode() -> str:
+    """What ``TORCH_VMM_DEBUG`` asks for, ``"off"`` if nothing."""
+
+def debug_explain(address: int) -> list[_Finding]:
+    """Watched blocks near an address, of all devices; the nearest in meaning first."""
+
+def debug_report(kind: _Kind, ordinal: int = 0, most: int = 64) -> _DebugReport | None:
+    """At most ``most`` blocks of each kind; ``None`` where debug mode is off or the device was never used."""
+
+def debug_check(kind: _Kind, ordinal: int = 0) -> list[_Damage]:
+    """Waits for the device and looks at all patterns; everything damaged that is known then."""
+
 @final
 class Device:
     """All pools of one device, and what they hold together."""

@@ -24,6 +24,7 @@ using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 void bind_errors(py::module_& module);
 void bind_options(py::module_& module);
+void bind_debug(py::module_& module);
 void bind_device(py::module_& module);
 void bind_pool(py::module_& module);
 void bind_shared_memory_pool(py::module_& module);

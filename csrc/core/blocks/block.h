@@ -25,6 +25,8 @@ enum class BlockState : std::uint8_t {
   retired,      // an address whose former mapping may still be in use
   cached,       // freed, and kept by a thread for its next request of that size
   quarantined,  // freed pages in a chunk that has others; anybody may still use them
+  watched,      // a tensor's, with guards on both sides (core/pool/watched.cpp)
+  guard,        // beside a watched one: nobody's, with memory or without
 };
 
 struct Block;
@@ -101,7 +103,8 @@ struct Block {
   // Whether somebody asked for it, and it counts as active to torch.
   [[nodiscard]] bool is_active() const {
     const BlockState now = state;
-    return now == BlockState::used || now == BlockState::pending || now == BlockState::pages;
+    return now == BlockState::used || now == BlockState::pending || now == BlockState::pages ||
+           now == BlockState::watched;
   }
 
  private:

@@ -66,9 +66,12 @@ void DeviceMemory::wait_for(Epoch epoch) {
 }
 
 Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
-  if (!has_ended_.load(std::memory_order_relaxed)) [[likely]] {
+  const unsigned beside = beside_.load(std::memory_order_relaxed);
+  if (beside == 0) [[likely]] {
     if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) [[likely]]
       return kept;
+  } else if ((beside & kDebugMode) != 0) {
+    return allocate_in_debug_mode(pool, bytes, stream);
   }
   // As above, but no closure is made where the pool can by itself: 40 of 1900 instructions.
   tend_if_any_wait();
@@ -327,6 +330,7 @@ void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Sho
   refusal.pool = asker.is_tag_space() ? asker.model().name() : asker.name();
   refusal.limit = asker.budget().limit();
   cause.no_addresses = shortage.no_address_space;
+  cause.takes_whole_pages = options_.debug.kind == DebugMode::Kind::guard;
   cause.capacity = asker.capacity();
   for (const Budget* level = &asker.budget(); level != nullptr; level = level->parent()) {
     if (level == &budget_ && level->limit() == kUnlimited) continue;

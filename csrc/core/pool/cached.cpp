@@ -7,7 +7,8 @@ namespace vmm {
 
 Block* Pool::live_at(Address address) const {
   Block* block = contains(address) ? directory_->find(address - base_) : nullptr;
-  const bool is_live = block != nullptr && block->offset == address - base_ && block->state == BlockState::used;
+  const bool is_live = block != nullptr && block->offset == address - base_ &&
+                       (block->state == BlockState::used || block->state == BlockState::watched);
   return is_live ? block : nullptr;
 }
 

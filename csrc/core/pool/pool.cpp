@@ -113,6 +113,7 @@ void Pool::retire() {
 }
 
 bool Pool::end() {
+  settle_watched();
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return true;
   VMM_CHECK(is_retired(), "pool '", name_, "' ends before it is retired");
@@ -131,7 +132,7 @@ bool Pool::end() {
     context_.clock.cover(range_->last_retired_use());
     drop_retired();
   }
-  if (!quarantined_.empty() || range_->has_retired()) return false;
+  if (!quarantined_.empty() || !watch_.freed.empty() || watch_.leaving != 0 || range_->has_retired()) return false;
   VMM_CHECK(range_->live().empty(), "pool '", name_, "' ends with ", range_->live().size(), " chunks");
   range_.reset();
   set_inactive_split({});
@@ -469,7 +470,12 @@ bool Pool::free(Address address, bool* drained) {
     directory_->remove(block);
     if (!block->small) forget_large(mine);
     const Epoch epoch = context_.clock.now();
-    if (block->recorded != 0) {
+    if (block->state == BlockState::watched) [[unlikely]] {
+      // Nobody's until all streams' work is done, recorded or not.
+      if (block->recorded != 0) recorded_uses_.end(&block->recorded);
+      end_block(*block);
+      finish_free(block, epoch);
+    } else if (block->recorded != 0) {
       // Other streams read it: it is nobody's until what is queued there is done.
       end_block(*block);
       pending_.add({block, epoch}, recorded_uses_.of(block->recorded));
@@ -499,7 +505,11 @@ bool Pool::free(Address address, bool* drained) {
 
 void Pool::free_block(Block* block, Epoch epoch) {
   if (!block->small) {
-    large_.free(block, block->tag, epoch);
+    if (block->state == BlockState::watched) [[unlikely]] {
+      free_watched(block, epoch);
+    } else {
+      large_.free(block, block->tag, epoch);
+    }
   } else if (const auto emptied = slabs_.free(block, epoch)) {
     free_slab(*emptied);
   }
@@ -531,8 +541,9 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
 // --------------------------------------------------- what queued work held up
 
 bool Pool::settle() {
+  const bool any = settle_watched();
   const MutexLock lock(mutex_);
-  return range_ != nullptr && settle_locked();
+  return (range_ != nullptr && settle_locked()) || any;
 }
 
 // Of pending frees those whose streams have passed.

@@ -31,6 +31,7 @@
 #include "core/blocks/placement.h"
 #include "core/blocks/slabs.h"
 #include "core/cache/block_caches.h"
+#include "core/debug/watch_log.h"
 #include "core/limits/budget.h"
 #include "core/memory/address_space.h"
 #include "core/memory/chunk_store.h"
@@ -42,6 +43,7 @@
 #include "core/numbers/stats.h"
 #include "core/options.h"
 #include "core/pool/stream_table.h"
+#include "core/pool/watch.h"
 #include "core/streams/clock.h"
 #include "core/streams/device_streams.h"
 #include "core/streams/pending_frees.h"
@@ -94,6 +96,7 @@ struct PoolContext {
   const std::atomic<std::size_t>& oversize_bytes;  // requests from here on are counted as oversize
   const std::atomic<bool>& within_chunks;          // see DeviceMemory::keep_blocks_within_chunks()
   int device = 0;
+  WatchLog* log = nullptr;  // of debug mode; nullptr: it is off
 };
 
 struct PoolSpec {
@@ -188,6 +191,19 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] bool is_read_only(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
   // Whether nobody may write to some chunk under it.
   [[nodiscard]] bool has_read_only(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
+
+  // -- Debug mode ----------------------------------------------------------
+  // As try_allocate(), of a block that is watched, where the pool can; `stack`: where.
+  // REQUIRES: debug mode is on.
+  Address try_allocate_watched(std::size_t bytes, Stream stream, const std::shared_ptr<const std::string>& stack,
+                               Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  // Looks at the patterns of freed blocks whose fences have passed, and gives their memory
+  // on. Waits for nothing but its own look. Returns whether there were any.
+  bool settle_watched() VMM_EXCLUDES(mutex_);
+  // Waits for all work and looks at the patterns of those that live.
+  Status check_watched() VMM_EXCLUDES(mutex_);
+  // The first address from here on with memory, or the end of the pool's.
+  [[nodiscard]] Address memory_from(Address address) const VMM_EXCLUDES(mutex_);
 
   // -- A CUDA graph's memory ------------------------------------------------
   // While pinned, no memory moves within the pool or leaves it, and it grows by
@@ -558,6 +574,22 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   template <typename Each>
   void for_each_chunk_under(Address address, std::size_t bytes, const Each& each) const VMM_REQUIRES(mutex_);
 
+  // watched.cpp
+  bool find_guarded(std::size_t bytes, std::size_t* offset) VMM_REQUIRES(mutex_);
+  Block* take_guarded(std::size_t size, StreamTag tag, PoolWatch::Around* around, Grant* grant, Shortage* shortage)
+      VMM_REQUIRES(mutex_);
+  Block* take_between_patterns(std::size_t size, StreamTag tag, PoolWatch::Around* around, Grant* grant,
+                               Shortage* shortage) VMM_REQUIRES(mutex_);
+  Epoch last_use_before(std::size_t bytes, StreamTag tag) const VMM_REQUIRES(mutex_);
+  Status write_patterns(const Block& block, std::size_t requested, Epoch last_use, PoolWatch::Around* around)
+      VMM_REQUIRES(mutex_);
+  Address allocate_watched_locked(std::size_t bytes, Stream stream, const std::shared_ptr<const std::string>& stack,
+                                  Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  void free_around(Block* block, const PoolWatch::Around& around, Epoch epoch) VMM_REQUIRES(mutex_);
+  void free_watched(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
+  void finish_watched(const PoolWatch::Freed& freed) VMM_REQUIRES(mutex_);
+  bool judge(const PoolWatch::Freed& block) const;
+
   // checkpoint.cpp
   void require_settled(const char* doing) VMM_REQUIRES(mutex_);
 
@@ -617,6 +649,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::map<std::size_t, Quarantined> quarantined_ VMM_GUARDED_BY(mutex_);             // by offset
   std::set<std::pair<Epoch, std::size_t>> quarantined_until_ VMM_GUARDED_BY(mutex_);  // the same by epoch, then offset
   std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);  // by offset, one for each former mapping
+  PoolWatch watch_ VMM_GUARDED_BY(mutex_);
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
