@@ -29,11 +29,16 @@ const std::shared_ptr<const PoolList>& PoolRow::list() const {
 void PoolRegistry::add(const std::shared_ptr<Pool>& pool) {
   const PoolRow::Number number = ++last_number_;
   entries_.emplace(pool.get(), Entry{number, pool});
-  of_budget_.emplace(&pool->budget(), pool.get());
-  all_.add(number, pool);
-  groups_[&pool->group()].add(number, pool);
-  if (pool->is_part()) parts_[&pool->model()].emplace(number, pool);
-  if (pool->is_tag_space()) tagged_[&pool->model()][pool->tag()].emplace(number, pool);
+  try {
+    of_budget_.emplace(&pool->budget(), pool.get());
+    all_.add(number, pool);
+    groups_[&pool->group()].add(number, pool);
+    if (pool->is_part()) parts_[&pool->model()].emplace(number, pool);
+    if (pool->is_tag_space()) tagged_[&pool->model()][pool->tag()].emplace(number, pool);
+  } catch (...) {  // there is no memory to note it
+    remove(*pool);
+    throw;
+  }
 }
 
 bool PoolRegistry::remove(const Pool& pool) {
@@ -44,19 +49,20 @@ bool PoolRegistry::remove(const Pool& pool) {
   entries_.erase(at);
   of_budget_.erase(&entry.pool->budget());
   all_.remove(entry.number);
-  const auto group = groups_.find(&entry.pool->group());
-  group->second.remove(entry.number);
-  if (group->second.empty()) groups_.erase(group);
-  if (entry.pool->is_part()) {
-    const auto parts = parts_.find(&entry.pool->model());
+  // One whose adding failed is not in every row.
+  if (const auto group = groups_.find(&entry.pool->group()); group != groups_.end()) {
+    group->second.remove(entry.number);
+    if (group->second.empty()) groups_.erase(group);
+  }
+  if (const auto parts = parts_.find(&entry.pool->model()); parts != parts_.end()) {
     parts->second.erase(entry.number);
     if (parts->second.empty()) parts_.erase(parts);
   }
-  if (entry.pool->is_tag_space()) {
-    const auto of_model = tagged_.find(&entry.pool->model());
-    const auto spaces = of_model->second.find(entry.pool->tag());
-    spaces->second.erase(entry.number);
-    if (spaces->second.empty()) of_model->second.erase(spaces);
+  if (const auto of_model = tagged_.find(&entry.pool->model()); of_model != tagged_.end()) {
+    if (const auto spaces = of_model->second.find(entry.pool->tag()); spaces != of_model->second.end()) {
+      spaces->second.erase(entry.number);
+      if (spaces->second.empty()) of_model->second.erase(spaces);
+    }
     if (of_model->second.empty()) tagged_.erase(of_model);
   }
   return true;

@@ -74,15 +74,17 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
                                status.text() + "); give pools smaller capacities",
                            capacity_, 0, kMostCapacity, name_);
   }
-  throw_if_failed(status, "reserving " + format_bytes(capacity_) + " of addresses for pool '" + name_ + "'");
+  if (!status.ok()) {  // or the words, for which there may be no memory, would stand in the way
+    throw_if_failed(status, "reserving " + format_bytes(capacity_) + " of addresses for pool '" + name_ + "'");
+  }
   try {
     directory_ = std::make_unique<BlockDirectory>(capacity_);
     range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
+    if (family != nullptr) counters_.follow_family(*family);
   } catch (...) {
     context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
     throw;
   }
-  if (family != nullptr) counters_.follow_family(*family);
 }
 
 Pool::~Pool() {

@@ -1,0 +1,68 @@
+// Pools that the host has no memory for: made whole, or not at all.
+#include "cpp/lacking_memory.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "cpp/lab.h"
+
+namespace vmm::testing {
+namespace {
+
+struct Making {
+  const char* name;
+  std::function<std::shared_ptr<Pool>(Lab&, const std::shared_ptr<Pool>& model, Budget& group)> make;
+};
+
+class LackingMemory : public ::testing::TestWithParam<Making> {};
+
+TEST_P(LackingMemory, APoolIsMadeWholeOrNotAtAll) {
+  bool failed = true;
+  for (long nth = 0; failed; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Lab lab;
+    const auto group = lab.memory().create_group("group", kGiB);
+    const auto model = lab.pool(Lab::spec("model"), group.get());
+    const std::size_t pools = lab.memory().pools().size();
+    const std::size_t reservations = lab.driver.live_reservations();
+    std::shared_ptr<Pool> made;
+    failed = runs_out_at(nth, [&] { made = GetParam().make(lab, model, *group); });
+    if (failed) {
+      EXPECT_EQ(lab.memory().pools().size(), pools);
+      EXPECT_EQ(lab.memory().pools_under(*group).size(), 1U);
+      EXPECT_EQ(lab.memory().family(*model).size(), 1U);
+      EXPECT_EQ(lab.driver.live_reservations(), reservations);
+      EXPECT_TRUE(lab.memory().tags_of(*model).empty());
+      made = GetParam().make(lab, model, *group);  // another time
+    }
+    EXPECT_EQ(lab.memory().pools().size(), pools + 1);
+    lab.leave_idle(*made, 3 * kMiB);
+    lab.memory().check();
+    lab.memory().close_pool(*made, /*force=*/true);
+    made.reset();
+    lab.memory().empty_cache();
+    EXPECT_EQ(lab.memory().pools().size(), pools);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, LackingMemory,
+                         ::testing::Values(Making{"model",
+                                                  [](Lab& lab, const auto& /*model*/, Budget& group) {
+                                                    return lab.pool(Lab::spec("another"), &group);
+                                                  }},
+                                           Making{"tag",
+                                                  [](Lab& lab, const auto& model, Budget& /*group*/) {
+                                                    return lab.memory().tagged(model,
+                                                                               "a tag of more than a few letters");
+                                                  }},
+                                           Making{"part",
+                                                  [](Lab& lab, const auto& model, Budget& /*group*/) {
+                                                    return lab.memory().create_part(model, {0, 1}, /*no_split=*/false);
+                                                  }}),
+                         [](const auto& each) { return std::string(each.param.name); });
+
+}  // namespace
+}  // namespace vmm::testing
