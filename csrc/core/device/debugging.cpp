@@ -25,10 +25,10 @@ std::atomic<bool> is_fault_reported{false};
 
 Address DeviceMemory::allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stream stream) {
   const bool is_watched = log_->picks();
-  if (!is_watched && (beside_.load(std::memory_order_relaxed) & kHasEnded) == 0) {
+  tend_if_any_wait();
+  if (!is_watched) {
     if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) return kept;
   }
-  tend_if_any_wait();
   const auto stack = is_watched ? WatchLog::stack_here() : nullptr;
   const auto attempt = [&](Grant* grant, Shortage* lacks) {
     return is_watched ? pool.try_allocate_watched(bytes, stream, stack, grant, lacks)

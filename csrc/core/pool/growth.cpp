@@ -3,7 +3,7 @@
 // Best fit over the free space that has its memory, then over what lacks the
 // least. What lacks memory there is backed by a grant; or the pool grows, by the
 // group's shelf and new chunks within the limits; or it moves its own idle chunks
-// by a second mapping (may_grow() decides). A chunk is mapped at its new place
+// by a second mapping (grows() decides). A chunk is mapped at its new place
 // before it leaves the old one, so a failure undoes to what was.
 #include <algorithm>
 #include <functional>
@@ -105,9 +105,8 @@ std::size_t Pool::largest_at(std::size_t offset, std::size_t remaining) const {
   return std::min(remaining, std::max(page_, align_down(offset / kRangePerChunk, page_)));
 }
 
-// Where nothing is split, a block has a chunk for itself: the smallest free one
-// that fits, all of it, or a new one of exactly its size.
-Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
+// The smallest free chunk that fits, all of it; or nullptr.
+Block* Pool::take_whole_chunk(const Request& request) {
   Block* best = nullptr;
   ByteRange whole;
   for (const auto& [offset, mapping] : range_->live()) {
@@ -118,7 +117,13 @@ Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
     best = free;
     whole = {offset, size};
   }
-  if (best != nullptr) return large_.carve(best, whole.offset, whole.size, request.state);
+  return best == nullptr ? nullptr : large_.carve(best, whole.offset, whole.size, request.state);
+}
+
+// Where nothing is split, a block has a chunk for itself: a free one or a new one of
+// exactly its size.
+Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
+  if (Block* const block = take_whole_chunk(request)) return block;
   if (!placement_.find_bare(request.size, /*high=*/false, &request.offset)) {
     *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
     return nullptr;

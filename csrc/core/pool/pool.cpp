@@ -108,6 +108,15 @@ void Pool::require_open() const {
   if (is_retired()) throw InvalidArgumentError("pool '" + name_ + "' is closed");
 }
 
+// Throws where it is closed.
+bool Pool::takes_requests(Shortage* shortage) const {
+  if (life_.load(std::memory_order_acquire) == Life::open) [[likely]]
+    return true;
+  require_open();
+  shortage->is_sealed = true;
+  return false;
+}
+
 void Pool::retire() {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
   const MutexLock lock(mutex_);
@@ -274,11 +283,8 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
                             StreamTag* add_shard) {
   BlockCaches::Mine mine(context_.caches);
   const MutexLock lock(mutex_);
-  if (life_.load(std::memory_order_acquire) != Life::open) [[unlikely]] {
-    require_open();
-    shortage->is_sealed = true;
+  if (!takes_requests(shortage)) [[unlikely]]
     return 0;
-  }
   if (bytes > capacity_) {  // before it is rounded up: near 2^64 that wraps
     *shortage = {bytes, nullptr, {}, /*no_address_space=*/true};
     return 0;
@@ -299,7 +305,6 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
   if (block == nullptr) block = find_block(size, tag, is_gathered, mine, grant, shortage);
   if (block == nullptr) return 0;
   enter_in_directory(block);
-  if (!is_small) handed_out_ += block->size();
   if (shard == nullptr) {
     begin_block(block, bytes);
   } else {
@@ -323,6 +328,7 @@ void Pool::enter_in_directory(Block* block) {
     free_block(block, context_.clock.now());
     throw;
   }
+  if (!block->small) handed_out_ += block->size();
 }
 
 // Beyond what the stream's slabs have.
@@ -363,7 +369,7 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
     Request request;
     request.size = size;
     request.tag = tag;
-    block = placement_.take_backed(request);
+    block = no_split_ ? take_whole_chunk(request) : placement_.take_backed(request);
   }
   if (block == nullptr) return 0;
   enter_in_directory(block);
@@ -389,12 +395,18 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   if (!contains(address) || !is_aligned(offset, kBlockAlignment)) {
     throw InvalidRangeError(offset, bytes, capacity_, "no address of pool '" + name_ + "' that is a multiple of 512");
   }
+  if (no_split_) {
+    throw InvalidRangeError(offset, bytes, capacity_,
+                            "pool '" + name_ + "' gives each block whole chunks (no_split), none at an address");
+  }
   // What is left is a multiple of 512, so that what fits also fits rounded up.
   if (bytes > capacity_ - offset) throw InvalidRangeError(offset, bytes, capacity_, "beyond the end of the pool");
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   context_.caches.gather(*this);
   const MutexLock lock(mutex_);
-  require_open();
+  if (!takes_requests(shortage)) {
+    throw InvalidArgumentError("pool '" + name_ + "' takes no requests while some of its memory is sealed: unseal it");
+  }
   settle_locked();
   give_up_spare_slabs();
   const StreamTag tag = streams_.tag_of(stream);
@@ -421,6 +433,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   request.tag = tag;
   Block* block = place(request, grant, shortage);
   if (block == nullptr) return 0;
+  VMM_CHECK(block->offset == offset, "a block for ", offset, " stands at ", block->offset);
   enter_in_directory(block);
   begin_block(block, bytes);
   return address;

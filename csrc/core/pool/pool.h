@@ -447,6 +447,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] Block* live_at(Address address) const;
 
   // pool.cpp: the path beneath the caches
+  bool takes_requests(Shortage* shortage) const;
   Address allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
                         StreamTag* add_shard) VMM_EXCLUDES(mutex_);
   void enter_in_directory(Block* block) VMM_REQUIRES(mutex_);
@@ -493,6 +494,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   }
   Block* place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* place(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  Block* take_whole_chunk(const Request& request) VMM_REQUIRES(mutex_);
   Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   bool adopt_free_space(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)

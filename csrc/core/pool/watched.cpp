@@ -146,7 +146,7 @@ Address Pool::try_allocate_watched(std::size_t bytes, Stream stream, const std::
   context_.caches.gather(*this);
   {
     const MutexLock lock(mutex_);
-    require_open();
+    if (!takes_requests(shortage)) return 0;
     if (!pinned_ && bytes <= capacity_ - 2 * kPatternBytes) {
       const Address address = allocate_watched_locked(bytes, stream, stack, grant, shortage);
       const bool is_short = shortage->bytes != 0 || shortage->wait_for != kLongAgo || !shortage->status.ok();
