@@ -526,7 +526,7 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
   if (drained) home->bury_drained(pool);
   if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
     home->enforce_limits(held.get());
-  if (home->log_ != nullptr && held != nullptr) [[unlikely]]
+  if (held != nullptr && home->log_ != nullptr) [[unlikely]]
     home->settle_watched(*held);
   return known;
 }

@@ -485,12 +485,7 @@ bool Pool::free(Address address, bool* drained) {
     directory_->remove(block);
     if (!block->small) forget_large(mine);
     const Epoch epoch = context_.clock.now();
-    if (block->state == BlockState::watched) [[unlikely]] {
-      // Nobody's until all streams' work is done, recorded or not.
-      if (block->recorded != 0) recorded_uses_.end(&block->recorded);
-      end_block(*block);
-      finish_free(block, epoch);
-    } else if (block->recorded != 0) {
+    if (block->recorded != 0) {
       // Other streams read it: it is nobody's until what is queued there is done.
       end_block(*block);
       pending_.add({block, epoch}, recorded_uses_.of(block->recorded));
@@ -556,9 +551,12 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
 // --------------------------------------------------- what queued work held up
 
 bool Pool::settle() {
-  const bool any = settle_watched();
-  const MutexLock lock(mutex_);
-  return (range_ != nullptr && settle_locked()) || any;
+  bool any = false;
+  {
+    const MutexLock lock(mutex_);
+    any = range_ != nullptr && settle_locked();
+  }
+  return settle_watched() || any;  // what recorded streams held up is among these now
 }
 
 // Of pending frees those whose streams have passed.
@@ -568,6 +566,7 @@ bool Pool::finish_passed() {
   const bool any = !passed_.empty();
   for (const auto& [block, epoch] : passed_) {
     pending_bytes_ -= block->size();
+    if (!watch_.live.empty() && watch_.live.count(block->offset) != 0) block->state = BlockState::watched;
     finish_free(block, epoch);
   }
   passed_.clear();

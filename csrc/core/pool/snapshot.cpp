@@ -175,6 +175,7 @@ void Pool::check() const {
     }
     if (block.state == BlockState::pending) {
       pending += block.size();
+      watched += watch_.live.count(block.offset);
       requested += block.requested;
       return;
     }

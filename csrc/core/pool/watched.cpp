@@ -333,6 +333,7 @@ Status Pool::check_watched() {
     if (watch_.live.empty() || range_ == nullptr) return {};
     for (const auto& [offset, around] : watch_.live) {
       const Block* block = directory_->find(offset);
+      if (block == nullptr) continue;  // freed, and recorded streams still use it
       live.push_back({nullptr, nullptr, kLongAgo, offset, block->requested, around.front, around.back});
     }
     ++watch_.readers;
