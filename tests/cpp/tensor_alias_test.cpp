@@ -54,7 +54,7 @@ TEST(TensorAlias, MoreCopiesThanThereAreAddressesAreNamed) {
   const std::vector<AliasedPiece> piece = {{source.range->base(), kPage}};
   for (const std::size_t copies : {(std::size_t{1} << 31U) - 1, std::size_t{1} << 31U, (std::size_t{1} << 32U) + 1,
                                    std::size_t{1} << 62U, kUnlimited}) {
-    EXPECT_THROW(TensorAlias(lab.memory(), model, piece, copies, false), InvalidArgumentError) << copies;
+    EXPECT_THROW(TensorAlias(lab.memory(), model, piece, copies, false), OutOfMemoryError) << copies;
   }
   EXPECT_EQ(lab.driver.count(Call::map), 1U) << "of the tensor itself";
   EXPECT_EQ(lab.memory().shared_bytes_of(*model), 0U);

@@ -26,8 +26,9 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
   std::size_t bytes = 0;
   for (const AliasedPiece& piece : pieces) bytes += std::min(piece.size, kMostBytes - bytes);
   if (copies > kMostBytes / std::max<std::size_t>(bytes, 1)) {
-    throw InvalidArgumentError(std::to_string(copies) + " copies of " + format_bytes(bytes) +
-                               " are more than there are addresses");
+    throw OutOfMemoryError(std::to_string(copies) + " copies of " + format_bytes(bytes) +
+                               " are more than there are virtual addresses, " + format_bytes(kMostBytes),
+                           kUnlimited, 0, kMostBytes, opener_->name());
   }
   std::vector<std::vector<Chunk*>> shared;  // of each piece
   const auto take_back = [&shared, copies] {
