@@ -14,6 +14,7 @@ std::shared_ptr<Pool> make_pool(DeviceMemory& memory) {
   static std::atomic<int> next{0};
   PoolSpec spec;
   spec.name = "buffers-" + std::to_string(++next);
+  spec.grows_freely = true;  // as other pools of buffers do; what is idle others can have
   return memory.create_pool(spec, nullptr);
 }
 

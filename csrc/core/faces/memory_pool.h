@@ -1,6 +1,7 @@
 // MemoryPool's core: a stream-ordered pool of buffers. It owns one pool of the
-// device's, beside the models', and two rules that such pools have and ours do not:
-// what was freed first goes back first, and how much of what is free may be kept.
+// device's, beside the models', and three rules that such pools have and ours do not:
+// what was freed first goes back first, how much of what is free may be kept, and
+// it rather takes new memory than moves what it has.
 // Stream order, reuse, limits and numbers are the pool's own.
 //
 // The threshold. What is cached above it goes back only when nobody has needed it
