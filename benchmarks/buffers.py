@@ -264,7 +264,7 @@ def _python_pairs(allocator: str, kind: str) -> dict[str, Callable[[int], None]]
 def _of_driver(case: str) -> dict[str, Callable[[int], None]]:
     """By NVIDIA's own bindings, where they are."""
     try:
-        from cuda.bindings import driver  # type: ignore[import-untyped]
+        from cuda.bindings import driver
     except ImportError:
         return {}
     properties = driver.CUmemPoolProps()
@@ -286,7 +286,7 @@ def _of_driver(case: str) -> dict[str, Callable[[int], None]]:
 
 
 def _of_rmm(allocator: str, buffer: str, address: str) -> dict[str, Callable[[int], None]]:
-    import rmm  # type: ignore[import-not-found]
+    import rmm
 
     if allocator == allocators.RMM_POOL:
         resource = rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), initial_pool_size=_half_of_what_is_free())

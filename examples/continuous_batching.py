@@ -235,8 +235,8 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, spans: Spans) -> Tens
         return out
     seen = []
     for row, (begin, length) in enumerate(zip(spans.first, spans.lengths, strict=True)):
-        mine = (each[begin : begin + length].transpose(0, 1) for each in (keys, values))
-        seen.append(F.scaled_dot_product_attention(query[row].unsqueeze(1), *mine).squeeze(1))
+        own_keys, own_values = (each[begin : begin + length].transpose(0, 1) for each in (keys, values))
+        seen.append(F.scaled_dot_product_attention(query[row].unsqueeze(1), own_keys, own_values).squeeze(1))
     return torch.stack(seen)
 
 
@@ -274,19 +274,21 @@ class Decoder(nn.Module):
         def attend(number: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
             def causal(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
                 caches.begin(number, keys, values)
-                states = (each.transpose(0, 1).unsqueeze(0) for each in (query, keys, values))
-                return F.scaled_dot_product_attention(*states, is_causal=True)[0].transpose(0, 1)
+                q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, keys, values))
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
 
             return causal
 
         x = self._through(prompt, attend)
-        return self.head(self.norm(x[-1:])).argmax(-1)
+        first: Tensor = self.head(self.norm(x[-1:])).argmax(-1)
+        return first
 
     def decode(self, tokens: Tensor, caches: Caches) -> Tensor:
         """The next token of every request (requests,)."""
         caches.step()
         x = self._through(tokens, lambda number: lambda query, k, v: caches.attend(number, query, k, v))
-        return self.head(self.norm(x)).argmax(-1)
+        token: Tensor = self.head(self.norm(x)).argmax(-1)
+        return token
 
     def _through(self, tokens: Tensor, attend: Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]]) -> Tensor:
         x: Tensor = self.embed(tokens)
