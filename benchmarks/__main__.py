@@ -22,7 +22,18 @@ from .measurement import Result, Row
 
 _FOLDER = Path(__file__).resolve().parent
 _NAMES = {
-    "cuda": ("driver_ops", "hot_path", "latency", "cold_path", "hand_over", "observed", "workloads"),
+    "cuda": (
+        "driver_ops",
+        "hot_path",
+        "latency",
+        "cold_path",
+        "hand_over",
+        "observed",
+        "workloads",
+        "buffers",
+        "kv_cache",
+        "continuous",
+    ),
     "cpu": ("host_path", "instructions"),
 }
 
@@ -62,10 +73,11 @@ def _benchmark(
     """Runs one and writes its file; whether all of it went well."""
     options = _options(name, kind, arguments, parser)
     known = runner.allocators_of(name, kind)
-    chosen = arguments.allocators.split(",") if arguments.allocators else known
-    unknown = set(chosen) - set(known)
+    asked = arguments.allocators.split(",") if arguments.allocators else known
+    unknown = set(asked) - set(known)
     if unknown:
         parser.error(f"{name} does not know {', '.join(sorted(unknown))}, but {', '.join(known)}")
+    chosen = [allocator for allocator in asked if _is_there(name, allocator)]
     runs = arguments.runs or (1 if arguments.quick else getattr(runner.module(name), "RUNS", 2))
     outcome, file = runner.Outcome([], {}, []), None
     for outcome in runner.run(name, chosen, runs, options):
@@ -82,6 +94,15 @@ def _benchmark(
     for said in dict.fromkeys(outcome.failed):
         print(f"failed: {said}", file=sys.stderr)
     return not outcome.failed and not wrong
+
+
+def _is_there(name: str, allocator: str) -> bool:
+    """Whether a benchmark can measure that allocator here; where not, it is said why."""
+    missing: Callable[[str], str | None] = getattr(runner.module(name), "missing", lambda allocator: None)
+    why = missing(allocator)
+    if why is not None:
+        print(f"{name}: {allocator} left out; {why}", file=sys.stderr)
+    return why is None
 
 
 def _write(
@@ -145,7 +166,8 @@ def _parser() -> argparse.ArgumentParser:
         "--runs",
         type=int,
         metavar="N",
-        help="repetitions, interleaved; default 2 (hot_path: 7, latency and workloads: 3), with --quick 1",
+        help="repetitions, interleaved; default 2 (hot_path, buffers, kv_cache and continuous: 7, latency and "
+        "workloads: 3), with --quick 1",
     )
     parser.add_argument("--allocators", metavar="A,B", help="only these; default: all that the benchmark knows")
     parser.add_argument("--programs", metavar="A,B", help="only these programs of workloads; default: all")

@@ -41,6 +41,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       is_mem_pool_(spec.is_mem_pool),
       no_split_(spec.no_split),
       is_range_(spec.is_range),
+      grows_freely_(spec.grows_freely),
       page_(spec.page_size == 0 ? context.store.granularity() : spec.page_size),
       uniform_(spec.page_size != 0),
       capacity_(0),

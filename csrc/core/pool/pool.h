@@ -114,6 +114,9 @@ struct PoolSpec {
   bool no_split = false;     // a block has its chunks for itself
   bool is_mem_pool = false;  // a torch.cuda.MemPool's: a block lies within one chunk
   bool is_range = false;     // one tensor's addresses, held by explicit pages that come and go at the end
+  // Rather takes new memory than moves what it has idle: what is asked for over and over
+  // costs no driver call any more, for as much as it may hold beyond its peak.
+  bool grows_freely = false;
 };
 
 // Why a request could not be met by the pool itself.
@@ -621,6 +624,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   const bool is_mem_pool_;  // libraries register what it holds, of before they came too
   const bool no_split_;
   const bool is_range_;
+  const bool grows_freely_;
   std::size_t page_;      // bytes: the grain of explicit pages
   bool uniform_;          // every chunk is exactly one page (page_size was given)
   std::size_t capacity_;  // bytes
