@@ -125,7 +125,8 @@ def _write(
 def _options(name: str, kind: str, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> runner.Options:
     programs = arguments.programs.split(",") if arguments.programs else None
     known: list[str] = list(getattr(runner.module(name), "PROGRAMS", []))
-    if not known and (programs or arguments.scale or arguments.largest_batch):
+    has_scales = bool(known) or getattr(runner.module(name), "HAS_SCALES", False)
+    if not known and (programs or arguments.largest_batch or (arguments.scale and not has_scales)):
         parser.error(f"{name} has no programs: name workloads alone")
     unknown = set(programs or []) - set(known)
     if unknown:
@@ -166,13 +167,15 @@ def _parser() -> argparse.ArgumentParser:
         "--runs",
         type=int,
         metavar="N",
-        help="repetitions, interleaved; default 2 (hot_path, buffers, kv_cache and continuous: 7, latency and "
-        "workloads: 3), with --quick 1",
+        help="repetitions, interleaved; default 2 (buffers, kv_cache and continuous measure four times in each; "
+        "hot_path: 7, latency and workloads: 3), with --quick 1",
     )
     parser.add_argument("--allocators", metavar="A,B", help="only these; default: all that the benchmark knows")
     parser.add_argument("--programs", metavar="A,B", help="only these programs of workloads; default: all")
     parser.add_argument(
-        "--scale", choices=("small", "full"), help="of workloads: full is for 80 GiB; default: full on a GPU"
+        "--scale",
+        choices=("small", "full"),
+        help="of workloads, kv_cache and continuous: full is for 80 GiB; default: full on a GPU",
     )
     parser.add_argument(
         "--largest-batch", metavar="LIMIT", help="of workloads: instead, the largest batch that fits, such as 40GiB"

@@ -43,7 +43,8 @@ ALLOCATORS = {
     ),
     "cpu": allocators.HOST_ALLOCATORS,
 }
-RUNS = 7
+RUNS = 2
+_REPEATED = 4  # in each process: to start one takes longer than to measure
 NEEDS_LOOPS = False
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 _SOURCE = "buffers"
@@ -132,7 +133,9 @@ def measure_part(allocator: str, kind: str, quick: bool, part: Part) -> list[Mea
     run = loops.load_module(_SOURCE)
     with machine.one_cpu():
         source, keeps = _source(run, allocator, kind)
-        rows = _in_cpp(run, source, kind, quick)
+        rows: list[Measurement] = []
+        for number in range(1 if quick else _REPEATED):
+            rows += _in_cpp(run, source, kind, quick, is_first=number == 0)
         if allocator == allocators.DRIVER:
             stream = _streams(kind)[1]
             times = {which: source.beside_ns(which, 20_000, stream) for which in _BESIDE}
@@ -183,9 +186,9 @@ def _streams(kind: str) -> list[int]:
 _kept_streams: list[torch.cuda.Stream] = []
 
 
-def _in_cpp(run: Any, source: Any, kind: str, quick: bool) -> list[Measurement]:
+def _in_cpp(run: Any, source: Any, kind: str, quick: bool, is_first: bool) -> list[Measurement]:
     on_gpu = kind == "cuda"
-    count = (5_000 if quick else 50_000) if on_gpu else (2_000 if quick else 50_000)
+    count = 2_000 if quick else 20_000
     rows = []
     for streams in (_streams(kind)[:1], _streams(kind)):
         on = "1 stream" if len(streams) == 1 else f"{len(streams)} streams"
@@ -205,9 +208,10 @@ def _in_cpp(run: Any, source: Any, kind: str, quick: bool) -> list[Measurement]:
             told(f"churn {name}", "warm", median(times[1:]))
         most = 16_000 * _MIB if on_gpu else 64 * _MIB
         for megabytes in (1, 64, 1024) if on_gpu else (1,):
-            made = 1_000 if quick else 10_000
+            made = 500 if quick else 2_000
             times = run.random_ns(source, megabytes * _MIB, most, made, 4, streams)
-            told(f"random up to {megabytes} MB", "first", times[0])
+            if is_first:
+                told(f"random up to {megabytes} MB", "first", times[0])
             told(f"random up to {megabytes} MB", "warm", median(times[1:]))
     if on_gpu:
         torch.cuda.synchronize()
@@ -219,12 +223,10 @@ def _in_python(allocator: str, kind: str, quick: bool) -> list[Measurement]:
     rows = []
     for case, pairs in _python_pairs(allocator, kind).items():
         pairs(count // 4)
-        best = float("inf")
-        for _ in range(3):
+        for _ in range(1 if quick else _REPEATED):
             began = time.perf_counter()
             pairs(count)
-            best = min(best, (time.perf_counter() - began) / count * 1e9)
-        rows.append(Measurement(f"Python, {case}", "time", best, "ns"))
+            rows.append(Measurement(f"Python, {case}", "time", (time.perf_counter() - began) / count * 1e9, "ns"))
     return rows
 
 

@@ -88,7 +88,7 @@ class ElasticCaches:
     Args:
         most: requests at once.
         longest: positions of a request, at most; they cost nothing.
-        page_size: bytes, the grain in which memory comes: half of one is what a request leaves unused on average.
+        page_size: bytes, a position's at least, the grain in which memory comes: a request leaves half of one unused.
     """
 
     copied_bytes = 0
@@ -100,22 +100,24 @@ class ElasticCaches:
         self._positions = -(-longest // whole) * whole  # a slot begins on a page
         shape = (most, self._positions, sizes.layers, 2, sizes.heads, sizes.head)
         self._store = torch_vmm.sparse(shape, dtype, device, zeros=False, page_size=page_size)
-        self._free = list(reversed(range(most)))
-        self._slots: list[int] = []
-        self._pages: list[int] = []
+        self._free = list(range(most))
+        self._pages = [0] * most  # that each slot has
+        self._slots: list[int] = []  # of each request
         self.lengths: list[int] = []
 
     def join(self, length: int) -> None:
-        self._slots.append(self._free.pop())
-        self._pages.append(0)
+        # The pages of who has just left serve who comes, so that the driver maps the difference only.
+        slot = max(self._free, key=lambda each: self._pages[each])
+        self._free.remove(slot)
+        self._slots.append(slot)
         self.lengths.append(length)
-        self._provide(len(self.lengths) - 1)
+        self._give_back(slot, beyond=self._needed(length))
+        self._provide(slot, length)
 
     def leave(self, rows: list[int]) -> None:
         for row in sorted(rows, reverse=True):
-            self._store.decommit(self._slots[row])  # for the next one, behind what is queued; nobody waits
             self._free.append(self._slots.pop(row))
-            del self._pages[row], self.lengths[row]
+            del self.lengths[row]
 
     def begin(self, layer: int, keys: Tensor, values: Tensor) -> None:
         mine = self._store[self._slots[-1], : self.lengths[-1], layer]
@@ -123,9 +125,11 @@ class ElasticCaches:
         mine[:, 1] = values
 
     def step(self) -> None:
-        for row in range(len(self.lengths)):
+        for slot in self._free:
+            self._give_back(slot)  # nobody came
+        for row, slot in enumerate(self._slots):
             self.lengths[row] += 1
-            self._provide(row)
+            self._provide(slot, self.lengths[row])
         self._spans = Spans.of([slot * self._positions for slot in self._slots], self.lengths, self._store.device)
         _, first, lengths = self._spans.on_device
         self._newest = (first + lengths - 1)[:-1].long()
@@ -141,12 +145,21 @@ class ElasticCaches:
     def held_bytes(self) -> int:
         return sum(self._pages) * self._page
 
-    def _provide(self, row: int) -> None:
-        pages = -(-self.lengths[row] * self._row // self._page)
-        if pages > self._pages[row]:
-            has = self._pages[row] * self._page // self._row
-            self._store.commit((self._slots[row], slice(has, self.lengths[row])))
-            self._pages[row] = pages
+    def _needed(self, length: int) -> int:
+        return -(-length * self._row // self._page)
+
+    def _provide(self, slot: int, length: int) -> None:
+        has, needed = self._pages[slot], self._needed(length)
+        if needed > has:
+            # Whole pages come, and what is there stays: the first position may be there in part.
+            self._store.commit((slot, slice(has * self._page // self._row, length)))
+            self._pages[slot] = needed
+
+    def _give_back(self, slot: int, beyond: int = 0) -> None:
+        """All pages of a slot but the first ones; behind the work that is queued, and nobody waits for it."""
+        if self._pages[slot] > beyond:
+            self._store.decommit((slot, slice(-(-beyond * self._page // self._row), None)))
+            self._pages[slot] = beyond
 
 
 # -- The usual way -----------------------------------------------------------------------------------------------------
@@ -385,7 +398,7 @@ class Scale:
 
 SCALES = {
     "small": Scale(Sizes(256, 4, 4, 256), 8, 3, (100, 400), (4, 12), 2 << 20),
-    "full": Scale(Sizes(2048, 12, 16, 32000), 24, 12, (2048, 8192), (32, 96), 4 << 20),
+    "full": Scale(Sizes(2048, 12, 16, 32000), 18, 12, (2048, 8192), (32, 96), 4 << 20),
 }
 
 

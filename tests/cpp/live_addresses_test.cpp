@@ -47,7 +47,7 @@ TEST(LiveAddresses, ARandomProgramEqualsAMap) {
     LiveAddresses table;
     std::unordered_map<Address, std::size_t> model;
     const std::size_t places = 20 + seed * 40;
-    for (int step = 0; step < 4000; ++step) {
+    for (unsigned step = 0; step < 4000; ++step) {
       const Address address = 0x7f0000000000 + 512 * (1 + random() % places);
       const auto found = model.find(address);
       std::size_t bytes = 0;

@@ -27,7 +27,6 @@ def served(net: batching.Decoder, kind: str) -> batching.Served:
     caches = batching.caches_of(kind, net, SCALE)
     done = batching.serve(net, requests, caches, SCALE.most)
     assert caches.lengths == []
-    assert caches.held_bytes == 0
     assert [len(tokens) for tokens in done.tokens] == [request.new for request in requests]
     return done
 
@@ -52,15 +51,22 @@ def test_a_request_alone_says_what_it_says_among_others(net: batching.Decoder) -
 def test_a_slot_holds_what_it_says(net: batching.Decoder) -> None:
     caches = batching.caches_of("elastic", net, SCALE)
     assert isinstance(caches, batching.ElasticCaches)
+
+    def admit(length: int) -> int:
+        net.admit(torch.zeros(length, dtype=torch.int64), caches)
+        assert caches.held_bytes == caches._store.committed_bytes
+        return caches.held_bytes // SCALE.page_size
+
     with torch.no_grad():
-        for length in (1, 260, 300):
-            net.admit(torch.zeros(length, dtype=torch.int64), caches)
-            assert caches.held_bytes == caches._store.committed_bytes
+        # A position is 8 KiB, a page 256 of them.
+        assert [admit(length) for length in (1, 260, 300)] == [1, 3, 5]
         caches.leave([1])
         assert caches.lengths == [1, 300]
+        assert admit(1) == 4  # of the two pages that were left one serves, and one goes
+        caches.leave([1])
         net.decode(torch.zeros(2, dtype=torch.int64), caches)
-    assert caches.lengths == [2, 301]
-    assert caches.held_bytes == caches._store.committed_bytes > 0
+        assert caches.lengths == [2, 2]
+        assert caches.held_bytes == caches._store.committed_bytes == 2 * SCALE.page_size  # nobody came
 
 
 def test_a_table_of_which_little_exists_learns_what_a_dense_one_of_its_rows_learns() -> None:
