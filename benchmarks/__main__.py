@@ -22,7 +22,18 @@ from .measurement import Result, Row
 
 _FOLDER = Path(__file__).resolve().parent
 _NAMES = {
-    "cuda": ("driver_ops", "hot_path", "latency", "cold_path", "hand_over", "observed", "workloads"),
+    "cuda": (
+        "driver_ops",
+        "hot_path",
+        "latency",
+        "cold_path",
+        "hand_over",
+        "observed",
+        "workloads",
+        "buffers",
+        "kv_cache",
+        "continuous",
+    ),
     "cpu": ("host_path", "instructions"),
 }
 
@@ -62,10 +73,11 @@ def _benchmark(
     """Runs one and writes its file; whether all of it went well."""
     options = _options(name, kind, arguments, parser)
     known = runner.allocators_of(name, kind)
-    chosen = arguments.allocators.split(",") if arguments.allocators else known
-    unknown = set(chosen) - set(known)
+    asked = arguments.allocators.split(",") if arguments.allocators else known
+    unknown = set(asked) - set(known)
     if unknown:
         parser.error(f"{name} does not know {', '.join(sorted(unknown))}, but {', '.join(known)}")
+    chosen = [allocator for allocator in asked if _is_there(name, allocator)]
     runs = arguments.runs or (1 if arguments.quick else getattr(runner.module(name), "RUNS", 2))
     outcome, file = runner.Outcome([], {}, []), None
     for outcome in runner.run(name, chosen, runs, options):
@@ -82,6 +94,15 @@ def _benchmark(
     for said in dict.fromkeys(outcome.failed):
         print(f"failed: {said}", file=sys.stderr)
     return not outcome.failed and not wrong
+
+
+def _is_there(name: str, allocator: str) -> bool:
+    """Whether a benchmark can measure that allocator here; where not, it is said why."""
+    missing: Callable[[str], str | None] = getattr(runner.module(name), "missing", lambda allocator: None)
+    why = missing(allocator)
+    if why is not None:
+        print(f"{name}: {allocator} left out; {why}", file=sys.stderr)
+    return why is None
 
 
 def _write(
@@ -104,7 +125,8 @@ def _write(
 def _options(name: str, kind: str, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> runner.Options:
     programs = arguments.programs.split(",") if arguments.programs else None
     known: list[str] = list(getattr(runner.module(name), "PROGRAMS", []))
-    if not known and (programs or arguments.scale or arguments.largest_batch):
+    has_scales = bool(known) or getattr(runner.module(name), "HAS_SCALES", False)
+    if not known and (programs or arguments.largest_batch or (arguments.scale and not has_scales)):
         parser.error(f"{name} has no programs: name workloads alone")
     unknown = set(programs or []) - set(known)
     if unknown:
@@ -145,12 +167,15 @@ def _parser() -> argparse.ArgumentParser:
         "--runs",
         type=int,
         metavar="N",
-        help="repetitions, interleaved; default 2 (hot_path: 7, latency and workloads: 3), with --quick 1",
+        help="repetitions, interleaved; default 2 (buffers, kv_cache and continuous measure four times in each; "
+        "hot_path: 7, latency and workloads: 3), with --quick 1",
     )
     parser.add_argument("--allocators", metavar="A,B", help="only these; default: all that the benchmark knows")
     parser.add_argument("--programs", metavar="A,B", help="only these programs of workloads; default: all")
     parser.add_argument(
-        "--scale", choices=("small", "full"), help="of workloads: full is for 80 GiB; default: full on a GPU"
+        "--scale",
+        choices=("small", "full"),
+        help="of workloads, kv_cache and continuous: full is for 80 GiB; default: full on a GPU",
     )
     parser.add_argument(
         "--largest-batch", metavar="LIMIT", help="of workloads: instead, the largest batch that fits, such as 40GiB"

@@ -10,6 +10,10 @@ GPU_ALLOCATORS = ("torch_vmm", "native", "expandable", "cudaMallocAsync")
 HOST_ALLOCATORS = ("torch_vmm", "native")
 TUNED = "native-tuned"  # by the usual advice
 FLOOR = "floor"  # only bumps a pointer; measured where nothing is computed
+# Of benchmarks that ask for memory by themselves: torch's allocator is its own in their processes.
+NATIVE_POOL = "NativeMemoryPool"
+DRIVER = "driver"  # its calls and nothing else
+RMM_POOL, RMM_ASYNC = "rmm-pool", "rmm-async"
 
 _CONFIGURATIONS = {
     "expandable": "expandable_segments:True",

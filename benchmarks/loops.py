@@ -1,4 +1,4 @@
-"""The C++ loops of ``csrc/hot_path.cpp``: built once by the runner, loaded by the processes that measure."""
+"""The C++ loops of ``csrc``: built once by the runner, loaded by the processes that measure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol, cast
 
 ROOT = Path(__file__).resolve().parent.parent
-_SOURCE = Path(__file__).resolve().parent / "csrc" / "hot_path.cpp"
-_NAME = "benchmark_loops"
-
+_HERE = Path(__file__).resolve().parent
 
 LongOperation = tuple[int, int, int, int, int]
 """Its number, bytes (0: a free), and what came with it: chunks mapped, unmapped, climbs."""
@@ -38,12 +37,8 @@ class Loops(Protocol):
     def install_floor(self) -> None: ...
 
 
-def _folder() -> Path:
-    return Path(__file__).resolve().parent / "scratch" / f"loops-{sys.implementation.cache_tag}"
-
-
-def build() -> None:
-    """Compiles the loops where they are not up to date. Imports torch; initialises nothing of CUDA."""
+def build(source: str = "hot_path", flags: tuple[str, ...] = (), link_flags: tuple[str, ...] = ()) -> None:
+    """Compiles ``csrc/<source>.cpp`` where it is not up to date. Imports torch; initialises nothing of CUDA."""
     from torch.utils import cpp_extension
 
     sys.path.insert(0, str(ROOT / "scripts"))
@@ -54,25 +49,38 @@ def build() -> None:
     system = "/usr/bin/g++"
     os.environ["CXX"] = os.environ.get("VMM_CXX") or (system if os.path.exists(system) else "g++")
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    _folder().mkdir(parents=True, exist_ok=True)
+    _folder(source).mkdir(parents=True, exist_ok=True)
     cpp_extension.load(
-        name=_NAME,
-        sources=[str(_SOURCE)],
-        extra_cflags=["-O2", "-std=c++20", *cuda_include.include_flags()],
-        extra_ldflags=["-lc10_cuda", "-ltorch_cuda"],
-        build_directory=str(_folder()),
+        name=_name(source),
+        sources=[str(_HERE / "csrc" / f"{source}.cpp")],
+        extra_cflags=["-O2", "-std=c++20", *flags, *cuda_include.include_flags()],
+        extra_ldflags=["-lc10_cuda", "-ltorch_cuda", *link_flags],
+        build_directory=str(_folder(source)),
         with_cuda=False,  # no kernels, so no Toolkit
     )
 
 
 def load() -> Loops:
-    """The built loops."""
-    path = _folder() / f"{_NAME}.so"
+    """The built loops of ``csrc/hot_path.cpp``."""
+    return cast(Loops, load_module("hot_path"))
+
+
+def load_module(source: str) -> ModuleType:
+    """What was built of ``csrc/<source>.cpp``."""
+    path = _folder(source) / f"{_name(source)}.so"
     spec = importlib.util.spec_from_file_location(
-        _NAME, path, loader=importlib.machinery.ExtensionFileLoader(_NAME, str(path))
+        _name(source), path, loader=importlib.machinery.ExtensionFileLoader(_name(source), str(path))
     )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return cast(Loops, module)
+    return module
+
+
+def _name(source: str) -> str:
+    return f"benchmark_{source}"
+
+
+def _folder(source: str) -> Path:
+    return _HERE / "scratch" / f"{source}-{sys.implementation.cache_tag}"

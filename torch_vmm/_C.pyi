@@ -13,7 +13,7 @@ Conventions, everywhere:
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, NoReturn, TypedDict, final
+from typing import Any, ClassVar, Literal, NoReturn, TypedDict, final
 
 import torch
 import torch.cuda.memory
@@ -78,6 +78,56 @@ class _Refusal(TypedDict):
 
 def last_refusal(kind: _Kind, ordinal: int = 0) -> _Refusal | None:
     """The last request of a pool that was refused there; ``None`` also for a device that was never used."""
+
+# -- Debug mode --------------------------------------------------------------------------------------------------------
+
+class _WatchedBlock(TypedDict):
+    number: int
+    address: int
+    requested: int
+    size: int
+    pool: str
+    stream: int
+    stack: str
+    is_freed: bool
+    is_unmapped: bool
+    faults: tuple[int, int]
+
+class _Damage(TypedDict):
+    block: _WatchedBlock
+    first: int
+    bytes: int
+    text: str
+
+class _Finding(TypedDict):
+    block: _WatchedBlock
+    where: Literal["before", "inside", "beyond"]
+    distance: int
+    is_own: bool
+    text: str
+
+class _DebugReport(TypedDict):
+    mode: str
+    watched: int
+    missed: int
+    damaged: int
+    live: int
+    blocks: list[_WatchedBlock]
+    freed: list[_WatchedBlock]
+    damages: list[_Damage]
+    text: str
+
+def debug_mode() -> str:
+    """What ``TORCH_VMM_DEBUG`` asks for, ``"off"`` if nothing."""
+
+def debug_explain(address: int) -> list[_Finding]:
+    """Watched blocks near an address, of all devices; the nearest in meaning first."""
+
+def debug_report(kind: _Kind, ordinal: int = 0, most: int = 64) -> _DebugReport | None:
+    """At most ``most`` blocks of each kind; ``None`` where debug mode is off or the device was never used."""
+
+def debug_check(kind: _Kind, ordinal: int = 0) -> list[_Damage]:
+    """Waits for the device and looks at all patterns; everything damaged that is known then."""
 
 @final
 class Device:
@@ -500,28 +550,42 @@ class _BufferStats(TypedDict):
     free_count: int
     cached_bytes: int
 
-@final
 class Buffer:
-    """Made by a MemoryPool only. Its memory goes back when it is freed, or collected, and no tensor shows it."""
+    """Base of what a MemoryPool makes. Its memory goes back when it is freed, or collected, and no tensor shows it."""
 
-    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Nobody but a MemoryPool makes one."""
     @property
-    def address(self) -> int:
+    def _address(self) -> int:
         """0 where it has no bytes. Raises InvalidArgumentError once it is freed."""
     @property
-    def is_freed(self) -> bool: ...
-    def record_stream(self, stream: int) -> None: ...
-    def free(self, force: bool = False) -> None:
+    def _count(self) -> int:
+        """Elements."""
+    @property
+    def _bytes(self) -> int: ...
+    @property
+    def _dtype(self) -> torch.dtype: ...
+    @property
+    def _stream_pointer(self) -> int: ...
+    @property
+    def _stream_id(self) -> int | None:
+        """torch's name of it, where it was the current one."""
+    @property
+    def _room(self) -> tuple[_Kind, int]: ...
+    @property
+    def _freed(self) -> bool: ...
+    def _use_on(self, stream: int) -> None: ...
+    def _give_back(self, force: bool) -> None:
         """Twice is fine. Raises StillInUseError while a tensor shows it, unless ``force``: then it goes with that."""
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor from its address on, no copy; it keeps the memory."""
+    def _show(self) -> torch.Tensor:
+        """A tensor over it, no copy; it keeps the memory."""
 
 @final
 class MemoryPool:
     """Buffers in the order of streams."""
 
-    def __init__(self, kind: _Kind, ordinal: int = 0) -> None:
-        """Raises NotAvailableError as :func:`device`."""
+    def __init__(self, kind: _Kind, ordinal: int, buffer_class: type[Buffer]) -> None:
+        """``buffer_class`` is what Python derives from :class:`Buffer`. Raises NotAvailableError as :func:`device`."""
     @property
     def key(self) -> int:
         """As :attr:`Pool.key` of the pool behind it."""
@@ -531,7 +595,13 @@ class MemoryPool:
     def is_closed(self) -> bool: ...
     @property
     def threshold(self) -> int | None: ...
-    def allocate(self, count: int, dtype: torch.dtype, stream: int = 0) -> Buffer: ...
+    def allocate(self, count: int, dtype: torch.dtype, stream: int | None = None) -> Any:
+        """One of ``buffer_class``. ``stream`` ``None``: torch's current one."""
+    @property
+    def functions(self) -> tuple[int, int, int]:
+        """For loops in C++: addresses of what allocates, ``void*(void* first, size_t bytes, void* stream)``, and what
+        frees, ``void(void* first, void* address, void* stream)``, behind that of ``first``.
+        """
     def stats(self) -> _BufferStats: ...
     def trim(self, keep: int) -> int:
         """Bytes given back."""
@@ -559,8 +629,12 @@ class NativeMemoryPool:
     def max_bytes(self) -> int: ...
     @property
     def raw(self) -> int: ...
-    def allocate(self, bytes: int, stream: int = 0) -> int: ...
-    def free(self, address: int, stream: int = 0) -> None: ...
+    def allocate(self, bytes: int, stream: int | None = None) -> int:
+        """``stream`` ``None``: torch's current one."""
+    def free(self, address: int, stream: int | None = None) -> None: ...
+    @property
+    def functions(self) -> tuple[int, int, int]:
+        """As MemoryPool's."""
     def destroy(self, force: bool = False) -> None: ...
     def stats(self) -> _NativePoolStats: ...
     def trim(self, keep: int) -> int:

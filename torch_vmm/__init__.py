@@ -18,6 +18,7 @@ _build_check.check()
 # torch first: it loads the libraries and registers the types that the extension builds on.
 import torch as _torch  # noqa: F401
 
+from torch_vmm import debug
 from torch_vmm._C import AccessFlags, MappingRecord, PhysicalAllocation, VirtualAddressRange
 from torch_vmm.aliases import alias, aligned, concat_views, sealed
 from torch_vmm.buffers import MemoryPool, NativeMemoryPool, PooledBuffer
@@ -29,6 +30,7 @@ from torch_vmm.errors import (
     InvalidArgumentError,
     InvalidPageSizeError,
     InvalidRangeError,
+    MemoryDamageError,
     ModelExistsError,
     ModelNotFoundError,
     NotAvailableError,
@@ -73,6 +75,7 @@ __all__ = [
     "InvalidPageSizeError",
     "InvalidRangeError",
     "MappingRecord",
+    "MemoryDamageError",
     "MemoryPool",
     "MemoryStats",
     "ModelExistsError",
@@ -102,6 +105,7 @@ __all__ = [
     "carry",
     "concat_views",
     "current_pool",
+    "debug",
     "elastic",
     "enable",
     "is_enabled",

@@ -16,7 +16,6 @@ from torch_vmm._guarded import Guarded
 from torch_vmm.devices import (
     Device,
     DeviceKey,
-    OnDevice,
     OnNumberedDevice,
     Stream,
     to_device,
@@ -57,7 +56,7 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
 
     def __init__(self, device: Device = "cuda") -> None:
         self._device = to_device(device)
-        self._handle = _C.MemoryPool(*self._device)
+        self._handle = _C.MemoryPool(*self._device, PooledBuffer)
 
     def alloc(self, n: SupportsIndex, dtype: torch.dtype = torch.float32, stream: Stream = None) -> PooledBuffer:
         """A buffer of ``n`` elements, aligned to 512 bytes; what is in it is undefined.
@@ -74,19 +73,18 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
             OutOfMemoryError: a limit or the device has no such amount left, after all that is idle elsewhere
                 has been taken.
         """
-        if not isinstance(dtype, torch.dtype):
-            raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype")
-        count = to_index(n)
-        if count is None or not 0 <= count * dtype.itemsize <= _MOST_BYTES:
-            raise InvalidArgumentError(
-                f"n={show(n)} is no number of elements: give a whole number from 0 to "
-                f"{_MOST_BYTES // dtype.itemsize}, which {dtype} can have"
-            )
-        if stream is None and self._device.kind == "cuda" and torch.cuda.is_initialized():
-            stream = torch.cuda.current_stream(self._device.ordinal)
-        pointer = to_stream(stream, self._device)
-        handle = self._handle.allocate(count, dtype, pointer)
-        return PooledBuffer._take(handle, self._device, count, dtype, pointer, stream)
+        # As little Python as can be: what cannot be is looked at when it has been refused.
+        try:
+            if type(n) is not int:
+                n = to_index(n)  # type: ignore[assignment]
+            if stream is None:
+                return self._handle.allocate(n, dtype)  # type: ignore[arg-type, no-any-return]
+            buffer: PooledBuffer = self._handle.allocate(n, dtype, to_stream(stream, self._device))  # type: ignore[arg-type]
+        except (TypeError, InvalidArgumentError):
+            _require_elements(n, dtype)
+            raise
+        object.__setattr__(buffer, "_streams", [stream])
+        return buffer
 
     def stats(self) -> PoolStats:
         """What is allocated and cached, and how often; of a closed pool too. Exact while no other thread uses it."""
@@ -166,7 +164,7 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
         return f"MemoryPool({self._device}: {text})"
 
 
-class PooledBuffer(OnDevice, Guarded, guarded=True):
+class PooledBuffer(_C.Buffer, Guarded, guarded=True):
     """Elements of one dtype in a :class:`MemoryPool`, which :meth:`MemoryPool.alloc` makes.
 
     Its memory goes back when it is freed, at the end of a ``with``, or when it is
@@ -184,27 +182,11 @@ class PooledBuffer(OnDevice, Guarded, guarded=True):
     """
 
     _instead_of_a_copy = "it is memory of one MemoryPool. Keep another reference to it, or copy its tensor()"
-    _handle: _C.Buffer
-    _count: int
-    _dtype: torch.dtype
-    _pointer: int
-    _streams: list[object]
+    _streams: list[object] | tuple[()] = ()
+    """What was given as a stream must live as long as what uses it; its own comes first, where it was given."""
 
     def __init__(self) -> None:
         raise InvalidArgumentError("MemoryPool.alloc() makes buffers, and nothing else")
-
-    @classmethod
-    def _take(
-        cls, handle: _C.Buffer, device: DeviceKey, count: int, dtype: torch.dtype, pointer: int, stream: Stream
-    ) -> PooledBuffer:
-        buffer = cls.__new__(cls)
-        buffer._handle = handle
-        buffer._device = device
-        buffer._count = count
-        buffer._dtype = dtype
-        buffer._pointer = pointer
-        buffer._streams = [stream]  # a stream must live as long as what it uses
-        return buffer
 
     # -- What it is ----------------------------------------------------------------------------------------------------
 
@@ -222,7 +204,7 @@ class PooledBuffer(OnDevice, Guarded, guarded=True):
     @property
     def byte_size(self) -> int:
         """Bytes of its elements."""
-        return self._count * self._dtype.itemsize
+        return self._bytes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -230,12 +212,23 @@ class PooledBuffer(OnDevice, Guarded, guarded=True):
         return self._dtype
 
     @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return DeviceKey(*self._room).torch_device
+
+    @property
     def stream(self) -> torch.cuda.Stream | int:
         """The stream in whose order it is freed and used again; on the CPU its number."""
-        if self._device.kind == "cpu":
-            return self._pointer
-        given = self._streams[0]
-        return given if isinstance(given, torch.cuda.Stream) else to_torch_stream(self._pointer, self._device)
+        device = DeviceKey(*self._room)
+        if device.kind == "cpu":
+            return self._stream_pointer
+        given = self._streams[0] if self._streams else None
+        if isinstance(given, torch.cuda.Stream):
+            return given
+        if self._stream_id is None:
+            return to_torch_stream(self._stream_pointer, device)
+        kind = torch.cuda.default_stream(device.ordinal).device_type
+        return torch.cuda.Stream(stream_id=self._stream_id, device_index=device.ordinal, device_type=kind)
 
     @property
     def device_ptr(self) -> int:
@@ -244,12 +237,12 @@ class PooledBuffer(OnDevice, Guarded, guarded=True):
         Raises:
             InvalidArgumentError: it is freed.
         """
-        return self._handle.address
+        return self._address
 
     @property
     def is_freed(self) -> bool:
         """Freed: it cannot be used any more. Tensors that show it may live on."""
-        return self._handle.is_freed
+        return self._freed
 
     # -- Its use -------------------------------------------------------------------------------------------------------
 
@@ -261,8 +254,8 @@ class PooledBuffer(OnDevice, Guarded, guarded=True):
         Raises:
             InvalidArgumentError: no stream of the device, or the buffer is freed.
         """
-        self._handle.record_stream(to_stream(stream, self._device))
-        self._streams.append(stream)
+        self._use_on(to_stream(stream, DeviceKey(*self._room)))
+        object.__setattr__(self, "_streams", [*(self._streams or [None]), stream])
 
     def tensor(self) -> torch.Tensor:
         """A tensor over it, of shape ``(len(buffer),)``; no copy.
@@ -273,7 +266,7 @@ class PooledBuffer(OnDevice, Guarded, guarded=True):
             InvalidArgumentError: the buffer is freed.
         """
         with torch.inference_mode(False):  # it outlives one that is on now
-            return self._handle.tensor((self._count,), self._dtype)
+            return self._show()
 
     def free(self, force: bool = False) -> None:
         """Gives the memory back, in the order of the buffer's stream; twice is fine.
@@ -284,7 +277,7 @@ class PooledBuffer(OnDevice, Guarded, guarded=True):
             StillInUseError: a tensor of :meth:`tensor`, or what was made of it by DLPack, is alive, and not
                 ``force``. What was made by an array interface keeps the buffer from being collected, but not this.
         """
-        self._handle.free(to_flag(force, "force"))
+        self._give_back(force if force is False else to_flag(force, "force"))
 
     def __enter__(self) -> PooledBuffer:
         if self.is_freed:
@@ -315,14 +308,14 @@ class PooledBuffer(OnDevice, Guarded, guarded=True):
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3 of the interface, with the buffer's stream; there is none on the CPU."""
         interface: dict[str, Any] = self.tensor().__cuda_array_interface__
-        interface |= {"version": 3, "stream": self._pointer or 1}  # 1 is the default stream: 0 is not allowed
+        interface |= {"version": 3, "stream": self._stream_pointer or 1}  # 1 is the default stream: 0 is not allowed
         return interface
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """The same for numpy, on the CPU alone."""
-        if self._device.kind != "cpu":
-            raise AttributeError(f"a buffer on {self._device} is no array of the host's")
+        if self.device.type != "cpu":
+            raise AttributeError(f"a buffer on {self.device} is no array of the host's")
         interface: dict[str, Any] = self.tensor().numpy().__array_interface__
         return interface
 
@@ -332,7 +325,7 @@ class PooledBuffer(OnDevice, Guarded, guarded=True):
 
     def __repr__(self) -> str:
         state = ", freed" if self.is_freed else ""
-        return f"PooledBuffer({self._count} of {self._dtype} on {self._device}{state})"
+        return f"PooledBuffer({self._count} of {self.dtype} on {self.device}{state})"
 
 
 class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
@@ -376,7 +369,9 @@ class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
             NotAvailableError: the stream is being captured.
             DriverError: anything else that the driver said.
         """
-        return self._handle.allocate(to_bytes(bytes, "bytes"), to_stream(stream, self._device))
+        if type(bytes) is not int or not 0 <= bytes <= _MOST_BYTES:
+            bytes = to_bytes(bytes, "bytes")  # noqa: A001
+        return self._handle.allocate(bytes, None if stream is None else to_stream(stream, self._device))
 
     def free_async(self, address: SupportsIndex, stream: Stream = None) -> None:
         """Gives memory back, behind the work that is queued on a stream.
@@ -388,10 +383,10 @@ class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
             NotAvailableError: the stream is being captured.
             DriverError: anything else that the driver said; the memory is still allocated.
         """
-        at = to_index(address)
+        at = address if type(address) is int else to_index(address)
         if at is None or not 0 <= at < 2**64:
             raise InvalidArgumentError(f"address={show(address)} is not an address: give what alloc_async() returned")
-        self._handle.free(at, to_stream(stream, self._device))
+        self._handle.free(at, None if stream is None else to_stream(stream, self._device))
 
     def stats(self) -> NativePoolStats:
         """The driver's own numbers.
@@ -469,3 +464,15 @@ class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
     def __repr__(self) -> str:
         most = "" if self.max_size_bytes == 0 else f", at most {_C.format_bytes(self.max_size_bytes)}"
         return f"NativeMemoryPool({self._device}{most}{', destroyed' if self.is_destroyed else ''})"
+
+
+def _require_elements(n: object, dtype: object) -> None:
+    """Raises InvalidArgumentError for what is no number of elements, or no dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype") from None
+    count = to_index(n)
+    if count is None or not 0 <= count * dtype.itemsize <= _MOST_BYTES:
+        raise InvalidArgumentError(
+            f"n={show(n)} is no number of elements: give a whole number from 0 to "
+            f"{_MOST_BYTES // dtype.itemsize}, which {dtype} can have"
+        ) from None

@@ -6,9 +6,12 @@ The extension looks these classes up by name when it raises, and makes them as
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch_vmm.debug import Damage
 
 
 def _rebuild(cls: type[VmmError], args: tuple[object, ...], values: dict[str, object]) -> VmmError:
@@ -195,6 +198,18 @@ class NotEnabledError(NotAvailableError):
     Attributes:
         reason: what is missing, and what to do.
     """
+
+
+class MemoryDamageError(VmmError):
+    """Somebody has written outside an allocation (:func:`torch_vmm.debug.check`).
+
+    Attributes:
+        damages: what was found, a :class:`torch_vmm.debug.Damage` for each block.
+    """
+
+    def __init__(self, message: str = "", *, damages: tuple[Damage, ...] = ()) -> None:
+        super().__init__(message)
+        self.damages = damages
 
 
 class NotCopyableError(VmmError, TypeError):

@@ -31,37 +31,77 @@ class _Layer:
         self.values: torch.Tensor | None = None
         self.is_initialized = False
         self._stores: tuple[ElasticTensor, ElasticTensor] | None = None
+        self._length = 0  # positions; the stores are told when it matters (_settle)
+        # All positions that there is memory for, as [batch, heads, sequence, size]: a step that fits makes two
+        # views of each, and neither asks the pool nor changes the stores.
+        self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._room = 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._require_states(key_states, value_states)
-        stores = self._stores or (self._store(key_states), self._store(value_states))
-        before = stores[0].shape[0]
-        added = key_states.shape[-2]
+        if self._whole is None or not self._fits(key_states, value_states):
+            self._require_states(key_states, value_states)
+            self._make_room(key_states, value_states)
+            assert self._whole is not None
+        before, self._length = self._length, self._length + key_states.shape[2]
+        added = self._length - before
+        with outside_inference():
+            for whole, states in zip(self._whole, (key_states, value_states), strict=True):
+                whole.narrow(2, before, added).copy_(states.detach() if states.requires_grad else states)
+        return self._show()
+
+    def _fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether they are what is usual: of the same sizes as what is there, and there is memory for them."""
+        assert self._whole is not None
+        try:
+            added = keys.shape[2]
+            return (
+                (*keys.shape, *values.shape)
+                == (*self._first, added, self._sizes[0], *self._first, added, self._sizes[1])
+                and self._length + added <= self._room
+                and keys.dtype == self._whole[0].dtype
+                and values.dtype == self._whole[1].dtype
+            )
+        except (AttributeError, IndexError):
+            return False
+
+    def _make_room(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        stores = self._stores or (self._store(keys), self._store(values))
+        needed = self._length + keys.shape[2]
         # Both or neither: a limit may have room for the keys alone.
         for store in stores:
-            store.reserve(before + added)
-        if self._stores is None:
-            self._begin(stores)
-        for store, states in zip(stores, (key_states, value_states), strict=True):
-            store.resize_(before + added)
-            with torch.no_grad():
-                store[before:].copy_(states.permute(2, 0, 1, 3))
-        self._show()
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys, self.values
+            store.reserve(needed)
+        self._begin(stores, self._length)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         values = key_states if value_states is None else value_states
         self._begin((self._store(key_states), self._store(values)))
 
-    def _begin(self, stores: tuple[ElasticTensor, ElasticTensor]) -> None:
+    def _begin(self, stores: tuple[ElasticTensor, ElasticTensor], length: int | None = None) -> None:
+        """Stands on ``stores`` from now on, of which ``length`` positions count; all that they have, unless told."""
         self._stores = stores
+        self._length = stores[0].shape[0] if length is None else length
         self.dtype, self.device = stores[0].dtype, stores[0].device
+        self._room = min(store.reserved_rows for store in stores)
+        with outside_inference():
+            self._whole = (self._up_to(stores[0]), self._up_to(stores[1]))
+        self._first, self._sizes = tuple(stores[0].shape[1:3]), (stores[0].shape[3], stores[1].shape[3])
         self.is_initialized = True
         self._show()
+
+    def _up_to(self, store: ElasticTensor) -> torch.Tensor:
+        store.resize_(self._room)
+        whole: torch.Tensor = store.detach().permute(1, 2, 0, 3)
+        store.resize_(self._length)
+        return whole
+
+    def _settle(self) -> tuple[ElasticTensor, ...]:
+        """The stores, with as many rows as there are positions."""
+        for store in self._stores or ():
+            if store.shape[0] != self._length:
+                store.resize_(self._length)
+        return self._stores or ()
 
     def _require_states(self, keys: object, values: object) -> None:
         """Before anything is changed."""
@@ -82,7 +122,7 @@ class _Layer:
             if (batch, heads, size) != store.shape[1:]:
                 raise InvalidArgumentError(
                     f"update(): states of shape {tuple(states.shape)}, where the cache has [batch, heads, sequence, "
-                    f"size] of {(*store.shape[1:3], store.shape[0], store.shape[3])}; reset() it for another batch"
+                    f"size] of {(*store.shape[1:3], self._length, store.shape[3])}; reset() it for another batch"
                 )
             if states.dtype != store.dtype:
                 raise InvalidArgumentError(
@@ -112,13 +152,15 @@ class _Layer:
             )
         return elastic((0, *row), states.dtype, states.device, (self.max_length, *row))
 
-    def _show(self) -> None:
-        assert self._stores is not None
+    def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._whole is not None
         with outside_inference():
-            self.keys, self.values = (store.detach().permute(1, 2, 0, 3) for store in self._stores)
+            self.keys = keys = self._whole[0].narrow(2, 0, self._length)
+            self.values = values = self._whole[1].narrow(2, 0, self._length)
+        return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
-        return 0 if self._stores is None else self._stores[0].shape[0]
+        return self._length
 
     def get_max_length(self) -> int:
         return -1  # it grows, which is what transformers asks
@@ -134,13 +176,14 @@ class _Layer:
             return
         length = self.get_seq_length()
         kept = length + max_length if max_length < 0 else min(max_length, length)
-        for store in self._stores:
-            store.resize_(max(kept, 0))
+        self._length = max(kept, 0)
+        for store in self._settle():
             store.shrink_to_fit()
-        self._show()
+        self._begin(self._stores)
 
     def reset(self) -> None:
-        self.keys = self.values = self._stores = None
+        self.keys = self.values = self._stores = self._whole = None
+        self._length = self._room = 0
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -160,7 +203,7 @@ class _Layer:
         """What keys and values become, beside what they are; all that can fail."""
         made: list[torch.Tensor] = []
         with torch.no_grad():
-            for store in self._stores or ():
+            for store in self._settle():
                 changed = change(store)
                 made.append(changed if changed.shape == store.shape else self._another(changed))
         return made
@@ -173,7 +216,7 @@ class _Layer:
             self._begin((keys, values))
             return
         with torch.no_grad():
-            for store, changed in zip(self._stores, made, strict=True):
+            for store, changed in zip(self._settle(), made, strict=True):
                 store.copy_(changed)
 
     def _another(self, rows: torch.Tensor) -> ElasticTensor:
@@ -185,7 +228,7 @@ class _Layer:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
         made = type(self)(self.max_length)
         if self._stores is not None:
-            keys, values = self._stores
+            keys, values = self._settle()
             made._begin((self._another(keys), self._another(values)))
         return made
 
@@ -258,6 +301,8 @@ class ElasticKVCache:
                 states or layer. The cache is as it was.
             OutOfMemoryError: the pool has no such memory. The cache is as it was.
         """
+        if type(layer_idx) is int and 0 <= layer_idx < len(self.layers):
+            return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
         index = to_index(layer_idx)
         if index is None or not 0 <= index < _MOST_LAYERS:
             raise InvalidArgumentError(f"layer_idx={show(layer_idx)}: give a whole number from 0 to {_MOST_LAYERS - 1}")
@@ -292,7 +337,7 @@ class ElasticKVCache:
         """
         layers = [layer for layer in self.layers if layer._stores is not None]
         _require_entries(beam_idx, min((layer._stores[0].shape[1] for layer in layers), default=None))
-        stores = [store for layer in layers for store in layer._stores]
+        stores = [store for layer in layers for store in layer._settle()]
         order = {store.device: beam_idx.to(store.device) for store in stores}
         if any(len(beam_idx) != store.shape[1] for store in stores):
             made = [layer._changed(lambda store: store.index_select(1, order[store.device])) for layer in layers]

@@ -96,6 +96,9 @@ class AsleepError : public VmmError {
 class DriverError : public VmmError {
  public:
   explicit DriverError(const Status& status, const std::string& doing = "");
+  // The same, with what is known beside it on lines of its own.
+  DriverError(const DriverError& error, const std::string& beside)
+      : VmmError(std::string(error.what()) + "\n" + beside), call(error.call), code(error.code), name(error.name) {}
   std::string call;
   int code;
   std::string name;

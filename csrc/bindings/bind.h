@@ -24,6 +24,7 @@ using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 void bind_errors(py::module_& module);
 void bind_options(py::module_& module);
+void bind_debug(py::module_& module);
 void bind_device(py::module_& module);
 void bind_pool(py::module_& module);
 void bind_shared_memory_pool(py::module_& module);
@@ -54,6 +55,14 @@ std::size_t to_chosen_size(std::optional<std::size_t> size, const char* what);
 std::size_t to_page_size(std::optional<std::size_t> page_size, std::size_t granularity);
 
 inline Stream to_stream(std::uintptr_t stream) { return reinterpret_cast<Stream>(stream); }
+// torch's current stream of the device: the default one until torch has initialised
+// CUDA, which this does not, and on the CPU. `id`: torch's own name of it, where there
+// is one. REQUIRES: the GIL.
+Stream current_stream(DeviceKind kind, int ordinal, std::optional<std::int64_t>* id = nullptr);
+// None is the current one.
+inline Stream to_stream(std::optional<std::uintptr_t> stream, DeviceKind kind, int ordinal) {
+  return stream.has_value() ? to_stream(*stream) : current_stream(kind, ordinal);
+}
 
 // Objects whose end may wait (a manager with mappings, a shared pool): they are
 // destroyed with the GIL released, whoever drops them last, and in a forked

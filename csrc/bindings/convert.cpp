@@ -1,3 +1,5 @@
+#include <c10/cuda/CUDAStream.h>
+
 #include "base/errors.h"
 #include "bindings/bind.h"
 
@@ -19,6 +21,18 @@ std::size_t to_chosen_size(std::optional<std::size_t> size, const char* what) {
 std::size_t to_page_size(std::optional<std::size_t> page_size, std::size_t granularity) {
   if (page_size == std::size_t{0}) throw InvalidPageSizeError(0, granularity);
   return page_size.value_or(0);
+}
+
+Stream current_stream(DeviceKind kind, int ordinal, std::optional<std::int64_t>* id) {
+  if (kind != DeviceKind::cuda) return nullptr;
+  static bool is_initialised = false;  // for good, once it is
+  if (!is_initialised) {
+    is_initialised = py::module_::import("torch.cuda").attr("is_initialized")().cast<bool>();
+    if (!is_initialised) return nullptr;
+  }
+  const c10::cuda::CUDAStream current = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(ordinal));
+  if (id != nullptr) *id = current.id();
+  return current.stream();
 }
 
 }  // namespace vmm::bindings

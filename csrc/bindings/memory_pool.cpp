@@ -3,6 +3,8 @@
 
 #include <pybind11/stl.h>
 
+#include <limits>
+
 #include "base/errors.h"
 #include "bindings/bind.h"
 #include "bindings/tensor_view.h"
@@ -14,7 +16,7 @@ namespace {
 
 // A pool, and whose it is. Its buffers keep it.
 struct Buffers {
-  explicit Buffers(DeviceRoom& room) : room(room), pool(room.memory) {}
+  Buffers(DeviceRoom& room, py::handle buffer_class) : room(room), pool(room.memory), buffer_class(buffer_class) {}
   ~Buffers() = default;
   Buffers(const Buffers&) = delete;
   Buffers& operator=(const Buffers&) = delete;
@@ -26,6 +28,7 @@ struct Buffers {
 
   DeviceRoom& room;
   MemoryPool pool;
+  const py::handle buffer_class;  // of the objects that Python sees; it outlives the interpreter's use of them
 };
 using BuffersPtr = std::shared_ptr<Buffers>;
 
@@ -33,8 +36,16 @@ using BuffersPtr = std::shared_ptr<Buffers>;
 // has it. One of no bytes stands nowhere.
 class Buffer {
  public:
-  Buffer(BuffersPtr of, std::size_t bytes, Stream stream)
-      : of_(std::move(of)), bytes_(bytes), address_(bytes == 0 ? 0 : of_->here().allocate(bytes, stream)) {}
+  struct Spec {
+    std::int64_t count = 0;  // elements
+    py::handle dtype;        // torch's live for ever
+    std::size_t bytes = 0;
+    Stream stream = nullptr;
+    std::optional<std::int64_t> stream_id = std::nullopt;  // torch's, where it was the current one
+  };
+
+  Buffer(BuffersPtr of, const Spec& spec)
+      : of_(std::move(of)), spec_(spec), address_(bytes() == 0 ? 0 : of_->here().allocate(bytes(), spec.stream)) {}
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() {
@@ -42,6 +53,11 @@ class Buffer {
   }
 
   [[nodiscard]] DeviceRoom& room() const { return of_->room; }
+  [[nodiscard]] std::int64_t count() const { return spec_.count; }
+  [[nodiscard]] std::size_t bytes() const { return spec_.bytes; }
+  [[nodiscard]] py::handle dtype() const { return spec_.dtype; }
+  [[nodiscard]] Stream stream() const { return spec_.stream; }
+  [[nodiscard]] std::optional<std::int64_t> stream_id() const { return spec_.stream_id; }
   [[nodiscard]] Address address() VMM_EXCLUDES(mutex_) {
     const MutexLock lock(mutex_);
     require_live();
@@ -63,7 +79,7 @@ class Buffer {
       if (freed_) return;
       if (uses_ != 0 && !force) {
         throw StillInUseError(text() + " is shown by " + std::to_string(uses_) + " tensors; drop them first, or force",
-                              bytes_, uses_);
+                              bytes(), uses_);
       }
       freed_ = true;
       if (uses_ != 0) return;
@@ -90,7 +106,7 @@ class Buffer {
 
  private:
   [[nodiscard]] std::string text() const {
-    return "the buffer of " + format_bytes(bytes_) + " at " + format_hex(address_);
+    return "the buffer of " + format_bytes(bytes()) + " at " + format_hex(address_);
   }
   void require_live() const VMM_REQUIRES(mutex_) {
     if (freed_) throw InvalidArgumentError(text() + " has been freed");
@@ -105,7 +121,7 @@ class Buffer {
   }
 
   const BuffersPtr of_;
-  const std::size_t bytes_;
+  const Spec spec_;
   const Address address_;
   Mutex mutex_;  // a leaf
   std::size_t uses_ VMM_GUARDED_BY(mutex_) = 0;
@@ -114,34 +130,69 @@ class Buffer {
 };
 using BufferPtr = std::shared_ptr<Buffer>;
 
-BuffersPtr make(const std::string& kind, int ordinal) {
-  const py::gil_scoped_release released;
-  return destroyed_without_gil(std::make_unique<Buffers>(to_room(kind, ordinal)));
+BuffersPtr make(const std::string& kind, int ordinal, py::handle buffer_class) {
+  DeviceRoom& room = [&]() -> DeviceRoom& {
+    const py::gil_scoped_release released;
+    return to_room(kind, ordinal);
+  }();
+  return destroyed_without_gil(std::make_unique<Buffers>(room, buffer_class));
 }
 
 // Ends with the GIL held, as torch's tensors do: a free waits for nothing, and
 // whoever lets go of the GIL while the interpreter ends does not get it back.
-BufferPtr make_buffer(const BuffersPtr& of, std::size_t bytes, Stream stream) {
-  return {std::make_unique<Buffer>(of, bytes, stream).release(), [](Buffer* last) {
+BufferPtr make_buffer(const BuffersPtr& of, const Buffer::Spec& spec) {
+  return {std::make_unique<Buffer>(of, spec).release(), [](Buffer* last) {
             if (!Runtime::in_child()) delete last;
           }};
 }
 
-BufferPtr allocate(const BuffersPtr& self, std::int64_t count, py::handle dtype, std::uintptr_t stream) {
-  const std::size_t bytes = tensor_bytes({count}, dtype);
-  const py::gil_scoped_release released;
-  self->here().pool().require_open();
-  return make_buffer(self, bytes, to_stream(stream));
+// A buffer as an object of `cls`, a class that Python derives from Buffer's: in the
+// way in which pybind11 makes what a function returns, which is of Buffer's own.
+py::object wrap(const BufferPtr& buffer, py::handle cls) {
+  auto object =
+      py::reinterpret_steal<py::object>(py::detail::make_new_instance(reinterpret_cast<PyTypeObject*>(cls.ptr())));
+  auto* const instance = reinterpret_cast<py::detail::instance*>(object.ptr());
+  instance->owned = true;
+  py::detail::values_and_holders(instance).begin()->value_ptr() = buffer.get();
+  static const py::detail::type_info* const type = py::detail::get_type_info(typeid(Buffer), /*throw_if_missing=*/true);
+  type->init_instance(instance, &buffer);
+  return object;
 }
 
-py::object tensor(const BufferPtr& self, const std::vector<std::int64_t>& shape, py::handle dtype) {
-  static_cast<void>(tensor_bytes(shape, dtype));  // refuses what is no dtype, before anything is held
+py::object allocate(const BuffersPtr& self, std::int64_t count, py::handle dtype,
+                    std::optional<std::uintptr_t> stream) {
+  Buffer::Spec spec{count, dtype, tensor_bytes({count}, dtype)};
+  if (spec.bytes > static_cast<std::size_t>(std::numeric_limits<std::int64_t>::max())) {
+    throw InvalidArgumentError("a buffer of " + format_bytes(spec.bytes) + " is more than there are addresses");
+  }
+  spec.stream =
+      stream.has_value() ? to_stream(*stream) : current_stream(self->room.kind, self->room.ordinal, &spec.stream_id);
+  BufferPtr buffer;
+  {
+    const py::gil_scoped_release released;
+    self->here().pool().require_open();
+    buffer = make_buffer(self, spec);
+  }
+  return wrap(buffer, self->buffer_class);
+}
+
+py::object tensor(const BufferPtr& self) {
   const Address address = self->begin_use();
   // From here on the tensor's end, or a failure to make it, lets go.
   const std::shared_ptr<void> hold(nullptr, [self](void*) {
     if (!Runtime::in_child()) self->end_use();
   });
-  return make_tensor(address, shape, dtype, self->room(), hold);
+  return make_tensor(address, {self->count()}, self->dtype(), self->room(), hold);
+}
+
+// The same without Python, for loops in C++: `functions` has their addresses.
+void* allocate_from(void* pool, std::size_t bytes, void* stream) {
+  Runtime::require_own_process();
+  return reinterpret_cast<void*>(static_cast<MemoryPool*>(pool)->allocate(bytes, stream));
+}
+void free_to(void* pool, void* address, void* /*stream*/) {
+  Runtime::require_own_process();
+  static_cast<MemoryPool*>(pool)->free(reinterpret_cast<Address>(address));
 }
 
 py::dict as_dict(const BufferStats& stats) {
@@ -158,22 +209,40 @@ py::dict as_dict(const BufferStats& stats) {
 
 void bind_memory_pool(py::module_& module) {
   py::class_<Buffer, BufferPtr>(module, "Buffer")
-      .def_property_readonly("address", &Buffer::address)
-      .def_property_readonly("is_freed", &Buffer::is_freed)
+      .def_property_readonly("_address", &Buffer::address)
+      .def_property_readonly("_count", &Buffer::count)
+      .def_property_readonly("_bytes", &Buffer::bytes)
+      .def_property_readonly("_dtype",
+                             [](const Buffer& self) { return py::reinterpret_borrow<py::object>(self.dtype()); })
+      .def_property_readonly("_stream_pointer",
+                             [](const Buffer& self) { return reinterpret_cast<std::uintptr_t>(self.stream()); })
+      .def_property_readonly("_stream_id", &Buffer::stream_id)
+      .def_property_readonly("_room",
+                             [](const Buffer& self) {
+                               return py::make_tuple(self.room().kind == DeviceKind::cuda ? "cuda" : "cpu",
+                                                     self.room().ordinal);
+                             })
+      .def_property_readonly("_freed", &Buffer::is_freed)
       .def(
-          "record_stream", [](Buffer& self, std::uintptr_t stream) { self.record_stream(to_stream(stream)); },
+          "_use_on", [](Buffer& self, std::uintptr_t stream) { self.record_stream(to_stream(stream)); },
           py::arg("stream"), WithoutGil())
-      .def("free", &Buffer::free, py::arg("force") = false, WithoutGil())
-      .def("tensor", &tensor, py::arg("shape"), py::arg("dtype"));
+      .def("_give_back", &Buffer::free, py::arg("force"))
+      .def("_show", &tensor);
 
   py::class_<Buffers, BuffersPtr>(module, "MemoryPool")
-      .def(py::init(&make), py::arg("kind"), py::arg("ordinal") = 0)
+      .def(py::init(&make), py::arg("kind"), py::arg("ordinal"), py::arg("buffer_class"))
       .def_property_readonly("key",
                              [](const Buffers& self) { return reinterpret_cast<std::uintptr_t>(&self.pool.pool()); })
       .def_property_readonly("name", [](const Buffers& self) { return self.pool.pool().name(); })
       .def_property_readonly("is_closed", [](const Buffers& self) { return self.pool.is_closed(); })
       .def_property_readonly("threshold", [](const Buffers& self) { return from_limit(self.pool.threshold()); })
-      .def("allocate", &allocate, py::arg("count"), py::arg("dtype"), py::arg("stream") = 0)
+      .def("allocate", &allocate, py::arg("count"), py::arg("dtype"), py::arg("stream") = py::none())
+      .def_property_readonly("functions",
+                             [](Buffers& self) {
+                               return py::make_tuple(reinterpret_cast<std::uintptr_t>(&self.pool),
+                                                     reinterpret_cast<std::uintptr_t>(&allocate_from),
+                                                     reinterpret_cast<std::uintptr_t>(&free_to));
+                             })
       .def("stats",
            [](Buffers& self) {
              BufferStats stats;

@@ -12,19 +12,31 @@ namespace {
 
 struct Native {
   Native(DeviceRoom& room, std::size_t max_bytes)
-      : pool(room.memory.driver(), room.ordinal, max_bytes, static_cast<NativeMemoryPool::Report>(&report_swallowed)) {}
+      : ordinal(room.ordinal),
+        pool(room.memory.driver(), room.ordinal, max_bytes, static_cast<NativeMemoryPool::Report>(&report_swallowed)) {}
 
   [[nodiscard]] NativeMemoryPool& here() {
     Runtime::require_own_process();
     return pool;
   }
 
+  const int ordinal;
   NativeMemoryPool pool;
 };
 
 std::shared_ptr<Native> make(const std::string& kind, int ordinal, std::size_t max_bytes) {
   const py::gil_scoped_release released;
   return destroyed_without_gil(std::make_unique<Native>(to_room(kind, ordinal), max_bytes));
+}
+
+// The same without Python, for loops in C++: `functions` has their addresses.
+void* allocate_from(void* pool, std::size_t bytes, void* stream) {
+  Runtime::require_own_process();
+  return reinterpret_cast<void*>(static_cast<NativeMemoryPool*>(pool)->allocate(bytes, stream));
+}
+void free_to(void* pool, void* address, void* stream) {
+  Runtime::require_own_process();
+  static_cast<NativeMemoryPool*>(pool)->free(reinterpret_cast<Address>(address), stream);
 }
 
 py::dict as_dict(const NativePoolUsage& usage) {
@@ -48,14 +60,26 @@ void bind_native_memory_pool(py::module_& module) {
                                     [](const py::object& /*cls*/) { return NativeMemoryPool::failures(); })
       .def(
           "allocate",
-          [](Native& self, std::size_t bytes, std::uintptr_t stream) {
-            return self.here().allocate(bytes, to_stream(stream));
+          [](Native& self, std::size_t bytes, std::optional<std::uintptr_t> stream) {
+            const Stream on = to_stream(stream, DeviceKind::cuda, self.ordinal);
+            const py::gil_scoped_release released;
+            return self.here().allocate(bytes, on);
           },
-          py::arg("bytes"), py::arg("stream") = 0, WithoutGil())
+          py::arg("bytes"), py::arg("stream") = py::none())
       .def(
           "free",
-          [](Native& self, Address address, std::uintptr_t stream) { self.here().free(address, to_stream(stream)); },
-          py::arg("address"), py::arg("stream") = 0, WithoutGil())
+          [](Native& self, Address address, std::optional<std::uintptr_t> stream) {
+            const Stream on = to_stream(stream, DeviceKind::cuda, self.ordinal);
+            const py::gil_scoped_release released;
+            self.here().free(address, on);
+          },
+          py::arg("address"), py::arg("stream") = py::none())
+      .def_property_readonly("functions",
+                             [](Native& self) {
+                               return py::make_tuple(reinterpret_cast<std::uintptr_t>(&self.here()),
+                                                     reinterpret_cast<std::uintptr_t>(&allocate_from),
+                                                     reinterpret_cast<std::uintptr_t>(&free_to));
+                             })
       .def(
           "destroy", [](Native& self, bool force) { self.here().destroy(force); }, py::arg("force") = false,
           WithoutGil())

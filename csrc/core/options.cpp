@@ -1,8 +1,10 @@
 #include "core/options.h"
 
+#include <algorithm>
 #include <cctype>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
 
 #include "base/errors.h"
 
@@ -68,6 +70,43 @@ std::size_t parse_bytes(const std::string& text) {
   return static_cast<std::size_t>(bytes);
 }
 
+DebugMode parse_debug_mode(const std::string& text) {
+  const auto refuse = [&text]() {
+    throw InvalidArgumentError(quoted(text) +
+                               " is not a debug mode: give \"guard\" or \"canary\", and behind it \",sample=1/100\" to "
+                               "watch one of a hundred allocations (1/1 to 1/1000000000)");
+  };
+  const std::size_t comma = text.find(',');
+  const std::string kind = text.substr(0, comma);
+  DebugMode mode;
+  if (kind == "guard") {
+    mode.kind = DebugMode::Kind::guard;
+  } else if (kind == "canary") {
+    mode.kind = DebugMode::Kind::canary;
+  } else {
+    refuse();
+  }
+  if (comma == std::string::npos) return mode;
+  static constexpr std::string_view kSample = "sample=1/";
+  static constexpr std::size_t kMostDigits = 10;
+  static constexpr std::size_t kMostRare = 1'000'000'000;
+  const std::string sample = text.substr(comma + 1);
+  const std::string digits = sample.substr(std::min(sample.size(), kSample.size()));
+  const bool is_number =
+      !digits.empty() && digits.size() <= kMostDigits && digits.find_first_not_of("0123456789") == std::string::npos;
+  if (sample.rfind(kSample, 0) != 0 || !is_number) refuse();
+  mode.one_in = std::strtoull(digits.c_str(), nullptr, 10);
+  if (mode.one_in == 0 || mode.one_in > kMostRare) refuse();
+  return mode;
+}
+
+std::string to_string(const DebugMode& mode) {
+  if (!mode.is_on()) return "off";
+  std::string text = mode.kind == DebugMode::Kind::guard ? "guard" : "canary";
+  if (mode.one_in != 1) text += ",sample=1/" + std::to_string(mode.one_in);
+  return text;
+}
+
 const std::vector<OptionRow>& option_table() {
   static const std::vector<OptionRow> kRows = {
       {"scrub", "TORCH_VMM_SCRUB", "1", "Zero memory that changes its model.", &Options::scrub},
@@ -82,6 +121,9 @@ const std::vector<OptionRow>& option_table() {
        &Options::host_bytes},
       {"exportable", "TORCH_VMM_EXPORTABLE", "1",
        "Create chunks that other processes can import, where the device can.", &Options::exportable},
+      {"debug", "TORCH_VMM_DEBUG", "off",
+       "Look for memory errors: \"guard\" (pages without memory), \"canary\" (patterns), and \",sample=1/N\".",
+       &Options::debug},
   };
   return kRows;
 }
@@ -91,6 +133,14 @@ namespace {
 std::size_t parse_size(const std::string& variable, const std::string& text) {
   try {
     return parse_bytes(text);
+  } catch (const InvalidArgumentError& error) {
+    throw InvalidArgumentError(variable + ": " + error.what());
+  }
+}
+
+DebugMode parse_mode(const std::string& variable, const std::string& text) {
+  try {
+    return parse_debug_mode(text);
   } catch (const InvalidArgumentError& error) {
     throw InvalidArgumentError(variable + ": " + error.what());
   }
@@ -108,6 +158,8 @@ const OptionRow& row_of(const std::string& variable) {
 void set(Options& options, const OptionRow& row, const std::string& text) {
   if (const auto* flag = std::get_if<bool Options::*>(&row.member)) {
     options.** flag = parse_flag(row.variable, text);
+  } else if (const auto* mode = std::get_if<DebugMode Options::*>(&row.member)) {
+    options.** mode = parse_mode(row.variable, text);
   } else {
     options.*std::get<std::size_t Options::*>(row.member) = parse_size(row.variable, text);
   }

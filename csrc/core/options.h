@@ -3,7 +3,9 @@
 // value is an InvalidArgumentError that names the accepted form.
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <variant>
 #include <vector>
@@ -11,6 +13,15 @@
 #include "base/units.h"
 
 namespace vmm {
+
+// What looks for memory errors: nothing, or pages without memory around each block
+// that is watched, or patterns. Of so many requests of a thread one is watched.
+struct DebugMode {
+  enum class Kind : std::uint8_t { off, guard, canary };
+  Kind kind = Kind::off;
+  std::size_t one_in = 1;
+  [[nodiscard]] bool is_on() const { return kind != Kind::off; }
+};
 
 struct Options {
   // Zero memory that changes its model before the new model sees it.
@@ -28,6 +39,8 @@ struct Options {
   // can. Costs nothing at creation on the GPUs measured; on the "cpu" device,
   // whose tensors torch shares by itself, it is off: a descriptor a chunk.
   bool exportable = true;
+  // Looks for memory errors (core/debug).
+  DebugMode debug;
 
   static Options from_environment();
 };
@@ -37,13 +50,22 @@ struct OptionRow {
   const char* variable;
   const char* default_text;
   const char* sentence;
-  std::variant<bool Options::*, std::size_t Options::*> member;
-  [[nodiscard]] const char* unit() const { return member.index() == 0 ? "flag" : "bytes"; }
+  std::variant<bool Options::*, std::size_t Options::*, DebugMode Options::*> member;
+  [[nodiscard]] const char* unit() const {
+    static constexpr std::array kUnits = {"flag", "bytes", "mode"};
+    return kUnits.at(member.index());
+  }
 };
 const std::vector<OptionRow>& option_table();
 
 // "2MiB", "1.5 GiB", "2MB", "4096": bytes. Throws InvalidArgumentError that
 // shows the accepted form.
 std::size_t parse_bytes(const std::string& text);
+
+// "guard", "canary", "guard,sample=1/100". Throws InvalidArgumentError that shows the
+// accepted form.
+DebugMode parse_debug_mode(const std::string& text);
+// The same backwards; "off": none.
+std::string to_string(const DebugMode& mode);
 
 }  // namespace vmm

@@ -69,6 +69,9 @@ class CountingDriver final : public Driver {
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override {
     return inner_.fill_async(device, address, byte, size, stream);
   }
+  Status read(int device, void* to, Address from, std::size_t size) override {
+    return inner_.read(device, to, from, size);
+  }
   Status memory_info(int device, MemoryInfo* out) const override { return inner_.memory_info(device, out); }
   [[nodiscard]] NativePools* native_pools() override { return inner_.native_pools(); }
 

@@ -49,7 +49,10 @@
   X(cuEventRecord)                  \
   X(cuEventQuery)                   \
   X(cuEventSynchronize)             \
+  X(cuStreamCreate)                 \
+  X(cuStreamDestroy)                \
   X(cuStreamIsCapturing)            \
+  X(cuStreamSynchronize)            \
   X(cuStreamWaitEvent)              \
   X(cuThreadExchangeStreamCaptureMode)
 // What only the driver's own pools need: without it all else works.

@@ -10,6 +10,8 @@
 #include <optional>
 #include <utility>
 
+#include "driver/device_fault.h"
+
 namespace vmm {
 namespace {
 
@@ -127,8 +129,13 @@ CudaDriver::CudaDriver(const CudaApi& api, Devices devices, std::size_t granular
 CudaDriver::~CudaDriver() {
   unwatch_forks(this);
   if (!alive()) return;
-  for (const auto& device : devices_) {
+  for (std::size_t ordinal = 0; ordinal < devices_.size(); ++ordinal) {
+    const auto& device = devices_[ordinal];
     if (device->context.load() == nullptr) continue;
+    if (CUstream reading = device->reading.load(); reading != nullptr) {
+      const Current current(*this, static_cast<int>(ordinal));
+      answer(api_.cuStreamDestroy(reading), "cuStreamDestroy").ignore();
+    }
     answer(api_.cuDevicePrimaryCtxRelease(device->handle), "cuDevicePrimaryCtxRelease").ignore();
   }
 }
@@ -169,6 +176,7 @@ Status CudaDriver::memory_info(int device, MemoryInfo* out) const {
 Status CudaDriver::answer(CUresult result, const char* call) const {
   if (result == CUDA_SUCCESS) return {};
   if (result == CUDA_ERROR_DEINITIALIZED) gone_.store(true, std::memory_order_relaxed);
+  if (result == CUDA_ERROR_ILLEGAL_ADDRESS) note_device_fault(call);
   return api_.status(result, call);
 }
 

@@ -84,6 +84,7 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
 
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;
+  Status read(int device, void* to, Address from, std::size_t size) override VMM_EXCLUDES(context_mutex_);
 
   Status memory_info(int device, MemoryInfo* out) const override;
 
@@ -109,6 +110,7 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
     std::string missing_pools;
     std::atomic<CUcontext> context{nullptr};  // retained on first use
     std::atomic<CUdeviceptr> to_free{0};      // by synchronize(); 0: none yet
+    std::atomic<CUstream> reading{nullptr};   // read()'s own; nullptr: none yet
   };
   struct Chunk {
     CUmemGenericAllocationHandle handle = 0;
@@ -153,6 +155,7 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   Status answer(CUresult result, const char* call) const;
   // REQUIRES: the device's context is current.
   Status provide_block_to_free(Device& device) const;
+  Status reading_stream(Device& device, CUstream* out) VMM_EXCLUDES(context_mutex_);
   Status context_of(int device, CUcontext* out) const VMM_EXCLUDES(context_mutex_);
   [[nodiscard]] CUmemLocation location(Location where) const;
   // How much of [address, address + size) may be given to CUDA in one copy.

@@ -177,4 +177,34 @@ Status CudaDriver::fill_async(int device, Address address, std::uint8_t byte, st
   return {};
 }
 
+// A stream that nobody else has, which waits for no other: made once, for good.
+Status CudaDriver::reading_stream(Device& device, CUstream* out) {
+  *out = device.reading.load(std::memory_order_acquire);
+  if (*out != nullptr) return {};
+  const MutexLock lock(context_mutex_);
+  *out = device.reading.load(std::memory_order_relaxed);
+  if (*out != nullptr) return {};
+  const Status made = answer(api_.cuStreamCreate(out, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+  if (made.ok()) device.reading.store(*out, std::memory_order_release);
+  return made;
+}
+
+Status CudaDriver::read(int device, void* to, Address from, std::size_t size) {
+  if (const Status checked = check_device(device, "read"); !checked.ok()) return checked;
+  if (size == 0) return refuse("read of size zero");
+  const Current current(*this, device);
+  if (!current.status().ok()) return current.status();
+  const RelaxedCapture relaxed(api_);
+  CUstream stream = nullptr;
+  if (const Status made = reading_stream(device_at(device), &stream); !made.ok()) return made;
+  for (std::size_t done = 0; done < size;) {
+    const std::size_t piece = one_piece(from + done, size - done);
+    const Status issued = answer(
+        api_.cuMemcpyAsync(reinterpret_cast<CUdeviceptr>(to) + done, from + done, piece, stream), "cuMemcpyAsync");
+    if (!issued.ok()) return issued;
+    done += piece;
+  }
+  return answer(api_.cuStreamSynchronize(stream), "cuStreamSynchronize");
+}
+
 }  // namespace vmm

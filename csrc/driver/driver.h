@@ -8,8 +8,8 @@
 //   Capabilities::granularity unless said otherwise.
 // - A call that fails changes nothing.
 // - Every call may be made from any thread, none calls back, and none waits
-//   for the GPU except wait() and synchronize(). The caller's current context and device are as
-//   they were afterwards.
+//   for the GPU except wait(), synchronize() and read(). The caller's current
+//   context and device are as they were afterwards.
 // - Once the driver has gone (process exit, a forked child) every call
 //   answers StatusCode::driver_gone and does nothing; alive() says so too.
 #pragma once
@@ -151,6 +151,11 @@ class Driver {
   // is being captured (a graph must not repeat what we do once).
   virtual Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) = 0;
   virtual Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) = 0;
+
+  // Copies [from, from + size) of the device's memory to plain host memory, and waits for
+  // that copy alone: it is on no stream that anybody else has, so behind nothing that is
+  // queued, and no capture is ended. REQUIRES: no queued work writes there.
+  virtual Status read(int device, void* to, Address from, std::size_t size) = 0;
 
   virtual Status memory_info(int device, MemoryInfo* out) const = 0;
 

@@ -399,6 +399,13 @@ Status HostDriver::fill_async(int device, Address address, std::uint8_t byte, st
   return {};
 }
 
+Status HostDriver::read(int device, void* to, Address from, std::size_t size) {
+  if (const Status checked = check_device(device, "read"); !checked.ok()) return checked;
+  if (size == 0) return refuse("read of size zero");
+  std::memcpy(to, pointer(from), size);
+  return {};
+}
+
 // -- Forks. The lock is taken on one side of the fork and given back on both,
 // which the analysis cannot follow.
 

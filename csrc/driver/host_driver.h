@@ -90,6 +90,7 @@ class HostDriver final : public Driver, private ForkObserver {
 
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;
+  Status read(int device, void* to, Address from, std::size_t size) override;
 
   Status memory_info(int device, MemoryInfo* out) const override VMM_EXCLUDES(mutex_);
 

@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "base/errors.h"
+#include "process/fault_report.h"
 
 namespace vmm {
 
@@ -84,6 +85,7 @@ DeviceRoom& Runtime::make_room(DeviceKind kind, int ordinal) {
   room->memory.set_neighbours([kind](int other) { return &Runtime::room(kind, other).memory.streams(); });
   rooms_[index_of(kind)][static_cast<std::size_t>(ordinal)].store(room, std::memory_order_release);
   if (hooks_of(kind).on_made != nullptr) hooks_of(kind).on_made(*room);
+  if (options.debug.is_on()) install_fault_report();
   return *room;
 }
 

@@ -103,8 +103,22 @@ def test_every_value_of_what_a_manager_gives_out_is_named(value: str) -> None:
     assert {name for name in names if not re.search(rf"\b{name}\b", SECTIONS["Addresses and memory by hand"])} == set()
 
 
+@pytest.mark.parametrize("value", ["WatchedBlock", "Damage", "Finding", "Report"])
+def test_every_field_of_what_debug_mode_tells_is_named(value: str) -> None:
+    fields = set(getattr(torch_vmm.debug, value).__dataclass_fields__)
+    section = SECTIONS["Finding memory errors"]
+    assert {name for name in fields if not re.search(rf"\b{name}\b", section)} == set()
+
+
+def test_every_function_of_debug_mode_is_shown() -> None:
+    functions = {name for name in torch_vmm.debug.__all__ if inspect.isfunction(getattr(torch_vmm.debug, name))}
+    assert functions == {"check", "explain", "mode", "report"}
+    assert functions - used_in_code() == set()
+
+
 def test_every_argument_is_named() -> None:
     callables = [getattr(torch_vmm, name) for name in torch_vmm.__all__ if not name.endswith(("Error", "__"))]
+    callables = [each for each in callables if not inspect.ismodule(each)]
     callables = [each for each in callables if each.__module__ != "torch_vmm._C"]
     classes = [torch_vmm.VirtualMemoryPool, torch_vmm.SharedMemoryPool, torch_vmm.VirtualMemoryManager]
     for cls in [*classes, *(getattr(torch_vmm, name) for name in BUFFERS)]:

@@ -37,6 +37,25 @@ void empty_copies_and_fills_are_refused(Driver& driver, const ContractOptions& o
   lab.map(at, lab.create(lab.granule()));
   CONTRACT_REFUSED(driver.copy_async(options.device, at, at + 64, 0, nullptr));
   CONTRACT_REFUSED(driver.fill_async(options.device, at, 1, 0, nullptr));
+  std::uint8_t byte = 0;
+  CONTRACT_REFUSED(driver.read(options.device, &byte, at, 0));
+}
+
+// It waits for no stream's work, and its bytes need no alignment.
+void what_is_read_is_there_at_once(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  const std::size_t g = lab.granule();
+  const Address at = lab.reserve(2 * g);
+  lab.map(at, lab.create(g));
+  lab.map(at + g, lab.create(g));
+  for (std::uint8_t round = 1; round < 5; ++round) {
+    lab.fill(at, round, 2 * g);
+    for (const std::size_t size : {std::size_t{1}, std::size_t{511}, std::size_t{4096}}) {
+      std::vector<std::uint8_t> bytes(size, 0);
+      CONTRACT_OK(driver.read(options.device, bytes.data(), at + g - size / 2, size));
+      CONTRACT_CHECK(bytes == std::vector<std::uint8_t>(size, round), size, round);
+    }
+  }
 }
 
 void fences_pass(Driver& driver, const ContractOptions& options) {
@@ -169,6 +188,7 @@ std::vector<ContractCase> content_cases() {
   return {
       {"copies_and_fills_of_odd_sizes", copies_and_fills_of_odd_sizes},
       {"empty_copies_and_fills_are_refused", empty_copies_and_fills_are_refused},
+      {"what_is_read_is_there_at_once", what_is_read_is_there_at_once},
       {"fences_pass", fences_pass},
       {"unknown_fences_are_refused", unknown_fences_are_refused},
       {"many_fences", many_fences},

@@ -250,6 +250,7 @@ TEST_F(HostDriverTest, InAChildTheDriverHasGone) {
         driver_.synchronize(0),
         driver_.copy_async(0, at, at + 64, 8, nullptr),
         driver_.fill_async(0, at, 1, 8, nullptr),
+        driver_.read(0, &other, at, 8),
     };
     int count = 0;
     for (const Status& answer : answers) count += answer.code() == StatusCode::driver_gone ? 0 : 1;

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <future>
+#include <map>
 #include <optional>
 #include <random>
 #include <set>
@@ -95,6 +96,40 @@ TEST_F(Buffers, ARecordedStreamDefersItsOwnStreamToo) {
   lab_.driver.release_fences();
   lab_.memory().settle(/*wait=*/false);
   EXPECT_EQ(allocate(8 * kMiB, kOne), first);
+}
+
+// -- Speed.
+
+// Blocks of all sizes that come and go, live bytes up and down: once it holds what that
+// takes, it asks the driver for nothing. A model's pool moves its chunks about instead.
+TEST_F(Buffers, AProgramThatSettlesCallsTheDriverNoMore) {
+  const auto round = [&] {
+    std::mt19937_64 again;
+    std::vector<Address> live;
+    std::size_t in_use = 0;
+    std::map<Address, std::size_t> sizes;
+    for (int k = 0; k < 400; ++k) {
+      const std::size_t size = 1 + again() % (12 * kMiB);
+      if (live.empty() || (again() % 100 < 73 && in_use + size < 60 * kMiB)) {
+        live.push_back(pool_->allocate(size, kOne));
+        sizes[live.back()] = size;
+        in_use += size;
+      } else {
+        std::swap(live[again() % live.size()], live.back());
+        in_use -= sizes[live.back()];
+        pool_->free(live.back());
+        live.pop_back();
+      }
+    }
+    for (const Address address : live) pool_->free(address);
+    lab_.memory().check();
+  };
+  for (int k = 0; k < 4; ++k) round();
+  const auto calls = [&] { return lab_.driver.count(Call::map) + lab_.driver.count(Call::unmap); };
+  const std::uint64_t before = calls();
+  for (int k = 0; k < 4; ++k) round();
+  EXPECT_EQ(calls(), before);
+  EXPECT_LE(held(), 288 * kMiB) << "four times the most that was live";
 }
 
 // -- Numbers.

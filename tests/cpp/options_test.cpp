@@ -92,12 +92,37 @@ TEST_F(Environment, EveryVariableIsRead) {
   set("TORCH_VMM_DEFAULT_CAPACITY", "2 TiB");
   set("TORCH_VMM_HOST_BYTES", "8GB");
   set("TORCH_VMM_EXPORTABLE", "false");
+  set("TORCH_VMM_DEBUG", "canary,sample=1/100");
   const Options options = Options::from_environment();
   EXPECT_FALSE(options.scrub);
   EXPECT_EQ(options.store_bytes, kGiB);
   EXPECT_EQ(options.default_capacity_bytes, 2 * kTiB);
   EXPECT_EQ(options.host_bytes, 8'000'000'000U);
   EXPECT_FALSE(options.exportable);
+  EXPECT_EQ(options.debug.kind, DebugMode::Kind::canary);
+  EXPECT_EQ(options.debug.one_in, 100U);
+}
+
+TEST(DebugModes, AreReadAndWritten) {
+  for (const char* text : {"guard", "canary", "guard,sample=1/100", "canary,sample=1/1000000000"}) {
+    EXPECT_EQ(to_string(parse_debug_mode(text)), text);
+  }
+  EXPECT_EQ(to_string(parse_debug_mode("guard,sample=1/1")), "guard");
+  EXPECT_EQ(to_string(DebugMode{}), "off");
+}
+
+TEST(DebugModes, AnythingElseIsRefusedAndToldWhatIsRight) {
+  for (const char* text : {"", "off", "1", "Guard", "guards", "guard,", ",sample=1/2", "guard,sample=",
+                           "guard,sample=1/", "guard,sample=100", "guard,sample=2/100", "guard,sample=1/0",
+                           "guard,sample=1/-1", "guard,sample=1/1e3", "guard,sample=1/10 ", "guard,sample=1/1000000001",
+                           "guard,sample=1/99999999999999999999999", "guard,canary", "guard,sample=1/2,x"}) {
+    try {
+      parse_debug_mode(text);
+      ADD_FAILURE() << text;
+    } catch (const InvalidArgumentError& error) {
+      EXPECT_NE(std::string(error.what()).find("\"guard\" or \"canary\""), std::string::npos) << error.what();
+    }
+  }
 }
 
 TEST_F(Environment, AnUnknownVariableIsAnErrorThatNamesTheKnownOnes) {

@@ -365,6 +365,19 @@ TEST_F(OrderCheckerTest, AProgramThatUsesWhatItGaveBackIsTold) {
   expect_broken("The program: ");
 }
 
+// -- What the host reads
+
+TEST_F(OrderCheckerTest, TheHostReadsBehindWhatItKnowsToBeDone) {
+  std::uint8_t byte = 0;
+  fill(base, kA);
+  host_waits_for(kA);
+  EXPECT_TRUE(driver.read(0, &byte, base, 1).ok());
+  expect_kept();
+  fill(base, kA);
+  EXPECT_TRUE(driver.read(0, &byte, base, 1).ok());
+  expect_broken("a read of ");
+}
+
 // -- Rule 6: streams that are no more
 
 TEST_F(OrderCheckerTest, NoCallNamesADestroyedStream) {

@@ -253,6 +253,23 @@ TEST(NoSplit, ABlockHasAChunkForItself) {
   EXPECT_EQ(part->chunks_under(large, 20 * kMiB).size(), 1U);
 }
 
+TEST(NoSplit, AnotherStreamsRequestTakesAWholeChunkToo) {
+  Lab lab;
+  const auto part = lab.memory().create_part(lab.pool("a"), kGraph, /*no_split=*/true);
+  const Address large = lab.leave_idle(*part, 20 * kMiB, kOne);
+  EXPECT_EQ(part->try_allocate_within(3 * kMiB, kOne), large);
+  lab.adopt(large);
+  EXPECT_EQ(part->block_size(large), 20 * kMiB);
+}
+
+TEST(NoSplit, NoBlockStandsAtAGivenAddress) {
+  Lab lab;
+  const auto part = lab.memory().create_part(lab.pool("a"), kGraph, /*no_split=*/true);
+  const Address idle = lab.leave_idle(*part, 12 * kMiB, kOne);
+  EXPECT_THROW(lab.memory().allocate_at(*part, idle + 20 * kMiB, 3 * kMiB, kOne), InvalidRangeError);
+  EXPECT_EQ(part->live_blocks(), 0U);
+}
+
 TEST(At, ABlockStandsWhereItIsAskedFor) {
   Lab lab;
   const auto pool = lab.pool("a");

@@ -29,11 +29,11 @@ void run_seeds(std::uint64_t first_seed, std::uint64_t steps, const ProgramOptio
                  static_cast<unsigned long long>(seed), now, static_cast<unsigned long long>(steps));
     const std::vector<Op> program = random_program(seed, now, options);
     try {
-      run_program(program);
+      run_program(program, options.debug);
     } catch (const std::exception& error) {
       std::string text;
       if (std::getenv("VMM_SHRINK") != nullptr) {
-        for (const Op& op : shrink(program)) text += "\n  " + to_string(op) + ",";
+        for (const Op& op : shrink(program, options.debug)) text += "\n  " + to_string(op) + ",";
       }
       FAIL() << error.what() << text;
     }
@@ -49,6 +49,17 @@ TEST(RandomProgram, KeepsEveryInvariantOnAFreshSeed) { run_seeds(any_seed(), fro
 
 TEST(RandomProgram, NeverFailsWithoutFailingCalls) {
   run_seeds(any_seed(), 3000, {.with_threads = true, .with_failures = false});
+}
+
+// Debug mode: the same, and no pattern is ever found overwritten.
+TEST(RandomProgram, KeepsEveryInvariantWithGuards) {
+  run_seeds(1, 3000, {.debug = "guard"});
+  run_seeds(any_seed(), 2000, {.debug = "guard,sample=1/3"});
+}
+
+TEST(RandomProgram, KeepsEveryInvariantWithCanaries) {
+  run_seeds(1, 3000, {.debug = "canary"});
+  run_seeds(any_seed(), 2000, {.debug = "canary,sample=1/3"});
 }
 
 // The program and its model can fail: a block that someone else wrote shows.

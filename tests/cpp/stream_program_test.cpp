@@ -50,11 +50,11 @@ OrderChecker::Counts run_seeds(std::uint64_t first_seed, std::uint64_t steps, co
                  static_cast<unsigned long long>(seed), now, static_cast<unsigned long long>(steps));
     Program program = random_stream_program(seed, now, options);
     // In a child first: the core may abort.
-    if (std::getenv("VMM_SHRINK") != nullptr && fails(program)) {
-      program = shrink(program);
+    if (std::getenv("VMM_SHRINK") != nullptr && fails(program, options.debug)) {
+      program = shrink(program, options.debug);
       for (const StreamOp& op : program) std::fprintf(stderr, "  %s,\n", to_string(op).c_str());
     }
-    const OrderChecker::Counts counts = run_stream_program(program);
+    const OrderChecker::Counts counts = run_stream_program(program, options.debug);
     sum.reused += counts.reused;
     sum.moved += counts.moved;
     sum.filled += counts.filled;
@@ -78,6 +78,16 @@ TEST(StreamProgram, KeepsTheOrderOnFixedSeeds) {
 
 TEST(StreamProgram, KeepsTheOrderOnAFreshSeed) {
   run_seeds(from_environment("VMM_SEED", std::random_device()()), from_environment("VMM_STEPS", 3000), {});
+}
+
+// Patterns are written behind what used the memory before and read behind all that may
+// still, and what is freed is unmapped behind everybody.
+TEST(StreamProgram, KeepsTheOrderInDebugMode) {
+  for (const char* mode : {"guard", "canary", "guard,sample=1/3", "canary,sample=1/3"}) {
+    SCOPED_TRACE(mode);
+    run_seeds(1, 4000, {.debug = mode});
+    run_seeds(from_environment("VMM_SEED", std::random_device()()), 1000, {.debug = mode});
+  }
 }
 
 TEST(StreamProgram, PrintsAnOperationAsCode) {

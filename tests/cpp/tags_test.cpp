@@ -267,6 +267,33 @@ TEST(SealedTags, ASpaceTakesRequestsAgainWhenNothingInItIsSealed) {
   Lab::fill(lab.allocate(*second, 4 * kMiB), 4 * kMiB, 6);
 }
 
+// A free of what is sealed must not make the thread keep blocks of the space again.
+TEST(SealedTags, ThreadsKeepNothingOfWhatIsFreedSealed) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const auto weights = lab.memory().tagged(model, "weights");
+  std::vector<Address> blocks;
+  std::vector<AliasedPiece> pieces;
+  for (int k = 0; k < 100; ++k) {
+    blocks.push_back(lab.allocate(*weights, 4 * kKiB));
+    pieces.push_back(piece(blocks.back(), 4 * kKiB));
+  }
+  seal_pages(lab.memory(), *model, pieces);
+  for (const Address block : blocks) lab.free(block);
+  EXPECT_EQ(lab.memory().kept_blocks(*weights), 0U);
+  EXPECT_EQ(lab.memory().tagged(model, "weights"), weights) << "nothing in it is sealed";
+  EXPECT_FALSE(weights->is_sealed());
+}
+
+TEST(SealedTags, NoAddressIsGivenOutOfASealedSpace) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const auto weights = lab.memory().tagged(model, "weights");
+  const Address block = lab.allocate(*weights, 3 * kMiB);  // and a mebibyte of its chunk is free
+  seal_pages(lab.memory(), *model, {piece(block, 3 * kMiB)});
+  EXPECT_THROW(lab.memory().allocate_at(*weights, block + 3 * kMiB, 512, kOne), InvalidArgumentError);
+}
+
 TEST(SealedTags, OnlyLiveTensorsOfATagCanBe) {
   Lab lab;
   const auto model = lab.pool("a");

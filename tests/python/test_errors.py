@@ -26,6 +26,7 @@ VALUES: dict[str, tuple[tuple[type[BaseException], ...], dict[str, object]]] = {
     "AsleepError": ((), {"model_id": "llama"}),
     "DriverError": ((), {"call": "cuMemMap", "code": 1, "name": "CUDA_ERROR_INVALID_VALUE"}),
     "NotAvailableError": ((), {"reason": "no driver"}),
+    "MemoryDamageError": ((), {"damages": ()}),
 }
 
 

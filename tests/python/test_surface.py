@@ -15,6 +15,7 @@ ERRORS = {
     "InvalidArgumentError",
     "InvalidPageSizeError",
     "InvalidRangeError",
+    "MemoryDamageError",
     "ModelExistsError",
     "ModelNotFoundError",
     "NotAvailableError",
@@ -67,6 +68,10 @@ FUNCTIONS = {
 }
 
 SIGNATURES = {
+    "debug.mode": "()",
+    "debug.explain": "(tensor_or_address)",
+    "debug.report": "(device='cuda')",
+    "debug.check": "(device='cuda')",
     "enable": "(device='cuda')",
     "is_enabled": "(device='cuda')",
     "carry": "(function)",
@@ -141,7 +146,7 @@ def find(path: str) -> object:
 
 
 def test_the_names() -> None:
-    assert set(torch_vmm.__all__) == ERRORS | CLASSES | FUNCTIONS | {"__version__"}
+    assert set(torch_vmm.__all__) == ERRORS | CLASSES | FUNCTIONS | {"__version__", "debug"}
     assert list(torch_vmm.__all__) == sorted(torch_vmm.__all__)
 
 

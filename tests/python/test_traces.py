@@ -58,20 +58,20 @@ RECORDED = {
     "own_two_models": Recorded(9.02, 1.752),
 }
 BOUNDS = {
-    "train": Bound(1.017, 5100, 960),
-    "vision": Bound(1.014, 4060, 1020),
-    "lora": Bound(1.007, 5150, 770),
-    "serve": Bound(1.023, 2020, 60),
+    "train": Bound(1.016, 5100, 960),
+    "vision": Bound(1.013, 4060, 1020),
+    "lora": Bound(1.007, 5140, 770),
+    "serve": Bound(1.025, 2100, 90),
     "two": Bound(1.012, 2530, 170),
-    "continuous": Bound(1.106, 7300, 280),
-    "own_train": Bound(1.007, 4950, 50),
-    "own_checkpointed": Bound(1.015, 4850, 290),
-    "own_serve": Bound(1.018, 2550, 170),
-    "own_continuous": Bound(1.033, 4500, 660),
-    "own_vision": Bound(1.016, 4900, 80),
-    "own_turns": Bound(1.021, 2850, 40),
-    "own_lora": Bound(1.018, 4490, 170),
-    "own_two_models": Bound(1.028, 2910, 230),
+    "continuous": Bound(1.105, 7300, 280),
+    "own_train": Bound(1.006, 4960, 60),
+    "own_checkpointed": Bound(1.012, 4660, 90),
+    "own_serve": Bound(1.017, 2550, 170),
+    "own_continuous": Bound(1.034, 4460, 820),
+    "own_vision": Bound(1.014, 4900, 80),
+    "own_turns": Bound(1.020, 2840, 40),
+    "own_lora": Bound(1.018, 4410, 170),
+    "own_two_models": Bound(1.013, 2220, 60),
 }
 
 

@@ -175,6 +175,7 @@ class OrderChecker final : public Driver {
       VMM_EXCLUDES(mutex_);
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override
       VMM_EXCLUDES(mutex_);
+  Status read(int device, void* to, Address from, std::size_t size) override VMM_EXCLUDES(mutex_);
   Status memory_info(int device, MemoryInfo* out) const override { return inner_.memory_info(device, out); }
 
  private:

@@ -253,4 +253,18 @@ Status OrderChecker::copy_async(int device, Address to, Address from, std::size_
   return status;
 }
 
+// The host reads what is there: after all writes that it knows to be done.
+Status OrderChecker::read(int device, void* to, Address from, std::size_t size) {
+  const MutexLock lock(mutex_);
+  const Status status = inner_.read(device, to, from, size);
+  if (!status.ok()) return status;
+  memory_.each_piece(from, size, [&](const Stretch& stretch, Piece& piece) VMM_REQUIRES(mutex_) {
+    for (const UseSet* uses : {&piece.uses, &piece.former}) {
+      const std::string late = first_late(*uses, &LaneUses::write, order_.host());
+      if (!late.empty()) violate("a read of " + bytes_text(stretch) + " comes without order after " + late);
+    }
+  });
+  return status;
+}
+
 }  // namespace vmm::testing

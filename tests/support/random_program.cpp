@@ -72,10 +72,10 @@ struct Pages {
 
 class World {
  public:
-  World()
+  explicit World(const std::string& debug)
       : host_({kGranularity, kDeviceBytes, 1}),
         driver_(host_),
-        memory_(std::make_unique<DeviceMemory>(driver_, space_, 0, options())),
+        memory_(std::make_unique<DeviceMemory>(driver_, space_, 0, options(debug))),
         group_(memory_->create_group("group", kGroupLimit)) {
     driver_.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass);
     for (std::size_t k = 0; k < kPools; ++k) open(k);
@@ -211,6 +211,7 @@ class World {
     require(group.physical_usage == group.allocated_bytes + group.idle_bytes + group.stranded_bytes +
                                         group.quarantined_bytes + group.store_bytes,
             "the group does not add up");
+    require(memory_->debug_log() == nullptr || memory_->debug_log()->damages().empty(), "a pattern was overwritten");
     // One random block's whole content, every step.
     if (!live_.empty()) check_content(live_[random_() % live_.size()]);
   }
@@ -218,10 +219,16 @@ class World {
  private:
   static constexpr std::size_t kGranularity = 2 * kMiB;
 
-  static Options options() {
+  static Options options(const std::string& debug) {
     Options options;
     options.store_bytes = 8 * kMiB;
+    if (!debug.empty()) options.debug = parse_debug_mode(debug);
     return options;
+  }
+  // Bytes of a block that its owner writes: all of it, or what was asked for where debug
+  // mode looks at the rest.
+  [[nodiscard]] std::size_t extent(std::size_t size) const {
+    return memory_->debug_log() == nullptr ? align_up(size, 512) : align_down(size, 8);
   }
 
   void open(std::size_t k) {
@@ -276,7 +283,7 @@ class World {
     std::erase_if(live_, [](const Live& live) { return live.pool == kPart; });
     for (Live live : saved_->second) {
       live.id = ++last_id_;
-      check_no_former_owner(kPart, live.address, align_up(live.size, 512));
+      check_no_former_owner(kPart, live.address, extent(live.size));
       write(live);
       live_.push_back(live);
     }
@@ -291,23 +298,24 @@ class World {
 
   void write(const Live& live) {
     auto* words = reinterpret_cast<std::uint64_t*>(live.address);
-    std::fill(words, words + align_up(live.size, 512) / 8, word(owners_[live.pool], live.id));
+    std::fill(words, words + extent(live.size) / 8, word(owners_[live.pool], live.id));
   }
 
   void check_content(const Live& live) const {
     const auto* words = reinterpret_cast<const std::uint64_t*>(live.address);
     const std::uint64_t expected = word(owners_[live.pool], live.id);
-    for (std::size_t k = 0; k < align_up(live.size, 512) / 8; ++k) {
+    for (std::size_t k = 0; k < extent(live.size) / 8; ++k) {
       if (words[k] == expected) continue;
       require(false, "block " + std::to_string(live.id) + " overwritten at byte " + std::to_string(8 * k));
     }
   }
 
-  // Memory given to a pool holds zeros, or what this very pool wrote.
+  // Memory given to a pool holds zeros, or what this very pool wrote, or its patterns.
   void check_no_former_owner(std::size_t pool, Address address, std::size_t size) const {
     const auto* words = reinterpret_cast<const std::uint64_t*>(address);
     for (std::size_t k = 0; k < size / 8; ++k) {
       if (words[k] == 0 || words[k] >> 48U == owners_[pool]) continue;
+      if (memory_->debug_log() != nullptr && words[k] >> 56U == kPatternByte) continue;
       require(false, "pool " + std::to_string(pool) + " sees another model's data at byte " + std::to_string(8 * k));
     }
   }
@@ -330,7 +338,9 @@ class World {
     try {
       live.address = memory_->allocate(*pools_[pool], bytes, stream);
     } catch (const OutOfMemoryError& error) {
-      judge_refusal(pool, align_up(std::max<std::size_t>(bytes, 2 * kMiB), pools_[pool]->page_size()), error, failures);
+      const std::size_t beside = memory_->debug_log() == nullptr ? 0 : 2 * kPatternBytes;
+      const std::size_t need = std::max<std::size_t>(align_up(bytes, kBlockAlignment) + beside, 2 * kMiB);
+      judge_refusal(pool, align_up(need, pools_[pool]->page_size()), error, failures);
       return;
     } catch (const DriverError&) {
       require(driver_.failures() != failures, "a driver error without a failing call");
@@ -343,7 +353,7 @@ class World {
       require(live.address + size <= other.address || other.address + align_up(other.size, 512) <= live.address,
               [&] { return "block " + std::to_string(live.id) + " overlaps " + std::to_string(other.id); });
     }
-    check_no_former_owner(pool, live.address, size);
+    check_no_former_owner(pool, live.address, extent(bytes));
     write(live);
     live_.push_back(live);
   }
@@ -477,7 +487,7 @@ class World {
       } catch (const DriverError&) {
         return;
       }
-      check_no_former_owner(pool, live.address, align_up(live.size, 512));
+      check_no_former_owner(pool, live.address, extent(live.size));
       write(live);
       mine.push_back(live);
     } else if (what < 96) {
@@ -572,11 +582,13 @@ std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const Prog
   return program;
 }
 
-void run_program(const std::vector<Op>& program) {
-  World world;
+void run_program(const std::vector<Op>& program, const std::string& debug) {
+  World world(debug);
   run_steps(world, program);
 }
 
-std::vector<Op> shrink(std::vector<Op> program) { return shrink_program(std::move(program), run_program); }
+std::vector<Op> shrink(std::vector<Op> program, const std::string& debug) {
+  return shrink_program(std::move(program), [&debug](const std::vector<Op>& part) { run_program(part, debug); });
+}
 
 }  // namespace vmm::testing

@@ -44,6 +44,7 @@ std::string to_string(const Op& op);
 struct ProgramOptions {
   bool with_threads = true;
   bool with_failures = true;
+  std::string debug = {};  // TORCH_VMM_DEBUG
 };
 
 std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const ProgramOptions& options);
@@ -51,9 +52,10 @@ std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const Prog
 // Runs the program with every invariant checked after every step. Throws
 // std::runtime_error with the step, the operation and what was wrong; a broken
 // invariant of the core itself aborts, with the step on stderr.
-void run_program(const std::vector<Op>& program);
+// `debug`: TORCH_VMM_DEBUG; then no block's patterns may ever be damaged.
+void run_program(const std::vector<Op>& program, const std::string& debug = "");
 
 // The smallest program found that still fails (each try in a forked child).
-std::vector<Op> shrink(std::vector<Op> program);
+std::vector<Op> shrink(std::vector<Op> program, const std::string& debug = "");
 
 }  // namespace vmm::testing

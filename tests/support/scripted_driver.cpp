@@ -36,9 +36,9 @@ std::size_t sum(const std::map<std::uint64_t, std::size_t>& sizes) {
 
 const char* to_string(Call call) {
   static constexpr const char* kNames[kCallKinds] = {
-      "reserve",      "unreserve",    "create",       "release",       "map",         "unmap",       "set_access",
-      "export_chunk", "import_chunk", "create_fence", "destroy_fence", "record",      "query",       "wait",
-      "stream_wait",  "synchronize",  "copy_async",   "fill_async",    "memory_info", "capabilities"};
+      "reserve",      "unreserve",    "create",       "release",       "map",    "unmap",       "set_access",
+      "export_chunk", "import_chunk", "create_fence", "destroy_fence", "record", "query",       "wait",
+      "stream_wait",  "synchronize",  "copy_async",   "fill_async",    "read",   "memory_info", "capabilities"};
   return kNames[index(call)];
 }
 
@@ -361,6 +361,12 @@ Status ScriptedDriver::fill_async(int device, Address address, std::uint8_t byte
   CallRecord record = make(Call::fill_async, address, byte, size);
   if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
   return end(record, inner_.fill_async(device, address, byte, size, stream));
+}
+
+Status ScriptedDriver::read(int device, void* to, Address from, std::size_t size) {
+  CallRecord record = make(Call::read, from, size);
+  if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
+  return end(record, inner_.read(device, to, from, size));
 }
 
 // -- Fences.

@@ -48,10 +48,11 @@ enum class Call : std::uint8_t {
   synchronize,
   copy_async,
   fill_async,
+  read,
   memory_info,
   capabilities,
 };
-inline constexpr std::size_t kCallKinds = 20;
+inline constexpr std::size_t kCallKinds = 21;
 const char* to_string(Call call);
 
 enum class Repeat : std::uint8_t { once, from_then_on };
@@ -169,6 +170,7 @@ class ScriptedDriver final : public Driver {
   Status synchronize(int device) override;
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;
+  Status read(int device, void* to, Address from, std::size_t size) override;
   Status memory_info(int device, MemoryInfo* out) const override;
 
  private:

@@ -36,23 +36,26 @@ std::string to_string(const StreamOp& op) {
   return text + "}";
 }
 
-OrderChecker::Counts run_stream_program(const std::vector<StreamOp>& program) {
-  StreamWorld world;
+OrderChecker::Counts run_stream_program(const std::vector<StreamOp>& program, const std::string& debug) {
+  StreamWorld world(debug);
   run_steps(world, program);
   return world.counts();
 }
 
-bool fails(const std::vector<StreamOp>& program) { return fails(program, run_stream_program); }
+bool fails(const std::vector<StreamOp>& program, const std::string& debug) {
+  return fails(program, [&debug](const std::vector<StreamOp>& part) { run_stream_program(part, debug); });
+}
 
-std::vector<StreamOp> shrink(std::vector<StreamOp> program) {
-  program = shrink_program(std::move(program), run_stream_program);
+std::vector<StreamOp> shrink(std::vector<StreamOp> program, const std::string& debug) {
+  const auto run = [&debug](const std::vector<StreamOp>& part) { run_stream_program(part, debug); };
+  program = shrink_program(std::move(program), run);
   // Then every number: plainer ones, and of blocks those that were made last.
   const auto simplify = [&](std::uint64_t& value, const std::vector<std::uint64_t>& plain) {
     const std::uint64_t was = value;
     if (was < kPoolSlots) return;
     for (const std::uint64_t plainer : plain) {
       value = plainer;
-      if (plainer == was || fails(program)) return;
+      if (plainer == was || fails(program, debug)) return;
     }
     value = was;
   };
@@ -62,7 +65,7 @@ std::vector<StreamOp> shrink(std::vector<StreamOp> program) {
     simplify(op.c, {0, 1, 2, 3, 4, 5});
     simplify(op.d, {0, 1, 2, 3, 4, 5});
   }
-  return shrink_program(std::move(program), run_stream_program);
+  return shrink_program(std::move(program), run);
 }
 
 }  // namespace vmm::testing

@@ -97,6 +97,7 @@ struct StreamProgramOptions {
   bool with_foreign = true;   // streams that somebody else makes and destroys
   bool with_captures = true;
   bool with_peers = true;
+  std::string debug = {};  // TORCH_VMM_DEBUG
 };
 
 std::vector<StreamOp> random_stream_program(std::uint64_t seed, std::size_t steps, const StreamProgramOptions& options);
@@ -104,12 +105,12 @@ std::vector<StreamOp> random_stream_program(std::uint64_t seed, std::size_t step
 // Runs the program; after every step both the checker and the allocator's own
 // invariants are asked. Throws as run_steps() does. Returns how often the rule
 // had something to forbid.
-OrderChecker::Counts run_stream_program(const std::vector<StreamOp>& program);
+OrderChecker::Counts run_stream_program(const std::vector<StreamOp>& program, const std::string& debug = "");
 
 // Whether it throws or aborts, found out in a forked child.
-bool fails(const std::vector<StreamOp>& program);
+bool fails(const std::vector<StreamOp>& program, const std::string& debug = "");
 
 // The smallest program found that still fails.
-std::vector<StreamOp> shrink(std::vector<StreamOp> program);
+std::vector<StreamOp> shrink(std::vector<StreamOp> program, const std::string& debug = "");
 
 }  // namespace vmm::testing

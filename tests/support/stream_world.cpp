@@ -19,8 +19,9 @@ constexpr std::size_t kFewAddresses = 32 * kMiB;  // where streams soon get in e
 
 Stream handle(std::uintptr_t value) { return reinterpret_cast<Stream>(value); }
 
-Options options() {
+Options options(const std::string& debug) {
   Options options;
+  if (!debug.empty()) options.debug = parse_debug_mode(debug);
   options.exportable = false;  // a descriptor a chunk
   options.store_bytes = 8 * kMiB;
   return options;
@@ -96,9 +97,10 @@ void OtherThread::loop() {
 
 // -- The world's life
 
-StreamWorld::StreamWorld() : host_({kPage, kDeviceBytes, 2}), scripted_(host_), driver_(scripted_) {
-  memory_ = std::make_unique<DeviceMemory>(driver_, space_, 0, options());
-  peer_memory_ = std::make_unique<DeviceMemory>(driver_, space_, 1, options());
+StreamWorld::StreamWorld(const std::string& debug)
+    : host_({kPage, kDeviceBytes, 2}), scripted_(host_), driver_(scripted_) {
+  memory_ = std::make_unique<DeviceMemory>(driver_, space_, 0, options(debug));
+  peer_memory_ = std::make_unique<DeviceMemory>(driver_, space_, 1, options(debug));
   group_ = std::make_unique<SharedMemoryPool>(*memory_, kGroupLimit);
   CaptureHooks hooks;
   hooks.capture_of = [this](Stream stream) { return driver_.capture_of({stream, 0}); };

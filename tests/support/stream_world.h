@@ -97,7 +97,8 @@ inline constexpr std::size_t kChunkSlots = 4;
 
 class StreamWorld {
  public:
-  StreamWorld();
+  // `debug`: TORCH_VMM_DEBUG.
+  explicit StreamWorld(const std::string& debug);
   ~StreamWorld();
   StreamWorld(const StreamWorld&) = delete;
   StreamWorld& operator=(const StreamWorld&) = delete;

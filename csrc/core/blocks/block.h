@@ -25,6 +25,8 @@ enum class BlockState : std::uint8_t {
   retired,      // an address whose former mapping may still be in use
   cached,       // freed, and kept by a thread for its next request of that size
   quarantined,  // freed pages in a chunk that has others; anybody may still use them
+  watched,      // a tensor's, with guards on both sides (core/pool/watched.cpp)
+  guard,        // beside a watched one: nobody's, with memory or without
 };
 
 struct Block;
@@ -78,12 +80,31 @@ struct Block {
     size_low_ = static_cast<std::uint32_t>(units);
     size_high_ = static_cast<std::uint8_t>(units >> 32U) & kHighest;
   }
+  // The same of a block below 2 TiB, in units of kBlockAlignment: a small one.
+  [[nodiscard]] std::uint32_t units() const { return size_low_; }
+  void set_units(std::uint32_t units) { size_low_ = units; }
+  // As it was made, but for its offset.
+  void reset(std::size_t at) {
+    offset = at;
+    requested = 0;
+    prev = nullptr;
+    next = nullptr;
+    recorded = 0;
+    bin_next = nullptr;
+    size_low_ = 0;
+    size_high_ = 0;
+    small = false;
+    oversize = false;
+    state = BlockState::free;
+    tag = kNeutral;
+  }
   [[nodiscard]] std::size_t end() const { return offset + size(); }
   [[nodiscard]] ByteRange range() const { return {offset, size()}; }
   // Whether somebody asked for it, and it counts as active to torch.
   [[nodiscard]] bool is_active() const {
     const BlockState now = state;
-    return now == BlockState::used || now == BlockState::pending || now == BlockState::pages;
+    return now == BlockState::used || now == BlockState::pending || now == BlockState::pages ||
+           now == BlockState::watched;
   }
 
  private:

@@ -20,10 +20,33 @@ class BlockArena {
   ~BlockArena();
 
   // Throws std::bad_alloc.
-  Block* make();
+  Block* make() {
+    if (open_ == nullptr || open_->free == nullptr) [[unlikely]]
+      return make_another();
+    Segment& segment = *open_;
+    Block* const block = segment.free;
+    segment.free = block->next;
+    block->next = nullptr;
+    ++segment.used;
+    if (is_full(segment)) [[unlikely]]
+      unlink_open(&segment);
+    return block;
+  }
   // The block is nobody's from now on, but its memory stays readable: whoever frees
   // it twice may look at it meanwhile, and finds it free.
-  void recycle(Block* block);
+  void recycle(Block* block) {
+    Segment* const segment = segment_of(block);
+    const bool was_full = is_full(*segment);
+    // A free that still knows it looks at its state and then for its offset: never one at
+    // which a block may begin.
+    block->reset(kNoOffset);
+    block->next = segment->free;
+    segment->free = block;
+    if (was_full) [[unlikely]]
+      push_open(segment);
+    if (--segment->used == 0) [[unlikely]]
+      empty(segment);
+  }
 
   // Memory in use, that of recycled blocks included.
   [[nodiscard]] std::size_t bytes() const { return (in_use_ + empty_.size() - bare_) * kSegmentBytes; }
@@ -52,7 +75,10 @@ class BlockArena {
     const auto first = static_cast<std::uint32_t>((which * 0x9E3779B97F4A7C15ULL >> 32U) % kBlocks);
     return reinterpret_cast<Block*>(segment + kFirst + (first + number) % kBlocks * sizeof(Block));
   }
+  static constexpr std::size_t kNoOffset = ~std::size_t{0};
   static bool is_full(const Segment& segment) { return segment.free == nullptr && segment.made == kBlocks; }
+  Block* make_another();  // where no recycled one is at hand
+  void empty(Segment* segment);
   void open_another();
   void take_more();
   void push_open(Segment* segment);

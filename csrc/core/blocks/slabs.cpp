@@ -13,15 +13,6 @@ Slabs::OfTag& Slabs::make_of(StreamTag tag) {
   return tags_[tag];
 }
 
-Block* Slabs::take(std::size_t size, StreamTag tag) {
-  OfTag& of_tag = of(tag);
-  Block* const free = of_tag.small->best_fit(size);
-  if (free == nullptr) return nullptr;
-  Block* const block = of_tag.small->cut(free, size);
-  if (free == of_tag.spare) of_tag.spare = nullptr;
-  return block;
-}
-
 Block* Slabs::take_at(std::size_t offset, std::size_t size, StreamTag tag) {
   if (slabs_.upper_bound(offset) == slabs_.begin()) return nullptr;
   const Block& slab = slab_around(offset);
@@ -46,13 +37,10 @@ void Slabs::donate(Block* slab) {
   }
 }
 
-std::optional<Slabs::Emptied> Slabs::free(Block* block, Epoch epoch) {
-  OfTag& of_tag = of(block->tag);
-  Block* const free = of_tag.small->free(block, epoch);
-  if (!SmallHeap::is_whole(*free)) return std::nullopt;
-  // The whole slab is free.
-  if (of_tag.spare != nullptr) return retract(of_tag, free);
-  of_tag.spare = free;
+// `whole`: a slab that is free from end to end.
+std::optional<Slabs::Emptied> Slabs::emptied(OfTag& of_tag, Block* whole) {
+  if (of_tag.spare != nullptr) return retract(of_tag, whole);
+  of_tag.spare = whole;
   return std::nullopt;
 }
 

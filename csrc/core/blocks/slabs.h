@@ -19,7 +19,14 @@ class Slabs {
   explicit Slabs(BlockArena& arena) : arena_(arena) {}
 
   // A block of `size` bytes for the tag, used; nullptr: its slabs have none.
-  Block* take(std::size_t size, StreamTag tag);
+  Block* take(std::size_t size, StreamTag tag) {
+    OfTag& of_tag = of(tag);
+    Block* const free = of_tag.small->best_fit(size);
+    if (free == nullptr) return nullptr;
+    Block* const block = of_tag.small->cut(free, size);
+    if (free == of_tag.spare) of_tag.spare = nullptr;
+    return block;
+  }
   // The same at `offset`. nullptr: it lies in none of its slabs, or is not free there.
   Block* take_at(std::size_t offset, std::size_t size, StreamTag tag);
   // Small blocks for the slab's tag are cut from it from now on.
@@ -30,7 +37,13 @@ class Slabs {
     Epoch epoch = kLongAgo;
   };
   // Frees a small block. What it returns is the donor's again.
-  std::optional<Emptied> free(Block* block, Epoch epoch);
+  std::optional<Emptied> free(Block* block, Epoch epoch) {
+    OfTag& of_tag = of(block->tag);
+    Block* const free = of_tag.small->free(block, epoch);
+    if (!SmallHeap::is_whole(*free)) [[likely]]
+      return std::nullopt;
+    return emptied(of_tag, free);
+  }
   // The empty slabs that streams have kept: the donor's again.
   std::vector<Emptied> give_up_spares();
 
@@ -73,6 +86,7 @@ class Slabs {
     return make_of(tag);
   }
   OfTag& make_of(StreamTag tag);
+  std::optional<Emptied> emptied(OfTag& of_tag, Block* whole);
   Emptied retract(OfTag& of_tag, Block* whole);
 
   BlockArena& arena_;

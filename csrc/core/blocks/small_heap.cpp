@@ -24,16 +24,16 @@ void SmallHeap::retract(Block* whole) {
 
 Block* SmallHeap::cut_at(Block* free, std::size_t offset, std::size_t size) {
   if (offset == free->offset) return cut(free, size);
-  Block* const upper = split(free, offset - free->offset);
-  bins_.insert(bin_of(free->size()), free);
-  bins_.insert(bin_of(upper->size()), upper);
+  Block* const upper = split(free, static_cast<std::uint32_t>((offset - free->offset) / kBlockAlignment));
+  bins_.insert(bin_of(*free), free);
+  bins_.insert(bin_of(*upper), upper);
   try {
     return cut(upper, size);
   } catch (...) {
-    bins_.erase(bin_of(free->size()), free);
-    bins_.erase(bin_of(upper->size()), upper);
+    bins_.erase(bin_of(*free), free);
+    bins_.erase(bin_of(*upper), upper);
     absorb(free, upper);
-    bins_.insert(bin_of(free->size()), free);
+    bins_.insert(bin_of(*free), free);
     throw;
   }
 }

@@ -29,7 +29,7 @@ class SmallHeap {
   Block* donate(std::size_t offset);
   // The slab is somebody else's again. REQUIRES: `whole` is all of it, and free.
   void retract(Block* whole);
-  [[nodiscard]] static bool is_whole(const Block& block) { return block.size() == kSlabBytes; }
+  [[nodiscard]] static bool is_whole(const Block& block) { return block.units() == kSlabBytes / kBlockAlignment; }
 
   // The smallest free block of `size` bytes or more, the one freed last among its equals;
   // or nullptr.
@@ -41,11 +41,12 @@ class SmallHeap {
   Block* cut(Block* free, std::size_t size) {
     VMM_CHECK(free->state == BlockState::free && size <= free->size(), "cutting ", size, " out of ", free->offset, "+",
               free->size());
-    if (free->size() == size) {
-      bins_.erase(bin_of(size), free);
+    const auto units = static_cast<std::uint32_t>(size / kBlockAlignment);
+    if (free->units() == units) {
+      bins_.erase(bin_of(*free), free);
     } else {
-      Block* const rest = split(free, size);
-      bins_.insert(bin_of(rest->size()), rest);
+      Block* const rest = split(free, units);
+      bins_.insert(bin_of(*rest), rest);
     }
     --free_count_;
     free->requested = 0;
@@ -62,15 +63,15 @@ class SmallHeap {
     block->epoch = epoch;
     ++free_count_;
     if (Block* const upper = block->next; upper != nullptr && upper->state == BlockState::free) {
-      bins_.erase(bin_of(upper->size()), upper);
+      bins_.erase(bin_of(*upper), upper);
       absorb(block, upper);
     }
     if (Block* const lower = block->prev; lower != nullptr && lower->state == BlockState::free) {
-      bins_.erase(bin_of(lower->size()), lower);
+      bins_.erase(bin_of(*lower), lower);
       absorb(lower, block);
       block = lower;
     }
-    bins_.insert(bin_of(block->size()), block);
+    bins_.insert(bin_of(*block), block);
     return block;
   }
 
@@ -82,14 +83,15 @@ class SmallHeap {
  private:
   static constexpr std::size_t kBins = kSlabBytes / kBlockAlignment;  // one for every size
   static std::size_t bin_of(std::size_t size) { return size / kBlockAlignment - 1; }
+  static std::size_t bin_of(const Block& block) { return block.units() - std::size_t{1}; }
 
-  // Splits a free block behind its first `size` bytes; returns the upper part. Neither
+  // Splits a free block behind its first `units`; returns the upper part. Neither
   // stands in a bin then. Throws std::bad_alloc, and nothing has changed.
-  Block* split(Block* free, std::size_t size) {
+  Block* split(Block* free, std::uint32_t units) {
     Block* const upper = arena_.make();
-    bins_.erase(bin_of(free->size()), free);
-    upper->offset = free->offset + size;
-    upper->set_size(free->size() - size);
+    bins_.erase(bin_of(*free), free);
+    upper->offset = free->offset + units * kBlockAlignment;
+    upper->set_units(free->units() - units);
     upper->epoch = free->epoch;
     upper->tag = tag_;
     upper->small = true;
@@ -98,14 +100,14 @@ class SmallHeap {
     upper->next = next;
     if (next != nullptr) next->prev = upper;
     free->next = upper;
-    free->set_size(size);
+    free->set_units(units);
     ++free_count_;
     return upper;
   }
   // `upper`, which stands in no bin, becomes part of its neighbour.
   void absorb(Block* lower, Block* upper) {
     --free_count_;
-    lower->set_size(lower->size() + upper->size());
+    lower->set_units(lower->units() + upper->units());
     lower->epoch = std::max<Epoch>(lower->epoch, upper->epoch);
     Block* const next = upper->next;
     lower->next = next;

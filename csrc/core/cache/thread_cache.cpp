@@ -17,14 +17,7 @@ Shard::Shard(CachedPool& pool, BlockSeat& of_device, Stream stream, StreamTag ta
 
 Shard::~Shard() { pool.count_shards(-1); }
 
-void Shard::want(std::size_t size) {
-  const std::size_t units = size / kBlockAlignment;
-  if (units <= kOwnPlaces) {
-    wanted_ |= std::uint64_t{1} << (units - 1);
-    return;
-  }
-  const std::size_t place = shared_place(units);
-  if (units_in_[place] == units) return;
+void Shard::want_at(std::size_t place, std::size_t units) {
   // What is in it is of a size that was wanted before.
   BlockLink& kept = kept_[kOwnPlaces + place];
   if (Block* const first = kept; first != nullptr) {
@@ -42,7 +35,7 @@ void Shard::accept(const Depot::Batch& batch) {
   small_bytes_ += batch.count * size;
 }
 
-Block* Shard::take_unwanted() {
+Block* Shard::take_all_unwanted() {
   Block* all = unwanted_;
   unwanted_ = nullptr;
   unwanted_count_ = 0;

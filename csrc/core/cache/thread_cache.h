@@ -40,8 +40,13 @@ class Shard {
       latest_large_ = block;
       return block;
     }
-    BlockLink* const kept = kept_of(size);
-    if (kept == nullptr) return nullptr;
+    const std::size_t units = size / kBlockAlignment;
+    BlockLink* kept = &kept_[units - 1];  // empty where nobody asked for the size
+    if (units > kOwnPlaces) {
+      const std::size_t place = shared_place(units);
+      if (units_in_[place] != units) return nullptr;
+      kept = &kept_[kOwnPlaces + place];
+    }
     Block* const block = *kept;
     if (block == nullptr) return nullptr;
     *kept = block->bin_next;
@@ -67,7 +72,14 @@ class Shard {
     return true;
   }
   // Small blocks of this size were asked for: they are kept from now on.
-  void want(std::size_t size);
+  void want(std::size_t size) {
+    const std::size_t units = size / kBlockAlignment;
+    if (units <= kOwnPlaces) {
+      wanted_ |= std::uint64_t{1} << (units - 1);
+    } else if (const std::size_t place = shared_place(units); units_in_[place] != units) {
+      want_at(place, units);
+    }
+  }
   // Some that were freed elsewhere, linked by `bin_next`. REQUIRES: no others are kept of
   // their size, and it is small.
   void accept(const Depot::Batch& batch);
@@ -91,7 +103,9 @@ class Shard {
   Block* take_excess(bool is_alone);
   // What is kept, linked by `bin_next`.
   Block* take_all();
-  Block* take_unwanted();  // of sizes that nobody here asks for any more
+  Block* take_unwanted() {  // of sizes that nobody here asks for any more
+    return unwanted_count_ == 0 ? nullptr : take_all_unwanted();
+  }
   // Blocks.
   [[nodiscard]] std::size_t kept() const;
 
@@ -150,6 +164,8 @@ class Shard {
     const std::size_t place = shared_place(units);
     return units_in_[place] == units ? &kept_[kOwnPlaces + place] : nullptr;
   }
+  void want_at(std::size_t place, std::size_t units);
+  Block* take_all_unwanted();
   Block* latest_large_ = nullptr;  // allocated here, and no other large block came or went since
   Block* kept_large_ = nullptr;    // the same, freed
   BlockLink unwanted_ = nullptr;

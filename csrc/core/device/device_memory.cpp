@@ -45,10 +45,13 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       host_budget_("host memory by hand", kUnlimited, nullptr),
       zero_budget_("pages that read as zero", kUnlimited, &budget_),
       store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
+      log_(options.debug.is_on() ? std::make_unique<WatchLog>(options.debug) : nullptr),
       streams_(driver, device),
       clock_(streams_),
       caches_(peaks_, clock_, oversize_bytes_),
-      accessors_{Location::on_device(device)} {}
+      accessors_{Location::on_device(device)} {
+  if (log_ != nullptr) beside_.store(kDebugMode, std::memory_order_relaxed);
+}
 
 DeviceMemory::~DeviceMemory() {
   Epoch last_use = kLongAgo;
@@ -104,8 +107,8 @@ std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& 
     const MutexLock registry_lock(registry_mutex_);
     accessors = accessors_;
   }
-  const PoolContext context{driver_, address_space_, store_,    streams_,        clock_,         peaks_,
-                            caches_, options_,       observer_, oversize_bytes_, within_chunks_, device_};
+  const PoolContext context{driver_,  address_space_, store_,          streams_,       clock_,  peaks_,    caches_,
+                            options_, observer_,      oversize_bytes_, within_chunks_, device_, log_.get()};
   auto pool = std::make_shared<Pool>(context, group, spec, this, std::move(accessors));
   const MutexLock registry_lock(registry_mutex_);
   registry_.add(pool);
@@ -317,7 +320,7 @@ void DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
   if (!ended) {
     const MutexLock lock(registry_mutex_);
     if (closed_.count(pool.get()) != 0) waiting_.emplace(pool.get(), pool);
-    has_ended_.store(true, std::memory_order_relaxed);
+    beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
     return;
   }
   const Statistics statistics = pool->statistics();
@@ -366,7 +369,7 @@ void DeviceMemory::leave(std::function<bool()> go) noexcept {
       leaving_.push_back(std::move(leaving));  // all or none: its move does not throw
       is_noted = true;
     }
-    has_ended_.store(true, std::memory_order_relaxed);
+    beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
     clock_.cover(last_use);
     clock_.poll();
     let_leave();
@@ -409,7 +412,7 @@ bool DeviceMemory::let_leave() {
   const MutexLock lock(registry_mutex_);
   // Others may have come meanwhile: where there is no memory for all, none is lost.
   leaving_.insert(leaving_.end(), std::make_move_iterator(passed.begin()), std::make_move_iterator(gone));
-  if (!leaving_.empty()) has_ended_.store(true, std::memory_order_relaxed);
+  if (!leaving_.empty()) beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
   return any;
 }
 
@@ -458,7 +461,7 @@ void DeviceMemory::bury_groups() {
     // Whoever buries its last pool comes here again.
     if (!registry_.of_group(*group)->empty()) continue;
     if (!store_.forget(*group)) {
-      has_ended_.store(true, std::memory_order_relaxed);
+      beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
       continue;
     }
     ended_groups_.erase(group.get());
@@ -473,7 +476,7 @@ void DeviceMemory::tend() {
   const Epoch passed = clock_.passed();
   const bool is_due = tendings_.fetch_add(1, std::memory_order_relaxed) % kCallsPerTending == 0;
   if (tended_.exchange(passed, std::memory_order_relaxed) == passed && !is_due) return;
-  has_ended_.store(false, std::memory_order_relaxed);
+  beside_.fetch_and(~unsigned{kHasEnded}, std::memory_order_relaxed);
   Closed waiting;
   {
     const MutexLock lock(registry_mutex_);
@@ -517,12 +520,14 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
   bool drained = false;
   // Its last block may be this one; it stays until it has been looked at.
   std::shared_ptr<Pool> held;
-  if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
+  if (home->over_limit_.load(std::memory_order_relaxed) || home->log_ != nullptr) [[unlikely]]
     held = pool->weak_from_this().lock();
   const bool known = pool->free(address, &drained);
   if (drained) home->bury_drained(pool);
   if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
     home->enforce_limits(held.get());
+  if (held != nullptr && home->log_ != nullptr) [[unlikely]]
+    home->settle_watched(*held);
   return known;
 }
 

@@ -19,6 +19,7 @@
 
 #include "base/function_ref.h"
 #include "base/sync.h"
+#include "core/debug/watch_log.h"
 #include "core/device/all_locked.h"
 #include "core/device/group_figures.h"
 #include "core/device/pool_registry.h"
@@ -165,6 +166,19 @@ class DeviceMemory {
   // Who may access what pools map now.
   [[nodiscard]] std::vector<Location> accessors() const VMM_EXCLUDES(registry_mutex_);
 
+  // -- Debug mode (Options::debug) ------------------------------------------------
+  // nullptr: it is off.
+  [[nodiscard]] WatchLog* debug_log() const { return log_.get(); }
+  // Waits for all work, and looks at the patterns of all blocks that are watched. Returns
+  // the damages that are known then. Throws DriverError where the driver cannot wait; none
+  // where it is off.
+  std::vector<Damage> check_watched() VMM_EXCLUDES(registry_mutex_);
+  // What is watched, what was lately and where accesses to it fault, in words. "" where
+  // it is off.
+  [[nodiscard]] std::string debug_report() const VMM_EXCLUDES(registry_mutex_);
+  // Where an access beyond the block faults: [first, last), none where it does not.
+  [[nodiscard]] ByteRange faults_beyond(const WatchedBlock& block) const VMM_EXCLUDES(registry_mutex_);
+
   // -- Numbers ------------------------------------------------------------------
   // torch.cuda.memory_stats of the device: totals over pools, own peaks.
   [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(registry_mutex_);
@@ -218,6 +232,10 @@ class DeviceMemory {
   using Attempt = FunctionRef<Address(Grant*, Shortage*)>;
   Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt)
       VMM_EXCLUDES(reclaim_mutex_);
+  // debugging.cpp
+  Address allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stream stream) VMM_EXCLUDES(reclaim_mutex_);
+  void settle_watched(Pool& pool);
+  void report_fault() const noexcept VMM_EXCLUDES(registry_mutex_);
   // After an attempt that lacked `shortage`.
   Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage)
       VMM_EXCLUDES(reclaim_mutex_);
@@ -257,7 +275,7 @@ class DeviceMemory {
   void tend();
   bool let_leave() VMM_EXCLUDES(registry_mutex_);
   void tend_if_any_wait() {
-    if (has_ended_.load(std::memory_order_relaxed)) [[unlikely]]
+    if ((beside_.load(std::memory_order_relaxed) & kHasEnded) != 0) [[unlikely]]
       tend();
   }
   [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);
@@ -273,6 +291,7 @@ class DeviceMemory {
   Budget host_budget_;
   Budget zero_budget_;
   ChunkStore store_;
+  const std::unique_ptr<WatchLog> log_;  // of debug mode
   DeviceStreams streams_;
   Clock clock_;
   std::function<DeviceStreams*(int device)> neighbours_;
@@ -286,8 +305,13 @@ class DeviceMemory {
   std::atomic<bool> within_chunks_{false};
   std::atomic<bool> over_limit_{false};           // some limit was lowered below what is in use
   std::atomic<std::size_t> frees_over_limit_{0};  // since all that are over were looked at
-  std::atomic<bool> has_ended_{false};            // pools or groups that are closed wait for queued work
-  std::atomic<Epoch> tended_{kLongAgo};           // what had passed when they were looked at
+  // What an allocation has to look at beside the threads' caches: one look for both.
+  enum Beside : unsigned {
+    kHasEnded = 1,  // pools or groups that are closed wait for queued work
+    kDebugMode = 2,
+  };
+  std::atomic<unsigned> beside_{0};
+  std::atomic<Epoch> tended_{kLongAgo};  // what had passed when they were looked at
   std::atomic<unsigned> tendings_{0};
 
   Mutex tags_mutex_;  // one tag's space is made, or models are closed, at a time

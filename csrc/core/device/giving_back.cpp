@@ -39,7 +39,7 @@ std::size_t DeviceMemory::trim(Pool& pool, const FunctionRef<void()>& shed) {
   Budget& group = pool.group();
   clock_.synchronize().ignore();
   // What pools that have closed still have to give is not this one's.
-  if (has_ended_.load(std::memory_order_relaxed)) settle(/*wait=*/true);
+  if ((beside_.load(std::memory_order_relaxed) & kHasEnded) != 0) settle(/*wait=*/true);
   const std::size_t shelved = store_.shelved_bytes(group);
   shed();
   // A chunk may still be mapped where another pool had it before.

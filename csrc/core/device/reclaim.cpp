@@ -1,7 +1,7 @@
 // The reclaim ladder: who yields when a request cannot be met.
 //
 //   0  the pool itself: its own idle chunks, its group's shelf, a new chunk
-//      within the limits (Pool::place, before this file is entered)
+//      within the limits (Pool::place)
 //   1  what rests on the group's shelf in sizes that did not fit is given back
 //      to the driver, which makes room under the limit
 //   2  idle chunks of other pools that stand under the limit that refused,
@@ -66,12 +66,13 @@ void DeviceMemory::wait_for(Epoch epoch) {
 }
 
 Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
-  if (!has_ended_.load(std::memory_order_relaxed)) [[likely]] {
-    if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) [[likely]]
-      return kept;
+  if (const unsigned beside = beside_.load(std::memory_order_relaxed); beside != 0) [[unlikely]] {
+    if ((beside & kDebugMode) != 0) return allocate_in_debug_mode(pool, bytes, stream);
+    tend();
   }
+  if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) [[likely]]
+    return kept;
   // As above, but no closure is made where the pool can by itself: 40 of 1900 instructions.
-  tend_if_any_wait();
   Shortage shortage;
   if (const Address address = pool.try_allocate(bytes, stream, nullptr, &shortage)) return address;
   return go_on(
@@ -137,9 +138,7 @@ std::size_t DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t n
   const PoolList all = pools();
   const BlockCaches::Still still(caches_, BlockCaches::Kept::back);
   const AllLocked locked(all);
-  PoolList order = all;
-  std::stable_sort(order.begin(), order.end(),
-                   [](const auto& a, const auto& b) { return a->priority() < b->priority(); });
+  const PoolList order = in_order_of_yielding(all);
   const auto is_own = [&asker](const Pool& pool) { return &pool.model() == &asker.model(); };
   std::size_t in_use = 0;
   if (refused == nullptr) {
@@ -327,6 +326,7 @@ void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Sho
   refusal.pool = asker.is_tag_space() ? asker.model().name() : asker.name();
   refusal.limit = asker.budget().limit();
   cause.no_addresses = shortage.no_address_space;
+  cause.takes_whole_pages = options_.debug.kind == DebugMode::Kind::guard;
   cause.capacity = asker.capacity();
   for (const Budget* level = &asker.budget(); level != nullptr; level = level->parent()) {
     if (level == &budget_ && level->limit() == kUnlimited) continue;

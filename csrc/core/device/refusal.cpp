@@ -41,6 +41,11 @@ std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
     return "ask for less: the device has " + format_bytes(cause.device_total) + " in all";
   }
   std::vector<std::string> ways;
+  if (cause.takes_whole_pages) {
+    ways.emplace_back(
+        "watch fewer blocks: TORCH_VMM_DEBUG=guard takes whole pages for each, guard,sample=1/100 for one "
+        "of a hundred");
+  }
   if (cause.no_addresses) {
     if (refusal.requested <= cause.capacity) ways.emplace_back("free tensors until a stretch that long is free");
     ways.push_back("give the pool a larger virtual capacity (it has " + format_bytes(cause.capacity) + ")");

@@ -37,8 +37,9 @@ struct RefusalCause {
   std::string driver_said;  // where the driver refused; else empty
   std::string limits;       // every limit on the way, in words
   bool no_addresses = false;
-  std::size_t capacity = 0;      // bytes of addresses of the pool that asked
-  std::size_t device_total = 0;  // bytes; 0: not known
+  bool takes_whole_pages = false;  // debug mode's guards do
+  std::size_t capacity = 0;        // bytes of addresses of the pool that asked
+  std::size_t device_total = 0;    // bytes; 0: not known
   std::size_t device_free = 0;
   std::size_t outside = 0;  // bytes of the device that are held, and not by torch_vmm
 };

@@ -21,6 +21,11 @@ class FreedOrder {
   void note(ByteRange freed) {
     const std::size_t first = freed.offset / page_;
     const std::size_t end = (freed.end() - 1) / page_ + 1;
+    // What is taken and freed over and over is a run already.
+    if (const auto same = runs_.find(first); same != runs_.end() && same->second.end == end) {
+      same->second.when = ++latest_;
+      return;
+    }
     cut(first);
     cut(end);
     runs_.erase(runs_.lower_bound(first), runs_.lower_bound(end));

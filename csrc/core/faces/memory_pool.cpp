@@ -14,6 +14,7 @@ std::shared_ptr<Pool> make_pool(DeviceMemory& memory) {
   static std::atomic<int> next{0};
   PoolSpec spec;
   spec.name = "buffers-" + std::to_string(++next);
+  spec.grows_freely = true;  // as other pools of buffers do; what is idle others can have
   return memory.create_pool(spec, nullptr);
 }
 
@@ -39,12 +40,8 @@ MemoryPool::~MemoryPool() {
 Address MemoryPool::allocate(std::size_t bytes, Stream stream) {
   pool_->require_open();
   const Address address = memory_.allocate(*pool_, bytes, stream);
-  {
-    const MutexLock lock(mutex_);
-    live_ += pool_->block_size(address);
-    high_ = std::max(high_, live_);
-  }
-  look(Asks::user);
+  const std::size_t bytes_held = pool_->block_size(address);
+  look(Asks::user, live_.fetch_add(bytes_held, std::memory_order_relaxed) + bytes_held);
   return address;
 }
 
@@ -54,14 +51,14 @@ void MemoryPool::free(Address address) {
     // Before it can be another buffer's.
     const MutexLock lock(mutex_);
     freed_.note(range_of(address, bytes));
-    live_ -= bytes;
   }
+  const std::size_t live = live_.fetch_sub(bytes, std::memory_order_relaxed) - bytes;
   DeviceMemory::free(memory_.address_space(), address);
-  look(Asks::user);
+  look(Asks::user, live);
 }
 
 BufferStats MemoryPool::stats() {
-  look(Asks::reader);
+  look(Asks::reader, live_.load(std::memory_order_relaxed));
   const Statistics numbers = pool_->statistics();
   const Stat& blocks = numbers[StatKind::allocation][0];
   const Stat& bytes = numbers[StatKind::allocated_bytes][0];
@@ -100,25 +97,26 @@ void MemoryPool::set_threshold(std::size_t bytes) {
   if (threshold() == kUnlimited) {
     // Nobody has looked so far.
     since_ = changed_ = now_();
-    high_ = live_;
+    high_ = live_.load(std::memory_order_relaxed);
   }
   threshold_.store(bytes, std::memory_order_relaxed);
 }
 
 // Gives back what has not been needed, once in kUnused.
-void MemoryPool::look(Asks who) {
+void MemoryPool::look(Asks who, std::size_t live) {
   const std::size_t threshold = this->threshold();
   if (threshold == kUnlimited || is_closed()) return;
   std::size_t needed = 0;
   {
     const MutexLock lock(mutex_);
     const Time now = now_();
+    high_ = std::max(high_, live);
     // Since the last request or free all has stood still.
     const bool has_rested = who == Asks::reader && now - changed_ >= kUnused;
     if (who == Asks::user) changed_ = now;
     if (now - since_ < kUnused && !has_rested) return;
-    needed = has_rested ? live_ : high_;
-    high_ = live_;
+    needed = has_rested ? live : high_;
+    high_ = live;
     since_ = now;
   }
   const std::size_t keep = sum_at_most(needed, threshold);

@@ -1,6 +1,7 @@
 // MemoryPool's core: a stream-ordered pool of buffers. It owns one pool of the
-// device's, beside the models', and two rules that such pools have and ours do not:
-// what was freed first goes back first, and how much of what is free may be kept.
+// device's, beside the models', and three rules that such pools have and ours do not:
+// what was freed first goes back first, how much of what is free may be kept, and
+// it rather takes new memory than moves what it has.
 // Stream order, reuse, limits and numbers are the pool's own.
 //
 // The threshold. What is cached above it goes back only when nobody has needed it
@@ -72,7 +73,8 @@ class MemoryPool {
  private:
   // Who asks: a request may be about to use what has been free for long.
   enum class Asks : std::uint8_t { user, reader };
-  void look(Asks who) VMM_EXCLUDES(mutex_);
+  // `live`: bytes in use when it asked.
+  void look(Asks who, std::size_t live) VMM_EXCLUDES(mutex_);
   [[nodiscard]] FreedOrder freed() VMM_EXCLUDES(mutex_);
   [[nodiscard]] ByteRange range_of(Address address, std::size_t bytes) const {
     return {address - pool_->base(), bytes};
@@ -84,8 +86,8 @@ class MemoryPool {
   std::atomic<std::size_t> threshold_{kUnlimited};
   Mutex mutex_;
   FreedOrder freed_ VMM_GUARDED_BY(mutex_);
-  std::size_t live_ VMM_GUARDED_BY(mutex_) = 0;  // bytes in use now
-  std::size_t high_ VMM_GUARDED_BY(mutex_) = 0;  // the most that this has been since `since_`
+  std::atomic<std::size_t> live_{0};             // bytes in use now: a request takes no lock
+  std::size_t high_ VMM_GUARDED_BY(mutex_) = 0;  // the most that this has been since `since_`, under a threshold
   Time since_ VMM_GUARDED_BY(mutex_);
   Time changed_ VMM_GUARDED_BY(mutex_);  // when it changed last
 };

@@ -1,7 +1,7 @@
 #include "core/faces/native_memory_pool.h"
 
 #include <exception>
-#include <utility>
+#include <vector>
 
 #include "base/errors.h"
 
@@ -10,12 +10,9 @@ namespace vmm {
 namespace {
 
 // What the driver said to `doing`, as a failure. Not its own refusal but ours: a
-// stream that is being captured.
-void require(const Status& status, const std::string& doing) {
-  if (status.code() != StatusCode::not_supported || status.driver_code() != 0) {
-    throw_if_failed(status, doing);
-    return;
-  }
+// stream that is being captured. REQUIRES: not ok.
+void raise(const Status& status, const std::string& doing) {
+  if (status.code() != StatusCode::not_supported || status.driver_code() != 0) throw_if_failed(status, doing);
   throw NotAvailableError(doing +
                           ": the stream is being captured, and a graph would do it anew at each launch; do it " +
                           "outside the capture");
@@ -33,8 +30,7 @@ NativeMemoryPool::NativeMemoryPool(Driver& driver, int device, std::size_t max_b
   if (const std::string missing = pools_->missing_pools(device); !missing.empty()) throw NotAvailableError(missing);
   NativePool made = 0;
   throw_if_failed(pools_->create_pool(device, max_bytes, &made), "creating a memory pool of the driver's");
-  const MutexLock lock(mutex_);
-  pool_ = made;
+  pool_.store(made);
 }
 
 NativeMemoryPool::~NativeMemoryPool() {
@@ -48,119 +44,133 @@ NativeMemoryPool::~NativeMemoryPool() {
 }
 
 void NativeMemoryPool::require_open() const {
-  if (destroyed_) throw InvalidArgumentError("the " + name() + " is destroyed");
+  if (destroyed_.load()) throw InvalidArgumentError("the " + name() + " is destroyed");
+}
+
+// destroy() marks the pool and then looks whether a request is coming; a request is
+// counted and then looks whether the pool is marked: one of the two sees the other.
+NativeMemoryPool::Coming::Coming(NativeMemoryPool& pool) : pool_(pool) {
+  pool.coming_.fetch_add(1);
+  if (!pool.destroyed_.load()) [[likely]]
+    return;
+  pool.coming_.fetch_sub(1);
+  const MutexLock lock(pool.mutex_);  // until destroy() knows whether it does it
+  pool.require_open();
+  pool.coming_.fetch_add(1);
 }
 
 // Counts `bytes` as allocated, before the driver is asked.
 void NativeMemoryPool::charge(std::size_t bytes) {
-  const MutexLock lock(mutex_);
-  require_open();
   const std::size_t limit = max_bytes_ == 0 ? kUnlimited : max_bytes_;
-  if (bytes > limit - charged_) {
-    throw OutOfMemoryError(name() + ": " + format_bytes(bytes) + " asked; its maximum " + format_bytes(limit) +
-                               ", allocated " + format_bytes(charged_) + "; free some, or make one with a larger " +
-                               "max_size_bytes",
-                           bytes, limit - charged_, limit, name());
-  }
-  charged_ += bytes;
-  ++coming_;
+  std::size_t charged = charged_.load(std::memory_order_relaxed);
+  do {
+    if (bytes > limit - charged) {
+      throw OutOfMemoryError(name() + ": " + format_bytes(bytes) + " asked; its maximum " + format_bytes(limit) +
+                                 ", allocated " + format_bytes(charged) + "; free some, or make one with a larger " +
+                                 "max_size_bytes",
+                             bytes, limit - charged, limit, name());
+    }
+  } while (!charged_.compare_exchange_weak(charged, charged + bytes, std::memory_order_relaxed));
 }
 
-Address NativeMemoryPool::allocate(std::size_t bytes, Stream stream) {
-  if (bytes == 0) throw InvalidArgumentError("bytes=0: give at least one byte");
-  charge(bytes);
-  Address address = 0;
-  NativePool pool = 0;
-  {
-    const MutexLock lock(mutex_);
-    pool = pool_;
-  }
-  const Status status = pools_->allocate_from_pool(pool, device_, bytes, stream, &address);
-  std::size_t charged = 0;
-  {
-    const MutexLock lock(mutex_);
-    --coming_;
-    if (status.ok()) {
-      live_.emplace(address, bytes);
-      return address;
-    }
-    charged_ -= bytes;
-    charged = charged_;
-  }
+// The driver gave no `bytes`.
+void NativeMemoryPool::refuse(const Status& status, std::size_t bytes) const {
   if (status.code() == StatusCode::out_of_memory) {
     MemoryInfo info;
     driver_.memory_info(device_, &info).ignore();
     throw OutOfMemoryError(name() + ": " + format_bytes(bytes) + " asked, and the driver has none (" + status.text() +
-                               "); allocated from the pool " + format_bytes(charged) + ", free on the device " +
+                               "); allocated from the pool " + format_bytes(charged_.load()) + ", free on the device " +
                                format_bytes(info.free) + "; free or trim what is not needed",
                            bytes, info.free, max_bytes_ == 0 ? info.total : max_bytes_, name());
   }
-  require(status, "allocating " + format_bytes(bytes) + " from the " + name());
-  return 0;
+  raise(status, "allocating " + format_bytes(bytes) + " from the " + name());
+}
+
+Address NativeMemoryPool::allocate(std::size_t bytes, Stream stream) {
+  if (bytes == 0) throw InvalidArgumentError("bytes=0: give at least one byte");
+  const Coming coming(*this);
+  charge(bytes);
+  Address address = 0;
+  const NativePool pool = pool_.load(std::memory_order_relaxed);
+  const Status status = pools_->allocate_from_pool(pool, device_, bytes, stream, &address);
+  if (!status.ok()) [[unlikely]] {
+    charged_.fetch_sub(bytes, std::memory_order_relaxed);
+    refuse(status, bytes);
+  }
+  try {
+    const MutexLock lock(mutex_);
+    live_.add(address, bytes);
+  } catch (...) {  // no host memory
+    pools_->free_to_pool(device_, address, stream).ignore();
+    charged_.fetch_sub(bytes, std::memory_order_relaxed);
+    throw;
+  }
+  return address;
 }
 
 void NativeMemoryPool::free(Address address, Stream stream) {
+  const Coming coming(*this);
   std::size_t bytes = 0;
+  bool found = false;
   {
     const MutexLock lock(mutex_);
-    require_open();
-    const auto found = live_.find(address);
-    if (found == live_.end()) {
-      throw InvalidArgumentError(format_hex(address) + " is no live allocation of the " + name() +
-                                 ": it was freed before, or is not what its alloc_async() returned");
-    }
-    bytes = found->second;
-    live_.erase(found);  // before the driver may give it to another thread
+    found = live_.take(address, &bytes);  // before the driver may give it to another thread
+  }
+  if (!found) [[unlikely]] {
+    throw InvalidArgumentError(format_hex(address) + " is no live allocation of the " + name() +
+                               ": it was freed before, or is not what its alloc_async() returned");
   }
   const Status status = pools_->free_to_pool(device_, address, stream);
-  const MutexLock lock(mutex_);
-  if (!status.ok()) live_.emplace(address, bytes);
-  require(status, "freeing " + format_hex(address) + " to the " + name());
-  charged_ -= bytes;
+  if (!status.ok()) [[unlikely]] {
+    const MutexLock lock(mutex_);
+    live_.add(address, bytes);
+    raise(status, "freeing " + format_hex(address) + " to the " + name());
+  }
+  charged_.fetch_sub(bytes, std::memory_order_relaxed);
 }
 
 void NativeMemoryPool::destroy(bool force) {
-  std::unordered_map<Address, std::size_t> left;
-  NativePool pool = 0;
+  std::vector<LiveAddresses::Entry> left;
   {
     const MutexLock lock(mutex_);
-    if (destroyed_) return;
-    const std::size_t blocks = live_.size() + coming_;
-    if (blocks != 0 && (!force || coming_ != 0)) {
+    if (destroyed_.load()) return;
+    destroyed_.store(true);  // before it is asked whether something is coming
+    const std::size_t coming = coming_.load();
+    const std::size_t blocks = live_.size() + coming;
+    if (blocks != 0 && (!force || coming != 0)) {
+      destroyed_.store(false);
       throw StillInUseError("the " + name() + " still holds " + std::to_string(blocks) + " allocations, " +
-                                format_bytes(charged_) + "; free them first, or force",
-                            charged_, blocks);
+                                format_bytes(charged_.load()) + "; free them first, or force",
+                            charged_.load(), blocks);
     }
-    destroyed_ = true;
-    left = live_;
-    pool = pool_;
+    left = live_.all();
   }
   // Not only for what is left: where frees were still queued the driver (580.159) died in
   // cuMemPoolDestroy, twice in three runs on an H200.
   Status status = driver_.synchronize(device_);
-  for (auto block = left.begin(); status.ok() && block != left.end();) {
-    status = pools_->free_to_pool(device_, block->first, nullptr);
-    if (status.ok()) block = left.erase(block);
+  std::size_t bytes = 0;
+  for (std::size_t k = 0; k < left.size() && status.ok(); ++k) {
+    status = pools_->free_to_pool(device_, left[k].address, nullptr);
+    if (!status.ok()) break;
+    const MutexLock lock(mutex_);
+    if (live_.take(left[k].address, &bytes)) charged_.fetch_sub(bytes);
   }
-  if (status.ok()) status = pools_->destroy_pool(pool);
+  if (status.ok()) status = pools_->destroy_pool(pool_.load());
   const MutexLock lock(mutex_);
-  live_ = std::move(left);
-  charged_ = 0;
-  for (const auto& [address, bytes] : live_) charged_ += bytes;
-  destroyed_ = status.ok();
+  destroyed_.store(status.ok());
   throw_if_failed(status, "destroying the " + name());
-  pool_ = 0;
+  pool_.store(0);
 }
 
 NativePool NativeMemoryPool::raw() const {
   const MutexLock lock(mutex_);
   require_open();
-  return pool_;
+  return pool_.load();
 }
 
 bool NativeMemoryPool::is_destroyed() const {
   const MutexLock lock(mutex_);
-  return destroyed_;
+  return destroyed_.load();
 }
 
 NativePoolUsage NativeMemoryPool::usage() const {

@@ -8,9 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <unordered_map>
 
 #include "base/sync.h"
+#include "core/faces/live_addresses.h"
 #include "driver/driver.h"
 #include "driver/native_pools.h"
 
@@ -57,8 +57,21 @@ class NativeMemoryPool {
   [[nodiscard]] static std::uint64_t failures() { return failures_.load(std::memory_order_relaxed); }
 
  private:
+  // A request that the driver has not answered: while there is one, the pool stays.
+  class Coming {
+   public:
+    explicit Coming(NativeMemoryPool& pool);
+    ~Coming() { pool_.coming_.fetch_sub(1); }
+    Coming(const Coming&) = delete;
+    Coming& operator=(const Coming&) = delete;
+
+   private:
+    NativeMemoryPool& pool_;
+  };
+
   void require_open() const VMM_REQUIRES(mutex_);
-  void charge(std::size_t bytes) VMM_EXCLUDES(mutex_);
+  void charge(std::size_t bytes);
+  void refuse(const Status& status, std::size_t bytes) const;
   [[nodiscard]] std::string name() const { return "NativeMemoryPool of cuda:" + std::to_string(device_); }
 
   static inline std::atomic<std::uint64_t> failures_{0};
@@ -69,11 +82,13 @@ class NativeMemoryPool {
   const std::size_t max_bytes_;
   const Report report_;
   mutable Mutex mutex_;  // no call of the driver's is made under it
-  NativePool pool_ VMM_GUARDED_BY(mutex_) = 0;
-  bool destroyed_ VMM_GUARDED_BY(mutex_) = false;
-  std::size_t charged_ VMM_GUARDED_BY(mutex_) = 0;  // bytes allocated, or about to be
-  std::size_t coming_ VMM_GUARDED_BY(mutex_) = 0;   // allocations that the driver has not answered
-  std::unordered_map<Address, std::size_t> live_ VMM_GUARDED_BY(mutex_);  // bytes asked for
+  // What a request reads is in atomics, so that it takes the lock once: the driver
+  // needs little more time than two locks do. Written under the lock.
+  std::atomic<NativePool> pool_{0};
+  std::atomic<bool> destroyed_{false};
+  std::atomic<std::size_t> charged_{0};  // bytes allocated, or about to be
+  std::atomic<std::size_t> coming_{0};   // requests that the driver has not answered
+  LiveAddresses live_ VMM_GUARDED_BY(mutex_);
 };
 
 }  // namespace vmm

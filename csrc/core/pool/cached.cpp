@@ -7,7 +7,8 @@ namespace vmm {
 
 Block* Pool::live_at(Address address) const {
   Block* block = contains(address) ? directory_->find(address - base_) : nullptr;
-  const bool is_live = block != nullptr && block->offset == address - base_ && block->state == BlockState::used;
+  const bool is_live = block != nullptr && block->offset == address - base_ &&
+                       (block->state == BlockState::used || block->state == BlockState::watched);
   return is_live ? block : nullptr;
 }
 
@@ -24,7 +25,8 @@ std::size_t Pool::block_size(Address address) const {
 // Where every event has to be seen when it happens, or the memory is no single
 // stream's, nothing is kept.
 bool Pool::may_keep(StreamTag tag) {
-  if (is_retired() || pinned_ || no_split_ || streams_.graphs_end() != kLongAgo || !is_lasting(streams_[tag].kind))
+  if (life_.load(std::memory_order_acquire) != Life::open || pinned_ || no_split_ ||
+      streams_.graphs_end() != kLongAgo || !is_lasting(streams_[tag].kind))
     return false;
   streams_[tag].is_kept = true;
   is_cached_.store(true, std::memory_order_relaxed);

@@ -12,6 +12,10 @@ namespace vmm {
 void Pool::require_settled(const char* doing) {
   if (range_ == nullptr) throw VmmError("pool '" + name_ + "' has ended, so its blocks cannot be " + doing);
   settle_locked();
+  if (const std::size_t watched = watch_.live.size() + watch_.freed.size() + watch_.leaving; watched != 0) {
+    throw VmmError("pool '" + name_ + "': debug mode watches " + std::to_string(watched) +
+                   " of its blocks, live or freed, so its blocks cannot be " + doing);
+  }
   if (pending_.empty()) return;
   throw VmmError("pool '" + name_ + "': " + std::to_string(pending_.size()) +
                  " freed blocks are still in use by recorded streams, so its blocks cannot be " + doing);

@@ -33,7 +33,8 @@ MemoryStats Pool::memory_stats() {
 }
 
 bool Pool::changes_by_itself_locked() const {
-  return range_ != nullptr && (!pending_.empty() || !quarantined_.empty() || range_->has_retired());
+  return range_ != nullptr &&
+         (!pending_.empty() || !quarantined_.empty() || !watch_.freed.empty() || range_->has_retired());
 }
 
 MemoryStats Pool::memory_stats_locked() {
@@ -77,7 +78,7 @@ std::vector<Address> Pool::live_addresses() const {
   const ReadLock lock(*this);
   std::vector<Address> found;
   directory_->for_each([&](const Block* block) {
-    if (block->state == BlockState::used) found.push_back(base_ + block->offset);
+    if (block->state == BlockState::used || block->state == BlockState::watched) found.push_back(base_ + block->offset);
   });
   return found;
 }
@@ -134,6 +135,7 @@ void Pool::count_sync() {
 
 void Pool::reset_peaks() {
   const MutexLock lock(mutex_);
+  peak_live_with(0);  // what growth goes by is not to be reset
   counters_.reset_peaks();
   if (family_peaks_owner_ != nullptr) family_peaks_owner_->reset_peaks();
 }

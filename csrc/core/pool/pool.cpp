@@ -41,6 +41,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       is_mem_pool_(spec.is_mem_pool),
       no_split_(spec.no_split),
       is_range_(spec.is_range),
+      grows_freely_(spec.grows_freely),
       page_(spec.page_size == 0 ? context.store.granularity() : spec.page_size),
       uniform_(spec.page_size != 0),
       capacity_(0),
@@ -108,6 +109,15 @@ void Pool::require_open() const {
   if (is_retired()) throw InvalidArgumentError("pool '" + name_ + "' is closed");
 }
 
+// Throws where it is closed.
+bool Pool::takes_requests(Shortage* shortage) const {
+  if (life_.load(std::memory_order_acquire) == Life::open) [[likely]]
+    return true;
+  require_open();
+  shortage->is_sealed = true;
+  return false;
+}
+
 void Pool::retire() {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
   const MutexLock lock(mutex_);
@@ -115,6 +125,7 @@ void Pool::retire() {
 }
 
 bool Pool::end() {
+  settle_watched();
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return true;
   VMM_CHECK(is_retired(), "pool '", name_, "' ends before it is retired");
@@ -133,7 +144,7 @@ bool Pool::end() {
     context_.clock.cover(range_->last_retired_use());
     drop_retired();
   }
-  if (!quarantined_.empty() || range_->has_retired()) return false;
+  if (!quarantined_.empty() || !watch_.freed.empty() || watch_.leaving != 0 || range_->has_retired()) return false;
   VMM_CHECK(range_->live().empty(), "pool '", name_, "' ends with ", range_->live().size(), " chunks");
   range_.reset();
   set_inactive_split({});
@@ -273,11 +284,8 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
                             StreamTag* add_shard) {
   BlockCaches::Mine mine(context_.caches);
   const MutexLock lock(mutex_);
-  if (life_.load(std::memory_order_acquire) != Life::open) [[unlikely]] {
-    require_open();
-    shortage->is_sealed = true;
+  if (!takes_requests(shortage)) [[unlikely]]
     return 0;
-  }
   if (bytes > capacity_) {  // before it is rounded up: near 2^64 that wraps
     *shortage = {bytes, nullptr, {}, /*no_address_space=*/true};
     return 0;
@@ -298,7 +306,6 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
   if (block == nullptr) block = find_block(size, tag, is_gathered, mine, grant, shortage);
   if (block == nullptr) return 0;
   enter_in_directory(block);
-  if (!is_small) handed_out_ += block->size();
   if (shard == nullptr) {
     begin_block(block, bytes);
   } else {
@@ -322,6 +329,7 @@ void Pool::enter_in_directory(Block* block) {
     free_block(block, context_.clock.now());
     throw;
   }
+  if (!block->small) handed_out_ += block->size();
 }
 
 // Beyond what the stream's slabs have.
@@ -362,7 +370,7 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
     Request request;
     request.size = size;
     request.tag = tag;
-    block = placement_.take_backed(request);
+    block = no_split_ ? take_whole_chunk(request) : placement_.take_backed(request);
   }
   if (block == nullptr) return 0;
   enter_in_directory(block);
@@ -388,12 +396,18 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   if (!contains(address) || !is_aligned(offset, kBlockAlignment)) {
     throw InvalidRangeError(offset, bytes, capacity_, "no address of pool '" + name_ + "' that is a multiple of 512");
   }
+  if (no_split_) {
+    throw InvalidRangeError(offset, bytes, capacity_,
+                            "pool '" + name_ + "' gives each block whole chunks (no_split), none at an address");
+  }
   // What is left is a multiple of 512, so that what fits also fits rounded up.
   if (bytes > capacity_ - offset) throw InvalidRangeError(offset, bytes, capacity_, "beyond the end of the pool");
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   context_.caches.gather(*this);
   const MutexLock lock(mutex_);
-  require_open();
+  if (!takes_requests(shortage)) {
+    throw InvalidArgumentError("pool '" + name_ + "' takes no requests while some of its memory is sealed: unseal it");
+  }
   settle_locked();
   give_up_spare_slabs();
   const StreamTag tag = streams_.tag_of(stream);
@@ -420,6 +434,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   request.tag = tag;
   Block* block = place(request, grant, shortage);
   if (block == nullptr) return 0;
+  VMM_CHECK(block->offset == offset, "a block for ", offset, " stands at ", block->offset);
   enter_in_directory(block);
   begin_block(block, bytes);
   return address;
@@ -501,13 +516,18 @@ bool Pool::free(Address address, bool* drained) {
 
 void Pool::free_block(Block* block, Epoch epoch) {
   if (!block->small) {
-    large_.free(block, block->tag, epoch);
+    if (block->state == BlockState::watched) [[unlikely]] {
+      free_watched(block, epoch);
+    } else {
+      large_.free(block, block->tag, epoch);
+    }
   } else if (const auto emptied = slabs_.free(block, epoch)) {
     free_slab(*emptied);
   }
 }
 
 void Pool::free_slab(const Slabs::Emptied& emptied) {
+  freed_ += emptied.slab->size();
   hand_over(*emptied.slab, SizeClass::small_pool, SizeClass::large_pool);
   large_.free(emptied.slab, emptied.slab->tag, emptied.epoch);
 }
@@ -532,8 +552,12 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
 // --------------------------------------------------- what queued work held up
 
 bool Pool::settle() {
-  const MutexLock lock(mutex_);
-  return range_ != nullptr && settle_locked();
+  bool any = false;
+  {
+    const MutexLock lock(mutex_);
+    any = range_ != nullptr && settle_locked();
+  }
+  return settle_watched() || any;  // what recorded streams held up is among these now
 }
 
 // Of pending frees those whose streams have passed.
@@ -543,6 +567,7 @@ bool Pool::finish_passed() {
   const bool any = !passed_.empty();
   for (const auto& [block, epoch] : passed_) {
     pending_bytes_ -= block->size();
+    if (!watch_.live.empty() && watch_.live.count(block->offset) != 0) block->state = BlockState::watched;
     finish_free(block, epoch);
   }
   passed_.clear();

@@ -31,6 +31,7 @@
 #include "core/blocks/placement.h"
 #include "core/blocks/slabs.h"
 #include "core/cache/block_caches.h"
+#include "core/debug/watch_log.h"
 #include "core/limits/budget.h"
 #include "core/memory/address_space.h"
 #include "core/memory/chunk_store.h"
@@ -42,6 +43,7 @@
 #include "core/numbers/stats.h"
 #include "core/options.h"
 #include "core/pool/stream_table.h"
+#include "core/pool/watch.h"
 #include "core/streams/clock.h"
 #include "core/streams/device_streams.h"
 #include "core/streams/pending_frees.h"
@@ -94,6 +96,7 @@ struct PoolContext {
   const std::atomic<std::size_t>& oversize_bytes;  // requests from here on are counted as oversize
   const std::atomic<bool>& within_chunks;          // see DeviceMemory::keep_blocks_within_chunks()
   int device = 0;
+  WatchLog* log = nullptr;  // of debug mode; nullptr: it is off
 };
 
 struct PoolSpec {
@@ -111,6 +114,9 @@ struct PoolSpec {
   bool no_split = false;     // a block has its chunks for itself
   bool is_mem_pool = false;  // a torch.cuda.MemPool's: a block lies within one chunk
   bool is_range = false;     // one tensor's addresses, held by explicit pages that come and go at the end
+  // Rather takes new memory than moves what it has idle: what is asked for over and over
+  // costs no driver call any more, for as much as it may hold beyond its peak.
+  bool grows_freely = false;
 };
 
 // Why a request could not be met by the pool itself.
@@ -188,6 +194,19 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] bool is_read_only(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
   // Whether nobody may write to some chunk under it.
   [[nodiscard]] bool has_read_only(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
+
+  // -- Debug mode ----------------------------------------------------------
+  // As try_allocate(), of a block that is watched, where the pool can; `stack`: where.
+  // REQUIRES: debug mode is on.
+  Address try_allocate_watched(std::size_t bytes, Stream stream, const std::shared_ptr<const std::string>& stack,
+                               Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  // Looks at the patterns of freed blocks whose fences have passed, and gives their memory
+  // on. Waits for nothing but its own look. Returns whether there were any.
+  bool settle_watched() VMM_EXCLUDES(mutex_);
+  // Waits for all work and looks at the patterns of those that live.
+  Status check_watched() VMM_EXCLUDES(mutex_);
+  // The first address from here on with memory, or the end of the pool's.
+  [[nodiscard]] Address memory_from(Address address) const VMM_EXCLUDES(mutex_);
 
   // -- A CUDA graph's memory ------------------------------------------------
   // While pinned, no memory moves within the pool or leaves it, and it grows by
@@ -431,6 +450,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] Block* live_at(Address address) const;
 
   // pool.cpp: the path beneath the caches
+  bool takes_requests(Shortage* shortage) const;
   Address allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
                         StreamTag* add_shard) VMM_EXCLUDES(mutex_);
   void enter_in_directory(Block* block) VMM_REQUIRES(mutex_);
@@ -477,6 +497,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   }
   Block* place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* place(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  Block* take_whole_chunk(const Request& request) VMM_REQUIRES(mutex_);
   Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   bool adopt_free_space(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)
@@ -498,6 +519,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) VMM_REQUIRES(mutex_);
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t piece_size(const Request& request, std::size_t total, std::size_t remaining) const
+      VMM_REQUIRES(mutex_);
+  // It holds what stays: little was given back of what it handed out.
+  [[nodiscard]] bool is_being_loaded() const VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t growth_ahead(const Request& request, std::size_t size, std::size_t bare_behind) const
       VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t remaining) const;
 
@@ -554,6 +579,22 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   template <typename Each>
   void for_each_chunk_under(Address address, std::size_t bytes, const Each& each) const VMM_REQUIRES(mutex_);
 
+  // watched.cpp
+  bool find_guarded(std::size_t bytes, std::size_t* offset) VMM_REQUIRES(mutex_);
+  Block* take_guarded(std::size_t size, StreamTag tag, PoolWatch::Around* around, Grant* grant, Shortage* shortage)
+      VMM_REQUIRES(mutex_);
+  Block* take_between_patterns(std::size_t size, StreamTag tag, PoolWatch::Around* around, Grant* grant,
+                               Shortage* shortage) VMM_REQUIRES(mutex_);
+  Epoch last_use_before(std::size_t bytes, StreamTag tag) const VMM_REQUIRES(mutex_);
+  Status write_patterns(const Block& block, std::size_t requested, Epoch last_use, PoolWatch::Around* around)
+      VMM_REQUIRES(mutex_);
+  Address allocate_watched_locked(std::size_t bytes, Stream stream, const std::shared_ptr<const std::string>& stack,
+                                  Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  void free_around(Block* block, const PoolWatch::Around& around, Epoch epoch) VMM_REQUIRES(mutex_);
+  void free_watched(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
+  void finish_watched(const PoolWatch::Freed& freed) VMM_REQUIRES(mutex_);
+  bool judge(const PoolWatch::Freed& block) const;
+
   // checkpoint.cpp
   void require_settled(const char* doing) VMM_REQUIRES(mutex_);
 
@@ -583,6 +624,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   const bool is_mem_pool_;  // libraries register what it holds, of before they came too
   const bool no_split_;
   const bool is_range_;
+  const bool grows_freely_;
   std::size_t page_;      // bytes: the grain of explicit pages
   bool uniform_;          // every chunk is exactly one page (page_size was given)
   std::size_t capacity_;  // bytes
@@ -613,6 +655,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::map<std::size_t, Quarantined> quarantined_ VMM_GUARDED_BY(mutex_);             // by offset
   std::set<std::pair<Epoch, std::size_t>> quarantined_until_ VMM_GUARDED_BY(mutex_);  // the same by epoch, then offset
   std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);  // by offset, one for each former mapping
+  PoolWatch watch_ VMM_GUARDED_BY(mutex_);
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
@@ -622,7 +665,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::size_t handed_out_ VMM_GUARDED_BY(mutex_) = 0;  // bytes of large blocks, slabs and pages so far
   // Since nothing was mapped: what had been handed out by then, and what was given back.
   std::size_t handed_out_when_empty_ VMM_GUARDED_BY(mutex_) = 0;
-  std::size_t freed_ VMM_GUARDED_BY(mutex_) = 0;  // bytes of large blocks and pages
+  std::size_t freed_ VMM_GUARDED_BY(mutex_) = 0;  // bytes of large blocks, slabs and pages
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
   std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;     // times_locked() when inactive_split was worked out

@@ -78,6 +78,7 @@ BlockSnapshot::State state_of(const Block& block) {
     case BlockState::used:
     case BlockState::pages:
     case BlockState::slab:
+    case BlockState::watched:
       return BlockSnapshot::State::allocated;
     case BlockState::pending:
       return BlockSnapshot::State::pending_free;
@@ -109,11 +110,11 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
       builder.cut();
       continue;
     }
-    if (block->state != BlockState::free && block->state != BlockState::retired) {
+    if (block->state != BlockState::free && block->state != BlockState::retired && block->state != BlockState::guard) {
       builder.add(block->offset, block->size(), requested_of(*block), state_of(*block), SizeClass::large_pool, stream);
       continue;
     }
-    // Free space may have holes: only its mapped parts are part of a segment.
+    // Free space, and what is beside a watched block, may have holes: only its mapped parts are part of a segment.
     std::size_t at = block->offset;
     for (const ByteRange& gap : range_->gaps(block->range())) {
       if (gap.offset > at) {
@@ -138,7 +139,9 @@ void Pool::withhold_broken_chunks() {
     if (!uniform_) large_.add_border(offset);
   }
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
-    if (block->state == BlockState::free || block->state == BlockState::retired) continue;
+    if (block->state == BlockState::free || block->state == BlockState::retired || block->state == BlockState::guard) {
+      continue;
+    }
     auto at = range_->covering(block->offset);
     const bool is_whole = at->first + at->second.chunk->size >= block->end();
     if (is_whole && block->state != BlockState::pages) continue;
@@ -162,12 +165,17 @@ void Pool::check() const {
   std::size_t retired_bytes = 0;
   std::size_t kept = 0;
   std::size_t recorded = 0;
+  std::size_t watched = 0;
+  std::size_t guard_mapped = 0;
+  std::size_t guard_bare = 0;
   const auto count_block = [&](const Block& block) VMM_REQUIRES(mutex_) {
-    if (block.state == BlockState::free || block.state == BlockState::slab || block.state == BlockState::retired) {
+    if (block.state == BlockState::free || block.state == BlockState::slab || block.state == BlockState::retired ||
+        block.state == BlockState::guard) {
       return;
     }
     if (block.state == BlockState::pending) {
       pending += block.size();
+      watched += watch_.live.count(block.offset);
       requested += block.requested;
       return;
     }
@@ -186,6 +194,7 @@ void Pool::check() const {
     ++used_blocks;
     if (block.recorded != 0) ++recorded;
     if (block.state == BlockState::pages) pages += block.size();
+    if (block.state == BlockState::watched) ++watched;
   };
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
     count_block(*block);
@@ -199,6 +208,7 @@ void Pool::check() const {
         }
         [[fallthrough]];
       case BlockState::used:
+      case BlockState::watched:
       case BlockState::cached:
       case BlockState::pages:
       case BlockState::pending:
@@ -211,6 +221,13 @@ void Pool::check() const {
         VMM_CHECK(range_->missing_bytes(block->range()) == block->size(), "a mapping under the retired ",
                   block->offset);
         break;
+      case BlockState::guard: {
+        const std::size_t missing = range_->missing_bytes(block->range());
+        VMM_CHECK(missing == 0 || missing == block->size(), "the guard at ", block->offset, "+", block->size(),
+                  " lacks ", missing);
+        (missing == 0 ? guard_mapped : guard_bare) += block->size();
+        break;
+      }
       case BlockState::free:
         // Wholly bare or wholly backed: placement takes the one for the other nowhere.
         VMM_CHECK(range_->missing_bytes(block->range()) == (block->tag == kNeutral ? block->size() : 0),
@@ -227,6 +244,9 @@ void Pool::check() const {
             ", indexed ", live_blocks_locked());
   VMM_CHECK(pending == pending_bytes_ && pages == page_bytes_ && quarantined == quarantined_bytes_, "pending ", pending,
             " pages ", pages, " quarantined ", quarantined);
+  VMM_CHECK(watched == watch_.live.size() && guard_mapped == watch_.mapped_bytes && guard_bare == watch_.bare_bytes,
+            "watched ", watched, " of ", watch_.live.size(), ", guards ", guard_mapped, " of ", watch_.mapped_bytes,
+            " and ", guard_bare, " of ", watch_.bare_bytes);
   VMM_CHECK(recorded == recorded_uses_.size(), "blocks that other streams used: walked ", recorded, ", lists ",
             recorded_uses_.size());
   VMM_CHECK(in_vain_.empty(), "mappings in vain: ", in_vain_.size());

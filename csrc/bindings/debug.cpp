@@ -1,0 +1,196 @@
+// Debug mode: what is watched, explained and damaged; and where Python was when a watched
+// block was allocated.
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "base/errors.h"
+#include "bindings/bind.h"
+#include "core/debug/watch_log.h"
+
+namespace vmm::bindings {
+
+namespace {
+
+constexpr int kMostFrames = 32;
+
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// An attribute of a code object as text; "?" where it has none.
+std::string text_of(const py::object& code, const char* name) {
+  const auto value = py::reinterpret_steal<py::object>(PyObject_GetAttrString(code.ptr(), name));
+  const char* const text = value ? PyUnicode_AsUTF8(value.ptr()) : nullptr;
+  if (text == nullptr) PyErr_Clear();
+  return text == nullptr ? "?" : text;
+}
+
+// A line a frame of the calling thread, the innermost first. Text, and at once: a handler
+// of signals, and a process whose GPU has gone, can still print it. As with torch's memory
+// history the thread takes the GIL for it, with no lock held.
+std::string python_stack() {
+  if (Py_IsInitialized() == 0 || is_finalizing()) return "";
+  const py::gil_scoped_acquire held;
+  const py::error_scope pending;  // an allocation may be made while an exception is on its way
+  std::string text;
+  auto frame =
+      py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyThreadState_GetFrame(PyThreadState_Get())));
+  for (int k = 0; k < kMostFrames && frame; ++k) {
+    auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
+    if (!text.empty()) text += '\n';
+    text += text_of(code, "co_filename") + ":" + std::to_string(PyFrame_GetLineNumber(raw)) + " in " +
+            text_of(code, "co_name");
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
+  }
+  return text;
+}
+
+// The device's memory where it was ever used and debug mode is on, or nullptr.
+DeviceMemory* debugged(DeviceKind kind, int ordinal) {
+  Runtime::require_own_process();
+  DeviceRoom* room = Runtime::made(kind, ordinal);
+  return room == nullptr || room->memory.debug_log() == nullptr ? nullptr : &room->memory;
+}
+
+py::dict to_dict(const WatchedBlock& block, const ByteRange& faults = {}) {
+  py::dict result;
+  result["number"] = block.number;
+  result["address"] = block.address;
+  result["requested"] = block.requested;
+  result["size"] = block.size;
+  result["pool"] = block.pool == nullptr ? std::string() : *block.pool;
+  result["stream"] = reinterpret_cast<std::uintptr_t>(block.stream);
+  result["stack"] = block.stack == nullptr ? std::string() : *block.stack;
+  result["is_freed"] = block.freed != 0;
+  result["is_unmapped"] = block.is_unmapped;
+  result["faults"] = py::make_tuple(faults.offset, faults.end());
+  return result;
+}
+
+py::dict to_dict(const Damage& damage) {
+  py::dict result;
+  result["block"] = to_dict(damage.block);
+  result["first"] = damage.first;
+  result["bytes"] = damage.bytes;
+  result["text"] = to_string(damage) + with_stack(damage.block);
+  return result;
+}
+
+py::list to_list(const std::vector<Damage>& damages) {
+  py::list result;
+  for (const Damage& damage : damages) result.append(to_dict(damage));
+  return result;
+}
+
+const char* to_text(Finding::Where where) {
+  switch (where) {
+    case Finding::Where::before:
+      return "before";
+    case Finding::Where::inside:
+      return "inside";
+    case Finding::Where::beyond:
+      return "beyond";
+  }
+  return "";
+}
+
+// Of all devices: whose address it is does not matter to who asks.
+py::list explain(std::uintptr_t address) {
+  struct Told {
+    Finding finding;
+    ByteRange faults;
+  };
+  std::vector<Told> told;
+  {
+    const py::gil_scoped_release released;
+    for (const DeviceKind kind : kDeviceKinds) {
+      for (int ordinal = 0; ordinal < Runtime::kMostDevices; ++ordinal) {
+        DeviceMemory* memory = debugged(kind, ordinal);
+        if (memory == nullptr) continue;
+        for (const Finding& finding : memory->debug_log()->explain(address)) {
+          told.push_back({finding, memory->faults_beyond(finding.block)});
+        }
+      }
+    }
+  }
+  py::list result;
+  for (const Told& each : told) {
+    py::dict entry;
+    entry["block"] = to_dict(each.finding.block, each.faults);
+    entry["where"] = to_text(each.finding.where);
+    entry["distance"] = each.finding.distance;
+    entry["is_own"] = each.finding.is_in_zone;
+    entry["text"] = to_string(each.finding, address) + with_stack(each.finding.block);
+    result.append(std::move(entry));
+  }
+  return result;
+}
+
+py::object report(const std::string& kind, int ordinal, std::size_t most) {
+  DeviceMemory* memory = debugged(to_kind(kind), ordinal);
+  if (memory == nullptr) return py::none();
+  struct Told {
+    WatchedBlock block;
+    ByteRange faults;
+  };
+  std::vector<Told> blocks;
+  WatchLog::Counts counts;
+  std::vector<Damage> damages;
+  std::string text;
+  {
+    const py::gil_scoped_release released;
+    // Asks the driver something: only so is a fault known.
+    memory->clock().cover(memory->clock().now());
+    memory->clock().poll();
+    WatchLog& log = *memory->debug_log();
+    counts = log.counts();
+    damages = log.damages();
+    for (const WatchedBlock& block : log.live(most)) blocks.push_back({block, memory->faults_beyond(block)});
+    for (const WatchedBlock& block : log.freed_lately(most)) blocks.push_back({block, memory->faults_beyond(block)});
+    text = memory->debug_report();
+  }
+  py::list live;
+  py::list freed;
+  for (const Told& each : blocks) (each.block.freed == 0 ? live : freed).append(to_dict(each.block, each.faults));
+  py::dict result;
+  result["mode"] = to_string(memory->debug_log()->mode());
+  result["watched"] = counts.watched;
+  result["missed"] = counts.missed;
+  result["damaged"] = counts.damaged;
+  result["live"] = counts.live;
+  result["blocks"] = std::move(live);
+  result["freed"] = std::move(freed);
+  result["damages"] = to_list(damages);
+  result["text"] = text;
+  return result;
+}
+
+py::list check(const std::string& kind, int ordinal) {
+  DeviceMemory* memory = debugged(to_kind(kind), ordinal);
+  if (memory == nullptr) return py::list();
+  std::vector<Damage> damages;
+  {
+    const py::gil_scoped_release released;
+    damages = memory->check_watched();
+  }
+  return to_list(damages);
+}
+
+}  // namespace
+
+void bind_debug(py::module_& module) {
+  WatchLog::set_stack_source(&python_stack);
+  module.def("debug_mode", [] { return to_string(Options::from_environment().debug); });
+  module.def("debug_explain", &explain, py::arg("address"));
+  module.def("debug_report", &report, py::arg("kind"), py::arg("ordinal") = 0, py::arg("most") = 64);
+  module.def("debug_check", &check, py::arg("kind"), py::arg("ordinal") = 0);
+}
+
+}  // namespace vmm::bindings
