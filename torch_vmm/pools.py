@@ -327,6 +327,7 @@ class VirtualMemoryPool(OnDevice, Guarded, guarded=True):
         Raises:
             InvalidArgumentError: no name; on entering: the pool is closed.
             NotEnabledError: on entering: torch_vmm is not the allocator of the device.
+            OutOfMemoryError: on entering for the first time: no addresses are left for it.
         """
         return Tag(self, name)
 

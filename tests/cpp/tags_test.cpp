@@ -343,6 +343,35 @@ TEST(SealedTags, AFailedSealChangesNothing) {
   }
 }
 
+// Blocks that are watched for writes beyond them are sealed as others are.
+TEST(SealedTags, WatchedBlocksAreSealedToo) {
+  for (const char* mode : {"guard", "canary"}) {
+    SCOPED_TRACE(mode);
+    LabSpec spec;
+    spec.options.debug = parse_debug_mode(mode);
+    Lab lab(spec);
+    const auto model = lab.pool("a");
+    const auto weights = lab.memory().tagged(model, "weights");
+    const Address large = lab.allocate(*weights, 5 * kMiB);
+    const Address small = lab.allocate(*weights, 1000);
+    Lab::fill(large, 5 * kMiB, 1);
+    seal_pages(lab.memory(), *model, {piece(large, 5 * kMiB), piece(small, 1000)});
+    EXPECT_TRUE(weights->is_read_only(large, 5 * kMiB) && weights->is_read_only(small, 1000));
+    const Address fresh = lab.allocate(*weights, 1000);
+    Lab::fill(fresh, 1000, 2);
+    EXPECT_TRUE(lab.memory().check_watched().empty());
+    lab.free(small);
+    unseal_pages(lab.memory(), *model, {piece(large, 5 * kMiB)});
+    Lab::fill(large, 5 * kMiB, 3);
+    seal_pages(lab.memory(), *model, {piece(large, 5 * kMiB)});
+    lab.free(large);  // while it is sealed
+    EXPECT_TRUE(lab.memory().check_watched().empty());
+    lab.memory().empty_cache();
+    Lab::fill(lab.allocate(*lab.memory().tagged(model, "weights"), 5 * kMiB), 5 * kMiB, 4);
+    EXPECT_TRUE(lab.memory().check_watched().empty());
+  }
+}
+
 TEST(SealedTagsDeathTest, AWriteFaults) {
   Lab lab;
   const auto model = lab.pool("a");

@@ -42,6 +42,7 @@ bool PlacedMemory::is_on(const DeviceMemory& memory) const {
 // Who may reach all of it: its devices, and whoever was let into the pools of each.
 std::vector<Location> PlacedMemory::accessors() const {
   std::vector<Location> found;
+  found.reserve(devices_.size());
   for (const DeviceMemory* memory : devices_) found.push_back(Location::on_device(memory->device()));
   for (const Location& who : devices_.front()->accessors()) {
     const bool is_known = std::find(found.begin(), found.end(), who) != found.end();
