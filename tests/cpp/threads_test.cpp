@@ -353,5 +353,53 @@ TEST(Threads, AnObserverMayLookAtAllPoolsWhileOthersGoOn) {
   lab.memory().check();
 }
 
+// Debug mode: what is freed is looked at and unmapped by whoever comes by, while others
+// look at what lives.
+TEST(Threads, WatchedBlocksAmongThreads) {
+  for (const char* mode : {"guard", "canary", "guard,sample=1/3"}) {
+    SCOPED_TRACE(mode);
+    LabSpec spec;
+    spec.options.debug = parse_debug_mode(mode);
+    Lab lab(spec);
+    const auto pool = lab.pool("a");
+    std::atomic<int> wrong{0};
+    std::atomic<bool> stop{false};
+    std::thread looker([&] {
+      while (!stop.load(std::memory_order_relaxed)) {
+        wrong += static_cast<int>(lab.memory().check_watched().size());
+        static_cast<void>(lab.memory().debug_report());
+        static_cast<void>(lab.memory().debug_log()->explain(pool->base()));
+        std::this_thread::yield();
+      }
+    });
+    std::vector<std::thread> threads;
+    for (std::uint64_t number = 0; number < 4; ++number) {
+      threads.emplace_back([&, number] {
+        std::mt19937_64 random(number);
+        std::vector<std::pair<Address, std::size_t>> mine;
+        for (int step = 0; step < kSteps; ++step) {
+          const std::size_t bytes = 8 + random() % (step % 4 == 0 ? 3 * kMiB : 4 * kKiB) / 8 * 8;
+          mine.emplace_back(lab.memory().allocate(*pool, bytes, stream(0x10 * number)), bytes);
+          mark(mine.back().first, bytes, number + 1);
+          if (mine.size() < 6) continue;
+          const std::size_t at = random() % mine.size();
+          wrong += is_marked(mine[at].first, mine[at].second, number + 1) ? 0 : 1;
+          DeviceMemory::free(lab.space, mine[at].first);
+          mine[at] = mine.back();
+          mine.pop_back();
+        }
+        for (const auto& [address, bytes] : mine) DeviceMemory::free(lab.space, address);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    stop = true;
+    looker.join();
+    EXPECT_EQ(wrong.load(), 0);
+    lab.memory().settle(/*wait=*/true);
+    lab.memory().check();
+    EXPECT_EQ(lab.memory().debug_log()->counts().live, 0U);
+  }
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -8,9 +8,9 @@
 // With `canary` a block is placed like any, with 512 bytes of pattern on each side.
 //
 // Patterns are written on the block's stream, behind whatever else used the memory: whoever
-// asks may make the stream wait for that only before the first use of their own. They are looked at when the block is
-// freed and the device's clock has passed that, with no lock held: nothing queued can write there any more, and nobody
-// else has the memory yet.
+// asks may make the stream wait for that only before the first use of their own. They are
+// looked at when the block is freed and the device's clock has passed that, with no lock
+// held: nothing queued can write there any more, and nobody else has the memory yet.
 //
 // A pool of a graph watches nothing: what its memory shows has to stay where it is as long
 // as the graph lives, and what is freed within a capture is used again within it.
