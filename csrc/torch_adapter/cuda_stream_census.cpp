@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "driver/device_fault.h"
 #include "torch_adapter/cuda_callbacks.h"
 
 namespace vmm {
@@ -45,6 +46,17 @@ void permanent_streams(int ordinal, std::vector<Stream>* out) {
   }
 }
 
+// After error 700 torch's functions throw for ever, and no stream has work any more: none
+// are told of, so that debug mode can still say what it knows.
+void permanent_streams_if_alive(int ordinal, std::vector<Stream>* out) {
+  try {
+    permanent_streams(ordinal, out);
+  } catch (const c10::Error&) {
+    if (cudaStreamQuery(nullptr) != cudaErrorIllegalAddress) throw;
+    note_device_fault("cudaStreamQuery");
+  }
+}
+
 // Asking a stream that is being captured for its flags ends the capture. Such a
 // one counts as not blocking until it is met again.
 bool is_blocking(Stream stream) {
@@ -60,7 +72,7 @@ bool is_blocking(Stream stream) {
 }  // namespace
 
 StreamCensus cuda_stream_census(int ordinal) {
-  return {[ordinal](std::vector<Stream>* out) { permanent_streams(ordinal, out); }, &is_blocking};
+  return {[ordinal](std::vector<Stream>* out) { permanent_streams_if_alive(ordinal, out); }, &is_blocking};
 }
 
 }  // namespace vmm
