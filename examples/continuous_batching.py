@@ -100,6 +100,10 @@ class ElasticCaches:
         self._positions = -(-longest // whole) * whole  # a slot begins on a page
         shape = (most, self._positions, sizes.layers, 2, sizes.heads, sizes.head)
         self._store = torch_vmm.sparse(shape, dtype, device, zeros=False, page_size=page_size)
+        # Of each layer (slots times positions, heads, size): views, most of which has no memory. Made once, since a
+        # step that asks for them anew waits for Python more than for the GPU.
+        rows = self._store.as_subclass(Tensor).flatten(0, 1)
+        self._layers = [rows[:, layer].unbind(1) for layer in range(sizes.layers)]
         self._free = list(range(most))
         self._pages = [0] * most  # that each slot has
         self._slots: list[int] = []  # of each request
@@ -135,10 +139,9 @@ class ElasticCaches:
         self._newest = (first + lengths - 1)[:-1].long()
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        # (slots times positions, heads, size): a view, most of which has no memory.
-        all_keys, all_values = self._store[:, :, layer].flatten(0, 1).unbind(1)
-        all_keys[self._newest] = keys
-        all_values[self._newest] = values
+        all_keys, all_values = self._layers[layer]
+        all_keys.index_copy_(0, self._newest, keys)
+        all_values.index_copy_(0, self._newest, values)
         return attention(query, all_keys, all_values, self._spans)
 
     @property
