@@ -19,7 +19,7 @@ constexpr std::size_t kColours = 61;
 // Of the tables that empty, so many keep their memory (4 MiB, for 512 MiB in slabs), and
 // one more for each eighth of those in use: to drop 16 KiB and touch them again costs some
 // microseconds, and where 460 blocks of up to 1 MiB came and all went again, two thirds of
-// the time.
+// the time. All of them go when the pool gives all its memory back.
 constexpr std::size_t kKept = 256;
 constexpr std::size_t kInUsePerKept = 8;
 std::size_t next_colour() {
@@ -128,6 +128,10 @@ void BlockDirectory::insert_beside_tables(Block* block) {
   }
   pages_end_ = std::max(pages_end_, page + 1);  // counted last: there may have been no memory
   ++size_;
+}
+
+void BlockDirectory::trim() {
+  while (bare_tables_ < free_tables_.size()) discard(free_tables_[bare_tables_++], sizeof(Table));
 }
 
 void BlockDirectory::remove_last(const Block* block) {

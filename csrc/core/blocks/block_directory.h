@@ -58,6 +58,9 @@ class BlockDirectory {
     --size_;
   }
 
+  // What is kept for blocks to come goes back to the kernel.
+  void trim();
+
   [[nodiscard]] std::size_t size() const { return size_; }
   // Each block, by offset.
   template <typename Each>

@@ -222,6 +222,7 @@ void Pool::count_unmapped(const PlacedChunk& placement) {
   counters_.unmapped(size, placement.chunk->oversize);
   tell(PoolEvent::segment_unmap, placement.offset, size, nullptr);
   if (counters_.current(StatKind::reserved_bytes) != 0) return;
+  directory_->trim();
   handed_out_when_empty_ = handed_out_;
   freed_ = 0;
 }
