@@ -71,7 +71,7 @@ BOUNDS = {
     "own_vision": Bound(1.014, 4900, 80),
     "own_turns": Bound(1.020, 2840, 40),
     "own_lora": Bound(1.018, 4410, 170),
-    "own_two_models": Bound(1.013, 2220, 60),
+    "own_two_models": Bound(1.022, 2320, 60),
 }
 
 
