@@ -409,7 +409,7 @@ def made(scale: Scale, device: str) -> Decoder:
     """The model, in bfloat16 on a GPU; a CPU computes faster in float32."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)
+    torch.set_default_dtype(torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     try:
         with torch.device(device):
             return Decoder(scale.sizes).requires_grad_(False).eval()
@@ -433,7 +433,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device = parser.parse_args().device
     torch_vmm.enable(device)
-    scale = SCALES["small" if device == "cpu" else "full"]
+    scale = SCALES["small" if torch.device(device).type == "cpu" else "full"]
     net = made(scale, device)
     answers = {}
     for kind in ("concatenating", "elastic"):

@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device = parser.parse_args().device
-    plan = PLANS["small" if device == "cpu" else "full"]
+    plan = PLANS["small" if torch.device(device).type == "cpu" else "full"]
     table, ids = table_of(plan, device), plan.ids()
     began = time.perf_counter()
     losses = train(table, plan, ids, lambda step: commit_rows(table, step))

@@ -49,10 +49,20 @@ class Guarded:
                 close = [each for each in public if name in each] or difflib.get_close_matches(name, public, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise AttributeError(f"a {cls.__name__} has no attribute {name!r}{hint}", name=name, obj=self)
+            if cls._guarded and name in _methods(cls):
+                raise AttributeError(
+                    f"{name}() is a method of {cls.__name__}: it is called, not set", name=name, obj=self
+                )
             object.__setattr__(self, name, value)
 
     def __reduce__(self) -> NoReturn:
         raise _refusal(type(self).__name__, self._instead_of_a_copy)
+
+
+@functools.cache
+def _methods(cls: type) -> set[str]:
+    """What can be called of a class and its bases, without what begins with an underscore."""
+    return {name for name in dir(cls) if not name.startswith("_") and inspect.isroutine(getattr(cls, name))}
 
 
 @functools.cache  # reading annotations takes 10 us

@@ -75,11 +75,10 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
         """
         # As little Python as can be: what cannot be is looked at when it has been refused.
         try:
-            if type(n) is not int:
-                n = to_index(n)  # type: ignore[assignment]
+            count = n if type(n) is int else to_index(n)
             if stream is None:
-                return self._handle.allocate(n, dtype)  # type: ignore[arg-type, no-any-return]
-            buffer: PooledBuffer = self._handle.allocate(n, dtype, to_stream(stream, self._device))  # type: ignore[arg-type]
+                return self._handle.allocate(count, dtype)  # type: ignore[arg-type, no-any-return]
+            buffer: PooledBuffer = self._handle.allocate(count, dtype, to_stream(stream, self._device))  # type: ignore[arg-type]
         except (TypeError, InvalidArgumentError):
             _require_elements(n, dtype)
             raise
@@ -185,7 +184,8 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
     _streams: list[object] | tuple[()] = ()
     """What was given as a stream must live as long as what uses it; its own comes first, where it was given."""
 
-    def __init__(self) -> None:
+    def __new__(cls, *_arguments: object, **_options: object) -> PooledBuffer:
+        """Refused: memory that nobody has allocated would be looked at."""
         raise InvalidArgumentError("MemoryPool.alloc() makes buffers, and nothing else")
 
     # -- What it is ----------------------------------------------------------------------------------------------------

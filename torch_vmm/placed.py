@@ -51,9 +51,9 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> to
         )
     if math.prod(shape) == 0:
         raise InvalidArgumentError(f"shape={show(shape)}: there is nothing to place")
-    _require_peers(devices)
     row = row_bytes(shape, dtype)
-    page = max(_C.device(*device).granularity for device in devices)
+    page = max(_C.device(*device).granularity for device in devices)  # before torch is asked: says what is missing
+    _require_peers(devices)
     _require_whole_pages(rows, row, page)
     made = []
     for device, count in shares:

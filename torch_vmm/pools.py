@@ -446,7 +446,9 @@ def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, i
         raise InvalidArgumentError(f"tensors={show(tensors)}: give tensors")
     found = []
     for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or not tensor.is_contiguous():
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError(f"{show(tensor)} is no tensor: give tensors, those made under a tag for example")
+        if tensor.layout != torch.strided or not tensor.is_contiguous():
             raise InvalidArgumentError("give contiguous tensors: pages are sealed from the first element to the last")
         if tensor.numel() != 0:
             found.append((tensor.data_ptr(), tensor.numel() * tensor.element_size()))

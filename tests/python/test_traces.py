@@ -58,20 +58,20 @@ RECORDED = {
     "own_two_models": Recorded(9.02, 1.752),
 }
 BOUNDS = {
-    "train": Bound(1.016, 5100, 960),
-    "vision": Bound(1.013, 4060, 1020),
-    "lora": Bound(1.007, 5140, 770),
+    "train": Bound(1.017, 5060, 950),
+    "vision": Bound(1.014, 4000, 1020),
+    "lora": Bound(1.008, 4870, 530),
     "serve": Bound(1.025, 2100, 90),
-    "two": Bound(1.012, 2530, 170),
-    "continuous": Bound(1.105, 7300, 280),
-    "own_train": Bound(1.006, 4960, 60),
-    "own_checkpointed": Bound(1.012, 4660, 90),
-    "own_serve": Bound(1.017, 2550, 170),
-    "own_continuous": Bound(1.034, 4460, 820),
-    "own_vision": Bound(1.014, 4900, 80),
-    "own_turns": Bound(1.020, 2840, 40),
-    "own_lora": Bound(1.018, 4410, 170),
-    "own_two_models": Bound(1.022, 2320, 60),
+    "two": Bound(1.015, 2490, 160),
+    "continuous": Bound(1.092, 7370, 310),
+    "own_train": Bound(1.008, 4950, 60),
+    "own_checkpointed": Bound(1.013, 4660, 220),
+    "own_serve": Bound(1.013, 2930, 280),
+    "own_continuous": Bound(1.028, 4810, 1000),
+    "own_vision": Bound(1.016, 4900, 60),
+    "own_turns": Bound(1.013, 2710, 10),
+    "own_lora": Bound(1.018, 4360, 130),
+    "own_two_models": Bound(1.026, 2490, 190),
 }
 
 

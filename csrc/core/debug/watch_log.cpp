@@ -129,9 +129,12 @@ void WatchLog::freed(Address address) {
 
 void WatchLog::unmapped(Address address) {
   const MutexLock lock(mutex_);
-  const auto found = std::find_if(freed_.rbegin(), freed_.rend(),
-                                  [address](const WatchedBlock& block) { return block.address == address; });
-  if (found != freed_.rend()) found->is_unmapped = true;
+  // The oldest: they leave in the order in which they were freed, and from the newest on
+  // 64,000 took 7 s.
+  const auto found = std::find_if(freed_.begin(), freed_.end(), [address](const WatchedBlock& block) {
+    return block.address == address && !block.is_unmapped;
+  });
+  if (found != freed_.end()) found->is_unmapped = true;
 }
 
 void WatchLog::missed() {

@@ -2,6 +2,7 @@
 // and what is told of it.
 #include <algorithm>
 #include <cstdio>
+#include <thread>
 
 #include "base/errors.h"
 #include "core/device/device_memory.h"
@@ -49,6 +50,14 @@ Address DeviceMemory::allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stre
 void DeviceMemory::settle_watched(Pool& pool) {
   if (pool.settle_watched()) store_.trim(pool.group(), options_.store_bytes);
   report_fault();
+}
+
+// What other threads look at now is memory that a request may need.
+void DeviceMemory::await_judges() {
+  if (log_ == nullptr) return;
+  for (const auto& pool : pools()) {
+    while (pool->is_being_judged()) std::this_thread::yield();
+  }
 }
 
 std::vector<Damage> DeviceMemory::check_watched() {

@@ -284,12 +284,19 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
     // Whether they are in use, and that nobody uses them any more, is one step.
     const BlockCaches::Still still(caches_, members, BlockCaches::Kept::gone);
     const AllLocked locked(members);
+    std::size_t blocks = 0;
+    std::size_t bytes = 0;
+    std::string holds;  // by whom: a model with its tags, graphs and tensors of their own is one
     for (const auto& member : members) {
-      const std::size_t blocks = member->live_blocks_locked();
-      if (force || blocks == 0) continue;
-      const std::size_t bytes = member->live_bytes_locked();
-      throw StillInUseError("pool '" + member->name() + "' still holds " + std::to_string(blocks) + " live blocks, " +
-                                format_bytes(bytes) + "; free its tensors and pages first, or force",
+      if (member->live_blocks_locked() == 0) continue;
+      if (holds.empty()) holds = member->model().name();
+      blocks += member->live_blocks_locked();
+      bytes += member->live_bytes_locked();
+    }
+    if (!force && blocks != 0) {
+      throw StillInUseError("pool '" + holds + "' still holds " + std::to_string(blocks) + " live " +
+                                (blocks == 1 ? "block, " : "blocks, ") + format_bytes(bytes) +
+                                "; free its tensors and pages first, or force",
                             bytes, blocks);
     }
     // Before any of them can be drained: whoever drains it looks for it there.
@@ -524,10 +531,10 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
     held = pool->weak_from_this().lock();
   const bool known = pool->free(address, &drained);
   if (drained) home->bury_drained(pool);
-  if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
-    home->enforce_limits(held.get());
   if (held != nullptr && home->log_ != nullptr) [[unlikely]]
     home->settle_watched(*held);
+  if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
+    home->enforce_limits(held.get());
   return known;
 }
 

@@ -257,6 +257,7 @@ class DeviceMemory {
   Address call_for_memory(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   Address borrow(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   Address wait_and_melt(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
+  Address allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream);
   void wait_for(Epoch epoch);
   PoolList victims(const Pool& asker, const Budget* refused) const;
   static PoolList in_order_of_yielding(PoolList pools);
@@ -274,6 +275,7 @@ class DeviceMemory {
   void bury_groups() VMM_EXCLUDES(registry_mutex_);
   void tend();
   bool let_leave() VMM_EXCLUDES(registry_mutex_);
+  void await_judges();
   void tend_if_any_wait() {
     if ((beside_.load(std::memory_order_relaxed) & kHasEnded) != 0) [[unlikely]]
       tend();

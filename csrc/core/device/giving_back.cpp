@@ -30,6 +30,7 @@ std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
 
 std::size_t DeviceMemory::trim_passed(Pool& pool, const FunctionRef<void()>& shed) {
   Budget& group = pool.group();
+  if (log_ != nullptr) settle_watched(pool);
   const std::size_t shelved = store_.shelved_bytes(group);
   shed();
   return store_.trim(group, shelved);
@@ -39,7 +40,7 @@ std::size_t DeviceMemory::trim(Pool& pool, const FunctionRef<void()>& shed) {
   Budget& group = pool.group();
   clock_.synchronize().ignore();
   // What pools that have closed still have to give is not this one's.
-  if ((beside_.load(std::memory_order_relaxed) & kHasEnded) != 0) settle(/*wait=*/true);
+  if (beside_.load(std::memory_order_relaxed) != 0) settle(/*wait=*/true);
   const std::size_t shelved = store_.shelved_bytes(group);
   shed();
   // A chunk may still be mapped where another pool had it before.
@@ -91,6 +92,7 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
   std::size_t given_back = 0;
   for (int round = 0; round < 2 && budget.excess() != 0; ++round) {
     if (round == 1) {
+      if (log_ != nullptr) settle(wait);
       for (const auto& pool : in_order_of_yielding(pools_under(budget))) {
         const std::size_t excess = budget.excess();
         if (excess == 0) break;

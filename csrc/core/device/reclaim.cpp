@@ -48,17 +48,20 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stre
 // After an attempt in vain: waits for what is only held up, then climbs.
 Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
                             Shortage shortage) {
-  if (shortage.is_sealed) {  // a tag's: another space of it takes the request
-    const std::shared_ptr<Pool> space = tagged(pool.owner(), pool.tag());
-    return allocate(*space, bytes, *stream);
-  }
-  while (shortage.wait_for != kLongAgo) {
+  while (!shortage.is_sealed && shortage.wait_for != kLongAgo) {
     wait_for(shortage.wait_for);
     shortage = {};
     if (const Address address = attempt(nullptr, &shortage)) return address;
   }
+  if (shortage.is_sealed) return allocate_in_another_space(pool, bytes, *stream);
   Climb climb{pool, bytes, stream, attempt, shortage, climbs_.load(std::memory_order_relaxed)};
   return reach(climb);
+}
+
+// A tag's space that takes no requests, as some of its memory is read-only.
+Address DeviceMemory::allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream) {
+  const std::shared_ptr<Pool> space = tagged(sealed.owner(), sealed.tag());
+  return allocate(*space, bytes, stream);
 }
 
 void DeviceMemory::wait_for(Epoch epoch) {
@@ -81,12 +84,14 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
 }
 
 Address DeviceMemory::allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream) {
+  if (log_ != nullptr) settle_watched(pool);
   return allocate(pool, bytes, std::nullopt, [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_at(address, bytes, stream, grant, shortage);
   });
 }
 
 Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream) {
+  if (log_ != nullptr) settle_watched(pool);
   return allocate(pool, size, std::nullopt, [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_pages(offset, size, stream, grant, shortage);
   });
@@ -244,6 +249,7 @@ Address DeviceMemory::wait_and_melt(Climb& climb) {
   for (int round = 0; round < kMostRounds; ++round) {
     const Budget* const refused = climb.shortage.refused;
     wait_for(clock_.now());
+    await_judges();
     settle(/*wait=*/false);
     {
       const MutexLock lock(reclaim_mutex_);
@@ -256,6 +262,7 @@ Address DeviceMemory::wait_and_melt(Climb& climb) {
         in_use = melt(asker, lacks.refused, lacks.bytes, most, grant);
       }
       if (const Address address = climb.again(&grant)) return address;
+      if (climb.shortage.is_sealed) return 0;
     }
     // Room under a limit may be what the device, or the next limit, lacks.
     const bool is_another = climb.shortage.refused != refused;
@@ -275,6 +282,7 @@ Address DeviceMemory::reach(Climb& climb) {
   asker.count_retry();
   for (const Rung rung : kRungs) {
     if (const Address address = (this->*rung)(climb)) return address;
+    if (climb.shortage.is_sealed) return allocate_in_another_space(asker, climb.bytes, *climb.stream);
   }
   const Shortage& lacks = climb.shortage;
   const bool driver_failed = lacks.refused == nullptr && !lacks.no_address_space;

@@ -134,6 +134,7 @@ void NativeMemoryPool::destroy(bool force) {
   {
     const MutexLock lock(mutex_);
     if (destroyed_.load()) return;
+    left = live_.all();      // first: it may find no memory
     destroyed_.store(true);  // before it is asked whether something is coming
     const std::size_t coming = coming_.load();
     const std::size_t blocks = live_.size() + coming;
@@ -143,7 +144,6 @@ void NativeMemoryPool::destroy(bool force) {
                                 format_bytes(charged_.load()) + "; free them first, or force",
                             charged_.load(), blocks);
     }
-    left = live_.all();
   }
   // Not only for what is left: where frees were still queued the driver (580.159) died in
   // cuMemPoolDestroy, twice in three runs on an H200.

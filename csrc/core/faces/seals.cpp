@@ -47,7 +47,6 @@ void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<Alias
     part->require_whole_chunks(its);
   }
   Clock& clock = memory.clock();
-  throw_if_failed(clock.wait(clock.now()), "waiting for queued work that may write what is to be sealed");
   struct Changed {
     Pool* part;
     std::vector<ByteRange> stretches;  // that were writable before
@@ -55,7 +54,14 @@ void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<Alias
   std::vector<Changed> changed;
   changed.reserve(wanted.size());
   try {
-    for (const auto& [part, its] : wanted) changed.push_back({part.get(), part->set_memory_access(its, Access::read)});
+    for (const auto& [part, its] : wanted) {
+      changed.push_back({part.get(), {}});
+      for (Epoch freed = clock.now(); freed != kLongAgo;) {
+        throw_if_failed(clock.wait(freed), "waiting for queued work that may write what is to be sealed");
+        freed = kLongAgo;
+        changed.back().stretches = part->set_memory_access(its, Access::read, &freed);
+      }
+    }
   } catch (...) {
     for (const auto& [part, stretches] : changed) part->undo_read_only(stretches);
     throw;
@@ -63,7 +69,10 @@ void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<Alias
 }
 
 void unseal_pages(DeviceMemory& memory, const Pool& model, const std::vector<AliasedPiece>& pieces) {
-  for (const auto& [part, its] : by_part(memory, model, pieces)) part->set_memory_access(its, Access::read_write);
+  Epoch never = kLongAgo;
+  for (const auto& [part, its] : by_part(memory, model, pieces)) {
+    part->set_memory_access(its, Access::read_write, &never);
+  }
 }
 
 }  // namespace vmm

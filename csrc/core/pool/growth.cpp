@@ -43,6 +43,7 @@ constexpr std::size_t kLastingShare = 64;
 // And its chunks grow with it: 20 GiB in blocks of 24 MiB are 370 chunks instead of 850.
 // At most a 128th of what it holds lies unused where the loading ends.
 constexpr std::size_t kAheadShare = 128;
+constexpr std::size_t kHeadroomShare = 16;
 constexpr std::size_t kSmallPool = 96 * kMiB;  // at its peak: a few chunks are all of it
 constexpr std::size_t kLargestPiece = kGiB;
 // A range's chunk is at most a 16th of what lies below it: so much may stay mapped
@@ -98,7 +99,10 @@ bool Pool::is_being_loaded() const {
 // By how much the last new chunk, of `size` bytes, may go beyond the request: no further
 // than the bare space behind it, and nothing where others want the memory too.
 std::size_t Pool::growth_ahead(const Request& request, std::size_t size, std::size_t bare_behind) const {
-  if ((is_part() && !is_tag_space()) || is_whole(request) || group_.sharers() > 1 || !is_being_loaded()) return 0;
+  if ((is_part() && !is_tag_space()) || is_whole(request) || request.state == BlockState::pages) return 0;
+  if (group_.sharers() > 1 || !is_being_loaded()) return 0;
+  // Near a limit what lies unused here is what the model's graphs, tags and ranges lack.
+  if (budget_.headroom() < range_->mapped_bytes() / kHeadroomShare) return 0;
   const std::size_t wanted = align_down(std::min(range_->mapped_bytes() / kAheadShare, kLargestPiece), page_);
   return wanted > size ? std::min(wanted - size, align_down(bare_behind, page_)) : 0;
 }

@@ -182,7 +182,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // requests. Returns the stretches that allowed something else before, by offset.
   // Throws InvalidArgumentError where it is neither, DriverError. REQUIRES, for
   // Access::read: no queued work writes to it.
-  std::vector<ByteRange> set_memory_access(const std::vector<AddressRange>& pieces, Access access) VMM_EXCLUDES(mutex_);
+  // `wait_for` is set, and nothing done, where a tag's memory was freed meanwhile and that
+  // has not passed: the caller waits, and asks again.
+  std::vector<ByteRange> set_memory_access(const std::vector<AddressRange>& pieces, Access access, Epoch* wait_for)
+      VMM_EXCLUDES(mutex_);
   // What such a call has made read-only is writable again.
   void undo_read_only(const std::vector<ByteRange>& stretches) noexcept VMM_EXCLUDES(mutex_);
   // Throws InvalidArgumentError where set_memory_access() would.
@@ -203,6 +206,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Looks at the patterns of freed blocks whose fences have passed, and gives their memory
   // on. Waits for nothing but its own look. Returns whether there were any.
   bool settle_watched() VMM_EXCLUDES(mutex_);
+  // Some thread looks at patterns of it now: what was freed cannot be had meanwhile.
+  [[nodiscard]] bool is_being_judged() const VMM_EXCLUDES(mutex_);
   // Waits for all work and looks at the patterns of those that live.
   Status check_watched() VMM_EXCLUDES(mutex_);
   // The first address from here on with memory, or the end of the pool's.
@@ -571,6 +576,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] std::vector<ByteRange> whole_chunks(const std::vector<AddressRange>& pieces, Access access) const
       VMM_REQUIRES(mutex_);
   [[nodiscard]] bool has_read_only_locked() const VMM_REQUIRES(mutex_);
+  [[nodiscard]] Epoch last_free() const VMM_REQUIRES(mutex_);
   // Whether all who may access the mapping have that access, and no other.
   [[nodiscard]] bool allows(const LiveMapping& mapping, Access access) const VMM_REQUIRES(mutex_);
   void note_sealed() VMM_REQUIRES(mutex_);

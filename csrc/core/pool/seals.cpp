@@ -41,6 +41,10 @@ ByteRange Pool::whole_pages(const AddressRange& piece) const {
       end = at->first + at->second.chunk->size;
     }
   }
+  if (begins && end < begin + piece.size) {
+    throw InvalidArgumentError("pool '" + name_ + "': of the " + format_bytes(piece.size) + " at " +
+                               format_hex(piece.address) + " not all is there: commit() what is not, or take what is");
+  }
   if (!begins || end < begin + piece.size || end > align_up(begin + piece.size, page_)) {
     throw InvalidArgumentError(
         "pool '" + name_ + "': " + format_bytes(piece.size) + " at " + format_hex(piece.address) +
@@ -105,11 +109,30 @@ void Pool::require_whole_chunks(const std::vector<AddressRange>& pieces) {
   static_cast<void>(whole_chunks(pieces, Access::read));
 }
 
-std::vector<ByteRange> Pool::set_memory_access(const std::vector<AddressRange>& pieces, Access access) {
+// When anything of this pool was freed last, by a thread or by a stream that recorded it.
+Epoch Pool::last_free() const {
+  Epoch newest = pending_.empty() ? kLongAgo : context_.clock.now();
+  if (!watch_.freed.empty()) newest = std::max(newest, watch_.freed.back().epoch);
+  for (std::size_t tag = 0; tag < streams_.size(); ++tag) {
+    newest = std::max(newest, streams_[static_cast<StreamTag>(tag)].last_free);
+  }
+  return newest;
+}
+
+std::vector<ByteRange> Pool::set_memory_access(const std::vector<AddressRange>& pieces, Access access,
+                                               Epoch* wait_for) {
   // A thread must not go on with a block that it keeps in a chunk that becomes read-only.
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
   const MutexLock lock(mutex_);
   if (range_ != nullptr) settle_locked();
+  if (access == Access::read && is_tag_space()) {
+    // What was freed since the caller waited may be written to by queued work still.
+    const Epoch freed = last_free();
+    if (!context_.clock.has_passed(freed)) {
+      *wait_for = freed;
+      return {};
+    }
+  }
   // Runs of chunks that had the same rights, which a failure gives back.
   std::vector<ByteRange> runs;
   std::vector<LiveMapping> former;
@@ -164,6 +187,7 @@ void Pool::note_sealed() {
 }
 
 bool Pool::reopen() {
+  settle_watched();
   const MutexLock lock(mutex_);
   if (!is_sealed()) return !is_retired();
   settle_locked();

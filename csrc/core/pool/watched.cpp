@@ -236,7 +236,7 @@ void Pool::free_watched(Block* block, Epoch epoch) {
   const bool is_guard = context_.log->mode().kind == DebugMode::Kind::guard;
   PoolWatch::Freed freed{
       nullptr, is_guard ? around.behind : nullptr, epoch, block->offset, block->requested, around.front, around.back};
-  bool is_noted = !pinned_;  // a graph's may be used at any time: nothing is told by what it is
+  bool is_noted = !pinned_ || watch_.readers != 0;  // a graph's may be used at any time: nothing is told by what it is
   if (is_noted) {
     try {
       watch_.freed.push_back(freed);
@@ -245,7 +245,9 @@ void Pool::free_watched(Block* block, Epoch epoch) {
     }
   }
   if (!is_noted) {
+    const Address address = base_ + block->offset;
     free_around(block, around, epoch);
+    context_.log->unmapped(address);
     return;
   }
   Block* whole = block;
@@ -305,12 +307,17 @@ bool Pool::judge(const PoolWatch::Freed& block) const {
   return damage.bytes != 0 && context_.log->damaged(address, damage.first, damage.bytes);
 }
 
+bool Pool::is_being_judged() const {
+  const MutexLock lock(mutex_);
+  return watch_.leaving != 0 || watch_.readers != 0;
+}
+
 bool Pool::settle_watched() {
   std::vector<PoolWatch::Freed> passed;
   {
     const MutexLock lock(mutex_);
     if (watch_.freed.empty() || watch_.readers != 0 || range_ == nullptr) return false;
-    context_.clock.cover(watch_.freed.back().epoch);
+    context_.clock.cover(watch_.freed.front().epoch);  // one tick under way is enough
     context_.clock.poll();
     auto last = watch_.freed.begin();
     while (last != watch_.freed.end() && context_.clock.has_passed(last->epoch)) ++last;
@@ -333,7 +340,8 @@ Status Pool::check_watched() {
     if (watch_.live.empty() || range_ == nullptr) return {};
     for (const auto& [offset, around] : watch_.live) {
       const Block* block = directory_->find(offset);
-      if (block == nullptr) continue;  // freed, and recorded streams still use it
+      if (block == nullptr || block->offset != offset) continue;  // freed, and in use by a recorded stream
+      if (block == nullptr) continue;                             // freed, and recorded streams still use it
       live.push_back({nullptr, nullptr, kLongAgo, offset, block->requested, around.front, around.back});
     }
     ++watch_.readers;
