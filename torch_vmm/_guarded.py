@@ -49,7 +49,7 @@ class Guarded:
                 close = [each for each in public if name in each] or difflib.get_close_matches(name, public, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise AttributeError(f"a {cls.__name__} has no attribute {name!r}{hint}", name=name, obj=self)
-            if cls._guarded and name in _methods(cls):
+            if cls._guarded and not callable(value) and name in _methods(cls):
                 raise AttributeError(
                     f"{name}() is a method of {cls.__name__}: it is called, not set", name=name, obj=self
                 )

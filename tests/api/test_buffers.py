@@ -655,3 +655,16 @@ def test_a_tensor_of_it_made_in_inference_mode_works_outside(make_buffers: MakeB
     with torch.inference_mode():
         tensor = buffer.tensor()
     assert tensor.fill_(1).sum() == 10
+
+
+@pytest.mark.parametrize("n", [1.5, "5", (2, 3)])
+def test_a_bad_number_of_elements_is_shown_as_it_was_given(device: str, n: object) -> None:
+    with MemoryPool(device) as pool, pytest.raises(torch_vmm.InvalidArgumentError) as refused:
+        pool.alloc(n)  # type: ignore[arg-type]
+    assert str(refused.value).startswith(f"n={n!r} is no number of elements")
+
+
+def test_a_buffer_is_made_by_a_pool_alone() -> None:
+    for make in (torch_vmm.PooledBuffer, lambda: torch_vmm.PooledBuffer.__new__(torch_vmm.PooledBuffer)):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="alloc"):
+            make()

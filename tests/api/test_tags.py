@@ -355,3 +355,41 @@ def test_a_write_to_what_is_sealed_faults(touch: str, faults: bool) -> None:
     assert done.stdout.startswith("2097152.0 10.0\n"), done.stderr
     assert (done.returncode == -signal.SIGSEGV) is faults, done.stderr
     assert ("reached" in done.stdout) is not faults
+
+
+def test_closing_counts_all_tags_that_are_in_use(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("1GiB", name="counted")
+    with pool.tag("a"):
+        kept = [make(device, 3 * MIB)]
+    with pool.tag("b"):
+        kept.append(make(device, 5 * MIB))
+    with pool:
+        kept.append(make(device, 2 * MIB))
+    with pytest.raises(torch_vmm.StillInUseError, match="'counted' still holds 3 live blocks") as refused:
+        pool.close()
+    assert refused.value.live_blocks == 3
+    assert refused.value.live_bytes == sum(tensor.nbytes for tensor in kept)
+    del kept[:2]
+    with pytest.raises(torch_vmm.StillInUseError, match="'counted' still holds 1 live block,"):
+        pool.close()
+    kept.clear()
+
+
+def test_a_method_is_not_taken_for_an_attribute(tagged: Pool) -> None:
+    with pytest.raises(AttributeError, match=r"tag\(\) is a method"):
+        tagged.tag = "weights"  # type: ignore[method-assign,assignment]
+    with tagged.tag("weights"):
+        pass
+
+
+def test_sealing_says_what_is_no_tensor(tagged: Pool) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="None is no tensor"):
+        tagged.seal([None])  # type: ignore[list-item]
+
+
+def test_sealing_says_what_is_not_committed(make_pool: Callable[..., Pool], device: str) -> None:
+    with make_pool("1GiB") as pool:
+        sparse = torch_vmm.sparse((4096, 1024), torch.float32, device)
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="not all is there"):
+            pool.seal(sparse)
+        del sparse

@@ -168,5 +168,34 @@ TEST(ChunkSizes, WhereTheDriverHasNotSoMuchTheyAreTheRequestAgain) {
   EXPECT_EQ(pool->budget().used(), pool->live_bytes());
 }
 
+// What lies unused beside a live block cannot be had by the model's other parts.
+TEST(ChunkSizes, GrowAheadNotIntoTheLastOfALimit) {
+  Lab lab(LabSpec{64 * kGiB});
+  PoolSpec spec = large_spec();
+  spec.physical_limit = 302 * kPage;
+  const auto model = lab.pool(spec);
+  for (int k = 0; k < 301; ++k) lab.allocate(*model, kPage);
+  EXPECT_EQ(model->physical_bytes(), 301 * kPage);
+  lab.allocate(*lab.memory().tagged(model, "kv_cache"), kPage);
+}
+
+TEST(ChunkSizes, ExplicitPagesHaveNoMoreThanTheyAskFor) {
+  Lab lab(LabSpec{64 * kGiB});
+  const auto pool = lab.pool(large_spec());
+  lab.allocate(*pool, 700 * kMiB);
+  lab.memory().allocate_pages(*pool, 900 * kMiB, kPage, nullptr);
+  EXPECT_EQ(pool->physical_bytes(), 700 * kMiB + kPage);
+  pool->deallocate_pages(900 * kMiB, kPage);
+}
+
+TEST(ChunkSizes, BlocksOfLittleMoreThanHalfAPageShareTheirs) {
+  for (const std::size_t bytes : {kMiB + 512, kMiB + 100 * kKiB, 2 * kMiB - 512}) {
+    Lab lab(LabSpec{64 * kGiB});
+    const auto pool = lab.pool(large_spec());
+    for (int k = 0; k < 330; ++k) lab.allocate(*pool, bytes);
+    EXPECT_LE(pool->physical_bytes(), pool->live_bytes() + pool->live_bytes() / 50) << bytes;
+  }
+}
+
 }  // namespace
 }  // namespace vmm::testing

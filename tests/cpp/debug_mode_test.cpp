@@ -510,5 +510,27 @@ TEST(DebugMode, OffCostsAndKnowsNothing) {
   EXPECT_TRUE(lab.memory().check_watched().empty());
 }
 
+// A block that recorded streams use is no longer in the directory, and another one stands in its page.
+TEST(Canary, ABlockThatIsPendingIsNotJudgedByAnother) {
+  Lab lab(in_mode("canary"));
+  const auto pool = lab.pool("a");
+  const Address first = lab.allocate(*pool, 4096, kOne);
+  pool->record_stream(first, kTwo);
+  lab.driver.hold_fences(kTwo);
+  lab.free(first);
+  lab.allocate(*pool, 100, kOne);
+  EXPECT_TRUE(lab.memory().check_watched().empty());
+}
+
+TEST(Canary, ManyFreesBehindQueuedWorkMakeFewTicks) {
+  Lab lab(in_mode("canary"));
+  const auto pool = lab.pool("a");
+  std::vector<Address> blocks;
+  for (int k = 0; k < 1000; ++k) blocks.push_back(lab.memory().allocate(*pool, 512, kOne));
+  lab.driver.hold_fences();
+  for (const Address block : blocks) DeviceMemory::free(lab.space, block);
+  EXPECT_LE(lab.memory().clock().ticks_under_way(), 2U);
+}
+
 }  // namespace
 }  // namespace vmm::testing

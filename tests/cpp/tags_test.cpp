@@ -294,6 +294,56 @@ TEST(SealedTags, NoAddressIsGivenOutOfASealedSpace) {
   EXPECT_THROW(lab.memory().allocate_at(*weights, block + 3 * kMiB, 512, kOne), InvalidArgumentError);
 }
 
+// What another thread allocates, uses and frees between a seal's wait and the seal itself.
+TEST(SealedTags, NothingIsReadOnlyUnderQueuedWork) {
+  Lab lab;
+  const auto model = lab.pool("a", 64 * kMiB);
+  const auto weights = lab.memory().tagged(model, "weights");
+  const Address block = lab.allocate(*weights, 5 * kMiB / 2, kOne);  // its chunk has free space
+  bool is_done = false;
+  Epoch freed_at = kLongAgo;
+  Address used = 0;
+  lab.driver.hold_fences(kOne);
+  lab.driver.before(Call::wait, [&] {
+    if (is_done) return;
+    is_done = true;
+    std::thread([&] {
+      used = lab.memory().allocate(*weights, 5 * kMiB / 4, kOne);
+      freed_at = lab.memory().clock().now();
+      DeviceMemory::free(lab.space, used);
+    }).join();
+  });
+  seal_pages(lab.memory(), *model, {piece(block, 5 * kMiB / 2)});
+  lab.driver.before(Call::wait, nullptr);
+  EXPECT_TRUE(is_done);
+  EXPECT_TRUE(lab.memory().clock().has_passed(freed_at) || !weights->has_read_only(used, 5 * kMiB / 4));
+}
+
+TEST(SealedTags, ARequestThatClimbsMeanwhileGoesToAnotherSpace) {
+  Lab lab;
+  const auto model = lab.pool("a", 8 * kPage);
+  const auto other = lab.pool("b");
+  lab.leave_idle(*other, 8 * kPage, kTwo);
+  const auto weights = lab.memory().tagged(model, "weights");
+  const Address kept = lab.allocate(*weights, 2 * kPage, kOne);
+  const Address held = lab.allocate(*model, 6 * kPage, kOne);
+  bool is_done = false;
+  lab.memory().set_memory_callback([&] {
+    if (is_done) return false;
+    is_done = true;
+    std::thread([&] {
+      seal_pages(lab.memory(), *model, {piece(kept, 2 * kPage)});
+      lab.free(held);
+    }).join();
+    return true;
+  });
+  const std::size_t idle = other->memory_stats().idle_bytes;
+  const Address fresh = lab.allocate(*weights, 3 * kPage, kOne);
+  EXPECT_TRUE(is_done && !weights->contains(fresh));
+  EXPECT_EQ(other->memory_stats().idle_bytes, idle) << "given back in vain";
+  lab.memory().set_memory_callback(nullptr);
+}
+
 TEST(SealedTags, OnlyLiveTensorsOfATagCanBe) {
   Lab lab;
   const auto model = lab.pool("a");

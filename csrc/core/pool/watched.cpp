@@ -166,7 +166,8 @@ Address Pool::allocate_watched_locked(std::size_t bytes, Stream stream, const st
   const StreamTag tag = streams_.tag_of(stream);
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   const bool is_guard = context_.log->mode().kind == DebugMode::Kind::guard;
-  const std::size_t size = rounded(bytes);
+  // Not to whole pages where nothing is split: what is around it fills them.
+  const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   PoolWatch::Around around;
   const Epoch last_use = is_guard ? last_use_before(0, tag) : last_use_before(size + 2 * kPatternBytes, tag);
   Block* const block = is_guard ? take_guarded(size, tag, &around, grant, shortage)
