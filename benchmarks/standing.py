@@ -111,7 +111,7 @@ def _source(result: Result, title: str) -> str:
     repeated = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
     return (
         f"**{title}**: `{result['benchmark']}`, commit {result['commit'][:7]}, {result['machine']['device']}, driver "
-        f"{result['machine']['driver']}, torch {result['machine']['torch']}; medians of {repeated} processes"
+        f"{result['machine']['driver']}, torch {result['machine']['torch']}; medians of {repeated} runs"
     )
 
 
