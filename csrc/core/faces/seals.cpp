@@ -41,8 +41,8 @@ void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<Alias
   std::vector<InPart> wanted = by_part(memory, model, pieces);
   for (auto& [part, its] : wanted) {
     // What is read-only already need not stand on whole chunks.
-    if (!part->is_tag_space()) {
-      std::erase_if(its, [&](const AliasedPiece& piece) { return part->is_read_only(piece.address, piece.size); });
+    if (const Pool& pool = *part; !pool.is_tag_space()) {
+      std::erase_if(its, [&](const AliasedPiece& piece) { return pool.is_read_only(piece.address, piece.size); });
     }
     part->require_whole_chunks(its);
   }
