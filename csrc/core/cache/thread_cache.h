@@ -41,15 +41,15 @@ class Shard {
       return block;
     }
     const std::size_t units = size / kBlockAlignment;
-    BlockLink* kept = &kept_[units - 1];  // empty where nobody asked for the size
+    std::size_t at = units - 1;  // of the own places: empty where nobody asked for the size
     if (units > kOwnPlaces) {
       const std::size_t place = shared_place(units);
       if (units_in_[place] != units) return nullptr;
-      kept = &kept_[kOwnPlaces + place];
+      at = kOwnPlaces + place;
     }
-    Block* const block = *kept;
+    Block* const block = kept_[at];
     if (block == nullptr) return nullptr;
-    *kept = block->bin_next;
+    kept_[at] = block->bin_next;
     small_bytes_ -= size;
     return block;
   }
