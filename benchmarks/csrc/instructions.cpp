@@ -2,7 +2,7 @@
 // alone. It measures nothing itself; benchmarks/instructions.py runs it twice,
 // with two counts, and what the longer run adds is what the steps cost.
 //
-//   instructions pair|churn|large_churn STEPS
+//   instructions pair|churn|large_churn|buffers STEPS
 //
 // Both runs begin alike, whatever the count: the same blocks by the same seed.
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/device/device_memory.h"
+#include "core/faces/memory_pool.h"
 #include "driver/host_driver.h"
 
 namespace {
@@ -45,11 +46,13 @@ class Bench {
   void free(Address address) {
     if (!vmm::DeviceMemory::free(space_, address)) std::abort();
   }
+  vmm::DeviceMemory& memory() { return memory_; }
 
  private:
   static vmm::Options options() {
     vmm::Options options;
-    options.exportable = false;  // a descriptor a chunk
+    options.exportable = false;                  // a descriptor a chunk
+    options.default_capacity_bytes = 16 * kGiB;  // valgrind has few addresses
     return options;
   }
 
@@ -65,7 +68,8 @@ void pair(Bench& bench, long steps) {
 }
 
 // `live` blocks of [lowest, highest] bytes; a step frees one and allocates another.
-void churn(Bench& bench, std::size_t live, std::size_t lowest, std::size_t highest, long steps) {
+template <class Source>
+void churn(Source& bench, std::size_t live, std::size_t lowest, std::size_t highest, long steps) {
   constexpr std::size_t kTurns = 10;  // that every block is replaced before it counts, about
   Dice dice;
   const auto size = [&] { return lowest + dice.below(highest - lowest + 1); };
@@ -94,11 +98,21 @@ int main(int count, char** words) {
       churn(bench, 1000, 512, kMiB, steps);
       return 0;
     }
+    if (std::strcmp(what, "buffers") == 0) {
+      vmm::MemoryPool pool(bench.memory());
+      struct Buffers {
+        vmm::MemoryPool& pool;
+        Address allocate(std::size_t bytes) { return pool.allocate(bytes, nullptr); }
+        void free(Address address) { pool.free(address); }
+      } buffers{pool};
+      churn(buffers, 200, 2 * kMiB, 32 * kMiB, steps);
+      return 0;
+    }
     if (std::strcmp(what, "large_churn") == 0) {
       churn(bench, 200, 2 * kMiB, 32 * kMiB, steps);
       return 0;
     }
   }
-  std::fprintf(stderr, "usage: instructions pair|churn|large_churn STEPS\n");
+  std::fprintf(stderr, "usage: instructions pair|churn|large_churn|buffers STEPS\n");
   return 2;
 }

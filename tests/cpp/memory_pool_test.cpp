@@ -455,10 +455,29 @@ TEST(FreedOrder, TheLatestFreeOfAnyOfItsPagesCounts) {
   order.note({25, 1});  // page 2: 3
   EXPECT_EQ(order.newest({20, 10}), 3U);
   EXPECT_EQ(order.newest({10, 10}), 2U);
-  EXPECT_EQ(order.runs(), 4U);
   order.note({0, 40});
-  EXPECT_EQ(order.runs(), 1U);
   EXPECT_EQ(order.newest({0, 1}), 4U);
+}
+
+TEST(FreedOrder, AgreesWithAMomentForEachPage) {
+  constexpr std::size_t kPage = 4;
+  constexpr std::size_t kAll = 3000;  // pages: several leaves of them
+  std::mt19937 random(3);
+  const auto any = [&](std::size_t most) { return std::size_t{random()} % most; };
+  FreedOrder order(kPage);
+  std::vector<std::uint64_t> plain(kAll, 0);
+  for (std::uint64_t when = 1; when <= 2000; ++when) {
+    const std::size_t longest = when % 3 == 0 ? kAll : 40;
+    const std::size_t offset = any((kAll - 1) * kPage);
+    const ByteRange freed{offset, 1 + any(std::min(kAll * kPage - offset, longest * kPage))};
+    order.note(freed);
+    std::fill(plain.begin() + std::ptrdiff_t(freed.offset / kPage),
+              plain.begin() + std::ptrdiff_t((freed.end() - 1) / kPage) + 1, when);
+    const std::size_t first = any(kAll);
+    const std::size_t end = first + 1 + any(std::min<std::size_t>(kAll - first, 60));
+    EXPECT_EQ(order.newest({first * kPage, (end - first) * kPage}),
+              *std::max_element(plain.begin() + std::ptrdiff_t(first), plain.begin() + std::ptrdiff_t(end)));
+  }
 }
 
 // Whoever is told that memory goes may be what another thread, which uses the pool, waits for.

@@ -3,65 +3,93 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
-#include <map>
+#include <memory>
+#include <new>
+#include <vector>
 
 #include "base/units.h"
 
 namespace vmm {
 
-// One entry a run of pages that were freed together: never more than there are pages.
+// A free writes its moment to the pages that it touches: to each, or once for a whole
+// group of them. Moments only rise, so the latest that holds for a page is the greatest
+// of the two, and nothing has to be cut or taken out. (A map of runs, which did both,
+// took two thirds of a large block's allocation and free: 370 of 580 ns.)
 class FreedOrder {
  public:
   explicit FreedOrder(std::size_t page_bytes) : page_(page_bytes) {}
 
-  // All pages that the stretch touches count as freed now. REQUIRES: not empty.
-  void note(ByteRange freed) {
-    const std::size_t first = freed.offset / page_;
-    const std::size_t end = (freed.end() - 1) / page_ + 1;
-    // What is taken and freed over and over is a run already.
-    if (const auto same = runs_.find(first); same != runs_.end() && same->second.end == end) {
-      same->second.when = ++latest_;
-      return;
-    }
-    cut(first);
-    cut(end);
-    runs_.erase(runs_.lower_bound(first), runs_.lower_bound(end));
-    runs_[first] = {end, ++latest_};
+  // All pages that the stretch touches count as freed now; as before where there is no
+  // memory to say so. REQUIRES: not empty.
+  void note(ByteRange freed) noexcept {
+    ++latest_;
+    for_parts(freed, [this](std::size_t leaf, std::size_t first, std::size_t end) {
+      if (Leaf* const part = make(leaf)) part->note(first, end, latest_);
+    });
   }
   // The latest of these moments; 0: nothing there was freed yet.
   [[nodiscard]] std::uint64_t newest(ByteRange range) const {
     std::uint64_t newest = 0;
-    const std::size_t first = range.offset / page_;
-    auto run = runs_.upper_bound(first);
-    if (run != runs_.begin() && std::prev(run)->second.end > first) --run;
-    for (; run != runs_.end() && run->first * page_ < range.end(); ++run) newest = std::max(newest, run->second.when);
+    for_parts(range, [this, &newest](std::size_t leaf, std::size_t first, std::size_t end) {
+      if (leaf < leaves_.size() && leaves_[leaf] != nullptr) {
+        newest = std::max(newest, leaves_[leaf]->newest(first, end));
+      }
+    });
     return newest;
   }
-  // The same: it is a Pool::FreedAt.
-  std::uint64_t operator()(ByteRange range) const { return newest(range); }
-  [[nodiscard]] std::size_t runs() const { return runs_.size(); }
 
  private:
-  struct Run {
-    std::size_t end = 0;  // page behind its last
-    std::uint64_t when = 0;
+  static constexpr std::size_t kPages = 512;
+  static constexpr std::size_t kGroup = 16;
+
+  // Of kPages pages in turn.
+  class Leaf {
+   public:
+    void note(std::size_t first, std::size_t end, std::uint64_t when) {
+      const std::size_t groups_begin = std::min(align_up(first, kGroup), end);
+      const std::size_t groups_end = std::max(align_down(end, kGroup), groups_begin);
+      std::fill(pages_.begin() + first, pages_.begin() + groups_begin, when);
+      std::fill(groups_.begin() + groups_begin / kGroup, groups_.begin() + groups_end / kGroup, when);
+      std::fill(pages_.begin() + groups_end, pages_.begin() + end, when);
+    }
+    [[nodiscard]] std::uint64_t newest(std::size_t first, std::size_t end) const {
+      return std::max(*std::max_element(pages_.begin() + first, pages_.begin() + end),
+                      *std::max_element(groups_.begin() + first / kGroup, groups_.begin() + (end - 1) / kGroup + 1));
+    }
+
+   private:
+    std::array<std::uint64_t, kPages> pages_{};
+    std::array<std::uint64_t, kPages / kGroup> groups_{};
   };
-  // Makes a run end, and the next one begin, at `page`.
-  void cut(std::size_t page) {
-    auto run = runs_.lower_bound(page);
-    if (run == runs_.begin()) return;
-    --run;
-    if (run->second.end <= page) return;
-    runs_[page] = run->second;
-    run->second.end = page;
+
+  // Calls part(leaf, first page of it, page behind its last) for all that the range touches.
+  template <class Part>
+  void for_parts(ByteRange range, const Part& part) const {
+    const std::size_t end = (range.end() - 1) / page_ + 1;
+    for (std::size_t at = range.offset / page_; at < end;) {
+      const std::size_t leaf = at / kPages;
+      const std::size_t until = std::min(end, (leaf + 1) * kPages);
+      part(leaf, at - leaf * kPages, until - leaf * kPages);
+      at = until;
+    }
+  }
+  Leaf* make(std::size_t leaf) noexcept {
+    if (leaf < leaves_.size() && leaves_[leaf] != nullptr) return leaves_[leaf].get();
+    try {
+      if (leaf >= leaves_.size()) leaves_.resize(leaf + 1);
+      leaves_[leaf] = std::make_unique<Leaf>();
+    } catch (const std::bad_alloc&) {
+      return nullptr;
+    }
+    return leaves_[leaf].get();
   }
 
   std::size_t page_;
   std::uint64_t latest_ = 0;
-  std::map<std::size_t, Run> runs_;  // by first page
+  std::vector<std::unique_ptr<Leaf>> leaves_;  // where something was freed
 };
 
 }  // namespace vmm

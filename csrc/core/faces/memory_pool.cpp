@@ -73,11 +73,9 @@ BufferStats MemoryPool::stats() {
   return stats;
 }
 
-// As it is now. Letting go of memory is told to observers, who may look at this pool: no
-// lock of its own is held meanwhile.
-FreedOrder MemoryPool::freed() {
+std::uint64_t MemoryPool::freed_at(ByteRange range) {
   const MutexLock lock(mutex_);
-  return freed_;
+  return freed_.newest(range);
 }
 
 std::size_t MemoryPool::trim(std::size_t keep) {
@@ -87,7 +85,7 @@ std::size_t MemoryPool::trim(std::size_t keep) {
     const std::size_t cached = now.physical_usage - now.allocated_bytes;
     // What is not idle cannot go, and counts.
     const std::size_t fixed = cached - now.idle_bytes;
-    pool_->shed_oldest(keep > fixed ? keep - fixed : 0, freed());
+    pool_->shed_oldest(keep > fixed ? keep - fixed : 0, [this](ByteRange range) { return freed_at(range); });
   });
 }
 
@@ -122,7 +120,8 @@ void MemoryPool::look(Asks who, std::size_t live) {
   const std::size_t keep = sum_at_most(needed, threshold);
   const std::size_t held = pool_->physical_bytes();
   if (held <= keep) return;
-  memory_.trim_passed(*pool_, [&] { pool_->shed_unused(held - keep, freed()); });
+  memory_.trim_passed(*pool_,
+                      [&] { pool_->shed_unused(held - keep, [this](ByteRange range) { return freed_at(range); }); });
 }
 
 void MemoryPool::close(bool force) {

@@ -15,6 +15,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 
@@ -75,7 +76,8 @@ class MemoryPool {
   enum class Asks : std::uint8_t { user, reader };
   // `live`: bytes in use when it asked.
   void look(Asks who, std::size_t live) VMM_EXCLUDES(mutex_);
-  [[nodiscard]] FreedOrder freed() VMM_EXCLUDES(mutex_);
+  // A Pool::FreedAt: asked under the pool's lock.
+  [[nodiscard]] std::uint64_t freed_at(ByteRange range) VMM_EXCLUDES(mutex_);
   [[nodiscard]] ByteRange range_of(Address address, std::size_t bytes) const {
     return {address - pool_->base(), bytes};
   }
@@ -84,7 +86,7 @@ class MemoryPool {
   const Now now_;
   const std::shared_ptr<Pool> pool_;
   std::atomic<std::size_t> threshold_{kUnlimited};
-  Mutex mutex_;
+  Mutex mutex_;  // a leaf: nobody is called under it
   FreedOrder freed_ VMM_GUARDED_BY(mutex_);
   std::atomic<std::size_t> live_{0};             // bytes in use now: a request takes no lock
   std::size_t high_ VMM_GUARDED_BY(mutex_) = 0;  // the most that this has been since `since_`, under a threshold
