@@ -16,12 +16,6 @@ namespace {
 // further on than the one before.
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kColours = 61;
-// Of the tables that empty, so many keep their memory (4 MiB, for 512 MiB in slabs), and
-// one more for each eighth of those in use: to drop 16 KiB and touch them again costs some
-// microseconds, and where 460 blocks of up to 1 MiB came and all went again, two thirds of
-// the time. All of them go when the pool gives all its memory back.
-constexpr std::size_t kKept = 256;
-constexpr std::size_t kInUsePerKept = 8;
 std::size_t next_colour() {
   static std::atomic<std::size_t> next{0};
   return next.fetch_add(1, std::memory_order_relaxed) % kColours * kLine;
@@ -143,10 +137,6 @@ void BlockDirectory::remove_last(const Block* block) {
     take_out_of(*table, block);
     become(page, 0);
     free_tables_.push_back(table);
-    const std::size_t in_use = tables_.size() - free_tables_.size();
-    while (free_tables_.size() - bare_tables_ > kKept + in_use / kInUsePerKept) {
-      discard(free_tables_[bare_tables_++], sizeof(Table));
-    }
   } else if ((word & kKindMask) == kFewBlocks) {
     Few* few = as<Few>(word);
     for (auto& slot : few->blocks) {

@@ -58,7 +58,10 @@ class BlockDirectory {
     --size_;
   }
 
-  // What is kept for blocks to come goes back to the kernel.
+  // What is kept for blocks to come goes back to the kernel. Until then a table that
+  // empties keeps its memory, at most 0.8 % of a slab's: to drop 16 KiB and touch them
+  // again costs some microseconds, and where 300 slabs came and went at every turn, a
+  // quarter to two thirds of all the time.
   void trim();
 
   [[nodiscard]] std::size_t size() const { return size_; }
