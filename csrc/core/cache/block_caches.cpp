@@ -156,7 +156,7 @@ Address BlockCaches::take(CachedPool& pool, std::size_t bytes, Stream stream) no
     if (block != nullptr) [[likely]] {
       block->requested = bytes;
       block->state = BlockState::used;
-      shard->count_allocation(*block, size);
+      shard->tally.count_allocation(*block, size);
       address = shard->base + block->offset;
       cache->note(address, block, shard);
     }
@@ -170,7 +170,7 @@ bool BlockCaches::keep(const ThreadCache& cache, Shard& shard, Block* block) con
   if (block->recorded != 0 || block->oversize || size >= oversize_bytes_.load(std::memory_order_relaxed)) [[unlikely]]
     return false;
   if (!shard.put(block, size)) return false;
-  shard.count_free(*block, size);
+  shard.tally.count_free(*block, size);
   block->epoch = clock_.now();  // in the place of what was asked for
   block->state = BlockState::cached;
   if (shard.is_full()) [[unlikely]] {
@@ -244,9 +244,9 @@ void BlockCaches::give_back(ThreadCache& cache, const CachedPool& pool, Kept kep
   if (kept != Kept::stays) empty_depot(first->pool);
   for (Shard* shard = first; shard != nullptr; shard = shard->next.get()) {
     if (kept != Kept::stays) shard->pool.take_back(shard->take_all());
-    // A pool that nobody has used stays untouched: its figures of last time hold.
-    if (shard->has_counted()) shard->merge_counts();
   }
+  // A pool that nobody has used stays untouched: its figures of last time hold.
+  if (first->tally.has_counted()) first->tally.merge();
   if (kept == Kept::gone) cache.remove(pool);
 }
 
@@ -324,9 +324,7 @@ BlockCaches::Reading::~Reading() VMM_NO_THREAD_SAFETY_ANALYSIS {
 void BlockCaches::Reading::add_counts(const CachedPool& pool, Statistics* out) const {
   if (!holds_) return;
   for (const auto& cache : caches_.threads_) {
-    for (const Shard* shard = cache->first_of(pool); shard != nullptr; shard = shard->next.get()) {
-      out->add_blocks(shard->counts(), shard->came());
-    }
+    if (const PoolTally* tally = cache->tally_of(pool)) out->add_blocks(tally->counts(), tally->came());
   }
 }
 

@@ -5,13 +5,21 @@
 
 namespace vmm {
 
-Shard::Shard(CachedPool& pool, BlockSeat& of_device, Stream stream, StreamTag tag)
-    : pool(pool),
-      stream(stream),
-      tag(tag),
-      base(pool.base()),
-      of_pool_(pool.own_peaks(), pool.peaks_of_family()),
-      of_device_(of_device) {
+void PoolTally::merge() {
+  pool_.absorb(came(), of_pool_, of_device_);
+  for (auto& of_class : came_) of_class = {0, 0, 0};
+}
+
+BlockCounts PoolTally::came() const {
+  BlockCounts counts{};
+  for (std::size_t of_class = 0; of_class < 2; ++of_class) {
+    for (std::size_t k = 0; k < 3; ++k) counts.at(of_class).at(k) = came_.at(of_class).at(k);
+  }
+  return counts;
+}
+
+Shard::Shard(CachedPool& pool, PoolTally& tally, Stream stream, StreamTag tag)
+    : pool(pool), tally(tally), stream(stream), tag(tag), base(pool.base()) {
   pool.count_shards(1);
 }
 
@@ -82,19 +90,6 @@ std::size_t Shard::kept() const {
   return count + (kept_large_ == nullptr ? 0 : 1);
 }
 
-void Shard::merge_counts() {
-  pool.absorb(came(), of_pool_, of_device_);
-  for (auto& of_class : came_) of_class = {0, 0, 0};
-}
-
-BlockCounts Shard::came() const {
-  BlockCounts counts{};
-  for (std::size_t of_class = 0; of_class < 2; ++of_class) {
-    for (std::size_t k = 0; k < 3; ++k) counts.at(of_class).at(k) = came_.at(of_class).at(k);
-  }
-  return counts;
-}
-
 void ThreadCache::rebuild(std::size_t size) {
   std::vector<Entry> old(size);
   old.swap(table_);
@@ -104,13 +99,16 @@ void ThreadCache::rebuild(std::size_t size) {
 }
 
 Shard& ThreadCache::add(CachedPool& pool, Stream stream, StreamTag tag) {
-  auto shard = std::make_unique<Shard>(pool, *of_device_, stream, tag);
+  PoolTally* const known = tally_of(pool);
+  auto fresh = known == nullptr ? std::make_unique<PoolTally>(pool, *of_device_) : nullptr;
+  auto shard = std::make_unique<Shard>(pool, known == nullptr ? *fresh : *known, stream, tag);
   if (first_of(pool) == nullptr && (pools_ + 1) * 2 > table_.size()) rebuild(table_.size() * 2);
   // From here on nothing throws.
   Entry& entry = table_[slot_of(pool)];
   if (entry.pool == nullptr) {
     ++pools_;
     entry.pool = &pool;
+    entry.tally = std::move(fresh);
   }
   shard->next = std::move(entry.first);
   entry.first = std::move(shard);
@@ -123,21 +121,18 @@ bool ThreadCache::is_alone(const CachedPool& pool) const {
   return own == pool.shards();
 }
 
-std::unique_ptr<Shard> ThreadCache::remove(const CachedPool& pool) {
+void ThreadCache::remove(const CachedPool& pool) {
   latest_ = nullptr;
   for (Recent& recent : recent_) {
     if (recent.shard != nullptr && &recent.shard->pool == &pool) recent = {};
   }
-  std::unique_ptr<Shard> taken;
   for (Entry& entry : table_) {
     if (entry.pool != &pool) continue;
-    taken = std::move(entry.first);
-    entry.first = nullptr;
+    entry = {};
     --pools_;
     rebuild(table_.size());  // without a gap in what others are found by
     break;
   }
-  return taken;
 }
 
 std::vector<const CachedPool*> ThreadCache::pools() const {

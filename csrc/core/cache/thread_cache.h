@@ -22,11 +22,52 @@
 
 namespace vmm {
 
+// What one thread counts of one pool's blocks, of whatever streams: with a seat in the
+// peaks for each stream, a thread that takes four in turn took the room below the
+// peak from itself again and again, half of a large block's allocation and free.
+class PoolTally {
+ public:
+  // `of_device`: where the thread counts for all pools of the device.
+  PoolTally(CachedPool& pool, BlockSeat& of_device)
+      : pool_(pool), of_pool_(pool.own_peaks(), pool.peaks_of_family()), of_device_(of_device) {}
+
+  // A block of `size` bytes, of which `block.requested` were asked for.
+  void count_allocation(const Block& block, std::size_t size) {
+    const SizeClass size_class = size_class_of(block);
+    const std::size_t requested = block.requested;
+    auto& came = came_[static_cast<std::size_t>(size_class)];
+    came[0] = came[0] + 1;
+    came[1] = came[1] + static_cast<std::int64_t>(size);
+    came[2] = came[2] + static_cast<std::int64_t>(requested);
+    of_pool_.rose(size_class, size, requested);
+    of_device_.rose(size_class, size, requested);
+  }
+  void count_free(const Block& block, std::size_t size) {
+    const SizeClass size_class = size_class_of(block);
+    const std::size_t requested = block.requested;
+    of_pool_.fell(size_class, size, requested);
+    of_device_.fell(size_class, size, requested);
+  }
+  // What it has counted is the pool's own from now on.
+  void merge();
+  [[nodiscard]] bool has_counted() const { return came() != BlockCounts{} || counts() != BlockCounts{}; }
+  // Read by whoever adds up the pool's statistics: all blocks that were ever allocated
+  // here, and those less the ones that were freed.
+  [[nodiscard]] BlockCounts came() const;
+  [[nodiscard]] BlockCounts counts() const { return of_pool_.counts(); }
+
+ private:
+  CachedPool& pool_;
+  std::array<std::array<Relaxed<std::int64_t>, 3>, 2> came_{};
+  BlockSeat of_pool_;  // with the model's parts, where it has any
+  BlockSeat& of_device_;
+};
+
 // One pool's blocks of one stream.
 class Shard {
  public:
-  // `of_device`: where the thread counts for all pools of the device.
-  Shard(CachedPool& pool, BlockSeat& of_device, Stream stream, StreamTag tag);
+  // `tally`: where the thread counts for all streams of the pool.
+  Shard(CachedPool& pool, PoolTally& tally, Stream stream, StreamTag tag);
   Shard(const Shard&) = delete;
   Shard& operator=(const Shard&) = delete;
   ~Shard();
@@ -109,32 +150,8 @@ class Shard {
   // Blocks.
   [[nodiscard]] std::size_t kept() const;
 
-  // A block of `size` bytes, of which `block.requested` were asked for.
-  void count_allocation(const Block& block, std::size_t size) {
-    const SizeClass size_class = size_class_of(block);
-    const std::size_t requested = block.requested;
-    auto& came = came_[static_cast<std::size_t>(size_class)];
-    came[0] = came[0] + 1;
-    came[1] = came[1] + static_cast<std::int64_t>(size);
-    came[2] = came[2] + static_cast<std::int64_t>(requested);
-    of_pool_.rose(size_class, size, requested);
-    of_device_.rose(size_class, size, requested);
-  }
-  void count_free(const Block& block, std::size_t size) {
-    const SizeClass size_class = size_class_of(block);
-    const std::size_t requested = block.requested;
-    of_pool_.fell(size_class, size, requested);
-    of_device_.fell(size_class, size, requested);
-  }
-  // What it has counted is the pool's own from now on.
-  void merge_counts();
-  [[nodiscard]] bool has_counted() const { return came() != BlockCounts{} || counts() != BlockCounts{}; }
-  // Read by whoever adds up the pool's statistics: all blocks that were ever allocated
-  // here, and those less the ones that were freed.
-  [[nodiscard]] BlockCounts came() const;
-  [[nodiscard]] BlockCounts counts() const { return of_pool_.counts(); }
-
   CachedPool& pool;
+  PoolTally& tally;
   const Stream stream;
   const StreamTag tag;
   const Address base;           // the pool's
@@ -172,10 +189,7 @@ class Shard {
   std::size_t unwanted_count_ = 0;
   bool is_draining_ = false;
   std::size_t small_bytes_ = 0;  // kept
-  std::array<std::array<Relaxed<std::int64_t>, 3>, 2> came_{};
-  BlockSeat of_pool_;  // with the model's parts, where it has any
-  BlockSeat& of_device_;
-  std::uint64_t wanted_ = 0;  // of the own places: somebody asked for that size
+  std::uint64_t wanted_ = 0;     // of the own places: somebody asked for that size
   std::array<std::uint16_t, kSharedPlaces> units_in_{};
   std::array<BlockLink, kOwnPlaces + kSharedPlaces> kept_{};  // lists by bin_next
 };
@@ -200,12 +214,14 @@ class ThreadCache {
   }
   // The first shard of the pool, others behind it by `next`, or nullptr.
   [[nodiscard]] Shard* first_of(const CachedPool& pool) const { return table_[slot_of(pool)].first.get(); }
+  // What is counted of the pool here. nullptr where it has no shards.
+  [[nodiscard]] PoolTally* tally_of(const CachedPool& pool) const { return table_[slot_of(pool)].tally.get(); }
   // No other thread has shards of the pool.
   [[nodiscard]] bool is_alone(const CachedPool& pool) const;
   // REQUIRES: there is none for that stream.
   Shard& add(CachedPool& pool, Stream stream, StreamTag tag);
-  // Takes all shards of the pool out.
-  std::unique_ptr<Shard> remove(const CachedPool& pool);
+  // Ends all shards of the pool. REQUIRES: what is counted of it has been merged.
+  void remove(const CachedPool& pool);
   [[nodiscard]] std::vector<const CachedPool*> pools() const;
   // The device ends, or the thread, which may still look here. REQUIRES: it has no shards.
   void end() { of_device_.reset(); }
@@ -241,6 +257,7 @@ class ThreadCache {
   static_assert(kRecent == std::size_t{1} << 8U);
   struct Entry {
     const CachedPool* pool = nullptr;
+    std::unique_ptr<PoolTally> tally;
     std::unique_ptr<Shard> first;
   };
   template <typename Is>

@@ -140,7 +140,7 @@ class BlockSeat {
   ~BlockSeat() VMM_NO_THREAD_SAFETY_ANALYSIS;
 
   // A block was allocated, or freed.
-  void rose(SizeClass size_class, std::size_t bytes, std::size_t requested) {
+  [[gnu::always_inline]] void rose(SizeClass size_class, std::size_t bytes, std::size_t requested) {
     const auto mine = static_cast<std::size_t>(size_class);
     const unsigned more = raise(mine, 0, 1) | raise(mine, 1, static_cast<std::int64_t>(bytes)) |
                           raise(mine, 2, static_cast<std::int64_t>(requested));

@@ -314,7 +314,7 @@ Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, 
     block->requested = bytes;
     block->oversize = false;
     ++streams_[tag].blocks;
-    shard->count_allocation(*block, size);
+    shard->tally.count_allocation(*block, size);
     mine.note(base_ + block->offset, block, shard);
     if (!is_small) shard->note_large(block);
   }
@@ -504,7 +504,7 @@ bool Pool::free(Address address, bool* drained) {
         end_block(*block);
         finish_free(block, epoch);
       } else {
-        shard->count_free(*block, block->size());
+        shard->tally.count_free(*block, block->size());
         release_block(block, epoch);
       }
     }
