@@ -32,17 +32,6 @@ Everyone& everyone() {
 
 }  // namespace
 
-// What the calling thread has: the cache it used last, and all of them. The first
-// has no constructor and no destructor, so that looking at it costs no guard.
-struct LatestCache {
-  std::uint64_t id;  // of the BlockCaches; 0: none
-  ThreadCache* cache;
-  const BlockCaches* home;
-  bool has_ended;
-};
-// In the block of thread storage that is there from the start (initial-exec): found by
-// one addition instead of a call, of which a pair would make two. glibc keeps 1664 bytes
-// for libraries that are loaded later and ask for it; this takes 32.
 [[gnu::tls_model("initial-exec")]] constinit thread_local LatestCache latest_cache{0, nullptr, nullptr, false};
 
 // In a forked child nothing is kept and nothing given back: threads that are not
@@ -110,11 +99,10 @@ BlockCaches::~BlockCaches() {
   for (const auto& cache : threads_) cache->end();
 }
 
-ThreadCache* BlockCaches::mine() const noexcept {
+// Another device's, or none yet, or the thread ends.
+ThreadCache* BlockCaches::find_mine() const noexcept {
   LatestCache& latest = latest_cache;
-  if (latest.id == id_) [[likely]]
-    return latest.cache;
-  if (latest.id == 0) return nullptr;  // none yet, or the thread ends
+  if (latest.id == 0) return nullptr;
   ThreadCache* const cache = this_thread().find(id_);
   if (cache != nullptr) latest = {id_, cache, this, false};
   return cache;
