@@ -81,16 +81,11 @@ class Shard {
       latest_large_ = block;
       return block;
     }
-    const std::size_t units = size / kBlockAlignment;
-    std::size_t at = units - 1;  // of the own places: empty where nobody asked for the size
-    if (units > kOwnPlaces) {
-      const std::size_t place = shared_place(units);
-      if (units_in_[place] != units) return nullptr;
-      at = kOwnPlaces + place;
-    }
-    Block* const block = kept_[at];
+    BlockLink* const kept = place_of(size / kBlockAlignment);
+    if (kept == nullptr) return nullptr;
+    Block* const block = *kept;
     if (block == nullptr) return nullptr;
-    kept_[at] = block->bin_next;
+    *kept = block->bin_next;
     small_bytes_ -= size;
     return block;
   }
@@ -174,12 +169,18 @@ class Shard {
     return (static_cast<std::uint32_t>(units) * 0x9E3779B1U) >> 26U;
   }
   static_assert(kSharedPlaces == std::size_t{1} << (32U - 26U));
+  // The place of that size, or nullptr: another size has it. An own one is there, and
+  // empty, where nobody asked for the size.
+  [[nodiscard]] BlockLink* place_of(std::size_t units) {
+    if (units <= kOwnPlaces) return &kept_[units - 1];
+    const std::size_t place = shared_place(units);
+    return units_in_[place] == units ? &kept_[kOwnPlaces + place] : nullptr;
+  }
   // Where blocks of that size are kept; nullptr: nobody here asks for it.
   [[nodiscard]] BlockLink* kept_of(std::size_t size) {
     const std::size_t units = size / kBlockAlignment;
-    if (units <= kOwnPlaces) return (wanted_ >> (units - 1) & 1U) != 0 ? &kept_[units - 1] : nullptr;
-    const std::size_t place = shared_place(units);
-    return units_in_[place] == units ? &kept_[kOwnPlaces + place] : nullptr;
+    const bool is_wanted = units > kOwnPlaces || (wanted_ >> (units - 1) & 1U) != 0;
+    return is_wanted ? place_of(units) : nullptr;
   }
   void want_at(std::size_t place, std::size_t units);
   Block* take_all_unwanted();
