@@ -100,6 +100,11 @@ struct Block {
   }
   [[nodiscard]] std::size_t end() const { return offset + size(); }
   [[nodiscard]] ByteRange range() const { return {offset, size()}; }
+  // Whether it is a tensor's, and in the pool's directory.
+  [[nodiscard]] bool is_live() const {
+    const BlockState now = state;
+    return now == BlockState::used || now == BlockState::watched;
+  }
   // Whether somebody asked for it, and it counts as active to torch.
   [[nodiscard]] bool is_active() const {
     const BlockState now = state;

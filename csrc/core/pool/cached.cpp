@@ -7,9 +7,8 @@ namespace vmm {
 
 Block* Pool::live_at(Address address) const {
   Block* block = contains(address) ? directory_->find(address - base_) : nullptr;
-  const bool is_live = block != nullptr && block->offset == address - base_ &&
-                       (block->state == BlockState::used || block->state == BlockState::watched);
-  return is_live ? block : nullptr;
+  // In this order: there may be no lock, and what becomes live has its offset first.
+  return block != nullptr && block->is_live() && block->offset == address - base_ ? block : nullptr;
 }
 
 std::size_t Pool::block_size(Address address) const {

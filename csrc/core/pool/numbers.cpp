@@ -78,7 +78,7 @@ std::vector<Address> Pool::live_addresses() const {
   const ReadLock lock(*this);
   std::vector<Address> found;
   directory_->for_each([&](const Block* block) {
-    if (block->state == BlockState::used || block->state == BlockState::watched) found.push_back(base_ + block->offset);
+    if (block->is_live()) found.push_back(base_ + block->offset);
   });
   return found;
 }

@@ -64,9 +64,7 @@ std::vector<ByteRange> Pool::chunks_of_blocks(const std::vector<AddressRange>& p
   };
   std::map<std::size_t, Live> live;  // by offset
   directory_->for_each([&](const Block* block) {
-    const BlockState state = block->state;
-    const bool is_live = state == BlockState::used || state == BlockState::watched || state == BlockState::pending;
-    if (is_live) live[block->offset] = {block->end()};
+    if (block->is_live()) live[block->offset] = {block->end()};
   });
   for (const AddressRange& piece : pieces) {
     const std::size_t offset = piece.address - base_;
