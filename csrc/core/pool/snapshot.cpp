@@ -88,6 +88,12 @@ BlockSnapshot::State state_of(const Block& block) {
   }
 }
 
+// Free space, and what is beside a watched block: there may be memory under it or not.
+bool is_nobodys(const Block& block) {
+  const BlockState now = block.state;
+  return now == BlockState::free || now == BlockState::retired || now == BlockState::guard;
+}
+
 std::size_t requested_of(const Block& block) { return block.is_active() ? block.requested : 0; }
 
 }  // namespace
@@ -110,11 +116,11 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
       builder.cut();
       continue;
     }
-    if (block->state != BlockState::free && block->state != BlockState::retired && block->state != BlockState::guard) {
+    if (!is_nobodys(*block)) {
       builder.add(block->offset, block->size(), requested_of(*block), state_of(*block), SizeClass::large_pool, stream);
       continue;
     }
-    // Free space, and what is beside a watched block, may have holes: only its mapped parts are part of a segment.
+    // It may have holes: only its mapped parts are part of a segment.
     std::size_t at = block->offset;
     for (const ByteRange& gap : range_->gaps(block->range())) {
       if (gap.offset > at) {
@@ -139,9 +145,7 @@ void Pool::withhold_broken_chunks() {
     if (!uniform_) large_.add_border(offset);
   }
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
-    if (block->state == BlockState::free || block->state == BlockState::retired || block->state == BlockState::guard) {
-      continue;
-    }
+    if (is_nobodys(*block)) continue;
     auto at = range_->covering(block->offset);
     const bool is_whole = at->first + at->second.chunk->size >= block->end();
     if (is_whole && block->state != BlockState::pages) continue;
@@ -169,10 +173,7 @@ void Pool::check() const {
   std::size_t guard_mapped = 0;
   std::size_t guard_bare = 0;
   const auto count_block = [&](const Block& block) VMM_REQUIRES(mutex_) {
-    if (block.state == BlockState::free || block.state == BlockState::slab || block.state == BlockState::retired ||
-        block.state == BlockState::guard) {
-      return;
-    }
+    if (is_nobodys(block) || block.state == BlockState::slab) return;
     if (block.state == BlockState::pending) {
       pending += block.size();
       watched += watch_.live.count(block.offset);
