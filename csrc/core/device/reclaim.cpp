@@ -238,8 +238,7 @@ Address DeviceMemory::call_for_memory(Climb& climb) {
 }
 
 Address DeviceMemory::borrow(Climb& climb) {
-  const bool may_borrow = !climb.asker.is_part() || climb.asker.is_tag_space();
-  if (!climb.stream.has_value() || !may_borrow || !lender_) return 0;
+  if (!climb.stream.has_value() || !climb.asker.is_ordinary() || !lender_) return 0;
   return lender_(climb.asker, climb.bytes, *climb.stream);
 }
 

@@ -81,7 +81,7 @@ std::size_t Pool::piece_size(const Request& request, std::size_t total, std::siz
   if (uniform_) return page_;
   if (no_split_ || is_whole(request)) return remaining;
   // A graph's memory never moves, so small pieces are no use to it.
-  if (is_part() && !is_tag_space()) return std::min(remaining, std::max(kLargestPiece, page_));
+  if (!is_ordinary()) return std::min(remaining, std::max(kLargestPiece, page_));
   const Pieces& pieces_of = group_.sharers() > 1 ? kBesideOthers : kAlone;
   const std::size_t least = std::min(pieces_of.least, peak_live_ / kPiecesPerSmallPool);
   const std::size_t fitting =
@@ -99,7 +99,7 @@ bool Pool::is_being_loaded() const {
 // By how much the last new chunk, of `size` bytes, may go beyond the request: no further
 // than the bare space behind it, and nothing where others want the memory too.
 std::size_t Pool::growth_ahead(const Request& request, std::size_t size, std::size_t bare_behind) const {
-  if ((is_part() && !is_tag_space()) || is_whole(request) || request.state == BlockState::pages) return 0;
+  if (!is_ordinary() || is_whole(request) || request.state == BlockState::pages) return 0;
   if (group_.sharers() > 1 || !is_being_loaded()) return 0;
   // Near a limit what lies unused here is what the model's graphs, tags and ranges lack.
   if (budget_.headroom() < range_->mapped_bytes() / kHeadroomShare) return 0;

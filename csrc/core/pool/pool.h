@@ -325,6 +325,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] const std::string& tag() const { return tag_; }
   // A part for a tag's tensors: its blocks are as a model's own.
   [[nodiscard]] bool is_tag_space() const { return !tag_.empty() && !is_range_ && !is_private(); }
+  // A model or a tag's space: no private pool of torch's, and not one tensor's addresses.
+  [[nodiscard]] bool is_ordinary() const { return !is_part() || is_tag_space(); }
   // A private pool of torch's, or a part of one.
   [[nodiscard]] bool is_private() const { return !(region_ == RegionId{}); }
   // A tag's space of which some memory is read-only.
