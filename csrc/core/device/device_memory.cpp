@@ -531,7 +531,7 @@ bool DeviceMemory::free(AddressSpace& address_space, Address address) {
     held = pool->weak_from_this().lock();
   const bool known = pool->free(address, &drained);
   if (drained) home->bury_drained(pool);
-  if (held != nullptr && home->log_ != nullptr) [[unlikely]]
+  if (held != nullptr) [[unlikely]]
     home->settle_watched(*held);
   if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
     home->enforce_limits(held.get());

@@ -234,7 +234,7 @@ class DeviceMemory {
       VMM_EXCLUDES(reclaim_mutex_);
   // debugging.cpp
   Address allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stream stream) VMM_EXCLUDES(reclaim_mutex_);
-  void settle_watched(Pool& pool);
+  void settle_watched(Pool& pool);  // outside debug mode nothing
   void report_fault() const noexcept VMM_EXCLUDES(registry_mutex_);
   // After an attempt that lacked `shortage`.
   Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage)

@@ -30,7 +30,7 @@ std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
 
 std::size_t DeviceMemory::trim_passed(Pool& pool, const FunctionRef<void()>& shed) {
   Budget& group = pool.group();
-  if (log_ != nullptr) settle_watched(pool);
+  settle_watched(pool);
   const std::size_t shelved = store_.shelved_bytes(group);
   shed();
   return store_.trim(group, shelved);

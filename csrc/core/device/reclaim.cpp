@@ -84,14 +84,14 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
 }
 
 Address DeviceMemory::allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream) {
-  if (log_ != nullptr) settle_watched(pool);
+  settle_watched(pool);
   return allocate(pool, bytes, std::nullopt, [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_at(address, bytes, stream, grant, shortage);
   });
 }
 
 Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream) {
-  if (log_ != nullptr) settle_watched(pool);
+  settle_watched(pool);
   return allocate(pool, size, std::nullopt, [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_pages(offset, size, stream, grant, shortage);
   });
