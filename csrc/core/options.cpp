@@ -130,17 +130,11 @@ const std::vector<OptionRow>& option_table() {
 
 namespace {
 
-std::size_t parse_size(const std::string& variable, const std::string& text) {
+// What `parse` makes of `text`; where it refuses, it says of which variable.
+template <typename Value>
+Value parse_of(const std::string& variable, const std::string& text, Value (*parse)(const std::string&)) {
   try {
-    return parse_bytes(text);
-  } catch (const InvalidArgumentError& error) {
-    throw InvalidArgumentError(variable + ": " + error.what());
-  }
-}
-
-DebugMode parse_mode(const std::string& variable, const std::string& text) {
-  try {
-    return parse_debug_mode(text);
+    return parse(text);
   } catch (const InvalidArgumentError& error) {
     throw InvalidArgumentError(variable + ": " + error.what());
   }
@@ -159,9 +153,9 @@ void set(Options& options, const OptionRow& row, const std::string& text) {
   if (const auto* flag = std::get_if<bool Options::*>(&row.member)) {
     options.** flag = parse_flag(row.variable, text);
   } else if (const auto* mode = std::get_if<DebugMode Options::*>(&row.member)) {
-    options.** mode = parse_mode(row.variable, text);
+    options.** mode = parse_of(row.variable, text, parse_debug_mode);
   } else {
-    options.*std::get<std::size_t Options::*>(row.member) = parse_size(row.variable, text);
+    options.*std::get<std::size_t Options::*>(row.member) = parse_of(row.variable, text, parse_bytes);
   }
 }
 
