@@ -1,9 +1,26 @@
 #include "base/units.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 
 namespace vmm {
+
+void append_joined(std::vector<ByteRange>& sorted, ByteRange range) {
+  if (range.size == 0) return;
+  if (!sorted.empty() && sorted.back().end() >= range.offset) {
+    sorted.back().size = std::max(sorted.back().end(), range.end()) - sorted.back().offset;
+  } else {
+    sorted.push_back(range);
+  }
+}
+
+std::vector<ByteRange> joined(std::vector<ByteRange> ranges) {
+  std::sort(ranges.begin(), ranges.end(), [](const ByteRange& a, const ByteRange& b) { return a.offset < b.offset; });
+  std::vector<ByteRange> found;
+  for (const ByteRange& range : ranges) append_joined(found, range);
+  return found;
+}
 
 std::string format_bytes(std::size_t bytes) {
   if (bytes == kUnlimited) return "no limit";

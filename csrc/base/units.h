@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
 namespace vmm {
 
@@ -43,6 +44,12 @@ struct ByteRange {
     return a.offset == b.offset && a.size == b.size;
   }
 };
+
+// Adds `range`, unless it is empty, behind those of `sorted`: to the last one where it
+// touches or overlaps it. REQUIRES: it begins where the last one does or behind that.
+void append_joined(std::vector<ByteRange>& sorted, ByteRange range);
+// Sorted, without overlaps and empty ones, what touches joined.
+std::vector<ByteRange> joined(std::vector<ByteRange> ranges);
 
 // "512 B", "19.8 GiB": at most one decimal, binary units.
 std::string format_bytes(std::size_t bytes);

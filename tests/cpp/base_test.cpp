@@ -2,6 +2,7 @@
 
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "base/check.h"
 #include "base/errors.h"
@@ -35,6 +36,14 @@ TEST(Units, SeesSumsThatOverflow) {
   EXPECT_FALSE(sum_overflows(kUnlimited - 1, 1));
   EXPECT_TRUE(sum_overflows(kUnlimited, 1));
   EXPECT_TRUE(sum_overflows(kUnlimited / 2 + 1, kUnlimited / 2 + 1));
+}
+
+TEST(Units, JoinsStretchesThatTouch) {
+  EXPECT_TRUE(joined({}).empty());
+  EXPECT_TRUE(joined({{8, 0}}).empty());
+  const std::vector<ByteRange> expected = {{0, 24}, {32, 8}};
+  EXPECT_EQ(joined({{32, 8}, {8, 8}, {0, 8}, {12, 12}, {28, 0}}), expected);  // touching, overlapping, empty
+  EXPECT_EQ(joined({{0, 24}, {4, 4}, {32, 8}, {32, 8}}), expected);           // one within another
 }
 
 TEST(Units, SpellsSizes) {

@@ -1,6 +1,5 @@
 #include "core/faces/tensor_range.h"
 
-#include <algorithm>
 #include <exception>
 #include <string>
 #include <utility>
@@ -8,25 +7,6 @@
 #include "base/errors.h"
 
 namespace vmm {
-
-namespace {
-
-// Sorted, without overlaps, what touches joined.
-std::vector<ByteRange> merged(std::vector<ByteRange> ranges) {
-  std::sort(ranges.begin(), ranges.end(), [](const ByteRange& a, const ByteRange& b) { return a.offset < b.offset; });
-  std::vector<ByteRange> joined;
-  for (const ByteRange& range : ranges) {
-    if (range.size == 0) continue;
-    if (!joined.empty() && joined.back().end() >= range.offset) {
-      joined.back().size = std::max(joined.back().end(), range.end()) - joined.back().offset;
-    } else {
-      joined.push_back(range);
-    }
-  }
-  return joined;
-}
-
-}  // namespace
 
 TensorRange::TensorRange(DeviceMemory& memory, const std::shared_ptr<Pool>& model, const TensorRangeSpec& spec)
     : memory_(memory), part_(memory.create_range(model, spec.what, spec.capacity, spec.page_size)) {
@@ -90,7 +70,7 @@ std::vector<ByteRange> TensorRange::gaps(const std::vector<ByteRange>& ranges) c
   wanted.reserve(ranges.size());
   for (const ByteRange& range : ranges) wanted.push_back(pages(range));
   std::vector<ByteRange> found;
-  for (const ByteRange& range : merged(std::move(wanted))) {
+  for (const ByteRange& range : joined(std::move(wanted))) {
     std::size_t at = range.offset;
     for (const ByteRange& held : part_->held_pages(range.offset, range.size)) {
       if (held.offset > at) found.push_back({at, held.offset - at});
@@ -185,7 +165,7 @@ std::size_t TensorRange::decommit(const std::vector<ByteRange>& ranges) {
     const std::vector<ByteRange> found = committed(range);
     held.insert(held.end(), found.begin(), found.end());
   }
-  held = merged(std::move(held));
+  held = joined(std::move(held));
   for (const ByteRange& range : held) {
     if (!part_->has_read_only(base() + range.offset, range.size)) continue;
     // A chunk that stays mapped would serve its next pages read-only.

@@ -271,12 +271,7 @@ std::vector<ByteRange> Pool::held_pages(std::size_t offset, std::size_t size) co
   if (at != pages_.begin() && std::prev(at)->second->end() > range.offset) --at;
   for (; at != pages_.end() && at->first < range.end(); ++at) {
     const std::size_t begin = std::max(at->first, range.offset);
-    const std::size_t end = std::min(at->second->end(), range.end());
-    if (!spans.empty() && spans.back().end() == begin) {
-      spans.back().size += end - begin;
-    } else {
-      spans.push_back({begin, end - begin});
-    }
+    append_joined(spans, {begin, std::min(at->second->end(), range.end()) - begin});
   }
   return spans;
 }

@@ -7,23 +7,6 @@
 
 namespace vmm {
 
-namespace {
-
-// Sorted, without overlaps, what touches joined.
-std::vector<ByteRange> joined(const std::map<std::size_t, std::size_t>& ends_by_offset) {
-  std::vector<ByteRange> runs;
-  for (const auto& [offset, end] : ends_by_offset) {
-    if (!runs.empty() && runs.back().end() == offset) {
-      runs.back().size += end - offset;
-    } else {
-      runs.push_back({offset, end - offset});
-    }
-  }
-  return runs;
-}
-
-}  // namespace
-
 bool Pool::allows(const LiveMapping& mapping, Access access) const {
   return std::all_of(accessors_.begin(), accessors_.end(),
                      [&](const Location& who) { return mapping.access_of(who) == access; });
@@ -90,7 +73,9 @@ std::vector<ByteRange> Pool::chunks_of_blocks(const std::vector<AddressRange>& p
                                "and pages are sealed by whole chunks: give all tensors that were made under the tag, " +
                                "or free the others first");
   }
-  return joined(chunks);
+  std::vector<ByteRange> runs;
+  for (const auto& [offset, end] : chunks) append_joined(runs, {offset, end - offset});
+  return runs;
 }
 
 std::vector<ByteRange> Pool::whole_chunks(const std::vector<AddressRange>& pieces, Access access) const {
