@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "core/memory/shared_chunks.h"
 #include "core/streams/stream_point.h"
 
 namespace vmm {
@@ -94,30 +95,15 @@ void PlacedMemory::order(const std::vector<PlacedShare>& shares) {
 }
 
 void PlacedMemory::map() {
-  std::vector<Chunk*> chunks;
+  const std::vector<Location> who = accessors();
+  SharedChunks shared(/*copies=*/1);
   std::size_t bytes = 0;
-  const auto take_back = [&chunks] {
-    for (Chunk* chunk : chunks) chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
-  };
-  std::vector<Location> who;
-  try {
-    who = accessors();
-    for (const auto& range : ranges_) {
-      const std::vector<Chunk*> own = range->part()->share_chunks(range->base(), range->capacity(), 1);
-      bytes += range->capacity();
-      try {
-        chunks.insert(chunks.end(), own.begin(), own.end());
-      } catch (...) {
-        for (Chunk* chunk : own) chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
-        throw;
-      }
-    }
-  } catch (...) {
-    take_back();
-    throw;
+  for (const auto& range : ranges_) {
+    range->part()->share_chunks(range->base(), range->capacity(), &shared);
+    bytes += range->capacity();
   }
   DeviceMemory& first = *devices_.front();
-  // On failure it takes the mappings back itself.
+  const std::vector<Chunk*> chunks = shared.release();  // on failure it takes the mappings back itself
   const Status status =
       AliasRange::make(first.driver(), first.granularity(), chunks, 1, Access::read_write, who, &range_);
   if (status.code() == StatusCode::out_of_memory) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "core/memory/shared_chunks.h"
 
 namespace vmm {
 
@@ -30,17 +31,10 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
                                " are more than there are virtual addresses, " + format_bytes(kMostBytes),
                            kUnlimited, 0, kMostBytes, opener_->name());
   }
-  std::vector<std::vector<Chunk*>> shared;  // of each piece
-  const auto take_back = [&shared, copies] {
-    for (const auto& chunks : shared) {
-      for (Chunk* chunk : chunks) chunk->mappings.fetch_sub(static_cast<int>(copies), std::memory_order_acq_rel);
-    }
-  };
-  // Nothing is taken that there is no room to note.
-  shared.reserve(pieces.size());
-  holds_.reserve(pieces.size());
+  holds_.reserve(pieces.size());  // nothing is held that there is no room to note
   bool is_shown = false;
   try {
+    SharedChunks shared(static_cast<int>(copies));
     for (const AliasedPiece& piece : pieces) {
       const std::shared_ptr<Pool> pool = memory_.pool_at(piece.address);
       if (pool == nullptr) {
@@ -53,15 +47,13 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
         pool->hold_pages(offset, piece.size);
         holds_.push_back({pool, offset, piece.size});
       }
-      shared.push_back(pool->share_chunks(piece.address, piece.size, static_cast<int>(copies)));
+      pool->share_chunks(piece.address, piece.size, &shared);
       if (&pool->model() != opener_.get()) shared_bytes_ += piece.size;
     }
     const std::vector<Location> accessors = memory_.accessors();
-    std::vector<Chunk*> chunks;
-    for (const auto& each : shared) chunks.insert(chunks.end(), each.begin(), each.end());
     memory_.add_shared(*opener_, shared_bytes_);
     is_shown = true;
-    shared.clear();  // it takes them back itself
+    const std::vector<Chunk*> chunks = shared.release();  // on failure it takes the mappings back itself
     const Status status = AliasRange::make(memory_.driver(), memory_.granularity(), chunks, copies,
                                            read_only ? Access::read : Access::read_write, accessors, &range_);
     if (status.code() == StatusCode::out_of_memory) {
@@ -74,7 +66,6 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
   } catch (...) {
     if (range_ != nullptr) range_->end();  // what is refused costs its addresses
     if (is_shown) memory_.remove_shared(*opener_, shared_bytes_);
-    take_back();
     let_go();
     throw;
   }

@@ -19,7 +19,7 @@ class AliasRange {
  public:
   // Maps `chunks`, in order, `copies` times, and gives `accessors` this access; or does
   // nothing. REQUIRES: each chunk carries a mapping more for each copy, counted by the
-  // caller (Pool::share_chunks), so that it is not released meanwhile; on failure, a
+  // caller (SharedChunks), so that it is not released meanwhile; on failure, a
   // throw too, they are taken back here. At least one chunk, copy and accessor.
   static Status make(Driver& driver, std::size_t granularity, std::span<Chunk* const> chunks, std::size_t copies,
                      Access access, std::span<const Location> accessors, std::shared_ptr<AliasRange>* out);

@@ -37,6 +37,7 @@
 #include "core/memory/chunk_store.h"
 #include "core/memory/grant.h"
 #include "core/memory/mapped_range.h"
+#include "core/memory/shared_chunks.h"
 #include "core/numbers/observer.h"
 #include "core/numbers/peaks.h"
 #include "core/numbers/pool_counters.h"
@@ -171,10 +172,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // The same for another process: from now on they serve no other model.
   [[nodiscard]] std::vector<ChunkView> chunks_to_export(Address address, std::size_t bytes) VMM_EXCLUDES(mutex_);
 
-  // The chunks under [address, address + bytes), by address, which are to be mapped
-  // `times` more: each counts that many mappings more from now on. Throws
-  // InvalidArgumentError where the stretch does not begin and end with a chunk.
-  [[nodiscard]] std::vector<Chunk*> share_chunks(Address address, std::size_t bytes, int times) VMM_EXCLUDES(mutex_);
+  // Adds the chunks under [address, address + bytes), by address, which are to be mapped
+  // again. Throws InvalidArgumentError where the stretch does not begin and end with a
+  // chunk.
+  void share_chunks(Address address, std::size_t bytes, SharedChunks* out) VMM_EXCLUDES(mutex_);
   // What the memory under `pieces`, by address, allows everybody from now on; all or
   // none. Explicit pages of one tensor's addresses: whole chunks of them, the last one's
   // end past the piece included. Blocks of a tag's space: the chunks under them, of which

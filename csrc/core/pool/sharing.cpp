@@ -40,7 +40,7 @@ std::vector<ChunkView> Pool::chunks_to_export(Address address, std::size_t bytes
   return found;
 }
 
-std::vector<Chunk*> Pool::share_chunks(Address address, std::size_t bytes, int times) {
+void Pool::share_chunks(Address address, std::size_t bytes, SharedChunks* out) {
   const MutexLock lock(mutex_);
   std::vector<Chunk*> found;
   Address end = address;
@@ -55,8 +55,7 @@ std::vector<Chunk*> Pool::share_chunks(Address address, std::size_t bytes, int t
                                " do not stand on whole chunks: make the tensor with torch_vmm.aligned(shape, dtype, " +
                                "device), and of a multiple of " + format_bytes(page_));
   }
-  for (Chunk* chunk : found) chunk->mappings.fetch_add(times, std::memory_order_acq_rel);
-  return found;
+  out->add(found);
 }
 
 Status Pool::add_accessor(Location who) {
