@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cpp/lab.h"
+#include "cpp/turns.h"
 
 namespace vmm::testing {
 namespace {
@@ -63,6 +64,50 @@ INSTANTIATE_TEST_SUITE_P(, LackingMemory,
                                                     return lab.memory().create_part(model, {0, 1}, /*no_split=*/false);
                                                   }}),
                          [](const auto& each) { return std::string(each.param.name); });
+
+// Of what threads keep of a model: `step` has all threads stand still.
+void expect_that_threads_go_on(const std::function<void(Lab&, Pool&)>& step) {
+  bool failed = true;
+  for (long nth = 0; failed; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Lab lab;
+    Turns turns;
+    const auto first = lab.pool("first");
+    const auto second = lab.pool("second");
+    const auto use = [&] {
+      for (const int thread : {0, 1}) {
+        turns.on(thread, [&] {
+          warm(lab, *first, 512);
+          warm(lab, *second, 512);
+        });
+      }
+    };
+    use();
+    ASSERT_NE(lab.memory().kept_blocks(*first), 0U);
+    failed = runs_out_at(nth, [&] { step(lab, *first); });
+    lab.memory().check();
+    use();
+    step(lab, *first);  // another time
+    lab.memory().check();
+    EXPECT_EQ(first->live_blocks(), 0U);
+  }
+}
+
+TEST(LackingMemoryOfThreads, GoOnWhenTheirShardsCannotEnd) {
+  expect_that_threads_go_on([](Lab& /*lab*/, Pool& pool) { pool.follow_family_peaks(); });
+}
+
+TEST(LackingMemoryOfThreads, GoOnWhenThoseOfAllPoolsCannotEnd) {
+  class Silent final : public PoolObserver {
+    void on_event(const Pool& /*pool*/, PoolEvent /*event*/, Address /*address*/, std::size_t /*bytes*/,
+                  Stream /*stream*/) noexcept override {}
+  };
+  expect_that_threads_go_on([](Lab& lab, Pool& /*pool*/) {
+    Silent silent;
+    lab.memory().set_observer(&silent);
+    lab.memory().set_observer(nullptr);
+  });
+}
 
 }  // namespace
 }  // namespace vmm::testing

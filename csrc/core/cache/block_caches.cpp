@@ -277,16 +277,16 @@ bool BlockCaches::hold() {
   return true;
 }
 
+BlockCaches::Still::Still(BlockCaches& caches) VMM_NO_THREAD_SAFETY_ANALYSIS : caches_(caches), holds_(caches.hold()) {}
+
 BlockCaches::Still::Still(BlockCaches& caches, const CachedPool& pool, Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS
-    : caches_(caches),
-      holds_(caches.hold()) {
+    : Still(caches) {
   if (!holds_) return;
   caches_.stop_those([&pool](const ThreadCache& cache) { return cache.first_of(pool) != nullptr; });
   caches_.give_back(pool, kept);
 }
 
-BlockCaches::Still::Still(BlockCaches& caches, Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS : caches_(caches),
-                                                                                          holds_(caches.hold()) {
+BlockCaches::Still::Still(BlockCaches& caches, Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS : Still(caches) {
   if (!holds_) return;
   caches_.stop_all();
   for (const auto& cache : caches_.threads_) {

@@ -131,8 +131,7 @@ class BlockCaches {
     // Of several pools, or of all.
     template <typename AnyPool>
     Still(BlockCaches& caches, const std::vector<std::shared_ptr<AnyPool>>& pools,
-          Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS : caches_(caches),
-                                                     holds_(caches.hold()) {
+          Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS : Still(caches) {
       if (!holds_) return;
       caches_.stop_those([&](const ThreadCache& cache) {
         return std::any_of(pools.begin(), pools.end(),
@@ -146,6 +145,10 @@ class BlockCaches {
     Still& operator=(const Still&) = delete;
 
    private:
+    // Stops nobody yet. The others begin with it: where one of them fails, as the host has
+    // no memory, it ends as one that was made.
+    explicit Still(BlockCaches& caches) VMM_ACQUIRE(caches.mutex_);
+
     BlockCaches& caches_;
     const bool holds_;
   };
@@ -183,6 +186,7 @@ class BlockCaches {
   template <typename Which>
   void stop_those(const Which& which) VMM_NO_THREAD_SAFETY_ANALYSIS {
     stopped_.clear();
+    stopped_.reserve(threads_.size());  // all of them or none
     for (const auto& cache : threads_) {
       if (which(*cache)) stopped_.push_back(cache.get());
     }

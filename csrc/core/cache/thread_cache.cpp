@@ -90,10 +90,9 @@ std::size_t Shard::kept() const {
   return count + (kept_large_ == nullptr ? 0 : 1);
 }
 
-void ThreadCache::rebuild(std::size_t size) {
-  std::vector<Entry> old(size);
-  old.swap(table_);
-  for (Entry& entry : old) {
+void ThreadCache::rebuild(std::vector<Entry> empty) noexcept {
+  empty.swap(table_);
+  for (Entry& entry : empty) {
     if (entry.first != nullptr) table_[slot_of(*entry.pool)] = std::move(entry);
   }
 }
@@ -102,7 +101,9 @@ Shard& ThreadCache::add(CachedPool& pool, Stream stream, StreamTag tag) {
   PoolTally* const known = tally_of(pool);
   auto fresh = known == nullptr ? std::make_unique<PoolTally>(pool, *of_device_) : nullptr;
   auto shard = std::make_unique<Shard>(pool, known == nullptr ? *fresh : *known, stream, tag);
-  if (first_of(pool) == nullptr && (pools_ + 1) * 2 > table_.size()) rebuild(table_.size() * 2);
+  if (first_of(pool) == nullptr && (pools_ + 1) * 2 > table_.size()) {
+    rebuild(std::vector<Entry>(table_.size() * 2));
+  }
   // From here on nothing throws.
   Entry& entry = table_[slot_of(pool)];
   if (entry.pool == nullptr) {
@@ -122,6 +123,7 @@ bool ThreadCache::is_alone(const CachedPool& pool) const {
 }
 
 void ThreadCache::remove(const CachedPool& pool) {
+  std::vector<Entry> rest(table_.size());  // here: where the host has no memory for it, nothing has changed
   latest_ = nullptr;
   for (Recent& recent : recent_) {
     if (recent.shard != nullptr && &recent.shard->pool == &pool) recent = {};
@@ -130,7 +132,7 @@ void ThreadCache::remove(const CachedPool& pool) {
     if (entry.pool != &pool) continue;
     entry = {};
     --pools_;
-    rebuild(table_.size());  // without a gap in what others are found by
+    rebuild(std::move(rest));  // without a gap in what others are found by
     break;
   }
 }

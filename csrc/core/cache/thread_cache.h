@@ -277,7 +277,7 @@ class ThreadCache {
     while (table_[at].pool != nullptr && table_[at].pool != &pool) at = (at + 1) & (table_.size() - 1);
     return at;
   }
-  void rebuild(std::size_t size);
+  void rebuild(std::vector<Entry> empty) noexcept;  // into that one
 
   const std::shared_ptr<Mutex> others_;
   std::optional<BlockSeat> of_device_;
