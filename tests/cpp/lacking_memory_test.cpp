@@ -109,5 +109,31 @@ TEST(LackingMemoryOfThreads, GoOnWhenThoseOfAllPoolsCannotEnd) {
   });
 }
 
+// Of four chunks one is on the shelf, three are new; noting the second or third fails.
+TEST(LackingMemoryOfRequests, LeaveNoChargeAndNoChunkBehind) {
+  for (const long created : {1L, 2L}) {
+    SCOPED_TRACE("chunks created: " + std::to_string(created));
+    Lab lab;
+    PoolSpec spec = Lab::spec("a");
+    spec.page_size = kPage;
+    const auto pool = lab.pool(spec);
+    lab.leave_idle(*pool, kPage);
+    pool->shed(0);
+    ASSERT_EQ(lab.memory().store().all_shelved_bytes(), kPage);
+    bool is_set = false;
+    lab.driver.before(Call::create, [&] {
+      if (!std::exchange(is_set, true)) allocations_left = created - 1;
+    });
+    EXPECT_THROW(lab.allocate(*pool, 4 * kPage), std::bad_alloc);
+    EXPECT_LT(allocations_left, 0);
+    EXPECT_EQ(pool->budget().used(), 0U);
+    EXPECT_EQ(lab.memory().budget().used(), lab.driver.live_chunk_bytes());
+    EXPECT_EQ(lab.memory().store().all_shelved_bytes(), lab.driver.live_chunk_bytes());
+    lab.memory().check();
+    lab.allocate(*pool, 4 * kPage);
+    EXPECT_EQ(pool->budget().used(), 4 * kPage);
+  }
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -6,6 +6,7 @@
 // by a second mapping (grows() decides). A chunk is mapped at its new place
 // before it leaves the old one, so a failure undoes to what was.
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <initializer_list>
 
@@ -332,7 +333,12 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
   const auto back_from = [&](std::initializer_list<Source> sources) VMM_REQUIRES(mutex_) {
     Backing backing;
     const bool found = std::any_of(sources.begin(), sources.end(), [&](Source source) VMM_REQUIRES(mutex_) {
-      return collect(*extent, request, source, grant, &backing, shortage);
+      try {
+        return collect(*extent, request, source, grant, &backing, shortage);
+      } catch (...) {
+        untake(extent->block, extent->pieces);
+        throw;
+      }
     });
     if (!found) return false;
     const std::size_t end = extent->block->end();
@@ -408,12 +414,33 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
   std::size_t create_bytes = 0;
   const std::size_t bare_behind = is_open && !uniform_ && !is_range_ ? behind->size() : 0;
   Budget* refused = nullptr;
+  // What was chosen and charged goes back on failure, the host's for want of memory too.
+  struct Choice {
+    Pool& pool;
+    Backing& backing;
+    Grant* const grant = nullptr;
+    std::size_t charged = 0;  // for chunks yet to be created
+    bool is_made = false;
+    ~Choice() VMM_NO_THREAD_SAFETY_ANALYSIS {
+      if (is_made) return;
+      pool.budget_.refund(charged);
+      try {
+        std::erase_if(backing.placements, [](const PlacedChunk& placement) { return placement.chunk == nullptr; });
+        pool.put_back(backing, grant);
+      } catch (const std::exception&) {
+        // There is no room to note a chunk: it stays charged.
+      }
+      backing = {};
+    }
+  } choice{*this, *backing, grant};
   for (const ByteRange& gap : extent.gaps) {
     const std::size_t beyond = gap == extent.gaps.back() ? bare_behind : 0;
     for (std::size_t at = gap.offset; at < gap.end();) {
       const std::size_t remaining = gap.end() - at;
       const std::size_t largest = largest_at(at, remaining);
-      Chunk* chunk = grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(largest, whole);
+      backing->placements.push_back({at, nullptr});  // first: what is taken has its place
+      Chunk*& chunk = backing->placements.back().chunk;
+      chunk = grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(largest, whole);
       if (chunk == nullptr && moves && !idle.empty()) {
         IdleChunk move;
         bool found = true;
@@ -424,8 +451,8 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
           found = pick_idle(idle, remaining, largest + beyond, total, &move);
         }
         if (found) {
-          chunk = move.chunk;
           backing->moves.push_back(move);
+          chunk = move.chunk;
         }
       }
       if (chunk == nullptr && refused == nullptr && !fresh_only) {
@@ -436,11 +463,10 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
         size = chunk->size;
       } else {
         size = std::min(piece_size(request, total, remaining), largest);
-        to_create.push_back(backing->placements.size());
+        to_create.push_back(backing->placements.size() - 1);
         sizes.push_back(size);
         create_bytes += size;
       }
-      backing->placements.push_back({at, chunk});
       at += size;
     }
   }
@@ -458,27 +484,26 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
   Status status;
   if (full == nullptr) {
     if (grant != nullptr) grant->prepaid_bytes -= prepaid;
+    choice.charged = create_bytes + ahead;
     for (std::size_t k = 0; k < to_create.size(); ++k) {
       const bool is_last = k + 1 == to_create.size();
       Chunk* chunk = nullptr;
       status = context_.store.create_prepaid(context_.store.spec(sizes[k] + (is_last ? ahead : 0)), budget_, &chunk);
       if (is_last && ahead != 0 && !status.ok()) {
         budget_.refund(ahead);
+        choice.charged -= ahead;
         ahead = 0;
         status = context_.store.create_prepaid(context_.store.spec(sizes[k]), budget_, &chunk);
       }
       if (!status.ok()) break;
       backing->placements[to_create[k]].chunk = chunk;
+      choice.charged -= chunk->size;
       uncreated -= sizes[k];
     }
-    if (uncreated == 0) return true;
-    budget_.refund(uncreated + ahead);
+    choice.is_made = uncreated == 0;
   }
-  *shortage = {uncreated, full, status};
-  std::erase_if(backing->placements, [](const PlacedChunk& placement) { return placement.chunk == nullptr; });
-  put_back(*backing, grant);
-  *backing = {};
-  return false;
+  if (!choice.is_made) *shortage = {uncreated, full, status};
+  return choice.is_made;
 }
 
 // Takes the bare space into which the backing reaches beyond the extent.
