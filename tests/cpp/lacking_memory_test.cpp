@@ -6,7 +6,11 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "core/blocks/block_arena.h"
+#include "core/blocks/block_directory.h"
 #include "cpp/lab.h"
 #include "cpp/turns.h"
 
@@ -107,6 +111,22 @@ TEST(LackingMemoryOfThreads, GoOnWhenThoseOfAllPoolsCannotEnd) {
     lab.memory().set_observer(&silent);
     lab.memory().set_observer(nullptr);
   });
+}
+
+TEST(LackingMemoryOfDirectories, ABlockIsTakenOutAllTheSame) {
+  for (const std::size_t size : {kMiB, 64 * kKiB}) {  // some in a page, and a table's full
+    BlockDirectory directory(8 * kMiB);
+    BlockArena arena;
+    std::vector<Block*> blocks;
+    for (std::size_t offset = 0; offset < 8 * kMiB; offset += size) {
+      blocks.push_back(arena.make());
+      blocks.back()->reset(offset);
+      blocks.back()->set_size(size);
+      directory.insert(blocks.back());
+    }
+    for (const Block* block : blocks) EXPECT_FALSE(runs_out_at(0, [&] { directory.remove(block); }));
+    EXPECT_EQ(directory.size(), 0U);
+  }
 }
 
 // Of four chunks one is on the shelf, three are new; noting the second or third fails.

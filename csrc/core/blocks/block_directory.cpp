@@ -16,6 +16,11 @@ namespace {
 // further on than the one before.
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kColours = 61;
+// Room for all that there are: what comes back to `free` needs no memory.
+template <typename T>
+void make_room(std::vector<T*>& free, std::size_t all) {
+  if (free.capacity() < all) free.reserve(std::max(all, 2 * free.capacity()));
+}
 std::size_t next_colour() {
   static std::atomic<std::size_t> next{0};
   return next.fetch_add(1, std::memory_order_relaxed) % kColours * kLine;
@@ -65,6 +70,7 @@ std::vector<Block*> BlockDirectory::blocks_of(std::uintptr_t word) {
 
 BlockDirectory::Few* BlockDirectory::new_few() {
   if (free_few_.empty()) {
+    make_room(free_few_, few_.size() + 1);
     few_.push_back(std::make_unique<Few>());
     free_few_.push_back(few_.back().get());
   }
@@ -75,6 +81,7 @@ BlockDirectory::Few* BlockDirectory::new_few() {
 
 BlockDirectory::Table* BlockDirectory::new_table() {
   if (free_tables_.empty()) {
+    make_room(free_tables_, tables_.size() + 1);
     tables_.push_back(std::make_unique<std::byte[]>(sizeof(Table) + kColours * kLine));
     free_tables_.push_back(new (tables_.back().get() + next_colour()) Table);
   }
@@ -117,7 +124,7 @@ void BlockDirectory::insert_beside_tables(Block* block) {
       Few* few = as<Few>(word);
       for (auto& slot : few->blocks) slot.store(nullptr, std::memory_order_relaxed);
       few->count = 0;
-      free_few_.push_back(few);  // it was taken from there: there is room
+      free_few_.push_back(few);
     }
   }
   pages_end_ = std::max(pages_end_, page + 1);  // counted last: there may have been no memory
