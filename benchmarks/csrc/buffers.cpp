@@ -11,7 +11,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -28,19 +27,11 @@
 #include <rmm/mr/pool_memory_resource.hpp>
 #endif
 
+#include "stopwatch.h"
+
 namespace {
 
 using Streams = std::vector<std::uintptr_t>;
-
-class Stopwatch {
- public:
-  [[nodiscard]] double ns() const {
-    return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start_).count();
-  }
-
- private:
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
 
 // Where memory comes from.
 class Source {

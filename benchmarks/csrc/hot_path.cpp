@@ -20,7 +20,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -33,19 +32,11 @@
 #include <utility>
 #include <vector>
 
+#include "stopwatch.h"
+
 namespace {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
-
-class Stopwatch {
- public:
-  [[nodiscard]] double ns() const {
-    return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start_).count();
-  }
-
- private:
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
 
 // Where blocks come from: take(bytes) gives a Block, drop(block) frees it.
 class GpuBlocks {
