@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -141,3 +142,28 @@ def run(code: str, *, fresh: bool = False, timeout: float = 120, **environment: 
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert done.stderr == "", done.stderr
     return done.stdout
+
+
+_GPU_IS_WAITED_FOR = """
+import os, signal
+try:
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    assert "illegal" in str(error).lower(), error
+    os.kill(os.getpid(), signal.SIGSEGV)  # the context is lost; so it ends as a process on the CPU does
+"""
+
+
+def faults(program: str, touch: str, *, printed: str, device: str = "cpu") -> bool:
+    """Does ``touch`` access memory that it must not, in a process of its own?
+
+    Args:
+        program: what comes before; it imports torch.
+        touch: a line or several.
+        printed: all that ``program`` prints: that far it must have come.
+    """
+    wait = _GPU_IS_WAITED_FOR if device == "cuda" else ""
+    done = python(f"{program}\nimport sys; sys.stdout.flush()\n{touch}\n{wait}\nprint('reached')", timeout=300)
+    ends = {(-signal.SIGSEGV, printed): True, (0, f"{printed}reached\n"): False}
+    assert (done.returncode, done.stdout) in ends, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return ends[done.returncode, done.stdout]
