@@ -1,4 +1,4 @@
-"""Which stays in a model one context manager has open, on which thread.
+"""What opens a model while something runs, and which stays in it are open on which thread.
 
 An object like a pool can be entered again while it is entered, on several
 threads at once: each thread leaves what it entered last. It knows nothing of
@@ -8,8 +8,10 @@ how memory is routed; the extension does.
 from __future__ import annotations
 
 import threading
+from types import TracebackType
 
-from torch_vmm import _C
+from torch_vmm import _C, _decorate
+from torch_vmm._decorate import Function
 from torch_vmm.errors import VmmError
 
 
@@ -50,6 +52,27 @@ class Stays:
         # the extension reports it. A thread that has ended leaves nothing itself.
         alive = {thread.ident for thread in threading.enumerate()}
         return min(list(self._open), key=lambda thread: thread in alive, default=0)
+
+
+class Context:
+    """Base of a context manager whose ``__enter__`` opens one of :class:`Stays`."""
+
+    _stays: Stays
+
+    def __enter__(self) -> object:
+        raise NotImplementedError
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stays.leave()
+
+
+class ContextDecorator(Context):
+    """The same, which is a decorator too."""
+
+    def __call__(self, function: Function) -> Function:
+        return _decorate.inside(lambda: self, function)
 
 
 class Carried:

@@ -11,14 +11,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_vmm import _C
 from torch_vmm._guarded import Guarded
-from torch_vmm.contexts import Stays
+from torch_vmm.contexts import Context, Stays
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.sizes import (
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)
 
 
-class VirtualMemoryPool(OnDevice, Guarded, guarded=True):
+class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     """An elastic pool: a range of addresses whose pages get memory, and give it back.
 
     ``with pool:`` makes tensors in it, as :func:`torch_vmm.use_model` does: again
@@ -76,7 +75,6 @@ class VirtualMemoryPool(OnDevice, Guarded, guarded=True):
     _handle: _C.Pool
     _model_id: str | None
     _shared: SharedMemoryPool | None
-    _stays: Stays
 
     def __init__(
         self,
@@ -423,11 +421,6 @@ class VirtualMemoryPool(OnDevice, Guarded, guarded=True):
     def __enter__(self) -> VirtualMemoryPool:
         self._stays.enter(self._handle)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stays.leave()
 
     def __repr__(self) -> str:
         try:

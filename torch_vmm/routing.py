@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, SupportsIndex, TypeVar
+from typing import SupportsIndex
 
 import torch
 
 from torch_vmm import _C, _decorate, shared_pools
+from torch_vmm._decorate import Function
 from torch_vmm._guarded import Guarded
-from torch_vmm.contexts import Carried, Stays
+from torch_vmm.contexts import Carried, ContextDecorator, Stays
 from torch_vmm.devices import Device, DeviceKey, to_device
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.sizes import show, to_index, to_name
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def enable(device: Device = "cuda") -> None:
@@ -67,7 +64,7 @@ def library_path() -> str:
 
 
 # In lower case, as torch.no_grad is.
-class use_model(Guarded, guarded=True):  # noqa: N801
+class use_model(ContextDecorator, Guarded, guarded=True):  # noqa: N801
     """Tensors made inside belong to this model, those of ``backward()`` too.
 
     A context manager and a decorator. It nests; the inner one wins. A thread
@@ -91,7 +88,6 @@ class use_model(Guarded, guarded=True):  # noqa: N801
     _instead_of_a_copy = "it is open on threads of this process; make another one, use_model(...) costs nothing"
     _model: str | VirtualMemoryPool
     _device: DeviceKey | None
-    _stays: Stays
 
     def __init__(self, model_id_or_pool: str | VirtualMemoryPool, device: Device = None) -> None:
         if not isinstance(model_id_or_pool, str | VirtualMemoryPool):
@@ -112,14 +108,6 @@ class use_model(Guarded, guarded=True):  # noqa: N801
             pool = shared_pools.find_model(pool, self._device)
         self._stays.enter(pool._handle)
         return pool
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stays.leave()
-
-    def __call__(self, function: Function) -> Function:
-        return _decorate.inside(lambda: self, function)
 
     def __repr__(self) -> str:
         return f"use_model({self._model!r}{'' if self._device is None else f', device={str(self._device)!r}'})"
