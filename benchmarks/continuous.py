@@ -22,7 +22,7 @@ from examples import continuous_batching as example
 
 from . import machine
 from .measurement import Measurement, Part, Row
-from .runner import Ask, Options
+from .runner import one_scale
 from .workloads.measuring import settle_algorithms
 
 KIND = "cuda"
@@ -39,12 +39,7 @@ _AHEAD, _WASTE = 1.3, 1.02
 
 # -- The runner's side -------------------------------------------------------------------------------------------------
 
-
-def parts(options: Options, ask: Ask) -> list[Part]:
-    """One, which says the kind and the scale."""
-    del ask
-    scale = options.scale or ("full" if options.kind == "cuda" and not options.quick else "small")
-    return [{"kind": options.kind, "scale": scale}]
+parts = one_scale
 
 
 def remarks(rows: list[Row]) -> list[str]:

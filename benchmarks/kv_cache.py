@@ -31,7 +31,7 @@ from torch import Tensor
 
 from . import machine
 from .measurement import Measurement, Part, Row
-from .runner import Ask, Options
+from .runner import one_scale
 from .workloads.measuring import settle_algorithms
 from .workloads.memory import Memory
 from .workloads.program import dtype_of, made_on
@@ -68,12 +68,7 @@ _SIZES = {
 
 # -- The runner's side -------------------------------------------------------------------------------------------------
 
-
-def parts(options: Options, ask: Ask) -> list[Part]:
-    """One, which says the scale."""
-    del ask
-    scale = options.scale or ("full" if options.kind == "cuda" and not options.quick else "small")
-    return [{"kind": options.kind, "scale": scale}]
+parts = one_scale
 
 
 def remarks(rows: list[Row]) -> list[str]:

@@ -46,6 +46,13 @@ Ask = Callable[[str, Part], list[Measurement] | None]
 """Measures a part under an allocator, once; ``None`` where that failed."""
 
 
+def one_scale(options: Options, ask: Ask) -> list[Part]:
+    """The ``parts`` of a benchmark that has one, of the scale that is asked for or fits the kind."""
+    del ask
+    scale = options.scale or ("full" if options.kind == "cuda" and not options.quick else "small")
+    return [{"kind": options.kind, "scale": scale}]
+
+
 class Outcome(NamedTuple):
     rows: list[Row]
     machine: dict[str, str | int]
