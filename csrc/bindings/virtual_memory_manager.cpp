@@ -103,12 +103,18 @@ bool contains(const VirtualAddressRange& self, const py::object& address) {
   return py::int_(self.base) <= whole && whole < py::int_(self.end());
 }
 
-// For records that only a manager makes: Class(...) says so.
+// For records that only a manager makes: Class(...) says so, and Class.__new__(Class), which would make one of
+// whatever is in its memory.
 template <typename Record>
-auto refuse_to_make(const char* how) {
-  return py::init([how](const py::args&, const py::kwargs&) -> std::unique_ptr<Record> {
-    throw InvalidArgumentError(std::string(how) + " makes them, and nothing else");
-  });
+py::class_<Record> record(py::module_& module, const char* name, const char* maker) {
+  py::class_<Record> made(module, name);
+  made.attr("__new__") = py::cpp_function(
+      [name, maker](const py::args&, const py::kwargs&) -> py::object {
+        throw InvalidArgumentError(std::string(name) + ": VirtualMemoryManager." + maker +
+                                   "() makes them, and nothing else");
+      },
+      py::name("__new__"));
+  return made;
 }
 
 void bind_values(py::module_& module) {
@@ -129,8 +135,7 @@ void bind_values(py::module_& module) {
       },
       py::name("__str__"), py::is_method(access));
 
-  py::class_<VirtualAddressRange>(module, "VirtualAddressRange")
-      .def(refuse_to_make<VirtualAddressRange>("VirtualAddressRange: VirtualMemoryManager.reserve()"))
+  record<VirtualAddressRange>(module, "VirtualAddressRange", "reserve")
       .def_readonly("base", &VirtualAddressRange::base)
       .def_readonly("size", &VirtualAddressRange::size)
       .def_readonly("alignment", &VirtualAddressRange::alignment)
@@ -143,8 +148,7 @@ void bind_values(py::module_& module) {
       .def("__hash__",
            [](const VirtualAddressRange& self) { return py::hash(py::make_tuple(self.manager, self.base)); });
 
-  py::class_<PhysicalAllocation>(module, "PhysicalAllocation")
-      .def(refuse_to_make<PhysicalAllocation>("PhysicalAllocation: VirtualMemoryManager.alloc_physical()"))
+  record<PhysicalAllocation>(module, "PhysicalAllocation", "alloc_physical")
       .def_readonly("handle", &PhysicalAllocation::handle)
       .def_readonly("size", &PhysicalAllocation::size)
       .def_readonly("device", &PhysicalAllocation::device)
@@ -155,8 +159,7 @@ void bind_values(py::module_& module) {
       .def("__hash__",
            [](const PhysicalAllocation& self) { return py::hash(py::make_tuple(self.manager, self.handle)); });
 
-  py::class_<MappingRecord>(module, "MappingRecord")
-      .def(refuse_to_make<MappingRecord>("MappingRecord: VirtualMemoryManager.mappings()"))
+  record<MappingRecord>(module, "MappingRecord", "mappings")
       .def_readonly("va_offset", &MappingRecord::va_offset)
       .def_readonly("size", &MappingRecord::size)
       .def_readonly("phys_handle", &MappingRecord::phys_handle)

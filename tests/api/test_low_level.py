@@ -549,3 +549,15 @@ def test_an_error_inside_with_is_not_hidden(device: str) -> None:
     with pytest.raises(ZeroDivisionError):
         work()
     kept.clear()
+
+
+@pytest.mark.parametrize(
+    "record", [torch_vmm.VirtualAddressRange, torch_vmm.PhysicalAllocation, torch_vmm.MappingRecord]
+)
+def test_records_are_made_by_a_manager_alone(record: type) -> None:
+    class Derived(record):  # type: ignore[misc,valid-type]
+        pass
+
+    for make in (record, lambda: record.__new__(record), lambda: record(1, size=2), Derived):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=rf"{record.__name__}: .*\(\) makes them"):
+            make()
