@@ -64,6 +64,9 @@ inline Stream to_stream(std::optional<std::uintptr_t> stream, DeviceKind kind, i
   return stream.has_value() ? to_stream(*stream) : current_stream(kind, ordinal);
 }
 
+// This extension's own file. Throws std::runtime_error.
+std::string library_file();
+
 // Objects whose end may wait (a manager with mappings, a shared pool): they are
 // destroyed with the GIL released, whoever drops them last, and in a forked
 // child, where a lock of theirs may be held for ever, not at all.

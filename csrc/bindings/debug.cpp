@@ -31,9 +31,19 @@ std::string text_of(const py::object& code, const char* name) {
   return text == nullptr ? "?" : text;
 }
 
-// A line a frame of the calling thread, the innermost first. Text, and at once: a handler
-// of signals, and a process whose GPU has gone, can still print it. As with torch's memory
-// history the thread takes the GIL for it, with no lock held.
+// Is this one of the package's own modules? They lie beside the extension.
+bool is_of_package(const std::string& file) {
+  static const std::string folder = [] {
+    const std::string library = library_file();
+    return library.substr(0, library.rfind('/') + 1);
+  }();
+  return file.compare(0, folder.size(), folder) == 0 && file.find('/', folder.size()) == std::string::npos;
+}
+
+// A line a frame of the calling thread, the innermost first, from the line that called the
+// package on. Text, and at once: a handler of signals, and a process whose GPU has gone, can
+// still print it. As with torch's memory history the thread takes the GIL for it, with no
+// lock held.
 std::string python_stack() {
   if (Py_IsInitialized() == 0 || is_finalizing()) return "";
   const py::gil_scoped_acquire held;
@@ -41,12 +51,14 @@ std::string python_stack() {
   std::string text;
   auto frame =
       py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyThreadState_GetFrame(PyThreadState_Get())));
-  for (int k = 0; k < kMostFrames && frame; ++k) {
+  for (int k = 0; k < kMostFrames && frame;) {
     auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
     const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
-    if (!text.empty()) text += '\n';
-    text += text_of(code, "co_filename") + ":" + std::to_string(PyFrame_GetLineNumber(raw)) + " in " +
-            text_of(code, "co_name");
+    const std::string file = text_of(code, "co_filename");
+    if (k != 0 || !is_of_package(file)) {
+      if (k++ != 0) text += '\n';
+      text += file + ":" + std::to_string(PyFrame_GetLineNumber(raw)) + " in " + text_of(code, "co_name");
+    }
     frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
   }
   return text;

@@ -14,19 +14,14 @@
 
 namespace vmm::bindings {
 
-namespace {
-
-std::string library_path() {
+std::string library_file() {
   Dl_info info{};
   // Any function of this library tells which file it came from.
   if (dladdr(reinterpret_cast<void*>(&torch_vmm_malloc), &info) == 0 || info.dli_fname == nullptr) {
     throw std::runtime_error("the dynamic linker does not know torch_vmm_malloc");
   }
-  note_entry_points_used();
   return info.dli_fname;
 }
-
-}  // namespace
 
 }  // namespace vmm::bindings
 
@@ -37,7 +32,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::module_::import("torch");
   module.attr("__version__") = VMM_VERSION;
   module.attr("built_for_torch") = vmm::kBuiltForTorch;
-  module.def("library_path", &library_path);
+  module.def("library_path", [] {
+    vmm::note_entry_points_used();
+    return library_file();
+  });
   bind_errors(module);
   bind_options(module);
   bind_pool(module);

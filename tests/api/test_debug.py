@@ -216,3 +216,19 @@ def test_what_is_no_address_is_refused() -> None:
     for wrong in ("0x7f", -1, 2**64, 1.5):
         with pytest.raises(torch_vmm.InvalidArgumentError, match="neither a tensor nor an address"):
             torch_vmm.debug.explain(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["guard", "canary"])
+def test_a_stack_begins_where_the_user_called(device: str, mode: str) -> None:
+    code = """
+    buffers = torch_vmm.MemoryPool(device)
+
+    def take():
+        return buffers.alloc(1000), buffers.alloc(1000, torch.float32, None)
+
+    kept = take()
+    print(json.dumps([block.stack for block in torch_vmm.debug.report(device).blocks]))
+    """
+    stacks = tell(code, device, mode)
+    assert len(stacks) == 2
+    assert all(stack[0].endswith(" in take") and stack[1].endswith(" in <module>") for stack in stacks)
