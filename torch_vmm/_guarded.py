@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch_vmm.errors import NotCopyableError
 
 
+def _a(what: str) -> str:
+    return f"{'an' if what[0] in 'AEIOU' else 'a'} {what}"
+
+
 def _refusal(what: str, cure: str) -> NotCopyableError:
-    return NotCopyableError(f"a {what} cannot be copied or pickled: {cure}", what=what)
+    return NotCopyableError(f"{_a(what)} cannot be copied or pickled: {cure}", what=what)
 
 
 def refuse_copies(cls: type, cure: str) -> None:
@@ -48,7 +52,7 @@ class Guarded:
                 public = [each for each in dir(cls) if not each.startswith("_")]
                 close = [each for each in public if name in each] or difflib.get_close_matches(name, public, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise AttributeError(f"a {cls.__name__} has no attribute {name!r}{hint}", name=name, obj=self)
+                raise AttributeError(f"{_a(cls.__name__)} has no attribute {name!r}{hint}", name=name, obj=self)
             if cls._guarded and not callable(value) and name in _methods(cls):
                 raise AttributeError(
                     f"{name}() is a method of {cls.__name__}: it is called, not set", name=name, obj=self

@@ -10,6 +10,8 @@ from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
+from torch_vmm import _C
+from torch_vmm._guarded import Guarded
 from torch_vmm.elastic_tensor import ElasticTensor, elastic
 from torch_vmm.errors import InvalidArgumentError, NotCopyableError
 from torch_vmm.ranges import outside_inference
@@ -241,7 +243,7 @@ class _Layer:
     prefetch = offload
 
 
-class ElasticKVCache:
+class ElasticKVCache(Guarded, guarded=True):
     """A cache of keys and values that grows by mapping pages instead of concatenating.
 
     In the place of ``transformers.DynamicCache``: what attention reads is equal
@@ -265,13 +267,12 @@ class ElasticKVCache:
     """
 
     layers: list[Any]
-
-    def __new__(cls, *args: Any, **options: Any) -> ElasticKVCache:
-        if cls is ElasticKVCache and "transformers" in sys.modules:
-            return super().__new__(_of_transformers())
-        return super().__new__(cls)
+    _max_length: int
 
     def __init__(self, max_length: int = 1 << 20, layers: int = 0) -> None:
+        # Not by __new__, whose signature inspect and help() would show.
+        if type(self) is ElasticKVCache and "transformers" in sys.modules:
+            self.__class__ = _of_transformers()
         most, count = to_index(max_length), to_index(layers)
         if most is None or most <= 0:
             raise InvalidArgumentError(f"max_length={show(max_length)}: give a whole number of positions above 0")
@@ -361,6 +362,12 @@ class ElasticKVCache:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise _not_copyable()
 
+    def __repr__(self) -> str:
+        held = sum(store._backing.held for layer in self.layers for store in layer._stores or ())
+        positions = max((layer.get_seq_length() for layer in self.layers), default=0)
+        state = f"{len(self.layers)} layers of {positions} positions, {_C.format_bytes(held)}"
+        return f"ElasticKVCache(max_length={self._max_length}: {state})"
+
     def __len__(self) -> int:
         """Layers."""
         return len(self.layers)
@@ -402,6 +409,7 @@ def _of_transformers() -> type[ElasticKVCache]:
         class Layer(_Layer, CacheLayerMixin):  # type: ignore[misc]
             pass
 
+        # Not guarded: a Cache has attributes that transformers sets as it likes.
         class Elastic(ElasticKVCache, Cache):  # type: ignore[misc]
             def _begin(self) -> None:
                 Cache.__init__(self, layers=[])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import PAGE
+from tests.helpers import PAGE, run
 
 Cache = torch_vmm.ElasticKVCache
 Pool = torch_vmm.VirtualMemoryPool
@@ -286,3 +287,57 @@ def test_first_used_in_inference_mode_it_works_outside(device: str) -> None:
         assert torch.equal(keys, plain.layers[0][0])
     keys.mul_(2)
     cache.crop(-1)
+
+
+def test_what_it_shows_of_itself(make_pool: Callable[..., Pool], device: str) -> None:
+    assert list(inspect.signature(Cache).parameters) == ["max_length", "layers"]
+    cache = Cache(5000, layers=2)
+    assert repr(cache) == "ElasticKVCache(max_length=5000: 2 layers of 0 positions, 0 B)"
+    with make_pool("1GiB"):
+        cache.update(*states(device, 7), 1)
+    assert repr(cache) == "ElasticKVCache(max_length=5000: 2 layers of 7 positions, 4 MiB)"
+
+
+@pytest.mark.parametrize("name", ["max_length", "layer", "reset"])
+def test_it_takes_no_misspelt_attribute(name: str) -> None:
+    cache = Cache(5000)
+    with pytest.raises(AttributeError, match=name):
+        setattr(cache, name, 3)
+    cache.layers = []
+
+
+def test_it_is_a_cache_of_transformers_where_that_is_there() -> None:
+    code = """
+    import sys, types
+
+    import torch_vmm
+
+    plain = torch_vmm.ElasticKVCache(8)
+    library, utils = types.ModuleType("transformers"), types.ModuleType("transformers.cache_utils")
+
+    class Cache:
+        def __init__(self, layers):
+            self.layers, self.offloading = layers, False
+
+        def __repr__(self):
+            return "not ours"
+
+    class CacheLayerMixin:
+        pass
+
+    utils.Cache, utils.CacheLayerMixin = Cache, CacheLayerMixin
+    sys.modules["transformers"], sys.modules["transformers.cache_utils"] = library, utils
+
+    class Derived(torch_vmm.ElasticKVCache):
+        def __init__(self, name):
+            super().__init__(8)
+            self.name = name
+
+    made = torch_vmm.ElasticKVCache(8, layers=1)
+    print(isinstance(made, Cache), isinstance(made.layers[0], CacheLayerMixin), made)
+    print(isinstance(plain, Cache), isinstance(Derived("a"), Cache), Derived("b").name)
+    """
+    assert run(code).splitlines() == [
+        "True True ElasticKVCache(max_length=8: 1 layers of 0 positions, 0 B)",
+        "False False b",
+    ]
