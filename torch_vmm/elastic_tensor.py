@@ -180,7 +180,7 @@ def elastic(
         NotAvailableError: no driver, or no such device.
     """
     sizes = to_shape(shape)
-    most = sizes if max_shape is None else to_shape(max_shape)
+    most = sizes if max_shape is None else to_shape(max_shape, "max_shape")
     require_dtype(dtype)
     require_dimension(sizes, "shape")
     if len(most) != len(sizes) or most[1:] != sizes[1:] or most[0] < sizes[0]:

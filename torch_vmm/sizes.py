@@ -101,18 +101,20 @@ def to_range(offset: Size, size: Size, capacity: int) -> tuple[int, int]:
     return offset, size
 
 
-def to_shape(shape: Shape) -> tuple[int, ...]:
+def to_shape(shape: Shape, name: str = "shape") -> tuple[int, ...]:
     """A tensor's sizes; one number is one dimension.
 
+    Args:
+        name: the argument's name, for messages.
     Raises:
         InvalidArgumentError: not whole numbers, or one below 0 or beyond 2**63 - 1.
     """
     single = to_index(shape)
     if single is None and (isinstance(shape, (str, bytes, bytearray, Mapping)) or not isinstance(shape, Iterable)):
-        raise InvalidArgumentError(f"shape={show(shape)} is not a shape: give whole numbers from 0")
+        raise InvalidArgumentError(f"{name}={show(shape)} is not a shape: give whole numbers from 0")
     sizes = [single] if single is not None else [to_index(size) for size in shape]  # type: ignore[union-attr]
     if any(size is None or not 0 <= size <= _LARGEST for size in sizes):
-        raise InvalidArgumentError(f"shape={show(shape)} is not a shape: give whole numbers from 0")
+        raise InvalidArgumentError(f"{name}={show(shape)} is not a shape: give whole numbers from 0")
     return tuple(size for size in sizes if size is not None)
 
 

@@ -377,3 +377,9 @@ def test_it_takes_the_rows_of_another_tensor(device: str) -> None:
             tensor.resize_as_(wrong)  # type: ignore[arg-type]
         assert tensor.shape == (900, 4)
     assert (tensor.resize_as_(torch.empty(2, 4)) == 1).all()
+
+
+@pytest.mark.parametrize("wrong", ["many", (-2, 3), (2.5, 3)])
+def test_a_max_shape_that_is_none_is_called_so(device: str, wrong: object) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"^max_shape=.* is not a shape"):
+        torch_vmm.elastic((1, 3), torch.float32, device, wrong)  # type: ignore[arg-type]
