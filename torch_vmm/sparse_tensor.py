@@ -219,9 +219,12 @@ def _to_bounds(part: object, size: int, doing: str) -> tuple[int, int]:
             raise InvalidArgumentError(f"{doing}({show(part)}): a step of {step}; give slices without one")
         return first, last
     number = to_index(part)
-    if number is None or not -size <= number < size:
+    if number is None:
+        raise InvalidArgumentError(f"{doing}({show(part)}): give a slice, or a tuple of slices, one a dimension")
+    if not -size <= number < size:
         raise InvalidArgumentError(
-            f"{doing}({show(part)}): give a slice, or a tuple of slices, over dimensions; this one has {size}"
+            f"{doing}({show(part)}): a number is one step of its dimension, which has {size}; give a slice for "
+            f"several: slice(0, n) is the first n, slice(None) all"
         )
     first = number + size if number < 0 else number
     return first, first + 1

@@ -376,3 +376,10 @@ def test_commit_is_right_or_refused_after_changes_in_place(device: str) -> None:
     tensor.t_().t_()  # back again
     tensor.commit(slice(0, 1))
     assert tensor.committed_bytes == tensor.page_size
+
+
+def test_a_number_beyond_its_dimension_is_told_what_would_be_right(device: str) -> None:
+    tensor = torch_vmm.sparse((1024, 1024), torch.float32, device)
+    for wrong in (4096, -1025, (0, 1024)):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"which has 1024; .* slice\(0, n\) is the first n"):
+            tensor.commit(wrong)  # type: ignore[arg-type]
