@@ -425,7 +425,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     def __repr__(self) -> str:
         try:
             limit = self.physical_limit
-            text = f"{_C.format_bytes(self.physical_memory_usage)} of {_C.format_bytes(self.capacity)} mapped"
+            # Not "of": tags, and tensors like elastic ones, have addresses of their own beyond the capacity.
+            text = f"{_C.format_bytes(self.physical_memory_usage)} mapped, capacity {_C.format_bytes(self.capacity)}"
             text += "" if limit is None else f", limit {_C.format_bytes(limit)}"
             text += ", closed" if self.is_closed else ""
         except VmmError:

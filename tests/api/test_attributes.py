@@ -222,3 +222,12 @@ def test_a_closed_manager_has_one_error(device: str) -> None:
         with pytest.raises(torch_vmm.InvalidArgumentError, match=r"^the VirtualMemoryManager is closed$"):
             call()  # type: ignore[operator]
     assert manager.granularity == _C.device(manager.device.type).granularity
+
+
+def test_a_pool_holds_more_than_its_capacity_with_tags(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("8MiB", name="llama")
+    kept = []
+    for tag in ("weights", "cache"):
+        with pool.tag(tag):
+            kept.append(torch.empty(6 * MIB, dtype=torch.uint8, device=device))
+    assert repr(pool) == f"VirtualMemoryPool('llama', {pool.device}: 12 MiB mapped, capacity 8 MiB)"

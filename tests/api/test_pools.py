@@ -79,7 +79,7 @@ def test_pools_do_not_overlap(make_pool: MakePool) -> None:
 def test_its_repr_says_which_and_how_full(make_pool: MakePool) -> None:
     pool = make_pool("64MiB", physical_limit="8MiB", name="scratch")
     pool.allocate(0, PAGE)
-    for part in ("'scratch'", str(pool.device), "2 MiB of 64 MiB", "limit 8 MiB"):
+    for part in ("'scratch'", str(pool.device), "2 MiB mapped, capacity 64 MiB", "limit 8 MiB"):
         assert part in repr(pool)
     pool.close(force=True)
     assert "closed" in repr(pool)
