@@ -13,8 +13,20 @@ from torch_vmm import _C, placed, routing
 from torch_vmm.devices import Device, DeviceKey
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.placed import Placement
+from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.ranges import Backing, require_dtype, require_size
 from torch_vmm.sizes import Shape, show, to_flag, to_index, to_shape
+
+
+class _Shown:
+    """What an alias's storage keeps: the pool that tells of it, and what it shows."""
+
+    def __init__(self, pool: VirtualMemoryPool, storages: list[torch.UntypedStorage]) -> None:
+        self.pool = pool
+        self.storages = storages
+
+
+_by_address: weakref.WeakValueDictionary[int, _Shown] = weakref.WeakValueDictionary()
 
 
 def aligned(
@@ -71,7 +83,9 @@ def alias(tensor: torch.Tensor, copies: SupportsIndex = 1, read_only: bool = Fal
     through one address is read through all.
 
     It keeps the memory, also when ``tensor`` has gone. Its own addresses are no
-    pool's: ``pool_of`` tells nothing of them.
+    pool's: ``pool_of`` tells nothing of them, and it cannot be aliased itself.
+    Autograd does not follow it: as with ``numpy()``, give ``tensor.detach()`` of
+    one that requires grad, or alias it under ``torch.no_grad()``.
 
     Args:
         tensor: contiguous, on whole chunks and of whole ones: made by
@@ -81,8 +95,8 @@ def alias(tensor: torch.Tensor, copies: SupportsIndex = 1, read_only: bool = Fal
     Returns:
         A tensor of ``tensor``'s shape, its first dimension ``copies`` times as long.
     Raises:
-        InvalidArgumentError: ``tensor`` does not stand on whole chunks, or so many copies of it are more than
-            there are addresses.
+        InvalidArgumentError: ``tensor`` does not stand on whole chunks, is an alias, or requires grad; or so many
+            copies of it are more than there are addresses.
         OutOfMemoryError: no such stretch of addresses is left.
     """
     times = to_index(copies)
@@ -102,7 +116,8 @@ def concat_views(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         tensors: of one dtype and device, alike but for the first dimension, each
             made by :func:`aligned`, of a multiple of the granularity (2 MiB).
     Raises:
-        InvalidArgumentError: none, not alike, or one that does not stand on whole chunks.
+        InvalidArgumentError: none, not alike, or one that does not stand on whole chunks, is an alias or
+            requires grad.
         OutOfMemoryError: no such stretch of addresses is left.
     """
     if not isinstance(tensors, list | tuple) or not tensors:
@@ -144,6 +159,21 @@ def _require_whole(tensor: object, name: str) -> tuple[int, ...]:
         )
     if tensor.device.type not in ("cuda", "cpu"):
         raise InvalidArgumentError(f"{name}: it is on {tensor.device}, where there are no pools")
+    if tensor.untyped_storage().data_ptr() in _by_address:
+        raise InvalidArgumentError(
+            f"{name}: it is an alias, whose addresses are no pool's; alias the tensor that it was made of"
+        )
+    if placed.is_placed(tensor):
+        raise InvalidArgumentError(f"{name}: it is in several devices' memory, which has no further addresses")
+    if _C.pool_at(tensor.data_ptr()) is None:
+        raise InvalidArgumentError(
+            f"{name}: its memory is in none of torch_vmm's pools; make it with torch_vmm.aligned(shape, dtype, device)"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgumentError(
+            f"{name}: it requires grad, and autograd does not follow an alias; give {name}.detach(), or alias it "
+            f"under torch.no_grad()"
+        )
     return tuple(tensor.shape)
 
 
@@ -156,9 +186,11 @@ def _alias(tensors: list[torch.Tensor], copies: int, read_only: bool, shape: tup
         made = _C.alias(pool._handle, pieces, copies, read_only, shape, tensors[0].dtype)
     # The storage's Python object lives as long as the storage, and with it what it shows.
     storages = [tensor.untyped_storage() for tensor in tensors]
-    weakref.finalize(made.untyped_storage(), _let_go, pool, storages).atexit = False
+    shown = _Shown(pool, storages)
+    _by_address[made.data_ptr()] = shown
+    weakref.finalize(made.untyped_storage(), _let_go, shown).atexit = False
     return made
 
 
-def _let_go(*_: object) -> None:
-    """Only its arguments matter: they were held until now."""
+def _let_go(_: _Shown) -> None:
+    """Only its argument matters: it was held until now."""

@@ -96,6 +96,11 @@ def seen_from(tensor: torch.Tensor, device: Device) -> torch.Tensor:
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+def is_placed(tensor: torch.Tensor) -> bool:
+    """Is it over several devices' memory, or a view of such?"""
+    return tensor.untyped_storage().data_ptr() in _by_address
+
+
 def _to_shares(placement: Placement) -> list[tuple[DeviceKey, int]]:
     """The devices and rows of a placement, as numbers.
 

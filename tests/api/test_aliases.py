@@ -6,12 +6,13 @@ import gc
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 import torch_vmm
 from tests.helpers import MIB, PAGE, faults, holds, is_zero, stamp
-from torch_vmm import _C, alias, aligned, concat_views, sealed
+from torch_vmm import _C, alias, aliases, aligned, concat_views, sealed
 
 Pool = torch_vmm.VirtualMemoryPool
 Shared = torch_vmm.SharedMemoryPool
@@ -316,3 +317,32 @@ def test_shapes_beyond_all_addresses_are_named(device: str) -> None:
     for copies in (2**62, 2**80):
         with pytest.raises(torch_vmm.InvalidArgumentError, match=rf"shape of the result=\({4 * copies}, {ROW}\)"):
             alias(ring, copies)
+
+
+def test_an_alias_is_not_aliased(device: str) -> None:
+    ring = rows(device, 4)
+    twice = alias(ring, 2)
+    for wrong in (twice, twice[4:]):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"tensor: it is an alias.* that it was made of"):
+            alias(wrong)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"tensors\[1\]: it is an alias"):
+        concat_views([ring, twice])
+    at = twice.data_ptr()
+    del twice, wrong
+    gc.collect()
+    assert at not in aliases._by_address
+
+
+def test_what_is_in_no_pool_is_told_how_to_be(device: str) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"in none of .* pools; make it with torch_vmm.aligned"):
+        alias(torch.from_numpy(np.zeros(PAGE, np.uint8)))
+
+
+def test_gradients_are_not_lost_silently(device: str) -> None:
+    weight = aligned((4, ROW), torch.float32, device).requires_grad_()
+    for make in (lambda: alias(weight), lambda: concat_views([weight, weight])):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"requires grad.*\.detach\(\)"):
+            make()
+    with torch.no_grad():
+        assert not alias(weight).requires_grad
+    assert alias(weight.detach(), 2).shape == (8, ROW)
