@@ -75,7 +75,7 @@ class Driver {
   Driver& operator=(const Driver&) = delete;
   virtual ~Driver() = default;
 
-  // "cuda", "host", "scripted(host)".
+  // As torch names its devices: "cuda", "cpu"; "scripted(cpu)".
   [[nodiscard]] virtual std::string name() const = 0;
   [[nodiscard]] virtual bool alive() const = 0;
   // Visible devices (CUDA_VISIBLE_DEVICES honoured); 0 once the driver has gone.

@@ -61,7 +61,7 @@ class HostDriver final : public Driver, private ForkObserver {
   // driver's life (tensors at process exit) must not destroy it.
   ~HostDriver() override;
 
-  [[nodiscard]] std::string name() const override { return "host"; }
+  [[nodiscard]] std::string name() const override { return "cpu"; }
   [[nodiscard]] bool alive() const override { return alive_.load(std::memory_order_relaxed); }
   [[nodiscard]] int device_count() const override;
   Status capabilities(int device, Capabilities* out) const override;

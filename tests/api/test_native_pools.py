@@ -37,7 +37,7 @@ def view(address: int, size: int) -> torch.Tensor:
 def test_on_the_cpu_it_says_that_it_needs_a_gpu() -> None:
     with pytest.raises(torch_vmm.NotAvailableError, match="needs a GPU") as caught:
         NativeMemoryPool("cpu")
-    assert "MemoryPool works there" in caught.value.reason
+    assert "device cpu:0 is none of CUDA's; MemoryPool works there" in caught.value.reason
 
 
 def test_without_a_driver_it_says_so() -> None:
