@@ -17,6 +17,8 @@ using PlacedPtr = std::shared_ptr<PlacedMemory>;
 using Shares = std::vector<std::tuple<std::shared_ptr<Pool>, std::size_t, std::uintptr_t>>;  // pool, bytes, stream
 
 PlacedPtr make(const Shares& shares) {
+  // Not by a call guard: an object is entered into pybind's tables under the GIL.
+  const py::gil_scoped_release released;
   Runtime::require_own_process();
   std::vector<PlacedShare> placed;
   placed.reserve(shares.size());
@@ -40,7 +42,7 @@ py::object tensor(const PlacedPtr& self, const std::vector<std::int64_t>& shape,
 
 void bind_placed_memory(py::module_& module) {
   py::class_<PlacedMemory, PlacedPtr>(module, "PlacedMemory")
-      .def(py::init(&make), py::arg("shares"), WithoutGil())
+      .def(py::init(&make), py::arg("shares"))
       .def_property_readonly("base_address", &PlacedMemory::base)
       .def_property_readonly("size", &PlacedMemory::size)
       .def("tensor", &tensor, py::arg("shape"), py::arg("dtype"), py::arg("kind"), py::arg("ordinal"));
