@@ -149,8 +149,8 @@ class _Layer:
         most = self.max_length * max(math.prod(row), 1) * states.dtype.itemsize
         if most >= 2**63:
             raise InvalidArgumentError(
-                f"max_length={self.max_length}: as many positions of {row} in {states.dtype} are {most} bytes, more "
-                f"than there are addresses; make the cache with a smaller one"
+                f"max_length={show(self.max_length)}: as many positions of {row} in {states.dtype} are {show(most)} "
+                f"bytes, more than there are addresses; make the cache with a smaller one"
             )
         return elastic((0, *row), states.dtype, states.device, (self.max_length, *row))
 
@@ -366,7 +366,7 @@ class ElasticKVCache(Guarded, guarded=True):
         held = sum(store._backing.held for layer in self.layers for store in layer._stores or ())
         positions = max((layer.get_seq_length() for layer in self.layers), default=0)
         state = f"{len(self.layers)} layers of {positions} positions, {_C.format_bytes(held)}"
-        return f"ElasticKVCache(max_length={self._max_length}: {state})"
+        return f"ElasticKVCache(max_length={show(self._max_length)}: {state})"
 
     def __len__(self) -> int:
         """Layers."""

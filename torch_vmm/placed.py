@@ -46,7 +46,7 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> to
     rows = [count for _, count in shares]
     if not shape or sum(rows) != shape[0]:
         raise InvalidArgumentError(
-            f"placement={show(placement)}: it places {sum(rows)} rows, and shape={show(shape)} has "
+            f"placement={show(placement)}: it places {show(sum(rows))} rows, and shape={show(shape)} has "
             f"{shape[0] if shape else 'no'}"
         )
     if math.prod(shape) == 0:

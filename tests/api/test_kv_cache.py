@@ -341,3 +341,11 @@ def test_it_is_a_cache_of_transformers_where_that_is_there() -> None:
         "True True ElasticKVCache(max_length=8: 1 layers of 0 positions, 0 B)",
         "False False b",
     ]
+
+
+@pytest.mark.parametrize("digits", [19, 5000])  # Python writes no number of more than 4300
+def test_a_length_beyond_all_addresses_is_named(device: str, digits: int) -> None:
+    cache = Cache(10 ** (digits - 1))
+    assert "max_length=" in repr(cache)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"max_length=.* than there are addresses"):
+        cache.update(*states(device, 1), 0)

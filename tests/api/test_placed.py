@@ -100,6 +100,8 @@ def test_what_cannot_be_placed_is_refused(device: str) -> None:
         aligned((8, 0), torch.uint8, placement=[(device, 8)])
     with pytest.raises(torch_vmm.InvalidArgumentError, match="has no"):
         aligned((), torch.uint8, placement=[(device, 8)])
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="it places a number of 16610 bits"):
+        aligned((8, ROW), torch.uint8, placement=[(device, 10**5000)])
     odd = aligned((5, 3), torch.float64, placement=[(device, 5)])  # one share ends where it likes
     assert odd.sum() == 0
 
