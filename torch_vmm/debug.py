@@ -133,7 +133,7 @@ def explain(tensor_or_address: torch.Tensor | int) -> list[Finding]:
     ones before freed ones; then the nearest live ones below and above.
 
     Returns:
-        None where nothing is watched.
+        The findings; none where nothing is watched.
 
     Raises:
         InvalidArgumentError: neither a tensor nor an address.

@@ -125,9 +125,9 @@ def to_stream(stream: Stream, device: DeviceKey) -> int:
             stream = stream.__cuda_stream__()[1]
     pointer = to_index(stream)
     if pointer is None or not 0 <= pointer < 2**64:
-        accepted = (
-            "a number, its name" if device.kind == "cpu" else "a torch.cuda.Stream, an object with __cuda_stream__"
-        )
+        accepted = "a torch.cuda.Stream, an object with __cuda_stream__, a stream's pointer"
+        if device.kind == "cpu":
+            accepted = "a number, its name"
         raise InvalidArgumentError(f"stream={show(stream)} is no stream of {device}: give {accepted}, or None")
     return pointer
 
