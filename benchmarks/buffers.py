@@ -114,8 +114,8 @@ def remarks(rows: list[Row]) -> list[str]:
         bare = values.get((case, metric, allocators.DRIVER))
         if allocator == allocators.NATIVE_POOL and bare:
             share = value / bare
-            lines.append(f"{case}: NativeMemoryPool takes {share:.3f} of the driver's calls alone")
-            lines[-1] += "" if share <= _NEAR else f", MORE THAN {_NEAR}"
+            far = "" if share <= _NEAR else f", MORE THAN {_NEAR}"
+            lines.append(f"{case}, {metric}: NativeMemoryPool takes {share:.3f} of the driver's calls alone{far}")
         ours = values.get((case, metric, "torch_vmm"))
         if allocator != "torch_vmm" and ours is not None and ours > value:
             lines.append(

@@ -55,7 +55,7 @@ class _Sizes:
     new: int
 
     @property
-    def cache_bytes_a_value(self) -> int:
+    def cache_values(self) -> int:
         """Values of all keys and values at the end."""
         return 2 * self.net.layers * self.net.width * self.batch * (self.prompt + self.new)
 
@@ -196,7 +196,7 @@ def _told(sizes: _Sizes, kind: str, memory: Memory, tokens: list[list[int]], sec
     rows = [
         Measurement(case, "tokens a second", sizes.batch * steps / seconds, "tokens/s"),
         Measurement(case, "a token", seconds / steps * 1e3, "ms"),
-        Measurement(case, "cache", sizes.cache_bytes_a_value * dtype_of(kind).itemsize / 2**30, "GiB"),
+        Measurement(case, "cache", sizes.cache_values * dtype_of(kind).itemsize / 2**30, "GiB"),
         Measurement(case, "tokens, exactly", zlib.crc32(json.dumps(tokens).encode()), "crc32"),
     ]
     stats = memory.statistics()
