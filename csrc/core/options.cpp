@@ -73,9 +73,10 @@ std::size_t parse_bytes(const std::string& text) {
 DebugMode parse_debug_mode(const std::string& text) {
   const auto refuse = [&text]() {
     throw InvalidArgumentError(quoted(text) +
-                               " is not a debug mode: give \"guard\" or \"canary\", and behind it \",sample=1/100\" to "
-                               "watch one of a hundred allocations (1/1 to 1/1000000000)");
+                               " is not a debug mode: give \"off\", or \"guard\" or \"canary\", and behind these "
+                               "\",sample=1/100\" to watch one of a hundred allocations (1/1 to 1/1000000000)");
   };
+  if (text == to_string(DebugMode{})) return {};
   const std::size_t comma = text.find(',');
   const std::string kind = text.substr(0, comma);
   DebugMode mode;

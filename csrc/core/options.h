@@ -62,7 +62,7 @@ const std::vector<OptionRow>& option_table();
 // shows the accepted form.
 std::size_t parse_bytes(const std::string& text);
 
-// "guard", "canary", "guard,sample=1/100". Throws InvalidArgumentError that shows the
+// "off", "guard", "canary", "guard,sample=1/100". Throws InvalidArgumentError that shows the
 // accepted form.
 DebugMode parse_debug_mode(const std::string& text);
 // The same backwards; "off": none.

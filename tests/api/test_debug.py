@@ -188,6 +188,11 @@ def test_an_out_of_memory_error_says_that_pages_are_whole(device: str) -> None:
 # -- the mode itself ---------------------------------------------------------------------------------------------------
 
 
+def test_off_is_no_mode(device: str) -> None:
+    code = "x = make(1000)\nprint(json.dumps([torch_vmm.debug.mode(), torch_vmm.debug.report(device)]))"
+    assert tell(code, device, "off") == [None, None]
+
+
 @pytest.mark.parametrize("mode", ["", "1", "Guard", "guard,", "guard,1/100", "guard,sample=100", "canary,sample=1/0"])
 def test_another_mode_is_an_error_that_says_what_is_right(mode: str) -> None:
     code = """
@@ -199,7 +204,7 @@ def test_another_mode_is_an_error_that_says_what_is_right(mode: str) -> None:
     """
     said = run(code, TORCH_VMM_DEBUG=mode)
     assert said.startswith(f"TORCH_VMM_DEBUG: '{mode}' is not a debug mode: ")
-    assert '"guard"' in said
+    assert 'give "off", or "guard" or "canary"' in said
     assert ",sample=1/100" in said
 
 

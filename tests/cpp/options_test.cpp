@@ -104,7 +104,7 @@ TEST_F(Environment, EveryVariableIsRead) {
 }
 
 TEST(DebugModes, AreReadAndWritten) {
-  for (const char* text : {"guard", "canary", "guard,sample=1/100", "canary,sample=1/1000000000"}) {
+  for (const char* text : {"off", "guard", "canary", "guard,sample=1/100", "canary,sample=1/1000000000"}) {
     EXPECT_EQ(to_string(parse_debug_mode(text)), text);
   }
   EXPECT_EQ(to_string(parse_debug_mode("guard,sample=1/1")), "guard");
@@ -112,15 +112,32 @@ TEST(DebugModes, AreReadAndWritten) {
 }
 
 TEST(DebugModes, AnythingElseIsRefusedAndToldWhatIsRight) {
-  for (const char* text : {"", "off", "1", "Guard", "guards", "guard,", ",sample=1/2", "guard,sample=",
-                           "guard,sample=1/", "guard,sample=100", "guard,sample=2/100", "guard,sample=1/0",
-                           "guard,sample=1/-1", "guard,sample=1/1e3", "guard,sample=1/10 ", "guard,sample=1/1000000001",
-                           "guard,sample=1/99999999999999999999999", "guard,canary", "guard,sample=1/2,x"}) {
+  for (const char* text : {"",
+                           "Off",
+                           "off,sample=1/2",
+                           "1",
+                           "Guard",
+                           "guards",
+                           "guard,",
+                           ",sample=1/2",
+                           "guard,sample=",
+                           "guard,sample=1/",
+                           "guard,sample=100",
+                           "guard,sample=2/100",
+                           "guard,sample=1/0",
+                           "guard,sample=1/-1",
+                           "guard,sample=1/1e3",
+                           "guard,sample=1/10 ",
+                           "guard,sample=1/1000000001",
+                           "guard,sample=1/99999999999999999999999",
+                           "guard,canary",
+                           "guard,sample=1/2,x"}) {
     try {
       parse_debug_mode(text);
       ADD_FAILURE() << text;
     } catch (const InvalidArgumentError& error) {
-      EXPECT_NE(std::string(error.what()).find("\"guard\" or \"canary\""), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("\"off\", or \"guard\" or \"canary\""), std::string::npos)
+          << error.what();
     }
   }
 }
