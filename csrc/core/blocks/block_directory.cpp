@@ -16,11 +16,13 @@ namespace {
 // further on than the one before.
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kColours = 61;
+
 // Room for all that there are: what comes back to `free` needs no memory.
 template <typename T>
 void make_room(std::vector<T*>& free, std::size_t all) {
   if (free.capacity() < all) free.reserve(std::max(all, 2 * free.capacity()));
 }
+
 std::size_t next_colour() {
   static std::atomic<std::size_t> next{0};
   return next.fetch_add(1, std::memory_order_relaxed) % kColours * kLine;
