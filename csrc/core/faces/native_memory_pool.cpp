@@ -1,5 +1,6 @@
 #include "core/faces/native_memory_pool.h"
 
+#include <algorithm>
 #include <exception>
 #include <vector>
 
@@ -47,30 +48,33 @@ void NativeMemoryPool::require_open() const {
   if (destroyed_.load()) throw InvalidArgumentError("the " + name() + " is destroyed");
 }
 
-// destroy() marks the pool and then looks whether a request is coming; a request is
-// counted and then looks whether the pool is marked: one of the two sees the other.
-NativeMemoryPool::Coming::Coming(NativeMemoryPool& pool) : pool_(pool) {
-  pool.coming_.fetch_add(1);
-  if (!pool.destroyed_.load()) [[likely]]
-    return;
-  pool.coming_.fetch_sub(1);
-  const MutexLock lock(pool.mutex_);  // until destroy() knows whether it does it
-  pool.require_open();
-  pool.coming_.fetch_add(1);
-}
-
-// Counts `bytes` as allocated, before the driver is asked.
-void NativeMemoryPool::charge(std::size_t bytes) {
-  const std::size_t limit = max_bytes_ == 0 ? kUnlimited : max_bytes_;
+// Counts `bytes` as allocated. False: over the maximum.
+bool NativeMemoryPool::count(std::size_t bytes) {
   std::size_t charged = charged_.load(std::memory_order_relaxed);
   do {
-    if (bytes > limit - charged) {
-      throw OutOfMemoryError(name() + ": " + format_bytes(bytes) + " asked; its maximum " + format_bytes(limit) +
-                                 ", allocated " + format_bytes(charged) + "; free some, or make one with a larger " +
-                                 "max_size_bytes",
-                             bytes, limit - charged, limit, name());
-    }
-  } while (!charged_.compare_exchange_weak(charged, charged + bytes, std::memory_order_relaxed));
+    if (bytes > limit() - charged) return false;
+  } while (!charged_.compare_exchange_weak(charged, charged + bytes));
+  return true;
+}
+
+// Before the driver is asked. destroy() marks the pool and then looks what is counted; a
+// request counts its bytes and then looks whether the pool is marked: one of the two
+// sees the other.
+void NativeMemoryPool::charge(std::size_t bytes) {
+  bool fits = count(bytes);
+  if (destroyed_.load()) [[unlikely]] {
+    if (fits) charged_.fetch_sub(bytes);
+    const MutexLock lock(mutex_);  // until destroy() knows whether it does it
+    require_open();
+    fits = count(bytes);
+  }
+  if (fits) [[likely]]
+    return;
+  const std::size_t charged = charged_.load(std::memory_order_relaxed);
+  throw OutOfMemoryError(name() + ": " + format_bytes(bytes) + " asked; its maximum " + format_bytes(limit()) +
+                             ", allocated " + format_bytes(charged) + "; free some, or make one with a larger " +
+                             "max_size_bytes",
+                         bytes, limit() - std::min(charged, limit()), limit(), name());
 }
 
 // The driver gave no `bytes`.
@@ -88,7 +92,6 @@ void NativeMemoryPool::refuse(const Status& status, std::size_t bytes) const {
 
 Address NativeMemoryPool::allocate(std::size_t bytes, Stream stream) {
   if (bytes == 0) throw InvalidArgumentError("bytes=0: give at least one byte");
-  const Coming coming(*this);
   charge(bytes);
   Address address = 0;
   const NativePool pool = pool_.load(std::memory_order_relaxed);
@@ -109,11 +112,11 @@ Address NativeMemoryPool::allocate(std::size_t bytes, Stream stream) {
 }
 
 void NativeMemoryPool::free(Address address, Stream stream) {
-  const Coming coming(*this);
   std::size_t bytes = 0;
   bool found = false;
   {
     const MutexLock lock(mutex_);
+    require_open();
     found = live_.take(address, &bytes);  // before the driver may give it to another thread
   }
   if (!found) [[unlikely]] {
@@ -136,13 +139,17 @@ void NativeMemoryPool::destroy(bool force) {
     if (destroyed_.load()) return;
     left = live_.all();      // first: it may find no memory
     destroyed_.store(true);  // before it is asked whether something is coming
-    const std::size_t coming = coming_.load();
-    const std::size_t blocks = live_.size() + coming;
-    if (blocks != 0 && (!force || coming != 0)) {
+    const std::size_t charged = charged_.load();
+    std::size_t live = 0;
+    for (const LiveAddresses::Entry& entry : left) live += entry.bytes;
+    // What is counted and not in the table is a request, or a free, that the driver has not answered.
+    const bool is_answering = charged != live;
+    const std::size_t blocks = left.size() + (is_answering ? 1 : 0);
+    if (blocks != 0 && (!force || is_answering)) {
       destroyed_.store(false);
       throw StillInUseError("the " + name() + " still holds " + std::to_string(blocks) + " allocations, " +
-                                format_bytes(charged_.load()) + "; free them first, or force",
-                            charged_.load(), blocks);
+                                format_bytes(charged) + "; free them first, or force",
+                            charged, blocks);
     }
   }
   // Not only for what is left: where frees were still queued the driver (580.159) died in

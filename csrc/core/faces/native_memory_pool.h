@@ -57,20 +57,10 @@ class NativeMemoryPool {
   [[nodiscard]] static std::uint64_t failures() { return failures_.load(std::memory_order_relaxed); }
 
  private:
-  // A request that the driver has not answered: while there is one, the pool stays.
-  class Coming {
-   public:
-    explicit Coming(NativeMemoryPool& pool);
-    ~Coming() { pool_.coming_.fetch_sub(1); }
-    Coming(const Coming&) = delete;
-    Coming& operator=(const Coming&) = delete;
-
-   private:
-    NativeMemoryPool& pool_;
-  };
-
   void require_open() const VMM_REQUIRES(mutex_);
-  void charge(std::size_t bytes);
+  [[nodiscard]] std::size_t limit() const { return max_bytes_ == 0 ? kUnlimited : max_bytes_; }
+  bool count(std::size_t bytes);
+  void charge(std::size_t bytes) VMM_EXCLUDES(mutex_);
   void refuse(const Status& status, std::size_t bytes) const;
   [[nodiscard]] std::string name() const { return "NativeMemoryPool of cuda:" + std::to_string(device_); }
 
@@ -86,8 +76,7 @@ class NativeMemoryPool {
   // needs little more time than two locks do. Written under the lock.
   std::atomic<NativePool> pool_{0};
   std::atomic<bool> destroyed_{false};
-  std::atomic<std::size_t> charged_{0};  // bytes allocated, or about to be
-  std::atomic<std::size_t> coming_{0};   // requests that the driver has not answered
+  std::atomic<std::size_t> charged_{0};  // bytes allocated, or about to be, or not yet freed: live_'s at least
   LiveAddresses live_ VMM_GUARDED_BY(mutex_);
 };
 
