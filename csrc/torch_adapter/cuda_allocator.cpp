@@ -335,13 +335,16 @@ void CudaAllocator::raw_delete(void* block) {
 }
 
 void CudaAllocator::recordStream(const c10::DataPtr& block, c10::cuda::CUDAStream stream) {
+  if (block.get() == nullptr) return;
+  const bool is_own = block.get_deleter() == &free_block;
+  Pool* pool = Runtime::pool_at(block.get());
   // A block of another allocator (shared by another process, say) is its own
-  // allocator's business, as in torch.
-  if (block.get() == nullptr || block.get_deleter() != &free_block) return;
+  // allocator's business, as in torch. What others show of ours is ours: a buffer,
+  // of which a view taken in by DLPack may begin anywhere.
+  if (!is_own && pool == nullptr) return;
   Runtime::require_own_process();
   DeviceStreams& device = room_of(stream.device_index()).memory.streams();
-  if (ProvidedMemory::record_stream(block.get(), stream.stream(), device)) return;
-  Pool* pool = Runtime::pool_at(block.get());
+  if (is_own && ProvidedMemory::record_stream(block.get(), stream.stream(), device)) return;
   if (pool == nullptr) return;
   pool->record_stream(reinterpret_cast<Address>(block.get()), stream.stream(), &device);
 }

@@ -150,13 +150,31 @@ TEST(PoolStreams, AFreedBlockWaitsForTheStreamsThatRecordedIt) {
   }
 }
 
+TEST(PoolStreams, AnAddressInsideABlockRecordsTheBlock) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  lab.allocate(*pool, 1024, kOne);  // before each, and behind
+  lab.allocate(*pool, 4 * kMiB, kOne);
+  for (const std::size_t bytes : {std::size_t{8192}, 6 * kMiB}) {
+    const Address block = lab.allocate(*pool, bytes, kOne);
+    lab.allocate(*pool, bytes, kOne);
+    pool->record_stream(block + bytes - 3, kTwo);
+    lab.driver.hold_fences(kTwo);
+    lab.free(block);
+    EXPECT_EQ(pool->memory_stats().quarantined_bytes, bytes);
+    EXPECT_NE(lab.allocate(*pool, bytes, kOne), block) << "kTwo still reads it";
+    lab.driver.release_fences(kTwo);
+    EXPECT_TRUE(pool->settle());
+  }
+}
+
 TEST(PoolStreams, RecordingTheOwnStreamOrAnUnknownAddressChangesNothing) {
   Lab lab;
   const auto pool = lab.pool("a");
   const Address block = lab.allocate(*pool, kMiB, kOne);
   lab.driver.hold_fences();
   pool->record_stream(block, kOne);
-  pool->record_stream(block + 512, kTwo);
+  pool->record_stream(block + kMiB, kTwo);
   const std::uint64_t records = lab.driver.count(Call::record);
   lab.free(block);
   EXPECT_EQ(lab.driver.count(Call::record), records);

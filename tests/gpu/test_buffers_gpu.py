@@ -100,6 +100,32 @@ def test_a_recorded_stream_reads_to_its_end(
     assert intact(out, 4)
 
 
+@pytest.mark.parametrize("seen", ["tensor", "dlpack", "part"])
+def test_a_tensor_that_shows_it_records_a_stream(
+    buffers: MemoryPool, streams: tuple[torch.cuda.Stream, torch.cuda.Stream], busy: Busy, seen: str
+) -> None:
+    one, reader = streams
+    out = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+    first = buffers.alloc(4 * MIB, torch.uint8, one)
+    with torch.cuda.stream(one):
+        queue_stamp(first.tensor(), 4)
+        shown = first.tensor() if seen == "tensor" else torch.from_dlpack(first)
+        if seen == "part":
+            shown = torch.from_dlpack(shown[MIB:])  # a storage that begins within the buffer
+    reader.wait_stream(one)
+    with torch.cuda.stream(reader):
+        busy(50)
+        out.copy_(first.tensor())
+    shown.record_stream(reader)  # what torch's own users call (FSDP, ProcessGroupNCCL)
+    del shown
+    first.free()
+    with torch.cuda.stream(one):
+        second = buffers.alloc(4 * MIB, torch.uint8)
+        second.tensor().fill_(0xAA)
+    torch.cuda.synchronize()
+    assert intact(out, 4)
+
+
 def test_one_that_is_collected_goes_back_on_its_own_stream(
     buffers: MemoryPool, streams: tuple[torch.cuda.Stream, torch.cuda.Stream], busy: Busy
 ) -> None:

@@ -1,6 +1,7 @@
 #include "core/blocks/block_heap.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "base/check.h"
 
@@ -327,6 +328,17 @@ Block* BlockHeap::free_covering(std::size_t offset) const {
   if (at == free_.begin()) return nullptr;
   --at;
   return (*at)->end() > offset ? *at : nullptr;
+}
+
+Block* BlockHeap::covering(std::size_t offset) const {
+  Block* at = nullptr;
+  for (Block* stretch : stretches_) {
+    if (stretch->offset <= offset) at = stretch;
+  }
+  const auto above = free_.upper_bound(offset);
+  if (at != nullptr && above != free_.begin() && (*std::prev(above))->offset > at->offset) at = *std::prev(above);
+  while (at != nullptr && at->end() <= offset) at = at->next;
+  return at;
 }
 
 void BlockHeap::check() const {

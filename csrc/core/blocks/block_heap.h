@@ -156,6 +156,8 @@ class BlockHeap {
 
   // The free block that covers `offset`, or nullptr.
   [[nodiscard]] Block* free_covering(std::size_t offset) const;
+  // The block that does, free or not. Walks from the nearest free one below.
+  [[nodiscard]] Block* covering(std::size_t offset) const;
   // All free blocks by offset.
   struct ByOffset {
     using is_transparent = void;

@@ -18,12 +18,17 @@ Block* Slabs::take_at(std::size_t offset, std::size_t size, StreamTag tag) {
   const Block& slab = slab_around(offset);
   if (slab.tag != tag || slab.end() < offset + size) return nullptr;
   OfTag& of_tag = of(tag);
-  Block* at = slabs_.at(slab.offset).first;
-  while (at != nullptr && at->end() <= offset) at = at->next;
+  Block* const at = piece_at(slab, offset);
   if (at == nullptr || at->state != BlockState::free || at->end() < offset + size) return nullptr;
   Block* const block = of_tag.small->cut_at(at, offset, size);
   if (at == of_tag.spare) of_tag.spare = nullptr;
   return block;
+}
+
+Block* Slabs::piece_at(const Block& slab, std::size_t offset) const {
+  Block* at = slabs_.at(slab.offset).first;
+  while (at != nullptr && at->end() <= offset) at = at->next;
+  return at;
 }
 
 void Slabs::donate(Block* slab) {

@@ -63,6 +63,8 @@ class Slabs {
   [[nodiscard]] const Block& slab_around(std::size_t offset) const {
     return *std::prev(slabs_.upper_bound(offset))->second.slab;
   }
+  // The one of these that covers `offset`. REQUIRES: it lies in the slab.
+  [[nodiscard]] Block* piece_at(const Block& slab, std::size_t offset) const;
   // The lowest of the blocks that the slab is cut into, others behind it by `next`.
   [[nodiscard]] const Block* first_piece(const Block& slab) const;
   [[nodiscard]] std::size_t size() const { return slabs_.size(); }

@@ -11,6 +11,15 @@ Block* Pool::live_at(Address address) const {
   return block != nullptr && block->is_live() && block->offset == address - base_ ? block : nullptr;
 }
 
+Block* Pool::live_around(Address address) {
+  if (Block* block = live_at(address)) return block;
+  if (range_ == nullptr || !contains(address)) return nullptr;
+  const std::size_t offset = address - base_;
+  Block* block = large_.covering(offset);
+  if (block != nullptr && slabs_.holds(*block)) block = slabs_.piece_at(*block, offset);
+  return block == nullptr ? nullptr : live_at(base_ + block->offset);
+}
+
 std::size_t Pool::block_size(Address address) const {
   const Block* block = live_at(address);
   if (block == nullptr && contains(address)) {

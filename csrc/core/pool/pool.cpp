@@ -540,13 +540,15 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
   const bool is_own = device == nullptr || device == &context_.streams;
   if (is_own) device = &context_.streams;
   const MutexLock lock(mutex_);
-  Block* block = live_at(address);
-  if (block == nullptr) return;
-  if (is_own && streams_[block->tag].stream == stream) return;
+  Block* block = live_around(address);
+  if (is_own && block != nullptr && streams_[block->tag].stream == stream) return;
   // It reads the memory, though it may be no peer (a copy between devices), so the
   // clock has to tell of it.
   if (!is_own) context_.clock.add_peer(*device);
-  recorded_uses_.add(&block->recorded, {device, stream, device->meet(stream)});
+  const StreamKind kind = device->meet(stream);
+  // Explicit pages leave behind the clock, which covers whatever has been met.
+  if (block == nullptr) return;
+  recorded_uses_.add(&block->recorded, {device, stream, kind});
 }
 
 // --------------------------------------------------- what queued work held up

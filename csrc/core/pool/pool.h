@@ -159,7 +159,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // `drained` is set when that was the last block of a retired pool; the
   // caller then has no right to touch the pool any more but to bury it.
   bool free(Address address, bool* drained) VMM_EXCLUDES(mutex_);
-  // `stream` also uses the block. Ignored for the block's own stream. `device`
+  // `stream` also uses the block that `address` lies in. Ignored for its own stream. `device`
   // is the stream's where that is not the pool's. REQUIRES: the stream is alive,
   // and stays so until the block is freed; torch asks the same.
   void record_stream(Address address, Stream stream, DeviceStreams* device = nullptr) VMM_EXCLUDES(mutex_);
@@ -456,6 +456,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool may_keep(StreamTag tag) VMM_REQUIRES(mutex_);
   Shard* shard_for(BlockCaches::Mine& mine, StreamTag tag, std::size_t size, StreamTag* add_shard) VMM_REQUIRES(mutex_);
   [[nodiscard]] Block* live_at(Address address) const;
+  [[nodiscard]] Block* live_around(Address address) VMM_REQUIRES(mutex_);
 
   // pool.cpp: the path beneath the caches
   bool takes_requests(Shortage* shortage) const;
