@@ -135,6 +135,7 @@ BuffersPtr make(const std::string& kind, int ordinal, py::handle buffer_class) {
     const py::gil_scoped_release released;
     return to_room(kind, ordinal);
   }();
+  initialize_torch(room);
   return destroyed_without_gil(std::make_unique<Buffers>(room, buffer_class));
 }
 

@@ -31,6 +31,13 @@ DeviceMemory& open_home_of(const Pool& pool) {
   return memory;
 }
 
+// The same for explicit pages, which may be the first of its memory.
+DeviceMemory& home_for_pages(const Pool& pool) {
+  DeviceMemory& memory = home_of(pool);
+  initialize_torch(Runtime::room_of(pool));
+  return memory;
+}
+
 PoolPtr create_pool(const std::string& kind, int ordinal, std::optional<std::size_t> capacity,
                     std::optional<std::size_t> page_size, std::optional<std::size_t> physical_limit,
                     const std::string& name) {
@@ -160,13 +167,13 @@ void bind_pool(py::module_& module) {
       .def(
           "allocate_pages",
           [](Pool& self, std::size_t offset, std::size_t size, std::uintptr_t stream) {
-            return home_of(self).allocate_pages(self, offset, size, to_stream(stream));
+            return home_for_pages(self).allocate_pages(self, offset, size, to_stream(stream));
           },
           py::arg("offset"), py::arg("size"), py::arg("stream") = 0, WithoutGil())
       .def(
           "allocate_first",
           [](Pool& self, std::size_t size, std::uintptr_t stream) {
-            return home_of(self).allocate_first(self, size, to_stream(stream));
+            return home_for_pages(self).allocate_first(self, size, to_stream(stream));
           },
           py::arg("size"), py::arg("stream") = 0, WithoutGil())
       .def(

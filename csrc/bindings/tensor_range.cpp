@@ -33,6 +33,7 @@ RangePtr make(const std::shared_ptr<Pool>& pool, const std::string& what, std::s
   // Not by a call guard: an object is entered into pybind's tables under the GIL.
   const py::gil_scoped_release released;
   Runtime::require_own_process();
+  initialize_torch(Runtime::room_of(*pool));
   DeviceMemory& memory = *pool->home();
   const TensorRangeSpec spec{what, capacity, to_page_size(page_size, memory.granularity()), zeros};
   return destroyed_without_gil(std::make_unique<TensorRange>(memory, pool, spec));

@@ -4,7 +4,9 @@
 #include <ATen/Context.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/device_lazy_init.h>
 
 #include <utility>
 
@@ -31,6 +33,18 @@ at::ScalarType to_scalar_type(py::handle dtype) {
 
 }  // namespace
 
+void initialize_torch(const DeviceRoom& room) {
+  if (room.kind != DeviceKind::cuda) return;
+  const py::gil_scoped_acquire gil;
+  try {
+    torch::utils::device_lazy_init(at::kCUDA);
+  } catch (python_error& error) {
+    error.restore();  // where it is not still Python's
+    throw py::error_already_set();
+  }
+  at::globalContext().lazyInitDevice(at::kCUDA);  // under a FakeTensorMode that did nothing
+}
+
 std::size_t tensor_bytes(const std::vector<std::int64_t>& shape, py::handle dtype) {
   std::size_t bytes = c10::elementSize(to_scalar_type(dtype));
   for (const std::int64_t size : shape) {
@@ -49,10 +63,10 @@ py::object make_tensor(Address address, const std::vector<std::int64_t>& shape, 
     throw InvalidArgumentError("offset: " + format_hex(address) + " is not aligned to the dtype's " +
                                std::to_string(c10::elementSize(type)) + " bytes");
   }
-  const bool is_cuda = room.kind == DeviceKind::cuda;
-  if (is_cuda) at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
-  const c10::Device device =
-      is_cuda ? c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(room.ordinal)) : c10::Device(c10::kCPU);
+  initialize_torch(room);
+  const c10::Device device = room.kind == DeviceKind::cuda
+                                 ? c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(room.ordinal))
+                                 : c10::Device(c10::kCPU);
   // Holding it in the deleter is all that keeps the owner.
   auto keep = [owner = std::move(owner)](void*) {};
   // With the device given torch need not ask CUDA where the pointer lives.

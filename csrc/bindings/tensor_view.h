@@ -8,6 +8,12 @@
 
 namespace vmm::bindings {
 
+// What torch's own first tensor does, for the first memory of a GPU that is ours: seeds
+// and other calls that torch.cuda has kept until then are done, and it counts as
+// initialized. Throws what torch does, in a forked child too. Nothing on the CPU.
+// REQUIRES: no lock is held. With the GIL or without.
+void initialize_torch(const DeviceRoom& room);
+
 // Bytes that a contiguous tensor of this shape and dtype covers. Throws
 // InvalidArgumentError: no dtype, a negative size, more bytes than there are.
 std::size_t tensor_bytes(const std::vector<std::int64_t>& shape, py::handle dtype);

@@ -121,6 +121,42 @@ with torch.cuda.use_mem_pool(pool), model:
 assert torch_vmm.pool_of(first) is model
 assert int((first == 1).sum()) == 2**26
 """,
+    **{
+        f"a seed before the first use of CUDA, which is {what}": f"""
+torch_vmm.enable()
+torch.manual_seed(1234)
+{make}
+assert torch.cuda.is_initialized()
+assert torch.cuda.memory_allocated() >= 2**22, torch.cuda.memory_allocated()
+x = {x}
+x.normal_()
+again = torch.empty(2**20, device="cuda")
+torch.manual_seed(1234)
+again.normal_()
+assert torch.equal(x, again), "the seed was not applied"
+"""
+        for what, (make, x) in {
+            "aligned()": ("made = torch_vmm.aligned((2**20,))", "made"),
+            "elastic()": ("made = torch_vmm.elastic((2**20,))", "made"),
+            "a buffer": ("made = torch_vmm.MemoryPool().alloc(2**20)", "made.tensor()"),
+            "explicit pages": (
+                "made = torch_vmm.VirtualMemoryPool('1GiB'); made.allocate(0, '4MiB')",
+                "made.tensor(0, (2**20,), torch.float32)",
+            ),
+        }.items()
+    },
+    "a child forked from a process whose CUDA is torch's alone": """
+import os
+torch.ones(1, device="cuda")
+child = os.fork()
+if child == 0:
+    try:
+        torch_vmm.MemoryPool()
+    except RuntimeError as error:  # torch's own, or where CUDA itself refuses, ours
+        os._exit(0 if "fork" in str(error) or isinstance(error, torch_vmm.NotAvailableError) else 2)
+    os._exit(1)
+assert os.waitpid(child, 0)[1] == 0
+""",
     "pools without becoming torch's allocator": """
 pool = torch_vmm.VirtualMemoryPool("64MiB")
 pool.allocate(0, "4MiB")
