@@ -8,6 +8,7 @@
 #include "base/errors.h"
 #include "bindings/bind.h"
 #include "bindings/tensor_view.h"
+#include "ipc/ipc_exports.h"
 #include "torch_adapter/errors.h"
 
 namespace vmm::bindings {
@@ -114,6 +115,7 @@ class Buffer {
   void give_back() noexcept {
     if (address_ == 0) return;
     try {
+      IpcExports::before_free(address_);
       of_->pool.free(address_);
     } catch (...) {
       report_swallowed("the end of a buffer");

@@ -4,11 +4,13 @@
 //
 // An open descriptor keeps its chunk's memory with the driver, whatever else
 // happens to the chunk. So a chunk's is closed when the last shared block on it
-// is freed, and not later.
+// is freed; and when the chunk itself goes back to the driver, in case that a way
+// of giving memory back tells of no blocks.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -44,8 +46,11 @@ class IpcExports {
     if (any_shared()) [[unlikely]]
       instance().forget(block);
   }
+  // To be called before an exported chunk goes back to the driver.
+  static void before_release(std::uint64_t chunk) noexcept { instance().forget_chunk(chunk); }
   static bool any_shared() { return shared_blocks_.load(std::memory_order_relaxed) != 0; }
   void forget(Address block) noexcept VMM_EXCLUDES(mutex_);
+  void forget_chunk(std::uint64_t number) noexcept VMM_EXCLUDES(mutex_);
 
   // Descriptors that are open.
   [[nodiscard]] std::size_t open_descriptors() const VMM_EXCLUDES(mutex_);
@@ -55,7 +60,7 @@ class IpcExports {
     SharedChunk chunk;
     std::size_t blocks = 0;  // shared blocks that lie on it
   };
-  using Chunks = std::vector<ChunkHandle>;
+  using Chunks = std::vector<std::uint64_t>;  // by number: a handle may be another chunk's by now
 
   DescriptorServer& server() VMM_REQUIRES(mutex_);
   void export_chunk(Driver& driver, const ChunkView& chunk) VMM_REQUIRES(mutex_);
@@ -66,7 +71,7 @@ class IpcExports {
   mutable Mutex mutex_;
   std::unique_ptr<DescriptorServer> server_ VMM_GUARDED_BY(mutex_);  // from the first share on
   std::unordered_map<Address, Chunks> blocks_ VMM_GUARDED_BY(mutex_);
-  std::unordered_map<ChunkHandle, Export> exports_ VMM_GUARDED_BY(mutex_);
+  std::unordered_map<std::uint64_t, Export> exports_ VMM_GUARDED_BY(mutex_);
 };
 
 }  // namespace vmm

@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "base/errors.h"
+#include "ipc/ipc_exports.h"
 #include "process/fault_report.h"
 
 namespace vmm {
@@ -25,6 +26,7 @@ DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpac
       memory(driver, address_space, ordinal, options),
       default_pool(make_default_pool(memory)),
       private_pools(memory, hooks_of(kind).captures == nullptr ? CaptureHooks{} : hooks_of(kind).captures(ordinal)) {
+  memory.store().set_on_export_end(&IpcExports::before_release);
   const KindHooks& hooks = hooks_of(kind);
   // torch can free memory of its own (tensors that other processes have let go
   // of) when a device has none left.

@@ -56,6 +56,30 @@ TEST_F(Store, GivesTheChargeBackWhenTheDriverFails) {
   EXPECT_EQ(store_->live_chunks(), 0U);
 }
 
+std::vector<std::uint64_t>& ended_exports() {
+  static std::vector<std::uint64_t> numbers;
+  return numbers;
+}
+
+TEST_F(Store, TellsOfAnExportedChunkBeforeTheDriverHasIt) {
+  ended_exports().clear();
+  store_->set_on_export_end([](std::uint64_t number) { ended_exports().push_back(number); });
+  Chunk* const kept_to_itself = create(a_);
+  Chunk* const shared = create(a_);
+  Chunk* const refused = create(a_);
+  const std::uint64_t number = shared->number;
+  EXPECT_NE(number, kept_to_itself->number);
+  shared->exported = refused->exported = true;
+  EXPECT_TRUE(store_->release(kept_to_itself).ok());
+  EXPECT_TRUE(ended_exports().empty());
+  store_->put(group_, shared);
+  EXPECT_EQ(ended_exports(), (std::vector<std::uint64_t>{number}));
+  driver_.fail_nth(Call::release, 1, broken());
+  EXPECT_FALSE(store_->release(refused).ok());
+  EXPECT_EQ(ended_exports().size(), 2U) << "what opens it has gone all the same";
+  EXPECT_TRUE(store_->release(refused).ok());
+}
+
 TEST_F(Store, AReleasedChunkCountsNoMore) {
   Chunk* chunk = create(a_, 2);
   EXPECT_EQ(device_.used(), 2 * kPage);

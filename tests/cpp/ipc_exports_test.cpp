@@ -36,7 +36,7 @@ class Exports : public ::testing::Test {
     EXPECT_EQ(driver_.leaks(), "");
   }
   ChunkView chunk(std::size_t size = kPage, bool exportable = true) {
-    ChunkView made{0, size, 0, exportable};
+    ChunkView made{0, size, 0, exportable, chunks_.size() + 1};
     EXPECT_TRUE(driver_.create({size, kDevice, exportable}, &made.handle).ok());
     EXPECT_TRUE(driver_.reserve(size, kPage, &made.address).ok());
     EXPECT_TRUE(driver_.map(made.address, size, made.handle).ok());
@@ -106,6 +106,30 @@ TEST_F(Exports, ABlockAtTheAddressOfAnotherTakesItsPlace) {
   EXPECT_EQ(exports_->open_descriptors(), 1U) << "the first chunk's is closed";
   exports_->forget(a.address);
   EXPECT_EQ(exports_->open_descriptors(), 0U);
+}
+
+TEST_F(Exports, AChunkThatGoesBackEndsWhateverLiesOnIt) {
+  const ChunkView a = chunk();
+  const ChunkView b = chunk();
+  (void)share(a.address, {a});
+  (void)share(a.address + 512, {a, b});
+  (void)share(b.address + 1024, {b});
+  EXPECT_TRUE(IpcExports::any_shared());
+  exports_->forget_chunk(a.number);
+  EXPECT_EQ(exports_->open_descriptors(), 1U) << "the block on b alone stays";
+  exports_->forget_chunk(a.number);  // a second time: nothing
+  exports_->forget_chunk(b.number);
+  EXPECT_EQ(exports_->open_descriptors(), 0U);
+  EXPECT_FALSE(IpcExports::any_shared());
+}
+
+TEST_F(Exports, AHandleThatIsGivenAgainIsAnotherChunks) {
+  const ChunkView gone = chunk();
+  const std::string first = share(gone.address, {gone});  // its end is told to nobody
+  ChunkView now = gone;
+  now.number += 1;
+  EXPECT_NE(share(gone.address + 512, {now}), first);
+  EXPECT_EQ(driver_.count(Call::export_chunk), 2U) << "the former chunk's descriptor opens other memory";
 }
 
 TEST_F(Exports, AFailedExportLeavesNothingOpen) {

@@ -182,6 +182,21 @@ def test_memory_returns_when_the_receiver_has_dropped_it(ours: Other, make_pool:
     assert ipc.open_descriptors() <= descriptors + 4, "torch's counters and the server's socket may have come"
 
 
+def test_buffers_that_were_shared_leave_nothing_open(ours: Other) -> None:
+    assert ours.ask(ipc.is_intact, bytes_of(KIB, 1), 1)  # what torch and the server open once
+    ipc.collect()
+    before = ipc.open_descriptors()
+    pool = torch_vmm.MemoryPool()
+    for seed in range(6):
+        buffer = pool.alloc(30 * MIB, torch.uint8)
+        assert ours.ask(ipc.is_intact, queue_stamp(buffer.tensor(), seed), seed), "another block's memory arrived"
+        ours.ask(ipc.collect)
+        ipc.collect()
+        buffer.free()
+        pool.trim(0)
+    assert ipc.open_descriptors() <= before + 2
+
+
 def test_thousands_of_shares_leave_nothing_open() -> None:
     forget(ipc.share(bytes_of(KIB, 1)))
     ipc.collect()

@@ -18,7 +18,8 @@ inline constexpr OwnerId kNobody = 0;
 
 struct Chunk {
   ChunkHandle handle = 0;
-  std::size_t size = 0;  // bytes
+  std::uint64_t number = 0;  // no other chunk of the process ever has it; a driver gives a handle again
+  std::size_t size = 0;      // bytes
   bool exportable = false;
   Budget* charged = nullptr;  // who pays for it
   OwnerId content = kNobody;  // whose data it may still hold
@@ -38,6 +39,7 @@ struct ChunkView {
   std::size_t size = 0;  // bytes
   ChunkHandle handle = 0;
   bool exportable = false;
+  std::uint64_t number = 0;  // Chunk::number
 };
 
 }  // namespace vmm

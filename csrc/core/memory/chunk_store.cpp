@@ -74,10 +74,12 @@ Status ChunkStore::create(const ChunkSpec& spec, Budget& payer, Chunk** out, Bud
 }
 
 Status ChunkStore::create_prepaid(const ChunkSpec& spec, Budget& payer, Chunk** out) {
+  static std::atomic<std::uint64_t> numbers{0};
   auto chunk = std::make_unique<Chunk>();  // first: what there is no room to note would stay for ever
   ChunkHandle handle = 0;
   if (const Status status = driver_.create(spec, &handle); !status.ok()) return status;
   chunk->handle = handle;
+  chunk->number = numbers.fetch_add(1, std::memory_order_relaxed) + 1;
   chunk->size = spec.size;
   chunk->exportable = spec.exportable;
   chunk->charged = &payer;
@@ -88,6 +90,7 @@ Status ChunkStore::create_prepaid(const ChunkSpec& spec, Budget& payer, Chunk** 
 
 Status ChunkStore::release(Chunk* chunk) {
   VMM_CHECK(chunk->mappings.load(std::memory_order_acquire) == 0, "chunk of ", chunk->size, " bytes is mapped");
+  if (chunk->exported && on_export_end_ != nullptr) on_export_end_(chunk->number);
   const Status status = driver_.release(chunk->handle);
   // When the driver has gone, all its memory has.
   if (!status.ok() && status.code() != StatusCode::driver_gone) return status;

@@ -54,6 +54,12 @@ class ChunkStore {
   // count. REQUIRES: nothing maps it any more.
   Status release(Chunk* chunk);
 
+  // Is told, before the driver gets an exported chunk back, of its number: what
+  // keeps it open for other processes would keep its memory. It may be called
+  // under any pool's lock. To be given before any chunk is made.
+  using ExportEnd = void (*)(std::uint64_t number);
+  void set_on_export_end(ExportEnd told) { on_export_end_ = told; }
+
   // Puts an unused chunk on the shelf of `group`, which from now on pays. One
   // that was exported serves nobody any more: it goes back to the driver as soon
   // as nothing maps it. REQUIRES: the chunk's budget stands under `group`.
@@ -97,6 +103,7 @@ class ChunkStore {
   int device_;
   std::size_t granularity_;
   bool exportable_;
+  ExportEnd on_export_end_ = nullptr;
   std::atomic<std::size_t> live_chunks_{0};
   mutable Mutex mutex_;
   std::map<const Budget*, Shelf> shelves_ VMM_GUARDED_BY(mutex_);

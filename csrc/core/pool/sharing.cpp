@@ -8,7 +8,9 @@ namespace vmm {
 
 namespace {
 
-ChunkView view_of(Address at, const Chunk& chunk) { return {at, chunk.size, chunk.handle, chunk.exportable}; }
+ChunkView view_of(Address at, const Chunk& chunk) {
+  return {at, chunk.size, chunk.handle, chunk.exportable, chunk.number};
+}
 
 }  // namespace
 
