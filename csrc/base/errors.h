@@ -65,6 +65,7 @@ class OutOfMemoryError : public VmmError {
   std::size_t available;  // bytes that could still have been had
   std::size_t limit;      // bytes: the limit that refused
   std::string pool;       // name of the asking pool
+  bool is_told = false;   // the pool has counted it, and its device told who wanted to know
 };
 
 class ModelExistsError : public VmmError {

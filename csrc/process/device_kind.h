@@ -40,6 +40,8 @@ struct KindHooks {
   StreamCensus (*census)(int ordinal) = nullptr;
   // Frees memory that torch can do without; true if it did.
   bool (*free_memory)() = nullptr;
+  // Is told, with no lock held, of each request that found no memory.
+  void (*out_of_memory)(DeviceRoom& room, const Pool& asker, std::size_t bytes, Stream stream) = nullptr;
   // Is told of each device that is made.
   void (*on_made)(DeviceRoom& room) = nullptr;
 };

@@ -31,6 +31,12 @@ DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpac
   // torch can free memory of its own (tensors that other processes have let go
   // of) when a device has none left.
   if (hooks.free_memory != nullptr) memory.set_memory_callback(hooks.free_memory);
+  if (hooks.out_of_memory != nullptr) {
+    memory.set_on_out_of_memory(
+        [this, told = hooks.out_of_memory](const Pool& asker, std::size_t bytes, Stream stream) {
+          told(*this, asker, bytes, stream);
+        });
+  }
   if (hooks.census != nullptr) memory.streams().set_census(hooks.census(ordinal));
 }
 

@@ -184,6 +184,15 @@ bool run_cuda_free_memory_callbacks() {
   return freed;
 }
 
+void tell_cuda_out_of_memory(DeviceRoom& room, const Pool& asker, std::size_t bytes, Stream stream) {
+  const History::Scope scope(cca::RecordContext::STATE);
+  if (profiler_is_on()) {
+    report_out_of_memory_to_profiler(DeviceKind::cuda, room.ordinal, align_up(bytes, kBlockAlignment),
+                                     torch_device(room.ordinal));
+  }
+  History::instance().out_of_memory(room, asker, bytes, stream);
+}
+
 // The base's own functions are never reached: whatever would call them is
 // overridden.
 CudaAllocator::CudaAllocator()
@@ -252,14 +261,11 @@ void* CudaAllocator::allocate_on(c10::DeviceIndex device, std::size_t bytes, cud
     if (profiler_is_on()) [[unlikely]]
       report_allocation(room, block);
     return block;
-  } catch (const OutOfMemoryError&) {
-    if (profiler_is_on()) {
-      report_out_of_memory_to_profiler(DeviceKind::cuda, device, align_up(bytes, kBlockAlignment),
-                                       torch_device(device));
-    }
+  } catch (const OutOfMemoryError& error) {
     // Not made: there were no addresses for its default pool.
-    if (DeviceRoom* room = Runtime::made(DeviceKind::cuda, device); room != nullptr) {
-      History::instance().out_of_memory(*room, part != nullptr ? *part : *current_pool(*room), bytes, stream);
+    DeviceRoom* room = error.is_told ? nullptr : Runtime::made(DeviceKind::cuda, device);
+    if (room != nullptr) {
+      tell_cuda_out_of_memory(*room, part != nullptr ? *part : *current_pool(*room), bytes, stream);
     }
     rethrow_as_torch(DeviceKind::cuda, device, bytes);
   } catch (const VmmError&) {

@@ -15,6 +15,10 @@ struct DeviceRoom;
 // to free while it holds its own lock.
 bool run_cuda_free_memory_callbacks();
 
+// Tells torch's memory history, its observers and the profiler that a request of
+// `asker`, for whatever, found no memory. What observers throw comes out.
+void tell_cuda_out_of_memory(DeviceRoom& room, const Pool& asker, std::size_t bytes, Stream stream);
+
 // What private_pools has to know of captures on this GPU, and what torch
 // leaves undone after a failed one.
 CaptureHooks cuda_capture_hooks(int ordinal);

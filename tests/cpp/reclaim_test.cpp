@@ -497,6 +497,33 @@ TEST(ReclaimDriver, MemoryMadeByHandIsAHolderOfTheDevices) {
 
 // ------------------------------------------------------------- set_limit
 
+TEST_F(Reclaim, WhoWantsToKnowIsToldOnceOfEachRequestThatFoundNoMemory) {
+  const auto pool = lab_.pool("a", 8 * kMiB);
+  std::vector<std::pair<const Pool*, std::size_t>> told;
+  lab_.memory().set_on_out_of_memory([&](const Pool& asker, std::size_t bytes, Stream /*stream*/) {
+    EXPECT_EQ(asker.physical_bytes(), 4 * kMiB);  // no lock is held: it may look
+    told.emplace_back(&asker, bytes);
+  });
+  lab_.allocate(*pool, 4 * kMiB);
+  EXPECT_TRUE(told.empty());
+  for (const bool as_pages : {false, true}) {
+    try {
+      if (as_pages) {
+        lab_.memory().allocate_pages(*pool, 16 * kMiB, 12 * kMiB, nullptr);
+      } else {
+        lab_.allocate(*pool, 12 * kMiB);
+      }
+      FAIL() << "the limit is 8 MiB";
+    } catch (const OutOfMemoryError& error) {
+      EXPECT_TRUE(error.is_told);
+    }
+    ASSERT_EQ(told.size(), as_pages ? 2U : 1U);
+    EXPECT_EQ(told.back(), std::make_pair(static_cast<const Pool*>(pool.get()), 12 * kMiB));
+    EXPECT_EQ(pool->statistics().num_ooms, static_cast<std::int64_t>(told.size()));
+  }
+  lab_.memory().set_on_out_of_memory(nullptr);
+}
+
 TEST_F(Reclaim, ALowerLimitGivesIdleMemoryBackAndLeavesTheRest) {
   const auto a = model("a");
   const auto b = model("b");

@@ -270,6 +270,29 @@ def test_observers_are_told_before_the_error_comes(seen: list[tuple[int, ...]]) 
     assert any(frame["name"] == "block" for frame in entry["frames"])
 
 
+@pytest.mark.parametrize("what", ["elastic", "sparse", "buffer", "pages"])
+def test_whatever_finds_no_memory_tells_observers_and_the_history_once(
+    seen: list[tuple[int, ...]], make_pool: MakePool, what: str
+) -> None:
+    much = 1 << 18, 1 << 20  # 256 GiB
+    tensor = torch_vmm.elastic((4, 1 << 20), dtype=torch.uint8, max_shape=much) if what == "elastic" else None
+    ask: Callable[[], object] = {
+        "elastic": lambda: tensor.resize_(1 << 18),  # type: ignore[union-attr]
+        "sparse": lambda: torch_vmm.sparse(much, dtype=torch.uint8).commit(()),
+        "buffer": lambda: torch_vmm.MemoryPool().alloc(1 << 38, torch.uint8),
+        "pages": lambda: make_pool("256GiB").allocate(0, "256GiB"),
+    }[what]
+    before = torch.cuda.memory_stats()["num_ooms"]
+    with recorded():
+        with pytest.raises(torch.OutOfMemoryError):
+            ask()
+        (entry,) = entries("oom")
+    assert len(seen) == torch.cuda.memory_stats()["num_ooms"] - before == 1
+    assert seen[0][0] == torch.cuda.current_device()
+    assert entry["device_free"] == seen[0][3] > 0
+    assert any(frame["name"] == "ask" or "test_whatever" in frame["name"] for frame in entry["frames"])
+
+
 def test_observers_are_told_of_the_cap(seen: list[tuple[int, ...]]) -> None:
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(0.25)

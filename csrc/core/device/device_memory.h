@@ -146,6 +146,10 @@ class DeviceMemory {
   // Called, with no lock held, when a request found nothing: frees what it can
   // (torch's registered free-memory callbacks); true if it did anything.
   void set_memory_callback(std::function<bool()> callback) { memory_callback_ = std::move(callback); }
+  // Called, with no lock held, once for each request that found no memory, whatever
+  // for. What it throws goes to whoever asked.
+  using OutOfMemory = std::function<void(const Pool& asker, std::size_t bytes, Stream stream)>;
+  void set_on_out_of_memory(OutOfMemory told) { on_out_of_memory_ = std::move(told); }
   // Called, with no lock held, before a model's request for a tensor waits: an
   // address out of memory that is free elsewhere and may be had for it, or 0.
   using Lender = std::function<Address(const Pool& model, std::size_t bytes, Stream stream)>;
@@ -300,6 +304,7 @@ class DeviceMemory {
   Peaks peaks_;
   mutable BlockCaches caches_;
   std::function<bool()> memory_callback_;
+  OutOfMemory on_out_of_memory_;
   Lender lender_;
   std::atomic<std::uint64_t> climbs_{0};
   std::atomic<PoolObserver*> observer_{nullptr};

@@ -289,6 +289,7 @@ Address DeviceMemory::reach(Climb& climb) {
     throw_if_failed(lacks.status, "pool '" + asker.name() + "': " + format_bytes(climb.bytes) + " asked");
   }
   asker.count_oom();
+  if (on_out_of_memory_) on_out_of_memory_(asker, climb.bytes, climb.stream.value_or(nullptr));
   throw_out_of_memory(asker, climb.bytes, lacks);
 }
 
@@ -370,7 +371,9 @@ void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Sho
     const MutexLock lock(refusal_mutex_);
     last_refusal_ = refusal;
   }
-  throw OutOfMemoryError(text_of(refusal, cause), refusal.requested, refusal.available, refusal.limit, refusal.pool);
+  OutOfMemoryError error(text_of(refusal, cause), refusal.requested, refusal.available, refusal.limit, refusal.pool);
+  error.is_told = true;
+  throw error;
 }
 
 std::optional<Refusal> DeviceMemory::last_refusal() const {
