@@ -237,6 +237,21 @@ cca::ShareableHandle share_of_provider(ByteRange segment, Address address) {
   return shared;
 }
 
+// Pages may be given back while the receiver still reads them, and what is not a block
+// has no length that the handle could tell.
+[[noreturn]] void throw_not_to_be_sent(const Pool* pool, Address address) {
+  std::string text = "invalid device pointer: " + format_hex(address);
+  if (pool != nullptr && !pool->held_pages(align_down(address - pool->base(), pool->page_size()), 1).empty()) {
+    text = "tensors over explicit pages (aligned(), elastic(), sparse(), VirtualMemoryPool.tensor(); here at " +
+           format_hex(address) + ") cannot be sent to another process: send a copy, tensor.clone()";
+  } else {
+    text +=
+        ": no live block of torch_vmm's is there. An alias() cannot be sent to another process either: send a "
+        "copy, tensor.clone()";
+  }
+  throw_torch_error(text);
+}
+
 }  // namespace
 
 // ------------------------------------------------------------- other processes
@@ -253,7 +268,7 @@ cca::ShareableHandle CudaAllocator::shareIpcHandle(void* block) {
       }
     }
     const std::size_t bytes = pool == nullptr ? 0 : pool->block_size(address);
-    if (bytes == 0) throw_torch_error("invalid device pointer: " + format_hex(address));
+    if (bytes == 0) throw_not_to_be_sent(pool, address);
     device = static_cast<c10::DeviceIndex>(pool->device());
     const std::vector<ChunkView> chunks = pool->chunks_to_export(address, bytes);
     VMM_CHECK(!chunks.empty(), "a block of ", bytes, " bytes with nothing under it");

@@ -349,6 +349,21 @@ def test_errors_name_what_is_wrong() -> None:
     forget(shared)
 
 
+def test_what_cannot_be_sent_says_what_can(make_pool: MakePool) -> None:
+    pool = make_pool("1GiB")
+    pool.allocate(0, 4 * MIB)
+    aligned = torch_vmm.aligned((MIB,))
+    sparse = torch_vmm.sparse((MIB,))
+    sparse.commit(())
+    over_pages = [aligned, torch_vmm.elastic((MIB,))[:], sparse[:], pool.tensor(0, (MIB,), torch.float32)]
+    for tensor in over_pages:
+        with pytest.raises(RuntimeError, match=r"explicit pages .*cannot be sent.*tensor\.clone\(\)"):
+            tensor.untyped_storage()._share_cuda_()
+    with pytest.raises(RuntimeError, match=r"invalid device pointer.*alias\(\).*tensor\.clone\(\)"):
+        torch_vmm.alias(aligned).untyped_storage()._share_cuda_()
+    forget(ipc.share(aligned.clone()))
+
+
 def test_what_was_received_is_not_shared_on() -> None:
     tensor = bytes_of(KIB, 1)
     received = open_here(ipc.share(tensor))
