@@ -78,6 +78,11 @@ py::object make_tensor(Address address, const std::vector<std::int64_t>& shape, 
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
 }
 
+void keep_for_capture(DeviceRoom& room, const std::shared_ptr<const void>& owner) {
+  if (!room.private_pools.any_route()) return;
+  room.private_pools.keep_for_capture(current_stream(room.kind, room.ordinal), owner);
+}
+
 void set_storage_bytes(py::handle tensor, std::size_t size) {
   if (!THPVariable_Check(tensor.ptr())) throw InvalidArgumentError("set_storage_bytes: give a tensor");
   THPVariable_Unpack(tensor.ptr()).storage().unsafeGetStorageImpl()->set_nbytes(size);

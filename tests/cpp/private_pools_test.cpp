@@ -20,6 +20,7 @@ namespace {
 constexpr RegionId kOne{0, 1};
 constexpr RegionId kOther{0, 2};
 constexpr RegionId kGraph{7, 0};
+const Stream kCaptured = stream(0xCA);
 
 // Captures of streams, as CUDA would tell of them, and a device's private pools.
 class PrivatePoolsTest : public ::testing::Test {
@@ -123,6 +124,35 @@ class PrivatePoolsTest : public ::testing::Test {
 };
 
 // -------------------------------------------------------------------- routes
+
+// What stands at addresses of its own: a tensor's range, say.
+TEST_F(PrivatePoolsTest, WhatACaptureHasBesideBlocksGoesWithItsRegion) {
+  int ended = 0;
+  const auto make = [&] {
+    // Whoever ends it comes back here: no lock is held.
+    return std::shared_ptr<const void>(nullptr, [&](const void*) {
+      pools.sweep();
+      EXPECT_FALSE(exists(kGraph));
+      ++ended;
+    });
+  };
+  pools.keep_for_capture(kCaptured, make());
+  EXPECT_EQ(ended, 1) << "no capture, nobody who keeps it";
+  ended = 0;
+  const auto graph = begin_capture(kGraph, kCaptured);
+  pools.keep_for_capture(nullptr, std::shared_ptr<const void>(nullptr, [&](const void*) { ++ended; }));
+  EXPECT_EQ(ended, 1) << "of another stream, which is not captured";
+  auto kept = make();
+  pools.keep_for_capture(kCaptured, kept);
+  pools.keep_for_capture(kCaptured, kept);
+  EXPECT_EQ(kept.use_count(), 2) << "once is enough";
+  pools.keep_for_capture(kCaptured, make());
+  kept.reset();
+  end_capture(kGraph, kCaptured);
+  EXPECT_EQ(ended, 1);
+  pools.release(kGraph);
+  EXPECT_EQ(ended, 3);
+}
 
 TEST_F(PrivatePoolsTest, NobodyIsRoutedUntilSomebodyBegins) {
   pools.add_user(kOne);

@@ -479,6 +479,51 @@ def test_a_graph_that_ends_during_its_replay_keeps_its_memory_until_the_replay_i
     assert intact(result, 5)
 
 
+@pytest.mark.parametrize("what", ["aligned", "alias", "elastic", "sparse", "pages"])
+def test_what_a_capture_makes_at_addresses_of_its_own_lives_as_long_as_its_graph(
+    make_pool: MakePool, what: str
+) -> None:
+    pool = make_pool("1GiB")
+    aliased = torch_vmm.aligned((MIB,))
+
+    def make() -> torch.Tensor:
+        if what == "aligned":
+            return torch_vmm.aligned((MIB,))
+        if what == "alias":
+            return torch_vmm.alias(aliased)
+        if what == "elastic":
+            return torch_vmm.elastic((MIB,), max_shape=(4 * MIB,))
+        if what == "sparse":
+            sparse = torch_vmm.sparse((MIB,))
+            sparse.commit(())
+            return sparse
+        pool.allocate(0, 4 * MIB)
+        return pool.tensor(0, (MIB,), torch.float32)
+
+    out = torch.zeros(8, device="cuda")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = make()
+        made.fill_(2)
+        out.copy_(made[-8:])
+    del made
+    settle()
+    for _ in range(2):
+        out.zero_()
+        graph.replay()
+        assert out.tolist() == [2] * 8
+    if what == "pages":
+        with pytest.raises(torch_vmm.StillInUseError):
+            pool.deallocate(0, 4 * MIB)
+    del graph
+    settle()
+    if what == "pages":
+        pool.deallocate(0, 4 * MIB)
+    assert torch.cuda.memory_allocated() == before
+
+
 def test_a_graph_replayed_on_other_streams() -> None:
     x = numbers(2)
     graph, out = captured(lambda: chain(x))

@@ -76,7 +76,7 @@ void PrivatePools::release(RegionId region) {
       drop_if_unused(at);
     }
   }
-  tell_of_failures(failed);
+  settle_accounts(failed);
 }
 
 int PrivatePools::use_count(RegionId region) const {
@@ -128,8 +128,14 @@ void PrivatePools::drop_graph(Entry& entry) {
 
 void PrivatePools::drop_if_unused(Entries::iterator at) {
   if (at->second.use_count() > 0) return;
-  const Entry entry = std::move(at->second);
+  Entry entry = std::move(at->second);
   entries_.erase(at);
+  if (dropped_.empty()) {
+    dropped_.swap(entry.kept);
+  } else {
+    dropped_.insert(dropped_.end(), entry.kept.begin(), entry.kept.end());
+    entry.kept.clear();
+  }
   if (entry.is_kept) set_pinned(entry, false);
   for (const auto& [model, part] : entry.parts) memory_.close_pool(*part, /*force=*/true);
   if (entry.foreign != nullptr) entry.foreign->close();
@@ -270,7 +276,12 @@ bool PrivatePools::any_capture() const {
   });
 }
 
-void PrivatePools::tell_of_failures(bool failed) const {
+void PrivatePools::settle_accounts(bool failed) {
+  Kept dropped;
+  {
+    const MutexLock lock(mutex_);
+    dropped.swap(dropped_);
+  }
   if (failed && hooks_.on_failed != nullptr) hooks_.on_failed();
 }
 
@@ -281,7 +292,7 @@ void PrivatePools::sweep() {
     const MutexLock lock(mutex_);
     failed = sweep_locked();
   }
-  tell_of_failures(failed);
+  settle_accounts(failed);
 }
 
 std::shared_ptr<Pool> PrivatePools::part_of(RegionId region, Entry& entry, const std::shared_ptr<Pool>& model) {
@@ -292,6 +303,22 @@ std::shared_ptr<Pool> PrivatePools::part_of(RegionId region, Entry& entry, const
   return part;
 }
 
+PrivatePools::Route* PrivatePools::serving(Stream stream, std::uint64_t running) {
+  const auto serves = [&](Route& route) VMM_REQUIRES(mutex_) {
+    if (!route.is_capture) return route.filter(stream);
+    if (running == 0) return false;
+    if (route.in_another) return running != route.capture && route.filter(stream);
+    // Its thread has not come by since the capture began.
+    if (route.capture == 0) route.capture = capture_of(route.origin);
+    return running == route.capture;
+  };
+  // The latest first: they nest.
+  for (auto at = routes_.rbegin(); at != routes_.rend(); ++at) {
+    if (serves(*at)) return &*at;
+  }
+  return nullptr;
+}
+
 std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, Stream stream,
                                           std::shared_ptr<ForeignMemory>* foreign) {
   std::shared_ptr<Pool> part;
@@ -300,17 +327,7 @@ std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, St
     const MutexLock lock(mutex_);
     failed = sweep_locked();
     const std::uint64_t running = capture_of(stream);
-    const auto serves = [&](Route& route) VMM_REQUIRES(mutex_) {
-      if (!route.is_capture) return route.filter(stream);
-      if (running == 0) return false;
-      if (route.in_another) return running != route.capture && route.filter(stream);
-      // Its thread has not come by since the capture began.
-      if (route.capture == 0) route.capture = capture_of(route.origin);
-      return running == route.capture;
-    };
-    // The latest first: they nest.
-    for (auto at = routes_.rbegin(); at != routes_.rend(); ++at) {
-      if (!serves(*at)) continue;
+    if (const Route* const at = serving(stream, running); at != nullptr) {
       Entry& entry = entry_at(at->region);
       if (running != 0 && !at->is_capture) keep_for_graphs(entry);
       if (entry.foreign == nullptr) {
@@ -319,11 +336,27 @@ std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, St
       } else if (foreign != nullptr) {
         *foreign = entry.foreign;
       }
-      break;
     }
   }
-  tell_of_failures(failed);
+  settle_accounts(failed);
   return part;
+}
+
+void PrivatePools::keep_for_capture(Stream stream, const std::shared_ptr<const void>& kept) {
+  if (!any_route()) return;
+  bool failed = false;
+  {
+    const MutexLock lock(mutex_);
+    failed = sweep_locked();
+    const std::uint64_t running = capture_of(stream);
+    const Route* const at = running == 0 ? nullptr : serving(stream, running);
+    if (at != nullptr) {
+      Kept& all = entry_at(at->region).kept;
+      const auto is_same = [&](const auto& each) { return !each.owner_before(kept) && !kept.owner_before(each); };
+      if (std::none_of(all.begin(), all.end(), is_same)) all.push_back(kept);
+    }
+  }
+  settle_accounts(failed);
 }
 
 Address PrivatePools::lend(const Pool& model, std::size_t bytes, Stream stream) {
@@ -361,7 +394,7 @@ void PrivatePools::empty_cache(RegionId region) {
       for (const auto& [model, part] : at->second.parts) parts.push_back(part);
     }
   }
-  tell_of_failures(failed);
+  settle_accounts(failed);
   for (const auto& part : parts) {
     if (!part->is_retired()) memory_.trim(*part, 0);
   }

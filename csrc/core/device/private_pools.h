@@ -95,6 +95,10 @@ class PrivatePools {
   // nullptr too, and `foreign` is set. Throws as create_part() does.
   std::shared_ptr<Pool> route(const std::shared_ptr<Pool>& model, Stream stream,
                               std::shared_ptr<ForeignMemory>* foreign = nullptr) VMM_EXCLUDES(mutex_);
+  // What stands at addresses of its own and belongs to a capture that takes part in
+  // `stream` now: it stays until the region that serves the capture goes, as the
+  // region's own memory does. Nothing where no capture is under way there.
+  void keep_for_capture(Stream stream, const std::shared_ptr<const void>& kept) VMM_EXCLUDES(mutex_);
   // A block of a part of `model`, or of foreign memory, that serves requests which
   // found no memory elsewhere; 0: none has any. The device's ladder asks.
   Address lend(const Pool& model, std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
@@ -122,6 +126,7 @@ class PrivatePools {
   // alive.
   using PartKey = std::pair<const Pool*, std::string_view>;
   static PartKey key_of(const Pool& pool) { return {&pool.model(), pool.tag()}; }
+  using Kept = std::vector<std::shared_ptr<const void>>;
   // A region, while anybody uses it. use_count = the four kinds of users.
   struct Entry {
     int objects = 0;      // MemPools
@@ -134,6 +139,7 @@ class PrivatePools {
     bool is_kept = false;  // a capture took memory of it beside the graph's own: pinned to its end
     std::map<PartKey, std::shared_ptr<Pool>> parts;
     std::shared_ptr<ForeignMemory> foreign;
+    Kept kept;
 
     [[nodiscard]] bool is_pinned() const { return graphs > 0 || is_kept; }
     [[nodiscard]] int use_count() const { return objects + graphs + plain + plain_ended; }
@@ -163,7 +169,11 @@ class PrivatePools {
   [[nodiscard]] bool is_suspended(RegionId region) const VMM_REQUIRES(mutex_);
   void count_routes() VMM_REQUIRES(mutex_);
   [[nodiscard]] bool any_capture() const VMM_REQUIRES(mutex_);
-  void tell_of_failures(bool failed) const;
+  // The route of a request on `stream` by this thread, or nullptr.
+  Route* serving(Stream stream, std::uint64_t running) VMM_REQUIRES(mutex_);
+  // What is left to do once the lock is given up: others are told, and what regions
+  // kept ends, which may wait for locks that callers of ours hold.
+  void settle_accounts(bool failed) VMM_EXCLUDES(mutex_);
   std::shared_ptr<Pool> part_of(RegionId region, Entry& entry, const std::shared_ptr<Pool>& model) VMM_REQUIRES(mutex_);
   static void set_pinned(const Entry& entry, bool pinned);
   void keep_for_graphs(Entry& entry) VMM_REQUIRES(mutex_);
@@ -176,6 +186,7 @@ class PrivatePools {
   std::atomic<std::size_t> route_count_{0};
   mutable Mutex mutex_;
   Entries entries_ VMM_GUARDED_BY(mutex_);
+  Kept dropped_ VMM_GUARDED_BY(mutex_);               // by regions that have gone
   std::vector<Route> routes_ VMM_GUARDED_BY(mutex_);  // the latest last
   // Of captures that go on: torch ends the route for a moment, before and after
   // it captures the body of a conditional node, and begins one right after.
