@@ -101,7 +101,8 @@ def current_stream(device: DeviceKey) -> int:
     """Pointer of torch's current stream there; 0, the default stream, where torch has none yet."""
     if device.kind == "cpu" or not torch.cuda.is_initialized():
         return 0
-    return int(torch.cuda.current_stream(device.ordinal).cuda_stream)
+    # What torch's own compiled code asks. In code that torch.compile has split, a torch.cuda.Stream has no pointer.
+    return int(torch._C._cuda_getCurrentRawStream(device.ordinal))
 
 
 def to_stream(stream: Stream, device: DeviceKey) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import weakref
 from typing import Any
 
@@ -61,6 +62,10 @@ class RangeTensor(torch.Tensor):
     _backing: Backing
     _made_by = "a function of torch_vmm"
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _compile_takes(cls)
+
     def __new__(cls, *_: object, **__: object) -> Any:
         raise InvalidArgumentError(f"{cls.__name__}(...): {cls._made_by} makes it")
 
@@ -98,6 +103,21 @@ class RangeTensor(torch.Tensor):
         if "_backing" not in self.__dict__:
             self._own("detach()")
         return self._over(self._backing, torch.Tensor.detach(self))
+
+
+def _compile_takes(cls: type[RangeTensor]) -> None:
+    """Has ``torch.compile`` take a class as what it is: tensors without a ``__torch_dispatch__``.
+
+    Before 2.15 torch leaves an operation of a compiled function's first call to the ``__torch_dispatch__`` of each
+    argument that is of no class on a list, and raises where there is none
+    (https://github.com/pytorch/pytorch/issues/193932). The second module copies the list when it is first imported.
+    """
+    if torch.__version__ >= "2.15":
+        return
+    for name in ("torch.fx.experimental.proxy_tensor", "torch._functorch._aot_autograd.runtime_wrappers"):
+        module: Any = sys.modules.get(name)
+        if hasattr(module, "HANDLED_TYPES"):
+            module.HANDLED_TYPES = (*module.HANDLED_TYPES, cls)
 
 
 def outside_inference() -> contextlib.AbstractContextManager[object]:

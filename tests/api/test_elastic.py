@@ -6,7 +6,8 @@ import copy
 import gc
 import io
 import random
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -383,3 +384,52 @@ def test_it_takes_the_rows_of_another_tensor(device: str) -> None:
 def test_a_max_shape_that_is_none_is_called_so(device: str, wrong: object) -> None:
     with pytest.raises(torch_vmm.InvalidArgumentError, match=r"^max_shape=.* is not a shape"):
         torch_vmm.elastic((1, 3), torch.float32, device, wrong)  # type: ignore[arg-type]
+
+
+# -- Compiled ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["aot_eager", "inductor"])
+def compiled(request: pytest.FixtureRequest, device: str) -> Iterator[Callable[..., Callable[..., torch.Tensor]]]:
+    """``torch.compile`` with a backend that calls torch's own kernels with what is given."""
+    if request.param == "inductor" and (device != "cpu" or not shutil.which("g++")):
+        pytest.skip("on a GPU it needs triton" if device != "cpu" else "no compiler")
+    torch.compiler.reset()
+    yield lambda function: torch.compile(function, backend=request.param)
+    torch.compiler.reset()
+
+
+def test_compiled_code_takes_it(compiled: Callable[..., Callable[..., torch.Tensor]], device: str) -> None:
+    tensor = torch_vmm.elastic((4, 8), torch.float32, device, (1000, 8)).fill_(2)
+    query = torch.ones(8, 3, device=device)
+    product = compiled(lambda rows, query: rows @ query)
+    for n in (4, 6, 600):  # the second is compiled for any number
+        tensor.resize_(n).fill_(2)
+        result = product(tensor, query)
+        assert type(result) is torch.Tensor
+        assert torch.equal(result, torch.full((n, 3), 16.0, device=device))
+    sparse = torch_vmm.sparse((1 << 30, 8), torch.float32, device)
+    sparse.commit(slice(0, 4))
+    sparse[:4] = 1
+    assert torch.equal(compiled(lambda rows, query: rows[:4] @ query)(sparse, query), query.new_full((4, 3), 8))
+
+
+def test_a_compiled_module_takes_it(compiled: Callable[..., Callable[..., torch.Tensor]], device: str) -> None:
+    module = torch.nn.Linear(8, 4, bias=False, device=device)
+    module.weight = torch.nn.Parameter(torch_vmm.elastic((4, 8), torch.float32, device).fill_(2))
+    given = torch.ones(3, 8, device=device)
+    result = compiled(module)(given)
+    result.sum().backward()
+    assert torch.equal(result, module(given))
+    assert torch.equal(module.weight.grad, torch.full((4, 8), 3.0, device=device))
+
+
+def test_compiled_code_makes_it_grow(compiled: Callable[..., Callable[..., torch.Tensor]], device: str) -> None:
+    def grow(rows: torch.Tensor) -> torch.Tensor:
+        rows.resize_(len(rows) + 1000)
+        return rows @ rows[:2].t()
+
+    tensor = torch_vmm.elastic((4, 1024), torch.float32, device, (100_000, 1024))
+    for n in (1004, 2004):
+        assert compiled(grow)(tensor).shape == (n, 2)
+        assert tensor.shape[0] == n <= tensor.reserved_rows
