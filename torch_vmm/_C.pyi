@@ -726,6 +726,9 @@ def alias(
         OutOfMemoryError: no such stretch of addresses.
     """
 
+def share_version(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """What is written in place through one of them counts as such in both, as for a view; autograd notices."""
+
 def seal(pool: Pool, pieces: Sequence[tuple[int, int]]) -> None:
     """Makes the pages under these (address, bytes) of ``pool`` read-only, all or none; waits for queued work.
 

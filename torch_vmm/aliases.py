@@ -85,7 +85,8 @@ def alias(tensor: torch.Tensor, copies: SupportsIndex = 1, read_only: bool = Fal
     It keeps the memory, also when ``tensor`` has gone. Its own addresses are no
     pool's: ``pool_of`` tells nothing of them, and it cannot be aliased itself.
     Autograd does not follow it: as with ``numpy()``, give ``tensor.detach()`` of
-    one that requires grad, or alias it under ``torch.no_grad()``.
+    one that requires grad, or alias it under ``torch.no_grad()``. But it notices,
+    as with a view, where one is written to and the other was saved for ``backward()``.
 
     Args:
         tensor: contiguous, on whole chunks and of whole ones: made by
@@ -110,7 +111,9 @@ def concat_views(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """``torch.cat(tensors)`` without a copy: their pages, one after the other, at addresses of their own.
 
     What is written through it is read through them. It keeps their memory; the
-    rest is as with :func:`alias`.
+    rest is as with :func:`alias`, but for one thing: autograd does not notice where
+    it is written to and one of them was saved for ``backward()``, or the other way
+    round. Where that may be, say so by ``torch.autograd.graph.increment_version(saved)``.
 
     Args:
         tensors: of one dtype and device, alike but for the first dimension, each
@@ -184,6 +187,8 @@ def _alias(tensors: list[torch.Tensor], copies: int, read_only: bool, shape: tup
     pieces = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
     with torch.inference_mode(False):  # it outlives one that is on now
         made = _C.alias(pool._handle, pieces, copies, read_only, shape, tensors[0].dtype)
+    if all(tensor.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr() for tensor in tensors):
+        _C.share_version(made, tensors[0])
     # The storage's Python object lives as long as the storage, and with it what it shows.
     storages = [tensor.untyped_storage() for tensor in tensors]
     shown = _Shown(pool, storages)

@@ -42,6 +42,7 @@ py::object alias(const std::shared_ptr<Pool>& pool, const Pieces& pieces, std::s
 void bind_tensor_alias(py::module_& module) {
   module.def("alias", &alias, py::arg("pool"), py::arg("pieces"), py::arg("copies"), py::arg("read_only"),
              py::arg("shape"), py::arg("dtype"));
+  module.def("share_version", &share_version, py::arg("tensor"), py::arg("source"));
   module.def(
       "seal",
       [](const Pool& pool, const Pieces& pieces) {

@@ -88,4 +88,15 @@ void set_storage_bytes(py::handle tensor, std::size_t size) {
   THPVariable_Unpack(tensor.ptr()).storage().unsafeGetStorageImpl()->set_nbytes(size);
 }
 
+void share_version(py::handle tensor, py::handle source) {
+  for (const py::handle each : {tensor, source}) {
+    if (!THPVariable_Check(each.ptr())) throw InvalidArgumentError("share_version: give tensors");
+  }
+  const at::Tensor& counted = THPVariable_Unpack(source.ptr());
+  if (counted.is_inference()) return;
+  THPVariable_Unpack(tensor.ptr())
+      .unsafeGetTensorImpl()
+      ->set_version_counter(counted.unsafeGetTensorImpl()->version_counter());
+}
+
 }  // namespace vmm::bindings

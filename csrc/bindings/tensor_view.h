@@ -32,4 +32,9 @@ void keep_for_capture(DeviceRoom& room, const std::shared_ptr<const void>& owner
 // on, for all of its views: what is copied or saved whole is no more than that.
 void set_storage_bytes(py::handle tensor, std::size_t size);
 
+// What is written in place through `tensor` or `source` counts in both from now on, as for
+// a tensor and its view, so that autograd notices. Nobody counts what is written to a
+// tensor of inference mode: where `source` is one nothing changes.
+void share_version(py::handle tensor, py::handle source);
+
 }  // namespace vmm::bindings

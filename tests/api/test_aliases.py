@@ -122,6 +122,46 @@ def test_torchs_own_tensors_may_stand_on_whole_chunks(make_pool: Callable[..., P
     del others
 
 
+@pytest.mark.parametrize("shown", [lambda ring: alias(ring, 2), lambda ring: concat_views([ring, ring])])
+@pytest.mark.parametrize("through", ["alias", "tensor"])
+def test_autograd_notices_what_is_written(
+    through: str, shown: Callable[[torch.Tensor], torch.Tensor], device: str
+) -> None:
+    ring = aligned((PAGE // 4,), torch.float32, device).fill_(2)
+    made = shown(ring)
+    both = [made[: len(ring)], ring]
+    saved, written = both if through == "tensor" else reversed(both)
+    factor = torch.ones_like(ring).requires_grad_()
+    loss = (saved * factor).sum()
+    written[5:].fill_(7)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss = (saved * factor).sum()
+    loss.backward()
+    assert torch.equal(factor.grad, saved)
+
+
+def test_an_alias_of_what_inference_made_is_none_of_inference(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB", page_size=PAGE)
+    with pool, torch.inference_mode():
+        pages = torch.zeros(4 * PAGE, dtype=torch.uint8, device=device)
+    made = alias(pages, 2)
+    made[5] = 3
+    assert made[4 * PAGE + 5] == pages[5] == 3
+    assert not made.is_inference()
+
+
+def test_of_stitched_pieces_autograd_is_told(device: str) -> None:
+    pieces = [aligned((PAGE // 4,), torch.float32, device).fill_(2) for _ in range(2)]
+    whole = concat_views(pieces)
+    factor = torch.ones_like(pieces[0]).requires_grad_()
+    loss = (pieces[0] * factor).sum()
+    whole.fill_(7)
+    torch.autograd.graph.increment_version(pieces[0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_what_does_not_stand_on_whole_chunks_is_refused(make_pool: Callable[..., Pool], device: str) -> None:
     with make_pool("64MiB"):
         small = torch.empty(1000, device=device)
