@@ -88,6 +88,11 @@ def alias(tensor: torch.Tensor, copies: SupportsIndex = 1, read_only: bool = Fal
     one that requires grad, or alias it under ``torch.no_grad()``. But it notices,
     as with a view, where one is written to and the other was saved for ``backward()``.
 
+    ``torch.compile`` does not know that the addresses show the same memory. A compiled
+    function that writes to some of it must not read that by another address, through
+    the other tensor or a ring's other turn: it may read what was there before,
+    silently. Write to it in a function under ``torch.compiler.disable``.
+
     Args:
         tensor: contiguous, on whole chunks and of whole ones: made by
             :func:`aligned`, of a multiple of the granularity (2 MiB).
