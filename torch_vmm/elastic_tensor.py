@@ -54,13 +54,20 @@ class ElasticTensor(RangeTensor):
         Args:
             n: rows, from 0 to ``max_shape[0]``.
         Raises:
-            InvalidArgumentError: no such number; the pool has been closed; or the tensor shows other memory
-                than it was made with (``.data``, ``set_()``, ``share_memory_()``, ``module.half()``).
+            InvalidArgumentError: no such number; the pool has been closed; autograd has recorded what was
+                written to it, whose gradient has its shape; or the tensor shows other memory than it was
+                made with (``.data``, ``set_()``, ``share_memory_()``, ``module.half()``).
             OutOfMemoryError: a limit or the device has no such amount left. The
                 tensor is as it was.
         """
         backing = self._own("resize_()")
         rows = self._to_rows(n, "resize_")
+        if self.grad_fn is not None:
+            raise InvalidArgumentError(
+                f"resize_({rows}): autograd has recorded what was written to this tensor ({self.grad_fn.name()}), and "
+                f"its gradient has {self.shape[0]} rows: call backward() and then detach_() first, or write to it "
+                f"under torch.no_grad()"
+            )
         self._hold(backing, rows)
         with torch.no_grad():
             self.set_(self.untyped_storage(), 0, (rows, *self._max_shape[1:]), self._strides)

@@ -205,6 +205,22 @@ def test_it_trains_as_a_parameter_that_grows(device: str) -> None:
     assert torch.equal(parameter.detach().clone(), table.clone())
 
 
+def test_what_autograd_recorded_keeps_its_shape(device: str) -> None:
+    tensor = torch_vmm.elastic((4, 8), torch.float32, device, (64, 8)).fill_(2)
+    factor = torch.ones(4, 8, device=device, requires_grad=True)
+    tensor.mul_(factor)
+    for change in (lambda: tensor.resize_(6), lambda: tensor.resize_as_(torch.empty(6, 8)), lambda: tensor.resize_(2)):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"autograd.*MulBackward0.*4 rows.*detach_"):
+            change()
+        with torch.no_grad(), pytest.raises(torch_vmm.InvalidArgumentError, match="autograd"):
+            change()
+    tensor.reserve(64)
+    tensor.sum().backward()
+    assert torch.equal(factor.grad, torch.full((4, 8), 2.0, device=device))
+    tensor.detach_()
+    assert tensor.resize_(6).shape == (6, 8)
+
+
 def test_a_copy_is_a_plain_tensor_of_its_rows(device: str) -> None:
     tensor = stamp(rows(device, 5), 7)
     view = tensor[1:]
