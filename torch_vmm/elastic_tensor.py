@@ -21,6 +21,10 @@ class ElasticTensor(RangeTensor):
     graphs captured over it, stay valid while it grows, and kernels may read it
     meanwhile. Every torch function takes it and gives plain tensors.
 
+    Autograd takes another length for a change of what it saved, views too:
+    ``backward()`` comes first, or what it may save is ``tensor.data[:n]``, which
+    counts for itself what is written to it.
+
     Memory is held for at least the rows that it has. It comes in whole pages at
     the end, and :meth:`shrink_to_fit` gives it back. Change it on one thread at a
     time, as with any in-place operation.

@@ -221,6 +221,28 @@ def test_what_autograd_recorded_keeps_its_shape(device: str) -> None:
     assert tensor.resize_(6).shape == (6, 8)
 
 
+def test_autograd_notices_another_length(device: str) -> None:
+    # With the new rows in it cdist's gradient would be another one, of the right shape, silently.
+    for n in (6, 2):
+        for saves_a_view in (False, True):
+            tensor = torch_vmm.elastic((4, 8), torch.float32, device, (64, 8)).fill_(2)
+            query = torch.ones(3, 8, device=device, requires_grad=True)
+            distance = torch.cdist(query, tensor[:] if saves_a_view else tensor).sum()
+            tensor.resize_(n)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                distance.backward()
+
+
+def test_of_its_data_autograd_saves_rows_that_stay(device: str) -> None:
+    tensor = torch_vmm.elastic((4, 8), torch.float32, device, (64, 8)).fill_(2)
+    query = torch.ones(3, 8, device=device, requires_grad=True)
+    expected = torch.autograd.grad(torch.cdist(query, tensor.clone()).sum(), query)[0]
+    distance = torch.cdist(query, tensor.data[:4]).sum()
+    tensor.resize_(60)[4:] = 100
+    distance.backward()
+    assert torch.equal(query.grad, expected)
+
+
 def test_a_copy_is_a_plain_tensor_of_its_rows(device: str) -> None:
     tensor = stamp(rows(device, 5), 7)
     view = tensor[1:]
