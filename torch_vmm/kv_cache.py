@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import sys
@@ -37,6 +38,8 @@ class _Layer:
         # All positions that there is memory for, as [batch, heads, sequence, size]: a step that fits makes two
         # views of each, and neither asks the pool nor changes the stores.
         self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
+        # The same, with version counters of their own: new positions are no change of those that attention has saved.
+        self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._room = 0
 
     def update(
@@ -45,12 +48,12 @@ class _Layer:
         if self._whole is None or not self._fits(key_states, value_states):
             self._require_states(key_states, value_states)
             self._make_room(key_states, value_states)
-            assert self._whole is not None
+        assert self._places is not None
         before, self._length = self._length, self._length + key_states.shape[2]
         added = self._length - before
         with outside_inference():
-            for whole, states in zip(self._whole, (key_states, value_states), strict=True):
-                whole.narrow(2, before, added).copy_(states.detach() if states.requires_grad else states)
+            for places, states in zip(self._places, (key_states, value_states), strict=True):
+                places.narrow(2, before, added).copy_(states.detach() if states.requires_grad else states)
         return self._show()
 
     def _fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -87,22 +90,25 @@ class _Layer:
         self.dtype, self.device = stores[0].dtype, stores[0].device
         self._room = min(store.reserved_rows for store in stores)
         with outside_inference():
-            self._whole = (self._up_to(stores[0]), self._up_to(stores[1]))
+            keys, values = self._up_to(stores[0]), self._up_to(stores[1])
+            self._whole, self._places = (keys, values), (keys.data, values.data)
         self._first, self._sizes = tuple(stores[0].shape[1:3]), (stores[0].shape[3], stores[1].shape[3])
         self.is_initialized = True
         self._show()
 
     def _up_to(self, store: ElasticTensor) -> torch.Tensor:
-        store.resize_(self._room)
-        whole: torch.Tensor = store.detach().permute(1, 2, 0, 3)
-        store.resize_(self._length)
+        with _unchanged(store):
+            store.resize_(self._room)
+            whole: torch.Tensor = store.detach().permute(1, 2, 0, 3)
+            store.resize_(self._length)
         return whole
 
     def _settle(self) -> tuple[ElasticTensor, ...]:
         """The stores, with as many rows as there are positions."""
         for store in self._stores or ():
             if store.shape[0] != self._length:
-                store.resize_(self._length)
+                with _unchanged(store):
+                    store.resize_(self._length)
         return self._stores or ()
 
     def _require_states(self, keys: object, values: object) -> None:
@@ -180,11 +186,13 @@ class _Layer:
         kept = length + max_length if max_length < 0 else min(max_length, length)
         self._length = max(kept, 0)
         for store in self._settle():
+            if self._length < length:  # others come in their place
+                torch.autograd.graph.increment_version(store)
             store.shrink_to_fit()
         self._begin(self._stores)
 
     def reset(self) -> None:
-        self.keys = self.values = self._stores = self._whole = None
+        self.keys = self.values = self._stores = self._whole = self._places = None
         self._length = self._room = 0
         self.is_initialized = False
 
@@ -248,10 +256,13 @@ class ElasticKVCache(Guarded, guarded=True):
 
     In the place of ``transformers.DynamicCache``: what attention reads is equal
     to it element by element, but each step writes the new positions only, where a
-    concatenation copies all that is there and for a moment holds it twice. No
-    gradients flow through it. Where
+    concatenation copies all that is there and for a moment holds it twice. Where
     transformers has been imported before, it is one of its ``Cache`` classes too,
     and ``generate(past_key_values=...)`` takes it.
+
+    No gradients flow through it. Those of queries over several steps are right, as
+    positions that are there do not change; a ``backward()`` after :meth:`crop`,
+    :meth:`reorder_cache` or the like, which change them, is an error.
 
     The sequence is the first dimension of an :func:`elastic` tensor for each
     layer's keys and one for its values, in the pool that is open when the layer
@@ -375,6 +386,11 @@ class ElasticKVCache(Guarded, guarded=True):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each layer's keys and values."""
         return ((layer.keys, layer.values) for layer in self.layers)
+
+
+def _unchanged(store: ElasticTensor) -> contextlib.AbstractContextManager[None]:
+    """For another number of rows: autograd saves views of a store, whose positions stay, and never the store."""
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(store)
 
 
 def _require_entries(order: object, batch: int | None) -> None:

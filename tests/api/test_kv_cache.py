@@ -73,6 +73,49 @@ def test_it_grows_in_place_in_the_model_that_is_open(make_pool: Callable[..., Po
     assert pool.memory_allocated() == used == torch_vmm.pool_of(keys).memory_allocated()
 
 
+def test_queries_of_many_steps_have_gradients(device: str) -> None:
+    elastic, plain = Cache(1 << 16), Concatenating()
+    gradients = []
+    for cache in (elastic, plain):
+        query = torch.ones(2, 4, 1, 32, device=device, requires_grad=True)
+        loss = torch.zeros((), device=device)
+        for step, added in enumerate([1, 1, 3, 9000, 1, 9000, 1]):  # onto further pages, too
+            keys, values = cache.update(*states(device, added, seed=step), 0)
+            loss = loss + attend(query, keys, values).sum() + (query * keys).sum()
+        loss.backward()
+        gradients.append(query.grad)
+    torch.testing.assert_close(*gradients)
+    assert elastic.get_seq_length() == 18007
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("change", ["crop", "reorder", "nothing"])
+def test_autograd_notices_other_positions(change: str, settled: bool, device: str) -> None:
+    cache = Cache(1 << 16)
+    cache.update(*states(device, 5), 0)
+    cache.update(*states(device, 5, seed=1), 0)
+    if settled:
+        copy.deepcopy(cache)  # the tensors underneath have as many rows as there are positions
+    query = torch.ones(2, 4, 1, 32, device=device, requires_grad=True)
+    keys, _ = cache.update(*states(device, 1, seed=2), 0)
+    loss = (query * keys).sum()
+    expected = keys.sum(2, keepdim=True)
+    if change == "crop":
+        cache.crop(5)
+    elif change == "reorder":
+        cache.reorder_cache(torch.tensor([1, 0]))
+    else:
+        cache.crop(11)
+    with torch.inference_mode():
+        cache.update(*states(device, 6, seed=3), 0)
+    if change == "nothing":
+        loss.backward()
+        assert torch.equal(query.grad, expected)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_crop_and_reset_give_pages_back(make_pool: Callable[..., Pool], device: str) -> None:
     pool = make_pool("64MiB")
     cache = Cache(1 << 20)
