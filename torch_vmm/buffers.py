@@ -18,6 +18,7 @@ from torch_vmm.devices import (
     DeviceKey,
     OnNumberedDevice,
     Stream,
+    is_capturing,
     to_device,
     to_stream,
     to_torch_stream,
@@ -294,11 +295,21 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
     def __dlpack__(self, **options: Any) -> Any:
         """A DLPack capsule over it, with torch's options and meanings; the consumer's stream comes after the buffer's.
 
+        Where the consumer's stream is being captured and the buffer's is not, it does not: what is
+        queued on the buffer's is no part of the graph, and a replay has to come after it.
+
         Raises:
             InvalidArgumentError: the buffer is freed.
         """
+        if self._is_taken_in_a_capture(options.get("stream", -1)):
+            return self.tensor().__dlpack__(**{**options, "stream": -1})
         with self._on_its_stream():
-            return self.tensor().__dlpack__(**options)
+            shown = self.tensor()
+            if not options.get("copy"):
+                return shown.__dlpack__(**options)
+            capsule = shown.__dlpack__(**{**options, "stream": -1})
+            shown.__dlpack__(stream=options.get("stream", -1))  # after the copy, which is made on the buffer's stream
+            return capsule
 
     def __dlpack_device__(self) -> tuple[Any, int]:
         """The device in DLPack's words: ``(2, ordinal)`` for a GPU, ``(1, 0)`` for the CPU."""
@@ -318,6 +329,14 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
             raise AttributeError(f"a buffer on {self.device} is no array of the host's")
         interface: dict[str, Any] = self.tensor().numpy().__array_interface__
         return interface
+
+    def _is_taken_in_a_capture(self, consumer: object) -> bool:
+        """Is a consumer's stream being captured, and the buffer's not? To wait would end the capture."""
+        device = DeviceKey(*self._room)
+        # Below 3 are no wait and the default stream, which is never captured; what is no number torch refuses.
+        if device.kind == "cpu" or not isinstance(consumer, int) or consumer < 3 or consumer == self._stream_pointer:
+            return False
+        return is_capturing(consumer, device) and not is_capturing(self._stream_pointer, device)
 
     def _on_its_stream(self) -> contextlib.AbstractContextManager[object]:
         stream = self.stream

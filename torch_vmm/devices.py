@@ -133,6 +133,14 @@ def to_stream(stream: Stream, device: DeviceKey) -> int:
     return pointer
 
 
+def is_capturing(pointer: int, device: DeviceKey) -> bool:
+    """Is work that is queued on this stream of a GPU being captured?"""
+    if pointer < 3:  # the default streams: never, and to ask is an error while some other is
+        return False
+    with torch.cuda.stream(to_torch_stream(pointer, device)):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def to_torch_stream(pointer: int, device: DeviceKey) -> torch.cuda.Stream:
     """torch's object for a stream of a GPU."""
     if pointer == 0:

@@ -210,6 +210,45 @@ def test_dlpack_waits_for_the_buffers_stream(buffers: MemoryPool, busy: Busy) ->
     assert torch.from_dlpack(buffer).sum().item() == 3000
 
 
+@pytest.mark.parametrize("own", ["default", "mine", "captured", "joined"])
+def test_dlpack_in_a_capture(buffers: MemoryPool, own: str) -> None:
+    mine = torch.cuda.Stream()
+    stream = {"default": torch.cuda.default_stream(), "captured": None}.get(own, mine)
+    out = torch.zeros(1000, device="cuda")
+    copied = torch.zeros(1000, device="cuda")
+    before = buffers.alloc(1000, stream=stream)
+    if own != "captured":
+        with torch.cuda.stream(before.stream):
+            before.tensor().fill_(3)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        if own == "captured":
+            buffer = buffers.alloc(1000)
+            buffer.tensor().fill_(3)
+        else:
+            buffer = before
+        if own == "joined":
+            mine.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(mine):
+                buffer.tensor().add_(1)
+        shown = torch.from_dlpack(buffer)
+        assert shown.data_ptr() == buffer.device_ptr
+        out.copy_(shown)
+        copied.copy_(torch.from_dlpack(buffer, copy=True))
+    for _ in range(2):
+        graph.replay()
+    want = 5 if own == "joined" else 3
+    assert (out == want).all()
+    assert (copied == want).all()
+    buffer.tensor().fill_(7)
+    torch.cuda.synchronize()
+    if own != "captured":
+        graph.replay()
+        assert (copied == (8 if own == "joined" else 7)).all(), "copied before the replay"
+    del shown, graph
+
+
 def test_the_other_gpus_stream_is_refused(buffers: MemoryPool) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
