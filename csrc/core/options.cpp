@@ -168,7 +168,9 @@ Options Options::from_environment() {
     if (std::strncmp(*entry, kPrefix, std::strlen(kPrefix)) != 0) continue;
     const std::string pair = *entry;
     const std::size_t equals = pair.find('=');
-    set(options, row_of(pair.substr(0, equals)), pair.substr(equals + 1));
+    const OptionRow& row = row_of(pair.substr(0, equals));
+    // Set to nothing is not set, as for torch: so a shell switches one off for one command.
+    if (equals + 1 < pair.size()) set(options, row, pair.substr(equals + 1));
   }
   return options;
 }

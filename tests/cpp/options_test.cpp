@@ -103,6 +103,16 @@ TEST_F(Environment, EveryVariableIsRead) {
   EXPECT_EQ(options.debug.one_in, 100U);
 }
 
+TEST_F(Environment, WhatIsSetToNothingIsNotSet) {
+  for (const OptionRow& row : option_table()) set(row.variable, "");
+  const Options options = Options::from_environment();
+  EXPECT_TRUE(options.scrub);
+  EXPECT_EQ(options.store_bytes, 256 * kMiB);
+  EXPECT_FALSE(options.debug.is_on());
+  set("TORCH_VMM_SCRUBB", "");
+  EXPECT_THROW(Options::from_environment(), InvalidArgumentError);
+}
+
 TEST(DebugModes, AreReadAndWritten) {
   for (const char* text : {"off", "guard", "canary", "guard,sample=1/100", "canary,sample=1/1000000000"}) {
     EXPECT_EQ(to_string(parse_debug_mode(text)), text);
