@@ -219,7 +219,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
                 :func:`torch_vmm.sparse`, where all of it is committed. What is made
                 under the tag afterwards stands on further chunks.
         Raises:
-            InvalidArgumentError: another pool's, or one that shares its chunks. None is sealed then.
+            InvalidArgumentError: another pool's, one that shares its chunks, or one with gaps or overlaps:
+                its dimensions may be in any order (``channels_last``). None is sealed then.
         """
         _C.seal(self._handle, _pieces(tensors))
 
@@ -442,11 +443,26 @@ def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, i
     for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(f"{show(tensor)} is no tensor: give tensors, those made under a tag for example")
-        if tensor.layout != torch.strided or not tensor.is_contiguous():
-            raise InvalidArgumentError("give contiguous tensors: pages are sealed from the first element to the last")
+        if tensor.layout != torch.strided or not _is_dense(tensor):
+            raise InvalidArgumentError(
+                "give tensors that are contiguous in some order of their dimensions, channels_last for example: pages "
+                "are sealed from the first element to the last"
+            )
         if tensor.numel() != 0:
             found.append((tensor.data_ptr(), tensor.numel() * tensor.element_size()))
     return found
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Are there neither gaps nor overlaps from its first element to its last?"""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _fixed(name: str) -> str:

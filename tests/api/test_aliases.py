@@ -276,6 +276,23 @@ def test_a_seal_holds_and_is_lifted(make_pool: Callable[..., Pool], device: str)
     assert not sealed(torch.empty(0))
 
 
+def test_dimensions_may_be_in_any_order(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool.tag("weights"):
+        module = torch.nn.Conv2d(8, 6, 3, device=device).to(memory_format=torch.channels_last)
+        single = torch.empty(1, 5, 1, 7, device=device).permute(3, 0, 2, 1)
+        others = [torch.empty(5, 4, device=device).t(), torch.empty(2, 3, 4, device=device).permute(2, 0, 1), single]
+    parts = [*module.parameters(), *others]
+    assert not parts[0].is_contiguous()
+    pool.seal(parts)
+    assert all(map(sealed, parts))
+    pool.unseal(parts)
+    assert not any(map(sealed, parts))
+    whole = aligned((8, ROW), torch.uint8, device).t()
+    torch_vmm.pool_of(whole).seal(whole)
+    assert sealed(whole)
+
+
 def test_what_cannot_be_sealed_is_refused(make_pool: Callable[..., Pool], device: str) -> None:
     pool, other = make_pool("64MiB"), make_pool("64MiB")
     with pool:
@@ -287,7 +304,11 @@ def test_what_cannot_be_sealed_is_refused(make_pool: Callable[..., Pool], device
         ([tensor, loose], "aligned"),
         ([tensor, foreign], "not of pool"),
         ([tensor[1:]], "aligned"),
-        ([tensor, tensor.t()], "contiguous"),
+        ([tensor, tensor[:, ::2]], "contiguous"),
+        ([tensor, tensor[:, :5].t()], "contiguous"),
+        ([tensor, tensor[0].expand(8, ROW)], "contiguous"),
+        ([tensor, tensor[:1, :4].as_strided((2, 2), (3, 0))], "contiguous"),
+        ([tensor, torch.eye(3).to_sparse()], "contiguous"),
         ([tensor, 3], "give"),
         (3, "give tensors"),
     ):
