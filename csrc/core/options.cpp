@@ -168,7 +168,8 @@ Options Options::from_environment() {
     if (std::strncmp(*entry, kPrefix, std::strlen(kPrefix)) != 0) continue;
     const std::string pair = *entry;
     const std::size_t equals = pair.find('=');
-    const OptionRow& row = row_of(pair.substr(0, equals));
+    const std::string name = pair.substr(0, equals);  // of its own: g++ 13 takes the row for a part of it
+    const OptionRow& row = row_of(name);
     // Set to nothing is not set, as for torch: so a shell switches one off for one command.
     if (equals + 1 < pair.size()) set(options, row, pair.substr(equals + 1));
   }
