@@ -344,6 +344,8 @@ def test_what_it_shows_of_itself(make_pool: Callable[..., Pool], device: str) ->
 @pytest.mark.parametrize("name", ["max_length", "layer", "reset"])
 def test_it_takes_no_misspelt_attribute(name: str) -> None:
     cache = Cache(5000)
+    if type(cache) is not Cache:
+        pytest.skip("transformers is there: it is a Cache of its, on which transformers sets what it likes")
     with pytest.raises(AttributeError, match=name):
         setattr(cache, name, 3)
     cache.layers = []

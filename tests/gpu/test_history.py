@@ -270,6 +270,7 @@ def test_observers_are_told_before_the_error_comes(seen: list[tuple[int, ...]]) 
     assert any(frame["name"] == "block" for frame in entry["frames"])
 
 
+@pytest.mark.alone  # it takes what there is before the driver refuses the rest
 @pytest.mark.parametrize("what", ["elastic", "sparse", "buffer", "pages"])
 def test_whatever_finds_no_memory_tells_observers_and_the_history_once(
     seen: list[tuple[int, ...]], make_pool: MakePool, what: str
