@@ -24,7 +24,7 @@ namespace vmm {
 
 // What one thread counts of one pool's blocks, of whatever streams: with a seat in the
 // peaks for each stream, a thread that takes four in turn took the room below the
-// peak from itself again and again, half of a large block's allocation and free.
+// peak from itself again and again, a third of a large block's allocation and free.
 class PoolTally {
  public:
   // `of_device`: where the thread counts for all pools of the device.

@@ -139,7 +139,8 @@ class BlockSeat {
   BlockSeat& operator=(const BlockSeat&) = delete;
   ~BlockSeat() VMM_NO_THREAD_SAFETY_ANALYSIS;
 
-  // A block was allocated, or freed.
+  // A block was allocated, or freed. (As calls, two of rose() were 20 more of a pair's 412
+  // instructions.)
   [[gnu::always_inline]] void rose(SizeClass size_class, std::size_t bytes, std::size_t requested) {
     const auto mine = static_cast<std::size_t>(size_class);
     const unsigned more = raise(mine, 0, 1) | raise(mine, 1, static_cast<std::int64_t>(bytes)) |
