@@ -155,6 +155,8 @@ def report(device: Device = "cuda") -> Report | None:
 
     After CUDA's error 700 the driver does not say which address it was; the report's
     newest blocks, and those freed last, are what it can have been. It needs no GPU.
+    Of what was freed, the patterns are looked at where the GPU is done with it;
+    :func:`check` waits for the rest.
 
     Returns:
         ``None`` where debug mode is off or the device was never used.

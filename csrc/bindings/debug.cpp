@@ -8,6 +8,7 @@
 #include "base/errors.h"
 #include "bindings/bind.h"
 #include "core/debug/watch_log.h"
+#include "driver/device_fault.h"
 
 namespace vmm::bindings {
 
@@ -161,6 +162,8 @@ py::object report(const std::string& kind, int ordinal, std::size_t most) {
     // Asks the driver something: only so is a fault known.
     memory->clock().cover(memory->clock().now());
     memory->clock().poll();
+    // What was freed before the GPU was done, and is done now, has not been looked at.
+    if (device_fault().load() == nullptr) memory->settle(/*wait=*/false);
     WatchLog& log = *memory->debug_log();
     counts = log.counts();
     damages = log.damages();

@@ -101,3 +101,23 @@ def test_patterns_are_read_on_a_stream_of_their_own(mode: str) -> None:
     said, stderr = run(code, mode)
     assert said == "0\nTrue\n"
     assert stderr == ""
+
+
+def test_a_report_looks_at_what_was_freed_before_the_gpu_was_done() -> None:
+    code = """
+    from tests.raw_memory import at_address
+
+    at_address(x.data_ptr() + 1000, 1, "cuda").fill_(1)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with control.held(side):
+        with torch.cuda.stream(side):
+            held = torch.zeros(10, device="cuda")
+        torch_vmm.debug.report()  # the clock knows the stream
+        del x
+        print(torch_vmm.debug.report().damaged)
+    torch.cuda.synchronize()
+    print(torch_vmm.debug.report().damaged)
+    """
+    said, _ = run(code, "canary")
+    assert said == "0\n1\n"
