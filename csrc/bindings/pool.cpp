@@ -76,9 +76,7 @@ py::object tensor(const PoolPtr& pool, std::size_t offset, const std::vector<std
       report_swallowed("the end of a tensor over a pool's pages");
     }
   });
-  DeviceRoom& room = Runtime::room_of(*pool);
-  keep_for_capture(room, hold);
-  return make_tensor(address, shape, dtype, room, hold);
+  return make_tensor_of_pages(address, shape, dtype, Runtime::room_of(*pool), hold);
 }
 
 // Of the model with its parts, as all numbers of a pool are.

@@ -32,9 +32,7 @@ py::object alias(const std::shared_ptr<Pool>& pool, const Pieces& pieces, std::s
         destroyed_without_gil(std::make_unique<TensorAlias>(*pool->home(), pool, to_pieces(pieces), copies, read_only));
   }
   if (bytes > made->size()) throw InvalidRangeError(0, bytes, made->size(), "a tensor beyond the end of its addresses");
-  DeviceRoom& room = Runtime::room_of(*pool);
-  keep_for_capture(room, made);
-  return make_tensor(made->base(), shape, dtype, room, made);
+  return make_tensor_of_pages(made->base(), shape, dtype, Runtime::room_of(*pool), made);
 }
 
 }  // namespace

@@ -76,9 +76,7 @@ void bind_tensor_range(py::module_& module) {
             if (bytes > self->capacity()) {
               throw InvalidRangeError(0, bytes, self->capacity(), "a tensor beyond the end of its addresses");
             }
-            DeviceRoom& room = Runtime::room_of(*self->part());
-            keep_for_capture(room, self);
-            return make_tensor(self->base(), shape, dtype, room, self);
+            return make_tensor_of_pages(self->base(), shape, dtype, Runtime::room_of(*self->part()), self);
           },
           py::arg("shape"), py::arg("dtype"));
   module.def("set_storage_bytes", &set_storage_bytes, py::arg("tensor"), py::arg("size"));

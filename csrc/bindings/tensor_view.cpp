@@ -78,9 +78,12 @@ py::object make_tensor(Address address, const std::vector<std::int64_t>& shape, 
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
 }
 
-void keep_for_capture(DeviceRoom& room, const std::shared_ptr<const void>& owner) {
-  if (!room.private_pools.any_route()) return;
-  room.private_pools.keep_for_capture(current_stream(room.kind, room.ordinal), owner);
+py::object make_tensor_of_pages(Address address, const std::vector<std::int64_t>& shape, py::handle dtype,
+                                DeviceRoom& room, std::shared_ptr<void> owner) {
+  if (room.private_pools.any_route()) {
+    room.private_pools.keep_for_capture(current_stream(room.kind, room.ordinal), owner);
+  }
+  return make_tensor(address, shape, dtype, room, std::move(owner));
 }
 
 void set_storage_bytes(py::handle tensor, std::size_t size) {

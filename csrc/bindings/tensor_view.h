@@ -23,10 +23,11 @@ std::size_t tensor_bytes(const std::vector<std::int64_t>& shape, py::handle dtyp
 py::object make_tensor(Address address, const std::vector<std::int64_t>& shape, py::handle dtype,
                        const DeviceRoom& room, std::shared_ptr<void> owner);
 
-// For an owner of addresses of their own. One that is made while a CUDA graph is being
-// captured on the current stream is that graph's, as torch's own blocks are: it lives as
-// long as the graph's memory, for each replay uses it. REQUIRES: the GIL.
-void keep_for_capture(DeviceRoom& room, const std::shared_ptr<const void>& owner);
+// The same for an owner of addresses of their own. One that is made while a CUDA graph is
+// being captured on the current stream is that graph's, as torch's own blocks are: it lives
+// as long as the graph's memory, for each replay uses it. REQUIRES: the GIL.
+py::object make_tensor_of_pages(Address address, const std::vector<std::int64_t>& shape, py::handle dtype,
+                                DeviceRoom& room, std::shared_ptr<void> owner);
 
 // The storage of `tensor`, one of make_tensor()'s, ends after `size` bytes from now
 // on, for all of its views: what is copied or saved whole is no more than that.
