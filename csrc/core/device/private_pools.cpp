@@ -136,6 +136,7 @@ void PrivatePools::drop_if_unused(Entries::iterator at) {
     dropped_.insert(dropped_.end(), entry.kept.begin(), entry.kept.end());
     entry.kept.clear();
   }
+  has_dropped_.store(!dropped_.empty(), std::memory_order_relaxed);
   if (entry.is_kept) set_pinned(entry, false);
   for (const auto& [model, part] : entry.parts) memory_.close_pool(*part, /*force=*/true);
   if (entry.foreign != nullptr) entry.foreign->close();
@@ -278,9 +279,10 @@ bool PrivatePools::any_capture() const {
 
 void PrivatePools::settle_accounts(bool failed) {
   Kept dropped;
-  {
+  if (has_dropped_.load(std::memory_order_relaxed)) {
     const MutexLock lock(mutex_);
     dropped.swap(dropped_);
+    has_dropped_.store(false, std::memory_order_relaxed);
   }
   if (failed && hooks_.on_failed != nullptr) hooks_.on_failed();
 }

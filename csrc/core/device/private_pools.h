@@ -187,6 +187,7 @@ class PrivatePools {
   mutable Mutex mutex_;
   Entries entries_ VMM_GUARDED_BY(mutex_);
   Kept dropped_ VMM_GUARDED_BY(mutex_);               // by regions that have gone
+  std::atomic<bool> has_dropped_{false};              // a request in a region takes no second lock to know
   std::vector<Route> routes_ VMM_GUARDED_BY(mutex_);  // the latest last
   // Of captures that go on: torch ends the route for a moment, before and after
   // it captures the body of a conditional node, and begins one right after.
