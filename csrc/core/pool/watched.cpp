@@ -342,7 +342,6 @@ Status Pool::check_watched() {
     for (const auto& [offset, around] : watch_.live) {
       const Block* block = directory_->find(offset);
       if (block == nullptr || block->offset != offset) continue;  // freed, and in use by a recorded stream
-      if (block == nullptr) continue;                             // freed, and recorded streams still use it
       live.push_back({nullptr, nullptr, kLongAgo, offset, block->requested, around.front, around.back});
     }
     ++watch_.readers;
