@@ -7,6 +7,8 @@
 #include <map>
 #include <optional>
 #include <random>
+#include <set>
+#include <vector>
 
 namespace vmm::testing {
 namespace {
@@ -16,6 +18,7 @@ constexpr std::uint64_t kEpoch = 3;
 
 class Heap : public ::testing::Test {
  protected:
+  Heap() { heap_.keep_order(kCapacity); }
   void TearDown() override { heap_.check(); }
   Block* take(std::size_t offset, std::size_t size, BlockState state = BlockState::used) {
     Block* block = heap_.carve(heap_.free_covering(offset), offset, size, state);
@@ -27,6 +30,7 @@ class Heap : public ::testing::Test {
     heap_.check();
     return free;
   }
+  static constexpr std::size_t kCapacity = 100 * kMiB;
   BlockArena arena_;
   BlockHeap heap_{arena_};
 };
@@ -88,16 +92,61 @@ TEST_F(Heap, NeutralSpaceCoalescesWithItsLikeAlone) {
 }
 
 TEST_F(Heap, StretchesNeverCoalesceAndCanBeTakenOut) {
-  heap_.donate({10 * kUnit, 10 * kUnit}, 1);
-  heap_.donate({0, 10 * kUnit}, 1);
+  constexpr std::size_t kStretch = 4 * kMiB;
+  heap_.donate({kStretch, kStretch}, 1);
+  heap_.donate({0, kStretch}, 1);
   EXPECT_EQ(heap_.stretches().size(), 2U);
   EXPECT_EQ(heap_.stretches().front()->offset, 0U) << "by offset";
-  EXPECT_EQ(heap_.best_fit(11 * kUnit, 1), nullptr);
+  EXPECT_EQ(heap_.best_fit(kStretch + kUnit, 1), nullptr);
   Block* used = take(0, kUnit);
+  EXPECT_EQ(heap_.covering(kStretch - 1)->offset, kUnit);
+  EXPECT_EQ(heap_.covering(kStretch)->offset, kStretch);
   give(used, 1);
-  heap_.retract(heap_.free_covering(10 * kUnit));
+  heap_.retract(heap_.free_covering(kStretch));
   EXPECT_EQ(heap_.stretches().size(), 1U);
-  EXPECT_EQ(heap_.free_covering(10 * kUnit), nullptr);
+  EXPECT_EQ(heap_.free_covering(kStretch), nullptr);
+}
+
+TEST_F(Heap, KeepsNoOrderUnlessAsked) {
+  BlockHeap heap(arena_);
+  constexpr std::size_t kHigh = std::size_t{1} << 46U;  // as an address: there is no table for so many
+  heap.donate({kHigh, 4 * kUnit}, 1);
+  heap.donate({kHigh + 4 * kUnit, 4 * kUnit}, 1);
+  Block* free = heap.best_fit(kUnit, 1);
+  Block* block = heap.carve(free, free->offset + kUnit, kUnit, BlockState::used);
+  heap.check();
+  heap.free(block, 1, kEpoch);
+  heap.check();
+  EXPECT_EQ(heap.best_fit(5 * kUnit, 1), nullptr);
+}
+
+TEST_F(Heap, FreeBlocksStandByOffsetBesideAndFarFromOneAnother) {
+  heap_.donate({0, kCapacity}, 1);
+  // Some share 2 MiB, others have tens of MiB between them.
+  const std::vector<std::size_t> begins = {0, 5 * kUnit, 9 * kUnit, 2 * kMiB - kUnit, 2 * kMiB + kUnit, 70 * kMiB};
+  std::vector<Block*> between;
+  for (std::size_t k = 0; k < begins.size(); ++k) {
+    const std::size_t end = k + 1 < begins.size() ? begins[k + 1] : kCapacity;
+    between.push_back(take(begins[k] + kUnit, end - begins[k] - kUnit));
+  }
+  const FreeByOffset& free = heap_.free_blocks();
+  EXPECT_EQ(free.size(), begins.size());
+  std::vector<std::size_t> seen;
+  for (const Block* block : free) seen.push_back(block->offset);
+  EXPECT_EQ(seen, begins);
+  for (std::size_t k = 0; k < begins.size(); ++k) {
+    EXPECT_EQ(free.from(begins[k])->offset, begins[k]);
+    EXPECT_EQ(free.until(begins[k])->offset, begins[k]);
+    EXPECT_EQ(free.until(begins[k] + kUnit)->offset, begins[k]);
+    const Block* above = free.from(begins[k] + 1);
+    EXPECT_EQ(above == nullptr ? kUnlimited : above->range().offset, k + 1 < begins.size() ? begins[k + 1] : kUnlimited);
+    const Block* below = free.prev(free.from(begins[k]));
+    EXPECT_EQ(below == nullptr ? kUnlimited : below->range().offset, k != 0 ? begins[k - 1] : kUnlimited);
+  }
+  EXPECT_EQ(free.until(3 * kCapacity), free.last());
+  EXPECT_EQ(free.from(3 * kCapacity), nullptr);
+  for (Block* block : between) give(block, 1);
+  EXPECT_EQ(free.first(), free.last());
 }
 
 TEST_F(Heap, SplitAndJoinAreOpposites) {
@@ -130,7 +179,7 @@ TEST_F(Heap, BestFitIsTheSmallestThatFitsBelowAndAboveTwoMegabytes) {
   std::size_t at = 0;
   for (const std::size_t size : sizes) {
     heap_.donate({at, size}, 1);
-    at += size + kUnit;
+    at = align_up(at + size, 2 * kMiB);
   }
   for (std::size_t wanted = kUnit; wanted <= 10 * kMiB; wanted += wanted < 100 * kUnit ? kUnit : 37 * kUnit) {
     const auto least = std::lower_bound(sizes.begin(), sizes.end(), wanted);
@@ -138,7 +187,7 @@ TEST_F(Heap, BestFitIsTheSmallestThatFitsBelowAndAboveTwoMegabytes) {
   }
   EXPECT_EQ(heap_.best_fit(10 * kMiB + kUnit, 1), nullptr);
   Block* first = heap_.best_fit(10 * kMiB, 1);
-  EXPECT_EQ(first->end() + kUnit, (*heap_.free_blocks().rbegin())->offset) << "the lowest offset first";
+  EXPECT_EQ(first, heap_.free_blocks().prev(heap_.free_blocks().last())) << "the lowest offset first";
   std::vector<std::size_t> largest;
   heap_.for_largest(1, [&](const Block* block) {
     largest.push_back(block->size());
@@ -165,6 +214,36 @@ TEST_F(Heap, TheFirstFitIsTheLowestRunWhateverItsTags) {
   give(c, 3);
   EXPECT_EQ(heap_.first_fit(15 * kUnit, kUnit), 10 * kUnit) << "it has grown at its end";
 }
+
+// ------------------------------------------------------------------ the order
+
+class Numbers : public ::testing::TestWithParam<std::size_t> {};
+
+TEST_P(Numbers, AreFoundUpAndDownAsInASet) {
+  const std::size_t bound = GetParam();
+  std::vector<std::uint64_t> words(BitTree::words_for(bound), 0);
+  BitTree tree(words.data(), bound);
+  std::set<std::size_t> model;
+  std::mt19937_64 random(bound);
+  for (int step = 0; step < 3000; ++step) {
+    const std::size_t k = random() % 2 == 0 ? random() % bound : std::min(bound - 1, random() % 70);
+    if (random() % 3 != 0 && model.size() < 100) {
+      if (model.insert(k).second) tree.insert(k);
+    } else if (!model.empty()) {
+      auto one = model.lower_bound(k);
+      if (one == model.end()) one = model.begin();
+      tree.erase(*one);
+      model.erase(one);
+    }
+    const std::size_t at = random() % (bound + 2);
+    const auto above = model.lower_bound(at);
+    ASSERT_EQ(tree.from(at), above == model.end() ? BitTree::kNone : *above) << "step " << step;
+    ASSERT_EQ(tree.below(at), above == model.begin() ? BitTree::kNone : *std::prev(above)) << "step " << step;
+    ASSERT_EQ(tree.below(kUnlimited), model.empty() ? BitTree::kNone : *model.rbegin()) << "step " << step;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Bounds, Numbers, ::testing::Values(1, 2, 63, 64, 65, 4096, 4097, 262144, 262145, 1U << 25U));
 
 // ------------------------------------------------------------ random program
 
@@ -216,6 +295,7 @@ TEST_P(HeapProgram, AgreesWithTheModel) {
   std::mt19937 random(GetParam());
   BlockArena arena;
   BlockHeap heap(arena);
+  heap.keep_order(kUnits * kUnit);
   heap.donate({0, kUnits * kUnit}, kNeutral);
   std::map<int, Used> live;
   for (int step = 0; step < 1500; ++step) {

@@ -20,15 +20,6 @@ std::size_t place_in(std::size_t begin, std::size_t end, std::size_t size, std::
   return at < end && end - at >= size ? at : end;
 }
 
-// A free block that changes its ends keeps its place in the order by offset: of
-// four operations on that, which are two fifths of a large pair, most go.
-void resize(FreeIndex& bins, Block* free, std::size_t offset, std::size_t size) {
-  bins.erase(free);
-  free->offset = offset;
-  free->set_size(size);
-  bins.insert(free);
-}
-
 }  // namespace
 
 // ---------------------------------------------------------------- FreeIndex
@@ -92,12 +83,23 @@ void BlockHeap::set_free(Block* block, StreamTag tag, Epoch epoch) {
   block->tag = tag;
   block->epoch = epoch;
   index(tag).insert(block);
-  free_nodes_.insert(free_, block);
+  if (free_) free_->insert(block);
 }
 
 void BlockHeap::clear_free(Block* block) {
   index(block->tag).erase(block);
-  free_nodes_.erase(free_, block);
+  if (free_) free_->erase(block);
+}
+
+// A free block's ends change: it keeps its place among the others.
+void BlockHeap::resize(Block* free, std::size_t offset, std::size_t size) {
+  FreeIndex& bins = index(free->tag);
+  bins.erase(free);
+  const std::size_t was = free->offset;
+  free->offset = offset;
+  free->set_size(size);
+  bins.insert(free);
+  if (free_ && offset != was) free_->moved(free, was);
 }
 
 void BlockHeap::insert_after(Block* at, Block* fresh) {
@@ -170,10 +172,10 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
   if (!stays_free) {
     clear_free(free);
   } else if (!is_lowest) {
-    resize(index(tag), free, free->offset, offset - free->offset);
+    resize(free, free->offset, offset - free->offset);
     insert_after(free, block);
   } else {
-    resize(index(tag), free, offset + size, above);
+    resize(free, offset + size, above);
     if (free->prev != nullptr) {
       insert_after(free->prev, block);
     } else {
@@ -229,7 +231,7 @@ void BlockHeap::add_border(std::size_t offset) {
   if (!splits) return;
   upper->offset = offset;
   upper->set_size(lower->end() - offset);
-  resize(index(lower->tag), lower, lower->offset, offset - lower->offset);
+  resize(lower, lower->offset, offset - lower->offset);
   insert_after(lower, upper);
   set_free(upper, lower->tag, lower->epoch);
 }
@@ -253,7 +255,7 @@ Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
   if (lower != nullptr || upper != nullptr) {
     Block* stays = lower != nullptr ? lower : upper;
     stays->epoch = std::max(stays->epoch, block->epoch);
-    resize(index(tag), stays, std::min(stays->offset, block->offset), stays->size() + block->size());
+    resize(stays, std::min(stays->offset, block->offset), stays->size() + block->size());
     unlink(block);
     if (!none_below_.empty()) note_run(stays);
     return stays;
@@ -284,24 +286,26 @@ void BlockHeap::note_run(const Block* block) {
   }
 }
 
-// Of the neighbours that are free, of whatever tags. `at` goes on to the next run.
-std::size_t BlockHeap::end_of_run(FreeByOffset::const_iterator& at) const {
-  const Block* last = *at;
-  while (++at != free_.end() && (*at)->prev == last) last = *at;
-  return last->end();
+// The last of the neighbours from `first` on that are free, of whatever tags.
+const Block* BlockHeap::last_of_run(const Block* first) {
+  while (first->next != nullptr && first->next->state == BlockState::free) first = first->next;
+  return first;
 }
 
 std::optional<std::size_t> BlockHeap::first_fit(std::size_t size, std::size_t grain) {
   grain_ = grain;
   if (none_below_.size() >= kMostRemembered && none_below_.count(size) == 0) none_below_.clear();
   std::size_t& none_below = none_below_[size];
-  for (auto first = free_.lower_bound(none_below); first != free_.end();) {
-    const std::size_t begin = (*first)->offset;
-    const std::size_t end = end_of_run(first);
-    const std::size_t at = place_in(begin, end, size, grain);
-    if (at == end) continue;
-    none_below = begin;
-    return at;
+  const Block* first = free_->from(none_below);
+  while (first != nullptr) {
+    const Block* const last = last_of_run(first);
+    const std::size_t end = last->end();
+    const std::size_t at = place_in(first->offset, end, size, grain);
+    if (at != end) {
+      none_below = first->offset;
+      return at;
+    }
+    first = free_->next(last);
   }
   none_below = kUnlimited;
   return std::nullopt;
@@ -309,7 +313,7 @@ std::optional<std::size_t> BlockHeap::first_fit(std::size_t size, std::size_t gr
 
 void BlockHeap::retag(StreamTag tag) {
   std::vector<Block*> others;
-  for (Block* block : free_) {
+  for (Block* block : *free_) {
     if (block->tag != tag && block->tag != kNeutral) others.push_back(block);
   }
   // One that has got its tag may be absorbed by the next; one that still waits
@@ -324,10 +328,8 @@ void BlockHeap::retag(StreamTag tag) {
 }
 
 Block* BlockHeap::free_covering(std::size_t offset) const {
-  auto at = free_.upper_bound(offset);
-  if (at == free_.begin()) return nullptr;
-  --at;
-  return (*at)->end() > offset ? *at : nullptr;
+  Block* const at = free_->until(offset);
+  return at != nullptr && at->end() > offset ? at : nullptr;
 }
 
 Block* BlockHeap::covering(std::size_t offset) const {
@@ -335,8 +337,8 @@ Block* BlockHeap::covering(std::size_t offset) const {
   for (Block* stretch : stretches_) {
     if (stretch->offset <= offset) at = stretch;
   }
-  const auto above = free_.upper_bound(offset);
-  if (at != nullptr && above != free_.begin() && (*std::prev(above))->offset > at->offset) at = *std::prev(above);
+  Block* const below = free_->until(offset);
+  if (at != nullptr && below != nullptr && below->offset > at->offset) at = below;
   while (at != nullptr && at->end() <= offset) at = at->next;
   return at;
 }
@@ -345,6 +347,7 @@ void BlockHeap::check() const {
   std::size_t free_seen = 0;
   std::size_t taken = 0;
   std::size_t last_end = 0;
+  const Block* last_free = nullptr;
   for (Block* first : stretches_) {
     VMM_CHECK(first->prev == nullptr && first->offset >= last_end, "stretch at ", first->offset);
     for (const Block* block = first; block != nullptr; block = block->next) {
@@ -359,20 +362,25 @@ void BlockHeap::check() const {
         continue;
       }
       ++free_seen;
-      VMM_CHECK(free_covering(block->offset) == block, "free block at ", block->offset, " is not indexed");
+      VMM_CHECK(!free_ || free_covering(block->offset) == block, "free block at ", block->offset, " is not found");
+      VMM_CHECK(!free_ || free_->prev(block) == last_free, "out of order at ", block->offset);
+      VMM_CHECK(!free_ || last_free == nullptr || free_->next(last_free) == block, "out of order at ", block->offset);
+      last_free = block;
       Block* fit = best_fit(block->size(), block->tag);
       VMM_CHECK(index_[block->tag]->holds(block), "the free block at ", block->offset, " is in no bin");
       VMM_CHECK(fit != nullptr && fit->size() >= block->size() && fit->size() - block->size() <= block->size() / 16,
                 "best fit misses ", block->offset);
     }
   }
-  VMM_CHECK(free_seen == free_.size(), "free blocks: walked ", free_seen, ", indexed ", free_.size());
+  VMM_CHECK(!free_ || free_seen == free_->size(), "free blocks: walked ", free_seen);
+  VMM_CHECK(!free_ || (free_->last() == last_free && free_->until(kUnlimited) == last_free), "the last free block");
   VMM_CHECK(taken == taken_bytes_, "taken: walked ", taken, ", counted ", taken_bytes_);
   for (const auto& [size, none_below] : none_below_) {
-    for (auto first = free_.begin(); first != free_.end() && (*first)->offset < none_below;) {
-      const std::size_t begin = (*first)->offset;
-      const std::size_t end = end_of_run(first);
-      VMM_CHECK(place_in(begin, end, size, grain_) == end, size, " bytes fit at ", begin, ", below ", none_below);
+    for (const Block* first = free_->first(); first != nullptr && first->offset < none_below;) {
+      const Block* const last = last_of_run(first);
+      VMM_CHECK(place_in(first->offset, last->end(), size, grain_) == last->end(), size, " bytes fit at ",
+                first->offset, ", below ", none_below);
+      first = free_->next(last);
     }
   }
 }

@@ -12,40 +12,15 @@
 #include <memory>
 #include <optional>
 #include <set>
-#include <utility>
 #include <vector>
 
 #include "base/units.h"
 #include "core/blocks/block.h"
 #include "core/blocks/block_arena.h"
+#include "core/blocks/free_by_offset.h"
 #include "core/blocks/size_bins.h"
 
 namespace vmm {
-
-// Lets a set's erased nodes serve its next inserts: a large block's pair is
-// four of them, and each malloc and free would cost 40 ns more.
-template <typename Set>
-class NodeReuse {
- public:
-  void insert(Set& set, Block* block) {
-    if (spare_.empty()) {
-      set.insert(block);
-      return;
-    }
-    auto node = std::move(spare_.back());
-    spare_.pop_back();
-    node.value() = block;
-    set.insert(std::move(node));
-  }
-  void erase(Set& set, Block* block) {
-    auto node = set.extract(block);
-    if (!node.empty() && spare_.size() < kMostSpare) spare_.push_back(std::move(node));
-  }
-
- private:
-  static constexpr std::size_t kMostSpare = 64;
-  std::vector<typename Set::node_type> spare_;
-};
 
 // Free blocks by size, in bins with a bitmap: below 2 MiB one for every size, above
 // 32 for every doubling. A large pair in an ordered set took 2.5 times as long.
@@ -110,6 +85,9 @@ class BlockHeap {
   BlockHeap(const BlockHeap&) = delete;
   BlockHeap& operator=(const BlockHeap&) = delete;
 
+  // Free blocks are found by their offsets, which are below `capacity`, from now on: what
+  // asks for that below. REQUIRES: it has no stretch, and will have one. Throws std::bad_alloc.
+  void keep_order(std::size_t capacity) { free_.emplace(capacity); }
   // Adds a stretch of free space; it never coalesces with another stretch.
   // Returns it.
   Block* donate(ByteRange range, StreamTag tag);
@@ -140,6 +118,7 @@ class BlockHeap {
   // Frees and coalesces; returns the free block that now holds it.
   Block* free(Block* block, StreamTag tag, Epoch epoch);
 
+  // -- REQUIRES: keep_order() ------------------------------------------------
   // No free block lies over `offset` from now on, and none coalesces there; until
   // remove_border().
   void add_border(std::size_t offset);
@@ -158,15 +137,8 @@ class BlockHeap {
   [[nodiscard]] Block* free_covering(std::size_t offset) const;
   // The block that does, free or not. Walks from the nearest free one below.
   [[nodiscard]] Block* covering(std::size_t offset) const;
-  // All free blocks by offset.
-  struct ByOffset {
-    using is_transparent = void;
-    bool operator()(const Block* a, const Block* b) const { return a->offset < b->offset; }
-    bool operator()(const Block* a, std::size_t b) const { return a->offset < b; }
-    bool operator()(std::size_t a, const Block* b) const { return a < b->offset; }
-  };
-  using FreeByOffset = std::set<Block*, ByOffset>;
-  [[nodiscard]] const FreeByOffset& free_blocks() const { return free_; }
+  [[nodiscard]] const FreeByOffset& free_blocks() const { return *free_; }
+
   // Bytes of blocks that are not free.
   [[nodiscard]] std::size_t taken_bytes() const { return taken_bytes_; }
   // First blocks of the donated stretches, by offset.
@@ -185,16 +157,16 @@ class BlockHeap {
   void set_free(Block* block, StreamTag tag, Epoch epoch);
   void clear_free(Block* block);
   void unlink(Block* block);
+  void resize(Block* free, std::size_t offset, std::size_t size);
   void insert_after(Block* at, Block* fresh);
   [[nodiscard]] bool coalesces(const Block* a, const Block* b) const;
   void note_run(const Block* block);
-  std::size_t end_of_run(FreeByOffset::const_iterator& at) const;
+  static const Block* last_of_run(const Block* first);
 
   BlockArena& arena_;
   std::vector<std::unique_ptr<FreeIndex>> index_;  // by tag
   std::size_t taken_bytes_ = 0;
-  FreeByOffset free_;
-  NodeReuse<FreeByOffset> free_nodes_;
+  std::optional<FreeByOffset> free_;  // where their order is kept
   std::map<std::size_t, std::size_t> none_below_;  // size -> no run of free blocks that begins below this holds it
   std::size_t grain_ = kBlockAlignment;            // of first_fit()
   std::vector<Block*> stretches_;

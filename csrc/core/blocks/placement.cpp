@@ -43,7 +43,7 @@ bool Placement::find_spot(const SpaceRequest& request, std::size_t* offset) cons
 // memory comes first; below the longest bare stretch is nothing but what large
 // blocks left, which a slab would pin.
 bool Placement::find_high(const SpaceRequest& request, std::size_t* offset) const {
-  const auto& free = heap_.free_blocks();
+  const FreeByOffset& free = heap_.free_blocks();
   const std::size_t alignment = std::min(page_, floor_power_of_two(request.size));
   std::size_t longest = kUnlimited;
   heap_.for_largest(kNeutral, [&longest](const Block* block) {
@@ -51,8 +51,7 @@ bool Placement::find_high(const SpaceRequest& request, std::size_t* offset) cons
     return false;
   });
   bool found = false;
-  for (auto it = free.rbegin(); it != free.rend(); ++it) {
-    const Block* block = *it;
+  for (const Block* block = free.last(); block != nullptr; block = free.prev(block)) {
     if ((block->tag != request.tag && block->tag != kNeutral) || block->size() < request.size) continue;
     const std::size_t at = align_down(block->end() - request.size, alignment);
     if (at < block->offset) continue;
@@ -122,11 +121,9 @@ bool Placement::find_bare(std::size_t size, bool high, std::size_t* offset) cons
   const std::size_t wanted = align_up(size, page_);
   const Block* bare = heap_.best_fit(wanted, kNeutral);
   if (high) {
-    const auto& free = heap_.free_blocks();
-    const auto at = std::find_if(free.rbegin(), free.rend(), [wanted](const Block* block) {
-      return block->tag == kNeutral && block->size() >= wanted;
-    });
-    bare = at == free.rend() ? nullptr : *at;
+    const FreeByOffset& free = heap_.free_blocks();
+    bare = free.last();
+    while (bare != nullptr && (bare->tag != kNeutral || bare->size() < wanted)) bare = free.prev(bare);
   }
   if (bare == nullptr) return false;
   *offset = high ? bare->end() - wanted : bare->range().offset;

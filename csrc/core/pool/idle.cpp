@@ -77,30 +77,31 @@ std::vector<Pool::IdleChunk> Pool::all_idle(StreamTag tag, Idle which, std::size
   if (pinned_ || free_bytes < page_) return idle;
   const Clock& clock = context_.clock;
   const bool graphs_are_done = streams_.is_past_graphs(tag);
-  const auto& free = large_.free_blocks();
-  const auto is_backed = [](const Block* block) { return block->tag != kNeutral; };
-  for (auto first = std::find_if(free.begin(), free.end(), is_backed); first != free.end();) {
+  const FreeByOffset& free = large_.free_blocks();
+  const auto is_free = [](const Block* block) {
+    return block != nullptr && block->state == BlockState::free && block->tag != kNeutral;
+  };
+  const Block* last = nullptr;
+  for (const Block* first = free.first(); first != nullptr; first = free.next(last)) {
+    last = first;
+    if (!is_free(first)) continue;
     // One run of adjacent free blocks: a chunk may lie across two of them.
-    auto last = first;
-    auto next = std::next(first);
-    for (; next != free.end() && (*next)->offset == (*last)->end() && is_backed(*next); ++next) last = next;
-    const std::size_t run_end = (*last)->end();
-    const std::size_t run = run_end - (*first)->offset;
-    auto block = first;
-    for (auto at = range_->from((*first)->offset); at != range_->live().end(); ++at) {
+    while (is_free(last->next)) last = last->next;
+    const std::size_t run_end = last->end();
+    const std::size_t run = run_end - first->offset;
+    const Block* block = first;
+    for (auto at = range_->from(first->offset); at != range_->live().end(); ++at) {
       Chunk* chunk = at->second.chunk;
       const std::size_t end = at->first + chunk->size;
       if (end > run_end) break;
-      while ((*block)->end() <= at->first) ++block;
+      while (block->end() <= at->first) block = block->next;
       if (chunk->exported && which == Idle::movable) continue;
       bool at_once = graphs_are_done;
-      for (auto under = block; under != next && (*under)->offset < end; ++under) {
-        const Block& span = **under;
-        at_once = at_once && ((tag != kNeutral && span.tag == tag) || clock.has_passed(span.epoch));
+      for (const Block* under = block; under != nullptr && under->offset < end; under = under->next) {
+        at_once = at_once && ((tag != kNeutral && under->tag == tag) || clock.has_passed(under->epoch));
       }
       idle.push_back({chunk, at->first, run, at_once});
     }
-    first = std::find_if(next, free.end(), is_backed);
   }
   std::stable_partition(idle.begin(), idle.end(), [](const IdleChunk& chunk) { return !chunk.at_once; });
   return idle;

@@ -68,7 +68,8 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
   capacity_ = align_up(spec.capacity, page_);
   Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();
   const MutexLock lock(mutex_);
-  large_.donate({0, capacity_}, kNeutral);  // may run out of memory: nothing is to be undone yet
+  large_.keep_order(capacity_);  // these may run out of memory: nothing is to be undone yet
+  large_.donate({0, capacity_}, kNeutral);
   const Status status = context_.address_space.reserve(context_.driver, capacity_, this, &base_);
   if (status.code() == StatusCode::out_of_memory) {
     throw OutOfMemoryError("pool '" + name_ + "': no " + format_bytes(capacity_) + " of virtual addresses are left (" +

@@ -28,14 +28,14 @@ namespace vmm {
 // below.
 bool Pool::find_guarded(std::size_t bytes, std::size_t* offset) {
   if (watch_.next == 0) watch_.next = align_down(capacity_ / 2, page_);
-  const auto& free = large_.free_blocks();
+  const FreeByOffset& free = large_.free_blocks();
   const auto find = [&](std::size_t from, std::size_t until) VMM_REQUIRES(mutex_) {
     const Block* covering = large_.free_covering(from);
-    auto at = covering != nullptr ? free.find(covering->offset) : free.lower_bound(from);
-    for (; at != free.end() && (*at)->offset < until; ++at) {
-      if ((*at)->tag != kNeutral) continue;
-      const std::size_t begin = align_up(std::max<std::size_t>((*at)->offset, from), page_);
-      if (begin >= (*at)->end() || (*at)->end() - begin < bytes) continue;
+    const Block* at = covering != nullptr ? covering : free.from(from);
+    for (; at != nullptr && at->offset < until; at = free.next(at)) {
+      if (at->tag != kNeutral) continue;
+      const std::size_t begin = align_up(std::max<std::size_t>(at->offset, from), page_);
+      if (begin >= at->end() || at->end() - begin < bytes) continue;
       *offset = begin;
       return true;
     }

@@ -1,0 +1,80 @@
+// The free blocks of a heap by offset: for each 2 MiB the first that begins there. From it
+// the others of those 2 MiB are found by their neighbours; large blocks leave room for two
+// or three. A balanced tree was an eighth of a large block's allocation and free, and
+// could run out of the host's memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "base/units.h"
+#include "core/blocks/bit_tree.h"
+#include "core/blocks/block.h"
+
+namespace vmm {
+
+class FreeByOffset {
+ public:
+  // Of blocks below `capacity` bytes. Throws std::bad_alloc.
+  explicit FreeByOffset(std::size_t capacity);
+
+  // REQUIRES: it is linked with its neighbours, as is whatever begins in the same 2 MiB:
+  // of two stretches that share them one would not be found.
+  void insert(Block* block);
+  void erase(const Block* block) { erase_from(page_of(block->offset), block); }
+  // It began at `was` and has not passed another free block.
+  void moved(Block* block, std::size_t was) {
+    if (page_of(was) == page_of(block->offset)) return;
+    erase_from(page_of(was), block);
+    insert(block);
+  }
+
+  [[nodiscard]] std::size_t size() const { return size_; }
+  // nullptr: there is none.
+  [[nodiscard]] Block* first() const { return first_of(pages_.from(0)); }
+  [[nodiscard]] Block* last() const { return last_of(pages_.below(BitTree::kNone)); }
+  [[nodiscard]] Block* next(const Block* block) const;
+  [[nodiscard]] Block* prev(const Block* block) const;
+  // The first that begins there or above, the last that begins there or below.
+  [[nodiscard]] Block* from(std::size_t offset) const;
+  [[nodiscard]] Block* until(std::size_t offset) const;
+
+  class Iterator {
+   public:
+    Iterator(const FreeByOffset& all, Block* at) : all_(all), at_(at) {}
+    Block* operator*() const { return at_; }
+    Iterator& operator++() {
+      at_ = all_.next(at_);
+      return *this;
+    }
+    friend bool operator!=(const Iterator& a, const Iterator& b) { return a.at_ != b.at_; }
+
+   private:
+    const FreeByOffset& all_;
+    Block* at_;
+  };
+  [[nodiscard]] Iterator begin() const { return {*this, first()}; }
+  [[nodiscard]] Iterator end() const { return {*this, nullptr}; }
+
+ private:
+  static constexpr std::size_t kPageBytes = 2 * kMiB;
+  static std::size_t page_of(std::size_t offset) { return offset / kPageBytes; }
+  // The next free one behind `block` that begins in that page.
+  static Block* next_in(std::size_t page, const Block* block);
+  // Of a page that has one; of BitTree::kNone none.
+  [[nodiscard]] Block* first_of(std::size_t page) const { return page == BitTree::kNone ? nullptr : firsts_[page]; }
+  [[nodiscard]] Block* last_of(std::size_t page) const;
+  void erase_from(std::size_t page, const Block* block);
+
+  struct Free {
+    void operator()(void* memory) const;
+  };
+  const std::size_t page_count_;
+  const std::unique_ptr<void, Free> memory_;  // of both
+  BlockLink* const firsts_;                   // by page
+  BitTree pages_;                             // that have one
+  std::size_t size_ = 0;
+};
+
+}  // namespace vmm
