@@ -105,6 +105,45 @@ TEST(BlockCaches, WhatIsKeptIsIdleToEverybodyElse) {
   EXPECT_EQ(a->physical_bytes(), 0U);
 }
 
+TEST(BlockCaches, AFreedLargeBlockWaitsForTheThreadsNextLargeOne) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  warm(lab, *pool, 20 * kMiB);
+  const Address first = lab.allocate(*pool, 20 * kMiB);
+  const Address second = lab.allocate(*pool, 20 * kMiB);
+  const Address third = lab.allocate(*pool, 20 * kMiB);
+  const std::size_t held = pool->physical_bytes();
+  ASSERT_EQ(lab.memory().kept_blocks(*pool), 0U);
+  lab.free(first);  // not the latest
+  EXPECT_EQ(lab.memory().kept_blocks(*pool), 1U);
+  const Address within = lab.allocate(*pool, 10 * kMiB);
+  EXPECT_TRUE(first <= within && within < first + 20 * kMiB) << "it came back before that looked for a place";
+  EXPECT_EQ(lab.memory().kept_blocks(*pool), 0U);
+  lab.free(second);
+  EXPECT_EQ(lab.memory().kept_blocks(*pool), 1U);
+  lab.free(third);
+  EXPECT_EQ(lab.memory().kept_blocks(*pool), 0U) << "the second took the first along";
+  lab.allocate(*pool, 40 * kMiB);
+  EXPECT_EQ(pool->physical_bytes(), held) << "both are one";
+  lab.memory().check();
+}
+
+TEST(BlockCaches, AFreedLargeBlockDoesNotWaitWhereOthersCouldWantIt) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  Turns turns;
+  turns.on(0, [&] { warm(lab, *pool, 512); });
+  warm(lab, *pool, 20 * kMiB);
+  const Address first = lab.allocate(*pool, 20 * kMiB);
+  lab.allocate(*pool, 20 * kMiB);
+  const std::size_t kept = lab.memory().kept_blocks(*pool);
+  lab.free(first);
+  EXPECT_EQ(lab.memory().kept_blocks(*pool), kept);
+  Address got = 0;
+  turns.on(0, [&] { got = lab.allocate(*pool, 20 * kMiB); });
+  EXPECT_EQ(got, first);
+}
+
 TEST(BlockCaches, WithALoweredLimitAFreeGivesBackAtOnce) {
   Lab lab;
   const auto pool = lab.pool("a");

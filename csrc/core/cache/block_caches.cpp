@@ -157,7 +157,11 @@ bool BlockCaches::keep(const ThreadCache& cache, Shard& shard, Block* block) con
   const std::size_t size = block->size();
   if (block->recorded != 0 || block->oversize || size >= oversize_bytes_.load(std::memory_order_relaxed)) [[unlikely]]
     return false;
-  if (!shard.put(block, size)) return false;
+  if (block->small) {
+    shard.put(block, size);
+  } else if (!shard.put_large(block, [&] { return cache.is_alone(shard.pool); })) {
+    return false;
+  }
   shard.tally.count_free(*block, size);
   block->epoch = clock_.now();  // in the place of what was asked for
   block->state = BlockState::cached;

@@ -87,7 +87,7 @@ std::size_t Shard::kept() const {
   };
   add(unwanted_);
   for (const BlockLink& kept : kept_) add(kept);
-  return count + (kept_large_ == nullptr ? 0 : 1);
+  return count + (freed_large_ == nullptr ? 0 : 1);
 }
 
 void ThreadCache::rebuild(std::vector<Entry> empty) noexcept {

@@ -75,9 +75,9 @@ class Shard {
   // A kept block of exactly `size` bytes, or nullptr.
   [[nodiscard]] Block* take(std::size_t size) {
     if (size > kSmallLimitBytes) {
-      Block* block = kept_large_;
-      if (block == nullptr || block->size() != size) return nullptr;
-      kept_large_ = nullptr;
+      Block* block = freed_large_;
+      if (block == nullptr || !is_in_place_ || block->size() != size) return nullptr;
+      freed_large_ = nullptr;
       latest_large_ = block;
       return block;
     }
@@ -89,14 +89,8 @@ class Shard {
     small_bytes_ -= size;
     return block;
   }
-  // False where it, of `size` bytes, cannot be kept.
-  bool put(Block* block, std::size_t size) {
-    if (!block->small) {
-      if (block != latest_large_) return false;
-      kept_large_ = block;
-      latest_large_ = nullptr;
-      return true;
-    }
+  // Keeps a small one of `size` bytes.
+  void put(Block* block, std::size_t size) {
     BlockLink* kept = kept_of(size);
     if (kept == nullptr) {
       kept = &unwanted_;
@@ -105,6 +99,16 @@ class Shard {
     block->bin_next = *kept;
     *kept = block;
     small_bytes_ += size;
+  }
+  // The same of a large one. False where one is kept already, or it cannot be.
+  // `is_alone()`: nobody else has blocks of the pool.
+  template <typename IsAlone>
+  bool put_large(Block* block, const IsAlone& is_alone) {
+    const bool is_latest = block == latest_large_;
+    if (!is_latest && (freed_large_ != nullptr || !is_alone())) return false;
+    freed_large_ = block;
+    is_in_place_ = is_latest;
+    latest_large_ = nullptr;
     return true;
   }
   // Small blocks of this size were asked for: they are kept from now on.
@@ -119,16 +123,18 @@ class Shard {
   // Some that were freed elsewhere, linked by `bin_next`. REQUIRES: no others are kept of
   // their size, and it is small.
   void accept(const Depot::Batch& batch);
-  // Of large blocks only the latest is kept, and only until another one comes or goes:
-  // best fit would give the next request of its size the same place again. Kept for
-  // longer, recorded programs held up to 3 % more and asked the driver a third more
-  // often.
+  // Of large blocks the latest serves the next request of its size, until another one
+  // comes or goes: best fit would give that the same place again. Kept for longer,
+  // recorded programs held up to 3 % more and asked the driver a third more often. Any
+  // other one only waits here for the thread's next large block, which gives it back before
+  // it looks for a place: one lock of the pool for both. Where other threads could want
+  // it, it does not wait.
   void note_large(Block* block) { latest_large_ = block; }
   Block* forget_large() {
     latest_large_ = nullptr;
-    if (kept_large_ == nullptr) return nullptr;
-    kept_large_->bin_next = nullptr;
-    return std::exchange(kept_large_, nullptr);
+    if (freed_large_ == nullptr) return nullptr;
+    freed_large_->bin_next = nullptr;
+    return std::exchange(freed_large_, nullptr);
   }
   // More than a thread should keep from others.
   [[nodiscard]] bool is_full() const {
@@ -185,7 +191,8 @@ class Shard {
   void want_at(std::size_t place, std::size_t units);
   Block* take_all_unwanted();
   Block* latest_large_ = nullptr;  // allocated here, and no other large block came or went since
-  Block* kept_large_ = nullptr;    // the same, freed
+  Block* freed_large_ = nullptr;   // here, and not the pool's yet
+  bool is_in_place_ = false;       // it was the latest
   BlockLink unwanted_ = nullptr;
   std::size_t unwanted_count_ = 0;
   bool is_draining_ = false;
