@@ -109,7 +109,21 @@ Peaks::Seat* BlockSeat::seat_in(const Peaks& peaks) const {
   return nullptr;
 }
 
+// One class may have had what the other one has left.
+bool BlockSeat::has_enough() {
+  const MutexLock lock(seats_.front()->peaks_.mutex_);
+  tighten();
+  for (std::size_t of_class = 0; of_class < 2; ++of_class) {
+    for (std::size_t k = 0; k < 3; ++k) {
+      if (counts_[of_class][k].load(std::memory_order_relaxed) > limits_[of_class][k].load(std::memory_order_relaxed))
+        return false;
+    }
+  }
+  return true;
+}
+
 void BlockSeat::look() {
+  if (has_enough()) return;
   for (const auto& seat : seats_) {
     if (seat != nullptr) seat->peaks_.look(*seat);
   }
@@ -124,16 +138,24 @@ void BlockSeat::note_room() {
 // REQUIRES: the lock that its peaks share is held.
 void BlockSeat::tighten() {
   for (std::size_t k = 0; k < 3; ++k) {
+    std::array<std::int64_t, 3> most{};  // all, small, large
     for (std::size_t which = 0; which < 3; ++which) {
-      std::int64_t most = std::numeric_limits<std::int64_t>::max();
+      most[which] = std::numeric_limits<std::int64_t>::max();
       for (const auto& seat : seats_) {
         if (seat == nullptr) continue;
         for (const StatKind kind : kinds_of_block_count(k)) {
-          most = std::min(most, seat->ceiling_[Peaks::Seat::index(kind) + which].load(std::memory_order_relaxed));
+          most[which] =
+              std::min(most[which], seat->ceiling_[Peaks::Seat::index(kind) + which].load(std::memory_order_relaxed));
         }
       }
-      most_[which][k].store(most, std::memory_order_relaxed);
     }
+    // Half of the room that all have for each class, and what one of them cannot use for
+    // the other. Below 0 for one that is about to look.
+    const std::int64_t small_now = counts_[0][k].load(std::memory_order_relaxed);
+    const std::int64_t room = most[0] - small_now - counts_[1][k].load(std::memory_order_relaxed);
+    const std::int64_t large = std::min(most[2], most[0] - std::min(most[1], small_now + room / 2));
+    limits_[0][k].store(std::min(most[1], most[0] - large), std::memory_order_relaxed);
+    limits_[1][k].store(large, std::memory_order_relaxed);
   }
 }
 

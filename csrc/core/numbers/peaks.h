@@ -79,7 +79,7 @@ class Peaks {
     void enter();                                                               // seats_; with the lock held
     void leave();                                                               // the same
     void spread();                                                              // what blocks_ counts to current_
-    void tighten();  // ceiling_ to what blocks_ compares with
+    void tighten();  // blocks_ compares with ceiling_
     static constexpr std::size_t index(StatKind kind) { return static_cast<std::size_t>(kind) * 3; }
     bool set(std::size_t counter, std::int64_t value) {
       current_[counter].store(value, std::memory_order_relaxed);
@@ -169,21 +169,21 @@ class BlockSeat {
   unsigned raise(std::size_t mine, std::size_t k, std::int64_t by) {
     const std::int64_t now = counts_[mine][k].load(std::memory_order_relaxed) + by;
     counts_[mine][k].store(now, std::memory_order_relaxed);
-    // No branch for each: of six, one is enough.
-    const bool of_class = now > most_[1 + mine][k].load(std::memory_order_relaxed);
-    const bool of_all =
-        now + counts_[1 - mine][k].load(std::memory_order_relaxed) > most_[0][k].load(std::memory_order_relaxed);
-    return static_cast<unsigned>(of_class) | static_cast<unsigned>(of_all);
+    // No branch for each: of three, one is enough.
+    return static_cast<unsigned>(now > limits_[mine][k].load(std::memory_order_relaxed));
   }
   void look();
+  bool has_enough() VMM_NO_THREAD_SAFETY_ANALYSIS;
   void note_room();
   void tighten();
   [[nodiscard]] Peaks::Seat* seat_in(const Peaks& peaks) const;
 
   std::array<std::array<std::atomic<std::int64_t>, 3>, 2> counts_{};
-  std::atomic<bool> has_room_{false};                               // each of seats_ has
-  std::array<std::array<std::atomic<std::int64_t>, 3>, 3> most_{};  // all, small, large
-  std::array<std::unique_ptr<Peaks::Seat>, 2> seats_;               // what Peaks works with
+  std::atomic<bool> has_room_{false};  // each of seats_ has
+  // What each class may rise to: no more than its ceilings, and both together no more than
+  // those of all, so that one comparison does for both.
+  std::array<std::array<std::atomic<std::int64_t>, 3>, 2> limits_{};
+  std::array<std::unique_ptr<Peaks::Seat>, 2> seats_;  // what Peaks works with
 };
 
 }  // namespace vmm
