@@ -135,15 +135,17 @@ TEST_F(Heap, FreeBlocksStandByOffsetBesideAndFarFromOneAnother) {
   for (const Block* block : free) seen.push_back(block->offset);
   EXPECT_EQ(seen, begins);
   for (std::size_t k = 0; k < begins.size(); ++k) {
+    const std::size_t end = begins[k] + kUnit;
     EXPECT_EQ(free.from(begins[k])->offset, begins[k]);
-    EXPECT_EQ(free.until(begins[k])->offset, begins[k]);
-    EXPECT_EQ(free.until(begins[k] + kUnit)->offset, begins[k]);
-    const Block* above = free.from(begins[k] + 1);
-    EXPECT_EQ(above == nullptr ? kUnlimited : above->range().offset, k + 1 < begins.size() ? begins[k + 1] : kUnlimited);
-    const Block* below = free.prev(free.from(begins[k]));
+    EXPECT_EQ(free.from(end - 1)->offset, begins[k]);
+    EXPECT_EQ(free.below(end)->offset, begins[k]);
+    const Block* above = free.from(end);
+    EXPECT_EQ(above == nullptr ? kUnlimited : above->range().offset,
+              k + 1 < begins.size() ? begins[k + 1] : kUnlimited);
+    const Block* below = free.below(end - 1);
     EXPECT_EQ(below == nullptr ? kUnlimited : below->range().offset, k != 0 ? begins[k - 1] : kUnlimited);
   }
-  EXPECT_EQ(free.until(3 * kCapacity), free.last());
+  EXPECT_EQ(free.below(3 * kCapacity), free.last());
   EXPECT_EQ(free.from(3 * kCapacity), nullptr);
   for (Block* block : between) give(block, 1);
   EXPECT_EQ(free.first(), free.last());

@@ -95,11 +95,11 @@ void BlockHeap::clear_free(Block* block) {
 void BlockHeap::resize(Block* free, std::size_t offset, std::size_t size) {
   FreeIndex& bins = index(free->tag);
   bins.erase(free);
-  const std::size_t was = free->offset;
+  const std::size_t was = free->end();
   free->offset = offset;
   free->set_size(size);
   bins.insert(free);
-  if (free_ && offset != was) free_->moved(free, was);
+  if (free_) free_->moved(free, was);
 }
 
 void BlockHeap::insert_after(Block* at, Block* fresh) {
@@ -218,9 +218,10 @@ void BlockHeap::join(Block* lower, Block* upper) {
   unlink(upper);
 }
 
-bool BlockHeap::coalesces(const Block* a, const Block* b) const {
-  return a != nullptr && b != nullptr && a->state == BlockState::free && b->state == BlockState::free &&
-         a->tag == b->tag && (borders_.empty() || borders_.count(b->offset) == 0);
+// Whether free space of that tag which meets `beside` at `offset` becomes one with it.
+bool BlockHeap::coalesces(const Block* beside, StreamTag tag, std::size_t offset) const {
+  return beside != nullptr && beside->state == BlockState::free && beside->tag == tag &&
+         (borders_.empty() || borders_.count(offset) == 0);
 }
 
 void BlockHeap::add_border(std::size_t offset) {
@@ -240,29 +241,28 @@ Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
   VMM_CHECK(block->state != BlockState::free && block->recorded == 0, "freeing the block at ", block->offset,
             ", which is free, or whose recorded uses have not ended");
   taken_bytes_ -= block->size();
-  block->state = BlockState::free;
-  block->tag = tag;
-  block->epoch = epoch;
-  Block* lower = coalesces(block->prev, block) ? block->prev : nullptr;
-  Block* upper = coalesces(block, block->next) ? block->next : nullptr;
-  if (upper != nullptr && lower != nullptr) {
-    clear_free(upper);
-    block->set_size(block->size() + upper->size());
-    block->epoch = std::max(block->epoch, upper->epoch);
-    unlink(upper);
-    upper = nullptr;
-  }
-  if (lower != nullptr || upper != nullptr) {
-    Block* stays = lower != nullptr ? lower : upper;
-    stays->epoch = std::max(stays->epoch, block->epoch);
-    resize(stays, std::min(stays->offset, block->offset), stays->size() + block->size());
+  Block* lower = coalesces(block->prev, tag, block->offset) ? block->prev : nullptr;
+  Block* const upper = coalesces(block->next, tag, block->end()) ? block->next : nullptr;
+  Block* stays = block;
+  if (lower == nullptr && upper == nullptr) {
+    set_free(block, tag, epoch);
+  } else {
+    ByteRange joined = block->range();
+    if (lower != nullptr && upper != nullptr) {
+      joined = {lower->offset, lower->size() + joined.size};
+      epoch = std::max<Epoch>(epoch, lower->epoch);
+      clear_free(lower);
+      unlink(lower);
+    }
+    // Whose end stays where it is keeps its place in the order.
+    stays = upper != nullptr ? upper : lower;
+    stays->epoch = std::max<Epoch>(stays->epoch, epoch);
+    resize(stays, std::min<std::size_t>(stays->offset, joined.offset), stays->size() + joined.size);
+    block->state = BlockState::free;
     unlink(block);
-    if (!none_below_.empty()) note_run(stays);
-    return stays;
   }
-  set_free(block, block->tag, block->epoch);
-  if (!none_below_.empty()) note_run(block);
-  return block;
+  if (!none_below_.empty()) note_run(stays);
+  return stays;
 }
 
 // A run of free blocks has come to be, or has grown: what it can hold begins there.
@@ -328,8 +328,8 @@ void BlockHeap::retag(StreamTag tag) {
 }
 
 Block* BlockHeap::free_covering(std::size_t offset) const {
-  Block* const at = free_->until(offset);
-  return at != nullptr && at->end() > offset ? at : nullptr;
+  Block* const at = free_->from(offset);
+  return at != nullptr && at->offset <= offset ? at : nullptr;
 }
 
 Block* BlockHeap::covering(std::size_t offset) const {
@@ -337,7 +337,7 @@ Block* BlockHeap::covering(std::size_t offset) const {
   for (Block* stretch : stretches_) {
     if (stretch->offset <= offset) at = stretch;
   }
-  Block* const below = free_->until(offset);
+  Block* const below = free_->below(offset);
   if (at != nullptr && below != nullptr && below->offset > at->offset) at = below;
   while (at != nullptr && at->end() <= offset) at = at->next;
   return at;
@@ -354,7 +354,8 @@ void BlockHeap::check() const {
       VMM_CHECK(block->size() != 0 && block->size() % kBlockAlignment == 0, "block at ", block->offset);
       if (block->next != nullptr) {
         VMM_CHECK(block->next->prev == block && block->next->offset == block->end(), "gap after ", block->offset);
-        VMM_CHECK(!coalesces(block, block->next), "not coalesced at ", block->offset);
+        VMM_CHECK(block->state != BlockState::free || !coalesces(block->next, block->tag, block->end()),
+                  "not coalesced at ", block->offset);
       }
       last_end = block->end();
       if (block->state != BlockState::free) {
@@ -373,7 +374,7 @@ void BlockHeap::check() const {
     }
   }
   VMM_CHECK(!free_ || free_seen == free_->size(), "free blocks: walked ", free_seen);
-  VMM_CHECK(!free_ || (free_->last() == last_free && free_->until(kUnlimited) == last_free), "the last free block");
+  VMM_CHECK(!free_ || (free_->last() == last_free && free_->below(kUnlimited - 1) == last_free), "the last free block");
   VMM_CHECK(taken == taken_bytes_, "taken: walked ", taken, ", counted ", taken_bytes_);
   for (const auto& [size, none_below] : none_below_) {
     for (const Block* first = free_->first(); first != nullptr && first->offset < none_below;) {

@@ -159,14 +159,14 @@ class BlockHeap {
   void unlink(Block* block);
   void resize(Block* free, std::size_t offset, std::size_t size);
   void insert_after(Block* at, Block* fresh);
-  [[nodiscard]] bool coalesces(const Block* a, const Block* b) const;
+  [[nodiscard]] bool coalesces(const Block* beside, StreamTag tag, std::size_t offset) const;
   void note_run(const Block* block);
   static const Block* last_of_run(const Block* first);
 
   BlockArena& arena_;
   std::vector<std::unique_ptr<FreeIndex>> index_;  // by tag
   std::size_t taken_bytes_ = 0;
-  std::optional<FreeByOffset> free_;  // where their order is kept
+  std::optional<FreeByOffset> free_;               // where their order is kept
   std::map<std::size_t, std::size_t> none_below_;  // size -> no run of free blocks that begins below this holds it
   std::size_t grain_ = kBlockAlignment;            // of first_fit()
   std::vector<Block*> stretches_;

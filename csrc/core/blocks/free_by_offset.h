@@ -1,7 +1,7 @@
-// The free blocks of a heap by offset: for each 2 MiB the first that begins there. From it
+// The free blocks of a heap by offset: for each 2 MiB the first that ends there. From it
 // the others of those 2 MiB are found by their neighbours; large blocks leave room for two
 // or three. A balanced tree was an eighth of a large block's allocation and free, and
-// could run out of the host's memory.
+// could run out of the host's memory. By their ends, as most are taken from at their begin.
 #pragma once
 
 #include <cstddef>
@@ -22,10 +22,10 @@ class FreeByOffset {
   // REQUIRES: it is linked with its neighbours, as is whatever begins in the same 2 MiB:
   // of two stretches that share them one would not be found.
   void insert(Block* block);
-  void erase(const Block* block) { erase_from(page_of(block->offset), block); }
-  // It began at `was` and has not passed another free block.
+  void erase(const Block* block) { erase_from(page_of(block->end()), block); }
+  // It ended at `was` and has not passed another free block.
   void moved(Block* block, std::size_t was) {
-    if (page_of(was) == page_of(block->offset)) return;
+    if (page_of(was) == page_of(block->end())) return;
     erase_from(page_of(was), block);
     insert(block);
   }
@@ -36,9 +36,10 @@ class FreeByOffset {
   [[nodiscard]] Block* last() const { return last_of(pages_.below(BitTree::kNone)); }
   [[nodiscard]] Block* next(const Block* block) const;
   [[nodiscard]] Block* prev(const Block* block) const;
-  // The first that begins there or above, the last that begins there or below.
+  // The first that ends above `offset`: it covers that, or stands above.
   [[nodiscard]] Block* from(std::size_t offset) const;
-  [[nodiscard]] Block* until(std::size_t offset) const;
+  // The last that ends there or below.
+  [[nodiscard]] Block* below(std::size_t offset) const;
 
   class Iterator {
    public:
@@ -59,8 +60,8 @@ class FreeByOffset {
 
  private:
   static constexpr std::size_t kPageBytes = 2 * kMiB;
-  static std::size_t page_of(std::size_t offset) { return offset / kPageBytes; }
-  // The next free one behind `block` that begins in that page.
+  static std::size_t page_of(std::size_t end) { return (end - 1) / kPageBytes; }
+  // The next free one behind `block` that ends in that page.
   static Block* next_in(std::size_t page, const Block* block);
   // Of a page that has one; of BitTree::kNone none.
   [[nodiscard]] Block* first_of(std::size_t page) const { return page == BitTree::kNone ? nullptr : firsts_[page]; }

@@ -159,7 +159,7 @@ bool BlockCaches::keep(const ThreadCache& cache, Shard& shard, Block* block) con
     return false;
   if (block->small) {
     shard.put(block, size);
-  } else if (!shard.put_large(block, [&] { return cache.is_alone(shard.pool); })) {
+  } else if (!shard.put_large(block, [&] { return shard.pool.shards() == 1 || cache.is_alone(shard.pool); })) {
     return false;
   }
   shard.tally.count_free(*block, size);

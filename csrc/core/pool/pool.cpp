@@ -269,19 +269,21 @@ void Pool::release_block(Block* block, Epoch epoch) {
 
 Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
   StreamTag add_shard = kNeutral;
-  Address address = allocate_once(bytes, stream, !has_shards(), grant, shortage, &add_shard);
-  if (shortage->is_kept_by_threads) {
+  Address address = 0;
+  for (bool is_gathered = !has_shards();; is_gathered = true) {
+    address = allocate_once(bytes, stream, is_gathered, grant, shortage, &add_shard);
+    if (!shortage->is_kept_by_threads) [[likely]]
+      break;
     // Before any memory is asked for: what threads keep never makes a pool grow.
     *shortage = {};
     context_.caches.gather(*this);
-    address = allocate_once(bytes, stream, /*is_gathered=*/true, grant, shortage, &add_shard);
   }
   if (add_shard != kNeutral) context_.caches.add_shard(*this, stream, add_shard);
   return address;
 }
 
 // `add_shard`: the stream's tag, where the thread may keep its blocks and does not yet.
-Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
+[[gnu::always_inline]] inline Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
                             StreamTag* add_shard) {
   BlockCaches::Mine mine(context_.caches);
   const MutexLock lock(mutex_);

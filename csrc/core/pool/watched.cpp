@@ -30,8 +30,7 @@ bool Pool::find_guarded(std::size_t bytes, std::size_t* offset) {
   if (watch_.next == 0) watch_.next = align_down(capacity_ / 2, page_);
   const FreeByOffset& free = large_.free_blocks();
   const auto find = [&](std::size_t from, std::size_t until) VMM_REQUIRES(mutex_) {
-    const Block* covering = large_.free_covering(from);
-    const Block* at = covering != nullptr ? covering : free.from(from);
+    const Block* at = free.from(from);
     for (; at != nullptr && at->offset < until; at = free.next(at)) {
       if (at->tag != kNeutral) continue;
       const std::size_t begin = align_up(std::max<std::size_t>(at->offset, from), page_);
