@@ -70,6 +70,7 @@ SOURCES = [
     "csrc/core/blocks/block_heap.cpp",
     "csrc/core/blocks/block_space.cpp",
     "csrc/core/blocks/free_by_offset.cpp",
+    "csrc/core/blocks/growth_policy.cpp",
     "csrc/core/blocks/move_budget.cpp",
     "csrc/core/blocks/placement.cpp",
     "csrc/core/blocks/slabs.cpp",

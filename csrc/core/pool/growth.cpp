@@ -3,7 +3,7 @@
 // Best fit over the free space that has its memory, then over what lacks the
 // least. What lacks memory there is backed by a grant; or the pool grows, by the
 // group's shelf and new chunks within the limits; or it moves its own idle chunks
-// by a second mapping (grows() decides). A chunk is mapped at its new place
+// by a second mapping (growth_policy decides). A chunk is mapped at its new place
 // before it leaves the old one, so a failure undoes to what was.
 #include <algorithm>
 #include <exception>
@@ -16,58 +16,6 @@
 
 namespace vmm {
 
-namespace {
-
-// New chunks are a share of what is missing and of the pool's peak, or more: cost is per
-// chunk (46 us to 64 MiB), not per byte, yet a chunk that is large against its request
-// strands more when part of it is reused.
-struct Pieces {
-  std::size_t per_request;
-  std::size_t per_pool;
-  std::size_t least;  // bytes
-};
-// Over fourteen recorded programs, each at six sizes, a 24th, a 600th and 24 MiB ended at
-// 1.030 of what they used at most, these at 1.020, for twice the calls; a 1200th saved
-// 0.0003 more.
-constexpr Pieces kAlone{48, 900, 8 * kMiB};
-// Under a limit that others share chunks go from one to the other at every turn, and that
-// costs by the chunk too: three models in turn took 1.3 times native's time with those
-// above, 9700 calls a pass.
-constexpr Pieces kBesideOthers{24, 600, 24 * kMiB};
-constexpr std::size_t kPiecesPerSmallPool = 4;
-// A pool that has been given back less than a 64th of what it handed out, since it last
-// held nothing, holds what stays, weights above all: nothing of it is reused in part, and
-// what is loaded first is waited for, so a request has a chunk to itself. 20 GiB in blocks
-// of 256 MiB took 55 ms each way in 1000 chunks, ten and six times native's time, and 10
-// and 15 ms in 160.
-constexpr std::size_t kLastingShare = 64;
-// And its chunks grow with it: 20 GiB in blocks of 24 MiB are 370 chunks instead of 850.
-// At most a 128th of what it holds lies unused where the loading ends.
-constexpr std::size_t kAheadShare = 128;
-constexpr std::size_t kHeadroomShare = 16;
-constexpr std::size_t kSmallPool = 96 * kMiB;  // at its peak: a few chunks are all of it
-constexpr std::size_t kLargestPiece = kGiB;
-// A range's chunk is at most a 16th of what lies below it: so much may stay mapped
-// for nothing where the range ends within it, and 20 GiB are 120 chunks.
-constexpr std::size_t kRangePerChunk = 16;
-// A pool grows rather than moves its chunks about while it has at most 1.5 % more
-// than was ever live at once, and up to a quarter more where it has moved too much
-// already. With 1 % free replayed programs ended 0.3 % higher on average: moves broke
-// up free space that was needed later.
-constexpr std::size_t kFreeGrowth = 66;
-constexpr std::size_t kMostGrowth = 4;
-// One that grows freely has no slack to speak of: RMM's random allocations (up to 1 GiB,
-// 16 GB in use at most) moved 400 chunks in each 2000 operations for ever, and none with
-// this: 21 GiB were held on one stream, where torch's own allocator holds 45. On four
-// streams with twice the peak it was 110, at 31 GiB, and with this none, at 62.
-constexpr std::size_t kFreelyGrown = 4;
-// An idle chunk below this share of the request is not worth a move of its own
-// while new memory may still be had. Of a 256th a logits tensor of 3 GiB left all of a
-// checkpointed program's chunks where they were, and it ended 2 % higher.
-constexpr std::size_t kSmallestMoveShare = 1024;
-
-}  // namespace
-
 bool Pool::Backing::is_move(const Chunk* chunk) const {
   return std::any_of(moves.begin(), moves.end(), [&](const IdleChunk& move) { return move.chunk == chunk; });
 }
@@ -76,43 +24,6 @@ std::size_t Pool::Extent::missing() const {
   std::size_t bytes = 0;
   for (const ByteRange& gap : gaps) bytes += gap.size;
   return bytes;
-}
-
-std::size_t Pool::piece_size(const Request& request, std::size_t total, std::size_t remaining) const {
-  if (uniform_) return page_;
-  if (no_split_ || is_whole(request)) return remaining;
-  // A graph's memory never moves, so small pieces are no use to it.
-  if (!is_ordinary()) return std::min(remaining, std::max(kLargestPiece, page_));
-  const Pieces& pieces_of = group_.sharers() > 1 ? kBesideOthers : kAlone;
-  const std::size_t least = std::min(pieces_of.least, peak_live_ / kPiecesPerSmallPool);
-  const std::size_t fitting =
-      is_being_loaded() ? total
-                        : std::max({least, peak_live_ / pieces_of.per_pool, total / pieces_of.per_request, page_});
-  const std::size_t wanted = std::min(fitting, kLargestPiece);
-  const std::size_t pieces = std::max<std::size_t>(1, (remaining + wanted / 2) / wanted);
-  return std::min(align_up((remaining + pieces - 1) / pieces, page_), remaining);
-}
-
-bool Pool::is_being_loaded() const {
-  return peak_live_ >= kSmallPool && freed_ <= (handed_out_ - handed_out_when_empty_) / kLastingShare;
-}
-
-// By how much the last new chunk, of `size` bytes, may go beyond the request: no further
-// than the bare space behind it, and nothing where others want the memory too.
-std::size_t Pool::growth_ahead(const Request& request, std::size_t size, std::size_t bare_behind) const {
-  if (!is_ordinary() || is_whole(request) || request.state == BlockState::pages) return 0;
-  if (group_.sharers() > 1 || !is_being_loaded()) return 0;
-  // Near a limit what lies unused here is what the model's graphs, tags and ranges lack.
-  if (budget_.headroom() < range_->mapped_bytes() / kHeadroomShare) return 0;
-  const std::size_t wanted = align_down(std::min(range_->mapped_bytes() / kAheadShare, kLargestPiece), page_);
-  return wanted > size ? std::min(wanted - size, align_down(bare_behind, page_)) : 0;
-}
-
-// The largest chunk that may stand at `offset` to back `remaining` bytes.
-std::size_t Pool::largest_at(std::size_t offset, std::size_t remaining) const {
-  if (uniform_) return page_;
-  if (!is_range_) return remaining;
-  return std::min(remaining, std::max(page_, align_down(offset / kRangePerChunk, page_)));
 }
 
 // The smallest free chunk that fits, all of it; or nullptr.
@@ -305,23 +216,11 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
   return trim_to_request(extent.block, request, offset);
 }
 
-// The most that was ever live at once, this request included.
-std::size_t Pool::peak_live_with(std::size_t bytes) {
+// The most that was ever live at once, so many bytes more included.
+void Pool::note_peak_with(std::size_t bytes) {
   const Peaks::Level allocated = own_peaks_.level(StatKind::allocated_bytes);  // threads' too
-  const auto now = static_cast<std::size_t>(allocated.current);
-  peak_live_ = std::max({peak_live_, static_cast<std::size_t>(allocated.peak), now + bytes});
-  return peak_live_;
-}
-
-// Whether a request that lacks `bytes` is met by new memory, though idle chunks
-// could perhaps be moved under it: a move costs as much as a new chunk, and comes
-// again and again in a pool that has no slack at all.
-bool Pool::grows(std::size_t bytes, std::size_t peak_live) {
-  const std::size_t grown = range_->mapped_bytes() + bytes;
-  if (grown <= peak_live + peak_live / kFreeGrowth) return true;
-  if (grows_freely_ && grown <= peak_live * kFreelyGrown) return true;
-  const bool may_move = move_budget_.may_move(handed_out_);
-  return !may_move && grown <= peak_live + peak_live / kMostGrowth;
+  growth_.note_live(
+      std::max(static_cast<std::size_t>(allocated.peak), static_cast<std::size_t>(allocated.current) + bytes));
 }
 
 // Backs the gaps. Where the pool does not simply grow: with memory that the stream
@@ -351,13 +250,13 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
     for (const PlacedChunk& placement : backing.placements) shortage->bytes += placement.chunk->size;
     return false;
   };
-  const std::size_t peak_live = peak_live_with(request.size);
+  note_peak_with(request.size);
   if (pinned_ || no_split_) return back_from({Source::fresh});
   if (is_whole(request)) {
     if (back_from({Source::grown})) return true;
     return status.code() == StatusCode::not_supported && in_vain_.empty() && back_from({Source::fresh});
   }
-  if (grows(extent->missing(), peak_live) && grant == nullptr) {
+  if (growth_.grows(range_->mapped_bytes() + extent->missing()) && grant == nullptr) {
     if (back_from({Source::grown})) return true;
     if (!in_vain_.empty() || (!status.ok() && status.code() != StatusCode::not_supported)) return false;
   }
@@ -396,16 +295,18 @@ bool Pool::pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::s
 // was, and `shortage` says what was missing.
 bool Pool::collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
                    Shortage* shortage) {
-  const std::size_t total = extent.missing();
+  GrowthPolicy::Lack lack;
+  lack.total = extent.missing();
+  lack.is_whole = is_whole(request);
+  lack.is_explicit = request.state == BlockState::pages;
+  lack.is_contested = group_.sharers() > 1;
   const bool fresh_only = source == Source::fresh;
   const bool moves = source == Source::at_once || source == Source::any;
-  const bool whole = uniform_ || is_whole(request);  // chunks of one size alone
+  const bool whole = uniform_ || lack.is_whole;  // chunks of one size alone
   if (source == Source::any) give_up_spare_slabs();
   std::vector<IdleChunk> idle;
-  if (source == Source::at_once) {
-    idle = idle_at_once(request.tag, uniform_ ? page_ : std::max(page_, total / kSmallestMoveShare));
-  }
-  if (source == Source::any) idle = all_idle(request.tag, Idle::movable, total);
+  if (source == Source::at_once) idle = idle_at_once(request.tag, growth_.least_move(lack));
+  if (source == Source::any) idle = all_idle(request.tag, Idle::movable, lack.total);
   const Block* behind = extent.block->next;
   const bool is_open = behind != nullptr && behind->state == BlockState::free && behind->tag == kNeutral &&
                        extent.gaps.back().end() == extent.block->end();
@@ -437,7 +338,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
     const std::size_t beyond = gap == extent.gaps.back() ? bare_behind : 0;
     for (std::size_t at = gap.offset; at < gap.end();) {
       const std::size_t remaining = gap.end() - at;
-      const std::size_t largest = largest_at(at, remaining);
+      const std::size_t largest = growth_.largest_at(at, remaining);
       backing->placements.push_back({at, nullptr});  // first: what is taken has its place
       Chunk*& chunk = backing->placements.back().chunk;
       chunk = grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(largest, whole);
@@ -448,7 +349,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
           move = idle.back();
           idle.pop_back();
         } else {
-          found = pick_idle(idle, remaining, largest + beyond, total, &move);
+          found = pick_idle(idle, remaining, largest + beyond, lack.total, &move);
         }
         if (found) {
           backing->moves.push_back(move);
@@ -462,7 +363,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
       if (chunk != nullptr) {
         size = chunk->size;
       } else {
-        size = std::min(piece_size(request, total, remaining), largest);
+        size = std::min(growth_.next_size(lack, remaining), largest);
         to_create.push_back(backing->placements.size() - 1);
         sizes.push_back(size);
         create_bytes += size;
@@ -474,7 +375,8 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
   // what another one could have had whole.
   const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, create_bytes);
   const bool may_grow_ahead = source == Source::grown && backing->placements.back().chunk == nullptr;
-  std::size_t ahead = may_grow_ahead ? growth_ahead(request, sizes.back(), bare_behind) : 0;
+  std::size_t ahead =
+      may_grow_ahead ? growth_.ahead(lack, sizes.back(), {range_->mapped_bytes(), budget_.headroom(), bare_behind}) : 0;
   std::size_t uncreated = create_bytes;
   Budget* full = budget_.charge(create_bytes + ahead - prepaid);
   if (full != nullptr && ahead != 0) {
@@ -584,7 +486,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
     }
     return status;
   }
-  move_budget_.spend(backing.moves.size());
+  growth_.note_moves(backing.moves.size());
   for (const IdleChunk& move : backing.moves) detach(move.offset, last_use_of({move.offset, move.chunk->size}));
   for (const PlacedChunk& placement : backing.placements) {
     placement.chunk->content = id_;

@@ -224,8 +224,7 @@ void Pool::count_unmapped(const PlacedChunk& placement) {
   tell(PoolEvent::segment_unmap, placement.offset, size, nullptr);
   if (counters_.current(StatKind::reserved_bytes) != 0) return;
   directory_->trim();
-  handed_out_when_empty_ = handed_out_;
-  freed_ = 0;
+  growth_.note_empty();
 }
 
 // --------------------------------------------------------------- giving away

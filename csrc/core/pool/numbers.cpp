@@ -135,7 +135,7 @@ void Pool::count_sync() {
 
 void Pool::reset_peaks() {
   const MutexLock lock(mutex_);
-  peak_live_with(0);  // what growth goes by is not to be reset
+  note_peak_with(0);  // what growth goes by is not to be reset
   counters_.reset_peaks();
   if (family_peaks_owner_ != nullptr) family_peaks_owner_->reset_peaks();
 }

@@ -46,7 +46,7 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
   if (block == nullptr) return 0;
   pages_.emplace(block->offset, block);
   page_bytes_ += block->size();
-  handed_out_ += block->size();
+  growth_.note_handed_out(block->size());
   begin_block(block, range.size);
   for (const ByteRange& part : kept) {
     // Ordered: the block is the stream's.
@@ -153,7 +153,7 @@ void Pool::free_pages(ByteRange range) {
     }
     if (block->end() > range.end()) keep(large_.split(block, range.end()));
     page_bytes_ -= block->size();
-    freed_ += block->size();
+    growth_.note_freed(block->size());
     large_.free(block, block->tag, epoch);
   }
   // Whole chunks go to the shelf at once; what shares its chunk with pages that

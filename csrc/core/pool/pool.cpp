@@ -41,7 +41,6 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       is_mem_pool_(spec.is_mem_pool),
       no_split_(spec.no_split),
       is_range_(spec.is_range),
-      grows_freely_(spec.grows_freely),
       page_(spec.page_size == 0 ? context.store.granularity() : spec.page_size),
       uniform_(spec.page_size != 0),
       capacity_(0),
@@ -52,6 +51,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       placement_(large_, page_),
       slabs_(arena_),
       streams_(context.streams, context.clock),
+      growth_({page_, uniform_, is_range_, is_ordinary(), spec.grows_freely}),
       own_peaks_(context.peaks),
       counters_(own_peaks_, context.peaks) {
   const std::size_t granularity = context.store.granularity();
@@ -259,7 +259,7 @@ void Pool::finish_free(Block* block, Epoch epoch) {
 void Pool::release_block(Block* block, Epoch epoch) {
   streams_.block_freed(block->tag, epoch);
   if (!block->small) {
-    freed_ += block->size();
+    growth_.note_freed(block->size());
     context_.clock.freed(block->size());
   }
   free_block(block, epoch);
@@ -332,7 +332,7 @@ void Pool::enter_in_directory(Block* block) {
     free_block(block, context_.clock.now());
     throw;
   }
-  if (!block->small) handed_out_ += block->size();
+  if (!block->small) growth_.note_handed_out(block->size());
 }
 
 // Beyond what the stream's slabs have.
@@ -471,7 +471,7 @@ void Pool::make_slab(Block* slab) {
     large_.free(slab, slab->tag, context_.clock.now());
     throw;
   }
-  handed_out_ += slab->size();
+  growth_.note_handed_out(slab->size());
   hand_over(*slab, SizeClass::large_pool, SizeClass::small_pool);
 }
 
@@ -530,7 +530,7 @@ void Pool::free_block(Block* block, Epoch epoch) {
 }
 
 void Pool::free_slab(const Slabs::Emptied& emptied) {
-  freed_ += emptied.slab->size();
+  growth_.note_freed(emptied.slab->size());
   hand_over(*emptied.slab, SizeClass::small_pool, SizeClass::large_pool);
   large_.free(emptied.slab, emptied.slab->tag, emptied.epoch);
 }

@@ -26,8 +26,8 @@
 #include "base/function_ref.h"
 #include "base/sync.h"
 #include "core/blocks/block_heap.h"
+#include "core/blocks/growth_policy.h"
 #include "core/blocks/held_ranges.h"
-#include "core/blocks/move_budget.h"
 #include "core/blocks/placement.h"
 #include "core/blocks/slabs.h"
 #include "core/cache/block_caches.h"
@@ -496,7 +496,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Whether what backs the request is to be one chunk. Explicit pages are announced to
   // nobody, and may lie over any.
   [[nodiscard]] bool is_whole(const Request& request) const {
-    return keeps_within_chunks() && request.state != BlockState::pages;
+    return no_split_ || (keeps_within_chunks() && request.state != BlockState::pages);
   }
   // Whether those who register segments are told of what is mapped for a request:
   // blocks lie over the borders of uniform pages, and explicit pages over any.
@@ -516,8 +516,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void untake(Block* block, const std::vector<Piece>& pieces) VMM_REQUIRES(mutex_);
   Block* trim_to_request(Block* block, const Request& request, std::size_t offset) VMM_REQUIRES(mutex_);
   bool back(Extent* extent, const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
-  std::size_t peak_live_with(std::size_t bytes) VMM_REQUIRES(mutex_);
-  bool grows(std::size_t bytes, std::size_t peak_live) VMM_REQUIRES(mutex_);
+  void note_peak_with(std::size_t bytes) VMM_REQUIRES(mutex_);
   bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
                Shortage* shortage) VMM_REQUIRES(mutex_);
   void cover(Extent* extent, const Backing& backing, BlockState state) VMM_REQUIRES(mutex_);
@@ -527,13 +526,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
   Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) VMM_REQUIRES(mutex_);
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::size_t piece_size(const Request& request, std::size_t total, std::size_t remaining) const
-      VMM_REQUIRES(mutex_);
-  // It holds what stays: little was given back of what it handed out.
-  [[nodiscard]] bool is_being_loaded() const VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::size_t growth_ahead(const Request& request, std::size_t size, std::size_t bare_behind) const
-      VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t remaining) const;
 
   // idle.cpp: idle chunks, and letting go of them
   std::vector<IdleChunk> idle_at_once(StreamTag tag, std::size_t at_least) VMM_REQUIRES(mutex_);
@@ -634,7 +626,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   const bool is_mem_pool_;  // libraries register what it holds, of before they came too
   const bool no_split_;
   const bool is_range_;
-  const bool grows_freely_;
   std::size_t page_;      // bytes: the grain of explicit pages
   bool uniform_;          // every chunk is exactly one page (page_size was given)
   std::size_t capacity_;  // bytes
@@ -670,12 +661,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
   std::size_t retired_bytes_ VMM_GUARDED_BY(mutex_) = 0;
-  std::size_t peak_live_ VMM_GUARDED_BY(mutex_) = 0;  // bytes allocated at most, as far as growth has seen
-  MoveBudget move_budget_ VMM_GUARDED_BY(mutex_);
-  std::size_t handed_out_ VMM_GUARDED_BY(mutex_) = 0;  // bytes of large blocks, slabs and pages so far
-  // Since nothing was mapped: what had been handed out by then, and what was given back.
-  std::size_t handed_out_when_empty_ VMM_GUARDED_BY(mutex_) = 0;
-  std::size_t freed_ VMM_GUARDED_BY(mutex_) = 0;  // bytes of large blocks, slabs and pages
+  GrowthPolicy growth_ VMM_GUARDED_BY(mutex_);
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
   std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;     // times_locked() when inactive_split was worked out

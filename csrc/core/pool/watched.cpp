@@ -209,7 +209,7 @@ Address Pool::allocate_watched_locked(std::size_t bytes, Stream stream, const st
     undo();
     throw;
   }
-  handed_out_ += size;
+  growth_.note_handed_out(size);
   begin_block(block, bytes);
   block->state = BlockState::watched;
   return base_ + offset;

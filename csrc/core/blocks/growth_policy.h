@@ -1,0 +1,80 @@
+// How a pool grows: whether a request that lacks memory is met by new memory or by
+// what the pool has idle, and of what size new chunks are. It is told numbers and
+// answers numbers, in bytes: it never knows a chunk, a limit, a driver or a lock.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "core/blocks/move_budget.h"
+
+namespace vmm {
+
+class GrowthPolicy {
+ public:
+  // What the pool is, for as long as it lives.
+  struct Kind {
+    std::size_t page = 0;       // every size is a multiple of it
+    bool is_uniform = false;    // every chunk is exactly one page
+    bool is_range = false;      // one tensor's addresses, which grow and shrink at the end
+    bool is_ordinary = true;    // a model's or a tag's: no graph uses it, and it is no range
+    bool grows_freely = false;  // takes new memory rather than moves what is idle
+  };
+  explicit GrowthPolicy(const Kind& kind) : kind_(kind) {}
+
+  // -- What it goes by -------------------------------------------------------
+  // Large blocks, slabs and pages that were handed out, and that came back: on the
+  // path of every one of them.
+  void note_handed_out(std::size_t bytes) { handed_out_ += bytes; }
+  void note_freed(std::size_t bytes) { freed_ += bytes; }
+  // So much is or was live at once.
+  void note_live(std::size_t bytes) { peak_live_ = std::max(peak_live_, bytes); }
+  // Nothing is mapped any more.
+  void note_empty() {
+    handed_out_when_empty_ = handed_out_;
+    freed_ = 0;
+  }
+  // So many chunks were moved under a request.
+  void note_moves(std::size_t chunks) { move_budget_.spend(chunks); }
+
+  // -- What it decides -------------------------------------------------------
+  // A request that lacks memory.
+  struct Lack {
+    std::size_t total = 0;      // of it all
+    bool is_whole = false;      // one chunk is to back it
+    bool is_explicit = false;   // pages that were asked for by their offset: to the byte
+    bool is_contested = false;  // other models take from the same limit
+  };
+  // Whether a pool that would then have `mapped` bytes takes new memory, though idle
+  // chunks could perhaps be moved under the request: a move costs as much as a new
+  // chunk, and comes again and again in a pool that has no slack at all.
+  [[nodiscard]] bool grows(std::size_t mapped);
+  // The idle chunks that are worth a move while new memory may still be had are of
+  // this size at least.
+  [[nodiscard]] std::size_t least_move(const Lack& lack) const;
+  // The largest chunk that may stand at `offset`, where `remaining` bytes are missing.
+  [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t remaining) const;
+  // The next new chunk, where `remaining` bytes are missing.
+  [[nodiscard]] std::size_t next_size(const Lack& lack, std::size_t remaining) const;
+  // What there is beyond a request.
+  struct Beyond {
+    std::size_t mapped = 0;       // by the pool
+    std::size_t headroom = 0;     // that the limits still allow
+    std::size_t bare_behind = 0;  // addresses behind the request with nothing under them
+  };
+  // By how much the last new chunk, of `size` bytes, may go beyond the request: no
+  // further than the bare space behind it, and nothing where others want the memory too.
+  [[nodiscard]] std::size_t ahead(const Lack& lack, std::size_t size, const Beyond& beyond) const;
+
+ private:
+  [[nodiscard]] bool is_being_loaded() const;
+
+  const Kind kind_;
+  std::size_t handed_out_ = 0;             // so far
+  std::size_t handed_out_when_empty_ = 0;  // of these, when nothing was mapped last
+  std::size_t freed_ = 0;                  // since then
+  std::size_t peak_live_ = 0;              // as far as growth has been told
+  MoveBudget move_budget_;
+};
+
+}  // namespace vmm

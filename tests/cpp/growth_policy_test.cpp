@@ -1,0 +1,234 @@
+// How a pool grows, by numbers alone: when, in chunks of what size, and how far ahead.
+#include "core/blocks/growth_policy.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "base/units.h"
+
+namespace vmm::testing {
+namespace {
+
+constexpr std::size_t kPage = 2 * kMiB;
+
+GrowthPolicy::Kind ordinary() {
+  GrowthPolicy::Kind kind;
+  kind.page = kPage;
+  return kind;
+}
+
+GrowthPolicy::Lack lack(std::size_t bytes) {
+  GrowthPolicy::Lack result;
+  result.total = bytes;
+  return result;
+}
+
+GrowthPolicy::Lack contested(std::size_t bytes) {
+  GrowthPolicy::Lack result = lack(bytes);
+  result.is_contested = true;
+  return result;
+}
+
+// The chunks that back it all.
+std::vector<std::size_t> sizes(const GrowthPolicy& policy, const GrowthPolicy::Lack& lack) {
+  std::vector<std::size_t> sizes;
+  for (std::size_t remaining = lack.total; remaining != 0; remaining -= sizes.back()) {
+    sizes.push_back(policy.next_size(lack, remaining));
+    if (sizes.back() == 0 || sizes.back() > remaining) {
+      ADD_FAILURE() << sizes.back() << " of " << remaining;
+      break;
+    }
+  }
+  return sizes;
+}
+using Sizes = std::vector<std::size_t>;
+
+// One that has handed out `bytes`, of which so many came back.
+void use(GrowthPolicy* policy, std::size_t bytes, std::size_t freed = 0) {
+  policy->note_handed_out(bytes);
+  policy->note_live(bytes);
+  policy->note_freed(freed);
+}
+
+// --------------------------------------------------------------- grow or move
+
+TEST(GrowthPolicy, GrowsWhileItHasLittleMoreThanWasEverLive) {
+  GrowthPolicy policy(ordinary());
+  EXPECT_FALSE(policy.grows(kPage)) << "nothing was ever live";
+  policy.note_live(66 * kPage);
+  EXPECT_TRUE(policy.grows(67 * kPage));
+  EXPECT_FALSE(policy.grows(67 * kPage + 1));
+  policy.note_live(kPage);
+  EXPECT_TRUE(policy.grows(67 * kPage)) << "the most that was, not what is";
+}
+
+TEST(GrowthPolicy, WhereItMovedTooMuchItGrowsUpToAQuarterMoreUntilSomeCameBack) {
+  GrowthPolicy policy(ordinary());
+  policy.note_live(400 * kPage);
+  policy.note_moves(1349);
+  EXPECT_FALSE(policy.grows(500 * kPage));
+  policy.note_moves(1);
+  EXPECT_TRUE(policy.grows(500 * kPage));
+  EXPECT_FALSE(policy.grows(500 * kPage + 1));
+  // A quarter of them, each for eight times the first 8 GiB.
+  policy.note_handed_out(64 * kGiB * 337 - 1);
+  EXPECT_TRUE(policy.grows(500 * kPage));
+  policy.note_handed_out(1);
+  EXPECT_FALSE(policy.grows(500 * kPage));
+}
+
+TEST(GrowthPolicy, OneThatGrowsFreelyTakesFourTimesItsPeak) {
+  GrowthPolicy::Kind kind = ordinary();
+  kind.grows_freely = true;
+  GrowthPolicy policy(kind);
+  policy.note_live(100 * kPage);
+  EXPECT_TRUE(policy.grows(400 * kPage));
+  EXPECT_FALSE(policy.grows(400 * kPage + 1));
+}
+
+TEST(GrowthPolicy, OnlyIdleChunksOfSomeSizeAreWorthAMove) {
+  const GrowthPolicy policy(ordinary());
+  EXPECT_EQ(policy.least_move(lack(kGiB)), kPage);
+  EXPECT_EQ(policy.least_move(lack(16 * kGiB)), 16 * kMiB) << "a 1024th";
+  GrowthPolicy::Kind uniform = ordinary();
+  uniform.is_uniform = true;
+  EXPECT_EQ(GrowthPolicy(uniform).least_move(lack(16 * kGiB)), kPage);
+}
+
+// ------------------------------------------------------------- sizes of chunks
+
+TEST(GrowthPolicy, WhatComesAndGoesIsBackedWithSmallEvenPieces) {
+  GrowthPolicy small(ordinary());
+  use(&small, 16 * kMiB, 16 * kMiB);
+  EXPECT_EQ(sizes(small, lack(16 * kMiB)), Sizes(4, 4 * kMiB)) << "a quarter of the peak";
+  GrowthPolicy policy(ordinary());
+  use(&policy, kGiB, kGiB);
+  EXPECT_EQ(sizes(policy, lack(24 * kMiB)), Sizes(3, 8 * kMiB));
+  EXPECT_EQ(sizes(policy, lack(kPage)), Sizes(1, kPage)) << "and not a byte more";
+  EXPECT_EQ(sizes(policy, lack(6 * kGiB)), Sizes(48, 128 * kMiB)) << "a 48th of the request";
+  use(&policy, 36 * kGiB, 36 * kGiB);
+  EXPECT_EQ(sizes(policy, lack(120 * kMiB)), Sizes(3, 40 * kMiB)) << "about a 900th of the peak, which is 41.0 MiB";
+  EXPECT_EQ(sizes(policy, lack(96 * kGiB)), Sizes(96, kGiB)) << "never more than that";
+}
+
+TEST(GrowthPolicy, WhatOthersWantTooIsBackedWithFewerPieces) {
+  GrowthPolicy policy(ordinary());
+  use(&policy, kGiB, kGiB);
+  EXPECT_EQ(sizes(policy, contested(96 * kMiB)), Sizes(4, 24 * kMiB));
+  EXPECT_EQ(sizes(policy, contested(6 * kGiB)), Sizes(24, 256 * kMiB)) << "a 24th of the request";
+  use(&policy, 36 * kGiB, 36 * kGiB);
+  EXPECT_EQ(sizes(policy, contested(180 * kMiB)), Sizes(3, 60 * kMiB)) << "about a 600th of the peak";
+}
+
+TEST(GrowthPolicy, WhatStaysHasAChunkToItself) {
+  GrowthPolicy small(ordinary());
+  use(&small, 96 * kMiB - 1);
+  EXPECT_EQ(sizes(small, lack(24 * kMiB)), Sizes(3, 8 * kMiB)) << "but not in a small pool";
+  GrowthPolicy policy(ordinary());
+  use(&policy, 96 * kMiB);
+  EXPECT_EQ(sizes(policy, lack(600 * kMiB)), Sizes(1, 600 * kMiB));
+  EXPECT_EQ(sizes(policy, lack(3 * kGiB)), Sizes(3, kGiB));
+}
+
+TEST(GrowthPolicy, WhatStaysIsWhereLessThanA64thCameBackSinceItHeldNothing) {
+  GrowthPolicy policy(ordinary());
+  use(&policy, kGiB, 16 * kMiB);
+  EXPECT_EQ(sizes(policy, lack(24 * kMiB)), Sizes(1, 24 * kMiB));
+  policy.note_freed(1);
+  EXPECT_EQ(sizes(policy, lack(24 * kMiB)), Sizes(3, 8 * kMiB));
+  policy.note_empty();
+  EXPECT_EQ(sizes(policy, lack(24 * kMiB)), Sizes(1, 24 * kMiB)) << "it begins anew";
+  policy.note_handed_out(640 * kMiB);
+  policy.note_freed(10 * kMiB + 1);
+  EXPECT_EQ(sizes(policy, lack(24 * kMiB)), Sizes(3, 8 * kMiB)) << "what was handed out before counts no more";
+}
+
+TEST(GrowthPolicy, SomePoolsHaveSizesOfTheirOwn) {
+  GrowthPolicy::Kind graph = ordinary();
+  graph.is_ordinary = false;
+  EXPECT_EQ(sizes(GrowthPolicy(graph), lack(2 * kGiB + kPage)), Sizes({kGiB, kGiB, kPage})) << "nothing moves there";
+  GrowthPolicy::Kind uniform = ordinary();
+  uniform.is_uniform = true;
+  GrowthPolicy pages(uniform);
+  use(&pages, kGiB);
+  EXPECT_EQ(sizes(pages, lack(3 * kPage)), Sizes(3, kPage));
+  GrowthPolicy::Lack whole = lack(2 * kGiB);
+  whole.is_whole = true;
+  EXPECT_EQ(sizes(GrowthPolicy(ordinary()), whole), Sizes(1, 2 * kGiB));
+}
+
+TEST(GrowthPolicy, ARangesChunkIsA16thOfWhatLiesBelowIt) {
+  GrowthPolicy::Kind range = ordinary();
+  range.is_range = true;
+  const GrowthPolicy policy(range);
+  EXPECT_EQ(policy.largest_at(0, kGiB), kPage);
+  EXPECT_EQ(policy.largest_at(48 * kPage - 1, kGiB), 2 * kPage);
+  EXPECT_EQ(policy.largest_at(48 * kPage, kGiB), 3 * kPage);
+  EXPECT_EQ(policy.largest_at(48 * kPage, kPage), kPage);
+  EXPECT_EQ(GrowthPolicy(ordinary()).largest_at(48 * kPage, kGiB), kGiB);
+  GrowthPolicy::Kind uniform = range;
+  uniform.is_uniform = true;
+  EXPECT_EQ(GrowthPolicy(uniform).largest_at(48 * kPage, kGiB), kPage);
+}
+
+// ----------------------------------------------------------------------- ahead
+
+// By how much a chunk of two pages goes beyond its request.
+std::size_t ahead(const GrowthPolicy& policy, const GrowthPolicy::Beyond& beyond,
+                  const GrowthPolicy::Lack& of = lack(2 * kPage)) {
+  return policy.ahead(of, 2 * kPage, beyond);
+}
+// Of a pool that holds 4 GiB, of which a 128th is 16 pages.
+constexpr GrowthPolicy::Beyond kWide{4 * kGiB, kUnlimited, kGiB};
+
+GrowthPolicy loading(const GrowthPolicy::Kind& kind = ordinary()) {
+  GrowthPolicy policy(kind);
+  use(&policy, 4 * kGiB);
+  return policy;
+}
+
+TEST(GrowthPolicy, GrowsAheadUpToA128thOfWhatItHolds) {
+  const GrowthPolicy policy = loading();
+  EXPECT_EQ(ahead(policy, kWide), 14 * kPage);
+  EXPECT_EQ(policy.ahead(lack(17 * kPage), 17 * kPage, kWide), 0U) << "the chunk is larger already";
+  EXPECT_EQ(ahead(policy, {4 * kGiB - 1, kUnlimited, kGiB}), 13 * kPage) << "in whole pages";
+  EXPECT_EQ(ahead(policy, {kTiB, kUnlimited, kTiB}), kGiB - 2 * kPage) << "no chunk is larger than that";
+}
+
+TEST(GrowthPolicy, GrowsAheadNoFurtherThanTheBareSpaceBehind) {
+  const GrowthPolicy policy = loading();
+  EXPECT_EQ(ahead(policy, {4 * kGiB, kUnlimited, 3 * kPage + 1}), 3 * kPage);
+  EXPECT_EQ(ahead(policy, {4 * kGiB, kUnlimited, 0}), 0U);
+}
+
+TEST(GrowthPolicy, GrowsAheadNotNearALimit) {
+  const GrowthPolicy policy = loading();
+  EXPECT_EQ(ahead(policy, {4 * kGiB, 256 * kMiB, kGiB}), 14 * kPage);
+  EXPECT_EQ(ahead(policy, {4 * kGiB, 256 * kMiB - 1, kGiB}), 0U) << "a 16th of what it holds";
+}
+
+TEST(GrowthPolicy, GrowsAheadNotWhileItIsGivingBack) {
+  GrowthPolicy policy = loading();
+  policy.note_freed(64 * kMiB);
+  EXPECT_EQ(ahead(policy, kWide), 14 * kPage);
+  policy.note_freed(1);
+  EXPECT_EQ(ahead(policy, kWide), 0U);
+}
+
+TEST(GrowthPolicy, GrowsAheadNotWhereOthersWantItOrNobodyAsked) {
+  const GrowthPolicy policy = loading();
+  EXPECT_EQ(ahead(policy, kWide, contested(2 * kPage)), 0U);
+  GrowthPolicy::Lack pages = lack(2 * kPage);
+  pages.is_explicit = true;
+  EXPECT_EQ(ahead(policy, kWide, pages), 0U);
+  GrowthPolicy::Lack whole = lack(2 * kPage);
+  whole.is_whole = true;
+  EXPECT_EQ(ahead(policy, kWide, whole), 0U);
+  GrowthPolicy::Kind graph = ordinary();
+  graph.is_ordinary = false;
+  EXPECT_EQ(ahead(loading(graph), kWide), 0U);
+}
+
+}  // namespace
+}  // namespace vmm::testing
