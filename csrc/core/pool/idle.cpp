@@ -73,7 +73,7 @@ std::vector<Pool::IdleChunk> Pool::all_idle(StreamTag tag, Idle which, std::size
   // Without a page's worth of memory under free addresses there is none to find:
   // of ten thousand pages in use, a walk took half a millisecond each time.
   const std::size_t free_bytes =
-      range_->mapped_bytes() - (large_.taken_bytes() - retired_bytes_ - watch_.bare_bytes - bare_bytes);
+      range_->mapped_bytes() - (large_.taken_bytes() - retired_.bytes() - watch_.bare_bytes - bare_bytes);
   if (pinned_ || free_bytes < page_) return idle;
   const Clock& clock = context_.clock;
   const bool graphs_are_done = streams_.is_past_graphs(tag);
@@ -152,8 +152,7 @@ void Pool::retire_mapping(std::size_t offset, Epoch last_use, bool in_vain) {
   large_.remove_border(offset);
   const std::size_t size = range_->retire(offset, last_use, in_vain)->size;
   std::vector<Piece> pieces;
-  retired_blocks_.emplace(offset, take_range({offset, size}, BlockState::retired, &pieces));
-  retired_bytes_ += size;
+  retired_.add(take_range({offset, size}, BlockState::retired, &pieces));
 }
 
 // What was mapped for a request that failed after that. Its chunks have gone
@@ -175,13 +174,7 @@ bool Pool::drop_retired() {
       range_->drop_retired(context_.clock, [this](ByteRange range) VMM_REQUIRES(mutex_) {
         tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
       });
-  for (const ByteRange& range : dropped) {
-    const auto block = retired_blocks_.find(range.offset);
-    VMM_CHECK(block != retired_blocks_.end() && block->second->range() == range, "retired block at ", range.offset);
-    large_.free(block->second, kNeutral, kLongAgo);
-    retired_blocks_.erase(block);
-    retired_bytes_ -= range.size;
-  }
+  for (const ByteRange& range : dropped) large_.free(retired_.take(range), kNeutral, kLongAgo);
   return !dropped.empty();
 }
 

@@ -113,7 +113,7 @@ bool Pool::make_way(std::size_t at, StreamTag tag, Shortage* shortage) {
       return true;
     }
   }
-  return is_retired_at(at) && make_way_of_retired(at, shortage);
+  return retired_.covers(at) && make_way_of_retired(at, shortage);
 }
 
 Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) {
@@ -287,7 +287,7 @@ bool Pool::is_mapped(std::size_t offset, std::size_t size) const {
   if (range_ == nullptr) return false;
   for (std::size_t page = range.offset; page < range.end(); page += page_) {
     if (first_unfree({page, page_}) == page + page_) return false;
-    if (lies_in(retired_blocks_, page, [](const Block* block) { return block; })) return false;
+    if (retired_.covers(page)) return false;
     if (lies_in(quarantined_, page, [](const Quarantined& freed) { return freed.block; })) return false;
   }
   return true;

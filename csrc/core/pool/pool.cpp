@@ -233,17 +233,12 @@ bool Pool::wait_for_retired(Shortage* shortage) {
   return true;
 }
 
-bool Pool::is_retired_at(std::size_t offset) const {
-  const auto after = retired_blocks_.upper_bound(offset);
-  return after != retired_blocks_.begin() && std::prev(after)->second->end() > offset;
-}
-
 // The same for one address: true where it is free now. Throws DriverError where the
 // driver refuses.
 bool Pool::make_way_of_retired(std::size_t offset, Shortage* shortage) {
   if (wait_for_retired(shortage)) return false;
   drop_retired();
-  if (!is_retired_at(offset)) return true;
+  if (!retired_.covers(offset)) return true;
   throw_if_failed(range_->refused(),
                   "dropping a former mapping of pool '" + name_ + "' at offset " + std::to_string(offset));
   return false;
@@ -417,7 +412,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   for (std::size_t at = offset; at < offset + size;) {
     const Block* free = large_.free_covering(at);
-    if (free == nullptr && is_retired_at(at)) {
+    if (free == nullptr && retired_.covers(at)) {
       if (make_way_of_retired(at, shortage)) continue;
       return 0;
     }

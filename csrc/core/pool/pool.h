@@ -29,6 +29,7 @@
 #include "core/blocks/growth_policy.h"
 #include "core/blocks/held_ranges.h"
 #include "core/blocks/placement.h"
+#include "core/blocks/retired_blocks.h"
 #include "core/blocks/slabs.h"
 #include "core/cache/block_caches.h"
 #include "core/debug/watch_log.h"
@@ -481,7 +482,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool wait_for_retired(Shortage* shortage) VMM_REQUIRES(mutex_);
   void require_within_chunk(ByteRange range) const VMM_REQUIRES(mutex_);
   bool make_way_of_retired(std::size_t offset, Shortage* shortage) VMM_REQUIRES(mutex_);
-  [[nodiscard]] bool is_retired_at(std::size_t offset) const VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_oversize(std::size_t bytes) const {
     return bytes >= context_.oversize_bytes.load(std::memory_order_relaxed);
   }
@@ -655,12 +655,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   };
   std::map<std::size_t, Quarantined> quarantined_ VMM_GUARDED_BY(mutex_);             // by offset
   std::set<std::pair<Epoch, std::size_t>> quarantined_until_ VMM_GUARDED_BY(mutex_);  // the same by epoch, then offset
-  std::map<std::size_t, Block*> retired_blocks_ VMM_GUARDED_BY(mutex_);  // by offset, one for each former mapping
+  RetiredBlocks retired_ VMM_GUARDED_BY(mutex_);                                      // one for each former mapping
   PoolWatch watch_ VMM_GUARDED_BY(mutex_);
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
-  std::size_t retired_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   GrowthPolicy growth_ VMM_GUARDED_BY(mutex_);
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that

@@ -238,9 +238,9 @@ void Pool::check() const {
     }
   }
   slabs_.check();
-  VMM_CHECK(slabs == slabs_.size() && retired == retired_blocks_.size() && retired == range_->retired_count(), "slabs ",
-            slabs, " retired ", retired);
-  VMM_CHECK(retired_bytes == retired_bytes_, "retired: walked ", retired_bytes, ", counted ", retired_bytes_);
+  VMM_CHECK(slabs == slabs_.size() && retired == retired_.size() && retired == range_->retired_count(), "slabs ", slabs,
+            " retired ", retired);
+  VMM_CHECK(retired_bytes == retired_.bytes(), "retired: walked ", retired_bytes, ", counted ", retired_.bytes());
   VMM_CHECK(used_blocks + kept == live_blocks_locked(), "blocks: walked ", used_blocks, " and kept ", kept,
             ", indexed ", live_blocks_locked());
   VMM_CHECK(pending == pending_bytes_ && pages == page_bytes_ && quarantined == quarantined_bytes_, "pending ", pending,
