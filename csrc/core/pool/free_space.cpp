@@ -86,8 +86,9 @@ Pool::FreeSpace Pool::free_space() const {
     }
     first = last;
   }
-  const std::size_t free_bytes = range_->mapped_bytes() - current(StatKind::active_bytes, kLarge) - quarantined_bytes_ -
-                                 watch_.mapped_bytes - in_slabs + spare_bytes;
+  const std::size_t free_bytes = range_->mapped_bytes() - current(StatKind::active_bytes, kLarge) -
+                                 quarantined_.bytes() - watch_.freed_bytes - watch_.mapped_bytes - in_slabs +
+                                 spare_bytes;
   space.idle_bytes = free_bytes - stranded_in_runs;
   return space;
 }

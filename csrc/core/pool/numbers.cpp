@@ -45,7 +45,7 @@ MemoryStats Pool::memory_stats_locked() {
   stats.physical_usage = range_->mapped_bytes();
   stats.mapped_pages = stats.physical_usage / page_;
   stats.allocated_bytes = live_bytes_locked();
-  stats.quarantined_bytes = pending_bytes_ + quarantined_bytes_;
+  stats.quarantined_bytes = pending_bytes_ + quarantined_.bytes() + watch_.freed_bytes;
   stats.idle_bytes = free_space().idle_bytes;
   stats.stranded_bytes = stats.physical_usage - stats.allocated_bytes - stats.idle_bytes - stats.quarantined_bytes;
   if (stats.physical_usage != 0) {

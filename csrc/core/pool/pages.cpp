@@ -102,16 +102,13 @@ Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream st
 // chunk has gone, its former mapping has to go first, and the caller waits:
 // nothing else can stand at the very address that was asked for.
 bool Pool::make_way(std::size_t at, StreamTag tag, Shortage* shortage) {
-  if (const auto after = quarantined_.upper_bound(at); after != quarantined_.begin()) {
-    const auto& [offset, freed] = *std::prev(after);
-    if (freed.block->end() > at) {
-      if (!streams_.order_behind(tag, freed.epoch).ok()) {
-        shortage->wait_for = freed.epoch;
-        return false;
-      }
-      end_quarantine(offset, tag);
-      return true;
+  if (const QuarantinedBlocks::Freed* freed = quarantined_.at(at)) {
+    if (!streams_.order_behind(tag, freed->epoch).ok()) {
+      shortage->wait_for = freed->epoch;
+      return false;
     }
+    end_quarantine(*freed, tag);
+    return true;
   }
   return retired_.covers(at) && make_way_of_retired(at, shortage);
 }
@@ -176,33 +173,26 @@ void Pool::quarantine(ByteRange range, Epoch epoch) {
   }
   for (const ByteRange& part : parts) {
     std::vector<Piece> pieces;
-    Block* block = take_range(part, BlockState::quarantined, &pieces);
-    quarantined_bytes_ += block->size();
-    quarantined_.emplace(block->offset, Quarantined{block, epoch});
-    quarantined_until_.emplace(epoch, block->offset);
+    quarantined_.add({take_range(part, BlockState::quarantined, &pieces), epoch});
   }
 }
 
 // `tag`: of a stream whose work comes after all that may use it.
-void Pool::end_quarantine(std::size_t offset, StreamTag tag) {
-  const auto [block, epoch] = quarantined_.at(offset);
-  quarantined_.erase(offset);
-  quarantined_until_.erase({epoch, offset});
-  quarantined_bytes_ -= block->size();
-  large_.free(block, tag, epoch);
+void Pool::end_quarantine(QuarantinedBlocks::Freed freed, StreamTag tag) {
+  quarantined_.remove(freed);
+  large_.free(freed.block, tag, freed.epoch);
 }
 
 // Those that nothing uses any more; looks at no other. True if there were any.
 bool Pool::end_passed_quarantines() {
   if (quarantined_.empty()) return false;
-  context_.clock.cover(quarantined_until_.rbegin()->first);
+  context_.clock.cover(quarantined_.newest());
   context_.clock.poll();
   bool any = false;
-  while (!quarantined_until_.empty() && context_.clock.has_passed(quarantined_until_.begin()->first)) {
-    const std::size_t offset = quarantined_until_.begin()->second;
-    const Block* block = quarantined_.at(offset).block;
-    const ByteRange range = block->range();
-    end_quarantine(offset, block->tag);
+  while (!quarantined_.empty() && context_.clock.has_passed(quarantined_.oldest().epoch)) {
+    const QuarantinedBlocks::Freed freed = quarantined_.oldest();
+    const ByteRange range = freed.block->range();
+    end_quarantine(freed, freed.block->tag);
     shelve_idle_chunks(range);
     any = true;
   }
@@ -278,17 +268,12 @@ std::vector<ByteRange> Pool::held_pages(std::size_t offset, std::size_t size) co
 
 bool Pool::is_mapped(std::size_t offset, std::size_t size) const {
   const ByteRange range = page_range(offset, size);
-  const auto lies_in = [](const auto& blocks, std::size_t page, const auto& block_of) {
-    const auto after = blocks.upper_bound(page);
-    return after != blocks.begin() && block_of(std::prev(after)->second)->end() > page;
-  };
   context_.caches.gather(*this);
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return false;
   for (std::size_t page = range.offset; page < range.end(); page += page_) {
     if (first_unfree({page, page_}) == page + page_) return false;
-    if (retired_.covers(page)) return false;
-    if (lies_in(quarantined_, page, [](const Quarantined& freed) { return freed.block; })) return false;
+    if (retired_.covers(page) || quarantined_.at(page) != nullptr) return false;
   }
   return true;
 }

@@ -17,7 +17,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -29,6 +28,7 @@
 #include "core/blocks/growth_policy.h"
 #include "core/blocks/held_ranges.h"
 #include "core/blocks/placement.h"
+#include "core/blocks/quarantined_blocks.h"
 #include "core/blocks/retired_blocks.h"
 #include "core/blocks/slabs.h"
 #include "core/cache/block_caches.h"
@@ -608,7 +608,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void require_pages(ByteRange range, const std::string& doing) const VMM_REQUIRES(mutex_);
   void free_pages(ByteRange range) VMM_REQUIRES(mutex_);
   void quarantine(ByteRange range, Epoch epoch) VMM_REQUIRES(mutex_);
-  void end_quarantine(std::size_t offset, StreamTag tag) VMM_REQUIRES(mutex_);
+  void end_quarantine(QuarantinedBlocks::Freed freed, StreamTag tag) VMM_REQUIRES(mutex_);
   bool end_passed_quarantines() VMM_REQUIRES(mutex_);
   bool make_way(std::size_t at, StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
 
@@ -649,16 +649,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   RecordedUses recorded_uses_ VMM_GUARDED_BY(mutex_);
   PendingFrees pending_ VMM_GUARDED_BY(mutex_);
   std::vector<PendingFrees::Freed> passed_ VMM_GUARDED_BY(mutex_);  // out of pending_, on their way
-  struct Quarantined {
-    Block* block = nullptr;
-    Epoch epoch = kLongAgo;
-  };
-  std::map<std::size_t, Quarantined> quarantined_ VMM_GUARDED_BY(mutex_);             // by offset
-  std::set<std::pair<Epoch, std::size_t>> quarantined_until_ VMM_GUARDED_BY(mutex_);  // the same by epoch, then offset
-  RetiredBlocks retired_ VMM_GUARDED_BY(mutex_);                                      // one for each former mapping
+  QuarantinedBlocks quarantined_ VMM_GUARDED_BY(mutex_);            // freed pages
+  RetiredBlocks retired_ VMM_GUARDED_BY(mutex_);                    // one for each former mapping
   PoolWatch watch_ VMM_GUARDED_BY(mutex_);
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
-  std::size_t quarantined_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
   GrowthPolicy growth_ VMM_GUARDED_BY(mutex_);
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;

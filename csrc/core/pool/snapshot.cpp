@@ -243,8 +243,9 @@ void Pool::check() const {
   VMM_CHECK(retired_bytes == retired_.bytes(), "retired: walked ", retired_bytes, ", counted ", retired_.bytes());
   VMM_CHECK(used_blocks + kept == live_blocks_locked(), "blocks: walked ", used_blocks, " and kept ", kept,
             ", indexed ", live_blocks_locked());
-  VMM_CHECK(pending == pending_bytes_ && pages == page_bytes_ && quarantined == quarantined_bytes_, "pending ", pending,
-            " pages ", pages, " quarantined ", quarantined);
+  VMM_CHECK(
+      pending == pending_bytes_ && pages == page_bytes_ && quarantined == quarantined_.bytes() + watch_.freed_bytes,
+      "pending ", pending, " pages ", pages, " quarantined ", quarantined);
   VMM_CHECK(watched == watch_.live.size() && guard_mapped == watch_.mapped_bytes && guard_bare == watch_.bare_bytes,
             "watched ", watched, " of ", watch_.live.size(), ", guards ", guard_mapped, " of ", watch_.mapped_bytes,
             " and ", guard_bare, " of ", watch_.bare_bytes);

@@ -36,6 +36,7 @@ struct PoolWatch {
 
   std::unordered_map<std::size_t, Around> live;  // by the block's offset
   std::deque<Freed> freed;                       // oldest first
+  std::size_t freed_bytes = 0;                   // of these, until their memory is free
   std::size_t leaving = 0;                       // out of `freed`, and being looked at with no lock held
   int readers = 0;                               // who look at live ones so: nothing of these goes meanwhile
   std::size_t mapped_bytes = 0;                  // of guard blocks with memory

@@ -262,14 +262,14 @@ void Pool::free_watched(Block* block, Epoch epoch) {
     large_.join(whole, around.behind);
   }
   whole->state = BlockState::quarantined;
-  quarantined_bytes_ += whole->size();
+  watch_.freed_bytes += whole->size();
   watch_.freed.back().block = whole;
 }
 
 // Nothing uses it any more.
 void Pool::finish_watched(const PoolWatch::Freed& freed) {
   const ByteRange range = freed.block->range();
-  quarantined_bytes_ -= range.size;
+  watch_.freed_bytes -= range.size;
   large_.free(freed.block, freed.block->tag, freed.epoch);
   if (freed.behind != nullptr) {
     watch_.bare_bytes -= freed.behind->size();
