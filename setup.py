@@ -116,6 +116,7 @@ SOURCES = [
     "csrc/core/pool/idle.cpp",
     "csrc/core/pool/numbers.cpp",
     "csrc/core/pool/pages.cpp",
+    "csrc/core/pool/placing.cpp",
     "csrc/core/pool/pool.cpp",
     "csrc/core/pool/seals.cpp",
     "csrc/core/pool/sharing.cpp",

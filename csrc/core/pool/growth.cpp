@@ -1,17 +1,13 @@
-// Pool: finding a place for a request and backing it with chunks.
+// Pool: backing a place with chunks: collecting and installing them.
 //
-// Best fit over the free space that has its memory, then over what lacks the
-// least. What lacks memory there is backed by a grant; or the pool grows, by the
-// group's shelf and new chunks within the limits; or it moves its own idle chunks
-// by a second mapping (growth_policy decides). A chunk is mapped at its new place
-// before it leaves the old one, so a failure undoes to what was.
+// What lacks memory is backed by a grant; or the pool grows, by the group's shelf and
+// new chunks within the limits; or it moves its own idle chunks by a second mapping
+// (growth_policy decides). A chunk is mapped at its new place before it leaves the
+// old one, so a failure undoes to what was.
 #include <algorithm>
 #include <exception>
-#include <functional>
 #include <initializer_list>
 
-#include "base/check.h"
-#include "base/errors.h"
 #include "core/pool/pool.h"
 
 namespace vmm {
@@ -24,196 +20,6 @@ std::size_t Pool::Extent::missing() const {
   std::size_t bytes = 0;
   for (const ByteRange& gap : gaps) bytes += gap.size;
   return bytes;
-}
-
-// The smallest free chunk that fits, all of it; or nullptr.
-Block* Pool::take_whole_chunk(const Request& request) {
-  Block* best = nullptr;
-  ByteRange whole;
-  for (const auto& [offset, mapping] : range_->live()) {
-    const std::size_t size = mapping.chunk->size;
-    if (size < request.size || (best != nullptr && size >= whole.size)) continue;
-    Block* free = large_.free_covering(offset);
-    if (free == nullptr || free->tag != request.tag || free->end() < offset + size) continue;
-    best = free;
-    whole = {offset, size};
-  }
-  return best == nullptr ? nullptr : large_.carve(best, whole.offset, whole.size, request.state);
-}
-
-// Where nothing is split, a block has a chunk for itself: a free one or a new one of
-// exactly its size.
-Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
-  if (Block* const block = take_whole_chunk(request)) return block;
-  if (!placement_.find_bare(request.size, /*high=*/false, &request.offset)) {
-    *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
-    return nullptr;
-  }
-  return back_and_take(request, request.offset, grant, shortage);
-}
-
-// Where blocks are registered with somebody (NCCL, above all), one lies within one
-// chunk: a registration is a chunk, and NCCL compares nothing. A send whose buffer is
-// registered and a receive whose buffer is not, as it lies over two, gave wrong
-// numbers. So free space does not coalesce over the chunks' borders, and nothing is
-// put together out of several.
-Block* Pool::place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) {
-  if (Block* block = placement_.take_backed(request)) return block;
-  if (!request.is_gathered) {
-    shortage->is_kept_by_threads = true;
-    return nullptr;
-  }
-  std::size_t offset = 0;
-  const auto find = [&]() VMM_REQUIRES(mutex_) { return placement_.find_bare(request.size, /*high=*/false, &offset); };
-  bool found = find();
-  if (!found) {
-    settle_locked();
-    give_up_spare_slabs();
-    found = find();
-  }
-  if (!found && !pinned_) {
-    // The addresses are full of chunks that do not fit.
-    if (!adopt_free_space(request.tag, shortage)) return nullptr;
-    if (Block* block = placement_.take_backed(request)) return block;
-    shelve_idle_chunks({0, capacity_});
-    found = find();
-    if (!found && range_->has_retired()) {
-      if (wait_for_retired(shortage)) return nullptr;
-      drop_retired();
-      found = find();
-    }
-  }
-  if (!found) {
-    *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
-    return nullptr;
-  }
-  return back_and_take(request, offset, grant, shortage);
-}
-
-Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
-  if (no_split_) return place_unsplit(request, grant, shortage);
-  if (keeps_within_chunks() && request.where == Request::Where::best_fit) {
-    return place_within_chunk(request, grant, shortage);
-  }
-  if (request.where == Request::Where::best_fit) {
-    if (Block* block = placement_.take_backed(request)) return block;
-  }
-  if (!request.is_gathered) {
-    shortage->is_kept_by_threads = true;
-    return nullptr;
-  }
-  std::size_t offset = 0;
-  bool found = placement_.find_spot(request, &offset);
-  if (!found) {
-    settle_locked();
-    give_up_spare_slabs();
-    found = placement_.find_spot(request, &offset);
-  }
-  // Not where graphs use what is free whenever they are replayed.
-  if (!found && !pinned_) {
-    if (!adopt_free_space(request.tag, shortage)) return nullptr;
-    if (request.where == Request::Where::best_fit) {
-      if (Block* block = placement_.take_backed(request)) return block;
-    }
-    found = placement_.find_spot(request, &offset);
-  }
-  if (!found) {
-    *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
-    return nullptr;
-  }
-  if (Block* block = back_and_take(request, offset, grant, shortage)) return block;
-  // The missing memory could not be made up exactly; perhaps whole idle chunks
-  // of other sizes can stand somewhere else.
-  if (uniform_ || pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
-  return place_on_whole_chunks(request, grant);
-}
-
-// Where addresses are short: all free space becomes the asking stream's, whoever
-// had it last. False, with what to wait for, where the GPU cannot be made to wait.
-bool Pool::adopt_free_space(StreamTag tag, Shortage* shortage) {
-  Epoch newest = kLongAgo;
-  for (const Block* block : large_.free_blocks()) {
-    if (block->tag != tag && block->tag != kNeutral) newest = std::max(newest, block->epoch);
-  }
-  if (!streams_.order_behind(tag, newest).ok()) {
-    shortage->wait_for = newest;
-    return false;
-  }
-  large_.retag(tag);
-  return true;
-}
-
-Block* Pool::take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) {
-  Block* whole = nullptr;
-  for (std::size_t at = range.offset; at < range.end();) {
-    Block* free = large_.free_covering(at);
-    VMM_CHECK(free != nullptr, "taking ", range.offset, "+", range.size, ": ", at, " is not free");
-    const std::size_t end = std::min(free->end(), range.end());
-    pieces->push_back({{at, end - at}, free->tag, free->epoch});
-    Block* taken = large_.carve(free, at, end - at, state);
-    if (whole == nullptr) {
-      whole = taken;
-    } else {
-      large_.join(whole, taken);
-    }
-    at = end;
-  }
-  return whole;
-}
-
-void Pool::untake(Block* block, const std::vector<Piece>& pieces) {
-  for (std::size_t k = 0; k < pieces.size(); ++k) {
-    Block* rest = k + 1 < pieces.size() ? large_.split(block, pieces[k + 1].range.offset) : nullptr;
-    large_.free(block, pieces[k].tag, pieces[k].epoch);
-    block = rest;
-  }
-}
-
-// Frees what was mapped beyond the request, for the stream that asked: nobody
-// else may touch memory that is being scrubbed for it.
-Block* Pool::trim_to_request(Block* block, const Request& request, std::size_t offset) {
-  const Epoch epoch = context_.clock.now();
-  streams_[request.tag].last_free = epoch;
-  if (block->offset < offset) {
-    Block* lower = block;
-    block = large_.split(block, offset);
-    large_.free(lower, request.tag, epoch);
-  }
-  if (block->end() > offset + request.size) {
-    large_.free(large_.split(block, offset + request.size), request.tag, epoch);
-  }
-  block->tag = request.tag;
-  return block;
-}
-
-Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage) {
-  const std::size_t first = align_down(offset, page_);
-  const std::size_t last = std::min(align_up(offset + request.size, page_), capacity_);
-  Extent extent;
-  extent.gaps = range_->gaps({first, last - first});
-  ByteRange range{offset, request.size};
-  if (!extent.gaps.empty()) {
-    const std::size_t begin = std::min(offset, extent.gaps.front().offset);
-    range = {begin, std::max(offset + request.size, extent.gaps.back().end()) - begin};
-  }
-  extent.block = take_range(range, request.state, &extent.pieces);
-  // Only an explicit offset can land on memory that another stream used last;
-  // elsewhere it is the stream's own or bare.
-  Epoch others = kLongAgo;
-  for (const Piece& piece : extent.pieces) {
-    if (piece.tag != request.tag && piece.tag != kNeutral) others = std::max(others, piece.epoch);
-  }
-  if (!streams_.order_behind(request.tag, others).ok()) {
-    shortage->wait_for = others;
-    untake(extent.block, extent.pieces);
-    return nullptr;
-  }
-  if (!extent.gaps.empty() && !back(&extent, request, grant, shortage)) {
-    untake(extent.block, extent.pieces);
-    retire_in_vain();
-    return nullptr;
-  }
-  return trim_to_request(extent.block, request, offset);
 }
 
 // The most that was ever live at once, so many bytes more included.
@@ -497,51 +303,6 @@ Status Pool::install(const Backing& backing, const Request& request) {
   }
   drop_retired();
   return {};
-}
-
-// At a limit, with idle chunks that fit no gap: stands on whole chunks of any
-// size at addresses with nothing under them. Address space is free.
-Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
-  const std::size_t wanted = align_up(request.size, page_);
-  give_up_spare_slabs();
-  IdleChunks idle = idle_chunks(request.tag, Idle::movable);
-  Backing backing;
-  std::size_t sum = 0;
-  const auto take_granted = [&](Chunk* chunk) {
-    backing.placements.push_back({sum, chunk});
-    sum += chunk->size;
-  };
-  const auto take_own = [&](const IdleChunk& move) {
-    backing.moves.push_back(move);
-    take_granted(move.chunk);
-  };
-  IdleChunk move;
-  while (sum < wanted) {
-    const std::size_t remaining = wanted - sum;
-    Chunk* chunk = nullptr;
-    if (grant != nullptr && (chunk = grant->chunks.take_at_most(remaining, /*exact=*/false)) != nullptr) {
-      take_granted(chunk);
-    } else if (take_largest(idle, remaining, &move) || take_smallest(idle, remaining, &move)) {
-      take_own(move);
-    } else if (grant != nullptr && (chunk = grant->chunks.take_above(remaining)) != nullptr) {
-      take_granted(chunk);
-    } else {
-      break;
-    }
-  }
-  std::size_t offset = 0;
-  if (sum >= wanted && placement_.find_bare(sum, request.where == Request::Where::high, &offset)) {
-    for (PlacedChunk& placement : backing.placements) placement.offset += offset;
-    std::vector<Piece> pieces;
-    Block* block = take_range({offset, sum}, request.state, &pieces);
-    if (install(backing, request).ok()) {
-      return trim_to_request(block, request, offset);
-    }
-    untake(block, pieces);
-    retire_in_vain();
-  }
-  put_back(backing, grant);
-  return nullptr;
 }
 
 }  // namespace vmm

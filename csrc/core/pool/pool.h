@@ -492,7 +492,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void make_slab(Block* slab) VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
 
-  // growth.cpp: finding a place and backing it
+  // placing.cpp: finding a place; growth.cpp, from back() on: backing it
   // Whether what backs the request is to be one chunk. Explicit pages are announced to
   // nobody, and may lie over any.
   [[nodiscard]] bool is_whole(const Request& request) const {
