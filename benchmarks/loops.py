@@ -67,6 +67,8 @@ def load() -> Loops:
 
 def load_module(source: str) -> ModuleType:
     """What was built of ``csrc/<source>.cpp``."""
+    import torch  # noqa: F401 (whose libraries it is linked with)
+
     path = _folder(source) / f"{_name(source)}.so"
     spec = importlib.util.spec_from_file_location(
         _name(source), path, loader=importlib.machinery.ExtensionFileLoader(_name(source), str(path))
