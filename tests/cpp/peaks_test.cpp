@@ -140,6 +140,25 @@ TEST(Peaks, AreExactForBlocksThatThreadsCount) {
   }
 }
 
+// At a peak each class in turn needs all the room that there is.
+TEST(Peaks, TakeNoLockWhereClassesTakeTurnsBelowThePeak) {
+  Peaks peaks;
+  BlockSeat thread(peaks);
+  const auto turn = [&] {
+    for (const SizeClass size_class : {SizeClass::large_pool, SizeClass::small_pool}) {
+      thread.rose(size_class, 1000, 1000);
+      thread.fell(size_class, 1000, 1000);
+    }
+  };
+  thread.rose(SizeClass::small_pool, 500, 500);
+  for (int k = 0; k < 10; ++k) turn();
+  peaks.reset_peaks();
+  for (int k = 0; k < 10; ++k) turn();
+  const std::uint64_t before = peaks.times_locked();
+  for (int k = 0; k < 1000; ++k) turn();
+  EXPECT_EQ(peaks.times_locked(), before);
+}
+
 // Each holds 100 while the next has 200 more and lets go of it: a new peak only
 // where there is none higher, whoever left room and whoever is gone meanwhile.
 TEST(Peaks, FollowManyPoolsInTurn) {

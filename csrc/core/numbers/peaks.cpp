@@ -109,14 +109,23 @@ Peaks::Seat* BlockSeat::seat_in(const Peaks& peaks) const {
   return nullptr;
 }
 
-// One class may have had what the other one has left.
+// One class may have had what the other one has left. No lock: at a peak, where each class
+// in turn needs all the room that there is, this comes with each block. Limits only fall
+// here, so that whoever takes room from this seat meanwhile loses nothing.
 bool BlockSeat::has_enough() {
-  const MutexLock lock(seats_.front()->peaks_.mutex_);
-  tighten();
-  for (std::size_t of_class = 0; of_class < 2; ++of_class) {
+  const BlockCounts now = counts();
+  for (std::size_t k = 0; k < 3; ++k) {
+    const std::array<std::int64_t, 3> of{now[0][k] + now[1][k], now[0][k], now[1][k]};
+    for (std::size_t which = 0; which < 3; ++which) {
+      if (of[which] > most_[which][k].load(std::memory_order_relaxed)) return false;
+    }
+  }
+  // What one has taken of the other's part, the other asks for from now on.
+  for (std::size_t mine = 0; mine < 2; ++mine) {
     for (std::size_t k = 0; k < 3; ++k) {
-      if (counts_[of_class][k].load(std::memory_order_relaxed) > limits_[of_class][k].load(std::memory_order_relaxed))
-        return false;
+      if (now[mine][k] <= limits_[mine][k].load(std::memory_order_relaxed)) continue;
+      auto& other = limits_[1 - mine][k];
+      other.store(std::min(other.load(std::memory_order_relaxed), now[1 - mine][k]), std::memory_order_relaxed);
     }
   }
   return true;
@@ -149,6 +158,7 @@ void BlockSeat::tighten() {
         }
       }
     }
+    for (std::size_t which = 0; which < 3; ++which) most_[which][k].store(most[which], std::memory_order_relaxed);
     // Half of the room that all have for each class, and what one of them cannot use for
     // the other. Below 0 for one that is about to look.
     const std::int64_t small_now = counts_[0][k].load(std::memory_order_relaxed);

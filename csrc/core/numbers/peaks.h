@@ -79,7 +79,7 @@ class Peaks {
     void enter();                                                               // seats_; with the lock held
     void leave();                                                               // the same
     void spread();                                                              // what blocks_ counts to current_
-    void tighten();  // blocks_ compares with ceiling_
+    void tighten();                                                             // blocks_ compares with ceiling_
     static constexpr std::size_t index(StatKind kind) { return static_cast<std::size_t>(kind) * 3; }
     bool set(std::size_t counter, std::int64_t value) {
       current_[counter].store(value, std::memory_order_relaxed);
@@ -109,6 +109,8 @@ class Peaks {
   [[nodiscard]] Level level(StatKind kind) const VMM_EXCLUDES(mutex_);
   // Writes the peaks (never below the currents) into `out`.
   void fill_peaks(Statistics& out) const VMM_EXCLUDES(mutex_);
+  // How often its lock was taken, for tests.
+  [[nodiscard]] std::uint64_t times_locked() const { return mutex_.times_locked(); }
 
  private:
   friend class BlockSeat;
@@ -173,17 +175,18 @@ class BlockSeat {
     return static_cast<unsigned>(now > limits_[mine][k].load(std::memory_order_relaxed));
   }
   void look();
-  bool has_enough() VMM_NO_THREAD_SAFETY_ANALYSIS;
+  [[nodiscard]] bool has_enough();
   void note_room();
   void tighten();
   [[nodiscard]] Peaks::Seat* seat_in(const Peaks& peaks) const;
 
   std::array<std::array<std::atomic<std::int64_t>, 3>, 2> counts_{};
   std::atomic<bool> has_room_{false};  // each of seats_ has
-  // What each class may rise to: no more than its ceilings, and both together no more than
-  // those of all, so that one comparison does for both.
+  // What each class may rise to before it is looked closer: no more than its ceilings, and
+  // both together no more than those of all, so that one comparison does for both.
   std::array<std::array<std::atomic<std::int64_t>, 3>, 2> limits_{};
-  std::array<std::unique_ptr<Peaks::Seat>, 2> seats_;  // what Peaks works with
+  std::array<std::array<std::atomic<std::int64_t>, 3>, 3> most_{};  // what that is shared out of: all, small, large
+  std::array<std::unique_ptr<Peaks::Seat>, 2> seats_;               // what Peaks works with
 };
 
 }  // namespace vmm
