@@ -18,6 +18,13 @@ std::size_t page_bytes() {
   return kBytes;
 }
 
+void* map_zeros(std::size_t bytes) {
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* const got = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
+  if (got == MAP_FAILED) throw std::bad_alloc();
+  return got;
+}
+
 }  // namespace
 
 void* reserve_pages(std::size_t bytes, std::size_t alignment) {
@@ -52,5 +59,9 @@ void discard(void* begin, std::size_t bytes) {
   std::memset(begin, 0, from - first);
   std::memset(reinterpret_cast<void*>(to), 0, first + bytes - to);
 }
+
+ZeroPages::ZeroPages(std::size_t bytes) : bytes_(bytes), begin_(static_cast<std::byte*>(map_zeros(bytes))) {}
+
+ZeroPages::~ZeroPages() { ::munmap(begin_, bytes_); }
 
 }  // namespace vmm

@@ -197,5 +197,27 @@ TEST(OwnMemory, AMillionSmallBlocksTakeAtMost48BytesEachAndLeaveATenth) {
   EXPECT_LE(resident_bytes() - before, taken / 10) << "of " << taken;
 }
 
+// Their tables are megabytes of which a page or two is touched, each time anew.
+TEST(OwnMemory, PoolsThatCameAndWentLeaveNothing) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the sanitizers have memory of their own for each of ours";
+#endif
+  constexpr int kPools = 200;
+  Lab lab;
+  const auto come_and_go = [&] {
+    const std::size_t before = resident_bytes();
+    std::vector<std::shared_ptr<Pool>> pools;
+    for (int k = 0; k < kPools; ++k) {
+      PoolSpec spec;
+      spec.name = std::to_string(k);
+      spec.capacity = 64 * kGiB;
+      pools.push_back(lab.memory().create_pool(spec, nullptr));
+    }
+    return resident_bytes() - before;
+  };
+  come_and_go();
+  EXPECT_LE(come_and_go(), kPools * 64 * kKiB);
+}
+
 }  // namespace
 }  // namespace vmm::testing

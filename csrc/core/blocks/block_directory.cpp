@@ -1,11 +1,9 @@
 #include "core/blocks/block_directory.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <new>
 
 #include "base/check.h"
-#include "base/host_pages.h"
 
 namespace vmm {
 
@@ -28,22 +26,13 @@ std::size_t next_colour() {
   return next.fetch_add(1, std::memory_order_relaxed) % kColours * kLine;
 }
 
-// calloc leaves the pages to the kernel until they are touched: a pool of 320 GiB
-// has 1.3 MiB of words, and a thousand such pools none but those in use.
-void* allocate_zeroed(std::size_t bytes) {
-  void* memory = std::calloc(1, bytes + kColours * kLine);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-
 }  // namespace
 
 BlockDirectory::BlockDirectory(std::size_t capacity)
     : page_count_(align_up(capacity, kPageBytes) / kPageBytes),
-      memory_(allocate_zeroed(page_count_ * sizeof(std::atomic<std::uintptr_t>))),
-      pages_(reinterpret_cast<std::atomic<std::uintptr_t>*>(static_cast<std::byte*>(memory_) + next_colour())) {}
-
-BlockDirectory::~BlockDirectory() { std::free(memory_); }
+      // A pool of 320 GiB has 1.3 MiB of words, and a thousand such pools none but those in use.
+      memory_(page_count_ * sizeof(std::atomic<std::uintptr_t>) + kColours * kLine),
+      pages_(reinterpret_cast<std::atomic<std::uintptr_t>*>(memory_.begin() + next_colour())) {}
 
 Block* BlockDirectory::find_among_few(const Few& few, std::uint32_t unit) {
   for (std::size_t k = 0; k < kFew; ++k) {

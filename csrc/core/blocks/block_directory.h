@@ -20,6 +20,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/host_pages.h"
 #include "base/units.h"
 #include "core/blocks/block.h"
 
@@ -30,7 +31,7 @@ class BlockDirectory {
   explicit BlockDirectory(std::size_t capacity);  // bytes of addresses
   BlockDirectory(const BlockDirectory&) = delete;
   BlockDirectory& operator=(const BlockDirectory&) = delete;
-  ~BlockDirectory();
+  ~BlockDirectory() = default;
 
   void insert(Block* block) {
     const std::size_t page = block->offset / kPageBytes;
@@ -114,7 +115,7 @@ class BlockDirectory {
   Table* new_table();
 
   const std::size_t page_count_;
-  void* const memory_;  // of pages_
+  const ZeroPages memory_;  // of pages_
   std::atomic<std::uintptr_t>* const pages_;
   std::size_t pages_end_ = 0;  // behind the last that ever held anything
   std::size_t size_ = 0;

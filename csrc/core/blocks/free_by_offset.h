@@ -2,12 +2,14 @@
 // the others of those 2 MiB are found by their neighbours; large blocks leave room for two
 // or three. A balanced tree was an eighth of a large block's allocation and free, and
 // could run out of the host's memory. By their ends, as most are taken from at their begin.
+// Where blocks are small (named addresses, debug mode's canaries) it walks at most the 4096
+// that 2 MiB hold: 4 us among 10^4 of 512 bytes, where a tree took 0.04.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 
+#include "base/host_pages.h"
 #include "base/units.h"
 #include "core/blocks/bit_tree.h"
 #include "core/blocks/block.h"
@@ -68,13 +70,10 @@ class FreeByOffset {
   [[nodiscard]] Block* last_of(std::size_t page) const;
   void erase_from(std::size_t page, const Block* block);
 
-  struct Free {
-    void operator()(void* memory) const;
-  };
   const std::size_t page_count_;
-  const std::unique_ptr<void, Free> memory_;  // of both
-  BlockLink* const firsts_;                   // by page
-  BitTree pages_;                             // that have one
+  const ZeroPages memory_;   // of both
+  BlockLink* const firsts_;  // by page
+  BitTree pages_;            // that have one
   std::size_t size_ = 0;
 };
 
