@@ -127,8 +127,9 @@ class Shard {
   // comes or goes: best fit would give that the same place again. Kept for longer,
   // recorded programs held up to 3 % more and asked the driver a third more often. Any
   // other one only waits here for the thread's next large block, which gives it back before
-  // it looks for a place: one lock of the pool for both. Where other threads could want
-  // it, it does not wait.
+  // it looks for a place: one lock of the pool for both. Where other threads keep blocks
+  // of the pool too it does not wait; one that asks for its first finds another place, and
+  // has it given back before the pool would grow.
   void note_large(Block* block) { latest_large_ = block; }
   Block* forget_large() {
     latest_large_ = nullptr;

@@ -278,8 +278,8 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
 }
 
 // `add_shard`: the stream's tag, where the thread may keep its blocks and does not yet.
-[[gnu::always_inline]] inline Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
-                            StreamTag* add_shard) {
+[[gnu::always_inline]] inline Address Pool::allocate_once(std::size_t bytes, Stream stream, bool is_gathered,
+                                                          Grant* grant, Shortage* shortage, StreamTag* add_shard) {
   BlockCaches::Mine mine(context_.caches);
   const MutexLock lock(mutex_);
   if (!takes_requests(shortage)) [[unlikely]]
