@@ -188,6 +188,7 @@ TEST(Peaks, FollowManyPoolsInTurn) {
 TEST(Peaks, StayWithinWhatManyThreadsCanHold) {
   Peaks peaks;
   std::vector<std::thread> threads;
+  threads.reserve(4);
   for (int k = 0; k < 4; ++k) {
     threads.emplace_back([&] {
       Counter pool(peaks);

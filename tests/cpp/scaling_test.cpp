@@ -202,12 +202,13 @@ TEST(OwnMemory, PoolsThatCameAndWentLeaveNothing) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "the sanitizers have memory of their own for each of ours";
 #endif
-  constexpr int kPools = 200;
+  constexpr std::size_t kPools = 200;
   Lab lab;
   const auto come_and_go = [&] {
     const std::size_t before = resident_bytes();
     std::vector<std::shared_ptr<Pool>> pools;
-    for (int k = 0; k < kPools; ++k) {
+    pools.reserve(kPools);
+    for (std::size_t k = 0; k < kPools; ++k) {
       PoolSpec spec;
       spec.name = std::to_string(k);
       spec.capacity = 64 * kGiB;
