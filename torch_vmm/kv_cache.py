@@ -49,11 +49,16 @@ class _Layer:
             self._require_states(key_states, value_states)
             self._make_room(key_states, value_states)
         assert self._places is not None
-        before, self._length = self._length, self._length + key_states.shape[2]
-        added = self._length - before
-        with outside_inference():
-            for places, states in zip(self._places, (key_states, value_states), strict=True):
-                places.narrow(2, before, added).copy_(states.detach() if states.requires_grad else states)
+        before, added = self._length, key_states.shape[2]
+        try:
+            with outside_inference():
+                for places, states in zip(self._places, (key_states, value_states), strict=True):
+                    places.narrow(2, before, added).copy_(states.detach() if states.requires_grad else states)
+        except Exception:
+            self._require_states(key_states, value_states)  # says what is wrong with them, if anything is
+            raise
+        # Last: positions that were not written whole are none.
+        self._length = before + added
         return self._show()
 
     def _fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -120,6 +125,10 @@ class _Layer:
                 raise InvalidArgumentError(
                     f"update(): {name} of shape {tuple(states.shape)}: give [batch, heads, new positions, size]"
                 )
+            if states.layout is not torch.strided or states.is_meta:
+                raise InvalidArgumentError(
+                    f"update(): {name} of layout {states.layout} on {states.device}: give a strided tensor with content"
+                )
         assert isinstance(keys, torch.Tensor)
         assert isinstance(values, torch.Tensor)
         for k, states in enumerate((keys, values)):
@@ -180,14 +189,24 @@ class _Layer:
         return self.get_seq_length() + (query if isinstance(query, int) else query.shape[0]), 0
 
     def crop(self, max_length: int) -> None:
-        if self._stores is None:
-            return
-        length = self.get_seq_length()
-        kept = length + max_length if max_length < 0 else min(max_length, length)
-        self._length = max(kept, 0)
-        for store in self._settle():
+        self._cut(_to_length(max_length))
+        self._give_back()
+
+    def _cut(self, most: int) -> None:
+        """Positions beyond ``most`` (below 0: the last so many) are none."""
+        length = self._length
+        self._length = max(length + most if most < 0 else min(most, length), 0)
+        for store in self._stores or ():
             if self._length < length:  # others come in their place
                 torch.autograd.graph.increment_version(store)
+        if self._whole is not None:
+            self._show()
+
+    def _give_back(self) -> None:
+        """The pages of what is none."""
+        if self._stores is None:
+            return
+        for store in self._settle():
             store.shrink_to_fit()
         self._begin(self._stores)
 
@@ -325,13 +344,25 @@ class ElasticKVCache(Guarded, guarded=True):
         return updated
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions that a layer holds."""
-        return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+        """Positions that a layer holds; 0 for one that is not there."""
+        index = to_index(layer_idx)
+        if index is None or index < 0:
+            raise InvalidArgumentError(f"layer_idx={show(layer_idx)}: give a whole number from 0 on")
+        return self.layers[index].get_seq_length() if index < len(self.layers) else 0
 
     def crop(self, max_length: int) -> None:
-        """Keeps the first ``max_length`` positions (all but the last ``-max_length``), and gives the pages back."""
+        """Keeps the first ``max_length`` positions (all but the last ``-max_length``), and gives the pages back.
+
+        What :meth:`update` returned before shows them still: to read positions there that are gone is a fault.
+
+        Raises:
+            InvalidArgumentError: no whole number. The cache is as it was.
+        """
+        most = _to_length(max_length)
         for layer in self.layers:
-            layer.crop(max_length)
+            layer._cut(most)
+        for layer in self.layers:
+            layer._give_back()
 
     def reset(self) -> None:
         """Forgets all positions, and gives the pages back."""
@@ -383,8 +414,12 @@ class ElasticKVCache(Guarded, guarded=True):
         """Layers."""
         return len(self.layers)
 
+    def __bool__(self) -> bool:
+        """Whether it is a cache: also one that is empty."""
+        return True
+
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's keys and values."""
+        """Each layer's keys and values; ``None``, as in ``layers``, for one that has had none."""
         return ((layer.keys, layer.values) for layer in self.layers)
 
 
@@ -404,11 +439,21 @@ def _require_entries(order: object, batch: int | None) -> None:
             raise InvalidArgumentError(f"beam_idx={show(order)}: the batch has the entries 0 to {batch - 1}")
 
 
+def _to_length(max_length: object) -> int:
+    """Raises InvalidArgumentError for what is no number of positions."""
+    length = to_index(max_length)
+    if length is None:
+        raise InvalidArgumentError(
+            f"crop(): max_length={show(max_length)}: give a whole number of positions, or below 0 how many to drop"
+        )
+    return length
+
+
 def _not_copyable() -> NotCopyableError:
     return NotCopyableError(
         "an ElasticKVCache cannot be pickled, nor copied by copy.copy(): it is memory of this process. copy.deepcopy() "
-        "makes one of its own; to save it, save [(keys.clone(), values.clone()) for keys, values in cache] and "
-        "update() another one with them",
+        "makes one of its own; to save it, save [(keys.clone(), values.clone()) for keys, values in cache if keys is "
+        "not None] and update() another one with them",
         what="ElasticKVCache",
     )
 

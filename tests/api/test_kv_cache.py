@@ -290,6 +290,39 @@ def test_no_order_of_the_batch(device: str) -> None:
     assert all(torch.equal(keys, old) for (keys, _), old in zip(cache, before, strict=True))
 
 
+def test_states_that_cannot_be_copied_leave_the_cache_as_it_was(device: str) -> None:
+    cache = Cache(100)
+    keys, values = states(device, 2)
+    cache.update(keys, values, 0)
+    for wrong in (values.to_sparse(), values.to("meta")):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="value_states of layout"):
+            cache.update(keys * 5, wrong, 0)
+        assert cache.get_seq_length() == 2
+    shown = cache.update(keys * 9, values * 9, 0)
+    assert torch.equal(shown[0], torch.cat([keys, keys * 9], dim=2))
+    assert torch.equal(shown[1], torch.cat([values, values * 9], dim=2))
+
+
+def test_no_number_of_positions(device: str) -> None:
+    cache = Cache(100)
+    for layer in range(3):
+        cache.update(*states(device, 2), layer)
+    for wrong in (1.0, True, "2", None):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"crop\(\): max_length="):
+            cache.crop(wrong)  # type: ignore[arg-type]
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"crop\(\): max_length="):
+            cache.layers[0].crop(wrong)
+        assert [cache.get_seq_length(layer) for layer in range(3)] == [2, 2, 2]
+    for layer in (-1, "0", None):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="layer_idx="):
+            cache.get_seq_length(layer)  # type: ignore[arg-type]
+
+
+def test_an_empty_cache_is_a_cache() -> None:
+    assert bool(Cache())
+    assert len(Cache()) == 0
+
+
 def test_a_deep_copy_is_a_cache_of_its_own(make_pool: Callable[..., Pool], device: str) -> None:
     ours, theirs = make_pool("64MiB"), make_pool("64MiB")
     prefix = Cache(256, layers=4)
