@@ -130,7 +130,8 @@ def to_stream(stream: Stream, device: DeviceKey) -> int:
         if device.kind == "cpu":
             accepted = "a number, its name"
         raise InvalidArgumentError(f"stream={show(stream)} is no stream of {device}: give {accepted}, or None")
-    return pointer
+    # cudaStreamLegacy, as DLPack and __cuda_array_interface__ name the default stream, which is 0 to torch.
+    return 0 if device.kind == "cuda" and pointer == 1 else pointer
 
 
 def is_capturing(pointer: int, device: DeviceKey) -> bool:

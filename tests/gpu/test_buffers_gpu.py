@@ -167,6 +167,7 @@ def test_its_stream_is_the_one_given(buffers: MemoryPool) -> None:
     assert isinstance(by_pointer.stream, torch.cuda.Stream)
     assert by_pointer.stream.cuda_stream == other.cuda_stream
     assert by_pointer.__cuda_array_interface__["stream"] == other.cuda_stream
+    assert buffers.alloc(1, stream=1).stream == torch.cuda.default_stream(), "cudaStreamLegacy"
 
 
 def test_streams_of_other_libraries(buffers: MemoryPool) -> None:
