@@ -17,7 +17,7 @@ import torch
 
 from torch_vmm import _C
 from torch_vmm.devices import Device, to_device
-from torch_vmm.errors import InvalidArgumentError, MemoryDamageError
+from torch_vmm.errors import InvalidArgumentError, MemoryDamageError, NotAvailableError
 from torch_vmm.sizes import show, to_index
 
 __all__ = ["Damage", "Finding", "Report", "WatchedBlock", "check", "explain", "mode", "report"]
@@ -186,9 +186,13 @@ def check(device: Device = "cuda") -> None:
     Raises:
         MemoryDamageError: somebody has written outside an allocation, now or before; the text
             names each of these.
+        NotAvailableError: a GPU's, where there is none.
         InvalidArgumentError: no device.
         DriverError: the device has failed.
     """
-    damages = _damages(_C.debug_check(*to_device(device)))
+    key = to_device(device)
+    if key.kind == "cuda" and not torch.cuda.is_available():
+        raise NotAvailableError(f'check({show(device)}): there is no GPU, so nothing was looked at; say check("cpu")')
+    damages = _damages(_C.debug_check(*key))
     if damages:
         raise MemoryDamageError("\n".join(str(damage) for damage in damages), damages=damages)

@@ -113,18 +113,19 @@ def to_stream(stream: Stream, device: DeviceKey) -> int:
     """
     if stream is None:
         return current_stream(device)
-    if device.kind == "cuda":
-        if isinstance(stream, torch.Stream):
-            if stream.device != device.torch_device:
-                raise InvalidArgumentError(f"stream={show(stream)} is of {stream.device}, and the memory of {device}")
-            return int(
-                torch.cuda.Stream(
-                    stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-                ).cuda_stream
-            )
-        if hasattr(stream, "__cuda_stream__"):
-            stream = stream.__cuda_stream__()[1]
-    pointer = to_index(stream)
+    if device.kind == "cuda" and isinstance(stream, torch.Stream):
+        if stream.device != device.torch_device:
+            raise InvalidArgumentError(f"stream={show(stream)} is of {stream.device}, and the memory of {device}")
+        return int(
+            torch.cuda.Stream(
+                stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+            ).cuda_stream
+        )
+    named: object = stream
+    if device.kind == "cuda" and hasattr(stream, "__cuda_stream__"):
+        told = stream.__cuda_stream__()  # version, pointer
+        named = told[1] if isinstance(told, tuple | list) and len(told) == 2 else None
+    pointer = to_index(named)
     if pointer is None or not 0 <= pointer < 2**64:
         accepted = "a torch.cuda.Stream, an object with __cuda_stream__, a stream's pointer"
         if device.kind == "cpu":

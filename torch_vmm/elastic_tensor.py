@@ -9,7 +9,7 @@ import torch
 
 from torch_vmm import _C
 from torch_vmm.devices import Device
-from torch_vmm.errors import InvalidArgumentError, StillInUseError
+from torch_vmm.errors import InvalidArgumentError, NotAvailableError, StillInUseError
 from torch_vmm.ranges import Backing, RangeTensor, require_dimension, require_dtype, require_size, row_bytes
 from torch_vmm.sizes import Shape, show, to_index, to_shape
 
@@ -130,7 +130,7 @@ class ElasticTensor(RangeTensor):
         _C.set_storage_bytes(self, used)
         try:
             return backing.handle.decommit([(keep, backing.handle.capacity - keep)])
-        except (InvalidArgumentError, StillInUseError):
+        except (InvalidArgumentError, NotAvailableError, StillInUseError):  # nothing went
             backing.held = held
             _C.set_storage_bytes(self, stored)
             raise

@@ -7,6 +7,7 @@ import textwrap
 from typing import Any
 
 import pytest
+import torch
 
 import torch_vmm
 from tests.helpers import python, run
@@ -238,3 +239,9 @@ def test_a_stack_begins_where_the_user_called(device: str, mode: str) -> None:
     stacks = tell(code, device, mode)
     assert len(stacks) == 2
     assert all(stack[0].endswith(" in take") and stack[1].endswith(" in <module>") for stack in stacks)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_not_all_well() -> None:
+    with pytest.raises(torch_vmm.NotAvailableError, match="nothing was looked at"):
+        torch_vmm.debug.check()

@@ -183,6 +183,13 @@ def test_streams_of_other_libraries(buffers: MemoryPool) -> None:
     assert buffer.stream.cuda_stream == mine.cuda_stream
     buffer.record_stream(Theirs())
 
+    class Wrong:
+        def __cuda_stream__(self) -> int:
+            return mine.cuda_stream
+
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="is no stream of cuda:0"):
+        buffers.alloc(1, stream=Wrong())  # type: ignore[arg-type]
+
 
 def test_dlpack_waits_for_the_buffers_stream(buffers: MemoryPool, busy: Busy) -> None:
     mine = torch.cuda.Stream()
