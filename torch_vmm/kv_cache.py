@@ -194,13 +194,13 @@ class _Layer:
 
     def _cut(self, most: int) -> None:
         """Positions beyond ``most`` (below 0: the last so many) are none."""
-        length = self._length
-        self._length = max(length + most if most < 0 else min(most, length), 0)
+        length = max(self._length + most if most < 0 else min(most, self._length), 0)
+        if length == self._length:
+            return
+        self._length = length
         for store in self._stores or ():
-            if self._length < length:  # others come in their place
-                torch.autograd.graph.increment_version(store)
-        if self._whole is not None:
-            self._show()
+            torch.autograd.graph.increment_version(store)  # other positions come in their place
+        self._show()
 
     def _give_back(self) -> None:
         """The pages of what is none."""

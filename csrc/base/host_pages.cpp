@@ -18,9 +18,8 @@ std::size_t page_bytes() {
   return kBytes;
 }
 
-void* map_zeros(std::size_t bytes) {
-  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  void* const got = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
+void* map_pages(std::size_t bytes, int protection) {
+  void* const got = ::mmap(nullptr, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (got == MAP_FAILED) throw std::bad_alloc();
   return got;
 }
@@ -30,8 +29,7 @@ void* map_zeros(std::size_t bytes) {
 void* reserve_pages(std::size_t bytes, std::size_t alignment) {
   // The kernel aligns to its page only: take more and cut both ends.
   const std::size_t asked = bytes + alignment;
-  void* const got = ::mmap(nullptr, asked, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (got == MAP_FAILED) throw std::bad_alloc();
+  void* const got = map_pages(asked, PROT_NONE);
   const auto begin = reinterpret_cast<std::uintptr_t>(got);
   const std::uintptr_t at = align_up(begin, alignment);
   if (at != begin) ::munmap(got, at - begin);
@@ -60,7 +58,8 @@ void discard(void* begin, std::size_t bytes) {
   std::memset(reinterpret_cast<void*>(to), 0, first + bytes - to);
 }
 
-ZeroPages::ZeroPages(std::size_t bytes) : bytes_(bytes), begin_(static_cast<std::byte*>(map_zeros(bytes))) {}
+ZeroPages::ZeroPages(std::size_t bytes)
+    : bytes_(bytes), begin_(static_cast<std::byte*>(map_pages(bytes, PROT_READ | PROT_WRITE))) {}
 
 ZeroPages::~ZeroPages() { ::munmap(begin_, bytes_); }
 

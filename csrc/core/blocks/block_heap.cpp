@@ -1,7 +1,6 @@
 #include "core/blocks/block_heap.h"
 
 #include <algorithm>
-#include <iterator>
 
 #include "base/check.h"
 

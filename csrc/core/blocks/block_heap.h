@@ -137,8 +137,10 @@ class BlockHeap {
   [[nodiscard]] Block* free_covering(std::size_t offset) const;
   // The block that does, free or not. Walks from the nearest free one below.
   [[nodiscard]] Block* covering(std::size_t offset) const;
+  // All free blocks by offset.
   [[nodiscard]] const FreeByOffset& free_blocks() const { return *free_; }
 
+  // -- Of any ------------------------------------------------------------------
   // Bytes of blocks that are not free.
   [[nodiscard]] std::size_t taken_bytes() const { return taken_bytes_; }
   // First blocks of the donated stretches, by offset.

@@ -21,8 +21,8 @@ class FreeByOffset {
   // Of blocks below `capacity` bytes. Throws std::bad_alloc.
   explicit FreeByOffset(std::size_t capacity);
 
-  // REQUIRES: it is linked with its neighbours, as is whatever begins in the same 2 MiB:
-  // of two stretches that share them one would not be found.
+  // REQUIRES: it is linked with its neighbours, as is whatever ends in the same 2 MiB: of
+  // two stretches that share them one would not be found.
   void insert(Block* block);
   void erase(const Block* block) { erase_from(page_of(block->end()), block); }
   // It ended at `was` and has not passed another free block.

@@ -157,9 +157,10 @@ bool BlockCaches::keep(const ThreadCache& cache, Shard& shard, Block* block) con
   const std::size_t size = block->size();
   if (block->recorded != 0 || block->oversize || size >= oversize_bytes_.load(std::memory_order_relaxed)) [[unlikely]]
     return false;
+  const auto is_alone = [&] { return shard.pool.shards() == 1 || cache.is_alone(shard.pool); };
   if (block->small) {
     shard.put(block, size);
-  } else if (!shard.put_large(block, [&] { return shard.pool.shards() == 1 || cache.is_alone(shard.pool); })) {
+  } else if (!shard.put_large(block, is_alone)) {
     return false;
   }
   shard.tally.count_free(*block, size);
@@ -168,9 +169,9 @@ bool BlockCaches::keep(const ThreadCache& cache, Shard& shard, Block* block) con
   if (shard.is_full()) [[unlikely]] {
     // Where nobody else could want them they are the pool's, to coalesce: handed on to
     // itself, a thread needed 5 % more driver calls for the same program.
-    const bool is_alone = cache.is_alone(shard.pool);
-    Block* const excess = shard.take_excess(is_alone);
-    shard.pool.take_back(is_alone ? excess : shard.pool.depot().put(excess));
+    const bool coalesces = is_alone();
+    Block* const excess = shard.take_excess(coalesces);
+    shard.pool.take_back(coalesces ? excess : shard.pool.depot().put(excess));
   }
   return true;
 }

@@ -157,8 +157,8 @@ void BlockSeat::tighten() {
               std::min(most[which], seat->ceiling_[Peaks::Seat::index(kind) + which].load(std::memory_order_relaxed));
         }
       }
+      most_[which][k].store(most[which], std::memory_order_relaxed);
     }
-    for (std::size_t which = 0; which < 3; ++which) most_[which][k].store(most[which], std::memory_order_relaxed);
     // Half of the room that all have for each class, and what one of them cannot use for
     // the other. Below 0 for one that is about to look.
     const std::int64_t small_now = counts_[0][k].load(std::memory_order_relaxed);

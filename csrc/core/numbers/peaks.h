@@ -79,7 +79,7 @@ class Peaks {
     void enter();                                                               // seats_; with the lock held
     void leave();                                                               // the same
     void spread();                                                              // what blocks_ counts to current_
-    void tighten();                                                             // blocks_ compares with ceiling_
+    void tighten();  // what blocks_ compares with to ceiling_
     static constexpr std::size_t index(StatKind kind) { return static_cast<std::size_t>(kind) * 3; }
     bool set(std::size_t counter, std::int64_t value) {
       current_[counter].store(value, std::memory_order_relaxed);

@@ -72,9 +72,7 @@ std::vector<Pool::IdleChunk> Pool::all_idle(StreamTag tag, Idle which, std::size
   std::vector<IdleChunk> idle;
   // Without a page's worth of memory under free addresses there is none to find:
   // of ten thousand pages in use, a walk took half a millisecond each time.
-  const std::size_t free_bytes =
-      range_->mapped_bytes() - (large_.taken_bytes() - retired_.bytes() - watch_.bare_bytes - bare_bytes);
-  if (pinned_ || free_bytes < page_) return idle;
+  if (pinned_ || free_mapped_bytes(bare_bytes) < page_) return idle;
   const Clock& clock = context_.clock;
   const bool graphs_are_done = streams_.is_past_graphs(tag);
   const FreeByOffset& free = large_.free_blocks();

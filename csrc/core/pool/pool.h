@@ -561,6 +561,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     SizeClass size_class = SizeClass::large_pool;
   };
   [[nodiscard]] FreeSpace free_space() const VMM_REQUIRES(mutex_);
+  // Memory under free addresses: what is mapped, less what is taken, of which `bare_bytes`
+  // have no memory yet.
+  [[nodiscard]] std::size_t free_mapped_bytes(std::size_t bare_bytes = 0) const VMM_REQUIRES(mutex_) {
+    return range_->mapped_bytes() - (large_.taken_bytes() - retired_.bytes() - watch_.bare_bytes - bare_bytes);
+  }
   [[nodiscard]] std::vector<FreeSpan> free_spans() const VMM_REQUIRES(mutex_);
   void set_inactive_split(const FreeSpace& free) VMM_REQUIRES(mutex_);
   void check_free_space() const VMM_REQUIRES(mutex_);

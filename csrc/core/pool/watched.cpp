@@ -108,8 +108,7 @@ Block* Pool::take_between_patterns(std::size_t size, StreamTag tag, PoolWatch::A
 // When the stream's free memory was last freed, out of which `bytes` are about to be taken;
 // 0: of which anything may be.
 Epoch Pool::last_use_before(std::size_t bytes, StreamTag tag) const {
-  const std::size_t free_bytes = range_->mapped_bytes() - (large_.taken_bytes() - retired_.bytes() - watch_.bare_bytes);
-  if (free_bytes == 0) return kLongAgo;
+  if (free_mapped_bytes() == 0) return kLongAgo;
   // The very block, where best fit decides; it may have been freed long before the latest.
   const Block* fit = no_split_ || bytes == 0 ? nullptr : large_.best_fit(bytes, tag);
   return fit != nullptr ? fit->epoch : streams_[tag].last_free;
