@@ -102,6 +102,7 @@ SOURCES = [
     "csrc/core/memory/address_space.cpp",
     "csrc/core/memory/alias_range.cpp",
     "csrc/core/memory/chunk_store.cpp",
+    "csrc/core/memory/dormant_mappings.cpp",
     "csrc/core/memory/grant.cpp",
     "csrc/core/memory/mapped_range.cpp",
     "csrc/core/memory/zero_cover.cpp",

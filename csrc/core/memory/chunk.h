@@ -21,14 +21,16 @@ struct Chunk {
   std::uint64_t number = 0;  // no other chunk of the process ever has it; a driver gives a handle again
   std::size_t size = 0;      // bytes
   bool exportable = false;
-  Budget* charged = nullptr;  // who pays for it
-  OwnerId content = kNobody;  // whose data it may still hold
-  Epoch last_use = kLongAgo;  // behind which nothing uses it any more that used it before
-  bool oversize = false;      // while mapped: was counted as torch's oversize ones
+  Budget* charged = nullptr;              // who pays for it
+  std::atomic<OwnerId> content{kNobody};  // whose data it may still hold: the pool that had it last
+  Epoch last_use = kLongAgo;              // behind which nothing uses it any more that used it before
+  bool oversize = false;                  // while mapped: was counted as torch's oversize ones
   // Another process has had it: it may go on reading, so the chunk serves no
   // other model and goes back to the driver from where it stands.
   bool exported = false;
-  // Addresses at which it is mapped, those that wait for the clock included.
+  bool may_stay_mapped = true;  // where it is no more (DormantMappings, whose lock guards this)
+  // Addresses at which it is mapped, those that wait for the clock included and
+  // dormant ones not.
   // Two pools drop their mappings under two locks, hence atomic.
   std::atomic<int> mappings{0};
 };

@@ -1,5 +1,6 @@
 #include "core/memory/chunk_store.h"
 
+#include <algorithm>
 #include <cstdio>
 
 #include "base/check.h"
@@ -37,6 +38,19 @@ Chunk* ChunkShelf::take_above(std::size_t size) {
   Chunk* chunk = pop(by_size_, at);
   bytes_ -= chunk->size;
   return chunk;
+}
+
+bool ChunkShelf::take(const Chunk* chunk, std::size_t size) {
+  const auto of_size = by_size_.find(size);
+  if (of_size == by_size_.end()) return false;
+  auto& chunks = of_size->second;
+  const auto found = std::find(chunks.begin(), chunks.end(), chunk);
+  if (found == chunks.end()) return false;
+  *found = chunks.back();
+  chunks.pop_back();
+  if (chunks.empty()) by_size_.erase(of_size);
+  bytes_ -= size;
+  return true;
 }
 
 Chunk* ChunkShelf::take_any() { return by_size_.empty() ? nullptr : take_at_most(by_size_.rbegin()->first, true); }
@@ -90,6 +104,7 @@ Status ChunkStore::create_prepaid(const ChunkSpec& spec, Budget& payer, Chunk** 
 
 Status ChunkStore::release(Chunk* chunk) {
   VMM_CHECK(chunk->mappings.load(std::memory_order_acquire) == 0, "chunk of ", chunk->size, " bytes is mapped");
+  if (const Status status = dormant_.clear_of(chunk); !status.ok()) return status;
   if (chunk->exported && on_export_end_ != nullptr) on_export_end_(chunk->number);
   const Status status = driver_.release(chunk->handle);
   // When the driver has gone, all its memory has.
@@ -126,6 +141,18 @@ Chunk* ChunkStore::take_at_most(Budget& group, Budget& payer, std::size_t size, 
   }
   chunk->charged = &payer;
   return chunk;
+}
+
+bool ChunkStore::take(Budget& group, Budget& payer, Chunk* chunk, std::size_t size) {
+  const MutexLock lock(mutex_);
+  const auto shelf = shelves_.find(&group);
+  if (shelf == shelves_.end() || !shelf->second.usable.take(chunk, size)) return false;
+  if (Budget::transfer(group, payer, size) != nullptr) {
+    shelf->second.usable.put(chunk);
+    return false;
+  }
+  chunk->charged = &payer;
+  return true;
 }
 
 // Gives up to about `want` bytes back to the driver. Returns how many.

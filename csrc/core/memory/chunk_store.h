@@ -1,6 +1,7 @@
 // All physical chunks of a device, of every size: who creates them, keeps the
 // unused ones and gives them back, each charged to a budget before the driver
-// is asked. It never knows an address.
+// is asked. It knows no address but those at which a chunk of its was once, and may be
+// again (dormant()).
 //
 // A chunk on a shelf stays charged to its group's budget, so that what the
 // store keeps counts against the same limit as what pools have mapped.
@@ -14,6 +15,7 @@
 #include "base/status.h"
 #include "base/sync.h"
 #include "core/memory/chunk.h"
+#include "core/memory/dormant_mappings.h"
 
 namespace vmm {
 
@@ -27,6 +29,8 @@ class ChunkShelf {
   // The smallest chunk of more than `size` bytes, or nullptr.
   Chunk* take_above(std::size_t size);
   Chunk* take_any();
+  // This very chunk, of `size` bytes; false: it is not here. It may be gone for good.
+  bool take(const Chunk* chunk, std::size_t size);
   [[nodiscard]] std::size_t bytes() const { return bytes_; }
   // Bytes of chunks that are still mapped at a former address. Walks.
   [[nodiscard]] std::size_t mapped_bytes() const;
@@ -39,7 +43,7 @@ class ChunkShelf {
 class ChunkStore {
  public:
   ChunkStore(Driver& driver, int device, std::size_t granularity, bool exportable)
-      : driver_(driver), device_(device), granularity_(granularity), exportable_(exportable) {}
+      : driver_(driver), device_(device), granularity_(granularity), exportable_(exportable), dormant_(driver) {}
   ChunkStore(const ChunkStore&) = delete;
   ChunkStore& operator=(const ChunkStore&) = delete;
   ~ChunkStore();
@@ -49,8 +53,8 @@ class ChunkStore {
   Status create(const ChunkSpec& spec, Budget& payer, Chunk** out, Budget** refused);
   // A new chunk for a charge that `payer` already carries.
   Status create_prepaid(const ChunkSpec& spec, Budget& payer, Chunk** out);
-  // Gives the chunk back to the driver and refunds its budget. Where the driver
-  // refuses, chunk and charge stay as they are: memory that is still there must
+  // Gives the chunk back to the driver and refunds its budget; its dormant mappings
+  // go first. Where the driver refuses, chunk and charge stay as they are: memory that is still there must
   // count. REQUIRES: nothing maps it any more.
   Status release(Chunk* chunk);
 
@@ -68,6 +72,8 @@ class ChunkStore {
   // nullptr; `refused` as above.
   Chunk* take_at_most(Budget& group, Budget& payer, std::size_t size, bool exact, Budget** refused)
       VMM_EXCLUDES(mutex_);
+  // The same for this very chunk of `size` bytes, where it rests there and may be taken.
+  bool take(Budget& group, Budget& payer, Chunk* chunk, std::size_t size) VMM_EXCLUDES(mutex_);
   // Releases shelved chunks of `group` that nothing maps, until at most
   // `keep_bytes` stay. Returns the bytes given back.
   std::size_t trim(Budget& group, std::size_t keep_bytes) VMM_EXCLUDES(mutex_);
@@ -87,6 +93,7 @@ class ChunkStore {
   [[nodiscard]] ChunkSpec spec(std::size_t size) const { return {size, Location::on_device(device_), exportable_}; }
   // Shelves and chunks that exist now, for tests.
   [[nodiscard]] std::size_t shelves() const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] DormantMappings& dormant() { return dormant_; }
   [[nodiscard]] std::size_t live_chunks() const { return live_chunks_.load(std::memory_order_relaxed); }
 
  private:
@@ -103,6 +110,7 @@ class ChunkStore {
   int device_;
   std::size_t granularity_;
   bool exportable_;
+  DormantMappings dormant_;  // a leaf beneath mutex_
   ExportEnd on_export_end_ = nullptr;
   std::atomic<std::size_t> live_chunks_{0};
   mutable Mutex mutex_;

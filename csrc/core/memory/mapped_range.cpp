@@ -43,6 +43,10 @@ Access LiveMapping::access() const {
   return strongest;
 }
 
+MappedRange::~MappedRange() {
+  if (dormant_ != nullptr) dormant_->abandon(base_, size_);
+}
+
 void MappedRange::unmap_first(std::span<const PlacedChunk> placements, std::size_t count) {
   while (count-- > 0) {
     const auto& [offset, chunk] = placements[count];
@@ -58,15 +62,34 @@ void MappedRange::unmap_first(std::span<const PlacedChunk> placements, std::size
 
 Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const Location> accessors) {
   static std::atomic<std::uint64_t> mappings{0};
+  const bool any_dormant = dormant_ != nullptr && dormant_->size() != 0;
+  std::vector<PlacedChunk> to_open;  // where some are not: those that are new
+  std::vector<bool> was_dormant;
+  if (any_dormant) {
+    to_open.reserve(placements.size());
+    was_dormant.resize(placements.size());
+  }
   for (std::size_t k = 0; k < placements.size(); ++k) {
     const auto& [offset, chunk] = placements[k];
-    if (const Status status = driver_.map(base_ + offset, chunk->size, chunk->handle); !status.ok()) {
+    Status status;
+    if (any_dormant) {
+      was_dormant[k] = dormant_->claim(base_ + offset, chunk);
+      if (!was_dormant[k]) {
+        to_open.push_back(placements[k]);
+        status = dormant_->clear(base_ + offset, chunk->size);
+      }
+    }
+    if (status.ok() && !(any_dormant && was_dormant[k])) {
+      status = driver_.map(base_ + offset, chunk->size, chunk->handle);
+    }
+    if (!status.ok()) {
       unmap_first(placements, k);
       return status;
     }
     chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
   }
-  const Status status = for_each_run(placements, [&](std::size_t offset, std::size_t size) {
+  const std::span<const PlacedChunk> opened = any_dormant ? std::span<const PlacedChunk>(to_open) : placements;
+  const Status status = for_each_run(opened, [&](std::size_t offset, std::size_t size) {
     for (const Location& who : accessors) {
       const Status given = driver_.set_access(base_ + offset, size, who, Access::read_write);
       if (!given.ok()) return given;
@@ -79,9 +102,11 @@ Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const
   }
   LiveMapping mapping;
   for (const Location& who : accessors) mapping.rights.emplace_back(who, Access::read_write);
-  for (const auto& [offset, chunk] : placements) {
+  for (std::size_t k = 0; k < placements.size(); ++k) {
+    const auto& [offset, chunk] = placements[k];
     mapping.chunk = chunk;
     mapping.number = mappings.fetch_add(1, std::memory_order_relaxed);
+    mapping.was_dormant = any_dormant && was_dormant[k];
     live_.emplace(offset, mapping);
     mapped_bytes_ += chunk->size;
   }
@@ -99,12 +124,15 @@ Status MappedRange::unmap(ByteRange range) {
   return {};
 }
 
-Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, bool in_vain) {
+Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, Fate fate) {
   const auto found = live_.find(offset);
   VMM_CHECK(found != live_.end(), "no mapping at ", offset);
-  Chunk* chunk = found->second.chunk;
-  const bool is_untold = in_vain || (found->second.is_withheld && !found->second.is_told);
-  retired_.emplace(last_use, Retired{{offset, chunk->size}, chunk, is_untold});
+  const auto& [chunk, number, is_withheld, is_told, was_dormant, rights] = found->second;
+  const bool is_untold = fate == Fate::in_vain || (is_withheld && !is_told);
+  const bool may_stay =
+      dormant_ != nullptr && fate == Fate::may_return &&
+      std::all_of(rights.begin(), rights.end(), [](const auto& right) { return right.second == Access::read_write; });
+  retired_.emplace(last_use, Retired{{offset, chunk->size}, chunk, is_untold, may_stay});
   mapped_bytes_ -= chunk->size;
   live_.erase(found);
   return chunk;
@@ -118,18 +146,33 @@ std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::
     Retired& retired = at->second;
     if (!retired.is_told && before) before(retired.range);
     retired.is_told = true;
-    const Status status = driver_.unmap(base_ + retired.range.offset, retired.range.size);
-    // A failing call keeps the mapping: try again another time.
-    if (!status.ok() && status.code() != StatusCode::driver_gone) {
-      refused_ = status;
-      ++at;
-      continue;
+    const Address address = base_ + retired.range.offset;
+    if (!retired.may_stay || !dormant_->keep(address, retired.chunk, &unmapped_)) {
+      const Status status = driver_.unmap(address, retired.range.size);
+      // A failing call keeps the mapping: try again another time.
+      if (!status.ok() && status.code() != StatusCode::driver_gone) {
+        refused_ = status;
+        ++at;
+        continue;
+      }
+      unmapped_.fetch_add(1, std::memory_order_relaxed);
     }
     retired.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
     freed.push_back(retired.range);
     at = retired_.erase(at);
   }
   return freed;
+}
+
+std::vector<DormantMappings::Dormant> MappedRange::dormant_in(ByteRange range) const {
+  if (dormant_ == nullptr) return {};
+  return dormant_->within(base_ + range.offset, range.size);
+}
+
+Status MappedRange::clear_dormant() {
+  if (dormant_ == nullptr) return {};
+  for (auto& [last_use, retired] : retired_) retired.may_stay = false;
+  return dormant_->clear(base_, size_);
 }
 
 Status MappedRange::set_access(ByteRange range, Location who, Access access) {

@@ -1,9 +1,10 @@
 // Which chunk stands where in one reservation. It maps all or nothing, retires a
 // mapping whose address queued work may still use, and drops it when the clock has
-// passed its last use. It never knows a block, a limit or a pool, and has no lock:
-// its owner's lock guards it.
+// passed its last use, or lets it stay, dormant, for the same chunk to come back. It
+// never knows a block, a limit or a pool, and has no lock: its owner's lock guards it.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -14,6 +15,7 @@
 
 #include "base/status.h"
 #include "core/memory/chunk.h"
+#include "core/memory/dormant_mappings.h"
 
 namespace vmm {
 
@@ -22,6 +24,7 @@ struct LiveMapping {
   std::uint64_t number = 0;                         // rises with each mapping of the process
   bool is_withheld = false;                         // from whoever registers segments
   bool is_told = false;                             // to such a one, before it was withheld
+  bool was_dormant = false;                         // the driver was not asked for it
   std::vector<std::pair<Location, Access>> rights;  // who was ever given access, and what each has now
 
   [[nodiscard]] Access access_of(Location who) const;
@@ -39,15 +42,18 @@ class MappedRange {
  public:
   using Map = std::map<std::size_t, LiveMapping>;
 
-  // [base, base + size) is a reservation that outlives this object.
-  MappedRange(Driver& driver, Address base, std::size_t size) : driver_(driver), base_(base), size_(size) {}
+  // [base, base + size) is a reservation that outlives this object. `dormant`: where what
+  // it drops may stay; nullptr: nowhere.
+  MappedRange(Driver& driver, Address base, std::size_t size, DormantMappings* dormant = nullptr)
+      : driver_(driver), dormant_(dormant), base_(base), size_(size) {}
   MappedRange(const MappedRange&) = delete;
   MappedRange& operator=(const MappedRange&) = delete;
+  ~MappedRange();
 
   // Maps every placement, or none (but for those that the driver, after another
   // refusal, would not take back: they are live, and to be retired), and gives
   // `accessors` read and write over each contiguous run (one call a run: set_access
-  // is the dear call).
+  // is the dear call). A chunk that is dormant at its place is there already.
   // REQUIRES: inside the range, on free addresses, sorted by offset.
   Status map(std::span<const PlacedChunk> placements, std::span<const Location> accessors);
   // Unmaps a run of whole mappings in one call. REQUIRES: no gaps in it, and no
@@ -56,8 +62,12 @@ class MappedRange {
   // Takes the mapping at `offset` out of the range; its address stays mapped
   // and blocked until `last_use` has passed. Returns the chunk, which may
   // already be mapped elsewhere.
-  // `in_vain`: it served no request, and nobody was told of it.
-  Chunk* retire(std::size_t offset, Epoch last_use, bool in_vain = false);
+  enum class Fate : std::uint8_t {
+    leaves,
+    may_return,  // and is dormant here then
+    in_vain,     // it served no request, and nobody was told of it
+  };
+  Chunk* retire(std::size_t offset, Epoch last_use, Fate fate = Fate::leaves);
   // Nobody is told of the mapping at `offset`, nor, later, that it goes, unless
   // somebody was told of it before.
   void withhold(std::size_t offset) { live_.at(offset).is_withheld = true; }
@@ -66,6 +76,14 @@ class MappedRange {
   // at no other. `before` is told of each stretch right before it is unmapped, once.
   // Returns the stretches that are free addresses now.
   std::vector<ByteRange> drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before = nullptr);
+  // The chunks that are dormant wholly inside `range`, by offset. Whoever asks may own none
+  // of them.
+  [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_in(ByteRange range) const;
+  // Unmaps all that is dormant: the range ends, or others get access to it.
+  Status clear_dormant();
+  // Former mappings that the driver has unmapped, since this was last asked to forget them.
+  [[nodiscard]] std::int64_t unmapped() const { return unmapped_.load(std::memory_order_relaxed); }
+  void forget_unmapped() { unmapped_.store(0, std::memory_order_relaxed); }
   // The newest last use among them, or kLongAgo.
   [[nodiscard]] Epoch last_retired_use() const;
   // Changes access over a run of whole live mappings.
@@ -93,18 +111,21 @@ class MappedRange {
     ByteRange range;
     Chunk* chunk = nullptr;
     bool is_told = false;  // that it goes, or nobody is to be
+    bool may_stay = false;
   };
   template <typename Each>
   void for_each_gap(ByteRange range, const Each& each) const;
   void unmap_first(std::span<const PlacedChunk> placements, std::size_t count);
 
   Driver& driver_;
+  DormantMappings* dormant_;
   Address base_;
   std::size_t size_;
   Map live_;                               // by offset
   std::multimap<Epoch, Retired> retired_;  // by last use
   Status refused_;
   std::size_t mapped_bytes_ = 0;
+  std::atomic<std::int64_t> unmapped_{0};  // dormant ones go under another lock
 };
 
 }  // namespace vmm

@@ -47,17 +47,16 @@ void PoolCounters::block_finished(const Block& block) {
   fell(StatKind::requested_bytes, size_class, block.requested);
 }
 
-void PoolCounters::mapped(std::size_t bytes, bool is_oversize) {
+void PoolCounters::mapped(std::size_t bytes, bool is_oversize, bool by_driver) {
   rose(StatKind::segment, SizeClass::large_pool, 1);
   rose(StatKind::reserved_bytes, SizeClass::large_pool, bytes);
-  ++statistics_.num_device_alloc;
+  if (by_driver) ++statistics_.num_device_alloc;
   if (is_oversize) statistics_.oversize_segments.increase(1);
 }
 
 void PoolCounters::unmapped(std::size_t bytes, bool is_oversize) {
   fell(StatKind::segment, SizeClass::large_pool, 1);
   fell(StatKind::reserved_bytes, SizeClass::large_pool, bytes);
-  ++statistics_.num_device_free;
   if (is_oversize) statistics_.oversize_segments.decrease(1);
 }
 

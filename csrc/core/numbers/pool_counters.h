@@ -33,8 +33,10 @@ class PoolCounters {
   void block_finished(const Block& block);
 
   // -- Memory. What is mapped is the large pool's until a slab is made of it.
-  void mapped(std::size_t bytes, bool is_oversize);
+  // `by_driver`: what was dormant there asked nothing of it.
+  void mapped(std::size_t bytes, bool is_oversize, bool by_driver);
   void unmapped(std::size_t bytes, bool is_oversize);
+  void unmapped_by_driver(std::int64_t chunks) { statistics_.num_device_free += chunks; }
   // A slab's memory changes hands; `is_whole_chunk`: so does the chunk itself.
   void slab_changed_hands(std::size_t bytes, bool is_whole_chunk, SizeClass from, SizeClass to);
   // A number that is worked out when somebody asks.

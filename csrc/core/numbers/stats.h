@@ -78,8 +78,8 @@ struct Statistics {
   std::int64_t num_alloc_retries = 0;     // requests that went down the reclaim ladder
   std::int64_t num_ooms = 0;              // requests that failed
   std::int64_t num_sync_all_streams = 0;  // empty_cache() and its kind
-  std::int64_t num_device_alloc = 0;      // chunks mapped
-  std::int64_t num_device_free = 0;       // chunks unmapped
+  std::int64_t num_device_alloc = 0;      // chunks mapped by the driver
+  std::int64_t num_device_free = 0;       // chunks unmapped by the driver
 
   [[nodiscard]] StatTriple& operator[](StatKind kind) { return stats.at(static_cast<std::size_t>(kind)); }
   [[nodiscard]] const StatTriple& operator[](StatKind kind) const { return stats.at(static_cast<std::size_t>(kind)); }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <set>
 
 #include "base/check.h"
 #include "core/pool/pool.h"
@@ -136,19 +137,19 @@ bool Pool::take_smallest(IdleChunks& idle, std::size_t at_least, IdleChunk* out)
 
 // Takes the chunk at `offset` out of the pool's range. REQUIRES: its addresses
 // are free. They are handed to no one until the old mapping has been dropped.
-Chunk* Pool::detach(std::size_t offset, Epoch last_use) {
+Chunk* Pool::detach(std::size_t offset, Epoch last_use, MappedRange::Fate fate) {
   const auto mapping = range_->live().find(offset);
   VMM_CHECK(mapping != range_->live().end(), "no chunk at ", offset);
   Chunk* chunk = mapping->second.chunk;
   count_unmapped({offset, chunk});
   chunk->last_use = std::max(chunk->last_use, last_use);
-  retire_mapping(offset, last_use);
+  retire_mapping(offset, last_use, fate);
   return chunk;
 }
 
-void Pool::retire_mapping(std::size_t offset, Epoch last_use, bool in_vain) {
+void Pool::retire_mapping(std::size_t offset, Epoch last_use, MappedRange::Fate fate) {
   large_.remove_border(offset);
-  const std::size_t size = range_->retire(offset, last_use, in_vain)->size;
+  const std::size_t size = range_->retire(offset, last_use, fate)->size;
   std::vector<Piece> pieces;
   retired_.add(take_range({offset, size}, BlockState::retired, &pieces));
 }
@@ -156,7 +157,8 @@ void Pool::retire_mapping(std::size_t offset, Epoch last_use, bool in_vain) {
 // What was mapped for a request that failed after that. Its chunks have gone
 // back to where they came from.
 void Pool::retire_in_vain() {
-  for (const std::size_t offset : in_vain_) retire_mapping(offset, context_.clock.now(), /*in_vain=*/true);
+  const Epoch now = context_.clock.now();
+  for (const std::size_t offset : in_vain_) retire_mapping(offset, now, MappedRange::Fate::in_vain);
   in_vain_.clear();
 }
 
@@ -202,7 +204,7 @@ void Pool::shelve_idle_chunks(ByteRange range) {
 void Pool::count_mapped(const PlacedChunk& placement, Stream stream) {
   const std::size_t size = placement.chunk->size;
   placement.chunk->oversize = is_oversize(size);
-  counters_.mapped(size, placement.chunk->oversize);
+  counters_.mapped(size, placement.chunk->oversize, !range_->live().at(placement.offset).was_dormant);
   tell(PoolEvent::segment_map, placement.offset, size, stream);
   if (range_->live().at(placement.offset).is_withheld) return;
   if (context_.observer.load(std::memory_order_acquire) != nullptr) range_->note_told(placement.offset);
@@ -220,27 +222,40 @@ void Pool::count_unmapped(const PlacedChunk& placement) {
 
 // --------------------------------------------------------------- giving away
 
-std::size_t Pool::surrender(std::size_t want, bool respect_floor, Grant& grant, Budget** refused) {
+std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, Grant& grant,
+                            Budget** refused) {
   *refused = nullptr;
   context_.caches.gather(*this);
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return 0;
   settle_locked();
   give_up_spare_slabs();
-  IdleChunks idle = idle_chunks(kNeutral, Idle::movable);
+  std::set<const Chunk*> first;
+  for (const DormantMappings::Dormant& each : wanted) first.insert(each.chunk);
+  IdleChunks idle;  // by size
   std::size_t moved = 0;
-  IdleChunk chosen;
-  while (moved < want) {
-    const std::size_t remaining = want - moved;
-    if (!take_largest(idle, remaining, &chosen) && !take_smallest(idle, remaining, &chosen)) break;
+  const auto move = [&](const IdleChunk& chosen) VMM_REQUIRES(mutex_) {
     const std::size_t size = chosen.chunk->size;
-    if (respect_floor && bytes_above_floor() < size) continue;  // perhaps a smaller one
+    if (bytes_above_floor() < size) return;  // perhaps a smaller one
     *refused = Budget::transfer(budget_, grant.payer(), size);
-    if (*refused != nullptr) break;
-    Chunk* chunk = detach(chosen.offset, last_use_of({chosen.offset, size}));
+    if (*refused != nullptr) return;
+    Chunk* chunk = detach(chosen.offset, last_use_of({chosen.offset, size}), MappedRange::Fate::may_return);
     chunk->charged = &grant.payer();
     grant.chunks.put(chunk);
     moved += size;
+  };
+  for (const IdleChunk& each : all_idle(kNeutral, Idle::movable)) {
+    if (first.count(each.chunk) == 0) {
+      idle[each.chunk->size].push_back(each);
+    } else if (*refused == nullptr) {
+      move(each);
+    }
+  }
+  IdleChunk chosen;
+  while (moved < want && *refused == nullptr) {
+    const std::size_t remaining = want - moved;
+    if (!take_largest(idle, remaining, &chosen) && !take_smallest(idle, remaining, &chosen)) break;
+    move(chosen);
   }
   drop_retired();
   return moved;

@@ -60,6 +60,7 @@ Statistics Pool::statistics() const {
     const BlockCaches::Reading of_threads(context_.caches);
     const ReadLock lock(*this);
     sum = counters_.totals();
+    if (range_ != nullptr) sum.num_device_free += range_->unmapped();
     of_threads.add_counts(*this, &sum);
   }
   sum.leave_none_below_zero();
@@ -144,6 +145,7 @@ void Pool::reset_accumulated() {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::stays);
   const MutexLock lock(mutex_);
   counters_.reset_accumulated();
+  if (range_ != nullptr) range_->forget_unmapped();
 }
 
 }  // namespace vmm

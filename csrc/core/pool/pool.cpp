@@ -81,7 +81,10 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
   }
   try {
     directory_ = std::make_unique<BlockDirectory>(capacity_);
-    range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_);
+    // In debug mode a use after free is to fault.
+    const bool may_return = is_ordinary() && context_.log == nullptr;
+    range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_,
+                                           may_return ? &context_.store.dormant() : nullptr);
     if (family != nullptr) counters_.follow_family(*family);
   } catch (...) {
     context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
@@ -146,7 +149,9 @@ bool Pool::end() {
     drop_retired();
   }
   if (!quarantined_.empty() || !watch_.freed.empty() || watch_.leaving != 0 || range_->has_retired()) return false;
+  if (!range_->clear_dormant().ok()) return false;
   VMM_CHECK(range_->live().empty(), "pool '", name_, "' ends with ", range_->live().size(), " chunks");
+  counters_.unmapped_by_driver(range_->unmapped());
   range_.reset();
   set_inactive_split({});
   if (!context_.address_space.unreserve(context_.driver, base_, capacity_).ok()) {

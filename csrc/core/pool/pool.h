@@ -17,6 +17,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -134,6 +135,8 @@ struct Shortage {
   // Nothing is missing: the pool can once this has passed. Whoever asks waits,
   // with no lock held, and asks again.
   Epoch wait_for = kLongAgo;
+  // Chunks that were at the very place, and would cost nothing to have back.
+  std::vector<DormantMappings::Dormant> wanted{};
 };
 
 class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> {
@@ -255,11 +258,13 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] bool is_mapped(std::size_t offset, std::size_t size) const VMM_EXCLUDES(mutex_);
 
   // -- Giving back ---------------------------------------------------------
-  // Moves up to about `want` bytes of idle chunks into `grant` (charged to its
-  // payer). Takes what is idle on any stream, what is used by nobody any more
-  // first: their last use travels with the chunks. Nothing is waited for. Returns
-  // the bytes moved; `refused` is the limit that would not let them in.
-  std::size_t surrender(std::size_t want, bool respect_floor, Grant& grant, Budget** refused) VMM_EXCLUDES(mutex_);
+  // Moves up to about `want` bytes of idle chunks above its floor into `grant` (charged
+  // to its payer): those of `wanted` that are idle here, then what is idle on any
+  // stream, what is used by nobody any more first: their last use travels with the
+  // chunks. Nothing is waited for. Returns the bytes moved; `refused` is the limit that
+  // would not let them in.
+  std::size_t surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, Grant& grant,
+                        Budget** refused) VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
   // Returns the bytes moved.
   std::size_t shed(std::size_t keep) VMM_EXCLUDES(mutex_);
@@ -420,6 +425,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     any,      // also what the stream has to wait for
     fresh,    // new chunks only: the stream is being captured, or the pool pinned
   };
+  struct Choice;  // what collect() has chosen so far
   // What is taken for a request while it is being backed: a block that is no
   // longer free, what it was made of, and the part of it that lacks memory.
   struct Extent {
@@ -519,6 +525,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void note_peak_with(std::size_t bytes) VMM_REQUIRES(mutex_);
   bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
                Shortage* shortage) VMM_REQUIRES(mutex_);
+  std::vector<DormantMappings::Dormant> take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant,
+                                                       Backing* backing) VMM_REQUIRES(mutex_);
   void cover(Extent* extent, const Backing& backing, BlockState state) VMM_REQUIRES(mutex_);
   void uncover(Extent* extent, std::size_t end) VMM_REQUIRES(mutex_);
   static bool pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::size_t room, std::size_t total,
@@ -539,8 +547,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::vector<IdleChunk> idle_by_age(const FreedAt& freed_at) VMM_REQUIRES(mutex_);
   std::size_t shelve(const IdleChunk& idle) VMM_REQUIRES(mutex_);
   Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
-  Chunk* detach(std::size_t offset, Epoch last_use) VMM_REQUIRES(mutex_);
-  void retire_mapping(std::size_t offset, Epoch last_use, bool in_vain = false) VMM_REQUIRES(mutex_);
+  Chunk* detach(std::size_t offset, Epoch last_use, MappedRange::Fate fate = MappedRange::Fate::leaves)
+      VMM_REQUIRES(mutex_);
+  void retire_mapping(std::size_t offset, Epoch last_use, MappedRange::Fate fate) VMM_REQUIRES(mutex_);
   void retire_in_vain() VMM_REQUIRES(mutex_);
   bool drop_retired() VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_free(ByteRange range) const VMM_REQUIRES(mutex_);
@@ -581,6 +590,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Whether all who may access the mapping have that access, and no other.
   [[nodiscard]] bool allows(const LiveMapping& mapping, Access access) const VMM_REQUIRES(mutex_);
   void note_sealed() VMM_REQUIRES(mutex_);
+  Status leave_no_writable_place(const std::vector<ByteRange>& stretches) VMM_REQUIRES(mutex_);
+  void may_return_again(const std::vector<ByteRange>& stretches) VMM_REQUIRES(mutex_);
+  template <typename Each>
+  void for_each_chunk_in(const std::vector<ByteRange>& stretches, const Each& each) const VMM_REQUIRES(mutex_);
 
   // sharing.cpp
   template <typename Each>

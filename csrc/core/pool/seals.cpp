@@ -102,6 +102,29 @@ Epoch Pool::last_free() const {
   return newest;
 }
 
+template <typename Each>
+void Pool::for_each_chunk_in(const std::vector<ByteRange>& stretches, const Each& each) const {
+  for (const ByteRange& stretch : stretches) {
+    for (auto at = range_->from(stretch.offset); at != range_->live().end() && at->first < stretch.end(); ++at) {
+      each(at->second.chunk);
+    }
+  }
+}
+
+// A pool that had the memory before could write to it through its dormant mappings.
+Status Pool::leave_no_writable_place(const std::vector<ByteRange>& stretches) {
+  Status status;
+  for_each_chunk_in(stretches, [&](Chunk* chunk) {
+    if (status.ok()) status = context_.store.dormant().ban(chunk);
+  });
+  if (!status.ok()) may_return_again(stretches);
+  return status;
+}
+
+void Pool::may_return_again(const std::vector<ByteRange>& stretches) {
+  for_each_chunk_in(stretches, [this](Chunk* chunk) { context_.store.dormant().allow(chunk); });
+}
+
 std::vector<ByteRange> Pool::set_memory_access(const std::vector<AddressRange>& pieces, Access access,
                                                Epoch* wait_for) {
   // A thread must not go on with a block that it keeps in a chunk that becomes read-only.
@@ -131,6 +154,9 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<AddressRange>& 
       }
     }
   }
+  if (access == Access::read) {
+    throw_if_failed(leave_no_writable_place(runs), "unmapping former places of what is to be read-only");
+  }
   for (std::size_t k = 0; k < runs.size(); ++k) {
     for (const Location& who : accessors_) {
       const Status status = range_->set_access(runs[k], who, access);
@@ -143,9 +169,11 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<AddressRange>& 
         }
       }
       note_sealed();  // what could not be undone serves nobody
+      if (access == Access::read) may_return_again(runs);
       throw_if_failed(status, "changing what may be done with pages of pool '" + name_ + "'");
     }
   }
+  if (access == Access::read_write) may_return_again(runs);
   note_sealed();
   return runs;
 }
@@ -155,6 +183,7 @@ void Pool::undo_read_only(const std::vector<ByteRange>& stretches) noexcept {
   for (const ByteRange& stretch : stretches) {
     for (const Location& who : accessors_) range_->set_access(stretch, who, Access::read_write).ignore();
   }
+  may_return_again(stretches);
   note_sealed();
 }
 

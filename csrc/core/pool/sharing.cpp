@@ -64,6 +64,7 @@ Status Pool::add_accessor(Location who) {
   const MutexLock lock(mutex_);
   auto& accessors = accessors_;
   if (range_ == nullptr || std::find(accessors.begin(), accessors.end(), who) != accessors.end()) return {};
+  if (const Status status = range_->clear_dormant(); !status.ok()) return status;
   const auto& live = range_->live();
   for (auto first = live.begin(); first != live.end();) {
     // One call a run: cost is per chunk all the same.

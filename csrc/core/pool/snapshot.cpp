@@ -260,7 +260,7 @@ void Pool::check() const {
     VMM_CHECK(seen.insert(mapping.chunk).second, "one chunk twice, the second time at ", offset);
     VMM_CHECK(mapping.chunk->charged == &budget_, "the chunk at ", offset, " is charged to ",
               mapping.chunk->charged->name());
-    VMM_CHECK(mapping.chunk->content == id_ && mapping.chunk->mappings.load() >= 1, "the chunk at ", offset);
+    VMM_CHECK(mapping.chunk->content.load() == id_ && mapping.chunk->mappings.load() >= 1, "the chunk at ", offset);
     mapped += mapping.chunk->size;
   }
   VMM_CHECK(mapped == range_->mapped_bytes(), "mapped: walked ", mapped, ", counted ", range_->mapped_bytes());
