@@ -834,7 +834,16 @@ class _Replayed(TypedDict):
     left: int
     refused_at: int | None
 
-def replay(op: object, id: object, size: object, stream: object, device_bytes: int) -> _Replayed:
+def replay(
+    op: object,
+    id: object,
+    size: object,
+    stream: object,
+    device_bytes: int,
+    model: object | None = None,
+    limit: int | None = None,
+    behind: int = 0,
+) -> _Replayed:
     """Allocates and frees as a recorded program did, on a device of host memory of its own, which is never touched.
 
     Args:
@@ -843,6 +852,9 @@ def replay(op: object, id: object, size: object, stream: object, device_bytes: i
         size: bytes asked for; read where ``op`` is 0.
         stream: a number for each stream; 0 is the first.
         device_bytes: the device's memory.
+        model: which model's pool, a column of bytes; default: all are one model's.
+        limit: bytes that all models may hold together; default: none.
+        behind: steps for which what a stream was given stays queued, as a GPU is behind the program.
     Returns:
         ``allocated``, ``reserved`` (bytes) and ``driver_calls`` (since the start) after each step, as columns of
         unsigned 64-bit numbers: ``array("Q", answer["reserved"])``. ``calls`` by kind (create, release, map,

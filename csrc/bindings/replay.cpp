@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,7 +34,7 @@ class Column {
 };
 
 std::vector<RecordedStep> to_program(const py::buffer& op, const py::buffer& id, const py::buffer& size,
-                                     const py::buffer& stream) {
+                                     const py::buffer& stream, const std::optional<py::buffer>& model) {
   const Column<std::uint8_t> ops(op, "op");
   const Column<std::uint64_t> ids(id, "id");
   const Column<std::uint64_t> sizes(size, "size");
@@ -44,6 +45,11 @@ std::vector<RecordedStep> to_program(const py::buffer& op, const py::buffer& id,
   }
   std::vector<RecordedStep> program(count);
   for (std::size_t k = 0; k < count; ++k) program[k] = {ops[k] == 0, ids[k], sizes[k], streams[k]};
+  if (model.has_value()) {
+    const Column<std::uint8_t> models(*model, "model");
+    if (models.size() != count) throw InvalidArgumentError("op and model must be columns of one length");
+    for (std::size_t k = 0; k < count; ++k) program[k].model = models[k];
+  }
   return program;
 }
 
@@ -52,8 +58,9 @@ py::bytes to_bytes(const std::vector<std::uint64_t>& series) {
 }
 
 py::dict replay_on_host(const py::buffer& op, const py::buffer& id, const py::buffer& size, const py::buffer& stream,
-                        std::size_t device_bytes) {
-  const std::vector<RecordedStep> program = to_program(op, id, size, stream);
+                        std::size_t device_bytes, const std::optional<py::buffer>& model,
+                        std::optional<std::size_t> limit, std::uint64_t behind) {
+  const std::vector<RecordedStep> program = to_program(op, id, size, stream, model);
   Replayed done;
   {
     const py::gil_scoped_release released;
@@ -62,7 +69,8 @@ py::dict replay_on_host(const py::buffer& op, const py::buffer& id, const py::bu
     HostDriver driver(host);
     Options options = Options::from_environment();
     options.exportable = false;  // a descriptor a chunk
-    done = replay(driver, options, program);
+    options.scrub = false;       // nobody reads it
+    done = replay(driver, options, program, {limit.value_or(kUnlimited), behind});
   }
   py::dict calls;
   calls["create"] = done.calls.create;
@@ -86,7 +94,8 @@ py::dict replay_on_host(const py::buffer& op, const py::buffer& id, const py::bu
 
 void bind_replay(py::module_& module) {
   module.def("replay", &replay_on_host, py::arg("op"), py::arg("id"), py::arg("size"), py::arg("stream"),
-             py::arg("device_bytes"));
+             py::arg("device_bytes"), py::arg("model") = py::none(), py::arg("limit") = py::none(),
+             py::arg("behind") = 0);
 }
 
 }  // namespace vmm::bindings

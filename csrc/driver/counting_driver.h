@@ -24,7 +24,7 @@ struct DriverCalls {
   [[nodiscard]] std::uint64_t total() const { return create + release + map + unmap + set_access; }
 };
 
-class CountingDriver final : public Driver {
+class CountingDriver : public Driver {
  public:
   // REQUIRES: `inner` outlives this.
   explicit CountingDriver(Driver& inner) : inner_(inner) {}

@@ -1,5 +1,7 @@
 #include "core/faces/replay.h"
 
+#include <algorithm>
+#include <string>
 #include <unordered_map>
 
 #include "base/errors.h"
@@ -14,19 +16,49 @@ namespace {
 // mean its default ones).
 Stream name_of(std::uint64_t stream) { return reinterpret_cast<Stream>(static_cast<std::uintptr_t>(stream * 16)); }
 
+// Counts, and answers as a GPU that is so many steps behind whoever queues its work.
+class LateDriver final : public CountingDriver {
+ public:
+  LateDriver(Driver& inner, std::uint64_t behind) : CountingDriver(inner), behind_(behind) {}
+  void go_on() { ++step_; }
+
+  Status record(Fence fence, Stream stream) override {
+    due_[fence] = step_ + behind_;
+    return CountingDriver::record(fence, stream);
+  }
+  Status query(Fence fence) override {
+    const auto due = due_.find(fence);
+    if (due != due_.end() && due->second > step_) return {StatusCode::not_ready, "query a fence"};
+    return CountingDriver::query(fence);
+  }
+  Status wait(Fence fence) override {
+    due_.erase(fence);
+    return CountingDriver::wait(fence);
+  }
+  Status synchronize(int device) override {
+    due_.clear();
+    return CountingDriver::synchronize(device);
+  }
+
+ private:
+  const std::uint64_t behind_;
+  std::uint64_t step_ = 0;
+  std::unordered_map<Fence, std::uint64_t> due_;  // at which step it passes
+};
+
 // The live blocks of a replay, freed at its end however it ends: a device is not
 // taken down over a live block.
 class LiveBlocks {
  public:
-  LiveBlocks(AddressSpace& space, DeviceMemory& memory, Pool& pool) : space_(space), memory_(memory), pool_(pool) {}
+  LiveBlocks(AddressSpace& space, DeviceMemory& memory) : space_(space), memory_(memory) {}
   LiveBlocks(const LiveBlocks&) = delete;
   LiveBlocks& operator=(const LiveBlocks&) = delete;
   ~LiveBlocks() { free_all(); }
 
-  void allocate(const RecordedStep& step) {
+  void allocate(const RecordedStep& step, Pool& pool) {
     if (step.size == 0) return;
     free(step.block);
-    const Address address = memory_.allocate(pool_, step.size, name_of(step.stream));
+    const Address address = memory_.allocate(pool, step.size, name_of(step.stream));
     const std::uint64_t bytes = align_up(step.size, kBlockAlignment);
     blocks_[step.block] = {address, bytes};
     bytes_ += bytes;
@@ -52,31 +84,39 @@ class LiveBlocks {
   };
   AddressSpace& space_;
   DeviceMemory& memory_;
-  Pool& pool_;
   std::unordered_map<std::uint64_t, Block> blocks_;
   std::uint64_t bytes_ = 0;
 };
 
 }  // namespace
 
-Replayed replay(Driver& driver, const Options& options, const std::vector<RecordedStep>& program) {
-  CountingDriver counting(driver);
+Replayed replay(Driver& driver, const Options& options, const std::vector<RecordedStep>& program,
+                const ReplayTerms& terms) {
+  LateDriver counting(driver, terms.behind);
   AddressSpace space;
   DeviceMemory memory(counting, space, 0, options);
-  PoolSpec spec;
-  spec.name = "replay";
-  const std::shared_ptr<Pool> pool = memory.create_pool(spec, nullptr);
+  std::size_t models = 1;
+  for (const RecordedStep& step : program) models = std::max<std::size_t>(models, step.model + std::size_t{1});
+  const std::shared_ptr<Budget> group = memory.create_group("replay", terms.limit);
+  std::vector<std::shared_ptr<Pool>> pools;
+  for (std::size_t k = 0; k < models; ++k) {
+    PoolSpec spec;
+    spec.name = "model " + std::to_string(k);
+    pools.push_back(memory.create_pool(spec, group.get()));
+  }
+  memory.end_group(*group);  // with the last of them
 
   Replayed result;
   result.allocated.reserve(program.size());
   result.reserved.reserve(program.size());
   result.driver_calls.reserve(program.size());
-  LiveBlocks live(space, memory, *pool);
+  LiveBlocks live(space, memory);
   for (std::size_t k = 0; k < program.size(); ++k) {
     const RecordedStep& step = program[k];
+    counting.go_on();
     try {
       if (step.allocates) {
-        live.allocate(step);
+        live.allocate(step, *pools[step.model]);
       } else {
         live.free(step.block);
       }
@@ -85,15 +125,17 @@ Replayed replay(Driver& driver, const Options& options, const std::vector<Record
       break;
     }
     result.allocated.push_back(live.bytes());
-    result.reserved.push_back(pool->physical_bytes());
+    std::size_t reserved = 0;
+    for (const auto& pool : pools) reserved += pool->physical_bytes();
+    result.reserved.push_back(reserved);
     result.driver_calls.push_back(counting.calls().total());
   }
   result.calls = counting.calls();
   live.free_all();
-  const Statistics statistics = pool->statistics();
+  const Statistics statistics = memory.statistics();
   result.allocated_peak = static_cast<std::size_t>(statistics[StatKind::allocated_bytes][0].peak);
   result.reserved_peak = static_cast<std::size_t>(statistics[StatKind::reserved_bytes][0].peak);
-  result.left = pool->live_bytes();
+  for (const auto& pool : pools) result.left += pool->live_bytes();
   return result;
 }
 
