@@ -71,7 +71,7 @@ SOURCES = [
     "csrc/core/blocks/block_space.cpp",
     "csrc/core/blocks/free_by_offset.cpp",
     "csrc/core/blocks/growth_policy.cpp",
-    "csrc/core/blocks/move_budget.cpp",
+    "csrc/core/blocks/move_debt.cpp",
     "csrc/core/blocks/placement.cpp",
     "csrc/core/blocks/slabs.cpp",
     "csrc/core/blocks/small_heap.cpp",

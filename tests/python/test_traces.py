@@ -8,8 +8,10 @@ GPU and no clock take part, so they are the same in every run.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +33,13 @@ class Recorded(NamedTuple):
     allocated_gib: float
     native: float
     expandable: float | None = None
+
+
+class Program(NamedTuple):
+    op: np.ndarray
+    id: np.ndarray
+    size: np.ndarray
+    stream: np.ndarray
 
 
 class Bound(NamedTuple):
@@ -58,31 +67,53 @@ RECORDED = {
     "own_two_models": Recorded(9.02, 1.752),
 }
 BOUNDS = {
-    "train": Bound(1.017, 5060, 950),
+    "train": Bound(1.019, 5060, 950),
     "vision": Bound(1.014, 4000, 1020),
     "lora": Bound(1.008, 4870, 530),
     "serve": Bound(1.025, 2100, 90),
     "two": Bound(1.015, 2490, 160),
-    "continuous": Bound(1.092, 7370, 310),
+    "continuous": Bound(1.106, 8850, 350),
     "own_train": Bound(1.008, 4950, 60),
     "own_checkpointed": Bound(1.013, 4660, 220),
     "own_serve": Bound(1.013, 2930, 280),
-    "own_continuous": Bound(1.028, 4810, 1000),
+    "own_continuous": Bound(1.043, 4880, 1190),
     "own_vision": Bound(1.016, 4900, 60),
     "own_turns": Bound(1.013, 2710, 10),
     "own_lora": Bound(1.018, 4360, 130),
     "own_two_models": Bound(1.026, 2490, 190),
 }
+BEHIND = 300  # steps: what an H100 was behind own_continuous, by its ratio
+BEHIND_BOUNDS = {
+    "train": Bound(1.031, 5270, 1430),
+    "vision": Bound(1.013, 3840, 950),
+    "lora": Bound(1.011, 4860, 540),
+    "serve": Bound(1.021, 1860, 70),
+    "two": Bound(1.016, 2390, 110),
+    "continuous": Bound(1.097, 8810, 310),
+    "own_train": Bound(1.006, 4640, 40),
+    "own_checkpointed": Bound(1.012, 4020, 160),
+    "own_serve": Bound(1.014, 2450, 120),
+    "own_continuous": Bound(1.038, 4630, 850),
+    "own_vision": Bound(1.017, 4730, 50),
+    "own_turns": Bound(1.017, 2700, 30),
+    "own_lora": Bound(1.010, 3980, 110),
+    "own_two_models": Bound(1.026, 2340, 170),
+}
 
 
-def replay(name: str) -> dict[str, Any]:
+def load(name: str) -> Program:
     with np.load(DATA / f"{name}.npz") as trace:
-        columns = [trace[column].astype(np.uint64) for column in ("id", "size", "stream")]
-        # The trace's 40 GiB are never touched, so the machine needs not have them.
-        return dict(_C.replay(trace["op"].astype(np.uint8), *columns, 80 * GIB))
+        return Program(
+            trace["op"].astype(np.uint8), *(trace[key].astype(np.uint64) for key in ("id", "size", "stream"))
+        )
 
 
-replayed = functools.cache(replay)
+@functools.cache
+def replay(name: str, behind: int = 0, *, again: bool = False) -> dict[str, Any]:
+    """``again``: not what the cache has."""
+    del again
+    # The trace's 40 GiB are never touched, so the machine needs not have them.
+    return dict(_C.replay(*load(name), 80 * GIB, behind=behind))
 
 
 def claimed_ratios() -> dict[str, float]:
@@ -93,7 +124,7 @@ def claimed_ratios() -> dict[str, float]:
 
 def test_every_trace_is_named_and_bounded() -> None:
     names = {file.stem for file in DATA.glob("*.npz")}
-    assert names == RECORDED.keys() == BOUNDS.keys() == claimed_ratios().keys()
+    assert names == RECORDED.keys() == BOUNDS.keys() == BEHIND_BOUNDS.keys() == claimed_ratios().keys()
     assert sum(file.stat().st_size for file in DATA.glob("*.npz")) <= LARGEST_DATA
     for name, ratio in claimed_ratios().items():
         assert 1 <= ratio < RECORDED[name].native
@@ -102,7 +133,7 @@ def test_every_trace_is_named_and_bounded() -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_program_fits_with_little_waste(name: str) -> None:
-    result, recorded = replayed(name), RECORDED[name]
+    result, recorded = replay(name), RECORDED[name]
     ratio = result["reserved_peak"] / result["allocated_peak"]
     print(
         f"{name}: allocated {result['allocated_peak'] / GIB:.2f} GiB, reserved / allocated {ratio:.3f}"
@@ -117,7 +148,7 @@ def test_a_recorded_program_fits_with_little_waste(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_program_asks_the_driver_seldom(name: str) -> None:
-    result, bound = replayed(name), BOUNDS[name]
+    result, bound = replay(name), BOUNDS[name]
     calls = array("Q", result["driver_calls"])
     second_half = calls[-1] - calls[len(calls) // 2]
     print(f"{name}: {calls[-1]} driver calls, {second_half} in the second half; {result['calls']}")
@@ -127,8 +158,22 @@ def test_a_recorded_program_asks_the_driver_seldom(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECORDED)
+def test_a_gpu_that_is_behind_costs_little_more(name: str) -> None:
+    result, bound = replay(name, BEHIND), BEHIND_BOUNDS[name]
+    ratio = result["reserved_peak"] / result["allocated_peak"]
+    calls = array("Q", result["driver_calls"])
+    second_half = calls[-1] - calls[len(calls) // 2]
+    print(f"{name}: reserved / allocated {ratio:.4f}, {calls[-1]} driver calls, {second_half} in the second half")
+    assert result["left"] == 0
+    assert result["refused_at"] is None
+    assert ratio <= bound.ratio
+    assert calls[-1] <= bound.driver_calls
+    assert second_half <= bound.second_half
+
+
+@pytest.mark.parametrize("name", RECORDED)
 def test_each_step_of_a_replay_adds_up(name: str) -> None:
-    result = replayed(name)
+    result = replay(name)
     series = {key: np.frombuffer(result[key], np.uint64) for key in ("allocated", "reserved", "driver_calls")}
     assert {len(values) for values in series.values()} == {len(series["allocated"])}
     assert series["allocated"].max() == result["allocated_peak"]
@@ -138,4 +183,87 @@ def test_each_step_of_a_replay_adds_up(name: str) -> None:
 
 
 def test_a_replay_is_the_same_again() -> None:
-    assert replay("vision") == replayed("vision")
+    assert replay("vision", again=True) == replay("vision")
+
+
+# -- Two programs that take turns, a pool each -------------------------------------------------------------------------
+
+PARTS = 8
+
+
+def cut(program: Program) -> list[slice]:
+    """In parts, each of which ends where little is live."""
+    sizes: dict[int, int] = {}
+    live = np.zeros(len(program.op), np.int64)
+    now = 0
+    for step, (op, block, size) in enumerate(zip(program.op, program.id, program.size, strict=True)):
+        now += int(size) if op == 0 else -sizes.pop(int(block), 0)
+        if op == 0:
+            sizes[int(block)] = int(size)
+        live[step] = now
+    length = len(live) // PARTS
+    ends = [0]
+    for part in range(1, PARTS):
+        first = part * length - length // 2
+        ends.append(first + int(live[first : first + length].argmin()) + 1)
+    return [slice(*ends_of) for ends_of in itertools.pairwise([*ends, len(live)])]
+
+
+def in_turn(names: Sequence[str], passes: int) -> tuple[Program, np.ndarray]:
+    """A part of each in turn, all of it so many times; and the model of each step."""
+    programs = [load(name) for name in names]
+    parts = [cut(program) for program in programs]
+    columns: list[list[np.ndarray]] = [[], [], [], [], []]
+
+    def go_on(model: int, *steps: np.ndarray) -> None:
+        for column, values in zip(columns, (*steps, np.full(len(steps[0]), model, np.uint8)), strict=True):
+            column.append(values)
+
+    for _ in range(passes):
+        for part in range(PARTS):
+            for model, program in enumerate(programs):
+                op, block, size, stream = (column[parts[model][part]] for column in program)
+                go_on(model, op, block * np.uint64(len(names)) + np.uint64(model), size, stream)
+        for model, program in enumerate(programs):
+            left = np.setdiff1d(program.id[program.op == 0], program.id[program.op != 0])
+            nothing = np.zeros(len(left), np.uint64)
+            block = left * np.uint64(len(names)) + np.uint64(model)
+            go_on(model, np.ones(len(left), np.uint8), block, nothing, nothing)
+    op, block, size, stream, model_of = (np.concatenate(column) for column in columns)
+    return Program(op, block, size, stream), model_of
+
+
+@pytest.mark.parametrize(
+    ("names", "driver_calls"),
+    [(("own_vision", "own_serve"), (5800, 4700, 4300)), (("own_checkpointed", "own_turns"), (5700, 2400, 2600))],
+)
+def test_models_that_take_turns_stay_within_their_limit(names: tuple[str, str], driver_calls: tuple[int, ...]) -> None:
+    program, models = in_turn(names, passes=len(driver_calls))
+    one_by_one = _C.replay(*program, 300 * GIB, models)
+    limit = int(1.05 * one_by_one["allocated_peak"])
+    result = _C.replay(*program, 300 * GIB, models, limit)
+    calls = np.frombuffer(result["driver_calls"], np.uint64)
+    passes = [int(part[-1] - part[0]) for part in np.array_split(calls, len(driver_calls))]
+    print(
+        f"{names}: {one_by_one['reserved_peak'] / GIB:.2f} GiB without a limit, {limit / GIB:.2f} with; {passes} calls"
+    )
+    assert result["refused_at"] is None
+    assert result["left"] == 0
+    assert result["reserved_peak"] <= limit < one_by_one["reserved_peak"]
+    assert all(made <= bound for made, bound in zip(passes, driver_calls, strict=True))
+
+
+def test_models_that_do_the_same_in_every_turn_ask_the_driver_for_nothing() -> None:
+    sizes = np.array([12, 48, 48, 12, 3, 96] * 12, np.uint64) * np.uint64(2**20)
+    blocks = np.arange(len(sizes), dtype=np.uint64)
+    turns = 10
+    op = np.tile(np.repeat(np.array([0, 1], np.uint8), len(sizes)), turns)
+    block, size = np.tile(blocks, 2 * turns), np.tile(sizes, 2 * turns)
+    models = np.repeat(np.arange(turns, dtype=np.uint8) % 2, 2 * len(sizes)).astype(np.uint8)
+    limit = int(sizes.sum()) + 128 * 2**20
+    result = _C.replay(op, block, size, np.zeros(len(op), np.uint64), 2 * limit, models, limit)
+    calls = np.frombuffer(result["driver_calls"], np.uint64)
+    made = [int(part[-1] - part[0]) for part in np.array_split(calls, turns)]
+    print(made)
+    assert sum(made[:2]) > 0, "each has to get its memory once"
+    assert made[-6:] == [0] * 6

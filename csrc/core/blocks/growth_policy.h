@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "core/blocks/move_budget.h"
+#include "core/blocks/move_debt.h"
 
 namespace vmm {
 
@@ -35,7 +35,7 @@ class GrowthPolicy {
     freed_ = 0;
   }
   // So many chunks were moved under a request.
-  void note_moves(std::size_t chunks) { move_budget_.spend(chunks); }
+  void note_moves(std::size_t chunks) { move_debt_.add(chunks); }
 
   // -- What it decides -------------------------------------------------------
   // A request that lacks memory.
@@ -74,7 +74,7 @@ class GrowthPolicy {
   std::size_t handed_out_when_empty_ = 0;  // of these, when nothing was mapped last
   std::size_t freed_ = 0;                  // since then
   std::size_t peak_live_ = 0;              // as far as growth has been told
-  MoveBudget move_budget_;
+  MoveDebt move_debt_;
 };
 
 }  // namespace vmm
