@@ -265,7 +265,8 @@ class DeviceMemory {
   void wait_for(Epoch epoch);
   PoolList victims(const Pool& asker, const Budget* refused) const;
   static PoolList in_order_of_yielding(PoolList pools);
-  void take_from(const PoolList& pools, const Shortage& lacks, std::size_t want, Grant& grant);
+  void take_from(const PoolList& pools, std::span<const DormantMappings::Dormant> wanted, std::size_t want,
+                 Grant& grant);
   std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
                    Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void create_into(Grant& grant, const Pool& asker, std::size_t want);

@@ -127,10 +127,11 @@ PoolList DeviceMemory::victims(const Pool& asker, const Budget* refused) const {
 }
 
 // Among those of one priority, what was at the very place before comes first.
-void DeviceMemory::take_from(const PoolList& pools, const Shortage& lacks, std::size_t want, Grant& grant) {
+void DeviceMemory::take_from(const PoolList& pools, std::span<const DormantMappings::Dormant> wanted, std::size_t want,
+                             Grant& grant) {
   Budget* refused = nullptr;  // then the asker may take no more
-  const auto has_wanted = [&lacks](const Pool& pool) {
-    return std::any_of(lacks.wanted.begin(), lacks.wanted.end(),
+  const auto has_wanted = [wanted](const Pool& pool) {
+    return std::any_of(wanted.begin(), wanted.end(),
                        [&pool](const DormantMappings::Dormant& chunk) { return chunk.holder == pool.id(); });
   };
   for (auto first = pools.begin(); first != pools.end();) {
@@ -138,7 +139,7 @@ void DeviceMemory::take_from(const PoolList& pools, const Shortage& lacks, std::
     const auto last =
         std::find_if(first, pools.end(), [priority](const auto& pool) { return pool->priority() != priority; });
     for (auto at = first; at != last && refused == nullptr && grant.bytes() < want; ++at) {
-      if (has_wanted(**at)) (*at)->surrender(0, lacks.wanted, grant, &refused);
+      if (has_wanted(**at)) (*at)->surrender(0, wanted, grant, &refused);
     }
     for (auto at = first; at != last && refused == nullptr && grant.bytes() < want; ++at) {
       (*at)->surrender(want - grant.bytes(), {}, grant, &refused);
@@ -239,7 +240,8 @@ Address DeviceMemory::take_from_others(Climb& climb) {
   }
   Grant grant(store_, asker.group(), asker.budget());
   const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
-  take_from(victims(asker, lacks.refused), lacks, lacks.bytes - std::min(lacks.bytes, room), grant);
+  take_from(victims(asker, lacks.refused), asker.dormant_of_others(lacks.returning_to),
+            lacks.bytes - std::min(lacks.bytes, room), grant);
   return grant.bytes() != 0 ? climb.again(&grant) : 0;
 }
 

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <exception>
 #include <initializer_list>
-#include <utility>
 
 #include "core/pool/pool.h"
 
@@ -120,19 +119,25 @@ struct Pool::Choice {
 
 // Backs each gap that the chunks which were there before fill by themselves with these, where
 // all of them were granted or rest on the shelf: they cost no call of the driver. Where a
-// part of them fills a part, what is between would want chunks of sizes that nobody has. Not
+// part of them fills a part, what is between would want chunks of sizes that nobody has; a
+// chunk of which the request would use less than a quarter is better used elsewhere. Not
 // the pool's own idle ones: that broke up free space, and recorded programs ended 0.1 %
-// higher. Returns those that could not be had.
-std::vector<DormantMappings::Dormant> Pool::take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant,
-                                                           Backing* backing) {
-  std::vector<DormantMappings::Dormant> absent;
+// higher. Returns the place that all could fill, if they could be had.
+ByteRange Pool::take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing) {
+  ByteRange place{extent.gaps.front().offset, 0};
+  bool are_absent = true;
   for (const ByteRange& gap : extent.gaps) {
     const std::size_t beyond = gap == extent.gaps.back() ? bare_behind : 0;
     std::vector<DormantMappings::Dormant> tiles = range_->dormant_in({gap.offset, gap.size + beyond});
     std::size_t end = gap.offset;
     std::size_t count = 0;
     while (count < tiles.size() && end < gap.end() && tiles[count].address == base_ + end) end += tiles[count++].size;
-    if (end < gap.end()) continue;
+    const bool is_filled = end >= gap.end() && (end - gap.end()) * 4 <= 3 * tiles[count - 1].size;
+    if (!is_filled) {
+      are_absent = false;
+      continue;
+    }
+    place.size = end - place.offset;
     tiles.resize(count);
     const std::size_t first = backing->placements.size();
     for (const DormantMappings::Dormant& tile : tiles) {
@@ -152,9 +157,17 @@ std::vector<DormantMappings::Dormant> Pool::take_returning(const Extent& extent,
       }
       backing->placements.pop_back();
     }
-    absent.insert(absent.end(), tiles.begin(), tiles.end());
   }
-  return absent;
+  return are_absent ? place : ByteRange{};
+}
+
+std::vector<DormantMappings::Dormant> Pool::dormant_of_others(ByteRange place) const {
+  if (place.size == 0) return {};
+  const ReadLock lock(*this);
+  if (range_ == nullptr) return {};
+  std::vector<DormantMappings::Dormant> found = range_->dormant_in(place);
+  std::erase_if(found, [this](const DormantMappings::Dormant& chunk) { return chunk.holder == id_; });
+  return found;
 }
 
 // Chooses chunks for the gaps. They fill them exactly, but that an idle chunk may
@@ -183,8 +196,8 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
   const std::size_t bare_behind = is_open && !uniform_ && !is_range_ ? behind->size() : 0;
   Budget* refused = nullptr;
   Choice choice{*this, *backing, grant};
-  std::vector<DormantMappings::Dormant> absent;
-  if (!fresh_only && !lack.is_whole) absent = take_returning(extent, bare_behind, grant, backing);
+  ByteRange returning_to;
+  if (!fresh_only && !lack.is_whole) returning_to = take_returning(extent, bare_behind, grant, backing);
   const std::vector<PlacedChunk> returning = backing->placements;  // by offset
   auto next = returning.begin();
   for (const ByteRange& gap : extent.gaps) {
@@ -269,7 +282,7 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
               [](const PlacedChunk& a, const PlacedChunk& b) { return a.offset < b.offset; });
   } else {
     *shortage = {uncreated, full, status};
-    shortage->wanted = std::move(absent);
+    shortage->returning_to = returning_to;
   }
   return choice.is_made;
 }

@@ -135,8 +135,8 @@ struct Shortage {
   // Nothing is missing: the pool can once this has passed. Whoever asks waits,
   // with no lock held, and asks again.
   Epoch wait_for = kLongAgo;
-  // Chunks that were at the very place, and would cost nothing to have back.
-  std::vector<DormantMappings::Dormant> wanted{};
+  // Where chunks that others have would be had back for nothing (dormant_of_others()).
+  ByteRange returning_to{};
 };
 
 class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> {
@@ -265,6 +265,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // would not let them in.
   std::size_t surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, Grant& grant,
                         Budget** refused) VMM_EXCLUDES(mutex_);
+  // What is dormant in `place`, of chunks that others had last.
+  [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_of_others(ByteRange place) const VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
   // Returns the bytes moved.
   std::size_t shed(std::size_t keep) VMM_EXCLUDES(mutex_);
@@ -525,8 +527,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void note_peak_with(std::size_t bytes) VMM_REQUIRES(mutex_);
   bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
                Shortage* shortage) VMM_REQUIRES(mutex_);
-  std::vector<DormantMappings::Dormant> take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant,
-                                                       Backing* backing) VMM_REQUIRES(mutex_);
+  ByteRange take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing)
+      VMM_REQUIRES(mutex_);
   void cover(Extent* extent, const Backing& backing, BlockState state) VMM_REQUIRES(mutex_);
   void uncover(Extent* extent, std::size_t end) VMM_REQUIRES(mutex_);
   static bool pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::size_t room, std::size_t total,
