@@ -229,6 +229,8 @@ TEST_F(Dormant, WithoutMemoryToNoteItNothingIsKept) {
     keep(0, one);
   }
   EXPECT_GE(nth, 3);
+  for (std::size_t page = 2; page <= DormantMappings::kMost; ++page) keep(page, one);
+  EXPECT_EQ(kept(0, 3), (Kept{1, 2})) << "nor does it count as the oldest";
 }
 
 }  // namespace

@@ -47,14 +47,25 @@ MappedRange::~MappedRange() {
   if (dormant_ != nullptr) dormant_->abandon(base_, size_);
 }
 
-void MappedRange::unmap_first(std::span<const PlacedChunk> placements, std::size_t count) {
+// Takes the first `count` back, what was dormant to where it was. What the driver will not
+// let go of is live from now on, and serves nobody.
+void MappedRange::undo_first(std::span<const PlacedChunk> placements, std::size_t count,
+                             const std::vector<bool>& was_dormant, Map& fresh) {
   while (count-- > 0) {
     const auto& [offset, chunk] = placements[count];
-    const Status undone = driver_.unmap(base_ + offset, chunk->size);
-    if (!undone.ok() && undone.code() != StatusCode::driver_gone) {
-      live_[offset].chunk = chunk;
-      mapped_bytes_ += chunk->size;
-      continue;
+    const Address address = base_ + offset;
+    const bool stays =
+        !was_dormant.empty() && was_dormant[count] && dormant_->keep(address, chunk, &unmapped_by_driver_);
+    if (!stays) {
+      const Status undone = driver_.unmap(address, chunk->size);
+      if (!undone.ok() && undone.code() != StatusCode::driver_gone) {
+        Map::node_type refused = fresh.extract(offset);
+        refused.mapped().rights.clear();
+        live_.insert(std::move(refused));
+        mapped_bytes_ += chunk->size;
+        continue;
+      }
+      unmapped_by_driver_.fetch_add(1, std::memory_order_relaxed);
     }
     chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
   }
@@ -62,6 +73,15 @@ void MappedRange::unmap_first(std::span<const PlacedChunk> placements, std::size
 
 Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const Location> accessors) {
   static std::atomic<std::uint64_t> mappings{0};
+  // What is mapped has to be noted, so the room for it comes first.
+  Map fresh;
+  LiveMapping mapping;
+  for (const Location& who : accessors) mapping.rights.emplace_back(who, Access::read_write);
+  for (const auto& [offset, chunk] : placements) {
+    mapping.chunk = chunk;
+    mapping.number = mappings.fetch_add(1, std::memory_order_relaxed);
+    fresh.emplace_hint(fresh.end(), offset, mapping);
+  }
   const bool any_dormant = dormant_ != nullptr && dormant_->size() != 0;
   std::vector<PlacedChunk> to_open;  // where some are not: those that are new
   std::vector<bool> was_dormant;
@@ -71,20 +91,20 @@ Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const
   }
   for (std::size_t k = 0; k < placements.size(); ++k) {
     const auto& [offset, chunk] = placements[k];
-    Status status;
-    if (any_dormant) {
-      was_dormant[k] = dormant_->claim(base_ + offset, chunk);
-      if (!was_dormant[k]) {
+    if (any_dormant && dormant_->claim(base_ + offset, chunk)) {
+      was_dormant[k] = true;
+    } else {
+      Status status;
+      if (any_dormant) {
         to_open.push_back(placements[k]);
         status = dormant_->clear(base_ + offset, chunk->size);
       }
-    }
-    if (status.ok() && !(any_dormant && was_dormant[k])) {
-      status = driver_.map(base_ + offset, chunk->size, chunk->handle);
-    }
-    if (!status.ok()) {
-      unmap_first(placements, k);
-      return status;
+      if (status.ok()) status = driver_.map(base_ + offset, chunk->size, chunk->handle);
+      if (!status.ok()) {
+        undo_first(placements, k, was_dormant, fresh);
+        return status;
+      }
+      ++mapped_by_driver_;
     }
     chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
   }
@@ -97,19 +117,11 @@ Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const
     return Status();
   });
   if (!status.ok()) {
-    unmap_first(placements, placements.size());
+    undo_first(placements, placements.size(), was_dormant, fresh);
     return status;
   }
-  LiveMapping mapping;
-  for (const Location& who : accessors) mapping.rights.emplace_back(who, Access::read_write);
-  for (std::size_t k = 0; k < placements.size(); ++k) {
-    const auto& [offset, chunk] = placements[k];
-    mapping.chunk = chunk;
-    mapping.number = mappings.fetch_add(1, std::memory_order_relaxed);
-    mapping.was_dormant = any_dormant && was_dormant[k];
-    live_.emplace(offset, mapping);
-    mapped_bytes_ += chunk->size;
-  }
+  live_.merge(fresh);
+  for (const PlacedChunk& placement : placements) mapped_bytes_ += placement.chunk->size;
   return {};
 }
 
@@ -118,6 +130,7 @@ Status MappedRange::unmap(ByteRange range) {
   VMM_CHECK(found != live_.end(), "no mapping at ", range.offset);
   if (const Status status = driver_.unmap(base_ + range.offset, range.size); !status.ok()) return status;
   for (; found != live_.end() && found->first < range.end(); found = live_.erase(found)) {
+    unmapped_by_driver_.fetch_add(1, std::memory_order_relaxed);
     found->second.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
     mapped_bytes_ -= found->second.chunk->size;
   }
@@ -127,7 +140,7 @@ Status MappedRange::unmap(ByteRange range) {
 Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, Fate fate) {
   const auto found = live_.find(offset);
   VMM_CHECK(found != live_.end(), "no mapping at ", offset);
-  const auto& [chunk, number, is_withheld, is_told, was_dormant, rights] = found->second;
+  const auto& [chunk, number, is_withheld, is_told, rights] = found->second;
   const bool is_untold = fate == Fate::in_vain || (is_withheld && !is_told);
   const bool may_stay =
       dormant_ != nullptr && fate == Fate::may_return &&
@@ -136,6 +149,11 @@ Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, Fate fate) {
   mapped_bytes_ -= chunk->size;
   live_.erase(found);
   return chunk;
+}
+
+void MappedRange::forget_counts() {
+  mapped_by_driver_ = 0;
+  unmapped_by_driver_.store(0, std::memory_order_relaxed);
 }
 
 Epoch MappedRange::last_retired_use() const { return retired_.empty() ? kLongAgo : retired_.rbegin()->first; }
@@ -147,7 +165,7 @@ std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::
     if (!retired.is_told && before) before(retired.range);
     retired.is_told = true;
     const Address address = base_ + retired.range.offset;
-    if (!retired.may_stay || !dormant_->keep(address, retired.chunk, &unmapped_)) {
+    if (!retired.may_stay || !dormant_->keep(address, retired.chunk, &unmapped_by_driver_)) {
       const Status status = driver_.unmap(address, retired.range.size);
       // A failing call keeps the mapping: try again another time.
       if (!status.ok() && status.code() != StatusCode::driver_gone) {
@@ -155,7 +173,7 @@ std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::
         ++at;
         continue;
       }
-      unmapped_.fetch_add(1, std::memory_order_relaxed);
+      unmapped_by_driver_.fetch_add(1, std::memory_order_relaxed);
     }
     retired.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
     freed.push_back(retired.range);

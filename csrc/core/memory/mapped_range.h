@@ -24,7 +24,6 @@ struct LiveMapping {
   std::uint64_t number = 0;                         // rises with each mapping of the process
   bool is_withheld = false;                         // from whoever registers segments
   bool is_told = false;                             // to such a one, before it was withheld
-  bool was_dormant = false;                         // the driver was not asked for it
   std::vector<std::pair<Location, Access>> rights;  // who was ever given access, and what each has now
 
   [[nodiscard]] Access access_of(Location who) const;
@@ -53,7 +52,8 @@ class MappedRange {
   // Maps every placement, or none (but for those that the driver, after another
   // refusal, would not take back: they are live, and to be retired), and gives
   // `accessors` read and write over each contiguous run (one call a run: set_access
-  // is the dear call). A chunk that is dormant at its place is there already.
+  // is the dear call). A chunk that is dormant at its place is there already, and stays so
+  // where another is refused.
   // REQUIRES: inside the range, on free addresses, sorted by offset.
   Status map(std::span<const PlacedChunk> placements, std::span<const Location> accessors);
   // Unmaps a run of whole mappings in one call. REQUIRES: no gaps in it, and no
@@ -81,9 +81,11 @@ class MappedRange {
   [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_in(ByteRange range) const;
   // Unmaps all that is dormant: the range ends, or others get access to it.
   Status clear_dormant();
-  // Former mappings that the driver has unmapped, since this was last asked to forget them.
-  [[nodiscard]] std::int64_t unmapped() const { return unmapped_.load(std::memory_order_relaxed); }
-  void forget_unmapped() { unmapped_.store(0, std::memory_order_relaxed); }
+  // Chunks that the driver has mapped here and unmapped, those in vain included, since this
+  // was last asked to forget them.
+  [[nodiscard]] std::int64_t mapped_by_driver() const { return mapped_by_driver_; }
+  [[nodiscard]] std::int64_t unmapped_by_driver() const { return unmapped_by_driver_.load(std::memory_order_relaxed); }
+  void forget_counts();
   // The newest last use among them, or kLongAgo.
   [[nodiscard]] Epoch last_retired_use() const;
   // Changes access over a run of whole live mappings.
@@ -115,7 +117,8 @@ class MappedRange {
   };
   template <typename Each>
   void for_each_gap(ByteRange range, const Each& each) const;
-  void unmap_first(std::span<const PlacedChunk> placements, std::size_t count);
+  void undo_first(std::span<const PlacedChunk> placements, std::size_t count, const std::vector<bool>& was_dormant,
+                  Map& fresh);
 
   Driver& driver_;
   DormantMappings* dormant_;
@@ -125,7 +128,8 @@ class MappedRange {
   std::multimap<Epoch, Retired> retired_;  // by last use
   Status refused_;
   std::size_t mapped_bytes_ = 0;
-  std::atomic<std::int64_t> unmapped_{0};  // dormant ones go under another lock
+  std::int64_t mapped_by_driver_ = 0;
+  std::atomic<std::int64_t> unmapped_by_driver_{0};  // dormant ones go under another lock
 };
 
 }  // namespace vmm

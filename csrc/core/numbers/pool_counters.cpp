@@ -47,10 +47,9 @@ void PoolCounters::block_finished(const Block& block) {
   fell(StatKind::requested_bytes, size_class, block.requested);
 }
 
-void PoolCounters::mapped(std::size_t bytes, bool is_oversize, bool by_driver) {
+void PoolCounters::mapped(std::size_t bytes, bool is_oversize) {
   rose(StatKind::segment, SizeClass::large_pool, 1);
   rose(StatKind::reserved_bytes, SizeClass::large_pool, bytes);
-  if (by_driver) ++statistics_.num_device_alloc;
   if (is_oversize) statistics_.oversize_segments.increase(1);
 }
 

@@ -33,10 +33,13 @@ class PoolCounters {
   void block_finished(const Block& block);
 
   // -- Memory. What is mapped is the large pool's until a slab is made of it.
-  // `by_driver`: what was dormant there asked nothing of it.
-  void mapped(std::size_t bytes, bool is_oversize, bool by_driver);
+  void mapped(std::size_t bytes, bool is_oversize);
   void unmapped(std::size_t bytes, bool is_oversize);
-  void unmapped_by_driver(std::int64_t chunks) { statistics_.num_device_free += chunks; }
+  // What the driver has mapped and unmapped in it; until then the range itself knows.
+  void range_ends(std::int64_t mapped, std::int64_t unmapped) {
+    statistics_.num_device_alloc += mapped;
+    statistics_.num_device_free += unmapped;
+  }
   // A slab's memory changes hands; `is_whole_chunk`: so does the chunk itself.
   void slab_changed_hands(std::size_t bytes, bool is_whole_chunk, SizeClass from, SizeClass to);
   // A number that is worked out when somebody asks.

@@ -204,7 +204,7 @@ void Pool::shelve_idle_chunks(ByteRange range) {
 void Pool::count_mapped(const PlacedChunk& placement, Stream stream) {
   const std::size_t size = placement.chunk->size;
   placement.chunk->oversize = is_oversize(size);
-  counters_.mapped(size, placement.chunk->oversize, !range_->live().at(placement.offset).was_dormant);
+  counters_.mapped(size, placement.chunk->oversize);
   tell(PoolEvent::segment_map, placement.offset, size, stream);
   if (range_->live().at(placement.offset).is_withheld) return;
   if (context_.observer.load(std::memory_order_acquire) != nullptr) range_->note_told(placement.offset);

@@ -60,7 +60,10 @@ Statistics Pool::statistics() const {
     const BlockCaches::Reading of_threads(context_.caches);
     const ReadLock lock(*this);
     sum = counters_.totals();
-    if (range_ != nullptr) sum.num_device_free += range_->unmapped();
+    if (range_ != nullptr) {
+      sum.num_device_alloc += range_->mapped_by_driver();
+      sum.num_device_free += range_->unmapped_by_driver();
+    }
     of_threads.add_counts(*this, &sum);
   }
   sum.leave_none_below_zero();
@@ -145,7 +148,7 @@ void Pool::reset_accumulated() {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::stays);
   const MutexLock lock(mutex_);
   counters_.reset_accumulated();
-  if (range_ != nullptr) range_->forget_unmapped();
+  if (range_ != nullptr) range_->forget_counts();
 }
 
 }  // namespace vmm

@@ -151,7 +151,7 @@ bool Pool::end() {
   if (!quarantined_.empty() || !watch_.freed.empty() || watch_.leaving != 0 || range_->has_retired()) return false;
   if (!range_->clear_dormant().ok()) return false;
   VMM_CHECK(range_->live().empty(), "pool '", name_, "' ends with ", range_->live().size(), " chunks");
-  counters_.unmapped_by_driver(range_->unmapped());
+  counters_.range_ends(range_->mapped_by_driver(), range_->unmapped_by_driver());
   range_.reset();
   set_inactive_split({});
   if (!context_.address_space.unreserve(context_.driver, base_, capacity_).ok()) {
