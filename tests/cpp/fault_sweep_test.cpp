@@ -23,6 +23,7 @@ struct World {
     ModelSpec spec;
     spec.virtual_capacity = kGiB;
     a = shared.register_model("a", spec);
+    c = shared.register_model("takes turns", spec);
     spec.page_size = 8 * kMiB;
     b = shared.register_model("b", spec);
     manager.emplace(lab.memory());
@@ -45,6 +46,13 @@ struct World {
     allocate(pool, bytes, on);
     free_block();
   }
+  // Two models have had the same chunks in turn, which are the second's.
+  void hand_over_and_back() {
+    for (const auto& model : {a, c, a, c}) {
+      leave_idle(*model, 24 * kMiB, kOne);
+      lab.memory().settle(/*wait=*/true);
+    }
+  }
   void add_range() {
     range = manager->reserve(8 * kMiB, VirtualMemoryManager::kDefaultAlignment);
     for (int k = 0; k < 2; ++k) physical.push_back(manager->alloc_physical(kPage, Location::on_device(0), false));
@@ -59,6 +67,7 @@ struct World {
   SharedMemoryPool shared;
   std::shared_ptr<Pool> a;  // chunk sizes by the request
   std::shared_ptr<Pool> b;  // chunks of 8 MiB
+  std::shared_ptr<Pool> c;  // as a
   std::optional<VirtualMemoryManager> manager;
   Address witness = 0;
   Address block = 0;
@@ -98,6 +107,25 @@ const Operation kOperations[] = {
      [](World& w) { w.allocate(*w.a, 30 * kMiB, kTwo); }},
     {"allocate_by_melting_another_models_chunks", [](World& w) { w.leave_idle(*w.a, 30 * kMiB, kOne); },
      [](World& w) { w.allocate(*w.b, 24 * kMiB, kTwo); }},
+    {"allocate_what_comes_back_from_another_model", [](World& w) { w.hand_over_and_back(); },
+     [](World& w) { w.allocate(*w.a, 24 * kMiB, kOne); }},
+    {"allocate_where_others_chunks_were",  // the former ones are unmapped there first
+     [](World& w) { w.hand_over_and_back(); },
+     [](World& w) {
+       w.lab.memory().empty_cache();
+       w.allocate(*w.a, 28 * kMiB, kOne);
+     }},
+    {"hand_chunks_back_and_forth", nothing,
+     [](World& w) {
+       for (int turn = 0; turn < 2; ++turn) {
+         for (const auto& model : {w.a, w.c}) {
+           w.leave_idle(*model, 24 * kMiB, kOne);
+           w.lab.memory().settle(/*wait=*/true);
+         }
+       }
+     }},
+    {"close_a_pool_whose_chunks_are_elsewhere", [](World& w) { w.hand_over_and_back(); },
+     [](World& w) { w.shared.unregister_model("takes turns", /*force=*/false); }, /*throws=*/false},
     {"allocate_more_than_there_is", nothing, [](World& w) { EXPECT_THROW(w.allocate(*w.a, 40 * kMiB), VmmError); }},
     {"allocate_pages", nothing, [](World& w) { w.lab.memory().allocate_pages(*w.b, 0, 20 * kMiB, kOne); }},
     {"allocate_for_model", nothing, [](World& w) { w.shared.allocate_for_model("b", 9 * kMiB, kOne); }},
@@ -139,7 +167,7 @@ const Operation kOperations[] = {
     {"statistics", [](World& w) { w.leave_idle(*w.b, 24 * kMiB, kOne); },
      [](World& w) {
        EXPECT_EQ(w.b->memory_stats().idle_bytes, 24 * kMiB);
-       EXPECT_EQ(w.shared.global_stats().num_models, 2U);
+       EXPECT_EQ(w.shared.global_stats().num_models, 3U);
        EXPECT_EQ(w.lab.memory().statistics()[StatKind::allocation][0].current, 1);
        EXPECT_EQ(w.b->snapshot().size(), 1U);
      },
@@ -236,6 +264,7 @@ class FaultSweep : public ::testing::TestWithParam<Operation> {
     world.shared.close(/*force=*/true);
     world.a.reset();
     world.b.reset();
+    world.c.reset();
     world.lab.close();
     return failed;
   }

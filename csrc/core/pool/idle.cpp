@@ -141,6 +141,8 @@ Chunk* Pool::detach(std::size_t offset, Epoch last_use, MappedRange::Fate fate) 
   const auto mapping = range_->live().find(offset);
   VMM_CHECK(mapping != range_->live().end(), "no chunk at ", offset);
   Chunk* chunk = mapping->second.chunk;
+  // It is read-only for nobody any more.
+  if (!allows(mapping->second, Access::read_write)) context_.store.dormant().allow(chunk);
   count_unmapped({offset, chunk});
   chunk->last_use = std::max(chunk->last_use, last_use);
   retire_mapping(offset, last_use, fate);
