@@ -109,12 +109,16 @@ const Operation kOperations[] = {
      [](World& w) { w.allocate(*w.b, 24 * kMiB, kTwo); }},
     {"allocate_what_comes_back_from_another_model", [](World& w) { w.hand_over_and_back(); },
      [](World& w) { w.allocate(*w.a, 24 * kMiB, kOne); }},
-    {"allocate_where_others_chunks_were",  // the former ones are unmapped there first
-     [](World& w) { w.hand_over_and_back(); },
+    {"allocate_where_chunks_were_that_are_elsewhere",  // they are unmapped there first
      [](World& w) {
-       w.lab.memory().empty_cache();
-       w.allocate(*w.a, 28 * kMiB, kOne);
-     }},
+       w.leave_idle(*w.a, 24 * kMiB, kOne);
+       w.lab.memory().allocate_pages(*w.c, 0, 24 * kMiB, kOne);
+       w.lab.memory().settle(/*wait=*/true);
+       w.shared.set_physical_limit(64 * kMiB);
+     },
+     [](World& w) { w.allocate(*w.a, 24 * kMiB, kOne); }, /*throws=*/true,
+     [](World& w) { w.shared.set_physical_limit(32 * kMiB); },
+     [](World& w) { w.shared.set_physical_limit(32 * kMiB); }},
     {"hand_chunks_back_and_forth", nothing,
      [](World& w) {
        for (int turn = 0; turn < 2; ++turn) {

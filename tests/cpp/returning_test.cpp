@@ -100,6 +100,27 @@ TEST_F(Returning, WhatIsGivenBackHasNoMappingLeft) {
   EXPECT_TRUE(Lab::holds(held, kBlock, 5));
 }
 
+TEST_F(Returning, WhatTheDriverKeepsMappedIsNotGivenBack) {
+  const auto a = model("a");
+  const auto b = model("b");
+  take(*a, 24 * kMiB);
+  take(*b, 24 * kMiB);
+  b->shed(0);
+  settle();
+  lab_.driver.fail_if([&](const CallRecord& call) { return call.call == Call::unmap && a->contains(call.a); },
+                      broken());
+  const std::size_t mapped = lab_.driver.live_mapped_bytes();
+  ASSERT_GT(mapped, 0U);
+  lab_.memory().store().trim_all();
+  ASSERT_GT(lab_.driver.failures(), 0U);
+  EXPECT_EQ(lab_.driver.live_mapped_bytes(), mapped);
+  EXPECT_GE(lab_.driver.live_chunk_bytes(), mapped);
+  EXPECT_EQ(lab_.driver.live_chunk_bytes(), group_->used()) << "it counts as long as it is there";
+  lab_.driver.clear_failures();
+  take(*a, 24 * kMiB);
+  EXPECT_LE(lab_.driver.live_chunk_bytes(), 32 * kMiB);
+}
+
 TEST_F(Returning, LowerPriorityYieldsFirstAllTheSame) {
   const auto a = model("a", -1);
   const auto low = model("low", 0);
