@@ -140,11 +140,12 @@ Status MappedRange::unmap(ByteRange range) {
 Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, Fate fate) {
   const auto found = live_.find(offset);
   VMM_CHECK(found != live_.end(), "no mapping at ", offset);
-  const auto& [chunk, number, is_withheld, is_told, rights] = found->second;
-  const bool is_untold = fate == Fate::in_vain || (is_withheld && !is_told);
-  const bool may_stay =
-      dormant_ != nullptr && fate == Fate::may_return &&
-      std::all_of(rights.begin(), rights.end(), [](const auto& right) { return right.second == Access::read_write; });
+  const LiveMapping& mapping = found->second;
+  Chunk* const chunk = mapping.chunk;
+  const bool is_untold = fate == Fate::in_vain || (mapping.is_withheld && !mapping.is_told);
+  const bool may_stay = dormant_ != nullptr && fate == Fate::may_return &&
+                        std::all_of(mapping.rights.begin(), mapping.rights.end(),
+                                    [](const auto& right) { return right.second == Access::read_write; });
   retired_.emplace(last_use, Retired{{offset, chunk->size}, chunk, is_untold, may_stay});
   mapped_bytes_ -= chunk->size;
   live_.erase(found);
