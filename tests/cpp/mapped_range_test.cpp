@@ -304,7 +304,7 @@ TEST_F(ReturningRange, OnlyWhatAllMayWriteToIsKept) {
   ASSERT_TRUE(map({{0, chunk()}, {kPage, chunk()}, {2 * kPage, chunk()}, {3 * kPage, chunk()}}).ok());
   ASSERT_TRUE(range_->set_access({0, kPage}, kDevice, Access::read).ok());
   ASSERT_TRUE(range_->set_access({3 * kPage, kPage}, Location::on_host(), Access::read).ok());
-  for (const std::size_t page : {0, 3}) range_->retire(page * kPage, kLongAgo, Fate::may_return);
+  for (const std::size_t page : {0U, 3U}) range_->retire(page * kPage, kLongAgo, Fate::may_return);
   range_->retire(kPage, kLongAgo, Fate::in_vain);
   range_->retire(2 * kPage, kLongAgo, Fate::leaves);
   EXPECT_EQ(range_->drop_retired(clock_).size(), 4U);

@@ -2,7 +2,7 @@
 // nothing when it comes back; and when it must not stay.
 #include <gtest/gtest.h>
 
-#include <algorithm>
+#include <array>
 #include <thread>
 #include <vector>
 
@@ -24,6 +24,11 @@ class Returning : public ::testing::Test {
     spec.priority = priority;
     spec.floor = floor;
     return lab_.pool(spec, group_.get());
+  }
+  std::vector<std::shared_ptr<Pool>> several(std::size_t count) {
+    std::vector<std::shared_ptr<Pool>> models(count);
+    for (std::size_t k = 0; k < count; ++k) models[k] = model("model " + std::to_string(k));
+    return models;
   }
   // Nothing is in use any more: what is retired goes, or is dormant.
   void settle() { lab_.memory().settle(/*wait=*/true); }
@@ -59,10 +64,9 @@ class Returning : public ::testing::Test {
 };
 
 TEST_F(Returning, ModelsInTurnAskNothingOfTheDriver) {
-  for (const std::size_t models : {2, 3}) {
+  for (const std::size_t models : {2U, 3U}) {
     SCOPED_TRACE(models);
-    std::vector<std::shared_ptr<Pool>> pools;
-    for (std::size_t k = 0; k < models; ++k) pools.push_back(model("model " + std::to_string(k)));
+    const std::vector<std::shared_ptr<Pool>> pools = several(models);
     std::vector<std::uint64_t> calls;
     for (std::uint64_t round = 0; round < 8; ++round) {
       lab_.driver.clear_calls();
@@ -86,7 +90,7 @@ TEST_F(Returning, ModelsInTurnAskNothingOfTheDriver) {
 TEST_F(Returning, WhatIsGivenBackHasNoMappingLeft) {
   const auto a = model("a");
   const auto b = model("b");
-  for (const std::uint64_t seed : {1, 2}) {
+  for (const std::uint64_t seed : {1U, 2U}) {
     turn(*a, seed);
     turn(*b, seed);
   }
@@ -200,9 +204,8 @@ TEST_F(Returning, APoolThatEndsLeavesNoMapping) {
 }
 
 TEST_F(Returning, TheCountsAreTheDriversOverAWholeLife) {
-  for (const std::size_t models : {2, 3}) {
-    std::vector<std::shared_ptr<Pool>> pools;
-    for (std::size_t k = 0; k < models; ++k) pools.push_back(model("model " + std::to_string(k)));
+  for (const std::size_t models : {2U, 3U}) {
+    const std::vector<std::shared_ptr<Pool>> pools = several(models);
     for (std::uint64_t round = 0; round < 4; ++round) {
       for (std::size_t k = 0; k < models; ++k) turn(*pools[(k + round) % models], 1 + round * 100 + k * 10, 2 + k % 3);
       if (round == 2) lab_.memory().trim(*pools[0], 0);
@@ -346,13 +349,13 @@ TEST_F(ReturningSeals, WhatIsWritableAgainMayStay) {
 TEST(ReturningThreads, HandChunksBackAndForth) {
   Lab lab;
   const auto group = lab.memory().create_group("group", 24 * kMiB);
-  std::vector<std::shared_ptr<Pool>> pools;
-  for (int k = 0; k < 4; ++k) pools.push_back(lab.pool(Lab::spec("model " + std::to_string(k)), group.get()));
-  std::vector<std::thread> threads;
+  std::array<std::shared_ptr<Pool>, 4> pools;
+  std::array<std::thread, 4> threads;
+  for (std::size_t k = 0; k < 4; ++k) pools.at(k) = lab.pool(Lab::spec("model " + std::to_string(k)), group.get());
   for (std::size_t number = 0; number < 4; ++number) {
-    threads.emplace_back([&, number] {
+    threads.at(number) = std::thread([&, number] {
       for (std::uint64_t round = 0; round < 60; ++round) {
-        Pool& pool = *pools[(number + round / 8) % pools.size()];
+        Pool& pool = *pools.at((number + round / 8) % pools.size());
         const std::size_t size = (round % 3 + 1) * kPage;
         const Stream on = stream(0x10 * (1 + number));
         const Address block = lab.memory().allocate(pool, size, on);
