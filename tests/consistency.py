@@ -91,7 +91,8 @@ def check_pool(pool: torch_vmm.VirtualMemoryPool, *, fresh: bool = False) -> Sta
     assert pool.max_memory_reserved() == stats["reserved_bytes.all.peak"], name
     if fresh:
         mapped = stats["num_device_alloc"] - stats["num_device_free"]
-        assert mapped == stats["segment.all.current"], f"{name}: {mapped} chunks are mapped"
+        # A chunk that has moved may be mapped where it was, too, in case it comes back.
+        assert mapped >= stats["segment.all.current"], f"{name}: {mapped} chunks are mapped"
     # What no one else can have while its chunks are partly used.
     assert stats["inactive_split_bytes.all.current"] == whole.stranded_bytes, (name, whole)
     return stats
