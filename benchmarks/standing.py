@@ -22,7 +22,7 @@ def tables() -> list[str]:
     return [
         _floor(files[f"hot_path-{DEVICE}"]),
         _driver_calls(files[f"driver_ops-{DEVICE}"]),
-        *(_standing(result) for result in files.values()),
+        *(_standing(stem.removesuffix(f"-{DEVICE}"), result) for stem, result in files.items()),
         _programs(json.loads((RESULTS / f"programs_before_after-{DEVICE}.json").read_text())),
     ]
 
@@ -52,22 +52,22 @@ def _chunks(result: Result) -> list[str]:
     return list(dict.fromkeys(row["case"] for row in result["rows"] if row["metric"] == "set_access"))
 
 
-def _standing(result: Result) -> str:
+def _standing(title: str, result: Result) -> str:
     if result["benchmark"] == "workloads":
-        return _workloads(result)
+        return _workloads(title, result)
     chunks = _chunks(result)
     rows = [row for row in result["rows"] if row["case"] not in chunks and is_for_tables(row)]
     allocators = [name for name in dict.fromkeys(row["allocator"] for row in rows) if name != "floor"]
-    return _table(result, result["benchmark"], rows, allocators)
+    return _table(result, title, rows, allocators)
 
 
-def _workloads(result: Result) -> str:
+def _workloads(title: str, result: Result) -> str:
     """A row a program, ours beside native's, of the numbers that differ by hundredths."""
     metrics = ("reserved / allocated", "first pass", "warm pass", "driver calls, second half")
     columns = [(metric, name) for metric in metrics for name in ("torch_vmm", "native")]
     values = {(row["case"], row["metric"], row["allocator"]): row["value"] for row in result["rows"]}
     heads = " | ".join(f"{metric}: {name}" for metric, name in columns)
-    lines = [_source(result, "programs, now"), "", f"| | {heads} |", f"|---|{'---|' * len(columns)}"]
+    lines = [_source(result, title), "", f"| | {heads} |", f"|---|{'---|' * len(columns)}"]
     for case in dict.fromkeys(row["case"] for row in result["rows"]):
         cells = [values.get((case, *column)) for column in columns]
         lines.append(f"| {case} | {' | '.join('–' if cell is None else f'{cell:.4g}' for cell in cells)} |")
