@@ -463,7 +463,7 @@ def test_the_file_says_what_was_measured(
     assert "(=)" in out
     assert "crc32" not in out
     assert "serve: the same results, bit for bit, under torch_vmm, native" in out
-    shown = standing._standing(result)
+    shown = standing._standing("workloads", result)
     assert "| serve | – | – | – | – | 4.235 | 5.235 | – | – |" in shown
     assert "crc32" not in shown
 
