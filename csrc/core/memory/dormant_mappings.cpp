@@ -1,16 +1,10 @@
 #include "core/memory/dormant_mappings.h"
 
+#include <algorithm>
 #include <iterator>
 #include <new>
 
 namespace vmm {
-
-namespace {
-
-// What a driver that has gone had mapped is unmapped.
-Status unmapped(const Status& status) { return status.code() == StatusCode::driver_gone ? Status() : status; }
-
-}  // namespace
 
 bool DormantMappings::keep(Address address, Chunk* chunk, std::atomic<std::int64_t>* unmapped) {
   const MutexLock lock(mutex_);
@@ -23,12 +17,7 @@ bool DormantMappings::keep(Address address, Chunk* chunk, std::atomic<std::int64
     by_address_.emplace(address, Kept{chunk, chunk->size, since, unmapped});
   } catch (const std::bad_alloc&) {
     by_age_.erase(since);
-    const auto [first, last] = by_chunk_.equal_range(chunk);
-    for (auto at = first; at != last; ++at) {
-      if (at->second != address) continue;
-      by_chunk_.erase(at);
-      break;
-    }
+    forget_place(chunk, address);
     return false;
   }
   size_.store(by_address_.size(), std::memory_order_relaxed);
@@ -44,13 +33,14 @@ bool DormantMappings::claim(Address address, const Chunk* chunk) {
   return true;
 }
 
+void DormantMappings::forget_place(const Chunk* chunk, Address address) {
+  const auto [first, last] = by_chunk_.equal_range(chunk);
+  const auto found = std::find_if(first, last, [address](const auto& place) { return place.second == address; });
+  if (found != last) by_chunk_.erase(found);
+}
+
 DormantMappings::ByAddress::iterator DormantMappings::forget(ByAddress::iterator at) {
-  const auto [first, last] = by_chunk_.equal_range(at->second.chunk);
-  for (auto of_chunk = first; of_chunk != last; ++of_chunk) {
-    if (of_chunk->second != at->first) continue;
-    by_chunk_.erase(of_chunk);
-    break;
-  }
+  forget_place(at->second.chunk, at->first);
   by_age_.erase(at->second.since);
   const auto next = by_address_.erase(at);
   size_.store(by_address_.size(), std::memory_order_relaxed);
@@ -58,8 +48,8 @@ DormantMappings::ByAddress::iterator DormantMappings::forget(ByAddress::iterator
 }
 
 Status DormantMappings::drop(ByAddress::iterator at) {
-  const Status status = unmapped(driver_.unmap(at->first, at->second.size));
-  if (!status.ok()) return status;
+  const Status status = driver_.unmap(at->first, at->second.size);
+  if (!status.ok() && status.code() != StatusCode::driver_gone) return status;
   at->second.unmapped->fetch_add(1, std::memory_order_relaxed);
   forget(at);
   return {};

@@ -68,6 +68,7 @@ class DormantMappings {
   };
   using ByAddress = std::map<Address, Kept>;
 
+  void forget_place(const Chunk* chunk, Address address) VMM_REQUIRES(mutex_);
   ByAddress::iterator forget(ByAddress::iterator at) VMM_REQUIRES(mutex_);
   Status drop(ByAddress::iterator at) VMM_REQUIRES(mutex_);
   Status drop_all_of(Chunk* chunk) VMM_REQUIRES(mutex_);

@@ -148,14 +148,8 @@ ByteRange Pool::take_returning(const Extent& extent, std::size_t bare_behind, Gr
       break;
     }
     if (backing->placements.size() - first == count) continue;
-    while (backing->placements.size() > first) {
-      Chunk* const chunk = backing->placements.back().chunk;
-      if (grant != nullptr) {
-        grant->chunks.put(chunk);
-      } else {
-        context_.store.put(group_, chunk);
-      }
-      backing->placements.pop_back();
+    for (; backing->placements.size() > first; backing->placements.pop_back()) {
+      put_back(backing->placements.back().chunk, grant);
     }
   }
   return are_absent ? place : ByteRange{};
@@ -199,17 +193,12 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
   ByteRange returning_to;
   if (!fresh_only && !lack.is_whole) returning_to = take_returning(extent, bare_behind, grant, backing);
   const std::vector<PlacedChunk> returning = backing->placements;  // by offset
-  auto next = returning.begin();
   for (const ByteRange& gap : extent.gaps) {
+    const auto begins_it = [&gap](const PlacedChunk& placement) { return placement.offset == gap.offset; };
+    if (std::any_of(returning.begin(), returning.end(), begins_it)) continue;  // they fill all of it
+    const std::size_t beyond = gap == extent.gaps.back() ? bare_behind : 0;
     for (std::size_t at = gap.offset; at < gap.end();) {
-      if (next != returning.end() && next->offset == at) {
-        at += next->chunk->size;
-        ++next;
-        continue;
-      }
-      const bool is_before_one = next != returning.end() && next->offset < gap.end();
-      const std::size_t remaining = (is_before_one ? next->offset : gap.end()) - at;
-      const std::size_t beyond = !is_before_one && gap == extent.gaps.back() ? bare_behind : 0;
+      const std::size_t remaining = gap.end() - at;
       const std::size_t largest = growth_.largest_at(at, remaining);
       backing->placements.push_back({at, nullptr});  // first: what is taken has its place
       Chunk*& chunk = backing->placements.back().chunk;
@@ -305,14 +294,17 @@ void Pool::uncover(Extent* extent, std::size_t end) {
   extent->pieces.erase(beyond, extent->pieces.end());
 }
 
+void Pool::put_back(Chunk* chunk, Grant* grant) {
+  if (grant != nullptr) {
+    grant->chunks.put(chunk);
+  } else {
+    context_.store.put(group_, chunk);
+  }
+}
+
 void Pool::put_back(const Backing& backing, Grant* grant) {
   for (const PlacedChunk& placement : backing.placements) {
-    if (backing.is_move(placement.chunk)) continue;  // it never left its place
-    if (grant != nullptr) {
-      grant->chunks.put(placement.chunk);
-    } else {
-      context_.store.put(group_, placement.chunk);
-    }
+    if (!backing.is_move(placement.chunk)) put_back(placement.chunk, grant);  // a move never left its place
   }
 }
 

@@ -535,6 +535,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
                         IdleChunk* out);
   Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
   Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) VMM_REQUIRES(mutex_);
+  void put_back(Chunk* chunk, Grant* grant) VMM_REQUIRES(mutex_);
   void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
 
   // idle.cpp: idle chunks, and letting go of them
@@ -594,12 +595,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void note_sealed() VMM_REQUIRES(mutex_);
   Status leave_no_writable_place(const std::vector<ByteRange>& stretches) VMM_REQUIRES(mutex_);
   void may_return_again(const std::vector<ByteRange>& stretches) VMM_REQUIRES(mutex_);
-  template <typename Each>
-  void for_each_chunk_in(const std::vector<ByteRange>& stretches, const Each& each) const VMM_REQUIRES(mutex_);
 
   // sharing.cpp
-  template <typename Each>
-  void for_each_chunk_under(Address address, std::size_t bytes, const Each& each) const VMM_REQUIRES(mutex_);
+  using EachChunk = FunctionRef<void(Address, Chunk&)>;
+  void for_each_chunk_under(Address address, std::size_t bytes, const EachChunk& each) const VMM_REQUIRES(mutex_);
 
   // watched.cpp
   bool find_guarded(std::size_t bytes, std::size_t* offset) VMM_REQUIRES(mutex_);

@@ -102,27 +102,23 @@ Epoch Pool::last_free() const {
   return newest;
 }
 
-template <typename Each>
-void Pool::for_each_chunk_in(const std::vector<ByteRange>& stretches, const Each& each) const {
-  for (const ByteRange& stretch : stretches) {
-    for (auto at = range_->from(stretch.offset); at != range_->live().end() && at->first < stretch.end(); ++at) {
-      each(at->second.chunk);
-    }
-  }
-}
-
 // A pool that had the memory before could write to it through its dormant mappings.
 Status Pool::leave_no_writable_place(const std::vector<ByteRange>& stretches) {
   Status status;
-  for_each_chunk_in(stretches, [&](Chunk* chunk) {
-    if (status.ok()) status = context_.store.dormant().ban(chunk);
-  });
+  for (const ByteRange& stretch : stretches) {
+    for_each_chunk_under(base_ + stretch.offset, stretch.size, [&](Address /*at*/, Chunk& chunk) {
+      if (status.ok()) status = context_.store.dormant().ban(&chunk);
+    });
+  }
   if (!status.ok()) may_return_again(stretches);
   return status;
 }
 
 void Pool::may_return_again(const std::vector<ByteRange>& stretches) {
-  for_each_chunk_in(stretches, [this](Chunk* chunk) { context_.store.dormant().allow(chunk); });
+  for (const ByteRange& stretch : stretches) {
+    for_each_chunk_under(base_ + stretch.offset, stretch.size,
+                         [&](Address /*at*/, Chunk& chunk) { context_.store.dormant().allow(&chunk); });
+  }
 }
 
 std::vector<ByteRange> Pool::set_memory_access(const std::vector<AddressRange>& pieces, Access access,

@@ -15,8 +15,7 @@ ChunkView view_of(Address at, const Chunk& chunk) {
 }  // namespace
 
 // Calls `each(address, chunk)` for the chunks under [address, address + bytes).
-template <typename Each>
-void Pool::for_each_chunk_under(Address address, std::size_t bytes, const Each& each) const {
+void Pool::for_each_chunk_under(Address address, std::size_t bytes, const EachChunk& each) const {
   if (range_ == nullptr || !contains(address)) return;
   for (auto at = range_->covering(address - base_); at != range_->live().end(); ++at) {
     if (at->first >= address - base_ + bytes) break;
