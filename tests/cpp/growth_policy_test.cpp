@@ -63,32 +63,29 @@ TEST(GrowthPolicy, GrowsWhileItHasLittleMoreThanWasEverLive) {
   EXPECT_TRUE(policy.grows(67 * kPage)) << "the most that was, not what is";
 }
 
-TEST(GrowthPolicy, ForWhatItMovesItMayGrowUpToAQuarter) {
+TEST(GrowthPolicy, ForWhatItMovesItMayGrowAndForManyMovesByAQuarter) {
   GrowthPolicy policy(ordinary());
-  const std::size_t peak = 66 * 1350 * kPage;
+  const std::size_t peak = 66 * 2000 * kPage;
   policy.note_live(peak);
-  const std::size_t step = 1350 * kPage;  // a 66th
+  const std::size_t step = 2000 * kPage;  // a 66th
   EXPECT_FALSE(policy.grows(peak + step + kPage));
   policy.note_moves(1);
   EXPECT_TRUE(policy.grows(peak + step + kPage)) << "a page for each";
   EXPECT_FALSE(policy.grows(peak + step + 2 * kPage));
-  policy.note_moves(1349);
+  policy.note_moves(1999);
   EXPECT_TRUE(policy.grows(peak + 2 * step));
   EXPECT_FALSE(policy.grows(peak + 2 * step + 1));
   policy.note_moves(1);
-  EXPECT_TRUE(policy.grows(peak + 2 * step + 16 * kPage)) << "and 16 from here on";
-  EXPECT_FALSE(policy.grows(peak + 2 * step + 16 * kPage + 1));
-  policy.note_moves(1350);
-  EXPECT_TRUE(policy.grows(peak + peak / 4));
+  EXPECT_TRUE(policy.grows(peak + peak / 4)) << "it never settles";
   EXPECT_FALSE(policy.grows(peak + peak / 4 + 1));
 }
 
 TEST(GrowthPolicy, WhatIsHandedOutPaysForMoves) {
   GrowthPolicy policy(ordinary());
-  const std::size_t peak = 66 * 1350 * kPage;
+  const std::size_t peak = 66 * 2000 * kPage;
   policy.note_live(peak);
   policy.note_moves(2);
-  const std::size_t most = peak + 1352 * kPage;
+  const std::size_t most = peak + 2002 * kPage;
   EXPECT_TRUE(policy.grows(most));
   policy.note_handed_out(512 * kGiB - 1);
   EXPECT_TRUE(policy.grows(most));
@@ -96,8 +93,8 @@ TEST(GrowthPolicy, WhatIsHandedOutPaysForMoves) {
   EXPECT_FALSE(policy.grows(most));
   EXPECT_TRUE(policy.grows(most - kPage));
   policy.note_handed_out(100 * 512 * kGiB);
-  EXPECT_TRUE(policy.grows(peak + 1350 * kPage)) << "never less than a 66th";
-  EXPECT_FALSE(policy.grows(peak + 1350 * kPage + 1));
+  EXPECT_TRUE(policy.grows(peak + 2000 * kPage)) << "never less than a 66th";
+  EXPECT_FALSE(policy.grows(peak + 2000 * kPage + 1));
 }
 
 TEST(GrowthPolicy, OneThatGrowsFreelyTakesFourTimesItsPeak) {

@@ -72,11 +72,11 @@ BOUNDS = {
     "lora": Bound(1.008, 4870, 530),
     "serve": Bound(1.025, 2100, 90),
     "two": Bound(1.015, 2490, 160),
-    "continuous": Bound(1.106, 8850, 350),
+    "continuous": Bound(1.109, 9340, 350),
     "own_train": Bound(1.008, 4950, 60),
     "own_checkpointed": Bound(1.013, 4660, 220),
     "own_serve": Bound(1.013, 2930, 280),
-    "own_continuous": Bound(1.043, 4880, 1190),
+    "own_continuous": Bound(1.030, 4880, 1190),
     "own_vision": Bound(1.016, 4900, 60),
     "own_turns": Bound(1.013, 2710, 10),
     "own_lora": Bound(1.018, 4360, 130),
@@ -84,18 +84,18 @@ BOUNDS = {
 }
 BEHIND = 300  # steps: what an H100 was behind own_continuous, by its ratio
 BEHIND_BOUNDS = {
-    "train": Bound(1.031, 5270, 1430),
+    "train": Bound(1.018, 5270, 1430),
     "vision": Bound(1.013, 3840, 950),
     "lora": Bound(1.011, 4860, 540),
     "serve": Bound(1.021, 1860, 70),
     "two": Bound(1.016, 2390, 110),
-    "continuous": Bound(1.097, 8810, 310),
+    "continuous": Bound(1.104, 9110, 310),
     "own_train": Bound(1.006, 4640, 40),
     "own_checkpointed": Bound(1.012, 4020, 160),
     "own_serve": Bound(1.014, 2450, 120),
-    "own_continuous": Bound(1.038, 4630, 850),
+    "own_continuous": Bound(1.032, 5360, 890),
     "own_vision": Bound(1.017, 4730, 50),
-    "own_turns": Bound(1.017, 2700, 30),
+    "own_turns": Bound(1.020, 2720, 40),
     "own_lora": Bound(1.010, 3980, 110),
     "own_two_models": Bound(1.026, 2340, 170),
 }
@@ -186,6 +186,47 @@ def test_a_replay_is_the_same_again() -> None:
     assert replay("vision", again=True) == replay("vision")
 
 
+# -- Random sizes, which nothing holds without slack ------------------------------------------------------------------
+
+MIB = 2**20
+LIVE = 200
+STEPS = 20_000  # a round; every round is the same
+
+
+def random_replacements(seed: int, rounds: int) -> Program:
+    """Each step replaces one of so many blocks by one of 2 to 256 MiB (uniform in its logarithm)."""
+    random = np.random.default_rng(seed)
+    sizes = np.exp(random.uniform(np.log(2 * MIB), np.log(256 * MIB), STEPS)).astype(np.uint64)
+    slots = random.integers(0, LIVE, STEPS)
+    op, block, size = [], [], []
+    held: dict[int, int] = {}
+    for number in range(rounds * STEPS):
+        slot = int(slots[number % STEPS])
+        if slot in held:
+            op.append(1)
+            block.append(held[slot])
+            size.append(0)
+        held[slot] = number
+        op.append(0)
+        block.append(number)
+        size.append(int(sizes[number % STEPS]))
+    columns = (np.array(column, np.uint64) for column in (block, size, [0] * len(op)))
+    return Program(np.array(op, np.uint8), *columns)
+
+
+@pytest.mark.parametrize("behind", [0, BEHIND])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_never_settles_has_room_after_a_while(seed: int, behind: int) -> None:
+    rounds = 5
+    result = _C.replay(*random_replacements(seed, rounds), 300 * GIB, behind=behind)
+    calls = np.frombuffer(result["driver_calls"], np.uint64)
+    made = [int(part[-1] - part[0]) for part in np.array_split(calls, rounds)]
+    ratio = result["reserved_peak"] / result["allocated_peak"]
+    print(f"seed {seed}, {behind} behind: reserved / allocated {ratio:.3f}, driver calls by round {made}")
+    assert ratio <= 1.25, "a quarter more, and no more than that"
+    assert sum(made[2:]) <= 3 * 60, "a call in 333 steps"
+
+
 # -- Two programs that take turns, a pool each -------------------------------------------------------------------------
 
 PARTS = 8
@@ -254,13 +295,13 @@ def test_models_that_take_turns_stay_within_their_limit(names: tuple[str, str], 
 
 
 def test_models_that_do_the_same_in_every_turn_ask_the_driver_for_nothing() -> None:
-    sizes = np.array([12, 48, 48, 12, 3, 96] * 12, np.uint64) * np.uint64(2**20)
+    sizes = np.array([12, 48, 48, 12, 3, 96] * 12, np.uint64) * np.uint64(MIB)
     blocks = np.arange(len(sizes), dtype=np.uint64)
     turns = 10
     op = np.tile(np.repeat(np.array([0, 1], np.uint8), len(sizes)), turns)
     block, size = np.tile(blocks, 2 * turns), np.tile(sizes, 2 * turns)
     models = np.repeat(np.arange(turns, dtype=np.uint8) % 2, 2 * len(sizes)).astype(np.uint8)
-    limit = int(sizes.sum()) + 128 * 2**20
+    limit = int(sizes.sum()) + 128 * MIB
     result = _C.replay(op, block, size, np.zeros(len(op), np.uint64), 2 * limit, models, limit)
     calls = np.frombuffer(result["driver_calls"], np.uint64)
     made = [int(part[-1] - part[0]) for part in np.array_split(calls, turns)]
