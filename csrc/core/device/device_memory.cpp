@@ -1,5 +1,5 @@
-// DeviceMemory: the lives of its pools and groups. Giving back is giving_back.cpp, the
-// ladder reclaim.cpp, what it tells numbers.cpp.
+// DeviceMemory: the lives of its pools and groups. A request's way is allocating.cpp, the
+// ladder reclaim.cpp, giving back giving_back.cpp, what it tells numbers.cpp.
 #include "core/device/device_memory.h"
 
 #include <algorithm>

@@ -1,0 +1,73 @@
+// DeviceMemory: the way of a request. The threads' caches and the pool itself first; then what
+// is only held up is waited for; then the ladder (reclaim.cpp).
+#include "base/errors.h"
+#include "core/device/device_memory.h"
+
+namespace vmm {
+
+Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
+  if (const unsigned beside = beside_.load(std::memory_order_relaxed); beside != 0) [[unlikely]] {
+    if ((beside & kDebugMode) != 0) return allocate_in_debug_mode(pool, bytes, stream);
+    tend();
+  }
+  if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) [[likely]]
+    return kept;
+  // As above, but no closure is made where the pool can by itself: 40 of 1900 instructions.
+  Shortage shortage;
+  if (const Address address = pool.try_allocate(bytes, stream, nullptr, &shortage)) return address;
+  return go_on(
+      pool, bytes, stream,
+      [&](Grant* grant, Shortage* lacks) { return pool.try_allocate(bytes, stream, grant, lacks); }, shortage);
+}
+
+Address DeviceMemory::allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream) {
+  settle_watched(pool);
+  return allocate(pool, bytes, std::nullopt, [&](Grant* grant, Shortage* shortage) {
+    return pool.try_allocate_at(address, bytes, stream, grant, shortage);
+  });
+}
+
+Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream) {
+  settle_watched(pool);
+  return allocate(pool, size, std::nullopt, [&](Grant* grant, Shortage* shortage) {
+    return pool.try_allocate_pages(offset, size, stream, grant, shortage);
+  });
+}
+
+Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream) {
+  return allocate(pool, size, std::nullopt, [&](Grant* grant, Shortage* shortage) {
+    return pool.try_allocate_first(size, stream, grant, shortage);
+  });
+}
+
+Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt) {
+  tend_if_any_wait();
+  Shortage shortage;
+  if (const Address address = attempt(nullptr, &shortage)) return address;
+  return go_on(pool, bytes, stream, attempt, shortage);
+}
+
+// After an attempt in vain: waits for what is only held up, then climbs.
+Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
+                            Shortage shortage) {
+  while (!shortage.is_sealed && shortage.wait_for != kLongAgo) {
+    wait_for(shortage.wait_for);
+    shortage = {};
+    if (const Address address = attempt(nullptr, &shortage)) return address;
+  }
+  if (shortage.is_sealed) return allocate_in_another_space(pool, bytes, *stream);
+  Climb climb{pool, bytes, stream, attempt, shortage, climbs_.load(std::memory_order_relaxed)};
+  return reach(climb);
+}
+
+// A tag's space that takes no requests, as some of its memory is read-only.
+Address DeviceMemory::allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream) {
+  const std::shared_ptr<Pool> space = tagged(sealed.owner(), sealed.tag());
+  return allocate(*space, bytes, stream);
+}
+
+void DeviceMemory::wait_for(Epoch epoch) {
+  throw_if_failed(clock_.wait(epoch), "waiting for queued work that may use the memory");
+}
+
+}  // namespace vmm

@@ -1,0 +1,97 @@
+// DeviceMemory: what is known of a request that found no memory, gathered for the error
+// (refusal.h has the words).
+#include <algorithm>
+#include <set>
+
+#include "base/errors.h"
+#include "core/device/device_memory.h"
+
+namespace vmm {
+
+// Who holds memory that counts under `refused` (nullptr: the device), whoever
+// holds most first. What is idle and still there now is what floors keep.
+std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Pool& asker) const {
+  std::vector<Holder> holders;
+  std::size_t in_pools = 0;
+  const PoolList all = refused == nullptr ? pools() : pools_under(*refused);
+  std::set<const Pool*> there;
+  for (const auto& pool : all) there.insert(pool.get());
+  for (const auto& pool : all) {
+    // Its model's, unless that was closed and a tensor of it lives on.
+    if (pool->is_part() && there.count(&pool->model()) != 0) continue;
+    const MemoryStats stats = memory_stats_of(*pool);
+    in_pools += stats.physical_usage;
+    if (stats.physical_usage == 0) continue;
+    Holder holder{pool->name() + (pool->model().is_retired() ? " (closed)" : ""), stats.allocated_bytes,
+                  stats.idle_bytes, stats.stranded_bytes, stats.quarantined_bytes};
+    if (holder.idle != 0 && &pool->model() != &asker.model()) holder.floor = pool->floor();
+    holders.push_back(std::move(holder));
+  }
+  if (refused == nullptr || refused == &budget_) {
+    const std::size_t foreign = foreign_budget_.used();
+    if (foreign != 0) holders.push_back({"MemPools of other allocators", foreign});
+    const std::size_t zeros = zero_budget_.used();
+    if (zeros != 0) holders.push_back({"pages that read as zero", zeros});
+    const std::size_t accounted = in_pools + foreign + zeros + store_.all_shelved_bytes();
+    const std::size_t by_hand = budget_.used() - std::min(accounted, budget_.used());
+    if (by_hand != 0) holders.push_back({"VirtualMemoryManager", by_hand});
+  }
+  std::stable_sort(holders.begin(), holders.end(), [](const auto& a, const auto& b) { return a.held() > b.held(); });
+  return holders;
+}
+
+void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage) {
+  Refusal refusal;
+  RefusalCause cause;
+  refusal.requested = bytes;
+  refusal.pool = asker.is_tag_space() ? asker.model().name() : asker.name();
+  refusal.limit = asker.budget().limit();
+  cause.no_addresses = shortage.no_address_space;
+  cause.takes_whole_pages = options_.debug.kind == DebugMode::Kind::guard;
+  cause.capacity = asker.capacity();
+  for (const Budget* level = &asker.budget(); level != nullptr; level = level->parent()) {
+    if (level == &budget_ && level->limit() == kUnlimited) continue;
+    cause.limits += "; " + level->name() + ": ";
+    if (level->limit() != kUnlimited) cause.limits += "limit " + format_bytes(level->limit()) + ", ";
+    cause.limits += "mapped " + format_bytes(level->used());
+  }
+  MemoryInfo info;
+  const bool known = driver_.memory_info(device_, &info).ok();
+  if (known) {
+    cause.device_total = info.total;
+    cause.device_free = info.free;
+    const std::size_t taken = info.total - std::min(info.free, info.total);
+    cause.outside = taken - std::min(budget_.used(), taken);
+  }
+  if (cause.no_addresses) {
+    refusal.limit = cause.capacity;
+    refusal.holders = holders_under(&asker.model().budget(), asker);
+  } else {
+    refusal.holders = holders_under(shortage.refused, asker);
+    if (shortage.refused != nullptr) {
+      refusal.limit = shortage.refused->limit();
+      cause.limit_name = shortage.refused->name();
+    } else {
+      cause.driver_said = shortage.status.text();
+      if (known && shortage.status.code() == StatusCode::out_of_memory) refusal.limit = info.total;
+    }
+  }
+  const std::size_t headroom = asker.budget().headroom();
+  refusal.available =
+      std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) + asker.memory_stats().idle_bytes;
+  refusal.advice = advice_for(refusal, cause);
+  {
+    const MutexLock lock(refusal_mutex_);
+    last_refusal_ = refusal;
+  }
+  OutOfMemoryError error(text_of(refusal, cause), refusal.requested, refusal.available, refusal.limit, refusal.pool);
+  error.is_told = true;
+  throw error;
+}
+
+std::optional<Refusal> DeviceMemory::last_refusal() const {
+  const MutexLock lock(refusal_mutex_);
+  return last_refusal_;
+}
+
+}  // namespace vmm
