@@ -55,9 +55,12 @@ Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream>
     shortage = {};
     if (const Address address = attempt(nullptr, &shortage)) return address;
   }
-  if (shortage.is_sealed) return allocate_in_another_space(pool, bytes, *stream);
   Climb climb{pool, bytes, stream, attempt, shortage, climbs_.load(std::memory_order_relaxed)};
-  return reach(climb);
+  if (!climb.shortage.is_sealed) {
+    if (const Address address = reach(climb)) return address;
+  }
+  if (climb.shortage.is_sealed) return allocate_in_another_space(pool, bytes, *stream);
+  refuse(climb);
 }
 
 // A tag's space that takes no requests, as some of its memory is read-only.

@@ -253,7 +253,7 @@ class DeviceMemory {
     const std::uint64_t climbs_before;
     Address again(Grant* grant);
   };
-  // The address, or OutOfMemoryError.
+  // 0: no rung helped, or what the asker has is sealed meanwhile.
   Address reach(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   // The rungs, in order: each an address, or 0 and the next one is tried.
   Address give_shelves_back(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
@@ -285,7 +285,8 @@ class DeviceMemory {
     if ((beside_.load(std::memory_order_relaxed) & kHasEnded) != 0) [[unlikely]]
       tend();
   }
-  [[noreturn]] void throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage);
+  // refusing.cpp
+  [[noreturn]] void refuse(const Climb& climb) VMM_EXCLUDES(refusal_mutex_);
   [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
 
   Driver& driver_;

@@ -1,7 +1,7 @@
 // The reclaim ladder: who yields when a request cannot be met.
 //
 //   0  the pool itself: its own idle chunks, its group's shelf, a new chunk
-//      within the limits (Pool::place)
+//      within the limits (allocating.cpp, Pool::place)
 //   1  what rests on the group's shelf in sizes that did not fit is given back
 //      to the driver, which makes room under the limit
 //   2  idle chunks of other pools that stand under the limit that refused,
@@ -15,7 +15,7 @@
 //      thread can take it in between. Again while others had work queued since
 //      that may still use idle memory
 //   6  an error that says who asked, for how much, every limit, who holds
-//      what, and what would help
+//      what, and what would help (refusing.cpp)
 //
 // A rung that has changed nothing is not followed by another attempt.
 // One request at a time climbs; requests that their own pool can meet never
@@ -226,20 +226,12 @@ Address DeviceMemory::reach(Climb& climb) {
   constexpr std::array<Rung, 5> kRungs = {&DeviceMemory::give_shelves_back, &DeviceMemory::take_from_others,
                                           &DeviceMemory::call_for_memory, &DeviceMemory::borrow,
                                           &DeviceMemory::wait_and_melt};
-  Pool& asker = climb.asker;
-  asker.count_retry();
+  climb.asker.count_retry();
   for (const Rung rung : kRungs) {
-    if (const Address address = (this->*rung)(climb)) return address;
-    if (climb.shortage.is_sealed) return allocate_in_another_space(asker, climb.bytes, *climb.stream);
+    const Address address = (this->*rung)(climb);
+    if (address != 0 || climb.shortage.is_sealed) return address;
   }
-  const Shortage& lacks = climb.shortage;
-  const bool driver_failed = lacks.refused == nullptr && !lacks.no_address_space;
-  if (driver_failed && lacks.status.code() != StatusCode::out_of_memory) {
-    throw_if_failed(lacks.status, "pool '" + asker.name() + "': " + format_bytes(climb.bytes) + " asked");
-  }
-  asker.count_oom();
-  if (on_out_of_memory_) on_out_of_memory_(asker, climb.bytes, climb.stream.value_or(nullptr));
-  throw_out_of_memory(asker, climb.bytes, lacks);
+  return 0;
 }
 
 }  // namespace vmm

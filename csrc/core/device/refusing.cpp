@@ -40,7 +40,16 @@ std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Poo
   return holders;
 }
 
-void DeviceMemory::throw_out_of_memory(Pool& asker, std::size_t bytes, const Shortage& shortage) {
+void DeviceMemory::refuse(const Climb& climb) {
+  Pool& asker = climb.asker;
+  const std::size_t bytes = climb.bytes;
+  const Shortage& shortage = climb.shortage;
+  const bool driver_failed = shortage.refused == nullptr && !shortage.no_address_space;
+  if (driver_failed && shortage.status.code() != StatusCode::out_of_memory) {
+    throw_if_failed(shortage.status, "pool '" + asker.name() + "': " + format_bytes(bytes) + " asked");
+  }
+  asker.count_oom();
+  if (on_out_of_memory_) on_out_of_memory_(asker, bytes, climb.stream.value_or(nullptr));
   Refusal refusal;
   RefusalCause cause;
   refusal.requested = bytes;
