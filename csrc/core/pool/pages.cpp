@@ -55,9 +55,7 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
     streams_.note_zeroing(request.tag);
     if (status.ok()) continue;
     free_pages(range);
-    *shortage = {};
-    shortage->bytes = range.size;
-    shortage->status = status;
+    *shortage = Shortage::of_driver(range.size, status);
     return 0;
   }
   return base_ + range.offset;
@@ -122,7 +120,7 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
   give_up_spare_slabs();
   if (!streams_.is_behind(streams_.tag_of(stream), &shortage->wait_for)) return 0;
   if (const auto begin = large_.first_fit(wanted, page_)) return take_pages({*begin, wanted}, stream, grant, shortage);
-  *shortage = {wanted, nullptr, {}, /*no_address_space=*/true};
+  *shortage = Shortage::of_addresses(wanted);
   return 0;
 }
 

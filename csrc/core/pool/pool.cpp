@@ -290,7 +290,7 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
   if (!takes_requests(shortage)) [[unlikely]]
     return 0;
   if (bytes > capacity_) {  // before it is rounded up: near 2^64 that wraps
-    *shortage = {bytes, nullptr, {}, /*no_address_space=*/true};
+    *shortage = Shortage::of_addresses(bytes);
     return 0;
   }
   if (!pending_.empty()) settle_locked();

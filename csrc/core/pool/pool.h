@@ -124,6 +124,10 @@ struct PoolSpec {
 
 // Why a request could not be met by the pool itself.
 struct Shortage {
+  // No stretch of addresses is that long.
+  static Shortage of_addresses(std::size_t bytes) { return {bytes, nullptr, {}, /*no_address_space=*/true}; }
+  static Shortage of_driver(std::size_t bytes, const Status& said) { return {bytes, nullptr, said}; }
+
   std::size_t bytes = 0;      // physical bytes that were missing
   Budget* refused = nullptr;  // the limit that refused; nullptr: the driver, or no address space
   Status status;              // what the driver said, when it was the driver

@@ -183,7 +183,7 @@ Address Pool::allocate_watched_locked(std::size_t bytes, Stream stream, const st
   try {
     if (const Status status = write_patterns(*block, bytes, last_use, &around); !status.ok()) {
       undo();
-      *shortage = {bytes, nullptr, status};
+      *shortage = Shortage::of_driver(bytes, status);
       return 0;
     }
     watch_.live.emplace(offset, around);
