@@ -184,12 +184,14 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   std::string why;
   void* segment = provide(wanted, &why);
   if (segment == nullptr && !memory_.clock().is_capturing()) {
+    registry().change(device_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
     // What pools that are gone have left, and what our own hold unused, may be
     // what the provider lacks.
-    registry().change(device_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
-    finish_closed(device_, /*wait=*/true);
-    memory_.empty_cache();
-    segment = provide(wanted, &why);
+    if (memory_.could_hold(budget_, wanted)) {
+      finish_closed(device_, /*wait=*/true);
+      memory_.empty_cache();
+      segment = provide(wanted, &why);
+    }
   }
   if (segment == nullptr) {
     registry().change(device_, [](Statistics& statistics) { ++statistics.num_ooms; });

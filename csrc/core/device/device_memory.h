@@ -96,6 +96,9 @@ class DeviceMemory {
   Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
   Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
+  // Whether the device's memory, and each limit above `payer` as it is at this moment, is that
+  // large: otherwise nothing that anybody gives back would do.
+  [[nodiscard]] bool could_hold(const Budget& payer, std::size_t bytes) const;
   // The last of these requests that was refused.
   [[nodiscard]] std::optional<Refusal> last_refusal() const VMM_EXCLUDES(refusal_mutex_);
   // Frees explicit pages; what then rests on the shelf stays bounded.
@@ -255,6 +258,7 @@ class DeviceMemory {
   };
   // 0: no rung helped, or what the asker has is sealed meanwhile.
   Address reach(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
+  [[nodiscard]] bool could_be_met(const Climb& climb) const;
   // The rungs, in order: each an address, or 0 and the next one is tried.
   Address give_shelves_back(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   Address take_from_others(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);

@@ -17,7 +17,9 @@
 //   6  an error that says who asked, for how much, every limit, who holds
 //      what, and what would help (refusing.cpp)
 //
-// A rung that has changed nothing is not followed by another attempt.
+// A rung that has changed nothing is not followed by another attempt. Where everything that
+// all others have would not do, nobody gives anything: rungs 1, 2 and 5 are passed over. A
+// callback may raise a limit, so 3 is passed over only where the device is too small.
 // One request at a time climbs; requests that their own pool can meet never
 // wait for it.
 #include <algorithm>
@@ -149,8 +151,20 @@ Address DeviceMemory::Climb::again(Grant* grant) {
   return address;
 }
 
+bool DeviceMemory::could_hold(const Budget& payer, std::size_t bytes) const {
+  if (bytes > capabilities_.total_memory) return false;
+  for (const Budget* level = &payer; level != nullptr; level = level->parent()) {
+    if (bytes > level->limit()) return false;
+  }
+  return true;
+}
+
+bool DeviceMemory::could_be_met(const Climb& climb) const {
+  return climb.bytes <= climb.asker.capacity() && could_hold(climb.asker.budget(), climb.bytes);
+}
+
 Address DeviceMemory::give_shelves_back(Climb& climb) {
-  if (climb.shortage.no_address_space) return 0;
+  if (climb.shortage.no_address_space || !could_be_met(climb)) return 0;
   const MutexLock lock(reclaim_mutex_);
   // Whoever climbed meanwhile may have left what this one needs.
   const bool others_climbed = climbs_.fetch_add(1, std::memory_order_relaxed) != climb.climbs_before;
@@ -164,7 +178,7 @@ Address DeviceMemory::give_shelves_back(Climb& climb) {
 Address DeviceMemory::take_from_others(Climb& climb) {
   Pool& asker = climb.asker;
   const Shortage& lacks = climb.shortage;
-  if (lacks.no_address_space || lacks.wait_for != kLongAgo || asker.is_pinned()) return 0;
+  if (lacks.no_address_space || lacks.wait_for != kLongAgo || asker.is_pinned() || !could_be_met(climb)) return 0;
   const MutexLock lock(reclaim_mutex_);
   if (asker.keeps_within_chunks() && asker.shed(0) != 0) {
     // Its own idle chunks do not fit, and are not put together.
@@ -182,6 +196,7 @@ Address DeviceMemory::take_from_others(Climb& climb) {
 // A callback may free tensors, and even allocate: no lock is held. torch's ask for
 // events, which ends a capture.
 Address DeviceMemory::call_for_memory(Climb& climb) {
+  if (climb.bytes > capabilities_.total_memory) return 0;
   const bool has_freed = memory_callback_ && !clock_.is_capturing() && memory_callback_();
   return settle(/*wait=*/false) || has_freed ? climb.again(nullptr) : 0;
 }
@@ -192,6 +207,7 @@ Address DeviceMemory::borrow(Climb& climb) {
 }
 
 Address DeviceMemory::wait_and_melt(Climb& climb) {
+  if (!could_be_met(climb)) return 0;
   Pool& asker = climb.asker;
   std::size_t in_use = 0;
   for (int round = 0; round < kMostRounds; ++round) {

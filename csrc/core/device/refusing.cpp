@@ -81,8 +81,10 @@ void DeviceMemory::refuse(const Climb& climb) {
       refusal.limit = shortage.refused->limit();
       cause.limit_name = shortage.refused->name();
     } else {
-      cause.driver_said = shortage.status.text();
-      if (known && shortage.status.code() == StatusCode::out_of_memory) refusal.limit = info.total;
+      if (!shortage.status.ok()) cause.driver_said = shortage.status.text();
+      if (known && (bytes > info.total || shortage.status.code() == StatusCode::out_of_memory)) {
+        refusal.limit = info.total;
+      }
     }
   }
   const std::size_t headroom = asker.budget().headroom();

@@ -147,8 +147,8 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
   // could charge anything until the driver has refused.
   Status status(StatusCode::out_of_memory, "create");
   if (size <= kMostPhysical) status = memory_.store().create(spec, payer, &chunk, &refused);
-  if (status.code() == StatusCode::out_of_memory && size <= kMostPhysical &&
-      location == Location::on_device(memory_.device())) {
+  if (status.code() == StatusCode::out_of_memory && location == Location::on_device(memory_.device()) &&
+      memory_.could_hold(payer, size)) {
     memory_.empty_cache();  // idle memory of pools on this device
     status = memory_.store().create(spec, payer, &chunk, &refused);
   }

@@ -34,6 +34,7 @@ std::size_t Pool::first_unfree(ByteRange range) const {
 }
 
 Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage* shortage) {
+  if (can_never_hold(range.size, shortage)) return 0;
   Request request;
   request.size = range.size;
   request.where = Request::Where::at;

@@ -122,6 +122,14 @@ bool Pool::takes_requests(Shortage* shortage) const {
   return false;
 }
 
+// More than it has addresses for, or than the device has memory: no attempt is made, which
+// would fill the device with chunks before the driver refuses one.
+bool Pool::can_never_hold(std::size_t bytes, Shortage* shortage) const {
+  if (bytes <= std::min(capacity_, context_.capabilities.total_memory)) return false;
+  *shortage = bytes > capacity_ ? Shortage::of_addresses(bytes) : Shortage::of_device(bytes);
+  return true;
+}
+
 void Pool::retire() {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
   const MutexLock lock(mutex_);
@@ -289,10 +297,7 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
   const MutexLock lock(mutex_);
   if (!takes_requests(shortage)) [[unlikely]]
     return 0;
-  if (bytes > capacity_) {  // before it is rounded up: near 2^64 that wraps
-    *shortage = Shortage::of_addresses(bytes);
-    return 0;
-  }
+  if (can_never_hold(bytes, shortage)) return 0;  // before it is rounded up: near 2^64 that wraps
   if (!pending_.empty()) settle_locked();
   if (range_->retired_count() >= kMostRetired && wait_for_retired(shortage)) return 0;
   const StreamTag tag = streams_.tag_of(stream);
@@ -413,6 +418,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   }
   settle_locked();
   give_up_spare_slabs();
+  if (can_never_hold(size, shortage)) return 0;
   const StreamTag tag = streams_.tag_of(stream);
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   for (std::size_t at = offset; at < offset + size;) {

@@ -98,6 +98,7 @@ struct PoolContext {
   const std::atomic<PoolObserver*>& observer;
   const std::atomic<std::size_t>& oversize_bytes;  // requests from here on are counted as oversize
   const std::atomic<bool>& within_chunks;          // see DeviceMemory::keep_blocks_within_chunks()
+  const Capabilities& capabilities;
   int device = 0;
   WatchLog* log = nullptr;  // of debug mode; nullptr: it is off
 };
@@ -126,6 +127,8 @@ struct PoolSpec {
 struct Shortage {
   // No stretch of addresses is that long.
   static Shortage of_addresses(std::size_t bytes) { return {bytes, nullptr, {}, /*no_address_space=*/true}; }
+  // The device has not that much: the driver was not asked.
+  static Shortage of_device(std::size_t bytes) { return {bytes, nullptr, {}}; }
   static Shortage of_driver(std::size_t bytes, const Status& said) { return {bytes, nullptr, said}; }
 
   std::size_t bytes = 0;      // physical bytes that were missing
@@ -473,6 +476,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
 
   // pool.cpp: the path beneath the caches
   bool takes_requests(Shortage* shortage) const;
+  bool can_never_hold(std::size_t bytes, Shortage* shortage) const;
   Address allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
                         StreamTag* add_shard) VMM_EXCLUDES(mutex_);
   void enter_in_directory(Block* block) VMM_REQUIRES(mutex_);

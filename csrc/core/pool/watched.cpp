@@ -145,7 +145,7 @@ Address Pool::try_allocate_watched(std::size_t bytes, Stream stream, const std::
   {
     const MutexLock lock(mutex_);
     if (!takes_requests(shortage)) return 0;
-    if (!pinned_ && bytes <= capacity_ - 2 * kPatternBytes) {
+    if (!pinned_ && bytes <= capacity_ - 2 * kPatternBytes && !can_never_hold(bytes, shortage)) {
       const Address address = allocate_watched_locked(bytes, stream, stack, grant, shortage);
       const bool is_short = shortage->bytes != 0 || shortage->wait_for != kLongAgo || !shortage->status.ok();
       if (address != 0 || (is_short && !shortage->no_address_space)) return address;
