@@ -32,6 +32,14 @@ def rounded(size: int) -> int:
     return -(-size // 512) * 512
 
 
+def stream(device: str, name: int) -> torch.cuda.Stream | int:
+    """A stream to ask for a buffer on. On the CPU they are told apart by number; a GPU's others are in tests/gpu.
+
+    Once a process has made torch's streams, former addresses wait longer, which other tests here would see.
+    """
+    return torch.cuda.current_stream() if device == "cuda" else name
+
+
 def close_all(made: list[Any]) -> None:
     """Ends the pools that a fixture has made, whatever is alive in them, and lets go of them."""
     for pool in made:

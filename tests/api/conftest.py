@@ -1,13 +1,16 @@
-"""Two models and where a tensor made here and now is: for the tests of routing."""
+"""Two models and where a tensor made here and now is, for the tests of routing; pools of buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import torch_vmm
+from tests.helpers import close_all
+from torch_vmm import _C, MemoryPool
 
 
 @pytest.fixture
@@ -36,3 +39,23 @@ def here(device: str) -> Callable[[], str]:
         return pool.name
 
     return name
+
+
+@pytest.fixture
+def make_buffers(device: str, memory: _C.Device) -> Iterator[Callable[[], MemoryPool]]:
+    """Makes pools, and ends them after the test. What others left behind is not in the device's numbers."""
+    gc.collect()
+    memory.empty_cache()
+    made: list[MemoryPool] = []
+
+    def make() -> MemoryPool:
+        made.append(MemoryPool(device))
+        return made[-1]
+
+    yield make
+    close_all(made)
+
+
+@pytest.fixture
+def buffers(make_buffers: Callable[[], MemoryPool]) -> MemoryPool:
+    return make_buffers()

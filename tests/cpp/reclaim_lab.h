@@ -1,0 +1,35 @@
+// The bench of tests of the ladder: models under one limit.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+
+#include "cpp/lab.h"
+
+namespace vmm::testing {
+
+inline const Stream kOne = stream(0x10);
+inline const Stream kTwo = stream(0x20);
+
+// Two or three models under one limit of 32 MiB.
+class Reclaim : public ::testing::Test {
+ protected:
+  std::shared_ptr<Pool> model(const std::string& name, std::size_t page = kPage, int priority = 0,
+                              std::size_t floor = 0) {
+    PoolSpec spec = Lab::spec(name);
+    spec.page_size = page;
+    spec.priority = priority;
+    spec.floor = floor;
+    return lab_.pool(spec, &group_);
+  }
+  std::size_t waits() const { return lab_.driver.count(Call::wait) + lab_.driver.count(Call::synchronize); }
+  static std::size_t bytes(const std::shared_ptr<Pool>& pool) { return pool->physical_bytes(); }
+
+  Lab lab_;
+  const std::shared_ptr<Budget> owned_group_ = lab_.memory().create_group("the shared pool", 32 * kMiB);
+  Budget& group_ = *owned_group_;
+};
+
+}  // namespace vmm::testing
