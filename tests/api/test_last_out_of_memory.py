@@ -11,6 +11,7 @@ import torch
 
 import torch_vmm
 from tests.helpers import MIB, PAGE
+from torch_vmm import _C
 
 Pool = torch_vmm.VirtualMemoryPool
 Shared = torch_vmm.SharedMemoryPool
@@ -40,6 +41,24 @@ def test_a_tensors_refusal_has_the_values_that_torchs_error_has_not(
     assert "free tensors of 6 MiB" in refusal.advice
     assert refusal.advice in str(raised.value)
     del held
+
+
+@pytest.mark.parametrize("beyond", ["the limit", "the device"])
+def test_what_nothing_could_meet_takes_nothing_from_anybody(
+    device: str, memory: _C.Device, make_shared: Callable[..., Shared], beyond: str
+) -> None:
+    shared = make_shared("64MiB")
+    llama, qwen = shared.register_model("llama"), shared.register_model("qwen")
+    with llama:
+        torch.empty(32 * MIB, dtype=torch.uint8, device=device)
+    idle = llama.memory_stats()
+    size = 65 * MIB if beyond == "the limit" else 2 * memory.total_bytes
+    with qwen, pytest.raises(torch.OutOfMemoryError, match="out of memory") as raised:
+        torch.empty(size, dtype=torch.uint8, device=device)
+    assert ("ask for less: the device has" in str(raised.value)) == (beyond == "the device")
+    assert llama.memory_stats() == idle
+    assert last(device).requested == size
+    assert [holder.name for holder in last(device).holders if holder.idle == 32 * MIB] == ["llama"]
 
 
 def test_the_same_values_as_our_own_errors(device: str, make_pool: Callable[..., Pool]) -> None:

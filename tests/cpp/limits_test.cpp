@@ -17,15 +17,17 @@ TEST_F(Reclaim, AModelsOwnLimitTakesNothingFromOthers) {
   const auto a = lab_.pool(spec, &group_);
   const auto b = model("b");
   lab_.leave_idle(*b, 16 * kMiB);
+  const Address held = lab_.allocate(*a, 4 * kMiB);
   try {
-    lab_.allocate(*a, 10 * kMiB);
+    lab_.allocate(*a, 6 * kMiB);
     FAIL() << "above its own limit";
   } catch (const OutOfMemoryError& error) {
     EXPECT_EQ(error.limit, 8 * kMiB);
-    EXPECT_EQ(error.requested, 10 * kMiB);
+    EXPECT_EQ(error.requested, 6 * kMiB);
     EXPECT_EQ(error.pool, "a");
   }
   EXPECT_EQ(bytes(b), 16 * kMiB);
+  lab_.free(held);
   lab_.allocate(*a, 8 * kMiB);
 }
 
@@ -33,7 +35,8 @@ TEST_F(Reclaim, TheSharedLimitTakesNothingFromPoolsOutside) {
   const auto a = model("a");
   const auto outside = lab_.pool("outside");
   lab_.leave_idle(*outside, 64 * kMiB);
-  EXPECT_THROW(lab_.allocate(*a, 40 * kMiB), OutOfMemoryError);
+  lab_.allocate(*a, 16 * kMiB);
+  EXPECT_THROW(lab_.allocate(*a, 24 * kMiB), OutOfMemoryError);
   EXPECT_EQ(bytes(outside), 64 * kMiB);
 }
 

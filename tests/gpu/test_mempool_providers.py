@@ -247,6 +247,17 @@ def test_torchs_limit_is_of_a_foreign_providers_memory_too(provider: Provider, r
     empty(76 * MIB)  # what went back is not counted any more
 
 
+def test_more_than_the_limit_allows_empties_no_cache(provider: Provider, room_for: Callable[[int], None]) -> None:
+    room_for(80 * MIB)
+    pool = MemPool(provider.allocator)
+    empty(40 * MIB)
+    reserved, retries = torch.cuda.memory_reserved(), torch.cuda.memory_stats()["num_alloc_retries"]
+    with use_mem_pool(pool), pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        empty(reserved + 100 * MIB)
+    assert torch.cuda.memory_reserved() == reserved
+    assert torch.cuda.memory_stats()["num_alloc_retries"] == retries + 1
+
+
 def test_on_oom_a_foreign_providers_unused_memory_serves(provider: Provider, room_for: Callable[[int], None]) -> None:
     """As torch's own test_mempool_limited_memory_with_allocator."""
     room_for(80 * MIB)
