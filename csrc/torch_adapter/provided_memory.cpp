@@ -4,7 +4,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
-#include <iterator>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -17,8 +17,6 @@
 namespace vmm {
 
 namespace {
-
-constexpr StreamTag kTag = 1;  // each heap is one stream's
 
 // What torch's own allocator asks a provider for.
 constexpr std::size_t kSmallBytes = kMiB;
@@ -123,26 +121,28 @@ std::shared_ptr<ProvidedMemory> ProvidedMemory::create(int device, RegionId regi
 
 // ----------------------------------------------------------------- allocation
 
-ProvidedMemory::Heap& ProvidedMemory::heap_of(Stream stream, bool small) {
-  for (const auto& heap : heaps_) {
-    if (heap->stream == stream && heap->small == small) return *heap;
-  }
-  return *heaps_.emplace_back(std::make_unique<Heap>(arena_, stream, small));
+StreamTag ProvidedMemory::tag_of(Stream stream, bool small) {
+  std::size_t tag = 1;
+  while (tag < sharers_.size() && (sharers_[tag].stream != stream || sharers_[tag].small != small)) ++tag;
+  if (tag > std::numeric_limits<StreamTag>::max()) throw VmmError(budget_.name() + " has served 32767 streams");
+  if (tag == sharers_.size()) sharers_.push_back({stream, small});
+  return static_cast<StreamTag>(tag);
 }
 
-Address ProvidedMemory::carve(Heap& heap, Block* free, std::size_t bytes) {
+Address ProvidedMemory::carve(Block* free, std::size_t bytes) {
   const std::size_t size = no_split_.load(std::memory_order_relaxed)
                                ? free->size()
                                : align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
-  Block* const block = heap.blocks.carve(free, free->offset, size, BlockState::used);
+  Block* const block = blocks_.carve(free, free->offset, size, BlockState::used);
   block->requested = bytes;
-  live_[block->offset] = {block, &heap};
+  live_[block->offset] = block;
+  const SizeClass kind = size_class(sharers_[block->tag].small);
   registry().change(device_, [&](Statistics& statistics) {
-    statistics.increase(StatKind::allocation, size_class(heap.small), 1);
-    statistics.increase(StatKind::active, size_class(heap.small), 1);
-    statistics.increase(StatKind::allocated_bytes, size_class(heap.small), block->size());
-    statistics.increase(StatKind::active_bytes, size_class(heap.small), block->size());
-    statistics.increase(StatKind::requested_bytes, size_class(heap.small), bytes);
+    statistics.increase(StatKind::allocation, kind, 1);
+    statistics.increase(StatKind::active, kind, 1);
+    statistics.increase(StatKind::allocated_bytes, kind, block->size());
+    statistics.increase(StatKind::active_bytes, kind, block->size());
+    statistics.increase(StatKind::requested_bytes, kind, bytes);
   });
   return block->offset;
 }
@@ -171,9 +171,8 @@ Address ProvidedMemory::try_allocate_within(std::size_t bytes, Stream stream) {
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   const MutexLock lock(mutex_);
   settle();
-  Heap& heap = heap_of(stream, size <= kSmallBytes);
-  Block* const free = heap.blocks.best_fit(size, kTag);
-  return free == nullptr ? 0 : carve(heap, free, bytes);
+  Block* const free = blocks_.best_fit(size, tag_of(stream, size <= kSmallBytes));
+  return free == nullptr ? 0 : carve(free, bytes);
 }
 
 void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
@@ -203,8 +202,7 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   tell(PoolEvent::segment_map, range, stream);
   tell(PoolEvent::segment_alloc, range, stream);
   const MutexLock lock(mutex_);
-  Heap& heap = heap_of(stream, small);
-  return reinterpret_cast<void*>(carve(heap, heap.blocks.donate(range, kTag), bytes));
+  return reinterpret_cast<void*>(carve(blocks_.donate(range, tag_of(stream, small)), bytes));
 }
 
 bool ProvidedMemory::free_in(void* block) noexcept {
@@ -219,19 +217,20 @@ bool ProvidedMemory::free_at(Address address) noexcept {
       const MutexLock lock(mutex_);
       const auto at = live_.find(address);
       if (at == live_.end()) return false;
-      const Live live = at->second;
+      Block* const block = at->second;
       live_.erase(at);
+      const SizeClass kind = size_class(sharers_[block->tag].small);
       registry().change(device_, [&](Statistics& statistics) {
-        statistics.decrease(StatKind::allocation, size_class(live.heap->small), 1);
-        statistics.decrease(StatKind::allocated_bytes, size_class(live.heap->small), live.block->size());
+        statistics.decrease(StatKind::allocation, kind, 1);
+        statistics.decrease(StatKind::allocated_bytes, kind, block->size());
       });
       const Epoch epoch = memory_.clock().now();
-      if (live.block->recorded == 0) {
-        finish_free(live, epoch);
+      if (block->recorded == 0) {
+        finish_free(block, epoch);
       } else {
-        pending_.push_back({live, epoch, std::make_shared<StreamPoint>(recorded_uses_.of(live.block->recorded))});
-        recorded_uses_.end(&live.block->recorded);
-        live.block->state = BlockState::pending;
+        pending_.add({block, epoch}, recorded_uses_.of(block->recorded));
+        recorded_uses_.end(&block->recorded);
+        block->state = BlockState::pending;
         unfinished_.fetch_add(1, std::memory_order_relaxed);
       }
       settle();
@@ -245,22 +244,21 @@ bool ProvidedMemory::free_at(Address address) noexcept {
   return true;
 }
 
-void ProvidedMemory::finish_free(const Live& live, Epoch epoch) {
+void ProvidedMemory::finish_free(Block* block, Epoch epoch) {
+  const SizeClass kind = size_class(sharers_[block->tag].small);
   registry().change(device_, [&](Statistics& statistics) {
-    statistics.decrease(StatKind::active, size_class(live.heap->small), 1);
-    statistics.decrease(StatKind::active_bytes, size_class(live.heap->small), live.block->size());
-    statistics.decrease(StatKind::requested_bytes, size_class(live.heap->small), live.block->requested);
+    statistics.decrease(StatKind::active, kind, 1);
+    statistics.decrease(StatKind::active_bytes, kind, block->size());
+    statistics.decrease(StatKind::requested_bytes, kind, block->requested);
   });
-  live.heap->blocks.free(live.block, kTag, epoch);
+  blocks_.free(block, block->tag, epoch);
 }
 
 void ProvidedMemory::settle() {
-  std::erase_if(pending_, [this](const PendingFree& pending) VMM_REQUIRES(mutex_) {
-    if (!pending.point->passed(memory_.clock().has_passed(pending.epoch))) return false;
-    finish_free(pending.live, pending.epoch);
-    unfinished_.fetch_sub(1, std::memory_order_relaxed);
-    return true;
-  });
+  pending_.take_passed(memory_.clock(), &passed_);
+  for (const auto& [block, epoch] : passed_) finish_free(block, epoch);
+  unfinished_.fetch_sub(passed_.size(), std::memory_order_relaxed);
+  passed_.clear();
 }
 
 bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& device) {
@@ -271,9 +269,9 @@ bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& de
   const auto at = memory->live_.find(address);
   if (at == memory->live_.end()) return false;
   const bool is_own = &device == &memory->memory_.streams();
-  if (is_own && at->second.heap->stream == stream) return true;
+  if (is_own && memory->sharers_[at->second->tag].stream == stream) return true;
   if (!is_own) memory->memory_.clock().add_peer(device);  // as Pool::record_stream()
-  memory->recorded_uses_.add(&at->second.block->recorded, {&device, stream, device.meet(stream)});
+  memory->recorded_uses_.add(&at->second->recorded, {&device, stream, device.meet(stream)});
   return true;
 }
 
@@ -288,21 +286,19 @@ std::size_t ProvidedMemory::block_size(void* block) {
   if (memory == nullptr) return 0;
   const MutexLock lock(memory->mutex_);
   const auto at = memory->live_.find(address);
-  return at == memory->live_.end() ? 0 : at->second.block->size();
+  return at == memory->live_.end() ? 0 : at->second->size();
 }
 
 // ---------------------------------------------------------------- giving back
 
 void ProvidedMemory::retract_free_segments() {
   if (pinned_) return;
-  for (const auto& heap : heaps_) {
-    const std::vector<Block*> heads = heap->blocks.stretches();  // a copy: retract() changes it
-    for (Block* const head : heads) {
-      if (head->state != BlockState::free || head->next != nullptr) continue;
-      leaving_.push_back({head->range(), std::max(head->epoch, graphs_end_)});
-      unfinished_.fetch_add(1, std::memory_order_relaxed);
-      heap->blocks.retract(head);
-    }
+  const std::vector<Block*> heads = blocks_.stretches();  // a copy: retract() changes it
+  for (Block* const head : heads) {
+    if (head->state != BlockState::free || head->next != nullptr) continue;
+    leaving_.push_back({head->range(), std::max(head->epoch, graphs_end_)});
+    unfinished_.fetch_add(1, std::memory_order_relaxed);
+    blocks_.retract(head);
   }
 }
 
@@ -401,21 +397,20 @@ std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(int device) {
       segment.stream = stream;
       return segment;
     };
-    for (const auto& heap : memory->heaps_) {
-      for (const Block* head : heap->blocks.stretches()) {
-        SegmentSnapshot& segment = begin_segment(head->offset, 0, heap->small, heap->stream);
-        for (const Block* block = head; block != nullptr; block = block->next) {
-          BlockSnapshot& part = segment.blocks.emplace_back();
-          part.size = block->size();
-          segment.total_size += block->size();
-          if (block->state == BlockState::free) continue;
-          const bool live = block->state == BlockState::used;
-          part.state = live ? BlockSnapshot::State::allocated : BlockSnapshot::State::pending_free;
-          part.requested = block->requested;
-          segment.active_size += block->size();
-          segment.requested_size += block->requested;
-          if (live) segment.allocated_size += block->size();
-        }
+    for (const Block* head : memory->blocks_.stretches()) {
+      const Sharers& sharers = memory->sharers_[head->tag];
+      SegmentSnapshot& segment = begin_segment(head->offset, 0, sharers.small, sharers.stream);
+      for (const Block* block = head; block != nullptr; block = block->next) {
+        BlockSnapshot& part = segment.blocks.emplace_back();
+        part.size = block->size();
+        segment.total_size += block->size();
+        if (block->state == BlockState::free) continue;
+        const bool live = block->state == BlockState::used;
+        part.state = live ? BlockSnapshot::State::allocated : BlockSnapshot::State::pending_free;
+        part.requested = block->requested;
+        segment.active_size += block->size();
+        segment.requested_size += block->requested;
+        if (live) segment.allocated_size += block->size();
       }
     }
     for (const Leaving& leaving : memory->leaving_) {

@@ -25,6 +25,8 @@
 #include "core/numbers/observer.h"
 #include "core/numbers/stats.h"
 #include "core/streams/clock.h"
+#include "core/streams/pending_frees.h"
+#include "core/streams/recorded_uses.h"
 
 namespace vmm {
 
@@ -72,21 +74,10 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   ProvidedMemory(int device, RegionId region, Provider provider, DeviceMemory& memory);
 
  private:
-  // Blocks of one size class for one stream; their offsets are addresses.
-  struct Heap {
-    Heap(BlockArena& arena, Stream stream, bool small) : stream(stream), small(small), blocks(arena) {}
-    const Stream stream;
-    const bool small;
-    BlockHeap blocks;
-  };
-  struct Live {
-    Block* block = nullptr;
-    Heap* heap = nullptr;
-  };
-  struct PendingFree {
-    Live live;
-    Epoch epoch = kLongAgo;  // of the free
-    StreamPointPtr point;    // of the recorded streams
+  // Whose blocks share segments: those of one stream and size class. Its place is their tag.
+  struct Sharers {
+    Stream stream = nullptr;
+    bool small = false;
   };
   // A segment that goes back when nothing uses it any more.
   struct Leaving {
@@ -103,12 +94,12 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   static bool any_segment() { return segments_.load(std::memory_order_relaxed) != 0; }
   static bool free_in(void* block) noexcept;
 
-  Heap& heap_of(Stream stream, bool small) VMM_REQUIRES(mutex_);
-  Address carve(Heap& heap, Block* free, std::size_t bytes) VMM_REQUIRES(mutex_);
+  StreamTag tag_of(Stream stream, bool small) VMM_REQUIRES(mutex_);
+  Address carve(Block* free, std::size_t bytes) VMM_REQUIRES(mutex_);
   // A segment, or nullptr and `why`.
   void* provide(std::size_t bytes, std::string* why);
   bool free_at(Address address) noexcept VMM_EXCLUDES(mutex_);
-  void finish_free(const Live& live, Epoch epoch) VMM_REQUIRES(mutex_);
+  void finish_free(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void settle() VMM_REQUIRES(mutex_);
   void retract_free_segments() VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, ByteRange range, Stream stream) const noexcept;
@@ -124,9 +115,11 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   Mutex mutex_;
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
   RecordedUses recorded_uses_ VMM_GUARDED_BY(mutex_);
-  std::vector<std::unique_ptr<Heap>> heaps_ VMM_GUARDED_BY(mutex_);
-  std::unordered_map<Address, Live> live_ VMM_GUARDED_BY(mutex_);
-  std::vector<PendingFree> pending_ VMM_GUARDED_BY(mutex_);
+  BlockHeap blocks_ VMM_GUARDED_BY(mutex_){arena_};                 // their offsets are addresses
+  std::vector<Sharers> sharers_ VMM_GUARDED_BY(mutex_){Sharers{}};  // by tag; [0] is neutral space's
+  std::unordered_map<Address, Block*> live_ VMM_GUARDED_BY(mutex_);
+  PendingFrees pending_ VMM_GUARDED_BY(mutex_);
+  std::vector<PendingFrees::Freed> passed_ VMM_GUARDED_BY(mutex_);  // out of pending_, on their way
   std::vector<Leaving> leaving_ VMM_GUARDED_BY(mutex_);
   Epoch graphs_end_ VMM_GUARDED_BY(mutex_) = kLongAgo;
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;

@@ -189,6 +189,34 @@ def test_a_pool_that_is_gone_keeps_its_segments_until_queued_work_is_done(provid
     assert intact(result, 1)
 
 
+def test_a_block_waits_for_the_streams_that_it_is_recorded_on(provider: Provider, busy: Busy) -> None:
+    """On both of them: its address serves again when they have passed, and not before."""
+    pool = MemPool(provider.allocator)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    for size in (20 * MIB, 2 * MIB - 512, 1000):
+        with use_mem_pool(pool):
+            block = queue_stamp(empty(size), 1)
+        where = block.data_ptr()
+        torch.cuda.synchronize()
+        kernels = []
+        for stream in (first, second):
+            with torch.cuda.stream(stream):
+                kernels.append(busy(30))
+            block.record_stream(stream)
+        del block
+        with use_mem_pool(pool):
+            other = empty(size)
+        assert other.data_ptr() != where or all(kernel.query() for kernel in kernels)
+        torch.cuda.synchronize()
+        with use_mem_pool(pool):
+            again = empty(size)
+        assert where in (other.data_ptr(), again.data_ptr())
+        del other, again
+    del pool
+    settle()
+    assert provider["live_bytes"] == 0
+
+
 def test_a_foreign_provider_that_has_no_more(provider: Provider) -> None:
     provider["limit_bytes"] = 64 * MIB
     pool = MemPool(provider.allocator)
