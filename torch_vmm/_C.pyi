@@ -729,14 +729,14 @@ def alias(
 def share_version(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """What is written in place through one of them counts as such in both, as for a view; autograd notices."""
 
-def seal(pool: Pool, pieces: Sequence[tuple[int, int]]) -> None:
+def seal(pool: Pool, pieces: Sequence[tuple[int, int, bool]]) -> None:
     """Makes the pages under these (address, bytes) of ``pool`` read-only, all or none; waits for queued work.
 
     Raises:
         InvalidArgumentError: another pool's, or chunks that hold other memory too.
     """
 
-def unseal(pool: Pool, pieces: Sequence[tuple[int, int]]) -> None:
+def unseal(pool: Pool, pieces: Sequence[tuple[int, int, bool]]) -> None:
     """Makes them writable again."""
 
 def is_sealed(pool: Pool, address: int, size: int) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Context, Stays
+from torch_vmm.dense import is_dense, reaches_the_end
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.sizes import (
@@ -208,19 +209,23 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     def seal(self, tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:
         """Makes the pages of tensors read-only: a write to them faults, by the device's own protection.
 
-        Waits for the work that is queued, which may be writing. What they share
-        memory with (views, :func:`torch_vmm.alias` is another address with rights of
-        its own) is sealed with them. It ends with :meth:`unseal`, or with the tensor.
+        Waits for the work that is queued, which may be writing. Their views are
+        sealed with them (:func:`torch_vmm.alias` is another address with rights of its
+        own). It ends with :meth:`unseal`, or with the tensor.
+
+        Pages are sealed by whole chunks of 2 MiB or more, and nothing that was not
+        given: all that lives in the chunks concerned has to be among ``tensors``, the
+        rest of a tensor too of which a slice is given. So give whole tensors made by
+        :func:`torch_vmm.aligned`, :func:`torch_vmm.elastic` or
+        :func:`torch_vmm.sparse` (all of it committed), or all that was made under a
+        :meth:`tag` and lives: what is made under it afterwards stands on further
+        chunks. A slice on the borders of chunks can be given by itself.
 
         Args:
-            tensors: one or several of this pool, on chunks that hold nothing else:
-                all that was made under a :meth:`tag` and lives, or those of one
-                :func:`torch_vmm.aligned`, :func:`torch_vmm.elastic` or
-                :func:`torch_vmm.sparse`, where all of it is committed. What is made
-                under the tag afterwards stands on further chunks.
+            tensors: one or several of this pool.
         Raises:
-            InvalidArgumentError: another pool's, one that shares its chunks, or one with gaps or overlaps:
-                its dimensions may be in any order (``channels_last``). None is sealed then.
+            InvalidArgumentError: another pool's; chunks hold what is not given (the message says what); or one
+                with gaps or overlaps: its dimensions may be in any order (``channels_last``). None is sealed then.
         """
         _C.seal(self._handle, _pieces(tensors))
 
@@ -435,34 +440,26 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         return f"VirtualMemoryPool({self.name!r}, {self.device}: {text})"
 
 
-def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Address and bytes of what each tensor covers."""
+def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, int, bool]]:
+    """Address and bytes of what each tensor covers, and whether its memory ends there."""
     if not isinstance(tensors, torch.Tensor) and not isinstance(tensors, Iterable):
         raise InvalidArgumentError(f"tensors={show(tensors)}: give tensors")
     found = []
     for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(f"{show(tensor)} is no tensor: give tensors, those made under a tag for example")
-        if tensor.layout != torch.strided or not _is_dense(tensor):
+        if tensor.layout != torch.strided or not is_dense(tensor):
             raise InvalidArgumentError(
                 "give tensors that are contiguous in some order of their dimensions, channels_last for example: pages "
                 "are sealed from the first element to the last"
             )
-        if tensor.numel() != 0:
-            found.append((tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+        if tensor.numel() == 0:
+            continue
+        size = tensor.numel() * tensor.element_size()
+        # An elastic tensor's rows may be fewer than it holds memory for, and that is its alone.
+        held: int = getattr(tensor, "_held_bytes", lambda: 0)()
+        found.append((tensor.data_ptr(), max(size, held), held >= size or reaches_the_end(tensor)))
     return found
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Are there neither gaps nor overlaps from its first element to its last?"""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _fixed(name: str) -> str:

@@ -98,6 +98,13 @@ class RangeTensor(torch.Tensor):
             )
         return backing
 
+    def _held_bytes(self) -> int:
+        """Bytes from its first element on that have memory and are nobody else's; 0 where that is not known."""
+        try:
+            return self._own("seal()").held
+        except InvalidArgumentError:
+            return 0
+
     def detach(self) -> Any:
         """The same memory as a tensor of the same class; so it can be a ``torch.nn.Parameter``."""
         if "_backing" not in self.__dict__:

@@ -3,6 +3,8 @@
 
 #include <pybind11/stl.h>
 
+#include <tuple>
+
 #include "base/errors.h"
 #include "bindings/bind.h"
 #include "bindings/tensor_view.h"
@@ -12,12 +14,21 @@ namespace vmm::bindings {
 
 namespace {
 
-using Pieces = std::vector<std::pair<std::uintptr_t, std::size_t>>;  // address, bytes
+// Address and bytes; of what is sealed, also whether the tensor's memory ends there.
+using Pieces = std::vector<std::pair<std::uintptr_t, std::size_t>>;
+using Sealed = std::vector<std::tuple<std::uintptr_t, std::size_t, bool>>;
 
 std::vector<AliasedPiece> to_pieces(const Pieces& pieces) {
   std::vector<AliasedPiece> result;
   result.reserve(pieces.size());
   for (const auto& [address, size] : pieces) result.push_back({address, size});
+  return result;
+}
+
+std::vector<SealedPiece> to_pieces(const Sealed& pieces) {
+  std::vector<SealedPiece> result;
+  result.reserve(pieces.size());
+  for (const auto& [address, size, is_last] : pieces) result.push_back({address, size, is_last});
   return result;
 }
 
@@ -43,14 +54,14 @@ void bind_tensor_alias(py::module_& module) {
   module.def("share_version", &share_version, py::arg("tensor"), py::arg("source"));
   module.def(
       "seal",
-      [](const Pool& pool, const Pieces& pieces) {
+      [](const Pool& pool, const Sealed& pieces) {
         Runtime::require_own_process();
         seal_pages(*pool.home(), pool, to_pieces(pieces));
       },
       py::arg("pool"), py::arg("pieces"), WithoutGil());
   module.def(
       "unseal",
-      [](const Pool& pool, const Pieces& pieces) {
+      [](const Pool& pool, const Sealed& pieces) {
         Runtime::require_own_process();
         unseal_pages(*pool.home(), pool, to_pieces(pieces));
       },

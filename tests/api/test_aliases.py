@@ -320,6 +320,58 @@ def test_what_cannot_be_sealed_is_refused(make_pool: Callable[..., Pool], device
         sealed(3)  # type: ignore[arg-type]
 
 
+def test_no_neighbour_is_sealed_with_a_slice(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = rows(device, 11)  # four a chunk; the last one has three and a part that is nobody's
+    for part in (tensor[:1], tensor[:3], tensor[1:2], tensor[:5], tensor[3:], tensor[4:10]):
+        with pytest.raises(
+            torch_vmm.InvalidArgumentError, match=r"of the same tensor, share a chunk.*aligned.*pool\.tag\(name\)"
+        ):
+            pool.seal(part)
+        assert not any(map(sealed, tensor))
+    pool.seal(tensor[4:8])  # a chunk
+    pool.seal([tensor[8:9], tensor[9:]])  # one together, to the tensor's end
+    assert [sealed(row) for row in tensor] == [False] * 4 + [True] * 7
+    pool.seal(tensor[5])  # again is fine
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="share a chunk"):
+        pool.unseal(tensor[5])
+    pool.unseal(tensor[4:])
+    assert not any(map(sealed, tensor))
+
+
+def test_an_elastic_tensor_is_sealed_with_all_that_it_holds(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        table = torch_vmm.elastic((8, 100), torch.uint8, device, (1000, 100))
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"300 B.* of the same tensor"):
+        pool.seal([table[:2], table[5:]])
+    table.resize_(3)
+    pool.seal(table)
+    assert sealed(table)
+    table.resize_(8)  # it has these pages still
+    assert sealed(table)
+
+
+def test_a_slice_of_what_is_under_a_tag_seals_no_more(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool.tag("weights"):
+        large = torch.empty(6 * PAGE, dtype=torch.uint8, device=device)
+        small, other = torch.zeros(100, device=device), torch.zeros(1000, device=device)
+    for part, whose in (
+        ([large[:100], small, other], "the same"),
+        ([large, small[:50], other], "the same"),
+        ([large, other], "another"),
+    ):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=f"of {whose} tensor, share a chunk.*pool.tag"):
+            pool.seal(part)
+        assert not sealed(large[:1])
+        assert not sealed(small[60:])
+    pool.seal([large[:1000], large[1000:], small[:30], small[30:], other])
+    assert sealed(large)
+    assert sealed(small)
+
+
 def test_the_memory_of_a_sealed_tensor_serves_again(make_pool: Callable[..., Pool], device: str) -> None:
     pool = make_pool("64MiB", physical_limit="16MiB")
     with pool:

@@ -135,7 +135,7 @@ class ReturningProgram {
     const std::size_t k = any(kModels);
     const bool all = any(3) != 0;
     std::vector<Live*> chosen;
-    std::vector<AliasedPiece> pieces;
+    std::vector<SealedPiece> pieces;
     for (Live& live : live_) {
       if (!live.is_tagged || live.owner != owners_[k] || (!all && any(2) == 0)) continue;
       chosen.push_back(&live);

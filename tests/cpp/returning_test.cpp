@@ -281,7 +281,7 @@ class ReturningSeals : public Returning {
     take(*a_, 30 * kMiB);
     EXPECT_GE(lab_.driver.live_mapped_bytes(), before + 24 * kMiB);
   }
-  static std::vector<AliasedPiece> piece(Address address) { return {{address, 24 * kMiB}}; }
+  static std::vector<SealedPiece> piece(Address address) { return {{address, 24 * kMiB}}; }
 
   const std::shared_ptr<Pool> a_ = model("a");
   const std::shared_ptr<Pool> b_ = model("b");

@@ -197,7 +197,7 @@ TEST(Tags, ThreadsMakeTheSameSpaceOnce) {
 
 // ------------------------------------------------------------------------ seals
 
-AliasedPiece piece(Address address, std::size_t bytes) { return {address, bytes}; }
+SealedPiece piece(Address address, std::size_t bytes) { return {address, bytes}; }
 
 TEST(SealedTags, AllOfATagIsSealedAndServesAgain) {
   Lab lab;
@@ -229,6 +229,22 @@ TEST(SealedTags, AllOfATagIsSealedAndServesAgain) {
   Lab::fill(lab.allocate(*lab.memory().tagged(model, "weights"), 4 * kKiB), 4 * kKiB, 3);
   unseal_pages(lab.memory(), *model, {piece(large, 5 * kMiB)});
   Lab::fill(large, 5 * kMiB, 4);
+}
+
+TEST(SealedTags, AllThatLivesInAChunkHasToBeGiven) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const auto weights = lab.memory().tagged(model, "weights");
+  const Address block = lab.allocate(*weights, 6 * kMiB);
+  const auto part = [](Address at, std::size_t bytes) { return SealedPiece{at, bytes, /*is_last=*/false}; };
+  for (const SealedPiece& slice : {part(block, 512), part(block, 6 * kMiB - 1), piece(block + 512, 6 * kMiB - 512)}) {
+    EXPECT_THROW(seal_pages(lab.memory(), *model, {slice}), InvalidArgumentError);
+    EXPECT_FALSE(weights->has_read_only(block, 6 * kMiB));
+  }
+  seal_pages(lab.memory(), *model, {part(block, 1000), piece(block + 1000, 6 * kMiB - 1000)});
+  EXPECT_TRUE(weights->is_read_only(block, 6 * kMiB));
+  EXPECT_THROW(unseal_pages(lab.memory(), *model, {part(block, 512)}), InvalidArgumentError);
+  EXPECT_TRUE(weights->is_read_only(block, 6 * kMiB));
 }
 
 TEST(SealedTags, FreedMemoryIsWritableWhereverItGoes) {
@@ -273,7 +289,7 @@ TEST(SealedTags, ThreadsKeepNothingOfWhatIsFreedSealed) {
   const auto model = lab.pool("a");
   const auto weights = lab.memory().tagged(model, "weights");
   std::vector<Address> blocks;
-  std::vector<AliasedPiece> pieces;
+  std::vector<SealedPiece> pieces;
   for (int k = 0; k < 100; ++k) {
     blocks.push_back(lab.allocate(*weights, 4 * kKiB));
     pieces.push_back(piece(blocks.back(), 4 * kKiB));
@@ -501,8 +517,8 @@ class TagWorld {
     lab_.free(block.address);
   }
 
-  std::vector<AliasedPiece> pieces(const std::string& tag) const {
-    std::vector<AliasedPiece> found;
+  std::vector<SealedPiece> pieces(const std::string& tag) const {
+    std::vector<SealedPiece> found;
     for (const Block& block : blocks_) {
       if (block.tag == tag) found.push_back({block.address, block.bytes});
     }
@@ -594,7 +610,7 @@ TEST(Tags, ThreadsUnderTagsNeverShareAChunk) {
           mine.pop_back();
         }
         if (k % 100 == 99) {
-          std::vector<AliasedPiece> own;
+          std::vector<SealedPiece> own;
           for (const Block& block : mine) {
             if (block.tag != "shared") own.push_back({block.address, block.bytes});
           }

@@ -182,7 +182,7 @@ TEST(Seals, WaitForWritersAndAreAllOrNone) {
   const auto other = lab.pool("b");
   const Source one(lab, model, 5 * kMiB, 1);
   const Source two(lab, model, 4 * kMiB, 2);
-  const std::vector<AliasedPiece> both = {{one.range->base(), 5 * kMiB}, {two.range->base(), 4 * kMiB}};
+  const std::vector<SealedPiece> both = {{one.range->base(), 5 * kMiB}, {two.range->base(), 4 * kMiB}};
   const auto sealed = [&](const Source& source, std::size_t bytes) {
     return source.range->part()->is_read_only(source.range->base(), bytes);
   };
@@ -202,7 +202,8 @@ TEST(Seals, WaitForWritersAndAreAllOrNone) {
   EXPECT_GT(lab.driver.count(Call::wait), 0U) << "a writer was queued";
   EXPECT_TRUE(sealed(one, 5 * kMiB) && sealed(two, 4 * kMiB));
   EXPECT_TRUE(Lab::holds(two.range->base(), 4 * kMiB, 2));
-  TensorAlias writable(lab.memory(), model, {both[1]}, 1, false);  // another address has rights of its own
+  TensorAlias writable(lab.memory(), model, {{two.range->base(), 4 * kMiB}}, 1,
+                       false);  // another address has rights of its own
   Lab::fill(writable.base(), 4 * kMiB, 7);
   EXPECT_TRUE(Lab::holds(two.range->base(), 4 * kMiB, 7));
   unseal_pages(lab.memory(), *model, both);
@@ -249,6 +250,31 @@ TEST(Seals, ARefusedOneChangesNothing) {
   EXPECT_TRUE(one.range->part()->is_read_only(one.range->base() + 4 * kMiB, 4 * kMiB));
 }
 
+// What lives in a chunk and is not given would fault where nobody expects it.
+TEST(Seals, NoNeighbourIsSealedWithASlice) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const Source source(lab, model, 256 * kMiB, 1);
+  const Pool& part = *source.range->part();
+  const Address base = source.range->base();
+  const std::size_t chunk = part.chunks_under(base + 128 * kMiB, 1).front().size;
+  const Address at = part.chunks_under(base + 128 * kMiB, 1).front().address;
+  for (const SealedPiece& slice : {SealedPiece{at, 512, false}, SealedPiece{at, chunk - 1, false},
+                                   SealedPiece{at + 512, chunk - 512, false}, SealedPiece{at, chunk + 512, false}}) {
+    EXPECT_THROW(seal_pages(lab.memory(), *model, {slice}), InvalidArgumentError);
+    EXPECT_FALSE(part.has_read_only(base, 256 * kMiB));
+  }
+  seal_pages(lab.memory(), *model, {{at + 512, chunk - 512, false}, {at, 512, false}});
+  EXPECT_TRUE(part.is_read_only(at, chunk));
+  EXPECT_FALSE(part.is_read_only(at, chunk + 1));
+  // Pages that it gave back in a chunk that stays can be its again.
+  unseal_pages(lab.memory(), *model, {{at, chunk, false}});
+  const std::size_t kept = align_up(at - base + chunk / 2, part.page_size());
+  ASSERT_LT(kept, at - base + chunk) << "the chunk has pages beyond";
+  source.range->decommit({{kept, 256 * kMiB - kept}});
+  EXPECT_THROW(seal_pages(lab.memory(), *model, {{base, kept}}), InvalidArgumentError);
+}
+
 // A chunk that kept a page would serve its next ones read-only.
 TEST(Seals, SealedPagesAreNotGivenBack) {
   Lab lab;
@@ -256,7 +282,7 @@ TEST(Seals, SealedPagesAreNotGivenBack) {
   const std::size_t size = 256 * kMiB;
   const Source source(lab, model, size, 1);
   TensorRange& range = *source.range;
-  const std::vector<AliasedPiece> tail = {{range.base() + 32 * kMiB, size - 32 * kMiB}};
+  const std::vector<SealedPiece> tail = {{range.base() + 32 * kMiB, size - 32 * kMiB}};
   seal_pages(lab.memory(), *model, tail);
   EXPECT_THROW(range.decommit({{0, kPage}, {129 * kMiB, size - 129 * kMiB}}), InvalidArgumentError);
   EXPECT_TRUE(range.is_committed({{0, size}}));

@@ -13,13 +13,13 @@ namespace {
 // Pieces of one part.
 struct InPart {
   std::shared_ptr<Pool> part;
-  std::vector<AliasedPiece> pieces;
+  std::vector<SealedPiece> pieces;
 };
 
 // The pieces by the part that holds them.
-std::vector<InPart> by_part(const DeviceMemory& memory, const Pool& model, const std::vector<AliasedPiece>& pieces) {
+std::vector<InPart> by_part(const DeviceMemory& memory, const Pool& model, const std::vector<SealedPiece>& pieces) {
   std::vector<InPart> found;
-  for (const AliasedPiece& piece : pieces) {
+  for (const SealedPiece& piece : pieces) {
     auto part = memory.pool_at(piece.address);
     if (part == nullptr || &part->model() != &model) {
       throw InvalidArgumentError("the memory at " + format_hex(piece.address) + " is not of pool '" + model.name() +
@@ -37,12 +37,12 @@ std::vector<InPart> by_part(const DeviceMemory& memory, const Pool& model, const
 
 }  // namespace
 
-void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<AliasedPiece>& pieces) {
+void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<SealedPiece>& pieces) {
   std::vector<InPart> wanted = by_part(memory, model, pieces);
   for (auto& [part, its] : wanted) {
-    // What is read-only already need not stand on whole chunks.
+    // What is read-only already may be a part of a chunk.
     if (const Pool& pool = *part; !pool.is_tag_space()) {
-      std::erase_if(its, [&](const AliasedPiece& piece) { return pool.is_read_only(piece.address, piece.size); });
+      std::erase_if(its, [&](const SealedPiece& piece) { return pool.is_read_only(piece.address, piece.size); });
     }
     part->require_whole_chunks(its);
   }
@@ -68,7 +68,7 @@ void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<Alias
   }
 }
 
-void unseal_pages(DeviceMemory& memory, const Pool& model, const std::vector<AliasedPiece>& pieces) {
+void unseal_pages(DeviceMemory& memory, const Pool& model, const std::vector<SealedPiece>& pieces) {
   Epoch never = kLongAgo;
   for (const auto& [part, its] : by_part(memory, model, pieces)) {
     part->set_memory_access(its, Access::read_write, &never);

@@ -72,6 +72,13 @@ struct AddressRange {
   std::size_t size = 0;  // bytes
 };
 
+// What one tensor covers, to be made read-only or writable.
+struct SealedPiece {
+  Address address = 0;
+  std::size_t size = 0;  // bytes
+  bool is_last = true;   // the tensor's memory ends with it, and not somewhere behind
+};
+
 // The live blocks of a pool at one moment (checkpoint.cpp).
 struct PoolCheckpoint {
   struct Entry {
@@ -187,21 +194,20 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // again. Throws InvalidArgumentError where the stretch does not begin and end with a
   // chunk.
   void share_chunks(Address address, std::size_t bytes, SharedChunks* out) VMM_EXCLUDES(mutex_);
-  // What the memory under `pieces`, by address, allows everybody from now on; all or
-  // none. Explicit pages of one tensor's addresses: whole chunks of them, the last one's
-  // end past the piece included. Blocks of a tag's space: the chunks under them, of which
-  // nobody else may have a block. While any of these is read-only the space takes no
-  // requests. Returns the stretches that allowed something else before, by offset.
+  // What the chunks under `pieces` allow everybody from now on; all or none. All that lives
+  // in these chunks has to be among the pieces, be it of the same tensor. They are explicit
+  // pages of one tensor's addresses, or blocks of a tag's space, which takes no requests
+  // while any of it is read-only. Returns the stretches that allowed something else before, by offset.
   // Throws InvalidArgumentError where it is neither, DriverError. REQUIRES, for
   // Access::read: no queued work writes to it.
   // `wait_for` is set, and nothing done, where a tag's memory was freed meanwhile and that
   // has not passed: the caller waits, and asks again.
-  std::vector<ByteRange> set_memory_access(const std::vector<AddressRange>& pieces, Access access, Epoch* wait_for)
+  std::vector<ByteRange> set_memory_access(const std::vector<SealedPiece>& pieces, Access access, Epoch* wait_for)
       VMM_EXCLUDES(mutex_);
   // What such a call has made read-only is writable again.
   void undo_read_only(const std::vector<ByteRange>& stretches) noexcept VMM_EXCLUDES(mutex_);
   // Throws InvalidArgumentError where set_memory_access() would.
-  void require_whole_chunks(const std::vector<AddressRange>& pieces) VMM_EXCLUDES(mutex_);
+  void require_whole_chunks(const std::vector<SealedPiece>& pieces) VMM_EXCLUDES(mutex_);
   // A tag's space, where nothing is sealed any more but what is idle: that goes to the
   // group's shelf, and the space takes requests again. Returns whether it does.
   bool reopen() VMM_EXCLUDES(mutex_);
@@ -591,11 +597,15 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void check_free_space() const VMM_REQUIRES(mutex_);
 
   // seals.cpp
-  [[nodiscard]] ByteRange whole_pages(const AddressRange& piece) const VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::vector<ByteRange> chunks_of_blocks(const std::vector<AddressRange>& pieces, Access access) const
+  [[nodiscard]] std::vector<ByteRange> live_memory() const VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::vector<ByteRange> given_memory(const std::vector<SealedPiece>& pieces,
+                                                    const std::vector<ByteRange>& live) const VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::vector<ByteRange> whole_chunks(const std::vector<SealedPiece>& pieces, Access access) const
       VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::vector<ByteRange> whole_chunks(const std::vector<AddressRange>& pieces, Access access) const
+  void require_given(ByteRange run, const std::vector<ByteRange>& given, const std::vector<ByteRange>& live) const
       VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::string what_is_not_there(Address address, std::size_t bytes) const;
+  [[nodiscard]] std::string why_not_sealed(ByteRange missing, bool is_same) const VMM_REQUIRES(mutex_);
   [[nodiscard]] bool has_read_only_locked() const VMM_REQUIRES(mutex_);
   [[nodiscard]] Epoch last_free() const VMM_REQUIRES(mutex_);
   // Whether all who may access the mapping have that access, and no other.

@@ -12,81 +12,110 @@ bool Pool::allows(const LiveMapping& mapping, Access access) const {
                      [&](const Location& who) { return mapping.access_of(who) == access; });
 }
 
-// The chunks under a piece of explicit pages: whole ones, but that the last may end
-// past the piece.
-ByteRange Pool::whole_pages(const AddressRange& piece) const {
-  const std::size_t begin = piece.address - base_;
-  std::size_t end = begin;
-  bool begins = is_range_ && range_ != nullptr && contains(piece.address);
-  if (begins) {
-    for (auto at = range_->covering(begin); at != range_->live().end() && at->first < begin + piece.size; ++at) {
-      begins = begins && at->first == end;
-      end = at->first + at->second.chunk->size;
-    }
-  }
-  if (begins && end < begin + piece.size) {
-    throw InvalidArgumentError("pool '" + name_ + "': of the " + format_bytes(piece.size) + " at " +
-                               format_hex(piece.address) + " not all is there: commit() what is not, or take what is");
-  }
-  if (!begins || end < begin + piece.size || end > align_up(begin + piece.size, page_)) {
-    throw InvalidArgumentError(
-        "pool '" + name_ + "': " + format_bytes(piece.size) + " at " + format_hex(piece.address) +
-        " share their chunks with other memory, and pages are " +
-        "sealed by whole chunks: make the tensor with torch_vmm.aligned(shape, dtype, device), " +
-        "or all that is to be sealed under a tag of its own (pool.tag(name))");
-  }
-  return {begin, end - begin};
+// For a tensor of whose pages only some have memory.
+std::string Pool::what_is_not_there(Address address, std::size_t bytes) const {
+  return "pool '" + name_ + "': of the " + format_bytes(bytes) + " at " + format_hex(address) +
+         " not all is there: commit() what is not, or take what is";
 }
 
-// The chunks under the blocks that `pieces` lie in, of which one that has to be changed
-// holds no other block.
-std::vector<ByteRange> Pool::chunks_of_blocks(const std::vector<AddressRange>& pieces, Access access) const {
-  struct Live {
-    std::size_t end = 0;
-    bool is_given = false;
-  };
-  std::map<std::size_t, Live> live;  // by offset
+// The offsets that `pieces` are, by offset, what touches joined: up to the end of the
+// block, or page, in which a tensor's memory ends.
+std::vector<ByteRange> Pool::given_memory(const std::vector<SealedPiece>& pieces,
+                                          const std::vector<ByteRange>& live) const {
+  std::vector<ByteRange> given;
+  given.reserve(pieces.size());
+  for (const SealedPiece& piece : pieces) {
+    const std::size_t begin = piece.address - base_;
+    auto at = std::upper_bound(live.begin(), live.end(), begin,
+                               [](std::size_t offset, const ByteRange& each) { return offset < each.offset; });
+    if (at == live.begin() || (--at)->end() < begin + piece.size) {
+      throw InvalidArgumentError(is_range_ ? what_is_not_there(piece.address, piece.size)
+                                           : "pool '" + name_ + "': the " + format_bytes(piece.size) + " at " +
+                                                 format_hex(piece.address) + " are no live tensor's");
+    }
+    const std::size_t end = is_range_ ? std::min(align_up(begin + piece.size, page_), at->end()) : at->end();
+    given.push_back({begin, (piece.is_last ? end : begin + piece.size) - begin});
+  }
+  return joined(std::move(given));
+}
+
+// What lives in a part: all that is mapped for one tensor, as the next pages of a chunk
+// that stays are its too; the blocks of a tag's space.
+std::vector<ByteRange> Pool::live_memory() const {
+  std::vector<ByteRange> live;
+  if (is_range_) {
+    for (const auto& [offset, mapping] : range_->live()) append_joined(live, {offset, mapping.chunk->size});
+    return live;
+  }
   directory_->for_each([&](const Block* block) {
-    if (block->is_live()) live[block->offset] = {block->end()};
+    if (block->is_live()) live.push_back(block->range());
   });
-  for (const AddressRange& piece : pieces) {
-    const std::size_t offset = piece.address - base_;
-    auto at = live.upper_bound(offset);
-    if (at == live.begin() || (--at)->second.end < offset + piece.size) {
-      throw InvalidArgumentError("pool '" + name_ + "': the " + format_bytes(piece.size) + " at " +
-                                 format_hex(piece.address) + " are no live tensor's");
-    }
-    at->second.is_given = true;
-  }
-  std::map<std::size_t, std::size_t> chunks;  // where they begin and end
-  for (const auto& [offset, block] : live) {
-    if (!block.is_given) continue;
-    for (auto at = range_->covering(offset); at != range_->live().end() && at->first < block.end; ++at) {
-      if (!allows(at->second, access)) chunks.emplace(at->first, at->first + at->second.chunk->size);
-    }
-  }
-  for (const auto& [offset, block] : live) {
-    const auto behind = chunks.lower_bound(block.end);
-    if (block.is_given || behind == chunks.begin() || std::prev(behind)->second <= offset) continue;
-    throw InvalidArgumentError("pool '" + name_ + "': " + format_bytes(block.end - offset) + " at " +
-                               format_hex(base_ + offset) + " share a chunk with the tensors and are not among them, " +
-                               "and pages are sealed by whole chunks: give all tensors that were made under the tag, " +
-                               "or free the others first");
-  }
-  std::vector<ByteRange> runs;
-  for (const auto& [offset, end] : chunks) append_joined(runs, {offset, end - offset});
-  return runs;
+  std::sort(live.begin(), live.end(), [](const ByteRange& a, const ByteRange& b) { return a.offset < b.offset; });
+  return live;
 }
 
-std::vector<ByteRange> Pool::whole_chunks(const std::vector<AddressRange>& pieces, Access access) const {
-  if (is_tag_space() && range_ != nullptr) return chunks_of_blocks(pieces, access);
-  std::vector<ByteRange> found;
-  found.reserve(pieces.size());
-  for (const AddressRange& piece : pieces) found.push_back(whole_pages(piece));
-  return found;
+// The one rule: all that lives in a chunk that is changed has to be given. The chunks
+// under `pieces` that do not allow `access`, of explicit pages the others too.
+std::vector<ByteRange> Pool::whole_chunks(const std::vector<SealedPiece>& pieces, Access access) const {
+  if (range_ == nullptr || (!is_range_ && !is_tag_space())) {
+    throw InvalidArgumentError("pool '" + name_ + "': " + format_bytes(pieces.front().size) + " at " +
+                               format_hex(pieces.front().address) + " lie among other tensors of the pool, and pages " +
+                               "are sealed by whole chunks: make the tensor with torch_vmm.aligned(shape, dtype, " +
+                               "device), or all that is to be sealed under a tag of its own (pool.tag(name))");
+  }
+  const std::vector<ByteRange> live = live_memory();
+  const std::vector<ByteRange> given = given_memory(pieces, live);
+  std::vector<ByteRange> chunks;
+  for (const ByteRange& each : given) {
+    for (auto at = range_->covering(each.offset); at != range_->live().end() && at->first < each.end(); ++at) {
+      if (is_range_ || !allows(at->second, access)) append_joined(chunks, {at->first, at->second.chunk->size});
+    }
+  }
+  for (const ByteRange& run : chunks) require_given(run, given, live);
+  return chunks;
 }
 
-void Pool::require_whole_chunks(const std::vector<AddressRange>& pieces) {
+// Throws unless all of `live` that lies in `run`, whole chunks, is in `given`.
+void Pool::require_given(ByteRange run, const std::vector<ByteRange>& given, const std::vector<ByteRange>& live) const {
+  const auto ends_behind = [](std::size_t offset) {
+    return [offset](const ByteRange& each) { return each.end() <= offset; };
+  };
+  for (auto at = std::partition_point(live.begin(), live.end(), ends_behind(run.offset));
+       at != live.end() && at->offset < run.end(); ++at) {
+    std::size_t begin = std::max(at->offset, run.offset);
+    const std::size_t end = std::min(at->end(), run.end());
+    const auto covers = std::partition_point(given.begin(), given.end(), ends_behind(begin));
+    std::size_t next = end;  // where what is given begins, if it does not cover `begin`
+    if (covers != given.end() && covers->offset <= begin) {
+      begin = covers->end();
+      if (begin >= end) continue;
+      if (std::next(covers) != given.end()) next = std::min(end, std::next(covers)->offset);
+    } else if (covers != given.end()) {
+      next = std::min(end, covers->offset);
+    }
+    const bool is_same = is_range_ || std::any_of(given.begin(), given.end(), [&](const ByteRange& each) {
+                           return each.offset < at->end() && at->offset < each.end();
+                         });
+    throw InvalidArgumentError(why_not_sealed({begin, next - begin}, is_same));
+  }
+}
+
+// `is_same`: what is missing is of a tensor of which some is given.
+std::string Pool::why_not_sealed(ByteRange missing, bool is_same) const {
+  const std::string what = "pool '" + name_ + "': " + format_bytes(missing.size) + " at " +
+                           format_hex(base_ + missing.offset) + ", of " + (is_same ? "the same" : "another") +
+                           " tensor, share a chunk with what is given and are not among it, and pages are sealed by " +
+                           "whole chunks: ";
+  const auto page = pages_.upper_bound(missing.offset);
+  if (is_range_ && (page == pages_.begin() || std::prev(page)->second->end() <= missing.offset)) {
+    return what + "it has given them back, and can take them again; reserve() rows over them first";
+  }
+  return what + "give these too, or make what is to be sealed with torch_vmm.aligned(shape, dtype, device), or under " +
+         "a tag of its own (pool.tag(name))";
+}
+
+void Pool::require_whole_chunks(const std::vector<SealedPiece>& pieces) {
+  if (pieces.empty()) return;
   const MutexLock lock(mutex_);
   if (range_ != nullptr) settle_locked();
   static_cast<void>(whole_chunks(pieces, Access::read));
@@ -121,8 +150,7 @@ void Pool::may_return_again(const std::vector<ByteRange>& stretches) {
   }
 }
 
-std::vector<ByteRange> Pool::set_memory_access(const std::vector<AddressRange>& pieces, Access access,
-                                               Epoch* wait_for) {
+std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& pieces, Access access, Epoch* wait_for) {
   // A thread must not go on with a block that it keeps in a chunk that becomes read-only.
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
   const MutexLock lock(mutex_);

@@ -51,6 +51,9 @@ void Pool::share_chunks(Address address, std::size_t bytes, SharedChunks* out) {
     end = at + chunk.size;
     found.push_back(&chunk);
   });
+  if (is_range_ && (range_ == nullptr || !range_->gaps({address - base_, bytes}).empty())) {
+    throw InvalidArgumentError(what_is_not_there(address, bytes));
+  }
   if (found.empty() || !begins || end != address + bytes) {
     throw InvalidArgumentError("pool '" + name_ + "': " + format_bytes(bytes) + " at " + format_hex(address) +
                                " do not stand on whole chunks: make the tensor with torch_vmm.aligned(shape, dtype, " +

@@ -1,0 +1,55 @@
+"""Where a strided tensor's elements are: the stretch of memory from its first to its last.
+
+It knows nothing of pools.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.sizes import show
+
+
+def require_strided(tensor: object, doing: str) -> torch.Tensor:
+    """``tensor``, if its elements stand in one storage by strides.
+
+    Args:
+        doing: begins the message.
+    Raises:
+        InvalidArgumentError: no tensor, or one of another layout (sparse, nested, quantized by a library's own
+            means), whose values are other tensors.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgumentError(f"{doing}: {show(tensor)} is no tensor: give a strided dense tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+        raise InvalidArgumentError(
+            f"{doing}: {kind} does not stand in one stretch of memory: give a strided dense tensor, for example its "
+            f"values()"
+        )
+    return tensor
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the last, of a tensor that has any."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Are there neither gaps nor overlaps from its first element to its last?"""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def reaches_the_end(tensor: torch.Tensor) -> bool:
+    """Does the storage end where the tensor does?"""
+    behind = tensor.storage_offset() * tensor.element_size() + span_bytes(tensor)
+    return behind >= tensor.untyped_storage().nbytes()
