@@ -14,7 +14,7 @@ from torch_vmm.devices import Device, DeviceKey
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.placed import Placement
 from torch_vmm.pools import VirtualMemoryPool
-from torch_vmm.ranges import Backing, require_dtype, require_size
+from torch_vmm.ranges import Backing, require_addresses, require_dtype, require_size
 from torch_vmm.sizes import Shape, show, to_flag, to_index, to_shape
 
 
@@ -61,7 +61,7 @@ def aligned(
     """
     sizes = to_shape(shape)
     require_dtype(dtype)
-    require_size(sizes, dtype, "shape")
+    require_addresses(sizes, dtype, "shape")
     if placement is not None:
         if device is not None:
             raise InvalidArgumentError(f"device={show(device)} and a placement: give one of them")

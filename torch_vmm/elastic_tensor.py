@@ -10,7 +10,7 @@ import torch
 from torch_vmm import _C
 from torch_vmm.devices import Device
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, StillInUseError
-from torch_vmm.ranges import Backing, RangeTensor, require_dimension, require_dtype, require_size, row_bytes
+from torch_vmm.ranges import Backing, RangeTensor, require_addresses, require_dimension, require_dtype, row_bytes
 from torch_vmm.sizes import Shape, show, to_index, to_shape
 
 
@@ -198,7 +198,7 @@ def elastic(
         raise InvalidArgumentError(
             f"max_shape={show(max_shape)}: give shape={sizes} with a first dimension of at least {sizes[0]}"
         )
-    require_size(most, dtype, "shape" if max_shape is None else "max_shape")
+    require_addresses(most, dtype, "shape" if max_shape is None else "max_shape")
     backing = Backing("elastic tensor", most[0] * row_bytes(most, dtype), device)
     whole = backing.tensor(most, dtype)
     _C.set_storage_bytes(whole, 0)

@@ -15,7 +15,7 @@ from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.elastic_tensor import ElasticTensor, elastic
 from torch_vmm.errors import InvalidArgumentError, NotCopyableError
-from torch_vmm.ranges import outside_inference
+from torch_vmm.ranges import MOST_BYTES, outside_inference
 from torch_vmm.sizes import show, to_index
 
 _MOST_LAYERS = 1 << 12  # far above any model's; all up to a layer_idx are made
@@ -162,10 +162,11 @@ class _Layer:
         batch, heads, _, size = states.shape
         row = (batch, heads, size)
         most = self.max_length * max(math.prod(row), 1) * states.dtype.itemsize
-        if most >= 2**63:
+        if most > MOST_BYTES:
             raise InvalidArgumentError(
                 f"max_length={show(self.max_length)}: as many positions of {row} in {states.dtype} are {show(most)} "
-                f"bytes, more than there are addresses; make the cache with a smaller one"
+                f"bytes, more than there are addresses for one tensor, {_C.format_bytes(MOST_BYTES)}; make the cache "
+                f"with a smaller one"
             )
         return elastic((0, *row), states.dtype, states.device, (self.max_length, *row))
 

@@ -20,6 +20,9 @@ from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.routing import current_pool
 from torch_vmm.sizes import show
 
+MOST_BYTES = 1 << 46
+"""The addresses that the extension gives one tensor, at most."""
+
 
 class Backing:
     """The addresses of one tensor in the pool that was open when it was made, and the memory behind them.
@@ -32,8 +35,6 @@ class Backing:
     """
 
     def __init__(self, what: str, size: int, device: Device, page_size: int | None = None, zeros: bool = False) -> None:
-        if size >= 2**63:
-            raise InvalidArgumentError(f"{what}: {show(size)} bytes are more than there are addresses")
         self.device: DeviceKey = to_device(device)
         self.pool: VirtualMemoryPool = current_pool(self.device.torch_device)
         self.held = 0
@@ -147,6 +148,17 @@ def require_dtype(dtype: torch.dtype) -> None:
     """Raises InvalidArgumentError for what is no dtype."""
     if not isinstance(dtype, torch.dtype):
         raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype")
+
+
+def require_addresses(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    """Raises InvalidArgumentError for a shape of more bytes than one tensor's addresses can be."""
+    require_size(shape, dtype, name)
+    size = math.prod(shape) * dtype.itemsize
+    if size > MOST_BYTES:
+        raise InvalidArgumentError(
+            f"{name}={show(shape)} of {dtype}: {_C.format_bytes(size)} are more than there are addresses for one "
+            f"tensor, {_C.format_bytes(MOST_BYTES)}"
+        )
 
 
 def require_size(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:

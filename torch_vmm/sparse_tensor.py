@@ -10,7 +10,7 @@ import torch
 from torch_vmm import _C
 from torch_vmm.devices import Device, to_device
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, NotCopyableError
-from torch_vmm.ranges import Backing, RangeTensor, require_dimension, require_dtype, require_size, row_bytes
+from torch_vmm.ranges import Backing, RangeTensor, require_addresses, require_dimension, require_dtype, row_bytes
 from torch_vmm.sizes import Shape, Size, show, to_flag, to_index, to_optional_bytes, to_shape
 
 Index = slice | int | tuple[slice | int, ...]
@@ -197,7 +197,7 @@ def sparse(
     sizes = to_shape(shape)
     require_dtype(dtype)
     require_dimension(sizes, "shape")
-    require_size(sizes, dtype, "shape")
+    require_addresses(sizes, dtype, "shape")
     zeros = to_flag(zeros, "zeros")
     page = to_optional_bytes(page_size, "page_size")
     if page is None:

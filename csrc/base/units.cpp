@@ -37,6 +37,10 @@ std::string format_bytes(std::size_t bytes) {
   return text.data();
 }
 
+std::string format_count(std::size_t count, const std::string& one, const std::string& many) {
+  return std::to_string(count) + " " + (count == 1 ? one : many.empty() ? one + "s" : many);
+}
+
 std::string format_hex(std::uint64_t value) {
   std::array<char, 24> text{};
   std::snprintf(text.data(), text.size(), "0x%llx", static_cast<unsigned long long>(value));

@@ -53,6 +53,8 @@ std::vector<ByteRange> joined(std::vector<ByteRange> ranges);
 
 // "512 B", "19.8 GiB": at most one decimal, binary units.
 std::string format_bytes(std::size_t bytes);
+// "1 tensor", "2 tensors"; `many`: where an s is not enough.
+std::string format_count(std::size_t count, const std::string& one, const std::string& many = "");
 // "0x7f0000000000"
 std::string format_hex(std::uint64_t value);
 

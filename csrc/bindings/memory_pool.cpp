@@ -79,7 +79,8 @@ class Buffer {
       const MutexLock lock(mutex_);
       if (freed_) return;
       if (uses_ != 0 && !force) {
-        throw StillInUseError(text() + " is shown by " + std::to_string(uses_) + " tensors; drop them first, or force",
+        throw StillInUseError(text() + " is shown by " + format_count(uses_, "tensor") + "; drop " +
+                                  (uses_ == 1 ? "that" : "them") + " first, or force",
                               bytes(), uses_);
       }
       freed_ = true;

@@ -84,8 +84,12 @@ DeviceRoom& Runtime::make_room(DeviceKind kind, int ordinal) {
   Driver& driver = driver_locked(kind);
   const int count = driver.device_count();
   if (ordinal < 0 || ordinal >= count || ordinal >= kMostDevices) {
-    throw NotAvailableError("there is no device " + std::string(to_string(kind)) + ":" + std::to_string(ordinal) +
-                            "; " + std::to_string(count) + (count == 1 ? " is" : " are") + " visible");
+    const std::string name = to_string(kind);
+    const std::string last = name + ":" + std::to_string(count - 1);
+    throw NotAvailableError("there is no device " + name + ":" + std::to_string(ordinal) + "; " +
+                            (count == 0   ? "there is none of this kind"
+                             : count == 1 ? "the only one is " + last
+                                          : "there are " + name + ":0 to " + last));
   }
   Options options = options_;
   options.exportable = options.exportable && kind_of(kind).is_shared_by_handle;

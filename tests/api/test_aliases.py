@@ -432,6 +432,43 @@ def test_shapes_beyond_all_addresses_are_named(device: str) -> None:
             alias(ring, copies)
 
 
+def test_more_addresses_than_one_tensor_has_are_named(device: str) -> None:
+    for make in (torch_vmm.elastic, torch_vmm.sparse, aligned):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"^shape=\(70368744177665,\).* tensor, 64 TiB"):
+            make((2**46 + 1,), torch.uint8, device)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"^max_shape=\(17592186044417, 4\).* tensor, 64 TiB"):
+        torch_vmm.elastic((1, 4), torch.uint8, device, (2**44 + 1, 4))
+    # As many as there are for the extension too.
+    assert torch_vmm.elastic((1, 4), torch.uint8, device, (2**44, 4)).max_shape == (2**44, 4)
+
+
+def test_who_holds_pages_is_named(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        table = torch_vmm.elastic((8, ROW), torch.uint8, device)
+        grid = torch_vmm.sparse((64, ROW), torch.uint8, device)
+    shown = [alias(table)]
+    table.resize_(0)
+    with pytest.raises(
+        torch_vmm.StillInUseError, match=r"4 MiB cannot be given back: 1 alias still shows 4 MiB.* that"
+    ):
+        table.shrink_to_fit()
+    table.resize_(8)
+    shown.append(alias(table[:4]))
+    table.resize_(0)
+    with pytest.raises(torch_vmm.StillInUseError, match=r": 2 aliases still show .* drop them"):
+        table.shrink_to_fit()
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"not all is there: commit\(\) what is not"):
+        alias(grid)
+    grid.commit(slice(0, 4))
+    assert alias(grid[:4]).shape == (4, ROW)
+    pool.allocate(0, 100)
+    view = pool.tensor(0, (10,))
+    with pytest.raises(torch_vmm.StillInUseError, match=r"deallocate\(0, 100\): 1 tensor of tensor\(\).* drop that"):
+        pool.deallocate(0, 100)
+    assert view.shape == (10,)
+
+
 def test_an_alias_is_not_aliased(device: str) -> None:
     ring = rows(device, 4)
     twice = alias(ring, 2)

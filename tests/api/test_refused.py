@@ -111,6 +111,11 @@ def test_sizes(value: object, pool: Pool, shared: Shared, manager: Manager, devi
     manager.close()
 
 
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(torch_vmm.NotAvailableError, match=r"^there is no device cpu:1; the only one is cpu:0$"):
+        Pool("2MiB", device="cpu:1")
+
+
 def test_sizes_that_are_too_large_are_called_so(pool: Pool, device: str, manager: Manager) -> None:
     for text in ("8EiB", "9223372036854775808", "1ZiB", "100000PiB"):
         assert "too large" in refused("capacity", lambda text=text: Pool(text, device=device))

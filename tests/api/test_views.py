@@ -170,7 +170,7 @@ def test_what_a_tensor_shows_cannot_be_unmapped(manager: Manager, range_: torch_
     manager.unmap(range_, 2 * PAGE, 2 * PAGE)
     with pytest.raises(torch_vmm.StillInUseError):
         manager.release(range_)
-    with pytest.raises(torch_vmm.StillInUseError, match="drop them first"):
+    with pytest.raises(torch_vmm.StillInUseError, match="drop that first"):
         manager.close()
     assert view.sum().item() > 0
     del view

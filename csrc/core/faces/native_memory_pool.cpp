@@ -147,8 +147,9 @@ void NativeMemoryPool::destroy(bool force) {
     const std::size_t blocks = left.size() + (is_answering ? 1 : 0);
     if (blocks != 0 && (!force || is_answering)) {
       destroyed_.store(false);
-      throw StillInUseError("the " + name() + " still holds " + std::to_string(blocks) + " allocations, " +
-                                format_bytes(charged) + "; free them first, or force",
+      throw StillInUseError("the " + name() + " still holds " + format_count(blocks, "allocation") + ", " +
+                                format_bytes(charged) + "; free " + (blocks == 1 ? "that" : "them") +
+                                " first, or force",
                             charged, blocks);
     }
   }

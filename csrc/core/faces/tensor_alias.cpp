@@ -57,8 +57,8 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
     const Status status = AliasRange::make(memory_.driver(), memory_.granularity(), chunks, copies,
                                            read_only ? Access::read : Access::read_write, accessors, &range_);
     if (status.code() == StatusCode::out_of_memory) {
-      throw OutOfMemoryError("there are no addresses, or mappings, for " + std::to_string(copies) + " copies of " +
-                                 format_bytes(bytes) + " (" + status.text() + ")",
+      throw OutOfMemoryError("there are no addresses, or mappings, for " + format_count(copies, "copy", "copies") +
+                                 " of " + format_bytes(bytes) + " (" + status.text() + ")",
                              bytes * copies, 0, kUnlimited, opener_->name());
     }
     throw_if_failed(status, "mapping memory at further addresses");

@@ -119,9 +119,9 @@ void VirtualMemoryManager::release(const VirtualAddressRange& range) {
     // What is held is mapped.
     const std::size_t held = found.held.in({0, range.size}).count;
     throw StillInUseError(
-        range.text() + " still holds " + std::to_string(mappings) + " mappings" +
-            (held == 0 ? "; unmap them first"
-                       : ", and " + std::to_string(held) + " tensors use them; drop those and unmap first"),
+        range.text() + " still holds " + format_count(mappings, "mapping") +
+            (held == 0 ? "; unmap first"
+                       : ", which " + format_count(held, "tensor") + " of tensor() show; drop those and unmap first"),
         found.mapped->mapped_bytes(), std::max(mappings, held));
   }
   throw_if_failed(memory_.driver().unreserve(range.base, range.size), "release " + range.text());
@@ -185,7 +185,8 @@ void VirtualMemoryManager::free_physical(const PhysicalAllocation& physical) {
   const MutexLock lock(mutex_);
   Chunk* chunk = find(physical);
   if (const int mapped = chunk->mappings.load(std::memory_order_acquire); mapped != 0) {
-    throw StillInUseError(physical.text() + " is still mapped at " + std::to_string(mapped) + " addresses",
+    throw StillInUseError(physical.text() + " is still mapped at " +
+                              format_count(static_cast<std::size_t>(mapped), "address", "addresses"),
                           physical.size, static_cast<std::size_t>(mapped));
   }
   throw_if_failed(memory_.store().release(chunk), "free_physical " + physical.text());
@@ -226,8 +227,9 @@ void VirtualMemoryManager::require_unheld(const Range& found, const VirtualAddre
   const auto [count, bytes] = found.held.in(part);
   if (count == 0) return;
   throw StillInUseError(doing + " offset " + std::to_string(part.offset) + " size " + std::to_string(part.size) +
-                            " of " + range.text() + ": " + std::to_string(count) + " tensors of tensor() still show " +
-                            format_bytes(bytes) + " of it; drop them first",
+                            " of " + range.text() + ": " + format_count(count, "tensor") + " of tensor() still " +
+                            (count == 1 ? "shows " : "show ") + format_bytes(bytes) + " of it; drop " +
+                            (count == 1 ? "that" : "them") + " first",
                         bytes, count);
 }
 
@@ -379,8 +381,9 @@ void VirtualMemoryManager::require_nothing_held() const {
     held.bytes += bytes;
   }
   if (held.count == 0) return;
-  throw StillInUseError("close: " + std::to_string(held.count) + " tensors of tensor() still show " +
-                            format_bytes(held.bytes) + " of this manager's ranges; drop them first",
+  throw StillInUseError("close: " + format_count(held.count, "tensor") + " of tensor() still " +
+                            (held.count == 1 ? "shows " : "show ") + format_bytes(held.bytes) +
+                            " of this manager's ranges; drop " + (held.count == 1 ? "that" : "them") + " first",
                         held.bytes, held.count);
 }
 
