@@ -195,6 +195,8 @@ def child():
         lambda: pool.allocate("8MiB", "2MiB"), lambda: pool.stats(), lambda: pool.memory_stats(),
         lambda: shared.global_stats(), lambda: shared.register_model("new"), lambda: llama.empty_cache(),
         lambda: torch_vmm.VirtualMemoryPool("2MiB", device="cpu"), lambda: torch_vmm.enable("cpu"),
+        lambda: torch_vmm.pool_of(tensor), lambda: torch_vmm.pool_of(torch.ones(3)), lambda: torch_vmm.sealed(tensor),
+        lambda: torch_vmm.alias(tensor), lambda: pool.seal(tensor), lambda: pool.unseal([]),
     ):
         try:
             act()
