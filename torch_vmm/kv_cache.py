@@ -419,8 +419,8 @@ class ElasticKVCache(Guarded, guarded=True):
         """Whether it is a cache: also one that is empty."""
         return True
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's keys and values; ``None``, as in ``layers``, for one that has had none."""
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Each layer's keys and values; as in transformers' caches, ``(None, None)`` for a layer not used yet."""
         return ((layer.keys, layer.values) for layer in self.layers)
 
 

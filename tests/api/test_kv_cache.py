@@ -259,7 +259,7 @@ def test_a_reordering_that_finds_no_memory_changes_nothing(
     with pool:
         for layer in range(3):
             cache.update(*states(device, 1000, seed=layer), layer)
-        before = [(keys.clone(), values.clone()) for keys, values in cache]
+        before = [(keys.clone(), values.clone()) for keys, values in cache if keys is not None and values is not None]
         pool.physical_limit = pool.memory_allocated() + 2 * PAGE  # for one layer more, not for three
         beams = torch.tensor(order)
         with monkeypatch.context() as patch:
@@ -283,7 +283,7 @@ def test_no_order_of_the_batch(device: str) -> None:
     cache = Cache(64)
     for layer in range(2):
         cache.update(*states(device, 3, seed=layer), layer)
-    before = [keys.clone() for keys, _ in cache]
+    before = [keys.clone() for keys, _ in cache if keys is not None]
     for wrong in (torch.tensor([0.0, 1.0]), torch.tensor(0), [1, 0], torch.tensor([0, 2]), torch.tensor([-1, 0])):
         with pytest.raises(torch_vmm.InvalidArgumentError, match="beam_idx"):
             cache.reorder_cache(wrong)  # type: ignore[arg-type]
@@ -427,3 +427,11 @@ def test_a_length_beyond_all_addresses_is_named(device: str, digits: int) -> Non
     assert "max_length=" in repr(cache)
     with pytest.raises(torch_vmm.InvalidArgumentError, match=r"max_length=.* than there are addresses"):
         cache.update(*states(device, 1), 0)
+
+
+def test_a_layer_that_is_not_used_yet_shows_none(device: str) -> None:
+    cache = torch_vmm.ElasticKVCache(16, layers=3)
+    states = torch.ones(1, 2, 3, 4, device=device)
+    cache.update(states, states, 1)
+    assert [(keys is None, values is None) for keys, values in cache] == [(True, True), (False, False), (True, True)]
+    assert len(list(cache)) == len(cache) == 3
