@@ -219,7 +219,13 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
 
     @property
     def stream(self) -> torch.cuda.Stream | int:
-        """The stream in whose order it is freed and used again; on the CPU its number."""
+        """The stream in whose order it is freed and used again; on the CPU its number.
+
+        On a GPU always a ``torch.cuda.Stream``: the very one that was given to
+        :meth:`MemoryPool.alloc`, or one for the pointer that was, which is its
+        ``cuda_stream``. torch compares streams by names of its own, so compare
+        ``cuda_stream`` where a pointer was given.
+        """
         device = DeviceKey(*self._room)
         if device.kind == "cpu":
             return self._stream_pointer
