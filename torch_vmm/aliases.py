@@ -10,6 +10,7 @@ from typing import SupportsIndex
 import torch
 
 from torch_vmm import _C, placed, routing
+from torch_vmm.dense import require_strided, span_bytes
 from torch_vmm.devices import Device, DeviceKey
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.placed import Placement
@@ -50,7 +51,7 @@ def aligned(
 
     Args:
         shape: of the tensor.
-        device: ``None`` is the current GPU; not with a placement.
+        device: where; ``None`` and ``"cuda"`` are the current GPU. Not with a placement.
         placement: devices of one kind, and how many rows of the first dimension each
             holds. Where one ends and the next begins has to be the end of a page: the
             error names the next counts that are.
@@ -145,22 +146,19 @@ def sealed(tensor: torch.Tensor) -> bool:
     """Are all pages of ``tensor`` read-only, by :meth:`VirtualMemoryPool.seal`?
 
     Raises:
-        InvalidArgumentError: no tensor.
+        InvalidArgumentError: no tensor, or none that is strided: a sparse or nested one.
+        NotAvailableError: in a forked child.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgumentError(f"sealed({show(tensor)}): give a tensor")
-    pool = routing.pool_of(tensor)
+    pool = routing.pool_of(require_strided(tensor, "sealed()"))
     if pool is None or tensor.numel() == 0:
         return False
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return _C.is_sealed(pool._handle, tensor.data_ptr(), span * tensor.element_size())
+    return _C.is_sealed(pool._handle, tensor.data_ptr(), span_bytes(tensor))
 
 
 def _require_whole(tensor: object, name: str) -> tuple[int, ...]:
     """The shape of what may stand on whole chunks."""
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgumentError(f"{name}={show(tensor)}: give a tensor")
-    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.numel() == 0 or tensor.dim() == 0:
+    tensor = require_strided(tensor, name)
+    if not tensor.is_contiguous() or tensor.numel() == 0 or tensor.dim() == 0:
         raise InvalidArgumentError(
             f"{name}: a tensor of shape {tuple(tensor.shape)} with strides that leave gaps, or nothing in it, does not "
             f"stand on whole chunks; make it with torch_vmm.aligned(shape, dtype, device)"

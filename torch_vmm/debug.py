@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from torch_vmm import _C
+from torch_vmm.dense import require_strided
 from torch_vmm.devices import Device, to_device
 from torch_vmm.errors import InvalidArgumentError, MemoryDamageError, NotAvailableError
 from torch_vmm.sizes import show, to_index
@@ -136,10 +137,10 @@ def explain(tensor_or_address: torch.Tensor | int) -> list[Finding]:
         The findings; none where nothing is watched.
 
     Raises:
-        InvalidArgumentError: neither a tensor nor an address.
+        InvalidArgumentError: neither a strided tensor nor an address.
     """
     if isinstance(tensor_or_address, torch.Tensor):
-        address: int | None = tensor_or_address.data_ptr()
+        address: int | None = require_strided(tensor_or_address, "explain()").data_ptr()
     else:
         address = to_index(tensor_or_address)
     if address is None or not 0 <= address < 2**64:

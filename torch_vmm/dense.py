@@ -17,16 +17,15 @@ def require_strided(tensor: object, doing: str) -> torch.Tensor:
     Args:
         doing: begins the message.
     Raises:
-        InvalidArgumentError: no tensor, or one of another layout (sparse, nested, quantized by a library's own
-            means), whose values are other tensors.
+        InvalidArgumentError: no tensor, or a nested one or one of another layout, which is made of other tensors.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgumentError(f"{doing}: {show(tensor)} is no tensor: give a strided dense tensor")
+        raise InvalidArgumentError(f"{doing}: {show(tensor)} is no tensor: give a tensor that is strided and dense")
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
         raise InvalidArgumentError(
-            f"{doing}: {kind} does not stand in one stretch of memory: give a strided dense tensor, for example its "
-            f"values()"
+            f"{doing}: {kind} is made of other tensors: give a tensor that is strided and dense, one of its parts for "
+            f"example"
         )
     return tensor
 

@@ -11,6 +11,7 @@ from typing import SupportsIndex, TypeAlias
 import torch
 
 from torch_vmm import _C
+from torch_vmm.dense import require_strided
 from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError
 from torch_vmm.pools import VirtualMemoryPool
@@ -78,8 +79,7 @@ def seen_from(tensor: torch.Tensor, device: Device) -> torch.Tensor:
     Raises:
         InvalidArgumentError: no such tensor, or a device that holds nothing of it.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        raise InvalidArgumentError(f"seen_from({show(tensor)}): give a tensor")
+    require_strided(tensor, "seen_from()")
     key = to_device(device)
     placed = _by_address.get(tensor.untyped_storage().data_ptr())
     if placed is None:

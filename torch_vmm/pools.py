@@ -18,7 +18,7 @@ import torch
 from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Context, Stays
-from torch_vmm.dense import is_dense, reaches_the_end
+from torch_vmm.dense import is_dense, reaches_the_end, require_strided
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.sizes import (
@@ -55,7 +55,11 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     that says so; its numbers can still be read.
 
     Args:
-        capacity: bytes of addresses, rounded up to whole pages; they cost nothing.
+        capacity: bytes of addresses, rounded up to whole pages; they cost nothing. It
+            bounds torch's tensors and :meth:`allocate`. Each tag, and each tensor of
+            :func:`torch_vmm.aligned`, :func:`torch_vmm.elastic` and
+            :func:`torch_vmm.sparse`, has addresses of its own beside these: their
+            memory is bounded by ``physical_limit`` alone.
         page_size: bytes, the grain in which memory is given back: a power of two
             and a multiple of the device's granularity (2 MiB). ``None`` lets the
             pool choose chunks by the request, so that large ones cost few calls.
@@ -446,9 +450,7 @@ def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, i
         raise InvalidArgumentError(f"tensors={show(tensors)}: give tensors")
     found = []
     for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgumentError(f"{show(tensor)} is no tensor: give tensors, those made under a tag for example")
-        if tensor.layout != torch.strided or not is_dense(tensor):
+        if not is_dense(require_strided(tensor, "tensors")):
             raise InvalidArgumentError(
                 "give tensors that are contiguous in some order of their dimensions, channels_last for example: pages "
                 "are sealed from the first element to the last"

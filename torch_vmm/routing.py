@@ -10,6 +10,7 @@ from torch_vmm import _C, _decorate, shared_pools
 from torch_vmm._decorate import Function
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Carried, ContextDecorator, Stays
+from torch_vmm.dense import require_strided
 from torch_vmm.devices import Device, DeviceKey, to_device
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.pools import VirtualMemoryPool
@@ -152,13 +153,17 @@ def pool_of(tensor_or_address: torch.Tensor | SupportsIndex) -> VirtualMemoryPoo
     """The pool that holds a tensor or an address, or ``None`` when none of ours does.
 
     Raises:
-        InvalidArgumentError: neither, or a tensor that has no storage of its own (a sparse one).
+        InvalidArgumentError: neither, or a tensor without a storage of its own, a
+            sparse one for example: ask for its parts.
+        NotAvailableError: in a forked child, where no pool can be reached.
     """
     if isinstance(tensor_or_address, torch.Tensor):
         try:
             address = tensor_or_address.untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError) as error:
-            raise InvalidArgumentError(f"a tensor without a storage is in no one pool: {error}") from error
+            if tensor_or_address.is_nested or tensor_or_address.layout != torch.strided:
+                require_strided(tensor_or_address, "pool_of()")
+            raise InvalidArgumentError(f"pool_of(): a tensor without a storage is in no one pool: {error}") from error
     else:
         number = to_index(tensor_or_address)
         if number is None:

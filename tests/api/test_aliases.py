@@ -308,7 +308,7 @@ def test_what_cannot_be_sealed_is_refused(make_pool: Callable[..., Pool], device
         ([tensor, tensor[:, :5].t()], "contiguous"),
         ([tensor, tensor[0].expand(8, ROW)], "contiguous"),
         ([tensor, tensor[:1, :4].as_strided((2, 2), (3, 0))], "contiguous"),
-        ([tensor, torch.eye(3).to_sparse()], "contiguous"),
+        ([tensor, torch.eye(3).to_sparse()], "strided and dense"),
         ([tensor, 3], "give"),
         (3, "give tensors"),
     ):
@@ -370,6 +370,38 @@ def test_a_slice_of_what_is_under_a_tag_seals_no_more(make_pool: Callable[..., P
     pool.seal([large[:1000], large[1000:], small[:30], small[30:], other])
     assert sealed(large)
     assert sealed(small)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]), "a nested tensor"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged),
+            "a nested tensor",
+        ),
+        (lambda: torch.eye(3).to_sparse(), "a tensor of layout torch.sparse_coo"),
+        (lambda: torch.eye(3).to_sparse_csr(), "a tensor of layout torch.sparse_csr"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning", "ignore:Sparse CSR:UserWarning")
+def test_what_is_made_of_other_tensors_is_refused(
+    make: Callable[[], torch.Tensor], kind: str, pool: Pool, device: str
+) -> None:
+    tensor = make()
+    for act in (
+        sealed,
+        alias,
+        pool.seal,
+        lambda each: concat_views([each]),
+        lambda each: torch_vmm.seen_from(each, device),
+        torch_vmm.debug.explain,
+    ):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=f"{kind} is .* give a tensor that is strided and"):
+            act(tensor)
+    if kind != "a nested tensor" or tensor.layout == torch.jagged:  # else it has one storage, which is in a pool
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=f"{kind} is .* give a tensor that is strided and"):
+            torch_vmm.pool_of(tensor)
 
 
 def test_the_memory_of_a_sealed_tensor_serves_again(make_pool: Callable[..., Pool], device: str) -> None:
