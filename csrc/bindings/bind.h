@@ -43,6 +43,13 @@ DeviceKind to_kind(const std::string& kind);
 // The room; NotAvailableError.
 DeviceRoom& to_room(const std::string& kind, int ordinal);
 
+// The pool's device; NotAvailableError in a forked child, where its locks may be held
+// for ever.
+DeviceMemory& home_of(const Pool& pool);
+// The same of a pool that is open, else InvalidArgumentError. Numbers can be read of a
+// closed one too, as long as its tensors live; anything else is refused in these words.
+DeviceMemory& open_home_of(const Pool& pool);
+
 // A limit of None is no limit.
 inline std::size_t to_limit(std::optional<std::size_t> limit) { return limit.value_or(kUnlimited); }
 inline std::optional<std::size_t> from_limit(std::size_t limit) {

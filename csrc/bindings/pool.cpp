@@ -12,26 +12,22 @@
 
 namespace vmm::bindings {
 
-namespace {
-
-using PoolPtr = std::shared_ptr<Pool>;
-
-// The pool's device; NotAvailableError in a forked child, where its locks may
-// be held for ever.
 DeviceMemory& home_of(const Pool& pool) {
   Runtime::require_own_process();
   return *pool.home();
 }
 
-// The same of a pool that is open. Numbers can be read of a closed one too, as
-// long as its tensors live; anything else is refused in the same words.
 DeviceMemory& open_home_of(const Pool& pool) {
   DeviceMemory& memory = home_of(pool);
   pool.require_open();
   return memory;
 }
 
-// The same for explicit pages, which may be the first of its memory.
+namespace {
+
+using PoolPtr = std::shared_ptr<Pool>;
+
+// home_of() for explicit pages, which may be the first of its memory.
 DeviceMemory& home_for_pages(const Pool& pool) {
   DeviceMemory& memory = home_of(pool);
   initialize_torch(Runtime::room_of(pool));

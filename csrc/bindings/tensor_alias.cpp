@@ -34,13 +34,12 @@ std::vector<SealedPiece> to_pieces(const Sealed& pieces) {
 
 py::object alias(const std::shared_ptr<Pool>& pool, const Pieces& pieces, std::size_t copies, bool read_only,
                  const std::vector<std::int64_t>& shape, py::handle dtype) {
-  Runtime::require_own_process();
+  DeviceMemory& memory = home_of(*pool);
   const std::size_t bytes = tensor_bytes(shape, dtype);
   std::shared_ptr<TensorAlias> made;
   {
     const py::gil_scoped_release released;
-    made =
-        destroyed_without_gil(std::make_unique<TensorAlias>(*pool->home(), pool, to_pieces(pieces), copies, read_only));
+    made = destroyed_without_gil(std::make_unique<TensorAlias>(memory, pool, to_pieces(pieces), copies, read_only));
   }
   if (bytes > made->size()) throw InvalidRangeError(0, bytes, made->size(), "a tensor beyond the end of its addresses");
   return make_tensor_of_pages(made->base(), shape, dtype, Runtime::room_of(*pool), made);
@@ -53,34 +52,22 @@ void bind_tensor_alias(py::module_& module) {
              py::arg("shape"), py::arg("dtype"));
   module.def("share_version", &share_version, py::arg("tensor"), py::arg("source"));
   module.def(
-      "seal",
-      [](const Pool& pool, const Sealed& pieces) {
-        Runtime::require_own_process();
-        seal_pages(*pool.home(), pool, to_pieces(pieces));
-      },
+      "seal", [](const Pool& pool, const Sealed& pieces) { seal_pages(open_home_of(pool), pool, to_pieces(pieces)); },
       py::arg("pool"), py::arg("pieces"), WithoutGil());
   module.def(
       "unseal",
-      [](const Pool& pool, const Sealed& pieces) {
-        Runtime::require_own_process();
-        unseal_pages(*pool.home(), pool, to_pieces(pieces));
-      },
+      [](const Pool& pool, const Sealed& pieces) { unseal_pages(open_home_of(pool), pool, to_pieces(pieces)); },
       py::arg("pool"), py::arg("pieces"), WithoutGil());
   module.def(
       "is_sealed",
       [](const Pool& pool, std::uintptr_t address, std::size_t size) {
-        Runtime::require_own_process();
-        const std::shared_ptr<Pool> part = pool.home()->pool_at(address);
+        const std::shared_ptr<Pool> part = home_of(pool).pool_at(address);
         return part != nullptr && part->is_read_only(address, size);
       },
       py::arg("pool"), py::arg("address"), py::arg("size"), WithoutGil());
   module.def(
-      "shared_bytes",
-      [](const Pool& pool) {
-        Runtime::require_own_process();
-        return pool.home()->shared_bytes_of(pool);
-      },
-      py::arg("pool"), WithoutGil());
+      "shared_bytes", [](const Pool& pool) { return home_of(pool).shared_bytes_of(pool); }, py::arg("pool"),
+      WithoutGil());
 }
 
 }  // namespace vmm::bindings

@@ -404,6 +404,18 @@ def test_what_is_made_of_other_tensors_is_refused(
             torch_vmm.pool_of(tensor)
 
 
+def test_a_closed_pool_seals_nothing(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = rows(device, 4)
+    pool.close(force=True)
+    for change in (pool.seal, pool.unseal):
+        for given in (tensor, []):
+            with pytest.raises(torch_vmm.InvalidArgumentError, match="is closed"):
+                change(given)
+    assert not sealed(tensor)
+
+
 def test_the_memory_of_a_sealed_tensor_serves_again(make_pool: Callable[..., Pool], device: str) -> None:
     pool = make_pool("64MiB", physical_limit="16MiB")
     with pool:
