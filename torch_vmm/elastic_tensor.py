@@ -182,7 +182,8 @@ def elastic(
     Args:
         shape: as it begins; at least one dimension. Its content is uninitialised.
         dtype: of the elements.
-        device: where. On ``"cpu"`` it needs no :func:`torch_vmm.enable`.
+        device: where; ``"cuda"`` and ``None`` are the current GPU, as for
+            :func:`torch_vmm.aligned`. On ``"cpu"`` it needs no :func:`torch_vmm.enable`.
         max_shape: the same but for the first dimension, which is at least as
             large. ``None`` is ``shape``: it can only shrink.
     Raises:

@@ -74,8 +74,10 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
 
         Args:
             model_id: not empty, and not registered here yet.
-            virtual_capacity: bytes of addresses; ``None`` is four times the device's memory, or less where the
-                process is short of addresses.
+            virtual_capacity: bytes of addresses, as ``capacity`` of
+                :class:`VirtualMemoryPool`: it bounds no memory, nor what has
+                addresses of its own. ``None`` is four times the device's
+                memory, or less where the process is short of addresses.
             physical_limit: bytes of memory that this model holds at most.
             floor: bytes of memory that no other model takes from it.
             priority: when memory is short, a higher one gives later; from -2**31 to 2**31 - 1.

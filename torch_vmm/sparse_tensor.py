@@ -181,7 +181,8 @@ def sparse(
     Args:
         shape: up to 64 TiB of addresses; at least one dimension.
         dtype: of the elements.
-        device: where. On ``"cpu"`` it needs no :func:`torch_vmm.enable`.
+        device: where; ``"cuda"`` and ``None`` are the current GPU, as for
+            :func:`torch_vmm.aligned`. On ``"cpu"`` it needs no :func:`torch_vmm.enable`.
         zeros: what is not committed reads as zero; else reading it faults. Zeros
             cost mappings, one for each 128 MiB and 0.3 s for 1 TiB (on the CPU, where a
             process has 65530 as a rule and seven eighths are used at most, some 7 TiB in

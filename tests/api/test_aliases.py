@@ -513,6 +513,28 @@ def test_who_holds_pages_is_named(make_pool: Callable[..., Pool], device: str) -
     assert view.shape == (10,)
 
 
+def test_a_capacity_bounds_no_tensor_with_addresses_of_its_own(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool(PAGE, physical_limit=8 * PAGE)
+    with pool:
+        tensors = [rows(device, 16), torch_vmm.elastic((12, ROW), torch.uint8, device)]
+        grid = torch_vmm.sparse((1000, ROW), torch.uint8, device)
+        with pytest.raises(torch_vmm.OutOfMemoryError) as refused:
+            grid.commit(slice(0, 8))
+        grid.commit(slice(0, 4))
+    assert pool.memory_allocated() == refused.value.limit == 8 * PAGE > pool.capacity
+    assert all(torch_vmm.pool_of(each) is pool for each in (*tensors, grid))
+
+
+def test_the_default_device_is_one(device: str) -> None:
+    makers = (torch_vmm.elastic, torch_vmm.sparse, aligned)
+    if device == "cuda":
+        assert {make((4,)).device for make in makers} == {torch.device("cuda", torch.cuda.current_device())}
+        return
+    for make in makers:
+        with pytest.raises(torch_vmm.NotAvailableError, match=r"GPU|CUDA|driver"):
+            make((4,))
+
+
 def test_an_alias_is_not_aliased(device: str) -> None:
     ring = rows(device, 4)
     twice = alias(ring, 2)
