@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/units.h"
+#include "bindings/gil.h"
 #include "driver/driver.h"
 #include "process/runtime.h"
 
@@ -19,8 +20,8 @@ namespace vmm::bindings {
 
 namespace py = pybind11;
 
-// For calls that may wait or take a lock for long.
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
+// A call guard.
+using WithoutGil = py::call_guard<GilReleased>;
 
 void bind_errors(py::module_& module);
 void bind_options(py::module_& module);
@@ -82,7 +83,7 @@ std::shared_ptr<T> destroyed_without_gil(std::unique_ptr<T> object) {
   return std::shared_ptr<T>(object.release(), [](T* last) {
     if (Runtime::in_child()) return;
     if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
-      const py::gil_scoped_release released;
+      const GilReleased released;
       delete last;
     } else {
       delete last;

@@ -122,7 +122,7 @@ py::list explain(std::uintptr_t address) {
   };
   std::vector<Told> told;
   {
-    const py::gil_scoped_release released;
+    const GilReleased released;
     for (const DeviceKind kind : kDeviceKinds) {
       for (int ordinal = 0; ordinal < Runtime::kMostDevices; ++ordinal) {
         DeviceMemory* memory = debugged(kind, ordinal);
@@ -158,7 +158,7 @@ py::object report(const std::string& kind, int ordinal, std::size_t most) {
   std::vector<Damage> damages;
   std::string text;
   {
-    const py::gil_scoped_release released;
+    const GilReleased released;
     // Asks the driver something: only so is a fault known.
     memory->clock().cover(memory->clock().now());
     memory->clock().poll();
@@ -192,7 +192,7 @@ py::list check(const std::string& kind, int ordinal) {
   if (memory == nullptr) return py::list();
   std::vector<Damage> damages;
   {
-    const py::gil_scoped_release released;
+    const GilReleased released;
     damages = memory->check_watched();
   }
   return to_list(damages);

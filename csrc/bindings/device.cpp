@@ -99,7 +99,7 @@ void bind_device(py::module_& module) {
            [](const Device& self) {
              Statistics numbers;
              {
-               const py::gil_scoped_release released;
+               const GilReleased released;
                self.memory().refresh_numbers();
                numbers = self.memory().statistics();
              }
@@ -113,7 +113,7 @@ void bind_device(py::module_& module) {
            [](const Device& self) {
              std::vector<DeviceSegment> segments;
              {
-               const py::gil_scoped_release released;
+               const GilReleased released;
                segments = snapshot(self.memory().pools());
              }
              return to_list(segments);

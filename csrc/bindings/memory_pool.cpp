@@ -135,7 +135,7 @@ using BufferPtr = std::shared_ptr<Buffer>;
 
 BuffersPtr make(const std::string& kind, int ordinal, py::handle buffer_class) {
   DeviceRoom& room = [&]() -> DeviceRoom& {
-    const py::gil_scoped_release released;
+    const GilReleased released;
     return to_room(kind, ordinal);
   }();
   initialize_torch(room);
@@ -173,7 +173,7 @@ py::object allocate(const BuffersPtr& self, std::int64_t count, py::handle dtype
       stream.has_value() ? to_stream(*stream) : current_stream(self->room.kind, self->room.ordinal, &spec.stream_id);
   BufferPtr buffer;
   {
-    const py::gil_scoped_release released;
+    const GilReleased released;
     self->here().pool().require_open();
     buffer = make_buffer(self, spec);
   }
@@ -251,7 +251,7 @@ void bind_memory_pool(py::module_& module) {
            [](Buffers& self) {
              BufferStats stats;
              {
-               const py::gil_scoped_release released;
+               const GilReleased released;
                stats = self.here().stats();
              }
              return as_dict(stats);

@@ -25,7 +25,7 @@ struct Native {
 };
 
 std::shared_ptr<Native> make(const std::string& kind, int ordinal, std::size_t max_bytes) {
-  const py::gil_scoped_release released;
+  const GilReleased released;
   return destroyed_without_gil(std::make_unique<Native>(to_room(kind, ordinal), max_bytes));
 }
 
@@ -62,7 +62,7 @@ void bind_native_memory_pool(py::module_& module) {
           "allocate",
           [](Native& self, std::size_t bytes, std::optional<std::uintptr_t> stream) {
             const Stream on = to_stream(stream, DeviceKind::cuda, self.ordinal);
-            const py::gil_scoped_release released;
+            const GilReleased released;
             return self.here().allocate(bytes, on);
           },
           py::arg("bytes"), py::arg("stream") = py::none())
@@ -70,7 +70,7 @@ void bind_native_memory_pool(py::module_& module) {
           "free",
           [](Native& self, Address address, std::optional<std::uintptr_t> stream) {
             const Stream on = to_stream(stream, DeviceKind::cuda, self.ordinal);
-            const py::gil_scoped_release released;
+            const GilReleased released;
             self.here().free(address, on);
           },
           py::arg("address"), py::arg("stream") = py::none())
@@ -87,7 +87,7 @@ void bind_native_memory_pool(py::module_& module) {
            [](Native& self) {
              NativePoolUsage usage;
              {
-               const py::gil_scoped_release released;
+               const GilReleased released;
                usage = self.here().usage();
              }
              return as_dict(usage);

@@ -18,7 +18,7 @@ using Shares = std::vector<std::tuple<std::shared_ptr<Pool>, std::size_t, std::u
 
 PlacedPtr make(const Shares& shares) {
   // Not by a call guard: an object is entered into pybind's tables under the GIL.
-  const py::gil_scoped_release released;
+  const GilReleased released;
   Runtime::require_own_process();
   std::vector<PlacedShare> placed;
   placed.reserve(shares.size());

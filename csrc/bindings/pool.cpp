@@ -196,7 +196,7 @@ void bind_pool(py::module_& module) {
           [](const Pool& self, bool walk) {
             Statistics numbers;
             {
-              const py::gil_scoped_release released;
+              const GilReleased released;
               numbers = statistics(self, walk);
             }
             return to_dict(numbers);
@@ -210,7 +210,7 @@ void bind_pool(py::module_& module) {
            [](const Pool& self) {
              std::vector<DeviceSegment> segments;
              {
-               const py::gil_scoped_release released;
+               const GilReleased released;
                segments = snapshot(home_of(self).family(self));
              }
              return to_list(segments);

@@ -63,7 +63,7 @@ py::dict replay_on_host(const py::buffer& op, const py::buffer& id, const py::bu
   const std::vector<RecordedStep> program = to_program(op, id, size, stream, model);
   Replayed done;
   {
-    const py::gil_scoped_release released;
+    const GilReleased released;
     HostDriverOptions host;
     host.device_bytes = device_bytes;
     HostDriver driver(host);

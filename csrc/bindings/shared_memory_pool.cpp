@@ -23,7 +23,7 @@ const SharedMemoryPool& here(const SharedMemoryPool& pool) {
 
 SharedPoolPtr make(const std::string& kind, int ordinal, std::size_t physical_limit) {
   // Not by a call guard: an object is entered into pybind's tables under the GIL.
-  const py::gil_scoped_release released;
+  const GilReleased released;
   return destroyed_without_gil(std::make_unique<SharedMemoryPool>(to_room(kind, ordinal).memory, physical_limit));
 }
 

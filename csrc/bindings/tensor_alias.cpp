@@ -38,7 +38,7 @@ py::object alias(const std::shared_ptr<Pool>& pool, const Pieces& pieces, std::s
   const std::size_t bytes = tensor_bytes(shape, dtype);
   std::shared_ptr<TensorAlias> made;
   {
-    const py::gil_scoped_release released;
+    const GilReleased released;
     made = destroyed_without_gil(std::make_unique<TensorAlias>(memory, pool, to_pieces(pieces), copies, read_only));
   }
   if (bytes > made->size()) throw InvalidRangeError(0, bytes, made->size(), "a tensor beyond the end of its addresses");

@@ -31,7 +31,7 @@ TensorRange& here(TensorRange& range) {
 RangePtr make(const std::shared_ptr<Pool>& pool, const std::string& what, std::size_t capacity,
               std::optional<std::size_t> page_size, bool zeros) {
   // Not by a call guard: an object is entered into pybind's tables under the GIL.
-  const py::gil_scoped_release released;
+  const GilReleased released;
   Runtime::require_own_process();
   initialize_torch(Runtime::room_of(*pool));
   DeviceMemory& memory = *pool->home();

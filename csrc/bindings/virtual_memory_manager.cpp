@@ -32,7 +32,7 @@ struct Manager {
 using ManagerPtr = std::shared_ptr<Manager>;
 
 ManagerPtr make(const std::string& kind, int ordinal) {
-  const py::gil_scoped_release released;
+  const GilReleased released;
   return destroyed_without_gil(std::make_unique<Manager>(to_room(kind, ordinal)));
 }
 

@@ -125,6 +125,35 @@ ready.wait()
     )
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        "mine.allocate(0, '2MiB'); mine.deallocate(0, '2MiB')",
+        "mine.stats(); shared.global_stats(); mine.compact()",
+        "buffers.alloc(1000).free(); buffers.stats()",
+        "torch_vmm.VirtualMemoryPool('4MiB', device='cpu').close()",
+        "manager.free_physical(manager.alloc_physical('2MiB'))",
+    ],
+)
+def test_daemon_threads_inside_a_call_at_the_end(act: str) -> None:
+    # Python before 3.14 unwinds a thread that wants its lock back. Several, as one may be in Python just then.
+    run(
+        SETUP
+        + f"""
+import time
+buffers, manager = torch_vmm.MemoryPool("cpu"), torch_vmm.VirtualMemoryManager("cpu")
+def work():
+    mine = torch_vmm.VirtualMemoryPool("4MiB", device="cpu")
+    while True:
+        {act}
+for _ in range(4):
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+""",
+        fresh=True,
+    )
+
+
 # -- Forks -------------------------------------------------------------------------------------------------------------
 
 FORK = """
