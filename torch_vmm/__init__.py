@@ -1,11 +1,13 @@
-"""A PyTorch CUDA allocator that gives each model its own elastic pool of virtual memory under one physical limit.
+"""A PyTorch CUDA allocator: an elastic pool of virtual memory for each model.
+
+All of them are under one physical limit.
 
     import torch, torch_vmm
 
-    torch_vmm.enable()                      # becomes torch's CUDA allocator; before CUDA is initialised
+    torch_vmm.enable()  # torch's CUDA allocator; before CUDA is initialised
     gpu = torch_vmm.SharedMemoryPool(physical_limit="40GiB")
     llama = gpu.register_model("llama-7b")
-    with llama:                             # weights, activations, gradients: llama's pool
+    with llama:  # weights, activations, gradients: llama's pool
         ...
 
 Everything but the GPU itself also works with ``device="cpu"``.

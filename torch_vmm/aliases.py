@@ -36,29 +36,34 @@ def aligned(
     device: Device = None,
     placement: Placement | None = None,
 ) -> torch.Tensor:
-    """A tensor that begins with a chunk of memory and shares none of its chunks with anything.
+    """A tensor that begins with a chunk of memory and shares none of its chunks
+    with anything.
 
-    What :func:`alias`, :func:`concat_views` and :meth:`VirtualMemoryPool.seal` ask
-    for. It takes whole pages of 2 MiB of the pool that is open, and begins as zero.
+    What :func:`alias`, :func:`concat_views` and :meth:`VirtualMemoryPool.seal`
+    ask for. It takes whole pages of 2 MiB of the pool that is open, and begins
+    as zero.
 
-    With ``placement=[("cuda:0", n), ("cuda:1", m)]`` the first ``n`` rows lie in the
-    memory of the one GPU and the next ``m`` in the other's, in one range of addresses
-    that both reach. Each GPU's share counts in the pool that is open on it. The tensor
-    is the first device's; :func:`seen_from` shows it to the others. It is made for the
-    devices' current streams, and its memory goes behind all that is queued on any of
-    them. Its addresses are no pool's: ``pool_of`` tells nothing of them, and it cannot
-    be aliased or sealed.
+    With ``placement=[("cuda:0", n), ("cuda:1", m)]`` the first ``n`` rows lie
+    in the memory of the one GPU and the next ``m`` in the other's, in one range
+    of addresses that both reach. Each GPU's share counts in the pool that is
+    open on it. The tensor is the first device's; :func:`seen_from` shows it to
+    the others. It is made for the devices' current streams, and its memory goes
+    behind all that is queued on any of them. Its addresses are no pool's:
+    ``pool_of`` tells nothing of them, and it cannot be aliased or sealed.
 
     Args:
         shape: of the tensor.
-        device: where; ``None`` and ``"cuda"`` are the current GPU. Not with a placement.
-        placement: devices of one kind, and how many rows of the first dimension each
-            holds. Where one ends and the next begins has to be the end of a page: the
-            error names the next counts that are.
+        device: where; ``None`` and ``"cuda"`` are the current GPU. Not with a
+            placement.
+        placement: devices of one kind, and how many rows of the first dimension
+            each holds. Where one ends and the next begins has to be the end of
+            a page: the error names the next counts that are.
     Raises:
         InvalidArgumentError: a shape, dtype, device or placement that can't be.
-        OutOfMemoryError: a limit, a device, or its addresses do not hold it; nothing is made then.
-        NotAvailableError: no driver, no such device, or GPUs that cannot reach each other's memory.
+        OutOfMemoryError: a limit, a device, or its addresses do not hold it;
+            nothing is made then.
+        NotAvailableError: no driver, no such device, or GPUs that cannot reach
+            each other's memory.
     """
     sizes = to_shape(shape)
     require_dtype(dtype)
@@ -75,35 +80,41 @@ def aligned(
 
 
 def alias(tensor: torch.Tensor, copies: SupportsIndex = 1, read_only: bool = False) -> torch.Tensor:
-    """The pages of ``tensor`` at further addresses, ``copies`` times in a row; no copy is made.
+    """The pages of ``tensor`` at further addresses, ``copies`` times in a row; no
+    copy is made.
 
     With two copies a ring buffer's end continues at its beginning:
-    ``alias(ring, 2)[k : k + n]`` is contiguous wherever it starts. With one, made
-    in another model's context, the models share it: its owner pays, and
+    ``alias(ring, 2)[k : k + n]`` is contiguous wherever it starts. With one,
+    made in another model's context, the models share it: its owner pays, and
     ``shared_bytes`` of the pool that is open here tells of it. What is written
     through one address is read through all.
 
     It keeps the memory, also when ``tensor`` has gone. Its own addresses are no
     pool's: ``pool_of`` tells nothing of them, and it cannot be aliased itself.
-    Autograd does not follow it: as with ``numpy()``, give ``tensor.detach()`` of
-    one that requires grad, or alias it under ``torch.no_grad()``. But it notices,
-    as with a view, where one is written to and the other was saved for ``backward()``.
+    Autograd does not follow it: as with ``numpy()``, give ``tensor.detach()``
+    of one that requires grad, or alias it under ``torch.no_grad()``. But it
+    notices, as with a view, where one is written to and the other was saved for
+    ``backward()``.
 
-    ``torch.compile`` does not know that the addresses show the same memory. A compiled
-    function that writes to some of it must not read that by another address, through
-    the other tensor or a ring's other turn: it may read what was there before,
-    silently. Write to it in a function under ``torch.compiler.disable``.
+    ``torch.compile`` does not know that the addresses show the same memory. A
+    compiled function that writes to some of it must not read that by another
+    address, through the other tensor or a ring's other turn: it may read what
+    was there before, silently. Write to it in a function under
+    ``torch.compiler.disable``.
 
     Args:
         tensor: contiguous, on whole chunks and of whole ones: made by
             :func:`aligned`, of a multiple of the granularity (2 MiB).
         copies: at least 1.
-        read_only: a write to these addresses faults, whatever ``tensor``'s allow.
+        read_only: a write to these addresses faults, whatever ``tensor``'s
+            allow.
     Returns:
-        A tensor of ``tensor``'s shape, its first dimension ``copies`` times as long.
+        A tensor of ``tensor``'s shape, its first dimension ``copies`` times as
+        long.
     Raises:
-        InvalidArgumentError: ``tensor`` does not stand on whole chunks, is an alias, or requires grad; or so many
-            copies of it are more than there are addresses.
+        InvalidArgumentError: ``tensor`` does not stand on whole chunks, is an
+            alias, or requires grad; or so many copies of it are more than there
+            are addresses.
         OutOfMemoryError: no such stretch of addresses is left.
     """
     times = to_index(copies)
@@ -114,19 +125,22 @@ def alias(tensor: torch.Tensor, copies: SupportsIndex = 1, read_only: bool = Fal
 
 
 def concat_views(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``torch.cat(tensors)`` without a copy: their pages, one after the other, at addresses of their own.
+    """``torch.cat(tensors)`` without a copy: their pages, one after the other, at
+    addresses of their own.
 
     What is written through it is read through them. It keeps their memory; the
-    rest is as with :func:`alias`, but for one thing: autograd does not notice where
-    it is written to and one of them was saved for ``backward()``, or the other way
-    round. Where that may be, say so by ``torch.autograd.graph.increment_version(saved)``.
+    rest is as with :func:`alias`, but for one thing: autograd does not notice
+    where it is written to and one of them was saved for ``backward()``, or the
+    other way round. Where that may be, say so by
+    ``torch.autograd.graph.increment_version(saved)``.
 
     Args:
-        tensors: of one dtype and device, alike but for the first dimension, each
-            made by :func:`aligned`, of a multiple of the granularity (2 MiB).
+        tensors: of one dtype and device, alike but for the first dimension,
+            each made by :func:`aligned`, of a multiple of the granularity (2
+            MiB).
     Raises:
-        InvalidArgumentError: none, not alike, or one that does not stand on whole chunks, is an alias or
-            requires grad.
+        InvalidArgumentError: none, not alike, or one that does not stand on
+            whole chunks, is an alias or requires grad.
         OutOfMemoryError: no such stretch of addresses is left.
     """
     if not isinstance(tensors, list | tuple) or not tensors:
@@ -146,7 +160,8 @@ def sealed(tensor: torch.Tensor) -> bool:
     """Are all pages of ``tensor`` read-only, by :meth:`VirtualMemoryPool.seal`?
 
     Raises:
-        InvalidArgumentError: no tensor, or none that is strided: a sparse or nested one.
+        InvalidArgumentError: no tensor, or none that is strided: a sparse or
+            nested one.
         NotAvailableError: in a forked child.
     """
     pool = routing.pool_of(require_strided(tensor, "sealed()"))

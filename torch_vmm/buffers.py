@@ -39,8 +39,8 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
 
     It is a pool beside the models: the device's limit counts it, no model's
     does, whatever model is open. What it keeps free other pools can have when
-    memory is short. :meth:`close`, or the end of a ``with``, gives all back. Any
-    thread may use it.
+    memory is short. :meth:`close`, or the end of a ``with``, gives all back.
+    Any thread may use it.
 
     Args:
         device: where the memory is.
@@ -60,19 +60,23 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
         self._handle = _C.MemoryPool(*self._device, PooledBuffer)
 
     def alloc(self, n: SupportsIndex, dtype: torch.dtype = torch.float32, stream: Stream = None) -> PooledBuffer:
-        """A buffer of ``n`` elements, aligned to 512 bytes; what is in it is undefined.
+        """A buffer of ``n`` elements, aligned to 512 bytes; what is in it is
+        undefined.
 
         Args:
-            n: elements; 0 is an empty buffer, which has no memory and is counted nowhere.
+            n: elements; 0 is an empty buffer, which has no memory and is
+                counted nowhere.
             dtype: of an element.
-            stream: whose work uses it: a ``torch.cuda.Stream``, an object with ``__cuda_stream__``, or a
-                stream's pointer; ``None`` is torch's current one. On the CPU, where work is done at once, a
-                whole number tells streams apart.
+            stream: whose work uses it: a ``torch.cuda.Stream``, an object with
+                ``__cuda_stream__``, or a stream's pointer; ``None`` is torch's
+                current one. On the CPU, where work is done at once, a whole
+                number tells streams apart.
         Raises:
-            InvalidArgumentError: ``n`` is no whole number, negative or too large; no dtype, or a quantized
-                one; no stream of the device; the pool is closed.
-            OutOfMemoryError: a limit or the device has no such amount left, after all that is idle elsewhere
-                has been taken.
+            InvalidArgumentError: ``n`` is no whole number, negative or too
+                large; no dtype, or a quantized one; no stream of the device;
+                the pool is closed.
+            OutOfMemoryError: a limit or the device has no such amount left,
+                after all that is idle elsewhere has been taken.
         """
         # As little Python as can be: what cannot be is looked at when it has been refused.
         try:
@@ -87,11 +91,14 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
         return buffer
 
     def stats(self) -> PoolStats:
-        """What is allocated and cached, and how often; of a closed pool too. Exact while no other thread uses it."""
+        """What is allocated and cached, and how often; of a closed pool too. Exact
+        while no other thread uses it.
+        """
         return PoolStats(**self._handle.stats())
 
     def trim(self, min_bytes: Size) -> int:
-        """Gives cached memory back to the device, freed first going first, until at most ``min_bytes`` are cached.
+        """Gives cached memory back to the device, freed first going first, until
+        at most ``min_bytes`` are cached.
 
         It goes in whole chunks; what lies in a chunk with a live buffer stays.
         Waits for the work that still uses what it gives back.
@@ -104,14 +111,16 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
         return self._handle.trim(to_bytes(min_bytes, "min_bytes"))
 
     def set_threshold(self, bytes: Size | None) -> None:  # noqa: A002
-        """Keeps at most so many bytes cached beyond what the work at hand needs; ``None``, as at first: all.
+        """Keeps at most so many bytes cached beyond what the work at hand needs;
+        ``None``, as at first: all.
 
-        Above that, memory goes back when it has not been needed for a second: at
-        the first :meth:`alloc`, :meth:`stats` or freed buffer after that, as much
-        as has been free all the while, freed first going first. So a threshold
-        of 0 keeps nothing beyond what is in use, and yet what the steps of a
-        program take and free over and over stays while they go on. Only what
-        queued work uses no more goes, and nobody waits; :meth:`trim` does both at once.
+        Above that, memory goes back when it has not been needed for a second:
+        at the first :meth:`alloc`, :meth:`stats` or freed buffer after that, as
+        much as has been free all the while, freed first going first. So a
+        threshold of 0 keeps nothing beyond what is in use, and yet what the
+        steps of a program take and free over and over stays while they go on.
+        Only what queued work uses no more goes, and nobody waits; :meth:`trim`
+        does both at once.
 
         Raises:
             InvalidArgumentError: no size, or the pool is closed.
@@ -120,7 +129,9 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
 
     @property
     def threshold(self) -> int | None:
-        """Bytes, as :meth:`set_threshold` has it; ``None``: all that is free is kept."""
+        """Bytes, as :meth:`set_threshold` has it; ``None``: all that is free is
+        kept.
+        """
         return self._handle.threshold
 
     @property
@@ -137,7 +148,8 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
         """Ends the pool and gives all its memory back; twice is fine.
 
         Args:
-            force: with buffers alive: each keeps its memory until it is freed or collected.
+            force: with buffers alive: each keeps its memory until it is freed
+                or collected.
         Raises:
             StillInUseError: a buffer is alive, and not ``force``.
         """
@@ -165,11 +177,12 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
 
 
 class PooledBuffer(_C.Buffer, Guarded, guarded=True):
-    """Elements of one dtype in a :class:`MemoryPool`, which :meth:`MemoryPool.alloc` makes.
+    """Elements of one dtype in a :class:`MemoryPool`, which
+    :meth:`MemoryPool.alloc` makes.
 
-    Its memory goes back when it is freed, at the end of a ``with``, or when it is
-    collected, on whatever thread: in the order of its own stream. ``len()`` is the
-    number of elements.
+    Its memory goes back when it is freed, at the end of a ``with``, or when it
+    is collected, on whatever thread: in the order of its own stream. ``len()``
+    is the number of elements.
 
     CuPy, Numba, numpy, torch and others read and write it in place: by DLPack
     (``torch.from_dlpack(buffer)``, ``cupy.from_dlpack``), and by
@@ -177,8 +190,8 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
     ``numba.cuda.as_cuda_array``) or ``__array_interface__`` on the CPU
     (``numpy.asarray``). Both tell the reader the buffer's stream, so that it
     begins behind it. Work on other streams than its own has to be told by
-    :meth:`record_stream`, or to be waited for before the buffer goes. A CUDA graph
-    uses its address at each replay, so it must live as long.
+    :meth:`record_stream`, or to be waited for before the buffer goes. A CUDA
+    graph uses its address at each replay, so it must live as long.
     """
 
     _instead_of_a_copy = "it is memory of one MemoryPool. Keep another reference to it, or copy its tensor()"
@@ -219,7 +232,8 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
 
     @property
     def stream(self) -> torch.cuda.Stream | int:
-        """The stream in whose order it is freed and used again; on the CPU its number.
+        """The stream in whose order it is freed and used again; on the CPU its
+        number.
 
         On a GPU always a ``torch.cuda.Stream``: the very one that was given to
         :meth:`MemoryPool.alloc`, or one for the pointer that was, which is its
@@ -254,12 +268,15 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
     # -- Its use -------------------------------------------------------------------------------------------------------
 
     def record_stream(self, stream: Stream) -> None:
-        """Another stream uses it too: once freed, its memory is used again when the work queued there by then is done.
+        """Another stream uses it too: once freed, its memory is used again when
+        the work queued there by then is done.
 
         Args:
-            stream: as :meth:`MemoryPool.alloc` takes it. It must live until the buffer is freed.
+            stream: as :meth:`MemoryPool.alloc` takes it. It must live until the
+                buffer is freed.
         Raises:
-            InvalidArgumentError: no stream of the device, or the buffer is freed.
+            InvalidArgumentError: no stream of the device, or the buffer is
+                freed.
         """
         self._use_on(to_stream(stream, DeviceKey(*self._room)))
         object.__setattr__(self, "_streams", [*(self._streams or [None]), stream])
@@ -276,13 +293,17 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
             return self._show()
 
     def free(self, force: bool = False) -> None:
-        """Gives the memory back, in the order of the buffer's stream; twice is fine.
+        """Gives the memory back, in the order of the buffer's stream; twice is
+        fine.
 
         Args:
-            force: what a tensor still shows goes back with the last such tensor.
+            force: what a tensor still shows goes back with the last such
+                tensor.
         Raises:
-            StillInUseError: a tensor of :meth:`tensor`, or what was made of it by DLPack, is alive, and not
-                ``force``. What was made by an array interface keeps the buffer from being collected, but not this.
+            StillInUseError: a tensor of :meth:`tensor`, or what was made of it
+                by DLPack, is alive, and not ``force``. What was made by an
+                array interface keeps the buffer from being collected, but not
+                this.
         """
         self._give_back(force if force is False else to_flag(force, "force"))
 
@@ -299,10 +320,12 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
     # -- In other libraries' words -------------------------------------------------------------------------------------
 
     def __dlpack__(self, **options: Any) -> Any:
-        """A DLPack capsule over it, with torch's options and meanings; the consumer's stream comes after the buffer's.
+        """A DLPack capsule over it, with torch's options and meanings; the
+        consumer's stream comes after the buffer's.
 
-        Where the consumer's stream is being captured and the buffer's is not, it does not: what is
-        queued on the buffer's is no part of the graph, and a replay has to come after it.
+        Where the consumer's stream is being captured and the buffer's is not,
+        it does not: what is queued on the buffer's is no part of the graph, and
+        a replay has to come after it.
 
         Raises:
             InvalidArgumentError: the buffer is freed.
@@ -318,12 +341,16 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
             return capsule
 
     def __dlpack_device__(self) -> tuple[Any, int]:
-        """The device in DLPack's words: ``(2, ordinal)`` for a GPU, ``(1, 0)`` for the CPU."""
+        """The device in DLPack's words: ``(2, ordinal)`` for a GPU, ``(1, 0)`` for
+        the CPU.
+        """
         return self.tensor().__dlpack_device__()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3 of the interface, with the buffer's stream; there is none on the CPU."""
+        """Version 3 of the interface, with the buffer's stream; there is none on
+        the CPU.
+        """
         interface: dict[str, Any] = self.tensor().__cuda_array_interface__
         interface |= {"version": 3, "stream": self._stream_pointer or 1}  # 1 is the default stream: 0 is not allowed
         return interface
@@ -354,20 +381,23 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
 
 
 class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
-    """A stream-ordered pool of the CUDA driver's own: addresses, allocated and freed in the order of streams.
+    """A stream-ordered pool of the CUDA driver's own: addresses, allocated and
+    freed in the order of streams.
 
-    The memory is the driver's: no limit of torch_vmm counts it, and no statistics
-    but :meth:`stats` show it. Its end, by :meth:`destroy` or a ``with``, shows the
-    driver's errors. One that is dropped without it frees what is left when all
-    queued work is done; what the driver refuses then is said on stderr and counted
-    in :meth:`destructor_failures`.
+    The memory is the driver's: no limit of torch_vmm counts it, and no
+    statistics but :meth:`stats` show it. Its end, by :meth:`destroy` or a
+    ``with``, shows the driver's errors. One that is dropped without it frees
+    what is left when all queued work is done; what the driver refuses then is
+    said on stderr and counted in :meth:`destructor_failures`.
 
     Args:
         device: a GPU.
-        max_size_bytes: bytes that are allocated from it at most; 0: no maximum but the device's.
+        max_size_bytes: bytes that are allocated from it at most; 0: no maximum
+            but the device's.
     Raises:
         InvalidArgumentError: a device or size that can't be.
-        NotAvailableError: no driver, one that is too old, or a device that has no such pools, the CPU among them.
+        NotAvailableError: no driver, one that is too old, or a device that has
+            no such pools, the CPU among them.
     """
 
     _instead_of_a_copy = (
@@ -384,13 +414,15 @@ class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
 
         Args:
             bytes: above 0.
-            stream: as :meth:`MemoryPool.alloc` takes it; ``None`` is torch's current one. Not one that is
-                being captured.
+            stream: as :meth:`MemoryPool.alloc` takes it; ``None`` is torch's
+                current one. Not one that is being captured.
         Returns:
             Its address.
         Raises:
-            InvalidArgumentError: no size, 0 bytes, no stream of the device; the pool is destroyed.
-            OutOfMemoryError: over the maximum, or the device has no such amount left.
+            InvalidArgumentError: no size, 0 bytes, no stream of the device; the
+                pool is destroyed.
+            OutOfMemoryError: over the maximum, or the device has no such amount
+                left.
             NotAvailableError: the stream is being captured.
             DriverError: anything else that the driver said.
         """
@@ -404,9 +436,11 @@ class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
         Args:
             address: what :meth:`alloc_async` returned.
         Raises:
-            InvalidArgumentError: not allocated here, or freed before; the pool is destroyed.
+            InvalidArgumentError: not allocated here, or freed before; the pool
+                is destroyed.
             NotAvailableError: the stream is being captured.
-            DriverError: anything else that the driver said; the memory is still allocated.
+            DriverError: anything else that the driver said; the memory is still
+                allocated.
         """
         at = address if type(address) is int else to_index(address)
         if at is None or not 0 <= at < 2**64:
@@ -422,7 +456,8 @@ class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
         return NativePoolStats(**self._handle.stats())
 
     def trim(self, min_bytes: Size) -> int:
-        """Gives unused memory back to the device until at most about ``min_bytes`` are reserved.
+        """Gives unused memory back to the device until at most about ``min_bytes``
+        are reserved.
 
         Returns:
             Bytes given back.
@@ -433,7 +468,9 @@ class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
 
     @property
     def release_threshold(self) -> int:
-        """Bytes that it keeps reserved when a stream, an event or the device is waited for; 0 at first. Can be set."""
+        """Bytes that it keeps reserved when a stream, an event or the device is
+        waited for; 0 at first. Can be set.
+        """
         return self._handle.release_threshold()
 
     @release_threshold.setter
@@ -442,7 +479,8 @@ class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
 
     @property
     def raw(self) -> int:
-        """The driver's handle, a ``CUmemoryPool`` (which is the runtime's ``cudaMemPool_t``).
+        """The driver's handle, a ``CUmemoryPool`` (which is the runtime's
+        ``cudaMemPool_t``).
 
         Raises:
             InvalidArgumentError: the pool is destroyed.
@@ -460,19 +498,23 @@ class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
         return self._handle.is_destroyed
 
     def destroy(self, force: bool = False) -> None:
-        """Ends the pool, once all work that is queued on its device is done; twice is fine.
+        """Ends the pool, once all work that is queued on its device is done; twice
+        is fine.
 
         Args:
             force: what is still allocated is freed first.
         Raises:
             StillInUseError: something is allocated, and not ``force``.
-            DriverError: what the driver refused; the pool is still there, and this can be called again.
+            DriverError: what the driver refused; the pool is still there, and
+                this can be called again.
         """
         self._handle.destroy(to_flag(force, "force"))
 
     @staticmethod
     def destructor_failures() -> int:
-        """Pools of this process that were dropped and that the driver would not let go of."""
+        """Pools of this process that were dropped and that the driver would not
+        let go of.
+        """
         return _C.NativeMemoryPool.destructor_failures
 
     def __enter__(self) -> NativeMemoryPool:

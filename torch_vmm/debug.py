@@ -1,11 +1,12 @@
-"""Finding memory errors: what ``TORCH_VMM_DEBUG`` watches, and what is known of an address.
+"""Finding memory errors: what is watched, and what is known of an address.
 
-``TORCH_VMM_DEBUG=guard`` gives each allocation pages of its own, at whose end it
-stands, with a page without memory behind them; what is freed is unmapped as soon
-as queued work is done with it. So an access beyond a tensor's end, or to a tensor
-that is no more, faults in whatever kernel makes it. ``canary`` writes patterns
-before and behind each block instead, and looks at them when it is freed.
-``sample=1/100`` behind either watches one of a hundred allocations.
+``TORCH_VMM_DEBUG=guard`` gives each allocation pages of its own, at whose
+end it stands, with a page without memory behind them; what is freed is
+unmapped as soon as queued work is done with it. So an access beyond a
+tensor's end, or to a tensor that is no more, faults in whatever kernel
+makes it. ``canary`` writes patterns before and behind each block instead,
+and looks at them when it is freed. ``sample=1/100`` behind either watches
+one of a hundred allocations.
 """
 
 from __future__ import annotations
@@ -129,9 +130,9 @@ def mode() -> str | None:
 def explain(tensor_or_address: torch.Tensor | int) -> list[Finding]:
     """Which watched blocks an address belongs to, or is near.
 
-    The address comes from ``compute-sanitizer``, the kernel's log (Xid 31), a core
-    dump or a pointer at hand. First come the blocks whose own addresses it is, live
-    ones before freed ones; then the nearest live ones below and above.
+    The address comes from ``compute-sanitizer``, the kernel's log (Xid 31), a
+    core dump or a pointer at hand. First come the blocks whose own addresses it
+    is, live ones before freed ones; then the nearest live ones below and above.
 
     Returns:
         The findings; none where nothing is watched.
@@ -152,12 +153,13 @@ def explain(tensor_or_address: torch.Tensor | int) -> list[Finding]:
 
 
 def report(device: Device = "cuda") -> Report | None:
-    """What is watched on a device, what was lately, what is damaged, and which accesses fault.
+    """What is watched on a device, what was lately, what is damaged, and which
+    accesses fault.
 
-    After CUDA's error 700 the driver does not say which address it was; the report's
-    newest blocks, and those freed last, are what it can have been. It needs no GPU.
-    Of what was freed, the patterns are looked at where the GPU is done with it;
-    :func:`check` waits for the rest.
+    After CUDA's error 700 the driver does not say which address it was; the
+    report's newest blocks, and those freed last, are what it can have been. It
+    needs no GPU. Of what was freed, the patterns are looked at where the GPU is
+    done with it; :func:`check` waits for the rest.
 
     Returns:
         ``None`` where debug mode is off or the device was never used.
@@ -182,11 +184,12 @@ def report(device: Device = "cuda") -> Report | None:
 
 
 def check(device: Device = "cuda") -> None:
-    """Waits for the device and looks at the patterns of all blocks that are watched now, and of those freed until now.
+    """Waits for the device and looks at the patterns of all blocks that are
+    watched now, and of those freed until now.
 
     Raises:
-        MemoryDamageError: somebody has written outside an allocation, now or before; the text
-            names each of these.
+        MemoryDamageError: somebody has written outside an allocation, now or
+            before; the text names each of these.
         NotAvailableError: a GPU's, where there is none.
         InvalidArgumentError: no device.
         DriverError: the device has failed.

@@ -15,19 +15,20 @@ from torch_vmm.sizes import Shape, show, to_index, to_shape
 
 
 class ElasticTensor(RangeTensor):
-    """A tensor whose first dimension grows and shrinks in place; :func:`elastic` makes it.
+    """A tensor whose first dimension grows and shrinks in place; :func:`elastic`
+    makes it.
 
     Its address never changes and nothing is copied, so that views, and CUDA
     graphs captured over it, stay valid while it grows, and kernels may read it
     meanwhile. Every torch function takes it and gives plain tensors.
 
     Autograd takes another length for a change of what it saved, views too:
-    ``backward()`` comes first, or what it may save is ``tensor.data[:n]``, which
-    counts for itself what is written to it.
+    ``backward()`` comes first, or what it may save is ``tensor.data[:n]``,
+    which counts for itself what is written to it.
 
     Memory is held for at least the rows that it has. It comes in whole pages at
-    the end, and :meth:`shrink_to_fit` gives it back. Change it on one thread at a
-    time, as with any in-place operation.
+    the end, and :meth:`shrink_to_fit` gives it back. Change it on one thread at
+    a time, as with any in-place operation.
     """
 
     _made_by = "torch_vmm.elastic()"
@@ -58,9 +59,11 @@ class ElasticTensor(RangeTensor):
         Args:
             n: rows, from 0 to ``max_shape[0]``.
         Raises:
-            InvalidArgumentError: no such number; the pool has been closed; autograd has recorded what was
-                written to it, whose gradient has its shape; or the tensor shows other memory than it was
-                made with (``.data``, ``set_()``, ``share_memory_()``, ``module.half()``).
+            InvalidArgumentError: no such number; the pool has been closed;
+                autograd has recorded what was written to it, whose gradient has
+                its shape; or the tensor shows other memory than it was made
+                with (``.data``, ``set_()``, ``share_memory_()``,
+                ``module.half()``).
             OutOfMemoryError: a limit or the device has no such amount left. The
                 tensor is as it was.
         """
@@ -79,10 +82,12 @@ class ElasticTensor(RangeTensor):
 
     # torch's own has changed the shape by the time that it finds no room.
     def resize_as_(self, other: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> ElasticTensor:
-        """As many rows as ``other`` has, by :meth:`resize_`, where its rows are of the same shape.
+        """As many rows as ``other`` has, by :meth:`resize_`, where its rows are of
+        the same shape.
 
         Raises:
-            InvalidArgumentError: its rows are of another shape; else as :meth:`resize_`.
+            InvalidArgumentError: its rows are of another shape; else as
+                :meth:`resize_`.
         """
         if not isinstance(other, torch.Tensor) or other.dim() == 0 or other.shape[1:] != self.max_shape[1:]:
             shape = tuple(other.shape) if isinstance(other, torch.Tensor) else show(other)
@@ -92,10 +97,12 @@ class ElasticTensor(RangeTensor):
         return self.resize_(other.shape[0])
 
     def reserve(self, n: SupportsIndex) -> None:
-        """Takes memory for ``n`` rows, so that growing up to there cannot fail; the shape stays.
+        """Takes memory for ``n`` rows, so that growing up to there cannot fail;
+        the shape stays.
 
         Raises:
-            InvalidArgumentError: no number from 0 to ``max_shape[0]``; else as :meth:`resize_`.
+            InvalidArgumentError: no number from 0 to ``max_shape[0]``; else as
+                :meth:`resize_`.
             OutOfMemoryError: as :meth:`resize_`.
         """
         self._hold(self._own("reserve()"), self._to_rows(n, "reserve"))
@@ -110,8 +117,9 @@ class ElasticTensor(RangeTensor):
 
         Raises:
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
-            InvalidArgumentError: it, or what it would give back, is sealed; its rows were changed by
-                another function than :meth:`resize_`; or it shows other memory, as :meth:`resize_`.
+            InvalidArgumentError: it, or what it would give back, is sealed; its
+                rows were changed by another function than :meth:`resize_`; or
+                it shows other memory, as :meth:`resize_`.
         """
         backing = self._own("shrink_to_fit()")
         if _C.is_sealed(backing.pool._handle, backing.handle.base_address, 1):
@@ -136,7 +144,9 @@ class ElasticTensor(RangeTensor):
             raise
 
     def detach(self) -> ElasticTensor:
-        """The same memory and rows, outside autograd. It does not follow what :meth:`resize_` does to this one."""
+        """The same memory and rows, outside autograd. It does not follow what
+        :meth:`resize_` does to this one.
+        """
         made: ElasticTensor = super().detach()
         made._max_shape, made._strides = self._max_shape, self._strides
         return made
@@ -173,17 +183,20 @@ class ElasticTensor(RangeTensor):
 def elastic(
     shape: Shape, dtype: torch.dtype = torch.float32, device: Device = "cuda", max_shape: Shape | None = None
 ) -> ElasticTensor:
-    """A tensor whose first dimension grows and shrinks in place, up to ``max_shape``, at one address.
+    """A tensor whose first dimension grows and shrinks in place, up to
+    ``max_shape``, at one address.
 
     It belongs to the pool that is open (:func:`torch_vmm.current_pool`), which
     pays for the pages that it holds and counts them. The addresses up to
     ``max_shape`` cost nothing.
 
     Args:
-        shape: as it begins; at least one dimension. Its content is uninitialised.
+        shape: as it begins; at least one dimension. Its content is
+            uninitialised.
         dtype: of the elements.
         device: where; ``"cuda"`` and ``None`` are the current GPU, as for
-            :func:`torch_vmm.aligned`. On ``"cpu"`` it needs no :func:`torch_vmm.enable`.
+            :func:`torch_vmm.aligned`. On ``"cpu"`` it needs no
+            :func:`torch_vmm.enable`.
         max_shape: the same but for the first dimension, which is at least as
             large. ``None`` is ``shape``: it can only shrink.
     Raises:

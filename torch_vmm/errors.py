@@ -39,7 +39,8 @@ class InvalidArgumentError(VmmError, ValueError):
 
 
 class InvalidPageSizeError(InvalidArgumentError):
-    """A page size that is no power of two, or no multiple of the device's granularity.
+    """A page size that is no power of two, or no multiple of the device's
+    granularity.
 
     Attributes:
         page_size: bytes asked for.
@@ -193,7 +194,8 @@ class NotAvailableError(VmmError):
 
 
 class NotEnabledError(NotAvailableError):
-    """A model is entered while torch_vmm is not that device's allocator: call :func:`torch_vmm.enable` first.
+    """A model is entered while torch_vmm is not that device's allocator: call
+    :func:`torch_vmm.enable` first.
 
     Attributes:
         reason: what is missing, and what to do.
@@ -204,7 +206,8 @@ class MemoryDamageError(VmmError):
     """Somebody has written outside an allocation (:func:`torch_vmm.debug.check`).
 
     Attributes:
-        damages: what was found, a :class:`torch_vmm.debug.Damage` for each block.
+        damages: what was found, a :class:`torch_vmm.debug.Damage` for each
+            block.
     """
 
     def __init__(self, message: str = "", *, damages: tuple[Damage, ...] = ()) -> None:
@@ -213,7 +216,8 @@ class MemoryDamageError(VmmError):
 
 
 class NotCopyableError(VmmError, TypeError):
-    """A pool, a manager or what it gave out was copied or pickled; also a ``TypeError``, as pickle raises.
+    """A pool, a manager or what it gave out was copied or pickled; also a
+    ``TypeError``, as pickle raises.
 
     Attributes:
         what: the class that was to be copied.

@@ -272,17 +272,19 @@ class _Layer:
 
 
 class ElasticKVCache(Guarded, guarded=True):
-    """A cache of keys and values that grows by mapping pages instead of concatenating.
+    """A cache of keys and values that grows by mapping pages instead of
+    concatenating.
 
     In the place of ``transformers.DynamicCache``: what attention reads is equal
-    to it element by element, but each step writes the new positions only, where a
-    concatenation copies all that is there and for a moment holds it twice. Where
-    transformers has been imported before, it is one of its ``Cache`` classes too,
-    and ``generate(past_key_values=...)`` takes it.
+    to it element by element, but each step writes the new positions only, where
+    a concatenation copies all that is there and for a moment holds it twice.
+    Where transformers has been imported before, it is one of its ``Cache``
+    classes too, and ``generate(past_key_values=...)`` takes it.
 
-    No gradients flow through it. Those of queries over several steps are right, as
-    positions that are there do not change; a ``backward()`` after :meth:`crop`,
-    :meth:`reorder_cache` or the like, which change them, is an error.
+    No gradients flow through it. Those of queries over several steps are right,
+    as positions that are there do not change; a ``backward()`` after
+    :meth:`crop`, :meth:`reorder_cache` or the like, which change them, is an
+    error.
 
     The sequence is the first dimension of an :func:`elastic` tensor for each
     layer's keys and one for its values, in the pool that is open when the layer
@@ -325,13 +327,16 @@ class ElasticKVCache(Guarded, guarded=True):
         """Adds positions to a layer; returns all of its keys and values.
 
         Args:
-            key_states: ``[batch, heads, new positions, size]``; so are the values.
+            key_states: ``[batch, heads, new positions, size]``; so are the
+                values.
             value_states: their size may be another one.
             layer_idx: which layer.
         Raises:
-            InvalidArgumentError: beyond ``max_length``, of another batch or dtype than what is there, no such
-                states or layer. The cache is as it was.
-            OutOfMemoryError: the pool has no such memory. The cache is as it was.
+            InvalidArgumentError: beyond ``max_length``, of another batch or
+                dtype than what is there, no such states or layer. The cache is
+                as it was.
+            OutOfMemoryError: the pool has no such memory. The cache is as it
+                was.
         """
         if type(layer_idx) is int and 0 <= layer_idx < len(self.layers):
             return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
@@ -352,9 +357,11 @@ class ElasticKVCache(Guarded, guarded=True):
         return self.layers[index].get_seq_length() if index < len(self.layers) else 0
 
     def crop(self, max_length: int) -> None:
-        """Keeps the first ``max_length`` positions (all but the last ``-max_length``), and gives the pages back.
+        """Keeps the first ``max_length`` positions (all but the last
+        ``-max_length``), and gives the pages back.
 
-        What :meth:`update` returned before shows them still: to read positions there that are gone is a fault.
+        What :meth:`update` returned before shows them still: to read positions
+        there that are gone is a fault.
 
         Raises:
             InvalidArgumentError: no whole number. The cache is as it was.
@@ -371,13 +378,17 @@ class ElasticKVCache(Guarded, guarded=True):
             layer.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Entry ``k`` of the batch becomes what entry ``beam_idx[k]`` is, as beam search asks.
+        """Entry ``k`` of the batch becomes what entry ``beam_idx[k]`` is, as beam
+        search asks.
 
-        It takes memory for the largest layer's keys or values, once, before it changes any.
+        It takes memory for the largest layer's keys or values, once, before it
+        changes any.
 
         Raises:
-            InvalidArgumentError: no whole numbers in one dimension, or, on the CPU, one that is no entry.
-            OutOfMemoryError: or torch's own; no such memory. The cache is as it was.
+            InvalidArgumentError: no whole numbers in one dimension, or, on the
+                CPU, one that is no entry.
+            OutOfMemoryError: or torch's own; no such memory. The cache is as it
+                was.
         """
         layers = [layer for layer in self.layers if layer._stores is not None]
         _require_entries(beam_idx, min((layer._stores[0].shape[1] for layer in layers), default=None))
@@ -420,7 +431,9 @@ class ElasticKVCache(Guarded, guarded=True):
         return True
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Each layer's keys and values; as in transformers' caches, ``(None, None)`` for a layer not used yet."""
+        """Each layer's keys and values; as in transformers' caches,
+        ``(None, None)`` for a layer not used yet.
+        """
         return ((layer.keys, layer.values) for layer in self.layers)
 
 

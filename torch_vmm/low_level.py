@@ -57,7 +57,8 @@ class VirtualMemoryManager(OnDevice, Guarded, guarded=True):
 
     @property
     def host_memory_usage(self) -> int:
-        """Bytes of host memory (``alloc_physical(.., device="cpu")``) that all managers of this GPU hold.
+        """Bytes of host memory (``alloc_physical(.., device="cpu")``) that all
+        managers of this GPU hold.
 
         They count here alone: the GPU's limit has nothing to do with them.
         """
@@ -74,9 +75,10 @@ class VirtualMemoryManager(OnDevice, Guarded, guarded=True):
         """A range of addresses with nothing behind it; reading it faults.
 
         Args:
-            size: bytes, above 0: a multiple of the granularity and of ``alignment``.
-            alignment: bytes, a power of two; ``None`` is the granularity. The base
-                is a multiple of it.
+            size: bytes, above 0: a multiple of the granularity and of
+                ``alignment``.
+            alignment: bytes, a power of two; ``None`` is the granularity. The
+                base is a multiple of it.
         Raises:
             InvalidArgumentError: a size or alignment that can't be.
             OutOfMemoryError: there is no such stretch of addresses.
@@ -99,7 +101,8 @@ class VirtualMemoryManager(OnDevice, Guarded, guarded=True):
 
         Args:
             size: bytes, above 0, a multiple of the granularity.
-            device: where; ``None`` is the manager's own. Another GPU, or ``"cpu"``.
+            device: where; ``None`` is the manager's own. Another GPU, or
+                ``"cpu"``.
             exportable: another process can be given it.
         Raises:
             InvalidArgumentError: a size that can't be.
@@ -121,7 +124,8 @@ class VirtualMemoryManager(OnDevice, Guarded, guarded=True):
     # -- Mappings ------------------------------------------------------------------------------------------------------
 
     def map(self, range: VirtualAddressRange, phys: PhysicalAllocation, offset: Size = 0) -> None:  # noqa: A002
-        """Puts physical memory, all of it, behind [offset, offset + phys.size) of a range.
+        """Puts physical memory, all of it, behind [offset, offset + phys.size) of
+        a range.
 
         It may stand at several addresses: what is written through one is read
         through all. It cannot be accessed until :meth:`set_access`.
@@ -143,7 +147,8 @@ class VirtualMemoryManager(OnDevice, Guarded, guarded=True):
 
         Raises:
             NotMappedError: some of it is not mapped.
-            InvalidRangeError: a part of a mapping, unaligned, or beyond the range.
+            InvalidRangeError: a part of a mapping, unaligned, or beyond the
+                range.
             StillInUseError: a tensor of :meth:`tensor` lives there.
         """
         offset, size = to_range(offset, size, _to_range_object(range).size)
@@ -157,17 +162,22 @@ class VirtualMemoryManager(OnDevice, Guarded, guarded=True):
         offset: Size = 0,
         size: Size | None = None,
     ) -> None:
-        """Says what devices may do with the mappings in [offset, offset + size) of a range.
+        """Says what devices may do with the mappings in [offset, offset + size) of
+        a range.
 
         Args:
             flags: ``READ_WRITE``, ``READ``, or ``NONE``: any access faults.
             device: one or several; ``None`` is the manager's own.
-            size: bytes of whole mappings; ``None`` is up to the end of what is mapped.
+            size: bytes of whole mappings; ``None`` is up to the end of what is
+                mapped.
         Raises:
             NotMappedError: some of it is not mapped.
-            InvalidRangeError: a part of a mapping, unaligned, or beyond the range.
-            StillInUseError: ``NONE`` for the manager's own device, where a tensor of :meth:`tensor` lives.
-            NotAvailableError: no such device, or one that cannot reach this memory.
+            InvalidRangeError: a part of a mapping, unaligned, or beyond the
+                range.
+            StillInUseError: ``NONE`` for the manager's own device, where a
+                tensor of :meth:`tensor` lives.
+            NotAvailableError: no such device, or one that cannot reach this
+                memory.
         """
         if not isinstance(flags, AccessFlags):
             raise InvalidArgumentError(f"flags={show(flags)}: give one of AccessFlags")
@@ -202,8 +212,8 @@ class VirtualMemoryManager(OnDevice, Guarded, guarded=True):
     ) -> torch.Tensor:
         """A contiguous tensor over mapped, accessible memory; no copy.
 
-        While it or a view of it lives, what it shows can be neither unmapped nor
-        made inaccessible, and its range not released.
+        While it or a view of it lives, what it shows can be neither unmapped
+        nor made inaccessible, and its range not released.
 
         Args:
             offset: bytes from the range's base, a multiple of the dtype's size.
@@ -211,7 +221,8 @@ class VirtualMemoryManager(OnDevice, Guarded, guarded=True):
         Raises:
             NotMappedError: some of it is not mapped.
             InvalidRangeError: empty, or beyond the range.
-            InvalidArgumentError: not accessible, not aligned to the dtype, a quantized dtype, or no shape at all.
+            InvalidArgumentError: not accessible, not aligned to the dtype, a
+                quantized dtype, or no shape at all.
         """
         at, sizes = to_tensor_range(offset, shape, dtype, _to_range_object(range).size)
         return self._handle.tensor(range, at, sizes, dtype)

@@ -41,7 +41,9 @@ class _Placed:
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
-    """A tensor of ``shape`` on the first device of ``placement``; see :func:`torch_vmm.aligned`."""
+    """A tensor of ``shape`` on the first device of ``placement``; see
+    :func:`torch_vmm.aligned`.
+    """
     shares = _to_shares(placement)
     devices = list(dict.fromkeys(device for device, _ in shares))
     rows = [count for _, count in shares]
@@ -67,17 +69,19 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> to
 
 
 def seen_from(tensor: torch.Tensor, device: Device) -> torch.Tensor:
-    """The memory of a placed tensor, or of a view of it, as a tensor of another device that holds a share of it.
+    """The memory of a placed tensor, or of a view of it, as a tensor of another
+    device that holds a share of it.
 
-    torch's functions then run on that device; no copy is made. Work of one device is
-    not ordered after another's by that: wait for an event of the one on the other, or
-    synchronize.
+    torch's functions then run on that device; no copy is made. Work of one
+    device is not ordered after another's by that: wait for an event of the one
+    on the other, or synchronize.
 
     Args:
         tensor: made by ``aligned(..., placement=...)``, or a view of such.
         device: one of the placement's.
     Raises:
-        InvalidArgumentError: no such tensor, or a device that holds nothing of it.
+        InvalidArgumentError: no such tensor, or a device that holds nothing of
+            it.
     """
     require_strided(tensor, "seen_from()")
     key = to_device(device)

@@ -43,10 +43,12 @@ _numbers = itertools.count(1)
 
 
 class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
-    """An elastic pool: a range of addresses whose pages get memory, and give it back.
+    """An elastic pool: a range of addresses whose pages get memory, and give it
+    back.
 
-    ``with pool:`` makes tensors in it, as :func:`torch_vmm.use_model` does: again
-    while inside, nested, on several threads. Addresses stay for the pool's life.
+    ``with pool:`` makes tensors in it, as :func:`torch_vmm.use_model` does:
+    again while inside, nested, on several threads. Addresses stay for the
+    pool's life.
 
     A pool that is dropped without :meth:`close` ends with its last tensor; its
     explicit pages go at once, but a tensor of :meth:`tensor` keeps the pool.
@@ -55,16 +57,19 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     that says so; its numbers can still be read.
 
     Args:
-        capacity: bytes of addresses, rounded up to whole pages; they cost nothing. It
-            bounds torch's tensors and :meth:`allocate`. Each tag, and each tensor of
-            :func:`torch_vmm.aligned`, :func:`torch_vmm.elastic` and
-            :func:`torch_vmm.sparse`, has addresses of its own beside these: their
-            memory is bounded by ``physical_limit`` alone.
-        page_size: bytes, the grain in which memory is given back: a power of two
-            and a multiple of the device's granularity (2 MiB). ``None`` lets the
-            pool choose chunks by the request, so that large ones cost few calls.
+        capacity: bytes of addresses, rounded up to whole pages; they cost
+            nothing. It bounds torch's tensors and :meth:`allocate`. Each tag,
+            and each tensor of :func:`torch_vmm.aligned`,
+            :func:`torch_vmm.elastic` and :func:`torch_vmm.sparse`, has
+            addresses of its own beside these: their memory is bounded by
+            ``physical_limit`` alone.
+        page_size: bytes, the grain in which memory is given back: a power of
+            two and a multiple of the device's granularity (2 MiB). ``None``
+            lets the pool choose chunks by the request, so that large ones cost
+            few calls.
         device: where the memory is.
-        physical_limit: bytes of memory, at most; ``None`` is no limit but the device's.
+        physical_limit: bytes of memory, at most; ``None`` is no limit but the
+            device's.
         name: for messages.
     Raises:
         InvalidArgumentError: a capacity, limit or device that can't be.
@@ -126,9 +131,10 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
             The address of ``offset``.
         Raises:
             InvalidRangeError: empty, overflowing, or beyond the capacity.
-            AlreadyMappedError: a page of it is in use, by ``allocate`` or a tensor.
-            OutOfMemoryError: a limit or the device has no such amount left, after
-                all that is idle elsewhere has been taken.
+            AlreadyMappedError: a page of it is in use, by ``allocate`` or a
+                tensor.
+            OutOfMemoryError: a limit or the device has no such amount left,
+                after all that is idle elsewhere has been taken.
         """
         offset, size = to_range(offset, size, self.capacity)
         return self._handle.allocate_pages(offset, size, current_stream(self._device))
@@ -147,7 +153,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         self._handle.deallocate_pages(offset, size)
 
     def is_mapped(self, offset: Size, size: Size) -> bool:
-        """Is every page of [offset, offset + size) in use, by :meth:`allocate` or by a tensor?
+        """Is every page of [offset, offset + size) in use, by :meth:`allocate` or
+        by a tensor?
 
         Raises:
             InvalidRangeError: empty, overflowing, or beyond the capacity.
@@ -159,16 +166,18 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         """A contiguous tensor over pages that :meth:`allocate` holds; no copy.
 
         While it or a view of it lives, these pages stay: :meth:`deallocate` of
-        them is a ``StillInUseError``, and ``close(force=True)`` leaves them to it.
-        Dropping it gives nothing back; that is for :meth:`deallocate`.
+        them is a ``StillInUseError``, and ``close(force=True)`` leaves them to
+        it. Dropping it gives nothing back; that is for :meth:`deallocate`.
 
         Args:
-            offset: bytes from :attr:`base_address`, a multiple of the dtype's size.
+            offset: bytes from :attr:`base_address`, a multiple of the dtype's
+                size.
             shape: of the tensor.
         Raises:
             InvalidRangeError: empty, or beyond the capacity.
             NotMappedError: some of it is not held by :meth:`allocate`.
-            InvalidArgumentError: not aligned to the dtype, a quantized dtype, or no shape at all.
+            InvalidArgumentError: not aligned to the dtype, a quantized dtype,
+                or no shape at all.
         """
         at, sizes = to_tensor_range(offset, shape, dtype, self.capacity)
         tensor = self._handle.tensor(at, sizes, dtype)
@@ -180,24 +189,31 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     # -- Giving back ---------------------------------------------------------------------------------------------------
 
     def compact(self) -> int:
-        """Gives the memory of all holes back, so that only pages in use are mapped; returns the bytes given back."""
+        """Gives the memory of all holes back, so that only pages in use are
+        mapped; returns the bytes given back.
+        """
         return self._handle.trim(0)
 
     def trim(self, keep_bytes: Size = 0) -> int:
-        """Gives idle memory back until at most ``keep_bytes`` of it stay; returns the bytes given back."""
+        """Gives idle memory back until at most ``keep_bytes`` of it stay; returns
+        the bytes given back.
+        """
         return self._handle.trim(to_bytes(keep_bytes, "keep_bytes"))
 
     def empty_cache(self) -> None:
-        """Gives all idle memory back, as ``torch.cuda.empty_cache`` does for the device."""
+        """Gives all idle memory back, as ``torch.cuda.empty_cache`` does for the
+        device.
+        """
         self._handle.empty_cache()
 
     def close(self, force: bool = False) -> None:
-        """Ends the pool and gives all its memory back; twice is fine. A model's pool is unregistered.
+        """Ends the pool and gives all its memory back; twice is fine. A model's
+        pool is unregistered.
 
         Args:
-            force: with pages and tensors alive: the pages go at once, those that a
-                tensor of :meth:`tensor` shows with that tensor, and the pool ends
-                when its last tensor is freed.
+            force: with pages and tensors alive: the pages go at once, those
+                that a tensor of :meth:`tensor` shows with that tensor, and the
+                pool ends when its last tensor is freed.
         Raises:
             StillInUseError: something is alive in it, and not ``force``.
             InvalidArgumentError: a device's default pool, which never ends.
@@ -211,25 +227,29 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     # -- Read-only pages -----------------------------------------------------------------------------------------------
 
     def seal(self, tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        """Makes the pages of tensors read-only: a write to them faults, by the device's own protection.
+        """Makes the pages of tensors read-only: a write to them faults, by the
+        device's own protection.
 
         Waits for the work that is queued, which may be writing. Their views are
-        sealed with them (:func:`torch_vmm.alias` is another address with rights of its
-        own). It ends with :meth:`unseal`, or with the tensor.
+        sealed with them (:func:`torch_vmm.alias` is another address with rights
+        of its own). It ends with :meth:`unseal`, or with the tensor.
 
-        Pages are sealed by whole chunks of 2 MiB or more, and nothing that was not
-        given: all that lives in the chunks concerned has to be among ``tensors``, the
-        rest of a tensor too of which a slice is given. So give whole tensors made by
-        :func:`torch_vmm.aligned`, :func:`torch_vmm.elastic` or
-        :func:`torch_vmm.sparse` (all of it committed), or all that was made under a
-        :meth:`tag` and lives: what is made under it afterwards stands on further
-        chunks. A slice on the borders of chunks can be given by itself.
+        Pages are sealed by whole chunks of 2 MiB or more, and nothing that was
+        not given: all that lives in the chunks concerned has to be among
+        ``tensors``, the rest of a tensor too of which a slice is given. So give
+        whole tensors made by :func:`torch_vmm.aligned`,
+        :func:`torch_vmm.elastic` or :func:`torch_vmm.sparse` (all of it
+        committed), or all that was made under a :meth:`tag` and lives: what is
+        made under it afterwards stands on further chunks. A slice on the
+        borders of chunks can be given by itself.
 
         Args:
             tensors: one or several of this pool.
         Raises:
-            InvalidArgumentError: another pool's; chunks hold what is not given (the message says what); or one
-                with gaps or overlaps: its dimensions may be in any order (``channels_last``). None is sealed then.
+            InvalidArgumentError: another pool's; chunks hold what is not given
+                (the message says what); or one with gaps or overlaps: its
+                dimensions may be in any order (``channels_last``). None is
+                sealed then.
         """
         _C.seal(self._handle, _pieces(tensors))
 
@@ -270,12 +290,15 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
 
     @property
     def is_closed(self) -> bool:
-        """Closed, by itself or with its SharedMemoryPool; tensors in it may live on."""
+        """Closed, by itself or with its SharedMemoryPool; tensors in it may live
+        on.
+        """
         return self._handle.is_closed
 
     @property
     def physical_limit(self) -> int | None:
-        """Bytes of memory, at most; ``None`` is no limit of its own. Can be set at any time.
+        """Bytes of memory, at most; ``None`` is no limit of its own. Can be set at
+        any time.
 
         Below what is mapped, idle memory is given back at once; what is in use
         stays, and requests fail until it fits.
@@ -288,7 +311,9 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
 
     @property
     def floor(self) -> int:
-        """Bytes of memory that no other model takes from it; given to :meth:`SharedMemoryPool.register_model`."""
+        """Bytes of memory that no other model takes from it; given to
+        :meth:`SharedMemoryPool.register_model`.
+        """
         return self._handle.floor
 
     @floor.setter
@@ -297,7 +322,9 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
 
     @property
     def priority(self) -> int:
-        """When memory is short, a higher one gives later; given to :meth:`SharedMemoryPool.register_model`."""
+        """When memory is short, a higher one gives later; given to
+        :meth:`SharedMemoryPool.register_model`.
+        """
         return self._handle.priority
 
     @priority.setter
@@ -311,22 +338,26 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of other pools' memory that aliases made in this pool show; their owners pay for it."""
+        """Bytes of other pools' memory that aliases made in this pool show; their
+        owners pay for it.
+        """
         return _C.shared_bytes(self._handle)
 
     # -- Tags ----------------------------------------------------------------------------------------------------------
 
     def tag(self, name: str) -> Tag:
-        """``with pool.tag("weights"):`` names what is made inside, and opens the pool.
+        """``with pool.tag("weights"):`` names what is made inside, and opens the
+        pool.
 
-        What is made under a tag stands on chunks of its own: no other tag's memory,
-        nor any without a tag, shares one with it. So :meth:`seal` can seal all of it.
-        Where tags nest the inner one wins, and a ``with pool:`` inside is without a
-        tag. It goes wherever the pool goes: ``backward()``, ``carry``, decorators.
+        What is made under a tag stands on chunks of its own: no other tag's
+        memory, nor any without a tag, shares one with it. So :meth:`seal` can
+        seal all of it. Where tags nest the inner one wins, and a ``with pool:``
+        inside is without a tag. It goes wherever the pool goes: ``backward()``,
+        ``carry``, decorators.
 
-        The first time it takes addresses of its own, and each tag holds at least one
-        chunk of 2 MiB once something was made under it: use a few, not one a tensor.
-        A tag lasts as long as the pool.
+        The first time it takes addresses of its own, and each tag holds at
+        least one chunk of 2 MiB once something was made under it: use a few,
+        not one a tensor. A tag lasts as long as the pool.
 
         Args:
             name: any text that is not empty.
@@ -334,14 +365,18 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
             A context manager and decorator; it can be kept and entered again.
         Raises:
             InvalidArgumentError: no name; on entering: the pool is closed.
-            NotEnabledError: on entering: torch_vmm is not the allocator of the device.
-            OutOfMemoryError: on entering for the first time: no addresses are left for it.
+            NotEnabledError: on entering: torch_vmm is not the allocator of the
+                device.
+            OutOfMemoryError: on entering for the first time: no addresses are
+                left for it.
         """
         return Tag(self, name)
 
     @property
     def tags(self) -> dict[str, int]:
-        """Bytes allocated under each tag that was ever opened in the pool, by name; the rest has none."""
+        """Bytes allocated under each tag that was ever opened in the pool, by
+        name; the rest has none.
+        """
         return dict(sorted(self._handle.tags.items()))
 
     # -- Numbers -------------------------------------------------------------------------------------------------------
@@ -351,14 +386,18 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         return MemoryStats(**self._handle.memory_stats().as_dict())  # type: ignore[arg-type]
 
     def memory_stats(self) -> dict[str, int]:
-        """``torch.cuda.memory_stats`` of this pool alone: the same keys, meanings and order. Walks the pool.
+        """``torch.cuda.memory_stats`` of this pool alone: the same keys, meanings
+        and order. Walks the pool.
 
-        Sums over all pools are the device's; peaks don't sum, since pools peak at different times.
+        Sums over all pools are the device's; peaks don't sum, since pools peak
+        at different times.
         """
         return dict(sorted(self._handle.statistics(walk=True).items()))
 
     def memory_stats_as_nested_dict(self) -> dict[str, Any]:
-        """The same as ``torch.cuda.memory_stats_as_nested_dict`` has it: ``stats["active"]["all"]["peak"]``."""
+        """The same as ``torch.cuda.memory_stats_as_nested_dict`` has it:
+        ``stats["active"]["all"]["peak"]``.
+        """
         nested: dict[str, Any] = {}
         for name, value in self._handle.statistics(walk=True).items():
             *families, key = name.split(".")
@@ -373,7 +412,9 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         return self._handle.statistics()["allocated_bytes.all.current"]
 
     def max_memory_allocated(self) -> int:
-        """The most that :meth:`memory_allocated` has been since the last reset of the peaks."""
+        """The most that :meth:`memory_allocated` has been since the last reset of
+        the peaks.
+        """
         return self._handle.statistics()["allocated_bytes.all.peak"]
 
     def memory_reserved(self) -> int:
@@ -381,7 +422,9 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         return self._handle.statistics()["reserved_bytes.all.current"]
 
     def max_memory_reserved(self) -> int:
-        """The most that :meth:`memory_reserved` has been since the last reset of the peaks."""
+        """The most that :meth:`memory_reserved` has been since the last reset of
+        the peaks.
+        """
         return self._handle.statistics()["reserved_bytes.all.peak"]
 
     def reset_peak_memory_stats(self) -> None:
@@ -402,17 +445,20 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         return memory_summary(self._handle.statistics(walk=True), title, abbreviated)
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
-        """The pool's segments by address, in the shape of ``torch.cuda.memory_snapshot()``. Walks the pool.
+        """The pool's segments by address, in the shape of
+        ``torch.cuda.memory_snapshot()``. Walks the pool.
 
         Those under a :meth:`tag` have a key more, ``"tag"``.
         """
         return self._handle.snapshot()
 
     def memory_history(self) -> list[dict[str, Any]]:
-        """What has happened in this pool, oldest first, as ``torch.cuda.memory._snapshot()["device_traces"]`` has it.
+        """What has happened in this pool, oldest first, as
+        ``torch.cuda.memory._snapshot()["device_traces"]`` has it.
 
-        Recorded between ``torch.cuda.memory._record_memory_history()`` and its end; empty otherwise, and for a pool
-        that is not on a GPU. Takes a snapshot of the device.
+        Recorded between ``torch.cuda.memory._record_memory_history()`` and its
+        end; empty otherwise, and for a pool that is not on a GPU. Takes a
+        snapshot of the device.
         """
         if self._device.kind != "cuda" or not _C.is_enabled("cuda"):
             return []

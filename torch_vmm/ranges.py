@@ -107,7 +107,7 @@ class RangeTensor(torch.Tensor):
             return 0
 
     def detach(self) -> Any:
-        """The same memory as a tensor of the same class; so it can be a ``torch.nn.Parameter``."""
+        """The same memory, of the same class; so it can be a parameter."""
         if "_backing" not in self.__dict__:
             self._own("detach()")
         return self._over(self._backing, torch.Tensor.detach(self))

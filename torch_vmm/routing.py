@@ -18,11 +18,12 @@ from torch_vmm.sizes import show, to_index, to_name
 
 
 def enable(device: Device = "cuda") -> None:
-    """Makes torch_vmm torch's allocator for a kind of device; again is fine. It cannot be undone.
+    """Makes torch_vmm torch's allocator for a kind of device; again is fine. It
+    cannot be undone.
 
     For ``"cuda"`` the same as
-    ``torch.cuda.memory.change_current_allocator(torch_vmm.allocator())``, with a
-    look at the GPU first. For ``"cpu"`` it routes torch's host tensors.
+    ``torch.cuda.memory.change_current_allocator(torch_vmm.allocator())``, with
+    a look at the GPU first. For ``"cpu"`` it routes torch's host tensors.
 
     Args:
         device: ``"cuda"`` (all its devices) or ``"cpu"``.
@@ -47,10 +48,12 @@ def is_enabled(device: Device = "cuda") -> bool:
 
 
 def allocator() -> _C.CUDAAllocator:
-    """What ``torch.cuda.memory.change_current_allocator`` and ``torch.cuda.MemPool`` take.
+    """What ``torch.cuda.memory.change_current_allocator`` and
+    ``torch.cuda.MemPool`` take.
 
-    One object for the process; needs no driver. While torch or anyone else holds
-    it, models can be entered: ``torch.cuda.MemPool`` may be making tensors with it.
+    One object for the process; needs no driver. While torch or anyone else
+    holds it, models can be entered: ``torch.cuda.MemPool`` may be making
+    tensors with it.
     """
     return _C.allocator()
 
@@ -76,12 +79,14 @@ class use_model(ContextDecorator, Guarded, guarded=True):  # noqa: N801
     held across one of them and closed out of order is a ``VmmError``.
 
     Args:
-        model_id_or_pool: a pool, or the id of a model of any SharedMemoryPool. An
-            id is looked up on entering.
+        model_id_or_pool: a pool, or the id of a model of any SharedMemoryPool.
+            An id is looked up on entering.
         device: on which device, where several have a model of that id.
     Raises:
-        ModelNotFoundError: on entering: no such model; the known ones are listed.
-        NotEnabledError: on entering: torch_vmm is not the allocator of that device.
+        ModelNotFoundError: on entering: no such model; the known ones are
+            listed.
+        NotEnabledError: on entering: torch_vmm is not the allocator of that
+            device.
         InvalidArgumentError: several such models, a closed pool, or one of
             another device; neither a pool nor an id.
     """
@@ -115,13 +120,14 @@ class use_model(ContextDecorator, Guarded, guarded=True):  # noqa: N801
 
 
 def carry(function: Function) -> Function:
-    """``function``, run in the model that is open here and now, whatever thread or task calls it.
+    """``function``, run in the model that is open here and now, whatever thread or
+    task calls it.
 
-    A thread starts outside every model, and so do the workers of an executor and
-    ``asyncio.to_thread``: give them ``torch_vmm.carry(function)``. A tag that is
-    open (:meth:`VirtualMemoryPool.tag`) goes along. What is open where it is
-    called is closed while it runs. Where no model is open now, it runs outside
-    every model. It keeps the pools.
+    A thread starts outside every model, and so do the workers of an executor
+    and ``asyncio.to_thread``: give them ``torch_vmm.carry(function)``. A tag
+    that is open (:meth:`VirtualMemoryPool.tag`) goes along. What is open where
+    it is called is closed while it runs. Where no model is open now, it runs
+    outside every model. It keeps the pools.
 
     Args:
         function: anything that can be called; a generator or coroutine function
@@ -141,7 +147,8 @@ def carry(function: Function) -> Function:
 
 
 def current_pool(device: Device = "cuda") -> VirtualMemoryPool:
-    """The pool that an allocation here and now would come from: the innermost model's, or the default one.
+    """The pool that an allocation here and now would come from: the innermost
+    model's, or the default one.
 
     Raises:
         NotAvailableError: no driver, or no such device.
@@ -150,11 +157,12 @@ def current_pool(device: Device = "cuda") -> VirtualMemoryPool:
 
 
 def pool_of(tensor_or_address: torch.Tensor | SupportsIndex) -> VirtualMemoryPool | None:
-    """The pool that holds a tensor or an address, or ``None`` when none of ours does.
+    """The pool that holds a tensor or an address, or ``None`` when none of ours
+    does.
 
     Raises:
-        InvalidArgumentError: neither, or a tensor without a storage of its own, a
-            sparse one for example: ask for its parts.
+        InvalidArgumentError: neither, or a tensor without a storage of its own,
+            a sparse one for example: ask for its parts.
         NotAvailableError: in a forked child, where no pool can be reached.
     """
     if isinstance(tensor_or_address, torch.Tensor):

@@ -28,15 +28,17 @@ from torch_vmm.workspaces import end_with_workspaces_freed
 
 
 class SharedMemoryPool(OnDevice, Guarded, guarded=True):
-    """Models that share one physical limit: what one leaves idle, another can have.
+    """Models that share one physical limit: what one leaves idle, another can
+    have.
 
     Memory that goes from one model to another is zeroed first. ``with`` closes
-    it at the end. One that is dropped, and all its models' pools with it, closes
-    as by ``close(force=True)``: tensors live on. ``len()`` is the number of its
-    models; it is always true, also without any.
+    it at the end. One that is dropped, and all its models' pools with it,
+    closes as by ``close(force=True)``: tensors live on. ``len()`` is the number
+    of its models; it is always true, also without any.
 
     Args:
-        physical_limit: bytes of memory that all models together hold at most, above 0.
+        physical_limit: bytes of memory that all models together hold at most,
+            above 0.
         device: where the memory is.
     Raises:
         InvalidArgumentError: a limit or device that can't be.
@@ -80,11 +82,13 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
                 memory, or less where the process is short of addresses.
             physical_limit: bytes of memory that this model holds at most.
             floor: bytes of memory that no other model takes from it.
-            priority: when memory is short, a higher one gives later; from -2**31 to 2**31 - 1.
+            priority: when memory is short, a higher one gives later; from
+                -2**31 to 2**31 - 1.
             page_size: bytes, as :class:`VirtualMemoryPool` takes it.
         Raises:
             ModelExistsError: the id is taken.
-            InvalidArgumentError: an empty id, a floor above the limit, sizes that can't be.
+            InvalidArgumentError: an empty id, a floor above the limit, sizes
+                that can't be.
             OutOfMemoryError: there is no such stretch of addresses.
         """
         handle = self._handle.register_model(
@@ -101,7 +105,8 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         """Ends a model's pool; what it held, the others can have.
 
         Args:
-            force: with pages and tensors alive: as :meth:`VirtualMemoryPool.close` has it.
+            force: with pages and tensors alive: as
+                :meth:`VirtualMemoryPool.close` has it.
         Raises:
             ModelNotFoundError: no such model.
             StillInUseError: something is alive in it, and not ``force``.
@@ -117,7 +122,8 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         Raises:
             ModelNotFoundError: no such model.
             InvalidRangeError: ``size`` is 0, or more than the pool's capacity.
-            OutOfMemoryError: a limit, the device, or the pool's addresses have no such amount left.
+            OutOfMemoryError: a limit, the device, or the pool's addresses have
+                no such amount left.
         """
         pool = self[model_id]
         _, size = to_range(0, size, pool.capacity)
@@ -130,7 +136,8 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             ModelNotFoundError: no such model.
             InvalidRangeError: empty, overflowing, or beyond the capacity.
             NotMappedError: a page of it is not held.
-            StillInUseError: a tensor of :meth:`VirtualMemoryPool.tensor` shows some of it.
+            StillInUseError: a tensor of :meth:`VirtualMemoryPool.tensor` shows
+                some of it.
         """
         pool = self[model_id]
         offset, size = to_range(offset, size, pool.capacity)
@@ -150,7 +157,9 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
 
     @property
     def models(self) -> Mapping[str, VirtualMemoryPool]:
-        """The models' pools by id, in order of registration: a view that cannot be changed."""
+        """The models' pools by id, in order of registration: a view that cannot be
+        changed.
+        """
         return self._models
 
     def __getitem__(self, model_id: str) -> VirtualMemoryPool:
@@ -170,7 +179,8 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
 
     @property
     def physical_limit(self) -> int:
-        """Bytes of memory that all models together hold at most. Can be set at any time.
+        """Bytes of memory that all models together hold at most. Can be set at any
+        time.
 
         Below what is held, idle memory is given back at once; what is in use
         stays, and requests fail until it fits.
@@ -183,7 +193,9 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
 
     @property
     def floor(self) -> int:
-        """0: pools beside it on the device may have whatever is idle in it. Its models have floors."""
+        """0: pools beside it on the device may have whatever is idle in it. Its
+        models have floors.
+        """
         return 0
 
     @floor.setter
@@ -285,7 +297,8 @@ def wrap(handle: _C.Pool) -> VirtualMemoryPool:
 
 
 def find_model(model_id: str, device: DeviceKey | None) -> VirtualMemoryPool:
-    """The pool of a model, among all SharedMemoryPools (on ``device``, where given).
+    """The pool of a model, among all SharedMemoryPools (on ``device``, where
+    given).
 
     Raises:
         ModelNotFoundError: no such model; the known ones are listed.

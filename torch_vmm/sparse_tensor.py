@@ -26,10 +26,10 @@ class SparseTensor(RangeTensor):
     operation writes, and read no more of it than you mean to: ``tensor.sum()``
     reads all of it.
 
-    Every torch function takes it and gives plain tensors. Call :meth:`commit` and
-    :meth:`decommit` on one thread at a time; where the rest reads as zero, they
-    wait for the work that is queued, and no other thread may queue work that reads
-    it meanwhile.
+    Every torch function takes it and gives plain tensors. Call :meth:`commit`
+    and :meth:`decommit` on one thread at a time; where the rest reads as zero,
+    they wait for the work that is queued, and no other thread may queue work
+    that reads it meanwhile.
     """
 
     _made_by = "torch_vmm.sparse()"
@@ -47,25 +47,30 @@ class SparseTensor(RangeTensor):
         return sum(size for _, size in handle.committed(0, handle.capacity))
 
     def commit(self, index: Index) -> None:
-        """Gives memory to the pages under ``self[index]``, all or none. They begin as zero.
+        """Gives memory to the pages under ``self[index]``, all or none. They begin
+        as zero.
 
         Args:
-            index: a slice, or a tuple of slices over the leading dimensions, widened to
-                whole pages; ``()`` is all. What has memory keeps it, and its content.
+            index: a slice, or a tuple of slices over the leading dimensions,
+                widened to whole pages; ``()`` is all. What has memory keeps it,
+                and its content.
         Raises:
-            InvalidArgumentError: no such index, or a step that is not 1; the pool has been closed; or the tensor
-                shows other memory than it was made with (``.data``, ``set_()``, ``module.half()``), or its
-                rows do not follow each other any more (``t_()``, ``transpose_()``).
+            InvalidArgumentError: no such index, or a step that is not 1; the
+                pool has been closed; or the tensor shows other memory than it
+                was made with (``.data``, ``set_()``, ``module.half()``), or its
+                rows do not follow each other any more (``t_()``,
+                ``transpose_()``).
             OutOfMemoryError: a limit or the device has no such amount left. The
                 tensor is as it was.
         """
         self._own_rows("commit()").commit(self._spans(index, "commit"))
 
     def decommit(self, index: Index) -> int:
-        """Gives the memory of the pages under ``self[index]`` back; returns their bytes.
+        """Gives the memory of the pages under ``self[index]`` back; returns their
+        bytes.
 
-        Widened to whole pages, so what shares a page with it goes too. Work that is
-        queued on the GPU may still use them.
+        Widened to whole pages, so what shares a page with it goes too. Work
+        that is queued on the GPU may still use them.
 
         Raises:
             InvalidArgumentError: as :meth:`commit`; or some of them are sealed.
@@ -82,13 +87,15 @@ class SparseTensor(RangeTensor):
         return self._own_rows("is_committed()").handle.is_committed(self._spans(index, "is_committed"))
 
     def committed_spans(self) -> list[slice]:
-        """The runs of rows (of the first dimension) all of whose memory is there, in order.
+        """The runs of rows (of the first dimension) all of whose memory is there,
+        in order.
 
         ``for span in tensor.committed_spans(): tensor[span]``. A row that has a
         part of its memory only is in none.
 
         Raises:
-            InvalidArgumentError: its rows do not follow each other any more, as :meth:`commit`.
+            InvalidArgumentError: its rows do not follow each other any more, as
+                :meth:`commit`.
         """
         handle = self._own_rows("committed_spans()").handle
         row = row_bytes(tuple(self.shape), self.dtype)
@@ -101,7 +108,9 @@ class SparseTensor(RangeTensor):
         return spans
 
     def detach(self) -> SparseTensor:
-        """The same memory, outside autograd; so it can be a ``torch.nn.Parameter``."""
+        """The same memory, outside autograd; so it can be a
+        ``torch.nn.Parameter``.
+        """
         made: SparseTensor = super().detach()
         made._zeros = self._zeros
         return made
@@ -173,7 +182,8 @@ def sparse(
     zeros: bool = True,
     page_size: Size | None = None,
 ) -> SparseTensor:
-    """A tensor of any size, larger than the device too, of which only the pages exist that are committed.
+    """A tensor of any size, larger than the device too, of which only the pages
+    exist that are committed.
 
     It belongs to the pool that is open (:func:`torch_vmm.current_pool`), which
     pays for the pages that it holds and counts them. At first there are none.
@@ -182,17 +192,21 @@ def sparse(
         shape: up to 64 TiB of addresses; at least one dimension.
         dtype: of the elements.
         device: where; ``"cuda"`` and ``None`` are the current GPU, as for
-            :func:`torch_vmm.aligned`. On ``"cpu"`` it needs no :func:`torch_vmm.enable`.
-        zeros: what is not committed reads as zero; else reading it faults. Zeros
-            cost mappings, one for each 128 MiB and 0.3 s for 1 TiB (on the CPU, where a
-            process has 65530 as a rule and seven eighths are used at most, some 7 TiB in
-            all), and the device some 150 MiB, once, for all that read as zero on it.
-        page_size: bytes, the grain in which memory comes and goes: a power of two
-            and a multiple of the device's granularity, which ``None`` is (2 MiB).
+            :func:`torch_vmm.aligned`. On ``"cpu"`` it needs no
+            :func:`torch_vmm.enable`.
+        zeros: what is not committed reads as zero; else reading it faults.
+            Zeros cost mappings, one for each 128 MiB and 0.3 s for 1 TiB (on
+            the CPU, where a process has 65530 as a rule and seven eighths are
+            used at most, some 7 TiB in all), and the device some 150 MiB, once,
+            for all that read as zero on it.
+        page_size: bytes, the grain in which memory comes and goes: a power of
+            two and a multiple of the device's granularity, which ``None`` is (2
+            MiB).
     Raises:
         InvalidArgumentError: a shape, dtype or device that can't be.
         InvalidPageSizeError: a page size that can't be.
-        OutOfMemoryError: no such stretch of addresses, or on the CPU no such number of mappings, is left.
+        OutOfMemoryError: no such stretch of addresses, or on the CPU no such
+            number of mappings, is left.
         NotAvailableError: no driver, or no such device.
     """
     sizes = to_shape(shape)

@@ -12,7 +12,8 @@ _WIDTH = 75
 class MemoryStats:
     """What a pool's memory is at one moment, in bytes.
 
-    ``physical_usage == allocated_bytes + idle_bytes + stranded_bytes + quarantined_bytes``
+    ``physical_usage`` is the sum of ``allocated_bytes``, ``idle_bytes``,
+    ``stranded_bytes`` and ``quarantined_bytes``.
     """
 
     virtual_capacity: int
@@ -35,9 +36,11 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class GlobalMemoryStats:
-    """The same for a SharedMemoryPool, over its models and what it keeps unmapped, in bytes.
+    """The same for a SharedMemoryPool, over its models and what it keeps unmapped,
+    in bytes.
 
-    ``physical_usage == allocated_bytes + idle_bytes + stranded_bytes + quarantined_bytes + store_bytes``
+    ``physical_usage`` is the sum of ``allocated_bytes``, ``idle_bytes``,
+    ``stranded_bytes``, ``quarantined_bytes`` and ``store_bytes``.
     """
 
     physical_limit: int
@@ -55,7 +58,9 @@ class GlobalMemoryStats:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """What a MemoryPool has given out, and what it keeps. Bytes of buffers are rounded up to 512, as torch's are."""
+    """What a MemoryPool has given out, and what it keeps. Bytes of buffers are
+    rounded up to 512, as torch's are.
+    """
 
     allocated_bytes: int
     """In live buffers."""

@@ -19,7 +19,8 @@ Action = Literal["raise", "warn", "off"]
 
 # In lower case, as torch.no_grad is.
 class strict(Guarded, guarded=True):  # noqa: N801
-    """From now on a tensor made on this device outside every model raises, or warns.
+    """From now on a tensor made on this device outside every model raises, or
+    warns.
 
     A function and a context manager: ``torch_vmm.strict()`` stays on until a
     later call says otherwise; ``with torch_vmm.strict():`` ends with its block,

@@ -174,6 +174,38 @@ def test_everything_is_documented(name: str) -> None:
                 assert inspect.getdoc(value), f"{name}.{member}"
 
 
+def documented(owner: object, names: list[str]) -> dict[str, tuple[object, int]]:
+    """What ``help()`` shows under these names of ours, and by how far it indents the text."""
+    found: dict[str, tuple[object, int]] = {}
+    for name in names:
+        value = getattr(owner, name)
+        found[name] = (value, 4)
+        if not inspect.isclass(value):
+            continue
+        for cls in value.__mro__:
+            if not cls.__module__.startswith("torch_vmm."):
+                continue
+            for member, each in vars(cls).items():
+                if not member.startswith("_") and (callable(each) or isinstance(each, property | staticmethod)):
+                    found[f"{name}.{member}"] = (each, 8)
+    return found
+
+
+def test_help_fits_a_terminal() -> None:
+    everything = documented(torch_vmm, torch_vmm.__all__) | documented(torch_vmm.debug, torch_vmm.debug.__all__)
+    everything["torch_vmm"] = (torch_vmm, 4)
+    assert {"alias", "debug", "explain", "SparseTensor.commit", "MemoryPool.device"} <= set(everything)
+    too_long = [
+        f"{name}: {line}"
+        for name, (value, indent) in everything.items()
+        if not isinstance(value, str)
+        for line in (inspect.getdoc(value) or "").splitlines()
+        # pybind11 writes a signature above what it documents.
+        if indent + len(line) > 80 and "(self: torch_vmm._C." not in line
+    ]
+    assert too_long == []
+
+
 def test_the_version_is_one_string() -> None:
     from torch_vmm import _C, version
 
