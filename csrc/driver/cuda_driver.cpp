@@ -272,6 +272,7 @@ Status CudaDriver::create(const ChunkSpec& spec, ChunkHandle* out) {
   Chunk chunk;
   chunk.size = spec.size;
   chunk.exportable = spec.exportable;
+  chunk.where = spec.location;
   const RelaxedCapture relaxed(api_);
   const Status created = answer(api_.cuMemCreate(&chunk.handle, spec.size, &asked, 0), "cuMemCreate");
   if (!created.ok()) return created;
@@ -306,6 +307,7 @@ Status CudaDriver::release(ChunkHandle handle) {
 Status CudaDriver::map(Address address, std::size_t size, ChunkHandle handle) {
   if (!alive()) return gone("map");
   CUmemGenericAllocationHandle physical = 0;
+  const MutexLock changing(changing_);
   {
     const MutexLock lock(mutex_);
     if (const char* const why = book_.check_map(address, size)) return refuse(why);
@@ -317,30 +319,83 @@ Status CudaDriver::map(Address address, std::size_t size, ChunkHandle handle) {
     mapping.size = size;
     mapping.chunk = handle;
     book_.add_mapping(address, mapping);
+    unopened_.emplace(handle, Unopened{address, size, found->second.where});
   }
   const RelaxedCapture relaxed(api_);
   const Status mapped = answer(api_.cuMemMap(address, size, 0, physical, 0), "cuMemMap");
   if (!mapped.ok()) {
     const MutexLock lock(mutex_);
     book_.drop_run(address, size);
+    forget_unopened(handle, address);
   }
   return mapped;
 }
 
+std::vector<CudaDriver::Unopened> CudaDriver::unopened_beside(Address address, std::size_t size) {
+  std::vector<Unopened> found;
+  if (unopened_.empty()) return found;
+  const auto end = book_.run_end(address, size);
+  for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
+    const auto [first, last] = unopened_.equal_range(mapping->second.chunk);
+    for (auto at = first; at != last; ++at) {
+      const bool is_within = at->second.address >= address && at->second.address - address < size;
+      if (!is_within) found.push_back(at->second);
+    }
+  }
+  return found;
+}
+
+void CudaDriver::forget_unopened(ChunkHandle chunk, Address address) {
+  const auto [first, last] = unopened_.equal_range(chunk);
+  const auto found =
+      std::find_if(first, last, [address](const auto& entry) { return entry.second.address == address; });
+  if (found != last) unopened_.erase(found);
+}
+
+// As well as it can: where it fails, so does a later map, which its caller survives.
+void CudaDriver::open_once(const std::vector<Unopened>& mappings) {
+  for (const auto& [address, size, where] : mappings) {
+    if (!where.has_value()) continue;
+    const Current current(*this, where->kind == Location::Kind::host ? 0 : where->device);
+    CUmemAccessDesc rights{};
+    rights.location = location(*where);
+    for (const CUmemAccess_flags flags : {CU_MEM_ACCESS_FLAGS_PROT_READWRITE, CU_MEM_ACCESS_FLAGS_PROT_NONE}) {
+      rights.flags = flags;
+      answer(api_.cuMemSetAccess(address, size, &rights, 1), "cuMemSetAccess").ignore();
+    }
+    const MutexLock lock(mutex_);
+    const auto mapping = book_.run_begin(address);
+    if (mapping != book_.mappings().end()) forget_unopened(mapping->second.chunk, address);
+  }
+}
+
+// Where a chunk's first mapping goes while another of its mappings was never given any
+// access, cuMemMap refuses the chunk everywhere (error 999) until it is mapped nowhere. To
+// have been opened once, and closed again, is enough. Seen with driver 580.159 on an H100.
 Status CudaDriver::unmap(Address address, std::size_t size) {
   if (!alive()) return gone("unmap");
   AddressBook::Mappings run;
+  std::vector<Unopened> beside;
+  const MutexLock changing(changing_);
   {
     const MutexLock lock(mutex_);
     if (const char* const why = book_.check_run(address, size)) return refuse(why);
+    beside = unopened_beside(address, size);
     run = book_.take_run(address, size);
   }
   const RelaxedCapture relaxed(api_);
+  open_once(beside);
   const Status unmapped = answer(api_.cuMemUnmap(address, size), "cuMemUnmap");
   if (!unmapped.ok()) {
     const MutexLock lock(mutex_);
     book_.put_back(std::move(run));
     return unmapped;
+  }
+  {
+    const MutexLock lock(mutex_);
+    if (!unopened_.empty()) {
+      for (const auto& [at, mapping] : run) forget_unopened(mapping.chunk, at);
+    }
   }
   if (host_accessible_.load(std::memory_order_relaxed) == 0) return {};
   for (const auto& [at, mapping] : run) {
@@ -353,6 +408,7 @@ Status CudaDriver::set_access(Address address, std::size_t size, Location who, A
   if (!alive()) return gone("set_access");
   const int device = who.kind == Location::Kind::host ? 0 : who.device;
   if (const Status checked = check_device(device, "set_access"); !checked.ok()) return checked;
+  const MutexLock changing(changing_);
   {
     const MutexLock lock(mutex_);
     if (const char* const why = book_.check_run(address, size)) return refuse(why);
@@ -366,10 +422,16 @@ Status CudaDriver::set_access(Address address, std::size_t size, Location who, A
                                           : CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   const RelaxedCapture relaxed(api_);
   const Status set = answer(api_.cuMemSetAccess(address, size, &rights, 1), "cuMemSetAccess");
-  if (!set.ok() || who.kind != Location::Kind::host) return set;
-  // The devices' rights are CUDA's business; the host's decide how to copy.
+  if (!set.ok()) return set;
   const MutexLock lock(mutex_);
   const auto end = book_.run_end(address, size);
+  if (access != Access::none && !unopened_.empty()) {
+    for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
+      forget_unopened(mapping->second.chunk, mapping->first);
+    }
+  }
+  // The devices' rights are CUDA's business; the host's decide how to copy.
+  if (who.kind != Location::Kind::host) return set;
   for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
     const bool before = mapping->second.access() != Access::none;
     AddressBook::set_access(&mapping->second, who, access);

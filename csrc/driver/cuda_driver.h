@@ -28,6 +28,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -116,6 +117,13 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
     CUmemGenericAllocationHandle handle = 0;
     std::size_t size = 0;
     bool exportable = false;
+    std::optional<Location> where;  // unknown of an imported one
+  };
+  // A mapping to which nobody has been given access yet.
+  struct Unopened {
+    Address address = 0;
+    std::size_t size = 0;
+    std::optional<Location> where;  // its chunk's
   };
   using Devices = std::vector<std::unique_ptr<Device>>;
   // Makes a device's context the calling thread's, for the length of one call.
@@ -158,6 +166,11 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   Status reading_stream(Device& device, CUstream* out) VMM_EXCLUDES(context_mutex_);
   Status context_of(int device, CUcontext* out) const VMM_EXCLUDES(context_mutex_);
   [[nodiscard]] CUmemLocation location(Location where) const;
+  // Other mappings of the run's chunks that were never opened.
+  [[nodiscard]] std::vector<Unopened> unopened_beside(Address address, std::size_t size) VMM_REQUIRES(mutex_);
+  // Opens them for a moment, since one whose first mapping goes before may not be mapped again.
+  void open_once(const std::vector<Unopened>& mappings) VMM_REQUIRES(changing_);
+  void forget_unopened(ChunkHandle chunk, Address address) VMM_REQUIRES(mutex_);
   // How much of [address, address + size) may be given to CUDA in one copy.
   [[nodiscard]] std::size_t one_piece(Address address, std::size_t size) const VMM_EXCLUDES(mutex_);
 
@@ -168,8 +181,12 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   mutable std::atomic<bool> gone_{false};
   mutable Mutex context_mutex_;
 
+  // One change of mappings at a time: between a chunk's map and its set_access another
+  // thread's unmap has to look.
+  Mutex changing_;
   mutable Mutex mutex_;
   AddressBook book_ VMM_GUARDED_BY(mutex_);
+  std::unordered_multimap<ChunkHandle, Unopened> unopened_ VMM_GUARDED_BY(mutex_);
   // Mappings that the host may access; mostly none, and copies need not look.
   std::atomic<std::size_t> host_accessible_{0};
   std::unordered_map<ChunkHandle, Chunk> chunks_ VMM_GUARDED_BY(mutex_);

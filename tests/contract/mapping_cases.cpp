@@ -152,6 +152,31 @@ void a_chunk_moves_with_its_content(Driver& driver, const ContractOptions& optio
   }
 }
 
+// CUDA itself refuses the third mapping with error 999.
+void a_chunk_is_mapped_again_whichever_mapping_goes_first(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  const std::size_t g = lab.granule();
+  const Address at = lab.reserve(16 * g);
+  const ChunkHandle chunk = lab.create(g);
+  const ChunkHandle beside = lab.create(g);
+  const Bytes bytes = pattern(g, 7);
+  lab.map(at, chunk);
+  lab.write(at, bytes);
+  lab.map(at + 2 * g, chunk, Access::none);
+  lab.map(at + 3 * g, beside, Access::none);
+  lab.map(at + 8 * g, chunk, Access::none);
+  lab.unmap(at, g);
+  CONTRACT_OK(driver.set_access(at + 2 * g, 2 * g, lab.here(), Access::read_write));
+  lab.map(at + 4 * g, chunk);
+  CONTRACT_CHECK(lab.read(at + 2 * g, g) == bytes);
+  CONTRACT_CHECK(lab.read(at + 4 * g, g) == bytes);
+  lab.unmap(at + 2 * g, 2 * g);
+  lab.map(at, chunk);
+  CONTRACT_CHECK(lab.read(at, g) == bytes);
+  CONTRACT_OK(driver.set_access(at + 8 * g, g, lab.here(), Access::read_write));
+  CONTRACT_CHECK(lab.read(at + 8 * g, g) == bytes);
+}
+
 void many_chunks_in_one_range(Driver& driver, const ContractOptions& options) {
   Lab lab(driver, options);
   const std::size_t g = lab.granule();
@@ -276,6 +301,7 @@ std::vector<ContractCase> mapping_cases() {
       {"rights_change_and_content_stays", rights_change_and_content_stays},
       {"aliases_show_the_same_memory", aliases_show_the_same_memory},
       {"a_chunk_moves_with_its_content", a_chunk_moves_with_its_content},
+      {"a_chunk_is_mapped_again_whichever_mapping_goes_first", a_chunk_is_mapped_again_whichever_mapping_goes_first},
       {"many_chunks_in_one_range", many_chunks_in_one_range},
       {"chunks_of_several_sizes_stand_together", chunks_of_several_sizes_stand_together},
       {"exported_chunks_are_shared", exported_chunks_are_shared},

@@ -47,16 +47,16 @@ MappedRange::~MappedRange() {
   if (dormant_ != nullptr) dormant_->abandon(base_, size_);
 }
 
-// Takes the first `count` back, what was dormant to where it was. What the driver will not
-// let go of is live from now on, and serves nobody.
-void MappedRange::undo_first(std::span<const PlacedChunk> placements, std::size_t count,
-                             const std::vector<bool>& was_dormant, Map& fresh) {
-  while (count-- > 0) {
-    const auto& [offset, chunk] = placements[count];
+// Takes the first `count` back, and what was dormant to where it was. What the driver will
+// not let go of is live from now on, and serves nobody.
+void MappedRange::undo(std::span<const PlacedChunk> placements, std::size_t count, const std::vector<bool>& was_dormant,
+                       Map& fresh) {
+  for (std::size_t k = placements.size(); k-- > 0;) {
+    const auto& [offset, chunk] = placements[k];
     const Address address = base_ + offset;
-    const bool stays =
-        !was_dormant.empty() && was_dormant[count] && dormant_->keep(address, chunk, &unmapped_by_driver_);
-    if (!stays) {
+    const bool returns = !was_dormant.empty() && was_dormant[k];
+    if (!returns && k >= count) continue;
+    if (!returns || !dormant_->keep(address, chunk, &unmapped_by_driver_)) {
       const Status undone = driver_.unmap(address, chunk->size);
       if (!undone.ok() && undone.code() != StatusCode::driver_gone) {
         Map::node_type refused = fresh.extract(offset);
@@ -71,6 +71,22 @@ void MappedRange::undo_first(std::span<const PlacedChunk> placements, std::size_
   }
 }
 
+// Claims what is dormant in its very place, and unmaps whatever else is in the way: before
+// anything is mapped, as an unmap between a chunk's map and its set_access costs the driver
+// two calls more (CudaDriver::unmap()).
+Status MappedRange::make_way(std::span<const PlacedChunk> placements, std::vector<bool>* was_dormant) {
+  for (std::size_t k = 0; k < placements.size(); ++k) {
+    const auto& [offset, chunk] = placements[k];
+    if (dormant_->claim(base_ + offset, chunk)) {
+      chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+      (*was_dormant)[k] = true;
+    } else if (const Status status = dormant_->clear(base_ + offset, chunk->size); !status.ok()) {
+      return status;
+    }
+  }
+  return {};
+}
+
 Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const Location> accessors) {
   static std::atomic<std::uint64_t> mappings{0};
   // What is mapped has to be noted, so the room for it comes first.
@@ -82,31 +98,27 @@ Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const
     mapping.number = mappings.fetch_add(1, std::memory_order_relaxed);
     fresh.emplace_hint(fresh.end(), offset, mapping);
   }
-  const bool any_dormant = dormant_ != nullptr && dormant_->size() != 0;
   std::vector<PlacedChunk> to_open;  // where some are not: those that are new
   std::vector<bool> was_dormant;
+  const bool any_dormant = dormant_ != nullptr && dormant_->size() != 0;
   if (any_dormant) {
     to_open.reserve(placements.size());
     was_dormant.resize(placements.size());
+    if (const Status status = make_way(placements, &was_dormant); !status.ok()) {
+      undo(placements, 0, was_dormant, fresh);
+      return status;
+    }
   }
   for (std::size_t k = 0; k < placements.size(); ++k) {
+    if (any_dormant && was_dormant[k]) continue;
     const auto& [offset, chunk] = placements[k];
-    if (any_dormant && dormant_->claim(base_ + offset, chunk)) {
-      was_dormant[k] = true;
-    } else {
-      Status status;
-      if (any_dormant) {
-        to_open.push_back(placements[k]);
-        status = dormant_->clear(base_ + offset, chunk->size);
-      }
-      if (status.ok()) status = driver_.map(base_ + offset, chunk->size, chunk->handle);
-      if (!status.ok()) {
-        undo_first(placements, k, was_dormant, fresh);
-        return status;
-      }
-      ++mapped_by_driver_;
+    if (const Status status = driver_.map(base_ + offset, chunk->size, chunk->handle); !status.ok()) {
+      undo(placements, k, was_dormant, fresh);
+      return status;
     }
     chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+    ++mapped_by_driver_;
+    if (any_dormant) to_open.push_back(placements[k]);
   }
   const std::span<const PlacedChunk> opened = any_dormant ? std::span<const PlacedChunk>(to_open) : placements;
   const Status status = for_each_run(opened, [&](std::size_t offset, std::size_t size) {
@@ -117,7 +129,7 @@ Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const
     return Status();
   });
   if (!status.ok()) {
-    undo_first(placements, placements.size(), was_dormant, fresh);
+    undo(placements, placements.size(), was_dormant, fresh);
     return status;
   }
   live_.merge(fresh);

@@ -117,8 +117,9 @@ class MappedRange {
   };
   template <typename Each>
   void for_each_gap(ByteRange range, const Each& each) const;
-  void undo_first(std::span<const PlacedChunk> placements, std::size_t count, const std::vector<bool>& was_dormant,
-                  Map& fresh);
+  void undo(std::span<const PlacedChunk> placements, std::size_t count, const std::vector<bool>& was_dormant,
+            Map& fresh);
+  Status make_way(std::span<const PlacedChunk> placements, std::vector<bool>* was_dormant);
 
   Driver& driver_;
   DormantMappings* dormant_;

@@ -106,7 +106,7 @@ CUresult Memory::create(std::size_t size, const CUmemAllocationProp& how, CUmemG
   const std::lock_guard<std::mutex> lock(mutex_);
   const CUresult result = result_of(host_.create(spec, &chunk));
   if (result != CUDA_SUCCESS) return result;
-  chunks_[chunk] = {spec.location, false};
+  chunks_[chunk] = {spec.location, false, {}, false};
   *out = chunk;
   return CUDA_SUCCESS;
 }
@@ -123,8 +123,11 @@ CUresult Memory::map(CUdeviceptr address, std::size_t size, CUmemGenericAllocati
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = chunks_.find(chunk);
   if (found == chunks_.end() || found->second.released) die("cuMemMap", "of no chunk: " + std::to_string(chunk));
+  if (found->second.is_stuck) return CUDA_ERROR_UNKNOWN;
   const CUresult result = result_of(host_.map(address, size, chunk));
   if (result != CUDA_SUCCESS) return result;
+  found->second.mapped.push_back(address);
+  unopened_.insert(address);
   vmm::Mapping mapping;
   mapping.size = size;
   mapping.chunk = chunk;
@@ -135,8 +138,19 @@ CUresult Memory::map(CUdeviceptr address, std::size_t size, CUmemGenericAllocati
 CUresult Memory::unmap(CUdeviceptr address, std::size_t size) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const CUresult result = result_of(host_.unmap(address, size));
-  if (result == CUDA_SUCCESS) book_.drop_run(address, size);
-  return result;
+  if (result != CUDA_SUCCESS) return result;
+  const auto end = book_.run_end(address, size);
+  for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
+    unopened_.erase(mapping->first);
+    Chunk& chunk = chunks_.at(mapping->second.chunk);
+    const bool is_first = chunk.mapped.front() == mapping->first;
+    std::erase(chunk.mapped, mapping->first);
+    const auto is_unopened = [this](CUdeviceptr at) { return unopened_.count(at) != 0; };
+    if (is_first) chunk.is_stuck |= std::any_of(chunk.mapped.begin(), chunk.mapped.end(), is_unopened);
+    if (chunk.mapped.empty()) chunk.is_stuck = false;
+  }
+  book_.drop_run(address, size);
+  return CUDA_SUCCESS;
 }
 
 CUresult Memory::set_access(CUdeviceptr address, std::size_t size, const CUmemAccessDesc& who) {
@@ -151,6 +165,7 @@ CUresult Memory::set_access(CUdeviceptr address, std::size_t size, const CUmemAc
   const auto end = book_.run_end(address, size);
   for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
     vmm::AddressBook::set_access(&mapping->second, location, access);
+    if (access != Access::none) unopened_.erase(mapping->first);
   }
   return CUDA_SUCCESS;
 }
@@ -167,7 +182,7 @@ CUresult Memory::import_chunk(int device, int fd, CUmemGenericAllocationHandle* 
   const std::lock_guard<std::mutex> lock(mutex_);
   const CUresult result = result_of(host_.import_chunk(fd, size, &chunk));
   if (result != CUDA_SUCCESS) return result;
-  chunks_[chunk] = {Location::on_device(device), false};
+  chunks_[chunk] = {Location::on_device(device), false, {}, false};
   *out = chunk;
   return CUDA_SUCCESS;
 }

@@ -16,6 +16,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "driver/address_book.h"
 #include "driver/host_driver.h"
@@ -82,6 +83,10 @@ class Memory {
   struct Chunk {
     vmm::Location location;
     bool released = false;
+    std::vector<CUdeviceptr> mapped;  // where, the first first
+    // Its first mapping went while another had never been opened: as CUDA does (driver
+    // 580, H100), it can be mapped nowhere until it is mapped nowhere.
+    bool is_stuck = false;
   };
   struct Block {
     std::size_t size = 0;    // as asked
@@ -104,6 +109,7 @@ class Memory {
   vmm::HostDriver host_;
   vmm::AddressBook book_{kGranularity};  // who may use which mapping
   std::map<CUmemGenericAllocationHandle, Chunk> chunks_;
+  std::set<CUdeviceptr> unopened_;  // mappings that nobody was given access to
   std::map<CUdeviceptr, Block> blocks_;
   Ranges freed_;   // blocks that were
   Ranges pinned_;  // allocated here or registered
