@@ -353,25 +353,24 @@ void CudaDriver::forget_unopened(ChunkHandle chunk, Address address) {
 }
 
 // As well as it can: where it fails, so does a later map, which its caller survives.
-void CudaDriver::open_once(const std::vector<Unopened>& mappings) {
+void CudaDriver::open_early(const std::vector<Unopened>& mappings) {
   for (const auto& [address, size, where] : mappings) {
     if (!where.has_value()) continue;
     const Current current(*this, where->kind == Location::Kind::host ? 0 : where->device);
     CUmemAccessDesc rights{};
     rights.location = location(*where);
-    for (const CUmemAccess_flags flags : {CU_MEM_ACCESS_FLAGS_PROT_READWRITE, CU_MEM_ACCESS_FLAGS_PROT_NONE}) {
-      rights.flags = flags;
-      answer(api_.cuMemSetAccess(address, size, &rights, 1), "cuMemSetAccess").ignore();
-    }
+    rights.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    answer(api_.cuMemSetAccess(address, size, &rights, 1), "cuMemSetAccess").ignore();
     const MutexLock lock(mutex_);
     const auto mapping = book_.run_begin(address);
     if (mapping != book_.mappings().end()) forget_unopened(mapping->second.chunk, address);
   }
 }
 
-// Where a chunk's first mapping goes while another of its mappings was never given any
-// access, cuMemMap refuses the chunk everywhere (error 999) until it is mapped nowhere. To
-// have been opened once, and closed again, is enough. Seen with driver 580.159 on an H100.
+// Where a chunk's first mapping has gone, and another that was made beside it is given
+// access only then, cuMemMap refuses the chunk everywhere (error 999) until it is mapped
+// nowhere. So these are opened before; closed again they would come to the same. Seen with
+// driver 580.159 on an H100 and an H200.
 Status CudaDriver::unmap(Address address, std::size_t size) {
   if (!alive()) return gone("unmap");
   AddressBook::Mappings run;
@@ -384,7 +383,7 @@ Status CudaDriver::unmap(Address address, std::size_t size) {
     run = book_.take_run(address, size);
   }
   const RelaxedCapture relaxed(api_);
-  open_once(beside);
+  open_early(beside);
   const Status unmapped = answer(api_.cuMemUnmap(address, size), "cuMemUnmap");
   if (!unmapped.ok()) {
     const MutexLock lock(mutex_);

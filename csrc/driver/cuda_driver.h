@@ -168,8 +168,8 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   [[nodiscard]] CUmemLocation location(Location where) const;
   // Other mappings of the run's chunks that were never opened.
   [[nodiscard]] std::vector<Unopened> unopened_beside(Address address, std::size_t size) VMM_REQUIRES(mutex_);
-  // Opens them for a moment, since one whose first mapping goes before may not be mapped again.
-  void open_once(const std::vector<Unopened>& mappings) VMM_REQUIRES(changing_);
+  // Gives the chunk's own device access, while its first mapping is there.
+  void open_early(const std::vector<Unopened>& mappings) VMM_REQUIRES(changing_);
   void forget_unopened(ChunkHandle chunk, Address address) VMM_REQUIRES(mutex_);
   // How much of [address, address + size) may be given to CUDA in one copy.
   [[nodiscard]] std::size_t one_piece(Address address, std::size_t size) const VMM_EXCLUDES(mutex_);

@@ -152,7 +152,7 @@ void a_chunk_moves_with_its_content(Driver& driver, const ContractOptions& optio
   }
 }
 
-// CUDA itself refuses the third mapping with error 999.
+// CUDA itself refuses what comes after set_access with error 999 (CudaDriver::unmap()).
 void a_chunk_is_mapped_again_whichever_mapping_goes_first(Driver& driver, const ContractOptions& options) {
   Lab lab(driver, options);
   const std::size_t g = lab.granule();

@@ -106,7 +106,7 @@ CUresult Memory::create(std::size_t size, const CUmemAllocationProp& how, CUmemG
   const std::lock_guard<std::mutex> lock(mutex_);
   const CUresult result = result_of(host_.create(spec, &chunk));
   if (result != CUDA_SUCCESS) return result;
-  chunks_[chunk] = {spec.location, false, {}, false};
+  chunks_[chunk] = {spec.location, false, 0, 0, false};
   *out = chunk;
   return CUDA_SUCCESS;
 }
@@ -126,8 +126,9 @@ CUresult Memory::map(CUdeviceptr address, std::size_t size, CUmemGenericAllocati
   if (found->second.is_stuck) return CUDA_ERROR_UNKNOWN;
   const CUresult result = result_of(host_.map(address, size, chunk));
   if (result != CUDA_SUCCESS) return result;
-  found->second.mapped.push_back(address);
-  unopened_.insert(address);
+  Chunk& mapped = found->second;
+  if (mapped.mappings++ == 0) mapped.first = address;
+  if (mapped.first != 0 && mapped.first != address) beside_[address] = mapped.first;
   vmm::Mapping mapping;
   mapping.size = size;
   mapping.chunk = chunk;
@@ -141,13 +142,10 @@ CUresult Memory::unmap(CUdeviceptr address, std::size_t size) {
   if (result != CUDA_SUCCESS) return result;
   const auto end = book_.run_end(address, size);
   for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
-    unopened_.erase(mapping->first);
+    beside_.erase(mapping->first);
     Chunk& chunk = chunks_.at(mapping->second.chunk);
-    const bool is_first = chunk.mapped.front() == mapping->first;
-    std::erase(chunk.mapped, mapping->first);
-    const auto is_unopened = [this](CUdeviceptr at) { return unopened_.count(at) != 0; };
-    if (is_first) chunk.is_stuck |= std::any_of(chunk.mapped.begin(), chunk.mapped.end(), is_unopened);
-    if (chunk.mapped.empty()) chunk.is_stuck = false;
+    if (chunk.first == mapping->first) chunk.first = 0;
+    if (--chunk.mappings == 0) chunk.is_stuck = false;
   }
   book_.drop_run(address, size);
   return CUDA_SUCCESS;
@@ -164,8 +162,11 @@ CUresult Memory::set_access(CUdeviceptr address, std::size_t size, const CUmemAc
   if (result != CUDA_SUCCESS) return result;
   const auto end = book_.run_end(address, size);
   for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
+    Chunk& chunk = chunks_.at(mapping->second.chunk);
+    const bool opens = mapping->second.access() == Access::none && access != Access::none;
+    const auto beside = beside_.find(mapping->first);
+    if (opens && beside != beside_.end() && chunk.first != beside->second) chunk.is_stuck = true;
     vmm::AddressBook::set_access(&mapping->second, location, access);
-    if (access != Access::none) unopened_.erase(mapping->first);
   }
   return CUDA_SUCCESS;
 }
@@ -182,7 +183,7 @@ CUresult Memory::import_chunk(int device, int fd, CUmemGenericAllocationHandle* 
   const std::lock_guard<std::mutex> lock(mutex_);
   const CUresult result = result_of(host_.import_chunk(fd, size, &chunk));
   if (result != CUDA_SUCCESS) return result;
-  chunks_[chunk] = {Location::on_device(device), false, {}, false};
+  chunks_[chunk] = {Location::on_device(device), false, 0, 0, false};
   *out = chunk;
   return CUDA_SUCCESS;
 }

@@ -16,7 +16,6 @@
 #include <set>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "driver/address_book.h"
 #include "driver/host_driver.h"
@@ -83,9 +82,10 @@ class Memory {
   struct Chunk {
     vmm::Location location;
     bool released = false;
-    std::vector<CUdeviceptr> mapped;  // where, the first first
-    // Its first mapping went while another had never been opened: as CUDA does (driver
-    // 580, H100), it can be mapped nowhere until it is mapped nowhere.
+    std::size_t mappings = 0;
+    CUdeviceptr first = 0;  // its first mapping while that is there
+    // As CUDA does (driver 580, H100): where a mapping that was made beside the first is
+    // given access when that has gone, the chunk is mapped nowhere until it is mapped nowhere.
     bool is_stuck = false;
   };
   struct Block {
@@ -109,7 +109,7 @@ class Memory {
   vmm::HostDriver host_;
   vmm::AddressBook book_{kGranularity};  // who may use which mapping
   std::map<CUmemGenericAllocationHandle, Chunk> chunks_;
-  std::set<CUdeviceptr> unopened_;  // mappings that nobody was given access to
+  std::map<CUdeviceptr, CUdeviceptr> beside_;  // from a mapping to the first one, beside which it was made
   std::map<CUdeviceptr, Block> blocks_;
   Ranges freed_;   // blocks that were
   Ranges pinned_;  // allocated here or registered
