@@ -163,7 +163,7 @@ CUresult Memory::set_access(CUdeviceptr address, std::size_t size, const CUmemAc
   const auto end = book_.run_end(address, size);
   for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
     Chunk& chunk = chunks_.at(mapping->second.chunk);
-    const bool opens = mapping->second.access() == Access::none && access != Access::none;
+    const bool opens = access > mapping->second.access();
     const auto beside = beside_.find(mapping->first);
     if (opens && beside != beside_.end() && chunk.first != beside->second) chunk.is_stuck = true;
     vmm::AddressBook::set_access(&mapping->second, location, access);

@@ -85,7 +85,7 @@ class Memory {
     std::size_t mappings = 0;
     CUdeviceptr first = 0;  // its first mapping while that is there
     // As CUDA does (driver 580, H100): where a mapping that was made beside the first is
-    // given access when that has gone, the chunk is mapped nowhere until it is mapped nowhere.
+    // given access, or more of it, when that has gone, the chunk is mapped nowhere until it is mapped nowhere.
     bool is_stuck = false;
   };
   struct Block {
