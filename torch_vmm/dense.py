@@ -51,4 +51,4 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def reaches_the_end(tensor: torch.Tensor) -> bool:
     """Does the storage end where the tensor does?"""
     behind = tensor.storage_offset() * tensor.element_size() + span_bytes(tensor)
-    return behind >= tensor.untyped_storage().nbytes()
+    return bool(behind >= tensor.untyped_storage().nbytes())  # torch 2.15 types a size as an int or a symbol
