@@ -52,7 +52,7 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
     if (status.ok()) return true;
     uncover(extent, end);
     put_back(backing, grant);
-    *shortage = {0, nullptr, status};
+    *shortage = Shortage::of_driver(0, status);
     for (const PlacedChunk& placement : backing.placements) shortage->bytes += placement.chunk->size;
     return false;
   };

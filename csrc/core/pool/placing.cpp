@@ -29,7 +29,7 @@ Block* Pool::take_whole_chunk(const Request& request) {
 Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
   if (Block* const block = take_whole_chunk(request)) return block;
   if (!placement_.find_bare(request.size, /*high=*/false, &request.offset)) {
-    *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
+    *shortage = Shortage::of_addresses(request.size);
     return nullptr;
   }
   return back_and_take(request, request.offset, grant, shortage);
@@ -67,7 +67,7 @@ Block* Pool::place_within_chunk(const Request& request, Grant* grant, Shortage* 
     }
   }
   if (!found) {
-    *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
+    *shortage = Shortage::of_addresses(request.size);
     return nullptr;
   }
   return back_and_take(request, offset, grant, shortage);
@@ -101,7 +101,7 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
     found = placement_.find_spot(request, &offset);
   }
   if (!found) {
-    *shortage = {request.size, nullptr, {}, /*no_address_space=*/true};
+    *shortage = Shortage::of_addresses(request.size);
     return nullptr;
   }
   if (Block* block = back_and_take(request, offset, grant, shortage)) return block;

@@ -606,7 +606,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
       VMM_REQUIRES(mutex_);
   [[nodiscard]] std::string what_is_not_there(Address address, std::size_t bytes) const;
   [[nodiscard]] std::string why_not_sealed(ByteRange missing, bool is_same) const VMM_REQUIRES(mutex_);
-  [[nodiscard]] bool has_read_only_locked() const VMM_REQUIRES(mutex_);
   [[nodiscard]] Epoch last_free() const VMM_REQUIRES(mutex_);
   // Whether all who may access the mapping have that access, and no other.
   [[nodiscard]] bool allows(const LiveMapping& mapping, Access access) const VMM_REQUIRES(mutex_);
