@@ -106,7 +106,7 @@ CUresult Memory::create(std::size_t size, const CUmemAllocationProp& how, CUmemG
   const std::lock_guard<std::mutex> lock(mutex_);
   const CUresult result = result_of(host_.create(spec, &chunk));
   if (result != CUDA_SUCCESS) return result;
-  chunks_[chunk] = {spec.location, false, 0, 0, false};
+  chunks_[chunk] = {spec.location, false};
   *out = chunk;
   return CUDA_SUCCESS;
 }
@@ -183,7 +183,7 @@ CUresult Memory::import_chunk(int device, int fd, CUmemGenericAllocationHandle* 
   const std::lock_guard<std::mutex> lock(mutex_);
   const CUresult result = result_of(host_.import_chunk(fd, size, &chunk));
   if (result != CUDA_SUCCESS) return result;
-  chunks_[chunk] = {Location::on_device(device), false, 0, 0, false};
+  chunks_[chunk] = {Location::on_device(device), false};
   *out = chunk;
   return CUDA_SUCCESS;
 }

@@ -84,8 +84,8 @@ class Memory {
     bool released = false;
     std::size_t mappings = 0;
     CUdeviceptr first = 0;  // its first mapping while that is there
-    // As CUDA does (driver 580, H100): where a mapping that was made beside the first is
-    // given access, or more of it, when that has gone, the chunk is mapped nowhere until it is mapped nowhere.
+    // As CUDA does (driver 580, H100): it can be mapped nowhere until it is mapped nowhere,
+    // once a mapping that was made beside the first got more access when that had gone.
     bool is_stuck = false;
   };
   struct Block {
