@@ -54,9 +54,8 @@ void MappedRange::undo(std::span<const PlacedChunk> placements, std::size_t coun
   for (std::size_t k = placements.size(); k-- > 0;) {
     const auto& [offset, chunk] = placements[k];
     const Address address = base_ + offset;
-    const bool returns = !was_dormant.empty() && was_dormant[k];
-    if (!returns && k >= count) continue;
-    if (!returns || !dormant_->keep(address, chunk, &unmapped_by_driver_)) {
+    if (!was_dormant[k] && k >= count) continue;
+    if (!was_dormant[k] || !dormant_->keep(address, chunk, &unmapped_by_driver_)) {
       const Status undone = driver_.unmap(address, chunk->size);
       if (!undone.ok() && undone.code() != StatusCode::driver_gone) {
         Map::node_type refused = fresh.extract(offset);
@@ -72,9 +71,10 @@ void MappedRange::undo(std::span<const PlacedChunk> placements, std::size_t coun
 }
 
 // Claims what is dormant in its very place, and unmaps whatever else is in the way: before
-// anything is mapped, as an unmap between a chunk's map and its set_access costs the driver
-// two calls more (CudaDriver::unmap()).
+// anything is mapped, as an unmap between a chunk's map and its set_access costs the driver a
+// call more (CudaDriver::unmap()).
 Status MappedRange::make_way(std::span<const PlacedChunk> placements, std::vector<bool>* was_dormant) {
+  if (dormant_ == nullptr) return {};
   for (std::size_t k = 0; k < placements.size(); ++k) {
     const auto& [offset, chunk] = placements[k];
     if (dormant_->claim(base_ + offset, chunk)) {
@@ -98,19 +98,15 @@ Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const
     mapping.number = mappings.fetch_add(1, std::memory_order_relaxed);
     fresh.emplace_hint(fresh.end(), offset, mapping);
   }
-  std::vector<PlacedChunk> to_open;  // where some are not: those that are new
-  std::vector<bool> was_dormant;
-  const bool any_dormant = dormant_ != nullptr && dormant_->size() != 0;
-  if (any_dormant) {
-    to_open.reserve(placements.size());
-    was_dormant.resize(placements.size());
-    if (const Status status = make_way(placements, &was_dormant); !status.ok()) {
-      undo(placements, 0, was_dormant, fresh);
-      return status;
-    }
+  std::vector<bool> was_dormant(placements.size());
+  std::vector<PlacedChunk> to_open;  // the others
+  to_open.reserve(placements.size());
+  if (const Status status = make_way(placements, &was_dormant); !status.ok()) {
+    undo(placements, 0, was_dormant, fresh);
+    return status;
   }
   for (std::size_t k = 0; k < placements.size(); ++k) {
-    if (any_dormant && was_dormant[k]) continue;
+    if (was_dormant[k]) continue;
     const auto& [offset, chunk] = placements[k];
     if (const Status status = driver_.map(base_ + offset, chunk->size, chunk->handle); !status.ok()) {
       undo(placements, k, was_dormant, fresh);
@@ -118,10 +114,9 @@ Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const
     }
     chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
     ++mapped_by_driver_;
-    if (any_dormant) to_open.push_back(placements[k]);
+    to_open.push_back(placements[k]);
   }
-  const std::span<const PlacedChunk> opened = any_dormant ? std::span<const PlacedChunk>(to_open) : placements;
-  const Status status = for_each_run(opened, [&](std::size_t offset, std::size_t size) {
+  const Status status = for_each_run(to_open, [&](std::size_t offset, std::size_t size) {
     for (const Location& who : accessors) {
       const Status given = driver_.set_access(base_ + offset, size, who, Access::read_write);
       if (!given.ok()) return given;
