@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -33,6 +34,11 @@ class HeldRanges {
   struct Held {
     std::size_t count = 0;
     std::size_t bytes = 0;
+    // What a refusal says of them, once it has named them.
+    [[nodiscard]] std::string still_show(const std::string& what) const {
+      return std::string(" still ") + (count == 1 ? "shows " : "show ") + format_bytes(bytes) + " of " + what +
+             "; drop " + (count == 1 ? "that" : "them") + " first";
+    }
   };
   [[nodiscard]] Held in(ByteRange range) const {
     Held held;

@@ -224,13 +224,12 @@ void VirtualMemoryManager::require_whole_mappings(const Range& found, const Virt
 
 void VirtualMemoryManager::require_unheld(const Range& found, const VirtualAddressRange& range, ByteRange part,
                                           const std::string& doing) {
-  const auto [count, bytes] = found.held.in(part);
-  if (count == 0) return;
+  const HeldRanges::Held held = found.held.in(part);
+  if (held.count == 0) return;
   throw StillInUseError(doing + " offset " + std::to_string(part.offset) + " size " + std::to_string(part.size) +
-                            " of " + range.text() + ": " + format_count(count, "tensor") + " of tensor() still " +
-                            (count == 1 ? "shows " : "show ") + format_bytes(bytes) + " of it; drop " +
-                            (count == 1 ? "that" : "them") + " first",
-                        bytes, count);
+                            " of " + range.text() + ": " + format_count(held.count, "tensor") + " of tensor()" +
+                            held.still_show("it"),
+                        held.bytes, held.count);
 }
 
 // Queued work may still use the addresses; the explicit calls wait for it, with
@@ -381,10 +380,9 @@ void VirtualMemoryManager::require_nothing_held() const {
     held.bytes += bytes;
   }
   if (held.count == 0) return;
-  throw StillInUseError("close: " + format_count(held.count, "tensor") + " of tensor() still " +
-                            (held.count == 1 ? "shows " : "show ") + format_bytes(held.bytes) +
-                            " of this manager's ranges; drop " + (held.count == 1 ? "that" : "them") + " first",
-                        held.bytes, held.count);
+  throw StillInUseError(
+      "close: " + format_count(held.count, "tensor") + " of tensor()" + held.still_show("this manager's ranges"),
+      held.bytes, held.count);
 }
 
 void VirtualMemoryManager::close() {

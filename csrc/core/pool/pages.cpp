@@ -216,14 +216,12 @@ void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
   require_open();
   settle_locked();
   require_pages(range, doing);
-  if (const auto [count, bytes] = held_.in(range); count != 0) {
+  if (const HeldRanges::Held held = held_.in(range); held.count != 0) {
     // One tensor's pages are taken back by it, whatever the caller called; only aliases hold these.
     const std::string what = is_range_ ? format_bytes(range.size) + " cannot be given back: " : doing + ": ";
-    const std::string who = is_range_ ? format_count(count, "alias", "aliases")
-                                      : format_count(count, "tensor") + " of tensor(), or made of one by alias(),";
-    throw StillInUseError("pool '" + name_ + "': " + what + who + " still " + (count == 1 ? "shows " : "show ") +
-                              format_bytes(bytes) + " of it; drop " + (count == 1 ? "that" : "them") + " first",
-                          bytes, count);
+    const std::string who = is_range_ ? format_count(held.count, "alias", "aliases")
+                                      : format_count(held.count, "tensor") + " of tensor(), or made of one by alias(),";
+    throw StillInUseError("pool '" + name_ + "': " + what + who + held.still_show("it"), held.bytes, held.count);
   }
   free_pages(range);
 }
