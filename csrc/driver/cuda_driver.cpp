@@ -319,7 +319,8 @@ Status CudaDriver::map(Address address, std::size_t size, ChunkHandle handle) {
     mapping.size = size;
     mapping.chunk = handle;
     book_.add_mapping(address, mapping);
-    unopened_.emplace(handle, Unopened{address, size, found->second.where});
+    const std::optional<Location>& where = found->second.where;
+    if (where.has_value()) unopened_.emplace(handle, Unopened{address, size, *where});
   }
   const RelaxedCapture relaxed(api_);
   const Status mapped = answer(api_.cuMemMap(address, size, 0, physical, 0), "cuMemMap");
@@ -331,18 +332,24 @@ Status CudaDriver::map(Address address, std::size_t size, ChunkHandle handle) {
   return mapped;
 }
 
-std::vector<CudaDriver::Unopened> CudaDriver::unopened_beside(Address address, std::size_t size) {
-  std::vector<Unopened> found;
-  if (unopened_.empty()) return found;
+std::vector<CudaDriver::Unopened> CudaDriver::take_unopened_beside(Address address, std::size_t size) {
+  std::vector<Unopened> taken;
+  if (unopened_.empty()) return taken;
+  taken.reserve(unopened_.size());  // where the host has no memory for them none is taken
   const auto end = book_.run_end(address, size);
   for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
     const auto [first, last] = unopened_.equal_range(mapping->second.chunk);
-    for (auto at = first; at != last; ++at) {
+    for (auto at = first; at != last;) {
       const bool is_within = at->second.address >= address && at->second.address - address < size;
-      if (!is_within) found.push_back(at->second);
+      if (is_within) {
+        ++at;
+      } else {
+        taken.push_back(at->second);
+        at = unopened_.erase(at);
+      }
     }
   }
-  return found;
+  return taken;
 }
 
 void CudaDriver::forget_unopened(ChunkHandle chunk, Address address) {
@@ -355,15 +362,11 @@ void CudaDriver::forget_unopened(ChunkHandle chunk, Address address) {
 // As well as it can: where it fails, so does a later map, which its caller survives.
 void CudaDriver::open_early(const std::vector<Unopened>& mappings) {
   for (const auto& [address, size, where] : mappings) {
-    if (!where.has_value()) continue;
-    const Current current(*this, where->kind == Location::Kind::host ? 0 : where->device);
+    const Current current(*this, where.kind == Location::Kind::host ? 0 : where.device);
     CUmemAccessDesc rights{};
-    rights.location = location(*where);
+    rights.location = location(where);
     rights.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     answer(api_.cuMemSetAccess(address, size, &rights, 1), "cuMemSetAccess").ignore();
-    const MutexLock lock(mutex_);
-    const auto mapping = book_.run_begin(address);
-    if (mapping != book_.mappings().end()) forget_unopened(mapping->second.chunk, address);
   }
 }
 
@@ -379,7 +382,7 @@ Status CudaDriver::unmap(Address address, std::size_t size) {
   {
     const MutexLock lock(mutex_);
     if (const char* const why = book_.check_run(address, size)) return refuse(why);
-    beside = unopened_beside(address, size);
+    beside = take_unopened_beside(address, size);
     run = book_.take_run(address, size);
   }
   const RelaxedCapture relaxed(api_);

@@ -119,11 +119,11 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
     bool exportable = false;
     std::optional<Location> where;  // unknown of an imported one
   };
-  // A mapping to which nobody has been given access yet.
+  // A mapping to which nobody has been given access yet, of a chunk whose place is known.
   struct Unopened {
     Address address = 0;
     std::size_t size = 0;
-    std::optional<Location> where;  // its chunk's
+    Location where;  // its chunk's
   };
   using Devices = std::vector<std::unique_ptr<Device>>;
   // Makes a device's context the calling thread's, for the length of one call.
@@ -166,8 +166,8 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   Status reading_stream(Device& device, CUstream* out) VMM_EXCLUDES(context_mutex_);
   Status context_of(int device, CUcontext* out) const VMM_EXCLUDES(context_mutex_);
   [[nodiscard]] CUmemLocation location(Location where) const;
-  // Other mappings of the run's chunks that were never opened.
-  [[nodiscard]] std::vector<Unopened> unopened_beside(Address address, std::size_t size) VMM_REQUIRES(mutex_);
+  // Other mappings of the run's chunks that were never opened; they count as opened from now on.
+  [[nodiscard]] std::vector<Unopened> take_unopened_beside(Address address, std::size_t size) VMM_REQUIRES(mutex_);
   // Gives the chunk's own device access, while its first mapping is there.
   void open_early(const std::vector<Unopened>& mappings) VMM_REQUIRES(changing_);
   void forget_unopened(ChunkHandle chunk, Address address) VMM_REQUIRES(mutex_);
