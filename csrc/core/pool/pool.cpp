@@ -44,6 +44,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       page_(spec.page_size == 0 ? context.store.granularity() : spec.page_size),
       uniform_(spec.page_size != 0),
       capacity_(0),
+      most_(0),
       floor_(spec.floor),
       priority_(spec.priority),
       accessors_(std::move(accessors)),
@@ -66,6 +67,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
                                format_bytes(spec.physical_limit));
   }
   capacity_ = align_up(spec.capacity, page_);
+  most_ = std::min(capacity_, context_.capabilities.total_memory);
   Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();
   const MutexLock lock(mutex_);
   large_.keep_order(capacity_);  // these may run out of memory: nothing is to be undone yet
@@ -125,7 +127,7 @@ bool Pool::takes_requests(Shortage* shortage) const {
 // More than it has addresses for, or than the device has memory: no attempt is made, which
 // would fill the device with chunks before the driver refuses one.
 bool Pool::can_never_hold(std::size_t bytes, Shortage* shortage) const {
-  if (bytes <= std::min(capacity_, context_.capabilities.total_memory)) return false;
+  if (bytes <= most_) return false;
   *shortage = bytes > capacity_ ? Shortage::of_addresses(bytes) : Shortage::of_device(bytes);
   return true;
 }

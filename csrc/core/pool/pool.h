@@ -665,6 +665,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::size_t page_;      // bytes: the grain of explicit pages
   bool uniform_;          // every chunk is exactly one page (page_size was given)
   std::size_t capacity_;  // bytes
+  std::size_t most_;      // bytes that it could ever hold: its addresses, or all of the device's memory
   std::atomic<std::size_t> floor_;
   std::atomic<int> priority_;
   enum class Life : std::uint8_t { open, sealed, retired };
