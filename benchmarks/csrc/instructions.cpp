@@ -13,6 +13,7 @@
 
 #include "core/device/device_memory.h"
 #include "core/faces/memory_pool.h"
+#include "core/memory/address_space.h"
 #include "driver/host_driver.h"
 
 namespace {

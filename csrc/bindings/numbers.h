@@ -7,7 +7,11 @@
 
 #include "bindings/bind.h"
 #include "core/numbers/stats.h"
-#include "core/pool/pool.h"
+#include "core/pool/region_id.h"
+
+namespace vmm {
+class Pool;
+}  // namespace vmm
 
 namespace vmm::bindings {
 

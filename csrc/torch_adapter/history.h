@@ -25,7 +25,7 @@
 
 #include "base/sync.h"
 #include "core/numbers/observer.h"
-#include "core/pool/pool.h"
+#include "core/pool/region_id.h"
 #include "process/runtime.h"
 #include "torch_adapter/versions.h"
 

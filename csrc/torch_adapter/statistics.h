@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/numbers/stats.h"
-#include "core/pool/pool.h"
+#include "core/pool/region_id.h"
 #include "torch_adapter/versions.h"
 
 namespace vmm {

@@ -18,6 +18,7 @@
 
 #include "base/errors.h"
 #include "core/device/device_memory.h"
+#include "core/memory/address_space.h"
 #include "driver/host_driver.h"
 #include "support/scripted_driver.h"
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/faces/virtual_memory_manager.h"
+#include "core/memory/address_space.h"
 #include "cpp/reclaim_lab.h"
 
 namespace vmm::testing {

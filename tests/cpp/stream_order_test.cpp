@@ -5,6 +5,7 @@
 
 #include "core/device/private_pools.h"
 #include "core/faces/shared_memory_pool.h"
+#include "core/memory/address_space.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {

@@ -16,6 +16,7 @@
 
 #include "base/errors.h"
 #include "core/faces/shared_memory_pool.h"
+#include "core/memory/address_space.h"
 #include "driver/host_driver.h"
 #include "support/program_runner.h"
 #include "support/scripted_driver.h"

@@ -40,6 +40,7 @@
 #include "core/device/private_pools.h"
 #include "core/faces/shared_memory_pool.h"
 #include "core/faces/virtual_memory_manager.h"
+#include "core/memory/address_space.h"
 #include "driver/host_driver.h"
 #include "support/order_checker.h"
 #include "support/scripted_driver.h"

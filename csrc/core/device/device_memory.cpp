@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "base/errors.h"
+#include "core/memory/address_space.h"
 
 namespace vmm {
 

@@ -27,6 +27,7 @@
 #include "core/limits/budget.h"
 #include "core/memory/chunk_store.h"
 #include "core/memory/zero_cover.h"
+#include "core/options.h"
 #include "core/pool/pool.h"
 
 namespace vmm {

@@ -22,6 +22,8 @@
 
 #include "base/sync.h"
 #include "core/device/device_memory.h"
+#include "core/pool/pool_checkpoint.h"
+#include "core/pool/region_id.h"
 
 namespace vmm {
 

@@ -28,6 +28,7 @@
 
 #include "base/errors.h"
 #include "core/device/device_memory.h"
+#include "core/memory/grant.h"
 
 namespace vmm {
 

@@ -7,6 +7,7 @@
 #include "base/errors.h"
 #include "core/blocks/block.h"
 #include "core/device/device_memory.h"
+#include "core/memory/address_space.h"
 
 namespace vmm {
 

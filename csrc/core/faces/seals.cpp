@@ -5,6 +5,8 @@
 #include <string>
 
 #include "base/errors.h"
+#include "core/device/device_memory.h"
+#include "core/pool/pool.h"
 
 namespace vmm {
 

@@ -3,10 +3,12 @@
 
 #include <vector>
 
-#include "core/device/device_memory.h"
-#include "core/pool/pool.h"
+#include "core/pool/sealed_piece.h"
 
 namespace vmm {
+
+class DeviceMemory;
+class Pool;
 
 // From now on a write to any page under `pieces` faults, until unseal_pages(). All or
 // none. Waits for queued work, which may be writing. Throws InvalidArgumentError for

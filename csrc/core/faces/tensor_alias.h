@@ -16,7 +16,11 @@
 
 namespace vmm {
 
-using AliasedPiece = AddressRange;  // what one tensor covers
+// What one tensor covers.
+struct AliasedPiece {
+  Address address = 0;
+  std::size_t size = 0;  // bytes
+};
 
 class TensorAlias {
  public:

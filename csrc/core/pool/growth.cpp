@@ -8,6 +8,9 @@
 #include <exception>
 #include <initializer_list>
 
+#include "core/memory/chunk_store.h"
+#include "core/memory/grant.h"
+#include "core/options.h"
 #include "core/pool/pool.h"
 
 namespace vmm {

@@ -6,6 +6,8 @@
 #include <set>
 
 #include "base/check.h"
+#include "core/memory/chunk_store.h"
+#include "core/memory/grant.h"
 #include "core/pool/pool.h"
 
 namespace vmm {

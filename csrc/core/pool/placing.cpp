@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "core/memory/grant.h"
 #include "core/pool/pool.h"
 
 namespace vmm {

@@ -6,6 +6,9 @@
 
 #include "base/check.h"
 #include "base/errors.h"
+#include "core/debug/watch_log.h"
+#include "core/memory/address_space.h"
+#include "core/memory/chunk_store.h"
 
 namespace vmm {
 

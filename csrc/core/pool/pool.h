@@ -14,13 +14,10 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <functional>
 #include <map>
 #include <memory>
 #include <span>
 #include <string>
-#include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "base/function_ref.h"
@@ -33,18 +30,18 @@
 #include "core/blocks/retired_blocks.h"
 #include "core/blocks/slabs.h"
 #include "core/cache/block_caches.h"
-#include "core/debug/watch_log.h"
 #include "core/limits/budget.h"
-#include "core/memory/address_space.h"
-#include "core/memory/chunk_store.h"
-#include "core/memory/grant.h"
 #include "core/memory/mapped_range.h"
-#include "core/memory/shared_chunks.h"
 #include "core/numbers/observer.h"
 #include "core/numbers/peaks.h"
 #include "core/numbers/pool_counters.h"
 #include "core/numbers/stats.h"
-#include "core/options.h"
+#include "core/pool/pool_checkpoint.h"
+#include "core/pool/pool_context.h"
+#include "core/pool/pool_spec.h"
+#include "core/pool/region_id.h"
+#include "core/pool/sealed_piece.h"
+#include "core/pool/shortage.h"
 #include "core/pool/stream_table.h"
 #include "core/pool/watch.h"
 #include "core/streams/clock.h"
@@ -55,103 +52,8 @@
 namespace vmm {
 
 class DeviceMemory;
-
-// The id under which torch knows a private pool (its MempoolId_t): of a CUDA
-// graph or a torch.cuda.MemPool. {0, 0}: a model's own pool.
-struct RegionId {
-  std::uint64_t first = 0;
-  std::uint64_t second = 0;
-  friend bool operator==(const RegionId& a, const RegionId& b) { return a.first == b.first && a.second == b.second; }
-  friend bool operator<(const RegionId& a, const RegionId& b) {
-    return a.first != b.first ? a.first < b.first : a.second < b.second;
-  }
-};
-
-struct AddressRange {
-  Address address = 0;
-  std::size_t size = 0;  // bytes
-};
-
-// What one tensor covers, to be made read-only or writable.
-struct SealedPiece {
-  Address address = 0;
-  std::size_t size = 0;  // bytes
-  bool is_last = true;   // the tensor's memory ends with it, and not somewhere behind
-};
-
-// The live blocks of a pool at one moment (checkpoint.cpp).
-struct PoolCheckpoint {
-  struct Entry {
-    std::size_t offset = 0;
-    std::size_t size = 0;       // bytes
-    std::size_t requested = 0;  // bytes asked for
-    Stream stream = nullptr;
-  };
-  std::vector<Entry> slabs;  // that hold live blocks
-  std::vector<Entry> small;
-  std::vector<Entry> large;
-};
-
-// The rooms that all pools of a device share.
-struct PoolContext {
-  Driver& driver;
-  AddressSpace& address_space;
-  ChunkStore& store;
-  DeviceStreams& streams;
-  Clock& clock;
-  Peaks& peaks;
-  BlockCaches& caches;
-  const Options& options;
-  const std::atomic<PoolObserver*>& observer;
-  const std::atomic<std::size_t>& oversize_bytes;  // requests from here on are counted as oversize
-  const std::atomic<bool>& within_chunks;          // see DeviceMemory::keep_blocks_within_chunks()
-  const Capabilities& capabilities;
-  int device = 0;
-  WatchLog* log = nullptr;  // of debug mode; nullptr: it is off
-};
-
-struct PoolSpec {
-  std::string name;           // for messages
-  std::size_t capacity = 0;   // bytes of addresses, rounded up to the page
-  std::size_t page_size = 0;  // 0: the pool chooses chunk sizes by the request
-  std::size_t physical_limit = kUnlimited;
-  std::size_t floor = 0;  // bytes that others never take
-  int priority = 0;       // higher gives later
-  // A part of a model: a private pool of torch's whose memory the model pays
-  // for and counts, and whose floor and priority are the model's.
-  std::shared_ptr<Pool> model;
-  RegionId region;
-  std::string tag;           // what the model's user calls what is made here; empty: nothing
-  bool no_split = false;     // a block has its chunks for itself
-  bool is_mem_pool = false;  // a torch.cuda.MemPool's: a block lies within one chunk
-  bool is_range = false;     // one tensor's addresses, held by explicit pages that come and go at the end
-  // Rather takes new memory than moves what it has idle: what is asked for over and over
-  // costs no driver call any more, for as much as it may hold beyond its peak.
-  bool grows_freely = false;
-};
-
-// Why a request could not be met by the pool itself.
-struct Shortage {
-  // No stretch of addresses is that long.
-  static Shortage of_addresses(std::size_t bytes) { return {bytes, nullptr, {}, /*no_address_space=*/true}; }
-  // The device has not that much: the driver was not asked.
-  static Shortage of_device(std::size_t bytes) { return {bytes, nullptr, {}}; }
-  static Shortage of_driver(std::size_t bytes, const Status& said) { return {bytes, nullptr, said}; }
-
-  std::size_t bytes = 0;      // physical bytes that were missing
-  Budget* refused = nullptr;  // the limit that refused; nullptr: the driver, or no address space
-  Status status;              // what the driver said, when it was the driver
-  bool no_address_space = false;
-  // Threads keep blocks, which may be all that is missing.
-  bool is_kept_by_threads = false;
-  // The pool takes no requests while some of its memory is read-only.
-  bool is_sealed = false;
-  // Nothing is missing: the pool can once this has passed. Whoever asks waits,
-  // with no lock held, and asks again.
-  Epoch wait_for = kLongAgo;
-  // Where chunks that others have would be had back for nothing (dormant_of_others()).
-  ByteRange returning_to{};
-};
+class Grant;
+class SharedChunks;
 
 class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> {
  public:

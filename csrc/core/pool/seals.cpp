@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/errors.h"
+#include "core/memory/chunk_store.h"
 #include "core/pool/pool.h"
 
 namespace vmm {

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/errors.h"
+#include "core/memory/shared_chunks.h"
 #include "core/pool/pool.h"
 
 namespace vmm {

@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "core/debug/watch_log.h"
 #include "core/pool/pool.h"
 
 namespace vmm {
