@@ -22,8 +22,7 @@ void Pool::require_settled(const char* doing) {
 }
 
 PoolCheckpoint Pool::checkpoint() {
-  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
-  const MutexLock lock(mutex_);
+  const StillLock lock(*this, BlockCaches::Kept::back);
   require_settled("recorded");
   PoolCheckpoint found;
   std::vector<const Block*> live;
@@ -44,8 +43,7 @@ PoolCheckpoint Pool::checkpoint() {
 }
 
 void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated) {
-  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
-  const MutexLock lock(mutex_);
+  const StillLock lock(*this, BlockCaches::Kept::back);
   require_settled("changed");
   for (const auto* entries : {&target.slabs, &target.large}) {
     for (const PoolCheckpoint::Entry& entry : *entries) {

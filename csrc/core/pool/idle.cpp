@@ -229,8 +229,7 @@ void Pool::count_unmapped(const PlacedChunk& placement) {
 std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, Grant& grant,
                             Budget** refused) {
   *refused = nullptr;
-  context_.caches.gather(*this);
-  const MutexLock lock(mutex_);
+  const GatheredLock lock(*this);
   if (range_ == nullptr) return 0;
   settle_locked();
   give_up_spare_slabs();
@@ -266,8 +265,7 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
 }
 
 std::size_t Pool::shed(std::size_t keep) {
-  context_.caches.gather(*this);
-  const MutexLock lock(mutex_);
+  const GatheredLock lock(*this);
   if (range_ == nullptr) return 0;
   settle_locked();
   give_up_spare_slabs();
@@ -307,8 +305,7 @@ std::vector<Pool::IdleChunk> Pool::idle_by_age(const FreedAt& freed_at) {
 }
 
 std::size_t Pool::shed_oldest(std::size_t keep, const FreedAt& freed_at) {
-  context_.caches.gather(*this);
-  const MutexLock lock(mutex_);
+  const GatheredLock lock(*this);
   if (range_ == nullptr) return 0;
   settle_locked();
   give_up_spare_slabs();
@@ -326,8 +323,7 @@ std::size_t Pool::shed_oldest(std::size_t keep, const FreedAt& freed_at) {
 }
 
 std::size_t Pool::shed_unused(std::size_t most, const FreedAt& freed_at) {
-  context_.caches.gather(*this);
-  const MutexLock lock(mutex_);
+  const GatheredLock lock(*this);
   if (range_ == nullptr) return 0;
   context_.clock.cover(context_.clock.now());
   context_.clock.poll();

@@ -27,8 +27,7 @@ void Pool::set_inactive_split(const FreeSpace& free) {
 }
 
 MemoryStats Pool::memory_stats() {
-  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
-  const MutexLock lock(mutex_);
+  const StillLock lock(*this, BlockCaches::Kept::back);
   return memory_stats_locked();
 }
 
@@ -89,8 +88,7 @@ std::vector<Address> Pool::live_addresses() const {
 
 void Pool::follow_family_peaks() {
   // Shards that are made from now on follow the family too.
-  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
-  const MutexLock lock(mutex_);
+  const StillLock lock(*this, BlockCaches::Kept::gone);
   if (family_peaks_owner_ != nullptr) return;
   family_peaks_owner_ = std::make_unique<Peaks>(context_.peaks);
   counters_.begin_family(*family_peaks_owner_);
@@ -145,8 +143,7 @@ void Pool::reset_peaks() {
 }
 
 void Pool::reset_accumulated() {
-  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::stays);
-  const MutexLock lock(mutex_);
+  const StillLock lock(*this, BlockCaches::Kept::stays);
   counters_.reset_accumulated();
   if (range_ != nullptr) range_->forget_counts();
 }

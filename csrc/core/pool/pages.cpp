@@ -80,8 +80,7 @@ std::vector<ByteRange> Pool::mapped_in(ByteRange range) const {
 Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream stream, Grant* grant,
                                  Shortage* shortage) {
   const ByteRange range = page_range(offset, size);
-  context_.caches.gather(*this);
-  const MutexLock lock(mutex_);
+  const GatheredLock lock(*this);
   require_open();
   settle_locked();
   give_up_spare_slabs();
@@ -114,8 +113,7 @@ bool Pool::make_way(std::size_t at, StreamTag tag, Shortage* shortage) {
 
 Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) {
   const std::size_t wanted = page_range(0, size).size;
-  context_.caches.gather(*this);
-  const MutexLock lock(mutex_);
+  const GatheredLock lock(*this);
   require_open();
   settle_locked();
   give_up_spare_slabs();
@@ -269,8 +267,7 @@ std::vector<ByteRange> Pool::held_pages(std::size_t offset, std::size_t size) co
 
 bool Pool::is_mapped(std::size_t offset, std::size_t size) const {
   const ByteRange range = page_range(offset, size);
-  context_.caches.gather(*this);
-  const MutexLock lock(mutex_);
+  const GatheredLock lock(*this);
   if (range_ == nullptr) return false;
   for (std::size_t page = range.offset; page < range.end(); page += page_) {
     if (first_unfree({page, page_}) == page + page_) return false;

@@ -136,8 +136,7 @@ bool Pool::can_never_hold(std::size_t bytes, Shortage* shortage) const {
 }
 
 void Pool::retire() {
-  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
-  const MutexLock lock(mutex_);
+  const StillLock lock(*this, BlockCaches::Kept::gone);
   retire_locked();
 }
 
@@ -174,8 +173,7 @@ bool Pool::end() {
 }
 
 void Pool::pin() {
-  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
-  const MutexLock lock(mutex_);
+  const StillLock lock(*this, BlockCaches::Kept::gone);
   pinned_ = true;
   is_cached_.store(false, std::memory_order_relaxed);
 }
@@ -368,8 +366,7 @@ Block* Pool::find_block(std::size_t size, StreamTag tag, bool is_gathered, const
 Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
   if (bytes > capacity_) return 0;  // before it is rounded up: near 2^64 that wraps
   const std::size_t size = rounded(bytes);
-  context_.caches.gather(*this);
-  const MutexLock lock(mutex_);
+  const GatheredLock lock(*this);
   if (is_retired() || is_sealed()) return 0;
   settle_locked();
   const StreamTag tag = streams_.tag_of(stream);
@@ -416,8 +413,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   // What is left is a multiple of 512, so that what fits also fits rounded up.
   if (bytes > capacity_ - offset) throw InvalidRangeError(offset, bytes, capacity_, "beyond the end of the pool");
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
-  context_.caches.gather(*this);
-  const MutexLock lock(mutex_);
+  const GatheredLock lock(*this);
   if (!takes_requests(shortage)) {
     throw InvalidArgumentError("pool '" + name_ + "' takes no requests while some of its memory is sealed: unseal it");
   }

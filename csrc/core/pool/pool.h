@@ -371,8 +371,32 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     const Pool& pool_;
     bool locked_ = false;
   };
+  // Held to change the pool. First what threads keep of it is given back: they may keep
+  // some again at once, so this is for who may find too little, not for exact numbers.
+  class VMM_SCOPED_CAPABILITY GatheredLock {
+   public:
+    explicit GatheredLock(const Pool& pool) VMM_ACQUIRE(pool.mutex_);
+    ~GatheredLock() VMM_RELEASE();
+    GatheredLock(const GatheredLock&) = delete;
+    GatheredLock& operator=(const GatheredLock&) = delete;
 
-  // cached.cpp: what threads' caches ask of it
+   private:
+    const Pool& pool_;
+  };
+  // The same, and as long as it is held threads neither take nor keep blocks of the pool.
+  class VMM_SCOPED_CAPABILITY StillLock {
+   public:
+    StillLock(const Pool& pool, BlockCaches::Kept kept) VMM_ACQUIRE(pool.mutex_);
+    ~StillLock() VMM_RELEASE();
+    StillLock(const StillLock&) = delete;
+    StillLock& operator=(const StillLock&) = delete;
+
+   private:
+    const Pool& pool_;
+    const BlockCaches::Still still_;  // before the pool's lock, and after it
+  };
+
+  // cached.cpp: what threads' caches ask of it, and the locks above
   void take_back(Block* first) override VMM_EXCLUDES(mutex_);
   void absorb(const BlockCounts& came, BlockSeat& of_pool, BlockSeat& of_device) override VMM_EXCLUDES(mutex_);
   Peaks& own_peaks() override { return own_peaks_; }

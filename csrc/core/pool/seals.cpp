@@ -153,8 +153,7 @@ void Pool::may_return_again(const std::vector<ByteRange>& stretches) {
 
 std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& pieces, Access access, Epoch* wait_for) {
   // A thread must not go on with a block that it keeps in a chunk that becomes read-only.
-  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::gone);
-  const MutexLock lock(mutex_);
+  const StillLock lock(*this, BlockCaches::Kept::gone);
   if (range_ != nullptr) settle_locked();
   if (access == Access::read && is_tag_space()) {
     // What was freed since the caller waited may be written to by queued work still.

@@ -154,8 +154,7 @@ void Pool::withhold_broken_chunks() {
 }
 
 void Pool::check() const {
-  const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::stays);
-  const MutexLock lock(mutex_);
+  const StillLock lock(*this, BlockCaches::Kept::stays);
   if (range_ == nullptr) return;
   large_.check();
   std::size_t used_bytes = 0;

@@ -142,9 +142,8 @@ Status Pool::write_patterns(const Block& block, std::size_t requested, Epoch las
 
 Address Pool::try_allocate_watched(std::size_t bytes, Stream stream, const std::shared_ptr<const std::string>& stack,
                                    Grant* grant, Shortage* shortage) {
-  context_.caches.gather(*this);
   {
-    const MutexLock lock(mutex_);
+    const GatheredLock lock(*this);
     if (!takes_requests(shortage)) return 0;
     if (!pinned_ && bytes <= capacity_ - 2 * kPatternBytes && !can_never_hold(bytes, shortage)) {
       const Address address = allocate_watched_locked(bytes, stream, stack, grant, shortage);
