@@ -102,10 +102,21 @@ bool Pool::pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::s
 // What collect() has chosen so far: it goes back on failure, the host's for want of memory
 // too.
 struct Pool::Choice {
+  struct ToCreate {
+    std::size_t placement = 0;  // its index
+    std::size_t size = 0;       // bytes
+  };
   Pool& pool;
   Backing& backing;
-  Grant* const grant = nullptr;
-  std::size_t charged = 0;  // for chunks yet to be created
+  Grant* const grant;
+  const Source source;
+  const GrowthPolicy::Lack lack;
+  std::size_t bare_behind = 0;    // bytes without memory behind the last gap: a chunk may reach into them
+  std::vector<IdleChunk> idle{};  // that may be moved here
+  Budget* full = nullptr;         // the limit that lets nothing from the shelf in
+  std::vector<ToCreate> to_create{};
+  std::size_t create_bytes = 0;  // of these
+  std::size_t charged = 0;       // for those that are not created yet
   bool is_made = false;
   ~Choice() VMM_NO_THREAD_SAFETY_ANALYSIS {
     if (is_made) return;
@@ -167,6 +178,105 @@ std::vector<DormantMappings::Dormant> Pool::dormant_of_others(ByteRange place) c
   return found;
 }
 
+// Bytes without memory right behind the last gap, into which a chunk may reach.
+std::size_t Pool::bare_behind(const Extent& extent) const {
+  const Block* behind = extent.block->next;
+  const bool is_open = behind != nullptr && behind->state == BlockState::free && behind->tag == kNeutral &&
+                       extent.gaps.back().end() == extent.block->end();
+  return is_open && !uniform_ && !is_range_ ? behind->size() : 0;
+}
+
+// A chunk that there is, for a place of `largest` bytes at most: granted, the pool's own
+// idle one, which may reach `beyond` that far, or the shelf's. Or nullptr.
+Chunk* Pool::choose_chunk(std::size_t remaining, std::size_t largest, std::size_t beyond, Choice& choice) {
+  if (choice.source == Source::fresh) return nullptr;
+  const bool is_exact = uniform_ || choice.lack.is_whole;  // chunks of one size alone
+  if (choice.grant != nullptr) {
+    if (Chunk* const granted = choice.grant->chunks.take_at_most(largest, is_exact)) return granted;
+  }
+  if (!choice.idle.empty()) {
+    IdleChunk move;
+    bool found = true;
+    if (uniform_) {
+      move = choice.idle.back();
+      choice.idle.pop_back();
+    } else {
+      found = pick_idle(choice.idle, remaining, largest + beyond, choice.lack.total, &move);
+    }
+    if (found) {
+      choice.backing.moves.push_back(move);
+      return move.chunk;
+    }
+  }
+  if (choice.full != nullptr) return nullptr;
+  return context_.store.take_at_most(group_, budget_, largest, is_exact, &choice.full);
+}
+
+// Gives each part of the gap a chunk, or notes that one is to be created for it.
+void Pool::fill_gap(ByteRange gap, std::size_t beyond, Choice& choice) {
+  std::vector<PlacedChunk>& placements = choice.backing.placements;
+  for (std::size_t at = gap.offset; at < gap.end();) {
+    const std::size_t remaining = gap.end() - at;
+    const std::size_t largest = growth_.largest_at(at, remaining);
+    placements.push_back({at, nullptr});  // first: what is taken has its place
+    Chunk* const chunk = choose_chunk(remaining, largest, beyond, choice);
+    placements.back().chunk = chunk;
+    std::size_t size = 0;
+    if (chunk != nullptr) {
+      size = chunk->size;
+    } else {
+      size = std::min(growth_.next_size(choice.lack, remaining), largest);
+      choice.to_create.push_back({placements.size() - 1, size});
+      choice.create_bytes += size;
+    }
+    at += size;
+  }
+}
+
+// Creates what is to be, the last one larger where the pool grows ahead of need. One charge
+// for all: no thread ever holds part of what another one could have had whole.
+void Pool::create_chunks(const Extent& extent, Choice& choice, Shortage* shortage) {
+  const std::vector<Choice::ToCreate>& to_create = choice.to_create;
+  Grant* const grant = choice.grant;
+  std::vector<PlacedChunk>& placements = choice.backing.placements;
+  const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, choice.create_bytes);
+  std::size_t ahead = 0;
+  if (choice.source == Source::grown && !to_create.empty()) {
+    const auto& [placement, size] = to_create.back();
+    const bool is_at_end = placements[placement].offset + size == extent.gaps.back().end();
+    const GrowthPolicy::Beyond beyond{range_->mapped_bytes(), budget_.headroom(), choice.bare_behind};
+    if (is_at_end) ahead = growth_.ahead(choice.lack, size, beyond);
+  }
+  std::size_t uncreated = choice.create_bytes;
+  Budget* full = budget_.charge(choice.create_bytes + ahead - prepaid);
+  if (full != nullptr && ahead != 0) {
+    ahead = 0;
+    full = budget_.charge(choice.create_bytes - prepaid);
+  }
+  Status status;
+  if (full == nullptr) {
+    if (grant != nullptr) grant->prepaid_bytes -= prepaid;
+    choice.charged = choice.create_bytes + ahead;
+    for (const auto& [placement, size] : to_create) {
+      const bool is_last = placement == to_create.back().placement;
+      Chunk* chunk = nullptr;
+      status = context_.store.create_prepaid(context_.store.spec(size + (is_last ? ahead : 0)), budget_, &chunk);
+      if (is_last && ahead != 0 && !status.ok()) {
+        budget_.refund(ahead);
+        choice.charged -= ahead;
+        ahead = 0;
+        status = context_.store.create_prepaid(context_.store.spec(size), budget_, &chunk);
+      }
+      if (!status.ok()) break;
+      placements[placement].chunk = chunk;
+      choice.charged -= chunk->size;
+      uncreated -= size;
+    }
+    choice.is_made = uncreated == 0;
+  }
+  if (!choice.is_made) *shortage = {uncreated, full, status};
+}
+
 // Chooses chunks for the gaps. They fill them exactly, but that an idle chunk may
 // reach beyond the last one into bare space. On failure everything is where it
 // was, and `shortage` says what was missing.
@@ -177,103 +287,25 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
   lack.is_whole = is_whole(request);
   lack.is_explicit = request.state == BlockState::pages;
   lack.is_contested = group_.sharers() > 1;
-  const bool fresh_only = source == Source::fresh;
-  const bool moves = source == Source::at_once || source == Source::any;
-  const bool whole = uniform_ || lack.is_whole;  // chunks of one size alone
   if (source == Source::any) give_up_spare_slabs();
-  std::vector<IdleChunk> idle;
-  if (source == Source::at_once) idle = idle_at_once(request.tag, growth_.least_move(lack));
-  if (source == Source::any) idle = all_idle(request.tag, Idle::movable, lack.total);
-  const Block* behind = extent.block->next;
-  const bool is_open = behind != nullptr && behind->state == BlockState::free && behind->tag == kNeutral &&
-                       extent.gaps.back().end() == extent.block->end();
-  std::vector<std::size_t> to_create;  // indexes into placements
-  std::vector<std::size_t> sizes;      // of these
-  std::size_t create_bytes = 0;
-  const std::size_t bare_behind = is_open && !uniform_ && !is_range_ ? behind->size() : 0;
-  Budget* refused = nullptr;
-  Choice choice{*this, *backing, grant};
+  Choice choice{*this, *backing, grant, source, lack, bare_behind(extent)};
+  if (source == Source::at_once) choice.idle = idle_at_once(request.tag, growth_.least_move(lack));
+  if (source == Source::any) choice.idle = all_idle(request.tag, Idle::movable, lack.total);
   ByteRange returning_to;
-  if (!fresh_only && !lack.is_whole) returning_to = take_returning(extent, bare_behind, grant, backing);
+  if (source != Source::fresh && !lack.is_whole) {
+    returning_to = take_returning(extent, choice.bare_behind, grant, backing);
+  }
   const std::vector<PlacedChunk> returning = backing->placements;  // by offset
   for (const ByteRange& gap : extent.gaps) {
     const auto begins_it = [&gap](const PlacedChunk& placement) { return placement.offset == gap.offset; };
     if (std::any_of(returning.begin(), returning.end(), begins_it)) continue;  // they fill all of it
-    const std::size_t beyond = gap == extent.gaps.back() ? bare_behind : 0;
-    for (std::size_t at = gap.offset; at < gap.end();) {
-      const std::size_t remaining = gap.end() - at;
-      const std::size_t largest = growth_.largest_at(at, remaining);
-      backing->placements.push_back({at, nullptr});  // first: what is taken has its place
-      Chunk*& chunk = backing->placements.back().chunk;
-      chunk = grant == nullptr || fresh_only ? nullptr : grant->chunks.take_at_most(largest, whole);
-      if (chunk == nullptr && moves && !idle.empty()) {
-        IdleChunk move;
-        bool found = true;
-        if (uniform_) {
-          move = idle.back();
-          idle.pop_back();
-        } else {
-          found = pick_idle(idle, remaining, largest + beyond, lack.total, &move);
-        }
-        if (found) {
-          backing->moves.push_back(move);
-          chunk = move.chunk;
-        }
-      }
-      if (chunk == nullptr && refused == nullptr && !fresh_only) {
-        chunk = context_.store.take_at_most(group_, budget_, largest, whole, &refused);
-      }
-      std::size_t size = 0;
-      if (chunk != nullptr) {
-        size = chunk->size;
-      } else {
-        size = std::min(growth_.next_size(lack, remaining), largest);
-        to_create.push_back(backing->placements.size() - 1);
-        sizes.push_back(size);
-        create_bytes += size;
-      }
-      at += size;
-    }
+    fill_gap(gap, gap == extent.gaps.back() ? choice.bare_behind : 0, choice);
   }
-  // One charge for all that is to be created: no thread ever holds part of
-  // what another one could have had whole.
-  const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, create_bytes);
-  const bool may_grow_ahead = source == Source::grown && !to_create.empty() &&
-                              backing->placements[to_create.back()].offset + sizes.back() == extent.gaps.back().end();
-  std::size_t ahead =
-      may_grow_ahead ? growth_.ahead(lack, sizes.back(), {range_->mapped_bytes(), budget_.headroom(), bare_behind}) : 0;
-  std::size_t uncreated = create_bytes;
-  Budget* full = budget_.charge(create_bytes + ahead - prepaid);
-  if (full != nullptr && ahead != 0) {
-    ahead = 0;
-    full = budget_.charge(create_bytes - prepaid);
-  }
-  Status status;
-  if (full == nullptr) {
-    if (grant != nullptr) grant->prepaid_bytes -= prepaid;
-    choice.charged = create_bytes + ahead;
-    for (std::size_t k = 0; k < to_create.size(); ++k) {
-      const bool is_last = k + 1 == to_create.size();
-      Chunk* chunk = nullptr;
-      status = context_.store.create_prepaid(context_.store.spec(sizes[k] + (is_last ? ahead : 0)), budget_, &chunk);
-      if (is_last && ahead != 0 && !status.ok()) {
-        budget_.refund(ahead);
-        choice.charged -= ahead;
-        ahead = 0;
-        status = context_.store.create_prepaid(context_.store.spec(sizes[k]), budget_, &chunk);
-      }
-      if (!status.ok()) break;
-      backing->placements[to_create[k]].chunk = chunk;
-      choice.charged -= chunk->size;
-      uncreated -= sizes[k];
-    }
-    choice.is_made = uncreated == 0;
-  }
+  create_chunks(extent, choice, shortage);
   if (choice.is_made) {
     std::sort(backing->placements.begin(), backing->placements.end(),
               [](const PlacedChunk& a, const PlacedChunk& b) { return a.offset < b.offset; });
   } else {
-    *shortage = {uncreated, full, status};
     shortage->returning_to = returning_to;
   }
   return choice.is_made;

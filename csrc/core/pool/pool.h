@@ -469,6 +469,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
                Shortage* shortage) VMM_REQUIRES(mutex_);
   ByteRange take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing)
       VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t bare_behind(const Extent& extent) const VMM_REQUIRES(mutex_);
+  Chunk* choose_chunk(std::size_t remaining, std::size_t largest, std::size_t beyond, Choice& choice)
+      VMM_REQUIRES(mutex_);
+  void fill_gap(ByteRange gap, std::size_t beyond, Choice& choice) VMM_REQUIRES(mutex_);
+  void create_chunks(const Extent& extent, Choice& choice, Shortage* shortage) VMM_REQUIRES(mutex_);
   void cover(Extent* extent, const Backing& backing, BlockState state) VMM_REQUIRES(mutex_);
   void uncover(Extent* extent, std::size_t end) VMM_REQUIRES(mutex_);
   static bool pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::size_t room, std::size_t total,
