@@ -82,7 +82,7 @@ BlockDirectory::Table* BlockDirectory::new_table() {
   return table;
 }
 
-void BlockDirectory::insert_beside_tables(Block* block) {
+void BlockDirectory::insert_beside_others(Block* block) {
   static_assert(alignof(Block) > kKindMask && alignof(Few) > kKindMask && alignof(Table) > kKindMask);
   const std::size_t page = block->offset / kPageBytes;
   VMM_CHECK(page < page_count_, "a block at ", block->offset, " beyond the pool");
@@ -126,26 +126,23 @@ void BlockDirectory::trim() {
   while (bare_tables_ < free_tables_.size()) discard(free_tables_[bare_tables_++], sizeof(Table));
 }
 
-void BlockDirectory::remove_last(const Block* block) {
+void BlockDirectory::remove_beside_others(const Block* block) {
   const std::size_t page = block->offset / kPageBytes;
   const std::uintptr_t word = pages_[page].load(std::memory_order_relaxed);
-  --size_;
   if ((word & kKindMask) == kTable) {
     Table* table = as<Table>(word);
     take_out_of(*table, block);
     become(page, 0);
     free_tables_.push_back(table);
-  } else if ((word & kKindMask) == kFewBlocks) {
-    Few* few = as<Few>(word);
-    for (auto& slot : few->blocks) {
-      if (slot.load(std::memory_order_relaxed) == block) slot.store(nullptr, std::memory_order_relaxed);
-    }
-    if (--few->count == 0) {
-      become(page, 0);
-      free_few_.push_back(few);
-    }
-  } else {
+    return;
+  }
+  Few* few = as<Few>(word);
+  for (auto& slot : few->blocks) {
+    if (slot.load(std::memory_order_relaxed) == block) slot.store(nullptr, std::memory_order_relaxed);
+  }
+  if (--few->count == 0) {
     become(page, 0);
+    free_few_.push_back(few);
   }
 }
 

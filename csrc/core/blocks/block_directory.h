@@ -36,8 +36,13 @@ class BlockDirectory {
   void insert(Block* block) {
     const std::size_t page = block->offset / kPageBytes;
     const std::uintptr_t word = page < page_count_ ? pages_[page].load(std::memory_order_relaxed) : 0;
-    if ((word & kKindMask) != kTable) return insert_beside_tables(block);
-    put_in(*as<Table>(word), block);
+    if ((word & kKindMask) == kTable) [[likely]] {
+      put_in(*as<Table>(word), block);
+    } else if (word == 0 && page < pages_end_ && !block->small) {
+      become(page, reinterpret_cast<std::uintptr_t>(block));
+    } else {
+      return insert_beside_others(block);
+    }
     ++size_;
   }
   [[nodiscard]] Block* find(std::size_t offset) const {
@@ -53,9 +58,15 @@ class BlockDirectory {
   }
   // Removes the block. REQUIRES: it is here.
   void remove(const Block* block) {
-    const std::uintptr_t word = pages_[block->offset / kPageBytes].load(std::memory_order_relaxed);
-    if ((word & kKindMask) != kTable || as<Table>(word)->count == 1) return remove_last(block);
-    take_out_of(*as<Table>(word), block);
+    const std::size_t page = block->offset / kPageBytes;
+    const std::uintptr_t word = pages_[page].load(std::memory_order_relaxed);
+    if ((word & kKindMask) == kTable && as<Table>(word)->count != 1) [[likely]] {
+      take_out_of(*as<Table>(word), block);
+    } else if ((word & kKindMask) == kSingle) {
+      become(page, 0);
+    } else {
+      remove_beside_others(block);
+    }
     --size_;
   }
 
@@ -106,8 +117,9 @@ class BlockDirectory {
     table.links[unit_of(block->offset)].store(0, std::memory_order_relaxed);
     --table.count;
   }
-  void insert_beside_tables(Block* block);
-  void remove_last(const Block* block);  // of its page's word, or of its table
+  // Where neither a table has room nor the page is empty; with what that takes away.
+  void insert_beside_others(Block* block);
+  void remove_beside_others(const Block* block);  // the last of a table, or of a few
   static Block* find_among_few(const Few& few, std::uint32_t unit);
   static std::vector<Block*> blocks_of(std::uintptr_t word);
   void become(std::size_t page, std::uintptr_t word) { pages_[page].store(word, std::memory_order_release); }
