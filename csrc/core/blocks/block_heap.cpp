@@ -23,22 +23,6 @@ std::size_t place_in(std::size_t begin, std::size_t end, std::size_t size, std::
 
 // ---------------------------------------------------------------- FreeIndex
 
-void FreeIndex::insert(Block* block) {
-  if (block->size() < kLargeBytes) {
-    exact_.insert(block->size() / kBlockAlignment, block);
-  } else {
-    ranges_.insert(range_bin(block->size()), block);
-  }
-}
-
-void FreeIndex::erase(Block* block) {
-  if (block->size() < kLargeBytes) {
-    exact_.erase(block->size() / kBlockAlignment, block);
-  } else {
-    ranges_.erase(range_bin(block->size()), block);
-  }
-}
-
 Block* FreeIndex::smallest_in(std::size_t bin, std::size_t size, int most_compared) const {
   Block* best = nullptr;
   for (Block* block = ranges_.first(bin); block != nullptr && most_compared-- != 0; block = block->bin_next) {
@@ -86,19 +70,18 @@ void BlockHeap::set_free(Block* block, StreamTag tag, Epoch epoch) {
 }
 
 void BlockHeap::clear_free(Block* block) {
-  index(block->tag).erase(block);
+  index_[block->tag]->erase(block);
   if (free_) free_->erase(block);
 }
 
 // A free block's ends change: it keeps its place among the others.
-void BlockHeap::resize(Block* free, std::size_t offset, std::size_t size) {
-  FreeIndex& bins = index(free->tag);
-  bins.erase(free);
-  const std::size_t was = free->end();
-  free->offset = offset;
-  free->set_size(size);
-  bins.insert(free);
-  if (free_) free_->moved(free, was);
+void BlockHeap::resize(Block* free, ByteRange was, ByteRange now) {
+  FreeIndex& bins = *index_[free->tag];
+  bins.erase(free, was.size);
+  free->offset = now.offset;
+  free->set_size(now.size);
+  bins.insert(free, now.size);
+  if (free_) free_->moved(free, was.end(), now.end());
 }
 
 void BlockHeap::insert_after(Block* at, Block* fresh) {
@@ -150,12 +133,13 @@ Block* BlockHeap::best_fit(std::size_t size, StreamTag tag) const {
 }
 
 Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, BlockState state) {
-  VMM_CHECK(free->state == BlockState::free && free->offset <= offset && offset + size <= free->end(), "carving ",
-            offset, "+", size, " out of ", free->offset, "+", free->size());
+  const ByteRange whole = free->range();
+  VMM_CHECK(free->state == BlockState::free && whole.offset <= offset && offset + size <= whole.end(), "carving ",
+            offset, "+", size, " out of ", whole.offset, "+", whole.size);
   const StreamTag tag = free->tag;
   const Epoch epoch = free->epoch;
-  const std::size_t above = free->end() - (offset + size);
-  const bool is_lowest = offset == free->offset;
+  const std::size_t above = whole.end() - (offset + size);
+  const bool is_lowest = offset == whole.offset;
   // Whatever is to be made is made before anything changes: there may be no memory for it.
   const bool stays_free = !is_lowest || above != 0;
   Block* block = stays_free ? arena_.make() : free;
@@ -171,10 +155,10 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
   if (!stays_free) {
     clear_free(free);
   } else if (!is_lowest) {
-    resize(free, free->offset, offset - free->offset);
+    resize(free, whole, {whole.offset, offset - whole.offset});
     insert_after(free, block);
   } else {
-    resize(free, offset + size, above);
+    resize(free, whole, {offset + size, above});
     if (free->prev != nullptr) {
       insert_after(free->prev, block);
     } else {
@@ -229,9 +213,10 @@ void BlockHeap::add_border(std::size_t offset) {
   Block* upper = splits ? arena_.make() : nullptr;
   borders_.insert(offset);
   if (!splits) return;
+  const ByteRange whole = lower->range();
   upper->offset = offset;
-  upper->set_size(lower->end() - offset);
-  resize(lower, lower->offset, offset - lower->offset);
+  upper->set_size(whole.end() - offset);
+  resize(lower, whole, {whole.offset, offset - whole.offset});
   insert_after(lower, upper);
   set_free(upper, lower->tag, lower->epoch);
 }
@@ -239,24 +224,26 @@ void BlockHeap::add_border(std::size_t offset) {
 Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
   VMM_CHECK(block->state != BlockState::free && block->recorded == 0, "freeing the block at ", block->offset,
             ", which is free, or whose recorded uses have not ended");
-  taken_bytes_ -= block->size();
-  Block* lower = coalesces(block->prev, tag, block->offset) ? block->prev : nullptr;
-  Block* const upper = coalesces(block->next, tag, block->end()) ? block->next : nullptr;
+  ByteRange joined = block->range();
+  taken_bytes_ -= joined.size;
+  Block* const lower = coalesces(block->prev, tag, joined.offset) ? block->prev : nullptr;
+  Block* const upper = coalesces(block->next, tag, joined.end()) ? block->next : nullptr;
   Block* stays = block;
   if (lower == nullptr && upper == nullptr) {
     set_free(block, tag, epoch);
   } else {
-    ByteRange joined = block->range();
+    // Whose end stays where it is keeps its place in the order.
+    stays = upper != nullptr ? upper : lower;
+    const ByteRange was = stays->range();
+    joined = {std::min(was.offset, joined.offset), was.size + joined.size};
     if (lower != nullptr && upper != nullptr) {
       joined = {lower->offset, lower->size() + joined.size};
       epoch = std::max<Epoch>(epoch, lower->epoch);
       clear_free(lower);
       unlink(lower);
     }
-    // Whose end stays where it is keeps its place in the order.
-    stays = upper != nullptr ? upper : lower;
     stays->epoch = std::max<Epoch>(stays->epoch, epoch);
-    resize(stays, std::min<std::size_t>(stays->offset, joined.offset), stays->size() + joined.size);
+    resize(stays, was, joined);
     block->state = BlockState::free;
     unlink(block);
   }

@@ -26,8 +26,24 @@ namespace vmm {
 // 32 for every doubling. A large pair in an ordered set took 2.5 times as long.
 class FreeIndex {
  public:
-  void insert(Block* block);
-  void erase(Block* block);
+  void insert(Block* block) { insert(block, block->size()); }
+  // REQUIRES: it stands there.
+  void erase(Block* block) { erase(block, block->size()); }
+  // The same, of one with `size` bytes.
+  [[gnu::always_inline]] void insert(Block* block, std::size_t size) {
+    if (size < kLargeBytes) {
+      exact_.insert(size / kBlockAlignment, block);
+    } else {
+      ranges_.insert(range_bin(size), block);
+    }
+  }
+  [[gnu::always_inline]] void erase(Block* block, std::size_t size) {
+    if (size < kLargeBytes) {
+      exact_.erase(size / kBlockAlignment, block);
+    } else {
+      ranges_.erase(range_bin(size), block);
+    }
+  }
   // The smallest block of at least `size` bytes, lowest offset first, or nullptr.
   // From 2 MiB on where a bin holds more than kMostCompared: one that is larger by
   // a 32nd at the most than the smallest, if any is.
@@ -159,7 +175,7 @@ class BlockHeap {
   void set_free(Block* block, StreamTag tag, Epoch epoch);
   void clear_free(Block* block);
   void unlink(Block* block);
-  void resize(Block* free, std::size_t offset, std::size_t size);
+  void resize(Block* free, ByteRange was, ByteRange now);
   void insert_after(Block* at, Block* fresh);
   [[nodiscard]] bool coalesces(const Block* beside, StreamTag tag, std::size_t offset) const;
   void note_run(const Block* block);

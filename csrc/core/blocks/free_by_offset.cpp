@@ -11,9 +11,8 @@ FreeByOffset::FreeByOffset(std::size_t capacity)
                                            BitTree::words_for(page_count_))),
       pages_(reinterpret_cast<std::uint64_t*>(memory_.begin()), page_count_) {}
 
-void FreeByOffset::insert(Block* block) {
+void FreeByOffset::insert_into(std::size_t page, Block* block) {
   ++size_;
-  const std::size_t page = page_of(block->end());
   Block* const first = firsts_[page];
   if (first == nullptr) {
     pages_.insert(page);

@@ -23,13 +23,13 @@ class FreeByOffset {
 
   // REQUIRES: it is linked with its neighbours, as is whatever ends in the same 2 MiB: of
   // two stretches that share them one would not be found.
-  void insert(Block* block);
+  void insert(Block* block) { insert_into(page_of(block->end()), block); }
   void erase(const Block* block) { erase_from(page_of(block->end()), block); }
-  // It ended at `was` and has not passed another free block.
-  void moved(Block* block, std::size_t was) {
-    if (page_of(was) == page_of(block->end())) return;
+  // It ended at `was`, ends at `now` and has not passed another free block.
+  void moved(Block* block, std::size_t was, std::size_t now) {
+    if (page_of(was) == page_of(now)) return;
     erase_from(page_of(was), block);
-    insert(block);
+    insert_into(page_of(now), block);
   }
 
   [[nodiscard]] std::size_t size() const { return size_; }
@@ -68,6 +68,7 @@ class FreeByOffset {
   // Of a page that has one; of BitTree::kNone none.
   [[nodiscard]] Block* first_of(std::size_t page) const { return page == BitTree::kNone ? nullptr : firsts_[page]; }
   [[nodiscard]] Block* last_of(std::size_t page) const;
+  void insert_into(std::size_t page, Block* block);
   void erase_from(std::size_t page, const Block* block);
 
   const std::size_t page_count_;
