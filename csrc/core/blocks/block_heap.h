@@ -64,11 +64,13 @@ class FreeIndex {
   static constexpr std::size_t kStepsPerDoubling = 32;
   static constexpr std::size_t kDoublings = 27;  // 2 MiB to 2^48, the address space
   static constexpr std::size_t kRangeBins = kStepsPerDoubling * kDoublings;
+  static constexpr std::size_t kBinOfLarge = 17 * kStepsPerDoubling;  // what it is of kLargeBytes, to begin at 0
   static constexpr int kMostCompared = 16;
 
+  // The doubling and, as the highest six bits of the size are 32 to 63, the step within it.
   static std::size_t range_bin(std::size_t size) {
-    const auto doubling = static_cast<std::size_t>(63 - __builtin_clzll(size));
-    return (doubling - 21) * kStepsPerDoubling + ((size >> (doubling - 5)) & (kStepsPerDoubling - 1));
+    const auto shift = static_cast<std::size_t>(58 - __builtin_clzll(size));
+    return shift * kStepsPerDoubling + (size >> shift) - kBinOfLarge;
   }
   [[nodiscard]] Block* smallest_in(std::size_t bin, std::size_t size, int most_compared) const;
 
