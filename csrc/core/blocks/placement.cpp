@@ -17,13 +17,13 @@ constexpr int kMostNeighbours = 16;
 // shorter ones alone. Replayed programs ended 0.2 % lower on average, two that serve
 // 0.4 to 1.2 %. Not where more is left than is taken: that is no left-over, and a
 // program whose blocks grow bit by bit ended 1 % higher.
-Block* Placement::take_backed(const SpaceRequest& request) {
-  Block* span = heap_.best_fit(request.size, request.tag);
+Block* Placement::take_backed(std::size_t size, StreamTag tag, BlockState state) {
+  Block* span = heap_.best_fit(size, tag);
   if (span == nullptr) return nullptr;
-  const std::size_t left = span->size() - request.size;
+  const std::size_t left = span->size() - size;
   const auto is_free = [](const Block* block) { return block != nullptr && block->state == BlockState::free; };
-  const bool at_end = left >= page_ && left < request.size && is_free(span->prev) && !is_free(span->next);
-  return heap_.carve(span, span->offset + (at_end ? left : 0), request.size, request.state);
+  const bool at_end = left >= page_ && left < size && is_free(span->prev) && !is_free(span->next);
+  return heap_.carve(span, span->offset + (at_end ? left : 0), size, state);
 }
 
 bool Placement::find_spot(const SpaceRequest& request, std::size_t* offset) const {

@@ -29,9 +29,9 @@ class Placement {
   // `page`, in bytes: what is backed is backed in multiples of it.
   Placement(BlockHeap& heap, std::size_t page) : heap_(heap), page_(page) {}
 
-  // A block of free space of the request's tag, which has all its memory; nullptr:
+  // A block of free space of the tag, which has all its memory; nullptr:
   // none is long enough. The common case.
-  Block* take_backed(const SpaceRequest& request);
+  Block* take_backed(std::size_t size, StreamTag tag, BlockState state = BlockState::used);
   // Where it should stand otherwise: `offset`, if there is any place. What is free
   // there is the tag's or bare.
   bool find_spot(const SpaceRequest& request, std::size_t* offset) const;

@@ -42,7 +42,7 @@ Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
 // numbers. So free space does not coalesce over the chunks' borders, and nothing is
 // put together out of several.
 Block* Pool::place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) {
-  if (Block* block = placement_.take_backed(request)) return block;
+  if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
   if (!request.is_gathered) {
     shortage->is_kept_by_threads = true;
     return nullptr;
@@ -58,7 +58,7 @@ Block* Pool::place_within_chunk(const Request& request, Grant* grant, Shortage* 
   if (!found && !pinned_) {
     // The addresses are full of chunks that do not fit.
     if (!adopt_free_space(request.tag, shortage)) return nullptr;
-    if (Block* block = placement_.take_backed(request)) return block;
+    if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
     shelve_idle_chunks({0, capacity_});
     found = find();
     if (!found && range_->has_retired()) {
@@ -80,7 +80,7 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
     return place_within_chunk(request, grant, shortage);
   }
   if (request.where == Request::Where::best_fit) {
-    if (Block* block = placement_.take_backed(request)) return block;
+    if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
   }
   if (!request.is_gathered) {
     shortage->is_kept_by_threads = true;
@@ -97,7 +97,7 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   if (!found && !pinned_) {
     if (!adopt_free_space(request.tag, shortage)) return nullptr;
     if (request.where == Request::Where::best_fit) {
-      if (Block* block = placement_.take_backed(request)) return block;
+      if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
     }
     found = placement_.find_spot(request, &offset);
   }

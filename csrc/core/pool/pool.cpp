@@ -313,8 +313,10 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
     if (is_small) shard->want(size);
   }
   if (!is_small) forget_large(mine);
-  Block* block = is_small ? slabs_.take(size, tag) : nullptr;
-  if (block == nullptr) block = find_block(size, tag, is_gathered, mine, grant, shortage);
+  // At once where there is space with its memory; further looks are find_block()'s.
+  Block* block = is_small ? slabs_.take(size, tag) : no_split_ ? nullptr : placement_.take_backed(size, tag);
+  if (block == nullptr) [[unlikely]]
+    block = find_block(size, tag, is_gathered, mine, grant, shortage);
   if (block == nullptr) return 0;
   enter_in_directory(block);
   if (shard == nullptr) {
@@ -343,7 +345,7 @@ void Pool::enter_in_directory(Block* block) {
   if (!block->small) growth_.note_handed_out(block->size());
 }
 
-// Beyond what the stream's slabs have.
+// Beyond what the stream's slabs, or its free space, have at hand.
 Block* Pool::find_block(std::size_t size, StreamTag tag, bool is_gathered, const BlockCaches::Mine& mine, Grant* grant,
                         Shortage* shortage) {
   Request request;
@@ -377,10 +379,14 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
     block = slabs_.take(size, tag);
   } else {
     give_up_spare_slabs();
-    Request request;
-    request.size = size;
-    request.tag = tag;
-    block = no_split_ ? take_whole_chunk(request) : placement_.take_backed(request);
+    if (no_split_) {
+      Request request;
+      request.size = size;
+      request.tag = tag;
+      block = take_whole_chunk(request);
+    } else {
+      block = placement_.take_backed(size, tag);
+    }
   }
   if (block == nullptr) return 0;
   enter_in_directory(block);
