@@ -88,6 +88,10 @@ class BlockCaches {
     [[nodiscard]] Shard* shard(const CachedPool& pool, StreamTag tag) noexcept {
       return cache_ != nullptr && caches_.may_keep(pool) ? cache_->find(pool, tag) : nullptr;
     }
+    // The same for a stream: where nothing may be kept any more there is none (take()).
+    [[nodiscard]] Shard* shard(const CachedPool& pool, Stream stream) noexcept {
+      return cache_ != nullptr ? cache_->find(pool, stream) : nullptr;
+    }
     // The thread's shards of the pool, by Shard::next.
     [[nodiscard]] Shard* shards(const CachedPool& pool) const noexcept {
       return cache_ == nullptr ? nullptr : cache_->first_of(pool);

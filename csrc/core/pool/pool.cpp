@@ -303,11 +303,14 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
   if (can_never_hold(bytes, shortage)) return 0;  // before it is rounded up: near 2^64 that wraps
   if (!pending_.empty()) settle_locked();
   if (range_->retired_count() >= kMostRetired && wait_for_retired(shortage)) return 0;
-  const StreamTag tag = streams_.tag_of(stream);
+  // A stream that the thread has a shard for lasts, and has its tag for good.
+  Shard* shard = mine.shard(*this, stream);
+  const StreamTag tag = shard != nullptr ? shard->tag : streams_.tag_of(stream);
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   const std::size_t size = rounded(bytes);
   const bool is_small = size <= kSmallLimitBytes;
-  Shard* const shard = shard_for(mine, tag, size, add_shard);
+  if (shard == nullptr || is_oversize(size)) [[unlikely]]
+    shard = shard_for(mine, tag, size, add_shard);
   if (shard != nullptr) {
     take_back_locked(shard->take_unwanted());
     if (is_small) shard->want(size);
