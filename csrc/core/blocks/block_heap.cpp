@@ -128,10 +128,6 @@ void BlockHeap::retract(Block* block) {
   unlink(block);
 }
 
-Block* BlockHeap::best_fit(std::size_t size, StreamTag tag) const {
-  return tag < index_.size() && index_[tag] != nullptr ? index_[tag]->best_fit(size) : nullptr;
-}
-
 Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, BlockState state) {
   const ByteRange whole = free->range();
   VMM_CHECK(free->state == BlockState::free && whole.offset <= offset && offset + size <= whole.end(), "carving ",
@@ -201,11 +197,7 @@ void BlockHeap::join(Block* lower, Block* upper) {
   unlink(upper);
 }
 
-// Whether free space of that tag which meets `beside` at `offset` becomes one with it.
-bool BlockHeap::coalesces(const Block* beside, StreamTag tag, std::size_t offset) const {
-  return beside != nullptr && beside->state == BlockState::free && beside->tag == tag &&
-         (borders_.empty() || borders_.count(offset) == 0);
-}
+bool BlockHeap::is_border(std::size_t offset) const { return borders_.count(offset) != 0; }
 
 void BlockHeap::add_border(std::size_t offset) {
   Block* lower = free_covering(offset);

@@ -114,7 +114,9 @@ class BlockHeap {
   void retract(Block* block);
 
   // The smallest free block with this tag that has `size` bytes, or nullptr.
-  [[nodiscard]] Block* best_fit(std::size_t size, StreamTag tag) const;
+  [[nodiscard]] Block* best_fit(std::size_t size, StreamTag tag) const {
+    return tag < index_.size() && index_[tag] != nullptr ? index_[tag]->best_fit(size) : nullptr;
+  }
   // Calls `each(block)` for the free blocks of 2 MiB and more with this tag, the
   // largest first, until it returns false.
   template <typename Each>
@@ -179,7 +181,12 @@ class BlockHeap {
   void unlink(Block* block);
   void resize(Block* free, ByteRange was, ByteRange now);
   void insert_after(Block* at, Block* fresh);
-  [[nodiscard]] bool coalesces(const Block* beside, StreamTag tag, std::size_t offset) const;
+  // Whether free space of that tag which meets `beside` at `offset` becomes one with it.
+  [[nodiscard]] [[gnu::always_inline]] bool coalesces(const Block* beside, StreamTag tag, std::size_t offset) const {
+    return beside != nullptr && beside->state == BlockState::free && beside->tag == tag &&
+           (borders_.empty() || !is_border(offset));
+  }
+  [[nodiscard]] bool is_border(std::size_t offset) const;
   void note_run(const Block* block);
   static const Block* last_of_run(const Block* first);
 
