@@ -267,6 +267,18 @@ void Pool::finish_free(Block* block, Epoch epoch) {
   release_block(block, epoch);
 }
 
+inline void Pool::free_block(Block* block, Epoch epoch) {
+  if (!block->small) {
+    if (block->state == BlockState::watched) [[unlikely]] {
+      free_watched(block, epoch);
+    } else {
+      large_.free(block, block->tag, epoch);
+    }
+  } else if (const auto emptied = slabs_.free(block, epoch)) {
+    free_slab(*emptied);
+  }
+}
+
 void Pool::release_block(Block* block, Epoch epoch) {
   streams_.block_freed(block->tag, epoch);
   if (!block->small) {
@@ -274,6 +286,17 @@ void Pool::release_block(Block* block, Epoch epoch) {
     context_.clock.freed(block->size());
   }
   free_block(block, epoch);
+}
+
+// Where there is no memory for its entry it is free again.
+[[gnu::always_inline]] inline void Pool::enter_in_directory(Block* block) {
+  try {
+    directory_->insert(block);
+  } catch (...) {
+    free_block(block, context_.clock.now());
+    throw;
+  }
+  if (!block->small) growth_.note_handed_out(block->size());
 }
 
 // ------------------------------------------------------ beneath the caches
@@ -335,17 +358,6 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
     if (!is_small) shard->note_large(block);
   }
   return base_ + block->offset;
-}
-
-// Where there is no memory for its entry it is free again.
-void Pool::enter_in_directory(Block* block) {
-  try {
-    directory_->insert(block);
-  } catch (...) {
-    free_block(block, context_.clock.now());
-    throw;
-  }
-  if (!block->small) growth_.note_handed_out(block->size());
 }
 
 // Beyond what the stream's slabs, or its free space, have at hand.
@@ -531,18 +543,6 @@ bool Pool::free(Address address, bool* drained) {
   }
   if (self != nullptr) context_.caches.add_shard(*this, stream, add_shard);
   return true;
-}
-
-void Pool::free_block(Block* block, Epoch epoch) {
-  if (!block->small) {
-    if (block->state == BlockState::watched) [[unlikely]] {
-      free_watched(block, epoch);
-    } else {
-      large_.free(block, block->tag, epoch);
-    }
-  } else if (const auto emptied = slabs_.free(block, epoch)) {
-    free_slab(*emptied);
-  }
 }
 
 void Pool::free_slab(const Slabs::Emptied& emptied) {
