@@ -42,10 +42,13 @@ Block* FreeIndex::best_fit(std::size_t size) const {
     size = kLargeBytes;
   }
   const std::size_t own = range_bin(size);
-  if (Block* block = smallest_in(own, size, kMostCompared)) return block;
-  const std::size_t above = ranges_.filled_from(own + 1);
-  if (above != kRangeBins) return smallest_in(above, size, kMostCompared);
-  return smallest_in(own, size, -1);
+  std::size_t bin = ranges_.filled_from(own);
+  if (bin == own) {
+    if (Block* block = smallest_in(own, size, kMostCompared)) return block;
+    bin = ranges_.filled_from(own + 1);
+    if (bin == kRangeBins) return smallest_in(own, size, -1);
+  }
+  return bin == kRangeBins ? nullptr : smallest_in(bin, size, kMostCompared);
 }
 
 bool FreeIndex::holds(const Block* block) const {
