@@ -18,7 +18,7 @@ _NAMES = {"expandable": "expandable segments"}
 
 def tables() -> list[str]:
     """Markdown, each with a line above it that names its file, commit and machine."""
-    files = {file.stem: result for file in sorted(RESULTS.glob(f"*-{DEVICE}.json")) if (result := _read(file))}
+    files = {file.stem: result for file in sorted(RESULTS.glob("*-h?00.json")) if (result := _read(file))}
     return [
         _floor(files[f"hot_path-{DEVICE}"]),
         _driver_calls(files[f"driver_ops-{DEVICE}"]),
