@@ -12,7 +12,8 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
   }
   if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) [[likely]]
     return kept;
-  // As above, but no closure is made where the pool can by itself: 40 of 1900 instructions.
+  // As allocate(attempt) does, but no closure is made where the pool can by itself: 40
+  // instructions of 1760.
   Shortage shortage;
   if (const Address address = pool.try_allocate(bytes, stream, nullptr, &shortage)) return address;
   return go_on(

@@ -1,8 +1,8 @@
-// Which pools a device has, in order of registration: all of them, those of one
-// group, those of one model, the spaces of a model's tag. Each is found without a look at the others, so that
-// one of four thousand comes and goes at the price of one. It never looks into a
-// pool beyond what is fixed when the pool is made, and has no lock: its owner's
-// guards it.
+// Which pools a device has, in order of registration: all of them, those of one group,
+// those of one model, the spaces of a model's tag. Each is found without a look at the
+// others, so that one of four thousand comes and goes at the price of one. It never
+// looks into a pool beyond what is fixed when the pool is made, and has no lock: its
+// owner's guards it.
 #pragma once
 
 #include <cstdint>

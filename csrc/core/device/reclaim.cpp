@@ -2,8 +2,8 @@
 //
 //   0  the pool itself: its own idle chunks, its group's shelf, a new chunk
 //      within the limits (allocating.cpp, Pool::place)
-//   1  what rests on the group's shelf in sizes that did not fit is given back
-//      to the driver, which makes room under the limit
+//   1  what rests on the group's shelf in sizes that did not fit, and on all
+//      shelves where the driver itself refused, is given back to the driver
 //   2  idle chunks of other pools that stand under the limit that refused,
 //      lowest priority first, then whoever is furthest above its floor; they
 //      move by a second mapping, and no one waits for the GPU

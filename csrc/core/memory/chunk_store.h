@@ -53,9 +53,9 @@ class ChunkStore {
   Status create(const ChunkSpec& spec, Budget& payer, Chunk** out, Budget** refused);
   // A new chunk for a charge that `payer` already carries.
   Status create_prepaid(const ChunkSpec& spec, Budget& payer, Chunk** out);
-  // Gives the chunk back to the driver and refunds its budget; its dormant mappings
-  // go first. Where the driver refuses, chunk and charge stay as they are: memory that is still there must
-  // count. REQUIRES: nothing maps it any more.
+  // Gives the chunk back to the driver and refunds its budget; its dormant mappings go
+  // first. Where the driver refuses, chunk and charge stay as they are: memory that is
+  // still there must count. REQUIRES: nothing maps it any more.
   Status release(Chunk* chunk);
 
   // Is told, before the driver gets an exported chunk back, of its number: what

@@ -86,7 +86,7 @@ class MappedRange {
   [[nodiscard]] std::int64_t mapped_by_driver() const { return mapped_by_driver_; }
   [[nodiscard]] std::int64_t unmapped_by_driver() const { return unmapped_by_driver_.load(std::memory_order_relaxed); }
   void forget_counts();
-  // The newest last use among them, or kLongAgo.
+  // The newest last use among the retired, or kLongAgo.
   [[nodiscard]] Epoch last_retired_use() const;
   // Changes access over a run of whole live mappings.
   Status set_access(ByteRange range, Location who, Access access);

@@ -304,7 +304,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // The last rung, with every pool locked: gives idle chunks (down to the floor)
   // and their charge back to the driver, until `limit` (nullptr: never) has room
   // for `want` bytes. Returns the idle bytes that queued work may still use.
-  // REQUIRES the same.
+  // REQUIRES: no thread keeps blocks (BlockCaches::Still).
   // `own`: for the pool's own model, which its floor does not bind.
   std::size_t melt_locked(const Budget* limit, std::size_t want, bool own = false) VMM_REQUIRES(mutex_);
   // REQUIRES for both: no thread keeps blocks (BlockCaches::Still).
