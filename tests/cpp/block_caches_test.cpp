@@ -144,6 +144,45 @@ TEST(BlockCaches, AFreedLargeBlockDoesNotWaitWhereOthersCouldWantIt) {
   EXPECT_EQ(got, first);
 }
 
+TEST(BlockCaches, ASmallRequestHasGivenBackWhatItNeedsAndNoMore) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  warm(lab, *pool, 32 * kKiB);
+  std::vector<Address> blocks;
+  for (int k = 0; k < 192; ++k) blocks.push_back(lab.allocate(*pool, 32 * kKiB));  // 6 MiB: three slabs
+  const std::size_t held = pool->physical_bytes();
+  for (const Address address : blocks) lab.free(address);
+  const std::size_t kept = lab.memory().kept_blocks(*pool);
+  ASSERT_GE(kept, 192U);
+  warm(lab, *pool, 256 * kKiB);  // eight of them, once
+  EXPECT_GE(lab.memory().kept_blocks(*pool), kept - 32);
+  EXPECT_EQ(pool->physical_bytes(), held);
+  for (int k = 0; k < 24; ++k) lab.allocate(*pool, 256 * kKiB);
+  EXPECT_EQ(pool->physical_bytes(), held) << "all of them, before it grows";
+  lab.memory().check();
+}
+
+TEST(BlockCaches, OneFreeGivesBackAFewBlocks) {
+  Lab lab;
+  const auto pool = lab.pool("a");
+  warm(lab, *pool, 4 * kKiB);
+  std::vector<Address> blocks;
+  for (int k = 0; k < 2200; ++k) blocks.push_back(lab.allocate(*pool, 4 * kKiB));  // 8.6 MiB; 8 are kept
+  std::size_t kept = lab.memory().kept_blocks(*pool);
+  std::size_t most = kept;
+  std::size_t most_at_once = 0;
+  for (const Address address : blocks) {
+    lab.free(address);
+    const std::size_t now = lab.memory().kept_blocks(*pool);
+    if (now < kept) most_at_once = std::max(most_at_once, kept - now);
+    most = std::max(most, kept = now);
+  }
+  EXPECT_GT(most, 2000U);
+  EXPECT_LT(kept, 1000U) << "it goes on";
+  EXPECT_LE(most_at_once, 16U);
+  lab.memory().check();
+}
+
 TEST(BlockCaches, WithALoweredLimitAFreeGivesBackAtOnce) {
   Lab lab;
   const auto pool = lab.pool("a");

@@ -85,11 +85,11 @@ class BlockCaches {
     Mine(const Mine&) = delete;
     Mine& operator=(const Mine&) = delete;
     // nullptr: it has none, and the pool counts.
-    [[nodiscard]] Shard* shard(const CachedPool& pool, StreamTag tag) noexcept {
+    [[nodiscard]] Shard* shard(const CachedPool& pool, StreamTag tag) const noexcept {
       return cache_ != nullptr && caches_.may_keep(pool) ? cache_->find(pool, tag) : nullptr;
     }
     // The same for a stream: where nothing may be kept any more there is none (take()).
-    [[nodiscard]] Shard* shard(const CachedPool& pool, Stream stream) noexcept {
+    [[nodiscard]] Shard* shard(const CachedPool& pool, Stream stream) const noexcept {
       return cache_ != nullptr ? cache_->find(pool, stream) : nullptr;
     }
     // The thread's shards of the pool, by Shard::next.

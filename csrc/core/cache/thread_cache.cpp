@@ -43,38 +43,59 @@ void Shard::accept(const Depot::Batch& batch) {
   small_bytes_ += batch.count * size;
 }
 
-Block* Shard::take_all_unwanted() {
-  Block* all = unwanted_;
-  unwanted_ = nullptr;
-  unwanted_count_ = 0;
-  for (const Block* block = all; block != nullptr; block = block->bin_next) small_bytes_ -= block->size();
-  return all;
+void Shard::move(BlockLink* from, std::size_t least_bytes, std::size_t most, Few* to) {
+  Block* const first = *from;
+  Block* last = nullptr;
+  for (Block* block = first; block != nullptr && to->count < most && small_bytes_ > least_bytes;
+       block = block->bin_next) {
+    last = block;
+    small_bytes_ -= block->size();
+    ++to->count;
+  }
+  if (last == nullptr) return;
+  *from = last->bin_next;
+  last->bin_next = std::exchange(to->first, first);
+}
+
+Block* Shard::take_few_unwanted() {
+  Few few;
+  move(&unwanted_, 0, kFew, &few);
+  unwanted_count_ -= few.count;
+  return few.first;
+}
+
+Block* Shard::take_few() {
+  Few few;
+  move(&unwanted_, 0, kFew, &few);
+  unwanted_count_ -= few.count;
+  // From the large ones on, which leave the most space.
+  for (auto kept = kept_.rbegin(); kept != kept_.rend() && few.count < kFew; ++kept) move(&*kept, 0, kFew, &few);
+  return few.first;
 }
 
 Block* Shard::take_excess(bool is_alone) {
-  const std::size_t most_shared = small_bytes_ > kMostSmallBytes ? kKeptBytes : kUnlimited;
-  Block* excess = take_unwanted();
-  const std::size_t most = is_alone ? small_bytes_ - std::min(small_bytes_, kDrainedBytes) : most_shared;
-  for (BlockLink& kept : kept_) {
-    while (small_bytes_ > most) {
-      Block* const block = kept;
-      if (block == nullptr) break;
-      kept = block->bin_next;
-      block->bin_next = excess;
-      excess = block;
-      small_bytes_ -= block->size();
-    }
+  if (is_alone) {
+    Block* const few = take_few();
+    is_draining_ = small_bytes_ != 0;
+    return few;
   }
-  is_draining_ = is_alone && small_bytes_ != 0;
-  return excess;
+  is_draining_ = false;
+  Few excess;
+  move(&unwanted_, 0, kUnlimited, &excess);
+  unwanted_count_ = 0;
+  if (small_bytes_ > kMostSmallBytes) {
+    for (BlockLink& kept : kept_) move(&kept, kKeptBytes, kUnlimited, &excess);
+  }
+  return excess.first;
 }
 
 Block* Shard::take_all() {
-  Block* all = join_lists(take_unwanted(), forget_large());
+  Block* all = join_lists(std::exchange(unwanted_, nullptr), forget_large());
   for (BlockLink& kept : kept_) {
     all = join_lists(kept, all);
     kept = nullptr;
   }
+  unwanted_count_ = 0;
   small_bytes_ = 0;
   is_draining_ = false;
   return all;

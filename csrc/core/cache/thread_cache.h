@@ -142,13 +142,15 @@ class Shard {
     return is_draining_ || small_bytes_ > kMostSmallBytes || unwanted_count_ > kMostUnwanted;
   }
   // What it should let go of then. `is_alone`: nobody else could want them; then it is
-  // all small ones, but over several frees: 16384 of 512 bytes at once took 5 ms.
+  // all small ones, but a few at each free: 16384 of 512 bytes at once took 5 ms.
   Block* take_excess(bool is_alone);
   // What is kept, linked by `bin_next`.
   Block* take_all();
-  Block* take_unwanted() {  // of sizes that nobody here asks for any more
-    return unwanted_count_ == 0 ? nullptr : take_all_unwanted();
-  }
+  // A few small ones, those first of sizes that nobody here asks for any more; nullptr:
+  // none is kept.
+  Block* take_few();
+  // Only of those.
+  Block* take_unwanted() { return unwanted_ == nullptr ? nullptr : take_few_unwanted(); }
   // Blocks.
   [[nodiscard]] std::size_t kept() const;
 
@@ -162,10 +164,13 @@ class Shard {
  private:
   static constexpr std::size_t kMostSmallBytes = 8 * kMiB;
   // What take_excess() leaves where others could want it, who get it in batches of a
-  // depot; and by how much less it leaves each time where they could not.
+  // depot.
   static constexpr std::size_t kKeptBytes = kMostSmallBytes / 2;
-  static constexpr std::size_t kDrainedBytes = kMostSmallBytes / 8;
   static constexpr std::size_t kMostUnwanted = 64;
+  // Blocks that one operation gives back, and looks again: all that was kept, 75 blocks in a
+  // mixed program, took 3 us, at one operation in 600. With 8 recorded programs held 0.2 %
+  // more.
+  static constexpr std::size_t kFew = 16;
   // Up to 32 KiB each size has a place of its own. Above, where a program's sizes are
   // fewer than there could be, 64 places are shared, and who asked last has one: where all
   // sizes shared them, seldom ones drove out those asked for at every turn, and a program
@@ -190,7 +195,14 @@ class Shard {
     return is_wanted ? place_of(units) : nullptr;
   }
   void want_at(std::size_t place, std::size_t units);
-  Block* take_all_unwanted();
+  Block* take_few_unwanted();
+  struct Few {
+    Block* first = nullptr;  // linked by `bin_next`
+    std::size_t count = 0;
+  };
+  // From the front of a list of kept ones, until there are `most` or no more than
+  // `least_bytes` are kept.
+  inline void move(BlockLink* from, std::size_t least_bytes, std::size_t most, Few* to);
   Block* latest_large_ = nullptr;  // allocated here, and no other large block came or went since
   Block* freed_large_ = nullptr;   // here, and not the pool's yet
   bool is_in_place_ = false;       // it was the latest
