@@ -4,6 +4,7 @@
 ``python -m benchmarks hot_path workloads``                   these
 ``python -m benchmarks workloads --programs train,serve``     two of its programs
 ``python -m benchmarks workloads --largest-batch 40GiB``      what fits, instead of how fast
+``python -m benchmarks workloads --at-once 3``                only what needs no quiet machine, in less time
 ``python -m benchmarks --device cpu``                         what needs no GPU
 """
 
@@ -117,7 +118,8 @@ def _write(
         rows=outcome.rows,
     )
     tag = machine.device_tag(str(outcome.machine["device"]))
-    file = folder / f"{name}{'_largest_batch' if options.limit else ''}-{tag}.json"
+    what = "_largest_batch" if options.limit else "_memory" if options.at_once > 1 else ""
+    file = folder / f"{name}{what}-{tag}.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
     return file
 
@@ -136,7 +138,9 @@ def _options(name: str, kind: str, arguments: argparse.Namespace, parser: argpar
         from torch_vmm.sizes import to_bytes
 
         limit = to_bytes(arguments.largest_batch, "--largest-batch")
-    return runner.Options(kind, arguments.quick, programs, arguments.scale, limit)
+    if arguments.at_once < 1:
+        parser.error(f"--at-once takes 1 process or more, not {arguments.at_once}")
+    return runner.Options(kind, arguments.quick, programs, arguments.scale, limit, arguments.at_once)
 
 
 def _command(name: str, arguments: argparse.Namespace) -> str:
@@ -145,6 +149,7 @@ def _command(name: str, arguments: argparse.Namespace) -> str:
     for option in ("runs", "allocators", "programs", "scale", "largest_batch"):
         value = getattr(arguments, option)
         words += [f"--{option.replace('_', '-')}", str(value)] if value else []
+    words += ["--at-once", str(arguments.at_once)] if arguments.at_once > 1 else []
     words += ["--device", arguments.device] if arguments.device != "cuda" else []
     return shlex.join([*words, name])
 
@@ -179,6 +184,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--largest-batch", metavar="LIMIT", help="of workloads: instead, the largest batch that fits, such as 40GiB"
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes beside each other; times are then left out, and the file is NAME_memory; default 1",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser

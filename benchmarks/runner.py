@@ -1,4 +1,7 @@
-"""Runs a benchmark: a process for each measurement, one allocator after the other, as often as is asked."""
+"""Runs a benchmark: a process for each measurement, one allocator after the other, as often as is asked.
+
+What does not depend on time can be measured by several processes at once.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
@@ -16,6 +20,7 @@ from .measurement import Answer, Measurement, Part, Row
 
 _ANSWER = "BENCHMARK RESULT "
 _TIMEOUT_S = 300
+_TIMES = ("s", "ms", "us", "ns")
 
 
 class Options(NamedTuple):
@@ -26,6 +31,7 @@ class Options(NamedTuple):
     programs: list[str] | None = None  # None: all
     scale: str | None = None  # None: what fits the kind
     limit: int | None = None  # bytes: the largest batch within it is asked for
+    at_once: int = 1  # processes beside each other; of more than one, what takes time says nothing and is left out
 
 
 class Job(NamedTuple):
@@ -92,15 +98,23 @@ def run(name: str, chosen: list[str], runs: int, options: Options) -> Iterator[O
         facts = answer.machine
         return answer.measurements
 
+    def one(number: int, allocator: str, part: Part) -> list[Measurement]:
+        said = Job(name, allocator, options.kind, options.quick, part).said()
+        print(f"{said}, run {number + 1} of {runs}", file=sys.stderr, flush=True)
+        found = measured(allocator, part) or []
+        return [each for each in found if options.at_once == 1 or each.unit not in _TIMES]
+
     parts = _parts(name, options, measured)
-    for number in range(runs):
-        for part in parts:
-            for allocator in chosen:
-                said = Job(name, allocator, options.kind, options.quick, part).said()
-                print(f"{said}, run {number + 1} of {runs}", file=sys.stderr, flush=True)
-                for one in measured(allocator, part) or []:
-                    _add(rows, allocator, one)
-        yield Outcome(list(rows.values()), facts, failed)
+    turns = [(allocator, part) for part in parts for allocator in chosen]
+    if options.at_once > 1:  # three times the largest program do not fit 140 GiB
+        turns.sort(key=lambda turn: chosen.index(turn[0]))
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for number in range(runs):
+            found = pool.map(lambda turn, number=number: one(number, *turn), turns)
+            for (allocator, _), measurements in zip(turns, found, strict=True):
+                for each in measurements:
+                    _add(rows, allocator, each)
+            yield Outcome(list(rows.values()), facts, failed)
 
 
 def _parts(name: str, options: Options, measured: Ask) -> list[Part]:

@@ -486,7 +486,21 @@ def test_the_largest_batch_has_a_file_of_its_own(
     assert result["command"].endswith("--quick --largest-batch 12MiB --device cpu workloads")
 
 
-@pytest.mark.parametrize("arguments", [["--programs", "sleep"], ["--allocators", "jemalloc"]])
+def test_processes_beside_each_other_tell_no_times(
+    monkeypatch: pytest.MonkeyPatch, jobs: list[Job], tmp_path: Path
+) -> None:
+    arguments = ["--runs", "2", "--at-once", "3", "--programs", "serve,turns"]
+    assert call(monkeypatch, *arguments, "--out", str(tmp_path), "workloads") == 0
+    assert len(jobs) == 8
+    result = json.loads((tmp_path / "workloads_memory-cpu.json").read_text())
+    assert "--at-once 3" in result["command"]
+    assert {row["unit"] for row in result["rows"]} == {"crc32", "GiB"}
+    assert {len(row["runs"]) for row in result["rows"]} == {2}
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--programs", "sleep"], ["--allocators", "jemalloc"], ["--at-once", "0"], ["--at-once", "x"]]
+)
 def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         call(monkeypatch, *arguments, "workloads")
