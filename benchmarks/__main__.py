@@ -4,6 +4,7 @@
 ``python -m benchmarks hot_path workloads``                   these
 ``python -m benchmarks workloads --programs train,serve``     two of its programs
 ``python -m benchmarks workloads --largest-batch 40GiB``      what fits, instead of how fast
+``python -m benchmarks workloads --lockstep``                 each pass of one allocator beside the others' in time
 ``python -m benchmarks workloads --at-once 3``                only what needs no quiet machine, in less time
 ``python -m benchmarks --device cpu``                         what needs no GPU
 """
@@ -140,7 +141,11 @@ def _options(name: str, kind: str, arguments: argparse.Namespace, parser: argpar
         limit = to_bytes(arguments.largest_batch, "--largest-batch")
     if arguments.at_once < 1:
         parser.error(f"--at-once takes 1 process or more, not {arguments.at_once}")
-    return runner.Options(kind, arguments.quick, programs, arguments.scale, limit, arguments.at_once)
+    if arguments.lockstep and (not known or limit is not None or arguments.at_once > 1):
+        parser.error("--lockstep is for workloads alone, with neither --largest-batch nor --at-once")
+    return runner.Options(
+        kind, arguments.quick, programs, arguments.scale, limit, arguments.at_once, arguments.lockstep
+    )
 
 
 def _command(name: str, arguments: argparse.Namespace) -> str:
@@ -149,6 +154,7 @@ def _command(name: str, arguments: argparse.Namespace) -> str:
     for option in ("runs", "allocators", "programs", "scale", "largest_batch"):
         value = getattr(arguments, option)
         words += [f"--{option.replace('_', '-')}", str(value)] if value else []
+    words += ["--lockstep"] if arguments.lockstep else []
     words += ["--at-once", str(arguments.at_once)] if arguments.at_once > 1 else []
     words += ["--device", arguments.device] if arguments.device != "cuda" else []
     return shlex.join([*words, name])
@@ -184,6 +190,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--largest-batch", metavar="LIMIT", help="of workloads: instead, the largest batch that fits, such as 40GiB"
+    )
+    parser.add_argument(
+        "--lockstep",
+        action="store_true",
+        help="of workloads: the allocators' processes take their passes in turn, on one CPU; the GPU holds them all",
     )
     parser.add_argument(
         "--at-once",

@@ -38,8 +38,17 @@ def one_cpu() -> Iterator[None]:
     """
     allowed = os.sched_getaffinity(0)
     try:
-        os.sched_setaffinity(0, {min(allowed, key=_counting_time)})
+        os.sched_setaffinity(0, {quickest_cpu()})
         yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def quickest_cpu() -> int:
+    """Of those that the calling thread may use."""
+    allowed = os.sched_getaffinity(0)
+    try:
+        return min(allowed, key=_counting_time)
     finally:
         os.sched_setaffinity(0, allowed)
 

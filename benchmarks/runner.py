@@ -1,6 +1,7 @@
 """Runs a benchmark: a process for each measurement, one allocator after the other, as often as is asked.
 
-What does not depend on time can be measured by several processes at once.
+What does not depend on time can be measured by several processes at once; of benchmarks with passes, the processes of
+all allocators can take them in turn (``lockstep.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
-from . import allocators, machine
+from . import allocators, lockstep, machine
 from .measurement import Answer, Measurement, Part, Row
 
 _ANSWER = "BENCHMARK RESULT "
@@ -32,6 +33,7 @@ class Options(NamedTuple):
     scale: str | None = None  # None: what fits the kind
     limit: int | None = None  # bytes: the largest batch within it is asked for
     at_once: int = 1  # processes beside each other; of more than one, what takes time says nothing and is left out
+    lockstep: bool = False  # of a benchmark with passes: its allocators' processes take them in turn
 
 
 class Job(NamedTuple):
@@ -88,32 +90,38 @@ def run(name: str, chosen: list[str], runs: int, options: Options) -> Iterator[O
     facts: dict[str, str | int] = {}
     failed: list[str] = []
 
-    def measured(allocator: str, part: Part) -> list[Measurement] | None:
+    def measured(chosen: list[str], part: Part) -> list[list[Measurement] | None]:
+        """Of one allocator, or of several in lockstep."""
         nonlocal facts
-        job = Job(name, allocator, options.kind, options.quick, part)
-        answer = _spawn(job)
-        if answer is None:
-            failed.append(job.said())
-            return None
-        facts = answer.machine
-        return answer.measurements
+        jobs = [Job(name, allocator, options.kind, options.quick, part) for allocator in chosen]
+        answers = _in_lockstep(jobs) if len(jobs) > 1 else [_spawn(jobs[0])]
+        found: list[list[Measurement] | None] = []
+        for job, answer in zip(jobs, answers, strict=True):
+            if answer is None:
+                failed.append(job.said())
+            else:
+                facts = answer.machine
+            found.append(None if answer is None else answer.measurements)
+        return found
 
-    def one(number: int, allocator: str, part: Part) -> list[Measurement]:
-        said = Job(name, allocator, options.kind, options.quick, part).said()
+    def turn(number: int, chosen: list[str], part: Part) -> list[list[Measurement]]:
+        said = Job(name, ", ".join(chosen), options.kind, options.quick, part).said()
         print(f"{said}, run {number + 1} of {runs}", file=sys.stderr, flush=True)
-        found = measured(allocator, part) or []
-        return [each for each in found if options.at_once == 1 or each.unit not in _TIMES]
+        every = measured(chosen, part)
+        return [[each for each in found or [] if options.at_once == 1 or each.unit not in _TIMES] for found in every]
 
-    parts = _parts(name, options, measured)
-    turns = [(allocator, part) for part in parts for allocator in chosen]
+    parts = _parts(name, options, lambda allocator, part: measured([allocator], part)[0])
+    together = [chosen] if options.lockstep and len(chosen) > 1 else [[allocator] for allocator in chosen]
+    turns = [(group, part) for part in parts for group in together]
     if options.at_once > 1:  # three times the largest program do not fit 140 GiB
-        turns.sort(key=lambda turn: chosen.index(turn[0]))
+        turns.sort(key=lambda each: together.index(each[0]))
     with ThreadPoolExecutor(options.at_once) as pool:
         for number in range(runs):
-            found = pool.map(lambda turn, number=number: one(number, *turn), turns)
-            for (allocator, _), measurements in zip(turns, found, strict=True):
-                for each in measurements:
-                    _add(rows, allocator, each)
+            answers = pool.map(lambda each, number=number: turn(number, *each), turns)
+            for (group, _), every in zip(turns, answers, strict=True):
+                for allocator, measurements in zip(group, every, strict=True):
+                    for each in measurements:
+                        _add(rows, allocator, each)
             yield Outcome(list(rows.values()), facts, failed)
 
 
@@ -140,10 +148,9 @@ def rounded(value: float) -> float:
 
 
 def _spawn(job: Job) -> Answer | None:
-    command = [sys.executable, "-m", "benchmarks", "--worker", json.dumps(job._asdict())]
     try:
         done = subprocess.run(
-            command,
+            _command(job),
             cwd=machine.ROOT,
             env=allocators.environment(job.allocator),
             capture_output=True,
@@ -153,6 +160,23 @@ def _spawn(job: Job) -> Answer | None:
     except subprocess.TimeoutExpired:
         print(f"{job.said()}: took more than {_TIMEOUT_S} s", file=sys.stderr)
         return None
+    return _answer(job, done)
+
+
+def _in_lockstep(jobs: list[Job]) -> list[Answer | None]:
+    workers = []
+    for job in jobs:
+        told = job._replace(part={**job.part, "lockstep": 1})
+        environment = allocators.environment(job.allocator)
+        workers.append(lockstep.Worker(_command(told), machine.ROOT, environment, _TIMEOUT_S))
+    return [_answer(job, done) for job, done in zip(jobs, lockstep.run(workers), strict=True)]
+
+
+def _command(job: Job) -> list[str]:
+    return [sys.executable, "-m", "benchmarks", "--worker", json.dumps(job._asdict())]
+
+
+def _answer(job: Job, done: subprocess.CompletedProcess[str]) -> Answer | None:
     for line in done.stdout.splitlines():
         if line.startswith(_ANSWER) and done.returncode == 0:
             answer = json.loads(line[len(_ANSWER) :])

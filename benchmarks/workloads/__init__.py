@@ -10,11 +10,13 @@ neither pools nor a limit there.
 A process makes one program, warms up, gives back what that left, and runs the same pass again and again. Its rows:
 
 - ``working set``: the peak of what is allocated; ``peak reserved``, and one over the other;
-- ``first pass`` and ``warm pass`` (the median of all but the first), CPU's clock, the GPU idle at both ends;
+- ``first pass`` and ``warm pass`` (each of the others), CPU's clock, the GPU idle at both ends;
 - ``driver calls`` in the first and the second half of the passes: chunks mapped and unmapped (ours), segments
   allocated and freed (torch's own). cudaMallocAsync does not tell, and torch's allocator of host memory tells nothing;
 - ``results``: the mean of what the steps computed, and a crc32 of all of it. They must be equal under all allocators,
   bit for bit where the program's ``tolerance`` is 0.
+
+In lockstep the allocators' processes take their passes in turn, on one CPU; the GPU holds what all of them need.
 
 With a limit it asks for the largest batch instead (``largest.py``).
 """

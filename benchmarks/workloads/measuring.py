@@ -9,11 +9,10 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
-from statistics import median
 
 import torch
 
-from .. import machine
+from .. import lockstep, machine
 from ..measurement import Measurement, Part, Row
 from ..runner import Ask, Options
 from . import largest
@@ -40,7 +39,7 @@ def parts(options: Options, ask: Ask) -> list[Part]:
         return [{"program": name, "scale": scale, "within": options.limit} for name in chosen]
     planned: list[Part] = []
     for name in options.programs or PROGRAMS:
-        part: Part = {"program": name, "scale": scale, "passes": 2 if options.quick else 3}
+        part: Part = {"program": name, "scale": scale, "passes": 2 if options.quick else 6 if options.lockstep else 3}
         if PROGRAMS[name].models > 1:
             peak = _joint_peak(part, options.kind, ask)
             if peak is None:
@@ -102,11 +101,12 @@ def measure_part(allocator: str, kind: str, quick: bool, part: Part) -> list[Mea
     entry, memory = PROGRAMS[name], Memory(kind, allocator)
     torch.set_num_threads(1)  # what is pinned has one CPU
     settle_algorithms(entry.kind.is_deterministic, entry.kind.is_strict)
-    with machine.one_cpu():
+    with nullcontext() if "lockstep" in part else machine.one_cpu():
         if "within" in part:
             return largest.measure(name, kind, scale, int(part["within"]), memory)
         program = entry.make(kind, scale, _places(entry, allocator, kind, int(part.get("limit", 0))))
-        return course(name, program, memory, int(part["passes"]))
+        wait = lockstep.wait_for_turn if "lockstep" in part else lambda: None
+        return course(name, program, memory, int(part["passes"]), wait=wait)
 
 
 def settle_algorithms(is_deterministic: bool, is_strict: bool) -> None:
@@ -136,9 +136,17 @@ def _places(entry: Entry, allocator: str, kind: str, limit: int) -> list[Place]:
 
 
 def course(
-    case: str, program: Program, memory: Memory, passes: int, clock: Callable[[], float] = time.perf_counter
+    case: str,
+    program: Program,
+    memory: Memory,
+    passes: int,
+    clock: Callable[[], float] = time.perf_counter,
+    wait: Callable[[], None] = lambda: None,
 ) -> list[Measurement]:
-    """Runs ``passes`` (at least 1) of a program that was just made, and says what they took."""
+    """Runs ``passes`` (at least 1) of a program that was just made, and says what they took.
+
+    ``wait`` returns when the next pass may begin.
+    """
     program.warm_up()
     record = torch.zeros(_MOST_STEPS, dtype=torch.float64, device=memory.kind)
     gc.collect()
@@ -147,6 +155,7 @@ def course(
     calls = [memory.driver_calls()]  # after each pass
     steps = 0
     for _ in range(passes):
+        wait()
         began = clock()
         for result in program.run():
             record[steps].copy_(result)
@@ -157,7 +166,7 @@ def course(
     return [
         *_of_memory(case, memory),
         Measurement(case, "first pass", times[0], "s"),
-        *([Measurement(case, "warm pass", median(times[1:]), "s")] if passes > 1 else []),
+        *(Measurement(case, "warm pass", each, "s") for each in times[1:]),
         *_of_calls(case, calls),
         *_of_results(case, record[:steps].tolist()),
     ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import benchmarks.__main__ as command_line
 import torch_vmm
-from benchmarks import report, runner, standing
+from benchmarks import lockstep, machine, report, runner, standing
 from benchmarks.measurement import Answer, Measurement, Part, Row
 from benchmarks.runner import Job, Options
 from benchmarks.workloads import (
@@ -498,8 +499,77 @@ def test_processes_beside_each_other_tell_no_times(
     assert {len(row["runs"]) for row in result["rows"]} == {2}
 
 
+def test_in_lockstep_the_allocators_of_a_program_are_started_together(
+    monkeypatch: pytest.MonkeyPatch, jobs: list[Job], tmp_path: Path
+) -> None:
+    together: list[list[Job]] = []
+
+    def in_lockstep(some: list[Job]) -> list[Answer | None]:
+        together.append(some)
+        return [runner._spawn(job) for job in some]
+
+    monkeypatch.setattr(runner, "_in_lockstep", in_lockstep)
+    arguments = ["--runs", "1", "--lockstep", "--programs", "serve,turns"]
+    assert call(monkeypatch, *arguments, "--out", str(tmp_path), "workloads") == 0
+    assert [[job.allocator for job in some] for some in together] == [["torch_vmm", "native"]] * 2
+    assert {job.part["passes"] for job in jobs} == {6}
+    assert "--lockstep" in json.loads((tmp_path / "workloads-cpu.json").read_text())["command"]
+
+
+TAKES_TURNS = """
+import sys, time
+from benchmarks.lockstep import wait_for_turn
+name, passes, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+for number in range(passes):
+    wait_for_turn()
+    with open(file, "a") as out:
+        out.write(f"{name}{number} ")
+        out.flush()
+        time.sleep(0.02)
+        out.write(f"{name} ")
+print("it was", name)
+sys.exit(3 if name == "c" else 0)
+"""
+
+
+def test_processes_in_lockstep_take_turns(tmp_path: Path) -> None:
+    file = tmp_path / "order"
+    asked: list[int] = []
+
+    def cpu() -> int:
+        asked.append(min(os.sched_getaffinity(0)))
+        return asked[-1]
+
+    workers = [
+        lockstep.Worker(
+            [sys.executable, "-c", TAKES_TURNS, name, passes, str(file)], machine.ROOT, dict(os.environ), 60
+        )
+        for name, passes in (("a", "3"), ("b", "3"), ("c", "1"), ("d", "0"))
+    ]
+    done = lockstep.run(workers, cpu)
+    # A pass ends before the next one begins, and another one is first in each round.
+    assert file.read_text() == "b0 b c0 c a0 a a1 a b1 b b2 b a2 a "
+    assert [each.returncode for each in done] == [0, 0, 3, 0]
+    assert [each.stdout for each in done] == [f"it was {name}\n" for name in "abcd"]
+    assert len(asked) == 3
+
+
+def test_a_process_that_hangs_is_ended() -> None:
+    worker = lockstep.Worker([sys.executable, "-c", "import time; time.sleep(60)"], machine.ROOT, dict(os.environ), 0.5)
+    (done,) = lockstep.run([worker])
+    assert done.returncode == -9
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--programs", "sleep"], ["--allocators", "jemalloc"], ["--at-once", "0"], ["--at-once", "x"]]
+    "arguments",
+    [
+        ["--programs", "sleep"],
+        ["--allocators", "jemalloc"],
+        ["--at-once", "0"],
+        ["--at-once", "x"],
+        ["--at-once", "2", "--lockstep"],
+        ["--largest-batch", "1GiB", "--lockstep"],
+    ],
 )
 def test_unknown_names_are_refused(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
@@ -531,8 +601,9 @@ def test_a_course_takes_its_time_between_idle_ends() -> None:
             yield torch.tensor(2.0)
 
     memory = measuring.Memory("cpu", "native")
-    rows = {one.metric: one.value for one in measuring.course("a", Counting(), memory, 3, clock)}
+    taken = measuring.course("a", Counting(), memory, 3, clock)
+    rows = {one.metric: one.value for one in taken}
     # Passes from 0 to 1, 2 to 3 and 4 to 5.
     assert rows["first pass"] == 1
-    assert rows["warm pass"] == (5 + 9) / 2
+    assert [one.value for one in taken if one.metric == "warm pass"] == [5, 9]
     assert rows["results"] == 1.5
