@@ -156,6 +156,31 @@ TEST_F(Scaling, WhatQueuedWorkHeldUpOverALimitIsFoundByLaterFrees) {
   EXPECT_LE(shared_.global_stats().physical_usage, kPage);
 }
 
+// Work that no fence covers: what closed pools left waits until somebody waits for the device.
+TEST_F(Scaling, ARequestLooksSeldomAtClosedPoolsThatQueuedWorkHoldsUp) {
+  const auto open = lab_.pool("open");
+  lab_.driver.hold_fences();
+  for (const Address block : blocks_) DeviceMemory::free(lab_.space, block);
+  blocks_.clear();
+  for (int k = 0; k < kModels; ++k) shared_.unregister_model(std::to_string(k), false);
+  ASSERT_GT(lab_.memory().pools().size(), std::size_t{kModels}) << "they wait";
+  const auto looks = [&] {
+    std::uint64_t all = 0;
+    for (const auto& pool : pools_) all += pool->times_locked();
+    return all;
+  };
+  const auto request = [&] { DeviceMemory::free(lab_.space, lab_.memory().allocate(*open, 512, nullptr)); };
+  for (int k = 0; k < 64; ++k) request();
+  constexpr int kRequests = 64 * kModels;
+  const std::uint64_t before = looks();
+  for (int k = 0; k < kRequests; ++k) request();
+  EXPECT_GT(looks(), before);
+  EXPECT_LT(looks() - before, kRequests / 2);
+  lab_.driver.release_fences();
+  request();
+  EXPECT_EQ(lab_.memory().pools().size(), 1U);
+}
+
 TEST_F(Scaling, InactiveSplitIsWorkedOutAnewWhenSomethingHasChanged) {
   Pool& pool = *pools_[1];
   const auto split = [&] {

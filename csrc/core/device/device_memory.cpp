@@ -15,8 +15,9 @@ namespace vmm {
 namespace {
 
 constexpr int kEndAttempts = 3;
-// What queued work holds up may also pass without a tick (recorded streams).
-constexpr unsigned kCallsPerTending = 64;
+// What queued work holds up may also pass without a tick (recorded streams): for each pool
+// that it holds up, so many calls go by between two looks at them all.
+constexpr std::size_t kCallsPerTending = 64;
 // A pool whose capacity nobody named has four times the device's memory:
 // addresses are free, and moving chunks needs room to move to.
 constexpr std::size_t kCapacityFactor = 4;
@@ -483,7 +484,8 @@ void DeviceMemory::bury_groups() {
 void DeviceMemory::tend() {
   clock_.poll();
   const Epoch passed = clock_.passed();
-  const bool is_due = tendings_.fetch_add(1, std::memory_order_relaxed) % kCallsPerTending == 0;
+  const std::size_t between = kCallsPerTending * held_up_.load(std::memory_order_relaxed);
+  const bool is_due = tendings_.fetch_add(1, std::memory_order_relaxed) % between == 0;
   if (tended_.exchange(passed, std::memory_order_relaxed) == passed && !is_due) return;
   beside_.fetch_and(~unsigned{kHasEnded}, std::memory_order_relaxed);
   Closed waiting;
@@ -494,6 +496,7 @@ void DeviceMemory::tend() {
   for (const auto& [key, pool] : waiting) bury(pool);
   bury_groups();
   let_leave();
+  held_up_.store(std::max<std::size_t>(waiting.size(), 1), std::memory_order_relaxed);
 }
 
 PoolList DeviceMemory::pools() const {

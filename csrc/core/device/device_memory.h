@@ -326,7 +326,8 @@ class DeviceMemory {
   };
   std::atomic<unsigned> beside_{0};
   std::atomic<Epoch> tended_{kLongAgo};  // what had passed when they were looked at
-  std::atomic<unsigned> tendings_{0};
+  std::atomic<std::size_t> tendings_{0};
+  std::atomic<std::size_t> held_up_{1};  // pools that were looked at then, or 1
 
   Mutex tags_mutex_;  // one tag's space is made, or models are closed, at a time
   Mutex reclaim_mutex_;
