@@ -121,6 +121,23 @@ TEST_F(Dormant, OnlyWhatLiesWhollyInsideIsWithin) {
   EXPECT_EQ(found[0].holder, 17U) << "who had it last";
 }
 
+// The bare space behind a request may be all of a pool, with thousands of them.
+TEST_F(Dormant, WhatBeginsBeyondIsNotLookedAt) {
+  keep(0, chunk(2));
+  keep(2, chunk(2));
+  keep(4, chunk(2));
+  const auto reaching = [&](std::size_t pages, std::size_t beyond) {
+    Kept found;
+    for (const auto& each : dormant_.within(at(0), pages * kSmall, beyond * kSmall)) {
+      found.push_back((each.address - base_) / kSmall);
+    }
+    return found;
+  };
+  EXPECT_EQ(reaching(3, 0), (Kept{0}));
+  EXPECT_EQ(reaching(3, 1), (Kept{0, 2}));
+  EXPECT_EQ(reaching(3, kPages), (Kept{0, 2}));
+}
+
 TEST_F(Dormant, WhatTheDriverRefusesStays) {
   Chunk* one = chunk();
   keep(0, one);

@@ -108,13 +108,14 @@ void DormantMappings::allow(Chunk* chunk) {
   chunk->may_stay_mapped = true;
 }
 
-std::vector<DormantMappings::Dormant> DormantMappings::within(Address address, std::size_t size) const {
+std::vector<DormantMappings::Dormant> DormantMappings::within(Address address, std::size_t size,
+                                                              std::size_t beyond) const {
   std::vector<Dormant> found;
   if (this->size() == 0) return found;
   const MutexLock lock(mutex_);
   for (auto at = by_address_.lower_bound(address); at != by_address_.end() && at->first < address + size; ++at) {
     const Kept& kept = at->second;
-    if (at->first + kept.size > address + size) break;
+    if (at->first + kept.size > address + size + beyond) break;
     // While it is noted here the chunk is there.
     found.push_back({at->first, kept.chunk, kept.size, kept.chunk->content.load(std::memory_order_relaxed)});
   }

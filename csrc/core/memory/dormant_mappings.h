@@ -54,8 +54,10 @@ class DormantMappings {
   // again, it may.
   Status ban(Chunk* chunk) VMM_EXCLUDES(mutex_);
   void allow(Chunk* chunk) VMM_EXCLUDES(mutex_);
-  // Those that lie within [address, address + size), by address.
-  [[nodiscard]] std::vector<Dormant> within(Address address, std::size_t size) const VMM_EXCLUDES(mutex_);
+  // Those that begin within [address, address + size) and reach at most `beyond` bytes
+  // beyond it, by address. Looks at no others.
+  [[nodiscard]] std::vector<Dormant> within(Address address, std::size_t size, std::size_t beyond = 0) const
+      VMM_EXCLUDES(mutex_);
 
   [[nodiscard]] std::size_t size() const { return size_.load(std::memory_order_relaxed); }
 

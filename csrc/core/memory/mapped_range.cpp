@@ -190,9 +190,9 @@ std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::
   return freed;
 }
 
-std::vector<DormantMappings::Dormant> MappedRange::dormant_in(ByteRange range) const {
+std::vector<DormantMappings::Dormant> MappedRange::dormant_in(ByteRange range, std::size_t beyond) const {
   if (dormant_ == nullptr) return {};
-  return dormant_->within(base_ + range.offset, range.size);
+  return dormant_->within(base_ + range.offset, range.size, beyond);
 }
 
 Status MappedRange::clear_dormant() {

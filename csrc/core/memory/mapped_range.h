@@ -76,9 +76,9 @@ class MappedRange {
   // at no other. `before` is told of each stretch right before it is unmapped, once.
   // Returns the stretches that are free addresses now.
   std::vector<ByteRange> drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before = nullptr);
-  // The chunks that are dormant wholly inside `range`, by offset. Whoever asks may own none
-  // of them.
-  [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_in(ByteRange range) const;
+  // The chunks that are dormant in `range`, by offset; the last may reach `beyond` bytes
+  // beyond it. Whoever asks may own none of them.
+  [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_in(ByteRange range, std::size_t beyond = 0) const;
   // Unmaps all that is dormant: the range ends, or others get access to it.
   Status clear_dormant();
   // Chunks that the driver has mapped here and unmapped, those in vain included, since this

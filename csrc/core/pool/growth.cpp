@@ -142,7 +142,7 @@ ByteRange Pool::take_returning(const Extent& extent, std::size_t bare_behind, Gr
   bool are_absent = true;
   for (const ByteRange& gap : extent.gaps) {
     const std::size_t beyond = gap == extent.gaps.back() ? bare_behind : 0;
-    std::vector<DormantMappings::Dormant> tiles = range_->dormant_in({gap.offset, gap.size + beyond});
+    std::vector<DormantMappings::Dormant> tiles = range_->dormant_in(gap, beyond);
     std::size_t end = gap.offset;
     std::size_t count = 0;
     while (count < tiles.size() && end < gap.end() && tiles[count].address == base_ + end) end += tiles[count++].size;
