@@ -113,6 +113,17 @@ TEST(LackingMemoryOfThreads, GoOnWhenThoseOfAllPoolsCannotEnd) {
   });
 }
 
+TEST(LackingMemoryOfThreads, TheirShardsEndWithoutAny) {
+  Lab lab;
+  const auto first = lab.pool("first");
+  const auto second = lab.pool("second");
+  for (const auto& pool : {first, second}) warm(lab, *pool, 512);
+  first->pin();  // there is room to stop threads from now on
+  EXPECT_FALSE(runs_out_at(0, [&] { second->pin(); }));
+  EXPECT_EQ(lab.memory().kept_blocks(*second), 0U);
+  lab.memory().check();
+}
+
 TEST(LackingMemoryOfDirectories, ABlockIsTakenOutAllTheSame) {
   for (const std::size_t size : {kMiB, 64 * kKiB}) {  // some in a page, and a table's full
     BlockDirectory directory(8 * kMiB);

@@ -144,17 +144,21 @@ bool ThreadCache::is_alone(const CachedPool& pool) const {
 }
 
 void ThreadCache::remove(const CachedPool& pool) {
-  std::vector<Entry> rest(table_.size());  // here: where the host has no memory for it, nothing has changed
   latest_ = nullptr;
   for (Recent& recent : recent_) {
     if (recent.shard != nullptr && &recent.shard->pool == &pool) recent = {};
   }
-  for (Entry& entry : table_) {
-    if (entry.pool != &pool) continue;
-    entry = {};
-    --pools_;
-    rebuild(std::move(rest));  // without a gap in what others are found by
-    break;
+  std::size_t gap = slot_of(pool);
+  if (table_[gap].pool == nullptr) return;
+  table_[gap] = {};
+  --pools_;
+  // What would be looked for over the gap moves into it, and leaves another.
+  const std::size_t mask = table_.size() - 1;
+  for (std::size_t at = (gap + 1) & mask; table_[at].pool != nullptr; at = (at + 1) & mask) {
+    const std::size_t from_home = (at - home(*table_[at].pool)) & mask;
+    if (from_home < ((at - gap) & mask)) continue;
+    table_[gap] = std::exchange(table_[at], {});
+    gap = at;
   }
 }
 
