@@ -159,14 +159,11 @@ void Pool::free_pages(ByteRange range) {
 // Takes what is mapped and free in `range` out of use until `epoch` has passed.
 void Pool::quarantine(ByteRange range, Epoch epoch) {
   std::vector<ByteRange> parts;
-  for (auto at = range_->covering(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {
+  auto at = range_->covering(range.offset);
+  if (at == range_->live().end()) at = range_->from(range.offset);
+  for (; at != range_->live().end() && at->first < range.end(); ++at) {
     const std::size_t begin = std::max(at->first, range.offset);
     parts.push_back({begin, std::min(at->first + at->second.chunk->size, range.end()) - begin});
-  }
-  if (parts.empty()) {
-    for (auto at = range_->from(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {
-      parts.push_back({at->first, std::min(at->first + at->second.chunk->size, range.end()) - at->first});
-    }
   }
   for (const ByteRange& part : parts) {
     std::vector<Piece> pieces;
