@@ -117,6 +117,7 @@ SOURCES = [
     "csrc/core/pool/free_space.cpp",
     "csrc/core/pool/growth.cpp",
     "csrc/core/pool/idle.cpp",
+    "csrc/core/pool/idle_chunks.cpp",
     "csrc/core/pool/numbers.cpp",
     "csrc/core/pool/pages.cpp",
     "csrc/core/pool/placing.cpp",

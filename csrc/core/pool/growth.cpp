@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <exception>
 #include <initializer_list>
+#include <optional>
 
 #include "core/memory/chunk_store.h"
 #include "core/memory/grant.h"
@@ -72,31 +73,6 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
   if (back_from({Source::at_once, Source::any})) return true;
   // What was mapped in vain stands where fresh memory would: the ladder finds another place.
   return status.code() == StatusCode::not_supported && in_vain_.empty() && back_from({Source::fresh});
-}
-
-// Of the idle chunks of at most `room` bytes the one that the request uses most of
-// and that breaks up the least free space. Of what lies beyond `remaining` the
-// request uses nothing.
-bool Pool::pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::size_t room, std::size_t total,
-                     IdleChunk* out) {
-  auto best = idle.end();
-  double most = 0;
-  for (auto at = idle.begin(); at != idle.end(); ++at) {
-    const std::size_t size = at->chunk->size;
-    if (size > room) continue;
-    const std::size_t beyond = size - std::min(size, remaining);
-    const double worth = static_cast<double>(size - beyond) / static_cast<double>(remaining) -
-                         (0.5 * static_cast<double>(at->stretch - size) + 0.1 * static_cast<double>(beyond)) /
-                             static_cast<double>(total);
-    if (best != idle.end() && worth <= most) continue;
-    best = at;
-    most = worth;
-  }
-  if (best == idle.end()) return false;
-  *out = *best;
-  *best = idle.back();
-  idle.pop_back();
-  return true;
 }
 
 // What collect() has chosen so far: it goes back on failure, the host's for want of memory
@@ -195,17 +171,16 @@ Chunk* Pool::choose_chunk(std::size_t remaining, std::size_t largest, std::size_
     if (Chunk* const granted = choice.grant->chunks.take_at_most(largest, is_exact)) return granted;
   }
   if (!choice.idle.empty()) {
-    IdleChunk move;
-    bool found = true;
+    std::optional<IdleChunk> move;
     if (uniform_) {
       move = choice.idle.back();
       choice.idle.pop_back();
     } else {
-      found = pick_idle(choice.idle, remaining, largest + beyond, choice.lack.total, &move);
+      move = take_most_useful(&choice.idle, remaining, largest + beyond, choice.lack.total);
     }
-    if (found) {
-      choice.backing.moves.push_back(move);
-      return move.chunk;
+    if (move.has_value()) {
+      choice.backing.moves.push_back(*move);
+      return move->chunk;
     }
   }
   if (choice.full != nullptr) return nullptr;

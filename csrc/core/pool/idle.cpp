@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <optional>
 #include <set>
 
 #include "base/check.h"
@@ -45,7 +46,7 @@ Epoch Pool::last_use_of(ByteRange range) const {
 // Of the chunks that the stream may use at once, those that stand in free blocks
 // of at least `at_least` bytes, the smallest blocks first: what they lose there
 // breaks up the least. A look at so many blocks costs as much as half a move.
-std::vector<Pool::IdleChunk> Pool::idle_at_once(StreamTag tag, std::size_t at_least) {
+std::vector<IdleChunk> Pool::idle_at_once(StreamTag tag, std::size_t at_least) {
   std::vector<IdleChunk> idle;
   const Clock& clock = context_.clock;
   if (pinned_ || !streams_.is_past_graphs(tag)) return idle;
@@ -71,7 +72,7 @@ std::vector<Pool::IdleChunk> Pool::idle_at_once(StreamTag tag, std::size_t at_le
 // Every chunk that stands wholly in free space, by offset; what queued work may
 // still use comes first. None while a graph may use them at any time.
 // `bare_bytes` of what is taken have no memory yet. Walks all free blocks.
-std::vector<Pool::IdleChunk> Pool::all_idle(StreamTag tag, Idle which, std::size_t bare_bytes) {
+std::vector<IdleChunk> Pool::all_idle(StreamTag tag, Idle which, std::size_t bare_bytes) {
   std::vector<IdleChunk> idle;
   // Without a page's worth of memory under free addresses there is none to find:
   // of ten thousand pages in use, a walk took half a millisecond each time.
@@ -106,35 +107,6 @@ std::vector<Pool::IdleChunk> Pool::all_idle(StreamTag tag, Idle which, std::size
   }
   std::stable_partition(idle.begin(), idle.end(), [](const IdleChunk& chunk) { return !chunk.at_once; });
   return idle;
-}
-
-// The same by size; of one size the last are taken first.
-Pool::IdleChunks Pool::idle_chunks(StreamTag tag, Idle which) {
-  IdleChunks by_size;
-  for (const IdleChunk& idle : all_idle(tag, which)) by_size[idle.chunk->size].push_back(idle);
-  return by_size;
-}
-
-// The highest of those of this size: low addresses stay whole.
-Pool::IdleChunk Pool::take_last(IdleChunks& idle, IdleChunks::iterator at) {
-  const IdleChunk taken = at->second.back();
-  at->second.pop_back();
-  if (at->second.empty()) idle.erase(at);
-  return taken;
-}
-
-bool Pool::take_largest(IdleChunks& idle, std::size_t at_most, IdleChunk* out) {
-  const auto above = idle.upper_bound(at_most);
-  if (above == idle.begin()) return false;
-  *out = take_last(idle, std::prev(above));
-  return true;
-}
-
-bool Pool::take_smallest(IdleChunks& idle, std::size_t at_least, IdleChunk* out) {
-  const auto at = idle.lower_bound(at_least);
-  if (at == idle.end()) return false;
-  *out = take_last(idle, at);
-  return true;
 }
 
 // Takes the chunk at `offset` out of the pool's range. REQUIRES: its addresses
@@ -235,7 +207,7 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
   give_up_spare_slabs();
   std::set<const Chunk*> first;
   for (const DormantMappings::Dormant& each : wanted) first.insert(each.chunk);
-  IdleChunks idle;  // by size
+  IdleChunks idle;
   std::size_t moved = 0;
   const auto move = [&](const IdleChunk& chosen) VMM_REQUIRES(mutex_) {
     const std::size_t size = chosen.chunk->size;
@@ -249,16 +221,15 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
   };
   for (const IdleChunk& each : all_idle(kNeutral, Idle::movable)) {
     if (first.count(each.chunk) == 0) {
-      idle[each.chunk->size].push_back(each);
+      idle.add(each);
     } else if (*refused == nullptr) {
       move(each);
     }
   }
-  IdleChunk chosen;
   while (moved < want && *refused == nullptr) {
-    const std::size_t remaining = want - moved;
-    if (!take_largest(idle, remaining, &chosen) && !take_smallest(idle, remaining, &chosen)) break;
-    move(chosen);
+    const std::optional<IdleChunk> chosen = idle.take_nearest(want - moved);
+    if (!chosen.has_value()) break;
+    move(*chosen);
   }
   drop_retired();
   return moved;
@@ -269,16 +240,9 @@ std::size_t Pool::shed(std::size_t keep) {
   if (range_ == nullptr) return 0;
   settle_locked();
   give_up_spare_slabs();
-  IdleChunks idle = idle_chunks(kNeutral, Idle::all);
-  std::size_t idle_bytes = 0;
-  for (const auto& [size, chunks] : idle) idle_bytes += size * chunks.size();
+  IdleChunks idle(all_idle(kNeutral, Idle::all));
   std::size_t moved = 0;
-  IdleChunk chosen;
-  while (idle_bytes > keep && take_largest(idle, kUnlimited, &chosen)) {
-    const std::size_t size = shelve(chosen);
-    idle_bytes -= size;
-    moved += size;
-  }
+  while (idle.bytes() > keep) moved += shelve(*idle.take_largest());
   drop_retired();
   return moved;
 }
@@ -289,7 +253,7 @@ std::size_t Pool::shelve(const IdleChunk& idle) {
   return size;
 }
 
-std::vector<Pool::IdleChunk> Pool::idle_by_age(const FreedAt& freed_at) {
+std::vector<IdleChunk> Pool::idle_by_age(const FreedAt& freed_at) {
   std::vector<std::pair<std::uint64_t, IdleChunk>> aged;
   for (const IdleChunk& idle : all_idle(kNeutral, Idle::all)) {
     aged.emplace_back(freed_at({idle.offset, idle.chunk->size}), idle);
@@ -341,17 +305,18 @@ std::size_t Pool::melt_locked(const Budget* limit, std::size_t want, bool own) {
   if (range_ == nullptr) return 0;
   settle_locked();
   give_up_spare_slabs();
-  IdleChunks idle = idle_chunks(kNeutral, Idle::all);
+  IdleChunks idle(all_idle(kNeutral, Idle::all));
   std::size_t in_use = 0;
-  IdleChunk chosen;
-  while ((limit == nullptr || limit->room() < want) && take_largest(idle, kUnlimited, &chosen)) {
-    const std::size_t size = chosen.chunk->size;
+  while (limit == nullptr || limit->room() < want) {
+    const std::optional<IdleChunk> chosen = idle.take_largest();
+    if (!chosen.has_value()) break;
+    const std::size_t size = chosen->chunk->size;
     if (!own && bytes_above_floor() < size) continue;
-    if (!chosen.at_once) {
+    if (!chosen->at_once) {
       in_use += size;
       continue;
     }
-    Chunk* chunk = detach(chosen.offset, last_use_of({chosen.offset, size}));
+    Chunk* chunk = detach(chosen->offset, last_use_of({chosen->offset, size}));
     drop_retired();
     // Another pool's former mapping, of before the chunk came here, may still
     // stand: then it cannot be released yet and rests on the shelf.

@@ -3,6 +3,7 @@
 // Best fit over the free space that has its memory, then over what lacks the
 // least, which growth.cpp backs; at a limit over bare space, on whole idle chunks.
 #include <algorithm>
+#include <optional>
 
 #include "base/check.h"
 #include "core/memory/grant.h"
@@ -205,7 +206,7 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
 Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
   const std::size_t wanted = align_up(request.size, page_);
   give_up_spare_slabs();
-  IdleChunks idle = idle_chunks(request.tag, Idle::movable);
+  IdleChunks idle(all_idle(request.tag, Idle::movable));
   Backing backing;
   std::size_t sum = 0;
   const auto take_granted = [&](Chunk* chunk) {
@@ -216,14 +217,13 @@ Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
     backing.moves.push_back(move);
     take_granted(move.chunk);
   };
-  IdleChunk move;
   while (sum < wanted) {
     const std::size_t remaining = wanted - sum;
     Chunk* chunk = nullptr;
     if (grant != nullptr && (chunk = grant->chunks.take_at_most(remaining, /*exact=*/false)) != nullptr) {
       take_granted(chunk);
-    } else if (take_largest(idle, remaining, &move) || take_smallest(idle, remaining, &move)) {
-      take_own(move);
+    } else if (const std::optional<IdleChunk> move = idle.take_nearest(remaining)) {
+      take_own(*move);
     } else if (grant != nullptr && (chunk = grant->chunks.take_above(remaining)) != nullptr) {
       take_granted(chunk);
     } else {

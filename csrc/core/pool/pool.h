@@ -36,6 +36,7 @@
 #include "core/numbers/peaks.h"
 #include "core/numbers/pool_counters.h"
 #include "core/numbers/stats.h"
+#include "core/pool/idle_chunks.h"
 #include "core/pool/pool_checkpoint.h"
 #include "core/pool/pool_context.h"
 #include "core/pool/pool_spec.h"
@@ -324,15 +325,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     StreamTag tag = kNeutral;
     Epoch epoch = kLongAgo;
   };
-  // An idle chunk: where it stands, in a free stretch of how many bytes, and
-  // whether the asking stream may use it at once, without a wait on the GPU.
-  struct IdleChunk {
-    Chunk* chunk = nullptr;
-    std::size_t offset = 0;
-    std::size_t stretch = 0;
-    bool at_once = false;
-  };
-  using IdleChunks = std::map<std::size_t, std::vector<IdleChunk>>;  // by size
   // To move elsewhere, or also to be given back: what was exported moves nowhere.
   enum class Idle : std::uint8_t { movable, all };
   // Which memory may back a request, in the order in which it is tried.
@@ -476,8 +468,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void create_chunks(const Extent& extent, Choice& choice, Shortage* shortage) VMM_REQUIRES(mutex_);
   void cover(Extent* extent, const Backing& backing, BlockState state) VMM_REQUIRES(mutex_);
   void uncover(Extent* extent, std::size_t end) VMM_REQUIRES(mutex_);
-  static bool pick_idle(std::vector<IdleChunk>& idle, std::size_t remaining, std::size_t room, std::size_t total,
-                        IdleChunk* out);
   Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
   Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) VMM_REQUIRES(mutex_);
   void put_back(Chunk* chunk, Grant* grant) VMM_REQUIRES(mutex_);
@@ -486,12 +476,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // idle.cpp: idle chunks, and letting go of them
   std::vector<IdleChunk> idle_at_once(StreamTag tag, std::size_t at_least) VMM_REQUIRES(mutex_);
   std::vector<IdleChunk> all_idle(StreamTag tag, Idle which, std::size_t bare_bytes = 0) VMM_REQUIRES(mutex_);
-  IdleChunks idle_chunks(StreamTag tag, Idle which) VMM_REQUIRES(mutex_);
-  // The largest of at most so many bytes, the smallest of at least so many; of one
-  // size the highest. False: there is none.
-  static bool take_largest(IdleChunks& idle, std::size_t at_most, IdleChunk* out);
-  static bool take_smallest(IdleChunks& idle, std::size_t at_least, IdleChunk* out);
-  static IdleChunk take_last(IdleChunks& idle, IdleChunks::iterator at);
   std::vector<IdleChunk> idle_by_age(const FreedAt& freed_at) VMM_REQUIRES(mutex_);
   std::size_t shelve(const IdleChunk& idle) VMM_REQUIRES(mutex_);
   Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
