@@ -224,13 +224,16 @@ MappedRange::Map::const_iterator MappedRange::covering(std::size_t offset) const
   return after->first + after->second.chunk->size > offset ? after : live_.end();
 }
 
+MappedRange::Map::const_iterator MappedRange::reaching(std::size_t offset) const {
+  const auto at = covering(offset);
+  return at != live_.end() ? at : from(offset);
+}
+
 // Calls `each(offset, size)` for every stretch of `range` without a mapping.
 template <typename Each>
 void MappedRange::for_each_gap(ByteRange range, const Each& each) const {
   std::size_t at = range.offset;
-  auto it = covering(at);
-  if (it == live_.end()) it = live_.lower_bound(at);
-  for (; it != live_.end() && it->first < range.end(); ++it) {
+  for (auto it = reaching(at); it != live_.end() && it->first < range.end(); ++it) {
     if (it->first > at) each(at, it->first - at);
     at = it->first + it->second.chunk->size;
   }

@@ -96,6 +96,8 @@ class MappedRange {
   [[nodiscard]] std::size_t missing_bytes(ByteRange range) const;
   // The mapping that covers `offset`, or end().
   [[nodiscard]] Map::const_iterator covering(std::size_t offset) const;
+  // The first mapping that ends behind `offset`: the one that covers it, or the next.
+  [[nodiscard]] Map::const_iterator reaching(std::size_t offset) const;
   // The first mapping at or after `offset`.
   [[nodiscard]] Map::const_iterator from(std::size_t offset) const { return live_.lower_bound(offset); }
   [[nodiscard]] const Map& live() const { return live_; }

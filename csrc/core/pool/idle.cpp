@@ -167,8 +167,7 @@ bool Pool::is_free(ByteRange range) const {
 // Looks at those only: a pool may hold very many.
 void Pool::shelve_idle_chunks(ByteRange range) {
   if (pinned_) return;
-  const auto covering = range_->covering(range.offset);
-  auto at = covering != range_->live().end() ? covering : range_->from(range.offset);
+  auto at = range_->reaching(range.offset);
   while (at != range_->live().end() && at->first < range.end()) {
     const ByteRange of_chunk{at->first, at->second.chunk->size};
     ++at;  // before it is taken out
@@ -203,8 +202,7 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
   *refused = nullptr;
   const GatheredLock lock(*this);
   if (range_ == nullptr) return 0;
-  settle_locked();
-  give_up_spare_slabs();
+  free_up_space();
   std::set<const Chunk*> first;
   for (const DormantMappings::Dormant& each : wanted) first.insert(each.chunk);
   IdleChunks idle;
@@ -238,8 +236,7 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
 std::size_t Pool::shed(std::size_t keep) {
   const GatheredLock lock(*this);
   if (range_ == nullptr) return 0;
-  settle_locked();
-  give_up_spare_slabs();
+  free_up_space();
   IdleChunks idle(all_idle(kNeutral, Idle::all));
   std::size_t moved = 0;
   while (idle.bytes() > keep) moved += shelve(*idle.take_largest());
@@ -271,8 +268,7 @@ std::vector<IdleChunk> Pool::idle_by_age(const FreedAt& freed_at) {
 std::size_t Pool::shed_oldest(std::size_t keep, const FreedAt& freed_at) {
   const GatheredLock lock(*this);
   if (range_ == nullptr) return 0;
-  settle_locked();
-  give_up_spare_slabs();
+  free_up_space();
   const std::vector<IdleChunk> idle = idle_by_age(freed_at);
   std::size_t idle_bytes = 0;
   for (const IdleChunk& each : idle) idle_bytes += each.chunk->size;
@@ -291,8 +287,7 @@ std::size_t Pool::shed_unused(std::size_t most, const FreedAt& freed_at) {
   if (range_ == nullptr) return 0;
   context_.clock.cover(context_.clock.now());
   context_.clock.poll();
-  settle_locked();
-  give_up_spare_slabs();
+  free_up_space();
   std::size_t moved = 0;
   for (const IdleChunk& idle : idle_by_age(freed_at)) {
     if (idle.at_once && idle.chunk->size <= most - moved) moved += shelve(idle);
@@ -303,8 +298,7 @@ std::size_t Pool::shed_unused(std::size_t most, const FreedAt& freed_at) {
 
 std::size_t Pool::melt_locked(const Budget* limit, std::size_t want, bool own) {
   if (range_ == nullptr) return 0;
-  settle_locked();
-  give_up_spare_slabs();
+  free_up_space();
   IdleChunks idle(all_idle(kNeutral, Idle::all));
   std::size_t in_use = 0;
   while (limit == nullptr || limit->room() < want) {

@@ -82,8 +82,7 @@ Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream st
   const ByteRange range = page_range(offset, size);
   const GatheredLock lock(*this);
   require_open();
-  settle_locked();
-  give_up_spare_slabs();
+  free_up_space();
   const StreamTag tag = streams_.tag_of(stream);
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   for (std::size_t taken = first_unfree(range); taken < range.end(); taken = first_unfree(range)) {
@@ -115,8 +114,7 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
   const std::size_t wanted = page_range(0, size).size;
   const GatheredLock lock(*this);
   require_open();
-  settle_locked();
-  give_up_spare_slabs();
+  free_up_space();
   if (!streams_.is_behind(streams_.tag_of(stream), &shortage->wait_for)) return 0;
   if (const auto begin = large_.first_fit(wanted, page_)) return take_pages({*begin, wanted}, stream, grant, shortage);
   *shortage = Shortage::of_addresses(wanted);
@@ -159,9 +157,7 @@ void Pool::free_pages(ByteRange range) {
 // Takes what is mapped and free in `range` out of use until `epoch` has passed.
 void Pool::quarantine(ByteRange range, Epoch epoch) {
   std::vector<ByteRange> parts;
-  auto at = range_->covering(range.offset);
-  if (at == range_->live().end()) at = range_->from(range.offset);
-  for (; at != range_->live().end() && at->first < range.end(); ++at) {
+  for (auto at = range_->reaching(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {
     const std::size_t begin = std::max(at->first, range.offset);
     parts.push_back({begin, std::min(at->first + at->second.chunk->size, range.end()) - begin});
   }

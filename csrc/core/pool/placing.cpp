@@ -52,8 +52,7 @@ Block* Pool::place_within_chunk(const Request& request, Grant* grant, Shortage* 
   const auto find = [&]() VMM_REQUIRES(mutex_) { return placement_.find_bare(request.size, /*high=*/false, &offset); };
   bool found = find();
   if (!found) {
-    settle_locked();
-    give_up_spare_slabs();
+    free_up_space();
     found = find();
   }
   if (!found && !pinned_) {
@@ -90,8 +89,7 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   std::size_t offset = 0;
   bool found = placement_.find_spot(request, &offset);
   if (!found) {
-    settle_locked();
-    give_up_spare_slabs();
+    free_up_space();
     found = placement_.find_spot(request, &offset);
   }
   // Not where graphs use what is free whenever they are replayed.

@@ -419,9 +419,7 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
 
 // For a block at a place that is not ours to choose.
 void Pool::require_within_chunk(ByteRange range) const {
-  auto at = range_->covering(range.offset);
-  if (at == range_->live().end()) at = range_->from(range.offset);
-  for (; at != range_->live().end() && at->first < range.end(); ++at) {
+  for (auto at = range_->reaching(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {
     const bool is_within = at->first <= range.offset && range.end() <= at->first + at->second.chunk->size;
     if (is_within || at->second.is_withheld) continue;
     throw InvalidRangeError(range.offset, range.size, capacity_,
@@ -446,8 +444,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   if (!takes_requests(shortage)) {
     throw InvalidArgumentError("pool '" + name_ + "' takes no requests while some of its memory is sealed: unseal it");
   }
-  settle_locked();
-  give_up_spare_slabs();
+  free_up_space();
   if (can_never_hold(size, shortage)) return 0;
   const StreamTag tag = streams_.tag_of(stream);
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
@@ -561,6 +558,11 @@ void Pool::free_slab(const Slabs::Emptied& emptied) {
 
 void Pool::give_up_spare_slabs() {
   for (const Slabs::Emptied& emptied : slabs_.give_up_spares()) free_slab(emptied);
+}
+
+void Pool::free_up_space() {
+  settle_locked();
+  give_up_spare_slabs();
 }
 
 void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) {

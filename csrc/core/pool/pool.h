@@ -410,6 +410,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void free_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void free_slab(const Slabs::Emptied& emptied) VMM_REQUIRES(mutex_);
   void give_up_spare_slabs() VMM_REQUIRES(mutex_);
+  // All that could be free space is: frees that waited for work that has ended, and the
+  // slabs that streams keep empty.
+  void free_up_space() VMM_REQUIRES(mutex_);
   bool settle_locked() VMM_REQUIRES(mutex_);
   bool finish_passed() VMM_REQUIRES(mutex_);
   void hand_over(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);

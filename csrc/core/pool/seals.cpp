@@ -226,8 +226,7 @@ bool Pool::reopen() {
   settle_watched();
   const MutexLock lock(mutex_);
   if (!is_sealed()) return !is_retired();
-  settle_locked();
-  give_up_spare_slabs();
+  free_up_space();
   for (auto at = range_->live().begin(); at != range_->live().end();) {
     const ByteRange chunk{at->first, at->second.chunk->size};
     const bool is_writable = allows(at->second, Access::read_write);
@@ -243,9 +242,7 @@ bool Pool::has_read_only(Address address, std::size_t bytes) const {
   const ReadLock lock(*this);
   if (range_ == nullptr || !contains(address)) return false;
   const std::size_t begin = address - base_;
-  auto at = range_->covering(begin);
-  if (at == range_->live().end()) at = range_->from(begin);
-  for (; at != range_->live().end() && at->first < begin + bytes; ++at) {
+  for (auto at = range_->reaching(begin); at != range_->live().end() && at->first < begin + bytes; ++at) {
     if (at->second.access() == Access::read) return true;
   }
   return false;
