@@ -69,7 +69,7 @@ RECORDED = {
 BOUNDS = {
     "train": Bound(1.019, 5060, 950),
     "vision": Bound(1.014, 4000, 1020),
-    "lora": Bound(1.008, 4870, 530),
+    "lora": Bound(1.010, 4870, 530),
     "serve": Bound(1.025, 2100, 90),
     "two": Bound(1.015, 2490, 160),
     "continuous": Bound(1.109, 9340, 350),
@@ -80,7 +80,7 @@ BOUNDS = {
     "own_vision": Bound(1.016, 4900, 60),
     "own_turns": Bound(1.013, 2710, 10),
     "own_lora": Bound(1.018, 4360, 130),
-    "own_two_models": Bound(1.026, 2490, 190),
+    "own_two_models": Bound(1.031, 2490, 190),
 }
 BEHIND = 300  # steps: what an H100 was behind own_continuous, by its ratio
 BEHIND_BOUNDS = {
@@ -90,14 +90,14 @@ BEHIND_BOUNDS = {
     "serve": Bound(1.021, 1860, 70),
     "two": Bound(1.016, 2390, 110),
     "continuous": Bound(1.104, 9110, 310),
-    "own_train": Bound(1.006, 4640, 40),
+    "own_train": Bound(1.010, 4640, 120),
     "own_checkpointed": Bound(1.012, 4020, 160),
-    "own_serve": Bound(1.014, 2450, 120),
+    "own_serve": Bound(1.021, 2450, 230),
     "own_continuous": Bound(1.032, 5360, 890),
-    "own_vision": Bound(1.017, 4730, 50),
+    "own_vision": Bound(1.017, 4730, 120),
     "own_turns": Bound(1.020, 2720, 40),
-    "own_lora": Bound(1.010, 3980, 110),
-    "own_two_models": Bound(1.026, 2340, 170),
+    "own_lora": Bound(1.010, 3980, 150),
+    "own_two_models": Bound(1.031, 2340, 200),
 }
 
 
