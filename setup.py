@@ -113,6 +113,7 @@ SOURCES = [
     "csrc/core/numbers/stats.cpp",
     "csrc/core/options.cpp",
     "csrc/core/pool/cached.cpp",
+    "csrc/core/pool/checking.cpp",
     "csrc/core/pool/checkpoint.cpp",
     "csrc/core/pool/free_space.cpp",
     "csrc/core/pool/growth.cpp",

@@ -111,6 +111,11 @@ struct Block {
     return now == BlockState::used || now == BlockState::pending || now == BlockState::pages ||
            now == BlockState::watched;
   }
+  // Free space, and what is beside a watched block: there may be memory under it or not.
+  [[nodiscard]] bool is_nobodys() const {
+    const BlockState now = state;
+    return now == BlockState::free || now == BlockState::retired || now == BlockState::guard;
+  }
 
  private:
   static constexpr std::uint8_t kHighest = 63;  // of 2^38 units: 2^47 bytes, all addresses that there are

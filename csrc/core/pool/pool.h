@@ -514,6 +514,14 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void set_inactive_split(const FreeSpace& free) VMM_REQUIRES(mutex_);
   void check_free_space() const VMM_REQUIRES(mutex_);
 
+  // checking.cpp: check(), in steps
+  struct Walked;
+  void count(const Block& block, Walked* walked) const VMM_REQUIRES(mutex_);
+  void check_memory_under(const Block& block, Walked* walked) const VMM_REQUIRES(mutex_);
+  void check_lists(const Walked& walked) const VMM_REQUIRES(mutex_);
+  std::size_t check_chunks() const VMM_REQUIRES(mutex_);  // bytes of them
+  void check_statistics(const Walked& walked, std::size_t mapped) const VMM_REQUIRES(mutex_);
+
   // seals.cpp
   [[nodiscard]] std::vector<ByteRange> live_memory() const VMM_REQUIRES(mutex_);
   [[nodiscard]] std::vector<ByteRange> given_memory(const std::vector<SealedPiece>& pieces,

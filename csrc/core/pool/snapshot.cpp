@@ -1,9 +1,6 @@
-// Pool: its segments and blocks, as torch's snapshots show them, and the proof
-// that everything adds up. Both walk everything.
+// Pool: its segments and blocks, as torch's snapshots show them. Walks everything.
 #include <algorithm>
-#include <set>
 
-#include "base/check.h"
 #include "core/pool/pool.h"
 
 namespace vmm {
@@ -88,12 +85,6 @@ BlockSnapshot::State state_of(const Block& block) {
   }
 }
 
-// Free space, and what is beside a watched block: there may be memory under it or not.
-bool is_nobodys(const Block& block) {
-  const BlockState now = block.state;
-  return now == BlockState::free || now == BlockState::retired || now == BlockState::guard;
-}
-
 std::size_t requested_of(const Block& block) { return block.is_active() ? block.requested : 0; }
 
 }  // namespace
@@ -116,7 +107,7 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
       builder.cut();
       continue;
     }
-    if (!is_nobodys(*block)) {
+    if (!block->is_nobodys()) {
       builder.add(block->offset, block->size(), requested_of(*block), state_of(*block), SizeClass::large_pool, stream);
       continue;
     }
@@ -145,141 +136,12 @@ void Pool::withhold_broken_chunks() {
     if (!uniform_) large_.add_border(offset);
   }
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
-    if (is_nobodys(*block)) continue;
+    if (block->is_nobodys()) continue;
     auto at = range_->covering(block->offset);
     const bool is_whole = at->first + at->second.chunk->size >= block->end();
     if (is_whole && block->state != BlockState::pages) continue;
     for (; at != range_->live().end() && at->first < block->end(); ++at) range_->withhold(at->first);
   }
-}
-
-void Pool::check() const {
-  const StillLock lock(*this, BlockCaches::Kept::stays);
-  if (range_ == nullptr) return;
-  large_.check();
-  std::size_t used_bytes = 0;
-  std::size_t used_blocks = 0;
-  std::size_t requested = 0;
-  std::size_t pending = 0;
-  std::size_t pages = 0;
-  std::size_t quarantined = 0;
-  std::size_t slabs = 0;
-  std::size_t retired = 0;
-  std::size_t retired_bytes = 0;
-  std::size_t kept = 0;
-  std::size_t recorded = 0;
-  std::size_t watched = 0;
-  std::size_t guard_mapped = 0;
-  std::size_t guard_bare = 0;
-  const auto count_block = [&](const Block& block) VMM_REQUIRES(mutex_) {
-    if (is_nobodys(block) || block.state == BlockState::slab) return;
-    if (block.state == BlockState::pending) {
-      pending += block.size();
-      watched += watch_.live.count(block.offset);
-      requested += block.requested;
-      return;
-    }
-    if (block.state == BlockState::quarantined) {
-      quarantined += block.size();
-      return;
-    }
-    VMM_CHECK(block.state == BlockState::pages || directory_->find(block.offset) == &block, "live block at ",
-              block.offset);
-    if (block.state == BlockState::cached) {
-      ++kept;
-      return;
-    }
-    used_bytes += block.size();
-    requested += block.requested;
-    ++used_blocks;
-    if (block.recorded != 0) ++recorded;
-    if (block.state == BlockState::pages) pages += block.size();
-    if (block.state == BlockState::watched) ++watched;
-  };
-  for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
-    count_block(*block);
-    const BlockState state = block->state;
-    switch (state) {
-      case BlockState::slab:
-        ++slabs;
-        VMM_CHECK(slabs_.holds(*block), "slab at ", block->offset);
-        for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) {
-          count_block(*piece);
-        }
-        [[fallthrough]];
-      case BlockState::used:
-      case BlockState::watched:
-      case BlockState::cached:
-      case BlockState::pages:
-      case BlockState::pending:
-      case BlockState::quarantined:
-        VMM_CHECK(range_->missing_bytes(block->range()) == 0, "nothing under the block at ", block->offset);
-        break;
-      case BlockState::retired:
-        ++retired;
-        retired_bytes += block->size();
-        VMM_CHECK(range_->missing_bytes(block->range()) == block->size(), "a mapping under the retired ",
-                  block->offset);
-        break;
-      case BlockState::guard: {
-        const std::size_t missing = range_->missing_bytes(block->range());
-        VMM_CHECK(missing == 0 || missing == block->size(), "the guard at ", block->offset, "+", block->size(),
-                  " lacks ", missing);
-        (missing == 0 ? guard_mapped : guard_bare) += block->size();
-        break;
-      }
-      case BlockState::free:
-        // Wholly bare or wholly backed: placement takes the one for the other nowhere.
-        VMM_CHECK(range_->missing_bytes(block->range()) == (block->tag == kNeutral ? block->size() : 0),
-                  "free block of tag ", block->tag, " at ", block->offset, "+", block->size(), " lacks ",
-                  range_->missing_bytes(block->range()));
-        break;
-    }
-  }
-  slabs_.check();
-  VMM_CHECK(slabs == slabs_.size() && retired == retired_.size() && retired == range_->retired_count(), "slabs ", slabs,
-            " retired ", retired);
-  VMM_CHECK(retired_bytes == retired_.bytes(), "retired: walked ", retired_bytes, ", counted ", retired_.bytes());
-  VMM_CHECK(used_blocks + kept == live_blocks_locked(), "blocks: walked ", used_blocks, " and kept ", kept,
-            ", indexed ", live_blocks_locked());
-  VMM_CHECK(
-      pending == pending_bytes_ && pages == page_bytes_ && quarantined == quarantined_.bytes() + watch_.freed_bytes,
-      "pending ", pending, " pages ", pages, " quarantined ", quarantined);
-  VMM_CHECK(watched == watch_.live.size() && guard_mapped == watch_.mapped_bytes && guard_bare == watch_.bare_bytes,
-            "watched ", watched, " of ", watch_.live.size(), ", guards ", guard_mapped, " of ", watch_.mapped_bytes,
-            " and ", guard_bare, " of ", watch_.bare_bytes);
-  VMM_CHECK(recorded == recorded_uses_.size(), "blocks that other streams used: walked ", recorded, ", lists ",
-            recorded_uses_.size());
-  VMM_CHECK(in_vain_.empty(), "mappings in vain: ", in_vain_.size());
-  VMM_CHECK(streams_.blocks() == used_blocks + kept + pending_.size(), "blocks: of streams ", streams_.blocks(),
-            ", walked ", used_blocks + kept + pending_.size());
-  std::set<const Chunk*> seen;
-  std::size_t mapped = 0;
-  for (const auto& [offset, mapping] : range_->live()) {
-    VMM_CHECK(seen.insert(mapping.chunk).second, "one chunk twice, the second time at ", offset);
-    VMM_CHECK(mapping.chunk->charged == &budget_, "the chunk at ", offset, " is charged to ",
-              mapping.chunk->charged->name());
-    VMM_CHECK(mapping.chunk->content.load() == id_ && mapping.chunk->mappings.load() >= 1, "the chunk at ", offset);
-    mapped += mapping.chunk->size;
-  }
-  VMM_CHECK(mapped == range_->mapped_bytes(), "mapped: walked ", mapped, ", counted ", range_->mapped_bytes());
-  Statistics statistics = counters_.totals();
-  own_peaks_.fill_peaks(statistics);
-  const auto current = [&statistics](StatKind kind) {
-    const StatTriple& triple = statistics[kind];
-    VMM_CHECK(triple[0].current == triple[1].current + triple[2].current, "small and large do not add up");
-    VMM_CHECK(triple[0].peak >= triple[0].current, "peak below current");
-    return static_cast<std::size_t>(triple[0].current);
-  };
-  VMM_CHECK(current(StatKind::allocated_bytes) == used_bytes, "allocated: walked ", used_bytes);
-  VMM_CHECK(current(StatKind::allocation) == used_blocks, "allocations: walked ", used_blocks);
-  VMM_CHECK(current(StatKind::active_bytes) == used_bytes + pending, "active: walked ", used_bytes + pending);
-  VMM_CHECK(current(StatKind::requested_bytes) == requested, "requested: walked ", requested);
-  VMM_CHECK(current(StatKind::reserved_bytes) == mapped, "reserved: walked ", mapped);
-  VMM_CHECK(current(StatKind::segment) == range_->live().size(), "segments: walked ", range_->live().size());
-  VMM_CHECK(counters_.current(StatKind::reserved_bytes, SizeClass::small_pool) == slabs_.bytes(),
-            "reserved for small blocks: slabs of ", slabs_.bytes());
-  if (kept == 0) check_free_space();
 }
 
 }  // namespace vmm
