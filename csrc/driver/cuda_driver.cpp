@@ -272,7 +272,6 @@ Status CudaDriver::create(const ChunkSpec& spec, ChunkHandle* out) {
   Chunk chunk;
   chunk.size = spec.size;
   chunk.exportable = spec.exportable;
-  chunk.where = spec.location;
   const RelaxedCapture relaxed(api_);
   const Status created = answer(api_.cuMemCreate(&chunk.handle, spec.size, &asked, 0), "cuMemCreate");
   if (!created.ok()) return created;
@@ -319,74 +318,44 @@ Status CudaDriver::map(Address address, std::size_t size, ChunkHandle handle) {
     mapping.size = size;
     mapping.chunk = handle;
     book_.add_mapping(address, mapping);
-    const std::optional<Location>& where = found->second.where;
-    if (where.has_value()) unopened_.emplace(handle, Unopened{address, size, *where});
+    if (found->second.anchor == 0) found->second.anchor = address;
   }
   const RelaxedCapture relaxed(api_);
   const Status mapped = answer(api_.cuMemMap(address, size, 0, physical, 0), "cuMemMap");
   if (!mapped.ok()) {
     const MutexLock lock(mutex_);
     book_.drop_run(address, size);
-    forget_unopened(handle, address);
+    forget_anchor(handle, address);
   }
   return mapped;
 }
 
-std::vector<CudaDriver::Unopened> CudaDriver::take_unopened_beside(Address address, std::size_t size) {
-  std::vector<Unopened> taken;
-  if (unopened_.empty()) return taken;
-  taken.reserve(unopened_.size());  // where the host has no memory for them none is taken
+// The chunk's mapping at `address` has gone.
+void CudaDriver::forget_anchor(ChunkHandle chunk, Address address) {
+  const auto found = chunks_.find(chunk);
+  if (found != chunks_.end() && found->second.anchor == address) found->second.anchor = 0;
+}
+
+std::vector<CudaDriver::Chunk> CudaDriver::without_anchor(Address address, std::size_t size) {
+  std::vector<Chunk> found;
   const auto end = book_.run_end(address, size);
   for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
-    const auto [first, last] = unopened_.equal_range(mapping->second.chunk);
-    for (auto at = first; at != last;) {
-      const bool is_within = at->second.address >= address && at->second.address - address < size;
-      if (is_within) {
-        ++at;
-      } else {
-        taken.push_back(at->second);
-        at = unopened_.erase(at);
-      }
-    }
+    const auto chunk = chunks_.find(mapping->second.chunk);  // one that was released is mapped nowhere again
+    if (chunk != chunks_.end() && chunk->second.anchor == 0) found.push_back(chunk->second);
   }
-  return taken;
+  return found;
 }
 
-void CudaDriver::forget_unopened(ChunkHandle chunk, Address address) {
-  const auto [first, last] = unopened_.equal_range(chunk);
-  const auto found =
-      std::find_if(first, last, [address](const auto& entry) { return entry.second.address == address; });
-  if (found != last) unopened_.erase(found);
-}
-
-// As well as it can: where it fails, so does a later map, which its caller survives.
-void CudaDriver::open_early(const std::vector<Unopened>& mappings) {
-  for (const auto& [address, size, where] : mappings) {
-    const Current current(*this, where.kind == Location::Kind::host ? 0 : where.device);
-    CUmemAccessDesc rights{};
-    rights.location = location(where);
-    rights.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    answer(api_.cuMemSetAccess(address, size, &rights, 1), "cuMemSetAccess").ignore();
-  }
-}
-
-// Where a chunk's first mapping has gone, and another that was made beside it is given
-// access only then, cuMemMap refuses the chunk everywhere (error 999) until it is mapped
-// nowhere. So these are opened before; closed again they would come to the same. Seen with
-// driver 580.159 on an H100 and an H200.
 Status CudaDriver::unmap(Address address, std::size_t size) {
   if (!alive()) return gone("unmap");
   AddressBook::Mappings run;
-  std::vector<Unopened> beside;
   const MutexLock changing(changing_);
   {
     const MutexLock lock(mutex_);
     if (const char* const why = book_.check_run(address, size)) return refuse(why);
-    beside = take_unopened_beside(address, size);
     run = book_.take_run(address, size);
   }
   const RelaxedCapture relaxed(api_);
-  open_early(beside);
   const Status unmapped = answer(api_.cuMemUnmap(address, size), "cuMemUnmap");
   if (!unmapped.ok()) {
     const MutexLock lock(mutex_);
@@ -395,9 +364,7 @@ Status CudaDriver::unmap(Address address, std::size_t size) {
   }
   {
     const MutexLock lock(mutex_);
-    if (!unopened_.empty()) {
-      for (const auto& [at, mapping] : run) forget_unopened(mapping.chunk, at);
-    }
+    for (const auto& [at, mapping] : run) forget_anchor(mapping.chunk, at);
   }
   if (host_accessible_.load(std::memory_order_relaxed) == 0) return {};
   for (const auto& [at, mapping] : run) {
@@ -406,14 +373,52 @@ Status CudaDriver::unmap(Address address, std::size_t size) {
   return {};
 }
 
+// A mapping that is made while its chunk has no anchor becomes that. Where it has gone, and
+// another one gets other rights than it had, cuMemMap refuses the chunk everywhere (error
+// 999) until it is mapped nowhere. So each such chunk has one more mapping meanwhile, which
+// nobody may access (18 us). As well as it can: where that fails, so does a later map, which
+// its caller survives. Seen with driver 580.159 on an H100 and an H200, of memory that may be
+// used for GPUDirect RDMA.
+class CudaDriver::Anchors {
+ public:
+  Anchors(const CudaDriver& driver, const std::vector<Chunk>& chunks) : driver_(driver) {
+    for (const Chunk& chunk : chunks) reserved_ += chunk.size;
+    if (reserved_ == 0) return;
+    const CudaApi& api = driver_.api_;
+    if (!driver_.answer(api.cuMemAddressReserve(&begin_, reserved_, 0, 0, 0), "cuMemAddressReserve").ok()) {
+      reserved_ = 0;
+      return;
+    }
+    for (const Chunk& chunk : chunks) {
+      if (!driver_.answer(api.cuMemMap(begin_ + mapped_, chunk.size, 0, chunk.handle, 0), "cuMemMap").ok()) return;
+      mapped_ += chunk.size;
+    }
+  }
+  ~Anchors() {
+    const CudaApi& api = driver_.api_;
+    if (mapped_ != 0) driver_.answer(api.cuMemUnmap(begin_, mapped_), "cuMemUnmap").ignore();
+    if (reserved_ != 0) driver_.answer(api.cuMemAddressFree(begin_, reserved_), "cuMemAddressFree").ignore();
+  }
+  Anchors(const Anchors&) = delete;
+  Anchors& operator=(const Anchors&) = delete;
+
+ private:
+  const CudaDriver& driver_;
+  CUdeviceptr begin_ = 0;
+  std::size_t reserved_ = 0;  // bytes
+  std::size_t mapped_ = 0;    // of these
+};
+
 Status CudaDriver::set_access(Address address, std::size_t size, Location who, Access access) {
   if (!alive()) return gone("set_access");
   const int device = who.kind == Location::Kind::host ? 0 : who.device;
   if (const Status checked = check_device(device, "set_access"); !checked.ok()) return checked;
+  std::vector<Chunk> loose;
   const MutexLock changing(changing_);
   {
     const MutexLock lock(mutex_);
     if (const char* const why = book_.check_run(address, size)) return refuse(why);
+    loose = without_anchor(address, size);
   }
   const Current current(*this, device);
   if (!current.status().ok()) return current.status();
@@ -423,15 +428,11 @@ Status CudaDriver::set_access(Address address, std::size_t size, Location who, A
                  : access == Access::read ? CU_MEM_ACCESS_FLAGS_PROT_READ
                                           : CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   const RelaxedCapture relaxed(api_);
+  const Anchors anchors(*this, loose);
   const Status set = answer(api_.cuMemSetAccess(address, size, &rights, 1), "cuMemSetAccess");
   if (!set.ok()) return set;
   const MutexLock lock(mutex_);
   const auto end = book_.run_end(address, size);
-  if (access != Access::none && !unopened_.empty()) {
-    for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
-      forget_unopened(mapping->second.chunk, mapping->first);
-    }
-  }
   // The devices' rights are CUDA's business; the host's decide how to copy.
   if (who.kind != Location::Kind::host) return set;
   for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {

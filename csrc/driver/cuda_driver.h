@@ -8,7 +8,8 @@
 // - CUDA is lenient in places (it may map what was freed, or follow an unknown
 //   handle). The book refuses what driver.h refuses, before CUDA is asked:
 //   about 0.1 us a call, where set_access alone is 33 us.
-// - No lock is held while CUDA works.
+// - One mapping changes at a time, in the whole process; no other lock is held while CUDA
+//   works.
 // - copy_async() from or to plain (pageable) host memory is staged by the driver
 //   and may wait for the copy; pinned memory never waits.
 // - A copy or fill over the border of a chunk that the host may access is issued
@@ -117,14 +118,9 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
     CUmemGenericAllocationHandle handle = 0;
     std::size_t size = 0;
     bool exportable = false;
-    std::optional<Location> where;  // unknown of an imported one
+    Address anchor = 0;  // of its mappings the one by which its access may change; 0: it has gone
   };
-  // A mapping to which nobody has been given access yet, of a chunk whose place is known.
-  struct Unopened {
-    Address address = 0;
-    std::size_t size = 0;
-    Location where;  // its chunk's
-  };
+  class Anchors;
   using Devices = std::vector<std::unique_ptr<Device>>;
   // Makes a device's context the calling thread's, for the length of one call.
   class Current {
@@ -166,11 +162,9 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   Status reading_stream(Device& device, CUstream* out) VMM_EXCLUDES(context_mutex_);
   Status context_of(int device, CUcontext* out) const VMM_EXCLUDES(context_mutex_);
   [[nodiscard]] CUmemLocation location(Location where) const;
-  // Other mappings of the run's chunks that were never opened; they count as opened from now on.
-  [[nodiscard]] std::vector<Unopened> take_unopened_beside(Address address, std::size_t size) VMM_REQUIRES(mutex_);
-  // Gives the chunk's own device access, while its first mapping is there.
-  void open_early(const std::vector<Unopened>& mappings) VMM_REQUIRES(changing_);
-  void forget_unopened(ChunkHandle chunk, Address address) VMM_REQUIRES(mutex_);
+  void forget_anchor(ChunkHandle chunk, Address address) VMM_REQUIRES(mutex_);
+  // Chunks of the run that have no anchor.
+  [[nodiscard]] std::vector<Chunk> without_anchor(Address address, std::size_t size) VMM_REQUIRES(mutex_);
   // How much of [address, address + size) may be given to CUDA in one copy.
   [[nodiscard]] std::size_t one_piece(Address address, std::size_t size) const VMM_EXCLUDES(mutex_);
 
@@ -181,12 +175,11 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   mutable std::atomic<bool> gone_{false};
   mutable Mutex context_mutex_;
 
-  // One change of mappings at a time: between a chunk's map and its set_access another
-  // thread's unmap has to look.
+  // One change of mappings at a time: whether a chunk has an anchor is looked at before its
+  // access changes, and has to be so until then.
   Mutex changing_;
   mutable Mutex mutex_;
   AddressBook book_ VMM_GUARDED_BY(mutex_);
-  std::unordered_multimap<ChunkHandle, Unopened> unopened_ VMM_GUARDED_BY(mutex_);
   // Mappings that the host may access; mostly none, and copies need not look.
   std::atomic<std::size_t> host_accessible_{0};
   std::unordered_map<ChunkHandle, Chunk> chunks_ VMM_GUARDED_BY(mutex_);

@@ -103,8 +103,7 @@ class Driver {
   virtual Status release(ChunkHandle chunk) = 0;
 
   // -- Mappings. A chunk is mapped whole, at any number of addresses.
-  // Maps `chunk` at [address, address + size). Inaccessible until set_access, or until
-  // another mapping of the chunk goes (CudaDriver::unmap() says why).
+  // Maps `chunk` at [address, address + size). Inaccessible until set_access.
   // REQUIRES: inside one reservation and unmapped; `size` is the chunk's own
   // (invalid_argument else).
   virtual Status map(Address address, std::size_t size, ChunkHandle chunk) = 0;

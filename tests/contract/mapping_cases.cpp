@@ -152,7 +152,7 @@ void a_chunk_moves_with_its_content(Driver& driver, const ContractOptions& optio
   }
 }
 
-// CUDA itself refuses what comes after set_access with error 999 (CudaDriver::unmap()).
+// CUDA itself refuses what comes after set_access with error 999 (CudaDriver::Anchors).
 void a_chunk_is_mapped_again_whichever_mapping_goes_first(Driver& driver, const ContractOptions& options) {
   Lab lab(driver, options);
   const std::size_t g = lab.granule();
@@ -175,6 +175,29 @@ void a_chunk_is_mapped_again_whichever_mapping_goes_first(Driver& driver, const 
   CONTRACT_CHECK(lab.read(at, g) == bytes);
   CONTRACT_OK(driver.set_access(at + 8 * g, g, lab.here(), Access::read_write));
   CONTRACT_CHECK(lab.read(at + 8 * g, g) == bytes);
+}
+
+void a_chunk_is_mapped_again_after_its_access_changed(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  const std::size_t g = lab.granule();
+  const Address at = lab.reserve(8 * g);
+  const ChunkHandle chunk = lab.create(g);
+  const Bytes bytes = pattern(g, 9);
+  lab.map(at, chunk);
+  lab.write(at, bytes);
+  lab.map(at + g, chunk);
+  lab.map(at + 2 * g, chunk);
+  lab.unmap(at, g);
+  std::size_t next = 3;
+  for (const Access access : {Access::read, Access::read_write, Access::none, Access::read_write}) {
+    CONTRACT_OK(driver.set_access(at + g, g, lab.here(), access));
+    lab.map(at + next * g, chunk);
+    CONTRACT_CHECK(lab.read(at + next * g, g) == bytes);
+    lab.unmap(at + next * g, g);
+    ++next;
+  }
+  CONTRACT_CHECK(lab.read(at + g, g) == bytes);
+  CONTRACT_CHECK(lab.read(at + 2 * g, g) == bytes);
 }
 
 void many_chunks_in_one_range(Driver& driver, const ContractOptions& options) {
@@ -302,6 +325,7 @@ std::vector<ContractCase> mapping_cases() {
       {"aliases_show_the_same_memory", aliases_show_the_same_memory},
       {"a_chunk_moves_with_its_content", a_chunk_moves_with_its_content},
       {"a_chunk_is_mapped_again_whichever_mapping_goes_first", a_chunk_is_mapped_again_whichever_mapping_goes_first},
+      {"a_chunk_is_mapped_again_after_its_access_changed", a_chunk_is_mapped_again_after_its_access_changed},
       {"many_chunks_in_one_range", many_chunks_in_one_range},
       {"chunks_of_several_sizes_stand_together", chunks_of_several_sizes_stand_together},
       {"exported_chunks_are_shared", exported_chunks_are_shared},

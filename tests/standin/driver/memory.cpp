@@ -127,8 +127,8 @@ CUresult Memory::map(CUdeviceptr address, std::size_t size, CUmemGenericAllocati
   const CUresult result = result_of(host_.map(address, size, chunk));
   if (result != CUDA_SUCCESS) return result;
   Chunk& mapped = found->second;
-  if (mapped.mappings++ == 0) mapped.first = address;
-  if (mapped.first != 0 && mapped.first != address) beside_[address] = mapped.first;
+  ++mapped.mappings;
+  if (mapped.anchor == 0) mapped.anchor = address;
   vmm::Mapping mapping;
   mapping.size = size;
   mapping.chunk = chunk;
@@ -142,9 +142,8 @@ CUresult Memory::unmap(CUdeviceptr address, std::size_t size) {
   if (result != CUDA_SUCCESS) return result;
   const auto end = book_.run_end(address, size);
   for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
-    beside_.erase(mapping->first);
     Chunk& chunk = chunks_.at(mapping->second.chunk);
-    if (chunk.first == mapping->first) chunk.first = 0;
+    if (chunk.anchor == mapping->first) chunk.anchor = 0;
     if (--chunk.mappings == 0) chunk.is_stuck = false;
   }
   book_.drop_run(address, size);
@@ -163,10 +162,10 @@ CUresult Memory::set_access(CUdeviceptr address, std::size_t size, const CUmemAc
   const auto end = book_.run_end(address, size);
   for (auto mapping = book_.run_begin(address); mapping != end; ++mapping) {
     Chunk& chunk = chunks_.at(mapping->second.chunk);
-    const bool opens = access > mapping->second.access();
-    const auto beside = beside_.find(mapping->first);
-    if (opens && beside != beside_.end() && chunk.first != beside->second) chunk.is_stuck = true;
+    const vmm::Mapping before = mapping->second;
     vmm::AddressBook::set_access(&mapping->second, location, access);
+    const bool is_same = before.readers == mapping->second.readers && before.writers == mapping->second.writers;
+    if (chunk.anchor == 0 && !is_same) chunk.is_stuck = true;
   }
   return CUDA_SUCCESS;
 }

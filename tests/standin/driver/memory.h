@@ -83,9 +83,9 @@ class Memory {
     vmm::Location location;
     bool released = false;
     std::size_t mappings = 0;
-    CUdeviceptr first = 0;  // its first mapping while that is there
-    // As CUDA does (driver 580, H100): it can be mapped nowhere until it is mapped nowhere,
-    // once a mapping that was made beside the first got more access when that had gone.
+    CUdeviceptr anchor = 0;  // the mapping that was made when there was no such one, while it is there
+    // As CUDA does (driver 580, H100 and H200, memory for GPUDirect RDMA): it can be mapped
+    // nowhere until it is mapped nowhere, once any access to it changed while it had no anchor.
     bool is_stuck = false;
   };
   struct Block {
@@ -109,7 +109,6 @@ class Memory {
   vmm::HostDriver host_;
   vmm::AddressBook book_{kGranularity};  // who may use which mapping
   std::map<CUmemGenericAllocationHandle, Chunk> chunks_;
-  std::map<CUdeviceptr, CUdeviceptr> beside_;  // from a mapping to the first one, beside which it was made
   std::map<CUdeviceptr, Block> blocks_;
   Ranges freed_;   // blocks that were
   Ranges pinned_;  // allocated here or registered
