@@ -113,6 +113,28 @@ TEST(LackingMemoryOfThreads, GoOnWhenThoseOfAllPoolsCannotEnd) {
   });
 }
 
+// The block is there by then, and has to come to whoever asked.
+TEST(LackingMemoryOfThreads, WithoutAnyForAShardNothingIsKept) {
+  bool failed = true;
+  for (long nth = 0; failed; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Lab lab;
+    Turns turns;
+    const auto pool = lab.pool("a");
+    lab.allocate(*pool, 512);  // space for more, and its stream's tag
+    turns.on(0, [&] {
+      Address address = 0;
+      failed = reaches(nth, [&] { address = lab.memory().allocate(*pool, 512, nullptr); });
+      ASSERT_NE(address, 0U);
+      EXPECT_TRUE(DeviceMemory::free(lab.space, address));
+      EXPECT_EQ(lab.memory().kept_blocks(*pool), failed ? 0U : 1U);
+      warm(lab, *pool, 512);
+      EXPECT_EQ(lab.memory().kept_blocks(*pool), 1U);
+    });
+    lab.memory().check();
+  }
+}
+
 TEST(LackingMemoryOfThreads, TheirShardsEndWithoutAny) {
   Lab lab;
   const auto first = lab.pool("first");

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
+#include <new>
 #include <utility>
 
 #include "base/check.h"
@@ -63,9 +64,9 @@ class ThreadEnd {
     return found == caches_.end() ? nullptr : found->second.get();
   }
   void add(std::uint64_t id, std::shared_ptr<ThreadCache> cache) {
+    caches_.emplace(id, std::move(cache));
     // Those of devices that have ended: nobody else has them.
     std::erase_if(caches_, [](const auto& entry) { return entry.second.use_count() == 1; });
-    caches_.emplace(id, std::move(cache));
   }
 
  private:
@@ -112,10 +113,15 @@ ThreadCache* BlockCaches::make_mine() {
   if (latest_cache.has_ended) return nullptr;
   auto fresh = std::make_shared<ThreadCache>(shared_mutex_, device_peaks_);
   ThreadCache* const cache = fresh.get();
-  this_thread().add(id_, fresh);
   {
     const MutexLock lock(mutex_);
-    threads_.push_back(std::move(fresh));
+    threads_.push_back(fresh);
+    try {
+      this_thread().add(id_, std::move(fresh));
+    } catch (...) {
+      threads_.pop_back();
+      throw;
+    }
   }
   latest_cache = {id_, cache, this, false};
   return cache;
@@ -210,13 +216,17 @@ bool BlockCaches::put(CachedPool& pool, Address address) noexcept {
 
 // ----------------------------------------------------------------- beside it
 
-void BlockCaches::add_shard(CachedPool& pool, Stream stream, StreamTag tag) {
-  ThreadCache* cache = mine();
-  if (cache == nullptr && (cache = make_mine()) == nullptr) return;
-  // Others read the thread's table under this lock, so it grows under it; and shards
-  // end under it, after it was said that the pool may have none.
-  const MutexLock lock(mutex_);
-  if (may_keep(pool) && cache->find(pool, tag) == nullptr) cache->add(pool, stream, tag);
+void BlockCaches::add_shard(CachedPool& pool, Stream stream, StreamTag tag) noexcept {
+  try {
+    ThreadCache* cache = mine();
+    if (cache == nullptr && (cache = make_mine()) == nullptr) return;
+    // Others read the thread's table under this lock, so it grows under it; and shards
+    // end under it, after it was said that the pool may have none.
+    const MutexLock lock(mutex_);
+    if (may_keep(pool) && cache->find(pool, tag) == nullptr) cache->add(pool, stream, tag);
+  } catch (const std::bad_alloc&) {
+    return;  // its next request, or free, tries again
+  }
 }
 
 void BlockCaches::stop_all() {

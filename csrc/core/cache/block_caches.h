@@ -107,9 +107,9 @@ class BlockCaches {
     const BlockCaches& caches_;
     ThreadCache* const cache_;
   };
-  // The calling thread keeps blocks of this stream from now on. REQUIRES: it lasts,
-  // and has no shard here yet.
-  void add_shard(CachedPool& pool, Stream stream, StreamTag tag) VMM_EXCLUDES(mutex_);
+  // The calling thread keeps blocks of this stream from now on, if the host has memory for
+  // that. REQUIRES: it lasts, and has no shard here yet.
+  void add_shard(CachedPool& pool, Stream stream, StreamTag tag) noexcept VMM_EXCLUDES(mutex_);
   // All that threads keep is the pool's again. Costs nothing where no thread keeps
   // anything of it.
   void gather(const CachedPool& pool) VMM_EXCLUDES(mutex_);
