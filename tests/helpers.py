@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,10 +14,13 @@ import tempfile
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:  # some tests must not import it
+    import torch_vmm
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -46,6 +50,17 @@ def close_all(made: list[Any]) -> None:
         pool.close(force=True)
     made.clear()
     gc.collect(0)
+
+
+def assert_adds_up(pool: torch_vmm.VirtualMemoryPool) -> torch_vmm.MemoryStats:
+    """Every mapped byte is in use, idle, stranded or quarantined, once."""
+    stats = pool.stats()
+    parts = stats.allocated_bytes + stats.idle_bytes + stats.stranded_bytes + stats.quarantined_bytes
+    assert stats.physical_usage == parts == pool.physical_memory_usage
+    assert stats.mapped_pages == stats.physical_usage // pool.page_size
+    ratio = stats.stranded_bytes / stats.physical_usage if stats.physical_usage else 0.0
+    assert math.isclose(stats.fragmentation_ratio, ratio)
+    return stats
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

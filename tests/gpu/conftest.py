@@ -22,6 +22,7 @@ from torch_vmm import _C
 _HERE = Path(__file__).resolve().parent
 
 Busy = Callable[..., torch.cuda.Event]
+Sleep = Callable[[float], None]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -106,6 +107,12 @@ class Stopwatch:
 
     def __exit__(self, *_: object) -> None:
         self.ms = 0.0 if control.is_here() else (time.perf_counter() - self._began) * 1e3
+
+
+@pytest.fixture
+def sleep(_cycles_per_ms: float) -> Sleep:
+    """``sleep(ms)`` queues or captures a kernel of that length."""
+    return lambda ms: torch.cuda._sleep(int(ms * _cycles_per_ms))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,6 +36,20 @@ def pool_id_of(tensor: torch.Tensor) -> tuple[int, int]:
     return found
 
 
+def lies_in(tensor: torch.Tensor, segments: list[dict[str, Any]]) -> bool:
+    """All of its memory."""
+    first = tensor.untyped_storage().data_ptr()
+    last = first + tensor.untyped_storage().nbytes() - 1
+    return any(s["address"] <= first and last < s["address"] + s["total_size"] for s in segments)
+
+
+def meets(tensor: torch.Tensor, segments: list[dict[str, Any]]) -> bool:
+    """Any of it."""
+    first = tensor.untyped_storage().data_ptr()
+    last = first + tensor.untyped_storage().nbytes() - 1
+    return any(s["address"] <= last and first < s["address"] + s["total_size"] for s in segments)
+
+
 def settle() -> None:
     """Gives back whatever nobody holds."""
     gc.collect()
