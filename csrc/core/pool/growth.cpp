@@ -145,15 +145,6 @@ ByteRange Pool::take_returning(const Extent& extent, std::size_t bare_behind, Gr
   return are_absent ? place : ByteRange{};
 }
 
-std::vector<DormantMappings::Dormant> Pool::dormant_of_others(ByteRange place) const {
-  if (place.size == 0) return {};
-  const ReadLock lock(*this);
-  if (range_ == nullptr) return {};
-  std::vector<DormantMappings::Dormant> found = range_->dormant_in(place);
-  std::erase_if(found, [this](const DormantMappings::Dormant& chunk) { return chunk.holder == id_; });
-  return found;
-}
-
 // Bytes without memory right behind the last gap, into which a chunk may reach.
 std::size_t Pool::bare_behind(const Extent& extent) const {
   const Block* behind = extent.block->next;

@@ -233,6 +233,15 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
   return moved;
 }
 
+std::vector<DormantMappings::Dormant> Pool::dormant_of_others(ByteRange place) const {
+  if (place.size == 0) return {};
+  const ReadLock lock(*this);
+  if (range_ == nullptr) return {};
+  std::vector<DormantMappings::Dormant> found = range_->dormant_in(place);
+  std::erase_if(found, [this](const DormantMappings::Dormant& chunk) { return chunk.holder == id_; });
+  return found;
+}
+
 std::size_t Pool::shed(std::size_t keep) {
   const GatheredLock lock(*this);
   if (range_ == nullptr) return 0;

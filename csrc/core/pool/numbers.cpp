@@ -1,4 +1,4 @@
-// Pool: its numbers. Snapshots, and the proof that all adds up, are snapshot.cpp.
+// Pool: its numbers. The proof that they add up is checking.cpp.
 #include <algorithm>
 
 #include "core/pool/pool.h"
@@ -76,15 +76,6 @@ std::size_t Pool::physical_bytes() const {
 }
 
 std::size_t Pool::idle_bytes() { return memory_stats().idle_bytes; }
-
-std::vector<Address> Pool::live_addresses() const {
-  const ReadLock lock(*this);
-  std::vector<Address> found;
-  directory_->for_each([&](const Block* block) {
-    if (block->is_live()) found.push_back(base_ + block->offset);
-  });
-  return found;
-}
 
 void Pool::follow_family_peaks() {
   // Shards that are made from now on follow the family too.

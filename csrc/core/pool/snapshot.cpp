@@ -1,4 +1,5 @@
-// Pool: its segments and blocks, as torch's snapshots show them. Walks everything.
+// Pool: its segments and blocks, as torch's snapshots show them, and which blocks live. Walks
+// everything.
 #include <algorithm>
 
 #include "core/pool/pool.h"
@@ -125,6 +126,15 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
     }
   }
   return segments;
+}
+
+std::vector<Address> Pool::live_addresses() const {
+  const ReadLock lock(*this);
+  std::vector<Address> found;
+  directory_->for_each([&](const Block* block) {
+    if (block->is_live()) found.push_back(base_ + block->offset);
+  });
+  return found;
 }
 
 void Pool::withhold_broken_chunks() {
