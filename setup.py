@@ -83,6 +83,8 @@ SOURCES = [
     "csrc/core/device/allocating.cpp",
     "csrc/core/device/debugging.cpp",
     "csrc/core/device/device_memory.cpp",
+    "csrc/core/device/ending.cpp",
+    "csrc/core/device/freeing.cpp",
     "csrc/core/device/giving_back.cpp",
     "csrc/core/device/group_figures.cpp",
     "csrc/core/device/numbers.cpp",

@@ -1,0 +1,228 @@
+// DeviceMemory: the end of pools and groups, and of addresses that no pool has. What queued
+// work still uses waits, and ends when somebody comes by after that.
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "base/errors.h"
+#include "core/device/device_memory.h"
+
+namespace vmm {
+
+namespace {
+
+constexpr int kGoAttempts = 3;
+// What queued work holds up may also pass without a tick (recorded streams): for each pool
+// that it holds up, so many calls go by between two looks at them all.
+constexpr std::size_t kCallsPerTending = 64;
+
+}  // namespace
+
+void DeviceMemory::close_pools(const PoolList& pools, bool force) {
+  for (const auto& pool : pools) pool->settle();
+  // They and the spaces of their tags, which end with them.
+  PoolList closing = pools;
+  {
+    const MutexLock tags_lock(tags_mutex_);  // no tag gets a space meanwhile
+    // They and their parts, in order of registration: that is in which they are locked.
+    PoolList members;
+    {
+      const MutexLock lock(registry_mutex_);
+      members = registry_.families(pools);
+      for (const auto& pool : pools) {
+        const PoolList spaces = registry_.tagged(*pool);
+        closing.insert(closing.end(), spaces.begin(), spaces.end());
+      }
+    }
+    // Whether they are in use, and that nobody uses them any more, is one step.
+    const BlockCaches::Still still(caches_, members, BlockCaches::Kept::gone);
+    const AllLocked locked(members);
+    std::size_t blocks = 0;
+    std::size_t bytes = 0;
+    std::string holds;  // by whom: a model with its tags, graphs and tensors of their own is one
+    for (const auto& member : members) {
+      if (member->live_blocks_locked() == 0) continue;
+      if (holds.empty()) holds = member->model().name();
+      blocks += member->live_blocks_locked();
+      bytes += member->live_bytes_locked();
+    }
+    if (!force && blocks != 0) {
+      throw StillInUseError("pool '" + holds + "' still holds " + std::to_string(blocks) + " live " +
+                                (blocks == 1 ? "block, " : "blocks, ") + format_bytes(bytes) +
+                                "; free its tensors and pages first, or force",
+                            bytes, blocks);
+    }
+    // Before any of them can be drained: whoever drains it looks for it there.
+    const MutexLock lock(registry_mutex_);
+    for (const auto& pool : closing) {
+      if (registry_.find(pool.get()) != nullptr) closed_.emplace(pool.get(), pool);
+      pool->retire_locked();
+    }
+  }
+  for (const auto& pool : closing) {
+    pool->drop_pages();
+    if (pool->live_blocks() != 0) {  // a last small tensor does not keep what nobody uses
+      pool->shed(0);
+      store_.trim(pool->group(), options_.store_bytes);
+    }
+    bury(pool);
+  }
+  bury_groups();
+  tend_if_any_wait();
+}
+
+// Ends a closed pool that holds nothing any more. One that queued work still uses
+// stays until another time.
+void DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
+  if (pool->live_blocks() != 0) return;
+  const bool ended = pool->end();
+  store_.trim(pool->group(), options_.store_bytes);
+  if (!ended) {
+    const MutexLock lock(registry_mutex_);
+    if (closed_.count(pool.get()) != 0) waiting_.emplace(pool.get(), pool);
+    beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
+    return;
+  }
+  const Statistics statistics = pool->statistics();
+  {
+    const MutexLock lock(registry_mutex_);
+    closed_.erase(pool.get());
+    waiting_.erase(pool.get());
+    if (!registry_.remove(*pool)) return;
+    of_ended_pools_.add_totals(statistics);
+  }
+  if (pool->is_part()) pool->model().inherit(statistics);
+}
+
+// `pool` lost its last block, and may have gone meanwhile: it is only compared.
+void DeviceMemory::bury_drained(const Pool* pool) {
+  std::shared_ptr<Pool> drained;
+  {
+    const MutexLock lock(registry_mutex_);
+    if (const auto at = closed_.find(pool); at != closed_.end()) drained = at->second;
+  }
+  if (drained == nullptr) return;
+  bury(drained);
+  bury_groups();
+  tend_if_any_wait();
+}
+
+// All that can be. Whether there were any.
+bool DeviceMemory::bury_closed() {
+  Closed closed;
+  {
+    const MutexLock lock(registry_mutex_);
+    closed = closed_;
+  }
+  for (const auto& [key, pool] : closed) bury(pool);
+  bury_groups();
+  return let_leave() || !closed.empty();
+}
+
+void DeviceMemory::end_group(const Budget& group) {
+  {
+    const MutexLock lock(registry_mutex_);
+    ended_groups_.insert(&group);
+  }
+  bury_groups();
+}
+
+// Ends the groups that are closed and have nothing any more.
+void DeviceMemory::bury_groups() {
+  std::vector<std::shared_ptr<Budget>> ended;
+  {
+    const MutexLock lock(registry_mutex_);
+    for (const Budget* group : ended_groups_) ended.push_back(groups_.at(group).budget);
+  }
+  for (const auto& group : ended) {
+    store_.trim(*group, 0);
+    const MutexLock lock(registry_mutex_);
+    // Whoever buries its last pool comes here again.
+    if (!registry_.of_group(*group)->empty()) continue;
+    if (!store_.forget(*group)) {
+      beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
+      continue;
+    }
+    ended_groups_.erase(group.get());
+    groups_.erase(group.get());
+  }
+}
+
+void DeviceMemory::leave(std::function<bool()> go) noexcept {
+  const Epoch last_use = clock_.now();
+  Leaving leaving{last_use, std::move(go)};
+  bool is_noted = false;
+  try {
+    {
+      const MutexLock lock(registry_mutex_);
+      leaving_.push_back(std::move(leaving));  // all or none: its move does not throw
+      is_noted = true;
+    }
+    beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
+    clock_.cover(last_use);
+    clock_.poll();
+    let_leave();
+  } catch (const std::exception&) {
+    if (is_noted) return;  // whoever comes by
+    // Without room to note it, it goes now, after a wait.
+    try {
+      for (int attempt = 0; attempt < kGoAttempts; ++attempt) {
+        if (clock_.wait(last_use).ok() && leaving.go()) return;
+      }
+    } catch (const std::exception&) {
+      return;  // it costs its addresses
+    }
+  }
+}
+
+// Whether anything went.
+bool DeviceMemory::let_leave() {
+  std::vector<Leaving> passed;
+  {
+    const MutexLock lock(registry_mutex_);
+    passed.reserve(leaving_.size());  // where there is no memory for it nothing has moved
+    const auto waits = [this](const Leaving& leaving) { return !clock_.has_passed(leaving.last_use); };
+    const auto first = std::partition(leaving_.begin(), leaving_.end(), waits);
+    std::move(first, leaving_.end(), std::back_inserter(passed));
+    leaving_.erase(first, leaving_.end());
+  }
+  bool any = false;
+  const auto stays = [&any](Leaving& each) {
+    bool went = false;
+    try {
+      went = each.go();
+    } catch (...) {  // it is asked again
+      went = false;
+    }
+    any = any || went;
+    return !went;
+  };
+  const auto gone = std::stable_partition(passed.begin(), passed.end(), stays);
+  const MutexLock lock(registry_mutex_);
+  // Others may have come meanwhile: where there is no memory for all, none is lost.
+  leaving_.insert(leaving_.end(), std::make_move_iterator(passed.begin()), std::make_move_iterator(gone));
+  if (!leaving_.empty()) beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
+  return any;
+}
+
+// What closed pools left behind comes back when the work that used it is done,
+// found by whoever allocates next.
+void DeviceMemory::tend() {
+  clock_.poll();
+  const Epoch passed = clock_.passed();
+  const std::size_t between = kCallsPerTending * held_up_.load(std::memory_order_relaxed);
+  const bool is_due = tendings_.fetch_add(1, std::memory_order_relaxed) % between == 0;
+  if (tended_.exchange(passed, std::memory_order_relaxed) == passed && !is_due) return;
+  beside_.fetch_and(~unsigned{kHasEnded}, std::memory_order_relaxed);
+  Closed waiting;
+  {
+    const MutexLock lock(registry_mutex_);
+    waiting = waiting_;
+  }
+  for (const auto& [key, pool] : waiting) bury(pool);
+  bury_groups();
+  let_leave();
+  held_up_.store(std::max<std::size_t>(waiting.size(), 1), std::memory_order_relaxed);
+}
+
+}  // namespace vmm

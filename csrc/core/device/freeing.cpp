@@ -1,0 +1,43 @@
+// DeviceMemory: the way of a free. The thread's cache first, then the block's pool; then what
+// the free has made possible: a closed pool ends with its last block, and what a limit that
+// was lowered leaves idle goes back.
+#include "core/device/device_memory.h"
+#include "core/memory/address_space.h"
+
+namespace vmm {
+
+bool DeviceMemory::free(AddressSpace& address_space, Address address) {
+  const BlockCaches::Put put = BlockCaches::put(address);
+  if (put == BlockCaches::Put::kept) [[likely]]
+    return true;
+  Pool* pool = address_space.find(address);
+  if (pool == nullptr) return false;
+  DeviceMemory* home = pool->home();
+  if (put == BlockCaches::Put::unknown && home->caches_.put(*pool, address)) return true;
+  bool drained = false;
+  // Its last block may be this one; it stays until it has been looked at.
+  std::shared_ptr<Pool> held;
+  if (home->over_limit_.load(std::memory_order_relaxed) || home->log_ != nullptr) [[unlikely]]
+    held = pool->weak_from_this().lock();
+  const bool known = pool->free(address, &drained);
+  if (drained) home->bury_drained(pool);
+  if (held != nullptr) [[unlikely]]
+    home->settle_watched(*held);
+  if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
+    home->enforce_limits(held.get());
+  return known;
+}
+
+void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t size) {
+  pool.deallocate_pages(offset, size);
+  store_.trim(pool.group(), options_.store_bytes);
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
+}
+
+void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size) {
+  if (pool.unhold_pages(offset, size)) bury_drained(&pool);
+  if (pool.is_retired()) store_.trim(pool.group(), options_.store_bytes);
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
+}
+
+}  // namespace vmm
