@@ -14,7 +14,6 @@ struct Pool::Walked {
   std::size_t used_blocks = 0;  // blocks
   std::size_t requested = 0;
   std::size_t pending = 0;
-  std::size_t pages = 0;
   std::size_t quarantined = 0;
   std::size_t slabs = 0;    // slabs
   std::size_t retired = 0;  // blocks
@@ -58,7 +57,8 @@ void Pool::count(const Block& block, Walked* walked) const {
     walked->quarantined += block.size();
     return;
   }
-  VMM_CHECK(block.state == BlockState::pages || directory_->find(block.offset) == &block, "live block at ",
+  const bool is_pages = block.state == BlockState::pages;
+  VMM_CHECK((is_pages ? pages_.covering(block.offset) : directory_->find(block.offset)) == &block, "live block at ",
             block.offset);
   if (block.state == BlockState::cached) {
     ++walked->kept;
@@ -68,7 +68,6 @@ void Pool::count(const Block& block, Walked* walked) const {
   walked->requested += block.requested;
   ++walked->used_blocks;
   if (block.recorded != 0) ++walked->recorded;
-  if (block.state == BlockState::pages) walked->pages += block.size();
   if (block.state == BlockState::watched) ++walked->watched;
 }
 
@@ -114,9 +113,8 @@ void Pool::check_lists(const Walked& walked) const {
             retired_.bytes());
   VMM_CHECK(walked.used_blocks + walked.kept == live_blocks_locked(), "blocks: walked ", walked.used_blocks,
             " and kept ", walked.kept, ", indexed ", live_blocks_locked());
-  VMM_CHECK(walked.pending == pending_bytes_ && walked.pages == page_bytes_ &&
-                walked.quarantined == quarantined_.bytes() + watch_.freed_bytes,
-            "pending ", walked.pending, " pages ", walked.pages, " quarantined ", walked.quarantined);
+  VMM_CHECK(walked.pending == pending_bytes_ && walked.quarantined == quarantined_.bytes() + watch_.freed_bytes,
+            "pending ", walked.pending, " quarantined ", walked.quarantined);
   VMM_CHECK(walked.watched == watch_.live.size() && walked.guard_mapped == watch_.mapped_bytes &&
                 walked.guard_bare == watch_.bare_bytes,
             "watched ", walked.watched, " of ", watch_.live.size(), ", guards ", walked.guard_mapped, " of ",

@@ -45,8 +45,7 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
   if (is_range_) kept = mapped_in(range);
   Block* block = place(request, grant, shortage);
   if (block == nullptr) return 0;
-  pages_.emplace(block->offset, block);
-  page_bytes_ += block->size();
+  pages_.add(block);
   growth_.note_handed_out(block->size());
   begin_block(block, range.size);
   for (const ByteRange& part : kept) {
@@ -121,21 +120,19 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
   return 0;
 }
 
-// REQUIRES: every page of `range` is explicit. Splits, counts down, frees.
+// REQUIRES: every page of `range` is explicit. What reaches beyond it stays.
 void Pool::free_pages(ByteRange range) {
   // Nobody told us of the streams that used them, so they are nobody's, not even
   // their own stream's, until all that is queued now is done.
   const Epoch epoch = context_.clock.now();
-  for (auto it = std::prev(pages_.upper_bound(range.offset)); it != pages_.end() && it->first < range.end();) {
-    Block* block = it->second;
-    it = pages_.erase(it);
+  while (Block* block = pages_.take_first_in(range)) {
     // All of it ends, and what is kept on either side begins anew.
     end_block(*block);
     counters_.block_finished(*block);
     streams_.block_freed(block->tag, epoch);
     tell(PoolEvent::free_completed, block->offset, block->requested, streams_[block->tag].stream);
     const auto keep = [&](Block* kept) VMM_REQUIRES(mutex_) {
-      pages_.emplace(kept->offset, kept);
+      pages_.add(kept);
       begin_block(kept, kept->size());
     };
     if (block->offset < range.offset) {
@@ -144,7 +141,6 @@ void Pool::free_pages(ByteRange range) {
       keep(lower);
     }
     if (block->end() > range.end()) keep(large_.split(block, range.end()));
-    page_bytes_ -= block->size();
     growth_.note_freed(block->size());
     large_.free(block, block->tag, epoch);
   }
@@ -192,11 +188,9 @@ bool Pool::end_passed_quarantines() {
 // Every page of `range` is explicit; NotMappedError names the first that is not.
 void Pool::require_pages(ByteRange range, const std::string& doing) const {
   for (std::size_t at = range.offset; at < range.end();) {
-    const auto after = pages_.upper_bound(at);
-    if (after == pages_.begin() || std::prev(after)->second->end() <= at) {
-      throw NotMappedError(at, page_, "pool '" + name_ + "': " + doing);
-    }
-    at = std::prev(after)->second->end();
+    const Block* const block = pages_.covering(at);
+    if (block == nullptr) throw NotMappedError(at, page_, "pool '" + name_ + "': " + doing);
+    at = block->end();
   }
 }
 
@@ -237,24 +231,21 @@ bool Pool::unhold_pages(std::size_t offset, std::size_t size) {
 
 void Pool::drop_pages() {
   const MutexLock lock(mutex_);
-  std::vector<ByteRange> parts;
-  for (const auto& [offset, block] : pages_) {
-    const auto unheld = held_.free_parts(block->range(), page_);
-    parts.insert(parts.end(), unheld.begin(), unheld.end());
+  std::vector<ByteRange> all;
+  pages_.for_each_in({0, capacity_}, [&all](const Block& block) { all.push_back(block.range()); });
+  for (const ByteRange& each : all) {
+    for (const ByteRange& part : held_.free_parts(each, page_)) free_pages(part);
   }
-  for (const ByteRange& part : parts) free_pages(part);
 }
 
 std::vector<ByteRange> Pool::held_pages(std::size_t offset, std::size_t size) const {
   const ByteRange range = page_range(offset, size);
   const MutexLock lock(mutex_);
   std::vector<ByteRange> spans;
-  auto at = pages_.upper_bound(range.offset);
-  if (at != pages_.begin() && std::prev(at)->second->end() > range.offset) --at;
-  for (; at != pages_.end() && at->first < range.end(); ++at) {
-    const std::size_t begin = std::max(at->first, range.offset);
-    append_joined(spans, {begin, std::min(at->second->end(), range.end()) - begin});
-  }
+  pages_.for_each_in(range, [&](const Block& block) {
+    const std::size_t begin = std::max<std::size_t>(block.offset, range.offset);
+    append_joined(spans, {begin, std::min(block.end(), range.end()) - begin});
+  });
   return spans;
 }
 

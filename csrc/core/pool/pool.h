@@ -14,7 +14,6 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -23,6 +22,7 @@
 #include "base/function_ref.h"
 #include "base/sync.h"
 #include "core/blocks/block_heap.h"
+#include "core/blocks/explicit_pages.h"
 #include "core/blocks/growth_policy.h"
 #include "core/blocks/held_ranges.h"
 #include "core/blocks/placement.h"
@@ -607,8 +607,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Placement placement_ VMM_GUARDED_BY(mutex_);
   Slabs slabs_ VMM_GUARDED_BY(mutex_);
   StreamTable streams_ VMM_GUARDED_BY(mutex_);
-  std::map<std::size_t, Block*> pages_ VMM_GUARDED_BY(mutex_);  // explicit blocks by offset
-  HeldRanges held_ VMM_GUARDED_BY(mutex_);                      // of explicit pages
+  ExplicitPages pages_ VMM_GUARDED_BY(mutex_);
+  HeldRanges held_ VMM_GUARDED_BY(mutex_);  // of explicit pages
   RecordedUses recorded_uses_ VMM_GUARDED_BY(mutex_);
   PendingFrees pending_ VMM_GUARDED_BY(mutex_);
   std::vector<PendingFrees::Freed> passed_ VMM_GUARDED_BY(mutex_);  // out of pending_, on their way
@@ -616,7 +616,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   RetiredBlocks retired_ VMM_GUARDED_BY(mutex_);                    // one for each former mapping
   PoolWatch watch_ VMM_GUARDED_BY(mutex_);
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
-  std::size_t page_bytes_ VMM_GUARDED_BY(mutex_) = 0;  // held by explicit pages
   GrowthPolicy growth_ VMM_GUARDED_BY(mutex_);
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that

@@ -107,8 +107,7 @@ std::string Pool::why_not_sealed(ByteRange missing, bool is_same) const {
                            format_hex(base_ + missing.offset) + ", of " + (is_same ? "the same" : "another") +
                            " tensor, share a chunk with what is given and are not among it, and pages are sealed by " +
                            "whole chunks: ";
-  const auto page = pages_.upper_bound(missing.offset);
-  if (is_range_ && (page == pages_.begin() || std::prev(page)->second->end() <= missing.offset)) {
+  if (is_range_ && pages_.covering(missing.offset) == nullptr) {
     return what + "it has given them back, and can take them again; reserve() rows over them first";
   }
   return what + "give these too, or make what is to be sealed with torch_vmm.aligned(shape, dtype, device), or under " +
