@@ -94,6 +94,9 @@ TEST_F(Range, GapsAreWhatLacksAMapping) {
   EXPECT_EQ(range_->missing_bytes({0, 16 * kPage}), 13 * kPage);
   EXPECT_EQ(range_->covering(3 * kPage)->first, 2 * kPage);
   EXPECT_EQ(range_->covering(4 * kPage), range_->live().end());
+  EXPECT_EQ(range_->reaching(3 * kPage)->first, 2 * kPage);
+  EXPECT_EQ(range_->reaching(4 * kPage)->first, 6 * kPage);
+  EXPECT_EQ(range_->reaching(7 * kPage), range_->live().end());
   EXPECT_EQ(range_->from(3 * kPage)->first, 6 * kPage);
 }
 

@@ -278,16 +278,13 @@ std::vector<ByteRange> VirtualMemoryManager::require_changeable(const VirtualAdd
   // The whole of what is mapped from `offset` on, holes allowed.
   if (offset >= range.size) throw InvalidRangeError(offset, size, range.size, "beyond the end of the range");
   const auto& live = found.mapped->live();
-  const auto start = found.mapped->covering(offset);
-  if (start == live.end() && found.mapped->from(offset) == live.end()) {
-    throw NotMappedError(offset, granularity(), "set_access of " + range.text());
-  }
-  const std::size_t at = start == live.end() ? found.mapped->from(offset)->first : start->first;
-  if (start != live.end() && start->first != offset) {
-    require_whole_mappings(found, range, offset, start->second.chunk->size - (offset - start->first), "set_access");
+  const auto first = found.mapped->reaching(offset);
+  if (first == live.end()) throw NotMappedError(offset, granularity(), "set_access of " + range.text());
+  if (first->first < offset) {
+    require_whole_mappings(found, range, offset, first->second.chunk->size - (offset - first->first), "set_access");
   }
   std::vector<ByteRange> parts;
-  for (auto it = found.mapped->from(at); it != live.end(); ++it) {
+  for (auto it = first; it != live.end(); ++it) {
     parts.push_back({it->first, it->second.chunk->size});
   }
   if (closes) require_unheld(found, range, {offset, range.size - offset}, "set_access to NONE,");

@@ -358,9 +358,8 @@ Address Pool::memory_from(Address address) const {
   const ReadLock lock(*this);
   if (range_ == nullptr || !contains(address)) return base_ + capacity_;
   const std::size_t offset = address - base_;
-  if (range_->covering(offset) != range_->live().end()) return address;
-  const auto next = range_->from(offset);
-  return base_ + (next == range_->live().end() ? capacity_ : next->first);
+  const auto next = range_->reaching(offset);
+  return base_ + (next == range_->live().end() ? capacity_ : std::max(next->first, offset));
 }
 
 }  // namespace vmm
