@@ -4,9 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <random>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "base/units.h"
@@ -87,13 +90,13 @@ TEST(IdleChunks, AgreeWithAListThatIsSearched) {
   }
 }
 
-TEST(IdleChunks, TheMostUsefulServesMostAndBreaksUpLeast) {
+TEST(IdleMoves, TheMostUsefulServesMostAndBreaksUpLeast) {
   Chunks made;
-  std::vector<IdleChunk> idle = {made.make(4 * kMiB), made.make(8 * kMiB), made.make(8 * kMiB), made.make(32 * kMiB)};
-  const std::vector<IdleChunk> all = idle;
-  idle[1].stretch = 64 * kMiB;
+  std::vector<IdleChunk> all = {made.make(4 * kMiB), made.make(8 * kMiB), made.make(8 * kMiB), made.make(32 * kMiB)};
+  all[1].stretch = 64 * kMiB;
+  IdleMoves idle(all);
   const auto take = [&](std::size_t remaining, std::size_t room) {
-    const std::optional<IdleChunk> taken = take_most_useful(&idle, remaining, room, 16 * kMiB);
+    const std::optional<IdleChunk> taken = idle.take_most_useful(remaining, room, 16 * kMiB);
     return taken.has_value() ? taken->chunk : nullptr;
   };
   EXPECT_EQ(take(10 * kMiB, 2 * kMiB), nullptr) << "none of at most so many bytes";
@@ -103,6 +106,72 @@ TEST(IdleChunks, TheMostUsefulServesMostAndBreaksUpLeast) {
   EXPECT_EQ(take(10 * kMiB, 16 * kMiB), all[1].chunk);
   EXPECT_EQ(take(10 * kMiB, 16 * kMiB), nullptr);
   EXPECT_TRUE(idle.empty());
+}
+
+// The plain model: a list that is looked through each time, whose last one takes the place
+// of the one that is taken.
+class ListedMoves {
+ public:
+  explicit ListedMoves(std::vector<IdleChunk> chunks) : chunks_(std::move(chunks)) {}
+  [[nodiscard]] bool empty() const { return chunks_.empty(); }
+  const Chunk* take_most_useful(std::size_t remaining, std::size_t room, std::size_t total) {
+    auto best = chunks_.end();
+    for (auto at = chunks_.begin(); at != chunks_.end(); ++at) {
+      if (at->chunk->size > room) continue;
+      if (best == chunks_.end() || worth_of(*at, remaining, total) > worth_of(*best, remaining, total)) best = at;
+    }
+    if (best == chunks_.end()) return nullptr;
+    std::swap(*best, chunks_.back());
+    return take_last();
+  }
+  const Chunk* take_last() {
+    const Chunk* const taken = chunks_.back().chunk;
+    chunks_.pop_back();
+    return taken;
+  }
+
+ private:
+  // Ten times the worth of a chunk, times both totals: whole numbers, so none is rounded.
+  static std::int64_t worth_of(const IdleChunk& chunk, std::size_t remaining, std::size_t total) {
+    const auto mib = [](std::size_t bytes) { return static_cast<std::int64_t>(bytes / kMiB); };
+    const std::int64_t size = mib(chunk.chunk->size);
+    const std::int64_t used = std::min(size, mib(remaining));
+    return 10 * used * mib(total) - 5 * (mib(chunk.stretch) - size) * mib(remaining) - (size - used) * mib(remaining);
+  }
+
+  std::vector<IdleChunk> chunks_;
+};
+
+TEST(IdleMoves, OfARandomProgramAreThoseOfAListThatIsLookedThrough) {
+  for (unsigned seed = 1; seed <= 60; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const auto any = [&random](std::size_t below) { return static_cast<std::size_t>(random()) % below; };
+    Chunks made;
+    std::vector<IdleChunk> all;
+    const std::size_t sizes = 1 + any(12);
+    const std::size_t stretches = 1 + any(40);
+    for (std::size_t k = 0; k < 200; ++k) {
+      const std::size_t size = std::size_t{1} << any(sizes) % 5;
+      all.push_back(made.make(size * kMiB));
+      all.back().stretch = (size + any(stretches)) * kMiB;
+    }
+    IdleMoves idle(all);
+    ListedMoves model(all);
+    while (!model.empty()) {
+      if (any(16) == 0) {
+        ASSERT_EQ(idle.take_last().chunk, model.take_last());
+        continue;
+      }
+      // Powers of two: what is worth the same is the same when it is rounded.
+      const std::size_t remaining = (std::size_t{1} << any(6)) * kMiB;
+      const std::size_t total = remaining << any(4);
+      const std::size_t room = (1 + any(18)) * kMiB;
+      const std::optional<IdleChunk> taken = idle.take_most_useful(remaining, room, total);
+      ASSERT_EQ(taken.has_value() ? taken->chunk : nullptr, model.take_most_useful(remaining, room, total));
+    }
+    EXPECT_TRUE(idle.empty());
+  }
 }
 
 }  // namespace

@@ -87,9 +87,9 @@ struct Pool::Choice {
   Grant* const grant;
   const Source source;
   const GrowthPolicy::Lack lack;
-  std::size_t bare_behind = 0;    // bytes without memory behind the last gap: a chunk may reach into them
-  std::vector<IdleChunk> idle{};  // that may be moved here
-  Budget* full = nullptr;         // the limit that lets nothing from the shelf in
+  std::size_t bare_behind = 0;  // bytes without memory behind the last gap: a chunk may reach into them
+  IdleMoves idle{};             // that may be moved here
+  Budget* full = nullptr;       // the limit that lets nothing from the shelf in
   std::vector<ToCreate> to_create{};
   std::size_t create_bytes = 0;  // of these
   std::size_t charged = 0;       // for those that are not created yet
@@ -164,10 +164,9 @@ Chunk* Pool::choose_chunk(std::size_t remaining, std::size_t largest, std::size_
   if (!choice.idle.empty()) {
     std::optional<IdleChunk> move;
     if (uniform_) {
-      move = choice.idle.back();
-      choice.idle.pop_back();
+      move = choice.idle.take_last();
     } else {
-      move = take_most_useful(&choice.idle, remaining, largest + beyond, choice.lack.total);
+      move = choice.idle.take_most_useful(remaining, largest + beyond, choice.lack.total);
     }
     if (move.has_value()) {
       choice.backing.moves.push_back(*move);
@@ -255,8 +254,8 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
   lack.is_contested = group_.sharers() > 1;
   if (source == Source::any) give_up_spare_slabs();
   Choice choice{*this, *backing, grant, source, lack, bare_behind(extent)};
-  if (source == Source::at_once) choice.idle = idle_at_once(request.tag, growth_.least_move(lack));
-  if (source == Source::any) choice.idle = all_idle(request.tag, Idle::movable, lack.total);
+  if (source == Source::at_once) choice.idle = IdleMoves(idle_at_once(request.tag, growth_.least_move(lack)));
+  if (source == Source::any) choice.idle = IdleMoves(all_idle(request.tag, Idle::movable, lack.total));
   ByteRange returning_to;
   if (source != Source::fresh && !lack.is_whole) {
     returning_to = take_returning(extent, choice.bare_behind, grant, backing);

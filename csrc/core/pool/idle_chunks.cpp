@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 namespace vmm {
 
@@ -29,25 +30,72 @@ IdleChunk IdleChunks::take_last(BySize::iterator of_size) {
   return taken;
 }
 
-std::optional<IdleChunk> take_most_useful(std::vector<IdleChunk>* idle, std::size_t remaining, std::size_t room,
-                                          std::size_t total) {
-  auto best = idle->end();
+bool IdleMoves::comes_later(const Entry& a, const Entry& b) {
+  return a.stretch != b.stretch ? a.stretch > b.stretch : a.place > b.place;
+}
+
+IdleMoves::IdleMoves(std::vector<IdleChunk> chunks) : chunks_(std::move(chunks)) {
+  auto of_size = by_size_.end();
+  for (std::size_t place = 0; place < chunks_.size(); ++place) {
+    const std::size_t size = chunks_[place].chunk->size;
+    if (of_size == by_size_.end() || of_size->first != size) of_size = by_size_.try_emplace(size).first;
+    of_size->second.push_back({chunks_[place].stretch, place});
+  }
+  for (auto& [size, heap] : by_size_) std::make_heap(heap.begin(), heap.end(), comes_later);
+}
+
+IdleChunk IdleMoves::take_last() {
+  const IdleChunk taken = chunks_.back();
+  chunks_.pop_back();
+  return taken;
+}
+
+// Whether any is left.
+bool IdleMoves::drop_stale(Heap& heap) const {
+  while (!heap.empty() && heap.front().place >= chunks_.size()) {
+    std::pop_heap(heap.begin(), heap.end(), comes_later);
+    heap.pop_back();
+  }
+  return !heap.empty();
+}
+
+// What the request uses of it, as a part of what remains; less half of what stays beside it
+// in its free stretch, and a tenth of what lies beyond the request, as parts of the total.
+// So of one size it is the one in the shortest stretch.
+std::optional<IdleChunk> IdleMoves::take_most_useful(std::size_t remaining, std::size_t room, std::size_t total) {
+  auto best = by_size_.end();
   double most = 0;
-  for (auto at = idle->begin(); at != idle->end(); ++at) {
-    const std::size_t size = at->chunk->size;
-    if (size > room) continue;
+  for (auto at = by_size_.begin(); at != by_size_.end() && at->first <= room;) {
+    auto& [size, heap] = *at;
+    if (!drop_stale(heap)) {
+      at = by_size_.erase(at);
+      continue;
+    }
+    const Entry& first = heap.front();
     const std::size_t beyond = size - std::min(size, remaining);
     const double worth = static_cast<double>(size - beyond) / static_cast<double>(remaining) -
-                         (0.5 * static_cast<double>(at->stretch - size) + 0.1 * static_cast<double>(beyond)) /
+                         (0.5 * static_cast<double>(first.stretch - size) + 0.1 * static_cast<double>(beyond)) /
                              static_cast<double>(total);
-    if (best != idle->end() && worth <= most) continue;
-    best = at;
-    most = worth;
+    const bool is_better =
+        best == by_size_.end() || worth > most || (worth == most && first.place < best->second.front().place);
+    if (is_better) {
+      best = at;
+      most = worth;
+    }
+    ++at;
   }
-  if (best == idle->end()) return std::nullopt;
-  const IdleChunk taken = *best;
-  *best = idle->back();
-  idle->pop_back();
+  if (best == by_size_.end()) return std::nullopt;
+  Heap& heap = best->second;
+  const std::size_t place = heap.front().place;
+  std::pop_heap(heap.begin(), heap.end(), comes_later);
+  heap.pop_back();
+  const IdleChunk taken = chunks_[place];
+  const IdleChunk last = take_last();
+  if (place == chunks_.size()) return taken;
+  chunks_[place] = last;  // its entry names a place beyond the end
+  Heap& of_last = by_size_.at(last.chunk->size);
+  of_last.push_back({last.stretch, place});
+  std::push_heap(of_last.begin(), of_last.end(), comes_later);
   return taken;
 }
 

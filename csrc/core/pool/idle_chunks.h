@@ -41,10 +41,35 @@ class IdleChunks {
   std::size_t bytes_ = 0;
 };
 
-// Of those of at most `room` bytes the one that a request makes the most use of and that
-// breaks up the least free space. `remaining`: what the request still lacks, of `total`;
-// of what lies beyond it uses nothing.
-std::optional<IdleChunk> take_most_useful(std::vector<IdleChunk>* idle, std::size_t remaining, std::size_t room,
-                                          std::size_t total);
+// To be moved under a request: chosen by what the request uses of one and by what the free
+// space that it leaves loses. A choice looks at one chunk of each size: where it looked at
+// all, each of ten thousand took 37 us, and a move takes 55.
+class IdleMoves {
+ public:
+  IdleMoves() = default;
+  explicit IdleMoves(std::vector<IdleChunk> chunks);
+  [[nodiscard]] bool empty() const { return chunks_.empty(); }
+  // The last one, for chunks of one size. REQUIRES: not empty.
+  IdleChunk take_last();
+  // Of those of at most `room` bytes the one that a request makes the most use of and that
+  // breaks up the least free space. `remaining`: what the request still lacks, of `total`;
+  // of what lies beyond it uses nothing.
+  std::optional<IdleChunk> take_most_useful(std::size_t remaining, std::size_t room, std::size_t total);
+
+ private:
+  // A chunk by its place in the list, and how long its free stretch is.
+  struct Entry {
+    std::size_t stretch = 0;
+    std::size_t place = 0;
+  };
+  // The shortest stretch first and, of these, the first in the list. What names a place
+  // beyond the list's end has been taken, or stands at another one now.
+  using Heap = std::vector<Entry>;
+  static bool comes_later(const Entry& a, const Entry& b);
+  bool drop_stale(Heap& heap) const;
+
+  std::vector<IdleChunk> chunks_;
+  std::map<std::size_t, Heap> by_size_;
+};
 
 }  // namespace vmm
