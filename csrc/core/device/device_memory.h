@@ -237,16 +237,16 @@ class DeviceMemory {
   void require_page_size(std::size_t page_size) const;
   static PoolSpec part_spec(const std::shared_ptr<Pool>& model, const std::string& name);
   std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
+  // allocating.cpp
   using Attempt = FunctionRef<Address(Grant*, Shortage*)>;
   Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt)
       VMM_EXCLUDES(reclaim_mutex_);
-  // debugging.cpp
-  Address allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stream stream) VMM_EXCLUDES(reclaim_mutex_);
-  void settle_watched(Pool& pool);  // outside debug mode nothing
-  void report_fault() const noexcept VMM_EXCLUDES(registry_mutex_);
   // After an attempt that lacked `shortage`.
   Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage)
       VMM_EXCLUDES(reclaim_mutex_);
+  Address allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream);
+  void wait_for(Epoch epoch);
+  // reclaim.cpp
   // One request on its way up the ladder, and what it lacked at its latest attempt.
   struct Climb {
     Pool& asker;
@@ -266,8 +266,6 @@ class DeviceMemory {
   Address call_for_memory(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   Address borrow(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   Address wait_and_melt(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
-  Address allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream);
-  void wait_for(Epoch epoch);
   PoolList victims(const Pool& asker, const Budget* refused) const;
   static PoolList in_order_of_yielding(PoolList pools);
   void take_from(const PoolList& pools, std::span<const DormantMappings::Dormant> wanted, std::size_t want,
@@ -275,17 +273,18 @@ class DeviceMemory {
   std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
                    Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void create_into(Grant& grant, const Pool& asker, std::size_t want);
+  // giving_back.cpp
   std::size_t give_back_excess(Budget& budget, bool wait);
   void enforce_limits(Pool* freed) VMM_EXCLUDES(registry_mutex_);
   void give_back_excess_above(Pool& pool);
   bool is_look_due() VMM_EXCLUDES(registry_mutex_);
+  // ending.cpp
   void bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
   void bury_drained(const Pool* pool) VMM_EXCLUDES(registry_mutex_);
   bool bury_closed() VMM_EXCLUDES(registry_mutex_);
   void bury_groups() VMM_EXCLUDES(registry_mutex_);
   void tend();
   bool let_leave() VMM_EXCLUDES(registry_mutex_);
-  void await_judges();
   void tend_if_any_wait() {
     if ((beside_.load(std::memory_order_relaxed) & kHasEnded) != 0) [[unlikely]]
       tend();
@@ -293,6 +292,11 @@ class DeviceMemory {
   // refusing.cpp
   [[noreturn]] void refuse(const Climb& climb) VMM_EXCLUDES(refusal_mutex_);
   [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
+  // debugging.cpp
+  Address allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stream stream) VMM_EXCLUDES(reclaim_mutex_);
+  void settle_watched(Pool& pool);  // outside debug mode nothing
+  void await_judges();
+  void report_fault() const noexcept VMM_EXCLUDES(registry_mutex_);
 
   Driver& driver_;
   AddressSpace& address_space_;

@@ -1,7 +1,7 @@
 // Pool: how much is free, and which of it is stranded: in a chunk that something
 // else uses, so that it cannot leave. torch asks with every memory_allocated(),
-// so this walks neither chunks nor small blocks: 30,000 live small tensors made
-// it 3 ms, where native takes 0.1.
+// so this walks no small blocks (30,000 live small tensors made it 3 ms, where
+// native takes 0.1) and no chunks, but those under free space that graphs may use.
 #include <algorithm>
 #include <iterator>
 
