@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from .measurement import Result, Row, is_for_tables
 from .table import DEVICE, RESULTS
@@ -21,9 +21,8 @@ def tables() -> list[str]:
     files = {file.stem: result for file in sorted(RESULTS.glob("*-h?00.json")) if (result := _read(file))}
     return [
         _floor(files[f"hot_path-{DEVICE}"]),
-        _driver_calls(files[f"driver_ops-{DEVICE}"]),
+        _driver_calls(next(result for stem, result in files.items() if stem.startswith("driver_ops-"))),
         *(_standing(stem.removesuffix(f"-{DEVICE}"), result) for stem, result in files.items()),
-        _programs(json.loads((RESULTS / f"programs_before_after-{DEVICE}.json").read_text())),
     ]
 
 
@@ -71,26 +70,6 @@ def _workloads(title: str, result: Result) -> str:
     for case in dict.fromkeys(row["case"] for row in result["rows"]):
         cells = [values.get((case, *column)) for column in columns]
         lines.append(f"| {case} | {' | '.join('–' if cell is None else f'{cell:.4g}' for cell in cells)} |")
-    return "\n".join(lines)
-
-
-def _programs(content: dict[str, Any]) -> str:
-    """Of programs before and after a change: two metrics beside each other, every run."""
-    metrics, columns = ("reserved / allocated", "warm pass"), ("native", content["before"], "now")
-    lines = [
-        f"**programs**: `workloads`, before: commit {content['before']}, now: {content['now']} (again: "
-        f"{content['now_again']}), {content['machine']['device']}, driver {content['machine']['driver']}, torch "
-        f"{content['machine']['torch']}; one process each, or as many as there are figures",
-        "",
-        "| | reserved / allocated: native | before | now | warm pass, s: native | before | now |",
-        f"|---|{'---|' * 6}",
-    ]
-    for again, rows in (("", content["rows"]), (", again", content["again"])):
-        found = {(row["case"], row["metric"]): row["runs"] for row in rows}
-        for case in dict.fromkeys(row["case"] for row in rows):
-            runs = [found[case, metric].get(column, []) for metric in metrics for column in columns]
-            cells = [", ".join(dict.fromkeys(f"{value:.4g}" for value in values)) or "–" for values in runs]
-            lines.append(f"| {case}{again} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

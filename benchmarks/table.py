@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-DEVICE = "h100"
+DEVICE = "h200"
 ALLOCATORS = {
     "torch_vmm": "torch_vmm",
     "native": "native",
@@ -53,14 +53,18 @@ def table() -> str:
         name: json.loads((RESULTS / f"{name}-{DEVICE}.json").read_text()) for name in sorted({row[1] for row in ROWS})
     }
     machine = files["hot_path"]["machine"]
+    commits = ", ".join(sorted({file["commit"] for file in files.values()}))
+    measured = {row["allocator"] for benchmark in {row[1] for row in ROWS} for row in files[benchmark]["rows"]}
+    allocators = [allocator for allocator in ALLOCATORS if allocator in measured]
     lines = [
-        f"{machine['device']}, driver {machine['driver']}, torch {machine['torch']}; medians of {_runs(files)} runs.",
+        f"{machine['device']}, driver {machine['driver']}, torch {machine['torch']}, commit {commits}; medians of "
+        f"{_runs(files)} runs.",
         "",
-        f"| | {' | '.join(ALLOCATORS.values())} |",
-        f"|---|{'---|' * len(ALLOCATORS)}",
+        f"| | {' | '.join(ALLOCATORS[allocator] for allocator in allocators)} |",
+        f"|---|{'---|' * len(allocators)}",
     ]
     for label, benchmark, case, metric, unit in ROWS:
-        cells = [_cell(files[benchmark]["rows"], case, metric, unit, allocator) for allocator in ALLOCATORS]
+        cells = [_cell(files[benchmark]["rows"], case, metric, unit, allocator) for allocator in allocators]
         lines.append(f"| {label}{'' if unit == 'ratio' else ', ' + unit} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
