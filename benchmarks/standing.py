@@ -13,6 +13,7 @@ from .measurement import Result, Row, is_for_tables
 from .table import DEVICE, RESULTS
 
 _CALLS = ("reserve", "create", "map", "set_access", "unmap", "release")
+_BESIDE: tuple[str, ...] = ("torch_vmm", "native")
 _NAMES = {"expandable": "expandable segments"}
 
 
@@ -61,9 +62,11 @@ def _standing(title: str, result: Result) -> str:
 
 
 def _workloads(title: str, result: Result) -> str:
-    """A row a program, ours beside native's, of the numbers that differ by hundredths."""
-    metrics = ("reserved / allocated", "first pass", "warm pass", "driver calls, second half")
-    columns = [(metric, name) for metric in metrics for name in ("torch_vmm", "native")]
+    """A row a program, of the numbers that differ by hundredths: ours beside native's, or of memory every allocator's."""
+    metrics, allocators = ("reserved / allocated", "first pass", "warm pass", "driver calls, second half"), _BESIDE
+    if all(row["metric"] != "warm pass" for row in result["rows"]):
+        metrics, allocators = metrics[:1], tuple(dict.fromkeys(row["allocator"] for row in result["rows"]))
+    columns = [(metric, name) for metric in metrics for name in allocators]
     values = {(row["case"], row["metric"], row["allocator"]): row["value"] for row in result["rows"]}
     heads = " | ".join(f"{metric}: {name}" for metric, name in columns)
     lines = [_source(result, title), "", f"| | {heads} |", f"|---|{'---|' * len(columns)}"]
