@@ -62,8 +62,9 @@ def _standing(title: str, result: Result) -> str:
 
 
 def _workloads(title: str, result: Result) -> str:
-    """A row a program, of the numbers that differ by hundredths: ours beside native's, or of memory every allocator's."""
-    metrics, allocators = ("reserved / allocated", "first pass", "warm pass", "driver calls, second half"), _BESIDE
+    """A row a program, of the numbers that differ by hundredths: ours beside native's; of memory, every allocator's."""
+    metrics: tuple[str, ...] = ("reserved / allocated", "first pass", "warm pass", "driver calls, second half")
+    allocators = _BESIDE
     if all(row["metric"] != "warm pass" for row in result["rows"]):
         metrics, allocators = metrics[:1], tuple(dict.fromkeys(row["allocator"] for row in result["rows"]))
     columns = [(metric, name) for metric in metrics for name in allocators]

@@ -255,10 +255,9 @@ void ProvidedMemory::finish_free(Block* block, Epoch epoch) {
 }
 
 void ProvidedMemory::settle() {
-  pending_.take_passed(memory_.clock(), &passed_);
-  for (const auto& [block, epoch] : passed_) finish_free(block, epoch);
-  unfinished_.fetch_sub(passed_.size(), std::memory_order_relaxed);
-  passed_.clear();
+  const std::span<const PendingFrees::Freed> passed = pending_.take_passed(memory_.clock());
+  for (const auto& [block, epoch] : passed) finish_free(block, epoch);
+  unfinished_.fetch_sub(passed.size(), std::memory_order_relaxed);
 }
 
 bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& device) {

@@ -119,7 +119,6 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   std::vector<Sharers> sharers_ VMM_GUARDED_BY(mutex_){Sharers{}};  // by tag; [0] is neutral space's
   std::unordered_map<Address, Block*> live_ VMM_GUARDED_BY(mutex_);
   PendingFrees pending_ VMM_GUARDED_BY(mutex_);
-  std::vector<PendingFrees::Freed> passed_ VMM_GUARDED_BY(mutex_);  // out of pending_, on their way
   std::vector<Leaving> leaving_ VMM_GUARDED_BY(mutex_);
   Epoch graphs_end_ VMM_GUARDED_BY(mutex_) = kLongAgo;
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;

@@ -1,6 +1,7 @@
 #include "core/blocks/block_heap.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 
@@ -58,17 +59,25 @@ bool FreeIndex::holds(const Block* block) const {
 
 // ---------------------------------------------------------------- BlockHeap
 
-FreeIndex& BlockHeap::make_index(StreamTag tag) {
+void BlockHeap::make_index(StreamTag tag) {
   if (index_.size() <= tag) index_.resize(tag + std::size_t{1});
-  index_[tag] = std::make_unique<FreeIndex>();
-  return *index_[tag];
+  auto fresh = std::make_unique<FreeIndex>();
+  fresh->prepare(is_fine_);
+  index_[tag] = std::move(fresh);
+}
+
+void BlockHeap::make_fine() {
+  for (const auto& index : index_) {
+    if (index != nullptr) index->prepare(/*fine=*/true);
+  }
+  is_fine_ = true;
 }
 
 void BlockHeap::set_free(Block* block, StreamTag tag, Epoch epoch) {
   block->state = BlockState::free;
   block->tag = tag;
   block->epoch = epoch;
-  index(tag).insert(block);
+  index_[tag]->insert(block);
   if (free_) free_->insert(block);
 }
 
@@ -113,6 +122,8 @@ void BlockHeap::unlink(Block* block) {
 }
 
 Block* BlockHeap::donate(ByteRange range, StreamTag tag) {
+  prepare(tag);
+  if (!is_fine_ && (range.offset | range.size) % kGrain != 0) make_fine();
   Block* block = arena_.make();
   block->offset = range.offset;
   block->set_size(range.size);
@@ -140,6 +151,8 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
   const std::size_t above = whole.end() - (offset + size);
   const bool is_lowest = offset == whole.offset;
   // Whatever is to be made is made before anything changes: there may be no memory for it.
+  if (!is_fine_ && (offset | size) % kGrain != 0) [[unlikely]]
+    make_fine();
   const bool stays_free = !is_lowest || above != 0;
   Block* block = stays_free ? arena_.make() : free;
   Block* rest = nullptr;
@@ -183,6 +196,7 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
 
 Block* BlockHeap::split(Block* block, std::size_t offset) {
   VMM_CHECK(block->state != BlockState::free && block->offset < offset && offset < block->end(), "split at ", offset);
+  if (!is_fine_ && offset % kGrain != 0) make_fine();
   Block* upper = arena_.make();
   upper->offset = offset;
   upper->set_size(block->end() - offset);
@@ -205,6 +219,7 @@ bool BlockHeap::is_border(std::size_t offset) const { return borders_.count(offs
 void BlockHeap::add_border(std::size_t offset) {
   Block* lower = free_covering(offset);
   const bool splits = lower != nullptr && lower->offset != offset;
+  if (!is_fine_ && offset % kGrain != 0) make_fine();
   Block* upper = splits ? arena_.make() : nullptr;
   borders_.insert(offset);
   if (!splits) return;
@@ -219,6 +234,7 @@ void BlockHeap::add_border(std::size_t offset) {
 Block* BlockHeap::free(Block* block, StreamTag tag, Epoch epoch) {
   VMM_CHECK(block->state != BlockState::free && block->recorded == 0, "freeing the block at ", block->offset,
             ", which is free, or whose recorded uses have not ended");
+  prepare(tag);
   ByteRange joined = block->range();
   taken_bytes_ -= joined.size;
   Block* const lower = coalesces(block->prev, tag, joined.offset) ? block->prev : nullptr;

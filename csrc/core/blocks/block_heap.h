@@ -26,6 +26,11 @@ namespace vmm {
 // 32 for every doubling. A large pair in an ordered set took 2.5 times as long.
 class FreeIndex {
  public:
+  // insert() asks for no memory from now on; of blocks below 2 MiB where they are `fine`.
+  void prepare(bool fine) {
+    ranges_.prepare();
+    if (fine) exact_.prepare();
+  }
   void insert(Block* block) { insert(block, block->size()); }
   // REQUIRES: it stands there.
   void erase(Block* block) { erase(block, block->size()); }
@@ -106,6 +111,12 @@ class BlockHeap {
   // Free blocks are found by their offsets, which are below `capacity`, from now on: what
   // asks for that below. REQUIRES: it has no stretch, and will have one. Throws std::bad_alloc.
   void keep_order(std::size_t capacity) { free_.emplace(capacity); }
+  // Free space may have this tag from now on: free() asks for no memory, whose caller
+  // could not do without. Throws std::bad_alloc.
+  void prepare(StreamTag tag) {
+    if (tag >= index_.size() || index_[tag] == nullptr) [[unlikely]]
+      make_index(tag);
+  }
   // Adds a stretch of free space; it never coalesces with another stretch.
   // Returns it.
   Block* donate(ByteRange range, StreamTag tag);
@@ -135,7 +146,8 @@ class BlockHeap {
   Block* split(Block* block, std::size_t offset);
   // Joins `upper` (not free) into its lower neighbour `lower` (not free).
   void join(Block* lower, Block* upper);
-  // Frees and coalesces; returns the free block that now holds it.
+  // Frees and coalesces; returns the free block that now holds it. Without prepare(tag) it may
+  // throw std::bad_alloc, and nothing has changed.
   Block* free(Block* block, StreamTag tag, Epoch epoch);
 
   // -- REQUIRES: keep_order() ------------------------------------------------
@@ -170,12 +182,9 @@ class BlockHeap {
   void check() const;
 
  private:
-  FreeIndex& index(StreamTag tag) {
-    if (tag < index_.size() && index_[tag] != nullptr) [[likely]]
-      return *index_[tag];
-    return make_index(tag);
-  }
-  FreeIndex& make_index(StreamTag tag);
+  void make_index(StreamTag tag);
+  // Blocks may begin and end between two multiples of kGrain from now on.
+  void make_fine();
   void set_free(Block* block, StreamTag tag, Epoch epoch);
   void clear_free(Block* block);
   void unlink(Block* block);
@@ -190,8 +199,13 @@ class BlockHeap {
   void note_run(const Block* block);
   static const Block* last_of_run(const Block* first);
 
+  // While all blocks are multiples of it, no index needs bins for smaller ones (16 KiB a
+  // tag): a model's small tensors alone need none.
+  static constexpr std::size_t kGrain = 2 * kMiB;
+
   BlockArena& arena_;
   std::vector<std::unique_ptr<FreeIndex>> index_;  // by tag
+  bool is_fine_ = false;
   std::size_t taken_bytes_ = 0;
   std::optional<FreeByOffset> free_;               // where their order is kept
   std::map<std::size_t, std::size_t> none_below_;  // size -> no run of free blocks that begins below this holds it

@@ -21,11 +21,17 @@ class QuarantinedBlocks {
     Epoch epoch = kLongAgo;  // of the free
   };
 
+  // Throws std::bad_alloc, and it is not here.
   void add(Freed freed) {
     const std::size_t offset = freed.block->offset;
-    bytes_ += freed.block->size();
     blocks_.emplace(offset, freed);
-    until_.emplace(freed.epoch, offset);
+    try {
+      until_.emplace(freed.epoch, offset);
+    } catch (...) {
+      blocks_.erase(offset);
+      throw;
+    }
+    bytes_ += freed.block->size();
   }
   // REQUIRES: it is there.
   void remove(Freed freed) {  // a copy: what oldest() and at() answer goes

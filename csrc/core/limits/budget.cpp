@@ -35,12 +35,25 @@ Budget* Budget::charge(std::size_t bytes) { return charge_below(bytes, nullptr);
 
 void Budget::refund(std::size_t bytes) { refund_below(bytes, nullptr); }
 
-Budget* Budget::transfer(Budget& from, Budget& to, std::size_t bytes) {
+Budget* Budget::common_of(const Budget& from, Budget& to) {
   Budget* common = &to;
   while (common != nullptr && !from.stands_under(*common)) common = common->parent_;
+  return common;
+}
+
+Budget* Budget::transfer(Budget& from, Budget& to, std::size_t bytes) {
+  const Budget* const common = common_of(from, to);
   if (Budget* refused = to.charge_below(bytes, common)) return refused;
   from.refund_below(bytes, common);
   return nullptr;
+}
+
+void Budget::transfer_back(Budget& from, Budget& to, std::size_t bytes) {
+  const Budget* const common = common_of(from, to);
+  for (Budget* level = &from; level != common; level = level->parent_) {
+    level->used_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  }
+  to.refund_below(bytes, common);
 }
 
 std::size_t Budget::headroom() const {

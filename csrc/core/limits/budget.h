@@ -29,6 +29,9 @@ class Budget : public std::enable_shared_from_this<Budget> {
   // Moves a charge of `bytes` from `from` to `to` without letting go of it in
   // the budgets that both stand under. Returns nullptr, or who refused.
   [[nodiscard]] static Budget* transfer(Budget& from, Budget& to, std::size_t bytes);
+  // Undoes such a transfer, though another charge may have taken its place: `from` is above
+  // its limit then.
+  static void transfer_back(Budget& from, Budget& to, std::size_t bytes);
 
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] Budget* parent() const { return parent_; }
@@ -72,6 +75,8 @@ class Budget : public std::enable_shared_from_this<Budget> {
   [[nodiscard]] bool stands_under(const Budget& other) const;
 
  private:
+  // The lowest that both stand under, or nullptr.
+  [[nodiscard]] static Budget* common_of(const Budget& from, Budget& to);
   [[nodiscard]] bool charge_here(std::size_t bytes);
   // Charges from here up to, not including, `end`.
   [[nodiscard]] Budget* charge_below(std::size_t bytes, const Budget* end);

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 
 #include "core/limits/budget.h"
 #include "core/streams/clock.h"
@@ -15,6 +16,9 @@ namespace vmm {
 // Names whose data a chunk holds; a fresh chunk's is nobody's, and zero.
 using OwnerId = std::uint64_t;
 inline constexpr OwnerId kNobody = 0;
+
+struct Chunk;
+using ChunksBySize = std::multimap<std::size_t, Chunk*>;
 
 struct Chunk {
   ChunkHandle handle = 0;
@@ -33,6 +37,9 @@ struct Chunk {
   // dormant ones not.
   // Two pools drop their mappings under two locks, hence atomic.
   std::atomic<int> mappings{0};
+  // While it stands on none: its place on a shelf, made with it, so that to put it there
+  // takes no memory.
+  ChunksBySize::node_type shelf_place;
 };
 
 // A chunk under a block, for sharing with another process.

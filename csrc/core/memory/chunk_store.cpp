@@ -2,65 +2,50 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
+#include <new>
+#include <utility>
 
 #include "base/check.h"
 
 namespace vmm {
 
-void ChunkShelf::put(Chunk* chunk) {
-  by_size_[chunk->size].push_back(chunk);
+void ChunkShelf::put(Chunk* chunk) noexcept {
+  by_size_.insert(std::move(chunk->shelf_place));
   bytes_ += chunk->size;
 }
 
-namespace {
-using BySize = std::map<std::size_t, std::vector<Chunk*>>;
-Chunk* pop(BySize& by_size, BySize::iterator at) {
-  Chunk* chunk = at->second.back();
-  at->second.pop_back();
-  if (at->second.empty()) by_size.erase(at);
+Chunk* ChunkShelf::take(ChunksBySize::const_iterator at) {
+  Chunk* chunk = at->second;
+  chunk->shelf_place = by_size_.extract(at);
+  bytes_ -= chunk->size;
   return chunk;
 }
-}  // namespace
 
 Chunk* ChunkShelf::take_at_most(std::size_t size, bool exact) {
   auto at = by_size_.upper_bound(size);
   if (at == by_size_.begin()) return nullptr;
   --at;
-  if (exact && at->first != size) return nullptr;
-  Chunk* chunk = pop(by_size_, at);
-  bytes_ -= chunk->size;
-  return chunk;
+  return exact && at->first != size ? nullptr : take(at);
 }
 
 Chunk* ChunkShelf::take_above(std::size_t size) {
   const auto at = by_size_.upper_bound(size);
-  if (at == by_size_.end()) return nullptr;
-  Chunk* chunk = pop(by_size_, at);
-  bytes_ -= chunk->size;
-  return chunk;
+  return at == by_size_.end() ? nullptr : take_at_most(at->first, true);
 }
 
 bool ChunkShelf::take(const Chunk* chunk, std::size_t size) {
-  const auto of_size = by_size_.find(size);
-  if (of_size == by_size_.end()) return false;
-  auto& chunks = of_size->second;
-  const auto found = std::find(chunks.begin(), chunks.end(), chunk);
-  if (found == chunks.end()) return false;
-  *found = chunks.back();
-  chunks.pop_back();
-  if (chunks.empty()) by_size_.erase(of_size);
-  bytes_ -= size;
+  const auto [first, last] = by_size_.equal_range(size);
+  const auto found = std::find_if(first, last, [chunk](const auto& entry) { return entry.second == chunk; });
+  if (found == last) return false;
+  take(found);
   return true;
 }
 
-Chunk* ChunkShelf::take_any() { return by_size_.empty() ? nullptr : take_at_most(by_size_.rbegin()->first, true); }
+Chunk* ChunkShelf::take_any() { return by_size_.empty() ? nullptr : take(std::prev(by_size_.end())); }
 
 std::size_t ChunkShelf::mapped_bytes() const {
-  std::size_t bytes = 0;
-  for (const auto& [size, chunks] : by_size_) {
-    for (const Chunk* chunk : chunks) bytes += chunk->mappings.load(std::memory_order_acquire) != 0 ? size : 0;
-  }
-  return bytes;
+  return bytes_if([](const Chunk& chunk) { return chunk.mappings.load(std::memory_order_acquire) != 0; });
 }
 
 ChunkStore::~ChunkStore() {
@@ -89,7 +74,10 @@ Status ChunkStore::create(const ChunkSpec& spec, Budget& payer, Chunk** out, Bud
 
 Status ChunkStore::create_prepaid(const ChunkSpec& spec, Budget& payer, Chunk** out) {
   static std::atomic<std::uint64_t> numbers{0};
-  auto chunk = std::make_unique<Chunk>();  // first: what there is no room to note would stay for ever
+  // First: what there is no room to note would stay for ever.
+  auto chunk = std::make_unique<Chunk>();
+  ChunksBySize place;
+  chunk->shelf_place = place.extract(place.emplace(spec.size, chunk.get()));
   ChunkHandle handle = 0;
   if (const Status status = driver_.create(spec, &handle); !status.ok()) return status;
   chunk->handle = handle;
@@ -115,16 +103,26 @@ Status ChunkStore::release(Chunk* chunk) {
   return {};
 }
 
-void ChunkStore::put(Budget& group, Chunk* chunk) {
+ChunkStore::Shelf* ChunkStore::shelf_for(Budget& group) noexcept {
+  try {
+    Shelf& shelf = shelves_[&group];
+    // A request of a model whose group has ended meanwhile may still put back what it took.
+    if (shelf.keeps_group == nullptr) shelf.keeps_group = group.weak_from_this().lock();
+    return &shelf;
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+void ChunkStore::put(Budget& group, Chunk* chunk) noexcept {
   Budget* refused = Budget::transfer(*chunk->charged, group, chunk->size);
   VMM_CHECK(refused == nullptr, "budget ", chunk->charged->name(), " does not stand under ", group.name());
   chunk->charged = &group;
   MutexLock lock(mutex_);
-  Shelf& shelf = shelves_[&group];
-  // A request of a model whose group has ended meanwhile may still put back what it took.
-  if (shelf.keeps_group == nullptr) shelf.keeps_group = group.weak_from_this().lock();
-  (chunk->exported ? shelf.exported : shelf.usable).put(chunk);
-  if (chunk->exported) release_unmapped(shelf.exported, kUnlimited);
+  Shelf* const shelf = shelf_for(group);
+  ChunkShelf& chunks = shelf == nullptr ? without_shelf_ : chunk->exported ? shelf->exported : shelf->usable;
+  chunks.put(chunk);
+  if (shelf == nullptr || chunk->exported) release_unmapped(chunks, kUnlimited);
 }
 
 Chunk* ChunkStore::take_at_most(Budget& group, Budget& payer, std::size_t size, bool exact, Budget** refused) {
@@ -157,21 +155,10 @@ bool ChunkStore::take(Budget& group, Budget& payer, Chunk* chunk, std::size_t si
 
 // Gives up to about `want` bytes back to the driver. Returns how many.
 std::size_t ChunkStore::release_unmapped(ChunkShelf& chunks, std::size_t want) {
-  std::size_t given_back = 0;
-  std::vector<Chunk*> kept;
-  while (given_back < want) {
-    Chunk* chunk = chunks.take_any();
-    if (chunk == nullptr) break;
-    const std::size_t size = chunk->size;
-    // A former address may still be in use, and the driver may refuse.
-    if (chunk->mappings.load(std::memory_order_acquire) == 0 && release(chunk).ok()) {
-      given_back += size;
-    } else {
-      kept.push_back(chunk);
-    }
-  }
-  for (Chunk* chunk : kept) chunks.put(chunk);
-  return given_back;
+  // A former address may still be in use, and the driver may refuse.
+  return chunks.remove_ended(want, [this](Chunk* chunk) {
+    return chunk->mappings.load(std::memory_order_acquire) == 0 && release(chunk).ok();
+  });
 }
 
 std::size_t ChunkStore::trim_shelf(Shelf& shelf, std::size_t keep_bytes) {
@@ -182,13 +169,14 @@ std::size_t ChunkStore::trim_shelf(Shelf& shelf, std::size_t keep_bytes) {
 
 std::size_t ChunkStore::trim(Budget& group, std::size_t keep_bytes) {
   MutexLock lock(mutex_);
+  const std::size_t given_back = release_unmapped(without_shelf_, kUnlimited);
   const auto shelf = shelves_.find(&group);
-  return shelf == shelves_.end() ? 0 : trim_shelf(shelf->second, keep_bytes);
+  return given_back + (shelf == shelves_.end() ? 0 : trim_shelf(shelf->second, keep_bytes));
 }
 
 std::size_t ChunkStore::trim_under(const Budget& budget, std::size_t want) {
   MutexLock lock(mutex_);
-  std::size_t given_back = 0;
+  std::size_t given_back = release_unmapped(without_shelf_, kUnlimited);
   for (auto& [group, shelf] : shelves_) {
     if (given_back >= want) break;
     if (!group->stands_under(budget)) continue;
@@ -200,28 +188,33 @@ std::size_t ChunkStore::trim_under(const Budget& budget, std::size_t want) {
 
 std::size_t ChunkStore::all_shelved_bytes() const {
   MutexLock lock(mutex_);
-  std::size_t bytes = 0;
+  std::size_t bytes = without_shelf_.bytes();
   for (const auto& [group, shelf] : shelves_) bytes += shelf.bytes();
   return bytes;
 }
 
 std::size_t ChunkStore::trim_all() {
   MutexLock lock(mutex_);
-  std::size_t given_back = 0;
+  std::size_t given_back = release_unmapped(without_shelf_, kUnlimited);
   for (auto& [group, shelf] : shelves_) given_back += trim_shelf(shelf, 0);
   return given_back;
 }
 
 std::size_t ChunkStore::shelved_bytes(const Budget& group) const {
   MutexLock lock(mutex_);
+  const std::size_t without = without_shelf_.bytes_if([&](const Chunk& chunk) { return chunk.charged == &group; });
   const auto shelf = shelves_.find(&group);
-  return shelf == shelves_.end() ? 0 : shelf->second.bytes();
+  return without + (shelf == shelves_.end() ? 0 : shelf->second.bytes());
 }
 
 std::size_t ChunkStore::quarantined_bytes(const Budget& group) const {
   MutexLock lock(mutex_);
+  const std::size_t without = without_shelf_.bytes_if([&](const Chunk& chunk) {
+    return chunk.charged == &group && chunk.mappings.load(std::memory_order_acquire) != 0;
+  });
   const auto shelf = shelves_.find(&group);
-  return shelf == shelves_.end() ? 0 : shelf->second.usable.mapped_bytes() + shelf->second.exported.mapped_bytes();
+  if (shelf == shelves_.end()) return without;
+  return without + shelf->second.usable.mapped_bytes() + shelf->second.exported.mapped_bytes();
 }
 
 std::size_t ChunkStore::shelves() const {
@@ -231,6 +224,8 @@ std::size_t ChunkStore::shelves() const {
 
 bool ChunkStore::forget(const Budget& group) {
   MutexLock lock(mutex_);
+  release_unmapped(without_shelf_, kUnlimited);
+  if (without_shelf_.bytes_if([&](const Chunk& chunk) { return chunk.charged == &group; }) != 0) return false;
   const auto shelf = shelves_.find(&group);
   if (shelf == shelves_.end()) return true;
   if (shelf->second.bytes() != 0) return false;

@@ -19,10 +19,12 @@
 
 namespace vmm {
 
-// Chunks by size, unused. Values, no lock: also what a Grant carries.
+// Chunks by size, unused. Values, no lock: also what a Grant carries. It never asks for
+// memory. Of one size the chunk that was put last is taken first.
 class ChunkShelf {
  public:
-  void put(Chunk* chunk);
+  // REQUIRES: a store made it, and it stands on no shelf.
+  void put(Chunk* chunk) noexcept;
   // The largest chunk of at most `size` bytes (exactly `size` when `exact`),
   // or nullptr.
   Chunk* take_at_most(std::size_t size, bool exact);
@@ -31,12 +33,35 @@ class ChunkShelf {
   Chunk* take_any();
   // This very chunk, of `size` bytes; false: it is not here. It may be gone for good.
   bool take(const Chunk* chunk, std::size_t size);
+  // The largest first, removes each that `ends(chunk)` has ended, until at least `want`
+  // bytes have gone. Returns how many.
+  template <typename Ends>
+  std::size_t remove_ended(std::size_t want, const Ends& ends) {
+    std::size_t gone = 0;
+    for (auto at = by_size_.end(); at != by_size_.begin() && gone < want;) {
+      const std::size_t size = (--at)->first;
+      if (!ends(at->second)) continue;
+      at = by_size_.erase(at);
+      bytes_ -= size;
+      gone += size;
+    }
+    return gone;
+  }
   [[nodiscard]] std::size_t bytes() const { return bytes_; }
+  // Of the chunks for which `is(chunk)`. Walks.
+  template <typename Is>
+  [[nodiscard]] std::size_t bytes_if(const Is& is) const {
+    std::size_t bytes = 0;
+    for (const auto& [size, chunk] : by_size_) bytes += is(*chunk) ? size : 0;
+    return bytes;
+  }
   // Bytes of chunks that are still mapped at a former address. Walks.
   [[nodiscard]] std::size_t mapped_bytes() const;
 
  private:
-  std::map<std::size_t, std::vector<Chunk*>> by_size_;
+  Chunk* take(ChunksBySize::const_iterator at);
+
+  ChunksBySize by_size_;
   std::size_t bytes_ = 0;
 };
 
@@ -66,8 +91,9 @@ class ChunkStore {
 
   // Puts an unused chunk on the shelf of `group`, which from now on pays. One
   // that was exported serves nobody any more: it goes back to the driver as soon
-  // as nothing maps it. REQUIRES: the chunk's budget stands under `group`.
-  void put(Budget& group, Chunk* chunk) VMM_EXCLUDES(mutex_);
+  // as nothing maps it; and so does one for which there is no memory to make the
+  // group's shelf. REQUIRES: the chunk's budget stands under `group`.
+  void put(Budget& group, Chunk* chunk) noexcept VMM_EXCLUDES(mutex_);
   // A shelved chunk of `group`, charged to `payer` (which stands under it), or
   // nullptr; `refused` as above.
   Chunk* take_at_most(Budget& group, Budget& payer, std::size_t size, bool exact, Budget** refused)
@@ -103,6 +129,7 @@ class ChunkStore {
     ChunkShelf exported;  // to be released
     [[nodiscard]] std::size_t bytes() const { return usable.bytes() + exported.bytes(); }
   };
+  Shelf* shelf_for(Budget& group) noexcept VMM_REQUIRES(mutex_);
   std::size_t trim_shelf(Shelf& shelf, std::size_t keep_bytes) VMM_REQUIRES(mutex_);
   std::size_t release_unmapped(ChunkShelf& chunks, std::size_t want) VMM_REQUIRES(mutex_);
 
@@ -115,6 +142,7 @@ class ChunkStore {
   std::atomic<std::size_t> live_chunks_{0};
   mutable Mutex mutex_;
   std::map<const Budget*, Shelf> shelves_ VMM_GUARDED_BY(mutex_);
+  ChunkShelf without_shelf_ VMM_GUARDED_BY(mutex_);  // to be released; their groups pay
 };
 
 }  // namespace vmm

@@ -167,8 +167,11 @@ void MappedRange::forget_counts() {
 Epoch MappedRange::last_retired_use() const { return retired_.empty() ? kLongAgo : retired_.rbegin()->first; }
 
 std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before) {
+  std::size_t passed = 0;
+  for (auto at = retired_.begin(); at != retired_.end() && clock.has_passed(at->first); ++at) ++passed;
   std::vector<ByteRange> freed;
-  for (auto at = retired_.begin(); at != retired_.end() && clock.has_passed(at->first);) {
+  freed.reserve(passed);  // first: an address that could not be told of would never be free again
+  for (auto at = retired_.begin(); passed > 0; --passed) {
     Retired& retired = at->second;
     if (!retired.is_told && before) before(retired.range);
     retired.is_told = true;

@@ -74,7 +74,8 @@ class MappedRange {
   void note_told(std::size_t offset) { live_.at(offset).is_told = true; }
   // Drops the retired mappings whose last use has passed, the oldest first; looks
   // at no other. `before` is told of each stretch right before it is unmapped, once.
-  // Returns the stretches that are free addresses now.
+  // Returns the stretches that are free addresses now. Throws std::bad_alloc, and nothing
+  // has changed.
   std::vector<ByteRange> drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before = nullptr);
   // The chunks that are dormant in `range`, by offset; the last may reach `beyond` bytes
   // beyond it. Whoever asks may own none of them.

@@ -5,9 +5,10 @@
 // (growth_policy decides). A chunk is mapped at its new place before it leaves the
 // old one, so a failure undoes to what was.
 #include <algorithm>
-#include <exception>
 #include <initializer_list>
+#include <new>
 #include <optional>
+#include <span>
 
 #include "core/memory/chunk_store.h"
 #include "core/memory/grant.h"
@@ -41,18 +42,18 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
   Status status;
   const auto back_from = [&](std::initializer_list<Source> sources) VMM_REQUIRES(mutex_) {
     Backing backing;
-    const bool found = std::any_of(sources.begin(), sources.end(), [&](Source source) VMM_REQUIRES(mutex_) {
-      try {
-        return collect(*extent, request, source, grant, &backing, shortage);
-      } catch (...) {
-        untake(extent->block, extent->pieces);
-        throw;
-      }
-    });
-    if (!found) return false;
     const std::size_t end = extent->block->end();
-    cover(extent, backing, request.state);
-    status = install(backing, request);
+    try {
+      const bool found = std::any_of(sources.begin(), sources.end(), [&](Source source) VMM_REQUIRES(mutex_) {
+        return collect(*extent, request, source, grant, &backing, shortage);
+      });
+      if (!found) return false;
+      cover(extent, backing, request.state);
+      status = install(backing, request);
+    } catch (...) {
+      put_back(backing, grant);
+      throw;
+    }
     if (status.ok()) return true;
     uncover(extent, end);
     put_back(backing, grant);
@@ -97,12 +98,7 @@ struct Pool::Choice {
   ~Choice() VMM_NO_THREAD_SAFETY_ANALYSIS {
     if (is_made) return;
     pool.budget_.refund(charged);
-    try {
-      std::erase_if(backing.placements, [](const PlacedChunk& placement) { return placement.chunk == nullptr; });
-      pool.put_back(backing, grant);
-    } catch (const std::exception&) {
-      // There is no room to note a chunk: it stays charged.
-    }
+    pool.put_back(backing, grant);
     backing = {};
   }
 };
@@ -290,7 +286,7 @@ void Pool::uncover(Extent* extent, std::size_t end) {
   if (extent->block->end() == end) return;
   const auto beyond = std::find_if(extent->pieces.begin(), extent->pieces.end(),
                                    [end](const Piece& piece) { return piece.range.offset >= end; });
-  untake(large_.split(extent->block, end), {beyond, extent->pieces.end()});
+  untake(large_.split(extent->block, end), std::span<const Piece>(beyond, extent->pieces.end()));
   extent->pieces.erase(beyond, extent->pieces.end());
 }
 
@@ -304,7 +300,8 @@ void Pool::put_back(Chunk* chunk, Grant* grant) {
 
 void Pool::put_back(const Backing& backing, Grant* grant) {
   for (const PlacedChunk& placement : backing.placements) {
-    if (!backing.is_move(placement.chunk)) put_back(placement.chunk, grant);  // a move never left its place
+    // A move never left its place.
+    if (placement.chunk != nullptr && !backing.is_move(placement.chunk)) put_back(placement.chunk, grant);
   }
 }
 
@@ -343,33 +340,51 @@ Status Pool::install(const Backing& backing, const Request& request) {
   }
   for (const PlacedChunk& placement : backing.placements) last_use = std::max(last_use, placement.chunk->last_use);
   if (const Status status = streams_.order_behind(request.tag, last_use); !status.ok()) return status;
+  in_vain_.reserve(backing.placements.size());
   if (const Status status = range_->map(backing.placements, accessors_); !status.ok()) {
     for (const auto& [offset, chunk] : backing.placements) {
       if (range_->live().count(offset) != 0) in_vain_.push_back(offset);
     }
     return status;
   }
-  if (const Status status = scrub(backing.placements, request.tag); !status.ok()) {
+  const auto map_in_vain = [&]() VMM_REQUIRES(mutex_) {
     // Scrubbing may be queued through the new addresses: they go behind it.
     const Epoch now = context_.clock.now();
     for (const auto& [offset, chunk] : backing.placements) {
       chunk->last_use = std::max(chunk->last_use, now);
       in_vain_.push_back(offset);
     }
-    return status;
+  };
+  std::size_t moved = 0;
+  try {
+    if (const Status status = scrub(backing.placements, request.tag); !status.ok()) {
+      map_in_vain();
+      return status;
+    }
+    for (; moved < backing.moves.size(); ++moved) {
+      const IdleChunk& move = backing.moves[moved];
+      detach(move.offset, last_use_of({move.offset, move.chunk->size}), MappedRange::Fate::may_return);
+    }
+    for (const PlacedChunk& placement : backing.placements) {
+      if (keeps_within_chunks()) large_.add_border(placement.offset);
+    }
+  } catch (...) {
+    map_in_vain();
+    while (moved > 0) context_.store.put(group_, backing.moves[--moved].chunk);  // they have left their places
+    throw;
   }
   growth_.note_moves(backing.moves.size());
-  for (const IdleChunk& move : backing.moves) {
-    detach(move.offset, last_use_of({move.offset, move.chunk->size}), MappedRange::Fate::may_return);
-  }
   for (const PlacedChunk& placement : backing.placements) {
     placement.chunk->content.store(id_, std::memory_order_relaxed);
     placement.chunk->last_use = kLongAgo;
-    if (keeps_within_chunks()) large_.add_border(placement.offset);
     if (!announces(request)) range_->withhold(placement.offset);
     count_mapped(placement, streams_[request.tag].stream);
   }
-  drop_retired();
+  try {
+    drop_retired();
+  } catch (const std::bad_alloc&) {
+    // Another time: what was asked for is installed.
+  }
   return {};
 }
 

@@ -115,27 +115,38 @@ Chunk* Pool::detach(std::size_t offset, Epoch last_use, MappedRange::Fate fate) 
   const auto mapping = range_->live().find(offset);
   VMM_CHECK(mapping != range_->live().end(), "no chunk at ", offset);
   Chunk* chunk = mapping->second.chunk;
+  const bool was_sealed = !allows(mapping->second, Access::read_write);
+  retire_mapping(offset, last_use, fate);  // first: there may be no memory for it
   // It is read-only for nobody any more.
-  if (!allows(mapping->second, Access::read_write)) context_.store.dormant().allow(chunk);
+  if (was_sealed) context_.store.dormant().allow(chunk);
   count_unmapped({offset, chunk});
   chunk->last_use = std::max(chunk->last_use, last_use);
-  retire_mapping(offset, last_use, fate);
   return chunk;
 }
 
+// Throws std::bad_alloc, and the mapping is live as before.
 void Pool::retire_mapping(std::size_t offset, Epoch last_use, MappedRange::Fate fate) {
-  large_.remove_border(offset);
-  const std::size_t size = range_->retire(offset, last_use, fate)->size;
+  const ByteRange range{offset, range_->live().at(offset).chunk->size};
   std::vector<Piece> pieces;
-  retired_.add(take_range({offset, size}, BlockState::retired, &pieces));
+  Block* const block = take_range(range, BlockState::retired, &pieces);
+  bool is_noted = false;
+  try {
+    retired_.add(block);
+    is_noted = true;
+    range_->retire(offset, last_use, fate);
+  } catch (...) {
+    if (is_noted) retired_.take(range);
+    untake(block, pieces);
+    throw;
+  }
+  large_.remove_border(offset);
 }
 
 // What was mapped for a request that failed after that. Its chunks have gone
 // back to where they came from.
 void Pool::retire_in_vain() {
   const Epoch now = context_.clock.now();
-  for (const std::size_t offset : in_vain_) retire_mapping(offset, now, MappedRange::Fate::in_vain);
-  in_vain_.clear();
+  for (; !in_vain_.empty(); in_vain_.pop_back()) retire_mapping(in_vain_.back(), now, MappedRange::Fate::in_vain);
 }
 
 // Former addresses are dropped without hurry: a tick is made for them only when
@@ -212,7 +223,13 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
     if (bytes_above_floor() < size) return;  // perhaps a smaller one
     *refused = Budget::transfer(budget_, grant.payer(), size);
     if (*refused != nullptr) return;
-    Chunk* chunk = detach(chosen.offset, last_use_of({chosen.offset, size}), MappedRange::Fate::may_return);
+    Chunk* chunk = nullptr;
+    try {
+      chunk = detach(chosen.offset, last_use_of({chosen.offset, size}), MappedRange::Fate::may_return);
+    } catch (...) {
+      Budget::transfer_back(budget_, grant.payer(), size);
+      throw;
+    }
     chunk->charged = &grant.payer();
     grant.chunks.put(chunk);
     moved += size;

@@ -2,6 +2,7 @@
 // of the same occupancy map as tensors' blocks, so neither can take the
 // other's.
 #include <algorithm>
+#include <new>
 
 #include "base/check.h"
 #include "base/errors.h"
@@ -45,7 +46,12 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
   if (is_range_) kept = mapped_in(range);
   Block* block = place(request, grant, shortage);
   if (block == nullptr) return 0;
-  pages_.add(block);
+  try {
+    pages_.add(block);
+  } catch (...) {
+    large_.free(block, block->tag, context_.clock.now());
+    throw;
+  }
   growth_.note_handed_out(block->size());
   begin_block(block, range.size);
   for (const ByteRange& part : kept) {
@@ -146,8 +152,14 @@ void Pool::free_pages(ByteRange range) {
   }
   // Whole chunks go to the shelf at once; what shares its chunk with pages that
   // are still in use stays where it is.
-  shelve_idle_chunks(range);
-  quarantine(range, epoch);
+  try {
+    shelve_idle_chunks(range);
+    quarantine(range, epoch);
+  } catch (const std::bad_alloc&) {
+    // What could not be noted stays the pool's, and may be used at once: so nothing may use
+    // it any more.
+    throw_if_failed(context_.clock.synchronize(), "waiting for queued work that may use freed pages");
+  }
 }
 
 // Takes what is mapped and free in `range` out of use until `epoch` has passed.
@@ -159,7 +171,13 @@ void Pool::quarantine(ByteRange range, Epoch epoch) {
   }
   for (const ByteRange& part : parts) {
     std::vector<Piece> pieces;
-    quarantined_.add({take_range(part, BlockState::quarantined, &pieces), epoch});
+    Block* const block = take_range(part, BlockState::quarantined, &pieces);
+    try {
+      quarantined_.add({block, epoch});
+    } catch (...) {
+      untake(block, pieces);
+      throw;
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 // least, which growth.cpp backs; at a limit over bare space, on whole idle chunks.
 #include <algorithm>
 #include <optional>
+#include <span>
 
 #include "base/check.h"
 #include "core/memory/grant.h"
@@ -75,6 +76,7 @@ Block* Pool::place_within_chunk(const Request& request, Grant* grant, Shortage* 
 }
 
 Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
+  large_.prepare(request.tag);
   if (no_split_) return place_unsplit(request, grant, shortage);
   if (keeps_within_chunks() && request.where == Request::Where::best_fit) {
     return place_within_chunk(request, grant, shortage);
@@ -127,24 +129,34 @@ bool Pool::adopt_free_space(StreamTag tag, Shortage* shortage) {
 }
 
 Block* Pool::take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) {
+  const std::size_t had = pieces->size();
   Block* whole = nullptr;
-  for (std::size_t at = range.offset; at < range.end();) {
-    Block* free = large_.free_covering(at);
-    VMM_CHECK(free != nullptr, "taking ", range.offset, "+", range.size, ": ", at, " is not free");
-    const std::size_t end = std::min(free->end(), range.end());
-    pieces->push_back({{at, end - at}, free->tag, free->epoch});
-    Block* taken = large_.carve(free, at, end - at, state);
-    if (whole == nullptr) {
-      whole = taken;
-    } else {
-      large_.join(whole, taken);
+  try {
+    for (std::size_t at = range.offset; at < range.end();) {
+      Block* free = large_.free_covering(at);
+      VMM_CHECK(free != nullptr, "taking ", range.offset, "+", range.size, ": ", at, " is not free");
+      const std::size_t end = std::min(free->end(), range.end());
+      pieces->push_back({{at, end - at}, free->tag, free->epoch});
+      Block* taken = large_.carve(free, at, end - at, state);
+      if (whole == nullptr) {
+        whole = taken;
+      } else {
+        large_.join(whole, taken);
+      }
+      at = end;
     }
-    at = end;
+  } catch (...) {
+    if (whole != nullptr) {
+      while (pieces->back().range.offset >= whole->end()) pieces->pop_back();
+      untake(whole, std::span(*pieces).subspan(had));
+    }
+    pieces->resize(had);
+    throw;
   }
   return whole;
 }
 
-void Pool::untake(Block* block, const std::vector<Piece>& pieces) {
+void Pool::untake(Block* block, std::span<const Piece> pieces) {
   for (std::size_t k = 0; k < pieces.size(); ++k) {
     Block* rest = k + 1 < pieces.size() ? large_.split(block, pieces[k + 1].range.offset) : nullptr;
     large_.free(block, pieces[k].tag, pieces[k].epoch);
@@ -157,13 +169,18 @@ void Pool::untake(Block* block, const std::vector<Piece>& pieces) {
 Block* Pool::trim_to_request(Block* block, const Request& request, std::size_t offset) {
   const Epoch epoch = context_.clock.now();
   streams_[request.tag].last_free = epoch;
-  if (block->offset < offset) {
-    Block* lower = block;
-    block = large_.split(block, offset);
-    large_.free(lower, request.tag, epoch);
-  }
-  if (block->end() > offset + request.size) {
-    large_.free(large_.split(block, offset + request.size), request.tag, epoch);
+  try {
+    if (block->offset < offset) {
+      Block* lower = block;
+      block = large_.split(block, offset);
+      large_.free(lower, request.tag, epoch);
+    }
+    if (block->end() > offset + request.size) {
+      large_.free(large_.split(block, offset + request.size), request.tag, epoch);
+    }
+  } catch (...) {
+    large_.free(block, request.tag, epoch);
+    throw;
   }
   block->tag = request.tag;
   return block;
@@ -186,17 +203,49 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
   for (const Piece& piece : extent.pieces) {
     if (piece.tag != request.tag && piece.tag != kNeutral) others = std::max(others, piece.epoch);
   }
-  if (!streams_.order_behind(request.tag, others).ok()) {
-    shortage->wait_for = others;
-    untake(extent.block, extent.pieces);
-    return nullptr;
-  }
-  if (!extent.gaps.empty() && !back(&extent, request, grant, shortage)) {
+  bool is_backed = false;
+  try {
+    if (!streams_.order_behind(request.tag, others).ok()) {
+      shortage->wait_for = others;
+    } else {
+      is_backed = extent.gaps.empty() || back(&extent, request, grant, shortage);
+    }
+  } catch (...) {
     untake(extent.block, extent.pieces);
     retire_in_vain();
-    return nullptr;
+    throw;
   }
-  return trim_to_request(extent.block, request, offset);
+  if (is_backed) return trim_to_request(extent.block, request, offset);
+  untake(extent.block, extent.pieces);
+  retire_in_vain();
+  return nullptr;
+}
+
+// Idle chunks of any sizes, side by side from 0 on, for `wanted` bytes; fewer where there
+// are no more. Returns their bytes.
+std::size_t Pool::collect_whole(std::size_t wanted, StreamTag tag, Grant* grant, Backing* backing) {
+  IdleChunks idle(all_idle(tag, Idle::movable));
+  std::size_t sum = 0;
+  while (sum < wanted) {
+    const std::size_t remaining = wanted - sum;
+    backing->placements.push_back({sum, nullptr});  // first: what is taken has its place
+    Chunk*& chunk = backing->placements.back().chunk;
+    if (grant != nullptr) chunk = grant->chunks.take_at_most(remaining, /*exact=*/false);
+    if (chunk == nullptr) {
+      if (const std::optional<IdleChunk> move = idle.take_nearest(remaining)) {
+        backing->moves.push_back(*move);
+        chunk = move->chunk;
+      } else if (grant != nullptr) {
+        chunk = grant->chunks.take_above(remaining);
+      }
+    }
+    if (chunk == nullptr) {
+      backing->placements.pop_back();
+      break;
+    }
+    sum += chunk->size;
+  }
+  return sum;
 }
 
 // At a limit, with idle chunks that fit no gap: stands on whole chunks of any
@@ -204,42 +253,29 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
 Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
   const std::size_t wanted = align_up(request.size, page_);
   give_up_spare_slabs();
-  IdleChunks idle(all_idle(request.tag, Idle::movable));
   Backing backing;
-  std::size_t sum = 0;
-  const auto take_granted = [&](Chunk* chunk) {
-    backing.placements.push_back({sum, chunk});
-    sum += chunk->size;
-  };
-  const auto take_own = [&](const IdleChunk& move) {
-    backing.moves.push_back(move);
-    take_granted(move.chunk);
-  };
-  while (sum < wanted) {
-    const std::size_t remaining = wanted - sum;
-    Chunk* chunk = nullptr;
-    if (grant != nullptr && (chunk = grant->chunks.take_at_most(remaining, /*exact=*/false)) != nullptr) {
-      take_granted(chunk);
-    } else if (const std::optional<IdleChunk> move = idle.take_nearest(remaining)) {
-      take_own(*move);
-    } else if (grant != nullptr && (chunk = grant->chunks.take_above(remaining)) != nullptr) {
-      take_granted(chunk);
-    } else {
-      break;
-    }
-  }
+  Block* block = nullptr;
   std::size_t offset = 0;
-  if (sum >= wanted && placement_.find_bare(sum, request.where == Request::Where::high, &offset)) {
-    for (PlacedChunk& placement : backing.placements) placement.offset += offset;
-    std::vector<Piece> pieces;
-    Block* block = take_range({offset, sum}, request.state, &pieces);
-    if (install(backing, request).ok()) {
-      return trim_to_request(block, request, offset);
-    }
-    untake(block, pieces);
+  std::vector<Piece> pieces;
+  const auto undo = [&]() VMM_REQUIRES(mutex_) {
+    if (block != nullptr) untake(block, pieces);
     retire_in_vain();
+    put_back(backing, grant);
+  };
+  bool is_installed = false;
+  try {
+    const std::size_t sum = collect_whole(wanted, request.tag, grant, &backing);
+    if (sum >= wanted && placement_.find_bare(sum, request.where == Request::Where::high, &offset)) {
+      for (PlacedChunk& placement : backing.placements) placement.offset += offset;
+      block = take_range({offset, sum}, request.state, &pieces);
+      is_installed = install(backing, request).ok();
+    }
+  } catch (...) {
+    undo();
+    throw;
   }
-  put_back(backing, grant);
+  if (is_installed) return trim_to_request(block, request, offset);
+  undo();
   return nullptr;
 }
 

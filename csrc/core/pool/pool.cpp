@@ -519,13 +519,14 @@ bool Pool::free(Address address, bool* drained) {
     const MutexLock lock(mutex_);
     Block* block = live_at(address);
     if (block == nullptr) return false;
+    const Epoch epoch = context_.clock.now();
+    // Other streams read it: it is nobody's until what is queued there is done. First, as
+    // there may be no memory to note that: then it is live as before.
+    if (block->recorded != 0) pending_.add({block, epoch}, recorded_uses_.of(block->recorded));
     directory_->remove(block);
     if (!block->small) forget_large(mine);
-    const Epoch epoch = context_.clock.now();
     if (block->recorded != 0) {
-      // Other streams read it: it is nobody's until what is queued there is done.
       end_block(*block);
-      pending_.add({block, epoch}, recorded_uses_.of(block->recorded));
       recorded_uses_.end(&block->recorded);
       block->state = BlockState::pending;
       pending_bytes_ += block->size();
@@ -594,15 +595,13 @@ bool Pool::settle() {
 // Of pending frees those whose streams have passed.
 bool Pool::finish_passed() {
   if (pending_.empty()) return false;
-  pending_.take_passed(context_.clock, &passed_);
-  const bool any = !passed_.empty();
-  for (const auto& [block, epoch] : passed_) {
+  const std::span<const PendingFrees::Freed> passed = pending_.take_passed(context_.clock);
+  for (const auto& [block, epoch] : passed) {
     pending_bytes_ -= block->size();
     if (!watch_.live.empty() && watch_.live.count(block->offset) != 0) block->state = BlockState::watched;
     finish_free(block, epoch);
   }
-  passed_.clear();
-  return any;
+  return !passed.empty();
 }
 
 bool Pool::settle_locked() {

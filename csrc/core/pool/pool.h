@@ -456,12 +456,13 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
       VMM_REQUIRES(mutex_);
   Block* place_on_whole_chunks(const Request& request, Grant* grant) VMM_REQUIRES(mutex_);
   Block* take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) VMM_REQUIRES(mutex_);
-  void untake(Block* block, const std::vector<Piece>& pieces) VMM_REQUIRES(mutex_);
+  void untake(Block* block, std::span<const Piece> pieces) VMM_REQUIRES(mutex_);
   Block* trim_to_request(Block* block, const Request& request, std::size_t offset) VMM_REQUIRES(mutex_);
   bool back(Extent* extent, const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   void note_peak_with(std::size_t bytes) VMM_REQUIRES(mutex_);
   bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
                Shortage* shortage) VMM_REQUIRES(mutex_);
+  std::size_t collect_whole(std::size_t wanted, StreamTag tag, Grant* grant, Backing* backing) VMM_REQUIRES(mutex_);
   ByteRange take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing)
       VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t bare_behind(const Extent& extent) const VMM_REQUIRES(mutex_);
@@ -611,9 +612,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   HeldRanges held_ VMM_GUARDED_BY(mutex_);  // of explicit pages
   RecordedUses recorded_uses_ VMM_GUARDED_BY(mutex_);
   PendingFrees pending_ VMM_GUARDED_BY(mutex_);
-  std::vector<PendingFrees::Freed> passed_ VMM_GUARDED_BY(mutex_);  // out of pending_, on their way
-  QuarantinedBlocks quarantined_ VMM_GUARDED_BY(mutex_);            // freed pages
-  RetiredBlocks retired_ VMM_GUARDED_BY(mutex_);                    // one for each former mapping
+  QuarantinedBlocks quarantined_ VMM_GUARDED_BY(mutex_);  // freed pages
+  RetiredBlocks retired_ VMM_GUARDED_BY(mutex_);          // one for each former mapping
   PoolWatch watch_ VMM_GUARDED_BY(mutex_);
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   GrowthPolicy growth_ VMM_GUARDED_BY(mutex_);

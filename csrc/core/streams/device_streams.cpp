@@ -60,12 +60,17 @@ Fence DeviceStreams::take_fence() {
       free_.pop_back();
       return fence;
     }
+    if (free_.capacity() == fences_) free_.reserve(2 * fences_ + 8);
+    ++fences_;
   }
   Fence fence = nullptr;
-  return driver_.create_fence(device_, &fence).ok() ? fence : nullptr;
+  if (driver_.create_fence(device_, &fence).ok()) return fence;
+  const MutexLock lock(mutex_);
+  --fences_;
+  return nullptr;
 }
 
-void DeviceStreams::put_back(Fence fence) {
+void DeviceStreams::put_back(Fence fence) noexcept {
   const MutexLock lock(mutex_);
   free_.push_back(fence);
 }

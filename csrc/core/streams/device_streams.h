@@ -73,7 +73,8 @@ class DeviceStreams {
 
   // nullptr where the driver makes no more.
   [[nodiscard]] Fence take_fence() VMM_EXCLUDES(mutex_);
-  void put_back(Fence fence) VMM_EXCLUDES(mutex_);
+  // There is room for it since it was made.
+  void put_back(Fence fence) noexcept VMM_EXCLUDES(mutex_);
 
   [[nodiscard]] Driver& driver() const { return driver_; }
   [[nodiscard]] int device() const { return device_; }
@@ -92,6 +93,7 @@ class DeviceStreams {
   std::unordered_set<Stream> known_ VMM_GUARDED_BY(mutex_);  // the same
   std::vector<Stream> counted_ VMM_GUARDED_BY(mutex_);       // the census's latest answer
   std::vector<Fence> free_ VMM_GUARDED_BY(mutex_);
+  std::size_t fences_ VMM_GUARDED_BY(mutex_) = 0;  // that there are, taken or free
 };
 
 }  // namespace vmm

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <deque>
 #include <map>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -26,11 +27,12 @@ class PendingFrees {
     Epoch epoch = kLongAgo;  // of the free
   };
 
-  // The block waits for what these streams have queued until now.
+  // The block waits for what these streams have queued until now. Throws std::bad_alloc,
+  // and it does not wait.
   void add(Freed freed, const std::vector<StreamUse>& uses);
-  // Takes out those whose streams have passed, and adds them to `passed`. Each
+  // Takes out those whose streams have passed; valid until it is called again. Each
   // allocation asks, as natively: a program that has waited gets the memory at once.
-  void take_passed(const Clock& clock, std::vector<Freed>* passed);
+  std::span<const Freed> take_passed(const Clock& clock);
   [[nodiscard]] std::size_t size() const { return waiting_.size() - unused_.size(); }
   [[nodiscard]] bool empty() const { return size() == 0; }
 
@@ -45,9 +47,14 @@ class PendingFrees {
   };
   using Name = std::pair<DeviceStreams*, Stream>;  // of the stream that has the fence
 
+  static Name name_of(const StreamUse& use);
+  std::size_t take_place();
+
   std::map<Name, std::deque<Entry>> queues_;
   std::vector<Waiting> waiting_;
-  std::vector<std::size_t> unused_;  // places in waiting_
+  // Both have room for as many as there are in waiting_.
+  std::vector<std::size_t> unused_;  // places there
+  std::vector<Freed> passed_;
 };
 
 }  // namespace vmm

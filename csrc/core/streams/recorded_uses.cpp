@@ -8,8 +8,9 @@ namespace vmm {
 void RecordedUses::add(std::uint32_t* list, const StreamUse& use) {
   if (*list == 0) {
     if (unused_.empty()) {
+      // end() never has to ask for memory.
+      if (unused_.capacity() == lists_.size()) unused_.reserve(2 * lists_.size() + 1);
       lists_.emplace_back();
-      unused_.reserve(lists_.capacity());  // end() never has to ask for memory
       unused_.push_back(static_cast<std::uint32_t>(lists_.size()));
     }
     lists_[unused_.back() - 1].push_back(use);

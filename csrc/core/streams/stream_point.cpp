@@ -4,7 +4,8 @@
 
 namespace vmm {
 
-StreamPoint::StreamPoint(const std::vector<StreamUse>& uses) {
+// Both after the constructor without arguments: where they throw, the fences go back.
+StreamPoint::StreamPoint(const std::vector<StreamUse>& uses) : StreamPoint() {
   const MutexLock lock(mutex_);
   for (const StreamUse& use : uses) {
     add(*use.device, stream_of_fence(use));
@@ -15,7 +16,7 @@ StreamPoint::StreamPoint(const std::vector<StreamUse>& uses) {
   }
 }
 
-StreamPoint::StreamPoint(const std::vector<DeviceStreams*>& devices) {
+StreamPoint::StreamPoint(const std::vector<DeviceStreams*>& devices) : StreamPoint() {
   const MutexLock lock(mutex_);
   for (DeviceStreams* device : devices) {
     for (Stream stream : device->to_record()) add(*device, stream);

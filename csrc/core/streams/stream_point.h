@@ -75,6 +75,7 @@ class StreamPoint {
     } state = State::failed;
   };
 
+  StreamPoint() = default;
   void add(DeviceStreams& device, Stream stream) VMM_REQUIRES(mutex_);
   static bool try_record(Part& part);
   bool passed_locked(bool queued_is_done) VMM_REQUIRES(mutex_);

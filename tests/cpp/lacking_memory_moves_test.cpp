@@ -1,0 +1,192 @@
+// The host's memory ends while a pool's moves about, waits or leaves: each step of it fails
+// in turn, and nothing is lost, charged twice or half done.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpp/lab.h"
+#include "cpp/lacking_memory.h"
+
+namespace vmm::testing {
+namespace {
+
+const Stream kOwner = stream(0x10);
+const Stream kOne = stream(0x20);
+const Stream kTwo = stream(0x30);
+
+// Two models under one limit of 32 MiB.
+struct Two {
+  Two() {
+    for (const Stream each : {kOwner, kOne, kTwo}) lab.meet(each);
+  }
+  static PoolSpec spec(const std::string& name) {
+    PoolSpec made = Lab::spec(name);
+    made.page_size = kPage;
+    return made;
+  }
+  // What every failure has to leave as it was.
+  void check() {
+    lab.memory().check();
+    EXPECT_EQ(lab.memory().budget().used(), lab.driver.live_chunk_bytes());
+    EXPECT_LE(group->used(), group->limit());
+  }
+
+  Lab lab;
+  const std::shared_ptr<Budget> group = lab.memory().create_group("both", 32 * kMiB);
+  const std::shared_ptr<Pool> first = lab.pool(spec("first"), group.get());
+  const std::shared_ptr<Pool> second = lab.pool(spec("second"), group.get());
+};
+
+// `prepare`, then `step` with each of its allocations failing in turn, then the same again
+// without a failure. Returns how many there were.
+long all_or_nothing(const std::function<void(Two&)>& prepare, const std::function<void(Two&)>& step,
+                    const std::function<void(Two&)>& holds_after) {
+  bool failed = true;
+  long nth = 0;
+  for (; failed; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Two two;
+    prepare(two);
+    two.check();
+    failed = runs_out_at(nth, [&] { step(two); });
+    two.check();
+    if (failed) step(two);
+    two.check();
+    holds_after(two);
+    if (::testing::Test::HasFailure()) break;
+  }
+  return nth - 1;
+}
+
+TEST(LackingMemoryOfMoves, AChunkThatGoesToAnotherModelIsLostByNobody) {
+  Address taken = 0;
+  const long asked = all_or_nothing(
+      [](Two& two) {
+        two.lab.leave_idle(*two.first, 20 * kMiB, kOwner);
+        two.lab.leave_idle(*two.second, 12 * kMiB, kOwner);
+      },
+      [&](Two& two) { taken = two.lab.memory().allocate(*two.second, 24 * kMiB, kOwner); },
+      [&](Two& two) {
+        EXPECT_GE(two.second->physical_bytes(), 24 * kMiB);
+        Lab::fill(taken, 24 * kMiB, 7);
+        EXPECT_TRUE(Lab::holds(taken, 24 * kMiB, 7));
+        EXPECT_TRUE(DeviceMemory::free(two.lab.space, taken));
+      });
+  EXPECT_GT(asked, 0) << "nothing was asked for, so nothing was tried";
+}
+
+TEST(LackingMemoryOfMoves, AChunkThatMovesWithinItsPoolStaysThere) {
+  Address taken = 0;
+  std::vector<Address> apart;
+  const long asked = all_or_nothing(
+      [&](Two& two) {
+        apart.clear();
+        for (int k = 0; k < 8; ++k) apart.push_back(two.lab.allocate(*two.first, 4 * kMiB, kOwner));
+        for (int k = 0; k < 8; k += 2) two.lab.free(apart[static_cast<std::size_t>(k)]);
+      },
+      [&](Two& two) { taken = two.lab.memory().allocate(*two.first, 12 * kMiB, kOwner); },
+      [&](Two& two) {
+        EXPECT_GE(two.first->physical_bytes(), 28 * kMiB);  // a chunk may rest on the shelf now
+        EXPECT_TRUE(DeviceMemory::free(two.lab.space, taken));
+      });
+  EXPECT_GT(asked, 0) << "nothing was asked for, so nothing was tried";
+}
+
+TEST(LackingMemoryOfMoves, IdleMemoryGoesBackOrStays) {
+  const long asked = all_or_nothing(
+      [](Two& two) {
+        two.lab.leave_idle(*two.first, 16 * kMiB, kOwner);
+        two.lab.leave_idle(*two.second, 8 * kMiB, kOwner);
+      },
+      [](Two& two) { two.lab.memory().empty_cache(); },
+      [](Two& two) {
+        two.lab.memory().empty_cache();
+        EXPECT_EQ(two.lab.driver.live_chunk_bytes(), 0U);
+      });
+  EXPECT_GT(asked, 0) << "nothing was asked for, so nothing was tried";
+}
+
+TEST(LackingMemoryOfMoves, PagesByHandComeAndGo) {
+  const long asked = all_or_nothing([](Two& two) { two.lab.leave_idle(*two.second, 16 * kMiB, kOwner); },
+                                    [](Two& two) {
+                                      if (two.first->live_blocks() == 0)
+                                        two.lab.memory().allocate_pages(*two.first, 0, 24 * kMiB, kOwner);
+                                      two.lab.memory().deallocate_pages(*two.first, 0, 24 * kMiB);
+                                    },
+                                    [](Two& two) { EXPECT_EQ(two.first->live_blocks(), 0U); });
+  EXPECT_GT(asked, 0) << "nothing was asked for, so nothing was tried";
+}
+
+// A free that cannot be noted has not been made.
+TEST(LackingMemoryOfMoves, ABlockThatOthersReadIsFreedOrStays) {
+  Address block = 0;
+  const long asked = all_or_nothing(
+      [&](Two& two) {
+        block = two.lab.memory().allocate(*two.first, 4 * kMiB, kOwner);
+        for (const Stream reader : {kOne, kTwo}) two.first->record_stream(block, reader);
+        two.lab.driver.hold_fences(kOne);
+      },
+      [&](Two& two) {
+        const std::size_t live = two.first->live_blocks();
+        try {
+          EXPECT_TRUE(DeviceMemory::free(two.lab.space, block));
+        } catch (...) {
+          EXPECT_EQ(two.first->live_blocks(), live);
+          throw;
+        }
+      },
+      [](Two& two) {
+        EXPECT_EQ(two.first->memory_stats().quarantined_bytes, 4 * kMiB);
+        two.lab.driver.release_fences();
+        two.first->settle();
+        EXPECT_EQ(two.first->memory_stats().quarantined_bytes, 0U);
+        EXPECT_EQ(two.first->live_blocks(), 0U);
+      });
+  EXPECT_GT(asked, 0) << "nothing was asked for, so nothing was tried";
+}
+
+TEST(LackingMemoryOfMoves, WhatHasPassedIsFreedNowOrLater) {
+  const long asked = all_or_nothing(
+      [](Two& two) {
+        two.lab.driver.hold_fences(kOne);
+        for (const std::size_t bytes : {2 * kMiB, 4 * kMiB, 6 * kMiB}) {
+          const Address block = two.lab.memory().allocate(*two.first, bytes, kOwner);
+          for (const Stream reader : {kOne, kTwo}) two.first->record_stream(block, reader);
+          EXPECT_TRUE(DeviceMemory::free(two.lab.space, block));
+        }
+        EXPECT_EQ(two.first->memory_stats().quarantined_bytes, 12 * kMiB);
+        two.lab.driver.release_fences();
+      },
+      [](Two& two) { two.first->settle(); },
+      [](Two& two) { EXPECT_EQ(two.first->memory_stats().quarantined_bytes, 0U); });
+  EXPECT_EQ(asked, 0) << "what ends a free asks for no memory";
+}
+
+// Its group's shelf cannot be made: the chunk goes back to the driver, or waits until it can.
+TEST(LackingMemoryOfMoves, AChunkWithoutAShelfGoesBackToTheDriver) {
+  for (const bool is_mapped : {false, true}) {
+    Lab lab;
+    ChunkStore& store = lab.memory().store();
+    const auto group = lab.memory().create_group("group", kGiB);
+    Chunk* chunk = nullptr;
+    ASSERT_TRUE(store.create(store.spec(kPage), *group, &chunk, nullptr).ok());
+    chunk->mappings.store(is_mapped ? 1 : 0);
+    EXPECT_TRUE(reaches(0, [&] { store.put(*group, chunk); }));
+    EXPECT_EQ(store.shelved_bytes(*group), is_mapped ? kPage : 0U);
+    EXPECT_EQ(store.quarantined_bytes(*group), is_mapped ? kPage : 0U);
+    EXPECT_EQ(store.all_shelved_bytes(), is_mapped ? kPage : 0U);
+    EXPECT_EQ(group->used(), is_mapped ? kPage : 0U);
+    if (!is_mapped) continue;
+    EXPECT_FALSE(store.forget(*group));
+    chunk->mappings.store(0);
+    EXPECT_EQ(store.trim(*group, 0), kPage);
+    EXPECT_EQ(group->used(), 0U);
+    EXPECT_TRUE(store.forget(*group));
+  }
+}
+
+}  // namespace
+}  // namespace vmm::testing
