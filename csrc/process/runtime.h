@@ -28,6 +28,8 @@ struct DeviceRoom {
   const DeviceKind kind;
   const int ordinal;
   DeviceMemory memory;
+  // What torch's settings and whoever listens ask of the memory has been done.
+  std::atomic<bool> is_set_up{false};
   // Of tensors made outside any model's context.
   const std::shared_ptr<Pool> default_pool;
   // CUDA graphs' and torch.cuda.MemPool's.
@@ -76,6 +78,11 @@ class Runtime {
   static bool free(void* address) {
     AddressSpace* space = address_space_.load(std::memory_order_acquire);
     return space != nullptr && DeviceMemory::free(*space, reinterpret_cast<Address>(address));
+  }
+  // The same after what the calling thread's cache said of the block (DeviceMemory).
+  static bool free_unkept(void* address, BlockCaches::Put put) {
+    AddressSpace* space = address_space_.load(std::memory_order_acquire);
+    return space != nullptr && DeviceMemory::free_unkept(*space, reinterpret_cast<Address>(address), put);
   }
 
   // True in a process forked from one that had a driver: nothing of ours works

@@ -32,14 +32,14 @@ namespace {
 
 c10::Device torch_device(int ordinal) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(ordinal)}; }
 
-void trace_allocation(void* block) {
+inline void trace_allocation(void* block) {
   const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
   if (interpreter != nullptr) [[unlikely]] {
     (*interpreter)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<std::uintptr_t>(block));
   }
 }
 
-void trace_free(void* block) {
+inline void trace_free(void* block) {
   const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
   if (interpreter != nullptr) [[unlikely]] {
     (*interpreter)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<std::uintptr_t>(block));
@@ -116,7 +116,15 @@ std::size_t block_size(void* block) {
   return pool == nullptr ? 0 : pool->block_size(reinterpret_cast<Address>(block));
 }
 
-bool free_live(void* block) { return ProvidedMemory::free(block) || Runtime::free(block); }
+// What the calling thread's cache says of a block that is freed.
+[[gnu::always_inline]] inline BlockCaches::Put keep_freed(void* block) {
+  return ProvidedMemory::any_segment() ? BlockCaches::Put::unknown : BlockCaches::put(reinterpret_cast<Address>(block));
+}
+
+// The rest of its way.
+bool free_live(void* block, BlockCaches::Put put) {
+  return ProvidedMemory::free(block) || Runtime::free_unkept(block, put);
+}
 
 // Nobody is to be told of a free, before it or after.
 bool is_unwatched() {
@@ -134,7 +142,7 @@ bool free_and_report(void* block) {
   const std::size_t bytes = block_size(block);
   const Pool* pool = Runtime::pool_at(block);
   const int ordinal = pool == nullptr ? c10::cuda::current_device() : pool->device();
-  if (!free_live(block)) return false;  // with its last block the pool may be gone
+  if (!free_live(block, BlockCaches::Put::unknown)) return false;  // with its last block the pool may be gone
   if (const DeviceRoom* room = Runtime::made(DeviceKind::cuda, ordinal); room != nullptr) {
     report_to_profiler(*room, block, -static_cast<std::int64_t>(bytes), torch_device(ordinal));
   }
@@ -142,20 +150,16 @@ bool free_and_report(void* block) {
 }
 
 // Once for each device, before its first allocation: what torch's settings and
-// whoever listens ask of its memory. A bit for each.
-std::atomic<std::uint64_t> devices_set_up{0};
-static_assert(Runtime::kMostDevices <= 64);
-
+// whoever listens ask of its memory.
 void set_up(DeviceRoom& room) {
   room.memory.set_oversize(c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size());
-  devices_set_up.fetch_or(std::uint64_t{1} << static_cast<unsigned>(room.ordinal), std::memory_order_relaxed);
+  room.is_set_up.store(true, std::memory_order_relaxed);
   History::instance().watch(room);
 }
 
 DeviceRoom& room_of(c10::DeviceIndex device) {
   DeviceRoom& room = Runtime::room(DeviceKind::cuda, device);
-  const std::uint64_t bit = std::uint64_t{1} << static_cast<unsigned>(device);
-  if ((devices_set_up.load(std::memory_order_relaxed) & bit) == 0) [[unlikely]]
+  if (!room.is_set_up.load(std::memory_order_relaxed)) [[unlikely]]
     set_up(room);
   return room;
 }
@@ -169,8 +173,74 @@ void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::s
     *part = room.private_pools.route(model, stream, &foreign);
     if (*part != nullptr) return reinterpret_cast<void*>(room.memory.allocate(**part, bytes, stream));
     if (foreign != nullptr) return static_cast<ProvidedMemory&>(*foreign).allocate(bytes, stream);
+    return reinterpret_cast<void*>(room.memory.allocate(*model, bytes, stream));
   }
-  return reinterpret_cast<void*>(room.memory.allocate(*model, bytes, stream));
+  return reinterpret_cast<void*>(room.memory.allocate_anew(*model, bytes, stream));
+}
+
+// Out of what the calling thread keeps, or nullptr. The history is not asked here: while
+// anybody listens nothing is kept.
+[[gnu::always_inline]] inline void* take_kept(c10::DeviceIndex device, std::size_t bytes, Stream stream) {
+  DeviceRoom* const room = Runtime::made(DeviceKind::cuda, device);
+  if (room == nullptr || !room->is_set_up.load(std::memory_order_relaxed) || room->private_pools.any_route() ||
+      ProvidedMemory::any_unfinished()) [[unlikely]]
+    return nullptr;
+  void* const block = reinterpret_cast<void*>(room->memory.take_kept(*current_pool(*room), bytes, stream));
+  if (block == nullptr) [[unlikely]]
+    return nullptr;
+  trace_allocation(block);
+  if (profiler_is_on()) [[unlikely]]
+    report_allocation(*room, block);
+  return block;
+}
+
+// The way of a request that no kept block serves.
+[[gnu::noinline]] void* allocate_anew(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream) {
+  if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cuda);
+  const History::Scope scope(cca::RecordContext::STATE);
+  std::shared_ptr<Pool> part;
+  try {
+    DeviceRoom& room = room_of(device);
+    if (ProvidedMemory::any_unfinished()) [[unlikely]]
+      ProvidedMemory::finish_closed(device, /*wait=*/false);
+    void* block = allocate_routed(room, bytes, stream, &part);
+    trace_allocation(block);
+    if (profiler_is_on()) [[unlikely]]
+      report_allocation(room, block);
+    return block;
+  } catch (const OutOfMemoryError& error) {
+    // Not made: there were no addresses for its default pool.
+    DeviceRoom* room = error.is_told ? nullptr : Runtime::made(DeviceKind::cuda, device);
+    if (room != nullptr) {
+      tell_cuda_out_of_memory(*room, part != nullptr ? *part : *current_pool(*room), bytes, stream);
+    }
+    rethrow_as_torch(DeviceKind::cuda, device, bytes);
+  } catch (const VmmError&) {
+    rethrow_as_torch(DeviceKind::cuda, device, bytes);
+  }
+}
+
+// The way of a free that the thread's cache does not take.
+[[gnu::noinline]] void free_unkept(void* block, BlockCaches::Put put) {
+  IpcExports::before_free(reinterpret_cast<Address>(block));
+  const History::Scope scope(cca::RecordContext::ALL);
+  const bool freed = profiler_is_on() ? free_and_report(block) : free_live(block, put);
+  if (!freed) {
+    report_swallowed("free", (format_hex(reinterpret_cast<Address>(block)) + " is no live block of a pool").c_str());
+  }
+}
+
+// REQUIRES: not 0 bytes.
+[[gnu::always_inline]] inline void* allocate_some(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream) {
+  require_model(DeviceKind::cuda, device, bytes);
+  void* const kept = take_kept(device, bytes, stream);
+  return kept != nullptr ? kept : allocate_anew(device, bytes, stream);
+}
+
+// Number 0 is each device's default stream, which CUDA calls nullptr: no need to ask.
+inline cudaStream_t current_stream(c10::DeviceIndex device) {
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
+  return stream.id() == 0 ? nullptr : stream.stream();
 }
 
 }  // namespace
@@ -247,43 +317,21 @@ c10::DeviceIndex CudaAllocator::current_device() const {
 // ------------------------------------------------------------------ allocation
 
 void* CudaAllocator::allocate_on(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream) {
-  if (bytes == 0) return nullptr;
-  if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cuda);
-  require_model(DeviceKind::cuda, device, bytes);
-  const History::Scope scope(cca::RecordContext::STATE);
-  std::shared_ptr<Pool> part;
-  try {
-    DeviceRoom& room = room_of(device);
-    if (ProvidedMemory::any_unfinished()) [[unlikely]]
-      ProvidedMemory::finish_closed(device, /*wait=*/false);
-    void* block = allocate_routed(room, bytes, stream, &part);
-    trace_allocation(block);
-    if (profiler_is_on()) [[unlikely]]
-      report_allocation(room, block);
-    return block;
-  } catch (const OutOfMemoryError& error) {
-    // Not made: there were no addresses for its default pool.
-    DeviceRoom* room = error.is_told ? nullptr : Runtime::made(DeviceKind::cuda, device);
-    if (room != nullptr) {
-      tell_cuda_out_of_memory(*room, part != nullptr ? *part : *current_pool(*room), bytes, stream);
-    }
-    rethrow_as_torch(DeviceKind::cuda, device, bytes);
-  } catch (const VmmError&) {
-    rethrow_as_torch(DeviceKind::cuda, device, bytes);
-  }
+  return bytes == 0 ? nullptr : allocate_some(device, bytes, stream);
 }
 
 void CudaAllocator::free_block(void* block) noexcept {
   // Memory inherited through a fork is the parent's to free.
   if (block == nullptr || Runtime::in_child()) return;
   try {
-    IpcExports::before_free(reinterpret_cast<Address>(block));
     trace_free(block);
-    const History::Scope scope(cca::RecordContext::ALL);
-    const bool freed = profiler_is_on() ? free_and_report(block) : free_live(block);
-    if (!freed) {
-      report_swallowed("free", (format_hex(reinterpret_cast<Address>(block)) + " is no live block of a pool").c_str());
+    auto put = BlockCaches::Put::unknown;
+    if (!IpcExports::any_shared() && !profiler_is_on()) [[likely]] {
+      put = keep_freed(block);
+      if (put == BlockCaches::Put::kept) [[likely]]
+        return;
     }
+    free_unkept(block, put);
   } catch (...) {
     report_swallowed("free");
   }
@@ -296,8 +344,7 @@ c10::DataPtr CudaAllocator::allocate(std::size_t bytes) {
     return {block, block, &free_uncached, torch_device(device)};
   }
   if (bytes == 0) return {nullptr, nullptr, &free_block, torch_device(device)};
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
-  void* block = allocate_on(device, bytes, stream.stream());
+  void* block = allocate_some(device, bytes, current_stream(device));
   return {block, block, &free_block, torch_device(device)};
 }
 
@@ -305,7 +352,7 @@ c10::DeleterFnPtr CudaAllocator::raw_deleter() const { return is_cached() ? &fre
 
 void* CudaAllocator::raw_alloc(std::size_t bytes) {
   const c10::DeviceIndex device = current_device();
-  return raw_alloc_with_stream(bytes, c10::cuda::getCurrentCUDAStream(device).stream());
+  return raw_alloc_with_stream(bytes, current_stream(device));
 }
 
 void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) {
@@ -325,7 +372,8 @@ void CudaAllocator::raw_delete(void* block) {
   // it and frees it.
   if (is_unwatched()) [[likely]] {
     try {
-      if (free_live(block)) [[likely]]
+      const BlockCaches::Put put = keep_freed(block);
+      if (put == BlockCaches::Put::kept || free_live(block, put)) [[likely]]
         return;
     } catch (...) {
       report_swallowed("free");

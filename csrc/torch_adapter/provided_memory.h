@@ -45,6 +45,8 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
 
   // False, at once, where no such memory lies at `block`.
   static bool free(void* block) noexcept { return any_segment() && free_in(block); }
+  // Is anything provided? In most programs nothing is: one relaxed load a free.
+  static bool any_segment() { return segments_.load(std::memory_order_relaxed) != 0; }
   // `stream` of `device` also uses the block.
   static bool record_stream(void* block, Stream stream, DeviceStreams& device);
   // The segment, whole, that holds a live block.
@@ -89,9 +91,8 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   static Registry& registry();
   // Frees that recorded streams hold up and segments that queued work does.
   static inline std::atomic<std::size_t> unfinished_{0};
-  // In the registry. No other program has any: one relaxed load a free.
+  // In the registry.
   static inline std::atomic<std::size_t> segments_{0};
-  static bool any_segment() { return segments_.load(std::memory_order_relaxed) != 0; }
   static bool free_in(void* block) noexcept;
 
   StreamTag tag_of(Stream stream, bool small) VMM_REQUIRES(mutex_);

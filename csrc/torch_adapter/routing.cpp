@@ -56,7 +56,7 @@ using c10::ThreadLocalDebugInfo;
 bool is_ours(const c10::DebugInfoBase& info) { return typeid(info) == typeid(ModelContext); }
 
 // The innermost of this thread's chain, dead or not, or nullptr.
-ModelContext* top() {
+inline ModelContext* top() {
   c10::DebugInfoBase* info = ThreadLocalDebugInfo::get(kModelSlot);
   return info == nullptr || !is_ours(*info) ? nullptr : static_cast<ModelContext*>(info);
 }
@@ -195,6 +195,11 @@ bool is_in_model(const DeviceRoom& room) {
 }
 
 const std::shared_ptr<Pool>& detail::innermost_pool(const DeviceRoom& room) {
+  const ModelContext* const innermost = top();
+  // Of most requests: one model, and open.
+  if (innermost != nullptr && innermost->home == &room.memory && !innermost->dead.load(std::memory_order_relaxed))
+      [[likely]]
+    return innermost->pool;
   const std::shared_ptr<Pool>* found = find_pool(room);
   return found == nullptr ? room.default_pool : *found;
 }

@@ -123,7 +123,7 @@ void BlockHeap::unlink(Block* block) {
 
 Block* BlockHeap::donate(ByteRange range, StreamTag tag) {
   prepare(tag);
-  if (!is_fine_ && (range.offset | range.size) % kGrain != 0) make_fine();
+  note_borders(range.offset | range.size);
   Block* block = arena_.make();
   block->offset = range.offset;
   block->set_size(range.size);
@@ -151,8 +151,7 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
   const std::size_t above = whole.end() - (offset + size);
   const bool is_lowest = offset == whole.offset;
   // Whatever is to be made is made before anything changes: there may be no memory for it.
-  if (!is_fine_ && (offset | size) % kGrain != 0) [[unlikely]]
-    make_fine();
+  note_borders(offset | size);
   const bool stays_free = !is_lowest || above != 0;
   Block* block = stays_free ? arena_.make() : free;
   Block* rest = nullptr;
@@ -196,7 +195,7 @@ Block* BlockHeap::carve(Block* free, std::size_t offset, std::size_t size, Block
 
 Block* BlockHeap::split(Block* block, std::size_t offset) {
   VMM_CHECK(block->state != BlockState::free && block->offset < offset && offset < block->end(), "split at ", offset);
-  if (!is_fine_ && offset % kGrain != 0) make_fine();
+  note_borders(offset);
   Block* upper = arena_.make();
   upper->offset = offset;
   upper->set_size(block->end() - offset);
@@ -219,7 +218,7 @@ bool BlockHeap::is_border(std::size_t offset) const { return borders_.count(offs
 void BlockHeap::add_border(std::size_t offset) {
   Block* lower = free_covering(offset);
   const bool splits = lower != nullptr && lower->offset != offset;
-  if (!is_fine_ && offset % kGrain != 0) make_fine();
+  note_borders(offset);
   Block* upper = splits ? arena_.make() : nullptr;
   borders_.insert(offset);
   if (!splits) return;

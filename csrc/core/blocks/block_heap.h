@@ -183,7 +183,11 @@ class BlockHeap {
 
  private:
   void make_index(StreamTag tag);
-  // Blocks may begin and end between two multiples of kGrain from now on.
+  // A block is about to begin or end there; of several offsets or sizes, all their bits.
+  void note_borders(std::size_t offsets) {
+    if (!is_fine_ && offsets % kGrain != 0) [[unlikely]]
+      make_fine();
+  }
   void make_fine();
   void set_free(Block* block, StreamTag tag, Epoch epoch);
   void clear_free(Block* block);
@@ -199,8 +203,8 @@ class BlockHeap {
   void note_run(const Block* block);
   static const Block* last_of_run(const Block* first);
 
-  // While all blocks are multiples of it, no index needs bins for smaller ones (16 KiB a
-  // tag): a model's small tensors alone need none.
+  // While all blocks begin and end at multiples of it, no index needs bins for smaller ones
+  // (16 KiB a tag): a model's small tensors alone need none.
   static constexpr std::size_t kGrain = 2 * kMiB;
 
   BlockArena& arena_;

@@ -14,8 +14,6 @@ namespace vmm {
 
 namespace {
 
-constexpr std::size_t kMostBytes = std::size_t{1} << 46U;  // beyond it, rounding up could wrap
-
 std::uint64_t next_id() {
   static std::atomic<std::uint64_t> next{0};
   return ++next;
@@ -129,71 +127,19 @@ ThreadCache* BlockCaches::make_mine() {
 
 // ------------------------------------------------------------------ hot path
 
-// That threads may keep nothing of a pool any more need not be asked here: then they
-// have no shard of it.
-Address BlockCaches::take(CachedPool& pool, std::size_t bytes, Stream stream) noexcept {
-  ThreadCache* const cache = mine();
-  if (cache == nullptr || bytes > kMostBytes) [[unlikely]]
-    return 0;
-  cache->lock.enter();
-  Address address = 0;
-  if (Shard* shard = cache->find(pool, stream); shard != nullptr) [[likely]] {
-    const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
-    Block* block = shard->take(size);
-    if (block == nullptr && size <= kSmallLimitBytes && !shard->pool.depot().is_empty()) {
-      const Depot::Batch batch = shard->pool.depot().take(shard->tag, size);
-      if (batch.first != nullptr) {
-        shard->accept(batch);
-        block = shard->take(size);
-      }
-    }
-    if (block != nullptr) [[likely]] {
-      block->requested = bytes;
-      block->state = BlockState::used;
-      shard->tally.count_allocation(*block, size);
-      address = shard->base + block->offset;
-      cache->note(address, block, shard);
-    }
-  }
-  cache->lock.leave();
-  return address;
+Block* BlockCaches::take_handed_on(Shard& shard, std::size_t size) {
+  const Depot::Batch batch = shard.pool.depot().take(shard.tag, size);
+  if (batch.first == nullptr) return nullptr;
+  shard.accept(batch);
+  return shard.take(size);
 }
 
-bool BlockCaches::keep(const ThreadCache& cache, Shard& shard, Block* block) const noexcept {
-  const std::size_t size = block->size();
-  if (block->recorded != 0 || block->oversize || size >= oversize_bytes_.load(std::memory_order_relaxed)) [[unlikely]]
-    return false;
-  const auto is_alone = [&] { return shard.pool.shards() == 1 || cache.is_alone(shard.pool); };
-  if (block->small) {
-    shard.put(block, size);
-  } else if (!shard.put_large(block, is_alone)) {
-    return false;
-  }
-  shard.tally.count_free(*block, size);
-  block->epoch = clock_.now();  // in the place of what was asked for
-  block->state = BlockState::cached;
-  if (shard.is_full()) [[unlikely]] {
-    // Where nobody else could want them they are the pool's, to coalesce: handed on to
-    // itself, a thread needed 5 % more driver calls for the same program.
-    const bool coalesces = is_alone();
-    Block* const excess = shard.take_excess(coalesces);
-    shard.pool.take_back(coalesces ? excess : shard.pool.depot().put(excess));
-  }
-  return true;
-}
-
-BlockCaches::Put BlockCaches::put(Address address) noexcept {
-  const LatestCache& latest = latest_cache;
-  if (latest.cache == nullptr) [[unlikely]]
-    return Put::unknown;
-  latest.cache->lock.enter();
-  Block* block = nullptr;
-  Put answer = Put::unknown;
-  if (Shard* const shard = latest.cache->find_recent(address, &block); shard != nullptr) [[likely]] {
-    answer = latest.home->keep(*latest.cache, *shard, block) ? Put::kept : Put::refused;
-  }
-  latest.cache->lock.leave();
-  return answer;
+void BlockCaches::let_go(const ThreadCache& cache, Shard& shard) {
+  // Where nobody else could want them they are the pool's, to coalesce: handed on to
+  // itself, a thread needed 5 % more driver calls for the same program.
+  const bool coalesces = is_alone(cache, shard);
+  Block* const excess = shard.take_excess(coalesces);
+  shard.pool.take_back(coalesces ? excess : shard.pool.depot().put(excess));
 }
 
 bool BlockCaches::put(CachedPool& pool, Address address) noexcept {

@@ -32,7 +32,7 @@ class PoolTally {
       : pool_(pool), of_pool_(pool.own_peaks(), pool.peaks_of_family()), of_device_(of_device) {}
 
   // A block of `size` bytes, of which `block.requested` were asked for.
-  void count_allocation(const Block& block, std::size_t size) {
+  [[gnu::always_inline]] void count_allocation(const Block& block, std::size_t size) {
     const SizeClass size_class = size_class_of(block);
     const std::size_t requested = block.requested;
     auto& came = came_[static_cast<std::size_t>(size_class)];

@@ -5,13 +5,12 @@
 
 namespace vmm {
 
-Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, Stream stream) {
+Address DeviceMemory::allocate_anew(Pool& pool, std::size_t bytes, Stream stream) {
   if (const unsigned beside = beside_.load(std::memory_order_relaxed); beside != 0) [[unlikely]] {
     if ((beside & kDebugMode) != 0) return allocate_in_debug_mode(pool, bytes, stream);
     tend();
+    if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) return kept;
   }
-  if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) [[likely]]
-    return kept;
   // As allocate(attempt) does, but no closure is made where the pool can by itself: 40
   // instructions of 1760.
   Shortage shortage;

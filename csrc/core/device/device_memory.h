@@ -92,7 +92,15 @@ class DeviceMemory {
   // -- Allocation: the pool itself, then the ladder ---------------------------
   // Throw OutOfMemoryError that says who asked for how much, every limit, who
   // holds what and what would help.
-  Address allocate(Pool& pool, std::size_t bytes, Stream stream);
+  Address allocate(Pool& pool, std::size_t bytes, Stream stream) {
+    const Address kept = take_kept(pool, bytes, stream);
+    return kept != 0 ? kept : allocate_anew(pool, bytes, stream);
+  }
+  // Its two parts: what the calling thread keeps, or 0, and the rest of the way.
+  [[gnu::always_inline]] Address take_kept(Pool& pool, std::size_t bytes, Stream stream) {
+    return beside_.load(std::memory_order_relaxed) == 0 ? caches_.take(pool, bytes, stream) : 0;
+  }
+  Address allocate_anew(Pool& pool, std::size_t bytes, Stream stream);
   // At exactly this address of the pool.
   Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
   Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
@@ -107,7 +115,12 @@ class DeviceMemory {
   // The end of what Pool::hold_pages() began.
   void unhold_pages(Pool& pool, std::size_t offset, std::size_t size);
   // Frees a block by its address; false when no pool here holds it.
-  static bool free(AddressSpace& address_space, Address address);
+  static bool free(AddressSpace& address_space, Address address) {
+    const BlockCaches::Put put = BlockCaches::put(address);
+    return put == BlockCaches::Put::kept || free_unkept(address_space, address, put);
+  }
+  // The rest of that way, after what the calling thread's cache said of the block.
+  static bool free_unkept(AddressSpace& address_space, Address address, BlockCaches::Put put);
 
   // -- Giving back to the driver ----------------------------------------------
   // Gives idle chunks of `pool`, and of its parts, back until at most `keep`

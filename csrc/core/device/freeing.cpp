@@ -6,10 +6,7 @@
 
 namespace vmm {
 
-bool DeviceMemory::free(AddressSpace& address_space, Address address) {
-  const BlockCaches::Put put = BlockCaches::put(address);
-  if (put == BlockCaches::Put::kept) [[likely]]
-    return true;
+bool DeviceMemory::free_unkept(AddressSpace& address_space, Address address, BlockCaches::Put put) {
   Pool* pool = address_space.find(address);
   if (pool == nullptr) return false;
   DeviceMemory* home = pool->home();
