@@ -262,7 +262,7 @@ class BlockCaches {
   if (block->recorded != 0 || block->oversize) [[unlikely]]
     return false;
   std::size_t size = 0;
-  if (block->small) {
+  if (block->small) {  // below what may count as oversize: torch takes no less than 20 MiB for that
     size = block->units() * kBlockAlignment;
     shard.put(block, size);
   } else {

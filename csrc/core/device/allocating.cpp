@@ -1,5 +1,5 @@
-// DeviceMemory: the way of a request. The threads' caches and the pool itself first; then what
-// is only held up is waited for; then the ladder (reclaim.cpp).
+// DeviceMemory: the way of a request that the thread's cache (device_memory.h) has nothing for.
+// The pool itself first; then what is only held up is waited for; then the ladder (reclaim.cpp).
 #include "base/errors.h"
 #include "core/device/device_memory.h"
 

@@ -150,7 +150,8 @@ class DeviceMemory {
   // whose chunks, as of explicit pages', no segment_alloc tells). A private pool of
   // torch.cuda.MemPool's does so always.
   void keep_blocks_within_chunks() VMM_EXCLUDES(within_mutex_, registry_mutex_);
-  // Requests and chunks of at least so many bytes are counted as oversize.
+  // Requests and chunks of at least so many bytes are counted as oversize. REQUIRES: no less than
+  // kSmallLimitBytes.
   void set_oversize(std::size_t bytes);
   // The streams of another device: whoever may access this memory counts for
   // its clock.

@@ -1,6 +1,6 @@
-// DeviceMemory: the way of a free. The thread's cache first, then the block's pool; then what
-// the free has made possible: a closed pool ends with its last block, and what a limit that
-// was lowered leaves idle goes back.
+// DeviceMemory: the way of a free that the thread's cache (device_memory.h) did not take. The
+// block's pool; then what the free has made possible: a closed pool ends with its last block, and
+// what a limit that was lowered leaves idle goes back.
 #include "core/device/device_memory.h"
 #include "core/memory/address_space.h"
 
