@@ -127,7 +127,7 @@ ModelContextPtr link_below() {
 }
 
 // The pool that this chain names on the device, or nullptr.
-const std::shared_ptr<Pool>* find_pool(const DeviceRoom& room) {
+[[gnu::always_inline]] inline const std::shared_ptr<Pool>* find_pool(const DeviceRoom& room) {
   for (const ModelContext* context = top(); context != nullptr; context = context->parent.get()) {
     if (context->dead.load(std::memory_order_relaxed)) continue;
     if (context->pool != nullptr) {
@@ -195,11 +195,6 @@ bool is_in_model(const DeviceRoom& room) {
 }
 
 const std::shared_ptr<Pool>& detail::innermost_pool(const DeviceRoom& room) {
-  const ModelContext* const innermost = top();
-  // Of most requests: one model, and open.
-  if (innermost != nullptr && innermost->home == &room.memory && !innermost->dead.load(std::memory_order_relaxed))
-      [[likely]]
-    return innermost->pool;
   const std::shared_ptr<Pool>* found = find_pool(room);
   return found == nullptr ? room.default_pool : *found;
 }

@@ -188,6 +188,7 @@ class BlockHeap {
     if (!is_fine_ && offsets % kGrain != 0) [[unlikely]]
       make_fine();
   }
+  // Blocks may begin and end between two multiples of kGrain from now on.
   void make_fine();
   void set_free(Block* block, StreamTag tag, Epoch epoch);
   void clear_free(Block* block);
