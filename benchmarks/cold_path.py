@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import allocators
+from . import allocators, machine
 from .measurement import Measurement
 
 KIND = "cuda"
@@ -15,6 +15,7 @@ ALLOCATORS = allocators.GPU_ALLOCATORS
 _MIB, _GIB = 2**20, 2**30
 
 
+@machine.one_cpu()
 def measure(allocator: str, quick: bool) -> list[Measurement]:
     """Times in ms of the CPU's clock; each begins and ends with an idle GPU."""
     gib = 8 if quick else 20

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from . import allocators
+from . import allocators, machine
 from .measurement import Measurement
 
 KIND = "cuda"
@@ -37,6 +37,7 @@ class _Times:
         self.rows.append(Measurement(case, metric, value, unit))
 
 
+@machine.one_cpu()
 def measure(allocator: str, quick: bool) -> list[Measurement]:
     """Calls in µs each, larger operations in ms; the CPU's clock."""
     times = _Times()

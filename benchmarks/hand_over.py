@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from . import machine
 from .measurement import Measurement
 
 KIND = "cuda"
@@ -106,6 +107,7 @@ def _trainer() -> Callable[[int], None]:
     return step
 
 
+@machine.one_cpu()
 def measure(allocator: str, quick: bool) -> list[Measurement]:
     """Wall time; each begins and ends with an idle GPU."""
     gib = 1 if quick else 4

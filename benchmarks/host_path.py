@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from . import allocators, loops
+from . import allocators, loops, machine
 from .measurement import Measurement
 
 KIND = "cpu"
@@ -18,17 +18,19 @@ def measure(allocator: str, quick: bool) -> list[Measurement]:
     """Times in ns, or in ms where memory is written."""
     run = loops.load()
     count = 20_000 if quick else 100_000
-    times = {
-        "pair 512 B": run.host_pair_ns(512, count),
-        "pair 1 MiB": run.host_pair_ns(_MIB, count),
-        "pair 64 MiB": run.host_pair_ns(64 * _MIB, count // 10),
-        "pair 512 B, 2 threads": run.host_crew_pair_ns(512, count // 2, [run.Opened(), run.Opened()]),
-        "churn 512 B - 1 MiB, 1000 live": run.host_churn_ns(512, _MIB, 1000, count, 1),
-        "churn 1 MiB - 32 MiB, 50 live": run.host_churn_ns(_MIB, 32 * _MIB, 50, count // 10, 1),
-        "at::empty of 1000 floats": run.empty_ns("cpu", count),
-    }
+    with machine.one_cpu():
+        times = {
+            "pair 512 B": run.host_pair_ns(512, count),
+            "pair 1 MiB": run.host_pair_ns(_MIB, count),
+            "pair 64 MiB": run.host_pair_ns(64 * _MIB, count // 10),
+            "churn 512 B - 1 MiB, 1000 live": run.host_churn_ns(512, _MIB, 1000, count, 1),
+            "churn 1 MiB - 32 MiB, 50 live": run.host_churn_ns(_MIB, 32 * _MIB, 50, count // 10, 1),
+            "at::empty of 1000 floats": run.empty_ns("cpu", count),
+        }
+        zeros_ms = _zeros_ms(20)
+    times["pair 512 B, 2 threads"] = run.host_crew_pair_ns(512, count // 2, [run.Opened(), run.Opened()])
     rows = [Measurement(case, "time", value, "ns") for case, value in times.items()]
-    rows.append(Measurement("torch.zeros of 64 MiB, again and again", "time", _zeros_ms(20), "ms"))
+    rows.append(Measurement("torch.zeros of 64 MiB, again and again", "time", zeros_ms, "ms"))
     return rows
 
 

@@ -14,6 +14,9 @@ class Measurement(NamedTuple):
     unit: str
 
 
+TIMES = ("s", "ms", "us", "ns")
+"""The units of what depends on the machine's mood."""
+
 Part = dict[str, str | int]
 """What one process of a benchmark with parts is told; empty for all others."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from . import machine
 from .measurement import Measurement
 
 KIND = "cuda"
@@ -21,6 +22,7 @@ _HISTORIES: dict[str, dict[str, str | None]] = {
 }
 
 
+@machine.one_cpu()
 def measure(allocator: str, quick: bool) -> list[Measurement]:
     """Times in us and ms."""
     del allocator

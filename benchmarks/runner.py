@@ -17,11 +17,10 @@ from types import ModuleType
 from typing import NamedTuple
 
 from . import allocators, lockstep, machine
-from .measurement import Answer, Measurement, Part, Row
+from .measurement import TIMES, Answer, Measurement, Part, Row
 
 _ANSWER = "BENCHMARK RESULT "
 _TIMEOUT_S = 300
-_TIMES = ("s", "ms", "us", "ns")
 
 
 class Options(NamedTuple):
@@ -61,6 +60,10 @@ def one_scale(options: Options, ask: Ask) -> list[Part]:
     return [{"kind": options.kind, "scale": scale}]
 
 
+Turn = tuple[list[str], Part]
+"""Allocators that measure a part: one, or all of them in lockstep."""
+
+
 class Outcome(NamedTuple):
     rows: list[Row]
     machine: dict[str, str | int]
@@ -85,7 +88,7 @@ def allocators_of(name: str, kind: str) -> list[str]:
 
 
 def run(name: str, chosen: list[str], runs: int, options: Options) -> Iterator[Outcome]:
-    """Every part under each of ``chosen``, in turn, ``runs`` times; what there is after each time."""
+    """Every part under each of ``chosen``, in turn, ``runs`` times, another one first each time; what there is then."""
     rows: dict[tuple[str, str, str], Row] = {}
     facts: dict[str, str | int] = {}
     failed: list[str] = []
@@ -108,7 +111,7 @@ def run(name: str, chosen: list[str], runs: int, options: Options) -> Iterator[O
         said = Job(name, ", ".join(chosen), options.kind, options.quick, part).said()
         print(f"{said}, run {number + 1} of {runs}", file=sys.stderr, flush=True)
         every = measured(chosen, part)
-        return [[each for each in found or [] if options.at_once == 1 or each.unit not in _TIMES] for found in every]
+        return [[each for each in found or [] if options.at_once == 1 or each.unit not in TIMES] for found in every]
 
     parts = _parts(name, options, lambda allocator, part: measured([allocator], part)[0])
     together = [chosen] if options.lockstep and len(chosen) > 1 else [[allocator] for allocator in chosen]
@@ -117,12 +120,22 @@ def run(name: str, chosen: list[str], runs: int, options: Options) -> Iterator[O
         turns.sort(key=lambda each: together.index(each[0]))
     with ThreadPoolExecutor(options.at_once) as pool:
         for number in range(runs):
-            answers = pool.map(lambda each, number=number: turn(number, *each), turns)
-            for (group, _), every in zip(turns, answers, strict=True):
+            ordered = turns if options.at_once > 1 else _another_first(turns, len(together), number)
+            answers = pool.map(lambda each, number=number: turn(number, *each), ordered)
+            for (group, _), every in zip(ordered, answers, strict=True):
                 for allocator, measurements in zip(group, every, strict=True):
                     for each in measurements:
                         _add(rows, allocator, each)
             yield Outcome(list(rows.values()), facts, failed)
+
+
+def _another_first(turns: list[Turn], width: int, number: int) -> list[Turn]:
+    """Within each part the allocators by turns: who always came first would always meet the cooler machine."""
+    return [
+        each
+        for begin in range(0, len(turns), width)
+        for each in (*turns[begin : begin + width][number % width :], *turns[begin : begin + width][: number % width])
+    ]
 
 
 def _parts(name: str, options: Options, measured: Ask) -> list[Part]:

@@ -589,6 +589,22 @@ def test_a_table_compares_with_ours() -> None:
     assert "2 2..2.1" in shown
 
 
+@pytest.mark.parametrize(("unit", "mark"), [("s", "4 (=)"), ("calls", "4 (x0.50)")])
+def test_a_time_that_was_taken_once_differs_from_nothing(unit: str, mark: str) -> None:
+    shown = report.table([row("a", "torch_vmm", "t", unit, 2.0), row("a", "native", "t", unit, 4.0)])
+    assert mark in shown
+
+
+@pytest.mark.parametrize(
+    ("number", "order"),
+    [(0, "ours, one; native, one; ours, two; native, two"), (1, "native, one; ours, one; native, two; ours, two")],
+)
+def test_another_allocator_is_first_in_each_repetition(number: int, order: str) -> None:
+    turns: list[runner.Turn] = [([name], {"program": part}) for part in ("one", "two") for name in ("ours", "native")]
+    ordered = runner._another_first(turns, 2, number)
+    assert "; ".join(f"{group[0]}, {part['program']}" for group, part in ordered) == order
+
+
 def test_a_course_takes_its_time_between_idle_ends() -> None:
     ticks = iter(range(100))
     clock: Callable[[], float] = lambda: float(next(ticks) ** 2)  # noqa: E731
