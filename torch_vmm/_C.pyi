@@ -843,6 +843,7 @@ def replay(
     model: object | None = None,
     limit: int | None = None,
     behind: int = 0,
+    time_us: object | None = None,
 ) -> _Replayed:
     """Allocates and frees as a recorded program did, on a device of host memory of its own, which is never touched.
 
@@ -855,6 +856,8 @@ def replay(
         model: which model's pool, a column of bytes; default: all are one model's.
         limit: bytes that all models may hold together; default: none.
         behind: steps for which what a stream was given stays queued, as a GPU is behind the program.
+        time_us: when each step was, in microseconds since any moment, a column of unsigned 64-bit numbers that never
+            falls; default: no time passes.
     Returns:
         ``allocated``, ``reserved`` (bytes) and ``driver_calls`` (since the start) after each step, as columns of
         unsigned 64-bit numbers: ``array("Q", answer["reserved"])``. ``calls`` by kind (create, release, map,
@@ -862,5 +865,5 @@ def replay(
         bytes ``left`` when all was freed (0), and ``refused_at``, the step that found no memory: the columns end
         before it.
     Raises:
-        InvalidArgumentError: columns of different lengths or of other numbers.
+        InvalidArgumentError: columns of different lengths or of other numbers, or a time that falls.
     """

@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <optional>
 #include <string>
 #include <vector>
@@ -33,8 +34,12 @@ class Column {
   py::buffer_info info_;
 };
 
+// Microseconds; as nanoseconds they still fit 63 bits.
+constexpr std::uint64_t kLatest = 1ULL << 53;
+
 std::vector<RecordedStep> to_program(const py::buffer& op, const py::buffer& id, const py::buffer& size,
-                                     const py::buffer& stream, const std::optional<py::buffer>& model) {
+                                     const py::buffer& stream, const std::optional<py::buffer>& model,
+                                     const std::optional<py::buffer>& time_us) {
   const Column<std::uint8_t> ops(op, "op");
   const Column<std::uint64_t> ids(id, "id");
   const Column<std::uint64_t> sizes(size, "size");
@@ -50,6 +55,17 @@ std::vector<RecordedStep> to_program(const py::buffer& op, const py::buffer& id,
     if (models.size() != count) throw InvalidArgumentError("op and model must be columns of one length");
     for (std::size_t k = 0; k < count; ++k) program[k].model = models[k];
   }
+  if (time_us.has_value()) {
+    const Column<std::uint64_t> times(*time_us, "time_us");
+    if (times.size() != count) throw InvalidArgumentError("op and time_us must be columns of one length");
+    for (std::size_t k = 0; k < count; ++k) {
+      if (times[k] > kLatest || (k != 0 && times[k] < times[k - 1])) {
+        throw InvalidArgumentError("time_us must never fall, nor be more than " + std::to_string(kLatest) + ": step " +
+                                   std::to_string(k) + " is at " + std::to_string(times[k]));
+      }
+      program[k].time = std::chrono::microseconds(times[k]);
+    }
+  }
   return program;
 }
 
@@ -59,8 +75,9 @@ py::bytes to_bytes(const std::vector<std::uint64_t>& series) {
 
 py::dict replay_on_host(const py::buffer& op, const py::buffer& id, const py::buffer& size, const py::buffer& stream,
                         std::size_t device_bytes, const std::optional<py::buffer>& model,
-                        std::optional<std::size_t> limit, std::uint64_t behind) {
-  const std::vector<RecordedStep> program = to_program(op, id, size, stream, model);
+                        std::optional<std::size_t> limit, std::uint64_t behind,
+                        const std::optional<py::buffer>& time_us) {
+  const std::vector<RecordedStep> program = to_program(op, id, size, stream, model, time_us);
   Replayed done;
   {
     const GilReleased released;
@@ -95,7 +112,7 @@ py::dict replay_on_host(const py::buffer& op, const py::buffer& id, const py::bu
 void bind_replay(py::module_& module) {
   module.def("replay", &replay_on_host, py::arg("op"), py::arg("id"), py::arg("size"), py::arg("stream"),
              py::arg("device_bytes"), py::arg("model") = py::none(), py::arg("limit") = py::none(),
-             py::arg("behind") = 0);
+             py::arg("behind") = 0, py::arg("time_us") = py::none());
 }
 
 }  // namespace vmm::bindings

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <string>
 
@@ -73,6 +74,7 @@ class CountingDriver : public Driver {
     return inner_.read(device, to, from, size);
   }
   Status memory_info(int device, MemoryInfo* out) const override { return inner_.memory_info(device, out); }
+  [[nodiscard]] std::chrono::nanoseconds now() const override { return inner_.now(); }
   [[nodiscard]] NativePools* native_pools() override { return inner_.native_pools(); }
 
  private:

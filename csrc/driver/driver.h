@@ -14,6 +14,7 @@
 //   answers StatusCode::driver_gone and does nothing; alive() says so too.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -158,6 +159,12 @@ class Driver {
   virtual Status read(int device, void* to, Address from, std::size_t size) = 0;
 
   virtual Status memory_info(int device, MemoryInfo* out) const = 0;
+
+  // How late it is, since any moment; never goes back. About 25 ns. Drivers of tests and
+  // replays have a time of their own.
+  [[nodiscard]] virtual std::chrono::nanoseconds now() const {
+    return std::chrono::steady_clock::now().time_since_epoch();
+  }
 
   // Its own stream-ordered pools (native_pools.h), as long as it lives; nullptr: it
   // has none.

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <vector>
 
 #include "base/units.h"
@@ -11,6 +12,9 @@ namespace vmm::testing {
 namespace {
 
 constexpr std::size_t kPage = 2 * kMiB;
+
+// A moment at which nothing has been moved.
+constexpr std::chrono::nanoseconds kNow = std::chrono::hours(1);
 
 GrowthPolicy::Kind ordinary() {
   GrowthPolicy::Kind kind;
@@ -55,12 +59,12 @@ void use(GrowthPolicy* policy, std::size_t bytes, std::size_t freed = 0) {
 
 TEST(GrowthPolicy, GrowsWhileItHasLittleMoreThanWasEverLive) {
   GrowthPolicy policy(ordinary());
-  EXPECT_FALSE(policy.grows(kPage)) << "nothing was ever live";
+  EXPECT_FALSE(policy.grows(kPage, kNow)) << "nothing was ever live";
   policy.note_live(66 * kPage);
-  EXPECT_TRUE(policy.grows(67 * kPage));
-  EXPECT_FALSE(policy.grows(67 * kPage + 1));
+  EXPECT_TRUE(policy.grows(67 * kPage, kNow));
+  EXPECT_FALSE(policy.grows(67 * kPage + 1, kNow));
   policy.note_live(kPage);
-  EXPECT_TRUE(policy.grows(67 * kPage)) << "the most that was, not what is";
+  EXPECT_TRUE(policy.grows(67 * kPage, kNow)) << "the most that was, not what is";
 }
 
 TEST(GrowthPolicy, ForWhatItMovesItMayGrowAndForManyMovesByAQuarter) {
@@ -68,33 +72,36 @@ TEST(GrowthPolicy, ForWhatItMovesItMayGrowAndForManyMovesByAQuarter) {
   const std::size_t peak = 66 * 2000 * kPage;
   policy.note_live(peak);
   const std::size_t step = 2000 * kPage;  // a 66th
-  EXPECT_FALSE(policy.grows(peak + step + kPage));
+  EXPECT_FALSE(policy.grows(peak + step + kPage, kNow));
   policy.note_moves(1);
-  EXPECT_TRUE(policy.grows(peak + step + kPage)) << "a page for each";
-  EXPECT_FALSE(policy.grows(peak + step + 2 * kPage));
+  EXPECT_TRUE(policy.grows(peak + step + kPage, kNow)) << "a page for each";
+  EXPECT_FALSE(policy.grows(peak + step + 2 * kPage, kNow));
   policy.note_moves(1999);
-  EXPECT_TRUE(policy.grows(peak + 2 * step));
-  EXPECT_FALSE(policy.grows(peak + 2 * step + 1));
+  EXPECT_TRUE(policy.grows(peak + 2 * step, kNow));
+  EXPECT_FALSE(policy.grows(peak + 2 * step + 1, kNow));
   policy.note_moves(1);
-  EXPECT_TRUE(policy.grows(peak + peak / 4)) << "it never settles";
-  EXPECT_FALSE(policy.grows(peak + peak / 4 + 1));
+  EXPECT_TRUE(policy.grows(peak + peak / 4, kNow)) << "it never settles";
+  EXPECT_FALSE(policy.grows(peak + peak / 4 + 1, kNow));
 }
 
-TEST(GrowthPolicy, WhatIsHandedOutPaysForMoves) {
+TEST(GrowthPolicy, TimePaysForMoves) {
+  using std::chrono::milliseconds;
+  using std::chrono::nanoseconds;
   GrowthPolicy policy(ordinary());
   const std::size_t peak = 66 * 2000 * kPage;
   policy.note_live(peak);
-  policy.note_moves(2);
-  const std::size_t most = peak + 2002 * kPage;
-  EXPECT_TRUE(policy.grows(most));
-  policy.note_handed_out(512 * kGiB - 1);
-  EXPECT_TRUE(policy.grows(most));
-  policy.note_handed_out(1);
-  EXPECT_FALSE(policy.grows(most));
-  EXPECT_TRUE(policy.grows(most - kPage));
-  policy.note_handed_out(100 * 512 * kGiB);
-  EXPECT_TRUE(policy.grows(peak + 2000 * kPage)) << "never less than a 66th";
-  EXPECT_FALSE(policy.grows(peak + 2000 * kPage + 1));
+  EXPECT_TRUE(policy.grows(peak, kNow));
+  policy.note_moves(3);
+  const std::size_t most = peak + 2003 * kPage;
+  EXPECT_TRUE(policy.grows(most, kNow + milliseconds(3) - nanoseconds(1)));
+  EXPECT_FALSE(policy.grows(most, kNow + milliseconds(3)));
+  EXPECT_TRUE(policy.grows(most - kPage, kNow + milliseconds(3)));
+  EXPECT_TRUE(policy.grows(most - kPage, kNow + milliseconds(6) - nanoseconds(1))) << "asked twice, paid once";
+  EXPECT_FALSE(policy.grows(most - kPage, kNow + milliseconds(6)));
+  EXPECT_FALSE(policy.grows(peak + 2000 * kPage + 1, kNow + std::chrono::hours(1)));
+  EXPECT_TRUE(policy.grows(peak + 2000 * kPage, kNow + std::chrono::hours(1))) << "never less than a 66th";
+  policy.note_moves(1);
+  EXPECT_TRUE(policy.grows(peak + 2001 * kPage, kNow + std::chrono::hours(1))) << "an idle hour is no credit";
 }
 
 TEST(GrowthPolicy, OneThatGrowsFreelyTakesFourTimesItsPeak) {
@@ -102,8 +109,8 @@ TEST(GrowthPolicy, OneThatGrowsFreelyTakesFourTimesItsPeak) {
   kind.grows_freely = true;
   GrowthPolicy policy(kind);
   policy.note_live(100 * kPage);
-  EXPECT_TRUE(policy.grows(400 * kPage));
-  EXPECT_FALSE(policy.grows(400 * kPage + 1));
+  EXPECT_TRUE(policy.grows(400 * kPage, kNow));
+  EXPECT_FALSE(policy.grows(400 * kPage + 1, kNow));
 }
 
 TEST(GrowthPolicy, OnlyIdleChunksOfSomeSizeAreWorthAMove) {

@@ -232,6 +232,23 @@ def test_columns_that_cannot_be(columns: tuple[object, ...]) -> None:
         _C.replay(*columns, GIB)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("time_us", "said"),
+    [([1], "columns of one length"), ([2, 1], "step 1 is at 1"), ([0, 2**53 + 1], "nor be more than")],
+)
+def test_times_that_cannot_be(time_us: list[int], said: str) -> None:
+    columns = array("B", [0, 1]), array("Q", [1, 1]), array("Q", [512, 0]), array("Q", [0, 0])
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=said):
+        _C.replay(*columns, GIB, time_us=array("Q", time_us))
+
+
+def test_times_are_read_and_never_fall(tmp_path: Path) -> None:
+    device = short_history()
+    for entry, time_us in zip(device.entries, [7, 9, 8, 2**60, "noon", 10, 11, 12], strict=True):
+        entry["time_us"] = time_us
+    assert list(program_of(write(tmp_path / "dump", device)).time_us) == [9, 9, 9, 11, 12]
+
+
 # -- The command -------------------------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,7 @@
 // Thread-safe; on the one clock of all host threads see work_order.h.
 #pragma once
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <random>
@@ -177,6 +178,7 @@ class OrderChecker final : public Driver {
       VMM_EXCLUDES(mutex_);
   Status read(int device, void* to, Address from, std::size_t size) override VMM_EXCLUDES(mutex_);
   Status memory_info(int device, MemoryInfo* out) const override { return inner_.memory_info(device, out); }
+  [[nodiscard]] std::chrono::nanoseconds now() const override { return inner_.now(); }
 
  private:
   struct Block {

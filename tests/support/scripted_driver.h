@@ -11,6 +11,7 @@
 // from 1 and from the moment the script line was given.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -125,6 +126,10 @@ class ScriptedDriver final : public Driver {
     return native_pools_ != nullptr ? native_pools_ : inner_.native_pools();
   }
 
+  // -- Time. It stands still but for this.
+  void pass_time(std::chrono::nanoseconds time) { now_ += time.count(); }
+  [[nodiscard]] std::chrono::nanoseconds now() const override { return std::chrono::nanoseconds(now_); }
+
   // -- Addresses. The next reservation is said to begin at `at`, wherever it is
   // in truth: for arithmetic on addresses. Nothing can be mapped in it.
   void place_next_reservation(Address at);
@@ -204,6 +209,7 @@ class ScriptedDriver final : public Driver {
   inline static thread_local bool is_in_call_ = false;
   Driver& inner_;
   NativePools* native_pools_ = nullptr;
+  std::atomic<std::chrono::nanoseconds::rep> now_{0};
 
   mutable Mutex mutex_;  // the script; before ledger_mutex_ never, after neither
   mutable std::vector<Failure> script_ VMM_GUARDED_BY(mutex_);

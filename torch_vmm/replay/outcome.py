@@ -107,7 +107,7 @@ def replay(program: Program, limit: int | None = None) -> Outcome:
         limit: bytes that the device has; by default more than any allocator would need.
     """
     device_bytes = limit or max(_LEAST_DEVICE, _SPARE * program.allocated_peak)
-    done = _C.replay(program.op, program.id, program.size, program.stream, device_bytes)
+    done = _C.replay(program.op, program.id, program.size, program.stream, device_bytes, time_us=program.time_us)
     series = {name: array("Q", done[name]) for name in ("reserved", "driver_calls")}
     for values in series.values():
         values.insert(0, 0)

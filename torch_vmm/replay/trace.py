@@ -22,6 +22,7 @@ ALLOCATE, FREE = 0, 1
 _ALIGNMENT = 512  # bytes; torch rounds blocks up to it
 _GAINED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _LARGEST = 2**63 - 1
+_LATEST_US = 2**53  # what _C.replay takes
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Program:
     id: array[int] = field(default_factory=lambda: array("Q"))
     size: array[int] = field(default_factory=lambda: array("Q"))
     stream: array[int] = field(default_factory=lambda: array("Q"))
+    time_us: array[int] = field(default_factory=lambda: array("Q"))  # never falls; where the history has no times: 0
     opening: int = 0
     allocated: array[int] = field(default_factory=lambda: array("Q"))  # bytes of live blocks, rounded to 512
     reserved: array[int] | None = None  # bytes; None: the history does not tell
@@ -85,7 +87,8 @@ class _Reader:
         self.live: dict[int, _Block] = {}  # by address
         self.seen: set[int] = set()  # addresses that the history knows
         self.before: list[tuple[int, _Block]] = []  # with their addresses
-        self.steps: list[tuple[int, _Block]] = []  # ALLOCATE or FREE
+        self.steps: list[tuple[int, _Block, int]] = []  # ALLOCATE or FREE, and when
+        self.now = 0  # us
         self.streams: dict[int, int] = {0: 0}
         self.change = 0  # of what is reserved, since the start
         self.changes: list[int] = [0]  # the same after each step
@@ -97,6 +100,7 @@ class _Reader:
         for number, entry in enumerate(self.entries):
             where = f"entry {number}"
             action = self._plain(entry, where).get("action")
+            self._tell_time(entry.get("time_us"))
             if action == "alloc":
                 self._allocate(self._number(entry, "addr", where), entry, where)
             elif action == self.free:
@@ -139,9 +143,14 @@ class _Reader:
     def _step(self, op: int, block: _Block) -> None:
         if not self.steps:
             self.program.segment_events.append(0)
-        self.steps.append((op, block))
+        self.steps.append((op, block, self.now))
         self.changes.append(self.change)
         self.program.segment_events.append(self.events)
+
+    def _tell_time(self, time_us: object) -> None:
+        """What is no time, or an earlier one (threads write their entries a little late), is passed over."""
+        if isinstance(time_us, int) and self.now < time_us <= _LATEST_US:
+            self.now = time_us
 
     def _find_what_lives_on(self) -> None:
         for segment in self.segments:
@@ -158,14 +167,16 @@ class _Reader:
 
     def _assemble(self) -> None:
         program = self.program
-        opening = [(ALLOCATE, block) for _, block in sorted(self.before, key=lambda each: each[0])]
+        began = self.steps[0][2]
+        opening = [(ALLOCATE, block, began) for _, block in sorted(self.before, key=lambda each: each[0])]
         program.opening = len(opening)
         allocated = array("Q", [0])
-        for op, block in opening + self.steps:
+        for op, block, time_us in opening + self.steps:
             program.op.append(op)
             program.id.append(block.id)
             program.size.append(block.size)
             program.stream.append(block.stream)
+            program.time_us.append(time_us)
             rounded = -(-block.size // _ALIGNMENT) * _ALIGNMENT
             allocated.append(allocated[-1] + (rounded if op == ALLOCATE else -rounded))
         program.allocated = allocated[program.opening :]

@@ -65,10 +65,10 @@ constexpr std::size_t kSmallestMoveShare = 1024;
 
 }  // namespace
 
-bool GrowthPolicy::grows(std::size_t mapped) {
+bool GrowthPolicy::grows(std::size_t mapped, std::chrono::nanoseconds now) {
+  const std::size_t moves = move_debt_.moves(now);
   if (kind_.grows_freely && mapped <= peak_live_ * kFreelyGrown) return true;
   const std::size_t free_growth = peak_live_ / kFreeGrowth;
-  const std::size_t moves = move_debt_.moves(handed_out_);
   const std::size_t growth =
       moves > kManyMoves ? peak_live_ / kMostGrowth : free_growth + free_growth / kManyMoves * moves;
   return mapped <= peak_live_ + growth;

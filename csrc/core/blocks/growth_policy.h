@@ -1,9 +1,10 @@
 // How a pool grows: whether a request that lacks memory is met by new memory or by
-// what the pool has idle, and of what size new chunks are. It is told numbers and
-// answers numbers, in bytes: it never knows a chunk, a limit, a driver or a lock.
+// what the pool has idle, and of what size new chunks are. It is told numbers and the
+// time, and answers numbers, in bytes: it never knows a chunk, a limit, a driver or a lock.
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 
 #include "core/blocks/move_debt.h"
@@ -34,7 +35,7 @@ class GrowthPolicy {
     handed_out_when_empty_ = handed_out_;
     freed_ = 0;
   }
-  // So many chunks were moved under a request.
+  // So many chunks were moved under a request, after grows() had been asked.
   void note_moves(std::size_t chunks) { move_debt_.add(chunks); }
 
   // -- What it decides -------------------------------------------------------
@@ -48,7 +49,7 @@ class GrowthPolicy {
   // Whether a pool that would then have `mapped` bytes takes new memory, though idle
   // chunks could perhaps be moved under the request: a move costs as much as a new
   // chunk, and comes again and again in a pool that has no slack at all.
-  [[nodiscard]] bool grows(std::size_t mapped);
+  [[nodiscard]] bool grows(std::size_t mapped, std::chrono::nanoseconds now);
   // The idle chunks that are worth a move while new memory may still be had are of
   // this size at least.
   [[nodiscard]] std::size_t least_move(const Lack& lack) const;

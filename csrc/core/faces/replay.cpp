@@ -17,11 +17,16 @@ namespace {
 // mean its default ones).
 Stream name_of(std::uint64_t stream) { return reinterpret_cast<Stream>(static_cast<std::uintptr_t>(stream * 16)); }
 
-// Counts, and answers as a GPU that is so many steps behind whoever queues its work.
+// Counts, answers as a GPU that is so many steps behind whoever queues its work, and has
+// the recording's time.
 class LateDriver final : public CountingDriver {
  public:
   LateDriver(Driver& inner, std::uint64_t behind) : CountingDriver(inner), behind_(behind) {}
-  void go_on() { ++step_; }
+  void go_on(std::chrono::nanoseconds now) {
+    ++step_;
+    now_ = now;
+  }
+  [[nodiscard]] std::chrono::nanoseconds now() const override { return now_; }
 
   Status record(Fence fence, Stream stream) override {
     due_[fence] = step_ + behind_;
@@ -44,6 +49,7 @@ class LateDriver final : public CountingDriver {
  private:
   const std::uint64_t behind_;
   std::uint64_t step_ = 0;
+  std::chrono::nanoseconds now_{0};
   std::unordered_map<Fence, std::uint64_t> due_;  // at which step it passes
 };
 
@@ -114,7 +120,7 @@ Replayed replay(Driver& driver, const Options& options, const std::vector<Record
   LiveBlocks live(space, memory);
   for (std::size_t k = 0; k < program.size(); ++k) {
     const RecordedStep& step = program[k];
-    counting.go_on();
+    counting.go_on(step.time);
     try {
       if (step.allocates) {
         live.allocate(step, *pools[step.model]);

@@ -4,6 +4,7 @@
 // program of 80 GiB needs none. It owns the device for that time; it never knows where the program was recorded.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -15,11 +16,12 @@
 namespace vmm {
 
 struct RecordedStep {
-  bool allocates = true;     // else it frees
-  std::uint64_t block = 0;   // a name: whatever was allocated under it last
-  std::uint64_t size = 0;    // bytes asked for; an allocation of 0 is none
-  std::uint64_t stream = 0;  // a number for each; 0 is the default stream
-  std::uint8_t model = 0;    // each has a pool of its own
+  bool allocates = true;              // else it frees
+  std::uint64_t block = 0;            // a name: whatever was allocated under it last
+  std::uint64_t size = 0;             // bytes asked for; an allocation of 0 is none
+  std::uint64_t stream = 0;           // a number for each; 0 is the default stream
+  std::uint8_t model = 0;             // each has a pool of its own
+  std::chrono::microseconds time{0};  // when it was; never earlier than the step before
 };
 
 struct Replayed {

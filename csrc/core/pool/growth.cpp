@@ -67,7 +67,7 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
     if (back_from({Source::grown})) return true;
     return status.code() == StatusCode::not_supported && in_vain_.empty() && back_from({Source::fresh});
   }
-  if (growth_.grows(range_->mapped_bytes() + extent->missing()) && grant == nullptr) {
+  if (growth_.grows(range_->mapped_bytes() + extent->missing(), context_.driver.now()) && grant == nullptr) {
     if (back_from({Source::grown})) return true;
     if (!in_vain_.empty() || (!status.ok() && status.code() != StatusCode::not_supported)) return false;
   }
