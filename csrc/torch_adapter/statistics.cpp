@@ -26,32 +26,20 @@ TorchStat to_torch(const Stat& stat) {
 
 StatArray to_torch(const StatTriple& triple) { return {to_torch(triple[0]), to_torch(triple[1]), to_torch(triple[2])}; }
 
-// Where torch keeps each StatKind, in their order, and the numbers beside them.
+// Where torch keeps each StatKind, in their order, and the rows of kOversizeStats and
+// kCounts, in theirs.
 constexpr std::array<StatArray DeviceStats::*, kStatKinds> kArrays = {
     &DeviceStats::allocation,      &DeviceStats::segment,        &DeviceStats::active,
     &DeviceStats::allocated_bytes, &DeviceStats::reserved_bytes, &DeviceStats::active_bytes,
     &DeviceStats::requested_bytes, &DeviceStats::inactive_split, &DeviceStats::inactive_split_bytes};
 
-struct Oversize {
-  const char* name;
-  Stat Statistics::*ours;
-  TorchStat DeviceStats::*torchs;
-};
-constexpr std::array<Oversize, 2> kOversize = {
-    {{"oversize_allocations", &Statistics::oversize_allocations, &DeviceStats::oversize_allocations},
-     {"oversize_segments", &Statistics::oversize_segments, &DeviceStats::oversize_segments}}};
-
-struct Count {
-  const char* name;
-  std::int64_t Statistics::*ours;
-  std::int64_t DeviceStats::*torchs;
-};
-constexpr std::array<Count, 5> kCounts = {
-    {{"num_alloc_retries", &Statistics::num_alloc_retries, &DeviceStats::num_alloc_retries},
-     {"num_ooms", &Statistics::num_ooms, &DeviceStats::num_ooms},
-     {"num_sync_all_streams", &Statistics::num_sync_all_streams, &DeviceStats::num_sync_all_streams},
-     {"num_device_alloc", &Statistics::num_device_alloc, &DeviceStats::num_device_alloc},
-     {"num_device_free", &Statistics::num_device_free, &DeviceStats::num_device_free}}};
+constexpr std::array<TorchStat DeviceStats::*, kOversizeStats.size()> kTorchOversize = {
+    &DeviceStats::oversize_allocations, &DeviceStats::oversize_segments};
+constexpr std::array<std::int64_t DeviceStats::*, kCounts.size()> kTorchCounts = {
+    &DeviceStats::num_alloc_retries, &DeviceStats::num_ooms, &DeviceStats::num_sync_all_streams,
+    &DeviceStats::num_device_alloc, &DeviceStats::num_device_free};
+static_assert(kArrays.back() != nullptr && kTorchOversize.back() != nullptr && kTorchCounts.back() != nullptr,
+              "each of ours has its place there");
 
 void flatten_stat(const std::string& prefix, const TorchStat& stat, FlatStatistics* out) {
   out->emplace_back(prefix + ".current", stat.current);
@@ -70,8 +58,12 @@ void flatten_array(const std::string& name, const StatArray& stats, FlatStatisti
 DeviceStats to_device_stats(const Statistics& statistics) {
   DeviceStats result;
   for (std::size_t kind = 0; kind < kStatKinds; ++kind) result.*kArrays[kind] = to_torch(statistics.stats[kind]);
-  for (const Oversize& stat : kOversize) result.*stat.torchs = to_torch(statistics.*stat.ours);
-  for (const Count& count : kCounts) result.*count.torchs = statistics.*count.ours;
+  for (std::size_t row = 0; row < kOversizeStats.size(); ++row) {
+    result.*kTorchOversize[row] = to_torch(statistics.*kOversizeStats[row].stat);
+  }
+  for (std::size_t row = 0; row < kCounts.size(); ++row) {
+    result.*kTorchCounts[row] = statistics.*kCounts[row].count;
+  }
   result.max_split_size =
       static_cast<std::int64_t>(c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size());
   return result;
@@ -94,8 +86,12 @@ FlatStatistics flatten(const Statistics& statistics) {
   const DeviceStats stats = to_device_stats(statistics);
   FlatStatistics result;
   for (std::size_t kind = 0; kind < kStatKinds; ++kind) flatten_array(kStatNames[kind], stats.*kArrays[kind], &result);
-  for (const Oversize& stat : kOversize) flatten_stat(stat.name, stats.*stat.torchs, &result);
-  for (const Count& count : kCounts) result.emplace_back(count.name, stats.*count.torchs);
+  for (std::size_t row = 0; row < kOversizeStats.size(); ++row) {
+    flatten_stat(kOversizeStats[row].name, stats.*kTorchOversize[row], &result);
+  }
+  for (std::size_t row = 0; row < kCounts.size(); ++row) {
+    result.emplace_back(kCounts[row].name, stats.*kTorchCounts[row]);
+  }
   result.emplace_back("max_split_size", stats.max_split_size);
   VMM_SINCE_TORCH_2_12(result.emplace_back("num_oom_rejections", stats.num_oom_rejections);)
   return result;

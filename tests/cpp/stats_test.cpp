@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <cstdint>
 #include <thread>
 
 namespace vmm::testing {
@@ -54,6 +56,41 @@ TEST(Statistics, TotalsAddUpButPeaksDoNot) {
   EXPECT_EQ(sum[kBytes][2].allocated, 20);
   EXPECT_EQ(sum[kBytes][0].peak, 0);
   EXPECT_EQ(sum.num_device_alloc, 3);
+}
+
+TEST(Statistics, EveryNumberBesideTheFamiliesIsAddedAndReset) {
+  Statistics one;
+  one.num_alloc_retries = 1;
+  one.num_ooms = 2;
+  one.num_sync_all_streams = 3;
+  one.num_device_alloc = 4;
+  one.num_device_free = 5;
+  for (Stat* stat : {&one.oversize_allocations, &one.oversize_segments}) {
+    stat->increase(7);
+    stat->decrease(6);
+  }
+  Statistics sum;
+  sum.add_totals(one);
+  sum.add_totals(one);
+  const auto counts = [&sum] {
+    return std::array{sum.num_alloc_retries, sum.num_ooms, sum.num_sync_all_streams, sum.num_device_alloc,
+                      sum.num_device_free};
+  };
+  EXPECT_EQ(counts(), (std::array<std::int64_t, 5>{2, 4, 6, 8, 10}));
+  const auto expect_oversize = [&sum](const Stat& expected) {
+    for (const Stat& stat : {sum.oversize_allocations, sum.oversize_segments}) {
+      EXPECT_EQ(stat.current, expected.current);
+      EXPECT_EQ(stat.peak, expected.peak);
+      EXPECT_EQ(stat.allocated, expected.allocated);
+      EXPECT_EQ(stat.freed, expected.freed);
+    }
+  };
+  expect_oversize({2, 14, 14, 12});
+  sum.reset_peaks();
+  expect_oversize({2, 2, 14, 12});
+  sum.reset_accumulated();
+  EXPECT_EQ(counts(), (std::array<std::int64_t, 5>{}));
+  expect_oversize({2, 2, 0, 0});
 }
 
 }  // namespace

@@ -75,7 +75,7 @@ struct Statistics {
   std::array<StatTriple, kStatKinds> stats;
   Stat oversize_allocations;              // requests of at least torch's max_split_size
   Stat oversize_segments;                 // chunks of at least that size
-  std::int64_t num_alloc_retries = 0;     // requests that went down the reclaim ladder
+  std::int64_t num_alloc_retries = 0;     // requests that climbed the reclaim ladder
   std::int64_t num_ooms = 0;              // requests that failed
   std::int64_t num_sync_all_streams = 0;  // empty_cache() and its kind
   std::int64_t num_device_alloc = 0;      // chunks mapped by the driver
@@ -104,6 +104,28 @@ struct Statistics {
   // one may have been read, and what another had allocated before not.
   void leave_none_below_zero();
 };
+
+// What stands beside the families, by torch's key. Whoever resets, adds or tells them goes
+// by these rows.
+struct OversizeRow {
+  const char* name;
+  Stat Statistics::*stat;
+};
+inline constexpr std::array<OversizeRow, 2> kOversizeStats = {
+    {{"oversize_allocations", &Statistics::oversize_allocations},
+     {"oversize_segments", &Statistics::oversize_segments}}};
+struct CountRow {
+  const char* name;
+  std::int64_t Statistics::*count;
+};
+inline constexpr std::array<CountRow, 5> kCounts = {{{"num_alloc_retries", &Statistics::num_alloc_retries},
+                                                     {"num_ooms", &Statistics::num_ooms},
+                                                     {"num_sync_all_streams", &Statistics::num_sync_all_streams},
+                                                     {"num_device_alloc", &Statistics::num_device_alloc},
+                                                     {"num_device_free", &Statistics::num_device_free}}};
+static_assert(sizeof(Statistics) ==
+                  sizeof(Stat) * (3 * kStatKinds + kOversizeStats.size()) + sizeof(std::int64_t) * kCounts.size(),
+              "every number has its row");
 
 // What a pool's memory is, in bytes, at one moment:
 // physical_usage = allocated + idle + stranded + quarantined.
