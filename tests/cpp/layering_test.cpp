@@ -47,7 +47,7 @@ std::vector<Include> all_includes() {
 
 std::string layer_of(const std::string& path) { return path.substr(0, path.find('/')); }
 
-// The room of core that a file stands in: "core/pool/growth.cpp" in "pool".
+// The room of core that a file stands in: "core/pool/backing.cpp" in "pool".
 // "": none, as core/options.h, which every room may know.
 std::string room_of(const std::string& path) {
   const fs::path folder = fs::path(path).parent_path();
@@ -160,7 +160,7 @@ TEST(Layering, SeesEveryKindOfFault) {
   EXPECT_TRUE(faulty("core/new_room/file.cpp", "#include \"core/numbers/stats.h\""));
   EXPECT_TRUE(faulty("core/options.cpp", "#include \"core/numbers/stats.h\""));
   EXPECT_FALSE(faulty("driver/cuda_driver.cpp", "#include <cuda.h>"));
-  EXPECT_FALSE(faulty("core/pool/growth.cpp", "#include \"core/pool/pool.h\""));
+  EXPECT_FALSE(faulty("core/pool/backing.cpp", "#include \"core/pool/pool.h\""));
   EXPECT_FALSE(faulty("core/device/device_memory.cpp", "#include \"core/pool/pool.h\""));
   EXPECT_FALSE(faulty("bindings/pool.cpp", "#include <pybind11/pybind11.h>"));
 }

@@ -1,7 +1,7 @@
 // Pool: finding a place for a request, taking it and, where that fails, giving it back.
 //
 // Best fit over the free space that has its memory, then over what lacks the
-// least, which growth.cpp backs; at a limit over bare space, on whole idle chunks.
+// least, which backing.cpp backs; at a limit over bare space, on whole idle chunks.
 #include <algorithm>
 #include <optional>
 #include <span>

@@ -435,7 +435,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void make_slab(Block* slab) VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
 
-  // placing.cpp: finding a place; growth.cpp, from back() on: backing it
+  // placing.cpp: finding a place; backing.cpp, from back() on: backing it
   // Whether what backs the request is to be one chunk. Explicit pages are announced to
   // nobody, and may lie over any.
   [[nodiscard]] bool is_whole(const Request& request) const {
@@ -455,6 +455,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)
       VMM_REQUIRES(mutex_);
   Block* place_on_whole_chunks(const Request& request, Grant* grant) VMM_REQUIRES(mutex_);
+  std::size_t collect_whole(std::size_t wanted, StreamTag tag, Grant* grant, Backing* backing) VMM_REQUIRES(mutex_);
   Block* take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) VMM_REQUIRES(mutex_);
   void untake(Block* block, std::span<const Piece> pieces) VMM_REQUIRES(mutex_);
   Block* trim_to_request(Block* block, const Request& request, std::size_t offset) VMM_REQUIRES(mutex_);
@@ -462,7 +463,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void note_peak_with(std::size_t bytes) VMM_REQUIRES(mutex_);
   bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
                Shortage* shortage) VMM_REQUIRES(mutex_);
-  std::size_t collect_whole(std::size_t wanted, StreamTag tag, Grant* grant, Backing* backing) VMM_REQUIRES(mutex_);
   ByteRange take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing)
       VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t bare_behind(const Extent& extent) const VMM_REQUIRES(mutex_);

@@ -1,4 +1,4 @@
-// Pool: backing a place with chunks: collecting and installing them.
+// Pool: backing a place with chunks: collecting, installing and scrubbing them.
 //
 // What lacks memory is backed by a grant; or the pool grows, by the group's shelf and
 // new chunks within the limits; or it moves its own idle chunks by a second mapping
