@@ -121,6 +121,8 @@ SOURCES = [
     "csrc/core/pool/free_space.cpp",
     "csrc/core/pool/idle.cpp",
     "csrc/core/pool/idle_chunks.cpp",
+    "csrc/core/pool/lifetime.cpp",
+    "csrc/core/pool/locking.cpp",
     "csrc/core/pool/numbers.cpp",
     "csrc/core/pool/pages.cpp",
     "csrc/core/pool/placing.cpp",

@@ -5,21 +5,6 @@
 
 namespace vmm {
 
-Pool::GatheredLock::GatheredLock(const Pool& pool) VMM_NO_THREAD_SAFETY_ANALYSIS : pool_(pool) {
-  pool.context_.caches.gather(pool);
-  pool.mutex_.lock();
-}
-
-Pool::GatheredLock::~GatheredLock() VMM_NO_THREAD_SAFETY_ANALYSIS { pool_.mutex_.unlock(); }
-
-Pool::StillLock::StillLock(const Pool& pool, BlockCaches::Kept kept) VMM_NO_THREAD_SAFETY_ANALYSIS
-    : pool_(pool),
-      still_(pool.context_.caches, pool, kept) {
-  pool.mutex_.lock();
-}
-
-Pool::StillLock::~StillLock() VMM_NO_THREAD_SAFETY_ANALYSIS { pool_.mutex_.unlock(); }
-
 Block* Pool::live_at(Address address) const {
   Block* block = contains(address) ? directory_->find(address - base_) : nullptr;
   // In this order: there may be no lock, and what becomes live has its offset first.

@@ -75,6 +75,11 @@ std::size_t Pool::physical_bytes() const {
   return range_ == nullptr ? 0 : range_->mapped_bytes();
 }
 
+std::size_t Pool::bytes_above_floor() const {
+  const std::size_t held = model().budget_.used();
+  return held - std::min(held, floor());
+}
+
 std::size_t Pool::idle_bytes() { return memory_stats().idle_bytes; }
 
 void Pool::follow_family_peaks() {

@@ -1,122 +1,21 @@
-// Pool: making and ending one, and blocks beneath the threads' caches.
+// Pool: blocks beneath the threads' caches, from request to free.
 #include "core/pool/pool.h"
 
 #include <algorithm>
-#include <thread>
 
 #include "base/check.h"
 #include "base/errors.h"
-#include "core/debug/watch_log.h"
-#include "core/memory/address_space.h"
-#include "core/memory/chunk_store.h"
 
 namespace vmm {
 
 namespace {
 
-OwnerId next_owner_id() {
-  static std::atomic<OwnerId> next{kNobody};
-  return ++next;
-}
-
-constexpr int kEndAttempts = 3;
 // Former mappings that a pool keeps at most before a request waits for the clock.
 // Fewer gather as long as ticks pass by themselves; with streams on which no
 // fence can stand they never do, and each costs its addresses and a walk.
 constexpr std::size_t kMostRetired = 1024;
-constexpr std::size_t kMostCapacity = std::size_t{1} << 46;  // half of the 47-bit address space
 
 }  // namespace
-
-Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home,
-           std::vector<Location> accessors)
-    : context_(context),
-      name_(spec.name),
-      id_(next_owner_id()),
-      group_(group),
-      keeps_group_(group.weak_from_this().lock()),
-      budget_("pool '" + spec.name + "'", spec.physical_limit, spec.model == nullptr ? &group : &spec.model->budget()),
-      home_(home),
-      model_(spec.model),
-      sharer_(spec.model == nullptr ? &group : nullptr),
-      region_(spec.region),
-      tag_(spec.tag),
-      is_mem_pool_(spec.is_mem_pool),
-      no_split_(spec.no_split),
-      is_range_(spec.is_range),
-      page_(spec.page_size == 0 ? context.store.granularity() : spec.page_size),
-      uniform_(spec.page_size != 0),
-      capacity_(0),
-      most_(0),
-      floor_(spec.floor),
-      priority_(spec.priority),
-      accessors_(std::move(accessors)),
-      large_(arena_),
-      placement_(large_, page_),
-      slabs_(arena_),
-      streams_(context.streams, context.clock),
-      growth_({page_, uniform_, is_range_, is_ordinary(), spec.grows_freely}),
-      own_peaks_(context.peaks),
-      counters_(own_peaks_, context.peaks) {
-  const std::size_t granularity = context.store.granularity();
-  if (!is_power_of_two(page_) || !is_aligned(page_, granularity)) throw InvalidPageSizeError(page_, granularity);
-  if (spec.capacity == 0) throw InvalidArgumentError("capacity 0: a pool needs at least one page");
-  if (spec.capacity > kMostCapacity) {
-    throw InvalidArgumentError("capacity " + std::to_string(spec.capacity) + " (" + format_bytes(spec.capacity) +
-                               ") is above the largest, " + format_bytes(kMostCapacity));
-  }
-  if (spec.floor > spec.physical_limit) {
-    throw InvalidArgumentError("floor " + format_bytes(spec.floor) + " is above the physical limit " +
-                               format_bytes(spec.physical_limit));
-  }
-  capacity_ = align_up(spec.capacity, page_);
-  most_ = std::min(capacity_, context_.capabilities.total_memory);
-  Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();
-  const MutexLock lock(mutex_);
-  large_.keep_order(capacity_);  // these may run out of memory: nothing is to be undone yet
-  large_.donate({0, capacity_}, kNeutral);
-  const Status status = context_.address_space.reserve(context_.driver, capacity_, this, &base_);
-  if (status.code() == StatusCode::out_of_memory) {
-    throw OutOfMemoryError("pool '" + name_ + "': no " + format_bytes(capacity_) + " of virtual addresses are left (" +
-                               status.text() + "); give pools smaller capacities",
-                           capacity_, 0, kMostCapacity, name_);
-  }
-  if (!status.ok()) {  // or the words, for which there may be no memory, would stand in the way
-    throw_if_failed(status, "reserving " + format_bytes(capacity_) + " of addresses for pool '" + name_ + "'");
-  }
-  try {
-    directory_ = std::make_unique<BlockDirectory>(capacity_);
-    // In debug mode a use after free is to fault.
-    const bool may_return = is_ordinary() && context_.log == nullptr;
-    range_ = std::make_unique<MappedRange>(context_.driver, base_, capacity_,
-                                           may_return ? &context_.store.dormant() : nullptr);
-    if (family != nullptr) counters_.follow_family(*family);
-  } catch (...) {
-    context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
-    throw;
-  }
-}
-
-Pool::~Pool() {
-  // Ended already. No lock is taken then: the last to let go of it may be an
-  // observer that looked at all pools, under the lock of another.
-  if (range_ == nullptr) return;
-  retire();
-  // Nobody comes after this, so it waits, and what the driver refused once is
-  // tried again; what it refuses still stays mapped.
-  for (int attempt = 0; attempt < kEndAttempts; ++attempt) {
-    if (end()) return;
-    context_.clock.wait(context_.clock.now()).ignore();
-  }
-  const MutexLock lock(mutex_);
-  VMM_CHECK(directory_->size() == 0 && pages_.empty(), "pool '", name_, "' ends with live blocks");
-  range_.reset();
-  context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
-}
-
-void Pool::require_open() const {
-  if (is_retired()) throw InvalidArgumentError("pool '" + name_ + "' is closed");
-}
 
 // Throws where it is closed.
 bool Pool::takes_requests(Shortage* shortage) const {
@@ -135,66 +34,6 @@ bool Pool::can_never_hold(std::size_t bytes, Shortage* shortage) const {
   return true;
 }
 
-void Pool::retire() {
-  const StillLock lock(*this, BlockCaches::Kept::gone);
-  retire_locked();
-}
-
-bool Pool::end() {
-  settle_watched();
-  const MutexLock lock(mutex_);
-  if (range_ == nullptr) return true;
-  VMM_CHECK(is_retired(), "pool '", name_, "' ends before it is retired");
-  settle_locked();
-  if (live_blocks_locked() != 0) return false;
-  if (pinned_) {
-    pinned_ = false;
-    streams_.graphs_ended();
-  }
-  give_up_spare_slabs();
-  // The memory goes to the shelf at once; only the addresses have to wait for
-  // the work that still uses them.
-  shelve_idle_chunks({0, capacity_});
-  if (!pending_.empty()) return false;
-  if (range_->has_retired()) {
-    context_.clock.cover(range_->last_retired_use());
-    drop_retired();
-  }
-  if (!quarantined_.empty() || !watch_.freed.empty() || watch_.leaving != 0 || range_->has_retired()) return false;
-  if (!range_->clear_dormant().ok()) return false;
-  VMM_CHECK(range_->live().empty(), "pool '", name_, "' ends with ", range_->live().size(), " chunks");
-  counters_.range_ends(range_->mapped_by_driver(), range_->unmapped_by_driver());
-  range_.reset();
-  set_inactive_split({});
-  if (!context_.address_space.unreserve(context_.driver, base_, capacity_).ok()) {
-    context_.address_space.unreserve(context_.driver, base_, capacity_).ignore();
-  }
-  return true;
-}
-
-void Pool::pin() {
-  const StillLock lock(*this, BlockCaches::Kept::gone);
-  pinned_ = true;
-  is_cached_.store(false, std::memory_order_relaxed);
-}
-
-void Pool::unpin() {
-  const MutexLock lock(mutex_);
-  if (!pinned_) return;
-  pinned_ = false;
-  streams_.graphs_ended();
-}
-
-bool Pool::is_pinned() const {
-  const MutexLock lock(mutex_);
-  return pinned_;
-}
-
-std::size_t Pool::bytes_above_floor() const {
-  const std::size_t held = model().budget_.used();
-  return held - std::min(held, floor());
-}
-
 // ---------------------------------------------------------------- told and counted
 
 void Pool::tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const {
@@ -203,25 +42,6 @@ void Pool::tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream s
     return;
   const Telling telling(stands_still_);
   observer->on_event(*this, event, base_ + offset, bytes, stream);
-}
-
-Pool::ReadLock::ReadLock(const Pool& pool) : pool_(pool) {
-  if (!Telling::is_mine()) {
-    pool_.mutex_.lock_to_look();
-    locked_ = true;
-    return;
-  }
-  while (!pool_.stands_still_.load(std::memory_order_acquire)) {
-    if (pool_.mutex_.try_lock_to_look()) {
-      locked_ = true;
-      return;
-    }
-    std::this_thread::yield();
-  }
-}
-
-Pool::ReadLock::~ReadLock() {
-  if (locked_) pool_.mutex_.unlock();
 }
 
 // The block is a tensor's from now on, or held by the explicit face.
@@ -237,27 +57,6 @@ void Pool::begin_block(Block* block, std::size_t requested) {
 void Pool::end_block(const Block& block) {
   counters_.block_ended(block);
   tell(PoolEvent::free_requested, block.offset, block.requested, streams_[block.tag].stream);
-}
-
-// Former mappings stand in the way, and queued work may still use them: the
-// caller waits for it. False where nothing uses them any more, and the driver
-// refuses to drop them.
-bool Pool::wait_for_retired(Shortage* shortage) {
-  const Epoch last_use = range_->last_retired_use();
-  if (context_.clock.has_passed(last_use)) return false;
-  shortage->wait_for = last_use;
-  return true;
-}
-
-// The same for one address: true where it is free now. Throws DriverError where the
-// driver refuses.
-bool Pool::make_way_of_retired(std::size_t offset, Shortage* shortage) {
-  if (wait_for_retired(shortage)) return false;
-  drop_retired();
-  if (!retired_.covers(offset)) return true;
-  throw_if_failed(range_->refused(),
-                  "dropping a former mapping of pool '" + name_ + "' at offset " + std::to_string(offset));
-  return false;
 }
 
 // Nobody uses it any more.
@@ -582,6 +381,27 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
 }
 
 // --------------------------------------------------- what queued work held up
+
+// Former mappings stand in the way, and queued work may still use them: the
+// caller waits for it. False where nothing uses them any more, and the driver
+// refuses to drop them.
+bool Pool::wait_for_retired(Shortage* shortage) {
+  const Epoch last_use = range_->last_retired_use();
+  if (context_.clock.has_passed(last_use)) return false;
+  shortage->wait_for = last_use;
+  return true;
+}
+
+// The same for one address: true where it is free now. Throws DriverError where the
+// driver refuses.
+bool Pool::make_way_of_retired(std::size_t offset, Shortage* shortage) {
+  if (wait_for_retired(shortage)) return false;
+  drop_retired();
+  if (!retired_.covers(offset)) return true;
+  throw_if_failed(range_->refused(),
+                  "dropping a former mapping of pool '" + name_ + "' at offset " + std::to_string(offset));
+  return false;
+}
 
 bool Pool::settle() {
   bool any = false;

@@ -351,6 +351,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     [[nodiscard]] bool is_move(const Chunk* chunk) const;
   };
 
+  // locking.cpp
   // Held to look at the pool, by an observer too.
   class VMM_SCOPED_CAPABILITY ReadLock {
    public:
@@ -388,7 +389,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     const BlockCaches::Still still_;  // before the pool's lock, and after it
   };
 
-  // cached.cpp: what threads' caches ask of it, and the locks above
+  // cached.cpp: what threads' caches ask of it
   void take_back(Block* first) override VMM_EXCLUDES(mutex_);
   void absorb(const BlockCounts& came, BlockSeat& of_pool, BlockSeat& of_device) override VMM_EXCLUDES(mutex_);
   Peaks& own_peaks() override { return own_peaks_; }
