@@ -364,5 +364,24 @@ TEST(InactiveSplit, IsWhatIsStranded) {
   EXPECT_EQ(pool->statistics()[StatKind::inactive_split][0].current, 0);
 }
 
+// A graph's last replays may still be queued when it has gone. What threads keep is not
+// ordered behind them, so nothing is kept until they have passed.
+TEST(Parts, WhatAGraphUsedIsKeptByNobodyWhileItsReplaysMayRun) {
+  Lab lab;
+  for (const Stream each : {kOne, kTwo}) lab.meet(each);
+  const auto part = lab.memory().create_part(lab.pool("a"), kGraph, false);
+  part->pin();
+  const Address first = lab.allocate(*part, kMiB, kOne);
+  const Address second = lab.allocate(*part, kMiB, kOne);
+  lab.driver.hold_fences(kTwo);
+  part->unpin();
+  lab.free(first);  // where blocks may be kept the thread has a place for them from here on
+  lab.free(second);
+  EXPECT_EQ(lab.memory().kept_blocks(*part), 0U);
+  lab.driver.clear_calls();
+  lab.allocate(*part, kMiB, kOne);
+  EXPECT_GT(lab.driver.count(Call::stream_wait), 0U) << "the stream's work comes after the replays";
+}
+
 }  // namespace
 }  // namespace vmm::testing

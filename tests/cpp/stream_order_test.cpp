@@ -296,6 +296,24 @@ TEST_F(StreamOrder, AForeignStreamsHandleIsUsedOnlyWhileSomebodyUsesTheStream) {
   EXPECT_GT(lab_.driver.count(Call::synchronize), 0U) << "what covers it";
 }
 
+// What had the name zeroed pages, and is perhaps no more: whoever has it now comes after that.
+TEST_F(StreamOrder, ANameThatIsUsedAgainComesAfterARangesPagesAreZero) {
+  const Stream foreign = stream(0x800);
+  lab_.memory().streams().set_census({[](std::vector<Stream>*) {}, [](Stream) { return false; }});
+  const auto range = lab_.memory().create_range(lab_.pool("a"), "tensor", 128 * kMiB, 0);
+  lab_.memory().allocate_pages(*range, 0, 64 * kMiB, foreign);
+  lab_.memory().allocate_pages(*range, 64 * kMiB, 4 * kMiB, foreign);
+  lab_.memory().deallocate_pages(*range, 66 * kMiB, 2 * kMiB);
+  lab_.memory().settle(/*wait=*/true);
+  lab_.driver.hold_fences(foreign);
+  lab_.driver.clear_calls();
+  lab_.memory().allocate_pages(*range, 66 * kMiB, 2 * kMiB, foreign);
+  EXPECT_EQ(lab_.driver.count(Call::fill_async), 1U) << "it stayed mapped, in a chunk with other pages";
+  EXPECT_EQ(lab_.driver.count(Call::stream_wait), 0U);
+  lab_.memory().allocate_pages(*range, 68 * kMiB, 2 * kMiB, foreign);
+  EXPECT_GT(lab_.driver.count(Call::stream_wait), 0U);
+}
+
 TEST_F(StreamOrder, StreamsThatComeAndGoLeaveNothingBehind) {
   lab_.memory().streams().set_census({[](std::vector<Stream>*) {}, [](Stream) { return true; }});
   const auto pool = lab_.pool("a");
