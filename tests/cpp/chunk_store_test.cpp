@@ -139,6 +139,14 @@ TEST_F(Store, AnotherGroupsShelfIsNotTouched) {
   EXPECT_EQ(store_->trim_under(device_, kPage), kPage) << "the device stands above";
 }
 
+TEST_F(Store, OfSeveralShelvesNoMoreGoesThanIsWanted) {
+  Budget other("other", kUnlimited, &device_);
+  for (Budget* group : {&group_, &other}) store_->put(*group, create(*group, 4));
+  EXPECT_EQ(store_->trim_under(device_, 2 * kPage), 4 * kPage) << "a chunk is given back whole";
+  EXPECT_EQ(store_->all_shelved_bytes(), 4 * kPage);
+  EXPECT_EQ(store_->trim_under(device_, 8 * kPage), 4 * kPage);
+}
+
 TEST_F(Store, WhoHasNoRoomLeavesTheChunkOnTheShelf) {
   Chunk* used = create(b_, 8);
   store_->put(group_, create(a_));

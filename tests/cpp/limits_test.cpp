@@ -129,5 +129,14 @@ TEST_F(Reclaim, ALimitLoweredWhileAnotherIsEnforcedIsNotForgotten) {
   EXPECT_LE(other->used(), kPage);
 }
 
+TEST_F(Reclaim, PagesThatAreFreedAboveALoweredLimitGoBackAtOnce) {
+  const auto a = model("a");
+  lab_.memory().allocate_pages(*a, 0, 16 * kMiB, nullptr);
+  lab_.memory().set_limit(group_, 4 * kMiB);
+  EXPECT_EQ(group_.used(), 16 * kMiB);
+  lab_.memory().deallocate_pages(*a, 0, 8 * kMiB);
+  EXPECT_EQ(group_.used(), 8 * kMiB) << "no shelf keeps them";
+}
+
 }  // namespace
 }  // namespace vmm::testing

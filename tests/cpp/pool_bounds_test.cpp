@@ -175,5 +175,29 @@ TEST(Bounds, WhoCreatesByHandWaitsWithNoLockHeld) {
   manager.close();
 }
 
+// Where ticks do not pass, former addresses gather: each costs a place in lists that are
+// walked, so a request waits for the work before there are more than 1024 of them.
+TEST(Bounds, OfFormerMappings) {
+  Lab lab;
+  const Stream behind = stream(0x20);
+  lab.meet(behind);
+  PoolSpec spec = Lab::spec("a");
+  spec.capacity = 4 * kGiB;
+  const auto pool = lab.pool(spec);
+  lab.driver.hold_fences(behind);
+  const auto waits = [&] { return lab.driver.count(Call::wait) + lab.driver.count(Call::synchronize); };
+  lab.driver.clear_calls();
+  for (std::size_t k = 0; k < 1023; ++k) {
+    lab.memory().allocate_pages(*pool, k * kPage, kPage, nullptr);
+    lab.memory().deallocate_pages(*pool, k * kPage, kPage);
+  }
+  lab.leave_idle(*pool, 4 * kMiB);
+  EXPECT_EQ(waits(), 0U);
+  lab.memory().allocate_pages(*pool, 1023 * kPage, kPage, nullptr);
+  lab.memory().deallocate_pages(*pool, 1023 * kPage, kPage);
+  lab.leave_idle(*pool, 4 * kMiB);
+  EXPECT_GT(waits(), 0U);
+}
+
 }  // namespace
 }  // namespace vmm::testing
