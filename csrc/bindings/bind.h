@@ -39,7 +39,7 @@ void bind_tensor_range(py::module_& module);
 void bind_placed_memory(py::module_& module);
 void bind_replay(py::module_& module);
 
-// "cuda", "cpu"; InvalidArgumentError for anything else.
+// The name of a kind (process/device_kind); InvalidArgumentError for anything else.
 DeviceKind to_kind(const std::string& kind);
 // The room; NotAvailableError.
 DeviceRoom& to_room(const std::string& kind, int ordinal);

@@ -6,9 +6,12 @@
 namespace vmm::bindings {
 
 DeviceKind to_kind(const std::string& kind) {
-  if (kind == "cuda") return DeviceKind::cuda;
-  if (kind == "cpu") return DeviceKind::cpu;
-  throw InvalidArgumentError("kind of device '" + kind + "': give 'cuda' or 'cpu'");
+  std::string known;
+  for (const DeviceKind each : kDeviceKinds) {
+    if (kind == to_string(each)) return each;
+    known += std::string(known.empty() ? "'" : " or '") + to_string(each) + "'";
+  }
+  throw InvalidArgumentError("kind of device '" + kind + "': give " + known);
 }
 
 DeviceRoom& to_room(const std::string& kind, int ordinal) { return Runtime::room(to_kind(kind), ordinal); }

@@ -221,11 +221,8 @@ void bind_memory_pool(py::module_& module) {
       .def_property_readonly("_stream_pointer",
                              [](const Buffer& self) { return reinterpret_cast<std::uintptr_t>(self.stream()); })
       .def_property_readonly("_stream_id", &Buffer::stream_id)
-      .def_property_readonly("_room",
-                             [](const Buffer& self) {
-                               return py::make_tuple(self.room().kind == DeviceKind::cuda ? "cuda" : "cpu",
-                                                     self.room().ordinal);
-                             })
+      .def_property_readonly(
+          "_room", [](const Buffer& self) { return py::make_tuple(to_string(self.room().kind), self.room().ordinal); })
       .def_property_readonly("_freed", &Buffer::is_freed)
       .def(
           "_use_on", [](Buffer& self, std::uintptr_t stream) { self.record_stream(to_stream(stream)); },

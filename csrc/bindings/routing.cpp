@@ -23,7 +23,7 @@ std::shared_ptr<Pool> pool_at(std::uintptr_t address) {
   // shared, and they are what another thread could be ending the pool under.
   Runtime::require_own_process();
   if (Runtime::pool_at(reinterpret_cast<void*>(address)) == nullptr) return nullptr;
-  for (const DeviceKind kind : {DeviceKind::cuda, DeviceKind::cpu}) {
+  for (const DeviceKind kind : kDeviceKinds) {
     for (const DeviceRoom* room : Runtime::all_made(kind)) {
       if (auto pool = room->memory.pool_at(address); pool != nullptr) return pool->is_part() ? pool->owner() : pool;
     }

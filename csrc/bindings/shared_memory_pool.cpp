@@ -39,10 +39,7 @@ std::shared_ptr<Pool> register_model(SharedMemoryPool& self, const std::string& 
   return here(self).register_model(model_id, spec);
 }
 
-const char* kind_of(const SharedMemoryPool& self) {
-  const DeviceRoom* room = Runtime::made(DeviceKind::cuda, self.memory().device());
-  return to_string(room != nullptr && &room->memory == &self.memory() ? DeviceKind::cuda : DeviceKind::cpu);
-}
+const char* kind_of(const SharedMemoryPool& self) { return to_string(Runtime::room_of(self.memory()).kind); }
 
 py::dict as_dict(const GlobalMemoryStats& stats) {
   py::dict result;

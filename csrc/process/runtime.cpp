@@ -109,12 +109,12 @@ std::vector<DeviceRoom*> Runtime::all_made(DeviceKind kind) {
   return rooms;
 }
 
-DeviceRoom& Runtime::room_of(const Pool& pool) {
+DeviceRoom& Runtime::room_of(const DeviceMemory& memory) {
   for (const DeviceKind kind : kDeviceKinds) {
-    DeviceRoom* room = made(kind, pool.device());
-    if (room != nullptr && &room->memory == pool.home()) return *room;
+    DeviceRoom* room = made(kind, memory.device());
+    if (room != nullptr && &room->memory == &memory) return *room;
   }
-  VMM_CHECK(false, "pool '", pool.name(), "' belongs to no device of this process");
+  VMM_CHECK(false, "memory of device ", memory.device(), " belongs to no device of this process");
   __builtin_unreachable();
 }
 

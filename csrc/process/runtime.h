@@ -55,8 +55,9 @@ class Runtime {
     return rooms_[index_of(kind)][static_cast<std::size_t>(ordinal)].load(std::memory_order_acquire);
   }
   static std::vector<DeviceRoom*> all_made(DeviceKind kind);
-  // REQUIRES: a pool of a room of ours.
-  static DeviceRoom& room_of(const Pool& pool);
+  // REQUIRES: of a room of ours.
+  static DeviceRoom& room_of(const DeviceMemory& memory);
+  static DeviceRoom& room_of(const Pool& pool) { return room_of(*pool.home()); }
 
   // Devices of a kind; for CUDA loads the driver, and throws NotAvailableError
   // that says why there is none.
