@@ -10,13 +10,24 @@
 
 namespace vmm::testing {
 
-// Allocations of this thread until one fails, once; below 0: none does.
+// Allocations of this thread until one fails; below 0: none does.
 inline thread_local long allocations_left = -1;
+inline thread_local long failures_left = 0;  // that follow it at once
+inline thread_local long failures_made = 0;  // since runs_out_at() was called last
 
-// Runs `step` with the `nth` allocation, from 0, failing. Whether it threw bad_alloc.
+// All allocations of this thread fail, until it ends.
+inline void fails_from_here() {
+  allocations_left = 0;
+  failures_left = 1L << 40;
+}
+
+// Runs `step` with the `nth` allocation, from 0, failing, and so many in all from there on.
+// Whether it threw bad_alloc.
 template <typename Step>
-bool runs_out_at(long nth, const Step& step) {
+bool runs_out_at(long nth, const Step& step, long times = 1) {
   allocations_left = nth;
+  failures_left = times - 1;
+  failures_made = 0;
   bool ran_out = false;
   try {
     step();
@@ -53,6 +64,11 @@ long allocations_of(const Step& step) {
 [[gnu::noinline]] void* operator new(std::size_t size) {
   if (vmm::testing::allocations_left >= 0 && !vmm::testing::ScriptedDriver::is_in_call() &&
       vmm::testing::allocations_left-- == 0) {
+    ++vmm::testing::failures_made;
+    if (vmm::testing::failures_left > 0) {
+      --vmm::testing::failures_left;
+      vmm::testing::allocations_left = 0;
+    }
     throw std::bad_alloc();
   }
   if (void* memory = std::malloc(size == 0 ? 1 : size)) return memory;

@@ -36,6 +36,8 @@ void Slabs::donate(Block* slab) {
   auto& added = slabs_[slab->offset];
   try {
     added = {slab, of_tag.small->donate(slab->offset)};
+    // Until a block is cut from it: there may be no memory for one.
+    if (of_tag.spare == nullptr) of_tag.spare = added.first;
   } catch (...) {
     slabs_.erase(slab->offset);
     throw;
@@ -51,6 +53,9 @@ std::optional<Slabs::Emptied> Slabs::emptied(OfTag& of_tag, Block* whole) {
 
 std::vector<Slabs::Emptied> Slabs::give_up_spares() {
   std::vector<Emptied> all;
+  // First: a slab that could not be told of would be lost, and its tag would go on with it.
+  all.reserve(static_cast<std::size_t>(
+      std::count_if(tags_.begin(), tags_.end(), [](const OfTag& of_tag) { return of_tag.spare != nullptr; })));
   for (OfTag& of_tag : tags_) {
     if (of_tag.spare == nullptr) continue;
     all.push_back(retract(of_tag, of_tag.spare));

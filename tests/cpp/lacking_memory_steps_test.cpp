@@ -1,0 +1,82 @@
+// The host's memory ends within a step of a pool, once or from some allocation on: nothing is
+// lost, and nothing is two pools' at once. lacking_memory_moves_test has the hand-over itself.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cpp/lab.h"
+#include "cpp/lacking_memory.h"
+
+namespace vmm::testing {
+namespace {
+
+const Stream kOwner = stream(0x10);
+const Stream kOne = stream(0x20);
+const Stream kTwo = stream(0x30);
+const Stream kNew = stream(0x40);
+
+// Two models under one limit of 32 MiB, whose chunks are of any size.
+struct Pair {
+  Pair() {
+    for (const Stream each : {kOwner, kOne, kTwo}) lab.meet(each);
+  }
+  void check() {
+    for (const auto& pool : lab.memory().pools()) pool->settle();  // what lacked memory twice goes on here
+    lab.memory().check();
+    EXPECT_EQ(lab.memory().budget().used(), lab.driver.live_chunk_bytes());
+    EXPECT_LE(group->used(), group->limit());
+  }
+
+  Lab lab;
+  const std::shared_ptr<Budget> group = lab.memory().create_group("both", 32 * kMiB);
+  std::shared_ptr<Pool> first = lab.pool(Lab::spec("first"), group.get());
+  const std::shared_ptr<Pool> second = lab.pool(Lab::spec("second"), group.get());
+  Address taken = 0;  // by the step
+};
+
+using Step = std::function<void(Pair&)>;
+
+// `prepare`, then `step` with each of its allocations failing in turn, and so many of those
+// that follow; then what has to hold.
+void each_fails(const Step& prepare, const Step& step, const Step& holds_after, long times = 1) {
+  bool failed = true;
+  for (long nth = 0; failed && !::testing::Test::HasFailure(); ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Pair pair;
+    prepare(pair);
+    runs_out_at(
+        nth, [&] { step(pair); }, times);
+    failed = failures_made != 0;
+    if (pair.taken != 0) pair.lab.adopt(pair.taken);
+    pair.check();
+    holds_after(pair);
+    pair.check();
+  }
+}
+
+// Each stream keeps an empty slab, and all are given up before memory goes elsewhere.
+TEST(LackingMemoryOfSteps, SlabsThatAreGivenUpAreLostByNobody) {
+  const auto come_and_go = [](Pair& pair, std::size_t each) {
+    std::vector<Address> blocks;
+    for (int k = 0; k < 2; ++k) {
+      for (const Stream stream : {kOwner, kOne, kTwo}) blocks.push_back(pair.lab.allocate(*pair.first, each, stream));
+    }
+    for (const Address block : blocks) pair.lab.free(block);
+  };
+  each_fails([&](Pair& pair) { come_and_go(pair, 600 * kKiB); }, [](Pair& pair) { pair.lab.memory().empty_cache(); },
+             [&](Pair& pair) {
+               come_and_go(pair, 900 * kKiB);
+               pair.lab.memory().empty_cache();
+               EXPECT_EQ(pair.lab.driver.live_chunk_bytes(), 0U);
+             });
+}
+
+}  // namespace
+}  // namespace vmm::testing
