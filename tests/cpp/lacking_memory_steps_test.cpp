@@ -78,5 +78,31 @@ TEST(LackingMemoryOfSteps, SlabsThatAreGivenUpAreLostByNobody) {
              });
 }
 
+// Several pools are locked at once: none stays so where there was no memory for it.
+TEST(LackingMemoryOfSteps, NoPoolStaysLocked) {
+  bool failed = true;
+  for (long nth = 0; failed; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Pair pair;
+    std::vector<std::shared_ptr<Pool>> more;
+    for (int k = 0; k < 6; ++k) more.push_back(pair.lab.pool(Lab::spec("m" + std::to_string(k)), pair.group.get()));
+    std::thread([&] {  // one that has locked none before
+      runs_out_at(nth, [&] { static_cast<void>(pair.lab.memory().group_stats(*pair.group)); });
+      failed = failures_made != 0;
+    })
+        .join();
+    std::promise<void> done;
+    std::thread other([&] {
+      for (const auto& pool : pair.lab.memory().pools()) pool->settle();
+      done.set_value();
+    });
+    if (done.get_future().wait_for(std::chrono::seconds(20)) != std::future_status::ready) {
+      std::fprintf(stderr, "allocation %ld: a pool stays locked\n", nth);
+      std::abort();
+    }
+    other.join();
+  }
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -14,6 +14,7 @@ namespace vmm {
 class AllLocked {
  public:
   explicit AllLocked(const PoolList& pools) VMM_NO_THREAD_SAFETY_ANALYSIS : pools_(pools) {
+    Telling::will_lock(pools_.size());
     for (const auto& pool : pools_) {
       pool->mutex().lock();
       Telling::locked_one_of_several(pool->stands_still());

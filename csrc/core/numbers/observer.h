@@ -63,8 +63,9 @@ class Telling {
   // The calling thread is in an observer.
   static bool is_mine() { return depth_ != 0; }
 
-  // Of a thread that locks several pools: right after each, then after the last,
-  // and before the first is unlocked.
+  // Of a thread that locks several pools: before the first, as there may be no memory for
+  // it, right after each, then after the last, and before the first is unlocked.
+  static void will_lock(std::size_t pools) { beside_.reserve(beside_.size() + pools); }
   static void locked_one_of_several(Flag& still) {
     still.store(true, std::memory_order_release);
     beside_.push_back(&still);
