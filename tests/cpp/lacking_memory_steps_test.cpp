@@ -104,5 +104,53 @@ TEST(LackingMemoryOfSteps, NoPoolStaysLocked) {
   }
 }
 
+// A step that lacks memory, and lacks it again where it is undone: its chunks are on the shelf,
+// and the pool hands out none of the addresses at which they still stand.
+TEST(LackingMemoryOfSteps, MemoryThatLacksTwiceIsNotTwoPools) {
+  for (const long times : {1L, 2L, 3L, 1000000L}) {
+    each_fails(
+        [](Pair& pair) {
+          std::vector<Address> apart;
+          for (int k = 0; k < 8; ++k) apart.push_back(pair.lab.allocate(*pair.first, 4 * kMiB, kOwner));
+          for (std::size_t k = 0; k < 8; k += 2) pair.lab.free(apart[k]);
+        },
+        [](Pair& pair) { pair.taken = pair.lab.memory().allocate(*pair.first, 11 * kMiB, kOwner); },
+        [](Pair& pair) {
+          pair.group->set_limit(200 * kMiB);
+          std::vector<Address> blocks;
+          for (int k = 0; k < 4; ++k) {
+            blocks.push_back(pair.lab.allocate(*pair.second, 5 * kMiB, kOwner));
+            blocks.push_back(pair.lab.allocate(*pair.first, 9 * kMiB, kOwner));
+          }
+          for (std::size_t k = 0; k < blocks.size(); ++k) Lab::fill(blocks[k], 5 * kMiB, k + 1);
+          for (std::size_t k = 0; k < blocks.size(); ++k) EXPECT_TRUE(Lab::holds(blocks[k], 5 * kMiB, k + 1)) << k;
+        },
+        times);
+  }
+}
+
+// The same after a call that the driver refuses.
+TEST(LackingMemoryOfSteps, WhatTheDriverRefusesIsUndoneWithoutMemory) {
+  for (const Call call : {Call::map, Call::set_access, Call::create}) {
+    for (const unsigned which : {1U, 2U}) {
+      SCOPED_TRACE(std::string(to_string(call)) + " " + std::to_string(which));
+      each_fails(
+          [&](Pair& pair) {
+            pair.lab.leave_idle(*pair.first, 20 * kMiB, kOwner);
+            pair.lab.leave_idle(*pair.second, 12 * kMiB, kOwner);
+            pair.lab.driver.fail_nth(call, which, broken());
+          },
+          [](Pair& pair) {
+            try {
+              pair.taken = pair.lab.memory().allocate(*pair.second, 24 * kMiB, kOne);
+            } catch (const VmmError&) {
+              return;  // refused
+            }
+          },
+          [](Pair& pair) { pair.lab.driver.clear_failures(); }, 1000000);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace vmm::testing

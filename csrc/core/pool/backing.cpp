@@ -55,10 +55,10 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
       throw;
     }
     if (status.ok()) return true;
-    uncover(extent, end);
-    put_back(backing, grant);
     *shortage = Shortage::of_driver(0, status);
     for (const PlacedChunk& placement : backing.placements) shortage->bytes += placement.chunk->size;
+    put_back(backing, grant);  // from here on others may end them
+    uncover(extent, end);
     return false;
   };
   note_peak_with(request.size);
@@ -340,7 +340,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
   }
   for (const PlacedChunk& placement : backing.placements) last_use = std::max(last_use, placement.chunk->last_use);
   if (const Status status = streams_.order_behind(request.tag, last_use); !status.ok()) return status;
-  in_vain_.reserve(backing.placements.size());
+  in_vain_.reserve(in_vain_.size() + backing.placements.size());
   if (const Status status = range_->map(backing.placements, accessors_); !status.ok()) {
     for (const auto& [offset, chunk] : backing.placements) {
       if (range_->live().count(offset) != 0) in_vain_.push_back(offset);

@@ -177,6 +177,7 @@ bool Pool::is_free(ByteRange range) const {
 // Puts the idle chunks that lie in `range` or reach into it on the group's shelf.
 // Looks at those only: a pool may hold very many.
 void Pool::shelve_idle_chunks(ByteRange range) {
+  retire_in_vain();  // what an earlier request could not: those chunks are not the pool's
   if (pinned_) return;
   auto at = range_->reaching(range.offset);
   while (at != range_->live().end() && at->first < range.end()) {

@@ -77,6 +77,7 @@ Block* Pool::place_within_chunk(const Request& request, Grant* grant, Shortage* 
 
 Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   large_.prepare(request.tag);
+  retire_in_vain();  // what an earlier request, for want of memory, could not
   if (no_split_) return place_unsplit(request, grant, shortage);
   if (keeps_within_chunks() && request.where == Request::Where::best_fit) {
     return place_within_chunk(request, grant, shortage);
@@ -258,9 +259,9 @@ Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
   std::size_t offset = 0;
   std::vector<Piece> pieces;
   const auto undo = [&]() VMM_REQUIRES(mutex_) {
+    put_back(backing, grant);  // first: the others may lack memory
     if (block != nullptr) untake(block, pieces);
     retire_in_vain();
-    put_back(backing, grant);
   };
   bool is_installed = false;
   try {

@@ -425,6 +425,7 @@ bool Pool::finish_passed() {
 }
 
 bool Pool::settle_locked() {
+  retire_in_vain();
   bool any = finish_passed();
   any = end_passed_quarantines() || any;
   return drop_retired() || any;
