@@ -152,5 +152,16 @@ TEST(LackingMemoryOfSteps, WhatTheDriverRefusesIsUndoneWithoutMemory) {
   }
 }
 
+// At the last rung, with every pool locked, what is idle goes back.
+TEST(LackingMemoryOfSteps, IdleMemoryThatMeltsGoesBackOrRests) {
+  each_fails(
+      [](Pair& pair) {
+        pair.lab.leave_idle(*pair.first, 24 * kMiB, kOwner);
+        pair.second->pin();  // no use for what others had
+      },
+      [](Pair& pair) { pair.taken = pair.lab.memory().allocate(*pair.second, 16 * kMiB, kOwner); },
+      [](Pair& pair) { pair.second->unpin(); });
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <new>
 #include <optional>
 #include <set>
 
@@ -338,7 +339,11 @@ std::size_t Pool::melt_locked(const Budget* limit, std::size_t want, bool own) {
       continue;
     }
     Chunk* chunk = detach(chosen->offset, last_use_of({chosen->offset, size}));
-    drop_retired();
+    try {
+      drop_retired();
+    } catch (const std::bad_alloc&) {
+      // Another time: the chunk rests on the shelf until then.
+    }
     // Another pool's former mapping, of before the chunk came here, may still
     // stand: then it cannot be released yet and rests on the shelf.
     const bool unmapped = chunk->mappings.load(std::memory_order_acquire) == 0;
