@@ -163,5 +163,33 @@ TEST(LackingMemoryOfSteps, IdleMemoryThatMeltsGoesBackOrRests) {
       [](Pair& pair) { pair.second->unpin(); });
 }
 
+// Of what was allocated in one piece, a part in the middle goes.
+TEST(LackingMemoryOfSteps, PagesThatGoInPartLeaveTheOthers) {
+  each_fails([](Pair& pair) { pair.lab.memory().allocate_pages(*pair.first, 0, 24 * kMiB, kOwner); },
+             [](Pair& pair) { pair.lab.memory().deallocate_pages(*pair.first, 8 * kMiB, 8 * kMiB); },
+             [](Pair& pair) {
+               EXPECT_EQ(pair.first->held_pages(0, 8 * kMiB).size(), 1U);
+               EXPECT_EQ(pair.first->held_pages(16 * kMiB, 8 * kMiB).size(), 1U);
+               pair.first->drop_pages();
+               EXPECT_EQ(pair.first->live_blocks(), 0U);
+             });
+}
+
+// Pages that queued work may still use become another stream's, its first here.
+TEST(LackingMemoryOfSteps, PagesThatWaitGoToAStreamOrWait) {
+  each_fails(
+      [](Pair& pair) {
+        pair.lab.driver.hold_fences();
+        pair.lab.memory().allocate_pages(*pair.first, 0, 24 * kMiB, kOwner);
+        pair.lab.memory().deallocate_pages(*pair.first, 0, 2 * kMiB);
+      },
+      [](Pair& pair) { pair.lab.memory().allocate_pages(*pair.first, 0, 2 * kMiB, kNew); },
+      [](Pair& pair) {
+        if (pair.first->held_pages(0, 2 * kMiB).empty()) {
+          pair.lab.memory().allocate_pages(*pair.first, 0, 2 * kMiB, kNew);
+        }
+      });
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -206,6 +206,20 @@ Block* BlockHeap::split(Block* block, std::size_t offset) {
   return upper;
 }
 
+void BlockHeap::prepare_splits(std::size_t offsets) {
+  note_borders(offsets);
+  Block* const one = arena_.make();
+  Block* two = nullptr;
+  try {
+    two = arena_.make();
+  } catch (...) {
+    arena_.recycle(one);
+    throw;
+  }
+  arena_.recycle(two);
+  arena_.recycle(one);
+}
+
 void BlockHeap::join(Block* lower, Block* upper) {
   VMM_CHECK(lower->next == upper && lower->state != BlockState::free && upper->state != BlockState::free, "joining ",
             lower->offset, " and ", upper->offset);

@@ -144,6 +144,9 @@ class BlockHeap {
   Block* carve(Block* free, std::size_t offset, std::size_t size, BlockState state);
   // Splits a block that is not free at `offset`; returns the upper part.
   Block* split(Block* block, std::size_t offset);
+  // The next two splits, at any of these offsets (all their bits), ask for no memory. Throws
+  // std::bad_alloc.
+  void prepare_splits(std::size_t offsets);
   // Joins `upper` (not free) into its lower neighbour `lower` (not free).
   void join(Block* lower, Block* upper);
   // Frees and coalesces; returns the free block that now holds it. Without prepare(tag) it may

@@ -3,9 +3,12 @@
 // owner's lock guards it.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <iterator>
 #include <map>
+#include <utility>
 
 #include "base/units.h"
 #include "core/blocks/block.h"
@@ -14,7 +17,26 @@ namespace vmm {
 
 class ExplicitPages {
  public:
-  void add(Block* block) { blocks_.emplace(block->offset, block); }
+  // Throws std::bad_alloc, but where there is room.
+  void add(Block* block) {
+    const auto spare = std::find_if(spare_.begin(), spare_.end(), [](const auto& node) { return !node.empty(); });
+    if (spare == spare_.end()) {
+      blocks_.emplace(block->offset, block);
+      return;
+    }
+    spare->key() = block->offset;
+    spare->mapped() = block;
+    blocks_.insert(std::move(*spare));
+  }
+  // The next two are added without asking for memory. Throws std::bad_alloc.
+  void make_room() {
+    for (auto& node : spare_) {
+      if (!node.empty()) continue;
+      ByOffset fresh;
+      fresh.emplace(0, nullptr);
+      node = fresh.extract(fresh.begin());
+    }
+  }
   // The first that reaches into `range` is taken out; nullptr: none does.
   Block* take_first_in(ByteRange range) {
     const auto first = first_in(range);
@@ -45,6 +67,7 @@ class ExplicitPages {
   }
 
   ByOffset blocks_;
+  std::array<ByOffset::node_type, 2> spare_;
 };
 
 }  // namespace vmm

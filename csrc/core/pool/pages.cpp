@@ -126,11 +126,15 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
   return 0;
 }
 
-// REQUIRES: every page of `range` is explicit. What reaches beyond it stays.
+// REQUIRES: every page of `range` is explicit. What reaches beyond it stays. Throws
+// std::bad_alloc, and nothing has changed.
 void Pool::free_pages(ByteRange range) {
   // Nobody told us of the streams that used them, so they are nobody's, not even
   // their own stream's, until all that is queued now is done.
   const Epoch epoch = context_.clock.now();
+  // First: what is kept on either side of `range` would be lost where it cannot be noted.
+  large_.prepare_splits(range.offset | range.end());
+  pages_.make_room();
   while (Block* block = pages_.take_first_in(range)) {
     // All of it ends, and what is kept on either side begins anew.
     end_block(*block);
@@ -183,6 +187,7 @@ void Pool::quarantine(ByteRange range, Epoch epoch) {
 
 // `tag`: of a stream whose work comes after all that may use it.
 void Pool::end_quarantine(QuarantinedBlocks::Freed freed, StreamTag tag) {
+  large_.prepare(tag);  // first: it may be the stream's first memory here, and there may be none for its bins
   quarantined_.remove(freed);
   large_.free(freed.block, tag, freed.epoch);
 }
