@@ -191,5 +191,38 @@ TEST(LackingMemoryOfSteps, PagesThatWaitGoToAStreamOrWait) {
       });
 }
 
+// After memory was wanted too early, a free makes a tick ahead of need.
+TEST(LackingMemoryOfSteps, AFreeDoesWithoutATick) {
+  std::vector<Address> blocks;
+  each_fails(
+      [&](Pair& pair) {
+        pair.lab.driver.hold_fences();
+        pair.group->set_limit(64 * kMiB);
+        pair.lab.leave_idle(*pair.first, 64 * kMiB, kOwner);
+        pair.lab.leave_idle(*pair.first, 64 * kMiB, kOne);
+        pair.group->set_limit(900 * kMiB);
+        pair.lab.driver.release_fences();
+        blocks.clear();
+        for (int k = 0; k < 5; ++k) blocks.push_back(pair.lab.memory().allocate(*pair.first, 100 * kMiB, kOwner));
+      },
+      [&](Pair& pair) {
+        for (; !blocks.empty(); blocks.pop_back()) EXPECT_TRUE(DeviceMemory::free(pair.lab.space, blocks.back()));
+      },
+      [](Pair& pair) { EXPECT_EQ(pair.first->live_blocks(), 0U); });
+}
+
+// What a thread keeps is the pools' when it ends, and nobody could catch what fails then.
+TEST(LackingMemoryOfSteps, AThreadEndsWithoutMemory) {
+  Pair pair;
+  std::thread([&] {
+    std::vector<Address> blocks;
+    for (int k = 0; k < 4; ++k) blocks.push_back(pair.lab.memory().allocate(*pair.first, 4 * kKiB, kOwner));
+    for (const Address block : blocks) EXPECT_TRUE(DeviceMemory::free(pair.lab.space, block));
+    fails_from_here();
+  }).join();
+  pair.check();
+  EXPECT_EQ(pair.lab.memory().kept_blocks(*pair.first), 0U);
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -221,7 +221,8 @@ void BlockCaches::stop(Reason reason) {
 
 void BlockCaches::end_thread(ThreadCache* cache) {
   const MutexLock lock(mutex_);
-  for (const CachedPool* pool : cache->pools()) give_back(*cache, *pool, Kept::gone);
+  // One after the other, without a list: a thread that ends can not do without memory.
+  while (const CachedPool* const pool = cache->any_pool()) give_back(*cache, *pool, Kept::gone);
   cache->end();  // while the device is there
   std::erase_if(threads_, [cache](const auto& thread) { return thread.get() == cache; });
 }

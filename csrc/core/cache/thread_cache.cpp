@@ -162,6 +162,12 @@ void ThreadCache::remove(const CachedPool& pool) {
   }
 }
 
+const CachedPool* ThreadCache::any_pool() const {
+  const auto entry =
+      std::find_if(table_.begin(), table_.end(), [](const Entry& each) { return each.first != nullptr; });
+  return entry == table_.end() ? nullptr : &entry->first->pool;
+}
+
 std::vector<const CachedPool*> ThreadCache::pools() const {
   std::vector<const CachedPool*> found;
   for (const Entry& entry : table_) {

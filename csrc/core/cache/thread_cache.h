@@ -244,6 +244,8 @@ class ThreadCache {
   // Ends all shards of the pool. REQUIRES: what is counted of it has been merged.
   void remove(const CachedPool& pool);
   [[nodiscard]] std::vector<const CachedPool*> pools() const;
+  // One of them, or nullptr.
+  [[nodiscard]] const CachedPool* any_pool() const;
   // The device ends, or the thread, which may still look here. REQUIRES: it has no shards.
   void end() { of_device_.reset(); }
 

@@ -1,6 +1,7 @@
 #include "core/streams/clock.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 namespace vmm {
@@ -132,7 +133,11 @@ void Clock::tick_ahead(std::size_t bytes) {
   if (freed_.load(std::memory_order_relaxed) < kFreedBytes * streams_locked()) return;
   poll_locked();
   if (ticks_.size() >= kMostAhead || has_obstacle()) return;
-  tick();
+  try {
+    tick();
+  } catch (const std::bad_alloc&) {
+    return;  // nobody needs it yet, and who frees can not do without
+  }
   credit_.fetch_sub(1, std::memory_order_relaxed);
 }
 
