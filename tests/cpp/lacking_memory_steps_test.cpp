@@ -224,5 +224,22 @@ TEST(LackingMemoryOfSteps, AThreadEndsWithoutMemory) {
   EXPECT_EQ(pair.lab.memory().kept_blocks(*pair.first), 0U);
 }
 
+// A closed pool that waited for queued work ends with whoever comes by after that.
+TEST(LackingMemoryOfSteps, AClosedPoolThatWaitsEndsLater) {
+  each_fails(
+      [](Pair& pair) {
+        pair.lab.driver.hold_fences();
+        pair.lab.leave_idle(*pair.first, 8 * kMiB, kOwner);
+        pair.lab.memory().close_pool(*pair.first, /*force=*/false);
+        pair.first = nullptr;
+        pair.lab.driver.release_fences();
+      },
+      [](Pair& pair) { pair.taken = pair.lab.memory().allocate(*pair.second, 2 * kMiB, kOwner); },
+      [](Pair& pair) {
+        for (int k = 0; k < 200; ++k) pair.lab.leave_idle(*pair.second, 2 * kMiB, kOwner);
+        EXPECT_EQ(pair.lab.memory().pools().size(), 1U);
+      });
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -215,13 +215,18 @@ void DeviceMemory::tend() {
   if (tended_.exchange(passed, std::memory_order_relaxed) == passed && !is_due) return;
   beside_.fetch_and(~unsigned{kHasEnded}, std::memory_order_relaxed);
   Closed waiting;
-  {
-    const MutexLock lock(registry_mutex_);
-    waiting = waiting_;
+  try {
+    {
+      const MutexLock lock(registry_mutex_);
+      waiting = waiting_;
+    }
+    for (const auto& [key, pool] : waiting) bury(pool);
+    bury_groups();
+    let_leave();
+  } catch (...) {
+    beside_.fetch_or(kHasEnded, std::memory_order_relaxed);  // whoever comes by next goes on
+    throw;
   }
-  for (const auto& [key, pool] : waiting) bury(pool);
-  bury_groups();
-  let_leave();
   held_up_.store(std::max<std::size_t>(waiting.size(), 1), std::memory_order_relaxed);
 }
 
