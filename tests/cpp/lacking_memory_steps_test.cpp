@@ -241,5 +241,31 @@ TEST(LackingMemoryOfSteps, AClosedPoolThatWaitsEndsLater) {
       });
 }
 
+// A checkpoint that cannot be gone back to, for want of memory, leaves what was restored and
+// free memory.
+TEST(LackingMemoryOfSteps, ACheckpointIsRestoredAsFarAsItGoes) {
+  PoolCheckpoint target;
+  std::vector<Address> restored;
+  each_fails(
+      [&](Pair& pair) {
+        std::vector<Address> blocks;
+        for (int k = 0; k < 3; ++k) blocks.push_back(pair.lab.allocate(*pair.first, 4 * kMiB, kOwner));
+        for (int k = 0; k < 3; ++k) blocks.push_back(pair.lab.allocate(*pair.first, 4 * kKiB, kOwner));
+        pair.first->pin();
+        target = pair.first->checkpoint();
+        for (const Address block : blocks) pair.lab.free(block);
+        restored.clear();
+      },
+      [&](Pair& pair) {
+        std::vector<Address> freed;
+        pair.first->restore(target, &freed, &restored);
+      },
+      [&](Pair& pair) {
+        for (const Address block : restored) EXPECT_TRUE(DeviceMemory::free(pair.lab.space, block));
+        pair.first->unpin();
+        EXPECT_EQ(pair.first->live_blocks(), 0U);
+      });
+}
+
 }  // namespace
 }  // namespace vmm::testing

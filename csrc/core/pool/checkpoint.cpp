@@ -64,14 +64,26 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
     finish_free(block, context_.clock.now());
   }
   give_up_spare_slabs();
+  allocated->reserve(allocated->size() + target.large.size() + target.small.size());
   const auto take = [this](const PoolCheckpoint::Entry& entry, BlockState state) VMM_REQUIRES(mutex_) {
+    const StreamTag tag = streams_.tag_of(entry.stream, /*is_alive=*/false);  // first: there may be no memory
+    large_.prepare(tag);
     std::vector<Piece> pieces;
     Block* block = take_range({entry.offset, entry.size}, state, &pieces);
-    block->tag = streams_.tag_of(entry.stream, /*is_alive=*/false);
+    block->tag = tag;
     return block;
   };
   const auto begin = [&](Block* block, const PoolCheckpoint::Entry& entry) VMM_REQUIRES(mutex_) {
-    directory_->insert(block);
+    try {
+      directory_->insert(block);
+    } catch (...) {  // it is free again
+      if (!block->small) {
+        large_.free(block, block->tag, context_.clock.now());
+      } else if (const auto emptied = slabs_.free(block, context_.clock.now())) {
+        free_slab(*emptied);
+      }
+      throw;
+    }
     begin_block(block, entry.requested);
     allocated->push_back(base_ + block->offset);
   };
