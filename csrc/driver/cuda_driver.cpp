@@ -228,8 +228,13 @@ Status CudaDriver::reserve(std::size_t size, std::size_t alignment, Address* out
     answer(api_.cuMemAddressFree(got, size), "cuMemAddressFree").ignore();
     return {StatusCode::not_supported, "cuMemAddressReserve with this alignment"};
   }
-  const MutexLock lock(mutex_);
-  book_.add_reservation(got, size);
+  try {
+    const MutexLock lock(mutex_);
+    book_.add_reservation(got, size);
+  } catch (...) {
+    answer(api_.cuMemAddressFree(got, size), "cuMemAddressFree").ignore();
+    throw;
+  }
   *out = got;
   return {};
 }
@@ -275,27 +280,35 @@ Status CudaDriver::create(const ChunkSpec& spec, ChunkHandle* out) {
   const RelaxedCapture relaxed(api_);
   const Status created = answer(api_.cuMemCreate(&chunk.handle, spec.size, &asked, 0), "cuMemCreate");
   if (!created.ok()) return created;
-  const MutexLock lock(mutex_);
-  *out = next_chunk_++;
-  chunks_.emplace(*out, chunk);
+  return note(chunk, out);
+}
+
+// The chunk has a name from now on. Where there is no memory to note it, CUDA has it back.
+Status CudaDriver::note(const Chunk& chunk, ChunkHandle* out) {
+  try {
+    const MutexLock lock(mutex_);
+    *out = next_chunk_++;
+    chunks_.emplace(*out, chunk);
+  } catch (...) {
+    answer(api_.cuMemRelease(chunk.handle), "cuMemRelease").ignore();
+    throw;
+  }
   return {};
 }
 
 Status CudaDriver::release(ChunkHandle handle) {
   if (!alive()) return gone("release");
-  Chunk chunk;
+  Chunks::node_type noted;
   {
     const MutexLock lock(mutex_);
-    const auto found = chunks_.find(handle);
-    if (found == chunks_.end()) return refuse("release of an unknown chunk");
-    chunk = found->second;
-    chunks_.erase(found);
+    noted = chunks_.extract(handle);
+    if (noted.empty()) return refuse("release of an unknown chunk");
   }
   const RelaxedCapture relaxed(api_);
-  const Status released = answer(api_.cuMemRelease(chunk.handle), "cuMemRelease");
+  const Status released = answer(api_.cuMemRelease(noted.mapped().handle), "cuMemRelease");
   if (!released.ok()) {
     const MutexLock lock(mutex_);
-    chunks_.emplace(handle, chunk);
+    chunks_.insert(std::move(noted));
   }
   return released;
 }
@@ -490,10 +503,7 @@ Status CudaDriver::import_chunk(int fd, std::size_t size, ChunkHandle* out) {
       answer(api_.cuMemImportFromShareableHandle(&chunk.handle, descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
              "cuMemImportFromShareableHandle");
   if (!imported.ok()) return imported;
-  const MutexLock lock(mutex_);
-  *out = next_chunk_++;
-  chunks_.emplace(*out, chunk);
-  return {};
+  return note(chunk, out);
 }
 
 }  // namespace vmm

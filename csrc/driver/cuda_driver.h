@@ -121,6 +121,7 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
     Address anchor = 0;  // of its mappings the one by which its access may change; 0: it has gone
   };
   class Anchors;
+  using Chunks = std::unordered_map<ChunkHandle, Chunk>;
   using Devices = std::vector<std::unique_ptr<Device>>;
   // Makes a device's context the calling thread's, for the length of one call.
   class Current {
@@ -162,6 +163,7 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   Status reading_stream(Device& device, CUstream* out) VMM_EXCLUDES(context_mutex_);
   Status context_of(int device, CUcontext* out) const VMM_EXCLUDES(context_mutex_);
   [[nodiscard]] CUmemLocation location(Location where) const;
+  Status note(const Chunk& chunk, ChunkHandle* out) VMM_EXCLUDES(mutex_);
   void forget_anchor(ChunkHandle chunk, Address address) VMM_REQUIRES(mutex_);
   // Chunks of the run that have no anchor.
   [[nodiscard]] std::vector<Chunk> without_anchor(Address address, std::size_t size) VMM_REQUIRES(mutex_);
@@ -182,7 +184,7 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   AddressBook book_ VMM_GUARDED_BY(mutex_);
   // Mappings that the host may access; mostly none, and copies need not look.
   std::atomic<std::size_t> host_accessible_{0};
-  std::unordered_map<ChunkHandle, Chunk> chunks_ VMM_GUARDED_BY(mutex_);
+  Chunks chunks_ VMM_GUARDED_BY(mutex_);
   ChunkHandle next_chunk_ VMM_GUARDED_BY(mutex_) = 1;
   FenceTable fences_;  // the event of each
 };

@@ -12,6 +12,7 @@
 #include <iterator>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "base/sync.h"
 #include "base/units.h"
@@ -68,9 +69,8 @@ Status HostArena::grow(std::size_t at_least) {
   const std::size_t length = std::min(kArenaBytes, align_down(limit, page));
   if (length > length_) {
     if (const Status resized = resize_file(fd_, length); !resized.ok()) return resized;
-    const std::size_t begin = length_;
+    give_back(length_, length - length_);  // first: there may be no memory to note it
     length_ = length;
-    give_back(begin, length - begin);
   }
   const bool enough = !free_.empty() && free_.rbegin()->second >= at_least;
   if (enough) return {};
@@ -93,9 +93,11 @@ Status HostArena::take(std::size_t size, std::size_t* offset) {
     hole = find(size);
   }
   *offset = hole->first;
-  const std::size_t rest = hole->second - size;
-  free_.erase(hole);
-  if (rest > 0) free_.emplace(*offset + size, rest);
+  // What is left takes over the note: there may be no memory for another one.
+  auto note = free_.extract(hole);
+  note.key() += size;
+  note.mapped() -= size;
+  if (note.mapped() > 0) free_.insert(std::move(note));
   return {};
 }
 

@@ -160,7 +160,12 @@ Status HostDriver::reserve(std::size_t size, std::size_t alignment, Address* out
   const Address aligned = align_up(begin, alignment);
   if (aligned > begin) ::munmap(got, aligned - begin);
   if (begin + asked > aligned + size) ::munmap(pointer(aligned + size), begin + asked - aligned - size);
-  book_.add_reservation(aligned, size);
+  try {
+    book_.add_reservation(aligned, size);
+  } catch (...) {
+    ::munmap(pointer(aligned), size);
+    throw;
+  }
   ++pieces_;
   *out = aligned;
   return {};
@@ -190,40 +195,47 @@ Status HostDriver::create(const ChunkSpec& spec, ChunkHandle* out) {
   Place& place =
       spec.location.kind == Location::Kind::host ? host_ : devices_[static_cast<std::size_t>(spec.location.device)];
   if (spec.size > place.limit_bytes - place.used_bytes) return {StatusCode::out_of_memory, "create"};
-  Chunk chunk;
+  // First: what there is no room to note would stay for ever.
+  const auto noted = chunks_.try_emplace(next_chunk_).first;
+  Chunk& chunk = noted->second;
   chunk.size = spec.size;
   chunk.place = &place;
   chunk.exportable = spec.exportable;
-  if (spec.exportable) {
-    if (const Status made = make_exportable_file(spec.size, &chunk.fd); !made.ok()) return made;
-    chunk.own_fd = true;
-  } else {
-    if (const Status taken = place.arena.take(spec.size, &chunk.offset); !taken.ok()) return taken;
-    chunk.fd = place.arena.fd();
+  chunk.own_fd = spec.exportable;
+  Status made;
+  try {
+    made = spec.exportable ? make_exportable_file(spec.size, &chunk.fd) : place.arena.take(spec.size, &chunk.offset);
+  } catch (...) {
+    chunks_.erase(noted);
+    throw;
   }
+  if (!made.ok()) {
+    chunks_.erase(noted);
+    return made;
+  }
+  if (!spec.exportable) chunk.fd = place.arena.fd();
   place.used_bytes += spec.size;
   *out = next_chunk_++;
-  chunks_.emplace(*out, chunk);
   return {};
 }
 
 Status HostDriver::release(ChunkHandle handle) {
   if (!alive()) return gone("release");
-  std::vector<Chunk> dead;
+  Chunk dead;
   {
     const MutexLock lock(mutex_);
     const auto found = chunks_.find(handle);
     if (found == chunks_.end() || found->second.released) return refuse("release of an unknown chunk");
     found->second.released = true;
     if (found->second.mappings > 0) return {};
-    dead.push_back(found->second);
+    dead = found->second;
     chunks_.erase(found);
   }
-  give_back(dead);
+  give_back({&dead, 1});
   return {};
 }
 
-void HostDriver::give_back(const std::vector<Chunk>& chunks) {
+void HostDriver::give_back(std::span<const Chunk> chunks) {
   for (const Chunk& chunk : chunks) {
     if (chunk.own_fd) ::close(chunk.fd);
     if (chunk.place == nullptr) continue;
@@ -231,7 +243,12 @@ void HostDriver::give_back(const std::vector<Chunk>& chunks) {
     const bool emptied = !chunk.own_fd && HostArena::empty(chunk.fd, chunk.offset, chunk.size);
     const MutexLock lock(mutex_);
     chunk.place->used_bytes -= chunk.size;
-    if (emptied) chunk.place->arena.give_back(chunk.offset, chunk.size);
+    if (!emptied) continue;
+    try {
+      chunk.place->arena.give_back(chunk.offset, chunk.size);
+    } catch (const std::bad_alloc&) {
+      // It costs a stretch of a file that is larger than any memory.
+    }
   }
 }
 
@@ -248,16 +265,17 @@ Status HostDriver::map(Address address, std::size_t size, ChunkHandle handle) {
   // It takes the place of a free stretch, and leaves what is left of that beside it.
   const std::size_t more = book_.gaps_beside(address, size);
   if (const Status enough = check_pieces(more); !enough.ok()) return enough;
-  if (::mmap(pointer(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, chunk.fd, static_cast<off_t>(chunk.offset)) ==
-      MAP_FAILED) {
-    const Status failed = status_from_errno("mmap", errno);
-    reserve_again(address, size).ignore();  // mmap() may have dropped what was there
-    return failed;
-  }
   Mapping mapping;
   mapping.size = size;
   mapping.chunk = handle;
-  book_.add_mapping(address, mapping);
+  book_.add_mapping(address, mapping);  // first: there may be no memory to note it
+  if (::mmap(pointer(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, chunk.fd, static_cast<off_t>(chunk.offset)) ==
+      MAP_FAILED) {
+    const Status failed = status_from_errno("mmap", errno);
+    book_.drop_run(address, size);
+    reserve_again(address, size).ignore();  // mmap() may have dropped what was there
+    return failed;
+  }
   pieces_ += more;
   ++chunk.mappings;
   return {};

@@ -31,6 +31,7 @@
 #include <atomic>
 #include <cstddef>
 #include <deque>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -127,7 +128,7 @@ class HostDriver final : public Driver, private ForkObserver {
   [[nodiscard]] Status check_pieces(std::size_t more) const VMM_REQUIRES(mutex_);
   // Gives the memory of chunks that nobody names or maps any more to the OS.
   // Emptying takes 0.1 s a GiB, so no lock is held meanwhile.
-  void give_back(const std::vector<Chunk>& chunks) VMM_EXCLUDES(mutex_);
+  void give_back(std::span<const Chunk> chunks) VMM_EXCLUDES(mutex_);
 
   HostDriverOptions options_;
   std::atomic<bool> alive_{true};

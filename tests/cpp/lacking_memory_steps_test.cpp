@@ -267,5 +267,32 @@ TEST(LackingMemoryOfSteps, ACheckpointIsRestoredAsFarAsItGoes) {
       });
 }
 
+// A driver lacks memory for its own notes: what it has done by then is undone.
+TEST(LackingMemoryOfSteps, ADriverThatCannotNoteGivesNothing) {
+  bool failed = true;
+  for (long nth = 0; failed && !::testing::Test::HasFailure(); ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    HostDriver host({kPage, kGiB, 1});
+    AddressSpace space;
+    DeviceMemory memory(host, space, 0, LabSpec::plain_options());
+    const auto given = [&host] {
+      MemoryInfo info;
+      EXPECT_TRUE(host.memory_info(0, &info).ok());
+      return info.total - info.free;
+    };
+    const auto pool = memory.create_pool(Lab::spec("pool"), nullptr);
+    Address block = 0;
+    runs_out_at(nth, [&] { block = memory.allocate(*pool, 24 * kMiB, kOwner); });
+    failed = failures_made != 0;
+    memory.check();
+    EXPECT_EQ(given(), memory.budget().used());
+    if (block == 0) block = memory.allocate(*pool, 24 * kMiB, kOwner);
+    Lab::fill(block, 24 * kMiB, 3);
+    EXPECT_TRUE(DeviceMemory::free(space, block));
+    memory.empty_cache();
+    EXPECT_EQ(given(), 0U);
+  }
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -101,31 +101,33 @@ Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const
   std::vector<bool> was_dormant(placements.size());
   std::vector<PlacedChunk> to_open;  // the others
   to_open.reserve(placements.size());
-  if (const Status status = make_way(placements, &was_dormant); !status.ok()) {
-    undo(placements, 0, was_dormant, fresh);
-    return status;
-  }
-  for (std::size_t k = 0; k < placements.size(); ++k) {
-    if (was_dormant[k]) continue;
-    const auto& [offset, chunk] = placements[k];
-    if (const Status status = driver_.map(base_ + offset, chunk->size, chunk->handle); !status.ok()) {
-      undo(placements, k, was_dormant, fresh);
+  std::size_t count = 0;  // of the placements: the driver has mapped so many, but for the dormant ones
+  const auto open_all = [&]() -> Status {
+    if (const Status status = make_way(placements, &was_dormant); !status.ok()) return status;
+    for (; count < placements.size(); ++count) {
+      if (was_dormant[count]) continue;
+      const auto& [offset, chunk] = placements[count];
+      if (const Status status = driver_.map(base_ + offset, chunk->size, chunk->handle); !status.ok()) return status;
+      chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+      ++mapped_by_driver_;
+      to_open.push_back(placements[count]);
+    }
+    return for_each_run(to_open, [&](std::size_t offset, std::size_t size) {
+      for (const Location& who : accessors) {
+        const Status given = driver_.set_access(base_ + offset, size, who, Access::read_write);
+        if (!given.ok()) return given;
+      }
+      return Status();
+    });
+  };
+  try {
+    if (const Status status = open_all(); !status.ok()) {
+      undo(placements, count, was_dormant, fresh);
       return status;
     }
-    chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
-    ++mapped_by_driver_;
-    to_open.push_back(placements[k]);
-  }
-  const Status status = for_each_run(to_open, [&](std::size_t offset, std::size_t size) {
-    for (const Location& who : accessors) {
-      const Status given = driver_.set_access(base_ + offset, size, who, Access::read_write);
-      if (!given.ok()) return given;
-    }
-    return Status();
-  });
-  if (!status.ok()) {
-    undo(placements, placements.size(), was_dormant, fresh);
-    return status;
+  } catch (...) {  // a driver may lack memory for its own notes
+    undo(placements, count, was_dormant, fresh);
+    throw;
   }
   live_.merge(fresh);
   for (const PlacedChunk& placement : placements) mapped_bytes_ += placement.chunk->size;
