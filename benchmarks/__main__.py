@@ -36,7 +36,7 @@ _NAMES = {
         "kv_cache",
         "continuous",
     ),
-    "cpu": ("host_path", "instructions"),
+    "cpu": ("host_path", "instructions", "limits"),
 }
 
 

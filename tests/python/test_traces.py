@@ -8,42 +8,20 @@ GPU and no clock take part, so they are the same in every run.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from array import array
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+from benchmarks.traces import DATA, RECORDED, Program, evenly, in_turn, load, repeated
 from tests.helpers import GIB, ROOT
 from torch_vmm import _C
 
-DATA = Path(__file__).parent.parent / "data"
 DESIGN = ROOT / "docs" / "design.md"
 MARGIN = 0.005
 LARGEST_DATA = 5 * 2**20  # bytes, of all traces
-
-
-class Recorded(NamedTuple):
-    """Peak allocated, and what native and expandable segments (where known) reserved over it: tests/data/README.md.
-
-    The traces hold no times; ``seconds`` is what the recorded steps took, on an H100 or H200.
-    """
-
-    allocated_gib: float
-    seconds: float
-    native: float
-    expandable: float | None = None
-
-
-class Program(NamedTuple):
-    op: np.ndarray
-    id: np.ndarray
-    size: np.ndarray
-    stream: np.ndarray
 
 
 class Bound(NamedTuple):
@@ -54,22 +32,6 @@ class Bound(NamedTuple):
     second_half: int  # of these, in the second half of the trace
 
 
-RECORDED = {
-    "train": Recorded(36.45, 4.2, 1.835, 1.080),
-    "vision": Recorded(10.93, 2.0, 1.522, 1.042),
-    "lora": Recorded(30.55, 3.45, 1.485, 1.047),
-    "serve": Recorded(7.14, 10.5, 1.493, 1.044),
-    "two": Recorded(17.09, 5.1, 1.518, 1.100),
-    "continuous": Recorded(7.30, 3.9, 1.171, 1.046),
-    "own_train": Recorded(36.25, 3.5, 1.438),
-    "own_checkpointed": Recorded(22.93, 3.9, 2.095),
-    "own_serve": Recorded(6.54, 4.4, 1.621),
-    "own_continuous": Recorded(4.17, 2.1, 5.109),
-    "own_vision": Recorded(13.13, 3.5, 1.318),
-    "own_turns": Recorded(6.81, 6.7, 1.134),
-    "own_lora": Recorded(30.99, 2.5, 1.233),
-    "own_two_models": Recorded(9.02, 4.0, 1.752),
-}
 BOUNDS = {
     "train": Bound(1.019, 5060, 950),
     "vision": Bound(1.014, 4000, 1020),
@@ -105,13 +67,6 @@ BEHIND_BOUNDS = {
 }
 
 
-def load(name: str) -> Program:
-    with np.load(DATA / f"{name}.npz") as trace:
-        return Program(
-            trace["op"].astype(np.uint8), *(trace[key].astype(np.uint64) for key in ("id", "size", "stream"))
-        )
-
-
 @functools.cache
 def replay(name: str, behind: int = 0, *, again: bool = False) -> dict[str, Any]:
     """``again``: not what the cache has."""
@@ -119,11 +74,6 @@ def replay(name: str, behind: int = 0, *, again: bool = False) -> dict[str, Any]
     program = load(name)
     # The trace's 40 GiB are never touched, so the machine needs not have them.
     return dict(_C.replay(*program, 80 * GIB, behind=behind, time_us=evenly(program, RECORDED[name].seconds)))
-
-
-def evenly(program: Program, seconds: float) -> np.ndarray:
-    """When each step was, in microseconds, had they been as long as each other."""
-    return np.linspace(0, seconds * 1e6, len(program.op)).astype(np.uint64)
 
 
 def claimed_ratios() -> dict[str, float]:
@@ -196,25 +146,6 @@ def test_a_replay_is_the_same_again() -> None:
     assert replay("vision", again=True) == replay("vision")
 
 
-def repeated(program: Program, times: int) -> Program:
-    """What it does after its weights are there (the blocks that it never frees), so many times."""
-    lasting = np.setdiff1d(program.id[program.op == 0], program.id[program.op != 0])
-    loaded = int(np.flatnonzero(np.isin(program.id[: len(program.op) // 4], lasting))[-1]) + 1
-    columns = [[column[:loaded]] for column in program]
-    body = Program(*(column[loaded:] for column in program))
-    own = ~np.isin(body.id, program.id[:loaded])
-    body = Program(*(column[own] for column in body))
-    left = np.setdiff1d(body.id[body.op == 0], body.id[body.op != 0])
-    nothing = np.zeros(len(left), np.uint64)
-    for number in range(1, times + 1):
-        first = np.uint64(number * (int(program.id.max()) + 1))
-        added = (body.op, body.id + first, body.size, body.stream)
-        freed = (np.ones(len(left), np.uint8), left + first, nothing, nothing)
-        for column, *values in zip(columns, added, freed, strict=True):
-            column.extend(values)
-    return Program(*(np.concatenate(column) for column in columns))
-
-
 @pytest.mark.parametrize("behind", [0, BEHIND])
 def test_what_goes_on_for_long_keeps_its_small_waste(behind: int) -> None:
     times = 6
@@ -272,50 +203,6 @@ def test_what_never_settles_has_room_after_a_while(seed: int, behind: int) -> No
 
 
 # -- Two programs that take turns, a pool each -------------------------------------------------------------------------
-
-PARTS = 8
-
-
-def cut(program: Program) -> list[slice]:
-    """In parts, each of which ends where little is live."""
-    sizes: dict[int, int] = {}
-    live = np.zeros(len(program.op), np.int64)
-    now = 0
-    for step, (op, block, size) in enumerate(zip(program.op, program.id, program.size, strict=True)):
-        now += int(size) if op == 0 else -sizes.pop(int(block), 0)
-        if op == 0:
-            sizes[int(block)] = int(size)
-        live[step] = now
-    length = len(live) // PARTS
-    ends = [0]
-    for part in range(1, PARTS):
-        first = part * length - length // 2
-        ends.append(first + int(live[first : first + length].argmin()) + 1)
-    return [slice(*ends_of) for ends_of in itertools.pairwise([*ends, len(live)])]
-
-
-def in_turn(names: Sequence[str], passes: int) -> tuple[Program, np.ndarray]:
-    """A part of each in turn, all of it so many times; and the model of each step."""
-    programs = [load(name) for name in names]
-    parts = [cut(program) for program in programs]
-    columns: list[list[np.ndarray]] = [[], [], [], [], []]
-
-    def go_on(model: int, *steps: np.ndarray) -> None:
-        for column, values in zip(columns, (*steps, np.full(len(steps[0]), model, np.uint8)), strict=True):
-            column.append(values)
-
-    for _ in range(passes):
-        for part in range(PARTS):
-            for model, program in enumerate(programs):
-                op, block, size, stream = (column[parts[model][part]] for column in program)
-                go_on(model, op, block * np.uint64(len(names)) + np.uint64(model), size, stream)
-        for model, program in enumerate(programs):
-            left = np.setdiff1d(program.id[program.op == 0], program.id[program.op != 0])
-            nothing = np.zeros(len(left), np.uint64)
-            block = left * np.uint64(len(names)) + np.uint64(model)
-            go_on(model, np.ones(len(left), np.uint8), block, nothing, nothing)
-    op, block, size, stream, model_of = (np.concatenate(column) for column in columns)
-    return Program(op, block, size, stream), model_of
 
 
 @pytest.mark.parametrize(
