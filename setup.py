@@ -132,6 +132,7 @@ SOURCES = [
     "csrc/core/pool/snapshot.cpp",
     "csrc/core/pool/stream_table.cpp",
     "csrc/core/pool/watched.cpp",
+    "csrc/core/pool/whole_chunks.cpp",
     "csrc/core/streams/clock.cpp",
     "csrc/core/streams/device_streams.cpp",
     "csrc/core/streams/pending_frees.cpp",

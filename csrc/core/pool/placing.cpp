@@ -12,80 +12,27 @@
 
 namespace vmm {
 
-// The smallest free chunk that fits, all of it; or nullptr. Looks at what is free alone: of
-// ten thousand blocks in use, a walk over their chunks took 270 us each time.
-Block* Pool::take_whole_chunk(const Request& request) {
-  Block* best = nullptr;
-  ByteRange whole;
-  for (Block* free : large_.free_blocks()) {
-    if (free->tag != request.tag || free->size() < request.size) continue;
-    for (auto at = range_->from(free->offset); at != range_->live().end(); ++at) {
-      const std::size_t size = at->second.chunk->size;
-      if (at->first + size > free->end()) break;
-      if (size < request.size || (best != nullptr && size >= whole.size)) continue;
-      best = free;
-      whole = {at->first, size};
-    }
-    if (best != nullptr && whole.size == request.size) break;
-  }
-  return best == nullptr ? nullptr : large_.carve(best, whole.offset, whole.size, request.state);
-}
-
-// Where nothing is split, a block has a chunk for itself: a free one or a new one of
-// exactly its size.
-Block* Pool::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
-  if (Block* const block = take_whole_chunk(request)) return block;
-  if (!placement_.find_bare(request.size, /*high=*/false, &request.offset)) {
-    *shortage = Shortage::of_addresses(request.size);
-    return nullptr;
-  }
-  return back_and_take(request, request.offset, grant, shortage);
-}
-
-// Where blocks are registered with somebody (NCCL, above all), one lies within one
-// chunk: a registration is a chunk, and NCCL compares nothing. A send whose buffer is
-// registered and a receive whose buffer is not, as it lies over two, gave wrong
-// numbers. So free space does not coalesce over the chunks' borders, and nothing is
-// put together out of several.
-Block* Pool::place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) {
-  if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
-  if (!request.is_gathered) {
-    shortage->is_kept_by_threads = true;
-    return nullptr;
-  }
-  std::size_t offset = 0;
-  const auto find = [&]() VMM_REQUIRES(mutex_) { return placement_.find_bare(request.size, /*high=*/false, &offset); };
-  bool found = find();
-  if (!found) {
-    free_up_space();
-    found = find();
-  }
-  if (!found && !pinned_) {
-    // The addresses are full of chunks that do not fit.
-    if (!adopt_free_space(request.tag, shortage)) return nullptr;
-    if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
-    shelve_idle_chunks({0, capacity_});
-    found = find();
-    if (!found && range_->has_retired()) {
-      if (wait_for_retired(shortage)) return nullptr;
-      drop_retired();
-      found = find();
-    }
-  }
-  if (!found) {
-    *shortage = Shortage::of_addresses(request.size);
-    return nullptr;
-  }
-  return back_and_take(request, offset, grant, shortage);
+Pool::PlacingRule Pool::placing_rule(const Request& request) const {
+  if (no_split_) return PlacingRule::unsplit;
+  const bool is_free_to_choose = request.where == Request::Where::best_fit;
+  return keeps_within_chunks() && is_free_to_choose ? PlacingRule::within_chunk : PlacingRule::best_fit;
 }
 
 Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   large_.prepare(request.tag);
   retire_in_vain();  // what an earlier request, for want of memory, could not
-  if (no_split_) return place_unsplit(request, grant, shortage);
-  if (keeps_within_chunks() && request.where == Request::Where::best_fit) {
-    return place_within_chunk(request, grant, shortage);
+  switch (placing_rule(request)) {
+    case PlacingRule::unsplit:
+      return place_unsplit(request, grant, shortage);
+    case PlacingRule::within_chunk:
+      return place_within_chunk(request, grant, shortage);
+    case PlacingRule::best_fit:
+      break;
   }
+  return place_best_fit(request, grant, shortage);
+}
+
+Block* Pool::place_best_fit(const Request& request, Grant* grant, Shortage* shortage) {
   if (request.where == Request::Where::best_fit) {
     if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
   }

@@ -216,17 +216,6 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
   return base_ + block->offset;
 }
 
-// For a block at a place that is not ours to choose.
-void Pool::require_within_chunk(ByteRange range) const {
-  for (auto at = range_->reaching(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {
-    const bool is_within = at->first <= range.offset && range.end() <= at->first + at->second.chunk->size;
-    if (is_within || at->second.is_withheld) continue;
-    throw InvalidRangeError(range.offset, range.size, capacity_,
-                            "it would lie over the border of a chunk of pool '" + name_ +
-                                "', and such chunks are registered with libraries (NCCL)");
-  }
-}
-
 Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
   const std::size_t offset = address - base_;
   if (!contains(address) || !is_aligned(offset, kBlockAlignment)) {

@@ -424,7 +424,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void take_back_locked(Block* first) VMM_REQUIRES(mutex_);
   void forget_large(const BlockCaches::Mine& mine) VMM_REQUIRES(mutex_);
   bool wait_for_retired(Shortage* shortage) VMM_REQUIRES(mutex_);
-  void require_within_chunk(ByteRange range) const VMM_REQUIRES(mutex_);
   bool make_way_of_retired(std::size_t offset, Shortage* shortage) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_oversize(std::size_t bytes) const {
     return bytes >= context_.oversize_bytes.load(std::memory_order_relaxed);
@@ -435,6 +434,12 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   }
   void make_slab(Block* slab) VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
+
+  // whole_chunks.cpp: chunks as borders of blocks
+  Block* take_whole_chunk(const Request& request) VMM_REQUIRES(mutex_);
+  Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  Block* place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  void require_within_chunk(ByteRange range) const VMM_REQUIRES(mutex_);
 
   // placing.cpp: finding a place; backing.cpp, from back() on: backing it
   // Whether what backs the request is to be one chunk. Explicit pages are announced to
@@ -448,10 +453,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     const bool may_break = uniform_ || request.state == BlockState::pages;
     return !may_break || !context_.within_chunks.load(std::memory_order_relaxed);
   }
-  Block* place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  // By which rule a request is placed; watched.cpp places what is guarded.
+  enum class PlacingRule : std::uint8_t { best_fit, within_chunk, unsplit };
+  [[nodiscard]] PlacingRule placing_rule(const Request& request) const;
   Block* place(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
-  Block* take_whole_chunk(const Request& request) VMM_REQUIRES(mutex_);
-  Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
+  Block* place_best_fit(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   bool adopt_free_space(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)
       VMM_REQUIRES(mutex_);

@@ -137,21 +137,4 @@ std::vector<Address> Pool::live_addresses() const {
   return found;
 }
 
-void Pool::withhold_broken_chunks() {
-  const MutexLock lock(mutex_);
-  if (range_ == nullptr) return;
-  const bool all = uniform_ || pinned_;  // a checkpoint may bring any block of before back
-  for (const auto& [offset, mapping] : range_->live()) {
-    if (all) range_->withhold(offset);
-    if (!uniform_) large_.add_border(offset);
-  }
-  for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
-    if (block->is_nobodys()) continue;
-    auto at = range_->covering(block->offset);
-    const bool is_whole = at->first + at->second.chunk->size >= block->end();
-    if (is_whole && block->state != BlockState::pages) continue;
-    for (; at != range_->live().end() && at->first < block->end(); ++at) range_->withhold(at->first);
-  }
-}
-
 }  // namespace vmm
