@@ -213,36 +213,6 @@ def create_pool(
     """
 
 @final
-class MemoryStats:
-    """What a pool's memory is, in bytes, at one moment.
-
-    ``physical_usage == allocated_bytes + idle_bytes + stranded_bytes + quarantined_bytes``
-    """
-
-    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
-    @property
-    def virtual_capacity(self) -> int: ...
-    @property
-    def physical_usage(self) -> int: ...
-    @property
-    def mapped_pages(self) -> int: ...
-    @property
-    def fragmentation_ratio(self) -> float:
-        """stranded / physical usage; 0 when nothing is mapped."""
-    @property
-    def allocated_bytes(self) -> int: ...
-    @property
-    def idle_bytes(self) -> int:
-        """Mapped, unused, whole chunks."""
-    @property
-    def stranded_bytes(self) -> int:
-        """Mapped, unused, in chunks that are partly used."""
-    @property
-    def quarantined_bytes(self) -> int:
-        """Freed, fence not passed."""
-    def as_dict(self) -> dict[str, int | float]: ...
-
-@final
 class Pool:
     """One model's memory. The same object comes back for the same pool while anyone holds it."""
 
@@ -334,8 +304,8 @@ class Pool:
         """Gives idle chunks back until at most ``keep`` idle bytes stay; returns the bytes given back."""
     def empty_cache(self) -> int:
         """``trim(0)``, counted as torch counts an ``empty_cache()``."""
-    def memory_stats(self) -> MemoryStats:
-        """Walks the pool."""
+    def memory_stats(self) -> dict[str, int | float]:
+        """The fields of ``torch_vmm.MemoryStats``. Walks the pool."""
     def statistics(self, walk: bool = False) -> dict[str, int]:
         """``torch.cuda.memory_stats``'s keys for this pool, with every key that the native allocator has.
 
@@ -356,30 +326,6 @@ class Pool:
             StillInUseError: something is alive in it, and not ``force``.
             InvalidArgumentError: it is a device's default pool, or it belongs to a SharedMemoryPool.
         """
-
-@final
-class GlobalMemoryStats:
-    """The same for a SharedMemoryPool, over its models and its share of the chunk store, in bytes."""
-
-    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
-    @property
-    def physical_limit(self) -> int: ...
-    @property
-    def physical_usage(self) -> int: ...
-    @property
-    def num_models(self) -> int: ...
-    @property
-    def allocated_bytes(self) -> int: ...
-    @property
-    def idle_bytes(self) -> int: ...
-    @property
-    def stranded_bytes(self) -> int: ...
-    @property
-    def quarantined_bytes(self) -> int: ...
-    @property
-    def store_bytes(self) -> int:
-        """Held by the chunk store, mapped nowhere."""
-    def as_dict(self) -> dict[str, int]: ...
 
 @final
 class SharedMemoryPool:
@@ -417,7 +363,8 @@ class SharedMemoryPool:
     def allocate_for_model(self, model_id: str, size: int, stream: int = 0) -> int:
         """Explicit pages at the model's first free span; returns the address."""
     def deallocate_for_model(self, model_id: str, offset: int, size: int) -> None: ...
-    def global_stats(self) -> GlobalMemoryStats: ...
+    def global_stats(self) -> dict[str, int]:
+        """The fields of ``torch_vmm.GlobalMemoryStats``."""
     def close(self, force: bool = False) -> None:
         """Unregisters all models. Raises StillInUseError while one is in use, unless ``force``."""
 

@@ -383,7 +383,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
 
     def stats(self) -> MemoryStats:
         """What its memory is at this moment. Walks the pool."""
-        return MemoryStats(**self._handle.memory_stats().as_dict())  # type: ignore[arg-type]
+        return MemoryStats(**self._handle.memory_stats())  # type: ignore[arg-type]
 
     def memory_stats(self) -> dict[str, int]:
         """``torch.cuda.memory_stats`` of this pool alone: the same keys, meanings

@@ -153,7 +153,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
 
     def global_stats(self) -> GlobalMemoryStats:
         """What the memory of all models is at this moment."""
-        return GlobalMemoryStats(**self._handle.global_stats().as_dict())
+        return GlobalMemoryStats(**self._handle.global_stats())
 
     @property
     def models(self) -> Mapping[str, VirtualMemoryPool]:

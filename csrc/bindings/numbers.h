@@ -1,8 +1,10 @@
 // Statistics and snapshots as Python's values, in torch's shapes.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "bindings/bind.h"
@@ -17,6 +19,15 @@ namespace vmm::bindings {
 
 // torch.cuda.memory_stats()'s keys, flat.
 py::dict to_dict(const Statistics& statistics);
+// A pool's or a group's numbers, by the names of their rows.
+template <typename Numbers, std::size_t kRows>
+py::dict to_dict(const Numbers& numbers, const std::array<FieldRow<Numbers>, kRows>& rows) {
+  py::dict result;
+  for (const auto& row : rows) {
+    std::visit([&](auto field) { result[row.name] = numbers.*field; }, row.field);
+  }
+  return result;
+}
 
 // What torch.cuda.memory_snapshot() answers: a list of segments.
 struct DeviceSegment {

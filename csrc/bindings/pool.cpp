@@ -1,4 +1,4 @@
-// _C.Pool, _C.MemoryStats, and how pools are made and found.
+// _C.Pool, and how pools are made and found.
 #include "core/pool/pool.h"
 
 #include <pybind11/stl.h>
@@ -92,34 +92,6 @@ std::size_t sum(const Pool& pool, const Number& number) {
   return result;
 }
 
-py::dict as_dict(const MemoryStats& stats) {
-  py::dict result;
-  result["virtual_capacity"] = stats.virtual_capacity;
-  result["physical_usage"] = stats.physical_usage;
-  result["mapped_pages"] = stats.mapped_pages;
-  result["fragmentation_ratio"] = stats.fragmentation_ratio;
-  result["allocated_bytes"] = stats.allocated_bytes;
-  result["idle_bytes"] = stats.idle_bytes;
-  result["stranded_bytes"] = stats.stranded_bytes;
-  result["quarantined_bytes"] = stats.quarantined_bytes;
-  return result;
-}
-
-void bind_memory_stats(py::module_& module) {
-  py::class_<MemoryStats>(module, "MemoryStats")
-      .def_readonly("virtual_capacity", &MemoryStats::virtual_capacity)
-      .def_readonly("physical_usage", &MemoryStats::physical_usage)
-      .def_readonly("mapped_pages", &MemoryStats::mapped_pages)
-      .def_readonly("fragmentation_ratio", &MemoryStats::fragmentation_ratio)
-      .def_readonly("allocated_bytes", &MemoryStats::allocated_bytes)
-      .def_readonly("idle_bytes", &MemoryStats::idle_bytes)
-      .def_readonly("stranded_bytes", &MemoryStats::stranded_bytes)
-      .def_readonly("quarantined_bytes", &MemoryStats::quarantined_bytes)
-      .def("as_dict", &as_dict)
-      .def("__repr__",
-           [](const MemoryStats& stats) { return "MemoryStats(" + std::string(py::str(as_dict(stats))) + ")"; });
-}
-
 // The getter of a number that is read under the locks of the model's pools.
 template <std::size_t (Pool::*number)() const>
 py::cpp_function locked_number() {
@@ -130,8 +102,6 @@ py::cpp_function locked_number() {
 }  // namespace
 
 void bind_pool(py::module_& module) {
-  bind_memory_stats(module);
-
   py::class_<Pool, PoolPtr> pool(module, "Pool");
   pool.def_property_readonly("key", [](const Pool& self) { return reinterpret_cast<std::uintptr_t>(&self); })
       .def_property_readonly("name", &Pool::name)
@@ -189,8 +159,15 @@ void bind_pool(py::module_& module) {
           WithoutGil())
       .def(
           "empty_cache", [](Pool& self) { return open_home_of(self).trim(self, 0); }, WithoutGil())
-      .def(
-          "memory_stats", [](const Pool& self) { return home_of(self).memory_stats_of(self); }, WithoutGil())
+      .def("memory_stats",
+           [](const Pool& self) {
+             MemoryStats numbers;
+             {
+               const GilReleased released;
+               numbers = home_of(self).memory_stats_of(self);
+             }
+             return to_dict(numbers, kMemoryFields);
+           })
       .def(
           "statistics",
           [](const Pool& self, bool walk) {

@@ -1,9 +1,10 @@
-// _C.SharedMemoryPool, _C.GlobalMemoryStats.
+// _C.SharedMemoryPool.
 #include "core/faces/shared_memory_pool.h"
 
 #include <pybind11/stl.h>
 
 #include "bindings/bind.h"
+#include "bindings/numbers.h"
 
 namespace vmm::bindings {
 
@@ -41,40 +42,9 @@ std::shared_ptr<Pool> register_model(SharedMemoryPool& self, const std::string& 
 
 const char* kind_of(const SharedMemoryPool& self) { return to_string(Runtime::room_of(self.memory()).kind); }
 
-py::dict as_dict(const GlobalMemoryStats& stats) {
-  py::dict result;
-  result["physical_limit"] = stats.physical_limit;
-  result["physical_usage"] = stats.physical_usage;
-  result["num_models"] = stats.num_models;
-  result["allocated_bytes"] = stats.allocated_bytes;
-  result["idle_bytes"] = stats.idle_bytes;
-  result["stranded_bytes"] = stats.stranded_bytes;
-  result["quarantined_bytes"] = stats.quarantined_bytes;
-  result["store_bytes"] = stats.store_bytes;
-  return result;
-}
-
-void bind_global_memory_stats(py::module_& module) {
-  py::class_<GlobalMemoryStats>(module, "GlobalMemoryStats")
-      .def_readonly("physical_limit", &GlobalMemoryStats::physical_limit)
-      .def_readonly("physical_usage", &GlobalMemoryStats::physical_usage)
-      .def_readonly("num_models", &GlobalMemoryStats::num_models)
-      .def_readonly("allocated_bytes", &GlobalMemoryStats::allocated_bytes)
-      .def_readonly("idle_bytes", &GlobalMemoryStats::idle_bytes)
-      .def_readonly("stranded_bytes", &GlobalMemoryStats::stranded_bytes)
-      .def_readonly("quarantined_bytes", &GlobalMemoryStats::quarantined_bytes)
-      .def_readonly("store_bytes", &GlobalMemoryStats::store_bytes)
-      .def("as_dict", &as_dict)
-      .def("__repr__", [](const GlobalMemoryStats& stats) {
-        return "GlobalMemoryStats(" + std::string(py::str(as_dict(stats))) + ")";
-      });
-}
-
 }  // namespace
 
 void bind_shared_memory_pool(py::module_& module) {
-  bind_global_memory_stats(module);
-
   py::class_<SharedMemoryPool, SharedPoolPtr> pool(module, "SharedMemoryPool");
   pool.def(py::init(&make), py::arg("kind"), py::arg("ordinal"), py::arg("physical_limit"))
       .def_property_readonly("kind", &kind_of)
@@ -115,8 +85,15 @@ void bind_shared_memory_pool(py::module_& module) {
             here(self).deallocate_for_model(model_id, offset, size);
           },
           py::arg("model_id"), py::arg("offset"), py::arg("size"), WithoutGil())
-      .def(
-          "global_stats", [](const SharedMemoryPool& self) { return here(self).global_stats(); }, WithoutGil())
+      .def("global_stats",
+           [](const SharedMemoryPool& self) {
+             GlobalMemoryStats numbers;
+             {
+               const GilReleased released;
+               numbers = here(self).global_stats();
+             }
+             return to_dict(numbers, kGlobalMemoryFields);
+           })
       .def(
           "close", [](SharedMemoryPool& self, bool force) { here(self).close(force); }, py::arg("force") = false,
           WithoutGil());

@@ -47,14 +47,7 @@ class Scaling : public ::testing::Test {
   // The same as group_stats(), by asking each pool.
   [[nodiscard]] MemoryStats sum() const {
     MemoryStats sum;
-    for (const auto& pool : pools_) {
-      const MemoryStats part = pool->memory_stats();
-      sum.physical_usage += part.physical_usage;
-      sum.allocated_bytes += part.allocated_bytes;
-      sum.idle_bytes += part.idle_bytes;
-      sum.stranded_bytes += part.stranded_bytes;
-      sum.quarantined_bytes += part.quarantined_bytes;
-    }
+    for (const auto& pool : pools_) sum.add(pool->memory_stats());
     return sum;
   }
   static std::vector<std::size_t> only(std::size_t k) { return {k}; }

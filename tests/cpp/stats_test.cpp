@@ -4,7 +4,11 @@
 
 #include <array>
 #include <cstdint>
+#include <set>
+#include <string>
 #include <thread>
+#include <type_traits>
+#include <variant>
 
 namespace vmm::testing {
 namespace {
@@ -91,6 +95,58 @@ TEST(Statistics, EveryNumberBesideTheFamiliesIsAddedAndReset) {
   sum.reset_accumulated();
   EXPECT_EQ(counts(), (std::array<std::int64_t, 5>{}));
   expect_oversize({2, 2, 0, 0});
+}
+
+// Each row's field holds its row's number: two rows of one field would show the latter's twice.
+template <typename Numbers, std::size_t kRows>
+void expect_a_row_for_each_field(const std::array<FieldRow<Numbers>, kRows>& rows) {
+  Numbers numbers;
+  std::set<std::string> names;
+  std::size_t number = 0;
+  for (const auto& row : rows) {
+    names.insert(row.name);
+    ++number;
+    std::visit([&](auto field) { numbers.*field = static_cast<std::decay_t<decltype(numbers.*field)>>(number); },
+               row.field);
+  }
+  EXPECT_EQ(names.size(), kRows);
+  number = 0;
+  for (const auto& row : rows) {
+    ++number;
+    std::visit([&](auto field) { EXPECT_EQ(static_cast<std::size_t>(numbers.*field), number) << row.name; }, row.field);
+  }
+}
+
+TEST(Fields, HaveARowEach) {
+  expect_a_row_for_each_field(kMemoryFields);
+  expect_a_row_for_each_field(kGlobalMemoryFields);
+}
+
+TEST(MemoryStats, AddUpButForTheCapacityAndTheRatio) {
+  const MemoryStats part{.virtual_capacity = 1,
+                         .physical_usage = 2,
+                         .mapped_pages = 3,
+                         .fragmentation_ratio = 0.5,
+                         .allocated_bytes = 4,
+                         .idle_bytes = 5,
+                         .stranded_bytes = 6,
+                         .quarantined_bytes = 7};
+  MemoryStats sum;
+  const auto expect = [&sum](std::size_t times) {
+    EXPECT_EQ(sum.virtual_capacity, 0U);
+    EXPECT_EQ(sum.physical_usage, 2 * times);
+    EXPECT_EQ(sum.mapped_pages, 3 * times);
+    EXPECT_EQ(sum.fragmentation_ratio, 0.0);
+    EXPECT_EQ(sum.allocated_bytes, 4 * times);
+    EXPECT_EQ(sum.idle_bytes, 5 * times);
+    EXPECT_EQ(sum.stranded_bytes, 6 * times);
+    EXPECT_EQ(sum.quarantined_bytes, 7 * times);
+  };
+  sum.add(part);
+  sum.add(part);
+  expect(2);
+  sum.subtract(part);
+  expect(1);
 }
 
 }  // namespace

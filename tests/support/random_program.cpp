@@ -197,12 +197,7 @@ class World {
               "stranded bytes wrapped");
     }
     MemoryStats asked;  // each pool by itself
-    for (const auto& pool : memory_->pools_under(*group_)) {
-      const MemoryStats part = pool->memory_stats();
-      asked.allocated_bytes += part.allocated_bytes;
-      asked.idle_bytes += part.idle_bytes;
-      asked.stranded_bytes += part.stranded_bytes;
-    }
+    for (const auto& pool : memory_->pools_under(*group_)) asked.add(pool->memory_stats());
     require(kept.allocated_bytes == asked.allocated_bytes, "the group's figures are old");
     // What queued work held up may have come free meanwhile.
     require(kept.quarantined_bytes != 0 ||

@@ -4,12 +4,6 @@
 
 namespace vmm {
 
-namespace {
-constexpr std::array<std::size_t MemoryStats::*, 6> kSummed = {
-    &MemoryStats::physical_usage, &MemoryStats::mapped_pages,   &MemoryStats::allocated_bytes,
-    &MemoryStats::idle_bytes,     &MemoryStats::stranded_bytes, &MemoryStats::quarantined_bytes};
-}  // namespace
-
 void Statistics::reset_peaks() {
   for (auto& triple : stats) {
     for (Stat& stat : triple) stat.peak = stat.current;
@@ -47,11 +41,15 @@ void Statistics::add_totals(const Statistics& other) {
 }
 
 void MemoryStats::add(const MemoryStats& part) {
-  for (const auto field : kSummed) this->*field += part.*field;
+  for (const auto& row : kMemoryFields) {
+    if (row.adds_up) std::visit([&](auto field) { this->*field += part.*field; }, row.field);
+  }
 }
 
 void MemoryStats::subtract(const MemoryStats& part) {
-  for (const auto field : kSummed) this->*field -= part.*field;
+  for (const auto& row : kMemoryFields) {
+    if (row.adds_up) std::visit([&](auto field) { this->*field -= part.*field; }, row.field);
+  }
 }
 
 void Statistics::add_blocks(const BlockCounts& current, const BlockCounts& came) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "base/units.h"
@@ -139,7 +140,7 @@ struct MemoryStats {
   std::size_t stranded_bytes = 0;     // mapped, unused, in chunks that are partly used
   std::size_t quarantined_bytes = 0;  // freed, and queued work may still use it
 
-  // Of several pools; what is no sum (the capacity, the ratio) is left alone.
+  // Of several pools; what is no sum (kMemoryFields) is left alone.
   void add(const MemoryStats& part);
   void subtract(const MemoryStats& part);
 };
@@ -156,6 +157,41 @@ struct GlobalMemoryStats {
   std::size_t quarantined_bytes = 0;
   std::size_t store_bytes = 0;  // held by the chunk store, mapped nowhere
 };
+
+// A field of such numbers by its name in Python. Whoever adds or tells them goes by these rows.
+template <typename Numbers>
+struct FieldRow {
+  const char* name = nullptr;
+  std::variant<std::size_t Numbers::*, double Numbers::*> field;
+  bool adds_up = true;  // over several pools
+};
+// Every field is eight bytes, so they are as many as their bytes say.
+template <typename Numbers, std::size_t kRows>
+constexpr bool every_field_has_its_row(const std::array<FieldRow<Numbers>, kRows>& rows) {
+  return sizeof(Numbers) == sizeof(std::size_t) * rows.size();
+}
+static_assert(sizeof(double) == sizeof(std::size_t));
+
+inline constexpr std::array<FieldRow<MemoryStats>, 8> kMemoryFields = {
+    {{"virtual_capacity", &MemoryStats::virtual_capacity, false},
+     {"physical_usage", &MemoryStats::physical_usage},
+     {"mapped_pages", &MemoryStats::mapped_pages},
+     {"fragmentation_ratio", &MemoryStats::fragmentation_ratio, false},
+     {"allocated_bytes", &MemoryStats::allocated_bytes},
+     {"idle_bytes", &MemoryStats::idle_bytes},
+     {"stranded_bytes", &MemoryStats::stranded_bytes},
+     {"quarantined_bytes", &MemoryStats::quarantined_bytes}}};
+static_assert(every_field_has_its_row(kMemoryFields));
+inline constexpr std::array<FieldRow<GlobalMemoryStats>, 8> kGlobalMemoryFields = {
+    {{"physical_limit", &GlobalMemoryStats::physical_limit},
+     {"physical_usage", &GlobalMemoryStats::physical_usage},
+     {"num_models", &GlobalMemoryStats::num_models},
+     {"allocated_bytes", &GlobalMemoryStats::allocated_bytes},
+     {"idle_bytes", &GlobalMemoryStats::idle_bytes},
+     {"stranded_bytes", &GlobalMemoryStats::stranded_bytes},
+     {"quarantined_bytes", &GlobalMemoryStats::quarantined_bytes},
+     {"store_bytes", &GlobalMemoryStats::store_bytes}}};
+static_assert(every_field_has_its_row(kGlobalMemoryFields));
 
 // One block of a snapshot; they tile their segment.
 struct BlockSnapshot {
