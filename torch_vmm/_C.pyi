@@ -490,13 +490,6 @@ class VirtualMemoryManager:
 
 # -- Stream-ordered buffers --------------------------------------------------------------------------------------------
 
-class _BufferStats(TypedDict):
-    allocated_bytes: int
-    peak_bytes: int
-    allocation_count: int
-    free_count: int
-    cached_bytes: int
-
 class Buffer:
     """Base of what a MemoryPool makes. Its memory goes back when it is freed, or collected, and no tensor shows it."""
 
@@ -549,17 +542,12 @@ class MemoryPool:
         """For loops in C++: addresses of what allocates, ``void*(void* first, size_t bytes, void* stream)``, and what
         frees, ``void(void* first, void* address, void* stream)``, behind that of ``first``.
         """
-    def stats(self) -> _BufferStats: ...
+    def stats(self) -> dict[str, int]:
+        """The fields of ``torch_vmm.PoolStats``."""
     def trim(self, keep: int) -> int:
         """Bytes given back."""
     def set_threshold(self, bytes: int | None) -> None: ...
     def close(self, force: bool = False) -> None: ...
-
-class _NativePoolStats(TypedDict):
-    used_bytes: int
-    peak_used_bytes: int
-    reserved_bytes: int
-    peak_reserved_bytes: int
 
 @final
 class NativeMemoryPool:
@@ -583,7 +571,8 @@ class NativeMemoryPool:
     def functions(self) -> tuple[int, int, int]:
         """As MemoryPool's."""
     def destroy(self, force: bool = False) -> None: ...
-    def stats(self) -> _NativePoolStats: ...
+    def stats(self) -> dict[str, int]:
+        """The fields of ``torch_vmm.NativePoolStats``."""
     def trim(self, keep: int) -> int:
         """Bytes given back."""
     def set_release_threshold(self, bytes: int) -> None: ...

@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "bindings/bind.h"
+#include "bindings/numbers.h"
 #include "bindings/tensor_view.h"
 #include "ipc/ipc_exports.h"
 #include "torch_adapter/errors.h"
@@ -199,16 +200,6 @@ void free_to(void* pool, void* address, void* /*stream*/) {
   static_cast<MemoryPool*>(pool)->free(reinterpret_cast<Address>(address));
 }
 
-py::dict as_dict(const BufferStats& stats) {
-  py::dict result;
-  result["allocated_bytes"] = stats.allocated_bytes;
-  result["peak_bytes"] = stats.peak_bytes;
-  result["allocation_count"] = stats.allocation_count;
-  result["free_count"] = stats.free_count;
-  result["cached_bytes"] = stats.cached_bytes;
-  return result;
-}
-
 }  // namespace
 
 void bind_memory_pool(py::module_& module) {
@@ -251,7 +242,7 @@ void bind_memory_pool(py::module_& module) {
                const GilReleased released;
                stats = self.here().stats();
              }
-             return as_dict(stats);
+             return to_dict(stats, kBufferFields);
            })
       .def(
           "trim", [](Buffers& self, std::size_t keep) { return self.here().trim(keep); }, py::arg("keep"), WithoutGil())

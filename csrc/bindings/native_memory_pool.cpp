@@ -3,7 +3,11 @@
 
 #include <pybind11/stl.h>
 
+#include <array>
+
 #include "bindings/bind.h"
+#include "bindings/numbers.h"
+#include "core/numbers/stats.h"
 #include "torch_adapter/errors.h"
 
 namespace vmm::bindings {
@@ -39,14 +43,13 @@ void free_to(void* pool, void* address, void* stream) {
   static_cast<NativeMemoryPool*>(pool)->free(reinterpret_cast<Address>(address), stream);
 }
 
-py::dict as_dict(const NativePoolUsage& usage) {
-  py::dict result;
-  result["used_bytes"] = usage.used;
-  result["peak_used_bytes"] = usage.used_peak;
-  result["reserved_bytes"] = usage.reserved;
-  result["peak_reserved_bytes"] = usage.reserved_peak;
-  return result;
-}
+// Here, as the driver's room knows no names of Python's.
+constexpr std::array<FieldRow<NativePoolUsage>, 4> kUsageFields = {
+    {{"used_bytes", &NativePoolUsage::used},
+     {"peak_used_bytes", &NativePoolUsage::used_peak},
+     {"reserved_bytes", &NativePoolUsage::reserved},
+     {"peak_reserved_bytes", &NativePoolUsage::reserved_peak}}};
+static_assert(every_field_has_its_row(kUsageFields));
 
 }  // namespace
 
@@ -90,7 +93,7 @@ void bind_native_memory_pool(py::module_& module) {
                const GilReleased released;
                usage = self.here().usage();
              }
-             return as_dict(usage);
+             return to_dict(usage, kUsageFields);
            })
       .def(
           "trim", [](Native& self, std::size_t keep) { return self.here().trim(keep); }, py::arg("keep"), WithoutGil())

@@ -12,6 +12,7 @@
 // nobody waits.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -22,6 +23,7 @@
 #include "base/sync.h"
 #include "core/device/device_memory.h"
 #include "core/faces/freed_order.h"
+#include "core/numbers/stats.h"
 
 namespace vmm {
 
@@ -33,6 +35,13 @@ struct BufferStats {
   std::size_t free_count = 0;        // of these, freed ones
   std::size_t cached_bytes = 0;      // held beyond the live ones
 };
+inline constexpr std::array<FieldRow<BufferStats>, 5> kBufferFields = {
+    {{"allocated_bytes", &BufferStats::allocated_bytes},
+     {"peak_bytes", &BufferStats::peak_bytes},
+     {"allocation_count", &BufferStats::allocation_count},
+     {"free_count", &BufferStats::free_count},
+     {"cached_bytes", &BufferStats::cached_bytes}}};
+static_assert(every_field_has_its_row(kBufferFields));
 
 class MemoryPool {
  public:
