@@ -16,7 +16,7 @@ using Row = std::tuple<std::string, std::string, std::string, std::string, std::
 std::vector<Row> rows() {
   std::vector<Row> result;
   for (const OptionRow& row : option_table()) {
-    result.emplace_back(row.name, row.variable, row.default_text, row.unit(), row.sentence);
+    result.emplace_back(row.name, row.variable, row.default_text(), row.unit(), row.sentence);
   }
   return result;
 }

@@ -110,23 +110,33 @@ std::string to_string(const DebugMode& mode) {
 
 const std::vector<OptionRow>& option_table() {
   static const std::vector<OptionRow> kRows = {
-      {"scrub", "TORCH_VMM_SCRUB", "1", "Zero memory that changes its model.", &Options::scrub},
-      {"store_bytes", "TORCH_VMM_STORE_BYTES", "256MiB",
+      {"scrub", "TORCH_VMM_SCRUB", "Zero memory that changes its model.", &Options::scrub},
+      {"store_bytes", "TORCH_VMM_STORE_BYTES",
        "Unmapped chunks that the chunk store keeps instead of giving them back to the driver, for each group.",
        &Options::store_bytes},
-      {"default_capacity_bytes", "TORCH_VMM_DEFAULT_CAPACITY", "4 x device memory",
+      {"default_capacity_bytes", "TORCH_VMM_DEFAULT_CAPACITY",
        "Virtual capacity of a pool that names none, or less where the process is short of addresses.",
-       &Options::default_capacity_bytes},
-      {"host_bytes", "TORCH_VMM_HOST_BYTES", "80 % of RAM",
+       &Options::default_capacity_bytes, "4 x device memory"},
+      {"host_bytes", "TORCH_VMM_HOST_BYTES",
        "Memory of the \"cpu\" device. A control group (container) that allows the process less RAM counts.",
-       &Options::host_bytes},
-      {"exportable", "TORCH_VMM_EXPORTABLE", "1",
-       "Create chunks that other processes can import, where the device can.", &Options::exportable},
-      {"debug", "TORCH_VMM_DEBUG", "off",
+       &Options::host_bytes, "80 % of RAM"},
+      {"exportable", "TORCH_VMM_EXPORTABLE", "Create chunks that other processes can import, where the device can.",
+       &Options::exportable},
+      {"debug", "TORCH_VMM_DEBUG",
        "Look for memory errors: \"guard\" (pages without memory), \"canary\" (patterns), and \",sample=1/N\".",
        &Options::debug},
   };
   return kRows;
+}
+
+std::string OptionRow::default_text() const {
+  if (default_words != nullptr) return default_words;
+  const Options defaults;
+  if (const auto* flag = std::get_if<bool Options::*>(&member)) return defaults.**flag ? "1" : "0";
+  if (const auto* mode = std::get_if<DebugMode Options::*>(&member)) return to_string(defaults.**mode);
+  std::string text = format_bytes(defaults.*std::get<std::size_t Options::*>(member));
+  text.erase(std::remove(text.begin(), text.end(), ' '), text.end());  // one word, as a shell wants it
+  return text;
 }
 
 namespace {

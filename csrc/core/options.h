@@ -48,9 +48,11 @@ struct Options {
 struct OptionRow {
   const char* name;
   const char* variable;
-  const char* default_text;
   const char* sentence;
   std::variant<bool Options::*, std::size_t Options::*, DebugMode Options::*> member;
+  const char* default_words = nullptr;  // what a member that is 0 stands for
+  // What the member is in new Options, as one would set the variable to it, or these words.
+  [[nodiscard]] std::string default_text() const;
   [[nodiscard]] const char* unit() const {
     static constexpr std::array kUnits = {"flag", "bytes", "mode"};
     return kUnits.at(member.index());

@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <string>
+#include <variant>
+#include <vector>
 
 #include "base/errors.h"
 
@@ -176,8 +179,29 @@ TEST(OptionTable, HasNameVariableDefaultUnitAndSentence) {
   for (const OptionRow& row : option_table()) {
     EXPECT_EQ(std::string(row.variable).rfind("TORCH_VMM_", 0), 0U);
     EXPECT_EQ(std::string(row.sentence).back(), '.');
-    EXPECT_FALSE(std::string(row.default_text).empty() || std::string(row.unit()).empty());
+    EXPECT_FALSE(row.default_text().empty() || std::string(row.unit()).empty());
   }
+}
+
+TEST(OptionTable, TellsEachDefaultAsItIsWritten) {
+  std::vector<std::string> texts;
+  for (const OptionRow& row : option_table()) texts.push_back(row.default_text());
+  EXPECT_EQ(texts, (std::vector<std::string>{"1", "256MiB", "4 x device memory", "80 % of RAM", "1", "off"}));
+}
+
+TEST_F(Environment, ADefaultThatIsSetChangesNothing) {
+  const Options defaults;
+  for (const OptionRow& row : option_table()) {
+    if (const auto* bytes = std::get_if<std::size_t Options::*>(&row.member)) {
+      ASSERT_EQ(row.default_words != nullptr, defaults.**bytes == 0) << row.name << ": words are for 0 alone";
+    }
+    if (row.default_words == nullptr) set(row.variable, row.default_text().c_str());
+  }
+  const Options options = Options::from_environment();
+  EXPECT_EQ(options.scrub, defaults.scrub);
+  EXPECT_EQ(options.store_bytes, defaults.store_bytes);
+  EXPECT_EQ(options.exportable, defaults.exportable);
+  EXPECT_EQ(to_string(options.debug), to_string(defaults.debug));
 }
 
 }  // namespace
