@@ -168,6 +168,7 @@ SOURCES = [
     "csrc/torch_adapter/errors.cpp",
     "csrc/torch_adapter/history.cpp",
     "csrc/torch_adapter/host_allocator.cpp",
+    "csrc/torch_adapter/mempool_provider.cpp",
     "csrc/torch_adapter/out_of_memory.cpp",
     "csrc/torch_adapter/provided_memory.cpp",
     "csrc/torch_adapter/routing.cpp",

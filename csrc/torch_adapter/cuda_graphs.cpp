@@ -16,6 +16,7 @@
 #include "torch_adapter/cuda_allocator.h"
 #include "torch_adapter/cuda_callbacks.h"
 #include "torch_adapter/errors.h"
+#include "torch_adapter/mempool_provider.h"
 #include "torch_adapter/out_of_memory.h"
 #include "torch_adapter/private_member.h"
 #include "torch_adapter/provided_memory.h"
@@ -105,7 +106,7 @@ void CudaAllocator::createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t
   in_torch_words(device, [&](PrivatePools& pools) {
     const bool ours = allocator == nullptr || dynamic_cast<CudaAllocator*>(allocator.get()) != nullptr;
     pools.add_user(region_of(mempool),
-                   ours ? nullptr : ProvidedMemory::create(device, region_of(mempool), std::move(allocator)));
+                   ours ? nullptr : memory_provided_by(std::move(allocator), device, region_of(mempool)));
   });
 }
 

@@ -2,6 +2,7 @@
 
 #include <c10/core/AllocatorConfig.h>
 #include <c10/cuda/CUDAAllocatorConfig.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -270,6 +271,17 @@ void History::keep(int device, const Entry& entry) {
 
 void History::on_event(const Pool& pool, PoolEvent event, Address address, std::size_t bytes, Stream stream) noexcept {
   happened(pool.device(), pool.region(), &pool, event, address, bytes, stream);
+}
+
+void History::on_provided(int device, const RegionId& region, PoolEvent event, Address address, std::size_t bytes,
+                          Stream stream) noexcept {
+  try {
+    // It goes with whatever free was its last: a tracker is to find its device current.
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+    happened(device, region, nullptr, event, address, bytes, stream);
+  } catch (...) {
+    report_swallowed("recording the memory history");
+  }
 }
 
 void History::happened(int device, const RegionId& region, const Pool* pool, PoolEvent event, Address address,

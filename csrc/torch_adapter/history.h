@@ -122,9 +122,8 @@ class History final : public PoolObserver {
 
   // -- What happens --
   void on_event(const Pool& pool, PoolEvent event, Address address, std::size_t bytes, Stream stream) noexcept override;
-  // The same of memory that belongs to no pool; `pool`: nullptr then.
-  void happened(int device, const RegionId& region, const Pool* pool, PoolEvent event, Address address,
-                std::size_t bytes, Stream stream) noexcept VMM_EXCLUDES(mutex_);
+  void on_provided(int device, const RegionId& region, PoolEvent event, Address address, std::size_t bytes,
+                   Stream stream) noexcept override;
   // A request failed. Calls the observers, so no lock may be held; what they
   // throw comes out.
   void out_of_memory(DeviceRoom& room, const Pool& pool, std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
@@ -176,6 +175,9 @@ class History final : public PoolObserver {
   void update_watch() VMM_EXCLUDES(mutex_);
   [[nodiscard]] Context gather(cca::RecordContext level) const;
   static ThreadNotes* notes(bool make);
+  // `pool`: nullptr where what it happened to belongs to none.
+  void happened(int device, const RegionId& region, const Pool* pool, PoolEvent event, Address address,
+                std::size_t bytes, Stream stream) noexcept VMM_EXCLUDES(mutex_);
   Entry make_entry(TraceEntry::Action action, Address address, std::size_t bytes, Stream stream,
                    const RegionId& region) const;
   Text owner_of(const Pool& pool) VMM_REQUIRES(mutex_);

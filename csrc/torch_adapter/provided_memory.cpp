@@ -1,18 +1,13 @@
 #include "torch_adapter/provided_memory.h"
 
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
-
 #include <algorithm>
 #include <limits>
+#include <new>
 #include <string>
 #include <utility>
 
 #include "base/errors.h"
 #include "base/units.h"
-#include "process/runtime.h"
-#include "torch_adapter/errors.h"
-#include "torch_adapter/history.h"
 
 namespace vmm {
 
@@ -106,18 +101,15 @@ ProvidedMemory::Registry& ProvidedMemory::registry() {
   return *kRegistry;
 }
 
-ProvidedMemory::ProvidedMemory(int device, RegionId region, Provider provider, DeviceMemory& memory)
-    : device_(device),
+ProvidedMemory::ProvidedMemory(DeviceMemory& memory, RegionId region, std::unique_ptr<SegmentProvider> provider,
+                               Report report)
+    : memory_(memory),
+      device_(memory.device()),
       region_(region),
       provider_(std::move(provider)),
-      memory_(memory),
+      report_(report),
       budget_("MemPool (" + std::to_string(region.first) + ", " + std::to_string(region.second) + ")", kUnlimited,
               &memory.foreign_budget()) {}
-
-std::shared_ptr<ProvidedMemory> ProvidedMemory::create(int device, RegionId region, Provider provider) {
-  return std::make_shared<ProvidedMemory>(device, region, std::move(provider),
-                                          Runtime::room(DeviceKind::cuda, device).memory);
-}
 
 // ----------------------------------------------------------------- allocation
 
@@ -147,24 +139,18 @@ Address ProvidedMemory::carve(Block* free, std::size_t bytes) {
   return block->offset;
 }
 
-void* ProvidedMemory::provide(std::size_t bytes, std::string* why) {
+Address ProvidedMemory::provide(std::size_t bytes, std::string* why) {
   if (const Budget* refused = budget_.charge(bytes); refused != nullptr) {
     *why = "the limit of the " + refused->name() + " is " + format_bytes(refused->limit()) + ", and " +
            format_bytes(refused->used()) + " are in use";
-    return nullptr;
+    return 0;
   }
-  *why = "the allocator that it was made with has none";
-  try {
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
-    c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
-    if (void* segment = provider_->raw_alloc(bytes); segment != nullptr) return segment;
-  } catch (const std::exception& error) {
-    *why = std::string("the allocator that it was made with says: ") + error.what();
-  } catch (...) {  // NOLINT(bugprone-empty-catch): that is how some say that they have none
-  }
+  std::string words;
+  if (const Address segment = provider_->take(bytes, &words); segment != 0) return segment;
   budget_.refund(bytes);
-  (void)cudaGetLastError();  // the next kernel would be blamed for it
-  return nullptr;
+  *why = words.empty() ? "the allocator that it was made with has none"
+                       : "the allocator that it was made with says: " + words;
+  return 0;
 }
 
 Address ProvidedMemory::try_allocate_within(std::size_t bytes, Stream stream) {
@@ -181,8 +167,8 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   const bool small = size <= kSmallBytes;
   const std::size_t wanted = segment_size(size);
   std::string why;
-  void* segment = provide(wanted, &why);
-  if (segment == nullptr && !memory_.clock().is_capturing()) {
+  Address segment = provide(wanted, &why);
+  if (segment == 0 && !memory_.clock().is_capturing()) {
     registry().change(device_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
     // What pools that are gone have left, and what our own hold unused, may be
     // what the provider lacks.
@@ -192,12 +178,12 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
       segment = provide(wanted, &why);
     }
   }
-  if (segment == nullptr) {
+  if (segment == 0) {
     registry().change(device_, [](Statistics& statistics) { ++statistics.num_ooms; });
     throw OutOfMemoryError(budget_.name() + " got no segment of " + format_bytes(wanted) + ": " + why, bytes,
                            budget_.headroom(), memory_.budget().limit(), budget_.name());
   }
-  const ByteRange range{reinterpret_cast<Address>(segment), wanted};
+  const ByteRange range{segment, wanted};
   registry().add(range, shared_from_this(), small);
   tell(PoolEvent::segment_map, range, stream);
   tell(PoolEvent::segment_alloc, range, stream);
@@ -239,7 +225,7 @@ bool ProvidedMemory::free_at(Address address) noexcept {
     }
     give_back();
   } catch (...) {
-    report_swallowed("free");
+    report_("free");
   }
   return true;
 }
@@ -318,24 +304,23 @@ void ProvidedMemory::give_back() noexcept {
         return true;
       });
     }
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device_));
     for (const Leaving& leaving : gone) {
       registry().remove(leaving.range);
       unfinished_.fetch_sub(1, std::memory_order_relaxed);
       tell(PoolEvent::segment_unmap, leaving.range, nullptr);
       tell(PoolEvent::segment_free, leaving.range, nullptr);
-      provider_->raw_delete(reinterpret_cast<void*>(leaving.range.offset));
+      provider_->give_back(leaving.range.offset);
       budget_.refund(leaving.range.size);
     }
   } catch (...) {
-    report_swallowed("giving a MemPool's segments back");
+    report_("giving a MemPool's segments back");
   }
 }
 
 // Whoever follows segments (NCCL registers them) follows these too.
 void ProvidedMemory::tell(PoolEvent event, ByteRange range, Stream stream) const noexcept {
-  if (History::is_on()) [[unlikely]]
-    History::instance().happened(device_, region_, nullptr, event, range.offset, range.size, stream);
+  if (PoolObserver* const observer = memory_.observer(); observer != nullptr) [[unlikely]]
+    observer->on_provided(device_, region_, event, range.offset, range.size, stream);
 }
 
 void ProvidedMemory::set_pinned(bool pinned) noexcept {
@@ -344,7 +329,7 @@ void ProvidedMemory::set_pinned(bool pinned) noexcept {
     if (pinned_ && !pinned) graphs_end_ = memory_.clock().now();
     pinned_ = pinned;
   } catch (...) {
-    report_swallowed("pinning a MemPool");
+    report_("pinning a MemPool");
   }
 }
 
@@ -356,29 +341,36 @@ void ProvidedMemory::close() noexcept {
     settle();
     retract_free_segments();
   } catch (...) {
-    report_swallowed("closing a MemPool");
+    report_("closing a MemPool");
   }
 }
 
 void ProvidedMemory::finish_closed(int device, bool wait) noexcept {
   if (!any_unfinished()) return;
+  std::vector<std::shared_ptr<ProvidedMemory>> all;
   try {
-    for (const auto& memory : registry().all_of(device)) {
-      {
-        const MutexLock lock(memory->mutex_);
-        if (!memory->closed_) continue;
-      }
-      Clock& clock = memory->memory_.clock();
-      if (wait && !clock.is_capturing()) clock.wait(clock.now()).ignore();  // what it could not wait for stays
-      {
-        const MutexLock lock(memory->mutex_);
-        memory->settle();
-        memory->retract_free_segments();
-      }
-      memory->give_back();
+    all = registry().all_of(device);
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): they stay unfinished, and whoever comes next tries
+  }
+  for (const auto& memory : all) memory->finish(wait);
+}
+
+void ProvidedMemory::finish(bool wait) noexcept {
+  try {
+    {
+      const MutexLock lock(mutex_);
+      if (!closed_) return;
     }
+    Clock& clock = memory_.clock();
+    if (wait && !clock.is_capturing()) clock.wait(clock.now()).ignore();  // what it could not wait for stays
+    {
+      const MutexLock lock(mutex_);
+      settle();
+      retract_free_segments();
+    }
+    give_back();
   } catch (...) {
-    report_swallowed("giving a MemPool's segments back");
+    report_("giving a MemPool's segments back");
   }
 }
 

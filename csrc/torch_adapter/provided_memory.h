@@ -1,12 +1,10 @@
-// Memory of a torch.cuda.MemPool that was made with another allocator (NCCL's,
-// say): segments come from that one and go back to it, blocks are cut from them
-// here. It is charged to the device (a limit of torch's is of all memory), to no
+// A private pool whose memory another allocator gives (a torch.cuda.MemPool that was made
+// with NCCL's, say): segments come from a provider and go back to it, blocks are cut from
+// them here. It is charged to the device (a limit of torch's is of all memory), to no
 // model, and moves nowhere; the device's statistics and snapshots count it.
 //
 // Provider and driver are called with no lock held: a provider may be Python.
 #pragma once
-
-#include <c10/cuda/CUDACachingAllocator.h>
 
 #include <atomic>
 #include <cstddef>
@@ -21,6 +19,7 @@
 #include "base/sync.h"
 #include "core/blocks/block_heap.h"
 #include "core/device/private_pools.h"
+#include "core/device/segment_provider.h"
 #include "core/limits/budget.h"
 #include "core/numbers/observer.h"
 #include "core/numbers/stats.h"
@@ -32,13 +31,16 @@ namespace vmm {
 
 class ProvidedMemory final : public ForeignMemory, public std::enable_shared_from_this<ProvidedMemory> {
  public:
-  using Provider = std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator>;
+  // Says what the exception in flight is, where no caller may see it; who ran into it.
+  using Report = void (*)(const char* who) noexcept;
   struct Segment {
     RegionId region;
     SegmentSnapshot snapshot;
   };
 
-  static std::shared_ptr<ProvidedMemory> create(int device, RegionId region, Provider provider);
+  // `memory`: the device's, which pays and whose clock and observer it has; never destroyed,
+  // as tensors outlive everything.
+  ProvidedMemory(DeviceMemory& memory, RegionId region, std::unique_ptr<SegmentProvider> provider, Report report);
 
   // Throws OutOfMemoryError when the device's limit or the provider gives nothing.
   void* allocate(std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
@@ -73,8 +75,6 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   void set_no_split() noexcept override { no_split_.store(true, std::memory_order_relaxed); }
   Address try_allocate_within(std::size_t bytes, Stream stream) override VMM_EXCLUDES(mutex_);
 
-  ProvidedMemory(int device, RegionId region, Provider provider, DeviceMemory& memory);
-
  private:
   // Whose blocks share segments: those of one stream and size class. Its place is their tag.
   struct Sharers {
@@ -97,19 +97,21 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
 
   StreamTag tag_of(Stream stream, bool small) VMM_REQUIRES(mutex_);
   Address carve(Block* free, std::size_t bytes) VMM_REQUIRES(mutex_);
-  // A segment, or nullptr and `why`.
-  void* provide(std::size_t bytes, std::string* why);
+  // A segment, or 0 and `why`.
+  Address provide(std::size_t bytes, std::string* why);
   bool free_at(Address address) noexcept VMM_EXCLUDES(mutex_);
   void finish_free(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void settle() VMM_REQUIRES(mutex_);
   void retract_free_segments() VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, ByteRange range, Stream stream) const noexcept;
   void give_back() noexcept VMM_EXCLUDES(mutex_);
+  void finish(bool wait) noexcept VMM_EXCLUDES(mutex_);
 
+  DeviceMemory& memory_;  // whose clock tells when segments may go
   const int device_;
   const RegionId region_;
-  const Provider provider_;
-  DeviceMemory& memory_;  // whose clock tells when segments may go
+  const std::unique_ptr<SegmentProvider> provider_;
+  const Report report_;
   Budget budget_;
   std::atomic<bool> no_split_{false};
 

@@ -145,6 +145,7 @@ class DeviceMemory {
   // Is told what happens in the pools from now on; nullptr: nobody is. It
   // outlives this object.
   void set_observer(PoolObserver* observer) VMM_EXCLUDES(registry_mutex_);
+  [[nodiscard]] PoolObserver* observer() const { return observer_.load(std::memory_order_acquire); }
   // Somebody registers segments, whole: from now on, for good, a block lies within
   // one chunk, and memory is not moved under it (but in pools with a page size, of
   // whose chunks, as of explicit pages', no segment_alloc tells). A private pool of

@@ -14,6 +14,7 @@
 namespace vmm {
 
 class Pool;
+struct RegionId;
 
 // The names are those of torch's memory history.
 enum class PoolEvent : std::uint8_t {
@@ -39,6 +40,10 @@ class PoolObserver {
   // not call into any otherwise.
   virtual void on_event(const Pool& pool, PoolEvent event, Address address, std::size_t bytes,
                         Stream stream) noexcept = 0;
+  // A segment that another allocator gave, and that is no pool's, has come or goes
+  // (ProvidedMemory): the events of segments alone. Called with no lock held.
+  virtual void on_provided(int /*device*/, const RegionId& /*region*/, PoolEvent /*event*/, Address /*address*/,
+                           std::size_t /*bytes*/, Stream /*stream*/) noexcept {}
 };
 
 // Held while an observer is told, one in the whole process. An observer that
