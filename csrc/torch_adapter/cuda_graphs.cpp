@@ -12,6 +12,7 @@
 
 #include "base/errors.h"
 #include "core/device/private_pools.h"
+#include "core/device/provided_memory.h"
 #include "ipc/ipc_exports.h"
 #include "torch_adapter/cuda_allocator.h"
 #include "torch_adapter/cuda_callbacks.h"
@@ -19,7 +20,6 @@
 #include "torch_adapter/mempool_provider.h"
 #include "torch_adapter/out_of_memory.h"
 #include "torch_adapter/private_member.h"
-#include "torch_adapter/provided_memory.h"
 
 namespace vmm {
 

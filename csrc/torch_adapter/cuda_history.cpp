@@ -9,10 +9,10 @@
 #include <string_view>
 #include <utility>
 
+#include "core/device/provided_memory.h"
 #include "torch_adapter/cuda_allocator.h"
 #include "torch_adapter/errors.h"
 #include "torch_adapter/history.h"
-#include "torch_adapter/provided_memory.h"
 #include "torch_adapter/statistics.h"
 
 namespace vmm {

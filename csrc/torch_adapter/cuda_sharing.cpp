@@ -21,6 +21,7 @@
 #include "base/check.h"
 #include "base/errors.h"
 #include "base/sync.h"
+#include "core/device/provided_memory.h"
 #include "ipc/imported_range.h"
 #include "ipc/ipc_descriptors.h"
 #include "ipc/ipc_exports.h"
@@ -28,7 +29,6 @@
 #include "torch_adapter/cuda_allocator.h"
 #include "torch_adapter/errors.h"
 #include "torch_adapter/out_of_memory.h"
-#include "torch_adapter/provided_memory.h"
 
 namespace vmm {
 

@@ -9,10 +9,10 @@
 #include <string>
 #include <utility>
 
+#include "core/device/provided_memory.h"
 #include "core/device/segment_provider.h"
 #include "process/runtime.h"
 #include "torch_adapter/errors.h"
-#include "torch_adapter/provided_memory.h"
 
 namespace vmm {
 

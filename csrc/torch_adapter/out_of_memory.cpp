@@ -8,8 +8,8 @@
 
 #include "base/errors.h"
 #include "base/units.h"
+#include "core/device/provided_memory.h"
 #include "torch_adapter/errors.h"
-#include "torch_adapter/provided_memory.h"
 
 namespace vmm {
 

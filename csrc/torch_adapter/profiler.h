@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "core/device/provided_memory.h"
 #include "process/runtime.h"
-#include "torch_adapter/provided_memory.h"
 
 namespace vmm {
 

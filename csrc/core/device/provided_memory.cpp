@@ -1,4 +1,4 @@
-#include "torch_adapter/provided_memory.h"
+#include "core/device/provided_memory.h"
 
 #include <algorithm>
 #include <limits>
@@ -27,79 +27,9 @@ std::size_t segment_size(std::size_t bytes) {
 
 SizeClass size_class(bool small) { return small ? SizeClass::small_pool : SizeClass::large_pool; }
 
+ProvidedSegments& segments() { return ProvidedSegments::instance(); }
+
 }  // namespace
-
-// Whose memory lies where, in the whole process, and what each device has of it.
-class ProvidedMemory::Registry {
- public:
-  void add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, bool small) VMM_EXCLUDES(mutex_) {
-    const MutexLock lock(mutex_);
-    segments_[range.offset] = {range.size, memory, small};
-    ProvidedMemory::segments_.store(segments_.size(), std::memory_order_relaxed);
-    Statistics& statistics = statistics_[memory->device_];
-    statistics.increase(StatKind::segment, size_class(small), 1);
-    statistics.increase(StatKind::reserved_bytes, size_class(small), range.size);
-    ++statistics.num_device_alloc;
-  }
-  void remove(ByteRange range) VMM_EXCLUDES(mutex_) {
-    std::shared_ptr<ProvidedMemory> last;  // may end here, outside of the lock
-    const MutexLock lock(mutex_);
-    const auto at = segments_.find(range.offset);
-    Statistics& statistics = statistics_[at->second.memory->device_];
-    statistics.decrease(StatKind::segment, size_class(at->second.small), 1);
-    statistics.decrease(StatKind::reserved_bytes, size_class(at->second.small), range.size);
-    ++statistics.num_device_free;
-    last = std::move(at->second.memory);
-    segments_.erase(at);
-    ProvidedMemory::segments_.store(segments_.size(), std::memory_order_relaxed);
-  }
-  std::shared_ptr<ProvidedMemory> find(Address address) VMM_EXCLUDES(mutex_) {
-    if (!any_segment()) return nullptr;
-    const MutexLock lock(mutex_);
-    auto at = segments_.upper_bound(address);
-    if (at == segments_.begin()) return nullptr;
-    --at;
-    return address - at->first < at->second.size ? at->second.memory : nullptr;
-  }
-  std::optional<ByteRange> segment_at(Address address) VMM_EXCLUDES(mutex_) {
-    const MutexLock lock(mutex_);
-    auto at = segments_.upper_bound(address);
-    if (at == segments_.begin() || address - (--at)->first >= at->second.size) return std::nullopt;
-    return ByteRange{at->first, at->second.size};
-  }
-  // Whatever has segments on the device, each once.
-  std::vector<std::shared_ptr<ProvidedMemory>> all_of(int device) VMM_EXCLUDES(mutex_) {
-    std::vector<std::shared_ptr<ProvidedMemory>> found;
-    if (!any_segment()) return found;
-    const MutexLock lock(mutex_);
-    for (const auto& [address, segment] : segments_) {
-      const auto& memory = segment.memory;
-      if (memory->device_ == device && std::find(found.begin(), found.end(), memory) == found.end())
-        found.push_back(memory);
-    }
-    return found;
-  }
-  template <typename Change>
-  void change(int device, const Change& change) VMM_EXCLUDES(mutex_) {
-    const MutexLock lock(mutex_);
-    change(statistics_[device]);
-  }
-
- private:
-  struct Where {
-    std::size_t size = 0;  // bytes
-    std::shared_ptr<ProvidedMemory> memory;
-    bool small = false;
-  };
-  Mutex mutex_;  // a leaf, below ProvidedMemory::mutex_
-  std::map<Address, Where> segments_ VMM_GUARDED_BY(mutex_);
-  std::map<int, Statistics> statistics_ VMM_GUARDED_BY(mutex_);
-};
-
-ProvidedMemory::Registry& ProvidedMemory::registry() {
-  static auto* const kRegistry = new Registry;  // tensors outlive everything
-  return *kRegistry;
-}
 
 ProvidedMemory::ProvidedMemory(DeviceMemory& memory, RegionId region, std::unique_ptr<SegmentProvider> provider,
                                Report report)
@@ -129,7 +59,7 @@ Address ProvidedMemory::carve(Block* free, std::size_t bytes) {
   block->requested = bytes;
   live_[block->offset] = block;
   const SizeClass kind = size_class(sharers_[block->tag].small);
-  registry().change(device_, [&](Statistics& statistics) {
+  segments().change(device_, [&](Statistics& statistics) {
     statistics.increase(StatKind::allocation, kind, 1);
     statistics.increase(StatKind::active, kind, 1);
     statistics.increase(StatKind::allocated_bytes, kind, block->size());
@@ -169,7 +99,7 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   std::string why;
   Address segment = provide(wanted, &why);
   if (segment == 0 && !memory_.clock().is_capturing()) {
-    registry().change(device_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
+    segments().change(device_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
     // What pools that are gone have left, and what our own hold unused, may be
     // what the provider lacks.
     if (memory_.could_hold(budget_, wanted)) {
@@ -179,12 +109,12 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
     }
   }
   if (segment == 0) {
-    registry().change(device_, [](Statistics& statistics) { ++statistics.num_ooms; });
+    segments().change(device_, [](Statistics& statistics) { ++statistics.num_ooms; });
     throw OutOfMemoryError(budget_.name() + " got no segment of " + format_bytes(wanted) + ": " + why, bytes,
                            budget_.headroom(), memory_.budget().limit(), budget_.name());
   }
   const ByteRange range{segment, wanted};
-  registry().add(range, shared_from_this(), small);
+  segments().add(range, shared_from_this(), device_, small);
   tell(PoolEvent::segment_map, range, stream);
   tell(PoolEvent::segment_alloc, range, stream);
   const MutexLock lock(mutex_);
@@ -193,7 +123,7 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
 
 bool ProvidedMemory::free_in(void* block) noexcept {
   const auto address = reinterpret_cast<Address>(block);
-  const auto memory = registry().find(address);
+  const auto memory = segments().find(address);
   return memory != nullptr && memory->free_at(address);
 }
 
@@ -206,7 +136,7 @@ bool ProvidedMemory::free_at(Address address) noexcept {
       Block* const block = at->second;
       live_.erase(at);
       const SizeClass kind = size_class(sharers_[block->tag].small);
-      registry().change(device_, [&](Statistics& statistics) {
+      segments().change(device_, [&](Statistics& statistics) {
         statistics.decrease(StatKind::allocation, kind, 1);
         statistics.decrease(StatKind::allocated_bytes, kind, block->size());
       });
@@ -232,7 +162,7 @@ bool ProvidedMemory::free_at(Address address) noexcept {
 
 void ProvidedMemory::finish_free(Block* block, Epoch epoch) {
   const SizeClass kind = size_class(sharers_[block->tag].small);
-  registry().change(device_, [&](Statistics& statistics) {
+  segments().change(device_, [&](Statistics& statistics) {
     statistics.decrease(StatKind::active, kind, 1);
     statistics.decrease(StatKind::active_bytes, kind, block->size());
     statistics.decrease(StatKind::requested_bytes, kind, block->requested);
@@ -248,7 +178,7 @@ void ProvidedMemory::settle() {
 
 bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& device) {
   const auto address = reinterpret_cast<Address>(block);
-  const auto memory = registry().find(address);
+  const auto memory = segments().find(address);
   if (memory == nullptr) return false;
   const MutexLock lock(memory->mutex_);
   const auto at = memory->live_.find(address);
@@ -262,12 +192,12 @@ bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& de
 
 std::optional<ByteRange> ProvidedMemory::segment_at(void* block) {
   if (block_size(block) == 0) return std::nullopt;
-  return registry().segment_at(reinterpret_cast<Address>(block));
+  return segments().segment_at(reinterpret_cast<Address>(block));
 }
 
 std::size_t ProvidedMemory::block_size(void* block) {
   const auto address = reinterpret_cast<Address>(block);
-  const auto memory = registry().find(address);
+  const auto memory = segments().find(address);
   if (memory == nullptr) return 0;
   const MutexLock lock(memory->mutex_);
   const auto at = memory->live_.find(address);
@@ -305,7 +235,7 @@ void ProvidedMemory::give_back() noexcept {
       });
     }
     for (const Leaving& leaving : gone) {
-      registry().remove(leaving.range);
+      segments().remove(leaving.range);
       unfinished_.fetch_sub(1, std::memory_order_relaxed);
       tell(PoolEvent::segment_unmap, leaving.range, nullptr);
       tell(PoolEvent::segment_free, leaving.range, nullptr);
@@ -349,7 +279,7 @@ void ProvidedMemory::finish_closed(int device, bool wait) noexcept {
   if (!any_unfinished()) return;
   std::vector<std::shared_ptr<ProvidedMemory>> all;
   try {
-    all = registry().all_of(device);
+    all = segments().all_of(device);
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): they stay unfinished, and whoever comes next tries
   }
   for (const auto& memory : all) memory->finish(wait);
@@ -378,7 +308,7 @@ void ProvidedMemory::finish(bool wait) noexcept {
 
 std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(int device) {
   std::vector<Segment> found;
-  for (const auto& memory : registry().all_of(device)) {
+  for (const auto& memory : segments().all_of(device)) {
     const MutexLock lock(memory->mutex_);
     const auto begin_segment = [&](Address address, std::size_t size, bool small, Stream stream) -> SegmentSnapshot& {
       SegmentSnapshot& segment = found.emplace_back(Segment{memory->region_, {}}).snapshot;
@@ -413,7 +343,7 @@ std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(int device) {
 }
 
 void ProvidedMemory::add_statistics(int device, Statistics* sum) {
-  registry().change(device, [&](const Statistics& provided) {
+  segments().change(device, [&](const Statistics& provided) {
     sum->add_totals(provided);
     for (StatTriple& triple : sum->stats) {
       for (Stat& stat : triple) stat.peak = std::max(stat.peak, stat.current);
@@ -422,11 +352,11 @@ void ProvidedMemory::add_statistics(int device, Statistics* sum) {
 }
 
 void ProvidedMemory::reset_peaks(int device) {
-  registry().change(device, [](Statistics& statistics) { statistics.reset_peaks(); });
+  segments().change(device, [](Statistics& statistics) { statistics.reset_peaks(); });
 }
 
 void ProvidedMemory::reset_accumulated(int device) {
-  registry().change(device, [](Statistics& statistics) { statistics.reset_accumulated(); });
+  segments().change(device, [](Statistics& statistics) { statistics.reset_accumulated(); });
 }
 
 }  // namespace vmm

@@ -8,7 +8,6 @@
 
 #include <atomic>
 #include <cstddef>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,6 +18,7 @@
 #include "base/sync.h"
 #include "core/blocks/block_heap.h"
 #include "core/device/private_pools.h"
+#include "core/device/provided_segments.h"
 #include "core/device/segment_provider.h"
 #include "core/limits/budget.h"
 #include "core/numbers/observer.h"
@@ -47,8 +47,8 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
 
   // False, at once, where no such memory lies at `block`.
   static bool free(void* block) noexcept { return any_segment() && free_in(block); }
-  // Is anything provided? In most programs nothing is: one relaxed load a free.
-  static bool any_segment() { return segments_.load(std::memory_order_relaxed) != 0; }
+  // One relaxed load.
+  static bool any_segment() { return ProvidedSegments::any(); }
   // `stream` of `device` also uses the block.
   static bool record_stream(void* block, Stream stream, DeviceStreams& device);
   // The segment, whole, that holds a live block.
@@ -87,12 +87,8 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
     Epoch last_use = kLongAgo;
   };
 
-  class Registry;
-  static Registry& registry();
   // Frees that recorded streams hold up and segments that queued work does.
   static inline std::atomic<std::size_t> unfinished_{0};
-  // In the registry.
-  static inline std::atomic<std::size_t> segments_{0};
   static bool free_in(void* block) noexcept;
 
   StreamTag tag_of(Stream stream, bool small) VMM_REQUIRES(mutex_);

@@ -1,0 +1,75 @@
+#include "core/device/provided_segments.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "core/device/provided_memory.h"
+
+namespace vmm {
+
+namespace {
+SizeClass size_class(bool small) { return small ? SizeClass::small_pool : SizeClass::large_pool; }
+}  // namespace
+
+ProvidedSegments& ProvidedSegments::instance() {
+  static auto* const kInstance = new ProvidedSegments;
+  return *kInstance;
+}
+
+void ProvidedSegments::add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, int device, bool small) {
+  const MutexLock lock(mutex_);
+  segments_[range.offset] = {range.size, memory, device, small};
+  count_.store(segments_.size(), std::memory_order_relaxed);
+  Statistics& statistics = statistics_[device];
+  statistics.increase(StatKind::segment, size_class(small), 1);
+  statistics.increase(StatKind::reserved_bytes, size_class(small), range.size);
+  ++statistics.num_device_alloc;
+}
+
+void ProvidedSegments::remove(ByteRange range) {
+  std::shared_ptr<ProvidedMemory> last;  // may end here, outside of the lock
+  const MutexLock lock(mutex_);
+  const auto at = segments_.find(range.offset);
+  Statistics& statistics = statistics_[at->second.device];
+  statistics.decrease(StatKind::segment, size_class(at->second.small), 1);
+  statistics.decrease(StatKind::reserved_bytes, size_class(at->second.small), range.size);
+  ++statistics.num_device_free;
+  last = std::move(at->second.memory);
+  segments_.erase(at);
+  count_.store(segments_.size(), std::memory_order_relaxed);
+}
+
+ProvidedSegments::Segments::iterator ProvidedSegments::holding(Address address) {
+  const auto after = segments_.upper_bound(address);
+  if (after == segments_.begin()) return segments_.end();
+  const auto at = std::prev(after);
+  return address - at->first < at->second.size ? at : segments_.end();
+}
+
+std::shared_ptr<ProvidedMemory> ProvidedSegments::find(Address address) {
+  if (!any()) return nullptr;
+  const MutexLock lock(mutex_);
+  const auto at = holding(address);
+  return at == segments_.end() ? nullptr : at->second.memory;
+}
+
+std::optional<ByteRange> ProvidedSegments::segment_at(Address address) {
+  const MutexLock lock(mutex_);
+  const auto at = holding(address);
+  if (at == segments_.end()) return std::nullopt;
+  return ByteRange{at->first, at->second.size};
+}
+
+std::vector<std::shared_ptr<ProvidedMemory>> ProvidedSegments::all_of(int device) {
+  std::vector<std::shared_ptr<ProvidedMemory>> found;
+  if (!any()) return found;
+  const MutexLock lock(mutex_);
+  for (const auto& [address, segment] : segments_) {
+    if (segment.device == device && std::find(found.begin(), found.end(), segment.memory) == found.end())
+      found.push_back(segment.memory);
+  }
+  return found;
+}
+
+}  // namespace vmm

@@ -1,0 +1,62 @@
+// Which memory that others provide lies where, in the whole process, and what each device
+// has of it in numbers. It looks into no segment.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/sync.h"
+#include "base/units.h"
+#include "core/numbers/stats.h"
+
+namespace vmm {
+
+class ProvidedMemory;
+
+class ProvidedSegments {
+ public:
+  // The process's one; never destroyed: tensors outlive everything.
+  static ProvidedSegments& instance();
+  // Is anything provided? In most programs nothing is: one relaxed load a free.
+  static bool any() { return count_.load(std::memory_order_relaxed) != 0; }
+
+  // A segment of `memory`, which lives as long as it has one; of small blocks, or not.
+  void add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, int device, bool small) VMM_EXCLUDES(mutex_);
+  // REQUIRES: it was added, whole.
+  void remove(ByteRange range) VMM_EXCLUDES(mutex_);
+  // Whose segment holds the address; nullptr: none does.
+  std::shared_ptr<ProvidedMemory> find(Address address) VMM_EXCLUDES(mutex_);
+  // The whole segment that holds it.
+  std::optional<ByteRange> segment_at(Address address) VMM_EXCLUDES(mutex_);
+  // Whatever has segments on the device, each once.
+  std::vector<std::shared_ptr<ProvidedMemory>> all_of(int device) VMM_EXCLUDES(mutex_);
+  // Calls `change` with the device's numbers.
+  template <typename Change>
+  void change(int device, const Change& change) VMM_EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    change(statistics_[device]);
+  }
+
+ private:
+  struct Segment {
+    std::size_t size = 0;  // bytes
+    std::shared_ptr<ProvidedMemory> memory;
+    int device = 0;
+    bool small = false;
+  };
+  using Segments = std::map<Address, Segment>;
+
+  ProvidedSegments() = default;
+  Segments::iterator holding(Address address) VMM_REQUIRES(mutex_);
+
+  static inline std::atomic<std::size_t> count_{0};  // of segments_
+  Mutex mutex_;                                      // a leaf, below ProvidedMemory::mutex_
+  Segments segments_ VMM_GUARDED_BY(mutex_);
+  std::map<int, Statistics> statistics_ VMM_GUARDED_BY(mutex_);  // by device
+};
+
+}  // namespace vmm
