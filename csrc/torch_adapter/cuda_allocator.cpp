@@ -172,7 +172,7 @@ void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::s
     std::shared_ptr<ForeignMemory> foreign;
     *part = room.private_pools.route(model, stream, &foreign);
     if (*part != nullptr) return reinterpret_cast<void*>(room.memory.allocate(**part, bytes, stream));
-    if (foreign != nullptr) return static_cast<ProvidedMemory&>(*foreign).allocate(bytes, stream);
+    if (foreign != nullptr) return reinterpret_cast<void*>(foreign->allocate(bytes, stream));
     return reinterpret_cast<void*>(room.memory.allocate(*model, bytes, stream));
   }
   return reinterpret_cast<void*>(room.memory.allocate_anew(*model, bytes, stream));

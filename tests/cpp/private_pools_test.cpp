@@ -348,6 +348,7 @@ struct Foreign final : ForeignMemory {
   void set_pinned(bool value) noexcept override { pinned = value; }
   void close() noexcept override { closed = true; }
   void set_no_split() noexcept override { no_split = true; }
+  Address allocate(std::size_t /*bytes*/, Stream /*stream*/) override { return 0; }
   Address try_allocate_within(std::size_t bytes, Stream /*stream*/) override { return bytes <= unused ? 512 : 0; }
   bool pinned = false;
   bool closed = false;

@@ -47,6 +47,9 @@ class ForeignMemory {
   virtual void close() noexcept = 0;
   // Blocks made from now on have their segments for themselves.
   virtual void set_no_split() noexcept = 0;
+  // A block. Throws OutOfMemoryError where neither what is free nor whoever provides has
+  // one. Called with no lock held.
+  virtual Address allocate(std::size_t bytes, Stream stream) = 0;
   // A block of what is free for that stream; 0: nothing is.
   virtual Address try_allocate_within(std::size_t bytes, Stream stream) = 0;
 };

@@ -91,8 +91,8 @@ Address ProvidedMemory::try_allocate_within(std::size_t bytes, Stream stream) {
   return free == nullptr ? 0 : carve(free, bytes);
 }
 
-void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
-  if (const Address block = try_allocate_within(bytes, stream); block != 0) return reinterpret_cast<void*>(block);
+Address ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
+  if (const Address block = try_allocate_within(bytes, stream); block != 0) return block;
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   const bool small = size <= kSmallBytes;
   const std::size_t wanted = segment_size(size);
@@ -118,7 +118,7 @@ void* ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   tell(PoolEvent::segment_map, range, stream);
   tell(PoolEvent::segment_alloc, range, stream);
   const MutexLock lock(mutex_);
-  return reinterpret_cast<void*>(carve(blocks_.donate(range, tag_of(stream, small)), bytes));
+  return carve(blocks_.donate(range, tag_of(stream, small)), bytes);
 }
 
 bool ProvidedMemory::free_in(void* block) noexcept {

@@ -42,9 +42,6 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   // as tensors outlive everything.
   ProvidedMemory(DeviceMemory& memory, RegionId region, std::unique_ptr<SegmentProvider> provider, Report report);
 
-  // Throws OutOfMemoryError when the device's limit or the provider gives nothing.
-  void* allocate(std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
-
   // False, at once, where no such memory lies at `block`.
   static bool free(void* block) noexcept { return any_segment() && free_in(block); }
   // One relaxed load.
@@ -73,6 +70,8 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   void set_pinned(bool pinned) noexcept override VMM_EXCLUDES(mutex_);
   void close() noexcept override VMM_EXCLUDES(mutex_);
   void set_no_split() noexcept override { no_split_.store(true, std::memory_order_relaxed); }
+  // It throws when the device's limit or the provider gives nothing.
+  Address allocate(std::size_t bytes, Stream stream) override VMM_EXCLUDES(mutex_);
   Address try_allocate_within(std::size_t bytes, Stream stream) override VMM_EXCLUDES(mutex_);
 
  private:
