@@ -111,7 +111,7 @@ void* allocate_uncached(std::size_t bytes) {
 // Bytes of the live block at the address, or 0. Memory that a MemPool's own
 // allocator provides is asked first: it may have come out of a pool of ours.
 std::size_t block_size(void* block) {
-  if (const std::size_t bytes = ProvidedMemory::block_size(block); bytes != 0) return bytes;
+  if (const std::size_t bytes = ProvidedMemory::block_size(reinterpret_cast<Address>(block)); bytes != 0) return bytes;
   const Pool* pool = Runtime::pool_at(block);
   return pool == nullptr ? 0 : pool->block_size(reinterpret_cast<Address>(block));
 }
@@ -123,7 +123,7 @@ std::size_t block_size(void* block) {
 
 // The rest of its way.
 bool free_live(void* block, BlockCaches::Put put) {
-  return ProvidedMemory::free(block) || Runtime::free_unkept(block, put);
+  return ProvidedMemory::free(reinterpret_cast<Address>(block)) || Runtime::free_unkept(block, put);
 }
 
 // Nobody is to be told of a free, before it or after.
@@ -202,7 +202,7 @@ void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::s
   try {
     DeviceRoom& room = room_of(device);
     if (ProvidedMemory::any_unfinished()) [[unlikely]]
-      ProvidedMemory::finish_closed(device, /*wait=*/false);
+      ProvidedMemory::finish_closed(room.memory, /*wait=*/false);
     void* block = allocate_routed(room, bytes, stream, &part);
     trace_allocation(block);
     if (profiler_is_on()) [[unlikely]]
@@ -398,7 +398,7 @@ void CudaAllocator::recordStream(const c10::DataPtr& block, c10::cuda::CUDAStrea
   if (!is_own && pool == nullptr) return;
   Runtime::require_own_process();
   DeviceStreams& device = room_of(stream.device_index()).memory.streams();
-  if (is_own && ProvidedMemory::record_stream(block.get(), stream.stream(), device)) return;
+  if (is_own && ProvidedMemory::record_stream(reinterpret_cast<Address>(block.get()), stream.stream(), device)) return;
   if (pool == nullptr) return;
   pool->record_stream(reinterpret_cast<Address>(block.get()), stream.stream(), &device);
 }
@@ -419,7 +419,7 @@ void CudaAllocator::emptyCache(c10::MempoolId_t mempool) {
         room->private_pools.empty_cache(region);
       }
       // torch calls this right after the release of a MemPool that goes.
-      ProvidedMemory::finish_closed(room->ordinal, /*wait=*/true);
+      ProvidedMemory::finish_closed(room->memory, /*wait=*/true);
     }
   } catch (...) {
     report_swallowed("emptyCache");
@@ -470,7 +470,7 @@ void CudaAllocator::cacheInfo(c10::DeviceIndex device, std::size_t* largest) {
 
 void* CudaAllocator::getBaseAllocation(void* block, std::size_t* size) {
   Runtime::require_own_process();
-  if (const auto segment = ProvidedMemory::segment_at(block); segment.has_value()) {
+  if (const auto segment = ProvidedMemory::segment_at(reinterpret_cast<Address>(block)); segment.has_value()) {
     if (size != nullptr) *size = segment->size;
     return reinterpret_cast<void*>(segment->offset);
   }
@@ -517,7 +517,7 @@ c10::CachingDeviceAllocator::DeviceStats CudaAllocator::getDeviceStats(c10::Devi
   with_room(device, [&](DeviceRoom& room) {
     room.memory.refresh_numbers();
     Statistics statistics = room.memory.statistics();
-    ProvidedMemory::add_statistics(device, &statistics);
+    ProvidedMemory::add_statistics(room.memory, &statistics);
     result = to_device_stats(statistics);
     VMM_SINCE_TORCH_2_13(for (const auto& pool
                               : room.memory.pools()) {
@@ -531,7 +531,7 @@ c10::CachingDeviceAllocator::DeviceStats CudaAllocator::getDeviceStats(c10::Devi
 void CudaAllocator::resetAccumulatedStats(c10::DeviceIndex device) {
   with_room(device, [&](DeviceRoom& room) {
     room.memory.reset_accumulated();
-    ProvidedMemory::reset_accumulated(room.ordinal);
+    ProvidedMemory::reset_accumulated(room.memory);
     History::instance().reset_rejections(room.ordinal);
   });
 }
@@ -539,7 +539,7 @@ void CudaAllocator::resetAccumulatedStats(c10::DeviceIndex device) {
 void CudaAllocator::resetPeakStats(c10::DeviceIndex device) {
   with_room(device, [](DeviceRoom& room) {
     room.memory.reset_peaks();
-    ProvidedMemory::reset_peaks(room.ordinal);
+    ProvidedMemory::reset_peaks(room.memory);
   });
 }
 

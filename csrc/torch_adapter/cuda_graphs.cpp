@@ -112,7 +112,8 @@ void CudaAllocator::createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t
 
 void CudaAllocator::releasePool(c10::DeviceIndex device, c10::MempoolId_t mempool) {
   without_throwing("releasePool", device, [&](PrivatePools& pools) { pools.release(region_of(mempool)); });
-  if (!Runtime::in_child()) ProvidedMemory::finish_closed(device, /*wait=*/false);
+  const DeviceRoom* const room = Runtime::made(DeviceKind::cuda, device);
+  if (room != nullptr && !Runtime::in_child()) ProvidedMemory::finish_closed(room->memory, /*wait=*/false);
 }
 
 int CudaAllocator::getPoolUseCount(c10::DeviceIndex device, c10::MempoolId_t mempool) {

@@ -85,7 +85,7 @@ cca::SnapshotInfo CudaAllocator::snapshot(c10::MempoolId_t mempool, bool include
       if (!(region == RegionId{}) && !(pool->region() == region)) continue;
       add_segments(*pool, room->ordinal, grain, &result.segments);
     }
-    for (const auto& [provided, segment] : ProvidedMemory::snapshot(room->ordinal)) {
+    for (const auto& [provided, segment] : ProvidedMemory::snapshot(room->memory)) {
       if (!(region == RegionId{}) && !(provided == region)) continue;
       cca::SegmentInfo& info = result.segments.emplace_back(to_segment_info(segment, room->ordinal));
       info.owner_private_pool_id = {provided.first, provided.second};

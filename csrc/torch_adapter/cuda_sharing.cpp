@@ -263,7 +263,7 @@ cca::ShareableHandle CudaAllocator::shareIpcHandle(void* block) {
     Runtime::require_own_process();
     Pool* pool = Runtime::pool_at(block);
     if (pool == nullptr) {
-      if (const auto segment = ProvidedMemory::segment_at(block); segment.has_value()) {
+      if (const auto segment = ProvidedMemory::segment_at(address); segment.has_value()) {
         return share_of_provider(*segment, address);
       }
     }

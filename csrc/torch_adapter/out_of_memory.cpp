@@ -37,11 +37,9 @@ DeviceFigures figures_of(DeviceKind kind, int ordinal) {
   // Not made: there were no addresses for its default pool.
   if (DeviceRoom* room = Runtime::made(kind, ordinal); room != nullptr) {
     Statistics statistics = room->memory.statistics();
-    if (kind == DeviceKind::cuda) {
-      const std::size_t without = allocated(statistics);
-      ProvidedMemory::add_statistics(ordinal, &statistics);
-      figures.in_private_pools = allocated(statistics) - without;
-    }
+    const std::size_t without = allocated(statistics);
+    ProvidedMemory::add_statistics(room->memory, &statistics);
+    figures.in_private_pools = allocated(statistics) - without;
     figures.allowed = room->memory.budget().limit();
     figures.allocated = allocated(statistics);
     figures.reserved = static_cast<std::size_t>(statistics[StatKind::reserved_bytes][0].current);

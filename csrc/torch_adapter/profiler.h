@@ -20,7 +20,7 @@ inline bool profiler_is_on() { return c10::ThreadLocalDebugInfo::get(c10::DebugI
 // The bytes of live blocks and of mapped chunks.
 inline std::pair<std::size_t, std::size_t> allocated_and_reserved(const DeviceRoom& room) {
   Statistics statistics = room.memory.statistics();
-  if (room.kind == DeviceKind::cuda) ProvidedMemory::add_statistics(room.ordinal, &statistics);
+  ProvidedMemory::add_statistics(room.memory, &statistics);
   return {static_cast<std::size_t>(statistics[StatKind::allocated_bytes][0].current),
           static_cast<std::size_t>(statistics[StatKind::reserved_bytes][0].current)};
 }

@@ -34,7 +34,6 @@ ProvidedSegments& segments() { return ProvidedSegments::instance(); }
 ProvidedMemory::ProvidedMemory(DeviceMemory& memory, RegionId region, std::unique_ptr<SegmentProvider> provider,
                                Report report)
     : memory_(memory),
-      device_(memory.device()),
       region_(region),
       provider_(std::move(provider)),
       report_(report),
@@ -59,7 +58,7 @@ Address ProvidedMemory::carve(Block* free, std::size_t bytes) {
   block->requested = bytes;
   live_[block->offset] = block;
   const SizeClass kind = size_class(sharers_[block->tag].small);
-  segments().change(device_, [&](Statistics& statistics) {
+  segments().change(memory_, [&](Statistics& statistics) {
     statistics.increase(StatKind::allocation, kind, 1);
     statistics.increase(StatKind::active, kind, 1);
     statistics.increase(StatKind::allocated_bytes, kind, block->size());
@@ -99,32 +98,31 @@ Address ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   std::string why;
   Address segment = provide(wanted, &why);
   if (segment == 0 && !memory_.clock().is_capturing()) {
-    segments().change(device_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
+    segments().change(memory_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
     // What pools that are gone have left, and what our own hold unused, may be
     // what the provider lacks.
     if (memory_.could_hold(budget_, wanted)) {
-      finish_closed(device_, /*wait=*/true);
+      finish_closed(memory_, /*wait=*/true);
       memory_.empty_cache();
       segment = provide(wanted, &why);
     }
   }
   if (segment == 0) {
-    segments().change(device_, [](Statistics& statistics) { ++statistics.num_ooms; });
+    segments().change(memory_, [](Statistics& statistics) { ++statistics.num_ooms; });
     throw OutOfMemoryError(budget_.name() + " got no segment of " + format_bytes(wanted) + ": " + why, bytes,
                            budget_.headroom(), memory_.budget().limit(), budget_.name());
   }
   const ByteRange range{segment, wanted};
-  segments().add(range, shared_from_this(), device_, small);
+  segments().add(range, shared_from_this(), memory_, small);
   tell(PoolEvent::segment_map, range, stream);
   tell(PoolEvent::segment_alloc, range, stream);
   const MutexLock lock(mutex_);
   return carve(blocks_.donate(range, tag_of(stream, small)), bytes);
 }
 
-bool ProvidedMemory::free_in(void* block) noexcept {
-  const auto address = reinterpret_cast<Address>(block);
-  const auto memory = segments().find(address);
-  return memory != nullptr && memory->free_at(address);
+bool ProvidedMemory::free_in(Address block) noexcept {
+  const auto memory = segments().find(block);
+  return memory != nullptr && memory->free_at(block);
 }
 
 bool ProvidedMemory::free_at(Address address) noexcept {
@@ -136,7 +134,7 @@ bool ProvidedMemory::free_at(Address address) noexcept {
       Block* const block = at->second;
       live_.erase(at);
       const SizeClass kind = size_class(sharers_[block->tag].small);
-      segments().change(device_, [&](Statistics& statistics) {
+      segments().change(memory_, [&](Statistics& statistics) {
         statistics.decrease(StatKind::allocation, kind, 1);
         statistics.decrease(StatKind::allocated_bytes, kind, block->size());
       });
@@ -162,7 +160,7 @@ bool ProvidedMemory::free_at(Address address) noexcept {
 
 void ProvidedMemory::finish_free(Block* block, Epoch epoch) {
   const SizeClass kind = size_class(sharers_[block->tag].small);
-  segments().change(device_, [&](Statistics& statistics) {
+  segments().change(memory_, [&](Statistics& statistics) {
     statistics.decrease(StatKind::active, kind, 1);
     statistics.decrease(StatKind::active_bytes, kind, block->size());
     statistics.decrease(StatKind::requested_bytes, kind, block->requested);
@@ -176,12 +174,11 @@ void ProvidedMemory::settle() {
   unfinished_.fetch_sub(passed.size(), std::memory_order_relaxed);
 }
 
-bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& device) {
-  const auto address = reinterpret_cast<Address>(block);
-  const auto memory = segments().find(address);
+bool ProvidedMemory::record_stream(Address block, Stream stream, DeviceStreams& device) {
+  const auto memory = segments().find(block);
   if (memory == nullptr) return false;
   const MutexLock lock(memory->mutex_);
-  const auto at = memory->live_.find(address);
+  const auto at = memory->live_.find(block);
   if (at == memory->live_.end()) return false;
   const bool is_own = &device == &memory->memory_.streams();
   if (is_own && memory->sharers_[at->second->tag].stream == stream) return true;
@@ -190,17 +187,16 @@ bool ProvidedMemory::record_stream(void* block, Stream stream, DeviceStreams& de
   return true;
 }
 
-std::optional<ByteRange> ProvidedMemory::segment_at(void* block) {
+std::optional<ByteRange> ProvidedMemory::segment_at(Address block) {
   if (block_size(block) == 0) return std::nullopt;
-  return segments().segment_at(reinterpret_cast<Address>(block));
+  return segments().segment_at(block);
 }
 
-std::size_t ProvidedMemory::block_size(void* block) {
-  const auto address = reinterpret_cast<Address>(block);
-  const auto memory = segments().find(address);
+std::size_t ProvidedMemory::block_size(Address block) {
+  const auto memory = segments().find(block);
   if (memory == nullptr) return 0;
   const MutexLock lock(memory->mutex_);
-  const auto at = memory->live_.find(address);
+  const auto at = memory->live_.find(block);
   return at == memory->live_.end() ? 0 : at->second->size();
 }
 
@@ -250,7 +246,7 @@ void ProvidedMemory::give_back() noexcept {
 // Whoever follows segments (NCCL registers them) follows these too.
 void ProvidedMemory::tell(PoolEvent event, ByteRange range, Stream stream) const noexcept {
   if (PoolObserver* const observer = memory_.observer(); observer != nullptr) [[unlikely]]
-    observer->on_provided(device_, region_, event, range.offset, range.size, stream);
+    observer->on_provided(memory_.device(), region_, event, range.offset, range.size, stream);
 }
 
 void ProvidedMemory::set_pinned(bool pinned) noexcept {
@@ -275,7 +271,7 @@ void ProvidedMemory::close() noexcept {
   }
 }
 
-void ProvidedMemory::finish_closed(int device, bool wait) noexcept {
+void ProvidedMemory::finish_closed(const DeviceMemory& device, bool wait) noexcept {
   if (!any_unfinished()) return;
   std::vector<std::shared_ptr<ProvidedMemory>> all;
   try {
@@ -306,7 +302,7 @@ void ProvidedMemory::finish(bool wait) noexcept {
 
 // -------------------------------------------------------------------- numbers
 
-std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(int device) {
+std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(const DeviceMemory& device) {
   std::vector<Segment> found;
   for (const auto& memory : segments().all_of(device)) {
     const MutexLock lock(memory->mutex_);
@@ -342,7 +338,7 @@ std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(int device) {
   return found;
 }
 
-void ProvidedMemory::add_statistics(int device, Statistics* sum) {
+void ProvidedMemory::add_statistics(const DeviceMemory& device, Statistics* sum) {
   segments().change(device, [&](const Statistics& provided) {
     sum->add_totals(provided);
     for (StatTriple& triple : sum->stats) {
@@ -351,11 +347,11 @@ void ProvidedMemory::add_statistics(int device, Statistics* sum) {
   });
 }
 
-void ProvidedMemory::reset_peaks(int device) {
+void ProvidedMemory::reset_peaks(const DeviceMemory& device) {
   segments().change(device, [](Statistics& statistics) { statistics.reset_peaks(); });
 }
 
-void ProvidedMemory::reset_accumulated(int device) {
+void ProvidedMemory::reset_accumulated(const DeviceMemory& device) {
   segments().change(device, [](Statistics& statistics) { statistics.reset_accumulated(); });
 }
 

@@ -38,33 +38,32 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
     SegmentSnapshot snapshot;
   };
 
-  // `memory`: the device's, which pays and whose clock and observer it has; never destroyed,
-  // as tensors outlive everything.
+  // `memory`: the device's, which pays and whose clock and observer it has. It outlives this.
   ProvidedMemory(DeviceMemory& memory, RegionId region, std::unique_ptr<SegmentProvider> provider, Report report);
 
   // False, at once, where no such memory lies at `block`.
-  static bool free(void* block) noexcept { return any_segment() && free_in(block); }
+  static bool free(Address block) noexcept { return any_segment() && free_in(block); }
   // One relaxed load.
   static bool any_segment() { return ProvidedSegments::any(); }
   // `stream` of `device` also uses the block.
-  static bool record_stream(void* block, Stream stream, DeviceStreams& device);
+  static bool record_stream(Address block, Stream stream, DeviceStreams& device);
   // The segment, whole, that holds a live block.
-  static std::optional<ByteRange> segment_at(void* block);
+  static std::optional<ByteRange> segment_at(Address block);
   // Bytes of the live block, or 0.
-  static std::size_t block_size(void* block);
+  static std::size_t block_size(Address block);
 
   // Gives the segments of pools that are gone back to their providers, as far as
   // no queued work uses them; with `wait`, waits for that work. Those of a pool
   // that is not gone stay with it: its owner may free them by itself.
-  static void finish_closed(int device, bool wait) noexcept;
+  static void finish_closed(const DeviceMemory& device, bool wait) noexcept;
   // There may be something to finish. One relaxed load.
   static bool any_unfinished() { return unfinished_.load(std::memory_order_relaxed) != 0; }
-  static std::vector<Segment> snapshot(int device);
+  static std::vector<Segment> snapshot(const DeviceMemory& device);
   // Adds what this device's providers gave. Peaks become at least what is
   // current: the sum's own peaks nobody follows.
-  static void add_statistics(int device, Statistics* sum);
-  static void reset_peaks(int device);
-  static void reset_accumulated(int device);
+  static void add_statistics(const DeviceMemory& device, Statistics* sum);
+  static void reset_peaks(const DeviceMemory& device);
+  static void reset_accumulated(const DeviceMemory& device);
 
   // ForeignMemory
   void set_pinned(bool pinned) noexcept override VMM_EXCLUDES(mutex_);
@@ -88,7 +87,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
 
   // Frees that recorded streams hold up and segments that queued work does.
   static inline std::atomic<std::size_t> unfinished_{0};
-  static bool free_in(void* block) noexcept;
+  static bool free_in(Address block) noexcept;
 
   StreamTag tag_of(Stream stream, bool small) VMM_REQUIRES(mutex_);
   Address carve(Block* free, std::size_t bytes) VMM_REQUIRES(mutex_);
@@ -103,7 +102,6 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   void finish(bool wait) noexcept VMM_EXCLUDES(mutex_);
 
   DeviceMemory& memory_;  // whose clock tells when segments may go
-  const int device_;
   const RegionId region_;
   const std::unique_ptr<SegmentProvider> provider_;
   const Report report_;

@@ -17,11 +17,12 @@ ProvidedSegments& ProvidedSegments::instance() {
   return *kInstance;
 }
 
-void ProvidedSegments::add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, int device, bool small) {
+void ProvidedSegments::add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, const DeviceMemory& device,
+                           bool small) {
   const MutexLock lock(mutex_);
-  segments_[range.offset] = {range.size, memory, device, small};
+  segments_[range.offset] = {range.size, memory, &device, small};
   count_.store(segments_.size(), std::memory_order_relaxed);
-  Statistics& statistics = statistics_[device];
+  Statistics& statistics = statistics_[&device];
   statistics.increase(StatKind::segment, size_class(small), 1);
   statistics.increase(StatKind::reserved_bytes, size_class(small), range.size);
   ++statistics.num_device_alloc;
@@ -61,12 +62,12 @@ std::optional<ByteRange> ProvidedSegments::segment_at(Address address) {
   return ByteRange{at->first, at->second.size};
 }
 
-std::vector<std::shared_ptr<ProvidedMemory>> ProvidedSegments::all_of(int device) {
+std::vector<std::shared_ptr<ProvidedMemory>> ProvidedSegments::all_of(const DeviceMemory& device) {
   std::vector<std::shared_ptr<ProvidedMemory>> found;
   if (!any()) return found;
   const MutexLock lock(mutex_);
   for (const auto& [address, segment] : segments_) {
-    if (segment.device == device && std::find(found.begin(), found.end(), segment.memory) == found.end())
+    if (segment.device == &device && std::find(found.begin(), found.end(), segment.memory) == found.end())
       found.push_back(segment.memory);
   }
   return found;

@@ -15,6 +15,7 @@
 
 namespace vmm {
 
+class DeviceMemory;
 class ProvidedMemory;
 
 class ProvidedSegments {
@@ -25,7 +26,8 @@ class ProvidedSegments {
   static bool any() { return count_.load(std::memory_order_relaxed) != 0; }
 
   // A segment of `memory`, which lives as long as it has one; of small blocks, or not.
-  void add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, int device, bool small) VMM_EXCLUDES(mutex_);
+  void add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, const DeviceMemory& device, bool small)
+      VMM_EXCLUDES(mutex_);
   // REQUIRES: it was added, whole.
   void remove(ByteRange range) VMM_EXCLUDES(mutex_);
   // Whose segment holds the address; nullptr: none does.
@@ -33,19 +35,19 @@ class ProvidedSegments {
   // The whole segment that holds it.
   std::optional<ByteRange> segment_at(Address address) VMM_EXCLUDES(mutex_);
   // Whatever has segments on the device, each once.
-  std::vector<std::shared_ptr<ProvidedMemory>> all_of(int device) VMM_EXCLUDES(mutex_);
+  std::vector<std::shared_ptr<ProvidedMemory>> all_of(const DeviceMemory& device) VMM_EXCLUDES(mutex_);
   // Calls `change` with the device's numbers.
   template <typename Change>
-  void change(int device, const Change& change) VMM_EXCLUDES(mutex_) {
+  void change(const DeviceMemory& device, const Change& change) VMM_EXCLUDES(mutex_) {
     const MutexLock lock(mutex_);
-    change(statistics_[device]);
+    change(statistics_[&device]);
   }
 
  private:
   struct Segment {
     std::size_t size = 0;  // bytes
     std::shared_ptr<ProvidedMemory> memory;
-    int device = 0;
+    const DeviceMemory* device = nullptr;
     bool small = false;
   };
   using Segments = std::map<Address, Segment>;
@@ -56,7 +58,7 @@ class ProvidedSegments {
   static inline std::atomic<std::size_t> count_{0};  // of segments_
   Mutex mutex_;                                      // a leaf, below ProvidedMemory::mutex_
   Segments segments_ VMM_GUARDED_BY(mutex_);
-  std::map<int, Statistics> statistics_ VMM_GUARDED_BY(mutex_);  // by device
+  std::map<const DeviceMemory*, Statistics> statistics_ VMM_GUARDED_BY(mutex_);
 };
 
 }  // namespace vmm
