@@ -20,9 +20,9 @@ using Kind = StreamOp::Kind;
 using Program = std::vector<StreamOp>;
 
 // What broke the rule, or "".
-std::string broken_by(const Program& program) {
+std::string broken_by(const Program& program, const char* debug = "") {
   try {
-    run_stream_program(program);
+    run_stream_program(program, debug);
   } catch (const std::runtime_error& error) {
     return error.what();
   }
@@ -93,6 +93,20 @@ TEST(StreamProgram, KeepsTheOrderInDebugMode) {
 TEST(StreamProgram, PrintsAnOperationAsCode) {
   EXPECT_EQ(to_string({Kind::allocate, 1, 4096, 0, 0}), "{Kind::allocate, 1, 4096}");
   EXPECT_EQ(to_string({Kind::close_manager}), "{Kind::close_manager}");
+}
+
+// A program that uses elsewhere what it allocated on a captured stream comes after what that had
+// queued before, as natively: its memory may have been filled there.
+TEST(StreamProgram, WhatACapturedStreamAllocatedIsUsedBehindWhatItHadQueued) {
+  EXPECT_EQ(broken_by({{Kind::allocate, 0, 2 * kMiB},
+                       {Kind::empty_cache},
+                       {Kind::close_pool},
+                       {Kind::allocate, 0, 2 * kMiB, 3},
+                       {Kind::begin_capture, 1, 3},
+                       {Kind::allocate, 0, 0, 3},
+                       {Kind::use, 1}},
+                      "canary"),
+            "");
 }
 
 // -- Memory leaves its stream behind readers that were never recorded

@@ -34,7 +34,14 @@ void StreamWorld::adopt(Live live, const std::shared_ptr<Pool>& home, std::size_
     (driver_.*hand_out)(live.address, live.size, ref(stream), live.home_number);
   });
   live.born = debts_[{slot(stream).device, slot(stream).handle}];
-  if (may_work(stream)) live.born.join(point(stream));
+  if (may_work(stream)) {
+    live.born.join(point(stream));
+  } else if (const CaptureId capture = driver_.capture_of(ref(stream)); capture != 0) {
+    // What the stream had queued before comes before the graph, and before any other user.
+    for (const Graph& graph : graphs_) {
+      if (graph.capture == capture) live.born.join(graph.born);
+    }
+  }
   live_.push_back(std::move(live));
 }
 
