@@ -1,0 +1,595 @@
+// Memory that another allocator gives: what it is asked for and when, which blocks are cut
+// from it, when its segments go back, and the numbers of it.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <functional>
+#include <future>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "base/sync.h"
+#include "core/device/private_pools.h"
+#include "core/device/provided_memory.h"
+#include "core/device/provided_segments.h"
+#include "core/device/segment_provider.h"
+#include "cpp/lab.h"
+
+namespace vmm::testing {
+namespace {
+
+constexpr RegionId kRegion{0, 7};
+const Stream kOne = stream(0xA);
+const Stream kTwo = stream(0xB);
+
+// What a provider has been asked, and what it answers. Its memory is addresses alone:
+// whoever cuts blocks looks into none.
+struct Books {
+  int refusals = 0;  // so many requests that come are refused, with these words
+  std::string words;
+  std::function<void()> in_take;       // called within take(), as Python would run
+  std::function<void()> in_give_back;  // and within give_back()
+
+  Mutex mutex;
+  std::vector<std::size_t> asked VMM_GUARDED_BY(mutex);
+  std::map<Address, std::size_t> out VMM_GUARDED_BY(mutex);  // given and not returned
+  int unknown VMM_GUARDED_BY(mutex) = 0;                     // returned, though not out
+  Address next VMM_GUARDED_BY(mutex) = Address{1} << 46;
+
+  std::vector<std::size_t> all_asked() VMM_EXCLUDES(mutex) {
+    const MutexLock lock(mutex);
+    return asked;
+  }
+  std::size_t bytes_out() VMM_EXCLUDES(mutex) {
+    const MutexLock lock(mutex);
+    std::size_t bytes = 0;
+    for (const auto& [address, size] : out) bytes += size;
+    return bytes;
+  }
+};
+
+class ScriptedProvider final : public SegmentProvider {
+ public:
+  explicit ScriptedProvider(Books& books) : books_(books) {}
+  Address take(std::size_t bytes, std::string* words) override {
+    if (books_.in_take != nullptr) books_.in_take();
+    const MutexLock lock(books_.mutex);
+    books_.asked.push_back(bytes);
+    if (books_.refusals > 0) {
+      --books_.refusals;
+      *words = books_.words;
+      return 0;
+    }
+    // Side by side, as cudaMalloc's may be: no block may lie over two.
+    const Address segment = books_.next;
+    books_.next += bytes;
+    books_.out[segment] = bytes;
+    return segment;
+  }
+  void give_back(Address segment) override {
+    if (books_.in_give_back != nullptr) books_.in_give_back();
+    const MutexLock lock(books_.mutex);
+    if (books_.out.erase(segment) != 1) ++books_.unknown;
+  }
+
+ private:
+  Books& books_;
+};
+
+void report(const char* who) noexcept { ADD_FAILURE() << who << " swallowed an exception"; }
+
+class ProvidedMemoryTest : public ::testing::Test {
+ protected:
+  ProvidedMemoryTest() : memory(make(kRegion)) {
+    // Of the process: other tests have been here.
+    ProvidedMemory::reset_accumulated(lab.memory());
+    ProvidedMemory::reset_peaks(lab.memory());
+  }
+  ~ProvidedMemoryTest() override {
+    books.in_take = books.in_give_back = nullptr;
+    lab.memory().set_observer(nullptr);
+    lab.driver.release_fences();
+    for (const auto& each : made) {
+      each->set_pinned(false);
+      each->close();
+    }
+    for (const Address block : std::vector<Address>(live)) free(block);
+    ProvidedMemory::finish_closed(lab.memory(), /*wait=*/true);
+    EXPECT_EQ(books.bytes_out(), 0U);
+    {
+      const MutexLock lock(books.mutex);
+      EXPECT_EQ(books.unknown, 0);
+    }
+    EXPECT_FALSE(ProvidedMemory::any_segment());
+    EXPECT_FALSE(ProvidedMemory::any_unfinished());
+    EXPECT_EQ(lab.memory().foreign_budget().used(), 0U);
+    const Statistics left = provided();
+    for (const StatTriple& triple : left.stats) {
+      for (const Stat& stat : triple) EXPECT_EQ(stat.current, 0);
+    }
+    const std::weak_ptr<ProvidedMemory> last = memory;
+    memory = nullptr;
+    made.clear();
+    EXPECT_TRUE(last.expired()) << "somebody keeps it";
+  }
+
+  std::shared_ptr<ProvidedMemory> make(RegionId region) {
+    made.push_back(
+        std::make_shared<ProvidedMemory>(lab.memory(), region, std::make_unique<ScriptedProvider>(books), &report));
+    return made.back();
+  }
+  Address allocate(ProvidedMemory& from, std::size_t bytes, Stream on) {
+    const Address block = from.allocate(bytes, on);
+    live.push_back(block);
+    return block;
+  }
+  Address allocate(std::size_t bytes, Stream on = kOne) { return allocate(*memory, bytes, on); }
+  void free(Address block) {
+    EXPECT_EQ(std::erase(live, block), 1U);
+    EXPECT_TRUE(ProvidedMemory::free(block));
+  }
+  // What is said of a request that finds nothing.
+  std::string refusal(std::size_t bytes) {
+    try {
+      allocate(bytes);
+    } catch (const OutOfMemoryError& error) {
+      EXPECT_EQ(error.requested, bytes);
+      EXPECT_EQ(error.pool, "MemPool (0, 7)");
+      return error.what();
+    }
+    return "";
+  }
+  Statistics provided() {
+    Statistics statistics;
+    ProvidedMemory::add_statistics(lab.memory(), &statistics);
+    return statistics;
+  }
+  void finish(bool wait = false) { ProvidedMemory::finish_closed(lab.memory(), wait); }
+
+  Lab lab;
+  Books books;
+  std::vector<std::shared_ptr<ProvidedMemory>> made;
+  std::vector<Address> live;
+  std::shared_ptr<ProvidedMemory> memory;
+};
+
+// ----------------------------------------------------------------- allocation
+
+TEST_F(ProvidedMemoryTest, SegmentsHaveNativesSizes) {
+  const std::vector<std::pair<std::size_t, std::size_t>> sizes = {
+      {0, 2 * kMiB},          {1, 2 * kMiB},
+      {kMiB, 2 * kMiB},       {kMiB + 1, 20 * kMiB},
+      {9 * kMiB, 20 * kMiB},  {10 * kMiB - 512, 20 * kMiB},
+      {10 * kMiB, 10 * kMiB}, {10 * kMiB + 1, 12 * kMiB},
+      {31 * kMiB, 32 * kMiB},
+  };
+  std::vector<std::size_t> wanted;
+  std::uintptr_t name = 100;
+  for (const auto& [bytes, segment] : sizes) {
+    allocate(bytes, stream(++name));  // each stream has its own
+    wanted.push_back(segment);
+  }
+  EXPECT_EQ(books.all_asked(), wanted);
+}
+
+TEST_F(ProvidedMemoryTest, BlocksOfOneStreamAndSizeClassShareSegments) {
+  const Address first = allocate(3 * kMiB);
+  EXPECT_EQ(allocate(100), first + 20 * kMiB) << "small ones have segments of their own";
+  EXPECT_EQ(allocate(3 * kMiB - 1), first + 3 * kMiB);
+  const Address others = allocate(3 * kMiB, kTwo);
+  EXPECT_EQ(others, first + 22 * kMiB) << "another stream shares none";
+  EXPECT_EQ(books.all_asked().size(), 3U);
+  free(first);
+  EXPECT_EQ(memory->try_allocate_within(18 * kMiB, kTwo), 0U);
+  EXPECT_EQ(allocate(3 * kMiB), first) << "what was freed is used again, at once";
+  EXPECT_EQ(books.all_asked().size(), 3U);
+}
+
+TEST_F(ProvidedMemoryTest, ABlockIsFoundByItsAddressAlone) {
+  EXPECT_EQ(ProvidedMemory::block_size(Address{1} << 46), 0U);
+  const Address block = allocate(3 * kMiB + 1);
+  const Address next = allocate(kMiB + 512);
+  EXPECT_EQ(ProvidedMemory::block_size(block), 3 * kMiB + 512);
+  EXPECT_EQ(ProvidedMemory::segment_at(next), (ByteRange{block, 20 * kMiB}));
+  EXPECT_EQ(ProvidedSegments::instance().segment_at(block + 20 * kMiB - 1), (ByteRange{block, 20 * kMiB}));
+  EXPECT_EQ(ProvidedSegments::instance().segment_at(block + 20 * kMiB), std::nullopt);
+  for (const Address none : {block + 512, block - 512, block + 20 * kMiB}) {
+    EXPECT_EQ(ProvidedMemory::block_size(none), 0U);
+    EXPECT_EQ(ProvidedMemory::segment_at(none), std::nullopt);
+    EXPECT_FALSE(ProvidedMemory::free(none));
+    EXPECT_FALSE(ProvidedMemory::record_stream(none, kTwo, lab.memory().streams()));
+  }
+  free(next);
+  EXPECT_FALSE(ProvidedMemory::free(next)) << "it has been freed";
+}
+
+TEST_F(ProvidedMemoryTest, WithNoSplitABlockHasItsSegmentForItself) {
+  const Address before = allocate(3 * kMiB);
+  memory->set_no_split();
+  const Address whole = allocate(3 * kMiB, kTwo);
+  EXPECT_EQ(ProvidedMemory::block_size(before), 3 * kMiB);
+  EXPECT_EQ(ProvidedMemory::block_size(whole), 20 * kMiB);
+  EXPECT_NE(allocate(3 * kMiB, kTwo), whole);
+  EXPECT_EQ(books.all_asked().size(), 3U);
+}
+
+TEST_F(ProvidedMemoryTest, TheProviderIsCalledWithNoLockHeld) {
+  std::vector<std::future<bool>> answers;  // their ends wait: after the lock, if one is held
+  const Address block = allocate(100);
+  // Another thread, as Python's may be: whoever waits for it has let go of everything.
+  const auto another_thread_comes = [&] {
+    answers.push_back(std::async(std::launch::async, [&] {
+      const Address more = memory->try_allocate_within(100, kOne);
+      return ProvidedMemory::block_size(block) == 512 && more != 0 && ProvidedMemory::free(more) &&
+             ProvidedMemory::snapshot(lab.memory()).size() >= 1 && provided().num_device_alloc >= 1;
+    }));
+    EXPECT_EQ(answers.back().wait_for(std::chrono::seconds(10)), std::future_status::ready);
+  };
+  books.in_take = another_thread_comes;
+  const Address large = allocate(3 * kMiB);
+  books.in_give_back = another_thread_comes;
+  free(large);
+  memory->close();
+  finish(/*wait=*/true);
+  ASSERT_EQ(answers.size(), 2U);
+  for (auto& answer : answers) EXPECT_TRUE(answer.get());
+}
+
+// -------------------------------------------------------------------- refusals
+
+TEST_F(ProvidedMemoryTest, ARefusalHasTheProvidersWords) {
+  books.refusals = 2;
+  books.words = "closed for today";
+  EXPECT_EQ(refusal(3 * kMiB),
+            "MemPool (0, 7) got no segment of 20 MiB: the allocator that it was made with says: closed for today");
+  EXPECT_EQ(lab.memory().foreign_budget().used(), 0U) << "what was not given is not charged";
+  books.refusals = 2;
+  books.words = "";
+  EXPECT_EQ(refusal(3 * kMiB), "MemPool (0, 7) got no segment of 20 MiB: the allocator that it was made with has none");
+  EXPECT_EQ(books.all_asked().size(), 4U) << "twice each";
+  EXPECT_EQ(provided().num_ooms, 2);
+  EXPECT_EQ(provided().num_alloc_retries, 2);
+  allocate(3 * kMiB);
+}
+
+TEST_F(ProvidedMemoryTest, AboveTheDevicesLimitNobodyIsAsked) {
+  const auto pool = lab.pool("a");
+  lab.leave_idle(*pool, 4 * kMiB);
+  lab.memory().set_limit(lab.memory().budget(), 19 * kMiB);
+  const std::string said = refusal(3 * kMiB);
+  EXPECT_NE(said.find(": the limit of the " + lab.memory().budget().name() + " is 19 MiB, and 4 MiB are in use"),
+            std::string::npos)
+      << said;
+  EXPECT_EQ(books.all_asked(), std::vector<std::size_t>{});
+  EXPECT_EQ(pool->idle_bytes(), 4 * kMiB) << "nobody's memory would have done";
+}
+
+TEST_F(ProvidedMemoryTest, WhatOthersHoldUnusedIsGivenBackBeforeASecondTry) {
+  const auto pool = lab.pool("a");
+  lab.leave_idle(*pool, 30 * kMiB);
+  const auto gone = make({0, 8});
+  const Address last = allocate(*gone, 3 * kMiB, kTwo);
+  lab.driver.hold_fences();
+  free(last);
+  gone->close();
+  books.refusals = 1;
+  allocate(3 * kMiB);
+  EXPECT_EQ(books.all_asked(), (std::vector<std::size_t>{20 * kMiB, 20 * kMiB, 20 * kMiB}));
+  EXPECT_EQ(books.bytes_out(), 20 * kMiB) << "a pool that is gone has left nothing";
+  EXPECT_EQ(lab.memory().committed_bytes(), 20 * kMiB);
+  EXPECT_EQ(provided().num_alloc_retries, 1);
+  EXPECT_EQ(provided().num_ooms, 0);
+}
+
+TEST_F(ProvidedMemoryTest, InACaptureThereIsNoSecondTry) {
+  const auto pool = lab.pool("a");
+  lab.leave_idle(*pool, 30 * kMiB);
+  lab.memory().clock().begin_capture();
+  books.refusals = 1;
+  EXPECT_NE(refusal(3 * kMiB), "");
+  EXPECT_EQ(books.all_asked().size(), 1U);
+  EXPECT_EQ(pool->idle_bytes(), 30 * kMiB);
+  lab.memory().clock().end_capture();
+}
+
+// --------------------------------------------------------------------- streams
+
+TEST_F(ProvidedMemoryTest, ABlockWaitsForTheStreamsThatWereRecorded) {
+  const Address block = allocate(20 * kMiB);
+  EXPECT_TRUE(ProvidedMemory::record_stream(block, kTwo, lab.memory().streams()));
+  lab.driver.hold_fences(kTwo);
+  free(block);
+  EXPECT_TRUE(ProvidedMemory::any_unfinished());
+  EXPECT_EQ(memory->try_allocate_within(20 * kMiB, kOne), 0U);
+  EXPECT_EQ(provided()[StatKind::allocated_bytes][0].current, 0);
+  EXPECT_EQ(provided()[StatKind::active_bytes][0].current, static_cast<std::int64_t>(20 * kMiB));
+  lab.driver.release_fences();
+  EXPECT_EQ(allocate(20 * kMiB), block);
+  EXPECT_FALSE(ProvidedMemory::any_unfinished());
+}
+
+TEST_F(ProvidedMemoryTest, ABlocksOwnStreamNeedsNoRecord) {
+  const Address block = allocate(20 * kMiB);
+  EXPECT_TRUE(ProvidedMemory::record_stream(block, kOne, lab.memory().streams()));
+  lab.driver.hold_fences();
+  free(block);
+  EXPECT_FALSE(ProvidedMemory::any_unfinished());
+  EXPECT_EQ(allocate(20 * kMiB), block);
+}
+
+// ----------------------------------------------------------------- giving back
+
+TEST_F(ProvidedMemoryTest, SegmentsStayWithAPoolThatLives) {
+  free(allocate(3 * kMiB));
+  const auto gone = make({0, 8});
+  const Address last = allocate(*gone, 30 * kMiB, kOne);
+  lab.driver.hold_fences();
+  free(last);
+  gone->close();
+  EXPECT_EQ(books.bytes_out(), 50 * kMiB);
+  finish(/*wait=*/true);
+  EXPECT_EQ(books.bytes_out(), 20 * kMiB) << "those of the other one alone";
+}
+
+TEST_F(ProvidedMemoryTest, SegmentsOfAPoolThatIsGoneWaitForQueuedWork) {
+  lab.meet(kTwo);
+  const Address block = allocate(3 * kMiB);
+  lab.driver.hold_fences(kTwo);  // nobody told us that it reads the block
+  free(block);
+  memory->close();
+  EXPECT_TRUE(ProvidedMemory::any_unfinished());
+  finish();
+  finish();
+  EXPECT_EQ(books.bytes_out(), 20 * kMiB);
+  EXPECT_EQ(lab.memory().foreign_budget().used(), 20 * kMiB);
+  EXPECT_EQ(memory->try_allocate_within(100 * kKiB, kOne), 0U) << "a segment that leaves serves nobody";
+  lab.driver.release_fences();
+  finish();
+  EXPECT_EQ(books.bytes_out(), 0U);
+  EXPECT_EQ(lab.memory().foreign_budget().used(), 0U);
+}
+
+TEST_F(ProvidedMemoryTest, WhoMayWaitGetsThemAtOnce) {
+  free(allocate(3 * kMiB));
+  lab.driver.hold_fences();
+  memory->close();
+  finish(/*wait=*/true);
+  EXPECT_EQ(books.bytes_out(), 0U);
+}
+
+TEST_F(ProvidedMemoryTest, TensorsOutliveTheirPoolAndTakeItsSegmentsAlong) {
+  const Address small = allocate(100);
+  const Address large = allocate(3 * kMiB);
+  memory->close();
+  finish(/*wait=*/true);
+  EXPECT_EQ(books.bytes_out(), 22 * kMiB);
+  free(small);
+  EXPECT_EQ(books.bytes_out(), 20 * kMiB) << "with the free, as nothing is queued";
+  free(large);
+  EXPECT_EQ(books.bytes_out(), 0U);
+}
+
+TEST_F(ProvidedMemoryTest, WhatAGraphUsesStaysUntilItsReplaysArePast) {
+  memory->set_pinned(true);
+  free(allocate(3 * kMiB));
+  memory->close();
+  Clock& clock = lab.memory().clock();
+  EXPECT_TRUE(clock.wait(clock.now()).ok()) << "the free is long ago";
+  EXPECT_EQ(books.bytes_out(), 20 * kMiB);
+  EXPECT_FALSE(ProvidedMemory::any_unfinished());
+  // The last replay is queued, and then the graph goes. Its pool has been released by then.
+  lab.driver.hold_fences();
+  memory->set_pinned(false);
+  memory->close();
+  finish();
+  EXPECT_EQ(books.bytes_out(), 20 * kMiB);
+  lab.driver.release_fences();
+  finish();
+  EXPECT_EQ(books.bytes_out(), 0U);
+}
+
+TEST_F(ProvidedMemoryTest, NothingIsGivenBackWhileAGraphIsCaptured) {
+  free(allocate(3 * kMiB));
+  memory->close();
+  lab.memory().clock().begin_capture();
+  finish(/*wait=*/true);
+  EXPECT_EQ(books.bytes_out(), 20 * kMiB) << "the provider's free would end the capture";
+  lab.memory().clock().end_capture();
+  finish();
+  EXPECT_EQ(books.bytes_out(), 0U);
+}
+
+// --------------------------------------------------------------------- numbers
+
+// Events of segments, as "map 20 MiB", and what was out with the provider then.
+class Follower final : public PoolObserver {
+ public:
+  explicit Follower(Books& books) : books_(books) {}
+  void on_event(const Pool& /*pool*/, PoolEvent /*event*/, Address /*address*/, std::size_t /*bytes*/,
+                Stream /*stream*/) noexcept override {}
+  void on_provided(int device, const RegionId& region, PoolEvent event, Address address, std::size_t bytes,
+                   Stream on) noexcept override {
+    static constexpr std::array kNames = {"alloc", "free", "freed", "map", "unmap", "here", "gone"};
+    EXPECT_EQ(device, 0);
+    EXPECT_TRUE(region == kRegion);
+    last = {address, bytes};
+    told.push_back(std::string(kNames.at(static_cast<std::size_t>(event))) + " " + std::to_string(bytes / kMiB) +
+                   " on " + std::to_string(number(on)) + " of " + std::to_string(books_.bytes_out() / kMiB));
+  }
+  std::vector<std::string> told;
+  ByteRange last;
+
+ private:
+  Books& books_;
+};
+
+TEST_F(ProvidedMemoryTest, WhoeverFollowsSegmentsIsToldOfThese) {
+  Follower follower(books);
+  lab.memory().set_observer(&follower);
+  const Address block = allocate(3 * kMiB);
+  EXPECT_EQ(follower.told, (std::vector<std::string>{"map 20 on 10 of 20", "here 20 on 10 of 20"}));
+  EXPECT_EQ(follower.last, (ByteRange{block, 20 * kMiB}));
+  follower.told.clear();
+  allocate(kMiB + 512);
+  free(block);
+  EXPECT_EQ(follower.told, std::vector<std::string>{}) << "blocks are none of theirs";
+  free(live.back());
+  memory->close();
+  finish(/*wait=*/true);
+  EXPECT_EQ(follower.told, (std::vector<std::string>{"unmap 20 on 0 of 20", "gone 20 on 0 of 20"}))
+      << "while the provider still has it";
+}
+
+std::size_t current(const Statistics& statistics, StatKind kind, std::size_t of = 0) {
+  return static_cast<std::size_t>(statistics[kind].at(of).current);
+}
+
+TEST_F(ProvidedMemoryTest, StatisticsAndSnapshotsAddUp) {
+  const Address small = allocate(100);
+  const Address large = allocate(3 * kMiB + 1);
+  const Address pending = allocate(5 * kMiB);
+  ProvidedMemory::record_stream(pending, kTwo, lab.memory().streams());
+  lab.driver.hold_fences(kTwo);
+  free(pending);
+  const Statistics statistics = provided();
+  const std::size_t large_size = 3 * kMiB + 512;
+  EXPECT_EQ(current(statistics, StatKind::allocation), 2U);
+  EXPECT_EQ(current(statistics, StatKind::allocation, 1), 1U);
+  EXPECT_EQ(current(statistics, StatKind::allocated_bytes), 512 + large_size);
+  EXPECT_EQ(current(statistics, StatKind::active), 3U);
+  EXPECT_EQ(current(statistics, StatKind::active_bytes), 512 + large_size + 5 * kMiB);
+  EXPECT_EQ(current(statistics, StatKind::requested_bytes), 100 + 3 * kMiB + 1 + 5 * kMiB);
+  EXPECT_EQ(current(statistics, StatKind::segment), 2U);
+  EXPECT_EQ(current(statistics, StatKind::reserved_bytes, 1), 2 * kMiB);
+  EXPECT_EQ(current(statistics, StatKind::reserved_bytes, 2), 20 * kMiB);
+  EXPECT_EQ(statistics.num_device_alloc, 2);
+
+  const auto snapshot = ProvidedMemory::snapshot(lab.memory());
+  ASSERT_EQ(snapshot.size(), 2U);
+  SegmentSnapshot sum;
+  for (const auto& [region, segment] : snapshot) {
+    EXPECT_TRUE(region == kRegion);
+    EXPECT_EQ(segment.stream, kOne);
+    EXPECT_EQ(segment.size_class == SizeClass::small_pool, segment.total_size == 2 * kMiB);
+    std::size_t tiled = 0;
+    for (const BlockSnapshot& block : segment.blocks) tiled += block.size;
+    EXPECT_EQ(tiled, segment.total_size);
+    sum.total_size += segment.total_size;
+    sum.allocated_size += segment.allocated_size;
+    sum.active_size += segment.active_size;
+    sum.requested_size += segment.requested_size;
+  }
+  EXPECT_EQ(sum.total_size, current(statistics, StatKind::reserved_bytes));
+  EXPECT_EQ(sum.allocated_size, current(statistics, StatKind::allocated_bytes));
+  EXPECT_EQ(sum.active_size, current(statistics, StatKind::active_bytes));
+  EXPECT_EQ(sum.requested_size, current(statistics, StatKind::requested_bytes));
+
+  // What is about to leave is still a segment, with nothing in it.
+  memory->close();
+  free(small);
+  EXPECT_EQ(books.bytes_out(), 22 * kMiB);
+  const auto later = ProvidedMemory::snapshot(lab.memory());
+  ASSERT_EQ(later.size(), 2U);
+  EXPECT_EQ(later.back().snapshot.address, small);
+  EXPECT_EQ(later.back().snapshot.total_size, 2 * kMiB);
+  EXPECT_EQ(later.back().snapshot.active_size, 0U);
+  EXPECT_EQ(current(provided(), StatKind::reserved_bytes), 22 * kMiB);
+  lab.driver.release_fences();
+  free(large);
+  EXPECT_EQ(books.bytes_out(), 0U);
+  EXPECT_EQ(provided().num_device_free, 2);
+}
+
+TEST_F(ProvidedMemoryTest, TheDevicesPeakIsAtLeastWhatIsThere) {
+  const Address block = allocate(3 * kMiB);
+  Statistics sum;
+  sum[StatKind::allocated_bytes][0].current = 4 * kMiB;
+  sum[StatKind::allocated_bytes][0].peak = 5 * kMiB;
+  ProvidedMemory::add_statistics(lab.memory(), &sum);
+  EXPECT_EQ(sum[StatKind::allocated_bytes][0].current, static_cast<std::int64_t>(7 * kMiB));
+  EXPECT_EQ(sum[StatKind::allocated_bytes][0].peak, static_cast<std::int64_t>(7 * kMiB));
+  free(block);
+  EXPECT_EQ(provided()[StatKind::allocation][0].freed, 1);
+  ProvidedMemory::reset_accumulated(lab.memory());
+  EXPECT_EQ(provided()[StatKind::allocation][0].freed, 0);
+  EXPECT_EQ(provided().num_device_alloc, 0);
+}
+
+TEST_F(ProvidedMemoryTest, ADevicesNumbersAreItsOwn) {
+  DeviceMemory other(lab.driver, lab.space, 0, LabSpec::plain_options());
+  free(allocate(3 * kMiB));
+  lab.driver.hold_fences();
+  memory->close();
+  EXPECT_EQ(ProvidedMemory::snapshot(lab.memory()).size(), 1U);
+  EXPECT_EQ(ProvidedMemory::snapshot(other).size(), 0U);
+  Statistics statistics;
+  ProvidedMemory::add_statistics(other, &statistics);
+  EXPECT_EQ(statistics[StatKind::reserved_bytes][0].current, 0);
+  ProvidedMemory::finish_closed(other, /*wait=*/true);
+  EXPECT_EQ(books.bytes_out(), 20 * kMiB);
+}
+
+// --------------------------------------------------------------------- threads
+
+TEST_F(ProvidedMemoryTest, ThreadsAllocateAndFreeAtOnce) {
+  Mutex mutex;
+  std::map<Address, std::size_t> mine;  // live blocks, of all threads
+  const auto overlaps = [&](Address at, std::size_t size) VMM_REQUIRES(mutex) {
+    const auto after = mine.lower_bound(at);
+    if (after != mine.end() && after->first < at + size) return true;
+    return after != mine.begin() && std::prev(after)->first + std::prev(after)->second > at;
+  };
+  const auto work = [&](std::uintptr_t thread) {
+    std::uint64_t state = thread;
+    for (int turn = 0; turn < 400; ++turn) {
+      state = state * 6364136223846793005ULL + 1442695040888963407ULL;
+      const std::size_t bytes = (state >> 33) % (turn % 8 == 0 ? 12 * kMiB : 100 * kKiB) + 1;
+      const Address block = memory->allocate(bytes, stream(1 + (thread + static_cast<std::uintptr_t>(turn)) % 3));
+      if (turn % 5 == 0) ProvidedMemory::record_stream(block, kTwo, lab.memory().streams());
+      Address freed = 0;
+      {
+        const MutexLock lock(mutex);
+        EXPECT_FALSE(overlaps(block, bytes));
+        mine[block] = bytes;
+        // Whoever has the lowest frees it, whose ever it is.
+        if (mine.size() > 40) {
+          freed = mine.begin()->first;
+          mine.erase(mine.begin());
+        }
+      }
+      if (freed != 0) {
+        EXPECT_TRUE(ProvidedMemory::free(freed));
+      }
+      if (turn % 50 == 0) finish();
+      if (turn % 70 == 0) (void)ProvidedMemory::snapshot(lab.memory());
+    }
+  };
+  std::vector<std::thread> threads;
+  for (std::uintptr_t thread = 1; thread <= 4; ++thread) threads.emplace_back(work, thread);
+  for (auto& thread : threads) thread.join();
+  // The pool goes, and its last blocks with several threads at once.
+  memory->close();
+  threads.clear();
+  std::vector<Address> rest;
+  for (const auto& [block, bytes] : mine) rest.push_back(block);
+  for (std::size_t thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (std::size_t k = thread; k < rest.size(); k += 4) EXPECT_TRUE(ProvidedMemory::free(rest[k]));
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  finish(/*wait=*/true);
+  EXPECT_EQ(books.bytes_out(), 0U);
+}
+
+}  // namespace
+}  // namespace vmm::testing
