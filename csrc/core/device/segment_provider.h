@@ -24,7 +24,7 @@ class SegmentProvider {
   // throws comes out, and no error of the device stays behind.
   virtual Address take(std::size_t bytes, std::string* words) = 0;
   // `segment`, which take() gave, and which no queued work uses any more. What it throws
-  // is reported.
+  // is reported, and the segment counts as given back.
   virtual void give_back(Address segment) = 0;
 };
 
