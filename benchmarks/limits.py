@@ -42,7 +42,7 @@ def measure(allocator: str, quick: bool) -> list[Measurement]:
         while within(limit=int(share * peak))["refused_at"] is not None:
             share += _STEP
         case = ", ".join(names)
-        rows.append(Measurement(case, "least limit over the joint peak", round(share, 3), "ratio"))
+        rows.append(Measurement(case, "least limit above the joint peak", round(100 * (share - 1), 1), "%"))
         for of_peak in (1.05, 1.10, 1.20):
             calls = np.frombuffer(within(limit=int(of_peak * peak))["driver_calls"], np.uint64)
             last = int(calls[-1] - calls[len(calls) * (_PASSES - 1) // _PASSES])

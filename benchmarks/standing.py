@@ -19,7 +19,8 @@ _NAMES = {"expandable": "expandable segments"}
 
 def tables() -> list[str]:
     """Markdown, each with a line above it that names its file, commit and machine."""
-    files = {file.stem: result for file in sorted(RESULTS.glob("*-h?00.json")) if (result := _read(file))}
+    found = [*sorted(RESULTS.glob("*-h?00.json")), RESULTS / "limits-cpu.json"]
+    files = {file.stem: result for file in found if (result := _read(file))}
     return [
         _floor(files[f"hot_path-{DEVICE}"]),
         _driver_calls(next(result for stem, result in files.items() if stem.startswith("driver_ops-"))),
@@ -53,7 +54,7 @@ def _chunks(result: Result) -> list[str]:
 
 
 def _standing(title: str, result: Result) -> str:
-    if result["benchmark"] == "workloads":
+    if any(row["metric"] == "reserved / allocated" for row in result["rows"]):
         return _workloads(title, result)
     chunks = _chunks(result)
     rows = [row for row in result["rows"] if row["case"] not in chunks and is_for_tables(row)]
