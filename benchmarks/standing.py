@@ -54,7 +54,8 @@ def _chunks(result: Result) -> list[str]:
 
 
 def _standing(title: str, result: Result) -> str:
-    if any(row["metric"] == "reserved / allocated" for row in result["rows"]):
+    is_of_batches = any(row["metric"] == "largest batch" for row in result["rows"])
+    if result["benchmark"] == "workloads" and not is_of_batches:
         return _workloads(title, result)
     chunks = _chunks(result)
     rows = [row for row in result["rows"] if row["case"] not in chunks and is_for_tables(row)]
