@@ -161,7 +161,6 @@ Address Pool::try_allocate_watched(std::size_t bytes, Stream stream, const std::
 Address Pool::allocate_watched_locked(std::size_t bytes, Stream stream, const std::shared_ptr<const std::string>& stack,
                                       Grant* grant, Shortage* shortage) {
   settle_locked();
-  retire_in_vain();
   const StreamTag tag = streams_.tag_of(stream);
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   const bool is_guard = context_.log->mode().kind == DebugMode::Kind::guard;
