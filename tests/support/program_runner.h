@@ -12,9 +12,11 @@
 #include <csignal>
 #include <cstddef>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace vmm::testing {
@@ -54,35 +56,54 @@ void run_steps(World& world, const std::vector<Op>& program) {
   std::signal(SIGABRT, former);
 }
 
-// Whether `run(program)` throws or aborts, found out in a forked child.
+// Runs `work` on a thread of its own: what the core keeps for a thread (its caches, which
+// allocations of a sample it watches) begins anew, so a program does the same alone and
+// after others.
+template <typename Work>
+void on_fresh_thread(const Work& work) {
+  std::exception_ptr error;
+  std::thread([&work, &error] {
+    try {
+      work();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }).join();
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+// How `run(program)` ends, found out in a forked child: 0 as it should, else a number for
+// the way in which it fails: it aborts, breaks the order of uses or throws otherwise.
 template <typename Op, typename Run>
-bool fails(const std::vector<Op>& program, const Run& run) {
+int ending(const std::vector<Op>& program, const Run& run) {
   const pid_t child = fork();
   if (child == 0) {
     if (std::freopen("/dev/null", "w", stderr) == nullptr) _exit(3);
     std::signal(SIGABRT, SIG_DFL);
     try {
       run(program);
-    } catch (const std::exception&) {
-      _exit(1);
+    } catch (const std::exception& error) {
+      _exit(std::strstr(error.what(), "the order of uses is broken") != nullptr ? 2 : 1);
     }
     _exit(0);
   }
   int status = 0;
   waitpid(child, &status, 0);
-  return status != 0;
+  return status;
 }
 
-// The smallest program found that still fails.
+// The smallest program found that still fails in the same way: half a program may be
+// refused for what its other half would have changed.
 template <typename Op, typename Run>
 std::vector<Op> shrink_program(std::vector<Op> program, const Run& run) {
+  const int wanted = ending(program, run);
   for (std::size_t piece = program.size() / 2; piece != 0;) {
     bool any = false;
     for (std::size_t at = 0; at < program.size();) {
       std::vector<Op> smaller(program.begin(), program.begin() + static_cast<std::ptrdiff_t>(at));
       smaller.insert(smaller.end(), program.begin() + static_cast<std::ptrdiff_t>(std::min(at + piece, program.size())),
                      program.end());
-      if (fails(smaller, run)) {
+      if (ending(smaller, run) == wanted) {
         program = std::move(smaller);
         any = true;
       } else {

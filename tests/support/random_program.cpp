@@ -579,8 +579,10 @@ std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const Prog
 }
 
 void run_program(const std::vector<Op>& program, const std::string& debug) {
-  World world(debug);
-  run_steps(world, program);
+  on_fresh_thread([&] {
+    World world(debug);
+    run_steps(world, program);
+  });
 }
 
 std::vector<Op> shrink(std::vector<Op> program, const std::string& debug) {

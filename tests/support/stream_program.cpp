@@ -37,17 +37,22 @@ std::string to_string(const StreamOp& op) {
 }
 
 OrderChecker::Counts run_stream_program(const std::vector<StreamOp>& program, const std::string& debug) {
-  StreamWorld world(debug);
-  run_steps(world, program);
-  return world.counts();
+  OrderChecker::Counts counts;
+  on_fresh_thread([&] {
+    StreamWorld world(debug);
+    run_steps(world, program);
+    counts = world.counts();
+  });
+  return counts;
 }
 
 bool fails(const std::vector<StreamOp>& program, const std::string& debug) {
-  return fails(program, [&debug](const std::vector<StreamOp>& part) { run_stream_program(part, debug); });
+  return ending(program, [&debug](const std::vector<StreamOp>& part) { run_stream_program(part, debug); }) != 0;
 }
 
 std::vector<StreamOp> shrink(std::vector<StreamOp> program, const std::string& debug) {
   const auto run = [&debug](const std::vector<StreamOp>& part) { run_stream_program(part, debug); };
+  const int wanted = ending(program, run);
   program = shrink_program(std::move(program), run);
   // Then every number: plainer ones, and of blocks those that were made last.
   const auto simplify = [&](std::uint64_t& value, const std::vector<std::uint64_t>& plain) {
@@ -55,7 +60,7 @@ std::vector<StreamOp> shrink(std::vector<StreamOp> program, const std::string& d
     if (was < kPoolSlots) return;
     for (const std::uint64_t plainer : plain) {
       value = plainer;
-      if (plainer == was || fails(program, debug)) return;
+      if (plainer == was || ending(program, run) == wanted) return;
     }
     value = was;
   };

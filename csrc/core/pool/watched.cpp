@@ -106,13 +106,15 @@ Block* Pool::take_between_patterns(std::size_t size, StreamTag tag, PoolWatch::A
   return block;
 }
 
-// When the stream's free memory was last freed, out of which `bytes` are about to be taken;
-// 0: of which anything may be.
+// When what `bytes` are about to be taken from was last used; 0: whatever is about to be
+// taken. Placing may move any memory that the stream has freed, and on its way ends pending
+// frees and gives up spare slabs, which no free block tells of before.
 Epoch Pool::last_use_before(std::size_t bytes, StreamTag tag) const {
-  if (free_mapped_bytes() == 0) return kLongAgo;
   // The very block, where best fit decides; it may have been freed long before the latest.
   const Block* fit = no_split_ || bytes == 0 ? nullptr : large_.best_fit(bytes, tag);
-  return fit != nullptr ? fit->epoch : streams_[tag].last_free;
+  if (fit != nullptr) return fit->epoch;
+  if (!pending_.empty()) return context_.clock.now();
+  return free_mapped_bytes() + slabs_.spare_bytes() == 0 ? kLongAgo : streams_[tag].last_free;
 }
 
 // Writes the patterns around what was asked for, behind `last_use`. Where the stream is
