@@ -27,7 +27,7 @@ demo: build ## three models in three pools under one limit, on the GPU or on hos
 .PHONY: test
 test: ## everything that CI checks
 	@scripts/bootstrap test
-	@$(MAKE) --no-print-directory lint thread-safety
+	@$(MAKE) --no-print-directory lint
 	@scripts/build_extension $(VENV_PYTHON)
 	@for variant in asan tsan; do scripts/cpp_tests build $$variant; done
 	@scripts/cpp_tests build plain instructions
@@ -63,10 +63,6 @@ lint: tools ## clang-format, ruff, mypy, clang-tidy
 	@.venv/bin/mypy
 	@scripts/cpp_tests configure plain
 	@$(VENV_PYTHON) scripts/clang_tidy.py
-
-.PHONY: thread-safety
-thread-safety: tools ## clang's thread-safety analysis, as errors
-	@scripts/thread_safety
 
 .PHONY: cpp-test
 cpp-test: tools ## C++ tests, plain: the quickest way

@@ -68,7 +68,7 @@ TEST(BlockSpace, PiecesAreAlignedZeroedAndNobodyElses) {
 // `holds` in a child that begins anew, as the space is reserved once, and that may have
 // 4 GiB of addresses.
 void expect_with_few_addresses(bool (*holds)()) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef VMM_SANITIZED
   GTEST_SKIP() << "the sanitizers need more addresses themselves";
 #endif
   GTEST_FLAG_SET(death_test_style, "threadsafe");

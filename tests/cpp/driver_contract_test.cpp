@@ -10,14 +10,6 @@
 #include "driver/host_driver.h"
 #include "support/scripted_driver.h"
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-#define VMM_SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
-#define VMM_SANITIZED 1
-#endif
-#endif
-
 namespace vmm::testing {
 namespace {
 

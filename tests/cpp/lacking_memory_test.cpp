@@ -79,7 +79,7 @@ void expect_that_threads_go_on(const std::function<void(Lab&, Pool&)>& step) {
     const auto first = lab.pool("first");
     const auto second = lab.pool("second");
     const auto use = [&] {
-      for (const int thread : {0, 1}) {
+      for (const std::size_t thread : {0U, 1U}) {
         turns.on(thread, [&] {
           warm(lab, *first, 512);
           warm(lab, *second, 512);

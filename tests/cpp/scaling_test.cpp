@@ -199,7 +199,7 @@ std::size_t resident_bytes() {
 }
 
 TEST(OwnMemory, AMillionSmallBlocksTakeAtMost48BytesEachAndLeaveATenth) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef VMM_SANITIZED
   GTEST_SKIP() << "the sanitizers have memory of their own for each of ours";
 #endif
   constexpr std::size_t kCount = 1'000'000;
@@ -217,7 +217,7 @@ TEST(OwnMemory, AMillionSmallBlocksTakeAtMost48BytesEachAndLeaveATenth) {
 
 // Their tables are megabytes of which a page or two is touched, each time anew.
 TEST(OwnMemory, PoolsThatCameAndWentLeaveNothing) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef VMM_SANITIZED
   GTEST_SKIP() << "the sanitizers have memory of their own for each of ours";
 #endif
   constexpr std::size_t kPools = 200;

@@ -11,11 +11,11 @@
 #include <vector>
 
 namespace {
-bool no_memory = false;
+bool memory_ends = false;
 }  // namespace
 
 void* operator new(std::size_t bytes) {
-  void* const memory = no_memory ? nullptr : std::malloc(bytes);
+  void* const memory = memory_ends ? nullptr : std::malloc(bytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
@@ -93,14 +93,14 @@ TEST_F(SmallBlocks, AtAnOffsetChangeNothingWhereThereIsNoMemory) {
   constexpr std::size_t kOfASegment = (64 * kKiB - 64) / sizeof(Block);
   Block* const first = heap_.donate(0);
   for (std::size_t made = 1; made < kOfASegment - 1; ++made) arena_.make();  // one is left, of two that it takes
-  no_memory = true;
+  memory_ends = true;
   bool refused = false;
   try {
     heap_.cut_at(first, 2 * kUnit, kUnit);
   } catch (const std::bad_alloc&) {
     refused = true;
   }
-  no_memory = false;
+  memory_ends = false;
   EXPECT_TRUE(refused);
   EXPECT_TRUE(SmallHeap::is_whole(*first));
   EXPECT_EQ(heap_.check(first), 1U);

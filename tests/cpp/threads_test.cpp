@@ -13,14 +13,8 @@ namespace vmm::testing {
 namespace {
 
 constexpr int kThreads = 16;
-#if defined(__SANITIZE_THREAD__)
+#ifdef VMM_UNDER_TSAN  // base/sync.h
 constexpr bool kTsan = true;
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-constexpr bool kTsan = true;
-#else
-constexpr bool kTsan = false;
-#endif
 #else
 constexpr bool kTsan = false;
 #endif

@@ -223,7 +223,7 @@ TEST_F(Manager, TensorsHoldWhatTheyCoverAndNothingElse) {
   open(r);
   manager_->hold(r, kPage + 512, kPage);  // the second page and the third
   manager_->unmap(r, 0, kPage);
-  for (const std::size_t page : {1, 2}) {
+  for (const std::size_t page : {1U, 2U}) {
     try {
       manager_->unmap(r, page * kPage, kPage);
       FAIL() << "page " << page << " is shown";
