@@ -12,7 +12,7 @@ Conventions, everywhere:
 - In a forked child every call about memory raises ``NotAvailableError``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NoReturn, TypedDict, final
 
 import torch
@@ -67,6 +67,7 @@ class _Holder(TypedDict):
     stranded: int
     quarantined: int
     floor: int
+    reserved: int
 
 class _Refusal(TypedDict):
     requested: int
@@ -264,6 +265,14 @@ class Pool:
         """Bytes: the pool's own physical limit."""
     def set_limit(self, limit: int | None) -> int:
         """Sets :attr:`limit`; returns the bytes of idle memory given back for it. Memory in use stays."""
+    def set_floor(self, floor: int) -> int:
+        """Returns the bytes of idle memory that others gave back for it.
+
+        Raises:
+            InvalidArgumentError: the pool is closed, or the floors are above a limit together.
+        """
+    def set_priority(self, priority: int) -> None:
+        """Raises InvalidArgumentError: the pool is closed."""
     @property
     def is_closed(self) -> bool:
         """Closed by :meth:`close` or by its SharedMemoryPool; it may still drain."""
@@ -343,6 +352,16 @@ class SharedMemoryPool:
     def is_closed(self) -> bool: ...
     def set_physical_limit(self, physical_limit: int) -> int:
         """Returns the bytes of idle memory given back for it."""
+    @property
+    def floor(self) -> int: ...
+    def set_floor(self, floor: int) -> int:
+        """As :meth:`Pool.set_floor`."""
+    @property
+    def priority(self) -> int: ...
+    def set_priority(self, priority: int) -> None:
+        """As :meth:`Pool.set_priority`."""
+    def set_on_pressure(self, function: Callable[[int, Pool], bool] | None) -> None:
+        """Called for a request that finds no memory, on its thread, with no lock held."""
     def register_model(
         self,
         model_id: str,
@@ -352,7 +371,7 @@ class SharedMemoryPool:
         floor: int = 0,
         priority: int = 0,
     ) -> Pool:
-        """Raises ModelExistsError; InvalidArgumentError for an empty id, a floor above the limit and their kind."""
+        """Raises ModelExistsError; InvalidArgumentError for an empty id, floors above the limit and their kind."""
     def unregister_model(self, model_id: str, force: bool = False) -> None:
         """Raises ModelNotFoundError; StillInUseError unless ``force``."""
     def model(self, model_id: str) -> Pool:

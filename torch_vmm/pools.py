@@ -28,6 +28,7 @@ from torch_vmm.sizes import (
     to_bytes,
     to_flag,
     to_name,
+    to_number,
     to_optional_bytes,
     to_range,
     to_tensor_range,
@@ -311,25 +312,32 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
 
     @property
     def floor(self) -> int:
-        """Bytes of memory that no other model takes from it; given to
-        :meth:`SharedMemoryPool.register_model`.
+        """Bytes of memory that are this model's, held or not: others neither take
+        them from it nor grow into what is left of them. Can be set at any time.
+
+        Set, it takes effect at once as far as others have memory idle, and for
+        the rest as they free it.
+
+        Raises:
+            InvalidArgumentError: on assignment, above the limit, with the other
+                models' floors.
         """
         return self._handle.floor
 
     @floor.setter
     def floor(self, floor: Size) -> None:
-        raise AttributeError(_fixed("floor"))
+        self._handle.set_floor(to_bytes(floor, "floor"))
 
     @property
     def priority(self) -> int:
-        """When memory is short, a higher one gives later; given to
-        :meth:`SharedMemoryPool.register_model`.
+        """When memory is short, a model with a higher one gives later; from -2**31
+        to 2**31 - 1. Can be set at any time.
         """
         return self._handle.priority
 
     @priority.setter
     def priority(self, priority: int) -> None:
-        raise AttributeError(_fixed("priority"))
+        self._handle.set_priority(to_number(priority, "priority"))
 
     @property
     def physical_memory_usage(self) -> int:
@@ -508,13 +516,6 @@ def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, i
         held: int = getattr(tensor, "_held_bytes", lambda: 0)()
         found.append((tensor.data_ptr(), max(size, held), held >= size or reaches_the_end(tensor)))
     return found
-
-
-def _fixed(name: str) -> str:
-    return (
-        f"{name} can be read, but not changed: a model has it from register_model(..., {name}=...) to its end; to "
-        f"change it, unregister the model and register it anew"
-    )
 
 
 # -- One object for one pool -------------------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ class Holder:
     quarantined: int
     """Freed, but queued work may still use it."""
     floor: int
-    """Where it is why what is idle was not taken; else 0."""
+    """Where it is why memory was not to be had; else 0."""
+    reserved: int = 0
+    """What is left of the floor: not held, and nobody else's."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 from torch_vmm import _C, pools
@@ -25,6 +25,9 @@ from torch_vmm.sizes import (
 )
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats
 from torch_vmm.workspaces import end_with_workspaces_freed
+
+# function(requested, pool) -> whether to try again
+OnPressure = Callable[[int, VirtualMemoryPool], bool]
 
 
 class SharedMemoryPool(OnDevice, Guarded, guarded=True):
@@ -51,6 +54,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
     )
     _handle: _C.SharedMemoryPool
     _models: ModelsView
+    _on_pressure: OnPressure | None
 
     def __init__(self, physical_limit: Size, device: Device = "cuda") -> None:
         self._device = to_device(device)
@@ -58,6 +62,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             self._device.kind, self._device.ordinal, to_bytes(physical_limit, "physical_limit")
         )
         self._models = ModelsView(self._handle, weakref.ref(self))
+        self._on_pressure = None
         with _lock:
             _alive.add(self)
         weakref.finalize(self, _close_dropped, self._handle).atexit = False
@@ -81,14 +86,15 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
                 addresses of its own. ``None`` is four times the device's
                 memory, or less where the process is short of addresses.
             physical_limit: bytes of memory that this model holds at most.
-            floor: bytes of memory that no other model takes from it.
+            floor: bytes of memory that are this model's, held or not
+                (:attr:`VirtualMemoryPool.floor`).
             priority: when memory is short, a higher one gives later; from
                 -2**31 to 2**31 - 1.
             page_size: bytes, as :class:`VirtualMemoryPool` takes it.
         Raises:
             ModelExistsError: the id is taken.
-            InvalidArgumentError: an empty id, a floor above the limit, sizes
-                that can't be.
+            InvalidArgumentError: an empty id, floors that are above the limit
+                together, sizes that can't be.
             OutOfMemoryError: there is no such stretch of addresses.
         """
         handle = self._handle.register_model(
@@ -155,6 +161,43 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         """What the memory of all models is at this moment."""
         return GlobalMemoryStats(**self._handle.global_stats())
 
+    def on_pressure(self, function: OnPressure | None) -> OnPressure | None:
+        """Has a function called when a model's request finds no memory, before it
+        fails.
+
+        ``function(requested, pool)`` is told the bytes asked for and the model
+        that asks. It frees, trims, evicts or changes limits as it likes, and
+        returns whether to try again: while it says so, and the memory does not
+        do, queued work is waited for and it is called again, up to 64 times. It
+        runs on the thread that asks (which may be one of autograd's), by
+        several threads at once if several ask, and not for what it allocates
+        itself, nor while the thread captures a CUDA graph. What it raises goes
+        to ``sys.unraisablehook``, and the request goes on without it.
+
+        Args:
+            function: in place of the one before; ``None``: none is called.
+        Returns:
+            The function, so that this can decorate it.
+        Raises:
+            InvalidArgumentError: it can't be called, or the pool is closed.
+        """
+        if function is not None and not callable(function):
+            raise InvalidArgumentError(f"on_pressure: {function!r} can't be called; give a function or None")
+        if function is None:
+            self._handle.set_on_pressure(None)
+        else:
+            # Held here and not by the handle: the function may well know this object.
+            shared = weakref.ref(self)
+
+            def relieve(requested: int, handle: _C.Pool) -> bool:
+                alive = shared()
+                called = None if alive is None else alive._on_pressure
+                return called is not None and bool(called(requested, pools.wrap(handle, alive, handle.name)))
+
+            self._handle.set_on_pressure(relieve)
+        self._on_pressure = function
+        return function
+
     @property
     def models(self) -> Mapping[str, VirtualMemoryPool]:
         """The models' pools by id, in order of registration: a view that cannot be
@@ -193,23 +236,28 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
 
     @property
     def floor(self) -> int:
-        """0: pools beside it on the device may have whatever is idle in it. Its
-        models have floors.
+        """Bytes of the device's memory that are its models', held or not, beside
+        pools that stand outside; each model may have one of its own within. It
+        counts where the device has a limit
+        (``torch.cuda.set_per_process_memory_fraction``) and where pools outside
+        need what is idle here. Can be set at any time, as a model's can.
         """
-        return 0
+        return self._handle.floor
 
     @floor.setter
     def floor(self, floor: Size) -> None:
-        raise AttributeError("floor is each model's: give it to register_model(..., floor=...)")
+        self._handle.set_floor(to_bytes(floor, "floor"))
 
     @property
     def priority(self) -> int:
-        """0. Its models have priorities."""
-        return 0
+        """Added to its models' own where memory is short on the device and pools
+        outside could give as well. Can be set at any time.
+        """
+        return self._handle.priority
 
     @priority.setter
     def priority(self, priority: int) -> None:
-        raise AttributeError("priority is each model's: give it to register_model(..., priority=...)")
+        self._handle.set_priority(to_number(priority, "priority"))
 
     @property
     def is_closed(self) -> bool:

@@ -72,6 +72,15 @@ inline Stream to_stream(std::optional<std::uintptr_t> stream, DeviceKind kind, i
   return stream.has_value() ? to_stream(*stream) : current_stream(kind, ordinal);
 }
 
+// A thread that the interpreter did not make may take the GIL: it is there, and not leaving.
+inline bool may_run_python() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() != 0 && Py_IsFinalizing() == 0;
+#else
+  return Py_IsInitialized() != 0 && _Py_IsFinalizing() == 0;
+#endif
+}
+
 // This extension's own file. Throws std::runtime_error.
 std::string library_file();
 

@@ -16,14 +16,6 @@ namespace {
 
 constexpr int kMostFrames = 32;
 
-bool is_finalizing() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsFinalizing() != 0;
-#else
-  return _Py_IsFinalizing() != 0;
-#endif
-}
-
 // An attribute of a code object as text; "?" where it has none.
 std::string text_of(const py::object& code, const char* name) {
   const auto value = py::reinterpret_steal<py::object>(PyObject_GetAttrString(code.ptr(), name));
@@ -46,7 +38,7 @@ bool is_of_package(const std::string& file) {
 // still print it. As with torch's memory history the thread takes the GIL for it, with no
 // lock held.
 std::string python_stack() {
-  if (Py_IsInitialized() == 0 || is_finalizing()) return "";
+  if (!may_run_python()) return "";
   const py::gil_scoped_acquire held;
   const py::error_scope pending;  // an allocation may be made while an exception is on its way
   std::string text;

@@ -59,6 +59,7 @@ py::object last_refusal(const std::string& kind, int ordinal) {
     each["stranded"] = holder.stranded;
     each["quarantined"] = holder.quarantined;
     each["floor"] = holder.floor;
+    each["reserved"] = holder.reserved;
     holders.append(std::move(each));
   }
   py::dict result;

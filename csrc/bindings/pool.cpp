@@ -131,6 +131,16 @@ void bind_pool(py::module_& module) {
           },
           py::arg("limit"), WithoutGil())
       .def(
+          "set_floor", [](Pool& self, std::size_t floor) { return open_home_of(self).set_floor(self, floor); },
+          py::arg("floor"), WithoutGil())
+      .def(
+          "set_priority",
+          [](Pool& self, int priority) {
+            open_home_of(self);  // of this process, and open
+            self.budget().set_priority(priority);
+          },
+          py::arg("priority"))
+      .def(
           "allocate_pages",
           [](Pool& self, std::size_t offset, std::size_t size, std::uintptr_t stream) {
             return home_for_pages(self).allocate_pages(self, offset, size, to_stream(stream));

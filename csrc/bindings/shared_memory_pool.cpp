@@ -40,6 +40,37 @@ std::shared_ptr<Pool> register_model(SharedMemoryPool& self, const std::string& 
   return here(self).register_model(model_id, spec);
 }
 
+// function(bytes, pool) as the core calls it, from any thread. What it raises is shown as of
+// a destructor, and it has freed nothing; Ctrl-C comes again, in the main thread.
+DeviceMemory::OnPressure to_on_pressure(const py::object& function) {
+  if (function.is_none()) return nullptr;
+  const auto drop = [](py::object* last) {
+    if (!may_run_python()) return;  // it stays: nobody may touch it any more
+    const py::gil_scoped_acquire gil;
+    delete last;
+  };
+  const std::shared_ptr<py::object> held(new py::object(function), drop);
+  return [held](std::size_t bytes, const std::shared_ptr<Pool>& model) {
+    if (!may_run_python()) return false;
+    const py::gil_scoped_acquire gil;
+    const py::error_scope pending;  // an allocation may be made while an exception is on its way
+    try {
+      return (*held)(bytes, model).cast<bool>();
+    } catch (py::error_already_set& error) {
+      const bool is_interrupt = error.matches(PyExc_KeyboardInterrupt);
+      error.discard_as_unraisable(*held);
+      if (is_interrupt) PyErr_SetInterrupt();  // last: any Python code may raise it
+      return false;
+    }
+  };
+}
+
+void set_on_pressure(SharedMemoryPool& self, const py::object& function) {
+  DeviceMemory::OnPressure relieve = to_on_pressure(function);
+  const GilReleased released;
+  here(self).set_on_pressure(std::move(relieve));
+}
+
 const char* kind_of(const SharedMemoryPool& self) { return to_string(Runtime::room_of(self.memory()).kind); }
 
 }  // namespace
@@ -54,7 +85,16 @@ void bind_shared_memory_pool(py::module_& module) {
       .def(
           "set_physical_limit",
           [](SharedMemoryPool& self, std::size_t limit) { return here(self).set_physical_limit(limit); },
-          py::arg("physical_limit"), WithoutGil());
+          py::arg("physical_limit"), WithoutGil())
+      .def_property_readonly("floor", &SharedMemoryPool::floor)
+      .def(
+          "set_floor", [](SharedMemoryPool& self, std::size_t floor) { return here(self).set_floor(floor); },
+          py::arg("floor"), WithoutGil())
+      .def_property_readonly("priority", &SharedMemoryPool::priority)
+      .def(
+          "set_priority", [](SharedMemoryPool& self, int priority) { here(self).set_priority(priority); },
+          py::arg("priority"), WithoutGil());
+  pool.def("set_on_pressure", &set_on_pressure, py::arg("function"));
   pool.def("register_model", &register_model, py::arg("model_id"), py::arg("virtual_capacity") = py::none(),
            py::arg("page_size") = py::none(), py::arg("physical_limit") = py::none(), py::arg("floor") = 0,
            py::arg("priority") = 0, WithoutGil())

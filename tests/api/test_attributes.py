@@ -137,12 +137,38 @@ def test_floor_and_priority_can_be_read(shared: Shared, pool: Pool) -> None:
     assert (shared.floor, shared.priority) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["floor", "priority"])
-def test_floor_and_priority_say_where_they_are_given(shared: Shared, pool: Pool, name: str) -> None:
+def test_floor_and_priority_can_be_set(shared: Shared, pool: Pool) -> None:
     for each in (shared, shared.register_model("llama", "8MiB"), pool):
-        with pytest.raises(AttributeError, match=rf"register_model\(\.\.\., {name}=\.\.\.\)"):
-            setattr(each, name, 2)
+        each.floor = "2MiB"
+        each.priority = 7
+        assert (each.floor, each.priority) == (2 * MIB, 7)
+        each.floor = 0
+        each.priority = -(2**31)
+        assert (each.floor, each.priority) == (0, -(2**31))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("floor", -1), ("floor", "many"), ("floor", "1024TiB"), ("priority", "high"), ("priority", 2**31)],
+)
+def test_what_they_cannot_be(shared: Shared, pool: Pool, name: str, value: object) -> None:
+    for each in (shared, shared.register_model("llama", "8MiB"), pool):
+        with pytest.raises(torch_vmm.InvalidArgumentError):
+            setattr(each, name, value)
         assert getattr(each, name) == 0
+
+
+def test_a_closed_pool_has_no_floor_to_set(shared: Shared) -> None:
+    llama = shared.register_model("llama", "8MiB", floor="4MiB")
+    shared.unregister_model("llama")
+    assert llama.floor == 0
+    for name in ("floor", "priority"):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="closed"):
+            setattr(llama, name, 1)
+    shared.close()
+    for name in ("floor", "priority"):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="closed"):
+            setattr(shared, name, 1)
 
 
 def test_the_length_of_a_shared_pool(shared: Shared) -> None:

@@ -135,6 +135,7 @@ SIGNATURES = {
     "SharedMemoryPool.allocate_for_model": "(self, model_id, size)",
     "SharedMemoryPool.deallocate_for_model": "(self, model_id, offset, size)",
     "SharedMemoryPool.get_model_stats": "(self, model_id)",
+    "SharedMemoryPool.on_pressure": "(self, function)",
 }
 
 

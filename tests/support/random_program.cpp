@@ -26,10 +26,10 @@ namespace vmm::testing {
 namespace {
 
 using Kind = Op::Kind;
-constexpr std::array<const char*, 19> kKindNames = {
-    "allocate",    "free",       "record_stream", "pages",      "first_pages",   "free_pages", "trim",
-    "empty_cache", "pool_limit", "group_limit",   "hold",       "release_holds", "fail_call",  "settle",
-    "reopen",      "threads",    "pin",           "checkpoint", "restore"};
+constexpr std::array<const char*, 21> kKindNames = {
+    "allocate",    "free",       "record_stream", "pages",   "first_pages", "free_pages", "trim",
+    "empty_cache", "pool_limit", "group_limit",   "floor",   "priority",    "hold",       "release_holds",
+    "fail_call",   "settle",     "reopen",        "threads", "pin",         "checkpoint", "restore"};
 
 constexpr std::size_t kPools = 5;  // three models under one limit, one pool of its own, and a part of that
 constexpr std::size_t kPart = 4;
@@ -132,9 +132,17 @@ class World {
         break;
       case Kind::pool_limit:
         memory_->set_limit(pools_[op.a % kPools]->budget(), op.b == 0 ? kUnlimited : op.b);
+        most_claims_ = kUnlimited;
         break;
       case Kind::group_limit:
         memory_->set_limit(*group_, op.b);
+        most_claims_ = kUnlimited;
+        break;
+      case Kind::floor:
+        set_floor(op.a % kPart, op.b);
+        break;
+      case Kind::priority:
+        pools_[op.a % kPart]->budget().set_priority(static_cast<int>(op.b));
         break;
       case Kind::hold:
         driver_.hold_fences(stream_of(op.b));
@@ -176,6 +184,7 @@ class World {
                 std::to_string(memory_->committed_bytes()));
     // Limits: never above, unless they were lowered below what was in use.
     within(*group_, group_high_);
+    check_floors();
     for (std::size_t k = 0; k < kPools; ++k) {
       within(pools_[k]->budget(), pool_high_[k]);
       std::size_t allocated = 0;
@@ -227,7 +236,36 @@ class World {
     return memory_->debug_log() == nullptr ? align_up(size, 512) : align_down(size, 8);
   }
 
+  void set_floor(std::size_t k, std::size_t floor) {
+    const std::size_t before = pools_[k]->floor();
+    try {
+      memory_->set_floor(*pools_[k], floor);
+      most_claims_ = kUnlimited;
+    } catch (const InvalidArgumentError&) {
+      require(pools_[k]->floor() == before, "a floor that was refused");
+      require(floor > pools_[k]->budget().limit() || group_->floors() - before + floor > group_->limit(),
+              "a floor of " + std::to_string(floor) + " refused");
+    }
+  }
+
+  // What is left of the floors is what it should be, and nobody has grown into it.
+  void check_floors() {
+    std::size_t reserved = 0;
+    for (std::size_t k = 0; k < kModelOfPart; ++k) {
+      const Budget& budget = pools_[k]->budget();
+      const std::size_t own = std::min(budget.floor(), budget.limit());
+      reserved += own - std::min(own, budget.used());
+    }
+    require(group_->reserved() == reserved, "of the floors " + std::to_string(reserved) + " are left, reserved are " +
+                                                std::to_string(group_->reserved()));
+    const std::size_t claims = group_->excess_claims();
+    require(claims <= most_claims_, "a model has grown into another's floor: " + std::to_string(claims) +
+                                        " bytes above the limit, " + std::to_string(most_claims_) + " before");
+    most_claims_ = claims;
+  }
+
   void open(std::size_t k) {
+    most_claims_ = kUnlimited;  // it may have a floor
     owners_[k] = ++last_owner_;
     pool_high_[k] = 0;
     if (k == kPart) {
@@ -506,6 +544,7 @@ class World {
   std::array<std::uint64_t, kPools> owners_{};
   std::array<std::size_t, kPools> pool_high_{};
   std::size_t group_high_ = 0;
+  std::size_t most_claims_ = 0;  // above the group's limit; kUnlimited: limits or floors have changed
   std::vector<Live> live_;
   std::vector<Pages> page_ranges_;
   std::optional<std::pair<PoolCheckpoint, std::vector<Live>>> saved_;
@@ -551,9 +590,13 @@ std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const Prog
       program.push_back({Kind::trim, any(kPools), any(3) * 4 * kMiB, 0});
     } else if (what < 920) {
       program.push_back({Kind::empty_cache, 0, 0, 0});
-    } else if (what < 930) {
+    } else if (what < 928) {
       program.push_back({Kind::pool_limit, any(kPools), any(3) == 0 ? 0 : (4 + any(60)) * kMiB, 0});
-    } else if (what < 936) {
+    } else if (what < 932) {
+      program.push_back({Kind::floor, any(kPart), any(5) * 4 * kMiB, 0});
+    } else if (what < 934) {
+      program.push_back({Kind::priority, any(kPart), any(3), 0});
+    } else if (what < 938) {
       program.push_back({Kind::group_limit, 0, (40 + any(80)) * kMiB, 0});
     } else if (what < 950) {
       program.push_back({Kind::hold, 0, any(kStreams), 0});

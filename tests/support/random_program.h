@@ -22,6 +22,8 @@ struct Op {
     empty_cache,
     pool_limit,   // a: pool, b: bytes (0: none)
     group_limit,  // b: bytes
+    floor,        // a: pool, b: bytes
+    priority,     // a: pool, b: which
     hold,         // b: stream; fences recorded there do not pass
     release_holds,
     fail_call,  // a: how many calls from now, b: 1 out of memory, 2 another error

@@ -88,11 +88,13 @@ void DeviceMemory::require_page_size(std::size_t page_size) const {
 
 std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
   require_page_size(spec.page_size);
+  require_floor("pool '" + spec.name + "'", spec.floor);
   Budget& payer = group == nullptr ? budget_ : *group;
-  if (spec.capacity != 0) return register_pool(spec, payer);
   PoolSpec complete = spec;
-  complete.capacity = default_capacity();
-  return register_pool_of_at_most(complete, payer);
+  if (spec.capacity == 0) complete.capacity = default_capacity();
+  const auto pool = spec.capacity != 0 ? register_pool(complete, payer) : register_pool_of_at_most(complete, payer);
+  if (spec.floor != 0) enforce_floor(pool->budget());
+  return pool;
 }
 
 std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& group) {
@@ -248,6 +250,13 @@ std::shared_ptr<Budget> DeviceMemory::create_group(const std::string& name, std:
   auto group = std::make_shared<Budget>(name, limit_bytes, &budget_);
   groups_.emplace(group.get(), Group{group, std::make_shared<GroupFigures>()});
   return group;
+}
+
+void DeviceMemory::set_on_pressure(const Budget& group, OnPressure relieve) {
+  auto called = relieve == nullptr ? nullptr : std::make_shared<const OnPressure>(std::move(relieve));
+  // What was called before ends with no lock held: it may be somebody's code.
+  const MutexLock lock(registry_mutex_);
+  if (const auto found = groups_.find(&group); found != groups_.end()) found->second.on_pressure.swap(called);
 }
 
 std::size_t DeviceMemory::groups() const {

@@ -141,6 +141,11 @@ class DeviceMemory {
   // for the work that still uses it. Returns the bytes given back. Memory in
   // use stays.
   std::size_t set_limit(Budget& budget, std::size_t limit_bytes);
+  // The same for a floor, of what others have idle that stand under the same limit and
+  // should have less now. InvalidArgumentError, and nothing has changed: see Budget.
+  std::size_t set_floor(Budget& budget, std::size_t floor_bytes);
+  // Of a model. One that is closed meanwhile has none.
+  std::size_t set_floor(Pool& model, std::size_t floor_bytes);
 
   // Is told what happens in the pools from now on; nullptr: nobody is. It
   // outlives this object.
@@ -165,6 +170,30 @@ class DeviceMemory {
   // Called, with no lock held, when a request found nothing: frees what it can
   // (torch's registered free-memory callbacks); true if it did anything.
   void set_memory_callback(std::function<bool()> callback) { memory_callback_ = std::move(callback); }
+  // Called, with no lock held, when a request of a model under `group` found nothing in idle
+  // memory, before it waits or fails: gives up what it can, and says whether to try again.
+  // By several threads at once; not while the thread's work is captured, nor for what it
+  // asks for itself. It throws nothing. nullptr: nobody is called.
+  using OnPressure = std::function<bool(std::size_t bytes, const std::shared_ptr<Pool>& model)>;
+  void set_on_pressure(const Budget& group, OnPressure relieve) VMM_EXCLUDES(registry_mutex_);
+  // Calls it for a request of `asker` that found nothing. True: trying again may help.
+  bool relieve(Pool& asker, std::size_t bytes) VMM_EXCLUDES(registry_mutex_);
+  // While one lives, no request of the thread calls it: what it asks for itself, and where
+  // nobody else's code may run.
+  class NoRelief {
+   public:
+    NoRelief() : was_on_(is_on_) { is_on_ = true; }
+    NoRelief(const NoRelief&) = delete;
+    NoRelief& operator=(const NoRelief&) = delete;
+    ~NoRelief() { is_on_ = was_on_; }
+    static bool is_on() { return is_on_; }
+
+   private:
+    const bool was_on_;
+    inline static thread_local bool is_on_ = false;
+  };
+  // How often a request asks a function that always says that there is more.
+  static constexpr int kMostReliefs = 64;
   // Called, with no lock held, once for each request that found no memory, whatever
   // for. What it throws goes to whoever asked.
   using OutOfMemory = std::function<void(const Pool& asker, std::size_t bytes, Stream stream)>;
@@ -276,9 +305,12 @@ class DeviceMemory {
   Address reach(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   [[nodiscard]] bool could_be_met(const Climb& climb) const;
   // The rungs, in order: each an address, or 0 and the next one is tried.
+  using Rung = Address (DeviceMemory::*)(Climb&);
+  Address try_again(Climb& climb);
   Address give_shelves_back(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   Address take_from_others(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   Address call_for_memory(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
+  Address call_for_relief(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   Address borrow(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   Address wait_and_melt(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
   PoolList victims(const Pool& asker, const Budget* refused) const;
@@ -289,6 +321,10 @@ class DeviceMemory {
                    Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void create_into(Grant& grant, const Pool& asker, std::size_t want);
   // giving_back.cpp
+  std::size_t enforce_limit(Budget& budget);
+  std::size_t enforce_floor(const Budget& budget);
+  void require_floor(const std::string& name, std::size_t floor_bytes) const;
+  static std::size_t shed_excess(Pool& pool, std::size_t want, const Budget* beneath);
   std::size_t give_back_excess(Budget& budget, bool wait);
   void enforce_limits(Pool* freed) VMM_EXCLUDES(registry_mutex_);
   void give_back_excess_above(Pool& pool);
@@ -307,6 +343,7 @@ class DeviceMemory {
   // refusing.cpp
   [[noreturn]] void refuse(const Climb& climb) VMM_EXCLUDES(refusal_mutex_);
   [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
+  [[nodiscard]] std::size_t spare_of_others(const Budget* refused, const Pool& asker) const;
   // debugging.cpp
   Address allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stream stream) VMM_EXCLUDES(reclaim_mutex_);
   void settle_watched(Pool& pool);  // outside debug mode nothing
@@ -361,6 +398,7 @@ class DeviceMemory {
   struct Group {
     std::shared_ptr<Budget> budget;
     std::shared_ptr<GroupFigures> figures;
+    std::shared_ptr<const OnPressure> on_pressure{};
   };
   std::map<const Budget*, Group> groups_ VMM_GUARDED_BY(registry_mutex_);
   std::set<const Budget*> ended_groups_ VMM_GUARDED_BY(registry_mutex_);  // of these

@@ -136,6 +136,7 @@ void DeviceMemory::bury_groups() {
   }
   for (const auto& group : ended) {
     store_.trim(*group, 0);
+    std::shared_ptr<const OnPressure> last;  // somebody's code: it ends with no lock held
     const MutexLock lock(registry_mutex_);
     // Whoever buries its last pool comes here again.
     if (!registry_.of_group(*group)->empty()) continue;
@@ -144,6 +145,7 @@ void DeviceMemory::bury_groups() {
       continue;
     }
     ended_groups_.erase(group.get());
+    last.swap(groups_.at(group.get()).on_pressure);
     groups_.erase(group.get());
   }
 }

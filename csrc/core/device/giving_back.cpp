@@ -2,6 +2,7 @@
 // limit was lowered below what is held.
 #include <algorithm>
 
+#include "base/errors.h"
 #include "core/device/device_memory.h"
 
 namespace vmm {
@@ -74,8 +75,41 @@ bool DeviceMemory::settle(bool wait) {
 
 std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
   budget.set_limit(limit_bytes);
+  return enforce_limit(budget);
+}
+
+void DeviceMemory::require_floor(const std::string& name, std::size_t floor_bytes) const {
+  if (floor_bytes <= capabilities_.total_memory) return;
+  throw InvalidArgumentError("floor " + format_bytes(floor_bytes) + " of " + name + ": the device has " +
+                             format_bytes(capabilities_.total_memory));
+}
+
+std::size_t DeviceMemory::set_floor(Budget& budget, std::size_t floor_bytes) {
+  require_floor(budget.name(), floor_bytes);
+  budget.set_floor(floor_bytes);
+  return enforce_floor(budget);
+}
+
+// What others hold of it.
+std::size_t DeviceMemory::enforce_floor(const Budget& budget) {
+  std::size_t given_back = 0;
+  for (Budget* level = budget.parent(); level != nullptr; level = level->parent()) {
+    if (level->is_over()) given_back += enforce_limit(*level);
+  }
+  return given_back;
+}
+
+std::size_t DeviceMemory::set_floor(Pool& model, std::size_t floor_bytes) {
+  model.require_open();
+  const std::size_t given_back = set_floor(model.budget(), floor_bytes);
+  if (model.is_retired()) model.budget().set_floor(0);
+  return given_back;
+}
+
+// At once what is possible, and the rest as it is freed.
+std::size_t DeviceMemory::enforce_limit(Budget& budget) {
   const std::size_t given_back = give_back_excess(budget, /*wait=*/true);
-  if (budget.excess() != 0) {
+  if (budget.is_over()) {
     // What is freed has to go back, and threads keep none of it. Said first: whoever lets
     // them keep it again at this moment looks at that afterwards.
     over_limit_.store(true, std::memory_order_seq_cst);
@@ -86,21 +120,31 @@ std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
   return given_back;
 }
 
+// Of what `pool` has idle up to about `want` bytes, on the shelf; with `beneath`, only what is
+// above the floors beneath that. Returns how many.
+std::size_t DeviceMemory::shed_excess(Pool& pool, std::size_t want, const Budget* beneath) {
+  if (want == 0) return 0;
+  const std::size_t idle = pool.idle_bytes();
+  return pool.shed(idle > want ? idle - want : 0, beneath);
+}
+
 // Gives back what `budget` holds above its limit and does not need: first what
-// rests on shelves, then what is idle in pools, lowest priority first.
+// rests on shelves, then what is idle in pools above their floors, lowest priority first,
+// and at last, as a limit goes before the floors, what is idle at all.
 std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
-  std::size_t given_back = 0;
-  for (int round = 0; round < 2 && budget.excess() != 0; ++round) {
-    if (round == 1) {
-      if (log_ != nullptr) settle(wait);
-      for (const auto& pool : in_order_of_yielding(pools_under(budget))) {
-        const std::size_t excess = budget.excess();
-        if (excess == 0) break;
-        const std::size_t idle = pool->idle_bytes();
-        pool->shed(idle > excess ? idle - excess : 0);
-      }
-      settle(wait);
+  std::size_t given_back = store_.trim_under(budget, budget.excess());
+  for (const bool beneath_floors : {false, true}) {
+    // What is idle beneath a floor is claimed whoever has it.
+    const auto claims = [&] { return beneath_floors ? std::size_t{0} : budget.excess_claims(); };
+    std::size_t excess = budget.excess();  // what is on a shelf still counts
+    if (std::max(excess, claims()) == 0) break;
+    if (log_ != nullptr) settle(wait);
+    for (const auto& pool : in_order_of_yielding(pools_under(budget))) {
+      const std::size_t want = std::max(excess, claims());
+      if (want == 0) break;
+      excess -= std::min(excess, shed_excess(*pool, want, beneath_floors ? nullptr : &budget));
     }
+    settle(wait);
     given_back += store_.trim_under(budget, budget.excess());
   }
   return given_back;
@@ -110,11 +154,9 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
 void DeviceMemory::give_back_excess_above(Pool& pool) {
   for (Budget* level = &pool.budget(); level != nullptr; level = level->parent()) {
     if (level->excess() != 0) store_.trim_under(*level, level->excess());
-    const std::size_t excess = level->excess();
-    if (excess == 0) continue;
-    const std::size_t idle = pool.idle_bytes();
-    pool.shed(idle > excess ? idle - excess : 0);
-    store_.trim_under(*level, level->excess());
+    shed_excess(pool, level->excess(), nullptr);
+    shed_excess(pool, level->excess_claims(), level);
+    if (level->excess() != 0) store_.trim_under(*level, level->excess());
   }
 }
 
@@ -141,7 +183,7 @@ void DeviceMemory::enforce_limits(Pool* freed) {
   over_limit_.store(false, std::memory_order_relaxed);
   std::vector<Budget*> over;
   const auto note = [&over](Budget& budget) {
-    if (budget.excess() != 0) over.push_back(&budget);
+    if (budget.is_over()) over.push_back(&budget);
   };
   const PoolList all = pools();
   std::vector<std::shared_ptr<Budget>> groups;  // one may end meanwhile
@@ -155,7 +197,7 @@ void DeviceMemory::enforce_limits(Pool* freed) {
   bool still = false;
   for (Budget* budget : over) {
     give_back_excess(*budget, /*wait=*/false);
-    still = still || budget->excess() != 0;
+    still = still || budget->is_over();
   }
   if (still) {
     over_limit_.store(true, std::memory_order_relaxed);

@@ -8,18 +8,20 @@
 //      lowest priority first, then whoever is furthest above its floor; they
 //      move by a second mapping, and no one waits for the GPU
 //   3  torch's registered free-memory callbacks, and work that is done by now
-//   4  what is free inside private pools that said that they lend it
-//   5  the last rung: wait for all queued work, with no lock held; then, with
+//   4  the function that the shared pool's user gave for it: it evicts, trims or
+//      frees; then 1 and 2 again, for as long as it says that there is more
+//   5  what is free inside private pools that said that they lend it
+//   6  the last rung: wait for all queued work, with no lock held; then, with
 //      every pool locked, give all idle memory above the floors back to the
 //      driver and take the room. Whatever fits after that is granted; no other
 //      thread can take it in between. Again while others had work queued since
 //      that may still use idle memory
-//   6  an error that says who asked, for how much, every limit, who holds
+//   7  an error that says who asked, for how much, every limit, who holds
 //      what, and what would help (refusing.cpp)
 //
 // A rung that has changed nothing is not followed by another attempt. Where everything that
-// all others have would not do, nobody gives anything: rungs 1, 2 and 5 are passed over. A
-// callback may raise a limit, so 3 is passed over only where the device is too small.
+// all others have would not do, nobody gives anything: rungs 1, 2 and 6 are passed over. A
+// callback may raise a limit, so 3 and 4 are passed over only where the device is too small.
 // One request at a time climbs; requests that their own pool can meet never
 // wait for it.
 #include <algorithm>
@@ -42,9 +44,9 @@ constexpr int kMostRounds = 16;
 
 // Who yields first: the lowest priority, then whoever is furthest above its floor.
 PoolList DeviceMemory::in_order_of_yielding(PoolList pools) {
-  std::vector<std::tuple<int, std::size_t, std::shared_ptr<Pool>>> keyed;
+  std::vector<std::tuple<std::int64_t, std::size_t, std::shared_ptr<Pool>>> keyed;
   for (auto& pool : pools) {
-    keyed.emplace_back(pool->priority(), pool->bytes_above_floor(), pool);
+    keyed.emplace_back(pool->budget().priority_in_all(), pool->bytes_above_floor(), pool);
   }
   std::stable_sort(keyed.begin(), keyed.end(), [](const auto& a, const auto& b) {
     if (std::get<0>(a) != std::get<0>(b)) return std::get<0>(a) < std::get<0>(b);
@@ -72,9 +74,11 @@ void DeviceMemory::take_from(const PoolList& pools, std::span<const DormantMappi
                        [&pool](const DormantMappings::Dormant& chunk) { return chunk.holder == pool.id(); });
   };
   for (auto first = pools.begin(); first != pools.end();) {
-    const int priority = (*first)->priority();
-    const auto last =
-        std::find_if(first, pools.end(), [priority](const auto& pool) { return pool->priority() != priority; });
+    const std::int64_t priority = (*first)->budget().priority_in_all();
+    // From the next on: it may be given another priority meanwhile.
+    const auto last = std::find_if(std::next(first), pools.end(), [priority](const auto& pool) {
+      return pool->budget().priority_in_all() != priority;
+    });
     for (auto at = first; at != last && refused == nullptr && grant.bytes() < want; ++at) {
       if (has_wanted(**at)) (*at)->surrender(0, wanted, grant, &refused);
     }
@@ -95,12 +99,12 @@ std::size_t DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t n
   const BlockCaches::Still still(caches_, BlockCaches::Kept::back);
   const AllLocked locked(all);
   const PoolList order = in_order_of_yielding(all);
-  const auto is_own = [&asker](const Pool& pool) { return &pool.model() == &asker.model(); };
+  Budget& payer = asker.budget();
   std::size_t in_use = 0;
   if (refused == nullptr) {
     // The device itself has run out: every shelf and pool may hold what the
     // driver needs, whatever the limits say.
-    for (const auto& pool : order) in_use += pool->melt_locked(nullptr, 0, is_own(*pool));
+    for (const auto& pool : order) in_use += pool->melt_locked(nullptr, 0, payer);
     store_.trim_all();
     create_into(grant, asker, need);
   }
@@ -109,13 +113,12 @@ std::size_t DeviceMemory::melt(Pool& asker, const Budget* refused, std::size_t n
   for (const Budget* level = refused; level != nullptr; level = level->parent()) {
     if (level->room() < want) store_.trim_under(*level, want - level->room());
     for (const auto& pool : order) {
-      if (pool->budget().stands_under(*level)) in_use += pool->melt_locked(level, want, is_own(*pool));
+      if (pool->budget().stands_under(*level)) in_use += pool->melt_locked(level, want, payer);
     }
     // What melted but is still mapped elsewhere rests on a shelf.
     if (level->room() < want) store_.trim_under(*level, want - level->room());
-    if (level->room() < need) break;
+    if (level->room_for(payer) < need) break;
   }
-  Budget& payer = asker.budget();
   const std::size_t room = std::min(payer.headroom(), want - std::min(want, grant.bytes()));
   if (room != 0 && payer.charge(room) == nullptr) grant.prepaid_bytes += room;
   return in_use;
@@ -153,16 +156,14 @@ Address DeviceMemory::Climb::again(Grant* grant) {
 }
 
 bool DeviceMemory::could_hold(const Budget& payer, std::size_t bytes) const {
-  if (bytes > capabilities_.total_memory) return false;
-  for (const Budget* level = &payer; level != nullptr; level = level->parent()) {
-    if (bytes > level->limit()) return false;
-  }
-  return true;
+  return bytes <= capabilities_.total_memory && payer.could_hold(bytes);
 }
 
 bool DeviceMemory::could_be_met(const Climb& climb) const {
   return climb.bytes <= climb.asker.capacity() && could_hold(climb.asker.budget(), climb.bytes);
 }
+
+Address DeviceMemory::try_again(Climb& climb) { return climb.again(nullptr); }
 
 Address DeviceMemory::give_shelves_back(Climb& climb) {
   if (climb.shortage.no_address_space || !could_be_met(climb)) return 0;
@@ -202,6 +203,37 @@ Address DeviceMemory::call_for_memory(Climb& climb) {
   return settle(/*wait=*/false) || has_freed ? climb.again(nullptr) : 0;
 }
 
+bool DeviceMemory::relieve(Pool& asker, std::size_t bytes) {
+  if (bytes > capabilities_.total_memory || bytes > asker.capacity()) return false;  // whatever it frees
+  if (NoRelief::is_on() || clock_.is_capturing()) return false;
+  std::shared_ptr<const OnPressure> function;
+  {
+    const MutexLock lock(registry_mutex_);
+    const auto group = groups_.find(&asker.group());
+    if (group != groups_.end()) function = group->second.on_pressure;
+  }
+  if (function == nullptr) return false;
+  const NoRelief of_its_own;
+  return (*function)(bytes, asker.is_part() ? asker.owner() : asker.shared_from_this());
+}
+
+// What it frees is idle in whatever pool it was in, or waits for queued work there: that is
+// waited for before more is asked of it.
+Address DeviceMemory::call_for_relief(Climb& climb) {
+  for (int round = 0; round < kMostReliefs && relieve(climb.asker, climb.bytes); ++round) {
+    for (const bool waits : {false, true}) {
+      if (waits) wait_for(clock_.now());
+      settle(/*wait=*/false);
+      for (const Rung rung :
+           {&DeviceMemory::try_again, &DeviceMemory::give_shelves_back, &DeviceMemory::take_from_others}) {
+        const Address address = (this->*rung)(climb);
+        if (address != 0 || climb.shortage.is_sealed) return address;
+      }
+    }
+  }
+  return 0;
+}
+
 Address DeviceMemory::borrow(Climb& climb) {
   if (!climb.stream.has_value() || !climb.asker.is_ordinary() || !lender_) return 0;
   return lender_(climb.asker, climb.bytes, *climb.stream);
@@ -239,10 +271,9 @@ Address DeviceMemory::wait_and_melt(Climb& climb) {
 }
 
 Address DeviceMemory::reach(Climb& climb) {
-  using Rung = Address (DeviceMemory::*)(Climb&);
-  constexpr std::array<Rung, 5> kRungs = {&DeviceMemory::give_shelves_back, &DeviceMemory::take_from_others,
-                                          &DeviceMemory::call_for_memory, &DeviceMemory::borrow,
-                                          &DeviceMemory::wait_and_melt};
+  constexpr std::array<Rung, 6> kRungs = {
+      &DeviceMemory::give_shelves_back, &DeviceMemory::take_from_others, &DeviceMemory::call_for_memory,
+      &DeviceMemory::call_for_relief,   &DeviceMemory::borrow,           &DeviceMemory::wait_and_melt};
   climb.asker.count_retry();
   for (const Rung rung : kRungs) {
     const Address address = (this->*rung)(climb);

@@ -29,7 +29,13 @@ std::string words_of(const Holder& holder) {
   if (holder.idle != 0) text += " + " + format_bytes(holder.idle) + " idle";
   if (holder.stranded != 0) text += " + " + format_bytes(holder.stranded) + " stranded";
   if (holder.quarantined != 0) text += " + " + format_bytes(holder.quarantined) + " waiting for queued work";
-  if (holder.floor != 0) text += " (its floor of " + format_bytes(holder.floor) + " keeps what is idle)";
+  if (holder.floor != 0) {
+    text += " (its floor of " + format_bytes(holder.floor) + " ";
+    if (holder.idle != 0) text += "keeps what is idle";
+    if (holder.idle != 0 && holder.reserved != 0) text += " and ";
+    if (holder.reserved != 0) text += "reserves another " + format_bytes(holder.reserved);
+    text += ')';
+  }
   return text;
 }
 
@@ -61,7 +67,9 @@ std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
   }
   for (const Holder& holder : refusal.holders) {
     if (holder.floor == 0) continue;
-    ways.push_back("give '" + holder.name + "' a lower floor: it keeps " + format_bytes(holder.idle) + " idle");
+    ways.push_back("give '" + holder.name + "' a lower floor: it keeps " +
+                   format_bytes(std::min(holder.floor, holder.idle + holder.reserved)) +
+                   (holder.reserved == 0 ? " idle" : ""));
   }
   if (cause.limit_name.empty() && cause.outside != 0) {
     ways.push_back("free memory outside torch_vmm: others hold " + format_bytes(cause.outside) + " of the device");

@@ -18,7 +18,8 @@ struct Holder {
   std::size_t idle = 0;         // mapped, unused, whole chunks
   std::size_t stranded = 0;     // mapped, unused, in chunks that are partly used
   std::size_t quarantined = 0;  // freed, and queued work may still use it
-  std::size_t floor = 0;        // where it is why what is idle was not taken; else 0
+  std::size_t floor = 0;        // where it is why memory was not to be had; else 0
+  std::size_t reserved = 0;     // what is left of it: not held, and nobody else's
   [[nodiscard]] std::size_t held() const { return allocated + idle + stranded + quarantined; }
 };
 

@@ -1,6 +1,7 @@
 // DeviceMemory: what is known of a request that found no memory, gathered for the error
 // (refusal.h has the words).
 #include <algorithm>
+#include <map>
 #include <set>
 
 #include "base/errors.h"
@@ -8,8 +9,8 @@
 
 namespace vmm {
 
-// Who holds memory that counts under `refused` (nullptr: the device), whoever
-// holds most first. What is idle and still there now is what floors keep.
+// Who holds memory that counts under `refused` (nullptr: the device), or has it reserved,
+// whoever holds most first. What is idle and still there now is what floors keep.
 std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Pool& asker) const {
   std::vector<Holder> holders;
   std::size_t in_pools = 0;
@@ -21,10 +22,14 @@ std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Poo
     if (pool->is_part() && there.count(&pool->model()) != 0) continue;
     const MemoryStats stats = memory_stats_of(*pool);
     in_pools += stats.physical_usage;
-    if (stats.physical_usage == 0) continue;
+    const bool is_another = &pool->model() != &asker.model();
+    const std::size_t reserved =
+        is_another && refused != nullptr && !pool->is_part() ? pool->budget().reserved_here() : 0;
+    if (stats.physical_usage == 0 && reserved == 0) continue;
     Holder holder{pool->name() + (pool->model().is_retired() ? " (closed)" : ""), stats.allocated_bytes,
                   stats.idle_bytes, stats.stranded_bytes, stats.quarantined_bytes};
-    if (holder.idle != 0 && &pool->model() != &asker.model()) holder.floor = pool->floor();
+    holder.reserved = reserved;
+    if ((holder.idle != 0 && is_another) || reserved != 0) holder.floor = pool->floor();
     holders.push_back(std::move(holder));
   }
   if (refused == nullptr || refused == &budget_) {
@@ -38,6 +43,21 @@ std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Poo
   }
   std::stable_sort(holders.begin(), holders.end(), [](const auto& a, const auto& b) { return a.held() > b.held(); });
   return holders;
+}
+
+// Bytes that are idle in other models under `refused` and above their floors. There are some
+// where nobody was asked to give any, as all of it would not have done.
+std::size_t DeviceMemory::spare_of_others(const Budget* refused, const Pool& asker) const {
+  std::map<const Pool*, std::size_t> spare;  // of each model, with its parts
+  std::size_t sum = 0;
+  for (const auto& pool : victims(asker, refused)) {
+    if (&pool->model() == &asker.model()) continue;
+    const auto [found, is_new] = spare.try_emplace(&pool->model(), pool->budget().above_floors(asker.budget()));
+    const std::size_t given = std::min(pool->idle_bytes(), found->second);
+    found->second -= given;
+    sum += given;
+  }
+  return sum;
 }
 
 void DeviceMemory::refuse(const Climb& climb) {
@@ -63,6 +83,9 @@ void DeviceMemory::refuse(const Climb& climb) {
     cause.limits += "; " + level->name() + ": ";
     if (level->limit() != kUnlimited) cause.limits += "limit " + format_bytes(level->limit()) + ", ";
     cause.limits += "mapped " + format_bytes(level->used());
+    if (const std::size_t reserved = level->reserved(); reserved != 0) {
+      cause.limits += ", reserved by floors " + format_bytes(reserved);
+    }
   }
   MemoryInfo info;
   const bool known = driver_.memory_info(device_, &info).ok();
@@ -88,8 +111,9 @@ void DeviceMemory::refuse(const Climb& climb) {
     }
   }
   const std::size_t headroom = asker.budget().headroom();
-  refusal.available =
-      std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) + asker.memory_stats().idle_bytes;
+  refusal.available = std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) +
+                      asker.memory_stats().idle_bytes +
+                      (cause.no_addresses ? 0 : spare_of_others(shortage.refused, asker));
   refusal.advice = advice_for(refusal, cause);
   {
     const MutexLock lock(refusal_mutex_);

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <iterator>
+#include <utility>
 
 #include "base/errors.h"
 
@@ -42,10 +43,6 @@ std::shared_ptr<Pool> SharedMemoryPool::register_model(const std::string& model_
   require_open();
   if (model_id.empty()) throw InvalidArgumentError("model_id is empty: give the model a name");
   if (by_id_.count(model_id) != 0) throw ModelExistsError(model_id);
-  if (spec.floor > budget_->limit()) {
-    throw InvalidArgumentError("floor " + format_bytes(spec.floor) + " is above the shared limit " +
-                               format_bytes(budget_->limit()));
-  }
   PoolSpec pool_spec;
   pool_spec.name = model_id;
   pool_spec.capacity = spec.virtual_capacity;
@@ -111,6 +108,33 @@ std::size_t SharedMemoryPool::set_physical_limit(std::size_t limit_bytes) {
   return memory_.set_limit(*budget_, limit_bytes);
 }
 
+std::size_t SharedMemoryPool::set_floor(std::size_t floor_bytes) {
+  {
+    const MutexLock lock(mutex_);
+    require_open();
+  }
+  const std::size_t given_back = memory_.set_floor(*budget_, floor_bytes);
+  const MutexLock lock(mutex_);
+  if (closed_) budget_->set_floor(0);  // meanwhile
+  return given_back;
+}
+
+void SharedMemoryPool::set_priority(int priority) {
+  const MutexLock lock(mutex_);
+  require_open();
+  budget_->set_priority(priority);
+}
+
+void SharedMemoryPool::set_on_pressure(DeviceMemory::OnPressure relieve) {
+  {
+    const MutexLock lock(mutex_);
+    require_open();
+  }
+  memory_.set_on_pressure(*budget_, std::move(relieve));
+  const MutexLock lock(mutex_);
+  if (closed_) memory_.set_on_pressure(*budget_, nullptr);  // meanwhile
+}
+
 void SharedMemoryPool::close(bool force) {
   {
     const MutexLock lock(mutex_);
@@ -121,7 +145,9 @@ void SharedMemoryPool::close(bool force) {
     by_id_.clear();
     models_.clear();
     closed_ = true;
+    budget_->set_floor(0);
   }
+  memory_.set_on_pressure(*budget_, nullptr);
   memory_.end_group(*budget_);
   memory_.settle(/*wait=*/true);
 }

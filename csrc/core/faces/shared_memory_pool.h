@@ -30,7 +30,7 @@ class SharedMemoryPool {
   SharedMemoryPool& operator=(const SharedMemoryPool&) = delete;
   ~SharedMemoryPool();
 
-  // ModelExistsError; InvalidArgumentError for an empty id, a floor above the limit...
+  // ModelExistsError; InvalidArgumentError for an empty id, floors above the limit...
   std::shared_ptr<Pool> register_model(const std::string& model_id, const ModelSpec& spec);
   // ModelNotFoundError; StillInUseError unless `force`.
   void unregister_model(const std::string& model_id, bool force);
@@ -46,6 +46,16 @@ class SharedMemoryPool {
   // Bytes given back now.
   std::size_t set_physical_limit(std::size_t limit_bytes);
   [[nodiscard]] std::size_t physical_limit() const { return budget_->limit(); }
+  // What pools beside this one on the device never take of it, and never grow into.
+  // Returns the bytes given back now by those that had it idle. InvalidArgumentError where
+  // it cannot be.
+  std::size_t set_floor(std::size_t floor_bytes);
+  [[nodiscard]] std::size_t floor() const { return budget_->floor(); }
+  // It adds to its models' own, beside pools that stand under none or another.
+  void set_priority(int priority);
+  [[nodiscard]] int priority() const { return budget_->priority(); }
+  // Called when a request of a model finds no memory: see DeviceMemory::set_on_pressure().
+  void set_on_pressure(DeviceMemory::OnPressure relieve);
   // Unregisters all models (StillInUseError while one is in use and not
   // `force`) and gives the shelf back.
   void close(bool force);

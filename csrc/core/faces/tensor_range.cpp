@@ -135,8 +135,22 @@ void TensorRange::undo(const std::vector<ByteRange>& taken) noexcept {
   }
 }
 
+// While what reads as zero is away nobody else's code may run: it would read here, or give
+// rows of this very tensor back. So it is called between two tries, with all in place.
 void TensorRange::commit(const std::vector<ByteRange>& ranges, Stream stream) {
-  const std::vector<ByteRange> missing = gaps(ranges);
+  for (int reliefs = 0;; ++reliefs) {
+    std::size_t bytes = 0;
+    for (const ByteRange& range : gaps(ranges)) bytes += range.size;
+    try {
+      const DeviceMemory::NoRelief here;
+      return commit_missing(gaps(ranges), stream);
+    } catch (const OutOfMemoryError&) {
+      if (reliefs == DeviceMemory::kMostReliefs || !memory_.relieve(*part_, bytes)) throw;
+    }
+  }
+}
+
+void TensorRange::commit_missing(const std::vector<ByteRange>& missing, Stream stream) {
   part_->model().require_open();
   mend();
   if (missing.empty()) return;

@@ -74,6 +74,7 @@ class TensorRange {
   void let_go() noexcept;
   void undo(const std::vector<ByteRange>& taken) noexcept;
   void mend();
+  void commit_missing(const std::vector<ByteRange>& missing, Stream stream);
 
   DeviceMemory& memory_;
   const std::shared_ptr<Pool> part_;

@@ -3,37 +3,91 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "base/errors.h"
 
 namespace vmm {
 
-bool Budget::charge_here(std::size_t bytes) {
-  std::size_t used = used_bytes_.load(std::memory_order_relaxed);
-  do {
-    const std::size_t most = limit();
-    if (used > most || bytes > most - used) return false;
-  } while (!used_bytes_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));
-  return true;
-}
+namespace {
 
-Budget* Budget::charge_below(std::size_t bytes, const Budget* end) {
-  for (Budget* level = this; level != end; level = level->parent_) {
-    if (level->charge_here(bytes)) continue;
-    refund_below(bytes, level);
-    return level;
+bool fits(std::size_t more, std::size_t taken, std::size_t most) { return taken <= most && more <= most - taken; }
+
+}  // namespace
+
+// --------------------------------------------------------- under the tree's lock
+
+Budget* Budget::take(std::size_t bytes, const Budget* end) {
+  std::size_t claim_bytes = bytes;
+  bool is_used = true;
+  for (Budget* level = this; level != nullptr; level = level->parent_) {
+    is_used = is_used && level != end;
+    const bool is_free = !is_used || fits(bytes, level->used_bytes_, level->limit_bytes_);
+    if (!is_free || (claim_bytes != 0 && !fits(claim_bytes, level->claimed_bytes_, level->limit_bytes_))) {
+      give(bytes, end, level);
+      return level;
+    }
+    const std::size_t before = level->claim();
+    if (is_used) level->used_bytes_ = level->used_bytes_ + bytes;
+    level->claimed_bytes_ = level->claimed_bytes_ + claim_bytes;
+    claim_bytes = level->claim() - before;
   }
   return nullptr;
 }
 
-void Budget::refund_below(std::size_t bytes, const Budget* end) {
-  for (Budget* level = this; level != end; level = level->parent_) {
-    const std::size_t before = level->used_bytes_.fetch_sub(bytes, std::memory_order_relaxed);
-    VMM_CHECK(before >= bytes, "budget ", level->name_, " refunded ", bytes, " of ", before);
+void Budget::give(std::size_t bytes, const Budget* end, const Budget* stop) {
+  std::size_t claim_bytes = bytes;
+  bool is_used = true;
+  for (Budget* level = this; level != stop; level = level->parent_) {
+    is_used = is_used && level != end;
+    VMM_CHECK(!is_used || level->used_bytes_ >= bytes, "budget ", level->name_, " refunded ", bytes, " of ",
+              std::size_t{level->used_bytes_});
+    VMM_CHECK(level->claimed_bytes_ >= claim_bytes, "budget ", level->name_, " claims ",
+              std::size_t{level->claimed_bytes_}, ", less ", claim_bytes);
+    const std::size_t before = level->claim();
+    if (is_used) level->used_bytes_ = level->used_bytes_ - bytes;
+    level->claimed_bytes_ = level->claimed_bytes_ - claim_bytes;
+    claim_bytes = before - level->claim();
   }
 }
 
-Budget* Budget::charge(std::size_t bytes) { return charge_below(bytes, nullptr); }
+void Budget::take_anyway(std::size_t bytes, const Budget* end) {
+  std::size_t claim_bytes = bytes;
+  bool is_used = true;
+  for (Budget* level = this; level != nullptr; level = level->parent_) {
+    is_used = is_used && level != end;
+    const std::size_t before = level->claim();
+    if (is_used) level->used_bytes_ = level->used_bytes_ + bytes;
+    level->claimed_bytes_ = level->claimed_bytes_ + claim_bytes;
+    claim_bytes = level->claim() - before;
+  }
+}
 
-void Budget::refund(std::size_t bytes) { refund_below(bytes, nullptr); }
+void Budget::change(const FunctionRef<void()>& change) {
+  // Modulo 2^64: it may be less.
+  std::size_t claim_before = claim();
+  std::size_t least_before = least_claim();
+  change();
+  for (Budget* level = this; level->parent_ != nullptr; level = level->parent_) {
+    Budget& above = *level->parent_;
+    const std::size_t more = level->claim() - claim_before;
+    const std::size_t more_at_least = level->least_claim() - least_before;
+    claim_before = above.claim();
+    least_before = above.least_claim();
+    above.claimed_bytes_ = above.claimed_bytes_ + more;
+    above.reservations_bytes_ = above.reservations_bytes_ + more_at_least;
+  }
+}
+
+// ------------------------------------------------------------------ charging
+
+Budget* Budget::charge(std::size_t bytes) {
+  const MutexLock lock(mutex_);
+  return take(bytes, nullptr);
+}
+
+void Budget::refund(std::size_t bytes) {
+  const MutexLock lock(mutex_);
+  give(bytes, nullptr);
+}
 
 Budget* Budget::common_of(const Budget& from, Budget& to) {
   Budget* common = &to;
@@ -43,23 +97,125 @@ Budget* Budget::common_of(const Budget& from, Budget& to) {
 
 Budget* Budget::transfer(Budget& from, Budget& to, std::size_t bytes) {
   const Budget* const common = common_of(from, to);
-  if (Budget* refused = to.charge_below(bytes, common)) return refused;
-  from.refund_below(bytes, common);
-  return nullptr;
+  const MutexLock lock(from.mutex_);
+  // First: what it claims there is what the other may claim.
+  from.give(bytes, common);
+  Budget* const refused = to.take(bytes, common);
+  if (refused != nullptr) from.take_anyway(bytes, common);
+  return refused;
 }
 
 void Budget::transfer_back(Budget& from, Budget& to, std::size_t bytes) {
   const Budget* const common = common_of(from, to);
-  for (Budget* level = &from; level != common; level = level->parent_) {
-    level->used_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  const MutexLock lock(from.mutex_);
+  to.give(bytes, common);
+  from.take_anyway(bytes, common);
+}
+
+void Budget::shelve(Budget& from, std::size_t bytes) {
+  VMM_CHECK(from.stands_under(*this), "budget ", from.name_, " does not stand under ", name_);
+  const MutexLock lock(mutex_);
+  from.give(bytes, this);
+  for (Budget* level = this; level != nullptr; level = level->parent_) {
+    level->shelved_bytes_ = level->shelved_bytes_ + bytes;
   }
-  to.refund_below(bytes, common);
+}
+
+Budget* Budget::unshelve(Budget& to, std::size_t bytes) {
+  VMM_CHECK(to.stands_under(*this), "budget ", to.name_, " does not stand under ", name_);
+  const MutexLock lock(mutex_);
+  if (Budget* const refused = to.take(bytes, this)) return refused;
+  for (Budget* level = this; level != nullptr; level = level->parent_) {
+    level->shelved_bytes_ = level->shelved_bytes_ - bytes;
+  }
+  return nullptr;
+}
+
+void Budget::refund_shelved(std::size_t bytes) {
+  const MutexLock lock(mutex_);
+  for (Budget* level = this; level != nullptr; level = level->parent_) {
+    VMM_CHECK(level->shelved_bytes_ >= bytes, "budget ", level->name_, " refunded ", bytes, " of a shelf of ",
+              std::size_t{level->shelved_bytes_});
+    level->used_bytes_ = level->used_bytes_ - bytes;
+    level->shelved_bytes_ = level->shelved_bytes_ - bytes;
+  }
+}
+
+// ---------------------------------------------------------- limits and floors
+
+void Budget::set_limit(std::size_t limit_bytes) {
+  const MutexLock lock(mutex_);
+  change([&] { limit_bytes_ = limit_bytes; });
+}
+
+void Budget::set_floor(std::size_t floor_bytes) {
+  const MutexLock lock(mutex_);
+  if (floor_bytes == floor_bytes_) return;
+  if (floor_bytes > std::max<std::size_t>(limit_bytes_, floor_bytes_)) {
+    throw InvalidArgumentError("floor " + format_bytes(floor_bytes) + " is above the limit " +
+                               format_bytes(limit_bytes_) + " of " + name_);
+  }
+  for (const bool is_check : {true, false}) {
+    std::size_t before = promised();
+    std::size_t after = std::max<std::size_t>(floor_bytes, floors_bytes_);
+    for (Budget* level = parent_; level != nullptr && after != before; level = level->parent_) {
+      const std::size_t others = level->floors_bytes_ - before;
+      if (is_check && after > before && !fits(after, others, level->limit_bytes_)) {
+        throw InvalidArgumentError("floor " + format_bytes(floor_bytes) + " of " + name_ + ": " +
+                                   (others == 0 ? "it" : "with " + format_bytes(others) + " of other floors it") +
+                                   " is above the limit " + format_bytes(level->limit_bytes_) + " of " + level->name_ +
+                                   "; lower a floor or raise that limit");
+      }
+      const std::size_t beneath = others + after;
+      before = level->promised();
+      after = std::max<std::size_t>(level->floor_bytes_, beneath);
+      if (!is_check) level->floors_bytes_ = beneath;
+    }
+  }
+  change([&] { floor_bytes_ = floor_bytes; });
+}
+
+std::size_t Budget::reserved() const { return left(claimed_bytes_ + shelved_bytes_, used_bytes_); }
+
+std::size_t Budget::above_floors(const Budget& other) const {
+  std::size_t least = kUnlimited;
+  for (const Budget* level = this; level != nullptr && !other.stands_under(*level); level = level->parent_) {
+    least = std::min(least, left(level->used_bytes_, level->reservation()));
+  }
+  return least;
+}
+
+std::int64_t Budget::priority_in_all() const {
+  std::int64_t sum = 0;
+  for (const Budget* level = this; level != nullptr; level = level->parent_) sum += level->priority_;
+  return sum;
+}
+
+std::size_t Budget::room_for(const Budget& payer) const {
+  // What of a claim is not used yet claims nothing new further up.
+  std::size_t free = 0;
+  for (const Budget* level = &payer; level != this && level != nullptr; level = level->parent_) {
+    free += left(level->reservation(), level->claimed_bytes_);
+  }
+  const std::size_t unclaimed = left(limit_bytes_, claimed_bytes_);
+  return std::min(room(), unclaimed > kUnlimited - free ? kUnlimited : unclaimed + free);
+}
+
+bool Budget::could_hold(std::size_t bytes) const {
+  std::size_t claim_bytes = bytes;  // as take() does it, on an empty tree
+  for (const Budget* level = this; level != nullptr; level = level->parent_) {
+    if (bytes > level->limit_bytes_) return false;
+    const std::size_t others = level->reservations_bytes_;
+    if (claim_bytes != 0 && !fits(claim_bytes, others, level->limit_bytes_)) return false;
+    claim_bytes = std::max(others + claim_bytes, level->reservation()) - level->least_claim();
+  }
+  return true;
 }
 
 std::size_t Budget::headroom() const {
   std::size_t least = kUnlimited;
   for (const Budget* level = this; level != nullptr; level = level->parent_) {
-    least = std::min(least, level->room());
+    least = std::min(least, level->room_for(*this));
   }
   return least;
 }

@@ -26,6 +26,7 @@ struct Chunk {
   std::size_t size = 0;      // bytes
   bool exportable = false;
   Budget* charged = nullptr;              // who pays for it
+  bool is_shelved = false;                // rests on a shelf of that budget
   std::atomic<OwnerId> content{kNobody};  // whose data it may still hold: the pool that had it last
   Epoch last_use = kLongAgo;              // behind which nothing uses it any more that used it before
   bool oversize = false;                  // while mapped: was counted as torch's oversize ones

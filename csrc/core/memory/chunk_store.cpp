@@ -98,7 +98,11 @@ Status ChunkStore::release(Chunk* chunk) {
   // When the driver has gone, all its memory has.
   if (!status.ok() && status.code() != StatusCode::driver_gone) return status;
   live_chunks_.fetch_sub(1, std::memory_order_relaxed);
-  chunk->charged->refund(chunk->size);
+  if (chunk->is_shelved) {
+    chunk->charged->refund_shelved(chunk->size);
+  } else {
+    chunk->charged->refund(chunk->size);
+  }
   delete chunk;
   return {};
 }
@@ -115,9 +119,9 @@ ChunkStore::Shelf* ChunkStore::shelf_for(Budget& group) noexcept {
 }
 
 void ChunkStore::put(Budget& group, Chunk* chunk) noexcept {
-  Budget* refused = Budget::transfer(*chunk->charged, group, chunk->size);
-  VMM_CHECK(refused == nullptr, "budget ", chunk->charged->name(), " does not stand under ", group.name());
+  group.shelve(*chunk->charged, chunk->size);
   chunk->charged = &group;
+  chunk->is_shelved = true;
   MutexLock lock(mutex_);
   Shelf* const shelf = shelf_for(group);
   ChunkShelf& chunks = shelf == nullptr ? without_shelf_ : chunk->exported ? shelf->exported : shelf->usable;
@@ -132,12 +136,13 @@ Chunk* ChunkStore::take_at_most(Budget& group, Budget& payer, std::size_t size, 
   if (shelf == shelves_.end()) return nullptr;
   Chunk* chunk = shelf->second.usable.take_at_most(size, exact);
   if (chunk == nullptr) return nullptr;
-  if (Budget* who = Budget::transfer(group, payer, chunk->size)) {
+  if (Budget* who = group.unshelve(payer, chunk->size)) {
     *refused = who;
     shelf->second.usable.put(chunk);
     return nullptr;
   }
   chunk->charged = &payer;
+  chunk->is_shelved = false;
   return chunk;
 }
 
@@ -145,11 +150,12 @@ bool ChunkStore::take(Budget& group, Budget& payer, Chunk* chunk, std::size_t si
   const MutexLock lock(mutex_);
   const auto shelf = shelves_.find(&group);
   if (shelf == shelves_.end() || !shelf->second.usable.take(chunk, size)) return false;
-  if (Budget::transfer(group, payer, size) != nullptr) {
+  if (group.unshelve(payer, size) != nullptr) {
     shelf->second.usable.put(chunk);
     return false;
   }
   chunk->charged = &payer;
+  chunk->is_shelved = false;
   return true;
 }
 

@@ -222,7 +222,7 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
   std::size_t moved = 0;
   const auto move = [&](const IdleChunk& chosen) VMM_REQUIRES(mutex_) {
     const std::size_t size = chosen.chunk->size;
-    if (bytes_above_floor() < size) return;  // perhaps a smaller one
+    if (budget_.above_floors(grant.payer()) < size) return;  // perhaps a smaller one
     *refused = Budget::transfer(budget_, grant.payer(), size);
     if (*refused != nullptr) return;
     Chunk* chunk = nullptr;
@@ -261,13 +261,22 @@ std::vector<DormantMappings::Dormant> Pool::dormant_of_others(ByteRange place) c
   return found;
 }
 
-std::size_t Pool::shed(std::size_t keep) {
+std::size_t Pool::shed(std::size_t keep, const Budget* beneath) {
   const GatheredLock lock(*this);
   if (range_ == nullptr) return 0;
   free_up_space();
   IdleChunks idle(all_idle(kNeutral, Idle::all));
   std::size_t moved = 0;
-  while (idle.bytes() > keep) moved += shelve(*idle.take_largest());
+  std::size_t kept = 0;
+  while (idle.bytes() + kept > keep) {
+    const std::optional<IdleChunk> largest = idle.take_largest();
+    if (!largest.has_value()) break;
+    if (beneath != nullptr && budget_.above_floors(*beneath) < largest->chunk->size) {
+      kept += largest->chunk->size;  // perhaps a smaller one
+      continue;
+    }
+    moved += shelve(*largest);
+  }
   drop_retired();
   return moved;
 }
@@ -324,16 +333,16 @@ std::size_t Pool::shed_unused(std::size_t most, const FreedAt& freed_at) {
   return moved;
 }
 
-std::size_t Pool::melt_locked(const Budget* limit, std::size_t want, bool own) {
+std::size_t Pool::melt_locked(const Budget* limit, std::size_t want, const Budget& payer) {
   if (range_ == nullptr) return 0;
   free_up_space();
   IdleChunks idle(all_idle(kNeutral, Idle::all));
   std::size_t in_use = 0;
-  while (limit == nullptr || limit->room() < want) {
+  while (limit == nullptr || limit->room_for(payer) < want) {
     const std::optional<IdleChunk> chosen = idle.take_largest();
     if (!chosen.has_value()) break;
     const std::size_t size = chosen->chunk->size;
-    if (!own && bytes_above_floor() < size) continue;
+    if (budget_.above_floors(payer) < size) continue;
     if (!chosen->at_once) {
       in_use += size;
       continue;

@@ -41,8 +41,6 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       uniform_(spec.page_size != 0),
       capacity_(0),
       most_(0),
-      floor_(spec.floor),
-      priority_(spec.priority),
       accessors_(std::move(accessors)),
       large_(arena_),
       placement_(large_, page_),
@@ -58,10 +56,8 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
     throw InvalidArgumentError("capacity " + std::to_string(spec.capacity) + " (" + format_bytes(spec.capacity) +
                                ") is above the largest, " + format_bytes(kMostCapacity));
   }
-  if (spec.floor > spec.physical_limit) {
-    throw InvalidArgumentError("floor " + format_bytes(spec.floor) + " is above the physical limit " +
-                               format_bytes(spec.physical_limit));
-  }
+  budget_.set_floor(spec.floor);
+  budget_.set_priority(spec.priority);
   capacity_ = align_up(spec.capacity, page_);
   most_ = std::min(capacity_, context_.capabilities.total_memory);
   Peaks* family = model_ == nullptr ? nullptr : model_->family_peaks();

@@ -185,7 +185,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_of_others(ByteRange place) const VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
   // Returns the bytes moved.
-  std::size_t shed(std::size_t keep) VMM_EXCLUDES(mutex_);
+  // `beneath`: none that one of the floors beneath it keeps.
+  std::size_t shed(std::size_t keep, const Budget* beneath = nullptr) VMM_EXCLUDES(mutex_);
   // When something in a stretch of the pool was freed last, in any unit that rises.
   using FreedAt = FunctionRef<std::uint64_t(ByteRange)>;
   // The same, of what was freed first before anything else.
@@ -261,8 +262,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
     return !uniform_ && (is_mem_pool_ || context_.within_chunks.load(std::memory_order_relaxed));
   }
   [[nodiscard]] const RegionId& region() const { return region_; }
-  [[nodiscard]] std::size_t floor() const { return model().floor_.load(std::memory_order_relaxed); }
-  [[nodiscard]] int priority() const { return model().priority_.load(std::memory_order_relaxed); }
+  // The model's, and so its parts': see Budget.
+  [[nodiscard]] std::size_t floor() const { return model().budget_.floor(); }
+  [[nodiscard]] int priority() const { return model().budget_.priority(); }
   // Bytes that the model, its parts included, holds above its floor.
   [[nodiscard]] std::size_t bytes_above_floor() const;
   // For a model that gets its first part: from now on the peaks of all of them
@@ -288,6 +290,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void retire_locked() VMM_REQUIRES(mutex_) {
     life_.store(Life::retired, std::memory_order_release);
     is_cached_.store(false, std::memory_order_relaxed);
+    budget_.set_floor(0);  // it grows no more
   }
   // Of a retired pool without live blocks: gives back all memory at once and
   // then the addresses, as soon as nothing uses them. False: something is still
@@ -302,12 +305,12 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // changes by itself: that waits for queued work.
   [[nodiscard]] std::uint64_t times_locked() const VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_.times_locked(); }
   [[nodiscard]] bool changes_by_itself_locked() const VMM_REQUIRES(mutex_);
-  // The last rung, with every pool locked: gives idle chunks (down to the floor)
-  // and their charge back to the driver, until `limit` (nullptr: never) has room
-  // for `want` bytes. Returns the idle bytes that queued work may still use.
+  // The last rung, with every pool locked: gives idle chunks (down to the floors that
+  // `payer` does not stand under) and their charge back to the driver, until `limit`
+  // (nullptr: never) has room for `want` bytes of the payer's. Returns the idle bytes that
+  // queued work may still use.
   // REQUIRES: no thread keeps blocks (BlockCaches::Still).
-  // `own`: for the pool's own model, which its floor does not bind.
-  std::size_t melt_locked(const Budget* limit, std::size_t want, bool own = false) VMM_REQUIRES(mutex_);
+  std::size_t melt_locked(const Budget* limit, std::size_t want, const Budget& payer) VMM_REQUIRES(mutex_);
   // REQUIRES for both: no thread keeps blocks (BlockCaches::Still).
   [[nodiscard]] std::size_t live_blocks_locked() const VMM_REQUIRES(mutex_) {
     return directory_->size() + pages_.size();
@@ -600,8 +603,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool uniform_;          // every chunk is exactly one page (page_size was given)
   std::size_t capacity_;  // bytes
   std::size_t most_;      // bytes that it could ever hold: its addresses, or all of the device's memory
-  std::atomic<std::size_t> floor_;
-  std::atomic<int> priority_;
   enum class Life : std::uint8_t { open, sealed, retired };
   std::atomic<Life> life_{Life::open};  // one look for both at a request
 
