@@ -1,6 +1,7 @@
 #include "core/limits/budget.h"
 
 #include <algorithm>
+#include <array>
 
 #include "base/check.h"
 #include "base/errors.h"
@@ -15,13 +16,14 @@ bool fits(std::size_t more, std::size_t taken, std::size_t most) { return taken 
 
 // --------------------------------------------------------- under the tree's lock
 
-Budget* Budget::take(std::size_t bytes, const Budget* end) {
+Budget* Budget::take(std::size_t bytes, const Budget* end, bool has_limits) {
   std::size_t claim_bytes = bytes;
   bool is_used = true;
   for (Budget* level = this; level != nullptr; level = level->parent_) {
     is_used = is_used && level != end;
-    const bool is_free = !is_used || fits(bytes, level->used_bytes_, level->limit_bytes_);
-    if (!is_free || (claim_bytes != 0 && !fits(claim_bytes, level->claimed_bytes_, level->limit_bytes_))) {
+    const bool is_full = is_used && !fits(bytes, level->used_bytes_, level->limit_bytes_);
+    const bool is_claimed = claim_bytes != 0 && !fits(claim_bytes, level->claimed_bytes_, level->limit_bytes_);
+    if (has_limits && (is_full || is_claimed)) {
       give(bytes, end, level);
       return level;
     }
@@ -49,31 +51,24 @@ void Budget::give(std::size_t bytes, const Budget* end, const Budget* stop) {
   }
 }
 
-void Budget::take_anyway(std::size_t bytes, const Budget* end) {
-  std::size_t claim_bytes = bytes;
-  bool is_used = true;
-  for (Budget* level = this; level != nullptr; level = level->parent_) {
-    is_used = is_used && level != end;
-    const std::size_t before = level->claim();
-    if (is_used) level->used_bytes_ = level->used_bytes_ + bytes;
-    level->claimed_bytes_ = level->claimed_bytes_ + claim_bytes;
-    claim_bytes = level->claim() - before;
-  }
+void Budget::take_back(std::size_t bytes, const Budget* end) {
+  const Budget* const refused = take(bytes, end, /*has_limits=*/false);
+  VMM_CHECK(refused == nullptr, "budget ", name_, " does not get back what it gave");
 }
 
 void Budget::change(const FunctionRef<void()>& change) {
   // Modulo 2^64: it may be less.
-  std::size_t claim_before = claim();
-  std::size_t least_before = least_claim();
+  const auto sums = [](const Budget& of) { return std::array{of.claim(), of.least_claim(), of.promised()}; };
+  auto before = sums(*this);
   change();
   for (Budget* level = this; level->parent_ != nullptr; level = level->parent_) {
     Budget& above = *level->parent_;
-    const std::size_t more = level->claim() - claim_before;
-    const std::size_t more_at_least = level->least_claim() - least_before;
-    claim_before = above.claim();
-    least_before = above.least_claim();
-    above.claimed_bytes_ = above.claimed_bytes_ + more;
-    above.reservations_bytes_ = above.reservations_bytes_ + more_at_least;
+    const auto [claim, least, promised] = sums(*level);
+    const auto [claim_was, least_was, promised_was] = before;
+    before = sums(above);
+    above.claimed_bytes_ = above.claimed_bytes_ + (claim - claim_was);
+    above.reservations_bytes_ = above.reservations_bytes_ + (least - least_was);
+    above.floors_bytes_ = above.floors_bytes_ + (promised - promised_was);
   }
 }
 
@@ -101,7 +96,7 @@ Budget* Budget::transfer(Budget& from, Budget& to, std::size_t bytes) {
   // First: what it claims there is what the other may claim.
   from.give(bytes, common);
   Budget* const refused = to.take(bytes, common);
-  if (refused != nullptr) from.take_anyway(bytes, common);
+  if (refused != nullptr) from.take_back(bytes, common);
   return refused;
 }
 
@@ -109,7 +104,7 @@ void Budget::transfer_back(Budget& from, Budget& to, std::size_t bytes) {
   const Budget* const common = common_of(from, to);
   const MutexLock lock(from.mutex_);
   to.give(bytes, common);
-  from.take_anyway(bytes, common);
+  from.take_back(bytes, common);
 }
 
 void Budget::shelve(Budget& from, std::size_t bytes) {
@@ -155,22 +150,18 @@ void Budget::set_floor(std::size_t floor_bytes) {
     throw InvalidArgumentError("floor " + format_bytes(floor_bytes) + " is above the limit " +
                                format_bytes(limit_bytes_) + " of " + name_);
   }
-  for (const bool is_check : {true, false}) {
-    std::size_t before = promised();
-    std::size_t after = std::max<std::size_t>(floor_bytes, floors_bytes_);
-    for (Budget* level = parent_; level != nullptr && after != before; level = level->parent_) {
-      const std::size_t others = level->floors_bytes_ - before;
-      if (is_check && after > before && !fits(after, others, level->limit_bytes_)) {
-        throw InvalidArgumentError("floor " + format_bytes(floor_bytes) + " of " + name_ + ": " +
-                                   (others == 0 ? "it" : "with " + format_bytes(others) + " of other floors it") +
-                                   " is above the limit " + format_bytes(level->limit_bytes_) + " of " + level->name_ +
-                                   "; lower a floor or raise that limit");
-      }
-      const std::size_t beneath = others + after;
-      before = level->promised();
-      after = std::max<std::size_t>(level->floor_bytes_, beneath);
-      if (!is_check) level->floors_bytes_ = beneath;
+  std::size_t before = promised();
+  std::size_t after = std::max<std::size_t>(floor_bytes, floors_bytes_);
+  for (const Budget* level = parent_; level != nullptr && after > before; level = level->parent_) {
+    const std::size_t others = level->floors_bytes_ - before;
+    if (!fits(after, others, level->limit_bytes_)) {
+      throw InvalidArgumentError("floor " + format_bytes(floor_bytes) + " of " + name_ + ": " +
+                                 (others == 0 ? "it" : "with " + format_bytes(others) + " of other floors it") +
+                                 " is above the limit " + format_bytes(level->limit_bytes_) + " of " + level->name_ +
+                                 "; lower a floor or raise that limit");
     }
+    before = level->promised();
+    after = std::max<std::size_t>(level->floor_bytes_, others + after);
   }
   change([&] { floor_bytes_ = floor_bytes; });
 }

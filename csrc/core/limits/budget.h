@@ -134,10 +134,11 @@ class Budget : public std::enable_shared_from_this<Budget> {
   // What of the parent's limit is this budget's.
   [[nodiscard]] std::size_t claim() const { return std::max<std::size_t>(claimed_bytes_, reservation()); }
   // Beneath `end` bytes are used, above it they are claimed only. take() returns nullptr, or
-  // who refused; give() goes as far as `stop`. Under the lock of the tree.
-  [[nodiscard]] Budget* take(std::size_t bytes, const Budget* end);
+  // who refused; give() goes as far as `stop`; take_back() undoes one. Under the lock of the
+  // tree.
+  [[nodiscard]] Budget* take(std::size_t bytes, const Budget* end, bool has_limits = true);
   void give(std::size_t bytes, const Budget* end, const Budget* stop = nullptr);
-  void take_anyway(std::size_t bytes, const Budget* end);
+  void take_back(std::size_t bytes, const Budget* end);
   // What it claims if nothing is used.
   [[nodiscard]] std::size_t least_claim() const { return std::max<std::size_t>(reservations_bytes_, reservation()); }
   // `change` alters its limit or floor; what those above it know of its claims follows.
