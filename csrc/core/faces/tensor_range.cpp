@@ -139,12 +139,13 @@ void TensorRange::undo(const std::vector<ByteRange>& taken) noexcept {
 // rows of this very tensor back. So it is called between two tries, with all in place.
 void TensorRange::commit(const std::vector<ByteRange>& ranges, Stream stream) {
   for (int reliefs = 0;; ++reliefs) {
-    std::size_t bytes = 0;
-    for (const ByteRange& range : gaps(ranges)) bytes += range.size;
+    const std::vector<ByteRange> missing = gaps(ranges);
     try {
       const DeviceMemory::NoRelief here;
-      return commit_missing(gaps(ranges), stream);
+      return commit_missing(missing, stream);
     } catch (const OutOfMemoryError&) {
+      std::size_t bytes = 0;
+      for (const ByteRange& range : missing) bytes += range.size;
       if (reliefs == DeviceMemory::kMostReliefs || !memory_.relieve(*part_, bytes)) throw;
     }
   }

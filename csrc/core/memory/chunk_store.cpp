@@ -129,6 +129,19 @@ void ChunkStore::put(Budget& group, Chunk* chunk) noexcept {
   if (shelf == nullptr || chunk->exported) release_unmapped(chunks, kUnlimited);
 }
 
+namespace {
+
+// Off the group's shelf: nullptr, and the payer pays; or who refused.
+Budget* hand_over(Chunk* chunk, Budget& group, Budget& payer) {
+  Budget* const refused = group.unshelve(payer, chunk->size);
+  if (refused != nullptr) return refused;
+  chunk->charged = &payer;
+  chunk->is_shelved = false;
+  return nullptr;
+}
+
+}  // namespace
+
 Chunk* ChunkStore::take_at_most(Budget& group, Budget& payer, std::size_t size, bool exact, Budget** refused) {
   MutexLock lock(mutex_);
   *refused = nullptr;
@@ -136,27 +149,19 @@ Chunk* ChunkStore::take_at_most(Budget& group, Budget& payer, std::size_t size, 
   if (shelf == shelves_.end()) return nullptr;
   Chunk* chunk = shelf->second.usable.take_at_most(size, exact);
   if (chunk == nullptr) return nullptr;
-  if (Budget* who = group.unshelve(payer, chunk->size)) {
-    *refused = who;
-    shelf->second.usable.put(chunk);
-    return nullptr;
-  }
-  chunk->charged = &payer;
-  chunk->is_shelved = false;
-  return chunk;
+  *refused = hand_over(chunk, group, payer);
+  if (*refused == nullptr) return chunk;
+  shelf->second.usable.put(chunk);
+  return nullptr;
 }
 
 bool ChunkStore::take(Budget& group, Budget& payer, Chunk* chunk, std::size_t size) {
   const MutexLock lock(mutex_);
   const auto shelf = shelves_.find(&group);
   if (shelf == shelves_.end() || !shelf->second.usable.take(chunk, size)) return false;
-  if (group.unshelve(payer, size) != nullptr) {
-    shelf->second.usable.put(chunk);
-    return false;
-  }
-  chunk->charged = &payer;
-  chunk->is_shelved = false;
-  return true;
+  if (hand_over(chunk, group, payer) == nullptr) return true;
+  shelf->second.usable.put(chunk);
+  return false;
 }
 
 // Gives up to about `want` bytes back to the driver. Returns how many.
