@@ -171,7 +171,7 @@ class DeviceMemory {
   // (torch's registered free-memory callbacks); true if it did anything.
   void set_memory_callback(std::function<bool()> callback) { memory_callback_ = std::move(callback); }
   // Called, with no lock held, when a request of a model under `group` found nothing in idle
-  // memory, before it waits or fails: gives up what it can, and says whether to try again.
+  // memory, before it climbs on to the last rung or fails: gives up what it can, and says whether to try again.
   // By several threads at once; not while the thread's work is captured, nor for what it
   // asks for itself. It throws nothing. nullptr: nobody is called.
   using OnPressure = std::function<bool(std::size_t bytes, const std::shared_ptr<Pool>& model)>;

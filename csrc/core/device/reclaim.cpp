@@ -21,7 +21,8 @@
 //
 // A rung that has changed nothing is not followed by another attempt. Where everything that
 // all others have would not do, nobody gives anything: rungs 1, 2 and 6 are passed over. A
-// callback may raise a limit, so 3 and 4 are passed over only where the device is too small.
+// callback may raise a limit, so 3 is passed over only where the device is too small, and 4
+// there and where the pool has no such addresses.
 // One request at a time climbs; requests that their own pool can meet never
 // wait for it.
 #include <algorithm>
