@@ -63,6 +63,12 @@ def assert_adds_up(pool: torch_vmm.VirtualMemoryPool) -> torch_vmm.MemoryStats:
     return stats
 
 
+def tensor_in(pool: torch_vmm.VirtualMemoryPool, size: int) -> torch.Tensor:
+    """One of `size` bytes of that model."""
+    with pool:
+        return torch.empty(size, dtype=torch.uint8, device=pool.device)
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 

@@ -13,15 +13,10 @@ import pytest
 import torch
 
 import torch_vmm
+from tests.helpers import MIB, tensor_in
 from torch_vmm import SharedMemoryPool, VirtualMemoryPool
 
-MIB = 2**20
 MakeShared = Callable[..., SharedMemoryPool]
-
-
-def tensor_in(pool: VirtualMemoryPool, mib: int) -> torch.Tensor:
-    with pool:
-        return torch.empty(mib * MIB, dtype=torch.uint8, device=pool.device)
 
 
 class Evicting:
@@ -30,7 +25,7 @@ class Evicting:
     def __init__(self, shared: SharedMemoryPool) -> None:
         self.shared = shared
         self.first, self.second = shared.register_model("first"), shared.register_model("second")
-        self.kept = [tensor_in(self.first, 16) for _ in range(4)]
+        self.kept = [tensor_in(self.first, 16 * MIB) for _ in range(4)]
         self.calls: list[tuple[int, VirtualMemoryPool]] = []
 
     def evict(self, requested: int, pool: VirtualMemoryPool) -> bool:
@@ -48,12 +43,12 @@ def evicting(make_shared: MakeShared) -> Evicting:
 
 def test_it_is_told_who_asks_for_how_much_and_called_while_it_has_more(evicting: Evicting) -> None:
     assert evicting.shared.on_pressure(evicting.evict) == evicting.evict
-    taken = tensor_in(evicting.second, 40)
+    taken = tensor_in(evicting.second, 40 * MIB)
     assert [(requested, pool is evicting.second) for requested, pool in evicting.calls] == [(40 * MIB, True)] * 3
     assert len(evicting.kept) == 1
     del taken
     evicting.calls.clear()
-    taken = tensor_in(evicting.second, 40)
+    taken = tensor_in(evicting.second, 40 * MIB)
     assert evicting.calls == []  # there is room
     del taken
 
@@ -64,7 +59,7 @@ def test_as_a_decorator(evicting: Evicting) -> None:
         return evicting.evict(requested, pool)
 
     del evict
-    taken = tensor_in(evicting.second, 16)
+    taken = tensor_in(evicting.second, 16 * MIB)
     assert len(evicting.calls) == 1
     del taken
 
@@ -72,7 +67,7 @@ def test_as_a_decorator(evicting: Evicting) -> None:
 def test_a_request_that_it_cannot_help_fails_as_ever(evicting: Evicting) -> None:
     evicting.shared.on_pressure(lambda requested, pool: False)
     with pytest.raises(torch.OutOfMemoryError, match="'first' 64 MiB in use"):
-        tensor_in(evicting.second, 16)
+        tensor_in(evicting.second, 16 * MIB)
     assert len(evicting.kept) == 4
 
 
@@ -80,7 +75,7 @@ def test_one_that_always_says_that_there_is_more_is_not_called_for_ever(evicting
     calls = []
     evicting.shared.on_pressure(lambda requested, pool: calls.append(requested) is None)
     with pytest.raises(torch.OutOfMemoryError):
-        tensor_in(evicting.second, 16)
+        tensor_in(evicting.second, 16 * MIB)
     assert len(calls) == 64
 
 
@@ -93,7 +88,7 @@ def test_what_it_raises_is_shown_and_the_request_goes_on(evicting: Evicting, mon
 
     evicting.shared.on_pressure(fail)
     with pytest.raises(torch.OutOfMemoryError):
-        tensor_in(evicting.second, 16)
+        tensor_in(evicting.second, 16 * MIB)
     assert [str(each) for each in shown] == ["no idea what to evict"]
 
 
@@ -121,15 +116,15 @@ def test_what_it_allocates_itself_does_not_call_it_again(evicting: Evicting) -> 
 
     def greedy(requested: int, pool: VirtualMemoryPool) -> bool:
         try:
-            tensor_in(pool, 16)
+            tensor_in(pool, 16 * MIB)
         except torch.OutOfMemoryError as error:
             failures.append(str(error))
-        scratch = tensor_in(pool, 16) if not evicting.kept else None
+        scratch = tensor_in(pool, 16 * MIB) if not evicting.kept else None
         del scratch
         return evicting.evict(requested, pool)
 
     evicting.shared.on_pressure(greedy)
-    taken = tensor_in(evicting.second, 16)
+    taken = tensor_in(evicting.second, 16 * MIB)
     assert len(failures) == 1
     assert len(evicting.calls) == 1
     del taken
@@ -153,7 +148,7 @@ def test_it_may_do_what_anybody_may(evicting: Evicting, how: str) -> None:
         return True
 
     shared.on_pressure(help_out)
-    assert tensor_in(evicting.second, 32).numel() == 32 * MIB
+    assert tensor_in(evicting.second, 32 * MIB).numel() == 32 * MIB
 
 
 def test_a_floor_may_be_lowered_in_it(make_shared: MakeShared) -> None:
@@ -165,7 +160,7 @@ def test_a_floor_may_be_lowered_in_it(make_shared: MakeShared) -> None:
         return True
 
     shared.on_pressure(lower)
-    assert tensor_in(first, 48).numel() == 48 * MIB
+    assert tensor_in(first, 48 * MIB).numel() == 48 * MIB
 
 
 def test_explicit_pages_are_requests_too(evicting: Evicting) -> None:
@@ -187,11 +182,11 @@ def test_the_last_one_set_is_called_and_none_after_none(evicting: Evicting, make
     other.shared.on_pressure(other.evict)
     evicting.shared.on_pressure(lambda requested, pool: pytest.fail("replaced"))
     evicting.shared.on_pressure(evicting.evict)
-    taken = tensor_in(evicting.second, 16)
+    taken = tensor_in(evicting.second, 16 * MIB)
     assert (len(evicting.calls), len(other.calls)) == (1, 0)
     assert evicting.shared.on_pressure(None) is None
     with pytest.raises(torch.OutOfMemoryError):
-        tensor_in(evicting.second, 16)
+        tensor_in(evicting.second, 16 * MIB)
     assert len(evicting.calls) == 1
     del taken
 
@@ -250,7 +245,7 @@ def test_a_function_that_knows_the_pool_keeps_neither_alive(device: str) -> None
 def test_several_threads_under_pressure_all_end(make_shared: MakeShared) -> None:
     shared = make_shared("64MiB")
     cache, models = shared.register_model("cache"), [shared.register_model(f"model {k}") for k in range(4)]
-    kept = [tensor_in(cache, 2) for _ in range(24)]
+    kept = [tensor_in(cache, 2 * MIB) for _ in range(24)]
     lock = threading.Lock()
 
     def evict(requested: int, pool: VirtualMemoryPool) -> bool:
@@ -264,7 +259,7 @@ def test_several_threads_under_pressure_all_end(make_shared: MakeShared) -> None
     def serve(model: VirtualMemoryPool) -> None:
         try:
             for _ in range(50):
-                tensors = [tensor_in(model, 2) for _ in range(6)]  # 48 MiB of all four, and the cache gives all
+                tensors = [tensor_in(model, 2 * MIB) for _ in range(6)]  # 48 MiB of all four, and the cache gives all
                 assert all(tensor.numel() == 2 * MIB for tensor in tensors)
                 tensors.clear()  # before the next six
         except BaseException as error:

@@ -10,16 +10,11 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import MIB, PAGE, holds, is_zero, stamp
+from tests.helpers import MIB, PAGE, holds, is_zero, stamp, tensor_in
 from torch_vmm import _C
 
 Shared = torch_vmm.SharedMemoryPool
 MakeShared = Callable[..., Shared]
-
-
-def tensor_in(pool: torch_vmm.VirtualMemoryPool, size: int) -> torch.Tensor:
-    with pool:
-        return torch.empty(size, dtype=torch.uint8, device=pool.device)
 
 
 def assert_adds_up(shared: Shared) -> torch_vmm.GlobalMemoryStats:
