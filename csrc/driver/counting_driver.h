@@ -64,6 +64,10 @@ class CountingDriver : public Driver {
     return inner_.stream_wait(device, stream, fence);
   }
   Status synchronize(int device) override { return inner_.synchronize(device); }
+  Status create_stream(int device, Stream* out) override { return inner_.create_stream(device, out); }
+  Status destroy_stream(int device, Stream stream) override { return inner_.destroy_stream(device, stream); }
+  Status pin_host(Address address, std::size_t size) override { return inner_.pin_host(address, size); }
+  Status unpin_host(Address address) override { return inner_.unpin_host(address); }
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override {
     return inner_.copy_async(device, to, from, size, stream);
   }

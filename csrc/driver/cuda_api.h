@@ -43,6 +43,8 @@
   X(cuMemImportFromShareableHandle) \
   X(cuMemGetInfo)                   \
   X(cuMemcpyAsync)                  \
+  X(cuMemHostRegister)              \
+  X(cuMemHostUnregister)            \
   X(cuMemsetD8Async)                \
   X(cuEventCreate)                  \
   X(cuEventDestroy)                 \

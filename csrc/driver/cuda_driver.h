@@ -83,6 +83,10 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   Status wait(Fence fence) override;
   Status stream_wait(int device, Stream stream, Fence fence) override;
   Status synchronize(int device) override;
+  Status create_stream(int device, Stream* out) override;
+  Status destroy_stream(int device, Stream stream) override;
+  Status pin_host(Address address, std::size_t size) override;
+  Status unpin_host(Address address) override;
 
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;

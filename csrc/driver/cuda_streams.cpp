@@ -128,6 +128,45 @@ Status CudaDriver::synchronize(int device) {
   return answer(api_.cuMemFree(own), "cuMemFree");
 }
 
+// -- Streams of one's own, and pinned memory.
+
+Status CudaDriver::create_stream(int device, Stream* out) {
+  if (const Status checked = check_device(device, "create_stream"); !checked.ok()) return checked;
+  const Current current(*this, device);
+  if (!current.status().ok()) return current.status();
+  const RelaxedCapture relaxed(api_);
+  CUstream made = nullptr;
+  const Status created = answer(api_.cuStreamCreate(&made, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+  if (created.ok()) *out = made;
+  return created;
+}
+
+Status CudaDriver::destroy_stream(int device, Stream stream) {
+  if (const Status checked = check_device(device, "destroy_stream"); !checked.ok()) return checked;
+  const Current current(*this, device);
+  if (!current.status().ok()) return current.status();
+  return answer(api_.cuStreamDestroy(stream_of(stream)), "cuStreamDestroy");
+}
+
+// For all contexts: what is saved there next may be another device's.
+Status CudaDriver::pin_host(Address address, std::size_t size) {
+  if (const Status checked = check_device(0, "pin"); !checked.ok()) return checked;
+  const Current current(*this, 0);
+  if (!current.status().ok()) return current.status();
+  const RelaxedCapture relaxed(api_);
+  void* const begin = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+  return answer(api_.cuMemHostRegister(begin, size, CU_MEMHOSTREGISTER_PORTABLE), "cuMemHostRegister");
+}
+
+Status CudaDriver::unpin_host(Address address) {
+  if (!alive()) return gone("unpin");
+  const Current current(*this, 0);
+  if (!current.status().ok()) return current.status();
+  const RelaxedCapture relaxed(api_);
+  void* const begin = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+  return answer(api_.cuMemHostUnregister(begin), "cuMemHostUnregister");
+}
+
 // -- Content.
 
 std::size_t CudaDriver::one_piece(Address address, std::size_t size) const {

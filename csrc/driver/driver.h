@@ -145,6 +145,18 @@ class Driver {
   // streams known to us or not. Ends no capture, whose work is not queued.
   virtual Status synchronize(int device) = 0;
 
+  // -- Streams of one's own, which wait for no other.
+  virtual Status create_stream(int device, Stream* out) = 0;
+  // Work that is queued on it ends first; nobody waits for it.
+  virtual Status destroy_stream(int device, Stream stream) = 0;
+
+  // -- Plain host memory [address, address + size), whole pages of the machine's that are
+  // touched, stays in its place from now on, so that copies run at the bus's rate beside
+  // the CPU. 22 ms a GiB, and 20 to undo it. What copies still use is not to be unpinned.
+  // out_of_memory, not_supported: it stays as it is, and copies are only slower.
+  virtual Status pin_host(Address address, std::size_t size) = 0;
+  virtual Status unpin_host(Address address) = 0;
+
   // -- Content. Ordered on `stream` of `device`; any address both can access,
   // any size > 0 (no alignment needed). Either side may be plain host memory;
   // if it is not pinned, CUDA may wait for the copy. Long copies may be issued in

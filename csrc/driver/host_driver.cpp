@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -400,6 +401,33 @@ Status HostDriver::stream_wait(int /*device*/, Stream /*stream*/, Fence fence) {
   return check_fence(fence, "stream_wait");
 }
 Status HostDriver::synchronize(int device) { return check_device(device, "synchronize"); }
+
+// A name that no other stream of the process has: an address of our own.
+Status HostDriver::create_stream(int device, Stream* out) {
+  if (const Status checked = check_device(device, "create_stream"); !checked.ok()) return checked;
+  const MutexLock lock(mutex_);
+  *out = streams_.emplace_back(std::make_unique<char>()).get();
+  return {};
+}
+Status HostDriver::destroy_stream(int device, Stream stream) {
+  if (const Status checked = check_device(device, "destroy_stream"); !checked.ok()) return checked;
+  const MutexLock lock(mutex_);
+  const auto found = std::find_if(streams_.begin(), streams_.end(),
+                                  [stream](const std::unique_ptr<char>& each) { return each.get() == stream; });
+  if (found == streams_.end()) return refuse("an unknown stream");
+  streams_.erase(found);
+  return {};
+}
+
+// It is the CPU that copies.
+Status HostDriver::pin_host(Address address, std::size_t size) {
+  if (!alive()) return gone("pin");
+  return address == 0 || size == 0 ? refuse("pin of nothing") : Status::okay();
+}
+Status HostDriver::unpin_host(Address address) {
+  if (!alive()) return gone("unpin");
+  return address == 0 ? refuse("unpin of nothing") : Status::okay();
+}
 
 // -- Content. No lock: the caller keeps what it copies mapped.
 

@@ -31,6 +31,7 @@
 #include <atomic>
 #include <cstddef>
 #include <deque>
+#include <memory>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -88,6 +89,10 @@ class HostDriver final : public Driver, private ForkObserver {
   Status wait(Fence fence) override;
   Status stream_wait(int device, Stream stream, Fence fence) override;
   Status synchronize(int device) override;
+  Status create_stream(int device, Stream* out) override;
+  Status destroy_stream(int device, Stream stream) override;
+  Status pin_host(Address address, std::size_t size) override;
+  Status unpin_host(Address address) override;
 
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;
@@ -144,7 +149,8 @@ class HostDriver final : public Driver, private ForkObserver {
   std::deque<Place> devices_ VMM_GUARDED_BY(mutex_);
   Place host_ VMM_GUARDED_BY(mutex_);
 
-  FenceTable fences_;  // without events
+  std::vector<std::unique_ptr<char>> streams_ VMM_GUARDED_BY(mutex_);  // one's own: their addresses are their names
+  FenceTable fences_;                                                  // without events
 };
 
 }  // namespace vmm

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <charconv>
 #include <fstream>
+#include <limits>
 
 #include "base/units.h"
 
@@ -13,6 +14,7 @@ namespace {
 
 constexpr const char* kGroupsOfThisProcess = "/proc/self/cgroup";
 constexpr const char* kMostMappings = "/proc/sys/vm/max_map_count";
+constexpr const char* kMachine = "/proc/meminfo";
 constexpr const char* kGroups = "/sys/fs/cgroup";
 constexpr const char* kGroupsOfVersion1 = "/sys/fs/cgroup/memory";
 
@@ -66,6 +68,17 @@ std::size_t control_group_limit(const std::string& root) {
     }
   }
   return least;
+}
+
+std::size_t available_memory(const std::string& root) {
+  std::ifstream told(root + kMachine);
+  // "MemAvailable:   16107872 kB"
+  for (std::string name; told >> name;) {
+    std::size_t amount = 0;
+    if (name == "MemAvailable:" && told >> amount) return amount * kKiB;
+    told.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  return kUnlimited;
 }
 
 std::size_t most_mappings(const std::string& root) { return limit_in(root + kMostMappings); }

@@ -14,6 +14,10 @@ namespace vmm {
 // asked of the kernel directly.
 std::size_t usable_memory(const std::string& root = "");
 
+// Bytes of the machine's that may be taken before it begins to swap. kUnlimited where the
+// kernel does not say.
+std::size_t available_memory(const std::string& root = "");
+
 // Stretches of addresses that a process may have mapped, each with rights and a file of
 // its own (vm.max_map_count); kUnlimited where the kernel does not say. At the limit
 // every call that maps fails, in the whole process, and some that unmap.

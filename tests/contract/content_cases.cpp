@@ -1,8 +1,10 @@
 // Copies, fills, fences, and all of it from several threads.
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <thread>
 
+#include "base/host_pages.h"
 #include "contract/contract_lab.h"
 
 namespace vmm::testing {
@@ -145,6 +147,37 @@ void streams_wait_for_fences(Driver& driver, const ContractOptions& options) {
   }
 }
 
+// Copies on a stream of one's own, to plain memory that is pinned and that is not.
+void own_streams_copy_to_pinned_memory(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  const std::size_t g = align_up(kMiB, lab.granule());
+  const Address at = lab.reserve(g);
+  lab.map(at, lab.create(g));
+  Stream own = nullptr;
+  CONTRACT_OK(driver.create_stream(options.device, &own));
+  CONTRACT_CHECK(own != nullptr && own != options.stream_a, "a stream of its own");
+  for (const bool is_pinned : {false, true}) {
+    const ZeroPages pages(g);
+    const auto host = reinterpret_cast<Address>(pages.begin());
+    std::fill_n(pages.begin(), g, std::byte{0});
+    if (is_pinned) CONTRACT_OK(driver.pin_host(host, g));
+    lab.write(at, pattern(g, 7));
+    CONTRACT_OK(driver.copy_async(options.device, host, at, g, own));
+    const Fence fence = lab.fence();
+    CONTRACT_OK(driver.record(fence, own));
+    CONTRACT_OK(driver.wait(fence));
+    const auto* const bytes = reinterpret_cast<const std::uint8_t*>(pages.begin());
+    CONTRACT_CHECK(Bytes(bytes, bytes + g) == pattern(g, 7), is_pinned);
+    lab.fill(at, 0, g);
+    CONTRACT_OK(driver.copy_async(options.device, at, host, g, own));
+    CONTRACT_OK(driver.record(fence, own));
+    CONTRACT_OK(driver.wait(fence));
+    CONTRACT_CHECK(lab.read(at, g) == pattern(g, 7), is_pinned);
+    if (is_pinned) CONTRACT_OK(driver.unpin_host(host));
+  }
+  CONTRACT_OK(driver.destroy_stream(options.device, own));
+}
+
 // What a thread does in its own stretch is not disturbed by the others.
 void threads_do_not_disturb_each_other(Driver& driver, const ContractOptions& options) {
   Lab lab(driver, options);
@@ -194,6 +227,7 @@ std::vector<ContractCase> content_cases() {
       {"many_fences", many_fences},
       {"waiting_for_the_device_covers_all_streams", waiting_for_the_device_covers_all_streams},
       {"streams_wait_for_fences", streams_wait_for_fences},
+      {"own_streams_copy_to_pinned_memory", own_streams_copy_to_pinned_memory},
       {"threads_do_not_disturb_each_other", threads_do_not_disturb_each_other},
   };
 }

@@ -188,6 +188,12 @@ Status OrderChecker::synchronize(int device) {
   return status;
 }
 
+Status OrderChecker::create_stream(int device, Stream* out) {
+  const Status status = inner_.create_stream(device, out);
+  if (status.ok()) add_stream({*out, device, /*blocking=*/false, "own"});
+  return status;
+}
+
 // -- Content
 
 // Rule 2. The bytes are the allocator's from here on: whoever gets them comes

@@ -36,9 +36,10 @@ std::size_t sum(const std::map<std::uint64_t, std::size_t>& sizes) {
 
 const char* to_string(Call call) {
   static constexpr const char* kNames[kCallKinds] = {
-      "reserve",      "unreserve",    "create",       "release",       "map",    "unmap",       "set_access",
-      "export_chunk", "import_chunk", "create_fence", "destroy_fence", "record", "query",       "wait",
-      "stream_wait",  "synchronize",  "copy_async",   "fill_async",    "read",   "memory_info", "capabilities"};
+      "reserve",      "unreserve",    "create",       "release",       "map",    "unmap",         "set_access",
+      "export_chunk", "import_chunk", "create_fence", "destroy_fence", "record", "query",         "wait",
+      "stream_wait",  "synchronize",  "copy_async",   "fill_async",    "read",   "create_stream", "destroy_stream",
+      "pin",          "unpin",        "memory_info",  "capabilities"};
   return kNames[index(call)];
 }
 
@@ -349,6 +350,30 @@ Status ScriptedDriver::import_chunk(int fd, std::size_t size, ChunkHandle* out) 
     if (answer.ok()) chunks_[*out] = size;
     return answer;
   });
+}
+
+Status ScriptedDriver::create_stream(int device, Stream* out) {
+  CallRecord record = make(Call::create_stream, number(device));
+  if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
+  return end(record, inner_.create_stream(device, out));
+}
+
+Status ScriptedDriver::destroy_stream(int device, Stream stream) {
+  CallRecord record = make(Call::destroy_stream, number(device), number(stream));
+  if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
+  return end(record, inner_.destroy_stream(device, stream));
+}
+
+Status ScriptedDriver::pin_host(Address address, std::size_t size) {
+  CallRecord record = make(Call::pin, address, size);
+  if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
+  return end(record, inner_.pin_host(address, size));
+}
+
+Status ScriptedDriver::unpin_host(Address address) {
+  CallRecord record = make(Call::unpin, address);
+  if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
+  return end(record, inner_.unpin_host(address));
 }
 
 Status ScriptedDriver::copy_async(int device, Address to, Address from, std::size_t size, Stream stream) {

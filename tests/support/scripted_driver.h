@@ -50,10 +50,14 @@ enum class Call : std::uint8_t {
   copy_async,
   fill_async,
   read,
+  create_stream,
+  destroy_stream,
+  pin,
+  unpin,
   memory_info,
   capabilities,
 };
-inline constexpr std::size_t kCallKinds = 21;
+inline constexpr std::size_t kCallKinds = 25;
 const char* to_string(Call call);
 
 enum class Repeat : std::uint8_t { once, from_then_on };
@@ -173,6 +177,10 @@ class ScriptedDriver final : public Driver {
   Status wait(Fence fence) override;
   Status stream_wait(int device, Stream stream, Fence fence) override;
   Status synchronize(int device) override;
+  Status create_stream(int device, Stream* out) override;
+  Status destroy_stream(int device, Stream stream) override;
+  Status pin_host(Address address, std::size_t size) override;
+  Status unpin_host(Address address) override;
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;
   Status read(int device, void* to, Address from, std::size_t size) override;

@@ -17,7 +17,15 @@ void DeviceStreams::set_census(StreamCensus census) {
 void DeviceStreams::add_permanent(Stream stream) {
   if (!known_.insert(stream).second) return;
   permanent_.push_back(stream);
-  count_.store(permanent_.size() + 1, std::memory_order_relaxed);
+  count_.store(permanent_.size() + own_.size() + 1, std::memory_order_relaxed);
+}
+
+void DeviceStreams::add_own(Stream stream) {
+  const MutexLock lock(mutex_);
+  own_.reserve(own_.size() + 1);  // first: it would be known, and in no list
+  if (!known_.insert(stream).second) return;
+  own_.push_back(stream);
+  count_.store(permanent_.size() + own_.size() + 1, std::memory_order_relaxed);
 }
 
 void DeviceStreams::take_census() {
@@ -49,6 +57,7 @@ std::vector<Stream> DeviceStreams::to_record() {
   take_census();
   std::vector<Stream> streams = {nullptr};
   streams.insert(streams.end(), permanent_.begin(), permanent_.end());
+  streams.insert(streams.end(), own_.begin(), own_.end());
   return streams;
 }
 

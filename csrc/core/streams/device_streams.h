@@ -61,6 +61,8 @@ class DeviceStreams {
 
   // Without a census every stream that is met counts as permanent.
   void set_census(StreamCensus census) VMM_EXCLUDES(mutex_);
+  // One of our own, which lives as long as this: permanent, and in no census.
+  void add_own(Stream stream) VMM_EXCLUDES(mutex_);
   // A pool meets `stream`. REQUIRES: it is alive.
   StreamKind meet(Stream stream) VMM_EXCLUDES(mutex_);
   // The streams that need a fence each, for a point over all work: the default
@@ -89,8 +91,9 @@ class DeviceStreams {
   std::atomic<std::size_t> count_{1};  // the default stream
   Mutex mutex_;
   StreamCensus census_ VMM_GUARDED_BY(mutex_);
-  std::vector<Stream> permanent_ VMM_GUARDED_BY(mutex_);
-  std::unordered_set<Stream> known_ VMM_GUARDED_BY(mutex_);  // the same
+  std::vector<Stream> permanent_ VMM_GUARDED_BY(mutex_);  // of the census, or met
+  std::vector<Stream> own_ VMM_GUARDED_BY(mutex_);
+  std::unordered_set<Stream> known_ VMM_GUARDED_BY(mutex_);  // all of these
   std::vector<Stream> counted_ VMM_GUARDED_BY(mutex_);       // the census's latest answer
   std::vector<Fence> free_ VMM_GUARDED_BY(mutex_);
   std::size_t fences_ VMM_GUARDED_BY(mutex_) = 0;  // that there are, taken or free
