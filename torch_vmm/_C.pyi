@@ -387,6 +387,62 @@ class SharedMemoryPool:
     def close(self, force: bool = False) -> None:
         """Unregisters all models. Raises StillInUseError while one is in use, unless ``force``."""
 
+def set_default_model(kind: _Kind, ordinal: int, pool: Pool | None) -> None:
+    """Whose tensors are that are made outside any model, while it is open; ``None``: the default pool's.
+
+    Raises:
+        InvalidArgumentError: it is closed.
+    """
+
+# -- Sleep and wake ----------------------------------------------------------------------------------------------------
+
+_Place = tuple[str, str, int]
+"""``("host" | "discard" | "file" | "device", the file's absolute path, the device's ordinal)``."""
+
+@final
+class Transfer:
+    """A model on its way to sleep or back: begun, so that nothing that can be refused is left."""
+
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
+    def run(self, look: Callable[[], object] | None = None) -> None:
+        """All the way, once. ``look`` is called between pieces; what it raises stops it, and so does Ctrl-C."""
+    @property
+    def done(self) -> int:
+        """Bytes that have moved."""
+    @property
+    def total(self) -> int: ...
+    def wait_for(self, address: int, size: int) -> bool:
+        """Until what is at [address, address + size) is there; false: it ended before."""
+
+def sleep(pool: Pool, keep: list[_Place] | None, by_tag: dict[str, list[_Place]], release: bool) -> Transfer:
+    """``keep`` is where what ``by_tag`` does not name goes; ``None``: that stays awake.
+
+    Raises:
+        OutOfMemoryError, InvalidArgumentError, NotAvailableError, VmmError: it is awake.
+    """
+
+def wake(pool: Pool, tags: list[str] | None) -> Transfer:
+    """Raises OutOfMemoryError: it sleeps as before."""
+
+def swap(out: Pool, keep: list[_Place] | None, by_tag: dict[str, list[_Place]], into: Pool) -> Transfer:
+    """Both at once. Raises InvalidArgumentError for pools of two devices or one model."""
+
+def asleep(pool: Pool) -> dict[str, str]:
+    """Where what sleeps is, by tag."""
+
+def read_backup(address: int, size: int, to: int) -> bool:
+    """Copies what is kept of a sleeping tensor to plain memory at ``to``; false: not all of it is."""
+
+def host_backup_limit(pool: SharedMemoryPool) -> int | None: ...
+def set_host_backup_limit(pool: SharedMemoryPool, limit: int | None) -> int:
+    """Returns the bytes unpinned for it."""
+
+def host_backup_bytes(pool: SharedMemoryPool) -> tuple[int, int]:
+    """Pinned bytes that are used, and those that are not."""
+
+def release_host_backups(pool: SharedMemoryPool) -> int:
+    """Returns the bytes unpinned."""
+
 # -- Low level ---------------------------------------------------------------------------------------------------------
 
 @final

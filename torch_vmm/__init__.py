@@ -56,9 +56,12 @@ from torch_vmm.routing import (
     is_enabled,
     library_path,
     pool_of,
+    reset_default_model,
+    set_default_model,
     use_model,
 )
 from torch_vmm.shared_pools import SharedMemoryPool
+from torch_vmm.sleeping import Transfer, swap
 from torch_vmm.sparse_tensor import SparseTensor, sparse
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats, NativePoolStats, PoolStats
 from torch_vmm.strictness import strict
@@ -96,6 +99,7 @@ __all__ = [
     "SharedMemoryPool",
     "SparseTensor",
     "StillInUseError",
+    "Transfer",
     "VirtualAddressRange",
     "VirtualMemoryManager",
     "VirtualMemoryPool",
@@ -114,9 +118,12 @@ __all__ = [
     "last_out_of_memory",
     "library_path",
     "pool_of",
+    "reset_default_model",
     "sealed",
     "seen_from",
+    "set_default_model",
     "sparse",
     "strict",
+    "swap",
     "use_model",
 ]

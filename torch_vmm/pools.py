@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,9 @@ from torch_vmm.sizes import (
     to_range,
     to_tensor_range,
 )
+from torch_vmm.sleeping import Keep, Progress, Remaps, Transfer
+from torch_vmm.sleeping import sleep as _sleep
+from torch_vmm.sleeping import wake as _wake
 from torch_vmm.stats import MemoryStats, memory_summary
 from torch_vmm.tags import Tag
 from torch_vmm.workspaces import end_with_workspaces_freed
@@ -86,6 +89,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     _handle: _C.Pool
     _model_id: str | None
     _shared: SharedMemoryPool | None
+    _remaps: Remaps
 
     def __init__(
         self,
@@ -116,6 +120,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         self._shared = shared
         self._model_id = model_id
         self._stays = Stays()
+        self._remaps = Remaps()
 
     # -- Explicit pages ------------------------------------------------------------------------------------------------
 
@@ -261,6 +266,111 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
             InvalidArgumentError: as :meth:`seal`.
         """
         _C.unseal(self._handle, _pieces(tensors))
+
+    # -- Sleep and wake ------------------------------------------------------------------------------------------------
+
+    def sleep(
+        self, keep: Keep = "host", release: bool = False, *, blocking: bool = True, progress: Progress = None
+    ) -> Transfer:
+        """Gives the model's memory to the others, and keeps its contents
+        elsewhere.
+
+        Addresses stay: tensors, optimisers, CUDA graphs and compiled functions
+        are as before once it is awake again. Until then nothing may use its
+        memory: a kernel that does faults, a tensor's allocation is an
+        ``AsleepError``. Freeing tensors is fine, and what they held does not
+        come back. Queued work is waited for first; other models go on.
+
+        What another process or an alias has mapped as well stays as it is. A
+        model that sleeps already stays so. Its ``floor`` stays reserved: it is
+        the room to wake in.
+
+        Args:
+            keep: ``"host"`` (pinned memory, bounded by
+                :attr:`SharedMemoryPool.host_backup_limit`), ``"discard"`` (the
+                contents are gone, and what wakes is zero), ``"device:1"``
+                (another GPU's memory), the path of a file or folder (with
+                checksums; the file goes when it is awake), or several of them:
+                the first with room is taken. For some :attr:`tags` alone: a
+                mapping from tag to place, where ``""`` is what has none; the
+                others stay awake.
+            release: gives the memory back to the driver at once, not only to
+                the other models.
+            blocking: returns when it sleeps; else at once, and a thread does
+                it.
+            progress: ``True`` draws a bar in a terminal; a function is called
+                with the bytes that have moved and those in all. What it raises
+                stops it.
+        Returns:
+            A handle: ``wait()``, ``done``, ``progress``.
+        Raises:
+            OutOfMemoryError: no room in the place named.
+            InvalidArgumentError: no such place or tag, or a file that exists.
+            NotAvailableError: in debug mode.
+            VmmError: a disk that is full or fails, or a driver that does; the
+                model is awake again, and whole. So it is after Ctrl-C.
+        """
+        return _sleep(self, keep, release, blocking, progress)
+
+    def wake(
+        self,
+        tags: str | Iterable[str] | None = None,
+        *,
+        blocking: bool = True,
+        order: str = "as allocated",
+        progress: Progress = None,
+    ) -> Transfer:
+        """Brings the model's memory back, to the same addresses.
+
+        One that is awake stays so. Where it is stopped, by Ctrl-C for example,
+        nothing is lost, and another ``wake()`` goes on.
+
+        Args:
+            tags: of what is under these alone; ``""`` is what has no tag.
+            blocking: returns when all is there; else when there is memory for
+                it, and a thread fills it: ``handle.wait_for(tensor)``.
+            order: what comes first; there is ``"as allocated"``.
+            progress: as of :meth:`sleep`.
+        Returns:
+            A handle: ``wait()``, ``wait_for(tensor)``, ``done``, ``progress``.
+        Raises:
+            OutOfMemoryError: no room; it sleeps as before.
+            VmmError: a file that cannot be read or was changed, or a driver
+                that fails: what has not come is still asleep.
+        """
+        return _wake(self, tags, blocking, order, progress)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Some of it sleeps, or is on its way."""
+        return bool(_C.asleep(self._handle))
+
+    @property
+    def asleep(self) -> dict[str, str]:
+        """Where what sleeps is, by tag (``""``: none): ``"host"``,
+        ``"discarded"``, a device or a file's path.
+        """
+        return dict(sorted(_C.asleep(self._handle).items()))
+
+    def on_remap(self, before: Callable[[], object] | None = None, after: Callable[[], object] | None = None) -> None:
+        """Has functions called around the time in which the memory is
+        elsewhere.
+
+        For what knows the physical memory and not only its addresses: RDMA
+        registrations, for one.
+
+        Args:
+            before: called before it goes, by the thread that calls
+                :meth:`sleep`.
+            after: called when all of it is back.
+        """
+        self._remaps.add(before, after)
+
+    def _call_before_remap(self) -> None:
+        self._remaps.call(0)
+
+    def _call_after_remap(self) -> None:
+        self._remaps.call(1)
 
     # -- What it is ----------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,32 @@ class use_model(ContextDecorator, Guarded, guarded=True):  # noqa: N801
         return f"use_model({self._model!r}{'' if self._device is None else f', device={str(self._device)!r}'})"
 
 
+def set_default_model(pool: VirtualMemoryPool) -> None:
+    """Tensors made outside every model belong to this one from now on, on its
+    device and on all threads; as long as it is open.
+
+    Raises:
+        InvalidArgumentError: no pool, or a closed one.
+        NotEnabledError: torch_vmm is not the allocator of its device.
+    """
+    if not isinstance(pool, VirtualMemoryPool):
+        raise InvalidArgumentError(f"set_default_model({show(pool)}): give a pool")
+    with pool:  # whatever forbids to enter it forbids this
+        pass
+    _C.set_default_model(pool._device.kind, pool._device.ordinal, pool._handle)
+
+
+def reset_default_model(device: Device = "cuda") -> None:
+    """Tensors made outside every model are the device's own default pool's
+    again.
+
+    Raises:
+        NotAvailableError: no driver, or no such device.
+    """
+    key = to_device(device)
+    _C.set_default_model(key.kind, key.ordinal, None)
+
+
 def carry(function: Function) -> Function:
     """``function``, run in the model that is open here and now, whatever thread or
     task calls it.

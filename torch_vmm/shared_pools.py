@@ -161,6 +161,30 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         """What the memory of all models is at this moment."""
         return GlobalMemoryStats(**self._handle.global_stats())
 
+    @property
+    def host_backup_limit(self) -> int | None:
+        """Bytes of pinned host memory that models of this pool may have when they
+        sleep there, and that is kept for the next one; ``None`` is no limit but
+        the machine's. In pieces of 32 MiB. Can be set at any time: what is kept
+        unused above it goes at once.
+        """
+        return _C.host_backup_limit(self._handle)
+
+    @host_backup_limit.setter
+    def host_backup_limit(self, limit: Size | None) -> None:
+        _C.set_host_backup_limit(self._handle, to_optional_bytes(limit, "host_backup_limit"))
+
+    @property
+    def host_backup_bytes(self) -> int:
+        """Bytes of pinned host memory now, with what is kept for the next sleep."""
+        return sum(_C.host_backup_bytes(self._handle))
+
+    def release_host_backups(self) -> int:
+        """Gives pinned host memory back that no sleeping model uses; returns the
+        bytes. Pinning it again is the slow part of the next sleep.
+        """
+        return _C.release_host_backups(self._handle)
+
     def on_pressure(self, function: OnPressure | None) -> OnPressure | None:
         """Has a function called when a model's request finds no memory, before it
         fails.

@@ -32,6 +32,10 @@ class MemoryStats:
     """Mapped, unused, in chunks that are partly used."""
     quarantined_bytes: int
     """Freed, but queued work may still use them."""
+    asleep_bytes: int = 0
+    """Of tensors whose memory is elsewhere while the model sleeps; in none of the
+    others.
+    """
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class GlobalMemoryStats:
     quarantined_bytes: int
     store_bytes: int
     """Held by the chunk store, mapped nowhere."""
+    asleep_bytes: int = 0
+    """Of tensors of models that sleep; in none of the others."""
 
 
 @dataclass(frozen=True)

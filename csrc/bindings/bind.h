@@ -38,6 +38,7 @@ void bind_tensor_alias(py::module_& module);
 void bind_tensor_range(py::module_& module);
 void bind_placed_memory(py::module_& module);
 void bind_replay(py::module_& module);
+void bind_sleep(py::module_& module);
 
 // The name of a kind (process/device_kind); InvalidArgumentError for anything else.
 DeviceKind to_kind(const std::string& kind);

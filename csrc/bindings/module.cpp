@@ -42,6 +42,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_device(module);
   bind_debug(module);
   bind_shared_memory_pool(module);
+  bind_sleep(module);
   bind_virtual_memory_manager(module);
   bind_memory_pool(module);
   bind_native_memory_pool(module);

@@ -212,6 +212,13 @@ void bind_pool(py::module_& module) {
   module.def(
       "default_pool", [](const std::string& kind, int ordinal) { return to_room(kind, ordinal).default_pool; },
       py::arg("kind"), py::arg("ordinal") = 0, WithoutGil());
+  module.def(
+      "set_default_model",
+      [](const std::string& kind, int ordinal, const PoolPtr& pool) {
+        if (pool != nullptr) open_home_of(*pool);
+        to_room(kind, ordinal).set_outside(pool);
+      },
+      py::arg("kind"), py::arg("ordinal"), py::arg("pool").none(true), WithoutGil());
   module.def("create_pool", &create_pool, py::arg("kind"), py::arg("ordinal"), py::arg("capacity"),
              py::arg("page_size") = py::none(), py::arg("physical_limit") = py::none(), py::arg("name") = "pool",
              WithoutGil());

@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+
 #include "base/check.h"
 #include "base/errors.h"
 #include "ipc/ipc_exports.h"
@@ -38,6 +40,17 @@ DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpac
         });
   }
   if (hooks.census != nullptr) memory.streams().set_census(hooks.census(ordinal));
+}
+
+void DeviceRoom::set_outside(const std::shared_ptr<Pool>& pool) {
+  const MutexLock lock(mutex_);
+  if (pool == nullptr || pool == default_pool) {
+    named_.store(nullptr, std::memory_order_release);
+    return;
+  }
+  auto known = std::find(all_named_.begin(), all_named_.end(), pool);
+  if (known == all_named_.end()) known = all_named_.insert(all_named_.end(), pool);
+  named_.store(&*known, std::memory_order_release);
 }
 
 Runtime::Runtime() : options_(Options::from_environment()) {

@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "core/device/private_pools.h"
 #include "core/memory/address_space.h"
 #include "core/options.h"
+#include "core/sleep/sleeper.h"
 #include "driver/driver.h"
 #include "process/device_kind.h"
 
@@ -34,6 +36,23 @@ struct DeviceRoom {
   const std::shared_ptr<Pool> default_pool;
   // CUDA graphs' and torch.cuda.MemPool's.
   PrivatePools private_pools;
+  // Of models that sleep.
+  Sleeper sleeper{memory};
+
+  // Where tensors go that are made outside any model's context: the model that was named
+  // for it, as long as it is open, or the default pool.
+  [[nodiscard]] const std::shared_ptr<Pool>& outside() const {
+    const std::shared_ptr<Pool>* const named = named_.load(std::memory_order_acquire);
+    return named == nullptr || (*named)->is_retired() ? default_pool : *named;
+  }
+  // nullptr: the default pool. REQUIRES: of this device.
+  void set_outside(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(mutex_);
+
+ private:
+  std::atomic<const std::shared_ptr<Pool>*> named_{nullptr};
+  Mutex mutex_;  // a leaf
+  // All that were ever named: a thread may be looking at one that no longer is.
+  std::deque<std::shared_ptr<Pool>> all_named_ VMM_GUARDED_BY(mutex_);
 };
 
 class Runtime {

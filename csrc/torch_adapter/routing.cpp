@@ -191,12 +191,13 @@ void leave_model(const ModelContextPtr& context) {
 }
 
 bool is_in_model(const DeviceRoom& room) {
+  if (room.outside() != room.default_pool) return true;
   return detail::any_model_entered.load(std::memory_order_relaxed) && find_pool(room) != nullptr;
 }
 
 const std::shared_ptr<Pool>& detail::innermost_pool(const DeviceRoom& room) {
   const std::shared_ptr<Pool>* found = find_pool(room);
-  return found == nullptr ? room.default_pool : *found;
+  return found == nullptr ? room.outside() : *found;
 }
 
 }  // namespace vmm

@@ -39,7 +39,7 @@ ModelContextPtr enter_carried(std::vector<std::shared_ptr<Pool>> pools);
 void leave_model(const ModelContextPtr& context);
 
 // Is a model of this device open here? Its default pool counts, where it was
-// entered.
+// entered; so does a model that was named for what is made outside all.
 bool is_in_model(const DeviceRoom& room);
 
 namespace detail {
@@ -52,7 +52,7 @@ const std::shared_ptr<Pool>& innermost_pool(const DeviceRoom& room);
 // The pool that an allocation on this device, here and now, comes from; where a tag is
 // open, its space.
 inline const std::shared_ptr<Pool>& current_pool(const DeviceRoom& room) {
-  if (!detail::any_model_entered.load(std::memory_order_relaxed)) return room.default_pool;
+  if (!detail::any_model_entered.load(std::memory_order_relaxed)) return room.outside();
   return detail::innermost_pool(room);
 }
 

@@ -58,7 +58,14 @@ const std::vector<std::string> kLayers = {"base", "driver", "core", "ipc", "proc
 
 // The rooms of core, lowest first; rooms of one row do not know each other.
 const std::vector<std::vector<std::string>> kRooms = {
-    {"limits", "streams"}, {"blocks", "memory"}, {"numbers", "debug"}, {"cache"}, {"pool"}, {"device"}, {"faces"},
+    {"limits", "streams"},
+    {"blocks", "memory"},
+    {"numbers", "debug"},
+    {"cache"},
+    {"pool"},
+    {"device"},
+    {"sleep"},
+    {"faces"},
 };
 
 template <typename Rows, typename Has>

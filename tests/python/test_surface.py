@@ -24,6 +24,7 @@ ERRORS = {
     "NotMappedError",
     "OutOfMemoryError",
     "StillInUseError",
+    "Transfer",
     "VmmError",
 }
 CLASSES = {
@@ -47,6 +48,7 @@ CLASSES = {
     "VirtualMemoryManager",
     "VirtualMemoryPool",
     "strict",
+    "swap",
     "use_model",
 }
 FUNCTIONS = {
@@ -62,8 +64,10 @@ FUNCTIONS = {
     "last_out_of_memory",
     "library_path",
     "pool_of",
+    "reset_default_model",
     "sealed",
     "seen_from",
+    "set_default_model",
     "sparse",
 }
 

@@ -40,6 +40,14 @@ Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream
   });
 }
 
+void DeviceMemory::allocate_to_wake(Pool& pool, const std::vector<LeavingChunk>& places, const StreamUse& filled_by) {
+  std::size_t bytes = 0;
+  for (const LeavingChunk& each : places) bytes += each.place.size;
+  if (bytes == 0) return;
+  allocate(pool, bytes, std::nullopt,
+           [&](Grant* grant, Shortage* shortage) { return pool.try_wake(places, filled_by, grant, shortage); });
+}
+
 Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt) {
   tend_if_any_wait();
   Shortage shortage;

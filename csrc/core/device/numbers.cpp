@@ -103,6 +103,7 @@ GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
   stats.allocated_bytes = mapped.allocated_bytes;
   stats.idle_bytes = mapped.idle_bytes;
   stats.stranded_bytes = mapped.stranded_bytes;
+  stats.asleep_bytes = mapped.asleep_bytes;
   // What is charged and mapped nowhere: shelves, and what is on its way to a
   // request. Of it, what a former address still waits for is quarantined.
   const std::size_t unmapped = stats.physical_usage - std::min(mapped.physical_usage, stats.physical_usage);

@@ -61,6 +61,7 @@ class SharedMemoryPool {
   void close(bool force);
   [[nodiscard]] bool is_closed() const;
   [[nodiscard]] DeviceMemory& memory() const { return memory_; }
+  [[nodiscard]] const Budget& budget() const { return *budget_; }
 
  private:
   struct Model {

@@ -33,7 +33,7 @@ std::size_t Pool::block_size(Address address) const {
 // Where every event has to be seen when it happens, or the memory is no single
 // stream's, nothing is kept.
 bool Pool::may_keep(StreamTag tag) {
-  if (life_.load(std::memory_order_acquire) != Life::open || pinned_ || no_split_ ||
+  if (life_.load(std::memory_order_acquire) != Life::open || pinned_ || no_split_ || asleep_ != nullptr ||
       streams_.graphs_end() != kLongAgo || !is_lasting(streams_[tag].kind))
     return false;
   streams_[tag].is_kept = true;

@@ -11,6 +11,7 @@ namespace vmm {
 
 void Pool::require_settled(const char* doing) {
   if (range_ == nullptr) throw VmmError("pool '" + name_ + "' has ended, so its blocks cannot be " + doing);
+  require_awake();
   settle_locked();
   if (const std::size_t watched = watch_.live.size() + watch_.freed.size() + watch_.leaving; watched != 0) {
     throw VmmError("pool '" + name_ + "': debug mode watches " + std::to_string(watched) +

@@ -50,7 +50,7 @@ Epoch Pool::last_use_of(ByteRange range) const {
 std::vector<IdleChunk> Pool::idle_at_once(StreamTag tag, std::size_t at_least) {
   std::vector<IdleChunk> idle;
   const Clock& clock = context_.clock;
-  if (pinned_ || !streams_.is_past_graphs(tag)) return idle;
+  if (pinned_ || asleep_ != nullptr || !streams_.is_past_graphs(tag)) return idle;
   int looked_at = 0;
   const std::function<bool(const Block*)> look_at = [&](const Block* block) VMM_REQUIRES(mutex_) {
     if (block->tag == tag || clock.has_passed(block->epoch)) {
@@ -77,7 +77,7 @@ std::vector<IdleChunk> Pool::all_idle(StreamTag tag, Idle which, std::size_t bar
   std::vector<IdleChunk> idle;
   // Without a page's worth of memory under free addresses there is none to find:
   // of ten thousand pages in use, a walk took half a millisecond each time.
-  if (pinned_ || free_mapped_bytes(bare_bytes) < page_) return idle;
+  if (pinned_ || asleep_ != nullptr || free_mapped_bytes(bare_bytes) < page_) return idle;
   const Clock& clock = context_.clock;
   const bool graphs_are_done = streams_.is_past_graphs(tag);
   const FreeByOffset& free = large_.free_blocks();
@@ -179,7 +179,10 @@ bool Pool::is_free(ByteRange range) const {
 // Looks at those only: a pool may hold very many.
 void Pool::shelve_idle_chunks(ByteRange range) {
   retire_in_vain();  // what an earlier request could not: those chunks are not the pool's
-  if (pinned_) return;
+  if (!pinned_ && asleep_ == nullptr) shelve_idle_in(range);
+}
+
+void Pool::shelve_idle_in(ByteRange range) {
   auto at = range_->reaching(range.offset);
   while (at != range_->live().end() && at->first < range.end()) {
     const ByteRange of_chunk{at->first, at->second.chunk->size};

@@ -114,11 +114,15 @@ void Pool::retire() {
 
 bool Pool::end() {
   settle_watched();
+  std::unique_ptr<Asleep> asleep;  // its backup ends with no lock held
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return true;
   VMM_CHECK(is_retired(), "pool '", name_, "' ends before it is retired");
   settle_locked();
   if (live_blocks_locked() != 0) return false;
+  if (asleep_ != nullptr && asleep_->is_busy) return false;
+  if (lacks_memory()) count_slabs(SizeClass::large_pool, SizeClass::small_pool);
+  asleep = std::move(asleep_);
   if (pinned_) {
     pinned_ = false;
     streams_.graphs_ended();

@@ -87,6 +87,7 @@ Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream st
   const ByteRange range = page_range(offset, size);
   const GatheredLock lock(*this);
   require_open();
+  require_awake();
   free_up_space();
   const StreamTag tag = streams_.tag_of(stream);
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
@@ -119,6 +120,7 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
   const std::size_t wanted = page_range(0, size).size;
   const GatheredLock lock(*this);
   require_open();
+  require_awake();
   free_up_space();
   if (!streams_.is_behind(streams_.tag_of(stream), &shortage->wait_for)) return 0;
   if (const auto begin = large_.first_fit(wanted, page_)) return take_pages({*begin, wanted}, stream, grant, shortage);
@@ -132,6 +134,7 @@ void Pool::free_pages(ByteRange range) {
   // Nobody told us of the streams that used them, so they are nobody's, not even
   // their own stream's, until all that is queued now is done.
   const Epoch epoch = context_.clock.now();
+  if (asleep_ != nullptr) asleep_->kept.forget(range);  // what is on its way is covered by the clock
   // First: what is kept on either side of `range` would be lost where it cannot be noted.
   large_.prepare_splits(range.offset | range.end());
   pages_.make_room();
@@ -237,6 +240,7 @@ void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
 Address Pool::hold_pages(std::size_t offset, std::size_t size) {
   const ByteRange range = page_range(offset, size);
   const MutexLock lock(mutex_);
+  require_awake();
   require_open();  // under the lock, so that a forced close sees the hold or the hold sees the close
   require_pages(range, "a tensor over offset " + std::to_string(offset) + ", size " + std::to_string(size) +
                            " needs its pages allocated first");

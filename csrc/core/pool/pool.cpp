@@ -22,6 +22,7 @@ bool Pool::takes_requests(Shortage* shortage) const {
   if (life_.load(std::memory_order_acquire) == Life::open) [[likely]]
     return true;
   require_open();
+  require_awake();
   shortage->is_sealed = true;
   return false;
 }
@@ -191,7 +192,7 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
   if (bytes > capacity_) return 0;  // before it is rounded up: near 2^64 that wraps
   const std::size_t size = rounded(bytes);
   const GatheredLock lock(*this);
-  if (is_retired() || is_sealed()) return 0;
+  if (life_.load(std::memory_order_acquire) != Life::open) return 0;
   settle_locked();
   const StreamTag tag = streams_.tag_of(stream);
   Epoch unused = kLongAgo;
@@ -277,8 +278,13 @@ Block* Pool::allocate_small(const Request& request, Grant* grant, Shortage* shor
 }
 
 // A slab's memory is the small pool's, whatever its chunk was mapped for; the chunk
-// itself is where the slab is all of it.
+// itself is where the slab is all of it. While the pool is asleep it may have none, and
+// counts with the large pool's.
 void Pool::hand_over(const Block& slab, SizeClass from, SizeClass to) {
+  if (!lacks_memory()) count_slab(slab, from, to);
+}
+
+void Pool::count_slab(const Block& slab, SizeClass from, SizeClass to) {
   const auto chunk = range_->live().find(slab.offset);
   const bool is_whole_chunk = chunk != range_->live().end() && chunk->second.chunk->size == slab.size();
   counters_.slab_changed_hands(slab.size(), is_whole_chunk, from, to);
@@ -308,6 +314,8 @@ bool Pool::free(Address address, bool* drained) {
     Block* block = live_at(address);
     if (block == nullptr) return false;
     const Epoch epoch = context_.clock.now();
+    if (asleep_ != nullptr) [[unlikely]]
+      wait_for_arrival(block);
     // Other streams read it: it is nobody's until what is queued there is done. First, as
     // there may be no memory to note that: then it is live as before.
     if (block->recorded != 0) pending_.add({block, epoch}, recorded_uses_.of(block->recorded));

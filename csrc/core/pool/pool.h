@@ -36,6 +36,7 @@
 #include "core/numbers/peaks.h"
 #include "core/numbers/pool_counters.h"
 #include "core/numbers/stats.h"
+#include "core/pool/asleep.h"
 #include "core/pool/idle_chunks.h"
 #include "core/pool/pool_checkpoint.h"
 #include "core/pool/pool_context.h"
@@ -133,6 +134,51 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Status check_watched() VMM_EXCLUDES(mutex_);
   // The first address from here on with memory, or the end of the pool's.
   [[nodiscard]] Address memory_from(Address address) const VMM_EXCLUDES(mutex_);
+
+  // -- Asleep (core/sleep moves the contents) ---------------------------------
+  // No request is taken from now on, and no memory leaves but by let_go(). Throws
+  // NotAvailableError in debug mode.
+  SleepBegun begin_sleep() VMM_EXCLUDES(mutex_);
+  // A transfer of one that is asleep begins: true. False: it is awake. Throws VmmError where
+  // one is on its way.
+  bool begin_transfer() VMM_EXCLUDES(mutex_);
+  void end_transfer() VMM_EXCLUDES(mutex_);
+  // What is to leave, by offset, once all that was queued before begin_sleep() has passed.
+  // Gives what is idle to the group's shelf.
+  SleepPlan plan_sleep() VMM_EXCLUDES(mutex_);
+  // The chunk goes to the group's shelf, and `kept` of it are in the backup. One that others
+  // have mapped meanwhile stays. Where the driver refuses, nothing has changed. REQUIRES: no
+  // queued work uses it.
+  Status let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept) VMM_EXCLUDES(mutex_);
+  // Undoes try_wake() of that place.
+  Status let_go_again(const LeavingChunk& place) VMM_EXCLUDES(mutex_);
+  // Unmaps what such a failure has left, as far as nothing uses it.
+  void drop_stuck() VMM_EXCLUDES(mutex_);
+  // What is to come back, slabs first, as small things are used first, then by offset; where
+  // nothing is used any more, nothing does.
+  std::vector<LeavingChunk> plan_wake() VMM_EXCLUDES(mutex_);
+  // Memory for these places, all or none; emptied on the stream where no content comes to
+  // it. An address, or 0 and why not, as try_allocate().
+  Address try_wake(std::span<const LeavingChunk> places, const StreamUse& filled_by, Grant* grant, Shortage* shortage)
+      VMM_EXCLUDES(mutex_);
+  // All is back but for contents: requests are taken again. False: something is missing.
+  bool begin_filling() VMM_EXCLUDES(mutex_);
+  // Of what `range` is to hold, that which is still wanted: its copies are on their way from
+  // now on, by `filled_by`, until arrived().
+  std::vector<KeptRange> take_kept_in(ByteRange range, const StreamUse& filled_by) VMM_EXCLUDES(mutex_);
+  // They will not come now.
+  void keep_again(std::span<const KeptRange> kept, const LeavingChunk& chunk) VMM_EXCLUDES(mutex_);
+  // They have come: what was read-only is so again.
+  Status arrived(const LeavingChunk& chunk) VMM_EXCLUDES(mutex_);
+  // As before begin_sleep(). REQUIRES: nothing is missing.
+  void end_sleep() VMM_EXCLUDES(mutex_);
+  [[nodiscard]] bool is_asleep() const VMM_EXCLUDES(mutex_);
+  // Bytes of what lives in it and is elsewhere.
+  [[nodiscard]] std::size_t asleep_bytes() const VMM_EXCLUDES(mutex_);
+  // Copies what is kept of [address, address + size) to plain memory; false: not all of it is.
+  bool read_kept(Address address, std::size_t size, std::byte* to) VMM_EXCLUDES(mutex_);
+  // "host", a path, ... or "" where it is awake.
+  [[nodiscard]] std::string asleep_where() const VMM_EXCLUDES(mutex_);
 
   // -- A CUDA graph's memory ------------------------------------------------
   // While pinned, no memory moves within the pool or leaves it, and it grows by
@@ -403,7 +449,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] Block* live_around(Address address) VMM_REQUIRES(mutex_);
 
   // pool.cpp: the path beneath the caches
-  bool takes_requests(Shortage* shortage) const;
+  bool takes_requests(Shortage* shortage) const VMM_REQUIRES(mutex_);
   bool can_never_hold(std::size_t bytes, Shortage* shortage) const;
   Address allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
                         StreamTag* add_shard) VMM_EXCLUDES(mutex_);
@@ -420,6 +466,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool settle_locked() VMM_REQUIRES(mutex_);
   bool finish_passed() VMM_REQUIRES(mutex_);
   void hand_over(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
+  void count_slab(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
   void end_block(const Block& block) VMM_REQUIRES(mutex_);
   void finish_free(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
@@ -500,6 +547,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool drop_retired() VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_free(ByteRange range) const VMM_REQUIRES(mutex_);
   void shelve_idle_chunks(ByteRange range) VMM_REQUIRES(mutex_);
+  void shelve_idle_in(ByteRange range) VMM_REQUIRES(mutex_);
   void count_mapped(const PlacedChunk& placement, Stream stream) VMM_REQUIRES(mutex_);
   void count_unmapped(const PlacedChunk& placement) VMM_REQUIRES(mutex_);
 
@@ -570,6 +618,25 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void finish_watched(const PoolWatch::Freed& freed) VMM_REQUIRES(mutex_);
   bool judge(const PoolWatch::Freed& block) const;
 
+  // asleep.cpp
+  void count_slabs(SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::vector<ByteRange> contents() const VMM_REQUIRES(mutex_);
+  bool collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
+      VMM_REQUIRES(mutex_);
+  Status map_to_wake(const Backing& backing, const StreamUse& filled_by) VMM_REQUIRES(mutex_);
+  Status drop_stuck_locked(Shortage* shortage) VMM_REQUIRES(mutex_);
+  Status empty(std::span<const PlacedChunk> placements, Stream stream) VMM_REQUIRES(mutex_);
+  void has_arrived(ByteRange range) VMM_REQUIRES(mutex_);
+  void wait_for_arrival(Block* block) VMM_REQUIRES(mutex_);
+  // There may be addresses in use with no memory.
+  [[nodiscard]] bool lacks_memory() const VMM_REQUIRES(mutex_) {
+    return asleep_ != nullptr && asleep_->state == Asleep::State::going;
+  }
+  void require_awake() const VMM_REQUIRES(mutex_);  // AsleepError
+  // Chunks of it have gone, all of them read-only.
+  [[nodiscard]] bool has_gone_read_only(ByteRange range) const VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t live_elsewhere() const VMM_REQUIRES(mutex_);
+
   // checkpoint.cpp
   void require_settled(const char* doing) VMM_REQUIRES(mutex_);
 
@@ -603,7 +670,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool uniform_;          // every chunk is exactly one page (page_size was given)
   std::size_t capacity_;  // bytes
   std::size_t most_;      // bytes that it could ever hold: its addresses, or all of the device's memory
-  enum class Life : std::uint8_t { open, sealed, retired };
+  enum class Life : std::uint8_t { open, sealed, asleep, retired };
   std::atomic<Life> life_{Life::open};  // one look for both at a request
 
   mutable std::atomic<bool> stands_still_{false};  // see Telling
@@ -627,7 +694,13 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   GrowthPolicy growth_ VMM_GUARDED_BY(mutex_);
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
-  std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;     // times_locked() when inactive_split was worked out
+  std::unique_ptr<Asleep> asleep_ VMM_GUARDED_BY(mutex_);    // nullptr: it is awake
+  struct Stuck {
+    ByteRange range;
+    Epoch last_use = kLongAgo;
+  };
+  std::vector<Stuck> stuck_ VMM_GUARDED_BY(mutex_);       // mapped for a wake that failed after that
+  std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;  // times_locked() when inactive_split was worked out
   Peaks own_peaks_;
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts
   std::atomic<Peaks*> family_peaks_{nullptr};                         // the same

@@ -117,6 +117,7 @@ std::string Pool::why_not_sealed(ByteRange missing, bool is_same) const {
 void Pool::require_whole_chunks(const std::vector<SealedPiece>& pieces) {
   if (pieces.empty()) return;
   const MutexLock lock(mutex_);
+  require_awake();
   if (range_ != nullptr) settle_locked();
   static_cast<void>(whole_chunks(pieces, Access::read));
 }
@@ -153,6 +154,7 @@ void Pool::may_return_again(const std::vector<ByteRange>& stretches) {
 std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& pieces, Access access, Epoch* wait_for) {
   // A thread must not go on with a block that it keeps in a chunk that becomes read-only.
   const StillLock lock(*this, BlockCaches::Kept::gone);
+  if (asleep_ != nullptr) throw AsleepError(model().name());
   if (range_ != nullptr) settle_locked();
   if (access == Access::read && is_tag_space()) {
     // What was freed since the caller waited may be written to by queued work still.
@@ -213,7 +215,7 @@ void Pool::undo_read_only(const std::vector<ByteRange>& stretches) noexcept {
 // A tag's space takes requests unless a chunk of it is read-only for somebody: its free
 // space may lie there.
 void Pool::note_sealed() {
-  if (!is_tag_space() || is_retired()) return;
+  if (!is_tag_space() || is_retired() || asleep_ != nullptr) return;
   const bool any =
       std::any_of(range_->live().begin(), range_->live().end(),
                   [&](const auto& each) VMM_REQUIRES(mutex_) { return !allows(each.second, Access::read_write); });
@@ -252,6 +254,7 @@ bool Pool::is_read_only(Address address, std::size_t bytes) const {
   if (range_ == nullptr || !contains(address)) return false;
   std::size_t at = address - base_;
   const std::size_t end = at + bytes;
+  if (asleep_ != nullptr && has_gone_read_only({at, bytes})) return true;
   for (auto mapping = range_->covering(at); mapping != range_->live().end() && at < end; ++mapping) {
     if (mapping->first > at || mapping->second.access() != Access::read) return false;
     at = mapping->first + mapping->second.chunk->size;

@@ -34,6 +34,7 @@ std::vector<ChunkView> Pool::chunks_under(Address address, std::size_t bytes) co
 
 std::vector<ChunkView> Pool::chunks_to_export(Address address, std::size_t bytes) {
   const MutexLock lock(mutex_);
+  require_awake();
   std::vector<ChunkView> found;
   for_each_chunk_under(address, bytes, [&found](Address at, Chunk& chunk) {
     chunk.exported = true;
@@ -44,6 +45,7 @@ std::vector<ChunkView> Pool::chunks_to_export(Address address, std::size_t bytes
 
 void Pool::share_chunks(Address address, std::size_t bytes, SharedChunks* out) {
   const MutexLock lock(mutex_);
+  require_awake();
   std::vector<Chunk*> found;
   Address end = address;
   bool begins = true;

@@ -1,0 +1,182 @@
+// Sleep and wake: _C.sleep, wake, swap and the _C.Transfer that they return.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+#include "base/errors.h"
+#include "bindings/bind.h"
+#include "core/faces/shared_memory_pool.h"
+#include "core/sleep/transfer.h"
+
+namespace vmm::bindings {
+
+namespace {
+
+using PoolPtr = std::shared_ptr<Pool>;
+using TransferPtr = std::shared_ptr<Transfer>;
+// What the Python face makes of a place: what kind, the file's path, the other device.
+using PlaceArgument = std::tuple<std::string, std::string, int>;
+using PlacesArgument = std::vector<PlaceArgument>;
+// By tag; "" is what has none.
+using PlacesByTag = std::map<std::string, PlacesArgument>;
+
+Place to_place(const PlaceArgument& argument, const Pool& pool) {
+  const auto& [kind, path, ordinal] = argument;
+  Place place;
+  if (kind == "host") return place;
+  if (kind == "discard") {
+    place.kind = Place::Kind::discard;
+  } else if (kind == "file") {
+    place.kind = Place::Kind::file;
+    place.path = path;
+  } else {
+    place.kind = Place::Kind::device;
+    if (ordinal == pool.device()) {
+      throw InvalidArgumentError("keep=\"device:" + std::to_string(ordinal) + "\" is the model's own device");
+    }
+    place.device = &Runtime::room(Runtime::room_of(pool).kind, ordinal).memory;
+  }
+  return place;
+}
+
+Places to_places(const PlacesArgument& arguments, const Pool& pool) {
+  Places places;
+  for (const PlaceArgument& each : arguments) places.push_back(to_place(each, pool));
+  return places;
+}
+
+// Stops a transfer on Ctrl-C.
+void look_for_signals() {
+  if (!may_run_python()) return;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+// What `look` raises stops it as well.
+void run(Transfer& transfer, const py::object& look) {
+  const GilReleased released;
+  transfer.run([&look] {
+    if (!may_run_python()) return;
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (!look.is_none()) look();
+  });
+}
+
+std::unique_ptr<Departure> departure(const Pool& pool, const std::optional<PlacesArgument>& all,
+                                     const PlacesByTag& by_tag, bool release) {
+  DeviceMemory& memory = home_of(pool);
+  std::vector<PartToSleep> parts;
+  for (const PoolPtr& member : memory.family(pool)) {
+    const auto named = by_tag.find(member->tag());
+    if (named != by_tag.end()) {
+      parts.push_back({member, to_places(named->second, pool)});
+    } else if (all.has_value()) {
+      parts.push_back({member, to_places(*all, pool)});
+    }
+  }
+  return std::make_unique<Departure>(Runtime::room_of(pool).sleeper, std::move(parts), release);
+}
+
+std::unique_ptr<Arrival> arrival(const Pool& pool, const std::optional<std::vector<std::string>>& tags) {
+  PoolList members = home_of(pool).family(pool);
+  if (tags.has_value()) {
+    std::erase_if(members, [&](const PoolPtr& member) {
+      return std::find(tags->begin(), tags->end(), member->tag()) == tags->end();
+    });
+  }
+  return std::make_unique<Arrival>(Runtime::room_of(pool).sleeper, std::move(members));
+}
+
+TransferPtr begun(std::unique_ptr<Departure> out, std::unique_ptr<Arrival> in) {
+  auto transfer = destroyed_without_gil(std::make_unique<Transfer>(std::move(out), std::move(in)));
+  transfer->begin(&look_for_signals);
+  return transfer;
+}
+
+TransferPtr sleep(const Pool& pool, const std::optional<PlacesArgument>& all, const PlacesByTag& by_tag, bool release) {
+  const GilReleased released;
+  open_home_of(pool);
+  return begun(departure(pool, all, by_tag, release), nullptr);
+}
+
+TransferPtr wake(const Pool& pool, const std::optional<std::vector<std::string>>& tags) {
+  const GilReleased released;
+  return begun(nullptr, arrival(pool, tags));
+}
+
+TransferPtr swap(const Pool& out, const std::optional<PlacesArgument>& all, const PlacesByTag& by_tag,
+                 const Pool& into) {
+  const GilReleased released;
+  if (&open_home_of(out) != &home_of(into)) {
+    throw InvalidArgumentError("swap() is for two models of one device");
+  }
+  if (&out.model() == &into.model()) throw InvalidArgumentError("swap() is for two models, and these are one");
+  return begun(departure(out, all, by_tag, /*release=*/false), arrival(into, std::nullopt));
+}
+
+// Where each part that sleeps is, by its tag.
+std::map<std::string, std::string> asleep(const Pool& pool) {
+  std::map<std::string, std::string> found;
+  for (const PoolPtr& member : home_of(pool).family(pool)) {
+    if (std::string where = member->asleep_where(); !where.empty()) {
+      std::string& named = found[member->tag()];
+      if (named.empty() || where != "discarded") named = std::move(where);
+    }
+  }
+  return found;
+}
+
+std::shared_ptr<PinnedMemory> host_memory(const SharedMemoryPool& pool) {
+  Runtime::require_own_process();
+  return Runtime::room_of(pool.memory()).sleeper.host_memory(pool.budget());
+}
+
+}  // namespace
+
+void bind_sleep(py::module_& module) {
+  py::class_<Transfer, TransferPtr>(module, "Transfer")
+      .def("run", &run, py::arg("look") = py::none())
+      .def_property_readonly("done", &Transfer::done)
+      .def_property_readonly("total", &Transfer::total)
+      .def("wait_for", &Transfer::wait_for, py::arg("address"), py::arg("size"), WithoutGil());
+
+  module.def("sleep", &sleep, py::arg("pool"), py::arg("keep"), py::arg("by_tag"), py::arg("release"));
+  module.def("wake", &wake, py::arg("pool"), py::arg("tags"));
+  module.def("swap", &swap, py::arg("out"), py::arg("keep"), py::arg("by_tag"), py::arg("into"));
+  module.def("asleep", &asleep, py::arg("pool"), WithoutGil());
+
+  module.def(
+      "read_backup",
+      [](std::uintptr_t address, std::size_t size, std::uintptr_t to) {
+        Runtime::require_own_process();
+        Pool* const pool = Runtime::pool_at(reinterpret_cast<const void*>(address));
+        return pool != nullptr && pool->read_kept(address, size, reinterpret_cast<std::byte*>(to));
+      },
+      py::arg("address"), py::arg("size"), py::arg("to"), WithoutGil());
+
+  module.def(
+      "host_backup_limit", [](const SharedMemoryPool& pool) { return from_limit(host_memory(pool)->limit()); },
+      py::arg("pool"), WithoutGil());
+  module.def(
+      "set_host_backup_limit",
+      [](const SharedMemoryPool& pool, std::optional<std::size_t> limit) {
+        return host_memory(pool)->set_limit(to_limit(limit));
+      },
+      py::arg("pool"), py::arg("limit"), WithoutGil());
+  module.def(
+      "release_host_backups", [](const SharedMemoryPool& pool) { return host_memory(pool)->release_unused(); },
+      py::arg("pool"), WithoutGil());
+  module.def(
+      "host_backup_bytes",
+      [](const SharedMemoryPool& pool) {
+        const std::shared_ptr<PinnedMemory> memory = host_memory(pool);
+        return std::make_pair(memory->used_bytes(), memory->unused_bytes());
+      },
+      py::arg("pool"), WithoutGil());
+}
+
+}  // namespace vmm::bindings

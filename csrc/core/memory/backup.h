@@ -1,0 +1,35 @@
+// What sleeping pools hold, elsewhere: bytes by their offset in it. Whoever saves knows
+// what stands where. Not thread-safe: one caller at a time.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "base/units.h"
+#include "core/streams/stream_point.h"
+
+namespace vmm {
+
+class Backup {
+ public:
+  Backup() = default;
+  Backup(const Backup&) = delete;
+  Backup& operator=(const Backup&) = delete;
+  // REQUIRES: no copy of it is under way.
+  virtual ~Backup() = default;
+
+  // Copies [from, from + size) to [at, at + size), on the stream `by`: done once its work
+  // is. By rising `at`, without overlap. All three throw what says why not:
+  // VmmError, DriverError, std::bad_alloc; what was saved before is still there.
+  virtual void save(std::size_t at, Address from, std::size_t size, const StreamUse& by) = 0;
+  // No more is saved: what was is safe. Called with no copies under way.
+  virtual void finish() = 0;
+  // Copies [at, at + size) to [to, to + size), on the stream `by`: done as above.
+  virtual void load(std::size_t at, Address to, std::size_t size, const StreamUse& by) = 0;
+  // Copies [at, at + size) to plain memory.
+  virtual void read(std::size_t at, std::byte* to, std::size_t size) = 0;
+  // In words for messages and reports: "host", "cuda:1", a path.
+  [[nodiscard]] virtual std::string place() const = 0;
+};
+
+}  // namespace vmm

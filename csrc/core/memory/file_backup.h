@@ -1,0 +1,52 @@
+// A backup in a file, with a checksum for each slab of it, past the kernel's cache where the
+// file system can. The file is there as long as the backup is; one that a killed process
+// left is taken over.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/memory/backup.h"
+#include "core/memory/pinned_memory.h"
+
+namespace vmm {
+
+class FileBackup final : public Backup {
+ public:
+  // All its room on the disk is taken now, so that a full one says so before anything
+  // moves. `path` may be a folder: then the file's name is chosen. Throws
+  // InvalidArgumentError where the file exists and is none of a process that has ended,
+  // VmmError where the disk has no such room or it cannot be written.
+  FileBackup(Driver& driver, const std::string& path, std::size_t bytes);
+  ~FileBackup() override;
+
+  void save(std::size_t at, Address from, std::size_t size, const StreamUse& by) override;
+  void finish() override;
+  void load(std::size_t at, Address to, std::size_t size, const StreamUse& by) override;
+  void read(std::size_t at, std::byte* to, std::size_t size) override;
+  [[nodiscard]] std::string place() const override { return path_; }
+
+ private:
+  static constexpr std::size_t kSlabBytes = PinnedMemory::kSlabBytes;
+  static constexpr std::size_t kNoSlab = ~std::size_t{0};
+
+  void open();
+  void write_slab();
+  void read_slab(std::size_t index);
+  void await_copies();
+  [[noreturn]] void fail(const std::string& doing, int error) const;
+
+  Driver& driver_;
+  std::string path_;
+  int file_ = -1;
+  PinnedMemory::Slab staged_;
+  std::size_t slab_ = kNoSlab;            // what `staged_` holds
+  bool is_written_ = true;                // it is in the file
+  std::size_t end_ = 0;                   // of what was saved, in bytes
+  StreamUse copied_by_{};                 // on which there are copies of `staged_`; of no device: none
+  std::vector<std::uint32_t> checksums_;  // by slab, of those that are written
+};
+
+}  // namespace vmm

@@ -1,0 +1,74 @@
+// Plain host memory, pinned, in slabs of one size, for what sleeps: what one model has
+// done with serves the next. It knows no model, and pins nothing ahead of need.
+//
+// Pinning is the slow part: 16 GiB take 0.36 s beside 0.46 for the first touch of their
+// pages by all cores, and copying them 0.31. So what is unused stays, until somebody asks.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "base/host_pages.h"
+#include "base/sync.h"
+#include "base/units.h"
+#include "driver/driver.h"
+
+namespace vmm {
+
+class PinnedMemory {
+ public:
+  // Copies in pieces of 64 MiB run at 54.8 GB/s, of 16 MiB at 54.4, of 2 MiB at 51.
+  static constexpr std::size_t kSlabBytes = 32 * kMiB;
+
+  // One slab. It stays in its place.
+  class Slab {
+   public:
+    explicit Slab(Driver& driver);  // touches and pins it; throws std::bad_alloc
+    Slab(const Slab&) = delete;
+    Slab& operator=(const Slab&) = delete;
+    ~Slab();  // REQUIRES: no copy of it is under way
+    [[nodiscard]] Address address() const { return reinterpret_cast<Address>(pages_.begin()); }
+    [[nodiscard]] std::byte* begin() const { return pages_.begin(); }
+
+   private:
+    Driver& driver_;
+    ZeroPages pages_;
+    bool is_pinned_ = false;  // else copies are only slower
+  };
+  using SlabPtr = std::unique_ptr<Slab>;
+
+  explicit PinnedMemory(Driver& driver) : driver_(driver) {}
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+  // REQUIRES: all that was taken is back.
+  ~PinnedMemory() = default;
+
+  // Room for `count` slabs under the limit, all or none: unused ones, and null pointers for
+  // those that are yet to be made, by make(). False where that would be above the limit.
+  bool take(std::size_t count, std::vector<SlabPtr>* slabs) VMM_EXCLUDES(mutex_);
+  // REQUIRES: taken, as a null pointer. Takes milliseconds. Throws std::bad_alloc.
+  SlabPtr make() { return std::make_unique<Slab>(driver_); }
+  // What take() gave is unused from now on; null pointers are forgone.
+  void put_back(std::vector<SlabPtr> slabs) noexcept VMM_EXCLUDES(mutex_);
+
+  // Bytes at most, used or not; kUnlimited: as many as there are. What is unused above it
+  // goes at once, what is used when it is put back. Returns the bytes that went.
+  std::size_t set_limit(std::size_t bytes) VMM_EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t limit() const VMM_EXCLUDES(mutex_);
+  // Unpins what is unused. Returns its bytes.
+  std::size_t release_unused() VMM_EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t used_bytes() const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t unused_bytes() const VMM_EXCLUDES(mutex_);
+
+ private:
+  std::vector<SlabPtr> take_excess(std::size_t most) VMM_REQUIRES(mutex_);
+
+  Driver& driver_;
+  mutable Mutex mutex_;  // a leaf
+  std::size_t limit_ VMM_GUARDED_BY(mutex_) = kUnlimited;
+  std::size_t used_ VMM_GUARDED_BY(mutex_) = 0;  // slabs
+  std::vector<SlabPtr> unused_ VMM_GUARDED_BY(mutex_);
+};
+
+}  // namespace vmm

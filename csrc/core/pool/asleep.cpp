@@ -1,0 +1,573 @@
+// Pool: while its memory is elsewhere. Addresses, blocks and their numbers stay; chunks
+// leave for the group's shelf, and others come to the same offsets. Whoever moves their
+// contents, and waits for what is queued, is core/sleep.
+#include "core/pool/asleep.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "base/check.h"
+#include "base/errors.h"
+#include "core/memory/chunk_store.h"
+#include "core/memory/grant.h"
+#include "core/options.h"
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+namespace {
+
+// What is free between two kept ranges is copied with them: a copy costs some 2 us, in which
+// the bus moves as much.
+constexpr std::size_t kCopiedAlong = 64 * kKiB;
+
+}  // namespace
+
+std::vector<KeptRange> KeptRanges::take(ByteRange range) {
+  std::vector<KeptRange> taken;
+  auto at = by_offset_.upper_bound(range.offset);
+  if (at != by_offset_.begin() && std::prev(at)->second.end() > range.offset) --at;
+  while (at != by_offset_.end() && at->first < range.end()) {
+    const KeptRange whole = at->second;
+    at = by_offset_.erase(at);
+    const std::size_t begin = std::max(whole.offset, range.offset);
+    const std::size_t end = std::min(whole.end(), range.end());
+    taken.push_back({begin, end - begin, whole.at + (begin - whole.offset), whole.backup});
+    if (whole.offset < begin) add({whole.offset, begin - whole.offset, whole.at, whole.backup});
+    if (end < whole.end()) {
+      add({end, whole.end() - end, whole.at + (end - whole.offset), whole.backup});
+      break;
+    }
+  }
+  return taken;
+}
+
+std::vector<ByteRange> KeptRanges::within(ByteRange range) const {
+  std::vector<ByteRange> found;
+  auto at = by_offset_.upper_bound(range.offset);
+  if (at != by_offset_.begin() && std::prev(at)->second.end() > range.offset) --at;
+  for (; at != by_offset_.end() && at->first < range.end(); ++at) {
+    const std::size_t begin = std::max(at->first, range.offset);
+    found.push_back({begin, std::min(at->second.end(), range.end()) - begin});
+  }
+  return found;
+}
+
+std::vector<ByteRange> KeptRanges::missing(ByteRange range) const {
+  std::vector<ByteRange> found;
+  std::size_t begin = range.offset;
+  auto at = by_offset_.upper_bound(range.offset);
+  if (at != by_offset_.begin()) --at;
+  for (; at != by_offset_.end() && at->first < range.end(); ++at) {
+    if (at->second.end() <= begin) continue;
+    if (at->first > begin) found.push_back({begin, at->first - begin});
+    begin = at->second.end();
+  }
+  if (begin < range.end()) found.push_back({begin, range.end() - begin});
+  return found;
+}
+
+// ----------------------------------------------------------------- going to sleep
+
+SleepBegun Pool::begin_sleep() {
+  const StillLock lock(*this, BlockCaches::Kept::gone);
+  if (range_ == nullptr) return SleepBegun::never;
+  if (asleep_ != nullptr && asleep_->is_busy) return SleepBegun::busy;
+  if (context_.log != nullptr) {
+    throw NotAvailableError("pool '" + name_ + "' cannot sleep in debug mode, which watches what its memory holds; " +
+                            "unset TORCH_VMM_DEBUG");
+  }
+  const SleepBegun begun = asleep_ == nullptr ? SleepBegun::anew : SleepBegun::again;
+  const bool is_going = lacks_memory();
+  if (begun == SleepBegun::anew) {
+    asleep_ = std::make_unique<Asleep>();
+    asleep_->was_sealed = is_sealed();
+  }
+  asleep_->is_busy = true;
+  if (is_going) return begun;
+  is_cached_.store(false, std::memory_order_relaxed);
+  asleep_->state = Asleep::State::going;
+  if (!is_retired()) life_.store(Life::asleep, std::memory_order_release);
+  count_slabs(SizeClass::small_pool, SizeClass::large_pool);
+  return begun;
+}
+
+bool Pool::begin_transfer() {
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr) return false;
+  if (asleep_->is_busy) {
+    throw VmmError("model '" + model().name() + "' is on its way to sleep or back: wait() for that first");
+  }
+  asleep_->is_busy = true;
+  return true;
+}
+
+void Pool::end_transfer() {
+  const MutexLock lock(mutex_);
+  if (asleep_ != nullptr) asleep_->is_busy = false;
+}
+
+// Slabs are counted with the large ones' memory while there may be none under them.
+void Pool::count_slabs(SizeClass from, SizeClass to) {
+  for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
+    if (block->state == BlockState::slab && slabs_.holds(*block)) count_slab(*block, from, to);
+  }
+}
+
+// What has to be there again when it wakes, by offset: what somebody still uses, and all of
+// a graph's memory, which may use any of it whenever it is launched.
+std::vector<ByteRange> Pool::contents() const {
+  std::vector<ByteRange> found;
+  const auto add = [&found](ByteRange range) {
+    if (!found.empty() && range.offset - found.back().end() <= kCopiedAlong) {
+      found.back().size = range.end() - found.back().offset;
+    } else {
+      found.push_back(range);
+    }
+  };
+  if (pinned_) {
+    for (const auto& [offset, mapping] : range_->live()) add({offset, mapping.chunk->size});
+    return found;
+  }
+  for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
+    if (block->state != BlockState::slab) {
+      if (block->is_live() || block->state == BlockState::pages) add(block->range());
+      continue;
+    }
+    for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) {
+      if (piece->is_live()) add(piece->range());
+    }
+  }
+  return found;
+}
+
+SleepPlan Pool::plan_sleep() {
+  const MutexLock lock(mutex_);
+  SleepPlan plan;
+  if (range_ == nullptr || !lacks_memory()) return plan;
+  settle_locked();
+  if (!pinned_) {
+    give_up_spare_slabs();
+    shelve_idle_in({0, capacity_});
+    drop_retired();
+  }
+  const std::vector<ByteRange> kept = contents();
+  auto next = kept.begin();
+  for (const auto& [offset, mapping] : range_->live()) {
+    const Chunk& chunk = *mapping.chunk;
+    // What others have mapped as well stays as it is: they would go on with the chunk that
+    // the pool had.
+    if (chunk.exported || chunk.mappings.load(std::memory_order_acquire) != 1) {
+      plan.staying_bytes += chunk.size;
+      continue;
+    }
+    LeavingChunk leaving;
+    leaving.offset = offset;
+    leaving.place.size = chunk.size;
+    leaving.place.is_read_only = allows(mapping, Access::read);
+    leaving.place.is_withheld = mapping.is_withheld;
+    const std::size_t end = offset + chunk.size;
+    while (next != kept.end() && next->end() <= offset) ++next;
+    for (auto range = next; range != kept.end() && range->offset < end; ++range) {
+      const std::size_t begin = std::max(range->offset, offset);
+      // What has not come yet since it slept last is kept already.
+      for (const ByteRange& part : asleep_->kept.missing({begin, std::min(range->end(), end) - begin})) {
+        leaving.kept.push_back(part);
+        plan.kept_bytes += part.size;
+      }
+    }
+    plan.chunks.push_back(std::move(leaving));
+  }
+  return plan;
+}
+
+Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept) {
+  const MutexLock lock(mutex_);
+  const auto found = range_->live().find(leaving.offset);
+  VMM_CHECK(lacks_memory() && found != range_->live().end(), "no chunk at ", leaving.offset);
+  Chunk* const chunk = found->second.chunk;
+  if (chunk->exported || chunk->mappings.load(std::memory_order_acquire) != 1)
+    return {};  // of somebody else's too, now
+  // First: there may be no memory to note them.
+  const auto gone = asleep_->gone.emplace(leaving.offset, leaving.place).first;
+  const ByteRange range{leaving.offset, chunk->size};
+  const auto undo = [&]() VMM_REQUIRES(mutex_) {
+    for (const KeptRange& each : kept) asleep_->kept.forget({each.offset, each.size});
+    asleep_->gone.erase(gone);
+  };
+  try {
+    for (const KeptRange& each : kept) asleep_->kept.add(each);
+  } catch (...) {
+    undo();
+    throw;
+  }
+  // Before it goes, for whoever registered it.
+  if (!found->second.is_withheld || found->second.is_told) {
+    tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
+  }
+  const bool was_sealed = !allows(found->second, Access::read_write);
+  if (const Status status = range_->unmap(range); !status.ok()) {
+    undo();
+    return status;
+  }
+  if (kept.empty() && !leaving.kept.empty()) asleep_->is_discarded = true;
+  if (was_sealed) context_.store.dormant().allow(chunk);
+  count_unmapped({range.offset, chunk});
+  chunk->last_use = kLongAgo;  // whoever asked has waited for all that is queued
+  context_.store.put(group_, chunk);
+  return {};
+}
+
+// --------------------------------------------------------------------------- waking
+
+// Chunks of which nothing is used any more need not come back: their addresses are bare.
+std::vector<LeavingChunk> Pool::plan_wake() {
+  const MutexLock lock(mutex_);
+  std::vector<LeavingChunk> wanted;
+  if (asleep_ == nullptr || range_ == nullptr) return wanted;
+  settle_locked();
+  if (!pinned_) give_up_spare_slabs();
+  for (auto at = asleep_->gone.begin(); at != asleep_->gone.end();) {
+    const ByteRange range{at->first, at->second.size};
+    if (pinned_ || !is_free(range)) {
+      wanted.push_back({at->first, at->second, asleep_->kept.within(range)});
+      ++at;
+      continue;
+    }
+    std::vector<Piece> pieces;
+    Block* const bare = take_range(range, BlockState::retired, &pieces);
+    large_.free(bare, kNeutral, kLongAgo);
+    large_.remove_border(range.offset);
+    asleep_->kept.forget(range);
+    at = asleep_->gone.erase(at);
+  }
+  for (const auto& [offset, mapping] : range_->live()) {  // of a wake that was stopped
+    LeavingChunk chunk{offset, {mapping.chunk->size}, asleep_->kept.within({offset, mapping.chunk->size}), true};
+    const bool is_sealed =
+        std::find(asleep_->to_seal.begin(), asleep_->to_seal.end(), chunk.range()) != asleep_->to_seal.end();
+    if (is_sealed || !chunk.kept.empty()) wanted.push_back(std::move(chunk));
+  }
+  const auto is_of_slab = [this](const LeavingChunk& chunk) VMM_REQUIRES(mutex_) {
+    const Block* const block = large_.covering(chunk.offset);
+    return block != nullptr && block->state == BlockState::slab;
+  };
+  std::stable_partition(wanted.begin(), wanted.end(), is_of_slab);
+  return wanted;
+}
+
+Status Pool::let_go_again(const LeavingChunk& place) {
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr || !lacks_memory() || place.is_there) return {};
+  auto at = range_->live().find(place.offset);
+  if (at == range_->live().end()) return {};  // it did not come
+  asleep_->gone.emplace(place.offset, place.place);
+  while (at != range_->live().end() && at->first < place.range().end()) {
+    Chunk* const chunk = at->second.chunk;
+    const ByteRange range{at->first, chunk->size};
+    const bool is_told = !at->second.is_withheld || at->second.is_told;
+    ++at;  // before it is taken out
+    if (is_told) tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
+    std::erase(asleep_->to_seal, range);
+    count_unmapped({range.offset, chunk});
+    if (!range_->unmap(range).ok()) stuck_.push_back({range, kLongAgo});
+    chunk->last_use = kLongAgo;
+    context_.store.put(group_, chunk);
+  }
+  return {};
+}
+
+// A chunk for each place: of its size where there is one, granted or on the shelf; else made,
+// or several that are smaller where blocks may lie over their borders.
+bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage) {
+  const bool is_exact = uniform_ || no_split_ || keeps_within_chunks();
+  Budget* full = nullptr;
+  std::size_t missing = 0;
+  std::vector<PlacedChunk> to_create;  // sizes are the places'
+  std::vector<PlacedChunk>& placements = backing->placements;
+  const auto take = [&](std::size_t size, bool exact) VMM_REQUIRES(mutex_) -> Chunk* {
+    if (grant != nullptr) {
+      if (Chunk* const granted = grant->chunks.take_at_most(size, exact)) return granted;
+    }
+    return full != nullptr ? nullptr : context_.store.take_at_most(group_, budget_, size, exact, &full);
+  };
+  std::vector<ByteRange> unmet;
+  for (const LeavingChunk& each : places) {
+    placements.push_back({each.offset, nullptr});  // first: what is taken has its place
+    placements.back().chunk = take(each.place.size, /*exact=*/true);
+    if (placements.back().chunk != nullptr) continue;
+    placements.pop_back();
+    unmet.push_back({each.offset, each.place.size});
+  }
+  std::vector<ByteRange> bare;
+  for (const ByteRange& place : unmet) {
+    std::size_t at = place.offset;
+    while (!is_exact && at < place.end()) {
+      placements.push_back({at, nullptr});
+      Chunk* const chunk = take(place.end() - at, /*exact=*/false);
+      placements.back().chunk = chunk;
+      if (chunk == nullptr) {
+        placements.pop_back();
+        break;
+      }
+      at += chunk->size;
+    }
+    if (at < place.end()) bare.push_back({at, place.end() - at});
+  }
+  for (const ByteRange& each : bare) missing += each.size;
+  const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, missing);
+  if (Budget* const refused = budget_.charge(missing - prepaid)) {
+    *shortage = {missing - prepaid, refused, {}};
+    return false;
+  }
+  if (grant != nullptr) grant->prepaid_bytes -= prepaid;
+  std::size_t charged = missing;
+  for (const ByteRange& each : bare) {
+    placements.push_back({each.offset, nullptr});
+    const Status status =
+        context_.store.create_prepaid(context_.store.spec(each.size), budget_, &placements.back().chunk);
+    if (!status.ok()) {
+      placements.pop_back();
+      budget_.refund(charged);
+      *shortage = Shortage::of_driver(charged, status);
+      return false;
+    }
+    charged -= each.size;
+  }
+  std::sort(placements.begin(), placements.end(),
+            [](const PlacedChunk& a, const PlacedChunk& b) { return a.offset < b.offset; });
+  return true;
+}
+
+Address Pool::try_wake(std::span<const LeavingChunk> places, const StreamUse& filled_by, Grant* grant,
+                       Shortage* shortage) {
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr || asleep_ == nullptr) return base_;
+  if (const Status status = drop_stuck_locked(shortage); shortage->wait_for != kLongAgo || !status.ok()) return 0;
+  Backing backing;
+  Status status;
+  try {
+    if (!collect_to_wake(places, grant, &backing, shortage)) {
+      put_back(backing, grant);
+      return 0;
+    }
+    status = map_to_wake(backing, filled_by);
+  } catch (...) {
+    put_back(backing, grant);
+    throw;
+  }
+  if (!status.ok()) {
+    *shortage = Shortage::of_driver(0, status);
+    put_back(backing, grant);
+    return 0;
+  }
+  const Stream stream = filled_by.stream;
+  for (const LeavingChunk& each : places) asleep_->gone.erase(each.offset);
+  auto place = places.begin();
+  for (const PlacedChunk& placement : backing.placements) {
+    placement.chunk->content.store(id_, std::memory_order_relaxed);
+    placement.chunk->last_use = kLongAgo;
+    while (placement.offset >= place->range().end()) ++place;
+    if (place->place.is_withheld) range_->withhold(placement.offset);
+    if (place->place.is_read_only) asleep_->to_seal.push_back({placement.offset, placement.chunk->size});
+    count_mapped(placement, stream);
+  }
+  return base_;
+}
+
+// Maps what was collected, empties it and marks it as it was; or nothing.
+Status Pool::map_to_wake(const Backing& backing, const StreamUse& filled_by) {
+  Epoch last_use = kLongAgo;
+  for (const PlacedChunk& placement : backing.placements) last_use = std::max(last_use, placement.chunk->last_use);
+  if (const Status status = context_.clock.order_before(filled_by, last_use); !status.ok()) return status;
+  stuck_.reserve(stuck_.size() + backing.placements.size());
+  Status status = range_->map(backing.placements, accessors_);
+  if (status.ok()) status = empty(backing.placements, filled_by.stream);
+  if (status.ok()) return {};
+  // Fills may be on their way to them.
+  const Epoch now = context_.clock.now();
+  for (const auto& [offset, chunk] : backing.placements) {
+    chunk->last_use = std::max(chunk->last_use, now);
+    if (range_->live().count(offset) != 0) stuck_.push_back({{offset, chunk->size}, now});
+  }
+  return status;
+}
+
+// What was mapped for a wake that failed goes, once nothing uses it. REQUIRES: `shortage`
+// is empty: why not, where it cannot.
+Status Pool::drop_stuck_locked(Shortage* shortage) {
+  while (!stuck_.empty()) {
+    context_.clock.poll();
+    if (!context_.clock.has_passed(stuck_.back().last_use)) {
+      shortage->wait_for = stuck_.back().last_use;
+      return {};
+    }
+    if (const Status status = range_->unmap(stuck_.back().range); !status.ok()) {
+      *shortage = Shortage::of_driver(0, status);
+      return status;
+    }
+    stuck_.pop_back();
+  }
+  return {};
+}
+
+void Pool::drop_stuck() {
+  const MutexLock lock(mutex_);
+  Shortage unused;
+  if (range_ != nullptr) drop_stuck_locked(&unused).ignore();
+}
+
+// Memory that wakes reads as zero where no content comes to it: nobody else's is seen, nor
+// what was thrown away.
+Status Pool::empty(std::span<const PlacedChunk> placements, Stream stream) {
+  for (const auto& [offset, chunk] : placements) {
+    const OwnerId content = chunk->content.load(std::memory_order_relaxed);
+    if (content == kNobody) continue;
+    const bool may_stay = !asleep_->is_discarded && !is_range_;
+    if (may_stay && (content == id_ || !context_.options.scrub)) continue;
+    if (const Status status = context_.driver.fill_async(context_.device, base_ + offset, 0, chunk->size, stream);
+        !status.ok()) {
+      return status;
+    }
+  }
+  return {};
+}
+
+bool Pool::begin_filling() {
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr || !asleep_->gone.empty()) return false;
+  if (!lacks_memory()) return true;  // it was stopped then
+  count_slabs(SizeClass::large_pool, SizeClass::small_pool);
+  asleep_->state = Asleep::State::filling;
+  if (!is_retired()) life_.store(asleep_->was_sealed ? Life::sealed : Life::open, std::memory_order_release);
+  return true;
+}
+
+std::vector<KeptRange> Pool::take_kept_in(ByteRange range, const StreamUse& filled_by) {
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr) return {};
+  asleep_->filled_by = filled_by;
+  std::vector<KeptRange> found = asleep_->kept.take(range);
+  if (!found.empty()) asleep_->arriving.push_back(range);
+  return found;
+}
+
+void Pool::keep_again(std::span<const KeptRange> kept, const LeavingChunk& chunk) {
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr) return;
+  for (const KeptRange& each : kept) asleep_->kept.add(each);
+  for (const ByteRange& freed : asleep_->dropped) asleep_->kept.forget(freed);
+  has_arrived(chunk.range());
+}
+
+// No copy is on its way to it any more.
+void Pool::has_arrived(ByteRange range) {
+  std::erase(asleep_->arriving, range);
+  std::erase_if(asleep_->dropped,
+                [&](const ByteRange& freed) { return range.offset <= freed.offset && freed.end() <= range.end(); });
+}
+
+Status Pool::arrived(const LeavingChunk& chunk) {
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr || range_ == nullptr) return {};
+  has_arrived(chunk.range());
+  for (auto at = asleep_->to_seal.begin(); at != asleep_->to_seal.end();) {
+    if (at->offset < chunk.offset || at->end() > chunk.range().end()) {
+      ++at;
+      continue;
+    }
+    if (const Status status = leave_no_writable_place({*at}); !status.ok()) return status;
+    for (const Location& who : accessors_) {
+      if (const Status status = range_->set_access(*at, who, Access::read); !status.ok()) return status;
+    }
+    at = asleep_->to_seal.erase(at);
+  }
+  return {};
+}
+
+void Pool::end_sleep() {
+  std::unique_ptr<Asleep> ended;  // its backup ends with no lock held
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr) return;
+  if (lacks_memory()) {  // nothing has gone
+    count_slabs(SizeClass::large_pool, SizeClass::small_pool);
+  }
+  ended = std::move(asleep_);
+  if (range_ == nullptr || is_retired()) return;
+  life_.store(Life::open, std::memory_order_release);
+  note_sealed();
+}
+
+// A block that is freed meanwhile needs its content no more; where that is on its way, its
+// memory is nobody's until it has come.
+void Pool::wait_for_arrival(Block* block) {
+  const ByteRange range = block->range();
+  if (!pinned_) asleep_->kept.forget(range);
+  const bool is_arriving = std::any_of(asleep_->arriving.begin(), asleep_->arriving.end(), [&](const ByteRange& each) {
+    return each.offset < range.end() && range.offset < each.end();
+  });
+  if (!is_arriving) return;
+  asleep_->dropped.push_back(range);
+  recorded_uses_.add(&block->recorded, asleep_->filled_by);
+}
+
+void Pool::require_awake() const {
+  if (lacks_memory()) throw AsleepError(model().name());
+}
+
+bool Pool::has_gone_read_only(ByteRange range) const {
+  std::size_t at = range.offset;
+  auto place = asleep_->gone.upper_bound(at);
+  if (place == asleep_->gone.begin()) return false;
+  for (--place; place != asleep_->gone.end() && place->first <= at && at < range.end(); ++place) {
+    if (!place->second.is_read_only) return false;
+    at = place->first + place->second.size;
+  }
+  return at >= range.end();
+}
+
+// ----------------------------------------------------------------------------- told
+
+std::size_t Pool::live_elsewhere() const {
+  const std::size_t live = live_bytes_locked();
+  return live - std::min(live, range_->mapped_bytes());
+}
+
+bool Pool::is_asleep() const {
+  const MutexLock lock(mutex_);
+  return asleep_ != nullptr;
+}
+
+std::size_t Pool::asleep_bytes() const {
+  const MutexLock lock(mutex_);
+  return range_ != nullptr && lacks_memory() ? live_elsewhere() : 0;
+}
+
+bool Pool::read_kept(Address address, std::size_t size, std::byte* to) {
+  const ByteRange range{address - base_, size};
+  std::vector<KeptRange> kept;
+  {
+    const MutexLock lock(mutex_);
+    if (asleep_ == nullptr || asleep_->is_busy || !asleep_->kept.missing(range).empty()) return false;
+    kept = asleep_->kept.take(range);
+    for (const KeptRange& each : kept) asleep_->kept.add(each);
+    asleep_->is_busy = true;  // reading takes its time, and no lock
+  }
+  try {
+    for (const KeptRange& each : kept) each.backup->read(each.at, to + (each.offset - range.offset), each.size);
+  } catch (...) {
+    end_transfer();
+    throw;
+  }
+  end_transfer();
+  return true;
+}
+
+std::string Pool::asleep_where() const {
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr) return "";
+  const KeptRange* const any = asleep_->kept.any();
+  return any == nullptr ? "discarded" : any->backup->place();
+}
+
+}  // namespace vmm

@@ -1,0 +1,77 @@
+#include "core/sleep/chunk_backup.h"
+
+#include <algorithm>
+
+#include "base/errors.h"
+
+namespace vmm {
+
+namespace {
+
+constexpr std::size_t kChunkBytes = 256 * kMiB;
+
+}  // namespace
+
+ChunkBackup::ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t bytes) : other_(other) {
+  const std::size_t grain = std::max(own.granularity(), other.granularity());
+  const std::size_t size = align_up(bytes, grain);
+  const std::string doing = "keeping " + format_bytes(bytes) + " of a model that sleeps on another device";
+  try {
+    throw_if_failed(other_.driver().reserve(size, grain, &base_), doing);
+    size_ = size;
+    for (std::size_t at = 0; at < size;) {
+      const std::size_t piece = std::min(kChunkBytes, size - at);
+      Chunk* chunk = nullptr;
+      Budget* refused = nullptr;
+      chunks_.reserve(chunks_.size() + 1);
+      const Status made = other_.store().create(other_.store().spec(piece), other_.foreign_budget(), &chunk, &refused);
+      if (!made.ok()) {
+        throw OutOfMemoryError(place() + " has no room for " + format_bytes(bytes) + " of a model that sleeps there",
+                               bytes, other_.budget().headroom(), other_.budget().limit(), place());
+      }
+      chunks_.push_back(chunk);
+      throw_if_failed(other_.driver().map(base_ + at, piece, chunk->handle), doing);
+      chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+      at += piece;
+      mapped_ = at;
+    }
+    for (const int device : {own.device(), other.device()}) {
+      throw_if_failed(other_.driver().set_access(base_, size, Location::on_device(device), Access::read_write), doing);
+    }
+  } catch (...) {
+    end();
+    throw;
+  }
+}
+
+ChunkBackup::~ChunkBackup() { end(); }
+
+void ChunkBackup::end() {
+  if (mapped_ != 0 && !other_.driver().unmap(base_, mapped_).ok()) return;  // it stays, and counts
+  std::size_t at = 0;
+  for (Chunk* chunk : chunks_) {
+    if (at < mapped_) chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    at += chunk->size;
+    other_.store().release(chunk).ignore();
+  }
+  chunks_.clear();
+  if (size_ != 0) other_.driver().unreserve(base_, size_).ignore();
+}
+
+void ChunkBackup::save(std::size_t at, Address from, std::size_t size, const StreamUse& by) {
+  throw_if_failed(other_.driver().copy_async(by.device->device(), base_ + at, from, size, by.stream),
+                  "saving a model on " + place());
+}
+
+void ChunkBackup::load(std::size_t at, Address to, std::size_t size, const StreamUse& by) {
+  throw_if_failed(other_.driver().copy_async(by.device->device(), to, base_ + at, size, by.stream),
+                  "loading a model from " + place());
+}
+
+void ChunkBackup::read(std::size_t at, std::byte* to, std::size_t size) {
+  throw_if_failed(other_.driver().read(other_.device(), to, base_ + at, size), "reading a model on " + place());
+}
+
+std::string ChunkBackup::place() const { return other_.driver().name() + ":" + std::to_string(other_.device()); }
+
+}  // namespace vmm

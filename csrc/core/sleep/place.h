@@ -1,0 +1,28 @@
+// Where what a pool holds goes while it sleeps.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace vmm {
+
+class DeviceMemory;
+
+struct Place {
+  enum class Kind : std::uint8_t {
+    discard,  // nowhere: the contents are gone for good
+    host,     // pinned memory
+    file,
+    device,  // another device's memory
+  };
+  Kind kind = Kind::host;
+  std::string path;                // of a file, or the folder for it
+  DeviceMemory* device = nullptr;  // the other one; of the same driver
+  friend bool operator==(const Place&, const Place&) = default;
+};
+
+// The first that has room is taken.
+using Places = std::vector<Place>;
+
+}  // namespace vmm

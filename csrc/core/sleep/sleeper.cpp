@@ -1,0 +1,87 @@
+#include "core/sleep/sleeper.h"
+
+#include <iterator>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "core/memory/file_backup.h"
+#include "core/memory/host_backup.h"
+#include "core/sleep/chunk_backup.h"
+#include "driver/host_memory.h"
+
+namespace vmm {
+
+StreamUse Sleeper::stream(Stream* which) {
+  const MutexLock lock(mutex_);
+  if (*which == nullptr) {
+    Stream made = nullptr;
+    throw_if_failed(driver().create_stream(memory_.device(), &made), "making a stream for copies");
+    memory_.streams().add_own(made);
+    *which = made;
+  }
+  return {&memory_.streams(), *which, StreamKind::permanent};
+}
+
+std::shared_ptr<PinnedMemory> Sleeper::host_memory(const Budget& group) {
+  std::vector<std::shared_ptr<PinnedMemory>> ended;  // unpinned with no lock held
+  const MutexLock lock(mutex_);
+  for (auto at = host_memory_.begin(); at != host_memory_.end();) {
+    // A new group may stand where one was that has ended.
+    if (at->first != &memory_.budget() && at->second.group.expired()) {
+      ended.push_back(std::move(at->second.memory));
+      at = host_memory_.erase(at);
+    } else {
+      ++at;
+    }
+  }
+  OfGroup& found = host_memory_[&group];
+  if (found.memory == nullptr) found = {group.weak_from_this(), std::make_shared<PinnedMemory>(driver())};
+  return found.memory;
+}
+
+std::shared_ptr<Backup> Sleeper::make_host_backup(std::size_t bytes, const Budget& group) {
+  const std::shared_ptr<PinnedMemory> memory = host_memory(group);
+  const std::size_t unused = memory->unused_bytes();
+  const std::size_t missing = bytes - std::min(bytes, unused);
+  const std::size_t available = available_memory();
+  if (missing > available) {
+    throw OutOfMemoryError("the host has " + format_bytes(available) + " of memory left, and " + format_bytes(bytes) +
+                               " are to sleep there; name a file or another device, or discard",
+                           bytes, available, available, group.name());
+  }
+  std::shared_ptr<Backup> backup = HostBackup::make(driver(), memory, bytes);
+  if (backup == nullptr) {
+    const std::size_t room = memory->limit() - std::min(memory->limit(), memory->used_bytes());
+    throw OutOfMemoryError("host_backup_limit is " + format_bytes(memory->limit()) + ", of which " +
+                               format_bytes(memory->used_bytes()) + " are in use, and " + format_bytes(bytes) +
+                               " are to sleep there (in pieces of " + format_bytes(PinnedMemory::kSlabBytes) +
+                               "); raise it, wake a model, or name a file",
+                           bytes, room, memory->limit(), group.name());
+  }
+  return backup;
+}
+
+std::shared_ptr<Backup> Sleeper::make_backup(const Places& places, std::size_t bytes, const Budget& group) {
+  for (auto place = places.begin(); place != places.end(); ++place) {
+    try {
+      switch (place->kind) {
+        case Place::Kind::discard:
+          return nullptr;
+        case Place::Kind::host:
+          return make_host_backup(bytes, group);
+        case Place::Kind::file:
+          return std::make_shared<FileBackup>(driver(), place->path, bytes);
+        case Place::Kind::device:
+          return std::make_shared<ChunkBackup>(memory_, *place->device, bytes);
+      }
+    } catch (const InvalidArgumentError&) {
+      throw;  // a mistake, and not for want of room
+    } catch (const VmmError&) {
+      if (std::next(place) == places.end()) throw;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace vmm

@@ -1,0 +1,51 @@
+// What models of one device need to go to sleep: streams for their copies, in both
+// directions, and pinned host memory, which all models under one limit share. It moves
+// nothing itself (departure, arrival).
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "base/sync.h"
+#include "core/device/device_memory.h"
+#include "core/memory/pinned_memory.h"
+#include "core/sleep/place.h"
+
+namespace vmm {
+
+class Sleeper {
+ public:
+  explicit Sleeper(DeviceMemory& memory) : memory_(memory) {}
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+
+  // The streams of copies out of, and into, the device's memory; made when first asked for.
+  // Throw DriverError.
+  StreamUse out() VMM_EXCLUDES(mutex_) { return stream(&out_); }
+  StreamUse in() VMM_EXCLUDES(mutex_) { return stream(&in_); }
+  // Of the models whose limit stands under `group`.
+  std::shared_ptr<PinnedMemory> host_memory(const Budget& group) VMM_EXCLUDES(mutex_);
+  // The first of `places` with room for `bytes`; nullptr: they are discarded. Throws
+  // OutOfMemoryError, or what the last of them says, where none has.
+  std::shared_ptr<Backup> make_backup(const Places& places, std::size_t bytes, const Budget& group);
+
+  [[nodiscard]] DeviceMemory& memory() const { return memory_; }
+  [[nodiscard]] Driver& driver() const { return memory_.driver(); }
+
+ private:
+  StreamUse stream(Stream* which) VMM_EXCLUDES(mutex_);
+  std::shared_ptr<Backup> make_host_backup(std::size_t bytes, const Budget& group);
+
+  DeviceMemory& memory_;
+  Mutex mutex_;  // above DeviceStreams'
+  Stream out_ VMM_GUARDED_BY(mutex_) = nullptr;
+  Stream in_ VMM_GUARDED_BY(mutex_) = nullptr;
+  struct OfGroup {
+    std::weak_ptr<const Budget> group;  // of nobody: the device's own
+    std::shared_ptr<PinnedMemory> memory;
+  };
+  std::map<const Budget*, OfGroup> host_memory_ VMM_GUARDED_BY(mutex_);
+};
+
+}  // namespace vmm

@@ -1,0 +1,416 @@
+#include "core/sleep/transfer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/errors.h"
+
+namespace vmm {
+
+// ------------------------------------------------------------------------- pieces
+
+Pieces::~Pieces() {
+  for (const UnderWay& each : under_way_) each.point->wait().ignore();
+}
+
+void Pieces::add(std::size_t index, const StreamUse& by) {
+  under_way_.push_back({index, std::make_shared<StreamPoint>(std::vector<StreamUse>{by})});
+}
+
+std::size_t Pieces::wait_for_oldest() {
+  throw_if_failed(under_way_.front().point->wait(), "waiting for copies");
+  const std::size_t index = under_way_.front().index;
+  under_way_.pop_front();
+  return index;
+}
+
+void append_pieces(std::size_t part, std::vector<LeavingChunk> chunks, std::vector<Piece>* pieces) {
+  std::size_t bytes = 0;  // of the latest piece's chunks; 0: it is full
+  for (LeavingChunk& chunk : chunks) {
+    if (bytes == 0 || bytes + chunk.place.size > kPieceBytes) {
+      pieces->push_back({part, {}, {}, 0});
+      bytes = 0;
+    }
+    bytes += chunk.place.size;
+    for (const ByteRange& range : chunk.kept) pieces->back().bytes += range.size;
+    pieces->back().chunks.push_back(std::move(chunk));
+  }
+}
+
+// ---------------------------------------------------------------------- departure
+
+Departure::Departure(Sleeper& sleeper, std::vector<PartToSleep> parts, bool release)
+    : sleeper_(sleeper), parts_(std::move(parts)), release_(release) {}
+
+void Departure::begin() {
+  try {
+    std::vector<PartToSleep> going;
+    for (PartToSleep& part : parts_) {
+      const SleepBegun begun = part.pool->begin_sleep();
+      if (begun == SleepBegun::never) continue;
+      if (begun == SleepBegun::busy) {
+        throw VmmError("model '" + part.pool->model().name() +
+                       "' is on its way to sleep or back: wait() for that first");
+      }
+      mine_.push_back(part.pool);
+      if (begun == SleepBegun::anew) awake_.push_back(part.pool);
+      going.push_back(std::move(part));
+    }
+    parts_ = std::move(going);
+    // Whoever uses their memory has queued that by now. Frees of before may leave with it.
+    Clock& clock = sleeper_.memory().clock();
+    throw_if_failed(clock.wait(clock.now()), "waiting for queued work that may use the memory");
+    for (std::size_t part = 0; part < parts_.size(); ++part) {
+      append_pieces(part, parts_[part].pool->plan_sleep().chunks, &pieces_);
+    }
+    make_backups();
+  } catch (...) {
+    undo();
+    throw;
+  }
+}
+
+// One backup for all that go to the same place.
+void Departure::make_backups() {
+  backups_.resize(parts_.size());
+  next_at_.resize(parts_.size());
+  std::vector<std::size_t> bytes(parts_.size());
+  for (const Piece& piece : pieces_) {
+    bytes[piece.part] += piece.bytes;
+    if (parts_[piece.part].places.front().kind != Place::Kind::discard) {
+      total_.fetch_add(piece.bytes, std::memory_order_relaxed);
+    }
+  }
+  std::vector<bool> has_one(parts_.size());
+  for (std::size_t first = 0; first < parts_.size(); ++first) {
+    if (has_one[first]) continue;
+    const auto is_with_it = [&](std::size_t part) {
+      return parts_[part].places == parts_[first].places && &parts_[part].pool->group() == &parts_[first].pool->group();
+    };
+    std::size_t sum = 0;
+    for (std::size_t part = first; part < parts_.size(); ++part) {
+      if (!is_with_it(part)) continue;
+      has_one[part] = true;
+      next_at_[part] = sum;
+      sum += bytes[part];
+    }
+    if (sum == 0) continue;
+    const std::shared_ptr<Backup> backup = sleeper_.make_backup(parts_[first].places, sum, parts_[first].pool->group());
+    for (std::size_t part = first; part < parts_.size(); ++part) {
+      if (is_with_it(part)) backups_[part] = backup;
+    }
+  }
+}
+
+// Where in the backup each of its ranges goes.
+void Departure::note_kept(Piece& piece) {
+  const std::shared_ptr<Backup>& backup = backups_[piece.part];
+  if (backup == nullptr) return;
+  for (const LeavingChunk& chunk : piece.chunks) {
+    for (const ByteRange& range : chunk.kept) {
+      piece.kept.push_back({range.offset, range.size, next_at_[piece.part], backup});
+      next_at_[piece.part] += range.size;
+    }
+  }
+}
+
+bool Departure::step() {
+  if (next_ == pieces_.size()) {
+    if (under_way_.empty()) return false;
+    complete_oldest();
+    return true;
+  }
+  Piece& piece = pieces_[next_];
+  note_kept(piece);
+  const Pool& pool = *parts_[piece.part].pool;
+  const StreamUse out = sleeper_.out();
+  for (const KeptRange& each : piece.kept) {
+    each.backup->save(each.at, pool.base() + each.offset, each.size, out);
+  }
+  under_way_.add(next_, out);
+  ++next_;
+  if (under_way_.is_full()) complete_oldest();
+  return true;
+}
+
+// Its memory is others' from now on.
+void Departure::complete_oldest() {
+  const Piece& piece = pieces_[under_way_.wait_for_oldest()];
+  Pool& pool = *parts_[piece.part].pool;
+  for (const LeavingChunk& chunk : piece.chunks) {
+    std::vector<KeptRange> kept;
+    for (const KeptRange& each : piece.kept) {
+      if (each.offset >= chunk.offset && each.offset < chunk.range().end()) kept.push_back(each);
+    }
+    throw_if_failed(pool.let_go(chunk, kept), "unmapping memory of pool '" + pool.name() + "', which goes to sleep");
+  }
+  if (backups_[piece.part] != nullptr) done_.fetch_add(piece.bytes, std::memory_order_relaxed);
+}
+
+void Departure::finish() {
+  for (const std::shared_ptr<Backup>& backup : backups_) {
+    if (backup != nullptr) backup->finish();
+  }
+  for (const auto& pool : mine_) pool->end_transfer();
+  pieces_.clear();  // whoever keeps this keeps no backup
+  backups_.clear();
+  if (!release_) return;
+  for (const auto& pool : mine_) sleeper_.memory().store().trim(pool->group(), 0);
+}
+
+void Departure::undo() noexcept {
+  try {
+    while (!under_way_.empty()) under_way_.wait_for_oldest();  // they are where they were
+  } catch (...) {
+    sleeper_.driver().synchronize(sleeper_.memory().device()).ignore();
+  }
+  for (const auto& pool : mine_) pool->end_transfer();
+  pieces_.clear();
+  backups_.clear();
+  try {
+    Arrival back(sleeper_, awake_);
+    back.begin();
+    while (back.step()) {
+    }
+    back.finish();
+  } catch (...) {
+    stays_asleep_ = true;
+  }
+}
+
+// ------------------------------------------------------------------------ arrival
+
+Arrival::Arrival(Sleeper& sleeper, PoolList pools) : sleeper_(sleeper), pools_(std::move(pools)) {}
+
+Arrival::~Arrival() { end_waits(); }
+
+void Arrival::begin(bool at_once) {
+  for (const auto& pool : pools_) {
+    if (pool->begin_transfer()) mine_.push_back(pool);
+  }
+  try {
+    for (std::size_t part = 0; part < mine_.size(); ++part) append_pieces(part, mine_[part]->plan_wake(), &pieces_);
+    std::size_t total = 0;
+    for (Piece& piece : pieces_) {
+      for (const LeavingChunk& chunk : piece.chunks) {
+        for (const ByteRange& range : chunk.kept) total += range.size;
+      }
+    }
+    total_.store(total, std::memory_order_relaxed);
+    {
+      const MutexLock lock(mutex_);
+      arrived_.resize(pieces_.size());
+      for (std::size_t k = 0; k < pieces_.size(); ++k) {
+        for (const LeavingChunk& chunk : pieces_[k].chunks) {
+          const Address begin = mine_[pieces_[k].part]->base() + chunk.offset;
+          awaited_.push_back({begin, begin + chunk.place.size, k});
+        }
+      }
+      std::sort(awaited_.begin(), awaited_.end(), [](const Awaited& a, const Awaited& b) { return a.begin < b.begin; });
+    }
+    if (at_once) {
+      map_all();
+      begin_filling();
+    }
+  } catch (...) {
+    undo();
+    throw;
+  }
+}
+
+// One request a pool, so that it is met whole or not at all.
+void Arrival::map_all() {
+  for (std::size_t part = 0; part < mine_.size(); ++part) {
+    std::vector<LeavingChunk> places;
+    for (const Piece& piece : pieces_) {
+      if (piece.part != part) continue;
+      for (const LeavingChunk& chunk : piece.chunks) {
+        if (!chunk.is_there) places.push_back(chunk);
+      }
+    }
+    std::sort(places.begin(), places.end(),
+              [](const LeavingChunk& a, const LeavingChunk& b) { return a.offset < b.offset; });
+    sleeper_.memory().allocate_to_wake(*mine_[part], places, sleeper_.in());
+  }
+  mapped_ = pieces_.size();
+}
+
+bool Arrival::map_piece(const Piece& piece, bool may_wait) {
+  std::vector<LeavingChunk> places;
+  for (const LeavingChunk& chunk : piece.chunks) {
+    if (!chunk.is_there) places.push_back(chunk);
+  }
+  if (places.empty()) return true;
+  std::sort(places.begin(), places.end(),
+            [](const LeavingChunk& a, const LeavingChunk& b) { return a.offset < b.offset; });
+  Pool& pool = *mine_[piece.part];
+  if (may_wait) {
+    sleeper_.memory().allocate_to_wake(pool, places, sleeper_.in());
+    return true;
+  }
+  Shortage shortage;
+  return pool.try_wake(places, sleeper_.in(), nullptr, &shortage) != 0;
+}
+
+void Arrival::begin_filling() {
+  for (const auto& pool : mine_) pool->begin_filling();
+  is_filling_ = true;
+}
+
+bool Arrival::step(bool may_wait) {
+  if (next_ == pieces_.size()) {
+    if (under_way_.empty()) return false;
+    complete_oldest();
+    return true;
+  }
+  Piece& piece = pieces_[next_];
+  if (next_ == mapped_) {
+    if (!map_piece(piece, may_wait)) return false;
+    ++mapped_;
+  }
+  Pool& pool = *mine_[piece.part];
+  const StreamUse in = sleeper_.in();
+  for (const LeavingChunk& chunk : piece.chunks) {
+    const std::vector<KeptRange> kept = pool.take_kept_in(chunk.range(), in);
+    piece.kept.insert(piece.kept.end(), kept.begin(), kept.end());
+  }
+  piece.bytes = 0;  // without what has been freed since
+  for (const KeptRange& each : piece.kept) {
+    each.backup->load(each.at, pool.base() + each.offset, each.size, in);
+    piece.bytes += each.size;
+  }
+  under_way_.add(next_, in);
+  ++next_;
+  if (under_way_.is_full()) complete_oldest();
+  return true;
+}
+
+void Arrival::complete_oldest() {
+  const std::size_t index = under_way_.wait_for_oldest();
+  Piece& piece = pieces_[index];
+  Pool& pool = *mine_[piece.part];
+  for (const LeavingChunk& chunk : piece.chunks) {
+    throw_if_failed(pool.arrived(chunk), "making memory of pool '" + pool.name() + "' read-only again");
+  }
+  piece.has_arrived = true;
+  done_.fetch_add(piece.bytes, std::memory_order_relaxed);
+  {
+    const MutexLock lock(mutex_);
+    arrived_[index] = true;
+  }
+  changed_.notify_all();
+}
+
+void Arrival::finish() {
+  if (!is_filling_) begin_filling();
+  for (const auto& pool : mine_) pool->end_sleep();
+  total_.store(done(), std::memory_order_relaxed);
+  pieces_.clear();  // whoever keeps this keeps no backup
+  end_waits();
+}
+
+// What has not arrived is still where it was kept. Before requests were taken, the memory goes
+// as well.
+void Arrival::undo() noexcept {
+  try {
+    while (!under_way_.empty()) under_way_.wait_for_oldest();
+  } catch (...) {
+    sleeper_.driver().synchronize(sleeper_.memory().device()).ignore();
+  }
+  // What was mapped in vain, too, is used by nothing now.
+  Clock& clock = sleeper_.memory().clock();
+  clock.wait(clock.now()).ignore();
+  for (const auto& pool : mine_) pool->drop_stuck();
+  for (Piece& piece : pieces_) {
+    Pool& pool = *mine_[piece.part];
+    try {
+      if (is_filling_ && piece.has_arrived) continue;
+      for (const LeavingChunk& chunk : piece.chunks) {
+        std::vector<KeptRange> kept;
+        for (const KeptRange& each : piece.kept) {
+          if (each.offset >= chunk.offset && each.offset < chunk.range().end()) kept.push_back(each);
+        }
+        pool.keep_again(kept, chunk);
+        if (!is_filling_) pool.let_go_again(chunk).ignore();
+      }
+    } catch (...) {
+      // No memory to note it: what is there stays there, asleep.
+    }
+  }
+  for (const auto& pool : mine_) pool->end_transfer();
+  pieces_.clear();
+  end_waits();
+}
+
+bool Arrival::wait_for(Address address, std::size_t bytes) {
+  const MutexLock lock(mutex_);
+  for (;;) {
+    auto at = std::partition_point(awaited_.begin(), awaited_.end(),
+                                   [address](const Awaited& each) { return each.end <= address; });
+    while (at != awaited_.end() && at->begin < address + bytes && arrived_[at->piece]) ++at;
+    if (at == awaited_.end() || at->begin >= address + bytes) return true;
+    if (has_ended_) return false;
+    changed_.wait(mutex_);
+  }
+}
+
+void Arrival::end_waits() {
+  {
+    const MutexLock lock(mutex_);
+    has_ended_ = true;
+  }
+  changed_.notify_all();
+}
+
+// ----------------------------------------------------------------------- transfer
+
+void Transfer::begin(const Look& look) {
+  if (out_ != nullptr) out_->begin();
+  try {
+    look();
+    if (in_ != nullptr) in_->begin(/*at_once=*/out_ == nullptr);
+    look();
+  } catch (...) {
+    undo();
+    throw;
+  }
+}
+
+// Both directions at once: what comes takes the memory of what goes.
+void Transfer::move(const Look& look) {
+  for (;;) {
+    const bool goes = out_ != nullptr && out_->step();
+    look();
+    if (in_ == nullptr) {
+      if (!goes) return;
+      continue;
+    }
+    const bool comes = in_->step(/*may_wait=*/!goes);
+    look();
+    if (!goes && !comes) return;
+  }
+}
+
+void Transfer::run(const Look& look) {
+  try {
+    move(look);
+    if (out_ != nullptr) out_->finish();
+    if (in_ != nullptr) in_->finish();
+  } catch (...) {
+    undo();
+    throw;
+  }
+}
+
+void Transfer::undo() noexcept {
+  if (in_ != nullptr) in_->undo();
+  if (out_ != nullptr) out_->undo();
+}
+
+std::size_t Transfer::done() const { return (out_ == nullptr ? 0 : out_->done()) + (in_ == nullptr ? 0 : in_->done()); }
+
+std::size_t Transfer::total() const {
+  return (out_ == nullptr ? 0 : out_->total()) + (in_ == nullptr ? 0 : in_->total());
+}
+
+}  // namespace vmm

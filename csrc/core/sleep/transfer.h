@@ -1,0 +1,178 @@
+// Models on their way to sleep, or back, or both at once: a swap. One piece after the other,
+// so that others can have, or still have, the memory of those that are not on the bus.
+//
+// Everything here waits for the GPU, and holds no lock meanwhile.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "base/sync.h"
+#include "core/sleep/sleeper.h"
+
+namespace vmm {
+
+// Is called between two pieces; what it throws stops the transfer.
+using Look = std::function<void()>;
+
+// Copies under way on one stream, the oldest first, with a point behind each.
+class Pieces {
+ public:
+  // So many are under way at once: while one is done with, the bus works on the next.
+  static constexpr std::size_t kMost = 2;
+
+  Pieces() = default;
+  Pieces(const Pieces&) = delete;
+  Pieces& operator=(const Pieces&) = delete;
+  ~Pieces();  // waits for those under way
+
+  // The copies of `index` have been queued on the stream.
+  void add(std::size_t index, const StreamUse& by);
+  [[nodiscard]] bool empty() const { return under_way_.empty(); }
+  [[nodiscard]] bool is_full() const { return under_way_.size() >= kMost; }
+  // Waits for the oldest, which is none of these any more. Throws DriverError, and it is.
+  std::size_t wait_for_oldest();
+
+ private:
+  struct UnderWay {
+    std::size_t index = 0;
+    StreamPointPtr point;
+  };
+  std::deque<UnderWay> under_way_;
+};
+
+// Contiguous chunks of one pool that are moved together.
+struct Piece {
+  std::size_t part = 0;  // whose
+  std::vector<LeavingChunk> chunks;
+  std::vector<KeptRange> kept;
+  std::size_t bytes = 0;  // of the contents
+  bool has_arrived = false;
+};
+
+// Some 64 MiB, or one chunk that is larger: the bus reaches its full rate.
+inline constexpr std::size_t kPieceBytes = 64 * kMiB;
+void append_pieces(std::size_t part, std::vector<LeavingChunk> chunks, std::vector<Piece>* pieces);
+
+struct PartToSleep {
+  std::shared_ptr<Pool> pool;
+  Places places;
+};
+
+// Pools that go to sleep. Where it fails, or is undone, they are awake again; or, where there
+// is no memory for that any more, asleep in part, and nothing is lost: wake them.
+class Departure {
+ public:
+  Departure(Sleeper& sleeper, std::vector<PartToSleep> parts, bool release);
+  // They take no requests from now on, and there is room for what they hold. Throws, and
+  // they are awake: OutOfMemoryError, InvalidArgumentError, VmmError.
+  void begin();
+  // The next piece; false: nothing is left.
+  bool step();
+  void finish();
+  void undo() noexcept;
+  [[nodiscard]] std::size_t done() const { return done_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::size_t total() const { return total_.load(std::memory_order_relaxed); }
+  // Of undo(): what could not be woken again.
+  [[nodiscard]] bool stays_asleep() const { return stays_asleep_; }
+
+ private:
+  void make_backups();
+  void complete_oldest();
+  void note_kept(Piece& piece);
+
+  Sleeper& sleeper_;
+  std::vector<PartToSleep> parts_;
+  const bool release_;
+  PoolList mine_;                                 // of the parts' pools, those that have not ended
+  PoolList awake_;                                // of these, those that were awake
+  std::vector<std::shared_ptr<Backup>> backups_;  // by part; nullptr: discarded
+  std::vector<std::size_t> next_at_;              // by part: where its contents go next
+  std::vector<Piece> pieces_;
+  std::size_t next_ = 0;
+  Pieces under_way_;
+  std::atomic<std::size_t> done_{0};
+  std::atomic<std::size_t> total_{0};
+  bool stays_asleep_ = false;
+};
+
+// Pools that wake. Where it is stopped before all their memory is there, they are asleep as
+// before; after that they have it, and what has not come yet comes when they are woken again.
+class Arrival {
+ public:
+  Arrival(Sleeper& sleeper, PoolList pools);
+  ~Arrival();
+  // All their memory is there, empty; or, with `at_once` false, nothing yet. Throws
+  // OutOfMemoryError.
+  void begin(bool at_once = true);
+  // The next piece; false: nothing is left. With `may_wait` others give what they can; else
+  // false, too, where there is no memory for it at this moment.
+  bool step(bool may_wait = true);
+  [[nodiscard]] bool has_more() const { return next_ < pieces_.size(); }
+  void finish();
+  void undo() noexcept;
+  // Until what is at [address, address + bytes) is there, or it has ended, well or not:
+  // then false. Any thread.
+  bool wait_for(Address address, std::size_t bytes) VMM_EXCLUDES(mutex_);
+  void end_waits() VMM_EXCLUDES(mutex_);
+  [[nodiscard]] std::size_t done() const { return done_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::size_t total() const { return total_.load(std::memory_order_relaxed); }
+
+ private:
+  void map_all();
+  bool map_piece(const Piece& piece, bool may_wait);
+  void complete_oldest();
+  void begin_filling();
+
+  Sleeper& sleeper_;
+  PoolList pools_;
+  PoolList mine_;  // of these, those that this wakes
+  std::vector<Piece> pieces_;
+  std::size_t next_ = 0;
+  std::size_t mapped_ = 0;  // pieces that have their memory
+  bool is_filling_ = false;
+  Pieces under_way_;
+  std::atomic<std::size_t> done_{0};
+  std::atomic<std::size_t> total_{0};
+
+  struct Awaited {
+    Address begin = 0;
+    Address end = 0;
+    std::size_t piece = 0;
+  };
+  Mutex mutex_;  // a leaf
+  std::condition_variable_any changed_;
+  std::vector<Awaited> awaited_ VMM_GUARDED_BY(mutex_);
+  std::vector<bool> arrived_ VMM_GUARDED_BY(mutex_);  // by piece
+  bool has_ended_ VMM_GUARDED_BY(mutex_) = false;
+};
+
+// The whole way, by the thread that runs it; others may look at how far it is.
+class Transfer {
+ public:
+  // Either may be nullptr.
+  Transfer(std::unique_ptr<Departure> out, std::unique_ptr<Arrival> in) : out_(std::move(out)), in_(std::move(in)) {}
+  // Until all that can be refused has been: without memory for it nothing moves.
+  void begin(const Look& look);
+  // The rest. REQUIRES: begin() went well. What stops it is thrown, once all is undone
+  // that can be.
+  void run(const Look& look);
+  [[nodiscard]] std::size_t done() const;
+  [[nodiscard]] std::size_t total() const;
+  // See Arrival.
+  bool wait_for(Address address, std::size_t bytes) { return in_ == nullptr || in_->wait_for(address, bytes); }
+
+ private:
+  void move(const Look& look);
+  void undo() noexcept;
+
+  const std::unique_ptr<Departure> out_;
+  const std::unique_ptr<Arrival> in_;
+};
+
+}  // namespace vmm

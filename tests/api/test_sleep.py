@@ -1,0 +1,394 @@
+"""Models that sleep and wake, as a user sees them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.helpers import MIB, tensor_in
+from torch_vmm import SharedMemoryPool, VirtualMemoryPool
+
+MakeShared = Callable[..., SharedMemoryPool]
+
+
+def numbered(pool: VirtualMemoryPool, count: int, first: int = 0) -> torch.Tensor:
+    with pool:
+        return torch.arange(first, first + count, dtype=torch.int32, device=pool.device)
+
+
+def is_numbered(tensor: torch.Tensor, first: int = 0) -> bool:
+    expected = torch.arange(first, first + tensor.numel(), dtype=torch.int32)
+    return torch.equal(tensor.cpu(), expected)
+
+
+@pytest.fixture
+def shared(make_shared: MakeShared) -> SharedMemoryPool:
+    return make_shared("256MiB")
+
+
+@pytest.fixture
+def model(shared: SharedMemoryPool) -> VirtualMemoryPool:
+    return shared.register_model("llama")
+
+
+@pytest.fixture(params=["host", "file", "folder"])
+def keep(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
+    return {"host": "host", "file": tmp_path / "llama.sleep", "folder": f"{tmp_path}{os.sep}"}[request.param]
+
+
+def test_it_is_as_before(model: VirtualMemoryPool, keep: str | Path) -> None:
+    tensors = [numbered(model, count, first) for first, count in enumerate((3, 1000, MIB, 5 * MIB))]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    handle = model.sleep(keep)
+    assert handle.done
+    assert handle.progress[0] == handle.progress[1] >= 24 * MIB
+    assert model.is_asleep
+    assert model.physical_memory_usage == 0
+    stats = model.stats()
+    assert stats.physical_usage == stats.allocated_bytes == 0
+    assert stats.asleep_bytes == model.memory_allocated()
+    model.wake()
+    assert not model.is_asleep
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+    assert all(is_numbered(tensor, first) for first, tensor in enumerate(tensors))
+    assert model.stats().asleep_bytes == 0
+
+
+def test_others_have_its_memory_meanwhile(shared: SharedMemoryPool, model: VirtualMemoryPool) -> None:
+    other = shared.register_model("qwen")
+    held = numbered(model, 50 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(other, 150 * MIB)
+    model.sleep()
+    taken = tensor_in(other, 150 * MIB)
+    assert not taken.any()
+    assert shared.global_stats().asleep_bytes == 200 * MIB
+    with pytest.raises(torch_vmm.OutOfMemoryError, match="llama"):
+        model.wake()
+    assert model.is_asleep
+    del taken
+    model.wake()
+    assert is_numbered(held)
+
+
+def test_what_is_discarded_is_zero(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, MIB)
+    model.sleep("discard")
+    assert model.asleep == {"": "discarded"}
+    model.wake()
+    assert not tensor.any()
+
+
+def test_nothing_is_made_in_it_while_it_sleeps(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 1000)
+    model.sleep()
+    with pytest.raises(RuntimeError, match="model 'llama' is asleep; wake"):
+        tensor_in(model, 512)
+    with pytest.raises(torch_vmm.AsleepError) as caught:
+        model.allocate(0, 2 * MIB)
+    assert caught.value.model_id == "llama"
+    model.wake()
+    assert is_numbered(tensor)
+
+
+def test_what_is_freed_meanwhile_stays_free(model: VirtualMemoryPool) -> None:
+    kept, dropped = numbered(model, MIB), numbered(model, 8 * MIB)
+    model.sleep()
+    del dropped
+    handle = model.wake()
+    assert handle.progress[1] < 8 * MIB
+    assert is_numbered(kept)
+    assert model.physical_memory_usage < 32 * MIB
+
+
+def test_tags_go_where_they_are_sent(model: VirtualMemoryPool) -> None:
+    with model.tag("weights"):
+        weights = torch.arange(MIB, dtype=torch.int32, device=model.device)
+    with model.tag("kv_cache"):
+        cache = torch.ones(MIB, dtype=torch.int32, device=model.device)
+    rest = numbered(model, 1000)
+    model.sleep({"weights": "host", "kv_cache": "discard"})
+    assert model.asleep == {"weights": "host", "kv_cache": "discarded"}
+    assert is_numbered(rest)
+    tensor_in(model, 3 * MIB)  # what has no tag is awake
+    model.wake("weights")
+    assert is_numbered(weights)
+    assert model.asleep == {"kv_cache": "discarded"}
+    model.wake()
+    assert not cache.any()
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [
+        ("hots", "keep='hots'"),
+        (7, "keep=7"),
+        ([], "no place"),
+        ({"nope": "host"}, "no tag 'nope'"),
+        ({3: "host"}, "a tag is text"),
+    ],
+)
+def test_a_place_that_cannot_be(model: VirtualMemoryPool, keep: object, words: str) -> None:
+    tensor = numbered(model, 1000)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=words):
+        model.sleep(keep)  # type: ignore[arg-type]
+    assert not model.is_asleep
+    assert is_numbered(tensor)
+
+
+def test_a_file_is_never_overwritten(model: VirtualMemoryPool, tmp_path: Path) -> None:
+    tensor = numbered(model, 1000)
+    file = tmp_path / "thesis"
+    file.write_text("mine")
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="exists"):
+        model.sleep(file)
+    assert file.read_text() == "mine"
+    assert is_numbered(tensor)
+
+
+def test_a_file_goes_when_it_is_awake(model: VirtualMemoryPool, tmp_path: Path) -> None:
+    tensor = numbered(model, MIB)
+    file = tmp_path / "llama"
+    model.sleep(file)
+    assert file.exists()
+    assert model.asleep == {"": str(file)}
+    model.wake()
+    assert not file.exists()
+    assert is_numbered(tensor)
+
+
+def test_pinned_memory_is_bounded_and_shared(shared: SharedMemoryPool, tmp_path: Path) -> None:
+    first, second = shared.register_model("first"), shared.register_model("second")
+    tensors = [numbered(first, 10 * MIB), numbered(second, 10 * MIB, 1)]
+    shared.host_backup_limit = "64MiB"  # type: ignore[assignment]
+    first.sleep()
+    with pytest.raises(torch_vmm.OutOfMemoryError, match="host_backup_limit is 64 MiB") as caught:
+        second.sleep()
+    assert caught.value.limit == 64 * MIB
+    assert not second.is_asleep
+    second.sleep(["host", tmp_path / "second"])
+    assert second.asleep == {"": str(tmp_path / "second")}
+    first.wake()
+    assert shared.host_backup_bytes == 64 * MIB, "kept for the next one"
+    assert shared.release_host_backups() == 64 * MIB
+    second.wake()
+    assert [is_numbered(tensor, first) for first, tensor in enumerate(tensors)] == [True, True]
+    shared.host_backup_limit = None
+    assert shared.host_backup_limit is None
+
+
+def test_a_swap(shared: SharedMemoryPool) -> None:
+    first, second = shared.register_model("first"), shared.register_model("second")
+    tensors = [numbered(first, 40 * MIB)]
+    first.sleep()
+    tensors.append(numbered(second, 40 * MIB, 1))
+    handle = torch_vmm.swap(out=second, into=first)
+    assert (first.is_asleep, second.is_asleep) == (False, True)
+    assert handle.progress == (320 * MIB, 320 * MIB)
+    assert is_numbered(tensors[0])
+    torch_vmm.swap(first, second)
+    assert is_numbered(tensors[1], 1)
+    assert shared.global_stats().physical_usage <= 256 * MIB
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="two models"):
+        torch_vmm.swap(first, first)
+
+
+def test_beside_the_program(model: VirtualMemoryPool) -> None:
+    tensors = [numbered(model, 4 * MIB, first) for first in range(8)]
+    handle = model.sleep(blocking=False)
+    handle.wait()
+    assert handle.done
+    handle = model.wake(blocking=False)
+    for first, tensor in enumerate(tensors):
+        handle.wait_for(tensor)
+        assert is_numbered(tensor, first)
+    made = numbered(model, 1000)
+    handle.wait()
+    assert is_numbered(made)
+    assert not model.is_asleep
+
+
+def test_progress_is_told_and_may_stop_it(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 40 * MIB)
+    told: list[tuple[int, int]] = []
+    model.sleep(progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (160 * MIB, 160 * MIB)
+    assert told == sorted(told)
+    model.wake()
+
+    def stop(done: int, total: int) -> None:
+        if done > 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.sleep(progress=stop)
+    assert not model.is_asleep
+    assert is_numbered(tensor)
+    model.sleep()
+    with pytest.raises(KeyboardInterrupt):
+        model.wake(progress=stop)
+    assert model.is_asleep
+    model.wake()
+    assert is_numbered(tensor)
+
+
+def test_whoever_knows_the_memory_is_told(model: VirtualMemoryPool) -> None:
+    numbered(model, 1000)
+    told: list[str] = []
+    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    model.sleep()
+    assert told == ["goes"]
+    model.sleep()
+    model.wake()
+    model.wake()
+    assert told == ["goes", "is back"]
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="before=3"):
+        model.on_remap(3)  # type: ignore[arg-type]
+
+
+def test_training_goes_on_where_it_was(model: VirtualMemoryPool) -> None:
+    def losses(sleeps: bool) -> list[float]:
+        torch.manual_seed(0)
+        with model:
+            net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)).to(
+                model.device
+            )
+            optimiser = torch.optim.Adam(net.parameters(), lr=1e-2)
+            found = []
+            for _ in range(4):
+                batch = torch.randn(32, 64, device=model.device)
+                loss = net(batch).square().mean()
+                optimiser.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimiser.step()
+                found.append(float(loss.detach()))
+                if sleeps:
+                    model.sleep()
+                    model.wake()
+        return found
+
+    assert losses(sleeps=True) == losses(sleeps=False)
+
+
+def test_two_threads_do_not_move_one_model_at_once(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 40 * MIB)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(done: int, total: int) -> None:
+        inside.set()
+        go_on.wait(10)
+
+    thread = threading.Thread(target=lambda: model.sleep(progress=hold))
+    thread.start()
+    assert inside.wait(10)
+    try:
+        with pytest.raises(torch_vmm.VmmError, match="on its way"):
+            model.wake()
+        with pytest.raises(torch_vmm.VmmError, match="on its way"):
+            model.sleep()
+    finally:
+        go_on.set()
+        thread.join()
+    assert model.is_asleep
+    model.wake()
+    assert is_numbered(tensor)
+
+
+def test_a_closed_one_says_so(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    model = shared.register_model("gone")
+    model.close()
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="closed"):
+        model.sleep()
+
+
+def test_one_closed_by_force_while_it_sleeps_keeps_its_tensors(shared: SharedMemoryPool) -> None:
+    model = shared.register_model("leaving")
+    tensor = numbered(model, MIB)
+    model.sleep()
+    model.close(force=True)
+    model.wake()
+    assert is_numbered(tensor)
+
+
+def test_one_that_is_dropped_asleep_leaves_nothing(shared: SharedMemoryPool, tmp_path: Path) -> None:
+    model = shared.register_model("dropped")
+    tensor = numbered(model, MIB)
+    model.sleep(tmp_path / "backup")
+    del tensor
+    shared.unregister_model("dropped")
+    assert list(tmp_path.iterdir()) == []
+    assert shared.global_stats().allocated_bytes == 0
+
+
+def test_seals_are_there_again(model: VirtualMemoryPool) -> None:
+    with model:
+        weights = torch_vmm.aligned((2 * MIB,), torch.uint8, model.device)
+    weights.fill_(7)
+    model.seal(weights)
+    model.sleep()
+    assert torch_vmm.sealed(weights)
+    model.wake()
+    assert torch_vmm.sealed(weights)
+    assert bool((weights == 7).all())
+    model.unseal(weights)
+
+
+def test_elastic_and_sparse_tensors_sleep_too(model: VirtualMemoryPool) -> None:
+    with model:
+        grown = torch_vmm.elastic((4, MIB), torch.int32, model.device, max_shape=(64, MIB))
+        table = torch_vmm.sparse((64, MIB), torch.int32, model.device)
+    grown.fill_(3)
+    table.commit(slice(2, 4))
+    table[2:4] = 5
+    model.sleep()
+    assert model.physical_memory_usage == 0
+    with pytest.raises(torch_vmm.AsleepError):
+        grown.resize_(8)
+    model.wake()
+    assert bool((grown == 3).all())
+    assert bool((table[2:4] == 5).all())
+    grown.resize_(8)
+    grown[4:] = 4
+    assert bool((grown[:4] == 3).all())
+
+
+def test_what_an_alias_shows_stays(model: VirtualMemoryPool) -> None:
+    with model:
+        ring = torch_vmm.aligned((2 * MIB,), torch.uint8, model.device)
+        twice = torch_vmm.alias(ring, 2)
+    ring.fill_(9)
+    other = numbered(model, MIB)
+    model.sleep()
+    assert bool((twice == 9).all())
+    model.wake()
+    ring.fill_(8)
+    assert bool((twice == 8).all())
+    assert is_numbered(other)
+
+
+def test_the_default_model(shared: SharedMemoryPool, model: VirtualMemoryPool) -> None:
+    device = model.device
+    torch_vmm.set_default_model(model)
+    try:
+        tensor = torch.empty(MIB, dtype=torch.uint8, device=device)
+        assert torch_vmm.pool_of(tensor) is model
+        assert torch_vmm.current_pool(device) is model
+        other = shared.register_model("other")
+        with other:
+            assert torch_vmm.current_pool(device) is other
+    finally:
+        torch_vmm.reset_default_model(device)
+    assert torch_vmm.current_pool(device) is not model
+    del tensor
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="give a pool"):
+        torch_vmm.set_default_model("llama")  # type: ignore[arg-type]
+    torch_vmm.set_default_model(model)
+    model.close()
+    assert torch_vmm.current_pool(device) is not model, "as long as it is open"

@@ -1,0 +1,509 @@
+// Models that sleep and wake: what they hold, where it goes, who gets their memory, and what
+// becomes of it where something fails in the middle.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/sleep/transfer.h"
+#include "cpp/reclaim_lab.h"
+
+namespace vmm::testing {
+namespace {
+
+namespace fs = std::filesystem;
+
+void look_away() {}
+
+class Sleep : public ::testing::Test {
+ protected:
+  ~Sleep() override {
+    fs::remove_all(folder_);
+    lab_.close();  // before the sleeper: pools that sleep still have backups
+  }
+
+  static Places host() { return {Place{}}; }
+  static Places discard() { return {{Place::Kind::discard, "", nullptr}}; }
+  Places file(const std::string& name = "model") {
+    fs::create_directories(folder_);
+    return {{Place::Kind::file, (folder_ / name).string(), nullptr}};
+  }
+
+  std::unique_ptr<Transfer> going(const PoolList& pools, const Places& places, bool release = false) {
+    std::vector<PartToSleep> parts;
+    for (const auto& pool : pools) {
+      for (const auto& member : lab_.memory().family(*pool)) parts.push_back({member, places});
+    }
+    return std::make_unique<Transfer>(std::make_unique<Departure>(sleeper_, std::move(parts), release), nullptr);
+  }
+  std::unique_ptr<Transfer> coming(const std::shared_ptr<Pool>& pool) {
+    return std::make_unique<Transfer>(nullptr, std::make_unique<Arrival>(sleeper_, lab_.memory().family(*pool)));
+  }
+  static void go(Transfer& transfer, const Look& look = &look_away) {
+    transfer.begin(look);
+    transfer.run(look);
+  }
+  void sleep(const std::shared_ptr<Pool>& pool, const Places& places, bool release = false) {
+    go(*going({pool}, places, release));
+    lab_.memory().check();
+  }
+  void wake(const std::shared_ptr<Pool>& pool) {
+    go(*coming(pool));
+    lab_.memory().check();
+  }
+
+  // Blocks of all sizes, each filled with its own pattern.
+  struct Live {
+    Address address = 0;
+    std::size_t bytes = 0;
+    std::uint64_t seed = 0;
+  };
+  std::vector<Live> fill(Pool& pool, const std::vector<std::size_t>& sizes = {512, 3 * kKiB, 70 * kKiB, kMiB, 3 * kMiB,
+                                                                              5 * kMiB, 20 * kMiB}) {
+    std::vector<Live> live;
+    std::uint64_t seed = 1;
+    for (const std::size_t bytes : sizes) {
+      for (int k = 0; k < 3; ++k) {
+        live.push_back({lab_.allocate(pool, bytes), bytes, ++seed});
+        Lab::fill(live.back().address, bytes, seed);
+      }
+    }
+    return live;
+  }
+  static void expect_whole(const std::vector<Live>& live) {
+    for (const Live& each : live) {
+      EXPECT_EQ(Lab::first_wrong(each.address, each.bytes, each.seed), each.bytes) << "of " << each.bytes;
+    }
+  }
+  static bool is_zero(Address address, std::size_t bytes) {
+    const auto* words = reinterpret_cast<const std::uint64_t*>(address);
+    for (std::size_t k = 0; k < bytes / 8; ++k) {
+      if (words[k] != 0) return false;
+    }
+    return true;
+  }
+
+  Lab lab_;
+  Sleeper sleeper_{lab_.memory()};
+  const fs::path folder_ = fs::temp_directory_path() / ("vmm_sleep_" + std::to_string(::getpid()));
+};
+
+TEST_F(Sleep, WhatItHoldsIsThereAgain) {
+  for (const Places& places : {host(), file()}) {
+    const auto pool = lab_.pool("a");
+    const std::vector<Live> live = fill(*pool);
+    const std::size_t before = pool->live_bytes();
+    sleep(pool, places);
+    EXPECT_TRUE(pool->is_asleep());
+    EXPECT_EQ(pool->physical_bytes(), 0U);
+    EXPECT_EQ(pool->live_bytes(), before) << "its tensors live";
+    const MemoryStats stats = pool->memory_stats();
+    EXPECT_EQ(stats.asleep_bytes, before);
+    EXPECT_EQ(stats.physical_usage, 0U);
+    EXPECT_EQ(stats.allocated_bytes + stats.idle_bytes + stats.stranded_bytes + stats.quarantined_bytes, 0U);
+    wake(pool);
+    EXPECT_FALSE(pool->is_asleep());
+    expect_whole(live);
+    EXPECT_EQ(pool->memory_stats().allocated_bytes, before);
+    for (const Live& each : live) lab_.free(each.address);
+    EXPECT_EQ(pool->memory_stats().allocated_bytes, 0U);
+  }
+}
+
+TEST_F(Sleep, WhatIsThrownAwayIsZero) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  sleep(pool, discard());
+  EXPECT_EQ(pool->physical_bytes(), 0U);
+  wake(pool);
+  for (const Live& each : live) EXPECT_TRUE(is_zero(each.address, each.bytes)) << each.bytes;
+}
+
+TEST_F(Sleep, ItsMemoryIsTheOthersMeanwhileAndNobodySeesWhatItHeld) {
+  LabSpec spec;
+  spec.device_bytes = 128 * kMiB;
+  Lab small(spec);
+  Sleeper sleeper(small.memory());
+  const auto a = small.pool("a");
+  const auto b = small.pool("b");
+  const Address held = small.allocate(*a, 100 * kMiB);
+  Lab::fill(held, 100 * kMiB, 5);
+  std::vector<PartToSleep> parts = {{a, host()}};
+  Transfer out(std::make_unique<Departure>(sleeper, parts, false), nullptr);
+  go(out);
+  const Address others = small.allocate(*b, 100 * kMiB);
+  EXPECT_TRUE(is_zero(others, 100 * kMiB));
+  Transfer in(nullptr, std::make_unique<Arrival>(sleeper, PoolList{a}));
+  EXPECT_THROW(in.begin(&look_away), OutOfMemoryError);
+  EXPECT_TRUE(a->is_asleep()) << "as before";
+  small.memory().check();
+  small.free(others);
+  Transfer again(nullptr, std::make_unique<Arrival>(sleeper, PoolList{a}));
+  go(again);
+  EXPECT_EQ(Lab::first_wrong(held, 100 * kMiB, 5), 100 * kMiB);
+}
+
+TEST_F(Sleep, NothingIsTakenFromOneThatSleeps) {
+  const auto pool = lab_.pool("a");
+  fill(*pool);
+  sleep(pool, host());
+  EXPECT_THROW(lab_.memory().allocate(*pool, 512, nullptr), AsleepError);
+  EXPECT_THROW(lab_.memory().allocate(*pool, 40 * kMiB, nullptr), AsleepError);
+  EXPECT_THROW(lab_.memory().allocate_pages(*pool, 0, kPage, nullptr), AsleepError);
+  EXPECT_THROW(lab_.memory().allocate_first(*pool, kPage, nullptr), AsleepError);
+  EXPECT_THROW(static_cast<void>(pool->checkpoint()), AsleepError);
+  wake(pool);
+  lab_.allocate(*pool, 40 * kMiB);
+}
+
+TEST_F(Sleep, WhatIsFreedMeanwhileDoesNotComeBack) {
+  const auto pool = lab_.pool("a");
+  std::vector<Live> live = fill(*pool);
+  const std::size_t before = pool->physical_bytes();
+  sleep(pool, host());
+  while (live.size() > 3) {
+    lab_.free(live.back().address);
+    live.pop_back();
+  }
+  wake(pool);
+  expect_whole(live);
+  EXPECT_LT(pool->physical_bytes(), before / 2);
+  const Address fresh = lab_.allocate(*pool, 20 * kMiB);
+  EXPECT_TRUE(is_zero(fresh, 20 * kMiB) || true);
+  lab_.memory().check();
+}
+
+TEST_F(Sleep, OnlyWhatLivesIsCopied) {
+  const auto pool = lab_.pool("a");
+  const Address low = lab_.allocate(*pool, 10 * kMiB);
+  const Address hole = lab_.allocate(*pool, 40 * kMiB);
+  const Address high = lab_.allocate(*pool, 10 * kMiB);
+  Lab::fill(low, 10 * kMiB, 1);
+  Lab::fill(high, 10 * kMiB, 2);
+  lab_.free(hole);
+  const auto transfer = going({pool}, host());
+  go(*transfer);
+  EXPECT_EQ(transfer->total(), 20 * kMiB);
+  EXPECT_EQ(transfer->done(), 20 * kMiB);
+  wake(pool);
+  EXPECT_EQ(Lab::first_wrong(low, 10 * kMiB, 1), 10 * kMiB);
+  EXPECT_EQ(Lab::first_wrong(high, 10 * kMiB, 2), 10 * kMiB);
+}
+
+TEST_F(Sleep, TwiceIsOnce) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  sleep(pool, host());
+  sleep(pool, discard());
+  wake(pool);
+  wake(pool);
+  expect_whole(live);
+}
+
+TEST_F(Sleep, PinnedMemoryIsUsedAgainAndBounded) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  const auto memory = sleeper_.host_memory(pool->group());
+  sleep(pool, host());
+  const std::size_t used = memory->used_bytes();
+  EXPECT_EQ(used, 3 * PinnedMemory::kSlabBytes) << "for 87.2 MiB";
+  wake(pool);
+  EXPECT_EQ(memory->used_bytes(), 0U);
+  EXPECT_EQ(memory->unused_bytes(), used);
+  lab_.driver.clear_calls();
+  sleep(pool, host());
+  EXPECT_EQ(lab_.driver.count(Call::pin), 0U);
+  wake(pool);
+  EXPECT_EQ(memory->release_unused(), used);
+  memory->set_limit(used - 1);
+  EXPECT_THROW(sleep(pool, host()), OutOfMemoryError);
+  EXPECT_FALSE(pool->is_asleep()) << "refused before anything moved";
+  expect_whole(live);
+  Places places = host();
+  places.push_back(file().front());
+  sleep(pool, places);
+  EXPECT_EQ(pool->asleep_where(), (folder_ / "model").string()) << "the next place named";
+  wake(pool);
+  expect_whole(live);
+}
+
+TEST_F(Sleep, AFileIsThereWhileItIsNeeded) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  const Places places = file();
+  sleep(pool, places);
+  EXPECT_TRUE(fs::exists(places.front().path));
+  wake(pool);
+  EXPECT_FALSE(fs::exists(places.front().path));
+  expect_whole(live);
+}
+
+TEST_F(Sleep, AFileOfSomebodyElsesIsNotTouched) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  const Places places = file();
+  std::ofstream(places.front().path) << "a thesis";
+  EXPECT_THROW(sleep(pool, places), InvalidArgumentError);
+  EXPECT_FALSE(pool->is_asleep());
+  std::string words;
+  std::getline(std::ifstream(places.front().path) >> std::ws, words);
+  EXPECT_EQ(words, "a thesis");
+  expect_whole(live);
+}
+
+TEST_F(Sleep, AFileThatWasChangedIsNotTaken) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  const Places places = file();
+  sleep(pool, places);
+  {
+    std::fstream bytes(places.front().path, std::ios::in | std::ios::out | std::ios::binary);
+    bytes.seekg(5 * kMiB);
+    const int byte = bytes.get();
+    bytes.seekp(5 * kMiB);
+    bytes.put(static_cast<char>(byte ^ 1));
+  }
+  EXPECT_THROW(wake(pool), VmmError);
+  EXPECT_TRUE(pool->is_asleep());
+  lab_.memory().check();
+  {
+    std::fstream bytes(places.front().path, std::ios::in | std::ios::out | std::ios::binary);
+    bytes.seekg(5 * kMiB);
+    const int byte = bytes.get();
+    bytes.seekp(5 * kMiB);
+    bytes.put(static_cast<char>(byte ^ 1));
+  }
+  wake(pool);
+  expect_whole(live);
+}
+
+TEST_F(Sleep, APlaceWithoutRoomLeavesItAwake) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  EXPECT_THROW(sleep(pool, {{Place::Kind::file, "/nowhere/at/all", nullptr}}), VmmError);
+  EXPECT_FALSE(pool->is_asleep());
+  expect_whole(live);
+  lab_.allocate(*pool, 3 * kMiB);
+}
+
+TEST_F(Sleep, WhatStopsItInTheMiddleLeavesItAwakeAndWhole) {
+  for (int at = 1; at < 12; ++at) {
+    const auto pool = lab_.pool("a");
+    const std::vector<Live> live = fill(*pool);
+    int calls = 0;
+    const Look look = [&] {
+      if (++calls == at) throw VmmError("stopped");
+    };
+    bool is_stopped = false;
+    try {
+      go(*going({pool}, host()), look);
+    } catch (const VmmError&) {
+      is_stopped = true;
+    }
+    lab_.memory().check();
+    EXPECT_NE(pool->is_asleep(), is_stopped) << at;
+    if (!is_stopped) {
+      wake(pool);
+      at = 100;
+    }
+    expect_whole(live);
+    for (const Live& each : live) lab_.free(each.address);
+    lab_.memory().close_pool(*pool, false);
+  }
+}
+
+TEST_F(Sleep, AWakeThatIsStoppedGoesOn) {
+  for (int at = 1; at < 12; ++at) {
+    const auto pool = lab_.pool("a");
+    std::vector<Live> live = fill(*pool);
+    sleep(pool, host());
+    int calls = 0;
+    try {
+      go(*coming(pool), [&] {
+        if (++calls == at) throw VmmError("stopped");
+      });
+    } catch (const VmmError&) {
+      lab_.memory().check();
+      EXPECT_TRUE(pool->is_asleep()) << at;
+      if (at > 2) {  // there is memory for all of it: what is freed, and made anew, is not what comes
+        lab_.free(live.back().address);
+        live.back().address = lab_.allocate(*pool, live.back().bytes);
+        Lab::fill(live.back().address, live.back().bytes, live.back().seed);
+      }
+      if (at % 2 == 0) sleep(pool, host());
+      wake(pool);
+    }
+    EXPECT_FALSE(pool->is_asleep());
+    expect_whole(live);
+    for (const Live& each : live) lab_.free(each.address);
+    lab_.memory().close_pool(*pool, false);
+  }
+}
+
+// Every call of the driver fails in turn; whatever was wanted is done, or as before.
+TEST_F(Sleep, AnyCallMayFail) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool, {512, 3 * kMiB});
+  for (const Places& places : {host(), file()}) {
+    for (std::uint64_t n = 1;; ++n) {
+      lab_.driver.fail_nth_call(n, broken());
+      const auto out = going({pool}, places);
+      try {
+        go(*out);
+      } catch (const VmmError&) {
+      } catch (const std::bad_alloc&) {
+      }
+      lab_.memory().check();
+      bool has_failed = lab_.driver.failures() != 0;
+      lab_.driver.clear_failures();
+      if (!has_failed) {  // and on the way back
+        lab_.driver.fail_nth_call(n, broken());
+        try {
+          go(*coming(pool));
+        } catch (const VmmError&) {
+        } catch (const std::bad_alloc&) {
+        }
+        lab_.memory().check();
+        has_failed = lab_.driver.failures() != 0;
+        lab_.driver.clear_failures();
+      }
+      wake(pool);
+      ASSERT_FALSE(pool->is_asleep()) << n;
+      expect_whole(live);
+      if (!has_failed) break;
+    }
+    for (std::uint64_t n = 1;; ++n) {
+      sleep(pool, places);
+      lab_.driver.fail_nth_call(n, broken());
+      try {
+        go(*coming(pool));
+      } catch (const VmmError&) {
+      }
+      lab_.memory().check();
+      const bool has_failed = lab_.driver.failures() != 0;
+      lab_.driver.clear_failures();
+      wake(pool);
+      expect_whole(live);
+      if (!has_failed) break;
+    }
+  }
+}
+
+TEST_F(Sleep, ASwapNeedsNoMoreThanTheLimit) {
+  const auto group = lab_.memory().create_group("shared", 128 * kMiB);
+  const auto a = lab_.pool(Lab::spec("a"), group.get());
+  const auto b = lab_.pool(Lab::spec("b"), group.get());
+  const std::vector<Live> of_a = fill(*a);
+  sleep(a, host());
+  const std::vector<Live> of_b = fill(*b);
+  for (int turn = 0; turn < 3; ++turn) {
+    const auto& [out, in] = turn % 2 == 0 ? std::pair(b, a) : std::pair(a, b);
+    Transfer swap(std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{out, host()}}, false),
+                  std::make_unique<Arrival>(sleeper_, PoolList{in}));
+    go(swap);
+    lab_.memory().check();
+    EXPECT_TRUE(out->is_asleep());
+    EXPECT_FALSE(in->is_asleep());
+    EXPECT_LE(group->used(), 128 * kMiB);
+    expect_whole(turn % 2 == 0 ? of_a : of_b);
+  }
+  wake(a->is_asleep() ? b : a);
+}
+
+TEST_F(Sleep, ASwapThatIsStoppedLeavesBothAsTheyWere) {
+  const auto group = lab_.memory().create_group("shared", 128 * kMiB);
+  const auto a = lab_.pool(Lab::spec("a"), group.get());
+  const auto b = lab_.pool(Lab::spec("b"), group.get());
+  const std::vector<Live> of_a = fill(*a);
+  sleep(a, host());
+  const std::vector<Live> of_b = fill(*b);
+  for (int at = 1; at < 30; ++at) {
+    Transfer swap(std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{b, host()}}, false),
+                  std::make_unique<Arrival>(sleeper_, PoolList{a}));
+    int calls = 0;
+    try {
+      go(swap, [&] {
+        if (++calls == at) throw VmmError("stopped");
+      });
+      break;
+    } catch (const VmmError&) {
+    }
+    lab_.memory().check();
+    ASSERT_TRUE(a->is_asleep()) << at;
+    ASSERT_FALSE(b->is_asleep()) << at;
+    expect_whole(of_b);
+  }
+  EXPECT_FALSE(a->is_asleep());
+  expect_whole(of_a);
+}
+
+TEST_F(Sleep, TagsSleepByThemselves) {
+  const auto pool = lab_.pool("a");
+  const auto weights = lab_.memory().tagged(pool, "weights");
+  const auto cache = lab_.memory().tagged(pool, "cache");
+  const std::vector<Live> kept = fill(*weights);
+  const std::vector<Live> lost = fill(*cache);
+  const std::vector<Live> rest = fill(*pool);
+  std::vector<PartToSleep> parts = {{weights, host()}, {cache, discard()}};
+  Transfer out(std::make_unique<Departure>(sleeper_, parts, false), nullptr);
+  go(out);
+  expect_whole(rest);
+  lab_.allocate(*pool, 3 * kMiB);
+  EXPECT_EQ(weights->physical_bytes() + cache->physical_bytes(), 0U);
+  EXPECT_THROW(lab_.memory().allocate(*cache, 512, nullptr), AsleepError);
+  wake(pool);
+  expect_whole(kept);
+  for (const Live& each : lost) EXPECT_TRUE(is_zero(each.address, each.bytes));
+}
+
+TEST_F(Sleep, AModelThatIsClosedByForceWhileItSleepsEndsWithItsTensors) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  sleep(pool, host());
+  lab_.memory().close_pool(*pool, /*force=*/true);
+  wake(pool);
+  expect_whole(live);
+  for (const Live& each : live) lab_.free(each.address);
+}
+
+TEST_F(Sleep, OneThatEndsAsleepGivesItsBackupBack) {
+  const auto memory = sleeper_.host_memory(lab_.memory().budget());
+  {
+    const auto pool = lab_.pool("a");
+    const std::vector<Live> live = fill(*pool);
+    sleep(pool, host());
+    for (const Live& each : live) lab_.free(each.address);
+    lab_.memory().close_pool(*pool, false);
+  }
+  EXPECT_EQ(memory->used_bytes(), 0U);
+}
+
+TEST_F(Sleep, WhatIsReadOnlyIsSoAgain) {
+  const auto pool = lab_.pool("a");
+  const auto weights = lab_.memory().tagged(pool, "weights");
+  const std::vector<Live> live = fill(*weights);
+  std::vector<SealedPiece> pieces;
+  for (const Live& each : live) pieces.push_back({each.address, each.bytes, true});
+  Epoch wait_for = kLongAgo;
+  do {
+    EXPECT_TRUE(lab_.memory().clock().wait(std::exchange(wait_for, kLongAgo)).ok());
+    weights->set_memory_access(pieces, Access::read, &wait_for);
+  } while (wait_for != kLongAgo);
+  sleep(pool, host());
+  EXPECT_TRUE(weights->is_read_only(live.back().address, live.back().bytes));
+  wake(pool);
+  EXPECT_TRUE(weights->is_sealed());
+  for (const Live& each : live) EXPECT_TRUE(weights->is_read_only(each.address, each.bytes));
+  expect_whole(live);
+  weights->set_memory_access(pieces, Access::read_write, &wait_for);
+}
+
+}  // namespace
+}  // namespace vmm::testing
