@@ -50,7 +50,9 @@ class Guarded:
             cls = type(self)
             if cls._guarded and not hasattr(cls, name) and name not in _declared(cls):
                 public = [each for each in dir(cls) if not each.startswith("_")]
-                close = sorted((each for each in public if name in each), key=len) or difflib.get_close_matches(name, public, n=1)
+                close = sorted((each for each in public if name in each), key=len) or difflib.get_close_matches(
+                    name, public, n=1
+                )
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise AttributeError(f"{_a(cls.__name__)} has no attribute {name!r}{hint}", name=name, obj=self)
             if cls._guarded and not callable(value) and name in _methods(cls):

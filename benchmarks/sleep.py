@@ -1,0 +1,218 @@
+"""Models that sleep and wake, beside the bus alone and torch_memory_saver.
+
+- ``torch_vmm``: ``pool.sleep()``, ``pool.wake()``, ``swap()``;
+- ``torch_memory_saver`` (its wheel, 0.0.10): ``pause()`` and ``resume()`` with
+  its pinned copy retained, which is its best;
+- ``bus``: the same bytes copied between one pinned and one device tensor: what
+  there is to reach.
+
+16 GiB of a model in 64 blocks of 256 MiB, and in 3000 tensors from 1 KiB to
+500 MiB. What comes back is compared with what went, outside the time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import time
+from collections.abc import Callable
+
+import torch
+
+from .measurement import Measurement, Row
+
+KIND = "cuda"
+ALLOCATORS = ("torch_vmm", "torch_memory_saver", "bus")
+RUNS = 2
+NEEDS_LOOPS = False
+_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+_AGAIN = 3  # later times: their median
+
+
+def missing(allocator: str) -> str | None:
+    """Why it cannot be measured here."""
+    if allocator == "torch_memory_saver" and importlib.util.find_spec("torch_memory_saver") is None:
+        return "it is not installed (pip install torch_memory_saver)"
+    return None
+
+
+def _sizes(total: int) -> dict[str, list[int]]:
+    """Two models of ``total`` bytes each, by name."""
+    name = f"{total // _GIB} GiB"
+    draw = random.Random(16)
+    few_large = [256 * _MIB] * (total // (256 * _MIB))
+    many: list[int] = []
+    while sum(many) < total and len(many) < 2970:
+        many.append(int(_KIB * 2 ** (draw.random() ** 0.9 * 10)))
+    left = total - sum(many)
+    large: list[int] = []
+    while left > 0:
+        large.append(min(left, int(_MIB * 2 ** (draw.random() * 8.96))))
+        left -= large[-1]
+    both = many + large
+    draw.shuffle(both)
+    return {f"{name} in {len(few_large)} blocks": few_large, f"{name} in {len(both)} tensors": both}
+
+
+def _made(sizes: list[int]) -> list[torch.Tensor]:
+    tensors = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number % 251 + 1)
+    torch.cuda.synchronize()
+    return tensors
+
+
+def _require_whole(tensors: list[torch.Tensor]) -> None:
+    for number, tensor in enumerate(tensors):
+        if int(tensor[0]) != number % 251 + 1 or int(tensor[-1]) != number % 251 + 1:
+            raise RuntimeError(f"tensor {number} is not what it was")
+    if not all(bool((tensor == number % 251 + 1).all()) for number, tensor in list(enumerate(tensors))[::97]):
+        raise RuntimeError("a tensor is not what it was")
+
+
+def _timed(action: Callable[..., object], *arguments: object) -> float:
+    """Milliseconds, from an idle GPU to an idle GPU."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    action(*arguments)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 1e3
+
+
+def _median(times: list[float]) -> float:
+    return sorted(times)[len(times) // 2]
+
+
+def _ours(total: int) -> list[Measurement]:
+    import torch_vmm
+
+    torch_vmm.enable()
+    rows = []
+    shared = torch_vmm.SharedMemoryPool(2 * total + 2 * _GIB)
+    for case, sizes in _sizes(total).items():
+        shared.release_host_backups()
+        model = shared.register_model(case)
+        with model:
+            tensors = _made(sizes)
+        rows.append(Measurement(case, "to sleep, first", _timed(model.sleep), "ms"))
+        times: dict[str, list[float]] = {"to wake": [_timed(model.wake)], "to sleep again": []}
+        _require_whole(tensors)
+        for _ in range(_AGAIN):
+            times["to sleep again"].append(_timed(model.sleep))
+            times["to wake"].append(_timed(model.wake))
+        _require_whole(tensors)
+        rows += [Measurement(case, metric, _median(found), "ms") for metric, found in times.items()]
+        dropped: list[float] = []
+        returned: list[float] = []
+        for _ in range(_AGAIN):
+            dropped.append(_timed(model.sleep, "discard"))
+            returned.append(_timed(model.wake))
+        rows.append(Measurement(case, "discard: to sleep", _median(dropped), "ms"))
+        rows.append(Measurement(case, "discard: to wake", _median(returned), "ms"))
+        del tensors[::2]
+        rows.append(Measurement(case, "half freed: to sleep", _timed(model.sleep), "ms"))
+        rows.append(Measurement(case, "half freed: to wake", _timed(model.wake), "ms"))
+        tensors.clear()
+        shared.unregister_model(case)
+    shared.close()
+    return rows + _swapped(total)
+
+
+def _swapped(total: int) -> list[Measurement]:
+    """Two models that share memory for one."""
+    import torch_vmm
+
+    shared = torch_vmm.SharedMemoryPool(total + 512 * _MIB)
+    models = [shared.register_model(f"swapped-{number}") for number in range(2)]
+    case, sizes = next(iter(_sizes(total).items()))
+    tensors = []
+    for number, model in enumerate(models):
+        if number:
+            models[0].sleep()
+        with model:
+            tensors.append(_made(sizes))
+    torch_vmm.swap(out=models[1], into=models[0])
+    times = [_timed(torch_vmm.swap, models[n % 2], models[(n + 1) % 2]) for n in range(2 * _AGAIN)]
+    awake = next(number for number, model in enumerate(models) if not model.is_asleep)
+    _require_whole(tensors[awake])
+    rows = [Measurement(case, "swap", _median(times), "ms")]
+    tensors.clear()
+    shared.close(force=True)
+    return rows
+
+
+def _saver(total: int) -> list[Measurement]:
+    from torch_memory_saver import torch_memory_saver  # type: ignore[import-not-found]
+
+    torch_memory_saver.hook_mode = "torch"
+    torch_memory_saver.retain_cpu_backup = True
+    rows = []
+    for case, sizes in _sizes(total).items():
+        with torch_memory_saver.region(tag=case, enable_cpu_backup=True):
+            tensors = _made(sizes)
+        rows.append(Measurement(case, "to sleep, first", _timed(torch_memory_saver.pause, case), "ms"))
+        times: dict[str, list[float]] = {"to wake": [_timed(torch_memory_saver.resume, case)]}
+        times["to sleep again"] = []
+        for _ in range(_AGAIN):
+            times["to sleep again"].append(_timed(torch_memory_saver.pause, case))
+            times["to wake"].append(_timed(torch_memory_saver.resume, case))
+        _require_whole(tensors)
+        rows += [Measurement(case, metric, _median(found), "ms") for metric, found in times.items()]
+        with torch_memory_saver.region(tag="thrown away"):
+            gone = _made(sizes)
+        rows.append(Measurement(case, "discard: to sleep", _timed(torch_memory_saver.pause, "thrown away"), "ms"))
+        rows.append(Measurement(case, "discard: to wake", _timed(torch_memory_saver.resume, "thrown away"), "ms"))
+        gone.clear()
+        tensors.clear()
+    return rows
+
+
+def _bus(total: int) -> list[Measurement]:
+    size = min(total, 4 * _GIB)
+    times = total // size
+    host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def out() -> None:
+        with torch.cuda.stream(streams[0]):
+            for _ in range(times):
+                host[0].copy_(device[0], non_blocking=True)
+
+    def back() -> None:
+        with torch.cuda.stream(streams[1]):
+            for _ in range(times):
+                device[1].copy_(host[1], non_blocking=True)
+
+    def both() -> None:
+        out()
+        back()
+
+    rows = []
+    for case in _sizes(total):
+        for metric, action in (("to sleep again", out), ("to wake", back), ("swap", both)):
+            action()
+            rows.append(Measurement(case, metric, _median([_timed(action) for _ in range(_AGAIN)]), "ms"))
+    return rows
+
+
+def measure(allocator: str, quick: bool) -> list[Measurement]:
+    """Wall time; each begins and ends with an idle GPU."""
+    total = (1 if quick else 16) * _GIB
+    return {"torch_vmm": _ours, "torch_memory_saver": _saver, "bus": _bus}[allocator](total)
+
+
+def remarks(rows: list[Row]) -> list[str]:
+    """How near the bus it is, and what the goals are."""
+    found = {(row["case"], row["metric"], row["allocator"]): row["value"] for row in rows}
+    said = []
+    for (case, metric, allocator), value in found.items():
+        bus = found.get((case, metric, "bus"))
+        out = found.get((case, "to sleep again", "bus"))
+        if allocator != "torch_vmm":
+            continue
+        if bus is not None:
+            said.append(f"{case}, {metric}: {100 * bus / value:.1f} % of the bus")
+        elif out is not None and metric == "to sleep, first":
+            said.append(f"{case}, {metric}: {value / out:.2f} times the bus (goal 2.5)")
+    return said
