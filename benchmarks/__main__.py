@@ -30,6 +30,7 @@ _NAMES = {
         "latency",
         "cold_path",
         "hand_over",
+        "sleep",
         "observed",
         "workloads",
         "buffers",
