@@ -45,6 +45,7 @@ from torch_vmm.errors import (
 )
 from torch_vmm.kv_cache import ElasticKVCache
 from torch_vmm.low_level import VirtualMemoryManager
+from torch_vmm.overview import report
 from torch_vmm.placed import seen_from
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.refusals import Holder, Refusal, last_out_of_memory
@@ -65,6 +66,7 @@ from torch_vmm.sleeping import Transfer, swap
 from torch_vmm.sparse_tensor import SparseTensor, sparse
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats, NativePoolStats, PoolStats
 from torch_vmm.strictness import strict
+from torch_vmm.timelines import Timeline, TimelineSample
 from torch_vmm.version import __version__
 
 __all__ = [
@@ -99,6 +101,8 @@ __all__ = [
     "SharedMemoryPool",
     "SparseTensor",
     "StillInUseError",
+    "Timeline",
+    "TimelineSample",
     "Transfer",
     "VirtualAddressRange",
     "VirtualMemoryManager",
@@ -118,6 +122,7 @@ __all__ = [
     "last_out_of_memory",
     "library_path",
     "pool_of",
+    "report",
     "reset_default_model",
     "sealed",
     "seen_from",

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
-from torch_vmm import _C, pools
+from torch_vmm import _C, pools, tables
 from torch_vmm._guarded import Guarded
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, VmmError
@@ -24,6 +24,7 @@ from torch_vmm.sizes import (
     to_range,
 )
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats
+from torch_vmm.timelines import Timeline, to_interval
 from torch_vmm.workspaces import end_with_workspaces_freed
 
 # function(requested, pool) -> whether to try again
@@ -37,7 +38,8 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
     Memory that goes from one model to another is zeroed first. ``with`` closes
     it at the end. One that is dropped, and all its models' pools with it,
     closes as by ``close(force=True)``: tensors live on. ``len()`` is the number
-    of its models; it is always true, also without any.
+    of its models; it is always true, also without any. ``str()`` is a table of
+    its models, as :func:`torch_vmm.report` has it for a device.
 
     Args:
         physical_limit: bytes of memory that all models together hold at most,
@@ -55,6 +57,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
     _handle: _C.SharedMemoryPool
     _models: ModelsView
     _on_pressure: OnPressure | None
+    _leaving: dict[int, _C.Pool]
 
     def __init__(self, physical_limit: Size, device: Device = "cuda") -> None:
         self._device = to_device(device)
@@ -63,8 +66,10 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         )
         self._models = ModelsView(self._handle, weakref.ref(self))
         self._on_pressure = None
+        # Models that were unregistered by force, by key, while something lives on in them.
+        self._leaving = {}
         with _lock:
-            _alive.add(self)
+            _alive[self] = None
         weakref.finalize(self, _close_dropped, self._handle).atexit = False
 
     def register_model(
@@ -118,7 +123,8 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             StillInUseError: something is alive in it, and not ``force``.
         """
         model_id, force = to_name(model_id, "model_id"), to_flag(force, "force")
-        end_with_workspaces_freed(self._handle.kind, lambda: self._handle.unregister_model(model_id, force))
+        with self._seen_leaving([self._handle.model(model_id)] if force else []):
+            end_with_workspaces_freed(self._handle.kind, lambda: self._handle.unregister_model(model_id, force))
 
     def allocate_for_model(self, model_id: str, size: Size) -> int:
         """Backs the first free span of ``size`` bytes in a model's pool.
@@ -297,7 +303,61 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             StillInUseError: something is alive in a model, and not ``force``.
         """
         force = to_flag(force, "force")
-        end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
+        with self._seen_leaving(self._open_handles() if force else []):
+            end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
+
+    # -- Its memory, seen ----------------------------------------------------------------------------------------------
+
+    def record_timeline(self, interval: float = 0.01) -> Timeline:
+        """Begins to note what each model holds, on a thread of its own.
+
+        ``with shared.record_timeline() as timeline:`` ends it after the block,
+        as ``timeline.stop()`` does. It also ends when the pool closes, or when
+        nobody holds the timeline. It keeps neither the pool nor a model alive.
+
+        It asks for counters and walks no pool: a look takes 2 us a model,
+        however much that holds. At 0.01 s a loop that does nothing but allocate
+        takes 1 to 2 % longer, at 0.001 s 11 %. A look at 8 models is kept in
+        1.1 KiB of the process's memory: an hour at 0.01 s is 400 MB.
+
+        Args:
+            interval: seconds between two looks, above 0.
+        Raises:
+            InvalidArgumentError: an interval that can't be, or the pool is
+                closed.
+        """
+        return Timeline(self, to_interval(interval))
+
+    def _open_handles(self) -> list[_C.Pool]:
+        found = []
+        for model_id in self._handle.model_ids():
+            with contextlib.suppress(ModelNotFoundError, InvalidArgumentError):  # it, or all, ended meanwhile
+                found.append(self._handle.model(model_id))
+        return found
+
+    def _handles(self) -> list[_C.Pool]:
+        """The models, in order of registration, then those that were unregistered and still hold memory."""
+        found = self._open_handles()
+        self._forget_ended()
+        leaving = list(self._leaving.items())
+        return found + [model for key, model in leaving if all(each.key != key for each in found)]
+
+    def _forget_ended(self) -> None:
+        for key, model in list(self._leaving.items()):
+            if model.is_closed and model.physical_bytes == 0:
+                self._leaving.pop(key, None)
+
+    @contextlib.contextmanager
+    def _seen_leaving(self, models: list[_C.Pool]) -> Iterator[None]:
+        """For while these are unregistered by force: they are never out of sight of :meth:`_handles`."""
+        self._leaving.update((model.key, model) for model in models)
+        try:
+            yield
+        finally:
+            for model in models:
+                if not model.is_closed:
+                    self._leaving.pop(model.key, None)
+            self._forget_ended()
 
     def __enter__(self) -> SharedMemoryPool:
         if self.is_closed:
@@ -319,6 +379,13 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         except VmmError:
             text = "out of reach in a forked process"
         return f"SharedMemoryPool({self.device}: {text})"
+
+    def __str__(self) -> str:
+        try:
+            models = [pools.wrap(model, self, model.name) for model in self._handles()]
+            return tables.of_shared_pool(self, models)
+        except VmmError:
+            return repr(self)
 
 
 class ModelsView(Guarded, Mapping[str, VirtualMemoryPool], guarded=True):
@@ -354,7 +421,8 @@ class ModelsView(Guarded, Mapping[str, VirtualMemoryPool], guarded=True):
 
 # Re-entrant, because a collection inside the lock may run someone's __del__.
 _lock = threading.RLock()
-_alive: weakref.WeakSet[SharedMemoryPool] = weakref.WeakSet()
+# In order of creation.
+_alive: weakref.WeakKeyDictionary[SharedMemoryPool, None] = weakref.WeakKeyDictionary()
 
 
 def wrap(handle: _C.Pool) -> VirtualMemoryPool:
@@ -362,7 +430,7 @@ def wrap(handle: _C.Pool) -> VirtualMemoryPool:
     pool = pools.known(handle)
     if pool is not None:
         return pool
-    for shared in _open_pools():
+    for shared in open_pools():
         if shared._handle.has_model(handle.name) and shared._handle.model(handle.name).key == handle.key:
             return shared[handle.name]
     return pools.wrap(handle)
@@ -376,7 +444,7 @@ def find_model(model_id: str, device: DeviceKey | None) -> VirtualMemoryPool:
         ModelNotFoundError: no such model; the known ones are listed.
         InvalidArgumentError: several; their devices are listed.
     """
-    candidates = [shared for shared in _open_pools() if device is None or shared._device == device]
+    candidates = [shared for shared in open_pools() if device is None or shared._device == device]
     found = [shared for shared in candidates if model_id in shared]
     if len(found) == 1:
         return found[0][model_id]
@@ -391,7 +459,8 @@ def find_model(model_id: str, device: DeviceKey | None) -> VirtualMemoryPool:
     )
 
 
-def _open_pools() -> list[SharedMemoryPool]:
+def open_pools() -> list[SharedMemoryPool]:
+    """All that there are, but for those that were closed."""
     with _lock:
         alive = list(_alive)
     return [shared for shared in alive if not shared.is_closed]

@@ -75,7 +75,7 @@ def public(cls: type) -> set[str]:
 BUFFERS = ["MemoryPool", "PooledBuffer", "NativeMemoryPool"]
 
 
-@pytest.mark.parametrize("cls", ["VirtualMemoryPool", "SharedMemoryPool", "VirtualMemoryManager", *BUFFERS])
+@pytest.mark.parametrize("cls", ["VirtualMemoryPool", "SharedMemoryPool", "VirtualMemoryManager", "Timeline", *BUFFERS])
 def test_every_method_and_property_is_shown(cls: str) -> None:
     assert public(getattr(torch_vmm, cls)) - used_in_code() == set()
 
@@ -83,13 +83,14 @@ def test_every_method_and_property_is_shown(cls: str) -> None:
 def test_every_function_and_class_is_shown() -> None:
     values = {"Holder", "Refusal", "MemoryStats", "GlobalMemoryStats", "MappingRecord", "PhysicalAllocation"}
     values |= {"VirtualAddressRange", "PoolStats", "NativePoolStats", "PooledBuffer", "__version__"}
+    values |= {"Timeline", "TimelineSample"}
     # results, shown by their fields
     errors = {name for name in torch_vmm.__all__ if name.endswith("Error")}
     assert set(torch_vmm.__all__) - values - errors - used_in_code() == set()
 
 
 @pytest.mark.parametrize(
-    "value", ["Holder", "Refusal", "MemoryStats", "GlobalMemoryStats", "PoolStats", "NativePoolStats"]
+    "value", ["Holder", "Refusal", "MemoryStats", "GlobalMemoryStats", "PoolStats", "NativePoolStats", "TimelineSample"]
 )
 def test_every_field_of_a_result_is_named(value: str) -> None:
     fields = set(getattr(torch_vmm, value).__dataclass_fields__)

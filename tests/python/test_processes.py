@@ -50,6 +50,7 @@ view.fill_(7)
         "threading.Thread(target=lambda: torch.ones(10)).start()",
         "import atexit; atexit.register(lambda: print(torch.ones(3).sum().item()))",
         "context = torch_vmm.use_model('llama'); context.__enter__()",
+        "timeline = shared.record_timeline(0.0001)",
         "hold = (lambda pool: (yield pool.__enter__()))(llama); next(hold)",
         """
 class Last:
@@ -234,9 +235,37 @@ def child():
         else:
             raise AssertionError("worked")
     repr(pool), repr(shared), repr(llama)
+    assert str(shared) == repr(shared)
     global shared_gone
 in_child(child)
 pool.allocate("8MiB", "2MiB")
+"""
+    )
+
+
+def test_a_forked_child_has_what_was_recorded_and_records_no_more() -> None:
+    run(
+        SETUP
+        + FORK
+        + """
+timeline = shared.record_timeline(0.0001)
+def child():
+    seen = len(timeline.samples)
+    assert seen > 0 and timeline.samples[0].allocated_bytes["qwen"] == tensor.nbytes
+    with timeline:
+        pass
+    timeline.stop()
+    assert len(timeline.samples) == seen
+    try:
+        shared.record_timeline()
+    except torch_vmm.NotAvailableError as error:
+        assert "fork" in str(error), error
+    else:
+        raise AssertionError("worked")
+for _ in range(20):  # whatever the thread is doing just then
+    in_child(child)
+timeline.stop()
+assert len(timeline.samples) > 2
 """
     )
 

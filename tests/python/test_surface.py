@@ -44,6 +44,8 @@ CLASSES = {
     "Refusal",
     "SharedMemoryPool",
     "SparseTensor",
+    "Timeline",
+    "TimelineSample",
     "VirtualAddressRange",
     "VirtualMemoryManager",
     "VirtualMemoryPool",
@@ -64,6 +66,7 @@ FUNCTIONS = {
     "last_out_of_memory",
     "library_path",
     "pool_of",
+    "report",
     "reset_default_model",
     "sealed",
     "seen_from",
@@ -81,6 +84,7 @@ SIGNATURES = {
     "carry": "(function)",
     "strict": "(device='cuda', action='raise')",
     "last_out_of_memory": "(device='cuda')",
+    "report": "(device='cuda')",
     "use_model": "(model_id_or_pool, device=None)",
     "current_pool": "(device='cuda')",
     "pool_of": "(tensor_or_address)",
@@ -140,6 +144,10 @@ SIGNATURES = {
     "SharedMemoryPool.deallocate_for_model": "(self, model_id, offset, size)",
     "SharedMemoryPool.get_model_stats": "(self, model_id)",
     "SharedMemoryPool.on_pressure": "(self, function)",
+    "SharedMemoryPool.record_timeline": "(self, interval=0.01)",
+    "Timeline.stop": "(self)",
+    "Timeline.save": "(self, path)",
+    "TimelineSample": "(seconds, allocated_bytes, physical_bytes, store_bytes, physical_limit)",
 }
 
 

@@ -39,6 +39,11 @@ def pools() -> int:
         address: int = pool.allocate(0, "4MiB")
         view: torch.Tensor = pool.tensor(0, (1024, 1024), torch.float32)
         found: torch_vmm.VirtualMemoryPool | None = torch_vmm.pool_of(net.weight)
+        with gpu.record_timeline(interval=0.1) as timeline:
+            samples: list[torch_vmm.TimelineSample] = timeline.samples
+        timeline.save("occupancy.svg")
+        table: str = torch_vmm.report("cuda:0") + str(gpu)
+        print(table, samples[0].physical_bytes["llama"] + samples[-1].store_bytes)
         print(names, stats.store_bytes, address, view, found, reveal)
         return len(gpu) + pool.stats().idle_bytes + torch_vmm.current_pool("cpu").memory_allocated()
 

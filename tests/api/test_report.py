@@ -1,0 +1,299 @@
+"""report() and str() of a SharedMemoryPool: the tables say what the numbers say."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.helpers import MIB, tensor_in
+from torch_vmm import _C, SharedMemoryPool, VirtualMemoryPool
+
+MakeShared = Callable[..., SharedMemoryPool]
+MakePool = Callable[..., VirtualMemoryPool]
+
+SIZES = {
+    "allocated": "allocated_bytes",
+    "idle": "idle_bytes",
+    "stranded": "stranded_bytes",
+    "quarantined": "quarantined_bytes",
+    "physical": "physical_usage",
+}
+
+
+def rows_of(text: str) -> dict[str, dict[str, str]]:
+    """Cells by model and head, of lines that have a cell under every head; the total has none under the last."""
+    _, heads_line, *lines = text.splitlines()
+    heads = heads_line.split()
+    found = {}
+    for line in lines:
+        cells = re.split(r"\s{2,}", line.strip())
+        if len(cells) >= 7:
+            found[cells[0]] = dict(zip(heads, cells, strict=False))
+    return found
+
+
+def last_line(text: str) -> str:
+    return text.splitlines()[-1]
+
+
+def test_a_row_says_what_the_pool_says(shared: SharedMemoryPool) -> None:
+    llama = shared.register_model("llama", floor="8MiB", priority=-3)
+    qwen = shared.register_model("qwen", physical_limit="32MiB")
+    kept = [tensor_in(llama, 3 * MIB), tensor_in(llama, 16 * MIB), tensor_in(qwen, 5000)]
+    del kept[1]
+    rows = rows_of(str(shared))
+    assert list(rows) == ["llama", "qwen", "total"]
+    for pool in (llama, qwen):
+        stats, row = pool.stats(), rows[pool.name]
+        assert {head: row[head] for head in SIZES} == {
+            head: _C.format_bytes(getattr(stats, field)) for head, field in SIZES.items()
+        }
+    assert llama.stats().idle_bytes > 0
+    assert [rows["llama"][head] for head in ("state", "limit", "floor", "priority")] == ["awake", "none", "8 MiB", "-3"]
+    assert [rows["qwen"][head] for head in ("state", "limit", "floor", "priority")] == ["awake", "32 MiB", "0 B", "0"]
+
+
+def test_the_total_and_the_limit_are_those_of_all_models(shared: SharedMemoryPool) -> None:
+    kept = [tensor_in(shared.register_model(f"model {k}"), (k + 1) * 2 * MIB) for k in range(3)]
+    tensor_in(shared["model 1"], 8 * MIB)
+    stats = shared.global_stats()
+    total = rows_of(str(shared))["total"]
+    assert total["state"] == "3"
+    assert total["allocated"] == _C.format_bytes(stats.allocated_bytes) == "12 MiB"
+    assert total["idle"] == _C.format_bytes(stats.idle_bytes)
+    assert last_line(str(shared)) == (
+        f"limit 64 MiB, held {_C.format_bytes(stats.physical_usage)}: {_C.format_bytes(stats.store_bytes)} of it in "
+        "the store; reserved by floors 0 B"
+    )
+    del kept
+
+
+def test_what_rests_in_the_store_is_told(shared: SharedMemoryPool) -> None:
+    going, staying = shared.register_model("going"), shared.register_model("staying")
+    kept = tensor_in(staying, 4 * MIB)
+    tensor_in(going, 16 * MIB)
+    shared.unregister_model("going")
+    stats = shared.global_stats()
+    assert stats.store_bytes > 0
+    assert f"held {_C.format_bytes(stats.physical_usage)}: {_C.format_bytes(stats.store_bytes)} of" in str(shared)
+    del kept
+
+
+def test_what_is_left_of_floors_is_reserved(shared: SharedMemoryPool) -> None:
+    llama = shared.register_model("llama", floor="20MiB")
+    shared.register_model("qwen", floor="8MiB")
+    kept = tensor_in(llama, 16 * MIB)
+    assert last_line(str(shared)).endswith("reserved by floors 12 MiB")
+    llama.physical_limit = "18MiB"  # more than that its floor cannot be
+    assert last_line(str(shared)).endswith("reserved by floors 10 MiB")
+    more = tensor_in(shared["qwen"], 12 * MIB)  # above its floor: that takes nothing off what llama has left
+    assert last_line(str(shared)).endswith("reserved by floors 2 MiB")
+    del kept, more
+
+
+def test_a_floor_of_all_models_counts_on_the_device(shared: SharedMemoryPool, device: str) -> None:
+    before = last_line(torch_vmm.report(device))
+    llama = shared.register_model("llama", floor="4MiB")
+    shared.floor = "24MiB"
+    kept = tensor_in(llama, 16 * MIB)
+    assert last_line(str(shared)).endswith("reserved by floors 0 B; floor of all 24 MiB")
+    assert "reserved by floors 0 B;" in before
+    assert "reserved by floors 8 MiB;" in last_line(torch_vmm.report(device))
+    del kept
+
+
+@pytest.mark.parametrize("how", ["unregister_model", "close"])
+def test_one_that_was_ended_by_force_is_there_until_its_last_tensor(shared: SharedMemoryPool, how: str) -> None:
+    kept = tensor_in(shared.register_model("llama"), 4 * MIB)
+    if how == "close":
+        shared.close(force=True)
+    else:
+        shared.unregister_model("llama", force=True)
+    gc.collect()  # nobody has its pool
+    row = rows_of(str(shared))["llama"]
+    assert (row["state"], row["allocated"]) == ("closed", "4 MiB")
+    assert ("closed" in str(shared).splitlines()[0]) == (how == "close")
+    del kept
+    assert list(rows_of(str(shared))) == ["total"]
+    assert shared._leaving == {}
+
+
+def test_what_has_ended_is_not_kept(shared: SharedMemoryPool) -> None:
+    for _ in range(5):  # nobody looks at a table meanwhile
+        kept = tensor_in(shared.register_model("llama"), 4 * MIB)
+        shared.unregister_model("llama", force=True)
+        del kept
+    assert len(shared._leaving) <= 1
+
+
+def test_the_id_of_one_that_lives_on_may_be_another_ones(shared: SharedMemoryPool) -> None:
+    kept = tensor_in(shared.register_model("llama"), 4 * MIB)
+    shared["llama"].close(force=True)
+    second = shared.register_model("llama")
+    states = [line.split()[:3] for line in str(shared).splitlines() if line.startswith("llama")]
+    assert states == [["llama", "awake", "0"], ["llama", "closed", "4"]]
+    del kept, second
+
+
+def test_what_could_not_be_unregistered_is_there_once(shared: SharedMemoryPool) -> None:
+    kept = tensor_in(shared.register_model("llama"), 4 * MIB)
+    with pytest.raises(torch_vmm.StillInUseError):
+        shared.unregister_model("llama")
+    assert [line.split()[1] for line in str(shared).splitlines() if line.startswith("llama")] == ["awake"]
+    del kept
+
+
+def test_one_that_is_just_being_unregistered_is_there_once(shared: SharedMemoryPool) -> None:
+    kept = tensor_in(shared.register_model("llama"), 4 * MIB)
+    with shared._seen_leaving([shared["llama"]._handle]):
+        assert [line.split()[1] for line in str(shared).splitlines() if line.startswith("llama")] == ["awake"]
+    assert shared._leaving == {}
+    del kept
+
+
+def test_one_that_is_asleep_says_so(shared: SharedMemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared.register_model("llama")
+    shared.register_model("qwen")
+    is_asleep = property(lambda pool: pool.name == "llama")
+    monkeypatch.setattr(VirtualMemoryPool, "is_asleep", is_asleep, raising=False)
+    rows = rows_of(str(shared))
+    assert (rows["llama"]["state"], rows["qwen"]["state"]) == ("asleep", "awake")
+
+
+def test_columns_stand_below_their_heads(shared: SharedMemoryPool) -> None:
+    shared.register_model("a model of a long name", physical_limit="2MiB")
+    kept = tensor_in(shared.register_model("b", floor="62MiB"), 1000)
+    _, heads, *rows, _ = str(shared).splitlines()
+    ends = [heads.index(head) + len(head) for head in heads.split()[2:]]
+    assert len(rows) == 3
+    for row in rows[:2]:
+        assert all(row[end - 1] != " " and row[end : end + 2].strip() == "" for end in ends)
+        assert row == row.rstrip()
+    del kept
+
+
+def test_a_repr_is_one_line_and_no_table(shared: SharedMemoryPool) -> None:
+    shared.register_model("llama")
+    assert repr(shared) == f"SharedMemoryPool({shared.device}: 0 B of 64 MiB, models: llama)"
+    assert repr(shared["llama"]).count("\n") == 0
+    assert str(shared["llama"]) == repr(shared["llama"])
+
+
+# -- A device ----------------------------------------------------------------------------------------------------------
+
+
+def section(text: str, head: str) -> list[str]:
+    """Names of the indented rows below the line that begins so."""
+    lines = text.splitlines()
+    (at,) = (place for place, line in enumerate(lines) if line.startswith(head))
+    names = []
+    for line in lines[at + 1 :]:
+        if not line.startswith("  "):
+            break
+        names.append(line.split()[0])
+    return names
+
+
+def test_a_device_shows_all_its_models_in_order(device: str, make_shared: MakeShared, make_pool: MakePool) -> None:
+    scratch = make_pool(name="scratch", physical_limit="32MiB")
+    first, second = make_shared("48MiB"), make_shared("80MiB")
+    for shared in (second, first):
+        shared.register_model("llama")
+    first.register_model("qwen")
+    kept = [tensor_in(scratch, 2 * MIB), tensor_in(second["llama"], 6 * MIB)]
+    text = torch_vmm.report(device)
+    assert text.startswith(f"{scratch.device}, {_C.device(*scratch._device).name}\n")
+    names = [line.split("  ")[0] for line in text.splitlines()[2:]]
+    assert names[0] == "default"
+    assert names.count("scratch") == 1
+    assert section(text, "SharedMemoryPool: limit 48 MiB, held 0 B:") == ["llama", "qwen"]
+    assert section(text, "SharedMemoryPool: limit 80 MiB, held 6 MiB:") == ["llama"]
+    assert text.index("limit 48 MiB") < text.index("limit 80 MiB")  # in order of creation
+    assert rows_of(text)["scratch"]["physical"] == "2 MiB"
+    del kept
+
+
+def test_the_devices_totals_are_those_of_its_pools(
+    device: str, memory: _C.Device, shared: SharedMemoryPool, pool: VirtualMemoryPool
+) -> None:
+    pool.floor = "6MiB"
+    kept = [tensor_in(shared.register_model("llama"), 4 * MIB), tensor_in(pool, 2 * MIB)]
+    text = torch_vmm.report(device)
+    models = memory.pools()
+    physical = sum(each.physical_bytes for each in models)
+    total = rows_of(text)["total"]
+    assert total["state"] == str(len(models))
+    assert total["allocated"] == _C.format_bytes(sum(each.live_bytes for each in models))
+    assert total["physical"] == _C.format_bytes(physical)
+    held = memory.committed_bytes
+    line = last_line(text)
+    assert line.startswith(
+        f"limit none, held {_C.format_bytes(held)}: {_C.format_bytes(held - physical)} of it in the store or made by "
+        "hand; reserved by floors 4 MiB; the device has "
+    )
+    assert line.endswith(f" of {_C.format_bytes(memory.memory_info()[1])} free")
+    del kept
+
+
+def test_a_limit_of_the_device_is_told(device: str, memory: _C.Device, shared: SharedMemoryPool) -> None:
+    memory.set_limit(512 * MIB)
+    try:
+        assert last_line(torch_vmm.report(device)).startswith("limit 512 MiB, held ")
+    finally:
+        memory.set_limit(None)
+
+
+def test_what_a_closed_shared_pool_left_is_there_once(device: str, shared: SharedMemoryPool) -> None:
+    kept = tensor_in(shared.register_model("a model that was left"), 4 * MIB)
+    shared.close(force=True)
+    lines = [line for line in torch_vmm.report(device).splitlines() if "a model that was left" in line]
+    assert [re.split(r"\s{2,}", line)[:3] for line in lines] == [["a model that was left", "closed", "4 MiB"]]
+    del kept
+
+
+@pytest.mark.parametrize("wrong", ["meta", "tpu", 3.5, "cuda:999"])
+def test_what_is_no_device_is_refused(wrong: object) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError):
+        torch_vmm.report(wrong)  # type: ignore[arg-type]
+
+
+def test_a_device_that_is_not_there_is_not_available() -> None:
+    with pytest.raises(torch_vmm.NotAvailableError):
+        torch_vmm.report("cuda:99")
+
+
+def test_tables_can_be_had_while_models_come_and_go(device: str, shared: SharedMemoryPool) -> None:
+    failures: list[BaseException] = []
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        try:
+            for k in range(150):
+                model = shared.register_model(f"model {k % 3}")
+                with model:
+                    kept = torch.empty(MIB, dtype=torch.uint8, device=device)
+                shared.unregister_model(f"model {k % 3}", force=True)
+                del kept
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    seen = 0
+    while not ended.is_set():
+        text = str(shared)
+        assert last_line(text).startswith("limit 64 MiB, held ")
+        assert "total" in torch_vmm.report(device)
+        seen += text.count("model ")
+    thread.join()
+    assert failures == []
+    assert seen > 0
+    assert list(rows_of(str(shared))) == ["total"]

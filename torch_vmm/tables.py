@@ -1,0 +1,179 @@
+"""Models' memory as a text for people: a row a model, then their totals, limit and floors.
+
+It reads pools and changes nothing. Rows are read one after the other, so that
+they need not add up with the limit's line while others allocate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch_vmm import _C
+from torch_vmm.stats import MemoryStats
+
+if TYPE_CHECKING:
+    from torch_vmm.pools import VirtualMemoryPool
+    from torch_vmm.shared_pools import SharedMemoryPool
+
+_HEADS = (
+    "model",
+    "state",
+    "allocated",
+    "idle",
+    "stranded",
+    "quarantined",
+    "physical",
+    "limit",
+    "floor",
+    "priority",
+)
+_TEXTS = 2  # the first columns, which begin at their left
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model at one moment, sizes in bytes."""
+
+    name: str
+    state: str
+    stats: MemoryStats
+    limit: int | None
+    floor: int
+    priority: int
+
+    @property
+    def left_of_floor(self) -> int:
+        """Not held, and nobody else's. More than its limit it could not use."""
+        floor = self.floor if self.limit is None else min(self.floor, self.limit)
+        return max(0, floor - self.stats.physical_usage)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Models under one limit."""
+
+    rows: list[Row]
+    limit: int
+    """In bytes, as all here."""
+    used: int
+    """Held by them and by the store."""
+    store: int
+    floor: int
+    """Of all together, beside what stands outside."""
+
+    @property
+    def reserved_within(self) -> int:
+        """Left of the models' floors."""
+        return sum(row.left_of_floor for row in self.rows)
+
+    @property
+    def reserved(self) -> int:
+        """Left of the models' floors and of the one for all of them, on the device."""
+        held = sum(row.stats.physical_usage for row in self.rows)
+        return max(self.reserved_within, min(self.floor, self.limit) - held)
+
+    def line(self) -> str:
+        """Their limit, and what is held under it."""
+        text = f"limit {_size(self.limit)}, held {_size(self.used)}: {_size(self.store)} of it in the store; "
+        text += f"reserved by floors {_size(self.reserved_within)}"
+        return text + (f"; floor of all {_size(self.floor)}" if self.floor else "")
+
+
+def state_of(pool: VirtualMemoryPool) -> str:
+    """``awake``, ``asleep`` or ``closed``: the one place that words it, also where to a model sleeps."""
+    if pool.is_closed:
+        return "closed"
+    return "asleep" if getattr(pool, "is_asleep", False) else "awake"
+
+
+def rows_of(pools: Iterable[VirtualMemoryPool]) -> list[Row]:
+    """A row each, as they are now. Walks the pools."""
+    return [
+        Row(
+            name=pool.name,
+            state=state_of(pool),
+            stats=pool.stats(),
+            limit=pool.physical_limit,
+            floor=pool.floor,
+            priority=pool.priority,
+        )
+        for pool in pools
+    ]
+
+
+def part_of(shared: SharedMemoryPool, models: Iterable[VirtualMemoryPool]) -> Part:
+    """The models of a SharedMemoryPool, as they are now."""
+    rows = rows_of(models)
+    stats = shared.global_stats()
+    return Part(
+        rows=rows, limit=stats.physical_limit, used=stats.physical_usage, store=stats.store_bytes, floor=shared.floor
+    )
+
+
+def of_shared_pool(shared: SharedMemoryPool, models: Iterable[VirtualMemoryPool]) -> str:
+    """The table of one SharedMemoryPool."""
+    part = part_of(shared, models)
+    heads, *cells, total = _aligned([_HEADS, *map(_cells, part.rows), _total(part.rows)])
+    title = f"SharedMemoryPool on {shared.device}{', closed' if shared.is_closed else ''}"
+    return "\n".join([title, heads, *cells, total, part.line()])
+
+
+def of_device(device: _C.Device, title: str, alone: Sequence[Row], parts: Sequence[Part]) -> str:
+    """The table of a device.
+
+    Args:
+        alone: models that stand directly under its limit.
+        parts: those of each SharedMemoryPool.
+    """
+    everything = [*alone, *(row for part in parts for row in part.rows)]
+    inner = [_cells(row, indent="  ") for part in parts for row in part.rows]
+    heads, *cells, total = _aligned([_HEADS, *map(_cells, alone), *inner, _total(everything)])
+    lines = [title, heads, *cells[: len(alone)]]
+    at = len(alone)
+    for part in parts:
+        lines += [f"SharedMemoryPool: {part.line()}", *cells[at : at + len(part.rows)]]
+        at += len(part.rows)
+    return "\n".join([*lines, total, _line_of(device, alone, parts)])
+
+
+def _line_of(device: _C.Device, alone: Sequence[Row], parts: Sequence[Part]) -> str:
+    held = device.committed_bytes
+    in_pools = sum(row.stats.physical_usage for row in [*alone, *(row for part in parts for row in part.rows)])
+    reserved = sum(row.left_of_floor for row in alone) + sum(part.reserved for part in parts)
+    free, total = device.memory_info()
+    return (
+        f"limit {_size(device.limit)}, held {_size(held)}: {_size(max(0, held - in_pools))} of it in the store or made "
+        f"by hand; reserved by floors {_size(reserved)}; the device has {_size(free)} of {_size(total)} free"
+    )
+
+
+def _cells(row: Row, indent: str = "") -> tuple[str, ...]:
+    limits = (_size(row.limit), _size(row.floor), str(row.priority))
+    return (indent + row.name, row.state, *_sizes([row]), *limits)
+
+
+def _total(rows: Sequence[Row]) -> tuple[str, ...]:
+    return ("total", str(len(rows)), *_sizes(rows), "", "", "")
+
+
+def _sizes(rows: Sequence[Row]) -> list[str]:
+    """The columns of sizes, summed."""
+    fields = ("allocated_bytes", "idle_bytes", "stranded_bytes", "quarantined_bytes", "physical_usage")
+    return [_size(sum(getattr(row.stats, field) for row in rows)) for field in fields]
+
+
+def _size(size: int | None) -> str:
+    return "none" if size is None else _C.format_bytes(size)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if k < _TEXTS else f"{cell:>{width}}"
+            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in table
+    ]
