@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_vmm import _C
+from torch_vmm import _C, events
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Context, Stays
 from torch_vmm.dense import is_dense, reaches_the_end, require_strided
@@ -225,10 +225,13 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
             InvalidArgumentError: a device's default pool, which never ends.
         """
         force = to_flag(force, "force")
-        if self._shared is not None and self._model_id is not None and not self._handle.is_closed:
+        was_closed = self._handle.is_closed
+        if self._shared is not None and self._model_id is not None and not was_closed:
             self._shared.unregister_model(self._model_id, force)
-        else:
-            end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
+            return
+        end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
+        if not was_closed:
+            events.closed(self)
 
     # -- Read-only pages -----------------------------------------------------------------------------------------------
 
@@ -419,6 +422,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     @physical_limit.setter
     def physical_limit(self, limit: Size | None) -> None:
         self._handle.set_limit(to_optional_bytes(limit, "physical_limit"))
+        events.was_set(self, "physical_limit", self._handle.limit)
 
     @property
     def floor(self) -> int:
@@ -437,6 +441,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     @floor.setter
     def floor(self, floor: Size) -> None:
         self._handle.set_floor(to_bytes(floor, "floor"))
+        events.was_set(self, "floor", self._handle.floor)
 
     @property
     def priority(self) -> int:
@@ -448,6 +453,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     @priority.setter
     def priority(self, priority: int) -> None:
         self._handle.set_priority(to_number(priority, "priority"))
+        events.was_set(self, "priority", self._handle.priority)
 
     @property
     def physical_memory_usage(self) -> int:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
-from torch_vmm import _C, pools, tables
+from torch_vmm import _C, events, pools, tables
 from torch_vmm._guarded import Guarded
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, VmmError
@@ -110,7 +110,9 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             to_bytes(floor, "floor"),
             to_number(priority, "priority"),
         )
-        return pools.wrap(handle, self, model_id)
+        pool = pools.wrap(handle, self, model_id)
+        events.registered(pool)
+        return pool
 
     def unregister_model(self, model_id: str, force: bool = False) -> None:
         """Ends a model's pool; what it held, the others can have.
@@ -123,8 +125,10 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             StillInUseError: something is alive in it, and not ``force``.
         """
         model_id, force = to_name(model_id, "model_id"), to_flag(force, "force")
-        with self._seen_leaving([self._handle.model(model_id)] if force else []):
+        model = self._handle.model(model_id)
+        with self._seen_leaving([model] if force else []):
             end_with_workspaces_freed(self._handle.kind, lambda: self._handle.unregister_model(model_id, force))
+        events.unregistered(model)
 
     def allocate_for_model(self, model_id: str, size: Size) -> int:
         """Backs the first free span of ``size`` bytes in a model's pool.
@@ -202,7 +206,8 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         runs on the thread that asks (which may be one of autograd's), by
         several threads at once if several ask, and not for what it allocates
         itself, nor while the thread captures a CUDA graph. What it raises goes
-        to ``sys.unraisablehook``, and the request goes on without it.
+        to ``sys.unraisablehook``, and to the logger ``"torch_vmm"`` where logs
+        are taken, and the request goes on without it.
 
         Args:
             function: in place of the one before; ``None``: none is called.
@@ -222,7 +227,14 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             def relieve(requested: int, handle: _C.Pool) -> bool:
                 alive = shared()
                 called = None if alive is None else alive._on_pressure
-                return called is not None and bool(called(requested, pools.wrap(handle, alive, handle.name)))
+                if called is None:
+                    return False
+                asker = pools.wrap(handle, alive, handle.name)
+                try:
+                    return bool(called(requested, asker))
+                except Exception as error:
+                    events.pressure_function_raised(asker, requested, error)
+                    raise
 
             self._handle.set_on_pressure(relieve)
         self._on_pressure = function
@@ -263,6 +275,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
     @physical_limit.setter
     def physical_limit(self, limit: Size) -> None:
         self._handle.set_physical_limit(to_bytes(limit, "physical_limit"))
+        events.was_set(self, "physical_limit", self._handle.physical_limit)
 
     @property
     def floor(self) -> int:
@@ -277,6 +290,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
     @floor.setter
     def floor(self, floor: Size) -> None:
         self._handle.set_floor(to_bytes(floor, "floor"))
+        events.was_set(self, "floor", self._handle.floor)
 
     @property
     def priority(self) -> int:
@@ -288,6 +302,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
     @priority.setter
     def priority(self, priority: int) -> None:
         self._handle.set_priority(to_number(priority, "priority"))
+        events.was_set(self, "priority", self._handle.priority)
 
     @property
     def is_closed(self) -> bool:
@@ -303,8 +318,11 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             StillInUseError: something is alive in a model, and not ``force``.
         """
         force = to_flag(force, "force")
-        with self._seen_leaving(self._open_handles() if force else []):
+        was_closed, models = self.is_closed, self._open_handles()
+        with self._seen_leaving(models if force else []):
             end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
+        if not was_closed:
+            events.closed(self, [model.name for model in models])
 
     # -- Its memory, seen ----------------------------------------------------------------------------------------------
 

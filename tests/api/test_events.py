@@ -1,0 +1,203 @@
+"""What is told to Python's logging: events of models, and nothing of their tensors."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.helpers import MIB, python, tensor_in
+from torch_vmm import SharedMemoryPool, VirtualMemoryPool
+
+MakeShared = Callable[..., SharedMemoryPool]
+MakePool = Callable[..., VirtualMemoryPool]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Callable[[], list[tuple[str, str]]]:
+    """Level and text of what was told since the last call."""
+    caplog.set_level(logging.DEBUG, logger="torch_vmm")
+
+    def told() -> list[tuple[str, str]]:
+        found = [(each.levelname, each.getMessage()) for each in caplog.records if each.name == "torch_vmm"]
+        caplog.clear()
+        return found
+
+    return told
+
+
+Log = Callable[[], list[tuple[str, str]]]
+
+
+def test_a_model_comes_and_goes(shared: SharedMemoryPool, log: Log) -> None:
+    on = shared.device
+    shared.register_model("llama")
+    shared.register_model("qwen", physical_limit="32MiB", floor="8MiB", priority=2)
+    assert log() == [
+        ("DEBUG", f"model 'llama' on {on} registered: physical_limit none, floor 0 B, priority 0"),
+        ("DEBUG", f"model 'qwen' on {on} registered: physical_limit 32 MiB, floor 8 MiB, priority 2"),
+    ]
+    kept = tensor_in(shared["qwen"], 4 * MIB)
+    with pytest.raises(torch_vmm.StillInUseError):
+        shared.unregister_model("qwen")
+    with pytest.raises(torch_vmm.ModelExistsError):
+        shared.register_model("llama")
+    assert log() == []
+    shared["llama"].close()
+    shared.unregister_model("qwen", force=True)
+    assert log() == [
+        ("DEBUG", f"model 'llama' on {on} unregistered"),
+        ("DEBUG", f"model 'qwen' on {on} unregistered, 4 MiB live on"),
+    ]
+    del kept
+
+
+def test_closing_is_told_once(make_shared: MakeShared, make_pool: MakePool, log: Log) -> None:
+    shared, pool = make_shared(), make_pool(name="scratch")
+    shared.register_model("llama")
+    shared.register_model("qwen")
+    log()
+    for _ in range(2):
+        shared.close()
+        pool.close()
+    assert log() == [
+        ("DEBUG", f"SharedMemoryPool on {shared.device} closed, with its models 'llama', 'qwen'"),
+        ("DEBUG", f"pool 'scratch' on {pool.device} closed"),
+    ]
+
+
+def test_what_is_set_is_told(shared: SharedMemoryPool, pool: VirtualMemoryPool, log: Log) -> None:
+    on, llama = shared.device, shared.register_model("llama")
+    log()
+    llama.physical_limit = "32MiB"
+    llama.physical_limit = None
+    llama.floor = 8 * MIB
+    llama.priority = -1
+    pool.physical_limit = "1.5 MiB"
+    shared.physical_limit = "48MiB"
+    shared.floor = "16MiB"
+    shared.priority = 3
+    assert log() == [
+        ("DEBUG", f"model 'llama' on {on}: physical_limit set to 32 MiB"),
+        ("DEBUG", f"model 'llama' on {on}: physical_limit set to none"),
+        ("DEBUG", f"model 'llama' on {on}: floor set to 8 MiB"),
+        ("DEBUG", f"model 'llama' on {on}: priority set to -1"),
+        ("DEBUG", f"pool {pool.name!r} on {on}: physical_limit set to 1.5 MiB"),
+        ("DEBUG", f"SharedMemoryPool on {on}: physical_limit set to 48 MiB"),
+        ("DEBUG", f"SharedMemoryPool on {on}: floor set to 16 MiB"),
+        ("DEBUG", f"SharedMemoryPool on {on}: priority set to 3"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["physical_limit", "floor", "priority"])
+def test_what_could_not_be_set_is_not_told(shared: SharedMemoryPool, log: Log, name: str) -> None:
+    llama = shared.register_model("llama")
+    log()
+    for whose in (shared, llama):
+        with pytest.raises(torch_vmm.InvalidArgumentError):
+            setattr(whose, name, "no value")
+    assert log() == []
+
+
+def test_tensors_tell_nothing(shared: SharedMemoryPool, log: Log) -> None:
+    llama = shared.register_model("llama", "1GiB")
+    log()
+    kept = [tensor_in(llama, size) for size in (100, MIB, 16 * MIB)]
+    del kept[1]
+    llama.allocate("512MiB", "2MiB")
+    llama.deallocate("512MiB", "2MiB")
+    llama.trim()
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(llama, 128 * MIB)
+    assert log() == []
+
+
+def test_nothing_is_put_into_words_that_nobody_wants(
+    shared: SharedMemoryPool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="torch_vmm")
+    monkeypatch.setattr("torch_vmm.events._whose", lambda whose: pytest.fail("put into words"))
+    monkeypatch.setattr("torch_vmm.events._size", lambda size: pytest.fail("put into words"))
+    llama = shared.register_model("llama")
+    llama.floor = "2MiB"
+    shared.unregister_model("llama")
+    shared.close()
+    assert caplog.records == []
+
+
+def test_no_handler_is_installed() -> None:
+    assert logging.getLogger("torch_vmm").handlers == []
+    assert logging.getLogger("torch_vmm").level == logging.NOTSET
+
+
+# -- A function for pressure that fails --------------------------------------------------------------------------------
+
+
+def test_what_a_pressure_function_raised_is_an_error_that_names_who_asked(
+    shared: SharedMemoryPool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: shown.append(told.exc_value))
+    first, second = shared.register_model("first"), shared.register_model("second")
+    kept = tensor_in(first, 60 * MIB)
+
+    @shared.on_pressure
+    def fail(requested: int, pool: VirtualMemoryPool) -> bool:
+        raise RuntimeError("no idea what to evict")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(second, 16 * MIB)
+    (record,) = (each for each in caplog.records if each.name == "torch_vmm")
+    assert record.levelname == "ERROR"
+    assert record.getMessage() == (
+        f"on_pressure for model 'second' on {shared.device}, which asked for 16 MiB, raised RuntimeError"
+    )
+    assert record.exc_info is not None
+    assert [record.exc_info[1]] == shown
+    assert str(shown[0]) == "no idea what to evict"
+    del kept, fail
+
+
+def test_ctrl_c_within_one_is_no_error(
+    shared: SharedMemoryPool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: None)
+    model = shared.register_model("model")
+
+    def interrupted(requested: int, pool: VirtualMemoryPool) -> bool:
+        raise KeyboardInterrupt
+
+    def ask() -> None:
+        with pytest.raises(torch_vmm.OutOfMemoryError):
+            model.allocate(0, 128 * MIB)
+        for _ in range(1000):
+            pass  # Python looks for signals
+
+    shared.on_pressure(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ask()
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(("logs", "times"), [(False, 1), (True, 2)])
+def test_where_no_logs_are_taken_it_is_shown_once(device: str, logs: bool, times: int) -> None:
+    done = python(
+        f"""
+        import logging, torch, torch_vmm
+        torch_vmm.enable({device!r})
+        if {logs}:
+            logging.basicConfig()
+        shared = torch_vmm.SharedMemoryPool("16MiB", device={device!r})
+        shared.on_pressure(lambda requested, pool: 1 // 0)
+        try:
+            shared.register_model("llama").allocate(0, "32MiB")
+        except torch_vmm.OutOfMemoryError:
+            print("refused")
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+    assert done.stderr.count("ZeroDivisionError: ") == times

@@ -1,0 +1,86 @@
+"""What happens to models, told to Python's ``logging`` under ``"torch_vmm"``.
+
+No handler is installed: where the program takes no logs, nothing is written
+and nothing is put into words. Nothing here is called for an allocation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch_vmm import _C
+from torch_vmm.devices import DeviceKey
+
+if TYPE_CHECKING:
+    from torch_vmm.pools import VirtualMemoryPool
+    from torch_vmm.shared_pools import SharedMemoryPool
+
+logger = logging.getLogger("torch_vmm")
+
+
+def registered(pool: VirtualMemoryPool) -> None:
+    """A model has a pool now."""
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug(
+            "%s registered: physical_limit %s, floor %s, priority %d",
+            _whose(pool),
+            _size(pool.physical_limit),
+            _size(pool.floor),
+            pool.priority,
+        )
+
+
+def unregistered(model: _C.Pool) -> None:
+    """A model's pool has ended, or ends with what lives on in it."""
+    if logger.isEnabledFor(logging.DEBUG):
+        alive = model.live_bytes
+        rest = f", {_size(alive)} live on" if alive else ""
+        logger.debug("model %r on %s unregistered%s", model.name, DeviceKey(model.kind, model.ordinal), rest)
+
+
+def closed(whose: VirtualMemoryPool | SharedMemoryPool, models: Iterable[str] = ()) -> None:
+    """A pool was closed, with the models that were in it."""
+    if logger.isEnabledFor(logging.DEBUG):
+        with_them = ", ".join(map(repr, models))
+        logger.debug("%s closed%s", _whose(whose), f", with its models {with_them}" if with_them else "")
+
+
+def was_set(whose: VirtualMemoryPool | SharedMemoryPool, name: str, value: int | None) -> None:
+    """A limit, floor or priority is another one.
+
+    Args:
+        name: of the property.
+        value: its own; of a limit or floor in bytes, ``None`` is no limit.
+    """
+    if logger.isEnabledFor(logging.DEBUG):
+        words = str(value) if name == "priority" else _size(value)
+        logger.debug("%s: %s set to %s", _whose(whose), name, words)
+
+
+def pressure_function_raised(asker: VirtualMemoryPool, requested: int, error: Exception) -> None:
+    """What is called for a request that finds no memory has failed itself.
+
+    ``sys.unraisablehook`` shows it too. So where nobody takes logs this leaves
+    it to that, else ``logging`` would write the same a second time.
+    """
+    if logger.hasHandlers():
+        logger.error(
+            "on_pressure for %s, which asked for %s, raised %s",
+            _whose(asker),
+            _size(requested),
+            type(error).__name__,
+            exc_info=error,
+        )
+
+
+def _whose(whose: VirtualMemoryPool | SharedMemoryPool) -> str:
+    name = getattr(whose, "name", None)  # a SharedMemoryPool has none
+    if name is None:
+        return f"SharedMemoryPool on {whose.device}"
+    return f"{'pool' if whose.model_id is None else 'model'} {name!r} on {whose.device}"  # type: ignore[union-attr]
+
+
+def _size(size: int | None) -> str:
+    return "none" if size is None else _C.format_bytes(size)
