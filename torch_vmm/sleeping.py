@@ -228,7 +228,7 @@ def wake(
                 f"pool {pool.name!r} has no tag {sorted(unknown)[0]!r}; it has {sorted(pool.tags) or 'none'}"
             )
     was_asleep = pool.is_asleep
-    moving = _C.wake(pool._handle, chosen)
+    moving = _C.wake(pool._handle, chosen, is_mapped_first=not blocking)
 
     def ended() -> None:
         if was_asleep and not pool.is_asleep:

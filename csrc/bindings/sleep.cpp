@@ -81,14 +81,15 @@ std::unique_ptr<Departure> departure(const Pool& pool, const std::optional<Place
   return std::make_unique<Departure>(Runtime::room_of(pool).sleeper, std::move(parts), release);
 }
 
-std::unique_ptr<Arrival> arrival(const Pool& pool, const std::optional<std::vector<std::string>>& tags) {
+std::unique_ptr<Arrival> arrival(const Pool& pool, const std::optional<std::vector<std::string>>& tags,
+                                 Arrival::Memory memory) {
   PoolList members = home_of(pool).family(pool);
   if (tags.has_value()) {
     std::erase_if(members, [&](const PoolPtr& member) {
       return std::find(tags->begin(), tags->end(), member->tag()) == tags->end();
     });
   }
-  return std::make_unique<Arrival>(Runtime::room_of(pool).sleeper, std::move(members));
+  return std::make_unique<Arrival>(Runtime::room_of(pool).sleeper, std::move(members), memory);
 }
 
 TransferPtr begun(std::unique_ptr<Departure> out, std::unique_ptr<Arrival> in) {
@@ -103,9 +104,9 @@ TransferPtr sleep(const Pool& pool, const std::optional<PlacesArgument>& all, co
   return begun(departure(pool, all, by_tag, release), nullptr);
 }
 
-TransferPtr wake(const Pool& pool, const std::optional<std::vector<std::string>>& tags) {
+TransferPtr wake(const Pool& pool, const std::optional<std::vector<std::string>>& tags, bool is_mapped_first) {
   const GilReleased released;
-  return begun(nullptr, arrival(pool, tags));
+  return begun(nullptr, arrival(pool, tags, is_mapped_first ? Arrival::Memory::mapped : Arrival::Memory::collected));
 }
 
 TransferPtr swap(const Pool& out, const std::optional<PlacesArgument>& all, const PlacesByTag& by_tag,
@@ -115,7 +116,7 @@ TransferPtr swap(const Pool& out, const std::optional<PlacesArgument>& all, cons
     throw InvalidArgumentError("swap() is for two models of one device");
   }
   if (&out.model() == &into.model()) throw InvalidArgumentError("swap() is for two models, and these are one");
-  return begun(departure(out, all, by_tag, /*release=*/false), arrival(into, std::nullopt));
+  return begun(departure(out, all, by_tag, /*release=*/false), arrival(into, std::nullopt, Arrival::Memory::by_piece));
 }
 
 // Where each part that sleeps is, by its tag.
@@ -145,7 +146,7 @@ void bind_sleep(py::module_& module) {
       .def("wait_for", &Transfer::wait_for, py::arg("address"), py::arg("size"), WithoutGil());
 
   module.def("sleep", &sleep, py::arg("pool"), py::arg("keep"), py::arg("by_tag"), py::arg("release"));
-  module.def("wake", &wake, py::arg("pool"), py::arg("tags"));
+  module.def("wake", &wake, py::arg("pool"), py::arg("tags"), py::arg("is_mapped_first"));
   module.def("swap", &swap, py::arg("out"), py::arg("keep"), py::arg("by_tag"), py::arg("into"));
   module.def("asleep", &asleep, py::arg("pool"), WithoutGil());
 

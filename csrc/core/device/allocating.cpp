@@ -40,12 +40,12 @@ Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream
   });
 }
 
-void DeviceMemory::allocate_to_wake(Pool& pool, const std::vector<LeavingChunk>& places, const StreamUse& filled_by) {
+void DeviceMemory::collect_to_wake(Pool& pool, const std::vector<LeavingChunk>& places) {
   std::size_t bytes = 0;
   for (const LeavingChunk& each : places) bytes += each.place.size;
   if (bytes == 0) return;
   allocate(pool, bytes, std::nullopt,
-           [&](Grant* grant, Shortage* shortage) { return pool.try_wake(places, filled_by, grant, shortage); });
+           [&](Grant* grant, Shortage* shortage) { return pool.try_collect(places, grant, shortage); });
 }
 
 Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt) {

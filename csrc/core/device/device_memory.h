@@ -105,8 +105,8 @@ class DeviceMemory {
   Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
   Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
-  // Memory for these places of a pool that is asleep, filled by work of `filled_by`.
-  void allocate_to_wake(Pool& pool, const std::vector<LeavingChunk>& places, const StreamUse& filled_by);
+  // Chunks for these places of a pool that is asleep.
+  void collect_to_wake(Pool& pool, const std::vector<LeavingChunk>& places);
   // Whether the device's memory, and each limit above `payer` as it is at this moment, is that
   // large: otherwise nothing that anybody gives back would do.
   [[nodiscard]] bool could_hold(const Budget& payer, std::size_t bytes) const;

@@ -78,7 +78,7 @@ void FileBackup::fail(const std::string& doing, int error) const {
 }
 
 FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t bytes)
-    : driver_(driver), path_(is_folder(path) ? named_in(path) : path), staged_(driver) {
+    : driver_(driver), path_(is_folder(path) ? named_in(path) : path), staged_(driver, pages_.begin(), pinning_) {
   const std::size_t slabs = (bytes + kSlabBytes - 1) / kSlabBytes;
   checksums_.resize(slabs);
   open();

@@ -41,7 +41,9 @@ class FileBackup final : public Backup {
   Driver& driver_;
   std::string path_;
   int file_ = -1;
-  PinnedMemory::Slab staged_;
+  ZeroPages pages_{kSlabBytes};
+  Mutex pinning_;
+  PinnedMemory::Slab staged_;             // of these
   std::size_t slab_ = kNoSlab;            // what `staged_` holds
   bool is_written_ = true;                // it is in the file
   std::size_t end_ = 0;                   // of what was saved, in bytes

@@ -11,18 +11,60 @@ namespace vmm {
 namespace {
 
 constexpr std::size_t kTouched = 4 * kKiB;  // a page, where the kernel gives no huge ones
+constexpr int kPopulateWrite = 23;          // MADV_POPULATE_WRITE: from Linux 5.14 on
 
 }  // namespace
 
-PinnedMemory::Slab::Slab(Driver& driver) : driver_(driver), pages_(kSlabBytes) {
-  ::madvise(pages_.begin(), kSlabBytes, MADV_HUGEPAGE);  // a kernel without has small ones
-  auto* const bytes = reinterpret_cast<volatile std::byte*>(pages_.begin());
-  for (std::size_t at = 0; at < kSlabBytes; at += kTouched) bytes[at] = std::byte{0};
+PinnedMemory::Slab::Slab(Driver& driver, std::byte* begin, Mutex& pinning) : driver_(driver), begin_(begin) {
+  if (::madvise(begin_, kSlabBytes, kPopulateWrite) != 0) {
+    auto* const bytes = reinterpret_cast<volatile std::byte*>(begin_);
+    for (std::size_t at = 0; at < kSlabBytes; at += kTouched) bytes[at] = std::byte{0};
+  }
+  const MutexLock lock(pinning);
   is_pinned_ = driver_.pin_host(address(), kSlabBytes).ok();
 }
 
 PinnedMemory::Slab::~Slab() {
   if (is_pinned_) driver_.unpin_host(address()).ignore();
+  discard(begin_, kSlabBytes);
+}
+
+// Nobody else's pages: a child of a fork has none of them.
+std::byte* PinnedMemory::take_place() {
+  const MutexLock lock(mutex_);
+  if (places_.empty()) {
+    places_.reserve((regions_.size() + 1) * (kRegionBytes / kSlabBytes));  // end() asks for no memory
+    regions_.reserve(regions_.size() + 1);
+    regions_.push_back(std::make_unique<ZeroPages>(kRegionBytes));
+    std::byte* const begin = regions_.back()->begin();
+    ::madvise(begin, kRegionBytes, MADV_HUGEPAGE);  // a kernel without has small ones
+    ::madvise(begin, kRegionBytes, MADV_DONTFORK);
+    for (std::size_t at = kRegionBytes; at != 0; at -= kSlabBytes) places_.push_back(begin + at - kSlabBytes);
+  }
+  std::byte* const place = places_.back();
+  places_.pop_back();
+  return place;
+}
+
+PinnedMemory::SlabPtr PinnedMemory::make() {
+  std::byte* const place = take_place();
+  try {
+    return std::make_unique<Slab>(driver_, place, pinning_);
+  } catch (...) {
+    const MutexLock lock(mutex_);
+    places_.push_back(place);
+    throw;
+  }
+}
+
+void PinnedMemory::end(std::vector<SlabPtr> slabs) noexcept {
+  for (SlabPtr& slab : slabs) {
+    if (slab == nullptr) continue;
+    std::byte* const place = slab->begin();
+    slab.reset();  // unpinning takes 1 ms
+    const MutexLock lock(mutex_);
+    places_.push_back(place);
+  }
 }
 
 bool PinnedMemory::take(std::size_t count, std::vector<SlabPtr>* slabs) {
@@ -40,17 +82,19 @@ bool PinnedMemory::take(std::size_t count, std::vector<SlabPtr>* slabs) {
 }
 
 void PinnedMemory::put_back(std::vector<SlabPtr> slabs) noexcept {
-  const MutexLock lock(mutex_);  // what stays in `slabs` ends after it
-  used_ -= slabs.size();
-  for (SlabPtr& slab : slabs) {
-    if (slab == nullptr) continue;
-    if (used_ + unused_.size() >= limit_ / kSlabBytes) continue;
-    try {
-      unused_.push_back(std::move(slab));
-    } catch (...) {
-      // No memory to note it: it ends, as above the limit.
+  {
+    const MutexLock lock(mutex_);
+    used_ -= slabs.size();
+    for (SlabPtr& slab : slabs) {
+      if (slab == nullptr || used_ + unused_.size() >= limit_ / kSlabBytes) continue;
+      try {
+        unused_.push_back(std::move(slab));
+      } catch (...) {
+        // No memory to note it: it ends, as above the limit.
+      }
     }
   }
+  end(std::move(slabs));
 }
 
 // Unused slabs, so many that no more than `most` bytes are pinned.
@@ -64,11 +108,15 @@ std::vector<PinnedMemory::SlabPtr> PinnedMemory::take_excess(std::size_t most) {
 }
 
 std::size_t PinnedMemory::set_limit(std::size_t bytes) {
-  std::vector<SlabPtr> excess;  // before the lock: unpinning takes 1 ms a slab
-  const MutexLock lock(mutex_);
-  limit_ = bytes;
-  excess = take_excess(bytes);
-  return excess.size() * kSlabBytes;
+  std::vector<SlabPtr> excess;
+  {
+    const MutexLock lock(mutex_);
+    limit_ = bytes;
+    excess = take_excess(bytes);
+  }
+  const std::size_t went = excess.size() * kSlabBytes;
+  end(std::move(excess));
+  return went;
 }
 
 std::size_t PinnedMemory::limit() const {
@@ -78,9 +126,13 @@ std::size_t PinnedMemory::limit() const {
 
 std::size_t PinnedMemory::release_unused() {
   std::vector<SlabPtr> excess;
-  const MutexLock lock(mutex_);
-  excess = take_excess(0);
-  return excess.size() * kSlabBytes;
+  {
+    const MutexLock lock(mutex_);
+    excess = take_excess(0);
+  }
+  const std::size_t went = excess.size() * kSlabBytes;
+  end(std::move(excess));
+  return went;
 }
 
 std::size_t PinnedMemory::used_bytes() const {

@@ -21,19 +21,20 @@ class PinnedMemory {
   // Copies in pieces of 64 MiB run at 54.8 GB/s, of 16 MiB at 54.4, of 2 MiB at 51.
   static constexpr std::size_t kSlabBytes = 32 * kMiB;
 
-  // One slab. It stays in its place.
+  // One slab of pages that somebody else reserved, which are the kernel's again when it ends.
   class Slab {
    public:
-    explicit Slab(Driver& driver);  // touches and pins it; throws std::bad_alloc
+    // Touches and pins [begin, begin + kSlabBytes).
+    Slab(Driver& driver, std::byte* begin, Mutex& pinning);
     Slab(const Slab&) = delete;
     Slab& operator=(const Slab&) = delete;
     ~Slab();  // REQUIRES: no copy of it is under way
-    [[nodiscard]] Address address() const { return reinterpret_cast<Address>(pages_.begin()); }
-    [[nodiscard]] std::byte* begin() const { return pages_.begin(); }
+    [[nodiscard]] Address address() const { return reinterpret_cast<Address>(begin_); }
+    [[nodiscard]] std::byte* begin() const { return begin_; }
 
    private:
     Driver& driver_;
-    ZeroPages pages_;
+    std::byte* const begin_;
     bool is_pinned_ = false;  // else copies are only slower
   };
   using SlabPtr = std::unique_ptr<Slab>;
@@ -48,7 +49,7 @@ class PinnedMemory {
   // those that are yet to be made, by make(). False where that would be above the limit.
   bool take(std::size_t count, std::vector<SlabPtr>* slabs) VMM_EXCLUDES(mutex_);
   // REQUIRES: taken, as a null pointer. Takes milliseconds. Throws std::bad_alloc.
-  SlabPtr make() { return std::make_unique<Slab>(driver_); }
+  SlabPtr make() VMM_EXCLUDES(mutex_, pinning_);
   // What take() gave is unused from now on; null pointers are forgone.
   void put_back(std::vector<SlabPtr> slabs) noexcept VMM_EXCLUDES(mutex_);
 
@@ -62,10 +63,19 @@ class PinnedMemory {
   [[nodiscard]] std::size_t unused_bytes() const VMM_EXCLUDES(mutex_);
 
  private:
+  // Addresses are reserved so many at a time: each change of the process's mappings stops all
+  // who touch or pin pages.
+  static constexpr std::size_t kRegionBytes = kGiB;
+
+  std::byte* take_place() VMM_EXCLUDES(mutex_);
   std::vector<SlabPtr> take_excess(std::size_t most) VMM_REQUIRES(mutex_);
+  void end(std::vector<SlabPtr> slabs) noexcept VMM_EXCLUDES(mutex_);
 
   Driver& driver_;
+  Mutex pinning_;        // a leaf: the driver pins one at a time, and others touch meanwhile
   mutable Mutex mutex_;  // a leaf
+  std::vector<std::unique_ptr<ZeroPages>> regions_ VMM_GUARDED_BY(mutex_);
+  std::vector<std::byte*> places_ VMM_GUARDED_BY(mutex_);  // of these, where no slab is
   std::size_t limit_ VMM_GUARDED_BY(mutex_) = kUnlimited;
   std::size_t used_ VMM_GUARDED_BY(mutex_) = 0;  // slabs
   std::vector<SlabPtr> unused_ VMM_GUARDED_BY(mutex_);

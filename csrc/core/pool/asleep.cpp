@@ -282,111 +282,120 @@ Status Pool::let_go_again(const LeavingChunk& place) {
 bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage) {
   const bool is_exact = uniform_ || no_split_ || keeps_within_chunks();
   Budget* full = nullptr;
-  std::size_t missing = 0;
-  std::vector<PlacedChunk> to_create;  // sizes are the places'
   std::vector<PlacedChunk>& placements = backing->placements;
-  const auto take = [&](std::size_t size, bool exact) VMM_REQUIRES(mutex_) -> Chunk* {
-    if (grant != nullptr) {
-      if (Chunk* const granted = grant->chunks.take_at_most(size, exact)) return granted;
-    }
-    return full != nullptr ? nullptr : context_.store.take_at_most(group_, budget_, size, exact, &full);
+  const auto take = [&](std::size_t offset, std::size_t size, bool exact) VMM_REQUIRES(mutex_) -> std::size_t {
+    placements.push_back({offset, nullptr});  // first: what is taken has its place
+    Chunk*& chunk = placements.back().chunk;
+    if (grant != nullptr) chunk = grant->chunks.take_at_most(size, exact);
+    if (chunk == nullptr && full == nullptr) chunk = context_.store.take_at_most(group_, budget_, size, exact, &full);
+    if (chunk != nullptr) return chunk->size;
+    placements.pop_back();
+    return 0;
   };
   std::vector<ByteRange> unmet;
   for (const LeavingChunk& each : places) {
-    placements.push_back({each.offset, nullptr});  // first: what is taken has its place
-    placements.back().chunk = take(each.place.size, /*exact=*/true);
-    if (placements.back().chunk != nullptr) continue;
-    placements.pop_back();
-    unmet.push_back({each.offset, each.place.size});
+    if (take(each.offset, each.place.size, /*exact=*/true) == 0) unmet.push_back({each.offset, each.place.size});
   }
-  std::vector<ByteRange> bare;
-  for (const ByteRange& place : unmet) {
-    std::size_t at = place.offset;
-    while (!is_exact && at < place.end()) {
-      placements.push_back({at, nullptr});
-      Chunk* const chunk = take(place.end() - at, /*exact=*/false);
-      placements.back().chunk = chunk;
-      if (chunk == nullptr) {
-        placements.pop_back();
-        break;
-      }
-      at += chunk->size;
+  std::size_t missing = 0;
+  for (ByteRange& place : unmet) {
+    for (std::size_t took = 1; !is_exact && took != 0 && place.size != 0;) {
+      took = take(place.offset, place.size, /*exact=*/false);
+      place = {place.offset + took, place.size - took};
     }
-    if (at < place.end()) bare.push_back({at, place.end() - at});
+    missing += place.size;
   }
-  for (const ByteRange& each : bare) missing += each.size;
+  placements.reserve(placements.size() + unmet.size());
   const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, missing);
   if (Budget* const refused = budget_.charge(missing - prepaid)) {
     *shortage = {missing - prepaid, refused, {}};
     return false;
   }
   if (grant != nullptr) grant->prepaid_bytes -= prepaid;
-  std::size_t charged = missing;
-  for (const ByteRange& each : bare) {
+  Status status;
+  for (const ByteRange& each : unmet) {
+    if (each.size == 0) continue;
     placements.push_back({each.offset, nullptr});
-    const Status status =
-        context_.store.create_prepaid(context_.store.spec(each.size), budget_, &placements.back().chunk);
+    try {
+      status = context_.store.create_prepaid(context_.store.spec(each.size), budget_, &placements.back().chunk);
+    } catch (...) {
+      budget_.refund(missing);
+      throw;
+    }
     if (!status.ok()) {
-      placements.pop_back();
-      budget_.refund(charged);
-      *shortage = Shortage::of_driver(charged, status);
+      budget_.refund(missing);
+      *shortage = Shortage::of_driver(missing, status);
       return false;
     }
-    charged -= each.size;
+    missing -= each.size;
   }
-  std::sort(placements.begin(), placements.end(),
-            [](const PlacedChunk& a, const PlacedChunk& b) { return a.offset < b.offset; });
   return true;
 }
 
-Address Pool::try_wake(std::span<const LeavingChunk> places, const StreamUse& filled_by, Grant* grant,
-                       Shortage* shortage) {
+Address Pool::try_collect(std::span<const LeavingChunk> places, Grant* grant, Shortage* shortage) {
   const MutexLock lock(mutex_);
   if (range_ == nullptr || asleep_ == nullptr) return base_;
-  if (const Status status = drop_stuck_locked(shortage); shortage->wait_for != kLongAgo || !status.ok()) return 0;
   Backing backing;
-  Status status;
   try {
-    if (!collect_to_wake(places, grant, &backing, shortage)) {
-      put_back(backing, grant);
-      return 0;
+    if (collect_to_wake(places, grant, &backing, shortage)) {
+      for (const PlacedChunk& each : backing.placements) asleep_->collected.emplace(each.offset, each.chunk);
+      return base_;
     }
-    status = map_to_wake(backing, filled_by);
   } catch (...) {
+    for (const PlacedChunk& each : backing.placements) asleep_->collected.erase(each.offset);
     put_back(backing, grant);
     throw;
   }
-  if (!status.ok()) {
-    *shortage = Shortage::of_driver(0, status);
-    put_back(backing, grant);
-    return 0;
-  }
-  const Stream stream = filled_by.stream;
-  for (const LeavingChunk& each : places) asleep_->gone.erase(each.offset);
-  auto place = places.begin();
-  for (const PlacedChunk& placement : backing.placements) {
-    placement.chunk->content.store(id_, std::memory_order_relaxed);
-    placement.chunk->last_use = kLongAgo;
-    while (placement.offset >= place->range().end()) ++place;
-    if (place->place.is_withheld) range_->withhold(placement.offset);
-    if (place->place.is_read_only) asleep_->to_seal.push_back({placement.offset, placement.chunk->size});
-    count_mapped(placement, stream);
-  }
-  return base_;
+  put_back(backing, grant);
+  return 0;
 }
 
-// Maps what was collected, empties it and marks it as it was; or nothing.
-Status Pool::map_to_wake(const Backing& backing, const StreamUse& filled_by) {
-  Epoch last_use = kLongAgo;
-  for (const PlacedChunk& placement : backing.placements) last_use = std::max(last_use, placement.chunk->last_use);
-  if (const Status status = context_.clock.order_before(filled_by, last_use); !status.ok()) return status;
-  stuck_.reserve(stuck_.size() + backing.placements.size());
-  Status status = range_->map(backing.placements, accessors_);
-  if (status.ok()) status = empty(backing.placements, filled_by.stream);
+void Pool::put_back_collected() {
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr) return;
+  for (const auto& [offset, chunk] : asleep_->collected) context_.store.put(group_, chunk);
+  asleep_->collected.clear();
+}
+
+Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by, Epoch* wait_for) {
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr || asleep_ == nullptr) return {};
+  Shortage stuck;
+  if (const Status status = drop_stuck_locked(&stuck); !status.ok()) return status;
+  *wait_for = stuck.wait_for;
+  if (*wait_for != kLongAgo) return {};
+  std::vector<PlacedChunk> placements;
+  const auto first = asleep_->collected.lower_bound(place.offset);
+  const auto end = asleep_->collected.lower_bound(place.range().end());
+  for (auto at = first; at != end; ++at) {
+    placements.push_back({at->first, at->second});
+    *wait_for = std::max(*wait_for, at->second->last_use);
+  }
+  // The GPU waits, where it can be made to.
+  if (!context_.clock.order_before(filled_by, *wait_for).ok()) return {};
+  *wait_for = kLongAgo;
+  asleep_->to_seal.reserve(asleep_->to_seal.size() + placements.size());
+  if (const Status status = map_to_wake(placements, filled_by.stream); !status.ok()) return status;
+  asleep_->collected.erase(first, end);
+  asleep_->gone.erase(place.offset);
+  for (const auto& [offset, chunk] : placements) {
+    chunk->content.store(id_, std::memory_order_relaxed);
+    chunk->last_use = kLongAgo;
+    if (place.place.is_withheld) range_->withhold(offset);
+    if (place.place.is_read_only) asleep_->to_seal.push_back({offset, chunk->size});
+    count_mapped({offset, chunk}, filled_by.stream);
+  }
+  return {};
+}
+
+// Maps them and empties what no content comes to; or nothing.
+Status Pool::map_to_wake(std::span<const PlacedChunk> placements, Stream stream) {
+  stuck_.reserve(stuck_.size() + placements.size());
+  Status status = range_->map(placements, accessors_);
+  if (status.ok()) status = empty(placements, stream);
   if (status.ok()) return {};
   // Fills may be on their way to them.
   const Epoch now = context_.clock.now();
-  for (const auto& [offset, chunk] : backing.placements) {
+  for (const auto& [offset, chunk] : placements) {
     chunk->last_use = std::max(chunk->last_use, now);
     if (range_->live().count(offset) != 0) stuck_.push_back({{offset, chunk->size}, now});
   }

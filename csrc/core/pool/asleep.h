@@ -9,6 +9,7 @@
 
 #include "base/units.h"
 #include "core/memory/backup.h"
+#include "core/memory/chunk.h"
 #include "core/streams/stream_point.h"
 
 namespace vmm {
@@ -79,6 +80,7 @@ struct Asleep {
   bool was_sealed = false;
   bool is_discarded = false;                 // contents are gone for good: what comes back is zero
   std::map<std::size_t, PlaceOfChunk> gone;  // by offset; where there is memory: none
+  std::map<std::size_t, Chunk*> collected;   // to stand there, and not mapped yet
   KeptRanges kept;                           // of what has gone, or is yet to be filled
   std::vector<ByteRange> arriving;           // that copies on their way write to,
   StreamUse filled_by{};                     // on this stream,

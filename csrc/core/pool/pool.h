@@ -150,17 +150,20 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // have mapped meanwhile stays. Where the driver refuses, nothing has changed. REQUIRES: no
   // queued work uses it.
   Status let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept) VMM_EXCLUDES(mutex_);
-  // Undoes try_wake() of that place.
+  // Undoes map_collected().
   Status let_go_again(const LeavingChunk& place) VMM_EXCLUDES(mutex_);
   // Unmaps what such a failure has left, as far as nothing uses it.
   void drop_stuck() VMM_EXCLUDES(mutex_);
   // What is to come back, slabs first, as small things are used first, then by offset; where
   // nothing is used any more, nothing does.
   std::vector<LeavingChunk> plan_wake() VMM_EXCLUDES(mutex_);
-  // Memory for these places, all or none; emptied on the stream where no content comes to
-  // it. An address, or 0 and why not, as try_allocate().
-  Address try_wake(std::span<const LeavingChunk> places, const StreamUse& filled_by, Grant* grant, Shortage* shortage)
-      VMM_EXCLUDES(mutex_);
+  // Chunks for these places, all or none: an address, or 0 and why not, as try_allocate().
+  Address try_collect(std::span<const LeavingChunk> places, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  // Those that have not been mapped are the group's again.
+  void put_back_collected() VMM_EXCLUDES(mutex_);
+  // Maps what was collected for it, emptied on the stream where no content comes to it. With
+  // `wait_for` set nothing has been done: the caller waits, and asks again.
+  Status map_collected(const LeavingChunk& place, const StreamUse& filled_by, Epoch* wait_for) VMM_EXCLUDES(mutex_);
   // All is back but for contents: requests are taken again. False: something is missing.
   bool begin_filling() VMM_EXCLUDES(mutex_);
   // Of what `range` is to hold, that which is still wanted: its copies are on their way from
@@ -623,7 +626,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] std::vector<ByteRange> contents() const VMM_REQUIRES(mutex_);
   bool collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
       VMM_REQUIRES(mutex_);
-  Status map_to_wake(const Backing& backing, const StreamUse& filled_by) VMM_REQUIRES(mutex_);
+  Status map_to_wake(std::span<const PlacedChunk> placements, Stream stream) VMM_REQUIRES(mutex_);
   Status drop_stuck_locked(Shortage* shortage) VMM_REQUIRES(mutex_);
   Status empty(std::span<const PlacedChunk> placements, Stream stream) VMM_REQUIRES(mutex_);
   void has_arrived(ByteRange range) VMM_REQUIRES(mutex_);

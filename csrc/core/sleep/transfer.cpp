@@ -1,6 +1,7 @@
 #include "core/sleep/transfer.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "base/errors.h"
@@ -168,7 +169,7 @@ void Departure::undo() noexcept {
   pieces_.clear();
   backups_.clear();
   try {
-    Arrival back(sleeper_, awake_);
+    Arrival back(sleeper_, awake_, Arrival::Memory::mapped);
     back.begin();
     while (back.step()) {
     }
@@ -180,94 +181,83 @@ void Departure::undo() noexcept {
 
 // ------------------------------------------------------------------------ arrival
 
-Arrival::Arrival(Sleeper& sleeper, PoolList pools) : sleeper_(sleeper), pools_(std::move(pools)) {}
+Arrival::Arrival(Sleeper& sleeper, PoolList pools, Memory memory)
+    : sleeper_(sleeper), pools_(std::move(pools)), memory_(memory) {}
 
 Arrival::~Arrival() { end_waits(); }
 
-void Arrival::begin(bool at_once) {
-  for (const auto& pool : pools_) {
-    if (pool->begin_transfer()) mine_.push_back(pool);
-  }
+void Arrival::begin() {
   try {
-    for (std::size_t part = 0; part < mine_.size(); ++part) append_pieces(part, mine_[part]->plan_wake(), &pieces_);
-    std::size_t total = 0;
-    for (Piece& piece : pieces_) {
-      for (const LeavingChunk& chunk : piece.chunks) {
-        for (const ByteRange& range : chunk.kept) total += range.size;
-      }
+    for (const auto& pool : pools_) {
+      if (pool->begin_transfer()) mine_.push_back(pool);
     }
-    total_.store(total, std::memory_order_relaxed);
-    {
-      const MutexLock lock(mutex_);
-      arrived_.resize(pieces_.size());
-      for (std::size_t k = 0; k < pieces_.size(); ++k) {
-        for (const LeavingChunk& chunk : pieces_[k].chunks) {
-          const Address begin = mine_[pieces_[k].part]->base() + chunk.offset;
-          awaited_.push_back({begin, begin + chunk.place.size, k});
-        }
-      }
-      std::sort(awaited_.begin(), awaited_.end(), [](const Awaited& a, const Awaited& b) { return a.begin < b.begin; });
-    }
-    if (at_once) {
-      map_all();
-      begin_filling();
-    }
+    plan();
+    if (memory_ != Memory::by_piece) collect_all();
+    while (memory_ == Memory::mapped && mapped_ < pieces_.size()) map_next();
   } catch (...) {
     undo();
     throw;
   }
 }
 
+void Arrival::plan() {
+  for (std::size_t part = 0; part < mine_.size(); ++part) append_pieces(part, mine_[part]->plan_wake(), &pieces_);
+  std::size_t total = 0;
+  for (const Piece& piece : pieces_) total += piece.bytes;
+  total_.store(total, std::memory_order_relaxed);
+  const MutexLock lock(mutex_);
+  arrived_.resize(pieces_.size());
+  for (std::size_t k = 0; k < pieces_.size(); ++k) {
+    for (const LeavingChunk& chunk : pieces_[k].chunks) {
+      const Address begin = mine_[pieces_[k].part]->base() + chunk.offset;
+      awaited_.push_back({begin, begin + chunk.place.size, k});
+    }
+  }
+  std::sort(awaited_.begin(), awaited_.end(), [](const Awaited& a, const Awaited& b) { return a.begin < b.begin; });
+}
+
 // One request a pool, so that it is met whole or not at all.
-void Arrival::map_all() {
+void Arrival::collect_all() {
   for (std::size_t part = 0; part < mine_.size(); ++part) {
     std::vector<LeavingChunk> places;
     for (const Piece& piece : pieces_) {
       if (piece.part != part) continue;
-      for (const LeavingChunk& chunk : piece.chunks) {
-        if (!chunk.is_there) places.push_back(chunk);
-      }
+      std::copy_if(piece.chunks.begin(), piece.chunks.end(), std::back_inserter(places),
+                   [](const LeavingChunk& chunk) { return !chunk.is_there; });
     }
-    std::sort(places.begin(), places.end(),
-              [](const LeavingChunk& a, const LeavingChunk& b) { return a.offset < b.offset; });
-    sleeper_.memory().allocate_to_wake(*mine_[part], places, sleeper_.in());
+    sleeper_.memory().collect_to_wake(*mine_[part], places);
   }
-  mapped_ = pieces_.size();
 }
 
-bool Arrival::map_piece(const Piece& piece, bool may_wait) {
+bool Arrival::collect(const Piece& piece, bool may_wait) {
   std::vector<LeavingChunk> places;
-  for (const LeavingChunk& chunk : piece.chunks) {
-    if (!chunk.is_there) places.push_back(chunk);
-  }
-  if (places.empty()) return true;
-  std::sort(places.begin(), places.end(),
-            [](const LeavingChunk& a, const LeavingChunk& b) { return a.offset < b.offset; });
+  std::copy_if(piece.chunks.begin(), piece.chunks.end(), std::back_inserter(places),
+               [](const LeavingChunk& chunk) { return !chunk.is_there; });
   Pool& pool = *mine_[piece.part];
-  if (may_wait) {
-    sleeper_.memory().allocate_to_wake(pool, places, sleeper_.in());
-    return true;
-  }
   Shortage shortage;
-  return pool.try_wake(places, sleeper_.in(), nullptr, &shortage) != 0;
+  if (places.empty() || pool.try_collect(places, nullptr, &shortage) != 0) return true;
+  if (may_wait) sleeper_.memory().collect_to_wake(pool, places);
+  return may_wait;
 }
 
-void Arrival::begin_filling() {
-  for (const auto& pool : mine_) pool->begin_filling();
+void Arrival::map_next() {
+  const Piece& piece = pieces_[mapped_];
+  Pool& pool = *mine_[piece.part];
+  for (const LeavingChunk& chunk : piece.chunks) {
+    for (Epoch wait_for = kLongAgo; !chunk.is_there;) {
+      throw_if_failed(pool.map_collected(chunk, sleeper_.in(), &wait_for),
+                      "mapping memory of pool '" + pool.name() + "', which wakes");
+      if (wait_for == kLongAgo) break;
+      throw_if_failed(sleeper_.memory().clock().wait(wait_for), "waiting for queued work that may use the memory");
+    }
+  }
+  if (++mapped_ < pieces_.size() || memory_ == Memory::by_piece) return;
+  for (const auto& each : mine_) each->begin_filling();
   is_filling_ = true;
 }
 
-bool Arrival::step(bool may_wait) {
-  if (next_ == pieces_.size()) {
-    if (under_way_.empty()) return false;
-    complete_oldest();
-    return true;
-  }
+void Arrival::load_next() {
   Piece& piece = pieces_[next_];
-  if (next_ == mapped_) {
-    if (!map_piece(piece, may_wait)) return false;
-    ++mapped_;
-  }
   Pool& pool = *mine_[piece.part];
   const StreamUse in = sleeper_.in();
   for (const LeavingChunk& chunk : piece.chunks) {
@@ -281,7 +271,22 @@ bool Arrival::step(bool may_wait) {
   }
   under_way_.add(next_, in);
   ++next_;
-  if (under_way_.is_full()) complete_oldest();
+}
+
+// The bus first: what is left is mapped while it works.
+bool Arrival::step(bool may_wait) {
+  if (next_ < mapped_ && !under_way_.is_full()) {
+    load_next();
+    return true;
+  }
+  if (mapped_ < pieces_.size()) {
+    if (memory_ != Memory::by_piece || collect(pieces_[mapped_], may_wait)) {
+      map_next();
+      return true;
+    }
+  }
+  if (under_way_.empty()) return false;
+  complete_oldest();
   return true;
 }
 
@@ -302,7 +307,7 @@ void Arrival::complete_oldest() {
 }
 
 void Arrival::finish() {
-  if (!is_filling_) begin_filling();
+  for (const auto& pool : mine_) pool->begin_filling();  // if it has not yet
   for (const auto& pool : mine_) pool->end_sleep();
   total_.store(done(), std::memory_order_relaxed);
   pieces_.clear();  // whoever keeps this keeps no backup
@@ -320,7 +325,10 @@ void Arrival::undo() noexcept {
   // What was mapped in vain, too, is used by nothing now.
   Clock& clock = sleeper_.memory().clock();
   clock.wait(clock.now()).ignore();
-  for (const auto& pool : mine_) pool->drop_stuck();
+  for (const auto& pool : mine_) {
+    pool->drop_stuck();
+    pool->put_back_collected();
+  }
   for (Piece& piece : pieces_) {
     Pool& pool = *mine_[piece.part];
     try {
@@ -368,7 +376,7 @@ void Transfer::begin(const Look& look) {
   if (out_ != nullptr) out_->begin();
   try {
     look();
-    if (in_ != nullptr) in_->begin(/*at_once=*/out_ == nullptr);
+    if (in_ != nullptr) in_->begin();
     look();
   } catch (...) {
     undo();

@@ -101,19 +101,22 @@ class Departure {
   bool stays_asleep_ = false;
 };
 
-// Pools that wake. Where it is stopped before all their memory is there, they are asleep as
+// Pools that wake. Where it is stopped before all their memory is mapped, they are asleep as
 // before; after that they have it, and what has not come yet comes when they are woken again.
 class Arrival {
  public:
-  Arrival(Sleeper& sleeper, PoolList pools);
+  enum class Memory : std::uint8_t {
+    mapped,     // all of it by begin(): requests are taken from then on
+    collected,  // all of it by begin(), and mapped while the first pieces are on the bus
+    by_piece,   // as others let go of it; no request is taken before all is there
+  };
+  Arrival(Sleeper& sleeper, PoolList pools, Memory memory);
   ~Arrival();
-  // All their memory is there, empty; or, with `at_once` false, nothing yet. Throws
-  // OutOfMemoryError.
-  void begin(bool at_once = true);
-  // The next piece; false: nothing is left. With `may_wait` others give what they can; else
-  // false, too, where there is no memory for it at this moment.
+  // Throws OutOfMemoryError, and they are asleep as before.
+  void begin();
+  // Goes on; false: all is there. Without `may_wait` false, too, where there is no memory for
+  // the next piece at this moment; with it others give what they can.
   bool step(bool may_wait = true);
-  [[nodiscard]] bool has_more() const { return next_ < pieces_.size(); }
   void finish();
   void undo() noexcept;
   // Until what is at [address, address + bytes) is there, or it has ended, well or not:
@@ -124,17 +127,20 @@ class Arrival {
   [[nodiscard]] std::size_t total() const { return total_.load(std::memory_order_relaxed); }
 
  private:
-  void map_all();
-  bool map_piece(const Piece& piece, bool may_wait);
+  void plan();
+  void collect_all();
+  bool collect(const Piece& piece, bool may_wait);
+  void map_next();
+  void load_next();
   void complete_oldest();
-  void begin_filling();
 
   Sleeper& sleeper_;
   PoolList pools_;
+  const Memory memory_;
   PoolList mine_;  // of these, those that this wakes
   std::vector<Piece> pieces_;
-  std::size_t next_ = 0;
   std::size_t mapped_ = 0;  // pieces that have their memory
+  std::size_t next_ = 0;    // of these, those whose copies have been queued
   bool is_filling_ = false;
   Pieces under_way_;
   std::atomic<std::size_t> done_{0};
