@@ -59,6 +59,19 @@ def was_set(whose: VirtualMemoryPool | SharedMemoryPool, name: str, value: int |
         logger.debug("%s: %s set to %s", _whose(whose), name, words)
 
 
+def moved(pool: VirtualMemoryPool, doing: str, size: int, seconds: float) -> None:
+    """A model went to sleep or woke.
+
+    Args:
+        doing: "went to sleep", "woke".
+        size: bytes that were copied.
+        seconds: how long it took.
+    """
+    if logger.isEnabledFor(logging.INFO):
+        rate = f", {_size(round(size / seconds))}/s" if size and seconds > 0 else ""
+        logger.info("%s %s: %s in %.3f s%s", _whose(pool), doing, _size(size), seconds, rate)
+
+
 def pressure_function_raised(asker: VirtualMemoryPool, requested: int, error: Exception) -> None:
     """What is called for a request that finds no memory has failed itself.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Union
 
 import torch
 
-from torch_vmm import _C
+from torch_vmm import _C, events
 from torch_vmm._guarded import Guarded
 from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.sizes import show, to_flag, to_name
@@ -88,6 +88,7 @@ class Transfer(Guarded, guarded=True):
 
     _instead_of_a_copy = "it is memory on its way; keep another reference to it"
     _moving: _C.Transfer
+    _events: list[tuple[VirtualMemoryPool, str]]
     _name: str
     _ended: Callable[[], object]
     _error: BaseException | None
@@ -96,8 +97,15 @@ class Transfer(Guarded, guarded=True):
     _look: Callable[[], object] | None
 
     def __init__(
-        self, moving: _C.Transfer, name: str, blocking: bool, progress: Progress, ended: Callable[[], object]
+        self,
+        moving: _C.Transfer,
+        name: str,
+        blocking: bool,
+        progress: Progress,
+        ended: Callable[[], object],
+        told: list[tuple[VirtualMemoryPool, str]],
     ) -> None:
+        self._events = told
         self._moving = moving
         self._name = name
         self._ended = ended
@@ -113,9 +121,12 @@ class Transfer(Guarded, guarded=True):
             self._thread.start()
 
     def _run(self) -> None:
+        began = time.monotonic()
         try:
             self._moving.run(self._look)
             self._ended()
+            for pool, doing in self._events:
+                events.moved(pool, doing, self._moving.done, time.monotonic() - began)
         except BaseException as error:
             self._error = error
         finally:
@@ -211,7 +222,8 @@ def sleep(pool: VirtualMemoryPool, keep: Keep, release: bool, blocking: bool, pr
     moving = _C.sleep(pool._handle, everywhere, by_tag, release)
     if was_awake:
         pool._call_before_remap()
-    return Transfer(moving, f"{pool.name} to sleep", blocking, progress, lambda: None)
+    told = [(pool, "went to sleep")] if was_awake else []
+    return Transfer(moving, f"{pool.name} to sleep", blocking, progress, lambda: None, told)
 
 
 def wake(
@@ -234,7 +246,8 @@ def wake(
         if was_asleep and not pool.is_asleep:
             pool._call_after_remap()
 
-    return Transfer(moving, f"{pool.name} to wake", blocking, progress, ended)
+    told = [(pool, "woke")] if was_asleep else []
+    return Transfer(moving, f"{pool.name} to wake", blocking, progress, ended, told)
 
 
 def swap(
@@ -277,7 +290,8 @@ def swap(
         if was_asleep:
             into._call_after_remap()
 
-    return Transfer(moving, f"{out.name} for {into.name}", to_flag(blocking, "blocking"), progress, ended)
+    told = [(out, "went to sleep"), (into, "woke")]
+    return Transfer(moving, f"{out.name} for {into.name}", to_flag(blocking, "blocking"), progress, ended, told)
 
 
 class Remaps:

@@ -85,7 +85,12 @@ def state_of(pool: VirtualMemoryPool) -> str:
     """``awake``, ``asleep`` or ``closed``: the one place that words it, also where to a model sleeps."""
     if pool.is_closed:
         return "closed"
-    return "asleep" if getattr(pool, "is_asleep", False) else "awake"
+    places = pool.asleep
+    if not places:
+        return "awake"
+    if list(places) == [""]:
+        return f"asleep ({places['']})"
+    return "asleep: " + ", ".join(f"{tag or 'the rest'} ({place})" for tag, place in places.items())
 
 
 def rows_of(pools: Iterable[VirtualMemoryPool]) -> list[Row]:

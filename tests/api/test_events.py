@@ -70,6 +70,20 @@ def test_closing_is_told_once(make_shared: MakeShared, make_pool: MakePool, log:
     ]
 
 
+def test_sleep_and_wake_are_told_once(shared: SharedMemoryPool, log: Log) -> None:
+    llama = shared.register_model("llama")
+    kept = tensor_in(llama, 4 * MIB)
+    log()
+    for action in (llama.sleep, llama.sleep, llama.wake, llama.wake):
+        action()
+    told = log()
+    assert [level for level, _ in told] == ["INFO", "INFO"]
+    assert told[0][1].startswith(f"model 'llama' on {shared.device} went to sleep: 4 MiB in 0.")
+    assert told[1][1].startswith(f"model 'llama' on {shared.device} woke: 4 MiB in 0.")
+    assert told[1][1].endswith("/s")
+    del kept
+
+
 def test_what_is_set_is_told(shared: SharedMemoryPool, pool: VirtualMemoryPool, log: Log) -> None:
     on, llama = shared.device, shared.register_model("llama")
     log()

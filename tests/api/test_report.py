@@ -157,13 +157,20 @@ def test_one_that_is_just_being_unregistered_is_there_once(shared: SharedMemoryP
     del kept
 
 
-def test_one_that_is_asleep_says_so(shared: SharedMemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared.register_model("llama")
-    shared.register_model("qwen")
-    is_asleep = property(lambda pool: pool.name == "llama")
-    monkeypatch.setattr(VirtualMemoryPool, "is_asleep", is_asleep, raising=False)
+def test_one_that_is_asleep_says_where(shared: SharedMemoryPool) -> None:
+    llama = shared.register_model("llama")
+    qwen = shared.register_model("qwen")
+    kept = tensor_in(llama, MIB)
+    with qwen.tag("cache"):
+        cache = torch.ones(1000, device=qwen.device)
+    llama.sleep()
+    qwen.sleep({"cache": "discard"})
     rows = rows_of(str(shared))
-    assert (rows["llama"]["state"], rows["qwen"]["state"]) == ("asleep", "awake")
+    assert rows["llama"]["state"] == "asleep (host)"
+    assert rows["qwen"]["state"] == "asleep: cache (discarded)"
+    llama.wake()
+    qwen.wake()
+    del kept, cache
 
 
 def test_columns_stand_below_their_heads(shared: SharedMemoryPool) -> None:
