@@ -490,6 +490,23 @@ TEST_F(Sleep, OneThatEndsAsleepGivesItsBackupBack) {
   EXPECT_EQ(memory->used_bytes(), 0U);
 }
 
+// Found by the random program: it had no memory, and was no longer asleep.
+TEST_F(Sleep, OneThatEndsAsleepWhileItsFreesWaitAddsUp) {
+  const auto pool = lab_.pool("a");
+  const Address used = lab_.allocate(*pool, 3 * kMiB);
+  const Address small = lab_.allocate(*pool, 512);
+  sleep(pool, host());
+  lab_.driver.hold_fences(stream(16));
+  pool->record_stream(used, stream(16));
+  lab_.driver.set_wait_on_held(ScriptedDriver::WaitOnHeld::block);
+  lab_.free(used);
+  lab_.free(small);
+  lab_.memory().close_pool(*pool, /*force=*/true);
+  lab_.memory().check();
+  lab_.driver.release_fences();
+  lab_.driver.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass);
+}
+
 TEST_F(Sleep, WhatIsReadOnlyIsSoAgain) {
   const auto pool = lab_.pool("a");
   const auto weights = lab_.memory().tagged(pool, "weights");

@@ -17,6 +17,7 @@
 #include "base/errors.h"
 #include "core/faces/shared_memory_pool.h"
 #include "core/memory/address_space.h"
+#include "core/sleep/transfer.h"
 #include "driver/host_driver.h"
 #include "support/program_runner.h"
 #include "support/scripted_driver.h"
@@ -26,10 +27,11 @@ namespace vmm::testing {
 namespace {
 
 using Kind = Op::Kind;
-constexpr std::array<const char*, 21> kKindNames = {
-    "allocate",    "free",       "record_stream", "pages",   "first_pages", "free_pages", "trim",
-    "empty_cache", "pool_limit", "group_limit",   "floor",   "priority",    "hold",       "release_holds",
-    "fail_call",   "settle",     "reopen",        "threads", "pin",         "checkpoint", "restore"};
+constexpr std::array<const char*, 24> kKindNames = {
+    "allocate", "free",          "record_stream", "pages",       "first_pages", "free_pages",
+    "trim",     "empty_cache",   "pool_limit",    "group_limit", "floor",       "priority",
+    "hold",     "release_holds", "fail_call",     "settle",      "reopen",      "threads",
+    "pin",      "checkpoint",    "restore",       "sleep",       "wake",        "swap"};
 
 constexpr std::size_t kPools = 5;  // three models under one limit, one pool of its own, and a part of that
 constexpr std::size_t kPart = 4;
@@ -173,6 +175,15 @@ class World {
       case Kind::restore:
         restore();
         break;
+      case Kind::sleep:
+        transfer(op.a % kPart, std::nullopt, op.b == 1, failures);
+        break;
+      case Kind::wake:
+        transfer(std::nullopt, op.a % kPart, false, failures);
+        break;
+      case Kind::swap:
+        if (op.a % kPart != op.b % kPart) transfer(op.a % kPart, op.b % kPart, false, failures);
+        break;
     }
   }
 
@@ -202,7 +213,8 @@ class World {
       require(stats.physical_usage ==
                   stats.allocated_bytes + stats.idle_bytes + stats.stranded_bytes + stats.quarantined_bytes,
               "pool " + std::to_string(k) + " does not add up");
-      require(stats.stranded_bytes <= stats.physical_usage && (stats.physical_usage != 0 || allocated == 0),
+      require(stats.stranded_bytes <= stats.physical_usage &&
+                  (stats.physical_usage + stats.asleep_bytes != 0 || allocated == 0),
               "stranded bytes wrapped");
     }
     MemoryStats asked;  // each pool by itself
@@ -218,7 +230,7 @@ class World {
             "the group does not add up");
     require(memory_->debug_log() == nullptr || memory_->debug_log()->damages().empty(), "a pattern was overwritten");
     // One random block's whole content, every step.
-    if (!live_.empty()) check_content(live_[random_() % live_.size()]);
+    if (!live_.empty()) check_if_awake(live_[random_() % live_.size()]);
   }
 
  private:
@@ -344,6 +356,86 @@ class World {
     }
   }
 
+  // While its pool is asleep, perhaps in part, its memory may be elsewhere.
+  void check_if_awake(const Live& live) const {
+    if (!pools_[live.pool]->is_asleep()) check_content(live);
+  }
+
+  // Models go to sleep, wake or both, each with its part; whole, whatever fails.
+  void transfer(std::optional<std::size_t> out, std::optional<std::size_t> in, bool is_discarded,
+                std::uint64_t failures, bool is_checked = true) {
+    const auto family = [this](std::size_t k) { return memory_->family(*pools_[k]); };
+    const bool was_awake = out.has_value() && !is_any_asleep(*out);
+    if (is_discarded && !was_awake) return;  // of part of it nobody could say what is left
+    std::unique_ptr<Departure> departure;
+    if (out.has_value()) {
+      std::vector<PartToSleep> parts;
+      for (const auto& pool : family(*out)) {
+        parts.push_back({pool, {{is_discarded ? Place::Kind::discard : Place::Kind::host, "", nullptr}}});
+      }
+      departure = std::make_unique<Departure>(sleeper_, std::move(parts), /*release=*/last_id_ % 2 == 0);
+    }
+    std::unique_ptr<Arrival> arrival;
+    if (in.has_value()) {
+      const auto memory = out.has_value()     ? Arrival::Memory::by_piece
+                          : last_id_ % 2 == 0 ? Arrival::Memory::mapped
+                                              : Arrival::Memory::collected;
+      arrival = std::make_unique<Arrival>(sleeper_, family(*in), memory);
+    }
+    Transfer transfer(std::move(departure), std::move(arrival));
+    bool is_done = false;
+    try {
+      transfer.begin([] {});
+      transfer.run([] {});
+      is_done = true;
+    } catch (const NotAvailableError&) {
+      require(memory_->debug_log() != nullptr, "only debug mode keeps models awake");
+    } catch (const OutOfMemoryError&) {
+      // Nobody says more than that there is no room.
+    } catch (const VmmError&) {
+      require(driver_.failures() != failures, "a transfer failed without a failing call");
+    }
+    if (is_done && in.has_value()) require(!is_any_asleep(*in), "it did not wake");
+    if (is_done && out.has_value()) require(is_any_asleep(*out), "it does not sleep");
+    if (is_discarded) forget_contents(*out);
+    for (const auto& each : {out, in}) {
+      if (!each.has_value() || !is_checked) continue;
+      for (const Live& live : live_) {
+        if (model_of(live.pool) == *each) check_if_awake(live);
+      }
+    }
+  }
+  static std::size_t model_of(std::size_t pool) { return pool == kPart ? kModelOfPart : pool; }
+  [[nodiscard]] bool is_any_asleep(std::size_t k) const {
+    return pools_[k]->is_asleep() || (k == kModelOfPart && pools_[kPart]->is_asleep());
+  }
+  // Each word of what was thrown away is zero now, or as it was where that failed; all is
+  // written anew.
+  void forget_contents(std::size_t k) {
+    for (int attempt = 0; is_any_asleep(k); ++attempt) {
+      if (attempt == 8) {  // no room: its tensors go
+        for (std::size_t index = live_.size(); index-- > 0;) {
+          if (model_of(live_[index].pool) == k) free_live(index);
+        }
+        return;
+      }
+      memory_->empty_cache();
+      transfer(std::nullopt, k, false, 0, /*is_checked=*/false);
+    }
+    for (const Live& live : live_) {
+      if (model_of(live.pool) != k) continue;
+      const auto* words = reinterpret_cast<const std::uint64_t*>(live.address);
+      for (std::size_t at = 0; at < extent(live.size) / 8; ++at) {
+        require(words[at] == 0 || words[at] == word(owners_[live.pool], live.id), "what was thrown away is not zero");
+      }
+      write(live);
+    }
+    for (const Pages& range : page_ranges_) {
+      if (model_of(range.pool) == k)
+        write({range.pool, pools_[range.pool]->base() + range.offset, range.size, range.id});
+    }
+  }
+
   // Memory given to a pool holds zeros, or what this very pool wrote, or its patterns.
   void check_no_former_owner(std::size_t pool, Address address, std::size_t size) const {
     const auto* words = reinterpret_cast<const std::uint64_t*>(address);
@@ -379,6 +471,9 @@ class World {
     } catch (const DriverError&) {
       require(driver_.failures() != failures, "a driver error without a failing call");
       return;
+    } catch (const AsleepError&) {
+      require(pools_[pool]->is_asleep(), "one that is awake says that it sleeps");
+      return;
     }
     require(is_aligned(live.address, 512), "unaligned");
     require(pools_[pool]->contains(live.address), "outside its pool");
@@ -393,7 +488,7 @@ class World {
   }
 
   void free_live(std::size_t index) {
-    check_content(live_[index]);
+    check_if_awake(live_[index]);
     require(DeviceMemory::free(space_, live_[index].address), "a live block is unknown");
     require(!DeviceMemory::free(space_, live_[index].address), "freed twice");
     live_[index] = live_.back();
@@ -431,6 +526,8 @@ class World {
       // True whenever the model says so; a pending free may hold pages besides.
     } catch (const OutOfMemoryError& error) {
       judge_refusal(pool, size, error, failures);
+    } catch (const AsleepError&) {
+      require(pools_[pool]->is_asleep(), "one that is awake says that it sleeps");
     } catch (const DriverError&) {
       require(driver_.failures() != failures, "a driver error without a failing call");
     }
@@ -443,6 +540,8 @@ class World {
       take_pages(pool, address - pools_[pool]->base(), size);
     } catch (const OutOfMemoryError& error) {
       judge_refusal(pool, size, error, failures);
+    } catch (const AsleepError&) {
+      require(pools_[pool]->is_asleep(), "one that is awake says that it sleeps");
     } catch (const DriverError&) {
       require(driver_.failures() != failures, "a driver error without a failing call");
     }
@@ -450,7 +549,7 @@ class World {
 
   void free_page_range(std::size_t index) {
     const Pages range = page_ranges_[index];
-    check_content({range.pool, pools_[range.pool]->base() + range.offset, range.size, range.id});
+    check_if_awake({range.pool, pools_[range.pool]->base() + range.offset, range.size, range.id});
     memory_->deallocate_pages(*pools_[range.pool], range.offset, range.size);
     require(!pools_[range.pool]->is_mapped(range.offset, pools_[range.pool]->page_size()), "still mapped after free");
     page_ranges_[index] = page_ranges_.back();
@@ -520,6 +619,8 @@ class World {
         return;
       } catch (const DriverError&) {
         return;
+      } catch (const AsleepError&) {
+        return;
       }
       check_no_former_owner(pool, live.address, extent(live.size));
       write(live);
@@ -540,6 +641,7 @@ class World {
   AddressSpace space_;
   std::unique_ptr<DeviceMemory> memory_;
   std::shared_ptr<Budget> group_;
+  Sleeper sleeper_{*memory_};
   std::array<std::shared_ptr<Pool>, kPools> pools_;
   std::array<std::uint64_t, kPools> owners_{};
   std::array<std::size_t, kPools> pool_high_{};
@@ -576,8 +678,14 @@ std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const Prog
     const std::uint64_t what = any(1000);
     if (what < 420) {
       program.push_back({Kind::allocate, any(kPools), size(), any(8) == 0 ? any(kStreams) : 0});
-    } else if (what < 780) {
+    } else if (what < 764) {
       program.push_back({Kind::free, random(), 0, 0});
+    } else if (what < 770) {
+      program.push_back({Kind::sleep, any(kPart), any(5) == 0 ? 1U : 0U, 0});
+    } else if (what < 778) {
+      program.push_back({Kind::wake, any(kPart), 0, 0});
+    } else if (what < 780) {
+      program.push_back({Kind::swap, any(kPart), any(kPart), 0});
     } else if (what < 810) {
       program.push_back({Kind::record_stream, random(), any(kStreams), 0});
     } else if (what < 840) {

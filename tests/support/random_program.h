@@ -33,6 +33,9 @@ struct Op {
     pin,        // b: 1 pins the part, 0 unpins it
     checkpoint,
     restore,  // to the last checkpoint
+    sleep,    // a: pool, b: 0 keeps its contents, 1 does not
+    wake,     // a: pool
+    swap,     // a: pool that sleeps, b: pool that wakes
   };
   Kind kind = Kind::settle;
   std::uint64_t a = 0;

@@ -222,16 +222,10 @@ Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept
 // --------------------------------------------------------------------------- waking
 
 // Chunks of which nothing is used any more need not come back: their addresses are bare.
-std::vector<LeavingChunk> Pool::plan_wake() {
-  const MutexLock lock(mutex_);
-  std::vector<LeavingChunk> wanted;
-  if (asleep_ == nullptr || range_ == nullptr) return wanted;
-  settle_locked();
-  if (!pinned_) give_up_spare_slabs();
+void Pool::forget_unused() {
   for (auto at = asleep_->gone.begin(); at != asleep_->gone.end();) {
     const ByteRange range{at->first, at->second.size};
-    if (pinned_ || !is_free(range)) {
-      wanted.push_back({at->first, at->second, asleep_->kept.within(range)});
+    if (!is_free(range)) {
       ++at;
       continue;
     }
@@ -241,6 +235,18 @@ std::vector<LeavingChunk> Pool::plan_wake() {
     large_.remove_border(range.offset);
     asleep_->kept.forget(range);
     at = asleep_->gone.erase(at);
+  }
+}
+
+std::vector<LeavingChunk> Pool::plan_wake() {
+  const MutexLock lock(mutex_);
+  std::vector<LeavingChunk> wanted;
+  if (asleep_ == nullptr || range_ == nullptr) return wanted;
+  settle_locked();
+  if (!pinned_) give_up_spare_slabs();
+  if (!pinned_) forget_unused();
+  for (const auto& [offset, place] : asleep_->gone) {
+    wanted.push_back({offset, place, asleep_->kept.within({offset, place.size})});
   }
   for (const auto& [offset, mapping] : range_->live()) {  // of a wake that was stopped
     LeavingChunk chunk{offset, {mapping.chunk->size}, asleep_->kept.within({offset, mapping.chunk->size}), true};

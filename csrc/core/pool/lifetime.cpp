@@ -120,9 +120,13 @@ bool Pool::end() {
   VMM_CHECK(is_retired(), "pool '", name_, "' ends before it is retired");
   settle_locked();
   if (live_blocks_locked() != 0) return false;
-  if (asleep_ != nullptr && asleep_->is_busy) return false;
-  if (lacks_memory()) count_slabs(SizeClass::large_pool, SizeClass::small_pool);
-  asleep = std::move(asleep_);
+  if (asleep_ != nullptr) {
+    give_up_spare_slabs();
+    if (asleep_->is_busy || !pending_.empty() || !quarantined_.empty()) return false;
+    forget_unused();  // all of it
+    if (lacks_memory()) count_slabs(SizeClass::large_pool, SizeClass::small_pool);
+    asleep = std::move(asleep_);
+  }
   if (pinned_) {
     pinned_ = false;
     streams_.graphs_ended();

@@ -635,6 +635,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] bool lacks_memory() const VMM_REQUIRES(mutex_) {
     return asleep_ != nullptr && asleep_->state == Asleep::State::going;
   }
+  void forget_unused() VMM_REQUIRES(mutex_);
   void require_awake() const VMM_REQUIRES(mutex_);  // AsleepError
   // Chunks of it have gone, all of them read-only.
   [[nodiscard]] bool has_gone_read_only(ByteRange range) const VMM_REQUIRES(mutex_);
