@@ -411,8 +411,8 @@ class Transfer:
         """Bytes that have moved."""
     @property
     def total(self) -> int: ...
-    def wait_for(self, address: int, size: int) -> bool:
-        """Until what is at [address, address + size) is there; false: it ended before."""
+    def wait_for(self, address: int, size: int) -> bool | None:
+        """Until what is at [address, address + size) is there; false: it ended before; ``None``: 50 ms went by."""
 
 def sleep(pool: Pool, keep: list[_Place] | None, by_tag: dict[str, list[_Place]], release: bool) -> Transfer:
     """``keep`` is where what ``by_tag`` does not name goes; ``None``: that stays awake.
@@ -432,7 +432,10 @@ def swap(out: Pool, keep: list[_Place] | None, by_tag: dict[str, list[_Place]], 
     """Both at once. Raises InvalidArgumentError for pools of two devices or one model."""
 
 def asleep(pool: Pool) -> dict[str, str]:
-    """Where what sleeps is, by tag."""
+    """Where what sleeps is, by tag, of those that held something."""
+
+def is_asleep(pool: Pool) -> bool:
+    """Some part of it."""
 
 def read_backup(address: int, size: int, to: int) -> bool:
     """Copies what is kept of a sleeping tensor to plain memory at ``to``; false: not all of it is."""

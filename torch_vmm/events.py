@@ -72,6 +72,11 @@ def moved(pool: VirtualMemoryPool, doing: str, size: int, seconds: float) -> Non
         logger.info("%s %s: %s in %.3f s%s", _whose(pool), doing, _size(size), seconds, rate)
 
 
+def stopped(name: str, error: BaseException) -> None:
+    """A transfer that nobody waits for was stopped."""
+    logger.error("%s was stopped: %s: %s", name, type(error).__name__, error)
+
+
 def pressure_function_raised(asker: VirtualMemoryPool, requested: int, error: Exception) -> None:
     """What is called for a request that finds no memory has failed itself.
 

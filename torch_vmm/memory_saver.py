@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from torch_vmm import _C
+from torch_vmm._guarded import Guarded
 from torch_vmm.devices import DeviceKey, to_device
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError
 from torch_vmm.pools import wrap
@@ -53,10 +54,18 @@ class _Saved:
         self.regions: set[_Region] = set()
 
 
-class TorchMemorySaver:
+class TorchMemorySaver(Guarded, guarded=True):
     """What ``torch_memory_saver`` is an object of: that project's public names and
     meanings.
     """
+
+    _instead_of_a_copy = "there is one for the process"
+    _lock: threading.RLock
+    _saved: dict[DeviceKey, _Saved]
+    _disk_dir: str
+    _retains: bool
+    _margin: int
+    _hook_mode: str | None
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -161,7 +170,7 @@ class TorchMemorySaver:
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
         """The folder for ``enable_disk_backup``, made where there is none."""
         os.makedirs(path, exist_ok=True)
-        self._disk_dir = os.fspath(path)
+        self._disk_dir = os.path.abspath(path)
 
     @property
     def retain_cpu_backup(self) -> bool:
@@ -170,7 +179,7 @@ class TorchMemorySaver:
 
     @retain_cpu_backup.setter
     def retain_cpu_backup(self, value: bool) -> None:
-        self._retains = bool(value)
+        self._retains = to_flag(value, "retain_cpu_backup")
 
     @property
     def memory_margin_bytes(self) -> int:
@@ -236,6 +245,8 @@ class TorchMemorySaver:
 
     def _tagged(self, tag: str | None) -> list[tuple[_Saved, list[_Region]]]:
         """Of each device, what is under the tag, or all."""
+        if tag is not None:
+            to_name(tag, "tag")
         with self._lock:
             return [
                 (saved, sorted(region for region in saved.regions if tag in (None, region.tag)))
@@ -249,6 +260,7 @@ class TorchMemorySaver:
             return "discard"
         if not self._disk_dir:
             self._disk_dir = tempfile.gettempdir()
+        os.makedirs(self._disk_dir, exist_ok=True)
         return os.path.join(self._disk_dir, "")
 
 

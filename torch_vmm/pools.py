@@ -280,8 +280,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
 
         Addresses stay: tensors, optimisers, CUDA graphs and compiled functions
         are as before once it is awake again. Until then nothing may use its
-        memory: a kernel that does faults, a tensor's allocation is an
-        ``AsleepError``. Freeing tensors is fine, and what they held does not
+        memory: a kernel that does faults, a tensor's allocation is a
+        ``RuntimeError``. Freeing tensors is fine, and what they held does not
         come back. Queued work is waited for first; other models go on.
 
         What another process or an alias has mapped as well stays as it is. A
@@ -310,8 +310,9 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
             OutOfMemoryError: no room in the place named.
             InvalidArgumentError: no such place or tag, or a file that exists.
             NotAvailableError: in debug mode.
-            VmmError: a disk that is full or fails, or a driver that does; the
-                model is awake again, and whole. So it is after Ctrl-C.
+            VmmError: a disk that is full or fails, a driver that does, or the
+                model is on its way already; it is awake again, and whole. So
+                it is after Ctrl-C, unless it was done by then.
         """
         return _sleep(self, keep, release, blocking, progress)
 
@@ -326,7 +327,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         """Brings the model's memory back, to the same addresses.
 
         One that is awake stays so. Where it is stopped, by Ctrl-C for example,
-        nothing is lost, and another ``wake()`` goes on.
+        it is asleep as before; with ``blocking=False`` what has come by then
+        stays, and the rest is out of reach until it is woken again.
 
         Args:
             tags: of what is under these alone; ``""`` is what has no tag.
@@ -346,12 +348,13 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     @property
     def is_asleep(self) -> bool:
         """Some of it sleeps, or is on its way."""
-        return bool(_C.asleep(self._handle))
+        return _C.is_asleep(self._handle)
 
     @property
     def asleep(self) -> dict[str, str]:
         """Where what sleeps is, by tag (``""``: none): ``"host"``,
-        ``"discarded"``, a device or a file's path.
+        ``"discarded"``, a device or a file's path. A tag that held nothing is
+        not among them.
         """
         return dict(sorted(_C.asleep(self._handle).items()))
 
@@ -364,8 +367,9 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
 
         Args:
             before: called before it goes, by the thread that calls
-                :meth:`sleep`.
-            after: called when all of it is back.
+                :meth:`sleep`. What it raises keeps the model awake.
+            after: called when all of it is back, also where it was stopped
+                before it slept.
         """
         self._remaps.add(before, after)
 

@@ -23,7 +23,14 @@ _LONGEST = 60  # characters of a value in a message
 
 
 def show(value: object) -> str:
-    """``repr(value)``, of a length that fits a message."""
+    """``repr(value)``, of a length that fits a message.
+
+    Never what a tensor holds: its memory may be asleep, and reading it would fault.
+    """
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {tuple(value.shape)}, {value.dtype} on {value.device}"
+    if isinstance(value, list | tuple | set | dict) and any(isinstance(each, torch.Tensor) for each in value):
+        return f"a {type(value).__name__} with tensors"
     try:
         text = repr(value)
     except ValueError:  # Python writes no whole number of more than 4300 digits

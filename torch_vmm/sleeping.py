@@ -6,19 +6,23 @@ how far it is.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, NamedTuple, Union
 
 import torch
 
 from torch_vmm import _C, events
 from torch_vmm._guarded import Guarded
-from torch_vmm.errors import InvalidArgumentError, VmmError
+from torch_vmm.dense import require_strided
+from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
 from torch_vmm.sizes import show, to_flag, to_name
 
 if TYPE_CHECKING:
@@ -38,28 +42,41 @@ Progress = bool | Callable[[int, int], object] | None
 
 _Parsed = tuple[str, str, int]
 _ACCEPTED = '"host", "discard", "device:1", or a path ("./llama.sleep", a pathlib.Path)'
-_DEVICE = re.compile(r"(?:device|cuda):(\d+)")
-_BAR = 30
+_DEVICE = re.compile(r"(?:device|cuda):(\d{1,3})")
+_BAR = 30  # characters, at the most
+_NAME = 32  # the same, of what is shown of a name
 _EVERY = 0.1  # seconds between two pictures of the bar
+
+
+def _to_file(path: str) -> _Parsed:
+    if "\0" in path:
+        raise InvalidArgumentError(f"keep={show(path)}: a path has no zero byte")
+    # abspath drops the separator at the end, which says that it is to be a folder.
+    if path.endswith(os.sep) and not os.path.isdir(path):
+        raise InvalidArgumentError(f"keep={show(path)}: there is no such folder")
+    try:
+        return ("file", os.path.abspath(path).encode(sys.getfilesystemencoding()).decode(), 0)
+    except UnicodeError as error:
+        raise InvalidArgumentError(f"keep={show(path)}: give a path that is text") from error
 
 
 def _to_place(place: object) -> _Parsed:
     if isinstance(place, os.PathLike):
-        place = os.fspath(place)
-        if isinstance(place, str) and place:
-            return ("file", os.path.abspath(place), 0)
-    if place in ("host", "discard"):
-        return (str(place), "", 0)
+        path = os.fspath(place)
+        if isinstance(path, str) and path:
+            return _to_file(path)
     if isinstance(place, str):
+        if place in ("host", "discard"):
+            return (place, "", 0)
         if number := _DEVICE.fullmatch(place):
             return ("device", "", int(number[1]))
         if os.sep in place:
-            return ("file", os.path.abspath(place), 0)
+            return _to_file(place)
     raise InvalidArgumentError(f"keep={show(place)}: give {_ACCEPTED}")
 
 
 def _to_places(places: object) -> list[_Parsed]:
-    if isinstance(places, str | os.PathLike) or not isinstance(places, Iterable):
+    if isinstance(places, str | bytes | os.PathLike) or not isinstance(places, Iterable):
         return [_to_place(places)]
     found = [_to_place(place) for place in places]
     if not found:
@@ -79,62 +96,93 @@ def _to_keep(keep: Keep) -> tuple[list[_Parsed] | None, dict[str, list[_Parsed]]
     return None, by_tag
 
 
+class _Move(NamedTuple):
+    """What a transfer is made of, before it begins."""
+
+    name: str
+    begin: Callable[[], _C.Transfer]
+    leaving: VirtualMemoryPool | None = None
+    coming: VirtualMemoryPool | None = None
+
+
 class Transfer(Guarded, guarded=True):
     """A model on its way to sleep or back, as :meth:`VirtualMemoryPool.sleep` and
     :meth:`VirtualMemoryPool.wake` return it.
 
-    Dropping it stops nothing; at the interpreter's end it is waited for.
+    Dropping it stops nothing; at the interpreter's end it is waited for. What
+    stops one that nobody waits for is logged.
     """
 
     _instead_of_a_copy = "it is memory on its way; keep another reference to it"
     _moving: _C.Transfer
-    _events: list[tuple[VirtualMemoryPool, str]]
     _name: str
-    _ended: Callable[[], object]
+    _leaving: VirtualMemoryPool | None
+    _coming: VirtualMemoryPool | None
+    _process: int
     _error: BaseException | None
+    _is_told: bool
     _done: threading.Event
-    _thread: threading.Thread | None
-    _look: Callable[[], object] | None
+    _look: _Look | None
 
-    def __init__(
-        self,
-        moving: _C.Transfer,
-        name: str,
-        blocking: bool,
-        progress: Progress,
-        ended: Callable[[], object],
-        told: list[tuple[VirtualMemoryPool, str]],
-    ) -> None:
-        self._events = told
-        self._moving = moving
-        self._name = name
-        self._ended = ended
+    def __init__(self, move: _Move, blocking: bool, progress: Progress) -> None:
+        look = _to_look(move.name, progress)
+        blocking = to_flag(blocking, "blocking")
+        self._name = move.name
+        self._leaving = move.leaving if move.leaving is not None and not move.leaving.is_asleep else None
+        self._coming = move.coming if move.coming is not None and move.coming.is_asleep else None
+        self._process = os.getpid()
         self._error = None
+        self._is_told = blocking
         self._done = threading.Event()
-        self._thread = None
-        self._look = self._looker(progress)
+        self._look = look
+        if self._leaving is not None:
+            self._leaving._call_before_remap()
+        try:
+            self._moving = move.begin()
+            if blocking:
+                self._run()
+            else:
+                threading.Thread(target=self._run, name=f"torch_vmm {self._name}", daemon=False).start()
+        except BaseException:
+            self._moving = None  # type: ignore[assignment]  # what was begun is undone
+            self._settle()
+            raise
         if blocking:
-            self._run()
             self._raise()
-        else:
-            self._thread = threading.Thread(target=self._run, name=f"torch_vmm {name}", daemon=False)
-            self._thread.start()
 
     def _run(self) -> None:
         began = time.monotonic()
+        look = self._look
         try:
-            self._moving.run(self._look)
-            self._ended()
-            for pool, doing in self._events:
-                events.moved(pool, doing, self._moving.done, time.monotonic() - began)
+            self._moving.run(None if look is None else lambda: look.look(self._moving))
+            for pool, doing in ((self._leaving, "went to sleep"), (self._coming, "woke")):
+                if pool is not None:
+                    events.moved(pool, doing, self._moving.done, time.monotonic() - began)
         except BaseException as error:
             self._error = error
-        finally:
-            self._done.set()
+        try:
+            self._settle()
+        except BaseException as error:
+            self._error = self._error or error
+        if look is not None:
+            look.end()
+        self._done.set()
+        if self._error is not None and not self._is_told:
+            events.stopped(self._name, self._error)
+
+    def _settle(self) -> None:
+        """What was told that its memory goes is told that it is back."""
+        for pool in (self._leaving, self._coming):
+            if pool is not None and not pool.is_asleep:
+                pool._call_after_remap()
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise NotAvailableError("this is a forked process: its parent moves the model", reason="forked")
 
     def wait(self) -> None:
         """Until it has ended.
@@ -142,6 +190,8 @@ class Transfer(Guarded, guarded=True):
         Raises:
             VmmError: what stopped it; Ctrl-C here stops nothing but the wait.
         """
+        self._require_own_process()
+        self._is_told = True
         self._done.wait()
         self._raise()
 
@@ -150,15 +200,19 @@ class Transfer(Guarded, guarded=True):
         can run while the last are still on their way.
 
         Raises:
-            VmmError: what stopped it before that.
+            VmmError: what stopped it before that; Ctrl-C stops nothing but the
+                wait.
         """
+        self._require_own_process()
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(f"tensor={show(tensor)}: give a tensor")
-        storage = tensor.untyped_storage()
-        if storage.nbytes() == 0 or self._moving.wait_for(storage.data_ptr(), storage.nbytes()):
+        storage = require_strided(tensor, "wait_for()").untyped_storage()
+        if storage.nbytes() == 0:
             return
-        self._done.wait()
-        self._raise()
+        while (there := self._moving.wait_for(storage.data_ptr(), storage.nbytes())) is None:
+            pass  # Python looks for signals in between
+        if not there:
+            self.wait()
 
     @property
     def done(self) -> bool:
@@ -170,60 +224,79 @@ class Transfer(Guarded, guarded=True):
         """Bytes that have moved, and bytes in all; what is discarded is none."""
         return self._moving.done, self._moving.total
 
-    def _looker(self, progress: Progress) -> Callable[[], object] | None:
-        if progress is None or progress is False:
-            return None
-        if progress is True:
-            return _Bar(self._name, self._moving).draw if sys.stderr.isatty() else None
-        if not callable(progress):
-            raise InvalidArgumentError(f"progress={show(progress)}: give True, or a function of two numbers")
-        return lambda: progress(self._moving.done, self._moving.total)
-
     def __repr__(self) -> str:
         moved, total = self.progress
         state = "stopped" if self._error is not None else "done" if self.done else "on its way"
         return f"Transfer({self._name}: {_C.format_bytes(moved)} of {_C.format_bytes(total)}, {state})"
 
 
+def _to_look(name: str, progress: Progress) -> _Look | None:
+    if progress is None or progress is False:
+        return None
+    if progress is True:
+        return _Look(_Bar(name)) if sys.stderr.isatty() else None
+    if not callable(progress):
+        raise InvalidArgumentError(f"progress={show(progress)}: give True, or a function of two numbers")
+    return _Look(progress)
+
+
+class _Look:
+    """Tells a function how far a transfer is, where that has changed."""
+
+    def __init__(self, tell: Callable[[int, int], object]) -> None:
+        self._tell = tell
+        self._told: tuple[int, int] | None = None
+
+    def look(self, moving: _C.Transfer) -> None:
+        now = (moving.done, moving.total)
+        if now != self._told:
+            self._told = now
+            self._tell(*now)
+
+    def end(self) -> None:
+        if isinstance(self._tell, _Bar):
+            self._tell.end()
+
+
 class _Bar:
     """How far a transfer is, in a line of the terminal."""
 
-    def __init__(self, name: str, moving: _C.Transfer) -> None:
-        self._name = name
-        self._moving = moving
+    def __init__(self, name: str) -> None:
+        self._name = name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
         self._began = time.monotonic()
         self._drawn = 0.0
 
-    def draw(self) -> None:
+    def __call__(self, moved: int, total: int) -> None:
         now = time.monotonic()
-        moved, total = self._moving.done, self._moving.total
-        is_last = moved >= total
-        if total == 0 or (now - self._drawn < _EVERY and not is_last):
+        if total == 0 or (now - self._drawn < _EVERY and moved < total):
             return
         self._drawn = now
-        share = moved / total
         rate = moved / max(now - self._began, 1e-6)
         left = (total - moved) / rate if rate > 0 else 0.0
-        bar = "#" * round(share * _BAR)
-        line = f"\r{self._name} [{bar:<{_BAR}}] {_C.format_bytes(moved)} of {_C.format_bytes(total)}, "
-        line += f"{_C.format_bytes(round(rate))}/s, {left:.1f} s left"
-        sys.stderr.write(line.ljust(100) + ("\n" if is_last else ""))
+        text = f" {_C.format_bytes(moved)} of {_C.format_bytes(total)}, {_C.format_bytes(round(rate))}/s, {left:.1f} s"
+        width = shutil.get_terminal_size().columns - 1
+        room = max(0, min(_BAR, width - len(self._name) - len(text) - 3))
+        bar = f" [{'#' * round(moved / total * room):<{room}}]" if room > 3 else ""
+        sys.stderr.write("\r" + f"{self._name}{bar}{text}"[:width].ljust(width))
         sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._drawn:
+            sys.stderr.write("\n")
+
+
+def _require_tags(pool: VirtualMemoryPool, tags: Iterable[str]) -> None:
+    known = pool.tags
+    for tag in sorted(set(tags) - set(known) - {""}):
+        raise InvalidArgumentError(f"pool {pool.name!r} has no tag {tag!r}; it has {sorted(known) or 'none'}")
 
 
 def sleep(pool: VirtualMemoryPool, keep: Keep, release: bool, blocking: bool, progress: Progress) -> Transfer:
     everywhere, by_tag = _to_keep(keep)
-    release, blocking = to_flag(release, "release"), to_flag(blocking, "blocking")
-    if unknown := set(by_tag) - set(pool.tags) - {""}:
-        raise InvalidArgumentError(
-            f"pool {pool.name!r} has no tag {sorted(unknown)[0]!r}; it has {sorted(pool.tags) or 'none'}"
-        )
-    was_awake = not pool.is_asleep
-    moving = _C.sleep(pool._handle, everywhere, by_tag, release)
-    if was_awake:
-        pool._call_before_remap()
-    told = [(pool, "went to sleep")] if was_awake else []
-    return Transfer(moving, f"{pool.name} to sleep", blocking, progress, lambda: None, told)
+    release = to_flag(release, "release")
+    _require_tags(pool, by_tag)
+    move = _Move(f"{pool.name} to sleep", lambda: _C.sleep(pool._handle, everywhere, by_tag, release), leaving=pool)
+    return Transfer(move, blocking, progress)
 
 
 def wake(
@@ -231,23 +304,15 @@ def wake(
 ) -> Transfer:
     if order != "as allocated":
         raise InvalidArgumentError(f'order={show(order)}: there is "as allocated"')
-    blocking = to_flag(blocking, "blocking")
     chosen = None
     if tags is not None:
+        if not isinstance(tags, Iterable):
+            raise InvalidArgumentError(f"tags={show(tags)}: give a tag's name, or several")
         chosen = [tags] if isinstance(tags, str) else [tag if tag == "" else to_name(tag, "tags") for tag in tags]
-        if unknown := set(chosen) - set(pool.tags) - {""}:
-            raise InvalidArgumentError(
-                f"pool {pool.name!r} has no tag {sorted(unknown)[0]!r}; it has {sorted(pool.tags) or 'none'}"
-            )
-    was_asleep = pool.is_asleep
-    moving = _C.wake(pool._handle, chosen, is_mapped_first=not blocking)
-
-    def ended() -> None:
-        if was_asleep and not pool.is_asleep:
-            pool._call_after_remap()
-
-    told = [(pool, "woke")] if was_asleep else []
-    return Transfer(moving, f"{pool.name} to wake", blocking, progress, ended, told)
+        _require_tags(pool, chosen)
+    is_mapped_first = not to_flag(blocking, "blocking")
+    move = _Move(f"{pool.name} to wake", lambda: _C.wake(pool._handle, chosen, is_mapped_first), coming=pool)
+    return Transfer(move, blocking, progress)
 
 
 def swap(
@@ -261,6 +326,8 @@ def swap(
     """One model goes to sleep while another wakes: both directions of the bus at
     once, piece by piece, with no more memory than the limit.
 
+    Where ``out`` sleeps already, or ``into`` is awake, that half is nothing.
+
     Args:
         out: the model that goes to sleep.
         into: the model that wakes, on the same device.
@@ -272,7 +339,7 @@ def swap(
     Raises:
         OutOfMemoryError: no room for ``into`` even then, or for what ``out``
             holds in the place named. Both are as they were.
-        InvalidArgumentError: one model, or two devices'.
+        InvalidArgumentError: one model, a closed one, or two devices'.
         VmmError: what stopped it; both are as they were.
     """
     from torch_vmm.pools import VirtualMemoryPool
@@ -280,18 +347,12 @@ def swap(
     for name, pool in (("out", out), ("into", into)):
         if not isinstance(pool, VirtualMemoryPool):
             raise InvalidArgumentError(f"{name}={show(pool)}: give a pool")
+        if pool.is_closed:
+            raise InvalidArgumentError(f"{name}: pool {pool.name!r} is closed")
     everywhere, by_tag = _to_keep(keep)
-    was_awake, was_asleep = not out.is_asleep, into.is_asleep
-    moving = _C.swap(out._handle, everywhere, by_tag, into._handle)
-    if was_awake:
-        out._call_before_remap()
-
-    def ended() -> None:
-        if was_asleep:
-            into._call_after_remap()
-
-    told = [(out, "went to sleep"), (into, "woke")]
-    return Transfer(moving, f"{out.name} for {into.name}", to_flag(blocking, "blocking"), progress, ended, told)
+    _require_tags(out, by_tag)
+    begin = functools.partial(_C.swap, out._handle, everywhere, by_tag, into._handle)
+    return Transfer(_Move(f"{out.name} for {into.name}", begin, leaving=out, coming=into), blocking, progress)
 
 
 class Remaps:
@@ -311,9 +372,10 @@ class Remaps:
     def call(self, index: int) -> None:
         with self._lock:
             functions = [pair[index] for pair in self._functions]
-        for function in functions:
-            if function is not None:
-                function()
+        with contextlib.ExitStack() as calls:  # all of them, whatever one raises
+            for function in reversed(functions):
+                if function is not None:
+                    calls.callback(function)
 
 
 __all__ = ["Keep", "Place", "Places", "Progress", "Remaps", "Transfer", "VmmError", "sleep", "swap", "wake"]

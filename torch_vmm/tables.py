@@ -87,7 +87,7 @@ def state_of(pool: VirtualMemoryPool) -> str:
         return "closed"
     places = pool.asleep
     if not places:
-        return "awake"
+        return "asleep" if pool.is_asleep else "awake"
     if list(places) == [""]:
         return f"asleep ({places['']})"
     return "asleep: " + ", ".join(f"{tag or 'the rest'} ({place})" for tag, place in places.items())

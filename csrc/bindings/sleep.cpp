@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <tuple>
 
@@ -47,6 +48,9 @@ Places to_places(const PlacesArgument& arguments, const Pool& pool) {
   for (const PlaceArgument& each : arguments) places.push_back(to_place(each, pool));
   return places;
 }
+
+// Whoever waits looks for Ctrl-C so often.
+constexpr std::chrono::milliseconds kWaitForSignals{50};
 
 // Stops a transfer on Ctrl-C.
 void look_for_signals() {
@@ -131,6 +135,11 @@ std::map<std::string, std::string> asleep(const Pool& pool) {
   return found;
 }
 
+bool is_asleep(const Pool& pool) {
+  const PoolList members = home_of(pool).family(pool);
+  return std::any_of(members.begin(), members.end(), [](const PoolPtr& member) { return member->is_asleep(); });
+}
+
 std::shared_ptr<PinnedMemory> host_memory(const SharedMemoryPool& pool) {
   Runtime::require_own_process();
   return Runtime::room_of(pool.memory()).sleeper.host_memory(pool.budget());
@@ -143,12 +152,26 @@ void bind_sleep(py::module_& module) {
       .def("run", &run, py::arg("look") = py::none())
       .def_property_readonly("done", &Transfer::done)
       .def_property_readonly("total", &Transfer::total)
-      .def("wait_for", &Transfer::wait_for, py::arg("address"), py::arg("size"), WithoutGil());
+      .def(
+          "wait_for",
+          [](Transfer& self, std::uintptr_t address, std::size_t size) -> std::optional<bool> {
+            Runtime::require_own_process();
+            switch (self.wait_for(address, size, kWaitForSignals)) {
+              case Arrival::Waited::there:
+                return true;
+              case Arrival::Waited::ended:
+                return false;
+              default:
+                return std::nullopt;
+            }
+          },
+          py::arg("address"), py::arg("size"), WithoutGil());
 
   module.def("sleep", &sleep, py::arg("pool"), py::arg("keep"), py::arg("by_tag"), py::arg("release"));
   module.def("wake", &wake, py::arg("pool"), py::arg("tags"), py::arg("is_mapped_first"));
   module.def("swap", &swap, py::arg("out"), py::arg("keep"), py::arg("by_tag"), py::arg("into"));
   module.def("asleep", &asleep, py::arg("pool"), WithoutGil());
+  module.def("is_asleep", &is_asleep, py::arg("pool"), WithoutGil());
 
   module.def(
       "read_backup",

@@ -157,6 +157,7 @@ std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& mod
 std::shared_ptr<Pool> DeviceMemory::create_range(const std::shared_ptr<Pool>& model, const std::string& name,
                                                  std::size_t capacity, std::size_t page_size) {
   model->require_open();
+  model->require_taking();
   require_page_size(page_size);
   PoolSpec spec = part_spec(model, name);
   spec.capacity = capacity;
@@ -182,6 +183,7 @@ std::shared_ptr<Pool> DeviceMemory::tagged(const std::shared_ptr<Pool>& model, c
     store_.trim(space->group(), options_.store_bytes);
     return space;
   }
+  model->require_taking();
   PoolSpec spec = part_spec(model, tag);
   spec.tag = tag;
   spec.page_size = model->has_uniform_chunks() ? model->page_size() : 0;

@@ -10,6 +10,8 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 
 #include "base/errors.h"
 
@@ -69,6 +71,24 @@ std::string named_in(const std::string& folder) {
   return folder + "/torch_vmm-" + std::to_string(::getpid()) + "-" + std::to_string(++number) + ".sleep";
 }
 
+bool is_ours(int file, std::byte* page) {
+  return ::pread(file, page, kHeadBytes, 0) > 0 && std::memcmp(page, kMagic.data(), kMagic.size()) == 0;
+}
+
+// What processes that have ended left behind in a folder: each as large as a model.
+void remove_left_in(const std::string& folder) {
+  std::error_code unread;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, unread)) {
+    const std::string name = entry.path().filename().string();
+    if (name.rfind("torch_vmm-", 0) != 0 || entry.path().extension() != ".sleep") continue;
+    const int file = ::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (file < 0) continue;
+    alignas(std::max_align_t) std::array<std::byte, kHeadBytes> page{};
+    if (::flock(file, LOCK_EX | LOCK_NB) == 0 && is_ours(file, page.data())) ::unlink(entry.path().c_str());
+    ::close(file);
+  }
+}
+
 std::size_t file_offset(std::size_t slab) { return kHeadBytes + slab * PinnedMemory::kSlabBytes; }
 
 }  // namespace
@@ -81,6 +101,7 @@ FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t byte
     : driver_(driver), path_(is_folder(path) ? named_in(path) : path), staged_(driver, pages_.begin(), pinning_) {
   const std::size_t slabs = (bytes + kSlabBytes - 1) / kSlabBytes;
   checksums_.resize(slabs);
+  if (path_ != path) remove_left_in(path);
   open();
   const std::size_t room = file_offset(0) + align_up(bytes, kHeadBytes);
   int error = ::ftruncate(file_, 0) != 0 ? errno : 0;
@@ -102,9 +123,7 @@ void FileBackup::open() {
     if (file_ < 0 && errno == EEXIST) {
       file_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC | direct);
       const bool is_free = file_ >= 0 && ::flock(file_, LOCK_EX | LOCK_NB) == 0;
-      const bool is_ours = is_free && ::pread(file_, staged_.begin(), kHeadBytes, 0) > 0 &&
-                           std::memcmp(staged_.begin(), kMagic.data(), kMagic.size()) == 0;
-      if (is_ours) return;
+      if (is_free && is_ours(file_, staged_.begin())) return;
       if (file_ >= 0) ::close(file_);
       if (file_ >= 0 || errno != EINVAL) {
         throw InvalidArgumentError("the file " + path_ + " exists, and " +

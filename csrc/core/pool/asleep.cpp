@@ -85,12 +85,36 @@ SleepBegun Pool::begin_sleep() {
     asleep_->was_sealed = is_sealed();
   }
   asleep_->is_busy = true;
-  if (is_going) return begun;
+  if (!is_going) stop_taking();
+  return begun;
+}
+
+void Pool::stop_taking() {
   is_cached_.store(false, std::memory_order_relaxed);
   asleep_->state = Asleep::State::going;
   if (!is_retired()) life_.store(Life::asleep, std::memory_order_release);
   count_slabs(SizeClass::small_pool, SizeClass::large_pool);
-  return begun;
+  set_inactive_split({});
+}
+
+void Pool::stop_filling() {
+  const MutexLock lock(mutex_);
+  if (asleep_ != nullptr && !lacks_memory()) stop_taking();
+}
+
+// What stands there is not what it held, or not all of it.
+Status Pool::set_reachable(const LeavingChunk& chunk, bool is_reachable) {
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr || range_ == nullptr) return {};
+  for (auto at = range_->from(chunk.offset); at != range_->live().end() && at->first < chunk.range().end(); ++at) {
+    for (const Location& who : accessors_) {
+      const Access access = is_reachable ? Access::read_write : Access::none;
+      if (const Status status = range_->set_access({at->first, at->second.chunk->size}, who, access); !status.ok()) {
+        return status;
+      }
+    }
+  }
+  return {};
 }
 
 bool Pool::begin_transfer() {
@@ -451,7 +475,7 @@ Status Pool::empty(std::span<const PlacedChunk> placements, Stream stream) {
 bool Pool::begin_filling() {
   const MutexLock lock(mutex_);
   if (asleep_ == nullptr || !asleep_->gone.empty()) return false;
-  if (!lacks_memory()) return true;  // it was stopped then
+  if (!lacks_memory()) return true;
   count_slabs(SizeClass::large_pool, SizeClass::small_pool);
   asleep_->state = Asleep::State::filling;
   if (!is_retired()) life_.store(asleep_->was_sealed ? Life::sealed : Life::open, std::memory_order_release);
@@ -530,6 +554,11 @@ void Pool::require_awake() const {
   if (lacks_memory()) throw AsleepError(model().name());
 }
 
+void Pool::require_taking() const {
+  const MutexLock lock(mutex_);
+  require_awake();
+}
+
 bool Pool::has_gone_read_only(ByteRange range) const {
   std::size_t at = range.offset;
   auto place = asleep_->gone.upper_bound(at);
@@ -578,11 +607,14 @@ bool Pool::read_kept(Address address, std::size_t size, std::byte* to) {
   return true;
 }
 
+void Pool::note_place(const std::string& place) {
+  const MutexLock lock(mutex_);
+  if (asleep_ != nullptr) asleep_->place = place;
+}
+
 std::string Pool::asleep_where() const {
   const MutexLock lock(mutex_);
-  if (asleep_ == nullptr) return "";
-  const KeptRange* const any = asleep_->kept.any();
-  return any == nullptr ? "discarded" : any->backup->place();
+  return asleep_ == nullptr || (asleep_->gone.empty() && asleep_->kept.any() == nullptr) ? "" : asleep_->place;
 }
 
 }  // namespace vmm

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/units.h"
@@ -78,6 +79,7 @@ struct Asleep {
   State state = State::going;
   bool is_busy = true;  // a transfer is on its way
   bool was_sealed = false;
+  std::string place;                         // of what is kept
   bool is_discarded = false;                 // contents are gone for good: what comes back is zero
   std::map<std::size_t, PlaceOfChunk> gone;  // by offset; where there is memory: none
   std::map<std::size_t, Chunk*> collected;   // to stand there, and not mapped yet

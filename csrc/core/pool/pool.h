@@ -169,6 +169,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Of what `range` is to hold, that which is still wanted: its copies are on their way from
   // now on, by `filled_by`, until arrived().
   std::vector<KeptRange> take_kept_in(ByteRange range, const StreamUse& filled_by) VMM_EXCLUDES(mutex_);
+  // Requests are refused again, before all has come.
+  void stop_filling() VMM_EXCLUDES(mutex_);
+  // Whether anybody may access what is mapped at that place.
+  Status set_reachable(const LeavingChunk& chunk, bool is_reachable) VMM_EXCLUDES(mutex_);
   // They will not come now.
   void keep_again(std::span<const KeptRange> kept, const LeavingChunk& chunk) VMM_EXCLUDES(mutex_);
   // They have come: what was read-only is so again.
@@ -176,6 +180,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // As before begin_sleep(). REQUIRES: nothing is missing.
   void end_sleep() VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_asleep() const VMM_EXCLUDES(mutex_);
+  // AsleepError where it takes no requests for that, nor do new parts of it.
+  void require_taking() const VMM_EXCLUDES(mutex_);
+  // Where its contents are, in words.
+  void note_place(const std::string& place) VMM_EXCLUDES(mutex_);
   // Bytes of what lives in it and is elsewhere.
   [[nodiscard]] std::size_t asleep_bytes() const VMM_EXCLUDES(mutex_);
   // Copies what is kept of [address, address + size) to plain memory; false: not all of it is.
@@ -623,6 +631,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
 
   // asleep.cpp
   void count_slabs(SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
+  void stop_taking() VMM_REQUIRES(mutex_);
   [[nodiscard]] std::vector<ByteRange> contents() const VMM_REQUIRES(mutex_);
   bool collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
       VMM_REQUIRES(mutex_);

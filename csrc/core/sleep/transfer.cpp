@@ -71,6 +71,13 @@ void Departure::begin() {
   }
 }
 
+namespace {
+
+// Of one to which nothing goes.
+std::string in_words(const Place& place) { return place.kind == Place::Kind::discard ? "discarded" : "host"; }
+
+}  // namespace
+
 // One backup for all that go to the same place.
 void Departure::make_backups() {
   backups_.resize(parts_.size());
@@ -95,10 +102,15 @@ void Departure::make_backups() {
       next_at_[part] = sum;
       sum += bytes[part];
     }
+    for (std::size_t part = first; part < parts_.size(); ++part) {
+      if (is_with_it(part)) parts_[part].pool->note_place(in_words(parts_[first].places.front()));
+    }
     if (sum == 0) continue;
     const std::shared_ptr<Backup> backup = sleeper_.make_backup(parts_[first].places, sum, parts_[first].pool->group());
     for (std::size_t part = first; part < parts_.size(); ++part) {
-      if (is_with_it(part)) backups_[part] = backup;
+      if (!is_with_it(part)) continue;
+      backups_[part] = backup;
+      parts_[part].pool->note_place(backup == nullptr ? "discarded" : backup->place());
     }
   }
 }
@@ -148,10 +160,13 @@ void Departure::complete_oldest() {
   if (backups_[piece.part] != nullptr) done_.fetch_add(piece.bytes, std::memory_order_relaxed);
 }
 
-void Departure::finish() {
+void Departure::secure() {
   for (const std::shared_ptr<Backup>& backup : backups_) {
     if (backup != nullptr) backup->finish();
   }
+}
+
+void Departure::finish() {
   for (const auto& pool : mine_) pool->end_transfer();
   pieces_.clear();  // whoever keeps this keeps no backup
   backups_.clear();
@@ -244,6 +259,7 @@ void Arrival::map_next() {
   const Piece& piece = pieces_[mapped_];
   Pool& pool = *mine_[piece.part];
   for (const LeavingChunk& chunk : piece.chunks) {
+    if (chunk.is_there) throw_if_failed(pool.set_reachable(chunk, true), "opening memory of a pool that wakes");
     for (Epoch wait_for = kLongAgo; !chunk.is_there;) {
       throw_if_failed(pool.map_collected(chunk, sleeper_.in(), &wait_for),
                       "mapping memory of pool '" + pool.name() + "', which wakes");
@@ -251,7 +267,7 @@ void Arrival::map_next() {
       throw_if_failed(sleeper_.memory().clock().wait(wait_for), "waiting for queued work that may use the memory");
     }
   }
-  if (++mapped_ < pieces_.size() || memory_ == Memory::by_piece) return;
+  if (++mapped_ < pieces_.size() || memory_ != Memory::mapped) return;
   for (const auto& each : mine_) each->begin_filling();
   is_filling_ = true;
 }
@@ -329,6 +345,9 @@ void Arrival::undo() noexcept {
     pool->drop_stuck();
     pool->put_back_collected();
   }
+  if (is_filling_) {
+    for (const auto& pool : mine_) pool->stop_filling();
+  }
   for (Piece& piece : pieces_) {
     Pool& pool = *mine_[piece.part];
     try {
@@ -339,7 +358,11 @@ void Arrival::undo() noexcept {
           if (each.offset >= chunk.offset && each.offset < chunk.range().end()) kept.push_back(each);
         }
         pool.keep_again(kept, chunk);
-        if (!is_filling_) pool.let_go_again(chunk).ignore();
+        if (is_filling_ || chunk.is_there) {
+          pool.set_reachable(chunk, false).ignore();
+        } else {
+          pool.let_go_again(chunk).ignore();
+        }
       }
     } catch (...) {
       // No memory to note it: what is there stays there, asleep.
@@ -350,15 +373,16 @@ void Arrival::undo() noexcept {
   end_waits();
 }
 
-bool Arrival::wait_for(Address address, std::size_t bytes) {
+Arrival::Waited Arrival::wait_for(Address address, std::size_t bytes, std::chrono::milliseconds most) {
+  const auto until = std::chrono::steady_clock::now() + most;
   const MutexLock lock(mutex_);
   for (;;) {
     auto at = std::partition_point(awaited_.begin(), awaited_.end(),
                                    [address](const Awaited& each) { return each.end <= address; });
     while (at != awaited_.end() && at->begin < address + bytes && arrived_[at->piece]) ++at;
-    if (at == awaited_.end() || at->begin >= address + bytes) return true;
-    if (has_ended_) return false;
-    changed_.wait(mutex_);
+    if (at == awaited_.end() || at->begin >= address + bytes) return Waited::there;
+    if (has_ended_) return Waited::ended;
+    if (changed_.wait_until(mutex_, until) == std::cv_status::timeout) return Waited::not_yet;
   }
 }
 
@@ -372,8 +396,13 @@ void Arrival::end_waits() {
 
 // ----------------------------------------------------------------------- transfer
 
+Transfer::~Transfer() {
+  if (is_under_way_) undo();
+}
+
 void Transfer::begin(const Look& look) {
   if (out_ != nullptr) out_->begin();
+  is_under_way_ = true;
   try {
     look();
     if (in_ != nullptr) in_->begin();
@@ -400,10 +429,14 @@ void Transfer::move(const Look& look) {
 }
 
 void Transfer::run(const Look& look) {
+  if (!is_under_way_) throw VmmError("a transfer runs once");
   try {
     move(look);
+    if (out_ != nullptr) out_->secure();
+    look();
     if (out_ != nullptr) out_->finish();
     if (in_ != nullptr) in_->finish();
+    is_under_way_ = false;
   } catch (...) {
     undo();
     throw;
@@ -411,6 +444,7 @@ void Transfer::run(const Look& look) {
 }
 
 void Transfer::undo() noexcept {
+  is_under_way_ = false;
   if (in_ != nullptr) in_->undo();
   if (out_ != nullptr) out_->undo();
 }

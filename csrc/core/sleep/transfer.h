@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -74,6 +75,8 @@ class Departure {
   void begin();
   // The next piece; false: nothing is left.
   bool step();
+  // All is saved. Before finish(): until then it can be undone.
+  void secure();
   void finish();
   void undo() noexcept;
   [[nodiscard]] std::size_t done() const { return done_.load(std::memory_order_relaxed); }
@@ -101,14 +104,15 @@ class Departure {
   bool stays_asleep_ = false;
 };
 
-// Pools that wake. Where it is stopped before all their memory is mapped, they are asleep as
-// before; after that they have it, and what has not come yet comes when they are woken again.
+// Pools that wake. Where it is stopped they are asleep as before. Those that take requests
+// from begin() on keep their memory: what has come stays, what has not is out of reach, and
+// comes when they are woken again.
 class Arrival {
  public:
   enum class Memory : std::uint8_t {
     mapped,     // all of it by begin(): requests are taken from then on
     collected,  // all of it by begin(), and mapped while the first pieces are on the bus
-    by_piece,   // as others let go of it; no request is taken before all is there
+    by_piece,   // as others let go of it
   };
   Arrival(Sleeper& sleeper, PoolList pools, Memory memory);
   ~Arrival();
@@ -119,9 +123,10 @@ class Arrival {
   bool step(bool may_wait = true);
   void finish();
   void undo() noexcept;
-  // Until what is at [address, address + bytes) is there, or it has ended, well or not:
-  // then false. Any thread.
-  bool wait_for(Address address, std::size_t bytes) VMM_EXCLUDES(mutex_);
+  // Until what is at [address, address + bytes) is there, or it has ended without, or some
+  // time has gone. Any thread.
+  enum class Waited : std::uint8_t { there, ended, not_yet };
+  Waited wait_for(Address address, std::size_t bytes, std::chrono::milliseconds most) VMM_EXCLUDES(mutex_);
   void end_waits() VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t done() const { return done_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::size_t total() const { return total_.load(std::memory_order_relaxed); }
@@ -163,6 +168,10 @@ class Transfer {
  public:
   // Either may be nullptr.
   Transfer(std::unique_ptr<Departure> out, std::unique_ptr<Arrival> in) : out_(std::move(out)), in_(std::move(in)) {}
+  // Undoes what was begun and never run.
+  ~Transfer();
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
   // Until all that can be refused has been: without memory for it nothing moves.
   void begin(const Look& look);
   // The rest. REQUIRES: begin() went well. What stops it is thrown, once all is undone
@@ -171,7 +180,9 @@ class Transfer {
   [[nodiscard]] std::size_t done() const;
   [[nodiscard]] std::size_t total() const;
   // See Arrival.
-  bool wait_for(Address address, std::size_t bytes) { return in_ == nullptr || in_->wait_for(address, bytes); }
+  Arrival::Waited wait_for(Address address, std::size_t bytes, std::chrono::milliseconds most) {
+    return in_ == nullptr ? Arrival::Waited::there : in_->wait_for(address, bytes, most);
+  }
 
  private:
   void move(const Look& look);
@@ -179,6 +190,7 @@ class Transfer {
 
   const std::unique_ptr<Departure> out_;
   const std::unique_ptr<Arrival> in_;
+  bool is_under_way_ = false;
 };
 
 }  // namespace vmm
