@@ -423,6 +423,7 @@ void Transfer::move(const Look& look) {
       continue;
     }
     const bool comes = in_->step(/*may_wait=*/!goes);
+    if (comes) in_->step(/*may_wait=*/!goes);  // mapping a piece is a step, and loading it another
     look();
     if (!goes && !comes) return;
   }
