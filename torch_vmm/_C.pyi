@@ -421,12 +421,8 @@ def sleep(pool: Pool, keep: list[_Place] | None, by_tag: dict[str, list[_Place]]
         OutOfMemoryError, InvalidArgumentError, NotAvailableError, VmmError: it is awake.
     """
 
-def wake(pool: Pool, tags: list[str] | None, is_mapped_first: bool) -> Transfer:
-    """``is_mapped_first``: tensors can be made in it from then on.
-
-    Raises:
-        OutOfMemoryError: it sleeps as before.
-    """
+def wake(pool: Pool, tags: list[str] | None) -> Transfer:
+    """Raises OutOfMemoryError: it sleeps as before."""
 
 def swap(out: Pool, keep: list[_Place] | None, by_tag: dict[str, list[_Place]], into: Pool) -> Transfer:
     """Both at once. Raises InvalidArgumentError for pools of two devices or one model."""

@@ -326,14 +326,15 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     ) -> Transfer:
         """Brings the model's memory back, to the same addresses.
 
-        One that is awake stays so. Where it is stopped, by Ctrl-C for example,
-        it is asleep as before; with ``blocking=False`` what has come by then
-        stays, and the rest is out of reach until it is woken again.
+        One that is awake stays so. Tensors can be made in it once all is there.
+        Where it is stopped before, by Ctrl-C for example, it is asleep as
+        before.
 
         Args:
             tags: of what is under these alone; ``""`` is what has no tag.
             blocking: returns when all is there; else when there is memory for
-                it, and a thread fills it: ``handle.wait_for(tensor)``.
+                it, and a thread fills it: ``handle.wait_for(tensor)``. What is
+                written by then to what has come is lost if it is stopped.
             order: what comes first; there is ``"as allocated"``.
             progress: as of :meth:`sleep`.
         Returns:

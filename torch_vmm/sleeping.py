@@ -310,8 +310,7 @@ def wake(
             raise InvalidArgumentError(f"tags={show(tags)}: give a tag's name, or several")
         chosen = [tags] if isinstance(tags, str) else [tag if tag == "" else to_name(tag, "tags") for tag in tags]
         _require_tags(pool, chosen)
-    is_mapped_first = not to_flag(blocking, "blocking")
-    move = _Move(f"{pool.name} to wake", lambda: _C.wake(pool._handle, chosen, is_mapped_first), coming=pool)
+    move = _Move(f"{pool.name} to wake", lambda: _C.wake(pool._handle, chosen), coming=pool)
     return Transfer(move, blocking, progress)
 
 

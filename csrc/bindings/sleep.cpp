@@ -108,9 +108,9 @@ TransferPtr sleep(const Pool& pool, const std::optional<PlacesArgument>& all, co
   return begun(departure(pool, all, by_tag, release), nullptr);
 }
 
-TransferPtr wake(const Pool& pool, const std::optional<std::vector<std::string>>& tags, bool is_mapped_first) {
+TransferPtr wake(const Pool& pool, const std::optional<std::vector<std::string>>& tags) {
   const GilReleased released;
-  return begun(nullptr, arrival(pool, tags, is_mapped_first ? Arrival::Memory::mapped : Arrival::Memory::collected));
+  return begun(nullptr, arrival(pool, tags, Arrival::Memory::collected));
 }
 
 TransferPtr swap(const Pool& out, const std::optional<PlacesArgument>& all, const PlacesByTag& by_tag,
@@ -168,7 +168,7 @@ void bind_sleep(py::module_& module) {
           py::arg("address"), py::arg("size"), WithoutGil());
 
   module.def("sleep", &sleep, py::arg("pool"), py::arg("keep"), py::arg("by_tag"), py::arg("release"));
-  module.def("wake", &wake, py::arg("pool"), py::arg("tags"), py::arg("is_mapped_first"));
+  module.def("wake", &wake, py::arg("pool"), py::arg("tags"));
   module.def("swap", &swap, py::arg("out"), py::arg("keep"), py::arg("by_tag"), py::arg("into"));
   module.def("asleep", &asleep, py::arg("pool"), WithoutGil());
   module.def("is_asleep", &is_asleep, py::arg("pool"), WithoutGil());

@@ -208,10 +208,9 @@ def test_beside_the_program(model: VirtualMemoryPool) -> None:
     for first, tensor in enumerate(tensors):
         handle.wait_for(tensor)
         assert is_numbered(tensor, first)
-    made = numbered(model, 1000)
     handle.wait()
-    assert is_numbered(made)
     assert not model.is_asleep
+    assert is_numbered(numbered(model, 1000))
 
 
 def test_progress_is_told_and_may_stop_it(model: VirtualMemoryPool) -> None:

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -321,32 +322,107 @@ TEST_F(Sleep, WhatStopsItInTheMiddleLeavesItAwakeAndWhole) {
   }
 }
 
-TEST_F(Sleep, AWakeThatIsStoppedGoesOn) {
-  for (const Arrival::Memory memory : {Arrival::Memory::mapped, Arrival::Memory::collected}) {
-    for (int at = 1; at < 20; ++at) {
-      const auto pool = lab_.pool("a");
-      std::vector<Live> live = fill(*pool);
-      sleep(pool, host());
-      int calls = 0;
-      try {
-        go(*coming(pool, memory), [&] {
-          if (++calls == at) throw VmmError("stopped");
-        });
-      } catch (const VmmError&) {
-        lab_.memory().check();
-        EXPECT_TRUE(pool->is_asleep()) << at;
-        EXPECT_THROW(lab_.memory().allocate(*pool, 512, nullptr), AsleepError) << "what has not come is not to be read";
-        lab_.free(live.back().address);  // where it came from a stopped wake, too
-        live.pop_back();
-        if (at % 2 == 0) sleep(pool, host());
-        wake(pool);
-      }
-      EXPECT_FALSE(pool->is_asleep());
-      expect_whole(live);
-      for (const Live& each : live) lab_.free(each.address);
-      lab_.memory().close_pool(*pool, false);
+TEST_F(Sleep, AWakeThatIsStoppedIsAsleepAsBefore) {
+  for (int at = 1; at < 20; ++at) {
+    const auto pool = lab_.pool("a");
+    std::vector<Live> live = fill(*pool);
+    sleep(pool, host());
+    int calls = 0;
+    try {
+      go(*coming(pool), [&] {
+        if (++calls == at) throw VmmError("stopped");
+      });
+    } catch (const VmmError&) {
+      lab_.memory().check();
+      EXPECT_TRUE(pool->is_asleep()) << at;
+      EXPECT_EQ(pool->physical_bytes(), 0U) << at;
+      EXPECT_THROW(lab_.memory().allocate(*pool, 512, nullptr), AsleepError);
+      lab_.free(live.back().address);
+      live.pop_back();
+      if (at % 2 == 0) sleep(pool, host());
+      wake(pool);
     }
+    EXPECT_FALSE(pool->is_asleep());
+    expect_whole(live);
+    for (const Live& each : live) lab_.free(each.address);
+    lab_.memory().close_pool(*pool, false);
   }
+}
+
+// What is copied along, or was freed on the way, is written over nobody's memory: no block is
+// handed out before all has come.
+TEST_F(Sleep, NothingIsHandedOutWhileContentsCome) {
+  const auto pool = lab_.pool("a");
+  std::vector<Address> blocks;
+  for (int k = 0; k < 3; ++k) blocks.push_back(lab_.allocate(*pool, 4 * kKiB));
+  lab_.free(blocks[1]);
+  sleep(pool, host());
+  const auto in = coming(pool);
+  in->begin(&look_away);
+  EXPECT_THROW(lab_.memory().allocate(*pool, 4 * kKiB, nullptr), AsleepError);
+  in->run([&] { EXPECT_THROW(lab_.memory().allocate(*pool, 4 * kKiB, nullptr), AsleepError); });
+  lab_.allocate(*pool, 4 * kKiB);
+}
+
+TEST_F(Sleep, TwoTagsInOneFileWakeAtOnce) {
+  const auto pool = lab_.pool("a");
+  const auto weights = lab_.memory().tagged(pool, "weights");
+  const auto cache = lab_.memory().tagged(pool, "cache");
+  const std::vector<Live> of_weights = fill(*weights, {20 * kMiB});
+  const std::vector<Live> of_cache = fill(*cache, {20 * kMiB});
+  sleep(pool, file());
+  Transfer one(nullptr, std::make_unique<Arrival>(sleeper_, PoolList{weights}, Arrival::Memory::collected));
+  Transfer two(nullptr, std::make_unique<Arrival>(sleeper_, PoolList{cache}, Arrival::Memory::collected));
+  one.begin(&look_away);
+  two.begin(&look_away);
+  std::thread other([&] { two.run(&look_away); });
+  one.run(&look_away);
+  other.join();
+  wake(pool);
+  expect_whole(of_weights);
+  expect_whole(of_cache);
+}
+
+TEST_F(Sleep, AWayBackThatFailsLeavesItAsleepAndWhole) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool, {40 * kMiB});
+  int calls = 0;
+  EXPECT_THROW(go(*going({pool}, host()),
+                  [&] {
+                    if (++calls != 4) return;
+                    lab_.driver.fail_nth(Call::copy_async, 1, broken());
+                    throw VmmError("stopped");
+                  }),
+               VmmError);
+  lab_.driver.clear_failures();
+  lab_.memory().check();
+  wake(pool);
+  expect_whole(live);
+}
+
+TEST_F(Sleep, ChunksThatTheDriverKeepsAreStillThePools) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool, {512, 20 * kMiB});
+  sleep(pool, host());
+  lab_.driver.fail_nth(Call::copy_async, 2, broken());
+  lab_.driver.fail_nth(Call::unmap, 1, broken());
+  EXPECT_THROW(go(*coming(pool)), VmmError);
+  lab_.driver.clear_failures();
+  lab_.memory().check();
+  sleep(pool, host());
+  wake(pool);
+  expect_whole(live);
+}
+
+TEST_F(Sleep, WhoeverRegistersSegmentsMayComeWhileItSleeps) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  sleep(pool, host());
+  lab_.memory().keep_blocks_within_chunks();
+  lab_.memory().check();
+  wake(pool);
+  expect_whole(live);
+  lab_.allocate(*pool, 20 * kMiB);
 }
 
 // Every call of the driver fails in turn; whatever was wanted is done, or as before.

@@ -377,9 +377,7 @@ class World {
     }
     std::unique_ptr<Arrival> arrival;
     if (in.has_value()) {
-      const auto memory = out.has_value()     ? Arrival::Memory::by_piece
-                          : last_id_ % 2 == 0 ? Arrival::Memory::mapped
-                                              : Arrival::Memory::collected;
+      const auto memory = out.has_value() ? Arrival::Memory::by_piece : Arrival::Memory::collected;
       arrival = std::make_unique<Arrival>(sleeper_, family(*in), memory);
     }
     Transfer transfer(std::move(departure), std::move(arrival));

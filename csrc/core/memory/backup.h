@@ -1,5 +1,5 @@
 // What sleeping pools hold, elsewhere: bytes by their offset in it. Whoever saves knows
-// what stands where. Not thread-safe: one caller at a time.
+// what stands where. Parts of a model that share one may be moved at once, by several threads.
 #pragma once
 
 #include <cstddef>

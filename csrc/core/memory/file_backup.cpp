@@ -98,7 +98,10 @@ void FileBackup::fail(const std::string& doing, int error) const {
 }
 
 FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t bytes)
-    : driver_(driver), path_(is_folder(path) ? named_in(path) : path), staged_(driver, pages_.begin(), pinning_) {
+    : driver_(driver),
+      path_(is_folder(path) ? named_in(path) : path),
+      process_(::getpid()),
+      staged_(driver, pages_.begin(), pinning_) {
   const std::size_t slabs = (bytes + kSlabBytes - 1) / kSlabBytes;
   checksums_.resize(slabs);
   if (path_ != path) remove_left_in(path);
@@ -143,7 +146,7 @@ void FileBackup::open() {
 }
 
 FileBackup::~FileBackup() {
-  ::unlink(path_.c_str());
+  if (::getpid() == process_) ::unlink(path_.c_str());  // not in a child of a fork
   ::close(file_);
 }
 
@@ -191,6 +194,7 @@ void FileBackup::read_slab(std::size_t index) {
 }
 
 void FileBackup::save(std::size_t at, Address from, std::size_t size, const StreamUse& by) {
+  const MutexLock lock(mutex_);
   for (std::size_t done = 0; done < size;) {
     const std::size_t index = (at + done) / kSlabBytes;
     const std::size_t within = (at + done) % kSlabBytes;
@@ -208,9 +212,13 @@ void FileBackup::save(std::size_t at, Address from, std::size_t size, const Stre
   }
 }
 
-void FileBackup::finish() { write_slab(); }
+void FileBackup::finish() {
+  const MutexLock lock(mutex_);
+  write_slab();
+}
 
 void FileBackup::load(std::size_t at, Address to, std::size_t size, const StreamUse& by) {
+  const MutexLock lock(mutex_);
   for (std::size_t done = 0; done < size;) {
     const std::size_t within = (at + done) % kSlabBytes;
     const std::size_t piece = std::min(size - done, kSlabBytes - within);
@@ -223,6 +231,7 @@ void FileBackup::load(std::size_t at, Address to, std::size_t size, const Stream
 }
 
 void FileBackup::read(std::size_t at, std::byte* to, std::size_t size) {
+  const MutexLock lock(mutex_);
   for (std::size_t done = 0; done < size;) {
     const std::size_t within = (at + done) % kSlabBytes;
     const std::size_t piece = std::min(size - done, kSlabBytes - within);

@@ -33,22 +33,24 @@ class FileBackup final : public Backup {
   static constexpr std::size_t kNoSlab = ~std::size_t{0};
 
   void open();
-  void write_slab();
-  void read_slab(std::size_t index);
-  void await_copies();
+  void write_slab() VMM_REQUIRES(mutex_);
+  void read_slab(std::size_t index) VMM_REQUIRES(mutex_);
+  void await_copies() VMM_REQUIRES(mutex_);
   [[noreturn]] void fail(const std::string& doing, int error) const;
 
   Driver& driver_;
   std::string path_;
   int file_ = -1;
+  const int process_;
   ZeroPages pages_{kSlabBytes};
   Mutex pinning_;
-  PinnedMemory::Slab staged_;             // of these
-  std::size_t slab_ = kNoSlab;            // what `staged_` holds
-  bool is_written_ = true;                // it is in the file
-  std::size_t end_ = 0;                   // of what was saved, in bytes
-  StreamUse copied_by_{};                 // on which there are copies of `staged_`; of no device: none
-  std::vector<std::uint32_t> checksums_;  // by slab, of those that are written
+  PinnedMemory::Slab staged_;  // of these
+  Mutex mutex_;                // waits for the disk and for copies of its own: nobody else has it
+  std::size_t slab_ VMM_GUARDED_BY(mutex_) = kNoSlab;  // what `staged_` holds
+  bool is_written_ VMM_GUARDED_BY(mutex_) = true;      // it is in the file
+  std::size_t end_ VMM_GUARDED_BY(mutex_) = 0;         // of what was saved, in bytes
+  StreamUse copied_by_ VMM_GUARDED_BY(mutex_);         // on which there are copies of `staged_`; of no device: none
+  std::vector<std::uint32_t> checksums_ VMM_GUARDED_BY(mutex_);  // by slab, of those that are written
 };
 
 }  // namespace vmm

@@ -24,34 +24,25 @@ constexpr std::size_t kCopiedAlong = 64 * kKiB;
 
 }  // namespace
 
-std::vector<KeptRange> KeptRanges::take(ByteRange range) {
-  std::vector<KeptRange> taken;
-  auto at = by_offset_.upper_bound(range.offset);
-  if (at != by_offset_.begin() && std::prev(at)->second.end() > range.offset) --at;
-  while (at != by_offset_.end() && at->first < range.end()) {
-    const KeptRange whole = at->second;
-    at = by_offset_.erase(at);
-    const std::size_t begin = std::max(whole.offset, range.offset);
-    const std::size_t end = std::min(whole.end(), range.end());
-    taken.push_back({begin, end - begin, whole.at + (begin - whole.offset), whole.backup});
-    if (whole.offset < begin) add({whole.offset, begin - whole.offset, whole.at, whole.backup});
-    if (end < whole.end()) {
-      add({end, whole.end() - end, whole.at + (end - whole.offset), whole.backup});
-      break;
-    }
-  }
-  return taken;
-}
-
-std::vector<ByteRange> KeptRanges::within(ByteRange range) const {
-  std::vector<ByteRange> found;
+std::vector<KeptRange> KeptRanges::within(ByteRange range) const {
+  std::vector<KeptRange> found;
   auto at = by_offset_.upper_bound(range.offset);
   if (at != by_offset_.begin() && std::prev(at)->second.end() > range.offset) --at;
   for (; at != by_offset_.end() && at->first < range.end(); ++at) {
-    const std::size_t begin = std::max(at->first, range.offset);
-    found.push_back({begin, std::min(at->second.end(), range.end()) - begin});
+    const KeptRange& whole = at->second;
+    const std::size_t begin = std::max(whole.offset, range.offset);
+    const std::size_t end = std::min(whole.end(), range.end());
+    found.push_back({begin, end - begin, whole.at + (begin - whole.offset), whole.backup});
   }
   return found;
+}
+
+void KeptRanges::cut_to(const std::vector<ByteRange>& wanted) {
+  KeptRanges left;
+  for (const ByteRange& range : wanted) {
+    for (const KeptRange& part : within(range)) left.add(part);
+  }
+  by_offset_.swap(left.by_offset_);
 }
 
 std::vector<ByteRange> KeptRanges::missing(ByteRange range) const {
@@ -73,48 +64,21 @@ std::vector<ByteRange> KeptRanges::missing(ByteRange range) const {
 SleepBegun Pool::begin_sleep() {
   const StillLock lock(*this, BlockCaches::Kept::gone);
   if (range_ == nullptr) return SleepBegun::never;
-  if (asleep_ != nullptr && asleep_->is_busy) return SleepBegun::busy;
+  if (asleep_ != nullptr) {
+    if (asleep_->is_busy) return SleepBegun::busy;
+    asleep_->is_busy = true;
+    return SleepBegun::again;
+  }
   if (context_.log != nullptr) {
     throw NotAvailableError("pool '" + name_ + "' cannot sleep in debug mode, which watches what its memory holds; " +
                             "unset TORCH_VMM_DEBUG");
   }
-  const SleepBegun begun = asleep_ == nullptr ? SleepBegun::anew : SleepBegun::again;
-  const bool is_going = lacks_memory();
-  if (begun == SleepBegun::anew) {
-    asleep_ = std::make_unique<Asleep>();
-    asleep_->was_sealed = is_sealed();
-  }
-  asleep_->is_busy = true;
-  if (!is_going) stop_taking();
-  return begun;
-}
-
-void Pool::stop_taking() {
+  asleep_ = std::make_unique<Asleep>();
   is_cached_.store(false, std::memory_order_relaxed);
-  asleep_->state = Asleep::State::going;
   if (!is_retired()) life_.store(Life::asleep, std::memory_order_release);
   count_slabs(SizeClass::small_pool, SizeClass::large_pool);
   set_inactive_split({});
-}
-
-void Pool::stop_filling() {
-  const MutexLock lock(mutex_);
-  if (asleep_ != nullptr && !lacks_memory()) stop_taking();
-}
-
-// What stands there is not what it held, or not all of it.
-Status Pool::set_reachable(const LeavingChunk& chunk, bool is_reachable) {
-  const MutexLock lock(mutex_);
-  if (asleep_ == nullptr || range_ == nullptr) return {};
-  for (auto at = range_->from(chunk.offset); at != range_->live().end() && at->first < chunk.range().end(); ++at) {
-    for (const Location& who : accessors_) {
-      const Access access = is_reachable ? Access::read_write : Access::none;
-      if (const Status status = range_->set_access({at->first, at->second.chunk->size}, who, access); !status.ok()) {
-        return status;
-      }
-    }
-  }
-  return {};
+  return SleepBegun::anew;
 }
 
 bool Pool::begin_transfer() {
@@ -189,14 +153,17 @@ SleepPlan Pool::plan_sleep() {
     LeavingChunk leaving;
     leaving.offset = offset;
     leaving.place.size = chunk.size;
-    leaving.place.is_read_only = allows(mapping, Access::read);
+    const ByteRange range{offset, chunk.size};
+    leaving.place.is_read_only =
+        allows(mapping, Access::read) ||
+        std::find(asleep_->to_seal.begin(), asleep_->to_seal.end(), range) != asleep_->to_seal.end();
     leaving.place.is_withheld = mapping.is_withheld;
-    const std::size_t end = offset + chunk.size;
+    const std::size_t end = range.end();
     while (next != kept.end() && next->end() <= offset) ++next;
-    for (auto range = next; range != kept.end() && range->offset < end; ++range) {
-      const std::size_t begin = std::max(range->offset, offset);
-      // What has not come yet since it slept last is kept already.
-      for (const ByteRange& part : asleep_->kept.missing({begin, std::min(range->end(), end) - begin})) {
+    for (auto live = next; live != kept.end() && live->offset < end; ++live) {
+      const std::size_t begin = std::max(live->offset, offset);
+      // What a wake that was stopped has left is kept already.
+      for (const ByteRange& part : asleep_->kept.missing({begin, std::min(live->end(), end) - begin})) {
         leaving.kept.push_back(part);
         plan.kept_bytes += part.size;
       }
@@ -210,32 +177,44 @@ Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept
   const MutexLock lock(mutex_);
   const auto found = range_->live().find(leaving.offset);
   VMM_CHECK(lacks_memory() && found != range_->live().end(), "no chunk at ", leaving.offset);
-  Chunk* const chunk = found->second.chunk;
-  if (chunk->exported || chunk->mappings.load(std::memory_order_acquire) != 1)
-    return {};  // of somebody else's too, now
-  // First: there may be no memory to note them.
-  const auto gone = asleep_->gone.emplace(leaving.offset, leaving.place).first;
-  const ByteRange range{leaving.offset, chunk->size};
+  const Chunk& chunk = *found->second.chunk;
+  if (chunk.exported || chunk.mappings.load(std::memory_order_acquire) != 1) return {};  // of somebody else's too, now
+  const ByteRange range = leaving.range();
   const auto undo = [&]() VMM_REQUIRES(mutex_) {
-    for (const KeptRange& each : kept) asleep_->kept.forget({each.offset, each.size});
-    asleep_->gone.erase(gone);
+    for (const KeptRange& each : kept) asleep_->kept.remove({each.offset, each.size});
   };
+  Status status;
   try {
     for (const KeptRange& each : kept) asleep_->kept.add(each);
+    status = send_away(range, leaving.place);
   } catch (...) {
     undo();
     throw;
   }
-  // Before it goes, for whoever registered it.
-  if (!found->second.is_withheld || found->second.is_told) {
-    tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
-  }
-  const bool was_sealed = !allows(found->second, Access::read_write);
-  if (const Status status = range_->unmap(range); !status.ok()) {
+  if (!status.ok()) {
     undo();
+  } else if (kept.empty() && !leaving.kept.empty()) {
+    asleep_->is_discarded = true;
+  }
+  return status;
+}
+
+// The chunk leaves for the group's shelf, or stays where the driver refuses. REQUIRES: nothing
+// uses it.
+Status Pool::send_away(ByteRange range, const PlaceOfChunk& place) {
+  const LiveMapping& mapping = range_->live().at(range.offset);
+  Chunk* const chunk = mapping.chunk;
+  const bool was_sealed = !allows(mapping, Access::read_write);
+  const bool is_told = !mapping.is_withheld || mapping.is_told;
+  const auto gone = asleep_->gone.emplace(range.offset, place).first;  // first: there may be no memory to note it
+  // Before it goes, for whoever registered it.
+  if (is_told) tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
+  if (const Status status = range_->unmap(range); !status.ok()) {
+    if (is_told) tell(PoolEvent::segment_alloc, range.offset, range.size, nullptr);
+    asleep_->gone.erase(gone);
     return status;
   }
-  if (kept.empty() && !leaving.kept.empty()) asleep_->is_discarded = true;
+  std::erase(asleep_->to_seal, range);
   if (was_sealed) context_.store.dormant().allow(chunk);
   count_unmapped({range.offset, chunk});
   chunk->last_use = kLongAgo;  // whoever asked has waited for all that is queued
@@ -257,7 +236,6 @@ void Pool::forget_unused() {
     Block* const bare = take_range(range, BlockState::retired, &pieces);
     large_.free(bare, kNeutral, kLongAgo);
     large_.remove_border(range.offset);
-    asleep_->kept.forget(range);
     at = asleep_->gone.erase(at);
   }
 }
@@ -267,17 +245,19 @@ std::vector<LeavingChunk> Pool::plan_wake() {
   std::vector<LeavingChunk> wanted;
   if (asleep_ == nullptr || range_ == nullptr) return wanted;
   settle_locked();
-  if (!pinned_) give_up_spare_slabs();
-  if (!pinned_) forget_unused();
-  for (const auto& [offset, place] : asleep_->gone) {
-    wanted.push_back({offset, place, asleep_->kept.within({offset, place.size})});
+  if (!pinned_) {
+    give_up_spare_slabs();
+    forget_unused();
+    asleep_->kept.cut_to(contents());  // what has been freed does not come back
   }
-  for (const auto& [offset, mapping] : range_->live()) {  // of a wake that was stopped
-    LeavingChunk chunk{offset, {mapping.chunk->size}, asleep_->kept.within({offset, mapping.chunk->size}), true};
-    const bool is_sealed =
-        std::find(asleep_->to_seal.begin(), asleep_->to_seal.end(), chunk.range()) != asleep_->to_seal.end();
-    if (is_sealed || !chunk.kept.empty()) wanted.push_back(std::move(chunk));
-  }
+  const auto want = [&](std::size_t offset, const PlaceOfChunk& place, bool is_there) VMM_REQUIRES(mutex_) {
+    LeavingChunk chunk{offset, place, {}, is_there};
+    for (const KeptRange& each : asleep_->kept.within(chunk.range())) chunk.kept.push_back({each.offset, each.size});
+    if (!is_there || !chunk.kept.empty()) wanted.push_back(std::move(chunk));
+  };
+  for (const auto& [offset, place] : asleep_->gone) want(offset, place, false);
+  // Those that the driver would not unmap again when a wake was stopped.
+  for (const auto& [offset, mapping] : range_->live()) want(offset, {mapping.chunk->size}, true);
   const auto is_of_slab = [this](const LeavingChunk& chunk) VMM_REQUIRES(mutex_) {
     const Block* const block = large_.covering(chunk.offset);
     return block != nullptr && block->state == BlockState::slab;
@@ -288,23 +268,16 @@ std::vector<LeavingChunk> Pool::plan_wake() {
 
 Status Pool::let_go_again(const LeavingChunk& place) {
   const MutexLock lock(mutex_);
-  if (range_ == nullptr || !lacks_memory() || place.is_there) return {};
-  auto at = range_->live().find(place.offset);
-  if (at == range_->live().end()) return {};  // it did not come
-  asleep_->gone.emplace(place.offset, place.place);
-  while (at != range_->live().end() && at->first < place.range().end()) {
-    Chunk* const chunk = at->second.chunk;
-    const ByteRange range{at->first, chunk->size};
-    const bool is_told = !at->second.is_withheld || at->second.is_told;
+  if (range_ == nullptr || !lacks_memory()) return {};
+  Status first;
+  for (auto at = range_->from(place.offset); at != range_->live().end() && at->first < place.range().end();) {
+    PlaceOfChunk of_chunk = place.place;
+    of_chunk.size = at->second.chunk->size;
+    const ByteRange range{at->first, of_chunk.size};
     ++at;  // before it is taken out
-    if (is_told) tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
-    std::erase(asleep_->to_seal, range);
-    count_unmapped({range.offset, chunk});
-    if (!range_->unmap(range).ok()) stuck_.push_back({range, kLongAgo});
-    chunk->last_use = kLongAgo;
-    context_.store.put(group_, chunk);
+    if (const Status status = send_away(range, of_chunk); !status.ok() && first.ok()) first = status;
   }
-  return {};
+  return first;
 }
 
 // A chunk for each place: of its size where there is one, granted or on the shelf; else made,
@@ -389,14 +362,15 @@ void Pool::put_back_collected() {
 Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by, Epoch* wait_for) {
   const MutexLock lock(mutex_);
   if (range_ == nullptr || asleep_ == nullptr) return {};
-  Shortage stuck;
-  if (const Status status = drop_stuck_locked(&stuck); !status.ok()) return status;
-  *wait_for = stuck.wait_for;
-  if (*wait_for != kLongAgo) return {};
+  if (place.is_there) {  // it may have lost its rights when it was not unmapped
+    for (const Location& who : accessors_) {
+      if (const Status status = range_->set_access(place.range(), who, Access::read_write); !status.ok()) return status;
+    }
+    return {};
+  }
   std::vector<PlacedChunk> placements;
-  const auto first = asleep_->collected.lower_bound(place.offset);
   const auto end = asleep_->collected.lower_bound(place.range().end());
-  for (auto at = first; at != end; ++at) {
+  for (auto at = asleep_->collected.lower_bound(place.offset); at != end; ++at) {
     placements.push_back({at->first, at->second});
     *wait_for = std::max(*wait_for, at->second->last_use);
   }
@@ -404,56 +378,26 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
   if (!context_.clock.order_before(filled_by, *wait_for).ok()) return {};
   *wait_for = kLongAgo;
   asleep_->to_seal.reserve(asleep_->to_seal.size() + placements.size());
-  if (const Status status = map_to_wake(placements, filled_by.stream); !status.ok()) return status;
-  asleep_->collected.erase(first, end);
-  asleep_->gone.erase(place.offset);
+  // Each chunk is gone by itself from now on: the place may be several's.
+  for (const PlacedChunk& each : placements) {
+    PlaceOfChunk of_chunk = place.place;
+    of_chunk.size = each.chunk->size;
+    asleep_->gone.insert_or_assign(each.offset, of_chunk);
+  }
+  Status status = range_->map(placements, accessors_);
+  if (status.ok()) status = empty(placements, filled_by.stream);
+  // What is mapped is the pool's, also where that failed: whoever asked undoes it.
   for (const auto& [offset, chunk] : placements) {
+    if (range_->live().count(offset) == 0) continue;
+    asleep_->collected.erase(offset);
+    asleep_->gone.erase(offset);
     chunk->content.store(id_, std::memory_order_relaxed);
     chunk->last_use = kLongAgo;
     if (place.place.is_withheld) range_->withhold(offset);
     if (place.place.is_read_only) asleep_->to_seal.push_back({offset, chunk->size});
     count_mapped({offset, chunk}, filled_by.stream);
   }
-  return {};
-}
-
-// Maps them and empties what no content comes to; or nothing.
-Status Pool::map_to_wake(std::span<const PlacedChunk> placements, Stream stream) {
-  stuck_.reserve(stuck_.size() + placements.size());
-  Status status = range_->map(placements, accessors_);
-  if (status.ok()) status = empty(placements, stream);
-  if (status.ok()) return {};
-  // Fills may be on their way to them.
-  const Epoch now = context_.clock.now();
-  for (const auto& [offset, chunk] : placements) {
-    chunk->last_use = std::max(chunk->last_use, now);
-    if (range_->live().count(offset) != 0) stuck_.push_back({{offset, chunk->size}, now});
-  }
   return status;
-}
-
-// What was mapped for a wake that failed goes, once nothing uses it. REQUIRES: `shortage`
-// is empty: why not, where it cannot.
-Status Pool::drop_stuck_locked(Shortage* shortage) {
-  while (!stuck_.empty()) {
-    context_.clock.poll();
-    if (!context_.clock.has_passed(stuck_.back().last_use)) {
-      shortage->wait_for = stuck_.back().last_use;
-      return {};
-    }
-    if (const Status status = range_->unmap(stuck_.back().range); !status.ok()) {
-      *shortage = Shortage::of_driver(0, status);
-      return status;
-    }
-    stuck_.pop_back();
-  }
-  return {};
-}
-
-void Pool::drop_stuck() {
-  const MutexLock lock(mutex_);
-  Shortage unused;
-  if (range_ != nullptr) drop_stuck_locked(&unused).ignore();
 }
 
 // Memory that wakes reads as zero where no content comes to it: nobody else's is seen, nor
@@ -472,44 +416,14 @@ Status Pool::empty(std::span<const PlacedChunk> placements, Stream stream) {
   return {};
 }
 
-bool Pool::begin_filling() {
+std::vector<KeptRange> Pool::kept_in(ByteRange range) const {
   const MutexLock lock(mutex_);
-  if (asleep_ == nullptr || !asleep_->gone.empty()) return false;
-  if (!lacks_memory()) return true;
-  count_slabs(SizeClass::large_pool, SizeClass::small_pool);
-  asleep_->state = Asleep::State::filling;
-  if (!is_retired()) life_.store(asleep_->was_sealed ? Life::sealed : Life::open, std::memory_order_release);
-  return true;
-}
-
-std::vector<KeptRange> Pool::take_kept_in(ByteRange range, const StreamUse& filled_by) {
-  const MutexLock lock(mutex_);
-  if (asleep_ == nullptr) return {};
-  asleep_->filled_by = filled_by;
-  std::vector<KeptRange> found = asleep_->kept.take(range);
-  if (!found.empty()) asleep_->arriving.push_back(range);
-  return found;
-}
-
-void Pool::keep_again(std::span<const KeptRange> kept, const LeavingChunk& chunk) {
-  const MutexLock lock(mutex_);
-  if (asleep_ == nullptr) return;
-  for (const KeptRange& each : kept) asleep_->kept.add(each);
-  for (const ByteRange& freed : asleep_->dropped) asleep_->kept.forget(freed);
-  has_arrived(chunk.range());
-}
-
-// No copy is on its way to it any more.
-void Pool::has_arrived(ByteRange range) {
-  std::erase(asleep_->arriving, range);
-  std::erase_if(asleep_->dropped,
-                [&](const ByteRange& freed) { return range.offset <= freed.offset && freed.end() <= range.end(); });
+  return asleep_ == nullptr ? std::vector<KeptRange>() : asleep_->kept.within(range);
 }
 
 Status Pool::arrived(const LeavingChunk& chunk) {
   const MutexLock lock(mutex_);
   if (asleep_ == nullptr || range_ == nullptr) return {};
-  has_arrived(chunk.range());
   for (auto at = asleep_->to_seal.begin(); at != asleep_->to_seal.end();) {
     if (at->offset < chunk.offset || at->end() > chunk.range().end()) {
       ++at;
@@ -528,26 +442,13 @@ void Pool::end_sleep() {
   std::unique_ptr<Asleep> ended;  // its backup ends with no lock held
   const MutexLock lock(mutex_);
   if (asleep_ == nullptr) return;
-  if (lacks_memory()) {  // nothing has gone
-    count_slabs(SizeClass::large_pool, SizeClass::small_pool);
-  }
+  VMM_CHECK(asleep_->gone.empty() && asleep_->collected.empty(), "pool '", name_, "' wakes without ",
+            asleep_->gone.size(), " chunks");
+  count_slabs(SizeClass::large_pool, SizeClass::small_pool);
   ended = std::move(asleep_);
   if (range_ == nullptr || is_retired()) return;
   life_.store(Life::open, std::memory_order_release);
   note_sealed();
-}
-
-// A block that is freed meanwhile needs its content no more; where that is on its way, its
-// memory is nobody's until it has come.
-void Pool::wait_for_arrival(Block* block) {
-  const ByteRange range = block->range();
-  if (!pinned_) asleep_->kept.forget(range);
-  const bool is_arriving = std::any_of(asleep_->arriving.begin(), asleep_->arriving.end(), [&](const ByteRange& each) {
-    return each.offset < range.end() && range.offset < each.end();
-  });
-  if (!is_arriving) return;
-  asleep_->dropped.push_back(range);
-  recorded_uses_.add(&block->recorded, asleep_->filled_by);
 }
 
 void Pool::require_awake() const {
@@ -593,8 +494,7 @@ bool Pool::read_kept(Address address, std::size_t size, std::byte* to) {
   {
     const MutexLock lock(mutex_);
     if (asleep_ == nullptr || asleep_->is_busy || !asleep_->kept.missing(range).empty()) return false;
-    kept = asleep_->kept.take(range);
-    for (const KeptRange& each : kept) asleep_->kept.add(each);
+    kept = asleep_->kept.within(range);
     asleep_->is_busy = true;  // reading takes its time, and no lock
   }
   try {

@@ -11,7 +11,6 @@
 #include "base/units.h"
 #include "core/memory/backup.h"
 #include "core/memory/chunk.h"
-#include "core/streams/stream_point.h"
 
 namespace vmm {
 
@@ -36,12 +35,16 @@ class KeptRanges {
  public:
   // REQUIRES: overlaps none that is there.
   void add(const KeptRange& range) { by_offset_.emplace(range.offset, range); }
-  // Those parts that lie in `range`, by offset, which are not there any more.
-  std::vector<KeptRange> take(ByteRange range);
-  void forget(ByteRange range) { take(range); }
-  // Of `range`, by offset, the stretches that are there, and those that are not.
-  [[nodiscard]] std::vector<ByteRange> within(ByteRange range) const;
+  // Takes those out again that begin in `range`.
+  void remove(ByteRange range) noexcept {
+    by_offset_.erase(by_offset_.lower_bound(range.offset), by_offset_.lower_bound(range.end()));
+  }
+  // The parts that lie in `range`, by offset.
+  [[nodiscard]] std::vector<KeptRange> within(ByteRange range) const;
+  // The stretches of `range` that are not there.
   [[nodiscard]] std::vector<ByteRange> missing(ByteRange range) const;
+  // Only what lies in `wanted`, by offset, stays. Throws std::bad_alloc, and nothing has changed.
+  void cut_to(const std::vector<ByteRange>& wanted);
   // Any of them, or nullptr.
   [[nodiscard]] const KeptRange* any() const { return by_offset_.empty() ? nullptr : &by_offset_.begin()->second; }
 
@@ -72,22 +75,17 @@ enum class SleepBegun : std::uint8_t {
   never,  // it has ended
 };
 
+// While there is one the pool takes no requests, and there may be addresses in use that have
+// no memory. What is freed meanwhile is nobody's before it has ended, so that what a copy
+// writes there harms no one.
 struct Asleep {
-  // going: what is there may leave, and no request is taken. filling: all of it is back but
-  // for contents, which are on their way; requests are taken.
-  enum class State : std::uint8_t { going, filling };
-  State state = State::going;
-  bool is_busy = true;  // a transfer is on its way
-  bool was_sealed = false;
-  std::string place;                         // of what is kept
+  bool is_busy = true;                       // a transfer is on its way
   bool is_discarded = false;                 // contents are gone for good: what comes back is zero
+  std::string place;                         // of what is kept, in words
   std::map<std::size_t, PlaceOfChunk> gone;  // by offset; where there is memory: none
   std::map<std::size_t, Chunk*> collected;   // to stand there, and not mapped yet
-  KeptRanges kept;                           // of what has gone, or is yet to be filled
-  std::vector<ByteRange> arriving;           // that copies on their way write to,
-  StreamUse filled_by{};                     // on this stream,
-  std::vector<ByteRange> dropped;            // of which these have been freed meanwhile
-  std::vector<ByteRange> to_seal;            // once what they hold has arrived
+  KeptRanges kept;                           // of what has gone, and of what comes, until all is there
+  std::vector<ByteRange> to_seal;            // chunks that are mapped, once what they hold has arrived
 };
 
 }  // namespace vmm

@@ -123,8 +123,8 @@ bool Pool::end() {
   if (asleep_ != nullptr) {
     give_up_spare_slabs();
     if (asleep_->is_busy || !pending_.empty() || !quarantined_.empty()) return false;
-    forget_unused();  // all of it
-    if (lacks_memory()) count_slabs(SizeClass::large_pool, SizeClass::small_pool);
+    forget_unused();  // all of it, whose contents nobody wants
+    count_slabs(SizeClass::large_pool, SizeClass::small_pool);
     asleep = std::move(asleep_);
   }
   if (pinned_) {

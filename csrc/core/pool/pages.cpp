@@ -134,7 +134,6 @@ void Pool::free_pages(ByteRange range) {
   // Nobody told us of the streams that used them, so they are nobody's, not even
   // their own stream's, until all that is queued now is done.
   const Epoch epoch = context_.clock.now();
-  if (asleep_ != nullptr) asleep_->kept.forget(range);  // what is on its way is covered by the clock
   // First: what is kept on either side of `range` would be lost where it cannot be noted.
   large_.prepare_splits(range.offset | range.end());
   pages_.make_room();
@@ -225,6 +224,7 @@ void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
   const std::string doing = "deallocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")";
   const MutexLock lock(mutex_);
   require_open();
+  if (is_range_) require_awake();  // its zeros would be mapped where its pages come back to
   settle_locked();
   require_pages(range, doing);
   if (const HeldRanges::Held held = held_.in(range); held.count != 0) {

@@ -314,8 +314,6 @@ bool Pool::free(Address address, bool* drained) {
     Block* block = live_at(address);
     if (block == nullptr) return false;
     const Epoch epoch = context_.clock.now();
-    if (asleep_ != nullptr) [[unlikely]]
-      wait_for_arrival(block);
     // Other streams read it: it is nobody's until what is queued there is done. First, as
     // there may be no memory to note that: then it is live as before.
     if (block->recorded != 0) pending_.add({block, epoch}, recorded_uses_.of(block->recorded));

@@ -150,10 +150,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // have mapped meanwhile stays. Where the driver refuses, nothing has changed. REQUIRES: no
   // queued work uses it.
   Status let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept) VMM_EXCLUDES(mutex_);
-  // Undoes map_collected().
+  // Undoes map_collected(), as far as the driver lets it. REQUIRES: nothing uses it.
   Status let_go_again(const LeavingChunk& place) VMM_EXCLUDES(mutex_);
-  // Unmaps what such a failure has left, as far as nothing uses it.
-  void drop_stuck() VMM_EXCLUDES(mutex_);
   // What is to come back, slabs first, as small things are used first, then by offset; where
   // nothing is used any more, nothing does.
   std::vector<LeavingChunk> plan_wake() VMM_EXCLUDES(mutex_);
@@ -162,19 +160,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Those that have not been mapped are the group's again.
   void put_back_collected() VMM_EXCLUDES(mutex_);
   // Maps what was collected for it, emptied on the stream where no content comes to it. With
-  // `wait_for` set nothing has been done: the caller waits, and asks again.
+  // `wait_for` set nothing has been done: the caller waits, and asks again. Where it fails some
+  // may be mapped: see let_go_again().
   Status map_collected(const LeavingChunk& place, const StreamUse& filled_by, Epoch* wait_for) VMM_EXCLUDES(mutex_);
-  // All is back but for contents: requests are taken again. False: something is missing.
-  bool begin_filling() VMM_EXCLUDES(mutex_);
-  // Of what `range` is to hold, that which is still wanted: its copies are on their way from
-  // now on, by `filled_by`, until arrived().
-  std::vector<KeptRange> take_kept_in(ByteRange range, const StreamUse& filled_by) VMM_EXCLUDES(mutex_);
-  // Requests are refused again, before all has come.
-  void stop_filling() VMM_EXCLUDES(mutex_);
-  // Whether anybody may access what is mapped at that place.
-  Status set_reachable(const LeavingChunk& chunk, bool is_reachable) VMM_EXCLUDES(mutex_);
-  // They will not come now.
-  void keep_again(std::span<const KeptRange> kept, const LeavingChunk& chunk) VMM_EXCLUDES(mutex_);
+  // Of what `range` is to hold, that which is wanted.
+  [[nodiscard]] std::vector<KeptRange> kept_in(ByteRange range) const VMM_EXCLUDES(mutex_);
   // They have come: what was read-only is so again.
   Status arrived(const LeavingChunk& chunk) VMM_EXCLUDES(mutex_);
   // As before begin_sleep(). REQUIRES: nothing is missing.
@@ -631,20 +621,15 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
 
   // asleep.cpp
   void count_slabs(SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
-  void stop_taking() VMM_REQUIRES(mutex_);
+  Status send_away(ByteRange range, const PlaceOfChunk& place) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::vector<ByteRange> contents() const VMM_REQUIRES(mutex_);
   bool collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
       VMM_REQUIRES(mutex_);
-  Status map_to_wake(std::span<const PlacedChunk> placements, Stream stream) VMM_REQUIRES(mutex_);
-  Status drop_stuck_locked(Shortage* shortage) VMM_REQUIRES(mutex_);
   Status empty(std::span<const PlacedChunk> placements, Stream stream) VMM_REQUIRES(mutex_);
-  void has_arrived(ByteRange range) VMM_REQUIRES(mutex_);
-  void wait_for_arrival(Block* block) VMM_REQUIRES(mutex_);
   // There may be addresses in use with no memory.
-  [[nodiscard]] bool lacks_memory() const VMM_REQUIRES(mutex_) {
-    return asleep_ != nullptr && asleep_->state == Asleep::State::going;
-  }
+  [[nodiscard]] bool lacks_memory() const VMM_REQUIRES(mutex_) { return asleep_ != nullptr; }
   void forget_unused() VMM_REQUIRES(mutex_);
+  void withhold_gone(ByteRange of_block, bool are_pages) VMM_REQUIRES(mutex_);
   void require_awake() const VMM_REQUIRES(mutex_);  // AsleepError
   // Chunks of it have gone, all of them read-only.
   [[nodiscard]] bool has_gone_read_only(ByteRange range) const VMM_REQUIRES(mutex_);
@@ -708,12 +693,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
   std::unique_ptr<Asleep> asleep_ VMM_GUARDED_BY(mutex_);    // nullptr: it is awake
-  struct Stuck {
-    ByteRange range;
-    Epoch last_use = kLongAgo;
-  };
-  std::vector<Stuck> stuck_ VMM_GUARDED_BY(mutex_);       // mapped for a wake that failed after that
-  std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;  // times_locked() when inactive_split was worked out
+  std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;     // times_locked() when inactive_split was worked out
   Peaks own_peaks_;
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts
   std::atomic<Peaks*> family_peaks_{nullptr};                         // the same

@@ -90,6 +90,16 @@ void Pool::require_within_chunk(ByteRange range) const {
   }
 }
 
+// The same of chunks that have gone.
+void Pool::withhold_gone(ByteRange of_block, bool are_pages) {
+  auto at = asleep_->gone.upper_bound(of_block.offset);
+  if (at != asleep_->gone.begin() && std::prev(at)->first + std::prev(at)->second.size > of_block.offset) --at;
+  for (; at != asleep_->gone.end() && at->first < of_block.end(); ++at) {
+    const bool is_whole = at->first <= of_block.offset && at->first + at->second.size >= of_block.end();
+    if (!is_whole || are_pages) at->second.is_withheld = true;
+  }
+}
+
 void Pool::withhold_broken_chunks() {
   const MutexLock lock(mutex_);
   if (range_ == nullptr) return;
@@ -98,12 +108,20 @@ void Pool::withhold_broken_chunks() {
     if (all) range_->withhold(offset);
     if (!uniform_) large_.add_border(offset);
   }
+  if (asleep_ != nullptr) {
+    for (auto& [offset, place] : asleep_->gone) {
+      place.is_withheld = place.is_withheld || all;
+      if (!uniform_) large_.add_border(offset);
+    }
+  }
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
     if (block->is_nobodys()) continue;
-    auto at = range_->covering(block->offset);
-    const bool is_whole = at->first + at->second.chunk->size >= block->end();
+    auto at = range_->reaching(block->offset);
+    const bool is_there = at != range_->live().end() && at->first <= block->offset;
+    const bool is_whole = is_there && at->first + at->second.chunk->size >= block->end();
     if (is_whole && block->state != BlockState::pages) continue;
     for (; at != range_->live().end() && at->first < block->end(); ++at) range_->withhold(at->first);
+    if (asleep_ != nullptr) withhold_gone(block->range(), block->state == BlockState::pages);
   }
 }
 

@@ -23,6 +23,16 @@ StreamUse Sleeper::stream(Stream* which) {
   return {&memory_.streams(), *which, StreamKind::permanent};
 }
 
+void Sleeper::wait_for_copies() noexcept {
+  Clock& clock = memory_.clock();
+  try {
+    if (clock.wait(clock.now()).ok()) return;
+  } catch (...) {
+    // No memory for a tick: the device itself is asked.
+  }
+  driver().synchronize(memory_.device()).ignore();
+}
+
 std::shared_ptr<PinnedMemory> Sleeper::host_memory(const Budget& group) {
   std::vector<std::shared_ptr<PinnedMemory>> ended;  // unpinned with no lock held
   const MutexLock lock(mutex_);

@@ -24,6 +24,8 @@ class Sleeper {
   // Throw DriverError.
   StreamUse out() VMM_EXCLUDES(mutex_) { return stream(&out_); }
   StreamUse in() VMM_EXCLUDES(mutex_) { return stream(&in_); }
+  // Until all that is queued now is done, copies among it, however they have failed.
+  void wait_for_copies() noexcept;
   // Of the models whose limit stands under `group`.
   std::shared_ptr<PinnedMemory> host_memory(const Budget& group) VMM_EXCLUDES(mutex_);
   // The first of `places` with room for `bytes`; nullptr: they are discarded. Throws

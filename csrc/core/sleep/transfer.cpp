@@ -46,6 +46,9 @@ Departure::Departure(Sleeper& sleeper, std::vector<PartToSleep> parts, bool rele
 void Departure::begin() {
   try {
     std::vector<PartToSleep> going;
+    going.reserve(parts_.size());  // what has begun is noted
+    mine_.reserve(parts_.size());
+    awake_.reserve(parts_.size());
     for (PartToSleep& part : parts_) {
       const SleepBegun begun = part.pool->begin_sleep();
       if (begun == SleepBegun::never) continue;
@@ -61,6 +64,7 @@ void Departure::begin() {
     // Whoever uses their memory has queued that by now. Frees of before may leave with it.
     Clock& clock = sleeper_.memory().clock();
     throw_if_failed(clock.wait(clock.now()), "waiting for queued work that may use the memory");
+    sleeper_.memory().settle(/*wait=*/false);  // or a former place of a chunk would look like another user
     for (std::size_t part = 0; part < parts_.size(); ++part) {
       append_pieces(part, parts_[part].pool->plan_sleep().chunks, &pieces_);
     }
@@ -175,20 +179,23 @@ void Departure::finish() {
 }
 
 void Departure::undo() noexcept {
-  try {
-    while (!under_way_.empty()) under_way_.wait_for_oldest();  // they are where they were
-  } catch (...) {
-    sleeper_.driver().synchronize(sleeper_.memory().device()).ignore();
-  }
+  // Copies on their way, those of a piece that failed included, are from where it all is still.
+  sleeper_.wait_for_copies();
   for (const auto& pool : mine_) pool->end_transfer();
+  mine_.clear();
   pieces_.clear();
   backups_.clear();
   try {
-    Arrival back(sleeper_, awake_, Arrival::Memory::mapped);
+    Arrival back(sleeper_, awake_, Arrival::Memory::collected);
     back.begin();
-    while (back.step()) {
+    try {
+      while (back.step()) {
+      }
+      back.finish();
+    } catch (...) {
+      back.undo();
+      throw;
     }
-    back.finish();
   } catch (...) {
     stays_asleep_ = true;
   }
@@ -203,12 +210,12 @@ Arrival::~Arrival() { end_waits(); }
 
 void Arrival::begin() {
   try {
+    mine_.reserve(pools_.size());  // what has begun is noted
     for (const auto& pool : pools_) {
       if (pool->begin_transfer()) mine_.push_back(pool);
     }
     plan();
     if (memory_ != Memory::by_piece) collect_all();
-    while (memory_ == Memory::mapped && mapped_ < pieces_.size()) map_next();
   } catch (...) {
     undo();
     throw;
@@ -259,17 +266,15 @@ void Arrival::map_next() {
   const Piece& piece = pieces_[mapped_];
   Pool& pool = *mine_[piece.part];
   for (const LeavingChunk& chunk : piece.chunks) {
-    if (chunk.is_there) throw_if_failed(pool.set_reachable(chunk, true), "opening memory of a pool that wakes");
-    for (Epoch wait_for = kLongAgo; !chunk.is_there;) {
+    for (;;) {
+      Epoch wait_for = kLongAgo;
       throw_if_failed(pool.map_collected(chunk, sleeper_.in(), &wait_for),
                       "mapping memory of pool '" + pool.name() + "', which wakes");
       if (wait_for == kLongAgo) break;
       throw_if_failed(sleeper_.memory().clock().wait(wait_for), "waiting for queued work that may use the memory");
     }
   }
-  if (++mapped_ < pieces_.size() || memory_ != Memory::mapped) return;
-  for (const auto& each : mine_) each->begin_filling();
-  is_filling_ = true;
+  ++mapped_;
 }
 
 void Arrival::load_next() {
@@ -277,13 +282,11 @@ void Arrival::load_next() {
   Pool& pool = *mine_[piece.part];
   const StreamUse in = sleeper_.in();
   for (const LeavingChunk& chunk : piece.chunks) {
-    const std::vector<KeptRange> kept = pool.take_kept_in(chunk.range(), in);
+    const std::vector<KeptRange> kept = pool.kept_in(chunk.range());
     piece.kept.insert(piece.kept.end(), kept.begin(), kept.end());
   }
-  piece.bytes = 0;  // without what has been freed since
   for (const KeptRange& each : piece.kept) {
     each.backup->load(each.at, pool.base() + each.offset, each.size, in);
-    piece.bytes += each.size;
   }
   under_way_.add(next_, in);
   ++next_;
@@ -308,12 +311,11 @@ bool Arrival::step(bool may_wait) {
 
 void Arrival::complete_oldest() {
   const std::size_t index = under_way_.wait_for_oldest();
-  Piece& piece = pieces_[index];
+  const Piece& piece = pieces_[index];
   Pool& pool = *mine_[piece.part];
   for (const LeavingChunk& chunk : piece.chunks) {
     throw_if_failed(pool.arrived(chunk), "making memory of pool '" + pool.name() + "' read-only again");
   }
-  piece.has_arrived = true;
   done_.fetch_add(piece.bytes, std::memory_order_relaxed);
   {
     const MutexLock lock(mutex_);
@@ -323,52 +325,28 @@ void Arrival::complete_oldest() {
 }
 
 void Arrival::finish() {
-  for (const auto& pool : mine_) pool->begin_filling();  // if it has not yet
   for (const auto& pool : mine_) pool->end_sleep();
+  mine_.clear();
   total_.store(done(), std::memory_order_relaxed);
   pieces_.clear();  // whoever keeps this keeps no backup
   end_waits();
 }
 
-// What has not arrived is still where it was kept. Before requests were taken, the memory goes
-// as well.
+// All is still where it was kept.
 void Arrival::undo() noexcept {
-  try {
-    while (!under_way_.empty()) under_way_.wait_for_oldest();
-  } catch (...) {
-    sleeper_.driver().synchronize(sleeper_.memory().device()).ignore();
-  }
-  // What was mapped in vain, too, is used by nothing now.
-  Clock& clock = sleeper_.memory().clock();
-  clock.wait(clock.now()).ignore();
-  for (const auto& pool : mine_) {
-    pool->drop_stuck();
-    pool->put_back_collected();
-  }
-  if (is_filling_) {
-    for (const auto& pool : mine_) pool->stop_filling();
-  }
-  for (Piece& piece : pieces_) {
-    Pool& pool = *mine_[piece.part];
-    try {
-      if (is_filling_ && piece.has_arrived) continue;
-      for (const LeavingChunk& chunk : piece.chunks) {
-        std::vector<KeptRange> kept;
-        for (const KeptRange& each : piece.kept) {
-          if (each.offset >= chunk.offset && each.offset < chunk.range().end()) kept.push_back(each);
-        }
-        pool.keep_again(kept, chunk);
-        if (is_filling_ || chunk.is_there) {
-          pool.set_reachable(chunk, false).ignore();
-        } else {
-          pool.let_go_again(chunk).ignore();
-        }
+  sleeper_.wait_for_copies();
+  for (const auto& pool : mine_) pool->put_back_collected();
+  for (const Piece& piece : pieces_) {
+    for (const LeavingChunk& chunk : piece.chunks) {
+      try {
+        mine_[piece.part]->let_go_again(chunk).ignore();
+      } catch (...) {
+        // No memory to note it: it stays there, and is filled when they are woken again.
       }
-    } catch (...) {
-      // No memory to note it: what is there stays there, asleep.
     }
   }
   for (const auto& pool : mine_) pool->end_transfer();
+  mine_.clear();
   pieces_.clear();
   end_waits();
 }

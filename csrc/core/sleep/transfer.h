@@ -53,7 +53,6 @@ struct Piece {
   std::vector<LeavingChunk> chunks;
   std::vector<KeptRange> kept;
   std::size_t bytes = 0;  // of the contents
-  bool has_arrived = false;
 };
 
 // Some 64 MiB, or one chunk that is larger: the bus reaches its full rate.
@@ -104,13 +103,11 @@ class Departure {
   bool stays_asleep_ = false;
 };
 
-// Pools that wake. Where it is stopped they are asleep as before. Those that take requests
-// from begin() on keep their memory: what has come stays, what has not is out of reach, and
-// comes when they are woken again.
+// Pools that wake. They take requests once all is there; where it is stopped before, they are
+// asleep as before.
 class Arrival {
  public:
   enum class Memory : std::uint8_t {
-    mapped,     // all of it by begin(): requests are taken from then on
     collected,  // all of it by begin(), and mapped while the first pieces are on the bus
     by_piece,   // as others let go of it
   };
@@ -146,7 +143,6 @@ class Arrival {
   std::vector<Piece> pieces_;
   std::size_t mapped_ = 0;  // pieces that have their memory
   std::size_t next_ = 0;    // of these, those whose copies have been queued
-  bool is_filling_ = false;
   Pieces under_way_;
   std::atomic<std::size_t> done_{0};
   std::atomic<std::size_t> total_{0};
