@@ -17,7 +17,8 @@ constexpr std::size_t kMostMakers = 16;
 
 }  // namespace
 
-std::unique_ptr<HostBackup> HostBackup::make(Driver& driver, std::shared_ptr<PinnedMemory> memory, std::size_t bytes) {
+std::unique_ptr<HostBackup> HostBackup::make(Driver& driver, const std::shared_ptr<PinnedMemory>& memory,
+                                             std::size_t bytes) {
   std::vector<PinnedMemory::SlabPtr> slabs;
   if (!memory->take((bytes + PinnedMemory::kSlabBytes - 1) / PinnedMemory::kSlabBytes, &slabs)) return nullptr;
   const auto missing = static_cast<std::size_t>(std::count(slabs.begin(), slabs.end(), nullptr));

@@ -17,7 +17,8 @@ namespace vmm {
 class HostBackup final : public Backup {
  public:
   // nullptr: `bytes` would be above the memory's limit. Throws std::bad_alloc.
-  static std::unique_ptr<HostBackup> make(Driver& driver, std::shared_ptr<PinnedMemory> memory, std::size_t bytes);
+  static std::unique_ptr<HostBackup> make(Driver& driver, const std::shared_ptr<PinnedMemory>& memory,
+                                          std::size_t bytes);
   ~HostBackup() override;
 
   void save(std::size_t at, Address from, std::size_t size, const StreamUse& by) override;
