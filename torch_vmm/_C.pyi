@@ -440,8 +440,8 @@ def host_backup_limit(pool: SharedMemoryPool) -> int | None: ...
 def set_host_backup_limit(pool: SharedMemoryPool, limit: int | None) -> int:
     """Returns the bytes unpinned for it."""
 
-def host_backup_bytes(pool: SharedMemoryPool) -> tuple[int, int]:
-    """Pinned bytes that are used, and those that are not."""
+def host_backup_bytes(pool: SharedMemoryPool) -> int:
+    """Pinned bytes, used or not."""
 
 def release_host_backups(pool: SharedMemoryPool) -> int:
     """Returns the bytes unpinned."""

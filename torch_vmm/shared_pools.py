@@ -187,7 +187,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
     @property
     def host_backup_bytes(self) -> int:
         """Bytes of pinned host memory now, with what is kept for the next sleep."""
-        return sum(_C.host_backup_bytes(self._handle))
+        return _C.host_backup_bytes(self._handle)
 
     def release_host_backups(self) -> int:
         """Gives pinned host memory back that no sleeping model uses; returns the

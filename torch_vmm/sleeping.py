@@ -22,7 +22,7 @@ import torch
 from torch_vmm import _C, events
 from torch_vmm._guarded import Guarded
 from torch_vmm.dense import require_strided
-from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
+from torch_vmm.errors import InvalidArgumentError, NotAvailableError
 from torch_vmm.sizes import show, to_flag, to_name
 
 if TYPE_CHECKING:
@@ -375,6 +375,3 @@ class Remaps:
             for function in reversed(functions):
                 if function is not None:
                     calls.callback(function)
-
-
-__all__ = ["Keep", "Place", "Places", "Progress", "Remaps", "Transfer", "VmmError", "sleep", "swap", "wake"]

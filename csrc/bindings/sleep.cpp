@@ -1,5 +1,4 @@
 // Sleep and wake: _C.sleep, wake, swap and the _C.Transfer that they return.
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -52,22 +51,17 @@ Places to_places(const PlacesArgument& arguments, const Pool& pool) {
 // Whoever waits looks for Ctrl-C so often.
 constexpr std::chrono::milliseconds kWaitForSignals{50};
 
-// Stops a transfer on Ctrl-C.
-void look_for_signals() {
+// Stops a transfer on Ctrl-C, and by what `also` (nullptr: nothing) raises.
+void look(const py::object* also) {
   if (!may_run_python()) return;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  if (also != nullptr && !also->is_none()) (*also)();
 }
 
-// What `look` raises stops it as well.
-void run(Transfer& transfer, const py::object& look) {
+void run(Transfer& transfer, const py::object& also) {
   const GilReleased released;
-  transfer.run([&look] {
-    if (!may_run_python()) return;
-    const py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (!look.is_none()) look();
-  });
+  transfer.run([&also] { look(&also); });
 }
 
 std::unique_ptr<Departure> departure(const Pool& pool, const std::optional<PlacesArgument>& all,
@@ -98,7 +92,7 @@ std::unique_ptr<Arrival> arrival(const Pool& pool, const std::optional<std::vect
 
 TransferPtr begun(std::unique_ptr<Departure> out, std::unique_ptr<Arrival> in) {
   auto transfer = destroyed_without_gil(std::make_unique<Transfer>(std::move(out), std::move(in)));
-  transfer->begin(&look_for_signals);
+  transfer->begin([] { look(nullptr); });
   return transfer;
 }
 
@@ -198,7 +192,7 @@ void bind_sleep(py::module_& module) {
       "host_backup_bytes",
       [](const SharedMemoryPool& pool) {
         const std::shared_ptr<PinnedMemory> memory = host_memory(pool);
-        return std::make_pair(memory->used_bytes(), memory->unused_bytes());
+        return memory->used_bytes() + memory->unused_bytes();
       },
       py::arg("pool"), WithoutGil());
 }

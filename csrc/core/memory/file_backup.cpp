@@ -101,7 +101,8 @@ FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t byte
     : driver_(driver),
       path_(is_folder(path) ? named_in(path) : path),
       process_(::getpid()),
-      staged_(driver, pages_.begin(), pinning_) {
+      staged_(driver, pages_.begin()) {
+  staged_.pin();
   const std::size_t slabs = (bytes + kSlabBytes - 1) / kSlabBytes;
   checksums_.resize(slabs);
   if (path_ != path) remove_left_in(path);

@@ -43,7 +43,6 @@ class FileBackup final : public Backup {
   int file_ = -1;
   const int process_;
   ZeroPages pages_{kSlabBytes};
-  Mutex pinning_;
   PinnedMemory::Slab staged_;  // of these
   Mutex mutex_;                // waits for the disk and for copies of its own: nobody else has it
   std::size_t slab_ VMM_GUARDED_BY(mutex_) = kNoSlab;  // what `staged_` holds

@@ -15,14 +15,13 @@ constexpr int kPopulateWrite = 23;          // MADV_POPULATE_WRITE: from Linux 5
 
 }  // namespace
 
-PinnedMemory::Slab::Slab(Driver& driver, std::byte* begin, Mutex& pinning) : driver_(driver), begin_(begin) {
-  if (::madvise(begin_, kSlabBytes, kPopulateWrite) != 0) {
-    auto* const bytes = reinterpret_cast<volatile std::byte*>(begin_);
-    for (std::size_t at = 0; at < kSlabBytes; at += kTouched) bytes[at] = std::byte{0};
-  }
-  const MutexLock lock(pinning);
-  is_pinned_ = driver_.pin_host(address(), kSlabBytes).ok();
+PinnedMemory::Slab::Slab(Driver& driver, std::byte* begin) : driver_(driver), begin_(begin) {
+  if (::madvise(begin_, kSlabBytes, kPopulateWrite) == 0) return;
+  auto* const bytes = reinterpret_cast<volatile std::byte*>(begin_);
+  for (std::size_t at = 0; at < kSlabBytes; at += kTouched) bytes[at] = std::byte{0};
 }
+
+void PinnedMemory::Slab::pin() { is_pinned_ = driver_.pin_host(address(), kSlabBytes).ok(); }
 
 PinnedMemory::Slab::~Slab() {
   if (is_pinned_) driver_.unpin_host(address()).ignore();
@@ -49,7 +48,10 @@ std::byte* PinnedMemory::take_place() {
 PinnedMemory::SlabPtr PinnedMemory::make() {
   std::byte* const place = take_place();
   try {
-    return std::make_unique<Slab>(driver_, place, pinning_);
+    auto slab = std::make_unique<Slab>(driver_, place);
+    const MutexLock lock(pinning_);
+    slab->pin();
+    return slab;
   } catch (...) {
     const MutexLock lock(mutex_);
     places_.push_back(place);

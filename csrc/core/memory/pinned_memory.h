@@ -24,11 +24,12 @@ class PinnedMemory {
   // One slab of pages that somebody else reserved, which are the kernel's again when it ends.
   class Slab {
    public:
-    // Touches and pins [begin, begin + kSlabBytes).
-    Slab(Driver& driver, std::byte* begin, Mutex& pinning);
+    // Touches [begin, begin + kSlabBytes).
+    Slab(Driver& driver, std::byte* begin);
     Slab(const Slab&) = delete;
     Slab& operator=(const Slab&) = delete;
     ~Slab();  // REQUIRES: no copy of it is under way
+    void pin();
     [[nodiscard]] Address address() const { return reinterpret_cast<Address>(begin_); }
     [[nodiscard]] std::byte* begin() const { return begin_; }
 

@@ -65,8 +65,7 @@ SleepBegun Pool::begin_sleep() {
   const StillLock lock(*this, BlockCaches::Kept::gone);
   if (range_ == nullptr) return SleepBegun::never;
   if (asleep_ != nullptr) {
-    if (asleep_->is_busy) return SleepBegun::busy;
-    asleep_->is_busy = true;
+    begin_transfer_locked();
     return SleepBegun::again;
   }
   if (context_.log != nullptr) {
@@ -84,11 +83,15 @@ SleepBegun Pool::begin_sleep() {
 bool Pool::begin_transfer() {
   const MutexLock lock(mutex_);
   if (asleep_ == nullptr) return false;
+  begin_transfer_locked();
+  return true;
+}
+
+void Pool::begin_transfer_locked() {
   if (asleep_->is_busy) {
     throw VmmError("model '" + model().name() + "' is on its way to sleep or back: wait() for that first");
   }
   asleep_->is_busy = true;
-  return true;
 }
 
 void Pool::end_transfer() {
@@ -130,10 +133,10 @@ std::vector<ByteRange> Pool::contents() const {
   return found;
 }
 
-SleepPlan Pool::plan_sleep() {
+std::vector<LeavingChunk> Pool::plan_sleep() {
   const MutexLock lock(mutex_);
-  SleepPlan plan;
-  if (range_ == nullptr || !lacks_memory()) return plan;
+  std::vector<LeavingChunk> plan;
+  if (range_ == nullptr || asleep_ == nullptr) return plan;
   settle_locked();
   if (!pinned_) {
     give_up_spare_slabs();
@@ -146,10 +149,7 @@ SleepPlan Pool::plan_sleep() {
     const Chunk& chunk = *mapping.chunk;
     // What others have mapped as well stays as it is: they would go on with the chunk that
     // the pool had.
-    if (chunk.exported || chunk.mappings.load(std::memory_order_acquire) != 1) {
-      plan.staying_bytes += chunk.size;
-      continue;
-    }
+    if (chunk.exported || chunk.mappings.load(std::memory_order_acquire) != 1) continue;
     LeavingChunk leaving;
     leaving.offset = offset;
     leaving.place.size = chunk.size;
@@ -165,10 +165,9 @@ SleepPlan Pool::plan_sleep() {
       // What a wake that was stopped has left is kept already.
       for (const ByteRange& part : asleep_->kept.missing({begin, std::min(live->end(), end) - begin})) {
         leaving.kept.push_back(part);
-        plan.kept_bytes += part.size;
       }
     }
-    plan.chunks.push_back(std::move(leaving));
+    plan.push_back(std::move(leaving));
   }
   return plan;
 }
@@ -176,7 +175,7 @@ SleepPlan Pool::plan_sleep() {
 Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept) {
   const MutexLock lock(mutex_);
   const auto found = range_->live().find(leaving.offset);
-  VMM_CHECK(lacks_memory() && found != range_->live().end(), "no chunk at ", leaving.offset);
+  VMM_CHECK(asleep_ != nullptr && found != range_->live().end(), "no chunk at ", leaving.offset);
   const Chunk& chunk = *found->second.chunk;
   if (chunk.exported || chunk.mappings.load(std::memory_order_acquire) != 1) return {};  // of somebody else's too, now
   const ByteRange range = leaving.range();
@@ -268,7 +267,7 @@ std::vector<LeavingChunk> Pool::plan_wake() {
 
 Status Pool::let_go_again(const LeavingChunk& place) {
   const MutexLock lock(mutex_);
-  if (range_ == nullptr || !lacks_memory()) return {};
+  if (range_ == nullptr || asleep_ == nullptr) return {};
   Status first;
   for (auto at = range_->from(place.offset); at != range_->live().end() && at->first < place.range().end();) {
     PlaceOfChunk of_chunk = place.place;
@@ -452,7 +451,7 @@ void Pool::end_sleep() {
 }
 
 void Pool::require_awake() const {
-  if (lacks_memory()) throw AsleepError(model().name());
+  if (asleep_ != nullptr) throw AsleepError(model().name());
 }
 
 void Pool::require_taking() const {
@@ -481,11 +480,6 @@ std::size_t Pool::live_elsewhere() const {
 bool Pool::is_asleep() const {
   const MutexLock lock(mutex_);
   return asleep_ != nullptr;
-}
-
-std::size_t Pool::asleep_bytes() const {
-  const MutexLock lock(mutex_);
-  return range_ != nullptr && lacks_memory() ? live_elsewhere() : 0;
 }
 
 bool Pool::read_kept(Address address, std::size_t size, std::byte* to) {

@@ -61,17 +61,10 @@ struct LeavingChunk {
   [[nodiscard]] ByteRange range() const { return {offset, place.size}; }
 };
 
-struct SleepPlan {
-  std::vector<LeavingChunk> chunks;  // by offset
-  std::size_t kept_bytes = 0;        // of these
-  std::size_t staying_bytes = 0;     // in chunks that others have mapped as well
-};
-
 // What became of a wish to go to sleep.
 enum class SleepBegun : std::uint8_t {
   anew,   // it was awake
   again,  // it is asleep, perhaps in part: the rest of it goes
-  busy,   // a transfer is on its way
   never,  // it has ended
 };
 

@@ -32,7 +32,7 @@ void Pool::check() const {
   Walked walked;
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
     count(*block, &walked);
-    if (!lacks_memory()) check_memory_under(*block, &walked);
+    if (asleep_ == nullptr) check_memory_under(*block, &walked);
     if (block->state != BlockState::slab) continue;
     VMM_CHECK(slabs_.holds(*block), "slab at ", block->offset);
     for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) {
@@ -40,9 +40,9 @@ void Pool::check() const {
     }
   }
   slabs_.check();
-  if (!lacks_memory()) check_lists(walked);
+  if (asleep_ == nullptr) check_lists(walked);
   check_statistics(walked, check_chunks());
-  if (walked.kept == 0 && !lacks_memory()) check_free_space();
+  if (walked.kept == 0 && asleep_ == nullptr) check_free_space();
 }
 
 void Pool::count(const Block& block, Walked* walked) const {
@@ -156,8 +156,9 @@ void Pool::check_statistics(const Walked& walked, std::size_t mapped) const {
   VMM_CHECK(current(StatKind::requested_bytes) == walked.requested, "requested: walked ", walked.requested);
   VMM_CHECK(current(StatKind::reserved_bytes) == mapped, "reserved: walked ", mapped);
   VMM_CHECK(current(StatKind::segment) == range_->live().size(), "segments: walked ", range_->live().size());
-  VMM_CHECK(counters_.current(StatKind::reserved_bytes, SizeClass::small_pool) == (lacks_memory() ? 0 : slabs_.bytes()),
-            "reserved for small blocks: slabs of ", slabs_.bytes());
+  VMM_CHECK(
+      counters_.current(StatKind::reserved_bytes, SizeClass::small_pool) == (asleep_ != nullptr ? 0 : slabs_.bytes()),
+      "reserved for small blocks: slabs of ", slabs_.bytes());
 }
 
 }  // namespace vmm

@@ -10,11 +10,11 @@ void Pool::refresh_numbers() {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
   {
     const ReadLock lock(*this);
-    if (range_ == nullptr || lacks_memory() || (pending_.empty() && split_as_of_ == times_locked())) return;
+    if (range_ == nullptr || asleep_ != nullptr || (pending_.empty() && split_as_of_ == times_locked())) return;
   }
   const MutexLock lock(mutex_);
   finish_passed();
-  if (range_ != nullptr && !lacks_memory()) set_inactive_split(free_space());
+  if (range_ != nullptr && asleep_ == nullptr) set_inactive_split(free_space());
   split_as_of_ = times_locked();
 }
 
@@ -43,7 +43,7 @@ MemoryStats Pool::memory_stats_locked() {
   settle_locked();
   stats.physical_usage = range_->mapped_bytes();
   stats.mapped_pages = stats.physical_usage / page_;
-  if (lacks_memory()) {  // what of it is still there is somebody's
+  if (asleep_ != nullptr) {  // what of it is still there is somebody's
     stats.allocated_bytes = stats.physical_usage;
     stats.asleep_bytes = live_elsewhere();
     return stats;

@@ -281,7 +281,7 @@ Block* Pool::allocate_small(const Request& request, Grant* grant, Shortage* shor
 // itself is where the slab is all of it. While the pool is asleep it may have none, and
 // counts with the large pool's.
 void Pool::hand_over(const Block& slab, SizeClass from, SizeClass to) {
-  if (!lacks_memory()) count_slab(slab, from, to);
+  if (asleep_ == nullptr) count_slab(slab, from, to);
 }
 
 void Pool::count_slab(const Block& slab, SizeClass from, SizeClass to) {

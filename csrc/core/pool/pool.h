@@ -137,7 +137,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
 
   // -- Asleep (core/sleep moves the contents) ---------------------------------
   // No request is taken from now on, and no memory leaves but by let_go(). Throws
-  // NotAvailableError in debug mode.
+  // NotAvailableError in debug mode, VmmError where a transfer is on its way.
   SleepBegun begin_sleep() VMM_EXCLUDES(mutex_);
   // A transfer of one that is asleep begins: true. False: it is awake. Throws VmmError where
   // one is on its way.
@@ -145,7 +145,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void end_transfer() VMM_EXCLUDES(mutex_);
   // What is to leave, by offset, once all that was queued before begin_sleep() has passed.
   // Gives what is idle to the group's shelf.
-  SleepPlan plan_sleep() VMM_EXCLUDES(mutex_);
+  std::vector<LeavingChunk> plan_sleep() VMM_EXCLUDES(mutex_);
   // The chunk goes to the group's shelf, and `kept` of it are in the backup. One that others
   // have mapped meanwhile stays. Where the driver refuses, nothing has changed. REQUIRES: no
   // queued work uses it.
@@ -174,8 +174,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void require_taking() const VMM_EXCLUDES(mutex_);
   // Where its contents are, in words.
   void note_place(const std::string& place) VMM_EXCLUDES(mutex_);
-  // Bytes of what lives in it and is elsewhere.
-  [[nodiscard]] std::size_t asleep_bytes() const VMM_EXCLUDES(mutex_);
   // Copies what is kept of [address, address + size) to plain memory; false: not all of it is.
   bool read_kept(Address address, std::size_t size, std::byte* to) VMM_EXCLUDES(mutex_);
   // "host", a path, ... or "" where it is awake.
@@ -626,13 +624,12 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
       VMM_REQUIRES(mutex_);
   Status empty(std::span<const PlacedChunk> placements, Stream stream) VMM_REQUIRES(mutex_);
-  // There may be addresses in use with no memory.
-  [[nodiscard]] bool lacks_memory() const VMM_REQUIRES(mutex_) { return asleep_ != nullptr; }
   void forget_unused() VMM_REQUIRES(mutex_);
   void withhold_gone(ByteRange of_block, bool are_pages) VMM_REQUIRES(mutex_);
   void require_awake() const VMM_REQUIRES(mutex_);  // AsleepError
   // Chunks of it have gone, all of them read-only.
   [[nodiscard]] bool has_gone_read_only(ByteRange range) const VMM_REQUIRES(mutex_);
+  void begin_transfer_locked() VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t live_elsewhere() const VMM_REQUIRES(mutex_);
 
   // checkpoint.cpp

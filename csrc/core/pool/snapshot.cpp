@@ -94,7 +94,7 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
   const ReadLock lock(*this);
   std::vector<SegmentSnapshot> segments;
-  if (range_ == nullptr || lacks_memory()) return segments;
+  if (range_ == nullptr || asleep_ != nullptr) return segments;
   SegmentBuilder builder(*range_, grain, segments);
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
     Stream stream = streams_[block->tag].stream;

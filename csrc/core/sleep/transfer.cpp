@@ -52,10 +52,6 @@ void Departure::begin() {
     for (PartToSleep& part : parts_) {
       const SleepBegun begun = part.pool->begin_sleep();
       if (begun == SleepBegun::never) continue;
-      if (begun == SleepBegun::busy) {
-        throw VmmError("model '" + part.pool->model().name() +
-                       "' is on its way to sleep or back: wait() for that first");
-      }
       mine_.push_back(part.pool);
       if (begun == SleepBegun::anew) awake_.push_back(part.pool);
       going.push_back(std::move(part));
@@ -66,7 +62,7 @@ void Departure::begin() {
     throw_if_failed(clock.wait(clock.now()), "waiting for queued work that may use the memory");
     sleeper_.memory().settle(/*wait=*/false);  // or a former place of a chunk would look like another user
     for (std::size_t part = 0; part < parts_.size(); ++part) {
-      append_pieces(part, parts_[part].pool->plan_sleep().chunks, &pieces_);
+      append_pieces(part, parts_[part].pool->plan_sleep(), &pieces_);
     }
     make_backups();
   } catch (...) {
@@ -197,7 +193,7 @@ void Departure::undo() noexcept {
       throw;
     }
   } catch (...) {
-    stays_asleep_ = true;
+    // No room, or the driver fails again: what has gone stays asleep, and nothing is lost.
   }
 }
 
@@ -238,23 +234,27 @@ void Arrival::plan() {
   std::sort(awaited_.begin(), awaited_.end(), [](const Awaited& a, const Awaited& b) { return a.begin < b.begin; });
 }
 
+namespace {
+
+void append_missing(const Piece& piece, std::vector<LeavingChunk>* places) {
+  std::copy_if(piece.chunks.begin(), piece.chunks.end(), std::back_inserter(*places),
+               [](const LeavingChunk& chunk) { return !chunk.is_there; });
+}
+
+}  // namespace
+
 // One request a pool, so that it is met whole or not at all.
 void Arrival::collect_all() {
+  std::vector<std::vector<LeavingChunk>> places(mine_.size());
+  for (const Piece& piece : pieces_) append_missing(piece, &places[piece.part]);
   for (std::size_t part = 0; part < mine_.size(); ++part) {
-    std::vector<LeavingChunk> places;
-    for (const Piece& piece : pieces_) {
-      if (piece.part != part) continue;
-      std::copy_if(piece.chunks.begin(), piece.chunks.end(), std::back_inserter(places),
-                   [](const LeavingChunk& chunk) { return !chunk.is_there; });
-    }
-    sleeper_.memory().collect_to_wake(*mine_[part], places);
+    sleeper_.memory().collect_to_wake(*mine_[part], places[part]);
   }
 }
 
 bool Arrival::collect(const Piece& piece, bool may_wait) {
   std::vector<LeavingChunk> places;
-  std::copy_if(piece.chunks.begin(), piece.chunks.end(), std::back_inserter(places),
-               [](const LeavingChunk& chunk) { return !chunk.is_there; });
+  append_missing(piece, &places);
   Pool& pool = *mine_[piece.part];
   Shortage shortage;
   if (places.empty() || pool.try_collect(places, nullptr, &shortage) != 0) return true;

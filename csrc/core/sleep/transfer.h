@@ -80,8 +80,6 @@ class Departure {
   void undo() noexcept;
   [[nodiscard]] std::size_t done() const { return done_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::size_t total() const { return total_.load(std::memory_order_relaxed); }
-  // Of undo(): what could not be woken again.
-  [[nodiscard]] bool stays_asleep() const { return stays_asleep_; }
 
  private:
   void make_backups();
@@ -100,7 +98,6 @@ class Departure {
   Pieces under_way_;
   std::atomic<std::size_t> done_{0};
   std::atomic<std::size_t> total_{0};
-  bool stays_asleep_ = false;
 };
 
 // Pools that wake. They take requests once all is there; where it is stopped before, they are
