@@ -82,6 +82,14 @@ def last_refusal(kind: _Kind, ordinal: int = 0) -> _Refusal | None:
 
 # -- Debug mode --------------------------------------------------------------------------------------------------------
 
+class _ReclaimReport(TypedDict):
+    requests: int
+    refused: int
+    rungs: dict[str, tuple[int, int, int, int]]
+    """Tried, changed, met, bytes."""
+    latest: list[tuple[int, str, str, bool, tuple[tuple[str, str, int, float, tuple[tuple[str, int], ...]], ...]]]
+    """Requested bytes, asker, refused by, met, steps: rung, result, bytes, seconds, yielded."""
+
 class _WatchedBlock(TypedDict):
     number: int
     address: int
@@ -313,6 +321,8 @@ class Pool:
         """Gives idle chunks back until at most ``keep`` idle bytes stay; returns the bytes given back."""
     def empty_cache(self) -> int:
         """``trim(0)``, counted as torch counts an ``empty_cache()``."""
+    def reclaim_report(self) -> _ReclaimReport:
+        """What became of requests that climbed the reclaim ladder, of the model and its parts."""
     def memory_stats(self) -> dict[str, int | float]:
         """The fields of ``torch_vmm.MemoryStats``. Walks the pool."""
     def statistics(self, walk: bool = False) -> dict[str, int]:

@@ -48,6 +48,7 @@ from torch_vmm.low_level import VirtualMemoryManager
 from torch_vmm.overview import report
 from torch_vmm.placed import seen_from
 from torch_vmm.pools import VirtualMemoryPool
+from torch_vmm.reclaiming import ReclaimReport
 from torch_vmm.refusals import Holder, Refusal, last_out_of_memory
 from torch_vmm.routing import (
     allocator,
@@ -97,6 +98,7 @@ __all__ = [
     "PhysicalAllocation",
     "PoolStats",
     "PooledBuffer",
+    "ReclaimReport",
     "Refusal",
     "SharedMemoryPool",
     "SparseTensor",

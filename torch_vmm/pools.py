@@ -21,6 +21,7 @@ from torch_vmm.contexts import Context, Stays
 from torch_vmm.dense import is_dense, reaches_the_end, require_strided
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
+from torch_vmm.reclaiming import ReclaimReport, report_of
 from torch_vmm.sizes import (
     Shape,
     Size,
@@ -513,6 +514,14 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     def stats(self) -> MemoryStats:
         """What its memory is at this moment. Walks the pool."""
         return MemoryStats(**self._handle.memory_stats())  # type: ignore[arg-type]
+
+    def reclaim_report(self) -> ReclaimReport:
+        """What was done for requests that the pool could not meet by itself.
+
+        How often each rung of the reclaim ladder was tried and helped, and
+        the latest decisions: who yielded how much, and how long it took.
+        """
+        return report_of(self._handle)
 
     def memory_stats(self) -> dict[str, int]:
         """``torch.cuda.memory_stats`` of this pool alone: the same keys, meanings

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/bind.h"
+#include "core/numbers/reclaim_report.h"
 #include "core/numbers/stats.h"
 #include "core/pool/region_id.h"
 
@@ -28,6 +29,9 @@ py::dict to_dict(const Numbers& numbers, const std::array<FieldRow<Numbers>, kRo
   }
   return result;
 }
+
+// By the names of its fields; results and rungs in words.
+py::dict to_dict(const ReclaimReport& report);
 
 // What torch.cuda.memory_snapshot() answers: a list of segments.
 struct DeviceSegment {

@@ -178,6 +178,15 @@ void bind_pool(py::module_& module) {
              }
              return to_dict(numbers, kMemoryFields);
            })
+      .def("reclaim_report",
+           [](const Pool& self) {
+             ReclaimReport report;
+             {
+               const GilReleased released;
+               report = home_of(self).ladder().log().report_of(self.model().id());
+             }
+             return to_dict(report);
+           })
       .def(
           "statistics",
           [](const Pool& self, bool walk) {

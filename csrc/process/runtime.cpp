@@ -32,7 +32,7 @@ DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpac
   const KindHooks& hooks = hooks_of(kind);
   // torch can free memory of its own (tensors that other processes have let go
   // of) when a device has none left.
-  if (hooks.free_memory != nullptr) memory.set_memory_callback(hooks.free_memory);
+  if (hooks.free_memory != nullptr) memory.ladder().set_memory_callback(hooks.free_memory);
   if (hooks.out_of_memory != nullptr) {
     memory.set_on_out_of_memory(
         [this, told = hooks.out_of_memory](const Pool& asker, std::size_t bytes, Stream stream) {

@@ -18,7 +18,7 @@ constexpr std::size_t kDevice = 64 * kMiB;
 class ImpossibleRequests : public ::testing::Test {
  protected:
   ImpossibleRequests() {
-    lab_.memory().set_memory_callback([this] {
+    lab_.memory().ladder().set_memory_callback([this] {
       ++asked_;
       return callback_ && callback_();
     });

@@ -103,7 +103,7 @@ TEST_F(Pressure, IsNotCalledWhileItMayNotBe) {
   const auto a = model("a");
   relieve_by([] { return true; });
   {
-    const DeviceMemory::NoRelief now;
+    const Ladder::NoRelief now;
     EXPECT_THROW(lab_.allocate(*a, 34 * kMiB), OutOfMemoryError);
   }
   EXPECT_TRUE(calls_.empty());
@@ -152,7 +152,7 @@ TEST_F(Pressure, AsksOftenAndNotForEver) {
   lab_.allocate(*a, 32 * kMiB);
   relieve_by([] { return true; });
   EXPECT_THROW(lab_.allocate(*a, 2 * kMiB), OutOfMemoryError);
-  EXPECT_EQ(calls_.size(), std::size_t{DeviceMemory::kMostReliefs});
+  EXPECT_EQ(calls_.size(), std::size_t{Ladder::kMostReliefs});
   relieve_by([] { return false; });
   calls_.clear();
   EXPECT_THROW(lab_.allocate(*a, 2 * kMiB), OutOfMemoryError);

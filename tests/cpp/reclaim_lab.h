@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "core/numbers/reclaim_report.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {
@@ -26,6 +27,19 @@ class Reclaim : public ::testing::Test {
   }
   std::size_t waits() const { return lab_.driver.count(Call::wait) + lab_.driver.count(Call::synchronize); }
   static std::size_t bytes(const std::shared_ptr<Pool>& pool) { return pool->physical_bytes(); }
+  // What became of the model's latest request that climbed.
+  ReclaimDecision latest(const Pool& pool) {
+    const ReclaimReport report = lab_.memory().ladder().log().report_of(pool.id());
+    return report.latest.empty() ? ReclaimDecision{} : report.latest.back();
+  }
+  // Of each rung, in order, the first letter: passed over, nothing, in vain, met.
+  std::string steps(const Pool& pool) {
+    std::string letters;
+    for (const ReclaimStep& step : latest(pool).steps) {
+      letters += *kStepResultNames.at(static_cast<std::size_t>(step.result));
+    }
+    return letters;
+  }
 
   Lab lab_;
   const std::shared_ptr<Budget> owned_group_ = lab_.memory().create_group("the shared pool", 32 * kMiB);

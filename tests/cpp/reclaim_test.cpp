@@ -104,7 +104,7 @@ TEST_F(Reclaim, TheMemoryCallbackIsAskedOnlyWhenNothingIsIdle) {
   const auto b = model("b");
   Address cache = lab_.allocate(*b, 16 * kMiB);
   int asked = 0;
-  lab_.memory().set_memory_callback([&] {
+  lab_.memory().ladder().set_memory_callback([&] {
     ++asked;
     // No lock is held: it may free, and even allocate.
     if (cache != 0) lab_.free(cache);
@@ -117,7 +117,7 @@ TEST_F(Reclaim, TheMemoryCallbackIsAskedOnlyWhenNothingIsIdle) {
   EXPECT_EQ(asked, 0);
   lab_.allocate(*a, 14 * kMiB);
   EXPECT_EQ(asked, 1);
-  lab_.memory().set_memory_callback(nullptr);
+  lab_.memory().ladder().set_memory_callback(nullptr);
 }
 
 // torch's callbacks ask for events, which ends a capture.
@@ -125,7 +125,7 @@ TEST_F(Reclaim, TheMemoryCallbackIsNotAskedWhileACaptureRuns) {
   const auto a = model("a");
   lab_.allocate(*a, 32 * kMiB);
   int asked = 0;
-  lab_.memory().set_memory_callback([&] {
+  lab_.memory().ladder().set_memory_callback([&] {
     ++asked;
     return false;
   });
@@ -135,7 +135,7 @@ TEST_F(Reclaim, TheMemoryCallbackIsNotAskedWhileACaptureRuns) {
   lab_.memory().clock().end_capture();
   EXPECT_THROW(lab_.allocate(*a, 2 * kMiB), OutOfMemoryError);
   EXPECT_EQ(asked, 1);
-  lab_.memory().set_memory_callback(nullptr);
+  lab_.memory().ladder().set_memory_callback(nullptr);
 }
 
 TEST_F(Reclaim, FencesAreWaitedForOnlyWhenTheAlternativeIsAnError) {

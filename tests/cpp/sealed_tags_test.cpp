@@ -163,7 +163,7 @@ TEST(SealedTags, ARequestThatClimbsMeanwhileGoesToAnotherSpace) {
   const Address kept = lab.allocate(*weights, 2 * kPage, kOne);
   const Address held = lab.allocate(*model, 6 * kPage, kOne);
   bool is_done = false;
-  lab.memory().set_memory_callback([&] {
+  lab.memory().ladder().set_memory_callback([&] {
     if (is_done) return false;
     is_done = true;
     std::thread([&] {
@@ -176,7 +176,7 @@ TEST(SealedTags, ARequestThatClimbsMeanwhileGoesToAnotherSpace) {
   const Address fresh = lab.allocate(*weights, 3 * kPage, kOne);
   EXPECT_TRUE(is_done && !weights->contains(fresh));
   EXPECT_EQ(other->memory_stats().idle_bytes, idle) << "given back in vain";
-  lab.memory().set_memory_callback(nullptr);
+  lab.memory().ladder().set_memory_callback(nullptr);
 }
 
 TEST(SealedTags, OnlyLiveTensorsOfATagCanBe) {

@@ -349,7 +349,7 @@ TEST(WithinChunks, OwnIdleChunksThatDoNotFitGoBeforeAnybodyElseIsAsked) {
   for (int k = 0; k < 6; ++k) blocks.push_back(lab.allocate(*pool, 4 * kMiB, kOne));
   for (const Address block : blocks) lab.free(block);
   int asked = 0;
-  lab.memory().set_memory_callback([&asked] { return ++asked != 0; });
+  lab.memory().ladder().set_memory_callback([&asked] { return ++asked != 0; });
   EXPECT_EQ(chunks_of(*pool, lab.allocate(*pool, 22 * kMiB, kOne)), 1U);
   EXPECT_EQ(asked, 0);
 }

@@ -41,6 +41,7 @@ CLASSES = {
     "PhysicalAllocation",
     "PoolStats",
     "PooledBuffer",
+    "ReclaimReport",
     "Refusal",
     "SharedMemoryPool",
     "SparseTensor",

@@ -1,5 +1,5 @@
 // DeviceMemory: the way of a request that the thread's cache (device_memory.h) has nothing for.
-// The pool itself first; then what is only held up is waited for; then the ladder (reclaim.cpp).
+// The pool itself first; then what is only held up is waited for; then the ladder.
 #include "base/errors.h"
 #include "core/device/device_memory.h"
 
@@ -63,9 +63,9 @@ Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream>
     shortage = {};
     if (const Address address = attempt(nullptr, &shortage)) return address;
   }
-  Climb climb{pool, bytes, stream, attempt, shortage, climbs_.load(std::memory_order_relaxed)};
+  Ladder::Climb climb{pool, bytes, stream, attempt, shortage, ladder_.climbs()};
   if (!climb.shortage.is_sealed) {
-    if (const Address address = reach(climb)) return address;
+    if (const Address address = ladder_.reach(climb)) return address;
   }
   if (climb.shortage.is_sealed) return allocate_in_another_space(pool, bytes, *stream);
   refuse(climb);
@@ -75,6 +75,10 @@ Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream>
 Address DeviceMemory::allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream) {
   const std::shared_ptr<Pool> space = tagged(sealed.owner(), sealed.tag());
   return allocate(*space, bytes, stream);
+}
+
+bool DeviceMemory::could_hold(const Budget& payer, std::size_t bytes) const {
+  return bytes <= capabilities_.total_memory && payer.could_hold(bytes);
 }
 
 void DeviceMemory::wait_for(Epoch epoch) {

@@ -46,6 +46,7 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       streams_(driver, device),
       clock_(streams_),
       caches_(peaks_, clock_, oversize_bytes_),
+      ladder_(*this, caches_),
       accessors_{Location::on_device(device)} {
   if (log_ != nullptr) beside_.store(kDebugMode, std::memory_order_relaxed);
 }
@@ -259,6 +260,12 @@ void DeviceMemory::set_on_pressure(const Budget& group, OnPressure relieve) {
   // What was called before ends with no lock held: it may be somebody's code.
   const MutexLock lock(registry_mutex_);
   if (const auto found = groups_.find(&group); found != groups_.end()) found->second.on_pressure.swap(called);
+}
+
+std::shared_ptr<const DeviceMemory::OnPressure> DeviceMemory::on_pressure_of(const Budget& group) const {
+  const MutexLock lock(registry_mutex_);
+  const auto found = groups_.find(&group);
+  return found == groups_.end() ? nullptr : found->second.on_pressure;
 }
 
 std::size_t DeviceMemory::groups() const {

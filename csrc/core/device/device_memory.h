@@ -1,5 +1,5 @@
-// All pools of one device and who yields to whom: the reclaim ladder, and
-// nothing else decides it. It never knows torch, nor how a pool finds room.
+// All pools of one device: making, finding and ending them, and the way of each request and
+// free. It never knows torch, nor how a pool finds room; who yields to whom is the ladder's.
 //
 // The order in which locks are taken, this file's among all of the process, is in
 // docs/design.md. Whoever holds a lock never calls Python and never waits for the
@@ -22,6 +22,7 @@
 #include "core/debug/watch_log.h"
 #include "core/device/all_locked.h"
 #include "core/device/group_figures.h"
+#include "core/device/ladder.h"
 #include "core/device/pool_registry.h"
 #include "core/device/refusal.h"
 #include "core/limits/budget.h"
@@ -136,6 +137,10 @@ class DeviceMemory {
   std::size_t trim_passed(Pool& pool, const FunctionRef<void()>& shed);
   // All idle memory of every pool, and the shelves.
   std::size_t empty_cache();
+  // Until what was queued by then is done. No lock is held. Throws DriverError.
+  void wait_for(Epoch epoch);
+  // Until no thread looks at patterns of debug mode: what was freed cannot be had meanwhile.
+  void await_judges();
   // Finishes what queued work held up, in every pool, and what closed pools left
   // behind; with `wait`, waits for it. Returns whether anything came free.
   bool settle(bool wait);
@@ -169,42 +174,19 @@ class DeviceMemory {
   // `who` may read and write everything mapped here, now and later. Where it
   // fails it may be called again.
   Status add_accessor(Location who) VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
-  // Called, with no lock held, when a request found nothing: frees what it can
-  // (torch's registered free-memory callbacks); true if it did anything.
-  void set_memory_callback(std::function<bool()> callback) { memory_callback_ = std::move(callback); }
   // Called, with no lock held, when a request of a model under `group` found nothing in idle
   // memory, before it climbs on to the last rung or fails: gives up what it can, and says whether to try again.
   // By several threads at once; not while the thread's work is captured, nor for what it
   // asks for itself. It throws nothing. nullptr: nobody is called.
   using OnPressure = std::function<bool(std::size_t bytes, const std::shared_ptr<Pool>& model)>;
   void set_on_pressure(const Budget& group, OnPressure relieve) VMM_EXCLUDES(registry_mutex_);
-  // Calls it for a request of `asker` that found nothing. True: trying again may help.
-  bool relieve(Pool& asker, std::size_t bytes) VMM_EXCLUDES(registry_mutex_);
-  // While one lives, no request of the thread calls it: what it asks for itself, and where
-  // nobody else's code may run.
-  class NoRelief {
-   public:
-    NoRelief() : was_on_(is_on_) { is_on_ = true; }
-    NoRelief(const NoRelief&) = delete;
-    NoRelief& operator=(const NoRelief&) = delete;
-    ~NoRelief() { is_on_ = was_on_; }
-    static bool is_on() { return is_on_; }
-
-   private:
-    const bool was_on_;
-    inline static thread_local bool is_on_ = false;
-  };
-  // How often a request asks a function that always says that there is more.
-  static constexpr int kMostReliefs = 64;
+  // nullptr: there is none.
+  [[nodiscard]] std::shared_ptr<const OnPressure> on_pressure_of(const Budget& group) const
+      VMM_EXCLUDES(registry_mutex_);
   // Called, with no lock held, once for each request that found no memory, whatever
   // for. What it throws goes to whoever asked.
   using OutOfMemory = std::function<void(const Pool& asker, std::size_t bytes, Stream stream)>;
   void set_on_out_of_memory(OutOfMemory told) { on_out_of_memory_ = std::move(told); }
-  // Called, with no lock held, before a model's request for a tensor waits: an
-  // address out of memory that is free elsewhere and may be had for it, or 0.
-  using Lender = std::function<Address(const Pool& model, std::size_t bytes, Stream stream)>;
-  void set_lender(Lender lender) { lender_ = std::move(lender); }
-
   // Once all work that is queued now is done, by whoever comes by then, with no lock
   // held: calls `go` until it returns true. Addresses that no pool has go so. Where
   // nothing is queued, at once. Where there is no memory to note it, it waits and goes.
@@ -272,6 +254,7 @@ class DeviceMemory {
   [[nodiscard]] AddressSpace& address_space() const { return address_space_; }
   [[nodiscard]] DeviceStreams& streams() { return streams_; }
   [[nodiscard]] Clock& clock() { return clock_; }
+  [[nodiscard]] Ladder& ladder() { return ladder_; }
   [[nodiscard]] int device() const { return device_; }
   [[nodiscard]] std::size_t granularity() const { return capabilities_.granularity; }
   [[nodiscard]] const Capabilities& capabilities() const { return capabilities_; }
@@ -284,44 +267,11 @@ class DeviceMemory {
   static PoolSpec part_spec(const std::shared_ptr<Pool>& model, const std::string& name);
   std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
   // allocating.cpp
-  using Attempt = FunctionRef<Address(Grant*, Shortage*)>;
-  Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt)
-      VMM_EXCLUDES(reclaim_mutex_);
+  using Attempt = Ladder::Attempt;
+  Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt);
   // After an attempt that lacked `shortage`.
-  Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage)
-      VMM_EXCLUDES(reclaim_mutex_);
+  Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage);
   Address allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream);
-  void wait_for(Epoch epoch);
-  // reclaim.cpp
-  // One request on its way up the ladder, and what it lacked at its latest attempt.
-  struct Climb {
-    Pool& asker;
-    const std::size_t bytes;
-    const std::optional<Stream> stream;  // none: not for a tensor, so nobody else's memory will do
-    const Attempt& attempt;
-    Shortage shortage;
-    const std::uint64_t climbs_before;
-    Address again(Grant* grant);
-  };
-  // 0: no rung helped, or what the asker has is sealed meanwhile.
-  Address reach(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
-  [[nodiscard]] bool could_be_met(const Climb& climb) const;
-  // The rungs, in order: each an address, or 0 and the next one is tried.
-  using Rung = Address (DeviceMemory::*)(Climb&);
-  Address try_again(Climb& climb);
-  Address give_shelves_back(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
-  Address take_from_others(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
-  Address call_for_memory(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
-  Address call_for_relief(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
-  Address borrow(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
-  Address wait_and_melt(Climb& climb) VMM_EXCLUDES(reclaim_mutex_);
-  PoolList victims(const Pool& asker, const Budget* refused) const;
-  static PoolList in_order_of_yielding(PoolList pools);
-  void take_from(const PoolList& pools, std::span<const DormantMappings::Dormant> wanted, std::size_t want,
-                 Grant& grant);
-  std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
-                   Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
-  void create_into(Grant& grant, const Pool& asker, std::size_t want);
   // giving_back.cpp
   std::size_t enforce_limit(Budget& budget);
   std::size_t enforce_floor(const Budget& budget);
@@ -343,13 +293,12 @@ class DeviceMemory {
       tend();
   }
   // refusing.cpp
-  [[noreturn]] void refuse(const Climb& climb) VMM_EXCLUDES(refusal_mutex_);
+  [[noreturn]] void refuse(const Ladder::Climb& climb) VMM_EXCLUDES(refusal_mutex_);
   [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
   [[nodiscard]] std::size_t spare_of_others(const Budget* refused, const Pool& asker) const;
   // debugging.cpp
-  Address allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stream stream) VMM_EXCLUDES(reclaim_mutex_);
+  Address allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stream stream);
   void settle_watched(Pool& pool);  // outside debug mode nothing
-  void await_judges();
   void report_fault() const noexcept VMM_EXCLUDES(registry_mutex_);
 
   Driver& driver_;
@@ -368,10 +317,8 @@ class DeviceMemory {
   std::function<DeviceStreams*(int device)> neighbours_;
   Peaks peaks_;
   mutable BlockCaches caches_;
-  std::function<bool()> memory_callback_;
+  Ladder ladder_;
   OutOfMemory on_out_of_memory_;
-  Lender lender_;
-  std::atomic<std::uint64_t> climbs_{0};
   std::atomic<PoolObserver*> observer_{nullptr};
   std::atomic<std::size_t> oversize_bytes_{kUnlimited};
   std::atomic<bool> within_chunks_{false};
@@ -388,7 +335,6 @@ class DeviceMemory {
   std::atomic<std::size_t> held_up_{1};  // pools that were looked at then, or 1
 
   Mutex tags_mutex_;  // one tag's space is made, or models are closed, at a time
-  Mutex reclaim_mutex_;
   Mutex accessor_mutex_;
   Mutex within_mutex_;
   mutable Mutex registry_mutex_;

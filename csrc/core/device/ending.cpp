@@ -91,7 +91,11 @@ void DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
     if (!registry_.remove(*pool)) return;
     of_ended_pools_.add_totals(statistics);
   }
-  if (pool->is_part()) pool->model().inherit(statistics);
+  if (pool->is_part()) {
+    pool->model().inherit(statistics);
+  } else {
+    ladder_.log().forget(pool->id());
+  }
 }
 
 // `pool` lost its last block, and may have gone meanwhile: it is only compared.

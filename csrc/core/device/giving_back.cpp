@@ -139,7 +139,7 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
     std::size_t excess = budget.excess();  // what is on a shelf still counts
     if (std::max(excess, claims()) == 0) break;
     if (log_ != nullptr) settle(wait);
-    for (const auto& pool : in_order_of_yielding(pools_under(budget))) {
+    for (const auto& pool : Ladder::in_order_of_yielding(pools_under(budget))) {
       const std::size_t want = std::max(excess, claims());
       if (want == 0) break;
       excess -= std::min(excess, shed_excess(*pool, want, beneath_floors ? nullptr : &budget));

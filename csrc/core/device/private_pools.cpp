@@ -27,11 +27,11 @@ std::shared_ptr<const void> this_thread() {
 }  // namespace
 
 PrivatePools::PrivatePools(DeviceMemory& memory, CaptureHooks hooks) : memory_(memory), hooks_(std::move(hooks)) {
-  memory_.set_lender(
+  memory_.ladder().set_lender(
       [this](const Pool& model, std::size_t bytes, Stream stream) { return lend(model, bytes, stream); });
 }
 
-PrivatePools::~PrivatePools() { memory_.set_lender(nullptr); }
+PrivatePools::~PrivatePools() { memory_.ladder().set_lender(nullptr); }
 
 std::uint64_t PrivatePools::capture_of(Stream stream) const {
   return hooks_.capture_of == nullptr ? 0 : hooks_.capture_of(stream);

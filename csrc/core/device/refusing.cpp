@@ -50,7 +50,7 @@ std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Poo
 std::size_t DeviceMemory::spare_of_others(const Budget* refused, const Pool& asker) const {
   std::map<const Pool*, std::size_t> spare;  // of each model, with its parts
   std::size_t sum = 0;
-  for (const auto& pool : victims(asker, refused)) {
+  for (const auto& pool : ladder_.victims(asker, refused)) {
     if (&pool->model() == &asker.model()) continue;
     const auto [found, is_new] = spare.try_emplace(&pool->model(), pool->budget().above_floors(asker.budget()));
     const std::size_t given = std::min(pool->idle_bytes(), found->second);
@@ -60,7 +60,7 @@ std::size_t DeviceMemory::spare_of_others(const Budget* refused, const Pool& ask
   return sum;
 }
 
-void DeviceMemory::refuse(const Climb& climb) {
+void DeviceMemory::refuse(const Ladder::Climb& climb) {
   Pool& asker = climb.asker;
   const std::size_t bytes = climb.bytes;
   const Shortage& shortage = climb.shortage;

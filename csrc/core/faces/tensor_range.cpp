@@ -141,12 +141,12 @@ void TensorRange::commit(const std::vector<ByteRange>& ranges, Stream stream) {
   for (int reliefs = 0;; ++reliefs) {
     const std::vector<ByteRange> missing = gaps(ranges);
     try {
-      const DeviceMemory::NoRelief here;
+      const Ladder::NoRelief here;
       return commit_missing(missing, stream);
     } catch (const OutOfMemoryError&) {
       std::size_t bytes = 0;
       for (const ByteRange& range : missing) bytes += range.size;
-      if (reliefs == DeviceMemory::kMostReliefs || !memory_.relieve(*part_, bytes)) throw;
+      if (reliefs == Ladder::kMostReliefs || !memory_.ladder().relieve(*part_, bytes)) throw;
     }
   }
 }

@@ -1,0 +1,278 @@
+#include "core/device/ladder.h"
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/errors.h"
+#include "core/device/device_memory.h"
+#include "core/memory/grant.h"
+
+namespace vmm {
+
+namespace {
+
+// How often the last rung is tried again because other threads, meanwhile, have
+// queued work on memory that they then freed. Each round waits for that work.
+constexpr int kMostRounds = 16;
+
+}  // namespace
+
+PoolList Ladder::in_order_of_yielding(PoolList pools) {
+  std::vector<std::tuple<std::int64_t, std::size_t, std::shared_ptr<Pool>>> keyed;
+  for (auto& pool : pools) {
+    keyed.emplace_back(pool->budget().priority_in_all(), pool->bytes_above_floor(), pool);
+  }
+  std::stable_sort(keyed.begin(), keyed.end(), [](const auto& a, const auto& b) {
+    if (std::get<0>(a) != std::get<0>(b)) return std::get<0>(a) < std::get<0>(b);
+    return std::get<1>(a) > std::get<1>(b);
+  });
+  pools.clear();
+  for (auto& entry : keyed) pools.push_back(std::get<2>(entry));
+  return pools;
+}
+
+PoolList Ladder::victims(const Pool& asker, const Budget* refused) const {
+  PoolList found = refused == nullptr ? memory_.pools() : memory_.pools_under(*refused);
+  std::erase_if(found, [&](const auto& pool) { return pool.get() == &asker; });
+  return in_order_of_yielding(std::move(found));
+}
+
+// Among those of one priority, what was at the very place before comes first.
+void Ladder::gather_from(const PoolList& pools, std::span<const DormantMappings::Dormant> wanted, std::size_t want,
+                         Grant& grant, ReclaimStep* step) {
+  Budget* refused = nullptr;  // then the asker may take no more
+  const auto has_wanted = [wanted](const Pool& pool) {
+    return std::any_of(wanted.begin(), wanted.end(),
+                       [&pool](const DormantMappings::Dormant& chunk) { return chunk.holder == pool.id(); });
+  };
+  const auto take = [&](Pool& pool, std::size_t bytes, std::span<const DormantMappings::Dormant> these) {
+    const std::size_t moved = pool.surrender(bytes, these, grant, &refused);
+    if (moved != 0) step->yielded.push_back({pool.name(), moved});
+  };
+  for (auto first = pools.begin(); first != pools.end();) {
+    const std::int64_t priority = (*first)->budget().priority_in_all();
+    // From the next on: it may be given another priority meanwhile.
+    const auto last = std::find_if(std::next(first), pools.end(), [priority](const auto& pool) {
+      return pool->budget().priority_in_all() != priority;
+    });
+    for (auto at = first; at != last && refused == nullptr && grant.bytes() < want; ++at) {
+      if (has_wanted(**at)) take(**at, 0, wanted);
+    }
+    for (auto at = first; at != last && refused == nullptr && grant.bytes() < want; ++at) {
+      take(**at, want - grant.bytes(), {});
+    }
+    if (refused != nullptr || grant.bytes() >= want) return;
+    first = last;
+  }
+}
+
+// With every pool locked: gives idle memory back until the asker has room for
+// `want` bytes (`need` at the least), and takes them for it before anyone else
+// can. Returns the idle bytes that could not be had, as queued work may still
+// use them.
+std::size_t Ladder::melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want, Grant& grant) {
+  const PoolList all = memory_.pools();
+  const BlockCaches::Still still(caches_, BlockCaches::Kept::back);
+  const AllLocked locked(all);
+  const PoolList order = in_order_of_yielding(all);
+  Budget& payer = asker.budget();
+  std::size_t in_use = 0;
+  if (refused == nullptr) {
+    // The device itself has run out: every shelf and pool may hold what the
+    // driver needs, whatever the limits say.
+    for (const auto& pool : order) in_use += pool->melt_locked(nullptr, 0, payer);
+    memory_.store().trim_all();
+    create_into(grant, asker, need);
+  }
+  // The limit that refused, then those above it: they may be full as well, of
+  // what others hold.
+  for (const Budget* level = refused; level != nullptr; level = level->parent()) {
+    if (level->room() < want) memory_.store().trim_under(*level, want - level->room());
+    for (const auto& pool : order) {
+      if (pool->budget().stands_under(*level)) in_use += pool->melt_locked(level, want, payer);
+    }
+    // What melted but is still mapped elsewhere rests on a shelf.
+    if (level->room() < want) memory_.store().trim_under(*level, want - level->room());
+    if (level->room_for(payer) < need) break;
+  }
+  const std::size_t room = std::min(payer.headroom(), want - std::min(want, grant.bytes()));
+  if (room != 0 && payer.charge(room) == nullptr) grant.prepaid_bytes += room;
+  return in_use;
+}
+
+// Makes chunks for the asker while nobody else can take the driver's memory.
+void Ladder::create_into(Grant& grant, const Pool& asker, std::size_t want) {
+  const std::size_t page = asker.page_size();
+  const bool is_whole = asker.keeps_within_chunks();                     // pieces would be no use to it
+  const bool is_small = asker.has_uniform_chunks() || asker.is_range();  // the only size that fits anywhere in it
+  std::size_t size = is_small ? page : std::max(floor_power_of_two(std::max(want, page)), page);
+  if (is_whole) size = align_up(want, page);
+  while (grant.chunks.bytes() < want) {
+    const std::size_t missing = want - grant.chunks.bytes();
+    while (!is_whole && size > page && size > missing) size /= 2;
+    Chunk* chunk = nullptr;
+    Budget* refused = nullptr;
+    if (memory_.store().create(memory_.store().spec(size), grant.payer(), &chunk, &refused).ok()) {
+      grant.chunks.put(chunk);
+    } else if (is_whole || refused != nullptr || size == page) {
+      return;
+    } else {
+      size /= 2;
+    }
+  }
+}
+
+// ------------------------------------------------------------------ the rungs
+
+bool Ladder::Climb::try_again(Grant* grant) {
+  Shortage latest;
+  found = attempt(grant, &latest);
+  if (found == 0) shortage = latest;
+  return found != 0;
+}
+
+bool Ladder::could_be_met(const Climb& climb) const {
+  return climb.bytes <= climb.asker.capacity() && memory_.could_hold(climb.asker.budget(), climb.bytes);
+}
+
+void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
+  if (climb.shortage.no_address_space || !could_be_met(climb)) return;
+  step->result = StepResult::nothing;
+  const MutexLock lock(mutex_);
+  // Whoever climbed meanwhile may have left what this one needs.
+  const bool others_climbed = climbs_.fetch_add(1, std::memory_order_relaxed) != climb.climbs_before;
+  step->bytes = memory_.store().trim(climb.asker.group(), 0);
+  if (climb.shortage.refused == nullptr) step->bytes += memory_.store().trim_all();
+  if (step->bytes == 0 && !others_climbed) return;
+  step->result = StepResult::in_vain;
+  climb.try_again(nullptr);
+}
+
+// What the limits still allow is created, only the rest is taken. Memory that has
+// been used is no use to a graph.
+void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
+  Pool& asker = climb.asker;
+  const Shortage& lacks = climb.shortage;
+  if (lacks.no_address_space || lacks.wait_for != kLongAgo || asker.is_pinned() || !could_be_met(climb)) return;
+  step->result = StepResult::nothing;
+  const MutexLock lock(mutex_);
+  if (asker.keeps_within_chunks() && asker.shed(0) != 0) {
+    // Its own idle chunks do not fit, and are not put together.
+    step->result = StepResult::in_vain;
+    step->bytes += memory_.store().trim(asker.group(), 0);
+    if (climb.try_again(nullptr) || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
+  }
+  Grant grant(memory_.store(), asker.group(), asker.budget());
+  const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
+  gather_from(victims(asker, lacks.refused), asker.dormant_of_others(lacks.returning_to),
+              lacks.bytes - std::min(lacks.bytes, room), grant, step);
+  if (grant.bytes() == 0) return;
+  step->result = StepResult::in_vain;
+  step->bytes += grant.bytes();
+  climb.try_again(&grant);
+}
+
+// A callback may free tensors, and even allocate: no lock is held. torch's ask for
+// events, which ends a capture.
+void Ladder::call_for_memory(Climb& climb, ReclaimStep* step) {
+  if (climb.bytes > memory_.capabilities().total_memory) return;
+  step->result = StepResult::nothing;
+  const bool has_freed = memory_callback_ && !memory_.clock().is_capturing() && memory_callback_();
+  if (!memory_.settle(/*wait=*/false) && !has_freed) return;
+  step->result = StepResult::in_vain;
+  climb.try_again(nullptr);
+}
+
+bool Ladder::relieve(Pool& asker, std::size_t bytes) {
+  if (bytes > memory_.capabilities().total_memory || bytes > asker.capacity()) return false;  // whatever it frees
+  if (NoRelief::is_on() || memory_.clock().is_capturing()) return false;
+  const auto function = memory_.on_pressure_of(asker.group());
+  if (function == nullptr) return false;
+  const NoRelief of_its_own;
+  return (*function)(bytes, asker.is_part() ? asker.owner() : asker.shared_from_this());
+}
+
+// What it frees is idle in whatever pool it was in, or waits for queued work there: that is
+// waited for before more is asked of it.
+void Ladder::call_for_relief(Climb& climb, ReclaimStep* step) {
+  for (int round = 0; round < kMostReliefs && relieve(climb.asker, climb.bytes); ++round) {
+    step->result = StepResult::in_vain;
+    for (const bool waits : {false, true}) {
+      if (waits) memory_.wait_for(memory_.clock().now());
+      memory_.settle(/*wait=*/false);
+      if (climb.try_again(nullptr) || climb.shortage.is_sealed) return;
+      for (const Step again : {&Ladder::give_shelves_back, &Ladder::take_from_others}) {
+        ReclaimStep of_it;
+        (this->*again)(climb, &of_it);
+        step->bytes += of_it.bytes;
+        std::move(of_it.yielded.begin(), of_it.yielded.end(), std::back_inserter(step->yielded));
+        if (climb.found != 0 || climb.shortage.is_sealed) return;
+      }
+    }
+  }
+}
+
+void Ladder::borrow(Climb& climb, ReclaimStep* step) {
+  if (!climb.stream.has_value() || !climb.asker.is_ordinary() || !lender_) return;
+  step->result = StepResult::nothing;
+  climb.found = lender_(climb.asker, climb.bytes, *climb.stream);
+  if (climb.found != 0) step->bytes = climb.bytes;
+}
+
+void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
+  if (!could_be_met(climb)) return;
+  step->result = StepResult::in_vain;
+  Pool& asker = climb.asker;
+  std::size_t in_use = 0;
+  for (int round = 0; round < kMostRounds; ++round) {
+    const Budget* const refused = climb.shortage.refused;
+    memory_.wait_for(memory_.clock().now());
+    memory_.await_judges();
+    memory_.settle(/*wait=*/false);
+    {
+      const MutexLock lock(mutex_);
+      Grant grant(memory_.store(), asker.group(), asker.budget());
+      in_use = 0;
+      if (const Shortage& lacks = climb.shortage; !lacks.no_address_space) {
+        const std::size_t page = asker.page_size();
+        // A small block needs a whole slab, whatever the page.
+        const std::size_t most = align_up(std::max(climb.bytes, lacks.bytes), page) + page;
+        in_use = melt(asker, lacks.refused, lacks.bytes, most, grant);
+      }
+      step->bytes = grant.bytes();
+      if (climb.try_again(&grant) || climb.shortage.is_sealed) return;
+    }
+    // Room under a limit may be what the device, or the next limit, lacks.
+    const bool is_another = climb.shortage.refused != refused;
+    if (in_use == 0 && climb.shortage.wait_for == kLongAgo && !is_another) break;
+  }
+  // What was created for it and did not suffice is nobody's: a library may need it.
+  if (climb.shortage.refused == nullptr) memory_.store().trim_all();
+}
+
+const std::array<Ladder::Step, kRungs> Ladder::kSteps = {&Ladder::give_shelves_back, &Ladder::take_from_others,
+                                                         &Ladder::call_for_memory,   &Ladder::call_for_relief,
+                                                         &Ladder::borrow,            &Ladder::wait_and_melt};
+
+Address Ladder::reach(Climb& climb) {
+  climb.asker.count_retry();
+  ReclaimDecision decision;
+  decision.requested = climb.bytes;
+  decision.asker = climb.asker.name();
+  if (climb.shortage.refused != nullptr) decision.refused_by = climb.shortage.refused->name();
+  for (std::size_t rung = 0; rung < kRungs && climb.found == 0 && !climb.shortage.is_sealed; ++rung) {
+    ReclaimStep& step = decision.steps.at(rung);
+    const auto began = std::chrono::steady_clock::now();
+    (this->*kSteps.at(rung))(climb, &step);
+    step.nanoseconds = std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
+    if (climb.found != 0) step.result = StepResult::met;
+  }
+  if (climb.found != 0 || !climb.shortage.is_sealed) log_.note(climb.asker.model().id(), std::move(decision));
+  return climb.found;
+}
+
+}  // namespace vmm

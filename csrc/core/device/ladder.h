@@ -1,0 +1,143 @@
+// The reclaim ladder: who yields when a request cannot be met, and nothing else decides it.
+//
+//   -  the pool itself: its own idle chunks, its group's shelf, a new chunk
+//      within the limits (allocating.cpp, Pool::place)
+//   0  store: what rests on the group's shelf in sizes that did not fit, and on all
+//      shelves where the driver itself refused, is given back to the driver
+//   1  other models: idle chunks of other pools that stand under the limit that refused,
+//      lowest priority first, then whoever is furthest above its floor; they
+//      move by a second mapping, and no one waits for the GPU
+//   2  callbacks: torch's registered free-memory callbacks, and work that is done by now
+//   3  on_pressure: the function that the shared pool's user gave for it: it evicts, trims
+//      or frees; then 0 and 1 again, for as long as it says that there is more
+//   4  private pools: what is free inside those that said that they lend it
+//   5  queued work: wait for all of it, with no lock held; then, with
+//      every pool locked, give all idle memory above the floors back to the
+//      driver and take the room. Whatever fits after that is granted; no other
+//      thread can take it in between. Again while others had work queued since
+//      that may still use idle memory
+//   -  an error that says who asked, for how much, every limit, who holds
+//      what, and what would help (refusing.cpp)
+//
+// A rung says whether it has changed anything: what has not is not followed by another
+// attempt. Where everything that all others have would not do, nobody gives anything: 0, 1
+// and 5 are passed over. A callback may raise a limit, so 2 is passed over only where the
+// device is too small, and 3 there and where the pool has no such addresses.
+// One request at a time climbs; requests that their own pool can meet never
+// wait for it.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+
+#include "base/function_ref.h"
+#include "base/sync.h"
+#include "core/cache/block_caches.h"
+#include "core/device/pool_registry.h"
+#include "core/device/reclaim_log.h"
+#include "core/memory/dormant_mappings.h"
+#include "core/pool/shortage.h"
+#include "driver/driver.h"
+
+namespace vmm {
+
+class DeviceMemory;
+class Grant;
+
+class Ladder {
+ public:
+  // Asks the pool once more, with what was gathered for it: an address, or 0 and what is missing.
+  using Attempt = FunctionRef<Address(Grant*, Shortage*)>;
+
+  // One request on its way up, and what it lacked at its latest attempt.
+  struct Climb {
+    Pool& asker;
+    const std::size_t bytes;
+    const std::optional<Stream> stream;  // none: not for a tensor, so nobody else's memory will do
+    const Attempt& attempt;
+    Shortage shortage;
+    const std::uint64_t climbs_before;  // climbs() before the first attempt
+    Address found = 0;
+    // Whether it has found an address now.
+    bool try_again(Grant* grant);
+  };
+
+  Ladder(DeviceMemory& memory, BlockCaches& caches) : memory_(memory), caches_(caches) {}
+  Ladder(const Ladder&) = delete;
+  Ladder& operator=(const Ladder&) = delete;
+
+  [[nodiscard]] std::uint64_t climbs() const { return climbs_.load(std::memory_order_relaxed); }
+  // 0: no rung helped, or what the asker has is sealed meanwhile.
+  Address reach(Climb& climb) VMM_EXCLUDES(mutex_);
+
+  // Who yields first: the lowest priority, then whoever is furthest above its floor.
+  static PoolList in_order_of_yielding(PoolList pools);
+  // Pools whose idle memory would help, in that order: those under the limit that refused, or
+  // all of the device when the device itself has no more (nullptr).
+  [[nodiscard]] PoolList victims(const Pool& asker, const Budget* refused) const;
+
+  // Called, with no lock held, when a request found nothing: frees what it can
+  // (torch's registered free-memory callbacks); true if it did anything.
+  void set_memory_callback(std::function<bool()> callback) { memory_callback_ = std::move(callback); }
+  // Called, with no lock held, before a model's request for a tensor waits: an
+  // address out of memory that is free elsewhere and may be had for it, or 0.
+  using Lender = std::function<Address(const Pool& model, std::size_t bytes, Stream stream)>;
+  void set_lender(Lender lender) { lender_ = std::move(lender); }
+  // Calls the group's function (DeviceMemory::set_on_pressure) for a request of `asker` that
+  // found nothing. True: trying again may help.
+  bool relieve(Pool& asker, std::size_t bytes);
+  // While one lives, no request of the thread calls it: what it asks for itself, and where
+  // nobody else's code may run.
+  class NoRelief {
+   public:
+    NoRelief() : was_on_(is_on_) { is_on_ = true; }
+    NoRelief(const NoRelief&) = delete;
+    NoRelief& operator=(const NoRelief&) = delete;
+    ~NoRelief() { is_on_ = was_on_; }
+    static bool is_on() { return is_on_; }
+
+   private:
+    const bool was_on_;
+    inline static thread_local bool is_on_ = false;
+  };
+  // How often a request asks a function that always says that there is more.
+  static constexpr int kMostReliefs = 64;
+
+  // What became of the requests of a model and its parts.
+  [[nodiscard]] ReclaimLog& log() { return log_; }
+
+ private:
+  // A rung. It tries the request again where it has changed something, and says so.
+  using Step = void (Ladder::*)(Climb&, ReclaimStep*);
+  static const std::array<Step, kRungs> kSteps;  // by Rung
+
+  [[nodiscard]] bool could_be_met(const Climb& climb) const;
+  void give_shelves_back(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
+  void take_from_others(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
+  void call_for_memory(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
+  void call_for_relief(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
+  void borrow(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
+  void wait_and_melt(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
+
+  void gather_from(const PoolList& pools, std::span<const DormantMappings::Dormant> wanted, std::size_t want,
+                   Grant& grant, ReclaimStep* step);
+  std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
+                   Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
+  void create_into(Grant& grant, const Pool& asker, std::size_t want);
+
+  DeviceMemory& memory_;
+  BlockCaches& caches_;
+  std::function<bool()> memory_callback_;
+  Lender lender_;
+  std::atomic<std::uint64_t> climbs_{0};
+  ReclaimLog log_;
+  Mutex mutex_;  // one request climbs at a time
+};
+
+}  // namespace vmm

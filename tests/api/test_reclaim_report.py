@@ -1,0 +1,82 @@
+"""pool.reclaim_report(): what the reclaim ladder did for a model, as counts and as the latest decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.helpers import MIB, tensor_in
+from torch_vmm import SharedMemoryPool
+
+MakeShared = Callable[..., SharedMemoryPool]
+
+RUNGS = ["store", "other models", "callbacks", "on_pressure", "private pools", "queued work"]
+
+
+def test_a_model_that_never_climbed_has_nothing_to_tell(make_shared: MakeShared) -> None:
+    model = make_shared("64MiB").register_model("a")
+    kept = tensor_in(model, 32 * MIB)
+    report = model.reclaim_report()
+    assert (report.requests, report.refused, report.latest) == (0, 0, ())
+    assert list(report.rungs) == RUNGS
+    assert str(report).splitlines()[0] == "0 requests climbed, 0 were refused"
+    del kept
+
+
+def test_who_yielded_is_told(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    giver, asker = shared.register_model("giver"), shared.register_model("asker")
+    del_me = tensor_in(giver, 64 * MIB)
+    del del_me
+    kept = tensor_in(asker, 40 * MIB)
+    report = asker.reclaim_report()
+    assert (report.requests, report.refused) == (1, 0)
+    (decision,) = report.latest
+    assert decision.met and decision.requested == 40 * MIB and decision.asker == "asker"
+    assert [step.rung for step in decision.steps] == RUNGS[: len(decision.steps)]
+    step = decision.steps[-1]
+    assert step.result == "met" and step.seconds >= 0
+    assert report.rungs[step.rung].met == 1 and report.rungs[step.rung].bytes == step.bytes > 0
+    if step.rung == "other models":
+        assert {name for name, _ in step.yielded} == {"giver"}
+        assert sum(size for _, size in step.yielded) == step.bytes
+    assert "40 MiB for asker" in str(report) and step.rung in str(decision)
+    assert giver.reclaim_report().requests == 0
+    del kept
+
+
+def test_a_refusal_shows_every_rung_and_each_line_fits(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    holder, asker = shared.register_model("holder"), shared.register_model("asker")
+    held = tensor_in(holder, 60 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(asker, 32 * MIB)
+    report = asker.reclaim_report()
+    assert (report.requests, report.refused) == (1, 1)
+    (decision,) = report.latest
+    assert not decision.met and len(decision.steps) == len(RUNGS)
+    assert "shared" in decision.refused_by.lower()
+    assert decision.steps[RUNGS.index("on_pressure")].result == "passed over"  # nobody gave a function
+    assert decision.steps[-1].result == "in vain"
+    table = str(report).splitlines()[: 2 + len(RUNGS)]
+    assert all(len(line) <= 80 for line in table)
+    del held
+
+
+def test_the_users_function_is_a_rung(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    holder, asker = shared.register_model("holder"), shared.register_model("asker")
+    held = [tensor_in(holder, 60 * MIB)]
+
+    @shared.on_pressure
+    def evict(requested: int, pool: object) -> bool:
+        held.clear()
+        return True
+
+    kept = tensor_in(asker, 32 * MIB)
+    (decision,) = asker.reclaim_report().latest
+    assert decision.steps[-1].rung == "on_pressure" and decision.met
+    shared.on_pressure(None)
+    del kept
