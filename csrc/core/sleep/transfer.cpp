@@ -127,12 +127,12 @@ void Departure::note_kept(Piece& piece) {
   }
 }
 
-bool Departure::step() {
-  if (next_ == pieces_.size()) {
-    if (under_way_.empty()) return false;
+bool Departure::advance() {
+  if (under_way_.is_oldest_done()) {
     complete_oldest();
     return true;
   }
+  if (next_ == pieces_.size() || under_way_.is_full()) return false;
   Piece& piece = pieces_[next_];
   note_kept(piece);
   const Pool& pool = *parts_[piece.part].pool;
@@ -142,7 +142,12 @@ bool Departure::step() {
   }
   under_way_.add(next_, out);
   ++next_;
-  if (under_way_.is_full()) complete_oldest();
+  return true;
+}
+
+bool Departure::wait() {
+  if (under_way_.empty()) return false;
+  complete_oldest();
   return true;
 }
 
@@ -185,7 +190,7 @@ void Departure::undo() noexcept {
     Arrival back(sleeper_, awake_, Arrival::Memory::collected);
     back.begin();
     try {
-      while (back.step()) {
+      while (back.advance() || back.wait()) {
       }
       back.finish();
     } catch (...) {
@@ -252,14 +257,16 @@ void Arrival::collect_all() {
   }
 }
 
-bool Arrival::collect(const Piece& piece, bool may_wait) {
+// False: not at this moment.
+bool Arrival::collect(const Piece& piece, bool is_on_its_way) {
   std::vector<LeavingChunk> places;
   append_missing(piece, &places);
   Pool& pool = *mine_[piece.part];
   Shortage shortage;
   if (places.empty() || pool.try_collect(places, nullptr, &shortage) != 0) return true;
-  if (may_wait) sleeper_.memory().collect_to_wake(pool, places);
-  return may_wait;
+  if (is_on_its_way) return false;
+  sleeper_.memory().collect_to_wake(pool, places);
+  return true;
 }
 
 void Arrival::map_next() {
@@ -292,18 +299,23 @@ void Arrival::load_next() {
   ++next_;
 }
 
-// The bus first: what is left is mapped while it works.
-bool Arrival::step(bool may_wait) {
+// The bus first: what comes next is mapped while it works.
+bool Arrival::advance(bool is_on_its_way) {
+  if (under_way_.is_oldest_done()) {
+    complete_oldest();
+    return true;
+  }
   if (next_ < mapped_ && !under_way_.is_full()) {
     load_next();
     return true;
   }
-  if (mapped_ < pieces_.size()) {
-    if (memory_ != Memory::by_piece || collect(pieces_[mapped_], may_wait)) {
-      map_next();
-      return true;
-    }
-  }
+  if (mapped_ == pieces_.size() || mapped_ - next_ >= kMostAhead) return false;
+  if (memory_ == Memory::by_piece && !collect(pieces_[mapped_], is_on_its_way)) return false;
+  map_next();
+  return true;
+}
+
+bool Arrival::wait() {
   if (under_way_.empty()) return false;
   complete_oldest();
   return true;
@@ -394,16 +406,12 @@ void Transfer::begin(const Look& look) {
 // Both directions at once: what comes takes the memory of what goes.
 void Transfer::move(const Look& look) {
   for (;;) {
-    const bool goes = out_ != nullptr && out_->step();
+    bool moves = out_ != nullptr && out_->advance();
     look();
-    if (in_ == nullptr) {
-      if (!goes) return;
-      continue;
-    }
-    const bool comes = in_->step(/*may_wait=*/!goes);
-    if (comes) in_->step(/*may_wait=*/!goes);  // mapping a piece is a step, and loading it another
+    if (in_ != nullptr && in_->advance(/*is_on_its_way=*/out_ != nullptr && !out_->is_through())) moves = true;
     look();
-    if (!goes && !comes) return;
+    // Only then for the bus, which works on at least one more piece meanwhile.
+    if (!moves && !(out_ != nullptr && out_->wait()) && !(in_ != nullptr && in_->wait())) return;
   }
 }
 

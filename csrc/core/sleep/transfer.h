@@ -36,6 +36,8 @@ class Pieces {
   void add(std::size_t index, const StreamUse& by);
   [[nodiscard]] bool empty() const { return under_way_.empty(); }
   [[nodiscard]] bool is_full() const { return under_way_.size() >= kMost; }
+  // Whether the oldest is done. Waits for nothing.
+  [[nodiscard]] bool is_oldest_done() const { return !empty() && under_way_.front().point->passed(); }
   // Waits for the oldest, which is none of these any more. Throws DriverError, and it is.
   std::size_t wait_for_oldest();
 
@@ -72,8 +74,12 @@ class Departure {
   // They take no requests from now on, and there is room for what they hold. Throws, and
   // they are awake: OutOfMemoryError, InvalidArgumentError, VmmError.
   void begin();
-  // The next piece; false: nothing is left.
-  bool step();
+  // Whatever can be done without waiting for the bus; false: nothing can.
+  bool advance();
+  // Waits for the oldest piece on the bus; false: there is none.
+  bool wait();
+  // All of it has gone.
+  [[nodiscard]] bool is_through() const { return next_ == pieces_.size() && under_way_.empty(); }
   // All is saved. Before finish(): until then it can be undone.
   void secure();
   void finish();
@@ -112,9 +118,11 @@ class Arrival {
   ~Arrival();
   // Throws OutOfMemoryError, and they are asleep as before.
   void begin();
-  // Goes on; false: all is there. Without `may_wait` false, too, where there is no memory for
-  // the next piece at this moment; with it others give what they can.
-  bool step(bool may_wait = true);
+  // Whatever can be done without waiting for the bus; false: nothing can. Where there is no
+  // memory for the next piece others give what they can, unless some is `on_its_way`.
+  bool advance(bool is_on_its_way = false);
+  // Waits for the oldest piece on the bus; false: there is none.
+  bool wait();
   void finish();
   void undo() noexcept;
   // Until what is at [address, address + bytes) is there, or it has ended without, or some
@@ -128,10 +136,14 @@ class Arrival {
  private:
   void plan();
   void collect_all();
-  bool collect(const Piece& piece, bool may_wait);
+  bool collect(const Piece& piece, bool is_on_its_way);
   void map_next();
   void load_next();
   void complete_oldest();
+
+  // So many pieces are mapped and not on the bus yet, at most: all of them at once would take
+  // longer than what is on the bus, which would be idle then.
+  static constexpr std::size_t kMostAhead = 2;
 
   Sleeper& sleeper_;
   PoolList pools_;
