@@ -97,6 +97,7 @@ SOURCES = [
     "csrc/core/device/reclaim_log.cpp",
     "csrc/core/device/refusal.cpp",
     "csrc/core/device/refusing.cpp",
+    "csrc/core/device/spilling.cpp",
     "csrc/core/faces/memory_pool.cpp",
     "csrc/core/faces/native_memory_pool.cpp",
     "csrc/core/faces/placed_memory.cpp",

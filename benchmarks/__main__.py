@@ -31,6 +31,7 @@ _NAMES = {
         "cold_path",
         "hand_over",
         "sleep",
+        "spill",
         "observed",
         "workloads",
         "buffers",

@@ -282,6 +282,11 @@ class Pool:
     def set_priority(self, priority: int) -> None:
         """Raises InvalidArgumentError: the pool is closed."""
     @property
+    def spills(self) -> bool:
+        """Whether a tensor that finds no memory on the device may stand in the host's."""
+    def set_spills(self, spills: bool) -> None:
+        """Raises InvalidArgumentError: closed. NotAvailableError: the device cannot use host memory so."""
+    @property
     def is_closed(self) -> bool:
         """Closed by :meth:`close` or by its SharedMemoryPool; it may still drain."""
 
@@ -370,6 +375,10 @@ class SharedMemoryPool:
     def priority(self) -> int: ...
     def set_priority(self, priority: int) -> None:
         """As :meth:`Pool.set_priority`."""
+    @property
+    def spill_limit(self) -> int | None: ...
+    def set_spill_limit(self, limit: int | None) -> int:
+        """Bytes of host memory for what models spill; returns those given back now."""
     def set_on_pressure(self, function: Callable[[int, Pool], bool] | None) -> None:
         """Called for a request that finds no memory, on its thread, with no lock held."""
     def register_model(
@@ -380,8 +389,10 @@ class SharedMemoryPool:
         physical_limit: int | None = None,
         floor: int = 0,
         priority: int = 0,
+        spills: bool = False,
     ) -> Pool:
-        """Raises ModelExistsError; InvalidArgumentError for an empty id, floors above the limit and their kind."""
+        """Raises ModelExistsError; NotAvailableError: it cannot spill; InvalidArgumentError for an empty id, floors above
+        the limit and their kind."""
     def unregister_model(self, model_id: str, force: bool = False) -> None:
         """Raises ModelNotFoundError; StillInUseError unless ``force``."""
     def model(self, model_id: str) -> Pool:

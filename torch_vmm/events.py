@@ -47,15 +47,15 @@ def closed(whose: VirtualMemoryPool | SharedMemoryPool, models: Iterable[str] = 
         logger.debug("%s closed%s", _whose(whose), f", with its models {with_them}" if with_them else "")
 
 
-def was_set(whose: VirtualMemoryPool | SharedMemoryPool, name: str, value: int | None) -> None:
-    """A limit, floor or priority is another one.
+def was_set(whose: VirtualMemoryPool | SharedMemoryPool, name: str, value: int | str | None) -> None:
+    """A limit, floor, priority or place to spill to is another one.
 
     Args:
         name: of the property.
         value: its own; of a limit or floor in bytes, ``None`` is no limit.
     """
     if logger.isEnabledFor(logging.DEBUG):
-        words = str(value) if name == "priority" else _size(value)
+        words = str(value) if name in ("priority", "spill") or isinstance(value, str) else _size(value)
         logger.debug("%s: %s set to %s", _whose(whose), name, words)
 
 

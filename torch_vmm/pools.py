@@ -11,7 +11,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -32,6 +32,7 @@ from torch_vmm.sizes import (
     to_number,
     to_optional_bytes,
     to_range,
+    to_spill,
     to_tensor_range,
 )
 from torch_vmm.sleeping import Keep, Progress, Remaps, Transfer
@@ -460,6 +461,31 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     def priority(self, priority: int) -> None:
         self._handle.set_priority(to_number(priority, "priority"))
         events.was_set(self, "priority", self._handle.priority)
+
+    @property
+    def spill(self) -> Literal["host"] | None:
+        """``"host"``: a tensor that finds no memory on the device, after all that
+        others could give, stands in host memory, which kernels reach over the
+        bus: a fiftieth of the speed of the device's own, and no error.
+        Can be set at any time; ``None`` at first.
+
+        It counts apart (``stats().spilled_bytes``), under
+        :attr:`SharedMemoryPool.spill_limit`, and in torch's numbers like any
+        tensor. It stays there until it is freed: what is made next stands on
+        the device again, where there is room. Never for a CUDA graph's memory
+        or while one is captured, nor for explicit pages and tensors with
+        addresses of their own. While the model sleeps it stays as it is.
+
+        Raises:
+            NotAvailableError: on assignment: the device cannot use host memory
+                so.
+        """
+        return "host" if self._handle.spills else None
+
+    @spill.setter
+    def spill(self, spill: Literal["host"] | None) -> None:
+        self._handle.set_spills(to_spill(spill))
+        events.was_set(self, "spill", self.spill)
 
     @property
     def physical_memory_usage(self) -> int:

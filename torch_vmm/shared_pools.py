@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
+from typing import Literal
 
 from torch_vmm import _C, events, pools, tables
 from torch_vmm._guarded import Guarded
@@ -22,6 +23,7 @@ from torch_vmm.sizes import (
     to_number,
     to_optional_bytes,
     to_range,
+    to_spill,
 )
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats
 from torch_vmm.timelines import Timeline, to_interval
@@ -81,6 +83,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         floor: Size = 0,
         priority: int = 0,
         page_size: Size | None = None,
+        spill: Literal["host"] | None = None,
     ) -> VirtualMemoryPool:
         """A pool for a new model.
 
@@ -96,11 +99,15 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             priority: when memory is short, a higher one gives later; from
                 -2**31 to 2**31 - 1.
             page_size: bytes, as :class:`VirtualMemoryPool` takes it.
+            spill: ``"host"``: tensors that find no memory stand in host memory
+                (:attr:`VirtualMemoryPool.spill`).
         Raises:
             ModelExistsError: the id is taken.
             InvalidArgumentError: an empty id, floors that are above the limit
                 together, sizes that can't be.
             OutOfMemoryError: there is no such stretch of addresses.
+            NotAvailableError: ``spill`` on a device that cannot use host memory
+                so.
         """
         handle = self._handle.register_model(
             to_name(model_id, "model_id"),
@@ -109,6 +116,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             to_optional_bytes(physical_limit, "physical_limit"),
             to_bytes(floor, "floor"),
             to_number(priority, "priority"),
+            to_spill(spill),
         )
         pool = pools.wrap(handle, self, model_id)
         events.registered(pool)
@@ -188,6 +196,20 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
     def host_backup_bytes(self) -> int:
         """Bytes of pinned host memory now, with what is kept for the next sleep."""
         return _C.host_backup_bytes(self._handle)
+
+    @property
+    def spill_limit(self) -> int | None:
+        """Bytes of host memory, at most, for tensors that models spill
+        (:attr:`VirtualMemoryPool.spill`); ``None`` is no limit but what the
+        machine has left. Can be set at any time: idle memory above it goes at
+        once, and what is in use stays.
+        """
+        return self._handle.spill_limit
+
+    @spill_limit.setter
+    def spill_limit(self, limit: Size | None) -> None:
+        self._handle.set_spill_limit(to_optional_bytes(limit, "spill_limit"))
+        events.was_set(self, "spill_limit", self._handle.spill_limit)
 
     def release_host_backups(self) -> int:
         """Gives pinned host memory back that no sleeping model uses; returns the

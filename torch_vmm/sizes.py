@@ -151,6 +151,13 @@ def to_number(value: SupportsIndex, name: str) -> int:
     return number
 
 
+def to_spill(value: object) -> bool:
+    """Whether a model spills: ``"host"`` or ``None``."""
+    if value is None or value == "host":
+        return value is not None
+    raise InvalidArgumentError(f"spill={show(value)}: give 'host', or None to fail instead")
+
+
 def to_flag(value: object, name: str) -> bool:
     """``True`` or ``False``, numpy's too.
 

@@ -36,6 +36,10 @@ class MemoryStats:
     """Of tensors whose memory is elsewhere while the model sleeps; in none of the
     others.
     """
+    spilled_bytes: int = 0
+    """Of host memory, mapped for tensors that found none here; in none of the
+    others.
+    """
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class GlobalMemoryStats:
     """Held by the chunk store, mapped nowhere."""
     asleep_bytes: int = 0
     """Of tensors of models that sleep; in none of the others."""
+    spilled_bytes: int = 0
+    """Of host memory, held for what models spilled; in none of the others."""
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,15 @@ SharedPoolPtr make(const std::string& kind, int ordinal, std::size_t physical_li
 
 std::shared_ptr<Pool> register_model(SharedMemoryPool& self, const std::string& model_id,
                                      std::optional<std::size_t> virtual_capacity, std::optional<std::size_t> page_size,
-                                     std::optional<std::size_t> physical_limit, std::size_t floor, int priority) {
+                                     std::optional<std::size_t> physical_limit, std::size_t floor, int priority,
+                                     bool spills) {
   ModelSpec spec;
   spec.virtual_capacity = to_chosen_size(virtual_capacity, "virtual_capacity");
   spec.page_size = to_page_size(page_size, self.memory().granularity());
   spec.physical_limit = to_limit(physical_limit);
   spec.floor = floor;
   spec.priority = priority;
+  spec.spills = spills;
   return here(self).register_model(model_id, spec);
 }
 
@@ -94,10 +96,18 @@ void bind_shared_memory_pool(py::module_& module) {
       .def(
           "set_priority", [](SharedMemoryPool& self, int priority) { here(self).set_priority(priority); },
           py::arg("priority"), WithoutGil());
+  pool.def_property_readonly("spill_limit",
+                             [](const SharedMemoryPool& self) { return from_limit(here(self).spill_limit()); })
+      .def(
+          "set_spill_limit",
+          [](SharedMemoryPool& self, std::optional<std::size_t> limit) {
+            return here(self).set_spill_limit(to_limit(limit));
+          },
+          py::arg("limit"), WithoutGil());
   pool.def("set_on_pressure", &set_on_pressure, py::arg("function"));
   pool.def("register_model", &register_model, py::arg("model_id"), py::arg("virtual_capacity") = py::none(),
            py::arg("page_size") = py::none(), py::arg("physical_limit") = py::none(), py::arg("floor") = 0,
-           py::arg("priority") = 0, WithoutGil())
+           py::arg("priority") = 0, py::arg("spills") = false, WithoutGil())
       .def(
           "unregister_model",
           [](SharedMemoryPool& self, const std::string& model_id, bool force) {

@@ -12,7 +12,7 @@ from torch_vmm import SharedMemoryPool
 
 MakeShared = Callable[..., SharedMemoryPool]
 
-RUNGS = ["store", "other models", "callbacks", "on_pressure", "private pools", "queued work"]
+RUNGS = ["store", "other models", "callbacks", "on_pressure", "private pools", "queued work", "host memory"]
 
 
 def test_a_model_that_never_climbed_has_nothing_to_tell(make_shared: MakeShared) -> None:
@@ -34,15 +34,20 @@ def test_who_yielded_is_told(make_shared: MakeShared) -> None:
     report = asker.reclaim_report()
     assert (report.requests, report.refused) == (1, 0)
     (decision,) = report.latest
-    assert decision.met and decision.requested == 40 * MIB and decision.asker == "asker"
+    assert decision.met
+    assert decision.requested == 40 * MIB
+    assert decision.asker == "asker"
     assert [step.rung for step in decision.steps] == RUNGS[: len(decision.steps)]
     step = decision.steps[-1]
-    assert step.result == "met" and step.seconds >= 0
-    assert report.rungs[step.rung].met == 1 and report.rungs[step.rung].bytes == step.bytes > 0
+    assert step.result == "met"
+    assert step.seconds >= 0
+    assert report.rungs[step.rung].met == 1
+    assert report.rungs[step.rung].bytes == step.bytes > 0
     if step.rung == "other models":
         assert {name for name, _ in step.yielded} == {"giver"}
         assert sum(size for _, size in step.yielded) == step.bytes
-    assert "40 MiB for asker" in str(report) and step.rung in str(decision)
+    assert "40 MiB for asker" in str(report)
+    assert step.rung in str(decision)
     assert giver.reclaim_report().requests == 0
     del kept
 
@@ -56,10 +61,12 @@ def test_a_refusal_shows_every_rung_and_each_line_fits(make_shared: MakeShared) 
     report = asker.reclaim_report()
     assert (report.requests, report.refused) == (1, 1)
     (decision,) = report.latest
-    assert not decision.met and len(decision.steps) == len(RUNGS)
+    assert not decision.met
+    assert len(decision.steps) == len(RUNGS)
     assert "shared" in decision.refused_by.lower()
     assert decision.steps[RUNGS.index("on_pressure")].result == "passed over"  # nobody gave a function
-    assert decision.steps[-1].result == "in vain"
+    assert decision.steps[RUNGS.index("host memory")].result == "passed over"  # nor asked to spill
+    assert decision.steps[RUNGS.index("queued work")].result == "in vain"
     table = str(report).splitlines()[: 2 + len(RUNGS)]
     assert all(len(line) <= 80 for line in table)
     del held
@@ -77,6 +84,7 @@ def test_the_users_function_is_a_rung(make_shared: MakeShared) -> None:
 
     kept = tensor_in(asker, 32 * MIB)
     (decision,) = asker.reclaim_report().latest
-    assert decision.steps[-1].rung == "on_pressure" and decision.met
+    assert decision.steps[-1].rung == "on_pressure"
+    assert decision.met
     shared.on_pressure(None)
     del kept

@@ -49,7 +49,7 @@ Address DeviceMemory::allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stre
 
 void DeviceMemory::settle_watched(Pool& pool) {
   if (log_ == nullptr) return;
-  if (pool.settle_watched()) store_.trim(pool.group(), options_.store_bytes);
+  if (pool.settle_watched()) trim_shelf(pool);
   report_fault();
 }
 

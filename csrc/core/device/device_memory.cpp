@@ -41,7 +41,10 @@ DeviceMemory::DeviceMemory(Driver& driver, AddressSpace& address_space, int devi
       foreign_budget_("memory of other allocators", kUnlimited, &budget_),
       host_budget_("host memory by hand", kUnlimited, nullptr),
       zero_budget_("pages that read as zero", kUnlimited, &budget_),
-      store_(driver, device, capabilities_.granularity, options.exportable && capabilities_.exportable),
+      spill_budget_("spilled memory", kUnlimited, nullptr),
+      store_(driver, Location::on_device(device), capabilities_.granularity,
+             options.exportable && capabilities_.exportable),
+      spill_store_(driver, Location::on_host(), capabilities_.granularity, /*exportable=*/false),
       log_(options.debug.is_on() ? std::make_unique<WatchLog>(options.debug) : nullptr),
       streams_(driver, device),
       clock_(streams_),
@@ -71,6 +74,7 @@ DeviceMemory::~DeviceMemory() {
   waiting_.clear();
   registry_ = {};
   store_.trim_all();
+  spill_store_.trim_all();
 }
 
 // --------------------------------------------------------------------- pools
@@ -107,7 +111,8 @@ std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& 
     const MutexLock registry_lock(registry_mutex_);
     accessors = accessors_;
   }
-  const PoolContext context{driver_,        address_space_, store_,   streams_,  clock_,
+  ChunkStore& store = spec.is_spill ? spill_store_ : store_;
+  const PoolContext context{driver_,        address_space_, store,    streams_,  clock_,
                             peaks_,         caches_,        options_, observer_, oversize_bytes_,
                             within_chunks_, capabilities_,  device_,  log_.get()};
   auto pool = std::make_shared<Pool>(context, group, spec, this, std::move(accessors));
@@ -181,7 +186,7 @@ std::shared_ptr<Pool> DeviceMemory::tagged(const std::shared_ptr<Pool>& model, c
   }
   for (const auto& space : spaces) {
     if (!space->reopen()) continue;
-    store_.trim(space->group(), options_.store_bytes);
+    trim_shelf(*space);
     return space;
   }
   model->require_taking();
@@ -251,7 +256,8 @@ void DeviceMemory::set_oversize(std::size_t bytes) {
 std::shared_ptr<Budget> DeviceMemory::create_group(const std::string& name, std::size_t limit_bytes) {
   const MutexLock lock(registry_mutex_);
   auto group = std::make_shared<Budget>(name, limit_bytes, &budget_);
-  groups_.emplace(group.get(), Group{group, std::make_shared<GroupFigures>()});
+  auto spill = std::make_shared<Budget>("spilled memory of " + name, kUnlimited, &spill_budget_);
+  groups_.emplace(group.get(), Group{group, std::move(spill), std::make_shared<GroupFigures>()});
   return group;
 }
 
@@ -312,7 +318,10 @@ PoolList DeviceMemory::pools() const {
 
 PoolList DeviceMemory::pools_under(const Budget& group) const {
   const MutexLock lock(registry_mutex_);
-  return &group == &budget_ ? *registry_.all().list() : registry_.under(group);
+  if (&group != &budget_) return registry_.under(group);
+  PoolList pools = *registry_.all().list();
+  std::erase_if(pools, [](const auto& pool) { return pool->is_spill(); });
+  return pools;
 }
 
 PoolList DeviceMemory::family(const Pool& pool) const {

@@ -81,7 +81,8 @@ class DeviceMemory {
   // when torch lets go of them.
   void close_pools(const PoolList& pools, bool force) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void close_pool(Pool& pool, bool force) { close_pools({pool.shared_from_this()}, force); }
-  // Every pool of the device, retired ones included, in order of registration.
+  // Every pool of the device, those in host memory and retired ones included, in order of
+  // registration.
   [[nodiscard]] PoolList pools() const VMM_EXCLUDES(registry_mutex_);
   // Pools that stand under `group`.
   [[nodiscard]] PoolList pools_under(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
@@ -124,6 +125,20 @@ class DeviceMemory {
   }
   // The rest of that way, after what the calling thread's cache said of the block.
   static bool free_unkept(AddressSpace& address_space, Address address, BlockCaches::Put put);
+
+  // -- Spilling: memory of models in the host's (spilling.cpp) -----------------
+  // A tensor of the model, or of a tag of it, that finds no memory may stand in host memory
+  // from now on. Throws NotAvailableError where the device cannot use it.
+  void set_spills(Pool& model, bool spills);
+  // Throws where it cannot.
+  void require_can_spill(const std::string& name) const;
+  // What pays for what models under `group` spill. `group` lives.
+  [[nodiscard]] Budget& spill_group_of(const Budget& group) VMM_EXCLUDES(registry_mutex_);
+  // Bytes of host memory at most. Returns the bytes given back now.
+  std::size_t set_spill_limit(const Budget& group, std::size_t limit_bytes);
+  // An address in it for a request of `asker`, or 0. Throws OutOfMemoryError (no addresses),
+  // InvalidArgumentError where the model is closed. REQUIRES: the model spills.
+  Address allocate_spilled(Pool& asker, std::size_t bytes, Stream stream);
 
   // -- Giving back to the driver ----------------------------------------------
   // Gives idle chunks of `pool`, and of its parts, back until at most `keep`
@@ -264,6 +279,8 @@ class DeviceMemory {
   std::shared_ptr<Pool> register_pool(const PoolSpec& spec, Budget& group)
       VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
   void require_page_size(std::size_t page_size) const;
+  std::shared_ptr<Pool> spill_space(Pool& asker) VMM_EXCLUDES(tags_mutex_, registry_mutex_);
+  std::size_t trim_shelf(Pool& pool) { return pool.store().trim(pool.group(), options_.store_bytes); }
   static PoolSpec part_spec(const std::shared_ptr<Pool>& model, const std::string& name);
   std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
   // allocating.cpp
@@ -310,7 +327,9 @@ class DeviceMemory {
   Budget foreign_budget_;
   Budget host_budget_;
   Budget zero_budget_;
+  Budget spill_budget_;  // of all models' spilled memory
   ChunkStore store_;
+  ChunkStore spill_store_;               // in host memory
   const std::unique_ptr<WatchLog> log_;  // of debug mode
   DeviceStreams streams_;
   Clock clock_;
@@ -345,6 +364,7 @@ class DeviceMemory {
   std::vector<Location> accessors_ VMM_GUARDED_BY(registry_mutex_);
   struct Group {
     std::shared_ptr<Budget> budget;
+    std::shared_ptr<Budget> spill;  // stands beside it
     std::shared_ptr<GroupFigures> figures;
     std::shared_ptr<const OnPressure> on_pressure{};
   };

@@ -20,7 +20,7 @@ constexpr std::size_t kCallsPerTending = 64;
 
 void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   for (const auto& pool : pools) pool->settle();
-  // They and the spaces of their tags, which end with them.
+  // They and the spaces of their tags and of what they spilled, which end with them.
   PoolList closing = pools;
   {
     const MutexLock tags_lock(tags_mutex_);  // no tag gets a space meanwhile
@@ -32,6 +32,10 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
       for (const auto& pool : pools) {
         const PoolList spaces = registry_.tagged(*pool);
         closing.insert(closing.end(), spaces.begin(), spaces.end());
+        if (pool->is_part()) continue;
+        const PoolList family = registry_.family(*pool);
+        std::copy_if(family.begin(), family.end(), std::back_inserter(closing),
+                     [](const auto& member) { return member->is_spill(); });
       }
     }
     // Whether they are in use, and that nobody uses them any more, is one step.
@@ -63,7 +67,7 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
     pool->drop_pages();
     if (pool->live_blocks() != 0) {  // a last small tensor does not keep what nobody uses
       pool->shed(0);
-      store_.trim(pool->group(), options_.store_bytes);
+      trim_shelf(*pool);
     }
     bury(pool);
   }
@@ -76,7 +80,11 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
 void DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
   if (pool->live_blocks() != 0) return;
   const bool ended = pool->end();
-  store_.trim(pool->group(), options_.store_bytes);
+  if (pool->is_spill()) {
+    spill_store_.trim(pool->group(), 0);
+  } else {
+    trim_shelf(*pool);
+  }
   if (!ended) {
     const MutexLock lock(registry_mutex_);
     if (closed_.count(pool.get()) != 0) waiting_.emplace(pool.get(), pool);
@@ -140,11 +148,14 @@ void DeviceMemory::bury_groups() {
   }
   for (const auto& group : ended) {
     store_.trim(*group, 0);
+    Budget& spill = spill_group_of(*group);
+    spill_store_.trim(spill, 0);
     std::shared_ptr<const OnPressure> last;  // somebody's code: it ends with no lock held
     const MutexLock lock(registry_mutex_);
     // Whoever buries its last pool comes here again.
     if (!registry_.of_group(*group)->empty()) continue;
-    if (!store_.forget(*group)) {
+    if (!registry_.of_group(spill)->empty()) continue;
+    if (!store_.forget(*group) || !spill_store_.forget(spill)) {
       beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
       continue;
     }

@@ -27,13 +27,13 @@ bool DeviceMemory::free_unkept(AddressSpace& address_space, Address address, Blo
 
 void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t size) {
   pool.deallocate_pages(offset, size);
-  store_.trim(pool.group(), options_.store_bytes);
+  trim_shelf(pool);
   if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
 }
 
 void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size) {
   if (pool.unhold_pages(offset, size)) bury_drained(&pool);
-  if (pool.is_retired()) store_.trim(pool.group(), options_.store_bytes);
+  if (pool.is_retired()) trim_shelf(pool);
   if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
 }
 

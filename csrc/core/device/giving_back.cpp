@@ -47,6 +47,9 @@ std::size_t DeviceMemory::trim(Pool& pool, const FunctionRef<void()>& shed) {
   // A chunk may still be mapped where another pool had it before.
   settle(/*wait=*/true);
   pool.count_sync();
+  for (const auto& member : family(pool)) {
+    if (member->is_spill()) spill_store_.trim(member->group(), 0);
+  }
   return store_.trim(group, shelved);
 }
 
@@ -59,6 +62,7 @@ std::size_t DeviceMemory::empty_cache() {
     const MutexLock lock(registry_mutex_);
     ++of_ended_pools_.num_sync_all_streams;
   }
+  spill_store_.trim_all();
   return store_.trim_all();
 }
 
@@ -68,7 +72,7 @@ bool DeviceMemory::settle(bool wait) {
   for (const auto& pool : pools()) {
     if (!pool->settle()) continue;
     any = true;
-    store_.trim(pool->group(), options_.store_bytes);
+    trim_shelf(*pool);
   }
   return bury_closed() || any;
 }
@@ -132,7 +136,8 @@ std::size_t DeviceMemory::shed_excess(Pool& pool, std::size_t want, const Budget
 // rests on shelves, then what is idle in pools above their floors, lowest priority first,
 // and at last, as a limit goes before the floors, what is idle at all.
 std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
-  std::size_t given_back = store_.trim_under(budget, budget.excess());
+  ChunkStore& store = budget.stands_under(spill_budget_) ? spill_store_ : store_;
+  std::size_t given_back = store.trim_under(budget, budget.excess());
   for (const bool beneath_floors : {false, true}) {
     // What is idle beneath a floor is claimed whoever has it.
     const auto claims = [&] { return beneath_floors ? std::size_t{0} : budget.excess_claims(); };
@@ -145,7 +150,7 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
       excess -= std::min(excess, shed_excess(*pool, want, beneath_floors ? nullptr : &budget));
     }
     settle(wait);
-    given_back += store_.trim_under(budget, budget.excess());
+    given_back += store.trim_under(budget, budget.excess());
   }
   return given_back;
 }
@@ -153,10 +158,10 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
 // The same by what `pool` has just come to hold idle, for every limit above it.
 void DeviceMemory::give_back_excess_above(Pool& pool) {
   for (Budget* level = &pool.budget(); level != nullptr; level = level->parent()) {
-    if (level->excess() != 0) store_.trim_under(*level, level->excess());
+    if (level->excess() != 0) pool.store().trim_under(*level, level->excess());
     shed_excess(pool, level->excess(), nullptr);
     shed_excess(pool, level->excess_claims(), level);
-    if (level->excess() != 0) store_.trim_under(*level, level->excess());
+    if (level->excess() != 0) pool.store().trim_under(*level, level->excess());
   }
 }
 
@@ -189,7 +194,10 @@ void DeviceMemory::enforce_limits(Pool* freed) {
   std::vector<std::shared_ptr<Budget>> groups;  // one may end meanwhile
   {
     const MutexLock lock(registry_mutex_);
-    for (const auto& [key, group] : groups_) groups.push_back(group.budget);
+    for (const auto& [key, group] : groups_) {
+      groups.push_back(group.budget);
+      groups.push_back(group.spill);
+    }
   }
   for (const auto& pool : all) note(pool->budget());
   for (const auto& group : groups) note(*group);

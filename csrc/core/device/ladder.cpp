@@ -36,7 +36,7 @@ PoolList Ladder::in_order_of_yielding(PoolList pools) {
 }
 
 PoolList Ladder::victims(const Pool& asker, const Budget* refused) const {
-  PoolList found = refused == nullptr ? memory_.pools() : memory_.pools_under(*refused);
+  PoolList found = refused == nullptr ? memory_.pools_under(memory_.budget()) : memory_.pools_under(*refused);
   std::erase_if(found, [&](const auto& pool) { return pool.get() == &asker; });
   return in_order_of_yielding(std::move(found));
 }
@@ -75,7 +75,7 @@ void Ladder::gather_from(const PoolList& pools, std::span<const DormantMappings:
 // can. Returns the idle bytes that could not be had, as queued work may still
 // use them.
 std::size_t Ladder::melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want, Grant& grant) {
-  const PoolList all = memory_.pools();
+  const PoolList all = memory_.pools_under(memory_.budget());
   const BlockCaches::Still still(caches_, BlockCaches::Kept::back);
   const AllLocked locked(all);
   const PoolList order = in_order_of_yielding(all);
@@ -254,9 +254,28 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
   if (climb.shortage.refused == nullptr) memory_.store().trim_all();
 }
 
-const std::array<Ladder::Step, kRungs> Ladder::kSteps = {&Ladder::give_shelves_back, &Ladder::take_from_others,
-                                                         &Ladder::call_for_memory,   &Ladder::call_for_relief,
-                                                         &Ladder::borrow,            &Ladder::wait_and_melt};
+// Not while something is captured: a graph's launches would go over the bus for ever. Nor in
+// debug mode, which watches blocks of the pool that was asked.
+void Ladder::spill(Climb& climb, ReclaimStep* step) {
+  Pool& asker = climb.asker;
+  if (!climb.stream.has_value() || !asker.is_ordinary() || !asker.model().spills()) return;
+  if (memory_.clock().is_capturing() || memory_.debug_log() != nullptr) return;
+  step->result = StepResult::nothing;
+  try {
+    climb.found = memory_.allocate_spilled(asker, climb.bytes, *climb.stream);
+  } catch (const OutOfMemoryError&) {
+    return;  // no addresses are left: the request's own error says more
+  }
+  if (climb.found != 0) step->bytes = climb.bytes;
+}
+
+const std::array<Ladder::Step, kRungs> Ladder::kSteps = {&Ladder::give_shelves_back,
+                                                         &Ladder::take_from_others,
+                                                         &Ladder::call_for_memory,
+                                                         &Ladder::call_for_relief,
+                                                         &Ladder::borrow,
+                                                         &Ladder::wait_and_melt,
+                                                         &Ladder::spill};
 
 Address Ladder::reach(Climb& climb) {
   climb.asker.count_retry();

@@ -16,6 +16,8 @@
 //      driver and take the room. Whatever fits after that is granted; no other
 //      thread can take it in between. Again while others had work queued since
 //      that may still use idle memory
+//   6  host memory: for models that ask for it (DeviceMemory::set_spills): the tensor stands
+//      in the host's, counted and bounded apart (spilling.cpp)
 //   -  an error that says who asked, for how much, every limit, who holds
 //      what, and what would help (refusing.cpp)
 //
@@ -124,6 +126,7 @@ class Ladder {
   void call_for_relief(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   void borrow(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   void wait_and_melt(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
+  void spill(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
 
   void gather_from(const PoolList& pools, std::span<const DormantMappings::Dormant> wanted, std::size_t want,
                    Grant& grant, ReclaimStep* step);

@@ -86,10 +86,14 @@ void DeviceMemory::refresh_numbers() {
 GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
   std::shared_ptr<const PoolList> pools;
   std::shared_ptr<GroupFigures> figures;
+  std::size_t spilled = 0;
   {
     const MutexLock lock(registry_mutex_);
     pools = registry_.of_group(group);
-    if (const auto at = groups_.find(&group); at != groups_.end()) figures = at->second.figures;
+    if (const auto at = groups_.find(&group); at != groups_.end()) {
+      figures = at->second.figures;
+      spilled = at->second.spill->used();
+    }
   }
   if (figures == nullptr) figures = std::make_shared<GroupFigures>();  // it has ended
   GlobalMemoryStats stats;
@@ -104,6 +108,7 @@ GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
   stats.idle_bytes = mapped.idle_bytes;
   stats.stranded_bytes = mapped.stranded_bytes;
   stats.asleep_bytes = mapped.asleep_bytes;
+  stats.spilled_bytes = spilled;
   // What is charged and mapped nowhere: shelves, and what is on its way to a
   // request. Of it, what a former address still waits for is quarantined.
   const std::size_t unmapped = stats.physical_usage - std::min(mapped.physical_usage, stats.physical_usage);
@@ -117,21 +122,29 @@ void DeviceMemory::check() const {
   const PoolList all = pools();
   std::size_t mapped = 0;
   std::size_t chunks = 0;
+  std::size_t spilled = 0;
   for (const auto& pool : all) {
     pool->check();
     const std::size_t bytes = pool->physical_bytes();
     std::size_t of_parts = 0;
     for (const auto& part : all) {
-      if (part->is_part() && &part->model() == pool.get()) of_parts += part->budget().used();
+      const bool is_paid_here = part->is_part() && !part->is_spill() && &part->model() == pool.get();
+      if (is_paid_here) of_parts += part->budget().used();
     }
     VMM_CHECK(pool->budget().used() == bytes + of_parts, "pool ", pool->name(), " maps ", bytes, ", its parts ",
               of_parts, ", and is charged ", pool->budget().used());
+    if (pool->is_spill()) {
+      spilled += bytes;
+      continue;
+    }
     mapped += bytes;
     chunks += static_cast<std::size_t>(pool->statistics()[StatKind::segment][0].current);
   }
   const std::size_t shelved = store_.all_shelved_bytes();
   VMM_CHECK(budget_.used() >= mapped + shelved, "device charged ", budget_.used(), ", pools map ", mapped,
             ", shelves hold ", shelved);
+  VMM_CHECK(spill_budget_.used() == spilled + spill_store_.all_shelved_bytes(), "spilled: charged ",
+            spill_budget_.used(), ", mapped ", spilled);
   VMM_CHECK(store_.live_chunks() >= chunks, "chunks: alive ", store_.live_chunks(), ", mapped ", chunks);
 }
 

@@ -87,6 +87,12 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
       cause.limits += ", reserved by floors " + format_bytes(reserved);
     }
   }
+  if (asker.model().spills()) {
+    const Budget& spilled = spill_group_of(asker.group());
+    cause.limits += "; " + spilled.name() + ": ";
+    if (spilled.limit() != kUnlimited) cause.limits += "limit " + format_bytes(spilled.limit()) + ", ";
+    cause.limits += "mapped " + format_bytes(spilled.used());
+  }
   MemoryInfo info;
   const bool known = driver_.memory_info(device_, &info).ok();
   if (known) {

@@ -50,7 +50,9 @@ std::shared_ptr<Pool> SharedMemoryPool::register_model(const std::string& model_
   pool_spec.physical_limit = spec.physical_limit;
   pool_spec.floor = spec.floor;
   pool_spec.priority = spec.priority;
+  if (spec.spills) memory_.require_can_spill(model_id);
   auto pool = memory_.create_pool(pool_spec, budget_.get());
+  pool->set_spills(spec.spills);
   models_.push_back({model_id, pool});
   by_id_.emplace(model_id, std::prev(models_.end()));
   return pool;
@@ -133,6 +135,12 @@ void SharedMemoryPool::set_on_pressure(DeviceMemory::OnPressure relieve) {
   memory_.set_on_pressure(*budget_, std::move(relieve));
   const MutexLock lock(mutex_);
   if (closed_) memory_.set_on_pressure(*budget_, nullptr);  // meanwhile
+}
+
+std::size_t SharedMemoryPool::set_spill_limit(std::size_t limit_bytes) {
+  const MutexLock lock(mutex_);
+  require_open();
+  return memory_.set_spill_limit(*budget_, limit_bytes);
 }
 
 void SharedMemoryPool::close(bool force) {

@@ -20,6 +20,7 @@ struct ModelSpec {
   std::size_t physical_limit = kUnlimited;
   std::size_t floor = 0;
   int priority = 0;
+  bool spills = false;  // see DeviceMemory::set_spills()
 };
 
 class SharedMemoryPool {
@@ -56,6 +57,10 @@ class SharedMemoryPool {
   [[nodiscard]] int priority() const { return budget_->priority(); }
   // Called when a request of a model finds no memory: see DeviceMemory::set_on_pressure().
   void set_on_pressure(DeviceMemory::OnPressure relieve);
+  // Bytes of host memory that models may have for what they spill, at most. Returns the bytes
+  // given back now.
+  std::size_t set_spill_limit(std::size_t limit_bytes);
+  [[nodiscard]] std::size_t spill_limit() const { return memory_.spill_group_of(*budget_).limit(); }
   // Unregisters all models (StillInUseError while one is in use and not
   // `force`) and gives the shelf back.
   void close(bool force);

@@ -1,4 +1,4 @@
-// All physical chunks of a device, of every size: who creates them, keeps the
+// All physical chunks of a device, or of host memory, of every size: who creates them, keeps the
 // unused ones and gives them back, each charged to a budget before the driver
 // is asked. It knows no address but those at which a chunk of its was once, and may be
 // again (dormant()).
@@ -67,8 +67,9 @@ class ChunkShelf {
 
 class ChunkStore {
  public:
-  ChunkStore(Driver& driver, int device, std::size_t granularity, bool exportable)
-      : driver_(driver), device_(device), granularity_(granularity), exportable_(exportable), dormant_(driver) {}
+  // Its chunks are in `where`.
+  ChunkStore(Driver& driver, Location where, std::size_t granularity, bool exportable)
+      : driver_(driver), where_(where), granularity_(granularity), exportable_(exportable), dormant_(driver) {}
   ChunkStore(const ChunkStore&) = delete;
   ChunkStore& operator=(const ChunkStore&) = delete;
   ~ChunkStore();
@@ -116,7 +117,7 @@ class ChunkStore {
   bool forget(const Budget& group) VMM_EXCLUDES(mutex_);
 
   [[nodiscard]] std::size_t granularity() const { return granularity_; }
-  [[nodiscard]] ChunkSpec spec(std::size_t size) const { return {size, Location::on_device(device_), exportable_}; }
+  [[nodiscard]] ChunkSpec spec(std::size_t size) const { return {size, where_, exportable_}; }
   // Shelves and chunks that exist now, for tests.
   [[nodiscard]] std::size_t shelves() const VMM_EXCLUDES(mutex_);
   [[nodiscard]] DormantMappings& dormant() { return dormant_; }
@@ -134,7 +135,7 @@ class ChunkStore {
   std::size_t release_unmapped(ChunkShelf& chunks, std::size_t want) VMM_REQUIRES(mutex_);
 
   Driver& driver_;
-  int device_;
+  const Location where_;
   std::size_t granularity_;
   bool exportable_;
   DormantMappings dormant_;  // a leaf beneath mutex_

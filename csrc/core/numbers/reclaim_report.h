@@ -11,9 +11,9 @@
 namespace vmm {
 
 // In the order in which they are climbed.
-enum class Rung : std::uint8_t { store, other_models, callbacks, on_pressure, private_pools, queued_work };
-inline constexpr std::array<const char*, 6> kRungNames = {"store",       "other models",  "callbacks",
-                                                          "on_pressure", "private pools", "queued work"};
+enum class Rung : std::uint8_t { store, other_models, callbacks, on_pressure, private_pools, queued_work, host_memory };
+inline constexpr std::array<const char*, 7> kRungNames = {"store",         "other models", "callbacks",  "on_pressure",
+                                                          "private pools", "queued work",  "host memory"};
 inline constexpr std::size_t kRungs = kRungNames.size();
 
 enum class StepResult : std::uint8_t {

@@ -140,6 +140,7 @@ struct MemoryStats {
   std::size_t stranded_bytes = 0;     // mapped, unused, in chunks that are partly used
   std::size_t quarantined_bytes = 0;  // freed, and queued work may still use it
   std::size_t asleep_bytes = 0;       // that live and have no memory here; in none of the others
+  std::size_t spilled_bytes = 0;      // of host memory, mapped for what found none here; in none of the others
 
   // Of several pools; what is no sum (kMemoryFields) is left alone.
   void add(const MemoryStats& part);
@@ -156,8 +157,9 @@ struct GlobalMemoryStats {
   std::size_t idle_bytes = 0;
   std::size_t stranded_bytes = 0;
   std::size_t quarantined_bytes = 0;
-  std::size_t store_bytes = 0;   // held by the chunk store, mapped nowhere
-  std::size_t asleep_bytes = 0;  // that live and have no memory here; in none of the others
+  std::size_t store_bytes = 0;    // held by the chunk store, mapped nowhere
+  std::size_t asleep_bytes = 0;   // that live and have no memory here; in none of the others
+  std::size_t spilled_bytes = 0;  // of host memory, held for what found none here; in none of the others
 };
 
 // A field of such numbers by its name in Python. Whoever adds or tells them goes by these rows.
@@ -174,7 +176,7 @@ constexpr bool every_field_has_its_row(const std::array<FieldRow<Numbers>, kRows
 }
 static_assert(sizeof(double) == sizeof(std::size_t));
 
-inline constexpr std::array<FieldRow<MemoryStats>, 9> kMemoryFields = {
+inline constexpr std::array<FieldRow<MemoryStats>, 10> kMemoryFields = {
     {{"virtual_capacity", &MemoryStats::virtual_capacity, false},
      {"physical_usage", &MemoryStats::physical_usage},
      {"mapped_pages", &MemoryStats::mapped_pages},
@@ -183,9 +185,10 @@ inline constexpr std::array<FieldRow<MemoryStats>, 9> kMemoryFields = {
      {"idle_bytes", &MemoryStats::idle_bytes},
      {"stranded_bytes", &MemoryStats::stranded_bytes},
      {"quarantined_bytes", &MemoryStats::quarantined_bytes},
-     {"asleep_bytes", &MemoryStats::asleep_bytes}}};
+     {"asleep_bytes", &MemoryStats::asleep_bytes},
+     {"spilled_bytes", &MemoryStats::spilled_bytes}}};
 static_assert(every_field_has_its_row(kMemoryFields));
-inline constexpr std::array<FieldRow<GlobalMemoryStats>, 9> kGlobalMemoryFields = {
+inline constexpr std::array<FieldRow<GlobalMemoryStats>, 10> kGlobalMemoryFields = {
     {{"physical_limit", &GlobalMemoryStats::physical_limit},
      {"physical_usage", &GlobalMemoryStats::physical_usage},
      {"num_models", &GlobalMemoryStats::num_models},
@@ -194,7 +197,8 @@ inline constexpr std::array<FieldRow<GlobalMemoryStats>, 9> kGlobalMemoryFields 
      {"stranded_bytes", &GlobalMemoryStats::stranded_bytes},
      {"quarantined_bytes", &GlobalMemoryStats::quarantined_bytes},
      {"store_bytes", &GlobalMemoryStats::store_bytes},
-     {"asleep_bytes", &GlobalMemoryStats::asleep_bytes}}};
+     {"asleep_bytes", &GlobalMemoryStats::asleep_bytes},
+     {"spilled_bytes", &GlobalMemoryStats::spilled_bytes}}};
 static_assert(every_field_has_its_row(kGlobalMemoryFields));
 
 // One block of a snapshot; they tile their segment.

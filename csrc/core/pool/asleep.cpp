@@ -63,7 +63,7 @@ std::vector<ByteRange> KeptRanges::missing(ByteRange range) const {
 
 SleepBegun Pool::begin_sleep() {
   const StillLock lock(*this, BlockCaches::Kept::gone);
-  if (range_ == nullptr) return SleepBegun::never;
+  if (range_ == nullptr || is_spill_) return SleepBegun::never;  // it holds none of the device's memory
   if (asleep_ != nullptr) {
     begin_transfer_locked();
     return SleepBegun::again;

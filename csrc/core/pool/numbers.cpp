@@ -41,6 +41,10 @@ MemoryStats Pool::memory_stats_locked() {
   stats.virtual_capacity = capacity_;
   if (range_ == nullptr) return stats;
   settle_locked();
+  if (is_spill_) {
+    stats.spilled_bytes = range_->mapped_bytes();
+    return stats;
+  }
   stats.physical_usage = range_->mapped_bytes();
   stats.mapped_pages = stats.physical_usage / page_;
   if (asleep_ != nullptr) {  // what of it is still there is somebody's

@@ -285,6 +285,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] Budget& budget() { return budget_; }
   [[nodiscard]] const Budget& budget() const { return budget_; }
   [[nodiscard]] Budget& group() { return group_; }
+  // Where its chunks come from, and rest.
+  [[nodiscard]] ChunkStore& store() const { return context_.store; }
   [[nodiscard]] DeviceMemory* home() const { return home_; }
   // The model that this pool is a part of, or itself.
   [[nodiscard]] Pool& model() { return model_ == nullptr ? *this : *model_; }
@@ -295,11 +297,16 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // What its memory is called, of whatever part; empty: nothing.
   [[nodiscard]] const std::string& tag() const { return tag_; }
   // A part for a tag's tensors: its blocks are as a model's own.
-  [[nodiscard]] bool is_tag_space() const { return !tag_.empty() && !is_range_ && !is_private(); }
+  [[nodiscard]] bool is_tag_space() const { return !tag_.empty() && !is_range_ && !is_private() && !is_spill_; }
   // A model or a tag's space: no private pool of torch's, and not one tensor's addresses.
   [[nodiscard]] bool is_ordinary() const { return !is_part() || is_tag_space(); }
   // A private pool of torch's, or a part of one.
   [[nodiscard]] bool is_private() const { return !(region_ == RegionId{}); }
+  // A part whose memory is the host's: what of its model found none on the device.
+  [[nodiscard]] bool is_spill() const { return is_spill_; }
+  // Whether the model may have such a part; of the model itself.
+  [[nodiscard]] bool spills() const { return spills_.load(std::memory_order_relaxed); }
+  void set_spills(bool spills) { spills_.store(spills, std::memory_order_relaxed); }
   // A tag's space of which some memory is read-only.
   [[nodiscard]] bool is_sealed() const { return life_.load(std::memory_order_acquire) == Life::sealed; }
   // Whether each block is to lie within one chunk.
@@ -661,6 +668,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   const bool is_mem_pool_;  // libraries register what it holds, of before they came too
   const bool no_split_;
   const bool is_range_;
+  const bool is_spill_;
+  std::atomic<bool> spills_{false};
   std::size_t page_;      // bytes: the grain of explicit pages
   bool uniform_;          // every chunk is exactly one page (page_size was given)
   std::size_t capacity_;  // bytes

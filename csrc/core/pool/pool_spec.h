@@ -27,6 +27,9 @@ struct PoolSpec {
   bool no_split = false;     // a block has its chunks for itself
   bool is_mem_pool = false;  // a torch.cuda.MemPool's: a block lies within one chunk
   bool is_range = false;     // one tensor's addresses, held by explicit pages that come and go at the end
+  // A part for what its model spills: its chunks are in host memory, whose budget is its
+  // group, and the model's does not pay for them.
+  bool is_spill = false;
   // Rather takes new memory than moves what it has idle: what is asked for over and over
   // costs no driver call any more, for as much as it may hold beyond its peak.
   bool grows_freely = false;

@@ -1,0 +1,62 @@
+// DeviceMemory: memory of a model in the host's, for tensors that find none on the device
+// (PoolSpec::is_spill). A part of the model like any, but for where its chunks are and who
+// pays: a budget of its own, beside the device's. So what is free in it serves nobody on the
+// device, and is no victim of the ladder's.
+#include <algorithm>
+
+#include "base/errors.h"
+#include "core/device/device_memory.h"
+#include "driver/host_memory.h"
+
+namespace vmm {
+
+void DeviceMemory::require_can_spill(const std::string& name) const {
+  if (capabilities_.host_located) return;
+  throw NotAvailableError("device " + capabilities_.name + " cannot use chunks in host memory, where pool '" + name +
+                          "' is to spill");
+}
+
+void DeviceMemory::set_spills(Pool& model, bool spills) {
+  model.require_open();
+  if (spills) require_can_spill(model.name());
+  model.set_spills(spills);
+}
+
+Budget& DeviceMemory::spill_group_of(const Budget& group) {
+  const MutexLock lock(registry_mutex_);
+  const auto found = groups_.find(&group);
+  return found == groups_.end() ? spill_budget_ : *found->second.spill;
+}
+
+std::size_t DeviceMemory::set_spill_limit(const Budget& group, std::size_t limit_bytes) {
+  return set_limit(spill_group_of(group), limit_bytes);
+}
+
+std::shared_ptr<Pool> DeviceMemory::spill_space(Pool& asker) {
+  const MutexLock lock(tags_mutex_);
+  asker.model().require_open();
+  for (const auto& member : family(asker)) {
+    if (member->is_spill() && member->tag() == asker.tag()) return member;
+  }
+  PoolSpec spec = part_spec(asker.shared_from_this(), "host");
+  spec.is_spill = true;
+  spec.capacity = std::min(capabilities_.total_memory, asker.capacity());
+  return register_pool_of_at_most(spec, spill_group_of(asker.group()));
+}
+
+Address DeviceMemory::allocate_spilled(Pool& asker, std::size_t bytes, Stream stream) {
+  const std::shared_ptr<Pool> space = spill_space(asker);
+  // Beyond what the host has left the kernel would end the process.
+  if (space->idle_bytes() < bytes && bytes > available_memory()) return 0;
+  const auto attempt = [&] {
+    Shortage shortage;
+    return space->try_allocate(bytes, stream, nullptr, &shortage);
+  };
+  if (const Address address = attempt()) return address;
+  // What is idle in other models' spaces under the same bound; then what rests in other sizes.
+  for (const auto& pool : pools_under(space->group())) pool->shed(0);
+  if (const Address address = attempt()) return address;
+  return spill_store_.trim(space->group(), 0) == 0 ? 0 : attempt();
+}
+
+}  // namespace vmm
