@@ -130,6 +130,7 @@ SOURCES = [
     "csrc/core/pool/free_space.cpp",
     "csrc/core/pool/idle.cpp",
     "csrc/core/pool/idle_chunks.cpp",
+    "csrc/core/pool/kept_ranges.cpp",
     "csrc/core/pool/lifetime.cpp",
     "csrc/core/pool/locking.cpp",
     "csrc/core/pool/numbers.cpp",

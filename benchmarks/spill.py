@@ -41,7 +41,8 @@ class _Block(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
+        inner: torch.Tensor = self.inner(x)
+        return x + inner
 
 
 def _trained(rows: int, width: int, depth: int) -> tuple[list[float], torch.Tensor]:

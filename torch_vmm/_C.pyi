@@ -391,8 +391,9 @@ class SharedMemoryPool:
         priority: int = 0,
         spills: bool = False,
     ) -> Pool:
-        """Raises ModelExistsError; NotAvailableError: it cannot spill; InvalidArgumentError for an empty id, floors above
-        the limit and their kind."""
+        """Raises ModelExistsError; NotAvailableError: it cannot spill; InvalidArgumentError for an empty id, floors
+        above the limit and their kind.
+        """
     def unregister_model(self, model_id: str, force: bool = False) -> None:
         """Raises ModelNotFoundError; StillInUseError unless ``force``."""
     def model(self, model_id: str) -> Pool:

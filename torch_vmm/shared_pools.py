@@ -212,8 +212,9 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         events.was_set(self, "spill_limit", self._handle.spill_limit)
 
     def release_host_backups(self) -> int:
-        """Gives pinned host memory back that no sleeping model uses; returns the
-        bytes. Pinning it again is the slow part of the next sleep.
+        """Gives pinned host memory back that no sleeping model uses, copies of
+        sealed tensors included; returns the bytes. Pinning it again is the slow
+        part of the next sleep.
         """
         return _C.release_host_backups(self._handle)
 

@@ -116,13 +116,13 @@ void bind_pool(py::module_& module) {
       .def_property_readonly("floor", &Pool::floor)
       .def_property_readonly("is_closed", &Pool::is_retired)
       .def_property_readonly("limit", [](const Pool& self) { return from_limit(self.budget().limit()); });
-  pool.def_property_readonly(
-          "physical_bytes",
-          py::cpp_function(
-              [](const Pool& self) {
-                return sum(self, [](const Pool& each) { return each.is_spill() ? 0 : each.physical_bytes(); });
-              },
-              WithoutGil()))
+  pool.def_property_readonly("physical_bytes", py::cpp_function(
+                                                   [](const Pool& self) {
+                                                     return sum(self, [](const Pool& each) {
+                                                       return each.is_spill() ? 0 : each.physical_bytes();
+                                                     });
+                                                   },
+                                                   WithoutGil()))
       .def_property_readonly("live_bytes", locked_number<&Pool::live_bytes>())
       .def_property_readonly("live_blocks", locked_number<&Pool::live_blocks>());
   pool.def(
@@ -141,8 +141,7 @@ void bind_pool(py::module_& module) {
           py::arg("floor"), WithoutGil())
       .def_property_readonly("spills", &Pool::spills)
       .def(
-          "set_spills", [](Pool& self, bool spills) { open_home_of(self).set_spills(self, spills); },
-          py::arg("spills"))
+          "set_spills", [](Pool& self, bool spills) { open_home_of(self).set_spills(self, spills); }, py::arg("spills"))
       .def(
           "set_priority",
           [](Pool& self, int priority) {

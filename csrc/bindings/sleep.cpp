@@ -186,7 +186,11 @@ void bind_sleep(py::module_& module) {
       },
       py::arg("pool"), py::arg("limit"), WithoutGil());
   module.def(
-      "release_host_backups", [](const SharedMemoryPool& pool) { return host_memory(pool)->release_unused(); },
+      "release_host_backups",
+      [](SharedMemoryPool& pool) {
+        Runtime::require_own_process();
+        return Runtime::room_of(pool.memory()).sleeper.release_host_memory(pool.budget());
+      },
       py::arg("pool"), WithoutGil());
   module.def(
       "host_backup_bytes",

@@ -339,6 +339,31 @@ def test_seals_are_there_again(model: VirtualMemoryPool) -> None:
     model.unseal(weights)
 
 
+def test_what_is_sealed_is_copied_once(shared: SharedMemoryPool, model: VirtualMemoryPool) -> None:
+    with model.tag("weights"):
+        weights = torch.arange(4 * MIB, dtype=torch.int32, device=shared.device)
+    model.seal(weights)
+    copied = []
+    for _ in range(3):
+        handle = model.sleep(blocking=False)
+        handle.wait()
+        copied.append(handle.progress[0])
+        model.wake()
+        assert torch_vmm.sealed(weights)
+        assert int(weights[-1]) == 4 * MIB - 1
+    assert copied == [16 * MIB, 0, 0]
+    model.unseal(weights)
+    weights.add_(1)
+    model.seal(weights)
+    model.sleep()
+    assert shared.host_backup_bytes >= 16 * MIB
+    model.wake()
+    assert int(weights[-1]) == 4 * MIB
+    assert shared.release_host_backups() >= 16 * MIB
+    assert shared.host_backup_bytes == 0
+    model.unseal(weights)
+
+
 def test_elastic_and_sparse_tensors_sleep_too(model: VirtualMemoryPool) -> None:
     with model:
         grown = torch_vmm.elastic((4, MIB), torch.int32, model.device, max_shape=(64, MIB))

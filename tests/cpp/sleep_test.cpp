@@ -13,97 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "core/sleep/transfer.h"
 #include "cpp/reclaim_lab.h"
+#include "cpp/sleep_lab.h"
 
 namespace vmm::testing {
 namespace {
-
-namespace fs = std::filesystem;
-
-void look_away() {}
-
-class Sleep : public ::testing::Test {
- protected:
-  ~Sleep() override {
-    fs::remove_all(folder_);
-    lab_.close();  // before the sleeper: pools that sleep still have backups
-  }
-
-  static Places host() { return {Place{}}; }
-  static Places discard() { return {{Place::Kind::discard, "", nullptr}}; }
-  Places file(const std::string& name = "model") {
-    fs::create_directories(folder_);
-    return {{Place::Kind::file, (folder_ / name).string(), nullptr}};
-  }
-
-  std::unique_ptr<Transfer> going(const PoolList& pools, const Places& places, bool release = false) {
-    std::vector<PartToSleep> parts;
-    for (const auto& pool : pools) {
-      for (const auto& member : lab_.memory().family(*pool)) parts.push_back({member, places});
-    }
-    return std::make_unique<Transfer>(std::make_unique<Departure>(sleeper_, std::move(parts), release), nullptr);
-  }
-  std::unique_ptr<Transfer> coming(const std::shared_ptr<Pool>& pool,
-                                   Arrival::Memory memory = Arrival::Memory::collected) {
-    return std::make_unique<Transfer>(nullptr,
-                                      std::make_unique<Arrival>(sleeper_, lab_.memory().family(*pool), memory));
-  }
-  static void go(Transfer& transfer, const Look& look = &look_away) {
-    transfer.begin(look);
-    transfer.run(look);
-  }
-  void sleep(const std::shared_ptr<Pool>& pool, const Places& places, bool release = false) {
-    go(*going({pool}, places, release));
-    lab_.memory().check();
-  }
-  void wake(const std::shared_ptr<Pool>& pool) {
-    go(*coming(pool));
-    lab_.memory().check();
-  }
-
-  // Blocks of all sizes, each filled with its own pattern.
-  struct Live {
-    Address address = 0;
-    std::size_t bytes = 0;
-    std::uint64_t seed = 0;
-  };
-  std::vector<Live> fill(Pool& pool, const std::vector<std::size_t>& sizes = {512, 3 * kKiB, 70 * kKiB, kMiB, 3 * kMiB,
-                                                                              5 * kMiB, 20 * kMiB}) {
-    std::vector<Live> live;
-    std::uint64_t seed = 1;
-    for (const std::size_t bytes : sizes) {
-      for (int k = 0; k < 3; ++k) {
-        live.push_back({lab_.allocate(pool, bytes), bytes, ++seed});
-        Lab::fill(live.back().address, bytes, seed);
-      }
-    }
-    return live;
-  }
-  static void expect_whole(const std::vector<Live>& live) {
-    for (const Live& each : live) {
-      EXPECT_EQ(Lab::first_wrong(each.address, each.bytes, each.seed), each.bytes) << "of " << each.bytes;
-    }
-  }
-  static void flip_a_bit(const std::string& path) {
-    std::fstream bytes(path, std::ios::in | std::ios::out | std::ios::binary);
-    bytes.seekg(5 * kMiB);
-    const int byte = bytes.get();
-    bytes.seekp(5 * kMiB);
-    bytes.put(static_cast<char>(byte ^ 1));
-  }
-  static bool is_zero(Address address, std::size_t bytes) {
-    const auto* words = reinterpret_cast<const std::uint64_t*>(address);
-    for (std::size_t k = 0; k < bytes / 8; ++k) {
-      if (words[k] != 0) return false;
-    }
-    return true;
-  }
-
-  Lab lab_;
-  Sleeper sleeper_{lab_.memory()};
-  const fs::path folder_ = fs::temp_directory_path() / ("vmm_sleep_" + std::to_string(::getpid()));
-};
 
 TEST_F(Sleep, WhatItHoldsIsThereAgain) {
   for (const Places& places : {host(), file()}) {
@@ -169,6 +83,7 @@ TEST_F(Sleep, NothingIsTakenFromOneThatSleeps) {
   EXPECT_THROW(lab_.memory().allocate_pages(*pool, 0, kPage, nullptr), AsleepError);
   EXPECT_THROW(lab_.memory().allocate_first(*pool, kPage, nullptr), AsleepError);
   EXPECT_THROW(static_cast<void>(pool->checkpoint()), AsleepError);
+  EXPECT_THROW(lab_.memory().create_part(pool, RegionId{7, 0}, /*no_split=*/false), AsleepError);
   wake(pool);
   lab_.allocate(*pool, 40 * kMiB);
 }

@@ -138,7 +138,8 @@ SIGNATURES = {
     "NativeMemoryPool.stats": "(self)",
     "SharedMemoryPool": "(physical_limit, device='cuda')",
     "SharedMemoryPool.register_model": (
-        "(self, model_id, virtual_capacity=None, *, physical_limit=None, floor=0, priority=0, page_size=None, spill=None)"
+        "(self, model_id, virtual_capacity=None, *, physical_limit=None, floor=0, priority=0, page_size=None, "
+        "spill=None)"
     ),
     "SharedMemoryPool.unregister_model": "(self, model_id, force=False)",
     "SharedMemoryPool.allocate_for_model": "(self, model_id, size)",

@@ -150,6 +150,7 @@ PoolSpec DeviceMemory::part_spec(const std::shared_ptr<Pool>& model, const std::
 
 std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split,
                                                 bool is_mem_pool) {
+  model->require_taking();
   PoolSpec spec = part_spec(model, std::to_string(region.first) + ", " + std::to_string(region.second));
   spec.region = region;
   spec.no_split = no_split;

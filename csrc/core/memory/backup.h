@@ -28,6 +28,9 @@ class Backup {
   virtual void load(std::size_t at, Address to, std::size_t size, const StreamUse& by) = 0;
   // Copies [at, at + size) to plain memory.
   virtual void read(std::size_t at, std::byte* to, std::size_t size) = 0;
+  // Whether it may stay once all has been loaded, so that what nobody has written to need not
+  // be saved again.
+  [[nodiscard]] virtual bool may_be_kept() const { return false; }
   // In words for messages and reports: "host", "cuda:1", a path.
   [[nodiscard]] virtual std::string place() const = 0;
 };

@@ -25,6 +25,7 @@ class HostBackup final : public Backup {
   void finish() override {}
   void load(std::size_t at, Address to, std::size_t size, const StreamUse& by) override;
   [[nodiscard]] std::string place() const override { return "host"; }
+  [[nodiscard]] bool may_be_kept() const override { return true; }
   void read(std::size_t at, std::byte* to, std::size_t size) override;
 
  private:

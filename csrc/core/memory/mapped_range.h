@@ -25,6 +25,7 @@ struct LiveMapping {
   bool is_withheld = false;                         // from whoever registers segments
   bool is_told = false;                             // to such a one, before it was withheld
   std::vector<std::pair<Location, Access>> rights;  // who was ever given access, and what each has now
+  std::uint64_t times_writable = 0;                 // calls since it was mapped that let anyone write
 
   [[nodiscard]] Access access_of(Location who) const;
   // The strongest that anyone has.

@@ -24,41 +24,6 @@ constexpr std::size_t kCopiedAlong = 64 * kKiB;
 
 }  // namespace
 
-std::vector<KeptRange> KeptRanges::within(ByteRange range) const {
-  std::vector<KeptRange> found;
-  auto at = by_offset_.upper_bound(range.offset);
-  if (at != by_offset_.begin() && std::prev(at)->second.end() > range.offset) --at;
-  for (; at != by_offset_.end() && at->first < range.end(); ++at) {
-    const KeptRange& whole = at->second;
-    const std::size_t begin = std::max(whole.offset, range.offset);
-    const std::size_t end = std::min(whole.end(), range.end());
-    found.push_back({begin, end - begin, whole.at + (begin - whole.offset), whole.backup});
-  }
-  return found;
-}
-
-void KeptRanges::cut_to(const std::vector<ByteRange>& wanted) {
-  KeptRanges left;
-  for (const ByteRange& range : wanted) {
-    for (const KeptRange& part : within(range)) left.add(part);
-  }
-  by_offset_.swap(left.by_offset_);
-}
-
-std::vector<ByteRange> KeptRanges::missing(ByteRange range) const {
-  std::vector<ByteRange> found;
-  std::size_t begin = range.offset;
-  auto at = by_offset_.upper_bound(range.offset);
-  if (at != by_offset_.begin()) --at;
-  for (; at != by_offset_.end() && at->first < range.end(); ++at) {
-    if (at->second.end() <= begin) continue;
-    if (at->first > begin) found.push_back({begin, at->first - begin});
-    begin = at->second.end();
-  }
-  if (begin < range.end()) found.push_back({begin, range.end() - begin});
-  return found;
-}
-
 // ----------------------------------------------------------------- going to sleep
 
 SleepBegun Pool::begin_sleep() {
@@ -133,7 +98,7 @@ std::vector<ByteRange> Pool::contents() const {
   return found;
 }
 
-std::vector<LeavingChunk> Pool::plan_sleep() {
+std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged) {
   const MutexLock lock(mutex_);
   std::vector<LeavingChunk> plan;
   if (range_ == nullptr || asleep_ == nullptr) return plan;
@@ -164,7 +129,14 @@ std::vector<LeavingChunk> Pool::plan_sleep() {
       const std::size_t begin = std::max(live->offset, offset);
       // What a wake that was stopped has left is kept already.
       for (const ByteRange& part : asleep_->kept.missing({begin, std::min(live->end(), end) - begin})) {
-        leaving.kept.push_back(part);
+        KeptRanges unchanged;
+        if (keeps_unchanged) {
+          for (const KeptRange& each : unchanged_.within(part, offset, mapping)) {
+            unchanged.add(each);
+            leaving.unchanged.push_back(each);
+          }
+        }
+        for (const ByteRange& rest : unchanged.missing(part)) leaving.kept.push_back(rest);
       }
     }
     plan.push_back(std::move(leaving));
@@ -181,10 +153,12 @@ Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept
   const ByteRange range = leaving.range();
   const auto undo = [&]() VMM_REQUIRES(mutex_) {
     for (const KeptRange& each : kept) asleep_->kept.remove({each.offset, each.size});
+    for (const KeptRange& each : leaving.unchanged) asleep_->kept.remove({each.offset, each.size});
   };
   Status status;
   try {
     for (const KeptRange& each : kept) asleep_->kept.add(each);
+    for (const KeptRange& each : leaving.unchanged) asleep_->kept.add(each);
     status = send_away(range, leaving.place);
   } catch (...) {
     undo();
@@ -250,7 +224,7 @@ std::vector<LeavingChunk> Pool::plan_wake() {
     asleep_->kept.cut_to(contents());  // what has been freed does not come back
   }
   const auto want = [&](std::size_t offset, const PlaceOfChunk& place, bool is_there) VMM_REQUIRES(mutex_) {
-    LeavingChunk chunk{offset, place, {}, is_there};
+    LeavingChunk chunk{offset, place, {}, {}, is_there};
     for (const KeptRange& each : asleep_->kept.within(chunk.range())) chunk.kept.push_back({each.offset, each.size});
     if (!is_there || !chunk.kept.empty()) wanted.push_back(std::move(chunk));
   };
@@ -438,9 +412,12 @@ Status Pool::arrived(const LeavingChunk& chunk) {
 }
 
 void Pool::end_sleep() {
-  std::unique_ptr<Asleep> ended;  // its backup ends with no lock held
+  std::unique_ptr<Asleep> ended;  // backups end with no lock held
+  Unchanged former;
   const MutexLock lock(mutex_);
   if (asleep_ == nullptr) return;
+  Unchanged unchanged = unchanged_now();
+  former = std::exchange(unchanged_, std::move(unchanged));
   VMM_CHECK(asleep_->gone.empty() && asleep_->collected.empty(), "pool '", name_, "' wakes without ",
             asleep_->gone.size(), " chunks");
   count_slabs(SizeClass::large_pool, SizeClass::small_pool);
@@ -448,6 +425,26 @@ void Pool::end_sleep() {
   if (range_ == nullptr || is_retired()) return;
   life_.store(Life::open, std::memory_order_release);
   note_sealed();
+}
+
+// What is read-only from now on need not be copied again.
+Unchanged Pool::unchanged_now() const {
+  if (range_ == nullptr || is_retired()) return {};
+  Unchanged unchanged = unchanged_.proved_by(range_->live());
+  for (const auto& [offset, mapping] : range_->live()) {
+    if (!allows(mapping, Access::read)) continue;
+    std::vector<KeptRange> kept = asleep_->kept.within({offset, mapping.chunk->size});
+    std::erase_if(kept, [](const KeptRange& each) { return !each.backup->may_be_kept(); });
+    if (!kept.empty()) unchanged.add(offset, mapping, kept);
+  }
+  return unchanged;
+}
+
+bool Pool::forget_unchanged() {
+  Unchanged ended;  // its backup ends with no lock held
+  const MutexLock lock(mutex_);
+  std::swap(ended, unchanged_);
+  return !ended.empty();
 }
 
 void Pool::require_awake() const {

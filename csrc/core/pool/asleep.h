@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "base/units.h"
-#include "core/memory/backup.h"
 #include "core/memory/chunk.h"
+#include "core/pool/kept_ranges.h"
 
 namespace vmm {
 
@@ -21,43 +21,13 @@ struct PlaceOfChunk {
   bool is_withheld = false;   // from whoever registers segments
 };
 
-// [offset, offset + size) of the pool stands at `at` of a backup.
-struct KeptRange {
-  std::size_t offset = 0;
-  std::size_t size = 0;
-  std::size_t at = 0;
-  std::shared_ptr<Backup> backup;
-  [[nodiscard]] std::size_t end() const { return offset + size; }
-};
-
-// Ranges of one pool and where they stand, by offset.
-class KeptRanges {
- public:
-  // REQUIRES: overlaps none that is there.
-  void add(const KeptRange& range) { by_offset_.emplace(range.offset, range); }
-  // Takes those out again that begin in `range`.
-  void remove(ByteRange range) noexcept {
-    by_offset_.erase(by_offset_.lower_bound(range.offset), by_offset_.lower_bound(range.end()));
-  }
-  // The parts that lie in `range`, by offset.
-  [[nodiscard]] std::vector<KeptRange> within(ByteRange range) const;
-  // The stretches of `range` that are not there.
-  [[nodiscard]] std::vector<ByteRange> missing(ByteRange range) const;
-  // Only what lies in `wanted`, by offset, stays. Throws std::bad_alloc, and nothing has changed.
-  void cut_to(const std::vector<ByteRange>& wanted);
-  // Any of them, or nullptr.
-  [[nodiscard]] const KeptRange* any() const { return by_offset_.empty() ? nullptr : &by_offset_.begin()->second; }
-
- private:
-  std::map<std::size_t, KeptRange> by_offset_;
-};
-
 // A chunk that is to leave or to come back, and what of it is kept.
 struct LeavingChunk {
   std::size_t offset = 0;
   PlaceOfChunk place;
-  std::vector<ByteRange> kept;
-  bool is_there = false;  // of one that is to come back: it has, but for contents
+  std::vector<ByteRange> kept;       // is to be copied
+  std::vector<KeptRange> unchanged;  // is in a backup already
+  bool is_there = false;             // of one that is to come back: it has, but for contents
   [[nodiscard]] ByteRange range() const { return {offset, place.size}; }
 };
 

@@ -145,7 +145,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void end_transfer() VMM_EXCLUDES(mutex_);
   // What is to leave, by offset, once all that was queued before begin_sleep() has passed.
   // Gives what is idle to the group's shelf.
-  std::vector<LeavingChunk> plan_sleep() VMM_EXCLUDES(mutex_);
+  // `keeps_unchanged`: what a former sleep has left in a backup, and nobody has been able to
+  // write to since, stays there and is not copied again.
+  std::vector<LeavingChunk> plan_sleep(bool keeps_unchanged) VMM_EXCLUDES(mutex_);
+  // What is there for that goes. Returns whether there was any.
+  bool forget_unchanged() VMM_EXCLUDES(mutex_);
   // The chunk goes to the group's shelf, and `kept` of it are in the backup. One that others
   // have mapped meanwhile stays. Where the driver refuses, nothing has changed. REQUIRES: no
   // queued work uses it.
@@ -632,6 +636,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
       VMM_REQUIRES(mutex_);
   Status empty(std::span<const PlacedChunk> placements, Stream stream) VMM_REQUIRES(mutex_);
   void forget_unused() VMM_REQUIRES(mutex_);
+  [[nodiscard]] Unchanged unchanged_now() const VMM_REQUIRES(mutex_);
   void withhold_gone(ByteRange of_block, bool are_pages) VMM_REQUIRES(mutex_);
   void require_awake() const VMM_REQUIRES(mutex_);  // AsleepError
   // Chunks of it have gone, all of them read-only.
@@ -699,7 +704,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
   std::unique_ptr<Asleep> asleep_ VMM_GUARDED_BY(mutex_);    // nullptr: it is awake
-  std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;     // times_locked() when inactive_split was worked out
+  Unchanged unchanged_ VMM_GUARDED_BY(mutex_);
+  std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;  // times_locked() when inactive_split was worked out
   Peaks own_peaks_;
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts
   std::atomic<Peaks*> family_peaks_{nullptr};                         // the same

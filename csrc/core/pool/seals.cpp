@@ -152,6 +152,7 @@ void Pool::may_return_again(const std::vector<ByteRange>& stretches) {
 }
 
 std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& pieces, Access access, Epoch* wait_for) {
+  std::vector<Unchanged> ended;  // backups end with no lock held
   // A thread must not go on with a block that it keeps in a chunk that becomes read-only.
   const StillLock lock(*this, BlockCaches::Kept::gone);
   if (asleep_ != nullptr) throw AsleepError(model().name());
@@ -178,6 +179,9 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& p
         former.push_back(mapping);
       }
     }
+  }
+  if (access != Access::read) {
+    for (const ByteRange& run : runs) ended.push_back(unchanged_.take(run));
   }
   if (access == Access::read) {
     throw_if_failed(leave_no_writable_place(runs), "unmapping former places of what is to be read-only");

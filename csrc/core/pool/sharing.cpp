@@ -44,6 +44,7 @@ std::vector<ChunkView> Pool::chunks_to_export(Address address, std::size_t bytes
 }
 
 void Pool::share_chunks(Address address, std::size_t bytes, SharedChunks* out) {
+  Unchanged ended;  // its backup ends with no lock held
   const MutexLock lock(mutex_);
   require_awake();
   std::vector<Chunk*> found;
@@ -63,6 +64,7 @@ void Pool::share_chunks(Address address, std::size_t bytes, SharedChunks* out) {
                                "device), and of a multiple of " + format_bytes(page_));
   }
   out->add(found);
+  ended = unchanged_.take({address - base_, bytes});  // who has it there may write to it
 }
 
 Status Pool::add_accessor(Location who) {

@@ -50,10 +50,28 @@ std::shared_ptr<PinnedMemory> Sleeper::host_memory(const Budget& group) {
   return found.memory;
 }
 
+// What awake models under `group` keep there in case they sleep again unchanged. Returns
+// whether there was any.
+bool Sleeper::forget_unchanged(const Budget& group) {
+  bool any = false;
+  for (const auto& pool : memory_.pools_under(group)) any = pool->forget_unchanged() || any;
+  return any;
+}
+
+std::size_t Sleeper::release_host_memory(const Budget& group) {
+  forget_unchanged(group);
+  return host_memory(group)->release_unused();
+}
+
 std::shared_ptr<Backup> Sleeper::make_host_backup(std::size_t bytes, const Budget& group) {
   const std::shared_ptr<PinnedMemory> memory = host_memory(group);
-  const std::size_t unused = memory->unused_bytes();
-  const std::size_t missing = bytes - std::min(bytes, unused);
+  const auto lacks = [&] { return bytes - std::min(bytes, memory->unused_bytes()); };
+  std::size_t missing = lacks();
+  const bool is_short =
+      missing > available_memory() ||
+      missing > memory->limit() - std::min(memory->limit(), memory->used_bytes() + memory->unused_bytes());
+  // Copying again is better than not sleeping.
+  if (is_short && forget_unchanged(group)) missing = lacks();
   const std::size_t available = available_memory();
   if (missing > available) {
     throw OutOfMemoryError("the host has " + format_bytes(available) + " of memory left, and " + format_bytes(bytes) +

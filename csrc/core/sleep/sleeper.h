@@ -28,6 +28,8 @@ class Sleeper {
   void wait_for_copies() noexcept;
   // Of the models whose limit stands under `group`.
   std::shared_ptr<PinnedMemory> host_memory(const Budget& group) VMM_EXCLUDES(mutex_);
+  // Gives back what of it no sleeping model uses. Returns the bytes.
+  std::size_t release_host_memory(const Budget& group) VMM_EXCLUDES(mutex_);
   // The first of `places` with room for `bytes`; nullptr: they are discarded. Throws
   // OutOfMemoryError, or what the last of them says, where none has.
   std::shared_ptr<Backup> make_backup(const Places& places, std::size_t bytes, const Budget& group);
@@ -38,6 +40,7 @@ class Sleeper {
  private:
   StreamUse stream(Stream* which) VMM_EXCLUDES(mutex_);
   std::shared_ptr<Backup> make_host_backup(std::size_t bytes, const Budget& group);
+  bool forget_unchanged(const Budget& group);
 
   DeviceMemory& memory_;
   Mutex mutex_;  // above DeviceStreams'

@@ -62,7 +62,8 @@ void Departure::begin() {
     throw_if_failed(clock.wait(clock.now()), "waiting for queued work that may use the memory");
     sleeper_.memory().settle(/*wait=*/false);  // or a former place of a chunk would look like another user
     for (std::size_t part = 0; part < parts_.size(); ++part) {
-      append_pieces(part, parts_[part].pool->plan_sleep(), &pieces_);
+      append_pieces(part, parts_[part].pool->plan_sleep(parts_[part].places.front().kind == Place::Kind::host),
+                    &pieces_);
     }
     make_backups();
   } catch (...) {
@@ -78,12 +79,17 @@ std::string in_words(const Place& place) { return place.kind == Place::Kind::dis
 
 }  // namespace
 
-// One backup for all that go to the same place.
+// One backup for all that go to the same place, and another for what is read-only: it may stay
+// when the rest has been loaded.
 void Departure::make_backups() {
   backups_.resize(parts_.size());
   next_at_.resize(parts_.size());
   std::vector<std::size_t> bytes(parts_.size());
+  std::vector<bool> is_read_only(parts_.size());
   for (const Piece& piece : pieces_) {
+    for (const LeavingChunk& chunk : piece.chunks) {
+      if (chunk.place.is_read_only) is_read_only[piece.part] = true;
+    }
     bytes[piece.part] += piece.bytes;
     if (parts_[piece.part].places.front().kind != Place::Kind::discard) {
       total_.fetch_add(piece.bytes, std::memory_order_relaxed);
@@ -93,7 +99,8 @@ void Departure::make_backups() {
   for (std::size_t first = 0; first < parts_.size(); ++first) {
     if (has_one[first]) continue;
     const auto is_with_it = [&](std::size_t part) {
-      return parts_[part].places == parts_[first].places && &parts_[part].pool->group() == &parts_[first].pool->group();
+      return parts_[part].places == parts_[first].places && is_read_only[part] == is_read_only[first] &&
+             &parts_[part].pool->group() == &parts_[first].pool->group();
     };
     std::size_t sum = 0;
     for (std::size_t part = first; part < parts_.size(); ++part) {

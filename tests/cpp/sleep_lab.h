@@ -1,0 +1,106 @@
+// The bench of tests of sleeping models.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/sleep/transfer.h"
+#include "cpp/lab.h"
+
+namespace vmm::testing {
+
+namespace fs = std::filesystem;
+
+inline void look_away() {}
+
+class Sleep : public ::testing::Test {
+ protected:
+  ~Sleep() override {
+    fs::remove_all(folder_);
+    lab_.close();  // before the sleeper: pools that sleep still have backups
+  }
+
+  static Places host() { return {Place{}}; }
+  static Places discard() { return {{Place::Kind::discard, "", nullptr}}; }
+  Places file(const std::string& name = "model") {
+    fs::create_directories(folder_);
+    return {{Place::Kind::file, (folder_ / name).string(), nullptr}};
+  }
+
+  std::unique_ptr<Transfer> going(const PoolList& pools, const Places& places, bool release = false) {
+    std::vector<PartToSleep> parts;
+    for (const auto& pool : pools) {
+      for (const auto& member : lab_.memory().family(*pool)) parts.push_back({member, places});
+    }
+    return std::make_unique<Transfer>(std::make_unique<Departure>(sleeper_, std::move(parts), release), nullptr);
+  }
+  std::unique_ptr<Transfer> coming(const std::shared_ptr<Pool>& pool,
+                                   Arrival::Memory memory = Arrival::Memory::collected) {
+    return std::make_unique<Transfer>(nullptr,
+                                      std::make_unique<Arrival>(sleeper_, lab_.memory().family(*pool), memory));
+  }
+  static void go(Transfer& transfer, const Look& look = &look_away) {
+    transfer.begin(look);
+    transfer.run(look);
+  }
+  void sleep(const std::shared_ptr<Pool>& pool, const Places& places, bool release = false) {
+    go(*going({pool}, places, release));
+    lab_.memory().check();
+  }
+  void wake(const std::shared_ptr<Pool>& pool) {
+    go(*coming(pool));
+    lab_.memory().check();
+  }
+
+  // Blocks of all sizes, each filled with its own pattern.
+  struct Live {
+    Address address = 0;
+    std::size_t bytes = 0;
+    std::uint64_t seed = 0;
+  };
+  std::vector<Live> fill(Pool& pool, const std::vector<std::size_t>& sizes = {512, 3 * kKiB, 70 * kKiB, kMiB, 3 * kMiB,
+                                                                              5 * kMiB, 20 * kMiB}) {
+    std::vector<Live> live;
+    std::uint64_t seed = 1;
+    for (const std::size_t bytes : sizes) {
+      for (int k = 0; k < 3; ++k) {
+        live.push_back({lab_.allocate(pool, bytes), bytes, ++seed});
+        Lab::fill(live.back().address, bytes, seed);
+      }
+    }
+    return live;
+  }
+  static void expect_whole(const std::vector<Live>& live) {
+    for (const Live& each : live) {
+      EXPECT_EQ(Lab::first_wrong(each.address, each.bytes, each.seed), each.bytes) << "of " << each.bytes;
+    }
+  }
+  static void flip_a_bit(const std::string& path) {
+    std::fstream bytes(path, std::ios::in | std::ios::out | std::ios::binary);
+    bytes.seekg(5 * kMiB);
+    const int byte = bytes.get();
+    bytes.seekp(5 * kMiB);
+    bytes.put(static_cast<char>(byte ^ 1));
+  }
+  static bool is_zero(Address address, std::size_t bytes) {
+    const auto* words = reinterpret_cast<const std::uint64_t*>(address);
+    for (std::size_t k = 0; k < bytes / 8; ++k) {
+      if (words[k] != 0) return false;
+    }
+    return true;
+  }
+
+  Lab lab_;
+  Sleeper sleeper_{lab_.memory()};
+  const fs::path folder_ = fs::temp_directory_path() / ("vmm_sleep_" + std::to_string(::getpid()));
+};
+
+}  // namespace vmm::testing
