@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_vmm
 from examples import continuous_batching as batching
 from examples import embedding_table as embedding
+from examples import least_recently_used as recent
+from examples import wake_layer_by_layer as waking
 from tests.helpers import ROOT
 
 SCALE = replace(batching.SCALES["small"], prompts=(20, 300))
@@ -89,9 +96,161 @@ def ids_as(ids: torch.Tensor, compact: torch.Tensor) -> torch.Tensor:
     return compact.view(ids.shape)
 
 
+# -- Sleep and wake ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper(device: str) -> Iterator[waking.Sleeper]:
+    sleeper = waking.Sleeper(waking.SCALES["small"], device)
+    with sdpa_kernel(SDPBackend.MATH):  # the one that needs no kernel of CUDA's libraries
+        yield sleeper
+    sleeper.shared.close(force=True)
+
+
+def test_layers_that_run_while_others_wake_compute_the_same(sleeper: waking.Sleeper) -> None:
+    awake = sleeper.run()
+    for _ in range(3):
+        seconds, meanwhile = sleeper.timed(sleeper.wake_layer_by_layer)
+        assert seconds > 0
+        assert torch.equal(meanwhile, awake)
+        assert not sleeper.weights.is_asleep
+    assert torch.equal(sleeper.timed(sleeper.wake_whole)[1], awake)
+
+
+def test_every_weight_is_waited_for_before_its_module_runs(
+    sleeper: waking.Sleeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    names = {weight.data_ptr(): name for name, weight in sleeper.net.named_parameters()}
+    wait_for = torch_vmm.Transfer.wait_for
+
+    def noted(handle: torch_vmm.Transfer, weight: Tensor) -> None:
+        told.append(names[weight.data_ptr()])
+        wait_for(handle, weight)
+
+    monkeypatch.setattr(torch_vmm.Transfer, "wait_for", noted)
+    sleeper.timed(sleeper.wake_layer_by_layer)
+    assert sorted(told) == sorted(names.values())  # each once
+    assert [name.split(".")[0] for name in told] == sorted(name.split(".")[0] for name in told)  # layer after layer
+    told.clear()
+    sleeper.run()
+    assert told == []  # the hooks are gone
+
+
+class Borrowing(nn.Module):
+    """Uses the weights of a module within without calling it, as nn.MultiheadAttention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.within = nn.Parameter(torch.ones(1)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.within.weight) * self.scale
+
+
+def test_weights_that_a_module_uses_without_calling_theirs_are_waited_for() -> None:
+    net, waited = Borrowing(), []
+
+    class Handle:
+        def wait_for(self, weight: Tensor) -> None:
+            waited.append(weight.data_ptr())
+
+    with waking.each_when_it_is_there(net, Handle()):  # type: ignore[arg-type]
+        net(torch.ones(1, 4))
+    assert set(waited) == {weight.data_ptr() for weight in net.parameters()}
+
+
+class Watched:
+    """The most that models held at any moment of a block, as a thread sees it."""
+
+    def __init__(self, shared: torch_vmm.SharedMemoryPool) -> None:
+        self.most, self._shared, self._ended = 0, shared, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.0005):
+            self.most = max(self.most, self._shared.global_stats().physical_usage)
+
+    def __enter__(self) -> Watched:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+WIDTH = 1024
+
+
+@pytest.fixture
+def models(device: str) -> Iterator[recent.Models]:
+    models = recent.filled(WIDTH, device)
+    yield models
+    models.shared.close(force=True)
+
+
+def alone(name: str, x: Tensor) -> Tensor:
+    """What a model computes that has its memory for itself."""
+    with torch.inference_mode():
+        result: Tensor = recent.network(recent.NAMES.index(name), WIDTH, str(x.device))(x)
+    return result
+
+
+def test_more_models_than_fit_compute_what_each_does_alone(models: recent.Models, device: str) -> None:
+    limit = models.shared.physical_limit
+    x = torch.randn(16, WIDTH, device=device)
+    expected = {name: alone(name, x) for name in recent.NAMES}
+    assert sum(model.pool.memory_allocated() for model in models.models.values()) > limit
+    with Watched(models.shared) as watched:
+        for name in recent.requests(30):
+            assert torch.equal(models.run(name, x), expected[name])
+            assert models.shared.global_stats().physical_usage <= limit
+            assert not models.models[name].pool.is_asleep
+    assert 0 < watched.most <= limit
+    assert [model.uses for model in models.models.values()] == [recent.requests(30).count(n) for n in recent.NAMES]
+    for model in models.models.values():
+        assert model.sleeps == model.wakes + model.pool.is_asleep
+
+
+def test_who_was_not_used_for_longest_goes(models: recent.Models, device: str) -> None:
+    x = torch.zeros(1, WIDTH, device=device)
+    for name in ("ash", "birch", "cedar", "ash", "elm"):
+        models.run(name, x)
+    assert {name for name, model in models.models.items() if not model.pool.is_asleep} == {"cedar", "ash", "elm"}
+
+
+def test_results_are_kept_while_their_model_sleeps(models: recent.Models, device: str) -> None:
+    x = torch.randn(4, WIDTH, device=device)
+    results = [models.run(name, x) for name in recent.NAMES]
+    assert models.models["ash"].pool.is_asleep
+    assert all(torch.equal(result, alone(name, x)) for name, result in zip(recent.NAMES, results, strict=True))
+
+
+def test_several_threads_use_more_models_than_fit(models: recent.Models, device: str) -> None:
+    x = torch.randn(4, WIDTH, device=device)
+    expected = {name: alone(name, x) for name in recent.NAMES}
+
+    def serve(seed: int) -> bool:
+        names = recent.requests(40)[seed::2]  # two threads use two models at most, and three fit
+        return all(torch.equal(models.run(name, x), expected[name]) for name in names)
+
+    with Watched(models.shared) as watched, ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(serve, range(2)))
+    assert watched.most <= models.shared.physical_limit
+
+
+# -- As they stand -----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("continuous_batching", "the same tokens"), ("embedding_table", "a table of 8 GiB with 0.02 GiB")],
+    [
+        ("continuous_batching", "the same tokens"),
+        ("embedding_table", "a table of 8 GiB with 0.02 GiB"),
+        ("wake_layer_by_layer", "the same result"),
+        ("least_recently_used", "model    uses  wakes  sleeps   (limit 56 MiB)"),
+    ],
 )
 def test_an_example_runs_as_it_stands(name: str, says: str) -> None:
     command = [sys.executable, "-m", f"examples.{name}", "--device", "cpu"]
