@@ -8,6 +8,10 @@
 
 16 GiB of a model in 64 blocks of 256 MiB, and in 3000 tensors from 1 KiB to
 500 MiB. What comes back is compared with what went, outside the time.
+
+A transformer of half the size (``examples/wake_layer_by_layer.py``) tells how
+long its first output takes: where all of it wakes first, and where each layer
+runs as soon as it is there. Both outputs are the same.
 """
 
 from __future__ import annotations
@@ -16,8 +20,11 @@ import importlib.util
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+
+from examples import wake_layer_by_layer as example
 
 from .measurement import Measurement, Row
 
@@ -115,7 +122,7 @@ def _ours(total: int) -> list[Measurement]:
         tensors.clear()
         shared.unregister_model(case)
     shared.close()
-    return rows + _swapped(total)
+    return rows + _swapped(total) + _layer_by_layer(total // 2)
 
 
 def _swapped(total: int) -> list[Measurement]:
@@ -138,6 +145,30 @@ def _swapped(total: int) -> list[Measurement]:
     rows = [Measurement(case, "swap", _median(times), "ms")]
     tensors.clear()
     shared.close(force=True)
+    return rows
+
+
+def _layer_by_layer(total: int) -> list[Measurement]:
+    """A transformer of some ``total`` bytes, from asleep to its first output."""
+    full = example.SCALES["full"]
+    layers = max(2, total // (12 * full.width**2 * full.dtype.itemsize))
+    sleeper = example.Sleeper(replace(full, layers=layers), "cuda")
+    case = f"{sleeper.weights.memory_allocated() / _GIB:.1f} GiB in {layers} layers"
+    expected = sleeper.run()
+    rows = [Measurement(case, "awake: an output", _median([_timed(sleeper.run) for _ in range(_AGAIN)]), "ms")]
+    sleeper.timed(sleeper.wake_layer_by_layer)  # the first sleep pins memory
+    for metric, wake in (
+        ("woken whole: to the first output", sleeper.wake_whole),
+        ("layer by layer: to the first output", sleeper.wake_layer_by_layer),
+    ):
+        times = []
+        for _ in range(_AGAIN):
+            seconds, output = sleeper.timed(wake)
+            times.append(seconds * 1e3)
+            if not torch.equal(output, expected):
+                raise RuntimeError(f"{case}, {metric}: another output than awake")
+        rows.append(Measurement(case, metric, _median(times), "ms"))
+    sleeper.shared.close(force=True)
     return rows
 
 
@@ -208,6 +239,12 @@ def remarks(rows: list[Row]) -> list[str]:
     """How near the bus it is, and what the goals are."""
     found = {(row["case"], row["metric"], row["allocator"]): row["value"] for row in rows}
     said = []
+    whole, early = (
+        next((value for (_, metric, _), value in found.items() if metric == f"{how}: to the first output"), None)
+        for how in ("woken whole", "layer by layer")
+    )
+    if whole is not None and early is not None:
+        said.append(f"layer by layer the first output takes {early / whole:.2f} of what it takes where all wakes first")
     for (case, metric, allocator), value in found.items():
         bus = found.get((case, metric, "bus"))
         out = found.get((case, "to sleep again", "bus"))
