@@ -16,8 +16,10 @@ def report(device: Device = "cuda") -> str:
     totals, the device's limit, what no pool has mapped (it rests in the store,
     or was made by hand), what is left of floors, and what the driver has free.
 
-    ``state`` is ``awake``, ``asleep`` or ``closed``: of a closed one tensors
-    live on. ``physical`` is the sum of the four columns before it. Walks the
+    ``state`` is ``awake``, ``asleep`` (some of it, at least) or ``closed``: of a
+    closed one tensors live on. ``physical`` is the sum of the four columns
+    before it. What sleeps is in none of the columns: where something does, a
+    line below the totals tells whose it is, how much, and where. Walks the
     pools.
 
     Raises:

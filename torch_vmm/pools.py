@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torch_vmm import _C, events
+from torch_vmm import _C, events, tables
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Context, Stays
 from torch_vmm.dense import is_dense, reaches_the_end, require_strided
@@ -602,11 +602,14 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     def memory_summary(self, abbreviated: bool = False) -> str:
         """The table of ``torch.cuda.memory_summary`` for this pool.
 
+        Of one that sleeps a line more says how much, and where; it is in the
+        allocated and active bytes too.
+
         Args:
             abbreviated: without the rows of the large and the small pool.
         """
         title = f"torch_vmm memory summary, pool {self.name!r} on {self.device}"
-        return memory_summary(self._handle.statistics(walk=True), title, abbreviated)
+        return memory_summary(self._handle.statistics(walk=True), title, abbreviated, self._asleep_in_words())
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
         """The pool's segments by address, in the shape of
@@ -642,11 +645,19 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         self._stays.enter(self._handle)
         return self
 
+    def _asleep_in_words(self) -> str:
+        """``asleep 100 MiB (host)``, or nothing."""
+        if not self.is_asleep:
+            return ""
+        return f"asleep {tables.asleep_in_words(self.stats().asleep_bytes, tables.where_asleep(self))}"
+
     def __repr__(self) -> str:
         try:
             limit = self.physical_limit
             # Not "of": tags, and tensors like elastic ones, have addresses of their own beyond the capacity.
-            text = f"{_C.format_bytes(self.physical_memory_usage)} mapped, capacity {_C.format_bytes(self.capacity)}"
+            asleep = self._asleep_in_words()
+            text = f"{_C.format_bytes(self.physical_memory_usage)} mapped, {asleep}{', ' if asleep else ''}"
+            text += f"capacity {_C.format_bytes(self.capacity)}"
             text += "" if limit is None else f", limit {_C.format_bytes(limit)}"
             text += ", closed" if self.is_closed else ""
         except VmmError:

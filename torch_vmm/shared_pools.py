@@ -385,7 +385,8 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
 
     def _forget_ended(self) -> None:
         for key, model in list(self._leaving.items()):
-            if model.is_closed and model.physical_bytes == 0:
+            # Of one that sleeps what lives holds no memory here.
+            if model.is_closed and model.physical_bytes == model.live_bytes == 0:
                 self._leaving.pop(key, None)
 
     @contextlib.contextmanager
@@ -415,6 +416,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         try:
             stats = self.global_stats()
             text = f"{_C.format_bytes(stats.physical_usage)} of {_C.format_bytes(stats.physical_limit)}"
+            text += f", asleep {_C.format_bytes(stats.asleep_bytes)}" if stats.asleep_bytes else ""
             text += f", models: {', '.join(self._models) or 'none'}"
             text += ", closed" if self.is_closed else ""
         except VmmError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -132,13 +133,14 @@ _PARTS = [("all", ""), ("large_pool", "      from large pool"), ("small_pool", "
 _WHOLES = [("oversize_allocations", "Oversize allocations"), ("oversize_segments", "Oversize segments")]
 
 
-def memory_summary(stats: Mapping[str, int], title: str, abbreviated: bool) -> str:
+def memory_summary(stats: Mapping[str, int], title: str, abbreviated: bool, remark: str = "") -> str:
     """The table of ``torch.cuda.memory_summary`` for one pool.
 
     Args:
         stats: with the keys of ``torch.cuda.memory_stats``.
         title: whose numbers these are.
         abbreviated: without the rows of the small and the large pool.
+        remark: stands beneath the counts of events.
     """
     counters = f"OOMs: {stats['num_ooms']}"
     retries = f"reclaims: {stats['num_alloc_retries']}"
@@ -148,6 +150,7 @@ def memory_summary(stats: Mapping[str, int], title: str, abbreviated: bool) -> s
         f"{title[:_WIDTH]:^{_WIDTH}}",
         "-" * _WIDTH,
         f"{counters:^37}|{retries:^37}",
+        *(f"{line:^{_WIDTH}}" for line in textwrap.wrap(remark, _WIDTH)),
         "=" * _WIDTH,
         f"{'Metric':^23}{heads}",
     ]

@@ -6,6 +6,7 @@ they need not add up with the limit's line while others allocate.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ _HEADS = (
     "priority",
 )
 _TEXTS = 2  # the first columns, which begin at their left
+_WIDTH = 80  # of lines that can be broken
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Row:
 
     name: str
     state: str
+    asleep: str
+    """Where what sleeps is; empty where nothing does."""
     stats: MemoryStats
     limit: int | None
     floor: int
@@ -82,15 +86,23 @@ class Part:
 
 
 def state_of(pool: VirtualMemoryPool) -> str:
-    """``awake``, ``asleep`` or ``closed``: the one place that words it, also where to a model sleeps."""
+    """``awake``, ``asleep`` (some of it, at least) or ``closed``: the one place that words it."""
     if pool.is_closed:
         return "closed"
+    return "asleep" if pool.is_asleep else "awake"
+
+
+def where_asleep(pool: VirtualMemoryPool) -> str:
+    """Where what sleeps of it is: ``host``, or by tag; empty where nothing does, or nobody has said where to yet."""
     places = pool.asleep
-    if not places:
-        return "asleep" if pool.is_asleep else "awake"
     if list(places) == [""]:
-        return f"asleep ({places['']})"
-    return "asleep: " + ", ".join(f"{tag or 'the rest'} ({place})" for tag, place in places.items())
+        return places[""]
+    return ", ".join(f"{tag or 'the rest'}: {place}" for tag, place in sorted(places.items(), reverse=True))
+
+
+def asleep_in_words(size: int, where: str) -> str:
+    """``100 MiB (host)``."""
+    return f"{_size(size)} ({where})" if where else _size(size)
 
 
 def rows_of(pools: Iterable[VirtualMemoryPool]) -> list[Row]:
@@ -99,6 +111,7 @@ def rows_of(pools: Iterable[VirtualMemoryPool]) -> list[Row]:
         Row(
             name=pool.name,
             state=state_of(pool),
+            asleep=where_asleep(pool),
             stats=pool.stats(),
             limit=pool.physical_limit,
             floor=pool.floor,
@@ -120,9 +133,9 @@ def part_of(shared: SharedMemoryPool, models: Iterable[VirtualMemoryPool]) -> Pa
 def of_shared_pool(shared: SharedMemoryPool, models: Iterable[VirtualMemoryPool]) -> str:
     """The table of one SharedMemoryPool."""
     part = part_of(shared, models)
-    heads, *cells, total = _aligned([_HEADS, *map(_cells, part.rows), _total(part.rows)])
+    lines = _aligned([_HEADS, *map(_cells, part.rows), _total(part.rows)])
     title = f"SharedMemoryPool on {shared.device}{', closed' if shared.is_closed else ''}"
-    return "\n".join([title, heads, *cells, total, part.line()])
+    return "\n".join([title, *lines, *_sleepers(part.rows), part.line()])
 
 
 def of_device(device: _C.Device, title: str, alone: Sequence[Row], parts: Sequence[Part]) -> str:
@@ -140,7 +153,17 @@ def of_device(device: _C.Device, title: str, alone: Sequence[Row], parts: Sequen
     for part in parts:
         lines += [f"SharedMemoryPool: {part.line()}", *cells[at : at + len(part.rows)]]
         at += len(part.rows)
-    return "\n".join([*lines, total, _line_of(device, alone, parts)])
+    return "\n".join([*lines, total, *_sleepers(everything), _line_of(device, alone, parts)])
+
+
+def _sleepers(rows: Sequence[Row]) -> list[str]:
+    """Who sleeps, how much and where. Not in columns: a path in one would make all of the table wide."""
+    asleep = [row for row in rows if row.stats.asleep_bytes or row.asleep]
+    if not asleep:
+        return []
+    each = (f"{row.name} {asleep_in_words(row.stats.asleep_bytes, row.asleep)}" for row in asleep)
+    text = f"asleep {_size(sum(row.stats.asleep_bytes for row in asleep))}: {'; '.join(each)}"
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _line_of(device: _C.Device, alone: Sequence[Row], parts: Sequence[Part]) -> str:

@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,20 +158,101 @@ def test_one_that_is_just_being_unregistered_is_there_once(shared: SharedMemoryP
     del kept
 
 
-def test_one_that_is_asleep_says_where(shared: SharedMemoryPool) -> None:
-    llama = shared.register_model("llama")
-    qwen = shared.register_model("qwen")
-    kept = tensor_in(llama, MIB)
+def sleepers(text: str) -> str:
+    """The lines below the totals that tell who sleeps, as one."""
+    lines = text.splitlines()
+    at = next(k for k, line in enumerate(lines) if line.startswith("total"))
+    return " ".join(line.strip() for line in lines[at + 1 : -1])
+
+
+def test_one_that_is_asleep_says_how_much_and_where(shared: SharedMemoryPool, device: str) -> None:
+    llama, qwen = shared.register_model("llama"), shared.register_model("qwen")
+    kept = tensor_in(llama, 3 * MIB)
     with qwen.tag("cache"):
-        cache = torch.ones(1000, device=qwen.device)
+        cache = torch.ones(2 * MIB, dtype=torch.uint8, device=device)
+    rest = tensor_in(qwen, MIB)
+    assert sleepers(str(shared)) == ""
     llama.sleep()
     qwen.sleep({"cache": "discard"})
-    rows = rows_of(str(shared))
-    assert rows["llama"]["state"] == "asleep (host)"
-    assert rows["qwen"]["state"] == "asleep: cache (discarded)"
+    for text in (str(shared), torch_vmm.report(device)):
+        assert rows_of(text)["llama"]["state"] == rows_of(text)["qwen"]["state"] == "asleep"
+        assert (rows_of(text)["llama"]["allocated"], rows_of(text)["qwen"]["allocated"]) == ("0 B", "1 MiB")
+        assert sleepers(text) == "asleep 5 MiB: llama 3 MiB (host); qwen 2 MiB (cache: discarded)"
+    qwen.sleep({"": "host"})
+    assert sleepers(str(shared)).endswith("qwen 3 MiB (cache: discarded, the rest: host)")
     llama.wake()
+    assert rows_of(str(shared))["llama"]["state"] == "awake"
+    assert sleepers(str(shared)).startswith("asleep 3 MiB: qwen")
     qwen.wake()
-    del kept, cache
+    assert sleepers(str(shared)) == ""
+    del kept, cache, rest
+
+
+def test_who_sleeps_is_told_within_80_columns(shared: SharedMemoryPool) -> None:
+    kept = [tensor_in(shared.register_model(f"a model, the {k}th of eight"), 1000) for k in range(8)]
+    before = str(shared).splitlines()
+    for model in shared.models.values():
+        model.sleep()
+    after = str(shared).splitlines()
+    width = max(map(len, before[1:10])) + len("asleep") - len("awake")
+    assert all(len(line) <= width for line in after[1:10])
+    assert len(after) > len(before)
+    assert all(len(line) <= 80 for line in after[11:])
+    del kept
+
+
+def test_a_repr_says_what_is_asleep(shared: SharedMemoryPool, tmp_path: Path) -> None:
+    llama = shared.register_model("llama", "64MiB")
+    kept = tensor_in(llama, 3 * MIB)
+    assert "asleep" not in repr(llama) + repr(shared)
+    llama.sleep(tmp_path / "backup")
+    where = f"asleep 3 MiB ({tmp_path / 'backup'})"
+    assert repr(llama) == f"VirtualMemoryPool('llama', {llama.device}: 0 B mapped, {where}, capacity 64 MiB)"
+    assert ", asleep 3 MiB, models: llama)" in repr(shared)
+    llama.wake()
+    assert "asleep" not in repr(llama) + repr(shared)
+    del kept
+
+
+def test_a_summary_says_what_is_asleep(shared: SharedMemoryPool) -> None:
+    llama = shared.register_model("llama")
+    kept = tensor_in(llama, 3 * MIB)
+    awake = llama.memory_summary().splitlines()
+    llama.sleep("discard")
+    asleep = llama.memory_summary().splitlines()
+    (told,) = (line for line in asleep if "asleep" in line)
+    assert told == f"|{'asleep 3 MiB (discarded)':^75}|"
+    assert len(asleep) == len(awake) + 1
+    assert {len(line) for line in asleep} == {77}
+    del kept
+
+
+def test_what_is_seen_while_it_is_on_its_way(shared: SharedMemoryPool, device: str) -> None:
+    llama = shared.register_model("llama")
+    kept, seen = tensor_in(llama, 8 * MIB), []
+
+    def look(done: int, total: int) -> None:
+        seen.append(rows_of(str(shared))["llama"]["state"])
+        assert "asleep" in repr(llama)
+        assert "llama" in torch_vmm.report(device)
+        assert "asleep" in llama.memory_summary()
+
+    llama.sleep(progress=look)
+    llama.wake(progress=look)
+    assert set(seen) == {"asleep"}
+    assert rows_of(str(shared))["llama"]["state"] == "awake"
+    del kept
+
+
+def test_one_that_was_closed_while_it_sleeps_says_so(shared: SharedMemoryPool) -> None:
+    llama = shared.register_model("llama")
+    kept = tensor_in(llama, 3 * MIB)
+    llama.sleep()
+    llama.close(force=True)
+    assert rows_of(str(shared))["llama"]["state"] == "closed"
+    assert sleepers(str(shared)) == "asleep 3 MiB: llama 3 MiB (host)"
+    del kept
+    assert sleepers(str(shared)) == ""
 
 
 def test_columns_stand_below_their_heads(shared: SharedMemoryPool) -> None:
