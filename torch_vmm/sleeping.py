@@ -199,6 +199,10 @@ class Transfer(Guarded, guarded=True):
         """Until a tensor of a model that wakes is there, so that the first layers
         can run while the last are still on their way.
 
+        At once for what this does not bring: a tensor of another model, or
+        under a tag that was not to wake. If the rest is stopped it goes again,
+        behind the work that is queued by then: what is queued later faults.
+
         Raises:
             VmmError: what stopped it before that; Ctrl-C stops nothing but the
                 wait.
@@ -327,6 +331,16 @@ def swap(
 
     Where ``out`` sleeps already, or ``into`` is awake, that half is nothing.
 
+    With ``blocking=False`` the handle's ``wait_for`` waits for tensors of
+    ``into``; of ``out`` nothing may be used from the call on. What stops a swap
+    (``progress`` raises, a disk or a driver fails; Ctrl-C where it blocks)
+    undoes both halves. A ``wait_for`` of what had not come raises it. What had
+    come goes again, behind the work that is queued by then: what is written to
+    it is lost, and whatever uses it later faults. So before results of
+    ``into`` count, ``wait()``. ``out`` is awake again, unless its room has gone
+    meanwhile, to a third model say: what had gone of it sleeps then, nothing is
+    lost, and ``out.wake()`` brings it.
+
     Args:
         out: the model that goes to sleep.
         into: the model that wakes, on the same device.
@@ -339,7 +353,8 @@ def swap(
         OutOfMemoryError: no room for ``into`` even then, or for what ``out``
             holds in the place named. Both are as they were.
         InvalidArgumentError: one model, a closed one, or two devices'.
-        VmmError: what stopped it; both are as they were.
+        VmmError: what stopped it; both are as they were, but for what is said
+            above.
     """
     from torch_vmm.pools import VirtualMemoryPool
 

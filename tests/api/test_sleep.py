@@ -199,6 +199,84 @@ def test_a_swap(shared: SharedMemoryPool) -> None:
         torch_vmm.swap(first, first)
 
 
+class Swapping:
+    """Two models of 160 MiB each, in 32 MiB pieces, of which one sleeps; 256 MiB for both."""
+
+    def __init__(self, shared: SharedMemoryPool) -> None:
+        self.out, self.into = shared.register_model("out"), shared.register_model("into")
+        self.coming = [numbered(self.into, 8 * MIB, first) for first in range(5)]
+        self.into.sleep()
+        self.going = [numbered(self.out, 8 * MIB, first) for first in range(10, 15)]
+
+    def are_as_before(self) -> bool:
+        assert (self.out.is_asleep, self.into.is_asleep) == (False, True)
+        assert all(is_numbered(tensor, first) for first, tensor in enumerate(self.going, 10))
+        torch_vmm.swap(out=self.out, into=self.into)
+        return all(is_numbered(tensor, first) for first, tensor in enumerate(self.coming))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("at", [0.0, 0.4, 0.9])
+def test_a_swap_that_is_stopped(shared: SharedMemoryPool, error: type[BaseException], at: float) -> None:
+    swapping = Swapping(shared)
+
+    def stop(done: int, total: int) -> None:
+        if done >= total * at:
+            raise error("stop")
+
+    with pytest.raises(error, match="stop"):
+        torch_vmm.swap(swapping.out, swapping.into, progress=stop)
+    assert swapping.are_as_before()
+    assert shared.global_stats().physical_usage <= 256 * MIB
+
+
+def test_whoever_waits_in_a_swap_that_is_stopped_is_told(shared: SharedMemoryPool) -> None:
+    swapping, waits = Swapping(shared), threading.Event()
+
+    def stop(done: int, total: int) -> None:
+        assert waits.wait(10)
+        if done > total // 2:
+            raise RuntimeError("stop")
+
+    handle = torch_vmm.swap(swapping.out, swapping.into, blocking=False, progress=stop)
+    told: list[str] = []
+
+    def wait() -> None:
+        try:
+            handle.wait_for(swapping.coming[-1])
+        except RuntimeError as raised:
+            told.append(str(raised))
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    waits.set()
+    for thread in threads:
+        thread.join(60)
+    assert told == ["stop"] * 3
+    with pytest.raises(RuntimeError, match="stop"):
+        handle.wait()
+    assert swapping.are_as_before()
+
+
+def test_a_swap_that_is_stopped_when_there_is_no_room_to_go_back_to(shared: SharedMemoryPool) -> None:
+    swapping = Swapping(shared)
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            shared.physical_limit = "100MiB"  # type: ignore[assignment]
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        torch_vmm.swap(swapping.out, swapping.into, progress=stop)
+    # What has gone of `out` sleeps, and nothing is lost.
+    assert swapping.out.is_asleep
+    assert swapping.into.is_asleep
+    shared.physical_limit = "256MiB"  # type: ignore[assignment]
+    swapping.out.wake()
+    assert swapping.are_as_before()
+
+
 def test_beside_the_program(model: VirtualMemoryPool) -> None:
     tensors = [numbered(model, 4 * MIB, first) for first in range(8)]
     handle = model.sleep(blocking=False)
