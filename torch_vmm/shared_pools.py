@@ -223,12 +223,13 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         fails.
 
         ``function(requested, pool)`` is told the bytes asked for and the model
-        that asks. It frees, trims, evicts or changes limits as it likes, and
-        returns whether to try again: while it says so, and the memory does not
-        do, queued work is waited for and it is called again, up to 64 times. It
-        runs on the thread that asks (which may be one of autograd's), by
-        several threads at once if several ask, and not for what it allocates
-        itself, nor while the thread captures a CUDA graph. What it raises goes
+        that asks, to wake for one. It frees, trims, evicts, puts other models
+        to sleep or changes limits as it likes, and returns whether to try
+        again: while it says so, and the memory does not do, queued work is
+        waited for and it is called again, up to 64 times. It runs on the thread
+        that asks (which may be one of autograd's), by several threads at once
+        if several ask, and not for what it allocates or wakes itself, nor while
+        the thread captures a CUDA graph. What it raises goes
         to ``sys.unraisablehook``, and to the logger ``"torch_vmm"`` where logs
         are taken, and the request goes on without it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -272,3 +273,423 @@ def test_several_threads_under_pressure_all_end(make_shared: MakeShared) -> None
         thread.join()
     assert failures == []
     assert shared.global_stats().physical_usage <= 64 * MIB
+
+
+# -- What it may do ----------------------------------------------------------------------------------------------------
+
+
+def quiet(monkeypatch: pytest.MonkeyPatch) -> list[BaseException | None]:
+    """What goes to sys.unraisablehook, which says nothing then."""
+    shown: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: shown.append(told.exc_value))
+    return shown
+
+
+def test_what_it_freed_before_it_raised_is_taken(evicting: Evicting, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = quiet(monkeypatch)
+
+    def fail(requested: int, pool: VirtualMemoryPool) -> bool:
+        evicting.kept.clear()
+        raise RuntimeError("after all is done")
+
+    evicting.shared.on_pressure(fail)
+    assert tensor_in(evicting.second, 48 * MIB).numel() == 48 * MIB
+    assert len(shown) == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, MemoryError, torch_vmm.VmmError])
+def test_whatever_it_raises_the_request_ends_as_ever(
+    evicting: Evicting, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    shown = quiet(monkeypatch)
+
+    def fail(requested: int, pool: VirtualMemoryPool) -> bool:
+        raise error("no")
+
+    evicting.shared.on_pressure(fail)
+    for _ in range(2):  # it is called again by the next request
+        with pytest.raises(torch.OutOfMemoryError):
+            tensor_in(evicting.second, 16 * MIB)
+    assert [type(each) for each in shown] == [error] * 2
+    evicting.shared.on_pressure(evicting.evict)
+    assert tensor_in(evicting.second, 16 * MIB).numel() == 16 * MIB
+
+
+def test_an_answer_that_is_no_bool_is_what_python_takes_it_for(
+    evicting: Evicting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, answers = quiet(monkeypatch), [[], None, 0, torch.ones(2), "yes"]
+
+    def evict(requested: int, pool: VirtualMemoryPool) -> object:
+        if answers[0] == "yes":
+            evicting.kept.pop()
+        return answers.pop(0)
+
+    evicting.shared.on_pressure(evict)  # type: ignore[arg-type]
+    for _ in range(4):  # the tensor of two is neither true nor false
+        with pytest.raises(torch.OutOfMemoryError):
+            tensor_in(evicting.second, 16 * MIB)
+    assert [type(each) for each in shown] == [RuntimeError]
+    assert tensor_in(evicting.second, 16 * MIB).numel() == 16 * MIB
+
+
+def test_it_may_put_a_model_to_sleep(evicting: Evicting) -> None:
+    for number, tensor in enumerate(evicting.kept):
+        tensor.fill_(number + 1)
+
+    def doze(requested: int, pool: VirtualMemoryPool) -> bool:
+        evicting.calls.append((requested, pool))
+        return evicting.first.sleep().done and len(evicting.calls) == 1
+
+    evicting.shared.on_pressure(doze)
+    taken = tensor_in(evicting.second, 40 * MIB)
+    assert evicting.first.is_asleep
+    assert len(evicting.calls) == 1
+    assert evicting.shared.global_stats().physical_usage <= 64 * MIB
+    del taken
+    evicting.first.wake()
+    assert all(bool((tensor == number + 1).all()) for number, tensor in enumerate(evicting.kept))
+
+
+def test_it_may_begin_a_sleep_and_wait_for_it_the_next_time(evicting: Evicting) -> None:
+    handles: list[torch_vmm.Transfer] = []
+
+    def doze(requested: int, pool: VirtualMemoryPool) -> bool:
+        if not handles:
+            handles.append(evicting.first.sleep(blocking=False))
+        else:
+            handles[0].wait()
+        return True
+
+    evicting.shared.on_pressure(doze)
+    assert tensor_in(evicting.second, 64 * MIB).numel() == 64 * MIB
+    handles[0].wait()
+    assert evicting.first.is_asleep
+
+
+def test_a_model_that_wakes_is_one_that_asks(evicting: Evicting) -> None:
+    third = evicting.shared.register_model("third")
+    evicting.first.sleep()
+    with third:
+        kept = torch.arange(4 * MIB, dtype=torch.int32, device=third.device)
+    third.sleep()
+    evicting.first.wake()
+    evicting.shared.on_pressure(evicting.evict)
+    third.wake()
+    assert [(requested, pool is third) for requested, pool in evicting.calls] == [(16 * MIB, True)]
+    assert torch.equal(kept.cpu(), torch.arange(4 * MIB, dtype=torch.int32))
+
+
+def test_models_of_which_each_puts_the_other_to_sleep(evicting: Evicting) -> None:
+    first, second, calls = evicting.first, evicting.second, evicting.calls
+
+    def doze(requested: int, pool: VirtualMemoryPool) -> bool:
+        calls.append((requested, pool))
+        other = first if pool is second else second
+        return not other.is_asleep and other.sleep().done
+
+    evicting.shared.on_pressure(doze)
+    held = tensor_in(second, 40 * MIB).fill_(7)
+    for number, tensor in enumerate(evicting.kept):
+        first.wake()
+        assert second.is_asleep
+        tensor.fill_(number)
+        second.wake()
+        assert first.is_asleep
+        assert bool((held == 7).all())
+    assert len(calls) == 1 + 2 * 4
+    first.wake()
+    assert [int(tensor[-1]) for tensor in evicting.kept] == [0, 1, 2, 3]
+
+
+def test_it_may_put_the_very_model_to_sleep_that_asks(evicting: Evicting) -> None:
+    evicting.kept.pop()
+    held = tensor_in(evicting.second, 8 * MIB).fill_(3)
+
+    def doze(requested: int, pool: VirtualMemoryPool) -> bool:
+        return pool.sleep().done
+
+    evicting.shared.on_pressure(doze)
+    with pytest.raises(RuntimeError, match="'second' is asleep"):
+        tensor_in(evicting.second, 16 * MIB)
+    assert evicting.second.is_asleep
+    evicting.second.wake()
+    assert bool((held == 3).all())
+
+
+def test_a_sleep_in_it_that_cannot_be_is_told_and_nothing_is_lost(
+    evicting: Evicting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = quiet(monkeypatch)
+    evicting.shared.host_backup_limit = 0  # type: ignore[assignment]
+    evicting.kept[0].fill_(9)
+
+    def doze(requested: int, pool: VirtualMemoryPool) -> bool:
+        return evicting.first.sleep().done
+
+    evicting.shared.on_pressure(doze)
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(evicting.second, 16 * MIB)
+    assert "host_backup_limit" in str(shown[0])
+    assert not evicting.first.is_asleep
+    assert bool((evicting.kept[0] == 9).all())
+
+
+def test_what_it_wakes_itself_does_not_call_it_again(evicting: Evicting) -> None:
+    third = evicting.shared.register_model("third")
+    evicting.kept.pop()
+    kept = tensor_in(third, 16 * MIB)
+    third.sleep()
+    evicting.kept.append(tensor_in(evicting.first, 16 * MIB))
+    raised: list[torch_vmm.OutOfMemoryError] = []
+
+    def wake(requested: int, pool: VirtualMemoryPool) -> bool:
+        evicting.calls.append((requested, pool))
+        with pytest.raises(torch_vmm.OutOfMemoryError) as caught:
+            third.wake()
+        raised.append(caught.value)
+        return evicting.kept.pop() is not None
+
+    evicting.shared.on_pressure(wake)
+    assert tensor_in(evicting.second, 16 * MIB).numel() == 16 * MIB
+    assert len(evicting.calls) == len(raised) == 1
+    assert third.is_asleep
+    del kept
+
+
+def test_pressure_comes_again_within_it_on_another_thread(evicting: Evicting) -> None:
+    depth: list[int] = []
+
+    def evict(requested: int, pool: VirtualMemoryPool) -> bool:
+        depth.append(requested)
+        if len(depth) == 1:  # another thread's request is one like any other, and this waits for it
+            inner: list[torch.Tensor] = []
+            thread = threading.Thread(target=lambda: inner.append(tensor_in(pool, 8 * MIB)))
+            thread.start()
+            thread.join(60)
+            assert inner[0].numel() == 8 * MIB
+        return evicting.evict(requested, pool)
+
+    evicting.shared.on_pressure(evict)
+    assert tensor_in(evicting.second, 32 * MIB).numel() == 32 * MIB
+    assert depth[:2] == [32 * MIB, 8 * MIB]
+
+
+def test_it_may_be_set_anew_from_within(evicting: Evicting) -> None:
+    def evict(requested: int, pool: VirtualMemoryPool) -> bool:
+        evicting.shared.on_pressure(evicting.evict)
+        return True
+
+    evicting.shared.on_pressure(evict)
+    assert tensor_in(evicting.second, 16 * MIB).numel() == 16 * MIB
+    assert len(evicting.calls) == 1
+
+    def never_again(requested: int, pool: VirtualMemoryPool) -> bool:
+        evicting.shared.on_pressure(None)
+        return True
+
+    evicting.shared.on_pressure(never_again)
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(evicting.second, 64 * MIB)
+    assert len(evicting.calls) == 1
+
+
+@pytest.mark.parametrize("how", ["the model that asks", "all"])
+def test_it_may_end_what_asks(evicting: Evicting, how: str) -> None:
+    def end(requested: int, pool: VirtualMemoryPool) -> bool:
+        if how == "all":
+            evicting.shared.close(force=True)
+        else:
+            pool.close(force=True)
+        return True
+
+    evicting.shared.on_pressure(end)
+    with pytest.raises((RuntimeError, torch_vmm.VmmError), match=r"closed|asked"):
+        tensor_in(evicting.second, 16 * MIB)
+    assert evicting.second.is_closed
+
+
+# -- Time and threads --------------------------------------------------------------------------------------------------
+
+
+def test_others_go_on_while_it_takes_long(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    cache, asking, busy = (shared.register_model(name) for name in ("cache", "asking", "busy"))
+    kept = [tensor_in(cache, 48 * MIB)]
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(requested: int, pool: VirtualMemoryPool) -> bool:
+        inside.set()
+        assert go_on.wait(60)
+        kept.clear()
+        return True
+
+    shared.on_pressure(slow)
+    taken: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: taken.append(tensor_in(asking, 48 * MIB)))
+    thread.start()
+    try:
+        assert inside.wait(60)
+        for _ in range(20):  # new memory, memory that it has, and what needs no model
+            first, second = tensor_in(busy, 4 * MIB), tensor_in(busy, 8 * MIB)
+            del first, second
+            busy.trim()
+        assert shared.global_stats().num_models == 3
+        assert "asking" in str(shared)
+        sleeping = tensor_in(busy, 4 * MIB)
+        busy.sleep()
+        busy.wake()
+        del sleeping
+    finally:
+        go_on.set()
+        thread.join(60)
+    assert taken[0].numel() == 48 * MIB
+
+
+def test_it_runs_on_the_thread_that_asks_and_in_its_model(evicting: Evicting) -> None:
+    seen: list[tuple[int, VirtualMemoryPool]] = []
+
+    def evict(requested: int, pool: VirtualMemoryPool) -> bool:
+        seen.append((threading.get_ident(), torch_vmm.current_pool(pool.device)))
+        return evicting.evict(requested, pool)
+
+    evicting.shared.on_pressure(evict)
+    asked: list[int] = []
+
+    def ask() -> None:
+        asked.append(threading.get_ident())
+        tensor_in(evicting.second, 16 * MIB)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(60)
+    assert seen == [(asked[0], evicting.second)]
+
+
+def test_backward_is_under_pressure_too(evicting: Evicting) -> None:
+    shared, second = evicting.shared, evicting.second
+    shared.physical_limit = "128MiB"  # type: ignore[assignment]
+    with second:
+        weight = torch.ones(3 * MIB, device=second.device, requires_grad=True)
+        loss = weight.square().sum()
+    second.trim()
+    shared.physical_limit = shared.global_stats().physical_usage
+    shared.on_pressure(evicting.evict)
+    with second:
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert 1 <= len(evicting.calls) <= 4
+    assert all(pool is second for _, pool in evicting.calls)
+    assert weight.grad is not None
+    assert bool((weight.grad == 2).all())
+
+
+def all_end(work: list[Callable[[], object]]) -> None:
+    """Runs each on a thread; all have to end, and well."""
+    failures: list[BaseException] = []
+
+    def run(each: Callable[[], object]) -> None:
+        try:
+            each()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert failures == []
+
+
+def test_several_threads_that_put_each_others_models_to_sleep(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    models = [shared.register_model(f"model {k}") for k in range(4)]
+    locks = {model.name: threading.Lock() for model in models}
+    tensors = {}
+    for k, model in enumerate(models):
+        tensors[model.name] = tensor_in(model, 24 * MIB).fill_(k)
+        model.sleep()
+
+    def doze(requested: int, pool: VirtualMemoryPool) -> bool:
+        for model in models:
+            if locks[model.name].acquire(blocking=False):
+                try:
+                    if not model.is_asleep:
+                        return model.sleep().done
+                finally:
+                    locks[model.name].release()
+        return False
+
+    shared.on_pressure(doze)
+    room = threading.Semaphore(2)  # so many are in use at once, and fit
+
+    def use(seed: int) -> None:
+        for turn in range(12):
+            k = (seed + turn * (seed + 1)) % 4
+            model = models[k]
+            with room, locks[model.name]:
+                model.wake()
+                assert bool((tensors[model.name] == k).all())
+                assert shared.global_stats().physical_usage <= 64 * MIB
+
+    all_end([lambda seed=seed: use(seed) for seed in range(3)])  # type: ignore[misc]
+
+
+def test_threads_whose_function_raises_for_some_of_them(
+    make_shared: MakeShared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = make_shared("64MiB")
+    cache, models = shared.register_model("cache"), [shared.register_model(f"model {k}") for k in range(4)]
+    kept = [tensor_in(cache, 2 * MIB) for _ in range(32)]
+    shown, lock, calls = quiet(monkeypatch), threading.Lock(), []
+
+    def evict(requested: int, pool: VirtualMemoryPool) -> bool:
+        with lock:
+            calls.append(requested)
+            if len(calls) % 5 == 0:
+                raise RuntimeError("not now")
+            return bool(kept) and kept.pop() is not None
+
+    shared.on_pressure(evict)
+    refused: list[int] = []
+
+    def serve(model: VirtualMemoryPool) -> None:
+        for _ in range(20):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                refused.append(1)
+                assert tensor_in(model, 8 * MIB).numel() == 8 * MIB
+                refused.pop()
+
+    all_end([lambda model=model: serve(model) for model in models])  # type: ignore[misc]
+    assert len(shown) == len(calls) // 5
+    assert len(refused) <= len(shown)
+    assert shared.global_stats().physical_usage <= 64 * MIB
+
+
+def test_it_is_replaced_while_threads_are_under_pressure(make_shared: MakeShared) -> None:
+    shared = make_shared("32MiB")
+    models = [shared.register_model(f"model {k}") for k in range(2)]
+    cache = shared.register_model("cache")
+    kept: list[torch.Tensor] = [tensor_in(cache, 8 * MIB)]
+    ended = threading.Event()
+
+    def make() -> Callable[[int, VirtualMemoryPool], bool]:
+        return lambda requested, pool: bool(kept) and kept.pop() is not None
+
+    def replace() -> None:
+        while not ended.is_set():
+            shared.on_pressure(make())
+            shared.on_pressure(None)
+            shared.on_pressure(make())
+
+    def ask(model: VirtualMemoryPool) -> None:
+        try:
+            for _ in range(200):
+                tensor_in(model, 12 * MIB)
+        except torch.OutOfMemoryError:
+            pass  # none was set at that moment
+        finally:
+            ended.set()
+
+    all_end([replace, *(lambda model=model: ask(model) for model in models)])  # type: ignore[misc]
