@@ -176,6 +176,28 @@ TEST_F(Reclaim, ARequestThatFitsSucceedsFromAnyMixOfIdleMemory) {
   }
 }
 
+// Two blocks of 6 MiB on chunks of 16 leave 4 stranded in the asker; nobody has anything else.
+TEST_F(Reclaim, AtALimitSmallBlocksHaveWhatLargeOnesLeft) {
+  const auto a = model("a", 0);
+  const auto b = model("b", 0);
+  std::vector<Address> theirs;
+  for (int k = 0; k < 2; ++k) theirs.push_back(lab_.allocate(*b, 16 * kMiB));
+  lab_.free(theirs.back());
+  lab_.allocate(*a, 6 * kMiB);
+  lab_.allocate(*a, 6 * kMiB);
+  ASSERT_EQ(group_.used(), 32 * kMiB);
+  std::vector<Address> small;
+  for (int k = 0; k < 40; ++k) {
+    small.push_back(lab_.allocate(*a, 64 * kKiB));
+    Lab::fill(small.back(), 64 * kKiB, 3);
+  }
+  for (const Address each : small) {
+    EXPECT_TRUE(Lab::holds(each, 64 * kKiB, 3));
+    lab_.free(each);
+  }
+  lab_.memory().check();
+}
+
 // ----------------------------------------------------- who yields, and how far
 
 TEST_F(Reclaim, TheLowestPriorityYieldsFirst) {

@@ -250,6 +250,11 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
     const bool is_another = climb.shortage.refused != refused;
     if (in_use == 0 && climb.shortage.wait_for == kLongAgo && !is_another) break;
   }
+  // A small block's slab is not put among large blocks as long as others have memory to give.
+  if (climb.stream.has_value() && asker.is_ordinary() && memory_.debug_log() == nullptr) {
+    climb.found = asker.try_allocate_within(climb.bytes, *climb.stream);
+    if (climb.found != 0) return;
+  }
   // What was created for it and did not suffice is nobody's: a library may need it.
   if (climb.shortage.refused == nullptr) memory_.store().trim_all();
 }

@@ -200,6 +200,13 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
   Block* block = nullptr;
   if (size <= kSmallLimitBytes) {
     block = slabs_.take(size, tag);
+    if (block == nullptr && !no_split_ && !keeps_within_chunks()) {
+      // Anywhere: slabs stand at the top as long as there is memory for one.
+      if (Block* slab = placement_.take_backed(kSlabBytes, tag, BlockState::slab)) {
+        make_slab(slab);
+        block = slabs_.take(size, tag);
+      }
+    }
   } else {
     give_up_spare_slabs();
     if (no_split_) {
