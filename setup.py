@@ -185,6 +185,7 @@ SOURCES = [
     "csrc/torch_adapter/out_of_memory.cpp",
     "csrc/torch_adapter/routing.cpp",
     "csrc/torch_adapter/statistics.cpp",
+    "csrc/torch_adapter/shared_by_all.cpp",
     "csrc/torch_adapter/strict.cpp",
 ]
 

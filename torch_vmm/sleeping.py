@@ -199,13 +199,13 @@ class Transfer(Guarded, guarded=True):
         """Until a tensor of a model that wakes is there, so that the first layers
         can run while the last are still on their way.
 
-        At once for what this does not bring: a tensor of another model, or
-        under a tag that was not to wake. If the rest is stopped it goes again,
+        At once for what is there already. If the rest is stopped it goes again,
         behind the work that is queued by then: what is queued later faults.
 
         Raises:
-            VmmError: what stopped it before that; Ctrl-C stops nothing but the
-                wait.
+            AsleepError: this does not bring it, as it is another model's, or
+                under a tag that was not to wake, and it sleeps.
+            VmmError: what stopped this; Ctrl-C stops nothing but the wait.
         """
         self._require_own_process()
         if not isinstance(tensor, torch.Tensor):

@@ -152,6 +152,10 @@ void bind_sleep(py::module_& module) {
             Runtime::require_own_process();
             switch (self.wait_for(address, size, kWaitForSignals)) {
               case Arrival::Waited::there:
+                // Or it is none of those that this brings.
+                if (const Pool* pool = Runtime::pool_at(reinterpret_cast<const void*>(address)); pool != nullptr) {
+                  pool->require_there(address, size);
+                }
                 return true;
               case Arrival::Waited::ended:
                 return false;

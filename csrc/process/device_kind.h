@@ -42,6 +42,9 @@ struct KindHooks {
   bool (*free_memory)() = nullptr;
   // Is told, with no lock held, of each request that found no memory.
   void (*out_of_memory)(DeviceRoom& room, const Pool& asker, std::size_t bytes, Stream stream) = nullptr;
+  // Addresses of blocks that libraries keep for whoever calls them next: they stay where they
+  // are when the model that they were made in sleeps.
+  std::vector<Address> (*shared_by_all)(int ordinal) = nullptr;
   // Is told of each device that is made.
   void (*on_made)(DeviceRoom& room) = nullptr;
 };

@@ -39,6 +39,9 @@ DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpac
           told(*this, asker, bytes, stream);
         });
   }
+  if (hooks.shared_by_all != nullptr) {
+    sleeper.set_shared_by_all([ordinal, blocks = hooks.shared_by_all] { return blocks(ordinal); });
+  }
   if (hooks.census != nullptr) memory.streams().set_census(hooks.census(ordinal));
 }
 

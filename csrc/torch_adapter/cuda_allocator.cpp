@@ -23,6 +23,7 @@
 #include "torch_adapter/out_of_memory.h"
 #include "torch_adapter/profiler.h"
 #include "torch_adapter/routing.h"
+#include "torch_adapter/shared_by_all.h"
 #include "torch_adapter/statistics.h"
 #include "torch_adapter/strict.h"
 
@@ -237,6 +238,21 @@ void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::s
   return kept != nullptr ? kept : allocate_anew(device, bytes, stream);
 }
 
+// In the default pool, whatever model is open.
+void* allocate_for_all(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream) {
+  const DeviceRoom& room = Runtime::room(DeviceKind::cuda, device);
+  if (current_pool(room) == room.default_pool) return allocate_some(device, bytes, stream);
+  const ModelContextPtr context = enter_model(room.default_pool);
+  try {
+    void* const block = allocate_some(device, bytes, stream);
+    leave_model(context);
+    return block;
+  } catch (...) {
+    leave_model(context);
+    throw;
+  }
+}
+
 // Number 0 is each device's default stream, which CUDA calls nullptr: no need to ask.
 inline cudaStream_t current_stream(c10::DeviceIndex device) {
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device);
@@ -344,6 +360,10 @@ c10::DataPtr CudaAllocator::allocate(std::size_t bytes) {
     return {block, block, &free_uncached, torch_device(device)};
   }
   if (bytes == 0) return {nullptr, nullptr, &free_block, torch_device(device)};
+  if (is_for_workspace(bytes, __builtin_return_address(0))) [[unlikely]] {
+    void* block = allocate_for_all(device, bytes, current_stream(device));
+    return {block, block, &free_block, torch_device(device)};
+  }
   void* block = allocate_some(device, bytes, current_stream(device));
   return {block, block, &free_block, torch_device(device)};
 }

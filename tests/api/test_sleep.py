@@ -417,6 +417,22 @@ def test_seals_are_there_again(model: VirtualMemoryPool) -> None:
     model.unseal(weights)
 
 
+def test_waiting_for_what_does_not_come_says_so(model: VirtualMemoryPool) -> None:
+    with model.tag("weights"):
+        weights = torch.ones(4 * MIB, dtype=torch.uint8, device=model.device)
+    with model.tag("cache"):
+        cache = torch.ones(4 * MIB, dtype=torch.uint8, device=model.device)
+    model.sleep()
+    handle = model.wake("weights", blocking=False)
+    handle.wait_for(weights)
+    with pytest.raises(torch_vmm.AsleepError):
+        handle.wait_for(cache)
+    handle.wait()
+    model.wake()
+    handle.wait_for(cache)
+    assert int(cache[-1]) == int(weights[-1]) == 1
+
+
 def test_what_is_sealed_is_copied_once(shared: SharedMemoryPool, model: VirtualMemoryPool) -> None:
     with model.tag("weights"):
         weights = torch.arange(4 * MIB, dtype=torch.int32, device=shared.device)

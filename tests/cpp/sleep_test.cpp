@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -486,6 +487,47 @@ TEST_F(Sleep, OneThatEndsAsleepWhileItsFreesWaitAddsUp) {
   lab_.memory().check();
   lab_.driver.release_fences();
   lab_.driver.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass);
+}
+
+// A library keeps a block for whoever calls it next.
+TEST_F(Sleep, WhatIsEverybodysStays) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  const Live& large = live.back();
+  const Live& small = live.front();
+  sleeper_.set_shared_by_all([&] { return std::vector<Address>{large.address, small.address, 4096}; });
+  sleep(pool, host());
+  EXPECT_EQ(Lab::first_wrong(large.address, large.bytes, large.seed), large.bytes) << "it is there";
+  EXPECT_EQ(Lab::first_wrong(small.address, small.bytes, small.seed), small.bytes);
+  EXPECT_GT(pool->physical_bytes(), large.bytes);
+  EXPECT_LT(pool->physical_bytes(), large.bytes + 32 * kMiB) << "and the rest is not";
+  Lab::fill(large.address, large.bytes, 77);
+  wake(pool);
+  std::vector<Live> after = live;
+  after.back().seed = 77;
+  expect_whole(after);
+  sleep(pool, discard());
+  EXPECT_EQ(Lab::first_wrong(large.address, large.bytes, 77), large.bytes);
+  wake(pool);
+  sleeper_.set_shared_by_all(nullptr);
+}
+
+TEST_F(Sleep, WhatHadComeBeforeAWakeWasStoppedIsNotSaidToBeThere) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool, {70 * kMiB});
+  sleep(pool, host());
+  Arrival arrival(sleeper_, {pool}, Arrival::Memory::collected);
+  arrival.begin();
+  const auto first = [&] { return arrival.wait_for(live.front().address, 4 * kMiB, std::chrono::milliseconds(0)); };
+  while (first() != Arrival::Waited::there) ASSERT_TRUE(arrival.advance() || arrival.wait());
+  EXPECT_NO_THROW(pool->require_there(live.front().address, 4 * kMiB));
+  arrival.undo();
+  EXPECT_EQ(first(), Arrival::Waited::ended);
+  EXPECT_THROW(pool->require_there(live.front().address, 4 * kMiB), AsleepError);
+  EXPECT_THROW(pool->require_there(live.front().address + kMiB, 1), AsleepError);
+  wake(pool);
+  EXPECT_NO_THROW(pool->require_there(live.front().address, 4 * kMiB));
+  expect_whole(live);
 }
 
 TEST_F(Sleep, WhatIsReadOnlyIsSoAgain) {

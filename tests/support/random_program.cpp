@@ -554,10 +554,18 @@ class World {
     page_ranges_.pop_back();
   }
 
+  // torch lets go of its private pools some time; here, before the model ends. None is made
+  // for a model that sleeps.
   void reopen(std::size_t k) {
-    // torch lets go of its private pools some time; here, before the model ends.
-    if (k == kModelOfPart) reopen(kPart);
-    // Its tensors go, as a model's do; its pages are dropped by force.
+    if (k == kPart && pools_[kModelOfPart]->is_asleep()) return;
+    if (k == kModelOfPart) close(kPart);
+    close(k);
+    open_again(k);
+    if (k == kModelOfPart) open_again(kPart);
+  }
+
+  // Its tensors go, as a model's do; its pages are dropped by force.
+  void close(std::size_t k) {
     for (std::size_t index = 0; index < live_.size();) {
       if (live_[index].pool == k) {
         free_live(index);
@@ -568,6 +576,9 @@ class World {
     memory_->close_pool(*pools_[k], /*force=*/true);
     std::erase_if(page_ranges_, [&](const Pages& range) { return range.pool == k; });
     pools_[k].reset();
+  }
+
+  void open_again(std::size_t k) {
     for (int attempt = 0; pools_[k] == nullptr; ++attempt) {
       try {
         open(k);

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <iterator>
+#include <set>
+#include <span>
 #include <utility>
 
 #include "base/check.h"
@@ -98,7 +100,7 @@ std::vector<ByteRange> Pool::contents() const {
   return found;
 }
 
-std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged) {
+std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys) {
   const MutexLock lock(mutex_);
   std::vector<LeavingChunk> plan;
   if (range_ == nullptr || asleep_ == nullptr) return plan;
@@ -110,8 +112,17 @@ std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged) {
   }
   const std::vector<ByteRange> kept = contents();
   auto next = kept.begin();
+  std::set<std::size_t> staying;  // chunks, by offset
+  for (const Address address : everybodys) {
+    const Block* const block = live_at(address);
+    if (block == nullptr) continue;
+    for (auto at = range_->covering(block->offset); at != range_->live().end() && at->first < block->end(); ++at) {
+      staying.insert(at->first);
+    }
+  }
   for (const auto& [offset, mapping] : range_->live()) {
     const Chunk& chunk = *mapping.chunk;
+    if (staying.count(offset) != 0) continue;
     // What others have mapped as well stays as it is: they would go on with the chunk that
     // the pool had.
     if (chunk.exported || chunk.mappings.load(std::memory_order_acquire) != 1) continue;
@@ -454,6 +465,16 @@ void Pool::require_awake() const {
 void Pool::require_taking() const {
   const MutexLock lock(mutex_);
   require_awake();
+}
+
+void Pool::require_there(Address address, std::size_t bytes) const {
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr) return;
+  const std::size_t end = address - base_ + bytes;
+  auto place = asleep_->gone.lower_bound(end);
+  if (place == asleep_->gone.begin()) return;
+  --place;
+  if (place->first + place->second.size > address - base_) require_awake();
 }
 
 bool Pool::has_gone_read_only(ByteRange range) const {

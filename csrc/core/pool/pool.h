@@ -147,7 +147,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Gives what is idle to the group's shelf.
   // `keeps_unchanged`: what a former sleep has left in a backup, and nobody has been able to
   // write to since, stays there and is not copied again.
-  std::vector<LeavingChunk> plan_sleep(bool keeps_unchanged) VMM_EXCLUDES(mutex_);
+  // Chunks under blocks that begin at one of `everybodys` stay.
+  std::vector<LeavingChunk> plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys = {})
+      VMM_EXCLUDES(mutex_);
   // What is there for that goes. Returns whether there was any.
   bool forget_unchanged() VMM_EXCLUDES(mutex_);
   // The chunk goes to the group's shelf, and `kept` of it are in the backup. One that others
@@ -176,6 +178,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] bool is_asleep() const VMM_EXCLUDES(mutex_);
   // AsleepError where it takes no requests for that, nor do new parts of it.
   void require_taking() const VMM_EXCLUDES(mutex_);
+  // AsleepError where any of [address, address + bytes) has no memory because it sleeps.
+  void require_there(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
   // Where its contents are, in words.
   void note_place(const std::string& place) VMM_EXCLUDES(mutex_);
   // Copies what is kept of [address, address + size) to plain memory; false: not all of it is.

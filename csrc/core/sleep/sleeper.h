@@ -3,8 +3,10 @@
 // nothing itself (departure, arrival).
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/sync.h"
@@ -19,6 +21,12 @@ class Sleeper {
   explicit Sleeper(DeviceMemory& memory) : memory_(memory) {}
   Sleeper(const Sleeper&) = delete;
   Sleeper& operator=(const Sleeper&) = delete;
+
+  // Addresses of blocks that are everybody's, whichever model they were made in: they stay.
+  void set_shared_by_all(std::function<std::vector<Address>()> blocks) { shared_by_all_ = std::move(blocks); }
+  [[nodiscard]] std::vector<Address> shared_by_all() const {
+    return shared_by_all_ == nullptr ? std::vector<Address>() : shared_by_all_();
+  }
 
   // The streams of copies out of, and into, the device's memory; made when first asked for.
   // Throw DriverError.
@@ -43,6 +51,7 @@ class Sleeper {
   bool forget_unchanged(const Budget& group);
 
   DeviceMemory& memory_;
+  std::function<std::vector<Address>()> shared_by_all_;
   Mutex mutex_;  // above DeviceStreams'
   Stream out_ VMM_GUARDED_BY(mutex_) = nullptr;
   Stream in_ VMM_GUARDED_BY(mutex_) = nullptr;

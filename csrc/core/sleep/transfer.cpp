@@ -61,9 +61,10 @@ void Departure::begin() {
     Clock& clock = sleeper_.memory().clock();
     throw_if_failed(clock.wait(clock.now()), "waiting for queued work that may use the memory");
     sleeper_.memory().settle(/*wait=*/false);  // or a former place of a chunk would look like another user
+    const std::vector<Address> everybodys = sleeper_.shared_by_all();
     for (std::size_t part = 0; part < parts_.size(); ++part) {
-      append_pieces(part, parts_[part].pool->plan_sleep(parts_[part].places.front().kind == Place::Kind::host),
-                    &pieces_);
+      const bool keeps_unchanged = parts_[part].places.front().kind == Place::Kind::host;
+      append_pieces(part, parts_[part].pool->plan_sleep(keeps_unchanged, everybodys), &pieces_);
     }
     make_backups();
   } catch (...) {
@@ -353,6 +354,11 @@ void Arrival::finish() {
 
 // All is still where it was kept.
 void Arrival::undo() noexcept {
+  {
+    const MutexLock lock(mutex_);
+    arrived_.assign(arrived_.size(), false);  // whoever asks from now on learns that it goes again
+  }
+  end_waits();
   sleeper_.wait_for_copies();
   for (const auto& pool : mine_) pool->put_back_collected();
   for (const Piece& piece : pieces_) {
@@ -367,7 +373,6 @@ void Arrival::undo() noexcept {
   for (const auto& pool : mine_) pool->end_transfer();
   mine_.clear();
   pieces_.clear();
-  end_waits();
 }
 
 Arrival::Waited Arrival::wait_for(Address address, std::size_t bytes, std::chrono::milliseconds most) {
