@@ -109,19 +109,32 @@ class ElasticCaches:
         self._slots: list[int] = []  # of each request
         self.lengths: list[int] = []
 
-    def join(self, length: int) -> None:
+    def join(self, length: int, reserved: int = 0) -> None:
+        """A request, which begins with so many positions, and with memory for ``reserved`` if that is more.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory, or no slot. Nobody has joined.
+        """
+        if not self._free:
+            raise torch.OutOfMemoryError(f"all {len(self._slots)} slots are taken")
+        most = max(length, reserved)
         # The pages of who has just left serve who comes, so that the driver maps the difference only.
         slot = max(self._free, key=lambda each: self._pages[each])
+        self._give_back(slot, beyond=self._needed(most))
+        self._provide(slot, most)
         self._free.remove(slot)
         self._slots.append(slot)
         self.lengths.append(length)
-        self._give_back(slot, beyond=self._needed(length))
-        self._provide(slot, length)
 
     def leave(self, rows: list[int]) -> None:
         for row in sorted(rows, reverse=True):
             self._free.append(self._slots.pop(row))
             del self.lengths[row]
+
+    def trim(self) -> None:
+        """Gives back what those who have left held: nobody comes in their place."""
+        for slot in self._free:
+            self._give_back(slot)
 
     def begin(self, layer: int, keys: Tensor, values: Tensor) -> None:
         mine = self._store[self._slots[-1], : self.lengths[-1], layer]
@@ -129,8 +142,7 @@ class ElasticCaches:
         mine[:, 1] = values
 
     def step(self) -> None:
-        for slot in self._free:
-            self._give_back(slot)  # nobody came
+        self.trim()
         for row, slot in enumerate(self._slots):
             self.lengths[row] += 1
             self._provide(slot, self.lengths[row])
@@ -143,6 +155,11 @@ class ElasticCaches:
         all_keys.index_copy_(0, self._newest, keys)
         all_values.index_copy_(0, self._newest, values)
         return attention(query, all_keys, all_values, self._spans)
+
+    @property
+    def newest(self) -> Tensor:
+        """The position that the step adds, of every request (requests,)."""
+        return self._spans.on_device[2, :-1].long() - 1
 
     @property
     def held_bytes(self) -> int:
