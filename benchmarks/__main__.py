@@ -37,6 +37,7 @@ _NAMES = {
         "buffers",
         "kv_cache",
         "continuous",
+        "sharing",
     ),
     "cpu": ("host_path", "instructions", "limits"),
 }
