@@ -91,6 +91,10 @@ def _benchmark(
     if file is None:
         return False
     print(f"\n{name}, written to {file}\n{report.table(outcome.rows)}\n", flush=True)
+    draw: Callable[[list[Row], Path], str | None] = getattr(runner.module(name), "draw", lambda rows, file: None)
+    picture = draw(outcome.rows, file)
+    if picture is not None:
+        print(f"its picture: {file.with_name(picture)}")
     remarks: Callable[[list[Row]], list[str]] = getattr(runner.module(name), "remarks", lambda rows: [])
     complaints: Callable[[list[Row]], list[str]] = getattr(runner.module(name), "complaints", lambda rows: [])
     wrong = complaints(outcome.rows)
@@ -189,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scale",
         choices=("small", "full"),
-        help="of workloads, kv_cache and continuous: full is for 80 GiB; default: full on a GPU",
+        help="of workloads, kv_cache, continuous and sharing: full is for 80 GiB; default: full on a GPU",
     )
     parser.add_argument(
         "--largest-batch", metavar="LIMIT", help="of workloads: instead, the largest batch that fits, such as 40GiB"

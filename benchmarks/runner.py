@@ -205,12 +205,14 @@ def work(text: str) -> int:
     """Does the job that ``text`` says, and prints the answer; returns the exit status."""
     job = Job(**json.loads(text))
     benchmark = module(job.benchmark)
-    allocators.install(job.allocator, job.kind)
+    # Of benchmarks that compare ways to use one allocator: which that is.
+    installed: str = getattr(benchmark, "INSTALLED", {}).get(job.allocator, job.allocator)
+    allocators.install(installed, job.kind)
     facts = machine.facts(job.kind)
     import torch
 
     torch.zeros(1, device=job.kind)
-    with allocators.work(job.allocator, job.kind):
+    with allocators.work(installed, job.kind):
         measurements: list[Measurement]
         if job.part:
             measurements = benchmark.measure_part(job.allocator, job.kind, job.quick, job.part)

@@ -17,12 +17,15 @@ their first token within the goal.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..measurement import Measurement, Part, Row
 from ..runner import one_scale
 
 KIND = "cuda"
 KINDS = ("cuda", "cpu")
 ALLOCATORS = ("alone", "static", "torch_vmm", "sleeping")
+INSTALLED = dict.fromkeys(ALLOCATORS, "torch_vmm")
 RUNS = 1
 NEEDS_LOOPS = False
 HAS_SCALES = True
@@ -50,6 +53,13 @@ def remarks(rows: list[Row]) -> list[str]:
         if metric == "time to first token" and alone:
             lines.append(f"{case}: {value / alone:.3f} times what it takes alone (aim: {_LONE:g})")
     return lines
+
+
+def draw(rows: list[Row], file: Path) -> str | None:
+    """The picture that goes with a result file; its name, or ``None`` where there is no matplotlib."""
+    from . import picture
+
+    return picture.draw(rows, file.with_suffix(".png"))
 
 
 def measure_part(allocator: str, kind: str, quick: bool, part: Part) -> list[Measurement]:

@@ -22,6 +22,8 @@ from .nets import NetSpec
 from .scales import Scale
 from .server import Model, Request
 
+_WARM_BATCH, _WARM_PROMPT = 32, 16
+
 
 class Hosted:
     """A model that is served: greedily, each request from memory that was reserved for all of it.
@@ -50,14 +52,17 @@ class Hosted:
         self._generator = torch.Generator().manual_seed(0)
 
     def warm_up(self, scale: Scale) -> None:
-        """Loads kernels with the longest prompt, and keeps the room that it takes to compute."""
-        prompts = torch.zeros(scale.shape.prompts[1], dtype=torch.int64)
-        for _ in range(2):
-            self._read(prompts, 0)
-        for _ in range(3):
-            self.step()
-        self.said()
-        self.leave([0, 1])
+        """Loads kernels, and keeps the room that it takes to compute the longest prompt."""
+        self.pool.compact()
+        self.pool.reset_peak_memory_stats()
+        for count, length in enumerate([scale.shape.prompts[1], *[_WARM_PROMPT] * (_WARM_BATCH - 1)], start=1):
+            try:
+                self._read(torch.zeros(length, dtype=torch.int64), 0)
+            except torch.OutOfMemoryError:  # so many there will never be
+                break
+            if count & (count - 1) == 0:
+                self.step()
+        self.leave(list(range(len(self.said()))))
         self.working_bytes = self.pool.max_memory_reserved()
         self.pool.floor = self.working_bytes
 
@@ -91,11 +96,6 @@ class Hosted:
             self._caches.trim()
 
     # ----------------------------------------------------------------------------------------------------------------
-
-    @property
-    def held_bytes(self) -> int:
-        """Of the caches."""
-        return self._caches.held_bytes
 
     def _read(self, prompt: Tensor, reserved: int) -> Tensor:
         with self.cache_pool:

@@ -12,6 +12,7 @@ import torch
 import torch_vmm
 
 from ..measurement import ONE_BY_ONE, Measurement
+from ..workloads.measuring import settle_algorithms
 from . import hosted, trace
 from .hosted import Hosted
 from .scales import Scale, scale_of
@@ -22,7 +23,8 @@ _GIB = 2**30
 _STEPS = 4  # loads from one to its double
 _EVERY_S = 0.15  # between two samples of the memory
 LONE = 9  # requests of each model that find nobody else
-OVER_TIME = f"memory over time at the highest load{ONE_BY_ONE}"
+OVER_TIME = f"memory over time{ONE_BY_ONE}"
+"""Ends the cases whose rows are series: of each model's pools, and of the seconds at which they were looked at."""
 SECONDS = "seconds"
 HELD, FAILED = "admitted load", "lowest load that misses it"
 
@@ -94,7 +96,7 @@ class Trial:
             timelines = [recording.enter_context(group[0].shared.record_timeline(_EVERY_S)) for group in self._groups]
             told = Told.of(self._server.serve(arrivals, to_the_end=False), self._scale.goal_s)
         self._admitted[step], self._offered[step] = told.admitted / self._seconds, told.offered / self._seconds
-        self._over_time[step] = [row for timeline in timelines for row in _over_time(timeline)]
+        self._over_time[step] = _over_time(timelines)
         self.rows += self._told(f"{self._case}, {load:.3g} requests a second", told)
         return told.first_p99_s <= self._scale.goal_s
 
@@ -108,32 +110,29 @@ class Trial:
         if found.failed is not None:
             self.rows.append(Measurement(goal, FAILED, self._offered[found.failed], "requests/s"))
         shown = min(self._over_time) if found.held is None else found.held
-        self.rows += [row._replace(case=f"{self._case}, {OVER_TIME}") for row in self._over_time[shown]]
+        case = f"{self._case}, {load_at(self._scale, shown):.3g} requests a second, {OVER_TIME}"
+        self.rows += [row._replace(case=case) for row in self._over_time[shown]]
 
     def _told(self, case: str, told: Told) -> list[Measurement]:
-        return [
+        rows = [
             Measurement(case, "admitted", told.admitted / self._seconds, "requests/s"),
-            Measurement(case, "time to first token, p50", _finite(told.first_p50_s) * 1e3, "ms"),
-            Measurement(case, "time to first token, p99", _finite(told.first_p99_s) * 1e3, "ms"),
             Measurement(case, "offered", told.offered, "requests"),
             Measurement(case, "refused", told.refused, "requests"),
             Measurement(case, "tokens", told.tokens, "tokens"),
         ]
+        for share, seconds in (("p50", told.first_p50_s), ("p99", told.first_p99_s)):
+            if seconds < float("inf"):  # else that request was refused
+                rows.append(Measurement(case, f"time to first token, {share}", seconds * 1e3, "ms"))
+        return rows
 
 
-def _finite(seconds: float) -> float:
-    """JSON has no infinity: -1 says that such a request was refused."""
-    return seconds if seconds < float("inf") else -1e-3
-
-
-def _over_time(timeline: torch_vmm.Timeline) -> list[Measurement]:
-    """A series each: rows of the same name are the runs of one."""
+def _over_time(timelines: Sequence[torch_vmm.Timeline]) -> list[Measurement]:
+    """A series each: what has the same name is the runs of one row."""
     rows = []
-    for sample in timeline.samples:
-        rows.append(Measurement("", f"{SECONDS}, {next(iter(sample.physical_bytes))}", sample.seconds, "s"))
-        rows += [
-            Measurement("", f"physical, {name}", size / _GIB, "GiB") for name, size in sample.physical_bytes.items()
-        ]
+    for samples in zip(*(timeline.samples for timeline in timelines), strict=False):
+        rows.append(Measurement("", SECONDS, samples[0].seconds, "s"))
+        for sample in samples:
+            rows += [Measurement("", name, size / _GIB, "GiB") for name, size in sample.physical_bytes.items()]
     return rows
 
 
@@ -160,7 +159,7 @@ def measure(way: str, kind: str, name: str) -> list[Measurement]:
     began = time.perf_counter()
     if kind == "cpu":
         torch.set_num_threads(1)
-    torch_vmm.enable(kind)
+    settle_algorithms(is_deterministic=False, is_strict=True)
     hosted.use_libraries_outside(kind)
     scale = scale_of(name, torch.cuda.mem_get_info()[0] if kind == "cuda" else 0)
     rows = {"alone": _alone, "static": _static, "torch_vmm": _elastic, "sleeping": _sleeping}[way](scale, kind)

@@ -67,7 +67,7 @@ _FULL = Scale(
     shape=Shape(
         (("llama-3b", 1.15), ("llama-7b", 0.7), ("qwen-3b", 1.15)),
         periods=3,
-        period_s=4.5,
+        period_s=4.0,
         burst_s=2.0,
         prompts=(2048, 4096),
         new=(64, 128),
@@ -75,7 +75,7 @@ _FULL = Scale(
     goal_s=1.0,
     load=2.4,
     most_load=40.0,
-    searched=5,
+    searched=4,
     slots=128,
     page_size=16 * _MIB,
 )

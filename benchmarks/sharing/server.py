@@ -63,7 +63,7 @@ class Residence(Protocol):
         """It can compute now."""
 
     def call(self, model: Model, idle: list[Model]) -> bool:
-        """Has one come that is not there, in whose favour any of ``idle`` (used last at the end) may go.
+        """Has one come that is not there; any of ``idle`` (used last at the end) may go in its place.
 
         Returns:
             It is on its way; else there is no room now.
@@ -180,7 +180,9 @@ class Server:
             try:
                 token = self._models[name].admit(request)
             except torch.OutOfMemoryError:
-                self._residence.make_room(self._idle(line, name))
+                # A model that is asked every now and then would come back at once, at the cost of both ways.
+                unused = self._clock.now() - self._goal_s
+                self._residence.make_room([each for each in self._idle(line, name) if self._used[each.name] < unused])
                 break
             line.waiting.popleft()
             request.tokens.append(token)
@@ -189,7 +191,7 @@ class Server:
             self._used[name] = self._clock.now()
             admitted += 1
         line.waiting.extendleft(reversed(passed))
-        # One that waits for nothing but its model to come: what else is there to do meanwhile is nothing.
+        # Nothing is to be done until a model has come.
         if passed and not any(self._running.values()):
             self._clock.wait_until(self._clock.now() + 0.001)
 
