@@ -153,7 +153,9 @@ class Server:
                 self._line_of[request.arrival.model].waiting.append(request)
             for line in self._lines:
                 self._admit(line)
-            self._step()
+            if not self._step() and any(line.waiting for line in self._lines):
+                # For a model to come, or to have gone: there is nothing else to do.
+                self._clock.wait_until(self._clock.now() + 0.001)
         for name in self._models:
             self._leave(name, list(range(len(self._running[name]))))
         return requests
@@ -180,9 +182,7 @@ class Server:
             try:
                 token = self._models[name].admit(request)
             except torch.OutOfMemoryError:
-                # A model that is asked every now and then would come back at once, at the cost of both ways.
-                unused = self._clock.now() - self._goal_s
-                self._residence.make_room([each for each in self._idle(line, name) if self._used[each.name] < unused])
+                self._residence.make_room(self._unused(line, name))
                 break
             line.waiting.popleft()
             request.tokens.append(token)
@@ -191,19 +191,33 @@ class Server:
             self._used[name] = self._clock.now()
             admitted += 1
         line.waiting.extendleft(reversed(passed))
-        # Nothing is to be done until a model has come.
-        if passed and not any(self._running.values()):
-            self._clock.wait_until(self._clock.now() + 0.001)
 
     def _idle(self, line: _Line, asking: str) -> list[Model]:
-        """Models of a line that compute nothing and for which nobody waits, the one longest unused first."""
-        wanted = {request.arrival.model for request in line.waiting} | {asking}
-        idle = [each for each in line.models if not self._running[each.name] and each.name not in wanted]
-        return sorted(idle, key=lambda each: self._used[each.name])
+        """Models of a line that compute nothing: first those for which nobody waits, the one longest unused first.
 
-    def _step(self) -> None:
-        """One more token for every request that runs. All models' work is queued before the first is waited for."""
+        Those for which somebody waits behind whoever asks are among them, or the two would wait for each other.
+        """
+        wanted = self._wanted(line)
+        idle = [each for each in line.models if not self._running[each.name] and each.name != asking]
+        return sorted(idle, key=lambda each: (each.name in wanted, self._used[each.name]))
+
+    def _unused(self, line: _Line, asking: str) -> list[Model]:
+        """Those of them for which nobody waits and nobody has asked for as long as the goal is: one that is asked
+        every now and then would come back at once, at the cost of both ways."""
+        since, wanted = self._clock.now() - self._goal_s, self._wanted(line)
+        idle = self._idle(line, asking)
+        return [each for each in idle if each.name not in wanted and self._used[each.name] < since]
+
+    def _wanted(self, line: _Line) -> set[str]:
+        return {request.arrival.model for request in line.waiting}
+
+    def _step(self) -> bool:
+        """One more token for every request that runs; whether there was any.
+
+        All models' work is queued before the first is waited for.
+        """
         busy = [name for name, running in self._running.items() if running]
+        is_any = bool(busy)
         self._leave_done(busy)  # whose only token was the first
         busy = [name for name in busy if self._running[name]]
         for name in busy:
@@ -213,6 +227,7 @@ class Server:
                 request.tokens.append(token)
             self._used[name] = self._clock.now()
         self._leave_done(busy)
+        return is_any
 
     def _leave_done(self, names: list[str]) -> None:
         for name in names:
