@@ -59,8 +59,8 @@ class Caches(Protocol):
     copied_bytes: int
     """Of what was there already."""
 
-    def join(self, length: int) -> None:
-        """A request, which begins with so many positions."""
+    def join(self, length: int, reserved: int = 0) -> None:
+        """A request, which begins with so many positions, and is not to want for memory for up to ``reserved``."""
 
     def leave(self, rows: list[int]) -> None:
         """Those requests are done."""
@@ -110,7 +110,7 @@ class ElasticCaches:
         self.lengths: list[int] = []
 
     def join(self, length: int, reserved: int = 0) -> None:
-        """A request, which begins with so many positions, and with memory for ``reserved`` if that is more.
+        """As every cache's.
 
         Raises:
             torch.OutOfMemoryError: there is no memory, or no slot. Nobody has joined.
@@ -194,7 +194,8 @@ class Concatenating:
         self.lengths: list[int] = []
         self.copied_bytes = 0
 
-    def join(self, length: int) -> None:
+    def join(self, length: int, reserved: int = 0) -> None:
+        del reserved  # it takes all of its memory anew at each token
         self.lengths.append(length)
 
     def leave(self, rows: list[int]) -> None:
@@ -300,9 +301,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList([Layer(sizes) for _ in range(sizes.layers)])
         self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.vocabulary, bias=False)
 
-    def admit(self, prompt: Tensor, caches: Caches) -> Tensor:
-        """A request joins; its first token (1,)."""
-        caches.join(len(prompt))
+    def admit(self, prompt: Tensor, caches: Caches, reserved: int = 0) -> Tensor:
+        """A request joins, with memory for ``reserved`` positions; its first token (1,)."""
+        caches.join(len(prompt), reserved)
 
         def attend(number: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
             def causal(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -422,9 +423,9 @@ SCALES = {
 }
 
 
-def made(scale: Scale, device: str) -> Decoder:
+def made(scale: Scale, device: str, seed: int = 0) -> Decoder:
     """The model, in bfloat16 on a GPU; a CPU computes faster in float32."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     try:

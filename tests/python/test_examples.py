@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -18,10 +19,20 @@ import torch_vmm
 from examples import continuous_batching as batching
 from examples import embedding_table as embedding
 from examples import least_recently_used as recent
+from examples import serve_many as many
 from examples import wake_layer_by_layer as waking
 from tests.helpers import ROOT
 
 SCALE = replace(batching.SCALES["small"], prompts=(20, 300))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is computed is so small that threads, on a machine that others use, would wait for each other most."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -74,6 +85,48 @@ def test_a_slot_holds_what_it_says(net: batching.Decoder) -> None:
         net.decode(torch.zeros(2, dtype=torch.int64), caches)
         assert caches.lengths == [2, 2]
         assert caches.held_bytes == caches._store.committed_bytes == 2 * SCALE.page_size  # nobody came
+
+
+def test_who_finds_no_memory_has_not_joined(net: batching.Decoder, device: str) -> None:
+    shared = torch_vmm.SharedMemoryPool(3 * SCALE.page_size, device)
+    with shared.register_model("caches"):
+        caches = batching.caches_of("elastic", net, SCALE)
+    assert isinstance(caches, batching.ElasticCaches)
+    caches.join(100, reserved=300)  # a page is 256 positions
+    assert caches.held_bytes == 2 * SCALE.page_size
+    with pytest.raises(torch.OutOfMemoryError):
+        caches.join(300)
+    assert caches.lengths == [100]
+    caches.join(200)
+    caches.leave([0])
+    caches.trim()
+    assert caches.held_bytes == SCALE.page_size
+    caches.join(300)
+    caches.leave([0, 1])
+    for _ in range(SCALE.most):
+        caches.join(1)
+    with pytest.raises(torch.OutOfMemoryError, match="slots"):
+        caches.join(1)
+    assert caches.lengths == [1] * SCALE.most
+    shared.close(force=True)
+
+
+def test_models_that_do_not_fit_are_served_and_say_what_they_say_alone(device: str) -> None:
+    limit = many.LIMITS["small"]
+    server, requests = many.Server(many.NAMES, SCALE, limit, device), many.drawn(many.NAMES, SCALE, device)
+    assert sum(model.room for model in server.models.values()) > limit
+    server.serve(requests)
+    assert all(len(request.tokens) == request.new for request in requests)
+    assert server.shared.global_stats().physical_usage <= limit
+    models = list(server.models.values())
+    assert all(model.naps > 0 for model in models)
+    assert [model.cache_pool.memory_allocated() for model in models] == [0, 0, 0]
+    for model in models:
+        alone = [request for request in many.drawn(many.NAMES, SCALE, device) if request.model == model.name]
+        many.Server([model.name], SCALE, limit, device).serve(alone)
+        mine = [request for request in requests if request.model == model.name]
+        assert [request.tokens for request in mine] == [request.tokens for request in alone]
+    assert len({tuple(request.tokens) for request in requests}) > len(requests) // 2
 
 
 def test_a_table_of_which_little_exists_learns_what_a_dense_one_of_its_rows_learns() -> None:
@@ -250,11 +303,13 @@ def test_several_threads_use_more_models_than_fit(models: recent.Models, device:
         ("embedding_table", "a table of 8 GiB with 0.02 GiB"),
         ("wake_layer_by_layer", "the same result"),
         ("least_recently_used", "model    uses  wakes  sleeps   (limit 56 MiB)"),
+        ("serve_many", "32 of 32 requests were told what they are told when their model has all the memory"),
     ],
 )
 def test_an_example_runs_as_it_stands(name: str, says: str) -> None:
     command = [sys.executable, "-m", f"examples.{name}", "--device", "cpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
 

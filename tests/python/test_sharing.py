@@ -26,6 +26,15 @@ from tests.helpers import ROOT
 SMALL, FULL = scale_of("small", 0), scale_of("full", 79 << 30)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is computed is so small that threads, on a machine that others use, would wait for each other most."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # -- The trace ---------------------------------------------------------------------------------------------------------
 
 
