@@ -17,6 +17,7 @@ their first token within the goal.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from ..measurement import Measurement, Part, Row
@@ -33,6 +34,16 @@ _MORE_LOAD, _LONE = 2.0, 1.1
 """What is aimed at: the load over static thirds', and a lone request's time over that of having the GPU alone."""
 
 parts = one_scale
+
+
+def prepare() -> str | None:
+    """Why it cannot run here. On host memory a small decoder of the examples will do, with a GPU it would not be what
+    is promised."""
+    import torch
+
+    if torch.cuda.is_available() and importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed (pip install transformers)"
+    return None
 
 
 def remarks(rows: list[Row]) -> list[str]:

@@ -63,7 +63,8 @@ class Hosted:
             if count & (count - 1) == 0:
                 self.step()
         self.leave(list(range(len(self.said()))))
-        self.working_bytes = self.pool.max_memory_reserved()
+        # Blocks do not always lie as well as they did now.
+        self.working_bytes = self.pool.max_memory_reserved() + 2 * scale.page_size
         self.pool.floor = self.working_bytes
 
     # -- What the server asks --------------------------------------------------------------------------------------

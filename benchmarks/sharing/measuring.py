@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -176,6 +177,7 @@ def _alone(scale: Scale, kind: str) -> list[Measurement]:
         rows += lone_requests(group, scale)
         shared = group[0].shared
         del group
+        gc.collect()  # modules know each other
         shared.close(force=True)
     return rows
 
