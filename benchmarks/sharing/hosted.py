@@ -182,6 +182,7 @@ class Sleepers:
 
     def __init__(self, models: list[Hosted]) -> None:
         self._by_name = {model.name: model for model in models}
+        self._shared = models[0].shared
         self._coming: Hosted | None = None
         self._going: Hosted | None = None
         self._transfer: torch_vmm.Transfer | None = None
@@ -198,30 +199,40 @@ class Sleepers:
             return True
         if self._transfer is not None:
             return False
+        lacking = hosted.working_bytes - self._room()
+        leaving = self._awake(idle) if lacking > 0 else []
+        enough = [each for each in leaving if each.working_bytes >= lacking]
+        if lacking > 0 and not enough:
+            if leaving:
+                self._send(leaving[0])  # not enough, but a beginning
+            return False
         try:
-            hosted.pool.floor = hosted.working_bytes
-            transfer = hosted.pool.wake(blocking=False)
-        except (torch_vmm.OutOfMemoryError, torch_vmm.InvalidArgumentError):  # memory, or what floors have left of it
-            hosted.pool.floor = 0
-            return self._call_for(hosted, self._awake(idle))
-        self._transfer, self._coming = transfer, hosted
+            if enough:  # both directions at once
+                enough[0].pool.floor = 0
+                hosted.pool.floor = hosted.working_bytes
+                self._going = enough[0]
+                self._transfer = torch_vmm.swap(out=enough[0].pool, into=hosted.pool, blocking=False)
+            else:
+                hosted.pool.floor = hosted.working_bytes
+                self._transfer = hosted.pool.wake(blocking=False)
+        except torch_vmm.OutOfMemoryError:
+            self._undo(hosted)
+            return False
+        self._coming = hosted
         return True
 
-    def _call_for(self, hosted: Hosted, idle: list[Hosted]) -> bool:
-        """In the place of the first of ``idle``, both directions at once."""
-        if not idle:
-            return False
-        victim = idle[0]
-        victim.pool.floor = 0
-        try:
-            hosted.pool.floor = hosted.working_bytes
-            transfer = torch_vmm.swap(out=victim.pool, into=hosted.pool, blocking=False)
-        except (torch_vmm.OutOfMemoryError, torch_vmm.InvalidArgumentError):
-            hosted.pool.floor = 0
-            self._send(victim)  # not enough, but a beginning
-            return False
-        self._transfer, self._coming, self._going = transfer, hosted, victim
-        return True
+    def _room(self) -> int:
+        """Bytes that neither caches hold nor models that are awake need."""
+        models = self._by_name.values()
+        needed = sum(each.working_bytes for each in models if not each.pool.is_asleep)
+        return self._shared.physical_limit - needed - sum(each.cache_pool.memory_allocated() for each in models)
+
+    def _undo(self, hosted: Hosted) -> None:
+        """It found no room after all, since what others have freed was not let go of yet: all is as it was."""
+        hosted.pool.floor = 0
+        if self._going is not None:
+            self._going.pool.floor = self._going.working_bytes
+        self._going = self._coming = None
 
     def make_room(self, idle: list[Model]) -> None:
         self._settle()
@@ -245,6 +256,13 @@ class Sleepers:
         """Takes note of a transfer that has ended."""
         if self._transfer is None or not self._transfer.done:
             return
-        self._transfer.wait()
+        transfer, self._transfer = self._transfer, None
+        try:
+            transfer.wait()
+        except torch_vmm.OutOfMemoryError:  # as a swap may tell on its way only
+            if self._coming is None:
+                raise
+            self._undo(self._coming)
+            return
         self.woken += self._coming is not None
-        self._transfer = self._coming = self._going = None
+        self._coming = self._going = None
