@@ -23,7 +23,7 @@ from .trace import Arrival, Shape
 _GIB = 2**30
 _STEPS = 4  # loads from one to its double
 _EVERY_S = 0.15  # between two samples of the memory
-LONE = 9  # requests of each model that find nobody else
+_LONE = 9  # requests of each model that find nobody else
 OVER_TIME = f"memory over time{ONE_BY_ONE}"
 """Ends the cases whose rows are series: of each model's pools, and of the seconds at which they were looked at."""
 SECONDS = "seconds"
@@ -142,17 +142,17 @@ def lone_requests(group: Sequence[Hosted], scale: Scale) -> list[Measurement]:
     median = sum(scale.shape.prompts) // 2
     server = Server([list(group)], goal_s=60.0)
     times: dict[str, list[float]] = {model.name: [] for model in group}
-    for _ in range(LONE):
+    for _ in range(_LONE):
         for model in group:
             (request,) = server.serve([Arrival(0.0, model.name, median, 2, 0.0)])
             assert request.first_s is not None
             times[model.name].append(request.first_s)
-    return [
-        Measurement(
-            f"one request, {name}, the others idle", "time to first token", percentile(sorted(found), 0.5) * 1e3, "ms"
-        )
-        for name, found in times.items()
-    ]
+    rows = []
+    for name, found in times.items():
+        case, ordered = f"one request, {name}, the others idle", sorted(found)
+        rows.append(Measurement(case, "time to first token", percentile(ordered, 0.5) * 1e3, "ms"))
+        rows.append(Measurement(case, "the slowest of them", ordered[-1] * 1e3, "ms"))
+    return rows
 
 
 def measure(way: str, kind: str, name: str) -> list[Measurement]:

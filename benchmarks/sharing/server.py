@@ -7,8 +7,9 @@ is their limits, and nothing else.
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -114,7 +115,7 @@ class Server:
     Args:
         groups: models that share memory, group by group.
         goal_s: a request whose first token has not begun to be computed so long after its arrival is refused.
-        prefills: prompts read at most between two steps of the running requests, of each group.
+        prefills: prompts that a model reads at most between two steps of the running requests.
         residence: who sleeps, and who wakes.
     """
 
@@ -166,8 +167,8 @@ class Server:
     def _admit(self, line: _Line) -> None:
         """Those who have waited longest, as far as there is memory."""
         passed: list[Request] = []
-        admitted = 0
-        while line.waiting and admitted < self._prefills:
+        admitted = Counter[str]()
+        while line.waiting and admitted[line.waiting[0].arrival.model] < self._prefills:
             request = line.waiting[0]
             name = request.arrival.model
             if self._clock.now() - request.arrival.at > self._goal_s:
@@ -189,7 +190,7 @@ class Server:
             request.first_s = self._clock.now() - request.arrival.at
             self._running[name].append(request)
             self._used[name] = self._clock.now()
-            admitted += 1
+            admitted[name] += 1
         line.waiting.extendleft(reversed(passed))
 
     def _idle(self, line: _Line, asking: str) -> list[Model]:
@@ -275,7 +276,5 @@ class Told:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The least of ``ordered`` that no more than the rest are above: one that was measured."""
-    if not ordered:
-        return float("nan")
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+    """The least value, of those in ``ordered``, that such a share of them does not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -261,6 +261,7 @@ def test_percentiles_are_values_that_were_measured() -> None:
     values = [float(k) for k in range(1, 101)]
     assert [percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
     assert percentile([7.0], 0.99) == 7.0
+    assert percentile([1.0, 2.0, 3.0], 0.5) == 2.0
     assert percentile([1.0, 2.0], 0.5) == 1.0
 
 
