@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 import torch_vmm
 from examples import continuous_batching as batching
@@ -92,6 +93,9 @@ class Server:
     """Serves the models of one SharedMemoryPool, turn by turn."""
 
     def __init__(self, names: Sequence[str], scale: batching.Scale, limit: int, device: str) -> None:
+        # cuBLAS keeps its workspace in the pool that is open at its first product: in none that goes to sleep.
+        one = torch.ones(64, 64, device=device)
+        F.linear(one, one, one[0]) @ one
         self.shared, self.turn = torch_vmm.SharedMemoryPool(limit, device), 0
         self.shared.on_pressure(lambda requested, pool: self.send_to_sleep())
         self.models: dict[str, Served] = {}

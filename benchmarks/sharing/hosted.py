@@ -152,7 +152,7 @@ def _together(specs: tuple[NetSpec, ...], scale: Scale, limit: int, device: str,
 
 
 def use_libraries_outside(device: str) -> None:
-    """cuBLAS keeps its workspace in the pool that is open when it is first used: in none that goes to sleep."""
+    """cuBLAS keeps its workspace in the pool that is open at its first product: in none that goes to sleep."""
     one = torch.ones(64, 64, device=device, dtype=dtype_of(device))
     F.linear(one, one, one[0])
     one @ one
