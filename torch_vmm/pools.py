@@ -657,6 +657,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
             # Not "of": tags, and tensors like elastic ones, have addresses of their own beyond the capacity.
             asleep = self._asleep_in_words()
             text = f"{_C.format_bytes(self.physical_memory_usage)} mapped, {asleep}{', ' if asleep else ''}"
+            spilled = self.stats().spilled_bytes if self._handle.spills else 0
+            text += f"{_C.format_bytes(spilled)} in host memory, " if spilled else ""
             text += f"capacity {_C.format_bytes(self.capacity)}"
             text += "" if limit is None else f", limit {_C.format_bytes(limit)}"
             text += ", closed" if self.is_closed else ""

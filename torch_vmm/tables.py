@@ -135,7 +135,7 @@ def of_shared_pool(shared: SharedMemoryPool, models: Iterable[VirtualMemoryPool]
     part = part_of(shared, models)
     lines = _aligned([_HEADS, *map(_cells, part.rows), _total(part.rows)])
     title = f"SharedMemoryPool on {shared.device}{', closed' if shared.is_closed else ''}"
-    return "\n".join([title, *lines, *_sleepers(part.rows), part.line()])
+    return "\n".join([title, *lines, *_elsewhere(part.rows), part.line()])
 
 
 def of_device(device: _C.Device, title: str, alone: Sequence[Row], parts: Sequence[Part]) -> str:
@@ -153,17 +153,25 @@ def of_device(device: _C.Device, title: str, alone: Sequence[Row], parts: Sequen
     for part in parts:
         lines += [f"SharedMemoryPool: {part.line()}", *cells[at : at + len(part.rows)]]
         at += len(part.rows)
-    return "\n".join([*lines, total, *_sleepers(everything), _line_of(device, alone, parts)])
+    return "\n".join([*lines, total, *_elsewhere(everything), _line_of(device, alone, parts)])
 
 
-def _sleepers(rows: Sequence[Row]) -> list[str]:
-    """Who sleeps, how much and where. Not in columns: a path in one would make all of the table wide."""
+def _elsewhere(rows: Sequence[Row]) -> list[str]:
+    """Who sleeps, how much and where, and who has spilled. Not in columns: a path in one would make the table wide."""
     asleep = [row for row in rows if row.stats.asleep_bytes or row.asleep]
-    if not asleep:
-        return []
-    each = (f"{row.name} {asleep_in_words(row.stats.asleep_bytes, row.asleep)}" for row in asleep)
-    text = f"asleep {_size(sum(row.stats.asleep_bytes for row in asleep))}: {'; '.join(each)}"
-    return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    spilled = [row for row in rows if row.stats.spilled_bytes]
+    lines = []
+    if asleep:
+        each = (f"{row.name} {asleep_in_words(row.stats.asleep_bytes, row.asleep)}" for row in asleep)
+        lines.append(f"asleep {_size(sum(row.stats.asleep_bytes for row in asleep))}: {'; '.join(each)}")
+    if spilled:
+        each = (f"{row.name} {_size(row.stats.spilled_bytes)}" for row in spilled)
+        lines.append(f"in host memory {_size(sum(row.stats.spilled_bytes for row in spilled))}: {'; '.join(each)}")
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    ]
 
 
 def _line_of(device: _C.Device, alone: Sequence[Row], parts: Sequence[Part]) -> str:

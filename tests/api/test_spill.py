@@ -39,6 +39,18 @@ def test_a_tensor_beyond_the_limit_is_right_and_counted_apart(make_shared: MakeS
     del again
 
 
+def test_tables_and_reprs_show_it(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    model = shared.register_model("model", spill="host")
+    kept = tensor_in(model, 60 * MIB)
+    assert "in host memory" not in str(shared)
+    assert "in host memory" not in repr(model)
+    spilled = tensor_in(model, 20 * MIB)
+    assert "in host memory 20 MiB: model 20 MiB" in str(shared).splitlines()
+    assert "20 MiB in host memory" in repr(model)
+    del kept, spilled
+
+
 def test_it_is_off_unless_asked_for_and_can_be_set_at_any_time(make_shared: MakeShared) -> None:
     shared = make_shared("64MiB")
     model = shared.register_model("model")
