@@ -1,15 +1,31 @@
 #include "torch_adapter/shared_by_all.h"
 
-#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/core/Allocator.h>
 #include <dlfcn.h>
 
+#include <map>
 #include <mutex>
 #include <shared_mutex>
+#include <tuple>
 
 #include "torch_adapter/errors.h"
 #include "torch_adapter/private_member.h"
 #include "torch_adapter/versions.h"
+
+// As ATen/cuda/CUDAContextLight.h has them, which includes headers of cuBLAS and its kind that
+// are not wherever torch is (tests/python/test_torch_declarations.py compares).
+namespace at::cuda {
+struct WorkspaceMapWithMutex {
+  std::map<std::tuple<void*, void*>, at::DataPtr> map;
+  std::shared_mutex mutex;
+};
+void clearCublasWorkspaces();
+WorkspaceMapWithMutex& cublas_handle_stream_to_workspace();
+WorkspaceMapWithMutex& cublaslt_handle_stream_to_workspace();
+size_t getChosenWorkspaceSize();
+size_t getCUDABlasLtWorkspaceSize();
+}  // namespace at::cuda
 
 namespace vmm {
 
