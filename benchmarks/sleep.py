@@ -196,7 +196,6 @@ def _saver(total: int) -> list[Measurement]:
         with torch_memory_saver.region(tag=case, enable_cpu_backup=True):  # it frees nowhere else
             gone.clear()
             tensors.clear()
-            torch_memory_saver._impl._mem_pools.clear()
     return rows
 
 

@@ -33,12 +33,13 @@ std::size_t limit_in(const std::string& file) {
 // below, so each level is asked. The path may name groups that are not to be
 // seen here (a container sees its own group as the root, whatever the path
 // says): they are passed over, and the root is asked in any case.
-std::size_t least_over(const std::string& mount, std::string group, const char* file) {
+template <typename Room>
+std::size_t least_over(const std::string& mount, std::string group, const Room& room) {
   std::size_t least = kUnlimited;
   if ((group + "/").find("/../") != std::string::npos) group.clear();  // outside of what this process sees
   for (;;) {
     while (!group.empty() && group.back() == '/') group.pop_back();
-    least = std::min(least, limit_in(mount + group + "/" + file));
+    least = std::min(least, room(mount + group + "/"));
     if (group.empty()) return least;
     group.erase(group.rfind('/'));
   }
@@ -51,7 +52,31 @@ bool names_memory(const std::string& controllers) {
 
 }  // namespace
 
-std::size_t control_group_limit(const std::string& root) {
+namespace {
+
+// What a file like memory.stat says of `name`, or 0.
+std::size_t entry_of(const std::string& file, const std::string& name) {
+  std::ifstream in(file);
+  for (std::string key; in >> key;) {
+    std::size_t amount = 0;
+    if (key == name && in >> amount) return amount;
+    in.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  return 0;
+}
+
+// The files of one version of control groups, in a group's folder.
+struct GroupFiles {
+  const char* limit;
+  const char* usage;
+  const char* reclaimable;  // an entry of memory.stat: the kernel takes it back before it refuses
+};
+constexpr GroupFiles kVersion2{"memory.max", "memory.current", "inactive_file"};
+constexpr GroupFiles kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"};
+
+// The least of what `room(folder, files)` says of the groups of this process and those above.
+template <typename Room>
+std::size_t least_of_groups(const std::string& root, const Room& room) {
   std::size_t least = kUnlimited;
   std::ifstream groups(root + kGroupsOfThisProcess);
   // "0::/user.slice" in version 2, "7:cpu,memory:/docker/1f" in version 1.
@@ -61,16 +86,30 @@ std::size_t control_group_limit(const std::string& root) {
     if (second == std::string::npos || line.compare(second + 1, 1, "/") != 0) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
     const std::string group = line.substr(second + 1);
+    const auto of = [&](const std::string& mount, const GroupFiles& files) {
+      const auto in_folder = [&](const std::string& folder) { return room(folder, files); };
+      least = std::min(least, least_over(root + mount, group, in_folder));
+    };
     if (controllers.empty()) {
-      least = std::min(least, least_over(root + kGroups, group, "memory.max"));
+      of(kGroups, kVersion2);
     } else if (names_memory(controllers)) {
-      least = std::min(least, least_over(root + kGroupsOfVersion1, group, "memory.limit_in_bytes"));
+      of(kGroupsOfVersion1, kVersion1);
     }
   }
   return least;
 }
 
-std::size_t available_memory(const std::string& root) {
+// What a group's limit leaves; none: kUnlimited.
+std::size_t room_in(const std::string& folder, const GroupFiles& files) {
+  const std::size_t limit = limit_in(folder + files.limit);
+  const std::size_t usage = limit == kUnlimited ? kUnlimited : limit_in(folder + files.usage);
+  if (usage == kUnlimited) return kUnlimited;
+  const std::size_t reclaimable = entry_of(folder + "memory.stat", files.reclaimable);
+  const std::size_t used = usage - std::min(usage, reclaimable);
+  return limit - std::min(limit, used);
+}
+
+std::size_t machines_available(const std::string& root) {
   std::ifstream told(root + kMachine);
   // "MemAvailable:   16107872 kB"
   for (std::string name; told >> name;) {
@@ -79,6 +118,19 @@ std::size_t available_memory(const std::string& root) {
     told.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
   }
   return kUnlimited;
+}
+
+}  // namespace
+
+std::size_t control_group_limit(const std::string& root) {
+  return least_of_groups(
+      root, [](const std::string& folder, const GroupFiles& files) { return limit_in(folder + files.limit); });
+}
+
+std::size_t control_group_room(const std::string& root) { return least_of_groups(root, &room_in); }
+
+std::size_t available_memory(const std::string& root) {
+  return std::min(machines_available(root), control_group_room(root));
 }
 
 std::size_t most_mappings(const std::string& root) { return limit_in(root + kMostMappings); }

@@ -14,8 +14,8 @@ namespace vmm {
 // asked of the kernel directly.
 std::size_t usable_memory(const std::string& root = "");
 
-// Bytes of the machine's that may be taken before it begins to swap. kUnlimited where the
-// kernel does not say.
+// Bytes that may be taken before the machine begins to swap, or a control group over this
+// process is full. kUnlimited where the kernel does not say.
 std::size_t available_memory(const std::string& root = "");
 
 // Stretches of addresses that a process may have mapped, each with rights and a file of
@@ -27,5 +27,8 @@ std::size_t most_mappings(const std::string& root = "");
 // where none does. Version 2 (memory.max) and version 1
 // (memory.limit_in_bytes), each from the process' group up to the root.
 std::size_t control_group_limit(const std::string& root = "");
+// What these groups leave of that now; what the kernel takes back by itself (the files that it
+// keeps in memory) counts as left.
+std::size_t control_group_room(const std::string& root = "");
 
 }  // namespace vmm

@@ -34,7 +34,7 @@ class Store : public ::testing::Test {
   Budget group_{"group", 16 * kPage, &device_};
   Budget a_{"a", 12 * kPage, &group_};
   Budget b_{"b", 8 * kPage, &group_};
-  std::optional<ChunkStore> store_{std::in_place, driver_, 0, kPage, false};
+  std::optional<ChunkStore> store_{std::in_place, driver_, Location::on_device(0), kPage, false};
 };
 
 TEST_F(Store, ChargesTheLimitBeforeTheDriverIsAsked) {

@@ -319,9 +319,9 @@ PoolList DeviceMemory::pools() const {
 
 PoolList DeviceMemory::pools_under(const Budget& group) const {
   const MutexLock lock(registry_mutex_);
-  if (&group != &budget_) return registry_.under(group);
-  PoolList pools = *registry_.all().list();
-  std::erase_if(pools, [](const auto& pool) { return pool->is_spill(); });
+  PoolList pools = &group == &budget_ ? *registry_.all().list() : registry_.under(group);
+  // What of a model is in host memory, the model's budget does not pay for.
+  std::erase_if(pools, [&](const auto& pool) { return !pool->budget().stands_under(group); });
   return pools;
 }
 

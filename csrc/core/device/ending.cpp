@@ -140,29 +140,29 @@ void DeviceMemory::end_group(const Budget& group) {
   bury_groups();
 }
 
-// Ends the groups that are closed and have nothing any more.
+// Ends the groups that are closed and have nothing any more. Others may do so at the same time.
 void DeviceMemory::bury_groups() {
-  std::vector<std::shared_ptr<Budget>> ended;
+  std::vector<Group> ended;
   {
     const MutexLock lock(registry_mutex_);
-    for (const Budget* group : ended_groups_) ended.push_back(groups_.at(group).budget);
+    for (const Budget* group : ended_groups_) ended.push_back(groups_.at(group));
   }
-  for (const auto& group : ended) {
-    store_.trim(*group, 0);
-    Budget& spill = spill_group_of(*group);
-    spill_store_.trim(spill, 0);
+  for (const Group& group : ended) {
+    const Budget& key = *group.budget;
+    store_.trim(*group.budget, 0);
+    spill_store_.trim(*group.spill, 0);
     std::shared_ptr<const OnPressure> last;  // somebody's code: it ends with no lock held
     const MutexLock lock(registry_mutex_);
+    if (ended_groups_.count(&key) == 0) continue;
     // Whoever buries its last pool comes here again.
-    if (!registry_.of_group(*group)->empty()) continue;
-    if (!registry_.of_group(spill)->empty()) continue;
-    if (!store_.forget(*group) || !spill_store_.forget(spill)) {
+    if (!registry_.of_group(key)->empty() || !registry_.of_group(*group.spill)->empty()) continue;
+    if (!store_.forget(key) || !spill_store_.forget(*group.spill)) {
       beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
       continue;
     }
-    ended_groups_.erase(group.get());
-    last.swap(groups_.at(group.get()).on_pressure);
-    groups_.erase(group.get());
+    ended_groups_.erase(&key);
+    last.swap(groups_.at(&key).on_pressure);
+    groups_.erase(&key);
   }
 }
 

@@ -22,6 +22,10 @@ std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
       return;
     }
     for (const auto& member : family(pool)) {
+      if (member->is_spill()) {  // the host's: none of it is to stay
+        member->shed(0);
+        continue;
+      }
       const std::size_t idle = keep == 0 ? 0 : std::min(keep, member->idle_bytes());
       member->shed(idle);
       keep -= idle;
@@ -47,10 +51,11 @@ std::size_t DeviceMemory::trim(Pool& pool, const FunctionRef<void()>& shed) {
   // A chunk may still be mapped where another pool had it before.
   settle(/*wait=*/true);
   pool.count_sync();
+  std::size_t given_back = store_.trim(group, shelved);
   for (const auto& member : family(pool)) {
-    if (member->is_spill()) spill_store_.trim(member->group(), 0);
+    if (member->is_spill()) given_back += spill_store_.trim(member->group(), 0);
   }
-  return store_.trim(group, shelved);
+  return given_back;
 }
 
 std::size_t DeviceMemory::empty_cache() {
@@ -62,8 +67,7 @@ std::size_t DeviceMemory::empty_cache() {
     const MutexLock lock(registry_mutex_);
     ++of_ended_pools_.num_sync_all_streams;
   }
-  spill_store_.trim_all();
-  return store_.trim_all();
+  return store_.trim_all() + spill_store_.trim_all();
 }
 
 bool DeviceMemory::settle(bool wait) {
@@ -117,7 +121,8 @@ std::size_t DeviceMemory::enforce_limit(Budget& budget) {
     // What is freed has to go back, and threads keep none of it. Said first: whoever lets
     // them keep it again at this moment looks at that afterwards.
     over_limit_.store(true, std::memory_order_seq_cst);
-    caches_.stop(BlockCaches::kOverLimit);
+    // Memory in the host's is seldom, and keeps nobody's caches on the device from working.
+    if (!budget.stands_under(spill_budget_)) caches_.stop(BlockCaches::kOverLimit);
   } else if (over_limit_.load(std::memory_order_relaxed)) {
     enforce_limits(nullptr);  // perhaps it was the last
   }

@@ -86,7 +86,7 @@ std::size_t Ladder::melt(Pool& asker, const Budget* refused, std::size_t need, s
     // driver needs, whatever the limits say.
     for (const auto& pool : order) in_use += pool->melt_locked(nullptr, 0, payer);
     memory_.store().trim_all();
-    create_into(grant, asker, need);
+    if (need != 0) create_into(grant, asker, need);
   }
   // The limit that refused, then those above it: they may be full as well, of
   // what others hold.
@@ -97,7 +97,7 @@ std::size_t Ladder::melt(Pool& asker, const Budget* refused, std::size_t need, s
     }
     // What melted but is still mapped elsewhere rests on a shelf.
     if (level->room() < want) memory_.store().trim_under(*level, want - level->room());
-    if (level->room_for(payer) < need) break;
+    if (level->room_for(payer) < std::max<std::size_t>(need, 1)) break;
   }
   const std::size_t room = std::min(payer.headroom(), want - std::min(want, grant.bytes()));
   if (room != 0 && payer.charge(room) == nullptr) grant.prepaid_bytes += room;
@@ -227,6 +227,8 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
   if (!could_be_met(climb)) return;
   step->result = StepResult::in_vain;
   Pool& asker = climb.asker;
+  // What wakes wants chunks of certain sizes, and makes them itself.
+  const bool creates = !asker.is_asleep();
   std::size_t in_use = 0;
   for (int round = 0; round < kMostRounds; ++round) {
     const Budget* const refused = climb.shortage.refused;
@@ -241,7 +243,7 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
         const std::size_t page = asker.page_size();
         // A small block needs a whole slab, whatever the page.
         const std::size_t most = align_up(std::max(climb.bytes, lacks.bytes), page) + page;
-        in_use = melt(asker, lacks.refused, lacks.bytes, most, grant);
+        in_use = melt(asker, lacks.refused, creates ? lacks.bytes : 0, most, grant);
       }
       step->bytes = grant.bytes();
       if (climb.try_again(&grant) || climb.shortage.is_sealed) return;
@@ -264,6 +266,7 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
 void Ladder::spill(Climb& climb, ReclaimStep* step) {
   Pool& asker = climb.asker;
   if (!climb.stream.has_value() || !asker.is_ordinary() || !asker.model().spills()) return;
+  if (climb.shortage.no_address_space) return;  // there may be memory enough: more capacity would do
   if (memory_.clock().is_capturing() || memory_.debug_log() != nullptr) return;
   step->result = StepResult::nothing;
   try {
@@ -295,7 +298,9 @@ Address Ladder::reach(Climb& climb) {
     step.nanoseconds = std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
     if (climb.found != 0) step.result = StepResult::met;
   }
-  if (climb.found != 0 || !climb.shortage.is_sealed) log_.note(climb.asker.model().id(), std::move(decision));
+  const Pool& model = climb.asker.model();
+  if (climb.found != 0 || !climb.shortage.is_sealed) log_.note(model.id(), std::move(decision));
+  if (model.is_retired()) log_.forget(model.id());  // closed meanwhile: it may have been forgotten before
   return climb.found;
 }
 

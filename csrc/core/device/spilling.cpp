@@ -35,6 +35,7 @@ std::size_t DeviceMemory::set_spill_limit(const Budget& group, std::size_t limit
 std::shared_ptr<Pool> DeviceMemory::spill_space(Pool& asker) {
   const MutexLock lock(tags_mutex_);
   asker.model().require_open();
+  asker.require_taking();  // it may have gone to sleep while the request climbed
   for (const auto& member : family(asker)) {
     if (member->is_spill() && member->tag() == asker.tag()) return member;
   }
@@ -53,9 +54,19 @@ Address DeviceMemory::allocate_spilled(Pool& asker, std::size_t bytes, Stream st
     return space->try_allocate(bytes, stream, nullptr, &shortage);
   };
   if (const Address address = attempt()) return address;
-  // What is idle in other models' spaces under the same bound; then what rests in other sizes.
-  for (const auto& pool : pools_under(space->group())) pool->shed(0);
+  // What rests there in other sizes; then what is idle in other models' spaces under the same
+  // bound, as much as is lacking.
+  if (spill_store_.trim(space->group(), 0) != 0) {
+    if (const Address address = attempt()) return address;
+  }
+  std::size_t lacking = bytes;
+  for (const auto& pool : pools_under(space->group())) {
+    const std::size_t idle = lacking == 0 || pool == space ? 0 : pool->idle_bytes();
+    if (idle != 0) lacking -= std::min(lacking, pool->shed(idle - std::min(idle, lacking)));
+  }
+  if (lacking == bytes && space->shed(0) == 0) return 0;
   if (const Address address = attempt()) return address;
+  space->shed(0);
   return spill_store_.trim(space->group(), 0) == 0 ? 0 : attempt();
 }
 

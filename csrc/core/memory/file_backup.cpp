@@ -137,7 +137,10 @@ void FileBackup::open() {
       continue;
     }
     if (file_ >= 0) {
-      ::flock(file_, LOCK_EX | LOCK_NB);
+      // Whoever looks whether it is somebody's has the lock for a moment.
+      while (::flock(file_, LOCK_EX) != 0) {
+        if (errno != EINTR) fail("cannot lock the file", errno);
+      }
       return;
     }
     if (errno != EINVAL) break;  // this file system has no direct I/O: once more without

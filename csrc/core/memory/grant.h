@@ -22,6 +22,8 @@ class Grant {
 
   [[nodiscard]] std::size_t bytes() const { return chunks.bytes() + prepaid_bytes; }
   [[nodiscard]] Budget& payer() const { return payer_; }
+  // Where its chunks come from.
+  [[nodiscard]] const ChunkStore& store() const { return store_; }
 
  private:
   ChunkStore& store_;

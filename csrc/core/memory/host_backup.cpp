@@ -19,22 +19,22 @@ constexpr std::size_t kMostMakers = 16;
 
 std::unique_ptr<HostBackup> HostBackup::make(Driver& driver, const std::shared_ptr<PinnedMemory>& memory,
                                              std::size_t bytes) {
+  std::unique_ptr<HostBackup> backup(new HostBackup(driver, memory));  // before: what is taken is put back by it
   std::vector<PinnedMemory::SlabPtr> slabs;
   if (!memory->take((bytes + PinnedMemory::kSlabBytes - 1) / PinnedMemory::kSlabBytes, &slabs)) return nullptr;
   const auto missing = static_cast<std::size_t>(std::count(slabs.begin(), slabs.end(), nullptr));
-  std::unique_ptr<HostBackup> backup;
-  try {
-    backup.reset(new HostBackup(driver, memory, std::move(slabs)));
-  } catch (...) {
-    memory->put_back(std::move(slabs));
-    throw;
-  }
+  backup->has(std::move(slabs));
   backup->make_slabs(missing);
   return backup;
 }
 
-HostBackup::HostBackup(Driver& driver, std::shared_ptr<PinnedMemory> memory, std::vector<PinnedMemory::SlabPtr> slabs)
-    : driver_(driver), memory_(std::move(memory)), slabs_(std::move(slabs)) {}
+HostBackup::HostBackup(Driver& driver, std::shared_ptr<PinnedMemory> memory)
+    : driver_(driver), memory_(std::move(memory)) {}
+
+void HostBackup::has(std::vector<PinnedMemory::SlabPtr> slabs) noexcept {
+  const MutexLock lock(mutex_);
+  slabs_ = std::move(slabs);
+}
 
 HostBackup::~HostBackup() {
   {

@@ -29,7 +29,8 @@ class HostBackup final : public Backup {
   void read(std::size_t at, std::byte* to, std::size_t size) override;
 
  private:
-  HostBackup(Driver& driver, std::shared_ptr<PinnedMemory> memory, std::vector<PinnedMemory::SlabPtr> slabs);
+  HostBackup(Driver& driver, std::shared_ptr<PinnedMemory> memory);
+  void has(std::vector<PinnedMemory::SlabPtr> slabs) noexcept VMM_EXCLUDES(mutex_);
   void make_slabs(std::size_t missing);
   void make_next();
   // Waits for the slab where it is being made. Throws std::bad_alloc where it could not be.

@@ -85,8 +85,12 @@ BlockSeat::BlockSeat(Peaks& first, Peaks* second) {
   seats_[0].reset(new Peaks::Seat(first, *this));
   if (second != nullptr) seats_[1].reset(new Peaks::Seat(*second, *this));
   const MutexLock lock(first.mutex_);
-  for (const auto& seat : seats_) {
-    if (seat != nullptr) seat->enter();
+  seats_[0]->enter();
+  try {
+    if (second != nullptr) seats_[1]->enter();
+  } catch (...) {
+    seats_[0]->leave();
+    throw;
   }
 }
 

@@ -100,6 +100,12 @@ std::vector<ByteRange> Pool::contents() const {
   return found;
 }
 
+// For everybody, now or once its contents are there.
+bool Pool::is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const {
+  const std::vector<ByteRange>& to_seal = asleep_->to_seal;
+  return allows(mapping, Access::read) || std::find(to_seal.begin(), to_seal.end(), range) != to_seal.end();
+}
+
 std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys) {
   const MutexLock lock(mutex_);
   std::vector<LeavingChunk> plan;
@@ -130,9 +136,7 @@ std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const
     leaving.offset = offset;
     leaving.place.size = chunk.size;
     const ByteRange range{offset, chunk.size};
-    leaving.place.is_read_only =
-        allows(mapping, Access::read) ||
-        std::find(asleep_->to_seal.begin(), asleep_->to_seal.end(), range) != asleep_->to_seal.end();
+    leaving.place.is_read_only = is_to_be_read_only(range, mapping);
     leaving.place.is_withheld = mapping.is_withheld;
     const std::size_t end = range.end();
     while (next != kept.end() && next->end() <= offset) ++next;
@@ -156,6 +160,7 @@ std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const
 }
 
 Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept) {
+  Unchanged ended;  // its backup ends with no lock held
   const MutexLock lock(mutex_);
   const auto found = range_->live().find(leaving.offset);
   VMM_CHECK(asleep_ != nullptr && found != range_->live().end(), "no chunk at ", leaving.offset);
@@ -177,9 +182,10 @@ Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept
   }
   if (!status.ok()) {
     undo();
-  } else if (kept.empty() && !leaving.kept.empty()) {
-    asleep_->is_discarded = true;
+    return status;
   }
+  ended = unchanged_.take(range);  // what of it was used is among what is kept
+  if (kept.empty() && !leaving.kept.empty()) asleep_->is_discarded = true;
   return status;
 }
 
@@ -241,7 +247,10 @@ std::vector<LeavingChunk> Pool::plan_wake() {
   };
   for (const auto& [offset, place] : asleep_->gone) want(offset, place, false);
   // Those that the driver would not unmap again when a wake was stopped.
-  for (const auto& [offset, mapping] : range_->live()) want(offset, {mapping.chunk->size}, true);
+  for (const auto& [offset, mapping] : range_->live()) {
+    const ByteRange range{offset, mapping.chunk->size};
+    want(offset, {range.size, is_to_be_read_only(range, mapping), mapping.is_withheld}, true);
+  }
   const auto is_of_slab = [this](const LeavingChunk& chunk) VMM_REQUIRES(mutex_) {
     const Block* const block = large_.covering(chunk.offset);
     return block != nullptr && block->state == BlockState::slab;
@@ -347,6 +356,9 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
   const MutexLock lock(mutex_);
   if (range_ == nullptr || asleep_ == nullptr) return {};
   if (place.is_there) {  // it may have lost its rights when it was not unmapped
+    std::vector<ByteRange>& to_seal = asleep_->to_seal;
+    const bool is_noted = std::find(to_seal.begin(), to_seal.end(), place.range()) != to_seal.end();
+    if (place.place.is_read_only && !is_noted) to_seal.push_back(place.range());
     for (const Location& who : accessors_) {
       if (const Status status = range_->set_access(place.range(), who, Access::read_write); !status.ok()) return status;
     }

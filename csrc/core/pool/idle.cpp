@@ -215,6 +215,7 @@ void Pool::count_unmapped(const PlacedChunk& placement) {
 
 std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, Grant& grant,
                             Budget** refused) {
+  VMM_CHECK(&context_.store == &grant.store(), "pool '", name_, "' gives chunks of another store");
   *refused = nullptr;
   const GatheredLock lock(*this);
   if (range_ == nullptr) return 0;

@@ -89,7 +89,12 @@ std::size_t Pool::bytes_above_floor() const {
   return held - std::min(held, floor());
 }
 
-std::size_t Pool::idle_bytes() { return memory_stats().idle_bytes; }
+std::size_t Pool::idle_bytes() {
+  const StillLock lock(*this, BlockCaches::Kept::back);
+  if (range_ == nullptr) return 0;
+  settle_locked();
+  return asleep_ != nullptr ? 0 : free_space().idle_bytes;
+}
 
 void Pool::follow_family_peaks() {
   // Shards that are made from now on follow the family too.

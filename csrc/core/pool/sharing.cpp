@@ -73,6 +73,7 @@ Status Pool::add_accessor(Location who) {
   if (range_ == nullptr || std::find(accessors.begin(), accessors.end(), who) != accessors.end()) return {};
   if (const Status status = range_->clear_dormant(); !status.ok()) return status;
   const auto& live = range_->live();
+  std::vector<ByteRange> given;
   for (auto first = live.begin(); first != live.end();) {
     // One call a run: cost is per chunk all the same.
     auto last = first;
@@ -82,8 +83,13 @@ Status Pool::add_accessor(Location who) {
       end += last->second.chunk->size;
     }
     const Access access = of_others == Access::read ? Access::read : Access::read_write;  // sealed
-    const Status status = range_->set_access({first->first, end - first->first}, who, access);
-    if (!status.ok()) return status;  // given twice is given once: the caller may try again
+    const ByteRange run{first->first, end - first->first};
+    given.push_back(run);
+    if (const Status status = range_->set_access(run, who, access); !status.ok()) {
+      // Nor does it keep any: it is none of those whom a seal stops.
+      for (const ByteRange& each : given) range_->set_access(each, who, Access::none).ignore();
+      return status;
+    }
     first = last;
   }
   accessors.push_back(who);

@@ -1,6 +1,9 @@
 #include "core/sleep/chunk_backup.h"
 
 #include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include "base/errors.h"
 
@@ -24,7 +27,11 @@ ChunkBackup::ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t byt
       Chunk* chunk = nullptr;
       Budget* refused = nullptr;
       chunks_.reserve(chunks_.size() + 1);
-      const Status made = other_.store().create(other_.store().spec(piece), other_.foreign_budget(), &chunk, &refused);
+      const auto create = [&] {
+        return other_.store().create(other_.store().spec(piece), other_.foreign_budget(), &chunk, &refused);
+      };
+      Status made = create();
+      if (!made.ok() && other_.empty_cache() != 0) made = create();  // what its models have idle
       if (!made.ok()) {
         throw OutOfMemoryError(place() + " has no room for " + format_bytes(bytes) + " of a model that sleeps there",
                                bytes, other_.budget().headroom(), other_.budget().limit(), place());
@@ -46,16 +53,30 @@ ChunkBackup::ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t byt
 
 ChunkBackup::~ChunkBackup() { end(); }
 
+// What the driver refuses to take back goes when it is asked again.
 void ChunkBackup::end() {
-  if (mapped_ != 0 && !other_.driver().unmap(base_, mapped_).ok()) return;  // it stays, and counts
-  std::size_t at = 0;
-  for (Chunk* chunk : chunks_) {
-    if (at < mapped_) chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
-    at += chunk->size;
-    other_.store().release(chunk).ignore();
-  }
-  chunks_.clear();
-  if (size_ != 0) other_.driver().unreserve(base_, size_).ignore();
+  struct Held {
+    Address base = 0;
+    std::size_t size = 0;
+    std::size_t mapped = 0;
+    std::vector<Chunk*> chunks;
+  };
+  const auto held = std::make_shared<Held>(Held{base_, size_, mapped_, std::move(chunks_)});
+  const auto let_go = [&other = other_, held] {
+    if (held->mapped != 0) {
+      if (!other.driver().unmap(held->base, held->mapped).ok()) return false;
+      std::size_t at = 0;
+      for (Chunk* chunk : held->chunks) {
+        if (at < held->mapped) chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+        at += chunk->size;
+      }
+      held->mapped = 0;
+    }
+    std::erase_if(held->chunks, [&other](Chunk* chunk) { return other.store().release(chunk).ok(); });
+    if (!held->chunks.empty()) return false;
+    return held->size == 0 || other.driver().unreserve(held->base, held->size).ok();
+  };
+  if (!let_go()) other_.leave(let_go);
 }
 
 void ChunkBackup::save(std::size_t at, Address from, std::size_t size, const StreamUse& by) {

@@ -61,12 +61,18 @@ void Departure::begin() {
     Clock& clock = sleeper_.memory().clock();
     throw_if_failed(clock.wait(clock.now()), "waiting for queued work that may use the memory");
     sleeper_.memory().settle(/*wait=*/false);  // or a former place of a chunk would look like another user
-    const std::vector<Address> everybodys = sleeper_.shared_by_all();
-    for (std::size_t part = 0; part < parts_.size(); ++part) {
-      const bool keeps_unchanged = parts_[part].places.front().kind == Place::Kind::host;
-      append_pieces(part, parts_[part].pool->plan_sleep(keeps_unchanged, everybodys), &pieces_);
+    plan(/*keeps_unchanged=*/true);
+    try {
+      make_backups();
+    } catch (const OutOfMemoryError&) {
+      // The plan itself may hold what there is no room for: copying again is better than failing.
+      if (!uses_unchanged()) throw;
+      pieces_.clear();
+      backups_.clear();
+      for (const auto& pool : mine_) pool->forget_unchanged();
+      plan(/*keeps_unchanged=*/false);
+      make_backups();
     }
-    make_backups();
   } catch (...) {
     undo();
     throw;
@@ -80,57 +86,87 @@ std::string in_words(const Place& place) { return place.kind == Place::Kind::dis
 
 }  // namespace
 
-// One backup for all that go to the same place, and another for what is read-only: it may stay
-// when the rest has been loaded.
+bool Departure::may_keep(std::size_t part) const {
+  const Places& places = parts_[part].places;
+  return places.size() == 1 && places.front().kind == Place::Kind::host;
+}
+
+// What is unchanged of a part is used where all of its read-only memory is: else its backups
+// would gather, each for a little.
+void Departure::plan(bool keeps_unchanged) {
+  const std::vector<Address> everybodys = sleeper_.shared_by_all();
+  for (std::size_t part = 0; part < parts_.size(); ++part) {
+    Pool& pool = *parts_[part].pool;
+    const bool keeps = keeps_unchanged && may_keep(part);
+    std::vector<LeavingChunk> chunks = pool.plan_sleep(keeps, everybodys);
+    const bool is_changed = std::any_of(chunks.begin(), chunks.end(), [](const LeavingChunk& chunk) {
+      return chunk.place.is_read_only && !chunk.kept.empty();
+    });
+    if (keeps && is_changed) chunks = pool.plan_sleep(/*keeps_unchanged=*/false, everybodys);
+    append_pieces(part, std::move(chunks), &pieces_);
+  }
+}
+
+bool Departure::uses_unchanged() const {
+  return std::any_of(pieces_.begin(), pieces_.end(), [](const Piece& piece) {
+    return std::any_of(piece.chunks.begin(), piece.chunks.end(),
+                       [](const LeavingChunk& chunk) { return !chunk.unchanged.empty(); });
+  });
+}
+
+std::size_t Departure::lot_of(std::size_t part, const LeavingChunk& chunk) const {
+  return 2 * part + (chunk.place.is_read_only && may_keep(part) ? 1 : 0);
+}
+
+// One backup for all that go to the same place, and another for what of it is read-only and
+// may stay when the rest has been loaded.
 void Departure::make_backups() {
-  backups_.resize(parts_.size());
-  next_at_.resize(parts_.size());
-  std::vector<std::size_t> bytes(parts_.size());
-  std::vector<bool> is_read_only(parts_.size());
+  backups_.assign(2 * parts_.size(), nullptr);
+  next_at_.assign(2 * parts_.size(), 0);
+  std::vector<std::size_t> bytes(2 * parts_.size());
+  std::size_t total = 0;
   for (const Piece& piece : pieces_) {
     for (const LeavingChunk& chunk : piece.chunks) {
-      if (chunk.place.is_read_only) is_read_only[piece.part] = true;
+      for (const ByteRange& range : chunk.kept) bytes[lot_of(piece.part, chunk)] += range.size;
     }
-    bytes[piece.part] += piece.bytes;
-    if (parts_[piece.part].places.front().kind != Place::Kind::discard) {
-      total_.fetch_add(piece.bytes, std::memory_order_relaxed);
-    }
+    if (parts_[piece.part].places.front().kind != Place::Kind::discard) total += piece.bytes;
   }
-  std::vector<bool> has_one(parts_.size());
-  for (std::size_t first = 0; first < parts_.size(); ++first) {
+  total_.store(total, std::memory_order_relaxed);
+  for (const PartToSleep& part : parts_) part.pool->note_place(in_words(part.places.front()));
+  std::vector<bool> has_one(bytes.size());
+  for (std::size_t first = 0; first < bytes.size(); ++first) {
     if (has_one[first]) continue;
-    const auto is_with_it = [&](std::size_t part) {
-      return parts_[part].places == parts_[first].places && is_read_only[part] == is_read_only[first] &&
-             &parts_[part].pool->group() == &parts_[first].pool->group();
+    const PartToSleep& of_first = parts_[first / 2];
+    const auto is_with_it = [&](std::size_t lot) {
+      const PartToSleep& of_lot = parts_[lot / 2];
+      return lot % 2 == first % 2 && of_lot.places == of_first.places &&
+             &of_lot.pool->group() == &of_first.pool->group();
     };
     std::size_t sum = 0;
-    for (std::size_t part = first; part < parts_.size(); ++part) {
-      if (!is_with_it(part)) continue;
-      has_one[part] = true;
-      next_at_[part] = sum;
-      sum += bytes[part];
-    }
-    for (std::size_t part = first; part < parts_.size(); ++part) {
-      if (is_with_it(part)) parts_[part].pool->note_place(in_words(parts_[first].places.front()));
+    for (std::size_t lot = first; lot < bytes.size(); ++lot) {
+      if (!is_with_it(lot)) continue;
+      has_one[lot] = true;
+      next_at_[lot] = sum;
+      sum += bytes[lot];
     }
     if (sum == 0) continue;
-    const std::shared_ptr<Backup> backup = sleeper_.make_backup(parts_[first].places, sum, parts_[first].pool->group());
-    for (std::size_t part = first; part < parts_.size(); ++part) {
-      if (!is_with_it(part)) continue;
-      backups_[part] = backup;
-      parts_[part].pool->note_place(backup == nullptr ? "discarded" : backup->place());
+    const std::shared_ptr<Backup> backup = sleeper_.make_backup(of_first.places, sum, of_first.pool->group());
+    for (std::size_t lot = first; lot < bytes.size(); ++lot) {
+      if (!is_with_it(lot)) continue;
+      backups_[lot] = backup;
+      parts_[lot / 2].pool->note_place(backup == nullptr ? "discarded" : backup->place());
     }
   }
 }
 
-// Where in the backup each of its ranges goes.
+// Where in the backups each of its ranges goes.
 void Departure::note_kept(Piece& piece) {
-  const std::shared_ptr<Backup>& backup = backups_[piece.part];
-  if (backup == nullptr) return;
   for (const LeavingChunk& chunk : piece.chunks) {
+    const std::size_t lot = lot_of(piece.part, chunk);
+    if (backups_[lot] == nullptr) continue;
     for (const ByteRange& range : chunk.kept) {
-      piece.kept.push_back({range.offset, range.size, next_at_[piece.part], backup});
-      next_at_[piece.part] += range.size;
+      piece.kept.push_back({range.offset, range.size, next_at_[lot], backups_[lot]});
+      next_at_[lot] += range.size;
     }
   }
 }
@@ -170,7 +206,7 @@ void Departure::complete_oldest() {
     }
     throw_if_failed(pool.let_go(chunk, kept), "unmapping memory of pool '" + pool.name() + "', which goes to sleep");
   }
-  if (backups_[piece.part] != nullptr) done_.fetch_add(piece.bytes, std::memory_order_relaxed);
+  if (!piece.kept.empty()) done_.fetch_add(piece.bytes, std::memory_order_relaxed);
 }
 
 void Departure::secure() {
@@ -180,11 +216,12 @@ void Departure::secure() {
 }
 
 void Departure::finish() {
-  for (const auto& pool : mine_) pool->end_transfer();
+  const PoolList gone = std::exchange(mine_, {});  // whatever comes, it is not undone any more
+  for (const auto& pool : gone) pool->end_transfer();
   pieces_.clear();  // whoever keeps this keeps no backup
   backups_.clear();
   if (!release_) return;
-  for (const auto& pool : mine_) sleeper_.memory().store().trim(pool->group(), 0);
+  for (const auto& pool : gone) sleeper_.memory().store().trim(pool->group(), 0);
 }
 
 void Departure::undo() noexcept {

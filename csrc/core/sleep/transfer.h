@@ -88,6 +88,11 @@ class Departure {
   [[nodiscard]] std::size_t total() const { return total_.load(std::memory_order_relaxed); }
 
  private:
+  void plan(bool keeps_unchanged);
+  [[nodiscard]] bool may_keep(std::size_t part) const;
+  [[nodiscard]] bool uses_unchanged() const;
+  // Chunks of one part that go to one backup.
+  [[nodiscard]] std::size_t lot_of(std::size_t part, const LeavingChunk& chunk) const;
   void make_backups();
   void complete_oldest();
   void note_kept(Piece& piece);
@@ -97,8 +102,8 @@ class Departure {
   const bool release_;
   PoolList mine_;                                 // of the parts' pools, those that have not ended
   PoolList awake_;                                // of these, those that were awake
-  std::vector<std::shared_ptr<Backup>> backups_;  // by part; nullptr: discarded
-  std::vector<std::size_t> next_at_;              // by part: where its contents go next
+  std::vector<std::shared_ptr<Backup>> backups_;  // by lot; nullptr: discarded
+  std::vector<std::size_t> next_at_;              // by lot: where its contents go next
   std::vector<Piece> pieces_;
   std::size_t next_ = 0;
   Pieces under_way_;

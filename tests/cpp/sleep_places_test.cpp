@@ -1,0 +1,183 @@
+// The places to which models go to sleep: one file for all, files that are in use, other devices.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <thread>
+
+#include "core/faces/seals.h"
+#include "core/memory/file_backup.h"
+#include "cpp/sleep_lab.h"
+
+namespace vmm::testing {
+namespace {
+
+class SleepPlaces : public Sleep {
+ protected:
+  static std::vector<SealedPiece> pieces(const std::vector<Live>& live) {
+    std::vector<SealedPiece> pieces;
+    for (const Live& each : live) pieces.push_back({each.address, each.bytes, true});
+    return pieces;
+  }
+};
+
+// Weights that are sealed and a cache that is not, in one file that is named.
+TEST_F(SleepPlaces, WhatIsSealedAndWhatIsNotGoToOneFile) {
+  const auto model = lab_.pool("model");
+  const auto weights = lab_.memory().tagged(model, "w");
+  const std::vector<Live> live = fill(*weights, {3 * kMiB});
+  const std::vector<Live> own = fill(*model, {3 * kMiB});
+  seal_pages(lab_.memory(), *model, pieces(live));
+  try {
+    sleep(model, file());
+    wake(model);
+  } catch (const VmmError& error) {
+    ADD_FAILURE() << error.what();
+  }
+  expect_whole(live);
+  expect_whole(own);
+  unseal_pages(lab_.memory(), *model, pieces(live));
+  try {
+    sleep(model, file());
+    wake(model);
+  } catch (const VmmError& error) {
+    ADD_FAILURE() << "not sealed: " << error.what();
+  }
+}
+
+// What an unlocked file costs: whoever takes its path next writes over a model that sleeps.
+TEST_F(SleepPlaces, NobodyWritesOverALiveBackup) {
+  fs::create_directories(folder_);
+  const std::string path = (folder_ / "model").string();
+  std::atomic<bool> stop{false};
+  std::thread looks([&] {
+    while (!stop) {
+      const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+      if (file < 0) continue;
+      ::flock(file, LOCK_EX | LOCK_NB);
+      ::close(file);
+    }
+  });
+  std::vector<std::byte> page(4096, std::byte{7});
+  for (int k = 0; k < 60 && !HasFailure(); ++k) {
+    try {
+      FileBackup backup(lab_.driver, path, kMiB);
+      backup.save(0, reinterpret_cast<Address>(page.data()), page.size(), sleeper_.out());
+      backup.finish();
+      bool is_taken = false;
+      for (int attempt = 0; attempt < 5 && !is_taken; ++attempt) {
+        try {
+          FileBackup second(lab_.driver, path, kMiB);
+          is_taken = true;
+        } catch (const InvalidArgumentError&) {
+        }
+      }
+      if (!is_taken) continue;
+      ADD_FAILURE() << "in round " << k << " a second backup took the file of a live one";
+      std::vector<std::byte> read(4096);
+      FileBackup third(lab_.driver, (folder_ / "third").string(), kMiB);
+      std::printf("size now: %s\n", fs::exists(path) ? std::to_string(fs::file_size(path)).c_str() : "no file");
+    } catch (const VmmError& error) {
+      std::printf("%d: %s\n", k, error.what());
+    }
+  }
+  stop = true;
+  looks.join();
+}
+
+// Two groups? No: two devices. A driver that refuses once when the backup ends.
+TEST(SleepOnDevices, ARefusalCostsNoMemoryForEver) {
+  for (const Call call : {Call::release, Call::unmap}) {
+    LabSpec spec;
+    spec.device_count = 2;
+    Lab lab(spec);
+    DeviceMemory other(lab.driver, lab.space, 1, LabSpec::plain_options());
+    Sleeper sleeper(lab.memory());
+    {
+      const auto model = lab.pool("model");
+      lab.allocate(*model, 8 * kMiB);
+      const Places there{{Place::Kind::device, "", &other}};
+      Transfer out(std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{model, there}}, false), nullptr);
+      out.begin(&look_away);
+      out.run(&look_away);
+      EXPECT_EQ(other.budget().used(), 8 * kMiB);
+      Transfer in(nullptr, std::make_unique<Arrival>(sleeper, PoolList{model}, Arrival::Memory::collected));
+      in.begin(&look_away);
+      lab.driver.fail_nth(call, 1, broken());
+      in.run(&look_away);
+      lab.driver.clear_failures();
+      other.settle(true);
+      other.empty_cache();
+      EXPECT_EQ(other.budget().used(), 0U) << to_string(call);
+    }
+  }
+}
+
+// A device on which others have memory idle has room for a model that sleeps.
+TEST(SleepOnDevices, WhatIsIdleThereMakesRoom) {
+  LabSpec spec;
+  spec.device_count = 2;
+  spec.device_bytes = 64 * kMiB;
+  Lab lab(spec);
+  DeviceMemory other(lab.driver, lab.space, 1, LabSpec::plain_options());
+  Sleeper sleeper(lab.memory());
+  {
+    const auto model = lab.pool("model");
+    lab.allocate(*model, 16 * kMiB);
+    const auto theirs = other.create_pool(Lab::spec("theirs"), nullptr);
+    DeviceMemory::free(lab.space, other.allocate(*theirs, 60 * kMiB, nullptr));
+    const Places there{{Place::Kind::device, "", &other}};
+    Transfer out(std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{model, there}}, false), nullptr);
+    try {
+      out.begin(&look_away);
+      out.run(&look_away);
+      Transfer in(nullptr, std::make_unique<Arrival>(sleeper, PoolList{model}, Arrival::Memory::collected));
+      in.begin(&look_away);
+      in.run(&look_away);
+    } catch (const OutOfMemoryError& error) {
+      ADD_FAILURE() << error.what();
+    }
+    other.close_pool(*theirs, true);
+  }
+}
+
+// Somebody looks for what ended processes left behind (remove_left_in() of another process)
+// right when a file is made: it is locked all the same.
+TEST_F(SleepPlaces, ALiveBackupIsLocked) {
+  fs::create_directories(folder_);
+  const std::string path = (folder_ / "model").string();
+  std::atomic<bool> stop{false};
+  std::thread looks([&] {
+    while (!stop) {
+      const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+      if (file < 0) continue;
+      ::flock(file, LOCK_EX | LOCK_NB);
+      ::close(file);
+    }
+  });
+  int unlocked = 0;
+  int k = 0;
+  for (; k < 150 && unlocked == 0; ++k) {
+    try {
+      FileBackup backup(lab_.driver, path, kMiB);
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      for (int attempt = 0; attempt < 3 && unlocked == 0; ++attempt) {
+        const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+        if (file >= 0 && ::flock(file, LOCK_EX | LOCK_NB) == 0) ++unlocked;
+        if (file >= 0) ::close(file);
+      }
+    } catch (const VmmError& error) {
+      std::printf("%d: %s\n", k, error.what());
+      break;
+    }
+  }
+  stop = true;
+  looks.join();
+  EXPECT_EQ(unlocked, 0) << "after " << k << " files: another process may take this one for left behind";
+}
+
+}  // namespace
+}  // namespace vmm::testing
