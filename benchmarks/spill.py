@@ -61,7 +61,7 @@ def _trained(rows: int, width: int, depth: int) -> tuple[list[float], torch.Tens
         optimizer.zero_grad()
         torch.cuda.synchronize()
         times.append((time.perf_counter() - began) * 1e3)
-    sums = torch.stack([weight.double().sum() for weight in net.parameters()]).cpu()
+    sums = torch.stack([weight.detach().double().sum() for weight in net.parameters()]).cpu()
     del net, optimizer, batch
     gc.collect()  # they know each other
     return times[_WARM:], sums
