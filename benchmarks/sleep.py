@@ -125,7 +125,30 @@ def _ours(total: int) -> list[Measurement]:
         tensors.clear()
         shared.unregister_model(case)
     shared.close()
-    return rows + _swapped(total) + _layer_by_layer(total // 2)
+    return rows + _sealed(total) + _swapped(total) + _layer_by_layer(total // 2)
+
+
+def _sealed(total: int) -> list[Measurement]:
+    """Weights that nobody writes to."""
+    import torch_vmm
+
+    shared = torch_vmm.SharedMemoryPool(total + 512 * _MIB)
+    model = shared.register_model("sealed")
+    case, sizes = next(iter(_sizes(total).items()))
+    with model.tag("weights"):
+        tensors = _made(sizes)
+    model.seal(tensors)
+    model.sleep()
+    times: dict[str, list[float]] = {"sealed: to wake": [_timed(model.wake)], "sealed: to sleep again": []}
+    for _ in range(_AGAIN):
+        times["sealed: to sleep again"].append(_timed(model.sleep))
+        times["sealed: to wake"].append(_timed(model.wake))
+    _require_whole(tensors)
+    model.unseal(tensors)
+    rows = [Measurement(case, metric, _median(found), "ms") for metric, found in times.items()]
+    tensors.clear()
+    shared.close(force=True)
+    return rows
 
 
 def _swapped(total: int) -> list[Measurement]:

@@ -45,7 +45,7 @@ def test_a_name_that_does_not_exist_cannot_be_set(objects: dict[str, object], ki
     assert (raised.value.name, raised.value.obj) == (name, objects[kind])
 
 
-@pytest.mark.parametrize("name", ["limit", "phisical_limit"])
+@pytest.mark.parametrize("name", ["physical", "phisical_limit"])
 def test_the_name_that_was_meant_is_named(pool: Pool, shared: Shared, name: str) -> None:
     for each in (pool, shared):
         with pytest.raises(AttributeError, match="did you mean 'physical_limit'"):

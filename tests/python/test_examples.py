@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -22,6 +23,14 @@ from examples import least_recently_used as recent
 from examples import serve_many as many
 from examples import wake_layer_by_layer as waking
 from tests.helpers import ROOT
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """A server and its function for pressure know each other; models found by name must be the next test's."""
+    yield
+    gc.collect()
+
 
 SCALE = replace(batching.SCALES["small"], prompts=(20, 300))
 
