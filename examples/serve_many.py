@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +98,8 @@ class Server:
         one = torch.ones(64, 64, device=device)
         F.linear(one, one, one[0]) @ one
         self.shared, self.turn = torch_vmm.SharedMemoryPool(limit, device), 0
-        self.shared.on_pressure(lambda requested, pool: self.send_to_sleep())
+        server = weakref.proxy(self)  # the pool holds the function, and the models' caches hold the pool
+        self.shared.on_pressure(lambda requested, pool: server.send_to_sleep())
         self.models: dict[str, Served] = {}
         for name in names:
             self.models[name] = Served(name, scale, self.shared, device)

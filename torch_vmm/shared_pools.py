@@ -231,7 +231,8 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         if several ask, and not for what it allocates or wakes itself, nor while
         the thread captures a CUDA graph. What it raises goes
         to ``sys.unraisablehook``, and to the logger ``"torch_vmm"`` where logs
-        are taken, and the request goes on without it.
+        are taken, and the request goes on without it. It is held until another
+        is given or the pool is closed, with all that it knows.
 
         Args:
             function: in place of the one before; ``None``: none is called.
