@@ -2,8 +2,9 @@
 
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/core/Allocator.h>
-#include <dlfcn.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <shared_mutex>
@@ -25,6 +26,7 @@ WorkspaceMapWithMutex& cublas_handle_stream_to_workspace();
 WorkspaceMapWithMutex& cublaslt_handle_stream_to_workspace();
 size_t getChosenWorkspaceSize();
 size_t getCUDABlasLtWorkspaceSize();
+void* getCUDABlasLtWorkspace();
 }  // namespace at::cuda
 
 namespace vmm {
@@ -75,15 +77,33 @@ std::vector<Address> blocks_shared_by_all(int ordinal) {
   return found;
 }
 
-// Tensors are asked for by libtorch_cpu; workspaces by the library that has cuBLAS.
+namespace {
+
+// Where torch's code for cuBLAS's handles and workspaces lies: what it exports of it, and what
+// stands beside that. Nothing else there asks for memory.
+struct CodeRange {
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+};
+CodeRange workspace_code() {
+  constexpr std::uintptr_t kBeside = 4096;  // the code of the last function
+  const auto at = [](auto* function) { return reinterpret_cast<std::uintptr_t>(function); };
+  const auto [first, last] =
+      std::minmax({at(&at::cuda::clearCublasWorkspaces), at(&at::cuda::cublas_handle_stream_to_workspace),
+                   at(&at::cuda::cublaslt_handle_stream_to_workspace), at(&at::cuda::getChosenWorkspaceSize),
+                   at(&at::cuda::getCUDABlasLtWorkspaceSize), at(&at::cuda::getCUDABlasLtWorkspace)});
+  return {first, last + kBeside};
+}
+
+}  // namespace
+
+// By its size, and by the library that asks, a tensor could not be told from one: operators of
+// the same library make some.
 bool detail::looks_for_workspace(std::size_t bytes, const void* caller) noexcept {
-  Dl_info asks{};
-  Dl_info library{};
-  const bool is_known = dladdr(caller, &asks) != 0 &&
-                        dladdr(reinterpret_cast<const void*>(&at::cuda::clearCublasWorkspaces), &library) != 0;
-  if (!is_known || asks.dli_fbase != library.dli_fbase) {
-    const auto hash = reinterpret_cast<std::uintptr_t>(caller) % other_callers.size();
-    other_callers[hash].store(caller, std::memory_order_relaxed);
+  static const CodeRange code = workspace_code();
+  const auto at = reinterpret_cast<std::uintptr_t>(caller);
+  if (at < code.begin || at >= code.end) {
+    other_callers[at % other_callers.size()].store(caller, std::memory_order_relaxed);
     return false;
   }
   try {

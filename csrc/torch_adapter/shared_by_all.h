@@ -17,7 +17,7 @@ namespace vmm {
 std::vector<Address> blocks_shared_by_all(int ordinal);
 
 namespace detail {
-// Callers that are known to be none of torch's CUDA library, by their addresses' hash.
+// Callers that are known to want something else, by their addresses' hash.
 inline std::array<std::atomic<const void*>, 64> other_callers{};
 bool looks_for_workspace(std::size_t bytes, const void* caller) noexcept;
 }  // namespace detail

@@ -64,7 +64,6 @@ def test_graphed_training_in_a_model_takes_that_models_memory(make_pool: MakePoo
     """Backward runs on autograd's threads: their memory is the capture's too."""
     model = make_pool("4GiB")
     default = torch_vmm.current_pool("cuda")
-    before = default.memory_allocated()
     with model:
         layer = graphs.net(256)
         x = torch.randn(128, 256, device="cuda")
@@ -74,8 +73,10 @@ def test_graphed_training_in_a_model_takes_that_models_memory(make_pool: MakePoo
             gradients = torch.autograd.grad(loss, list(layer.parameters()))
             return torch.cat([gradient.flatten() for gradient in gradients])
 
-        graph, gradients = captured(step)
-        expected = step()
+        for _ in range(2):  # at first cuBLAS makes its workspaces, which are everybody's
+            before = default.memory_allocated()
+            graph, gradients = captured(step)
+            expected = step()
     graph.replay()
     torch.testing.assert_close(gradients, expected)
     assert pool_of(gradients) is model
