@@ -9,6 +9,7 @@
 #include <mutex>
 #include <shared_mutex>
 #include <tuple>
+#include <utility>
 
 #include "torch_adapter/errors.h"
 #include "torch_adapter/private_member.h"
@@ -17,10 +18,17 @@
 // As ATen/cuda/CUDAContextLight.h has them, which includes headers of cuBLAS and its kind that
 // are not wherever torch is (tests/python/test_torch_declarations.py compares).
 namespace at::cuda {
+#if VMM_WORKSPACES_HAVE_SIZES
+struct WorkspaceMapWithMutex {
+  std::map<std::tuple<void*, void*>, std::pair<at::DataPtr, size_t>> map;
+  std::shared_mutex mutex;
+};
+#else
 struct WorkspaceMapWithMutex {
   std::map<std::tuple<void*, void*>, at::DataPtr> map;
   std::shared_mutex mutex;
 };
+#endif
 void clearCublasWorkspaces();
 WorkspaceMapWithMutex& cublas_handle_stream_to_workspace();
 WorkspaceMapWithMutex& cublaslt_handle_stream_to_workspace();
@@ -37,7 +45,12 @@ Address address_of(const void* block) { return reinterpret_cast<Address>(block);
 
 void add_workspaces(at::cuda::WorkspaceMapWithMutex& workspaces, int ordinal, std::vector<Address>* found) {
   const std::shared_lock<std::shared_mutex> lock(workspaces.mutex);
-  for (const auto& [key, workspace] : workspaces.map) {
+  for (const auto& [key, entry] : workspaces.map) {
+#if VMM_WORKSPACES_HAVE_SIZES
+    const at::DataPtr& workspace = entry.first;
+#else
+    const at::DataPtr& workspace = entry;
+#endif
     if (workspace.get() != nullptr && workspace.device().index() == ordinal) {
       found->push_back(address_of(workspace.get()));
     }

@@ -33,6 +33,9 @@ static_assert(TORCH_VERSION_MAJOR == VMM_TORCH_MAJOR && TORCH_VERSION_MINOR == V
 #define VMM_SINCE_TORCH_2_14(...)
 #endif
 
+// Since 2.13 torch notes the size of each cuBLAS workspace beside it.
+#define VMM_WORKSPACES_HAVE_SIZES (TORCH_VERSION_MINOR >= 13)
+
 // Up to 2.11 torch's random generator has one flag for all captures, set before
 // one begins and cleared when it has ended well (CUDAGeneratorState::capturing_);
 // since 2.12 it has a state for each capture.
