@@ -1,7 +1,7 @@
 #include "core/sleep/chunk_backup.h"
 
 #include <algorithm>
-#include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -54,15 +54,9 @@ ChunkBackup::ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t byt
 ChunkBackup::~ChunkBackup() { end(); }
 
 // What the driver refuses to take back goes when it is asked again.
-void ChunkBackup::end() {
-  struct Held {
-    Address base = 0;
-    std::size_t size = 0;
-    std::size_t mapped = 0;
-    std::vector<Chunk*> chunks;
-  };
-  const auto held = std::make_shared<Held>(Held{base_, size_, mapped_, std::move(chunks_)});
-  const auto let_go = [&other = other_, held] {
+void ChunkBackup::end() noexcept {
+  *held_ = {base_, size_, mapped_, std::move(chunks_)};
+  const auto let_go = [&other = other_, held = held_] {
     if (held->mapped != 0) {
       if (!other.driver().unmap(held->base, held->mapped).ok()) return false;
       std::size_t at = 0;
@@ -76,7 +70,12 @@ void ChunkBackup::end() {
     if (!held->chunks.empty()) return false;
     return held->size == 0 || other.driver().unreserve(held->base, held->size).ok();
   };
-  if (!let_go()) other_.leave(let_go);
+  if (let_go()) return;
+  try {
+    other_.leave(let_go);
+  } catch (const std::bad_alloc&) {
+    return;  // it stays, and counts
+  }
 }
 
 void ChunkBackup::save(std::size_t at, Address from, std::size_t size, const StreamUse& by) {

@@ -24,9 +24,17 @@ class ChunkBackup final : public Backup {
   [[nodiscard]] std::string place() const override;
 
  private:
-  void end();
+  // What is to be given back.
+  struct Held {
+    Address base = 0;
+    std::size_t size = 0;
+    std::size_t mapped = 0;
+    std::vector<Chunk*> chunks;
+  };
+  void end() noexcept;
 
   DeviceMemory& other_;
+  const std::shared_ptr<Held> held_ = std::make_shared<Held>();  // made with it: to end takes no memory
   Address base_ = 0;
   std::size_t size_ = 0;    // bytes reserved; 0: nothing is
   std::size_t mapped_ = 0;  // of these, bytes mapped
