@@ -17,6 +17,29 @@ namespace {
 
 class SleepPlaces : public Sleep {
  protected:
+  // Another process that looks, over and over, whether the file was left behind.
+  class Looks {
+   public:
+    explicit Looks(const std::string& path)
+        : thread_([this, path] {
+            while (!stop_) {
+              const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+              if (file < 0) continue;
+              ::flock(file, LOCK_EX | LOCK_NB);
+              ::close(file);
+            }
+          }) {}
+    Looks(const Looks&) = delete;
+    Looks& operator=(const Looks&) = delete;
+    ~Looks() {
+      stop_ = true;
+      thread_.join();
+    }
+
+   private:
+    std::atomic<bool> stop_{false};
+    std::thread thread_;  // last: it reads the flag
+  };
   static std::vector<SealedPiece> pieces(const std::vector<Live>& live) {
     std::vector<SealedPiece> pieces;
     for (const Live& each : live) pieces.push_back({each.address, each.bytes, true});
@@ -52,15 +75,7 @@ TEST_F(SleepPlaces, WhatIsSealedAndWhatIsNotGoToOneFile) {
 TEST_F(SleepPlaces, NobodyWritesOverALiveBackup) {
   fs::create_directories(folder_);
   const std::string path = (folder_ / "model").string();
-  std::atomic<bool> stop{false};
-  std::thread looks([&] {
-    while (!stop) {
-      const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-      if (file < 0) continue;
-      ::flock(file, LOCK_EX | LOCK_NB);
-      ::close(file);
-    }
-  });
+  const Looks looks(path);
   std::vector<std::byte> page(4096, std::byte{7});
   for (int k = 0; k < 60 && !HasFailure(); ++k) {
     try {
@@ -84,8 +99,6 @@ TEST_F(SleepPlaces, NobodyWritesOverALiveBackup) {
       std::printf("%d: %s\n", k, error.what());
     }
   }
-  stop = true;
-  looks.join();
 }
 
 // Two groups? No: two devices. A driver that refuses once when the backup ends.
@@ -149,15 +162,7 @@ TEST(SleepOnDevices, WhatIsIdleThereMakesRoom) {
 TEST_F(SleepPlaces, ALiveBackupIsLocked) {
   fs::create_directories(folder_);
   const std::string path = (folder_ / "model").string();
-  std::atomic<bool> stop{false};
-  std::thread looks([&] {
-    while (!stop) {
-      const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-      if (file < 0) continue;
-      ::flock(file, LOCK_EX | LOCK_NB);
-      ::close(file);
-    }
-  });
+  const Looks looks(path);
   int unlocked = 0;
   int k = 0;
   for (; k < 150 && unlocked == 0; ++k) {
@@ -174,8 +179,6 @@ TEST_F(SleepPlaces, ALiveBackupIsLocked) {
       break;
     }
   }
-  stop = true;
-  looks.join();
   EXPECT_EQ(unlocked, 0) << "after " << k << " files: another process may take this one for left behind";
 }
 
