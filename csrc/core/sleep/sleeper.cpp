@@ -67,12 +67,15 @@ std::shared_ptr<Backup> Sleeper::make_host_backup(std::size_t bytes, const Budge
   const std::shared_ptr<PinnedMemory> memory = host_memory(group);
   const auto lacks = [&] { return bytes - std::min(bytes, memory->unused_bytes()); };
   std::size_t missing = lacks();
+  std::size_t available = available_memory();
   const bool is_short =
-      missing > available_memory() ||
+      missing > available ||
       missing > memory->limit() - std::min(memory->limit(), memory->used_bytes() + memory->unused_bytes());
   // Copying again is better than not sleeping.
-  if (is_short && forget_unchanged(group)) missing = lacks();
-  const std::size_t available = available_memory();
+  if (is_short && forget_unchanged(group)) {
+    missing = lacks();
+    available = available_memory();
+  }
   if (missing > available) {
     throw OutOfMemoryError("the host has " + format_bytes(available) + " of memory left, and " + format_bytes(bytes) +
                                " are to sleep there; name a file or another device, or discard",
