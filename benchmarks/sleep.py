@@ -7,7 +7,9 @@
   there is to reach.
 
 16 GiB of a model in 64 blocks of 256 MiB, and in 3000 tensors from 1 KiB to
-500 MiB. What comes back is compared with what went, outside the time.
+500 MiB. What comes back is compared with what went, outside the time. Where
+there are two GPUs they also sleep in the other one's memory; `bus` is then the
+link between the two.
 
 A transformer of half the size (``examples/wake_layer_by_layer.py``) tells how
 long its first output takes: where all of it wakes first, and where each layer
@@ -37,6 +39,7 @@ RUNS = 2
 NEEDS_LOOPS = False
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 _AGAIN = 3  # later times: their median
+_TO_OTHER, _FROM_OTHER = "to another GPU", "from another GPU"
 
 
 def missing(allocator: str) -> str | None:
@@ -125,7 +128,7 @@ def _ours(total: int) -> list[Measurement]:
         tensors.clear()
         shared.unregister_model(case)
     shared.close()
-    return rows + _sealed(total) + _swapped(total) + _layer_by_layer(total // 2)
+    return rows + _sealed(total) + _swapped(total) + _on_another_gpu(total) + _layer_by_layer(total // 2)
 
 
 def _sealed(total: int) -> list[Measurement]:
@@ -171,6 +174,33 @@ def _swapped(total: int) -> list[Measurement]:
     rows = [Measurement(case, "swap", _median(times), "ms")]
     tensors.clear()
     shared.close(force=True)
+    return rows
+
+
+def _on_another_gpu(total: int) -> list[Measurement]:
+    """In another GPU's memory, over the link between the two; nothing where there is one only."""
+    import torch_vmm
+
+    if torch.cuda.device_count() < 2:
+        return []
+    other = torch_vmm.SharedMemoryPool(total + 512 * _MIB, "cuda:1")
+    shared = torch_vmm.SharedMemoryPool(total + 512 * _MIB)
+    rows = []
+    for case, sizes in _sizes(total).items():
+        model = shared.register_model(case)
+        with model:
+            tensors = _made(sizes)
+        times: dict[str, list[float]] = {_TO_OTHER: [], _FROM_OTHER: []}
+        for _ in range(_AGAIN + 1):
+            times[_TO_OTHER].append(_timed(model.sleep, "device:1"))
+            times[_FROM_OTHER].append(_timed(model.wake))
+        _require_whole(tensors)
+        rows.append(Measurement(case, f"{_TO_OTHER}, first", times[_TO_OTHER].pop(0), "ms"))
+        rows += [Measurement(case, metric, _median(found), "ms") for metric, found in times.items()]
+        tensors.clear()
+        shared.unregister_model(case)
+    shared.close()
+    other.close()
     return rows
 
 
@@ -257,6 +287,19 @@ def _bus(total: int) -> list[Measurement]:
         for metric, action in (("to sleep again", out), ("to wake", back), ("swap", both)):
             action()
             rows.append(Measurement(case, metric, _median([_timed(action) for _ in range(_AGAIN)]), "ms"))
+    return rows + _link(total)
+
+
+def _link(total: int) -> list[Measurement]:
+    """The same bytes between two GPUs, in one copy."""
+    if torch.cuda.device_count() < 2:
+        return []
+    here, there = (torch.empty(total, dtype=torch.uint8, device=f"cuda:{number}") for number in range(2))
+    rows = []
+    for case in _sizes(total):
+        for metric, to, source in ((_TO_OTHER, there, here), (_FROM_OTHER, here, there)):
+            to.copy_(source)
+            rows.append(Measurement(case, metric, _median([_timed(to.copy_, source) for _ in range(_AGAIN)]), "ms"))
     return rows
 
 
@@ -282,7 +325,8 @@ def remarks(rows: list[Row]) -> list[str]:
         if allocator != "torch_vmm":
             continue
         if bus is not None:
-            said.append(f"{case}, {metric}: {100 * bus / value:.1f} % of the bus")
+            way = "link" if metric in (_TO_OTHER, _FROM_OTHER) else "bus"
+            said.append(f"{case}, {metric}: {100 * bus / value:.1f} % of the {way}")
         elif out is not None and metric == "to sleep, first":
             said.append(f"{case}, {metric}: {value / out:.2f} times the bus (goal 2.5)")
     return said

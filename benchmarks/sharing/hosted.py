@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 import torch_vmm
-from examples import continuous_batching as batching
 
 from ..workloads.program import dtype_of
 from . import nets
+from .caches import ReservedCaches
 from .nets import NetSpec
 from .scales import Scale
 from .server import Model, Request
 
 _WARM_BATCH, _WARM_PROMPT = 32, 16
+_WARM_STEPS = _WARM_BATCH.bit_length()
 
 
 class Hosted:
@@ -46,7 +47,7 @@ class Hosted:
             self._net = nets.made(spec, device)
             self._tokens = torch.empty(0, dtype=torch.int64, device=device)
         with self.cache_pool:
-            self._caches = batching.ElasticCaches(
+            self._caches = ReservedCaches(
                 spec.cache, scale.slots, scale.longest, dtype_of(device), device, scale.page_size
             )
         self._generator = torch.Generator().manual_seed(0)
@@ -57,7 +58,7 @@ class Hosted:
         self.pool.reset_peak_memory_stats()
         for count, length in enumerate([scale.shape.prompts[1], *[_WARM_PROMPT] * (_WARM_BATCH - 1)], start=1):
             try:
-                self._read(torch.zeros(length, dtype=torch.int64), 0)
+                self._read(torch.zeros(length, dtype=torch.int64), length + _WARM_STEPS)
             except torch.OutOfMemoryError:  # so many there will never be
                 break
             if count & (count - 1) == 0:
