@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 import torch_vmm
 from examples import continuous_batching as batching
+
+# Of each layer, of each request and one more: which of them it is, the row of its first position, its positions.
+_NUMBER, _FIRST, _LENGTH = _ALL = range(3)
+_KINDS = len(_ALL)
+
+
+class Step:
+    """One step, seen by its layers."""
+
+    def __init__(self, keys: Tensor, values: Tensor, longest: int, numbers: Tensor) -> None:
+        self._keys, self._values, self._longest = keys, values, longest
+        self._numbers = numbers
+        self._newest = (numbers[:, _FIRST, :-1] + numbers[:, _LENGTH, :-1] - 1).long().unbind(0)
+
+    @property
+    def newest(self) -> Tensor:
+        """The position that the step adds, of every request (requests,)."""
+        return self._numbers[0, _LENGTH, :-1].long() - 1
+
+    def attending(self, layer: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Takes the new position's of every request, each (requests, heads, size); what they see of all positions."""
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            self._keys.index_copy_(0, self._newest[layer], keys)
+            self._values.index_copy_(0, self._newest[layer], values)
+            numbers = self._numbers[layer]
+            if query.is_cuda:
+                spans = batching.Spans([], [self._longest], numbers)  # what the host says may not change in a graph
+            else:
+                spans = batching.Spans(numbers[_FIRST, :-1].tolist(), numbers[_LENGTH, :-1].tolist(), numbers)
+            return batching.attention(query, self._keys, self._values, spans)
+
+        return attend
 
 
 class ReservedCaches:
@@ -27,7 +61,7 @@ class ReservedCaches:
     def __init__(
         self, sizes: batching.Sizes, most: int, longest: int, dtype: torch.dtype, device: str, page_size: int
     ) -> None:
-        self._sizes = sizes
+        self._sizes, self._longest = sizes, longest
         self._row = 2 * sizes.width * dtype.itemsize  # bytes of one position in one layer
         self._page = page_size
         whole = page_size // math.gcd(page_size, self._row)  # rows
@@ -82,31 +116,31 @@ class ReservedCaches:
         self._keys[rows] = keys
         self._values[rows] = values
 
-    def step(self) -> None:
-        """One more position for every request."""
+    def step(self, padded_to: int = 0) -> Tensor:
+        """One more position for every request: what :meth:`at` wants to know of it. Copies of the last request stand
+        behind them up to ``padded_to``: what they write is what it writes."""
         self.trim()
         self.lengths = [length + 1 for length in self.lengths]
-        slots = [slot * self._rows for slot in self._slots]
-        layers = range(self._sizes.layers)
-        firsts = [[slot + layer * own for slot, own in zip(slots, self._reserved, strict=True)] for layer in layers]
-        # All layers' numbers in one copy: each is short, and its way as long as that of a large one.
-        each = [*range(len(slots) + 1)]
-        numbers = torch.tensor([[each, [*first, 0], [*self.lengths, 0]] for first in firsts], dtype=torch.int32)
-        on_device = numbers.to(self._store.device, non_blocking=True)
-        rows = zip(firsts, on_device.unbind(0), strict=True)
-        self._spans = [batching.Spans(first, self.lengths, mine) for first, mine in rows]
-        self._newest = (on_device[:, 1, :-1] + on_device[:, 2, :-1] - 1).long().unbind(0)
+        assert all(length <= most for length, most in zip(self.lengths, self._reserved, strict=True))
+        lacking = max(0, padded_to - len(self.lengths))
+        slots, reserved, lengths = (
+            each + each[-1:] * lacking for each in ([*self._slots], [*self._reserved], [*self.lengths])
+        )
+        numbers = torch.zeros(self._sizes.layers, _KINDS, len(lengths) + 1, dtype=torch.int32)
+        first = torch.tensor(slots) * self._rows
+        numbers[:, _FIRST, :-1] = first + torch.arange(self._sizes.layers).unsqueeze(1) * torch.tensor(reserved)
+        numbers[:, _LENGTH, :-1] = torch.tensor(lengths)
+        numbers[:, _NUMBER] = torch.arange(len(lengths) + 1)
+        return numbers
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Takes the new position's of every request, each (requests, heads, size); what they see of all positions."""
-        self._keys.index_copy_(0, self._newest[layer], keys)
-        self._values.index_copy_(0, self._newest[layer], values)
-        return batching.attention(query, self._keys, self._values, self._spans[layer])
+    def numbers_for(self, requests: int) -> Tensor:
+        """Room on the device for what :meth:`step` tells of so many."""
+        shape = (self._sizes.layers, _KINDS, requests + 1)
+        return torch.zeros(shape, dtype=torch.int32, device=self._store.device)
 
-    @property
-    def newest(self) -> Tensor:
-        """The position that the step adds, of every request (requests,)."""
-        return self._spans[0].on_device[2, :-1].long() - 1
+    def at(self, numbers: Tensor) -> Step:
+        """A step of which :meth:`step` told these numbers. On the device they may be others when it is replayed."""
+        return Step(self._keys, self._values, self._longest, numbers.to(self._store.device, non_blocking=True))
 
     def _give_back(self, slot: int, beyond: int = 0) -> None:
         """All pages of a slot but the first ones; behind the work that is queued, and nobody waits for it."""

@@ -18,6 +18,7 @@ import torch_vmm
 from ..workloads.program import dtype_of
 from . import nets
 from .caches import ReservedCaches
+from .decoding import Decoding
 from .nets import NetSpec
 from .scales import Scale
 from .server import Model, Request
@@ -50,6 +51,7 @@ class Hosted:
             self._caches = ReservedCaches(
                 spec.cache, scale.slots, scale.longest, dtype_of(device), device, scale.page_size
             )
+        self._decoding = Decoding(self._net, self._caches, device)
         self._generator = torch.Generator().manual_seed(0)
 
     def warm_up(self, scale: Scale) -> None:
@@ -63,6 +65,9 @@ class Hosted:
                 break
             if count & (count - 1) == 0:
                 self.step()
+            if count == 1:  # and all that it takes is loaded
+                with torch.no_grad(), self.pool:
+                    self._decoding.capture()
         self.leave(list(range(len(self.said()))))
         # Blocks do not always lie as well as they did now.
         self.working_bytes = self.pool.max_memory_reserved() + 2 * scale.page_size
@@ -79,9 +84,7 @@ class Hosted:
     def step(self) -> None:
         """Queues a token of every request."""
         with torch.no_grad(), self.pool:
-            self._caches.step()
-            states = self._net.states(self._tokens, self._caches.newest, self._reading)
-            self._tokens = self._net.logits(states).argmax(-1)
+            self._tokens = self._decoding.step(self._tokens)
 
     def said(self) -> list[int]:
         """Waits for them."""
@@ -122,9 +125,6 @@ class Hosted:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
 
         return causal
-
-    def _reading(self, layer: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        return lambda query, keys, values: self._caches.attend(layer, query, keys, values)
 
 
 def in_thirds(scale: Scale, device: str) -> list[list[Hosted]]:
