@@ -102,6 +102,7 @@ FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t byte
       path_(is_folder(path) ? named_in(path) : path),
       process_(::getpid()),
       staged_(driver, pages_.begin()) {
+  staged_.touch(0, kSlabBytes);
   staged_.pin();
   const std::size_t slabs = (bytes + kSlabBytes - 1) / kSlabBytes;
   checksums_.resize(slabs);

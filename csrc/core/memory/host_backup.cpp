@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <system_error>
 #include <utility>
 
@@ -12,85 +11,124 @@ namespace vmm {
 
 namespace {
 
-// 16 GiB were touched in 0.46 s by 16 threads; pinning is one at a time in the driver.
-constexpr std::size_t kMostMakers = 16;
+// 16 GiB, touched and pinned: 0.39 to 0.52 s with twelve threads that touch parts of a slab and
+// one that pins; 0.59 to 0.68 with sixteen that touch a slab and then wait for their turn to pin.
+constexpr std::size_t kMostTouching = 12;
+constexpr std::size_t kPartBytes = 4 * kMiB;
+constexpr std::size_t kParts = PinnedMemory::kSlabBytes / kPartBytes;
 
 }  // namespace
 
 std::unique_ptr<HostBackup> HostBackup::make(Driver& driver, const std::shared_ptr<PinnedMemory>& memory,
                                              std::size_t bytes) {
-  std::unique_ptr<HostBackup> backup(new HostBackup(driver, memory));  // before: what is taken is put back by it
+  std::unique_ptr<HostBackup> backup(new HostBackup(driver, memory));
   std::vector<PinnedMemory::SlabPtr> slabs;
   if (!memory->take((bytes + PinnedMemory::kSlabBytes - 1) / PinnedMemory::kSlabBytes, &slabs)) return nullptr;
-  const auto missing = static_cast<std::size_t>(std::count(slabs.begin(), slabs.end(), nullptr));
-  backup->has(std::move(slabs));
-  backup->make_slabs(missing);
+  try {
+    const auto unused = static_cast<std::size_t>(std::find(slabs.begin(), slabs.end(), nullptr) - slabs.begin());
+    for (std::size_t k = unused; k < slabs.size(); ++k) slabs[k] = memory->make();
+    backup->has(std::move(slabs), unused);
+  } catch (...) {
+    memory->put_back(std::move(slabs));
+    throw;
+  }
+  backup->start_workers();
   return backup;
 }
 
 HostBackup::HostBackup(Driver& driver, std::shared_ptr<PinnedMemory> memory)
     : driver_(driver), memory_(std::move(memory)) {}
 
-void HostBackup::has(std::vector<PinnedMemory::SlabPtr> slabs) noexcept {
+void HostBackup::has(std::vector<PinnedMemory::SlabPtr> slabs, std::size_t first_new) {
   const MutexLock lock(mutex_);
+  touched_.resize(slabs.size());
   slabs_ = std::move(slabs);
+  ready_ = first_new;
+  next_part_ = first_new * kParts;
 }
 
 HostBackup::~HostBackup() {
   {
     const MutexLock lock(mutex_);
-    next_ = slabs_.size();  // no more are made
+    is_ending_ = true;
   }
-  for (std::thread& maker : makers_) maker.join();
+  changed_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
   const MutexLock lock(mutex_);
   memory_->put_back(std::move(slabs_));
 }
 
-void HostBackup::make_slabs(std::size_t missing) {
-  if (missing == 0) return;
-  const std::size_t cores = std::max(1U, std::thread::hardware_concurrency());
-  makers_.reserve(kMostMakers);
-  for (std::size_t k = 0; k < std::min({missing, cores, kMostMakers}); ++k) {
-    try {
-      makers_.emplace_back([this] { make_next(); });
-    } catch (const std::system_error&) {
-      break;  // no more threads
-    }
+// Where there are no more threads, the caller does it.
+void HostBackup::start_workers() {
+  std::size_t parts = 0;
+  {
+    const MutexLock lock(mutex_);
+    parts = (slabs_.size() - ready_) * kParts;
   }
-  if (makers_.empty()) make_next();
+  if (parts == 0) return;
+  const std::size_t cores = std::max(1U, std::thread::hardware_concurrency());
+  const std::size_t touching = std::min({parts, cores, kMostTouching});
+  workers_.reserve(touching + 1);
+  try {
+    while (workers_.size() < touching) workers_.emplace_back([this] { touch_slabs(); });
+  } catch (const std::system_error&) {
+    if (workers_.empty()) touch_slabs();
+  }
+  try {
+    workers_.emplace_back([this] { pin_slabs(); });
+  } catch (const std::system_error&) {
+    pin_slabs();
+  }
 }
 
-// Makes slabs until none is missing.
-void HostBackup::make_next() {
-  for (;;) {
-    std::size_t index = 0;
-    {
-      const MutexLock lock(mutex_);
-      while (next_ < slabs_.size() && slabs_[next_] != nullptr) ++next_;
-      if (next_ == slabs_.size()) return;
-      index = next_++;
-    }
-    PinnedMemory::SlabPtr slab;
-    try {
-      slab = memory_->make();
-    } catch (const std::bad_alloc&) {
-      // Said where it is asked for.
-    }
-    {
-      const MutexLock lock(mutex_);
-      has_failed_ = has_failed_ || slab == nullptr;
-      slabs_[index] = std::move(slab);
-    }
-    made_.notify_all();
+void HostBackup::touch_slabs() {
+  for (Part part = take_part(); part.slab != nullptr; part = take_part()) {
+    part.slab->touch(part.at, kPartBytes);
+    note_touched(part);
   }
+}
+
+void HostBackup::pin_slabs() {
+  for (PinnedMemory::Slab* slab = next_to_pin(); slab != nullptr; slab = next_to_pin()) {
+    memory_->pin(*slab);
+    note_ready();
+  }
+}
+
+HostBackup::Part HostBackup::take_part() {
+  const MutexLock lock(mutex_);
+  if (is_ending_ || next_part_ == slabs_.size() * kParts) return {};
+  const std::size_t index = next_part_ / kParts;
+  const std::size_t at = next_part_++ % kParts * kPartBytes;
+  return {slabs_[index].get(), index, at};
+}
+
+void HostBackup::note_touched(const Part& part) {
+  {
+    const MutexLock lock(mutex_);
+    if (++touched_[part.index] < kParts) return;
+  }
+  changed_.notify_all();
+}
+
+PinnedMemory::Slab* HostBackup::next_to_pin() {
+  const MutexLock lock(mutex_);
+  if (ready_ == slabs_.size()) return nullptr;
+  while (!is_ending_ && touched_[ready_] < kParts) changed_.wait(mutex_);
+  return is_ending_ ? nullptr : slabs_[ready_].get();
+}
+
+void HostBackup::note_ready() {
+  {
+    const MutexLock lock(mutex_);
+    ++ready_;
+  }
+  changed_.notify_all();
 }
 
 Address HostBackup::slab(std::size_t index) {
   const MutexLock lock(mutex_);
-  while (slabs_[index] == nullptr) {
-    if (has_failed_) throw std::bad_alloc();
-    made_.wait(mutex_);
-  }
+  while (index >= ready_) changed_.wait(mutex_);
   return slabs_[index]->address();
 }
 

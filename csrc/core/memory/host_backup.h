@@ -1,5 +1,5 @@
-// A backup in pinned host memory. Slabs that are new are made ahead of the copies, by
-// threads of its own.
+// A backup in pinned host memory. Slabs that are new are made ready ahead of the copies, by
+// threads of its own: several touch their pages, and one pins what has been touched.
 #pragma once
 
 #include <condition_variable>
@@ -30,22 +30,38 @@ class HostBackup final : public Backup {
 
  private:
   HostBackup(Driver& driver, std::shared_ptr<PinnedMemory> memory);
-  void has(std::vector<PinnedMemory::SlabPtr> slabs) noexcept VMM_EXCLUDES(mutex_);
-  void make_slabs(std::size_t missing);
-  void make_next();
-  // Waits for the slab where it is being made. Throws std::bad_alloc where it could not be.
+  // From `first_new` on they are yet to be made ready. Throws std::bad_alloc.
+  void has(std::vector<PinnedMemory::SlabPtr> slabs, std::size_t first_new) VMM_EXCLUDES(mutex_);
+  void start_workers() VMM_EXCLUDES(mutex_);
+  void touch_slabs() VMM_EXCLUDES(mutex_);
+  void pin_slabs() VMM_EXCLUDES(mutex_);
+  // Waits for the slab where it is not ready.
   Address slab(std::size_t index) VMM_EXCLUDES(mutex_);
   template <typename Each>
   void for_each_piece(std::size_t at, std::size_t size, const Each& each);
 
+  // A part of a slab that is yet to be touched.
+  struct Part {
+    PinnedMemory::Slab* slab = nullptr;  // nullptr: there is none left
+    std::size_t index = 0;               // of the slab
+    std::size_t at = 0;
+  };
+  Part take_part() VMM_EXCLUDES(mutex_);
+  void note_touched(const Part& part) VMM_EXCLUDES(mutex_);
+  // The next whose parts have all been touched, once there is one; nullptr: there will be none.
+  PinnedMemory::Slab* next_to_pin() VMM_EXCLUDES(mutex_);
+  void note_ready() VMM_EXCLUDES(mutex_);
+
   Driver& driver_;
   const std::shared_ptr<PinnedMemory> memory_;
   Mutex mutex_;  // a leaf
-  std::condition_variable_any made_;
+  std::condition_variable_any changed_;
   std::vector<PinnedMemory::SlabPtr> slabs_ VMM_GUARDED_BY(mutex_);
-  std::size_t next_ VMM_GUARDED_BY(mutex_) = 0;  // slabs from here on are looked at for one to make
-  bool has_failed_ VMM_GUARDED_BY(mutex_) = false;
-  std::vector<std::thread> makers_;
+  std::size_t ready_ VMM_GUARDED_BY(mutex_) = 0;             // slabs, the first so many
+  std::vector<std::size_t> touched_ VMM_GUARDED_BY(mutex_);  // by slab: parts
+  std::size_t next_part_ VMM_GUARDED_BY(mutex_) = 0;         // of all slabs
+  bool is_ending_ VMM_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> workers_;
 };
 
 }  // namespace vmm

@@ -15,13 +15,16 @@ constexpr int kPopulateWrite = 23;          // MADV_POPULATE_WRITE: from Linux 5
 
 }  // namespace
 
-PinnedMemory::Slab::Slab(Driver& driver, std::byte* begin) : driver_(driver), begin_(begin) {
-  if (::madvise(begin_, kSlabBytes, kPopulateWrite) == 0) return;
+void PinnedMemory::Slab::touch(std::size_t at, std::size_t size) {
+  if (::madvise(begin_ + at, size, kPopulateWrite) == 0) return;
   auto* const bytes = reinterpret_cast<volatile std::byte*>(begin_);
-  for (std::size_t at = 0; at < kSlabBytes; at += kTouched) bytes[at] = std::byte{0};
+  for (const std::size_t end = at + size; at < end; at += kTouched) bytes[at] = std::byte{0};
 }
 
-void PinnedMemory::Slab::pin() { is_pinned_ = driver_.pin_host(address(), kSlabBytes).ok(); }
+void PinnedMemory::Slab::pin() {
+  is_pinned_ = driver_.pin_host(address(), kSlabBytes).ok();
+  is_ready_ = true;
+}
 
 PinnedMemory::Slab::~Slab() {
   if (is_pinned_) driver_.unpin_host(address()).ignore();
@@ -48,15 +51,17 @@ std::byte* PinnedMemory::take_place() {
 PinnedMemory::SlabPtr PinnedMemory::make() {
   std::byte* const place = take_place();
   try {
-    auto slab = std::make_unique<Slab>(driver_, place);
-    const MutexLock lock(pinning_);
-    slab->pin();
-    return slab;
+    return std::make_unique<Slab>(driver_, place);
   } catch (...) {
     const MutexLock lock(mutex_);
     places_.push_back(place);
     throw;
   }
+}
+
+void PinnedMemory::pin(Slab& slab) {
+  const MutexLock lock(pinning_);
+  slab.pin();
 }
 
 void PinnedMemory::end(std::vector<SlabPtr> slabs) noexcept {
@@ -88,7 +93,8 @@ void PinnedMemory::put_back(std::vector<SlabPtr> slabs) noexcept {
     const MutexLock lock(mutex_);
     used_ -= slabs.size();
     for (SlabPtr& slab : slabs) {
-      if (slab == nullptr || used_ + unused_.size() >= limit_ / kSlabBytes) continue;
+      if (slab == nullptr || !slab->is_ready()) continue;
+      if (used_ + unused_.size() >= limit_ / kSlabBytes) continue;
       try {
         unused_.push_back(std::move(slab));
       } catch (...) {

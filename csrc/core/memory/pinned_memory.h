@@ -24,18 +24,23 @@ class PinnedMemory {
   // One slab of pages that somebody else reserved, which are the kernel's again when it ends.
   class Slab {
    public:
-    // Touches [begin, begin + kSlabBytes).
-    Slab(Driver& driver, std::byte* begin);
+    Slab(Driver& driver, std::byte* begin) : driver_(driver), begin_(begin) {}
     Slab(const Slab&) = delete;
     Slab& operator=(const Slab&) = delete;
     ~Slab();  // REQUIRES: no copy of it is under way
+    // Gives [at, at + size) of it pages. Others may touch the rest meanwhile.
+    void touch(std::size_t at, std::size_t size);
+    // REQUIRES: all of it was touched, or the driver would, by one thread.
     void pin();
+    // It was pinned, or that was tried.
+    [[nodiscard]] bool is_ready() const { return is_ready_; }
     [[nodiscard]] Address address() const { return reinterpret_cast<Address>(begin_); }
     [[nodiscard]] std::byte* begin() const { return begin_; }
 
    private:
     Driver& driver_;
     std::byte* const begin_;
+    bool is_ready_ = false;
     bool is_pinned_ = false;  // else copies are only slower
   };
   using SlabPtr = std::unique_ptr<Slab>;
@@ -46,12 +51,16 @@ class PinnedMemory {
   // REQUIRES: all that was taken is back.
   ~PinnedMemory() = default;
 
-  // Room for `count` slabs under the limit, all or none: unused ones, and null pointers for
-  // those that are yet to be made, by make(). False where that would be above the limit.
+  // Room for `count` slabs under the limit, all or none: unused ones, and behind them null
+  // pointers for those that are yet to be made, by make(). False where that would be above the
+  // limit.
   bool take(std::size_t count, std::vector<SlabPtr>* slabs) VMM_EXCLUDES(mutex_);
-  // REQUIRES: taken, as a null pointer. Takes milliseconds. Throws std::bad_alloc.
-  SlabPtr make() VMM_EXCLUDES(mutex_, pinning_);
-  // What take() gave is unused from now on; null pointers are forgone.
+  // A slab without pages. REQUIRES: taken, as a null pointer. Throws std::bad_alloc.
+  SlabPtr make() VMM_EXCLUDES(mutex_);
+  // Pins a slab, all of which was touched. Takes milliseconds.
+  void pin(Slab& slab) VMM_EXCLUDES(pinning_);
+  // What take() gave is unused from now on; null pointers are forgone, and slabs that are not
+  // ready end.
   void put_back(std::vector<SlabPtr> slabs) noexcept VMM_EXCLUDES(mutex_);
 
   // Bytes at most, used or not; kUnlimited: as many as there are. What is unused above it
