@@ -81,9 +81,10 @@ class Trial:
         residence: Residence | None = None,
     ) -> None:
         self._scale, self._groups, self._case = scale, groups, case
+        self._goal_s = scale.goal_s if residence is None else scale.sleeping_goal_s
         self._trace = trace.drawn(shape, scale.most_load)
         self._seconds = shape.seconds
-        self._server = Server(groups, scale.goal_s, residence=residence)
+        self._server = Server(groups, self._goal_s, residence=residence)
         self._admitted: dict[int, float] = {}
         self._offered: dict[int, float] = {}
         self._over_time: dict[int, list[Measurement]] = {}
@@ -95,17 +96,17 @@ class Trial:
         arrivals = trace.played(self._trace, load / self._scale.most_load)
         with ExitStack() as recording:
             timelines = [recording.enter_context(group[0].shared.record_timeline(_EVERY_S)) for group in self._groups]
-            told = Told.of(self._server.serve(arrivals, to_the_end=False), self._scale.goal_s)
+            told = Told.of(self._server.serve(arrivals, to_the_end=False), self._goal_s)
         self._admitted[step], self._offered[step] = told.admitted / self._seconds, told.offered / self._seconds
         self._over_time[step] = _over_time(timelines)
         self.rows += self._told(f"{self._case}, {load:.3g} requests a second", told)
-        return told.first_p99_s <= self._scale.goal_s
+        return told.first_p99_s <= self._goal_s
 
     def search(self, begin: int, tries: int) -> None:
         """Finds the highest load."""
         most = next(step for step in range(100) if load_at(self._scale, step + 1) > self._scale.most_load)
         found = highest(self.holds, begin, tries, most)
-        goal = f"{self._case}, first token within {self._scale.goal_s:g} s for 99 %"
+        goal = f"{self._case}, first token within {self._goal_s:g} s for 99 %"
         if found.held is not None:
             self.rows.append(Measurement(goal, HELD, self._admitted[found.held], "requests/s"))
         if found.failed is not None:
@@ -138,13 +139,15 @@ def _over_time(timelines: Sequence[torch_vmm.Timeline]) -> list[Measurement]:
 
 
 def lone_requests(group: Sequence[Hosted], scale: Scale) -> list[Measurement]:
-    """The time to the first token of requests that come one by one, to another model each time."""
-    median = sum(scale.shape.prompts) // 2
+    """The time to the first token of requests that come one by one, to another model each time.
+
+    Of the longest prompts, so that it is the GPU's time, and not Python's, that is looked at.
+    """
     server = Server([list(group)], goal_s=60.0)
     times: dict[str, list[float]] = {model.name: [] for model in group}
     for _ in range(_LONE):
         for model in group:
-            (request,) = server.serve([Arrival(0.0, model.name, median, 2, 0.0)])
+            (request,) = server.serve([Arrival(0.0, model.name, scale.shape.prompts[1], 2, 0.0)])
             assert request.first_s is not None
             times[model.name].append(request.first_s)
     rows = []
@@ -163,6 +166,7 @@ def measure(way: str, kind: str, name: str) -> list[Measurement]:
     settle_algorithms(is_deterministic=False, is_strict=True)
     hosted.use_libraries_outside(kind)
     scale = scale_of(name, torch.cuda.mem_get_info()[0] if kind == "cuda" else 0)
+    gc.freeze()  # what is there so far is looked at no more, as servers do
     rows = {"alone": _alone, "static": _static, "torch_vmm": _elastic, "sleeping": _sleeping}[way](scale, kind)
     return [*rows, Measurement("all of it", "time", time.perf_counter() - began, "s")]
 

@@ -20,6 +20,7 @@ class Scale:
         limit: bytes that all models share.
         shape: the trace of the resident models.
         goal_s: the latency that is held: the 99th percentile of the time to the first token.
+        sleeping_goal_s: the same where models sleep: one that wakes in the place of another takes a second.
         load: requests a second, from which the search for the highest load begins with thirds; with elastic pools it
             begins at twice that.
         most_load: for which the trace is drawn.
@@ -34,6 +35,7 @@ class Scale:
     limit: int
     shape: Shape
     goal_s: float
+    sleeping_goal_s: float
     load: float
     most_load: float
     searched: int
@@ -74,6 +76,7 @@ _FULL = Scale(
         new=(64, 128),
     ),
     goal_s=1.0,
+    sleeping_goal_s=3.0,
     load=1.7,
     most_load=40.0,
     searched=4,
@@ -101,6 +104,7 @@ _SMALL = Scale(
         new=(16, 32),
     ),
     goal_s=0.5,
+    sleeping_goal_s=1.0,
     load=50.0,
     most_load=800.0,
     searched=4,
