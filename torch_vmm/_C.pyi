@@ -426,8 +426,9 @@ class Transfer:
     """A model on its way to sleep or back: begun, so that nothing that can be refused is left."""
 
     def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
-    def run(self, look: Callable[[], object] | None = None) -> None:
-        """All the way, once. ``look`` is called between pieces; what it raises stops it, and so does Ctrl-C."""
+    def run(self, tell: Callable[[], object] | None = None, sees_signals: bool = True) -> None:
+        """All the way, once. ``tell`` is called where something has moved; what it raises stops it, and so does
+        Ctrl-C in a thread that ``sees_signals``."""
     @property
     def done(self) -> int:
         """Bytes that have moved."""

@@ -140,9 +140,9 @@ class Transfer(Guarded, guarded=True):
         try:
             self._moving = move.begin()
             if blocking:
-                self._run()
+                self._run(sees_signals=True)
             else:
-                threading.Thread(target=self._run, name=f"torch_vmm {self._name}", daemon=False).start()
+                threading.Thread(target=self._run, args=(False,), name=f"torch_vmm {self._name}", daemon=False).start()
         except BaseException:
             self._moving = None  # type: ignore[assignment]  # what was begun is undone
             self._settle()
@@ -150,11 +150,11 @@ class Transfer(Guarded, guarded=True):
         if blocking:
             self._raise()
 
-    def _run(self) -> None:
+    def _run(self, sees_signals: bool) -> None:
         began = time.monotonic()
         look = self._look
         try:
-            self._moving.run(None if look is None else lambda: look.look(self._moving))
+            self._moving.run(None if look is None else lambda: look.look(self._moving), sees_signals)
             for pool, doing in ((self._leaving, "went to sleep"), (self._coming, "woke")):
                 if pool is not None:
                     events.moved(pool, doing, self._moving.done, time.monotonic() - began)

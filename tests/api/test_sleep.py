@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -289,6 +291,22 @@ def test_beside_the_program(model: VirtualMemoryPool) -> None:
     handle.wait()
     assert not model.is_asleep
     assert is_numbered(numbered(model, 1000))
+
+
+def test_beside_a_program_that_never_lets_go_of_python(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 40 * MIB)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # whoever waits for Python's lock waits until this thread waits for something
+    try:
+        handle = model.sleep(blocking=False)
+        deadline = time.monotonic() + 60
+        while handle.progress[0] < 160 * MIB:
+            assert time.monotonic() < deadline
+    finally:
+        sys.setswitchinterval(before)
+    handle.wait()
+    model.wake()
+    assert is_numbered(tensor)
 
 
 def test_progress_is_told_and_may_stop_it(model: VirtualMemoryPool) -> None:
