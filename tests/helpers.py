@@ -63,6 +63,19 @@ def assert_adds_up(pool: torch_vmm.VirtualMemoryPool) -> torch_vmm.MemoryStats:
     return stats
 
 
+def assert_models_add_up(shared: torch_vmm.SharedMemoryPool) -> torch_vmm.GlobalMemoryStats:
+    """The same of all models under one limit, beside each model's own."""
+    stats = shared.global_stats()
+    held = stats.allocated_bytes + stats.idle_bytes + stats.stranded_bytes + stats.quarantined_bytes
+    assert stats.physical_usage == held + stats.store_bytes
+    assert stats.physical_limit == shared.physical_limit
+    assert stats.num_models == len(shared.models)
+    models = [shared.get_model_stats(model_id) for model_id in shared]
+    assert sum(model.physical_usage for model in models) + stats.store_bytes <= stats.physical_usage
+    assert sum(model.allocated_bytes for model in models) == stats.allocated_bytes
+    return stats
+
+
 def tensor_in(pool: torch_vmm.VirtualMemoryPool, size: int) -> torch.Tensor:
     """One of `size` bytes of that model."""
     with pool:

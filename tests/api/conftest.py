@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_vmm
+from tests.api.evicting import Evicting
 from tests.helpers import close_all
 from torch_vmm import _C, MemoryPool
 
@@ -59,3 +60,8 @@ def make_buffers(device: str, memory: _C.Device) -> Iterator[Callable[[], Memory
 @pytest.fixture
 def buffers(make_buffers: Callable[[], MemoryPool]) -> MemoryPool:
     return make_buffers()
+
+
+@pytest.fixture
+def evicting(make_shared: Callable[..., torch_vmm.SharedMemoryPool]) -> Evicting:
+    return Evicting(make_shared("64MiB"))

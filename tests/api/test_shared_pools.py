@@ -10,23 +10,11 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import MIB, PAGE, holds, is_zero, stamp, tensor_in
+from tests.helpers import MIB, PAGE, assert_models_add_up, holds, is_zero, stamp, tensor_in
 from torch_vmm import _C
 
 Shared = torch_vmm.SharedMemoryPool
 MakeShared = Callable[..., Shared]
-
-
-def assert_adds_up(shared: Shared) -> torch_vmm.GlobalMemoryStats:
-    stats = shared.global_stats()
-    held = stats.allocated_bytes + stats.idle_bytes + stats.stranded_bytes + stats.quarantined_bytes
-    assert stats.physical_usage == held + stats.store_bytes
-    assert stats.physical_limit == shared.physical_limit
-    assert stats.num_models == len(shared.models)
-    models = [shared.get_model_stats(model_id) for model_id in shared]
-    assert sum(model.physical_usage for model in models) + stats.store_bytes <= stats.physical_usage
-    assert sum(model.allocated_bytes for model in models) == stats.allocated_bytes
-    return stats
 
 
 # -- Models ------------------------------------------------------------------------------------------------------------
@@ -36,7 +24,7 @@ def test_an_empty_one(shared: Shared, device: str) -> None:
     assert shared.physical_limit == 64 * MIB
     assert shared.device == torch.device("cuda:0" if device == "cuda" else "cpu")
     assert (len(shared.models), list(shared), dict(shared.models)) == (0, [], {})
-    assert assert_adds_up(shared) == torch_vmm.GlobalMemoryStats(64 * MIB, 0, 0, 0, 0, 0, 0, 0)
+    assert assert_models_add_up(shared) == torch_vmm.GlobalMemoryStats(64 * MIB, 0, 0, 0, 0, 0, 0, 0)
 
 
 def test_a_registered_model_has_a_pool(shared: Shared) -> None:
@@ -153,7 +141,7 @@ def test_each_allocation_of_a_model_has_its_own_place(shared: Shared) -> None:
     for seed, (offset, size) in enumerate(zip(offsets, (PAGE, 3 * PAGE, PAGE, 100), strict=True)):
         assert holds(pool.tensor(offset, size), seed)
     assert shared.get_model_stats("llama").physical_usage == 6 * PAGE
-    assert assert_adds_up(shared).physical_usage == 6 * PAGE
+    assert assert_models_add_up(shared).physical_usage == 6 * PAGE
 
 
 def test_the_first_free_span_that_fits_is_taken(shared: Shared) -> None:
@@ -218,18 +206,18 @@ def test_the_shared_limit_stops_all_models(make_shared: MakeShared) -> None:
     assert (error.requested, error.available, error.limit, error.pool) == (2 * PAGE, PAGE, 8 * PAGE, "qwen")
     for part in ("qwen", "llama", "16 MiB", "10 MiB"):  # who asked, who holds what, the limit
         assert part in str(error)
-    assert assert_adds_up(shared).physical_usage == 7 * PAGE
+    assert assert_models_add_up(shared).physical_usage == 7 * PAGE
     shared.allocate_for_model("qwen", PAGE)
     shared.deallocate_for_model("llama", 0, 2 * PAGE)
     shared.allocate_for_model("qwen", 2 * PAGE)
-    assert assert_adds_up(shared).physical_usage == 8 * PAGE
+    assert assert_models_add_up(shared).physical_usage == 8 * PAGE
 
 
 def test_unaligned_requests_count_as_whole_pages(make_shared: MakeShared) -> None:
     shared = make_shared(2 * PAGE)
     pool = shared.register_model("llama", "64MiB")
     pool.allocate(PAGE - 1, 2)
-    assert assert_adds_up(shared).physical_usage == 2 * PAGE
+    assert assert_models_add_up(shared).physical_usage == 2 * PAGE
     with pytest.raises(torch_vmm.OutOfMemoryError):
         pool.allocate(4 * PAGE, 1)
     pool.deallocate(0, 1)
@@ -257,9 +245,9 @@ def test_the_shared_limit_can_be_changed(make_shared: MakeShared) -> None:
     assert shared.physical_limit == 10 * MIB
     shared.allocate_for_model("llama", PAGE)
     shared.physical_limit = 2 * PAGE
-    assert assert_adds_up(shared).physical_usage == 10 * MIB  # in use: it stays
+    assert assert_models_add_up(shared).physical_usage == 10 * MIB  # in use: it stays
     shared.deallocate_for_model("llama", 0, "8MiB")
-    assert assert_adds_up(shared).physical_usage <= 2 * PAGE
+    assert assert_models_add_up(shared).physical_usage <= 2 * PAGE
     shared.allocate_for_model("llama", PAGE)
 
 
@@ -269,175 +257,12 @@ def test_lowering_the_limit_gives_idle_memory_back_at_once(make_shared: MakeShar
     kept, gone = tensor_in(pool, 8 * MIB), tensor_in(pool, 24 * MIB)
     stamp(kept, 2)
     del gone
-    assert assert_adds_up(shared).physical_usage == 32 * MIB
+    assert assert_models_add_up(shared).physical_usage == 32 * MIB
     before = memory.committed_bytes
     shared.physical_limit = "12MiB"
-    assert assert_adds_up(shared).physical_usage <= 12 * MIB
+    assert assert_models_add_up(shared).physical_usage <= 12 * MIB
     assert memory.committed_bytes <= before - 20 * MIB
     assert holds(kept, 2)
-
-
-# -- Memory that goes from one model to another ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-def test_idle_memory_goes_to_who_asks_and_is_zero_there(make_shared: MakeShared, explicit: bool) -> None:
-    shared = make_shared("32MiB")
-    first, second = shared.register_model("first"), shared.register_model("second")
-    for round_ in range(3):
-        giver, taker = (first, second) if round_ % 2 == 0 else (second, first)
-        tensors = [stamp(tensor_in(giver, 4 * MIB), seed) for seed in range(6)]
-        tensors += [stamp(tensor_in(giver, 1000), seed) for seed in range(100)]  # small ones, in slabs
-        assert giver.physical_memory_usage > 24 * MIB
-        tensors.clear()
-        if explicit:
-            offset = shared.allocate_for_model(taker.name, "32MiB") - taker.base_address
-            assert is_zero(taker.tensor(offset, 32 * MIB))
-            shared.deallocate_for_model(taker.name, offset, "32MiB")
-        else:
-            seen = [tensor_in(taker, 8 * MIB) for _ in range(4)]
-            assert all(is_zero(tensor) for tensor in seen)
-            assert taker.physical_memory_usage == 32 * MIB
-            del seen
-        assert assert_adds_up(shared).physical_usage <= 32 * MIB
-
-
-def test_pages_that_were_given_up_are_zero_for_the_next_model(make_shared: MakeShared) -> None:
-    shared = make_shared("16MiB")
-    first, second = shared.register_model("first"), shared.register_model("second")
-    shared.allocate_for_model("first", "16MiB")
-    stamp(first.tensor(0, 16 * MIB), 3)
-    shared.deallocate_for_model("first", 0, "16MiB")
-    shared.allocate_for_model("second", "16MiB")
-    assert is_zero(second.tensor(0, 16 * MIB))
-
-
-def test_what_an_unregistered_model_held_is_zero_for_the_others(make_shared: MakeShared) -> None:
-    shared = make_shared("16MiB")
-    first, second = shared.register_model("first"), shared.register_model("second")
-    stamp(tensor_in(first, 16 * MIB), 3)
-    shared.unregister_model("first")
-    assert is_zero(tensor_in(second, 16 * MIB))
-
-
-def test_memory_in_use_is_never_taken(make_shared: MakeShared) -> None:
-    shared = make_shared("16MiB")
-    first, second = shared.register_model("first"), shared.register_model("second")
-    tensors = [stamp(tensor_in(first, 2 * MIB), seed) for seed in range(6)]
-    del tensors[1::2]
-    taken = [stamp(tensor_in(second, 2 * MIB), 50 + seed) for seed in range(5)]
-    with pytest.raises(torch.OutOfMemoryError):
-        tensor_in(second, 2 * MIB)
-    assert all(holds(tensor, seed) for tensor, seed in zip(tensors, (0, 2, 4), strict=True))
-    assert all(holds(tensor, 50 + seed) for seed, tensor in enumerate(taken))
-
-
-def test_a_floor_is_not_taken(make_shared: MakeShared) -> None:
-    shared = make_shared("16MiB")
-    first, second = shared.register_model("first", floor="6MiB"), shared.register_model("second")
-    tensors = [tensor_in(first, 2 * MIB) for _ in range(8)]
-    tensors.clear()
-    assert first.stats().idle_bytes == 16 * MIB
-    taken = tensor_in(second, 10 * MIB)
-    assert first.physical_memory_usage >= 6 * MIB
-    with pytest.raises(torch.OutOfMemoryError):
-        tensor_in(second, 2 * MIB)
-    del taken
-
-
-# A floor is a reservation: what is left of it is nobody else's, held or not.
-
-
-def test_others_do_not_grow_into_what_is_left_of_a_floor(make_shared: MakeShared) -> None:
-    shared = make_shared("200MiB")
-    first, second = shared.register_model("first"), shared.register_model("second", floor="150MiB")
-    taken = tensor_in(first, 50 * MIB)
-    with pytest.raises(torch.OutOfMemoryError, match=r"floor of 150 MiB reserves another 150 MiB"):
-        tensor_in(first, 2 * MIB)
-    own = tensor_in(second, 150 * MIB)
-    with pytest.raises(torch.OutOfMemoryError):
-        tensor_in(second, 2 * MIB)
-    assert first.physical_memory_usage + second.physical_memory_usage == 200 * MIB
-    del taken, own
-
-
-def test_floors_that_exceed_the_limit_together_are_refused(make_shared: MakeShared) -> None:
-    shared = make_shared("200MiB")
-    first = shared.register_model("first", floor="120MiB")
-    with pytest.raises(torch_vmm.InvalidArgumentError, match="120 MiB of other floors"):
-        shared.register_model("second", floor="100MiB")
-    assert list(shared) == ["first"]
-    second = shared.register_model("second", floor="80MiB")
-    with pytest.raises(torch_vmm.InvalidArgumentError, match="above the limit 200 MiB"):
-        first.floor = "121MiB"
-    assert first.floor == 120 * MIB
-    second.floor = "70MiB"
-    first.floor = "130MiB"
-
-
-def test_a_floor_that_is_raised_comes_at_once_as_far_as_others_are_idle(make_shared: MakeShared) -> None:
-    shared = make_shared("64MiB")
-    first, second = shared.register_model("first"), shared.register_model("second")
-    kept = tensor_in(first, 32 * MIB)
-    tensor_in(first, 32 * MIB)  # idle from now on
-    second.floor = "48MiB"
-    assert first.physical_memory_usage == 32 * MIB
-    own = tensor_in(second, 32 * MIB)
-    with pytest.raises(torch.OutOfMemoryError):
-        tensor_in(second, 16 * MIB)  # the first still uses it
-    del kept
-    with pytest.raises(torch.OutOfMemoryError):
-        tensor_in(first, 32 * MIB)  # what it gave is the other's
-    more = tensor_in(second, 16 * MIB)
-    del own, more
-
-
-def test_a_floor_ends_with_its_model(make_shared: MakeShared) -> None:
-    shared = make_shared("64MiB")
-    first = shared.register_model("first")
-    shared.register_model("second", floor="64MiB")
-    with pytest.raises(torch.OutOfMemoryError):
-        tensor_in(first, 2 * MIB)
-    shared.unregister_model("second")
-    del_me = tensor_in(first, 64 * MIB)
-    del del_me
-
-
-def test_a_limit_goes_before_the_floors(make_shared: MakeShared) -> None:
-    shared = make_shared("64MiB")
-    first = shared.register_model("first", floor="48MiB")
-    tensor_in(first, 48 * MIB)  # idle from now on
-    assert first.physical_memory_usage == 48 * MIB
-    shared.physical_limit = "32MiB"
-    assert shared.global_stats().physical_usage <= 32 * MIB
-    shared.physical_limit = "64MiB"
-    del_me = tensor_in(first, 48 * MIB)
-    del del_me
-
-
-def test_what_is_left_of_a_floor_is_a_value_too(make_shared: MakeShared) -> None:
-    shared = make_shared("64MiB")
-    first = shared.register_model("first")
-    shared.register_model("second", floor="40MiB")
-    with pytest.raises(torch.OutOfMemoryError, match=r"reserved by floors 40 MiB"):
-        tensor_in(first, 32 * MIB)
-    refusal = torch_vmm.last_out_of_memory(shared.device)
-    assert refusal is not None
-    (holder,) = refusal.holders
-    assert (holder.name, holder.floor, holder.reserved, holder.allocated) == ("second", 40 * MIB, 40 * MIB, 0)
-    assert "give 'second' a lower floor" in refusal.advice
-    assert refusal.available == 24 * MIB
-
-
-def test_the_lower_priority_gives_first(make_shared: MakeShared) -> None:
-    shared = make_shared("24MiB")
-    low, high = shared.register_model("low", priority=-1), shared.register_model("high", priority=5)
-    asker = shared.register_model("asker")
-    tensors = [tensor_in(pool, 8 * MIB) for pool in (high, low)]
-    tensors.clear()
-    kept = tensor_in(asker, 16 * MIB)
-    assert (low.physical_memory_usage, high.physical_memory_usage) == (0, 8 * MIB)
-    del kept
 
 
 # -- The end -----------------------------------------------------------------------------------------------------------
@@ -592,7 +417,7 @@ def test_sixteen_threads_never_exceed_the_limit(make_shared: MakeShared, memory:
     assert over == []
     assert wrong == []
     assert sum(failures) > 0  # else the limit was never felt
-    assert assert_adds_up(shared).allocated_bytes == 0
+    assert assert_models_add_up(shared).allocated_bytes == 0
 
 
 def test_a_request_that_fits_after_reclaim_never_fails(make_shared: MakeShared) -> None:
