@@ -1,9 +1,11 @@
 // Which limit refuses, from whom that takes, and limits that are lowered.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "cpp/reclaim_lab.h"
 
@@ -136,6 +138,85 @@ TEST_F(Reclaim, PagesThatAreFreedAboveALoweredLimitGoBackAtOnce) {
   EXPECT_EQ(group_.used(), 16 * kMiB);
   lab_.memory().deallocate_pages(*a, 0, 8 * kMiB);
   EXPECT_EQ(group_.used(), 8 * kMiB) << "no shelf keeps them";
+}
+
+// ---------------------------------------------------- frees over a lowered limit
+
+// Of two blocks in each chunk one is free, and the pool is above its limit.
+class OverItsLimit : public ::testing::Test {
+ protected:
+  static constexpr std::size_t kBlock = 4 * kMiB;
+
+  void SetUp() override {
+    std::vector<Address> first;
+    for (int k = 0; k < 60; ++k) (k % 2 == 0 ? first : kept_).push_back(lab_.allocate(*pool_, kBlock));
+    for (const Address address : first) lab_.free(address);
+    lab_.memory().set_limit(pool_->budget(), kPage);
+    ASSERT_EQ(bytes_over(), 60 * kBlock - kPage) << "each chunk has something that lives";
+    walked_ = pool_->times_walked();
+  }
+  void free(Address address) {
+    lab_.forget(address);
+    EXPECT_TRUE(DeviceMemory::free(lab_.space, address));
+  }
+  [[nodiscard]] std::size_t bytes_over() const { return pool_->budget().excess(); }
+  [[nodiscard]] std::size_t walks() const { return pool_->times_walked() - walked_; }
+
+  static PoolSpec spec() {
+    PoolSpec spec = Lab::spec("a");
+    spec.page_size = 2 * kBlock;
+    return spec;
+  }
+  Lab lab_;
+  const std::shared_ptr<Pool> pool_ = lab_.pool(spec());
+  std::vector<Address> kept_;
+  std::size_t walked_ = 0;
+};
+
+TEST_F(OverItsLimit, AFreeGivesItsChunkBackAndLooksAtNoOtherFreeBlock) {
+  for (const Address address : kept_) {
+    const std::size_t before = bytes_over();
+    free(address);
+    EXPECT_EQ(bytes_over(), before - std::min(before, 2 * kBlock));
+  }
+  EXPECT_EQ(walks(), 0U);
+  EXPECT_EQ(pool_->physical_bytes(), 0U);
+}
+
+TEST_F(OverItsLimit, WhatWaitedForAStreamGoesWithTheFreeThatComesAfter) {
+  lab_.driver.hold_fences();
+  for (const Address address : {kept_[0], kept_[1], kept_[2], kept_[3]}) {
+    pool_->record_stream(address, kTwo);
+    free(address);
+  }
+  lab_.driver.release_fences();
+  const std::size_t before = bytes_over();
+  free(kept_[4]);
+  EXPECT_EQ(bytes_over(), before - 5 * 2 * kBlock);
+  EXPECT_EQ(walks(), 0U);
+}
+
+TEST(OverItsLimitInSmallPages, SlabsGoWholeWithTheirLastBlocks) {
+  Lab lab(LabSpec{64 * kMiB, 1, 64 * kKiB});
+  PoolSpec spec = Lab::spec("a");
+  spec.page_size = 64 * kKiB;
+  const auto pool = lab.pool(spec);
+  const Address block = lab.allocate(*pool, 4 * kMiB);
+  const std::vector<Address> in_two_slabs = {lab.allocate(*pool, kMiB), lab.allocate(*pool, kMiB),
+                                             lab.allocate(*pool, kMiB)};
+  const Address other = lab.allocate(*pool, 2 * kMiB);
+  ASSERT_EQ(pool->physical_bytes(), 10 * kMiB);
+  lab.memory().set_limit(pool->budget(), kMiB);
+  lab.driver.hold_fences();
+  for (const Address address : in_two_slabs) {
+    pool->record_stream(address, kTwo);
+    lab.free(address);
+  }
+  lab.driver.release_fences();
+  lab.free(other);
+  EXPECT_EQ(pool->physical_bytes(), 4 * kMiB);
+  lab.free(block);
+  EXPECT_EQ(pool->physical_bytes(), kMiB);
 }
 
 }  // namespace

@@ -293,10 +293,10 @@ class DeviceMemory {
   std::size_t enforce_limit(Budget& budget);
   std::size_t enforce_floor(const Budget& budget);
   void require_floor(const std::string& name, std::size_t floor_bytes) const;
-  static std::size_t shed_excess(Pool& pool, std::size_t want, const Budget* beneath);
   std::size_t give_back_excess(Budget& budget, bool wait);
-  void enforce_limits(Pool* freed) VMM_EXCLUDES(registry_mutex_);
-  void give_back_excess_above(Pool& pool);
+  // After a free of `range` in `freed`, or of nothing that is known (nullptr).
+  void enforce_limits(Pool* freed, ByteRange range) VMM_EXCLUDES(registry_mutex_);
+  static void give_back_excess_above(Pool& pool, ByteRange range);
   bool is_look_due() VMM_EXCLUDES(registry_mutex_);
   // ending.cpp
   void bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);

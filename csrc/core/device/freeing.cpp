@@ -16,25 +16,26 @@ bool DeviceMemory::free_unkept(AddressSpace& address_space, Address address, Blo
   std::shared_ptr<Pool> held;
   if (home->over_limit_.load(std::memory_order_relaxed) || home->log_ != nullptr) [[unlikely]]
     held = pool->weak_from_this().lock();
+  const ByteRange range{address - pool->base(), held == nullptr ? 0 : held->block_size(address)};
   const bool known = pool->free(address, &drained);
   if (drained) home->bury_drained(pool);
   if (held != nullptr) [[unlikely]]
     home->settle_watched(*held);
   if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
-    home->enforce_limits(held.get());
+    home->enforce_limits(held.get(), range);
   return known;
 }
 
 void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t size) {
   pool.deallocate_pages(offset, size);
   trim_shelf(pool);
-  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool, {offset, size});
 }
 
 void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size) {
   if (pool.unhold_pages(offset, size)) bury_drained(&pool);
   if (pool.is_retired()) trim_shelf(pool);
-  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool);
+  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool, {offset, size});
 }
 
 }  // namespace vmm

@@ -124,17 +124,9 @@ std::size_t DeviceMemory::enforce_limit(Budget& budget) {
     // Memory in the host's is seldom, and keeps nobody's caches on the device from working.
     if (!budget.stands_under(spill_budget_)) caches_.stop(BlockCaches::kOverLimit);
   } else if (over_limit_.load(std::memory_order_relaxed)) {
-    enforce_limits(nullptr);  // perhaps it was the last
+    enforce_limits(nullptr, {});  // perhaps it was the last
   }
   return given_back;
-}
-
-// Of what `pool` has idle up to about `want` bytes, on the shelf; with `beneath`, only what is
-// above the floors beneath that. Returns how many.
-std::size_t DeviceMemory::shed_excess(Pool& pool, std::size_t want, const Budget* beneath) {
-  if (want == 0) return 0;
-  const std::size_t idle = pool.idle_bytes();
-  return pool.shed(idle > want ? idle - want : 0, beneath);
 }
 
 // Gives back what `budget` holds above its limit and does not need: first what
@@ -152,7 +144,7 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
     for (const auto& pool : Ladder::in_order_of_yielding(pools_under(budget))) {
       const std::size_t want = std::max(excess, claims());
       if (want == 0) break;
-      excess -= std::min(excess, shed_excess(*pool, want, beneath_floors ? nullptr : &budget));
+      excess -= std::min(excess, pool->shed_about(want, beneath_floors ? nullptr : &budget));
     }
     settle(wait);
     given_back += store.trim_under(budget, budget.excess());
@@ -160,12 +152,14 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
   return given_back;
 }
 
-// The same by what `pool` has just come to hold idle, for every limit above it.
-void DeviceMemory::give_back_excess_above(Pool& pool) {
+// The same by what `pool` has come to hold idle with a free of `range`, for every limit above
+// it. What it had idle before has gone: of 4000 free blocks a walk took 0.2 ms at each free.
+void DeviceMemory::give_back_excess_above(Pool& pool, ByteRange range) {
+  const std::vector<ByteRange> freed = pool.came_free_with(range);
   for (Budget* level = &pool.budget(); level != nullptr; level = level->parent()) {
     if (level->excess() != 0) pool.store().trim_under(*level, level->excess());
-    shed_excess(pool, level->excess(), nullptr);
-    shed_excess(pool, level->excess_claims(), level);
+    if (const std::size_t want = level->excess(); want != 0) pool.shed_in(freed, want, nullptr);
+    if (const std::size_t want = level->excess_claims(); want != 0) pool.shed_in(freed, want, level);
     if (level->excess() != 0) pool.store().trim_under(*level, level->excess());
   }
 }
@@ -184,9 +178,9 @@ bool DeviceMemory::is_look_due() {
 // A limit was lowered below what was in use: every free brings it nearer. What was
 // idle elsewhere has been given back before. What queued work held up there is
 // found by a look at all pools, which 4000 of them make 2 ms: now and then.
-void DeviceMemory::enforce_limits(Pool* freed) {
+void DeviceMemory::enforce_limits(Pool* freed, ByteRange range) {
   if (freed != nullptr && !is_look_due()) {
-    give_back_excess_above(*freed);
+    give_back_excess_above(*freed, range);
     return;
   }
   // Before it looks: a limit that is lowered meanwhile sets it again.

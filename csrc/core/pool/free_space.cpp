@@ -38,6 +38,7 @@ std::vector<Pool::FreeSpan> Pool::free_spans() const {
 // Of a run of adjacent free spans only the chunks that begin before it or end
 // after it are used by anybody else; whatever is mapped between them is idle.
 Pool::FreeSpace Pool::free_space() const {
+  ++walks_;
   FreeSpace space;
   const auto current = [this](StatKind kind, std::size_t of_class)
                            VMM_REQUIRES(mutex_) { return counters_.current(kind, static_cast<SizeClass>(of_class)); };

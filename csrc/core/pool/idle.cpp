@@ -6,6 +6,7 @@
 #include <new>
 #include <optional>
 #include <set>
+#include <utility>
 
 #include "base/check.h"
 #include "core/memory/chunk_store.h"
@@ -78,6 +79,7 @@ std::vector<IdleChunk> Pool::all_idle(StreamTag tag, Idle which, std::size_t bar
   // Without a page's worth of memory under free addresses there is none to find:
   // of ten thousand pages in use, a walk took half a millisecond each time.
   if (pinned_ || asleep_ != nullptr || free_mapped_bytes(bare_bytes) < page_) return idle;
+  ++walks_;
   const Clock& clock = context_.clock;
   const bool graphs_are_done = streams_.is_past_graphs(tag);
   const FreeByOffset& free = large_.free_blocks();
@@ -265,24 +267,63 @@ std::vector<DormantMappings::Dormant> Pool::dormant_of_others(ByteRange place) c
   return found;
 }
 
-std::size_t Pool::shed(std::size_t keep, const Budget* beneath) {
+// The largest first.
+std::size_t Pool::shelve_largest(IdleChunks idle, std::size_t want, const Budget* beneath) {
+  std::size_t moved = 0;
+  while (moved < want) {
+    const std::optional<IdleChunk> largest = idle.take_largest();
+    if (!largest.has_value()) break;
+    // Else perhaps a smaller one.
+    if (beneath == nullptr || budget_.above_floors(*beneath) >= largest->chunk->size) moved += shelve(*largest);
+  }
+  drop_retired();
+  return moved;
+}
+
+std::size_t Pool::shed(std::size_t keep) {
   const GatheredLock lock(*this);
   if (range_ == nullptr) return 0;
   free_up_space();
   IdleChunks idle(all_idle(kNeutral, Idle::all));
-  std::size_t moved = 0;
-  std::size_t kept = 0;
-  while (idle.bytes() + kept > keep) {
-    const std::optional<IdleChunk> largest = idle.take_largest();
-    if (!largest.has_value()) break;
-    if (beneath != nullptr && budget_.above_floors(*beneath) < largest->chunk->size) {
-      kept += largest->chunk->size;  // perhaps a smaller one
-      continue;
-    }
-    moved += shelve(*largest);
+  const std::size_t above = idle.bytes() - std::min(idle.bytes(), keep);
+  return shelve_largest(std::move(idle), above, nullptr);
+}
+
+std::size_t Pool::shed_about(std::size_t want, const Budget* beneath) {
+  const GatheredLock lock(*this);
+  if (range_ == nullptr) return 0;
+  free_up_space();
+  return shelve_largest(IdleChunks(all_idle(kNeutral, Idle::all)), want, beneath);
+}
+
+std::vector<ByteRange> Pool::came_free_with(ByteRange range) {
+  std::vector<ByteRange> freed = {range};
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr) return freed;
+  settle_locked(&freed);
+  give_up_spare_slabs(&freed);
+  for (ByteRange& each : freed) {
+    if (each.size > kSmallLimitBytes) continue;
+    // It may have been the last of its slab, which began and ended within this.
+    const std::size_t begin = each.offset - std::min(each.offset, kSlabBytes);
+    each = {begin, std::min(each.end() + kSlabBytes, capacity_) - begin};
   }
-  drop_retired();
-  return moved;
+  return freed;
+}
+
+std::size_t Pool::shed_in(std::span<const ByteRange> freed, std::size_t want, const Budget* beneath) {
+  const MutexLock lock(mutex_);
+  if (range_ == nullptr || pinned_ || asleep_ != nullptr) return 0;
+  IdleChunks idle;
+  std::set<std::size_t> seen;  // offsets: several may reach into one chunk
+  for (const ByteRange& range : freed) {
+    for (auto at = range_->reaching(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {
+      Chunk* const chunk = at->second.chunk;
+      if (!seen.insert(at->first).second || !is_free({at->first, chunk->size})) continue;
+      idle.add({chunk, at->first, chunk->size, /*at_once=*/false});
+    }
+  }
+  return shelve_largest(std::move(idle), want, beneath);
 }
 
 std::size_t Pool::shelve(const IdleChunk& idle) {

@@ -125,6 +125,11 @@ std::size_t Pool::live_blocks() const {
   return static_cast<std::size_t>(statistics()[StatKind::allocation][0].current);
 }
 
+std::size_t Pool::times_walked() const {
+  const MutexLock lock(mutex_);
+  return walks_;
+}
+
 std::size_t Pool::streams_known() const {
   const MutexLock lock(mutex_);
   return streams_.size() - 1;  // without the neutral tag's

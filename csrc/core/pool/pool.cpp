@@ -358,8 +358,11 @@ void Pool::free_slab(const Slabs::Emptied& emptied) {
   large_.free(emptied.slab, emptied.slab->tag, emptied.epoch);
 }
 
-void Pool::give_up_spare_slabs() {
-  for (const Slabs::Emptied& emptied : slabs_.give_up_spares()) free_slab(emptied);
+void Pool::give_up_spare_slabs(std::vector<ByteRange>* ended) {
+  for (const Slabs::Emptied& emptied : slabs_.give_up_spares()) {
+    if (ended != nullptr) ended->push_back(emptied.slab->range());
+    free_slab(emptied);
+  }
 }
 
 void Pool::free_up_space() {
@@ -415,20 +418,21 @@ bool Pool::settle() {
 }
 
 // Of pending frees those whose streams have passed.
-bool Pool::finish_passed() {
+bool Pool::finish_passed(std::vector<ByteRange>* ended) {
   if (pending_.empty()) return false;
   const std::span<const PendingFrees::Freed> passed = pending_.take_passed(context_.clock);
   for (const auto& [block, epoch] : passed) {
     pending_bytes_ -= block->size();
+    if (ended != nullptr) ended->push_back(block->range());
     if (!watch_.live.empty() && watch_.live.count(block->offset) != 0) block->state = BlockState::watched;
     finish_free(block, epoch);
   }
   return !passed.empty();
 }
 
-bool Pool::settle_locked() {
+bool Pool::settle_locked(std::vector<ByteRange>* ended) {
   retire_in_vain();
-  bool any = finish_passed();
+  bool any = finish_passed(ended);
   any = end_passed_quarantines() || any;
   return drop_retired() || any;
 }

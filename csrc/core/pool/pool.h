@@ -238,8 +238,15 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_of_others(ByteRange place) const VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
   // Returns the bytes moved.
-  // `beneath`: none that one of the floors beneath it keeps.
-  std::size_t shed(std::size_t keep, const Budget* beneath = nullptr) VMM_EXCLUDES(mutex_);
+  std::size_t shed(std::size_t keep) VMM_EXCLUDES(mutex_);
+  // The same until about `want` bytes have been moved. `beneath`: none that one of the floors
+  // beneath it keeps.
+  std::size_t shed_about(std::size_t want, const Budget* beneath) VMM_EXCLUDES(mutex_);
+  // Where a free of `range` may have made chunks idle: there, and where what had waited ends
+  // with this call.
+  std::vector<ByteRange> came_free_with(ByteRange range) VMM_EXCLUDES(mutex_);
+  // As shed_about(), of chunks that reach into `freed`: it looks at no others.
+  std::size_t shed_in(std::span<const ByteRange> freed, std::size_t want, const Budget* beneath) VMM_EXCLUDES(mutex_);
   // When something in a stretch of the pool was freed last, in any unit that rises.
   using FreedAt = FunctionRef<std::uint64_t(ByteRange)>;
   // The same, of what was freed first before anything else.
@@ -269,6 +276,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Live tensors' blocks and explicit pages, pending frees included.
   [[nodiscard]] std::size_t live_bytes() const VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t live_blocks() const VMM_EXCLUDES(mutex_);
+  // How often all its free blocks have been looked through, for tests.
+  [[nodiscard]] std::size_t times_walked() const VMM_EXCLUDES(mutex_);
   // Streams that it keeps space for, for tests.
   [[nodiscard]] std::size_t streams_known() const VMM_EXCLUDES(mutex_);
   void count_retry() VMM_EXCLUDES(mutex_);
@@ -473,12 +482,13 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   Block* allocate_small(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
   void free_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void free_slab(const Slabs::Emptied& emptied) VMM_REQUIRES(mutex_);
-  void give_up_spare_slabs() VMM_REQUIRES(mutex_);
+  // What came free is added to `ended`, unless that is nullptr.
+  void give_up_spare_slabs(std::vector<ByteRange>* ended = nullptr) VMM_REQUIRES(mutex_);
   // All that could be free space is: frees that waited for work that has ended, and the
   // slabs that streams keep empty.
   void free_up_space() VMM_REQUIRES(mutex_);
-  bool settle_locked() VMM_REQUIRES(mutex_);
-  bool finish_passed() VMM_REQUIRES(mutex_);
+  bool settle_locked(std::vector<ByteRange>* ended = nullptr) VMM_REQUIRES(mutex_);
+  bool finish_passed(std::vector<ByteRange>* ended = nullptr) VMM_REQUIRES(mutex_);
   void hand_over(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   void count_slab(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
@@ -553,6 +563,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::vector<IdleChunk> all_idle(StreamTag tag, Idle which, std::size_t bare_bytes = 0) VMM_REQUIRES(mutex_);
   std::vector<IdleChunk> idle_by_age(const FreedAt& freed_at) VMM_REQUIRES(mutex_);
   std::size_t shelve(const IdleChunk& idle) VMM_REQUIRES(mutex_);
+  std::size_t shelve_largest(IdleChunks idle, std::size_t want, const Budget* beneath) VMM_REQUIRES(mutex_);
   Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
   Chunk* detach(std::size_t offset, Epoch last_use, MappedRange::Fate fate = MappedRange::Fate::leaves)
       VMM_REQUIRES(mutex_);
@@ -711,6 +722,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::unique_ptr<Asleep> asleep_ VMM_GUARDED_BY(mutex_);    // nullptr: it is awake
   Unchanged unchanged_ VMM_GUARDED_BY(mutex_);
   std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;  // times_locked() when inactive_split was worked out
+  mutable std::size_t walks_ VMM_GUARDED_BY(mutex_) = 0;  // over all free blocks
   Peaks own_peaks_;
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts
   std::atomic<Peaks*> family_peaks_{nullptr};                         // the same
