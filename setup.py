@@ -116,6 +116,7 @@ SOURCES = [
     "csrc/core/memory/grant.cpp",
     "csrc/core/memory/host_backup.cpp",
     "csrc/core/memory/mapped_range.cpp",
+    "csrc/core/memory/own_file.cpp",
     "csrc/core/memory/pinned_memory.cpp",
     "csrc/core/memory/zero_cover.cpp",
     "csrc/core/numbers/peaks.cpp",

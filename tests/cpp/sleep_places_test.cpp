@@ -2,11 +2,17 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
+#include <chrono>
+#include <cstddef>
 #include <cstdio>
+#include <cstring>
 #include <thread>
+#include <vector>
 
 #include "core/faces/seals.h"
 #include "core/memory/file_backup.h"
@@ -180,6 +186,45 @@ TEST_F(SleepPlaces, ALiveBackupIsLocked) {
     }
   }
   EXPECT_EQ(unlocked, 0) << "after " << k << " files: another process may take this one for left behind";
+}
+
+// A child that outlives its parent has no part in the parent's file, whatever it does.
+TEST_F(SleepPlaces, AForkedChildHasNoLockOfItsParents) {
+  const std::string path = file().front().path;
+  const auto is_locked = [&path] {
+    const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    EXPECT_GE(descriptor, 0);
+    const bool found = ::flock(descriptor, LOCK_EX | LOCK_NB) != 0;
+    ::close(descriptor);
+    return found;
+  };
+  std::array<int, 2> lives{};
+  ASSERT_EQ(::pipe(lives.data()), 0);
+  const pid_t parent = ::fork();
+  if (parent == 0) {
+    HostDriver host({kPage, kGiB, 1});
+    auto backup = std::make_unique<FileBackup>(host, path, kMiB);
+    const pid_t ends_first = ::fork();
+    if (ends_first == 0) {
+      backup.reset();
+      ::_exit(0);
+    }
+    ::waitpid(ends_first, nullptr, 0);
+    if (!fs::exists(path) || !is_locked()) ::_exit(1);
+    if (::fork() == 0) {  // outlives it
+      char end = 0;
+      ::close(lives[1]);
+      static_cast<void>(::read(lives[0], &end, 1));
+      ::_exit(0);
+    }
+    ::_exit(0);  // as one that is killed: nothing is removed
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(parent, &status, 0), parent);
+  EXPECT_EQ(status, 0) << "a child that ended took the file, or its lock, along";
+  EXPECT_FALSE(is_locked()) << "a child that lives keeps the file from whoever would take it over";
+  ::close(lives[0]);
+  ::close(lives[1]);
 }
 
 }  // namespace

@@ -71,8 +71,11 @@ std::string named_in(const std::string& folder) {
   return folder + "/torch_vmm-" + std::to_string(::getpid()) + "-" + std::to_string(++number) + ".sleep";
 }
 
-bool is_ours(int file, std::byte* page) {
-  return ::pread(file, page, kHeadBytes, 0) > 0 && std::memcmp(page, kMagic.data(), kMagic.size()) == 0;
+// Nobody else has it.
+bool has_locked(const OwnFile& file) { return ::flock(file.descriptor(), LOCK_EX | LOCK_NB) == 0; }
+
+bool is_ours(const OwnFile& file, std::byte* page) {
+  return ::pread(file.descriptor(), page, kHeadBytes, 0) > 0 && std::memcmp(page, kMagic.data(), kMagic.size()) == 0;
 }
 
 // What processes that have ended left behind in a folder: each as large as a model.
@@ -81,11 +84,10 @@ void remove_left_in(const std::string& folder) {
   for (const auto& entry : std::filesystem::directory_iterator(folder, unread)) {
     const std::string name = entry.path().filename().string();
     if (name.rfind("torch_vmm-", 0) != 0 || entry.path().extension() != ".sleep") continue;
-    const int file = ::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-    if (file < 0) continue;
+    OwnFile file;
+    if (!file.open(entry.path().string(), O_RDONLY | O_NOFOLLOW)) continue;
     alignas(std::max_align_t) std::array<std::byte, kHeadBytes> page{};
-    if (::flock(file, LOCK_EX | LOCK_NB) == 0 && is_ours(file, page.data())) ::unlink(entry.path().c_str());
-    ::close(file);
+    if (has_locked(file) && is_ours(file, page.data())) ::unlink(entry.path().c_str());
   }
 }
 
@@ -109,37 +111,34 @@ FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t byte
   if (path_ != path) remove_left_in(path);
   open();
   const std::size_t room = file_offset(0) + align_up(bytes, kHeadBytes);
-  int error = ::ftruncate(file_, 0) != 0 ? errno : 0;
-  if (error == 0) error = ::posix_fallocate(file_, 0, static_cast<off_t>(room));
+  int error = ::ftruncate(file_.descriptor(), 0) != 0 ? errno : 0;
+  if (error == 0) error = ::posix_fallocate(file_.descriptor(), 0, static_cast<off_t>(room));
   if (error == 0) {
     std::memcpy(staged_.begin(), kMagic.data(), kMagic.size());
-    if (::pwrite(file_, staged_.begin(), kHeadBytes, 0) != static_cast<ssize_t>(kHeadBytes)) error = errno;
+    if (::pwrite(file_.descriptor(), staged_.begin(), kHeadBytes, 0) != static_cast<ssize_t>(kHeadBytes)) error = errno;
   }
   if (error == 0) return;
   ::unlink(path_.c_str());
-  ::close(file_);
   fail("no room for a model's " + format_bytes(bytes) + " in", error);
 }
 
 // One of a process that has ended carries our mark and no lock.
 void FileBackup::open() {
   for (const int direct : {O_DIRECT, 0}) {
-    file_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | direct, S_IRUSR | S_IWUSR);
-    if (file_ < 0 && errno == EEXIST) {
-      file_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC | direct);
-      const bool is_free = file_ >= 0 && ::flock(file_, LOCK_EX | LOCK_NB) == 0;
+    if (!file_.open(path_, O_RDWR | O_CREAT | O_EXCL | direct, S_IRUSR | S_IWUSR) && errno == EEXIST) {
+      const bool is_there = file_.open(path_, O_RDWR | direct);
+      const bool is_free = is_there && has_locked(file_);
       if (is_free && is_ours(file_, staged_.begin())) return;
-      if (file_ >= 0) ::close(file_);
-      if (file_ >= 0 || errno != EINVAL) {
+      if (is_there || errno != EINVAL) {
         throw InvalidArgumentError("the file " + path_ + " exists, and " +
                                    (is_free ? "is no backup of a model" : "is in use") +
                                    ": name one that does not, or a folder");
       }
       continue;
     }
-    if (file_ >= 0) {
+    if (file_.is_open()) {
       // Whoever looks whether it is somebody's has the lock for a moment.
-      while (::flock(file_, LOCK_EX) != 0) {
+      while (::flock(file_.descriptor(), LOCK_EX) != 0) {
         if (errno != EINTR) fail("cannot lock the file", errno);
       }
       return;
@@ -152,7 +151,6 @@ void FileBackup::open() {
 
 FileBackup::~FileBackup() {
   if (::getpid() == process_) ::unlink(path_.c_str());  // not in a child of a fork
-  ::close(file_);
 }
 
 void FileBackup::await_copies() {
@@ -170,7 +168,7 @@ void FileBackup::write_slab() {
   checksums_[slab_] = checksum(staged_.begin(), size);
   for (std::size_t done = 0; done < size;) {
     const auto at = static_cast<off_t>(file_offset(slab_) + done);
-    const ssize_t written = ::pwrite(file_, staged_.begin() + done, size - done, at);
+    const ssize_t written = ::pwrite(file_.descriptor(), staged_.begin() + done, size - done, at);
     if (written < 0 && errno == EINTR) continue;
     if (written <= 0) fail("writing a model's memory to", written < 0 ? errno : ENOSPC);
     done += static_cast<std::size_t>(written);
@@ -186,7 +184,7 @@ void FileBackup::read_slab(std::size_t index) {
   const std::size_t size = align_up(std::min(kSlabBytes, end_ - index * kSlabBytes), kHeadBytes);
   for (std::size_t done = 0; done < size;) {
     const ssize_t got =
-        ::pread(file_, staged_.begin() + done, size - done, static_cast<off_t>(file_offset(index) + done));
+        ::pread(file_.descriptor(), staged_.begin() + done, size - done, static_cast<off_t>(file_offset(index) + done));
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) fail("reading a model's memory from", got < 0 ? errno : EIO);
     done += static_cast<std::size_t>(got);

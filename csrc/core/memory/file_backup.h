@@ -1,6 +1,6 @@
 // A backup in a file, with a checksum for each slab of it, past the kernel's cache where the
 // file system can. The file is there as long as the backup is; one that a killed process
-// left is taken over.
+// left is taken over. In a forked child it has no file.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/memory/backup.h"
+#include "core/memory/own_file.h"
 #include "core/memory/pinned_memory.h"
 
 namespace vmm {
@@ -40,7 +41,7 @@ class FileBackup final : public Backup {
 
   Driver& driver_;
   std::string path_;
-  int file_ = -1;
+  OwnFile file_;
   const int process_;
   ZeroPages pages_{kSlabBytes};
   PinnedMemory::Slab staged_;  // of these
