@@ -295,10 +295,11 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
                 :attr:`SharedMemoryPool.host_backup_limit`), ``"discard"`` (the
                 contents are gone, and what wakes is zero), ``"device:1"``
                 (another GPU's memory), the path of a file or folder (with
-                checksums; the file goes when it is awake), or several of them:
-                the first with room is taken. For some :attr:`tags` alone: a
-                mapping from tag to place, where ``""`` is what has none; the
-                others stay awake.
+                checksums; the file goes when it is awake; what goes to it while
+                some of the model is there already has ``path.2`` beside it), or
+                several of them: the first with room is taken. For some
+                :attr:`tags` alone: a mapping from tag to place, where ``""`` is
+                what has none; the others stay awake.
             release: gives the memory back to the driver at once, not only to
                 the other models.
             blocking: returns when it sleeps; else at once, and a thread does

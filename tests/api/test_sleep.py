@@ -165,6 +165,23 @@ def test_a_file_goes_when_it_is_awake(model: VirtualMemoryPool, tmp_path: Path) 
     assert is_numbered(tensor)
 
 
+def test_a_tag_goes_back_to_its_models_file(model: VirtualMemoryPool, tmp_path: Path) -> None:
+    with model.tag("kv_cache"):
+        cache = torch.arange(MIB, dtype=torch.int32, device=model.device)
+    weights = numbered(model, MIB)
+    file, beside = tmp_path / "llama", tmp_path / "llama.2"
+    model.sleep(file)
+    for _ in range(2):
+        model.wake("kv_cache")
+        assert is_numbered(cache)
+        model.sleep({"kv_cache": file})
+        assert model.asleep == {"": str(file), "kv_cache": str(beside)}
+    model.wake()
+    assert is_numbered(weights)
+    assert is_numbered(cache)
+    assert not list(tmp_path.iterdir())
+
+
 def test_pinned_memory_is_bounded_and_shared(shared: SharedMemoryPool, tmp_path: Path) -> None:
     first, second = shared.register_model("first"), shared.register_model("second")
     tensors = [numbered(first, 10 * MIB), numbered(second, 10 * MIB, 1)]

@@ -188,6 +188,69 @@ TEST_F(SleepPlaces, ALiveBackupIsLocked) {
   EXPECT_EQ(unlocked, 0) << "after " << k << " files: another process may take this one for left behind";
 }
 
+// One file has all that went there; what is woken of it and goes there again has one beside it.
+TEST_F(SleepPlaces, ATagGoesBackToTheFileThatItsModelIsIn) {
+  const auto model = lab_.pool("model");
+  const auto cache = lab_.memory().tagged(model, "cache");
+  const std::vector<Live> live = fill(*model, {3 * kMiB});
+  const std::vector<Live> of_cache = fill(*cache, {3 * kMiB});
+  const std::string path = file().front().path;
+  const auto cache_goes = [&] {
+    Transfer out(std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{cache, file()}}, false), nullptr);
+    go(out);
+  };
+  const auto cache_comes = [&] {
+    Transfer in(nullptr, std::make_unique<Arrival>(sleeper_, PoolList{cache}, Arrival::Memory::collected));
+    go(in);
+  };
+  sleep(model, file());
+  for (int round = 0; round < 2; ++round) {
+    cache_comes();
+    expect_whole(of_cache);
+    cache_goes();
+    EXPECT_EQ(model->asleep_where(), path);
+    EXPECT_EQ(cache->asleep_where(), path + ".2");
+  }
+  wake(model);
+  expect_whole(live);
+  expect_whole(of_cache);
+  EXPECT_TRUE(fs::is_empty(folder_));
+  cache_goes();
+  EXPECT_EQ(cache->asleep_where(), path) << "nothing else is there any more";
+}
+
+TEST_F(SleepPlaces, AnotherModelsFileIsInUse) {
+  const auto a = lab_.pool("a");
+  const auto b = lab_.pool("b");
+  const std::vector<Live> of_a = fill(*a, {3 * kMiB});
+  const std::vector<Live> of_b = fill(*b, {3 * kMiB});
+  sleep(a, file());
+  EXPECT_THROW(sleep(b, file()), InvalidArgumentError);
+  wake(a);
+  expect_whole(of_a);
+  expect_whole(of_b);
+}
+
+// What a process that was killed has left there goes with the next backup of that name.
+TEST_F(SleepPlaces, FilesBesideThatWereLeftBehindGo) {
+  const std::string path = file().front().path;
+  { const FileBackup left(lab_.driver, FileBackup::beside(path, 2), kMiB); }
+  const pid_t child = ::fork();
+  if (child == 0) {
+    HostDriver host({kPage, kGiB, 1});
+    const FileBackup left(host, FileBackup::beside(path, 2), kMiB);
+    ::_exit(0);
+  }
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  std::ofstream(path + ".3") << "somebody's own";
+  std::ofstream(path + ".txt") << "somebody's own";
+  ASSERT_TRUE(fs::exists(path + ".2"));
+  const FileBackup backup(lab_.driver, path, kMiB);
+  EXPECT_FALSE(fs::exists(path + ".2"));
+  EXPECT_TRUE(fs::exists(path + ".3"));
+  EXPECT_TRUE(fs::exists(path + ".txt"));
+}
+
 // A child that outlives its parent has no part in the parent's file, whatever it does.
 TEST_F(SleepPlaces, AForkedChildHasNoLockOfItsParents) {
   const std::string path = file().front().path;

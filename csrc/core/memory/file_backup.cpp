@@ -14,6 +14,7 @@
 #include <system_error>
 
 #include "base/errors.h"
+#include "base/function_ref.h"
 
 namespace vmm {
 
@@ -78,12 +79,18 @@ bool is_ours(const OwnFile& file, std::byte* page) {
   return ::pread(file.descriptor(), page, kHeadBytes, 0) > 0 && std::memcmp(page, kMagic.data(), kMagic.size()) == 0;
 }
 
+bool is_chosen_name(const std::string& name) { return name.starts_with("torch_vmm-") && name.ends_with(".sleep"); }
+
+// FileBackup::beside() of a file of that name.
+bool is_beside(const std::string& name, const std::string& first) {
+  return name.starts_with(first + '.') && name.find_first_not_of("0123456789", first.size() + 1) == std::string::npos;
+}
+
 // What processes that have ended left behind in a folder: each as large as a model.
-void remove_left_in(const std::string& folder) {
+void remove_left_in(const std::filesystem::path& folder, const FunctionRef<bool(const std::string&)>& is_looked_at) {
   std::error_code unread;
   for (const auto& entry : std::filesystem::directory_iterator(folder, unread)) {
-    const std::string name = entry.path().filename().string();
-    if (name.rfind("torch_vmm-", 0) != 0 || entry.path().extension() != ".sleep") continue;
+    if (!is_looked_at(entry.path().filename().string())) continue;
     OwnFile file;
     if (!file.open(entry.path().string(), O_RDONLY | O_NOFOLLOW)) continue;
     alignas(std::max_align_t) std::array<std::byte, kHeadBytes> page{};
@@ -94,6 +101,8 @@ void remove_left_in(const std::string& folder) {
 std::size_t file_offset(std::size_t slab) { return kHeadBytes + slab * PinnedMemory::kSlabBytes; }
 
 }  // namespace
+
+std::string FileBackup::beside(const std::string& path, int number) { return path + '.' + std::to_string(number); }
 
 void FileBackup::fail(const std::string& doing, int error) const {
   throw VmmError(doing + " " + path_ + ": " + std::strerror(error));
@@ -108,7 +117,13 @@ FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t byte
   staged_.pin();
   const std::size_t slabs = (bytes + kSlabBytes - 1) / kSlabBytes;
   checksums_.resize(slabs);
-  if (path_ != path) remove_left_in(path);
+  if (path_ != path) {
+    remove_left_in(path, [](const std::string& other) { return is_chosen_name(other); });
+  } else {
+    const std::filesystem::path named(path_);
+    const std::string name = named.filename().string();
+    remove_left_in(named.parent_path(), [&name](const std::string& other) { return is_beside(other, name); });
+  }
   open();
   const std::size_t room = file_offset(0) + align_up(bytes, kHeadBytes);
   int error = ::ftruncate(file_.descriptor(), 0) != 0 ? errno : 0;

@@ -16,6 +16,8 @@ namespace vmm {
 
 class FileBackup final : public Backup {
  public:
+  // Where what finds the file at `path` in use by its own model goes; `number`: from 2 on.
+  [[nodiscard]] static std::string beside(const std::string& path, int number);
   // All its room on the disk is taken now, so that a full one says so before anything
   // moves. `path` may be a folder: then the file's name is chosen. Throws
   // InvalidArgumentError where the file exists and is none of a process that has ended,

@@ -536,6 +536,11 @@ void Pool::note_place(const std::string& place) {
   if (asleep_ != nullptr) asleep_->place = place;
 }
 
+bool Pool::keeps_in(const std::string& place) const {
+  const MutexLock lock(mutex_);
+  return asleep_ != nullptr && asleep_->kept.any_in(place);
+}
+
 std::string Pool::asleep_where() const {
   const MutexLock lock(mutex_);
   return asleep_ == nullptr || (asleep_->gone.empty() && asleep_->kept.any() == nullptr) ? "" : asleep_->place;

@@ -19,6 +19,11 @@ std::vector<KeptRange> KeptRanges::within(ByteRange range) const {
   return found;
 }
 
+bool KeptRanges::any_in(const std::string& place) const {
+  return std::any_of(by_offset_.begin(), by_offset_.end(),
+                     [&place](const auto& entry) { return entry.second.backup->place() == place; });
+}
+
 void KeptRanges::cut_to(const std::vector<ByteRange>& wanted) {
   KeptRanges left;
   for (const ByteRange& range : wanted) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/units.h"
@@ -39,6 +40,8 @@ class KeptRanges {
   [[nodiscard]] std::vector<ByteRange> missing(ByteRange range) const;
   // Only what lies in `wanted`, by offset, stays. Throws std::bad_alloc, and nothing has changed.
   void cut_to(const std::vector<ByteRange>& wanted);
+  // Whether any is in a backup there.
+  [[nodiscard]] bool any_in(const std::string& place) const;
   // Any of them, or nullptr.
   [[nodiscard]] const KeptRange* any() const { return by_offset_.empty() ? nullptr : &by_offset_.begin()->second; }
 

@@ -184,6 +184,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void note_place(const std::string& place) VMM_EXCLUDES(mutex_);
   // Copies what is kept of [address, address + size) to plain memory; false: not all of it is.
   bool read_kept(Address address, std::size_t size, std::byte* to) VMM_EXCLUDES(mutex_);
+  // Whether contents of it are in a backup there.
+  [[nodiscard]] bool keeps_in(const std::string& place) const VMM_EXCLUDES(mutex_);
   // "host", a path, ... or "" where it is awake.
   [[nodiscard]] std::string asleep_where() const VMM_EXCLUDES(mutex_);
 

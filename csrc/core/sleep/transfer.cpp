@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "core/memory/file_backup.h"
 
 namespace vmm {
 
@@ -118,6 +119,23 @@ std::size_t Departure::lot_of(std::size_t part, const LeavingChunk& chunk) const
   return 2 * part + (chunk.place.is_read_only && may_keep(part) ? 1 : 0);
 }
 
+// A file has all that went there at once. What of the model goes there later, while some of
+// that still sleeps, has a file beside it.
+Places Departure::places_beside_others(std::size_t part) const {
+  Places places = parts_[part].places;
+  const PoolList family = sleeper_.memory().family(*parts_[part].pool);
+  for (Place& place : places) {
+    if (place.kind != Place::Kind::file) continue;
+    const std::string named = place.path;
+    for (int number = 2; std::any_of(family.begin(), family.end(),
+                                     [&place](const auto& member) { return member->keeps_in(place.path); });
+         ++number) {
+      place.path = FileBackup::beside(named, number);
+    }
+  }
+  return places;
+}
+
 // One backup for all that go to the same place, and another for what of it is read-only and
 // may stay when the rest has been loaded.
 void Departure::make_backups() {
@@ -150,7 +168,8 @@ void Departure::make_backups() {
       sum += bytes[lot];
     }
     if (sum == 0) continue;
-    const std::shared_ptr<Backup> backup = sleeper_.make_backup(of_first.places, sum, of_first.pool->group());
+    const std::shared_ptr<Backup> backup =
+        sleeper_.make_backup(places_beside_others(first / 2), sum, of_first.pool->group());
     for (std::size_t lot = first; lot < bytes.size(); ++lot) {
       if (!is_with_it(lot)) continue;
       backups_[lot] = backup;

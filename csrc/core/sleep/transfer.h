@@ -93,6 +93,7 @@ class Departure {
   [[nodiscard]] bool uses_unchanged() const;
   // Chunks of one part that go to one backup.
   [[nodiscard]] std::size_t lot_of(std::size_t part, const LeavingChunk& chunk) const;
+  [[nodiscard]] Places places_beside_others(std::size_t part) const;
   void make_backups();
   void complete_oldest();
   void note_kept(Piece& piece);
