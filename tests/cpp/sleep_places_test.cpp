@@ -290,5 +290,41 @@ TEST_F(SleepPlaces, AForkedChildHasNoLockOfItsParents) {
   ::close(lives[1]);
 }
 
+// Both find what is kept, and neither waits for the other; nor does the model, which wakes.
+TEST(SleepOnDevices, ABackupHasSeveralReaders) {
+  LabSpec spec;
+  spec.device_count = 2;
+  Lab lab(spec);
+  DeviceMemory other(lab.driver, lab.space, 1, LabSpec::plain_options());
+  Sleeper sleeper(lab.memory());
+  {
+    const auto model = lab.pool("model");
+    const Address block = lab.allocate(*model, 4 * kMiB);
+    Lab::fill(block, 4 * kMiB, 1);
+    const Places there{{Place::Kind::device, "", &other}};
+    Transfer out(std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{model, there}}, false), nullptr);
+    out.begin(&look_away);
+    out.run(&look_away);
+    std::vector<std::byte> first(4 * kMiB);
+    std::vector<std::byte> second(4 * kMiB);
+    lab.driver.delay(Call::read, std::chrono::milliseconds(200));
+    const std::size_t reads = lab.driver.count(Call::read);
+    bool is_found = false;
+    std::thread reader([&] { is_found = model->read_kept(block, first.size(), first.data()); });
+    while (lab.driver.count(Call::read) == reads) std::this_thread::yield();
+    EXPECT_TRUE(model->read_kept(block, second.size(), second.data()));
+    Transfer in(nullptr, std::make_unique<Arrival>(sleeper, PoolList{model}, Arrival::Memory::collected));
+    in.begin(&look_away);
+    in.run(&look_away);
+    reader.join();
+    EXPECT_TRUE(is_found);
+    EXPECT_EQ(first, second);
+    EXPECT_TRUE(Lab::holds(block, 4 * kMiB, 1));
+    EXPECT_EQ(std::memcmp(first.data(), reinterpret_cast<const void*>(block), first.size()), 0);
+    EXPECT_FALSE(model->read_kept(block, first.size(), first.data())) << "it is awake";
+    other.empty_cache();
+  }
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -514,20 +514,14 @@ bool Pool::is_asleep() const {
 
 bool Pool::read_kept(Address address, std::size_t size, std::byte* to) {
   const ByteRange range{address - base_, size};
-  std::vector<KeptRange> kept;
+  std::vector<KeptRange> kept;  // and their backups, which nobody writes to any more
   {
     const MutexLock lock(mutex_);
     if (asleep_ == nullptr || asleep_->is_busy || !asleep_->kept.missing(range).empty()) return false;
     kept = asleep_->kept.within(range);
-    asleep_->is_busy = true;  // reading takes its time, and no lock
   }
-  try {
-    for (const KeptRange& each : kept) each.backup->read(each.at, to + (each.offset - range.offset), each.size);
-  } catch (...) {
-    end_transfer();
-    throw;
-  }
-  end_transfer();
+  // Takes its time, and no lock: others read meanwhile, and the model may wake.
+  for (const KeptRange& each : kept) each.backup->read(each.at, to + (each.offset - range.offset), each.size);
   return true;
 }
 
