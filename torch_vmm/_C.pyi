@@ -419,7 +419,7 @@ def set_default_model(kind: _Kind, ordinal: int, pool: Pool | None) -> None:
 # -- Sleep and wake ----------------------------------------------------------------------------------------------------
 
 _Place = tuple[str, str, int]
-"""``("host" | "discard" | "file" | "device", the file's absolute path, the device's ordinal)``."""
+"""``("host" | "discard" | "poison" | "file" | "device", the file's absolute path, the device's ordinal)``."""
 
 @final
 class Transfer:

@@ -275,7 +275,13 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     # -- Sleep and wake ------------------------------------------------------------------------------------------------
 
     def sleep(
-        self, keep: Keep = "host", release: bool = False, *, blocking: bool = True, progress: Progress = None
+        self,
+        keep: Keep = "host",
+        release: bool = False,
+        *,
+        blocking: bool = True,
+        progress: Progress = None,
+        poison: bool = False,
     ) -> Transfer:
         """Gives the model's memory to the others, and keeps its contents
         elsewhere.
@@ -307,6 +313,9 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
             progress: ``True`` draws a bar in a terminal; a function is called
                 with the bytes that have moved and those in all. What it raises
                 stops it.
+            poison: what is discarded comes back as bytes 0xFF and not as
+                zero, to find who reads it: NaN in every floating point type,
+                -1 in signed integers, the largest number in unsigned ones.
         Returns:
             A handle: ``wait()``, ``done``, ``progress``.
         Raises:
@@ -317,7 +326,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
                 model is on its way already; it is awake again, and whole. So
                 it is after Ctrl-C, unless it was done by then.
         """
-        return _sleep(self, keep, release, blocking, progress)
+        return _sleep(self, keep, release, blocking, progress, poison)
 
     def wake(
         self,

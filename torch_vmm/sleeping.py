@@ -84,8 +84,23 @@ def _to_places(places: object) -> list[_Parsed]:
     return found
 
 
-def _to_keep(keep: Keep) -> tuple[list[_Parsed] | None, dict[str, list[_Parsed]]]:
+def _to_keep(keep: Keep, poison: bool) -> tuple[list[_Parsed] | None, dict[str, list[_Parsed]]]:
     """Where all goes, and where each tag does."""
+    everywhere, by_tag = _to_places_by_tag(keep)
+    if not to_flag(poison, "poison"):
+        return everywhere, by_tag
+    poisoned = False
+    for places in [everywhere or [], *by_tag.values()]:
+        for index, place in enumerate(places):
+            if place[0] == "discard":
+                places[index] = ("poison", "", 0)
+                poisoned = True
+    if not poisoned:
+        raise InvalidArgumentError(f'keep={show(keep)}: poison=True is of what is discarded; give "discard" with it')
+    return everywhere, by_tag
+
+
+def _to_places_by_tag(keep: Keep) -> tuple[list[_Parsed] | None, dict[str, list[_Parsed]]]:
     if not isinstance(keep, Mapping):
         return _to_places(keep), {}
     by_tag = {}
@@ -295,8 +310,10 @@ def _require_tags(pool: VirtualMemoryPool, tags: Iterable[str]) -> None:
         raise InvalidArgumentError(f"pool {pool.name!r} has no tag {tag!r}; it has {sorted(known) or 'none'}")
 
 
-def sleep(pool: VirtualMemoryPool, keep: Keep, release: bool, blocking: bool, progress: Progress) -> Transfer:
-    everywhere, by_tag = _to_keep(keep)
+def sleep(
+    pool: VirtualMemoryPool, keep: Keep, release: bool, blocking: bool, progress: Progress, poison: bool
+) -> Transfer:
+    everywhere, by_tag = _to_keep(keep, poison)
     release = to_flag(release, "release")
     _require_tags(pool, by_tag)
     move = _Move(f"{pool.name} to sleep", lambda: _C.sleep(pool._handle, everywhere, by_tag, release), leaving=pool)
@@ -325,6 +342,7 @@ def swap(
     keep: Keep = "host",
     blocking: bool = True,
     progress: Progress = None,
+    poison: bool = False,
 ) -> Transfer:
     """One model goes to sleep while another wakes: both directions of the bus at
     once, piece by piece, with no more memory than the limit.
@@ -347,6 +365,7 @@ def swap(
         keep: where ``out`` goes, as :meth:`VirtualMemoryPool.sleep` has it.
         blocking: as :meth:`VirtualMemoryPool.sleep`.
         progress: as :meth:`VirtualMemoryPool.sleep`.
+        poison: as :meth:`VirtualMemoryPool.sleep`.
     Returns:
         A handle, as of :meth:`VirtualMemoryPool.wake`.
     Raises:
@@ -363,7 +382,7 @@ def swap(
             raise InvalidArgumentError(f"{name}={show(pool)}: give a pool")
         if pool.is_closed:
             raise InvalidArgumentError(f"{name}: pool {pool.name!r} is closed")
-    everywhere, by_tag = _to_keep(keep)
+    everywhere, by_tag = _to_keep(keep, poison)
     _require_tags(out, by_tag)
     begin = functools.partial(_C.swap, out._handle, everywhere, by_tag, into._handle)
     return Transfer(_Move(f"{out.name} for {into.name}", begin, leaving=out, coming=into), blocking, progress)

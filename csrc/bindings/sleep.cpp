@@ -27,8 +27,9 @@ Place to_place(const PlaceArgument& argument, const Pool& pool) {
   const auto& [kind, path, ordinal] = argument;
   Place place;
   if (kind == "host") return place;
-  if (kind == "discard") {
+  if (kind == "discard" || kind == "poison") {
     place.kind = Place::Kind::discard;
+    place.is_poisoned = kind == "poison";
   } else if (kind == "file") {
     place.kind = Place::Kind::file;
     place.path = path;

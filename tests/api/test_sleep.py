@@ -87,6 +87,42 @@ def test_what_is_discarded_is_zero(model: VirtualMemoryPool) -> None:
     assert not tensor.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2])
+def test_what_is_discarded_can_be_poisoned(model: VirtualMemoryPool, dtype: torch.dtype) -> None:
+    with model:
+        tensor = torch.ones(MIB, dtype=dtype, device=model.device)
+        indices = torch.ones(3, dtype=torch.int64, device=model.device)
+        flags = torch.zeros(5, dtype=torch.uint8, device=model.device)
+    model.sleep("discard", poison=True)
+    assert model.asleep == {"": "discarded"}
+    model.wake()
+    assert tensor.float().isnan().all()
+    assert indices.tolist() == [-1, -1, -1]
+    assert flags.tolist() == [255] * 5
+
+
+def test_what_is_kept_is_never_poisoned(model: VirtualMemoryPool, shared: SharedMemoryPool) -> None:
+    with model.tag("weights"):
+        weights = torch.arange(MIB, dtype=torch.int32, device=model.device)
+    with model.tag("kv_cache"):
+        cache = torch.ones(MIB, device=model.device)
+    model.sleep({"weights": "host", "kv_cache": ["discard"]}, poison=True)
+    model.wake()
+    assert is_numbered(weights)
+    assert cache.isnan().all()
+    cache.fill_(1)
+    other = shared.register_model("other")
+    torch_vmm.swap(model, other, keep={"kv_cache": "discard"}, poison=True)
+    model.wake()
+    assert is_numbered(weights)
+    assert cache.isnan().all()
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="poison=True is of what is discarded"):
+        model.sleep("host", poison=True)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="poison="):
+        model.sleep("discard", poison="yes")  # type: ignore[arg-type]
+    assert not model.is_asleep
+
+
 def test_nothing_is_made_in_it_while_it_sleeps(model: VirtualMemoryPool) -> None:
     tensor = numbered(model, 1000)
     model.sleep()

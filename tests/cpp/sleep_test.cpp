@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
@@ -548,6 +549,40 @@ TEST_F(Sleep, WhatIsReadOnlyIsSoAgain) {
   for (const Live& each : live) EXPECT_TRUE(weights->is_read_only(each.address, each.bytes));
   expect_whole(live);
   weights->set_memory_access(pieces, Access::read_write, &wait_for);
+}
+
+// ------------------------------------------------------------------------ poison
+
+TEST_F(Sleep, WhatIsDiscardedComesBackAsPoisonWhereThatIsWanted) {
+  Places poisoned = discard();
+  poisoned.front().is_poisoned = true;
+  const auto pool = lab_.pool("a");
+  const auto other = lab_.pool("b");
+  const std::vector<Live> live = fill(*pool, {512, 70 * kKiB, 3 * kMiB});
+  const auto is_poison = [](const Live& each) {
+    const auto* bytes = reinterpret_cast<const std::uint8_t*>(each.address);
+    return std::all_of(bytes, bytes + each.bytes, [](std::uint8_t byte) { return byte == kPoisonByte; });
+  };
+  for (const bool is_new : {true, false}) {
+    sleep(pool, poisoned, /*release=*/is_new);
+    if (!is_new) lab_.leave_idle(*other, 16 * kMiB);  // the memory that comes back has been another's
+    wake(pool);
+    EXPECT_TRUE(std::all_of(live.begin(), live.end(), is_poison)) << (is_new ? "new memory" : "used memory");
+  }
+  sleep(pool, discard());
+  wake(pool);
+  for (const Live& each : live) EXPECT_TRUE(is_zero(each.address, each.bytes));
+}
+
+TEST_F(Sleep, WhatFindsAPlaceIsNotPoisoned) {
+  Places places = host();
+  places.push_back(discard().front());
+  places.back().is_poisoned = true;
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  sleep(pool, places, /*release=*/true);
+  wake(pool);
+  expect_whole(live);
 }
 
 }  // namespace

@@ -115,3 +115,26 @@ print(float(weight.sum()), float(bias.sum()))
 @pytest.mark.needs_gpu("faults")
 def test_a_write_to_what_is_sealed_faults() -> None:
     assert faults(PROGRAM, "bias += 1", printed="2097152.0 10.0\n", device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_poison_is_there_before_anybody_reads(make_pool: MakePool, dtype: torch.dtype, busy: Busy) -> None:
+    pool = make_pool("512MiB")
+    side = torch.cuda.Stream()
+    with pool.tag("cache"):
+        lost = torch.ones(64 * MIB // dtype.itemsize, dtype=dtype, device="cuda")
+    with pool:
+        kept = torch.arange(MIB, device="cuda")
+    for release in (False, True):
+        pool.sleep({"cache": "discard", "": "host"}, release=release, poison=True)
+        with make_pool("512MiB"):
+            block(64 * MIB).fill_(1)  # may have the memory meanwhile
+        busy(20)
+        handle = pool.wake(blocking=False)
+        handle.wait_for(lost)
+        with torch.cuda.stream(side):
+            read = torch.stack([lost.isnan().all(), lost.view(torch.int16).eq(-1).all()])
+        handle.wait()
+        assert read.tolist() == [True, True]
+        assert torch.equal(kept, torch.arange(MIB, device="cuda"))
+        lost.zero_()

@@ -171,11 +171,14 @@ Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept
     for (const KeptRange& each : kept) asleep_->kept.remove({each.offset, each.size});
     for (const KeptRange& each : leaving.unchanged) asleep_->kept.remove({each.offset, each.size});
   };
+  const bool is_discarded = kept.empty() && !leaving.kept.empty();
+  PlaceOfChunk place = leaving.place;
+  place.is_poisoned = place.is_poisoned && is_discarded;
   Status status;
   try {
     for (const KeptRange& each : kept) asleep_->kept.add(each);
     for (const KeptRange& each : leaving.unchanged) asleep_->kept.add(each);
-    status = send_away(range, leaving.place);
+    status = send_away(range, place);
   } catch (...) {
     undo();
     throw;
@@ -185,7 +188,7 @@ Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept
     return status;
   }
   ended = unchanged_.take(range);  // what of it was used is among what is kept
-  if (kept.empty() && !leaving.kept.empty()) asleep_->is_discarded = true;
+  asleep_->is_discarded = asleep_->is_discarded || is_discarded;
   return status;
 }
 
@@ -381,7 +384,7 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
     asleep_->gone.insert_or_assign(each.offset, of_chunk);
   }
   Status status = range_->map(placements, accessors_);
-  if (status.ok()) status = empty(placements, filled_by.stream);
+  if (status.ok()) status = empty(placements, place.place.is_poisoned, filled_by.stream);
   // What is mapped is the pool's, also where that failed: whoever asked undoes it.
   for (const auto& [offset, chunk] : placements) {
     if (range_->live().count(offset) == 0) continue;
@@ -396,15 +399,15 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
   return status;
 }
 
-// Memory that wakes reads as zero where no content comes to it: nobody else's is seen, nor
-// what was thrown away.
-Status Pool::empty(std::span<const PlacedChunk> placements, Stream stream) {
+// Memory that wakes reads as zero, or as poison, where no content comes to it: nobody else's is
+// seen, nor what was thrown away.
+Status Pool::empty(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) {
   for (const auto& [offset, chunk] : placements) {
     const OwnerId content = chunk->content.load(std::memory_order_relaxed);
-    if (content == kNobody) continue;
-    const bool may_stay = !asleep_->is_discarded && !is_range_;
-    if (may_stay && (content == id_ || !context_.options.scrub)) continue;
-    if (const Status status = context_.driver.fill_async(context_.device, base_ + offset, 0, chunk->size, stream);
+    const bool may_stay = !asleep_->is_discarded && !is_range_ && (content == id_ || !context_.options.scrub);
+    if (!is_poisoned && (content == kNobody || may_stay)) continue;
+    const std::uint8_t byte = is_poisoned ? kPoisonByte : 0;
+    if (const Status status = context_.driver.fill_async(context_.device, base_ + offset, byte, chunk->size, stream);
         !status.ok()) {
       return status;
     }

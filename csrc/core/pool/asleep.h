@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
@@ -14,11 +15,15 @@
 
 namespace vmm {
 
+// NaN in every floating point format that tensors have, and -1 or the largest in every integer.
+inline constexpr std::uint8_t kPoisonByte = 0xFF;
+
 // A chunk that leaves or has left: [offset, offset + size) of the pool.
 struct PlaceOfChunk {
   std::size_t size = 0;       // bytes
   bool is_read_only = false;  // for everybody: it is to be so again
   bool is_withheld = false;   // from whoever registers segments
+  bool is_poisoned = false;   // what is thrown away of it comes back as kPoisonByte, over and over
 };
 
 // A chunk that is to leave or to come back, and what of it is kept.

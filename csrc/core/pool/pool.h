@@ -651,7 +651,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] std::vector<ByteRange> contents() const VMM_REQUIRES(mutex_);
   bool collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
       VMM_REQUIRES(mutex_);
-  Status empty(std::span<const PlacedChunk> placements, Stream stream) VMM_REQUIRES(mutex_);
+  Status empty(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
   void forget_unused() VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const VMM_REQUIRES(mutex_);
   [[nodiscard]] Unchanged unchanged_now() const VMM_REQUIRES(mutex_);

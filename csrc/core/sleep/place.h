@@ -19,6 +19,7 @@ struct Place {
   Kind kind = Kind::host;
   std::string path;                // of a file, or the folder for it
   DeviceMemory* device = nullptr;  // the other one; of the same driver
+  bool is_poisoned = false;        // what is discarded comes back as kPoisonByte
   friend bool operator==(const Place&, const Place&) = default;
 };
 

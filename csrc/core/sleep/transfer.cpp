@@ -104,6 +104,10 @@ void Departure::plan(bool keeps_unchanged) {
       return chunk.place.is_read_only && !chunk.kept.empty();
     });
     if (keeps && is_changed) chunks = pool.plan_sleep(/*keeps_unchanged=*/false, everybodys);
+    const Places& places = parts_[part].places;
+    if (std::any_of(places.begin(), places.end(), [](const Place& place) { return place.is_poisoned; })) {
+      for (LeavingChunk& chunk : chunks) chunk.place.is_poisoned = true;
+    }
     append_pieces(part, std::move(chunks), &pieces_);
   }
 }
