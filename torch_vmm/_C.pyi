@@ -448,7 +448,7 @@ def wake(pool: Pool, tags: list[str] | None) -> Transfer:
     """Raises OutOfMemoryError: it sleeps as before."""
 
 def swap(out: Pool, keep: list[_Place] | None, by_tag: dict[str, list[_Place]], into: Pool) -> Transfer:
-    """Both at once. Raises InvalidArgumentError for pools of two devices or one model."""
+    """Both at once. Raises InvalidArgumentError for pools of two devices or one model, OutOfMemoryError: as before."""
 
 def asleep(pool: Pool) -> dict[str, str]:
     """Where what sleeps is, by tag, of those that held something."""

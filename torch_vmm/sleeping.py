@@ -370,7 +370,8 @@ def swap(
         A handle, as of :meth:`VirtualMemoryPool.wake`.
     Raises:
         OutOfMemoryError: no room for ``into`` even then, or for what ``out``
-            holds in the place named. Both are as they were.
+            holds in the place named. Both are as they were. At the call, also
+            with ``blocking=False``, unless others take the room meanwhile.
         InvalidArgumentError: one model, a closed one, or two devices'.
         VmmError: what stopped it; both are as they were, but for what is said
             above.

@@ -254,6 +254,21 @@ def test_a_swap(shared: SharedMemoryPool) -> None:
         torch_vmm.swap(first, first)
 
 
+def test_a_swap_without_room_is_refused_at_the_call(shared: SharedMemoryPool) -> None:
+    out, into, third = (shared.register_model(name) for name in ("out", "into", "third"))
+    coming = numbered(into, 40 * MIB)
+    into.sleep()
+    going, taken = numbered(out, 10 * MIB, 1), numbered(third, 30 * MIB, 2)
+    with pytest.raises(torch_vmm.OutOfMemoryError, match="'into': 160 MiB asked to wake in, and with all of 'out'"):
+        torch_vmm.swap(out, into, blocking=False)
+    assert (out.is_asleep, into.is_asleep) == (False, True)
+    assert is_numbered(going, 1)
+    assert is_numbered(taken, 2)
+    del taken
+    torch_vmm.swap(out, into, blocking=False).wait()
+    assert is_numbered(coming)
+
+
 class Swapping:
     """Two models of 160 MiB each, in 32 MiB pieces, of which one sleeps; 256 MiB for both."""
 

@@ -126,6 +126,11 @@ class DeviceMemory {
   // The rest of that way, after what the calling thread's cache said of the block.
   static bool free_unkept(AddressSpace& address_space, Address address, BlockCaches::Put put);
 
+  // Throws OutOfMemoryError where `bytes` for `in` to wake in could not be had though `out` had
+  // given `leaving` of its own, and others what they can. REQUIRES: both are models; `out`
+  // may be nullptr.
+  void require_room_to_swap(Pool& in, std::size_t bytes, const Pool* out, std::size_t leaving);
+
   // -- Spilling: memory of models in the host's (spilling.cpp) -----------------
   // A tensor of the model, or of a tag of it, that finds no memory may stand in host memory
   // from now on. Throws NotAvailableError where the device cannot use it.
@@ -313,6 +318,8 @@ class DeviceMemory {
   [[noreturn]] void refuse(const Ladder::Climb& climb) VMM_EXCLUDES(refusal_mutex_);
   [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
   [[nodiscard]] std::size_t spare_of_others(const Budget* refused, const Pool& asker) const;
+  [[noreturn]] void refuse(Refusal refusal, const RefusalCause& cause) VMM_EXCLUDES(refusal_mutex_);
+  [[nodiscard]] std::size_t could_be_spared(const Budget& level, const Pool& in, const Pool* out) const;
   // debugging.cpp
   Address allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stream stream);
   void settle_watched(Pool& pool);  // outside debug mode nothing

@@ -178,10 +178,12 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
 
 // A callback may free tensors, and even allocate: no lock is held. torch's ask for
 // events, which ends a capture.
+bool Ladder::call_back() { return memory_callback_ && !memory_.clock().is_capturing() && memory_callback_(); }
+
 void Ladder::call_for_memory(Climb& climb, ReclaimStep* step) {
   if (climb.bytes > memory_.capabilities().total_memory) return;
   step->result = StepResult::nothing;
-  const bool has_freed = memory_callback_ && !memory_.clock().is_capturing() && memory_callback_();
+  const bool has_freed = call_back();
   if (!memory_.settle(/*wait=*/false) && !has_freed) return;
   step->result = StepResult::in_vain;
   climb.try_again(nullptr);

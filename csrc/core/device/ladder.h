@@ -91,6 +91,8 @@ class Ladder {
   // address out of memory that is free elsewhere and may be had for it, or 0.
   using Lender = std::function<Address(const Pool& model, std::size_t bytes, Stream stream)>;
   void set_lender(Lender lender) { lender_ = std::move(lender); }
+  // Whether that has freed anything.
+  bool call_back();
   // Calls the group's function (DeviceMemory::set_on_pressure) for a request of `asker` that
   // found nothing. True: trying again may help.
   bool relieve(Pool& asker, std::size_t bytes);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <utility>
 
 #include "base/errors.h"
 #include "core/device/device_memory.h"
@@ -120,14 +121,81 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
   refusal.available = std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) +
                       asker.memory_stats().idle_bytes +
                       (cause.no_addresses ? 0 : spare_of_others(shortage.refused, asker));
+  refuse(std::move(refusal), cause);
+}
+
+void DeviceMemory::refuse(Refusal refusal, const RefusalCause& cause) {
   refusal.advice = advice_for(refusal, cause);
-  {
-    const MutexLock lock(refusal_mutex_);
-    last_refusal_ = refusal;
-  }
   OutOfMemoryError error(text_of(refusal, cause), refusal.requested, refusal.available, refusal.limit, refusal.pool);
   error.is_told = true;
+  {
+    const MutexLock lock(refusal_mutex_);
+    last_refusal_ = std::move(refusal);
+  }
   throw error;
+}
+
+// At most what pools under `level` could come to give `in`: what is idle above their floors,
+// or will be when queued work is done, and all of one that is on its way to sleep or back.
+// But for `out`, which is asked about.
+std::size_t DeviceMemory::could_be_spared(const Budget& level, const Pool& in, const Pool* out) const {
+  std::map<const Pool*, std::size_t> spare;  // of each model, with its parts
+  std::size_t sum = 0;
+  for (const auto& pool : pools_under(level)) {
+    if (&pool->model() == out) continue;
+    const bool is_on_its_way = pool->is_asleep() && &pool->model() != &in;
+    const MemoryStats stats = pool->memory_stats();
+    const std::size_t most = is_on_its_way ? stats.physical_usage : stats.idle_bytes + stats.quarantined_bytes;
+    const auto [found, is_new] = spare.try_emplace(&pool->model(), pool->budget().above_floors(in.budget()));
+    const std::size_t given = std::min(most, found->second);
+    found->second -= given;
+    sum += given;
+  }
+  return sum;
+}
+
+void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool* out, std::size_t leaving) {
+  // At most, with `free` there now.
+  const auto room_under = [&](const Budget& level, std::size_t free) {
+    std::size_t room = std::min(free, bytes);  // more is not asked for
+    if (out != nullptr && out->budget().stands_under(level)) {
+      room += std::min(leaving, out->budget().above_floors(in.budget()));
+    }
+    return room >= bytes ? room : room + could_be_spared(level, in, out);
+  };
+  const auto refuse_under = [&](const Budget& level, std::size_t room, const MemoryInfo* device) {
+    in.count_oom();
+    if (on_out_of_memory_) on_out_of_memory_(in, bytes, nullptr);
+    Refusal refusal;
+    RefusalCause cause;
+    refusal.requested = bytes;
+    refusal.pool = in.name();
+    refusal.available = room;
+    refusal.limit = device == nullptr ? level.limit() : device->total;
+    if (device == nullptr) cause.limit_name = level.name();
+    if (device != nullptr) cause.device_total = device->total;
+    if (device != nullptr) cause.device_free = device->free;
+    cause.limits = " to wake in, and ";
+    if (out != nullptr) cause.limits += "with all of '" + out->name() + "' asleep ";
+    cause.limits += "there would be " + format_bytes(room);
+    refusal.holders = holders_under(device == nullptr ? &level : nullptr, in);
+    refuse(std::move(refusal), cause);
+  };
+  for (int round = 0;; ++round) {
+    const Budget* full = nullptr;
+    std::size_t room = kUnlimited;
+    for (const Budget* level = &in.budget(); level != nullptr && room >= bytes; level = level->parent()) {
+      full = level;
+      room = room_under(*level, level->claimable_for(in.budget()));
+    }
+    MemoryInfo info;
+    const bool is_device = room >= bytes && driver_.memory_info(device_, &info).ok();
+    if (is_device) room = room_under(budget_, info.free + store_.all_shelved_bytes());
+    if (room >= bytes) return;
+    const bool has_freed =
+        (round == 0 && ladder_.call_back()) || (round < Ladder::kMostReliefs && ladder_.relieve(in, bytes));
+    if (!has_freed) refuse_under(is_device ? budget_ : *full, room, is_device ? &info : nullptr);
+  }
 }
 
 std::optional<Refusal> DeviceMemory::last_refusal() const {

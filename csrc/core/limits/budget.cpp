@@ -182,15 +182,17 @@ std::int64_t Budget::priority_in_all() const {
   return sum;
 }
 
-std::size_t Budget::room_for(const Budget& payer) const {
+std::size_t Budget::claimable_for(const Budget& payer) const {
   // What of a claim is not used yet claims nothing new further up.
   std::size_t free = 0;
   for (const Budget* level = &payer; level != this && level != nullptr; level = level->parent_) {
     free += left(level->reservation(), level->claimed_bytes_);
   }
   const std::size_t unclaimed = left(limit_bytes_, claimed_bytes_);
-  return std::min(room(), unclaimed > kUnlimited - free ? kUnlimited : unclaimed + free);
+  return unclaimed > kUnlimited - free ? kUnlimited : unclaimed + free;
 }
+
+std::size_t Budget::room_for(const Budget& payer) const { return std::min(room(), claimable_for(payer)); }
 
 bool Budget::could_hold(std::size_t bytes) const {
   std::size_t claim_bytes = bytes;  // as take() does it, on an empty tree

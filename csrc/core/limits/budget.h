@@ -88,6 +88,8 @@ class Budget : public std::enable_shared_from_this<Budget> {
 
   // Bytes of memory that this budget alone would still allow, whoever has claims.
   [[nodiscard]] std::size_t room() const { return left(limit_bytes_, used_bytes_); }
+  // Bytes that `payer`, which stands under it, may still claim, whatever rests on shelves.
+  [[nodiscard]] std::size_t claimable_for(const Budget& payer) const;
   // Bytes that this budget alone would still allow `payer`, which stands under it.
   [[nodiscard]] std::size_t room_for(const Budget& payer) const;
   // Whether `bytes` could be charged if nothing were used.

@@ -194,6 +194,14 @@ void Departure::note_kept(Piece& piece) {
   }
 }
 
+std::size_t Departure::leaving() const {
+  std::size_t bytes = 0;
+  for (const Piece& piece : pieces_) {
+    for (const LeavingChunk& chunk : piece.chunks) bytes += chunk.place.size;
+  }
+  return bytes;
+}
+
 bool Departure::advance() {
   if (under_way_.is_oldest_done()) {
     complete_oldest();
@@ -315,6 +323,16 @@ void append_missing(const Piece& piece, std::vector<LeavingChunk>* places) {
 }
 
 }  // namespace
+
+void Arrival::require_room(const Departure& out) const {
+  std::size_t bytes = 0;
+  for (const Piece& piece : pieces_) {
+    for (const LeavingChunk& chunk : piece.chunks) bytes += chunk.is_there ? 0 : chunk.place.size;
+  }
+  if (bytes != 0) {
+    sleeper_.memory().require_room_to_swap(mine_.front()->model(), bytes, out.model(), out.leaving());
+  }
+}
 
 // One request a pool, so that it is met whole or not at all.
 void Arrival::collect_all() {
@@ -468,6 +486,7 @@ void Transfer::begin(const Look& look) {
   try {
     look();
     if (in_ != nullptr) in_->begin();
+    if (in_ != nullptr && out_ != nullptr) in_->require_room(*out_);
     look();
   } catch (...) {
     undo();

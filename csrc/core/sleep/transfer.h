@@ -84,6 +84,9 @@ class Departure {
   void secure();
   void finish();
   void undo() noexcept;
+  // Whose it is, where any of it is to go; and bytes of the device's memory that are.
+  [[nodiscard]] const Pool* model() const { return mine_.empty() ? nullptr : &mine_.front()->model(); }
+  [[nodiscard]] std::size_t leaving() const;
   [[nodiscard]] std::size_t done() const { return done_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::size_t total() const { return total_.load(std::memory_order_relaxed); }
 
@@ -124,6 +127,8 @@ class Arrival {
   ~Arrival();
   // Throws OutOfMemoryError, and they are asleep as before.
   void begin();
+  // The same where it will find none, though `out` goes whole.
+  void require_room(const Departure& out) const;
   // Whatever can be done without waiting for the bus; false: nothing can. Where there is no
   // memory for the next piece others give what they can, unless some is `on_its_way`.
   bool advance(bool is_on_its_way = false);
