@@ -1,6 +1,7 @@
 """Models' memory as a text for people: a row a model, then their totals, limit and floors.
 
-It reads pools and changes nothing. Rows are read one after the other, so that
+It fits a terminal of 80 columns, whatever the models are called. It reads pools
+and changes nothing. Rows are read one after the other, so that
 they need not add up with the limit's line while others allocate.
 """
 
@@ -31,7 +32,11 @@ _HEADS = (
     "priority",
 )
 _TEXTS = 2  # the first columns, which begin at their left
-_WIDTH = 80  # of lines that can be broken
+_WIDTH = 80  # characters of a line, unless a word alone is longer: a path
+_GAP = "  "  # between two columns
+_LIMITS = ("limit", "floor", "priority")
+_EMPTY = {"quarantined": "0 B", "stranded": "0 B", "priority": "0", "floor": "0 B", "limit": "none"}
+"""Columns that are left out where nothing else stands in them and the table is too wide, the first of these first."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,9 @@ def part_of(shared: SharedMemoryPool, models: Iterable[VirtualMemoryPool]) -> Pa
 def of_shared_pool(shared: SharedMemoryPool, models: Iterable[VirtualMemoryPool]) -> str:
     """The table of one SharedMemoryPool."""
     part = part_of(shared, models)
-    lines = _aligned([_HEADS, *map(_cells, part.rows), _total(part.rows)])
+    lines, apart = _fitted([_HEADS, *map(_cells, part.rows), _total(part.rows)])
     title = f"SharedMemoryPool on {shared.device}{', closed' if shared.is_closed else ''}"
-    return "\n".join([title, *lines, *_elsewhere(part.rows), part.line()])
+    return "\n".join([title, *lines, *apart, *_elsewhere(part.rows), *_wrapped(part.line())])
 
 
 def of_device(device: _C.Device, title: str, alone: Sequence[Row], parts: Sequence[Part]) -> str:
@@ -147,13 +152,13 @@ def of_device(device: _C.Device, title: str, alone: Sequence[Row], parts: Sequen
     """
     everything = [*alone, *(row for part in parts for row in part.rows)]
     inner = [_cells(row, indent="  ") for part in parts for row in part.rows]
-    heads, *cells, total = _aligned([_HEADS, *map(_cells, alone), *inner, _total(everything)])
+    (heads, *cells, total), apart = _fitted([_HEADS, *map(_cells, alone), *inner, _total(everything)])
     lines = [title, heads, *cells[: len(alone)]]
     at = len(alone)
     for part in parts:
-        lines += [f"SharedMemoryPool: {part.line()}", *cells[at : at + len(part.rows)]]
+        lines += [*_wrapped(f"SharedMemoryPool: {part.line()}", indent=6), *cells[at : at + len(part.rows)]]
         at += len(part.rows)
-    return "\n".join([*lines, total, *_elsewhere(everything), _line_of(device, alone, parts)])
+    return "\n".join([*lines, total, *apart, *_elsewhere(everything), *_wrapped(_line_of(device, alone, parts))])
 
 
 def _elsewhere(rows: Sequence[Row]) -> list[str]:
@@ -167,11 +172,11 @@ def _elsewhere(rows: Sequence[Row]) -> list[str]:
     if spilled:
         each = (f"{row.name} {_size(row.stats.spilled_bytes)}" for row in spilled)
         lines.append(f"in host memory {_size(sum(row.stats.spilled_bytes for row in spilled))}: {'; '.join(each)}")
-    return [
-        part
-        for line in lines
-        for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    ]
+    return [part for line in lines for part in _wrapped(line)]
+
+
+def _wrapped(line: str, indent: int = 2) -> list[str]:
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _line_of(device: _C.Device, alone: Sequence[Row], parts: Sequence[Part]) -> str:
@@ -204,10 +209,54 @@ def _size(size: int | None) -> str:
     return "none" if size is None else _C.format_bytes(size)
 
 
+def _fitted(table: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
+    """A line for each of the table's, and what has no room in these: lines below them.
+
+    Of too wide a table columns go in which nothing stands; then limits, floors
+    and priorities go below it; then names are shortened.
+    """
+    columns = [list(column) for column in zip(*table, strict=True)]
+    for head, empty in _EMPTY.items():
+        if _width(columns) > _WIDTH:
+            columns = [each for each in columns if each[0] != head or set(each[1:-1]) - {empty}]
+    apart: list[str] = []
+    if _width(columns) > _WIDTH:
+        apart = _limits_in_words(table)
+        columns = [each for each in columns if each[0] not in _LIMITS]
+    if (excess := _width(columns) - _WIDTH) > 0:
+        most = max(map(len, columns[0])) - excess
+        columns[0] = [_shortened(name, most) for name in columns[0]]
+    return _aligned(list(zip(*columns, strict=True))), apart
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) for column in columns) + len(_GAP) * (len(columns) - 1)
+
+
+def _shortened(name: str, most: int) -> str:
+    """The middle goes: names of models often begin alike."""
+    if len(name) <= most:
+        return name
+    tail = (most - 3) // 2
+    return f"{name[: most - 3 - tail]}...{name[-tail:]}"
+
+
+def _limits_in_words(table: Sequence[Sequence[str]]) -> list[str]:
+    """Of the models that have any."""
+    heads, *rows, _ = table
+    told = []
+    for row in rows:
+        cells = dict(zip(heads, row, strict=True))
+        own = [f"{head} {cells[head]}" for head in _LIMITS if cells[head] != _EMPTY[head]]
+        if own:
+            told.append(f"{cells['model'].strip()} {', '.join(own)}")
+    return _wrapped(f"limits: {'; '.join(told)}") if told else []
+
+
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
-        "  ".join(
+        _GAP.join(
             f"{cell:<{width}}" if k < _TEXTS else f"{cell:>{width}}"
             for k, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()

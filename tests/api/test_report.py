@@ -27,20 +27,29 @@ SIZES = {
 }
 
 
+LEFT_OUT = {"stranded": "0 B", "quarantined": "0 B", "limit": "none", "floor": "0 B", "priority": "0"}
+
+
 def rows_of(text: str) -> dict[str, dict[str, str]]:
-    """Cells by model and head, of lines that have a cell under every head; the total has none under the last."""
+    """Cells by model and head, of lines that have a cell under every head; the total has none under the last.
+
+    Of what has no column it is told that there is nothing.
+    """
     _, heads_line, *lines = text.splitlines()
     heads = heads_line.split()
+    sizes = heads.index("physical") + 1
     found = {}
     for line in lines:
         cells = re.split(r"\s{2,}", line.strip())
-        if len(cells) >= 7:
-            found[cells[0]] = dict(zip(heads, cells, strict=False))
+        if len(cells) >= sizes:
+            found[cells[0]] = LEFT_OUT | dict(zip(heads, cells, strict=False))
     return found
 
 
 def last_line(text: str) -> str:
-    return text.splitlines()[-1]
+    """With what does not fit into it, and stands below."""
+    *_, last = re.split(r"\n(?! )", text)
+    return re.sub(r"\n +", " ", last)
 
 
 def test_a_row_says_what_the_pool_says(shared: SharedMemoryPool) -> None:
@@ -160,9 +169,9 @@ def test_one_that_is_just_being_unregistered_is_there_once(shared: SharedMemoryP
 
 def sleepers(text: str) -> str:
     """The lines below the totals that tell who sleeps, as one."""
-    lines = text.splitlines()
-    at = next(k for k, line in enumerate(lines) if line.startswith("total"))
-    return " ".join(line.strip() for line in lines[at + 1 : -1])
+    _, _, below = text.partition("\ntotal")
+    *lines, _ = re.split(r"\n(?! )", below)[1:]
+    return " ".join(re.sub(r"\n +", " ", line) for line in lines)
 
 
 def test_one_that_is_asleep_says_how_much_and_where(shared: SharedMemoryPool, device: str) -> None:
@@ -194,10 +203,49 @@ def test_who_sleeps_is_told_within_80_columns(shared: SharedMemoryPool) -> None:
     for model in shared.models.values():
         model.sleep()
     after = str(shared).splitlines()
-    width = max(map(len, before[1:10])) + len("asleep") - len("awake")
-    assert all(len(line) <= width for line in after[1:10])
     assert len(after) > len(before)
-    assert all(len(line) <= 80 for line in after[11:])
+    assert all(len(line) <= 80 for line in before + after)
+    del kept
+
+
+def test_a_table_that_is_too_wide_leaves_out_what_is_nowhere(shared: SharedMemoryPool) -> None:
+    names = [f"a model, the {k}th" for k in range(2)]
+    kept = [tensor_in(shared.register_model(name, physical_limit="32MiB"), MIB) for name in names]
+    heads = str(shared).splitlines()[1].split()
+    assert heads == ["model", "state", "allocated", "idle", "stranded", "physical", "limit", "floor"]
+    assert set(rows_of(str(shared))) == {*names, "total"}
+    assert rows_of(str(shared))[names[0]]["limit"] == "32 MiB"
+    del kept
+
+
+def test_limits_that_have_no_room_stand_below(shared: SharedMemoryPool, device: str) -> None:
+    first = shared.register_model("a model of a long name", floor="8MiB", priority=-3)
+    shared.register_model("a model of another one", physical_limit="32MiB")
+    kept = tensor_in(first, 1000)
+    text = str(shared)
+    assert "limit" not in text.splitlines()[1]
+    words = "a model of a long name floor 8 MiB, priority -3; a model of another one limit 32 MiB"
+    for each in (text, torch_vmm.report(device)):
+        assert words in re.sub(r"\n +", " ", each)
+        assert all(len(line) <= 80 for line in each.splitlines())
+        assert rows_of(each)["a model of a long name"]["allocated"] == "1 KiB"
+    del kept
+
+
+def test_names_are_shortened_last_of_all(shared: SharedMemoryPool, device: str) -> None:
+    names = [f"meta-llama/{'Llama' * 20}-8B-{end}" for end in ("Instruct", "Base")]
+    kept = [tensor_in(shared.register_model(name, floor="8MiB"), MIB) for name in names]
+    rows = rows_of(str(shared))
+    assert len(rows) == 3
+    for name, short in zip(names, rows, strict=False):
+        head, tail = short.split("...")
+        assert name.startswith(head)
+        assert name.endswith(tail)
+        assert len(short) >= 15
+    for text in (str(shared), torch_vmm.report(device)):
+        table = text[text.index("model") :].partition("limits:")[0]
+        assert all(len(line) <= 80 for line in table.splitlines())
+        assert all(name in text for name in names), "whole where a line of words tells of it"
     del kept
 
 
@@ -258,9 +306,10 @@ def test_one_that_was_closed_while_it_sleeps_says_so(shared: SharedMemoryPool) -
 def test_columns_stand_below_their_heads(shared: SharedMemoryPool) -> None:
     shared.register_model("a model of a long name", physical_limit="2MiB")
     kept = tensor_in(shared.register_model("b", floor="62MiB"), 1000)
-    _, heads, *rows, _ = str(shared).splitlines()
+    _, heads, *rows = str(shared).splitlines()
+    assert len(heads) <= 80
     ends = [heads.index(head) + len(head) for head in heads.split()[2:]]
-    assert len(rows) == 3
+    assert rows[2].startswith("total")
     for row in rows[:2]:
         assert all(row[end - 1] != " " and row[end : end + 2].strip() == "" for end in ends)
         assert row == row.rstrip()
@@ -283,6 +332,8 @@ def section(text: str, head: str) -> list[str]:
     (at,) = (place for place, line in enumerate(lines) if line.startswith(head))
     names = []
     for line in lines[at + 1 :]:
+        if line.startswith(" " * 6):  # the rest of that line
+            continue
         if not line.startswith("  "):
             break
         names.append(line.split()[0])
