@@ -23,11 +23,6 @@ class SleepChanges : public Sleep {
     bool sealed = false;
   };
   std::size_t host_bytes() { return sleeper_.host_memory(lab_.memory().budget())->used_bytes(); }
-  static std::vector<SealedPiece> pieces(const std::vector<Live>& live) {
-    std::vector<SealedPiece> pieces;
-    for (const Live& each : live) pieces.push_back({each.address, each.bytes, true});
-    return pieces;
-  }
 };
 
 TEST_F(SleepChanges, ARandomProgramOfAllThatMayChangeMemory) {

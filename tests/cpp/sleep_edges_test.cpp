@@ -13,11 +13,6 @@ namespace {
 
 class SleepEdges : public Sleep {
  protected:
-  static std::vector<SealedPiece> pieces(const std::vector<Live>& live) {
-    std::vector<SealedPiece> pieces;
-    for (const Live& each : live) pieces.push_back({each.address, each.bytes, true});
-    return pieces;
-  }
   std::size_t host_bytes() { return sleeper_.host_memory(lab_.memory().budget())->used_bytes(); }
   const std::shared_ptr<Pool> model_ = lab_.pool("model");
 };

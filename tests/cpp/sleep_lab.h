@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/faces/seals.h"
 #include "core/sleep/transfer.h"
 #include "cpp/lab.h"
 
@@ -77,6 +78,12 @@ class Sleep : public ::testing::Test {
       }
     }
     return live;
+  }
+  // For seal_pages(), and back.
+  static std::vector<SealedPiece> pieces(const std::vector<Live>& live) {
+    std::vector<SealedPiece> pieces;
+    for (const Live& each : live) pieces.push_back({each.address, each.bytes, true});
+    return pieces;
   }
   static void expect_whole(const std::vector<Live>& live) {
     for (const Live& each : live) {

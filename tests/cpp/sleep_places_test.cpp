@@ -46,11 +46,6 @@ class SleepPlaces : public Sleep {
     std::atomic<bool> stop_{false};
     std::thread thread_;  // last: it reads the flag
   };
-  static std::vector<SealedPiece> pieces(const std::vector<Live>& live) {
-    std::vector<SealedPiece> pieces;
-    for (const Live& each : live) pieces.push_back({each.address, each.bytes, true});
-    return pieces;
-  }
 };
 
 // Weights that are sealed and a cache that is not, in one file that is named.

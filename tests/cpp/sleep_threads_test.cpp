@@ -19,11 +19,6 @@ namespace {
 
 class SleepThreads : public Sleep {
  protected:
-  static std::vector<SealedPiece> pieces(const std::vector<Live>& live) {
-    std::vector<SealedPiece> pieces;
-    for (const Live& each : live) pieces.push_back({each.address, each.bytes, true});
-    return pieces;
-  }
   static std::chrono::seconds time() {
     const char* const seconds = std::getenv("VMM_SECONDS");
     return std::chrono::seconds(seconds == nullptr ? 2 : std::atoi(seconds));

@@ -13,13 +13,8 @@ namespace {
 
 class SleepUnchanged : public Sleep {
  protected:
-  std::vector<SealedPiece> pieces() const {
-    std::vector<SealedPiece> pieces;
-    for (const Live& each : live_) pieces.push_back({each.address, each.bytes, true});
-    return pieces;
-  }
-  void seal() { seal_pages(lab_.memory(), *model_, pieces()); }
-  void unseal() { unseal_pages(lab_.memory(), *model_, pieces()); }
+  void seal() { seal_pages(lab_.memory(), *model_, pieces(live_)); }
+  void unseal() { unseal_pages(lab_.memory(), *model_, pieces(live_)); }
   std::size_t copies_of_a_sleep(const Places& places) {
     lab_.driver.clear_calls();
     sleep(model_, places);
