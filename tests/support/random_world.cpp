@@ -1,0 +1,240 @@
+// RandomWorld: pools, and what is set.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <iterator>
+#include <set>
+
+#include "base/errors.h"
+#include "support/random_world.h"
+
+namespace vmm::testing {
+
+namespace {
+
+using Kind = Op::Kind;
+constexpr std::size_t kGranularity = 2 * kMiB;
+constexpr std::size_t kGroupLimit = 96 * kMiB;
+constexpr std::size_t kDeviceBytes = 192 * kMiB;
+
+Options options(const std::string& debug) {
+  Options options;
+  options.store_bytes = 8 * kMiB;
+  if (!debug.empty()) options.debug = parse_debug_mode(debug);
+  return options;
+}
+
+}  // namespace
+
+RandomWorld::RandomWorld(const std::string& debug)
+    : host_({kGranularity, kDeviceBytes, 1}),
+      driver_(host_),
+      memory_(std::make_unique<DeviceMemory>(driver_, space_, 0, options(debug))),
+      group_(memory_->create_group("group", kGroupLimit)) {
+  driver_.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass);
+  for (std::size_t k = 0; k < kPools; ++k) open(k);
+}
+
+RandomWorld::~RandomWorld() {
+  driver_.clear_failures();
+  driver_.release_fences();
+  for (const Live& live : live_) DeviceMemory::free(space_, live.address);
+  for (auto& pool : pools_) {
+    if (pool == nullptr) continue;
+    pool->drop_pages();
+    pool.reset();
+  }
+  memory_.reset();
+  if (!driver_.leaks().empty()) {
+    std::fprintf(stderr, "leaked: %s\n", driver_.leaks().c_str());
+    std::abort();
+  }
+}
+
+void RandomWorld::step(const Op& op) {
+  const std::uint64_t failures = driver_.failures();
+  switch (op.kind) {
+    case Kind::allocate:
+      allocate(op.a % kPools, op.b, stream_of(op.c), failures);
+      break;
+    case Kind::free:
+      if (!live_.empty()) free_live(op.a % live_.size());
+      break;
+    case Kind::record_stream:
+      if (!live_.empty()) {
+        const Live& live = live_[op.a % live_.size()];
+        pools_[live.pool]->record_stream(live.address, stream_of(op.b));
+      }
+      break;
+    case Kind::pages:
+      pages(op.a % kPools, op.b, op.c, failures);
+      break;
+    case Kind::first_pages:
+      first_pages(op.a % kPools, op.b, failures);
+      break;
+    case Kind::free_pages:
+      if (!page_ranges_.empty()) free_page_range(op.a % page_ranges_.size());
+      break;
+    case Kind::trim:
+      memory_->trim(*pools_[op.a % kPools], op.b);
+      break;
+    case Kind::empty_cache:
+      memory_->empty_cache();
+      break;
+    case Kind::pool_limit:
+      memory_->set_limit(pools_[op.a % kPools]->budget(), op.b == 0 ? kUnlimited : op.b);
+      most_claims_ = kUnlimited;
+      break;
+    case Kind::group_limit:
+      memory_->set_limit(*group_, op.b);
+      most_claims_ = kUnlimited;
+      break;
+    case Kind::floor:
+      set_floor(op.a % kPart, op.b);
+      break;
+    case Kind::priority:
+      pools_[op.a % kPart]->budget().set_priority(static_cast<int>(op.b));
+      break;
+    case Kind::hold:
+      driver_.hold_fences(stream_of(op.b));
+      break;
+    case Kind::release_holds:
+      driver_.release_fences();
+      break;
+    case Kind::fail_call:
+      driver_.clear_failures();
+      driver_.fail_nth_call(op.a + 1, op.b == 1 ? Status(StatusCode::out_of_memory, "scripted")
+                                                : Status(StatusCode::driver_error, "scripted", 999, "SCRIPTED"));
+      break;
+    case Kind::settle:
+      pools_[op.a % kPools]->settle();
+      break;
+    case Kind::reopen:
+      reopen(op.a % kPools);
+      break;
+    case Kind::threads:
+      run_threads(op.a, op.b);
+      break;
+    case Kind::pin:
+      op.b == 1 ? pools_[kPart]->pin() : pools_[kPart]->unpin();
+      break;
+    case Kind::checkpoint:
+      checkpoint();
+      break;
+    case Kind::restore:
+      restore();
+      break;
+    case Kind::sleep:
+      transfer(op.a % kPart, std::nullopt, op.b == 1, failures);
+      break;
+    case Kind::wake:
+      transfer(std::nullopt, op.a % kPart, false, failures);
+      break;
+    case Kind::swap:
+      if (op.a % kPart != op.b % kPart) transfer(op.a % kPart, op.b % kPart, false, failures);
+      break;
+  }
+}
+
+void RandomWorld::set_floor(std::size_t k, std::size_t floor) {
+  const std::size_t before = pools_[k]->floor();
+  try {
+    memory_->set_floor(*pools_[k], floor);
+    most_claims_ = kUnlimited;
+  } catch (const InvalidArgumentError&) {
+    require(pools_[k]->floor() == before, "a floor that was refused");
+    require(floor > pools_[k]->budget().limit() || group_->floors() - before + floor > group_->limit(),
+            "a floor of " + std::to_string(floor) + " refused");
+  }
+}
+
+void RandomWorld::open(std::size_t k) {
+  most_claims_ = kUnlimited;  // it may have a floor
+  owners_[k] = ++last_owner_;
+  pool_high_[k] = 0;
+  if (k == kPart) {
+    saved_.reset();
+    pools_[k] = memory_->create_part(pools_[kModelOfPart], {1, last_owner_}, /*no_split=*/last_owner_ % 4 == 0);
+    return;
+  }
+  PoolSpec spec;
+  spec.name = "pool" + std::to_string(k);
+  spec.capacity = kCapacity;
+  if (k == 1) spec.page_size = 4 * kMiB;
+  if (k == 2) spec.floor = 4 * kMiB;
+  if (k == 2) spec.priority = 1;
+  pools_[k] = memory_->create_pool(spec, k == kModelOfPart ? nullptr : group_.get());
+}
+
+void RandomWorld::checkpoint() {
+  try {
+    PoolCheckpoint now = pools_[kPart]->checkpoint();
+    std::vector<Live> blocks;
+    std::copy_if(live_.begin(), live_.end(), std::back_inserter(blocks),
+                 [](const Live& live) { return live.pool == kPart; });
+    saved_ = {std::move(now), std::move(blocks)};
+  } catch (const VmmError&) {
+    // A freed block still waits for a recorded stream.
+  }
+}
+
+void RandomWorld::restore() {
+  if (!saved_.has_value()) return;
+  const auto addresses = [](const std::vector<Live>& blocks) {
+    std::set<Address> found;
+    for (const Live& live : blocks) {
+      if (live.pool == kPart) found.insert(live.address);
+    }
+    return found;
+  };
+  std::vector<Address> freed;
+  std::vector<Address> allocated;
+  try {
+    pools_[kPart]->restore(saved_->first, &freed, &allocated);
+  } catch (const VmmError&) {
+    require(freed.empty() && allocated.empty(), "a refused restore changed something");
+    return;
+  }
+  require(std::set<Address>(freed.begin(), freed.end()) == addresses(live_), "freed other blocks than the live ones");
+  require(std::set<Address>(allocated.begin(), allocated.end()) == addresses(saved_->second),
+          "made other blocks live than those of the checkpoint");
+  std::erase_if(live_, [](const Live& live) { return live.pool == kPart; });
+  for (Live live : saved_->second) {
+    live.id = ++last_id_;
+    check_no_former_owner(kPart, live.address, extent(live.size));
+    write(live);
+    live_.push_back(live);
+  }
+}
+
+void RandomWorld::reopen(std::size_t k) {
+  if (k == kPart && pools_[kModelOfPart]->is_asleep()) return;
+  if (k == kModelOfPart) close(kPart);
+  close(k);
+  open_again(k);
+  if (k == kModelOfPart) open_again(kPart);
+}
+
+void RandomWorld::close(std::size_t k) {
+  for (std::size_t index = 0; index < live_.size();) {
+    if (live_[index].pool == k) {
+      free_live(index);
+    } else {
+      ++index;
+    }
+  }
+  memory_->close_pool(*pools_[k], /*force=*/true);
+  std::erase_if(page_ranges_, [&](const Pages& range) { return range.pool == k; });
+  pools_[k].reset();
+}
+
+void RandomWorld::open_again(std::size_t k) {
+  for (int attempt = 0; pools_[k] == nullptr; ++attempt) {
+    try {
+      open(k);
+    } catch (const VmmError&) {
+      require(attempt < 3, "a pool cannot be opened");
+    }
+  }
+}
+}  // namespace vmm::testing
