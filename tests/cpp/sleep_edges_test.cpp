@@ -55,6 +55,17 @@ TEST_F(SleepEdges, ASealOutlivesAWakeThatWasStopped) {
   }
 }
 
+// Where chunks are borders of blocks: what is freed of two that had gone is one bare space.
+TEST_F(SleepEdges, AddressesThatStayBareAreOne) {
+  const auto part = lab_.memory().create_part(model_, {0, 3}, /*no_split=*/false, /*is_mem_pool=*/true);
+  const Address one = lab_.allocate(*part, 2 * kMiB);
+  const Address two = lab_.allocate(*part, 2 * kMiB);
+  sleep(model_, host());
+  lab_.free(one);
+  lab_.free(two);
+  wake(model_);  // which looks at all of it
+}
+
 // Each cycle all but one tensor are trained on, and sealed again.
 TEST_F(SleepEdges, FormerBackupsDoNotGather) {
   const auto weights = lab_.memory().tagged(model_, "weights");

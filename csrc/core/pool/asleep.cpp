@@ -227,8 +227,8 @@ void Pool::forget_unused() {
     }
     std::vector<Piece> pieces;
     Block* const bare = take_range(range, BlockState::retired, &pieces);
+    large_.remove_border(range.offset);  // first: it is one with the bare space below it
     large_.free(bare, kNeutral, kLongAgo);
-    large_.remove_border(range.offset);
     at = asleep_->gone.erase(at);
   }
 }
