@@ -105,9 +105,9 @@ bench-host: ## the benchmarks that make sense on host memory
 	@scripts/at_hand -m benchmarks $(BENCH) --device cpu $(ARGS)
 
 .PHONY: soak
-soak: tools ## the random programs for SOAK_STEPS steps (10^7) each
+soak: tools ## the random programs, and sixteen threads under moving limits, for SOAK_STEPS steps (10^7) each
 	@scripts/cpp_tests build plain
-	@for program in stream_program random_program; do \
+	@for program in stream_program random_program moving_limits; do \
 	  VMM_STEPS=$(SOAK_STEPS) $(if $(VMM_SEED),VMM_SEED=$(VMM_SEED)) build/cpp-plain/$${program}_test --gtest_filter='*FreshSeed' || exit 1; \
 	done
 
