@@ -60,6 +60,8 @@ OrderChecker::Counts run_seeds(std::uint64_t first_seed, std::uint64_t steps, co
     sum.filled += counts.filled;
     sum.unmapped += counts.unmapped;
     sum.launched += counts.launched;
+    sum.copied += counts.copied;
+    sum.came += counts.came;
     steps -= now;
   }
   return sum;
@@ -74,6 +76,8 @@ TEST(StreamProgram, KeepsTheOrderOnFixedSeeds) {
   EXPECT_GT(counts.filled, 20U);
   EXPECT_GT(counts.unmapped, 1000U);
   EXPECT_GT(counts.launched, 30U);
+  EXPECT_GT(counts.copied, 5U);
+  EXPECT_GT(counts.came, 100U);
 }
 
 TEST(StreamProgram, KeepsTheOrderOnAFreshSeed) {

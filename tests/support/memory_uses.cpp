@@ -148,9 +148,10 @@ void MemoryUses::tidy(const VectorClock& known) {
   each_piece([&](Piece& piece) {
     piece.uses.forget(known);
     piece.former.forget(known);
+    piece.moved.forget(known);
   });
   const auto without_history = [](const Piece& piece) {
-    return piece.block == 0 && piece.uses.empty() && piece.former.empty();
+    return piece.block == 0 && piece.uses.empty() && piece.former.empty() && piece.moved.empty();
   };
   for (auto& [handle, chunk] : chunks_) {
     for (auto at = chunk.pieces.begin(); at != chunk.pieces.end();) {

@@ -69,6 +69,7 @@ struct Piece {
   std::uint64_t block = 0;  // the block that holds it now; 0: none
   UseSet uses;              // since it was last handed out
   UseSet former;            // before that
+  UseSet moved;             // of these, the allocator's own copies and fills
 };
 
 struct ChunkBytes {
@@ -83,6 +84,7 @@ struct Mapping {
   ChunkHandle chunk = 0;
   std::map<int, Access> access;  // by device
   UseSet uses;                   // through this address
+  std::uint64_t pool = 0;        // to which something of it was handed out here
 };
 
 // A stretch of addresses over one piece.

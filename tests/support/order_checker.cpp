@@ -11,6 +11,13 @@
 
 namespace vmm::testing {
 
+namespace {
+
+// Whose stamps are in memory that the program mapped by hand.
+constexpr std::uint64_t kByHand = 0xFFFF;
+
+}  // namespace
+
 // -- Words
 
 std::string OrderChecker::text_of(Lane lane, Seq seq) const {
@@ -115,8 +122,7 @@ void OrderChecker::use(StreamRef stream, Address address, std::size_t bytes, Use
   const MutexLock lock(mutex_);
   const Lane lane = lane_of_program(stream);
   const auto block = block_at(address);
-  const CapturedGraph::Node node{address, align_up(bytes, kGranule), use,
-                                 block == blocks_.end() ? 0 : block->second.owner.pool};
+  const CapturedGraph::Node node{address, bytes, use, block == blocks_.end() ? 0 : block->second.owner.pool};
   if (const CaptureId capture = order_.capture_of(lane); capture != 0) {
     captures_.at(capture).nodes.push_back(node);
     return;
@@ -141,21 +147,26 @@ void OrderChecker::launch(const CapturedGraph& graph, StreamRef stream) {
 void OrderChecker::note_use(Lane lane, Seq seq, const VectorClock& before, const CapturedGraph::Node& node,
                             bool is_replay) {
   const bool is_write = node.use == Use::write;
+  const std::size_t size = align_up(node.bytes, kGranule);
   const auto who = [&]() VMM_REQUIRES(mutex_) { return text_of(lane, seq); };
-  if (!memory_.is_accessible(node.address, node.bytes, order_.device_of(lane),
+  if (asleep_.count(node.pool) != 0) violate("The program: " + who() + " is of a pool that is asleep");
+  bool is_its_own = true;
+  if (!memory_.is_accessible(node.address, size, order_.device_of(lane),
                              is_write ? Access::read_write : Access::read)) {
-    violate(who() + " touches " + bytes_text(node.address, node.bytes) + ", which is not mapped for its device");
+    violate(who() + " touches " + bytes_text(node.address, size) + ", which is not mapped for its device");
+    is_its_own = false;
   }
-  memory_.each_mapping(node.address, node.bytes,
+  memory_.each_mapping(node.address, size,
                        [&](Address /*at*/, Mapping& mapping) { mapping.uses.note(lane, seq, is_write, is_replay); });
   const auto block = block_at(node.address);
-  memory_.each_piece(node.address, node.bytes, [&](const Stretch& stretch, Piece& piece) VMM_REQUIRES(mutex_) {
+  memory_.each_piece(node.address, size, [&](const Stretch& stretch, Piece& piece) VMM_REQUIRES(mutex_) {
     piece.uses.note(lane, seq, is_write, is_replay);
+    const std::size_t former_violations = violations_.size();
     if (is_replay) {
       // A graph has the freed blocks of its own pool as well.
-      const bool its_own =
+      const bool has_it =
           piece.owner.pool == node.pool && (piece.block != 0 || node.pool == 0 || pinned_.count(node.pool) != 0);
-      if (!its_own) violate(who() + " touches " + bytes_text(stretch) + ", which belongs to " + text_of(piece.owner));
+      if (!has_it) violate(who() + " touches " + bytes_text(stretch) + ", which belongs to " + text_of(piece.owner));
     } else if (block == blocks_.end() && piece.owner.pool != 0) {
       violate("The program: " + who() + " touches " + bytes_text(stretch) + ", which it gave back");
     } else if (block != blocks_.end() && piece.block != block->second.number) {
@@ -164,7 +175,19 @@ void OrderChecker::note_use(Lane lane, Seq seq, const VectorClock& before, const
     }
     const std::string late = first_late(piece.former, &LaneUses::any, before);
     if (!late.empty()) violate("first use of " + bytes_text(stretch) + " by " + who() + " is not after " + late);
+    is_its_own = is_its_own && violations_.size() == former_violations;
   });
+  if (is_its_own) touch_content(node, lane, seq);
+}
+
+// Rule 7. What is nobody's (a chunk mapped by hand) has no content to be kept, but none that others
+// should see either.
+void OrderChecker::touch_content(const CapturedGraph::Node& node, Lane lane, Seq seq) {
+  if (node.pool != 0) {
+    const std::string wrong = contents_.first_wrong(node.address, node.bytes, node.pool);
+    if (!wrong.empty()) violate(text_of(lane, seq) + ": " + wrong);
+  }
+  if (node.use == Use::write) contents_.write(node.address, node.bytes, node.pool == 0 ? kByHand : node.pool);
 }
 
 // -- What is handed out (rules 3 and 5)
@@ -198,21 +221,22 @@ void OrderChecker::hand_out_block(Address address, std::size_t bytes, StreamRef 
   const auto to = [&]() VMM_REQUIRES(mutex_) {
     return "handed out to " + text_of(block.owner) + ": " + bytes_text(address, block.size);
   };
-  if (!memory_.is_accessible(address, block.size, stream.device, Access::read_write)) {
-    violate(to() + " is not mapped for its device");
-  }
+  const bool is_there = memory_.is_accessible(address, block.size, stream.device, Access::read_write);
+  if (!is_there) violate(to() + " is not mapped for its device");
   const auto next = blocks_.lower_bound(address);
   if (block_at(address) != blocks_.end() || (next != blocks_.end() && next->first < address + block.size)) {
     violate(to() + " overlaps a block that nobody gave back");
   }
   const bool in_graph = !is_dead && order_.is_captured(lane) && pinned_.count(pool) != 0;
   const VectorClock before = in_graph || is_dead ? order_.host() : order_.reach(lane);
+  memory_.each_mapping(address, block.size, [pool](Address /*at*/, Mapping& mapping) { mapping.pool = pool; });
   memory_.each_piece(address, block.size, [&](const Stretch& stretch, Piece& piece) VMM_REQUIRES(mutex_) {
     if (piece.block != 0) {
       violate(to() + ": " + bytes_text(stretch) + " is held by " + text_of(piece.owner) + " through another address");
     }
     piece.former.join(piece.uses);
     piece.uses.clear();
+    piece.moved.clear();
     const bool same = piece.owner == block.owner;
     const bool is_checked = !same || how != Handing::again;
     const std::string late =
@@ -227,6 +251,10 @@ void OrderChecker::hand_out_block(Address address, std::size_t bytes, StreamRef 
     piece.block = block.number;
   });
   blocks_.insert_or_assign(address, block);
+  contents_.forget(address, block.size);
+  if (!is_there) return;
+  const std::string wrong = contents_.first_wrong(address, bytes, pool);
+  if (!wrong.empty()) violate(to() + ": " + wrong);
 }
 
 void OrderChecker::record_stream(Address address, StreamRef stream) {
@@ -254,6 +282,9 @@ void OrderChecker::take_back(Address address) {
   VMM_CHECK(found != blocks_.end() && !found->second.pages, "the program gives back what it does not hold");
   const Block block = found->second;
   blocks_.erase(found);
+  // It comes back all the same when its pool wakes, for graphs.
+  if (asleep_.count(block.owner.pool) != 0 && pinned_.count(block.owner.pool) != 0)
+    gone_.push_back({address, block.size, block.owner});
   memory_.each_piece(address, block.size, [&](const Stretch& /*stretch*/, Piece& piece) VMM_REQUIRES(mutex_) {
     take_piece_back(block, piece);
   });

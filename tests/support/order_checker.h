@@ -30,8 +30,17 @@
 //    before. (For 3a the program sees to it; so this also checks the program.)
 // 5. Memory that is handed out is mapped, accessible, nobody else's, and stays
 //    so until it is taken back; a graph's memory for as long as the graph.
+//    Between asleep() and awake() of its pool, when the program queues nothing of
+//    it, memory may be anywhere, and the allocator may write to what is there.
+//    From awake() on any stream may use it, so the HOST KNOWS that all is done
+//    that was queued on memory that has come, and all that the allocator queued
+//    on what stayed.
 // 6. Nobody names a stream that has been destroyed, not even to ask what kind it
 //    is: CUDA crashes.
+//
+// 7. What a kernel READS is what was written there last, wherever that has been
+//    meanwhile; where nobody has written since it was handed out, zeros or its own
+//    pool's bytes, never another's. Where the program had it thrown away, zeros.
 //
 // What breaks it is told by the next check(): what happened, where, which use by
 // whom is not ordered, and what is. "The program:" begins what a test itself did
@@ -54,6 +63,7 @@
 
 #include "base/sync.h"
 #include "driver/driver.h"
+#include "support/block_contents.h"
 #include "support/memory_uses.h"
 #include "support/work_order.h"
 
@@ -76,7 +86,8 @@ class OrderChecker final : public Driver {
  public:
   // `inner` must outlive this. What fails there is passed on and counts for
   // nothing, but a failed fill or copy, which may have been done in part.
-  explicit OrderChecker(Driver& inner) : inner_(inner) {}
+  // `with_patterns`: of debug mode.
+  explicit OrderChecker(Driver& inner, bool with_patterns = false) : inner_(inner), contents_(with_patterns) {}
 
   // -- What the test tells -----------------------------------------------------
   // Streams other than the default and the per-thread ones.
@@ -113,6 +124,16 @@ class OrderChecker final : public Driver {
   void hand_out_pages(Address address, std::size_t bytes, StreamRef stream, std::uint64_t pool) VMM_EXCLUDES(mutex_);
   void take_back_pages(Address address, std::size_t bytes) VMM_EXCLUDES(mutex_);
 
+  // -- Sleep. The program asks for it, and queues nothing of the pool until it is awake.
+  void asleep(std::uint64_t pool) VMM_EXCLUDES(mutex_);
+  void awake(std::uint64_t pool) VMM_EXCLUDES(mutex_);
+  // What the program had written to the pool's memory is zero when that is awake, or, unless
+  // `surely`, may be.
+  void throw_away(std::uint64_t pool, bool surely) VMM_EXCLUDES(mutex_);
+  // Of a pool that is asleep, or a graph that uses one's memory.
+  [[nodiscard]] bool is_asleep(std::uint64_t pool) const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] bool is_asleep(const CapturedGraph& graph) const VMM_EXCLUDES(mutex_);
+
   // -- Captures and graphs
   CaptureId begin_capture(StreamRef stream) VMM_EXCLUDES(mutex_);
   void join_capture(StreamRef stream, CaptureId capture) VMM_EXCLUDES(mutex_);
@@ -147,6 +168,11 @@ class OrderChecker final : public Driver {
     std::uint64_t filled = 0;    // filled behind work that was not done (2)
     std::uint64_t unmapped = 0;  // mappings dropped that had been used (1)
     std::uint64_t launched = 0;  // graphs
+    std::uint64_t copied = 0;    // copies behind work that was not done
+    std::uint64_t came = 0;      // stretches of blocks that came back in other memory (5)
+    // What asked for it, by the host's waits and by streams', besides what it needs:
+    std::uint64_t host_waits_for_copies = 0;    // that were not done
+    std::uint64_t stream_waits_for_copies = 0;  // the same
   };
   [[nodiscard]] Counts counts() const VMM_EXCLUDES(mutex_);
 
@@ -217,6 +243,13 @@ class OrderChecker final : public Driver {
   void note_use(Lane lane, Seq seq, const VectorClock& before, const CapturedGraph::Node& node, bool is_replay)
       VMM_REQUIRES(mutex_);
   void fill(Lane lane, Address address, std::size_t size) VMM_REQUIRES(mutex_);
+  void copy(Lane lane, Address address, std::size_t size, Seq seq, const VectorClock& before, bool is_write)
+      VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_held(const Piece& piece) const VMM_REQUIRES(mutex_);
+  void touch_content(const CapturedGraph::Node& node, Lane lane, Seq seq) VMM_REQUIRES(mutex_);
+  void leave_under_sleeper(Address at, const Mapping& mapping) VMM_REQUIRES(mutex_);
+  void come_back(Address address, std::size_t size, const Owner& owner, std::uint64_t block) VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool covers_copies(const VectorClock& point) const VMM_REQUIRES(mutex_);
   void work_goes_on() VMM_REQUIRES(mutex_);
   // The newest use that `point` does not cover, as text; "" when it covers all.
   std::string first_late(const UseSet& uses, Seq LaneUses::*which, const VectorClock& point) const VMM_REQUIRES(mutex_);
@@ -234,6 +267,15 @@ class OrderChecker final : public Driver {
   std::map<Fence, FenceState> fences_ VMM_GUARDED_BY(mutex_);
   std::map<CaptureId, CapturedGraph> captures_ VMM_GUARDED_BY(mutex_);
   std::set<std::uint64_t> pinned_ VMM_GUARDED_BY(mutex_);
+  std::set<std::uint64_t> asleep_ VMM_GUARDED_BY(mutex_);
+  struct Gone {
+    Address address = 0;
+    std::size_t size = 0;
+    Owner owner;
+  };
+  std::vector<Gone> gone_ VMM_GUARDED_BY(mutex_);  // freed memory of graphs, whose pool is asleep
+  BlockContents contents_ VMM_GUARDED_BY(mutex_);
+  std::map<Lane, Seq> copies_ VMM_GUARDED_BY(mutex_);  // the newest of each lane
   std::map<Lane, std::vector<Deed>> deeds_ VMM_GUARDED_BY(mutex_);
   std::shared_ptr<const std::string> where_ VMM_GUARDED_BY(mutex_) = std::make_shared<std::string>("the start");
   bool drifts_ VMM_GUARDED_BY(mutex_) = false;

@@ -81,13 +81,16 @@ Status OrderChecker::unmap(Address address, std::size_t size) {
     }
     if (!mapping.uses.empty()) ++counts_.unmapped;
     for (auto block = blocks_.lower_bound(at); block != blocks_.end() && block->first < at + mapping.size; ++block) {
+      if (asleep_.count(block->second.owner.pool) != 0) continue;
       violate("unmap of " + bytes_text(at, mapping.size) + " takes " + bytes_text(block->first, block->second.size) +
               " away from " + text_of(block->second.owner));
     }
-    if (const auto block = block_at(at); block != blocks_.end() && block->first < at) {
+    const auto block = block_at(at);
+    if (block != blocks_.end() && block->first < at && asleep_.count(block->second.owner.pool) == 0) {
       violate("unmap of " + bytes_text(at, mapping.size) + " takes part of a block away from " +
               text_of(block->second.owner));
     }
+    if (asleep_.count(mapping.pool) != 0) leave_under_sleeper(at, mapping);
   });
   memory_.unmap(address, size);
   return status;
@@ -159,6 +162,7 @@ Status OrderChecker::wait(Fence fence) {
   const Status status = inner_.wait(fence);
   const auto found = fences_.find(fence);
   if (!status.ok() || found == fences_.end()) return status;
+  if (covers_copies(found->second.point)) ++counts_.host_waits_for_copies;
   order_.finish(found->second.point);
   order_.host_learns(found->second.point);
   return status;
@@ -174,7 +178,9 @@ Status OrderChecker::stream_wait(int device, Stream stream, Fence fence) {
   }
   if (order_.is_captured(lane) || order_.stands_before_a_capture(lane)) return captured("a wait during a capture");
   const Status status = inner_.stream_wait(device, stream, fence);
-  if (status.ok()) order_.wait(lane, found->second.point);
+  if (!status.ok()) return status;
+  if (copies_.count(lane) == 0 && covers_copies(found->second.point)) ++counts_.stream_waits_for_copies;
+  order_.wait(lane, found->second.point);
   return status;
 }
 
@@ -183,6 +189,7 @@ Status OrderChecker::synchronize(int device) {
   const Status status = inner_.synchronize(device);
   if (!status.ok()) return status;
   const VectorClock all = order_.all_of(device);
+  if (covers_copies(all)) ++counts_.host_waits_for_copies;
   order_.finish(all);
   order_.host_learns(all);
   return status;
@@ -209,14 +216,15 @@ void OrderChecker::fill(Lane lane, Address address, std::size_t size) {
     mapping.uses.note(lane, seq, /*is_write=*/true, /*is_replay=*/false);
   });
   memory_.each_piece(address, size, [&](const Stretch& stretch, Piece& piece) VMM_REQUIRES(mutex_) {
-    if (piece.block != 0) violate(who() + " writes " + bytes_text(stretch) + ", held by " + text_of(piece.owner));
+    if (is_held(piece)) violate(who() + " writes " + bytes_text(stretch) + ", held by " + text_of(piece.owner));
     piece.former.join(piece.uses);
     piece.uses.clear();
     const std::string late = first_late(piece.former, &LaneUses::any, before);
     if (!late.empty()) violate(who() + ": " + bytes_text(stretch) + " comes without order after " + late);
     if (!all_done(piece.former)) ++counts_.filled;
     piece.uses.note(lane, seq, /*is_write=*/true, /*is_replay=*/false);
-    piece.owner = {kAllocator, order_.device_of(lane), order_.handle_of(lane)};
+    piece.moved.note(lane, seq, /*is_write=*/true, /*is_replay=*/false);
+    if (piece.block == 0) piece.owner = {kAllocator, order_.device_of(lane), order_.handle_of(lane)};
   });
 }
 
@@ -230,8 +238,28 @@ Status OrderChecker::fill_async(int device, Address address, std::uint8_t byte, 
   return status;
 }
 
-// Reads what is there and writes what is there: after all writes, and after all
+// One side of a copy. It reads what is there, after all writes, or writes what is there, after all
 // uses. Either side may be plain memory of the host, of which nothing is known.
+void OrderChecker::copy(Lane lane, Address address, std::size_t size, Seq seq, const VectorClock& before,
+                        bool is_write) {
+  memory_.each_mapping(address, size,
+                       [&](Address /*at*/, Mapping& mapping) { mapping.uses.note(lane, seq, is_write, false); });
+  memory_.each_piece(address, size, [&](const Stretch& stretch, Piece& piece) VMM_REQUIRES(mutex_) {
+    if (is_write && is_held(piece)) {
+      violate(text_of(lane, seq) + " writes " + bytes_text(stretch) + ", held by " + text_of(piece.owner));
+    }
+    for (const UseSet* uses : {&piece.uses, &piece.former}) {
+      const std::string late = first_late(*uses, is_write ? &LaneUses::any : &LaneUses::write, before);
+      if (!late.empty()) {
+        violate(text_of(lane, seq) + ": " + bytes_text(stretch) + " comes without order after " + late);
+      }
+      if (!all_done(*uses)) ++counts_.copied;
+    }
+    piece.uses.note(lane, seq, is_write, false);
+    piece.moved.note(lane, seq, is_write, false);
+  });
+}
+
 Status OrderChecker::copy_async(int device, Address to, Address from, std::size_t size, Stream stream) {
   const MutexLock lock(mutex_);
   Lane lane = 0;
@@ -241,21 +269,9 @@ Status OrderChecker::copy_async(int device, Address to, Address from, std::size_
   const Status status = inner_.copy_async(device, to, from, size, stream);
   if (!may_have_begun(status)) return status;
   const Seq seq = queue(lane, "allocator's copy", to, size);
-  const auto touch = [&](Address address, bool is_write) VMM_REQUIRES(mutex_) {
-    memory_.each_mapping(address, size,
-                         [&](Address /*at*/, Mapping& mapping) { mapping.uses.note(lane, seq, is_write, false); });
-    memory_.each_piece(address, size, [&](const Stretch& stretch, Piece& piece) VMM_REQUIRES(mutex_) {
-      for (const UseSet* uses : {&piece.uses, &piece.former}) {
-        const std::string late = first_late(*uses, is_write ? &LaneUses::any : &LaneUses::write, before);
-        if (!late.empty()) {
-          violate(text_of(lane, seq) + ": " + bytes_text(stretch) + " comes without order after " + late);
-        }
-      }
-      piece.uses.note(lane, seq, is_write, false);
-    });
-  };
-  touch(from, /*is_write=*/false);
-  touch(to, /*is_write=*/true);
+  copies_[lane] = seq;
+  copy(lane, from, size, seq, before, /*is_write=*/false);
+  copy(lane, to, size, seq, before, /*is_write=*/true);
   return status;
 }
 

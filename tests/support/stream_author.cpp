@@ -13,6 +13,7 @@ Author::Author(std::uint64_t seed, const StreamProgramOptions& options) : random
   phrases_ = any(5) == 0 ? 0 : 60 + any(200);
   captures_ = options.with_captures && any(4) != 0;
   recorder_ = any(3) == 0;
+  sleeps_ = options.with_sleep && any(3) != 0;
   const bool fails = options.with_failures && any(2) == 0;
   const bool by_hand = any(3) == 0;
   habits_ = {{270, &Author::allocation},
@@ -28,6 +29,7 @@ Author::Author(std::uint64_t seed, const StreamProgramOptions& options) : random
              {captures_ ? 60 : 0, &Author::captures},
              {captures_ ? 30 : 0, &Author::part},
              {by_hand ? 50 : 0, &Author::by_hand},
+             {sleeps_ ? 25 : 0, &Author::sleeping},
              {fails ? 20 : 0, &Author::failing},
              {6, &Author::ending},
              {peers_ ? 2 : 0, &Author::peering}};
@@ -201,6 +203,22 @@ StreamOp Author::by_hand() {
       return {Kind::free_chunk, any(kChunkSlots)};
     default:
       return any(3) == 0 ? StreamOp{Kind::close_manager} : StreamOp{Kind::unmap_chunk, place};
+  }
+}
+
+StreamOp Author::sleeping() {
+  switch (any(8)) {
+    case 0:
+    case 1:
+      return {Kind::sleep, pool(), how(), looks()};
+    case 2:
+      return {Kind::swap, pool(), pool(), how(), looks()};
+    case 3:
+    case 4:
+    case 5:
+      return {Kind::wake, pool(), any(4) == 0 ? any(3) : 0, looks()};
+    default:
+      return {Kind::go_on, any(2), looks(), any(8) == 0 ? 1U : 0U};
   }
 }
 

@@ -48,6 +48,7 @@ class Author {
   StreamOp captures();
   StreamOp part();
   StreamOp by_hand();
+  StreamOp sleeping();
 
   // -- Phrases
   Phrase next_phrase();
@@ -76,10 +77,18 @@ class Author {
   Phrase capture_by_others();
   Phrase pinned_part();
   Phrase mempool();
+  // A model that sleeps while work on its blocks is queued and others allocate, and wakes.
+  Phrase nap();
 
   std::uint64_t any(std::uint64_t below) { return random_() % below; }
   std::uint64_t block() { return any(3) == 0 ? kNewest + any(4) : any(1000); }
-  std::uint64_t pool() { return any(pools_); }
+  std::uint64_t pool() { return sleeps_ && any(8) == 0 ? kTagOfFirst : any(pools_); }
+  // Mostly in the host's memory, and whole. Files take their time.
+  std::uint64_t how() {
+    const std::uint64_t where = any(24) == 0 ? 1 : any(3) == 0 ? 2 * any(2) : 3;
+    return where + 8 * (any(3) == 0 ? any(3) : 0) + 24 * any(2);
+  }
+  std::uint64_t looks() { return any(2) == 0 ? 0 : 1 + any(6); }
   template <typename Values>
   std::uint64_t one_of(const Values& values) {
     return values[any(values.size())];
@@ -122,6 +131,7 @@ class Author {
   bool captures_ = false;
   bool recorder_ = false;
   bool peers_ = false;
+  bool sleeps_ = false;
 };
 
 }  // namespace vmm::testing

@@ -7,6 +7,7 @@ namespace vmm::testing {
 
 Author::Phrase Author::next_phrase() {
   if (is_crowded_ && any(8) == 0) return crowd();
+  if (sleeps_ && any(4) == 0) return nap();
   switch (any(captures_ ? 13 : 9)) {
     case 0:
     case 1:
@@ -280,6 +281,33 @@ Author::Phrase Author::pinned_part() {
   if (any(4) == 0) phrase.push_back({Kind::close_pool, any(2) == 0 ? kPartOfPlain : kPlainPool, any(2)});
   phrase.push_back({Kind::unpin});
   append_taker(phrase, kPartOfPlain, bytes, on);
+  return phrase;
+}
+
+Author::Phrase Author::nap() {
+  const std::uint64_t of = pool();
+  const std::uint64_t owner = stream_for(of);
+  const std::uint64_t bytes = size();
+  Phrase phrase = used_block(of, bytes, owner);
+  append(phrase, used_block(of, size(), stream_for(of)));
+  if (any(2) == 0) phrase.push_back({Kind::free, kNewest});
+  phrase.push_back({Kind::sleep, of, how(), looks()});
+  append_taker(phrase, of, bytes, owner);  // nobody, or of another pool
+  if (any(2) == 0) phrase.push_back(giving_back());
+  phrase.push_back({Kind::go_on, any(2), looks(), any(8) == 0 ? 1U : 0U});
+  if (any(2) == 0) {
+    // What others leave, with readers, is all that there is for it.
+    append(phrase, used_block(any(kGroupPools), bytes, owner));
+    phrase.push_back({Kind::free, kNewest});
+    phrase.push_back({Kind::group_limit, 0, bytes + (4 + any(8)) * kMiB});
+  }
+  if (any(4) == 0) phrase.push_back({Kind::free, kNewest + 1});
+  phrase.push_back(any(3) == 0 ? StreamOp{Kind::swap, pool(), of, how(), looks()}
+                               : StreamOp{Kind::wake, of, any(6) == 0 ? any(3) : 0, looks()});
+  if (any(2) == 0) append_taker(phrase, pool(), bytes, owner);
+  phrase.push_back({Kind::go_on, any(2), 0});
+  phrase.push_back({Kind::use, kNewest, stream(), use_flags()});
+  phrase.push_back({Kind::use, kNewest + 1, stream(), use_flags()});
   return phrase;
 }
 

@@ -15,12 +15,12 @@ using Kind = StreamOp::Kind;
 
 // One name a line would be a page.
 // clang-format off
-constexpr std::array<const char*, 46> kKindNames = {
+constexpr std::array<const char*, 50> kKindNames = {
     "allocate", "allocate_at", "free", "use", "record_stream", "pages", "first_pages", "hold", "unhold", "wait", "create_stream", "destroy_stream",
     "run", "run_all", "drift", "trim", "empty_cache", "settle", "pool_limit", "group_limit", "close_pool",
     "close_group", "fail_call", "begin_capture", "join_capture", "invalidate_capture", "end_capture", "launch",
     "drop_graph", "open_mempool", "enter_mempool", "leave_mempool", "close_mempool", "pin", "unpin", "launch_part",
-    "checkpoint", "restore", "add_peers", "create_chunk", "map_chunk", "use_mapping", "set_access", "unmap_chunk",
+    "checkpoint", "restore", "sleep", "wake", "swap", "go_on", "add_peers", "create_chunk", "map_chunk", "use_mapping", "set_access", "unmap_chunk",
     "free_chunk", "close_manager"};
 // clang-format on
 

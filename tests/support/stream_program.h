@@ -65,6 +65,13 @@ struct StreamOp {
     launch_part,  // a: stream: all that was used of it while pinned
     checkpoint,
     restore,
+    // Models that sleep, with their parts. how: 0 thrown away, 1 in a file, 2 on the other
+    // device, 3 in the host's memory; +8 only the tag, +16 all but that; +24 gives its
+    // memory back to the driver. looks: how far it gets by this step; 0: to its end.
+    sleep,  // a: pool, b: how, c: looks
+    wake,   // a: pool, b: 0 all, 1 only the tag, 2 all but that, c: looks
+    swap,   // a: pool that sleeps, b: pool that wakes, c: how, d: looks
+    go_on,  // a: transfer, b: looks, c: 1: it is stopped there
     // Two devices; mappings by hand (virtual_memory_manager.h)
     add_peers,
     create_chunk,  // a: bytes
@@ -97,6 +104,7 @@ struct StreamProgramOptions {
   bool with_foreign = true;   // streams that somebody else makes and destroys
   bool with_captures = true;
   bool with_peers = true;
+  bool with_sleep = true;
   std::string debug = {};  // TORCH_VMM_DEBUG
 };
 

@@ -1,7 +1,10 @@
 // StreamWorld: streams and pools.
 #include "support/stream_world.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 
@@ -98,9 +101,14 @@ void OtherThread::loop() {
 // -- The world's life
 
 StreamWorld::StreamWorld(const std::string& debug)
-    : host_({kPage, kDeviceBytes, 2}), scripted_(host_), driver_(scripted_) {
+    : host_({kPage, kDeviceBytes, 2}), scripted_(host_), driver_(scripted_, /*with_patterns=*/!debug.empty()) {
+  static std::atomic<unsigned> worlds{0};
+  folder_ = std::filesystem::temp_directory_path() /
+            ("vmm_stream_program_" + std::to_string(::getpid()) + "_" + std::to_string(++worlds));
   memory_ = std::make_unique<DeviceMemory>(driver_, space_, 0, options(debug));
   peer_memory_ = std::make_unique<DeviceMemory>(driver_, space_, 1, options(debug));
+  sleeper_ = std::make_unique<Sleeper>(*memory_);
+  peer_sleeper_ = std::make_unique<Sleeper>(*peer_memory_);
   group_ = std::make_unique<SharedMemoryPool>(*memory_, kGroupLimit);
   CaptureHooks hooks;
   hooks.capture_of = [this](Stream stream) { return driver_.capture_of({stream, 0}); };
@@ -115,12 +123,14 @@ StreamWorld::StreamWorld(const std::string& debug)
 
 StreamWorld::~StreamWorld() {
   scripted_.clear_failures();
+  end_transfers();
   end_all_graphs();
   unpin_part();
   while (!live_.empty()) free_block(live_.size() - 1, false, 0);
   saved_.reset();
   manager_.reset();
   group_.reset();
+  peer_memory_->close_pool(*pools_[kPeerPool], /*force=*/true);  // it may sleep on the first device
   for (auto& pool : pools_) pool.reset();
   private_pools_.reset();
   // Neither device outlives what the other one still waits for.
@@ -128,6 +138,9 @@ StreamWorld::~StreamWorld() {
   peer_memory_->empty_cache();
   memory_.reset();
   peer_memory_.reset();
+  sleeper_.reset();  // what sleeps has backups
+  peer_sleeper_.reset();
+  std::filesystem::remove_all(folder_);
   if (scripted_.leaks().empty()) return;
   std::fprintf(stderr, "leaked: %s\n", scripted_.leaks().c_str());
   std::abort();
@@ -135,8 +148,13 @@ StreamWorld::~StreamWorld() {
 
 void StreamWorld::check() {
   driver_.check();
-  memory_->check();
-  peer_memory_->check();
+  for (DeviceMemory* memory : {memory_.get(), peer_memory_.get()}) {
+    if (transfers_.empty()) {
+      memory->check();
+    } else {  // what is on its way to a pool that wakes is in no pool's numbers
+      for (const auto& pool : memory->pools()) pool->check();
+    }
+  }
 }
 
 void StreamWorld::step(const StreamOp& op) {
@@ -239,6 +257,14 @@ void StreamWorld::step(const StreamOp& op) {
       return checkpoint();
     case Kind::restore:
       return restore();
+    case Kind::sleep:
+      return transfer(op.a % kPoolSlots, std::nullopt, op.b, op.c);
+    case Kind::wake:
+      return transfer(std::nullopt, op.a % kPoolSlots, op.b, op.c);
+    case Kind::swap:
+      return transfer(op.a % kPoolSlots, op.b % kPoolSlots, op.c, op.d);
+    case Kind::go_on:
+      return go_on(op.a, op.b == 0 ? SteppedTransfer::kToTheEnd : op.b, op.c == 1);
     case Kind::add_peers:
       return add_peers();
     case Kind::create_chunk:
@@ -365,6 +391,8 @@ void StreamWorld::open(std::size_t pool) {
         if (pool == 2) spec.floor = 2 * kPage;
         if (pool == 2) spec.priority = 1;
         pools_[pool] = group_->register_model(model_name(pool), spec);
+      } else if (pool == kTagOfFirst) {
+        pools_[pool] = memory_->tagged(pools_[0], kTag);
       } else if (pool == kPartOfPlain) {
         part_region_ = std::make_shared<Region>();
         pools_[pool] = memory_->create_part(pools_[kPlainPool], {1, 1000 + ++last_name_}, /*no_split=*/false);
@@ -416,20 +444,32 @@ void StreamWorld::end_pool(std::size_t pool, bool keeps_tensors) {
   pools_[pool].reset();
 }
 
+// It ends with its model.
+void StreamWorld::end_tag(bool keeps_tensors) {
+  end_blocks_of(kTagOfFirst, keeps_tensors);
+  pools_[kTagOfFirst].reset();
+}
+
 void StreamWorld::close_pool(std::size_t pool, bool keeps_tensors) {
+  if (pool == kPartOfPlain && pools_[kPlainPool]->is_asleep()) return;  // none is made for a model that sleeps
   // torch lets go of a private pool some time; here, before its model ends.
   if (pool == kPlainPool) end_pool(kPartOfPlain, keeps_tensors);
+  if (pool == kTagOfFirst) pool = 0;
+  if (pool == 0) end_tag(keeps_tensors);
   end_pool(pool, keeps_tensors);
   open(pool);
   if (pool == kPlainPool) open(kPartOfPlain);
+  if (pool == 0) open(kTagOfFirst);
 }
 
 void StreamWorld::close_group(bool keeps_tensors) {
+  end_tag(keeps_tensors);
   for (std::size_t k = 0; k < kGroupPools; ++k) end_blocks_of(k, keeps_tensors);
   group_->close(/*force=*/true);
   for (std::size_t k = 0; k < kGroupPools; ++k) pools_[k].reset();
   group_ = std::make_unique<SharedMemoryPool>(*memory_, kGroupLimit);
   for (std::size_t k = 0; k < kGroupPools; ++k) open(k);
+  open(kTagOfFirst);
 }
 
 std::uint64_t StreamWorld::number_of(const std::shared_ptr<Pool>& pool) {

@@ -19,14 +19,17 @@
 //   allocator has met one on its device: what it never heard of it cannot cover
 //   (and natively only a wait by the owner makes that right).
 // - A stream that was recorded for a block lives until the block is freed.
+// - Nothing is queued that uses memory of a model from before it is told to sleep until
+//   it has woken; what was queued before may still run. Its blocks may be freed.
 // - torch's own streams appear when they are first used: the allocator finds them
 //   in its census, though no pool has met them.
 //
-// Nobody looks at contents: the other random program does that.
+// Kernels write and read their blocks' contents (block_contents.h).
 #pragma once
 
 #include <array>
 #include <condition_variable>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -41,9 +44,11 @@
 #include "core/faces/shared_memory_pool.h"
 #include "core/faces/virtual_memory_manager.h"
 #include "core/memory/address_space.h"
+#include "core/sleep/transfer.h"
 #include "driver/host_driver.h"
 #include "support/order_checker.h"
 #include "support/scripted_driver.h"
+#include "support/stepped_transfer.h"
 #include "support/stream_program.h"
 
 namespace vmm::testing {
@@ -83,12 +88,14 @@ inline constexpr std::size_t kStreamSlots = kNamedStreams + kCrowd;
 const std::array<StreamSlot, kStreamSlots>& stream_slots();
 
 // Pools, by number: three models under one limit, a pool of its own, a part of
-// that, and a pool of the other device.
-inline constexpr std::size_t kPoolSlots = 6;
+// that, a pool of the other device, and a tag of the first model.
+inline constexpr std::size_t kPoolSlots = 7;
 inline constexpr std::size_t kGroupPools = 3;
 inline constexpr std::size_t kPlainPool = 3;
 inline constexpr std::size_t kPartOfPlain = 4;
 inline constexpr std::size_t kPeerPool = 5;
+inline constexpr std::size_t kTagOfFirst = 6;
+inline constexpr const char* kTag = "weights";
 // Graphs and captures, by number; regions: 0 none, 1 and 2 graphs', 3 and 4 MemPools'.
 inline constexpr std::size_t kGraphSlots = 4;
 inline constexpr std::size_t kRegions = 5;
@@ -167,6 +174,7 @@ class StreamWorld {
   [[nodiscard]] StreamCensus census(int device);
   void open(std::size_t pool);
   void end_pool(std::size_t pool, bool keeps_tensors);
+  void end_tag(bool keeps_tensors);
   void close_pool(std::size_t pool, bool keeps_tensors);
   void close_group(bool keeps_tensors);
   void end_blocks_of(std::size_t pool, bool keeps_tensors);
@@ -213,6 +221,20 @@ class StreamWorld {
   void restore();
   void end_all_graphs();
 
+  // stream_world_sleep.cpp: models that sleep. `how`: where to (modulo 8), which parts, and
+  // whether it gives its memory back to the driver.
+  struct UnderWay {
+    std::unique_ptr<SteppedTransfer> transfer;
+    std::vector<std::uint64_t> pools;                         // by number
+    std::vector<std::pair<std::uint64_t, bool>> thrown_away;  // of these, and whether it was awake
+  };
+  PoolList family(std::size_t pool, std::uint64_t parts);
+  Place place(std::uint64_t kind, int device);
+  void transfer(std::optional<std::size_t> out, std::optional<std::size_t> in, std::uint64_t how, std::uint64_t looks);
+  void go_on(std::size_t number, std::size_t looks, bool stops);
+  void note_awake();
+  void end_transfers();
+
   // stream_world_mappings.cpp: two devices, mappings by hand
   void add_peers();
   void open_manager();
@@ -232,6 +254,8 @@ class StreamWorld {
   OtherThread other_thread_;
   std::unique_ptr<DeviceMemory> memory_;
   std::unique_ptr<DeviceMemory> peer_memory_;
+  std::unique_ptr<Sleeper> sleeper_;
+  std::unique_ptr<Sleeper> peer_sleeper_;
   std::unique_ptr<SharedMemoryPool> group_;
   std::unique_ptr<PrivatePools> private_pools_;
   std::array<std::shared_ptr<Pool>, kPoolSlots> pools_;
@@ -254,14 +278,19 @@ class StreamWorld {
   bool part_is_pinned_ = false;
   std::optional<std::pair<PoolCheckpoint, std::vector<Live>>> saved_;
 
+  std::map<std::uint64_t, std::weak_ptr<Pool>> asleep_;  // as the program knows it, by number
+  std::vector<UnderWay> transfers_;
+  std::filesystem::path folder_;  // of files in which models sleep
+  std::uint64_t last_file_ = 0;
+
   std::unique_ptr<VirtualMemoryManager> manager_;
   VirtualAddressRange range_;
   std::array<std::optional<PhysicalAllocation>, kChunkSlots> chunks_;
-  struct Place {
+  struct MappedAt {
     std::size_t chunk = 0;
     std::size_t size = 0;
   };
-  std::map<std::size_t, Place> places_;  // by number: 2 MiB each
+  std::map<std::size_t, MappedAt> places_;  // by number: 2 MiB each
 };
 
 }  // namespace vmm::testing

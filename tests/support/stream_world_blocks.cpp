@@ -19,7 +19,7 @@ void StreamWorld::adopt(Live live, const std::shared_ptr<Pool>& home, std::size_
   live.owner = stream;
   if (live.pool == kPartOfPlain) {
     live.region = part_region_;
-  } else if (home->is_part()) {
+  } else if (home->is_part() && !(home->region() == RegionId{})) {
     live.region = region_of(home->region());
     auto& parts = live.region->parts;
     if (std::find(parts.begin(), parts.end(), live.home_number) == parts.end()) {
@@ -53,7 +53,7 @@ void StreamWorld::allocate(std::size_t pool, std::size_t bytes, std::size_t stre
   std::shared_ptr<Pool> home = pools_[pool];
   on_thread_of(stream, [&] {
     DeviceMemory& memory = memory_of(home->device());
-    const bool is_model = pool < kPartOfPlain;
+    const bool is_model = pool < kPartOfPlain || pool == kTagOfFirst;
     try {
       if (is_model && private_pools_->any_route()) {
         if (auto part = private_pools_->route(home, slot(stream).handle); part != nullptr) home = part;
@@ -85,7 +85,8 @@ void StreamWorld::allocate_at(std::size_t pool, std::size_t bytes, std::size_t s
 }
 
 void StreamWorld::pages(std::size_t pool, std::size_t first, std::size_t count, std::size_t stream) {
-  if (pool == kPartOfPlain || !is_alive(stream) || slot(stream).device != pools_[pool]->device()) return;
+  if (pool == kPartOfPlain || pool == kTagOfFirst || !is_alive(stream) || slot(stream).device != pools_[pool]->device())
+    return;
   const std::size_t page = pools_[pool]->page_size();
   Live live;
   live.size = (1 + count % kMostPages) * page;
@@ -105,7 +106,8 @@ void StreamWorld::pages(std::size_t pool, std::size_t first, std::size_t count, 
 }
 
 void StreamWorld::first_pages(std::size_t pool, std::size_t count, std::size_t stream) {
-  if (pool == kPartOfPlain || !is_alive(stream) || slot(stream).device != pools_[pool]->device()) return;
+  if (pool == kPartOfPlain || pool == kTagOfFirst || !is_alive(stream) || slot(stream).device != pools_[pool]->device())
+    return;
   Live live;
   live.size = (1 + count % kMostPages) * pools_[pool]->page_size();
   live.pool = pool;
@@ -136,7 +138,7 @@ void StreamWorld::owe(const Live& live, bool by_other_thread) {
 void StreamWorld::hold(std::size_t index) {
   Live& live = live_[index];
   const auto home = live.home.lock();
-  if (!live.pages || live.held || home == nullptr) return;
+  if (!live.pages || live.held || home == nullptr || home->is_asleep()) return;
   home->hold_pages(live.address - home->base(), live.size);
   live.held = true;
 }
@@ -192,6 +194,7 @@ void StreamWorld::free_block(std::size_t index, bool by_other_thread, std::size_
 void StreamWorld::use_block(std::size_t index, std::size_t stream, std::uint64_t flags) {
   Live& live = live_[index];
   if (!is_alive(stream) || (slot(stream).device != slot(live.owner).device && !peers_)) return;
+  if (driver_.is_asleep(live.home_number)) return;
   const bool writes = (flags & kUseWrites) != 0;
   const Use use = writes ? Use::write : Use::read;
   const std::size_t bytes = (flags & kUseIsSmall) != 0 ? std::min(live.size, kGranule) : live.size;

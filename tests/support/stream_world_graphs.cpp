@@ -117,7 +117,7 @@ void StreamWorld::note_captured(CaptureId capture, const Live& live) {
 void StreamWorld::launch(std::size_t number, std::size_t stream) {
   Graph& graph = graphs_[number];
   if (graph.capture != 0 || graph.work.nodes.empty() || slot(stream).device != 0 || !may_work(stream)) return;
-  if (!is_coverable(stream)) return;
+  if (!is_coverable(stream) || driver_.is_asleep(graph.work)) return;
   std::vector<Live*> others;
   VectorClock before = graph.born;
   for (const std::uint64_t block : graph.blocks) {
@@ -202,7 +202,7 @@ void StreamWorld::close_mempool(std::size_t region) {
 // -- A part pinned by hand: whatever was used of it while pinned is the graph
 
 void StreamWorld::pin_part() {
-  if (part_is_pinned_) return;
+  if (part_is_pinned_ || driver_.is_asleep(number_of(pools_[kPartOfPlain]))) return;
   part_is_pinned_ = true;
   driver_.pin(number_of(pools_[kPartOfPlain]));
   pools_[kPartOfPlain]->pin();
@@ -224,7 +224,7 @@ void StreamWorld::unpin_part() {
 
 void StreamWorld::launch_part(std::size_t stream) {
   if (!part_is_pinned_ || slot(stream).device != 0 || !may_work(stream)) return;
-  if (!is_coverable(stream)) return;
+  if (!is_coverable(stream) || driver_.is_asleep(part_work_)) return;
   wait(stream, part_region_->turns);
   on_thread_of(stream, [&] { driver_.launch(part_work_, ref(stream)); });
   part_region_->turns.join(point(stream));
