@@ -162,6 +162,7 @@ SOURCES = [
     "csrc/driver/host_arena.cpp",
     "csrc/driver/host_driver.cpp",
     "csrc/driver/host_memory.cpp",
+    "csrc/driver/packing.cpp",
     "csrc/ipc/imported_range.cpp",
     "csrc/ipc/ipc_descriptors.cpp",
     "csrc/ipc/ipc_exports.cpp",
