@@ -118,6 +118,7 @@ SOURCES = [
     "csrc/core/memory/mapped_range.cpp",
     "csrc/core/memory/own_file.cpp",
     "csrc/core/memory/pinned_memory.cpp",
+    "csrc/core/memory/pinned_slabs.cpp",
     "csrc/core/memory/zero_cover.cpp",
     "csrc/core/numbers/peaks.cpp",
     "csrc/core/numbers/pool_counters.cpp",
