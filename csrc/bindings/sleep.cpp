@@ -27,6 +27,10 @@ Place to_place(const PlaceArgument& argument, const Pool& pool) {
   const auto& [kind, path, ordinal] = argument;
   Place place;
   if (kind == "host") return place;
+  if (kind == "host, packed") {
+    place.is_packed = true;
+    return place;
+  }
   if (kind == "discard" || kind == "poison") {
     place.kind = Place::Kind::discard;
     place.is_poisoned = kind == "poison";

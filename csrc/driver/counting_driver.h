@@ -77,6 +77,10 @@ class CountingDriver : public Driver {
   Status read(int device, void* to, Address from, std::size_t size) override {
     return inner_.read(device, to, from, size);
   }
+  [[nodiscard]] std::string missing_packing(int device) override { return inner_.missing_packing(device); }
+  Status pack_async(int device, packing::Step step, const packing::Job& job, Stream stream) override {
+    return inner_.pack_async(device, step, job, stream);
+  }
   Status memory_info(int device, MemoryInfo* out) const override { return inner_.memory_info(device, out); }
   [[nodiscard]] std::chrono::nanoseconds now() const override { return inner_.now(); }
   [[nodiscard]] NativePools* native_pools() override { return inner_.native_pools(); }

@@ -56,6 +56,10 @@
   X(cuStreamIsCapturing)            \
   X(cuStreamSynchronize)            \
   X(cuStreamWaitEvent)              \
+  X(cuModuleLoadData)               \
+  X(cuModuleUnload)                 \
+  X(cuModuleGetFunction)            \
+  X(cuLaunchKernel)                 \
   X(cuThreadExchangeStreamCaptureMode)
 // What only the driver's own pools need: without it all else works.
 #define VMM_CUDA_POOL_FUNCTIONS(X) \

@@ -1,5 +1,5 @@
-// Devices, contexts and memory. Fences and content are in cuda_streams.cpp, the driver's
-// own pools in cuda_native_pools.cpp.
+// Devices, contexts and memory. Fences and content are in cuda_streams.cpp, what packs it
+// in cuda_packing.cpp, the driver's own pools in cuda_native_pools.cpp.
 #include "driver/cuda_driver.h"
 
 #include <fcntl.h>

@@ -92,6 +92,10 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;
   Status read(int device, void* to, Address from, std::size_t size) override VMM_EXCLUDES(context_mutex_);
 
+  // cuda_packing.cpp
+  [[nodiscard]] std::string missing_packing(int device) override VMM_EXCLUDES(context_mutex_);
+  Status pack_async(int device, packing::Step step, const packing::Job& job, Stream stream) override;
+
   Status memory_info(int device, MemoryInfo* out) const override;
 
   [[nodiscard]] NativePools* native_pools() override { return this; }
@@ -114,9 +118,10 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
     Capabilities capabilities;
     std::string missing;
     std::string missing_pools;
-    std::atomic<CUcontext> context{nullptr};  // retained on first use
-    std::atomic<CUdeviceptr> to_free{0};      // by synchronize(); 0: none yet
-    std::atomic<CUstream> reading{nullptr};   // read()'s own; nullptr: none yet
+    std::atomic<CUcontext> context{nullptr};           // retained on first use
+    std::atomic<CUdeviceptr> to_free{0};               // by synchronize(); 0: none yet
+    std::atomic<CUstream> reading{nullptr};            // read()'s own; nullptr: none yet
+    std::array<std::atomic<CUfunction>, 3> packing{};  // by step; nullptr: not compiled yet
   };
   struct Chunk {
     CUmemGenericAllocationHandle handle = 0;
@@ -164,6 +169,7 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   Status answer(CUresult result, const char* call) const;
   // REQUIRES: the device's context is current.
   Status provide_block_to_free(Device& device) const;
+  Status load_packing(Device& device, const std::string& code) VMM_EXCLUDES(context_mutex_);
   Status reading_stream(Device& device, CUstream* out) VMM_EXCLUDES(context_mutex_);
   Status context_of(int device, CUcontext* out) const VMM_EXCLUDES(context_mutex_);
   [[nodiscard]] CUmemLocation location(Location where) const;

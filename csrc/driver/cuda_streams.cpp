@@ -148,14 +148,15 @@ Status CudaDriver::destroy_stream(int device, Stream stream) {
   return answer(api_.cuStreamDestroy(stream_of(stream)), "cuStreamDestroy");
 }
 
-// For all contexts: what is saved there next may be another device's.
+// For all contexts: what is saved there next may be another device's. Kernels reach it too.
 Status CudaDriver::pin_host(Address address, std::size_t size) {
   if (const Status checked = check_device(0, "pin"); !checked.ok()) return checked;
   const Current current(*this, 0);
   if (!current.status().ok()) return current.status();
   const RelaxedCapture relaxed(api_);
   void* const begin = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
-  return answer(api_.cuMemHostRegister(begin, size, CU_MEMHOSTREGISTER_PORTABLE), "cuMemHostRegister");
+  return answer(api_.cuMemHostRegister(begin, size, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP),
+                "cuMemHostRegister");
 }
 
 Status CudaDriver::unpin_host(Address address) {

@@ -69,6 +69,11 @@ struct MemoryInfo {
 
 class NativePools;
 
+namespace packing {
+enum class Step : unsigned int;
+struct Job;
+}  // namespace packing
+
 class Driver {
  public:
   Driver() = default;
@@ -169,6 +174,14 @@ class Driver {
   // that copy alone: it is on no stream that anybody else has, so behind nothing that is
   // queued, and no capture is ended. REQUIRES: no queued work writes there.
   virtual Status read(int device, void* to, Address from, std::size_t size) = 0;
+
+  // -- Packed content (packing.h). Why this device cannot do it ("" if it can), in words for
+  // the user. What it needs is made when first asked, which may take half a second.
+  [[nodiscard]] virtual std::string missing_packing(int device) = 0;
+  // Does `step` to the units of `job`, one at least, in the order of `stream`. REQUIRES:
+  // missing_packing() is ""; the units and their bodies are in pinned host memory, and stay
+  // there until it is done. not_supported: the stream is being captured.
+  virtual Status pack_async(int device, packing::Step step, const packing::Job& job, Stream stream) = 0;
 
   virtual Status memory_info(int device, MemoryInfo* out) const = 0;
 

@@ -11,6 +11,7 @@
 
 #include "base/errors.h"
 #include "driver/host_memory.h"
+#include "driver/packing.h"
 
 namespace vmm {
 namespace {
@@ -449,6 +450,15 @@ Status HostDriver::read(int device, void* to, Address from, std::size_t size) {
   if (const Status checked = check_device(device, "read"); !checked.ok()) return checked;
   if (size == 0) return refuse("read of size zero");
   std::memcpy(to, pointer(from), size);
+  return {};
+}
+
+std::string HostDriver::missing_packing(int device) { return missing(device); }
+
+Status HostDriver::pack_async(int device, packing::Step step, const packing::Job& job, Stream /*stream*/) {
+  if (const Status checked = check_device(device, "pack_async"); !checked.ok()) return checked;
+  if (job.count == 0) return refuse("packing of nothing");
+  packing::run(step, job, *std::make_unique<packing::Scratch>());
   return {};
 }
 

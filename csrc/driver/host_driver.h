@@ -98,6 +98,9 @@ class HostDriver final : public Driver, private ForkObserver {
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;
   Status read(int device, void* to, Address from, std::size_t size) override;
 
+  [[nodiscard]] std::string missing_packing(int device) override;
+  Status pack_async(int device, packing::Step step, const packing::Job& job, Stream stream) override;
+
   Status memory_info(int device, MemoryInfo* out) const override VMM_EXCLUDES(mutex_);
 
  private:

@@ -30,6 +30,11 @@ class Sleep : public ::testing::Test {
   }
 
   static Places host() { return {Place{}}; }
+  static Places packed() {
+    Places places = host();
+    places.front().is_packed = true;
+    return places;
+  }
   static Places discard() { return {{Place::Kind::discard, "", nullptr}}; }
   Places file(const std::string& name = "model") {
     fs::create_directories(folder_);

@@ -207,6 +207,11 @@ class OrderChecker final : public Driver {
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override
       VMM_EXCLUDES(mutex_);
   Status read(int device, void* to, Address from, std::size_t size) override VMM_EXCLUDES(mutex_);
+  // Nothing sleeps packed here.
+  [[nodiscard]] std::string missing_packing(int device) override { return inner_.missing_packing(device); }
+  Status pack_async(int device, packing::Step step, const packing::Job& job, Stream stream) override {
+    return inner_.pack_async(device, step, job, stream);
+  }
   Status memory_info(int device, MemoryInfo* out) const override { return inner_.memory_info(device, out); }
   [[nodiscard]] std::chrono::nanoseconds now() const override { return inner_.now(); }
 

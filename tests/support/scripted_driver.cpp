@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
+
+#include "driver/packing.h"
 
 namespace vmm::testing {
 namespace {
@@ -36,10 +39,10 @@ std::size_t sum(const std::map<std::uint64_t, std::size_t>& sizes) {
 
 const char* to_string(Call call) {
   static constexpr const char* kNames[kCallKinds] = {
-      "reserve",      "unreserve",    "create",       "release",       "map",    "unmap",         "set_access",
-      "export_chunk", "import_chunk", "create_fence", "destroy_fence", "record", "query",         "wait",
-      "stream_wait",  "synchronize",  "copy_async",   "fill_async",    "read",   "create_stream", "destroy_stream",
-      "pin",          "unpin",        "memory_info",  "capabilities"};
+      "reserve",        "unreserve",    "create",       "release",       "map",         "unmap", "set_access",
+      "export_chunk",   "import_chunk", "create_fence", "destroy_fence", "record",      "query", "wait",
+      "stream_wait",    "synchronize",  "copy_async",   "fill_async",    "read",        "pack",  "create_stream",
+      "destroy_stream", "pin",          "unpin",        "memory_info",   "capabilities"};
   return kNames[index(call)];
 }
 
@@ -392,6 +395,25 @@ Status ScriptedDriver::read(int device, void* to, Address from, std::size_t size
   CallRecord record = make(Call::read, from, size);
   if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
   return end(record, inner_.read(device, to, from, size));
+}
+
+void ScriptedDriver::set_missing_packing(std::string why) {
+  const MutexLock lock(mutex_);
+  missing_packing_ = std::move(why);
+}
+
+std::string ScriptedDriver::missing_packing(int device) {
+  {
+    const MutexLock lock(mutex_);
+    if (!missing_packing_.empty()) return missing_packing_;
+  }
+  return inner_.missing_packing(device);
+}
+
+Status ScriptedDriver::pack_async(int device, packing::Step step, const packing::Job& job, Stream stream) {
+  CallRecord record = make(Call::pack, static_cast<std::uint64_t>(step), job.memory, job.count);
+  if (const Status scripted = begin(&record); !scripted.ok()) return end(record, scripted);
+  return end(record, inner_.pack_async(device, step, job, stream));
 }
 
 // -- Fences.

@@ -50,6 +50,7 @@ enum class Call : std::uint8_t {
   copy_async,
   fill_async,
   read,
+  pack,
   create_stream,
   destroy_stream,
   pin,
@@ -57,7 +58,7 @@ enum class Call : std::uint8_t {
   memory_info,
   capabilities,
 };
-inline constexpr std::size_t kCallKinds = 25;
+inline constexpr std::size_t kCallKinds = 26;
 const char* to_string(Call call);
 
 enum class Repeat : std::uint8_t { once, from_then_on };
@@ -124,6 +125,9 @@ class ScriptedDriver final : public Driver {
   // driver's answer.
   void change_capabilities(std::function<void(Capabilities*)> change);
 
+  // -- What missing_packing() says.
+  void set_missing_packing(std::string why) VMM_EXCLUDES(mutex_);
+
   // -- Pools of the driver's own: these, which outlive this; else the wrapped driver's.
   void set_native_pools(NativePools& pools) { native_pools_ = &pools; }
   [[nodiscard]] NativePools* native_pools() override {
@@ -184,6 +188,8 @@ class ScriptedDriver final : public Driver {
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;
   Status read(int device, void* to, Address from, std::size_t size) override;
+  [[nodiscard]] std::string missing_packing(int device) override;
+  Status pack_async(int device, packing::Step step, const packing::Job& job, Stream stream) override;
   Status memory_info(int device, MemoryInfo* out) const override;
 
  private:
@@ -230,6 +236,7 @@ class ScriptedDriver final : public Driver {
   std::function<void()> before_[kCallKinds] VMM_GUARDED_BY(mutex_);
   bool gone_ VMM_GUARDED_BY(mutex_) = false;
   std::function<void(Capabilities*)> change_ VMM_GUARDED_BY(mutex_);
+  std::string missing_packing_ VMM_GUARDED_BY(mutex_);
 
   std::condition_variable_any released_;
   WaitOnHeld wait_on_held_ VMM_GUARDED_BY(mutex_) = WaitOnHeld::block;

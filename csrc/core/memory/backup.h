@@ -10,6 +10,12 @@
 
 namespace vmm {
 
+// A stretch of memory that is to be saved.
+struct Content {
+  Address address = 0;
+  std::size_t size = 0;
+};
+
 class Backup {
  public:
   Backup() = default;
@@ -31,7 +37,7 @@ class Backup {
   // Whether it may stay once all has been loaded, so that what nobody has written to need not
   // be saved again.
   [[nodiscard]] virtual bool may_be_kept() const { return false; }
-  // In words for messages and reports: "host", "cuda:1", a path.
+  // In words for messages and reports: "host", "host, packed", "cuda:1", a path.
   [[nodiscard]] virtual std::string place() const = 0;
 };
 

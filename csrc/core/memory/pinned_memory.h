@@ -36,12 +36,13 @@ class PinnedMemory {
     [[nodiscard]] bool is_ready() const { return is_ready_; }
     [[nodiscard]] Address address() const { return reinterpret_cast<Address>(begin_); }
     [[nodiscard]] std::byte* begin() const { return begin_; }
+    [[nodiscard]] bool is_pinned() const { return is_pinned_; }
 
    private:
     Driver& driver_;
     std::byte* const begin_;
     bool is_ready_ = false;
-    bool is_pinned_ = false;  // else copies are only slower
+    bool is_pinned_ = false;  // else copies are only slower, and the device packs nothing into it
   };
   using SlabPtr = std::unique_ptr<Slab>;
 

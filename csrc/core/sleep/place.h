@@ -20,6 +20,7 @@ struct Place {
   std::string path;                // of a file, or the folder for it
   DeviceMemory* device = nullptr;  // the other one; of the same driver
   bool is_poisoned = false;        // what is discarded comes back as kPoisonByte
+  bool is_packed = false;          // in the host's memory: by a lossless code
   friend bool operator==(const Place&, const Place&) = default;
 };
 

@@ -1,12 +1,15 @@
 #include "core/sleep/sleeper.h"
 
+#include <algorithm>
 #include <iterator>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "base/errors.h"
 #include "core/memory/file_backup.h"
 #include "core/memory/host_backup.h"
+#include "core/memory/packed_backup.h"
 #include "core/sleep/chunk_backup.h"
 #include "driver/host_memory.h"
 
@@ -63,14 +66,13 @@ std::size_t Sleeper::release_host_memory(const Budget& group) {
   return host_memory(group)->release_unused();
 }
 
-std::shared_ptr<Backup> Sleeper::make_host_backup(std::size_t bytes, const Budget& group) {
-  const std::shared_ptr<PinnedMemory> memory = host_memory(group);
-  const auto lacks = [&] { return bytes - std::min(bytes, memory->unused_bytes()); };
+void Sleeper::make_host_room(const PinnedMemory& memory, std::size_t bytes, const Budget& group) {
+  const auto lacks = [&] { return bytes - std::min(bytes, memory.unused_bytes()); };
   std::size_t missing = lacks();
   std::size_t available = available_memory();
   const bool is_short =
       missing > available ||
-      missing > memory->limit() - std::min(memory->limit(), memory->used_bytes() + memory->unused_bytes());
+      missing > memory.limit() - std::min(memory.limit(), memory.used_bytes() + memory.unused_bytes());
   // Copying again is better than not sleeping.
   if (is_short && forget_unchanged(group)) {
     missing = lacks();
@@ -81,26 +83,61 @@ std::shared_ptr<Backup> Sleeper::make_host_backup(std::size_t bytes, const Budge
                                " are to sleep there; name a file or another device, or discard",
                            bytes, available, available, group.name());
   }
+}
+
+namespace {
+
+[[noreturn]] void refuse(const PinnedMemory& memory, std::size_t bytes, const Budget& group) {
+  const std::size_t room = memory.limit() - std::min(memory.limit(), memory.used_bytes());
+  throw OutOfMemoryError("host_backup_limit is " + format_bytes(memory.limit()) + ", of which " +
+                             format_bytes(memory.used_bytes()) + " are in use, and " + format_bytes(bytes) +
+                             " are to sleep there (in pieces of " + format_bytes(PinnedMemory::kSlabBytes) +
+                             "); raise it, wake a model, or name a file",
+                         bytes, room, memory.limit(), group.name());
+}
+
+}  // namespace
+
+std::shared_ptr<Backup> Sleeper::make_host_backup(std::size_t bytes, const Budget& group) {
+  const std::shared_ptr<PinnedMemory> memory = host_memory(group);
+  make_host_room(*memory, bytes, group);
   std::shared_ptr<Backup> backup = HostBackup::make(driver(), memory, bytes);
-  if (backup == nullptr) {
-    const std::size_t room = memory->limit() - std::min(memory->limit(), memory->used_bytes());
-    throw OutOfMemoryError("host_backup_limit is " + format_bytes(memory->limit()) + ", of which " +
-                               format_bytes(memory->used_bytes()) + " are in use, and " + format_bytes(bytes) +
-                               " are to sleep there (in pieces of " + format_bytes(PinnedMemory::kSlabBytes) +
-                               "); raise it, wake a model, or name a file",
-                           bytes, room, memory->limit(), group.name());
+  if (backup == nullptr) refuse(*memory, bytes, group);
+  return backup;
+}
+
+// Of how much memory that is, only looking at it tells.
+std::shared_ptr<Backup> Sleeper::make_packed_backup(const std::vector<Content>& contents, const Budget& group) {
+  const std::shared_ptr<PinnedMemory> memory = host_memory(group);
+  const std::size_t table = PackedBackup::table_bytes(contents);
+  make_host_room(*memory, table, group);
+  std::shared_ptr<PackedBackup> backup = PackedBackup::survey(driver(), memory, contents, out());
+  if (backup == nullptr) refuse(*memory, table, group);
+  make_host_room(*memory, backup->bytes() - std::min(backup->bytes(), align_up(table, PinnedMemory::kSlabBytes)),
+                 group);
+  if (!backup->take_room()) {
+    const std::size_t bytes = backup->bytes();
+    backup.reset();  // its table is none of what is in use
+    refuse(*memory, bytes, group);
   }
   return backup;
 }
 
-std::shared_ptr<Backup> Sleeper::make_backup(const Places& places, std::size_t bytes, const Budget& group) {
+std::shared_ptr<Backup> Sleeper::make_backup(const Places& places, const std::vector<Content>& contents,
+                                             const Budget& group) {
+  std::size_t bytes = 0;
+  for (const Content& each : contents) bytes += each.size;
+  if (std::any_of(places.begin(), places.end(), [](const Place& place) { return place.is_packed; })) {
+    const std::string missing = driver().missing_packing(memory_.device());
+    if (!missing.empty()) throw NotAvailableError("memory cannot be packed: " + missing);
+  }
   for (auto place = places.begin(); place != places.end(); ++place) {
     try {
       switch (place->kind) {
         case Place::Kind::discard:
           return nullptr;
         case Place::Kind::host:
-          return make_host_backup(bytes, group);
+          return place->is_packed ? make_packed_backup(contents, group) : make_host_backup(bytes, group);
         case Place::Kind::file:
           return std::make_shared<FileBackup>(driver(), place->path, bytes);
         case Place::Kind::device:

@@ -11,6 +11,7 @@
 
 #include "base/sync.h"
 #include "core/device/device_memory.h"
+#include "core/memory/backup.h"
 #include "core/memory/pinned_memory.h"
 #include "core/sleep/place.h"
 
@@ -38,9 +39,11 @@ class Sleeper {
   std::shared_ptr<PinnedMemory> host_memory(const Budget& group) VMM_EXCLUDES(mutex_);
   // Gives back what of it no sleeping model uses. Returns the bytes.
   std::size_t release_host_memory(const Budget& group) VMM_EXCLUDES(mutex_);
-  // The first of `places` with room for `bytes`; nullptr: they are discarded. Throws
-  // OutOfMemoryError, or what the last of them says, where none has.
-  std::shared_ptr<Backup> make_backup(const Places& places, std::size_t bytes, const Budget& group);
+  // The first of `places` with room for the contents, one after the other; nullptr: they are
+  // discarded. Nothing changes them any more: where they are to be packed they are looked at.
+  // Throws OutOfMemoryError, or what the last of them says, where none has; NotAvailableError
+  // where the device cannot pack.
+  std::shared_ptr<Backup> make_backup(const Places& places, const std::vector<Content>& contents, const Budget& group);
 
   [[nodiscard]] DeviceMemory& memory() const { return memory_; }
   [[nodiscard]] Driver& driver() const { return memory_.driver(); }
@@ -48,6 +51,9 @@ class Sleeper {
  private:
   StreamUse stream(Stream* which) VMM_EXCLUDES(mutex_);
   std::shared_ptr<Backup> make_host_backup(std::size_t bytes, const Budget& group);
+  std::shared_ptr<Backup> make_packed_backup(const std::vector<Content>& contents, const Budget& group);
+  // Throws OutOfMemoryError where the host has no memory for `bytes` more of it.
+  void make_host_room(const PinnedMemory& memory, std::size_t bytes, const Budget& group);
   bool forget_unchanged(const Budget& group);
 
   DeviceMemory& memory_;

@@ -83,7 +83,10 @@ void Departure::begin() {
 namespace {
 
 // Of one to which nothing goes.
-std::string in_words(const Place& place) { return place.kind == Place::Kind::discard ? "discarded" : "host"; }
+std::string in_words(const Place& place) {
+  if (place.kind == Place::Kind::discard) return "discarded";
+  return place.is_packed ? "host, packed" : "host";
+}
 
 }  // namespace
 
@@ -145,18 +148,21 @@ Places Departure::places_beside_others(std::size_t part) const {
 void Departure::make_backups() {
   backups_.assign(2 * parts_.size(), nullptr);
   next_at_.assign(2 * parts_.size(), 0);
-  std::vector<std::size_t> bytes(2 * parts_.size());
+  std::vector<std::vector<Content>> contents(2 * parts_.size());  // as note_kept() comes to them
   std::size_t total = 0;
   for (const Piece& piece : pieces_) {
+    const Address base = parts_[piece.part].pool->base();
     for (const LeavingChunk& chunk : piece.chunks) {
-      for (const ByteRange& range : chunk.kept) bytes[lot_of(piece.part, chunk)] += range.size;
+      std::vector<Content>& of_lot = contents[lot_of(piece.part, chunk)];
+      for (const ByteRange& range : chunk.kept) of_lot.push_back({base + range.offset, range.size});
     }
     if (parts_[piece.part].places.front().kind != Place::Kind::discard) total += piece.bytes;
   }
   total_.store(total, std::memory_order_relaxed);
   for (const PartToSleep& part : parts_) part.pool->note_place(in_words(part.places.front()));
-  std::vector<bool> has_one(bytes.size());
-  for (std::size_t first = 0; first < bytes.size(); ++first) {
+  const std::size_t lots = contents.size();
+  std::vector<bool> has_one(lots);
+  for (std::size_t first = 0; first < lots; ++first) {
     if (has_one[first]) continue;
     const PartToSleep& of_first = parts_[first / 2];
     const auto is_with_it = [&](std::size_t lot) {
@@ -164,17 +170,19 @@ void Departure::make_backups() {
       return lot % 2 == first % 2 && of_lot.places == of_first.places &&
              &of_lot.pool->group() == &of_first.pool->group();
     };
+    std::vector<Content> all;
     std::size_t sum = 0;
-    for (std::size_t lot = first; lot < bytes.size(); ++lot) {
+    for (std::size_t lot = first; lot < lots; ++lot) {
       if (!is_with_it(lot)) continue;
       has_one[lot] = true;
       next_at_[lot] = sum;
-      sum += bytes[lot];
+      for (const Content& each : contents[lot]) sum += each.size;
+      all.insert(all.end(), contents[lot].begin(), contents[lot].end());
     }
     if (sum == 0) continue;
     const std::shared_ptr<Backup> backup =
-        sleeper_.make_backup(places_beside_others(first / 2), sum, of_first.pool->group());
-    for (std::size_t lot = first; lot < bytes.size(); ++lot) {
+        sleeper_.make_backup(places_beside_others(first / 2), all, of_first.pool->group());
+    for (std::size_t lot = first; lot < lots; ++lot) {
       if (!is_with_it(lot)) continue;
       backups_[lot] = backup;
       parts_[lot / 2].pool->note_place(backup == nullptr ? "discarded" : backup->place());
