@@ -35,7 +35,7 @@ from torch_vmm.sizes import (
     to_spill,
     to_tensor_range,
 )
-from torch_vmm.sleeping import Keep, Progress, Remaps, Transfer
+from torch_vmm.sleeping import Keep, Progress, Remaps, Transfer, Wishes
 from torch_vmm.sleeping import sleep as _sleep
 from torch_vmm.sleeping import wake as _wake
 from torch_vmm.stats import MemoryStats, memory_summary
@@ -279,9 +279,10 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         keep: Keep = "host",
         release: bool = False,
         *,
+        packed: bool = False,
+        poison: bool = False,
         blocking: bool = True,
         progress: Progress = None,
-        poison: bool = False,
     ) -> Transfer:
         """Gives the model's memory to the others, and keeps its contents
         elsewhere.
@@ -308,25 +309,34 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
                 what has none; the others stay awake.
             release: gives the memory back to the driver at once, not only to
                 the other models.
+            packed: what goes to ``"host"`` is stored there by a lossless code
+                that the GPU does and undoes: bf16 weights repeat exponents, so
+                they take some 70 % of host memory, and of the bus when they
+                wake. What gets no smaller is stored as it is. Contents are
+                looked at first, which takes a pass over the GPU's memory; the
+                first time in a process kernels are compiled.
+            poison: what is discarded comes back as bytes 0xFF and not as
+                zero, to find who reads it: NaN in every floating point type,
+                -1 in signed integers, the largest number in unsigned ones.
             blocking: returns when it sleeps; else at once, and a thread does
                 it.
             progress: ``True`` draws a bar in a terminal; a function is called
                 with the bytes that have moved and those in all. What it raises
                 stops it.
-            poison: what is discarded comes back as bytes 0xFF and not as
-                zero, to find who reads it: NaN in every floating point type,
-                -1 in signed integers, the largest number in unsigned ones.
         Returns:
             A handle: ``wait()``, ``done``, ``progress``.
         Raises:
             OutOfMemoryError: no room in the place named.
-            InvalidArgumentError: no such place or tag, or a file that exists.
-            NotAvailableError: in debug mode.
+            InvalidArgumentError: no such place or tag, a file that exists;
+                ``packed`` and nothing goes to ``"host"``, or ``poison`` and
+                nothing is discarded.
+            NotAvailableError: in debug mode; or ``packed``, and this GPU or
+                torch cannot (NVRTC is missing, say).
             VmmError: a disk that is full or fails, a driver that does, or the
                 model is on its way already; it is awake again, and whole. So
                 it is after Ctrl-C, unless it was done by then.
         """
-        return _sleep(self, keep, release, blocking, progress, poison)
+        return _sleep(self, keep, Wishes(release, packed, poison), blocking, progress)
 
     def wake(
         self,
@@ -366,7 +376,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     @property
     def asleep(self) -> dict[str, str]:
         """Where what sleeps is, by tag (``""``: none): ``"host"``,
-        ``"discarded"``, a device or a file's path. A tag that held nothing is
+        ``"host, packed"``, ``"discarded"``, a device or a file's path. A tag that held nothing is
         not among them.
         """
         return dict(sorted(_C.asleep(self._handle).items()))

@@ -41,6 +41,10 @@ Progress = bool | Callable[[int, int], object] | None
 """Called with the bytes that have moved and those in all; ``True`` draws a bar in a terminal."""
 
 _Parsed = tuple[str, str, int]
+_HOST: _Parsed = ("host", "", 0)
+_PACKED: _Parsed = ("host, packed", "", 0)
+_DISCARDED: _Parsed = ("discard", "", 0)
+_POISONED: _Parsed = ("poison", "", 0)
 _ACCEPTED = '"host", "discard", "device:1", or a path ("./llama.sleep", a pathlib.Path)'
 _DEVICE = re.compile(r"(?:device|cuda):(\d{1,3})")
 _BAR = 30  # characters, at the most
@@ -84,31 +88,39 @@ def _to_places(places: object) -> list[_Parsed]:
     return found
 
 
-def _to_keep(keep: Keep, poison: bool) -> tuple[list[_Parsed] | None, dict[str, list[_Parsed]]]:
+class Wishes(NamedTuple):
+    """What a sleep does beside keeping contents."""
+
+    release: bool = False
+    packed: bool = False
+    poison: bool = False
+
+
+def _to_keep(keep: Keep, wishes: Wishes) -> tuple[list[_Parsed] | None, dict[str, list[_Parsed]]]:
     """Where all goes, and where each tag does."""
-    everywhere, by_tag = _to_places_by_tag(keep)
-    if not to_flag(poison, "poison"):
-        return everywhere, by_tag
-    poisoned = False
-    for places in [everywhere or [], *by_tag.values()]:
-        for index, place in enumerate(places):
-            if place[0] == "discard":
-                places[index] = ("poison", "", 0)
-                poisoned = True
-    if not poisoned:
-        raise InvalidArgumentError(f'keep={show(keep)}: poison=True is of what is discarded; give "discard" with it')
+    everywhere = None
+    by_tag = {}
+    if isinstance(keep, Mapping):
+        for tag, places in keep.items():
+            if not isinstance(tag, str):
+                raise InvalidArgumentError(f'keep={{{show(tag)}: ...}}: a tag is text, "" for what has none')
+            by_tag[tag] = _to_places(places)
+    else:
+        everywhere = _to_places(keep)
+    named = [everywhere or [], *by_tag.values()]
+    if to_flag(wishes.packed, "packed") and not _replace(_HOST, _PACKED, named):
+        raise InvalidArgumentError(f'packed=True is for what goes to "host", and keep={show(keep)} sends nothing there')
+    if to_flag(wishes.poison, "poison") and not _replace(_DISCARDED, _POISONED, named):
+        raise InvalidArgumentError(f"poison=True is for what is discarded, and keep={show(keep)} discards nothing")
     return everywhere, by_tag
 
 
-def _to_places_by_tag(keep: Keep) -> tuple[list[_Parsed] | None, dict[str, list[_Parsed]]]:
-    if not isinstance(keep, Mapping):
-        return _to_places(keep), {}
-    by_tag = {}
-    for tag, places in keep.items():
-        if not isinstance(tag, str):
-            raise InvalidArgumentError(f'keep={{{show(tag)}: ...}}: a tag is text, "" for what has none')
-        by_tag[tag] = _to_places(places)
-    return None, by_tag
+def _replace(place: _Parsed, by: _Parsed, named: list[list[_Parsed]]) -> bool:
+    """Whether there was any."""
+    found = any(place in places for places in named)
+    for places in named:
+        places[:] = [by if each == place else each for each in places]
+    return found
 
 
 class _Move(NamedTuple):
@@ -310,11 +322,9 @@ def _require_tags(pool: VirtualMemoryPool, tags: Iterable[str]) -> None:
         raise InvalidArgumentError(f"pool {pool.name!r} has no tag {tag!r}; it has {sorted(known) or 'none'}")
 
 
-def sleep(
-    pool: VirtualMemoryPool, keep: Keep, release: bool, blocking: bool, progress: Progress, poison: bool
-) -> Transfer:
-    everywhere, by_tag = _to_keep(keep, poison)
-    release = to_flag(release, "release")
+def sleep(pool: VirtualMemoryPool, keep: Keep, wishes: Wishes, blocking: bool, progress: Progress) -> Transfer:
+    everywhere, by_tag = _to_keep(keep, wishes)
+    release = to_flag(wishes.release, "release")
     _require_tags(pool, by_tag)
     move = _Move(f"{pool.name} to sleep", lambda: _C.sleep(pool._handle, everywhere, by_tag, release), leaving=pool)
     return Transfer(move, blocking, progress)
@@ -340,9 +350,10 @@ def swap(
     into: VirtualMemoryPool,
     *,
     keep: Keep = "host",
+    packed: bool = False,
+    poison: bool = False,
     blocking: bool = True,
     progress: Progress = None,
-    poison: bool = False,
 ) -> Transfer:
     """One model goes to sleep while another wakes: both directions of the bus at
     once, piece by piece, with no more memory than the limit.
@@ -363,9 +374,10 @@ def swap(
         out: the model that goes to sleep.
         into: the model that wakes, on the same device.
         keep: where ``out`` goes, as :meth:`VirtualMemoryPool.sleep` has it.
+        packed: as :meth:`VirtualMemoryPool.sleep`.
+        poison: as :meth:`VirtualMemoryPool.sleep`.
         blocking: as :meth:`VirtualMemoryPool.sleep`.
         progress: as :meth:`VirtualMemoryPool.sleep`.
-        poison: as :meth:`VirtualMemoryPool.sleep`.
     Returns:
         A handle, as of :meth:`VirtualMemoryPool.wake`.
     Raises:
@@ -373,6 +385,7 @@ def swap(
             holds in the place named. Both are as they were. At the call, also
             with ``blocking=False``, unless others take the room meanwhile.
         InvalidArgumentError: one model, a closed one, or two devices'.
+        NotAvailableError: ``packed``, and this GPU or torch cannot.
         VmmError: what stopped it; both are as they were, but for what is said
             above.
     """
@@ -383,7 +396,7 @@ def swap(
             raise InvalidArgumentError(f"{name}={show(pool)}: give a pool")
         if pool.is_closed:
             raise InvalidArgumentError(f"{name}: pool {pool.name!r} is closed")
-    everywhere, by_tag = _to_keep(keep, poison)
+    everywhere, by_tag = _to_keep(keep, Wishes(packed=packed, poison=poison))
     _require_tags(out, by_tag)
     begin = functools.partial(_C.swap, out._handle, everywhere, by_tag, into._handle)
     return Transfer(_Move(f"{out.name} for {into.name}", begin, leaving=out, coming=into), blocking, progress)

@@ -116,7 +116,7 @@ def test_what_is_kept_is_never_poisoned(model: VirtualMemoryPool, shared: Shared
     model.wake()
     assert is_numbered(weights)
     assert cache.isnan().all()
-    with pytest.raises(torch_vmm.InvalidArgumentError, match="poison=True is of what is discarded"):
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="poison=True is for what is discarded"):
         model.sleep("host", poison=True)
     with pytest.raises(torch_vmm.InvalidArgumentError, match="poison="):
         model.sleep("discard", poison="yes")  # type: ignore[arg-type]
