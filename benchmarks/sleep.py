@@ -11,6 +11,9 @@
 there are two GPUs they also sleep in the other one's memory; `bus` is then the
 link between the two.
 
+The same bytes as bf16 weights, normally distributed, sleep packed as well
+(``packed=True``); and random bits, of which nothing gets smaller.
+
 A transformer of half the size (``examples/wake_layer_by_layer.py``) tells how
 long its first output takes: where all of it wakes first, and where each layer
 runs as soon as it is there. Both outputs are the same.
@@ -35,7 +38,7 @@ from examples import wake_layer_by_layer as example
 from .measurement import Measurement, Row
 
 if TYPE_CHECKING:
-    import torch_vmm
+    from torch_vmm import VirtualMemoryPool
 
 KIND = "cuda"
 ALLOCATORS = ("torch_vmm", "torch_memory_saver", "bus")
@@ -96,7 +99,7 @@ def _timed(action: Callable[..., object], *arguments: object) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _first_sleep(model: torch_vmm.VirtualMemoryPool, total: int) -> float:
+def _first_sleep(model: VirtualMemoryPool, total: int) -> float:
     """Milliseconds of a sleep that finds no pinned memory.
 
     A virtual machine gives what its host has not given it yet at some 2 GiB a second, whoever asks: so as many pages
@@ -144,7 +147,43 @@ def _ours(total: int) -> list[Measurement]:
         tensors.clear()
         shared.unregister_model(case)
     shared.close()
-    return rows + _sealed(total) + _swapped(total) + _on_another_gpu(total) + _layer_by_layer(total // 2)
+    return (
+        rows + _packed(total) + _sealed(total) + _swapped(total) + _on_another_gpu(total) + _layer_by_layer(total // 2)
+    )
+
+
+def _packed(total: int) -> list[Measurement]:
+    """Weights whose exponents repeat, and what does not repeat."""
+    import torch_vmm
+
+    rows = []
+    weights = f"{total // _GIB} GiB of bf16 weights (normal), packed"
+    for case, normal in ((weights, True), (f"{total // _GIB} GiB of random bits, packed", False)):
+        shared = torch_vmm.SharedMemoryPool(total + _GIB)
+        model = shared.register_model("packed")
+        with model:
+            blocks = [
+                torch.empty(128 * _MIB, dtype=torch.bfloat16, device="cuda") for _ in range(total // (256 * _MIB))
+            ]
+        for block in blocks:
+            block.normal_(std=0.02) if normal else block.view(torch.int64).random_()
+        sums = [block.view(torch.int64).sum() for block in blocks]
+        rows.append(Measurement(case, "to sleep, first", _timed(_to_sleep_packed, model), "ms"))
+        rows.append(Measurement(case, "host memory", shared.host_backup_bytes / total, "of the weights"))
+        times: dict[str, list[float]] = {"to wake": [_timed(model.wake)], "to sleep again": []}
+        for _ in range(_AGAIN):
+            times["to sleep again"].append(_timed(_to_sleep_packed, model))
+            times["to wake"].append(_timed(model.wake))
+        if any(bool(block.view(torch.int64).sum() != was) for block, was in zip(blocks, sums, strict=True)):
+            raise RuntimeError(f"{case}: other bits than before")
+        rows += [Measurement(case, metric, _median(found), "ms") for metric, found in times.items()]
+        blocks.clear()
+        shared.close(force=True)
+    return rows
+
+
+def _to_sleep_packed(model: VirtualMemoryPool) -> None:
+    model.sleep(packed=True)
 
 
 def _sealed(total: int) -> list[Measurement]:
@@ -335,7 +374,14 @@ def remarks(rows: list[Row]) -> list[str]:
     )
     if whole is not None and early is not None:
         said.append(f"layer by layer the first output takes {early / whole:.2f} of what it takes where all wakes first")
+    buses = {metric: value for (_, metric, allocator), value in found.items() if allocator == "bus"}
     for (case, metric, allocator), value in found.items():
+        if allocator == "torch_vmm" and case.endswith("packed"):
+            bus = buses.get(metric)
+            if bus is not None:
+                goal = " (goal 1.25 for weights)" if metric == "to wake" else ""
+                said.append(f"{case}, {metric}: {bus / value:.2f} times the rate of the bus{goal}")
+            continue
         bus = found.get((case, metric, "bus"))
         out = found.get((case, "to sleep again", "bus"))
         if allocator != "torch_vmm":

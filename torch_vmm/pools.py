@@ -376,8 +376,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     @property
     def asleep(self) -> dict[str, str]:
         """Where what sleeps is, by tag (``""``: none): ``"host"``,
-        ``"host, packed"``, ``"discarded"``, a device or a file's path. A tag that held nothing is
-        not among them.
+        ``"host, packed"``, ``"discarded"``, a device or a file's path. A tag
+        that held nothing is not among them.
         """
         return dict(sorted(_C.asleep(self._handle).items()))
 

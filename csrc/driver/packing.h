@@ -138,6 +138,9 @@ VMM_PACKING u64 load_rests(const u8* from) {
 VMM_PACKING void store_rests(u8* to, u64 rests) { __builtin_memcpy(to, &rests, sizeof(rests)); }
 #endif
 
+// Offsets in a unit have 16 bits.
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result)
+
 // Four lines a lane are on their way at once, as the bus takes its time.
 VMM_PACKING void copy(u8* to, const u8* from, u32 bytes) {
   constexpr u32 kAtOnce = 4;
@@ -206,7 +209,7 @@ VMM_PACKING void survey_unit(const Job& job, u64 number, Scratch& scratch) {
   Unit& unit = scratch.unit;
   if (lane() == 0) {
     unit = *unit_of(job, number);
-    for (u32 k = 0; k < kMostExponents; ++k) unit.exponents[k] = 0;
+    for (u8& exponent : unit.exponents) exponent = 0;
     for (u32 bits = 0; bits <= kMostBits; ++bits) scratch.covered[bits] = 0;
   }
   for (u32 k = lane(); k < 256; k += lanes()) scratch.counts[k] = 0;
@@ -357,6 +360,8 @@ VMM_PACKING void unpack_unit(const Job& job, u64 number, Scratch& scratch) {
   }
   meet();
 }
+
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)
 
 #ifdef __CUDACC_RTC__
 // clang-format off

@@ -11,6 +11,7 @@ import torch_vmm
 from tests.consistency import check_device
 from tests.gpu.memory import bytes_in, settle
 from tests.gpu.patterns import intact, queue_stamp
+from tests.gpu.programs import expect_done, running
 from tests.helpers import MIB
 from tests.standin import control
 from torch_vmm import _C
@@ -82,3 +83,60 @@ def test_memory_between_streams_when_no_point_can_be_recorded(make_shared: MakeS
     assert taken is None or intact(taken, 2)
     assert intact(queue_stamp(bytes_in(taker, 40 * MIB), 3), 3)
     check_device()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_packing_that_fails_leaves_a_model_as_it_was(make_shared: MakeShared, nth: int) -> None:
+    """The first is the survey's, then come pieces of 64 MiB."""
+    model = make_shared("512MiB").register_model("model")
+    blocks = [queue_stamp(bytes_in(model, 48 * MIB), seed) for seed in range(2)]
+    with control.failing("cuLaunchKernel", nth, UNKNOWN):
+        with pytest.raises(torch_vmm.VmmError, match="cuLaunchKernel"):
+            model.sleep(packed=True)
+    assert not model.is_asleep
+    model.sleep(packed=True)
+    with control.failing("cuLaunchKernel", nth, UNKNOWN):
+        with pytest.raises(torch_vmm.VmmError, match="cuLaunchKernel"):
+            model.wake()
+    assert model.is_asleep
+    model.wake()
+    assert all(intact(block, seed) for seed, block in enumerate(blocks))
+
+
+def test_slabs_that_cannot_be_pinned_are_packed_by_the_cpu(make_shared: MakeShared) -> None:
+    model = make_shared("512MiB").register_model("model")
+    block = queue_stamp(bytes_in(model, 48 * MIB), 1)
+    calls = control.calls("cuLaunchKernel")
+    with control.failing("cuMemHostRegister"):  # of the table's slab, which all steps need
+        model.sleep(packed=True)
+    model.wake()
+    assert control.calls("cuLaunchKernel") == calls
+    assert intact(block, 1)
+
+
+_NO_KERNELS = """
+import torch, torch_vmm
+from tests.standin import control
+torch_vmm.enable()
+model = torch_vmm.SharedMemoryPool("64MiB").register_model("model")
+with model:
+    x = torch.ones(1000, device="cuda")
+for call in ("cuModuleLoadData", "cuModuleGetFunction"):
+    with control.failing(call):
+        try:
+            model.sleep(packed=True)
+        except torch_vmm.NotAvailableError as error:
+            assert "memory cannot be packed: loading kernels for sm_90: " + call in str(error), error
+        else:
+            raise AssertionError("it slept")
+    assert not model.is_asleep and float(x.sum()) == 1000
+model.sleep(packed=True)  # it is tried again
+model.wake()
+assert float(x.sum()) == 1000
+print("done")
+"""
+
+
+def test_without_kernels_it_is_refused_before_anything_moves() -> None:
+    with running({"refused": _NO_KERNELS}) as processes:
+        expect_done(processes["refused"])

@@ -2,10 +2,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <cstring>
+#include <memory>
 #include <thread>
 
 #include "base/host_pages.h"
 #include "contract/contract_lab.h"
+#include "driver/packing.h"
 
 namespace vmm::testing {
 namespace {
@@ -178,6 +181,88 @@ void own_streams_copy_to_pinned_memory(Driver& driver, const ContractOptions& op
   CONTRACT_OK(driver.destroy_stream(options.device, own));
 }
 
+// A device packs as the CPU does: what one has packed the other unpacks.
+void what_is_packed_comes_back(Driver& driver, const ContractOptions& options) {
+  Lab lab(driver, options);
+  if (!driver.missing_packing(options.device).empty()) return;  // no NVRTC where there is no torch
+  const std::size_t g = align_up(kMiB, lab.granule());
+  const Address at = lab.reserve(g);
+  lab.map(at, lab.create(g));
+  Bytes memory = pattern(g, 7);  // half of it as weights are, the rest anything
+  for (std::size_t k = 1; k < g / 2; k += 2) memory[k] = 0x3e + memory[k] % 3 - (memory[k] % 97 == 0 ? 9 : 0);
+  lab.write(at, memory);
+
+  // A table with a unit that is short and one that is odd, and bodies.
+  const ZeroPages pages(2 * g);
+  std::fill_n(pages.begin(), 2 * g, std::byte{0});
+  const auto host = reinterpret_cast<Address>(pages.begin());
+  CONTRACT_OK(driver.pin_host(host, 2 * g));
+  auto* const units = reinterpret_cast<packing::Unit*>(pages.begin());
+  packing::Job job{host, 0, host, at, 0, 0, g};
+  for (std::size_t done = 0; done < g; ++job.count) {
+    const std::size_t most = job.count == 3 ? 4096 : job.count == 5 ? 1001 : packing::kUnitBytes;
+    const std::size_t size = std::min(most, g - done);
+    units[job.count] = {done, 0, static_cast<packing::u16>(size), 0, 0, {}};
+    done += size;
+  }
+  const auto run = [&](bool on_device, packing::Step step, Address to) {
+    packing::Job mine = job;
+    mine.memory = to;
+    if (!on_device) {
+      packing::run(step, mine, *std::make_unique<packing::Scratch>());
+      return;
+    }
+    const Fence fence = lab.fence();
+    CONTRACT_OK(driver.pack_async(options.device, step, mine, options.stream_b));
+    CONTRACT_OK(driver.record(fence, options.stream_b));
+    CONTRACT_OK(driver.wait(fence));
+  };
+  run(true, packing::Step::survey, at);
+  packing::u32 line = 64 * 1024 / packing::kBodyAlignment;
+  for (std::size_t k = 0; k < job.count; ++k) {
+    packing::Unit by_device = units[k];
+    packing::Job one = job;
+    one.units = reinterpret_cast<Address>(&units[k]);
+    one.count = 1;
+    one.memory = reinterpret_cast<Address>(memory.data());
+    packing::run(packing::Step::survey, one, *std::make_unique<packing::Scratch>());
+    CONTRACT_CHECK(std::memcmp(&by_device, &units[k], sizeof(by_device)) == 0, "unit", k, "is another on the CPU");
+    units[k].body = line;
+    line += packing::body_lines(units[k].size, units[k].bits, units[k].escapes);
+  }
+  CONTRACT_CHECK(line * packing::kBodyAlignment < g + 64 * 1024, "it gets smaller");
+  for (const bool packs : {true, false}) {
+    Bytes copy = memory;
+    std::fill(pages.begin() + 64 * 1024, pages.begin() + 2 * g, std::byte{0x5a});
+    run(packs, packing::Step::pack, packs ? at : reinterpret_cast<Address>(copy.data()));
+    for (const bool unpacks : {true, false}) {
+      std::fill(copy.begin(), copy.end(), 0);
+      lab.fill(at, 0, g);
+      run(unpacks, packing::Step::unpack, unpacks ? at : reinterpret_cast<Address>(copy.data()));
+      CONTRACT_CHECK((unpacks ? lab.read(at, g) : copy) == memory, packs, unpacks);
+    }
+    lab.write(at, memory);
+  }
+  // A part of it, which begins and ends within units; and an odd address.
+  lab.fill(at, 0, g);
+  job.begin = 1000;
+  job.end = g - 333;
+  run(true, packing::Step::unpack, at);
+  const Bytes part = lab.read(at, g);
+  for (std::size_t k = 0; k < g; ++k) {
+    const bool is_in = k >= job.begin && k < job.end;
+    CONTRACT_CHECK(part[k] == (is_in ? memory[k] : 0), k);
+  }
+  job.begin = 0;
+  job.count = 1;
+  job.end = packing::kUnitBytes;
+  run(true, packing::Step::unpack, at + 3);
+  CONTRACT_CHECK(lab.read(at + 3, packing::kUnitBytes) == Bytes(memory.begin(), memory.begin() + packing::kUnitBytes));
+  job.count = 0;
+  CONTRACT_REFUSED(driver.pack_async(options.device, packing::Step::pack, job, nullptr));
+  CONTRACT_OK(driver.unpin_host(host));
+}
+
 // What a thread does in its own stretch is not disturbed by the others.
 void threads_do_not_disturb_each_other(Driver& driver, const ContractOptions& options) {
   Lab lab(driver, options);
@@ -228,6 +313,7 @@ std::vector<ContractCase> content_cases() {
       {"waiting_for_the_device_covers_all_streams", waiting_for_the_device_covers_all_streams},
       {"streams_wait_for_fences", streams_wait_for_fences},
       {"own_streams_copy_to_pinned_memory", own_streams_copy_to_pinned_memory},
+      {"what_is_packed_comes_back", what_is_packed_comes_back},
       {"threads_do_not_disturb_each_other", threads_do_not_disturb_each_other},
   };
 }

@@ -71,7 +71,7 @@ TEST_F(SleepChanges, ARandomProgramOfAllThatMayChangeMemory) {
               go(*coming(model), look);
               asleep = false;
             } else {
-              go(*going({model}, below(8) == 0 ? file() : host()), look);
+              go(*going({model}, below(8) == 0 ? file() : below(3) == 0 ? packed() : host()), look);
               asleep = true;
               if (lab_.driver.count(Call::copy_async) == 0) ++spared;
             }

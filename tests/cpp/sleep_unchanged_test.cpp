@@ -222,7 +222,7 @@ TEST_F(SleepUnchanged, ARandomProgramLosesNoWrite) {
           wake(model_);
           expect_whole(live);
         } else {
-          const Places places = step % 7 == 0 ? file() : host();
+          const Places places = step % 7 == 0 ? file() : step % 3 == 0 ? packed() : host();
           spared += copies_of_a_sleep(places) == 0 ? 1 : 0;
         }
         is_asleep = !is_asleep;

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,7 +18,10 @@ import cuda_include  # noqa: E402
 
 SOURCES = [
     *sorted((ROOT / "csrc" / "base").glob("*.cpp")),
-    *(ROOT / "csrc" / "driver" / f"{name}.cpp" for name in ("address_book", "fence_table", "fork_watch")),
+    *(
+        ROOT / "csrc" / "driver" / f"{name}.cpp"
+        for name in ("address_book", "fence_table", "fork_watch", "nvrtc", "packing")
+    ),
     *sorted((ROOT / "csrc" / "driver").glob("cuda_*.cpp")),
     *sorted((ROOT / "tests" / "contract").glob("*.cpp")),
     ROOT / "tests" / "gpu" / "driver_contract_main.cpp",
@@ -39,7 +43,17 @@ def test_the_cuda_driver_keeps_the_contract(tmp_path: Path) -> None:
         objects = list(threads.map(compiled, SOURCES))
     program = tmp_path / "driver_contract"
     subprocess.run([compiler, *objects, "-o", str(program), "-ldl", "-lpthread"], check=True)
-    run = subprocess.run([str(program)], capture_output=True, text=True, check=False, timeout=300)
+    # There is no torch in it, beside which the driver finds NVRTC.
+    nvrtc = {str(path.parent) for path in Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc.so.*")}
+    folders = ":".join([*nvrtc, os.environ.get("LD_LIBRARY_PATH", "")])
+    run = subprocess.run(
+        [str(program)],
+        env={**os.environ, "LD_LIBRARY_PATH": folders},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     print(run.stdout)
     last = run.stdout.strip().splitlines()[-1]
     assert run.returncode == 0, run.stdout + run.stderr
