@@ -322,5 +322,31 @@ TEST_F(SpillEdges, TwoThatAlternateDoNotThrash) {
   }
 }
 
+// What is idle there is found as in any pool: nobody looks through it before.
+TEST_F(SpillEdges, ARequestThereWalksNoFreeBlocks) {
+  const auto a = limited("a", kUnlimited);
+  lab_.allocate(*a, 32 * kMiB);
+  const Address spilled = lab_.allocate(*a, 6 * kMiB);
+  const auto space = lab_.memory().pool_at(spilled);
+  lab_.free(spilled);
+  const std::size_t walks = space->times_walked();
+  Address again = lab_.memory().allocate(*a, 6 * kMiB, nullptr);
+  EXPECT_EQ(space->times_walked(), walks);
+  EXPECT_TRUE(is_spilled(again));
+  DeviceMemory::free(lab_.space, again);
+}
+
+TEST(SpillBeyondTheHost, IsRefusedBeforeTheDriverIsAsked) {
+  Lab lab(LabSpec{kTiB});
+  const auto group = lab.memory().create_group("shared", 32 * kMiB);
+  PoolSpec spec = Lab::spec("a");
+  spec.capacity = kTiB;
+  const auto a = lab.pool(spec, group.get());
+  lab.memory().set_spills(*a, true);
+  const std::uint64_t creates = lab.driver.count(Call::create);
+  EXPECT_THROW(lab.memory().allocate(*a, 900 * kGiB, nullptr), OutOfMemoryError);
+  EXPECT_EQ(lab.driver.count(Call::create), creates);
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -6,7 +6,6 @@
 
 #include "base/errors.h"
 #include "core/device/device_memory.h"
-#include "driver/host_memory.h"
 
 namespace vmm {
 
@@ -47,8 +46,6 @@ std::shared_ptr<Pool> DeviceMemory::spill_space(Pool& asker) {
 
 Address DeviceMemory::allocate_spilled(Pool& asker, std::size_t bytes, Stream stream) {
   const std::shared_ptr<Pool> space = spill_space(asker);
-  // Beyond what the host has left the kernel would end the process.
-  if (space->idle_bytes() < bytes && bytes > available_memory()) return 0;
   const auto attempt = [&] {
     Shortage shortage;
     return space->try_allocate(bytes, stream, nullptr, &shortage);

@@ -14,6 +14,7 @@
 #include "core/memory/grant.h"
 #include "core/options.h"
 #include "core/pool/pool.h"
+#include "driver/host_memory.h"
 
 namespace vmm {
 
@@ -209,6 +210,11 @@ void Pool::create_chunks(const Extent& extent, Choice& choice, Shortage* shortag
     if (is_at_end) ahead = growth_.ahead(choice.lack, size, beyond);
   }
   std::size_t uncreated = choice.create_bytes;
+  // Beyond what the host has left the kernel would end the process.
+  if (is_spill_ && choice.create_bytes != 0 && choice.create_bytes + ahead > available_memory()) {
+    *shortage = Shortage::of_device(uncreated);
+    return;
+  }
   Budget* full = budget_.charge(choice.create_bytes + ahead - prepaid);
   if (full != nullptr && ahead != 0) {
     ahead = 0;
