@@ -104,5 +104,18 @@ TEST(Refusal, TheSentenceNamesAskerLimitHoldersAndAdvice) {
             "for queued work\n  what would help: do this");
 }
 
+TEST(Refusal, OfManyHoldersTheSentenceNamesThoseThatHoldMost) {
+  Refusal full = refusal(12 * kMiB, 4 * kMiB, 32 * kMiB);
+  for (std::size_t k = 0; k < 1000; ++k) full.holders.push_back({"m" + std::to_string(k), (2000 - k) * kMiB});
+  std::string text = text_of(full, by_limit());
+  EXPECT_NE(text.find("'m15' 1.9 GiB in use, and 984 others "), std::string::npos) << text;
+  EXPECT_EQ(text.find("'m16'"), std::string::npos);
+  full.holders.resize(17);
+  text = text_of(full, by_limit());
+  EXPECT_NE(text.find("'m16' 1.9 GiB in use\n"), std::string::npos) << text;
+  for (Holder& holder : full.holders) holder.floor = holder.idle = kMiB;
+  EXPECT_EQ(advice_for(full, by_limit()).find("'m16'"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace vmm::testing

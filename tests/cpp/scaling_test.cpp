@@ -238,5 +238,14 @@ TEST(OwnMemory, PoolsThatCameAndWentLeaveNothing) {
   EXPECT_LE(come_and_go(), kPools * 64 * kKiB);
 }
 
+// For what it could give, for what waits in it (at two rungs), with all others at the last one,
+// and once for what it holds and has idle; to give back what threads keep takes its lock too.
+TEST_F(Scaling, ARefusedRequestLooksAtEachModelAFewTimes) {
+  std::vector<std::uint64_t> before;
+  for (const auto& pool : pools_) before.push_back(pool->times_locked());
+  EXPECT_THROW(lab_.memory().allocate(*pools_[0], 200 * kMiB, nullptr), OutOfMemoryError);
+  for (std::size_t k = 1; k < pools_.size(); ++k) EXPECT_LE(pools_[k]->times_locked() - before[k], 7U) << k;
+}
+
 }  // namespace
 }  // namespace vmm::testing

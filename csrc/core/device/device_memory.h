@@ -242,7 +242,9 @@ class DeviceMemory {
   void reset_accumulated() VMM_EXCLUDES(registry_mutex_);
   // Of a model and its parts.
   [[nodiscard]] Statistics statistics_of(const Pool& model) const;
-  [[nodiscard]] MemoryStats memory_stats_of(const Pool& model) const VMM_NO_THREAD_SAFETY_ANALYSIS;
+  [[nodiscard]] MemoryStats memory_stats_of(const Pool& model) const;
+  // Of each by itself, at one moment. `pools`: in order of registration.
+  [[nodiscard]] std::vector<MemoryStats> stats_of_each(const PoolList& pools) const VMM_NO_THREAD_SAFETY_ANALYSIS;
   void reset_peaks_of(const Pool& model);
   void reset_accumulated_of(const Pool& model);
   // Brings inactive_split of every pool up to date. Walks.
@@ -316,8 +318,15 @@ class DeviceMemory {
   }
   // refusing.cpp
   [[noreturn]] void refuse(const Ladder::Climb& climb) VMM_EXCLUDES(refusal_mutex_);
-  [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker) const;
-  [[nodiscard]] std::size_t spare_of_others(const Budget* refused, const Pool& asker) const;
+  // Pools, and what each had at one moment.
+  struct Surveyed {
+    PoolList pools;
+    std::vector<MemoryStats> stats;
+  };
+  [[nodiscard]] Surveyed survey(const Budget* under) const;
+  [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker, const Surveyed& all) const;
+  template <typename Most>
+  [[nodiscard]] static std::size_t spare_of_others(const Surveyed& all, const Pool& asker, const Most& most);
   [[noreturn]] void refuse(Refusal refusal, const RefusalCause& cause) VMM_EXCLUDES(refusal_mutex_);
   [[nodiscard]] std::size_t could_be_spared(const Budget& level, const Pool& in, const Pool* out) const;
   // debugging.cpp

@@ -18,6 +18,9 @@ namespace {
 // How often the last rung is tried again because other threads, meanwhile, have
 // queued work on memory that they then freed. Each round waits for that work.
 constexpr int kMostRounds = 16;
+// Pools of which threads are made to give back what they keep one after the other, 1 us each;
+// then those of all that are left give it back at once.
+constexpr std::size_t kAskedOneByOne = 8;
 
 }  // namespace
 
@@ -37,7 +40,7 @@ PoolList Ladder::in_order_of_yielding(PoolList pools) {
 
 PoolList Ladder::victims(const Pool& asker, const Budget* refused) const {
   PoolList found = refused == nullptr ? memory_.pools_under(memory_.budget()) : memory_.pools_under(*refused);
-  std::erase_if(found, [&](const auto& pool) { return pool.get() == &asker; });
+  std::erase_if(found, [&](const auto& pool) { return pool.get() == &asker || pool->budget().used() == 0; });
   return in_order_of_yielding(std::move(found));
 }
 
@@ -49,8 +52,10 @@ void Ladder::gather_from(const PoolList& pools, std::span<const DormantMappings:
     return std::any_of(wanted.begin(), wanted.end(),
                        [&pool](const DormantMappings::Dormant& chunk) { return chunk.holder == pool.id(); });
   };
+  std::size_t asked = 0;
   const auto take = [&](Pool& pool, std::size_t bytes, std::span<const DormantMappings::Dormant> these) {
-    const std::size_t moved = pool.surrender(bytes, these, grant, &refused);
+    if (++asked == kAskedOneByOne) const BlockCaches::Still still(caches_, pools, BlockCaches::Kept::back);
+    const std::size_t moved = pool.surrender(bytes, these, asked >= kAskedOneByOne, grant, &refused);
     if (moved != 0) step->yielded.push_back({pool.name(), moved});
   };
   for (auto first = pools.begin(); first != pools.end();) {

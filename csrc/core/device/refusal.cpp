@@ -15,6 +15,10 @@ std::string at_least(std::size_t bytes) {
   return format_bytes(static_cast<std::size_t>(std::ceil(tenths / 10.0 * static_cast<double>(unit))));
 }
 
+// Of more a sentence names those that hold most, and tells of the others together: of a
+// thousand models it was 40 KB.
+constexpr std::size_t kMostNamed = 16;
+
 std::string joined(const std::vector<std::string>& parts) {
   std::string text;
   for (std::size_t k = 0; k < parts.size(); ++k) {
@@ -65,8 +69,9 @@ std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
       (!device_is_known || refusal.limit + std::max(missing, std::size_t{1}) <= cause.device_total)) {
     ways.push_back("raise the limit of " + cause.limit_name + (missing == 0 ? "" : " by " + at_least(missing)));
   }
+  std::size_t named = 0;
   for (const Holder& holder : refusal.holders) {
-    if (holder.floor == 0) continue;
+    if (holder.floor == 0 || ++named > kMostNamed) continue;
     ways.push_back("give '" + holder.name + "' a lower floor: it keeps " +
                    format_bytes(std::min(holder.floor, holder.idle + holder.reserved)) +
                    (holder.reserved == 0 ? " idle" : ""));
@@ -89,8 +94,19 @@ std::string text_of(const Refusal& refusal, const RefusalCause& cause) {
   }
   if (!cause.limit_name.empty()) text += "; refused by the limit of " + cause.limit_name;
   if (!cause.driver_said.empty()) text += "; the driver refused (" + cause.driver_said + ")";
-  for (std::size_t k = 0; k < refusal.holders.size(); ++k) {
-    text += (k == 0 ? "\n  held: " : ", ") + words_of(refusal.holders[k]);
+  const std::vector<Holder>& holders = refusal.holders;
+  // One more is no longer than what would be said of it.
+  const std::size_t named = holders.size() <= kMostNamed + 1 ? holders.size() : kMostNamed;
+  std::size_t of_others = 0;
+  for (std::size_t k = 0; k < holders.size(); ++k) {
+    if (k < named) {
+      text += (k == 0 ? "\n  held: " : ", ") + words_of(holders[k]);
+    } else {
+      of_others += holders[k].held();
+    }
+  }
+  if (named < holders.size()) {
+    text += ", and " + std::to_string(holders.size() - named) + " others " + format_bytes(of_others);
   }
   return text + "\n  what would help: " + refusal.advice;
 }

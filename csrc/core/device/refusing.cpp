@@ -12,25 +12,33 @@ namespace vmm {
 
 // Who holds memory that counts under `refused` (nullptr: the device), or has it reserved,
 // whoever holds most first. What is idle and still there now is what floors keep.
-std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Pool& asker) const {
+std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Pool& asker, const Surveyed& all) const {
+  std::map<const Pool*, std::size_t> there;  // where its numbers, and its parts', are added up
+  std::vector<MemoryStats> sums = all.stats;
+  for (std::size_t k = 0; k < all.pools.size(); ++k) there.emplace(all.pools[k].get(), k);
+  // A part's are its model's, unless that was closed and a tensor of it lives on.
+  const auto place_of_model = [&](std::size_t k) {
+    const auto model = there.find(&all.pools[k]->model());
+    return model == there.end() ? k : model->second;
+  };
   std::vector<Holder> holders;
   std::size_t in_pools = 0;
-  const PoolList all = refused == nullptr ? pools() : pools_under(*refused);
-  std::set<const Pool*> there;
-  for (const auto& pool : all) there.insert(pool.get());
-  for (const auto& pool : all) {
-    // Its model's, unless that was closed and a tensor of it lives on.
-    if (pool->is_part() && there.count(&pool->model()) != 0) continue;
-    const MemoryStats stats = memory_stats_of(*pool);
-    in_pools += stats.physical_usage;
-    const bool is_another = &pool->model() != &asker.model();
+  for (std::size_t k = 0; k < all.pools.size(); ++k) {
+    in_pools += all.stats[k].physical_usage;
+    if (const std::size_t place = place_of_model(k); place != k) sums[place].add(all.stats[k]);
+  }
+  for (std::size_t k = 0; k < all.pools.size(); ++k) {
+    if (place_of_model(k) != k) continue;
+    Pool& pool = *all.pools[k];
+    const MemoryStats& stats = sums[k];
+    const bool is_another = &pool.model() != &asker.model();
     const std::size_t reserved =
-        is_another && refused != nullptr && !pool->is_part() ? pool->budget().reserved_here() : 0;
+        is_another && refused != nullptr && !pool.is_part() ? pool.budget().reserved_here() : 0;
     if (stats.physical_usage == 0 && reserved == 0) continue;
-    Holder holder{pool->name() + (pool->model().is_retired() ? " (closed)" : ""), stats.allocated_bytes,
-                  stats.idle_bytes, stats.stranded_bytes, stats.quarantined_bytes};
+    Holder holder{pool.name() + (pool.model().is_retired() ? " (closed)" : ""), stats.allocated_bytes, stats.idle_bytes,
+                  stats.stranded_bytes, stats.quarantined_bytes};
     holder.reserved = reserved;
-    if ((holder.idle != 0 && is_another) || reserved != 0) holder.floor = pool->floor();
+    if ((holder.idle != 0 && is_another) || reserved != 0) holder.floor = pool.floor();
     holders.push_back(std::move(holder));
   }
   if (refused == nullptr || refused == &budget_) {
@@ -46,15 +54,25 @@ std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Poo
   return holders;
 }
 
-// Bytes that are idle in other models under `refused` and above their floors. There are some
-// where nobody was asked to give any, as all of it would not have done.
-std::size_t DeviceMemory::spare_of_others(const Budget* refused, const Pool& asker) const {
+DeviceMemory::Surveyed DeviceMemory::survey(const Budget* under) const {
+  Surveyed all;
+  all.pools = under == nullptr ? pools() : pools_under(*under);
+  all.stats = stats_of_each(all.pools);
+  return all;
+}
+
+// Bytes of what was surveyed that models other than the asker's have above their floors, of
+// those that `most` allows of each pool.
+template <typename Most>
+std::size_t DeviceMemory::spare_of_others(const Surveyed& all, const Pool& asker, const Most& most) {
   std::map<const Pool*, std::size_t> spare;  // of each model, with its parts
   std::size_t sum = 0;
-  for (const auto& pool : ladder_.victims(asker, refused)) {
-    if (&pool->model() == &asker.model()) continue;
-    const auto [found, is_new] = spare.try_emplace(&pool->model(), pool->budget().above_floors(asker.budget()));
-    const std::size_t given = std::min(pool->idle_bytes(), found->second);
+  for (std::size_t k = 0; k < all.pools.size(); ++k) {
+    const Pool& pool = *all.pools[k];
+    const std::size_t wanted = most(pool, all.stats[k]);
+    if (wanted == 0) continue;
+    const auto [found, is_new] = spare.try_emplace(&pool.model(), pool.budget().above_floors(asker.budget()));
+    const std::size_t given = std::min(wanted, found->second);
     found->second -= given;
     sum += given;
   }
@@ -102,11 +120,12 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
     const std::size_t taken = info.total - std::min(info.free, info.total);
     cause.outside = taken - std::min(budget_.used(), taken);
   }
+  const Budget* const under = cause.no_addresses ? &asker.model().budget() : shortage.refused;
+  const Surveyed all = survey(under);
+  refusal.holders = holders_under(under, asker, all);
   if (cause.no_addresses) {
     refusal.limit = cause.capacity;
-    refusal.holders = holders_under(&asker.model().budget(), asker);
   } else {
-    refusal.holders = holders_under(shortage.refused, asker);
     if (shortage.refused != nullptr) {
       refusal.limit = shortage.refused->limit();
       cause.limit_name = shortage.refused->name();
@@ -117,10 +136,14 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
       }
     }
   }
+  // There is some where nobody was asked to give any, as all of it would not have done.
+  const auto idle_of_another = [this, &asker](const Pool& pool, const MemoryStats& stats) {
+    return &pool.model() == &asker.model() || !pool.budget().stands_under(budget_) ? 0 : stats.idle_bytes;
+  };
   const std::size_t headroom = asker.budget().headroom();
   refusal.available = std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) +
                       asker.memory_stats().idle_bytes +
-                      (cause.no_addresses ? 0 : spare_of_others(shortage.refused, asker));
+                      (cause.no_addresses ? 0 : spare_of_others(all, asker, idle_of_another));
   refuse(std::move(refusal), cause);
 }
 
@@ -139,19 +162,11 @@ void DeviceMemory::refuse(Refusal refusal, const RefusalCause& cause) {
 // or will be when queued work is done, and all of one that is on its way to sleep or back.
 // But for `out`, which is asked about.
 std::size_t DeviceMemory::could_be_spared(const Budget& level, const Pool& in, const Pool* out) const {
-  std::map<const Pool*, std::size_t> spare;  // of each model, with its parts
-  std::size_t sum = 0;
-  for (const auto& pool : pools_under(level)) {
-    if (&pool->model() == out) continue;
-    const bool is_on_its_way = pool->is_asleep() && &pool->model() != &in;
-    const MemoryStats stats = pool->memory_stats();
-    const std::size_t most = is_on_its_way ? stats.physical_usage : stats.idle_bytes + stats.quarantined_bytes;
-    const auto [found, is_new] = spare.try_emplace(&pool->model(), pool->budget().above_floors(in.budget()));
-    const std::size_t given = std::min(most, found->second);
-    found->second -= given;
-    sum += given;
-  }
-  return sum;
+  return spare_of_others(survey(&level), in, [&](const Pool& pool, const MemoryStats& stats) {
+    if (&pool.model() == out) return std::size_t{0};
+    const bool is_on_its_way = pool.is_asleep() && &pool.model() != &in;
+    return is_on_its_way ? stats.physical_usage : stats.idle_bytes + stats.quarantined_bytes;
+  });
 }
 
 void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool* out, std::size_t leaving) {
@@ -178,7 +193,8 @@ void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool*
     cause.limits = " to wake in, and ";
     if (out != nullptr) cause.limits += "with all of '" + out->name() + "' asleep ";
     cause.limits += "there would be " + format_bytes(room);
-    refusal.holders = holders_under(device == nullptr ? &level : nullptr, in);
+    const Budget* const under = device == nullptr ? &level : nullptr;
+    refusal.holders = holders_under(under, in, survey(under));
     refuse(std::move(refusal), cause);
   };
   for (int round = 0;; ++round) {

@@ -215,11 +215,12 @@ void Pool::count_unmapped(const PlacedChunk& placement) {
 
 // --------------------------------------------------------------- giving away
 
-std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, Grant& grant,
-                            Budget** refused) {
+std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, bool is_gathered,
+                            Grant& grant, Budget** refused) {
   VMM_CHECK(&context_.store == &grant.store(), "pool '", name_, "' gives chunks of another store");
   *refused = nullptr;
-  const GatheredLock lock(*this);
+  if (!is_gathered) context_.caches.gather(*this);
+  const MutexLock lock(mutex_);
   if (range_ == nullptr) return 0;
   free_up_space();
   std::set<const Chunk*> first;

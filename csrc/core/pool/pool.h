@@ -233,9 +233,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // to its payer): those of `wanted` that are idle here, then what is idle on any
   // stream, what is used by nobody any more first: their last use travels with the
   // chunks. Nothing is waited for. Returns the bytes moved; `refused` is the limit that
-  // would not let them in.
-  std::size_t surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, Grant& grant,
-                        Budget** refused) VMM_EXCLUDES(mutex_);
+  // would not let them in. `is_gathered`: what threads keep of it has been given back.
+  std::size_t surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, bool is_gathered,
+                        Grant& grant, Budget** refused) VMM_EXCLUDES(mutex_);
   // What is dormant in `place`, of chunks that others had last.
   [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_of_others(ByteRange place) const VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
