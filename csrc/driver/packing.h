@@ -276,9 +276,11 @@ VMM_PACKING void pack_unit(const Job& job, u64 number, Scratch& scratch) {
     return;
   }
   const u32 escape = escape_of(bits);
-  for (u32 k = lane(); k < 256; k += lanes()) scratch.index_of[k] = static_cast<u8>(escape);
-  meet();
-  for (u32 k = lane(); k < escape; k += lanes()) scratch.index_of[unit.exponents[k]] = static_cast<u8>(k);
+  for (u32 exponent = lane(); exponent < 256; exponent += lanes()) {
+    u32 index = 0;
+    while (index < escape && unit.exponents[index] != exponent) ++index;
+    scratch.index_of[exponent] = static_cast<u8>(index);
+  }
   meet();
   const Groups own = own_groups(size);
   u32 escapes = 0;

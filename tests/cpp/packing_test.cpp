@@ -20,6 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include "support/packing_by_lanes.h"
+
 namespace vmm::testing {
 namespace {
 
@@ -48,9 +50,12 @@ class Exactly {
   const std::size_t off_;
 };
 
+enum class By : std::uint8_t { cpu, lanes };
+
 class Packed {
  public:
-  explicit Packed(const Bytes& memory, std::size_t off = 0) : size_(memory.size()), memory_(size_, off) {
+  explicit Packed(const Bytes& memory, std::size_t off = 0, By by = By::cpu)
+      : size_(memory.size()), by_(by), memory_(size_, off) {
     std::memcpy(memory_.begin(), memory.data(), size_);
     for (std::size_t at = 0; at < size_; at += packing::kUnitBytes) {
       Unit unit{};
@@ -94,10 +99,15 @@ class Packed {
     job.at = begin;
     job.begin = begin;
     job.end = end;
-    packing::run(step, job, *scratch_);
+    if (by_ == By::lanes) {
+      pack_by_lanes(step, job);
+    } else {
+      packing::run(step, job, *scratch_);
+    }
   }
 
   const std::size_t size_;
+  const By by_;
   const Exactly memory_;
   std::vector<Unit> units_;
   packing::u32 lines_ = 0;
@@ -245,6 +255,34 @@ TEST(Packing, WhateverABodySaysNothingIsOverrun) {
       packed.unpacked(random() % 1000, 40000);
     }
   }
+}
+
+// As a GPU runs it: what one lane says and does, 512 do together.
+TEST(Packing, LanesThatGoOnByThemselvesDoTheSame) {
+  Random random(21);
+  std::set<int> bits;
+  for (const auto& [name, make] : kinds()) {
+    const std::size_t size = packing::kUnitBytes + random() % 3 * 8 * 1021;
+    const Bytes memory = make(size, random);
+    const std::size_t off = random() % 2 * 6;
+    Packed by_cpu(memory, off);
+    Packed by_lanes(memory, off, By::lanes);
+    ASSERT_EQ(by_cpu.units().size(), by_lanes.units().size());
+    for (std::size_t k = 0; k < by_cpu.units().size(); ++k) {
+      ASSERT_EQ(std::memcmp(&by_cpu.units()[k], &by_lanes.units()[k], sizeof(Unit)), 0) << name << ", unit " << k;
+      bits.insert(by_cpu.units()[k].bits);
+    }
+    by_lanes.pack();
+    ASSERT_TRUE(by_lanes.unpacked() == memory) << name;
+    const std::size_t begin = random() % size;
+    const std::size_t end = begin + 1 + random() % (size - begin);
+    const Bytes part(memory.begin() + static_cast<std::ptrdiff_t>(begin),
+                     memory.begin() + static_cast<std::ptrdiff_t>(end));
+    ASSERT_TRUE(by_lanes.unpacked(begin, end, off) == part) << name << ", from " << begin << " to " << end;
+    std::memcpy(by_cpu.bodies(), by_lanes.bodies(), by_cpu.bytes());
+    ASSERT_TRUE(by_cpu.unpacked() == memory) << name << ", by the CPU";
+  }
+  EXPECT_EQ(bits, (std::set<int>{0, 1, 2, 3, 4}));
 }
 
 // NVRTC is given this very text.
