@@ -330,8 +330,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
             InvalidArgumentError: no such place or tag, a file that exists;
                 ``packed`` and nothing goes to ``"host"``, or ``poison`` and
                 nothing is discarded.
-            NotAvailableError: in debug mode; or ``packed``, and this GPU or
-                torch cannot (NVRTC is missing, say).
+            NotAvailableError: ``packed``, and this GPU or torch cannot
+                (NVRTC is missing, say).
             VmmError: a disk that is full or fails, a driver that does, or the
                 model is on its way already; it is awake again, and whole. So
                 it is after Ctrl-C, unless it was done by then.

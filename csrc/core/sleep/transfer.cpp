@@ -45,6 +45,12 @@ Departure::Departure(Sleeper& sleeper, std::vector<PartToSleep> parts, bool rele
     : sleeper_(sleeper), parts_(std::move(parts)), release_(release) {}
 
 void Departure::begin() {
+  DeviceMemory& memory = sleeper_.memory();
+  Clock& clock = memory.clock();
+  if (memory.debug_log() != nullptr) {  // what has been freed is looked at as long as it is there
+    throw_if_failed(clock.wait(clock.now()), "waiting for queued work, to look at what is watched");
+    memory.settle(/*wait=*/false);
+  }
   try {
     std::vector<PartToSleep> going;
     going.reserve(parts_.size());  // what has begun is noted
@@ -59,9 +65,9 @@ void Departure::begin() {
     }
     parts_ = std::move(going);
     // Whoever uses their memory has queued that by now. Frees of before may leave with it.
-    Clock& clock = sleeper_.memory().clock();
     throw_if_failed(clock.wait(clock.now()), "waiting for queued work that may use the memory");
-    sleeper_.memory().settle(/*wait=*/false);  // or a former place of a chunk would look like another user
+    memory.await_judges();
+    memory.settle(/*wait=*/false);  // or a former place of a chunk would look like another user
     plan(/*keeps_unchanged=*/true);
     try {
       make_backups();
