@@ -203,7 +203,7 @@ TEST_F(SleepOrder, CopiesBackComeAfterTheReadersOfWhatTheyTake) {
 TEST_F(SleepOrder, OthersAllocateWhileCopiesAreUnderWay) {
   go_to_sleep();
   std::vector<Address> mine;
-  for (int k = 0; k < 8; ++k) {
+  for (std::size_t k = 0; k < 8; ++k) {
     mine.push_back(memory_->allocate(*other_, (1 + k % 3) * 20 * kMiB, stream(0x20)));
     if (k % 2 == 0) continue;
     DeviceMemory::free(space_, mine.back());
