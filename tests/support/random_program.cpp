@@ -13,11 +13,11 @@ namespace vmm::testing {
 namespace {
 
 using Kind = Op::Kind;
-constexpr std::array<const char*, 24> kKindNames = {
-    "allocate", "free",          "record_stream", "pages",       "first_pages", "free_pages",
-    "trim",     "empty_cache",   "pool_limit",    "group_limit", "floor",       "priority",
-    "hold",     "release_holds", "fail_call",     "settle",      "reopen",      "threads",
-    "pin",      "checkpoint",    "restore",       "sleep",       "wake",        "swap"};
+constexpr std::array<const char*, 28> kKindNames = {
+    "allocate",    "free",       "record_stream", "pages",   "first_pages", "free_pages", "trim",
+    "empty_cache", "pool_limit", "group_limit",   "floor",   "priority",    "hold",       "release_holds",
+    "fail_call",   "settle",     "reopen",        "threads", "pin",         "checkpoint", "restore",
+    "sleep",       "wake",       "swap",          "spill",   "spill_limit", "seal",       "pressure"};
 
 }  // namespace
 
@@ -42,14 +42,24 @@ std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const Prog
     const std::uint64_t what = any(1000);
     if (what < 420) {
       program.push_back({Kind::allocate, any(kPools), size(), any(8) == 0 ? any(kStreams) : 0});
-    } else if (what < 764) {
+    } else if (what < 745) {
       program.push_back({Kind::free, random(), 0, 0});
-    } else if (what < 770) {
+    } else if (what < 749) {
+      program.push_back({Kind::sleep, kModelOfTagged, any(5) == 0 ? 1U : 0U, 1 + any(2)});
+    } else if (what < 756) {
       program.push_back({Kind::sleep, any(kPart), any(5) == 0 ? 1U : 0U, 0});
-    } else if (what < 778) {
-      program.push_back({Kind::wake, any(kPart), 0, 0});
-    } else if (what < 780) {
+    } else if (what < 772) {
+      program.push_back({Kind::wake, any(kPart), 0, any(4) == 0 ? any(3) : 0});
+    } else if (what < 775) {
       program.push_back({Kind::swap, any(kPart), any(kPart), 0});
+    } else if (what < 781) {
+      program.push_back({Kind::spill, any(kPart), any(2), 0});
+    } else if (what < 783) {
+      program.push_back({Kind::spill_limit, 0, any(64) * kMiB, 0});
+    } else if (what < 788) {
+      program.push_back({Kind::seal, 0, any(2), 0});
+    } else if (what < 796) {
+      program.push_back({Kind::pressure, any(4), 0, 0});
     } else if (what < 810) {
       program.push_back({Kind::record_stream, random(), any(kStreams), 0});
     } else if (what < 840) {
@@ -93,11 +103,14 @@ std::vector<Op> random_program(std::uint64_t seed, std::size_t steps, const Prog
   return program;
 }
 
-void run_program(const std::vector<Op>& program, const std::string& debug) {
+ProgramCounts run_program(const std::vector<Op>& program, const std::string& debug) {
+  ProgramCounts counts;
   on_fresh_thread([&] {
     RandomWorld world(debug);
     run_steps(world, program);
+    counts = world.counts();
   });
+  return counts;
 }
 
 std::vector<Op> shrink(std::vector<Op> program, const std::string& debug) {

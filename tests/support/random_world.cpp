@@ -6,6 +6,7 @@
 #include <set>
 
 #include "base/errors.h"
+#include "core/faces/seals.h"
 #include "support/random_world.h"
 
 namespace vmm::testing {
@@ -16,6 +17,8 @@ using Kind = Op::Kind;
 constexpr std::size_t kGranularity = 2 * kMiB;
 constexpr std::size_t kGroupLimit = 96 * kMiB;
 constexpr std::size_t kDeviceBytes = 192 * kMiB;
+constexpr std::size_t kSpillLimit = 48 * kMiB;
+constexpr const char* kTag = "weights";
 
 Options options(const std::string& debug) {
   Options options;
@@ -32,13 +35,19 @@ RandomWorld::RandomWorld(const std::string& debug)
       memory_(std::make_unique<DeviceMemory>(driver_, space_, 0, options(debug))),
       group_(memory_->create_group("group", kGroupLimit)) {
   driver_.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass);
+  memory_->set_spill_limit(*group_, kSpillLimit);
+  memory_->set_on_pressure(
+      *group_, [this](std::size_t /*bytes*/, const std::shared_ptr<Pool>& asker) { return relieve(asker); });
   for (std::size_t k = 0; k < kPools; ++k) open(k);
 }
 
 RandomWorld::~RandomWorld() {
   driver_.clear_failures();
   driver_.release_fences();
+  memory_->set_on_pressure(*group_, nullptr);
   for (const Live& live : live_) DeviceMemory::free(space_, live.address);
+  live_.clear();
+  saved_.reset();
   for (auto& pool : pools_) {
     if (pool == nullptr) continue;
     pool->drop_pages();
@@ -63,7 +72,7 @@ void RandomWorld::step(const Op& op) {
     case Kind::record_stream:
       if (!live_.empty()) {
         const Live& live = live_[op.a % live_.size()];
-        pools_[live.pool]->record_stream(live.address, stream_of(op.b));
+        live.home->record_stream(live.address, stream_of(op.b));
       }
       break;
     case Kind::pages:
@@ -125,13 +134,25 @@ void RandomWorld::step(const Op& op) {
       restore();
       break;
     case Kind::sleep:
-      transfer(op.a % kPart, std::nullopt, op.b == 1, failures);
+      transfer(op.a % kPart, std::nullopt, op.b == 1, op.c, failures);
       break;
     case Kind::wake:
-      transfer(std::nullopt, op.a % kPart, false, failures);
+      transfer(std::nullopt, op.a % kPart, false, op.c, failures);
       break;
     case Kind::swap:
-      if (op.a % kPart != op.b % kPart) transfer(op.a % kPart, op.b % kPart, false, failures);
+      if (op.a % kPart != op.b % kPart) transfer(op.a % kPart, op.b % kPart, false, 0, failures);
+      break;
+    case Kind::spill:
+      memory_->set_spills(*pools_[op.a % kPart], op.b == 1);
+      break;
+    case Kind::spill_limit:
+      memory_->set_spill_limit(*group_, op.b);
+      break;
+    case Kind::seal:
+      seal(op.b == 1, failures);
+      break;
+    case Kind::pressure:
+      pressure_ = op.a;
       break;
   }
 }
@@ -150,8 +171,12 @@ void RandomWorld::set_floor(std::size_t k, std::size_t floor) {
 
 void RandomWorld::open(std::size_t k) {
   most_claims_ = kUnlimited;  // it may have a floor
-  owners_[k] = ++last_owner_;
+  ++last_owner_;
   pool_high_[k] = 0;
+  if (k == kTagged) {
+    pools_[k] = memory_->tagged(pools_[kModelOfTagged], kTag);
+    return;
+  }
   if (k == kPart) {
     saved_.reset();
     pools_[k] = memory_->create_part(pools_[kModelOfPart], {1, last_owner_}, /*no_split=*/last_owner_ % 4 == 0);
@@ -164,6 +189,7 @@ void RandomWorld::open(std::size_t k) {
   if (k == 2) spec.floor = 4 * kMiB;
   if (k == 2) spec.priority = 1;
   pools_[k] = memory_->create_pool(spec, k == kModelOfPart ? nullptr : group_.get());
+  if (k < 2) memory_->set_spills(*pools_[k], true);
 }
 
 void RandomWorld::checkpoint() {
@@ -201,7 +227,7 @@ void RandomWorld::restore() {
   std::erase_if(live_, [](const Live& live) { return live.pool == kPart; });
   for (Live live : saved_->second) {
     live.id = ++last_id_;
-    check_no_former_owner(kPart, live.address, extent(live.size));
+    check_no_former_owner(*live.home, live.address, extent(live.size));
     write(live);
     live_.push_back(live);
   }
@@ -209,10 +235,13 @@ void RandomWorld::restore() {
 
 void RandomWorld::reopen(std::size_t k) {
   if (k == kPart && pools_[kModelOfPart]->is_asleep()) return;
+  if (k == kTagged) k = kModelOfTagged;
   if (k == kModelOfPart) close(kPart);
+  if (k == kModelOfTagged) close(kTagged);
   close(k);
   open_again(k);
   if (k == kModelOfPart) open_again(kPart);
+  if (k == kModelOfTagged) open_again(kTagged);
 }
 
 void RandomWorld::close(std::size_t k) {
@@ -223,7 +252,7 @@ void RandomWorld::close(std::size_t k) {
       ++index;
     }
   }
-  memory_->close_pool(*pools_[k], /*force=*/true);
+  if (k != kTagged) memory_->close_pool(*pools_[k], /*force=*/true);  // a tag ends with its model
   std::erase_if(page_ranges_, [&](const Pages& range) { return range.pool == k; });
   pools_[k].reset();
 }
@@ -237,4 +266,63 @@ void RandomWorld::open_again(std::size_t k) {
     }
   }
 }
+
+void RandomWorld::seal(bool is_sealed, std::uint64_t failures) {
+  if (memory_->debug_log() != nullptr) return;
+  std::vector<SealedPiece> pieces;
+  for (const Live& live : live_) {
+    const bool is_tags = live.home->is_tag_space() && live.home->tag() == kTag;
+    if (is_tags && (is_sealed || live.is_sealed)) pieces.push_back({live.address, live.size, true});
+  }
+  if (pieces.empty()) return;
+  try {
+    is_sealed ? seal_pages(*memory_, *pools_[kModelOfTagged], pieces)
+              : unseal_pages(*memory_, *pools_[kModelOfTagged], pieces);
+  } catch (const InvalidArgumentError&) {
+    return;  // what was freed there still waits for a recorded stream
+  } catch (const AsleepError&) {
+    require(is_any_asleep(kModelOfTagged), "one that is awake says that it sleeps");
+    return;
+  } catch (const VmmError&) {
+    require(driver_.failures() != failures, "sealing failed without a failing call");
+    return;
+  }
+  if (is_sealed) ++counts_.sealed;
+  for (Live& live : live_) {
+    const bool is_piece = std::any_of(pieces.begin(), pieces.end(),
+                                      [&](const SealedPiece& piece) { return piece.address == live.address; });
+    if (is_piece) live.is_sealed = is_sealed;
+  }
+}
+
+bool RandomWorld::relieve(const std::shared_ptr<Pool>& asker) {
+  const auto is_others = [&](std::size_t k) { return pools_[k] != nullptr && &pools_[k]->model() != asker.get(); };
+  try {
+    if (pressure_ == 1) {
+      std::size_t given = 0;
+      for (std::size_t k = 0; k < kModelOfPart; ++k) given += is_others(k) ? memory_->trim(*pools_[k], 0) : 0;
+      if (given != 0) ++counts_.relieved;
+      return given != 0;
+    }
+    if (pressure_ == 2) {
+      for (std::size_t index = 0; index < live_.size(); ++index) {
+        if (!is_others(model_of(live_[index].pool))) continue;
+        free_live(index);
+        ++counts_.relieved;
+        return true;
+      }
+    }
+    for (std::size_t k = 0; pressure_ == 3 && k < kModelOfPart; ++k) {
+      const bool is_on_its_way = std::find(on_their_way_.begin(), on_their_way_.end(), k) != on_their_way_.end();
+      if (!is_others(k) || is_on_its_way || is_any_asleep(k) || memory_->debug_log() != nullptr) continue;
+      transfer(k, std::nullopt, /*is_discarded=*/false, 0, /*failures=*/~std::uint64_t{0});
+      if (is_any_asleep(k)) ++counts_.relieved;
+      return is_any_asleep(k);
+    }
+  } catch (const std::exception& error) {
+    wrong_in_relief_ = error.what();
+  }
+  return false;
+}
+
 }  // namespace vmm::testing

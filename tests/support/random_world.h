@@ -25,10 +25,13 @@
 
 namespace vmm::testing {
 
-// Pools, by number: three models under one limit, one pool of its own, and a part of that.
-inline constexpr std::size_t kPools = 5;
+// Pools, by number: three models under one limit, one pool of its own, a part of that, and a tag of
+// the first model.
+inline constexpr std::size_t kPools = 6;
 inline constexpr std::size_t kPart = 4;
 inline constexpr std::size_t kModelOfPart = 3;
+inline constexpr std::size_t kTagged = 5;
+inline constexpr std::size_t kModelOfTagged = 0;
 inline constexpr std::size_t kStreams = 3;
 inline constexpr std::size_t kCapacity = 512 * kMiB;  // of addresses, each
 
@@ -60,6 +63,7 @@ class RandomWorld {
 
   void step(const Op& op);
   void check();
+  [[nodiscard]] const ProgramCounts& counts() const { return counts_; }
 
  private:
   struct Live {
@@ -67,6 +71,9 @@ class RandomWorld {
     Address address = 0;
     std::size_t size = 0;
     std::uint64_t id = 0;
+    std::shared_ptr<Pool> home;  // the pool itself, or another of its model's: in host memory, or beside what is sealed
+    bool is_sealed = false;
+    bool is_zero = false;  // thrown away, and not written since
   };
   struct Pages {
     std::size_t pool = 0;
@@ -86,6 +93,9 @@ class RandomWorld {
   // Its tensors go, as a model's do; its pages are dropped by force.
   void close(std::size_t k);
   void open_again(std::size_t k);
+  void seal(bool is_sealed, std::uint64_t failures);
+  // What the program does when a request of `asker` finds no memory.
+  bool relieve(const std::shared_ptr<Pool>& asker);
 
   // random_world_blocks.cpp: blocks, explicit pages, threads
   void allocate(std::size_t pool, std::size_t bytes, Stream stream, std::uint64_t failures);
@@ -95,17 +105,25 @@ class RandomWorld {
   void pages(std::size_t pool, std::uint64_t first, std::uint64_t count, std::uint64_t failures);
   void first_pages(std::size_t pool, std::uint64_t count, std::uint64_t failures);
   void free_page_range(std::size_t index);
+  [[nodiscard]] Live as_block(const Pages& range) const {
+    return {range.pool, pools_[range.pool]->base() + range.offset, range.size, range.id, pools_[range.pool]};
+  }
   // Several threads at once, each with its own blocks, over all pools.
   void run_threads(std::uint64_t seed, std::uint64_t steps);
   void free_of(std::vector<Live>& mine, std::size_t index);
   void thread_step(std::mt19937_64& random, std::vector<Live>& mine, std::size_t number);
 
   // random_world_sleep.cpp: models that sleep
-  // Models go to sleep, wake or both, each with its part; whole, whatever fails.
-  void transfer(std::optional<std::size_t> out, std::optional<std::size_t> in, bool is_discarded,
+  // Models go to sleep, wake or both, each with its parts: all of them, or those that an operation
+  // names; whole, whatever fails.
+  void transfer(std::optional<std::size_t> out, std::optional<std::size_t> in, bool is_discarded, std::uint64_t which,
                 std::uint64_t failures, bool is_checked = true);
-  static std::size_t model_of(std::size_t pool) { return pool == kPart ? kModelOfPart : pool; }
-  [[nodiscard]] bool is_any_asleep(std::size_t k) const;
+  static std::size_t model_of(std::size_t pool) {
+    return pool == kPart ? kModelOfPart : pool == kTagged ? kModelOfTagged : pool;
+  }
+  [[nodiscard]] PoolList parts_of(std::size_t k, std::uint64_t which) const;
+  static bool is_any_asleep(const PoolList& pools);
+  [[nodiscard]] bool is_any_asleep(std::size_t k) const { return is_any_asleep(parts_of(k, 0)); }
   // Each word of what was thrown away is zero now, or as it was where that failed; all is
   // written anew.
   void forget_contents(std::size_t k);
@@ -122,7 +140,8 @@ class RandomWorld {
   // While its pool is asleep, perhaps in part, its memory may be elsewhere.
   void check_if_awake(const Live& live) const;
   // Memory given to a pool holds zeros, or what this very pool wrote, or its patterns.
-  void check_no_former_owner(std::size_t pool, Address address, std::size_t size) const;
+  void check_no_former_owner(const Pool& home, Address address, std::size_t size) const;
+  void check_bytes_of_pools() const;
   // An out-of-memory error must be true: after it, what is free under the
   // limit that refused is less than what was asked.
   void judge_refusal(std::size_t pool, std::size_t need, const OutOfMemoryError& error, std::uint64_t failures);
@@ -134,7 +153,10 @@ class RandomWorld {
   std::shared_ptr<Budget> group_;
   Sleeper sleeper_{*memory_};
   std::array<std::shared_ptr<Pool>, kPools> pools_;
-  std::array<std::uint64_t, kPools> owners_{};
+  std::uint64_t pressure_ = 0;             // what is done when no memory is left
+  std::vector<std::size_t> on_their_way_;  // models
+  std::string wrong_in_relief_;
+  ProgramCounts counts_;
   std::array<std::size_t, kPools> pool_high_{};
   std::size_t group_high_ = 0;
   std::size_t most_claims_ = 0;  // above the group's limit; kUnlimited: limits or floors have changed

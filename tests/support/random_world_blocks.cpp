@@ -1,6 +1,7 @@
 // RandomWorld: blocks, explicit pages, threads.
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "base/errors.h"
 #include "support/random_world.h"
@@ -13,7 +14,7 @@ constexpr std::size_t kMostLive = 200;
 
 void RandomWorld::allocate(std::size_t pool, std::size_t bytes, Stream stream, std::uint64_t failures) {
   if (live_.size() >= kMostLive) return;
-  Live live{pool, 0, bytes, ++last_id_};
+  Live live{pool, 0, bytes, ++last_id_, nullptr};
   try {
     live.address = memory_->allocate(*pools_[pool], bytes, stream);
   } catch (const OutOfMemoryError& error) {
@@ -25,17 +26,21 @@ void RandomWorld::allocate(std::size_t pool, std::size_t bytes, Stream stream, s
     require(driver_.failures() != failures, "a driver error without a failing call");
     return;
   } catch (const AsleepError&) {
-    require(pools_[pool]->is_asleep(), "one that is awake says that it sleeps");
+    require(is_any_asleep(model_of(pool)), "one that is awake says that it sleeps");
     return;
   }
+  live.home = memory_->pool_at(live.address);
+  if (live.home != nullptr && live.home->is_spill()) ++counts_.spilled;
   require(is_aligned(live.address, 512), "unaligned");
-  require(pools_[pool]->contains(live.address), "outside its pool");
+  require(live.home != nullptr && &live.home->model() == &pools_[pool]->model(), "outside its model");
+  require(live.home == pools_[pool] || live.home->is_spill() || live.home->tag() == pools_[pool]->tag(),
+          "outside its pool");
   const std::size_t size = align_up(bytes, 512);
   for (const Live& other : live_) {
     require(live.address + size <= other.address || other.address + align_up(other.size, 512) <= live.address,
             [&] { return "block " + std::to_string(live.id) + " overlaps " + std::to_string(other.id); });
   }
-  check_no_former_owner(pool, live.address, extent(bytes));
+  check_no_former_owner(*live.home, live.address, extent(bytes));
   write(live);
   live_.push_back(live);
 }
@@ -62,9 +67,9 @@ bool RandomWorld::pages_used(std::size_t pool, std::size_t offset, std::size_t s
 void RandomWorld::take_pages(std::size_t pool, std::size_t offset, std::size_t size) {
   require(!pages_used(pool, offset, size), "pages given out that are in use");
   require(pools_[pool]->is_mapped(offset, size), "pages not mapped after allocate");
-  check_no_former_owner(pool, pools_[pool]->base() + offset, size);
+  check_no_former_owner(*pools_[pool], pools_[pool]->base() + offset, size);
   const Pages range{pool, offset, size, ++last_id_};
-  write({pool, pools_[pool]->base() + offset, size, range.id});
+  write(as_block(range));
   page_ranges_.push_back(range);
 }
 
@@ -102,7 +107,7 @@ void RandomWorld::first_pages(std::size_t pool, std::uint64_t count, std::uint64
 
 void RandomWorld::free_page_range(std::size_t index) {
   const Pages range = page_ranges_[index];
-  check_if_awake({range.pool, pools_[range.pool]->base() + range.offset, range.size, range.id});
+  check_if_awake(as_block(range));
   memory_->deallocate_pages(*pools_[range.pool], range.offset, range.size);
   require(!pools_[range.pool]->is_mapped(range.offset, pools_[range.pool]->page_size()), "still mapped after free");
   page_ranges_[index] = page_ranges_.back();
@@ -111,6 +116,7 @@ void RandomWorld::free_page_range(std::size_t index) {
 
 void RandomWorld::run_threads(std::uint64_t seed, std::uint64_t steps) {
   constexpr std::size_t kThreads = 4;
+  const std::uint64_t pressure = std::exchange(pressure_, 0);  // what it does is for one thread
   std::array<std::string, kThreads> wrong;
   std::vector<std::thread> threads;
   for (std::size_t number = 0; number < kThreads; ++number) {
@@ -126,6 +132,7 @@ void RandomWorld::run_threads(std::uint64_t seed, std::uint64_t steps) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+  pressure_ = pressure;
   for (const std::string& text : wrong) require(text.empty(), text);
 }
 
@@ -141,7 +148,7 @@ void RandomWorld::thread_step(std::mt19937_64& random, std::vector<Live>& mine, 
   if (what < 50 && mine.size() < 12) {
     const std::size_t pool = random() % kPools;
     Live live{pool, 0, 1 + random() % (random() % 4 == 0 ? 5 * kMiB : 100 * kKiB),
-              (number + 1) << 40U | random() % kGiB};
+              (number + 1) << 40U | random() % kGiB, nullptr};
     try {
       live.address = memory_->allocate(*pools_[pool], live.size, stream_of(number));
     } catch (const OutOfMemoryError&) {
@@ -151,7 +158,8 @@ void RandomWorld::thread_step(std::mt19937_64& random, std::vector<Live>& mine, 
     } catch (const AsleepError&) {
       return;
     }
-    check_no_former_owner(pool, live.address, extent(live.size));
+    live.home = memory_->pool_at(live.address);
+    check_no_former_owner(*live.home, live.address, extent(live.size));
     write(live);
     mine.push_back(live);
   } else if (what < 96) {

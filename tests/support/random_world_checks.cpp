@@ -9,33 +9,25 @@ namespace vmm::testing {
 void RandomWorld::check() {
   const GlobalMemoryStats kept = memory_->group_stats(*group_);  // before anybody else asks its pools
   memory_->check();
-  require(driver_.live_chunk_bytes() == memory_->committed_bytes(),
+  require(wrong_in_relief_.empty(), wrong_in_relief_);
+  const std::size_t spilled = memory_->spill_group_of(memory_->budget()).used();
+  require(driver_.live_chunk_bytes() == memory_->committed_bytes() + spilled,
           "driver holds " + std::to_string(driver_.live_chunk_bytes()) + ", charged " +
-              std::to_string(memory_->committed_bytes()));
+              std::to_string(memory_->committed_bytes()) + " and spilled " + std::to_string(spilled));
   // Limits: never above, unless they were lowered below what was in use.
   within(*group_, group_high_);
   check_floors();
   for (std::size_t k = 0; k < kPools; ++k) {
     within(pools_[k]->budget(), pool_high_[k]);
-    std::size_t allocated = 0;
-    std::size_t blocks = 0;
-    for (const Live& live : live_) {
-      if (live.pool != k) continue;
-      allocated += pools_[k]->block_size(live.address);
-      ++blocks;
-    }
-    for (const Pages& range : page_ranges_) allocated += range.pool == k ? range.size : 0;
-    require(pools_[k]->live_bytes() == allocated, "pool " + std::to_string(k) + " counts " +
-                                                      std::to_string(pools_[k]->live_bytes()) + " live bytes, model " +
-                                                      std::to_string(allocated));
     const MemoryStats stats = pools_[k]->memory_stats();
     require(stats.physical_usage ==
                 stats.allocated_bytes + stats.idle_bytes + stats.stranded_bytes + stats.quarantined_bytes,
             "pool " + std::to_string(k) + " does not add up");
     require(stats.stranded_bytes <= stats.physical_usage &&
-                (stats.physical_usage + stats.asleep_bytes != 0 || allocated == 0),
+                (stats.physical_usage + stats.asleep_bytes != 0 || pools_[k]->live_bytes() == 0),
             "stranded bytes wrapped");
   }
+  check_bytes_of_pools();
   MemoryStats asked;  // each pool by itself
   for (const auto& pool : memory_->pools_under(*group_)) asked.add(pool->memory_stats());
   require(kept.allocated_bytes == asked.allocated_bytes, "the group's figures are old");
@@ -50,6 +42,17 @@ void RandomWorld::check() {
   require(memory_->debug_log() == nullptr || memory_->debug_log()->damages().empty(), "a pattern was overwritten");
   // One random block's whole content, every step.
   if (!live_.empty()) check_if_awake(live_[random_() % live_.size()]);
+}
+
+void RandomWorld::check_bytes_of_pools() const {
+  for (const auto& pool : memory_->pools()) {
+    std::size_t allocated = 0;
+    for (const Live& live : live_) allocated += live.home == pool ? pool->block_size(live.address) : 0;
+    for (const Pages& range : page_ranges_) allocated += pools_[range.pool] == pool ? range.size : 0;
+    require(pool->live_bytes() == allocated, "pool '" + pool->name() + "' counts " +
+                                                 std::to_string(pool->live_bytes()) + " live bytes, model " +
+                                                 std::to_string(allocated));
+  }
 }
 
 std::size_t RandomWorld::extent(std::size_t size) const {
@@ -80,12 +83,12 @@ void RandomWorld::within(const Budget& budget, std::size_t& high) {
 
 void RandomWorld::write(const Live& live) {
   auto* words = reinterpret_cast<std::uint64_t*>(live.address);
-  std::fill(words, words + extent(live.size) / 8, word(owners_[live.pool], live.id));
+  std::fill(words, words + extent(live.size) / 8, word(live.home->id(), live.id));
 }
 
 void RandomWorld::check_content(const Live& live) const {
   const auto* words = reinterpret_cast<const std::uint64_t*>(live.address);
-  const std::uint64_t expected = word(owners_[live.pool], live.id);
+  const std::uint64_t expected = live.is_zero ? 0 : word(live.home->id(), live.id);
   for (std::size_t k = 0; k < extent(live.size) / 8; ++k) {
     if (words[k] == expected) continue;
     require(false, "block " + std::to_string(live.id) + " overwritten at byte " + std::to_string(8 * k));
@@ -93,15 +96,15 @@ void RandomWorld::check_content(const Live& live) const {
 }
 
 void RandomWorld::check_if_awake(const Live& live) const {
-  if (!pools_[live.pool]->is_asleep()) check_content(live);
+  if (!live.home->is_asleep()) check_content(live);
 }
 
-void RandomWorld::check_no_former_owner(std::size_t pool, Address address, std::size_t size) const {
+void RandomWorld::check_no_former_owner(const Pool& home, Address address, std::size_t size) const {
   const auto* words = reinterpret_cast<const std::uint64_t*>(address);
   for (std::size_t k = 0; k < size / 8; ++k) {
-    if (words[k] == 0 || words[k] >> 48U == owners_[pool]) continue;
+    if (words[k] == 0 || words[k] >> 48U == home.id()) continue;
     if (memory_->debug_log() != nullptr && words[k] >> 56U == kPatternByte) continue;
-    require(false, "pool " + std::to_string(pool) + " sees another model's data at byte " + std::to_string(8 * k));
+    require(false, "pool '" + home.name() + "' sees another model's data at byte " + std::to_string(8 * k));
   }
 }
 
