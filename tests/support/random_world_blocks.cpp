@@ -119,6 +119,7 @@ void RandomWorld::run_threads(std::uint64_t seed, std::uint64_t steps) {
   const std::uint64_t pressure = std::exchange(pressure_, 0);  // what it does is for one thread
   std::array<std::string, kThreads> wrong;
   std::vector<std::thread> threads;
+  threads.reserve(kThreads);
   for (std::size_t number = 0; number < kThreads; ++number) {
     threads.emplace_back([&, number] {
       std::mt19937_64 random(seed * kThreads + number);
