@@ -64,8 +64,9 @@ void Departure::begin() {
       going.push_back(std::move(part));
     }
     parts_ = std::move(going);
-    // Whoever uses their memory has queued that by now. Frees of before may leave with it.
-    throw_if_failed(clock.wait(clock.now()), "waiting for queued work that may use the memory");
+    // Whoever uses their memory has queued that by now, on streams of other libraries too, which
+    // no clock knows. Frees of before may leave with it.
+    throw_if_failed(clock.synchronize(), "waiting for queued work that may use the memory");
     memory.await_judges();
     memory.settle(/*wait=*/false);  // or a former place of a chunk would look like another user
     plan(/*keeps_unchanged=*/true);
@@ -165,7 +166,11 @@ void Departure::make_backups() {
     if (parts_[piece.part].places.front().kind != Place::Kind::discard) total += piece.bytes;
   }
   total_.store(total, std::memory_order_relaxed);
-  for (const PartToSleep& part : parts_) part.pool->note_place(in_words(part.places.front()));
+  for (const PartToSleep& part : parts_) {
+    // What sleeps already is where it is.
+    if (std::find(awake_.begin(), awake_.end(), part.pool) == awake_.end()) continue;
+    part.pool->note_place(in_words(part.places.front()));
+  }
   const std::size_t lots = contents.size();
   std::vector<bool> has_one(lots);
   for (std::size_t first = 0; first < lots; ++first) {
