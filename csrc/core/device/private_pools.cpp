@@ -426,11 +426,17 @@ RegionCheckpoint PrivatePools::checkpoint(RegionId region) const {
 
 void PrivatePools::restore(const RegionCheckpoint& target, std::vector<Address>* freed,
                            std::vector<Address>* allocated) {
-  for (const auto& part : parts(target.region)) {
+  const PoolCheckpoint empty;
+  const auto target_of = [&](const std::shared_ptr<Pool>& part) -> const PoolCheckpoint& {
     const auto at = std::find_if(target.parts.begin(), target.parts.end(),
                                  [&](const auto& recorded) { return recorded.first == part; });
-    part->restore(at == target.parts.end() ? PoolCheckpoint{} : at->second, freed, allocated);
-  }
+    return at == target.parts.end() ? empty : at->second;
+  };
+  const PoolList all = parts(target.region);
+  // All models' graphs are in one region: those that sleep are not to change, and nobody is
+  // changed before that is known.
+  for (const auto& part : all) part->require_restorable(target_of(part));
+  for (const auto& part : all) part->restore(target_of(part), freed, allocated);
 }
 
 }  // namespace vmm

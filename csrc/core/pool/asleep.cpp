@@ -120,7 +120,7 @@ std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const
   auto next = kept.begin();
   std::set<std::size_t> staying;  // chunks, by offset
   for (const Address address : everybodys) {
-    const Block* const block = live_at(address);
+    const Block* const block = live_around(address);  // torch may have cut its own out of ours
     if (block == nullptr) continue;
     for (auto at = range_->covering(block->offset); at != range_->live().end() && at->first < block->end(); ++at) {
       staying.insert(at->first);

@@ -11,7 +11,6 @@ namespace vmm {
 
 void Pool::require_settled(const char* doing) {
   if (range_ == nullptr) throw VmmError("pool '" + name_ + "' has ended, so its blocks cannot be " + doing);
-  require_awake();
   settle_locked();
   if (const std::size_t watched = watch_.live.size() + watch_.freed.size() + watch_.leaving; watched != 0) {
     throw VmmError("pool '" + name_ + "': debug mode watches " + std::to_string(watched) +
@@ -24,6 +23,11 @@ void Pool::require_settled(const char* doing) {
 
 PoolCheckpoint Pool::checkpoint() {
   const StillLock lock(*this, BlockCaches::Kept::back);
+  return checkpoint_locked();
+}
+
+// Of one that sleeps as well: its blocks are where they are.
+PoolCheckpoint Pool::checkpoint_locked() {
   require_settled("recorded");
   PoolCheckpoint found;
   std::vector<const Block*> live;
@@ -43,8 +47,17 @@ PoolCheckpoint Pool::checkpoint() {
   return found;
 }
 
+void Pool::require_restorable(const PoolCheckpoint& target) {
+  const StillLock lock(*this, BlockCaches::Kept::back);
+  if (asleep_ != nullptr && checkpoint_locked() != target) require_awake();
+}
+
 void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated) {
   const StillLock lock(*this, BlockCaches::Kept::back);
+  if (asleep_ != nullptr) {
+    if (checkpoint_locked() == target) return;
+    require_awake();
+  }
   require_settled("changed");
   for (const auto* entries : {&target.slabs, &target.large}) {
     for (const PoolCheckpoint::Entry& entry : *entries) {

@@ -147,7 +147,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // Gives what is idle to the group's shelf.
   // `keeps_unchanged`: what a former sleep has left in a backup, and nobody has been able to
   // write to since, stays there and is not copied again.
-  // Chunks under blocks that begin at one of `everybodys` stay.
+  // Chunks under blocks that one of `everybodys` lies in stay.
   std::vector<LeavingChunk> plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys = {})
       VMM_EXCLUDES(mutex_);
   // What is there for that goes. Returns whether there was any.
@@ -201,8 +201,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // The live blocks, and making them the live blocks again, each at its
   // address: `freed` are those that were live, `allocated` those that are now.
   // Throw VmmError when a freed block still waits for recorded streams, and when
-  // the pool has ended; restore() also when memory of the checkpoint has left it.
+  // the pool has ended; restore() also when memory of the checkpoint has left it, AsleepError
+  // when it sleeps and would change.
   [[nodiscard]] PoolCheckpoint checkpoint() VMM_EXCLUDES(mutex_);
+  // AsleepError where restore() would throw it.
+  void require_restorable(const PoolCheckpoint& target) VMM_EXCLUDES(mutex_);
   void restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated)
       VMM_EXCLUDES(mutex_);
 
@@ -664,6 +667,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] std::size_t live_elsewhere() const VMM_REQUIRES(mutex_);
 
   // checkpoint.cpp
+  [[nodiscard]] PoolCheckpoint checkpoint_locked() VMM_REQUIRES(mutex_);
   void require_settled(const char* doing) VMM_REQUIRES(mutex_);
 
   // pages.cpp

@@ -14,10 +14,12 @@ struct PoolCheckpoint {
     std::size_t size = 0;       // bytes
     std::size_t requested = 0;  // bytes asked for
     Stream stream = nullptr;
+    friend bool operator==(const Entry&, const Entry&) = default;
   };
   std::vector<Entry> slabs;  // that hold live blocks
   std::vector<Entry> small;
   std::vector<Entry> large;
+  friend bool operator==(const PoolCheckpoint&, const PoolCheckpoint&) = default;
 };
 
 }  // namespace vmm
