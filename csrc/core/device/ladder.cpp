@@ -171,14 +171,18 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
     step->bytes += memory_.store().trim(asker.group(), 0);
     if (climb.try_again(nullptr) || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
   }
-  Grant grant(memory_.store(), asker.group(), asker.budget());
-  const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
-  gather_from(victims(asker, lacks.refused), asker.dormant_of_others(lacks.returning_to),
-              lacks.bytes - std::min(lacks.bytes, room), grant, step);
-  if (grant.bytes() == 0) return;
-  step->result = StepResult::in_vain;
-  step->bytes += grant.bytes();
-  climb.try_again(&grant);
+  {
+    Grant grant(memory_.store(), asker.group(), asker.budget());
+    const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
+    gather_from(victims(asker, lacks.refused), asker.dormant_of_others(lacks.returning_to),
+                lacks.bytes - std::min(lacks.bytes, room), grant, step);
+    if (grant.bytes() == 0) return;
+    step->result = StepResult::in_vain;
+    step->bytes += grant.bytes();
+    if (climb.try_again(&grant) || !asker.is_asleep()) return;
+  }
+  // What wakes wants chunks of certain sizes: in the place of the others it makes its own.
+  if (memory_.store().trim(asker.group(), 0) != 0) climb.try_again(nullptr);
 }
 
 // A callback may free tensors, and even allocate: no lock is held. torch's ask for
@@ -194,19 +198,20 @@ void Ladder::call_for_memory(Climb& climb, ReclaimStep* step) {
   climb.try_again(nullptr);
 }
 
-bool Ladder::relieve(Pool& asker, std::size_t bytes) {
+bool Ladder::relieve(Pool& asker, std::size_t bytes, ReclaimStep* step) {
   if (bytes > memory_.capabilities().total_memory || bytes > asker.capacity()) return false;  // whatever it frees
   if (NoRelief::is_on() || memory_.clock().is_capturing()) return false;
   const auto function = memory_.on_pressure_of(asker.group());
   if (function == nullptr) return false;
   const NoRelief of_its_own;
+  if (step != nullptr && step->result == StepResult::passed_over) step->result = StepResult::nothing;
   return (*function)(bytes, asker.is_part() ? asker.owner() : asker.shared_from_this());
 }
 
 // What it frees is idle in whatever pool it was in, or waits for queued work there: that is
 // waited for before more is asked of it.
 void Ladder::call_for_relief(Climb& climb, ReclaimStep* step) {
-  for (int round = 0; round < kMostReliefs && relieve(climb.asker, climb.bytes); ++round) {
+  for (int round = 0; round < kMostReliefs && relieve(climb.asker, climb.bytes, step); ++round) {
     step->result = StepResult::in_vain;
     for (const bool waits : {false, true}) {
       if (waits) memory_.wait_for(memory_.clock().now());

@@ -95,7 +95,8 @@ class Ladder {
   bool call_back();
   // Calls the group's function (DeviceMemory::set_on_pressure) for a request of `asker` that
   // found nothing. True: trying again may help.
-  bool relieve(Pool& asker, std::size_t bytes);
+  // `step` (nullptr: nobody asks) is told that it was asked, whatever it answers.
+  bool relieve(Pool& asker, std::size_t bytes, ReclaimStep* step = nullptr);
   // While one lives, no request of the thread calls it: what it asks for itself, and where
   // nobody else's code may run.
   class NoRelief {
