@@ -376,8 +376,9 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
     @property
     def asleep(self) -> dict[str, str]:
         """Where what sleeps is, by tag (``""``: none): ``"host"``,
-        ``"host, packed"``, ``"discarded"``, a device or a file's path. A tag
-        that held nothing is not among them.
+        ``"host, packed"``, ``"discarded"``, a device or a file's path. Tags
+        that held nothing are not among them, but where all that sleep did:
+        ``"nothing"``.
         """
         return dict(sorted(_C.asleep(self._handle).items()))
 

@@ -162,6 +162,10 @@ std::map<std::string, std::string> asleep(const Pool& pool) {
       if (named.empty() || where != "discarded") named = std::move(where);
     }
   }
+  if (!found.empty()) return found;
+  for (const PoolPtr& member : home_of(pool).family(pool)) {
+    if (member->is_asleep()) found[member->tag()] = "nothing";
+  }
   return found;
 }
 

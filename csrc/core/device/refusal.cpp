@@ -61,7 +61,7 @@ std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
     ways.push_back("give the pool a larger virtual capacity (it has " + format_bytes(cause.capacity) + ")");
     return joined(ways);
   }
-  const std::size_t missing = refusal.requested - std::min(refusal.available, refusal.requested);
+  const std::size_t missing = cause.above + refusal.requested - std::min(refusal.available, refusal.requested);
   const bool in_use = std::any_of(refusal.holders.begin(), refusal.holders.end(),
                                   [](const Holder& holder) { return holder.allocated != 0; });
   if (in_use) ways.push_back(missing == 0 ? "free tensors" : "free tensors of " + at_least(missing));

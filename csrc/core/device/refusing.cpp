@@ -129,6 +129,7 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
     if (shortage.refused != nullptr) {
       refusal.limit = shortage.refused->limit();
       cause.limit_name = shortage.refused->name();
+      cause.above = shortage.refused->excess();
     } else {
       if (!shortage.status.ok()) cause.driver_said = shortage.status.text();
       if (known && (bytes > info.total || shortage.status.code() == StatusCode::out_of_memory)) {
@@ -188,6 +189,7 @@ void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool*
     refusal.available = room;
     refusal.limit = device == nullptr ? level.limit() : device->total;
     if (device == nullptr) cause.limit_name = level.name();
+    if (device == nullptr) cause.above = level.excess();
     if (device != nullptr) cause.device_total = device->total;
     if (device != nullptr) cause.device_free = device->free;
     cause.limits = " to wake in, and ";
