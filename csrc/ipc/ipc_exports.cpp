@@ -47,6 +47,12 @@ void IpcExports::let_go(const Chunks& chunks) {
 std::string IpcExports::share(Driver& driver, Address block, const std::vector<ChunkView>& chunks, int version) {
   for (const ChunkView& chunk : chunks) {
     if (chunk.exportable) continue;
+    if (chunk.is_spilled) {
+      throw NotAvailableError(
+          "this memory cannot be shared with other processes: it was spilled to host memory; copy the tensor once "
+          "there "
+          "is room on the device, or give its model no spill=\"host\"");
+    }
     throw NotAvailableError(
         "this memory cannot be shared with other processes: it was not created exportable, either because "
         "TORCH_VMM_EXPORTABLE=0 is set or because the device cannot export memory");

@@ -50,6 +50,7 @@ struct ChunkView {
   ChunkHandle handle = 0;
   bool exportable = false;
   std::uint64_t number = 0;  // Chunk::number
+  bool is_spilled = false;   // it lies in host memory
 };
 
 }  // namespace vmm

@@ -9,8 +9,8 @@ namespace vmm {
 
 namespace {
 
-ChunkView view_of(Address at, const Chunk& chunk) {
-  return {at, chunk.size, chunk.handle, chunk.exportable, chunk.number};
+ChunkView view_of(Address at, const Chunk& chunk, bool is_spilled) {
+  return {at, chunk.size, chunk.handle, chunk.exportable, chunk.number, is_spilled};
 }
 
 }  // namespace
@@ -28,7 +28,7 @@ std::vector<ChunkView> Pool::chunks_under(Address address, std::size_t bytes) co
   const ReadLock lock(*this);
   std::vector<ChunkView> found;
   for_each_chunk_under(address, bytes,
-                       [&found](Address at, const Chunk& chunk) { found.push_back(view_of(at, chunk)); });
+                       [&](Address at, const Chunk& chunk) { found.push_back(view_of(at, chunk, is_spill_)); });
   return found;
 }
 
@@ -36,9 +36,9 @@ std::vector<ChunkView> Pool::chunks_to_export(Address address, std::size_t bytes
   const MutexLock lock(mutex_);
   require_awake();
   std::vector<ChunkView> found;
-  for_each_chunk_under(address, bytes, [&found](Address at, Chunk& chunk) {
+  for_each_chunk_under(address, bytes, [&](Address at, Chunk& chunk) {
     chunk.exported = true;
-    found.push_back(view_of(at, chunk));
+    found.push_back(view_of(at, chunk, is_spill_));
   });
   return found;
 }
