@@ -71,6 +71,12 @@ def test_a_method_can_be_replaced_in_a_test(pool: Pool, monkeypatch: pytest.Monk
     assert pool.compact() == 0
 
 
+@pytest.mark.parametrize(("kind", "name"), [("SharedMemoryPool", "on_pressure"), ("VirtualMemoryPool", "on_remap")])
+def test_a_function_is_given_to_a_method_and_not_set(objects: dict[str, object], kind: str, name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"{name}\(\) is a method of {kind}: it is called, not set"):
+        setattr(objects[kind], name, lambda *_: True)
+
+
 def test_a_subclass_may_have_attributes_of_its_own(device: str) -> None:
     class Arena(Pool):
         def __init__(self) -> None:
