@@ -1,6 +1,6 @@
 """What the models of a SharedMemoryPool held over time: sampled on a thread, saved as a trace or a picture.
 
-It asks for counters only, which no model at work waits for, and knows no policy.
+It asks for counters, which no model at work waits for, walks none but those that sleep, and knows no policy.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from torch_vmm import _C
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
 from torch_vmm.sizes import show
 
@@ -40,7 +41,7 @@ class TimelineSample:
     seconds: float
     """Since the recording began."""
     allocated_bytes: dict[str, int]
-    """In live tensors and explicit pages, by model."""
+    """In live tensors and explicit pages, by model; without what sleeps."""
     physical_bytes: dict[str, int]
     """Mapped, by model."""
     store_bytes: int
@@ -173,7 +174,7 @@ def _look(shared: SharedMemoryPool, began: float) -> TimelineSample:
     for model in shared._handles():
         name = f"{model.name} (closed)" if model.is_closed else model.name
         # In this order: what is allocated in between is mapped as well.
-        allocated[name] = allocated.get(name, 0) + model.live_bytes
+        allocated[name] = allocated.get(name, 0) + _allocated(model)
         physical[name] = physical.get(name, 0) + model.physical_bytes
     stats = shared._handle.global_stats()
     return TimelineSample(
@@ -183,6 +184,11 @@ def _look(shared: SharedMemoryPool, began: float) -> TimelineSample:
         store_bytes=stats["store_bytes"],
         physical_limit=stats["physical_limit"],
     )
+
+
+def _allocated(model: _C.Pool) -> int:
+    """What lives in it and has memory here."""
+    return int(model.memory_stats()["allocated_bytes"]) if _C.is_asleep(model) else model.live_bytes
 
 
 def _models(samples: Sequence[TimelineSample]) -> list[str]:

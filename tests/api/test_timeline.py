@@ -42,6 +42,23 @@ def none_is_left() -> Any:
     assert comes_true(lambda: recorders() == [])
 
 
+def test_what_sleeps_holds_no_memory(shared: SharedMemoryPool) -> None:
+    llama = shared.register_model("llama")
+    kept = tensor_in(llama, 8 * MIB)
+    with llama.tag("cache"):
+        cache = torch.empty(2 * MIB, dtype=torch.uint8, device=llama.device)
+    with shared.record_timeline(interval=60) as timeline:
+        llama.sleep({"": "host"})
+    first, *_, last = timeline.samples
+    assert first.allocated_bytes == {"llama": 10 * MIB}
+    assert last.allocated_bytes == {"llama": llama.stats().allocated_bytes} == {"llama": 2 * MIB}
+    with shared.record_timeline(interval=60) as timeline:
+        llama.sleep()
+    assert timeline.samples[-1].allocated_bytes == {"llama": 0}
+    llama.wake()
+    del kept, cache
+
+
 def test_it_sees_what_models_hold(shared: SharedMemoryPool) -> None:
     llama, qwen = shared.register_model("llama"), shared.register_model("qwen")
     with shared.record_timeline(interval=0.001) as timeline:
