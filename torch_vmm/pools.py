@@ -391,17 +391,18 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
 
         Args:
             before: called before it goes, by the thread that calls
-                :meth:`sleep`. What it raises keeps the model awake.
+                :meth:`sleep`. What it raises keeps the model awake: later ones
+                are not called, and those before it get their ``after``.
             after: called when all of it is back, also where it was stopped
                 before it slept.
         """
         self._remaps.add(before, after)
 
     def _call_before_remap(self) -> None:
-        self._remaps.call(0)
+        self._remaps.call_before()
 
     def _call_after_remap(self) -> None:
-        self._remaps.call(1)
+        self._remaps.call_after()
 
     # -- What it is ----------------------------------------------------------------------------------------------------
 

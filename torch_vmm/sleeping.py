@@ -416,10 +416,23 @@ class Remaps:
         with self._lock:
             self._functions.append((before, after))
 
-    def call(self, index: int) -> None:
+    def _now(self) -> list[tuple[Callable[[], object] | None, Callable[[], object] | None]]:
         with self._lock:
-            functions = [pair[index] for pair in self._functions]
-        with contextlib.ExitStack() as calls:  # all of them, whatever one raises
-            for function in reversed(functions):
-                if function is not None:
-                    calls.callback(function)
+            return list(self._functions)
+
+    def call_before(self) -> None:
+        """All that there are, in order. Where one raises the memory stays, and those before it are told so."""
+        with contextlib.ExitStack() as calls:
+            for before, after in self._now():
+                if before is not None:
+                    before()
+                if after is not None:
+                    calls.callback(after)
+            calls.pop_all()
+
+    def call_after(self) -> None:
+        """All that there are, in order, whatever one raises."""
+        with contextlib.ExitStack() as calls:
+            for _, after in reversed(self._now()):
+                if after is not None:
+                    calls.callback(after)

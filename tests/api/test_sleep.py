@@ -415,6 +415,24 @@ def test_whoever_knows_the_memory_is_told(model: VirtualMemoryPool) -> None:
         model.on_remap(3)  # type: ignore[arg-type]
 
 
+def test_where_one_of_them_refuses_those_before_it_are_told(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 1000)
+    told: list[str] = []
+
+    def refuse() -> None:
+        told.append("refuses")
+        raise ValueError("no")
+
+    model.on_remap(lambda: told.append("first goes"), lambda: told.append("first is back"))
+    model.on_remap(refuse, lambda: told.append("refuser is back"))
+    model.on_remap(lambda: told.append("third goes"), lambda: told.append("third is back"))
+    with pytest.raises(ValueError, match="no"):
+        model.sleep()
+    assert told == ["first goes", "refuses", "first is back"]
+    assert not model.is_asleep
+    assert is_numbered(tensor)
+
+
 def test_training_goes_on_where_it_was(model: VirtualMemoryPool) -> None:
     def losses(sleeps: bool) -> list[float]:
         torch.manual_seed(0)
