@@ -63,7 +63,7 @@ def moved(pool: VirtualMemoryPool, doing: str, size: int, seconds: float) -> Non
     """A model went to sleep or woke.
 
     Args:
-        doing: "went to sleep", "woke".
+        doing: "went to sleep", "woke", "woke in part (...)".
         size: bytes that were copied.
         seconds: how long it took.
     """

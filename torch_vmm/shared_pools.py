@@ -191,6 +191,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
     @host_backup_limit.setter
     def host_backup_limit(self, limit: Size | None) -> None:
         _C.set_host_backup_limit(self._handle, to_optional_bytes(limit, "host_backup_limit"))
+        events.was_set(self, "host_backup_limit", self.host_backup_limit)
 
     @property
     def host_backup_bytes(self) -> int:
@@ -358,10 +359,10 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         as ``timeline.stop()`` does. It also ends when the pool closes, or when
         nobody holds the timeline. It keeps neither the pool nor a model alive.
 
-        It asks for counters and walks no pool: a look takes 2 us a model,
-        however much that holds. At 0.01 s a loop that does nothing but allocate
-        takes 1 to 2 % longer, at 0.001 s 11 %. A look at 8 models is kept in
-        1.1 KiB of the process's memory: an hour at 0.01 s is 400 MB.
+        It asks for counters and walks no pool that is awake: a look takes 2 us
+        a model, however much that holds. At 0.01 s a loop that does nothing but
+        allocate takes 1 to 2 % longer, at 0.001 s 11 %. A look at 8 models is
+        kept in 1.1 KiB of the process's memory: an hour at 0.01 s is 400 MB.
 
         Args:
             interval: seconds between two looks, above 0.

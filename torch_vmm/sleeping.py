@@ -132,6 +132,24 @@ class _Move(NamedTuple):
     coming: VirtualMemoryPool | None = None
 
 
+class _Passage:
+    """A pool that a transfer moves, and what of it slept before."""
+
+    def __init__(self, pool: VirtualMemoryPool) -> None:
+        self.pool = pool
+        self.was_asleep = pool.is_asleep
+        self._slept = set(_C.asleep(pool._handle))
+
+    def tell(self, size: int, seconds: float) -> None:
+        """Logs what became of it, if anything did."""
+        asleep = set(_C.asleep(self.pool._handle))
+        if asleep - self._slept:
+            events.moved(self.pool, "went to sleep", size, seconds)
+        elif came := sorted(self._slept - asleep):
+            part = ", ".join(repr(tag) if tag else "what has no tag" for tag in came)
+            events.moved(self.pool, f"woke in part ({part})" if asleep else "woke", size, seconds)
+
+
 class Transfer(Guarded, guarded=True):
     """A model on its way to sleep or back, as :meth:`VirtualMemoryPool.sleep` and
     :meth:`VirtualMemoryPool.wake` return it.
@@ -143,8 +161,8 @@ class Transfer(Guarded, guarded=True):
     _instead_of_a_copy = "it is memory on its way; keep another reference to it"
     _moving: _C.Transfer
     _name: str
-    _leaving: VirtualMemoryPool | None
-    _coming: VirtualMemoryPool | None
+    _passages: list[_Passage]
+    _told: list[VirtualMemoryPool]
     _process: int
     _error: BaseException | None
     _is_told: bool
@@ -155,15 +173,16 @@ class Transfer(Guarded, guarded=True):
         look = _to_look(move.name, progress)
         blocking = to_flag(blocking, "blocking")
         self._name = move.name
-        self._leaving = move.leaving if move.leaving is not None and not move.leaving.is_asleep else None
-        self._coming = move.coming if move.coming is not None and move.coming.is_asleep else None
+        self._passages = [_Passage(pool) for pool in (move.leaving, move.coming) if pool is not None]
+        # Whose functions for remaps were called before it went, in this transfer or an earlier one.
+        self._told = [each.pool for each in self._passages if each.was_asleep == (each.pool is move.coming)]
         self._process = os.getpid()
         self._error = None
         self._is_told = blocking
         self._done = threading.Event()
         self._look = look
-        if self._leaving is not None:
-            self._leaving._call_before_remap()
+        if move.leaving in self._told:
+            move.leaving._call_before_remap()
         try:
             self._moving = move.begin()
             if blocking:
@@ -182,9 +201,8 @@ class Transfer(Guarded, guarded=True):
         look = self._look
         try:
             self._moving.run(None if look is None else lambda: look.look(self._moving), sees_signals)
-            for pool, doing in ((self._leaving, "went to sleep"), (self._coming, "woke")):
-                if pool is not None:
-                    events.moved(pool, doing, self._moving.done, time.monotonic() - began)
+            for passage in self._passages:
+                passage.tell(self._moving.done, time.monotonic() - began)
         except BaseException as error:
             self._error = error
         try:
@@ -199,8 +217,8 @@ class Transfer(Guarded, guarded=True):
 
     def _settle(self) -> None:
         """What was told that its memory goes is told that it is back."""
-        for pool in (self._leaving, self._coming):
-            if pool is not None and not pool.is_asleep:
+        for pool in self._told:
+            if not pool.is_asleep:
                 pool._call_after_remap()
 
     def _raise(self) -> None:
@@ -326,7 +344,8 @@ def sleep(pool: VirtualMemoryPool, keep: Keep, wishes: Wishes, blocking: bool, p
     everywhere, by_tag = _to_keep(keep, wishes)
     release = to_flag(wishes.release, "release")
     _require_tags(pool, by_tag)
-    move = _Move(f"{pool.name} to sleep", lambda: _C.sleep(pool._handle, everywhere, by_tag, release), leaving=pool)
+    leaving = pool if everywhere is not None or by_tag else None  # no place for anything: nothing goes
+    move = _Move(f"{pool.name} to sleep", lambda: _C.sleep(pool._handle, everywhere, by_tag, release), leaving=leaving)
     return Transfer(move, blocking, progress)
 
 

@@ -84,6 +84,28 @@ def test_sleep_and_wake_are_told_once(shared: SharedMemoryPool, log: Log) -> Non
     del kept
 
 
+def test_a_part_that_wakes_or_follows_to_sleep_is_told(pool: VirtualMemoryPool, log: Log) -> None:
+    with pool.tag("w"):
+        weights = torch.empty(2 * MIB, dtype=torch.uint8, device=pool.device)
+    kept = tensor_in(pool, 4 * MIB)
+    log()
+    pool.sleep({})
+    assert log() == []
+    pool.sleep({"w": "host"})
+    pool.sleep()
+    pool.wake("w")
+    pool.wake("w")
+    pool.wake()
+    whose = f"pool {pool.name!r} on {pool.device}"
+    assert [text.split(" in 0.")[0] for _, text in log()] == [
+        f"{whose} went to sleep: 2 MiB",
+        f"{whose} went to sleep: 4 MiB",
+        f"{whose} woke in part ('w'): 2 MiB",
+        f"{whose} woke: 4 MiB",
+    ]
+    del weights, kept
+
+
 def test_what_is_set_is_told(shared: SharedMemoryPool, pool: VirtualMemoryPool, log: Log) -> None:
     on, llama = shared.device, shared.register_model("llama")
     log()
@@ -95,6 +117,8 @@ def test_what_is_set_is_told(shared: SharedMemoryPool, pool: VirtualMemoryPool, 
     shared.physical_limit = "48MiB"
     shared.floor = "16MiB"
     shared.priority = 3
+    shared.spill_limit = "4MiB"
+    shared.host_backup_limit = "64MiB"
     assert log() == [
         ("DEBUG", f"model 'llama' on {on}: physical_limit set to 32 MiB"),
         ("DEBUG", f"model 'llama' on {on}: physical_limit set to none"),
@@ -104,6 +128,8 @@ def test_what_is_set_is_told(shared: SharedMemoryPool, pool: VirtualMemoryPool, 
         ("DEBUG", f"SharedMemoryPool on {on}: physical_limit set to 48 MiB"),
         ("DEBUG", f"SharedMemoryPool on {on}: floor set to 16 MiB"),
         ("DEBUG", f"SharedMemoryPool on {on}: priority set to 3"),
+        ("DEBUG", f"SharedMemoryPool on {on}: spill_limit set to 4 MiB"),
+        ("DEBUG", f"SharedMemoryPool on {on}: host_backup_limit set to 64 MiB"),
     ]
 
 

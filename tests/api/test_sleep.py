@@ -433,6 +433,15 @@ def test_where_one_of_them_refuses_those_before_it_are_told(model: VirtualMemory
     assert is_numbered(tensor)
 
 
+def test_where_nothing_goes_nobody_is_told(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 1000)
+    told: list[str] = []
+    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    assert model.sleep({}).progress == (0, 0)
+    assert told == []
+    assert is_numbered(tensor)
+
+
 def test_training_goes_on_where_it_was(model: VirtualMemoryPool) -> None:
     def losses(sleeps: bool) -> list[float]:
         torch.manual_seed(0)
