@@ -6,6 +6,7 @@ how far it is.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -22,7 +23,8 @@ import torch
 from torch_vmm import _C, events
 from torch_vmm._guarded import Guarded
 from torch_vmm.dense import require_strided
-from torch_vmm.errors import InvalidArgumentError, NotAvailableError
+from torch_vmm.devices import DeviceKey
+from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
 from torch_vmm.sizes import show, to_flag, to_name
 
 if TYPE_CHECKING:
@@ -344,6 +346,7 @@ def sleep(pool: VirtualMemoryPool, keep: Keep, wishes: Wishes, blocking: bool, p
     everywhere, by_tag = _to_keep(keep, wishes)
     release = to_flag(wishes.release, "release")
     _require_tags(pool, by_tag)
+    _note_files(pool, everywhere, by_tag)
     leaving = pool if everywhere is not None or by_tag else None  # no place for anything: nothing goes
     move = _Move(f"{pool.name} to sleep", lambda: _C.sleep(pool._handle, everywhere, by_tag, release), leaving=leaving)
     return Transfer(move, blocking, progress)
@@ -417,6 +420,7 @@ def swap(
             raise InvalidArgumentError(f"{name}: pool {pool.name!r} is closed")
     everywhere, by_tag = _to_keep(keep, Wishes(packed=packed, poison=poison))
     _require_tags(out, by_tag)
+    _note_files(out, everywhere, by_tag)
     begin = functools.partial(_C.swap, out._handle, everywhere, by_tag, into._handle)
     return Transfer(_Move(f"{out.name} for {into.name}", begin, leaving=out, coming=into), blocking, progress)
 
@@ -455,3 +459,29 @@ class Remaps:
             for _, after in reversed(self._now()):
                 if after is not None:
                     calls.callback(after)
+
+
+# -- Files at the program's end ----------------------------------------------------------------------------------------
+
+# Where a model may sleep in a file.
+_with_files: set[DeviceKey] = set()
+
+
+def _note_files(pool: VirtualMemoryPool, everywhere: list[_Parsed] | None, by_tag: dict[str, list[_Parsed]]) -> None:
+    if any(kind == "file" for places in (everywhere or [], *by_tag.values()) for kind, _, _ in places):
+        _with_files.add(pool._device)
+
+
+@atexit.register
+def _remove_files() -> None:
+    """A pool lives on after the interpreter, and with it the file that it sleeps in, which nobody can wake from.
+
+    The file is open: what wakes after this, in another function at exit, still finds it.
+    """
+    with contextlib.suppress(VmmError):  # a forked child: its parent's files are not its own
+        for device in _with_files:
+            for pool in _C.device(*device).pools():
+                for place in _C.asleep(pool).values():
+                    if os.path.isabs(place):
+                        with contextlib.suppress(OSError):
+                            os.unlink(place)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import MIB, tensor_in
+from tests.helpers import MIB, python, tensor_in
 from torch_vmm import SharedMemoryPool, VirtualMemoryPool
 
 MakeShared = Callable[..., SharedMemoryPool]
@@ -199,6 +199,61 @@ def test_a_file_goes_when_it_is_awake(model: VirtualMemoryPool, tmp_path: Path) 
     model.wake()
     assert not file.exists()
     assert is_numbered(tensor)
+
+
+@pytest.mark.parametrize("makes", ["VirtualMemoryPool('64MiB', {0})", "SharedMemoryPool('64MiB', {0})"])
+@pytest.mark.parametrize("holds", ["", "sys.circle = [pool, x]; sys.circle.append(sys.circle)"])
+def test_a_file_goes_when_the_program_ends(device: str, tmp_path: Path, makes: str, holds: str) -> None:
+    done = python(
+        f"""
+        import os, sys, torch, torch_vmm
+        torch_vmm.enable({device!r})
+        made = torch_vmm.{makes.format(f"device={device!r}")}
+        pool = made.register_model("llama") if isinstance(made, torch_vmm.SharedMemoryPool) else made
+        with pool:
+            x = torch.ones(1000, device={device!r})
+        pool.sleep({str(tmp_path) + os.sep!r})
+        {holds}
+        print(len(os.listdir({str(tmp_path)!r})))
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_wakes_at_the_programs_end_finds_its_file(device: str, tmp_path: Path) -> None:
+    done = python(
+        f"""
+        import atexit, os, torch
+        atexit.register(lambda: (pool.wake(), print(int(x.sum()))))  # is called after torch_vmm's own
+        import torch_vmm
+        torch_vmm.enable({device!r})
+        pool = torch_vmm.VirtualMemoryPool("64MiB", device={device!r})
+        with pool:
+            x = torch.ones(1000, device={device!r})
+        pool.sleep({str(tmp_path) + os.sep!r})
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "1000\n"), done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_forked_child_leaves_its_parents_file(tmp_path: Path) -> None:
+    done = python(
+        f"""
+        import os, sys, torch, torch_vmm
+        torch_vmm.enable("cpu")
+        pool = torch_vmm.VirtualMemoryPool("64MiB", device="cpu")
+        with pool:
+            x = torch.ones(1000)
+        pool.sleep({str(tmp_path) + os.sep!r})
+        if (child := os.fork()) == 0:
+            sys.exit()
+        os.waitpid(child, 0)
+        print(len(os.listdir({str(tmp_path)!r})))
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
 def test_a_tag_goes_back_to_its_models_file(model: VirtualMemoryPool, tmp_path: Path) -> None:
