@@ -6,7 +6,7 @@ from typing import SupportsIndex
 
 import torch
 
-from torch_vmm import _C, _decorate, shared_pools
+from torch_vmm import _C, _decorate, shared_pools, strictness
 from torch_vmm._decorate import Function
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Carried, ContextDecorator, Stays
@@ -123,6 +123,9 @@ def set_default_model(pool: VirtualMemoryPool) -> None:
     """Tensors made outside every model belong to this one from now on, on its
     device and on all threads; as long as it is open.
 
+    :func:`torch_vmm.strict` goes before it: while that is on, what is made
+    outside every model raises or warns as ever, and is this one's again after.
+
     Raises:
         InvalidArgumentError: no pool, or a closed one.
         NotEnabledError: torch_vmm is not the allocator of its device.
@@ -131,7 +134,7 @@ def set_default_model(pool: VirtualMemoryPool) -> None:
         raise InvalidArgumentError(f"set_default_model({show(pool)}): give a pool")
     with pool:  # whatever forbids to enter it forbids this
         pass
-    _C.set_default_model(pool._device.kind, pool._device.ordinal, pool._handle)
+    strictness.set_default_model(pool._device, pool._handle)
 
 
 def reset_default_model(device: Device = "cuda") -> None:
@@ -141,8 +144,7 @@ def reset_default_model(device: Device = "cuda") -> None:
     Raises:
         NotAvailableError: no driver, or no such device.
     """
-    key = to_device(device)
-    _C.set_default_model(key.kind, key.ordinal, None)
+    strictness.set_default_model(to_device(device), None)
 
 
 def carry(function: Function) -> Function:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from types import TracebackType
@@ -12,7 +13,7 @@ import torch
 from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.devices import Device, DeviceKey, to_device
-from torch_vmm.errors import InvalidArgumentError, NotAvailableError
+from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
 
 Action = Literal["raise", "warn", "off"]
 
@@ -29,6 +30,10 @@ class strict(Guarded, guarded=True):  # noqa: N801
     Warnings are Python's: one for each line of code, by Python's own rule. They
     come when the call into torch has come back, so they name the Python line
     that made the call.
+
+    A model of :func:`torch_vmm.set_default_model` is set aside meanwhile,
+    whichever was called first: what is made outside every model raises all the
+    same. With ``"warn"`` it is the device's own default pool's.
 
     Args:
         device: which; ``"cuda"`` is the current one.
@@ -74,12 +79,16 @@ class strict(Guarded, guarded=True):  # noqa: N801
 
 
 class _Wishes:
-    """What strict() was asked for on one device. The latest that stands is in force."""
+    """What strict() was asked for on one device. The latest that stands is in force.
+
+    And whose tensors are that are made outside every model, while nothing is in force.
+    """
 
     def __init__(self, device: DeviceKey) -> None:
         self._device = device
         # One whose object is gone is never taken back: a later such one covers it.
         self._standing: list[tuple[weakref.ref[strict], Action]] = []
+        self._default_model: _C.Pool | None = None
 
     def add(self, wish: strict) -> None:
         """``wish`` is the latest. Raises where it cannot be met, and is none then."""
@@ -98,19 +107,43 @@ class _Wishes:
             self._take_out(wish)
             self._obey()
 
+    def set_default_model(self, pool: _C.Pool | None) -> None:
+        with _lock:
+            if pool is None or self._action() == "off":
+                _C.set_default_model(*self._device, pool)
+            self._default_model = pool
+
+    def _action(self) -> Action:
+        return self._standing[-1][1] if self._standing else "off"
+
     def _take_out(self, wish: strict) -> None:
         self._standing = [each for each in self._standing if each[0]() is not wish]
 
     def _obey(self) -> None:
         lasting = [each for each in self._standing if each[0]() is None]
         self._standing = [each for each in self._standing if each[0]() is not None or each is lasting[-1]]
-        action: Action = self._standing[-1][1] if self._standing else "off"
-        _C.set_strict(*self._device, action)
+        action = self._action()
+        if action == "off":
+            self._put_default_model(self._default_model)
+            _C.set_strict(*self._device, action)
+        else:
+            _C.set_strict(*self._device, action)
+            self._put_default_model(None)
+
+    def _put_default_model(self, pool: _C.Pool | None) -> None:
+        if self._default_model is not None:
+            with contextlib.suppress(VmmError):  # it was closed meanwhile
+                _C.set_default_model(*self._device, pool)
 
 
 # Re-entrant, because a collection inside the lock may run someone's __del__.
 _lock = threading.RLock()
 _wishes: dict[DeviceKey, _Wishes] = {}
+
+
+def set_default_model(device: DeviceKey, pool: _C.Pool | None) -> None:
+    """Whose tensors are that are made outside every model of the device, wherever strict() lets any be made."""
+    _wishes_for(device).set_default_model(pool)
 
 
 def _wishes_for(device: DeviceKey) -> _Wishes:

@@ -211,3 +211,45 @@ def test_warnings_of_threads_come_out_on_them(device: str) -> None:
             for thread in threads:
                 thread.join()
     assert len(caught) == 4
+
+
+# -- A default model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["strict", "default model"])
+def test_a_default_model_does_not_switch_it_off(device: str, make_pool: Callable[..., Pool], first: str) -> None:
+    rest = make_pool(name="rest")
+    own = torch_vmm.current_pool(device)
+    try:
+        if first == "default model":
+            torch_vmm.set_default_model(rest)
+        with torch_vmm.strict(device):
+            if first == "strict":
+                torch_vmm.set_default_model(rest)
+            with pytest.raises(RuntimeError, match="outside every model"):
+                torch.empty(1000, device=device)
+            with rest:
+                torch.empty(1000, device=device)
+            torch_vmm.strict(device, "off")  # the latest is in force
+            assert torch_vmm.current_pool(device) is rest
+            with torch_vmm.strict(device, "warn"):
+                with pytest.warns(UserWarning, match="outside every model"):
+                    made = torch.empty(1000, device=device)
+                assert torch_vmm.pool_of(made) is own
+        assert torch_vmm.pool_of(torch.empty(1000, device=device)) is rest
+        with torch_vmm.strict(device):
+            torch_vmm.reset_default_model(device)
+        assert torch_vmm.current_pool(device) is own
+    finally:
+        torch_vmm.reset_default_model(device)
+
+
+def test_a_default_model_that_is_closed_meanwhile_is_none(device: str, make_pool: Callable[..., Pool]) -> None:
+    rest, own = make_pool(name="rest"), torch_vmm.current_pool(device)
+    torch_vmm.set_default_model(rest)
+    try:
+        with torch_vmm.strict(device):
+            rest.close()
+        assert torch_vmm.current_pool(device) is own
+    finally:
+        torch_vmm.reset_default_model(device)
