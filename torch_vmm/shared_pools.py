@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar, overload
 
 from torch_vmm import _C, events, pools, tables
 from torch_vmm._guarded import Guarded
@@ -31,6 +31,7 @@ from torch_vmm.workspaces import end_with_workspaces_freed
 
 # function(requested, pool) -> whether to try again
 OnPressure = Callable[[int, VirtualMemoryPool], bool]
+_Decorated = TypeVar("_Decorated", bound=OnPressure)
 
 
 class SharedMemoryPool(OnDevice, Guarded, guarded=True):
@@ -219,6 +220,10 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         """
         return _C.release_host_backups(self._handle)
 
+    @overload
+    def on_pressure(self, function: _Decorated) -> _Decorated: ...
+    @overload
+    def on_pressure(self, function: None) -> None: ...
     def on_pressure(self, function: OnPressure | None) -> OnPressure | None:
         """Has a function called when a model's request finds no memory, before it
         fails.

@@ -22,3 +22,4 @@ buffers.alloc(3, stream="main")  # wrong
 buffers.threshold = 0  # wrong
 buffers.trim(1.5)  # wrong
 torch_vmm.NativeMemoryPool().free_async("there")  # wrong
+gpu.on_pressure(3)  # wrong

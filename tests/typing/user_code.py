@@ -140,3 +140,13 @@ def errors() -> None:
                 print(holder.name, holder.allocated + holder.idle)
     except torch_vmm.StillInUseError as error:
         print(error.live_bytes, error.live_blocks)
+
+
+def evicts(shop: torch_vmm.SharedMemoryPool, pool: torch_vmm.VirtualMemoryPool) -> bool:
+    @shop.on_pressure
+    def evict(requested: int, asker: torch_vmm.VirtualMemoryPool) -> bool:
+        return requested > 0 and not asker.is_asleep
+
+    shop.on_pressure(lambda requested, asker: asker.trim() > requested)
+    shop.on_pressure(None)
+    return evict(1, pool)
