@@ -300,8 +300,9 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         Args:
             keep: ``"host"`` (pinned memory, bounded by
                 :attr:`SharedMemoryPool.host_backup_limit`), ``"discard"`` (the
-                contents are gone, and what wakes is zero), ``"device:1"``
-                (another GPU's memory), the path of a file or folder (with
+                contents are gone, and what wakes is zero), ``"device:1"``,
+                ``"cuda:1"`` or a ``torch.device`` (another GPU's memory, for a
+                model on a GPU), the path of a file or folder (with
                 checksums; the file goes when it is awake; what goes to it while
                 some of the model is there already has ``path.2`` beside it), or
                 several of them: the first with room is taken. For some
@@ -327,7 +328,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
             A handle: ``wait()``, ``done``, ``progress``.
         Raises:
             OutOfMemoryError: no room in the place named.
-            InvalidArgumentError: no such place or tag, a file that exists;
+            InvalidArgumentError: no such place, device or tag, a file that
+                exists;
                 ``packed`` and nothing goes to ``"host"``, or ``poison`` and
                 nothing is discarded.
             NotAvailableError: ``packed``, and this GPU or torch cannot

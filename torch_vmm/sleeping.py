@@ -30,8 +30,10 @@ from torch_vmm.sizes import show, to_flag, to_name
 if TYPE_CHECKING:
     from torch_vmm.pools import VirtualMemoryPool
 
-Place = Union[str, "os.PathLike[str]"]
-"""``"host"``, ``"discard"``, ``"device:1"``, or the path of a file or folder."""
+Place = Union[str, "os.PathLike[str]", torch.device]
+"""``"host"``, ``"discard"``, another GPU (``"device:1"``, ``"cuda:1"``, a ``torch.device``), or the path of a file or
+folder.
+"""
 
 Places = Place | Sequence[Place]
 """One place, or several: the first that has room is taken."""
@@ -47,6 +49,7 @@ _HOST: _Parsed = ("host", "", 0)
 _PACKED: _Parsed = ("host, packed", "", 0)
 _DISCARDED: _Parsed = ("discard", "", 0)
 _POISONED: _Parsed = ("poison", "", 0)
+_ON_HOST = '"host", "discard", or a path ("./llama.sleep", a pathlib.Path)'
 _ACCEPTED = '"host", "discard", "device:1", or a path ("./llama.sleep", a pathlib.Path)'
 _DEVICE = re.compile(r"(?:device|cuda):(\d{1,3})")
 _BAR = 30  # characters, at the most
@@ -66,7 +69,20 @@ def _to_file(path: str) -> _Parsed:
         raise InvalidArgumentError(f"keep={show(path)}: give a path that is text") from error
 
 
-def _to_place(place: object) -> _Parsed:
+def _to_device(place: object, named: int, device: DeviceKey) -> _Parsed:
+    if device.kind != "cuda":
+        raise InvalidArgumentError(f"keep={show(place)}: a model in host memory does not go to a GPU; give {_ON_HOST}")
+    if named == device.ordinal:
+        raise InvalidArgumentError(f"keep={show(place)} is the model's own device; name another one")
+    count = _C.device_count("cuda")
+    if named >= count:
+        raise InvalidArgumentError(f"keep={show(place)}: there is no such device; {count} are visible")
+    return ("device", "", named)
+
+
+def _to_place(place: object, device: DeviceKey) -> _Parsed:
+    if isinstance(place, torch.device) and place.type == "cuda" and place.index is not None:
+        return _to_device(place, place.index, device)
     if isinstance(place, os.PathLike):
         path = os.fspath(place)
         if isinstance(path, str) and path:
@@ -75,18 +91,22 @@ def _to_place(place: object) -> _Parsed:
         if place in ("host", "discard"):
             return (place, "", 0)
         if number := _DEVICE.fullmatch(place):
-            return ("device", "", int(number[1]))
+            return _to_device(place, int(number[1]), device)
         if os.sep in place:
             return _to_file(place)
-    raise InvalidArgumentError(f"keep={show(place)}: give {_ACCEPTED}")
+    raise InvalidArgumentError(f"keep={show(place)}: give {_accepted(device)}")
 
 
-def _to_places(places: object) -> list[_Parsed]:
+def _accepted(device: DeviceKey) -> str:
+    return _ON_HOST if device.kind == "cpu" else _ACCEPTED
+
+
+def _to_places(places: object, device: DeviceKey) -> list[_Parsed]:
     if isinstance(places, str | bytes | os.PathLike) or not isinstance(places, Iterable):
-        return [_to_place(places)]
-    found = [_to_place(place) for place in places]
+        return [_to_place(places, device)]
+    found = [_to_place(place, device) for place in places]
     if not found:
-        raise InvalidArgumentError(f"keep={show(places)}: no place; give {_ACCEPTED}")
+        raise InvalidArgumentError(f"keep={show(places)}: no place; give {_accepted(device)}")
     return found
 
 
@@ -98,7 +118,7 @@ class Wishes(NamedTuple):
     poison: bool = False
 
 
-def _to_keep(keep: Keep, wishes: Wishes) -> tuple[list[_Parsed] | None, dict[str, list[_Parsed]]]:
+def _to_keep(keep: Keep, wishes: Wishes, device: DeviceKey) -> tuple[list[_Parsed] | None, dict[str, list[_Parsed]]]:
     """Where all goes, and where each tag does."""
     everywhere = None
     by_tag = {}
@@ -106,9 +126,9 @@ def _to_keep(keep: Keep, wishes: Wishes) -> tuple[list[_Parsed] | None, dict[str
         for tag, places in keep.items():
             if not isinstance(tag, str):
                 raise InvalidArgumentError(f'keep={{{show(tag)}: ...}}: a tag is text, "" for what has none')
-            by_tag[tag] = _to_places(places)
+            by_tag[tag] = _to_places(places, device)
     else:
-        everywhere = _to_places(keep)
+        everywhere = _to_places(keep, device)
     named = [everywhere or [], *by_tag.values()]
     if to_flag(wishes.packed, "packed") and not _replace(_HOST, _PACKED, named):
         raise InvalidArgumentError(f'packed=True is for what goes to "host", and keep={show(keep)} sends nothing there')
@@ -343,7 +363,7 @@ def _require_tags(pool: VirtualMemoryPool, tags: Iterable[str]) -> None:
 
 
 def sleep(pool: VirtualMemoryPool, keep: Keep, wishes: Wishes, blocking: bool, progress: Progress) -> Transfer:
-    everywhere, by_tag = _to_keep(keep, wishes)
+    everywhere, by_tag = _to_keep(keep, wishes, pool._device)
     release = to_flag(wishes.release, "release")
     _require_tags(pool, by_tag)
     _note_files(pool, everywhere, by_tag)
@@ -418,7 +438,7 @@ def swap(
             raise InvalidArgumentError(f"{name}={show(pool)}: give a pool")
         if pool.is_closed:
             raise InvalidArgumentError(f"{name}: pool {pool.name!r} is closed")
-    everywhere, by_tag = _to_keep(keep, Wishes(packed=packed, poison=poison))
+    everywhere, by_tag = _to_keep(keep, Wishes(packed=packed, poison=poison), out._device)
     _require_tags(out, by_tag)
     _note_files(out, everywhere, by_tag)
     begin = functools.partial(_C.swap, out._handle, everywhere, by_tag, into._handle)

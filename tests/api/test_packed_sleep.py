@@ -177,7 +177,7 @@ def test_stopped_it_is_whole(model: VirtualMemoryPool, stops: str) -> None:
     tensor_in(model, 512)
 
 
-@pytest.mark.parametrize("keep", ["discard", "device:1", "/tmp/", {"": "/tmp/"}])
+@pytest.mark.parametrize("keep", ["discard", "/tmp/", {"": "/tmp/"}])
 def test_it_is_for_host_memory(model: VirtualMemoryPool, keep: object) -> None:
     tensor_in(model, 512)
     with pytest.raises(torch_vmm.InvalidArgumentError, match='packed=True is for what goes to "host"'):

@@ -180,6 +180,24 @@ def test_a_place_that_cannot_be(model: VirtualMemoryPool, keep: object, words: s
     assert is_numbered(tensor)
 
 
+@pytest.mark.parametrize("keep", ["device:0", "cuda:0", torch.device("cuda", 0), "cuda:99", torch.device("cuda", 99)])
+def test_a_device_that_it_cannot_go_to(model: VirtualMemoryPool, keep: str | torch.device) -> None:
+    tensor = numbered(model, 1000)
+    why = "a model in host memory does not go to a GPU"
+    if model.device.type == "cuda":
+        why = "there is no such device" if "99" in str(keep) else "the model's own device"
+    for named in (keep, ["host", keep], {"": keep}):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=f"^keep=.*: ?{why}|^keep=.* is {why}"):
+            model.sleep(named)
+    assert is_numbered(tensor)
+
+
+@pytest.mark.parametrize("keep", ["cuda", torch.device("cuda"), torch.device("cpu")])
+def test_no_place(model: VirtualMemoryPool, keep: str | torch.device) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r'^keep=.*: give "host", "discard"'):
+        model.sleep(keep)
+
+
 def test_a_file_is_never_overwritten(model: VirtualMemoryPool, tmp_path: Path) -> None:
     tensor = numbered(model, 1000)
     file = tmp_path / "thesis"
