@@ -15,6 +15,7 @@ import shutil
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Union
 
@@ -53,7 +54,8 @@ _ON_HOST = '"host", "discard", or a path ("./llama.sleep", a pathlib.Path)'
 _ACCEPTED = '"host", "discard", "device:1", or a path ("./llama.sleep", a pathlib.Path)'
 _DEVICE = re.compile(r"(?:device|cuda):(\d{1,3})")
 _BAR = 30  # characters, at the most
-_NAME = 32  # the same, of what is shown of a name
+_NAME = 32  # columns, at the most, that a name has
+_LEAST = 8  # the same, before numbers are left out for it
 _EVERY = 0.1  # seconds between two pictures of the bar
 
 
@@ -333,7 +335,7 @@ class _Bar:
     """How far a transfer is, in a line of the terminal."""
 
     def __init__(self, name: str) -> None:
-        self._name = name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
+        self._name = "".join(each if each.isprintable() else "?" for each in name)
         self._began = time.monotonic()
         self._drawn = 0.0
 
@@ -342,18 +344,45 @@ class _Bar:
         if total == 0 or (now - self._drawn < _EVERY and moved < total):
             return
         self._drawn = now
-        rate = moved / max(now - self._began, 1e-6)
-        left = (total - moved) / rate if rate > 0 else 0.0
-        text = f" {_C.format_bytes(moved)} of {_C.format_bytes(total)}, {_C.format_bytes(round(rate))}/s, {left:.1f} s"
         width = shutil.get_terminal_size().columns - 1
-        room = max(0, min(_BAR, width - len(self._name) - len(text) - 3))
-        bar = f" [{'#' * round(moved / total * room):<{room}}]" if room > 3 else ""
-        sys.stderr.write("\r" + f"{self._name}{bar}{text}"[:width].ljust(width))
+        sys.stderr.write("\r" + self._line(moved, total, now - self._began, width))
         sys.stderr.flush()
+
+    def _line(self, moved: int, total: int, seconds: float, width: int) -> str:
+        """As many columns as ``width``: the name, and of the numbers those that fit whole."""
+        sizes = f" {_C.format_bytes(moved)} of {_C.format_bytes(total)}"
+        texts = [sizes, f" {100 * moved // total} %", ""]
+        if moved and seconds > 0:  # else nobody knows yet
+            rate = moved / seconds
+            speed = f"{sizes}, {_C.format_bytes(round(rate))}/s"
+            texts[:0] = [f"{speed}, {(total - moved) / rate:.1f} s left", speed]
+        name = _cut(self._name, _NAME)
+        least = min(_columns(name), _LEAST)
+        text = next((each for each in texts if least + len(each) <= width), "")
+        name = _cut(name, width - len(text))
+        room = min(_BAR, width - _columns(name) - len(text) - 3)
+        bar = f" [{'#' * round(moved / total * room):<{room}}]" if room > 3 else ""
+        line = name + bar + text
+        return line + " " * (width - _columns(line))
 
     def end(self) -> None:
         if self._drawn:
             sys.stderr.write("\n")
+
+
+def _columns(text: str) -> int:
+    """That a terminal shows it in."""
+    return sum(0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF") for each in text)
+
+
+def _cut(text: str, columns: int) -> str:
+    """The text, or its beginning and an ellipsis, in no more columns."""
+    if _columns(text) <= columns:
+        return text
+    dots = "..."[: max(columns, 0)]
+    while _columns(text) > columns - len(dots) and text:
+        text = text[:-1]
+    return text + dots
 
 
 def _require_tags(pool: VirtualMemoryPool, tags: Iterable[str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import torch
 
 import torch_vmm
 from tests.helpers import MIB, python, tensor_in
-from torch_vmm import SharedMemoryPool, VirtualMemoryPool
+from torch_vmm import SharedMemoryPool, VirtualMemoryPool, sleeping
 
 MakeShared = Callable[..., SharedMemoryPool]
 
@@ -470,6 +472,39 @@ def test_progress_is_told_and_may_stop_it(model: VirtualMemoryPool) -> None:
     with pytest.raises(KeyboardInterrupt):
         model.wake(progress=stop)
     assert model.is_asleep
+    model.wake()
+    assert is_numbered(tensor)
+
+
+def columns_of(line: str) -> int:
+    return sum(1 + (unicodedata.east_asian_width(each) in "WF") for each in line)
+
+
+@pytest.mark.parametrize("name", ["llama", "a" * 100, "\u8a71\u3059" * 20, "two\nlines\tand\x1b[2J"])
+@pytest.mark.parametrize("columns", [0, 3, 10, 20, 40, 80, 200])
+def test_a_bar_is_one_line_of_whole_numbers(name: str, columns: int) -> None:
+    bar = sleeping._Bar(name)
+    for moved, seconds in ((0, 0.0), (0, 0.1), (640 * MIB, 0.1), (2048 * MIB, 2.0)):
+        line = bar._line(moved, 2048 * MIB, seconds, columns)
+        assert columns_of(line) == columns
+        assert line.isprintable()
+        numbers = re.sub(r"^.*?(\[[# ]*\])?(?=( \d|$))", "", line.rstrip(), count=1) if columns >= 20 else ""
+        assert re.fullmatch(r"( \S+ (B|MiB|GiB) of 2 GiB(, \S+ GiB/s(, \d+\.\d s left)?)?| \d+ %)?", numbers), line
+        assert ("left" in line) == (columns >= 80 and moved > 0)
+        assert moved or "/s" not in line
+
+
+def test_a_bar_is_drawn_in_a_terminal(
+    model: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensor = numbered(model, 10 * MIB)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    model.sleep(progress=True)
+    first, *_, last = capsys.readouterr().err.split("\r")[1:]
+    assert "0 B of 40 MiB " in first + " "
+    assert "/s" not in first
+    assert last.endswith(" s left\n")
     model.wake()
     assert is_numbered(tensor)
 
