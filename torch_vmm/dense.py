@@ -5,7 +5,11 @@ It knows nothing of pools.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.sizes import show
@@ -28,6 +32,23 @@ def require_strided(tensor: object, doing: str) -> torch.Tensor:
             f"example"
         )
     return tensor
+
+
+def plain_tensors(tensor: object, doing: str) -> Iterator[torch.Tensor]:
+    """``tensor``, or those that it wraps: a ``DTensor`` has no memory but theirs.
+
+    Args:
+        doing: begins the message.
+    Raises:
+        InvalidArgumentError: as :func:`require_strided`, of it or of one within.
+    """
+    strided: Any = require_strided(tensor, doing)
+    if is_traceable_wrapper_subclass(strided):
+        names, _ = strided.__tensor_flatten__()
+        for name in names:
+            yield from plain_tensors(getattr(strided, name), doing)
+    else:
+        yield strided
 
 
 def span_bytes(tensor: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch_vmm import _C, events, tables
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Context, Stays
-from torch_vmm.dense import is_dense, reaches_the_end, require_strided
+from torch_vmm.dense import is_dense, plain_tensors, reaches_the_end
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.reclaiming import ReclaimReport, report_of
@@ -255,7 +255,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         borders of chunks can be given by itself.
 
         Args:
-            tensors: one or several of this pool.
+            tensors: one or several of this pool; of one that wraps others (a
+                ``DTensor``) all that it wraps.
         Raises:
             InvalidArgumentError: another pool's; chunks hold what is not given
                 (the message says what); or one with gaps or overlaps: its
@@ -696,8 +697,9 @@ def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, i
     if not isinstance(tensors, torch.Tensor) and not isinstance(tensors, Iterable):
         raise InvalidArgumentError(f"tensors={show(tensors)}: give tensors")
     found = []
-    for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-        if not is_dense(require_strided(tensor, "tensors")):
+    given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    for tensor in itertools.chain.from_iterable(plain_tensors(each, "tensors") for each in given):
+        if not is_dense(tensor):
             raise InvalidArgumentError(
                 "give tensors that are contiguous in some order of their dimensions, channels_last for example: pages "
                 "are sealed from the first element to the last"

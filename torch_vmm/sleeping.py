@@ -23,7 +23,7 @@ import torch
 
 from torch_vmm import _C, events
 from torch_vmm._guarded import Guarded
-from torch_vmm.dense import require_strided
+from torch_vmm.dense import plain_tensors
 from torch_vmm.devices import DeviceKey
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
 from torch_vmm.sizes import show, to_flag, to_name
@@ -268,7 +268,8 @@ class Transfer(Guarded, guarded=True):
         """Until a tensor of a model that wakes is there, so that the first layers
         can run while the last are still on their way.
 
-        At once for what is there already. If the rest is stopped it goes again,
+        At once for what is there already. Of one that wraps others (a
+        ``DTensor``) all that it wraps is waited for. If the rest is stopped it goes again,
         behind the work that is queued by then: what is queued later faults.
 
         Raises:
@@ -279,7 +280,10 @@ class Transfer(Guarded, guarded=True):
         self._require_own_process()
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(f"tensor={show(tensor)}: give a tensor")
-        storage = require_strided(tensor, "wait_for()").untyped_storage()
+        for each in plain_tensors(tensor, "wait_for()"):
+            self._wait_for_storage(each.untyped_storage())
+
+    def _wait_for_storage(self, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() == 0:
             return
         while (there := self._moving.wait_for(storage.data_ptr(), storage.nbytes())) is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_vmm
 from tests.helpers import MIB, python, tensor_in
@@ -474,6 +475,42 @@ def test_progress_is_told_and_may_stop_it(model: VirtualMemoryPool) -> None:
     assert model.is_asleep
     model.wake()
     assert is_numbered(tensor)
+
+
+class Waits:
+    """In the place of the extension's transfer: what was waited for."""
+
+    done = total = 0
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+
+    def wait_for(self, address: int, size: int) -> bool:
+        self.addresses.append(address)
+        return size > 0
+
+
+def test_all_that_a_tensor_wraps_is_waited_for(model: VirtualMemoryPool) -> None:
+    first, second, third = (numbered(model, 1000) for _ in range(3))
+    model.sleep()
+    handle = model.wake(blocking=False)
+    handle.wait_for(TwoTensor(TwoTensor(first, second), TwoTensor(second, third)))
+    handle.wait()
+    waits = Waits()
+    handle._moving = waits  # type: ignore[assignment]
+    handle.wait_for(TwoTensor(TwoTensor(first, second), TwoTensor(second, third)))
+    assert waits.addresses == [each.data_ptr() for each in (first, second, second, third)]
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="made of other tensors"):
+        handle.wait_for(torch.eye(3).to_sparse())
+
+
+def test_all_that_a_tensor_wraps_is_sealed(model: VirtualMemoryPool) -> None:
+    with model.tag("weights"):
+        inner = [torch.ones(1000, device=model.device) for _ in range(2)]
+    model.seal(TwoTensor(*inner))
+    assert all(map(torch_vmm.sealed, inner))
+    model.unseal([TwoTensor(*inner)])
+    assert not any(map(torch_vmm.sealed, inner))
 
 
 def columns_of(line: str) -> int:
