@@ -271,7 +271,18 @@ def _enable_cuda() -> None:
             enable("cuda")
 
 
+@contextlib.contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """For processes that are started inside, as torch_memory_saver has it.
+
+    There it preloads a library into them. Here nothing has to be set: a process
+    that imports this module has torch_vmm as its allocator. Start them inside
+    or outside.
+    """
+    yield
+
+
 _enable_cuda()
 torch_memory_saver = TorchMemorySaver()
 
-__all__ = ["TorchMemorySaver", "torch_memory_saver"]
+__all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]

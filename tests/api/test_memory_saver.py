@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 import torch_vmm
 from tests.helpers import MIB
-from torch_vmm.memory_saver import TorchMemorySaver, torch_memory_saver
+from torch_vmm.memory_saver import TorchMemorySaver, configure_subprocess, torch_memory_saver
 
 
 @pytest.fixture
@@ -118,3 +119,10 @@ def test_the_object_has_the_names() -> None:
     assert torch_memory_saver.hook_mode == "torch"
     for name in ("region", "cuda_graph", "disable", "pause", "resume", "get_cpu_backup", "set_disk_backup_dir"):
         assert callable(getattr(torch_memory_saver, name))
+
+
+def test_subprocesses_need_nothing() -> None:
+    before = dict(os.environ)
+    with configure_subprocess() as given:
+        assert given is None
+        assert dict(os.environ) == before
