@@ -268,9 +268,9 @@ class Transfer(Guarded, guarded=True):
         """Until a tensor of a model that wakes is there, so that the first layers
         can run while the last are still on their way.
 
-        At once for what is there already. Of one that wraps others (a
-        ``DTensor``) all that it wraps is waited for. If the rest is stopped it goes again,
-        behind the work that is queued by then: what is queued later faults.
+        At once for what is there already. If the rest is stopped it goes again,
+        behind the work that is queued by then: what is queued later faults. Of
+        one that wraps others (a ``DTensor``) all that it wraps is waited for.
 
         Raises:
             AsleepError: this does not bring it, as it is another model's, or
