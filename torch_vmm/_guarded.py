@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch_vmm.errors import NotCopyableError
 
@@ -37,6 +38,7 @@ class Guarded:
     """
 
     _guarded = False
+    _meant: ClassVar[Mapping[str, str]] = {}  # names that do not exist, and which one is meant by each
     _instead_of_a_copy = "keep another reference to it"
 
     def __init_subclass__(cls, *, guarded: bool = False, **options: Any) -> None:
@@ -53,6 +55,8 @@ class Guarded:
                 close = sorted((each for each in public if name in each), key=len) or difflib.get_close_matches(
                     name, public, n=1
                 )
+                if name in cls._meant:
+                    close = [cls._meant[name]]
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise AttributeError(f"{_a(cls.__name__)} has no attribute {name!r}{hint}", name=name, obj=self)
             # A function may stand in for a method, in a test; that it were to be called by one that takes functions is

@@ -57,6 +57,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         "it is memory of this process. Keep another reference to it, or make another one; to another process send "
         "tensors (torch.multiprocessing), and make its pools there"
     )
+    _meant = {"limit": "physical_limit"}  # noqa: RUF012 - of several limits
     _handle: _C.SharedMemoryPool
     _models: ModelsView
     _on_pressure: OnPressure | None

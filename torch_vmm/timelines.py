@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch_vmm import _C
+from torch_vmm._guarded import Guarded
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
 from torch_vmm.sizes import show
 
@@ -50,13 +51,22 @@ class TimelineSample:
     """Of all models together."""
 
 
-class Timeline:
+class Timeline(Guarded, guarded=True):
     """A recording of what the models of a SharedMemoryPool hold
     (:meth:`SharedMemoryPool.record_timeline`).
 
     ``with`` ends it after the block, whatever happens there. What was recorded
     stays when the pool is closed or gone.
     """
+
+    _instead_of_a_copy = "it is recorded on a thread of this process; keep another reference to it, or its samples"
+    _shared: weakref.ref[SharedMemoryPool]
+    _device: str
+    _began: float
+    _samples: list[TimelineSample]
+    _stopped: threading.Event
+    _process: int
+    _thread: threading.Thread
 
     def __init__(self, shared: SharedMemoryPool, interval: float) -> None:
         if shared.is_closed:

@@ -27,7 +27,8 @@ def objects(pool: Pool, shared: Shared, device: str) -> dict[str, object]:
     range_, physical = manager.reserve(PAGE), manager.alloc_physical(PAGE)
     manager.map(range_, physical)
     made = [pool, shared, manager, range_, physical, manager.mappings(range_)[0], torch_vmm.use_model(pool)]
-    made += [torch_vmm.strict(device, "off"), shared.models]
+    with shared.record_timeline() as timeline:
+        made += [torch_vmm.strict(device, "off"), shared.models, timeline]
     return {type(each).__name__: each for each in made}
 
 
@@ -36,7 +37,8 @@ def objects(pool: Pool, shared: Shared, device: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", ["limit", "phisical_limit", "flor", "model", "_private", "weights"])
 @pytest.mark.parametrize(
-    "kind", ["VirtualMemoryPool", "SharedMemoryPool", "VirtualMemoryManager", "use_model", "strict", "ModelsView"]
+    "kind",
+    ["VirtualMemoryPool", "SharedMemoryPool", "VirtualMemoryManager", "use_model", "strict", "ModelsView", "Timeline"],
 )
 def test_a_name_that_does_not_exist_cannot_be_set(objects: dict[str, object], kind: str, name: str) -> None:
     with pytest.raises(AttributeError, match=f"a {kind} has no attribute '{name}'") as raised:
@@ -45,7 +47,7 @@ def test_a_name_that_does_not_exist_cannot_be_set(objects: dict[str, object], ki
     assert (raised.value.name, raised.value.obj) == (name, objects[kind])
 
 
-@pytest.mark.parametrize("name", ["physical", "phisical_limit"])
+@pytest.mark.parametrize("name", ["limit", "physical", "phisical_limit"])
 def test_the_name_that_was_meant_is_named(pool: Pool, shared: Shared, name: str) -> None:
     for each in (pool, shared):
         with pytest.raises(AttributeError, match="did you mean 'physical_limit'"):
@@ -111,6 +113,7 @@ def test_they_can_be_referred_to_weakly(objects: dict[str, object]) -> None:
         "use_model",
         "strict",
         "ModelsView",
+        "Timeline",
     ],
 )
 def test_a_copy_is_refused_and_says_what_to_do(objects: dict[str, object], kind: str, how: Make) -> None:
