@@ -412,7 +412,8 @@ def wake(
         raise InvalidArgumentError(f'order={show(order)}: there is "as allocated"')
     chosen = None
     if tags is not None:
-        if not isinstance(tags, Iterable):
+        given: object = tags  # which may be bytes, whatever is declared: an iterable of numbers
+        if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
             raise InvalidArgumentError(f"tags={show(tags)}: give a tag's name, or several")
         chosen = [tags] if isinstance(tags, str) else [tag if tag == "" else to_name(tag, "tags") for tag in tags]
         _require_tags(pool, chosen)

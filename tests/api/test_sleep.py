@@ -477,6 +477,12 @@ def test_progress_is_told_and_may_stop_it(model: VirtualMemoryPool) -> None:
     assert is_numbered(tensor)
 
 
+@pytest.mark.parametrize("tags", [b"w", bytearray(b"w"), 3])
+def test_tags_are_text(model: VirtualMemoryPool, tags: object) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"^tags=.*w?.*: give a tag's name, or several$"):
+        model.wake(tags)  # type: ignore[arg-type]
+
+
 class Waits:
     """In the place of the extension's transfer: what was waited for."""
 
