@@ -6,9 +6,12 @@ and a text. It decides nothing.
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from torch_vmm import _C
+
+_WIDTH = 100  # columns of a report
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class ReclaimDecision:
 @dataclass(frozen=True)
 class ReclaimReport:
     """The reclaim ladder as one model saw it; ``str()`` is a table and the
-    latest decisions, a line each.
+    latest decisions, each from the beginning of a line.
     """
 
     requests: int
@@ -90,7 +93,9 @@ class ReclaimReport:
         for name, counts in self.rungs.items():
             size = _C.format_bytes(counts.bytes)
             lines.append(f"{name:<14}{counts.tried:>10}{counts.changed:>10}{counts.met:>10}{size:>14}")
-        return "\n".join([*lines, *map(str, self.latest)])
+        for decision in self.latest:
+            lines += textwrap.wrap(str(decision), _WIDTH, subsequent_indent="  ", break_long_words=False)
+        return "\n".join(lines)
 
 
 def report_of(handle: _C.Pool) -> ReclaimReport:

@@ -67,8 +67,11 @@ def test_a_refusal_shows_every_rung_and_each_line_fits(make_shared: MakeShared) 
     assert decision.steps[RUNGS.index("on_pressure")].result == "passed over"  # nobody gave a function
     assert decision.steps[RUNGS.index("host memory")].result == "passed over"  # nor asked to spill
     assert decision.steps[RUNGS.index("queued work")].result == "in vain"
-    table = str(report).splitlines()[: 2 + len(RUNGS)]
-    assert all(len(line) <= 80 for line in table)
+    lines = str(report).splitlines()
+    assert all(len(line) <= 80 for line in lines[: 2 + len(RUNGS)])
+    assert all(len(line) <= 100 for line in lines), lines
+    assert " ".join(line.strip() for line in lines[2 + len(RUNGS) :]) == str(decision)
+    assert all(line.startswith("  ") for line in lines[3 + len(RUNGS) :])
     del held
 
 
