@@ -27,6 +27,7 @@ from torch_vmm.pools import wrap
 from torch_vmm.routing import enable, is_enabled, use_model
 from torch_vmm.shared_pools import SharedMemoryPool
 from torch_vmm.sizes import show, to_bytes, to_flag, to_name
+from torch_vmm.tags import Tag
 
 CpuBackupBackend = Literal["mmap", "pinned"]
 
@@ -75,17 +76,21 @@ class TorchMemorySaver(Guarded, guarded=True):
         self._margin = 0
         self._hook_mode: str | None = None
 
+    def __repr__(self) -> str:
+        with self._lock:
+            models = [f"{key}: {saved.model!r}" for key, saved in self._saved.items()]
+        return f"TorchMemorySaver({', '.join(models) or 'no region yet'})"
+
     # -- Regions -------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
     def region(
         self,
         tag: str = "default",
         enable_cpu_backup: bool = False,
         enable_disk_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
-    ) -> Iterator[None]:
-        """Tensors made inside can be paused by this tag.
+    ) -> Tag:
+        """Tensors made inside can be paused by this tag. Can be entered again.
 
         Args:
             tag: any text that is not empty.
@@ -100,8 +105,7 @@ class TorchMemorySaver(Guarded, guarded=True):
                 allocator.
         """
         region = self._region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
-        with self._here(region).model.tag(region.name):
-            yield
+        return self._here(region).model.tag(region.name)
 
     @contextlib.contextmanager
     def cuda_graph(
@@ -120,12 +124,10 @@ class TorchMemorySaver(Guarded, guarded=True):
         with self._here(region).model.tag(region.name), capture:
             yield
 
-    @contextlib.contextmanager
-    def disable(self) -> Iterator[None]:
+    def disable(self) -> use_model:
         """Inside a region: tensors made here are of none, and stay."""
         key = self._key()
-        with use_model(wrap(_C.default_pool(key.kind, key.ordinal))):
-            yield
+        return use_model(wrap(_C.default_pool(key.kind, key.ordinal)))
 
     def pause(self, tag: str | None = None) -> None:
         """Gives the memory of a tag's tensors away, or of all; twice is once.

@@ -126,3 +126,18 @@ def test_subprocesses_need_nothing() -> None:
     with configure_subprocess() as given:
         assert given is None
         assert dict(os.environ) == before
+
+
+def test_a_region_can_be_entered_again(saver: TorchMemorySaver, device: str) -> None:
+    assert repr(saver) == "TorchMemorySaver(no region yet)"
+    region, disabled = saver.region(), saver.disable()
+    made = []
+    for _ in range(2):
+        with region:
+            made.append(torch.ones(MIB, dtype=torch.uint8, device=device))
+            with disabled:
+                assert torch_vmm.pool_of(torch.ones(10, device=device)) is not torch_vmm.pool_of(made[0])
+    assert torch_vmm.pool_of(made[0]) is torch_vmm.pool_of(made[1])
+    assert repr(saver).startswith(f"TorchMemorySaver({made[0].device}: VirtualMemoryPool('torch_memory_saver', ")
+    saver.pause()
+    saver.resume()
