@@ -22,7 +22,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 import torch_vmm
-from examples import continuous_batching as batching
+
+try:
+    from examples import continuous_batching as batching
+except ModuleNotFoundError as error:
+    if error.name != "examples":
+        raise
+    raise SystemExit(f"{error}: run it as python -m examples.serve_many, in the folder of the repository") from None
 
 NAMES = ("llama", "qwen", "phi")
 

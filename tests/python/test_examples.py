@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -327,3 +328,15 @@ def test_nothing_is_left(net: batching.Decoder) -> None:
     before = torch_vmm.current_pool("cpu").memory_allocated()
     served(net, "elastic")
     assert torch_vmm.current_pool("cpu").memory_allocated() == before
+
+
+def test_one_that_is_run_as_a_file_says_how_to_run_it(tmp_path: Path) -> None:
+    (tmp_path / "torch_vmm").symlink_to(ROOT / "torch_vmm")  # as if it were installed
+    words = [sys.executable, str(ROOT / "examples" / "serve_many.py")]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=dict(os.environ, PYTHONPATH=str(tmp_path)), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "No module named 'examples': run it as python -m examples.serve_many, in the folder of the repository\n"
+    )
