@@ -333,8 +333,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
                 exists;
                 ``packed`` and nothing goes to ``"host"``, or ``poison`` and
                 nothing is discarded.
-            NotAvailableError: ``packed``, and this GPU or torch cannot
-                (NVRTC is missing, say).
+            NotAvailableError: in debug mode; or ``packed``, and this GPU or
+                torch cannot (NVRTC is missing, say).
             VmmError: a disk that is full or fails, a driver that does, or the
                 model is on its way already; it is awake again, and whole. So
                 it is after Ctrl-C, unless it was done by then.

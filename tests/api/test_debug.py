@@ -127,26 +127,6 @@ def test_a_program_without_errors_runs_as_ever(device: str, mode: str) -> None:
     assert run(program(code, device), TORCH_VMM_DEBUG=mode) == "True\n"
 
 
-@pytest.mark.parametrize("mode", ["canary", "guard", "canary,sample=1/3"])
-def test_a_model_that_sleeps_is_watched_as_before(device: str, mode: str) -> None:
-    code = """
-    kept = [make(size).fill_(size % 251) for size in (10, 1000, 5 << 20)]
-    for place in ("host", "/tmp/", "host"):
-        pool.sleep(place, release=True)
-        pool.wake()
-        torch_vmm.debug.check(device)
-    assert all(bool((each == each.numel() % 251).all()) for each in kept)
-    pool.sleep()
-    del kept[1]
-    pool.wake()
-    pool.sleep("discard")
-    pool.wake()
-    torch_vmm.debug.check(device)
-    print(not any(bool(each.any()) for each in kept))
-    """
-    assert run(program(code, device), TORCH_VMM_DEBUG=mode) == "True\n"
-
-
 # -- guard -------------------------------------------------------------------------------------------------------------
 
 

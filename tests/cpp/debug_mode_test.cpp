@@ -8,14 +8,11 @@
 #include <csignal>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <string>
 #include <thread>
 #include <tuple>
 #include <utility>
-#include <vector>
 
-#include "core/sleep/transfer.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {
@@ -534,126 +531,6 @@ TEST(Canary, ManyFreesBehindQueuedWorkMakeFewTicks) {
   for (const Address block : blocks) DeviceMemory::free(lab.space, block);
   EXPECT_LE(lab.memory().clock().ticks_under_way(), 2U);
 }
-
-// ---------------------------------------------------------------- asleep
-
-// In both modes what is watched sleeps with what is around it.
-class DebugSleep : public ::testing::TestWithParam<const char*> {
- protected:
-  ~DebugSleep() override {
-    pool_.reset();
-    lab_.close();  // before the sleeper: pools that sleep still have backups
-  }
-  void sleep(bool discards = false) {
-    const Places places{{discards ? Place::Kind::discard : Place::Kind::host, "", nullptr}};
-    Transfer out(std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{pool_, places}}, true), nullptr);
-    go(out);
-    EXPECT_EQ(pool_->physical_bytes(), 0U);
-  }
-  void wake() {
-    Transfer in(nullptr, std::make_unique<Arrival>(sleeper_, PoolList{pool_}, Arrival::Memory::collected));
-    go(in);
-  }
-  void go(Transfer& transfer) {
-    const auto look = [] {};
-    transfer.begin(look);
-    transfer.run(look);
-    lab_.memory().check();
-  }
-  [[nodiscard]] bool is_guard() const { return std::string(GetParam()) == "guard"; }
-
-  Lab lab_{in_mode(GetParam())};
-  Sleeper sleeper_{lab_.memory()};
-  std::shared_ptr<Pool> pool_ = lab_.pool("a");
-};
-
-TEST_P(DebugSleep, ContentsAndPatternsAreThereAgain) {
-  std::vector<std::pair<Address, std::size_t>> blocks;
-  for (const std::size_t bytes : {std::size_t{8}, std::size_t{1000}, kMiB, 3 * kMiB + 24}) {
-    blocks.emplace_back(lab_.allocate(*pool_, bytes), bytes);
-    Lab::fill(blocks.back().first, bytes, bytes);
-  }
-  for (int round = 0; round < 2; ++round) {
-    sleep();
-    EXPECT_TRUE(lab_.memory().check_watched().empty()) << "nothing is looked at";
-    wake();
-    for (const auto& [block, bytes] : blocks) {
-      EXPECT_TRUE(Lab::holds(block, bytes, bytes)) << bytes;
-      if (is_guard()) EXPECT_TRUE(faults(block + align_up(bytes, kBlockAlignment)));
-    }
-    EXPECT_TRUE(lab_.memory().check_watched().empty());
-  }
-  for (const auto& [block, bytes] : blocks) lab_.free(block);
-  lab_.memory().settle(/*wait=*/true);
-  EXPECT_TRUE(log_of(lab_).damages().empty());
-  EXPECT_EQ(log_of(lab_).counts().live, 0U);
-}
-
-TEST_P(DebugSleep, WhatWasWrittenOutsideBeforeAndAfterIsFound) {
-  const Address before = lab_.allocate(*pool_, 1000);
-  const Address freed = lab_.allocate(*pool_, 1000);
-  const Address after = lab_.allocate(*pool_, 1000);
-  *reinterpret_cast<std::uint8_t*>(before + 1001) ^= 0xFF;
-  *reinterpret_cast<std::uint8_t*>(freed + 1002) ^= 0xFF;
-  lab_.driver.hold_fences(kTwo);
-  lab_.meet(kTwo);
-  lab_.free(freed);
-  EXPECT_TRUE(log_of(lab_).damages().empty());
-  lab_.driver.release_fences();
-  sleep();
-  EXPECT_EQ(log_of(lab_).damages().size(), 1U) << "what was freed is looked at before it goes";
-  wake();
-  *reinterpret_cast<std::uint8_t*>(after + 1003) ^= 0xFF;
-  EXPECT_EQ(lab_.memory().check_watched().size(), 3U);
-}
-
-TEST_P(DebugSleep, WhatIsFreedMeanwhileEndsUnjudged) {
-  const Address gone = lab_.allocate(*pool_, 3 * kMiB);
-  const Address late = lab_.allocate(*pool_, 1000);
-  const Address recorded = lab_.allocate(*pool_, 1000);
-  const Address kept = lab_.allocate(*pool_, 1000);
-  Lab::fill(kept, 1000, 1);
-  pool_->record_stream(recorded, kTwo);
-  sleep();
-  lab_.free(gone);
-  lab_.driver.hold_fences();
-  lab_.free(recorded);
-  lab_.free(late);
-  wake();
-  EXPECT_EQ(log_of(lab_).counts().live, 2U) << "one is kept, one waits for its stream";
-  lab_.driver.release_fences();
-  lab_.memory().settle(/*wait=*/true);
-  lab_.memory().check();
-  EXPECT_TRUE(Lab::holds(kept, 1000, 1));
-  EXPECT_TRUE(lab_.memory().check_watched().empty()) << "patterns of what waited came back too";
-  if (is_guard()) EXPECT_TRUE(faults(gone));
-  lab_.allocate(*pool_, 5 * kMiB);
-}
-
-TEST_P(DebugSleep, WhatIsDiscardedHasNoPatternsAnyMore) {
-  const Address block = lab_.allocate(*pool_, 1000);
-  Lab::fill(block, 1000, 1);
-  sleep(/*discards=*/true);
-  wake();
-  EXPECT_TRUE(Lab::is_zero(block, 1000));
-  EXPECT_TRUE(lab_.memory().check_watched().empty());
-  lab_.free(block);
-  lab_.memory().settle(/*wait=*/true);
-  EXPECT_TRUE(log_of(lab_).damages().empty());
-}
-
-TEST_P(DebugSleep, OneThatIsClosedWhileItSleepsEndsWithItsLastTensor) {
-  const Address block = lab_.allocate(*pool_, 1000);
-  sleep();
-  lab_.memory().close_pool(*pool_, /*force=*/true);
-  const std::weak_ptr<Pool> pool = pool_;
-  pool_.reset();
-  lab_.free(block);
-  lab_.memory().settle(/*wait=*/true);
-  EXPECT_TRUE(pool.expired());
-}
-
-INSTANTIATE_TEST_SUITE_P(BothModes, DebugSleep, ::testing::Values("guard", "canary"));
 
 }  // namespace
 }  // namespace vmm::testing

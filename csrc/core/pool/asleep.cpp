@@ -35,6 +35,10 @@ SleepBegun Pool::begin_sleep() {
     begin_transfer_locked();
     return SleepBegun::again;
   }
+  if (context_.log != nullptr) {
+    throw NotAvailableError("pool '" + name_ + "' cannot sleep in debug mode, which watches what its memory holds; " +
+                            "unset TORCH_VMM_DEBUG");
+  }
   asleep_ = std::make_unique<Asleep>();
   is_cached_.store(false, std::memory_order_relaxed);
   if (!is_retired()) life_.store(Life::asleep, std::memory_order_release);
@@ -70,8 +74,7 @@ void Pool::count_slabs(SizeClass from, SizeClass to) {
 }
 
 // What has to be there again when it wakes, by offset: what somebody still uses, and all of
-// a graph's memory, which may use any of it whenever it is launched; in debug mode patterns too,
-// also of what is freed and has not been looked at.
+// a graph's memory, which may use any of it whenever it is launched.
 std::vector<ByteRange> Pool::contents() const {
   std::vector<ByteRange> found;
   const auto add = [&found](ByteRange range) {
@@ -87,10 +90,7 @@ std::vector<ByteRange> Pool::contents() const {
   }
   for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
     if (block->state != BlockState::slab) {
-      const bool is_watched = block->state == BlockState::guard || block->state == BlockState::pending ||
-                              block->state == BlockState::quarantined;
-      const bool is_content = block->is_live() || block->state == BlockState::pages;
-      if (is_content || (is_watched && context_.log != nullptr)) add(block->range());
+      if (block->is_live() || block->state == BlockState::pages) add(block->range());
       continue;
     }
     for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) {
@@ -447,7 +447,6 @@ void Pool::end_sleep() {
   VMM_CHECK(asleep_->gone.empty() && asleep_->collected.empty(), "pool '", name_, "' wakes without ",
             asleep_->gone.size(), " chunks");
   count_slabs(SizeClass::large_pool, SizeClass::small_pool);
-  if (asleep_->is_discarded) forget_patterns();
   ended = std::move(asleep_);
   if (range_ == nullptr || is_retired()) return;
   life_.store(Life::open, std::memory_order_release);

@@ -136,8 +136,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] Address memory_from(Address address) const VMM_EXCLUDES(mutex_);
 
   // -- Asleep (core/sleep moves the contents) ---------------------------------
-  // No request is taken from now on, and no memory leaves but by let_go(). Throws VmmError
-  // where a transfer is on its way.
+  // No request is taken from now on, and no memory leaves but by let_go(). Throws
+  // NotAvailableError in debug mode, VmmError where a transfer is on its way.
   SleepBegun begin_sleep() VMM_EXCLUDES(mutex_);
   // A transfer of one that is asleep begins: true. False: it is awake. Throws VmmError where
   // one is on its way.
@@ -647,7 +647,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void free_watched(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void finish_watched(const PoolWatch::Freed& freed) VMM_REQUIRES(mutex_);
   bool judge(const PoolWatch::Freed& block) const;
-  void forget_patterns() VMM_REQUIRES(mutex_);
 
   // asleep.cpp
   void count_slabs(SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);

@@ -12,9 +12,6 @@
 // looked at when the block is freed and the device's clock has passed that, with no lock
 // held: nothing queued can write there any more, and nobody else has the memory yet.
 //
-// While a pool sleeps its patterns sleep with it, and nothing is looked at: what is freed
-// meanwhile goes unjudged.
-//
 // A pool of a graph watches nothing: what its memory shows has to stay where it is as long
 // as the graph lives, and what is freed within a capture is used again within it.
 #include <algorithm>
@@ -222,10 +219,9 @@ Address Pool::allocate_watched_locked(std::size_t bytes, Stream stream, const st
 // Frees the block and what is around it, at once.
 void Pool::free_around(Block* block, const PoolWatch::Around& around, Epoch epoch) {
   const StreamTag tag = block->tag;
-  const bool is_guard = context_.log->mode().kind == DebugMode::Kind::guard;
   for (Block* piece : {around.before, around.behind, block}) {
     if (piece == nullptr) continue;
-    const bool is_bare = is_guard && piece == around.behind;
+    const bool is_bare = range_->missing_bytes(piece->range()) != 0;
     if (piece != block) (is_bare ? watch_.bare_bytes : watch_.mapped_bytes) -= piece->size();
     large_.free(piece, is_bare ? kNeutral : tag, is_bare ? kLongAgo : epoch);
   }
@@ -319,7 +315,6 @@ bool Pool::is_being_judged() const {
 
 bool Pool::settle_watched() {
   std::vector<PoolWatch::Freed> passed;
-  bool is_there = false;
   {
     const MutexLock lock(mutex_);
     if (watch_.freed.empty() || watch_.readers != 0 || range_ == nullptr) return false;
@@ -331,11 +326,8 @@ bool Pool::settle_watched() {
     passed.assign(watch_.freed.begin(), last);
     watch_.freed.erase(watch_.freed.begin(), last);
     watch_.leaving += passed.size();
-    is_there = asleep_ == nullptr;
   }
-  for (const PoolWatch::Freed& freed : passed) {
-    if (is_there) judge(freed);
-  }
+  for (const PoolWatch::Freed& freed : passed) judge(freed);
   const MutexLock lock(mutex_);
   watch_.leaving -= passed.size();
   for (const PoolWatch::Freed& freed : passed) finish_watched(freed);
@@ -346,7 +338,7 @@ Status Pool::check_watched() {
   std::vector<PoolWatch::Freed> live;
   {
     const MutexLock lock(mutex_);
-    if (watch_.live.empty() || range_ == nullptr || asleep_ != nullptr) return {};
+    if (watch_.live.empty() || range_ == nullptr) return {};
     for (const auto& [offset, around] : watch_.live) {
       const Block* block = directory_->find(offset);
       if (block == nullptr || block->offset != offset) continue;  // freed, and in use by a recorded stream
@@ -362,12 +354,6 @@ Status Pool::check_watched() {
   const MutexLock lock(mutex_);
   --watch_.readers;
   return status;
-}
-
-// They have gone with what they were around.
-void Pool::forget_patterns() {
-  for (auto& [offset, around] : watch_.live) around.front = around.back = 0;
-  for (PoolWatch::Freed& freed : watch_.freed) freed.front = freed.back = 0;
 }
 
 Address Pool::memory_from(Address address) const {

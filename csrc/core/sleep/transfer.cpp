@@ -45,12 +45,6 @@ Departure::Departure(Sleeper& sleeper, std::vector<PartToSleep> parts, bool rele
     : sleeper_(sleeper), parts_(std::move(parts)), release_(release) {}
 
 void Departure::begin() {
-  DeviceMemory& memory = sleeper_.memory();
-  Clock& clock = memory.clock();
-  if (memory.debug_log() != nullptr) {  // what has been freed is looked at as long as it is there
-    throw_if_failed(clock.wait(clock.now()), "waiting for queued work, to look at what is watched");
-    memory.settle(/*wait=*/false);
-  }
   try {
     std::vector<PartToSleep> going;
     going.reserve(parts_.size());  // what has begun is noted
@@ -66,8 +60,8 @@ void Departure::begin() {
     parts_ = std::move(going);
     // Whoever uses their memory has queued that by now, on streams of other libraries too, which
     // no clock knows. Frees of before may leave with it.
-    throw_if_failed(clock.synchronize(), "waiting for queued work that may use the memory");
-    memory.await_judges();
+    DeviceMemory& memory = sleeper_.memory();
+    throw_if_failed(memory.clock().synchronize(), "waiting for queued work that may use the memory");
     memory.settle(/*wait=*/false);  // or a former place of a chunk would look like another user
     plan(/*keeps_unchanged=*/true);
     try {
