@@ -135,6 +135,7 @@ def test_poison_is_there_before_anybody_reads(make_pool: MakePool, dtype: torch.
         with torch.cuda.stream(side):
             read = torch.stack([lost.isnan().all(), lost.view(torch.int16).eq(-1).all()])
         handle.wait()
+        side.synchronize()
         assert read.tolist() == [True, True]
         assert torch.equal(kept, torch.arange(MIB, device="cuda"))
         lost.zero_()

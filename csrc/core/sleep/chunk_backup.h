@@ -31,8 +31,10 @@ class ChunkBackup final : public Backup {
     std::size_t mapped = 0;
     std::vector<Chunk*> chunks;
   };
+  void map_until(std::size_t end);
   void end() noexcept;
 
+  DeviceMemory& own_;
   DeviceMemory& other_;
   const std::shared_ptr<Held> held_ = std::make_shared<Held>();  // made with it: to end takes no memory
   Address base_ = 0;
