@@ -84,7 +84,13 @@ TEST_F(Sleep, NothingIsTakenFromOneThatSleeps) {
   EXPECT_THROW(lab_.memory().allocate(*pool, 40 * kMiB, nullptr), AsleepError);
   EXPECT_THROW(lab_.memory().allocate_pages(*pool, 0, kPage, nullptr), AsleepError);
   EXPECT_THROW(lab_.memory().allocate_first(*pool, kPage, nullptr), AsleepError);
-  EXPECT_THROW(static_cast<void>(pool->checkpoint()), AsleepError);
+  // Where its blocks are can be told, and that they stay there.
+  const PoolCheckpoint now = pool->checkpoint();
+  std::vector<Address> freed;
+  std::vector<Address> allocated;
+  pool->restore(now, &freed, &allocated);
+  EXPECT_TRUE(freed.empty() && allocated.empty());
+  EXPECT_THROW(pool->restore({}, &freed, &allocated), AsleepError);
   EXPECT_THROW(lab_.memory().create_part(pool, RegionId{7, 0}, /*no_split=*/false), AsleepError);
   wake(pool);
   lab_.allocate(*pool, 40 * kMiB);
