@@ -75,6 +75,7 @@ def test_only_explicit_pages_are_shown(pool: Pool, device: str) -> None:
 
 
 def test_a_pool_closed_by_force_keeps_what_a_tensor_shows(make_pool: Callable[..., Pool], memory: _C.Device) -> None:
+    gc.collect()  # what other tests have left goes now, and not below
     memory.empty_cache()
     before, pools = memory.committed_bytes, len(memory.pools())
     pool = make_pool("64MiB", page_size=PAGE)
