@@ -419,7 +419,8 @@ def set_default_model(kind: _Kind, ordinal: int, pool: Pool | None) -> None:
 # -- Sleep and wake ----------------------------------------------------------------------------------------------------
 
 _Place = tuple[str, str, int]
-"""``("host" | "discard" | "poison" | "file" | "device", the file's absolute path, the device's ordinal)``."""
+"""``("host" | "host, packed" | "discard" | "poison" | "file" | "device", the file's absolute path, the device's
+ordinal)``."""
 
 @final
 class Transfer:
@@ -451,7 +452,7 @@ def swap(out: Pool, keep: list[_Place] | None, by_tag: dict[str, list[_Place]], 
     """Both at once. Raises InvalidArgumentError for pools of two devices or one model, OutOfMemoryError: as before."""
 
 def asleep(pool: Pool) -> dict[str, str]:
-    """Where what sleeps is, by tag, of those that held something."""
+    """Where what sleeps is, by tag, of those that held something; ``"nothing"`` where none of them did."""
 
 def is_asleep(pool: Pool) -> bool:
     """Some part of it."""

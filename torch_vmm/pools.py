@@ -329,10 +329,9 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
             A handle: ``wait()``, ``done``, ``progress``.
         Raises:
             OutOfMemoryError: no room in the place named.
-            InvalidArgumentError: no such place, device or tag, a file that
-                exists;
-                ``packed`` and nothing goes to ``"host"``, or ``poison`` and
-                nothing is discarded.
+            InvalidArgumentError: no such place, device or tag; a file that
+                exists; ``packed`` and nothing goes to ``"host"``, or ``poison``
+                and nothing is discarded.
             NotAvailableError: in debug mode; or ``packed``, and this GPU or
                 torch cannot (NVRTC is missing, say).
             VmmError: a disk that is full or fails, a driver that does, or the
