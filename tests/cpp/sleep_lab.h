@@ -65,6 +65,18 @@ class Sleep : public ::testing::Test {
     go(*coming(pool));
     lab_.memory().check();
   }
+  // `places` have no room: refused before anything has moved, when `expect_as_before` is called;
+  // and a file named behind them is taken.
+  template <typename Expect>
+  void expect_next_place_taken(const std::shared_ptr<Pool>& pool, Places places, const Expect& expect_as_before) {
+    EXPECT_THROW(sleep(pool, places), OutOfMemoryError);
+    EXPECT_FALSE(pool->is_asleep()) << "refused before anything moved";
+    expect_as_before();
+    places.push_back(file().front());
+    sleep(pool, places);
+    EXPECT_EQ(pool->asleep_where(), (folder_ / "model").string()) << "the next place named";
+    wake(pool);
+  }
 
   // Blocks of all sizes, each filled with its own pattern.
   struct Live {

@@ -146,14 +146,7 @@ TEST_F(SleepPacked, TheLimitCountsWhatItTakesPacked) {
   wake(pool);
   for (const std::size_t slabs : {0U, 1U}) {
     memory->set_limit(slabs * PinnedMemory::kSlabBytes);
-    EXPECT_THROW(sleep(pool, packed()), OutOfMemoryError);
-    EXPECT_FALSE(pool->is_asleep());
-    EXPECT_EQ(memory->used_bytes(), 0U);
-    Places places = packed();
-    places.push_back(file().front());
-    sleep(pool, places);
-    EXPECT_EQ(pool->asleep_where(), (folder_ / "model").string()) << "the next place named";
-    wake(pool);
+    expect_next_place_taken(pool, packed(), [&memory] { EXPECT_EQ(memory->used_bytes(), 0U); });
   }
   expect_weights(live);
 }
