@@ -257,7 +257,9 @@ TEST_F(SleepPlaces, AForkedChildHasNoLockOfItsParents) {
     return found;
   };
   std::array<int, 2> lives{};
+  std::array<int, 2> begun{};
   ASSERT_EQ(::pipe(lives.data()), 0);
+  ASSERT_EQ(::pipe(begun.data()), 0);
   const pid_t parent = ::fork();
   if (parent == 0) {
     HostDriver host({kPage, kGiB, 1});
@@ -272,17 +274,20 @@ TEST_F(SleepPlaces, AForkedChildHasNoLockOfItsParents) {
     if (::fork() == 0) {  // outlives it
       char end = 0;
       ::close(lives[1]);
+      static_cast<void>(::write(begun[1], &end, 1));
       static_cast<void>(::read(lives[0], &end, 1));
       ::_exit(0);
     }
+    // A child closes what is not its own as it begins: until then the lock is its as well.
+    char has_begun = 0;
+    if (::read(begun[0], &has_begun, 1) != 1) ::_exit(2);
     ::_exit(0);  // as one that is killed: nothing is removed
   }
   int status = 0;
   ASSERT_EQ(::waitpid(parent, &status, 0), parent);
   EXPECT_EQ(status, 0) << "a child that ended took the file, or its lock, along";
   EXPECT_FALSE(is_locked()) << "a child that lives keeps the file from whoever would take it over";
-  ::close(lives[0]);
-  ::close(lives[1]);
+  for (const int end : {lives[0], lives[1], begun[0], begun[1]}) ::close(end);
 }
 
 // Both find what is kept, and neither waits for the other; nor does the model, which wakes.
