@@ -1,5 +1,5 @@
 // Which idle chunk is taken next, beside a plain list that is searched.
-#include "core/pool/idle_chunks.h"
+#include "core/backing/idle_chunks.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // A pool's tags for streams, and where they end.
-#include "core/pool/stream_table.h"
+#include "core/backing/stream_table.h"
 
 #include <gtest/gtest.h>
 

@@ -44,7 +44,7 @@
 #include "core/device/pool_registry.h"
 #include "core/device/reclaim_log.h"
 #include "core/memory/dormant_mappings.h"
-#include "core/pool/shortage.h"
+#include "core/backing/shortage.h"
 #include "driver/driver.h"
 
 namespace vmm {

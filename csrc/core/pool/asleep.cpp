@@ -30,7 +30,7 @@ constexpr std::size_t kCopiedAlong = 64 * kKiB;
 
 SleepBegun Pool::begin_sleep() {
   const StillLock lock(*this, BlockCaches::Kept::gone);
-  if (range_ == nullptr || is_spill_) return SleepBegun::never;  // it holds none of the device's memory
+  if (!space_.is_open() || kind_.is_spill) return SleepBegun::never;  // it holds none of the device's memory
   if (asleep_ != nullptr) {
     begin_transfer_locked();
     return SleepBegun::again;
@@ -40,6 +40,7 @@ SleepBegun Pool::begin_sleep() {
                             "unset TORCH_VMM_DEBUG");
   }
   asleep_ = std::make_unique<Asleep>();
+  space_.hold(true);
   is_cached_.store(false, std::memory_order_relaxed);
   if (!is_retired()) life_.store(Life::asleep, std::memory_order_release);
   count_slabs(SizeClass::small_pool, SizeClass::large_pool);
@@ -68,7 +69,7 @@ void Pool::end_transfer() {
 
 // Slabs are counted with the large ones' memory while there may be none under them.
 void Pool::count_slabs(SizeClass from, SizeClass to) {
-  for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
+  for (const Block* block = space_.blocks().stretches().front(); block != nullptr; block = block->next) {
     if (block->state == BlockState::slab && slabs_.holds(*block)) count_slab(*block, from, to);
   }
 }
@@ -84,11 +85,11 @@ std::vector<ByteRange> Pool::contents() const {
       found.push_back(range);
     }
   };
-  if (pinned_) {
-    for (const auto& [offset, mapping] : range_->live()) add({offset, mapping.chunk->size});
+  if (space_.is_pinned()) {
+    for (const auto& [offset, mapping] : space_.range().live()) add({offset, mapping.chunk->size});
     return found;
   }
-  for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
+  for (const Block* block = space_.blocks().stretches().front(); block != nullptr; block = block->next) {
     if (block->state != BlockState::slab) {
       if (block->is_live() || block->state == BlockState::pages) add(block->range());
       continue;
@@ -103,18 +104,18 @@ std::vector<ByteRange> Pool::contents() const {
 // For everybody, now or once its contents are there.
 bool Pool::is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const {
   const std::vector<ByteRange>& to_seal = asleep_->to_seal;
-  return allows(mapping, Access::read) || std::find(to_seal.begin(), to_seal.end(), range) != to_seal.end();
+  return space_.allows(mapping, Access::read) || std::find(to_seal.begin(), to_seal.end(), range) != to_seal.end();
 }
 
 std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys) {
   const MutexLock lock(mutex_);
   std::vector<LeavingChunk> plan;
-  if (range_ == nullptr || asleep_ == nullptr) return plan;
+  if (!space_.is_open() || asleep_ == nullptr) return plan;
   settle_locked();
-  if (!pinned_) {
+  if (!space_.is_pinned()) {
     give_up_spare_slabs();
-    shelve_idle_in({0, capacity_});
-    drop_retired();
+    space_.shelve_idle_in({0, kind_.capacity});
+    space_.drop_retired();
   }
   const std::vector<ByteRange> kept = contents();
   auto next = kept.begin();
@@ -122,11 +123,12 @@ std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const
   for (const Address address : everybodys) {
     const Block* const block = live_around(address);  // torch may have cut its own out of ours
     if (block == nullptr) continue;
-    for (auto at = range_->covering(block->offset); at != range_->live().end() && at->first < block->end(); ++at) {
+    for (auto at = space_.range().covering(block->offset);
+         at != space_.range().live().end() && at->first < block->end(); ++at) {
       staying.insert(at->first);
     }
   }
-  for (const auto& [offset, mapping] : range_->live()) {
+  for (const auto& [offset, mapping] : space_.range().live()) {
     const Chunk& chunk = *mapping.chunk;
     if (staying.count(offset) != 0) continue;
     // What others have mapped as well stays as it is: they would go on with the chunk that
@@ -162,8 +164,8 @@ std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const
 Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept) {
   Unchanged ended;  // its backup ends with no lock held
   const MutexLock lock(mutex_);
-  const auto found = range_->live().find(leaving.offset);
-  VMM_CHECK(asleep_ != nullptr && found != range_->live().end(), "no chunk at ", leaving.offset);
+  const auto found = space_.range().live().find(leaving.offset);
+  VMM_CHECK(asleep_ != nullptr && found != space_.range().live().end(), "no chunk at ", leaving.offset);
   const Chunk& chunk = *found->second.chunk;
   if (chunk.exported || chunk.mappings.load(std::memory_order_acquire) != 1) return {};  // of somebody else's too, now
   const ByteRange range = leaving.range();
@@ -195,21 +197,21 @@ Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept
 // The chunk leaves for the group's shelf, or stays where the driver refuses. REQUIRES: nothing
 // uses it.
 Status Pool::send_away(ByteRange range, const PlaceOfChunk& place) {
-  const LiveMapping& mapping = range_->live().at(range.offset);
+  const LiveMapping& mapping = space_.range().live().at(range.offset);
   Chunk* const chunk = mapping.chunk;
-  const bool was_sealed = !allows(mapping, Access::read_write);
+  const bool was_sealed = !space_.allows(mapping, Access::read_write);
   const bool is_told = !mapping.is_withheld || mapping.is_told;
   const auto gone = asleep_->gone.emplace(range.offset, place).first;  // first: there may be no memory to note it
   // Before it goes, for whoever registered it.
   if (is_told) tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
-  if (const Status status = range_->unmap(range); !status.ok()) {
+  if (const Status status = space_.range().unmap(range); !status.ok()) {
     if (is_told) tell(PoolEvent::segment_alloc, range.offset, range.size, nullptr);
     asleep_->gone.erase(gone);
     return status;
   }
   std::erase(asleep_->to_seal, range);
   if (was_sealed) context_.store.dormant().allow(chunk);
-  count_unmapped({range.offset, chunk});
+  unmapped({range.offset, chunk});
   chunk->last_use = kLongAgo;  // whoever asked has waited for all that is queued
   context_.store.put(group_, chunk);
   return {};
@@ -221,14 +223,14 @@ Status Pool::send_away(ByteRange range, const PlaceOfChunk& place) {
 void Pool::forget_unused() {
   for (auto at = asleep_->gone.begin(); at != asleep_->gone.end();) {
     const ByteRange range{at->first, at->second.size};
-    if (!is_free(range)) {
+    if (!space_.is_free(range)) {
       ++at;
       continue;
     }
     std::vector<Piece> pieces;
-    Block* const bare = take_range(range, BlockState::retired, &pieces);
-    large_.remove_border(range.offset);  // first: it is one with the bare space below it
-    large_.free(bare, kNeutral, kLongAgo);
+    Block* const bare = space_.take_range(range, BlockState::retired, &pieces);
+    space_.blocks().remove_border(range.offset);  // first: it is one with the bare space below it
+    space_.blocks().free(bare, kNeutral, kLongAgo);
     at = asleep_->gone.erase(at);
   }
 }
@@ -236,9 +238,9 @@ void Pool::forget_unused() {
 std::vector<LeavingChunk> Pool::plan_wake() {
   const MutexLock lock(mutex_);
   std::vector<LeavingChunk> wanted;
-  if (asleep_ == nullptr || range_ == nullptr) return wanted;
+  if (asleep_ == nullptr || !space_.is_open()) return wanted;
   settle_locked();
-  if (!pinned_) {
+  if (!space_.is_pinned()) {
     give_up_spare_slabs();
     forget_unused();
     asleep_->kept.cut_to(contents());  // what has been freed does not come back
@@ -250,12 +252,12 @@ std::vector<LeavingChunk> Pool::plan_wake() {
   };
   for (const auto& [offset, place] : asleep_->gone) want(offset, place, false);
   // Those that the driver would not unmap again when a wake was stopped.
-  for (const auto& [offset, mapping] : range_->live()) {
+  for (const auto& [offset, mapping] : space_.range().live()) {
     const ByteRange range{offset, mapping.chunk->size};
     want(offset, {range.size, is_to_be_read_only(range, mapping), mapping.is_withheld}, true);
   }
   const auto is_of_slab = [this](const LeavingChunk& chunk) VMM_REQUIRES(mutex_) {
-    const Block* const block = large_.covering(chunk.offset);
+    const Block* const block = space_.blocks().covering(chunk.offset);
     return block != nullptr && block->state == BlockState::slab;
   };
   std::stable_partition(wanted.begin(), wanted.end(), is_of_slab);
@@ -264,9 +266,10 @@ std::vector<LeavingChunk> Pool::plan_wake() {
 
 Status Pool::let_go_again(const LeavingChunk& place) {
   const MutexLock lock(mutex_);
-  if (range_ == nullptr || asleep_ == nullptr) return {};
+  if (!space_.is_open() || asleep_ == nullptr) return {};
   Status first;
-  for (auto at = range_->from(place.offset); at != range_->live().end() && at->first < place.range().end();) {
+  for (auto at = space_.range().from(place.offset);
+       at != space_.range().live().end() && at->first < place.range().end();) {
     PlaceOfChunk of_chunk = place.place;
     of_chunk.size = at->second.chunk->size;
     const ByteRange range{at->first, of_chunk.size};
@@ -279,7 +282,7 @@ Status Pool::let_go_again(const LeavingChunk& place) {
 // A chunk for each place: of its size where there is one, granted or on the shelf; else made,
 // or several that are smaller where blocks may lie over their borders.
 bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage) {
-  const bool is_exact = uniform_ || no_split_ || keeps_within_chunks();
+  const bool is_exact = kind_.is_uniform || kind_.no_split || keeps_within_chunks();
   Budget* full = nullptr;
   std::vector<PlacedChunk>& placements = backing->placements;
   const auto take = [&](std::size_t offset, std::size_t size, bool exact) VMM_REQUIRES(mutex_) -> std::size_t {
@@ -332,7 +335,7 @@ bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, B
 
 Address Pool::try_collect(std::span<const LeavingChunk> places, Grant* grant, Shortage* shortage) {
   const MutexLock lock(mutex_);
-  if (range_ == nullptr || asleep_ == nullptr) return base_;
+  if (!space_.is_open() || asleep_ == nullptr) return base_;
   Backing backing;
   try {
     if (collect_to_wake(places, grant, &backing, shortage)) {
@@ -341,10 +344,10 @@ Address Pool::try_collect(std::span<const LeavingChunk> places, Grant* grant, Sh
     }
   } catch (...) {
     for (const PlacedChunk& each : backing.placements) asleep_->collected.erase(each.offset);
-    put_back(backing, grant);
+    space_.put_back(backing, grant);
     throw;
   }
-  put_back(backing, grant);
+  space_.put_back(backing, grant);
   return 0;
 }
 
@@ -357,13 +360,14 @@ void Pool::put_back_collected() {
 
 Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by, Epoch* wait_for) {
   const MutexLock lock(mutex_);
-  if (range_ == nullptr || asleep_ == nullptr) return {};
+  if (!space_.is_open() || asleep_ == nullptr) return {};
   if (place.is_there) {  // it may have lost its rights when it was not unmapped
     std::vector<ByteRange>& to_seal = asleep_->to_seal;
     const bool is_noted = std::find(to_seal.begin(), to_seal.end(), place.range()) != to_seal.end();
     if (place.place.is_read_only && !is_noted) to_seal.push_back(place.range());
-    for (const Location& who : accessors_) {
-      if (const Status status = range_->set_access(place.range(), who, Access::read_write); !status.ok()) return status;
+    for (const Location& who : space_.accessors()) {
+      if (const Status status = space_.range().set_access(place.range(), who, Access::read_write); !status.ok())
+        return status;
     }
     return {};
   }
@@ -383,18 +387,18 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
     of_chunk.size = each.chunk->size;
     asleep_->gone.insert_or_assign(each.offset, of_chunk);
   }
-  Status status = range_->map(placements, accessors_);
+  Status status = space_.range().map(placements, space_.accessors());
   if (status.ok()) status = empty(placements, place.place.is_poisoned, filled_by.stream);
   // What is mapped is the pool's, also where that failed: whoever asked undoes it.
   for (const auto& [offset, chunk] : placements) {
-    if (range_->live().count(offset) == 0) continue;
+    if (space_.range().live().count(offset) == 0) continue;
     asleep_->collected.erase(offset);
     asleep_->gone.erase(offset);
     chunk->content.store(id_, std::memory_order_relaxed);
     chunk->last_use = kLongAgo;
-    if (place.place.is_withheld) range_->withhold(offset);
+    if (place.place.is_withheld) space_.range().withhold(offset);
     if (place.place.is_read_only) asleep_->to_seal.push_back({offset, chunk->size});
-    count_mapped({offset, chunk}, filled_by.stream);
+    mapped({offset, chunk}, filled_by.stream);
   }
   return status;
 }
@@ -404,7 +408,7 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
 Status Pool::empty(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) {
   for (const auto& [offset, chunk] : placements) {
     const OwnerId content = chunk->content.load(std::memory_order_relaxed);
-    const bool may_stay = !asleep_->is_discarded && !is_range_ && (content == id_ || !context_.options.scrub);
+    const bool may_stay = !asleep_->is_discarded && !kind_.is_range && (content == id_ || !context_.options.scrub);
     if (!is_poisoned && (content == kNobody || may_stay)) continue;
     const std::uint8_t byte = is_poisoned ? kPoisonByte : 0;
     if (const Status status = context_.driver.fill_async(context_.device, base_ + offset, byte, chunk->size, stream);
@@ -422,15 +426,15 @@ std::vector<KeptRange> Pool::kept_in(ByteRange range) const {
 
 Status Pool::arrived(const LeavingChunk& chunk) {
   const MutexLock lock(mutex_);
-  if (asleep_ == nullptr || range_ == nullptr) return {};
+  if (asleep_ == nullptr || !space_.is_open()) return {};
   for (auto at = asleep_->to_seal.begin(); at != asleep_->to_seal.end();) {
     if (at->offset < chunk.offset || at->end() > chunk.range().end()) {
       ++at;
       continue;
     }
     if (const Status status = leave_no_writable_place({*at}); !status.ok()) return status;
-    for (const Location& who : accessors_) {
-      if (const Status status = range_->set_access(*at, who, Access::read); !status.ok()) return status;
+    for (const Location& who : space_.accessors()) {
+      if (const Status status = space_.range().set_access(*at, who, Access::read); !status.ok()) return status;
     }
     at = asleep_->to_seal.erase(at);
   }
@@ -448,17 +452,18 @@ void Pool::end_sleep() {
             asleep_->gone.size(), " chunks");
   count_slabs(SizeClass::large_pool, SizeClass::small_pool);
   ended = std::move(asleep_);
-  if (range_ == nullptr || is_retired()) return;
+  space_.hold(false);
+  if (!space_.is_open() || is_retired()) return;
   life_.store(Life::open, std::memory_order_release);
   note_sealed();
 }
 
 // What is read-only from now on need not be copied again.
 Unchanged Pool::unchanged_now() const {
-  if (range_ == nullptr || is_retired()) return {};
-  Unchanged unchanged = unchanged_.proved_by(range_->live());
-  for (const auto& [offset, mapping] : range_->live()) {
-    if (!allows(mapping, Access::read)) continue;
+  if (!space_.is_open() || is_retired()) return {};
+  Unchanged unchanged = unchanged_.proved_by(space_.range().live());
+  for (const auto& [offset, mapping] : space_.range().live()) {
+    if (!space_.allows(mapping, Access::read)) continue;
     std::vector<KeptRange> kept = asleep_->kept.within({offset, mapping.chunk->size});
     std::erase_if(kept, [](const KeptRange& each) { return !each.backup->may_be_kept(); });
     if (!kept.empty()) unchanged.add(offset, mapping, kept);
@@ -503,11 +508,36 @@ bool Pool::has_gone_read_only(ByteRange range) const {
   return at >= range.end();
 }
 
+// Of chunks that have gone, those over whose borders the block lies.
+void Pool::withhold_gone(ByteRange of_block, bool are_pages) {
+  auto at = asleep_->gone.upper_bound(of_block.offset);
+  if (at != asleep_->gone.begin() && std::prev(at)->first + std::prev(at)->second.size > of_block.offset) --at;
+  for (; at != asleep_->gone.end() && at->first < of_block.end(); ++at) {
+    const bool is_whole = at->first <= of_block.offset && at->first + at->second.size >= of_block.end();
+    if (!is_whole || are_pages) at->second.is_withheld = true;
+  }
+}
+
+void Pool::withhold_broken_chunks() {
+  const MutexLock lock(mutex_);
+  if (!space_.is_open()) return;
+  space_.withhold_broken_chunks();
+  if (asleep_ == nullptr) return;
+  const bool is_uniform = kind_.is_uniform;
+  for (auto& [offset, place] : asleep_->gone) {
+    place.is_withheld = place.is_withheld || is_uniform || space_.is_pinned();
+    if (!is_uniform) space_.blocks().add_border(offset);
+  }
+  for (const Block* block = space_.blocks().stretches().front(); block != nullptr; block = block->next) {
+    if (!block->is_nobodys()) withhold_gone(block->range(), block->state == BlockState::pages);
+  }
+}
+
 // ----------------------------------------------------------------------------- told
 
 std::size_t Pool::live_elsewhere() const {
   const std::size_t live = live_bytes_locked();
-  return live - std::min(live, range_->mapped_bytes());
+  return live - std::min(live, space_.range().mapped_bytes());
 }
 
 bool Pool::is_asleep() const {

@@ -13,9 +13,9 @@ Block* Pool::live_at(Address address) const {
 
 Block* Pool::live_around(Address address) {
   if (Block* block = live_at(address)) return block;
-  if (range_ == nullptr || !contains(address)) return nullptr;
+  if (!space_.is_open() || !contains(address)) return nullptr;
   const std::size_t offset = address - base_;
-  Block* block = large_.covering(offset);
+  Block* block = space_.blocks().covering(offset);
   if (block != nullptr && slabs_.holds(*block)) block = slabs_.piece_at(*block, offset);
   return block == nullptr ? nullptr : live_at(base_ + block->offset);
 }
@@ -33,8 +33,8 @@ std::size_t Pool::block_size(Address address) const {
 // Where every event has to be seen when it happens, or the memory is no single
 // stream's, nothing is kept.
 bool Pool::may_keep(StreamTag tag) {
-  if (life_.load(std::memory_order_acquire) != Life::open || pinned_ || no_split_ || asleep_ != nullptr ||
-      streams_.graphs_end() != kLongAgo || !is_lasting(streams_[tag].kind))
+  if (life_.load(std::memory_order_acquire) != Life::open || space_.is_pinned() || kind_.no_split ||
+      asleep_ != nullptr || streams_.graphs_end() != kLongAgo || !is_lasting(streams_[tag].kind))
     return false;
   streams_[tag].is_kept = true;
   is_cached_.store(true, std::memory_order_relaxed);

@@ -27,10 +27,10 @@ struct Pool::Walked {
 
 void Pool::check() const {
   const StillLock lock(*this, BlockCaches::Kept::stays);
-  if (range_ == nullptr) return;
-  large_.check();
+  if (!space_.is_open()) return;
+  space_.blocks().check();
   Walked walked;
-  for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
+  for (const Block* block = space_.blocks().stretches().front(); block != nullptr; block = block->next) {
     count(*block, &walked);
     if (asleep_ == nullptr) check_memory_under(*block, &walked);
     if (block->state != BlockState::slab) continue;
@@ -42,14 +42,14 @@ void Pool::check() const {
   slabs_.check();
   if (asleep_ == nullptr) check_lists(walked);
   check_statistics(walked, check_chunks());
-  if (walked.kept == 0 && asleep_ == nullptr) check_free_space();
+  if (walked.kept == 0 && asleep_ == nullptr) check_free_space(space_, slabs_, taken_bytes());
 }
 
 void Pool::count(const Block& block, Walked* walked) const {
   if (block.is_nobodys() || block.state == BlockState::slab) return;
   if (block.state == BlockState::pending) {
     walked->pending += block.size();
-    walked->watched += watch_.live.count(block.offset);
+    walked->watched += watched_.is_watched(block.offset) ? 1 : 0;
     walked->requested += block.requested;
     return;
   }
@@ -82,15 +82,16 @@ void Pool::check_memory_under(const Block& block, Walked* walked) const {
     case BlockState::pages:
     case BlockState::pending:
     case BlockState::quarantined:
-      VMM_CHECK(range_->missing_bytes(block.range()) == 0, "nothing under the block at ", block.offset);
+      VMM_CHECK(space_.range().missing_bytes(block.range()) == 0, "nothing under the block at ", block.offset);
       break;
     case BlockState::retired:
       ++walked->retired;
       walked->retired_bytes += block.size();
-      VMM_CHECK(range_->missing_bytes(block.range()) == block.size(), "a mapping under the retired ", block.offset);
+      VMM_CHECK(space_.range().missing_bytes(block.range()) == block.size(), "a mapping under the retired ",
+                block.offset);
       break;
     case BlockState::guard: {
-      const std::size_t missing = range_->missing_bytes(block.range());
+      const std::size_t missing = space_.range().missing_bytes(block.range());
       VMM_CHECK(missing == 0 || missing == block.size(), "the guard at ", block.offset, "+", block.size(), " lacks ",
                 missing);
       (missing == 0 ? walked->guard_mapped : walked->guard_bare) += block.size();
@@ -98,30 +99,30 @@ void Pool::check_memory_under(const Block& block, Walked* walked) const {
     }
     case BlockState::free:
       // Wholly bare or wholly backed: placement takes the one for the other nowhere.
-      VMM_CHECK(range_->missing_bytes(block.range()) == (block.tag == kNeutral ? block.size() : 0),
+      VMM_CHECK(space_.range().missing_bytes(block.range()) == (block.tag == kNeutral ? block.size() : 0),
                 "free block of tag ", block.tag, " at ", block.offset, "+", block.size(), " lacks ",
-                range_->missing_bytes(block.range()));
+                space_.range().missing_bytes(block.range()));
       break;
   }
 }
 
 void Pool::check_lists(const Walked& walked) const {
-  VMM_CHECK(
-      walked.slabs == slabs_.size() && walked.retired == retired_.size() && walked.retired == range_->retired_count(),
-      "slabs ", walked.slabs, " retired ", walked.retired);
-  VMM_CHECK(walked.retired_bytes == retired_.bytes(), "retired: walked ", walked.retired_bytes, ", counted ",
-            retired_.bytes());
+  VMM_CHECK(walked.slabs == slabs_.size() && walked.retired == space_.retired().size() &&
+                walked.retired == space_.range().retired_count(),
+            "slabs ", walked.slabs, " retired ", walked.retired);
+  VMM_CHECK(walked.retired_bytes == space_.retired().bytes(), "retired: walked ", walked.retired_bytes, ", counted ",
+            space_.retired().bytes());
   VMM_CHECK(walked.used_blocks + walked.kept == live_blocks_locked(), "blocks: walked ", walked.used_blocks,
             " and kept ", walked.kept, ", indexed ", live_blocks_locked());
-  VMM_CHECK(walked.pending == pending_bytes_ && walked.quarantined == quarantined_.bytes() + watch_.freed_bytes,
+  VMM_CHECK(walked.pending == pending_bytes_ && walked.quarantined == quarantined_.bytes() + watched_.leaving_bytes(),
             "pending ", walked.pending, " quarantined ", walked.quarantined);
-  VMM_CHECK(walked.watched == watch_.live.size() && walked.guard_mapped == watch_.mapped_bytes &&
-                walked.guard_bare == watch_.bare_bytes,
-            "watched ", walked.watched, " of ", watch_.live.size(), ", guards ", walked.guard_mapped, " of ",
-            watch_.mapped_bytes, " and ", walked.guard_bare, " of ", watch_.bare_bytes);
+  VMM_CHECK(walked.watched == watched_.live() && walked.guard_mapped == watched_.mapped_bytes() &&
+                walked.guard_bare == space_.bare_bytes(),
+            "watched ", walked.watched, " of ", watched_.live(), ", guards ", walked.guard_mapped, " of ",
+            watched_.mapped_bytes(), " and ", walked.guard_bare, " of ", space_.bare_bytes());
   VMM_CHECK(walked.recorded == recorded_uses_.size(), "blocks that other streams used: walked ", walked.recorded,
             ", lists ", recorded_uses_.size());
-  VMM_CHECK(in_vain_.empty(), "mappings in vain: ", in_vain_.size());
+  VMM_CHECK(!space_.has_any_in_vain(), "mappings in vain are left");
   VMM_CHECK(streams_.blocks() == walked.used_blocks + walked.kept + pending_.size(), "blocks: of streams ",
             streams_.blocks(), ", walked ", walked.used_blocks + walked.kept + pending_.size());
 }
@@ -129,14 +130,15 @@ void Pool::check_lists(const Walked& walked) const {
 std::size_t Pool::check_chunks() const {
   std::set<const Chunk*> seen;
   std::size_t mapped = 0;
-  for (const auto& [offset, mapping] : range_->live()) {
+  for (const auto& [offset, mapping] : space_.range().live()) {
     VMM_CHECK(seen.insert(mapping.chunk).second, "one chunk twice, the second time at ", offset);
     VMM_CHECK(mapping.chunk->charged == &budget_, "the chunk at ", offset, " is charged to ",
               mapping.chunk->charged->name());
     VMM_CHECK(mapping.chunk->content.load() == id_ && mapping.chunk->mappings.load() >= 1, "the chunk at ", offset);
     mapped += mapping.chunk->size;
   }
-  VMM_CHECK(mapped == range_->mapped_bytes(), "mapped: walked ", mapped, ", counted ", range_->mapped_bytes());
+  VMM_CHECK(mapped == space_.range().mapped_bytes(), "mapped: walked ", mapped, ", counted ",
+            space_.range().mapped_bytes());
   return mapped;
 }
 
@@ -155,7 +157,8 @@ void Pool::check_statistics(const Walked& walked, std::size_t mapped) const {
             walked.used_bytes + walked.pending);
   VMM_CHECK(current(StatKind::requested_bytes) == walked.requested, "requested: walked ", walked.requested);
   VMM_CHECK(current(StatKind::reserved_bytes) == mapped, "reserved: walked ", mapped);
-  VMM_CHECK(current(StatKind::segment) == range_->live().size(), "segments: walked ", range_->live().size());
+  VMM_CHECK(current(StatKind::segment) == space_.range().live().size(), "segments: walked ",
+            space_.range().live().size());
   VMM_CHECK(
       counters_.current(StatKind::reserved_bytes, SizeClass::small_pool) == (asleep_ != nullptr ? 0 : slabs_.bytes()),
       "reserved for small blocks: slabs of ", slabs_.bytes());

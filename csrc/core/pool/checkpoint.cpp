@@ -10,9 +10,9 @@
 namespace vmm {
 
 void Pool::require_settled(const char* doing) {
-  if (range_ == nullptr) throw VmmError("pool '" + name_ + "' has ended, so its blocks cannot be " + doing);
+  if (!space_.is_open()) throw VmmError("pool '" + name_ + "' has ended, so its blocks cannot be " + doing);
   settle_locked();
-  if (const std::size_t watched = watch_.live.size() + watch_.freed.size() + watch_.leaving; watched != 0) {
+  if (const std::size_t watched = watched_.live() + watched_.leaving(); watched != 0) {
     throw VmmError("pool '" + name_ + "': debug mode watches " + std::to_string(watched) +
                    " of its blocks, live or freed, so its blocks cannot be " + doing);
   }
@@ -61,7 +61,7 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
   require_settled("changed");
   for (const auto* entries : {&target.slabs, &target.large}) {
     for (const PoolCheckpoint::Entry& entry : *entries) {
-      const std::size_t missing = range_->missing_bytes({entry.offset, entry.size});
+      const std::size_t missing = space_.range().missing_bytes({entry.offset, entry.size});
       if (missing == 0) continue;
       throw VmmError("pool '" + name_ + "': " + format_bytes(missing) + " of the checkpoint's memory at " +
                      format_hex(base_ + entry.offset) + " have left the pool since");
@@ -81,9 +81,9 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
   allocated->reserve(allocated->size() + target.large.size() + target.small.size());
   const auto take = [this](const PoolCheckpoint::Entry& entry, BlockState state) VMM_REQUIRES(mutex_) {
     const StreamTag tag = streams_.tag_of(entry.stream, /*is_alive=*/false);  // first: there may be no memory
-    large_.prepare(tag);
+    space_.blocks().prepare(tag);
     std::vector<Piece> pieces;
-    Block* block = take_range({entry.offset, entry.size}, state, &pieces);
+    Block* block = space_.take_range({entry.offset, entry.size}, state, &pieces);
     block->tag = tag;
     return block;
   };
@@ -92,7 +92,7 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
       directory_->insert(block);
     } catch (...) {  // it is free again
       if (!block->small) {
-        large_.free(block, block->tag, context_.clock.now());
+        space_.blocks().free(block, block->tag, context_.clock.now());
       } else if (const auto emptied = slabs_.free(block, context_.clock.now())) {
         free_slab(*emptied);
       }

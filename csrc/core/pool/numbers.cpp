@@ -10,12 +10,21 @@ void Pool::refresh_numbers() {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
   {
     const ReadLock lock(*this);
-    if (range_ == nullptr || asleep_ != nullptr || (pending_.empty() && split_as_of_ == times_locked())) return;
+    if (!space_.is_open() || asleep_ != nullptr || (pending_.empty() && split_as_of_ == times_locked())) return;
   }
   const MutexLock lock(mutex_);
   finish_passed();
-  if (range_ != nullptr && asleep_ == nullptr) set_inactive_split(free_space());
+  if (space_.is_open() && asleep_ == nullptr) set_inactive_split(free_space());
   split_as_of_ = times_locked();
+}
+
+TakenBytes Pool::taken_bytes() const {
+  TakenBytes taken;
+  taken.of_slabs = counters_.current(StatKind::reserved_bytes, SizeClass::small_pool);
+  taken.in_slabs = counters_.current(StatKind::active_bytes, SizeClass::small_pool);
+  taken.large = counters_.current(StatKind::active_bytes, SizeClass::large_pool) + quarantined_.bytes() +
+                watched_.leaving_bytes() + watched_.mapped_bytes();
+  return taken;
 }
 
 void Pool::set_inactive_split(const FreeSpace& free) {
@@ -32,28 +41,28 @@ MemoryStats Pool::memory_stats() {
 }
 
 bool Pool::changes_by_itself_locked() const {
-  return range_ != nullptr &&
-         (!pending_.empty() || !quarantined_.empty() || !watch_.freed.empty() || range_->has_retired());
+  return space_.is_open() &&
+         (!pending_.empty() || !quarantined_.empty() || watched_.has_freed() || space_.range().has_retired());
 }
 
 MemoryStats Pool::memory_stats_locked() {
   MemoryStats stats;
-  stats.virtual_capacity = capacity_;
-  if (range_ == nullptr) return stats;
+  stats.virtual_capacity = kind_.capacity;
+  if (!space_.is_open()) return stats;
   settle_locked();
-  if (is_spill_) {
-    stats.spilled_bytes = range_->mapped_bytes();
+  if (kind_.is_spill) {
+    stats.spilled_bytes = space_.range().mapped_bytes();
     return stats;
   }
-  stats.physical_usage = range_->mapped_bytes();
-  stats.mapped_pages = stats.physical_usage / page_;
+  stats.physical_usage = space_.range().mapped_bytes();
+  stats.mapped_pages = stats.physical_usage / kind_.page;
   if (asleep_ != nullptr) {  // what of it is still there is somebody's
     stats.allocated_bytes = stats.physical_usage;
     stats.asleep_bytes = live_elsewhere();
     return stats;
   }
   stats.allocated_bytes = live_bytes_locked();
-  stats.quarantined_bytes = pending_bytes_ + quarantined_.bytes() + watch_.freed_bytes;
+  stats.quarantined_bytes = pending_bytes_ + quarantined_.bytes() + watched_.leaving_bytes();
   stats.idle_bytes = free_space().idle_bytes;
   stats.stranded_bytes = stats.physical_usage - stats.allocated_bytes - stats.idle_bytes - stats.quarantined_bytes;
   if (stats.physical_usage != 0) {
@@ -68,9 +77,9 @@ Statistics Pool::statistics() const {
     const BlockCaches::Reading of_threads(context_.caches);
     const ReadLock lock(*this);
     sum = counters_.totals();
-    if (range_ != nullptr) {
-      sum.num_device_alloc += range_->mapped_by_driver();
-      sum.num_device_free += range_->unmapped_by_driver();
+    if (space_.is_open()) {
+      sum.num_device_alloc += space_.range().mapped_by_driver();
+      sum.num_device_free += space_.range().unmapped_by_driver();
     }
     of_threads.add_counts(*this, &sum);
   }
@@ -81,7 +90,7 @@ Statistics Pool::statistics() const {
 
 std::size_t Pool::physical_bytes() const {
   const ReadLock lock(*this);
-  return range_ == nullptr ? 0 : range_->mapped_bytes();
+  return !space_.is_open() ? 0 : space_.range().mapped_bytes();
 }
 
 std::size_t Pool::bytes_above_floor() const {
@@ -91,9 +100,14 @@ std::size_t Pool::bytes_above_floor() const {
 
 std::size_t Pool::idle_bytes() {
   const StillLock lock(*this, BlockCaches::Kept::back);
-  if (range_ == nullptr) return 0;
+  if (!space_.is_open()) return 0;
   settle_locked();
   return asleep_ != nullptr ? 0 : free_space().idle_bytes;
+}
+
+std::size_t Pool::peak_with(std::size_t bytes) {
+  const Peaks::Level allocated = own_peaks_.level(StatKind::allocated_bytes);  // threads' too
+  return std::max(static_cast<std::size_t>(allocated.peak), static_cast<std::size_t>(allocated.current) + bytes);
 }
 
 void Pool::follow_family_peaks() {
@@ -127,7 +141,7 @@ std::size_t Pool::live_blocks() const {
 
 std::size_t Pool::times_walked() const {
   const MutexLock lock(mutex_);
-  return walks_;
+  return space_.walks();
 }
 
 std::size_t Pool::streams_known() const {
@@ -152,7 +166,7 @@ void Pool::count_sync() {
 
 void Pool::reset_peaks() {
   const MutexLock lock(mutex_);
-  note_peak_with(0);  // what growth goes by is not to be reset
+  space_.growth().note_live(peak_with(0));  // what growth goes by is not to be reset
   counters_.reset_peaks();
   if (family_peaks_owner_ != nullptr) family_peaks_owner_->reset_peaks();
 }
@@ -160,7 +174,7 @@ void Pool::reset_peaks() {
 void Pool::reset_accumulated() {
   const StillLock lock(*this, BlockCaches::Kept::stays);
   counters_.reset_accumulated();
-  if (range_ != nullptr) range_->forget_counts();
+  if (space_.is_open()) space_.range().forget_counts();
 }
 
 }  // namespace vmm

@@ -12,23 +12,24 @@ namespace vmm {
 
 // The whole pages that cover [offset, offset + size).
 ByteRange Pool::page_range(std::size_t offset, std::size_t size) const {
-  if (size == 0) throw InvalidRangeError(offset, size, capacity_, "size must be greater than 0");
-  if (sum_overflows(offset, size)) throw InvalidRangeError(offset, size, capacity_, "offset + size overflows");
-  if (offset + size > capacity_) throw InvalidRangeError(offset, size, capacity_, "beyond the end of the pool");
-  const std::size_t first = align_down(offset, page_);
-  return {first, align_up(offset + size, page_) - first};
+  if (size == 0) throw InvalidRangeError(offset, size, kind_.capacity, "size must be greater than 0");
+  if (sum_overflows(offset, size)) throw InvalidRangeError(offset, size, kind_.capacity, "offset + size overflows");
+  if (offset + size > kind_.capacity)
+    throw InvalidRangeError(offset, size, kind_.capacity, "beyond the end of the pool");
+  const std::size_t first = align_down(offset, kind_.page);
+  return {first, align_up(offset + size, kind_.page) - first};
 }
 
 // The first page of `range` that is not wholly free, or the end.
 std::size_t Pool::first_unfree(ByteRange range) const {
   std::size_t at = range.offset;
   while (at < range.end()) {
-    const Block* free = large_.free_covering(at);
+    const Block* free = space_.blocks().free_covering(at);
     // A slab that is kept empty is nobody's, like free space.
     slabs_.for_each_spare([&](const Block& spare) {
       if (spare.offset <= at && at < spare.end()) free = &spare;
     });
-    if (free == nullptr) return align_down(at, page_);
+    if (free == nullptr) return align_down(at, kind_.page);
     at = free->end();
   }
   return range.end();
@@ -43,16 +44,16 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
   request.tag = streams_.tag_of(stream);
   request.state = BlockState::pages;
   std::vector<ByteRange> kept;  // what stays mapped, and is not new
-  if (is_range_) kept = mapped_in(range);
-  Block* block = place(request, grant, shortage);
+  if (kind_.is_range) kept = mapped_in(range);
+  Block* block = space_.place(request, grant, shortage);
   if (block == nullptr) return 0;
   try {
     pages_.add(block);
   } catch (...) {
-    large_.free(block, block->tag, context_.clock.now());
+    space_.blocks().free(block, block->tag, context_.clock.now());
     throw;
   }
-  growth_.note_handed_out(block->size());
+  space_.growth().note_handed_out(block->size());
   begin_block(block, range.size);
   for (const ByteRange& part : kept) {
     // Ordered: the block is the stream's.
@@ -74,7 +75,7 @@ std::vector<ByteRange> Pool::mapped_in(ByteRange range) const {
   const auto until = [&](std::size_t end) {
     if (end > at) found.push_back({at, end - at});
   };
-  for (const ByteRange& gap : range_->gaps(range)) {
+  for (const ByteRange& gap : space_.range().gaps(range)) {
     until(gap.offset);
     at = gap.end();
   }
@@ -95,7 +96,8 @@ Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream st
     if (make_way(taken, tag, shortage)) continue;
     if (shortage->wait_for != kLongAgo) return 0;
     throw AlreadyMappedError(
-        taken, page_, "pool '" + name_ + "': allocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")");
+        taken, kind_.page,
+        "pool '" + name_ + "': allocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")");
   }
   return take_pages(range, stream, grant, shortage) == 0 ? 0 : base_ + offset;
 }
@@ -113,7 +115,7 @@ bool Pool::make_way(std::size_t at, StreamTag tag, Shortage* shortage) {
     end_quarantine(*freed, tag);
     return true;
   }
-  return retired_.covers(at) && make_way_of_retired(at, shortage);
+  return space_.retired().covers(at) && space_.make_way_of_retired(at, shortage);
 }
 
 Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, Shortage* shortage) {
@@ -123,7 +125,8 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
   require_awake();
   free_up_space();
   if (!streams_.is_behind(streams_.tag_of(stream), &shortage->wait_for)) return 0;
-  if (const auto begin = large_.first_fit(wanted, page_)) return take_pages({*begin, wanted}, stream, grant, shortage);
+  if (const auto begin = space_.blocks().first_fit(wanted, kind_.page))
+    return take_pages({*begin, wanted}, stream, grant, shortage);
   *shortage = Shortage::of_addresses(wanted);
   return 0;
 }
@@ -135,7 +138,7 @@ void Pool::free_pages(ByteRange range) {
   // their own stream's, until all that is queued now is done.
   const Epoch epoch = context_.clock.now();
   // First: what is kept on either side of `range` would be lost where it cannot be noted.
-  large_.prepare_splits(range.offset | range.end());
+  space_.blocks().prepare_splits(range.offset | range.end());
   pages_.make_room();
   while (Block* block = pages_.take_first_in(range)) {
     // All of it ends, and what is kept on either side begins anew.
@@ -149,17 +152,17 @@ void Pool::free_pages(ByteRange range) {
     };
     if (block->offset < range.offset) {
       Block* lower = block;
-      block = large_.split(block, range.offset);
+      block = space_.blocks().split(block, range.offset);
       keep(lower);
     }
-    if (block->end() > range.end()) keep(large_.split(block, range.end()));
-    growth_.note_freed(block->size());
-    large_.free(block, block->tag, epoch);
+    if (block->end() > range.end()) keep(space_.blocks().split(block, range.end()));
+    space_.growth().note_freed(block->size());
+    space_.blocks().free(block, block->tag, epoch);
   }
   // Whole chunks go to the shelf at once; what shares its chunk with pages that
   // are still in use stays where it is.
   try {
-    shelve_idle_chunks(range);
+    space_.shelve_idle_chunks(range);
     quarantine(range, epoch);
   } catch (const std::bad_alloc&) {
     // What could not be noted stays the pool's, and may be used at once: so nothing may use
@@ -171,17 +174,18 @@ void Pool::free_pages(ByteRange range) {
 // Takes what is mapped and free in `range` out of use until `epoch` has passed.
 void Pool::quarantine(ByteRange range, Epoch epoch) {
   std::vector<ByteRange> parts;
-  for (auto at = range_->reaching(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {
+  for (auto at = space_.range().reaching(range.offset); at != space_.range().live().end() && at->first < range.end();
+       ++at) {
     const std::size_t begin = std::max(at->first, range.offset);
     parts.push_back({begin, std::min(at->first + at->second.chunk->size, range.end()) - begin});
   }
   for (const ByteRange& part : parts) {
     std::vector<Piece> pieces;
-    Block* const block = take_range(part, BlockState::quarantined, &pieces);
+    Block* const block = space_.take_range(part, BlockState::quarantined, &pieces);
     try {
       quarantined_.add({block, epoch});
     } catch (...) {
-      untake(block, pieces);
+      space_.untake(block, pieces);
       throw;
     }
   }
@@ -189,9 +193,9 @@ void Pool::quarantine(ByteRange range, Epoch epoch) {
 
 // `tag`: of a stream whose work comes after all that may use it.
 void Pool::end_quarantine(QuarantinedBlocks::Freed freed, StreamTag tag) {
-  large_.prepare(tag);  // first: it may be the stream's first memory here, and there may be none for its bins
+  space_.blocks().prepare(tag);  // first: it may be the stream's first memory here, and there may be none for its bins
   quarantined_.remove(freed);
-  large_.free(freed.block, tag, freed.epoch);
+  space_.blocks().free(freed.block, tag, freed.epoch);
 }
 
 // Those that nothing uses any more; looks at no other. True if there were any.
@@ -204,7 +208,7 @@ bool Pool::end_passed_quarantines() {
     const QuarantinedBlocks::Freed freed = quarantined_.oldest();
     const ByteRange range = freed.block->range();
     end_quarantine(freed, freed.block->tag);
-    shelve_idle_chunks(range);
+    space_.shelve_idle_chunks(range);
     any = true;
   }
   return any;
@@ -214,7 +218,7 @@ bool Pool::end_passed_quarantines() {
 void Pool::require_pages(ByteRange range, const std::string& doing) const {
   for (std::size_t at = range.offset; at < range.end();) {
     const Block* const block = pages_.covering(at);
-    if (block == nullptr) throw NotMappedError(at, page_, "pool '" + name_ + "': " + doing);
+    if (block == nullptr) throw NotMappedError(at, kind_.page, "pool '" + name_ + "': " + doing);
     at = block->end();
   }
 }
@@ -224,14 +228,15 @@ void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
   const std::string doing = "deallocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")";
   const MutexLock lock(mutex_);
   require_open();
-  if (is_range_) require_awake();  // its zeros would be mapped where its pages come back to
+  if (kind_.is_range) require_awake();  // its zeros would be mapped where its pages come back to
   settle_locked();
   require_pages(range, doing);
   if (const HeldRanges::Held held = held_.in(range); held.count != 0) {
     // One tensor's pages are taken back by it, whatever the caller called; only aliases hold these.
-    const std::string what = is_range_ ? format_bytes(range.size) + " cannot be given back: " : doing + ": ";
-    const std::string who = is_range_ ? format_count(held.count, "alias", "aliases")
-                                      : format_count(held.count, "tensor") + " of tensor(), or made of one by alias(),";
+    const std::string what = kind_.is_range ? format_bytes(range.size) + " cannot be given back: " : doing + ": ";
+    const std::string who = kind_.is_range
+                                ? format_count(held.count, "alias", "aliases")
+                                : format_count(held.count, "tensor") + " of tensor(), or made of one by alias(),";
     throw StillInUseError("pool '" + name_ + "': " + what + who + held.still_show("it"), held.bytes, held.count);
   }
   free_pages(range);
@@ -252,16 +257,16 @@ bool Pool::unhold_pages(std::size_t offset, std::size_t size) {
   const MutexLock lock(mutex_);
   held_.unhold({offset, size});
   if (!is_retired()) return false;
-  for (const ByteRange& part : held_.free_parts(page_range(offset, size), page_)) free_pages(part);
+  for (const ByteRange& part : held_.free_parts(page_range(offset, size), kind_.page)) free_pages(part);
   return live_blocks_locked() == 0;
 }
 
 void Pool::drop_pages() {
   const MutexLock lock(mutex_);
   std::vector<ByteRange> all;
-  pages_.for_each_in({0, capacity_}, [&all](const Block& block) { all.push_back(block.range()); });
+  pages_.for_each_in({0, kind_.capacity}, [&all](const Block& block) { all.push_back(block.range()); });
   for (const ByteRange& each : all) {
-    for (const ByteRange& part : held_.free_parts(each, page_)) free_pages(part);
+    for (const ByteRange& part : held_.free_parts(each, kind_.page)) free_pages(part);
   }
 }
 
@@ -279,10 +284,10 @@ std::vector<ByteRange> Pool::held_pages(std::size_t offset, std::size_t size) co
 bool Pool::is_mapped(std::size_t offset, std::size_t size) const {
   const ByteRange range = page_range(offset, size);
   const GatheredLock lock(*this);
-  if (range_ == nullptr) return false;
-  for (std::size_t page = range.offset; page < range.end(); page += page_) {
-    if (first_unfree({page, page_}) == page + page_) return false;
-    if (retired_.covers(page) || quarantined_.at(page) != nullptr) return false;
+  if (!space_.is_open()) return false;
+  for (std::size_t page = range.offset; page < range.end(); page += kind_.page) {
+    if (first_unfree({page, kind_.page}) == page + kind_.page) return false;
+    if (space_.retired().covers(page) || quarantined_.at(page) != nullptr) return false;
   }
   return true;
 }

@@ -31,7 +31,7 @@ bool Pool::takes_requests(Shortage* shortage) const {
 // would fill the device with chunks before the driver refuses one.
 bool Pool::can_never_hold(std::size_t bytes, Shortage* shortage) const {
   if (bytes <= most_) return false;
-  *shortage = bytes > capacity_ ? Shortage::of_addresses(bytes) : Shortage::of_device(bytes);
+  *shortage = bytes > kind_.capacity ? Shortage::of_addresses(bytes) : Shortage::of_device(bytes);
   return true;
 }
 
@@ -44,6 +44,27 @@ void Pool::tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream s
   const Telling telling(stands_still_);
   observer->on_event(*this, event, base_ + offset, bytes, stream);
 }
+
+void Pool::mapped(const PlacedChunk& placement, Stream stream) {
+  const std::size_t size = placement.chunk->size;
+  placement.chunk->oversize = is_oversize(size);
+  counters_.mapped(size, placement.chunk->oversize);
+  tell(PoolEvent::segment_map, placement.offset, size, stream);
+  if (space_.range().live().at(placement.offset).is_withheld) return;
+  if (context_.observer.load(std::memory_order_acquire) != nullptr) space_.range().note_told(placement.offset);
+  tell(PoolEvent::segment_alloc, placement.offset, size, stream);
+}
+
+void Pool::unmapped(const PlacedChunk& placement) {
+  const std::size_t size = placement.chunk->size;
+  counters_.unmapped(size, placement.chunk->oversize);
+  tell(PoolEvent::segment_unmap, placement.offset, size, nullptr);
+  if (counters_.current(StatKind::reserved_bytes) != 0) return;
+  directory_->trim();
+  space_.growth().note_empty();
+}
+
+void Pool::addresses_go(ByteRange range) { tell(PoolEvent::segment_free, range.offset, range.size, nullptr); }
 
 // The block is a tensor's from now on, or held by the explicit face.
 void Pool::begin_block(Block* block, std::size_t requested) {
@@ -70,9 +91,9 @@ void Pool::finish_free(Block* block, Epoch epoch) {
 inline void Pool::free_block(Block* block, Epoch epoch) {
   if (!block->small) {
     if (block->state == BlockState::watched) [[unlikely]] {
-      free_watched(block, epoch);
+      watched_.free(block, epoch);
     } else {
-      large_.free(block, block->tag, epoch);
+      space_.blocks().free(block, block->tag, epoch);
     }
   } else if (const auto emptied = slabs_.free(block, epoch)) {
     free_slab(*emptied);
@@ -82,7 +103,7 @@ inline void Pool::free_block(Block* block, Epoch epoch) {
 void Pool::release_block(Block* block, Epoch epoch) {
   streams_.block_freed(block->tag, epoch);
   if (!block->small) {
-    growth_.note_freed(block->size());
+    space_.growth().note_freed(block->size());
     context_.clock.freed(block->size());
   }
   free_block(block, epoch);
@@ -96,7 +117,7 @@ void Pool::release_block(Block* block, Epoch epoch) {
     free_block(block, context_.clock.now());
     throw;
   }
-  if (!block->small) growth_.note_handed_out(block->size());
+  if (!block->small) space_.growth().note_handed_out(block->size());
 }
 
 // ------------------------------------------------------ beneath the caches
@@ -125,7 +146,7 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
     return 0;
   if (can_never_hold(bytes, shortage)) return 0;  // before it is rounded up: near 2^64 that wraps
   if (!pending_.empty()) settle_locked();
-  if (range_->retired_count() >= kMostRetired && wait_for_retired(shortage)) return 0;
+  if (space_.range().retired_count() >= kMostRetired && space_.wait_for_retired(shortage)) return 0;
   // A stream that the thread has a shard for lasts, and has its tag for good.
   Shard* shard = mine.shard(*this, stream);
   const StreamTag tag = shard != nullptr ? shard->tag : streams_.tag_of(stream);
@@ -140,7 +161,9 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
   }
   if (!is_small) forget_large(mine);
   // At once where there is space with its memory; further looks are find_block()'s.
-  Block* block = is_small ? slabs_.take(size, tag) : no_split_ ? nullptr : placement_.take_backed(size, tag);
+  Block* block = is_small         ? slabs_.take(size, tag)
+                 : kind_.no_split ? nullptr
+                                  : space_.placement().take_backed(size, tag);
   if (block == nullptr) [[unlikely]]
     block = find_block(size, tag, is_gathered, mine, grant, shortage);
   if (block == nullptr) return 0;
@@ -168,7 +191,7 @@ Block* Pool::find_block(std::size_t size, StreamTag tag, bool is_gathered, const
   request.tag = tag;
   request.is_gathered = is_gathered;
   const auto attempt = [&]() VMM_REQUIRES(mutex_) {
-    return size <= kSmallLimitBytes ? allocate_small(request, grant, shortage) : place(request, grant, shortage);
+    return size <= kSmallLimitBytes ? allocate_small(request, grant, shortage) : space_.place(request, grant, shortage);
   };
   Block* block = attempt();
   if (!shortage->is_kept_by_threads || !mine.is_alone(*this)) return block;
@@ -189,7 +212,7 @@ Block* Pool::find_block(std::size_t size, StreamTag tag, bool is_gathered, const
 }
 
 Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
-  if (bytes > capacity_) return 0;  // before it is rounded up: near 2^64 that wraps
+  if (bytes > kind_.capacity) return 0;  // before it is rounded up: near 2^64 that wraps
   const std::size_t size = rounded(bytes);
   const GatheredLock lock(*this);
   if (life_.load(std::memory_order_acquire) != Life::open) return 0;
@@ -200,22 +223,22 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
   Block* block = nullptr;
   if (size <= kSmallLimitBytes) {
     block = slabs_.take(size, tag);
-    if (block == nullptr && !no_split_ && !keeps_within_chunks()) {
+    if (block == nullptr && !kind_.no_split && !keeps_within_chunks()) {
       // Anywhere: slabs stand at the top as long as there is memory for one.
-      if (Block* slab = placement_.take_backed(kSlabBytes, tag, BlockState::slab)) {
+      if (Block* slab = space_.placement().take_backed(kSlabBytes, tag, BlockState::slab)) {
         make_slab(slab);
         block = slabs_.take(size, tag);
       }
     }
   } else {
     give_up_spare_slabs();
-    if (no_split_) {
+    if (kind_.no_split) {
       Request request;
       request.size = size;
       request.tag = tag;
-      block = take_whole_chunk(request);
+      block = space_.take_whole_chunk(request);
     } else {
-      block = placement_.take_backed(size, tag);
+      block = space_.placement().take_backed(size, tag);
     }
   }
   if (block == nullptr) return 0;
@@ -227,14 +250,16 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
 Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
   const std::size_t offset = address - base_;
   if (!contains(address) || !is_aligned(offset, kBlockAlignment)) {
-    throw InvalidRangeError(offset, bytes, capacity_, "no address of pool '" + name_ + "' that is a multiple of 512");
+    throw InvalidRangeError(offset, bytes, kind_.capacity,
+                            "no address of pool '" + name_ + "' that is a multiple of 512");
   }
-  if (no_split_) {
-    throw InvalidRangeError(offset, bytes, capacity_,
+  if (kind_.no_split) {
+    throw InvalidRangeError(offset, bytes, kind_.capacity,
                             "pool '" + name_ + "' gives each block whole chunks (no_split), none at an address");
   }
   // What is left is a multiple of 512, so that what fits also fits rounded up.
-  if (bytes > capacity_ - offset) throw InvalidRangeError(offset, bytes, capacity_, "beyond the end of the pool");
+  if (bytes > kind_.capacity - offset)
+    throw InvalidRangeError(offset, bytes, kind_.capacity, "beyond the end of the pool");
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   const GatheredLock lock(*this);
   if (!takes_requests(shortage)) {
@@ -245,26 +270,26 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   const StreamTag tag = streams_.tag_of(stream);
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   for (std::size_t at = offset; at < offset + size;) {
-    const Block* free = large_.free_covering(at);
-    if (free == nullptr && retired_.covers(at)) {
-      if (make_way_of_retired(at, shortage)) continue;
+    const Block* free = space_.blocks().free_covering(at);
+    if (free == nullptr && space_.retired().covers(at)) {
+      if (space_.make_way_of_retired(at, shortage)) continue;
       return 0;
     }
     // What is free of another stream's is still its graphs'.
-    const bool is_graphs = free != nullptr && pinned_ && free->tag != tag && free->tag != kNeutral;
+    const bool is_graphs = free != nullptr && space_.is_pinned() && free->tag != tag && free->tag != kNeutral;
     if (free == nullptr || is_graphs) {
       throw AlreadyMappedError(at, kBlockAlignment,
                                "pool '" + name_ + "': " + format_hex(address) + (is_graphs ? ", by a graph" : ""));
     }
     at = free->end();
   }
-  if (keeps_within_chunks()) require_within_chunk({offset, size});
+  if (keeps_within_chunks()) space_.require_within_chunk({offset, size});
   Request request;
   request.size = size;
   request.where = Request::Where::at;
   request.offset = offset;
   request.tag = tag;
-  Block* block = place(request, grant, shortage);
+  Block* block = space_.place(request, grant, shortage);
   if (block == nullptr) return 0;
   VMM_CHECK(block->offset == offset, "a block for ", offset, " stands at ", block->offset);
   enter_in_directory(block);
@@ -278,7 +303,7 @@ Block* Pool::allocate_small(const Request& request, Grant* grant, Shortage* shor
   of_slab.size = kSlabBytes;
   of_slab.where = Request::Where::high;
   of_slab.state = BlockState::slab;
-  Block* slab = place(of_slab, grant, shortage);
+  Block* slab = space_.place(of_slab, grant, shortage);
   if (slab == nullptr) return nullptr;
   make_slab(slab);
   return slabs_.take(request.size, request.tag);
@@ -292,8 +317,8 @@ void Pool::hand_over(const Block& slab, SizeClass from, SizeClass to) {
 }
 
 void Pool::count_slab(const Block& slab, SizeClass from, SizeClass to) {
-  const auto chunk = range_->live().find(slab.offset);
-  const bool is_whole_chunk = chunk != range_->live().end() && chunk->second.chunk->size == slab.size();
+  const auto chunk = space_.range().live().find(slab.offset);
+  const bool is_whole_chunk = chunk != space_.range().live().end() && chunk->second.chunk->size == slab.size();
   counters_.slab_changed_hands(slab.size(), is_whole_chunk, from, to);
 }
 
@@ -302,10 +327,10 @@ void Pool::make_slab(Block* slab) {
   try {
     slabs_.donate(slab);
   } catch (...) {
-    large_.free(slab, slab->tag, context_.clock.now());
+    space_.blocks().free(slab, slab->tag, context_.clock.now());
     throw;
   }
-  growth_.note_handed_out(slab->size());
+  space_.growth().note_handed_out(slab->size());
   hand_over(*slab, SizeClass::large_pool, SizeClass::small_pool);
 }
 
@@ -353,9 +378,9 @@ bool Pool::free(Address address, bool* drained) {
 }
 
 void Pool::free_slab(const Slabs::Emptied& emptied) {
-  growth_.note_freed(emptied.slab->size());
+  space_.growth().note_freed(emptied.slab->size());
   hand_over(*emptied.slab, SizeClass::small_pool, SizeClass::large_pool);
-  large_.free(emptied.slab, emptied.slab->tag, emptied.epoch);
+  space_.blocks().free(emptied.slab, emptied.slab->tag, emptied.epoch);
 }
 
 void Pool::give_up_spare_slabs(std::vector<ByteRange>* ended) {
@@ -364,6 +389,8 @@ void Pool::give_up_spare_slabs(std::vector<ByteRange>* ended) {
     free_slab(emptied);
   }
 }
+
+void Pool::give_up_spare_slabs() { give_up_spare_slabs(nullptr); }
 
 void Pool::free_up_space() {
   settle_locked();
@@ -387,32 +414,11 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
 
 // --------------------------------------------------- what queued work held up
 
-// Former mappings stand in the way, and queued work may still use them: the
-// caller waits for it. False where nothing uses them any more, and the driver
-// refuses to drop them.
-bool Pool::wait_for_retired(Shortage* shortage) {
-  const Epoch last_use = range_->last_retired_use();
-  if (context_.clock.has_passed(last_use)) return false;
-  shortage->wait_for = last_use;
-  return true;
-}
-
-// The same for one address: true where it is free now. Throws DriverError where the
-// driver refuses.
-bool Pool::make_way_of_retired(std::size_t offset, Shortage* shortage) {
-  if (wait_for_retired(shortage)) return false;
-  drop_retired();
-  if (!retired_.covers(offset)) return true;
-  throw_if_failed(range_->refused(),
-                  "dropping a former mapping of pool '" + name_ + "' at offset " + std::to_string(offset));
-  return false;
-}
-
 bool Pool::settle() {
   bool any = false;
   {
     const MutexLock lock(mutex_);
-    any = range_ != nullptr && settle_locked();
+    any = space_.is_open() && settle_locked();
   }
   return settle_watched() || any;  // what recorded streams held up is among these now
 }
@@ -424,17 +430,17 @@ bool Pool::finish_passed(std::vector<ByteRange>* ended) {
   for (const auto& [block, epoch] : passed) {
     pending_bytes_ -= block->size();
     if (ended != nullptr) ended->push_back(block->range());
-    if (!watch_.live.empty() && watch_.live.count(block->offset) != 0) block->state = BlockState::watched;
+    if (watched_.is_watched(block->offset)) block->state = BlockState::watched;
     finish_free(block, epoch);
   }
   return !passed.empty();
 }
 
 bool Pool::settle_locked(std::vector<ByteRange>* ended) {
-  retire_in_vain();
+  space_.retire_in_vain();
   bool any = finish_passed(ended);
   any = end_passed_quarantines() || any;
-  return drop_retired() || any;
+  return space_.drop_retired() || any;
 }
 
 }  // namespace vmm

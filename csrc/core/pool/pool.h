@@ -1,12 +1,10 @@
-// VirtualMemoryPool's core: one model's memory. It composes a reservation, the
-// chunks mapped into it, the blocks carved out of it, their limit and their
-// statistics, under one lock. What it cannot get by itself (its own idle
-// chunks, its group's shelf, a new chunk within the limits) it asks nobody
-// for: device_memory climbs the reclaim ladder.
+// VirtualMemoryPool's core: one model's memory. It composes its space (addresses and the
+// memory under them, BackedSpace), what lies there, its limit and its statistics, under
+// one lock. What it cannot get by itself it asks nobody for: device_memory climbs the
+// reclaim ladder.
 //
-// One occupancy map (`large_`) covers the whole range. Tensors above 1 MiB and
-// the slabs of 2 MiB that small ones are cut from, and the pages that the
-// explicit allocate(offset, size) holds, all come out of it. Slabs are taken
+// Tensors above 1 MiB, the slabs of 2 MiB that small ones are cut from, and the pages that
+// the explicit allocate(offset, size) holds, all come out of the one space. Slabs are taken
 // from the top, so that long-lived small blocks do not pin big chunks.
 #pragma once
 
@@ -21,31 +19,29 @@
 
 #include "base/function_ref.h"
 #include "base/sync.h"
-#include "core/blocks/block_heap.h"
+#include "core/backing/backed_space.h"
+#include "core/backing/pool_context.h"
+#include "core/backing/shortage.h"
+#include "core/backing/space_kind.h"
+#include "core/backing/stream_table.h"
 #include "core/blocks/explicit_pages.h"
-#include "core/blocks/growth_policy.h"
 #include "core/blocks/held_ranges.h"
-#include "core/blocks/placement.h"
 #include "core/blocks/quarantined_blocks.h"
-#include "core/blocks/retired_blocks.h"
 #include "core/blocks/slabs.h"
 #include "core/cache/block_caches.h"
 #include "core/limits/budget.h"
-#include "core/memory/mapped_range.h"
 #include "core/numbers/observer.h"
 #include "core/numbers/peaks.h"
 #include "core/numbers/pool_counters.h"
 #include "core/numbers/stats.h"
 #include "core/pool/asleep.h"
-#include "core/pool/idle_chunks.h"
+#include "core/pool/free_space.h"
 #include "core/pool/pool_checkpoint.h"
-#include "core/pool/pool_context.h"
 #include "core/pool/pool_spec.h"
 #include "core/pool/region_id.h"
+#include "core/pool/seal_rule.h"
 #include "core/pool/sealed_piece.h"
-#include "core/pool/shortage.h"
-#include "core/pool/stream_table.h"
-#include "core/pool/watch.h"
+#include "core/pool/watched_blocks.h"
 #include "core/streams/clock.h"
 #include "core/streams/device_streams.h"
 #include "core/streams/pending_frees.h"
@@ -57,7 +53,7 @@ class DeviceMemory;
 class Grant;
 class SharedChunks;
 
-class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> {
+class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>, private SpaceOwner {
  public:
   // `accessors` may access what it maps.
   Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, DeviceMemory* home,
@@ -252,8 +248,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   std::vector<ByteRange> came_free_with(ByteRange range) VMM_EXCLUDES(mutex_);
   // As shed_about(), of chunks that reach into `freed`: it looks at no others.
   std::size_t shed_in(std::span<const ByteRange> freed, std::size_t want, const Budget* beneath) VMM_EXCLUDES(mutex_);
-  // When something in a stretch of the pool was freed last, in any unit that rises.
-  using FreedAt = FunctionRef<std::uint64_t(ByteRange)>;
+  using FreedAt = BackedSpace::FreedAt;
   // The same, of what was freed first before anything else.
   std::size_t shed_oldest(std::size_t keep, const FreedAt& freed_at) VMM_EXCLUDES(mutex_);
   // The same of what queued work uses no more, and of at most `most` bytes: a chunk
@@ -297,12 +292,12 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] const std::string& name() const { return name_; }
   // No other pool of the process ever has it.
   [[nodiscard]] OwnerId id() const { return id_; }
-  [[nodiscard]] std::size_t capacity() const { return capacity_; }
-  [[nodiscard]] std::size_t page_size() const { return page_; }
+  [[nodiscard]] std::size_t capacity() const { return kind_.capacity; }
+  [[nodiscard]] std::size_t page_size() const { return kind_.page; }
   // Every chunk is exactly one page (page_size was given).
-  [[nodiscard]] bool has_uniform_chunks() const { return uniform_; }
+  [[nodiscard]] bool has_uniform_chunks() const { return kind_.is_uniform; }
   // The addresses of one tensor.
-  [[nodiscard]] bool is_range() const { return is_range_; }
+  [[nodiscard]] bool is_range() const { return kind_.is_range; }
   [[nodiscard]] int device() const { return context_.device; }
   [[nodiscard]] Budget& budget() { return budget_; }
   [[nodiscard]] const Budget& budget() const { return budget_; }
@@ -319,22 +314,20 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // What its memory is called, of whatever part; empty: nothing.
   [[nodiscard]] const std::string& tag() const { return tag_; }
   // A part for a tag's tensors: its blocks are as a model's own.
-  [[nodiscard]] bool is_tag_space() const { return !tag_.empty() && !is_range_ && !is_private() && !is_spill_; }
+  [[nodiscard]] bool is_tag_space() const { return is_part() && is_ordinary(); }
   // A model or a tag's space: no private pool of torch's, and not one tensor's addresses.
-  [[nodiscard]] bool is_ordinary() const { return !is_part() || is_tag_space(); }
+  [[nodiscard]] bool is_ordinary() const { return kind_.is_ordinary; }
   // A private pool of torch's, or a part of one.
   [[nodiscard]] bool is_private() const { return !(region_ == RegionId{}); }
   // A part whose memory is the host's: what of its model found none on the device.
-  [[nodiscard]] bool is_spill() const { return is_spill_; }
+  [[nodiscard]] bool is_spill() const { return kind_.is_spill; }
   // Whether the model may have such a part; of the model itself.
   [[nodiscard]] bool spills() const { return spills_.load(std::memory_order_relaxed); }
   void set_spills(bool spills) { spills_.store(spills, std::memory_order_relaxed); }
   // A tag's space of which some memory is read-only.
   [[nodiscard]] bool is_sealed() const { return life_.load(std::memory_order_acquire) == Life::sealed; }
   // Whether each block is to lie within one chunk.
-  [[nodiscard]] bool keeps_within_chunks() const {
-    return !uniform_ && (is_mem_pool_ || context_.within_chunks.load(std::memory_order_relaxed));
-  }
+  [[nodiscard]] bool keeps_within_chunks() const { return kind_.keeps_within_chunks(); }
   [[nodiscard]] const RegionId& region() const { return region_; }
   // The model's, and so its parts': see Budget.
   [[nodiscard]] std::size_t floor() const { return model().budget_.floor(); }
@@ -371,7 +364,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   // live, or queued work uses it; it may be called again.
   bool end() VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_retired() const { return life_.load(std::memory_order_acquire) == Life::retired; }
-  [[nodiscard]] bool contains(Address address) const { return address >= base_ && address < base_ + capacity_; }
+  [[nodiscard]] bool contains(Address address) const { return address >= base_ && address < base_ + kind_.capacity; }
   // For AllLocked.
   Mutex& mutex() VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_; }
   std::atomic<bool>& stands_still() { return stands_still_; }
@@ -392,41 +385,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   [[nodiscard]] std::size_t live_bytes_locked() const VMM_REQUIRES(mutex_);
 
  private:
-  struct Request : SpaceRequest {
-    // What threads keep has been taken back: only then is memory asked for.
-    bool is_gathered = true;
-  };
-  // What a taken range was before, for undoing.
-  struct Piece {
-    ByteRange range;
-    StreamTag tag = kNeutral;
-    Epoch epoch = kLongAgo;
-  };
-  // To move elsewhere, or also to be given back: what was exported moves nowhere.
-  enum class Idle : std::uint8_t { movable, all };
-  // Which memory may back a request, in the order in which it is tried.
-  enum class Source : std::uint8_t {
-    grown,    // the shelf and new chunks: the pool grows
-    at_once,  // anything that the stream may use without a wait on the GPU
-    any,      // also what the stream has to wait for
-    fresh,    // new chunks only: the stream is being captured, or the pool pinned
-  };
-  struct Choice;  // what collect() has chosen so far
-  // What is taken for a request while it is being backed: a block that is no
-  // longer free, what it was made of, and the part of it that lacks memory.
-  struct Extent {
-    Block* block = nullptr;
-    std::vector<Piece> pieces;
-    std::vector<ByteRange> gaps;
-    [[nodiscard]] std::size_t missing() const;
-  };
-  // The chunks that are to back a request: placements by offset, of which
-  // `moves` stand elsewhere in this pool now and the others were free.
-  struct Backing {
-    std::vector<PlacedChunk> placements;
-    std::vector<IdleChunk> moves;
-    [[nodiscard]] bool is_move(const Chunk* chunk) const;
-  };
+  using Request = BackedSpace::Request;
+  using Piece = BackedSpace::Piece;
+  using Backing = BackedSpace::Backing;
+
+  static SpaceKind kind_of(const PoolContext& context, const PoolSpec& spec);
 
   // locking.cpp
   // Held to look at the pool, by an observer too.
@@ -488,10 +451,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void free_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void free_slab(const Slabs::Emptied& emptied) VMM_REQUIRES(mutex_);
   // What came free is added to `ended`, unless that is nullptr.
-  void give_up_spare_slabs(std::vector<ByteRange>* ended = nullptr) VMM_REQUIRES(mutex_);
-  // All that could be free space is: frees that waited for work that has ended, and the
-  // slabs that streams keep empty.
-  void free_up_space() VMM_REQUIRES(mutex_);
+  void give_up_spare_slabs(std::vector<ByteRange>* ended) VMM_REQUIRES(mutex_);
   bool settle_locked(std::vector<ByteRange>* ended = nullptr) VMM_REQUIRES(mutex_);
   bool finish_passed(std::vector<ByteRange>* ended = nullptr) VMM_REQUIRES(mutex_);
   void hand_over(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
@@ -502,106 +462,30 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void release_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void take_back_locked(Block* first) VMM_REQUIRES(mutex_);
   void forget_large(const BlockCaches::Mine& mine) VMM_REQUIRES(mutex_);
-  bool wait_for_retired(Shortage* shortage) VMM_REQUIRES(mutex_);
-  bool make_way_of_retired(std::size_t offset, Shortage* shortage) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_oversize(std::size_t bytes) const {
     return bytes >= context_.oversize_bytes.load(std::memory_order_relaxed);
   }
   // What a request takes. REQUIRES: bytes <= capacity().
   [[nodiscard]] std::size_t rounded(std::size_t bytes) const {
-    return align_up(std::max<std::size_t>(bytes, 1), no_split_ ? page_ : kBlockAlignment);
+    return align_up(std::max<std::size_t>(bytes, 1), kind_.no_split ? kind_.page : kBlockAlignment);
   }
   void make_slab(Block* slab) VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
 
-  // whole_chunks.cpp: chunks as borders of blocks
-  Block* take_whole_chunk(const Request& request) VMM_REQUIRES(mutex_);
-  Block* place_unsplit(Request request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
-  Block* place_within_chunk(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
-  void require_within_chunk(ByteRange range) const VMM_REQUIRES(mutex_);
+  // What its space asks of it, and tells it.
+  void free_up_space() override VMM_REQUIRES(mutex_);
+  void give_up_spare_slabs() override VMM_REQUIRES(mutex_);
+  std::size_t peak_with(std::size_t bytes) override VMM_REQUIRES(mutex_);
+  void mapped(const PlacedChunk& placement, Stream stream) override VMM_REQUIRES(mutex_);
+  void unmapped(const PlacedChunk& placement) override VMM_REQUIRES(mutex_);
+  void addresses_go(ByteRange range) override VMM_REQUIRES(mutex_);
 
-  // placing.cpp: finding a place; backing.cpp, from back() on: backing it
-  // Whether what backs the request is to be one chunk. Explicit pages are announced to
-  // nobody, and may lie over any.
-  [[nodiscard]] bool is_whole(const Request& request) const {
-    return no_split_ || (keeps_within_chunks() && request.state != BlockState::pages);
+  // numbers.cpp
+  [[nodiscard]] TakenBytes taken_bytes() const VMM_REQUIRES(mutex_);
+  [[nodiscard]] FreeSpace free_space() const VMM_REQUIRES(mutex_) {
+    return vmm::free_space(space_, slabs_, taken_bytes());
   }
-  // Whether those who register segments are told of what is mapped for a request:
-  // blocks lie over the borders of uniform pages, and explicit pages over any.
-  [[nodiscard]] bool announces(const Request& request) const {
-    const bool may_break = uniform_ || request.state == BlockState::pages;
-    return !may_break || !context_.within_chunks.load(std::memory_order_relaxed);
-  }
-  // By which rule a request is placed; watched.cpp places what is guarded.
-  enum class PlacingRule : std::uint8_t { best_fit, within_chunk, unsplit };
-  [[nodiscard]] PlacingRule placing_rule(const Request& request) const;
-  Block* place(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
-  Block* place_best_fit(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
-  bool adopt_free_space(StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
-  Block* back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage)
-      VMM_REQUIRES(mutex_);
-  Block* place_on_whole_chunks(const Request& request, Grant* grant) VMM_REQUIRES(mutex_);
-  std::size_t collect_whole(std::size_t wanted, StreamTag tag, Grant* grant, Backing* backing) VMM_REQUIRES(mutex_);
-  Block* take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) VMM_REQUIRES(mutex_);
-  void untake(Block* block, std::span<const Piece> pieces) VMM_REQUIRES(mutex_);
-  Block* trim_to_request(Block* block, const Request& request, std::size_t offset) VMM_REQUIRES(mutex_);
-  bool back(Extent* extent, const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
-  void note_peak_with(std::size_t bytes) VMM_REQUIRES(mutex_);
-  bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
-               Shortage* shortage) VMM_REQUIRES(mutex_);
-  ByteRange take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing)
-      VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::size_t bare_behind(const Extent& extent) const VMM_REQUIRES(mutex_);
-  Chunk* choose_chunk(std::size_t remaining, std::size_t largest, std::size_t beyond, Choice& choice)
-      VMM_REQUIRES(mutex_);
-  void fill_gap(ByteRange gap, std::size_t beyond, Choice& choice) VMM_REQUIRES(mutex_);
-  void create_chunks(const Extent& extent, Choice& choice, Shortage* shortage) VMM_REQUIRES(mutex_);
-  void cover(Extent* extent, const Backing& backing, BlockState state) VMM_REQUIRES(mutex_);
-  void uncover(Extent* extent, std::size_t end) VMM_REQUIRES(mutex_);
-  Status install(const Backing& backing, const Request& request) VMM_REQUIRES(mutex_);
-  Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) VMM_REQUIRES(mutex_);
-  void put_back(Chunk* chunk, Grant* grant) VMM_REQUIRES(mutex_);
-  void put_back(const Backing& backing, Grant* grant) VMM_REQUIRES(mutex_);
-
-  // idle.cpp: idle chunks, and letting go of them
-  std::vector<IdleChunk> idle_at_once(StreamTag tag, std::size_t at_least) VMM_REQUIRES(mutex_);
-  std::vector<IdleChunk> all_idle(StreamTag tag, Idle which, std::size_t bare_bytes = 0) VMM_REQUIRES(mutex_);
-  std::vector<IdleChunk> idle_by_age(const FreedAt& freed_at) VMM_REQUIRES(mutex_);
-  std::size_t shelve(const IdleChunk& idle) VMM_REQUIRES(mutex_);
-  std::size_t shelve_largest(IdleChunks idle, std::size_t want, const Budget* beneath) VMM_REQUIRES(mutex_);
-  Epoch last_use_of(ByteRange range) const VMM_REQUIRES(mutex_);
-  Chunk* detach(std::size_t offset, Epoch last_use, MappedRange::Fate fate = MappedRange::Fate::leaves)
-      VMM_REQUIRES(mutex_);
-  void retire_mapping(std::size_t offset, Epoch last_use, MappedRange::Fate fate) VMM_REQUIRES(mutex_);
-  void retire_in_vain() VMM_REQUIRES(mutex_);
-  bool drop_retired() VMM_REQUIRES(mutex_);
-  [[nodiscard]] bool is_free(ByteRange range) const VMM_REQUIRES(mutex_);
-  void shelve_idle_chunks(ByteRange range) VMM_REQUIRES(mutex_);
-  void shelve_idle_in(ByteRange range) VMM_REQUIRES(mutex_);
-  void count_mapped(const PlacedChunk& placement, Stream stream) VMM_REQUIRES(mutex_);
-  void count_unmapped(const PlacedChunk& placement) VMM_REQUIRES(mutex_);
-
-  // free_space.cpp: what is free, and which of it could leave
-  using BySizeClass = std::array<std::size_t, 2>;
-  struct FreeSpace {
-    std::size_t idle_bytes = 0;    // in chunks that are wholly free
-    BySizeClass stranded_bytes{};  // in chunks that are partly used, or that graphs may use
-    BySizeClass stranded_count{};  // its stretches
-  };
-  // A large free block, or a spare slab, which is free in all but name.
-  struct FreeSpan {
-    ByteRange range;
-    SizeClass size_class = SizeClass::large_pool;
-  };
-  [[nodiscard]] FreeSpace free_space() const VMM_REQUIRES(mutex_);
-  // Memory under free addresses: what is mapped, less what is taken, of which `bare_bytes`
-  // have no memory yet.
-  [[nodiscard]] std::size_t free_mapped_bytes(std::size_t bare_bytes = 0) const VMM_REQUIRES(mutex_) {
-    return range_->mapped_bytes() - (large_.taken_bytes() - retired_.bytes() - watch_.bare_bytes - bare_bytes);
-  }
-  [[nodiscard]] std::vector<FreeSpan> free_spans() const VMM_REQUIRES(mutex_);
   void set_inactive_split(const FreeSpace& free) VMM_REQUIRES(mutex_);
-  void check_free_space() const VMM_REQUIRES(mutex_);
 
   // checking.cpp: check(), in steps
   struct Walked;
@@ -612,18 +496,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void check_statistics(const Walked& walked, std::size_t mapped) const VMM_REQUIRES(mutex_);
 
   // seals.cpp
-  [[nodiscard]] std::vector<ByteRange> live_memory() const VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::vector<ByteRange> given_memory(const std::vector<SealedPiece>& pieces,
-                                                    const std::vector<ByteRange>& live) const VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::vector<ByteRange> whole_chunks(const std::vector<SealedPiece>& pieces, Access access) const
-      VMM_REQUIRES(mutex_);
-  void require_given(ByteRange run, const std::vector<ByteRange>& given, const std::vector<ByteRange>& live) const
-      VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::string what_is_not_there(Address address, std::size_t bytes) const;
-  [[nodiscard]] std::string why_not_sealed(ByteRange missing, bool is_same) const VMM_REQUIRES(mutex_);
+  [[nodiscard]] SealRule seal_rule() const VMM_REQUIRES(mutex_);
   [[nodiscard]] Epoch last_free() const VMM_REQUIRES(mutex_);
-  // Whether all who may access the mapping have that access, and no other.
-  [[nodiscard]] bool allows(const LiveMapping& mapping, Access access) const VMM_REQUIRES(mutex_);
   void note_sealed() VMM_REQUIRES(mutex_);
   Status leave_no_writable_place(const std::vector<ByteRange>& stretches) VMM_REQUIRES(mutex_);
   void may_return_again(const std::vector<ByteRange>& stretches) VMM_REQUIRES(mutex_);
@@ -633,20 +507,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   void for_each_chunk_under(Address address, std::size_t bytes, const EachChunk& each) const VMM_REQUIRES(mutex_);
 
   // watched.cpp
-  bool find_guarded(std::size_t bytes, std::size_t* offset) VMM_REQUIRES(mutex_);
-  Block* take_guarded(std::size_t size, StreamTag tag, PoolWatch::Around* around, Grant* grant, Shortage* shortage)
-      VMM_REQUIRES(mutex_);
-  Block* take_between_patterns(std::size_t size, StreamTag tag, PoolWatch::Around* around, Grant* grant,
-                               Shortage* shortage) VMM_REQUIRES(mutex_);
   Epoch last_use_before(std::size_t bytes, StreamTag tag) const VMM_REQUIRES(mutex_);
-  Status write_patterns(const Block& block, std::size_t requested, Epoch last_use, PoolWatch::Around* around)
-      VMM_REQUIRES(mutex_);
   Address allocate_watched_locked(std::size_t bytes, Stream stream, const std::shared_ptr<const std::string>& stack,
                                   Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
-  void free_around(Block* block, const PoolWatch::Around& around, Epoch epoch) VMM_REQUIRES(mutex_);
-  void free_watched(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
-  void finish_watched(const PoolWatch::Freed& freed) VMM_REQUIRES(mutex_);
-  bool judge(const PoolWatch::Freed& block) const;
 
   // asleep.cpp
   void count_slabs(SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
@@ -682,6 +545,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   bool make_way(std::size_t at, StreamTag tag, Shortage* shortage) VMM_REQUIRES(mutex_);
 
   PoolContext context_;
+  const SpaceKind kind_;
   std::string name_;
   OwnerId id_;
   Budget& group_;
@@ -692,43 +556,28 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool> 
   const Budget::Sharer sharer_;  // unless it is a model's part
   const RegionId region_;
   const std::string tag_;
-  const bool is_mem_pool_;  // libraries register what it holds, of before they came too
-  const bool no_split_;
-  const bool is_range_;
-  const bool is_spill_;
   std::atomic<bool> spills_{false};
-  std::size_t page_;      // bytes: the grain of explicit pages
-  bool uniform_;          // every chunk is exactly one page (page_size was given)
-  std::size_t capacity_;  // bytes
-  std::size_t most_;      // bytes that it could ever hold: its addresses, or all of the device's memory
+  const std::size_t most_;  // bytes that it could ever hold: its addresses, or all of the device's memory
   enum class Life : std::uint8_t { open, sealed, asleep, retired };
   std::atomic<Life> life_{Life::open};  // one look for both at a request
 
   mutable std::atomic<bool> stands_still_{false};  // see Telling
 
   mutable Mutex mutex_;
-  std::unique_ptr<MappedRange> range_ VMM_PT_GUARDED_BY(mutex_);
-  std::vector<Location> accessors_ VMM_GUARDED_BY(mutex_);  // who may access what is mapped
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
-  BlockHeap large_ VMM_GUARDED_BY(mutex_);
-  Placement placement_ VMM_GUARDED_BY(mutex_);
   Slabs slabs_ VMM_GUARDED_BY(mutex_);
   StreamTable streams_ VMM_GUARDED_BY(mutex_);
+  BackedSpace space_ VMM_GUARDED_BY(mutex_);
   ExplicitPages pages_ VMM_GUARDED_BY(mutex_);
   HeldRanges held_ VMM_GUARDED_BY(mutex_);  // of explicit pages
   RecordedUses recorded_uses_ VMM_GUARDED_BY(mutex_);
   PendingFrees pending_ VMM_GUARDED_BY(mutex_);
   QuarantinedBlocks quarantined_ VMM_GUARDED_BY(mutex_);  // freed pages
-  RetiredBlocks retired_ VMM_GUARDED_BY(mutex_);          // one for each former mapping
-  PoolWatch watch_ VMM_GUARDED_BY(mutex_);
+  WatchedBlocks watched_ VMM_GUARDED_BY(mutex_);
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
-  GrowthPolicy growth_ VMM_GUARDED_BY(mutex_);
-  bool pinned_ VMM_GUARDED_BY(mutex_) = false;
-  std::vector<std::size_t> in_vain_ VMM_GUARDED_BY(mutex_);  // offsets mapped for a request that failed after that
-  std::unique_ptr<Asleep> asleep_ VMM_GUARDED_BY(mutex_);    // nullptr: it is awake
+  std::unique_ptr<Asleep> asleep_ VMM_GUARDED_BY(mutex_);  // nullptr: it is awake
   Unchanged unchanged_ VMM_GUARDED_BY(mutex_);
   std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;  // times_locked() when inactive_split was worked out
-  mutable std::size_t walks_ VMM_GUARDED_BY(mutex_) = 0;  // over all free blocks
   Peaks own_peaks_;
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts
   std::atomic<Peaks*> family_peaks_{nullptr};                         // the same

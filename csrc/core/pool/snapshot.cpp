@@ -94,9 +94,9 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
   const ReadLock lock(*this);
   std::vector<SegmentSnapshot> segments;
-  if (range_ == nullptr || asleep_ != nullptr) return segments;
-  SegmentBuilder builder(*range_, grain, segments);
-  for (const Block* block = large_.stretches().front(); block != nullptr; block = block->next) {
+  if (!space_.is_open() || asleep_ != nullptr) return segments;
+  SegmentBuilder builder(space_.range(), grain, segments);
+  for (const Block* block = space_.blocks().stretches().front(); block != nullptr; block = block->next) {
     Stream stream = streams_[block->tag].stream;
     // A slab that is being made has no blocks yet.
     if (block->state == BlockState::slab && slabs_.holds(*block)) {
@@ -114,7 +114,7 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
     }
     // It may have holes: only its mapped parts are part of a segment.
     std::size_t at = block->offset;
-    for (const ByteRange& gap : range_->gaps(block->range())) {
+    for (const ByteRange& gap : space_.range().gaps(block->range())) {
       if (gap.offset > at) {
         builder.add(at, gap.offset - at, 0, BlockSnapshot::State::inactive, SizeClass::large_pool, stream);
       }

@@ -1,4 +1,4 @@
-// Pool: finding a place for a request, taking it and, where that fails, giving it back.
+// BackedSpace: finding a place for a request, taking it and, where that fails, giving it back.
 //
 // Best fit over the free space that has its memory, then over what lacks the
 // least, which backing.cpp backs; at a limit over bare space, on whole idle chunks.
@@ -7,19 +7,19 @@
 #include <span>
 
 #include "base/check.h"
+#include "core/backing/backed_space.h"
 #include "core/memory/grant.h"
-#include "core/pool/pool.h"
 
 namespace vmm {
 
-Pool::PlacingRule Pool::placing_rule(const Request& request) const {
-  if (no_split_) return PlacingRule::unsplit;
+BackedSpace::PlacingRule BackedSpace::placing_rule(const Request& request) const {
+  if (kind_.no_split) return PlacingRule::unsplit;
   const bool is_free_to_choose = request.where == Request::Where::best_fit;
-  return keeps_within_chunks() && is_free_to_choose ? PlacingRule::within_chunk : PlacingRule::best_fit;
+  return kind_.keeps_within_chunks() && is_free_to_choose ? PlacingRule::within_chunk : PlacingRule::best_fit;
 }
 
-Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
-  large_.prepare(request.tag);
+Block* BackedSpace::place(const Request& request, Grant* grant, Shortage* shortage) {
+  blocks_.prepare(request.tag);
   retire_in_vain();  // what an earlier request, for want of memory, could not
   switch (placing_rule(request)) {
     case PlacingRule::unsplit:
@@ -32,7 +32,7 @@ Block* Pool::place(const Request& request, Grant* grant, Shortage* shortage) {
   return place_best_fit(request, grant, shortage);
 }
 
-Block* Pool::place_best_fit(const Request& request, Grant* grant, Shortage* shortage) {
+Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortage* shortage) {
   if (request.where == Request::Where::best_fit) {
     if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
   }
@@ -43,11 +43,11 @@ Block* Pool::place_best_fit(const Request& request, Grant* grant, Shortage* shor
   std::size_t offset = 0;
   bool found = placement_.find_spot(request, &offset);
   if (!found) {
-    free_up_space();
+    owner_.free_up_space();
     found = placement_.find_spot(request, &offset);
   }
   // Not where graphs use what is free whenever they are replayed.
-  if (!found && !pinned_) {
+  if (!found && !is_pinned_) {
     if (!adopt_free_space(request.tag, shortage)) return nullptr;
     if (request.where == Request::Where::best_fit) {
       if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
@@ -58,89 +58,53 @@ Block* Pool::place_best_fit(const Request& request, Grant* grant, Shortage* shor
     *shortage = Shortage::of_addresses(request.size);
     return nullptr;
   }
-  if (Block* block = back_and_take(request, offset, grant, shortage)) return block;
+  if (Block* block = place_at(request, offset, grant, shortage)) return block;
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
-  if (uniform_ || pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
+  if (kind_.is_uniform || is_pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
   return place_on_whole_chunks(request, grant);
 }
 
 // Where addresses are short: all free space becomes the asking stream's, whoever
 // had it last. False, with what to wait for, where the GPU cannot be made to wait.
-bool Pool::adopt_free_space(StreamTag tag, Shortage* shortage) {
+bool BackedSpace::adopt_free_space(StreamTag tag, Shortage* shortage) {
   Epoch newest = kLongAgo;
-  for (const Block* block : large_.free_blocks()) {
+  for (const Block* block : blocks_.free_blocks()) {
     if (block->tag != tag && block->tag != kNeutral) newest = std::max(newest, block->epoch);
   }
   if (!streams_.order_behind(tag, newest).ok()) {
     shortage->wait_for = newest;
     return false;
   }
-  large_.retag(tag);
+  blocks_.retag(tag);
   return true;
-}
-
-Block* Pool::take_range(ByteRange range, BlockState state, std::vector<Piece>* pieces) {
-  const std::size_t had = pieces->size();
-  Block* whole = nullptr;
-  try {
-    for (std::size_t at = range.offset; at < range.end();) {
-      Block* free = large_.free_covering(at);
-      VMM_CHECK(free != nullptr, "taking ", range.offset, "+", range.size, ": ", at, " is not free");
-      const std::size_t end = std::min(free->end(), range.end());
-      pieces->push_back({{at, end - at}, free->tag, free->epoch});
-      Block* taken = large_.carve(free, at, end - at, state);
-      if (whole == nullptr) {
-        whole = taken;
-      } else {
-        large_.join(whole, taken);
-      }
-      at = end;
-    }
-  } catch (...) {
-    if (whole != nullptr) {
-      while (pieces->back().range.offset >= whole->end()) pieces->pop_back();
-      untake(whole, std::span(*pieces).subspan(had));
-    }
-    pieces->resize(had);
-    throw;
-  }
-  return whole;
-}
-
-void Pool::untake(Block* block, std::span<const Piece> pieces) {
-  for (std::size_t k = 0; k < pieces.size(); ++k) {
-    Block* rest = k + 1 < pieces.size() ? large_.split(block, pieces[k + 1].range.offset) : nullptr;
-    large_.free(block, pieces[k].tag, pieces[k].epoch);
-    block = rest;
-  }
 }
 
 // Frees what was mapped beyond the request, for the stream that asked: nobody
 // else may touch memory that is being scrubbed for it.
-Block* Pool::trim_to_request(Block* block, const Request& request, std::size_t offset) {
+Block* BackedSpace::trim_to_request(Block* block, const Request& request, std::size_t offset) {
   const Epoch epoch = context_.clock.now();
   streams_[request.tag].last_free = epoch;
   try {
     if (block->offset < offset) {
       Block* lower = block;
-      block = large_.split(block, offset);
-      large_.free(lower, request.tag, epoch);
+      block = blocks_.split(block, offset);
+      blocks_.free(lower, request.tag, epoch);
     }
     if (block->end() > offset + request.size) {
-      large_.free(large_.split(block, offset + request.size), request.tag, epoch);
+      blocks_.free(blocks_.split(block, offset + request.size), request.tag, epoch);
     }
   } catch (...) {
-    large_.free(block, request.tag, epoch);
+    blocks_.free(block, request.tag, epoch);
     throw;
   }
   block->tag = request.tag;
   return block;
 }
 
-Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage) {
-  const std::size_t first = align_down(offset, page_);
-  const std::size_t last = std::min(align_up(offset + request.size, page_), capacity_);
+Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage) {
+  const std::size_t first = align_down(offset, kind_.page);
+  const std::size_t last = std::min(align_up(offset + request.size, kind_.page), kind_.capacity);
   Extent extent;
   extent.gaps = range_->gaps({first, last - first});
   ByteRange range{offset, request.size};
@@ -175,7 +139,7 @@ Block* Pool::back_and_take(const Request& request, std::size_t offset, Grant* gr
 
 // Idle chunks of any sizes, side by side from 0 on, for `wanted` bytes; fewer where there
 // are no more. Returns their bytes.
-std::size_t Pool::collect_whole(std::size_t wanted, StreamTag tag, Grant* grant, Backing* backing) {
+std::size_t BackedSpace::collect_whole(std::size_t wanted, StreamTag tag, Grant* grant, Backing* backing) {
   IdleChunks idle(all_idle(tag, Idle::movable));
   std::size_t sum = 0;
   while (sum < wanted) {
@@ -202,14 +166,14 @@ std::size_t Pool::collect_whole(std::size_t wanted, StreamTag tag, Grant* grant,
 
 // At a limit, with idle chunks that fit no gap: stands on whole chunks of any
 // size at addresses with nothing under them. Address space is free.
-Block* Pool::place_on_whole_chunks(const Request& request, Grant* grant) {
-  const std::size_t wanted = align_up(request.size, page_);
-  give_up_spare_slabs();
+Block* BackedSpace::place_on_whole_chunks(const Request& request, Grant* grant) {
+  const std::size_t wanted = align_up(request.size, kind_.page);
+  owner_.give_up_spare_slabs();
   Backing backing;
   Block* block = nullptr;
   std::size_t offset = 0;
   std::vector<Piece> pieces;
-  const auto undo = [&]() VMM_REQUIRES(mutex_) {
+  const auto undo = [&]() {
     put_back(backing, grant);  // first: the others may lack memory
     if (block != nullptr) untake(block, pieces);
     retire_in_vain();

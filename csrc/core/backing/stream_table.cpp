@@ -1,4 +1,4 @@
-#include "core/pool/stream_table.h"
+#include "core/backing/stream_table.h"
 
 #include <algorithm>
 #include <memory>

@@ -1,4 +1,4 @@
-// Pool: backing a place with chunks: collecting, installing and scrubbing them.
+// BackedSpace: backing a place with chunks: collecting, installing and scrubbing them.
 //
 // What lacks memory is backed by a grant; or the pool grows, by the group's shelf and
 // new chunks within the limits; or it moves its own idle chunks by a second mapping
@@ -10,42 +10,35 @@
 #include <optional>
 #include <span>
 
+#include "core/backing/backed_space.h"
 #include "core/memory/chunk_store.h"
 #include "core/memory/grant.h"
 #include "core/options.h"
-#include "core/pool/pool.h"
 #include "driver/host_memory.h"
 
 namespace vmm {
 
-bool Pool::Backing::is_move(const Chunk* chunk) const {
+bool BackedSpace::Backing::is_move(const Chunk* chunk) const {
   return std::any_of(moves.begin(), moves.end(), [&](const IdleChunk& move) { return move.chunk == chunk; });
 }
 
-std::size_t Pool::Extent::missing() const {
+std::size_t BackedSpace::Extent::missing() const {
   std::size_t bytes = 0;
   for (const ByteRange& gap : gaps) bytes += gap.size;
   return bytes;
-}
-
-// The most that was ever live at once, so many bytes more included.
-void Pool::note_peak_with(std::size_t bytes) {
-  const Peaks::Level allocated = own_peaks_.level(StatKind::allocated_bytes);  // threads' too
-  growth_.note_live(
-      std::max(static_cast<std::size_t>(allocated.peak), static_cast<std::size_t>(allocated.current) + bytes));
 }
 
 // Backs the gaps. Where the pool does not simply grow: with memory that the stream
 // may use at once, then with what the GPU has to wait for. Where the stream is
 // being captured neither a wait nor a fill may be queued, so there it is fresh
 // chunks alone, as in a pool that is pinned or never splits.
-bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* shortage) {
+bool BackedSpace::back(Extent* extent, const Request& request, Grant* grant, Shortage* shortage) {
   Status status;
-  const auto back_from = [&](std::initializer_list<Source> sources) VMM_REQUIRES(mutex_) {
+  const auto back_from = [&](std::initializer_list<Source> sources) {
     Backing backing;
     const std::size_t end = extent->block->end();
     try {
-      const bool found = std::any_of(sources.begin(), sources.end(), [&](Source source) VMM_REQUIRES(mutex_) {
+      const bool found = std::any_of(sources.begin(), sources.end(), [&](Source source) {
         return collect(*extent, request, source, grant, &backing, shortage);
       });
       if (!found) return false;
@@ -62,8 +55,8 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
     uncover(extent, end);
     return false;
   };
-  note_peak_with(request.size);
-  if (pinned_ || no_split_) return back_from({Source::fresh});
+  growth_.note_live(owner_.peak_with(request.size));
+  if (is_pinned_ || kind_.no_split) return back_from({Source::fresh});
   if (is_whole(request)) {
     if (back_from({Source::grown})) return true;
     return status.code() == StatusCode::not_supported && in_vain_.empty() && back_from({Source::fresh});
@@ -79,12 +72,12 @@ bool Pool::back(Extent* extent, const Request& request, Grant* grant, Shortage* 
 
 // What collect() has chosen so far: it goes back on failure, the host's for want of memory
 // too.
-struct Pool::Choice {
+struct BackedSpace::Choice {
   struct ToCreate {
     std::size_t placement = 0;  // its index
     std::size_t size = 0;       // bytes
   };
-  Pool& pool;
+  BackedSpace& space;
   Backing& backing;
   Grant* const grant;
   const Source source;
@@ -96,10 +89,10 @@ struct Pool::Choice {
   std::size_t create_bytes = 0;  // of these
   std::size_t charged = 0;       // for those that are not created yet
   bool is_made = false;
-  ~Choice() VMM_NO_THREAD_SAFETY_ANALYSIS {
+  ~Choice() {
     if (is_made) return;
-    pool.budget_.refund(charged);
-    pool.put_back(backing, grant);
+    space.budget_.refund(charged);
+    space.put_back(backing, grant);
     backing = {};
   }
 };
@@ -110,7 +103,7 @@ struct Pool::Choice {
 // chunk of which the request would use less than a quarter is better used elsewhere. Not
 // the pool's own idle ones: that broke up free space, and recorded programs ended 0.1 %
 // higher. Returns the place that all could fill, if they could be had.
-ByteRange Pool::take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing) {
+ByteRange BackedSpace::take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing) {
   ByteRange place{extent.gaps.front().offset, 0};
   bool are_absent = true;
   for (const ByteRange& gap : extent.gaps) {
@@ -143,24 +136,24 @@ ByteRange Pool::take_returning(const Extent& extent, std::size_t bare_behind, Gr
 }
 
 // Bytes without memory right behind the last gap, into which a chunk may reach.
-std::size_t Pool::bare_behind(const Extent& extent) const {
+std::size_t BackedSpace::bare_behind(const Extent& extent) const {
   const Block* behind = extent.block->next;
   const bool is_open = behind != nullptr && behind->state == BlockState::free && behind->tag == kNeutral &&
                        extent.gaps.back().end() == extent.block->end();
-  return is_open && !uniform_ && !is_range_ ? behind->size() : 0;
+  return is_open && !kind_.is_uniform && !kind_.is_range ? behind->size() : 0;
 }
 
 // A chunk that there is, for a place of `largest` bytes at most: granted, the pool's own
 // idle one, which may reach `beyond` that far, or the shelf's. Or nullptr.
-Chunk* Pool::choose_chunk(std::size_t remaining, std::size_t largest, std::size_t beyond, Choice& choice) {
+Chunk* BackedSpace::choose_chunk(std::size_t remaining, std::size_t largest, std::size_t beyond, Choice& choice) {
   if (choice.source == Source::fresh) return nullptr;
-  const bool is_exact = uniform_ || choice.lack.is_whole;  // chunks of one size alone
+  const bool is_exact = kind_.is_uniform || choice.lack.is_whole;  // chunks of one size alone
   if (choice.grant != nullptr) {
     if (Chunk* const granted = choice.grant->chunks.take_at_most(largest, is_exact)) return granted;
   }
   if (!choice.idle.empty()) {
     std::optional<IdleChunk> move;
-    if (uniform_) {
+    if (kind_.is_uniform) {
       move = choice.idle.take_last();
     } else {
       move = choice.idle.take_most_useful(remaining, largest + beyond, choice.lack.total);
@@ -175,7 +168,7 @@ Chunk* Pool::choose_chunk(std::size_t remaining, std::size_t largest, std::size_
 }
 
 // Gives each part of the gap a chunk, or notes that one is to be created for it.
-void Pool::fill_gap(ByteRange gap, std::size_t beyond, Choice& choice) {
+void BackedSpace::fill_gap(ByteRange gap, std::size_t beyond, Choice& choice) {
   std::vector<PlacedChunk>& placements = choice.backing.placements;
   for (std::size_t at = gap.offset; at < gap.end();) {
     const std::size_t remaining = gap.end() - at;
@@ -197,7 +190,7 @@ void Pool::fill_gap(ByteRange gap, std::size_t beyond, Choice& choice) {
 
 // Creates what is to be, the last one larger where the pool grows ahead of need. One charge
 // for all: no thread ever holds part of what another one could have had whole.
-void Pool::create_chunks(const Extent& extent, Choice& choice, Shortage* shortage) {
+void BackedSpace::create_chunks(const Extent& extent, Choice& choice, Shortage* shortage) {
   const std::vector<Choice::ToCreate>& to_create = choice.to_create;
   Grant* const grant = choice.grant;
   std::vector<PlacedChunk>& placements = choice.backing.placements;
@@ -211,7 +204,7 @@ void Pool::create_chunks(const Extent& extent, Choice& choice, Shortage* shortag
   }
   std::size_t uncreated = choice.create_bytes;
   // Beyond what the host has left the kernel would end the process.
-  if (is_spill_ && choice.create_bytes != 0 && choice.create_bytes + ahead > available_memory()) {
+  if (kind_.is_spill && choice.create_bytes != 0 && choice.create_bytes + ahead > available_memory()) {
     *shortage = Shortage::of_device(uncreated);
     return;
   }
@@ -247,14 +240,14 @@ void Pool::create_chunks(const Extent& extent, Choice& choice, Shortage* shortag
 // Chooses chunks for the gaps. They fill them exactly, but that an idle chunk may
 // reach beyond the last one into bare space. On failure everything is where it
 // was, and `shortage` says what was missing.
-bool Pool::collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
-                   Shortage* shortage) {
+bool BackedSpace::collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
+                          Shortage* shortage) {
   GrowthPolicy::Lack lack;
   lack.total = extent.missing();
   lack.is_whole = is_whole(request);
   lack.is_explicit = request.state == BlockState::pages;
   lack.is_contested = group_.sharers() > 1;
-  if (source == Source::any) give_up_spare_slabs();
+  if (source == Source::any) owner_.give_up_spare_slabs();
   Choice choice{*this, *backing, grant, source, lack, bare_behind(extent)};
   if (source == Source::at_once) choice.idle = IdleMoves(idle_at_once(request.tag, growth_.least_move(lack)));
   if (source == Source::any) choice.idle = IdleMoves(all_idle(request.tag, Idle::movable, lack.total));
@@ -279,24 +272,24 @@ bool Pool::collect(const Extent& extent, const Request& request, Source source, 
 }
 
 // Takes the bare space into which the backing reaches beyond the extent.
-void Pool::cover(Extent* extent, const Backing& backing, BlockState state) {
+void BackedSpace::cover(Extent* extent, const Backing& backing, BlockState state) {
   const PlacedChunk& last = backing.placements.back();
   const std::size_t end = last.offset + last.chunk->size;
   const std::size_t taken = extent->block->end();
   if (end <= taken) return;
-  large_.join(extent->block, take_range({taken, end - taken}, state, &extent->pieces));
+  blocks_.join(extent->block, take_range({taken, end - taken}, state, &extent->pieces));
 }
 
 // Undoes that.
-void Pool::uncover(Extent* extent, std::size_t end) {
+void BackedSpace::uncover(Extent* extent, std::size_t end) {
   if (extent->block->end() == end) return;
   const auto beyond = std::find_if(extent->pieces.begin(), extent->pieces.end(),
                                    [end](const Piece& piece) { return piece.range.offset >= end; });
-  untake(large_.split(extent->block, end), std::span<const Piece>(beyond, extent->pieces.end()));
+  untake(blocks_.split(extent->block, end), std::span<const Piece>(beyond, extent->pieces.end()));
   extent->pieces.erase(beyond, extent->pieces.end());
 }
 
-void Pool::put_back(Chunk* chunk, Grant* grant) {
+void BackedSpace::put_back(Chunk* chunk, Grant* grant) {
   if (grant != nullptr) {
     grant->chunks.put(chunk);
   } else {
@@ -304,7 +297,7 @@ void Pool::put_back(Chunk* chunk, Grant* grant) {
   }
 }
 
-void Pool::put_back(const Backing& backing, Grant* grant) {
+void BackedSpace::put_back(const Backing& backing, Grant* grant) {
   for (const PlacedChunk& placement : backing.placements) {
     // A move never left its place.
     if (placement.chunk != nullptr && !backing.is_move(placement.chunk)) put_back(placement.chunk, grant);
@@ -314,18 +307,18 @@ void Pool::put_back(const Backing& backing, Grant* grant) {
 // Zeroes what another model wrote: one fill for each run of adjacent chunks,
 // since a launch costs microseconds and a driver queues about a thousand. A range's
 // pages begin as zero, whoever had them.
-Status Pool::scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) {
-  if (!context_.options.scrub && !is_range_) return {};
+Status BackedSpace::scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) {
+  if (!context_.options.scrub && !kind_.is_range) return {};
   ByteRange run;
   bool any = false;
-  const auto flush = [&]() VMM_REQUIRES(mutex_) -> Status {
+  const auto flush = [&]() -> Status {
     if (run.size == 0) return {};
     any = true;
     return context_.driver.fill_async(context_.device, base_ + run.offset, 0, run.size, streams_[tag].stream);
   };
   for (const auto& [offset, chunk] : placements) {
     const OwnerId content = chunk->content.load(std::memory_order_relaxed);
-    if (content == kNobody || (content == id_ && !is_range_)) continue;
+    if (content == kNobody || (content == id_ && !kind_.is_range)) continue;
     if (run.end() != offset) {
       if (const Status status = flush(); !status.ok()) return status;
       run = {offset, 0};
@@ -339,7 +332,7 @@ Status Pool::scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) {
 
 // Maps the chosen chunks, orders the asking stream after their last use and
 // scrubs what another model wrote. Then the moved ones leave their old places.
-Status Pool::install(const Backing& backing, const Request& request) {
+Status BackedSpace::install(const Backing& backing, const Request& request) {
   Epoch last_use = kLongAgo;
   for (const IdleChunk& move : backing.moves) {
     if (!move.at_once) last_use = std::max(last_use, last_use_of({move.offset, move.chunk->size}));
@@ -353,7 +346,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
     }
     return status;
   }
-  const auto map_in_vain = [&]() VMM_REQUIRES(mutex_) {
+  const auto map_in_vain = [&]() {
     // Scrubbing may be queued through the new addresses: they go behind it.
     const Epoch now = context_.clock.now();
     for (const auto& [offset, chunk] : backing.placements) {
@@ -369,10 +362,10 @@ Status Pool::install(const Backing& backing, const Request& request) {
     }
     for (; moved < backing.moves.size(); ++moved) {
       const IdleChunk& move = backing.moves[moved];
-      detach(move.offset, last_use_of({move.offset, move.chunk->size}), MappedRange::Fate::may_return);
+      detach(move.offset, MappedRange::Fate::may_return);
     }
     for (const PlacedChunk& placement : backing.placements) {
-      if (keeps_within_chunks()) large_.add_border(placement.offset);
+      if (kind_.keeps_within_chunks()) blocks_.add_border(placement.offset);
     }
   } catch (...) {
     map_in_vain();
@@ -384,7 +377,7 @@ Status Pool::install(const Backing& backing, const Request& request) {
     placement.chunk->content.store(id_, std::memory_order_relaxed);
     placement.chunk->last_use = kLongAgo;
     if (!announces(request)) range_->withhold(placement.offset);
-    count_mapped(placement, streams_[request.tag].stream);
+    owner_.mapped(placement, streams_[request.tag].stream);
   }
   try {
     drop_retired();

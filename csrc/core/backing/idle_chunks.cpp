@@ -1,4 +1,4 @@
-#include "core/pool/idle_chunks.h"
+#include "core/backing/idle_chunks.h"
 
 #include <algorithm>
 #include <iterator>

@@ -1,0 +1,162 @@
+// Pool: giving away what is idle: to a request of another pool, to the group's shelf, and, at
+// the last rung, to the driver.
+#include <new>
+#include <optional>
+#include <set>
+
+#include "base/check.h"
+#include "core/memory/chunk_store.h"
+#include "core/memory/grant.h"
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, bool is_gathered,
+                            Grant& grant, Budget** refused) {
+  VMM_CHECK(&context_.store == &grant.store(), "pool '", name_, "' gives chunks of another store");
+  *refused = nullptr;
+  if (!is_gathered) context_.caches.gather(*this);
+  const MutexLock lock(mutex_);
+  if (!space_.is_open()) return 0;
+  free_up_space();
+  std::set<const Chunk*> first;
+  for (const DormantMappings::Dormant& each : wanted) first.insert(each.chunk);
+  IdleChunks idle;
+  std::size_t moved = 0;
+  const auto move = [&](const IdleChunk& chosen) VMM_REQUIRES(mutex_) {
+    const std::size_t size = chosen.chunk->size;
+    if (budget_.above_floors(grant.payer()) < size) return;  // perhaps a smaller one
+    *refused = Budget::transfer(budget_, grant.payer(), size);
+    if (*refused != nullptr) return;
+    Chunk* chunk = nullptr;
+    try {
+      chunk = space_.detach(chosen.offset, MappedRange::Fate::may_return);
+    } catch (...) {
+      Budget::transfer_back(budget_, grant.payer(), size);
+      throw;
+    }
+    chunk->charged = &grant.payer();
+    grant.chunks.put(chunk);
+    moved += size;
+  };
+  for (const IdleChunk& each : space_.all_idle(kNeutral, BackedSpace::Idle::movable)) {
+    if (first.count(each.chunk) == 0) {
+      idle.add(each);
+    } else if (*refused == nullptr) {
+      move(each);
+    }
+  }
+  while (moved < want && *refused == nullptr) {
+    const std::optional<IdleChunk> chosen = idle.take_nearest(want - moved);
+    if (!chosen.has_value()) break;
+    move(*chosen);
+  }
+  space_.drop_retired();
+  return moved;
+}
+
+std::vector<DormantMappings::Dormant> Pool::dormant_of_others(ByteRange place) const {
+  if (place.size == 0) return {};
+  const ReadLock lock(*this);
+  if (!space_.is_open()) return {};
+  std::vector<DormantMappings::Dormant> found = space_.range().dormant_in(place);
+  std::erase_if(found, [this](const DormantMappings::Dormant& chunk) { return chunk.holder == id_; });
+  return found;
+}
+
+std::size_t Pool::shed(std::size_t keep) {
+  const GatheredLock lock(*this);
+  if (!space_.is_open()) return 0;
+  free_up_space();
+  IdleChunks idle(space_.all_idle(kNeutral, BackedSpace::Idle::all));
+  const std::size_t above = idle.bytes() - std::min(idle.bytes(), keep);
+  return space_.shelve_largest(std::move(idle), above, nullptr);
+}
+
+std::size_t Pool::shed_about(std::size_t want, const Budget* beneath) {
+  const GatheredLock lock(*this);
+  if (!space_.is_open()) return 0;
+  free_up_space();
+  return space_.shelve_largest(IdleChunks(space_.all_idle(kNeutral, BackedSpace::Idle::all)), want, beneath);
+}
+
+std::vector<ByteRange> Pool::came_free_with(ByteRange range) {
+  std::vector<ByteRange> freed = {range};
+  const MutexLock lock(mutex_);
+  if (!space_.is_open()) return freed;
+  settle_locked(&freed);
+  give_up_spare_slabs(&freed);
+  for (ByteRange& each : freed) {
+    if (each.size > kSmallLimitBytes) continue;
+    // It may have been the last of its slab, which began and ended within this.
+    const std::size_t begin = each.offset - std::min(each.offset, kSlabBytes);
+    each = {begin, std::min(each.end() + kSlabBytes, kind_.capacity) - begin};
+  }
+  return freed;
+}
+
+std::size_t Pool::shed_in(std::span<const ByteRange> freed, std::size_t want, const Budget* beneath) {
+  const MutexLock lock(mutex_);
+  return space_.is_open() ? space_.shelve_largest(space_.idle_in(freed), want, beneath) : 0;
+}
+
+std::size_t Pool::shed_oldest(std::size_t keep, const FreedAt& freed_at) {
+  const GatheredLock lock(*this);
+  if (!space_.is_open()) return 0;
+  free_up_space();
+  const std::vector<IdleChunk> idle = space_.idle_by_age(freed_at);
+  std::size_t idle_bytes = 0;
+  for (const IdleChunk& each : idle) idle_bytes += each.chunk->size;
+  std::size_t moved = 0;
+  for (auto oldest = idle.begin(); oldest != idle.end() && idle_bytes > keep; ++oldest) {
+    const std::size_t size = space_.shelve(*oldest);
+    idle_bytes -= size;
+    moved += size;
+  }
+  space_.drop_retired();
+  return moved;
+}
+
+std::size_t Pool::shed_unused(std::size_t most, const FreedAt& freed_at) {
+  const GatheredLock lock(*this);
+  if (!space_.is_open()) return 0;
+  context_.clock.cover(context_.clock.now());
+  context_.clock.poll();
+  free_up_space();
+  std::size_t moved = 0;
+  for (const IdleChunk& idle : space_.idle_by_age(freed_at)) {
+    if (idle.at_once && idle.chunk->size <= most - moved) moved += space_.shelve(idle);
+  }
+  space_.drop_retired();
+  return moved;
+}
+
+std::size_t Pool::melt_locked(const Budget* limit, std::size_t want, const Budget& payer) {
+  if (!space_.is_open()) return 0;
+  free_up_space();
+  IdleChunks idle(space_.all_idle(kNeutral, BackedSpace::Idle::all));
+  std::size_t in_use = 0;
+  while (limit == nullptr || limit->room_for(payer) < want) {
+    const std::optional<IdleChunk> chosen = idle.take_largest();
+    if (!chosen.has_value()) break;
+    const std::size_t size = chosen->chunk->size;
+    if (budget_.above_floors(payer) < size) continue;
+    if (!chosen->at_once) {
+      in_use += size;
+      continue;
+    }
+    Chunk* chunk = space_.detach(chosen->offset);
+    try {
+      space_.drop_retired();
+    } catch (const std::bad_alloc&) {
+      // Another time: the chunk rests on the shelf until then.
+    }
+    // Another pool's former mapping, of before the chunk came here, may still
+    // stand: then it cannot be released yet and rests on the shelf.
+    const bool unmapped = chunk->mappings.load(std::memory_order_acquire) == 0;
+    if (!unmapped || !context_.store.release(chunk).ok()) context_.store.put(group_, chunk);
+  }
+  return in_use;
+}
+
+}  // namespace vmm
