@@ -7,6 +7,7 @@ first test. What needs a process without it starts one (tests/helpers.py).
 from __future__ import annotations
 
 import os
+import signal
 
 # Before the extension reads it: a small host "device", so that it can be exhausted.
 os.environ.setdefault("TORCH_VMM_HOST_BYTES", "2GiB")
@@ -19,6 +20,9 @@ import torch_vmm
 from tests.helpers import close_all
 from torch_vmm import _C
 from torch_vmm.devices import to_device
+
+# A shell starts what runs in the background deaf to Ctrl-C, which tests send to themselves.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

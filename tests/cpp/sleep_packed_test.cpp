@@ -211,7 +211,7 @@ TEST_F(SleepPacked, ASwapNeedsNoMoreThanTheLimit) {
 
 TEST_F(SleepPacked, StoppedAnywhereItIsAwakeOrAsleepAndWhole) {
   const auto pool = lab_.pool("a");
-  const std::vector<Live> live = weights(*pool, {64 * kMiB, 3 * kKiB, 4 * kMiB});
+  const std::vector<Live> live = weights(*pool, {16 * kMiB, 3 * kKiB, 4 * kMiB});
   int stopped = 0;
   for (int at = 1, before = -1; stopped != before; ++at) {
     before = stopped;
