@@ -1,4 +1,4 @@
-"""Two models and where a tensor made here and now is, for the tests of routing; pools of buffers."""
+"""Models, and where a tensor made here and now is, for the tests of routing and of sleep; pools of buffers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ from torch_vmm import _C, MemoryPool
 def roomy(make_shared: Callable[..., torch_vmm.SharedMemoryPool]) -> torch_vmm.SharedMemoryPool:
     """512 MiB for all models: on a GPU every thread that multiplies leaves 32 MiB of cuBLAS's behind."""
     return make_shared("512MiB")
+
+
+@pytest.fixture
+def limited(make_shared: Callable[..., torch_vmm.SharedMemoryPool]) -> torch_vmm.SharedMemoryPool:
+    """256 MiB for all models: what one that sleeps leaves to others can be told."""
+    return make_shared("256MiB")
+
+
+@pytest.fixture
+def model(limited: torch_vmm.SharedMemoryPool) -> torch_vmm.VirtualMemoryPool:
+    """The one that sleeps."""
+    return limited.register_model("llama")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_vmm
 from tests.helpers import MIB, PAGE, faults, holds, is_zero, stamp
@@ -318,6 +319,15 @@ def test_what_cannot_be_sealed_is_refused(make_pool: Callable[..., Pool], device
         assert not sealed(tensor)
     with pytest.raises(torch_vmm.InvalidArgumentError, match="give a tensor"):
         sealed(3)  # type: ignore[arg-type]
+
+
+def test_all_that_a_tensor_wraps_is_sealed(model: Pool) -> None:
+    with model.tag("weights"):
+        inner = [torch.ones(1000, device=model.device) for _ in range(2)]
+    model.seal(TwoTensor(*inner))
+    assert all(map(torch_vmm.sealed, inner))
+    model.unseal([TwoTensor(*inner)])
+    assert not any(map(torch_vmm.sealed, inner))
 
 
 def test_no_neighbour_is_sealed_with_a_slice(make_pool: Callable[..., Pool], device: str) -> None:

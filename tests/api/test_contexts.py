@@ -117,6 +117,25 @@ def test_memory_is_used_again_by_its_own_model_only(device: str, llama: Pool, qw
     assert torch_vmm.pool_of(other) is qwen
 
 
+def test_the_default_model(device: str, llama: Pool, qwen: Pool) -> None:
+    torch_vmm.set_default_model(llama)
+    try:
+        tensor = torch.empty(MIB, dtype=torch.uint8, device=device)
+        assert torch_vmm.pool_of(tensor) is llama
+        assert torch_vmm.current_pool(device) is llama
+        with qwen:
+            assert torch_vmm.current_pool(device) is qwen
+    finally:
+        torch_vmm.reset_default_model(device)
+    assert torch_vmm.current_pool(device) is not llama
+    del tensor
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="give a pool"):
+        torch_vmm.set_default_model("llama")  # type: ignore[arg-type]
+    torch_vmm.set_default_model(llama)
+    llama.close()
+    assert torch_vmm.current_pool(device) is not llama, "as long as it is open"
+
+
 def test_a_model_of_another_device_changes_nothing_here(device: str) -> None:
     if device == "cpu":
         pytest.skip("needs two kinds of device")

@@ -9,20 +9,9 @@ import pytest
 import torch
 
 import torch_vmm
+from tests.api.sleeping import stop
 from tests.helpers import MIB, tensor_in
 from torch_vmm import SharedMemoryPool, VirtualMemoryPool
-
-MakeShared = Callable[..., SharedMemoryPool]
-
-
-@pytest.fixture
-def shared(make_shared: MakeShared) -> SharedMemoryPool:
-    return make_shared("256MiB")
-
-
-@pytest.fixture
-def model(shared: SharedMemoryPool) -> VirtualMemoryPool:
-    return shared.register_model("llama")
 
 
 def _draw() -> torch.Generator:
@@ -86,19 +75,19 @@ def test_every_bit_is_as_before(model: VirtualMemoryPool, kind: str) -> None:
 
 
 def test_weights_take_less_host_memory_and_fit_a_lower_limit(
-    shared: SharedMemoryPool, model: VirtualMemoryPool, tmp_path: Path
+    limited: SharedMemoryPool, model: VirtualMemoryPool, tmp_path: Path
 ) -> None:
     contents = [_normal(40 * MIB, torch.bfloat16)]  # 80 MiB; packed 57
     tensors = _held(model, contents)
-    shared.host_backup_limit = "64MiB"
+    limited.host_backup_limit = "64MiB"
     with pytest.raises(torch_vmm.OutOfMemoryError, match="host_backup_limit"):
         model.sleep()
     model.sleep(packed=True)
-    assert shared.host_backup_bytes == 64 * MIB
-    assert "llama 80 MiB (host, packed)" in str(shared)
+    assert limited.host_backup_bytes == 64 * MIB
+    assert "llama 80 MiB (host, packed)" in str(limited)
     assert "(host, packed)" in repr(model)
     model.wake()
-    shared.host_backup_limit = "32MiB"
+    limited.host_backup_limit = "32MiB"
     with pytest.raises(torch_vmm.OutOfMemoryError, match="host_backup_limit"):
         model.sleep(packed=True)
     assert not model.is_asleep
@@ -132,8 +121,8 @@ def test_tags_go_where_they_are_sent(model: VirtualMemoryPool) -> None:
     assert not cache.any()
 
 
-def test_a_swap(shared: SharedMemoryPool, model: VirtualMemoryPool) -> None:
-    other = shared.register_model("qwen")
+def test_a_swap(limited: SharedMemoryPool, model: VirtualMemoryPool) -> None:
+    other = limited.register_model("qwen")
     contents = [_normal(40 * MIB, torch.bfloat16), _odd(40 * MIB), KINDS["random bits"](1000)]
     tensors = _held(model, contents)
     model.sleep(packed=True)
@@ -162,11 +151,6 @@ def test_what_is_sealed_is_packed_once(model: VirtualMemoryPool) -> None:
 def test_stopped_it_is_whole(model: VirtualMemoryPool, stops: str) -> None:
     contents = [_normal(16 * MIB, torch.bfloat16) for _ in range(3)]
     tensors = _held(model, contents)
-
-    def stop(done: int, total: int) -> None:
-        if done > 0:
-            raise KeyboardInterrupt
-
     if stops == "wake":
         model.sleep(packed=True)
     with pytest.raises(KeyboardInterrupt):

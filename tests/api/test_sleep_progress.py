@@ -1,0 +1,217 @@
+"""Models on their way to sleep and back: beside the program, waited for, stopped; and who is told of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+import unicodedata
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+import torch_vmm
+from tests.api.sleeping import is_numbered, numbered, stop
+from tests.helpers import MIB
+from torch_vmm import VirtualMemoryPool, sleeping
+
+
+def test_beside_the_program(model: VirtualMemoryPool) -> None:
+    tensors = [numbered(model, 4 * MIB, first) for first in range(8)]
+    handle = model.sleep(blocking=False)
+    handle.wait()
+    assert handle.done
+    handle = model.wake(blocking=False)
+    for first, tensor in enumerate(tensors):
+        handle.wait_for(tensor)
+        assert is_numbered(tensor, first)
+    handle.wait()
+    assert not model.is_asleep
+    assert is_numbered(numbered(model, 1000))
+
+
+def test_beside_a_program_that_never_lets_go_of_python(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 40 * MIB)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # whoever waits for Python's lock waits until this thread waits for something
+    try:
+        handle = model.sleep(blocking=False)
+        deadline = time.monotonic() + 60
+        while handle.progress[0] < 160 * MIB:
+            assert time.monotonic() < deadline
+    finally:
+        sys.setswitchinterval(before)
+    handle.wait()
+    model.wake()
+    assert is_numbered(tensor)
+
+
+def test_two_threads_do_not_move_one_model_at_once(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 40 * MIB)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(done: int, total: int) -> None:
+        inside.set()
+        go_on.wait(10)
+
+    thread = threading.Thread(target=lambda: model.sleep(progress=hold))
+    thread.start()
+    assert inside.wait(10)
+    try:
+        with pytest.raises(torch_vmm.VmmError, match="on its way"):
+            model.wake()
+        with pytest.raises(torch_vmm.VmmError, match="on its way"):
+            model.sleep()
+    finally:
+        go_on.set()
+        thread.join()
+    assert model.is_asleep
+    model.wake()
+    assert is_numbered(tensor)
+
+
+# -- What is waited for ------------------------------------------------------------------------------------------------
+
+
+class Waits:
+    """In the place of the extension's transfer: what was waited for."""
+
+    done = total = 0
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+
+    def wait_for(self, address: int, size: int) -> bool:
+        self.addresses.append(address)
+        return size > 0
+
+
+def test_all_that_a_tensor_wraps_is_waited_for(model: VirtualMemoryPool) -> None:
+    first, second, third = (numbered(model, 1000) for _ in range(3))
+    model.sleep()
+    handle = model.wake(blocking=False)
+    handle.wait_for(TwoTensor(TwoTensor(first, second), TwoTensor(second, third)))
+    handle.wait()
+    waits = Waits()
+    handle._moving = waits  # type: ignore[assignment]
+    handle.wait_for(TwoTensor(TwoTensor(first, second), TwoTensor(second, third)))
+    assert waits.addresses == [each.data_ptr() for each in (first, second, second, third)]
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="made of other tensors"):
+        handle.wait_for(torch.eye(3).to_sparse())
+
+
+def test_waiting_for_what_does_not_come_says_so(model: VirtualMemoryPool) -> None:
+    with model.tag("weights"):
+        weights = torch.ones(4 * MIB, dtype=torch.uint8, device=model.device)
+    with model.tag("cache"):
+        cache = torch.ones(4 * MIB, dtype=torch.uint8, device=model.device)
+    model.sleep()
+    handle = model.wake("weights", blocking=False)
+    handle.wait_for(weights)
+    with pytest.raises(torch_vmm.AsleepError):
+        handle.wait_for(cache)
+    handle.wait()
+    model.wake()
+    handle.wait_for(cache)
+    assert int(cache[-1]) == int(weights[-1]) == 1
+
+
+# -- Progress ----------------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_told_and_may_stop_it(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 40 * MIB)
+    told: list[tuple[int, int]] = []
+    model.sleep(progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (160 * MIB, 160 * MIB)
+    assert told == sorted(told)
+    model.wake()
+    with pytest.raises(KeyboardInterrupt):
+        model.sleep(progress=stop)
+    assert not model.is_asleep
+    assert is_numbered(tensor)
+    model.sleep()
+    with pytest.raises(KeyboardInterrupt):
+        model.wake(progress=stop)
+    assert model.is_asleep
+    model.wake()
+    assert is_numbered(tensor)
+
+
+def columns_of(line: str) -> int:
+    return sum(1 + (unicodedata.east_asian_width(each) in "WF") for each in line)
+
+
+@pytest.mark.parametrize("name", ["llama", "a" * 100, "\u8a71\u3059" * 20, "two\nlines\tand\x1b[2J"])
+@pytest.mark.parametrize("columns", [0, 3, 10, 20, 40, 80, 200])
+def test_a_bar_is_one_line_of_whole_numbers(name: str, columns: int) -> None:
+    bar = sleeping._Bar(name)
+    for moved, seconds in ((0, 0.0), (0, 0.1), (640 * MIB, 0.1), (2048 * MIB, 2.0)):
+        line = bar._line(moved, 2048 * MIB, seconds, columns)
+        assert columns_of(line) == columns
+        assert line.isprintable()
+        numbers = re.sub(r"^.*?(\[[# ]*\])?(?=( \d|$))", "", line.rstrip(), count=1) if columns >= 20 else ""
+        assert re.fullmatch(r"( \S+ (B|MiB|GiB) of 2 GiB(, \S+ GiB/s(, \d+\.\d s left)?)?| \d+ %)?", numbers), line
+        assert ("left" in line) == (columns >= 80 and moved > 0)
+        assert moved or "/s" not in line
+
+
+def test_a_bar_is_drawn_in_a_terminal(
+    model: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensor = numbered(model, 10 * MIB)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    model.sleep(progress=True)
+    first, *_, last = capsys.readouterr().err.split("\r")[1:]
+    assert "0 B of 40 MiB " in first + " "
+    assert "/s" not in first
+    assert last.endswith(" s left\n")
+    model.wake()
+    assert is_numbered(tensor)
+
+
+# -- Whoever knows the memory ------------------------------------------------------------------------------------------
+
+
+def test_whoever_knows_the_memory_is_told(model: VirtualMemoryPool) -> None:
+    numbered(model, 1000)
+    told: list[str] = []
+    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    model.sleep()
+    assert told == ["goes"]
+    model.sleep()
+    model.wake()
+    model.wake()
+    assert told == ["goes", "is back"]
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="before=3"):
+        model.on_remap(3)  # type: ignore[arg-type]
+
+
+def test_where_one_of_them_refuses_those_before_it_are_told(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 1000)
+    told: list[str] = []
+
+    def refuse() -> None:
+        told.append("refuses")
+        raise ValueError("no")
+
+    model.on_remap(lambda: told.append("first goes"), lambda: told.append("first is back"))
+    model.on_remap(refuse, lambda: told.append("refuser is back"))
+    model.on_remap(lambda: told.append("third goes"), lambda: told.append("third is back"))
+    with pytest.raises(ValueError, match="no"):
+        model.sleep()
+    assert told == ["first goes", "refuses", "first is back"]
+    assert not model.is_asleep
+    assert is_numbered(tensor)
+
+
+def test_where_nothing_goes_nobody_is_told(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 1000)
+    told: list[str] = []
+    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    assert model.sleep({}).progress == (0, 0)
+    assert told == []
+    assert is_numbered(tensor)
