@@ -77,3 +77,12 @@ def buffers(make_buffers: Callable[[], MemoryPool]) -> MemoryPool:
 @pytest.fixture
 def evicting(make_shared: Callable[..., torch_vmm.SharedMemoryPool]) -> Evicting:
     return Evicting(make_shared("64MiB"))
+
+
+@pytest.fixture
+def manager(device: str) -> Iterator[torch_vmm.VirtualMemoryManager]:
+    """Closed after the test, which leaves nothing of it in use."""
+    manager = torch_vmm.VirtualMemoryManager(device)
+    yield manager
+    gc.collect(0)
+    manager.close()

@@ -53,11 +53,6 @@ def shown(value: object) -> str:
     return show(value)[:20]
 
 
-@pytest.fixture
-def manager(device: str) -> Manager:
-    return Manager(device)
-
-
 def refused(name: str, ask: Callable[[], object]) -> str:
     """The words with which ``ask`` is refused; they hold the argument's name, and no more of its value than fits."""
     with pytest.raises(torch_vmm.InvalidArgumentError) as raised:

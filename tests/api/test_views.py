@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torch_vmm
+from tests.api.mapped import backed
 from tests.helpers import MIB, PAGE, holds, stamp
 from torch_vmm import _C, AccessFlags
 
@@ -21,6 +22,7 @@ QUANTIZED = ["quint8", "qint8", "qint32", "quint4x2", "quint2x4"]
 
 @pytest.fixture
 def manager(device: str) -> Iterator[Manager]:
+    """Closed without a collection before: what showed its memory has gone by itself."""
     with Manager(device) as manager:
         yield manager
 
@@ -28,11 +30,7 @@ def manager(device: str) -> Iterator[Manager]:
 @pytest.fixture
 def range_(manager: Manager) -> torch_vmm.VirtualAddressRange:
     """Four pages, each with memory of its own, readable and writable."""
-    made = manager.reserve(4 * PAGE)
-    for page in range(4):
-        manager.map(made, manager.alloc_physical(PAGE), page * PAGE)
-    manager.set_access(made, AccessFlags.READ_WRITE)
-    return made
+    return backed(manager, 4)
 
 
 # -- Pools -------------------------------------------------------------------------------------------------------------
