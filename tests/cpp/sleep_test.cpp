@@ -1,21 +1,17 @@
-// Models that sleep and wake: what they hold, where it goes, who gets their memory, and what
-// becomes of it where something fails in the middle.
+// Models that sleep and wake: what they hold, where it goes, who gets their memory, and what is
+// true of it meanwhile.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <memory>
-#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "cpp/reclaim_lab.h"
 #include "cpp/sleep_lab.h"
 
 namespace vmm::testing {
@@ -205,59 +201,6 @@ TEST_F(Sleep, APlaceWithoutRoomLeavesItAwake) {
   lab_.allocate(*pool, 3 * kMiB);
 }
 
-TEST_F(Sleep, WhatStopsItInTheMiddleLeavesItAwakeAndWhole) {
-  for (int at = 1; at < 12; ++at) {
-    const auto pool = lab_.pool("a");
-    const std::vector<Live> live = fill(*pool);
-    int calls = 0;
-    const Look look = [&] {
-      if (++calls == at) throw VmmError("stopped");
-    };
-    bool is_stopped = false;
-    try {
-      go(*going({pool}, host()), look);
-    } catch (const VmmError&) {
-      is_stopped = true;
-    }
-    lab_.memory().check();
-    EXPECT_NE(pool->is_asleep(), is_stopped) << at;
-    if (!is_stopped) {
-      wake(pool);
-      at = 100;
-    }
-    expect_whole(live);
-    for (const Live& each : live) lab_.free(each.address);
-    lab_.memory().close_pool(*pool, false);
-  }
-}
-
-TEST_F(Sleep, AWakeThatIsStoppedIsAsleepAsBefore) {
-  for (int at = 1; at < 20; ++at) {
-    const auto pool = lab_.pool("a");
-    std::vector<Live> live = fill(*pool);
-    sleep(pool, host());
-    int calls = 0;
-    try {
-      go(*coming(pool), [&] {
-        if (++calls == at) throw VmmError("stopped");
-      });
-    } catch (const VmmError&) {
-      lab_.memory().check();
-      EXPECT_TRUE(pool->is_asleep()) << at;
-      EXPECT_EQ(pool->physical_bytes(), 0U) << at;
-      EXPECT_THROW(lab_.memory().allocate(*pool, 512, nullptr), AsleepError);
-      lab_.free(live.back().address);
-      live.pop_back();
-      if (at % 2 == 0) sleep(pool, host());
-      wake(pool);
-    }
-    EXPECT_FALSE(pool->is_asleep());
-    expect_whole(live);
-    for (const Live& each : live) lab_.free(each.address);
-    lab_.memory().close_pool(*pool, false);
-  }
-}
-
 // What is copied along, or was freed on the way, is written over nobody's memory: no block is
 // handed out before all has come.
 TEST_F(Sleep, NothingIsHandedOutWhileContentsCome) {
@@ -292,37 +235,6 @@ TEST_F(Sleep, TwoTagsInOneFileWakeAtOnce) {
   expect_whole(of_cache);
 }
 
-TEST_F(Sleep, AWayBackThatFailsLeavesItAsleepAndWhole) {
-  const auto pool = lab_.pool("a");
-  const std::vector<Live> live = fill(*pool, {40 * kMiB});
-  int calls = 0;
-  EXPECT_THROW(go(*going({pool}, host()),
-                  [&] {
-                    if (++calls != 4) return;
-                    lab_.driver.fail_nth(Call::copy_async, 1, broken());
-                    throw VmmError("stopped");
-                  }),
-               VmmError);
-  lab_.driver.clear_failures();
-  lab_.memory().check();
-  wake(pool);
-  expect_whole(live);
-}
-
-TEST_F(Sleep, ChunksThatTheDriverKeepsAreStillThePools) {
-  const auto pool = lab_.pool("a");
-  const std::vector<Live> live = fill(*pool, {512, 20 * kMiB});
-  sleep(pool, host());
-  lab_.driver.fail_nth(Call::copy_async, 2, broken());
-  lab_.driver.fail_nth(Call::unmap, 1, broken());
-  EXPECT_THROW(go(*coming(pool)), VmmError);
-  lab_.driver.clear_failures();
-  lab_.memory().check();
-  sleep(pool, host());
-  wake(pool);
-  expect_whole(live);
-}
-
 TEST_F(Sleep, WhoeverRegistersSegmentsMayComeWhileItSleeps) {
   const auto pool = lab_.pool("a");
   const std::vector<Live> live = fill(*pool);
@@ -332,222 +244,6 @@ TEST_F(Sleep, WhoeverRegistersSegmentsMayComeWhileItSleeps) {
   wake(pool);
   expect_whole(live);
   lab_.allocate(*pool, 20 * kMiB);
-}
-
-// Every call of the driver fails in turn; whatever was wanted is done, or as before.
-TEST_F(Sleep, AnyCallMayFail) {
-  const auto pool = lab_.pool("a");
-  const std::vector<Live> live = fill(*pool, {512, 3 * kMiB});
-  for (const Places& places : {host(), file()}) {
-    for (std::uint64_t n = 1;; ++n) {
-      lab_.driver.fail_nth_call(n, broken());
-      const auto out = going({pool}, places);
-      try {
-        go(*out);
-      } catch (const VmmError&) {
-      } catch (const std::bad_alloc&) {
-      }
-      lab_.memory().check();
-      bool has_failed = lab_.driver.failures() != 0;
-      lab_.driver.clear_failures();
-      if (!has_failed) {  // and on the way back
-        lab_.driver.fail_nth_call(n, broken());
-        try {
-          go(*coming(pool));
-        } catch (const VmmError&) {
-        } catch (const std::bad_alloc&) {
-        }
-        lab_.memory().check();
-        has_failed = lab_.driver.failures() != 0;
-        lab_.driver.clear_failures();
-      }
-      wake(pool);
-      ASSERT_FALSE(pool->is_asleep()) << n;
-      expect_whole(live);
-      if (!has_failed) break;
-    }
-    for (std::uint64_t n = 1;; ++n) {
-      sleep(pool, places);
-      lab_.driver.fail_nth_call(n, broken());
-      try {
-        go(*coming(pool));
-      } catch (const VmmError&) {
-      }
-      lab_.memory().check();
-      const bool has_failed = lab_.driver.failures() != 0;
-      lab_.driver.clear_failures();
-      wake(pool);
-      expect_whole(live);
-      if (!has_failed) break;
-    }
-  }
-}
-
-TEST_F(Sleep, ASwapNeedsNoMoreThanTheLimit) {
-  const auto group = lab_.memory().create_group("shared", 128 * kMiB);
-  const auto a = lab_.pool(Lab::spec("a"), group.get());
-  const auto b = lab_.pool(Lab::spec("b"), group.get());
-  const std::vector<Live> of_a = fill(*a);
-  sleep(a, host());
-  const std::vector<Live> of_b = fill(*b);
-  for (int turn = 0; turn < 3; ++turn) {
-    const auto& [out, in] = turn % 2 == 0 ? std::pair(b, a) : std::pair(a, b);
-    Transfer swap(std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{out, host()}}, false),
-                  std::make_unique<Arrival>(sleeper_, PoolList{in}, Arrival::Memory::by_piece));
-    go(swap);
-    lab_.memory().check();
-    EXPECT_TRUE(out->is_asleep());
-    EXPECT_FALSE(in->is_asleep());
-    EXPECT_LE(group->used(), 128 * kMiB);
-    expect_whole(turn % 2 == 0 ? of_a : of_b);
-  }
-  wake(a->is_asleep() ? b : a);
-}
-
-TEST_F(Sleep, ASwapThatIsStoppedLeavesBothAsTheyWere) {
-  const auto group = lab_.memory().create_group("shared", 128 * kMiB);
-  const auto a = lab_.pool(Lab::spec("a"), group.get());
-  const auto b = lab_.pool(Lab::spec("b"), group.get());
-  const std::vector<Live> of_a = fill(*a);
-  sleep(a, host());
-  const std::vector<Live> of_b = fill(*b);
-  for (int at = 1; at < 30; ++at) {
-    Transfer swap(std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{b, host()}}, false),
-                  std::make_unique<Arrival>(sleeper_, PoolList{a}, Arrival::Memory::by_piece));
-    int calls = 0;
-    try {
-      go(swap, [&] {
-        if (++calls == at) throw VmmError("stopped");
-      });
-      break;
-    } catch (const VmmError&) {
-    }
-    lab_.memory().check();
-    ASSERT_TRUE(a->is_asleep()) << at;
-    ASSERT_FALSE(b->is_asleep()) << at;
-    expect_whole(of_b);
-  }
-  EXPECT_FALSE(a->is_asleep());
-  expect_whole(of_a);
-}
-
-// What could not come though the other had gone whole is refused before anything moves.
-class SwapWithoutRoom : public Sleep {
- protected:
-  std::unique_ptr<Transfer> swap(const std::shared_ptr<Pool>& out, const std::shared_ptr<Pool>& in) {
-    return std::make_unique<Transfer>(
-        std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{out, host()}}, false),
-        std::make_unique<Arrival>(sleeper_, PoolList{in}, Arrival::Memory::by_piece));
-  }
-  std::shared_ptr<Pool> model(const std::string& name, std::size_t floor = 0) {
-    PoolSpec spec = Lab::spec(name);
-    spec.floor = floor;
-    return lab_.pool(spec, group_.get());
-  }
-  std::vector<Live> one_of(Pool& pool, std::size_t bytes) {
-    const Live live{lab_.allocate(pool, bytes), bytes, 7};
-    Lab::fill(live.address, bytes, live.seed);
-    return {live};
-  }
-  void expect_refused(const std::shared_ptr<Pool>& out, const std::shared_ptr<Pool>& in, std::size_t available) {
-    const std::uint64_t copies = lab_.driver.count(Call::copy_async);
-    try {
-      swap(out, in)->begin(&look_away);
-      ADD_FAILURE() << "begun";
-    } catch (const OutOfMemoryError& error) {
-      EXPECT_EQ(error.requested, 40 * kMiB);
-      EXPECT_EQ(error.available, available) << error.what();
-      EXPECT_EQ(error.pool, in->name());
-    }
-    EXPECT_EQ(lab_.driver.count(Call::copy_async), copies);
-    EXPECT_FALSE(out->is_asleep());
-    EXPECT_TRUE(in->is_asleep());
-  }
-
-  const std::shared_ptr<Budget> group_ = lab_.memory().create_group("shared", 64 * kMiB);
-};
-
-TEST_F(SwapWithoutRoom, OthersHoldIt) {
-  const auto in = model("in");
-  const std::vector<Live> of_in = one_of(*in, 40 * kMiB);
-  sleep(in, host());
-  const auto out = model("out");
-  const auto third = model("third");
-  one_of(*out, 20 * kMiB);
-  const Address held = lab_.allocate(*third, 30 * kMiB);
-  expect_refused(out, in, 34 * kMiB);
-  lab_.free(held);
-  go(*swap(out, in));
-  expect_whole(of_in);
-  wake(out);
-}
-
-TEST_F(SwapWithoutRoom, FloorsReserveIt) {
-  const auto in = model("in");
-  const std::vector<Live> of_in = one_of(*in, 40 * kMiB);
-  sleep(in, host());
-  const auto out = model("out");
-  one_of(*out, 20 * kMiB);
-  lab_.memory().set_floor(*out, 26 * kMiB);
-  expect_refused(out, in, 38 * kMiB);
-  const auto third = model("third");
-  lab_.memory().set_floor(*out, 0);
-  lab_.memory().set_floor(*third, 26 * kMiB);
-  expect_refused(out, in, 38 * kMiB);
-  lab_.memory().set_floor(*third, 24 * kMiB);
-  go(*swap(out, in));
-  expect_whole(of_in);
-}
-
-TEST_F(SwapWithoutRoom, ItsOwnLimitIsTooLow) {
-  const auto in = model("in");
-  const std::vector<Live> of_in = one_of(*in, 40 * kMiB);
-  sleep(in, host());
-  const auto out = model("out");
-  one_of(*out, 20 * kMiB);
-  lab_.memory().set_limit(in->budget(), 30 * kMiB);
-  expect_refused(out, in, 30 * kMiB);
-  lab_.memory().set_limit(in->budget(), kUnlimited);
-  go(*swap(out, in));
-  expect_whole(of_in);
-}
-
-TEST_F(SwapWithoutRoom, TheDeviceHasNoMore) {
-  const auto in = model("in");
-  const std::vector<Live> of_in = one_of(*in, 40 * kMiB);
-  sleep(in, host(), /*release=*/true);
-  const auto out = model("out");
-  one_of(*out, 20 * kMiB);
-  const auto beside = lab_.pool("beside");
-  const Address held = lab_.allocate(*beside, 970 * kMiB);
-  const std::size_t available = kGiB - 970 * kMiB;
-  ASSERT_GE(available, 40 * kMiB);
-  const Address more = lab_.allocate(*beside, available - 36 * kMiB);
-  expect_refused(out, in, 36 * kMiB);
-  lab_.free(more);
-  go(*swap(out, in));
-  expect_whole(of_in);
-  lab_.free(held);
-}
-
-// What others could still give counts, and so does what a function of the user's gives up.
-TEST_F(SwapWithoutRoom, WhoeverCanGiveIsAskedFirst) {
-  const auto in = model("in");
-  const std::vector<Live> of_in = one_of(*in, 40 * kMiB);
-  sleep(in, host());
-  const auto out = model("out");
-  const auto third = model("third");
-  one_of(*out, 20 * kMiB);
-  Address held = lab_.allocate(*third, 30 * kMiB);
-  lab_.memory().set_on_pressure(*group_, [&](std::size_t bytes, const std::shared_ptr<Pool>& asker) {
-    EXPECT_EQ(bytes, 40 * kMiB);
-    EXPECT_EQ(asker, in);
-    if (held != 0) lab_.free(std::exchange(held, 0));
-    return held == 0;
-  });
-  go(*swap(out, in));
-  lab_.memory().set_on_pressure(*group_, nullptr);
-  expect_whole(of_in);
 }
 
 TEST_F(Sleep, TagsSleepByThemselves) {
@@ -629,24 +325,6 @@ TEST_F(Sleep, WhatIsEverybodysStays) {
   EXPECT_EQ(Lab::first_wrong(large.address, large.bytes, 77), large.bytes);
   wake(pool);
   sleeper_.set_shared_by_all(nullptr);
-}
-
-TEST_F(Sleep, WhatHadComeBeforeAWakeWasStoppedIsNotSaidToBeThere) {
-  const auto pool = lab_.pool("a");
-  const std::vector<Live> live = fill(*pool, {70 * kMiB});
-  sleep(pool, host());
-  Arrival arrival(sleeper_, {pool}, Arrival::Memory::collected);
-  arrival.begin();
-  const auto first = [&] { return arrival.wait_for(live.front().address, 4 * kMiB, std::chrono::milliseconds(0)); };
-  while (first() != Arrival::Waited::there) ASSERT_TRUE(arrival.advance() || arrival.wait());
-  EXPECT_NO_THROW(pool->require_there(live.front().address, 4 * kMiB));
-  arrival.undo();
-  EXPECT_EQ(first(), Arrival::Waited::ended);
-  EXPECT_THROW(pool->require_there(live.front().address, 4 * kMiB), AsleepError);
-  EXPECT_THROW(pool->require_there(live.front().address + kMiB, 1), AsleepError);
-  wake(pool);
-  EXPECT_NO_THROW(pool->require_there(live.front().address, 4 * kMiB));
-  expect_whole(live);
 }
 
 TEST_F(Sleep, WhatIsReadOnlyIsSoAgain) {

@@ -1,0 +1,166 @@
+// Models on their way to sleep and back, where something fails or stops them in the middle.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdint>
+#include <new>
+#include <vector>
+
+#include "cpp/sleep_lab.h"
+
+namespace vmm::testing {
+namespace {
+
+TEST_F(Sleep, WhatStopsItInTheMiddleLeavesItAwakeAndWhole) {
+  for (int at = 1; at < 12; ++at) {
+    const auto pool = lab_.pool("a");
+    const std::vector<Live> live = fill(*pool);
+    int calls = 0;
+    const Look look = [&] {
+      if (++calls == at) throw VmmError("stopped");
+    };
+    bool is_stopped = false;
+    try {
+      go(*going({pool}, host()), look);
+    } catch (const VmmError&) {
+      is_stopped = true;
+    }
+    lab_.memory().check();
+    EXPECT_NE(pool->is_asleep(), is_stopped) << at;
+    if (!is_stopped) {
+      wake(pool);
+      at = 100;
+    }
+    expect_whole(live);
+    for (const Live& each : live) lab_.free(each.address);
+    lab_.memory().close_pool(*pool, false);
+  }
+}
+
+TEST_F(Sleep, AWakeThatIsStoppedIsAsleepAsBefore) {
+  for (int at = 1; at < 20; ++at) {
+    const auto pool = lab_.pool("a");
+    std::vector<Live> live = fill(*pool);
+    sleep(pool, host());
+    int calls = 0;
+    try {
+      go(*coming(pool), [&] {
+        if (++calls == at) throw VmmError("stopped");
+      });
+    } catch (const VmmError&) {
+      lab_.memory().check();
+      EXPECT_TRUE(pool->is_asleep()) << at;
+      EXPECT_EQ(pool->physical_bytes(), 0U) << at;
+      EXPECT_THROW(lab_.memory().allocate(*pool, 512, nullptr), AsleepError);
+      lab_.free(live.back().address);
+      live.pop_back();
+      if (at % 2 == 0) sleep(pool, host());
+      wake(pool);
+    }
+    EXPECT_FALSE(pool->is_asleep());
+    expect_whole(live);
+    for (const Live& each : live) lab_.free(each.address);
+    lab_.memory().close_pool(*pool, false);
+  }
+}
+
+TEST_F(Sleep, WhatHadComeBeforeAWakeWasStoppedIsNotSaidToBeThere) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool, {70 * kMiB});
+  sleep(pool, host());
+  Arrival arrival(sleeper_, {pool}, Arrival::Memory::collected);
+  arrival.begin();
+  const auto first = [&] { return arrival.wait_for(live.front().address, 4 * kMiB, std::chrono::milliseconds(0)); };
+  while (first() != Arrival::Waited::there) ASSERT_TRUE(arrival.advance() || arrival.wait());
+  EXPECT_NO_THROW(pool->require_there(live.front().address, 4 * kMiB));
+  arrival.undo();
+  EXPECT_EQ(first(), Arrival::Waited::ended);
+  EXPECT_THROW(pool->require_there(live.front().address, 4 * kMiB), AsleepError);
+  EXPECT_THROW(pool->require_there(live.front().address + kMiB, 1), AsleepError);
+  wake(pool);
+  EXPECT_NO_THROW(pool->require_there(live.front().address, 4 * kMiB));
+  expect_whole(live);
+}
+
+TEST_F(Sleep, AWayBackThatFailsLeavesItAsleepAndWhole) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool, {40 * kMiB});
+  int calls = 0;
+  EXPECT_THROW(go(*going({pool}, host()),
+                  [&] {
+                    if (++calls != 4) return;
+                    lab_.driver.fail_nth(Call::copy_async, 1, broken());
+                    throw VmmError("stopped");
+                  }),
+               VmmError);
+  lab_.driver.clear_failures();
+  lab_.memory().check();
+  wake(pool);
+  expect_whole(live);
+}
+
+TEST_F(Sleep, ChunksThatTheDriverKeepsAreStillThePools) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool, {512, 20 * kMiB});
+  sleep(pool, host());
+  lab_.driver.fail_nth(Call::copy_async, 2, broken());
+  lab_.driver.fail_nth(Call::unmap, 1, broken());
+  EXPECT_THROW(go(*coming(pool)), VmmError);
+  lab_.driver.clear_failures();
+  lab_.memory().check();
+  sleep(pool, host());
+  wake(pool);
+  expect_whole(live);
+}
+
+// Every call of the driver fails in turn; whatever was wanted is done, or as before.
+TEST_F(Sleep, AnyCallMayFail) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool, {512, 3 * kMiB});
+  for (const Places& places : {host(), file()}) {
+    for (std::uint64_t n = 1;; ++n) {
+      lab_.driver.fail_nth_call(n, broken());
+      const auto out = going({pool}, places);
+      try {
+        go(*out);
+      } catch (const VmmError&) {
+      } catch (const std::bad_alloc&) {
+      }
+      lab_.memory().check();
+      bool has_failed = lab_.driver.failures() != 0;
+      lab_.driver.clear_failures();
+      if (!has_failed) {  // and on the way back
+        lab_.driver.fail_nth_call(n, broken());
+        try {
+          go(*coming(pool));
+        } catch (const VmmError&) {
+        } catch (const std::bad_alloc&) {
+        }
+        lab_.memory().check();
+        has_failed = lab_.driver.failures() != 0;
+        lab_.driver.clear_failures();
+      }
+      wake(pool);
+      ASSERT_FALSE(pool->is_asleep()) << n;
+      expect_whole(live);
+      if (!has_failed) break;
+    }
+    for (std::uint64_t n = 1;; ++n) {
+      sleep(pool, places);
+      lab_.driver.fail_nth_call(n, broken());
+      try {
+        go(*coming(pool));
+      } catch (const VmmError&) {
+      }
+      lab_.memory().check();
+      const bool has_failed = lab_.driver.failures() != 0;
+      lab_.driver.clear_failures();
+      wake(pool);
+      expect_whole(live);
+      if (!has_failed) break;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace vmm::testing
