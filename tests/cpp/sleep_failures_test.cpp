@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <new>
 #include <vector>
 
 #include "cpp/sleep_lab.h"
@@ -11,17 +10,15 @@
 namespace vmm::testing {
 namespace {
 
-TEST_F(Sleep, WhatStopsItInTheMiddleLeavesItAwakeAndWhole) {
+class SleepFailures : public Sleep {};
+
+TEST_F(SleepFailures, WhatStopsItInTheMiddleLeavesItAwakeAndWhole) {
   for (int at = 1; at < 12; ++at) {
     const auto pool = lab_.pool("a");
     const std::vector<Live> live = fill(*pool);
-    int calls = 0;
-    const Look look = [&] {
-      if (++calls == at) throw VmmError("stopped");
-    };
     bool is_stopped = false;
     try {
-      go(*going({pool}, host()), look);
+      go(*going({pool}, host()), stops_at(at));
     } catch (const VmmError&) {
       is_stopped = true;
     }
@@ -37,16 +34,13 @@ TEST_F(Sleep, WhatStopsItInTheMiddleLeavesItAwakeAndWhole) {
   }
 }
 
-TEST_F(Sleep, AWakeThatIsStoppedIsAsleepAsBefore) {
+TEST_F(SleepFailures, AWakeThatIsStoppedIsAsleepAsBefore) {
   for (int at = 1; at < 20; ++at) {
     const auto pool = lab_.pool("a");
     std::vector<Live> live = fill(*pool);
     sleep(pool, host());
-    int calls = 0;
     try {
-      go(*coming(pool), [&] {
-        if (++calls == at) throw VmmError("stopped");
-      });
+      go(*coming(pool), stops_at(at));
     } catch (const VmmError&) {
       lab_.memory().check();
       EXPECT_TRUE(pool->is_asleep()) << at;
@@ -64,7 +58,7 @@ TEST_F(Sleep, AWakeThatIsStoppedIsAsleepAsBefore) {
   }
 }
 
-TEST_F(Sleep, WhatHadComeBeforeAWakeWasStoppedIsNotSaidToBeThere) {
+TEST_F(SleepFailures, WhatHadComeBeforeAWakeWasStoppedIsNotSaidToBeThere) {
   const auto pool = lab_.pool("a");
   const std::vector<Live> live = fill(*pool, {70 * kMiB});
   sleep(pool, host());
@@ -82,7 +76,7 @@ TEST_F(Sleep, WhatHadComeBeforeAWakeWasStoppedIsNotSaidToBeThere) {
   expect_whole(live);
 }
 
-TEST_F(Sleep, AWayBackThatFailsLeavesItAsleepAndWhole) {
+TEST_F(SleepFailures, AWayBackThatFailsLeavesItAsleepAndWhole) {
   const auto pool = lab_.pool("a");
   const std::vector<Live> live = fill(*pool, {40 * kMiB});
   int calls = 0;
@@ -99,7 +93,7 @@ TEST_F(Sleep, AWayBackThatFailsLeavesItAsleepAndWhole) {
   expect_whole(live);
 }
 
-TEST_F(Sleep, ChunksThatTheDriverKeepsAreStillThePools) {
+TEST_F(SleepFailures, ChunksThatTheDriverKeepsAreStillThePools) {
   const auto pool = lab_.pool("a");
   const std::vector<Live> live = fill(*pool, {512, 20 * kMiB});
   sleep(pool, host());
@@ -114,32 +108,14 @@ TEST_F(Sleep, ChunksThatTheDriverKeepsAreStillThePools) {
 }
 
 // Every call of the driver fails in turn; whatever was wanted is done, or as before.
-TEST_F(Sleep, AnyCallMayFail) {
+TEST_F(SleepFailures, AnyCallMayFail) {
   const auto pool = lab_.pool("a");
   const std::vector<Live> live = fill(*pool, {512, 3 * kMiB});
   for (const Places& places : {host(), file()}) {
     for (std::uint64_t n = 1;; ++n) {
-      lab_.driver.fail_nth_call(n, broken());
       const auto out = going({pool}, places);
-      try {
-        go(*out);
-      } catch (const VmmError&) {
-      } catch (const std::bad_alloc&) {
-      }
-      lab_.memory().check();
-      bool has_failed = lab_.driver.failures() != 0;
-      lab_.driver.clear_failures();
-      if (!has_failed) {  // and on the way back
-        lab_.driver.fail_nth_call(n, broken());
-        try {
-          go(*coming(pool));
-        } catch (const VmmError&) {
-        } catch (const std::bad_alloc&) {
-        }
-        lab_.memory().check();
-        has_failed = lab_.driver.failures() != 0;
-        lab_.driver.clear_failures();
-      }
+      bool has_failed = fails_at(n, [&] { go(*out); });
+      if (!has_failed) has_failed = fails_at(n, [&] { go(*coming(pool)); });  // and on the way back
       wake(pool);
       ASSERT_FALSE(pool->is_asleep()) << n;
       expect_whole(live);
@@ -147,14 +123,7 @@ TEST_F(Sleep, AnyCallMayFail) {
     }
     for (std::uint64_t n = 1;; ++n) {
       sleep(pool, places);
-      lab_.driver.fail_nth_call(n, broken());
-      try {
-        go(*coming(pool));
-      } catch (const VmmError&) {
-      }
-      lab_.memory().check();
-      const bool has_failed = lab_.driver.failures() != 0;
-      lab_.driver.clear_failures();
+      const bool has_failed = fails_at(n, [&] { go(*coming(pool)); });
       wake(pool);
       expect_whole(live);
       if (!has_failed) break;

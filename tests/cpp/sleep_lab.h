@@ -53,9 +53,35 @@ class Sleep : public ::testing::Test {
     return std::make_unique<Transfer>(nullptr,
                                       std::make_unique<Arrival>(sleeper_, lab_.memory().family(*pool), memory));
   }
+  // One goes as the other one comes.
+  std::unique_ptr<Transfer> swapping(const std::shared_ptr<Pool>& out, const std::shared_ptr<Pool>& in,
+                                     const Places& places) {
+    return std::make_unique<Transfer>(
+        std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{out, places}}, false),
+        std::make_unique<Arrival>(sleeper_, PoolList{in}, Arrival::Memory::by_piece));
+  }
   static void go(Transfer& transfer, const Look& look = &look_away) {
     transfer.begin(look);
     transfer.run(look);
+  }
+  // Whoever looks for the `at`-th time stops it.
+  static Look stops_at(int at) {
+    return [at, looks = 0]() mutable {
+      if (++looks == at) throw VmmError("stopped");
+    };
+  }
+  // Does the `n`-th call of the driver fail meanwhile? Whatever that ends, all adds up.
+  template <typename Act>
+  bool fails_at(std::uint64_t n, const Act& act) {
+    lab_.driver.fail_nth_call(n, broken());
+    try {
+      act();
+    } catch (const VmmError&) {
+    }
+    lab_.memory().check();
+    const bool has_failed = lab_.driver.failures() != 0;
+    lab_.driver.clear_failures();
+    return has_failed;
   }
   void sleep(const std::shared_ptr<Pool>& pool, const Places& places, bool release = false) {
     go(*going({pool}, places, release));

@@ -38,11 +38,6 @@ class SleepPacked : public Sleep {
       EXPECT_EQ(wrong, 0U) << "words of " << each.bytes / 2;
     }
   }
-  static std::vector<SealedPiece> pieces(const std::vector<Live>& live) {
-    std::vector<SealedPiece> pieces;
-    for (const Live& each : live) pieces.push_back({each.address, each.bytes, true});
-    return pieces;
-  }
   std::size_t host_bytes() { return sleeper_.host_memory(lab_.memory().budget())->used_bytes(); }
 };
 
@@ -199,9 +194,7 @@ TEST_F(SleepPacked, ASwapNeedsNoMoreThanTheLimit) {
   const std::vector<Live> of_b = weights(*b, {80 * kMiB, 512});
   for (int turn = 0; turn < 3; ++turn) {
     const auto& [out, in] = turn % 2 == 0 ? std::pair(b, a) : std::pair(a, b);
-    Transfer swap(std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{out, packed()}}, false),
-                  std::make_unique<Arrival>(sleeper_, PoolList{in}, Arrival::Memory::by_piece));
-    go(swap);
+    go(*swapping(out, in, packed()));
     lab_.memory().check();
     EXPECT_TRUE(out->is_asleep());
     EXPECT_LE(group->used(), 128 * kMiB);
@@ -218,11 +211,8 @@ TEST_F(SleepPacked, StoppedAnywhereItIsAwakeOrAsleepAndWhole) {
     for (const bool is_back : {false, true}) {
       if (is_back) sleep(pool, packed());
       const auto transfer = is_back ? coming(pool) : going({pool}, packed());
-      int looks = 0;
       try {
-        go(*transfer, [&] {
-          if (++looks == at) throw VmmError("stopped");
-        });
+        go(*transfer, stops_at(at));
       } catch (const VmmError&) {
         EXPECT_EQ(pool->is_asleep(), is_back) << at;
         ++stopped;
@@ -240,15 +230,10 @@ TEST_F(SleepPacked, AnyCallMayFail) {
   const std::vector<Live> live = weights(*pool, {512, kMiB, 3 * kMiB});
   std::uint64_t failed = 0;
   for (std::uint64_t n = 1;; ++n) {
-    lab_.driver.fail_nth_call(n, broken());
-    try {
+    const bool has_failed = fails_at(n, [&] {
       go(*going({pool}, packed()));
       go(*coming(pool));
-    } catch (const VmmError&) {
-    }
-    lab_.memory().check();
-    const bool has_failed = lab_.driver.failures() != 0;
-    lab_.driver.clear_failures();
+    });
     wake(pool);
     ASSERT_FALSE(pool->is_asleep()) << n;
     expect_weights(live);

@@ -331,12 +331,11 @@ TEST_F(Sleep, WhatIsReadOnlyIsSoAgain) {
   const auto pool = lab_.pool("a");
   const auto weights = lab_.memory().tagged(pool, "weights");
   const std::vector<Live> live = fill(*weights);
-  std::vector<SealedPiece> pieces;
-  for (const Live& each : live) pieces.push_back({each.address, each.bytes, true});
+  const std::vector<SealedPiece> sealed = pieces(live);
   Epoch wait_for = kLongAgo;
   do {
     EXPECT_TRUE(lab_.memory().clock().wait(std::exchange(wait_for, kLongAgo)).ok());
-    weights->set_memory_access(pieces, Access::read, &wait_for);
+    weights->set_memory_access(sealed, Access::read, &wait_for);
   } while (wait_for != kLongAgo);
   sleep(pool, host());
   EXPECT_TRUE(weights->is_read_only(live.back().address, live.back().bytes));
@@ -344,7 +343,7 @@ TEST_F(Sleep, WhatIsReadOnlyIsSoAgain) {
   EXPECT_TRUE(weights->is_sealed());
   for (const Live& each : live) EXPECT_TRUE(weights->is_read_only(each.address, each.bytes));
   expect_whole(live);
-  weights->set_memory_access(pieces, Access::read_write, &wait_for);
+  weights->set_memory_access(sealed, Access::read_write, &wait_for);
 }
 
 // ------------------------------------------------------------------------ poison

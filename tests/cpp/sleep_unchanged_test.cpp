@@ -182,12 +182,9 @@ TEST_F(SleepUnchanged, ASleepThatIsStoppedAnywhereLeavesItProvedOrCopied) {
   sleep(model_, host());
   wake(model_);
   for (int stop = 1; stop < 12; ++stop) {
-    int looks = 0;
     const auto transfer = going({model_}, host());
     try {
-      go(*transfer, [&] {
-        if (++looks == stop) throw VmmError("stopped");
-      });
+      go(*transfer, stops_at(stop));
     } catch (const VmmError&) {
       expect_whole(live_);
       continue;
