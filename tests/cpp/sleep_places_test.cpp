@@ -102,60 +102,63 @@ TEST_F(SleepPlaces, NobodyWritesOverALiveBackup) {
   }
 }
 
-// Two groups? No: two devices. A driver that refuses once when the backup ends.
-TEST(SleepOnDevices, ARefusalCostsNoMemoryForEver) {
-  for (const Call call : {Call::release, Call::unmap}) {
+// A model of one device that sleeps on another.
+struct TwoDevices {
+  explicit TwoDevices(std::size_t device_bytes = kGiB) : lab(spec(device_bytes)) {}
+  static LabSpec spec(std::size_t device_bytes) {
     LabSpec spec;
     spec.device_count = 2;
-    Lab lab(spec);
-    DeviceMemory other(lab.driver, lab.space, 1, LabSpec::plain_options());
-    Sleeper sleeper(lab.memory());
-    {
-      const auto model = lab.pool("model");
-      lab.allocate(*model, 8 * kMiB);
-      const Places there{{Place::Kind::device, "", &other}};
-      Transfer out(std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{model, there}}, false), nullptr);
-      out.begin(&look_away);
-      out.run(&look_away);
-      EXPECT_EQ(other.budget().used(), 8 * kMiB);
-      Transfer in(nullptr, std::make_unique<Arrival>(sleeper, PoolList{model}, Arrival::Memory::collected));
-      in.begin(&look_away);
-      lab.driver.fail_nth(call, 1, broken());
-      in.run(&look_away);
-      lab.driver.clear_failures();
-      other.settle(true);
-      other.empty_cache();
-      EXPECT_EQ(other.budget().used(), 0U) << to_string(call);
-    }
+    spec.device_bytes = device_bytes;
+    return spec;
+  }
+  void go() {
+    const Places there{{Place::Kind::device, "", &other}};
+    Transfer out(std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{model, there}}, false), nullptr);
+    out.begin(&look_away);
+    out.run(&look_away);
+  }
+  // `before_it_runs` is called when it has begun.
+  void come(const Look& before_it_runs = &look_away) {
+    Transfer in(nullptr, std::make_unique<Arrival>(sleeper, PoolList{model}, Arrival::Memory::collected));
+    in.begin(&look_away);
+    before_it_runs();
+    in.run(&look_away);
+  }
+
+  Lab lab;
+  DeviceMemory other{lab.driver, lab.space, 1, LabSpec::plain_options()};
+  Sleeper sleeper{lab.memory()};
+  std::shared_ptr<Pool> model = lab.pool("model");
+};
+
+// A driver that refuses once when the backup ends.
+TEST(SleepOnDevices, ARefusalCostsNoMemoryForEver) {
+  for (const Call call : {Call::release, Call::unmap}) {
+    TwoDevices two;
+    two.lab.allocate(*two.model, 8 * kMiB);
+    two.go();
+    EXPECT_EQ(two.other.budget().used(), 8 * kMiB);
+    two.come([&] { two.lab.driver.fail_nth(call, 1, broken()); });
+    two.lab.driver.clear_failures();
+    two.other.settle(true);
+    two.other.empty_cache();
+    EXPECT_EQ(two.other.budget().used(), 0U) << to_string(call);
   }
 }
 
 // A device on which others have memory idle has room for a model that sleeps.
 TEST(SleepOnDevices, WhatIsIdleThereMakesRoom) {
-  LabSpec spec;
-  spec.device_count = 2;
-  spec.device_bytes = 64 * kMiB;
-  Lab lab(spec);
-  DeviceMemory other(lab.driver, lab.space, 1, LabSpec::plain_options());
-  Sleeper sleeper(lab.memory());
-  {
-    const auto model = lab.pool("model");
-    lab.allocate(*model, 16 * kMiB);
-    const auto theirs = other.create_pool(Lab::spec("theirs"), nullptr);
-    DeviceMemory::free(lab.space, other.allocate(*theirs, 60 * kMiB, nullptr));
-    const Places there{{Place::Kind::device, "", &other}};
-    Transfer out(std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{model, there}}, false), nullptr);
-    try {
-      out.begin(&look_away);
-      out.run(&look_away);
-      Transfer in(nullptr, std::make_unique<Arrival>(sleeper, PoolList{model}, Arrival::Memory::collected));
-      in.begin(&look_away);
-      in.run(&look_away);
-    } catch (const OutOfMemoryError& error) {
-      ADD_FAILURE() << error.what();
-    }
-    other.close_pool(*theirs, true);
+  TwoDevices two(64 * kMiB);
+  two.lab.allocate(*two.model, 16 * kMiB);
+  const auto theirs = two.other.create_pool(Lab::spec("theirs"), nullptr);
+  DeviceMemory::free(two.lab.space, two.other.allocate(*theirs, 60 * kMiB, nullptr));
+  try {
+    two.go();
+    two.come();
+  } catch (const OutOfMemoryError& error) {
+    ADD_FAILURE() << error.what();
   }
+  two.other.close_pool(*theirs, true);
 }
 
 // Somebody looks for what ended processes left behind (remove_left_in() of another process)
@@ -292,38 +295,26 @@ TEST_F(SleepPlaces, AForkedChildHasNoLockOfItsParents) {
 
 // Both find what is kept, and neither waits for the other; nor does the model, which wakes.
 TEST(SleepOnDevices, ABackupHasSeveralReaders) {
-  LabSpec spec;
-  spec.device_count = 2;
-  Lab lab(spec);
-  DeviceMemory other(lab.driver, lab.space, 1, LabSpec::plain_options());
-  Sleeper sleeper(lab.memory());
-  {
-    const auto model = lab.pool("model");
-    const Address block = lab.allocate(*model, 4 * kMiB);
-    Lab::fill(block, 4 * kMiB, 1);
-    const Places there{{Place::Kind::device, "", &other}};
-    Transfer out(std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{model, there}}, false), nullptr);
-    out.begin(&look_away);
-    out.run(&look_away);
-    std::vector<std::byte> first(4 * kMiB);
-    std::vector<std::byte> second(4 * kMiB);
-    lab.driver.delay(Call::read, std::chrono::milliseconds(200));
-    const std::size_t reads = lab.driver.count(Call::read);
-    bool is_found = false;
-    std::thread reader([&] { is_found = model->read_kept(block, first.size(), first.data()); });
-    while (lab.driver.count(Call::read) == reads) std::this_thread::yield();
-    EXPECT_TRUE(model->read_kept(block, second.size(), second.data()));
-    Transfer in(nullptr, std::make_unique<Arrival>(sleeper, PoolList{model}, Arrival::Memory::collected));
-    in.begin(&look_away);
-    in.run(&look_away);
-    reader.join();
-    EXPECT_TRUE(is_found);
-    EXPECT_EQ(first, second);
-    EXPECT_TRUE(Lab::holds(block, 4 * kMiB, 1));
-    EXPECT_EQ(std::memcmp(first.data(), reinterpret_cast<const void*>(block), first.size()), 0);
-    EXPECT_FALSE(model->read_kept(block, first.size(), first.data())) << "it is awake";
-    other.empty_cache();
-  }
+  TwoDevices two;
+  const Address block = two.lab.allocate(*two.model, 4 * kMiB);
+  Lab::fill(block, 4 * kMiB, 1);
+  two.go();
+  std::vector<std::byte> first(4 * kMiB);
+  std::vector<std::byte> second(4 * kMiB);
+  two.lab.driver.delay(Call::read, std::chrono::milliseconds(200));
+  const std::size_t reads = two.lab.driver.count(Call::read);
+  bool is_found = false;
+  std::thread reader([&] { is_found = two.model->read_kept(block, first.size(), first.data()); });
+  while (two.lab.driver.count(Call::read) == reads) std::this_thread::yield();
+  EXPECT_TRUE(two.model->read_kept(block, second.size(), second.data()));
+  two.come();
+  reader.join();
+  EXPECT_TRUE(is_found);
+  EXPECT_EQ(first, second);
+  EXPECT_TRUE(Lab::holds(block, 4 * kMiB, 1));
+  EXPECT_EQ(std::memcmp(first.data(), reinterpret_cast<const void*>(block), first.size()), 0);
+  EXPECT_FALSE(two.model->read_kept(block, first.size(), first.data())) << "it is awake";
+  two.other.empty_cache();
 }
 
 }  // namespace
