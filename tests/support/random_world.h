@@ -102,6 +102,9 @@ class RandomWorld {
   void free_live(std::size_t index);
   [[nodiscard]] bool pages_used(std::size_t pool, std::size_t offset, std::size_t size) const;
   void take_pages(std::size_t pool, std::size_t offset, std::size_t size);
+  // `request` returns the offset of what it was given; what it was not must have a reason.
+  template <typename Request>
+  void request_pages(std::size_t pool, std::size_t size, std::uint64_t failures, const Request& request);
   void pages(std::size_t pool, std::uint64_t first, std::uint64_t count, std::uint64_t failures);
   void first_pages(std::size_t pool, std::uint64_t count, std::uint64_t failures);
   void free_page_range(std::size_t index);

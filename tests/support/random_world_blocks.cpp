@@ -73,15 +73,10 @@ void RandomWorld::take_pages(std::size_t pool, std::size_t offset, std::size_t s
   page_ranges_.push_back(range);
 }
 
-void RandomWorld::pages(std::size_t pool, std::uint64_t first, std::uint64_t count, std::uint64_t failures) {
-  const std::size_t page = pools_[pool]->page_size();
-  const std::size_t offset = first % (kCapacity / page) * page;
-  const std::size_t size = std::min((1 + count % 3) * page, kCapacity - offset);
+template <typename Request>
+void RandomWorld::request_pages(std::size_t pool, std::size_t size, std::uint64_t failures, const Request& request) {
   try {
-    memory_->allocate_pages(*pools_[pool], offset, size, stream_of(first));
-    take_pages(pool, offset, size);
-  } catch (const AlreadyMappedError&) {
-    // True whenever the model says so; a pending free may hold pages besides.
+    take_pages(pool, request(), size);
   } catch (const OutOfMemoryError& error) {
     judge_refusal(pool, size, error, failures);
   } catch (const AsleepError&) {
@@ -91,18 +86,24 @@ void RandomWorld::pages(std::size_t pool, std::uint64_t first, std::uint64_t cou
   }
 }
 
+void RandomWorld::pages(std::size_t pool, std::uint64_t first, std::uint64_t count, std::uint64_t failures) {
+  const std::size_t page = pools_[pool]->page_size();
+  const std::size_t offset = first % (kCapacity / page) * page;
+  const std::size_t size = std::min((1 + count % 3) * page, kCapacity - offset);
+  try {
+    request_pages(pool, size, failures, [&] {
+      memory_->allocate_pages(*pools_[pool], offset, size, stream_of(first));
+      return offset;
+    });
+  } catch (const AlreadyMappedError&) {
+    // True whenever the model says so; a pending free may hold pages besides.
+  }
+}
+
 void RandomWorld::first_pages(std::size_t pool, std::uint64_t count, std::uint64_t failures) {
   const std::size_t size = (1 + count % 3) * pools_[pool]->page_size();
-  try {
-    const Address address = memory_->allocate_first(*pools_[pool], size, stream_of(count));
-    take_pages(pool, address - pools_[pool]->base(), size);
-  } catch (const OutOfMemoryError& error) {
-    judge_refusal(pool, size, error, failures);
-  } catch (const AsleepError&) {
-    require(pools_[pool]->is_asleep(), "one that is awake says that it sleeps");
-  } catch (const DriverError&) {
-    require(driver_.failures() != failures, "a driver error without a failing call");
-  }
+  request_pages(pool, size, failures,
+                [&] { return memory_->allocate_first(*pools_[pool], size, stream_of(count)) - pools_[pool]->base(); });
 }
 
 void RandomWorld::free_page_range(std::size_t index) {
