@@ -11,13 +11,12 @@
 #include "support/scripted_driver.h"
 #include "support/stepped_transfer.h"
 #include "support/stream_program.h"
+#include "support/stream_world.h"
 
 namespace vmm::testing {
 namespace {
 
 using Kind = StreamOp::Kind;
-
-constexpr std::uint64_t kTagged = 6;  // the pool of the first model's tag
 
 void expect_kept(const std::vector<StreamOp>& program) { EXPECT_NO_THROW(run_stream_program(program)); }
 
@@ -68,7 +67,7 @@ TEST(StreamSleep, ModelsThatTakeTurnsKeepWhatTheyHold) {
 
 // Weights go and the rest stays; then the rest goes too, and all come back.
 TEST(StreamSleep, ATagSleepsByItself) {
-  expect_kept({{Kind::allocate, kTagged, 4 * kMiB, 1},
+  expect_kept({{Kind::allocate, kTagOfFirst, 4 * kMiB, 1},
                {Kind::use, kNewest, 1, kUseWrites},
                {Kind::allocate, 0, 4 * kMiB, 1},
                {Kind::use, kNewest, 1, kUseWrites},
