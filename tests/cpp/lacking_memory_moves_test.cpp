@@ -188,5 +188,34 @@ TEST(LackingMemoryOfMoves, AChunkWithoutAShelfGoesBackToTheDriver) {
   }
 }
 
+// What is looked at after a free, with no lock held, is given on whatever lacks: else whoever
+// climbs to the last rung would wait for it for ever.
+class LackingMemoryOfDebugMode : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(LackingMemoryOfDebugMode, AFreedBlockIsLookedAtAndGoesOn) {
+  LabSpec spec;
+  spec.options.debug = parse_debug_mode(GetParam());
+  bool failed = true;
+  for (long nth = 0; failed && !HasFailure(); ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Lab lab(spec);
+    const auto pool = lab.pool("a");
+    const Address block = lab.allocate(*pool, 3 * kMiB);
+    failed = false;
+    try {
+      failed = runs_out_at(nth, [&] { lab.free(block); }) || failures_made != 0;
+      if (pool->live_blocks() != 0) lab.free(block);
+    } catch (const VmmError& error) {
+      ADD_FAILURE() << error.what();
+    }
+    lab.memory().settle(/*wait=*/true);
+    EXPECT_FALSE(pool->is_being_judged());
+    EXPECT_EQ(pool->memory_stats().quarantined_bytes, 0U);
+    lab.memory().check();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, LackingMemoryOfDebugMode, ::testing::Values("guard", "canary"));
+
 }  // namespace
 }  // namespace vmm::testing

@@ -103,6 +103,7 @@ Block* BackedSpace::trim_to_request(Block* block, const Request& request, std::s
 }
 
 Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage) {
+  blocks_.prepare(request.tag);  // first: there may be no memory for its bins when it is freed
   const std::size_t first = align_down(offset, kind_.page);
   const std::size_t last = std::min(align_up(offset + request.size, kind_.page), kind_.capacity);
   Extent extent;

@@ -115,19 +115,23 @@ void WatchLog::began(WatchedBlock block) {
   live_.insert_or_assign(block.address, std::move(block));
 }
 
-void WatchLog::freed(Address address) {
+void WatchLog::freed(Address address) noexcept {
   const MutexLock lock(mutex_);
   auto node = live_.extract(address);
   if (node.empty()) return;
   node.mapped().freed = ++frees_;
-  freed_.push_back(std::move(node.mapped()));
+  try {
+    freed_.push_back(std::move(node.mapped()));
+  } catch (const std::bad_alloc&) {
+    return;  // it is not known any more
+  }
   // Of one that is still to be looked at it has to be known whose it was.
   while (freed_.size() > kMostFreed && (freed_.front().is_unmapped || freed_.size() > kMostWaiting)) {
     freed_.pop_front();
   }
 }
 
-void WatchLog::unmapped(Address address) {
+void WatchLog::unmapped(Address address) noexcept {
   const MutexLock lock(mutex_);
   // The oldest: they leave in the order in which they were freed, and from the newest on
   // 64,000 took 7 s.

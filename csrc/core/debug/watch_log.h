@@ -96,9 +96,9 @@ class WatchLog {
 
   // -- What happens ---------------------------------------------------------
   void began(WatchedBlock block) VMM_EXCLUDES(mutex_);
-  void freed(Address address) VMM_EXCLUDES(mutex_);
+  void freed(Address address) noexcept VMM_EXCLUDES(mutex_);
   // A freed one's memory is out of use at its addresses.
-  void unmapped(Address address) VMM_EXCLUDES(mutex_);
+  void unmapped(Address address) noexcept VMM_EXCLUDES(mutex_);
   // Could not be watched: no addresses were left for it.
   void missed() VMM_EXCLUDES(mutex_);
   // Of the block at `address`, live or freed last there, `bytes` around it are wrong. True

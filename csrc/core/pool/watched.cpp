@@ -84,13 +84,22 @@ Status Pool::check_watched() {
     if (watched_.live() == 0 || !space_.is_open()) return {};
     live = watched_.begin_reading(*directory_);
   }
-  // What was queued before they were collected, their patterns too, is done then.
-  const Status status = context_.clock.synchronize();
+  const auto end_reading = [this] {
+    const MutexLock lock(mutex_);
+    watched_.end_reading();
+  };
+  Status status;
+  try {
+    // What was queued before they were collected, their patterns too, is done then.
+    status = context_.clock.synchronize();
+  } catch (...) {
+    end_reading();
+    throw;
+  }
   if (status.ok()) {
     for (const WatchedBlocks::Freed& block : live) WatchedBlocks::judge(context_, base_, block);
   }
-  const MutexLock lock(mutex_);
-  watched_.end_reading();
+  end_reading();
   return status;
 }
 

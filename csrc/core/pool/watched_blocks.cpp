@@ -221,7 +221,7 @@ void WatchedBlocks::free_around(Block* block, const Around& around, Epoch epoch)
   }
 }
 
-void WatchedBlocks::free(Block* block, Epoch epoch) {
+void WatchedBlocks::free(Block* block, Epoch epoch) noexcept {
   const auto found = live_.find(block->offset);
   VMM_CHECK(found != live_.end(), "watched block at ", block->offset);
   const Around around = found->second;
@@ -273,15 +273,19 @@ std::vector<WatchedBlocks::Freed> WatchedBlocks::take_passed() {
   return passed;
 }
 
-void WatchedBlocks::finish(std::span<const Freed> passed) {
-  being_judged_ -= passed.size();
+void WatchedBlocks::finish(std::span<const Freed> passed) noexcept {
   for (const Freed& freed : passed) {
+    --being_judged_;
     const ByteRange range = freed.block->range();
     freed_bytes_ -= range.size;
     space_.blocks().free(freed.block, freed.block->tag, freed.epoch);
     if (freed.behind != nullptr) {
       space_.free_bare(freed.behind);
-      space_.shelve_idle_chunks(range);
+      try {
+        space_.shelve_idle_chunks(range);
+      } catch (const std::bad_alloc&) {
+        // It is idle, and stays where it was: a use of it does not fault.
+      }
     }
     context_.log->unmapped(space_.range().base() + freed.offset);
   }
@@ -300,18 +304,22 @@ std::vector<WatchedBlocks::Freed> WatchedBlocks::begin_reading(const BlockDirect
   return found;
 }
 
-void WatchedBlocks::judge(const PoolContext& context, Address base, const Freed& block) {
+void WatchedBlocks::judge(const PoolContext& context, Address base, const Freed& block) noexcept {
   const Address address = base + block.offset;
   Damage damage;
-  std::vector<std::uint8_t> bytes;
-  const auto look = [&](Address at, std::size_t size, std::ptrdiff_t first) {
-    bytes.resize(size);
-    if (size == 0 || !context.driver.read(context.device, bytes.data(), at, size).ok()) return;
-    count_wrong(bytes, first, &damage);
-  };
-  look(address - block.front, block.front, -static_cast<std::ptrdiff_t>(block.front));
-  look(address + block.requested, block.back, static_cast<std::ptrdiff_t>(block.requested));
-  if (damage.bytes != 0) context.log->damaged(address, damage.first, damage.bytes);
+  try {
+    std::vector<std::uint8_t> bytes;
+    const auto look = [&](Address at, std::size_t size, std::ptrdiff_t first) {
+      bytes.resize(size);
+      if (size == 0 || !context.driver.read(context.device, bytes.data(), at, size).ok()) return;
+      count_wrong(bytes, first, &damage);
+    };
+    look(address - block.front, block.front, -static_cast<std::ptrdiff_t>(block.front));
+    look(address + block.requested, block.back, static_cast<std::ptrdiff_t>(block.requested));
+    if (damage.bytes != 0) context.log->damaged(address, damage.first, damage.bytes);
+  } catch (const std::bad_alloc&) {
+    // Whoever looks has taken it from its pool, and has to give it on.
+  }
 }
 
 }  // namespace vmm

@@ -59,17 +59,17 @@ class WatchedBlocks {
               Grant* grant, Shortage* shortage);
   // Undoes that.
   void untake(Block* block);
-  // Its owner has let go of it. Never throws.
-  void free(Block* block, Epoch epoch);
+  // Its owner has let go of it.
+  void free(Block* block, Epoch epoch) noexcept;
   // Those that nothing uses any more: to be judged with no lock held, and then finished.
   [[nodiscard]] std::vector<Freed> take_passed();
-  void finish(std::span<const Freed> passed);
+  void finish(std::span<const Freed> passed) noexcept;
   // Those that live, for the same; nothing of them goes until end_reading().
   [[nodiscard]] std::vector<Freed> begin_reading(const BlockDirectory& directory);
   void end_reading() { --readers_; }
   // Reads the patterns around one of a pool at `base`, and logs what is wrong with them.
-  // What cannot be read is not judged. With no lock held.
-  static void judge(const PoolContext& context, Address base, const Freed& block);
+  // What cannot be read is not judged, nor for want of memory to. With no lock held.
+  static void judge(const PoolContext& context, Address base, const Freed& block) noexcept;
 
   // -- Of any pool -----------------------------------------------------------------
   [[nodiscard]] bool is_watched(std::size_t offset) const { return !live_.empty() && live_.count(offset) != 0; }
