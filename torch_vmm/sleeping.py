@@ -535,7 +535,7 @@ def _remove_files() -> None:
     with contextlib.suppress(VmmError):  # a forked child: its parent's files are not its own
         for device in _with_files:
             for pool in _C.device(*device).pools():
-                for place in _C.asleep(pool).values():
+                for place in _C.places_of_backups(pool):
                     if os.path.isabs(place):
                         with contextlib.suppress(OSError):
                             os.unlink(place)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <map>
+#include <set>
 #include <tuple>
 
 #include "base/errors.h"
@@ -169,6 +170,13 @@ std::map<std::string, std::string> asleep(const Pool& pool) {
   return found;
 }
 
+// Of all backups that parts of it are in, in words.
+std::set<std::string> places_of_backups(const Pool& pool) {
+  std::set<std::string> found;
+  for (const PoolPtr& member : home_of(pool).family(pool)) found.merge(member->places_of_backups());
+  return found;
+}
+
 bool is_asleep(const Pool& pool) {
   const PoolList members = home_of(pool).family(pool);
   return std::any_of(members.begin(), members.end(), [](const PoolPtr& member) { return member->is_asleep(); });
@@ -209,6 +217,7 @@ void bind_sleep(py::module_& module) {
   module.def("wake", &wake, py::arg("pool"), py::arg("tags"));
   module.def("swap", &swap, py::arg("out"), py::arg("keep"), py::arg("by_tag"), py::arg("into"));
   module.def("asleep", &asleep, py::arg("pool"), WithoutGil());
+  module.def("places_of_backups", &places_of_backups, py::arg("pool"), WithoutGil());
   module.def("is_asleep", &is_asleep, py::arg("pool"), WithoutGil());
 
   module.def(

@@ -113,6 +113,35 @@ def test_a_file_goes_when_the_program_ends(device: str, tmp_path: Path, makes: s
     assert os.listdir(tmp_path) == []
 
 
+def test_all_files_of_a_sleep_that_was_stopped_go_when_the_program_ends(device: str, tmp_path: Path) -> None:
+    done = python(
+        f"""
+        import os, sys, torch, torch_vmm
+        torch_vmm.enable({device!r})
+        shared = torch_vmm.SharedMemoryPool("300MiB", device={device!r})
+        pool, other = shared.register_model("llama"), shared.register_model("other")
+        with pool:
+            tensors = [torch.ones(40 << 20, dtype=torch.uint8, device={device!r}) for _ in range(6)]
+
+        def stop(done, total):
+            if done > 100 << 20:
+                with other:  # what has gone is another's, and cannot come back
+                    sys.held = [torch.empty(100 << 20, dtype=torch.uint8, device={device!r})]
+                raise InterruptedError
+
+        try:
+            pool.sleep({str(tmp_path / "first")!r}, progress=stop)
+        except InterruptedError:
+            pool.sleep({str(tmp_path / "second")!r})
+        sys.circle = [pool, shared, tensors]
+        sys.circle.append(sys.circle)
+        print(len(os.listdir({str(tmp_path)!r})))
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert os.listdir(tmp_path) == []
+
+
 def test_what_wakes_at_the_programs_end_finds_its_file(device: str, tmp_path: Path) -> None:
     done = python(
         f"""
@@ -169,3 +198,21 @@ def test_pinned_memory_is_bounded_and_shared(limited: SharedMemoryPool, tmp_path
     assert [is_numbered(tensor, first) for first, tensor in enumerate(tensors)] == [True, True]
     limited.host_backup_limit = None
     assert limited.host_backup_limit is None
+
+
+def test_a_process_with_few_addresses_sleeps_in_host_memory() -> None:
+    done = python(
+        """
+        import resource, torch, torch_vmm
+        torch_vmm.enable("cpu")
+        pool = torch_vmm.VirtualMemoryPool("64MiB", device="cpu")
+        with pool:
+            x = torch.ones(1000)
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (700 << 20), resource.RLIM_INFINITY))
+        pool.sleep()
+        pool.wake()
+        print(int(x.sum()))
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "1000\n"), done.stderr

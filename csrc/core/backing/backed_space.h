@@ -129,6 +129,7 @@ class BackedSpace {
   };
   // They go where they came from: to the grant, or the group's shelf.
   void put_back(const Backing& backing, Grant* grant);
+  void put_back(Chunk* chunk, Grant* grant);
   // Who may access what is mapped.
   [[nodiscard]] const std::vector<Location>& accessors() const { return accessors_; }
   // `who` too, all that is mapped now and later.
@@ -251,7 +252,6 @@ class BackedSpace {
   void uncover(Extent* extent, std::size_t end);
   Status install(const Backing& backing, const Request& request);
   Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag);
-  void put_back(Chunk* chunk, Grant* grant);
 
   // idle.cpp
   std::vector<IdleChunk> idle_at_once(StreamTag tag, std::size_t at_least);

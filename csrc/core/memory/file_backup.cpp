@@ -9,9 +9,10 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <system_error>
+#include <random>
 
 #include "base/errors.h"
 #include "base/function_ref.h"
@@ -67,9 +68,14 @@ bool is_folder(const std::string& path) {
   return ::stat(path.c_str(), &found) == 0 && S_ISDIR(found.st_mode);
 }
 
+// No other's: containers that share a folder may have processes of one number.
 std::string named_in(const std::string& folder) {
   static std::atomic<unsigned> number{0};
-  return folder + "/torch_vmm-" + std::to_string(::getpid()) + "-" + std::to_string(++number) + ".sleep";
+  std::array<char, 17> random{};
+  std::random_device bits;
+  std::snprintf(random.data(), random.size(), "%08x%08x", bits(), bits());
+  return folder + "/torch_vmm-" + std::to_string(::getpid()) + "-" + random.data() + "-" + std::to_string(++number) +
+         ".sleep";
 }
 
 // Nobody else has it.
@@ -88,13 +94,17 @@ bool is_beside(const std::string& name, const std::string& first) {
 
 // What processes that have ended left behind in a folder: each as large as a model.
 void remove_left_in(const std::filesystem::path& folder, const FunctionRef<bool(const std::string&)>& is_looked_at) {
-  std::error_code unread;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, unread)) {
-    if (!is_looked_at(entry.path().filename().string())) continue;
-    OwnFile file;
-    if (!file.open(entry.path().string(), O_RDONLY | O_NOFOLLOW)) continue;
-    alignas(std::max_align_t) std::array<std::byte, kHeadBytes> page{};
-    if (has_locked(file) && is_ours(file, page.data())) ::unlink(entry.path().c_str());
+  try {
+    // That which asks for no error code: the other ends the process where memory lacks.
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+      if (!is_looked_at(entry.path().filename().string())) continue;
+      OwnFile file;
+      if (!file.open(entry.path().string(), O_RDONLY | O_NOFOLLOW)) continue;
+      alignas(std::max_align_t) std::array<std::byte, kHeadBytes> page{};
+      if (has_locked(file) && is_ours(file, page.data())) ::unlink(entry.path().c_str());
+    }
+  } catch (const std::filesystem::filesystem_error&) {
+    // It cannot be read, or its path is none: whoever makes the file says so.
   }
 }
 
@@ -112,9 +122,8 @@ FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t byte
     : driver_(driver),
       path_(is_folder(path) ? named_in(path) : path),
       process_(::getpid()),
-      staged_(driver, pages_.begin()) {
-  staged_.touch(0, kSlabBytes);
-  staged_.pin();
+      stage_(std::make_unique<Stage>(driver)) {
+  std::byte* const page = stage_->memory.begin();
   const std::size_t slabs = (bytes + kSlabBytes - 1) / kSlabBytes;
   checksums_.resize(slabs);
   if (path_ != path) {
@@ -124,26 +133,26 @@ FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t byte
     const std::string name = named.filename().string();
     remove_left_in(named.parent_path(), [&name](const std::string& other) { return is_beside(other, name); });
   }
-  open();
+  open(page);
   const std::size_t room = file_offset(0) + align_up(bytes, kHeadBytes);
   int error = ::ftruncate(file_.descriptor(), 0) != 0 ? errno : 0;
   if (error == 0) error = ::posix_fallocate(file_.descriptor(), 0, static_cast<off_t>(room));
   if (error == 0) {
-    std::memcpy(staged_.begin(), kMagic.data(), kMagic.size());
-    if (::pwrite(file_.descriptor(), staged_.begin(), kHeadBytes, 0) != static_cast<ssize_t>(kHeadBytes)) error = errno;
+    std::memcpy(page, kMagic.data(), kMagic.size());
+    if (::pwrite(file_.descriptor(), page, kHeadBytes, 0) != static_cast<ssize_t>(kHeadBytes)) error = errno;
   }
   if (error == 0) return;
   ::unlink(path_.c_str());
   fail("no room for a model's " + format_bytes(bytes) + " in", error);
 }
 
-// One of a process that has ended carries our mark and no lock.
-void FileBackup::open() {
+// One of a process that has ended carries our mark and no lock. `page`: to read it to.
+void FileBackup::open(std::byte* page) {
   for (const int direct : {O_DIRECT, 0}) {
     if (!file_.open(path_, O_RDWR | O_CREAT | O_EXCL | direct, S_IRUSR | S_IWUSR) && errno == EEXIST) {
       const bool is_there = file_.open(path_, O_RDWR | direct);
       const bool is_free = is_there && has_locked(file_);
-      if (is_free && is_ours(file_, staged_.begin())) return;
+      if (is_free && is_ours(file_, page)) return;
       if (is_there || errno != EINVAL) {
         throw InvalidArgumentError("the file " + path_ + " exists, and " +
                                    (is_free ? "is no backup of a model" : "is in use") +
@@ -168,47 +177,67 @@ FileBackup::~FileBackup() {
   if (::getpid() == process_) ::unlink(path_.c_str());  // not in a child of a fork
 }
 
-void FileBackup::await_copies() {
-  if (copied_by_.device == nullptr) return;
-  StreamPoint copies({copied_by_});
+FileBackup::Stage::Stage(Driver& driver) : memory(driver, pages.begin()) {
+  memory.touch(0, kSlabBytes);
+  memory.pin();
+}
+
+void FileBackup::Stage::await_copies() {
+  if (copied_by.device == nullptr) return;
+  StreamPoint copies({copied_by});
   throw_if_failed(copies.wait(), "waiting for copies");
-  copied_by_ = {};
+  copied_by = {};
+}
+
+std::size_t FileBackup::size_of(std::size_t index) const {
+  return align_up(std::min(kSlabBytes, end_ - index * kSlabBytes), kHeadBytes);
 }
 
 void FileBackup::write_slab() {
-  if (is_written_) return;
-  await_copies();
-  const std::size_t begin = slab_ * kSlabBytes;
-  const std::size_t size = align_up(std::min(kSlabBytes, end_ - begin), kHeadBytes);
-  checksums_[slab_] = checksum(staged_.begin(), size);
+  if (stage_ == nullptr || stage_->is_written) return;
+  stage_->await_copies();
+  const std::size_t slab = stage_->slab;
+  const std::size_t size = size_of(slab);
+  const std::byte* const from = stage_->memory.begin();
+  checksums_[slab] = checksum(from, size);
   for (std::size_t done = 0; done < size;) {
-    const auto at = static_cast<off_t>(file_offset(slab_) + done);
-    const ssize_t written = ::pwrite(file_.descriptor(), staged_.begin() + done, size - done, at);
+    const auto at = static_cast<off_t>(file_offset(slab) + done);
+    const ssize_t written = ::pwrite(file_.descriptor(), from + done, size - done, at);
     if (written < 0 && errno == EINTR) continue;
     if (written <= 0) fail("writing a model's memory to", written < 0 ? errno : ENOSPC);
     done += static_cast<std::size_t>(written);
   }
-  is_written_ = true;
+  stage_->is_written = true;
 }
 
-void FileBackup::read_slab(std::size_t index) {
-  if (slab_ == index) return;
-  write_slab();
-  await_copies();
-  slab_ = kNoSlab;
-  const std::size_t size = align_up(std::min(kSlabBytes, end_ - index * kSlabBytes), kHeadBytes);
+FileBackup::Stage& FileBackup::staged(std::size_t index) {
+  for (const StagePtr* stage : {&unwritten_, &stage_}) {
+    if (*stage != nullptr && (*stage)->slab == index) return **stage;
+  }
+  try {
+    write_slab();
+  } catch (const VmmError&) {
+    // Nobody needs it in the file where all of it is to come back.
+    unwritten_ = std::move(stage_);
+  }
+  if (stage_ == nullptr) stage_ = std::make_unique<Stage>(driver_);
+  stage_->await_copies();
+  stage_->slab = kNoSlab;
+  std::byte* const to = stage_->memory.begin();
+  const std::size_t size = size_of(index);
   for (std::size_t done = 0; done < size;) {
-    const ssize_t got =
-        ::pread(file_.descriptor(), staged_.begin() + done, size - done, static_cast<off_t>(file_offset(index) + done));
+    const auto at = static_cast<off_t>(file_offset(index) + done);
+    const ssize_t got = ::pread(file_.descriptor(), to + done, size - done, at);
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) fail("reading a model's memory from", got < 0 ? errno : EIO);
     done += static_cast<std::size_t>(got);
   }
-  if (checksum(staged_.begin(), size) != checksums_[index]) {
+  if (checksum(to, size) != checksums_[index]) {
     throw VmmError("the " + format_bytes(size) + " at " + std::to_string(file_offset(index)) + " of " + path_ +
                    " are not what was written there: the checksum differs");
   }
-  slab_ = index;
+  stage_->slab = index;
+  return *stage_;
 }
 
 void FileBackup::save(std::size_t at, Address from, std::size_t size, const StreamUse& by) {
@@ -217,14 +246,15 @@ void FileBackup::save(std::size_t at, Address from, std::size_t size, const Stre
     const std::size_t index = (at + done) / kSlabBytes;
     const std::size_t within = (at + done) % kSlabBytes;
     const std::size_t piece = std::min(size - done, kSlabBytes - within);
-    if (slab_ != index) {
+    if (stage_->slab != index) {
       write_slab();
-      slab_ = index;
+      stage_->slab = index;
     }
-    is_written_ = false;
-    copied_by_ = by;
-    throw_if_failed(driver_.copy_async(by.device->device(), staged_.address() + within, from + done, piece, by.stream),
-                    "saving a model in " + path_);
+    stage_->is_written = false;
+    stage_->copied_by = by;
+    throw_if_failed(
+        driver_.copy_async(by.device->device(), stage_->memory.address() + within, from + done, piece, by.stream),
+        "saving a model in " + path_);
     done += piece;
     end_ = std::max(end_, at + done);
   }
@@ -233,6 +263,7 @@ void FileBackup::save(std::size_t at, Address from, std::size_t size, const Stre
 void FileBackup::finish() {
   const MutexLock lock(mutex_);
   write_slab();
+  stage_.reset();
 }
 
 void FileBackup::load(std::size_t at, Address to, std::size_t size, const StreamUse& by) {
@@ -240,24 +271,27 @@ void FileBackup::load(std::size_t at, Address to, std::size_t size, const Stream
   for (std::size_t done = 0; done < size;) {
     const std::size_t within = (at + done) % kSlabBytes;
     const std::size_t piece = std::min(size - done, kSlabBytes - within);
-    read_slab((at + done) / kSlabBytes);
-    copied_by_ = by;
-    throw_if_failed(driver_.copy_async(by.device->device(), to + done, staged_.address() + within, piece, by.stream),
-                    "loading a model from " + path_);
+    Stage& from = staged((at + done) / kSlabBytes);
+    from.copied_by = by;
+    throw_if_failed(
+        driver_.copy_async(by.device->device(), to + done, from.memory.address() + within, piece, by.stream),
+        "loading a model from " + path_);
     done += piece;
   }
 }
 
 void FileBackup::read(std::size_t at, std::byte* to, std::size_t size) {
   const MutexLock lock(mutex_);
+  const bool is_awaited = stage_ != nullptr;  // by who loads
   for (std::size_t done = 0; done < size;) {
     const std::size_t within = (at + done) % kSlabBytes;
     const std::size_t piece = std::min(size - done, kSlabBytes - within);
-    read_slab((at + done) / kSlabBytes);
-    await_copies();
-    std::memcpy(to + done, staged_.begin() + within, piece);
+    Stage& from = staged((at + done) / kSlabBytes);
+    from.await_copies();
+    std::memcpy(to + done, from.memory.begin() + within, piece);
     done += piece;
   }
+  if (!is_awaited) stage_.reset();
 }
 
 }  // namespace vmm

@@ -35,23 +35,36 @@ class FileBackup final : public Backup {
   static constexpr std::size_t kSlabBytes = PinnedMemory::kSlabBytes;
   static constexpr std::size_t kNoSlab = ~std::size_t{0};
 
-  void open();
+  // Pinned memory between the file and the device, for one slab.
+  struct Stage {
+    explicit Stage(Driver& driver);
+    Stage(const Stage&) = delete;
+    Stage& operator=(const Stage&) = delete;
+    void await_copies();
+
+    ZeroPages pages{kSlabBytes};
+    PinnedMemory::Slab memory;  // of these
+    std::size_t slab = kNoSlab;
+    bool is_written = true;  // it is in the file
+    StreamUse copied_by;     // on which there are copies of it; of no device: none
+  };
+  using StagePtr = std::unique_ptr<Stage>;
+
+  void open(std::byte* page);
   void write_slab() VMM_REQUIRES(mutex_);
-  void read_slab(std::size_t index) VMM_REQUIRES(mutex_);
-  void await_copies() VMM_REQUIRES(mutex_);
+  // One that holds the slab, read from the file where need be.
+  Stage& staged(std::size_t index) VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t size_of(std::size_t index) const VMM_REQUIRES(mutex_);  // bytes in the file
   [[noreturn]] void fail(const std::string& doing, int error) const;
 
   Driver& driver_;
   std::string path_;
   OwnFile file_;
   const int process_;
-  ZeroPages pages_{kSlabBytes};
-  PinnedMemory::Slab staged_;  // of these
-  Mutex mutex_;                // waits for the disk and for copies of its own: nobody else has it
-  std::size_t slab_ VMM_GUARDED_BY(mutex_) = kNoSlab;  // what `staged_` holds
-  bool is_written_ VMM_GUARDED_BY(mutex_) = true;      // it is in the file
-  std::size_t end_ VMM_GUARDED_BY(mutex_) = 0;         // of what was saved, in bytes
-  StreamUse copied_by_ VMM_GUARDED_BY(mutex_);         // on which there are copies of `staged_`; of no device: none
+  Mutex mutex_;                                 // waits for the disk and for copies of its own: nobody else has it
+  StagePtr stage_ VMM_GUARDED_BY(mutex_);       // while something is saved or loaded
+  StagePtr unwritten_ VMM_GUARDED_BY(mutex_);   // the last slab, which the disk would not take
+  std::size_t end_ VMM_GUARDED_BY(mutex_) = 0;  // of what was saved, in bytes
   std::vector<std::uint32_t> checksums_ VMM_GUARDED_BY(mutex_);  // by slab, of those that are written
 };
 

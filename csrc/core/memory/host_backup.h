@@ -15,7 +15,7 @@ class HostBackup final : public Backup {
                                           std::size_t bytes);
 
   void save(std::size_t at, Address from, std::size_t size, const StreamUse& by) override;
-  void finish() override {}
+  void finish() override { slabs_.finish(); }
   void load(std::size_t at, Address to, std::size_t size, const StreamUse& by) override;
   [[nodiscard]] std::string place() const override { return "host"; }
   [[nodiscard]] bool may_be_kept() const override { return true; }

@@ -33,7 +33,7 @@ class PackedBackup final : public Backup {
 
   // REQUIRES: room was taken; one of the contents, unchanged (else what comes back is neither).
   void save(std::size_t at, Address from, std::size_t size, const StreamUse& by) override;
-  void finish() override {}
+  void finish() override { slabs_.finish(); }
   void load(std::size_t at, Address to, std::size_t size, const StreamUse& by) override;
   void read(std::size_t at, std::byte* to, std::size_t size) override;
   [[nodiscard]] std::string place() const override { return "host, packed"; }

@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <new>
 #include <utility>
+
+#include "base/errors.h"
 
 namespace vmm {
 
@@ -32,17 +35,31 @@ PinnedMemory::Slab::~Slab() {
 }
 
 // Nobody else's pages: a child of a fork has none of them.
+void PinnedMemory::reserve_region() {
+  places_.reserve(reserved_ + kRegionBytes / kSlabBytes);  // end() asks for no memory
+  regions_.reserve(regions_.size() + 1);
+  for (std::size_t bytes = kRegionBytes; bytes >= kSlabBytes; bytes /= 2) {
+    try {
+      regions_.push_back(std::make_unique<ZeroPages>(bytes));
+    } catch (const std::bad_alloc&) {
+      continue;
+    }
+    reserved_ += bytes / kSlabBytes;
+    std::byte* const begin = regions_.back()->begin();
+    ::madvise(begin, bytes, MADV_HUGEPAGE);  // a kernel without has small ones
+    ::madvise(begin, bytes, MADV_DONTFORK);
+    for (std::size_t at = bytes; at != 0; at -= kSlabBytes) places_.push_back(begin + at - kSlabBytes);
+    return;
+  }
+  throw OutOfMemoryError(
+      "the process may have no " + format_bytes(kSlabBytes) +
+          " of addresses more (ulimit -v, or strict overcommit) for what is to sleep in the host's " + "memory",
+      kSlabBytes, 0, kUnlimited, "host");
+}
+
 std::byte* PinnedMemory::take_place() {
   const MutexLock lock(mutex_);
-  if (places_.empty()) {
-    places_.reserve((regions_.size() + 1) * (kRegionBytes / kSlabBytes));  // end() asks for no memory
-    regions_.reserve(regions_.size() + 1);
-    regions_.push_back(std::make_unique<ZeroPages>(kRegionBytes));
-    std::byte* const begin = regions_.back()->begin();
-    ::madvise(begin, kRegionBytes, MADV_HUGEPAGE);  // a kernel without has small ones
-    ::madvise(begin, kRegionBytes, MADV_DONTFORK);
-    for (std::size_t at = kRegionBytes; at != 0; at -= kSlabBytes) places_.push_back(begin + at - kSlabBytes);
-  }
+  if (places_.empty()) reserve_region();
   std::byte* const place = places_.back();
   places_.pop_back();
   return place;

@@ -56,7 +56,8 @@ class PinnedMemory {
   // pointers for those that are yet to be made, by make(). False where that would be above the
   // limit.
   bool take(std::size_t count, std::vector<SlabPtr>* slabs) VMM_EXCLUDES(mutex_);
-  // A slab without pages. REQUIRES: taken, as a null pointer. Throws std::bad_alloc.
+  // A slab without pages. REQUIRES: taken, as a null pointer. Throws OutOfMemoryError where the
+  // process has no addresses left for it, std::bad_alloc.
   SlabPtr make() VMM_EXCLUDES(mutex_);
   // Pins a slab, all of which was touched. Takes milliseconds.
   void pin(Slab& slab) VMM_EXCLUDES(pinning_);
@@ -74,11 +75,12 @@ class PinnedMemory {
   [[nodiscard]] std::size_t unused_bytes() const VMM_EXCLUDES(mutex_);
 
  private:
-  // Addresses are reserved so many at a time: each change of the process's mappings stops all
-  // who touch or pin pages.
+  // Addresses are reserved so many at a time, or half of that, and so on, where the process may
+  // have no more: each change of the process's mappings stops all who touch or pin pages.
   static constexpr std::size_t kRegionBytes = kGiB;
 
   std::byte* take_place() VMM_EXCLUDES(mutex_);
+  void reserve_region() VMM_REQUIRES(mutex_);
   std::vector<SlabPtr> take_excess(std::size_t most) VMM_REQUIRES(mutex_);
   void end(std::vector<SlabPtr> slabs) noexcept VMM_EXCLUDES(mutex_);
 
@@ -86,6 +88,7 @@ class PinnedMemory {
   Mutex pinning_;        // a leaf: the driver pins one at a time, and others touch meanwhile
   mutable Mutex mutex_;  // a leaf
   std::vector<std::unique_ptr<ZeroPages>> regions_ VMM_GUARDED_BY(mutex_);
+  std::size_t reserved_ VMM_GUARDED_BY(mutex_) = 0;        // slabs that fit into these
   std::vector<std::byte*> places_ VMM_GUARDED_BY(mutex_);  // of these, where no slab is
   std::size_t limit_ VMM_GUARDED_BY(mutex_) = kUnlimited;
   std::size_t used_ VMM_GUARDED_BY(mutex_) = 0;  // slabs

@@ -26,7 +26,7 @@ PinnedSlabs::~PinnedSlabs() {
     is_ending_ = true;
   }
   changed_.notify_all();
-  for (std::thread& worker : workers_) worker.join();
+  finish();
   const MutexLock lock(mutex_);
   memory_->put_back(std::move(slabs_));
 }
@@ -85,6 +85,11 @@ void PinnedSlabs::start_workers(std::size_t count) {
   } catch (const std::system_error&) {
     pin();
   }
+}
+
+void PinnedSlabs::finish() {
+  for (std::thread& worker : workers_) worker.join();
+  workers_.clear();
 }
 
 void PinnedSlabs::touch() {

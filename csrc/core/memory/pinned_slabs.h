@@ -27,6 +27,8 @@ class PinnedSlabs {
   bool grow_to(std::size_t bytes) VMM_EXCLUDES(mutex_);
   // Waits for it where it is not ready.
   const PinnedMemory::Slab& slab(std::size_t index) VMM_EXCLUDES(mutex_);
+  // Waits for all of them: then it has no threads, whose stacks would stay as long as it does.
+  void finish();
 
  private:
   // A slab that is yet to be made ready.

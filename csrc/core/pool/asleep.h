@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <string>
@@ -24,6 +25,9 @@ struct PlaceOfChunk {
   bool is_read_only = false;  // for everybody: it is to be so again
   bool is_withheld = false;   // from whoever registers segments
   bool is_poisoned = false;   // what is thrown away of it comes back as kPoisonByte, over and over
+  [[nodiscard]] bool is_like(const PlaceOfChunk& other) const {  // but for its size
+    return is_read_only == other.is_read_only && is_withheld == other.is_withheld && is_poisoned == other.is_poisoned;
+  }
 };
 
 // A chunk that is to leave or to come back, and what of it is kept.
@@ -54,6 +58,19 @@ struct Asleep {
   std::map<std::size_t, Chunk*> collected;   // to stand there, and not mapped yet
   KeptRanges kept;                           // of what has gone, and of what comes, until all is there
   std::vector<ByteRange> to_seal;            // chunks that are mapped, once what they hold has arrived
+
+  // Chunks in `range` are not to be read-only when they come back.
+  void let_write(ByteRange range) {
+    for (auto at = gone.lower_bound(range.offset); at != gone.end() && at->first < range.end(); ++at) {
+      at->second.is_read_only = false;
+    }
+    std::erase_if(to_seal,
+                  [range](const ByteRange& each) { return each.offset >= range.offset && each.end() <= range.end(); });
+  }
+  // The place that `offset`, where there is no memory, lies in. REQUIRES: there is one.
+  [[nodiscard]] const PlaceOfChunk& place_at(std::size_t offset) const {
+    return std::prev(gone.upper_bound(offset))->second;
+  }
 };
 
 }  // namespace vmm

@@ -19,17 +19,23 @@ std::vector<KeptRange> KeptRanges::within(ByteRange range) const {
   return found;
 }
 
-bool KeptRanges::any_in(const std::string& place) const {
-  return std::any_of(by_offset_.begin(), by_offset_.end(),
-                     [&place](const auto& entry) { return entry.second.backup->place() == place; });
+std::set<std::string> KeptRanges::places() const {
+  std::set<std::string> found;
+  const Backup* latest = nullptr;
+  for (const auto& [offset, range] : by_offset_) {
+    if (range.backup.get() != latest) found.insert(range.backup->place());
+    latest = range.backup.get();
+  }
+  return found;
 }
 
-void KeptRanges::cut_to(const std::vector<ByteRange>& wanted) {
+KeptRanges KeptRanges::cut_to(const std::vector<ByteRange>& wanted) {
   KeptRanges left;
   for (const ByteRange& range : wanted) {
     for (const KeptRange& part : within(range)) left.add(part);
   }
   by_offset_.swap(left.by_offset_);
+  return left;
 }
 
 std::vector<ByteRange> KeptRanges::missing(ByteRange range) const {

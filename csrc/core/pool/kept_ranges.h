@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -38,10 +39,11 @@ class KeptRanges {
   [[nodiscard]] std::vector<KeptRange> within(ByteRange range) const;
   // The stretches of `range` that are not there.
   [[nodiscard]] std::vector<ByteRange> missing(ByteRange range) const;
-  // Only what lies in `wanted`, by offset, stays. Throws std::bad_alloc, and nothing has changed.
-  void cut_to(const std::vector<ByteRange>& wanted);
-  // Whether any is in a backup there.
-  [[nodiscard]] bool any_in(const std::string& place) const;
+  // Only what lies in `wanted`, by offset, stays. Returns what there was: with it a backup may
+  // end. Throws std::bad_alloc, and nothing has changed.
+  [[nodiscard]] KeptRanges cut_to(const std::vector<ByteRange>& wanted);
+  // Of the backups that they are in.
+  [[nodiscard]] std::set<std::string> places() const;
   // Any of them, or nullptr.
   [[nodiscard]] const KeptRange* any() const { return by_offset_.empty() ? nullptr : &by_offset_.begin()->second; }
 

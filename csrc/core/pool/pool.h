@@ -12,7 +12,9 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -180,8 +182,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void note_place(const std::string& place) VMM_EXCLUDES(mutex_);
   // Copies what is kept of [address, address + size) to plain memory; false: not all of it is.
   bool read_kept(Address address, std::size_t size, std::byte* to) VMM_EXCLUDES(mutex_);
-  // Whether contents of it are in a backup there.
-  [[nodiscard]] bool keeps_in(const std::string& place) const VMM_EXCLUDES(mutex_);
+  // Of the backups that contents of it are in.
+  [[nodiscard]] std::set<std::string> places_of_backups() const VMM_EXCLUDES(mutex_);
   // "host", a path, ... or "" where it is awake.
   [[nodiscard]] std::string asleep_where() const VMM_EXCLUDES(mutex_);
 
@@ -513,12 +515,13 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
 
   // asleep.cpp
   void count_slabs(SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
-  Status send_away(ByteRange range, const PlaceOfChunk& place) VMM_REQUIRES(mutex_);
+  Status send_away(ByteRange range, bool is_poisoned) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::vector<ByteRange> contents() const VMM_REQUIRES(mutex_);
   bool collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
       VMM_REQUIRES(mutex_);
   Status empty(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
   void forget_unused() VMM_REQUIRES(mutex_);
+  void join_broken_up() VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const VMM_REQUIRES(mutex_);
   [[nodiscard]] Unchanged unchanged_now() const VMM_REQUIRES(mutex_);
   void withhold_gone(ByteRange of_block, bool are_pages) VMM_REQUIRES(mutex_);
@@ -577,6 +580,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::unique_ptr<Asleep> asleep_ VMM_GUARDED_BY(mutex_);  // nullptr: it is awake
   Unchanged unchanged_ VMM_GUARDED_BY(mutex_);
+  std::map<std::size_t, std::size_t> broken_up_ VMM_GUARDED_BY(mutex_);  // sizes, by offset: see join_broken_up()
   std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;  // times_locked() when inactive_split was worked out
   Peaks own_peaks_;
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts

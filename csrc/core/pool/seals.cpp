@@ -106,8 +106,15 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& p
 
 void Pool::undo_read_only(const std::vector<ByteRange>& stretches) noexcept {
   const MutexLock lock(mutex_);
+  if (!space_.is_open()) return;
+  MappedRange& range = space_.range();
   for (const ByteRange& stretch : stretches) {
-    for (const Location& who : space_.accessors()) space_.range().set_access(stretch, who, Access::read_write).ignore();
+    // One by one: some may have gone to sleep since.
+    for (auto at = range.from(stretch.offset); at != range.live().end() && at->first < stretch.end(); ++at) {
+      const ByteRange chunk{at->first, at->second.chunk->size};
+      for (const Location& who : space_.accessors()) range.set_access(chunk, who, Access::read_write).ignore();
+    }
+    if (asleep_ != nullptr) asleep_->let_write(stretch);
   }
   may_return_again(stretches);
   note_sealed();

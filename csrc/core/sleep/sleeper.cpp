@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -146,6 +147,8 @@ std::shared_ptr<Backup> Sleeper::make_backup(const Places& places, const std::ve
     } catch (const InvalidArgumentError&) {
       throw;  // a mistake, and not for want of room
     } catch (const VmmError&) {
+      if (std::next(place) == places.end()) throw;
+    } catch (const std::bad_alloc&) {
       if (std::next(place) == places.end()) throw;
     }
   }

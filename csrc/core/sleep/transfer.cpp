@@ -135,8 +135,9 @@ Places Departure::places_beside_others(std::size_t part) const {
   for (Place& place : places) {
     if (place.kind != Place::Kind::file) continue;
     const std::string named = place.path;
-    for (int number = 2; std::any_of(family.begin(), family.end(),
-                                     [&place](const auto& member) { return member->keeps_in(place.path); });
+    for (int number = 2;
+         std::any_of(family.begin(), family.end(),
+                     [&place](const auto& member) { return member->places_of_backups().count(place.path) != 0; });
          ++number) {
       place.path = FileBackup::beside(named, number);
     }
@@ -363,6 +364,12 @@ bool Arrival::collect(const Piece& piece, bool is_on_its_way) {
   Pool& pool = *mine_[piece.part];
   Shortage shortage;
   if (places.empty() || pool.try_collect(places, nullptr, &shortage) != 0) return true;
+  // What others have let go of may be enough, in chunks of other sizes.
+  ChunkStore& store = sleeper_.memory().store();
+  const std::size_t room = store.shelved_bytes(pool.group()) + pool.budget().headroom();
+  if (room >= shortage.bytes && store.trim(pool.group(), 0) != 0 && pool.try_collect(places, nullptr, &shortage) != 0) {
+    return true;
+  }
   if (is_on_its_way) return false;
   sleeper_.memory().collect_to_wake(pool, places);
   return true;

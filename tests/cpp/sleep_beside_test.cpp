@@ -1,0 +1,253 @@
+// What others do, and what runs out, beside a model that sleeps or is on its way.
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <chrono>
+#include <csignal>
+#include <fstream>
+#include <future>
+#include <map>
+#include <utility>
+
+#include "core/faces/seals.h"
+#include "cpp/sleep_lab.h"
+
+namespace vmm::testing {
+namespace {
+
+// Who registers segments with a library.
+class Registrar final : public PoolObserver {
+ public:
+  void on_event(const Pool& /*pool*/, PoolEvent event, Address at, std::size_t bytes,
+                Stream /*stream*/) noexcept override {
+    if (event == PoolEvent::segment_alloc) segments_.emplace(at, bytes);
+    if (event == PoolEvent::segment_free) segments_.erase(at);
+  }
+  void look_at(const Pool& pool) {
+    for (const SegmentSnapshot& segment : pool.snapshot(SnapshotGrain::chunk)) {
+      segments_.emplace(segment.address, segment.total_size);
+    }
+  }
+  // None that the block lies in, or one that it lies in whole.
+  [[nodiscard]] bool knows_all_or_nothing_of(Address at, std::size_t bytes) const {
+    bool touches = false;
+    for (const auto& [begin, size] : segments_) {
+      if (begin <= at && at + bytes <= begin + size) return true;
+      touches = touches || (begin < at + bytes && at < begin + size);
+    }
+    return !touches;
+  }
+
+ private:
+  std::map<Address, std::size_t> segments_;
+};
+
+class SleepBeside : public Sleep {
+ protected:
+  static constexpr std::size_t kBroken = 10 * kMiB;
+  // Six chunks of 4 MiB, and a block over three of them.
+  Address broken_block(Pool& pool) {
+    for (std::size_t k = 0; k < 6; ++k) lab_.memory().allocate_pages(pool, k * 4 * kMiB, 4 * kMiB, nullptr);
+    lab_.memory().deallocate_pages(pool, 0, 24 * kMiB);
+    lab_.memory().settle(/*wait=*/true);
+    const Address broken = lab_.allocate(pool, kBroken);
+    EXPECT_GT(pool.chunks_under(broken, kBroken).size(), 1U);
+    return broken;
+  }
+  // Somebody begins to register segments when it is looked at for the `at`-th time.
+  [[nodiscard]] Look registers_at(int at, const Pool& pool) {
+    return [this, at, &pool, looks = 0]() mutable {
+      if (++looks == at) register_now(pool);
+    };
+  }
+  void register_now(const Pool& pool) {
+    lab_.memory().keep_blocks_within_chunks();
+    lab_.memory().set_observer(&registrar_);
+    registrar_.look_at(pool);
+    has_registered_ = true;
+  }
+  ~SleepBeside() override { lab_.memory().set_observer(nullptr); }
+
+  Registrar registrar_;
+  bool has_registered_ = false;
+};
+
+// NCCL compares nothing: a block that is registered in one chunk of several gave wrong numbers.
+TEST_F(SleepBeside, WhoeverRegistersSegmentsMayComeWhileItGoes) {
+  const auto pool = lab_.pool("a");
+  const Address broken = broken_block(*pool);
+  go(*going({pool}, host()), registers_at(1, *pool));
+  go(*coming(pool));
+  EXPECT_TRUE(has_registered_);
+  EXPECT_TRUE(registrar_.knows_all_or_nothing_of(broken, kBroken));
+}
+
+class SleepBesideAtLook : public SleepBeside, public ::testing::WithParamInterface<int> {};
+
+TEST_P(SleepBesideAtLook, WhoeverRegistersSegmentsMayComeWhileItWakes) {
+  const auto pool = lab_.pool("a");
+  const Address broken = broken_block(*pool);
+  go(*going({pool}, host()));
+  go(*coming(pool), registers_at(GetParam(), *pool));
+  EXPECT_TRUE(has_registered_);
+  EXPECT_TRUE(registrar_.knows_all_or_nothing_of(broken, kBroken));
+}
+
+INSTANTIATE_TEST_SUITE_P(, SleepBesideAtLook, ::testing::Range(1, 4));
+
+TEST_F(SleepBeside, ASealThatFailsLeavesNothingSealed) {
+  const auto model = lab_.pool("a");
+  const auto one = lab_.memory().tagged(model, "one");
+  const auto two = lab_.memory().tagged(model, "two");
+  const std::vector<Live> live{{lab_.allocate(*one, 20 * kMiB), 20 * kMiB, 3},
+                               {lab_.allocate(*two, 20 * kMiB), 20 * kMiB, 4}};
+  for (const Live& each : live) Lab::fill(each.address, each.bytes, each.seed);
+  lab_.meet(stream(0x10));
+  lab_.driver.hold_fences(stream(0x10));
+  bool has_slept = false;
+  lab_.driver.before(Call::wait, [&] {
+    if (has_slept || !one->is_read_only(live[0].address, live[0].bytes)) return;
+    has_slept = true;  // between the one and the other
+    go(*going({model}, host()));
+  });
+  EXPECT_THROW(seal_pages(lab_.memory(), *model, pieces(live)), AsleepError);
+  lab_.driver.before(Call::wait, nullptr);
+  lab_.driver.release_fences();
+  ASSERT_TRUE(has_slept);
+  wake(model);
+  for (const auto& [part, block] : {std::pair(one, live[0]), std::pair(two, live[1])}) {
+    EXPECT_FALSE(part->is_read_only(block.address, block.bytes)) << "a write would fault";
+    Lab::fill(block.address, block.bytes, block.seed);
+  }
+  expect_whole(live);
+}
+
+// A file as large as a model is unlinked then, or threads are joined.
+TEST_F(SleepBeside, ABackupEndsWithNoLockHeld) {
+  const auto pool = lab_.pool("a");
+  const Address block = lab_.allocate(*pool, 20 * kMiB);
+  for (const Places& places : {host(), file()}) {
+    sleep(pool, places);
+    sleeper_.host_memory(lab_.memory().budget())->set_limit(0);  // what ends is unpinned
+    if (pool->live_blocks() != 0) lab_.free(block);
+    bool is_locked = false;
+    lab_.driver.before(Call::unpin, [&] {
+      auto asked = std::async(std::launch::async, [&] { return pool->is_asleep(); });
+      is_locked = asked.wait_for(std::chrono::seconds(2)) != std::future_status::ready;
+    });
+    go(*coming(pool));
+    lab_.driver.before(Call::unpin, nullptr);
+    EXPECT_FALSE(is_locked);
+    sleeper_.host_memory(lab_.memory().budget())->set_limit(kUnlimited);
+  }
+}
+
+// What was written and what is staged is all there, and so is the room.
+TEST_F(SleepBeside, ADiskThatTakesNoMoreWritesGivesBackWhatItHas) {
+  const auto former = std::signal(SIGXFSZ, SIG_IGN);
+  const auto pool = lab_.pool("a");
+  std::vector<Live> live;
+  for (std::uint64_t k = 1; k <= 6; ++k) {
+    live.push_back({lab_.allocate(*pool, 40 * kMiB), 40 * kMiB, k});
+    Lab::fill(live.back().address, live.back().bytes, k);
+  }
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit less{70 * kMiB, before.rlim_max};
+  const auto takes_no_more = [&less, looks = 0]() mutable {
+    if (++looks == 3) ::setrlimit(RLIMIT_FSIZE, &less);
+  };
+  EXPECT_THROW(go(*going({pool}, file()), takes_no_more), VmmError);
+  EXPECT_FALSE(pool->is_asleep()) << "it is awake again";
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, former);
+  if (pool->is_asleep()) wake(pool);
+  expect_whole(live);
+}
+
+std::size_t count_mappings() {
+  std::ifstream maps("/proc/self/maps");
+  std::size_t lines = 0;
+  for (std::string line; std::getline(maps, line);) ++lines;
+  return lines;
+}
+
+// A thread that has ended has its stack until it is joined.
+TEST_F(SleepBeside, WhatSleepsKeepsNoThreads) {
+  std::vector<std::shared_ptr<Pool>> pools;
+  for (int k = 0; k < 20; ++k) {
+    pools.push_back(lab_.pool("model " + std::to_string(k)));
+    lab_.allocate(*pools.back(), 2 * kMiB);
+  }
+  sleep(pools[0], host());
+  const std::size_t before = count_mappings();
+  for (std::size_t k = 1; k < pools.size(); ++k) go(*going({pools[k]}, host()));
+  EXPECT_LT(count_mappings(), before + pools.size());
+}
+
+// The host is short where a file is chosen.
+TEST_F(SleepBeside, AModelInAFileHoldsNoPinnedMemory) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool);
+  const auto pinned = [this] { return lab_.driver.count(Call::pin) - lab_.driver.count(Call::unpin); };
+  const std::size_t before = pinned();
+  sleep(pool, file());
+  EXPECT_EQ(pinned(), before);
+  std::vector<std::byte> read(live.back().bytes);
+  EXPECT_TRUE(pool->read_kept(live.back().address, read.size(), read.data()));
+  EXPECT_EQ(pinned(), before) << "after a look at what it keeps";
+  wake(pool);
+  EXPECT_EQ(pinned(), before);
+  expect_whole(live);
+}
+
+// Under one limit, the other one in pages of 2 MiB: each has the chunks that it wants, and what
+// was made of smaller ones once is whole again.
+TEST(SleepInTurns, ChunksDoNotGetSmallerForGood) {
+  constexpr std::size_t kBytes = 160 * kMiB;
+  Lab lab;
+  Sleeper sleeper(lab.memory());
+  const Places to_host{Place{}};
+  {
+    const auto limit = lab.memory().create_group("g", 200 * kMiB);
+    const auto a = lab.pool(Lab::spec("a"), limit.get());
+    PoolSpec spec = Lab::spec("b");
+    spec.page_size = kPage;
+    const auto b = lab.pool(spec, limit.get());
+    const auto swap = [&](const std::shared_ptr<Pool>& out, const std::shared_ptr<Pool>& in) {
+      Transfer transfer(
+          out == nullptr
+              ? nullptr
+              : std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{out, to_host}}, in == nullptr),
+          in == nullptr ? nullptr : std::make_unique<Arrival>(sleeper, PoolList{in}, Arrival::Memory::by_piece));
+      transfer.begin(&look_away);
+      transfer.run(&look_away);
+      lab.memory().check();
+    };
+    const Address of_a = lab.allocate(*a, kBytes);
+    Lab::fill(of_a, kBytes, 1);
+    const auto chunks = [&] { return a->chunks_under(of_a, kBytes).size(); };
+    const std::size_t before = chunks();
+    swap(a, nullptr);
+    const Address of_b = lab.allocate(*b, kBytes);
+    Lab::fill(of_b, kBytes, 2);
+    for (int k = 0; k < 4; ++k) {
+      swap(b, a);
+      EXPECT_LE(chunks(), 4 * before);
+      EXPECT_TRUE(Lab::holds(of_a, kBytes, 1));
+      swap(a, b);
+      EXPECT_TRUE(Lab::holds(of_b, kBytes, 2));
+    }
+    lab.free(of_b);
+    lab.memory().close_pool(*b, true);
+    lab.memory().empty_cache();
+    swap(nullptr, a);
+    EXPECT_EQ(chunks(), before) << "alone, with nothing on any shelf";
+    EXPECT_TRUE(Lab::holds(of_a, kBytes, 1));
+    lab.free(of_a);
+  }
+  lab.close();
+}
+
+}  // namespace
+}  // namespace vmm::testing
