@@ -74,9 +74,12 @@ def test_its_bound_is_in_the_error(make_shared: MakeShared) -> None:
     model = shared.register_model("model", spill="host")
     kept = tensor_in(model, 60 * MIB)
     spilled = tensor_in(model, 20 * MIB)
-    with pytest.raises(torch.OutOfMemoryError, match=r"spilled memory of .*: limit 32 MiB, mapped 20 MiB"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"spilled memory of .*: limit 32 MiB, mapped 20 MiB") as refused:
         tensor_in(model, 20 * MIB)
-    del kept, spilled
+    assert "raise spill_limit by 8 MiB" in str(refused.value)
+    shared.spill_limit = "40MiB"
+    more = tensor_in(model, 20 * MIB)
+    del kept, spilled, more
 
 
 @pytest.mark.parametrize("spill", ["disk", "", 1, True])

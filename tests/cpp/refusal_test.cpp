@@ -29,6 +29,15 @@ TEST(Refusal, AdvisesToFreeWhatIsMissingOrToRaiseTheLimitByIt) {
   EXPECT_EQ(advice_for(full, by_limit()), "free tensors of 8 MiB or raise the limit of shared pool 1 by 8 MiB");
 }
 
+TEST(Refusal, AdvisesToSpillMore) {
+  Refusal full = refusal(12 * kMiB, 4 * kMiB, 32 * kMiB);
+  full.holders = {{"qwen", 28 * kMiB}};
+  RefusalCause cause = by_limit();
+  cause.spill = 2 * kMiB;
+  EXPECT_EQ(advice_for(full, cause),
+            "free tensors of 8 MiB, raise the limit of shared pool 1 by 8 MiB, or raise spill_limit by 2 MiB");
+}
+
 TEST(Refusal, WhatIsAdvisedIsEnough) {
   Refusal full = refusal(8 * kMiB + 1, 0, 32 * kMiB);
   full.holders = {{"qwen", 32 * kMiB}};

@@ -69,6 +69,7 @@ std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
       (!device_is_known || refusal.limit + std::max(missing, std::size_t{1}) <= cause.device_total)) {
     ways.push_back("raise the limit of " + cause.limit_name + (missing == 0 ? "" : " by " + at_least(missing)));
   }
+  if (cause.spill != 0) ways.push_back("raise spill_limit by " + at_least(cause.spill));
   std::size_t named = 0;
   for (const Holder& holder : refusal.holders) {
     if (holder.floor == 0 || ++named > kMostNamed) continue;

@@ -109,7 +109,10 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
   if (asker.model().spills()) {
     const Budget& spilled = spill_group_of(asker.group());
     cause.limits += "; " + spilled.name() + ": ";
-    if (spilled.limit() != kUnlimited) cause.limits += "limit " + format_bytes(spilled.limit()) + ", ";
+    if (spilled.limit() != kUnlimited) {
+      cause.limits += "limit " + format_bytes(spilled.limit()) + ", ";
+      if (climb.stream.has_value() && asker.is_ordinary()) cause.spill = bytes - std::min(bytes, spilled.room());
+    }
     cause.limits += "mapped " + format_bytes(spilled.used());
   }
   MemoryInfo info;
