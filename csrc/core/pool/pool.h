@@ -513,7 +513,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   Address allocate_watched_locked(std::size_t bytes, Stream stream, const std::shared_ptr<const std::string>& stack,
                                   Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
 
-  // asleep.cpp
+  // going_to_sleep.cpp, waking.cpp, asleep.cpp
   void count_slabs(SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   Status send_away(ByteRange range, bool is_poisoned) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::vector<ByteRange> contents() const VMM_REQUIRES(mutex_);

@@ -1,0 +1,305 @@
+// Pool: on its way back: what is to come, chunks for it, and each place as it is filled.
+#include <algorithm>
+#include <iterator>
+#include <span>
+#include <utility>
+
+#include "base/check.h"
+#include "core/memory/chunk_store.h"
+#include "core/memory/grant.h"
+#include "core/options.h"
+#include "core/pool/asleep.h"
+#include "core/pool/pool.h"
+
+namespace vmm {
+
+namespace {
+
+// Chunks that may stand where one stood.
+constexpr std::size_t kMostPieces = 4;
+
+}  // namespace
+
+// Chunks of which nothing is used any more need not come back: their addresses are bare.
+void Pool::forget_unused() {
+  for (auto at = asleep_->gone.begin(); at != asleep_->gone.end();) {
+    const ByteRange range{at->first, at->second.size};
+    if (!space_.is_free(range)) {
+      ++at;
+      continue;
+    }
+    std::vector<Piece> pieces;
+    Block* const bare = space_.take_range(range, BlockState::retired, &pieces);
+    space_.blocks().remove_border(range.offset);  // first: it is one with the bare space below it
+    space_.blocks().free(bare, kNeutral, kLongAgo);
+    at = asleep_->gone.erase(at);
+  }
+}
+
+// Where a chunk came back as several it is wanted whole again, as soon as all of them have
+// gone: else a model that takes turns would have ever more, ever smaller ones.
+void Pool::join_broken_up() {
+  std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
+  for (auto at = broken_up_.begin(); at != broken_up_.end();) {
+    const ByteRange whole{at->first, at->second};
+    const auto first = gone.find(whole.offset);
+    auto last = first;  // behind those that lie side by side from there on
+    std::size_t end = whole.offset;
+    for (; last != gone.end() && last->first == end && end < whole.end(); ++last) {
+      if (!last->second.is_like(first->second)) break;
+      end += last->second.size;
+    }
+    if (end == whole.end()) {
+      gone.erase(std::next(first), last);
+      first->second.size = whole.size;
+    } else if (space_.range().covering(end) != space_.range().live().end()) {
+      ++at;  // some of it is still there, as a sleep or a wake was stopped
+      continue;
+    }
+    at = broken_up_.erase(at);
+  }
+}
+
+std::vector<LeavingChunk> Pool::plan_wake() {
+  KeptRanges ended;  // their backups end with no lock held
+  const MutexLock lock(mutex_);
+  std::vector<LeavingChunk> wanted;
+  if (asleep_ == nullptr || !space_.is_open()) return wanted;
+  settle_locked();
+  if (!space_.is_pinned()) {
+    give_up_spare_slabs();
+    forget_unused();
+    ended = asleep_->kept.cut_to(contents());  // what has been freed does not come back
+  }
+  join_broken_up();
+  const auto want = [&](std::size_t offset, const PlaceOfChunk& place, bool is_there) VMM_REQUIRES(mutex_) {
+    LeavingChunk chunk{offset, place, {}, {}, is_there};
+    for (const KeptRange& each : asleep_->kept.within(chunk.range())) chunk.kept.push_back({each.offset, each.size});
+    if (!is_there || !chunk.kept.empty()) wanted.push_back(std::move(chunk));
+  };
+  for (const auto& [offset, place] : asleep_->gone) want(offset, place, false);
+  // Those that the driver would not unmap again when a wake was stopped.
+  for (const auto& [offset, mapping] : space_.range().live()) {
+    const ByteRange range{offset, mapping.chunk->size};
+    want(offset, {range.size, is_to_be_read_only(range, mapping), mapping.is_withheld}, true);
+  }
+  const auto is_of_slab = [this](const LeavingChunk& chunk) VMM_REQUIRES(mutex_) {
+    const Block* const block = space_.blocks().covering(chunk.offset);
+    return block != nullptr && block->state == BlockState::slab;
+  };
+  std::stable_partition(wanted.begin(), wanted.end(), is_of_slab);
+  return wanted;
+}
+
+Status Pool::let_go_again(const LeavingChunk& place) {
+  const MutexLock lock(mutex_);
+  if (!space_.is_open() || asleep_ == nullptr) return {};
+  Status first;
+  for (auto at = space_.range().from(place.offset);
+       at != space_.range().live().end() && at->first < place.range().end();) {
+    const ByteRange range{at->first, at->second.chunk->size};
+    ++at;  // before it is taken out
+    const Status status = send_away(range, place.place.is_poisoned);
+    if (!status.ok() && first.ok()) first = status;
+  }
+  return first;
+}
+
+// A chunk for each place: of its size where there is one, granted or on the shelf; else made,
+// or up to kMostPieces that are smaller where blocks may lie over their borders: each costs a
+// mapping at every wake, and 300 of 2 MiB for 13 made one of discarded contents take 0.9 s for 0.4.
+bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage) {
+  const bool is_exact = kind_.is_uniform || kind_.no_split || keeps_within_chunks();
+  Budget* full = nullptr;
+  std::vector<PlacedChunk>& placements = backing->placements;
+  std::size_t size_of_place = 0;
+  const auto take = [&](std::size_t offset, std::size_t size, bool exact) VMM_REQUIRES(mutex_) -> std::size_t {
+    placements.push_back({offset, nullptr});  // first: what is taken has its place
+    Chunk*& chunk = placements.back().chunk;
+    if (grant != nullptr) chunk = grant->chunks.take_at_most(size, exact);
+    if (chunk == nullptr && full == nullptr) chunk = context_.store.take_at_most(group_, budget_, size, exact, &full);
+    if (chunk != nullptr && chunk->size * kMostPieces >= size_of_place) return chunk->size;
+    if (chunk != nullptr) space_.put_back(chunk, grant);
+    placements.pop_back();
+    return 0;
+  };
+  std::vector<ByteRange> unmet;
+  for (const LeavingChunk& each : places) {
+    size_of_place = each.place.size;
+    if (take(each.offset, each.place.size, /*exact=*/true) == 0) unmet.push_back({each.offset, each.place.size});
+  }
+  std::size_t missing = 0;
+  for (ByteRange& place : unmet) {
+    size_of_place = place.size;
+    for (std::size_t took = 1; !is_exact && took != 0 && place.size != 0;) {
+      took = take(place.offset, place.size, /*exact=*/false);
+      place = {place.offset + took, place.size - took};
+    }
+    missing += place.size;
+  }
+  placements.reserve(placements.size() + unmet.size());
+  const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, missing);
+  if (Budget* const refused = budget_.charge(missing - prepaid)) {
+    *shortage = {missing - prepaid, refused, {}};
+    return false;
+  }
+  if (grant != nullptr) grant->prepaid_bytes -= prepaid;
+  Status status;
+  for (const ByteRange& each : unmet) {
+    if (each.size == 0) continue;
+    placements.push_back({each.offset, nullptr});
+    try {
+      status = context_.store.create_prepaid(context_.store.spec(each.size), budget_, &placements.back().chunk);
+    } catch (...) {
+      budget_.refund(missing);
+      throw;
+    }
+    if (!status.ok()) {
+      budget_.refund(missing);
+      *shortage = Shortage::of_driver(missing, status);
+      return false;
+    }
+    missing -= each.size;
+  }
+  return true;
+}
+
+Address Pool::try_collect(std::span<const LeavingChunk> places, Grant* grant, Shortage* shortage) {
+  const MutexLock lock(mutex_);
+  if (!space_.is_open() || asleep_ == nullptr) return base_;
+  Backing backing;
+  try {
+    if (collect_to_wake(places, grant, &backing, shortage)) {
+      for (const PlacedChunk& each : backing.placements) asleep_->collected.emplace(each.offset, each.chunk);
+      return base_;
+    }
+  } catch (...) {
+    for (const PlacedChunk& each : backing.placements) asleep_->collected.erase(each.offset);
+    space_.put_back(backing, grant);
+    throw;
+  }
+  space_.put_back(backing, grant);
+  return 0;
+}
+
+void Pool::put_back_collected() {
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr) return;
+  for (const auto& [offset, chunk] : asleep_->collected) context_.store.put(group_, chunk);
+  asleep_->collected.clear();
+}
+
+Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by, Epoch* wait_for) {
+  const MutexLock lock(mutex_);
+  if (!space_.is_open() || asleep_ == nullptr) return {};
+  if (place.is_there) {  // it may have lost its rights when it was not unmapped
+    std::vector<ByteRange>& to_seal = asleep_->to_seal;
+    const bool is_noted = std::find(to_seal.begin(), to_seal.end(), place.range()) != to_seal.end();
+    if (place.place.is_read_only && !is_noted) to_seal.push_back(place.range());
+    for (const Location& who : space_.accessors()) {
+      if (const Status status = space_.range().set_access(place.range(), who, Access::read_write); !status.ok())
+        return status;
+    }
+    return {};
+  }
+  std::vector<PlacedChunk> placements;
+  const auto end = asleep_->collected.lower_bound(place.range().end());
+  for (auto at = asleep_->collected.lower_bound(place.offset); at != end; ++at) {
+    placements.push_back({at->first, at->second});
+    *wait_for = std::max(*wait_for, at->second->last_use);
+  }
+  // The GPU waits, where it can be made to.
+  if (!context_.clock.order_before(filled_by, *wait_for).ok()) return {};
+  *wait_for = kLongAgo;
+  asleep_->to_seal.reserve(asleep_->to_seal.size() + placements.size());
+  const bool is_broken_up = placements.size() > 1;
+  const bool keeps_within = keeps_within_chunks();
+  if (is_broken_up) broken_up_.insert_or_assign(place.offset, place.place.size);
+  // Each chunk is gone by itself from now on: the place may be several's.
+  for (const PlacedChunk& each : placements) {
+    PlaceOfChunk of_chunk = asleep_->place_at(each.offset);  // others may have registered it since it was planned
+    // Blocks lie over the borders that there were none of.
+    of_chunk.is_withheld = of_chunk.is_withheld || (is_broken_up && keeps_within);
+    const ByteRange rest{each.offset + each.chunk->size, of_chunk.size - each.chunk->size};
+    of_chunk.size = each.chunk->size;
+    if (rest.size != 0) {
+      PlaceOfChunk of_rest = of_chunk;
+      of_rest.size = rest.size;
+      asleep_->gone.insert_or_assign(rest.offset, of_rest);
+    }
+    asleep_->gone.insert_or_assign(each.offset, of_chunk);
+    if (keeps_within) space_.blocks().add_border(each.offset);
+  }
+  Status status = space_.range().map(placements, space_.accessors());
+  if (status.ok()) status = empty(placements, place.place.is_poisoned, filled_by.stream);
+  // What is mapped is the pool's, also where that failed: whoever asked undoes it.
+  for (const auto& [offset, chunk] : placements) {
+    if (space_.range().live().count(offset) == 0) continue;
+    const PlaceOfChunk as_it_was = asleep_->place_at(offset);
+    asleep_->collected.erase(offset);
+    asleep_->gone.erase(offset);
+    chunk->content.store(id_, std::memory_order_relaxed);
+    chunk->last_use = kLongAgo;
+    if (as_it_was.is_withheld) space_.range().withhold(offset);
+    if (as_it_was.is_read_only) asleep_->to_seal.push_back({offset, chunk->size});
+    mapped({offset, chunk}, filled_by.stream);
+  }
+  return status;
+}
+
+// Memory that wakes reads as zero, or as poison, where no content comes to it: nobody else's is
+// seen, nor what was thrown away.
+Status Pool::empty(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) {
+  for (const auto& [offset, chunk] : placements) {
+    const OwnerId content = chunk->content.load(std::memory_order_relaxed);
+    const bool may_stay = !asleep_->is_discarded && !kind_.is_range && (content == id_ || !context_.options.scrub);
+    if (!is_poisoned && (content == kNobody || may_stay)) continue;
+    const std::uint8_t byte = is_poisoned ? kPoisonByte : 0;
+    if (const Status status = context_.driver.fill_async(context_.device, base_ + offset, byte, chunk->size, stream);
+        !status.ok()) {
+      return status;
+    }
+  }
+  return {};
+}
+
+std::vector<KeptRange> Pool::kept_in(ByteRange range) const {
+  const MutexLock lock(mutex_);
+  return asleep_ == nullptr ? std::vector<KeptRange>() : asleep_->kept.within(range);
+}
+
+Status Pool::arrived(const LeavingChunk& chunk) {
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr || !space_.is_open()) return {};
+  for (auto at = asleep_->to_seal.begin(); at != asleep_->to_seal.end();) {
+    if (at->offset < chunk.offset || at->end() > chunk.range().end()) {
+      ++at;
+      continue;
+    }
+    if (const Status status = leave_no_writable_place({*at}); !status.ok()) return status;
+    for (const Location& who : space_.accessors()) {
+      if (const Status status = space_.range().set_access(*at, who, Access::read); !status.ok()) return status;
+    }
+    at = asleep_->to_seal.erase(at);
+  }
+  return {};
+}
+
+void Pool::end_sleep() {
+  std::unique_ptr<Asleep> ended;  // backups end with no lock held
+  Unchanged former;
+  const MutexLock lock(mutex_);
+  if (asleep_ == nullptr) return;
+  Unchanged unchanged = unchanged_now();
+  former = std::exchange(unchanged_, std::move(unchanged));
+  VMM_CHECK(asleep_->gone.empty() && asleep_->collected.empty(), "pool '", name_, "' wakes without ",
+            asleep_->gone.size(), " chunks");
+  count_slabs(SizeClass::large_pool, SizeClass::small_pool);
+  ended = std::move(asleep_);
+  space_.hold(false);
+  if (!space_.is_open() || is_retired()) return;
+  life_.store(Life::open, std::memory_order_release);
+  note_sealed();
+}
+
+}  // namespace vmm
