@@ -201,6 +201,179 @@ TEST_F(SleepBeside, AModelInAFileHoldsNoPinnedMemory) {
   expect_whole(live);
 }
 
+TEST_F(SleepBeside, WhatOfAModelStaysInAFileHoldsNoPinnedMemory) {
+  const auto model = lab_.pool("a");
+  const auto one = lab_.memory().tagged(model, "one");
+  const auto two = lab_.memory().tagged(model, "two");
+  const std::vector<Live> live{{lab_.allocate(*one, 20 * kMiB), 20 * kMiB, 3},
+                               {lab_.allocate(*two, 20 * kMiB), 20 * kMiB, 4}};
+  for (const Live& each : live) Lab::fill(each.address, each.bytes, each.seed);
+  const auto pinned = [this] { return lab_.driver.count(Call::pin) - lab_.driver.count(Call::unpin); };
+  sleep(model, file());
+  EXPECT_THROW(go(*coming(model), stops_at(4)), VmmError);
+  EXPECT_EQ(pinned(), 0U) << "after a wake that was stopped";
+  Transfer of_one(nullptr, std::make_unique<Arrival>(sleeper_, PoolList{one}, Arrival::Memory::collected));
+  go(of_one);
+  EXPECT_EQ(pinned(), 0U) << "one tag is awake, and the other sleeps on";
+  flip_a_bit((folder_ / "model").string());
+  std::vector<std::byte> bytes(live[1].bytes);
+  bool has_failed = false;
+  try {
+    two->read_kept(live[1].address, bytes.size(), bytes.data());
+  } catch (const VmmError&) {
+    has_failed = true;
+  }
+  EXPECT_EQ(pinned(), 0U) << "after a look" << (has_failed ? " in vain" : "");
+  flip_a_bit((folder_ / "model").string());
+  wake(model);
+  expect_whole(live);
+}
+
+// A model of 160 MiB in one chunk, which comes back as 64 + 64 + 32 where the other's rest.
+class SleepInPieces : public SleepBeside {
+ protected:
+  static constexpr std::size_t kBytes = 160 * kMiB;
+  void make(std::size_t limit) {
+    limit_ = lab_.memory().create_group("g", limit);
+    a_ = lab_.pool(Lab::spec("a"), limit_.get());
+    PoolSpec spec = Lab::spec("b");
+    spec.page_size = 64 * kMiB;
+    b_ = lab_.pool(spec, limit_.get());
+  }
+  void shelve_pages(Pool& of, std::size_t bytes) {
+    lab_.memory().allocate_pages(of, 0, bytes, nullptr);
+    lab_.memory().deallocate_pages(of, 0, bytes);
+    lab_.memory().settle(/*wait=*/true);
+    of.shed(0);
+  }
+  // Two blocks of a tag's space, each over chunks of its own once it has come back in pieces.
+  std::shared_ptr<Pool> tag_in_pieces(std::vector<Live>* live) {
+    make(kGiB);
+    auto tag = lab_.memory().tagged(a_, "one");
+    lab_.leave_idle(*tag, kBytes);
+    live->push_back({lab_.allocate(*tag, 64 * kMiB), 64 * kMiB, 3});
+    live->push_back({lab_.allocate(*tag, 96 * kMiB), 96 * kMiB, 4});
+    for (const Live& each : *live) Lab::fill(each.address, each.bytes, each.seed);
+    go(*going({a_}, host(), /*release=*/true));
+    shelve_pages(*b_, 128 * kMiB);
+    limit_->set_limit(170 * kMiB);
+    go(*coming(a_));
+    limit_->set_limit(kGiB);
+    return tag;
+  }
+
+  std::shared_ptr<Budget> limit_;
+  std::shared_ptr<Pool> a_;
+  std::shared_ptr<Pool> b_;
+};
+
+TEST_F(SleepInPieces, WhatWasSealedByItselfIsUnsealedByItself) {
+  std::vector<Live> live;
+  const auto tag = tag_in_pieces(&live);
+  seal_pages(lab_.memory(), *a_, pieces({live[0]}));
+  seal_pages(lab_.memory(), *a_, pieces({live[1]}));
+  go(*going({a_}, host(), /*release=*/true));
+  go(*coming(a_));
+  EXPECT_TRUE(tag->is_read_only(live[0].address, live[0].bytes));
+  EXPECT_NO_THROW(unseal_pages(lab_.memory(), *a_, pieces({live[0]})));
+  unseal_pages(lab_.memory(), *a_, pieces(live));
+  expect_whole(live);
+}
+
+TEST_F(SleepInPieces, ASealThatFailsLeavesOnlySealedWhatWasBefore) {
+  std::vector<Live> live;
+  const auto tag = tag_in_pieces(&live);
+  const auto other = lab_.memory().tagged(a_, "two");
+  live.push_back({lab_.allocate(*other, 20 * kMiB), 20 * kMiB, 5});
+  Lab::fill(live[2].address, live[2].bytes, live[2].seed);
+  seal_pages(lab_.memory(), *a_, pieces({live[0]}));
+  lab_.meet(stream(0x10));
+  lab_.driver.hold_fences(stream(0x10));
+  bool has_slept = false;
+  lab_.driver.before(Call::wait, [&] {
+    if (has_slept || !tag->is_read_only(live[1].address, live[1].bytes)) return;
+    has_slept = true;
+    go(*going({a_}, host(), /*release=*/true));
+    const auto stopped = coming(a_);
+    EXPECT_THROW(go(*stopped, stops_at(2)), VmmError);
+  });
+  EXPECT_THROW(seal_pages(lab_.memory(), *a_, pieces({live[1], live[2]})), AsleepError);
+  lab_.driver.before(Call::wait, nullptr);
+  lab_.driver.release_fences();
+  ASSERT_TRUE(has_slept);
+  wake(a_);
+  EXPECT_TRUE(tag->is_read_only(live[0].address, live[0].bytes));
+  EXPECT_FALSE(tag->has_read_only(live[1].address, live[1].bytes)) << "a write would fault";
+  expect_whole(live);
+}
+
+TEST_F(SleepInPieces, ChunksOfSeveralSizesStandForOne) {
+  make(kBytes);
+  PoolSpec spec = Lab::spec("c");
+  spec.page_size = 32 * kMiB;
+  const auto c = lab_.pool(spec, limit_.get());
+  lab_.allocate(*a_, kBytes);
+  sleep(a_, host(), /*release=*/true);
+  shelve_pages(*b_, 128 * kMiB);
+  shelve_pages(*c, 32 * kMiB);
+  const std::uint64_t created = lab_.driver.count(Call::create);
+  wake(a_);
+  EXPECT_EQ(lab_.driver.count(Call::create), created);
+}
+
+// Their borders stay, over which free space does not coalesce: in one chunk they would be in
+// the way.
+TEST_F(SleepInPieces, ChunksThatHaveComeToBeBordersStayAsTheyAre) {
+  make(170 * kMiB);
+  const Address block = lab_.allocate(*a_, kBytes);
+  sleep(a_, host(), /*release=*/true);
+  shelve_pages(*b_, 128 * kMiB);
+  go(*coming(a_), [&, looks = 0]() mutable {
+    if (++looks == 2) lab_.memory().keep_blocks_within_chunks();
+  });
+  sleep(a_, host(), /*release=*/true);
+  wake(a_);
+  EXPECT_EQ(a_->chunks_under(block, kBytes).size(), 3U);
+}
+
+// Slabs come first and leave last: room for the first piece is made of what fits later ones.
+TEST(SleepInTurns, ASwapOfLikesHardlyAsksTheDriverForMemory) {
+  constexpr std::size_t kChunk = 4 * kMiB;
+  constexpr std::size_t kCount = 60;
+  Lab lab;
+  Sleeper sleeper(lab.memory());
+  {
+    const auto limit = lab.memory().create_group("g", kCount * kChunk + kPage);
+    const auto a = lab.pool(Lab::spec("a"), limit.get());
+    const auto b = lab.pool(Lab::spec("b"), limit.get());
+    const auto swap = [&](const std::shared_ptr<Pool>& out, const std::shared_ptr<Pool>& in) {
+      Transfer transfer(
+          std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{out, Places{Place{}}}}, false),
+          in == nullptr ? nullptr : std::make_unique<Arrival>(sleeper, PoolList{in}, Arrival::Memory::by_piece));
+      transfer.begin(&look_away);
+      transfer.run(&look_away);
+      lab.memory().check();
+    };
+    const auto fill = [&](Pool& pool) {
+      for (std::size_t k = 0; k < kCount; ++k) lab.memory().allocate_pages(pool, k * kChunk, kChunk, nullptr);
+      return lab.allocate(pool, 512);  // a slab
+    };
+    const Address of_a = fill(*a);
+    swap(a, nullptr);
+    const Address of_b = fill(*b);
+    swap(b, a);
+    swap(a, b);
+    const std::uint64_t created = lab.driver.count(Call::create);
+    swap(b, a);
+    swap(a, b);
+    EXPECT_LE(lab.driver.count(Call::create) - created, kCount / 10);
+    swap(b, a);
+    lab.free(of_a);
+    lab.free(of_b);
+  }
+  lab.close();
+}
+
 // Under one limit, the other one in pages of 2 MiB: each has the chunks that it wants, and what
 // was made of smaller ones once is whole again.
 TEST(SleepInTurns, ChunksDoNotGetSmallerForGood) {

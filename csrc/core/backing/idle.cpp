@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
-#include <new>
 #include <optional>
 #include <set>
 #include <utility>
@@ -12,7 +11,6 @@
 #include "base/errors.h"
 #include "core/backing/backed_space.h"
 #include "core/memory/chunk_store.h"
-#include "core/memory/grant.h"
 
 namespace vmm {
 

@@ -4,7 +4,6 @@
 
 #include "base/errors.h"
 #include "core/backing/backed_space.h"
-#include "core/memory/grant.h"
 
 namespace vmm {
 

@@ -40,11 +40,11 @@
 
 #include "base/function_ref.h"
 #include "base/sync.h"
+#include "core/backing/shortage.h"
 #include "core/cache/block_caches.h"
 #include "core/device/pool_registry.h"
 #include "core/device/reclaim_log.h"
 #include "core/memory/dormant_mappings.h"
-#include "core/backing/shortage.h"
 #include "driver/driver.h"
 
 namespace vmm {

@@ -32,6 +32,8 @@ class Backup {
   virtual void finish() = 0;
   // Copies [at, at + size) to [to, to + size), on the stream `by`: done as above.
   virtual void load(std::size_t at, Address to, std::size_t size, const StreamUse& by) = 0;
+  // No more is loaded for a while: what it holds for that, it gives back.
+  virtual void rest() noexcept {}
   // Copies [at, at + size) to plain memory.
   virtual void read(std::size_t at, std::byte* to, std::size_t size) = 0;
   // Whether it may stay once all has been loaded, so that what nobody has written to need not

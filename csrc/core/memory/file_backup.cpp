@@ -280,9 +280,30 @@ void FileBackup::load(std::size_t at, Address to, std::size_t size, const Stream
   }
 }
 
+void FileBackup::rest() noexcept {
+  const MutexLock lock(mutex_);
+  if (stage_ == nullptr || !stage_->is_written) return;
+  try {
+    stage_->await_copies();  // another part's
+    stage_.reset();
+  } catch (...) {
+    // It is there for whoever loads next.
+  }
+}
+
 void FileBackup::read(std::size_t at, std::byte* to, std::size_t size) {
   const MutexLock lock(mutex_);
   const bool is_awaited = stage_ != nullptr;  // by who loads
+  try {
+    read_staged(at, to, size);
+  } catch (...) {
+    if (!is_awaited) stage_.reset();
+    throw;
+  }
+  if (!is_awaited) stage_.reset();
+}
+
+void FileBackup::read_staged(std::size_t at, std::byte* to, std::size_t size) {
   for (std::size_t done = 0; done < size;) {
     const std::size_t within = (at + done) % kSlabBytes;
     const std::size_t piece = std::min(size - done, kSlabBytes - within);
@@ -291,7 +312,6 @@ void FileBackup::read(std::size_t at, std::byte* to, std::size_t size) {
     std::memcpy(to + done, from.memory.begin() + within, piece);
     done += piece;
   }
-  if (!is_awaited) stage_.reset();
 }
 
 }  // namespace vmm

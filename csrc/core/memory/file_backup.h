@@ -28,6 +28,7 @@ class FileBackup final : public Backup {
   void save(std::size_t at, Address from, std::size_t size, const StreamUse& by) override;
   void finish() override;
   void load(std::size_t at, Address to, std::size_t size, const StreamUse& by) override;
+  void rest() noexcept override;
   void read(std::size_t at, std::byte* to, std::size_t size) override;
   [[nodiscard]] std::string place() const override { return path_; }
 
@@ -52,6 +53,7 @@ class FileBackup final : public Backup {
 
   void open(std::byte* page);
   void write_slab() VMM_REQUIRES(mutex_);
+  void read_staged(std::size_t at, std::byte* to, std::size_t size) VMM_REQUIRES(mutex_);
   // One that holds the slab, read from the file where need be.
   Stage& staged(std::size_t index) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t size_of(std::size_t index) const VMM_REQUIRES(mutex_);  // bytes in the file
@@ -63,7 +65,7 @@ class FileBackup final : public Backup {
   const int process_;
   Mutex mutex_;                                 // waits for the disk and for copies of its own: nobody else has it
   StagePtr stage_ VMM_GUARDED_BY(mutex_);       // while something is saved or loaded
-  StagePtr unwritten_ VMM_GUARDED_BY(mutex_);   // the last slab, which the disk would not take
+  StagePtr unwritten_ VMM_GUARDED_BY(mutex_);   // the last slab, where it could not be written
   std::size_t end_ VMM_GUARDED_BY(mutex_) = 0;  // of what was saved, in bytes
   std::vector<std::uint32_t> checksums_ VMM_GUARDED_BY(mutex_);  // by slab, of those that are written
 };

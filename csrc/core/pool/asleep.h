@@ -6,12 +6,12 @@
 #include <cstdint>
 #include <iterator>
 #include <map>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "base/units.h"
 #include "core/memory/chunk.h"
+#include "core/memory/mapped_range.h"
 #include "core/pool/kept_ranges.h"
 
 namespace vmm {
@@ -38,6 +38,20 @@ struct LeavingChunk {
   std::vector<KeptRange> unchanged;  // is in a backup already
   bool is_there = false;             // of one that is to come back: it has, but for contents
   [[nodiscard]] ByteRange range() const { return {offset, place.size}; }
+};
+
+// Places whose chunks came back as several. Each is wanted whole again, as soon as all of them
+// have gone: else a model that takes turns would have ever more, ever smaller ones.
+class BrokenUpPlaces {
+ public:
+  void note(ByteRange place) { sizes_.insert_or_assign(place.offset, place.size); }
+  void clear() { sizes_.clear(); }
+  // In `gone` those are one again that `live` has nothing of. What is to be read-only stays as it
+  // is: it was sealed chunk by chunk, and is unsealed so.
+  void join(std::map<std::size_t, PlaceOfChunk>* gone, const MappedRange& live);
+
+ private:
+  std::map<std::size_t, std::size_t> sizes_;  // by offset
 };
 
 // What became of a wish to go to sleep.
@@ -68,7 +82,7 @@ struct Asleep {
                   [range](const ByteRange& each) { return each.offset >= range.offset && each.end() <= range.end(); });
   }
   // The place that `offset`, where there is no memory, lies in. REQUIRES: there is one.
-  [[nodiscard]] const PlaceOfChunk& place_at(std::size_t offset) const {
+  [[nodiscard]] const PlaceOfChunk& place_around(std::size_t offset) const {
     return std::prev(gone.upper_bound(offset))->second;
   }
 };

@@ -132,7 +132,6 @@ std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const
     leaving.place.size = chunk.size;
     const ByteRange range{offset, chunk.size};
     leaving.place.is_read_only = is_to_be_read_only(range, mapping);
-    leaving.place.is_withheld = mapping.is_withheld;
     const std::size_t end = range.end();
     while (next != kept.end() && next->end() <= offset) ++next;
     for (auto live = next; live != kept.end() && live->offset < end; ++live) {

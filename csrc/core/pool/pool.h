@@ -9,10 +9,8 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstddef>
-#include <map>
 #include <memory>
 #include <set>
 #include <span>
@@ -521,7 +519,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
       VMM_REQUIRES(mutex_);
   Status empty(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
   void forget_unused() VMM_REQUIRES(mutex_);
-  void join_broken_up() VMM_REQUIRES(mutex_);
+  bool exchange_shelved(std::size_t bytes) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const VMM_REQUIRES(mutex_);
   [[nodiscard]] Unchanged unchanged_now() const VMM_REQUIRES(mutex_);
   void withhold_gone(ByteRange of_block, bool are_pages) VMM_REQUIRES(mutex_);
@@ -562,7 +560,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   std::atomic<bool> spills_{false};
   const std::size_t most_;  // bytes that it could ever hold: its addresses, or all of the device's memory
   enum class Life : std::uint8_t { open, sealed, asleep, retired };
-  std::atomic<Life> life_{Life::open};  // one look for both at a request
+  std::atomic<Life> life_{Life::open};  // one look for all of it at a request
 
   mutable std::atomic<bool> stands_still_{false};  // see Telling
 
@@ -580,7 +578,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::unique_ptr<Asleep> asleep_ VMM_GUARDED_BY(mutex_);  // nullptr: it is awake
   Unchanged unchanged_ VMM_GUARDED_BY(mutex_);
-  std::map<std::size_t, std::size_t> broken_up_ VMM_GUARDED_BY(mutex_);  // sizes, by offset: see join_broken_up()
+  BrokenUpPlaces broken_up_ VMM_GUARDED_BY(mutex_);
   std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;  // times_locked() when inactive_split was worked out
   Peaks own_peaks_;
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts

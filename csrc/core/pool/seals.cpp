@@ -108,13 +108,19 @@ void Pool::undo_read_only(const std::vector<ByteRange>& stretches) noexcept {
   const MutexLock lock(mutex_);
   if (!space_.is_open()) return;
   MappedRange& range = space_.range();
+  const auto let_write = [&](ByteRange chunks) VMM_REQUIRES(mutex_) {
+    for (const Location& who : space_.accessors()) range.set_access(chunks, who, Access::read_write).ignore();
+  };
   for (const ByteRange& stretch : stretches) {
-    // One by one: some may have gone to sleep since.
-    for (auto at = range.from(stretch.offset); at != range.live().end() && at->first < stretch.end(); ++at) {
-      const ByteRange chunk{at->first, at->second.chunk->size};
-      for (const Location& who : space_.accessors()) range.set_access(chunk, who, Access::read_write).ignore();
+    if (asleep_ == nullptr) {
+      let_write(stretch);
+      continue;
     }
-    if (asleep_ != nullptr) asleep_->let_write(stretch);
+    // It went to sleep since, all of it or some, and some may be back.
+    for (auto at = range.reaching(stretch.offset); at != range.live().end() && at->first < stretch.end(); ++at) {
+      let_write({at->first, at->second.chunk->size});
+    }
+    asleep_->let_write(stretch);
   }
   may_return_again(stretches);
   note_sealed();

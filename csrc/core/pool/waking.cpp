@@ -15,8 +15,8 @@ namespace vmm {
 
 namespace {
 
-// Chunks that may stand where one stood.
-constexpr std::size_t kMostPieces = 4;
+// Of what a place lacks, one of several chunks that come to stand there is at least such a part.
+constexpr std::size_t kLeastShare = 4;
 
 }  // namespace
 
@@ -36,30 +36,6 @@ void Pool::forget_unused() {
   }
 }
 
-// Where a chunk came back as several it is wanted whole again, as soon as all of them have
-// gone: else a model that takes turns would have ever more, ever smaller ones.
-void Pool::join_broken_up() {
-  std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
-  for (auto at = broken_up_.begin(); at != broken_up_.end();) {
-    const ByteRange whole{at->first, at->second};
-    const auto first = gone.find(whole.offset);
-    auto last = first;  // behind those that lie side by side from there on
-    std::size_t end = whole.offset;
-    for (; last != gone.end() && last->first == end && end < whole.end(); ++last) {
-      if (!last->second.is_like(first->second)) break;
-      end += last->second.size;
-    }
-    if (end == whole.end()) {
-      gone.erase(std::next(first), last);
-      first->second.size = whole.size;
-    } else if (space_.range().covering(end) != space_.range().live().end()) {
-      ++at;  // some of it is still there, as a sleep or a wake was stopped
-      continue;
-    }
-    at = broken_up_.erase(at);
-  }
-}
-
 std::vector<LeavingChunk> Pool::plan_wake() {
   KeptRanges ended;  // their backups end with no lock held
   const MutexLock lock(mutex_);
@@ -71,7 +47,7 @@ std::vector<LeavingChunk> Pool::plan_wake() {
     forget_unused();
     ended = asleep_->kept.cut_to(contents());  // what has been freed does not come back
   }
-  join_broken_up();
+  broken_up_.join(&asleep_->gone, space_.range());
   const auto want = [&](std::size_t offset, const PlaceOfChunk& place, bool is_there) VMM_REQUIRES(mutex_) {
     LeavingChunk chunk{offset, place, {}, {}, is_there};
     for (const KeptRange& each : asleep_->kept.within(chunk.range())) chunk.kept.push_back({each.offset, each.size});
@@ -81,7 +57,7 @@ std::vector<LeavingChunk> Pool::plan_wake() {
   // Those that the driver would not unmap again when a wake was stopped.
   for (const auto& [offset, mapping] : space_.range().live()) {
     const ByteRange range{offset, mapping.chunk->size};
-    want(offset, {range.size, is_to_be_read_only(range, mapping), mapping.is_withheld}, true);
+    want(offset, {range.size, is_to_be_read_only(range, mapping)}, true);
   }
   const auto is_of_slab = [this](const LeavingChunk& chunk) VMM_REQUIRES(mutex_) {
     const Block* const block = space_.blocks().covering(chunk.offset);
@@ -106,31 +82,36 @@ Status Pool::let_go_again(const LeavingChunk& place) {
 }
 
 // A chunk for each place: of its size where there is one, granted or on the shelf; else made,
-// or up to kMostPieces that are smaller where blocks may lie over their borders: each costs a
-// mapping at every wake, and 300 of 2 MiB for 13 made one of discarded contents take 0.9 s for 0.4.
+// or several that are smaller where blocks may lie over their borders. None of these is below a
+// quarter of what the place still lacks: 300 of 2 MiB for 13 made a wake of discarded contents
+// take 0.9 s for 0.4.
 bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage) {
   const bool is_exact = kind_.is_uniform || kind_.no_split || keeps_within_chunks();
   Budget* full = nullptr;
   std::vector<PlacedChunk>& placements = backing->placements;
-  std::size_t size_of_place = 0;
+  const auto is_of_use = [](const Chunk* chunk, std::size_t lacks) {
+    return chunk != nullptr && chunk->size * kLeastShare >= lacks;
+  };
   const auto take = [&](std::size_t offset, std::size_t size, bool exact) VMM_REQUIRES(mutex_) -> std::size_t {
     placements.push_back({offset, nullptr});  // first: what is taken has its place
     Chunk*& chunk = placements.back().chunk;
-    if (grant != nullptr) chunk = grant->chunks.take_at_most(size, exact);
-    if (chunk == nullptr && full == nullptr) chunk = context_.store.take_at_most(group_, budget_, size, exact, &full);
-    if (chunk != nullptr && chunk->size * kMostPieces >= size_of_place) return chunk->size;
-    if (chunk != nullptr) space_.put_back(chunk, grant);
+    if (grant != nullptr) {
+      chunk = grant->chunks.take_at_most(size, exact);
+      if (is_of_use(chunk, size)) return chunk->size;
+      if (chunk != nullptr) grant->chunks.put(std::exchange(chunk, nullptr));
+    }
+    if (full == nullptr) chunk = context_.store.take_at_most(group_, budget_, size, exact, &full);
+    if (is_of_use(chunk, size)) return chunk->size;
+    if (chunk != nullptr) context_.store.put(group_, chunk);
     placements.pop_back();
     return 0;
   };
   std::vector<ByteRange> unmet;
   for (const LeavingChunk& each : places) {
-    size_of_place = each.place.size;
     if (take(each.offset, each.place.size, /*exact=*/true) == 0) unmet.push_back({each.offset, each.place.size});
   }
   std::size_t missing = 0;
   for (ByteRange& place : unmet) {
-    size_of_place = place.size;
     for (std::size_t took = 1; !is_exact && took != 0 && place.size != 0;) {
       took = take(place.offset, place.size, /*exact=*/false);
       place = {place.offset + took, place.size - took};
@@ -139,7 +120,9 @@ bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, B
   }
   placements.reserve(placements.size() + unmet.size());
   const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, missing);
-  if (Budget* const refused = budget_.charge(missing - prepaid)) {
+  Budget* refused = budget_.charge(missing - prepaid);
+  if (refused != nullptr && exchange_shelved(missing - prepaid)) refused = budget_.charge(missing - prepaid);
+  if (refused != nullptr) {
     *shortage = {missing - prepaid, refused, {}};
     return false;
   }
@@ -162,6 +145,14 @@ bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, B
     missing -= each.size;
   }
   return true;
+}
+
+// Of what still rests on the group's shelf, in sizes that fit no place that was asked for, so
+// much goes back to the driver that `bytes` may be made in its stead. False: it has less.
+bool Pool::exchange_shelved(std::size_t bytes) {
+  const std::size_t lacks = bytes - std::min(bytes, budget_.headroom());
+  const std::size_t shelved = context_.store.shelved_bytes(group_);
+  return shelved >= lacks && context_.store.trim(group_, shelved - lacks) != 0;
 }
 
 Address Pool::try_collect(std::span<const LeavingChunk> places, Grant* grant, Shortage* shortage) {
@@ -214,10 +205,10 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
   asleep_->to_seal.reserve(asleep_->to_seal.size() + placements.size());
   const bool is_broken_up = placements.size() > 1;
   const bool keeps_within = keeps_within_chunks();
-  if (is_broken_up) broken_up_.insert_or_assign(place.offset, place.place.size);
+  if (is_broken_up && !keeps_within) broken_up_.note(place.range());
   // Each chunk is gone by itself from now on: the place may be several's.
   for (const PlacedChunk& each : placements) {
-    PlaceOfChunk of_chunk = asleep_->place_at(each.offset);  // others may have registered it since it was planned
+    PlaceOfChunk of_chunk = asleep_->place_around(each.offset);  // others may have registered it since it was planned
     // Blocks lie over the borders that there were none of.
     of_chunk.is_withheld = of_chunk.is_withheld || (is_broken_up && keeps_within);
     const ByteRange rest{each.offset + each.chunk->size, of_chunk.size - each.chunk->size};
@@ -235,7 +226,7 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
   // What is mapped is the pool's, also where that failed: whoever asked undoes it.
   for (const auto& [offset, chunk] : placements) {
     if (space_.range().live().count(offset) == 0) continue;
-    const PlaceOfChunk as_it_was = asleep_->place_at(offset);
+    const PlaceOfChunk as_it_was = asleep_->place_around(offset);
     asleep_->collected.erase(offset);
     asleep_->gone.erase(offset);
     chunk->content.store(id_, std::memory_order_relaxed);

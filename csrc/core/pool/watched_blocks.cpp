@@ -7,7 +7,6 @@
 
 #include "base/check.h"
 #include "core/debug/watch_log.h"
-#include "core/memory/grant.h"
 
 namespace vmm {
 

@@ -364,12 +364,6 @@ bool Arrival::collect(const Piece& piece, bool is_on_its_way) {
   Pool& pool = *mine_[piece.part];
   Shortage shortage;
   if (places.empty() || pool.try_collect(places, nullptr, &shortage) != 0) return true;
-  // What others have let go of may be enough, in chunks of other sizes.
-  ChunkStore& store = sleeper_.memory().store();
-  const std::size_t room = store.shelved_bytes(pool.group()) + pool.budget().headroom();
-  if (room >= shortage.bytes && store.trim(pool.group(), 0) != 0 && pool.try_collect(places, nullptr, &shortage) != 0) {
-    return true;
-  }
   if (is_on_its_way) return false;
   sleeper_.memory().collect_to_wake(pool, places);
   return true;
@@ -442,7 +436,19 @@ void Arrival::complete_oldest() {
   changed_.notify_all();
 }
 
+// Of one that has several parts, some may sleep on.
+void Arrival::rest_backups() noexcept {
+  const Backup* latest = nullptr;
+  for (const Piece& piece : pieces_) {
+    for (const KeptRange& each : piece.kept) {
+      if (each.backup.get() != latest) each.backup->rest();
+      latest = each.backup.get();
+    }
+  }
+}
+
 void Arrival::finish() {
+  rest_backups();
   for (const auto& pool : mine_) pool->end_sleep();
   mine_.clear();
   total_.store(done(), std::memory_order_relaxed);
@@ -458,6 +464,7 @@ void Arrival::undo() noexcept {
   }
   end_waits();
   sleeper_.wait_for_copies();
+  rest_backups();
   for (const auto& pool : mine_) pool->put_back_collected();
   for (const Piece& piece : pieces_) {
     for (const LeavingChunk& chunk : piece.chunks) {

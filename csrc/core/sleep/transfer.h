@@ -151,6 +151,7 @@ class Arrival {
   void map_next();
   void load_next();
   void complete_oldest();
+  void rest_backups() noexcept;
 
   // So many pieces are mapped and not on the bus yet, at most: all of them at once would take
   // longer than what is on the bus, which would be idle then.
