@@ -1,7 +1,7 @@
 // The reclaim ladder: who yields when a request cannot be met, and nothing else decides it.
 //
 //   -  the pool itself: its own idle chunks, its group's shelf, a new chunk
-//      within the limits (allocating.cpp, Pool::place)
+//      within the limits (allocating.cpp, BackedSpace::place)
 //   0  store: what rests on the group's shelf in sizes that did not fit, and on all
 //      shelves where the driver itself refused, is given back to the driver
 //   1  other models: idle chunks of other pools that stand under the limit that refused,

@@ -121,7 +121,8 @@ bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, B
   placements.reserve(placements.size() + unmet.size());
   const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, missing);
   Budget* refused = budget_.charge(missing - prepaid);
-  if (refused != nullptr && exchange_shelved(missing - prepaid)) refused = budget_.charge(missing - prepaid);
+  const bool is_of_group = refused != nullptr && group_.stands_under(*refused);  // which pays for its shelf
+  if (is_of_group && exchange_shelved(missing - prepaid)) refused = budget_.charge(missing - prepaid);
   if (refused != nullptr) {
     *shortage = {missing - prepaid, refused, {}};
     return false;
