@@ -54,6 +54,23 @@ class SleepBeside : public Sleep {
     EXPECT_GT(pool.chunks_under(broken, kBroken).size(), 1U);
     return broken;
   }
+  // A model with a block of 20 MiB under each of two tags.
+  struct TwoTags {
+    std::shared_ptr<Pool> model;
+    std::shared_ptr<Pool> one;
+    std::shared_ptr<Pool> two;
+    std::vector<Live> live;
+  };
+  TwoTags two_tags() {
+    TwoTags made;
+    made.model = lab_.pool("a");
+    made.one = lab_.memory().tagged(made.model, "one");
+    made.two = lab_.memory().tagged(made.model, "two");
+    made.live = {{lab_.allocate(*made.one, 20 * kMiB), 20 * kMiB, 3},
+                 {lab_.allocate(*made.two, 20 * kMiB), 20 * kMiB, 4}};
+    for (const Live& each : made.live) Lab::fill(each.address, each.bytes, each.seed);
+    return made;
+  }
   // Somebody begins to register segments when it is looked at for the `at`-th time.
   [[nodiscard]] Look registers_at(int at, const Pool& pool) {
     return [this, at, &pool, looks = 0]() mutable {
@@ -96,19 +113,14 @@ TEST_P(SleepBesideAtLook, WhoeverRegistersSegmentsMayComeWhileItWakes) {
 INSTANTIATE_TEST_SUITE_P(, SleepBesideAtLook, ::testing::Range(1, 4));
 
 TEST_F(SleepBeside, ASealThatFailsLeavesNothingSealed) {
-  const auto model = lab_.pool("a");
-  const auto one = lab_.memory().tagged(model, "one");
-  const auto two = lab_.memory().tagged(model, "two");
-  const std::vector<Live> live{{lab_.allocate(*one, 20 * kMiB), 20 * kMiB, 3},
-                               {lab_.allocate(*two, 20 * kMiB), 20 * kMiB, 4}};
-  for (const Live& each : live) Lab::fill(each.address, each.bytes, each.seed);
+  const auto [model, one, two, live] = two_tags();
   lab_.meet(stream(0x10));
   lab_.driver.hold_fences(stream(0x10));
   bool has_slept = false;
-  lab_.driver.before(Call::wait, [&] {
-    if (has_slept || !one->is_read_only(live[0].address, live[0].bytes)) return;
+  lab_.driver.before(Call::wait, [&, &part = one, &block = live[0], &its = model] {
+    if (has_slept || !part->is_read_only(block.address, block.bytes)) return;
     has_slept = true;  // between the one and the other
-    go(*going({model}, host()));
+    go(*going({its}, host()));
   });
   EXPECT_THROW(seal_pages(lab_.memory(), *model, pieces(live)), AsleepError);
   lab_.driver.before(Call::wait, nullptr);
@@ -202,12 +214,7 @@ TEST_F(SleepBeside, AModelInAFileHoldsNoPinnedMemory) {
 }
 
 TEST_F(SleepBeside, WhatOfAModelStaysInAFileHoldsNoPinnedMemory) {
-  const auto model = lab_.pool("a");
-  const auto one = lab_.memory().tagged(model, "one");
-  const auto two = lab_.memory().tagged(model, "two");
-  const std::vector<Live> live{{lab_.allocate(*one, 20 * kMiB), 20 * kMiB, 3},
-                               {lab_.allocate(*two, 20 * kMiB), 20 * kMiB, 4}};
-  for (const Live& each : live) Lab::fill(each.address, each.bytes, each.seed);
+  const auto [model, one, two, live] = two_tags();
   const auto pinned = [this] { return lab_.driver.count(Call::pin) - lab_.driver.count(Call::unpin); };
   sleep(model, file());
   EXPECT_THROW(go(*coming(model), stops_at(4)), VmmError);
@@ -217,13 +224,8 @@ TEST_F(SleepBeside, WhatOfAModelStaysInAFileHoldsNoPinnedMemory) {
   EXPECT_EQ(pinned(), 0U) << "one tag is awake, and the other sleeps on";
   flip_a_bit((folder_ / "model").string());
   std::vector<std::byte> bytes(live[1].bytes);
-  bool has_failed = false;
-  try {
-    two->read_kept(live[1].address, bytes.size(), bytes.data());
-  } catch (const VmmError&) {
-    has_failed = true;
-  }
-  EXPECT_EQ(pinned(), 0U) << "after a look" << (has_failed ? " in vain" : "");
+  EXPECT_THROW(two->read_kept(live[1].address, bytes.size(), bytes.data()), VmmError);
+  EXPECT_EQ(pinned(), 0U) << "after a look in vain";
   flip_a_bit((folder_ / "model").string());
   wake(model);
   expect_whole(live);
@@ -336,90 +338,76 @@ TEST_F(SleepInPieces, ChunksThatHaveComeToBeBordersStayAsTheyAre) {
   EXPECT_EQ(a_->chunks_under(block, kBytes).size(), 3U);
 }
 
+class SleepInTurns : public Sleep {
+ protected:
+  // Either may be nullptr: the other one goes, and its memory to the driver, or comes.
+  void swap(const std::shared_ptr<Pool>& out, const std::shared_ptr<Pool>& in) {
+    if (in == nullptr) {
+      go(*going({out}, host(), /*release=*/true));
+    } else if (out == nullptr) {
+      go(*coming(in, Arrival::Memory::by_piece));
+    } else {
+      go(*swapping(out, in, host()));
+    }
+    lab_.memory().check();
+  }
+};
+
 // Slabs come first and leave last: room for the first piece is made of what fits later ones.
-TEST(SleepInTurns, ASwapOfLikesHardlyAsksTheDriverForMemory) {
+TEST_F(SleepInTurns, ASwapOfLikesHardlyAsksTheDriverForMemory) {
   constexpr std::size_t kChunk = 4 * kMiB;
   constexpr std::size_t kCount = 60;
-  Lab lab;
-  Sleeper sleeper(lab.memory());
-  {
-    const auto limit = lab.memory().create_group("g", kCount * kChunk + kPage);
-    const auto a = lab.pool(Lab::spec("a"), limit.get());
-    const auto b = lab.pool(Lab::spec("b"), limit.get());
-    const auto swap = [&](const std::shared_ptr<Pool>& out, const std::shared_ptr<Pool>& in) {
-      Transfer transfer(
-          std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{out, Places{Place{}}}}, false),
-          in == nullptr ? nullptr : std::make_unique<Arrival>(sleeper, PoolList{in}, Arrival::Memory::by_piece));
-      transfer.begin(&look_away);
-      transfer.run(&look_away);
-      lab.memory().check();
-    };
-    const auto fill = [&](Pool& pool) {
-      for (std::size_t k = 0; k < kCount; ++k) lab.memory().allocate_pages(pool, k * kChunk, kChunk, nullptr);
-      return lab.allocate(pool, 512);  // a slab
-    };
-    const Address of_a = fill(*a);
-    swap(a, nullptr);
-    const Address of_b = fill(*b);
-    swap(b, a);
-    swap(a, b);
-    const std::uint64_t created = lab.driver.count(Call::create);
-    swap(b, a);
-    swap(a, b);
-    EXPECT_LE(lab.driver.count(Call::create) - created, kCount / 10);
-    swap(b, a);
-    lab.free(of_a);
-    lab.free(of_b);
-  }
-  lab.close();
+  const auto limit = lab_.memory().create_group("g", kCount * kChunk + kPage);
+  const auto a = lab_.pool(Lab::spec("a"), limit.get());
+  const auto b = lab_.pool(Lab::spec("b"), limit.get());
+  const auto fill = [this](Pool& pool) {
+    for (std::size_t k = 0; k < kCount; ++k) lab_.memory().allocate_pages(pool, k * kChunk, kChunk, nullptr);
+    return lab_.allocate(pool, 512);  // a slab
+  };
+  const Address of_a = fill(*a);
+  sleep(a, host());
+  const Address of_b = fill(*b);
+  swap(b, a);
+  swap(a, b);
+  const std::uint64_t created = lab_.driver.count(Call::create);
+  swap(b, a);
+  swap(a, b);
+  EXPECT_LE(lab_.driver.count(Call::create) - created, kCount / 10);
+  swap(b, a);
+  lab_.free(of_a);
+  lab_.free(of_b);
 }
 
 // Under one limit, the other one in pages of 2 MiB: each has the chunks that it wants, and what
 // was made of smaller ones once is whole again.
-TEST(SleepInTurns, ChunksDoNotGetSmallerForGood) {
+TEST_F(SleepInTurns, ChunksDoNotGetSmallerForGood) {
   constexpr std::size_t kBytes = 160 * kMiB;
-  Lab lab;
-  Sleeper sleeper(lab.memory());
-  const Places to_host{Place{}};
-  {
-    const auto limit = lab.memory().create_group("g", 200 * kMiB);
-    const auto a = lab.pool(Lab::spec("a"), limit.get());
-    PoolSpec spec = Lab::spec("b");
-    spec.page_size = kPage;
-    const auto b = lab.pool(spec, limit.get());
-    const auto swap = [&](const std::shared_ptr<Pool>& out, const std::shared_ptr<Pool>& in) {
-      Transfer transfer(
-          out == nullptr
-              ? nullptr
-              : std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{out, to_host}}, in == nullptr),
-          in == nullptr ? nullptr : std::make_unique<Arrival>(sleeper, PoolList{in}, Arrival::Memory::by_piece));
-      transfer.begin(&look_away);
-      transfer.run(&look_away);
-      lab.memory().check();
-    };
-    const Address of_a = lab.allocate(*a, kBytes);
-    Lab::fill(of_a, kBytes, 1);
-    const auto chunks = [&] { return a->chunks_under(of_a, kBytes).size(); };
-    const std::size_t before = chunks();
-    swap(a, nullptr);
-    const Address of_b = lab.allocate(*b, kBytes);
-    Lab::fill(of_b, kBytes, 2);
-    for (int k = 0; k < 4; ++k) {
-      swap(b, a);
-      EXPECT_LE(chunks(), 4 * before);
-      EXPECT_TRUE(Lab::holds(of_a, kBytes, 1));
-      swap(a, b);
-      EXPECT_TRUE(Lab::holds(of_b, kBytes, 2));
-    }
-    lab.free(of_b);
-    lab.memory().close_pool(*b, true);
-    lab.memory().empty_cache();
-    swap(nullptr, a);
-    EXPECT_EQ(chunks(), before) << "alone, with nothing on any shelf";
+  const auto limit = lab_.memory().create_group("g", 200 * kMiB);
+  const auto a = lab_.pool(Lab::spec("a"), limit.get());
+  PoolSpec spec = Lab::spec("b");
+  spec.page_size = kPage;
+  const auto b = lab_.pool(spec, limit.get());
+  const Address of_a = lab_.allocate(*a, kBytes);
+  Lab::fill(of_a, kBytes, 1);
+  const auto chunks = [&] { return a->chunks_under(of_a, kBytes).size(); };
+  const std::size_t before = chunks();
+  swap(a, nullptr);
+  const Address of_b = lab_.allocate(*b, kBytes);
+  Lab::fill(of_b, kBytes, 2);
+  for (int k = 0; k < 4; ++k) {
+    swap(b, a);
+    EXPECT_LE(chunks(), 4 * before);
     EXPECT_TRUE(Lab::holds(of_a, kBytes, 1));
-    lab.free(of_a);
+    swap(a, b);
+    EXPECT_TRUE(Lab::holds(of_b, kBytes, 2));
   }
-  lab.close();
+  lab_.free(of_b);
+  lab_.memory().close_pool(*b, true);
+  lab_.memory().empty_cache();
+  swap(nullptr, a);
+  EXPECT_EQ(chunks(), before) << "alone, with nothing on any shelf";
+  EXPECT_TRUE(Lab::holds(of_a, kBytes, 1));
+  lab_.free(of_a);
 }
 
 }  // namespace
