@@ -120,6 +120,7 @@ SOURCES = [
     "csrc/core/memory/chunk_store.cpp",
     "csrc/core/memory/dormant_mappings.cpp",
     "csrc/core/memory/file_backup.cpp",
+    "csrc/core/memory/guest_memory.cpp",
     "csrc/core/memory/grant.cpp",
     "csrc/core/memory/host_backup.cpp",
     "csrc/core/memory/mapped_range.cpp",

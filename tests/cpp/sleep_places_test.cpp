@@ -1,4 +1,4 @@
-// The places to which models go to sleep: one file for all, files that are in use, other devices.
+// The places to which models go to sleep: one file for all, and files that are in use.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
@@ -10,7 +10,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
-#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -100,65 +99,6 @@ TEST_F(SleepPlaces, NobodyWritesOverALiveBackup) {
       std::printf("%d: %s\n", k, error.what());
     }
   }
-}
-
-// A model of one device that sleeps on another.
-struct TwoDevices {
-  explicit TwoDevices(std::size_t device_bytes = kGiB) : lab(spec(device_bytes)) {}
-  static LabSpec spec(std::size_t device_bytes) {
-    LabSpec spec;
-    spec.device_count = 2;
-    spec.device_bytes = device_bytes;
-    return spec;
-  }
-  void go() {
-    const Places there{{Place::Kind::device, "", &other}};
-    Transfer out(std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{model, there}}, false), nullptr);
-    out.begin(&look_away);
-    out.run(&look_away);
-  }
-  // `before_it_runs` is called when it has begun.
-  void come(const Look& before_it_runs = &look_away) {
-    Transfer in(nullptr, std::make_unique<Arrival>(sleeper, PoolList{model}, Arrival::Memory::collected));
-    in.begin(&look_away);
-    before_it_runs();
-    in.run(&look_away);
-  }
-
-  Lab lab;
-  DeviceMemory other{lab.driver, lab.space, 1, LabSpec::plain_options()};
-  Sleeper sleeper{lab.memory()};
-  std::shared_ptr<Pool> model = lab.pool("model");
-};
-
-// A driver that refuses once when the backup ends.
-TEST(SleepOnDevices, ARefusalCostsNoMemoryForEver) {
-  for (const Call call : {Call::release, Call::unmap}) {
-    TwoDevices two;
-    two.lab.allocate(*two.model, 8 * kMiB);
-    two.go();
-    EXPECT_EQ(two.other.budget().used(), 8 * kMiB);
-    two.come([&] { two.lab.driver.fail_nth(call, 1, broken()); });
-    two.lab.driver.clear_failures();
-    two.other.settle(true);
-    two.other.empty_cache();
-    EXPECT_EQ(two.other.budget().used(), 0U) << to_string(call);
-  }
-}
-
-// A device on which others have memory idle has room for a model that sleeps.
-TEST(SleepOnDevices, WhatIsIdleThereMakesRoom) {
-  TwoDevices two(64 * kMiB);
-  two.lab.allocate(*two.model, 16 * kMiB);
-  const auto theirs = two.other.create_pool(Lab::spec("theirs"), nullptr);
-  DeviceMemory::free(two.lab.space, two.other.allocate(*theirs, 60 * kMiB, nullptr));
-  try {
-    two.go();
-    two.come();
-  } catch (const OutOfMemoryError& error) {
-    ADD_FAILURE() << error.what();
-  }
-  two.other.close_pool(*theirs, true);
 }
 
 // Somebody looks for what ended processes left behind (remove_left_in() of another process)
@@ -291,30 +231,6 @@ TEST_F(SleepPlaces, AForkedChildHasNoLockOfItsParents) {
   EXPECT_EQ(status, 0) << "a child that ended took the file, or its lock, along";
   EXPECT_FALSE(is_locked()) << "a child that lives keeps the file from whoever would take it over";
   for (const int end : {lives[0], lives[1], begun[0], begun[1]}) ::close(end);
-}
-
-// Both find what is kept, and neither waits for the other; nor does the model, which wakes.
-TEST(SleepOnDevices, ABackupHasSeveralReaders) {
-  TwoDevices two;
-  const Address block = two.lab.allocate(*two.model, 4 * kMiB);
-  Lab::fill(block, 4 * kMiB, 1);
-  two.go();
-  std::vector<std::byte> first(4 * kMiB);
-  std::vector<std::byte> second(4 * kMiB);
-  two.lab.driver.delay(Call::read, std::chrono::milliseconds(200));
-  const std::size_t reads = two.lab.driver.count(Call::read);
-  bool is_found = false;
-  std::thread reader([&] { is_found = two.model->read_kept(block, first.size(), first.data()); });
-  while (two.lab.driver.count(Call::read) == reads) std::this_thread::yield();
-  EXPECT_TRUE(two.model->read_kept(block, second.size(), second.data()));
-  two.come();
-  reader.join();
-  EXPECT_TRUE(is_found);
-  EXPECT_EQ(first, second);
-  EXPECT_TRUE(Lab::holds(block, 4 * kMiB, 1));
-  EXPECT_EQ(std::memcmp(first.data(), reinterpret_cast<const void*>(block), first.size()), 0);
-  EXPECT_FALSE(two.model->read_kept(block, first.size(), first.data())) << "it is awake";
-  two.other.empty_cache();
 }
 
 }  // namespace

@@ -27,6 +27,7 @@
 #include "core/device/refusal.h"
 #include "core/limits/budget.h"
 #include "core/memory/chunk_store.h"
+#include "core/memory/guest_memory.h"
 #include "core/memory/zero_cover.h"
 #include "core/options.h"
 #include "core/pool/pool.h"
@@ -268,6 +269,8 @@ class DeviceMemory {
   // Pays for what other allocators gave to private pools: counts under the
   // device's limit.
   [[nodiscard]] Budget& foreign_budget() { return foreign_budget_; }
+  // For models of other devices that sleep here.
+  [[nodiscard]] GuestMemory& guests() { return guests_; }
   // Pays for host memory that managers of this device made by hand: counted,
   // without a limit, and no part of what the device holds.
   [[nodiscard]] Budget& host_budget() { return host_budget_; }
@@ -341,11 +344,13 @@ class DeviceMemory {
   Capabilities capabilities_;
   Budget budget_;
   Budget foreign_budget_;
+  Budget guest_budget_;
   Budget host_budget_;
   Budget zero_budget_;
   Budget spill_budget_;  // of all models' spilled memory
   ChunkStore store_;
-  ChunkStore spill_store_;               // in host memory
+  ChunkStore spill_store_;  // in host memory
+  GuestMemory guests_;
   const std::unique_ptr<WatchLog> log_;  // of debug mode
   DeviceStreams streams_;
   Clock clock_;

@@ -152,6 +152,7 @@ void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
   const bool others_climbed = climbs_.fetch_add(1, std::memory_order_relaxed) != climb.climbs_before;
   step->bytes = memory_.store().trim(climb.asker.group(), 0);
   if (climb.shortage.refused == nullptr) step->bytes += memory_.store().trim_all();
+  if (climb.shortage.refused == &memory_.budget()) step->bytes += memory_.guests().trim();  // nobody's here
   if (step->bytes == 0 && !others_climbed) return;
   step->result = StepResult::in_vain;
   climb.try_again(nullptr);

@@ -46,7 +46,9 @@ std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Poo
     if (foreign != 0) holders.push_back({"MemPools of other allocators", foreign});
     const std::size_t zeros = zero_budget_.used();
     if (zeros != 0) holders.push_back({"pages that read as zero", zeros});
-    const std::size_t accounted = in_pools + foreign + zeros + store_.all_shelved_bytes();
+    const std::size_t guests = guests_.used_bytes();
+    if (guests != 0) holders.push_back({guest_budget_.name(), guests});
+    const std::size_t accounted = in_pools + foreign + zeros + guests + store_.all_shelved_bytes();
     const std::size_t by_hand = budget_.used() - std::min(accounted, budget_.used());
     if (by_hand != 0) holders.push_back({"VirtualMemoryManager", by_hand});
   }

@@ -3,10 +3,10 @@
 
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "core/device/device_memory.h"
 #include "core/memory/backup.h"
+#include "core/memory/guest_memory.h"
 
 namespace vmm {
 
@@ -24,23 +24,14 @@ class ChunkBackup final : public Backup {
   [[nodiscard]] std::string place() const override;
 
  private:
-  // What is to be given back.
-  struct Held {
-    Address base = 0;
-    std::size_t size = 0;
-    std::size_t mapped = 0;
-    std::vector<Chunk*> chunks;
-  };
-  void map_until(std::size_t end);
-  void end() noexcept;
+  // Calls `each(address, done, bytes)` for every stretch of addresses of [at, at + size).
+  template <typename Each>
+  void for_each_stretch(std::size_t at, std::size_t size, const Each& each) const;
 
   DeviceMemory& own_;
   DeviceMemory& other_;
-  const std::shared_ptr<Held> held_ = std::make_shared<Held>();  // made with it: to end takes no memory
-  Address base_ = 0;
-  std::size_t size_ = 0;    // bytes reserved; 0: nothing is
-  std::size_t mapped_ = 0;  // of these, bytes mapped
-  std::vector<Chunk*> chunks_;
+  const std::shared_ptr<GuestMemory::Places> places_ = std::make_shared<GuestMemory::Places>();
+  std::size_t opened_ = 0;  // of the places, so many
 };
 
 }  // namespace vmm
