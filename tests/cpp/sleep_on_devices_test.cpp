@@ -96,8 +96,10 @@ TEST(SleepOnDevices, TheNextSleepAsksTheDriverForNothingThere) {
   for (int round = 0; round < 3; ++round) {
     two.go();
     EXPECT_EQ(two.calls(Call::create) + two.calls(Call::map) + two.calls(Call::set_access), 0U);
+    EXPECT_EQ(two.calls(Call::copy_async), 1U) << "over the borders of chunks";
     EXPECT_EQ(two.other.guests().idle_bytes(), 0U);
     two.come();
+    EXPECT_EQ(two.calls(Call::copy_async), 2U);
     EXPECT_EQ(two.calls(Call::create) + two.calls(Call::release) + two.calls(Call::reserve), 0U);
     EXPECT_EQ(two.other.guests().used_bytes(), 0U);
     two.lab.driver.clear_calls();

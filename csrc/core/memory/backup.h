@@ -36,6 +36,9 @@ class Backup {
   virtual void rest() noexcept {}
   // Copies [at, at + size) to plain memory.
   virtual void read(std::size_t at, std::byte* to, std::size_t size) = 0;
+  // So much of it is moved at once, in bytes: by then the bus is at its full rate.
+  static constexpr std::size_t kPieceBytes = 64 * kMiB;
+  [[nodiscard]] virtual std::size_t piece_bytes() const { return kPieceBytes; }
   // Whether it may stay once all has been loaded, so that what nobody has written to need not
   // be saved again.
   [[nodiscard]] virtual bool may_be_kept() const { return false; }

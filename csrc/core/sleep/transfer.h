@@ -57,9 +57,8 @@ struct Piece {
   std::size_t bytes = 0;  // of the contents
 };
 
-// Some 64 MiB, or one chunk that is larger: the bus reaches its full rate.
-inline constexpr std::size_t kPieceBytes = 64 * kMiB;
-void append_pieces(std::size_t part, std::vector<LeavingChunk> chunks, std::vector<Piece>* pieces);
+// Of at most `most` bytes, or one chunk that is larger.
+void append_pieces(std::size_t part, std::vector<LeavingChunk> chunks, std::size_t most, std::vector<Piece>* pieces);
 
 struct PartToSleep {
   std::shared_ptr<Pool> pool;
