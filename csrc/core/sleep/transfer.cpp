@@ -425,6 +425,8 @@ void Arrival::load_next() {
     const std::vector<KeptRange> kept = pool.kept_in(chunk.range());
     piece.kept.insert(piece.kept.end(), kept.begin(), kept.end());
   }
+  std::sort(piece.kept.begin(), piece.kept.end(),
+            [](const KeptRange& a, const KeptRange& b) { return a.offset < b.offset; });
   for_each_stretch(
       piece.kept, [&](const KeptRange& each) { each.backup->load(each.at, pool.base() + each.offset, each.size, in); });
   under_way_.add(next_, in);
