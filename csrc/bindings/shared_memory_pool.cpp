@@ -1,6 +1,8 @@
 // _C.SharedMemoryPool.
 #include "core/faces/shared_memory_pool.h"
 
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/stl.h>
 
 #include "bindings/bind.h"
@@ -42,6 +44,13 @@ std::shared_ptr<Pool> register_model(SharedMemoryPool& self, const std::string& 
   return here(self).register_model(model_id, spec);
 }
 
+// As a thread that has just begun. Whoever asks for memory is within an operator, beneath autograd:
+// there a view is none, and what changes in place is not seen by who saved it for backward.
+struct OutsideOperators {
+  c10::InferenceMode inference{false};
+  c10::impl::ForceDispatchKeyGuard keys{c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{})};
+};
+
 // function(bytes, pool) as the core calls it, from any thread. What it raises is shown as of
 // a destructor, and it has freed nothing; Ctrl-C comes again, in the main thread.
 DeviceMemory::OnPressure to_on_pressure(const py::object& function) {
@@ -56,6 +65,7 @@ DeviceMemory::OnPressure to_on_pressure(const py::object& function) {
     if (!may_run_python()) return false;
     const py::gil_scoped_acquire gil;
     const py::error_scope pending;  // an allocation may be made while an exception is on its way
+    const OutsideOperators outside;
     try {
       return (*held)(bytes, model).cast<bool>();
     } catch (py::error_already_set& error) {

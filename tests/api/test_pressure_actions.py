@@ -238,3 +238,47 @@ def test_it_may_end_what_asks(evicting: Evicting, how: str) -> None:
     with pytest.raises((RuntimeError, torch_vmm.VmmError), match=r"closed|asked"):
         tensor_in(evicting.second, 16 * MIB)
     assert evicting.second.is_closed
+
+
+# -- Whoever asks is within an operator --------------------------------------------------------------------------------
+
+
+def under_pressure(evicting: Evicting, act: Callable[[], object], inference: bool = False) -> None:
+    """``act`` within a function that is called for a tensor of the second model."""
+
+    def evict(requested: int, pool: VirtualMemoryPool) -> bool:
+        if not evicting.kept:
+            return False
+        evicting.kept.clear()  # first: what is made in it needs room too
+        act()
+        return True
+
+    evicting.shared.on_pressure(evict)
+    with torch.inference_mode(inference):
+        tensor_in(evicting.second, 48 * MIB)
+    assert not evicting.kept
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_autograd_works_in_it(evicting: Evicting, device: str, inference: bool) -> None:
+    weight = torch.full((100,), 3.0, device=device, requires_grad=True)
+    made: list[torch.Tensor] = []
+
+    def act() -> None:
+        made.extend([weight * 2, weight.to("cpu", torch.float64), weight[:50]])
+        (weight * 2).sum().backward()
+
+    under_pressure(evicting, act, inference)
+    assert all(each.requires_grad and not each.is_inference() for each in made)
+    assert made[2]._is_view()
+    assert weight.grad is not None
+    assert (weight.grad == 2).all()
+
+
+def test_who_saved_a_tensor_learns_that_it_was_changed_in_it(evicting: Evicting, device: str) -> None:
+    weight = torch.full((100,), 3.0, device=device, requires_grad=True)
+    cache = torch.full((100,), 2.0, device=device)
+    loss = (weight * cache).sum()
+    under_pressure(evicting, cache.zero_)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
