@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -325,6 +326,44 @@ TEST_F(Sleep, WhatIsEverybodysStays) {
   EXPECT_EQ(Lab::first_wrong(large.address, large.bytes, 77), large.bytes);
   wake(pool);
   sleeper_.set_shared_by_all(nullptr);
+}
+
+// Where it goes, before any of it has gone; and what comes is still there until all has come.
+TEST_F(Sleep, OnItsWayItSaysWhereTo) {
+  const auto pool = lab_.pool("a");
+  fill(*pool);
+  std::set<std::string> said;
+  const Look look = [&] { said.insert(pool->asleep_where()); };
+  go(*going({pool}, host()), look);
+  EXPECT_EQ(said, std::set<std::string>{"host"});
+  said.clear();
+  go(*coming(pool), look);
+  EXPECT_EQ(said, std::set<std::string>{"host"});
+  EXPECT_EQ(pool->asleep_where(), "");
+}
+
+// Of a model that sleeps in part a tag may be new, or anew; of one that sleeps whole none.
+TEST_F(Sleep, ATagComesBesideWhatSleeps) {
+  const auto pool = lab_.pool("a");
+  fill(*pool, {kMiB});
+  const auto goes_alone = [&] {
+    Transfer out(std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{pool, host()}}, false), nullptr);
+    go(out);
+  };
+  goes_alone();
+  EXPECT_THROW(lab_.memory().tagged(pool, "new"), AsleepError);
+  wake(pool);
+  const auto cache = lab_.memory().tagged(pool, "cache");
+  const std::vector<Live> live = fill(*cache, {kMiB});
+  seal_pages(lab_.memory(), *pool, pieces(live));
+  goes_alone();
+  EXPECT_NE(lab_.memory().tagged(pool, "new"), nullptr);
+  EXPECT_NE(lab_.memory().tagged(pool, "cache"), cache) << "sealed: another space";
+  wake(pool);
+  unseal_pages(lab_.memory(), *pool, pieces(live));
+  sleep(pool, host());
+  EXPECT_THROW(lab_.memory().tagged(pool, "newer"), AsleepError);
+  wake(pool);
 }
 
 TEST_F(Sleep, WhatIsReadOnlyIsSoAgain) {

@@ -192,7 +192,12 @@ std::shared_ptr<Pool> DeviceMemory::tagged(const std::shared_ptr<Pool>& model, c
     trim_shelf(*space);
     return space;
   }
-  model->require_taking();
+  // Where some of it is awake, so is what comes to have a tag.
+  const PoolList members = family(*model);
+  const bool is_partly_awake = std::any_of(members.begin(), members.end(), [](const auto& member) {
+    return member->is_tag_space() && !member->is_retired() && !member->is_asleep();
+  });
+  if (!is_partly_awake) model->require_taking();
   PoolSpec spec = part_spec(model, tag);
   spec.tag = tag;
   spec.page_size = model->has_uniform_chunks() ? model->page_size() : 0;

@@ -149,7 +149,10 @@ std::set<std::string> Pool::places_of_backups() const {
 
 std::string Pool::asleep_where() const {
   const MutexLock lock(mutex_);
-  return asleep_ == nullptr || (asleep_->gone.empty() && asleep_->kept.any() == nullptr) ? "" : asleep_->place;
+  if (asleep_ == nullptr) return "";
+  // On its way: all of it may still be here.
+  const bool has_gone = asleep_->is_busy || !asleep_->gone.empty() || asleep_->kept.any() != nullptr;
+  return has_gone ? asleep_->place : "";
 }
 
 }  // namespace vmm
