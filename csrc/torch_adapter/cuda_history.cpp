@@ -26,7 +26,7 @@ cca::AllocatorConfigInfo config_info() {
   info.garbage_collection_threshold = Config::garbage_collection_threshold();
   info.max_split_size = Config::max_split_size();
   info.pinned_num_register_threads = CudaConfig::pinned_num_register_threads();
-  info.expandable_segments = CudaConfig::expandable_segments();
+  info.expandable_segments = Config::use_expandable_segments();  // as set: CudaConfig's asks how we were built
   info.release_lock_on_malloc = CudaConfig::release_lock_on_cudamalloc();
   info.pinned_use_host_register = CudaConfig::pinned_use_cuda_host_register();
   info.graph_capture_record_stream_reuse = CudaConfig::graph_capture_record_stream_reuse();

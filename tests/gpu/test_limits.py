@@ -196,6 +196,13 @@ torch.cuda.reset_peak_memory_stats()
 torch.cuda.reset_accumulated_memory_stats()
 assert sizes(torch.cuda.memory_stats()) == [0, 0, 0, 0]
 """,
+    "segments that torch would expand": """
+import warnings
+warnings.simplefilter("error")
+kept = block(MIB)
+settings = torch.cuda.memory._snapshot()["allocator_settings"]
+assert settings["expandable_segments"] is True, settings
+""",
     "numbers before CUDA is initialised": """
 assert torch.cuda.memory_stats() == {} == torch.cuda.memory_stats_as_nested_dict()
 assert torch.cuda.memory_allocated() == torch.cuda.max_memory_reserved() == 0
@@ -213,6 +220,7 @@ torch.cuda.memory_summary()
 _CONFIGURATION = {
     "the fraction of the configuration": "per_process_memory_fraction:0.01",
     "sizes that torch would not split": "max_split_size_mb:64",
+    "segments that torch would expand": "expandable_segments:True",
 }
 
 
