@@ -122,7 +122,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         self._shared = shared
         self._model_id = model_id
         self._stays = Stays()
-        self._remaps = Remaps()
+        self._remaps = _held_remaps(shared).get(handle.key) or Remaps()
 
     # -- Explicit pages ------------------------------------------------------------------------------------------------
 
@@ -397,8 +397,15 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
                 are not called, and those before it get their ``after``.
             after: called when all of it is back, also where it was stopped
                 before it slept.
+        Raises:
+            InvalidArgumentError: one that can't be called, or a closed pool.
         """
+        if self.is_closed:
+            raise InvalidArgumentError(f"pool {self.name!r} is closed")
         self._remaps.add(before, after)
+        if self._shared is not None or _C.default_pool(*self._device).key == self._handle.key:
+            # It lives on when nobody holds this object; a lone pool is closed then.
+            self._remaps = _held_remaps(self._shared).setdefault(self._handle.key, self._remaps)
 
     def _call_before_remap(self) -> None:
         self._remaps.call_before()
@@ -717,6 +724,12 @@ def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, i
 # Re-entrant, because a collection inside the lock may run someone's __del__.
 _lock = threading.RLock()
 _by_key: weakref.WeakValueDictionary[int, VirtualMemoryPool] = weakref.WeakValueDictionary()
+# By key, of default pools that have some; a model's are its SharedMemoryPool's.
+_remaps: dict[int, Remaps] = {}
+
+
+def _held_remaps(shared: SharedMemoryPool | None) -> dict[int, Remaps]:
+    return _remaps if shared is None else shared._remaps
 
 
 def known(handle: _C.Pool) -> VirtualMemoryPool | None:

@@ -121,7 +121,8 @@ class use_model(ContextDecorator, Guarded, guarded=True):  # noqa: N801
 
 def set_default_model(pool: VirtualMemoryPool) -> None:
     """Tensors made outside every model belong to this one from now on, on its
-    device and on all threads; as long as it is open.
+    device and on all threads, for as long as it is open. It is held until
+    another takes its place, or :func:`reset_default_model`.
 
     :func:`torch_vmm.strict` goes before it: while that is on, what is made
     outside every model raises or warns as ever, and is this one's again after.
@@ -134,7 +135,7 @@ def set_default_model(pool: VirtualMemoryPool) -> None:
         raise InvalidArgumentError(f"set_default_model({show(pool)}): give a pool")
     with pool:  # whatever forbids to enter it forbids this
         pass
-    strictness.set_default_model(pool._device, pool._handle)
+    strictness.set_default_model(pool._device, pool)
 
 
 def reset_default_model(device: Device = "cuda") -> None:

@@ -25,6 +25,7 @@ from torch_vmm.sizes import (
     to_range,
     to_spill,
 )
+from torch_vmm.sleeping import Remaps
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats
 from torch_vmm.timelines import Timeline, to_interval
 from torch_vmm.workspaces import end_with_workspaces_freed
@@ -62,6 +63,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
     _models: ModelsView
     _on_pressure: OnPressure | None
     _leaving: dict[int, _C.Pool]
+    _remaps: dict[int, Remaps]
 
     def __init__(self, physical_limit: Size, device: Device = "cuda") -> None:
         self._device = to_device(device)
@@ -72,6 +74,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         self._on_pressure = None
         # Models that were unregistered by force, by key, while something lives on in them.
         self._leaving = {}
+        self._remaps = {}  # of models that have some, by key
         with _lock:
             _alive[self] = None
         weakref.finalize(self, _close_dropped, self._handle).atexit = False
@@ -138,6 +141,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         model = self._handle.model(model_id)
         with self._seen_leaving([model] if force else []):
             end_with_workspaces_freed(self._handle.kind, lambda: self._handle.unregister_model(model_id, force))
+        self._remaps.pop(model.key, None)
         events.unregistered(model)
 
     def allocate_for_model(self, model_id: str, size: Size) -> int:
@@ -192,6 +196,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
 
     @host_backup_limit.setter
     def host_backup_limit(self, limit: Size | None) -> None:
+        self._require_open()
         _C.set_host_backup_limit(self._handle, to_optional_bytes(limit, "host_backup_limit"))
         events.was_set(self, "host_backup_limit", self.host_backup_limit)
 
@@ -236,10 +241,11 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         waited for and it is called again, up to 64 times. It runs on the thread
         that asks (which may be one of autograd's), by several threads at once
         if several ask, and not for what it allocates or wakes itself, nor while
-        the thread captures a CUDA graph. What it raises goes
-        to ``sys.unraisablehook``, and to the logger ``"torch_vmm"`` where logs
-        are taken, and the request goes on without it. It is held until another
-        is given or the pool is closed, with all that it knows.
+        the thread captures a CUDA graph. Autograd is on in it, whatever the
+        operator that asks has switched off. What it raises goes to
+        ``sys.unraisablehook``, and to the logger ``"torch_vmm"`` where logs are
+        taken, and the request goes on without it. It is held until another is
+        given or the pool is closed, with all that it knows.
 
         Args:
             function: in place of the one before; ``None``: none is called.
@@ -353,6 +359,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         was_closed, models = self.is_closed, self._open_handles()
         with self._seen_leaving(models if force else []):
             end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
+        self._remaps.clear()
         if not was_closed:
             events.closed(self, [model.name for model in models])
 
@@ -410,9 +417,12 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
                     self._leaving.pop(model.key, None)
             self._forget_ended()
 
-    def __enter__(self) -> SharedMemoryPool:
+    def _require_open(self) -> None:
         if self.is_closed:
             raise InvalidArgumentError("the SharedMemoryPool is closed")
+
+    def __enter__(self) -> SharedMemoryPool:
+        self._require_open()
         return self
 
     def __exit__(

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -14,6 +14,9 @@ from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.devices import Device, DeviceKey, to_device
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
+
+if TYPE_CHECKING:
+    from torch_vmm.pools import VirtualMemoryPool
 
 Action = Literal["raise", "warn", "off"]
 
@@ -88,7 +91,7 @@ class _Wishes:
         self._device = device
         # One whose object is gone is never taken back: a later such one covers it.
         self._standing: list[tuple[weakref.ref[strict], Action]] = []
-        self._default_model: _C.Pool | None = None
+        self._default_model: VirtualMemoryPool | None = None  # held: dropped, it would be closed
 
     def add(self, wish: strict) -> None:
         """``wish`` is the latest. Raises where it cannot be met, and is none then."""
@@ -107,10 +110,10 @@ class _Wishes:
             self._take_out(wish)
             self._obey()
 
-    def set_default_model(self, pool: _C.Pool | None) -> None:
+    def set_default_model(self, pool: VirtualMemoryPool | None) -> None:
         with _lock:
             if pool is None or self._action() == "off":
-                _C.set_default_model(*self._device, pool)
+                _C.set_default_model(*self._device, None if pool is None else pool._handle)
             self._default_model = pool
 
     def _action(self) -> Action:
@@ -130,10 +133,10 @@ class _Wishes:
             _C.set_strict(*self._device, action)
             self._put_default_model(None)
 
-    def _put_default_model(self, pool: _C.Pool | None) -> None:
+    def _put_default_model(self, pool: VirtualMemoryPool | None) -> None:
         if self._default_model is not None:
             with contextlib.suppress(VmmError):  # it was closed meanwhile
-                _C.set_default_model(*self._device, pool)
+                _C.set_default_model(*self._device, None if pool is None else pool._handle)
 
 
 # Re-entrant, because a collection inside the lock may run someone's __del__.
@@ -141,7 +144,7 @@ _lock = threading.RLock()
 _wishes: dict[DeviceKey, _Wishes] = {}
 
 
-def set_default_model(device: DeviceKey, pool: _C.Pool | None) -> None:
+def set_default_model(device: DeviceKey, pool: VirtualMemoryPool | None) -> None:
     """Whose tensors are that are made outside every model of the device, wherever strict() lets any be made."""
     _wishes_for(device).set_default_model(pool)
 

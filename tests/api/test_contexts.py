@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -115,6 +117,27 @@ def test_memory_is_used_again_by_its_own_model_only(device: str, llama: Pool, qw
         again = torch.empty(4 * MIB, dtype=torch.uint8, device=device)
     assert again.data_ptr() == address
     assert torch_vmm.pool_of(other) is qwen
+
+
+def test_the_default_model_is_held(device: str) -> None:
+    def set_up() -> None:
+        shared = torch_vmm.SharedMemoryPool("64MiB", device=device)
+        torch_vmm.set_default_model(shared.register_model("rest"))
+
+    set_up()
+    gc.collect()
+    try:
+        tensor = torch.ones(1000, device=device)
+        rest = torch_vmm.pool_of(tensor)
+        assert rest is not None
+        assert rest.name == "rest"
+        del tensor
+    finally:
+        torch_vmm.reset_default_model(device)
+    held = weakref.ref(rest)
+    del rest
+    gc.collect()
+    assert held() is None
 
 
 def test_the_default_model(device: str, llama: Pool, qwen: Pool) -> None:

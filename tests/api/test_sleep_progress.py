@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import threading
@@ -205,6 +206,40 @@ def test_where_one_of_them_refuses_those_before_it_are_told(model: VirtualMemory
         model.sleep()
     assert told == ["first goes", "refuses", "first is back"]
     assert not model.is_asleep
+    assert is_numbered(tensor)
+
+
+def test_they_are_told_whoever_holds_the_models_object(shared: torch_vmm.SharedMemoryPool, device: str) -> None:
+    told: list[str] = []
+    shared.register_model("a").on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    torch_vmm.current_pool(device).on_remap(lambda: told.append("default goes"))
+    tensor = numbered(shared["a"], 1000)
+    gc.collect()
+    shared["a"].sleep()
+    gc.collect()
+    assert told == ["goes"]
+    shared["a"].wake()
+    assert told == ["goes", "is back"]
+    assert is_numbered(tensor)
+    del tensor
+    shared.unregister_model("a")
+    shared.register_model("a").sleep()
+    assert told == ["goes", "is back"]  # another model
+
+
+def test_a_closed_pool_takes_none(model: VirtualMemoryPool) -> None:
+    model.close()
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="'llama' is closed"):
+        model.on_remap(print)
+
+
+def test_on_its_way_it_says_where_to(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 4 * MIB)
+    said: set[str] = set()
+    model.sleep(progress=lambda *_: said.add(str(model.asleep)))
+    model.wake(progress=lambda *_: said.add(str(model.asleep)))
+    assert said <= {"{'': 'host'}", "{}"}
+    assert "{'': 'host'}" in said
     assert is_numbered(tensor)
 
 
