@@ -1,0 +1,230 @@
+#include "core/sleep/arrival.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "base/errors.h"
+#include "core/sleep/departure.h"
+
+namespace vmm {
+
+Arrival::Arrival(Sleeper& sleeper, PoolList pools, Memory memory)
+    : sleeper_(sleeper), pools_(std::move(pools)), memory_(memory) {}
+
+Arrival::~Arrival() { end_waits(); }
+
+void Arrival::begin() {
+  try {
+    mine_.reserve(pools_.size());  // what has begun is noted
+    for (const auto& pool : pools_) {
+      if (pool->begin_transfer()) mine_.push_back(pool);
+    }
+    plan();
+    if (memory_ != Memory::by_piece) collect_all();
+  } catch (...) {
+    undo();
+    throw;
+  }
+}
+
+void Arrival::plan() {
+  for (std::size_t part = 0; part < mine_.size(); ++part) {
+    std::vector<LeavingChunk> chunks = mine_[part]->plan_wake();
+    std::size_t most = Backup::kPieceBytes;
+    for (const LeavingChunk& chunk : chunks) {
+      const std::vector<KeptRange> kept = mine_[part]->kept_in(chunk.range());
+      if (kept.empty()) continue;
+      most = kept.front().backup->piece_bytes();
+      break;
+    }
+    append_pieces(part, std::move(chunks), most, &pieces_);
+  }
+  std::size_t total = 0;
+  for (const Piece& piece : pieces_) total += piece.bytes;
+  total_.store(total, std::memory_order_relaxed);
+  const MutexLock lock(mutex_);
+  arrived_.resize(pieces_.size());
+  for (std::size_t k = 0; k < pieces_.size(); ++k) {
+    for (const LeavingChunk& chunk : pieces_[k].chunks) {
+      const Address begin = mine_[pieces_[k].part]->base() + chunk.offset;
+      awaited_.push_back({begin, begin + chunk.place.size, k});
+    }
+  }
+  std::sort(awaited_.begin(), awaited_.end(), [](const Awaited& a, const Awaited& b) { return a.begin < b.begin; });
+}
+
+namespace {
+
+void append_missing(const Piece& piece, std::vector<LeavingChunk>* places) {
+  std::copy_if(piece.chunks.begin(), piece.chunks.end(), std::back_inserter(*places),
+               [](const LeavingChunk& chunk) { return !chunk.is_there; });
+}
+
+}  // namespace
+
+void Arrival::require_room(const Departure& out) const {
+  std::size_t bytes = 0;
+  for (const Piece& piece : pieces_) {
+    for (const LeavingChunk& chunk : piece.chunks) bytes += chunk.is_there ? 0 : chunk.place.size;
+  }
+  if (bytes != 0) {
+    sleeper_.memory().require_room_to_swap(mine_.front()->model(), bytes, out.model(), out.leaving());
+  }
+}
+
+// One request a pool, so that it is met whole or not at all.
+void Arrival::collect_all() {
+  std::vector<std::vector<LeavingChunk>> places(mine_.size());
+  for (const Piece& piece : pieces_) append_missing(piece, &places[piece.part]);
+  for (std::size_t part = 0; part < mine_.size(); ++part) {
+    sleeper_.memory().collect_to_wake(*mine_[part], places[part]);
+  }
+}
+
+// False: not at this moment.
+bool Arrival::collect(const Piece& piece, bool is_on_its_way) {
+  std::vector<LeavingChunk> places;
+  append_missing(piece, &places);
+  Pool& pool = *mine_[piece.part];
+  Shortage shortage;
+  if (places.empty() || pool.try_collect(places, nullptr, &shortage) != 0) return true;
+  if (is_on_its_way) return false;
+  sleeper_.memory().collect_to_wake(pool, places);
+  return true;
+}
+
+void Arrival::map_next() {
+  const Piece& piece = pieces_[mapped_];
+  Pool& pool = *mine_[piece.part];
+  for (const LeavingChunk& chunk : piece.chunks) {
+    for (;;) {
+      Epoch wait_for = kLongAgo;
+      throw_if_failed(pool.map_collected(chunk, sleeper_.in(), &wait_for),
+                      "mapping memory of pool '" + pool.name() + "', which wakes");
+      if (wait_for == kLongAgo) break;
+      throw_if_failed(sleeper_.memory().clock().wait(wait_for), "waiting for queued work that may use the memory");
+    }
+  }
+  ++mapped_;
+}
+
+void Arrival::load_next() {
+  Piece& piece = pieces_[next_];
+  Pool& pool = *mine_[piece.part];
+  const StreamUse in = sleeper_.in();
+  for (const LeavingChunk& chunk : piece.chunks) {
+    const std::vector<KeptRange> kept = pool.kept_in(chunk.range());
+    piece.kept.insert(piece.kept.end(), kept.begin(), kept.end());
+  }
+  std::sort(piece.kept.begin(), piece.kept.end(),
+            [](const KeptRange& a, const KeptRange& b) { return a.offset < b.offset; });
+  for_each_stretch(
+      piece.kept, [&](const KeptRange& each) { each.backup->load(each.at, pool.base() + each.offset, each.size, in); });
+  under_way_.add(next_, in);
+  ++next_;
+}
+
+// The bus first: what comes next is mapped while it works.
+bool Arrival::advance(bool is_on_its_way) {
+  if (under_way_.is_oldest_done()) {
+    complete_oldest();
+    return true;
+  }
+  if (next_ < mapped_ && !under_way_.is_full()) {
+    load_next();
+    return true;
+  }
+  if (mapped_ == pieces_.size() || mapped_ - next_ >= kMostAhead) return false;
+  if (memory_ == Memory::by_piece && !collect(pieces_[mapped_], is_on_its_way)) return false;
+  map_next();
+  return true;
+}
+
+bool Arrival::wait() {
+  if (under_way_.empty()) return false;
+  complete_oldest();
+  return true;
+}
+
+void Arrival::complete_oldest() {
+  const std::size_t index = under_way_.wait_for_oldest();
+  const Piece& piece = pieces_[index];
+  Pool& pool = *mine_[piece.part];
+  for (const LeavingChunk& chunk : piece.chunks) {
+    throw_if_failed(pool.arrived(chunk), "making memory of pool '" + pool.name() + "' read-only again");
+  }
+  done_.fetch_add(piece.bytes, std::memory_order_relaxed);
+  {
+    const MutexLock lock(mutex_);
+    arrived_[index] = true;
+  }
+  changed_.notify_all();
+}
+
+// Of one that has several parts, some may sleep on.
+void Arrival::rest_backups() noexcept {
+  const Backup* latest = nullptr;
+  for (const Piece& piece : pieces_) {
+    for (const KeptRange& each : piece.kept) {
+      if (each.backup.get() != latest) each.backup->rest();
+      latest = each.backup.get();
+    }
+  }
+}
+
+void Arrival::finish() {
+  rest_backups();
+  for (const auto& pool : mine_) pool->end_sleep();
+  mine_.clear();
+  total_.store(done(), std::memory_order_relaxed);
+  pieces_.clear();  // whoever keeps this keeps no backup
+  end_waits();
+}
+
+// All is still where it was kept.
+void Arrival::undo() noexcept {
+  {
+    const MutexLock lock(mutex_);
+    arrived_.assign(arrived_.size(), false);  // whoever asks from now on learns that it goes again
+  }
+  end_waits();
+  sleeper_.wait_for_copies();
+  rest_backups();
+  for (const auto& pool : mine_) pool->put_back_collected();
+  for (const Piece& piece : pieces_) {
+    for (const LeavingChunk& chunk : piece.chunks) {
+      try {
+        mine_[piece.part]->let_go_again(chunk).ignore();
+      } catch (...) {
+        // No memory to note it: it stays there, and is filled when they are woken again.
+      }
+    }
+  }
+  for (const auto& pool : mine_) pool->end_transfer();
+  mine_.clear();
+  pieces_.clear();
+}
+
+Arrival::Waited Arrival::wait_for(Address address, std::size_t bytes, std::chrono::milliseconds most) {
+  const auto until = std::chrono::steady_clock::now() + most;
+  const MutexLock lock(mutex_);
+  for (;;) {
+    auto at = std::partition_point(awaited_.begin(), awaited_.end(),
+                                   [address](const Awaited& each) { return each.end <= address; });
+    while (at != awaited_.end() && at->begin < address + bytes && arrived_[at->piece]) ++at;
+    if (at == awaited_.end() || at->begin >= address + bytes) return Waited::there;
+    if (has_ended_) return Waited::ended;
+    if (changed_.wait_until(mutex_, until) == std::cv_status::timeout) return Waited::not_yet;
+  }
+}
+
+void Arrival::end_waits() {
+  {
+    const MutexLock lock(mutex_);
+    has_ended_ = true;
+  }
+  changed_.notify_all();
+}
+
+}  // namespace vmm

@@ -1,0 +1,266 @@
+#include "core/sleep/departure.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/errors.h"
+#include "core/memory/file_backup.h"
+#include "core/sleep/arrival.h"
+#include "core/sleep/chunk_backup.h"
+
+namespace vmm {
+
+Departure::Departure(Sleeper& sleeper, std::vector<PartToSleep> parts, bool release)
+    : sleeper_(sleeper), parts_(std::move(parts)), release_(release) {}
+
+void Departure::begin() {
+  try {
+    std::vector<PartToSleep> going;
+    going.reserve(parts_.size());  // what has begun is noted
+    mine_.reserve(parts_.size());
+    awake_.reserve(parts_.size());
+    for (PartToSleep& part : parts_) {
+      const SleepBegun begun = part.pool->begin_sleep();
+      if (begun == SleepBegun::never) continue;
+      mine_.push_back(part.pool);
+      if (begun == SleepBegun::anew) awake_.push_back(part.pool);
+      going.push_back(std::move(part));
+    }
+    parts_ = std::move(going);
+    // Whoever uses their memory has queued that by now, on streams of other libraries too, which
+    // no clock knows. Frees of before may leave with it.
+    DeviceMemory& memory = sleeper_.memory();
+    throw_if_failed(memory.clock().synchronize(), "waiting for queued work that may use the memory");
+    memory.settle(/*wait=*/false);  // or a former place of a chunk would look like another user
+    plan(/*keeps_unchanged=*/true);
+    try {
+      make_backups();
+    } catch (const OutOfMemoryError&) {
+      // The plan itself may hold what there is no room for: copying again is better than failing.
+      if (!uses_unchanged()) throw;
+      pieces_.clear();
+      backups_.clear();
+      for (const auto& pool : mine_) pool->forget_unchanged();
+      plan(/*keeps_unchanged=*/false);
+      make_backups();
+    }
+  } catch (...) {
+    undo();
+    throw;
+  }
+}
+
+namespace {
+
+// Of one to which nothing goes.
+std::string in_words(const Place& place) {
+  if (place.kind == Place::Kind::discard) return "discarded";
+  return place.is_packed ? "host, packed" : "host";
+}
+
+}  // namespace
+
+bool Departure::may_keep(std::size_t part) const {
+  const Places& places = parts_[part].places;
+  return places.size() == 1 && places.front().kind == Place::Kind::host;
+}
+
+// What is unchanged of a part is used where all of its read-only memory is: else its backups
+// would gather, each for a little.
+void Departure::plan(bool keeps_unchanged) {
+  const std::vector<Address> everybodys = sleeper_.shared_by_all();
+  for (std::size_t part = 0; part < parts_.size(); ++part) {
+    Pool& pool = *parts_[part].pool;
+    const bool keeps = keeps_unchanged && may_keep(part);
+    std::vector<LeavingChunk> chunks = pool.plan_sleep(keeps, everybodys);
+    const bool is_changed = std::any_of(chunks.begin(), chunks.end(), [](const LeavingChunk& chunk) {
+      return chunk.place.is_read_only && !chunk.kept.empty();
+    });
+    if (keeps && is_changed) chunks = pool.plan_sleep(/*keeps_unchanged=*/false, everybodys);
+    const Places& places = parts_[part].places;
+    if (std::any_of(places.begin(), places.end(), [](const Place& place) { return place.is_poisoned; })) {
+      for (LeavingChunk& chunk : chunks) chunk.place.is_poisoned = true;
+    }
+    const bool is_to_device = places.front().kind == Place::Kind::device;
+    append_pieces(part, std::move(chunks), is_to_device ? ChunkBackup::kPieceBytes : Backup::kPieceBytes, &pieces_);
+  }
+}
+
+bool Departure::uses_unchanged() const {
+  return std::any_of(pieces_.begin(), pieces_.end(), [](const Piece& piece) {
+    return std::any_of(piece.chunks.begin(), piece.chunks.end(),
+                       [](const LeavingChunk& chunk) { return !chunk.unchanged.empty(); });
+  });
+}
+
+std::size_t Departure::lot_of(std::size_t part, const LeavingChunk& chunk) const {
+  return 2 * part + (chunk.place.is_read_only && may_keep(part) ? 1 : 0);
+}
+
+// A file has all that went there at once. What of the model goes there later, while some of
+// that still sleeps, has a file beside it.
+Places Departure::places_beside_others(std::size_t part) const {
+  Places places = parts_[part].places;
+  const PoolList family = sleeper_.memory().family(*parts_[part].pool);
+  for (Place& place : places) {
+    if (place.kind != Place::Kind::file) continue;
+    const std::string named = place.path;
+    for (int number = 2;
+         std::any_of(family.begin(), family.end(),
+                     [&place](const auto& member) { return member->places_of_backups().count(place.path) != 0; });
+         ++number) {
+      place.path = FileBackup::beside(named, number);
+    }
+  }
+  return places;
+}
+
+// One backup for all that go to the same place, and another for what of it is read-only and
+// may stay when the rest has been loaded.
+void Departure::make_backups() {
+  backups_.assign(2 * parts_.size(), nullptr);
+  next_at_.assign(2 * parts_.size(), 0);
+  std::vector<std::vector<Content>> contents(2 * parts_.size());  // as note_kept() comes to them
+  std::size_t total = 0;
+  for (const Piece& piece : pieces_) {
+    const Address base = parts_[piece.part].pool->base();
+    for (const LeavingChunk& chunk : piece.chunks) {
+      std::vector<Content>& of_lot = contents[lot_of(piece.part, chunk)];
+      for (const ByteRange& range : chunk.kept) of_lot.push_back({base + range.offset, range.size});
+    }
+    if (parts_[piece.part].places.front().kind != Place::Kind::discard) total += piece.bytes;
+  }
+  total_.store(total, std::memory_order_relaxed);
+  for (const PartToSleep& part : parts_) {
+    // What sleeps already is where it is.
+    if (std::find(awake_.begin(), awake_.end(), part.pool) == awake_.end()) continue;
+    part.pool->note_place(in_words(part.places.front()));
+  }
+  const std::size_t lots = contents.size();
+  std::vector<bool> has_one(lots);
+  for (std::size_t first = 0; first < lots; ++first) {
+    if (has_one[first]) continue;
+    const PartToSleep& of_first = parts_[first / 2];
+    const auto is_with_it = [&](std::size_t lot) {
+      const PartToSleep& of_lot = parts_[lot / 2];
+      return lot % 2 == first % 2 && of_lot.places == of_first.places &&
+             &of_lot.pool->group() == &of_first.pool->group();
+    };
+    std::vector<Content> all;
+    std::size_t sum = 0;
+    for (std::size_t lot = first; lot < lots; ++lot) {
+      if (!is_with_it(lot)) continue;
+      has_one[lot] = true;
+      next_at_[lot] = sum;
+      for (const Content& each : contents[lot]) sum += each.size;
+      all.insert(all.end(), contents[lot].begin(), contents[lot].end());
+    }
+    if (sum == 0) continue;
+    const std::shared_ptr<Backup> backup =
+        sleeper_.make_backup(places_beside_others(first / 2), all, of_first.pool->group());
+    for (std::size_t lot = first; lot < lots; ++lot) {
+      if (!is_with_it(lot)) continue;
+      backups_[lot] = backup;
+      parts_[lot / 2].pool->note_place(backup == nullptr ? "discarded" : backup->place());
+    }
+  }
+}
+
+// Where in the backups each of its ranges goes.
+void Departure::note_kept(Piece& piece) {
+  for (const LeavingChunk& chunk : piece.chunks) {
+    const std::size_t lot = lot_of(piece.part, chunk);
+    if (backups_[lot] == nullptr) continue;
+    for (const ByteRange& range : chunk.kept) {
+      piece.kept.push_back({range.offset, range.size, next_at_[lot], backups_[lot]});
+      next_at_[lot] += range.size;
+    }
+  }
+}
+
+std::size_t Departure::leaving() const {
+  std::size_t bytes = 0;
+  for (const Piece& piece : pieces_) {
+    for (const LeavingChunk& chunk : piece.chunks) bytes += chunk.place.size;
+  }
+  return bytes;
+}
+
+bool Departure::advance() {
+  if (under_way_.is_oldest_done()) {
+    complete_oldest();
+    return true;
+  }
+  if (next_ == pieces_.size() || under_way_.is_full()) return false;
+  Piece& piece = pieces_[next_];
+  note_kept(piece);
+  const Pool& pool = *parts_[piece.part].pool;
+  const StreamUse out = sleeper_.out();
+  for_each_stretch(piece.kept, [&](const KeptRange& each) {
+    each.backup->save(each.at, pool.base() + each.offset, each.size, out);
+  });
+  under_way_.add(next_, out);
+  ++next_;
+  return true;
+}
+
+bool Departure::wait() {
+  if (under_way_.empty()) return false;
+  complete_oldest();
+  return true;
+}
+
+// Its memory is others' from now on.
+void Departure::complete_oldest() {
+  const Piece& piece = pieces_[under_way_.wait_for_oldest()];
+  Pool& pool = *parts_[piece.part].pool;
+  for (const LeavingChunk& chunk : piece.chunks) {
+    std::vector<KeptRange> kept;
+    for (const KeptRange& each : piece.kept) {
+      if (each.offset >= chunk.offset && each.offset < chunk.range().end()) kept.push_back(each);
+    }
+    throw_if_failed(pool.let_go(chunk, kept), "unmapping memory of pool '" + pool.name() + "', which goes to sleep");
+  }
+  if (!piece.kept.empty()) done_.fetch_add(piece.bytes, std::memory_order_relaxed);
+}
+
+void Departure::secure() {
+  for (const std::shared_ptr<Backup>& backup : backups_) {
+    if (backup != nullptr) backup->finish();
+  }
+}
+
+void Departure::finish() {
+  const PoolList gone = std::exchange(mine_, {});  // whatever comes, it is not undone any more
+  for (const auto& pool : gone) pool->end_transfer();
+  pieces_.clear();  // whoever keeps this keeps no backup
+  backups_.clear();
+  if (!release_) return;
+  for (const auto& pool : gone) sleeper_.memory().store().trim(pool->group(), 0);
+}
+
+void Departure::undo() noexcept {
+  // Copies on their way, those of a piece that failed included, are from where it all is still.
+  sleeper_.wait_for_copies();
+  for (const auto& pool : mine_) pool->end_transfer();
+  mine_.clear();
+  pieces_.clear();
+  backups_.clear();
+  try {
+    Arrival back(sleeper_, awake_, Arrival::Memory::collected);
+    back.begin();
+    try {
+      while (back.advance() || back.wait()) {
+      }
+      back.finish();
+    } catch (...) {
+      back.undo();
+      throw;
+    }
+  } catch (...) {
+    // No room, or the driver fails again: what has gone stays asleep, and nothing is lost.
+  }
+}
+
+}  // namespace vmm

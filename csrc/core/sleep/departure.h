@@ -1,0 +1,71 @@
+// Models on their way to sleep, one piece after the other, so that others can have the memory of
+// those that have gone.
+//
+// Everything here waits for the GPU, and holds no lock meanwhile.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "core/sleep/pieces.h"
+#include "core/sleep/sleeper.h"
+
+namespace vmm {
+
+struct PartToSleep {
+  std::shared_ptr<Pool> pool;
+  Places places;
+};
+
+// Pools that go to sleep. Where it fails, or is undone, they are awake again; or, where there
+// is no memory for that any more, asleep in part, and nothing is lost: wake them.
+class Departure {
+ public:
+  Departure(Sleeper& sleeper, std::vector<PartToSleep> parts, bool release);
+  // They take no requests from now on, and there is room for what they hold. Throws, and
+  // they are awake: OutOfMemoryError, InvalidArgumentError, VmmError.
+  void begin();
+  // Whatever can be done without waiting for the bus; false: nothing can.
+  bool advance();
+  // Waits for the oldest piece on the bus; false: there is none.
+  bool wait();
+  // All of it has gone.
+  [[nodiscard]] bool is_through() const { return next_ == pieces_.size() && under_way_.empty(); }
+  // All is saved. Before finish(): until then it can be undone.
+  void secure();
+  void finish();
+  void undo() noexcept;
+  // Whose it is, where any of it is to go; and bytes of the device's memory that are.
+  [[nodiscard]] const Pool* model() const { return mine_.empty() ? nullptr : &mine_.front()->model(); }
+  [[nodiscard]] std::size_t leaving() const;
+  [[nodiscard]] std::size_t done() const { return done_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::size_t total() const { return total_.load(std::memory_order_relaxed); }
+
+ private:
+  void plan(bool keeps_unchanged);
+  [[nodiscard]] bool may_keep(std::size_t part) const;
+  [[nodiscard]] bool uses_unchanged() const;
+  // Chunks of one part that go to one backup.
+  [[nodiscard]] std::size_t lot_of(std::size_t part, const LeavingChunk& chunk) const;
+  [[nodiscard]] Places places_beside_others(std::size_t part) const;
+  void make_backups();
+  void complete_oldest();
+  void note_kept(Piece& piece);
+
+  Sleeper& sleeper_;
+  std::vector<PartToSleep> parts_;
+  const bool release_;
+  PoolList mine_;                                 // of the parts' pools, those that have not ended
+  PoolList awake_;                                // of these, those that were awake
+  std::vector<std::shared_ptr<Backup>> backups_;  // by lot; nullptr: discarded
+  std::vector<std::size_t> next_at_;              // by lot: where its contents go next
+  std::vector<Piece> pieces_;
+  std::size_t next_ = 0;
+  Pieces under_way_;
+  std::atomic<std::size_t> done_{0};
+  std::atomic<std::size_t> total_{0};
+};
+
+}  // namespace vmm
