@@ -44,7 +44,6 @@ def measure(allocator: str, quick: bool) -> list[Measurement]:
     if allocator == "torch_vmm":
         for name, size in _CHUNKS.items():
             _calls(times, f"chunk of {name}", size, count=min(64, (4 if quick else 16) * _GIB // size))
-        _beside_copies(times, bytes_each=(1 if quick else 4) * _GIB)
         _map_much(times, gib=8 if quick else 20)
         _hand_over_between_models(times)
     else:
@@ -74,45 +73,6 @@ def _calls(times: _Times, case: str, size: int, count: int) -> None:
             for chunk in chunks:
                 manager.free_physical(chunk)
         manager.release(stretch)
-
-
-def _beside_copies(times: _Times, bytes_each: int) -> None:
-    """The same calls while the GPU copies, as a model meets them that goes to sleep or wakes."""
-    from torch_vmm import AccessFlags, VirtualMemoryManager
-
-    here = torch.zeros(bytes_each, dtype=torch.uint8, device="cuda:0")
-    host = torch.zeros(bytes_each, dtype=torch.uint8, pin_memory=True)
-    ways = {"to the host": (host, here, 4), "from the host": (here, host, 4)}
-    if torch.cuda.device_count() > 1:
-        there = torch.zeros(bytes_each, dtype=torch.uint8, device="cuda:1")
-        ways |= {"to another GPU": (there, here, 24), "from another GPU": (here, there, 24)}
-    stream, size = torch.cuda.Stream(), 64 * _MIB
-    offsets = [size * number for number in range(16)]
-    for way, (to, source, copies) in ways.items():
-        case = f"chunk of 64 MiB, beside copies {way}"
-
-        def copy(to: torch.Tensor = to, source: torch.Tensor = source, copies: int = copies) -> None:
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
-                for _ in range(copies):
-                    to.copy_(source, non_blocking=True)
-
-        with VirtualMemoryManager("cuda:0") as manager:
-            stretch = manager.reserve(size * len(offsets))
-            chunks = [manager.alloc_physical(size) for _ in offsets]
-            copy()
-            with times(case, "map and set_access", "us", len(offsets)):
-                for chunk, offset in zip(chunks, offsets, strict=True):
-                    manager.map(stretch, chunk, offset)
-                    manager.set_access(stretch, AccessFlags.READ_WRITE, offset=offset, size=size)
-            copy()
-            with times(case, "unmap", "us", len(offsets)):
-                for offset in offsets:
-                    manager.unmap(stretch, offset, size)
-            torch.cuda.synchronize()
-            for chunk in chunks:
-                manager.free_physical(chunk)
-            manager.release(stretch)
 
 
 def _map_much(times: _Times, gib: int) -> None:
