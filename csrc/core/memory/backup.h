@@ -39,6 +39,10 @@ class Backup {
   // So much of it is moved at once, in bytes: by then the bus is at its full rate.
   static constexpr std::size_t kPieceBytes = 64 * kMiB;
   [[nodiscard]] virtual std::size_t piece_bytes() const { return kPieceBytes; }
+  // So many pieces are on their way there at once, at most: while the chunks of one are
+  // unmapped, the bus works on the next.
+  static constexpr std::size_t kMostUnderWay = 2;
+  [[nodiscard]] virtual std::size_t most_under_way() const { return kMostUnderWay; }
   // Whether it may stay once all has been loaded, so that what nobody has written to need not
   // be saved again.
   [[nodiscard]] virtual bool may_be_kept() const { return false; }

@@ -131,7 +131,7 @@ bool Arrival::advance(bool is_on_its_way) {
     complete_oldest();
     return true;
   }
-  if (next_ < mapped_ && !under_way_.is_full()) {
+  if (next_ < mapped_ && under_way_.size() < Backup::kMostUnderWay) {
     load_next();
     return true;
   }

@@ -187,12 +187,21 @@ std::size_t Departure::leaving() const {
   return bytes;
 }
 
+// Whether the next piece may be on its way too.
+bool Departure::may_go_on() const {
+  if (next_ == pieces_.size()) return false;
+  const Piece& piece = pieces_[next_];
+  const std::shared_ptr<Backup>& backup = backups_[lot_of(piece.part, piece.chunks.front())];
+  return under_way_.size() < (backup == nullptr ? Backup::kMostUnderWay : backup->most_under_way());
+}
+
+// The bus first: what is there leaves while it works.
 bool Departure::advance() {
-  if (under_way_.is_oldest_done()) {
+  if (!may_go_on()) {
+    if (!under_way_.is_oldest_done()) return false;
     complete_oldest();
     return true;
   }
-  if (next_ == pieces_.size() || under_way_.is_full()) return false;
   Piece& piece = pieces_[next_];
   note_kept(piece);
   const Pool& pool = *parts_[piece.part].pool;

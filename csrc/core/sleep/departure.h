@@ -51,6 +51,7 @@ class Departure {
   [[nodiscard]] std::size_t lot_of(std::size_t part, const LeavingChunk& chunk) const;
   [[nodiscard]] Places places_beside_others(std::size_t part) const;
   void make_backups();
+  [[nodiscard]] bool may_go_on() const;
   void complete_oldest();
   void note_kept(Piece& piece);
 

@@ -13,9 +13,6 @@ namespace vmm {
 // Copies under way on one stream, the oldest first, with a point behind each.
 class Pieces {
  public:
-  // So many are under way at once: while one is done with, the bus works on the next.
-  static constexpr std::size_t kMost = 2;
-
   Pieces() = default;
   Pieces(const Pieces&) = delete;
   Pieces& operator=(const Pieces&) = delete;
@@ -24,7 +21,7 @@ class Pieces {
   // The copies of `index` have been queued on the stream.
   void add(std::size_t index, const StreamUse& by);
   [[nodiscard]] bool empty() const { return under_way_.empty(); }
-  [[nodiscard]] bool is_full() const { return under_way_.size() >= kMost; }
+  [[nodiscard]] std::size_t size() const { return under_way_.size(); }
   // Whether the oldest is done. Waits for nothing.
   [[nodiscard]] bool is_oldest_done() const { return !empty() && under_way_.front().point->passed(); }
   // Waits for the oldest, which is none of these any more. Throws DriverError, and it is.
