@@ -250,10 +250,13 @@ class TorchMemorySaver(Guarded, guarded=True):
         if tag is not None:
             to_name(tag, "tag")
         with self._lock:
-            return [
-                (saved, sorted(region for region in saved.regions if tag in (None, region.tag)))
-                for saved in self._saved.values()
-            ]
+            devices = [(saved, list(saved.regions)) for saved in self._saved.values()]
+        found = []
+        for saved, regions in devices:
+            opened = saved.model.tags  # a region that was made and never entered is no tag of the model yet
+            chosen = [each for each in regions if tag in (None, each.tag) and each.name in opened]
+            found.append((saved, sorted(chosen)))
+        return found
 
     def _place(self, region: _Region) -> str:
         if region.backup == "cpu":

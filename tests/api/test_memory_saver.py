@@ -141,3 +141,32 @@ def test_a_region_can_be_entered_again(saver: TorchMemorySaver, device: str) -> 
     assert repr(saver).startswith(f"TorchMemorySaver({made[0].device}: VirtualMemoryPool('torch_memory_saver', ")
     saver.pause()
     saver.resume()
+
+
+def test_a_region_that_was_never_entered_is_nothing_to_pause(saver: TorchMemorySaver, device: str) -> None:
+    with saver.region("weights", enable_cpu_backup=True):
+        weights = torch.ones(MIB, dtype=torch.uint8, device=device)
+    saver.pause("weights")
+    cache = saver.region("kv_cache")  # to be entered later
+
+    @saver.region("activations")
+    def run() -> torch.Tensor:
+        return torch.ones(MIB, dtype=torch.uint8, device=device)
+
+    pool = torch_vmm.pool_of(weights)
+    assert pool is not None
+    saver.resume()
+    assert not pool.is_asleep
+    assert weights.all()
+    saver.pause("kv_cache")
+    saver.resume("kv_cache")
+    saver.pause()
+    assert pool.is_asleep
+    saver.resume()
+    with cache:
+        kept = [torch.ones(MIB, dtype=torch.uint8, device=device)]
+    kept.append(run())
+    saver.pause()
+    saver.resume()
+    assert not any(each.any() for each in kept), "entered, they are paused with the rest"
+    assert weights.all()
