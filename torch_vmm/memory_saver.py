@@ -26,7 +26,7 @@ from torch_vmm.errors import InvalidArgumentError, NotAvailableError
 from torch_vmm.pools import wrap
 from torch_vmm.routing import enable, is_enabled, use_model
 from torch_vmm.shared_pools import SharedMemoryPool
-from torch_vmm.sizes import show, to_bytes, to_flag, to_name
+from torch_vmm.sizes import Size, show, to_bytes, to_flag, to_name
 from torch_vmm.tags import Tag
 
 CpuBackupBackend = Literal["mmap", "pinned"]
@@ -185,11 +185,11 @@ class TorchMemorySaver(Guarded, guarded=True):
 
     @property
     def memory_margin_bytes(self) -> int:
-        """Bytes of the device that regions leave to others."""
+        """Bytes of the device that regions leave to others; set as any size (``"1GiB"``)."""
         return self._margin
 
     @memory_margin_bytes.setter
-    def memory_margin_bytes(self, value: int) -> None:
+    def memory_margin_bytes(self, value: Size) -> None:
         with self._lock:
             self._margin = to_bytes(value, "memory_margin_bytes")
             for key, saved in self._saved.items():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 import torch_vmm
+from torch_vmm.memory_saver import torch_memory_saver
 
 
 def becoming_the_allocator() -> None:
@@ -150,3 +151,11 @@ def evicts(shop: torch_vmm.SharedMemoryPool, pool: torch_vmm.VirtualMemoryPool) 
     shop.on_pressure(lambda requested, asker: asker.trim() > requested)
     shop.on_pressure(None)
     return evict(1, pool)
+
+
+def saves() -> None:
+    torch_memory_saver.memory_margin_bytes = "1GiB"
+    torch_memory_saver.memory_margin_bytes = 1 << 30
+    margin: int = torch_memory_saver.memory_margin_bytes
+    with torch_memory_saver.region("weights", enable_cpu_backup=True):
+        print(decorated(8), margin)
