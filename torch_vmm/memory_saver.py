@@ -57,7 +57,7 @@ class _Saved:
 
 class TorchMemorySaver(Guarded, guarded=True):
     """What ``torch_memory_saver`` is an object of: that project's public names and
-    meanings.
+    meanings. There is one for the process: ``TorchMemorySaver()`` is it.
     """
 
     _instead_of_a_copy = "there is one for the process"
@@ -68,13 +68,22 @@ class TorchMemorySaver(Guarded, guarded=True):
     _margin: int
     _hook_mode: str | None
 
-    def __init__(self) -> None:
+    # Another one would pause nothing of the first one's regions, and its model would have the same name. The module
+    # makes the first when it is imported, so no two threads do.
+    def __new__(cls) -> TorchMemorySaver:
+        global _only
+        if _only is None:
+            _only = super().__new__(cls)
+            _only._begin()
+        return _only
+
+    def _begin(self) -> None:
         self._lock = threading.RLock()
-        self._saved: dict[DeviceKey, _Saved] = {}
+        self._saved = {}
         self._disk_dir = os.environ.get("TMS_DISK_BACKUP_DIR", "")
         self._retains = False
         self._margin = 0
-        self._hook_mode: str | None = None
+        self._hook_mode = None
 
     def __repr__(self) -> str:
         with self._lock:
@@ -288,6 +297,7 @@ def configure_subprocess() -> Iterator[None]:
 
 
 _enable_cuda()
+_only: TorchMemorySaver | None = None
 torch_memory_saver = TorchMemorySaver()
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch_vmm.memory_saver import TorchMemorySaver, configure_subprocess, torch
 
 @pytest.fixture
 def saver(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchMemorySaver]:
-    saver = TorchMemorySaver()
+    saver = object.__new__(TorchMemorySaver)  # not the process's own
+    saver._begin()
     key = torch_vmm.devices.to_device(device)
     monkeypatch.setattr(saver, "_key", lambda: key)
     yield saver
@@ -119,6 +121,17 @@ def test_the_object_has_the_names() -> None:
     assert torch_memory_saver.hook_mode == "torch"
     for name in ("region", "cuda_graph", "disable", "pause", "resume", "get_cpu_backup", "set_disk_backup_dir"):
         assert callable(getattr(torch_memory_saver, name))
+
+
+def test_there_is_one_for_the_process() -> None:
+    torch_memory_saver.memory_margin_bytes = 3 * MIB
+    try:
+        assert TorchMemorySaver() is torch_memory_saver
+        assert torch_memory_saver.memory_margin_bytes == 3 * MIB, "made again it is as it was"
+    finally:
+        torch_memory_saver.memory_margin_bytes = 0
+    with pytest.raises(torch_vmm.NotCopyableError, match="one for the process"):
+        copy.copy(torch_memory_saver)
 
 
 def test_subprocesses_need_nothing() -> None:
