@@ -26,7 +26,7 @@ from torch_vmm.errors import InvalidArgumentError, NotAvailableError
 from torch_vmm.pools import wrap
 from torch_vmm.routing import enable, is_enabled, use_model
 from torch_vmm.shared_pools import SharedMemoryPool
-from torch_vmm.sizes import Size, show, to_bytes, to_flag, to_name
+from torch_vmm.sizes import Size, show, to_bytes, to_flag, to_name, to_path
 from torch_vmm.tags import Tag
 
 CpuBackupBackend = Literal["mmap", "pinned"]
@@ -179,9 +179,15 @@ class TorchMemorySaver(Guarded, guarded=True):
         return copy if found else None
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
-        """The folder for ``enable_disk_backup``, made where there is none."""
-        os.makedirs(path, exist_ok=True)
-        self._disk_dir = os.path.abspath(path)
+        """The folder for ``enable_disk_backup``, made where there is none.
+
+        Raises:
+            InvalidArgumentError: no path.
+            OSError: it cannot be made.
+        """
+        folder = to_path(path, "path")
+        os.makedirs(folder, exist_ok=True)
+        self._disk_dir = os.path.abspath(folder)
 
     @property
     def retain_cpu_backup(self) -> bool:

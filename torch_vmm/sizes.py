@@ -1,9 +1,10 @@
-"""Sizes, ranges, shapes and names as users write them, to whole bytes, numbers and text."""
+"""Sizes, ranges, shapes, names and paths as users write them, to whole bytes, numbers and text."""
 
 from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Iterable, Mapping
 from typing import SupportsIndex
 
@@ -188,3 +189,21 @@ def is_name(value: str) -> bool:
         return value.encode() != b"" and "\0" not in value
     except UnicodeEncodeError:
         return False
+
+
+def to_path(value: object, name: str) -> str:
+    """Text of a path.
+
+    Raises:
+        InvalidArgumentError: neither text nor a ``pathlib.Path``, empty, or with what no file's name can have.
+    """
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise InvalidArgumentError(f"{name}={show(value)} is not a path: give text or a pathlib.Path")
+    if "\0" in path:
+        raise InvalidArgumentError(f"{name}={show(path)}: a path has no zero byte")
+    try:
+        os.fsencode(path)
+    except UnicodeError as error:
+        raise InvalidArgumentError(f"{name}={show(path)}: give a path that is text") from error
+    return path

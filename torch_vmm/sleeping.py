@@ -26,7 +26,7 @@ from torch_vmm._guarded import Guarded
 from torch_vmm.dense import plain_tensors
 from torch_vmm.devices import DeviceKey
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
-from torch_vmm.sizes import show, to_flag, to_name
+from torch_vmm.sizes import show, to_flag, to_name, to_path
 
 if TYPE_CHECKING:
     from torch_vmm.pools import VirtualMemoryPool
@@ -60,8 +60,7 @@ _EVERY = 0.1  # seconds between two pictures of the bar
 
 
 def _to_file(path: str) -> _Parsed:
-    if "\0" in path:
-        raise InvalidArgumentError(f"keep={show(path)}: a path has no zero byte")
+    path = to_path(path, "keep")
     # abspath drops the separator at the end, which says that it is to be a folder.
     if path.endswith(os.sep) and not os.path.isdir(path):
         raise InvalidArgumentError(f"keep={show(path)}: there is no such folder")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
-from torch_vmm.sizes import show
+from torch_vmm.sizes import show, to_path
 
 if TYPE_CHECKING:
     from torch_vmm.shared_pools import SharedMemoryPool
@@ -117,10 +117,7 @@ class Timeline(Guarded, guarded=True):
             NotAvailableError: a picture, and there is no matplotlib.
             OSError: the file cannot be written.
         """
-        try:
-            file = Path(path)
-        except TypeError:
-            raise InvalidArgumentError(f"path={show(path)} is not a path: give text or a pathlib.Path") from None
+        file = Path(to_path(path, "path"))
         suffix = file.suffix.lower()
         if suffix == ".json":
             file.write_text(json.dumps(_trace(self.samples, f"torch_vmm on {self._device}"), separators=(",", ":")))

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,12 @@ def test_what_cannot_be(saver: TorchMemorySaver) -> None:
         pass
     with saver.region("a", True, cpu_backup_backend="mmap"):
         pass
+
+
+@pytest.mark.parametrize("path", [None, b"/tmp", "", "a\0b", 3])
+def test_a_folder_that_cannot_be(saver: TorchMemorySaver, path: Any) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="path="):
+        saver.set_disk_backup_dir(path)
 
 
 def test_the_object_has_the_names() -> None:

@@ -241,6 +241,12 @@ def test_another_suffix_is_refused_with_those_that_there_are(recorded: Timeline,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["a\0b.json", "\ud800.json", "", None, b"trace.json"])
+def test_what_is_no_path_is_refused(recorded: Timeline, name: Any) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"path=.*(zero byte|is not a path|that is text)"):
+        recorded.save(name)
+
+
 def test_a_suffix_may_be_in_capitals_and_a_path_be_text(recorded: Timeline, tmp_path: Path) -> None:
     recorded.save(str(tmp_path / "TRACE.JSON"))
     assert json.loads((tmp_path / "TRACE.JSON").read_text())["traceEvents"]
