@@ -639,6 +639,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         Args:
             abbreviated: without the rows of the large and the small pool.
         """
+        abbreviated = to_flag(abbreviated, "abbreviated")
         title = f"torch_vmm memory summary, pool {self.name!r} on {self.device}"
         return memory_summary(self._handle.statistics(walk=True), title, abbreviated, self._asleep_in_words())
 

@@ -181,6 +181,7 @@ def test_flags(flag: object, make_pool: Callable[..., Pool], shared: Shared, man
     refused("force", lambda: pool.close(force=flag))  # type: ignore[arg-type]
     refused("force", lambda: shared.unregister_model("llama", flag))  # type: ignore[arg-type]
     refused("force", lambda: shared.close(flag))  # type: ignore[arg-type]
+    refused("abbreviated", lambda: pool.memory_summary(flag))  # type: ignore[arg-type]
     refused("exportable", lambda: manager.alloc_physical(PAGE, exportable=flag))  # type: ignore[arg-type]
     assert not pool.is_closed
 
