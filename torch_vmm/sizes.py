@@ -30,13 +30,24 @@ def show(value: object) -> str:
     """
     if isinstance(value, torch.Tensor):
         return f"a tensor of {tuple(value.shape)}, {value.dtype} on {value.device}"
-    if isinstance(value, list | tuple | set | dict) and any(isinstance(each, torch.Tensor) for each in value):
-        return f"a {type(value).__name__} with tensors"
+    if _has_tensors(value):
+        kind = type(value).__name__
+        return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind} with tensors"
     try:
         text = repr(value)
     except ValueError:  # Python writes no whole number of more than 4300 digits
         text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _has_tensors(value: object, depth: int = 4) -> bool:
+    """Whether what is of Python's own containers holds tensors; ``depth`` ends it for one that holds itself."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or not isinstance(value, list | tuple | set | dict):
+        return False
+    inside = [*value, *value.values()] if isinstance(value, dict) else value
+    return any(_has_tensors(each, depth - 1) for each in inside)
 
 
 def to_index(value: object) -> int | None:

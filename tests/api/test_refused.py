@@ -262,3 +262,15 @@ def test_a_pool_of_one_page_is_enough(device: str) -> None:
         pool.allocate(0, 1)
         assert pool.memory_allocated() == 2 * MIB
     pool.close(force=True)
+
+
+def test_what_tensors_hold_is_never_shown() -> None:
+    tensor = torch.tensor(4711.0)  # it might be asleep
+    itself: list[object] = []
+    itself.append(itself)
+    assert show(itself) == "[[...]]"
+    for value in (tensor, [tensor], {"weight": tensor}, {tensor: 1}, [{"layers": (1, [tensor])}]):
+        assert "4711" not in show(value)
+        assert "tensor" in show(value)
+    state = torch.nn.Linear(2, 2).state_dict()
+    assert show(state) == "an OrderedDict with tensors"
