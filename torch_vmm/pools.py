@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -701,8 +701,14 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
 
 def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, int, bool]]:
     """Address and bytes of what each tensor covers, and whether its memory ends there."""
-    if not isinstance(tensors, torch.Tensor) and not isinstance(tensors, Iterable):
-        raise InvalidArgumentError(f"tensors={show(tensors)}: give tensors")
+    asked: object = tensors  # which may be anything, whatever is declared
+    # Some modules can be iterated over: ParameterList over tensors, Sequential over further modules.
+    if isinstance(asked, torch.nn.Module) and not isinstance(asked, torch.nn.ParameterList):
+        raise InvalidArgumentError(f"tensors=<module {type(asked).__name__}>: give module.parameters(), or tensors")
+    if isinstance(asked, Mapping) and not all(isinstance(key, torch.Tensor) for key in asked):
+        raise InvalidArgumentError(f"tensors={show(asked)}: give its .values(), or tensors")
+    if not isinstance(asked, torch.Tensor | Iterable):
+        raise InvalidArgumentError(f"tensors={show(asked)}: give tensors")
     found = []
     given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     for tensor in itertools.chain.from_iterable(plain_tensors(each, "tensors") for each in given):

@@ -120,6 +120,25 @@ def test_what_cannot_be_sealed_is_refused(make_pool: Callable[..., Pool], device
         sealed(3)  # type: ignore[arg-type]
 
 
+def test_a_module_and_its_state_are_told_what_to_give(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8, device=device))
+        kept = torch.nn.ParameterList([torch_vmm.aligned((1 << 19,), torch.float32, device)])
+    for wrong, hint in (
+        (net, r"Sequential.*module\.parameters\(\)"),
+        (net[0], r"Linear.*module\.parameters\(\)"),
+        (net.state_dict(), r"OrderedDict.*\.values\(\)"),
+    ):
+        for change in (pool.seal, pool.unseal):
+            with pytest.raises(torch_vmm.InvalidArgumentError, match=hint):
+                change(wrong)  # type: ignore[arg-type]
+    pool.seal(kept)  # a module that is a list of tensors
+    assert sealed(kept[0])
+    pool.unseal({kept[0]: "a name"})  # and so is a mapping from them
+    assert not sealed(kept[0])
+
+
 def test_no_neighbour_is_sealed_with_a_slice(make_pool: Callable[..., Pool], device: str) -> None:
     pool = make_pool("64MiB")
     with pool:
