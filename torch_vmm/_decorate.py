@@ -106,6 +106,13 @@ def _plain(context: Context, function: Callable[..., Any]) -> Callable[..., Any]
     return inside
 
 
+def only_makes_steps(function: Callable[..., Any]) -> bool:
+    """Does a call of it run none of it yet, as of a coroutine, generator or async generator function?"""
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    called = type(function).__call__  # of an object that can be called
+    return any(is_one(function) or is_one(called) for is_one in kinds)
+
+
 def inside(context: Context, function: Function, *, classes: bool = False) -> Function:
     """``function``, run inside ``context()``: plain, generator, coroutine or async generator function.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Literal, TypeVar, overload
 
-from torch_vmm import _C, events, pools, tables
+from torch_vmm import _C, _decorate, events, pools, tables
 from torch_vmm._guarded import Guarded
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, VmmError
@@ -17,6 +17,7 @@ from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.sizes import (
     Size,
     is_name,
+    show,
     to_bytes,
     to_flag,
     to_name,
@@ -252,10 +253,16 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         Returns:
             The function, so that this can decorate it.
         Raises:
-            InvalidArgumentError: it can't be called, or the pool is closed.
+            InvalidArgumentError: it can't be called, is a coroutine or
+                generator function, or the pool is closed.
         """
         if function is not None and not callable(function):
-            raise InvalidArgumentError(f"on_pressure: {function!r} can't be called; give a function or None")
+            raise InvalidArgumentError(f"on_pressure: {show(function)} can't be called; give a function or None")
+        if function is not None and _decorate.only_makes_steps(function):
+            raise InvalidArgumentError(
+                f"on_pressure: a call of {show(function)} only makes a coroutine or generator, which nobody would run; "
+                f"give a plain function"
+            )
         if function is None:
             self._handle.set_on_pressure(None)
         else:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import torch
@@ -69,6 +70,27 @@ def test_what_it_raises_is_shown_and_the_request_goes_on(evicting: Evicting, mon
     with pytest.raises(torch.OutOfMemoryError):
         tensor_in(evicting.second, 16 * MIB)
     assert [str(each) for each in shown] == ["no idea what to evict"]
+
+
+def test_what_would_only_make_a_coroutine_is_refused(evicting: Evicting) -> None:
+    async def later(requested: int, pool: VirtualMemoryPool) -> bool:
+        return True
+
+    def bit_by_bit(requested: int, pool: VirtualMemoryPool) -> Iterator[bool]:
+        yield True
+
+    async def both(requested: int, pool: VirtualMemoryPool) -> AsyncIterator[bool]:
+        yield True
+
+    class Called:
+        async def __call__(self, requested: int, pool: VirtualMemoryPool) -> bool:
+            return True
+
+    for function in (later, bit_by_bit, both, functools.partial(later), Called(), Called().__call__):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"on_pressure: .* only makes .* plain function"):
+            evicting.shared.on_pressure(function)  # type: ignore[type-var]
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(evicting.second, 16 * MIB)
 
 
 def test_ctrl_c_within_it_comes_to_the_main_thread(evicting: Evicting, monkeypatch: pytest.MonkeyPatch) -> None:
