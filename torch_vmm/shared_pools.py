@@ -245,8 +245,10 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         the thread captures a CUDA graph. Autograd is on in it, whatever the
         operator that asks has switched off. What it raises goes to
         ``sys.unraisablehook``, and to the logger ``"torch_vmm"`` where logs are
-        taken, and the request goes on without it. It is held until another is
-        given or the pool is closed, with all that it knows.
+        taken, and the request goes on without it. A ``KeyboardInterrupt``
+        (Ctrl-C) is shown there as well, and raised again in the main thread:
+        behind the request, where that thread asks. The function is held until
+        another is given or the pool is closed, with all that it knows.
 
         Args:
             function: in place of the one before; ``None``: none is called.

@@ -94,7 +94,8 @@ def test_what_would_only_make_a_coroutine_is_refused(evicting: Evicting) -> None
 
 
 def test_ctrl_c_within_it_comes_to_the_main_thread(evicting: Evicting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", lambda told: None)
+    shown: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: shown.append(told.exc_type))
 
     def interrupted(requested: int, pool: VirtualMemoryPool) -> bool:
         raise KeyboardInterrupt
@@ -109,6 +110,7 @@ def test_ctrl_c_within_it_comes_to_the_main_thread(evicting: Evicting, monkeypat
     evicting.shared.on_pressure(interrupted)
     with pytest.raises(KeyboardInterrupt):
         ask()
+    assert shown == [KeyboardInterrupt]
     assert evicting.first.memory_allocated() == 64 * MIB
 
 
