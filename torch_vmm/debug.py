@@ -18,7 +18,7 @@ import torch
 
 from torch_vmm import _C
 from torch_vmm.dense import require_strided
-from torch_vmm.devices import Device, to_device
+from torch_vmm.devices import Device, DeviceKey, to_device
 from torch_vmm.errors import InvalidArgumentError, MemoryDamageError, NotAvailableError
 from torch_vmm.sizes import show, to_index
 
@@ -157,18 +157,23 @@ def report(device: Device = "cuda") -> Report | None:
     accesses fault.
 
     After CUDA's error 700 the driver does not say which address it was; the
-    report's newest blocks, and those freed last, are what it can have been. It
-    needs no GPU. Of what was freed, the patterns are looked at where the GPU is
-    done with it; :func:`check` waits for the rest.
+    report's newest blocks, and those freed last, are what it can have been. The
+    GPU need not work any more. Of what was freed, the patterns are looked at
+    where the GPU is done with it; :func:`check` waits for the rest.
 
     Returns:
         ``None`` where debug mode is off or the device was never used.
 
     Raises:
+        NotAvailableError: of a GPU, where there is none and debug mode is on.
         InvalidArgumentError: no device.
     """
-    told = _C.debug_report(*to_device(device))
+    key = to_device(device)
+    told = _C.debug_report(*key)
     if told is None:
+        # torch is asked of a GPU only where nothing is known of one: of one that has failed the report is wanted.
+        if mode() is not None:
+            _require_gpu(key, "report", device)
         return None
     return Report(
         mode=told["mode"],
@@ -195,8 +200,14 @@ def check(device: Device = "cuda") -> None:
         DriverError: the device has failed.
     """
     key = to_device(device)
-    if key.kind == "cuda" and not torch.cuda.is_available():
-        raise NotAvailableError(f'check({show(device)}): there is no GPU, so nothing was looked at; say check("cpu")')
+    _require_gpu(key, "check", device)
     damages = _damages(_C.debug_check(*key))
     if damages:
         raise MemoryDamageError("\n".join(str(damage) for damage in damages), damages=damages)
+
+
+def _require_gpu(key: DeviceKey, asked: str, device: Device) -> None:
+    if key.kind == "cuda" and not torch.cuda.is_available():
+        raise NotAvailableError(
+            f'{asked}({show(device)}): there is no GPU, so nothing was looked at; say {asked}("cpu")'
+        )

@@ -245,3 +245,17 @@ def test_a_stack_begins_where_the_user_called(device: str, mode: str) -> None:
 def test_a_gpu_that_is_not_there_is_not_all_well() -> None:
     with pytest.raises(torch_vmm.NotAvailableError, match="nothing was looked at"):
         torch_vmm.debug.check()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_report_of_a_gpu_that_is_not_there_is_not_off() -> None:
+    code = """
+    import torch_vmm
+    print(torch_vmm.debug.report("cpu"))
+    try:
+        print(torch_vmm.debug.report())
+    except torch_vmm.NotAvailableError as error:
+        print(error)
+    """
+    assert run(code) == "None\nNone\n"
+    assert 'report("cpu")' in run(code, TORCH_VMM_DEBUG="guard").splitlines()[1]
