@@ -113,9 +113,10 @@ def alias(tensor: torch.Tensor, copies: SupportsIndex = 1, read_only: bool = Fal
         long.
     Raises:
         InvalidArgumentError: ``tensor`` does not stand on whole chunks, is an
-            alias, or requires grad; or so many copies of it are more than there
-            are addresses.
-        OutOfMemoryError: no such stretch of addresses is left.
+            alias, or requires grad; or so many copies of it are 2**63 bytes or
+            more, which no tensor has.
+        OutOfMemoryError: no such stretch of addresses is left, or they are more
+            than there ever are.
     """
     times = to_index(copies)
     if times is None or times < 1:

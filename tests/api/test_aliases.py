@@ -300,6 +300,9 @@ def test_shapes_beyond_all_addresses_are_named(device: str) -> None:
     for copies in (2**62, 2**80):
         with pytest.raises(torch_vmm.InvalidArgumentError, match=rf"shape of the result=\({4 * copies}, {ROW}\)"):
             alias(ring, copies)
+    for copies in (2**27, 2**41):  # these a tensor could have, were there addresses
+        with pytest.raises(torch_vmm.OutOfMemoryError, match=rf"{copies} copies of 2 MiB .* virtual addresses"):
+            alias(ring, copies)
 
 
 def test_more_addresses_than_one_tensor_has_are_named(device: str) -> None:
