@@ -188,6 +188,7 @@ class Transfer(Guarded, guarded=True):
     _told: list[VirtualMemoryPool]
     _process: int
     _error: BaseException | None
+    _is_through: bool
     _is_told: bool
     _done: threading.Event
     _look: _Look | None
@@ -201,6 +202,7 @@ class Transfer(Guarded, guarded=True):
         self._told = [each.pool for each in self._passages if each.was_asleep == (each.pool is move.coming)]
         self._process = os.getpid()
         self._error = None
+        self._is_through = False
         self._is_told = blocking
         self._done = threading.Event()
         self._look = look
@@ -223,9 +225,12 @@ class Transfer(Guarded, guarded=True):
         began = time.monotonic()
         look = self._look
         try:
-            self._moving.run(None if look is None else lambda: look.look(self._moving), sees_signals)
+            self._moving.run(None if look is None else lambda: look.look(self.progress), sees_signals)
+            self._is_through = True
             for passage in self._passages:
                 passage.tell(self._moving.done, time.monotonic() - began)
+            if look is not None:
+                look.look(self.progress)
         except BaseException as error:
             self._error = error
         try:
@@ -297,8 +302,14 @@ class Transfer(Guarded, guarded=True):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Bytes that have moved, and bytes in all; what is discarded is none."""
-        return self._moving.done, self._moving.total
+        """Bytes that have moved, and bytes in all; what is discarded is none.
+
+        Where a place had no room and the next one is ``"discard"``, bytes in
+        all are fewer once it has ended well: as many as have moved.
+        """
+        is_through = self._is_through  # first: from then on the other stays as it is
+        moved = self._moving.done
+        return moved, moved if is_through else self._moving.total
 
     def __repr__(self) -> str:
         moved, total = self.progress
@@ -323,8 +334,7 @@ class _Look:
         self._tell = tell
         self._told: tuple[int, int] | None = None
 
-    def look(self, moving: _C.Transfer) -> None:
-        now = (moving.done, moving.total)
+    def look(self, now: tuple[int, int]) -> None:
         if now != self._told:
             self._told = now
             self._tell(*now)
@@ -344,7 +354,7 @@ class _Bar:
 
     def __call__(self, moved: int, total: int) -> None:
         now = time.monotonic()
-        if total == 0 or (now - self._drawn < _EVERY and moved < total):
+        if (total == 0 and not self._drawn) or (now - self._drawn < _EVERY and moved < total):
             return
         self._drawn = now
         width = shutil.get_terminal_size().columns - 1
@@ -353,8 +363,9 @@ class _Bar:
 
     def _line(self, moved: int, total: int, seconds: float, width: int) -> str:
         """As many columns as ``width``: the name, and of the numbers those that fit whole."""
+        share = moved / total if total else 1.0  # of what was discarded after all nothing is left to move
         sizes = f" {_C.format_bytes(moved)} of {_C.format_bytes(total)}"
-        texts = [sizes, f" {100 * moved // total} %", ""]
+        texts = [sizes, f" {100 * moved // total if total else 100} %", ""]
         if moved and seconds > 0:  # else nobody knows yet
             rate = moved / seconds
             speed = f"{sizes}, {_C.format_bytes(round(rate))}/s"
@@ -364,7 +375,7 @@ class _Bar:
         text = next((each for each in texts if least + len(each) <= width), "")
         name = _cut(name, width - len(text))
         room = min(_BAR, width - _columns(name) - len(text) - 3)
-        bar = f" [{'#' * round(moved / total * room):<{room}}]" if room > 3 else ""
+        bar = f" [{'#' * round(share * room):<{room}}]" if room > 3 else ""
         line = name + bar + text
         return line + " " * (width - _columns(line))
 

@@ -141,6 +141,46 @@ def test_progress_is_told_and_may_stop_it(model: VirtualMemoryPool) -> None:
     assert is_numbered(tensor)
 
 
+def test_what_is_discarded_after_all_is_none_at_the_end(
+    limited: torch_vmm.SharedMemoryPool, model: VirtualMemoryPool
+) -> None:
+    limited.host_backup_limit = "32MiB"
+    tensor = numbered(model, 10 * MIB)
+    with model.tag("small"):
+        small = torch.arange(MIB, dtype=torch.int32, device=model.device)
+    told: list[tuple[int, int]] = []
+    handle = model.sleep({"": ["host", "discard"]}, progress=lambda *numbers: told.append(numbers))
+    assert model.asleep == {"": "discarded"}
+    assert told[-1] == handle.progress == (0, 0)
+    assert repr(handle) == "Transfer(llama to sleep: 0 B of 0 B, done)"
+    model.wake()
+    told.clear()
+    places = {"": ["host", "discard"], "small": "host"}
+    handle = model.sleep(places, blocking=False, progress=lambda *numbers: told.append(numbers))
+    handle.wait()
+    assert told[-1] == handle.progress == (4 * MIB, 4 * MIB), "the rest has moved"
+    model.wake()
+    assert is_numbered(small)
+    assert not tensor.any()
+
+
+def test_what_a_progress_raises_at_the_very_end_is_raised(
+    limited: torch_vmm.SharedMemoryPool, model: VirtualMemoryPool
+) -> None:
+    limited.host_backup_limit = "32MiB"
+    tensor = numbered(model, 10 * MIB)
+
+    def refuse(moved: int, total: int) -> None:
+        if moved == total:
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        model.sleep(["host", "discard"], progress=refuse)
+    assert model.is_asleep, "it was done by then"
+    model.wake()
+    assert not tensor.any()
+
+
 def columns_of(line: str) -> int:
     return sum(1 + (unicodedata.east_asian_width(each) in "WF") for each in line)
 
@@ -172,6 +212,26 @@ def test_a_bar_is_drawn_in_a_terminal(
     assert last.endswith(" s left\n")
     model.wake()
     assert is_numbered(tensor)
+
+
+def test_the_bar_of_what_is_discarded_after_all_ends(
+    limited: torch_vmm.SharedMemoryPool,
+    model: VirtualMemoryPool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    limited.host_backup_limit = "32MiB"
+    tensor = numbered(model, 10 * MIB)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    model.sleep(["host", "discard"], progress=True)
+    first, *_, last = capsys.readouterr().err.split("\r")[1:]
+    assert "0 B of 40 MiB " in first + " "
+    assert re.fullmatch(r"llama to sleep \[#+\] 0 B of 0 B *\n", last)
+    model.wake()
+    model.sleep("discard", progress=True)
+    assert capsys.readouterr().err == "", "nothing was to move"
+    del tensor
 
 
 # -- Whoever knows the memory ------------------------------------------------------------------------------------------
