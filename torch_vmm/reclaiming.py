@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import dataclass
 
 from torch_vmm import _C
+from torch_vmm.lines import one_line
 
 _WIDTH = 100  # columns of a report
 
@@ -69,7 +70,7 @@ class ReclaimDecision:
         steps = [_in_words(step) for step in self.steps if step.result != "passed over"]
         end = "met" if self.met else "refused"
         why = f" (full: {self.refused_by})" if self.refused_by else ""
-        return f"{_C.format_bytes(self.requested)} for {self.asker}{why}: {end}; " + "; ".join(steps)
+        return one_line(f"{_C.format_bytes(self.requested)} for {self.asker}{why}: {end}; " + "; ".join(steps))
 
 
 @dataclass(frozen=True)

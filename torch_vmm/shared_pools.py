@@ -13,6 +13,7 @@ from torch_vmm import _C, _decorate, events, pools, tables
 from torch_vmm._guarded import Guarded
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, VmmError
+from torch_vmm.lines import one_line
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.sizes import (
     Size,
@@ -445,7 +446,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             stats = self.global_stats()
             text = f"{_C.format_bytes(stats.physical_usage)} of {_C.format_bytes(stats.physical_limit)}"
             text += f", asleep {_C.format_bytes(stats.asleep_bytes)}" if stats.asleep_bytes else ""
-            text += f", models: {', '.join(self._models) or 'none'}"
+            text += f", models: {', '.join(map(one_line, self._models)) or 'none'}"
             text += ", closed" if self.is_closed else ""
         except VmmError:
             text = "out of reach in a forked process"
@@ -521,7 +522,7 @@ def find_model(model_id: str, device: DeviceKey | None) -> VirtualMemoryPool:
         return found[0][model_id]
     where = "" if device is None else f" on {device}"
     if not found:
-        known = ", ".join(sorted({name for shared in candidates for name in shared})) or "none"
+        known = ", ".join(sorted({one_line(name) for shared in candidates for name in shared})) or "none"
         raise ModelNotFoundError(f"no model {model_id!r}{where}; registered: {known}", model_id=model_id)
     devices = sorted({str(shared.device) for shared in found})
     cure = f"name one: device={devices[0]!r}" if len(devices) > 1 else "give the pool itself instead of its id"

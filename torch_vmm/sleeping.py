@@ -26,6 +26,7 @@ from torch_vmm._guarded import Guarded
 from torch_vmm.dense import plain_tensors
 from torch_vmm.devices import DeviceKey
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
+from torch_vmm.lines import one_line
 from torch_vmm.sizes import show, to_flag, to_name, to_path
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class Transfer(Guarded, guarded=True):
     def __init__(self, move: _Move, blocking: bool, progress: Progress) -> None:
         look = _to_look(move.name, progress)
         blocking = to_flag(blocking, "blocking")
-        self._name = move.name
+        self._name = one_line(move.name)
         self._passages = [_Passage(pool) for pool in (move.leaving, move.coming) if pool is not None]
         # Whose functions for remaps were called before it went, in this transfer or an earlier one.
         self._told = [each.pool for each in self._passages if each.was_asleep == (each.pool is move.coming)]
@@ -348,7 +349,7 @@ class _Bar:
     """How far a transfer is, in a line of the terminal."""
 
     def __init__(self, name: str) -> None:
-        self._name = "".join(each if each.isprintable() else "?" for each in name)
+        self._name = one_line(name)
         self._began = time.monotonic()
         self._drawn = 0.0
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch_vmm import _C
+from torch_vmm.lines import one_line
 from torch_vmm.stats import MemoryStats
 
 if TYPE_CHECKING:
@@ -101,8 +102,9 @@ def where_asleep(pool: VirtualMemoryPool) -> str:
     """Where what sleeps of it is: ``host``, or by tag; empty where nothing does, or nobody has said where to yet."""
     places = pool.asleep
     if list(places) == [""]:
-        return places[""]
-    return ", ".join(f"{tag or 'the rest'}: {place}" for tag, place in sorted(places.items(), reverse=True))
+        return one_line(places[""])
+    each = (f"{tag or 'the rest'}: {place}" for tag, place in sorted(places.items(), reverse=True))
+    return one_line(", ".join(each))
 
 
 def asleep_in_words(size: int, where: str) -> str:
@@ -114,7 +116,7 @@ def rows_of(pools: Iterable[VirtualMemoryPool]) -> list[Row]:
     """A row each, as they are now. Walks the pools."""
     return [
         Row(
-            name=pool.name,
+            name=one_line(pool.name),
             state=state_of(pool),
             asleep=where_asleep(pool),
             stats=pool.stats(),

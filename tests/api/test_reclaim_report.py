@@ -9,6 +9,7 @@ import torch
 
 from tests.helpers import MIB, tensor_in
 from torch_vmm import SharedMemoryPool
+from torch_vmm.reclaiming import ReclaimDecision, ReclaimStep
 
 MakeShared = Callable[..., SharedMemoryPool]
 
@@ -73,6 +74,13 @@ def test_a_refusal_shows_every_rung_and_each_line_fits(make_shared: MakeShared) 
     assert " ".join(line.strip() for line in lines[2 + len(RUNGS) :]) == str(decision)
     assert all(line.startswith("  ") for line in lines[3 + len(RUNGS) :])
     del held
+
+
+def test_a_decision_is_one_line_whatever_models_are_called() -> None:
+    step = ReclaimStep("others", "met", MIB, 0.001, (("a\tb", MIB),))
+    decision = ReclaimDecision(MIB, "two\nlines", "limit of \x1b[31m", True, (step,))
+    assert str(decision).isprintable()
+    assert r"for two\nlines (full: limit of \x1b[31m): met; others met with 1 MiB of a\tb 1 MiB in" in str(decision)
 
 
 def test_the_users_function_is_a_rung(make_shared: MakeShared) -> None:

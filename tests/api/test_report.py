@@ -262,6 +262,29 @@ def test_a_repr_says_what_is_asleep(shared: SharedMemoryPool, tmp_path: Path) ->
     del kept
 
 
+STRANGE = ["two\nlines", "a\ttab", "\x1b[31mred", "back\rwards", "next\x85line", "a\u2028b"]
+
+
+def test_a_name_is_one_line_wherever_it_is_shown(shared: SharedMemoryPool, device: str, tmp_path: Path) -> None:
+    for name in STRANGE:
+        shared.register_model(name, floor="1MiB")
+    first = shared[STRANGE[0]]
+    with first.tag("weights\n\x1b[2J"):
+        kept = torch.ones(MIB, dtype=torch.uint8, device=device)
+    told = first.sleep(tmp_path / "a\nfile")
+    texts = [str(shared), torch_vmm.report(device), first.memory_summary()]
+    for text in [*(line for each in texts for line in each.split("\n")), repr(shared), repr(told), repr(first)]:
+        assert text.isprintable(), text
+    for text in (*texts[:2], repr(shared)):
+        assert all(repr(name)[1:-1] in text for name in STRANGE), "as repr() writes it"
+    with pytest.raises(KeyError) as refused, torch_vmm.use_model("unknown"):
+        pass
+    assert str(refused.value).isprintable()
+    assert repr(STRANGE[0])[1:-1] in str(refused.value)
+    first.wake()
+    assert kept.all()
+
+
 def test_a_summary_says_what_is_asleep(shared: SharedMemoryPool) -> None:
     llama = shared.register_model("llama")
     kept = tensor_in(llama, 3 * MIB)
