@@ -6,11 +6,10 @@ and a text. It decides nothing.
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 
 from torch_vmm import _C
-from torch_vmm.lines import one_line
+from torch_vmm.lines import one_line, wrapped
 
 _WIDTH = 100  # columns of a report
 
@@ -95,7 +94,7 @@ class ReclaimReport:
             size = _C.format_bytes(counts.bytes)
             lines.append(f"{name:<14}{counts.tried:>10}{counts.changed:>10}{counts.met:>10}{size:>14}")
         for decision in self.latest:
-            lines += textwrap.wrap(str(decision), _WIDTH, subsequent_indent="  ", break_long_words=False)
+            lines += wrapped(str(decision), _WIDTH, 2)
         return "\n".join(lines)
 
 

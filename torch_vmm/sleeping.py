@@ -15,7 +15,6 @@ import shutil
 import sys
 import threading
 import time
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Union
 
@@ -26,7 +25,7 @@ from torch_vmm._guarded import Guarded
 from torch_vmm.dense import plain_tensors
 from torch_vmm.devices import DeviceKey
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
-from torch_vmm.lines import one_line
+from torch_vmm.lines import columns, cut, one_line
 from torch_vmm.sizes import show, to_flag, to_name, to_path
 
 if TYPE_CHECKING:
@@ -371,33 +370,18 @@ class _Bar:
             rate = moved / seconds
             speed = f"{sizes}, {_C.format_bytes(round(rate))}/s"
             texts[:0] = [f"{speed}, {(total - moved) / rate:.1f} s left", speed]
-        name = _cut(self._name, _NAME)
-        least = min(_columns(name), _LEAST)
+        name = cut(self._name, _NAME)
+        least = min(columns(name), _LEAST)
         text = next((each for each in texts if least + len(each) <= width), "")
-        name = _cut(name, width - len(text))
-        room = min(_BAR, width - _columns(name) - len(text) - 3)
+        name = cut(name, width - len(text))
+        room = min(_BAR, width - columns(name) - len(text) - 3)
         bar = f" [{'#' * round(share * room):<{room}}]" if room > 3 else ""
         line = name + bar + text
-        return line + " " * (width - _columns(line))
+        return line + " " * (width - columns(line))
 
     def end(self) -> None:
         if self._drawn:
             sys.stderr.write("\n")
-
-
-def _columns(text: str) -> int:
-    """That a terminal shows it in."""
-    return sum(0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF") for each in text)
-
-
-def _cut(text: str, columns: int) -> str:
-    """The text, or its beginning and an ellipsis, in no more columns."""
-    if _columns(text) <= columns:
-        return text
-    dots = "..."[: max(columns, 0)]
-    while _columns(text) > columns - len(dots) and text:
-        text = text[:-1]
-    return text + dots
 
 
 def _require_tags(pool: VirtualMemoryPool, tags: Iterable[str]) -> None:

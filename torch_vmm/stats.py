@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from torch_vmm.lines import centred, cut, wrapped
 
 _WIDTH = 75
 
@@ -147,10 +148,10 @@ def memory_summary(stats: Mapping[str, int], title: str, abbreviated: bool, rema
     heads = "".join(f"| {head:<10} " for head in ("Cur Usage", "Peak Usage", "Tot Alloc", "Tot Freed"))
     lines = [
         "=" * _WIDTH,
-        f"{title[:_WIDTH]:^{_WIDTH}}",
+        centred(cut(title, _WIDTH), _WIDTH),
         "-" * _WIDTH,
         f"{counters:^37}|{retries:^37}",
-        *(f"{line:^{_WIDTH}}" for line in textwrap.wrap(remark, _WIDTH)),
+        *(centred(line, _WIDTH) for line in wrapped(remark, _WIDTH, breaks_words=True)),
         "=" * _WIDTH,
         f"{'Metric':^23}{heads}",
     ]

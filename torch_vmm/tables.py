@@ -7,13 +7,13 @@ they need not add up with the limit's line while others allocate.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch_vmm import _C
-from torch_vmm.lines import one_line
+from torch_vmm.lines import columns as columns_of
+from torch_vmm.lines import one_line, padded, without_middle, wrapped
 from torch_vmm.stats import MemoryStats
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _HEADS = (
     "priority",
 )
 _TEXTS = 2  # the first columns, which begin at their left
-_WIDTH = 80  # characters of a line, unless a word alone is longer: a path
+_WIDTH = 80  # columns of a line, unless a word alone is longer: a path
 _GAP = "  "  # between two columns
 _LIMITS = ("limit", "floor", "priority")
 _EMPTY = {"quarantined": "0 B", "stranded": "0 B", "priority": "0", "floor": "0 B", "limit": "none"}
@@ -178,7 +178,7 @@ def _elsewhere(rows: Sequence[Row]) -> list[str]:
 
 
 def _wrapped(line: str, indent: int = 2) -> list[str]:
-    return textwrap.wrap(line, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return wrapped(line, _WIDTH, indent)
 
 
 def _line_of(device: _C.Device, alone: Sequence[Row], parts: Sequence[Part]) -> str:
@@ -226,21 +226,14 @@ def _fitted(table: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
         apart = _limits_in_words(table)
         columns = [each for each in columns if each[0] not in _LIMITS]
     if (excess := _width(columns) - _WIDTH) > 0:
-        most = max(map(len, columns[0])) - excess
-        columns[0] = [_shortened(name, most) for name in columns[0]]
+        most = max(map(columns_of, columns[0])) - excess
+        # The middle goes: names of models often begin alike.
+        columns[0] = [without_middle(name, most) for name in columns[0]]
     return _aligned(list(zip(*columns, strict=True))), apart
 
 
 def _width(columns: Sequence[Sequence[str]]) -> int:
-    return sum(max(map(len, column)) for column in columns) + len(_GAP) * (len(columns) - 1)
-
-
-def _shortened(name: str, most: int) -> str:
-    """The middle goes: names of models often begin alike."""
-    if len(name) <= most:
-        return name
-    tail = (most - 3) // 2
-    return f"{name[: most - 3 - tail]}...{name[-tail:]}"
+    return sum(max(map(columns_of, column)) for column in columns) + len(_GAP) * (len(columns) - 1)
 
 
 def _limits_in_words(table: Sequence[Sequence[str]]) -> list[str]:
@@ -256,10 +249,10 @@ def _limits_in_words(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    widths = [max(map(columns_of, column)) for column in zip(*table, strict=True)]
     return [
         _GAP.join(
-            f"{cell:<{width}}" if k < _TEXTS else f"{cell:>{width}}"
+            padded(cell, width, at_the_left=k >= _TEXTS)
             for k, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -262,6 +263,10 @@ def test_a_repr_says_what_is_asleep(shared: SharedMemoryPool, tmp_path: Path) ->
     del kept
 
 
+def columns_of(text: str) -> int:
+    return sum(1 + (unicodedata.east_asian_width(each) in "WF") for each in text)
+
+
 STRANGE = ["two\nlines", "a\ttab", "\x1b[31mred", "back\rwards", "next\x85line", "a\u2028b"]
 
 
@@ -285,7 +290,7 @@ def test_a_name_is_one_line_wherever_it_is_shown(shared: SharedMemoryPool, devic
     assert kept.all()
 
 
-def test_a_summary_says_what_is_asleep(shared: SharedMemoryPool) -> None:
+def test_a_summary_says_what_is_asleep(shared: SharedMemoryPool, tmp_path: Path) -> None:
     llama = shared.register_model("llama")
     kept = tensor_in(llama, 3 * MIB)
     awake = llama.memory_summary().splitlines()
@@ -295,6 +300,13 @@ def test_a_summary_says_what_is_asleep(shared: SharedMemoryPool) -> None:
     assert told == f"|{'asleep 3 MiB (discarded)':^75}|"
     assert len(asleep) == len(awake) + 1
     assert {len(line) for line in asleep} == {77}
+    llama.wake()
+    file = tmp_path / ("模型" * 30)
+    llama.sleep(file)
+    asleep = llama.memory_summary().splitlines()
+    assert {columns_of(line) for line in asleep} == {77}
+    assert str(file) in "".join(line.strip("| ") for line in asleep), "broken, and whole"
+    llama.wake()
     del kept
 
 
@@ -324,6 +336,26 @@ def test_one_that_was_closed_while_it_sleeps_says_so(shared: SharedMemoryPool) -
     assert sleepers(str(shared)) == "asleep 3 MiB: llama 3 MiB (host)"
     del kept
     assert sleepers(str(shared)) == ""
+
+
+def test_wide_characters_take_two_columns(shared: SharedMemoryPool, device: str) -> None:
+    names = ["模型" * 20, "ü模型🦙", "x" * 60, "a name of 模型 with gaps " * 3]
+    floors = {names[0]: "1MiB", names[3]: "2MiB"}
+    kept = [tensor_in(shared.register_model(each, floor=floors.get(each, 0), priority=-(2**31)), MIB) for each in names]
+    for each in names[:2]:
+        shared[each].sleep()
+    for text in (str(shared), torch_vmm.report(device)):
+        heads = next(line for line in text.splitlines() if line.startswith("model"))
+        rows = [line for line in text.splitlines() if re.search(r"  (awake|asleep)  ", line)]
+        assert {columns_of(re.split("awake|asleep", row)[0]) for row in rows[-4:]} == {heads.index("state")}
+        assert {columns_of(row) for row in rows} == {columns_of(heads)}
+        # A word alone may be longer: a name that is whole.
+        assert all(columns_of(line) <= 80 or line.strip() == names[0] for line in text.splitlines()), text
+        assert names[0] in text
+        assert any(line.startswith("模") and "..." in line and line.endswith("B") for line in map(str.strip, rows))
+        assert " ".join(text.split()).count("a name of 模型 with gaps a name of 模型 with gaps") == 1
+    assert {columns_of(line) for line in shared[names[1]].memory_summary().splitlines()} == {77}
+    del kept
 
 
 def test_columns_stand_below_their_heads(shared: SharedMemoryPool) -> None:
