@@ -91,8 +91,9 @@ std::vector<LeavingChunk> Pool::plan_wake() {
     return block != nullptr && block->state == BlockState::slab;
   };
   const auto rest = std::stable_partition(wanted.begin(), wanted.end(), is_of_slab);
+  const auto slabs = static_cast<std::size_t>(rest - wanted.begin());
   std::reverse(wanted.begin(), rest);  // each stands below the one that was made before it
-  return slabs_in_turns(std::move(wanted), static_cast<std::size_t>(rest - wanted.begin()));
+  return slabs_in_turns(std::move(wanted), slabs);
 }
 
 Status Pool::let_go_again(const LeavingChunk& place) {
