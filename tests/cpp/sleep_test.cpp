@@ -328,6 +328,21 @@ TEST_F(Sleep, WhatIsEverybodysStays) {
   sleeper_.set_shared_by_all(nullptr);
 }
 
+// The chunk of what stays has free space too, which is asleep nowhere.
+TEST_F(Sleep, WhatSleepsIsCountedBesideWhatStays) {
+  const auto pool = lab_.pool("a");
+  const Live small = fill(*pool, {kKiB}).front();
+  const std::vector<Live> live = fill(*pool, {kMiB + 512});
+  sleeper_.set_shared_by_all([&] { return std::vector<Address>{small.address}; });
+  sleep(pool, host());
+  EXPECT_EQ(pool->physical_bytes(), kPage) << "a slab";
+  EXPECT_EQ(pool->memory_stats().asleep_bytes, 3 * (kMiB + 512));
+  wake(pool);
+  EXPECT_EQ(pool->memory_stats().asleep_bytes, 0U);
+  expect_whole(live);
+  sleeper_.set_shared_by_all(nullptr);
+}
+
 // Where it goes, before any of it has gone; and what comes is still there until all has come.
 TEST_F(Sleep, OnItsWayItSaysWhereTo) {
   const auto pool = lab_.pool("a");

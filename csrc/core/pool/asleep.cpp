@@ -114,9 +114,33 @@ void Pool::withhold_broken_chunks() {
 
 // ----------------------------------------------------------------------------- told
 
+std::size_t Pool::live_in(ByteRange range) const {
+  std::size_t bytes = 0;
+  const auto add = [&](const Block& block) {
+    if (block.state != BlockState::used && block.state != BlockState::pages && block.state != BlockState::watched)
+      return;
+    const std::size_t begin = std::max<std::size_t>(block.offset, range.offset);
+    bytes += std::max(std::min(block.end(), range.end()), begin) - begin;
+  };
+  for (const Block* block = space_.blocks().covering(range.offset); block != nullptr && block->offset < range.end();
+       block = block->next) {
+    add(*block);
+    if (block->state != BlockState::slab || !slabs_.holds(*block)) continue;
+    for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) add(*piece);
+  }
+  return bytes;
+}
+
+// On its way most of it may still be there, and a walk over all blocks for each chunk would
+// take milliseconds. Then what stays is what others have mapped too, and it may have free
+// space about it.
 std::size_t Pool::live_elsewhere() const {
-  const std::size_t live = live_bytes_locked();
-  return live - std::min(live, space_.range().mapped_bytes());
+  std::size_t live = live_bytes_locked();
+  if (asleep_ != nullptr && asleep_->is_busy) return live - std::min(live, space_.range().mapped_bytes());
+  for (const auto& [offset, mapping] : space_.range().live()) {
+    live -= std::min(live, live_in({offset, mapping.chunk->size}));
+  }
+  return live;
 }
 
 bool Pool::is_asleep() const {

@@ -527,6 +527,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // Chunks of it have gone, all of them read-only.
   [[nodiscard]] bool has_gone_read_only(ByteRange range) const VMM_REQUIRES(mutex_);
   void begin_transfer_locked() VMM_REQUIRES(mutex_);
+  [[nodiscard]] std::size_t live_in(ByteRange range) const VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t live_elsewhere() const VMM_REQUIRES(mutex_);
 
   // checkpoint.cpp
