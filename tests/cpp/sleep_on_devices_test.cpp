@@ -190,6 +190,47 @@ TEST(SleepOnDevices, ABackupHasSeveralReaders) {
   two.other.empty_cache();
 }
 
+// Slabs stand at the top, the first of them highest. From host memory they come first; from
+// another device some do, and the others among the rest.
+TEST(SleepOnDevices, SlabsComeFirstOrInTurns) {
+  constexpr std::size_t kSlabs = 40;
+  for (const bool is_on_host : {true, false}) {
+    TwoDevices two;
+    std::vector<std::size_t> bytes(kSlabs * 2, kMiB);  // two fill a slab
+    bytes.insert(bytes.end(), 4, 20 * kMiB);
+    std::vector<Address> blocks;
+    for (const std::size_t each : bytes) blocks.push_back(two.fill(*two.model, each, blocks.size()));
+    if (is_on_host) {
+      Transfer out(std::make_unique<Departure>(two.sleeper, std::vector<PartToSleep>{{two.model, {Place{}}}}, false),
+                   nullptr);
+      out.begin(&look_away);
+      out.run(&look_away);
+    } else {
+      two.go();
+    }
+    two.lab.driver.clear_calls();
+    two.come();
+    const Address lowest_slab = *std::min_element(blocks.begin(), blocks.begin() + kSlabs * 2);
+    std::vector<std::size_t> slabs;  // by the order in which all came
+    std::size_t count = 0;
+    Address before = ~Address{0};
+    for (const CallRecord& call : two.lab.driver.calls(Call::map)) {
+      if (call.a >= lowest_slab) {
+        EXPECT_LT(call.a, before) << "as they were made";
+        before = call.a;
+        slabs.push_back(count);
+      }
+      ++count;
+    }
+    ASSERT_EQ(slabs.size(), kSlabs);
+    EXPECT_EQ(slabs[15], 15U) << "some at once";
+    if (is_on_host) EXPECT_EQ(slabs.back(), kSlabs - 1);
+    if (!is_on_host) EXPECT_GT(slabs.back(), kSlabs);
+    EXPECT_LT(slabs.back(), count - 1) << "the last of the rest comes last";
+    for (std::size_t k = 0; k < blocks.size(); ++k) EXPECT_EQ(Lab::first_wrong(blocks[k], bytes[k], k), bytes[k]);
+  }
+}
+
 // Every call of the driver fails in turn: nothing is lost, here or there.
 TEST(SleepOnDevices, EveryCallFails) {
   bool has_failed = true;

@@ -43,6 +43,8 @@ class Backup {
   // unmapped, the bus works on the next.
   static constexpr std::size_t kMostUnderWay = 2;
   [[nodiscard]] virtual std::size_t most_under_way() const { return kMostUnderWay; }
+  // Whether the driver maps memory beside copies out of it about as fast as otherwise.
+  [[nodiscard]] virtual bool is_mapped_beside_copies() const { return false; }
   // Whether it may stay once all has been loaded, so that what nobody has written to need not
   // be saved again.
   [[nodiscard]] virtual bool may_be_kept() const { return false; }

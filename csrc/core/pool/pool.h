@@ -154,7 +154,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   Status let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept) VMM_EXCLUDES(mutex_);
   // Undoes map_collected(), as far as the driver lets it. REQUIRES: nothing uses it.
   Status let_go_again(const LeavingChunk& place) VMM_EXCLUDES(mutex_);
-  // What is to come back: the first slabs, and the others among the rest, by offset; where
+  // What is to come back: slabs first, as they were made, and the rest by offset; where
   // nothing is used any more, nothing does.
   std::vector<LeavingChunk> plan_wake() VMM_EXCLUDES(mutex_);
   // Chunks for these places, all or none: an address, or 0 and why not, as try_allocate().

@@ -27,6 +27,7 @@ class ChunkBackup final : public Backup {
   // An unmap waits for what the link has been given, up to 2 ms: with two pieces there the link
   // stood still for each chunk but the first of a piece, 30 us each.
   [[nodiscard]] std::size_t most_under_way() const override { return 64; }
+  [[nodiscard]] bool is_mapped_beside_copies() const override { return true; }
   [[nodiscard]] std::string place() const override;
 
  private:
