@@ -131,48 +131,6 @@ TEST(ChunkSizes, GrowWithWhatIsBeingLoaded) {
   EXPECT_LE(pool->physical_bytes(), pool->live_bytes() + pool->live_bytes() / 128);
 }
 
-// Of a model, weights and the small tensors between them.
-TEST(ChunkSizes, SlabsOfWhatIsBeingLoadedShareThem) {
-  for (const bool is_contested : {false, true}) {
-    Lab lab(LabSpec{64 * kGiB});
-    const auto other = is_contested ? lab.pool("other") : nullptr;
-    const auto pool = lab.pool(large_spec());
-    lab.driver.clear_calls();
-    for (int k = 0; k < 16; ++k) {
-      lab.allocate(*pool, kGiB);
-      for (int small = 0; small < 40; ++small) lab.allocate(*pool, 900 * kKiB);
-    }
-    EXPECT_LE(lab.driver.count(Call::create), 120U) << "not 336: 20 slabs a GiB";
-    EXPECT_LE(pool->physical_bytes(), 16 * kGiB + 16 * 20 * 2 * kMiB + 16 * kGiB / 1024);
-    lab.memory().check();
-  }
-}
-
-// What there is no room for beyond the slab is not asked for.
-TEST(ChunkSizes, ASlabIsMadeWithoutWhatWouldBeAhead) {
-  Lab lab(LabSpec{64 * kGiB});
-  const auto pool = lab.pool(large_spec());
-  lab.allocate(*pool, 4 * kGiB);
-  const std::size_t before = pool->physical_bytes();
-  lab.driver.fail_if([](const CallRecord& call) { return call.call == Call::create && call.a > 2 * kMiB; },
-                     no_memory());
-  EXPECT_NE(lab.allocate(*pool, kKiB), 0U);
-  lab.driver.clear_failures();
-  EXPECT_EQ(pool->physical_bytes(), before + 2 * kMiB);
-  for (const Call call : {Call::create, Call::map, Call::set_access}) {
-    const auto next = lab.pool(large_spec());
-    lab.allocate(*next, 4 * kGiB);
-    lab.driver.fail_nth(call, 1, broken());
-    EXPECT_NE(lab.allocate(*next, kKiB), 0U) << to_string(call);
-    lab.driver.clear_failures();
-    lab.driver.fail_nth(call, 1, broken());
-    lab.driver.fail_nth(Call::unmap, 1, broken());  // and what it has mapped stays
-    EXPECT_NE(lab.allocate(*next, 2 * kMiB - kKiB), 0U) << to_string(call);
-    lab.driver.clear_failures();
-    lab.memory().check();
-  }
-}
-
 TEST(ChunkSizes, GrowAheadOnlyWhereNobodyElseWantsTheMemory) {
   Lab lab(LabSpec{64 * kGiB});
   const auto other = lab.pool("other");

@@ -256,24 +256,5 @@ TEST(GrowthPolicy, GrowsAheadNotWhereOthersWantItOrNobodyAsked) {
   EXPECT_EQ(ahead(loading(graph), kWide), 0U);
 }
 
-// --------------------------------------------------------------- slabs
-
-TEST(GrowthPolicy, SlabsAreMadeAheadUpToA1024thOfWhatItHolds) {
-  GrowthPolicy policy = loading();
-  EXPECT_EQ(policy.ahead_of_slabs(kWide), 2 * kPage);
-  EXPECT_EQ(policy.ahead_of_slabs({4 * kGiB - 1, kUnlimited, kGiB}), kPage) << "in whole pages";
-  EXPECT_EQ(policy.ahead_of_slabs({4 * kGiB, kUnlimited, kPage + 1}), kPage) << "where nothing else stands";
-  EXPECT_EQ(policy.ahead_of_slabs({4 * kGiB, 256 * kMiB, kGiB}), 2 * kPage);
-  EXPECT_EQ(policy.ahead_of_slabs({4 * kGiB, 256 * kMiB - 1, kGiB}), 0U) << "not near a limit";
-  policy.note_freed(64 * kMiB + 1);
-  EXPECT_EQ(policy.ahead_of_slabs(kWide), 0U) << "not while it is giving back";
-  GrowthPolicy::Kind graph = ordinary();
-  graph.is_ordinary = false;
-  EXPECT_EQ(loading(graph).ahead_of_slabs(kWide), 0U);
-  GrowthPolicy::Kind uniform = ordinary();
-  uniform.is_uniform = true;
-  EXPECT_EQ(loading(uniform).ahead_of_slabs(kWide), 0U);
-}
-
 }  // namespace
 }  // namespace vmm::testing

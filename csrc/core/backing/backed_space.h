@@ -95,9 +95,7 @@ class BackedSpace {
   // A block for the request, with its memory; nullptr, and why not.
   Block* place(const Request& request, Grant* grant, Shortage* shortage);
   // The same at `offset`. REQUIRES: everything is free there.
-  Block* place_at(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage) {
-    return place_at(request, offset, grant, shortage, 0);
-  }
+  Block* place_at(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage);
   // Where blocks have chunks for themselves: a free one, or nullptr.
   Block* take_whole_chunk(const Request& request);
   // Throws InvalidRangeError where a block there would lie over the border of a chunk that is
@@ -247,8 +245,6 @@ class BackedSpace {
                Shortage* shortage);
   ByteRange take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing);
   [[nodiscard]] std::size_t bare_behind(const Extent& extent) const;
-  [[nodiscard]] std::size_t ahead_below(const Request& request, std::size_t offset, const Grant* grant);
-  Block* place_at(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage, std::size_t ahead);
   Chunk* choose_chunk(std::size_t remaining, std::size_t largest, std::size_t beyond, Choice& choice);
   void fill_gap(ByteRange gap, std::size_t beyond, Choice& choice);
   void create_chunks(const Extent& extent, Choice& choice, Shortage* shortage);

@@ -54,16 +54,11 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
     }
     found = placement_.find_spot(request, &offset);
   }
-  if (const std::size_t ahead = found ? ahead_below(request, offset, grant) : 0; ahead != 0) {
-    if (Block* block = place_at(request, offset, grant, shortage, ahead)) return block;
-    *shortage = {};
-    found = placement_.find_spot(request, &offset);  // what was mapped in vain may stand there
-  }
   if (!found) {
     *shortage = Shortage::of_addresses(request.size);
     return nullptr;
   }
-  if (Block* block = place_at(request, offset, grant, shortage, 0)) return block;
+  if (Block* block = place_at(request, offset, grant, shortage)) return block;
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
   if (kind_.is_uniform || is_pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
@@ -107,20 +102,9 @@ Block* BackedSpace::trim_to_request(Block* block, const Request& request, std::s
   return block;
 }
 
-// How far the chunk of a slab, on bare space, may reach below it.
-std::size_t BackedSpace::ahead_below(const Request& request, std::size_t offset, const Grant* grant) {
-  if (request.where != Request::Where::high || grant != nullptr || is_pinned_) return 0;
-  const Block* bare = blocks_.free_covering(offset);
-  if (bare == nullptr || bare->tag != kNeutral || !is_aligned(offset, kind_.page)) return 0;
-  const std::size_t ahead = growth_.ahead_of_slabs({range_->mapped_bytes(), budget_.headroom(), offset - bare->offset});
-  return growth_.grows(range_->mapped_bytes() + ahead + request.size, context_.driver.now()) ? ahead : 0;
-}
-
-// `ahead`: bytes of bare space below it that get memory as well.
-Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage,
-                             std::size_t ahead) {
+Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage) {
   blocks_.prepare(request.tag);  // first: there may be no memory for its bins when it is freed
-  const std::size_t first = align_down(offset, kind_.page) - ahead;
+  const std::size_t first = align_down(offset, kind_.page);
   const std::size_t last = std::min(align_up(offset + request.size, kind_.page), kind_.capacity);
   Extent extent;
   extent.gaps = range_->gaps({first, last - first});

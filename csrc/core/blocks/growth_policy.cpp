@@ -34,10 +34,6 @@ constexpr std::size_t kLastingShare = 64;
 // And its chunks grow with it: 20 GiB in blocks of 24 MiB are 370 chunks instead of 850.
 // At most a 128th of what it holds lies unused where the loading ends.
 constexpr std::size_t kAheadShare = 128;
-// So do the chunks of its slabs, whoever shares its limit: of a model in 3157 tensors, 490 MiB
-// of 16 GiB in slabs, those were 249 of 376 chunks, which cost 25 us each whenever it goes to
-// sleep, and more when it wakes. With a 256th a recorded program that serves ended 1 % higher.
-constexpr std::size_t kSlabsAheadShare = 1024;
 constexpr std::size_t kHeadroomShare = 16;
 constexpr std::size_t kSmallPool = 96 * kMiB;  // at its peak: a few chunks are all of it
 constexpr std::size_t kLargestPiece = kGiB;
@@ -116,12 +112,6 @@ std::size_t GrowthPolicy::ahead(const Lack& lack, std::size_t size, const Beyond
   if (beyond.headroom < beyond.mapped / kHeadroomShare) return 0;
   const std::size_t wanted = align_down(std::min(beyond.mapped / kAheadShare, kLargestPiece), kind_.page);
   return wanted > size ? std::min(wanted - size, align_down(beyond.bare_behind, kind_.page)) : 0;
-}
-
-std::size_t GrowthPolicy::ahead_of_slabs(const Beyond& beyond) const {
-  if (!kind_.is_ordinary || kind_.is_uniform || !is_being_loaded()) return 0;
-  if (beyond.headroom < beyond.mapped / kHeadroomShare) return 0;
-  return align_down(std::min(beyond.mapped / kSlabsAheadShare, beyond.bare_behind), kind_.page);
 }
 
 }  // namespace vmm

@@ -61,13 +61,11 @@ class GrowthPolicy {
   struct Beyond {
     std::size_t mapped = 0;       // by the pool
     std::size_t headroom = 0;     // that the limits still allow
-    std::size_t bare_behind = 0;  // addresses behind the request with nothing under them; below a slab
+    std::size_t bare_behind = 0;  // addresses behind the request with nothing under them
   };
   // By how much the last new chunk, of `size` bytes, may go beyond the request: no
   // further than the bare space behind it, and nothing where others want the memory too.
   [[nodiscard]] std::size_t ahead(const Lack& lack, std::size_t size, const Beyond& beyond) const;
-  // By how much the chunk of a new slab may reach below it, where the next slabs stand.
-  [[nodiscard]] std::size_t ahead_of_slabs(const Beyond& beyond) const;
 
  private:
   [[nodiscard]] bool is_being_loaded() const;
