@@ -146,6 +146,49 @@ TEST(SleepOnDevices, ALoweredLimitTakesWhatIsIdle) {
   two.come();
 }
 
+TEST(SleepOnDevices, ALimitThatWasLoweredMeanwhileHoldsWhenItWakes) {
+  TwoDevices two;
+  two.lab.allocate(*two.model, 48 * kMiB);
+  two.go();
+  two.other.set_limit(two.other.budget(), 8 * kMiB);
+  EXPECT_EQ(two.other.budget().used(), 48 * kMiB) << "in use";
+  two.come();
+  EXPECT_EQ(two.other.budget().used(), 0U);
+}
+
+// What guests left in other sizes goes before anything that is idle in the pools there.
+TEST(SleepOnDevices, GuestsMakeRoomForEachOtherFirst) {
+  TwoDevices two(64 * kMiB);
+  two.lab.allocate(*two.model, 48 * kMiB);
+  const auto theirs = two.other.create_pool(Lab::spec("theirs"), nullptr);
+  DeviceMemory::free(two.lab.space, two.other.allocate(*theirs, 8 * kMiB, nullptr));
+  two.go();
+  two.come();
+  const auto small = two.lab.pool("small");
+  two.lab.allocate(*small, 14 * kMiB);
+  const std::size_t waits = two.calls(Call::synchronize);
+  two.go(small);
+  EXPECT_EQ(theirs->idle_bytes(), 8 * kMiB);
+  EXPECT_EQ(two.other.guests().idle_bytes(), 0U);
+  EXPECT_LE(two.calls(Call::synchronize), waits + 1) << "the one of going to sleep";
+  two.come(small);
+  two.other.close_pool(*theirs, true);
+}
+
+TEST(SleepOnDevices, WhatTheDriverSaysIsToldAsItIs) {
+  for (const Call call : {Call::reserve, Call::create}) {
+    TwoDevices two;
+    two.lab.allocate(*two.model, 8 * kMiB);
+    two.lab.driver.fail_nth(call, 1, broken());
+    EXPECT_THROW(two.go(), DriverError) << to_string(call);
+    two.lab.driver.clear_failures();
+    EXPECT_FALSE(two.model->is_asleep());
+    EXPECT_EQ(two.other.budget().used(), 0U);
+    two.go();
+    two.come();
+  }
+}
+
 // Whoever is refused memory there learns who has it.
 TEST(SleepOnDevices, ARefusalNamesThem) {
   TwoDevices two(64 * kMiB);

@@ -141,15 +141,21 @@ void GuestMemory::put_idle(Place place) noexcept {
 }
 
 bool GuestMemory::put_back(Places& places) noexcept {
-  const MutexLock lock(mutex_);
-  std::erase_if(places, [this](Place& place) VMM_REQUIRES(mutex_) {
-    if (place.is_mapped && !(place.is_open && store_.dormant().keep(place.address, place.chunk, &unmapped_))) {
-      const Status status = driver_.unmap(place.address, place.size);
-      if (!status.ok() && status.code() != StatusCode::driver_gone) return false;
-    }
-    put_idle(place);
-    return true;
-  });
+  {
+    const MutexLock lock(mutex_);
+    std::erase_if(places, [this](Place& place) VMM_REQUIRES(mutex_) {
+      if (place.is_mapped && !(place.is_open && store_.dormant().keep(place.address, place.chunk, &unmapped_))) {
+        const Status status = driver_.unmap(place.address, place.size);
+        if (!status.ok() && status.code() != StatusCode::driver_gone) return false;
+      }
+      put_idle(place);
+      return true;
+    });
+  }
+  // One may have been lowered while they were in use.
+  for (const Budget* level = &payer_; level != nullptr; level = level->parent()) {
+    if (level->is_over()) trim();
+  }
   return places.empty();
 }
 

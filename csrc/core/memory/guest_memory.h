@@ -51,12 +51,17 @@ class GuestMemory {
   Status take(int guest, std::size_t bytes, Places* out) VMM_EXCLUDES(mutex_);
   // The guest may read and write there from now on.
   Status open(Place& place);
-  // They are idle again. What the driver refuses to unmap stays in `places`, which is false
-  // then: to be called again. It takes no memory. REQUIRES: no queued work uses them.
+  // They are idle again, and go where a limit above is exceeded. What the driver refuses to
+  // unmap stays in `places`, which is false then: to be called again. It takes no memory.
+  // REQUIRES: no queued work uses them.
   bool put_back(Places& places) noexcept VMM_EXCLUDES(mutex_);
 
   // What models that sleep here hold, and what is idle.
-  [[nodiscard]] std::size_t used_bytes() const { return payer_.used() - std::min(idle_bytes(), payer_.used()); }
+  [[nodiscard]] std::size_t used_bytes() const {
+    const std::size_t idle = idle_bytes();
+    const std::size_t all = payer_.used();  // by now perhaps less
+    return all - std::min(idle, all);
+  }
   [[nodiscard]] std::size_t idle_bytes() const { return store_.shelved_bytes(payer_); }
   // Gives what is idle back to the driver. Returns the bytes.
   std::size_t trim() { return store_.trim(payer_, 0); }

@@ -9,13 +9,17 @@
 namespace vmm {
 
 ChunkBackup::ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t bytes) : own_(own), other_(other) {
-  const auto take = [&] { return other_.guests().take(own_.device(), bytes, places_.get()); };
+  GuestMemory& guests = other_.guests();
+  const auto take = [&] { return guests.take(own_.device(), bytes, places_.get()); };
+  const auto lacks = [](const Status& status) { return status.code() == StatusCode::out_of_memory; };
   Status taken = take();
-  if (!taken.ok() && other_.empty_cache() != 0) taken = take();  // what its models have idle
-  if (!taken.ok()) {
+  if (lacks(taken) && guests.trim() != 0) taken = take();         // of other sizes
+  if (lacks(taken) && other_.empty_cache() != 0) taken = take();  // what its models have idle
+  if (lacks(taken)) {
     throw OutOfMemoryError(place() + " has no room for " + format_bytes(bytes) + " of a model that sleeps there", bytes,
                            other_.budget().headroom(), other_.budget().limit(), place());
   }
+  throw_if_failed(taken, "keeping " + format_bytes(bytes) + " of a model that sleeps on another device");
 }
 
 // What the driver refuses to unmap goes when it is asked again.
