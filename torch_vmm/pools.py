@@ -303,10 +303,12 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
                 :attr:`SharedMemoryPool.host_backup_limit`), ``"discard"`` (the
                 contents are gone, and what wakes is zero), ``"device:1"``,
                 ``"cuda:1"`` or a ``torch.device`` (another GPU's memory, for a
-                model on a GPU), the path of a file or folder (with
-                checksums; the file goes when it is awake; what goes to it while
-                some of the model is there already has ``path.2`` beside it), or
-                several of them: the first with room is taken. For some
+                model on a GPU; it stays reserved there for the next sleep,
+                until that GPU's models need it, or
+                ``torch.cuda.empty_cache()``), the path of a file or folder
+                (with checksums; the file goes when it is awake; what goes to it
+                while some of the model is there already has ``path.2`` beside
+                it), or several of them: the first with room is taken. For some
                 :attr:`tags` alone: a mapping from tag to place, where ``""`` is
                 what has none; the others stay awake.
             release: gives the memory back to the driver at once, not only to
