@@ -113,7 +113,7 @@ class _Wishes:
     def set_default_model(self, pool: VirtualMemoryPool | None) -> None:
         with _lock:
             if pool is None or self._action() == "off":
-                _C.set_default_model(*self._device, None if pool is None else pool._handle)
+                self._tell(pool)
             self._default_model = pool
 
     def _action(self) -> Action:
@@ -136,7 +136,10 @@ class _Wishes:
     def _put_default_model(self, pool: VirtualMemoryPool | None) -> None:
         if self._default_model is not None:
             with contextlib.suppress(VmmError):  # it was closed meanwhile
-                _C.set_default_model(*self._device, None if pool is None else pool._handle)
+                self._tell(pool)
+
+    def _tell(self, pool: VirtualMemoryPool | None) -> None:
+        _C.set_default_model(*self._device, None if pool is None else pool._handle)
 
 
 # Re-entrant, because a collection inside the lock may run someone's __del__.

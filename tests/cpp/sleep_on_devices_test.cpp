@@ -25,9 +25,9 @@ struct TwoDevices {
     spec.device_bytes = device_bytes;
     return spec;
   }
-  void go(const std::shared_ptr<Pool>& pool) {
-    const Places there{{Place::Kind::device, "", &other}};
-    Transfer out(std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{pool, there}}, false), nullptr);
+  void go(const std::shared_ptr<Pool>& pool) { go(pool, {Place::Kind::device, "", &other}); }
+  void go(const std::shared_ptr<Pool>& pool, const Place& place) {
+    Transfer out(std::make_unique<Departure>(sleeper, std::vector<PartToSleep>{{pool, {place}}}, false), nullptr);
     out.begin(&look_away);
     out.run(&look_away);
   }
@@ -243,14 +243,7 @@ TEST(SleepOnDevices, SlabsComeFirstOrInTurns) {
     bytes.insert(bytes.end(), 4, 20 * kMiB);
     std::vector<Address> blocks;
     for (const std::size_t each : bytes) blocks.push_back(two.fill(*two.model, each, blocks.size()));
-    if (is_on_host) {
-      Transfer out(std::make_unique<Departure>(two.sleeper, std::vector<PartToSleep>{{two.model, {Place{}}}}, false),
-                   nullptr);
-      out.begin(&look_away);
-      out.run(&look_away);
-    } else {
-      two.go();
-    }
+    two.go(two.model, is_on_host ? Place{} : Place{Place::Kind::device, "", &two.other});
     two.lab.driver.clear_calls();
     two.come();
     const Address lowest_slab = *std::min_element(blocks.begin(), blocks.begin() + kSlabs * 2);

@@ -2,8 +2,9 @@
 //
 //   -  the pool itself: its own idle chunks, its group's shelf, a new chunk
 //      within the limits (allocating.cpp, BackedSpace::place)
-//   0  store: what rests on the group's shelf in sizes that did not fit, and on all
-//      shelves where the driver itself refused, is given back to the driver
+//   0  store: what rests on the group's shelf in sizes that did not fit, on all shelves
+//      where the driver itself refused, and what models of other devices left here where
+//      the device's own limit did, is given back to the driver
 //   1  other models: idle chunks of other pools that stand under the limit that refused,
 //      lowest priority first, then whoever is furthest above its floor; they
 //      move by a second mapping, and no one waits for the GPU

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/check.h"
-
 namespace vmm {
 
 namespace {
@@ -73,13 +71,12 @@ Status GuestMemory::fill(Place& place) {
 }
 
 Status GuestMemory::take(int guest, std::size_t bytes, Places* out) {
-  const std::vector<std::size_t> sizes = sizes_for(bytes, store_.granularity());
+  std::vector<std::size_t> missing = sizes_for(bytes, store_.granularity());
   const MutexLock lock(mutex_);
   Places taken;
-  taken.reserve(sizes.size());
-  out->reserve(out->size() + sizes.size());
-  idle_.reserve(idle_.size() + taken_ + sizes.size());
-  std::vector<std::size_t> missing = sizes;
+  taken.reserve(missing.size());
+  out->reserve(out->size() + missing.size());
+  idle_.reserve(idle_.size() + taken_ + missing.size());
   std::erase_if(missing, [&](std::size_t size) VMM_REQUIRES(mutex_) { return take_idle(guest, size, true, &taken); });
   const std::size_t as_they_were = taken.size();
   Status status;

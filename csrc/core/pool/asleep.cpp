@@ -117,8 +117,7 @@ void Pool::withhold_broken_chunks() {
 std::size_t Pool::live_in(ByteRange range) const {
   std::size_t bytes = 0;
   const auto add = [&](const Block& block) {
-    if (block.state != BlockState::used && block.state != BlockState::pages && block.state != BlockState::watched)
-      return;
+    if (!block.is_live() && block.state != BlockState::pages) return;
     const std::size_t begin = std::max<std::size_t>(block.offset, range.offset);
     bytes += std::max(std::min(block.end(), range.end()), begin) - begin;
   };
