@@ -41,40 +41,46 @@ class _Layer:
         # The same, with version counters of their own: new positions are no change of those that attention has saved.
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._room = 0
+        # Shapes and types of the states that came last, of which nothing needs to be looked at again.
+        self._usual: tuple[torch.Size, torch.Size, torch.dtype, torch.dtype] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._whole is None or not self._fits(key_states, value_states):
+        if not self._fits(key_states, value_states):
             self._require_states(key_states, value_states)
-            self._make_room(key_states, value_states)
-        assert self._places is not None
-        before, added = self._length, key_states.shape[2]
-        try:
+            if self._length + key_states.shape[2] > self._room or self._whole is None:
+                self._make_room(key_states, value_states)
+            self._usual = (key_states.shape, value_states.shape, key_states.dtype, value_states.dtype)
+        # Of five torch calls an update makes here, four make views; a context in vain would cost as much as one.
+        if torch.is_inference_mode_enabled():
             with outside_inference():
-                for places, states in zip(self._places, (key_states, value_states), strict=True):
-                    places.narrow(2, before, added).copy_(states.detach() if states.requires_grad else states)
+                return self._write(key_states, value_states)
+        return self._write(key_states, value_states)
+
+    def _write(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Behind what is there. REQUIRES: there is memory for them."""
+        assert self._places is not None
+        before, added = self._length, keys.shape[2]
+        of_keys, of_values = self._places
+        try:
+            of_keys.narrow(2, before, added).copy_(keys.detach() if keys.requires_grad else keys)
+            of_values.narrow(2, before, added).copy_(values.detach() if values.requires_grad else values)
         except Exception:
-            self._require_states(key_states, value_states)  # says what is wrong with them, if anything is
+            self._require_states(keys, values)  # says what is wrong with them, if anything is
             raise
         # Last: positions that were not written whole are none.
         self._length = before + added
         return self._show()
 
     def _fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether they are what is usual: of the same sizes as what is there, and there is memory for them."""
-        assert self._whole is not None
-        try:
-            added = keys.shape[2]
-            return (
-                (*keys.shape, *values.shape)
-                == (*self._first, added, self._sizes[0], *self._first, added, self._sizes[1])
-                and self._length + added <= self._room
-                and keys.dtype == self._whole[0].dtype
-                and values.dtype == self._whole[1].dtype
-            )
-        except (AttributeError, IndexError):
-            return False
+        """Whether they are as those before, and there is memory for them. Others may fit, too."""
+        return (
+            type(keys) is torch.Tensor
+            and type(values) is torch.Tensor
+            and self._usual == (keys.shape, values.shape, keys.dtype, values.dtype)
+            and self._length + keys.shape[2] <= self._room
+        )
 
     def _make_room(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         stores = self._stores or (self._store(keys), self._store(values))
@@ -97,7 +103,7 @@ class _Layer:
         with outside_inference():
             keys, values = self._up_to(stores[0]), self._up_to(stores[1])
             self._whole, self._places = (keys, values), (keys.data, values.data)
-        self._first, self._sizes = tuple(stores[0].shape[1:3]), (stores[0].shape[3], stores[1].shape[3])
+        self._usual = None
         self.is_initialized = True
         self._show()
 
@@ -212,7 +218,7 @@ class _Layer:
         self._begin(self._stores)
 
     def reset(self) -> None:
-        self.keys = self.values = self._stores = self._whole = self._places = None
+        self.keys = self.values = self._stores = self._whole = self._places = self._usual = None
         self._length = self._room = 0
         self.is_initialized = False
 
