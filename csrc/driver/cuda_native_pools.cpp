@@ -40,7 +40,7 @@ Status CudaDriver::destroy_pool(NativePool pool) {
 
 Status CudaDriver::allocate_from_pool(NativePool pool, int device, std::size_t bytes, Stream stream, Address* out) {
   if (const Status checked = check_device(device, "allocate_from_pool"); !checked.ok()) return checked;
-  const Current current(*this, device);
+  const Current current(*this, device);  // cuStreamIsCapturing wants it
   if (!current.status().ok()) return current.status();
   // A graph would make it anew at each launch, where only the graph knows it.
   const Status free = check_not_captured(stream, "allocate_from_pool on a capturing stream");
@@ -53,14 +53,26 @@ Status CudaDriver::allocate_from_pool(NativePool pool, int device, std::size_t b
   return allocated;
 }
 
+// Each question that is not asked saves 13 to 28 ns of some 300 (benchmarks/buffers).
 Status CudaDriver::free_to_pool(int device, Address address, Stream stream) {
   if (const Status checked = check_device(device, "free_to_pool"); !checked.ok()) return checked;
-  const Current current(*this, device);
-  if (!current.status().ok()) return current.status();
+  // A stream that was made knows its context; the driver's own three are the current one's.
+  std::optional<Current> current;
+  if (reinterpret_cast<std::uintptr_t>(stream) <= reinterpret_cast<std::uintptr_t>(CU_STREAM_PER_THREAD)) {
+    current.emplace(*this, device);
+    if (!current->status().ok()) return current->status();
+  }
+  Status freed;
+  {
+    const RelaxedCapture relaxed(api_);
+    freed = answer(api_.cuMemFreeAsync(address, stream_of(stream)), "cuMemFreeAsync");
+  }
+  if (freed.ok()) [[likely]]
+    return freed;
+  if (!current) current.emplace(*this, device);
+  // No graph can free what none has allocated: the driver refuses, and the capture goes on.
   const Status free = check_not_captured(stream, "free_to_pool on a capturing stream");
-  if (!free.ok()) return free;
-  const RelaxedCapture relaxed(api_);
-  return answer(api_.cuMemFreeAsync(address, stream_of(stream)), "cuMemFreeAsync");
+  return free.ok() ? freed : free;
 }
 
 Status CudaDriver::trim_pool(NativePool pool, std::size_t keep) {
