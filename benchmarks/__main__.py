@@ -148,8 +148,9 @@ def _options(name: str, kind: str, arguments: argparse.Namespace, parser: argpar
         limit = to_bytes(arguments.largest_batch, "--largest-batch")
     if arguments.at_once < 1:
         parser.error(f"--at-once takes 1 process or more, not {arguments.at_once}")
-    if arguments.lockstep and (not known or limit is not None or arguments.at_once > 1):
-        parser.error("--lockstep is for workloads alone, with neither --largest-batch nor --at-once")
+    has_passes = bool(known) or getattr(runner.module(name), "HAS_PASSES", False)
+    if arguments.lockstep and (not has_passes or limit is not None or arguments.at_once > 1):
+        parser.error("--lockstep is for workloads and kv_cache, with neither --largest-batch nor --at-once")
     return runner.Options(
         kind, arguments.quick, programs, arguments.scale, limit, arguments.at_once, arguments.lockstep
     )
@@ -185,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         "--runs",
         type=int,
         metavar="N",
-        help="repetitions, interleaved; default 2 (buffers, kv_cache and continuous measure four times in each; "
+        help="repetitions, interleaved; default 2 (buffers and continuous measure four times in each, kv_cache seven; "
         "hot_path: 7, latency and workloads: 3), with --quick 1",
     )
     parser.add_argument("--allocators", metavar="A,B", help="only these; default: all that the benchmark knows")
@@ -201,7 +202,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lockstep",
         action="store_true",
-        help="of workloads: the allocators' processes take their passes in turn, on one CPU; the GPU holds them all",
+        help="of workloads and kv_cache: the allocators' processes take their passes in turn, on one CPU; the GPU "
+        "holds them all",
     )
     parser.add_argument(
         "--at-once",

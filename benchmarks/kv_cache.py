@@ -23,13 +23,14 @@ import importlib.util
 import json
 import time
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import machine
+from . import lockstep, machine
 from .measurement import Measurement, Part, Row
 from .runner import one_scale
 from .workloads.measuring import settle_algorithms
@@ -41,9 +42,10 @@ KIND = "cuda"
 KINDS = ("cuda", "cpu")
 ALLOCATORS = ("torch_vmm", "dynamic", "static", "preallocated")
 RUNS = 2
-_REPEATED = 4  # in each process, and once before to warm up
+_REPEATED = 7  # in each process, and once before to warm up
 NEEDS_LOOPS = False
 HAS_SCALES = True
+HAS_PASSES = True  # for --lockstep
 _NEAR = 0.03
 
 
@@ -177,12 +179,16 @@ def measure_part(allocator: str, kind: str, quick: bool, part: Part) -> list[Mea
     sizes, memory = _SIZES[str(part["scale"])], Memory(kind, allocator)
     torch.set_num_threads(1)  # what is pinned has one CPU
     settle_algorithms(is_deterministic=False, is_strict=True)
-    with machine.one_cpu(), torch.no_grad():
+    is_lockstep = "lockstep" in part
+    wait = lockstep.wait_for_turn if is_lockstep else lambda: None
+    with nullcontext() if is_lockstep else machine.one_cpu(), torch.no_grad():
         with made_on(kind, seed=7):
             net = LanguageModel(sizes.net).requires_grad_(False).eval()
+        wait()
         _answer(net, sizes, allocator, kind, memory)
         rows = []
         for _ in range(1 if quick else _REPEATED):
+            wait()
             gc.collect()
             memory.start_over()
             tokens, seconds = _answer(net, sizes, allocator, kind, memory)

@@ -230,6 +230,14 @@ def test_in_lockstep_the_allocators_of_a_program_are_started_together(
     assert "--lockstep" in json.loads((tmp_path / "workloads-cpu.json").read_text())["command"]
 
 
+def test_lockstep_is_for_what_has_passes() -> None:
+    parser = command_line._parser()
+    arguments = parser.parse_args(["--lockstep"])
+    assert command_line._options("kv_cache", "cpu", arguments, parser).lockstep
+    with pytest.raises(SystemExit):
+        command_line._options("hot_path", "cuda", arguments, parser)
+
+
 @pytest.mark.parametrize(
     ("number", "order"),
     [(0, "ours, one; native, one; ours, two; native, two"), (1, "native, one; ours, one; native, two; ours, two")],
