@@ -149,6 +149,9 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
     Status status_;
   };
 
+  // For a call that is told a stream: `*current` holds the device's context where the stream does not.
+  Status make_current_for(Stream stream, int device, std::optional<Current>* current) const;
+
   CudaDriver(const CudaApi& api, Devices devices, std::size_t granularity);
   static void ask(const CudaApi& api, int ordinal, Device* device);
 

@@ -51,7 +51,7 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph* out) {
 }
 
 CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* out) {
-  STANDIN_ENTER(Needs::context);
+  STANDIN_ENTER(needs_of(handle));
   const Lock lock(world().mutex);
   const Stream& stream = stream_of(handle, __func__);
   if (const CUresult refused = refuse_implicit(stream, /*invalidates=*/false); refused != CUDA_SUCCESS) return refused;
