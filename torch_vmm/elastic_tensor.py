@@ -9,7 +9,7 @@ import torch
 
 from torch_vmm import _C
 from torch_vmm.devices import Device
-from torch_vmm.errors import InvalidArgumentError, NotAvailableError, StillInUseError
+from torch_vmm.errors import AsleepError, InvalidArgumentError, NotAvailableError, StillInUseError
 from torch_vmm.ranges import Backing, RangeTensor, require_addresses, require_dimension, require_dtype, row_bytes
 from torch_vmm.sizes import Shape, show, to_index, to_shape
 
@@ -117,6 +117,7 @@ class ElasticTensor(RangeTensor):
 
         Raises:
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
+            AsleepError: its model is asleep.
             InvalidArgumentError: it, or what it would give back, is sealed; its
                 rows were changed by another function than :meth:`resize_`; or
                 it shows other memory, as :meth:`resize_`.
@@ -138,7 +139,7 @@ class ElasticTensor(RangeTensor):
         _C.set_storage_bytes(self, used)
         try:
             return backing.handle.decommit([(keep, backing.handle.capacity - keep)])
-        except (InvalidArgumentError, NotAvailableError, StillInUseError):  # nothing went
+        except (AsleepError, InvalidArgumentError, NotAvailableError, StillInUseError):  # nothing went
             backing.held = held
             _C.set_storage_bytes(self, stored)
             raise
@@ -159,25 +160,41 @@ class ElasticTensor(RangeTensor):
 
     def _hold(self, backing: Backing, rows: int) -> None:
         size = rows * row_bytes(self._max_shape, self.dtype)
-        if size > backing.held:
-            backing.commit([(backing.held, size - backing.held)])
-            page = backing.handle.page_size
-            backing.held = -(-size // page) * page
+        page = backing.handle.page_size
+        while size > (held := backing.held):
+            backing.commit([(held, size - held)])
+            # A function of on_pressure() may have shrunk this very tensor meanwhile: then more is missing than was asked.
+            if backing.held >= held:
+                backing.held = max(backing.held, -(-size // page) * page)
         if size > self.untyped_storage().nbytes():
             _C.set_storage_bytes(self, size)
 
     def _plain(self) -> torch.Tensor:
+        """The same memory, gradient and attributes of the user's, as a tensor like any other."""
         plain = torch.Tensor.detach(self)
         if isinstance(self, torch.nn.Parameter):
-            return torch.nn.Parameter(plain, self.requires_grad)
-        return plain.requires_grad_(self.requires_grad)
+            plain = torch.nn.Parameter(plain, self.requires_grad)
+        else:
+            plain.requires_grad_(self.requires_grad)
+        if self.is_leaf and self.grad is not None and self.grad.shape == self.shape:
+            plain.grad = self.grad
+        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _OWN_ATTRIBUTES})
+        return plain
 
     # A copy is a tensor, or a parameter, like any other.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "copy.deepcopy() takes tensors that autograd has not made, and what was written to this one it has "
+                "recorded; copy its .detach()"
+            )
         return copy.deepcopy(self._plain(), memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self._plain().__reduce_ex__(protocol)
+
+
+_OWN_ATTRIBUTES = ("_backing", "_max_shape", "_strides")
 
 
 def elastic(

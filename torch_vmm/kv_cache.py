@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ import torch
 from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.elastic_tensor import ElasticTensor, elastic
-from torch_vmm.errors import InvalidArgumentError, NotCopyableError
+from torch_vmm.errors import InvalidArgumentError, NotCopyableError, StillInUseError
 from torch_vmm.ranges import MOST_BYTES, outside_inference
 from torch_vmm.sizes import show, to_index
 
+_MOST_TRIES = 4  # to have memory for keys and values at once; one does, but for on_pressure()
 _MOST_LAYERS = 1 << 12  # far above any model's; all up to a layer_idx are made
 
 
@@ -27,6 +29,8 @@ class _Layer:
     is_compileable = False
     is_croppable = True
     is_sliding = False
+    # crop(0) keeps all, as in transformers whose crop() says how many to remove; else none.
+    _is_cut_by_removal = False
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
@@ -83,11 +87,22 @@ class _Layer:
         )
 
     def _make_room(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        added = keys.shape[2]
         stores = self._stores or (self._store(keys), self._store(values))
-        needed = self._length + keys.shape[2]
-        # Both or neither: a limit may have room for the keys alone.
-        for store in stores:
-            store.reserve(needed)
+        # Both or neither: a limit may have room for the keys alone. Again, where a function of on_pressure() has
+        # cropped this very cache meanwhile; a function that never lets it have both is named.
+        for _ in range(_MOST_TRIES):
+            for store in stores:
+                store.reserve(self._length + added)
+            if min(store.reserved_rows for store in stores) >= self._length + added:
+                break
+        else:
+            raise StillInUseError(
+                f"update(): whenever there was memory for {added} more positions, a function of on_pressure() took it "
+                f"from this very cache; have it spare the cache that grows",
+                live_bytes=sum(store._backing.held for store in stores),
+                live_blocks=len(stores),
+            )
         self._begin(stores, self._length)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
@@ -201,6 +216,8 @@ class _Layer:
 
     def _cut(self, most: int) -> None:
         """Positions beyond ``most`` (below 0: the last so many) are none."""
+        if most == 0 and self._is_cut_by_removal:
+            return
         length = max(self._length + most if most < 0 else min(most, self._length), 0)
         if length == self._length:
             return
@@ -213,9 +230,11 @@ class _Layer:
         """The pages of what is none."""
         if self._stores is None:
             return
-        for store in self._settle():
-            store.shrink_to_fit()
-        self._begin(self._stores)
+        try:
+            for store in self._settle():
+                store.shrink_to_fit()
+        finally:  # one may have shrunk before the other could not
+            self._begin(self._stores)
 
     def reset(self) -> None:
         self.keys = self.values = self._stores = self._whole = self._places = self._usual = None
@@ -366,11 +385,18 @@ class ElasticKVCache(Guarded, guarded=True):
         """Keeps the first ``max_length`` positions (all but the last
         ``-max_length``), and gives the pages back.
 
+        ``crop(0)`` keeps none; but a cache that is one of transformers' does as
+        these do, and where their ``crop()`` says how many to remove it keeps
+        all.
+
         What :meth:`update` returned before shows them still: to read positions
         there that are gone is a fault.
 
         Raises:
-            InvalidArgumentError: no whole number. The cache is as it was.
+            InvalidArgumentError: no whole number, and the cache is as it was; or
+                what it would give back is sealed.
+            AsleepError: its model is asleep. The positions are gone, as where
+                something is sealed, and the pages stay until the next call.
         """
         most = _to_length(max_length)
         for layer in self.layers:
@@ -487,8 +513,10 @@ def _of_transformers() -> type[ElasticKVCache]:
     if _class_of_transformers is None:
         from transformers.cache_utils import Cache, CacheLayerMixin
 
+        is_by_removal = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
+
         class Layer(_Layer, CacheLayerMixin):  # type: ignore[misc]
-            pass
+            _is_cut_by_removal = is_by_removal
 
         # Not guarded: a Cache has attributes that transformers sets as it likes.
         class Elastic(ElasticKVCache, Cache):  # type: ignore[misc]

@@ -259,6 +259,26 @@ def test_a_copy_is_a_plain_tensor_of_its_rows(device: str) -> None:
     assert torch.equal(loaded["view"], view)
 
 
+def test_a_copy_keeps_what_torch_keeps_of_a_tensor(device: str) -> None:
+    tensor = torch_vmm.elastic((2, 100), torch.float32, device, (9, 100)).zero_().requires_grad_()
+    tensor.named = [1]
+    (tensor * 2).sum().backward()
+    copied = copy.deepcopy(tensor)
+    assert copied.named == [1]
+    assert copied.named is not tensor.named
+    assert torch.equal(copied.grad, tensor.grad)
+    assert copied.grad is not tensor.grad
+    assert not {"_backing", "_max_shape"} & set(copied.__dict__)
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=False).named == [1]
+    written = torch_vmm.elastic((2, 100), torch.float32, device)
+    written[0] = torch.ones(100, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="detach"):
+        copy.deepcopy(written)
+
+
 def test_a_view_keeps_it_when_all_else_has_gone(make_pool: Callable[..., Pool], memory: _C.Device, device: str) -> None:
     pool = make_pool("64MiB")
     with pool:

@@ -400,6 +400,9 @@ def test_it_is_a_cache_of_transformers_where_that_is_there() -> None:
         def __repr__(self):
             return "not ours"
 
+        def crop(self, max_length):
+            pass
+
     class CacheLayerMixin:
         pass
 
@@ -435,3 +438,39 @@ def test_a_layer_that_is_not_used_yet_shows_none(device: str) -> None:
     cache.update(states, states, 1)
     assert [(keys is None, values is None) for keys, values in cache] == [(True, True), (False, False), (True, True)]
     assert len(list(cache)) == len(cache) == 3
+
+
+@pytest.mark.parametrize(("parameter", "kept"), [("tokens_to_remove", 3), ("max_length", 0)])
+def test_crop_of_none_does_as_that_of_transformers(parameter: str, kept: int) -> None:
+    """Theirs says how many to remove since 5, and generate() then removes none at times."""
+    code = f"""
+    import sys, types
+
+    import torch
+    import torch_vmm
+
+    library, utils = types.ModuleType("transformers"), types.ModuleType("transformers.cache_utils")
+
+    class Cache:
+        def __init__(self, layers):
+            self.layers = layers
+
+        def crop(self, {parameter}):
+            pass
+
+    class CacheLayerMixin:
+        pass
+
+    utils.Cache, utils.CacheLayerMixin = Cache, CacheLayerMixin
+    sys.modules["transformers"], sys.modules["transformers.cache_utils"] = library, utils
+    torch_vmm.enable("cpu")
+    with torch_vmm.VirtualMemoryPool("64MiB", device="cpu"):
+        cache = torch_vmm.ElasticKVCache(8)
+        cache.update(torch.ones(1, 1, 5, 4), torch.ones(1, 1, 5, 4), 0)
+        cache.crop(-2)
+        cache.crop(-0)
+        print(cache.get_seq_length())
+        cache.layers[0].crop(0)
+        print(cache.get_seq_length())
+    """
+    assert run(code).split() == [str(kept)] * 2

@@ -1,0 +1,137 @@
+"""Elastic tensors and caches of them while something else goes on: on_pressure() takes their pages, their model sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.helpers import MIB, PAGE
+
+Pool = torch_vmm.VirtualMemoryPool
+Shared = torch_vmm.SharedMemoryPool
+
+
+def states(device: str, positions: int) -> torch.Tensor:
+    """A fourth of a MiB for each position."""
+    return torch.ones(1, 1, positions, MIB // 4, dtype=torch.uint8, device=device)
+
+
+def ballast(size: int, device: str) -> list[torch.Tensor]:
+    return [torch.empty(size, dtype=torch.uint8, device=device)]
+
+
+def test_on_pressure_shrinks_the_tensor_that_grows(shared: Shared, device: str) -> None:
+    with shared.register_model("a", "1GiB"):
+        held = ballast(16 * MIB, device)
+        tensor = torch_vmm.elastic((1, PAGE), torch.uint8, device, (64, PAGE))
+        tensor.reserve(20)
+    shrunk: list[int] = []
+
+    @shared.on_pressure
+    def evict(requested: int, pool: Pool) -> bool:
+        if shrunk:
+            return False
+        held.clear()
+        shrunk.append(tensor.shrink_to_fit())
+        return True
+
+    tensor.resize_(26)
+    assert shrunk == [19 * PAGE]
+    assert tensor.reserved_rows == 26
+    tensor.fill_(1)  # all of it is there
+    assert int(tensor.sum(dtype=torch.int64)) == 26 * PAGE
+
+
+def test_on_pressure_crops_the_cache_that_grows(shared: Shared, device: str) -> None:
+    with shared.register_model("a", "1GiB"):
+        held = ballast(16 * MIB, device)
+        cache = torch_vmm.ElasticKVCache(4096)
+        cache.update(states(device, 40), states(device, 40), 0)
+        held += ballast(8 * MIB, device)
+    cropped: list[bool] = []
+
+    @shared.on_pressure
+    def evict(requested: int, pool: Pool) -> bool:
+        if cropped:
+            return False
+        held.clear()
+        cache.crop(8)
+        cropped.append(True)
+        return True
+
+    keys, values = cache.update(states(device, 60), states(device, 60), 0)
+    assert cropped
+    assert keys.shape[2] == values.shape[2] == cache.get_seq_length() == 68
+    assert int(keys.sum(dtype=torch.int64)) == int(values.sum(dtype=torch.int64)) == 68 * MIB // 4
+
+
+def test_on_pressure_that_always_takes_from_the_cache_that_grows_is_named(shared: Shared, device: str) -> None:
+    with shared.register_model("a", "1GiB"):
+        cache = torch_vmm.ElasticKVCache(4096)
+        cache.update(states(device, 40), states(device, 40), 0)
+        held = ballast(44 * MIB - PAGE, device)
+
+    @shared.on_pressure
+    def evict(requested: int, pool: Pool) -> bool:
+        return sum(store.shrink_to_fit() for store in cache.layers[0]._settle()) > 0
+
+    with pytest.raises((torch_vmm.StillInUseError, torch_vmm.OutOfMemoryError)):
+        cache.update(states(device, 8), states(device, 8), 0)
+    assert cache.get_seq_length() == 40
+    held.clear()
+    keys, _ = cache.update(states(device, 8), states(device, 8), 0)
+    assert int(keys.sum(dtype=torch.int64)) == 48 * MIB // 4
+
+
+def test_a_sleeping_tensor_that_cannot_shrink_is_as_it_was(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = torch_vmm.elastic((16, PAGE), torch.uint8, device).fill_(3)
+    tensor.resize_(2)
+    pool.sleep(keep="host")
+    with pytest.raises(torch_vmm.AsleepError):
+        tensor.shrink_to_fit()
+    assert tensor.reserved_rows == 16
+    assert tensor.untyped_storage().nbytes() == 16 * PAGE
+    pool.wake()
+    assert (tensor == 3).all()
+    assert tensor.shrink_to_fit() == 14 * PAGE
+
+
+def test_a_cache_that_crops_while_its_model_sleeps_goes_on(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("256MiB")
+    cache = torch_vmm.ElasticKVCache(4096)
+    with pool:
+        for layer in range(2):
+            cache.update(states(device, 40), states(device, 40), layer)
+    pool.sleep(keep="host")
+    with pytest.raises(torch_vmm.AsleepError):
+        cache.crop(8)
+    pool.wake()
+    with pool:
+        for layer in range(2):
+            keys, values = cache.update(states(device, 20), states(device, 20), layer)
+            assert keys.shape[2] == values.shape[2] == 28
+            assert int(values.sum(dtype=torch.int64)) == 28 * MIB // 4
+    before = pool.memory_allocated()
+    cache.crop(1)
+    assert pool.memory_allocated() < before
+
+
+def test_a_cache_of_which_a_part_is_sealed_goes_on(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("256MiB")
+    cache = torch_vmm.ElasticKVCache(4096)
+    with pool:
+        cache.update(states(device, 40), states(device, 40), 0)
+    _, store = cache.layers[0]._settle()
+    pool.seal(store)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="sealed"):
+        cache.crop(8)
+    pool.unseal(store)
+    with pool:
+        keys, values = cache.update(states(device, 60), states(device, 60), 0)
+    assert keys.shape[2] == values.shape[2] == 68
+    assert int(keys.sum(dtype=torch.int64)) == int(values.sum(dtype=torch.int64)) == 68 * MIB // 4
