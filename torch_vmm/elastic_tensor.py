@@ -108,7 +108,8 @@ class ElasticTensor(RangeTensor):
         self._hold(self._own("reserve()"), self._to_rows(n, "reserve"))
 
     def shrink_to_fit(self) -> int:
-        """Gives back the pages beyond the last row; returns their bytes.
+        """Gives back the pages beyond the last row, its own and those of tensors
+        that :meth:`detach` made of it; returns their bytes.
 
         Work that is queued on the GPU may still use them, and nobody waits for
         it. A view of rows that are gone must not be used any more: that faults.
@@ -130,7 +131,7 @@ class ElasticTensor(RangeTensor):
                 f"shrink_to_fit(): the tensor has the shape {tuple(self.shape)} and the strides {self.stride()}, not "
                 f"rows of {self._max_shape[1:]}; resize_(rows) makes them again"
             )
-        used = self.shape[0] * row_bytes(self._max_shape, self.dtype)
+        used = self._shown_bytes()
         page = backing.handle.page_size
         keep = -(-used // page) * page
         held, stored = backing.held, self.untyped_storage().nbytes()
@@ -163,7 +164,7 @@ class ElasticTensor(RangeTensor):
         page = backing.handle.page_size
         while size > (held := backing.held):
             backing.commit([(held, size - held)])
-            # A function of on_pressure() may have shrunk this very tensor meanwhile: then more is missing than was asked.
+            # A function of on_pressure() may have shrunk this very tensor meanwhile: then more is missing.
             if backing.held >= held:
                 backing.held = max(backing.held, -(-size // page) * page)
         if size > self.untyped_storage().nbytes():

@@ -125,7 +125,7 @@ class _Layer:
     def _up_to(self, store: ElasticTensor) -> torch.Tensor:
         with _unchanged(store):
             store.resize_(self._room)
-            whole: torch.Tensor = store.detach().permute(1, 2, 0, 3)
+            whole: torch.Tensor = torch.Tensor.detach(store).permute(1, 2, 0, 3)  # no twin, whose rows would stay
             store.resize_(self._length)
         return whole
 

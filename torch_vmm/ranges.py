@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torch_vmm import _C
+from torch_vmm.dense import span_bytes
 from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.pools import VirtualMemoryPool
@@ -39,6 +40,8 @@ class Backing:
         self.pool: VirtualMemoryPool = current_pool(self.device.torch_device)
         self.held = 0
         """Bytes from the first address on that have memory, where they have it without a gap."""
+        self.twins: list[weakref.ref[torch.Tensor]] = []
+        """Tensors of the same class that stand on it, as ``detach()`` makes them; some may have gone."""
         space = _C.current_space(*self.device)  # of the tag that is open, if one is
         self.handle = _C.TensorRange(space, what, max(size, 1), page_size, zeros)
 
@@ -75,6 +78,7 @@ class RangeTensor(torch.Tensor):
         with outside_inference():
             made = torch.Tensor._make_subclass(cls, tensor)
         made._backing = backing
+        backing.twins = [twin for twin in backing.twins if twin() is not None] + [weakref.ref(made)]
         return made
 
     def _own(self, doing: str) -> Backing:
@@ -98,6 +102,17 @@ class RangeTensor(torch.Tensor):
                 f"module.to() or .half(). Make another of that dtype by {self._made_by} and copy_() into it"
             )
         return backing
+
+    def _shown_bytes(self) -> int:
+        """Bytes from the first address on that this tensor and its twins show."""
+        shown = 0
+        for each in self._backing.twins:
+            twin = each()
+            if twin is None or twin.numel() == 0:
+                continue
+            if twin.untyped_storage().data_ptr() == self._backing.handle.base_address:
+                shown = max(shown, int(twin.storage_offset()) * twin.element_size() + span_bytes(twin))
+        return shown
 
     def _held_bytes(self) -> int:
         """Bytes from its first element on that have memory and are nobody else's; 0 where that is not known."""

@@ -88,6 +88,26 @@ def test_the_last_pages_go_back(make_pool: Callable[..., Pool], device: str) -> 
     assert is_zero(tensor)  # fresh pages
 
 
+def test_shrinking_leaves_what_a_twin_shows(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        table = rows(device, 8)
+    weight = torch.nn.Parameter(table.detach(), requires_grad=False)
+    stamp(table.resize_(64), 5)
+    assert weight.shape[0] == 8
+    assert weight.shrink_to_fit() == 0
+    assert holds(table, 5)
+    table.resize_(4)
+    assert table.shrink_to_fit() == 14 * PAGE  # the 8 rows of weight are there
+    assert holds(weight, 5)
+    del weight
+    assert table.shrink_to_fit() == PAGE
+    state = torch.nn.ParameterList([torch.nn.Parameter(table, requires_grad=False)]).state_dict()
+    table.resize_(32)
+    assert state["0"].shrink_to_fit() == 0
+    assert is_zero(table[8:])
+
+
 def test_reserve_takes_memory_and_leaves_the_shape(make_pool: Callable[..., Pool], device: str) -> None:
     pool = make_pool("64MiB", physical_limit=16 * PAGE)
     with pool:

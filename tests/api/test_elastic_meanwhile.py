@@ -1,4 +1,4 @@
-"""Elastic tensors and caches of them while something else goes on: on_pressure() takes their pages, their model sleeps."""
+"""Elastic tensors and caches while something else goes on: on_pressure() takes their pages, their model sleeps."""
 
 from __future__ import annotations
 
