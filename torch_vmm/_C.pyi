@@ -767,6 +767,7 @@ def alias(
         OutOfMemoryError: no such stretch of addresses.
     """
 
+def hold_memory(tensor: torch.Tensor) -> object: ...
 def share_version(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """What is written in place through one of them counts as such in both, as for a view; autograd notices."""
 

@@ -22,9 +22,9 @@ from torch_vmm.sizes import Shape, show, to_flag, to_index, to_shape
 class _Shown:
     """What an alias's storage keeps: the pool that tells of it, and what it shows."""
 
-    def __init__(self, pool: VirtualMemoryPool, storages: list[torch.UntypedStorage]) -> None:
+    def __init__(self, pool: VirtualMemoryPool, memory: list[object]) -> None:
         self.pool = pool
-        self.storages = storages
+        self.memory = memory
 
 
 _by_address: weakref.WeakValueDictionary[int, _Shown] = weakref.WeakValueDictionary()
@@ -208,9 +208,8 @@ def _alias(tensors: list[torch.Tensor], copies: int, read_only: bool, shape: tup
         made = _C.alias(pool._handle, pieces, copies, read_only, shape, tensors[0].dtype)
     if all(tensor.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr() for tensor in tensors):
         _C.share_version(made, tensors[0])
-    # The storage's Python object lives as long as the storage, and with it what it shows.
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    shown = _Shown(pool, storages)
+    # Not their storages, which may take other memory meanwhile: resize_(), share_memory_().
+    shown = _Shown(pool, [_C.hold_memory(tensor) for tensor in tensors])
     _by_address[made.data_ptr()] = shown
     weakref.finalize(made.untyped_storage(), _let_go, shown).atexit = False
     return made

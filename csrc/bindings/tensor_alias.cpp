@@ -50,6 +50,7 @@ py::object alias(const std::shared_ptr<Pool>& pool, const Pieces& pieces, std::s
 void bind_tensor_alias(py::module_& module) {
   module.def("alias", &alias, py::arg("pool"), py::arg("pieces"), py::arg("copies"), py::arg("read_only"),
              py::arg("shape"), py::arg("dtype"));
+  module.def("hold_memory", &hold_memory, py::arg("tensor"));
   module.def("share_version", &share_version, py::arg("tensor"), py::arg("source"));
   module.def(
       "seal", [](const Pool& pool, const Sealed& pieces) { seal_pages(open_home_of(pool), pool, to_pieces(pieces)); },

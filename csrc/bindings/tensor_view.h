@@ -33,6 +33,11 @@ py::object make_tensor_of_pages(Address address, const std::vector<std::int64_t>
 // on, for all of its views: what is copied or saved whole is no more than that.
 void set_storage_bytes(py::handle tensor, std::size_t size);
 
+// Keeps the memory that `tensor` stands on now, also where its storage takes other memory
+// later, by resize_() or share_memory_(): it is freed when the last of the storage and all
+// such capsules has let go of it.
+[[nodiscard]] py::capsule hold_memory(py::handle tensor);
+
 // What is written in place through `tensor` or `source` counts in both from now on, as for
 // a tensor and its view, so that autograd notices. Nobody counts what is written to a
 // tensor of inference mode: where `source` is one nothing changes.

@@ -391,3 +391,43 @@ def test_gradients_are_not_lost_silently(device: str) -> None:
     with torch.no_grad():
         assert not alias(weight).requires_grad
     assert alias(weight.detach(), 2).shape == (8, ROW)
+
+
+# -- Its memory is the tensor's as it was ------------------------------------------------------------------------------
+
+
+def take_other_memory(how: str, tensor: torch.Tensor) -> None:
+    if how == "resize_":
+        tensor.resize_(3 * tensor.numel() // 2)
+    elif how == "storage":
+        tensor.untyped_storage().resize_(0)
+    else:
+        tensor.share_memory_()
+
+
+@pytest.mark.parametrize("how", ["resize_", "storage", "share_memory_"])
+@pytest.mark.parametrize("made", ["alias", "twice", "concat_views"])
+def test_it_keeps_the_memory_of_a_tensor_that_takes_other(
+    make_pool: Callable[..., Pool], device: str, how: str, made: str
+) -> None:
+    if how == "share_memory_" and device != "cpu":
+        pytest.skip("a GPU's tensors are shared as they are")
+    pool = make_pool("256MiB")
+    with pool:
+        tensor = torch.full((1 << 21,), 7, dtype=torch.uint8, device=device)
+        if made == "concat_views":
+            shown = concat_views([tensor, aligned(tensor.shape, torch.uint8, device)])
+        else:
+            shown = alias(tensor)
+        if made == "twice":
+            shown = alias(tensor)
+        held = pool.memory_allocated()
+        take_other_memory(how, tensor)
+        others = [torch.full((1 << 21,), 1, dtype=torch.uint8, device=device) for _ in range(4)]
+    assert (shown[: 1 << 21] == 7).all()
+    del tensor, others
+    gc.collect()
+    assert pool.memory_allocated() == held
+    del shown
+    gc.collect()
+    assert pool.memory_allocated() == 0
