@@ -34,8 +34,8 @@ class _Layer:
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
-        self.keys: torch.Tensor | None = None
-        self.values: torch.Tensor | None = None
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
         self.is_initialized = False
         self._stores: tuple[ElasticTensor, ElasticTensor] | None = None
         self._length = 0  # positions; the stores are told when it matters (_settle)
@@ -47,6 +47,22 @@ class _Layer:
         self._room = 0
         # Shapes and types of the states that came last, of which nothing needs to be looked at again.
         self._usual: tuple[torch.Size, torch.Size, torch.dtype, torch.dtype] | None = None
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: object) -> None:
+        raise _not_assigned("keys")
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self._values
+
+    @values.setter
+    def values(self, values: object) -> None:
+        raise _not_assigned("values")
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -194,8 +210,8 @@ class _Layer:
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._whole is not None
         with outside_inference():
-            self.keys = keys = self._whole[0].narrow(2, 0, self._length)
-            self.values = values = self._whole[1].narrow(2, 0, self._length)
+            self._keys = keys = self._whole[0].narrow(2, 0, self._length)
+            self._values = values = self._whole[1].narrow(2, 0, self._length)
         return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
@@ -237,15 +253,15 @@ class _Layer:
             self._begin(self._stores)
 
     def reset(self) -> None:
-        self.keys = self.values = self._stores = self._whole = self._places = self._usual = None
+        self._keys = self._values = self._stores = self._whole = self._places = self._usual = None
         self._length = self._room = 0
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._remake(lambda states: states.index_select(1, indices.to(states.device)))
+    def batch_select_indices(self, indices: Any) -> None:
+        self._remake(lambda states: states[:, indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._remake(lambda states: states.repeat_interleave(repeats, dim=1))
@@ -493,6 +509,13 @@ def _to_length(max_length: object) -> int:
             f"crop(): max_length={show(max_length)}: give a whole number of positions, or below 0 how many to drop"
         )
     return length
+
+
+def _not_assigned(name: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"layer.{name} = ...: an ElasticKVCache's layer stands on memory of its own, which the next update() goes on "
+        f"with; change layer.{name} in place, crop() it, or update() another cache with what it should hold"
+    )
 
 
 def _not_copyable() -> NotCopyableError:
