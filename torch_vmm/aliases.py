@@ -10,7 +10,7 @@ from typing import SupportsIndex
 import torch
 
 from torch_vmm import _C, placed, routing
-from torch_vmm.dense import require_strided, span_bytes
+from torch_vmm.dense import require_no_grad, require_strided, require_values, span_bytes
 from torch_vmm.devices import Device, DeviceKey
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.placed import Placement
@@ -191,11 +191,8 @@ def _require_whole(tensor: object, name: str) -> tuple[int, ...]:
         raise InvalidArgumentError(
             f"{name}: its memory is in none of torch_vmm's pools; make it with torch_vmm.aligned(shape, dtype, device)"
         )
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise InvalidArgumentError(
-            f"{name}: it requires grad, and autograd does not follow an alias; give {name}.detach(), or alias it "
-            f"under torch.no_grad()"
-        )
+    require_no_grad(tensor, name, "an alias")
+    require_values(tensor, name)
     return tuple(tensor.shape)
 
 

@@ -34,6 +34,27 @@ def require_strided(tensor: object, doing: str) -> torch.Tensor:
     return tensor
 
 
+def require_values(tensor: torch.Tensor, name: str) -> None:
+    """Raises InvalidArgumentError for what is not what stands in memory: a conjugate or negative that torch computes as
+    it is read.
+    """
+    for is_lazy, resolve in ((tensor.is_conj(), "resolve_conj"), (tensor.is_neg(), "resolve_neg")):
+        if is_lazy:
+            raise InvalidArgumentError(
+                f"{name}: its memory holds other values, which torch changes as it reads; give {name}.{resolve}(), "
+                f"a copy"
+            )
+
+
+def require_no_grad(tensor: torch.Tensor, name: str, what: str) -> None:
+    """Raises InvalidArgumentError where autograd would lose a tensor at what is made of it."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgumentError(
+            f"{name}: it requires grad, and autograd does not follow {what}; give {name}.detach(), or do it under "
+            f"torch.no_grad()"
+        )
+
+
 def plain_tensors(tensor: object, doing: str) -> Iterator[torch.Tensor]:
     """``tensor``, or those that it wraps: a ``DTensor`` has no memory but theirs.
 

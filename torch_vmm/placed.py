@@ -11,7 +11,7 @@ from typing import SupportsIndex, TypeAlias
 import torch
 
 from torch_vmm import _C
-from torch_vmm.dense import require_strided
+from torch_vmm.dense import require_no_grad, require_strided, require_values
 from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError
 from torch_vmm.pools import VirtualMemoryPool
@@ -60,7 +60,7 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> to
     _require_whole_pages(rows, row, page)
     made = []
     for device, count in shares:
-        made.append((_C.current_space(*device), count * row, current_stream(device)))
+        made.append((_C.current_space(*device, count * row), count * row, current_stream(device)))
     pools = [current_pool(device.torch_device) for device in devices]
     placed = _Placed(_C.PlacedMemory(made), devices, pools)
     tensor = placed.tensor(shape, dtype, shares[0][0])
@@ -72,7 +72,8 @@ def seen_from(tensor: torch.Tensor, device: Device) -> torch.Tensor:
     """The memory of a placed tensor, or of a view of it, as a tensor of another
     device that holds a share of it.
 
-    torch's functions then run on that device; no copy is made. Work of one
+    torch's functions then run on that device; no copy is made. Autograd notices,
+    as with a view, where one is written to and the other was saved. Work of one
     device is not ordered after another's by that: wait for an event of the one
     on the other, or synchronize.
 
@@ -80,8 +81,8 @@ def seen_from(tensor: torch.Tensor, device: Device) -> torch.Tensor:
         tensor: made by ``aligned(..., placement=...)``, or a view of such.
         device: one of the placement's.
     Raises:
-        InvalidArgumentError: no such tensor, or a device that holds nothing of
-            it.
+        InvalidArgumentError: no such tensor, one that requires grad, which does
+            not follow, or a device that holds nothing of it.
     """
     require_strided(tensor, "seen_from()")
     key = to_device(device)
@@ -96,7 +97,10 @@ def seen_from(tensor: torch.Tensor, device: Device) -> torch.Tensor:
             f"seen_from({str(key)!r}): {key} holds nothing of the tensor, which is over "
             f"{', '.join(map(str, placed.devices))}"
         )
+    require_no_grad(tensor, "tensor", "seen_from()")
+    require_values(tensor, "tensor")
     whole = placed.tensor((placed.memory.size // tensor.element_size(),), tensor.dtype, key)
+    _C.share_version(whole, tensor)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

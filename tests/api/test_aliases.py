@@ -383,6 +383,14 @@ def test_what_is_in_no_pool_is_told_how_to_be(device: str) -> None:
         alias(torch.from_numpy(np.zeros(PAGE, np.uint8)))
 
 
+def test_what_torch_changes_as_it_reads_is_told_to_be_resolved(device: str) -> None:
+    values = aligned((PAGE // 8,), torch.complex64, device).fill_(1 + 2j)
+    for lazy, match in ((values.conj(), r"resolve_conj\(\)"), (torch._neg_view(values), r"resolve_neg\(\)")):
+        for make in (lambda lazy=lazy: alias(lazy), lambda lazy=lazy: concat_views([values, lazy])):
+            with pytest.raises(torch_vmm.InvalidArgumentError, match=match):
+                make()
+
+
 def test_gradients_are_not_lost_silently(device: str) -> None:
     weight = aligned((4, ROW), torch.float32, device).requires_grad_()
     for make in (lambda: alias(weight), lambda: concat_views([weight, weight])):

@@ -66,8 +66,25 @@ def test_another_devices_view_is_the_same_memory(device: str) -> None:
     for wrong in (plain, 3, aligned((8,), torch.uint8, device)):
         with pytest.raises(torch_vmm.InvalidArgumentError, match="seen_from"):
             seen_from(wrong, device)  # type: ignore[arg-type]
+    numbers = aligned((8, ROW), torch.complex64, placement=[(device, 4), (device, 4)])
+    for wrong, match in (
+        (numbers.conj(), r"resolve_conj\(\)"),
+        (torch._neg_view(numbers), r"resolve_neg\(\)"),
+        (numbers.detach().requires_grad_(), r"requires grad.*\.detach\(\)"),
+    ):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=match):
+            seen_from(wrong, device)
     with pytest.raises(torch_vmm.InvalidArgumentError, match="holds nothing"):
         seen_from(part, "cpu" if device == "cuda" else "cuda:0")
+
+
+def test_autograd_notices_what_is_written_through_another_devices_view(device: str) -> None:
+    saved = aligned((8, ROW), torch.float32, placement=[(device, 4), (device, 4)]).fill_(2)
+    weight = torch.ones(8, ROW, device=device, requires_grad=True)
+    loss = (weight * saved).sum()
+    seen_from(saved, device).fill_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize(
