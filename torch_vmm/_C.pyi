@@ -858,7 +858,7 @@ def leave(context: ModelContext) -> None:
 def current_pool(kind: _Kind, ordinal: int = 0) -> Pool:
     """The pool that an allocation on this device, here and now, would come from."""
 
-def current_space(kind: _Kind, ordinal: int = 0) -> Pool:
+def current_space(kind: _Kind, ordinal: int, bytes: int) -> Pool:
     """The same; where a tag is open, its space."""
 
 def pool_at(address: int) -> Pool | None:

@@ -42,7 +42,7 @@ class Backing:
         """Bytes from the first address on that have memory, where they have it without a gap."""
         self.twins: list[weakref.ref[torch.Tensor]] = []
         """Tensors of the same class that stand on it, as ``detach()`` makes them; some may have gone."""
-        space = _C.current_space(*self.device)  # of the tag that is open, if one is
+        space = _C.current_space(*self.device, size)  # of the tag that is open, if one is
         self.handle = _C.TensorRange(space, what, max(size, 1), page_size, zeros)
 
     def commit(self, spans: list[tuple[int, int]]) -> None:

@@ -5,6 +5,7 @@
 
 #include "base/errors.h"
 #include "bindings/bind.h"
+#include "bindings/tensor_view.h"
 #include "core/device/device_memory.h"
 #include "torch_adapter/enabled.h"
 #include "torch_adapter/strict.h"
@@ -67,7 +68,8 @@ void bind_routing(py::module_& module) {
       "leave", [](const Stay& stay) { leave_model(stay.context); }, py::arg("context"));
   module.def("open_models", &open_models);
   module.def("set_strict", &set_strict, py::arg("kind"), py::arg("ordinal"), py::arg("action"));
-  // The model, whatever tag of it is open; and what is open, which may be a tag's space.
+  // The model, whatever tag of it is open; and what is open, which may be a tag's space, for
+  // a tensor of so many bytes, where strict() lets one be made.
   module.def(
       "current_pool",
       [](const std::string& kind, int ordinal) -> std::shared_ptr<Pool> {
@@ -77,10 +79,12 @@ void bind_routing(py::module_& module) {
       py::arg("kind"), py::arg("ordinal") = 0, WithoutGil());
   module.def(
       "current_space",
-      [](const std::string& kind, int ordinal) -> std::shared_ptr<Pool> {
-        return current_pool(to_room(kind, ordinal));
+      [](const std::string& kind, int ordinal, std::size_t bytes) -> std::shared_ptr<Pool> {
+        DeviceRoom& room = to_room(kind, ordinal);
+        warn_in_python([&] { require_model(room.kind, room.ordinal, bytes); });
+        return current_pool(room);
       },
-      py::arg("kind"), py::arg("ordinal") = 0, WithoutGil());
+      py::arg("kind"), py::arg("ordinal"), py::arg("bytes"));
   module.def("pool_at", &pool_at, py::arg("address"), WithoutGil());
 }
 

@@ -45,6 +45,21 @@ void initialize_torch(const DeviceRoom& room) {
   at::globalContext().lazyInitDevice(at::kCUDA);  // under a FakeTensorMode that did nothing
 }
 
+void warn_in_python(FunctionRef<void()> work) {
+  try {
+    torch::PyWarningHandler handler;
+    try {
+      work();
+    } catch (...) {
+      handler.set_in_exception();
+      throw;
+    }
+  } catch (python_error& error) {
+    error.restore();
+    throw py::error_already_set();
+  }
+}
+
 std::size_t tensor_bytes(const std::vector<std::int64_t>& shape, py::handle dtype) {
   std::size_t bytes = c10::elementSize(to_scalar_type(dtype));
   for (const std::int64_t size : shape) {

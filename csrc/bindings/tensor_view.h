@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/function_ref.h"
 #include "bindings/bind.h"
 
 namespace vmm::bindings {
@@ -32,6 +33,9 @@ py::object make_tensor_of_pages(Address address, const std::vector<std::int64_t>
 // The storage of `tensor`, one of make_tensor()'s, ends after `size` bytes from now
 // on, for all of its views: what is copied or saved whole is no more than that.
 void set_storage_bytes(py::handle tensor, std::size_t size);
+
+// Runs `work` as torch runs its own functions: a warning of it is Python's, and may be an error.
+void warn_in_python(FunctionRef<void()> work);
 
 // Keeps the memory that `tensor` stands on now, also where its storage takes other memory
 // later, by resize_() or share_memory_(): it is freed when the last of the storage and all

@@ -37,6 +37,24 @@ def test_outside_every_model_is_an_error_that_says_what_to_do(device: str, llama
     make(device)
 
 
+@pytest.mark.parametrize("name", ["elastic", "sparse", "aligned", "placed", "cache"])
+def test_memory_of_pages_is_a_models_too(device: str, llama: Pool, name: str) -> None:
+    def make_pages() -> object:
+        if name == "placed":
+            return torch_vmm.aligned((1 << 20,), placement=[(device, 1 << 19), (device, 1 << 19)])
+        if name == "cache":
+            return torch_vmm.ElasticKVCache(8).update(*[torch.ones(1, 1, 1, 4, device=device)] * 2, 0)
+        return getattr(torch_vmm, name)((3, 4), device=device)
+
+    with torch_vmm.strict(device, "warn"), pytest.warns(UserWarning, match="outside every model"):
+        make_pages()
+    with torch_vmm.strict(device):
+        with pytest.raises(RuntimeError, match=r"strict\(\): a tensor of .* would be made outside every model"):
+            make_pages()
+        with llama:
+            make_pages()
+
+
 def test_an_error_leaves_nothing_behind(device: str, llama: Pool) -> None:
     default = torch_vmm.current_pool(device)
     before = default.memory_stats()
