@@ -88,3 +88,18 @@ print(float(weight.sum()))
 @pytest.mark.needs_gpu("faults")
 def test_a_write_to_a_sealed_page_faults() -> None:
     assert faults(PROGRAM, "weight += 1", printed="2097152.0\n", device="cuda")
+
+
+READ_ONLY = """
+import torch, torch_vmm
+torch_vmm.enable()
+weight = torch_vmm.aligned((1024, 1024), torch.float32, "cuda").fill_(2)
+shown = torch_vmm.alias(weight, read_only=True)
+weight += 1
+print(float(shown.sum()))
+"""
+
+
+@pytest.mark.needs_gpu("faults")
+def test_a_write_through_a_read_only_alias_faults() -> None:
+    assert faults(READ_ONLY, "shown += 1", printed="3145728.0\n", device="cuda")
