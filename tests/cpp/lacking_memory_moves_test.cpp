@@ -2,11 +2,13 @@
 // in turn, and nothing is lost, charged twice or half done.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "core/faces/memory_pool.h"
 #include "cpp/lab.h"
 #include "cpp/lacking_memory.h"
 
@@ -185,6 +187,47 @@ TEST(LackingMemoryOfMoves, AChunkWithoutAShelfGoesBackToTheDriver) {
     EXPECT_EQ(store.trim(*group, 0), kPage);
     EXPECT_EQ(group->used(), 0U);
     EXPECT_TRUE(store.forget(*group));
+  }
+}
+
+// What a look at the threshold lacks is no failure of the request or the free that it
+// follows: the buffer would be nobody's, or be freed twice.
+TEST(LackingMemoryOfBuffers, WhatALookLacksFailsNobody) {
+  using std::chrono::milliseconds;
+  for (const bool frees : {false, true}) {
+    bool is_reached = true;
+    for (long nth = 0; is_reached; ++nth) {
+      SCOPED_TRACE((frees ? "free, allocation " : "request, allocation ") + std::to_string(nth));
+      Lab lab;
+      MemoryPool::Time time{milliseconds(1)};
+      MemoryPool pool(lab.memory(), [&] { return time; });
+      pool.set_threshold(0);
+      std::vector<Address> idle;
+      for (int k = 0; k < 8; ++k) idle.push_back(pool.allocate(4 * kMiB, kOwner));
+      std::vector<Address> live{pool.allocate(2 * kMiB, kOwner)};
+      for (const Address buffer : idle) pool.free(buffer);
+      pool.record_stream(live.back(), kTwo);  // its free has to be noted
+      time += milliseconds(1500);
+      pool.free(pool.allocate(2 * kMiB, kOwner));
+      time += milliseconds(1500);
+      Address made = 0;
+      const bool has_failed = runs_out_at(nth, [&] {
+        if (!frees) {
+          made = pool.allocate(2 * kMiB, kOwner);
+        } else {
+          pool.free(live.back());
+          live.pop_back();
+        }
+      });
+      if (made != 0) live.push_back(made);
+      is_reached = failures_made != 0;
+      EXPECT_EQ(pool.stats().allocated_bytes, live.size() * 2 * kMiB) << (has_failed ? "as it was" : "done");
+      lab.memory().check();
+      for (const Address buffer : live) pool.free(buffer);
+      time += milliseconds(1000);
+      EXPECT_EQ(pool.stats().cached_bytes, 0U) << "the next look gives back what this one could not";
+      pool.close(/*force=*/false);
+    }
   }
 }
 

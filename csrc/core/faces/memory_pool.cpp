@@ -1,6 +1,7 @@
 #include "core/faces/memory_pool.h"
 
 #include <algorithm>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -52,9 +53,9 @@ void MemoryPool::free(Address address) {
     const MutexLock lock(mutex_);
     freed_.note(range_of(address, bytes));
   }
-  const std::size_t live = live_.fetch_sub(bytes, std::memory_order_relaxed) - bytes;
   DeviceMemory::free(memory_.address_space(), address);
-  look(Asks::user, live);
+  // After it: one that there is no room to note has not been made.
+  look(Asks::user, live_.fetch_sub(bytes, std::memory_order_relaxed) - bytes);
 }
 
 BufferStats MemoryPool::stats() {
@@ -101,7 +102,7 @@ void MemoryPool::set_threshold(std::size_t bytes) {
 }
 
 // Gives back what has not been needed, once in kUnused.
-void MemoryPool::look(Asks who, std::size_t live) {
+void MemoryPool::look(Asks who, std::size_t live) noexcept {
   const std::size_t threshold = this->threshold();
   if (threshold == kUnlimited || is_closed()) return;
   std::size_t needed = 0;
@@ -120,8 +121,12 @@ void MemoryPool::look(Asks who, std::size_t live) {
   const std::size_t keep = sum_at_most(needed, threshold);
   const std::size_t held = pool_->physical_bytes();
   if (held <= keep) return;
-  memory_.trim_passed(*pool_,
-                      [&] { pool_->shed_unused(held - keep, [this](ByteRange range) { return freed_at(range); }); });
+  try {
+    memory_.trim_passed(*pool_,
+                        [&] { pool_->shed_unused(held - keep, [this](ByteRange range) { return freed_at(range); }); });
+  } catch (const std::exception&) {
+    return;
+  }
 }
 
 void MemoryPool::close(bool force) {

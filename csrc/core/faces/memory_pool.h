@@ -83,8 +83,9 @@ class MemoryPool {
  private:
   // Who asks: a request may be about to use what has been free for long.
   enum class Asks : std::uint8_t { user, reader };
-  // `live`: bytes in use when it asked.
-  void look(Asks who, std::size_t live) VMM_EXCLUDES(mutex_);
+  // `live`: bytes in use when it asked. What fails is for the next look: a request has its
+  // buffer by then, and a free has been made.
+  void look(Asks who, std::size_t live) noexcept VMM_EXCLUDES(mutex_);
   // A Pool::FreedAt: asked under the pool's lock.
   [[nodiscard]] std::uint64_t freed_at(ByteRange range) VMM_EXCLUDES(mutex_);
   [[nodiscard]] ByteRange range_of(Address address, std::size_t bytes) const {
