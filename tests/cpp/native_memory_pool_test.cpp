@@ -4,6 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <string>
@@ -47,23 +50,28 @@ class CountedPools final : public NativePools {
     return {};
   }
   Status trim_pool(NativePool /*pool*/, std::size_t keep) override {
+    asked();
     reserved = keep;
     return next;
   }
   Status set_release_threshold(NativePool /*pool*/, std::size_t bytes) override {
+    asked();
     threshold = bytes;
     return next;
   }
   Status release_threshold(NativePool /*pool*/, std::size_t* out) const override {
+    asked();
     *out = threshold;
     return next;
   }
   Status pool_usage(NativePool /*pool*/, NativePoolUsage* out) const override {
+    asked();
     *out = {1, 2, reserved, 4};
     return next;
   }
 
-  Status next;  // what every call answers
+  Status next;                        // what every call answers
+  std::function<void()> while_asked;  // within a call that is about the pool itself
   std::string missing;
   std::size_t asked_max = 0;
   std::size_t threshold = 0;
@@ -72,6 +80,12 @@ class CountedPools final : public NativePools {
   Address addresses = 0;
   std::map<Address, std::size_t> live;
   std::vector<Stream> streams;  // of each allocation and free
+
+ private:
+  void asked() const {
+    if (while_asked) while_asked();
+    EXPECT_EQ(pools, 1) << "asked about a pool that has ended";
+  }
 };
 
 std::vector<std::string>& reports() {
@@ -227,6 +241,30 @@ TEST_F(Native, AFailureToDestroyIsShownAndTriedAgain) {
   EXPECT_FALSE(made.is_destroyed());
   made.free(address, nullptr);
   made.destroy(/*force=*/false);
+}
+
+// The driver is never asked about a pool that it has ended meanwhile.
+TEST_F(Native, ItsEndWaitsForWhoAsksAboutIt) {
+  using Ask = std::function<void(NativeMemoryPool&)>;
+  const std::vector<Ask> all = {
+      [](NativeMemoryPool& pool) { static_cast<void>(pool.usage()); },
+      [](NativeMemoryPool& pool) { pool.set_release_threshold(512); },
+      [](NativeMemoryPool& pool) { static_cast<void>(pool.release_threshold()); },
+      [](NativeMemoryPool& pool) { pool.trim(0); },
+  };
+  for (std::size_t k = 0; k < all.size(); ++k) {
+    SCOPED_TRACE(k);
+    NativeMemoryPool& made = pool();
+    std::future<void> end;
+    pools_.while_asked = [&] {
+      if (end.valid()) return;
+      end = std::async(std::launch::async, [&] { made.destroy(/*force=*/true); });
+      EXPECT_EQ(end.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);
+    };
+    all[k](made);
+    end.get();
+    EXPECT_TRUE(made.is_destroyed());
+  }
 }
 
 TEST_F(Native, ADestructorSaysAndCountsWhatItCouldNotDo) {

@@ -153,6 +153,7 @@ void NativeMemoryPool::destroy(bool force) {
                             charged, blocks);
     }
   }
+  { const MutexLock lock(asking_); }  // who asks had looked before; from now on it is refused
   // Not only for what is left: where frees were still queued the driver (580.159) died in
   // cuMemPoolDestroy, twice in three runs on an H200.
   Status status = driver_.synchronize(device_);
@@ -181,26 +182,35 @@ bool NativeMemoryPool::is_destroyed() const {
   return destroyed_.load();
 }
 
+void NativeMemoryPool::ask(const std::string& doing, const FunctionRef<Status(NativePool)>& about) const {
+  const MutexLock lock(asking_);
+  throw_if_failed(about(raw()), doing + " the " + name());
+}
+
 NativePoolUsage NativeMemoryPool::usage() const {
   NativePoolUsage usage;
-  throw_if_failed(pools_->pool_usage(raw(), &usage), "asking for the numbers of the " + name());
+  ask("asking for the numbers of", [&](NativePool pool) { return pools_->pool_usage(pool, &usage); });
   return usage;
 }
 
 std::size_t NativeMemoryPool::trim(std::size_t keep) {
-  const std::size_t before = usage().reserved;
-  throw_if_failed(pools_->trim_pool(raw(), keep), "trimming the " + name());
-  const std::size_t after = usage().reserved;
-  return before > after ? before - after : 0;
+  NativePoolUsage before;
+  NativePoolUsage after;
+  ask("trimming", [&](NativePool pool) {
+    Status status = pools_->pool_usage(pool, &before);
+    if (status.ok()) status = pools_->trim_pool(pool, keep);
+    return status.ok() ? pools_->pool_usage(pool, &after) : status;
+  });
+  return before.reserved > after.reserved ? before.reserved - after.reserved : 0;
 }
 
 void NativeMemoryPool::set_release_threshold(std::size_t bytes) {
-  throw_if_failed(pools_->set_release_threshold(raw(), bytes), "setting the release threshold of the " + name());
+  ask("setting the release threshold of", [&](NativePool pool) { return pools_->set_release_threshold(pool, bytes); });
 }
 
 std::size_t NativeMemoryPool::release_threshold() const {
   std::size_t bytes = 0;
-  throw_if_failed(pools_->release_threshold(raw(), &bytes), "asking for the release threshold of the " + name());
+  ask("asking for the release threshold of", [&](NativePool pool) { return pools_->release_threshold(pool, &bytes); });
   return bytes;
 }
 

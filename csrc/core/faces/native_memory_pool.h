@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 
+#include "base/function_ref.h"
 #include "base/sync.h"
 #include "core/faces/live_addresses.h"
 #include "driver/driver.h"
@@ -39,14 +40,14 @@ class NativeMemoryPool {
   // Ends it, once all queued work is done; twice is fine. StillInUseError while something
   // is allocated, unless `force`: then that is freed first. Throws what the driver
   // says; what is done by then stays done, and it may be called again.
-  void destroy(bool force) VMM_EXCLUDES(mutex_);
+  void destroy(bool force) VMM_EXCLUDES(asking_, mutex_);
 
   // As the driver counts; of a pool that is not destroyed.
-  [[nodiscard]] NativePoolUsage usage() const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] NativePoolUsage usage() const VMM_EXCLUDES(asking_, mutex_);
   // Bytes given back now.
-  std::size_t trim(std::size_t keep) VMM_EXCLUDES(mutex_);
-  void set_release_threshold(std::size_t bytes) VMM_EXCLUDES(mutex_);
-  [[nodiscard]] std::size_t release_threshold() const VMM_EXCLUDES(mutex_);
+  std::size_t trim(std::size_t keep) VMM_EXCLUDES(asking_, mutex_);
+  void set_release_threshold(std::size_t bytes) VMM_EXCLUDES(asking_, mutex_);
+  [[nodiscard]] std::size_t release_threshold() const VMM_EXCLUDES(asking_, mutex_);
 
   [[nodiscard]] bool is_destroyed() const VMM_EXCLUDES(mutex_);
   // The driver's name of it.
@@ -62,6 +63,8 @@ class NativeMemoryPool {
   bool count(std::size_t bytes);
   void charge(std::size_t bytes) VMM_EXCLUDES(mutex_);
   void refuse(const Status& status, std::size_t bytes) const;
+  // `about` the pool the driver is asked, which does not end meanwhile.
+  void ask(const std::string& doing, const FunctionRef<Status(NativePool)>& about) const VMM_EXCLUDES(asking_, mutex_);
   [[nodiscard]] std::string name() const { return "NativeMemoryPool of cuda:" + std::to_string(device_); }
 
   static inline std::atomic<std::uint64_t> failures_{0};
@@ -71,7 +74,8 @@ class NativeMemoryPool {
   const int device_;
   const std::size_t max_bytes_;
   const Report report_;
-  mutable Mutex mutex_;  // no call of the driver's is made under it
+  mutable Mutex asking_;  // what is asked about the pool itself; destroy() lets it end first
+  mutable Mutex mutex_;   // no call of the driver's is made under it
   // What a request reads is in atomics, so that it takes the lock once: the driver
   // needs little more time than two locks do. Written under the lock.
   std::atomic<NativePool> pool_{0};
