@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lab.h"
+#include "lacking_memory.h"
 
 namespace vmm::testing {
 namespace {
@@ -157,6 +158,30 @@ TEST(PlacedMemory, AFailedOneLeavesNothing) {
     const PlacedMemory memory({{here, 6 * kMiB, kOne}, {there, 4 * kMiB, kTwo}});
     Lab::fill(memory.base(), 10 * kMiB, nth);
     if (!any) break;
+  }
+}
+
+// Each allocation of the host's in turn.
+TEST(PlacedMemory, OneThatTheHostHasNoMemoryForLeavesNothing) {
+  bool failed = true;
+  for (long nth = 0; failed; ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Two two;
+    const auto here = two.lab.pool("here");
+    const auto there = two.there("there");
+    failed = runs_out_at(nth,
+                         [&] {
+                           const PlacedMemory memory({{here, 6 * kMiB, kOne}, {there, 4 * kMiB, kTwo}});
+                         }) ||
+             failures_made != 0;
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      two.lab.memory().empty_cache();
+      two.other().empty_cache();
+    }
+    EXPECT_EQ(two.lab.driver.live_mappings(), 0U);
+    EXPECT_EQ(two.lab.driver.live_chunks(), 0U);
+    EXPECT_EQ(two.lab.memory().pools().size() + two.other().pools().size(), 2U);
+    two.check();
   }
 }
 

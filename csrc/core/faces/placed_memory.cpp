@@ -96,16 +96,19 @@ void PlacedMemory::order(const std::vector<PlacedShare>& shares) {
 
 void PlacedMemory::map() {
   const std::vector<Location> who = accessors();
+  DeviceMemory& first = *devices_.front();
+  // Before there is anything to end: afterwards nothing may fail.
+  range_ = std::make_shared<AliasRange>(first.driver());
+  ending_ = [range = range_] { return range->end(); };
   SharedChunks shared(/*copies=*/1);
   std::size_t bytes = 0;
   for (const auto& range : ranges_) {
     range->part()->share_chunks(range->base(), range->capacity(), &shared);
     bytes += range->capacity();
   }
-  DeviceMemory& first = *devices_.front();
   const std::vector<Chunk*> chunks = shared.release();  // on failure it takes the mappings back itself
-  const Status status =
-      AliasRange::make(first.driver(), first.granularity(), chunks, 1, Access::read_write, who, &range_);
+  const Status status = range_->map(first.granularity(), chunks, 1, Access::read_write, who);
+  if (status.ok()) return;
   if (status.code() == StatusCode::out_of_memory) {
     throw OutOfMemoryError(
         "no " + format_bytes(bytes) + " of virtual addresses are left for a placed tensor (" + status.text() + ")",
@@ -113,12 +116,6 @@ void PlacedMemory::map() {
   }
   throw_if_failed(status, "mapping memory of " + std::to_string(devices_.size()) +
                               " devices into one range that each of them reaches");
-  try {
-    ending_ = [range = range_] { return range->end(); };
-  } catch (...) {
-    range_->end();  // what is refused costs its addresses
-    throw;
-  }
 }
 
 }  // namespace vmm

@@ -32,6 +32,9 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
                            kUnlimited, 0, kMostBytes, opener_->name());
   }
   holds_.reserve(pieces.size());  // nothing is held that there is no room to note
+  // Before there is anything to end: once it is mapped nothing may fail.
+  range_ = std::make_shared<AliasRange>(memory_.driver());
+  ending_ = [range = range_] { return range->end(); };
   bool is_shown = false;
   try {
     SharedChunks shared(static_cast<int>(copies));
@@ -54,17 +57,16 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
     memory_.add_shared(*opener_, shared_bytes_);
     is_shown = true;
     const std::vector<Chunk*> chunks = shared.release();  // on failure it takes the mappings back itself
-    const Status status = AliasRange::make(memory_.driver(), memory_.granularity(), chunks, copies,
-                                           read_only ? Access::read : Access::read_write, accessors, &range_);
+    const Status status =
+        range_->map(memory_.granularity(), chunks, copies, read_only ? Access::read : Access::read_write, accessors);
+    if (status.ok()) return;
     if (status.code() == StatusCode::out_of_memory) {
       throw OutOfMemoryError("there are no addresses, or mappings, for " + format_count(copies, "copy", "copies") +
                                  " of " + format_bytes(bytes) + " (" + status.text() + ")",
                              bytes * copies, 0, kUnlimited, opener_->name());
     }
     throw_if_failed(status, "mapping memory at further addresses");
-    ending_ = [range = range_] { return range->end(); };
   } catch (...) {
-    if (range_ != nullptr) range_->end();  // what is refused costs its addresses
     if (is_shown) memory_.remove_shared(*opener_, shared_bytes_);
     let_go();
     throw;

@@ -1,52 +1,44 @@
 #include "core/memory/alias_range.h"
 
-#include <utility>
-
 #include "base/check.h"
 
 namespace vmm {
 
-Status AliasRange::make(Driver& driver, std::size_t granularity, std::span<Chunk* const> chunks, std::size_t copies,
-                        Access access, std::span<const Location> accessors, std::shared_ptr<AliasRange>* out) {
-  VMM_CHECK(!chunks.empty() && copies != 0 && !accessors.empty(), "chunks ", chunks.size(), " copies ", copies);
-  std::size_t size = 0;
-  for (const Chunk* chunk : chunks) size += chunk->size;
-  std::shared_ptr<AliasRange> range;
+Status AliasRange::map(std::size_t granularity, std::span<Chunk* const> chunks, std::size_t copies, Access access,
+                       std::span<const Location> accessors) {
+  VMM_CHECK(size_ == 0 && !chunks.empty() && copies != 0 && !accessors.empty(), "size ", size_, " chunks ",
+            chunks.size(), " copies ", copies);
   // Nobody has seen it. What the driver refuses to undo costs its addresses, and its
   // chunks stay counted as mapped.
   const auto undo = [&] {
-    if (range != nullptr && range->size_ != 0) {
-      if (!range->unmap().ok()) return;
-      driver.unreserve(range->base_, size).ignore();
+    if (size_ != 0) {
+      if (!unmap().ok()) return;
+      mapped_.clear();
+      driver_.unreserve(base_, size_).ignore();
+      size_ = 0;
     }
     for (Chunk* chunk : chunks) chunk->mappings.fetch_sub(static_cast<int>(copies), std::memory_order_acq_rel);
   };
   Status status;
   try {
-    range.reset(new AliasRange(driver));
-    if (__builtin_mul_overflow(size, copies, &size)) {
-      status = {StatusCode::out_of_memory, "reserve more bytes than there are addresses"};
-    } else {
-      status = driver.reserve(size, granularity, &range->base_);
-    }
-    if (status.ok()) {
-      range->size_ = size;
-      status = range->map(chunks, copies, access, accessors);
-    }
+    status = map_all(granularity, chunks, copies, access, accessors);
   } catch (...) {
     undo();
     throw;
   }
-  if (!status.ok()) {
-    undo();
-    return status;
-  }
-  *out = std::move(range);
-  return {};
+  if (!status.ok()) undo();
+  return status;
 }
 
-Status AliasRange::map(std::span<Chunk* const> chunks, std::size_t copies, Access access,
-                       std::span<const Location> accessors) {
+Status AliasRange::map_all(std::size_t granularity, std::span<Chunk* const> chunks, std::size_t copies, Access access,
+                           std::span<const Location> accessors) {
+  std::size_t size = 0;
+  for (const Chunk* chunk : chunks) size += chunk->size;
+  if (__builtin_mul_overflow(size, copies, &size)) {
+    return {StatusCode::out_of_memory, "reserve more bytes than there are addresses"};
+  }
+  if (const Status status = driver_.reserve(size, granularity, &base_); !status.ok()) return status;
+  size_ = size;
   mapped_.reserve(chunks.size() * copies);
   Address at = base_;
   for (std::size_t copy = 0; copy < copies; ++copy) {

@@ -1,10 +1,9 @@
 // Chunks that somebody else owns and pays for, mapped a second time, side by side in
 // a reservation of their own. It never knows whose they are nor a pool. No lock: it
-// is made, and then only ends.
+// is mapped, once, and then only ends.
 #pragma once
 
 #include <cstddef>
-#include <memory>
 #include <span>
 #include <vector>
 
@@ -17,17 +16,19 @@ namespace vmm {
 
 class AliasRange {
  public:
-  // Maps `chunks`, in order, `copies` times, and gives `accessors` this access; or does
-  // nothing. REQUIRES: each chunk carries a mapping more for each copy, counted by the
-  // caller (SharedChunks), so that it is not released meanwhile; on failure, a
-  // throw too, they are taken back here. At least one chunk, copy and accessor.
-  static Status make(Driver& driver, std::size_t granularity, std::span<Chunk* const> chunks, std::size_t copies,
-                     Access access, std::span<const Location> accessors, std::shared_ptr<AliasRange>* out);
+  // Of nothing yet: so whatever ends it can be made before there is anything to end.
+  explicit AliasRange(Driver& driver) : driver_(driver) {}
   AliasRange(const AliasRange&) = delete;
   AliasRange& operator=(const AliasRange&) = delete;
   // REQUIRES: end() was true, or the driver has gone.
   ~AliasRange() = default;
 
+  // Maps `chunks`, in order, `copies` times, and gives `accessors` this access; or does
+  // nothing. REQUIRES: each chunk carries a mapping more for each copy, counted by the
+  // caller (SharedChunks), so that it is not released meanwhile; on failure, a
+  // throw too, they are taken back here. At least one chunk, copy and accessor.
+  Status map(std::size_t granularity, std::span<Chunk* const> chunks, std::size_t copies, Access access,
+             std::span<const Location> accessors);
   // Unmaps all and gives the addresses back; false: the driver refuses, to be tried
   // again. REQUIRES: no queued work uses them.
   bool end();
@@ -36,8 +37,8 @@ class AliasRange {
   [[nodiscard]] std::size_t size() const { return size_; }
 
  private:
-  explicit AliasRange(Driver& driver) : driver_(driver) {}
-  Status map(std::span<Chunk* const> chunks, std::size_t copies, Access access, std::span<const Location> accessors);
+  Status map_all(std::size_t granularity, std::span<Chunk* const> chunks, std::size_t copies, Access access,
+                 std::span<const Location> accessors);
   Status unmap();
 
   Driver& driver_;
