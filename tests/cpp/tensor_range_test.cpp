@@ -431,6 +431,42 @@ TEST(ZerosRange, NoFailureLeavesWhatFaults) {
   EXPECT_GT(n, 40U);
 }
 
+// Each allocation of the host's in turn while it commits or decommits, alone or with those
+// that follow it: the calls after it work, and all reads as it should.
+class ZerosRangeLacksMemory : public ::testing::TestWithParam<long> {};
+
+INSTANTIATE_TEST_SUITE_P(InARow, ZerosRangeLacksMemory, ::testing::Values(1, 2, 1000));
+
+TEST_P(ZerosRangeLacksMemory, AndGoesOnAfterwards) {
+  for (const bool commits : {false, true}) {
+    bool is_reached = true;
+    for (long nth = 0; is_reached; ++nth) {
+      SCOPED_TRACE((commits ? "commit, allocation " : "decommit, allocation ") + std::to_string(nth));
+      Lab lab;
+      const auto model = lab.pool("a");
+      TensorRange range(lab.memory(), model, sparse(64 * kMiB));
+      range.commit({{0, 8 * kMiB}, {20 * kMiB, 2 * kMiB}}, kOne);
+      std::set<Address> filled;
+      for (const std::size_t at : {0U, 2U, 4U, 6U, 20U}) filled.insert(range.base() + at * kMiB);
+      for (const Address page : filled) Lab::fill(page, kPage, 5);
+      const auto step = [&] {
+        if (commits) return range.commit({{2 * kMiB, 10 * kMiB}, {40 * kMiB, 4 * kMiB}}, kTwo);
+        range.decommit({{2 * kMiB, 2 * kMiB}, {20 * kMiB, 2 * kMiB}});
+      };
+      runs_out_at(nth, step, GetParam());
+      is_reached = failures_made != 0;
+      range.commit({{60 * kMiB, 1}}, kOne);
+      range.decommit({{60 * kMiB, 1}});
+      lab.memory().check();
+      for (std::size_t at = 0; at < range.capacity(); at += kPage) {
+        const Address page = range.base() + at;
+        const bool is_kept = filled.count(page) != 0 && range.is_committed({{at, kPage}});
+        ASSERT_TRUE(is_kept ? Lab::holds(page, kPage, 5) : Lab::is_zero(page, 4096)) << format_bytes(at);
+      }
+    }
+  }
+}
+
 // Each allocation of the host's in turn.
 TEST(ZerosRange, OneThatTheHostHasNoMemoryForLeavesNoTrace) {
   // Those that register a pool are none of its own.

@@ -119,6 +119,7 @@ void TensorRange::uncover(const std::vector<ByteRange>& ranges) {
 // Makes all that has no memory read as zero again, after whatever failed.
 void TensorRange::mend() {
   if (zeros_ == nullptr || !has_holes_.load(std::memory_order_relaxed)) return;
+  part_->shed(0);  // what stayed mapped under pages that have gone, where there was no memory to say so
   wait_for_readers();
   part_->settle();  // former mappings go
   cover(gaps({{0, capacity()}}));
