@@ -397,8 +397,13 @@ TEST(ZerosRange, TakesWhatPoolsHaveIdle) {
   lab.memory().check();
 }
 
-// Every call that making, committing and decommitting make fails in turn, once.
-TEST(ZerosRange, NoFailureLeavesWhatFaults) {
+// Every call that making, committing and decommitting make fails in turn, alone or with
+// those that follow it: what undoes a failure may fail too.
+class ZerosRangeFailures : public ::testing::TestWithParam<std::uint64_t> {};
+
+INSTANTIATE_TEST_SUITE_P(InARow, ZerosRangeFailures, ::testing::Values(1, 2, 3));
+
+TEST_P(ZerosRangeFailures, LeaveNothingThatFaults) {
   std::uint64_t n = 0;
   bool failed = true;
   while (failed) {
@@ -406,7 +411,7 @@ TEST(ZerosRange, NoFailureLeavesWhatFaults) {
     SCOPED_TRACE("call " + std::to_string(n));
     Lab lab;
     const auto model = lab.pool("a");
-    lab.driver.fail_nth_call(lab.driver.count() + n, broken());
+    for (std::uint64_t k = 0; k < GetParam(); ++k) lab.driver.fail_nth_call(lab.driver.count() + n + k, broken());
     failed = false;
     const auto attempt = [&](const std::function<void()>& step) {
       try {

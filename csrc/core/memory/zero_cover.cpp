@@ -40,15 +40,15 @@ Chunk* ZeroChunks::at_most(std::size_t size, Status* why) {
 
 ZeroCover::Map::const_iterator ZeroCover::touching(std::size_t offset) const {
   auto at = live_.upper_bound(offset);
-  if (at != live_.begin() && std::prev(at)->first + std::prev(at)->second->size > offset) --at;
+  if (at != live_.begin() && std::prev(at)->first + std::prev(at)->second.chunk->size > offset) --at;
   return at;
 }
 
 bool ZeroCover::covers(ByteRange range) const {
   std::size_t at = range.offset;
   for (auto mapping = touching(at); mapping != live_.end() && at < range.end(); ++mapping) {
-    if (mapping->first > at) return false;
-    at = mapping->first + mapping->second->size;
+    if (mapping->first > at || !mapping->second.is_readable) return false;
+    at = mapping->first + mapping->second.chunk->size;
   }
   return at >= range.end();
 }
@@ -66,11 +66,12 @@ std::size_t ZeroCover::largest_at(std::size_t offset, std::size_t size) const {
   return largest;
 }
 
-Status ZeroCover::unmap(Map::iterator at) {
-  const Status status = driver_.unmap(base_ + at->first, at->second->size);
+Status ZeroCover::unmap(Map::const_iterator at) {
+  Chunk* const chunk = at->second.chunk;
+  const Status status = driver_.unmap(base_ + at->first, chunk->size);
   if (!status.ok() && status.code() != StatusCode::driver_gone) return status;
-  at->second->mappings.fetch_sub(1, std::memory_order_acq_rel);
-  bytes_ -= at->second->size;
+  chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+  bytes_ -= chunk->size;
   live_.erase(at);
   return {};
 }
@@ -87,7 +88,7 @@ Status ZeroCover::map(ByteRange range, std::size_t* at) {
     Chunk* chunk = chunks_->at_most(largest_at(*at, range.end() - *at), &status);
     if (chunk == nullptr) return status;
     // Noted first: a mapping that there is no room to note would stay for ever.
-    const auto noted = live_.emplace(*at, chunk).first;
+    const auto noted = live_.emplace(*at, Mapping{chunk}).first;
     if (status = driver_.map(base_ + *at, chunk->size, chunk->handle); !status.ok()) {
       live_.erase(noted);
       return status;
@@ -100,6 +101,9 @@ Status ZeroCover::map(ByteRange range, std::size_t* at) {
   for (const Location& who : accessors_) {
     const Status status = driver_.set_access(base_ + range.offset, range.size, who, Access::read);
     if (!status.ok()) return status;
+  }
+  for (auto mapped = live_.lower_bound(range.offset); mapped != live_.end() && mapped->first < *at; ++mapped) {
+    mapped->second.is_readable = true;
   }
   return {};
 }
@@ -132,7 +136,7 @@ Status ZeroCover::uncover(ByteRange range) {
   while (true) {
     const auto at = live_.lower_bound(begin);
     if (at == live_.end() || at->first >= range.end()) break;
-    end = at->first + at->second->size;
+    end = at->first + at->second.chunk->size;
     if (const Status status = unmap(at); !status.ok()) return status;
   }
   if (begin < range.offset) {
@@ -144,9 +148,14 @@ Status ZeroCover::uncover(ByteRange range) {
 Status ZeroCover::cover_gaps(ByteRange range) {
   std::vector<ByteRange> gaps;
   std::size_t at = range.offset;
-  for (auto mapping = touching(at); mapping != live_.end() && mapping->first < range.end(); ++mapping) {
+  for (auto next = touching(at); next != live_.end() && next->first < range.end();) {
+    const auto mapping = next++;
+    if (!mapping->second.is_readable) {
+      if (const Status status = unmap(mapping); !status.ok()) return status;
+      continue;
+    }
     if (mapping->first > at) gaps.push_back({at, mapping->first - at});
-    at = mapping->first + mapping->second->size;
+    at = mapping->first + mapping->second.chunk->size;
   }
   if (at < range.end()) gaps.push_back({at, range.end() - at});
   for (const ByteRange& gap : gaps) {

@@ -64,7 +64,8 @@ class ZeroCover {
   // anew. REQUIRES: no queued work uses the mappings that it touches. What fails half-way
   // leaves stretches without a mapping: cover_gaps() is for them.
   Status uncover(ByteRange range);
-  // Covers what of `range` is not. REQUIRES: nothing else is mapped there.
+  // Covers what of `range` is not. REQUIRES: nothing else is mapped there, and no queued
+  // work uses what a failure left.
   Status cover_gaps(ByteRange range);
 
   [[nodiscard]] std::size_t mappings() const { return live_.size(); }
@@ -73,9 +74,13 @@ class ZeroCover {
   [[nodiscard]] bool covers(ByteRange range) const;
 
  private:
-  using Map = std::map<std::size_t, Chunk*>;
+  struct Mapping {
+    Chunk* chunk = nullptr;
+    bool is_readable = false;  // by all; else a failure left it, which could not be undone
+  };
+  using Map = std::map<std::size_t, Mapping>;
   Status map(ByteRange range, std::size_t* at);
-  Status unmap(Map::iterator at);
+  Status unmap(Map::const_iterator at);
   [[nodiscard]] Map::const_iterator touching(std::size_t offset) const;
   [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t size) const;
 
