@@ -96,9 +96,10 @@ class WatchLog {
 
   // -- What happens ---------------------------------------------------------
   void began(WatchedBlock block) VMM_EXCLUDES(mutex_);
-  void freed(Address address) noexcept VMM_EXCLUDES(mutex_);
-  // A freed one's memory is out of use at its addresses.
-  void unmapped(Address address) noexcept VMM_EXCLUDES(mutex_);
+  // Its WatchedBlock::freed; 0: it is not known.
+  std::uint64_t freed(Address address) noexcept VMM_EXCLUDES(mutex_);
+  // The memory of the one that freed() gave the number of is out of use at its addresses.
+  void unmapped(std::uint64_t number) noexcept VMM_EXCLUDES(mutex_);
   // Could not be watched: no addresses were left for it.
   void missed() VMM_EXCLUDES(mutex_);
   // Of the block at `address`, live or freed last there, `bytes` around it are wrong. True
@@ -136,7 +137,7 @@ class WatchLog {
   Counts counts_ VMM_GUARDED_BY(mutex_);
   std::uint64_t frees_ VMM_GUARDED_BY(mutex_) = 0;
   std::map<Address, WatchedBlock> live_ VMM_GUARDED_BY(mutex_);
-  std::deque<WatchedBlock> freed_ VMM_GUARDED_BY(mutex_);  // oldest first
+  std::deque<WatchedBlock> freed_ VMM_GUARDED_BY(mutex_);  // oldest first, so by `freed`
   std::deque<Damage> damages_ VMM_GUARDED_BY(mutex_);      // oldest first
 };
 

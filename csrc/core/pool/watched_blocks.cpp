@@ -174,7 +174,7 @@ Block* WatchedBlocks::take(std::size_t bytes, StreamTag tag, Epoch last_use,
     if (status.ok()) note(*block, bytes, around, stack);
   } catch (...) {
     live_.erase(block->offset);
-    context_.log->freed(space_.range().base() + block->offset);
+    context_.log->unmapped(context_.log->freed(space_.range().base() + block->offset));
     take_back(block, around);
     throw;
   }
@@ -189,7 +189,7 @@ void WatchedBlocks::untake(Block* block) {
   VMM_CHECK(found != live_.end(), "watched block at ", block->offset);
   const Around around = found->second;
   live_.erase(found);
-  context_.log->freed(space_.range().base() + block->offset);
+  context_.log->unmapped(context_.log->freed(space_.range().base() + block->offset));
   take_back(block, around);
 }
 
@@ -225,10 +225,14 @@ void WatchedBlocks::free(Block* block, Epoch epoch) noexcept {
   VMM_CHECK(found != live_.end(), "watched block at ", block->offset);
   const Around around = found->second;
   live_.erase(found);
-  const Address address = space_.range().base() + block->offset;
-  context_.log->freed(address);
-  Freed freed{nullptr,    is_guard() ? around.behind : nullptr, epoch, block->offset, block->requested, around.front,
-              around.back};
+  Freed freed{nullptr,
+              is_guard() ? around.behind : nullptr,
+              epoch,
+              block->offset,
+              block->requested,
+              around.front,
+              around.back,
+              context_.log->freed(space_.range().base() + block->offset)};
   // A graph's may be used at any time: nothing is told by what it is.
   bool is_noted = !space_.is_pinned() || readers_ != 0;
   if (is_noted) {
@@ -240,7 +244,7 @@ void WatchedBlocks::free(Block* block, Epoch epoch) noexcept {
   }
   if (!is_noted) {
     free_around(block, around, epoch);
-    context_.log->unmapped(address);
+    context_.log->unmapped(freed.number);
     return;
   }
   Block* whole = block;
@@ -286,7 +290,7 @@ void WatchedBlocks::finish(std::span<const Freed> passed) noexcept {
         // It is idle, and stays where it was: a use of it does not fault.
       }
     }
-    context_.log->unmapped(space_.range().base() + freed.offset);
+    context_.log->unmapped(freed.number);
   }
 }
 

@@ -18,6 +18,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <span>
@@ -44,6 +45,7 @@ class WatchedBlocks {
     std::size_t requested = 0;  // bytes
     std::size_t front = 0;      // of pattern before it
     std::size_t back = 0;       // of pattern behind what was asked for
+    std::uint64_t number = 0;   // of its free, by the log
   };
 
   WatchedBlocks(const PoolContext& context, const std::string& of_pool, BackedSpace& space, StreamTable& streams)
