@@ -39,6 +39,22 @@ TEST(HeldRanges, FindALongOneThatBeganFarBefore) {
   EXPECT_EQ(held.in({500, 1}).count, 2U);
 }
 
+TEST(HeldRanges, ALongOneThatHasGoneCostsNothingAnyMore) {
+  HeldRanges held;
+  for (std::size_t at = 0; at < 900; at += 10) held.hold({at, at % 20 == 0 ? 1U : 2U});
+  EXPECT_EQ(held.reach(), 2U);
+  held.hold({0, 1000});
+  held.hold({0, 1000});
+  held.hold({500, 100});
+  EXPECT_EQ(held.reach(), 1000U);
+  held.unhold({0, 1000});
+  EXPECT_EQ(held.reach(), 1000U) << "somebody else has the same";
+  held.unhold({0, 1000});
+  EXPECT_EQ(held.reach(), 100U);
+  held.unhold({500, 100});
+  EXPECT_EQ(held.reach(), 2U);
+}
+
 TEST(HeldRanges, TheFreePartsAreWholePages) {
   HeldRanges held;
   held.hold({35, 1});     // page 2

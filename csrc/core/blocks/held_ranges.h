@@ -17,18 +17,30 @@ namespace vmm {
 
 class HeldRanges {
  public:
+  // Throws std::bad_alloc, and nothing has changed.
   void hold(ByteRange range) {
-    ++holds_[{range.offset, range.size}];
-    longest_ = std::max(longest_, range.size);
+    const auto [held, is_new] = holds_.try_emplace({range.offset, range.size}, 0);
+    if (is_new) {
+      try {
+        ++sizes_[range.size];
+      } catch (...) {
+        holds_.erase(held);
+        throw;
+      }
+    }
+    ++held->second;
   }
   // REQUIRES: the same stretch was held and not yet let go of.
   void unhold(ByteRange range) {
     const auto found = holds_.find({range.offset, range.size});
     VMM_CHECK(found != holds_.end(), "nobody holds offset ", range.offset, ", size ", range.size);
-    if (--found->second == 0) holds_.erase(found);
-    if (holds_.empty()) longest_ = 0;
+    if (--found->second != 0) return;
+    holds_.erase(found);
+    if (const auto size = sizes_.find(range.size); --size->second == 0) sizes_.erase(size);
   }
   [[nodiscard]] bool empty() const { return holds_.empty(); }
+  // How far below a range a look at it begins: the longest that is held, in bytes.
+  [[nodiscard]] std::size_t reach() const { return sizes_.empty() ? 0 : sizes_.rbegin()->first; }
 
   // Who looks at anything of `range`: how many, and how many of its bytes they cover.
   struct Held {
@@ -71,7 +83,7 @@ class HeldRanges {
   template <typename Each>
   void for_each(ByteRange range, const Each& each) const {
     // None is longer than the longest, so none that begins earlier reaches in.
-    const std::size_t first = range.offset - std::min(range.offset, longest_);
+    const std::size_t first = range.offset - std::min(range.offset, reach());
     for (auto it = holds_.lower_bound({first, 0}); it != holds_.end() && it->first.first < range.end(); ++it) {
       const ByteRange hold{it->first.first, it->first.second};
       if (hold.end() > range.offset) each(hold, it->second);
@@ -79,7 +91,7 @@ class HeldRanges {
   }
 
   std::map<std::pair<std::size_t, std::size_t>, std::size_t> holds_;  // (offset, size) -> how many
-  std::size_t longest_ = 0;                                           // bytes; of all since it was last empty
+  std::map<std::size_t, std::size_t> sizes_;                          // size -> how many of these stretches
 };
 
 }  // namespace vmm
