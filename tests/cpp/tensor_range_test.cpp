@@ -368,6 +368,26 @@ TEST(ZerosRange, AtItsEndTheAddressesWaitAndNobodyElse) {
   EXPECT_EQ(lab.memory().pools().size(), 1U);
 }
 
+// A list of all that is committed would grow with it: a table of embeddings has 10^4 pages.
+TEST(ZerosRange, GivingAPageBackLooksAtNoOther) {
+  std::vector<long> most;
+  for (const std::size_t stretches : {8UL, 64UL, 400UL}) {
+    Lab lab;
+    const auto model = lab.pool("a");
+    TensorRange range(lab.memory(), model, sparse(kGiB * 2));
+    for (std::size_t k = 0; k < stretches; ++k) range.commit({{2 * k * kPage, kPage}}, kOne);
+    lab.driver.clear_calls();
+    most.push_back(0);
+    for (std::size_t k = 0; k < 4; ++k) {
+      most.back() = std::max(most.back(), allocations_of([&] { range.decommit({{2 * k * kPage, 1}}); }));
+    }
+    EXPECT_TRUE(Lab::is_zero(range.base(), 8 * kPage));
+    EXPECT_EQ(lab.driver.count(Call::map), 4U);
+  }
+  EXPECT_EQ(most[1], most[0]);
+  EXPECT_EQ(most[2], most[0]);
+}
+
 TEST(ZerosRange, BeyondALimitItReadsAsBefore) {
   Lab lab;
   const auto model = lab.pool("a", 8 * kMiB);

@@ -116,13 +116,13 @@ void TensorRange::uncover(const std::vector<ByteRange>& ranges) {
   }
 }
 
-// Makes all that has no memory read as zero again, after whatever failed.
-void TensorRange::mend() {
+// Makes what of `ranges` has no memory read as zero again. REQUIRES: all else does.
+void TensorRange::mend(const std::vector<ByteRange>& ranges) {
   if (zeros_ == nullptr || !has_holes_.load(std::memory_order_relaxed)) return;
   part_->shed(0);  // what stayed mapped under pages that have gone, where there was no memory to say so
   wait_for_readers();
   part_->settle();  // former mappings go
-  cover(gaps({{0, capacity()}}));
+  cover(gaps(ranges));
   has_holes_.store(false, std::memory_order_relaxed);
 }
 
@@ -199,7 +199,7 @@ std::size_t TensorRange::decommit(const std::vector<ByteRange>& ranges) {
     undo({});
     throw;
   }
-  mend();
+  mend(held);  // a failure here leaves all to the next call
   return bytes;
 }
 

@@ -73,7 +73,10 @@ class TensorRange {
   static bool end(DeviceMemory& memory, Pool& part, ZeroCover* zeros) noexcept;
   void let_go() noexcept;
   void undo(const std::vector<ByteRange>& taken) noexcept;
-  void mend();
+  void mend(const std::vector<ByteRange>& ranges);
+  void mend() {  // all of it, after whatever failed
+    if (has_holes_.load(std::memory_order_relaxed)) mend({{0, capacity()}});
+  }
   void commit_missing(const std::vector<ByteRange>& missing, Stream stream);
 
   DeviceMemory& memory_;
