@@ -5,10 +5,12 @@
 
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "core/faces/shared_memory_pool.h"
+#include "core/faces/tensor_range.h"
 #include "cpp/lab.h"
 
 namespace vmm::testing {
@@ -74,6 +76,30 @@ TEST_F(Scaling, TheNumbersOfAModelLookAtItAndItsPartsOnly) {
             (std::vector<std::size_t>{3, kModels}));
   pools_.pop_back();
   lab_.memory().close_pools({part}, true);
+}
+
+// A cache of 64 layers for 64 requests is 8192 parts of one model.
+TEST_F(Scaling, TheEndOfATensorsAddressesLooksAtNoOtherPartOfItsModel) {
+  const auto tagged = lab_.memory().tagged(pools_[3], "t");
+  pools_.push_back(tagged);
+  std::vector<std::unique_ptr<TensorRange>> ranges;
+  for (int k = 0; k < 4; ++k) {
+    ranges.push_back(std::make_unique<TensorRange>(lab_.memory(), k < 3 ? pools_[3] : tagged,
+                                                   TensorRangeSpec{"elastic tensor", 64 * kMiB, 0}));
+    ranges.back()->commit({{0, 4 * kMiB}}, nullptr);
+    pools_.push_back(ranges.back()->part());
+  }
+  // What a thread keeps of the model stays with it.
+  DeviceMemory::free(lab_.space, lab_.memory().allocate(*pools_[3], kKiB, nullptr));
+  const std::size_t kept = lab_.memory().kept_blocks(*pools_[3]);
+  EXPECT_GT(kept, 0U);
+  // The model is looked at for what its part had counted.
+  EXPECT_EQ(locked_by([&] { ranges[1].reset(); }), (std::vector<std::size_t>{3, kModels + 2}));
+  EXPECT_EQ(locked_by([&] { ranges[3].reset(); }), (std::vector<std::size_t>{3, kModels + 4}));
+  EXPECT_EQ(lab_.memory().kept_blocks(*pools_[3]), kept);
+  EXPECT_EQ(lab_.memory().family(*pools_[3]).size(), 4U) << "the model, its tag and two tensors";
+  pools_.resize(kModels);
+  ranges.clear();
 }
 
 TEST_F(Scaling, AnAddressIsFoundWithoutALookAtOthers) {

@@ -24,11 +24,12 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   PoolList closing = pools;
   {
     const MutexLock tags_lock(tags_mutex_);  // no tag gets a space meanwhile
-    // They and their parts, in order of registration: that is in which they are locked.
+    // They and models' parts, in order of registration: that is in which they are locked. A
+    // part alone, of which a model may have thousands, ends without a look at the others.
     PoolList members;
     {
       const MutexLock lock(registry_mutex_);
-      members = registry_.families(pools);
+      members = registry_.deciding(pools);
       for (const auto& pool : pools) {
         const PoolList spaces = registry_.tagged(*pool);
         closing.insert(closing.end(), spaces.begin(), spaces.end());

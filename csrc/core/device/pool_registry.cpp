@@ -119,9 +119,15 @@ PoolList PoolRegistry::tagged(const Pool& model) const {
   return in_order(found);
 }
 
-PoolList PoolRegistry::families(const PoolList& pools) const {
+PoolList PoolRegistry::deciding(const PoolList& pools) const {
   Numbered found;
-  for (const auto& pool : pools) add_family(*pool, found);
+  for (const auto& pool : pools) {
+    if (!pool->is_part()) {
+      add_family(*pool, found);
+    } else if (const auto at = entries_.find(pool.get()); at != entries_.end()) {
+      found.emplace(at->second.number, at->second.pool);
+    }
+  }
   return in_order(found);
 }
 

@@ -56,8 +56,9 @@ class PoolRegistry {
   // The spaces that `model` has for the tag's tensors, and for those of all its tags.
   [[nodiscard]] PoolList tagged(const Pool& model, const std::string& tag) const;
   [[nodiscard]] PoolList tagged(const Pool& model) const;
-  // The families of `pools`, each pool once.
-  [[nodiscard]] PoolList families(const PoolList& pools) const;
+  // Those of whom it depends whether `pools` may end, each once: of a model it and its
+  // parts, of a part itself.
+  [[nodiscard]] PoolList deciding(const PoolList& pools) const;
 
  private:
   struct Entry {
