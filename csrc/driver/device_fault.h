@@ -1,7 +1,8 @@
-// That work on a device has touched an address with no memory (CUDA's error 700): seen by
-// whichever of our calls the driver answers so first. From then on it answers all calls of
-// the process' context so, and never says which address it was. Whoever knows what lay
-// where asks here; what the driver is told of beside it is not kept.
+// That work on a device has touched an address with no memory, or written where it may only
+// read (CUDA's error 700): seen by whichever of our calls the driver answers so first. From
+// then on it answers all calls of the process' context so, and never says which address it
+// was. Whoever knows what lay where asks here; what the driver is told of beside it is not
+// kept.
 #pragma once
 
 #include <atomic>

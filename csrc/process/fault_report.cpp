@@ -96,7 +96,11 @@ void tell(const Finding& finding) {
 void report(std::uintptr_t address) {
   const Pool* pool = Runtime::pool_at(reinterpret_cast<const void*>(address));
   if (pool == nullptr || pool->home()->debug_log() == nullptr) return;
-  Writer().operator<<("torch_vmm: debug: the CPU may not touch ").hex(address) << ": ";
+  if (pool->is_read_only_now(address)) {
+    Writer().operator<<("torch_vmm: debug: the CPU may not write to ").hex(address) << ", which is sealed: ";
+  } else {
+    Writer().operator<<("torch_vmm: debug: the CPU may not touch ").hex(address) << ": ";
+  }
   Finding finding;
   if (pool->home()->debug_log()->explain_now(address, &finding)) {
     tell(finding);

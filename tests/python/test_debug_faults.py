@@ -69,6 +69,47 @@ def test_the_block_is_named_and_the_process_ends(said: str, faulthandler: bool) 
     assert ("Fatal Python error: Segmentation fault" in result.stderr) == faulthandler
 
 
+SEALED = {
+    r"byte 8 of a live block of 4000 bytes at 0x\w+ \(pool 'llama": """
+        with pool.tag("weights"):
+            weight = torch.ones(1000)
+        pool.seal(weight)
+        print(float(weight.sum()), flush=True)
+        weight[2] = 2
+    """,
+    "it is of pool 'llama .*' and of no watched block": """
+        with pool:
+            weight = torch_vmm.elastic((1000,), torch.float32, "cpu", max_shape=(1 << 22,)).fill_(1)
+        pool.seal(weight)
+        print(float(weight.sum()), flush=True)
+        weight[2] = 2
+    """,
+}
+
+
+@pytest.mark.parametrize("said", SEALED)
+def test_a_write_to_what_is_sealed_is_said_to_be_one(said: str) -> None:
+    result = python(OPENING + textwrap.dedent(SEALED[said]), TORCH_VMM_DEBUG="guard")
+    assert result.returncode == -signal.SIGSEGV
+    assert result.stdout == "1000.0\n"
+    line = result.stderr.splitlines()[0]
+    assert re.match(rf"torch_vmm: debug: the CPU may not write to 0x\w+, which is sealed: {said}", line), line
+
+
+def test_what_was_sealed_is_no_longer_said_to_be() -> None:
+    code = """
+        with pool.tag("weights"):
+            weight = torch.ones(1000)
+        pool.seal(weight)
+        pool.unseal(weight)
+        weight[2] = 2
+        at_address(weight.data_ptr(), 5000, "cpu").fill_(1)
+    """
+    line = python(OPENING + textwrap.dedent(code), TORCH_VMM_DEBUG="guard").stderr.splitlines()[0]
+    assert "may not touch" in line
+    assert "sealed" not in line
+
+
 def test_another_fault_is_not_ours_to_explain() -> None:
     result = python(OPENING + "make(10)\nat_address(8, 8, 'cpu').sum()\n", TORCH_VMM_DEBUG="guard")
     assert result.returncode == -signal.SIGSEGV

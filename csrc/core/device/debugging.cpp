@@ -93,9 +93,9 @@ std::string DeviceMemory::debug_report() const {
     text += "; " + std::to_string(counts.missed) + " could not be watched (a graph's, or no addresses were left)";
   }
   if (const char* const call = device_fault().load(); call != nullptr) {
-    text +=
-        std::string("\nwork on the device has touched an address without memory, and the driver does not say which (") +
-        call + "); from what was allocated last:";
+    text += std::string(
+                "\nwork on the device has touched an address without memory, or written where it may only read, and ") +
+            "the driver does not say where (" + call + "); from what was allocated last:";
   }
   for (const Damage& damage : log_->damages()) text += "\n  " + to_string(damage) + frames_of(damage.block);
   const auto tell = [&](const WatchedBlock& block) {

@@ -115,6 +115,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] bool is_read_only(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
   // Whether nobody may write to some chunk under it.
   [[nodiscard]] bool has_read_only(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
+  // Whether that is so at the address, for a thread that may have been stopped anywhere. False,
+  // too, where the pool is being changed just now.
+  [[nodiscard]] bool is_read_only_now(Address address) const noexcept VMM_NO_THREAD_SAFETY_ANALYSIS;
 
   // -- Debug mode ----------------------------------------------------------
   // As try_allocate(), of a block that is watched, where the pool can; `stack`: where.

@@ -163,6 +163,17 @@ bool Pool::has_read_only(Address address, std::size_t bytes) const {
   return false;
 }
 
+bool Pool::is_read_only_now(Address address) const noexcept {
+  if (!mutex_.try_lock_to_look()) return false;
+  bool is_so = false;
+  if (space_.is_open() && contains(address)) {
+    const auto at = space_.range().covering(address - base_);
+    is_so = at != space_.range().live().end() && at->second.access() == Access::read;
+  }
+  mutex_.unlock();
+  return is_so;
+}
+
 bool Pool::is_read_only(Address address, std::size_t bytes) const {
   const ReadLock lock(*this);
   if (!space_.is_open() || !contains(address)) return false;
