@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "core/debug/watch_log.h"
+#include "core/memory/read_only_ranges.h"
 #include "process/runtime.h"
 
 namespace vmm {
@@ -95,9 +96,15 @@ void tell(const Finding& finding) {
 // nothing.
 void report(std::uintptr_t address) {
   const Pool* pool = Runtime::pool_at(reinterpret_cast<const void*>(address));
-  if (pool == nullptr || pool->home()->debug_log() == nullptr) return;
+  const std::string_view no_write = "torch_vmm: debug: the CPU may not write to ";
+  if (pool == nullptr) {
+    if (!ReadOnlyRanges::of_process().holds_now(address)) return;
+    Writer().operator<<(no_write).hex(address) << ": it is of an alias that was made with read_only=True\n";
+    return;
+  }
+  if (pool->home()->debug_log() == nullptr) return;
   if (pool->is_read_only_now(address)) {
-    Writer().operator<<("torch_vmm: debug: the CPU may not write to ").hex(address) << ", which is sealed: ";
+    Writer().operator<<(no_write).hex(address) << ", which is sealed: ";
   } else {
     Writer().operator<<("torch_vmm: debug: the CPU may not touch ").hex(address) << ": ";
   }

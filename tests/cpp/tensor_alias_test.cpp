@@ -8,6 +8,7 @@
 
 #include "core/faces/seals.h"
 #include "core/faces/tensor_range.h"
+#include "core/memory/read_only_ranges.h"
 #include "cpp/lab.h"
 #include "cpp/lacking_memory.h"
 
@@ -94,6 +95,33 @@ TEST(TensorAlias, HoldsWhatItShows) {
   EXPECT_EQ(lab.memory().pools().size(), 1U);
 }
 
+TEST(TensorAlias, OneThatNobodyMayWriteToIsKnownByItsAddressesWhileItLives) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const Source source(lab, model, 4 * kMiB, 3);
+  const std::vector<AliasedPiece> pieces = {{source.range->base(), 4 * kMiB}};
+  const auto is_known = [](Address address) { return ReadOnlyRanges::of_process().holds_now(address); };
+  const TensorAlias writable(lab.memory(), model, pieces, 1, /*read_only=*/false);
+  EXPECT_FALSE(is_known(writable.base()));
+  auto alias = std::make_unique<TensorAlias>(lab.memory(), model, pieces, 2, /*read_only=*/true);
+  const Address base = alias->base();
+  EXPECT_TRUE(is_known(base) && is_known(base + 8 * kMiB - 1));
+  EXPECT_FALSE(is_known(base - 1) || is_known(base + 8 * kMiB));
+  lab.meet(kTwo);
+  lab.driver.hold_fences(kTwo);  // a reader
+  alias.reset();
+  EXPECT_TRUE(is_known(base)) << "it is mapped still";
+  lab.driver.release_fences();
+  lab.memory().empty_cache();
+  EXPECT_FALSE(is_known(base));
+  for (const Call call : {Call::map, Call::set_access}) {
+    lab.driver.fail_nth(call, 1, broken());
+    EXPECT_THROW(TensorAlias(lab.memory(), model, pieces, 2, /*read_only=*/true), VmmError);
+    lab.driver.clear_failures();
+    EXPECT_FALSE(is_known(base));
+  }
+}
+
 TEST(TensorAlias, WantsWholeChunksOfAPool) {
   Lab lab;
   const auto model = lab.pool("a");
@@ -148,7 +176,7 @@ TEST(TensorAlias, OneThatTheHostHasNoMemoryForLeavesNoTrace) {
     const std::vector<AliasedPiece> pieces = {{source->range->base(), 6 * kMiB}};
     std::unique_ptr<TensorAlias> alias;
     failed = runs_out_at(
-        nth, [&] { alias = std::make_unique<TensorAlias>(lab.memory(), model, pieces, 3, /*read_only=*/false); });
+        nth, [&] { alias = std::make_unique<TensorAlias>(lab.memory(), model, pieces, 3, /*read_only=*/true); });
     if (failed) {
       EXPECT_EQ(lab.memory().shared_bytes_of(*model), 0U);
       EXPECT_EQ(source->range->decommit({{0, 6 * kMiB}}), 6 * kMiB) << "nobody shows it";

@@ -110,6 +110,23 @@ def test_what_was_sealed_is_no_longer_said_to_be() -> None:
     assert "sealed" not in line
 
 
+READ_ONLY = """
+with pool:
+    weight = torch_vmm.aligned((2 << 20,), torch.uint8, "cpu").fill_(1)
+    shown = [torch_vmm.alias(weight, read_only=read_only) for read_only in (False, True, True)]
+shown[0][:] = 2
+print(int(shown[2][-1]), flush=True)
+"""
+
+
+def test_a_write_to_a_read_only_alias_is_said_to_be_one() -> None:
+    result = python(OPENING + READ_ONLY + "del shown[1]\nshown[1][-1] = 3\n", TORCH_VMM_DEBUG="guard")
+    assert result.returncode == -signal.SIGSEGV
+    assert result.stdout == "2\n"
+    said = r"torch_vmm: debug: the CPU may not write to 0x\w+: it is of an alias that was made with read_only=True\n"
+    assert re.fullmatch(said, result.stderr), result.stderr
+
+
 def test_another_fault_is_not_ours_to_explain() -> None:
     result = python(OPENING + "make(10)\nat_address(8, 8, 'cpu').sum()\n", TORCH_VMM_DEBUG="guard")
     assert result.returncode == -signal.SIGSEGV

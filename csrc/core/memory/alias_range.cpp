@@ -1,6 +1,7 @@
 #include "core/memory/alias_range.h"
 
 #include "base/check.h"
+#include "core/memory/read_only_ranges.h"
 
 namespace vmm {
 
@@ -51,6 +52,7 @@ Status AliasRange::map_all(std::size_t granularity, std::span<Chunk* const> chun
   for (const Location& who : accessors) {
     if (const Status status = driver_.set_access(base_, size_, who, access); !status.ok()) return status;
   }
+  if (access == Access::read) ReadOnlyRanges::of_process().add(base_, size_);
   return {};
 }
 
@@ -66,6 +68,7 @@ Status AliasRange::unmap() {
 
 bool AliasRange::end() {
   if (!mapped_.empty()) {
+    ReadOnlyRanges::of_process().remove(base_);
     if (!unmap().ok()) return false;
     for (Chunk* chunk : mapped_) chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
     mapped_.clear();
