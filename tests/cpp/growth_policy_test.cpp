@@ -256,5 +256,30 @@ TEST(GrowthPolicy, GrowsAheadNotWhereOthersWantItOrNobodyAsked) {
   EXPECT_EQ(ahead(loading(graph), kWide), 0U);
 }
 
+// ------------------------------------------------------------- slabs at once
+
+TEST(GrowthPolicy, SlabsOfWhatIsLoadedAreMadeAnEighthAtOnce) {
+  const GrowthPolicy policy = loading();
+  EXPECT_EQ(policy.slabs_at_once(0, kWide), 1U);
+  EXPECT_EQ(policy.slabs_at_once(7, kWide), 1U);
+  EXPECT_EQ(policy.slabs_at_once(8, kWide), 2U);
+  EXPECT_EQ(policy.slabs_at_once(16, kWide), 3U);
+  EXPECT_EQ(policy.slabs_at_once(1000, kWide), 8U);
+}
+
+TEST(GrowthPolicy, SlabsAreMadeOneByOneElsewhere) {
+  EXPECT_EQ(loading().slabs_at_once(1000, {4 * kGiB, 256 * kMiB - 1, 0}), 1U) << "near a limit";
+  GrowthPolicy used = loading();
+  used.note_freed(64 * kMiB + 1);
+  EXPECT_EQ(used.slabs_at_once(1000, kWide), 1U) << "where memory comes and goes";
+  EXPECT_EQ(GrowthPolicy(ordinary()).slabs_at_once(1000, kWide), 1U) << "in a small pool";
+  GrowthPolicy::Kind kind = ordinary();
+  kind.is_ordinary = false;
+  EXPECT_EQ(loading(kind).slabs_at_once(1000, kWide), 1U) << "in a graph's";
+  kind = ordinary();
+  kind.is_uniform = true;
+  EXPECT_EQ(loading(kind).slabs_at_once(1000, kWide), 1U) << "where every chunk is a page";
+}
+
 }  // namespace
 }  // namespace vmm::testing

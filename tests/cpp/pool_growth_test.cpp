@@ -44,6 +44,70 @@ TEST(PoolChunks, AnIdleChunkBelowA1024thOfTheRequestIsNotWorthAMove) {
   }
 }
 
+// A pool that has been loaded with 1 GiB, and then takes blocks of half a slab.
+struct Loaded {
+  static constexpr std::size_t kSmall = kMiB;
+  static PoolSpec spec(std::size_t limit) {
+    PoolSpec spec = Lab::spec("a", limit);
+    spec.capacity = 8 * kGiB;
+    return spec;
+  }
+  explicit Loaded(std::size_t limit = kUnlimited) : lab(LabSpec{8 * kGiB}), pool(lab.pool(spec(limit))) {
+    lab.allocate(*pool, kGiB);
+    lab.driver.clear_calls();
+  }
+  void take(std::size_t slabs) {
+    for (std::size_t k = 0; k < 2 * slabs; ++k) blocks.push_back(lab.allocate(*pool, kSmall));
+  }
+  std::size_t small_bytes() const { return pool->physical_bytes() - kGiB; }
+  Lab lab;
+  std::shared_ptr<Pool> pool;
+  std::vector<Address> blocks;
+};
+
+TEST(PoolChunks, ManySlabsOfALoadedPoolStandOnFewChunks) {
+  Loaded loaded;
+  loaded.take(64);
+  EXPECT_EQ(loaded.lab.driver.count(Call::create), 22U) << "1 up to 8, 2 up to 16, 3 up to 25 and so on";
+  EXPECT_EQ(loaded.small_bytes(), 64 * kSlabBytes) << "all of them are used";
+  loaded.take(1);
+  EXPECT_EQ(loaded.small_bytes(), 72 * kSlabBytes);
+  loaded.pool->check();
+  const std::size_t creates = loaded.lab.driver.count(Call::create);
+  loaded.take(7);
+  EXPECT_EQ(loaded.lab.driver.count(Call::create), creates) << "those that were made with it";
+}
+
+TEST(PoolChunks, EmptySlabsAreForSmallBlocksUntilMemoryLacks) {
+  Loaded loaded;
+  loaded.take(65);
+  const std::size_t mapped = loaded.pool->physical_bytes();
+  const Address large = loaded.lab.allocate(*loaded.pool, 2 * kMiB);
+  EXPECT_GT(loaded.pool->physical_bytes(), mapped) << "it stands beside them";
+  loaded.lab.free(large);
+  for (const Address block : loaded.blocks) loaded.lab.free(block);
+  loaded.pool->shed(0);
+  EXPECT_EQ(loaded.small_bytes(), 0U);
+  loaded.pool->check();
+}
+
+TEST(PoolChunks, AtALimitASlabIsMadeAlone) {
+  Loaded loaded(kGiB + 65 * kSlabBytes);
+  loaded.take(65);
+  EXPECT_EQ(loaded.small_bytes(), 65 * kSlabBytes);
+  loaded.pool->check();
+}
+
+TEST(PoolChunks, WhereSeveralSlabsCannotBeHadOneIs) {
+  Loaded loaded;
+  loaded.take(64);
+  loaded.lab.driver.fail_if([](const CallRecord& call) { return call.call == Call::create && call.a > kSlabBytes; },
+                            Status(StatusCode::out_of_memory, "create"));
+  loaded.take(1);
+  EXPECT_EQ(loaded.small_bytes(), 65 * kSlabBytes);
+  loaded.pool->check();
+}
+
 // A pool with 16 blocks of 24 MiB, of which every other has been freed: what is
 // larger fits none of the holes.
 struct Holes {

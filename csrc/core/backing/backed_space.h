@@ -83,6 +83,11 @@ class BackedSpace {
   [[nodiscard]] const BlockHeap& blocks() const { return blocks_; }
   [[nodiscard]] Placement& placement() { return placement_; }
   [[nodiscard]] GrowthPolicy& growth() { return growth_; }
+  // How many slabs a stream that has so many, all in use, has made at once.
+  [[nodiscard]] std::size_t slabs_at_once(std::size_t slabs) const {
+    if (kind_.no_split || kind_.keeps_within_chunks() || is_pinned_) return 1;
+    return growth_.slabs_at_once(slabs, {range_->mapped_bytes(), budget_.headroom(), 0});
+  }
   // REQUIRES for both: is_open().
   [[nodiscard]] MappedRange& range() { return *range_; }
   [[nodiscard]] const MappedRange& range() const { return *range_; }

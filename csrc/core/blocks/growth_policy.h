@@ -67,6 +67,9 @@ class GrowthPolicy {
   // further than the bare space behind it, and nothing where others want the memory too.
   [[nodiscard]] std::size_t ahead(const Lack& lack, std::size_t size, const Beyond& beyond) const;
 
+  // How many slabs a stream that has `slabs` of them, all in use, has made at once.
+  [[nodiscard]] std::size_t slabs_at_once(std::size_t slabs, const Beyond& beyond) const;
+
  private:
   [[nodiscard]] bool is_being_loaded() const;
 

@@ -1,6 +1,7 @@
 // Small blocks: cut from slabs, large blocks of 2 MiB, one set of them a stream. Each
 // stream keeps one slab that is empty, so that a lone small tensor that comes and goes
-// costs no large block each time. It knows neither memory nor how a slab was placed:
+// costs no large block each time; it may have been donated several, and uses them before
+// it wants another. It knows neither memory nor how a slab was placed:
 // whoever donates one gets it back, empty.
 #pragma once
 
@@ -23,9 +24,9 @@ class Slabs {
     OfTag& of_tag = of(tag);
     Block* const free = of_tag.small->best_fit(size);
     if (free == nullptr) return nullptr;
-    Block* const block = of_tag.small->cut(free, size);
-    if (free == of_tag.spare) of_tag.spare = nullptr;
-    return block;
+    if (SmallHeap::is_whole(*free)) [[unlikely]]
+      return take_spare(of_tag, free, size);
+    return of_tag.small->cut(free, size);
   }
   // The same at `offset`. nullptr: it lies in none of its slabs, or is not free there.
   Block* take_at(std::size_t offset, std::size_t size, StreamTag tag);
@@ -44,7 +45,7 @@ class Slabs {
       return std::nullopt;
     return emptied(of_tag, free);
   }
-  // The empty slabs that streams have kept: the donor's again.
+  // All empty slabs of all streams: the donor's again.
   std::vector<Emptied> give_up_spares();
 
   // Free pieces in slabs that are partly used, and the bytes of the slabs kept empty.
@@ -54,7 +55,7 @@ class Slabs {
   template <typename Each>
   void for_each_spare(const Each& each) const {
     for (const OfTag& of_tag : tags_) {
-      if (of_tag.spare != nullptr) each(*of_tag.spare);
+      for (const Block* const spare : of_tag.spares) each(*spare);
     }
   }
   // Whether a block is cut into small ones: not yet while it is being made.
@@ -68,6 +69,7 @@ class Slabs {
   // The lowest of the blocks that the slab is cut into, others behind it by `next`.
   [[nodiscard]] const Block* first_piece(const Block& slab) const;
   [[nodiscard]] std::size_t size() const { return slabs_.size(); }
+  [[nodiscard]] std::size_t size(StreamTag tag) const { return tag < tags_.size() ? tags_[tag].slabs : 0; }
   [[nodiscard]] std::size_t bytes() const { return slabs_.size() * kSlabBytes; }
   // Proves that the blocks of every slab tile it. Walks everything. Returns the
   // bytes of the free pieces in slabs that are partly used.
@@ -76,7 +78,8 @@ class Slabs {
  private:
   struct OfTag {
     std::unique_ptr<SmallHeap> small;
-    Block* spare = nullptr;  // of the slab that is kept empty, its one free block
+    std::vector<Block*> spares;  // of each slab that is empty, its one free block
+    std::size_t slabs = 0;
   };
   struct Slab {
     Block* slab = nullptr;   // the large block
@@ -88,6 +91,7 @@ class Slabs {
     return make_of(tag);
   }
   OfTag& make_of(StreamTag tag);
+  Block* take_spare(OfTag& of_tag, Block* free, std::size_t size);
   std::optional<Emptied> emptied(OfTag& of_tag, Block* whole);
   Emptied retract(OfTag& of_tag, Block* whole);
 

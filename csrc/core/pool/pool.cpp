@@ -300,13 +300,34 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
 Block* Pool::allocate_small(const Request& request, Grant* grant, Shortage* shortage) {
   if (Block* block = slabs_.take(request.size, request.tag)) return block;
   Request of_slab = request;
-  of_slab.size = kSlabBytes;
   of_slab.where = Request::Where::high;
   of_slab.state = BlockState::slab;
+  const std::size_t wanted = grant == nullptr ? space_.slabs_at_once(slabs_.size(request.tag)) : 1;
+  of_slab.size = wanted * kSlabBytes;
   Block* slab = space_.place(of_slab, grant, shortage);
+  if (slab == nullptr && wanted > 1 && !shortage->is_kept_by_threads) {
+    *shortage = {};
+    of_slab.size = kSlabBytes;
+    slab = space_.place(of_slab, grant, shortage);
+  }
   if (slab == nullptr) return nullptr;
-  make_slab(slab);
+  make_slabs(slab);
   return slabs_.take(request.size, request.tag);
+}
+
+// One or several, side by side: the lowest is used first, as the others are the heap's for longer.
+void Pool::make_slabs(Block* slabs) {
+  while (slabs->size() > kSlabBytes) {
+    Block* upper = nullptr;
+    try {
+      upper = space_.blocks().split(slabs, slabs->end() - kSlabBytes);
+      make_slab(upper);
+    } catch (...) {
+      space_.blocks().free(slabs, slabs->tag, context_.clock.now());
+      throw;
+    }
+  }
+  make_slab(slabs);
 }
 
 // A slab's memory is the small pool's, whatever its chunk was mapped for; the chunk

@@ -473,6 +473,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
     return align_up(std::max<std::size_t>(bytes, 1), kind_.no_split ? kind_.page : kBlockAlignment);
   }
   void make_slab(Block* slab) VMM_REQUIRES(mutex_);
+  void make_slabs(Block* slabs) VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, std::size_t offset, std::size_t bytes, Stream stream) const VMM_REQUIRES(mutex_);
 
   // What its space asks of it, and tells it.
