@@ -409,10 +409,11 @@ class ElasticKVCache(Guarded, guarded=True):
         there that are gone is a fault.
 
         Raises:
-            InvalidArgumentError: no whole number, and the cache is as it was; or
-                what it would give back is sealed.
-            AsleepError: its model is asleep. The positions are gone, as where
-                something is sealed, and the pages stay until the next call.
+            InvalidArgumentError: no whole number, and the cache is as it was;
+                or what it would give back is sealed.
+            AsleepError: its model is asleep. The positions are gone, as
+                where something is sealed, and the pages stay until the next
+                call.
         """
         most = _to_length(max_length)
         for layer in self.layers:

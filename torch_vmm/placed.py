@@ -72,10 +72,10 @@ def seen_from(tensor: torch.Tensor, device: Device) -> torch.Tensor:
     """The memory of a placed tensor, or of a view of it, as a tensor of another
     device that holds a share of it.
 
-    torch's functions then run on that device; no copy is made. Autograd notices,
-    as with a view, where one is written to and the other was saved. Work of one
-    device is not ordered after another's by that: wait for an event of the one
-    on the other, or synchronize.
+    torch's functions then run on that device; no copy is made. Autograd
+    notices, as with a view, where one is written to and the other was saved.
+    Work of one device is not ordered after another's by that: wait for an event
+    of the one on the other, or synchronize.
 
     Args:
         tensor: made by ``aligned(..., placement=...)``, or a view of such.
