@@ -13,6 +13,7 @@ import torch
 
 import torch_vmm
 from tests.helpers import PAGE, run
+from tests.standin import control
 
 Cache = torch_vmm.ElasticKVCache
 Pool = torch_vmm.VirtualMemoryPool
@@ -177,6 +178,8 @@ def test_what_does_not_fit_leaves_it_as_it_was(make_pool: Callable[..., Pool], d
 
 def test_generate_gives_what_the_dynamic_cache_gives(device: str) -> None:
     transformers = pytest.importorskip("transformers")
+    if device == "cuda" and control.is_here():
+        pytest.skip("the stand-in has no kernels for what generate() looks up")
     config = transformers.LlamaConfig(
         vocab_size=128,
         hidden_size=64,
