@@ -135,6 +135,7 @@ def test_beyond_its_shape_or_a_limit_it_stays_as_it_was(make_pool: Callable[...,
             change(256)
         assert isinstance(raised.value, torch.OutOfMemoryError)
         assert raised.value.limit == 8 * PAGE
+        assert raised.value.pool == pool.name
         assert (tensor.shape, tensor.reserved_rows) == ((4, ROW), 4)
         assert (pool.memory_allocated(), pool.memory_reserved()) == books
     assert holds(tensor, 4)

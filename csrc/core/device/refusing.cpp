@@ -94,7 +94,7 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
   Refusal refusal;
   RefusalCause cause;
   refusal.requested = bytes;
-  refusal.pool = asker.is_tag_space() ? asker.model().name() : asker.name();
+  refusal.pool = asker.is_part() ? asker.model().name() : asker.name();  // what it has is told behind
   refusal.limit = asker.budget().limit();
   cause.no_addresses = shortage.no_address_space;
   cause.takes_whole_pages = options_.debug.kind == DebugMode::Kind::guard;
