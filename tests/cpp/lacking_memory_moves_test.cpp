@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/faces/memory_pool.h"
+#include "core/faces/tensor_alias.h"
 #include "cpp/lab.h"
 #include "cpp/lacking_memory.h"
 
@@ -123,6 +124,25 @@ TEST(LackingMemoryOfMoves, PagesByHandComeAndGo) {
 }
 
 // A free that cannot be noted has not been made.
+TEST(LackingMemoryOfMoves, PagesOfAClosedPoolGoAfterTheAliasThatHeldThem) {
+  bool is_reached = true;
+  for (long nth = 0; is_reached && !::testing::Test::HasFailure(); ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    Lab lab;
+    const auto opener = lab.pool("opener");
+    auto pool = lab.pool("a");
+    lab.memory().allocate_pages(*pool, 0, 4 * kPage, nullptr);
+    const std::vector<AliasedPiece> shown{{pool->base() + kPage, kPage}};
+    auto alias = std::make_unique<TensorAlias>(lab.memory(), opener, shown, 2, /*read_only=*/false);
+    lab.memory().close_pool(*pool, /*force=*/true);
+    pool.reset();
+    is_reached = reaches(nth, [&] { alias.reset(); });
+    lab.memory().empty_cache();
+    EXPECT_EQ(lab.memory().pools().size(), 1U);
+    EXPECT_EQ(lab.memory().committed_bytes(), 0U);
+  }
+}
+
 TEST(LackingMemoryOfMoves, ABlockThatOthersReadIsFreedOrStays) {
   Address block = 0;
   const long asked = all_or_nothing(

@@ -128,7 +128,10 @@ bool DeviceMemory::bury_closed() {
     const MutexLock lock(registry_mutex_);
     closed = closed_;
   }
-  for (const auto& [key, pool] : closed) bury(pool);
+  for (const auto& [key, pool] : closed) {
+    pool->drop_pages();  // that whoever held them last found no host memory to drop
+    bury(pool);
+  }
   bury_groups();
   return let_leave() || !closed.empty();
 }
