@@ -112,6 +112,14 @@ print("done")
     assert python(_HEAD + code).stdout == "done\n"
 
 
+def test_a_stream_goes_on_behind_an_operator_that_fails() -> None:
+    made = torch.zeros(5, device="cuda")
+    with pytest.raises(RuntimeError, match="must match"):
+        made.add_(torch.ones(7, device="cuda"))
+    made.copy_(torch.ones(5))  # from pageable memory, which waits for the stream
+    assert made.sum().item() == 5
+
+
 def test_a_kernel_of_cuda_alone_fails_by_its_name(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="operation not supported"):
         torch._masked_scale(torch.ones(8, device="cuda"), torch.ones(8, dtype=torch.uint8, device="cuda"), 2.0)

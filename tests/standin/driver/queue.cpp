@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <exception>
 #include <map>
 #include <utility>
 
@@ -25,11 +26,16 @@ bool is_ready(Stream& stream) {
 void run_first(Lock& lock, Stream& stream) {
   Queued& first = stream.queue.front();  // stays where it is while others are queued behind it
   first.running = true;
+  std::exception_ptr refused;
   if (first.job->run) {
     const JobPtr job = first.job;
     ++world().running;
     lock.unlock();
-    job->run(stream.device);
+    try {
+      job->run(stream.device);
+    } catch (...) {  // an operator that takes no such tensors: the stream goes on behind it
+      refused = std::current_exception();
+    }
     lock.lock();
     --world().running;
   }
@@ -38,6 +44,7 @@ void run_first(Lock& lock, Stream& stream) {
   stream.queue.pop_front();
   --world().queued;
   world().changed.notify_all();
+  if (refused != nullptr) std::rethrow_exception(refused);
 }
 
 // Looks every millisecond while anything is queued.
