@@ -24,7 +24,7 @@ _CONFIGURATIONS = {
 
 def environment(allocator: str) -> dict[str, str]:
     """The environment of a process that is to use ``allocator``: torch reads its part when it is loaded."""
-    ours = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCH_VMM_COMMIT")
+    ours = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     variables = {name: value for name, value in os.environ.items() if name not in ours}
     if allocator in _CONFIGURATIONS:
         variables["PYTORCH_CUDA_ALLOC_CONF"] = _CONFIGURATIONS[allocator]

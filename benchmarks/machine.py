@@ -66,12 +66,14 @@ def device_tag(device: str) -> str:
 
 
 def commit() -> str:
-    """The commit of this checkout, ``+changes`` when it has been edited, or what TORCH_VMM_COMMIT says."""
+    """What BENCHMARK_COMMIT says, for a copy of a checkout; else the checkout's, ``+changes`` when it was edited."""
+    if said := os.environ.get("BENCHMARK_COMMIT"):
+        return said
     try:
         head = _git("rev-parse", "HEAD")
         edited = _git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("TORCH_VMM_COMMIT", "unknown")
+        return "unknown"
     return f"{head}+changes" if edited else head
 
 

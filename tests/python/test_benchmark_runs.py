@@ -230,6 +230,13 @@ def test_in_lockstep_the_allocators_of_a_program_are_started_together(
     assert "--lockstep" in json.loads((tmp_path / "workloads-cpu.json").read_text())["command"]
 
 
+def test_a_copy_of_a_checkout_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BENCHMARK_COMMIT", raising=False)
+    assert machine.commit() != "abc1234"
+    monkeypatch.setenv("BENCHMARK_COMMIT", "abc1234")
+    assert machine.commit() == "abc1234"
+
+
 def test_lockstep_is_for_what_has_passes() -> None:
     parser = command_line._parser()
     arguments = parser.parse_args(["--lockstep"])
