@@ -50,6 +50,18 @@ TEST_F(PoolPages, BackExactlyTheAskedPages) {
   EXPECT_TRUE(Lab::holds(pool_->base() + 2 * kP, 3 * kP, 1));
 }
 
+TEST_F(PoolPages, ChunksAreFoundBehindPagesThatHaveNone) {
+  allocate(2 * kP, kP);
+  allocate(4 * kP, kP);
+  const auto found = [&](std::size_t offset, std::size_t size) {
+    return pool_->chunks_under(pool_->base() + offset, size).size();
+  };
+  EXPECT_EQ(found(0, 64 * kP), 2U);
+  EXPECT_EQ(found(3 * kP, 2 * kP), 1U);
+  EXPECT_EQ(found(0, 2 * kP), 0U);
+  EXPECT_EQ(found(5 * kP, kP), 0U);
+}
+
 TEST_F(PoolPages, UnalignedRequestsCoverWholePages) {
   EXPECT_EQ(allocate(kP + 100, 1), pool_->base() + kP + 100);
   EXPECT_EQ(pool_->physical_bytes(), kP);

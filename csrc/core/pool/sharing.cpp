@@ -18,7 +18,7 @@ ChunkView view_of(Address at, const Chunk& chunk, bool is_spilled) {
 // Calls `each(address, chunk)` for the chunks under [address, address + bytes).
 void Pool::for_each_chunk_under(Address address, std::size_t bytes, const EachChunk& each) const {
   if (!space_.is_open() || !contains(address)) return;
-  for (auto at = space_.range().covering(address - base_); at != space_.range().live().end(); ++at) {
+  for (auto at = space_.range().reaching(address - base_); at != space_.range().live().end(); ++at) {
     if (at->first >= address - base_ + bytes) break;
     each(base_ + at->first, *at->second.chunk);
   }
