@@ -301,6 +301,11 @@ TEST(Seals, NoNeighbourIsSealedWithASlice) {
   ASSERT_LT(kept, at - base + chunk) << "the chunk has pages beyond";
   source.range->decommit({{kept, 256 * kMiB - kept}});
   EXPECT_THROW(seal_pages(lab.memory(), *model, {{base, kept}}), InvalidArgumentError);
+  // Nor are they sealed with it where they are given: it has not got them.
+  EXPECT_THROW(seal_pages(lab.memory(), *model, {{base, at + chunk - base}}), InvalidArgumentError);
+  EXPECT_THROW(seal_pages(lab.memory(), *model, {{base + kept, at + chunk - base - kept}}), InvalidArgumentError);
+  source.range->commit({{0, 256 * kMiB}}, kOne);
+  Lab::fill(base, 256 * kMiB, 2);
 }
 
 // A chunk that kept a page would serve its next ones read-only.

@@ -23,7 +23,7 @@ std::vector<ByteRange> SealRule::given_memory(const std::vector<SealedPiece>& pi
     const std::size_t begin = piece.address - space_.range().base();
     auto at = std::upper_bound(live.begin(), live.end(), begin,
                                [](std::size_t offset, const ByteRange& each) { return offset < each.offset; });
-    if (at == live.begin() || (--at)->end() < begin + piece.size) {
+    if (at == live.begin() || (--at)->end() < begin + piece.size || !is_held({begin, piece.size})) {
       throw InvalidArgumentError(is_range() ? what_is_not_there(pool_, piece.address, piece.size)
                                             : "pool '" + pool_ + "': the " + format_bytes(piece.size) + " at " +
                                                   format_hex(piece.address) + " are no live tensor's");
@@ -33,6 +33,17 @@ std::vector<ByteRange> SealRule::given_memory(const std::vector<SealedPiece>& pi
     given.push_back({begin, (piece.is_last ? end : begin + piece.size) - begin});
   }
   return joined(std::move(given));
+}
+
+// Whether a tensor has all of these pages: a chunk that stays may have others.
+bool SealRule::is_held(ByteRange range) const {
+  if (!is_range()) return true;
+  for (std::size_t at = range.offset; at < range.end();) {
+    const Block* const block = pages_.covering(at);
+    if (block == nullptr) return false;
+    at = block->end();
+  }
+  return true;
 }
 
 // What lives in a part: all that is mapped for one tensor, as the next pages of a chunk

@@ -34,6 +34,7 @@ class SealRule {
   [[nodiscard]] std::vector<ByteRange> live_memory() const;
   [[nodiscard]] std::vector<ByteRange> given_memory(const std::vector<SealedPiece>& pieces,
                                                     const std::vector<ByteRange>& live) const;
+  [[nodiscard]] bool is_held(ByteRange range) const;
   void require_given(ByteRange run, const std::vector<ByteRange>& given, const std::vector<ByteRange>& live) const;
   [[nodiscard]] std::string why_not_sealed(ByteRange missing, bool is_same) const;
 
