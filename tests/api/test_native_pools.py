@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -87,34 +86,6 @@ def test_memory_comes_and_goes(native: NativeMemoryPool) -> None:
     before = native.stats().reserved_bytes
     assert native.trim(0) == before - native.stats().reserved_bytes
     assert native.stats().reserved_bytes == 0
-
-
-def test_a_capture_refuses_both_and_goes_on(native: NativeMemoryPool) -> None:
-    address = native.alloc_async(MIB)
-    counted = torch.zeros(4, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        counted += 1
-        captured = torch.cuda.current_stream()
-        with pytest.raises(torch_vmm.NotAvailableError, match="the stream is being captured"):
-            native.alloc_async(MIB, captured)
-        with pytest.raises(torch_vmm.NotAvailableError, match="the stream is being captured"):
-            native.free_async(address, captured)
-        counted += 1
-    graph.replay()
-    assert counted.tolist() == [2] * 4
-    native.free_async(address)
-
-
-def test_a_thread_that_has_used_no_gpu(native: NativeMemoryPool) -> None:
-    stream = torch.cuda.Stream()
-    with ThreadPoolExecutor(1) as pool:
-        address = pool.submit(native.alloc_async, MIB, stream).result()
-        stream.synchronize()
-        shown = view(address, MIB)
-        shown.fill_(7)
-        assert shown.sum(dtype=torch.int64).item() == 7 * MIB
-        pool.submit(native.free_async, address, stream).result()
 
 
 def test_the_release_threshold(native: NativeMemoryPool) -> None:
