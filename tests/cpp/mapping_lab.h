@@ -1,5 +1,5 @@
-// The bench of random programs of mapped memory: two devices of one driver, and a plain model
-// of what is mapped: which pages there are, who pays, and what they show.
+// The bench of random programs of mapped memory: a plain model of what is mapped, which pages
+// there are, who pays, and what they show; and what the kernel says of an address.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 #include "core/faces/placed_memory.h"
 #include "core/faces/tensor_alias.h"
 #include "core/faces/tensor_range.h"
-#include "cpp/lab.h"
+#include "cpp/two_devices.h"
 
 namespace vmm::testing {
 
@@ -97,39 +97,6 @@ inline bool shows(Address at, const Page* page) {
     return is_zero ? Lab::is_zero(at + spot, 512) : Lab::holds(at + spot, 512, page->seed + spot);
   });
 }
-
-// Neither device outlives what the other one still waits for.
-class TwoDevices {
- public:
-  TwoDevices() {
-    lab.memory().set_neighbours([this](int device) { return device == 1 ? &other_->streams() : nullptr; });
-    other_->set_neighbours([this](int device) { return device == 0 ? &lab.memory().streams() : nullptr; });
-  }
-  ~TwoDevices() {
-    lab.driver.release_fences();
-    empty_caches();
-    other_.reset();
-  }
-  TwoDevices(const TwoDevices&) = delete;
-  TwoDevices& operator=(const TwoDevices&) = delete;
-
-  DeviceMemory& other() { return *other_; }
-  void empty_caches() {
-    lab.memory().empty_cache();
-    other_->empty_cache();
-  }
-
-  Lab lab{spec()};
-
- private:
-  static LabSpec spec() {
-    LabSpec spec;
-    spec.device_count = 2;
-    return spec;
-  }
-  std::unique_ptr<DeviceMemory> other_ =
-      std::make_unique<DeviceMemory>(lab.driver, lab.space, 1, LabSpec::plain_options());
-};
 
 // Asks the kernel, which answers an error where we would fault.
 class Rights {

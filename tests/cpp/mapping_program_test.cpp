@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <memory>
 #include <random>
 #include <set>
@@ -19,6 +18,7 @@
 #include "core/faces/seals.h"
 #include "core/memory/read_only_ranges.h"
 #include "cpp/mapping_lab.h"
+#include "support/environment.h"
 
 namespace vmm::testing {
 namespace {
@@ -323,8 +323,7 @@ class MappingProgram {
   }
 
   void check() {
-    lab_.memory().check();  // its pools too
-    devices_.other().check();
+    devices_.check();  // their pools too
     ASSERT_EQ(lab_.driver.live_chunk_bytes(), lab_.memory().committed_bytes() + devices_.other().committed_bytes());
     for (const auto& thing : things_) {
       for (std::size_t k = 0; k < thing->pages.size(); ++k) {
@@ -368,11 +367,6 @@ class MappingProgram {
   std::vector<Alias> aliases_;
   std::uint64_t last_seed_ = 0;
 };
-
-std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr || *text == '\0' ? otherwise : std::strtoull(text, nullptr, 10);
-}
 
 void run(std::uint64_t seed, std::uint64_t steps, bool with_failures) {
   MappingProgram program(seed, with_failures);

@@ -10,7 +10,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <optional>
 #include <random>
@@ -18,6 +17,7 @@
 
 #include "core/faces/shared_memory_pool.h"
 #include "cpp/sleep_lab.h"
+#include "support/environment.h"
 
 namespace vmm::testing {
 namespace {
@@ -26,11 +26,6 @@ constexpr std::size_t kModels = 4;
 constexpr std::size_t kWorkers = 12;
 constexpr std::size_t kSpiller = 3;  // of the models
 constexpr std::uint64_t kStepsOfARound = 100000;
-
-std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr || *text == '\0' ? otherwise : std::strtoull(text, nullptr, 10);
-}
 
 class Random {
  public:

@@ -9,6 +9,7 @@
 
 #include "lab.h"
 #include "lacking_memory.h"
+#include "two_devices.h"
 
 namespace vmm::testing {
 namespace {
@@ -16,46 +17,8 @@ namespace {
 const Stream kOne = stream(0x10);
 const Stream kTwo = stream(0x20);
 
-// Two devices of one driver. Neither outlives what the other one still waits for.
-class Two {
- public:
-  Two() : lab(spec()), other_(std::make_unique<DeviceMemory>(lab.driver, lab.space, 1, LabSpec::plain_options())) {
-    lab.memory().set_neighbours([this](int device) { return device == 1 ? &other_->streams() : nullptr; });
-    other_->set_neighbours([this](int device) { return device == 0 ? &lab.memory().streams() : nullptr; });
-    lab.driver.clear_calls();
-  }
-  ~Two() {
-    lab.driver.clear_failures();
-    lab.driver.release_fences();
-    lab.memory().empty_cache();
-    other_->empty_cache();
-    other_.reset();
-  }
-  Two(const Two&) = delete;
-  Two& operator=(const Two&) = delete;
-
-  DeviceMemory& other() { return *other_; }
-  std::shared_ptr<Pool> there(const std::string& name, std::size_t limit = kUnlimited) {
-    return other_->create_pool(Lab::spec(name, limit), nullptr);
-  }
-  void check() {
-    lab.memory().check();
-    other_->check();
-  }
-
-  Lab lab;
-
- private:
-  static LabSpec spec() {
-    LabSpec spec;
-    spec.device_count = 2;
-    return spec;
-  }
-  std::unique_ptr<DeviceMemory> other_;
-};
-
 TEST(PlacedMemory, IsOfEachDevicesPoolAndReachedByAll) {
-  Two two;
+  TwoDevices two;
   const auto here = two.lab.pool("here");
   const auto there = two.there("there");
   {
@@ -97,7 +60,7 @@ TEST(PlacedMemory, OneDeviceMayHaveAllShares) {
 }
 
 TEST(PlacedMemory, WhatCannotBeIsRefused) {
-  Two two;
+  TwoDevices two;
   const auto here = two.lab.pool("here");
   const auto there = two.there("there");
   EXPECT_THROW(PlacedMemory({}), InvalidArgumentError);
@@ -112,7 +75,7 @@ TEST(PlacedMemory, WhatCannotBeIsRefused) {
 }
 
 TEST(PlacedMemory, OneDevicesLimitUndoesAll) {
-  Two two;
+  TwoDevices two;
   const auto here = two.lab.pool("here");
   const auto there = two.there("there", 2 * kMiB);
   try {
@@ -133,7 +96,7 @@ TEST(PlacedMemory, OneDevicesLimitUndoesAll) {
 TEST(PlacedMemory, AFailedOneLeavesNothing) {
   for (std::uint64_t nth = 1;; ++nth) {
     SCOPED_TRACE("call " + std::to_string(nth));
-    Two two;
+    TwoDevices two;
     const auto here = two.lab.pool("here");
     const auto there = two.there("there");
     const std::size_t reservations = two.lab.driver.live_reservations();
@@ -166,7 +129,7 @@ TEST(PlacedMemory, OneThatTheHostHasNoMemoryForLeavesNothing) {
   bool failed = true;
   for (long nth = 0; failed; ++nth) {
     SCOPED_TRACE("allocation " + std::to_string(nth));
-    Two two;
+    TwoDevices two;
     const auto here = two.lab.pool("here");
     const auto there = two.there("there");
     failed = runs_out_at(nth,
@@ -189,7 +152,7 @@ TEST(PlacedMemory, OneThatTheHostHasNoMemoryForLeavesNothing) {
 TEST(PlacedMemory, GoesBehindTheWorkOfEachDevice) {
   for (const int reader : {0, 1}) {
     SCOPED_TRACE("reader on device " + std::to_string(reader));
-    Two two;
+    TwoDevices two;
     const Stream on = reader == 0 ? kOne : kTwo;
     two.lab.memory().streams().meet(kOne);
     two.other().streams().meet(kTwo);
@@ -220,7 +183,7 @@ TEST(PlacedMemory, GoesBehindTheWorkOfEachDevice) {
 
 // What one device zeroes the other may read: its stream waits for that.
 TEST(PlacedMemory, EachStreamComesAfterTheZeroingOfTheOthers) {
-  Two two;
+  TwoDevices two;
   const auto here = two.lab.pool("here");
   const auto there = two.there("there");
   const PlacedMemory memory({{here, 4 * kMiB, kOne}, {there, 4 * kMiB, kTwo}});
@@ -230,7 +193,7 @@ TEST(PlacedMemory, EachStreamComesAfterTheZeroingOfTheOthers) {
 }
 
 TEST(PlacedMemory, LivesOnWhenAPoolIsClosedByForce) {
-  Two two;
+  TwoDevices two;
   const auto here = two.lab.pool("here");
   const auto there = two.there("there");
   auto memory =

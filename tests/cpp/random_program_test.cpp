@@ -8,15 +8,11 @@
 #include <random>
 #include <string>
 
+#include "support/environment.h"
 #include "support/random_program.h"
 
 namespace vmm::testing {
 namespace {
-
-std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr || *text == '\0' ? otherwise : std::strtoull(text, nullptr, 10);
-}
 
 // Long programs run as many of this length: a fresh world now and then.
 constexpr std::size_t kMostStepsAtOnce = 2000;

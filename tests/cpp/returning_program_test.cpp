@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <random>
@@ -15,6 +14,7 @@
 
 #include "core/faces/seals.h"
 #include "cpp/lab.h"
+#include "support/environment.h"
 
 namespace vmm::testing {
 namespace {
@@ -214,11 +214,6 @@ class ReturningProgram {
   std::uint64_t last_seed_ = 0;
   std::uint64_t last_owner_ = 0;
 };
-
-std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr || *text == '\0' ? otherwise : std::strtoull(text, nullptr, 10);
-}
 
 void run(std::uint64_t seed, std::uint64_t steps, bool with_failures) {
   ReturningProgram program(seed, with_failures);

@@ -4,6 +4,7 @@
 // failing one with VMM_SHRINK=1. Below them stand programs that such runs found,
 // shrunk, each for one way to break the rule.
 #include "support/stream_program.h"
+#include "support/environment.h"
 
 #include <gtest/gtest.h>
 
@@ -32,11 +33,6 @@ std::string broken_by(const Program& program, const char* debug = "") {
 void expect_kept(const Program& program) { EXPECT_EQ(broken_by(program), ""); }
 
 // -- Random programs
-
-std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr || *text == '\0' ? otherwise : std::strtoull(text, nullptr, 10);
-}
 
 // Long programs run as many of this length: a fresh world now and then.
 constexpr std::size_t kMostStepsAtOnce = 1000;
