@@ -23,14 +23,13 @@ import importlib.util
 import json
 import time
 import zlib
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import lockstep, machine
+from . import lockstep
 from .measurement import Measurement, Part, Row
 from .runner import one_scale
 from .workloads.measuring import settle_algorithms
@@ -179,9 +178,8 @@ def measure_part(allocator: str, kind: str, quick: bool, part: Part) -> list[Mea
     sizes, memory = _SIZES[str(part["scale"])], Memory(kind, allocator)
     torch.set_num_threads(1)  # what is pinned has one CPU
     settle_algorithms(is_deterministic=False, is_strict=True)
-    is_lockstep = "lockstep" in part
-    wait = lockstep.wait_for_turn if is_lockstep else lambda: None
-    with nullcontext() if is_lockstep else machine.one_cpu(), torch.no_grad():
+    place, wait = lockstep.measured(part)
+    with place, torch.no_grad():
         with made_on(kind, seed=7):
             net = LanguageModel(sizes.net).requires_grad_(False).eval()
         wait()

@@ -13,12 +13,22 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from . import machine
+from .measurement import Part
 
 _WAITS = "BENCHMARK WAITS"
+
+
+def measured(part: Part) -> tuple[AbstractContextManager[object], Callable[[], None]]:
+    """Where a process that measures ``part`` runs, and what it calls before each pass: where it is told, once it is its
+    turn, or on one CPU and at once.
+    """
+    if "lockstep" in part:
+        return nullcontext(), wait_for_turn
+    return machine.one_cpu(), lambda: None
 
 
 def wait_for_turn() -> None:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import torch
 
-from .. import lockstep, machine
+from .. import lockstep
 from ..measurement import Measurement, Part, Row
 from ..runner import Ask, Options
 from . import largest
@@ -101,11 +101,11 @@ def measure_part(allocator: str, kind: str, quick: bool, part: Part) -> list[Mea
     entry, memory = PROGRAMS[name], Memory(kind, allocator)
     torch.set_num_threads(1)  # what is pinned has one CPU
     settle_algorithms(entry.kind.is_deterministic, entry.kind.is_strict)
-    with nullcontext() if "lockstep" in part else machine.one_cpu():
+    place, wait = lockstep.measured(part)
+    with place:
         if "within" in part:
             return largest.measure(name, kind, scale, int(part["within"]), memory)
         program = entry.make(kind, scale, _places(entry, allocator, kind, int(part.get("limit", 0))))
-        wait = lockstep.wait_for_turn if "lockstep" in part else lambda: None
         return course(name, program, memory, int(part["passes"]), wait=wait)
 
 
