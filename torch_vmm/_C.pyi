@@ -767,7 +767,9 @@ def alias(
         OutOfMemoryError: no such stretch of addresses.
     """
 
-def hold_memory(tensor: torch.Tensor) -> object: ...
+def hold_memory(tensor: torch.Tensor) -> object:
+    """Keeps the memory that a tensor stands on now, also where its storage takes other memory later."""
+
 def share_version(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """What is written in place through one of them counts as such in both, as for a view; autograd notices."""
 
@@ -859,7 +861,11 @@ def current_pool(kind: _Kind, ordinal: int = 0) -> Pool:
     """The pool that an allocation on this device, here and now, would come from."""
 
 def current_space(kind: _Kind, ordinal: int, bytes: int) -> Pool:
-    """The same; where a tag is open, its space."""
+    """The same for a tensor of so many bytes; where a tag is open, its space.
+
+    Raises:
+        RuntimeError: strict() lets none be made here.
+    """
 
 def pool_at(address: int) -> Pool | None:
     """The pool whose addresses hold ``address``, of whatever device."""

@@ -72,14 +72,14 @@ class _Layer:
             if self._length + key_states.shape[2] > self._room or self._whole is None:
                 self._make_room(key_states, value_states)
             self._usual = (key_states.shape, value_states.shape, key_states.dtype, value_states.dtype)
-        # Of five torch calls an update makes here, four make views; a context in vain would cost as much as one.
+        # Here is where each microsecond counts, and a context that changes nothing costs as much as a view.
         if torch.is_inference_mode_enabled():
-            with outside_inference():
+            with torch.inference_mode(False):
                 return self._write(key_states, value_states)
         return self._write(key_states, value_states)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Behind what is there. REQUIRES: there is memory for them."""
+        """Behind what is there. REQUIRES: there is memory for them; no inference mode."""
         assert self._places is not None
         before, added = self._length, keys.shape[2]
         of_keys, of_values = self._places
@@ -134,9 +134,9 @@ class _Layer:
         with outside_inference():
             keys, values = self._up_to(stores[0]), self._up_to(stores[1])
             self._whole, self._places = (keys, values), (keys.data, values.data)
+            self._show()
         self._usual = None
         self.is_initialized = True
-        self._show()
 
     def _up_to(self, store: ElasticTensor) -> torch.Tensor:
         with _unchanged(store):
@@ -208,10 +208,10 @@ class _Layer:
         return elastic((0, *row), states.dtype, states.device, (self.max_length, *row))
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """REQUIRES: no inference mode."""
         assert self._whole is not None
-        with outside_inference():
-            self._keys = keys = self._whole[0].narrow(2, 0, self._length)
-            self._values = values = self._whole[1].narrow(2, 0, self._length)
+        self._keys = keys = self._whole[0].narrow(2, 0, self._length)
+        self._values = values = self._whole[1].narrow(2, 0, self._length)
         return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
@@ -240,7 +240,8 @@ class _Layer:
         self._length = length
         for store in self._stores or ():
             torch.autograd.graph.increment_version(store)  # other positions come in their place
-        self._show()
+        with outside_inference():
+            self._show()
 
     def _give_back(self) -> None:
         """The pages of what is none."""

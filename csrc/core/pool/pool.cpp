@@ -315,17 +315,13 @@ Block* Pool::allocate_small(const Request& request, Grant* grant, Shortage* shor
   return slabs_.take(request.size, request.tag);
 }
 
-// One or several, side by side: the lowest is used first, as the others are the heap's for longer.
+// One or several, side by side.
 void Pool::make_slabs(Block* slabs) {
-  while (slabs->size() > kSlabBytes) {
-    Block* upper = nullptr;
-    try {
-      upper = space_.blocks().split(slabs, slabs->end() - kSlabBytes);
-      make_slab(upper);
-    } catch (...) {
-      space_.blocks().free(slabs, slabs->tag, context_.clock.now());
-      throw;
-    }
+  try {
+    while (slabs->size() > kSlabBytes) make_slab(space_.blocks().split(slabs, slabs->end() - kSlabBytes));
+  } catch (...) {
+    space_.blocks().free(slabs, slabs->tag, context_.clock.now());
+    throw;
   }
   make_slab(slabs);
 }
