@@ -159,6 +159,55 @@ TEST(Peaks, TakeNoLockWhereClassesTakeTurnsBelowThePeak) {
   EXPECT_EQ(peaks.times_locked(), before);
 }
 
+// What one class has left the other one has at once: it looks closer once, and not at each.
+TEST(Peaks, OneClassThatNeedsAllTheRoomKeepsIt) {
+  Peaks peaks;
+  BlockSeat thread(peaks);
+  const auto once = [&thread](SizeClass size_class, std::size_t bytes) {
+    thread.rose(size_class, bytes, bytes);
+    thread.fell(size_class, bytes, bytes);
+  };
+  once(SizeClass::small_pool, 512);
+  once(SizeClass::large_pool, 20 << 20);
+  once(SizeClass::small_pool, 512);
+  once(SizeClass::large_pool, 20 << 20);
+  const std::uint64_t looks = thread.times_looked();
+  for (int k = 0; k < 1000; ++k) once(SizeClass::large_pool, 20 << 20);
+  EXPECT_EQ(thread.times_looked(), looks);
+}
+
+// Whoever takes room from a seat does so while its thread gives it to another class: what both
+// classes may rise to unseen is never more than the seat has.
+TEST(Peaks, AreExactOnceThreadsRestThatTookRoomFromEachOther) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 300; ++round) {
+    Peaks peaks;
+    BlockSeat one(peaks);
+    BlockSeat other(peaks);
+    const auto turn = [](BlockSeat& seat, std::mt19937::result_type seed) {
+      std::mt19937 sizes(seed);
+      for (int k = 0; k < 60; ++k) {
+        const SizeClass size_class = sizes() % 2 == 0 ? SizeClass::small_pool : SizeClass::large_pool;
+        const std::size_t bytes = 1 + sizes() % 1000;
+        seat.rose(size_class, bytes, bytes);
+        seat.fell(size_class, bytes, bytes);
+      }
+    };
+    turn(one, random());
+    std::thread beside([&, seed = random()] { turn(other, seed); });
+    turn(one, random());
+    beside.join();
+    const std::int64_t highest = peaks.level(kBytes).peak;
+    const std::size_t small = random() % static_cast<unsigned>(highest);
+    one.rose(SizeClass::small_pool, small, small);
+    const std::size_t large = static_cast<std::size_t>(highest) + 1 - small;
+    one.rose(SizeClass::large_pool, large, large);
+    one.fell(SizeClass::large_pool, large, large);
+    one.fell(SizeClass::small_pool, small, small);
+    ASSERT_EQ(peaks.level(kBytes).peak, highest + 1) << "round " << round << ", " << small << " of it small";
+  }
+}
+
 // Each holds 100 while the next has 200 more and lets go of it: a new peak only
 // where there is none higher, whoever left room and whoever is gone meanwhile.
 TEST(Peaks, FollowManyPoolsInTurn) {

@@ -151,7 +151,7 @@ bool BlockCaches::put(CachedPool& pool, Address address) noexcept {
   bool is_kept = false;
   // Its owner frees it, so the block stands still: it is looked at without the
   // pool's lock.
-  Block* const block = cache->first_of(pool) != nullptr ? pool.directory().find(offset) : nullptr;
+  Block* const block = cache->has(pool) ? pool.directory().find(offset) : nullptr;
   if (block != nullptr && block->state == BlockState::used && block->offset == offset) [[likely]] {
     Shard* const shard = cache->find(pool, block->tag);
     is_kept = shard != nullptr && keep(*cache, *shard, block);
@@ -216,7 +216,14 @@ std::size_t BlockCaches::kept_blocks(const CachedPool& pool) {
 
 void BlockCaches::stop(Reason reason) {
   off_.fetch_or(reason, std::memory_order_relaxed);
+  is_stop_due_.store(true, std::memory_order_relaxed);
+  finish_stop();
+}
+
+void BlockCaches::finish_stop() {
+  if (!is_stop_due_.load(std::memory_order_relaxed)) return;
   const Still still(*this, Kept::gone);
+  is_stop_due_.store(false, std::memory_order_relaxed);
 }
 
 void BlockCaches::end_thread(ThreadCache* cache) {

@@ -118,6 +118,8 @@ class BlockCaches {
   // No thread keeps anything from now on, of any pool, as long as one reason is set.
   enum Reason : unsigned { kObserved = 1, kOverLimit = 2 };
   void stop(Reason reason) VMM_EXCLUDES(mutex_);
+  // Takes back what they kept where stop() could not, for want of host memory.
+  void finish_stop() VMM_EXCLUDES(mutex_);
   void resume(Reason reason) { off_.fetch_and(~static_cast<unsigned>(reason), std::memory_order_relaxed); }
 
   // What becomes of kept blocks, and of what threads have counted.
@@ -221,6 +223,7 @@ class BlockCaches {
   const Clock& clock_;
   const std::atomic<std::size_t>& oversize_bytes_;
   std::atomic<unsigned> off_{0};               // Reasons
+  std::atomic<bool> is_stop_due_{false};       // threads may have some from before
   const std::shared_ptr<Mutex> shared_mutex_;  // with threads' caches
   Mutex& mutex_;
   std::vector<std::shared_ptr<ThreadCache>> threads_ VMM_GUARDED_BY(mutex_);

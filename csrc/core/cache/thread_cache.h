@@ -235,6 +235,10 @@ class ThreadCache {
   }
   // The first shard of the pool, others behind it by `next`, or nullptr.
   [[nodiscard]] Shard* first_of(const CachedPool& pool) const { return table_[slot_of(pool)].first.get(); }
+  // Whether it has shards of the pool: mostly of the one that it used last.
+  [[nodiscard]] bool has(const CachedPool& pool) const {
+    return (latest_ != nullptr && &latest_->pool == &pool) || first_of(pool) != nullptr;
+  }
   // What is counted of the pool here. nullptr where it has no shards.
   [[nodiscard]] PoolTally* tally_of(const CachedPool& pool) const { return table_[slot_of(pool)].tally.get(); }
   // No other thread has shards of the pool.

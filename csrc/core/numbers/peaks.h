@@ -161,6 +161,8 @@ class BlockSeat {
   // Those that were allocated less those that were freed: below 0 where a thread frees
   // what others allocate.
   [[nodiscard]] BlockCounts counts() const;
+  // How often a number was above what it may rise to, for tests.
+  [[nodiscard]] std::uint64_t times_looked() const { return times_looked_; }
 
  private:
   friend class Peaks;
@@ -176,6 +178,7 @@ class BlockSeat {
   }
   void look();
   [[nodiscard]] bool has_enough();
+  void rise_to_what_is_left(std::size_t mine, std::size_t k, std::int64_t left, std::uint64_t as_of);
   void note_room();
   void tighten();
   [[nodiscard]] Peaks::Seat* seat_in(const Peaks& peaks) const;
@@ -186,6 +189,8 @@ class BlockSeat {
   // both together no more than those of all, so that one comparison does for both.
   std::array<std::array<std::atomic<std::int64_t>, 3>, 2> limits_{};
   std::array<std::array<std::atomic<std::int64_t>, 3>, 3> most_{};  // what that is shared out of: all, small, large
+  std::atomic<std::uint64_t> times_tightened_{0};                   // twice; odd while it goes on
+  std::uint64_t times_looked_ = 0;                                  // of whoever counts
   std::array<std::unique_ptr<Peaks::Seat>, 2> seats_;               // what Peaks works with
 };
 
