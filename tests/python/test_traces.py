@@ -146,6 +146,18 @@ def test_a_replay_is_the_same_again() -> None:
     assert replay("vision", again=True) == replay("vision")
 
 
+def test_a_program_that_repeats_itself_asks_no_more() -> None:
+    # 20 chunks are moved at its peak: from the third turn on each to where it is mapped still.
+    times = 4
+    program = repeated(load("own_train"), times)
+    result = _C.replay(*program, 80 * GIB, time_us=evenly(program, times * RECORDED["own_train"].seconds))
+    calls = np.frombuffer(result["driver_calls"], np.uint64)
+    made = [int(part[-1] - part[0]) for part in np.array_split(calls, times)]
+    print(f"driver calls by turn {made}")
+    assert made[0] > 0
+    assert made[2:] == [0, 0]
+
+
 @pytest.mark.parametrize("behind", [0, BEHIND])
 def test_what_goes_on_for_long_keeps_its_small_waste(behind: int) -> None:
     times = 6

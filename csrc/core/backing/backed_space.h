@@ -46,10 +46,11 @@ class SpaceOwner {
   virtual void give_up_spare_slabs() = 0;
   // Bytes: the most that was ever live at once, and what is live now, `bytes` more included.
   virtual std::size_t peak_with(std::size_t bytes) = 0;
-  // A chunk stands there, for a request of that stream; it is about to leave; nobody uses its
-  // addresses any more, which are about to be unmapped.
+  // A chunk stands there, for a request of that stream.
   virtual void mapped(const PlacedChunk& placement, Stream stream) = 0;
+  // It has left; queued work may still use its addresses.
   virtual void unmapped(const PlacedChunk& placement) = 0;
+  // Nobody uses them any more: something else may stand there next.
   virtual void addresses_go(ByteRange range) = 0;
 
  protected:
@@ -253,6 +254,7 @@ class BackedSpace {
   Chunk* choose_chunk(std::size_t remaining, std::size_t largest, std::size_t beyond, Choice& choice);
   void fill_gap(ByteRange gap, std::size_t beyond, Choice& choice);
   void create_chunks(const Extent& extent, Choice& choice, Shortage* shortage);
+  void send_home(const Extent& extent, Choice& choice);
   void cover(Extent* extent, const Backing& backing, BlockState state);
   void uncover(Extent* extent, std::size_t end);
   Status install(const Backing& backing, const Request& request);
