@@ -189,7 +189,8 @@ void what_is_packed_comes_back(Driver& driver, const ContractOptions& options) {
   const Address at = lab.reserve(g);
   lab.map(at, lab.create(g));
   Bytes memory = pattern(g, 7);  // half of it as weights are, the rest anything
-  for (std::size_t k = 1; k < g / 2; k += 2) memory[k] = 0x3e + memory[k] % 3 - (memory[k] % 97 == 0 ? 9 : 0);
+  for (std::size_t k = 1; k < g / 2; k += 2)
+    memory[k] = static_cast<unsigned char>(0x3e + memory[k] % 3 - (memory[k] % 97 == 0 ? 9 : 0));
   lab.write(at, memory);
 
   // A table with a unit that is short and one that is odd, and bodies.

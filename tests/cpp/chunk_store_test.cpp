@@ -159,14 +159,14 @@ TEST_F(Store, WhoHasNoRoomLeavesTheChunkOnTheShelf) {
 
 TEST_F(Store, TrimKeepsWhatIsAskedForAndWhatIsStillMapped) {
   Chunk* waiting = create(a_, 2);
-  waiting->mappings = 1;  // a former address waits for its fence
+  waiting->note_mapped();  // a former address waits for its fence
   store_->put(group_, waiting);
   for (int k = 0; k < 4; ++k) store_->put(group_, create(a_));
   EXPECT_EQ(store_->quarantined_bytes(group_), 2 * kPage);
   EXPECT_EQ(store_->trim(group_, 4 * kPage), 2 * kPage);
   EXPECT_EQ(store_->trim(group_, 0), 2 * kPage);
   EXPECT_EQ(store_->shelved_bytes(group_), 2 * kPage) << "cannot go yet";
-  waiting->mappings = 0;
+  waiting->note_unmapped();
   EXPECT_EQ(store_->trim_all(), 2 * kPage);
   store_->forget(group_);
 }

@@ -92,6 +92,7 @@ TEST_F(Floors, OneThatIsRegisteredOverHeldMemoryComesAsItIsFreed) {
   const auto c = model("c");
   const Address used = lab_.allocate(*c, 32 * kMiB);
   const auto a = model("a", kPage, 0, /*floor=*/20 * kMiB);
+  lab_.memory().enforce_floor(a->budget());
   lab_.free(used);
   EXPECT_NE(refusal_of(*c, 14 * kMiB), "");
   lab_.allocate(*c, 12 * kMiB);

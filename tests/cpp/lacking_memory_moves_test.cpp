@@ -195,7 +195,7 @@ TEST(LackingMemoryOfMoves, AChunkWithoutAShelfGoesBackToTheDriver) {
     const auto group = lab.memory().create_group("group", kGiB);
     Chunk* chunk = nullptr;
     ASSERT_TRUE(store.create(store.spec(kPage), *group, &chunk, nullptr).ok());
-    chunk->mappings.store(is_mapped ? 1 : 0);
+    if (is_mapped) chunk->note_mapped();
     EXPECT_TRUE(reaches(0, [&] { store.put(*group, chunk); }));
     EXPECT_EQ(store.shelved_bytes(*group), is_mapped ? kPage : 0U);
     EXPECT_EQ(store.quarantined_bytes(*group), is_mapped ? kPage : 0U);
@@ -203,7 +203,7 @@ TEST(LackingMemoryOfMoves, AChunkWithoutAShelfGoesBackToTheDriver) {
     EXPECT_EQ(group->used(), is_mapped ? kPage : 0U);
     if (!is_mapped) continue;
     EXPECT_FALSE(store.forget(*group));
-    chunk->mappings.store(0);
+    chunk->note_unmapped();
     EXPECT_EQ(store.trim(*group, 0), kPage);
     EXPECT_EQ(group->used(), 0U);
     EXPECT_TRUE(store.forget(*group));

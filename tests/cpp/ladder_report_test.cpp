@@ -98,6 +98,17 @@ TEST_F(LadderReport, ARefusalShowsWhatWasTried) {
   EXPECT_EQ(report(*a_).refused, 1U);
 }
 
+TEST_F(LadderReport, AClosedPoolThatKeepsItsTensorsChangesNothing) {
+  const auto closed = lab_.pool("closed");
+  const Address tensor = lab_.allocate(*closed, 4 * kMiB);
+  lab_.memory().close_pools({closed}, /*force=*/true);
+  lab_.allocate(*b_, 28 * kMiB);
+  EXPECT_THROW(lab_.memory().allocate(*a_, 8 * kMiB, nullptr), OutOfMemoryError);
+  EXPECT_EQ(steps(*a_), "nnnppip") << "nobody is asked again for nothing";
+  EXPECT_FALSE(lab_.memory().settle(/*wait=*/false));
+  lab_.free(tensor);
+}
+
 TEST_F(LadderReport, WhatCouldNeverBeMetPassesOverWhoeverWouldGiveInVain) {
   lab_.leave_idle(*b_, 32 * kMiB);
   EXPECT_THROW(lab_.memory().allocate(*a_, 40 * kMiB, nullptr), OutOfMemoryError);

@@ -386,6 +386,25 @@ TEST(Exported, MemoryThatAnotherProcessHasHadServesNoOtherModel) {
   for (const int fd : fds) ::close(fd);
 }
 
+TEST(Exported, MemoryMovesNowhere) {
+  LabSpec spec;
+  spec.options.exportable = true;
+  Lab lab(spec);
+  const auto group = lab.memory().create_group("group", 12 * kMiB);
+  const auto pool = lab.pool(Lab::spec("a"), group.get());
+  const Address exported = lab.allocate(*pool, 4 * kMiB);
+  lab.allocate(*pool, 4 * kMiB);
+  const Address other = lab.allocate(*pool, 4 * kMiB);
+  const auto views = pool->chunks_to_export(exported, 4 * kMiB);
+  ASSERT_FALSE(views.empty());
+  lab.free(exported);
+  lab.free(other);
+  const Address both = lab.allocate(*pool, 8 * kMiB);  // which stand apart, and there is no more
+  for (const ChunkView& under : pool->chunks_under(both, 8 * kMiB)) {
+    for (const ChunkView& view : views) EXPECT_NE(under.number, view.number);
+  }
+}
+
 TEST(Exported, MemoryIsReleasedRatherThanShelved) {
   LabSpec spec;
   spec.options.exportable = true;

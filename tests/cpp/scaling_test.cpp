@@ -273,5 +273,104 @@ TEST_F(Scaling, ARefusedRequestLooksAtEachModelAFewTimes) {
   for (std::size_t k = 1; k < pools_.size(); ++k) EXPECT_LE(pools_[k]->times_locked() - before[k], 7U) << k;
 }
 
+// A GPU that is far behind: what leaves meanwhile.
+class ScalingBehind : public ::testing::Test {
+ protected:
+  static constexpr std::size_t kStreams = 128;
+  static constexpr std::size_t kCount = 400;
+  ScalingBehind() {
+    for (std::size_t k = 0; k < kStreams; ++k) lab_.meet(stream(0x1000 + k));
+    PoolSpec spec = Lab::spec("pages");
+    spec.capacity = kGiB;
+    spec.page_size = kPage;
+    pool_ = lab_.pool(spec);
+    lab_.memory().allocate_pages(*pool_, 0, kCount * kPage, stream(0x1000));
+    lab_.driver.hold_fences();
+    lab_.driver.clear_calls();
+  }
+  ~ScalingBehind() override { lab_.driver.release_fences(); }
+
+  Lab lab_;
+  std::shared_ptr<Pool> pool_;
+};
+
+TEST_F(ScalingBehind, AddressesThatLeaveMakeAFewTicks) {
+  for (std::size_t k = 0; k < kCount; ++k) lab_.memory().deallocate_pages(*pool_, k * kPage, kPage);
+  EXPECT_LE(lab_.memory().clock().ticks_under_way(), 4U);
+  EXPECT_LE(lab_.driver.live_fences(), 5 * (kStreams + 1));
+  lab_.driver.release_fences();
+  for (int k = 0; k < 8 && pool_->memory_stats().quarantined_bytes != 0; ++k) pool_->settle();
+  EXPECT_EQ(pool_->memory_stats().quarantined_bytes, 0U) << "they go without a wait, once somebody comes by";
+  lab_.memory().empty_cache();
+  EXPECT_EQ(lab_.driver.live_fences(), 0U);
+}
+
+TEST_F(ScalingBehind, WhatLeavesBesidePoolsMakesAFewTicks) {
+  std::size_t gone = 0;
+  for (std::size_t k = 0; k < kCount; ++k) {
+    lab_.memory().leave([&gone] {
+      ++gone;
+      return true;
+    });
+  }
+  EXPECT_LE(lab_.memory().clock().ticks_under_way(), 4U);
+  EXPECT_EQ(gone, 0U);
+  lab_.driver.release_fences();
+  const auto pool = lab_.pool("a");
+  for (int k = 0; k < 8; ++k) lab_.leave_idle(*pool, 2 * kMiB, nullptr);  // whoever comes by
+  EXPECT_EQ(gone, kCount);
+}
+
+TEST(ScalingShelf, OneOfWhichNothingCanGoIsLookedAtOnce) {
+  HostDriver host{HostDriverOptions{4 * kKiB, kGiB, 1}};
+  ScriptedDriver driver{host};
+  ChunkStore store{driver, Location::on_device(0), 4 * kKiB, false};
+  const auto group = std::make_shared<Budget>("group", kUnlimited, nullptr);
+  std::vector<Chunk*> chunks(100);
+  Budget* refused = nullptr;
+  for (Chunk*& chunk : chunks) {
+    ASSERT_TRUE(store.create(store.spec(4 * kKiB), *group, &chunk, &refused).ok());
+    chunk->note_mapped();
+    store.put(*group, chunk);
+  }
+  EXPECT_EQ(store.trim(*group, 0), 0U);
+  // Not seen, so not looked at: what changed told nobody.
+  chunks[0]->mappings.store(0);
+  EXPECT_EQ(store.trim(*group, 0), 0U);
+  chunks[0]->mappings.store(1);
+  chunks[1]->note_unmapped();
+  EXPECT_EQ(store.trim(*group, 0), 4 * kKiB);
+  // One that comes unmapped is seen, and one that the driver keeps is asked for again.
+  Chunk* another = nullptr;
+  ASSERT_TRUE(store.create(store.spec(4 * kKiB), *group, &another, &refused).ok());
+  store.put(*group, another);
+  driver.fail_nth(Call::release, 1, broken());
+  EXPECT_EQ(store.trim(*group, 0), 0U);
+  EXPECT_EQ(store.trim(*group, 0), 4 * kKiB);
+  for (std::size_t k = 0; k < chunks.size(); ++k) {
+    if (k != 1) chunks[k]->note_unmapped();
+  }
+  EXPECT_EQ(store.trim(*group, 0), 99 * 4 * kKiB);
+}
+
+TEST(ScalingGroups, TheEndOfOneLooksAtNoOther) {
+  Lab lab;
+  std::vector<std::shared_ptr<Budget>> groups;
+  std::vector<std::shared_ptr<Pool>> pools;
+  std::vector<Address> live;
+  for (std::size_t k = 0; k < 3; ++k) {
+    groups.push_back(lab.memory().create_group("group", kUnlimited));
+    pools.push_back(lab.pool(Lab::spec("a"), groups.back().get()));
+    live.push_back(lab.memory().allocate(*pools.back(), 512, nullptr));
+    lab.memory().close_pools({pools.back()}, /*force=*/true);
+    lab.memory().end_group(*groups.back());
+  }
+  EXPECT_EQ(lab.memory().groups(), 3U);
+  for (std::size_t k = 0; k < 3; ++k) {
+    EXPECT_TRUE(DeviceMemory::free(lab.space, live[k]));
+    EXPECT_EQ(lab.memory().groups(), 2 - k);
+  }
+}
+
 }  // namespace
 }  // namespace vmm::testing

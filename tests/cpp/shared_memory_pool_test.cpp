@@ -54,6 +54,27 @@ TEST_F(Shared, RefusesAnIdTwiceAndAnUnknownOne) {
   EXPECT_THROW(add(""), InvalidArgumentError);
 }
 
+TEST_F(Shared, WaitsForTheGpuWithNoLockHeld) {
+  const auto a = add("a");
+  lab_.driver.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass);
+  std::size_t waits = 0;
+  lab_.driver.before(Call::wait, [&] {
+    ++waits;
+    EXPECT_EQ(shared_->model_ids().size(), 2U) << "who is asked meanwhile is answered";
+  });
+  const auto leave_used = [&] {  // idle, but that queued work may use it
+    lab_.driver.hold_fences();
+    lab_.leave_idle(*a, 32 * kMiB, stream(0x10));
+  };
+  leave_used();
+  ModelSpec with_floor = spec();
+  with_floor.floor = 16 * kMiB;
+  shared_->register_model("b", with_floor);
+  EXPECT_GT(waits, 0U);
+  lab_.driver.before(Call::wait, nullptr);
+  lab_.driver.release_fences();
+}
+
 TEST_F(Shared, RefusesLimitsAndFloorsThatCannotBe) {
   EXPECT_THROW(SharedMemoryPool(lab_.memory(), 0), InvalidArgumentError);
   EXPECT_THROW(shared_->set_physical_limit(0), InvalidArgumentError);

@@ -117,6 +117,8 @@ Status BackedSpace::add_accessor(Location who) {
   if (const Status status = range_->clear_dormant(); !status.ok()) return status;
   const auto& live = range_->live();
   std::vector<ByteRange> given;
+  given.reserve(live.size());  // first: what was given and not noted could not be taken back
+  accessors_.reserve(accessors_.size() + 1);
   for (auto first = live.begin(); first != live.end();) {
     // One call a run: cost is per chunk all the same.
     auto last = first;

@@ -1,7 +1,6 @@
 // BackedSpace: which chunks are idle, and letting go of them. A chunk that leaves is
 // detached: its old mapping waits for the device's clock, the caller does not.
 #include <algorithm>
-#include <functional>
 #include <iterator>
 #include <optional>
 #include <set>
@@ -36,7 +35,7 @@ std::vector<IdleChunk> BackedSpace::idle_at_once(StreamTag tag, std::size_t at_l
   const Clock& clock = context_.clock;
   if (is_pinned_ || is_held_ || !streams_.is_past_graphs(tag)) return idle;
   int looked_at = 0;
-  const std::function<bool(const Block*)> look_at = [&](const Block* block) {
+  const auto look_at = [&](const Block* block) {
     if (block->tag == tag || clock.has_passed(block->epoch)) {
       for (auto at = range_->from(block->offset); at != range_->live().end(); ++at) {
         Chunk* chunk = at->second.chunk;
@@ -135,7 +134,7 @@ void BackedSpace::retire_in_vain() {
 bool BackedSpace::drop_retired() {
   if (!range_->has_retired()) return false;
   if (range_->retired_count() >= context_.clock.streams() / kStreamsPerRetired) {
-    context_.clock.cover(range_->last_retired_use());
+    context_.clock.cover_in_time(range_->last_retired_use());
   }
   context_.clock.poll();
   const std::vector<ByteRange> dropped =

@@ -1,4 +1,4 @@
-// The rooms that all pools of a device share.
+// The rooms that all pools of a device share, but for the store: spilled memory has its own.
 #pragma once
 
 #include <atomic>

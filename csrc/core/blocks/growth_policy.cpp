@@ -9,7 +9,7 @@ namespace vmm {
 namespace {
 
 // New chunks are a share of what is missing and of the pool's peak, or more: cost is per
-// chunk (46 us to 64 MiB), not per byte, yet a chunk that is large against its request
+// chunk (58 us to 64 MiB), not per byte, yet a chunk that is large against its request
 // strands more when part of it is reused.
 struct Pieces {
   std::size_t per_request;
@@ -47,7 +47,7 @@ constexpr std::size_t kLargestPiece = kGiB;
 constexpr std::size_t kRangePerChunk = 16;
 // A pool grows rather than moves its chunks about while it has at most 1.5 % more than was
 // ever live at once. With 1 % replayed programs ended 0.3 % higher on average: moves broke
-// up free space that was needed later. While it makes its first 2000 moves (110 ms of CPU,
+// up free space that was needed later. While it makes its first 2000 moves (140 ms of CPU,
 // which a run of requests may cost at once) it may come to have as much again; with more
 // moves than that it takes a quarter, and what never settles then has what it lacked:
 // blocks of 2 to 256 MiB replaced at random made 150 driver calls in each 20000 steps while

@@ -17,7 +17,7 @@ class GrowthPolicy {
   struct Kind {
     std::size_t page = 0;       // every size is a multiple of it
     bool is_uniform = false;    // every chunk is exactly one page
-    bool is_range = false;      // one tensor's addresses, which grow and shrink at the end
+    bool is_range = false;      // one tensor's addresses
     bool is_ordinary = true;    // a model's or a tag's: no graph uses it, and it is no range
     bool grows_freely = false;  // takes new memory rather than moves what is idle
   };

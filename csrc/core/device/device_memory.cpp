@@ -99,9 +99,7 @@ std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* gr
   Budget& payer = group == nullptr ? budget_ : *group;
   PoolSpec complete = spec;
   if (spec.capacity == 0) complete.capacity = default_capacity();
-  const auto pool = spec.capacity != 0 ? register_pool(complete, payer) : register_pool_of_at_most(complete, payer);
-  if (spec.floor != 0) enforce_floor(pool->budget());
-  return pool;
+  return spec.capacity != 0 ? register_pool(complete, payer) : register_pool_of_at_most(complete, payer);
 }
 
 std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& group) {
@@ -227,15 +225,23 @@ Status DeviceMemory::add_accessor(Location who) {
     // In one step, so that it is in every pool made from now on.
     const MutexLock registry_lock(registry_mutex_);
     if (std::find(accessors_.begin(), accessors_.end(), who) != accessors_.end()) return {};
-    accessors_.push_back(who);
     pools = *registry_.all().list();
+    accessors_.push_back(who);  // last: there may be no memory for the list
   }
-  for (const auto& pool : pools) {
-    const Status status = pool->add_accessor(who);
-    if (status.ok()) continue;
+  const auto forget = [&] {  // or the next call would take it for let in
     const MutexLock registry_lock(registry_mutex_);
     std::erase(accessors_, who);
-    return status;
+  };
+  try {
+    for (const auto& pool : pools) {
+      const Status status = pool->add_accessor(who);
+      if (status.ok()) continue;
+      forget();
+      return status;
+    }
+  } catch (...) {
+    forget();
+    throw;
   }
   return {};
 }
@@ -249,10 +255,12 @@ void DeviceMemory::set_observer(PoolObserver* observer) {
 
 void DeviceMemory::keep_blocks_within_chunks() {
   const MutexLock lock(within_mutex_);  // a second caller returns when all is done
-  if (within_chunks_.exchange(true, std::memory_order_relaxed)) return;
+  if (are_all_within_) return;
+  within_chunks_.store(true, std::memory_order_relaxed);
   // What threads keep may lie over several.
   { const BlockCaches::Still still(caches_, BlockCaches::Kept::back); }
   for (const auto& pool : pools()) pool->withhold_broken_chunks();
+  are_all_within_ = true;  // last: without host memory the next caller goes on
 }
 
 void DeviceMemory::set_oversize(std::size_t bytes) {

@@ -3,7 +3,8 @@
 //
 // The order in which locks are taken, this file's among all of the process, is in
 // docs/design.md. Whoever holds a lock never calls Python and never waits for the
-// GPU: whoever has to, waits between two tries, with no lock held.
+// GPU: whoever has to, waits between two tries, with no lock held (but where the host has no
+// memory to note that freed pages wait: Pool::free_pages).
 #pragma once
 
 #include <atomic>
@@ -47,7 +48,8 @@ class DeviceMemory {
   // A pool whose limit stands under `group` (nullptr: the device itself).
   // Throws InvalidArgumentError, InvalidPageSizeError, OutOfMemoryError (no
   // address space). capacity 0: default_capacity(), or as much of it as the
-  // process has addresses for, from 2 GiB; a capacity that is named is kept.
+  // process has addresses for, from 2 GiB; a capacity that is named is kept. Its floor is
+  // reserved from now on; what others hold of it goes by enforce_floor().
   std::shared_ptr<Pool> create_pool(const PoolSpec& spec, Budget* group);
   // Bytes of addresses: four times the device's memory unless an option says
   // otherwise.
@@ -172,6 +174,9 @@ class DeviceMemory {
   // The same for a floor, of what others have idle that stand under the same limit and
   // should have less now. InvalidArgumentError, and nothing has changed: see Budget.
   std::size_t set_floor(Budget& budget, std::size_t floor_bytes);
+  // Gives back what others hold of the floors that `budget` has now; the rest goes as it is
+  // freed. Returns the bytes. It may wait for the GPU.
+  std::size_t enforce_floor(const Budget& budget);
   // Of a model. One that is closed meanwhile has none.
   std::size_t set_floor(Pool& model, std::size_t floor_bytes);
 
@@ -301,18 +306,20 @@ class DeviceMemory {
   Address allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream);
   // giving_back.cpp
   std::size_t enforce_limit(Budget& budget);
-  std::size_t enforce_floor(const Budget& budget);
   void require_floor(const std::string& name, std::size_t floor_bytes) const;
   std::size_t give_back_excess(Budget& budget, bool wait);
   // After a free of `range` in `freed`, or of nothing that is known (nullptr).
   void enforce_limits(Pool* freed, ByteRange range) VMM_EXCLUDES(registry_mutex_);
+  void note_over_limit(const Budget& budget);
+  bool give_back_all_excess() VMM_EXCLUDES(registry_mutex_);
   static void give_back_excess_above(Pool& pool, ByteRange range);
   bool is_look_due() VMM_EXCLUDES(registry_mutex_);
   // ending.cpp
-  void bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
+  bool bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
   void bury_drained(const Pool* pool) VMM_EXCLUDES(registry_mutex_);
   bool bury_closed() VMM_EXCLUDES(registry_mutex_);
-  void bury_groups() VMM_EXCLUDES(registry_mutex_);
+  bool bury_group(const Budget* group) VMM_EXCLUDES(registry_mutex_);
+  bool bury_groups() VMM_EXCLUDES(registry_mutex_);
   void tend();
   bool let_leave() VMM_EXCLUDES(registry_mutex_);
   void tend_if_any_wait() {
@@ -377,11 +384,14 @@ class DeviceMemory {
   Mutex tags_mutex_;  // one tag's space is made, or models are closed, at a time
   Mutex accessor_mutex_;
   Mutex within_mutex_;
+  bool are_all_within_ VMM_GUARDED_BY(within_mutex_) = false;  // and what was there before
   mutable Mutex registry_mutex_;
   PoolRegistry registry_ VMM_GUARDED_BY(registry_mutex_);
-  using Closed = std::unordered_map<const Pool*, std::shared_ptr<Pool>>;
-  Closed closed_ VMM_GUARDED_BY(registry_mutex_);   // of the registry's, those that take no more requests
-  Closed waiting_ VMM_GUARDED_BY(registry_mutex_);  // of these, the empty ones that queued work holds up
+  // Of the registry's, those that take no more requests. From one to the other they go as
+  // nodes, which takes no memory.
+  using Closed = std::map<const Pool*, std::shared_ptr<Pool>>;
+  Closed closed_ VMM_GUARDED_BY(registry_mutex_);   // what of theirs is live keeps them
+  Closed waiting_ VMM_GUARDED_BY(registry_mutex_);  // they are empty, and queued work holds them up
   std::vector<Location> accessors_ VMM_GUARDED_BY(registry_mutex_);
   struct Group {
     std::shared_ptr<Budget> budget;

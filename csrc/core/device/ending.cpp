@@ -2,6 +2,7 @@
 // work still uses waits, and ends when somebody comes by after that.
 #include <algorithm>
 #include <iterator>
+#include <set>
 #include <utility>
 
 #include "base/errors.h"
@@ -73,32 +74,30 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
     }
     bury(pool);
   }
-  bury_groups();
+  std::set<const Budget*> groups;  // the first look may end one
+  for (const auto& pool : pools) groups.insert(&pool->model().group());
+  for (const Budget* group : groups) bury_group(group);
   tend_if_any_wait();
 }
 
 // Ends a closed pool that holds nothing any more. One that queued work still uses
-// stays until another time.
-void DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
-  if (pool->live_blocks() != 0) return;
+// stays until another time. Whether it ended, or gave memory back.
+bool DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
+  if (pool->live_blocks() != 0) return false;
   const bool ended = pool->end();
-  if (pool->is_spill()) {
-    spill_store_.trim(pool->group(), 0);
-  } else {
-    trim_shelf(*pool);
-  }
+  const std::size_t given_back = pool->is_spill() ? spill_store_.trim(pool->group(), 0) : trim_shelf(*pool);
   if (!ended) {
     const MutexLock lock(registry_mutex_);
-    if (closed_.count(pool.get()) != 0) waiting_.emplace(pool.get(), pool);
+    waiting_.insert(closed_.extract(pool.get()));
     beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
-    return;
+    return given_back != 0;
   }
   const Statistics statistics = pool->statistics();
   {
     const MutexLock lock(registry_mutex_);
     closed_.erase(pool.get());
     waiting_.erase(pool.get());
-    if (!registry_.remove(*pool)) return;
+    if (!registry_.remove(*pool)) return true;
     of_ended_pools_.add_totals(statistics);
   }
   if (pool->is_part()) {
@@ -106,6 +105,7 @@ void DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
   } else {
     ladder_.log().forget(pool->id());
   }
+  return true;
 }
 
 // `pool` lost its last block, and may have gone meanwhile: it is only compared.
@@ -113,27 +113,36 @@ void DeviceMemory::bury_drained(const Pool* pool) {
   std::shared_ptr<Pool> drained;
   {
     const MutexLock lock(registry_mutex_);
-    if (const auto at = closed_.find(pool); at != closed_.end()) drained = at->second;
+    waiting_.insert(closed_.extract(pool));  // first, and without memory: whoever comes next finds it there
+    if (const auto at = waiting_.find(pool); at != waiting_.end()) drained = at->second;
   }
   if (drained == nullptr) return;
-  bury(drained);
-  bury_groups();
+  try {
+    const Budget* const group = &drained->model().group();
+    bury(drained);
+    bury_group(group);
+  } catch (...) {
+    beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
+    throw;
+  }
   tend_if_any_wait();
 }
 
-// All that can be. Whether there were any.
+// All that can be. Whether anything changed.
 bool DeviceMemory::bury_closed() {
-  Closed closed;
+  PoolList closed;
   {
     const MutexLock lock(registry_mutex_);
-    closed = closed_;
+    for (const auto& [key, pool] : closed_) closed.push_back(pool);
+    for (const auto& [key, pool] : waiting_) closed.push_back(pool);
   }
-  for (const auto& [key, pool] : closed) {
-    pool->drop_pages();  // that whoever held them last found no host memory to drop
-    bury(pool);
+  bool any = false;
+  for (const auto& pool : closed) {
+    any = pool->drop_pages() || any;  // that whoever held them last found no host memory to drop
+    any = bury(pool) || any;
   }
-  bury_groups();
-  return let_leave() || !closed.empty();
+  any = bury_groups() || any;
+  return let_leave() || any;
 }
 
 void DeviceMemory::end_group(const Budget& group) {
@@ -141,33 +150,43 @@ void DeviceMemory::end_group(const Budget& group) {
     const MutexLock lock(registry_mutex_);
     ended_groups_.insert(&group);
   }
-  bury_groups();
+  bury_group(&group);
 }
 
-// Ends the groups that are closed and have nothing any more. Others may do so at the same time.
-void DeviceMemory::bury_groups() {
-  std::vector<Group> ended;
+bool DeviceMemory::bury_groups() {
+  std::vector<const Budget*> ended;
   {
     const MutexLock lock(registry_mutex_);
-    for (const Budget* group : ended_groups_) ended.push_back(groups_.at(group));
+    ended.assign(ended_groups_.begin(), ended_groups_.end());
   }
-  for (const Group& group : ended) {
-    const Budget& key = *group.budget;
-    store_.trim(*group.budget, 0);
-    spill_store_.trim(*group.spill, 0);
-    std::shared_ptr<const OnPressure> last;  // somebody's code: it ends with no lock held
+  bool any = false;
+  for (const Budget* group : ended) any = bury_group(group) || any;
+  return any;
+}
+
+// Ends the group if it is closed and has nothing any more: it is only compared, as others may
+// do so at the same time. Whether it ended, or gave memory back.
+bool DeviceMemory::bury_group(const Budget* key) {
+  Group group;
+  {
     const MutexLock lock(registry_mutex_);
-    if (ended_groups_.count(&key) == 0) continue;
-    // Whoever buries its last pool comes here again.
-    if (!registry_.of_group(key)->empty() || !registry_.of_group(*group.spill)->empty()) continue;
-    if (!store_.forget(key) || !spill_store_.forget(*group.spill)) {
-      beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
-      continue;
-    }
-    ended_groups_.erase(&key);
-    last.swap(groups_.at(&key).on_pressure);
-    groups_.erase(&key);
+    if (ended_groups_.count(key) == 0) return false;
+    group = groups_.at(key);
   }
+  const bool any = store_.trim(*group.budget, 0) + spill_store_.trim(*group.spill, 0) != 0;
+  std::shared_ptr<const OnPressure> last;  // somebody's code: it ends with no lock held
+  const MutexLock lock(registry_mutex_);
+  if (ended_groups_.count(key) == 0) return any;
+  // Whoever buries its last pool comes here again.
+  if (!registry_.of_group(*group.budget)->empty() || !registry_.of_group(*group.spill)->empty()) return any;
+  if (!store_.forget(*group.budget) || !spill_store_.forget(*group.spill)) {
+    beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
+    return any;
+  }
+  ended_groups_.erase(key);
+  last.swap(groups_.at(key).on_pressure);
+  groups_.erase(key);
+  return true;
 }
 
 void DeviceMemory::leave(std::function<bool()> go) noexcept {
@@ -181,9 +200,8 @@ void DeviceMemory::leave(std::function<bool()> go) noexcept {
       is_noted = true;
     }
     beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
-    clock_.cover(last_use);
-    clock_.poll();
-    let_leave();
+    clock_.cover_in_time(last_use);
+    tend();
   } catch (const std::exception&) {
     if (is_noted) return;  // whoever comes by
     // Without room to note it, it goes now, after a wait.
@@ -199,11 +217,16 @@ void DeviceMemory::leave(std::function<bool()> go) noexcept {
 
 // Whether anything went.
 bool DeviceMemory::let_leave() {
+  Epoch newest = kLongAgo;  // of what waits
   std::vector<Leaving> passed;
   {
     const MutexLock lock(registry_mutex_);
     passed.reserve(leaving_.size());  // where there is no memory for it nothing has moved
-    const auto waits = [this](const Leaving& leaving) { return !clock_.has_passed(leaving.last_use); };
+    const auto waits = [&](const Leaving& leaving) {
+      if (clock_.has_passed(leaving.last_use)) return false;
+      newest = std::max(newest, leaving.last_use);
+      return true;
+    };
     const auto first = std::partition(leaving_.begin(), leaving_.end(), waits);
     std::move(first, leaving_.end(), std::back_inserter(passed));
     leaving_.erase(first, leaving_.end());
@@ -220,10 +243,13 @@ bool DeviceMemory::let_leave() {
     return !went;
   };
   const auto gone = std::stable_partition(passed.begin(), passed.end(), stays);
-  const MutexLock lock(registry_mutex_);
-  // Others may have come meanwhile: where there is no memory for all, none is lost.
-  leaving_.insert(leaving_.end(), std::make_move_iterator(passed.begin()), std::make_move_iterator(gone));
-  if (!leaving_.empty()) beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
+  {
+    const MutexLock lock(registry_mutex_);
+    // Others may have come meanwhile: where there is no memory for all, none is lost.
+    leaving_.insert(leaving_.end(), std::make_move_iterator(passed.begin()), std::make_move_iterator(gone));
+    if (!leaving_.empty()) beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
+  }
+  clock_.cover_in_time(newest);
   return any;
 }
 
@@ -236,13 +262,13 @@ void DeviceMemory::tend() {
   const bool is_due = tendings_.fetch_add(1, std::memory_order_relaxed) % between == 0;
   if (tended_.exchange(passed, std::memory_order_relaxed) == passed && !is_due) return;
   beside_.fetch_and(~unsigned{kHasEnded}, std::memory_order_relaxed);
-  Closed waiting;
+  PoolList waiting;
   try {
     {
       const MutexLock lock(registry_mutex_);
-      waiting = waiting_;
+      for (const auto& [key, pool] : waiting_) waiting.push_back(pool);
     }
-    for (const auto& [key, pool] : waiting) bury(pool);
+    for (const auto& pool : waiting) bury(pool);
     bury_groups();
     let_leave();
   } catch (...) {

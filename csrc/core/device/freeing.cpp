@@ -1,10 +1,27 @@
 // DeviceMemory: the way of a free that the thread's cache (device_memory.h) did not take. The
 // block's pool; then what the free has made possible: a closed pool ends with its last block, and
 // what a limit that was lowered leaves idle goes back.
+#include <new>
+
 #include "core/device/device_memory.h"
 #include "core/memory/address_space.h"
 
 namespace vmm {
+
+namespace {
+
+// The free has been made, and is not to be made again: what without host memory does not
+// come after it is left to whoever comes by next.
+template <typename Follow>
+void afterwards(const Follow& follow) {
+  try {
+    follow();
+  } catch (const std::bad_alloc&) {
+    // It is noted that it is due: over_limit_, kHasEnded, or a shelf that is too full.
+  }
+}
+
+}  // namespace
 
 bool DeviceMemory::free_unkept(AddressSpace& address_space, Address address, BlockCaches::Put put) {
   Pool* pool = address_space.find(address);
@@ -18,24 +35,29 @@ bool DeviceMemory::free_unkept(AddressSpace& address_space, Address address, Blo
     held = pool->weak_from_this().lock();
   const ByteRange range{address - pool->base(), held == nullptr ? 0 : held->block_size(address)};
   const bool known = pool->free(address, &drained);
-  if (drained) home->bury_drained(pool);
+  if (drained) afterwards([&] { home->bury_drained(pool); });
   if (held != nullptr) [[unlikely]]
-    home->settle_watched(*held);
+    afterwards([&] { home->settle_watched(*held); });
   if (home->over_limit_.load(std::memory_order_relaxed)) [[unlikely]]
-    home->enforce_limits(held.get(), range);
+    afterwards([&] { home->enforce_limits(held.get(), range); });
   return known;
 }
 
 void DeviceMemory::deallocate_pages(Pool& pool, std::size_t offset, std::size_t size) {
   pool.deallocate_pages(offset, size);
-  trim_shelf(pool);
-  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool, {offset, size});
+  afterwards([&] {
+    trim_shelf(pool);
+    if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool, {offset, size});
+  });
 }
 
 void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size) {
-  if (pool.unhold_pages(offset, size)) bury_drained(&pool);
-  if (pool.is_retired()) trim_shelf(pool);
-  if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool, {offset, size});
+  const bool is_drained = pool.unhold_pages(offset, size);
+  afterwards([&] {
+    if (is_drained) bury_drained(&pool);
+    if (pool.is_retired()) trim_shelf(pool);
+    if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool, {offset, size});
+  });
 }
 
 }  // namespace vmm

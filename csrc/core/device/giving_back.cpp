@@ -1,6 +1,7 @@
 // DeviceMemory: giving memory back to the driver, because somebody asks or because a
 // limit was lowered below what is held.
 #include <algorithm>
+#include <new>
 
 #include "base/errors.h"
 #include "core/device/device_memory.h"
@@ -63,6 +64,7 @@ std::size_t DeviceMemory::empty_cache() {
   settle(/*wait=*/true);
   for (const auto& pool : pools()) pool->shed(0);
   settle(/*wait=*/true);
+  streams_.destroy_free_fences();
   {
     const MutexLock lock(registry_mutex_);
     ++of_ended_pools_.num_sync_all_streams;
@@ -98,11 +100,14 @@ std::size_t DeviceMemory::set_floor(Budget& budget, std::size_t floor_bytes) {
   return enforce_floor(budget);
 }
 
-// What others hold of it.
 std::size_t DeviceMemory::enforce_floor(const Budget& budget) {
   std::size_t given_back = 0;
-  for (Budget* level = budget.parent(); level != nullptr; level = level->parent()) {
-    if (level->is_over()) given_back += enforce_limit(*level);
+  try {
+    for (Budget* level = budget.parent(); level != nullptr; level = level->parent()) {
+      if (level->is_over()) given_back += enforce_limit(*level);
+    }
+  } catch (const std::bad_alloc&) {
+    // The floor is set: what others hold of it goes with the next frees.
   }
   return given_back;
 }
@@ -116,17 +121,27 @@ std::size_t DeviceMemory::set_floor(Pool& model, std::size_t floor_bytes) {
 
 // At once what is possible, and the rest as it is freed.
 std::size_t DeviceMemory::enforce_limit(Budget& budget) {
-  const std::size_t given_back = give_back_excess(budget, /*wait=*/true);
+  std::size_t given_back = 0;
+  try {
+    given_back = give_back_excess(budget, /*wait=*/true);
+  } catch (...) {
+    note_over_limit(budget);  // the limit is set, and frees bring it nearer
+    throw;
+  }
   if (budget.is_over()) {
-    // What is freed has to go back, and threads keep none of it. Said first: whoever lets
-    // them keep it again at this moment looks at that afterwards.
-    over_limit_.store(true, std::memory_order_seq_cst);
-    // Memory in the host's is seldom, and keeps nobody's caches on the device from working.
-    if (!budget.stands_under(spill_budget_)) caches_.stop(BlockCaches::kOverLimit);
+    note_over_limit(budget);
   } else if (over_limit_.load(std::memory_order_relaxed)) {
     enforce_limits(nullptr, {});  // perhaps it was the last
   }
   return given_back;
+}
+
+// What is freed has to go back, and threads keep none of it. Said first: whoever lets
+// them keep it again at this moment looks at that afterwards.
+void DeviceMemory::note_over_limit(const Budget& budget) {
+  over_limit_.store(true, std::memory_order_seq_cst);
+  // Memory in the host's is seldom, and keeps nobody's caches on the device from working.
+  if (!budget.stands_under(spill_budget_)) caches_.stop(BlockCaches::kOverLimit);
 }
 
 // Gives back what `budget` holds above its limit and does not need: first what
@@ -179,12 +194,31 @@ bool DeviceMemory::is_look_due() {
 // idle elsewhere has been given back before. What queued work held up there is
 // found by a look at all pools, which 4000 of them make 2 ms: now and then.
 void DeviceMemory::enforce_limits(Pool* freed, ByteRange range) {
+  caches_.finish_stop();
   if (freed != nullptr && !is_look_due()) {
     give_back_excess_above(*freed, range);
     return;
   }
   // Before it looks: a limit that is lowered meanwhile sets it again.
   over_limit_.store(false, std::memory_order_relaxed);
+  bool still = true;
+  try {
+    still = give_back_all_excess();
+  } catch (...) {
+    over_limit_.store(true, std::memory_order_relaxed);  // another free looks again
+    throw;
+  }
+  if (still) {
+    over_limit_.store(true, std::memory_order_relaxed);
+  } else if (!over_limit_.load(std::memory_order_relaxed)) {
+    caches_.resume(BlockCaches::kOverLimit);
+    // Lowered at this very moment: it said so before it stopped them.
+    if (over_limit_.load(std::memory_order_seq_cst)) caches_.stop(BlockCaches::kOverLimit);
+  }
+}
+
+// Of every budget that there is. Whether one is still over its limit.
+bool DeviceMemory::give_back_all_excess() {
   std::vector<Budget*> over;
   const auto note = [&over](Budget& budget) {
     if (budget.is_over()) over.push_back(&budget);
@@ -206,13 +240,7 @@ void DeviceMemory::enforce_limits(Pool* freed, ByteRange range) {
     give_back_excess(*budget, /*wait=*/false);
     still = still || budget->is_over();
   }
-  if (still) {
-    over_limit_.store(true, std::memory_order_relaxed);
-  } else if (!over_limit_.load(std::memory_order_relaxed)) {
-    caches_.resume(BlockCaches::kOverLimit);
-    // Lowered at this very moment: it said so before it stopped them.
-    if (over_limit_.load(std::memory_order_seq_cst)) caches_.stop(BlockCaches::kOverLimit);
-  }
+  return still;
 }
 
 }  // namespace vmm

@@ -54,9 +54,10 @@ GroupFigures::Places GroupFigures::changed_beside(const Places& locked) const {
 
 // With its lock held.
 void GroupFigures::look_at(std::size_t place, Pool& pool) {
+  const MemoryStats now = pool.memory_stats_locked();  // first: the sum is never without it
   sum_.subtract(figures_[place]);
-  figures_[place] = pool.memory_stats_locked();
-  sum_.add(figures_[place]);
+  figures_[place] = now;
+  sum_.add(now);
   seen_[place].as_of = pool.changes_by_itself_locked() ? kNever : pool.times_locked();
 }
 

@@ -39,6 +39,13 @@ SharedMemoryPool::Models::const_iterator SharedMemoryPool::find(const std::strin
 }
 
 std::shared_ptr<Pool> SharedMemoryPool::register_model(const std::string& model_id, const ModelSpec& spec) {
+  const std::shared_ptr<Pool> pool = register_unenforced(model_id, spec);
+  // With no lock held: it may wait for the GPU.
+  if (spec.floor != 0) memory_.enforce_floor(pool->budget());
+  return pool;
+}
+
+std::shared_ptr<Pool> SharedMemoryPool::register_unenforced(const std::string& model_id, const ModelSpec& spec) {
   const MutexLock lock(mutex_);
   require_open();
   if (model_id.empty()) throw InvalidArgumentError("model_id is empty: give the model a name");
@@ -51,11 +58,18 @@ std::shared_ptr<Pool> SharedMemoryPool::register_model(const std::string& model_
   pool_spec.floor = spec.floor;
   pool_spec.priority = spec.priority;
   if (spec.spills) memory_.require_can_spill(model_id);
-  auto pool = memory_.create_pool(pool_spec, budget_.get());
-  pool->set_spills(spec.spills);
-  models_.push_back({model_id, pool});
-  by_id_.emplace(model_id, std::prev(models_.end()));
-  return pool;
+  models_.push_back({model_id, nullptr});  // first: a pool that could not be noted would stay
+  const auto model = std::prev(models_.end());
+  try {
+    by_id_.emplace(model_id, model);
+    model->pool = memory_.create_pool(pool_spec, budget_.get());
+  } catch (...) {
+    by_id_.erase(model_id);
+    models_.erase(model);
+    throw;
+  }
+  model->pool->set_spills(spec.spills);
+  return model->pool;
 }
 
 void SharedMemoryPool::unregister_model(const std::string& model_id, bool force) {
@@ -138,8 +152,10 @@ void SharedMemoryPool::set_on_pressure(DeviceMemory::OnPressure relieve) {
 }
 
 std::size_t SharedMemoryPool::set_spill_limit(std::size_t limit_bytes) {
-  const MutexLock lock(mutex_);
-  require_open();
+  {
+    const MutexLock lock(mutex_);
+    require_open();
+  }
   return memory_.set_spill_limit(*budget_, limit_bytes);
 }
 

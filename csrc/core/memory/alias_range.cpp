@@ -18,7 +18,7 @@ Status AliasRange::map(std::size_t granularity, std::span<Chunk* const> chunks, 
       driver_.unreserve(base_, size_).ignore();
       size_ = 0;
     }
-    for (Chunk* chunk : chunks) chunk->mappings.fetch_sub(static_cast<int>(copies), std::memory_order_acq_rel);
+    for (Chunk* chunk : chunks) chunk->note_unmapped(static_cast<int>(copies));
   };
   Status status;
   try {
@@ -70,7 +70,7 @@ bool AliasRange::end() {
   if (!mapped_.empty()) {
     ReadOnlyRanges::of_process().remove(base_);
     if (!unmap().ok()) return false;
-    for (Chunk* chunk : mapped_) chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    for (Chunk* chunk : mapped_) chunk->note_unmapped();
     mapped_.clear();
   }
   if (size_ == 0) return true;

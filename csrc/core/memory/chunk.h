@@ -38,6 +38,14 @@ struct Chunk {
   // dormant ones not.
   // Two pools drop their mappings under two locks, hence atomic.
   std::atomic<int> mappings{0};
+  void note_mapped(int times = 1) { mappings.fetch_add(times, std::memory_order_acq_rel); }
+  void note_unmapped(int times = 1) {
+    if (mappings.fetch_sub(times, std::memory_order_acq_rel) == times)
+      unmappings.fetch_add(1, std::memory_order_acq_rel);
+  }
+  // How often a chunk of the process, whichever, came to be mapped nowhere: whoever found
+  // none that is needs not look again until it has risen.
+  inline static std::atomic<std::uint64_t> unmappings{0};
   // While it stands on none: its place on a shelf, made with it, so that to put it there
   // takes no memory.
   ChunksBySize::node_type shelf_place;

@@ -11,6 +11,7 @@
 namespace vmm {
 
 void ChunkShelf::put(Chunk* chunk) noexcept {
+  if (chunk->mappings.load(std::memory_order_acquire) == 0) are_mapped_ = false;
   by_size_.insert(std::move(chunk->shelf_place));
   bytes_ += chunk->size;
 }
@@ -132,7 +133,7 @@ void ChunkStore::put(Budget& group, Chunk* chunk) noexcept {
 namespace {
 
 // Off the group's shelf: nullptr, and the payer pays; or who refused.
-Budget* hand_over(Chunk* chunk, Budget& group, Budget& payer) {
+Budget* charge_to(Chunk* chunk, Budget& group, Budget& payer) {
   Budget* const refused = group.unshelve(payer, chunk->size);
   if (refused != nullptr) return refused;
   chunk->charged = &payer;
@@ -149,7 +150,7 @@ Chunk* ChunkStore::take_at_most(Budget& group, Budget& payer, std::size_t size, 
   if (shelf == shelves_.end()) return nullptr;
   Chunk* chunk = shelf->second.usable.take_at_most(size, exact);
   if (chunk == nullptr) return nullptr;
-  *refused = hand_over(chunk, group, payer);
+  *refused = charge_to(chunk, group, payer);
   if (*refused == nullptr) return chunk;
   shelf->second.usable.put(chunk);
   return nullptr;
@@ -159,7 +160,7 @@ bool ChunkStore::take(Budget& group, Budget& payer, Chunk* chunk, std::size_t si
   const MutexLock lock(mutex_);
   const auto shelf = shelves_.find(&group);
   if (shelf == shelves_.end() || !shelf->second.usable.take(chunk, size)) return false;
-  if (hand_over(chunk, group, payer) == nullptr) return true;
+  if (charge_to(chunk, group, payer) == nullptr) return true;
   shelf->second.usable.put(chunk);
   return false;
 }
@@ -167,9 +168,7 @@ bool ChunkStore::take(Budget& group, Budget& payer, Chunk* chunk, std::size_t si
 // Gives up to about `want` bytes back to the driver. Returns how many.
 std::size_t ChunkStore::release_unmapped(ChunkShelf& chunks, std::size_t want) {
   // A former address may still be in use, and the driver may refuse.
-  return chunks.remove_ended(want, [this](Chunk* chunk) {
-    return chunk->mappings.load(std::memory_order_acquire) == 0 && release(chunk).ok();
-  });
+  return chunks.remove_unmapped(want, [this](Chunk* chunk) { return release(chunk).ok(); });
 }
 
 std::size_t ChunkStore::trim_shelf(Shelf& shelf, std::size_t keep_bytes) {

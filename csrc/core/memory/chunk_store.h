@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <vector>
@@ -33,18 +34,29 @@ class ChunkShelf {
   Chunk* take_any();
   // This very chunk, of `size` bytes; false: it is not here. It may be gone for good.
   bool take(const Chunk* chunk, std::size_t size);
-  // The largest first, removes each that `ends(chunk)` has ended, until at least `want`
-  // bytes have gone. Returns how many.
+  // Of those that nothing maps, the largest first, removes each that `ends(chunk)` has ended,
+  // until at least `want` bytes have gone. Returns how many. Where all are mapped it looks
+  // at none of them until one comes to be unmapped.
   template <typename Ends>
-  std::size_t remove_ended(std::size_t want, const Ends& ends) {
+  std::size_t remove_unmapped(std::size_t want, const Ends& ends) {
+    const std::uint64_t unmappings = Chunk::unmappings.load(std::memory_order_acquire);
+    if (are_mapped_ && unmappings == as_of_) return 0;
+    bool is_any_left = false;
     std::size_t gone = 0;
-    for (auto at = by_size_.end(); at != by_size_.begin() && gone < want;) {
+    for (auto at = by_size_.end(); at != by_size_.begin();) {
+      if (gone >= want) return gone;
       const std::size_t size = (--at)->first;
-      if (!ends(at->second)) continue;
+      if (at->second->mappings.load(std::memory_order_acquire) != 0) continue;
+      if (!ends(at->second)) {
+        is_any_left = true;
+        continue;
+      }
       at = by_size_.erase(at);
       bytes_ -= size;
       gone += size;
     }
+    are_mapped_ = !is_any_left;
+    as_of_ = unmappings;
     return gone;
   }
   [[nodiscard]] std::size_t bytes() const { return bytes_; }
@@ -63,6 +75,8 @@ class ChunkShelf {
 
   ChunksBySize by_size_;
   std::size_t bytes_ = 0;
+  bool are_mapped_ = false;  // all of them were, when Chunk::unmappings was `as_of_`
+  std::uint64_t as_of_ = 0;
 };
 
 class ChunkStore {
@@ -138,7 +152,7 @@ class ChunkStore {
   const Location where_;
   std::size_t granularity_;
   bool exportable_;
-  DormantMappings dormant_;  // a leaf beneath mutex_
+  DormantMappings dormant_;  // beneath mutex_, above the driver's alone
   ExportEnd on_export_end_ = nullptr;
   std::atomic<std::size_t> live_chunks_{0};
   mutable Mutex mutex_;

@@ -11,13 +11,14 @@ bool DormantMappings::keep(Address address, Chunk* chunk, std::atomic<std::int64
   if (!chunk->may_stay_mapped) return false;
   if (by_address_.size() >= kMost && !drop(by_address_.find(by_age_.begin()->second)).ok()) return false;
   const std::uint64_t since = next_++;
+  auto of_chunk = by_chunk_.end();
   try {
     by_age_.emplace(since, address);
-    by_chunk_.emplace(chunk, address);
-    by_address_.emplace(address, Kept{chunk, chunk->size, since, unmapped});
+    of_chunk = by_chunk_.emplace(chunk, address);
+    by_address_.emplace(address, Kept{chunk, chunk->size, since, unmapped, of_chunk});
   } catch (const std::bad_alloc&) {
     by_age_.erase(since);
-    forget_place(chunk, address);
+    if (of_chunk != by_chunk_.end()) by_chunk_.erase(of_chunk);
     return false;
   }
   size_.store(by_address_.size(), std::memory_order_relaxed);
@@ -33,14 +34,8 @@ bool DormantMappings::claim(Address address, const Chunk* chunk) {
   return true;
 }
 
-void DormantMappings::forget_place(const Chunk* chunk, Address address) {
-  const auto [first, last] = by_chunk_.equal_range(chunk);
-  const auto found = std::find_if(first, last, [address](const auto& place) { return place.second == address; });
-  if (found != last) by_chunk_.erase(found);
-}
-
 DormantMappings::ByAddress::iterator DormantMappings::forget(ByAddress::iterator at) {
-  forget_place(at->second.chunk, at->first);
+  by_chunk_.erase(at->second.of_chunk);
   by_age_.erase(at->second.since);
   const auto next = by_address_.erase(at);
   size_.store(by_address_.size(), std::memory_order_relaxed);

@@ -11,7 +11,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <unordered_map>
 #include <vector>
 
 #include "base/status.h"
@@ -62,15 +61,16 @@ class DormantMappings {
   [[nodiscard]] std::size_t size() const { return size_.load(std::memory_order_relaxed); }
 
  private:
+  using ByChunk = std::multimap<const Chunk*, Address>;
   struct Kept {
     Chunk* chunk = nullptr;
     std::size_t size = 0;
     std::uint64_t since = 0;
     std::atomic<std::int64_t>* unmapped = nullptr;
+    ByChunk::iterator of_chunk;
   };
   using ByAddress = std::map<Address, Kept>;
 
-  void forget_place(const Chunk* chunk, Address address) VMM_REQUIRES(mutex_);
   ByAddress::iterator forget(ByAddress::iterator at) VMM_REQUIRES(mutex_);
   Status drop(ByAddress::iterator at) VMM_REQUIRES(mutex_);
   Status drop_all_of(Chunk* chunk) VMM_REQUIRES(mutex_);
@@ -81,7 +81,7 @@ class DormantMappings {
   mutable Mutex mutex_;
   ByAddress by_address_ VMM_GUARDED_BY(mutex_);
   std::map<std::uint64_t, Address> by_age_ VMM_GUARDED_BY(mutex_);
-  std::unordered_multimap<const Chunk*, Address> by_chunk_ VMM_GUARDED_BY(mutex_);
+  ByChunk by_chunk_ VMM_GUARDED_BY(mutex_);
   std::uint64_t next_ VMM_GUARDED_BY(mutex_) = 0;
 };
 

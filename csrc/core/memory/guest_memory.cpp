@@ -99,7 +99,7 @@ Status GuestMemory::take(int guest, std::size_t bytes, Places* out) {
   for (std::size_t k = 0; k < as_they_were; ++k) {
     Place& place = taken[k];
     place.is_mapped = place.is_open = store_.dormant().claim(place.address, place.chunk);
-    if (place.is_mapped) place.chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+    if (place.is_mapped) place.chunk->note_mapped();
   }
   std::sort(taken.begin(), taken.end(),
             [](const Place& a, const Place& b) { return a.size != b.size ? a.size > b.size : a.address < b.address; });
@@ -117,7 +117,7 @@ Status GuestMemory::open(Place& place) {
   if (!place.is_mapped) {
     const Status status = driver_.map(place.address, place.size, place.chunk->handle);
     if (!status.ok()) return status;
-    place.chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+    place.chunk->note_mapped();
     place.is_mapped = true;
   }
   const Location guest = Location::on_device(place.guest);
@@ -128,7 +128,7 @@ Status GuestMemory::open(Place& place) {
 
 void GuestMemory::put_idle(Place place) noexcept {
   if (place.is_mapped) {
-    place.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    place.chunk->note_unmapped();
     place.is_mapped = false;
   }
   place.is_open = false;

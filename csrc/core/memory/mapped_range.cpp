@@ -66,7 +66,7 @@ void MappedRange::undo(std::span<const PlacedChunk> placements, std::size_t coun
       }
       unmapped_by_driver_.fetch_add(1, std::memory_order_relaxed);
     }
-    chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    chunk->note_unmapped();
   }
 }
 
@@ -78,7 +78,7 @@ Status MappedRange::make_way(std::span<const PlacedChunk> placements, std::vecto
   for (std::size_t k = 0; k < placements.size(); ++k) {
     const auto& [offset, chunk] = placements[k];
     if (dormant_->claim(base_ + offset, chunk)) {
-      chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+      chunk->note_mapped();
       (*was_dormant)[k] = true;
     } else if (const Status status = dormant_->clear(base_ + offset, chunk->size); !status.ok()) {
       return status;
@@ -108,7 +108,7 @@ Status MappedRange::map(std::span<const PlacedChunk> placements, std::span<const
       if (was_dormant[count]) continue;
       const auto& [offset, chunk] = placements[count];
       if (const Status status = driver_.map(base_ + offset, chunk->size, chunk->handle); !status.ok()) return status;
-      chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+      chunk->note_mapped();
       ++mapped_by_driver_;
       to_open.push_back(placements[count]);
     }
@@ -140,7 +140,7 @@ Status MappedRange::unmap(ByteRange range) {
   if (const Status status = driver_.unmap(base_ + range.offset, range.size); !status.ok()) return status;
   for (; found != live_.end() && found->first < range.end(); found = live_.erase(found)) {
     unmapped_by_driver_.fetch_add(1, std::memory_order_relaxed);
-    found->second.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    found->second.chunk->note_unmapped();
     mapped_bytes_ -= found->second.chunk->size;
   }
   return {};
@@ -151,11 +151,11 @@ Chunk* MappedRange::retire(std::size_t offset, Epoch last_use, Fate fate) {
   VMM_CHECK(found != live_.end(), "no mapping at ", offset);
   const LiveMapping& mapping = found->second;
   Chunk* const chunk = mapping.chunk;
-  const bool is_untold = fate == Fate::in_vain || (mapping.is_withheld && !mapping.is_told);
+  const bool is_to_be_told = fate != Fate::in_vain && mapping.is_to_be_told();
   const bool may_stay = dormant_ != nullptr && fate == Fate::may_return &&
                         std::all_of(mapping.rights.begin(), mapping.rights.end(),
                                     [](const auto& right) { return right.second == Access::read_write; });
-  retired_.emplace(last_use, Retired{{offset, chunk->size}, chunk, is_untold, may_stay});
+  retired_.emplace(last_use, Retired{{offset, chunk->size}, chunk, is_to_be_told, may_stay});
   mapped_bytes_ -= chunk->size;
   live_.erase(found);
   return chunk;
@@ -175,8 +175,8 @@ std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::
   freed.reserve(passed);  // first: an address that could not be told of would never be free again
   for (auto at = retired_.begin(); passed > 0; --passed) {
     Retired& retired = at->second;
-    if (!retired.is_told && before) before(retired.range);
-    retired.is_told = true;
+    if (retired.is_to_be_told && before) before(retired.range);
+    retired.is_to_be_told = false;
     const Address address = base_ + retired.range.offset;
     if (!retired.may_stay || !dormant_->keep(address, retired.chunk, &unmapped_by_driver_)) {
       const Status status = driver_.unmap(address, retired.range.size);
@@ -188,7 +188,7 @@ std::vector<ByteRange> MappedRange::drop_retired(const Clock& clock, const std::
       }
       unmapped_by_driver_.fetch_add(1, std::memory_order_relaxed);
     }
-    retired.chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+    retired.chunk->note_unmapped();
     freed.push_back(retired.range);
     at = retired_.erase(at);
   }
@@ -207,6 +207,9 @@ Status MappedRange::clear_dormant() {
 }
 
 Status MappedRange::set_access(ByteRange range, Location who, Access access) {
+  for (auto it = live_.lower_bound(range.offset); it != live_.end() && it->first < range.end(); ++it) {
+    it->second.rights.reserve(it->second.rights.size() + 1);  // first: what was given has to be noted
+  }
   if (access == Access::read_write) {  // before the call: one that fails may have changed some
     for (auto it = live_.lower_bound(range.offset); it != live_.end() && it->first < range.end(); ++it) {
       ++it->second.times_writable;

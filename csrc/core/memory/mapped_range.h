@@ -27,6 +27,8 @@ struct LiveMapping {
   std::vector<std::pair<Location, Access>> rights;  // who was ever given access, and what each has now
   std::uint64_t times_writable = 0;                 // calls since it was mapped that let anyone write
 
+  // Whoever registers segments knows of it, and is told when it goes.
+  [[nodiscard]] bool is_to_be_told() const { return !is_withheld || is_told; }
   [[nodiscard]] Access access_of(Location who) const;
   // The strongest that anyone has.
   [[nodiscard]] Access access() const;
@@ -74,7 +76,7 @@ class MappedRange {
   void withhold(std::size_t offset) { live_.at(offset).is_withheld = true; }
   void note_told(std::size_t offset) { live_.at(offset).is_told = true; }
   // Drops the retired mappings whose last use has passed, the oldest first; looks
-  // at no other. `before` is told of each stretch right before it is unmapped, once.
+  // at no other. `before` is told of each stretch once, before it is unmapped or dormant.
   // Returns the stretches that are free addresses now. Throws std::bad_alloc, and nothing
   // has changed.
   std::vector<ByteRange> drop_retired(const Clock& clock, const std::function<void(ByteRange)>& before = nullptr);
@@ -116,7 +118,7 @@ class MappedRange {
   struct Retired {
     ByteRange range;
     Chunk* chunk = nullptr;
-    bool is_told = false;  // that it goes, or nobody is to be
+    bool is_to_be_told = false;  // somebody is, that it goes
     bool may_stay = false;
   };
   template <typename Each>

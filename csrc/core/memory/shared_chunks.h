@@ -19,13 +19,13 @@ class SharedChunks {
   SharedChunks& operator=(const SharedChunks&) = delete;
   // What nobody has taken over counts them no more.
   ~SharedChunks() {
-    for (Chunk* chunk : chunks_) chunk->mappings.fetch_sub(copies_, std::memory_order_acq_rel);
+    for (Chunk* chunk : chunks_) chunk->note_unmapped(copies_);
   }
 
   // All, or none where there is no room to note them. REQUIRES: their owner's lock is held.
   void add(std::span<Chunk* const> chunks) {
     chunks_.insert(chunks_.end(), chunks.begin(), chunks.end());
-    for (Chunk* chunk : chunks) chunk->mappings.fetch_add(copies_, std::memory_order_acq_rel);
+    for (Chunk* chunk : chunks) chunk->note_mapped(copies_);
   }
   // In the order in which they came; whoever asks takes the mappings back.
   [[nodiscard]] std::vector<Chunk*> release() noexcept { return std::exchange(chunks_, {}); }

@@ -70,7 +70,7 @@ Status ZeroCover::unmap(Map::const_iterator at) {
   Chunk* const chunk = at->second.chunk;
   const Status status = driver_.unmap(base_ + at->first, chunk->size);
   if (!status.ok() && status.code() != StatusCode::driver_gone) return status;
-  chunk->mappings.fetch_sub(1, std::memory_order_acq_rel);
+  chunk->note_unmapped();
   bytes_ -= chunk->size;
   live_.erase(at);
   return {};
@@ -93,7 +93,7 @@ Status ZeroCover::map(ByteRange range, std::size_t* at) {
       live_.erase(noted);
       return status;
     }
-    chunk->mappings.fetch_add(1, std::memory_order_acq_rel);
+    chunk->note_mapped();
     bytes_ += chunk->size;
     *at += chunk->size;
   }

@@ -26,7 +26,9 @@ enum class PoolEvent : std::uint8_t {
   // For whoever registers segments: as above, of chunks alone that a block lies in
   // wholly or not at all (DeviceMemory::keep_blocks_within_chunks()).
   segment_alloc,  // right after segment_map
-  segment_free,   // right before the driver unmaps the address, after segment_unmap
+  // The address is nobody's any more: it is unmapped now, or when something else is to
+  // stand there. After segment_unmap; of a model that goes to sleep right before it.
+  segment_free,
 };
 
 class PoolObserver {

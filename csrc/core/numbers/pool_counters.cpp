@@ -18,7 +18,7 @@ void PoolCounters::fell(StatKind kind, SizeClass size_class, std::size_t amount)
 
 // What changes hands between the small and the large pool has gone from the one
 // and come to the other, so `freed` and `allocated` of all rise as well.
-void PoolCounters::hand_over(StatKind kind, SizeClass from, SizeClass to, std::size_t amount) {
+void PoolCounters::reclassify(StatKind kind, SizeClass from, SizeClass to, std::size_t amount) {
   fell(kind, from, amount);
   rose(kind, to, amount);
 }
@@ -60,8 +60,8 @@ void PoolCounters::unmapped(std::size_t bytes, bool is_oversize) {
 }
 
 void PoolCounters::slab_changed_hands(std::size_t bytes, bool is_whole_chunk, SizeClass from, SizeClass to) {
-  hand_over(StatKind::reserved_bytes, from, to, bytes);
-  if (is_whole_chunk) hand_over(StatKind::segment, from, to, 1);
+  reclassify(StatKind::reserved_bytes, from, to, bytes);
+  if (is_whole_chunk) reclassify(StatKind::segment, from, to, 1);
 }
 
 void PoolCounters::set(StatKind kind, SizeClass size_class, std::size_t value) {

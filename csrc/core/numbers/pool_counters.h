@@ -77,7 +77,7 @@ class PoolCounters {
  private:
   void rose(StatKind kind, SizeClass size_class, std::size_t amount);
   void fell(StatKind kind, SizeClass size_class, std::size_t amount);
-  void hand_over(StatKind kind, SizeClass from, SizeClass to, std::size_t amount);
+  void reclassify(StatKind kind, SizeClass from, SizeClass to, std::size_t amount);
 
   Peaks& own_;
   Statistics statistics_;

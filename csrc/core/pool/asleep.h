@@ -58,7 +58,7 @@ class BrokenUpPlaces {
 enum class SleepBegun : std::uint8_t {
   anew,   // it was awake
   again,  // it is asleep, perhaps in part: the rest of it goes
-  never,  // it has ended
+  never,  // it has ended, or holds none of the device's memory
 };
 
 // While there is one the pool takes no requests, and there may be addresses in use that have
@@ -66,7 +66,7 @@ enum class SleepBegun : std::uint8_t {
 // writes there harms no one.
 struct Asleep {
   bool is_busy = true;                       // a transfer is on its way
-  bool is_discarded = false;                 // contents are gone for good: what comes back is zero
+  bool is_discarded = false;                 // contents are gone for good: what comes back is zero, or poison
   std::string place;                         // of what is kept, in words
   std::map<std::size_t, PlaceOfChunk> gone;  // by offset; where there is memory: none
   std::map<std::size_t, Chunk*> collected;   // to stand there, and not mapped yet

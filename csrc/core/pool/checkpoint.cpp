@@ -90,14 +90,11 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
   const auto begin = [&](Block* block, const PoolCheckpoint::Entry& entry) VMM_REQUIRES(mutex_) {
     try {
       directory_->insert(block);
-    } catch (...) {  // it is free again
-      if (!block->small) {
-        space_.blocks().free(block, block->tag, context_.clock.now());
-      } else if (const auto emptied = slabs_.free(block, context_.clock.now())) {
-        free_slab(*emptied);
-      }
+    } catch (...) {
+      free_block(block, context_.clock.now());
       throw;
     }
+    if (!block->small) space_.growth().note_handed_out(block->size());
     begin_block(block, entry.requested);
     allocated->push_back(base_ + block->offset);
   };

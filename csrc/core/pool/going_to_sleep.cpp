@@ -192,7 +192,7 @@ Status Pool::send_away(ByteRange range, bool is_poisoned) {
   Chunk* const chunk = mapping.chunk;
   const PlaceOfChunk place{range.size, is_to_be_read_only(range, mapping), mapping.is_withheld, is_poisoned};
   const bool was_sealed = !space_.allows(mapping, Access::read_write);
-  const bool is_told = !mapping.is_withheld || mapping.is_told;
+  const bool is_told = mapping.is_to_be_told();
   const auto gone = asleep_->gone.emplace(range.offset, place).first;  // first: there may be no memory to note it
   // Before it goes, for whoever registered it.
   if (is_told) tell(PoolEvent::segment_free, range.offset, range.size, nullptr);

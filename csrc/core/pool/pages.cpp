@@ -261,13 +261,18 @@ bool Pool::unhold_pages(std::size_t offset, std::size_t size) {
   return live_blocks_locked() == 0;
 }
 
-void Pool::drop_pages() {
+bool Pool::drop_pages() {
   const MutexLock lock(mutex_);
   std::vector<ByteRange> all;
   pages_.for_each_in({0, kind_.capacity}, [&all](const Block& block) { all.push_back(block.range()); });
+  bool any = false;
   for (const ByteRange& each : all) {
-    for (const ByteRange& part : held_.free_parts(each, kind_.page)) free_pages(part);
+    for (const ByteRange& part : held_.free_parts(each, kind_.page)) {
+      free_pages(part);
+      any = true;
+    }
   }
+  return any;
 }
 
 std::vector<ByteRange> Pool::held_pages(std::size_t offset, std::size_t size) const {

@@ -146,7 +146,6 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
     return 0;
   if (can_never_hold(bytes, shortage)) return 0;  // before it is rounded up: near 2^64 that wraps
   if (!pending_.empty()) settle_locked();
-  if (space_.range().retired_count() >= kMostRetired && space_.wait_for_retired(shortage)) return 0;
   // A stream that the thread has a shard for lasts, and has its tag for good.
   Shard* shard = mine.shard(*this, stream);
   const StreamTag tag = shard != nullptr ? shard->tag : streams_.tag_of(stream);
@@ -186,6 +185,7 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
 // Beyond what the stream's slabs, or its free space, have at hand.
 Block* Pool::find_block(std::size_t size, StreamTag tag, bool is_gathered, const BlockCaches::Mine& mine, Grant* grant,
                         Shortage* shortage) {
+  if (space_.range().retired_count() >= kMostRetired && space_.wait_for_retired(shortage)) return nullptr;
   Request request;
   request.size = size;
   request.tag = tag;
@@ -329,7 +329,7 @@ void Pool::make_slabs(Block* slabs) {
 // A slab's memory is the small pool's, whatever its chunk was mapped for; the chunk
 // itself is where the slab is all of it. While the pool is asleep it may have none, and
 // counts with the large pool's.
-void Pool::hand_over(const Block& slab, SizeClass from, SizeClass to) {
+void Pool::reclassify(const Block& slab, SizeClass from, SizeClass to) {
   if (asleep_ == nullptr) count_slab(slab, from, to);
 }
 
@@ -348,7 +348,7 @@ void Pool::make_slab(Block* slab) {
     throw;
   }
   space_.growth().note_handed_out(slab->size());
-  hand_over(*slab, SizeClass::large_pool, SizeClass::small_pool);
+  reclassify(*slab, SizeClass::large_pool, SizeClass::small_pool);
 }
 
 bool Pool::free(Address address, bool* drained) {
@@ -396,7 +396,7 @@ bool Pool::free(Address address, bool* drained) {
 
 void Pool::free_slab(const Slabs::Emptied& emptied) {
   space_.growth().note_freed(emptied.slab->size());
-  hand_over(*emptied.slab, SizeClass::small_pool, SizeClass::large_pool);
+  reclassify(*emptied.slab, SizeClass::small_pool, SizeClass::large_pool);
   space_.blocks().free(emptied.slab, emptied.slab->tag, emptied.epoch);
 }
 

@@ -243,7 +243,13 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
   // Returns the bytes moved.
   std::size_t shed(std::size_t keep) VMM_EXCLUDES(mutex_);
-  // The same until about `want` bytes have been moved. `beneath`: none that one of the floors
+  using FreedAt = BackedSpace::FreedAt;
+  // The same, of what was freed first before anything else.
+  std::size_t shed_oldest(std::size_t keep, const FreedAt& freed_at) VMM_EXCLUDES(mutex_);
+  // The same of what queued work uses no more, and of at most `most` bytes: a chunk
+  // that is larger than what is left of them stays. Waits for nothing.
+  std::size_t shed_unused(std::size_t most, const FreedAt& freed_at) VMM_EXCLUDES(mutex_);
+  // Puts idle chunks there until about `want` bytes have been moved. `beneath`: none that one of the floors
   // beneath it keeps.
   std::size_t shed_about(std::size_t want, const Budget* beneath) VMM_EXCLUDES(mutex_);
   // Where a free of `range` may have made chunks idle: there, and where what had waited ends
@@ -251,18 +257,12 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   std::vector<ByteRange> came_free_with(ByteRange range) VMM_EXCLUDES(mutex_);
   // As shed_about(), of chunks that reach into `freed`: it looks at no others.
   std::size_t shed_in(std::span<const ByteRange> freed, std::size_t want, const Budget* beneath) VMM_EXCLUDES(mutex_);
-  using FreedAt = BackedSpace::FreedAt;
-  // The same, of what was freed first before anything else.
-  std::size_t shed_oldest(std::size_t keep, const FreedAt& freed_at) VMM_EXCLUDES(mutex_);
-  // The same of what queued work uses no more, and of at most `most` bytes: a chunk
-  // that is larger than what is left of them stays. Waits for nothing.
-  std::size_t shed_unused(std::size_t most, const FreedAt& freed_at) VMM_EXCLUDES(mutex_);
   // Finishes what queued work held up, as far as it is done: frees whose streams
   // have passed, former addresses that nothing uses any more. Returns whether
   // anything came free.
   bool settle() VMM_EXCLUDES(mutex_);
-  // Drops all explicit pages that nobody holds (a forced unregister).
-  void drop_pages() VMM_EXCLUDES(mutex_);
+  // Drops all explicit pages that nobody holds (a forced unregister). Whether there were any.
+  bool drop_pages() VMM_EXCLUDES(mutex_);
 
   // -- Numbers ---------------------------------------------------------------
   [[nodiscard]] MemoryStats memory_stats() VMM_EXCLUDES(mutex_);  // walks the large free blocks
@@ -457,7 +457,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void give_up_spare_slabs(std::vector<ByteRange>* ended) VMM_REQUIRES(mutex_);
   bool settle_locked(std::vector<ByteRange>* ended = nullptr) VMM_REQUIRES(mutex_);
   bool finish_passed(std::vector<ByteRange>* ended = nullptr) VMM_REQUIRES(mutex_);
-  void hand_over(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
+  void reclassify(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   void count_slab(const Block& slab, SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   void begin_block(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
   void end_block(const Block& block) VMM_REQUIRES(mutex_);
@@ -521,7 +521,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] std::vector<ByteRange> contents() const VMM_REQUIRES(mutex_);
   bool collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
       VMM_REQUIRES(mutex_);
-  Status empty(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
+  Status blank(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
   void forget_unused() VMM_REQUIRES(mutex_);
   bool exchange_shelved(std::size_t bytes) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const VMM_REQUIRES(mutex_);

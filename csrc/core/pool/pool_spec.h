@@ -26,7 +26,7 @@ struct PoolSpec {
   std::string tag;           // what the model's user calls what is made here; empty: nothing
   bool no_split = false;     // a block has its chunks for itself
   bool is_mem_pool = false;  // a torch.cuda.MemPool's: a block lies within one chunk
-  bool is_range = false;     // one tensor's addresses, held by explicit pages that come and go at the end
+  bool is_range = false;     // one tensor's addresses, held by explicit pages
   // A part for what its model spills: its chunks are in host memory, whose budget is its
   // group, and the model's does not pay for them.
   bool is_spill = false;

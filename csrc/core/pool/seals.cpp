@@ -51,7 +51,7 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& p
   std::vector<Unchanged> ended;  // backups end with no lock held
   // A thread must not go on with a block that it keeps in a chunk that becomes read-only.
   const StillLock lock(*this, BlockCaches::Kept::gone);
-  if (asleep_ != nullptr) throw AsleepError(model().name());
+  require_awake();
   if (space_.is_open()) settle_locked();
   if (access == Access::read && is_tag_space()) {
     // What was freed since the caller waited may be written to by queued work still.

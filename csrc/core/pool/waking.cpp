@@ -256,7 +256,7 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
     if (keeps_within) space_.blocks().add_border(each.offset);
   }
   Status status = space_.range().map(placements, space_.accessors());
-  if (status.ok()) status = empty(placements, place.place.is_poisoned, filled_by.stream);
+  if (status.ok()) status = blank(placements, place.place.is_poisoned, filled_by.stream);
   // What is mapped is the pool's, also where that failed: whoever asked undoes it.
   for (const auto& [offset, chunk] : placements) {
     if (space_.range().live().count(offset) == 0) continue;
@@ -274,7 +274,7 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
 
 // Memory that wakes reads as zero, or as poison, where no content comes to it: nobody else's is
 // seen, nor what was thrown away.
-Status Pool::empty(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) {
+Status Pool::blank(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) {
   for (const auto& [offset, chunk] : placements) {
     const OwnerId content = chunk->content.load(std::memory_order_relaxed);
     const bool may_stay = !asleep_->is_discarded && !kind_.is_range && (content == id_ || !context_.options.scrub);

@@ -62,14 +62,17 @@ class Clock {
   bool poll() VMM_EXCLUDES(mutex_);
   // Makes sure that a tick covers `epoch`, so that it can pass by itself.
   void cover(Epoch epoch) VMM_EXCLUDES(mutex_);
+  // The same for what nobody waits for, of which there may be much: not while so many ticks
+  // are under way that the GPU is far behind. To be asked again then.
+  void cover_in_time(Epoch epoch) VMM_EXCLUDES(mutex_);
   // Work queued on the stream from now on comes after what `epoch` stands for:
   // the GPU waits, the caller does not. not_supported: as StreamPoint's.
   Status order_before(const StreamUse& later, Epoch epoch) VMM_EXCLUDES(mutex_);
   // Blocks the calling thread until `epoch` has passed. REQUIRES: no lock of a
   // pool is held.
   Status wait(Epoch epoch) VMM_EXCLUDES(mutex_);
-  // The same for everything queued until now, on streams that nobody knows too, as
-  // native's cudaFree waits.
+  // Blocks it for everything queued until now, on streams that nobody knows too, as
+  // native's cudaFree waits. A pool's lock may be held: nothing of ours runs meanwhile.
   Status synchronize() VMM_EXCLUDES(mutex_);
   // The newest epoch known to have passed.
   [[nodiscard]] Epoch passed() const { return passed_.load(std::memory_order_acquire); }
@@ -100,6 +103,7 @@ class Clock {
     StreamPointPtr point;
   };
   StreamPointPtr covering(Epoch epoch) const VMM_REQUIRES(mutex_);
+  void cover(Epoch epoch, std::size_t most_under_way) VMM_EXCLUDES(mutex_);
   StreamPointPtr tick() VMM_REQUIRES(mutex_);
   bool poll_locked() VMM_REQUIRES(mutex_);
   void has_passed_until(Epoch epoch) VMM_REQUIRES(mutex_);

@@ -4,9 +4,13 @@
 
 namespace vmm {
 
-DeviceStreams::~DeviceStreams() {
+DeviceStreams::~DeviceStreams() { destroy_free_fences(); }
+
+void DeviceStreams::destroy_free_fences() {
   const MutexLock lock(mutex_);
-  for (const Fence fence : free_) driver_.destroy_fence(fence).ignore();
+  const std::size_t before = free_.size();
+  std::erase_if(free_, [this](Fence fence) { return driver_.destroy_fence(fence).ok(); });  // or it serves again
+  fences_ -= before - free_.size();
 }
 
 void DeviceStreams::set_census(StreamCensus census) {

@@ -77,6 +77,8 @@ class DeviceStreams {
   [[nodiscard]] Fence take_fence() VMM_EXCLUDES(mutex_);
   // There is room for it since it was made.
   void put_back(Fence fence) noexcept VMM_EXCLUDES(mutex_);
+  // Gives the driver back those that nobody has taken.
+  void destroy_free_fences() VMM_EXCLUDES(mutex_);
 
   [[nodiscard]] Driver& driver() const { return driver_; }
   [[nodiscard]] int device() const { return device_; }

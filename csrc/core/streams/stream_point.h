@@ -77,6 +77,7 @@ class StreamPoint {
 
   StreamPoint() = default;
   void add(DeviceStreams& device, Stream stream) VMM_REQUIRES(mutex_);
+  void append(DeviceStreams& device, Stream stream) VMM_REQUIRES(mutex_);
   static bool try_record(Part& part);
   bool passed_locked(bool queued_is_done) VMM_REQUIRES(mutex_);
   bool record_all() VMM_REQUIRES(mutex_);
