@@ -189,6 +189,7 @@ SOURCES = [
     "csrc/torch_adapter/cuda_graphs.cpp",
     "csrc/torch_adapter/cuda_history.cpp",
     "csrc/torch_adapter/cuda_install.cpp",
+    "csrc/torch_adapter/cuda_limits.cpp",
     "csrc/torch_adapter/cuda_sharing.cpp",
     "csrc/torch_adapter/cuda_stream_census.cpp",
     "csrc/torch_adapter/debug_info_chain.cpp",

@@ -4,7 +4,8 @@
 // A subclass of CUDAPluggableAllocator because that one defines every pure
 // virtual of every torch release; all of them are overridden here, so none of
 // its own behaviour is left. The definitions lie in one file a subject:
-//   cuda_allocator.cpp   allocation, streams, cache, limits, statistics
+//   cuda_allocator.cpp   allocation, frees, streams
+//   cuda_limits.cpp      the cache, limits, statistics
 //   cuda_history.cpp     snapshots, history, observers
 //   cuda_graphs.cpp      private pools, graphs, checkpoints
 //   cuda_sharing.cpp     other devices, other processes, copies

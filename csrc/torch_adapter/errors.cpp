@@ -3,8 +3,11 @@
 #include <c10/util/Exception.h>
 
 #include <atomic>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
+
+#include "base/units.h"
 
 namespace vmm {
 
@@ -15,6 +18,10 @@ constexpr int kMostReports = 8;
 void throw_torch_error(const std::string& message) {
   TORCH_CHECK(false, message);
   __builtin_unreachable();
+}
+
+void throw_invalid_pointer(const void* block) {
+  throw_torch_error("invalid device pointer: " + format_hex(reinterpret_cast<std::uintptr_t>(block)));
 }
 
 void report_swallowed(const char* who, const char* what) noexcept {

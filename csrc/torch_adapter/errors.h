@@ -14,6 +14,9 @@ namespace vmm {
 // c10::Error with this text.
 [[noreturn]] void throw_torch_error(const std::string& message);
 
+// c10::Error in native's words for an address that is nobody's.
+[[noreturn]] void throw_invalid_pointer(const void* block);
+
 // What a caller who must not see an exception (a free, a destructor) does with
 // one: says so on stderr, the first few times. `who` is the function.
 void report_swallowed(const char* who, const char* what) noexcept;
