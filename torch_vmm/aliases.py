@@ -10,6 +10,7 @@ from typing import SupportsIndex
 import torch
 
 from torch_vmm import _C, placed, routing
+from torch_vmm._lifetimes import hold_while
 from torch_vmm.dense import require_no_grad, require_strided, require_values, span_bytes
 from torch_vmm.devices import Device, DeviceKey
 from torch_vmm.errors import InvalidArgumentError
@@ -208,9 +209,5 @@ def _alias(tensors: list[torch.Tensor], copies: int, read_only: bool, shape: tup
     # Not their storages, which may take other memory meanwhile: resize_(), share_memory_().
     shown = _Shown(pool, [_C.hold_memory(tensor) for tensor in tensors])
     _by_address[made.data_ptr()] = shown
-    weakref.finalize(made.untyped_storage(), _let_go, shown).atexit = False
+    hold_while(made, shown)
     return made
-
-
-def _let_go(_: _Shown) -> None:
-    """Only its argument matters: it was held until now."""

@@ -11,6 +11,7 @@ from typing import SupportsIndex, TypeAlias
 import torch
 
 from torch_vmm import _C
+from torch_vmm._lifetimes import hold_while
 from torch_vmm.dense import require_no_grad, require_strided, require_values
 from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError
@@ -36,7 +37,7 @@ class _Placed:
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, device: DeviceKey) -> torch.Tensor:
         with outside_inference():
             made = self.memory.tensor(shape, dtype, *device)
-        weakref.finalize(made.untyped_storage(), _let_go, self).atexit = False
+        hold_while(made, self)
         return made
 
 
@@ -154,7 +155,3 @@ def _require_whole_pages(rows: list[int], row: int, page: int) -> None:
             f"placement: {count} rows of {row} bytes of share {k} end within a page, and each device's memory is whole "
             f"pages of {page} bytes; give a multiple of {step} rows: {right}"
         )
-
-
-def _let_go(_: _Placed) -> None:
-    """Only its argument matters: it was held until now."""

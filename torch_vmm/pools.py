@@ -17,6 +17,7 @@ import torch
 
 from torch_vmm import _C, events, tables
 from torch_vmm._guarded import Guarded
+from torch_vmm._lifetimes import hold_while
 from torch_vmm.contexts import Context, Stays
 from torch_vmm.dense import is_dense, plain_tensors, reaches_the_end
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
@@ -189,9 +190,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         """
         at, sizes = to_tensor_range(offset, shape, dtype, self.capacity)
         tensor = self._handle.tensor(at, sizes, dtype)
-        # The storage's Python object lives as long as the storage (torch sees
-        # to that), so whoever holds any view of it holds the pool.
-        weakref.finalize(tensor.untyped_storage(), _let_go, self).atexit = False
+        hold_while(tensor, self)
         return tensor
 
     # -- Giving back ---------------------------------------------------------------------------------------------------
@@ -761,7 +760,3 @@ def _close_dropped(handle: _C.Pool) -> None:
     # Nobody can close it any more. In a forked child there is nothing to close.
     with contextlib.suppress(VmmError):
         handle.close(True)
-
-
-def _let_go(_: VirtualMemoryPool) -> None:
-    """Only its argument matters: it was held until now."""

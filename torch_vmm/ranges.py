@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torch_vmm import _C
+from torch_vmm._lifetimes import hold_while
 from torch_vmm.dense import span_bytes
 from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError
@@ -54,7 +55,7 @@ class Backing:
         with outside_inference():
             tensor = self.handle.tensor(shape, dtype)
         self.dtype = dtype
-        weakref.finalize(tensor.untyped_storage(), _let_go, self.pool).atexit = False
+        hold_while(tensor, self.pool)
         return tensor
 
 
@@ -183,7 +184,3 @@ def require_size(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
         raise InvalidArgumentError(
             f"{name}={show(shape)} of {dtype}: its dimensions are {show(size)} bytes, more than there are addresses"
         )
-
-
-def _let_go(_: VirtualMemoryPool) -> None:
-    """Only its argument matters: it was held until now."""
