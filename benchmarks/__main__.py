@@ -19,7 +19,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from . import loops, machine, report, runner
+from . import allocators, loops, machine, report, runner
 from .measurement import Result, Row
 
 _FOLDER = Path(__file__).resolve().parent
@@ -123,6 +123,9 @@ def _write(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         commit=machine.commit(),
         machine=outcome.machine,
+        rounds=outcome.rounds,
+        settings=allocators.settings(),
+        failed=list(dict.fromkeys(outcome.failed)),
         rows=outcome.rows,
     )
     tag = machine.device_tag(str(outcome.machine["device"]))

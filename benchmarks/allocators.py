@@ -15,6 +15,7 @@ NATIVE_POOL = "NativeMemoryPool"
 DRIVER = "driver"  # its calls and nothing else
 RMM_POOL, RMM_ASYNC = "rmm-pool", "rmm-async"
 
+_SETTINGS = ("TORCH_VMM_", "PYTORCH_", "CUDA_")
 _CONFIGURATIONS = {
     "expandable": "expandable_segments:True",
     "cudaMallocAsync": "backend:cudaMallocAsync",
@@ -29,6 +30,11 @@ def environment(allocator: str) -> dict[str, str]:
     if allocator in _CONFIGURATIONS:
         variables["PYTORCH_CUDA_ALLOC_CONF"] = _CONFIGURATIONS[allocator]
     return variables
+
+
+def settings() -> dict[str, str]:
+    """Variables of ours and of torch's that every process has, whatever its allocator."""
+    return {name: value for name, value in sorted(environment("native").items()) if name.startswith(_SETTINGS)}
 
 
 def install(allocator: str, kind: str) -> None:

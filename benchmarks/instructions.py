@@ -31,6 +31,7 @@ class Case(NamedTuple):
 
 CASES = {
     "pair 512 B": Case("pair", 2000),
+    "pair 20 MiB, after small ones": Case("pair_of_both", 2000),
     "churn 512 B - 1 MiB, 1000 live": Case("churn", 5000),
     "churn 2 MiB - 32 MiB, 200 live": Case("large_churn", 5000),
     "buffers 2 MiB - 32 MiB, 200 live": Case("buffers", 5000),

@@ -10,10 +10,8 @@ the floor says what they cost.
 
 from __future__ import annotations
 
-import math
-
 from . import allocators, loops, machine
-from .measurement import ONE_BY_ONE, Measurement, Row
+from .measurement import ONE_BY_ONE, Measurement, Row, percentile
 
 KIND = "cuda"
 ALLOCATORS = ("torch_vmm", "native", "expandable", allocators.FLOOR)
@@ -50,11 +48,6 @@ def told(case: str, times: list[float], slow: list[loops.LongOperation]) -> list
         for (name, unit), value in zip(_TOLD.items(), values, strict=True):
             rows.append(Measurement(case + ONE_BY_ONE, f"worst {rank}, {name}", value, unit))
     return rows
-
-
-def percentile(ordered: list[float], share: float) -> float:
-    """The least of the ascending ``ordered`` that ``share`` of them do not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def reason(size: int, mapped: int, unmapped: int, climbs: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
 
 
@@ -42,7 +44,15 @@ class Row(TypedDict):
     runs: list[float]
 
 
-class Result(TypedDict):
+class _Circumstances(TypedDict, total=False):
+    """What older files do not say."""
+
+    rounds: int  # processes of each allocator; one may repeat what it measures
+    settings: dict[str, str]  # that were in force beside each allocator's own, by variable
+    failed: list[str]  # what was to be measured, and is not here
+
+
+class Result(_Circumstances):
     """One file: every allocator's rows, from one run."""
 
     benchmark: str
@@ -56,3 +66,8 @@ class Result(TypedDict):
 def is_for_tables(row: Row) -> bool:
     """Whether it is a number to compare at a glance; fingerprints and single operations are not."""
     return row["unit"] != "crc32" and not row["case"].endswith(ONE_BY_ONE)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The least of the ascending ``ordered`` that ``share`` of them do not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

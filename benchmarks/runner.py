@@ -68,6 +68,7 @@ class Outcome(NamedTuple):
     rows: list[Row]
     machine: dict[str, str | int]
     failed: list[str]
+    rounds: int = 0
 
 
 def module(name: str) -> ModuleType:
@@ -126,7 +127,7 @@ def run(name: str, chosen: list[str], runs: int, options: Options) -> Iterator[O
                 for allocator, measurements in zip(group, every, strict=True):
                     for each in measurements:
                         _add(rows, allocator, each)
-            yield Outcome(list(rows.values()), facts, failed)
+            yield Outcome(list(rows.values()), facts, failed, number + 1)
 
 
 def _another_first(turns: list[Turn], width: int, number: int) -> list[Turn]:

@@ -190,10 +190,10 @@ double replace_ns(size_t bytes, int live, int count) {
 
 // A random live set: each operation picks one of `live` slots, drops what is in
 // it and takes a block of a size from `lowest` to `highest` bytes (uniform in
-// its logarithm). ns an operation, the best of three rounds; the blocks of one
-// round are there when the next begins.
+// its logarithm). ns an operation, of each of three rounds, which are the same; the blocks
+// of one are there when the next begins.
 template <class Source>
-double churn_ns(size_t lowest, size_t highest, int live, int count, unsigned seed) {
+std::vector<double> churn_ns(size_t lowest, size_t highest, int live, int count, unsigned seed) {
   struct Operation {
     size_t slot;
     size_t bytes;
@@ -206,7 +206,7 @@ double churn_ns(size_t lowest, size_t highest, int live, int count, unsigned see
   }
   const Source source;
   std::vector<typename Source::Block> slots(live);
-  double best = std::numeric_limits<double>::infinity();
+  std::vector<double> rounds;
   for (int round = 0; round < 3; ++round) {
     const Stopwatch watch;
     for (const Operation& operation : operations) {
@@ -214,10 +214,10 @@ double churn_ns(size_t lowest, size_t highest, int live, int count, unsigned see
       Source::drop(block);
       block = source.take(operation.bytes);
     }
-    best = std::min(best, watch.ns() / count);
+    rounds.push_back(watch.ns() / count);
   }
   for (auto& block : slots) Source::drop(block);
-  return best;
+  return rounds;
 }
 
 // A mixed program, an operation after the other: sizes from 512 B to 128 MiB, lifetimes from one operation to a hundred

@@ -2,9 +2,10 @@
 // alone. It measures nothing itself; benchmarks/instructions.py runs it twice,
 // with two counts, and what the longer run adds is what the steps cost.
 //
-//   instructions pair|churn|large_churn|buffers STEPS
+//   instructions pair|pair_of_both|churn|large_churn|buffers STEPS
 //
 // Both runs begin alike, whatever the count: the same blocks by the same seed.
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -26,12 +27,19 @@ using vmm::kMiB;
 // its versions.
 class Dice {
  public:
-  std::size_t below(std::size_t bound) {
-    state_ = state_ * 6364136223846793005ULL + 1442695040888963407ULL;
-    return static_cast<std::size_t>(state_ >> 33) % bound;
+  std::size_t below(std::size_t bound) { return next() % bound; }
+  // Uniform in its logarithm, as in hot_path.
+  std::size_t between(std::size_t lowest, std::size_t highest) {
+    const double share = static_cast<double>(next()) / static_cast<double>(1U << 31);
+    return static_cast<std::size_t>(static_cast<double>(lowest) *
+                                    std::pow(static_cast<double>(highest) / static_cast<double>(lowest), share));
   }
 
  private:
+  std::size_t next() {
+    state_ = state_ * 6364136223846793005ULL + 1442695040888963407ULL;
+    return static_cast<std::size_t>(state_ >> 33);
+  }
   std::uint64_t state_ = 1;
 };
 
@@ -68,12 +76,20 @@ void pair(Bench& bench, long steps) {
   for (long k = 0; k < steps; ++k) bench.free(bench.allocate(512));
 }
 
+// Of 20 MiB, where small ones were at a peak beside it: each class has once needed the room
+// that there is for both.
+void pair_of_both(Bench& bench, long steps) {
+  const auto once = [&bench](std::size_t bytes) { bench.free(bench.allocate(bytes)); };
+  for (const std::size_t bytes : {std::size_t{512}, 20 * kMiB, std::size_t{512}}) once(bytes);
+  for (long k = 0; k < steps; ++k) once(20 * kMiB);
+}
+
 // `live` blocks of [lowest, highest] bytes; a step frees one and allocates another.
 template <class Source>
 void churn(Source& bench, std::size_t live, std::size_t lowest, std::size_t highest, long steps) {
   constexpr std::size_t kTurns = 10;  // that every block is replaced before it counts, about
   Dice dice;
-  const auto size = [&] { return lowest + dice.below(highest - lowest + 1); };
+  const auto size = [&] { return dice.between(lowest, highest); };
   std::vector<Address> blocks(live);
   for (Address& block : blocks) block = bench.allocate(size());
   for (long k = 0; k < static_cast<long>(kTurns * live) + steps; ++k) {
@@ -95,6 +111,10 @@ int main(int count, char** words) {
       pair(bench, steps);
       return 0;
     }
+    if (std::strcmp(what, "pair_of_both") == 0) {
+      pair_of_both(bench, steps);
+      return 0;
+    }
     if (std::strcmp(what, "churn") == 0) {
       churn(bench, 1000, 512, kMiB, steps);
       return 0;
@@ -114,6 +134,6 @@ int main(int count, char** words) {
       return 0;
     }
   }
-  std::fprintf(stderr, "usage: instructions pair|churn|large_churn|buffers STEPS\n");
+  std::fprintf(stderr, "usage: instructions pair|pair_of_both|churn|large_churn|buffers STEPS\n");
   return 2;
 }

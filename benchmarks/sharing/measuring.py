@@ -12,12 +12,12 @@ import torch
 
 import torch_vmm
 
-from ..measurement import ONE_BY_ONE, Measurement
+from ..measurement import ONE_BY_ONE, Measurement, percentile
 from ..workloads.measuring import settle_algorithms
 from . import hosted, trace
 from .hosted import Hosted
 from .scales import Scale, scale_of
-from .server import Residence, Server, Told, percentile
+from .server import Residence, Server, Told
 from .trace import Arrival, Shape
 
 _GIB = 2**30

@@ -7,7 +7,6 @@ is their limits, and nothing else.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from ..measurement import percentile
 from .trace import Arrival
 
 
@@ -273,8 +273,3 @@ class Told:
     def admitted(self) -> int:
         """Requests whose first token came within the goal."""
         return self.offered - self.refused - self.late
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The least value, of those in ``ordered``, that such a share of them does not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

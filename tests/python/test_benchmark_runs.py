@@ -166,7 +166,9 @@ def test_the_file_says_what_was_measured(
     result = json.loads((tmp_path / "workloads-cpu.json").read_text())
     assert result["benchmark"] == "workloads"
     assert result["command"] == "python -m benchmarks --runs 3 --programs serve --device cpu workloads"
-    assert set(result) == {"benchmark", "command", "date", "commit", "machine", "rows"}
+    said = {"benchmark", "command", "date", "commit", "machine", "rounds", "settings", "failed", "rows"}
+    assert set(result) == said
+    assert result["failed"] == []
     rows = {(row["allocator"], row["metric"]): row for row in result["rows"]}
     ours = rows["torch_vmm", "warm pass"]
     assert ours == row("serve", "torch_vmm", "warm pass", "s", 2.2346, 5.2346, 6.2346) | {"value": 5.2346}

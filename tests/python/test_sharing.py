@@ -16,10 +16,10 @@ import torch
 
 import torch_vmm
 from benchmarks import sharing
-from benchmarks.measurement import Row
+from benchmarks.measurement import Row, percentile
 from benchmarks.sharing import hosted, measuring, picture, trace
 from benchmarks.sharing.scales import Scale, scale_of
-from benchmarks.sharing.server import AllResident, Clock, Model, Request, Server, Told, percentile
+from benchmarks.sharing.server import AllResident, Clock, Model, Request, Server, Told
 from benchmarks.sharing.trace import Arrival, Shape
 from tests.helpers import ROOT
 
