@@ -34,7 +34,8 @@ def rows_of(result: dict[str, Any], allocator: str) -> dict[tuple[str, str], dic
 @pytest.mark.parametrize("name", NAMES)
 def test_the_file_has_the_form_that_all_have(results: dict[str, dict[str, Any]], name: str) -> None:
     result = results[name]
-    assert result.keys() == {"benchmark", "command", "date", "commit", "machine", "rows"}
+    said = {"benchmark", "command", "date", "commit", "machine", "rounds", "settings", "failed", "rows"}
+    assert result.keys() == said
     assert result["benchmark"] == name
     assert result["machine"]["device"] == "cpu"
     for row in result["rows"]:
