@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <memory>
 #include <random>
 #include <thread>
@@ -178,34 +179,49 @@ TEST(Peaks, OneClassThatNeedsAllTheRoomKeepsIt) {
 
 // Whoever takes room from a seat does so while its thread gives it to another class: what both
 // classes may rise to unseen is never more than the seat has.
-TEST(Peaks, AreExactOnceThreadsRestThatTookRoomFromEachOther) {
+TEST(Peaks, AreMissedByNobodyOnceThreadsRestThatTookRoomFromEachOther) {
+  constexpr int kRounds = 20'000;
   std::mt19937 random(7);
-  for (int round = 0; round < 300; ++round) {
-    Peaks peaks;
-    BlockSeat one(peaks);
-    BlockSeat other(peaks);
-    const auto turn = [](BlockSeat& seat, std::mt19937::result_type seed) {
-      std::mt19937 sizes(seed);
-      for (int k = 0; k < 60; ++k) {
-        const SizeClass size_class = sizes() % 2 == 0 ? SizeClass::small_pool : SizeClass::large_pool;
-        const std::size_t bytes = 1 + sizes() % 1000;
-        seat.rose(size_class, bytes, bytes);
-        seat.fell(size_class, bytes, bytes);
+  Peaks peaks;
+  BlockSeat one(peaks);
+  BlockSeat other(peaks);
+  const auto turn = [](BlockSeat& seat, std::mt19937& sizes) {
+    for (int k = 0; k < 20; ++k) {
+      const SizeClass size_class = sizes() % 2 == 0 ? SizeClass::small_pool : SizeClass::large_pool;
+      const std::size_t bytes = 1 + sizes() % 1000;
+      seat.rose(size_class, bytes, bytes);
+      seat.fell(size_class, bytes, bytes);
+    }
+  };
+  std::atomic<int> begun{0};
+  std::atomic<int> ended{0};
+  std::thread beside([&] {
+    std::mt19937 sizes(8);
+    for (int round = 1; round <= kRounds; ++round) {
+      while (begun.load() < round) {
       }
-    };
-    turn(one, random());
-    std::thread beside([&, seed = random()] { turn(other, seed); });
-    turn(one, random());
-    beside.join();
+      turn(other, sizes);
+      ended.store(round);
+    }
+  });
+  int missed = 0;
+  for (int round = 1; round <= kRounds; ++round) {
+    begun.store(round);
+    turn(one, random);
+    while (ended.load() < round) {
+    }
     const std::int64_t highest = peaks.level(kBytes).peak;
-    const std::size_t small = random() % static_cast<unsigned>(highest);
+    const std::size_t small = random() % static_cast<std::size_t>(highest);
     one.rose(SizeClass::small_pool, small, small);
     const std::size_t large = static_cast<std::size_t>(highest) + 1 - small;
     one.rose(SizeClass::large_pool, large, large);
     one.fell(SizeClass::large_pool, large, large);
     one.fell(SizeClass::small_pool, small, small);
-    ASSERT_EQ(peaks.level(kBytes).peak, highest + 1) << "round " << round << ", " << small << " of it small";
+    missed += peaks.level(kBytes).peak < highest + 1 ? 1 : 0;
+    if (highest > 3000) peaks.reset_peaks();
   }
+  beside.join();
+  EXPECT_EQ(missed, 0) << "of " << kRounds << " rounds";
 }
 
 // Each holds 100 while the next has 200 more and lets go of it: a new peak only
@@ -238,7 +254,7 @@ TEST(Peaks, StayWithinWhatManyThreadsCanHold) {
   Peaks peaks;
   std::vector<std::thread> threads;
   threads.reserve(4);
-  for (int k = 0; k < 4; ++k) {
+  for (int k = 0; k < 20; ++k) {
     threads.emplace_back([&] {
       Counter pool(peaks);
       for (int step = 0; step < 2000; ++step) {

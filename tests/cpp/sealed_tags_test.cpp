@@ -5,6 +5,7 @@
 #include <map>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/faces/seals.h"
@@ -64,6 +65,24 @@ TEST(SealedTags, AllThatLivesInAChunkHasToBeGiven) {
   EXPECT_TRUE(weights->is_read_only(block, 6 * kMiB));
   EXPECT_THROW(unseal_pages(lab.memory(), *model, {part(block, 512)}), InvalidArgumentError);
   EXPECT_TRUE(weights->is_read_only(block, 6 * kMiB));
+}
+
+// What was mapped beyond a request is free from the first, and may be being zeroed for it.
+TEST(SealedTags, TheRestOfAChunkIsWaitedForToo) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const auto weights = lab.memory().tagged(model, "weights");
+  lab.driver.hold_fences();
+  const Address block = lab.allocate(*weights, 3 * kMiB, kOne);
+  Epoch wait_for = kLongAgo;
+  weights->set_memory_access({piece(block, 3 * kMiB)}, Access::read, &wait_for);
+  EXPECT_NE(wait_for, kLongAgo) << "queued work may write there still";
+  EXPECT_FALSE(weights->is_read_only(block, 3 * kMiB));
+  lab.driver.release_fences();
+  EXPECT_TRUE(lab.memory().clock().wait(std::exchange(wait_for, kLongAgo)).ok());
+  weights->set_memory_access({piece(block, 3 * kMiB)}, Access::read, &wait_for);
+  EXPECT_EQ(wait_for, kLongAgo);
+  EXPECT_TRUE(weights->is_read_only(block, 3 * kMiB));
 }
 
 TEST(SealedTags, FreedMemoryIsWritableWhereverItGoes) {

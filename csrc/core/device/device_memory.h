@@ -318,7 +318,7 @@ class DeviceMemory {
   bool bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
   void bury_drained(const Pool* pool) VMM_EXCLUDES(registry_mutex_);
   bool bury_closed() VMM_EXCLUDES(registry_mutex_);
-  bool bury_group(const Budget* group) VMM_EXCLUDES(registry_mutex_);
+  bool bury_group(const Budget* key) VMM_EXCLUDES(registry_mutex_);
   bool bury_groups() VMM_EXCLUDES(registry_mutex_);
   void tend();
   bool let_leave() VMM_EXCLUDES(registry_mutex_);

@@ -2,30 +2,31 @@
 //
 //   -  the pool itself: its own idle chunks, its group's shelf, a new chunk
 //      within the limits (allocating.cpp, BackedSpace::place)
-//   0  store: what rests on the group's shelf in sizes that did not fit, on all shelves
+//   *  store: what rests on the group's shelf in sizes that did not fit, on all shelves
 //      where the driver itself refused, and what models of other devices left here where
 //      the device's own limit did, is given back to the driver
-//   1  other models: idle chunks of other pools that stand under the limit that refused,
+//   *  other models: idle chunks of other pools that stand under the limit that refused,
 //      lowest priority first, then whoever is furthest above its floor; they
 //      move by a second mapping, and no one waits for the GPU
-//   2  callbacks: torch's registered free-memory callbacks, and work that is done by now
-//   3  on_pressure: the function that the shared pool's user gave for it: it evicts, trims
-//      or frees; then 0 and 1 again, for as long as it says that there is more
-//   4  private pools: what is free inside those that said that they lend it
-//   5  queued work: wait for all of it, with no lock held; then, with
+//   *  callbacks: torch's registered free-memory callbacks, and work that is done by now
+//   *  on_pressure: the function that the shared pool's user gave for it: it evicts, trims
+//      or frees; then store and other models again, for as long as it says that there is more
+//   *  private pools: what is free inside those that said that they lend it
+//   *  queued work: wait for all of it, with no lock held; then, with
 //      every pool locked, give all idle memory above the floors back to the
 //      driver and take the room. Whatever fits after that is granted; no other
 //      thread can take it in between. Again while others had work queued since
 //      that may still use idle memory
-//   6  host memory: for models that ask for it (DeviceMemory::set_spills): the tensor stands
+//   *  host memory: for models that ask for it (DeviceMemory::set_spills): the tensor stands
 //      in the host's, counted and bounded apart (spilling.cpp)
 //   -  an error that says who asked, for how much, every limit, who holds
 //      what, and what would help (refusing.cpp)
 //
 // A rung says whether it has changed anything: what has not is not followed by another
-// attempt. Where everything that all others have would not do, nobody gives anything: 0, 1
-// and 5 are passed over. A callback may raise a limit, so 2 is passed over only where the
-// device is too small, and 3 there and where the pool has no such addresses.
+// attempt. Where everything that all others have would not do, nobody gives anything: store,
+// other models and queued work are passed over. A callback may raise a limit, so callbacks are
+// passed over only where the device is too small, and on_pressure there and where the pool has
+// no such addresses.
 // One request at a time climbs; requests that their own pool can meet never
 // wait for it.
 #pragma once

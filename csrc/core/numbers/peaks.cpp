@@ -132,8 +132,10 @@ bool BlockSeat::has_enough() {
     for (std::size_t k = 0; k < 3; ++k) {
       if (now[mine][k] <= limits_[mine][k].load(std::memory_order_relaxed)) continue;
       auto& other = limits_[1 - mine][k];
-      const std::int64_t left = std::min(other.load(std::memory_order_relaxed), now[1 - mine][k]);
-      other.store(left, std::memory_order_relaxed);
+      std::int64_t left = other.load();
+      while (left > now[1 - mine][k] && !other.compare_exchange_weak(left, now[1 - mine][k])) {
+      }
+      left = std::min(left, now[1 - mine][k]);
       rise_to_what_is_left(mine, k, left, as_of);
     }
   }
