@@ -20,8 +20,8 @@ ALLOCATORS = {
 ROWS = [
     ("allocate + free 512 B", "hot_path", "pair 512 B", "time", "ns"),
     ("allocate + free 20 MiB", "hot_path", "pair 20 MiB", "time", "ns"),
-    ("the same, 512 B, 8 threads on one model", "hot_path", "pair 512 B, 8 threads", "time", "ns"),
-    ("512 B that 4 threads allocate and 4 others free", "hot_path", "512 B, 4 threads take, 4 free", "time", "ns"),
+    ("the same, 512 B, 8 threads on one model, over all pairs", "hot_path", "pair 512 B, 8 threads", "time", "ns"),
+    ("512 B, 4 threads allocate, 4 others free, over all", "hot_path", "512 B, 4 threads take, 4 free", "time", "ns"),
     ("1000 live blocks, 512 B to 1 MiB: one replaced", "hot_path", "churn 512 B - 1 MiB, 1000 live", "time", "ns"),
     ("200 live blocks, 2 to 256 MiB: one replaced", "hot_path", "churn 2 MiB - 256 MiB, 200 live", "time", "ns"),
     ("`torch.empty(1000)` from Python", "hot_path", "torch.empty of 1000 floats", "time", "ns"),
