@@ -355,10 +355,14 @@ TEST(HalfDone, AScrubThatFailsTogetherWithEveryUnmapLeavesOneOwner) {
 
 // ------------------------------------------------------------ exported memory
 
-TEST(Exported, MemoryThatAnotherProcessHasHadServesNoOtherModel) {
+LabSpec exportable() {
   LabSpec spec;
   spec.options.exportable = true;
-  Lab lab(spec);
+  return spec;
+}
+
+TEST(Exported, MemoryThatAnotherProcessHasHadServesNoOtherModel) {
+  Lab lab(exportable());
   const auto group = lab.memory().create_group("group", 8 * kMiB);
   const auto a = lab.pool(Lab::spec("a"), group.get());
   const auto b = lab.pool(Lab::spec("b"), group.get());
@@ -387,9 +391,7 @@ TEST(Exported, MemoryThatAnotherProcessHasHadServesNoOtherModel) {
 }
 
 TEST(Exported, MemoryMovesNowhere) {
-  LabSpec spec;
-  spec.options.exportable = true;
-  Lab lab(spec);
+  Lab lab(exportable());
   const auto group = lab.memory().create_group("group", 12 * kMiB);
   const auto pool = lab.pool(Lab::spec("a"), group.get());
   const Address exported = lab.allocate(*pool, 4 * kMiB);
@@ -406,10 +408,8 @@ TEST(Exported, MemoryMovesNowhere) {
 }
 
 TEST(Exported, MemoryIsReleasedRatherThanShelved) {
-  LabSpec spec;
-  spec.options.exportable = true;
   for (const bool late : {false, true}) {
-    Lab lab(spec);
+    Lab lab(exportable());
     const auto pool = lab.pool("a");
     const Address block = lab.allocate(*pool, 4 * kMiB, kOne);
     static_cast<void>(pool->chunks_to_export(block, 4 * kMiB));

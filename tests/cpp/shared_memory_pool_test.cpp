@@ -62,11 +62,8 @@ TEST_F(Shared, WaitsForTheGpuWithNoLockHeld) {
     ++waits;
     EXPECT_EQ(shared_->model_ids().size(), 2U) << "who is asked meanwhile is answered";
   });
-  const auto leave_used = [&] {  // idle, but that queued work may use it
-    lab_.driver.hold_fences();
-    lab_.leave_idle(*a, 32 * kMiB, stream(0x10));
-  };
-  leave_used();
+  lab_.driver.hold_fences();
+  lab_.leave_idle(*a, 32 * kMiB, stream(0x10));  // but that queued work may use it
   ModelSpec with_floor = spec();
   with_floor.floor = 16 * kMiB;
   shared_->register_model("b", with_floor);

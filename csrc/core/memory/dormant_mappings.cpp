@@ -1,6 +1,5 @@
 #include "core/memory/dormant_mappings.h"
 
-#include <algorithm>
 #include <iterator>
 #include <new>
 

@@ -207,13 +207,10 @@ Status MappedRange::clear_dormant() {
 }
 
 Status MappedRange::set_access(ByteRange range, Location who, Access access) {
+  // Before the call: what it gives has to be noted, and one that fails may have changed some.
   for (auto it = live_.lower_bound(range.offset); it != live_.end() && it->first < range.end(); ++it) {
-    it->second.rights.reserve(it->second.rights.size() + 1);  // first: what was given has to be noted
-  }
-  if (access == Access::read_write) {  // before the call: one that fails may have changed some
-    for (auto it = live_.lower_bound(range.offset); it != live_.end() && it->first < range.end(); ++it) {
-      ++it->second.times_writable;
-    }
+    it->second.rights.reserve(it->second.rights.size() + 1);
+    if (access == Access::read_write) ++it->second.times_writable;
   }
   if (const Status status = driver_.set_access(base_ + range.offset, range.size, who, access); !status.ok()) {
     return status;
