@@ -34,11 +34,17 @@ GrowthPolicy::Lack contested(std::size_t bytes) {
   return result;
 }
 
-// The chunks that back it all.
-std::vector<std::size_t> sizes(const GrowthPolicy& policy, const GrowthPolicy::Lack& lack) {
+GrowthPolicy::Lack in_units(std::size_t bytes, std::size_t unit) {
+  GrowthPolicy::Lack result = lack(bytes);
+  result.unit = unit;
+  return result;
+}
+
+// The chunks that back it all, from `offset` on.
+std::vector<std::size_t> sizes(const GrowthPolicy& policy, const GrowthPolicy::Lack& lack, std::size_t offset = 0) {
   std::vector<std::size_t> sizes;
   for (std::size_t remaining = lack.total; remaining != 0; remaining -= sizes.back()) {
-    sizes.push_back(policy.next_size(lack, remaining));
+    sizes.push_back(policy.next_size(lack, offset + lack.total - remaining, remaining));
     if (sizes.back() == 0 || sizes.back() > remaining) {
       ADD_FAILURE() << sizes.back() << " of " << remaining;
       break;
@@ -145,6 +151,40 @@ TEST(GrowthPolicy, WhatOthersWantTooIsBackedWithFewerPieces) {
   EXPECT_EQ(sizes(policy, contested(6 * kGiB)), Sizes(24, 256 * kMiB)) << "a 24th of the request";
   use(&policy, 36 * kGiB, 36 * kGiB);
   EXPECT_EQ(sizes(policy, contested(180 * kMiB)), Sizes(3, 60 * kMiB)) << "about a 600th of the peak";
+}
+
+TEST(GrowthPolicy, UnitsAreA600thOfTheLimitAndAPowerOfTwo) {
+  const GrowthPolicy policy(ordinary());
+  const auto unit = [&](std::size_t limit, std::size_t sharers) { return policy.unit(limit, sharers, kGiB); };
+  EXPECT_EQ(unit(600 * 16 * kMiB, 2), 16 * kMiB);
+  EXPECT_EQ(unit(600 * 16 * kMiB - 1, 2), 8 * kMiB);
+  EXPECT_EQ(unit(600 * 32 * kMiB, 2), 32 * kMiB);
+  EXPECT_EQ(unit(kUnlimited, 2), 32 * kMiB) << "no more than that";
+  EXPECT_EQ(unit(2 * 64 * 8 * kMiB, 2), 8 * kMiB) << "no less";
+  EXPECT_EQ(unit(2 * 64 * 8 * kMiB - 1, 2), 4 * kMiB) << "but where that were more than a 64th for all models";
+  EXPECT_EQ(unit(80 * kGiB, 40), 32 * kMiB);
+  EXPECT_EQ(unit(80 * kGiB, 41), 16 * kMiB);
+  EXPECT_EQ(unit(80 * kGiB, 1000), 0U) << "a page is no unit";
+  EXPECT_EQ(unit(256 * kMiB, 2), 0U);
+}
+
+TEST(GrowthPolicy, APoolThatNeverHadTwoUnitsHasChunksOfAnySize) {
+  GrowthPolicy policy(ordinary());
+  const std::size_t limit = 600 * 16 * kMiB;
+  EXPECT_EQ(policy.unit(limit, 2, 32 * kMiB - 1), 0U);
+  EXPECT_EQ(policy.unit(limit, 2, 32 * kMiB), 16 * kMiB);
+  policy.note_live(32 * kMiB);
+  EXPECT_EQ(policy.unit(limit, 2, 0), 16 * kMiB) << "whatever its peaks were reset to";
+}
+
+TEST(GrowthPolicy, UnitsStandAtMultiplesOfThemselves) {
+  GrowthPolicy policy(ordinary());
+  const std::size_t unit = 16 * kMiB;
+  use(&policy, kGiB);  // it stays
+  EXPECT_EQ(sizes(policy, in_units(96 * kMiB, unit)), Sizes(6, unit));
+  EXPECT_EQ(sizes(policy, in_units(40 * kMiB, unit)), Sizes({unit, unit, 8 * kMiB}));
+  EXPECT_EQ(sizes(policy, in_units(40 * kMiB, unit), 6 * kMiB), Sizes({10 * kMiB, unit, 14 * kMiB}));
+  EXPECT_EQ(sizes(policy, in_units(4 * kMiB, unit), 6 * kMiB), Sizes(1, 4 * kMiB));
 }
 
 TEST(GrowthPolicy, WhatStaysHasAChunkToItself) {

@@ -136,6 +136,10 @@ class BackedSpace {
   // They go where they came from: to the grant, or the group's shelf.
   void put_back(const Backing& backing, Grant* grant);
   void put_back(Chunk* chunk, Grant* grant);
+  // What the chunks for a request of so many bytes are multiples of, where other models take
+  // from the same limit (GrowthPolicy::unit()); 0 where none do, or they have a rule of their
+  // own.
+  [[nodiscard]] std::size_t unit_for(std::size_t bytes) const;
   // Who may access what is mapped.
   [[nodiscard]] const std::vector<Location>& accessors() const { return accessors_; }
   // `who` too, all that is mapped now and later.
@@ -216,6 +220,7 @@ class BackedSpace {
     Block* block = nullptr;
     std::vector<Piece> pieces;
     std::vector<ByteRange> gaps;
+    std::size_t unit = 0;  // of the chunks that back it
     [[nodiscard]] std::size_t missing() const;
   };
   // By which rule a request is placed; whoever guards a block chooses its place.
@@ -236,6 +241,8 @@ class BackedSpace {
   // placing.cpp
   [[nodiscard]] PlacingRule placing_rule(const Request& request) const;
   Block* place_best_fit(const Request& request, Grant* grant, Shortage* shortage);
+  void widen(Extent* extent) const;
+  Block* place_over(Extent extent, const Request& request, std::size_t offset, Grant* grant, Shortage* shortage);
   bool adopt_free_space(StreamTag tag, Shortage* shortage);
   Block* place_on_whole_chunks(const Request& request, Grant* grant);
   std::size_t collect_whole(std::size_t wanted, StreamTag tag, Grant* grant, Backing* backing);
@@ -251,7 +258,7 @@ class BackedSpace {
                Shortage* shortage);
   ByteRange take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing);
   [[nodiscard]] std::size_t bare_behind(const Extent& extent) const;
-  Chunk* choose_chunk(std::size_t remaining, std::size_t largest, std::size_t beyond, Choice& choice);
+  Chunk* choose_chunk(ByteRange part, std::size_t beyond, Choice& choice);
   void fill_gap(ByteRange gap, std::size_t beyond, Choice& choice);
   void create_chunks(const Extent& extent, Choice& choice, Shortage* shortage);
   void send_home(const Extent& extent, Choice& choice);

@@ -5,6 +5,7 @@
 // (growth_policy decides). A chunk is mapped at its new place before it leaves the
 // old one, so a failure undoes to what was.
 #include <algorithm>
+#include <cstdlib>
 #include <initializer_list>
 #include <new>
 #include <optional>
@@ -16,6 +17,7 @@
 #include "core/memory/chunk_store.h"
 #include "core/memory/grant.h"
 #include "core/options.h"
+#include "driver/driver.h"
 #include "driver/host_memory.h"
 
 namespace vmm {
@@ -99,18 +101,33 @@ struct BackedSpace::Choice {
   }
 };
 
-// Backs each gap that the chunks which were there before fill by themselves with these, where
-// all of them were granted or rest on the shelf: they cost no call of the driver. Where a
-// part of them fills a part, what is between would want chunks of sizes that nobody has; a
-// chunk of which the request would use less than a quarter is better used elsewhere. Not
-// the pool's own idle ones: that broke up free space, and recorded programs ended 0.1 %
-// higher. Returns the place that all could fill, if they could be had.
+// Chunks that were there before cost no call of the driver, where they were granted or rest
+// on the shelf: of whole units any, else those that fill a gap by themselves, for where such
+// fill a part of it, what is between would want sizes that nobody has. One of which
+// the request would use less than a quarter is better used elsewhere. Not the pool's own
+// idle ones: that broke up free space, and recorded programs ended 0.1 % higher. Returns the
+// place that all could fill, if they could be had.
 ByteRange BackedSpace::take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing) {
   ByteRange place{extent.gaps.front().offset, 0};
   bool are_absent = true;
+  const auto take = [&](const DormantMappings::Dormant& tile) {
+    backing->placements.push_back({tile.address - base_, tile.chunk});  // what is taken has its place
+    if (grant != nullptr && grant->chunks.take(tile.chunk, tile.size)) return true;
+    if (context_.store.take(group_, budget_, tile.chunk, tile.size)) return true;
+    backing->placements.pop_back();
+    return false;
+  };
   for (const ByteRange& gap : extent.gaps) {
     const std::size_t beyond = gap == extent.gaps.back() ? bare_behind : 0;
     std::vector<DormantMappings::Dormant> tiles = range_->dormant_in(gap, beyond);
+    if (extent.unit != 0) {
+      for (const DormantMappings::Dormant& tile : tiles) {
+        const bool is_within = tile.address + tile.size <= base_ + gap.end();
+        if (is_within && is_of_units({tile.address - base_, tile.size}, extent.unit)) take(tile);
+      }
+      place.size = gap.end() - place.offset;
+      continue;
+    }
     std::size_t end = gap.offset;
     std::size_t count = 0;
     while (count < tiles.size() && end < gap.end() && tiles[count].address == base_ + end) end += tiles[count++].size;
@@ -122,19 +139,26 @@ ByteRange BackedSpace::take_returning(const Extent& extent, std::size_t bare_beh
     place.size = end - place.offset;
     tiles.resize(count);
     const std::size_t first = backing->placements.size();
-    for (const DormantMappings::Dormant& tile : tiles) {
-      backing->placements.push_back({tile.address - base_, tile.chunk});  // what is taken has its place
-      if (grant != nullptr && grant->chunks.take(tile.chunk, tile.size)) continue;
-      if (context_.store.take(group_, budget_, tile.chunk, tile.size)) continue;
-      backing->placements.pop_back();
-      break;
-    }
-    if (backing->placements.size() - first == count) continue;
+    if (std::all_of(tiles.begin(), tiles.end(), take)) continue;
     for (; backing->placements.size() > first; backing->placements.pop_back()) {
       put_back(backing->placements.back().chunk, grant);
     }
   }
   return are_absent ? place : ByteRange{};
+}
+
+std::size_t BackedSpace::unit_for(std::size_t bytes) const {
+  const int sharers = group_.sharers();
+  const bool has_own_rule = kind_.is_uniform || kind_.no_split || !kind_.is_ordinary || kind_.is_spill ||
+                            kind_.keeps_within_chunks() || is_pinned_;
+  if (sharers <= 1 || has_own_rule) return 0;
+  std::size_t limit = kUnlimited;
+  for (const Budget* level = &group_; level != nullptr; level = level->parent()) {
+    limit = std::min(limit, level->limit());
+  }
+  if (limit >= context_.capabilities.total_memory) return 0;  // none that is ever reached
+  limit = std::min(limit, budget_.limit());
+  return growth_.unit(limit, static_cast<std::size_t>(sharers), owner_.peak_with(bytes));
 }
 
 // Bytes without memory right behind the last gap, into which a chunk may reach.
@@ -145,20 +169,25 @@ std::size_t BackedSpace::bare_behind(const Extent& extent) const {
   return is_open && !kind_.is_uniform && !kind_.is_range ? behind->size() : 0;
 }
 
-// A chunk that there is, for a place of `largest` bytes at most: granted, the pool's own
-// idle one, which may reach `beyond` that far, or the shelf's. Or nullptr.
-Chunk* BackedSpace::choose_chunk(std::size_t remaining, std::size_t largest, std::size_t beyond, Choice& choice) {
+// A chunk that there is, for what begins the part: granted, the pool's own idle one, which may
+// reach `beyond` that far, or the shelf's. Or nullptr: where a piece of a unit is missing too,
+// since what filled it would leave such a place elsewhere.
+Chunk* BackedSpace::choose_chunk(ByteRange part, std::size_t beyond, Choice& choice) {
   if (choice.source == Source::fresh) return nullptr;
+  const std::size_t unit = choice.lack.unit;
+  if (unit != 0 && (part.size < unit || !is_aligned(part.offset, unit))) return nullptr;
+  if (unit != 0) beyond = 0;
+  const std::size_t largest = growth_.largest_at(part.offset, part.size);
   const bool is_exact = kind_.is_uniform || choice.lack.is_whole;  // chunks of one size alone
   if (choice.grant != nullptr) {
-    if (Chunk* const granted = choice.grant->chunks.take_at_most(largest, is_exact)) return granted;
+    if (Chunk* const granted = choice.grant->chunks.take_at_most(largest, is_exact, unit)) return granted;
   }
   if (!choice.idle.empty()) {
     std::optional<IdleChunk> move;
     if (kind_.is_uniform) {
       move = choice.idle.take_last();
     } else {
-      move = choice.idle.take_most_useful(remaining, largest + beyond, choice.lack.total);
+      move = choice.idle.take_most_useful(part.size, largest + beyond, choice.lack.total);
     }
     if (move.has_value()) {
       choice.backing.moves.push_back(*move);
@@ -166,7 +195,7 @@ Chunk* BackedSpace::choose_chunk(std::size_t remaining, std::size_t largest, std
     }
   }
   if (choice.full != nullptr) return nullptr;
-  return context_.store.take_at_most(group_, budget_, largest, is_exact, &choice.full);
+  return context_.store.take_at_most(group_, budget_, largest, is_exact, &choice.full, unit);
 }
 
 // Gives each part of the gap a chunk, or notes that one is to be created for it.
@@ -174,15 +203,14 @@ void BackedSpace::fill_gap(ByteRange gap, std::size_t beyond, Choice& choice) {
   std::vector<PlacedChunk>& placements = choice.backing.placements;
   for (std::size_t at = gap.offset; at < gap.end();) {
     const std::size_t remaining = gap.end() - at;
-    const std::size_t largest = growth_.largest_at(at, remaining);
     placements.push_back({at, nullptr});  // first: what is taken has its place
-    Chunk* const chunk = choose_chunk(remaining, largest, beyond, choice);
+    Chunk* const chunk = choose_chunk({at, remaining}, beyond, choice);
     placements.back().chunk = chunk;
     std::size_t size = 0;
     if (chunk != nullptr) {
       size = chunk->size;
     } else {
-      size = std::min(growth_.next_size(choice.lack, remaining), largest);
+      size = std::min(growth_.next_size(choice.lack, at, remaining), growth_.largest_at(at, remaining));
       choice.to_create.push_back({placements.size() - 1, size});
       choice.create_bytes += size;
     }
@@ -205,6 +233,17 @@ void BackedSpace::create_chunks(const Extent& extent, Choice& choice, Shortage* 
     if (is_at_end) ahead = growth_.ahead(choice.lack, size, beyond);
   }
   std::size_t uncreated = choice.create_bytes;
+  if (choice.lack.unit != 0 && grant == nullptr && choice.create_bytes != 0) {
+    for (Budget* level = &group_; level != nullptr; level = level->parent()) {
+      if (level->limit() == kUnlimited ||
+          level->room() >= choice.create_bytes + GrowthPolicy::reserve(level->limit())) {
+        continue;
+      }
+      *shortage = {uncreated, level, {}};
+      shortage->is_reserved = true;
+      return;
+    }
+  }
   // Beyond what the host has left the kernel would end the process.
   if (kind_.is_spill && choice.create_bytes != 0 && choice.create_bytes + ahead > available_memory()) {
     *shortage = Shortage::of_device(uncreated);
@@ -276,19 +315,28 @@ bool BackedSpace::collect(const Extent& extent, const Request& request, Source s
   lack.is_whole = is_whole(request);
   lack.is_explicit = request.state == BlockState::pages;
   lack.is_contested = group_.sharers() > 1;
+  lack.unit = extent.unit;
   if (source == Source::any) owner_.give_up_spare_slabs();
   Choice choice{*this, *backing, grant, source, lack, bare_behind(extent)};
-  if (source == Source::at_once) choice.idle = IdleMoves(idle_at_once(request.tag, growth_.least_move(lack)));
-  if (source == Source::any) choice.idle = IdleMoves(all_idle(request.tag, Idle::movable, lack.total));
+  std::vector<IdleChunk> idle;
+  if (source == Source::at_once) idle = idle_at_once(request.tag, growth_.least_move(lack));
+  if (source == Source::any) idle = all_idle(request.tag, Idle::movable, lack.total);
+  std::erase_if(idle, [&](const IdleChunk& each) { return !is_of_units({each.offset, each.chunk->size}, lack.unit); });
+  choice.idle = IdleMoves(std::move(idle));
   ByteRange returning_to;
   if (source != Source::fresh && !lack.is_whole) {
     returning_to = take_returning(extent, choice.bare_behind, grant, backing);
   }
   const std::vector<PlacedChunk> returning = backing->placements;  // by offset
-  for (const ByteRange& gap : extent.gaps) {
-    const auto begins_it = [&gap](const PlacedChunk& placement) { return placement.offset == gap.offset; };
-    if (std::any_of(returning.begin(), returning.end(), begins_it)) continue;  // they fill all of it
-    fill_gap(gap, gap == extent.gaps.back() ? choice.bare_behind : 0, choice);
+  auto next = returning.begin();
+  for (const ByteRange& gap : extent.gaps) {  // what is left of them
+    std::size_t at = gap.offset;
+    for (; next != returning.end() && next->offset < gap.end(); ++next) {
+      if (next->offset > at) fill_gap({at, next->offset - at}, 0, choice);
+      at = next->offset + next->chunk->size;
+    }
+    const std::size_t beyond = gap == extent.gaps.back() ? choice.bare_behind : 0;
+    if (at < gap.end()) fill_gap({at, gap.end() - at}, beyond, choice);
   }
   create_chunks(extent, choice, shortage);
   if (choice.is_made) {

@@ -41,10 +41,11 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
     return nullptr;
   }
   std::size_t offset = 0;
-  bool found = placement_.find_spot(request, &offset);
+  const std::size_t units = std::max(unit_for(request.size), kind_.page);
+  bool found = placement_.find_spot(request, units, &offset);
   if (!found) {
     owner_.free_up_space();
-    found = placement_.find_spot(request, &offset);
+    found = placement_.find_spot(request, units, &offset);
   }
   // Not where graphs use what is free whenever they are replayed.
   if (!found && !is_pinned_) {
@@ -52,7 +53,7 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
     if (request.where == Request::Where::best_fit) {
       if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
     }
-    found = placement_.find_spot(request, &offset);
+    found = placement_.find_spot(request, units, &offset);
   }
   if (!found) {
     *shortage = Shortage::of_addresses(request.size);
@@ -62,6 +63,7 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
   if (kind_.is_uniform || is_pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
+  if (unit_for(request.size) != 0 && (grant == nullptr || !grant->is_last)) return nullptr;  // others may have units
   return place_on_whole_chunks(request, grant);
 }
 
@@ -102,12 +104,36 @@ Block* BackedSpace::trim_to_request(Block* block, const Request& request, std::s
   return block;
 }
 
+// What is to be backed, to whole units at both ends, as far as the bare space there goes.
+void BackedSpace::widen(Extent* extent) const {
+  ByteRange& front = extent->gaps.front();
+  const std::size_t lowest = blocks_.free_covering(front.offset)->offset;
+  const std::size_t begin = std::max(align_down(front.offset, extent->unit), lowest);
+  front = {begin, front.end() - begin};
+  ByteRange& back = extent->gaps.back();
+  back.size = std::min(align_up(back.end(), extent->unit), blocks_.free_covering(back.offset)->end()) - back.offset;
+}
+
 Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* grant, Shortage* shortage) {
   blocks_.prepare(request.tag);  // first: there may be no memory for its bins when it is freed
   const std::size_t first = align_down(offset, kind_.page);
   const std::size_t last = std::min(align_up(offset + request.size, kind_.page), kind_.capacity);
   Extent extent;
   extent.gaps = range_->gaps({first, last - first});
+  if (!extent.gaps.empty() && request.state != BlockState::pages) extent.unit = unit_for(request.size);
+  if (extent.unit == 0) return place_over(std::move(extent), request, offset, grant, shortage);
+  Extent wide = extent;
+  widen(&wide);
+  if (Block* block = place_over(std::move(wide), request, offset, grant, shortage)) return block;
+  // To the page where there is not so much, and not before: smaller chunks would stay.
+  if (grant == nullptr || !grant->is_last || !in_vain_.empty() || shortage->wait_for != kLongAgo) return nullptr;
+  extent.unit = 0;
+  return place_over(std::move(extent), request, offset, grant, shortage);
+}
+
+// At `offset`, where the extent's gaps are to be backed.
+Block* BackedSpace::place_over(Extent extent, const Request& request, std::size_t offset, Grant* grant,
+                               Shortage* shortage) {
   ByteRange range{offset, request.size};
   if (!extent.gaps.empty()) {
     const std::size_t begin = std::min(offset, extent.gaps.front().offset);

@@ -20,10 +20,29 @@ struct Pieces {
 // 1.030 of what they used at most, these at 1.020, for twice the calls; a 1200th saved
 // 0.0003 more.
 constexpr Pieces kAlone{48, 900, 8 * kMiB};
-// Under a limit that others share chunks go from one to the other at every turn, and that
-// costs by the chunk too: three models in turn took 1.3 times native's time with those
-// above, 9700 calls a pass.
+// Where others take from the same device, or a limit too small for units, a chunk that goes
+// from one to the other costs driver calls too.
 constexpr Pieces kBesideOthers{24, 600, 24 * kMiB};
+// Under a limit that others share, chunks go from model to model at every turn, and each
+// costs a map, access and an unmap: two models made 2000 calls a pass, 70 ms of 1.9 s. Where
+// all are of one size each fills whatever place another has left, often its own. Three sets
+// of recorded programs in turn, a pool each under 1.05 of their joint peak, made 3100, 1100
+// and 6700 calls in a late pass, and 4000, 2700 and 10700 with sizes by the request; the
+// least limits came from 1.025, 1.030 and 1.070 of that peak to 1.025, 1.025 and 1.040. With
+// units of twice the size the three of the last set no longer fitted under 1.05, with half of
+// it there were twice the calls.
+constexpr std::size_t kUnitsPerLimit = 600;
+constexpr std::size_t kLeastUnit = 8 * kMiB;
+constexpr std::size_t kMostUnit = 32 * kMiB;
+// Each model strands parts of units: no more than a 64th of the limit, all together.
+constexpr std::size_t kUnitsPerModel = 64;
+// The last 40th of such a limit is for what others cannot give, such as a graph's chunks,
+// which have to be new. Taken by whoever asked first it was all used: the same three ended at
+// 1.05 of their joint peak, and end at 1.023, 1.024 and 1.042, for a tenth more calls.
+constexpr std::size_t kReserveShare = 40;
+// What a small pool has stays, in chunks of any size. Of eight units the last of those sets
+// lacked too much for others: it no longer fitted.
+constexpr std::size_t kFewUnits = 2;
 constexpr std::size_t kPiecesPerSmallPool = 4;
 // A pool that has been given back less than a 64th of what it handed out, since it last
 // held nothing, holds what stays, weights above all: nothing of it is reused in part, and
@@ -89,12 +108,27 @@ std::size_t GrowthPolicy::largest_at(std::size_t offset, std::size_t remaining) 
   return std::min(remaining, std::max(kind_.page, align_down(offset / kRangePerChunk, kind_.page)));
 }
 
-std::size_t GrowthPolicy::next_size(const Lack& lack, std::size_t remaining) const {
+std::size_t GrowthPolicy::unit(std::size_t limit, std::size_t sharers, std::size_t peak) const {
+  const std::size_t most = std::min(kMostUnit, limit / kUnitsPerModel / sharers);
+  const std::size_t wanted = std::max(limit / kUnitsPerLimit, kLeastUnit);
+  const std::size_t unit = floor_power_of_two(std::max(std::min(wanted, most), kind_.page));
+  return unit > kind_.page && std::max(peak, peak_live_) >= unit * kFewUnits ? unit : 0;
+}
+
+std::size_t GrowthPolicy::reserve(std::size_t limit) { return limit / kReserveShare; }
+
+std::size_t GrowthPolicy::next_size(const Lack& lack, std::size_t offset, std::size_t remaining) const {
   const std::size_t page = kind_.page;
   if (kind_.is_uniform) return page;
   if (lack.is_whole) return remaining;
   // A graph's memory never moves, so small pieces are no use to it.
   if (!kind_.is_ordinary) return std::min(remaining, std::max(kLargestPiece, page));
+  if (lack.unit != 0) {
+    // What stays too: among chunks of many units, two models that did the same in every turn
+    // moved others each time, and with these alone ask for nothing from the third turn on.
+    const std::size_t to_unit = align_up(offset, lack.unit) - offset;
+    return std::min(to_unit == 0 ? lack.unit : to_unit, remaining);
+  }
   const Pieces& pieces_of = lack.is_contested ? kBesideOthers : kAlone;
   const std::size_t least = std::min(pieces_of.least, peak_live_ / kPiecesPerSmallPool);
   const std::size_t fitting =

@@ -7,9 +7,15 @@
 #include <chrono>
 #include <cstddef>
 
+#include "base/units.h"
 #include "core/blocks/move_debt.h"
 
 namespace vmm {
+
+// Whether a chunk there leaves, when it goes, what any other may fill; 0: all do.
+constexpr bool is_of_units(ByteRange place, std::size_t unit) {
+  return unit == 0 || (is_aligned(place.offset, unit) && is_aligned(place.size, unit));
+}
 
 class GrowthPolicy {
  public:
@@ -45,6 +51,7 @@ class GrowthPolicy {
     bool is_whole = false;      // one chunk is to back it
     bool is_explicit = false;   // pages that were asked for by their offset: to the byte
     bool is_contested = false;  // other models take from the same limit
+    std::size_t unit = 0;       // what chunks are multiples of (unit()); 0: they are of any size
   };
   // Whether a pool that would then have `mapped` bytes takes new memory, though idle
   // chunks could perhaps be moved under the request: a move costs as much as a new
@@ -55,8 +62,14 @@ class GrowthPolicy {
   [[nodiscard]] std::size_t least_move(const Lack& lack) const;
   // The largest chunk that may stand at `offset`, where `remaining` bytes are missing.
   [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t remaining) const;
-  // The next new chunk, where `remaining` bytes are missing.
-  [[nodiscard]] std::size_t next_size(const Lack& lack, std::size_t remaining) const;
+  // The next new chunk, where `remaining` bytes are missing from `offset` on.
+  [[nodiscard]] std::size_t next_size(const Lack& lack, std::size_t offset, std::size_t remaining) const;
+  // Where `sharers` models take from one limit: what the chunks of one that had `peak` bytes
+  // live are multiples of, in size and place, so that any may stand for any other. Bytes, a
+  // power of two; 0: it has too few.
+  [[nodiscard]] std::size_t unit(std::size_t limit, std::size_t sharers, std::size_t peak) const;
+  // What of a limit that others share is not taken while they have anything idle, in bytes.
+  [[nodiscard]] static std::size_t reserve(std::size_t limit);
   // What there is beyond a request.
   struct Beyond {
     std::size_t mapped = 0;       // by the pool

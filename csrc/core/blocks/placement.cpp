@@ -26,7 +26,7 @@ Block* Placement::take_backed(std::size_t size, StreamTag tag, BlockState state)
   return heap_.carve(span, span->offset + (at_end ? left : 0), size, state);
 }
 
-bool Placement::find_spot(const SpaceRequest& request, std::size_t* offset) const {
+bool Placement::find_spot(const SpaceRequest& request, std::size_t unit, std::size_t* offset) const {
   switch (request.where) {
     case SpaceRequest::Where::at:
       *offset = request.offset;
@@ -34,7 +34,12 @@ bool Placement::find_spot(const SpaceRequest& request, std::size_t* offset) cons
     case SpaceRequest::Where::high:
       return find_high(request, offset);
     case SpaceRequest::Where::best_fit:
-      return find_least_missing(request, offset) || find_bare(request.size, /*high=*/false, offset);
+      if (find_least_missing(request, offset)) return true;
+      if (unit > page_ && find_bare(request.size + unit, /*high=*/false, offset)) {
+        *offset = align_up(*offset, unit);
+        return true;
+      }
+      return find_bare(request.size, /*high=*/false, offset);
   }
   return false;
 }

@@ -33,8 +33,9 @@ class Placement {
   // none is long enough. The common case.
   Block* take_backed(std::size_t size, StreamTag tag, BlockState state = BlockState::used);
   // Where it should stand otherwise: `offset`, if there is any place. What is free
-  // there is the tag's or bare.
-  bool find_spot(const SpaceRequest& request, std::size_t* offset) const;
+  // there is the tag's or bare. On bare space alone at a multiple of `unit` bytes, where it
+  // can.
+  bool find_spot(const SpaceRequest& request, std::size_t unit, std::size_t* offset) const;
   // Bare addresses, for whole chunks: no memory is there that queued work could
   // still touch. `high`: the highest.
   bool find_bare(std::size_t size, bool high, std::size_t* offset) const;

@@ -174,10 +174,11 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   }
   {
     Grant grant(memory_.store(), asker.group(), asker.budget());
-    const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
+    grant.unit = asker.unit_for(climb.bytes);
+    const std::size_t room = lacks.refused == nullptr || lacks.is_reserved ? 0 : asker.budget().headroom();
     gather_from(victims(asker, lacks.refused), asker.dormant_of_others(lacks.returning_to),
                 lacks.bytes - std::min(lacks.bytes, room), grant, step);
-    if (grant.bytes() == 0) return;
+    if (grant.bytes() == 0 && !lacks.is_reserved) return;
     step->result = StepResult::in_vain;
     step->bytes += grant.bytes();
     if (climb.try_again(&grant) || !asker.is_asleep()) return;
@@ -259,6 +260,7 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
         in_use = melt(asker, lacks.refused, creates ? lacks.bytes : 0, most, grant);
       }
       step->bytes = grant.bytes();
+      grant.is_last = true;
       if (climb.try_again(&grant) || climb.shortage.is_sealed) return;
     }
     // Room under a limit may be what the device, or the next limit, lacks.

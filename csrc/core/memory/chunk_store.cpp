@@ -23,11 +23,13 @@ Chunk* ChunkShelf::take(ChunksBySize::const_iterator at) {
   return chunk;
 }
 
-Chunk* ChunkShelf::take_at_most(std::size_t size, bool exact) {
-  auto at = by_size_.upper_bound(size);
-  if (at == by_size_.begin()) return nullptr;
-  --at;
-  return exact && at->first != size ? nullptr : take(at);
+Chunk* ChunkShelf::take_at_most(std::size_t size, bool exact, std::size_t unit) {
+  for (auto at = by_size_.upper_bound(size); at != by_size_.begin(); at = by_size_.lower_bound(at->first)) {
+    --at;
+    if (exact && at->first != size) return nullptr;
+    if (unit == 0 || is_aligned(at->first, unit)) return take(at);
+  }
+  return nullptr;
 }
 
 Chunk* ChunkShelf::take_above(std::size_t size) {
@@ -143,12 +145,13 @@ Budget* charge_to(Chunk* chunk, Budget& group, Budget& payer) {
 
 }  // namespace
 
-Chunk* ChunkStore::take_at_most(Budget& group, Budget& payer, std::size_t size, bool exact, Budget** refused) {
+Chunk* ChunkStore::take_at_most(Budget& group, Budget& payer, std::size_t size, bool exact, Budget** refused,
+                                std::size_t unit) {
   MutexLock lock(mutex_);
   *refused = nullptr;
   const auto shelf = shelves_.find(&group);
   if (shelf == shelves_.end()) return nullptr;
-  Chunk* chunk = shelf->second.usable.take_at_most(size, exact);
+  Chunk* chunk = shelf->second.usable.take_at_most(size, exact, unit);
   if (chunk == nullptr) return nullptr;
   *refused = charge_to(chunk, group, payer);
   if (*refused == nullptr) return chunk;

@@ -26,9 +26,9 @@ class ChunkShelf {
  public:
   // REQUIRES: a store made it, and it stands on no shelf.
   void put(Chunk* chunk) noexcept;
-  // The largest chunk of at most `size` bytes (exactly `size` when `exact`),
-  // or nullptr.
-  Chunk* take_at_most(std::size_t size, bool exact);
+  // The largest chunk of at most `size` bytes (exactly `size` when `exact`) that is a
+  // multiple of `unit` (0: of any size), or nullptr.
+  Chunk* take_at_most(std::size_t size, bool exact, std::size_t unit = 0);
   // The smallest chunk of more than `size` bytes, or nullptr.
   Chunk* take_above(std::size_t size);
   Chunk* take_any();
@@ -111,8 +111,8 @@ class ChunkStore {
   void put(Budget& group, Chunk* chunk) noexcept VMM_EXCLUDES(mutex_);
   // A shelved chunk of `group`, charged to `payer` (which stands under it), or
   // nullptr; `refused` as above.
-  Chunk* take_at_most(Budget& group, Budget& payer, std::size_t size, bool exact, Budget** refused)
-      VMM_EXCLUDES(mutex_);
+  Chunk* take_at_most(Budget& group, Budget& payer, std::size_t size, bool exact, Budget** refused,
+                      std::size_t unit = 0) VMM_EXCLUDES(mutex_);
   // The same for this very chunk of `size` bytes, where it rests there and may be taken.
   bool take(Budget& group, Budget& payer, Chunk* chunk, std::size_t size) VMM_EXCLUDES(mutex_);
   // Releases shelved chunks of `group` that nothing maps, until at most

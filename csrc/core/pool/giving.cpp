@@ -40,6 +40,7 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
     moved += size;
   };
   for (const IdleChunk& each : space_.all_idle(kNeutral, BackedSpace::Idle::movable)) {
+    if (!is_of_units({each.offset, each.chunk->size}, grant.unit)) continue;
     if (first.count(each.chunk) == 0) {
       idle.add(each);
     } else if (*refused == nullptr) {
@@ -53,6 +54,11 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
   }
   space_.drop_retired();
   return moved;
+}
+
+std::size_t Pool::unit_for(std::size_t bytes) const {
+  const ReadLock lock(*this);
+  return space_.unit_for(bytes);
 }
 
 std::vector<DormantMappings::Dormant> Pool::dormant_of_others(ByteRange place) const {

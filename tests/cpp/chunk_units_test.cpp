@@ -1,0 +1,173 @@
+// Chunks of one size where models share a limit: any of them may stand for any other.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lab.h"
+
+namespace vmm::testing {
+namespace {
+
+constexpr std::size_t kUnit = 8 * kMiB;
+
+class ChunkUnits : public ::testing::Test {
+ protected:
+  // Two models under a limit of which a 64th for both is a unit.
+  static constexpr std::size_t kLimit = 128 * kUnit;
+  explicit ChunkUnits(std::size_t limit = kLimit) : group_(lab_.memory().create_group("shared", limit)) {}
+
+  std::shared_ptr<Pool> model(const std::string& name) {
+    PoolSpec spec = Lab::spec(name);
+    spec.capacity = 8 * kGiB;
+    return lab_.pool(spec, group_.get());
+  }
+  // Sizes of the chunks that were created since.
+  std::vector<std::size_t> created() {
+    std::vector<std::size_t> sizes;
+    for (const CallRecord& call : lab_.driver.calls(Call::create)) sizes.push_back(call.a);
+    return sizes;
+  }
+  std::vector<Address> allocate(Pool& pool, const std::vector<std::size_t>& mib) {
+    std::vector<Address> blocks;
+    for (const std::size_t each : mib) blocks.push_back(lab_.allocate(pool, each * kMiB));
+    return blocks;
+  }
+  void free(const std::vector<Address>& blocks) {
+    for (const Address block : blocks) lab_.free(block);
+  }
+
+  Lab lab_{LabSpec{64 * kGiB}};
+  const std::shared_ptr<Budget> group_;
+};
+
+TEST_F(ChunkUnits, StandAtMultiplesOfThemselvesAndAreWhole) {
+  const auto a = model("a");
+  const auto b = model("b");
+  lab_.driver.clear_calls();
+  allocate(*a, {20, 7, 100, 3});
+  EXPECT_EQ(created(), std::vector<std::size_t>(17, kUnit)) << "130 MiB, and what is left of one serves the next";
+  for (const CallRecord& call : lab_.driver.calls(Call::map)) EXPECT_EQ(call.a % kUnit, 0U);
+  lab_.memory().check();
+}
+
+TEST_F(ChunkUnits, AnyServesAnyRequestOfAnotherModel) {
+  const auto a = model("a");
+  const auto b = model("b");
+  free(allocate(*a, std::vector<std::size_t>(50, 20)));
+  lab_.driver.clear_calls();
+  free(allocate(*b, {300, 111, 37, 41, 500}));
+  free(allocate(*a, {17, 23, 600, 300}));
+  EXPECT_EQ(lab_.driver.count(Call::release), 0U) << "nothing is given back for want of a size";
+  for (const std::size_t size : created()) EXPECT_EQ(size, kUnit);
+  EXPECT_LE(group_->used(), group_->limit());
+  lab_.memory().check();
+}
+
+TEST_F(ChunkUnits, ModelsThatDoTheSameInEveryTurnGetTheSameChunksBack) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const std::vector<std::size_t> sizes(24, 40);
+  for (int turn = 0; turn < 6; ++turn) {
+    if (turn == 4) lab_.driver.clear_calls();  // in two turns each has its memory, and there is some to spare
+    free(allocate(turn % 2 == 0 ? *a : *b, sizes));
+  }
+  for (const Call call : {Call::create, Call::map, Call::set_access, Call::unmap, Call::release}) {
+    EXPECT_EQ(lab_.driver.count(call), 0U) << static_cast<int>(call);
+  }
+  lab_.memory().check();
+}
+
+// A limit is kept to the page, and all of it can be used.
+TEST_F(ChunkUnits, WhereNobodyHasAnyMoreThePageCounts) {
+  const auto a = model("a");
+  const auto b = model("b");
+  allocate(*b, {514});
+  const std::size_t left = kLimit - 520 * kMiB;
+  lab_.memory().set_limit(*group_, kLimit - 2 * kMiB);
+  lab_.allocate(*a, left - 2 * kMiB);
+  EXPECT_EQ(group_->used(), kLimit - 2 * kMiB);
+  EXPECT_THROW(lab_.allocate(*a, kMiB + 1), OutOfMemoryError);
+  lab_.memory().check();
+}
+
+TEST_F(ChunkUnits, AModelsOwnLimitIsKeptToThePageToo) {
+  const auto b = model("b");
+  PoolSpec spec = Lab::spec("a");
+  spec.capacity = kGiB;
+  spec.physical_limit = 102 * kMiB;
+  const auto a = lab_.pool(spec, group_.get());
+  allocate(*a, {50, 50, 2});
+  EXPECT_EQ(a->physical_bytes(), 102 * kMiB);
+  lab_.memory().check();
+}
+
+// What a model took while it was alone is of any size, and is no use to others; its bytes are.
+TEST_F(ChunkUnits, ChunksOfOtherSizesMakeRoomForThem) {
+  const auto a = model("a");
+  std::vector<Address> blocks;
+  for (std::size_t left = kLimit; left >= 34 * kMiB; left -= 34 * kMiB) blocks.push_back(lab_.allocate(*a, 34 * kMiB));
+  free(blocks);
+  const auto b = model("b");
+  for (int turn = 0; turn < 3; ++turn) {
+    free(allocate(*b, {300, 111, 37, 41, 500}));
+    free(allocate(*a, {17, 23, 600, 300}));
+    lab_.memory().check();
+  }
+  EXPECT_LE(group_->used(), group_->limit());
+}
+
+TEST_F(ChunkUnits, ASmallModelTakesNoMoreThanItNeeds) {
+  const auto a = model("a");
+  const auto b = model("b");
+  lab_.allocate(*a, 512);
+  EXPECT_EQ(a->physical_bytes(), kPage);
+  lab_.allocate(*a, 6 * kMiB);
+  EXPECT_EQ(a->physical_bytes(), 4 * kPage);
+}
+
+// Each of them strands a part of one for each stream.
+TEST_F(ChunkUnits, ManyModelsHaveSmallerOnes) {
+  std::vector<std::shared_ptr<Pool>> models;
+  for (int k = 0; k < 60; ++k) models.push_back(model("model " + std::to_string(k)));
+  for (const auto& each : models) lab_.allocate(*each, 6 * kMiB);
+  EXPECT_EQ(group_->used(), 60 * 6 * kMiB);
+}
+
+// Where it is the device that has no more, and no limit says so.
+TEST(ChunkUnitsOfADevice, TheDriversMemoryIsUsedToThePage) {
+  Lab lab(LabSpec{kGiB});
+  const auto outside = lab.pool("outside");
+  lab.allocate(*outside, 190 * kMiB);
+  const std::size_t limit = kGiB - kPage;
+  const auto group = lab.memory().create_group("shared", limit);
+  const auto a = lab.pool(Lab::spec("a"), group.get());
+  const auto b = lab.pool(Lab::spec("b"), group.get());
+  lab.allocate(*b, 400 * kMiB);
+  lab.free(lab.allocate(*a, 100 * kMiB));
+  const std::size_t left = kGiB - lab.driver.live_chunk_bytes();
+  lab.allocate(*a, 100 * kMiB + left);
+  EXPECT_EQ(lab.driver.live_chunk_bytes(), kGiB);
+  lab.memory().check();
+}
+
+// What is kept of a limit is taken only once nobody has anything idle.
+TEST_F(ChunkUnits, TheLastOfALimitIsForWhatOthersCannotGive) {
+  const auto a = model("a");
+  const auto b = model("b");
+  lab_.leave_idle(*a, 400 * kMiB);
+  lab_.allocate(*b, 590 * kMiB);
+  const std::size_t used = group_->used();
+  EXPECT_LE(used, kLimit - kLimit / 40 + kUnit);
+  lab_.allocate(*b, 16 * kMiB);
+  EXPECT_EQ(group_->used(), used) << "a has that idle";
+  lab_.allocate(*a, 388 * kMiB);
+  EXPECT_GT(group_->used(), used) << "nobody has";
+  lab_.allocate(*b, kLimit - group_->used());
+  EXPECT_EQ(group_->used(), kLimit) << "all of it can be used";
+  lab_.memory().check();
+}
+
+}  // namespace
+}  // namespace vmm::testing
