@@ -233,17 +233,6 @@ void BackedSpace::create_chunks(const Extent& extent, Choice& choice, Shortage* 
     if (is_at_end) ahead = growth_.ahead(choice.lack, size, beyond);
   }
   std::size_t uncreated = choice.create_bytes;
-  if (choice.lack.unit != 0 && grant == nullptr && choice.create_bytes != 0) {
-    for (Budget* level = &group_; level != nullptr; level = level->parent()) {
-      if (level->limit() == kUnlimited ||
-          level->room() >= choice.create_bytes + GrowthPolicy::reserve(level->limit())) {
-        continue;
-      }
-      *shortage = {uncreated, level, {}};
-      shortage->is_reserved = true;
-      return;
-    }
-  }
   // Beyond what the host has left the kernel would end the process.
   if (kind_.is_spill && choice.create_bytes != 0 && choice.create_bytes + ahead > available_memory()) {
     *shortage = Shortage::of_device(uncreated);

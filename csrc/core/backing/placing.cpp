@@ -63,7 +63,8 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
   if (kind_.is_uniform || is_pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
-  if (unit_for(request.size) != 0 && (grant == nullptr || !grant->is_last)) return nullptr;  // others may have units
+  const bool is_last = grant != nullptr && grant->is_last;
+  if (!is_last && unit_for(request.size) != 0 && request.where == Request::Where::best_fit) return nullptr;
   return place_on_whole_chunks(request, grant);
 }
 
@@ -120,7 +121,9 @@ Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* 
   const std::size_t last = std::min(align_up(offset + request.size, kind_.page), kind_.capacity);
   Extent extent;
   extent.gaps = range_->gaps({first, last - first});
-  if (!extent.gaps.empty() && request.state != BlockState::pages) extent.unit = unit_for(request.size);
+  // Not slabs and small blocks: each stream's would strand the rest of a unit.
+  const std::size_t units = request.where == Request::Where::best_fit ? unit_for(request.size) : 0;
+  if (!extent.gaps.empty() && request.size >= units / 4) extent.unit = units;
   if (extent.unit == 0) return place_over(std::move(extent), request, offset, grant, shortage);
   Extent wide = extent;
   widen(&wide);

@@ -21,8 +21,6 @@ struct Shortage {
   Budget* refused = nullptr;  // the limit that refused; nullptr: the driver, or no address space
   Status status;              // what the driver said, when it was the driver
   bool no_address_space = false;
-  // The limit would allow it, but for what is kept of it (GrowthPolicy::reserve()).
-  bool is_reserved = false;
   // Threads keep blocks, which may be all that is missing.
   bool is_kept_by_threads = false;
   // The pool takes no requests while some of its memory is read-only.

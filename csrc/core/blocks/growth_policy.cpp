@@ -26,22 +26,15 @@ constexpr Pieces kBesideOthers{24, 600, 24 * kMiB};
 // Under a limit that others share, chunks go from model to model at every turn, and each
 // costs a map, access and an unmap: two models made 2000 calls a pass, 70 ms of 1.9 s. Where
 // all are of one size each fills whatever place another has left, often its own. Three sets
-// of recorded programs in turn, a pool each under 1.05 of their joint peak, made 3100, 1100
-// and 6700 calls in a late pass, and 4000, 2700 and 10700 with sizes by the request; the
-// least limits came from 1.025, 1.030 and 1.070 of that peak to 1.025, 1.025 and 1.040. With
-// units of twice the size the three of the last set no longer fitted under 1.05, with half of
-// it there were twice the calls.
+// of recorded programs in turn, a pool each under 1.05 of their joint peak, made 4000, 2700
+// and 10700 calls in a late pass with sizes by the request, and 2900, 2100 and 6100 with
+// these; with twice as many units twice the calls.
 constexpr std::size_t kUnitsPerLimit = 600;
 constexpr std::size_t kLeastUnit = 8 * kMiB;
 constexpr std::size_t kMostUnit = 32 * kMiB;
-// Each model strands parts of units: no more than a 64th of the limit, all together.
+// Each model strands a part of one: a 64th of the limit, all models together.
 constexpr std::size_t kUnitsPerModel = 64;
-// The last 40th of such a limit is for what others cannot give, such as a graph's chunks,
-// which have to be new. Taken by whoever asked first it was all used: the same three ended at
-// 1.05 of their joint peak, and end at 1.023, 1.024 and 1.042, for a tenth more calls.
-constexpr std::size_t kReserveShare = 40;
-// What a small pool has stays, in chunks of any size. Of eight units the last of those sets
-// lacked too much for others: it no longer fitted.
+// What a small pool has stays, in chunks of any size.
 constexpr std::size_t kFewUnits = 2;
 constexpr std::size_t kPiecesPerSmallPool = 4;
 // A pool that has been given back less than a 64th of what it handed out, since it last
@@ -114,8 +107,6 @@ std::size_t GrowthPolicy::unit(std::size_t limit, std::size_t sharers, std::size
   const std::size_t unit = floor_power_of_two(std::max(std::min(wanted, most), kind_.page));
   return unit > kind_.page && std::max(peak, peak_live_) >= unit * kFewUnits ? unit : 0;
 }
-
-std::size_t GrowthPolicy::reserve(std::size_t limit) { return limit / kReserveShare; }
 
 std::size_t GrowthPolicy::next_size(const Lack& lack, std::size_t offset, std::size_t remaining) const {
   const std::size_t page = kind_.page;

@@ -68,8 +68,6 @@ class GrowthPolicy {
   // live are multiples of, in size and place, so that any may stand for any other. Bytes, a
   // power of two; 0: it has too few.
   [[nodiscard]] std::size_t unit(std::size_t limit, std::size_t sharers, std::size_t peak) const;
-  // What of a limit that others share is not taken while they have anything idle, in bytes.
-  [[nodiscard]] static std::size_t reserve(std::size_t limit);
   // What there is beyond a request.
   struct Beyond {
     std::size_t mapped = 0;       // by the pool

@@ -172,17 +172,25 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
     step->bytes += memory_.store().trim(asker.group(), 0);
     if (climb.try_again(nullptr) || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
   }
-  {
+  // Whole units first; then chunks of any size, to the page.
+  const std::size_t unit = asker.unit_for(climb.bytes);
+  bool is_any_found = false;
+  for (const bool is_last : {false, true}) {
+    if (!is_last && unit == 0) continue;
     Grant grant(memory_.store(), asker.group(), asker.budget());
-    grant.unit = asker.unit_for(climb.bytes);
-    const std::size_t room = lacks.refused == nullptr || lacks.is_reserved ? 0 : asker.budget().headroom();
+    grant.unit = is_last ? 0 : unit;
+    grant.is_last = is_last;
+    const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
     gather_from(victims(asker, lacks.refused), asker.dormant_of_others(lacks.returning_to),
                 lacks.bytes - std::min(lacks.bytes, room), grant, step);
-    if (grant.bytes() == 0 && !lacks.is_reserved) return;
+    // Where chunks are of units, its own of other sizes have not been used yet.
+    if (grant.bytes() == 0 && (!is_last || unit == 0)) continue;
+    is_any_found = true;
     step->result = StepResult::in_vain;
     step->bytes += grant.bytes();
-    if (climb.try_again(&grant) || !asker.is_asleep()) return;
+    if (climb.try_again(&grant) || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
   }
+  if (!is_any_found || !asker.is_asleep()) return;
   // What wakes wants chunks of certain sizes: in the place of the others it makes its own.
   if (memory_.store().trim(asker.group(), 0) != 0) climb.try_again(nullptr);
 }
