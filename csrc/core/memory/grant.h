@@ -20,7 +20,7 @@ class Grant {
   ChunkShelf chunks;              // charged to the payer
   std::size_t prepaid_bytes = 0;  // charged to the payer, for chunks yet to be created
   std::size_t unit = 0;           // chunks are of use in whole units (GrowthPolicy::unit()); 0: all are
-  bool is_last = false;           // nobody has any more
+  bool is_last = false;           // units did not do: chunks of any size, and to the page
 
   [[nodiscard]] std::size_t bytes() const { return chunks.bytes() + prepaid_bytes; }
   [[nodiscard]] Budget& payer() const { return payer_; }
