@@ -5,7 +5,6 @@
 // (growth_policy decides). A chunk is mapped at its new place before it leaves the
 // old one, so a failure undoes to what was.
 #include <algorithm>
-#include <cstdlib>
 #include <initializer_list>
 #include <new>
 #include <optional>
@@ -122,8 +121,7 @@ ByteRange BackedSpace::take_returning(const Extent& extent, std::size_t bare_beh
     std::vector<DormantMappings::Dormant> tiles = range_->dormant_in(gap, beyond);
     if (extent.unit != 0) {
       for (const DormantMappings::Dormant& tile : tiles) {
-        const bool is_within = tile.address + tile.size <= base_ + gap.end();
-        if (is_within && is_of_units({tile.address - base_, tile.size}, extent.unit)) take(tile);
+        if (is_of_units({tile.address - base_, tile.size}, extent.unit)) take(tile);
       }
       place.size = gap.end() - place.offset;
       continue;
@@ -161,12 +159,13 @@ std::size_t BackedSpace::unit_for(std::size_t bytes) const {
   return growth_.unit(limit, static_cast<std::size_t>(sharers), owner_.peak_with(bytes));
 }
 
-// Bytes without memory right behind the last gap, into which a chunk may reach.
+// Bytes without memory right behind the last gap, into which a chunk may reach. None where
+// units end: what reached beyond would leave a place that only its like fills.
 std::size_t BackedSpace::bare_behind(const Extent& extent) const {
   const Block* behind = extent.block->next;
   const bool is_open = behind != nullptr && behind->state == BlockState::free && behind->tag == kNeutral &&
                        extent.gaps.back().end() == extent.block->end();
-  return is_open && !kind_.is_uniform && !kind_.is_range ? behind->size() : 0;
+  return is_open && extent.unit == 0 && !kind_.is_uniform && !kind_.is_range ? behind->size() : 0;
 }
 
 // A chunk that there is, for what begins the part: granted, the pool's own idle one, which may
@@ -176,7 +175,6 @@ Chunk* BackedSpace::choose_chunk(ByteRange part, std::size_t beyond, Choice& cho
   if (choice.source == Source::fresh) return nullptr;
   const std::size_t unit = choice.lack.unit;
   if (unit != 0 && (part.size < unit || !is_aligned(part.offset, unit))) return nullptr;
-  if (unit != 0) beyond = 0;
   const std::size_t largest = growth_.largest_at(part.offset, part.size);
   const bool is_exact = kind_.is_uniform || choice.lack.is_whole;  // chunks of one size alone
   if (choice.grant != nullptr) {

@@ -63,8 +63,8 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
   if (kind_.is_uniform || is_pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
-  const bool is_last = grant != nullptr && grant->is_last;
-  if (!is_last && unit_for(request.size) != 0 && request.where == Request::Where::best_fit) return nullptr;
+  const bool wants_units = request.where == Request::Where::best_fit && unit_for(request.size) != 0;
+  if (wants_units && (grant == nullptr || grant->unit != 0)) return nullptr;
   return place_on_whole_chunks(request, grant);
 }
 
@@ -129,7 +129,7 @@ Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* 
   widen(&wide);
   if (Block* block = place_over(std::move(wide), request, offset, grant, shortage)) return block;
   // To the page where there is not so much, and not before: smaller chunks would stay.
-  if (grant == nullptr || !grant->is_last || !in_vain_.empty() || shortage->wait_for != kLongAgo) return nullptr;
+  if (grant == nullptr || grant->unit != 0 || !in_vain_.empty() || shortage->wait_for != kLongAgo) return nullptr;
   extent.unit = 0;
   return place_over(std::move(extent), request, offset, grant, shortage);
 }

@@ -172,23 +172,23 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
     step->bytes += memory_.store().trim(asker.group(), 0);
     if (climb.try_again(nullptr) || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
   }
-  // Whole units first; then chunks of any size, to the page.
-  const std::size_t unit = asker.unit_for(climb.bytes);
+  // Whole units first, where the request wants such; then chunks of any size, to the page.
+  const std::size_t wanted = asker.unit_for(climb.bytes);
   bool is_any_found = false;
-  for (const bool is_last : {false, true}) {
-    if (!is_last && unit == 0) continue;
+  for (std::size_t unit = wanted;; unit = 0) {
     Grant grant(memory_.store(), asker.group(), asker.budget());
-    grant.unit = is_last ? 0 : unit;
-    grant.is_last = is_last;
+    grant.unit = unit;
     const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
     gather_from(victims(asker, lacks.refused), asker.dormant_of_others(lacks.returning_to),
                 lacks.bytes - std::min(lacks.bytes, room), grant, step);
-    // Where chunks are of units, its own of other sizes have not been used yet.
-    if (grant.bytes() == 0 && (!is_last || unit == 0)) continue;
-    is_any_found = true;
-    step->result = StepResult::in_vain;
-    step->bytes += grant.bytes();
-    if (climb.try_again(&grant) || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
+    // Its own of other sizes may do where nobody gave any.
+    if (grant.bytes() != 0 || unit != wanted) {
+      is_any_found = true;
+      step->result = StepResult::in_vain;
+      step->bytes += grant.bytes();
+      if (climb.try_again(&grant) || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
+    }
+    if (unit == 0) break;
   }
   if (!is_any_found || !asker.is_asleep()) return;
   // What wakes wants chunks of certain sizes: in the place of the others it makes its own.
@@ -268,7 +268,6 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
         in_use = melt(asker, lacks.refused, creates ? lacks.bytes : 0, most, grant);
       }
       step->bytes = grant.bytes();
-      grant.is_last = true;
       if (climb.try_again(&grant) || climb.shortage.is_sealed) return;
     }
     // Room under a limit may be what the device, or the next limit, lacks.

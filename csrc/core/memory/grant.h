@@ -19,8 +19,9 @@ class Grant {
 
   ChunkShelf chunks;              // charged to the payer
   std::size_t prepaid_bytes = 0;  // charged to the payer, for chunks yet to be created
-  std::size_t unit = 0;           // chunks are of use in whole units (GrowthPolicy::unit()); 0: all are
-  bool is_last = false;           // units did not do: chunks of any size, and to the page
+  // Chunks are of use in whole units (GrowthPolicy::unit()); 0: those did not do or are not
+  // wanted, so of any size, and the request is met to the page.
+  std::size_t unit = 0;
 
   [[nodiscard]] std::size_t bytes() const { return chunks.bytes() + prepaid_bytes; }
   [[nodiscard]] Budget& payer() const { return payer_; }
