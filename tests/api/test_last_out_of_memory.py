@@ -58,7 +58,8 @@ def test_what_nothing_could_meet_takes_nothing_from_anybody(
     assert ("ask for less: the device has" in str(raised.value)) == (beyond == "the device")
     assert llama.memory_stats() == idle
     assert last(device).requested == size
-    assert [holder.name for holder in last(device).holders if holder.idle == 32 * MIB] == ["llama"]
+    idle_bytes = {holder.name: holder.idle for holder in last(device).holders}
+    assert idle_bytes["llama"] == 32 * MIB and not idle_bytes.get("qwen")  # the default model may hold some as well
 
 
 def test_the_same_values_as_our_own_errors(device: str, make_pool: Callable[..., Pool]) -> None:

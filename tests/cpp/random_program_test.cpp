@@ -57,6 +57,10 @@ TEST(RandomProgram, KeepsEveryInvariantOnFixedSeeds) {
 
 TEST(RandomProgram, KeepsEveryInvariantOnAFreshSeed) { run_seeds(any_seed(), from_environment("VMM_STEPS", 3000), {}); }
 
+TEST(RandomProgram, KeepsEveryInvariantOnSeedsThatOnceFailed) {
+  run_seeds(3248084572, 1000, {});  // a restore of one that sleeps and is as it was
+}
+
 TEST(RandomProgram, NeverFailsWithoutFailingCalls) {
   run_seeds(any_seed(), 3000, {.with_threads = true, .with_failures = false});
 }
