@@ -240,6 +240,7 @@ class BackedSpace {
 
   // placing.cpp
   [[nodiscard]] PlacingRule placing_rule(const Request& request) const;
+  [[nodiscard]] static bool fills_units(const Request& request, std::size_t unit);
   Block* place_best_fit(const Request& request, Grant* grant, Shortage* shortage);
   void widen(Extent* extent) const;
   Block* place_over(Extent extent, const Request& request, std::size_t offset, Grant* grant, Shortage* shortage);

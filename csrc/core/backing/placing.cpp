@@ -32,8 +32,14 @@ Block* BackedSpace::place(const Request& request, Grant* grant, Shortage* shorta
   return place_best_fit(request, grant, shortage);
 }
 
+// Not slabs and small blocks: each stream's would strand the rest of a unit.
+bool BackedSpace::fills_units(const Request& request, std::size_t unit) {
+  return request.where == Request::Where::best_fit && request.size >= unit / 4;
+}
+
 Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortage* shortage) {
-  if (request.where == Request::Where::best_fit) {
+  const bool is_best_fit = request.where == Request::Where::best_fit;
+  if (is_best_fit) {
     if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
   }
   if (!request.is_gathered) {
@@ -41,19 +47,22 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
     return nullptr;
   }
   std::size_t offset = 0;
-  const std::size_t units = std::max(unit_for(request.size), kind_.page);
-  bool found = placement_.find_spot(request, units, &offset);
+  const std::size_t unit = unit_for(request.size);
+  SpaceRequest wanted = request;
+  // Its chunk would leave places in between that only its like fill: it stands among slabs.
+  if (is_best_fit && !fills_units(request, unit)) wanted.where = Request::Where::high;
+  bool found = placement_.find_spot(wanted, unit, &offset);
   if (!found) {
     owner_.free_up_space();
-    found = placement_.find_spot(request, units, &offset);
+    found = placement_.find_spot(wanted, unit, &offset);
   }
   // Not where graphs use what is free whenever they are replayed.
   if (!found && !is_pinned_) {
     if (!adopt_free_space(request.tag, shortage)) return nullptr;
-    if (request.where == Request::Where::best_fit) {
+    if (is_best_fit) {
       if (Block* block = placement_.take_backed(request.size, request.tag, request.state)) return block;
     }
-    found = placement_.find_spot(request, units, &offset);
+    found = placement_.find_spot(wanted, unit, &offset);
   }
   if (!found) {
     *shortage = Shortage::of_addresses(request.size);
@@ -63,8 +72,7 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
   if (kind_.is_uniform || is_pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
-  const bool wants_units = request.where == Request::Where::best_fit && unit_for(request.size) != 0;
-  if (wants_units && (grant == nullptr || grant->unit != 0)) return nullptr;
+  if (is_best_fit && unit != 0 && (grant == nullptr || grant->unit != 0)) return nullptr;
   return place_on_whole_chunks(request, grant);
 }
 
@@ -121,9 +129,8 @@ Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* 
   const std::size_t last = std::min(align_up(offset + request.size, kind_.page), kind_.capacity);
   Extent extent;
   extent.gaps = range_->gaps({first, last - first});
-  // Not slabs and small blocks: each stream's would strand the rest of a unit.
-  const std::size_t units = request.where == Request::Where::best_fit ? unit_for(request.size) : 0;
-  if (!extent.gaps.empty() && request.size >= units / 4) extent.unit = units;
+  const std::size_t unit = unit_for(request.size);
+  if (!extent.gaps.empty() && fills_units(request, unit)) extent.unit = unit;
   if (extent.unit == 0) return place_over(std::move(extent), request, offset, grant, shortage);
   Extent wide = extent;
   widen(&wide);
@@ -211,7 +218,8 @@ Block* BackedSpace::place_on_whole_chunks(const Request& request, Grant* grant) 
   bool is_installed = false;
   try {
     const std::size_t sum = collect_whole(wanted, request.tag, grant, &backing);
-    if (sum >= wanted && placement_.find_bare(sum, request.where == Request::Where::high, &offset)) {
+    const bool is_high = request.where == Request::Where::high;
+    if (sum >= wanted && placement_.find_bare(sum, unit_for(request.size), is_high, &offset)) {
       for (PlacedChunk& placement : backing.placements) placement.offset += offset;
       block = take_range({offset, sum}, request.state, &pieces);
       is_installed = install(backing, request).ok();

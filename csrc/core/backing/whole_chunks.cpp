@@ -32,7 +32,7 @@ Block* BackedSpace::take_whole_chunk(const Request& request) {
 // exactly its size.
 Block* BackedSpace::place_unsplit(Request request, Grant* grant, Shortage* shortage) {
   if (Block* const block = take_whole_chunk(request)) return block;
-  if (!placement_.find_bare(request.size, /*high=*/false, &request.offset)) {
+  if (!placement_.find_bare(request.size, 0, /*high=*/false, &request.offset)) {
     *shortage = Shortage::of_addresses(request.size);
     return nullptr;
   }
@@ -53,7 +53,7 @@ Block* BackedSpace::place_within_chunk(const Request& request, Grant* grant, Sho
     return nullptr;
   }
   std::size_t offset = 0;
-  const auto find = [&]() { return placement_.find_bare(request.size, /*high=*/false, &offset); };
+  const auto find = [&]() { return placement_.find_bare(request.size, 0, /*high=*/false, &offset); };
   bool found = find();
   if (!found) {
     owner_.free_up_space();

@@ -35,11 +35,7 @@ bool Placement::find_spot(const SpaceRequest& request, std::size_t unit, std::si
       return find_high(request, offset);
     case SpaceRequest::Where::best_fit:
       if (find_least_missing(request, offset)) return true;
-      if (unit > page_ && find_bare(request.size + unit, /*high=*/false, offset)) {
-        *offset = align_up(*offset, unit);
-        return true;
-      }
-      return find_bare(request.size, /*high=*/false, offset);
+      return find_bare(request.size, unit, /*high=*/false, offset);
   }
   return false;
 }
@@ -122,16 +118,18 @@ bool Placement::find_least_missing(const SpaceRequest& request, std::size_t* off
 }
 
 // Bare addresses: no memory there that queued work could still touch.
-bool Placement::find_bare(std::size_t size, bool high, std::size_t* offset) const {
+bool Placement::find_bare(std::size_t size, std::size_t unit, bool high, std::size_t* offset) const {
   const std::size_t wanted = align_up(size, page_);
-  const Block* bare = heap_.best_fit(wanted, kNeutral);
+  const std::size_t beside = unit > page_ ? unit : 0;  // to be aligned within
+  const Block* bare = heap_.best_fit(wanted + beside, kNeutral);
   if (high) {
     const FreeByOffset& free = heap_.free_blocks();
     bare = free.last();
-    while (bare != nullptr && (bare->tag != kNeutral || bare->size() < wanted)) bare = free.prev(bare);
+    while (bare != nullptr && (bare->tag != kNeutral || bare->size() < wanted + beside)) bare = free.prev(bare);
   }
-  if (bare == nullptr) return false;
+  if (bare == nullptr) return beside != 0 && find_bare(size, 0, high, offset);
   *offset = high ? bare->end() - wanted : bare->range().offset;
+  if (beside != 0) *offset = high ? align_down(*offset, unit) : align_up(*offset, unit);
   return true;
 }
 

@@ -37,8 +37,8 @@ class Placement {
   // can.
   bool find_spot(const SpaceRequest& request, std::size_t unit, std::size_t* offset) const;
   // Bare addresses, for whole chunks: no memory is there that queued work could
-  // still touch. `high`: the highest.
-  bool find_bare(std::size_t size, bool high, std::size_t* offset) const;
+  // still touch. At a multiple of `unit` bytes, where it can. `high`: the highest.
+  bool find_bare(std::size_t size, std::size_t unit, bool high, std::size_t* offset) const;
 
  private:
   bool find_high(const SpaceRequest& request, std::size_t* offset) const;
