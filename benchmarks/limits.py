@@ -29,7 +29,7 @@ _STEP = 0.005
 
 
 def measure(allocator: str, quick: bool) -> list[Measurement]:
-    """Limits over what all have allocated at most together; driver calls of the last pass."""
+    """Limits over what all have allocated at most together; under three of them, driver calls and what is reserved."""
     del allocator
     rows = []
     for names in _TOGETHER[:1] if quick else _TOGETHER:
@@ -44,7 +44,10 @@ def measure(allocator: str, quick: bool) -> list[Measurement]:
         case = ", ".join(names)
         rows.append(Measurement(case, "least limit above the joint peak", round(100 * (share - 1), 1), "%"))
         for of_peak in (1.05, 1.10, 1.20):
-            calls = np.frombuffer(within(limit=int(of_peak * peak))["driver_calls"], np.uint64)
+            under = within(limit=int(of_peak * peak))
+            calls = np.frombuffer(under["driver_calls"], np.uint64)
             last = int(calls[-1] - calls[len(calls) * (_PASSES - 1) // _PASSES])
             rows.append(Measurement(case, f"driver calls, last pass, limit {of_peak:.2f}", last, "calls"))
+            reserved = round(under["reserved_peak"] / peak, 3)
+            rows.append(Measurement(case, f"reserved / joint peak, limit {of_peak:.2f}", reserved, "ratio"))
     return rows

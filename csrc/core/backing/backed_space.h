@@ -136,10 +136,6 @@ class BackedSpace {
   // They go where they came from: to the grant, or the group's shelf.
   void put_back(const Backing& backing, Grant* grant);
   void put_back(Chunk* chunk, Grant* grant);
-  // What the chunks for a request of so many bytes are multiples of, where other models take
-  // from the same limit (GrowthPolicy::unit()); 0 where none do, or they have a rule of their
-  // own.
-  [[nodiscard]] std::size_t unit_for(std::size_t bytes) const;
   // Who may access what is mapped.
   [[nodiscard]] const std::vector<Location>& accessors() const { return accessors_; }
   // `who` too, all that is mapped now and later.
@@ -238,6 +234,11 @@ class BackedSpace {
     return !may_break || !kind_.within_chunks.load(std::memory_order_relaxed);
   }
 
+  // What the chunks for a request of so many bytes are multiples of, where other models take
+  // from the same limit (GrowthPolicy::unit()); 0 where none do, or they have a rule of their
+  // own.
+  [[nodiscard]] std::size_t unit_for(std::size_t bytes) const;
+
   // placing.cpp
   [[nodiscard]] PlacingRule placing_rule(const Request& request) const;
   [[nodiscard]] static bool fills_units(const Request& request, std::size_t unit);
@@ -261,6 +262,7 @@ class BackedSpace {
   [[nodiscard]] std::size_t bare_behind(const Extent& extent) const;
   Chunk* choose_chunk(ByteRange part, std::size_t beyond, Choice& choice);
   void fill_gap(ByteRange gap, std::size_t beyond, Choice& choice);
+  [[nodiscard]] std::size_t into_margin(const Choice& choice) const;
   void create_chunks(const Extent& extent, Choice& choice, Shortage* shortage);
   void send_home(const Extent& extent, Choice& choice);
   void cover(Extent* extent, const Backing& backing, BlockState state);

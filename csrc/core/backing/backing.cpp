@@ -53,6 +53,7 @@ bool BackedSpace::back(Extent* extent, const Request& request, Grant* grant, Sho
     }
     if (status.ok()) return true;
     *shortage = Shortage::of_driver(0, status);
+    shortage->unit = extent->unit;
     for (const PlacedChunk& placement : backing.placements) shortage->bytes += placement.chunk->size;
     put_back(backing, grant);  // from here on others may end them
     uncover(extent, end);
@@ -216,6 +217,16 @@ void BackedSpace::fill_gap(ByteRange gap, std::size_t beyond, Choice& choice) {
   }
 }
 
+// Bytes of what is to be created that would come of the margin, which is to stay: nobody has
+// looked yet who has idle memory. What a floor reserved is its model's.
+std::size_t BackedSpace::into_margin(const Choice& choice) const {
+  const bool keeps_margin = choice.grant == nullptr ? unit_for(choice.lack.total) != 0 : choice.grant->keeps_margin;
+  if (!keeps_margin || choice.create_bytes <= budget_.reserved_here()) return 0;
+  const std::size_t room = group_.room_for(budget_);
+  const std::size_t unrestricted = room - std::min(room, growth_.margin(group_.limit()));
+  return choice.create_bytes - std::min(choice.create_bytes, unrestricted);
+}
+
 // Creates what is to be, the last one larger where the pool grows ahead of need. One charge
 // for all: no thread ever holds part of what another one could have had whole.
 void BackedSpace::create_chunks(const Extent& extent, Choice& choice, Shortage* shortage) {
@@ -231,6 +242,12 @@ void BackedSpace::create_chunks(const Extent& extent, Choice& choice, Shortage* 
     if (is_at_end) ahead = growth_.ahead(choice.lack, size, beyond);
   }
   std::size_t uncreated = choice.create_bytes;
+  if (const std::size_t beyond = into_margin(choice); beyond != 0) {
+    *shortage = {beyond, &group_, {}};
+    shortage->is_margin = true;
+    shortage->unit = extent.unit;
+    return;
+  }
   // Beyond what the host has left the kernel would end the process.
   if (kind_.is_spill && choice.create_bytes != 0 && choice.create_bytes + ahead > available_memory()) {
     *shortage = Shortage::of_device(uncreated);
@@ -262,7 +279,9 @@ void BackedSpace::create_chunks(const Extent& extent, Choice& choice, Shortage* 
     }
     choice.is_made = uncreated == 0;
   }
-  if (!choice.is_made) *shortage = {uncreated, full, status};
+  if (choice.is_made) return;
+  *shortage = {uncreated, full, status};
+  shortage->unit = extent.unit;
 }
 
 // Of the chunks that were chosen each stands where it stood before, if what was chosen for

@@ -28,6 +28,11 @@ struct Shortage {
   // Nothing is missing: the pool can once this has passed. Whoever asks waits,
   // with no lock held, and asks again.
   Epoch wait_for = kLongAgo;
+  // There is room, but so much of it would come of the margin (GrowthPolicy::margin()), which
+  // is taken once nobody has idle memory (Ladder::keep_margin()).
+  bool is_margin = false;
+  // What chunks are of use in (GrowthPolicy::unit()); 0: of any size.
+  std::size_t unit = 0;
   // Where chunks that others have would be had back for nothing (Pool::dormant_of_others()).
   ByteRange returning_to{};
 };

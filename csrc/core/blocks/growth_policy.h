@@ -68,6 +68,9 @@ class GrowthPolicy {
   // live are multiples of, in size and place, so that any may stand for any other. Bytes, a
   // power of two; 0: it has too few.
   [[nodiscard]] std::size_t unit(std::size_t limit, std::size_t sharers, std::size_t peak) const;
+  // The last of a limit that models share, in bytes: new memory comes of it once nobody has
+  // idle memory that would do.
+  [[nodiscard]] static std::size_t margin(std::size_t limit);
   // What there is beyond a request.
   struct Beyond {
     std::size_t mapped = 0;       // by the pool

@@ -58,12 +58,16 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stre
 // After an attempt in vain: waits for what is only held up, then climbs.
 Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
                             Shortage shortage) {
-  while (!shortage.is_sealed && shortage.wait_for != kLongAgo) {
-    wait_for(shortage.wait_for);
-    shortage = {};
-    if (const Address address = attempt(nullptr, &shortage)) return address;
-  }
-  Ladder::Climb climb{pool, bytes, stream, attempt, shortage, ladder_.climbs()};
+  Ladder::Climb climb{pool, bytes, stream, attempt, std::move(shortage), ladder_.climbs()};
+  const auto await_held_up = [&] {
+    while (climb.found == 0 && !climb.shortage.is_sealed && climb.shortage.wait_for != kLongAgo) {
+      wait_for(climb.shortage.wait_for);
+      climb.try_again(nullptr);
+    }
+    return climb.found != 0;
+  };
+  if (await_held_up()) return climb.found;
+  if (climb.shortage.is_margin && (ladder_.keep_margin(climb) != 0 || await_held_up())) return climb.found;
   if (!climb.shortage.is_sealed) {
     if (const Address address = ladder_.reach(climb)) return address;
   }

@@ -173,7 +173,7 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
     if (climb.try_again(nullptr) || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
   }
   // Whole units first, where the request wants such; then chunks of any size, to the page.
-  const std::size_t wanted = asker.unit_for(climb.bytes);
+  const std::size_t wanted = lacks.unit;
   bool is_any_found = false;
   for (std::size_t unit = wanted;; unit = 0) {
     Grant grant(memory_.store(), asker.group(), asker.budget());
@@ -307,6 +307,53 @@ const std::array<Ladder::Step, kRungs> Ladder::kSteps = {&Ladder::give_shelves_b
                                                          &Ladder::wait_and_melt,
                                                          &Ladder::spill};
 
+// Whole units first, where the request wants such, then chunks of any size. What does not fit
+// goes back to the driver and makes room; then the request takes what it still lacks.
+Address Ladder::keep_margin(Climb& climb) {
+  Pool& asker = climb.asker;
+  const Shortage lacks = climb.shortage;
+  ReclaimDecision decision{climb.bytes, asker.name(), lacks.refused->name(), {}};
+  ReclaimStep& step = decision.steps.at(static_cast<std::size_t>(Rung::other_models));
+  {
+    const MutexLock lock(mutex_);
+    ChunkStore& store = memory_.store();
+    Grant grant(store, asker.group(), asker.budget());
+    grant.unit = lacks.unit;
+    grant.keeps_margin = true;
+    if (could_be_met(climb)) {
+      PoolList others = victims(asker, lacks.refused);
+      const std::int64_t priority = asker.budget().priority_in_all();
+      std::erase_if(others, [priority](const auto& pool) { return pool->budget().priority_in_all() > priority; });
+      if (others.size() > kMostAsked) others.resize(kMostAsked);
+      const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
+      for (bool is_last = false; !is_last && climb.found == 0 && climb.shortage.is_margin; grant.unit = 0) {
+        is_last = grant.unit == 0;
+        const std::size_t before = grant.bytes();
+        gather_from(others, returning, lacks.bytes, grant, &step);
+        if (grant.bytes() != before) climb.try_again(&grant);
+      }
+      step.bytes = grant.bytes();
+    }
+    if (climb.found == 0 && climb.shortage.is_margin) {
+      const std::size_t shelved = store.shelved_bytes(asker.group());
+      while (Chunk* const chunk = grant.chunks.take_any()) store.put(asker.group(), chunk);
+      store.trim(asker.group(), shelved);
+      grant.unit = lacks.unit;
+      grant.keeps_margin = false;
+      climb.try_again(&grant);
+    }
+  }
+  step.result = climb.found != 0 ? StepResult::met : StepResult::in_vain;
+  if (climb.found != 0 && !step.yielded.empty()) note(asker, std::move(decision));
+  return climb.found;
+}
+
+void Ladder::note(const Pool& asker, ReclaimDecision decision) {
+  const Pool& model = asker.model();
+  log_.note(model.id(), std::move(decision));
+  if (model.is_retired()) log_.forget(model.id());  // closed meanwhile: it may have been forgotten before
+}
+
 Address Ladder::reach(Climb& climb) {
   climb.asker.count_retry();
   ReclaimDecision decision;
@@ -320,9 +367,7 @@ Address Ladder::reach(Climb& climb) {
     step.nanoseconds = std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
     if (climb.found != 0) step.result = StepResult::met;
   }
-  const Pool& model = climb.asker.model();
-  if (climb.found != 0 || !climb.shortage.is_sealed) log_.note(model.id(), std::move(decision));
-  if (model.is_retired()) log_.forget(model.id());  // closed meanwhile: it may have been forgotten before
+  if (climb.found != 0 || !climb.shortage.is_sealed) note(climb.asker, std::move(decision));
   return climb.found;
 }
 

@@ -80,6 +80,11 @@ class Ladder {
   // 0: no rung helped, or what the asker has is sealed meanwhile.
   Address reach(Climb& climb) VMM_EXCLUDES(mutex_);
 
+  // For a request that lacks nothing but would take of the margin (Shortage::is_margin): what
+  // others, of no higher priority, have idle is tried first, and then the margin. It waits for
+  // nobody, and is no climb. The address, or 0 and what is missing.
+  Address keep_margin(Climb& climb) VMM_EXCLUDES(mutex_);
+
   // Who yields first: the lowest priority, then whoever is furthest above its floor.
   static PoolList in_order_of_yielding(PoolList pools);
   // Pools whose idle memory would help, in that order: those under the limit that refused, or
@@ -113,6 +118,9 @@ class Ladder {
     const bool was_on_;
     inline static thread_local bool is_on_ = false;
   };
+  // How many pools are asked before the margin is taken: each some microseconds, beside a
+  // chunk that is created (60).
+  static constexpr std::size_t kMostAsked = 8;
   // How often a request asks a function that always says that there is more.
   static constexpr int kMostReliefs = 64;
 
@@ -138,6 +146,7 @@ class Ladder {
   std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
                    Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void create_into(Grant& grant, const Pool& asker, std::size_t want);
+  void note(const Pool& asker, ReclaimDecision decision);
 
   DeviceMemory& memory_;
   BlockCaches& caches_;

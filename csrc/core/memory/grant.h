@@ -22,6 +22,8 @@ class Grant {
   // Chunks are of use in whole units (GrowthPolicy::unit()); 0: those did not do or are not
   // wanted, so of any size, and the request is met to the page.
   std::size_t unit = 0;
+  // New memory is not to come of the margin (GrowthPolicy::margin()).
+  bool keeps_margin = false;
 
   [[nodiscard]] std::size_t bytes() const { return chunks.bytes() + prepaid_bytes; }
   [[nodiscard]] Budget& payer() const { return payer_; }

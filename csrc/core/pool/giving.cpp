@@ -56,11 +56,6 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
   return moved;
 }
 
-std::size_t Pool::unit_for(std::size_t bytes) const {
-  const ReadLock lock(*this);
-  return space_.unit_for(bytes);
-}
-
 std::vector<DormantMappings::Dormant> Pool::dormant_of_others(ByteRange place) const {
   if (place.size == 0) return {};
   const ReadLock lock(*this);

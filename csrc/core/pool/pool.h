@@ -238,8 +238,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // would not let them in. `is_gathered`: what threads keep of it has been given back.
   std::size_t surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, bool is_gathered,
                         Grant& grant, Budget** refused) VMM_EXCLUDES(mutex_);
-  // What the chunks for a request of so many bytes are multiples of; 0: they are of any size.
-  [[nodiscard]] std::size_t unit_for(std::size_t bytes) const VMM_EXCLUDES(mutex_);
   // What is dormant in `place`, of chunks that others had last.
   [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_of_others(ByteRange place) const VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.

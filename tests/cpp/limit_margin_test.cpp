@@ -1,0 +1,190 @@
+// The margin: the last 40th of a limit that models share is taken once nobody has idle memory.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lab.h"
+
+namespace vmm::testing {
+namespace {
+
+class LimitMargin : public ::testing::Test {
+ protected:
+  // Units of 8 MiB, and of them five are the margin.
+  static constexpr std::size_t kLimit = 200 * 8 * kMiB;
+  static constexpr std::size_t kMargin = kLimit / 40;
+
+  std::shared_ptr<Pool> model(const std::string& name, int priority = 0, std::size_t floor = 0) {
+    PoolSpec spec = Lab::spec(name);
+    spec.capacity = 8 * kGiB;
+    spec.priority = priority;
+    spec.floor = floor;
+    return lab_.pool(spec, group_.get());
+  }
+  // Takes `bytes` in blocks of 24 MiB.
+  std::vector<Address> take(Pool& pool, std::size_t bytes) {
+    std::vector<Address> blocks;
+    for (std::size_t left = bytes; left >= 24 * kMiB; left -= 24 * kMiB) {
+      blocks.push_back(lab_.allocate(pool, 24 * kMiB));
+      most_used_ = std::max(most_used_, group_->used());
+    }
+    return blocks;
+  }
+  void free(const std::vector<Address>& blocks) {
+    for (const Address block : blocks) lab_.free(block);
+  }
+  // Nobody but other models has been asked for memory.
+  void expect_no_climb(Pool& pool) {
+    EXPECT_EQ(pool.statistics().num_alloc_retries, 0);
+    EXPECT_EQ(lab_.driver.count(Call::wait) + lab_.driver.count(Call::synchronize), 0U);
+  }
+
+  Lab lab_{LabSpec{64 * kGiB}};
+  const std::shared_ptr<Budget> group_ = lab_.memory().create_group("shared", kLimit);
+  std::size_t most_used_ = 0;
+};
+
+TEST_F(LimitMargin, StaysWhileOthersHaveIdleMemory) {
+  const auto a = model("a");
+  const auto b = model("b");
+  for (int turn = 0; turn < 4; ++turn) free(take(turn % 2 == 0 ? *a : *b, kLimit * 3 / 4));
+  EXPECT_LE(most_used_, kLimit - kMargin);
+  EXPECT_GE(most_used_, kLimit - kMargin - 24 * kMiB) << "and no more than that stays";
+  expect_no_climb(*a);
+  expect_no_climb(*b);
+}
+
+TEST_F(LimitMargin, IsTheirsWhenNobodyHas) {
+  const auto a = model("a");
+  const auto b = model("b");
+  take(*a, kLimit / 2);
+  lab_.allocate(*b, 32 * kMiB);
+  int called = 0;
+  lab_.memory().set_on_pressure(*group_, [&](std::size_t /*bytes*/, const std::shared_ptr<Pool>& /*asker*/) {
+    ++called;
+    return false;
+  });
+  take(*b, kLimit - group_->used());
+  EXPECT_GT(group_->used(), kLimit - 24 * kMiB);
+  EXPECT_EQ(called, 0);
+  expect_no_climb(*b);
+  EXPECT_EQ(lab_.memory().ladder().log().report_of(b->id()).requests, 0U);
+  lab_.memory().set_on_pressure(*group_, nullptr);
+}
+
+// What fits nowhere goes back to the driver, and makes room: a place of 6 MiB between what a
+// model took while it was alone and the next multiple of a unit.
+TEST_F(LimitMargin, StaysWhereUnitsDoNotFit) {
+  const auto a = model("a");
+  std::size_t left = kLimit - kMargin - 70 * kMiB;
+  for (; left >= 68 * kMiB; left -= 34 * kMiB) lab_.allocate(*a, 34 * kMiB);
+  const Address last = lab_.allocate(*a, left);
+  const auto b = model("b");
+  lab_.allocate(*b, 6 * kMiB);
+  lab_.leave_idle(*b, 64 * kMiB);
+  ASSERT_EQ(group_->used(), kLimit - kMargin);
+  lab_.free(last);
+  lab_.allocate(*a, left + 6 * kMiB);
+  EXPECT_EQ(a->physical_bytes(), kLimit - kMargin - 64 * kMiB);
+  EXPECT_EQ(b->physical_bytes(), 62 * kMiB);
+  EXPECT_EQ(group_->used(), kLimit - kMargin - 2 * kMiB);
+  expect_no_climb(*a);
+}
+
+TEST_F(LimitMargin, StaysBesideSmallBlocksToo) {
+  const auto a = model("a");
+  const auto b = model("b");
+  free(take(*a, kLimit / 2));
+  take(*b, kLimit - kMargin - group_->used());
+  const std::size_t of_a = a->physical_bytes();
+  for (int k = 0; k < 40; ++k) {
+    lab_.allocate(*b, 1900 * kKiB);
+    EXPECT_LE(group_->used(), kLimit - kMargin);
+  }
+  EXPECT_LT(a->physical_bytes(), of_a);
+  EXPECT_GE(a->physical_bytes(), of_a - 12 * 8 * kMiB);
+  expect_no_climb(*b);
+}
+
+TEST_F(LimitMargin, NothingIsTakenFromAHigherPriority) {
+  const auto important = model("important", 1);
+  const auto b = model("b");
+  free(take(*important, kLimit / 2));
+  const std::size_t idle = important->physical_bytes();
+  take(*b, kLimit - group_->used());
+  EXPECT_EQ(important->physical_bytes(), idle);
+  EXPECT_GT(group_->used(), kLimit - 24 * kMiB);
+}
+
+TEST_F(LimitMargin, WhatAFloorReservedIsHadWithoutAQuestion) {
+  const auto a = model("a");
+  const auto b = model("b", 0, kLimit / 2);
+  free(take(*a, kLimit / 2));
+  const std::size_t idle = a->physical_bytes();
+  take(*b, kLimit / 2);
+  EXPECT_EQ(a->physical_bytes(), idle);
+}
+
+TEST_F(LimitMargin, NorFromBeneathAFloor) {
+  const auto a = model("a", 0, kLimit / 2);
+  const auto b = model("b");
+  free(take(*a, kLimit / 2));
+  const std::size_t idle = a->physical_bytes();
+  take(*b, kLimit - group_->used());
+  EXPECT_EQ(a->physical_bytes(), idle);
+}
+
+TEST_F(LimitMargin, NothingIsTakenForWhatCannotBeMet) {
+  const auto a = model("a");
+  const auto b = model("b");
+  free(take(*a, kLimit / 2));
+  lab_.allocate(*b, 64 * kMiB);
+  const std::size_t idle = a->physical_bytes();
+  EXPECT_THROW(lab_.allocate(*b, kLimit + kPage), OutOfMemoryError);
+  EXPECT_EQ(a->physical_bytes(), idle);
+}
+
+// Idle memory that queued work may still use is not waited for.
+TEST_F(LimitMargin, NobodyWaitsForTheGpu) {
+  const auto a = model("a");
+  const auto b = model("b");
+  std::vector<Address> blocks;
+  for (std::size_t left = kLimit / 2; left >= 24 * kMiB; left -= 24 * kMiB) {
+    blocks.push_back(lab_.allocate(*a, 24 * kMiB, stream(1)));
+    a->record_stream(blocks.back(), stream(2));
+  }
+  lab_.driver.hold_fences(stream(2));
+  free(blocks);
+  take(*b, kLimit - group_->used());
+  EXPECT_GT(group_->used(), kLimit - 24 * kMiB);
+  expect_no_climb(*b);
+}
+
+TEST_F(LimitMargin, TheReportSaysWhoYielded) {
+  const auto a = model("a");
+  const auto b = model("b");
+  free(take(*a, kLimit * 3 / 4));
+  take(*b, kLimit / 4);
+  const ReclaimReport report = lab_.memory().ladder().log().report_of(b->id());
+  ASSERT_FALSE(report.latest.empty());
+  const ReclaimDecision& latest = report.latest.back();
+  const ReclaimStep& step = latest.steps.at(static_cast<std::size_t>(Rung::other_models));
+  EXPECT_EQ(step.result, StepResult::met);
+  ASSERT_EQ(step.yielded.size(), 1U);
+  EXPECT_EQ(step.yielded.front().pool, "a");
+  EXPECT_EQ(latest.refused_by, "shared");
+  EXPECT_EQ(latest.asker, "b");
+}
+
+// Nobody shares it.
+TEST_F(LimitMargin, AModelByItselfHasAllOfIt) {
+  const auto a = model("a");
+  take(*a, kLimit);
+  EXPECT_GT(group_->used(), kLimit - 24 * kMiB);
+  expect_no_climb(*a);
+}
+
+}  // namespace
+}  // namespace vmm::testing
