@@ -128,6 +128,11 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
         self._handle.set_threshold(to_optional_bytes(bytes, "bytes"))
 
     @property
+    def name(self) -> str:
+        """As errors and :func:`torch_vmm.report` call it: ``buffers-1``."""
+        return self._handle.name
+
+    @property
     def threshold(self) -> int | None:
         """Bytes, as :meth:`set_threshold` has it; ``None``: all that is free is
         kept.
@@ -173,7 +178,7 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
             text += ", closed" if self.is_closed else ""
         except VmmError:
             text = "out of reach in a forked process"
-        return f"MemoryPool({self._device}: {text})"
+        return f"MemoryPool({self.name!r}, {self._device}: {text})"
 
 
 class PooledBuffer(_C.Buffer, Guarded, guarded=True):

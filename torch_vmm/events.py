@@ -94,10 +94,9 @@ def pressure_function_raised(asker: VirtualMemoryPool, requested: int, error: Ex
 
 
 def _whose(whose: VirtualMemoryPool | SharedMemoryPool) -> str:
-    name = getattr(whose, "name", None)  # a SharedMemoryPool has none
-    if name is None:
-        return f"SharedMemoryPool on {whose.device}"
-    return f"{'pool' if whose.model_id is None else 'model'} {name!r} on {whose.device}"  # type: ignore[union-attr]
+    if not hasattr(whose, "model_id"):
+        return f"{whose.name} on {whose.device}"
+    return f"{'pool' if whose.model_id is None else 'model'} {whose.name!r} on {whose.device}"
 
 
 def _size(size: int | None) -> str:

@@ -13,8 +13,9 @@ def report(device: Device = "cuda") -> str:
     First come those that stand directly under the device's limit, the default
     pool among them, then those of each SharedMemoryPool below its own limit's
     line; ``str()`` of a SharedMemoryPool has these alone. At the end stand the
-    totals, the device's limit, what no pool has mapped (it rests in the store,
-    or was made by hand), what is left of floors, and what the driver has free.
+    totals, the device's limit, what is no model's (it rests in the store, was
+    made by hand, or is what sparse tensors show as zero), what is left of
+    floors, and what the driver has free.
 
     ``state`` is ``awake``, ``asleep`` (some of it, at least) or ``closed``: of a
     closed one tensors live on. ``physical`` is the sum of the four columns

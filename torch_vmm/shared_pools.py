@@ -311,6 +311,11 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         return True  # an empty one is a pool all the same: `shared or SharedMemoryPool(...)`
 
     @property
+    def name(self) -> str:
+        """As errors, tables and the log call it: ``SharedMemoryPool 1``."""
+        return self._handle.name
+
+    @property
     def physical_limit(self) -> int:
         """Bytes of memory that all models together hold at most. Can be set at any
         time.
@@ -450,7 +455,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             text += ", closed" if self.is_closed else ""
         except VmmError:
             text = "out of reach in a forked process"
-        return f"SharedMemoryPool({self.device}: {text})"
+        return f"SharedMemoryPool({self.name!r}, {self.device}: {text})"
 
     def __str__(self) -> str:
         try:

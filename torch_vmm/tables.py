@@ -64,6 +64,7 @@ class Row:
 class Part:
     """Models under one limit."""
 
+    name: str
     rows: list[Row]
     limit: int
     """In bytes, as all here."""
@@ -133,7 +134,12 @@ def part_of(shared: SharedMemoryPool, models: Iterable[VirtualMemoryPool]) -> Pa
     rows = rows_of(models)
     stats = shared.global_stats()
     return Part(
-        rows=rows, limit=stats.physical_limit, used=stats.physical_usage, store=stats.store_bytes, floor=shared.floor
+        name=shared.name,
+        rows=rows,
+        limit=stats.physical_limit,
+        used=stats.physical_usage,
+        store=stats.store_bytes,
+        floor=shared.floor,
     )
 
 
@@ -141,7 +147,7 @@ def of_shared_pool(shared: SharedMemoryPool, models: Iterable[VirtualMemoryPool]
     """The table of one SharedMemoryPool."""
     part = part_of(shared, models)
     lines, apart = _fitted([_HEADS, *map(_cells, part.rows), _total(part.rows)])
-    title = f"SharedMemoryPool on {shared.device}{', closed' if shared.is_closed else ''}"
+    title = f"{shared.name} on {shared.device}{', closed' if shared.is_closed else ''}"
     return "\n".join([title, *lines, *apart, *_elsewhere(part.rows), *_wrapped(part.line())])
 
 
@@ -158,7 +164,7 @@ def of_device(device: _C.Device, title: str, alone: Sequence[Row], parts: Sequen
     lines = [title, heads, *cells[: len(alone)]]
     at = len(alone)
     for part in parts:
-        lines += [*_wrapped(f"SharedMemoryPool: {part.line()}", indent=6), *cells[at : at + len(part.rows)]]
+        lines += [*_wrapped(f"{part.name}: {part.line()}", indent=6), *cells[at : at + len(part.rows)]]
         at += len(part.rows)
     return "\n".join([*lines, total, *apart, *_elsewhere(everything), *_wrapped(_line_of(device, alone, parts))])
 
@@ -187,8 +193,9 @@ def _line_of(device: _C.Device, alone: Sequence[Row], parts: Sequence[Part]) -> 
     reserved = sum(row.left_of_floor for row in alone) + sum(part.reserved for part in parts)
     free, total = device.memory_info()
     return (
-        f"limit {_size(device.limit)}, held {_size(held)}: {_size(max(0, held - in_pools))} of it in the store or made "
-        f"by hand; reserved by floors {_size(reserved)}; the device has {_size(free)} of {_size(total)} free"
+        f"limit {_size(device.limit)}, held {_size(held)}: {_size(max(0, held - in_pools))} of it no model's (in the "
+        f"store, made by hand, or what sparse tensors show as zero); reserved by floors {_size(reserved)}; the device "
+        f"has {_size(free)} of {_size(total)} free"
     )
 
 

@@ -92,6 +92,7 @@ void bind_shared_memory_pool(py::module_& module) {
   pool.def(py::init(&make), py::arg("kind"), py::arg("ordinal"), py::arg("physical_limit"))
       .def_property_readonly("kind", &kind_of)
       .def_property_readonly("ordinal", [](const SharedMemoryPool& self) { return self.memory().device(); })
+      .def_property_readonly("name", &SharedMemoryPool::name)
       .def_property_readonly("physical_limit", &SharedMemoryPool::physical_limit)
       .def_property_readonly("is_closed", &SharedMemoryPool::is_closed)
       .def(

@@ -276,4 +276,4 @@ def test_at_exit_and_in_a_forked_child(device: str) -> None:
         os.waitpid(child, 0)
         print(pool.stats().allocation_count)
     """
-    assert run(program) == "refused\nMemoryPool(cpu: out of reach in a forked process)\n2\n"
+    assert run(program) == "refused\nMemoryPool('buffers-1', cpu: out of reach in a forked process)\n2\n"

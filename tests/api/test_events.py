@@ -65,7 +65,7 @@ def test_closing_is_told_once(make_shared: MakeShared, make_pool: MakePool, log:
         shared.close()
         pool.close()
     assert log() == [
-        ("DEBUG", f"SharedMemoryPool on {shared.device} closed, with its models 'llama', 'qwen'"),
+        ("DEBUG", f"{shared.name} on {shared.device} closed, with its models 'llama', 'qwen'"),
         ("DEBUG", f"pool 'scratch' on {pool.device} closed"),
     ]
 
@@ -125,11 +125,11 @@ def test_what_is_set_is_told(shared: SharedMemoryPool, pool: VirtualMemoryPool, 
         ("DEBUG", f"model 'llama' on {on}: floor set to 8 MiB"),
         ("DEBUG", f"model 'llama' on {on}: priority set to -1"),
         ("DEBUG", f"pool {pool.name!r} on {on}: physical_limit set to 1.5 MiB"),
-        ("DEBUG", f"SharedMemoryPool on {on}: physical_limit set to 48 MiB"),
-        ("DEBUG", f"SharedMemoryPool on {on}: floor set to 16 MiB"),
-        ("DEBUG", f"SharedMemoryPool on {on}: priority set to 3"),
-        ("DEBUG", f"SharedMemoryPool on {on}: spill_limit set to 4 MiB"),
-        ("DEBUG", f"SharedMemoryPool on {on}: host_backup_limit set to 64 MiB"),
+        ("DEBUG", f"{shared.name} on {on}: physical_limit set to 48 MiB"),
+        ("DEBUG", f"{shared.name} on {on}: floor set to 16 MiB"),
+        ("DEBUG", f"{shared.name} on {on}: priority set to 3"),
+        ("DEBUG", f"{shared.name} on {on}: spill_limit set to 4 MiB"),
+        ("DEBUG", f"{shared.name} on {on}: host_backup_limit set to 64 MiB"),
     ]
 
 

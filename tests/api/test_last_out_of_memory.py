@@ -56,6 +56,7 @@ def test_what_nothing_could_meet_takes_nothing_from_anybody(
     with qwen, pytest.raises(torch.OutOfMemoryError, match="out of memory") as raised:
         torch.empty(size, dtype=torch.uint8, device=device)
     assert ("ask for less: the device has" in str(raised.value)) == (beyond == "the device")
+    assert (f"refused by the limit of {shared.name}" in str(raised.value)) == (beyond == "the limit")
     assert llama.memory_stats() == idle
     assert last(device).requested == size
     idle_bytes = {holder.name: holder.idle for holder in last(device).holders}

@@ -373,7 +373,7 @@ def test_columns_stand_below_their_heads(shared: SharedMemoryPool) -> None:
 
 def test_a_repr_is_one_line_and_no_table(shared: SharedMemoryPool) -> None:
     shared.register_model("llama")
-    assert repr(shared) == f"SharedMemoryPool({shared.device}: 0 B of 64 MiB, models: llama)"
+    assert repr(shared) == f"SharedMemoryPool({shared.name!r}, {shared.device}: 0 B of 64 MiB, models: llama)"
     assert repr(shared["llama"]).count("\n") == 0
     assert str(shared["llama"]) == repr(shared["llama"])
 
@@ -407,8 +407,8 @@ def test_a_device_shows_all_its_models_in_order(device: str, make_shared: MakeSh
     names = [line.split("  ")[0] for line in text.splitlines()[2:]]
     assert names[0] == "default"
     assert names.count("scratch") == 1
-    assert section(text, "SharedMemoryPool: limit 48 MiB, held 0 B:") == ["llama", "qwen"]
-    assert section(text, "SharedMemoryPool: limit 80 MiB, held 6 MiB:") == ["llama"]
+    assert section(text, f"{first.name}: limit 48 MiB, held 0 B:") == ["llama", "qwen"]
+    assert section(text, f"{second.name}: limit 80 MiB, held 6 MiB:") == ["llama"]
     assert text.index("limit 48 MiB") < text.index("limit 80 MiB")  # in order of creation
     assert rows_of(text)["scratch"]["physical"] == "2 MiB"
     del kept
@@ -429,8 +429,8 @@ def test_the_devices_totals_are_those_of_its_pools(
     held = memory.committed_bytes
     line = last_line(text)
     assert line.startswith(
-        f"limit none, held {_C.format_bytes(held)}: {_C.format_bytes(held - physical)} of it in the store or made by "
-        "hand; reserved by floors 4 MiB; the device has "
+        f"limit none, held {_C.format_bytes(held)}: {_C.format_bytes(held - physical)} of it no model's (in the store, "
+        "made by hand, or what sparse tensors show as zero); reserved by floors 4 MiB; the device has "
     )
     assert line.endswith(f" of {_C.format_bytes(memory.memory_info()[1])} free")
     del kept

@@ -17,7 +17,7 @@ Refusal refusal(std::size_t requested, std::size_t available, std::size_t limit)
 
 RefusalCause by_limit(std::size_t device_total = 80 * kGiB) {
   RefusalCause cause;
-  cause.limit_name = "shared pool 1";
+  cause.limit_name = "SharedMemoryPool 1";
   cause.capacity = kTiB;
   cause.device_total = device_total;
   return cause;
@@ -26,7 +26,7 @@ RefusalCause by_limit(std::size_t device_total = 80 * kGiB) {
 TEST(Refusal, AdvisesToFreeWhatIsMissingOrToRaiseTheLimitByIt) {
   Refusal full = refusal(12 * kMiB, 4 * kMiB, 32 * kMiB);
   full.holders = {{"qwen", 28 * kMiB}};
-  EXPECT_EQ(advice_for(full, by_limit()), "free tensors of 8 MiB or raise the limit of shared pool 1 by 8 MiB");
+  EXPECT_EQ(advice_for(full, by_limit()), "free tensors of 8 MiB or raise the limit of SharedMemoryPool 1 by 8 MiB");
 }
 
 TEST(Refusal, AdvisesToSpillMore) {
@@ -35,13 +35,14 @@ TEST(Refusal, AdvisesToSpillMore) {
   RefusalCause cause = by_limit();
   cause.spill = 2 * kMiB;
   EXPECT_EQ(advice_for(full, cause),
-            "free tensors of 8 MiB, raise the limit of shared pool 1 by 8 MiB, or raise spill_limit by 2 MiB");
+            "free tensors of 8 MiB, raise the limit of SharedMemoryPool 1 by 8 MiB, or raise spill_limit by 2 MiB");
 }
 
 TEST(Refusal, WhatIsAdvisedIsEnough) {
   Refusal full = refusal(8 * kMiB + 1, 0, 32 * kMiB);
   full.holders = {{"qwen", 32 * kMiB}};
-  EXPECT_EQ(advice_for(full, by_limit()), "free tensors of 8.1 MiB or raise the limit of shared pool 1 by 8.1 MiB");
+  EXPECT_EQ(advice_for(full, by_limit()),
+            "free tensors of 8.1 MiB or raise the limit of SharedMemoryPool 1 by 8.1 MiB");
 }
 
 TEST(Refusal, ALimitIsNotRaisedAboveTheDevice) {
@@ -76,7 +77,7 @@ TEST(Refusal, AFloorThatIsWhyIsNamed) {
   Refusal kept = refusal(12 * kMiB, 4 * kMiB, 32 * kMiB);
   kept.holders = {{"qwen", 0, 20 * kMiB, 0, 0, 20 * kMiB}, {"phi", 0, 0, 2 * kMiB}};
   EXPECT_EQ(advice_for(kept, by_limit()),
-            "raise the limit of shared pool 1 by 8 MiB or give 'qwen' a lower floor: it keeps 20 MiB idle")
+            "raise the limit of SharedMemoryPool 1 by 8 MiB or give 'qwen' a lower floor: it keeps 20 MiB idle")
       << "nothing is in use that could be freed";
   const std::string text = text_of(kept, by_limit());
   EXPECT_NE(text.find("'qwen' 0 B in use + 20 MiB idle (its floor of 20 MiB keeps what is idle)"), std::string::npos)
@@ -105,12 +106,13 @@ TEST(Refusal, TheSentenceNamesAskerLimitHoldersAndAdvice) {
   full.holders = {{"qwen", 20 * kMiB}, {"llama", 4 * kMiB, 0, 0, 4 * kMiB}};
   full.advice = "do this";
   RefusalCause cause = by_limit();
-  cause.limits = "; shared pool 1: limit 32 MiB, mapped 28 MiB";
+  cause.limits = "; SharedMemoryPool 1: limit 32 MiB, mapped 28 MiB";
   cause.device_free = 70 * kGiB;
-  EXPECT_EQ(text_of(full, cause),
-            "pool 'llama': 12 MiB asked; shared pool 1: limit 32 MiB, mapped 28 MiB; device: 80 GiB, free 70 GiB; "
-            "refused by the limit of shared pool 1\n  held: 'qwen' 20 MiB in use, 'llama' 4 MiB in use + 4 MiB waiting "
-            "for queued work\n  what would help: do this");
+  EXPECT_EQ(
+      text_of(full, cause),
+      "pool 'llama': 12 MiB asked; SharedMemoryPool 1: limit 32 MiB, mapped 28 MiB; device: 80 GiB, free 70 GiB; "
+      "refused by the limit of SharedMemoryPool 1\n  held: 'qwen' 20 MiB in use, 'llama' 4 MiB in use + 4 MiB waiting "
+      "for queued work\n  what would help: do this");
 }
 
 TEST(Refusal, OfManyHoldersTheSentenceNamesThoseThatHoldMost) {

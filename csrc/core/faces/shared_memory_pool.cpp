@@ -11,7 +11,7 @@ namespace vmm {
 namespace {
 std::string group_name() {
   static std::atomic<int> next{0};
-  return "shared pool " + std::to_string(++next);
+  return "SharedMemoryPool " + std::to_string(++next);
 }
 }  // namespace
 

@@ -46,6 +46,8 @@ class SharedMemoryPool {
   [[nodiscard]] GlobalMemoryStats global_stats() const;
   // Bytes given back now.
   std::size_t set_physical_limit(std::size_t limit_bytes);
+  // For messages: "SharedMemoryPool 1".
+  [[nodiscard]] const std::string& name() const { return budget_->name(); }
   [[nodiscard]] std::size_t physical_limit() const { return budget_->limit(); }
   // What pools beside this one on the device never take of it, and never grow into.
   // Returns the bytes given back now by those that had it idle. InvalidArgumentError where
