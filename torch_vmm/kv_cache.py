@@ -481,8 +481,10 @@ class ElasticKVCache(Guarded, guarded=True):
         return True
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Each layer's keys and values; as in transformers' caches,
-        ``(None, None)`` for a layer not used yet.
+        """Each layer's keys and values; ``(None, None)`` for a layer not used yet.
+
+        Pairs under every version of transformers, whose own caches give a third
+        for sliding windows since 5.
         """
         return ((layer.keys, layer.values) for layer in self.layers)
 

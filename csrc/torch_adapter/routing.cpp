@@ -83,8 +83,8 @@ bool is_in_chain(const ModelContext* link, const ModelContext& context) {
 }
 
 constexpr const char* kCure =
-    " Where a function is suspended inside a model, decorate it instead (@use_model(...) leaves the model at every "
-    "yield and await), or enter the model inside each step.";
+    " Where a function is suspended inside a model, decorate it instead (@use_model(...), or @pool.tag(...) for a tag, "
+    "leaves the model at every yield and await), or enter the model inside each step.";
 
 [[noreturn]] void refuse_to_leave(const ModelContext& context, const ModelContext* innermost, bool twice) {
   const std::string model = context.name();
