@@ -183,6 +183,47 @@ TEST_F(ChunkUnits, ASmallModelTakesNoMoreThanItNeeds) {
   EXPECT_EQ(a->physical_bytes(), 4 * kPage);
 }
 
+// Blocks below a quarter of a unit stand among the slabs, as close together as elsewhere.
+TEST_F(ChunkUnits, SmallBlocksLieCloseTogether) {
+  const auto a = model("a");
+  const auto b = model("b");
+  lab_.memory().set_limit(*group_, 40 * kGiB);  // units of 32 MiB
+  for (const std::size_t bytes : {1100 * kKiB, 2100 * kKiB, 7 * kMiB}) {
+    const std::vector<Address> blocks = [&] {
+      std::vector<Address> found;
+      for (int k = 0; k < 300; ++k) found.push_back(lab_.allocate(*a, bytes));
+      return found;
+    }();
+    EXPECT_LE(a->physical_bytes(), 300 * bytes + 300 * bytes / 50) << bytes;
+    free(blocks);
+    lab_.memory().trim(*a, 0);
+  }
+}
+
+TEST_F(ChunkUnits, SmallBlocksLeaveThePlacesOfUnitsWhole) {
+  const auto a = model("a");
+  const auto b = model("b");
+  lab_.leave_idle(*a, 300 * kMiB);
+  lab_.memory().empty_cache();
+  for (int k = 0; k < 8; ++k) {
+    lab_.allocate(*a, 1500 * kKiB);
+    lab_.allocate(*a, 22 * kMiB);
+  }
+  std::size_t odd = 0;
+  for (const CallRecord& call : lab_.driver.calls(Call::map)) odd += call.b % kUnit == 0 ? 0 : call.b;
+  EXPECT_LE(odd, 12 * kMiB) << "what the small ones need, and nothing in between";
+}
+
+TEST_F(ChunkUnits, AtItsOwnLimitAModelUsesItsOwn) {
+  const auto b = model("b");
+  PoolSpec spec = Lab::spec("a", 512 * kMiB);
+  const auto a = lab_.pool(spec, group_.get());
+  for (int k = 0; k < 56; ++k) lab_.allocate(*a, kUnit);
+  lab_.leave_idle(*a, 64 * kMiB, stream(2));
+  ASSERT_EQ(a->physical_bytes(), 512 * kMiB);
+  expect_nobody_called([&] { lab_.allocate(*a, 1900 * kKiB); });
+}
+
 // Each of them strands a part of one for each stream.
 TEST_F(ChunkUnits, ManyModelsHaveSmallerOnes) {
   std::vector<std::shared_ptr<Pool>> models;

@@ -178,6 +178,142 @@ TEST_F(LimitMargin, TheReportSaysWhoYielded) {
   EXPECT_EQ(latest.asker, "b");
 }
 
+TEST_F(LimitMargin, ATagHasItsModelsFloorWithoutAQuestionToo) {
+  const auto a = model("a");
+  const auto b = model("b", 0, kLimit / 2);
+  const auto tag = lab_.memory().tagged(b, "weights");
+  free(take(*a, kLimit / 2));
+  const std::size_t idle = a->physical_bytes();
+  take(*tag, kLimit / 2);
+  EXPECT_EQ(a->physical_bytes(), idle);
+}
+
+// A block of 512 bytes costs another model no more than a unit, whatever its chunks are.
+TEST_F(LimitMargin, LittleIsTakenForLittle) {
+  const auto a = model("a");
+  lab_.leave_idle(*a, 400 * kMiB);  // alone: large chunks
+  const auto b = model("b");
+  take(*b, kLimit - kMargin - group_->used());
+  const std::size_t of_a = a->physical_bytes();
+  for (const std::size_t bytes : {std::size_t{512}, 2 * kMiB, 8 * kMiB}) lab_.allocate(*b, bytes);
+  lab_.memory().allocate_pages(*b, 4 * kGiB, kPage, nullptr);
+  EXPECT_EQ(a->physical_bytes(), of_a) << "none of its chunks is that small";
+  EXPECT_LE(group_->used(), kLimit - kMargin + 24 * kMiB);
+  expect_no_climb(*b);
+  b->drop_pages();
+}
+
+TEST_F(LimitMargin, StreamsOfLittleStrandNoUnitsOfOthers) {
+  const auto a = model("a");
+  const auto b = model("b");
+  free(take(*a, kLimit / 2));
+  take(*b, kLimit - kMargin - group_->used());
+  const std::size_t before = b->physical_bytes();
+  for (std::uintptr_t k = 1; k <= 16; ++k) lab_.allocate(*b, 512, stream(k));
+  EXPECT_LE(b->physical_bytes(), before + 16 * kPage);
+  take(*a, kLimit / 2 - 5 * 8 * kMiB);
+}
+
+// Once others have been asked the margin is open for every rung: nobody is called for more
+// than there is.
+TEST_F(LimitMargin, NobodyIsCalledForItAfterARefusal) {
+  const auto a = model("a");
+  const auto b = model("b");
+  lab_.allocate(*b, 32 * kMiB);
+  std::vector<Address> blocks = take(*a, kLimit - group_->used());
+  int called = 0;
+  lab_.memory().set_on_pressure(*group_, [&](std::size_t /*bytes*/, const std::shared_ptr<Pool>& /*asker*/) {
+    ++called;
+    lab_.free(blocks.back());
+    blocks.pop_back();
+    lab_.memory().trim(*a, 0);
+    return true;
+  });
+  lab_.allocate(*b, kLimit - group_->used() + 16 * kMiB);
+  EXPECT_EQ(called, 1) << "a unit";
+  lab_.allocate(*b, 512);
+  lab_.allocate(*b, 1900 * kKiB);
+  EXPECT_EQ(called, 1) << "there is room";
+  lab_.allocate(*b, kLimit - group_->used());
+  called = 0;
+  lab_.allocate(*b, 512, stream(7));
+  EXPECT_EQ(called, 1) << "a slab";
+  lab_.free(blocks.back());
+  blocks.pop_back();
+  a->shed(0);
+  called = 0;
+  for (std::uintptr_t k = 8; k < 12; ++k) lab_.allocate(*b, 512, stream(k));
+  EXPECT_EQ(called, 0) << "what rests on the shelf makes room";
+  lab_.memory().set_on_pressure(*group_, nullptr);
+}
+
+// Where there is not even the margin what others have is handed over, as ever.
+TEST_F(LimitMargin, NothingIsCreatedWhereOthersHaveAll) {
+  std::vector<std::shared_ptr<Pool>> others;
+  std::vector<Address> idle;
+  for (int k = 0; k < 6; ++k) others.push_back(model("other " + std::to_string(k)));
+  const auto b = model("b");
+  for (const auto& other : others) {
+    lab_.allocate(*other, 128 * kMiB);
+    idle.push_back(lab_.allocate(*other, 24 * kMiB));
+  }
+  take(*b, kLimit - group_->used());
+  lab_.allocate(*b, kLimit - group_->used());
+  free(idle);
+  lab_.driver.clear_calls();
+  lab_.allocate(*b, 15 * 8 * kMiB);
+  EXPECT_EQ(lab_.driver.count(Call::create) + lab_.driver.count(Call::release), 0U);
+}
+
+// Few are asked, but those who have something.
+TEST_F(LimitMargin, TheNinthOfTenModelsIsAsked) {
+  lab_.memory().set_limit(*group_, 16 * kGiB);  // units of 16 MiB
+  std::vector<std::shared_ptr<Pool>> full;
+  for (int k = 0; k < 8; ++k) full.push_back(model("full " + std::to_string(k)));
+  const auto idle = model("idle");
+  const auto b = model("b");
+  for (const auto& each : full) lab_.allocate(*each, 1008 * kMiB);
+  lab_.leave_idle(*idle, 800 * kMiB);
+  const std::size_t had = idle->physical_bytes();
+  lab_.allocate(*b, 16 * kGiB - 16 * kGiB / 40 - group_->used());
+  for (int k = 0; k < 10; ++k) lab_.allocate(*b, 16 * kMiB);
+  EXPECT_LE(idle->physical_bytes(), had - 9 * 16 * kMiB);
+}
+
+// Who had nothing idle is not looked through again until something is freed there.
+TEST_F(LimitMargin, NobodyIsLookedThroughTwiceForNothing) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const std::vector<Address> blocks = take(*a, kLimit / 2);
+  free(blocks);
+  std::vector<Address> live;
+  std::vector<Address> freed;
+  for (std::size_t k = 0; k < kLimit / 2 / (4 * kMiB); ++k)
+    (k % 2 == 0 ? live : freed).push_back(lab_.allocate(*a, 4 * kMiB));
+  free(freed);
+  ASSERT_EQ(a->idle_bytes(), 0U);
+  take(*b, kLimit - 2 * kMargin - group_->used());
+  lab_.allocate(*b, kLimit - kMargin - group_->used());
+  const auto walks = [&] {
+    const std::size_t before = a->times_walked();
+    lab_.adopt(lab_.memory().allocate(*b, 8 * kMiB, nullptr));  // without a check, which walks
+    return a->times_walked() - before;
+  };
+  EXPECT_GE(walks(), 1U);
+  EXPECT_EQ(walks(), 0U);
+  lab_.free(live.back());
+  EXPECT_GE(walks(), 1U) << "or it would not know";
+}
+
+TEST_F(LimitMargin, OfALimitFurtherUpToo) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const std::size_t limit = 1200 * kMiB;
+  lab_.memory().set_limit(lab_.memory().budget(), limit);
+  for (int turn = 0; turn < 4; ++turn) free(take(turn % 2 == 0 ? *a : *b, limit * 3 / 4));
+  EXPECT_LE(most_used_, limit - limit / 40);
+}
+
 // Nobody shares it.
 TEST_F(LimitMargin, AModelByItselfHasAllOfIt) {
   const auto a = model("a");

@@ -84,6 +84,7 @@ class BackedSpace {
   [[nodiscard]] const BlockHeap& blocks() const { return blocks_; }
   [[nodiscard]] Placement& placement() { return placement_; }
   [[nodiscard]] GrowthPolicy& growth() { return growth_; }
+  [[nodiscard]] const GrowthPolicy& growth() const { return growth_; }
   // How many slabs a stream that has so many, all in use, has made at once.
   [[nodiscard]] std::size_t slabs_at_once(std::size_t slabs) const {
     if (kind_.no_split || kind_.keeps_within_chunks() || is_pinned_) return 1;
@@ -259,10 +260,11 @@ class BackedSpace {
   bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
                Shortage* shortage);
   ByteRange take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing);
+  void note_units(const Extent& extent, Shortage* shortage) const;
   [[nodiscard]] std::size_t bare_behind(const Extent& extent) const;
   Chunk* choose_chunk(ByteRange part, std::size_t beyond, Choice& choice);
   void fill_gap(ByteRange gap, std::size_t beyond, Choice& choice);
-  [[nodiscard]] std::size_t into_margin(const Choice& choice) const;
+  [[nodiscard]] std::size_t into_margin(const Choice& choice, Budget** level) const;
   void create_chunks(const Extent& extent, Choice& choice, Shortage* shortage);
   void send_home(const Extent& extent, Choice& choice);
   void cover(Extent* extent, const Backing& backing, BlockState state);

@@ -21,6 +21,10 @@
 
 namespace vmm {
 
+namespace {
+bool has_nothing(const Grant* grant) { return grant == nullptr || grant->bytes() == 0; }
+}  // namespace
+
 bool BackedSpace::Backing::is_move(const Chunk* chunk) const {
   return std::any_of(moves.begin(), moves.end(), [&](const IdleChunk& move) { return move.chunk == chunk; });
 }
@@ -53,7 +57,7 @@ bool BackedSpace::back(Extent* extent, const Request& request, Grant* grant, Sho
     }
     if (status.ok()) return true;
     *shortage = Shortage::of_driver(0, status);
-    shortage->unit = extent->unit;
+    note_units(*extent, shortage);
     for (const PlacedChunk& placement : backing.placements) shortage->bytes += placement.chunk->size;
     put_back(backing, grant);  // from here on others may end them
     uncover(extent, end);
@@ -65,7 +69,7 @@ bool BackedSpace::back(Extent* extent, const Request& request, Grant* grant, Sho
     if (back_from({Source::grown})) return true;
     return status.code() == StatusCode::not_supported && in_vain_.empty() && back_from({Source::fresh});
   }
-  if (growth_.grows(range_->mapped_bytes() + extent->missing(), context_.driver.now()) && grant == nullptr) {
+  if (growth_.grows(range_->mapped_bytes() + extent->missing(), context_.driver.now()) && has_nothing(grant)) {
     if (back_from({Source::grown})) return true;
     if (!in_vain_.empty() || (!status.ok() && status.code() != StatusCode::not_supported)) return false;
   }
@@ -160,6 +164,11 @@ std::size_t BackedSpace::unit_for(std::size_t bytes) const {
   return growth_.unit(limit, static_cast<std::size_t>(sharers), owner_.peak_with(bytes));
 }
 
+void BackedSpace::note_units(const Extent& extent, Shortage* shortage) const {
+  shortage->unit = unit_for(extent.missing());
+  shortage->takes_units = extent.unit != 0;
+}
+
 // Bytes without memory right behind the last gap, into which a chunk may reach. None where
 // units end: what reached beyond would leave a place that only its like fills.
 std::size_t BackedSpace::bare_behind(const Extent& extent) const {
@@ -217,14 +226,25 @@ void BackedSpace::fill_gap(ByteRange gap, std::size_t beyond, Choice& choice) {
   }
 }
 
-// Bytes of what is to be created that would come of the margin, which is to stay: nobody has
-// looked yet who has idle memory. What a floor reserved is its model's.
-std::size_t BackedSpace::into_margin(const Choice& choice) const {
-  const bool keeps_margin = choice.grant == nullptr ? unit_for(choice.lack.total) != 0 : choice.grant->keeps_margin;
-  if (!keeps_margin || choice.create_bytes <= budget_.reserved_here()) return 0;
-  const std::size_t room = group_.room_for(budget_);
-  const std::size_t unrestricted = room - std::min(room, growth_.margin(group_.limit()));
-  return choice.create_bytes - std::min(choice.create_bytes, unrestricted);
+// Bytes of what is to be created that would come of the margin of `level`, which is to stay:
+// nobody has looked yet who has idle memory. 0 where there is no room anyhow. What floors
+// reserved is their models'.
+std::size_t BackedSpace::into_margin(const Choice& choice, Budget** level) const {
+  const bool keeps_margin = choice.grant == nullptr || choice.grant->keeps_margin;
+  if (!keeps_margin || choice.create_bytes == 0 || unit_for(choice.lack.total) == 0) return 0;
+  std::size_t own = 0;
+  for (const Budget* below = &budget_; below != &group_; below = below->parent()) own += below->reserved_here();
+  std::size_t most = 0;
+  for (Budget* at = &group_; at != nullptr; own += at->reserved_here(), at = at->parent()) {
+    if (at->limit() >= context_.capabilities.total_memory) continue;  // none that is ever reached
+    const std::size_t room = at->room_for(budget_);
+    if (choice.create_bytes > room) return 0;
+    const std::size_t open = std::max(own, room - std::min(room, GrowthPolicy::margin(at->limit())));
+    if (choice.create_bytes <= open || choice.create_bytes - open <= most) continue;
+    most = choice.create_bytes - open;
+    *level = at;
+  }
+  return most;
 }
 
 // Creates what is to be, the last one larger where the pool grows ahead of need. One charge
@@ -242,10 +262,11 @@ void BackedSpace::create_chunks(const Extent& extent, Choice& choice, Shortage* 
     if (is_at_end) ahead = growth_.ahead(choice.lack, size, beyond);
   }
   std::size_t uncreated = choice.create_bytes;
-  if (const std::size_t beyond = into_margin(choice); beyond != 0) {
-    *shortage = {beyond, &group_, {}};
+  Budget* level = nullptr;
+  if (const std::size_t beyond = into_margin(choice, &level); beyond != 0) {
+    *shortage = {beyond, level, {}};
     shortage->is_margin = true;
-    shortage->unit = extent.unit;
+    note_units(extent, shortage);
     return;
   }
   // Beyond what the host has left the kernel would end the process.
@@ -281,7 +302,7 @@ void BackedSpace::create_chunks(const Extent& extent, Choice& choice, Shortage* 
   }
   if (choice.is_made) return;
   *shortage = {uncreated, full, status};
-  shortage->unit = extent.unit;
+  note_units(extent, shortage);
 }
 
 // Of the chunks that were chosen each stands where it stood before, if what was chosen for

@@ -12,6 +12,15 @@
 
 namespace vmm {
 
+namespace {
+
+// Below this share of a unit a block is little: each stream's would strand the rest.
+constexpr std::size_t kUnitsPerLittle = 4;
+
+bool is_units_only(const Grant* grant) { return grant == nullptr || grant->units_only; }
+
+}  // namespace
+
 BackedSpace::PlacingRule BackedSpace::placing_rule(const Request& request) const {
   if (kind_.no_split) return PlacingRule::unsplit;
   const bool is_free_to_choose = request.where == Request::Where::best_fit;
@@ -32,9 +41,9 @@ Block* BackedSpace::place(const Request& request, Grant* grant, Shortage* shorta
   return place_best_fit(request, grant, shortage);
 }
 
-// Not slabs and small blocks: each stream's would strand the rest of a unit.
+// Not slabs, and not what is little.
 bool BackedSpace::fills_units(const Request& request, std::size_t unit) {
-  return request.where == Request::Where::best_fit && request.size >= unit / 4;
+  return request.where == Request::Where::best_fit && request.size >= unit / kUnitsPerLittle;
 }
 
 Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortage* shortage) {
@@ -48,9 +57,10 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
   }
   std::size_t offset = 0;
   const std::size_t unit = unit_for(request.size);
+  placement_.place_beside_slabs_below(unit / kUnitsPerLittle);
   SpaceRequest wanted = request;
-  // Its chunk would leave places in between that only its like fill: it stands among slabs.
-  if (is_best_fit && !fills_units(request, unit)) wanted.where = Request::Where::high;
+  // Its chunk would leave places in between that only its like fill.
+  if (is_best_fit && !fills_units(request, unit)) wanted.where = Request::Where::beside_slabs;
   bool found = placement_.find_spot(wanted, unit, &offset);
   if (!found) {
     owner_.free_up_space();
@@ -72,7 +82,10 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
   if (kind_.is_uniform || is_pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
-  if (is_best_fit && unit != 0 && (grant == nullptr || grant->unit != 0)) return nullptr;
+  if (unit != 0 && is_units_only(grant)) {
+    shortage->is_particular = true;
+    return nullptr;
+  }
   return place_on_whole_chunks(request, grant);
 }
 
@@ -136,7 +149,7 @@ Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* 
   widen(&wide);
   if (Block* block = place_over(std::move(wide), request, offset, grant, shortage)) return block;
   // To the page where there is not so much, and not before: smaller chunks would stay.
-  if (grant == nullptr || grant->unit != 0 || !in_vain_.empty() || shortage->wait_for != kLongAgo) return nullptr;
+  if (is_units_only(grant) || !in_vain_.empty() || shortage->wait_for != kLongAgo) return nullptr;
   extent.unit = 0;
   return place_over(std::move(extent), request, offset, grant, shortage);
 }

@@ -28,11 +28,14 @@ struct Shortage {
   // Nothing is missing: the pool can once this has passed. Whoever asks waits,
   // with no lock held, and asks again.
   Epoch wait_for = kLongAgo;
-  // There is room, but so much of it would come of the margin (GrowthPolicy::margin()), which
-  // is taken once nobody has idle memory (Ladder::keep_margin()).
+  // There is room, but `bytes` of it would come of the margin of `refused`
+  // (GrowthPolicy::margin()), which is taken once nobody has idle memory (Ladder::keep_margin()).
   bool is_margin = false;
-  // What chunks are of use in (GrowthPolicy::unit()); 0: of any size.
+  // What the pool's chunks are multiples of (GrowthPolicy::unit()); 0: they are of any size.
   std::size_t unit = 0;
+  bool takes_units = false;  // this request stands on such
+  // Whole chunks of other sizes, its own idle ones too, might do (Grant::units_only).
+  bool is_particular = false;
   // Where chunks that others have would be had back for nothing (Pool::dormant_of_others()).
   ByteRange returning_to{};
 };

@@ -26,8 +26,8 @@ constexpr Pieces kBesideOthers{24, 600, 24 * kMiB};
 // Under a limit that others share, chunks go from model to model at every turn, and each
 // costs a map, access and an unmap: two models made 2000 calls a pass, 70 ms of 1.9 s. Where
 // all are of one size each fills whatever place another has left, often its own. Three sets
-// of recorded programs in turn, a pool each under 1.05 of their joint peak, made 4000, 2700
-// and 10700 calls in a late pass with sizes by the request, and 2900, 2100 and 6100 with
+// of recorded programs in turn, a pool each under 1.05 of their joint peak, made 4100, 2700
+// and 17700 calls in a late pass with sizes by the request, and 3200, 2300 and 6100 with
 // these; with twice as many units twice the calls.
 constexpr std::size_t kUnitsPerLimit = 600;
 constexpr std::size_t kLeastUnit = 8 * kMiB;
@@ -39,8 +39,8 @@ constexpr std::size_t kFewUnits = 2;
 constexpr std::size_t kPiecesPerSmallPool = 4;
 // Models that take turns grow into all that their limit leaves, and hold it from then on. While
 // others have idle memory a 40th is left, for graphs above all, which can use no memory that
-// was used before: under 1.05 of their joint peak two sets of recorded programs ended at 1.025
-// of it and not at 1.05, the third, which needs 1.045, at 1.044, for a tenth more calls.
+// was used before: under 1.05 of their joint peak two sets of recorded programs end at 1.024
+// and 1.029 of it; the third, which needs 1.045, takes it all.
 constexpr std::size_t kMarginShare = 40;
 // A pool that has been given back less than a 64th of what it handed out, since it last
 // held nothing, holds what stays, weights above all: nothing of it is reused in part, and

@@ -16,8 +16,9 @@ struct SpaceRequest {
   std::size_t size = 0;  // bytes
   enum class Where : std::uint8_t {
     best_fit,
-    high,  // slabs: below one another from the top, so that they pin no large chunk
-    at,    // exactly at `offset`
+    high,          // slabs: below one another from the top, so that they pin no large chunk
+    beside_slabs,  // what would break up the places of larger blocks: up there too, close together
+    at,            // exactly at `offset`
   } where = Where::best_fit;
   std::size_t offset = 0;
   StreamTag tag = kNeutral;
@@ -29,6 +30,8 @@ class Placement {
   // `page`, in bytes: what is backed is backed in multiples of it.
   Placement(BlockHeap& heap, std::size_t page) : heap_(heap), page_(page) {}
 
+  // Blocks of fewer bytes are those that go beside slabs (SpaceRequest::Where).
+  void place_beside_slabs_below(std::size_t bytes) { beside_slabs_below_ = bytes; }
   // A block of free space of the tag, which has all its memory; nullptr:
   // none is long enough. The common case.
   Block* take_backed(std::size_t size, StreamTag tag, BlockState state = BlockState::used);
@@ -42,11 +45,13 @@ class Placement {
 
  private:
   bool find_high(const SpaceRequest& request, std::size_t* offset) const;
+  bool find_beside_slabs(const SpaceRequest& request, std::size_t* offset) const;
   bool find_least_missing(const SpaceRequest& request, std::size_t* offset) const;
   [[nodiscard]] std::size_t missing_beside(const Block* from, std::size_t size, StreamTag tag, bool down) const;
 
   BlockHeap& heap_;
   std::size_t page_;
+  std::size_t beside_slabs_below_ = 0;
 };
 
 }  // namespace vmm

@@ -9,7 +9,6 @@
 
 #include "base/errors.h"
 #include "core/device/device_memory.h"
-#include "core/memory/grant.h"
 
 namespace vmm {
 
@@ -45,17 +44,17 @@ PoolList Ladder::victims(const Pool& asker, const Budget* refused) const {
 }
 
 // Among those of one priority, what was at the very place before comes first.
-void Ladder::gather_from(const PoolList& pools, std::span<const DormantMappings::Dormant> wanted, std::size_t want,
-                         Grant& grant, ReclaimStep* step) {
+void Ladder::gather_from(const PoolList& pools, const WantedChunks& wanted, Grant& grant, ReclaimStep* step) {
   Budget* refused = nullptr;  // then the asker may take no more
-  const auto has_wanted = [wanted](const Pool& pool) {
-    return std::any_of(wanted.begin(), wanted.end(),
+  const auto has_wanted = [&wanted](const Pool& pool) {
+    return std::any_of(wanted.first.begin(), wanted.first.end(),
                        [&pool](const DormantMappings::Dormant& chunk) { return chunk.holder == pool.id(); });
   };
   std::size_t asked = 0;
-  const auto take = [&](Pool& pool, std::size_t bytes, std::span<const DormantMappings::Dormant> these) {
+  const auto take = [&](Pool& pool, std::size_t bytes, std::span<const DormantMappings::Dormant> first) {
     if (++asked == kAskedOneByOne) const BlockCaches::Still still(caches_, pools, BlockCaches::Kept::back);
-    const std::size_t moved = pool.surrender(bytes, these, asked >= kAskedOneByOne, grant, &refused);
+    const std::size_t moved =
+        pool.surrender({bytes, wanted.unit, wanted.most, first}, asked >= kAskedOneByOne, grant, &refused);
     if (moved != 0) step->yielded.push_back({pool.name(), moved});
   };
   for (auto first = pools.begin(); first != pools.end();) {
@@ -64,13 +63,13 @@ void Ladder::gather_from(const PoolList& pools, std::span<const DormantMappings:
     const auto last = std::find_if(std::next(first), pools.end(), [priority](const auto& pool) {
       return pool->budget().priority_in_all() != priority;
     });
-    for (auto at = first; at != last && refused == nullptr && grant.bytes() < want; ++at) {
-      if (has_wanted(**at)) take(**at, 0, wanted);
+    for (auto at = first; at != last && refused == nullptr && grant.bytes() < wanted.bytes; ++at) {
+      if (has_wanted(**at)) take(**at, 0, wanted.first);
     }
-    for (auto at = first; at != last && refused == nullptr && grant.bytes() < want; ++at) {
-      take(**at, want - grant.bytes(), {});
+    for (auto at = first; at != last && refused == nullptr && grant.bytes() < wanted.bytes; ++at) {
+      take(**at, wanted.bytes - grant.bytes(), {});
     }
-    if (refused != nullptr || grant.bytes() >= want) return;
+    if (refused != nullptr || grant.bytes() >= wanted.bytes) return;
     first = last;
   }
 }
@@ -135,7 +134,9 @@ void Ladder::create_into(Grant& grant, const Pool& asker, std::size_t want) {
 
 bool Ladder::Climb::try_again(Grant* grant) {
   Shortage latest;
-  found = attempt(grant, &latest);
+  Grant nothing(asker.store(), asker.group(), asker.budget());
+  nothing.units_only = true;
+  found = attempt(grant != nullptr ? grant : is_margin_open ? &nothing : nullptr, &latest);
   if (found == 0) shortage = latest;
   return found != 0;
 }
@@ -158,8 +159,22 @@ void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
   climb.try_again(nullptr);
 }
 
-// What the limits still allow is created, only the rest is taken. Memory that has
-// been used is no use to a graph.
+// What the limits still allow is created, only the rest is taken, and what else keeps the
+// margin whole, though not from whom is more important.
+void Ladder::gather(Pool& asker, const Shortage& lacks, std::size_t unit, Grant& grant, ReclaimStep* step) {
+  const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
+  const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
+  PoolList others = victims(asker, lacks.refused);
+  gather_from(others, {lacks.bytes - std::min(lacks.bytes, room), unit, kUnlimited, returning}, grant, step);
+  if (unit == 0 || lacks.refused == nullptr || !asker.group().stands_under(*lacks.refused)) return;
+  const std::size_t margin = std::min(room, GrowthPolicy::margin(lacks.refused->limit()));
+  if (margin == 0 || lacks.bytes <= room - margin) return;
+  const std::int64_t priority = asker.budget().priority_in_all();
+  std::erase_if(others, [priority](const auto& pool) { return pool->budget().priority_in_all() > priority; });
+  gather_from(others, {lacks.bytes - (room - margin), unit, unit, {}}, grant, step);
+}
+
+// Memory that has been used is no use to a graph.
 void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   Pool& asker = climb.asker;
   const Shortage& lacks = climb.shortage;
@@ -172,17 +187,15 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
     step->bytes += memory_.store().trim(asker.group(), 0);
     if (climb.try_again(nullptr) || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
   }
-  // Whole units first, where the request wants such; then chunks of any size, to the page.
-  const std::size_t wanted = lacks.unit;
+  // Whole units first, where the request takes such; then chunks of any size, to the page.
+  const std::size_t wanted = lacks.takes_units ? lacks.unit : 0;
   bool is_any_found = false;
   for (std::size_t unit = wanted;; unit = 0) {
     Grant grant(memory_.store(), asker.group(), asker.budget());
-    grant.unit = unit;
-    const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
-    gather_from(victims(asker, lacks.refused), asker.dormant_of_others(lacks.returning_to),
-                lacks.bytes - std::min(lacks.bytes, room), grant, step);
+    grant.units_only = unit != 0;
+    gather(asker, lacks, unit, grant, step);
     // Its own of other sizes may do where nobody gave any.
-    if (grant.bytes() != 0 || unit != wanted) {
+    if (grant.bytes() != 0 || (unit == 0 && lacks.is_particular)) {
       is_any_found = true;
       step->result = StepResult::in_vain;
       step->bytes += grant.bytes();
@@ -307,45 +320,62 @@ const std::array<Ladder::Step, kRungs> Ladder::kSteps = {&Ladder::give_shelves_b
                                                          &Ladder::wait_and_melt,
                                                          &Ladder::spill};
 
-// Whole units first, where the request wants such, then chunks of any size. What does not fit
-// goes back to the driver and makes room; then the request takes what it still lacks.
+// Units first, each chunk no larger than what is lacking; then others, up to a unit, which go
+// back to the driver and make room. So do units that fit nowhere: where a place is no whole
+// unit, and under a block below a quarter of one.
 Address Ladder::keep_margin(Climb& climb) {
   Pool& asker = climb.asker;
   const Shortage lacks = climb.shortage;
   ReclaimDecision decision{climb.bytes, asker.name(), lacks.refused->name(), {}};
   ReclaimStep& step = decision.steps.at(static_cast<std::size_t>(Rung::other_models));
-  {
+  const auto began = std::chrono::steady_clock::now();
+  Grant grant(memory_.store(), asker.group(), asker.budget());
+  grant.units_only = true;
+  if (could_be_met(climb)) {
+    const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
     const MutexLock lock(mutex_);
-    ChunkStore& store = memory_.store();
-    Grant grant(store, asker.group(), asker.budget());
-    grant.unit = lacks.unit;
-    grant.keeps_margin = true;
-    if (could_be_met(climb)) {
-      PoolList others = victims(asker, lacks.refused);
-      const std::int64_t priority = asker.budget().priority_in_all();
-      std::erase_if(others, [priority](const auto& pool) { return pool->budget().priority_in_all() > priority; });
-      if (others.size() > kMostAsked) others.resize(kMostAsked);
-      const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
-      for (bool is_last = false; !is_last && climb.found == 0 && climb.shortage.is_margin; grant.unit = 0) {
-        is_last = grant.unit == 0;
-        const std::size_t before = grant.bytes();
-        gather_from(others, returning, lacks.bytes, grant, &step);
-        if (grant.bytes() != before) climb.try_again(&grant);
-      }
-      step.bytes = grant.bytes();
-    }
-    if (climb.found == 0 && climb.shortage.is_margin) {
-      const std::size_t shelved = store.shelved_bytes(asker.group());
-      while (Chunk* const chunk = grant.chunks.take_any()) store.put(asker.group(), chunk);
-      store.trim(asker.group(), shelved);
-      grant.unit = lacks.unit;
-      grant.keeps_margin = false;
-      climb.try_again(&grant);
+    const PoolList others = near_margin(asker, *lacks.refused, lacks.unit);
+    gather_from(others, {lacks.bytes, lacks.unit, align_up(lacks.bytes, lacks.unit), returning}, grant, &step);
+    if (grant.bytes() < lacks.bytes) {
+      Grant odd(memory_.store(), asker.group(), asker.budget());
+      gather_from(others, {lacks.bytes - grant.bytes(), 0, lacks.unit, {}}, odd, &step);
+      step.bytes = odd.bytes();
+      give_back(odd, asker.group());
     }
   }
-  step.result = climb.found != 0 ? StepResult::met : StepResult::in_vain;
-  if (climb.found != 0 && !step.yielded.empty()) note(asker, std::move(decision));
+  step.bytes += grant.bytes();
+  if (step.bytes >= lacks.bytes) {
+    grant.keeps_margin = true;
+    if (!lacks.takes_units || (!climb.try_again(&grant) && climb.shortage.is_margin)) give_back(grant, asker.group());
+    grant.keeps_margin = false;
+  }
+  climb.is_margin_open = true;
+  if (climb.found == 0 && climb.shortage.is_margin) climb.try_again(&grant);
+  if (climb.found != 0 && !step.yielded.empty()) {
+    step.result = StepResult::met;
+    step.nanoseconds = std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
+    note(asker, std::move(decision));
+  }
   return climb.found;
+}
+
+// Who is asked before the margin is taken: few, and none that cannot have a whole unit.
+PoolList Ladder::near_margin(const Pool& asker, const Budget& full, std::size_t unit) const {
+  PoolList found = memory_.pools_under(full);
+  const std::int64_t priority = asker.budget().priority_in_all();
+  std::erase_if(found, [&](const auto& pool) {
+    if (pool.get() == &asker || pool->budget().used() < unit) return true;
+    return pool->budget().priority_in_all() > priority || !pool->may_have_idle(unit);
+  });
+  found = in_order_of_yielding(std::move(found));
+  if (found.size() > kMostAsked) found.resize(kMostAsked);
+  return found;
+}
+
+void Ladder::give_back(Grant& grant, Budget& group) {
+  const std::size_t shelved = memory_.store().shelved_bytes(group);
+  while (Chunk* const chunk = grant.chunks.take_any()) memory_.store().put(group, chunk);
+  memory_.store().trim(group, shelved);
 }
 
 void Ladder::note(const Pool& asker, ReclaimDecision decision) {
@@ -355,6 +385,7 @@ void Ladder::note(const Pool& asker, ReclaimDecision decision) {
 }
 
 Address Ladder::reach(Climb& climb) {
+  climb.is_margin_open = true;
   climb.asker.count_retry();
   ReclaimDecision decision;
   decision.requested = climb.bytes;

@@ -1,7 +1,9 @@
 // The reclaim ladder: who yields when a request cannot be met, and nothing else decides it.
 //
-//   -  the pool itself: its own idle chunks, its group's shelf, a new chunk
-//      within the limits (allocating.cpp, BackedSpace::place)
+//   -  the pool itself: its group's shelf, a new chunk within the limits, its own idle
+//      chunks (allocating.cpp, BackedSpace::place)
+//   -  before new memory comes of the margin, the last of a limit that models share, what
+//      others have idle (keep_margin()); that is no rung, and no request climbs for it
 //   *  store: what rests on the group's shelf in sizes that did not fit, on all shelves
 //      where the driver itself refused, and what models of other devices left here where
 //      the device's own limit did, is given back to the driver
@@ -27,8 +29,8 @@
 // other models and queued work are passed over. A callback may raise a limit, so callbacks are
 // passed over only where the device is too small, and on_pressure there and where the pool has
 // no such addresses.
-// One request at a time climbs; requests that their own pool can meet never
-// wait for it.
+// One request at a time gathers what others have; requests that their own pool can meet never
+// wait for it, but those that the margin is kept from do, while it is being gathered.
 #pragma once
 
 #include <array>
@@ -47,6 +49,7 @@
 #include "core/device/pool_registry.h"
 #include "core/device/reclaim_log.h"
 #include "core/memory/dormant_mappings.h"
+#include "core/memory/grant.h"
 #include "driver/driver.h"
 
 namespace vmm {
@@ -68,6 +71,7 @@ class Ladder {
     Shortage shortage;
     const std::uint64_t climbs_before;  // climbs() before the first attempt
     Address found = 0;
+    bool is_margin_open = false;  // others have been asked
     // Whether it has found an address now.
     bool try_again(Grant* grant);
   };
@@ -82,7 +86,7 @@ class Ladder {
 
   // For a request that lacks nothing but would take of the margin (Shortage::is_margin): what
   // others, of no higher priority, have idle is tried first, and then the margin. It waits for
-  // nobody, and is no climb. The address, or 0 and what is missing.
+  // no queued work, and counts as no retry. The address, or 0 and what is missing.
   Address keep_margin(Climb& climb) VMM_EXCLUDES(mutex_);
 
   // Who yields first: the lowest priority, then whoever is furthest above its floor.
@@ -119,8 +123,8 @@ class Ladder {
     inline static thread_local bool is_on_ = false;
   };
   // How many pools are asked before the margin is taken: each some microseconds, beside a
-  // chunk that is created (60).
-  static constexpr std::size_t kMostAsked = 8;
+  // chunk that is created (60). Fewer than would make threads give back what they keep of all.
+  static constexpr std::size_t kMostAsked = 7;
   // How often a request asks a function that always says that there is more.
   static constexpr int kMostReliefs = 64;
 
@@ -141,8 +145,12 @@ class Ladder {
   void wait_and_melt(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   void spill(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
 
-  void gather_from(const PoolList& pools, std::span<const DormantMappings::Dormant> wanted, std::size_t want,
-                   Grant& grant, ReclaimStep* step);
+  void gather(Pool& asker, const Shortage& lacks, std::size_t unit, Grant& grant, ReclaimStep* step)
+      VMM_REQUIRES(mutex_);
+  void gather_from(const PoolList& pools, const WantedChunks& wanted, Grant& grant, ReclaimStep* step)
+      VMM_REQUIRES(mutex_);
+  [[nodiscard]] PoolList near_margin(const Pool& asker, const Budget& full, std::size_t unit) const;
+  void give_back(Grant& grant, Budget& group);
   std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
                    Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void create_into(Grant& grant, const Pool& asker, std::size_t want);

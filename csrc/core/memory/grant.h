@@ -3,11 +3,21 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 
 #include "core/limits/budget.h"
 #include "core/memory/chunk_store.h"
+#include "core/memory/dormant_mappings.h"
 
 namespace vmm {
+
+// Which idle chunks of others a request is after.
+struct WantedChunks {
+  std::size_t bytes = 0;                              // about so many
+  std::size_t unit = 0;                               // that leave whole units (is_of_units()); 0: any
+  std::size_t most = kUnlimited;                      // each no larger
+  std::span<const DormantMappings::Dormant> first{};  // these, whatever `bytes` says
+};
 
 // What is not used goes back when it ends.
 class Grant {
@@ -19,11 +29,9 @@ class Grant {
 
   ChunkShelf chunks;              // charged to the payer
   std::size_t prepaid_bytes = 0;  // charged to the payer, for chunks yet to be created
-  // Chunks are of use in whole units (GrowthPolicy::unit()); 0: those did not do or are not
-  // wanted, so of any size, and the request is met to the page.
-  std::size_t unit = 0;
-  // New memory is not to come of the margin (GrowthPolicy::margin()).
-  bool keeps_margin = false;
+  // On which terms the request is met; without a grant both are so.
+  bool units_only = false;    // where its pool's chunks are units: not by others, nor to the page
+  bool keeps_margin = false;  // new memory does not come of the margin (GrowthPolicy::margin())
 
   [[nodiscard]] std::size_t bytes() const { return chunks.bytes() + prepaid_bytes; }
   [[nodiscard]] Budget& payer() const { return payer_; }

@@ -11,8 +11,22 @@
 
 namespace vmm {
 
-std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, bool is_gathered,
-                            Grant& grant, Budget** refused) {
+// What threads keep is not live. Nothing is idle that was not when this was looked for last,
+// where nothing has been freed since: a look walks all free blocks.
+bool Pool::may_have_idle(std::size_t unit) const {
+  const ReadLock lock(*this);
+  if (!space_.is_open() || space_.is_pinned()) return false;
+  const std::size_t mapped = space_.range().mapped_bytes();
+  const LookInVain now = look_now(unit);
+  return mapped - std::min(mapped, now.live) >= unit && now != looked_in_vain_;
+}
+
+Pool::LookInVain Pool::look_now(std::size_t unit) const {
+  const std::int64_t live = own_peaks_.level(StatKind::allocated_bytes).current;
+  return {unit, space_.growth().freed(), static_cast<std::size_t>(live)};
+}
+
+std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant& grant, Budget** refused) {
   VMM_CHECK(&context_.store == &grant.store(), "pool '", name_, "' gives chunks of another store");
   *refused = nullptr;
   if (!is_gathered) context_.caches.gather(*this);
@@ -20,8 +34,9 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
   if (!space_.is_open()) return 0;
   free_up_space();
   std::set<const Chunk*> first;
-  for (const DormantMappings::Dormant& each : wanted) first.insert(each.chunk);
+  for (const DormantMappings::Dormant& each : wanted.first) first.insert(each.chunk);
   IdleChunks idle;
+  bool is_any = false;
   std::size_t moved = 0;
   const auto move = [&](const IdleChunk& chosen) VMM_REQUIRES(mutex_) {
     const std::size_t size = chosen.chunk->size;
@@ -40,18 +55,21 @@ std::size_t Pool::surrender(std::size_t want, std::span<const DormantMappings::D
     moved += size;
   };
   for (const IdleChunk& each : space_.all_idle(kNeutral, BackedSpace::Idle::movable)) {
-    if (!is_of_units({each.offset, each.chunk->size}, grant.unit)) continue;
+    if (!is_of_units({each.offset, each.chunk->size}, wanted.unit)) continue;
+    is_any = true;
+    if (each.chunk->size > wanted.most) continue;
     if (first.count(each.chunk) == 0) {
       idle.add(each);
     } else if (*refused == nullptr) {
       move(each);
     }
   }
-  while (moved < want && *refused == nullptr) {
-    const std::optional<IdleChunk> chosen = idle.take_nearest(want - moved);
+  while (moved < wanted.bytes && *refused == nullptr) {
+    const std::optional<IdleChunk> chosen = idle.take_nearest(wanted.bytes - moved);
     if (!chosen.has_value()) break;
     move(*chosen);
   }
+  if (wanted.unit != 0) looked_in_vain_ = is_any ? LookInVain{} : look_now(wanted.unit);
   space_.drop_retired();
   return moved;
 }

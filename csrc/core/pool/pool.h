@@ -51,6 +51,7 @@ namespace vmm {
 
 class DeviceMemory;
 class Grant;
+struct WantedChunks;
 class SharedChunks;
 
 class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>, private SpaceOwner {
@@ -231,13 +232,15 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] bool is_mapped(std::size_t offset, std::size_t size) const VMM_EXCLUDES(mutex_);
 
   // -- Giving back ---------------------------------------------------------
-  // Moves up to about `want` bytes of idle chunks above its floor into `grant` (charged
-  // to its payer): those of `wanted` that are idle here, then what is idle on any
-  // stream, what is used by nobody any more first: their last use travels with the
-  // chunks. Nothing is waited for. Returns the bytes moved; `refused` is the limit that
-  // would not let them in. `is_gathered`: what threads keep of it has been given back.
-  std::size_t surrender(std::size_t want, std::span<const DormantMappings::Dormant> wanted, bool is_gathered,
-                        Grant& grant, Budget** refused) VMM_EXCLUDES(mutex_);
+  // Moves idle chunks above its floor into `grant` (charged to its payer): those that come
+  // first, then what is idle on any stream, what is used by nobody any more first: their last
+  // use travels with the chunks. Nothing is waited for. Returns the bytes moved; `refused` is
+  // the limit that would not let them in. `is_gathered`: what threads keep of it has been
+  // given back.
+  std::size_t surrender(const WantedChunks& wanted, bool is_gathered, Grant& grant, Budget** refused)
+      VMM_EXCLUDES(mutex_);
+  // Whether it may have such a unit idle, at a glance.
+  [[nodiscard]] bool may_have_idle(std::size_t unit) const VMM_EXCLUDES(mutex_);
   // What is dormant in `place`, of chunks that others had last.
   [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_of_others(ByteRange place) const VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
@@ -570,6 +573,15 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   mutable std::atomic<bool> stands_still_{false};  // see Telling
 
   mutable Mutex mutex_;
+  // When somebody looked for idle chunks that leave such units, and found none.
+  struct LookInVain {
+    std::size_t unit = 0;
+    std::size_t freed = 0;  // bytes, by then
+    std::size_t live = 0;
+    bool operator==(const LookInVain&) const = default;
+  };
+  [[nodiscard]] LookInVain look_now(std::size_t unit) const VMM_REQUIRES(mutex_);
+  LookInVain looked_in_vain_ VMM_GUARDED_BY(mutex_);
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
   Slabs slabs_ VMM_GUARDED_BY(mutex_);
   StreamTable streams_ VMM_GUARDED_BY(mutex_);
