@@ -249,19 +249,20 @@ TEST_F(LimitMargin, NobodyIsCalledForItAfterARefusal) {
 
 // Where there is not even the margin what others have is handed over, as ever.
 TEST_F(LimitMargin, NothingIsCreatedWhereOthersHaveAll) {
+  const std::size_t limit = 8 * kGiB;
+  lab_.memory().set_limit(*group_, limit);
   std::vector<std::shared_ptr<Pool>> others;
   std::vector<Address> idle;
-  for (int k = 0; k < 6; ++k) others.push_back(model("other " + std::to_string(k)));
+  for (int k = 0; k < 12; ++k) others.push_back(model("other " + std::to_string(k)));
   const auto b = model("b");
   for (const auto& other : others) {
-    lab_.allocate(*other, 128 * kMiB);
+    lab_.allocate(*other, 512 * kMiB);
     idle.push_back(lab_.allocate(*other, 24 * kMiB));
   }
-  take(*b, kLimit - group_->used());
-  lab_.allocate(*b, kLimit - group_->used());
+  lab_.allocate(*b, limit - group_->used());
   free(idle);
   lab_.driver.clear_calls();
-  lab_.allocate(*b, 15 * 8 * kMiB);
+  lab_.allocate(*b, 30 * 8 * kMiB);
   EXPECT_EQ(lab_.driver.count(Call::create) + lab_.driver.count(Call::release), 0U);
 }
 

@@ -58,7 +58,7 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
   std::size_t offset = 0;
   const std::size_t unit = unit_for(request.size);
   placement_.place_beside_slabs_below(unit / kUnitsPerLittle);
-  SpaceRequest wanted = request;
+  Request wanted = request;
   // Its chunk would leave places in between that only its like fill.
   if (is_best_fit && !fills_units(request, unit)) wanted.where = Request::Where::beside_slabs;
   bool found = placement_.find_spot(wanted, unit, &offset);

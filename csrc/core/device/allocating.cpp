@@ -58,7 +58,7 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stre
 // After an attempt in vain: waits for what is only held up, then climbs.
 Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
                             Shortage shortage) {
-  Ladder::Climb climb{pool, bytes, stream, attempt, std::move(shortage), ladder_.climbs()};
+  Ladder::Climb climb{pool, bytes, stream, attempt, shortage, ladder_.climbs()};
   const auto await_held_up = [&] {
     while (climb.found == 0 && !climb.shortage.is_sealed && climb.shortage.wait_for != kLongAgo) {
       wait_for(climb.shortage.wait_for);

@@ -53,7 +53,7 @@ struct RungCounts {
 };
 
 struct ReclaimReport {
-  std::uint64_t requests = 0;  // that climbed
+  std::uint64_t requests = 0;  // that climbed, or had from others what keeps the margin
   std::uint64_t refused = 0;   // of these
   std::array<RungCounts, kRungs> rungs;
   std::vector<ReclaimDecision> latest;  // the oldest first
