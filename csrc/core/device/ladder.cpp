@@ -333,12 +333,13 @@ Address Ladder::keep_margin(Climb& climb) {
   grant.units_only = true;
   if (could_be_met(climb)) {
     const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
+    const std::size_t unit = std::max(lacks.unit, asker.page_size());  // the other models may have closed since
     const MutexLock lock(mutex_);
-    const PoolList others = near_margin(asker, *lacks.refused, lacks.unit);
-    gather_from(others, {lacks.bytes, lacks.unit, align_up(lacks.bytes, lacks.unit), returning}, grant, &step);
+    const PoolList others = near_margin(asker, *lacks.refused, unit);
+    gather_from(others, {lacks.bytes, unit, align_up(lacks.bytes, unit), returning}, grant, &step);
     if (grant.bytes() < lacks.bytes) {
       Grant odd(memory_.store(), asker.group(), asker.budget());
-      gather_from(others, {lacks.bytes - grant.bytes(), 0, lacks.unit, {}}, odd, &step);
+      gather_from(others, {lacks.bytes - grant.bytes(), 0, unit, {}}, odd, &step);
       step.bytes = odd.bytes();
       give_back(odd, asker.group());
     }
