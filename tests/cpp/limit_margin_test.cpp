@@ -32,6 +32,7 @@ class LimitMargin : public ::testing::Test {
     }
     return blocks;
   }
+  void take_up_to_margin(Pool& pool) { take(pool, kLimit - kMargin - group_->used()); }
   void free(const std::vector<Address>& blocks) {
     for (const Address block : blocks) lab_.free(block);
   }
@@ -97,7 +98,7 @@ TEST_F(LimitMargin, StaysBesideSmallBlocksToo) {
   const auto a = model("a");
   const auto b = model("b");
   free(take(*a, kLimit / 2));
-  take(*b, kLimit - kMargin - group_->used());
+  take_up_to_margin(*b);
   const std::size_t of_a = a->physical_bytes();
   for (int k = 0; k < 40; ++k) {
     lab_.allocate(*b, 1900 * kKiB);
@@ -193,7 +194,7 @@ TEST_F(LimitMargin, LittleIsTakenForLittle) {
   const auto a = model("a");
   lab_.leave_idle(*a, 400 * kMiB);  // alone: large chunks
   const auto b = model("b");
-  take(*b, kLimit - kMargin - group_->used());
+  take_up_to_margin(*b);
   const std::size_t of_a = a->physical_bytes();
   for (const std::size_t bytes : {std::size_t{512}, 2 * kMiB, 8 * kMiB}) lab_.allocate(*b, bytes);
   lab_.memory().allocate_pages(*b, 4 * kGiB, kPage, nullptr);
@@ -207,7 +208,7 @@ TEST_F(LimitMargin, StreamsOfLittleStrandNoUnitsOfOthers) {
   const auto a = model("a");
   const auto b = model("b");
   free(take(*a, kLimit / 2));
-  take(*b, kLimit - kMargin - group_->used());
+  take_up_to_margin(*b);
   const std::size_t before = b->physical_bytes();
   for (std::uintptr_t k = 1; k <= 16; ++k) lab_.allocate(*b, 512, stream(k));
   EXPECT_LE(b->physical_bytes(), before + 16 * kPage);

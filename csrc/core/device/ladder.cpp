@@ -9,6 +9,7 @@
 
 #include "base/errors.h"
 #include "core/device/device_memory.h"
+#include "core/memory/dormant_mappings.h"
 
 namespace vmm {
 
@@ -20,6 +21,11 @@ constexpr int kMostRounds = 16;
 // Pools of which threads are made to give back what they keep one after the other, 1 us each;
 // then those of all that are left give it back at once.
 constexpr std::size_t kAskedOneByOne = 8;
+
+// Whether `pool` has the higher priority.
+bool is_above(const Pool& pool, const Pool& asker) {
+  return pool.budget().priority_in_all() > asker.budget().priority_in_all();
+}
 
 }  // namespace
 
@@ -169,8 +175,7 @@ void Ladder::gather(Pool& asker, const Shortage& lacks, std::size_t unit, Grant&
   if (unit == 0 || lacks.refused == nullptr || !asker.group().stands_under(*lacks.refused)) return;
   const std::size_t margin = std::min(room, GrowthPolicy::margin(lacks.refused->limit()));
   if (margin == 0 || lacks.bytes <= room - margin) return;
-  const std::int64_t priority = asker.budget().priority_in_all();
-  std::erase_if(others, [priority](const auto& pool) { return pool->budget().priority_in_all() > priority; });
+  std::erase_if(others, [&asker](const auto& pool) { return is_above(*pool, asker); });
   gather_from(others, {lacks.bytes - (room - margin), unit, unit, {}}, grant, step);
 }
 
@@ -363,10 +368,9 @@ Address Ladder::keep_margin(Climb& climb) {
 // Who is asked before the margin is taken: few, and none that cannot have a whole unit.
 PoolList Ladder::near_margin(const Pool& asker, const Budget& full, std::size_t unit) const {
   PoolList found = memory_.pools_under(full);
-  const std::int64_t priority = asker.budget().priority_in_all();
-  std::erase_if(found, [&](const auto& pool) {
-    if (pool.get() == &asker || pool->budget().used() < unit) return true;
-    return pool->budget().priority_in_all() > priority || !pool->may_have_idle(unit);
+  std::erase_if(found, [&asker, unit](const auto& pool) {
+    const bool is_passed_over = pool.get() == &asker || pool->budget().used() < unit || is_above(*pool, asker);
+    return is_passed_over || !pool->may_have_idle(unit);
   });
   found = in_order_of_yielding(std::move(found));
   if (found.size() > kMostAsked) found.resize(kMostAsked);
@@ -375,7 +379,7 @@ PoolList Ladder::near_margin(const Pool& asker, const Budget& full, std::size_t 
 
 void Ladder::give_back(Grant& grant, Budget& group) {
   const std::size_t shelved = memory_.store().shelved_bytes(group);
-  while (Chunk* const chunk = grant.chunks.take_any()) memory_.store().put(group, chunk);
+  grant.shelve();
   memory_.store().trim(group, shelved);
 }
 

@@ -40,7 +40,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <span>
 
 #include "base/function_ref.h"
 #include "base/sync.h"
@@ -48,7 +47,6 @@
 #include "core/cache/block_caches.h"
 #include "core/device/pool_registry.h"
 #include "core/device/reclaim_log.h"
-#include "core/memory/dormant_mappings.h"
 #include "core/memory/grant.h"
 #include "driver/driver.h"
 

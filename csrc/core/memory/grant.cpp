@@ -2,8 +2,12 @@
 
 namespace vmm {
 
-Grant::~Grant() {
+void Grant::shelve() {
   while (Chunk* chunk = chunks.take_any()) store_.put(group_, chunk);
+}
+
+Grant::~Grant() {
+  shelve();
   if (prepaid_bytes != 0) payer_.refund(prepaid_bytes);
 }
 

@@ -33,6 +33,8 @@ class Grant {
   bool units_only = false;    // where its pool's chunks are units: not by others, nor to the page
   bool keeps_margin = false;  // new memory does not come of the margin (GrowthPolicy::margin())
 
+  // Its chunks go to the group's shelf.
+  void shelve();
   [[nodiscard]] std::size_t bytes() const { return chunks.bytes() + prepaid_bytes; }
   [[nodiscard]] Budget& payer() const { return payer_; }
   // Where its chunks come from.
