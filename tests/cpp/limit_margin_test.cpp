@@ -1,4 +1,4 @@
-// The margin: the last 40th of a limit that models share is taken once nobody has idle memory.
+// The margin: the last 32nd of a limit that models share is taken once nobody has idle memory.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -12,9 +12,9 @@ namespace {
 
 class LimitMargin : public ::testing::Test {
  protected:
-  // Units of 8 MiB, and of them five are the margin.
+  // Units of 8 MiB, and of them 6.25 are the margin.
   static constexpr std::size_t kLimit = 200 * 8 * kMiB;
-  static constexpr std::size_t kMargin = kLimit / 40;
+  static constexpr std::size_t kMargin = kLimit / 32;
 
   std::shared_ptr<Pool> model(const std::string& name, int priority = 0, std::size_t floor = 0) {
     PoolSpec spec = Lab::spec(name);
@@ -79,17 +79,17 @@ TEST_F(LimitMargin, IsTheirsWhenNobodyHas) {
 // model took while it was alone and the next multiple of a unit.
 TEST_F(LimitMargin, StaysWhereUnitsDoNotFit) {
   const auto a = model("a");
-  std::size_t left = kLimit - kMargin - 70 * kMiB;
+  std::size_t left = kLimit - kMargin - 68 * kMiB;
   for (; left >= 68 * kMiB; left -= 34 * kMiB) lab_.allocate(*a, 34 * kMiB);
   const Address last = lab_.allocate(*a, left);
   const auto b = model("b");
-  lab_.allocate(*b, 6 * kMiB);
+  lab_.allocate(*b, 4 * kMiB);
   lab_.leave_idle(*b, 64 * kMiB);
   ASSERT_EQ(group_->used(), kLimit - kMargin);
   lab_.free(last);
   lab_.allocate(*a, left + 6 * kMiB);
-  EXPECT_EQ(a->physical_bytes(), kLimit - kMargin - 64 * kMiB);
-  EXPECT_EQ(b->physical_bytes(), 62 * kMiB);
+  EXPECT_EQ(a->physical_bytes(), kLimit - kMargin - 62 * kMiB);
+  EXPECT_EQ(b->physical_bytes(), 60 * kMiB);
   EXPECT_EQ(group_->used(), kLimit - kMargin - 2 * kMiB);
   expect_no_climb(*a);
 }
@@ -277,7 +277,7 @@ TEST_F(LimitMargin, TheNinthOfTenModelsIsAsked) {
   for (const auto& each : full) lab_.allocate(*each, 1008 * kMiB);
   lab_.leave_idle(*idle, 800 * kMiB);
   const std::size_t had = idle->physical_bytes();
-  lab_.allocate(*b, 16 * kGiB - 16 * kGiB / 40 - group_->used());
+  lab_.allocate(*b, 16 * kGiB - 16 * kGiB / 32 - group_->used());
   for (int k = 0; k < 10; ++k) lab_.allocate(*b, 16 * kMiB);
   EXPECT_LE(idle->physical_bytes(), had - 9 * 16 * kMiB);
 }
@@ -295,7 +295,7 @@ TEST_F(LimitMargin, NobodyIsLookedThroughTwiceForNothing) {
   free(freed);
   ASSERT_EQ(a->idle_bytes(), 0U);
   take(*b, kLimit - 2 * kMargin - group_->used());
-  lab_.allocate(*b, kLimit - kMargin - group_->used());
+  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
   const auto walks = [&] {
     const std::size_t before = a->times_walked();
     lab_.adopt(lab_.memory().allocate(*b, 8 * kMiB, nullptr));  // without a check, which walks
@@ -307,13 +307,122 @@ TEST_F(LimitMargin, NobodyIsLookedThroughTwiceForNothing) {
   EXPECT_GE(walks(), 1U) << "or it would not know";
 }
 
+// Chunks of other sizes stand side by side in the places of units: nothing is created, and
+// nothing goes back to the driver, which would wait for what is queued.
+TEST_F(LimitMargin, WhatIsNoUnitFillsPlacesUp) {
+  const auto a = model("a");
+  std::vector<Address> blocks;
+  for (int k = 0; k < 20; ++k) {
+    blocks.push_back(lab_.allocate(*a, 6 * kMiB));
+    blocks.push_back(lab_.allocate(*a, 2 * kMiB));
+  }
+  const auto b = model("b");
+  take_up_to_margin(*b);
+  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  free(blocks);
+  const std::size_t used = group_->used();
+  const std::size_t of_a = a->physical_bytes();
+  lab_.driver.clear_calls();
+  for (int k = 0; k < 3; ++k) lab_.allocate(*b, 24 * kMiB);
+  EXPECT_EQ(lab_.driver.count(Call::create) + lab_.driver.count(Call::release), 0U);
+  EXPECT_EQ(group_->used(), used);
+  EXPECT_EQ(a->physical_bytes(), of_a - 72 * kMiB);
+  expect_no_climb(*b);
+}
+
+TEST_F(LimitMargin, SoDoItsOwn) {
+  const auto b = model("b");
+  std::vector<Address> blocks;
+  for (int k = 0; k < 20; ++k) {
+    blocks.push_back(lab_.allocate(*b, 6 * kMiB));
+    blocks.push_back(lab_.allocate(*b, 2 * kMiB));
+  }
+  const auto a = model("a");
+  take_up_to_margin(*a);
+  lab_.allocate(*a, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  for (std::size_t k = 0; k < blocks.size(); ++k) {
+    if (k % 8 < 6) lab_.free(blocks[k]);  // three units long: 32 MiB are nowhere free
+  }
+  const std::size_t used = group_->used();
+  lab_.driver.clear_calls();
+  for (int k = 0; k < 3; ++k) lab_.allocate(*b, 32 * kMiB);
+  EXPECT_EQ(lab_.driver.count(Call::create) + lab_.driver.count(Call::release), 0U);
+  EXPECT_EQ(group_->used(), used);
+}
+
+// Those that do not fill a place whole make room for units instead.
+TEST_F(LimitMargin, WhatFillsNoPlaceGoesBackToTheDriver) {
+  const auto a = model("a");
+  std::vector<Address> blocks;
+  for (int k = 0; k < 40; ++k) blocks.push_back(lab_.allocate(*a, 6 * kMiB));
+  const auto b = model("b");
+  take_up_to_margin(*b);
+  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  free(blocks);
+  const std::size_t of_a = a->physical_bytes();
+  for (int k = 0; k < 6; ++k) {
+    lab_.allocate(*b, 24 * kMiB);
+    EXPECT_LE(group_->used(), kLimit - kMargin);
+  }
+  EXPECT_EQ(a->physical_bytes(), of_a - 23 * 6 * kMiB);
+  expect_no_climb(*b);
+}
+
+TEST_F(LimitMargin, SoDoesWhatIsLongerThanAUnit) {
+  const auto a = model("a");
+  std::vector<Address> blocks;
+  for (int k = 0; k < 20; ++k) blocks.push_back(lab_.allocate(*a, 12 * kMiB));
+  const auto b = model("b");
+  take_up_to_margin(*b);
+  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  free(blocks);
+  for (int k = 0; k < 6; ++k) {
+    lab_.allocate(*b, 24 * kMiB);
+    EXPECT_LE(group_->used(), kLimit - kMargin);
+  }
+  expect_no_climb(*b);
+}
+
+// But not while queued work may use it: then no room would come of it yet.
+TEST_F(LimitMargin, NothingInUseGoesBackToTheDriver) {
+  const auto a = model("a");
+  std::vector<Address> blocks;
+  for (int k = 0; k < 20; ++k) blocks.push_back(lab_.allocate(*a, 12 * kMiB, stream(7)));
+  const auto b = model("b");
+  take_up_to_margin(*b);
+  lab_.driver.hold_fences(stream(7));
+  free(blocks);
+  lab_.driver.clear_calls();
+  lab_.allocate(*b, 40 * kMiB);
+  EXPECT_EQ(lab_.driver.count(Call::release), 0U);
+  expect_no_climb(*b);
+  lab_.driver.release_fences(stream(7));
+}
+
+// A look tells what sizes there are, and holds until something is freed.
+TEST_F(LimitMargin, WhatDoesNotSuitIsLookedForOnce) {
+  const auto a = model("a");
+  lab_.leave_idle(*a, 400 * kMiB);  // alone: large chunks
+  const auto b = model("b");
+  take_up_to_margin(*b);
+  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  const auto walks = [&](std::size_t bytes) {
+    const std::size_t before = a->times_walked();
+    lab_.adopt(lab_.memory().allocate(*b, bytes, nullptr));  // without a check, which walks
+    return a->times_walked() - before;
+  };
+  walks(8 * kMiB);
+  EXPECT_EQ(walks(8 * kMiB), 0U);
+  EXPECT_EQ(walks(2 * kMiB), 0U);
+}
+
 TEST_F(LimitMargin, OfALimitFurtherUpToo) {
   const auto a = model("a");
   const auto b = model("b");
   const std::size_t limit = 1200 * kMiB;
   lab_.memory().set_limit(lab_.memory().budget(), limit);
   for (int turn = 0; turn < 4; ++turn) free(take(turn % 2 == 0 ? *a : *b, limit * 3 / 4));
-  EXPECT_LE(most_used_, limit - limit / 40);
+  EXPECT_LE(most_used_, limit - limit / 32);
 }
 
 // Nobody shares it.

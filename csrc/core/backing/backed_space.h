@@ -153,12 +153,16 @@ class BackedSpace {
   [[nodiscard]] bool is_pinned() const { return is_pinned_; }
   // While held, no chunk counts as idle.
   void hold(bool is_held) { is_held_ = is_held; }
+  [[nodiscard]] bool may_move() const { return !is_pinned_ && !is_held_; }
   // To move elsewhere, or also to be given back: what was exported moves nowhere.
   enum class Idle : std::uint8_t { movable, all };
   // Every chunk that stands wholly in free space, by offset; what queued work may still use
   // comes first, but for the tag's own. `bare_bytes` of what is taken have no memory yet.
   // Walks all free blocks.
   std::vector<IdleChunk> all_idle(StreamTag tag, Idle which, std::size_t bare_bytes = 0);
+  // Whether no queued work may use it, so that the driver could have it at once: without a
+  // tick that covers its last use nobody knows, so one is made.
+  [[nodiscard]] bool is_unused(const IdleChunk& idle);
   // When something in a stretch was freed last, in any unit that rises.
   using FreedAt = FunctionRef<std::uint64_t(ByteRange)>;
   // Of one age the highest first: low addresses stay whole.
@@ -262,7 +266,9 @@ class BackedSpace {
   ByteRange take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing);
   void note_units(const Extent& extent, Shortage* shortage) const;
   [[nodiscard]] std::size_t bare_behind(const Extent& extent) const;
+  struct Fitting;
   Chunk* choose_chunk(ByteRange part, std::size_t beyond, Choice& choice);
+  Chunk* choose_from(IdleMoves& idle, const Fitting& fitting, Choice& choice);
   void fill_gap(ByteRange gap, std::size_t beyond, Choice& choice);
   [[nodiscard]] std::size_t into_margin(const Choice& choice, Budget** level) const;
   void create_chunks(const Extent& extent, Choice& choice, Shortage* shortage);

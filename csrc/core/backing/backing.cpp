@@ -92,6 +92,7 @@ struct BackedSpace::Choice {
   const GrowthPolicy::Lack lack;
   std::size_t bare_behind = 0;  // bytes without memory behind the last gap: a chunk may reach into them
   IdleMoves idle{};             // that may be moved here
+  IdleMoves odd{};              // of them those that are no units
   Budget* full = nullptr;       // the limit that lets nothing from the shelf in
   std::vector<ToCreate> to_create{};
   std::size_t create_bytes = 0;  // of these
@@ -178,24 +179,45 @@ std::size_t BackedSpace::bare_behind(const Extent& extent) const {
   return is_open && extent.unit == 0 && !kind_.is_uniform && !kind_.is_range ? behind->size() : 0;
 }
 
-// A chunk that there is, for what begins the part: granted, the pool's own idle one, which may
-// reach `beyond` that far, or the shelf's. Or nullptr: where a piece of a unit is missing too,
-// since what filled it would leave such a place elsewhere.
+// Which chunk would do.
+struct BackedSpace::Fitting {
+  std::size_t missing = 0;  // bytes, from its place on
+  std::size_t largest = 0;
+  std::size_t beyond = 0;  // by which one of the pool's own may be larger
+  std::size_t unit = 0;    // that it is a multiple of
+};
+
+// A chunk that there is, for what begins the part. Where chunks are units it is one, if a whole
+// one is missing; or, on those terms, one of those that together fill what is missing of the
+// unit to the byte: with a hole beside it, which only its like would fill, it is of no use.
 Chunk* BackedSpace::choose_chunk(ByteRange part, std::size_t beyond, Choice& choice) {
   if (choice.source == Source::fresh) return nullptr;
   const std::size_t unit = choice.lack.unit;
-  if (unit != 0 && (part.size < unit || !is_aligned(part.offset, unit))) return nullptr;
-  const std::size_t largest = growth_.largest_at(part.offset, part.size);
+  const bool is_whole_unit = unit == 0 || (part.size >= unit && is_aligned(part.offset, unit));
+  if (is_whole_unit) {
+    const Fitting fitting{part.size, growth_.largest_at(part.offset, part.size), beyond, unit};
+    if (Chunk* const chunk = choose_from(choice.idle, fitting, choice)) return chunk;
+  }
+  if (unit == 0 || terms_of(choice.grant).fit == ChunkFit::units) return nullptr;
+  const std::size_t in_unit = std::min(part.size, align_up(part.offset + 1, unit) - part.offset);
+  const std::size_t left = choice.grant != nullptr ? choice.grant->chunks.left_of(in_unit) : in_unit;
+  if (choice.odd.left_of(left) != 0) return nullptr;
+  return choose_from(choice.odd, {in_unit, in_unit}, choice);
+}
+
+// Granted, the pool's own idle one, or the shelf's.
+Chunk* BackedSpace::choose_from(IdleMoves& idle, const Fitting& fitting, Choice& choice) {
   const bool is_exact = kind_.is_uniform || choice.lack.is_whole;  // chunks of one size alone
   if (choice.grant != nullptr) {
-    if (Chunk* const granted = choice.grant->chunks.take_at_most(largest, is_exact, unit)) return granted;
+    Chunk* const granted = choice.grant->chunks.take_at_most(fitting.largest, is_exact, fitting.unit);
+    if (granted != nullptr) return granted;
   }
-  if (!choice.idle.empty()) {
+  if (!idle.empty()) {
     std::optional<IdleChunk> move;
     if (kind_.is_uniform) {
-      move = choice.idle.take_last();
+      move = idle.take_last();
     } else {
-      move = choice.idle.take_most_useful(part.size, largest + beyond, choice.lack.total);
+      move = idle.take_most_useful(fitting.missing, fitting.largest + fitting.beyond, choice.lack.total);
     }
     if (move.has_value()) {
       choice.backing.moves.push_back(*move);
@@ -203,7 +225,7 @@ Chunk* BackedSpace::choose_chunk(ByteRange part, std::size_t beyond, Choice& cho
     }
   }
   if (choice.full != nullptr) return nullptr;
-  return context_.store.take_at_most(group_, budget_, largest, is_exact, &choice.full, unit);
+  return context_.store.take_at_most(group_, budget_, fitting.largest, is_exact, &choice.full, fitting.unit);
 }
 
 // Gives each part of the gap a chunk, or notes that one is to be created for it.
@@ -230,8 +252,7 @@ void BackedSpace::fill_gap(ByteRange gap, std::size_t beyond, Choice& choice) {
 // nobody has looked yet who has idle memory. 0 where there is no room anyhow. What floors
 // reserved is their models'.
 std::size_t BackedSpace::into_margin(const Choice& choice, Budget** level) const {
-  const bool keeps_margin = choice.grant == nullptr || choice.grant->keeps_margin;
-  if (!keeps_margin || choice.create_bytes == 0 || unit_for(choice.lack.total) == 0) return 0;
+  if (!terms_of(choice.grant).keeps_margin || choice.create_bytes == 0 || unit_for(choice.lack.total) == 0) return 0;
   std::size_t own = 0;
   for (const Budget* below = &budget_; below != &group_; below = below->parent()) own += below->reserved_here();
   std::size_t most = 0;
@@ -348,8 +369,14 @@ bool BackedSpace::collect(const Extent& extent, const Request& request, Source s
   std::vector<IdleChunk> idle;
   if (source == Source::at_once) idle = idle_at_once(request.tag, growth_.least_move(lack));
   if (source == Source::any) idle = all_idle(request.tag, Idle::movable, lack.total);
-  std::erase_if(idle, [&](const IdleChunk& each) { return !is_of_units({each.offset, each.chunk->size}, lack.unit); });
+  std::vector<IdleChunk> odd;
+  std::erase_if(idle, [&](const IdleChunk& each) {
+    if (is_of_units({each.offset, each.chunk->size}, lack.unit)) return false;
+    if (terms_of(grant).fit != ChunkFit::units) odd.push_back(each);
+    return true;
+  });
   choice.idle = IdleMoves(std::move(idle));
+  choice.odd = IdleMoves(std::move(odd));
   ByteRange returning_to;
   if (source != Source::fresh && !lack.is_whole) {
     returning_to = take_returning(extent, choice.bare_behind, grant, backing);

@@ -92,6 +92,14 @@ std::vector<IdleChunk> BackedSpace::all_idle(StreamTag tag, Idle which, std::siz
   return idle;
 }
 
+bool BackedSpace::is_unused(const IdleChunk& idle) {
+  if (idle.at_once) return true;
+  const Epoch last_use = last_use_of({idle.offset, idle.chunk->size});
+  context_.clock.cover_in_time(last_use);
+  if (!context_.clock.has_passed(last_use)) context_.clock.poll();
+  return context_.clock.has_passed(last_use);
+}
+
 Chunk* BackedSpace::detach(std::size_t offset, MappedRange::Fate fate) {
   const auto mapping = range_->live().find(offset);
   VMM_CHECK(mapping != range_->live().end(), "no chunk at ", offset);

@@ -30,6 +30,24 @@ IdleChunk IdleChunks::take_last(BySize::iterator of_size) {
   return taken;
 }
 
+bool UnitPlaces::add(const IdleChunk& idle) {
+  if (unit_ == 0) return false;
+  const std::size_t begin = align_down(idle.offset, unit_);
+  if (align_down(idle.offset + idle.chunk->size - 1, unit_) != begin) return false;
+  Place& place = places_[begin];
+  place.chunks.push_back(idle);
+  place.bytes += idle.chunk->size;
+  return place.bytes == unit_;
+}
+
+std::vector<IdleChunk> UnitPlaces::take() {
+  while (!places_.empty()) {
+    auto first = places_.extract(places_.begin());
+    if (first.mapped().bytes == unit_) return std::move(first.mapped().chunks);
+  }
+  return {};
+}
+
 bool IdleMoves::comes_later(const Entry& a, const Entry& b) {
   return a.stretch != b.stretch ? a.stretch > b.stretch : a.place > b.place;
 }
@@ -42,6 +60,14 @@ IdleMoves::IdleMoves(std::vector<IdleChunk> chunks) : chunks_(std::move(chunks))
     of_size->second.push_back({chunks_[place].stretch, place});
   }
   for (auto& [size, heap] : by_size_) std::make_heap(heap.begin(), heap.end(), comes_later);
+}
+
+std::size_t IdleMoves::left_of(std::size_t size) const {
+  for (auto at = by_size_.upper_bound(size); at != by_size_.begin();) {
+    const auto& [each, heap] = *--at;
+    size -= std::min(heap.size(), size / each) * each;
+  }
+  return size;
 }
 
 IdleChunk IdleMoves::take_last() {

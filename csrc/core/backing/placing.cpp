@@ -17,7 +17,7 @@ namespace {
 // Below this share of a unit a block is little: each stream's would strand the rest.
 constexpr std::size_t kUnitsPerLittle = 4;
 
-bool is_units_only(const Grant* grant) { return grant == nullptr || grant->units_only; }
+bool takes_any(const Grant* grant) { return terms_of(grant).fit == ChunkFit::any; }
 
 }  // namespace
 
@@ -82,7 +82,7 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
   if (kind_.is_uniform || is_pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
-  if (unit != 0 && is_units_only(grant)) {
+  if (unit != 0 && !takes_any(grant)) {
     shortage->is_particular = true;
     return nullptr;
   }
@@ -149,7 +149,7 @@ Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* 
   widen(&wide);
   if (Block* block = place_over(std::move(wide), request, offset, grant, shortage)) return block;
   // To the page where there is not so much, and not before: smaller chunks would stay.
-  if (is_units_only(grant) || !in_vain_.empty() || shortage->wait_for != kLongAgo) return nullptr;
+  if (!takes_any(grant) || !in_vain_.empty() || shortage->wait_for != kLongAgo) return nullptr;
   extent.unit = 0;
   return place_over(std::move(extent), request, offset, grant, shortage);
 }

@@ -34,7 +34,7 @@ struct Shortage {
   // What the pool's chunks are multiples of (GrowthPolicy::unit()); 0: they are of any size.
   std::size_t unit = 0;
   bool takes_units = false;  // this request stands on such
-  // Whole chunks of other sizes, its own idle ones too, might do (Grant::units_only).
+  // Whole chunks of other sizes, its own idle ones too, might do (ChunkFit::any).
   bool is_particular = false;
   // Where chunks that others have would be had back for nothing (Pool::dormant_of_others()).
   ByteRange returning_to{};

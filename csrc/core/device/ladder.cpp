@@ -59,8 +59,10 @@ void Ladder::gather_from(const PoolList& pools, const WantedChunks& wanted, Gran
   std::size_t asked = 0;
   const auto take = [&](Pool& pool, std::size_t bytes, std::span<const DormantMappings::Dormant> first) {
     if (++asked == kAskedOneByOne) const BlockCaches::Still still(caches_, pools, BlockCaches::Kept::back);
-    const std::size_t moved =
-        pool.surrender({bytes, wanted.unit, wanted.most, first}, asked >= kAskedOneByOne, grant, &refused);
+    WantedChunks of_it = wanted;
+    of_it.bytes = bytes;
+    of_it.first = first;
+    const std::size_t moved = pool.surrender(of_it, asked >= kAskedOneByOne, grant, &refused);
     if (moved != 0) step->yielded.push_back({pool.name(), moved});
   };
   for (auto first = pools.begin(); first != pools.end();) {
@@ -141,7 +143,7 @@ void Ladder::create_into(Grant& grant, const Pool& asker, std::size_t want) {
 bool Ladder::Climb::try_again(Grant* grant) {
   Shortage latest;
   Grant nothing(asker.store(), asker.group(), asker.budget());
-  nothing.units_only = true;
+  nothing.terms.fit = ChunkFit::filled;
   found = attempt(grant != nullptr ? grant : is_margin_open ? &nothing : nullptr, &latest);
   if (found == 0) shortage = latest;
   return found != 0;
@@ -176,7 +178,40 @@ void Ladder::gather(Pool& asker, const Shortage& lacks, std::size_t unit, Grant&
   const std::size_t margin = std::min(room, GrowthPolicy::margin(lacks.refused->limit()));
   if (margin == 0 || lacks.bytes <= room - margin) return;
   std::erase_if(others, [&asker](const auto& pool) { return is_above(*pool, asker); });
-  gather_from(others, {lacks.bytes - (room - margin), unit, unit, {}}, grant, step);
+  Shortage kept = lacks;
+  kept.bytes -= room - margin;
+  step->bytes += gather_to_keep(asker, kept, others, {}, grant, step);
+}
+
+// What `lacks`, a part of the margin, can be met with instead: units; then chunks of other
+// sizes, beside which the pool's own may stand. What fits nowhere goes back to the driver and
+// makes room: how many bytes. (A piece of a unit is missing where units end, and little
+// blocks are of any size.)
+std::size_t Ladder::gather_to_keep(Pool& asker, const Shortage& lacks, const PoolList& others,
+                                   std::span<const DormantMappings::Dormant> returning, Grant& grant,
+                                   ReclaimStep* step) {
+  WantedChunks wanted{lacks.bytes, 0, 0, returning};
+  wanted.is_at_a_glance = true;
+  const std::size_t unit = std::max(lacks.unit, asker.page_size());  // the other models may have closed since
+  const std::size_t whole = align_up(lacks.bytes, unit);
+  if (lacks.takes_units) {
+    wanted.unit = unit;
+    wanted.most = whole;
+    gather_from(others, wanted, grant, step);
+    if (grant.bytes() >= lacks.bytes) return 0;
+  }
+  if (const std::size_t missing = lacks.bytes - grant.bytes(); missing != 0) {
+    wanted.unit = 0;
+    wanted.most = std::min(missing, unit);
+    gather_from(others, wanted, grant, step);
+    if (grant.bytes() >= lacks.bytes) return 0;
+  }
+  Grant odd(memory_.store(), asker.group(), asker.budget());
+  wanted = {lacks.bytes - grant.bytes(), 0, whole, {}, /*is_unused=*/true, /*is_at_a_glance=*/true};
+  gather_from(others, wanted, odd, step);
+  const std::size_t made = odd.bytes();
+  give_back(odd, asker.group());
+  return made;
 }
 
 // Memory that has been used is no use to a graph.
@@ -197,7 +232,7 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   bool is_any_found = false;
   for (std::size_t unit = wanted;; unit = 0) {
     Grant grant(memory_.store(), asker.group(), asker.budget());
-    grant.units_only = unit != 0;
+    grant.terms.fit = unit != 0 ? ChunkFit::filled : ChunkFit::any;
     gather(asker, lacks, unit, grant, step);
     // Its own of other sizes may do where nobody gave any.
     if (grant.bytes() != 0 || (unit == 0 && lacks.is_particular)) {
@@ -325,9 +360,6 @@ const std::array<Ladder::Step, kRungs> Ladder::kSteps = {&Ladder::give_shelves_b
                                                          &Ladder::wait_and_melt,
                                                          &Ladder::spill};
 
-// Units first, each chunk no larger than what is lacking; then others, up to a unit, which go
-// back to the driver and make room. So do units that fit nowhere: where a place is no whole
-// unit, and under a block below a quarter of one.
 Address Ladder::keep_margin(Climb& climb) {
   Pool& asker = climb.asker;
   const Shortage lacks = climb.shortage;
@@ -335,28 +367,25 @@ Address Ladder::keep_margin(Climb& climb) {
   ReclaimStep& step = decision.steps.at(static_cast<std::size_t>(Rung::other_models));
   const auto began = std::chrono::steady_clock::now();
   Grant grant(memory_.store(), asker.group(), asker.budget());
-  grant.units_only = true;
+  grant.terms = {ChunkFit::filled, /*keeps_margin=*/true};
+  const std::size_t unit = std::max(lacks.unit, asker.page_size());  // the other models may have closed since
   if (could_be_met(climb)) {
     const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
-    const std::size_t unit = std::max(lacks.unit, asker.page_size());  // the other models may have closed since
     const MutexLock lock(mutex_);
     const PoolList others = near_margin(asker, *lacks.refused, unit);
-    gather_from(others, {lacks.bytes, unit, align_up(lacks.bytes, unit), returning}, grant, &step);
-    if (grant.bytes() < lacks.bytes) {
-      Grant odd(memory_.store(), asker.group(), asker.budget());
-      gather_from(others, {lacks.bytes - grant.bytes(), 0, unit, {}}, odd, &step);
-      step.bytes = odd.bytes();
-      give_back(odd, asker.group());
-    }
+    step.bytes = gather_to_keep(asker, lacks, others, returning, grant, &step);
   }
   step.bytes += grant.bytes();
-  if (step.bytes >= lacks.bytes) {
-    grant.keeps_margin = true;
-    if (!lacks.takes_units || (!climb.try_again(&grant) && climb.shortage.is_margin)) give_back(grant, asker.group());
-    grant.keeps_margin = false;
-  }
+  const auto is_in_vain = [&climb] { return climb.found == 0 && climb.shortage.is_margin; };
+  const bool is_enough = step.bytes >= lacks.bytes;
+  if (is_enough) climb.try_again(&grant);
+  if (is_enough && is_in_vain() && give_odd_back(grant, unit, asker)) climb.try_again(&grant);
   climb.is_margin_open = true;
-  if (climb.found == 0 && climb.shortage.is_margin) climb.try_again(&grant);
+  grant.terms.keeps_margin = false;
+  if (is_in_vain()) {
+    climb.try_again(&grant);
+    give_back(grant, asker.group());
+  }
   if (climb.found != 0 && !step.yielded.empty()) {
     step.result = StepResult::met;
     step.nanoseconds = std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
@@ -375,6 +404,15 @@ PoolList Ladder::near_margin(const Pool& asker, const Budget& full, std::size_t 
   found = in_order_of_yielding(std::move(found));
   if (found.size() > kMostAsked) found.resize(kMostAsked);
   return found;
+}
+
+// What did not fit together makes room instead. Whether there was any.
+bool Ladder::give_odd_back(Grant& grant, std::size_t unit, Pool& asker) {
+  Grant odd(memory_.store(), asker.group(), asker.budget());
+  while (Chunk* const chunk = grant.chunks.take_no_unit(unit)) odd.chunks.put(chunk);
+  if (odd.bytes() == 0) return false;
+  give_back(odd, asker.group());
+  return true;
 }
 
 void Ladder::give_back(Grant& grant, Budget& group) {

@@ -147,8 +147,12 @@ class Ladder {
       VMM_REQUIRES(mutex_);
   void gather_from(const PoolList& pools, const WantedChunks& wanted, Grant& grant, ReclaimStep* step)
       VMM_REQUIRES(mutex_);
+  std::size_t gather_to_keep(Pool& asker, const Shortage& lacks, const PoolList& others,
+                             std::span<const DormantMappings::Dormant> returning, Grant& grant, ReclaimStep* step)
+      VMM_REQUIRES(mutex_);
   [[nodiscard]] PoolList near_margin(const Pool& asker, const Budget& full, std::size_t unit) const;
   void give_back(Grant& grant, Budget& group);
+  bool give_odd_back(Grant& grant, std::size_t unit, Pool& asker);
   std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
                    Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void create_into(Grant& grant, const Pool& asker, std::size_t want);

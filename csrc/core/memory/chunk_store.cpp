@@ -32,6 +32,14 @@ Chunk* ChunkShelf::take_at_most(std::size_t size, bool exact, std::size_t unit) 
   return nullptr;
 }
 
+std::size_t ChunkShelf::left_of(std::size_t size) const {
+  for (auto at = by_size_.upper_bound(size); at != by_size_.begin(); at = by_size_.lower_bound(at->first)) {
+    const std::size_t each = (--at)->first;
+    size -= std::min(by_size_.count(each), size / each) * each;
+  }
+  return size;
+}
+
 Chunk* ChunkShelf::take_above(std::size_t size) {
   const auto at = by_size_.upper_bound(size);
   return at == by_size_.end() ? nullptr : take_at_most(at->first, true);
@@ -46,6 +54,12 @@ bool ChunkShelf::take(const Chunk* chunk, std::size_t size) {
 }
 
 Chunk* ChunkShelf::take_any() { return by_size_.empty() ? nullptr : take(std::prev(by_size_.end())); }
+
+Chunk* ChunkShelf::take_no_unit(std::size_t unit) {
+  const auto found = std::find_if(by_size_.begin(), by_size_.end(),
+                                  [unit](const auto& entry) { return !is_aligned(entry.first, unit); });
+  return found == by_size_.end() ? nullptr : take(found);
+}
 
 std::size_t ChunkShelf::mapped_bytes() const {
   return bytes_if([](const Chunk& chunk) { return chunk.mappings.load(std::memory_order_acquire) != 0; });

@@ -29,9 +29,13 @@ class ChunkShelf {
   // The largest chunk of at most `size` bytes (exactly `size` when `exact`) that is a
   // multiple of `unit` (0: of any size), or nullptr.
   Chunk* take_at_most(std::size_t size, bool exact, std::size_t unit = 0);
+  // What of `size` bytes stays empty where the largest that fit are put side by side.
+  [[nodiscard]] std::size_t left_of(std::size_t size) const;
   // The smallest chunk of more than `size` bytes, or nullptr.
   Chunk* take_above(std::size_t size);
   Chunk* take_any();
+  // One that is no multiple of `unit`, or nullptr.
+  Chunk* take_no_unit(std::size_t unit);
   // This very chunk, of `size` bytes; false: it is not here. It may be gone for good.
   bool take(const Chunk* chunk, std::size_t size);
   // Of those that nothing maps, the largest first, removes each that `ends(chunk)` has ended,

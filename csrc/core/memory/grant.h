@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include "core/limits/budget.h"
@@ -11,12 +12,28 @@
 
 namespace vmm {
 
+// With what a request is met where its pool's chunks are units (GrowthPolicy::unit()); whatever
+// is missing then is created.
+enum class ChunkFit : std::uint8_t {
+  units,   // units alone, and none where a part of one is missing
+  filled,  // chunks of other sizes too, side by side within the place of a unit
+  any,     // and where that is in vain to the page, or on whole chunks of any size elsewhere
+};
+
+// On which terms a request is met: without a grant these.
+struct Terms {
+  ChunkFit fit = ChunkFit::units;
+  bool keeps_margin = true;  // new memory does not come of the margin (GrowthPolicy::margin())
+};
+
 // Which idle chunks of others a request is after.
 struct WantedChunks {
   std::size_t bytes = 0;                              // about so many
   std::size_t unit = 0;                               // that leave whole units (is_of_units()); 0: any
   std::size_t most = kUnlimited;                      // each no larger
   std::span<const DormantMappings::Dormant> first{};  // these, whatever `bytes` says
+  bool is_unused = false;                             // the driver could have each at once: no queued work uses it
+  bool is_at_a_glance = false;                        // no pool is looked through for them twice
 };
 
 // What is not used goes back when it ends.
@@ -29,9 +46,7 @@ class Grant {
 
   ChunkShelf chunks;              // charged to the payer
   std::size_t prepaid_bytes = 0;  // charged to the payer, for chunks yet to be created
-  // On which terms the request is met; without a grant both are so.
-  bool units_only = false;    // where its pool's chunks are units: not by others, nor to the page
-  bool keeps_margin = false;  // new memory does not come of the margin (GrowthPolicy::margin())
+  Terms terms{ChunkFit::any, /*keeps_margin=*/false};
 
   // Its chunks go to the group's shelf.
   void shelve();
@@ -45,5 +60,7 @@ class Grant {
   Budget& group_;
   Budget& payer_;
 };
+
+inline Terms terms_of(const Grant* grant) { return grant == nullptr ? Terms{} : grant->terms; }
 
 }  // namespace vmm

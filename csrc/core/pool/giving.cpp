@@ -11,19 +11,29 @@
 
 namespace vmm {
 
-// What threads keep is not live. Nothing is idle that was not when this was looked for last,
-// where nothing has been freed since: a look walks all free blocks.
-bool Pool::may_have_idle(std::size_t unit) const {
+// What threads keep is not live.
+bool Pool::may_have_idle(std::size_t bytes) const {
   const ReadLock lock(*this);
   if (!space_.is_open() || space_.is_pinned()) return false;
   const std::size_t mapped = space_.range().mapped_bytes();
-  const LookInVain now = look_now(unit);
-  return mapped - std::min(mapped, now.live) >= unit && now != looked_in_vain_;
+  return mapped - std::min(mapped, look_now(0).live) >= bytes && !is_seen_in_vain(0, kUnlimited);
 }
 
-Pool::LookInVain Pool::look_now(std::size_t unit) const {
+Pool::Look Pool::look_now(std::size_t unit) const {
   const std::int64_t live = own_peaks_.level(StatKind::allocated_bytes).current;
-  return {unit, space_.growth().freed(), static_cast<std::size_t>(live)};
+  return {space_.growth().freed(), static_cast<std::size_t>(live), unit};
+}
+
+bool Pool::is_look_current() const {
+  const Look now = look_now(0);
+  return look_.has_value() && look_->freed == now.freed && look_->live == now.live;
+}
+
+// Nothing is idle that was not at the latest look, where nothing has been freed since; but for
+// what was exported then.
+bool Pool::is_seen_in_vain(std::size_t unit, std::size_t most) const {
+  if (!is_look_current()) return false;
+  return unit == 0 ? look_->least > most : unit == look_->unit && look_->least_unit > most;
 }
 
 std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant& grant, Budget** refused) {
@@ -33,10 +43,11 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
   const MutexLock lock(mutex_);
   if (!space_.is_open()) return 0;
   free_up_space();
+  if (wanted.is_at_a_glance && is_seen_in_vain(wanted.unit, wanted.most)) return 0;
   std::set<const Chunk*> first;
   for (const DormantMappings::Dormant& each : wanted.first) first.insert(each.chunk);
   IdleChunks idle;
-  bool is_any = false;
+  Look look = look_now(wanted.unit);
   std::size_t moved = 0;
   const auto move = [&](const IdleChunk& chosen) VMM_REQUIRES(mutex_) {
     const std::size_t size = chosen.chunk->size;
@@ -54,9 +65,14 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
     grant.chunks.put(chunk);
     moved += size;
   };
+  UnitPlaces places(wanted.unit);
   for (const IdleChunk& each : space_.all_idle(kNeutral, BackedSpace::Idle::movable)) {
-    if (!is_of_units({each.offset, each.chunk->size}, wanted.unit)) continue;
-    is_any = true;
+    look.least = std::min(look.least, each.chunk->size);
+    if (!is_of_units({each.offset, each.chunk->size}, wanted.unit)) {
+      if (places.add(each)) look.least_unit = std::min(look.least_unit, wanted.unit);
+      continue;
+    }
+    look.least_unit = std::min(look.least_unit, each.chunk->size);
     if (each.chunk->size > wanted.most) continue;
     if (first.count(each.chunk) == 0) {
       idle.add(each);
@@ -67,9 +83,21 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
   while (moved < wanted.bytes && *refused == nullptr) {
     const std::optional<IdleChunk> chosen = idle.take_nearest(wanted.bytes - moved);
     if (!chosen.has_value()) break;
-    move(*chosen);
+    if (!wanted.is_unused || space_.is_unused(*chosen)) move(*chosen);
   }
-  if (wanted.unit != 0) looked_in_vain_ = is_any ? LookInVain{} : look_now(wanted.unit);
+  while (moved < wanted.bytes && *refused == nullptr) {
+    const std::vector<IdleChunk> place = places.take();
+    if (place.empty()) break;
+    for (const IdleChunk& each : place) {
+      if (*refused == nullptr) move(each);
+    }
+  }
+  const bool is_still_known = wanted.unit == 0 && is_look_current();  // of units it knows more
+  if (moved != 0 || !space_.may_move()) {
+    look_.reset();
+  } else if (!is_still_known) {
+    look_ = look;
+  }
   space_.drop_retired();
   return moved;
 }

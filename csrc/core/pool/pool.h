@@ -239,8 +239,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // given back.
   std::size_t surrender(const WantedChunks& wanted, bool is_gathered, Grant& grant, Budget** refused)
       VMM_EXCLUDES(mutex_);
-  // Whether it may have such a unit idle, at a glance.
-  [[nodiscard]] bool may_have_idle(std::size_t unit) const VMM_EXCLUDES(mutex_);
+  // Whether it may have so much idle, at a glance.
+  [[nodiscard]] bool may_have_idle(std::size_t bytes) const VMM_EXCLUDES(mutex_);
   // What is dormant in `place`, of chunks that others had last.
   [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_of_others(ByteRange place) const VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
@@ -573,15 +573,19 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   mutable std::atomic<bool> stands_still_{false};  // see Telling
 
   mutable Mutex mutex_;
-  // When somebody looked for idle chunks that leave such units, and found none.
-  struct LookInVain {
-    std::size_t unit = 0;
+  // What the latest look for idle chunks, which walks, saw of them; it holds until something is
+  // allocated or freed.
+  struct Look {
     std::size_t freed = 0;  // bytes, by then
     std::size_t live = 0;
-    bool operator==(const LookInVain&) const = default;
+    std::size_t unit = 0;  // that was asked for
+    std::size_t least = kUnlimited;
+    std::size_t least_unit = kUnlimited;
   };
-  [[nodiscard]] LookInVain look_now(std::size_t unit) const VMM_REQUIRES(mutex_);
-  LookInVain looked_in_vain_ VMM_GUARDED_BY(mutex_);
+  [[nodiscard]] bool is_look_current() const VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_seen_in_vain(std::size_t unit, std::size_t most) const VMM_REQUIRES(mutex_);
+  [[nodiscard]] Look look_now(std::size_t unit) const VMM_REQUIRES(mutex_);
+  std::optional<Look> look_ VMM_GUARDED_BY(mutex_);
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
   Slabs slabs_ VMM_GUARDED_BY(mutex_);
   StreamTable streams_ VMM_GUARDED_BY(mutex_);
