@@ -67,6 +67,7 @@ SOURCES = [
     "csrc/bindings/virtual_memory_manager.cpp",
     "csrc/core/backing/backed_space.cpp",
     "csrc/core/backing/backing.cpp",
+    "csrc/core/backing/choosing.cpp",
     "csrc/core/backing/idle.cpp",
     "csrc/core/backing/idle_chunks.cpp",
     "csrc/core/backing/placing.cpp",

@@ -9,7 +9,8 @@
 // (`blocks()`) covers all of it. Its owner's lock guards it.
 //
 // placing.cpp finds the place, whole_chunks.cpp where chunks are borders of blocks;
-// backing.cpp puts memory there; idle.cpp knows what is idle, and lets go of it.
+// choosing.cpp finds the chunks and backing.cpp puts them there; idle.cpp knows what is idle,
+// and lets go of it.
 #pragma once
 
 #include <cstddef>
@@ -261,22 +262,26 @@ class BackedSpace {
 
   // backing.cpp
   bool back(Extent* extent, const Request& request, Grant* grant, Shortage* shortage);
+  void cover(Extent* extent, const Backing& backing, BlockState state);
+  void uncover(Extent* extent, std::size_t end);
+  Status install(const Backing& backing, const Request& request);
+  Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag);
+
+  // choosing.cpp
+  struct Fitting;
   bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
                Shortage* shortage);
   ByteRange take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing);
   void note_units(const Extent& extent, Shortage* shortage) const;
   [[nodiscard]] std::size_t bare_behind(const Extent& extent) const;
-  struct Fitting;
   Chunk* choose_chunk(ByteRange part, std::size_t beyond, Choice& choice);
   Chunk* choose_from(IdleMoves& idle, const Fitting& fitting, Choice& choice);
   void fill_gap(ByteRange gap, std::size_t beyond, Choice& choice);
   [[nodiscard]] std::size_t into_margin(const Choice& choice, Budget** level) const;
+  [[nodiscard]] std::size_t ahead_of(const Extent& extent, const Choice& choice) const;
   void create_chunks(const Extent& extent, Choice& choice, Shortage* shortage);
+  Status create_charged(Choice& choice, std::size_t ahead);
   void send_home(const Extent& extent, Choice& choice);
-  void cover(Extent* extent, const Backing& backing, BlockState state);
-  void uncover(Extent* extent, std::size_t end);
-  Status install(const Backing& backing, const Request& request);
-  Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag);
 
   // idle.cpp
   std::vector<IdleChunk> idle_at_once(StreamTag tag, std::size_t at_least);
