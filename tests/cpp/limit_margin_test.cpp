@@ -416,6 +416,94 @@ TEST_F(LimitMargin, WhatDoesNotSuitIsLookedForOnce) {
   EXPECT_EQ(walks(2 * kMiB), 0U);
 }
 
+// So its owner has it again at once, on its own stream.
+TEST_F(LimitMargin, WhatIsInUseIsNotTakenForNothing) {
+  const auto a = model("a");
+  std::vector<Address> blocks;
+  for (int k = 0; k < 14; ++k) blocks.push_back(lab_.allocate(*a, 6 * kMiB, stream(7)));
+  const auto b = model("b");
+  take_up_to_margin(*b);
+  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  lab_.driver.hold_fences(stream(7));
+  free(blocks);
+  const std::size_t of_a = a->physical_bytes();
+  for (int k = 0; k < 5; ++k) lab_.allocate(*b, 8 * kMiB, stream(8));
+  EXPECT_EQ(a->physical_bytes(), of_a);
+  EXPECT_EQ(lab_.memory().store().shelved_bytes(*group_), 0U);
+  const std::size_t used = group_->used();
+  lab_.driver.clear_calls();
+  for (int k = 0; k < 14; ++k) lab_.allocate(*a, 6 * kMiB, stream(7));
+  EXPECT_EQ(group_->used(), used);
+  EXPECT_EQ(lab_.driver.count(), 0U);
+  lab_.driver.release_fences(stream(7));
+}
+
+// One question for all that is in use, and none until something has passed since.
+TEST_F(LimitMargin, WhatIsInUseIsAskedAfterOnce) {
+  const auto a = model("a");
+  std::vector<Address> blocks;
+  for (int k = 0; k < 30; ++k) blocks.push_back(lab_.allocate(*a, 12 * kMiB, stream(7)));
+  const auto b = model("b");
+  take_up_to_margin(*b);
+  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  lab_.driver.hold_fences(stream(7));
+  free(blocks);
+  for (int k = 0; k < 5; ++k) {
+    lab_.driver.clear_calls();
+    const std::size_t before = a->times_walked();
+    lab_.adopt(lab_.memory().allocate(*b, 8 * kMiB, stream(8)));
+    EXPECT_LE(lab_.driver.count(Call::query), 8U);
+    EXPECT_LE(a->times_walked() - before, k < 3 ? 3U : 0U);
+  }
+  lab_.driver.release_fences(stream(7));
+}
+
+// What rests on the shelf and fits nowhere goes back when the margin is taken.
+TEST_F(LimitMargin, TheShelfGoesBackWithIt) {
+  const auto a = model("a");
+  std::vector<Address> blocks;
+  for (int k = 0; k < 4; ++k) blocks.push_back(lab_.allocate(*a, 6 * kMiB));
+  const auto b = model("b");
+  take_up_to_margin(*b);
+  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  free(blocks);
+  a->shed(0);
+  ASSERT_EQ(lab_.memory().store().shelved_bytes(*group_), 24 * kMiB);
+  lab_.allocate(*b, 8 * kMiB);
+  EXPECT_EQ(lab_.memory().store().shelved_bytes(*group_), 0U);
+  EXPECT_LE(group_->used(), kLimit - kMargin);
+}
+
+// Those that were seen to have nothing are not among the few that are asked.
+TEST_F(LimitMargin, NobodyWithoutAnythingTakesThePlaceOfWhoHas) {
+  const std::size_t limit = 16 * kGiB;  // units of 16 MiB
+  lab_.memory().set_limit(*group_, limit);
+  std::vector<std::shared_ptr<Pool>> holed;
+  for (int k = 0; k < 8; ++k) holed.push_back(model("holed " + std::to_string(k)));
+  const auto idle = model("idle");
+  const auto b = model("b");
+  const auto allocate = [&](Pool& pool, std::size_t bytes) {
+    const Address address = lab_.memory().allocate(pool, bytes, nullptr);
+    lab_.adopt(address);
+    return address;
+  };
+  for (const auto& each : holed) {
+    std::vector<Address> freed;
+    allocate(*each, 64 * kMiB);
+    for (int k = 0; k < 64; ++k) {
+      allocate(*each, 9 * kMiB);
+      freed.push_back(allocate(*each, 7 * kMiB));
+    }
+    free(freed);
+    while (each->idle_bytes() != 0) allocate(*each, each->idle_bytes());
+  }
+  lab_.leave_idle(*idle, 640 * kMiB);
+  const std::size_t had = idle->physical_bytes();
+  allocate(*b, limit - limit / 32 - group_->used());
+  for (int k = 0; k < 10; ++k) allocate(*b, 16 * kMiB);
+  EXPECT_LE(idle->physical_bytes(), had - 8 * 16 * kMiB);
+}
+
 TEST_F(LimitMargin, OfALimitFurtherUpToo) {
   const auto a = model("a");
   const auto b = model("b");

@@ -161,9 +161,9 @@ class BackedSpace {
   // comes first, but for the tag's own. `bare_bytes` of what is taken have no memory yet.
   // Walks all free blocks.
   std::vector<IdleChunk> all_idle(StreamTag tag, Idle which, std::size_t bare_bytes = 0);
-  // Whether no queued work may use it, so that the driver could have it at once: without a
-  // tick that covers its last use nobody knows, so one is made.
-  [[nodiscard]] bool is_unused(const IdleChunk& idle);
+  // Those of them that no queued work may use, so that the driver could have them at once.
+  // Without a tick that covers their last use nobody knows, so one is made, and asked after.
+  [[nodiscard]] std::vector<IdleChunk> unused_of(std::vector<IdleChunk> idle);
   // When something in a stretch was freed last, in any unit that rises.
   using FreedAt = FunctionRef<std::uint64_t(ByteRange)>;
   // Of one age the highest first: low addresses stay whole.
@@ -268,14 +268,13 @@ class BackedSpace {
   Status scrub(const std::vector<PlacedChunk>& placements, StreamTag tag);
 
   // choosing.cpp
-  struct Fitting;
   bool collect(const Extent& extent, const Request& request, Source source, Grant* grant, Backing* backing,
                Shortage* shortage);
   ByteRange take_returning(const Extent& extent, std::size_t bare_behind, Grant* grant, Backing* backing);
   void note_units(const Extent& extent, Shortage* shortage) const;
   [[nodiscard]] std::size_t bare_behind(const Extent& extent) const;
   Chunk* choose_chunk(ByteRange part, std::size_t beyond, Choice& choice);
-  Chunk* choose_from(IdleMoves& idle, const Fitting& fitting, Choice& choice);
+  Chunk* choose_to_fill(ByteRange part, Choice& choice);
   void fill_gap(ByteRange gap, std::size_t beyond, Choice& choice);
   [[nodiscard]] std::size_t into_margin(const Choice& choice, Budget** level) const;
   [[nodiscard]] std::size_t ahead_of(const Extent& extent, const Choice& choice) const;

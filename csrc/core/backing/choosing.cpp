@@ -28,7 +28,7 @@ struct BackedSpace::Choice {
   const GrowthPolicy::Lack lack;
   std::size_t bare_behind = 0;  // bytes without memory behind the last gap: a chunk may reach into them
   IdleMoves idle{};             // that may be moved here
-  IdleMoves odd{};              // of them those that are no units
+  IdleChunks odd{};             // of them those that are no units
   Budget* full = nullptr;       // the limit that lets nothing from the shelf in
   std::vector<ToCreate> to_create{};
   std::size_t create_bytes = 0;  // of these, as long as they are to be
@@ -115,53 +115,48 @@ std::size_t BackedSpace::bare_behind(const Extent& extent) const {
   return is_open && extent.unit == 0 && !kind_.is_uniform && !kind_.is_range ? behind->size() : 0;
 }
 
-// Which chunk would do.
-struct BackedSpace::Fitting {
-  std::size_t missing = 0;  // bytes, from its place on
-  std::size_t largest = 0;
-  std::size_t beyond = 0;  // by which one of the pool's own may be larger
-  std::size_t unit = 0;    // that it is a multiple of
-};
-
-// A chunk that there is, for what begins the part. Where chunks are units it is one, if a whole
-// one is missing; or, on those terms, one of those that together fill what is missing of the
-// unit to the byte: with a hole beside it, which only its like would fill, it is of no use.
+// A chunk that there is, for what begins the part: granted, the pool's own idle one, which may
+// reach `beyond` that far, or the shelf's. Where chunks are units it is one, if a whole one is
+// missing; or else, on those terms, one of those that fill the unit.
 Chunk* BackedSpace::choose_chunk(ByteRange part, std::size_t beyond, Choice& choice) {
   if (choice.source == Source::fresh) return nullptr;
   const std::size_t unit = choice.lack.unit;
-  const bool is_whole_unit = unit == 0 || (part.size >= unit && is_aligned(part.offset, unit));
-  if (is_whole_unit) {
-    const Fitting fitting{part.size, growth_.largest_at(part.offset, part.size), beyond, unit};
-    if (Chunk* const chunk = choose_from(choice.idle, fitting, choice)) return chunk;
-  }
-  if (unit == 0 || terms_of(choice.grant).fit == ChunkFit::units) return nullptr;
-  const std::size_t in_unit = std::min(part.size, align_up(part.offset + 1, unit) - part.offset);
-  const std::size_t left = choice.grant != nullptr ? choice.grant->chunks.left_of(in_unit) : in_unit;
-  if (choice.odd.left_of(left) != 0) return nullptr;
-  return choose_from(choice.odd, {in_unit, in_unit}, choice);
-}
-
-// Granted, the pool's own idle one, or the shelf's.
-Chunk* BackedSpace::choose_from(IdleMoves& idle, const Fitting& fitting, Choice& choice) {
+  if (unit != 0 && (part.size < unit || !is_aligned(part.offset, unit))) return choose_to_fill(part, choice);
+  const std::size_t largest = growth_.largest_at(part.offset, part.size);
   const bool is_exact = kind_.is_uniform || choice.lack.is_whole;  // chunks of one size alone
   if (choice.grant != nullptr) {
-    Chunk* const granted = choice.grant->chunks.take_at_most(fitting.largest, is_exact, fitting.unit);
-    if (granted != nullptr) return granted;
+    if (Chunk* const granted = choice.grant->chunks.take_at_most(largest, is_exact, unit)) return granted;
   }
-  if (!idle.empty()) {
+  if (!choice.idle.empty()) {
     std::optional<IdleChunk> move;
     if (kind_.is_uniform) {
-      move = idle.take_last();
+      move = choice.idle.take_last();
     } else {
-      move = idle.take_most_useful(fitting.missing, fitting.largest + fitting.beyond, choice.lack.total);
+      move = choice.idle.take_most_useful(part.size, largest + beyond, choice.lack.total);
     }
     if (move.has_value()) {
       choice.backing.moves.push_back(*move);
       return move->chunk;
     }
   }
-  if (choice.full != nullptr) return nullptr;
-  return context_.store.take_at_most(group_, budget_, fitting.largest, is_exact, &choice.full, fitting.unit);
+  if (choice.full == nullptr) {
+    Chunk* const rested = context_.store.take_at_most(group_, budget_, largest, is_exact, &choice.full, unit);
+    if (rested != nullptr) return rested;
+  }
+  return unit == 0 ? nullptr : choose_to_fill(part, choice);
+}
+
+// The next of those that together fill what is missing of the unit to the byte, side by side;
+// nullptr: none do. A hole beside them would want a chunk that only its like replaces.
+Chunk* BackedSpace::choose_to_fill(ByteRange part, Choice& choice) {
+  if (choice.grant == nullptr || choice.grant->terms.fit == ChunkFit::units) return nullptr;
+  ChunkShelf& granted = choice.grant->chunks;
+  const std::size_t missing = std::min(part.size, align_up(part.offset + 1, choice.lack.unit) - part.offset);
+  if (choice.odd.left_of(granted.left_of(missing)) != 0) return nullptr;
+  if (Chunk* const chunk = granted.take_at_most(missing, /*exact=*/false)) return chunk;
+  const std::optional<IdleChunk> move = choice.odd.take_nearest(missing);
+  choice.backing.moves.push_back(*move);
+  return move->chunk;
 }
 
 // Gives each part of the gap a chunk, or notes that one is to be created for it.
@@ -309,14 +304,12 @@ bool BackedSpace::collect(const Extent& extent, const Request& request, Source s
   std::vector<IdleChunk> idle;
   if (source == Source::at_once) idle = idle_at_once(request.tag, growth_.least_move(lack));
   if (source == Source::any) idle = all_idle(request.tag, Idle::movable, lack.total);
-  std::vector<IdleChunk> odd;
   std::erase_if(idle, [&](const IdleChunk& each) {
     if (is_of_units({each.offset, each.chunk->size}, lack.unit)) return false;
-    if (terms_of(grant).fit != ChunkFit::units) odd.push_back(each);
+    choice.odd.add(each);
     return true;
   });
   choice.idle = IdleMoves(std::move(idle));
-  choice.odd = IdleMoves(std::move(odd));
   ByteRange returning_to;
   if (source != Source::fresh && !lack.is_whole) {
     returning_to = take_returning(extent, choice.bare_behind, grant, backing);

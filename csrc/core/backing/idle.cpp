@@ -92,12 +92,18 @@ std::vector<IdleChunk> BackedSpace::all_idle(StreamTag tag, Idle which, std::siz
   return idle;
 }
 
-bool BackedSpace::is_unused(const IdleChunk& idle) {
-  if (idle.at_once) return true;
-  const Epoch last_use = last_use_of({idle.offset, idle.chunk->size});
-  context_.clock.cover_in_time(last_use);
-  if (!context_.clock.has_passed(last_use)) context_.clock.poll();
-  return context_.clock.has_passed(last_use);
+std::vector<IdleChunk> BackedSpace::unused_of(std::vector<IdleChunk> idle) {
+  Clock& clock = context_.clock;
+  Epoch newest = kLongAgo;
+  for (const IdleChunk& each : idle) {
+    if (!each.at_once) newest = std::max(newest, last_use_of({each.offset, each.chunk->size}));
+  }
+  clock.cover_in_time(newest);
+  clock.poll();
+  std::erase_if(idle, [&](const IdleChunk& each) {
+    return !each.at_once && !clock.has_passed(last_use_of({each.offset, each.chunk->size}));
+  });
+  return idle;
 }
 
 Chunk* BackedSpace::detach(std::size_t offset, MappedRange::Fate fate) {

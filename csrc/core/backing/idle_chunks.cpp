@@ -22,6 +22,14 @@ std::optional<IdleChunk> IdleChunks::take_nearest(std::size_t bytes) {
   return take_last(above == by_size_.begin() ? above : std::prev(above));
 }
 
+std::size_t IdleChunks::left_of(std::size_t size) const {
+  for (auto at = by_size_.upper_bound(size); at != by_size_.begin();) {
+    const auto& [each, chunks] = *--at;
+    size -= std::min(chunks.size(), size / each) * each;
+  }
+  return size;
+}
+
 IdleChunk IdleChunks::take_last(BySize::iterator of_size) {
   const IdleChunk taken = of_size->second.back();
   of_size->second.pop_back();
@@ -60,14 +68,6 @@ IdleMoves::IdleMoves(std::vector<IdleChunk> chunks) : chunks_(std::move(chunks))
     of_size->second.push_back({chunks_[place].stretch, place});
   }
   for (auto& [size, heap] : by_size_) std::make_heap(heap.begin(), heap.end(), comes_later);
-}
-
-std::size_t IdleMoves::left_of(std::size_t size) const {
-  for (auto at = by_size_.upper_bound(size); at != by_size_.begin();) {
-    const auto& [each, heap] = *--at;
-    size -= std::min(heap.size(), size / each) * each;
-  }
-  return size;
 }
 
 IdleChunk IdleMoves::take_last() {

@@ -32,6 +32,8 @@ class IdleChunks {
   std::optional<IdleChunk> take_largest();
   // The largest of at most so many bytes, or else the smallest above.
   std::optional<IdleChunk> take_nearest(std::size_t bytes);
+  // What of `size` bytes stays empty where the largest that fit are put side by side.
+  [[nodiscard]] std::size_t left_of(std::size_t size) const;
 
  private:
   using BySize = std::map<std::size_t, std::vector<IdleChunk>>;
@@ -68,9 +70,6 @@ class IdleMoves {
   IdleMoves() = default;
   explicit IdleMoves(std::vector<IdleChunk> chunks);
   [[nodiscard]] bool empty() const { return chunks_.empty(); }
-  // What of `size` bytes stays empty where the largest that fit are put side by side. Some that
-  // have been taken count too, so it may be more.
-  [[nodiscard]] std::size_t left_of(std::size_t size) const;
   // The last one, for chunks of one size. REQUIRES: not empty.
   IdleChunk take_last();
   // Of those of at most `room` bytes the one that a request makes the most use of and that

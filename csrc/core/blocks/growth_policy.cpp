@@ -40,7 +40,7 @@ constexpr std::size_t kPiecesPerSmallPool = 4;
 // Models that take turns grow into all that their limit leaves, and hold it from then on. While
 // others have idle memory a 32nd is left, for graphs above all, which can use no memory that
 // was used before: under 1.05 of their joint peak three sets of recorded programs end at
-// 1.023, 1.021 and 1.043 of it (the third needs 1.045 to fit at all), and with a 40th 1 % higher
+// 1.020, 1.025 and 1.037 of it (the third needs 1.045 to fit at all), and with a 40th 1 % higher
 // where a GPU is behind, as what it may still use cannot go back to the driver.
 constexpr std::size_t kMarginShare = 32;
 // A pool that has been given back less than a 64th of what it handed out, since it last

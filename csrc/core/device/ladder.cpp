@@ -200,18 +200,17 @@ std::size_t Ladder::gather_to_keep(Pool& asker, const Shortage& lacks, const Poo
     gather_from(others, wanted, grant, step);
     if (grant.bytes() >= lacks.bytes) return 0;
   }
-  if (const std::size_t missing = lacks.bytes - grant.bytes(); missing != 0) {
-    wanted.unit = 0;
-    wanted.most = std::min(missing, unit);
-    gather_from(others, wanted, grant, step);
-    if (grant.bytes() >= lacks.bytes) return 0;
-  }
+  // What fills no place goes back to the driver, so it is nothing that queued work may use.
+  const std::size_t missing = lacks.bytes - grant.bytes();
+  wanted.unit = 0;
+  wanted.most = std::min(missing, unit);
+  wanted.is_unused = lacks.takes_units;
+  gather_from(others, wanted, grant, step);
+  if (grant.bytes() >= lacks.bytes) return 0;
   Grant odd(memory_.store(), asker.group(), asker.budget());
   wanted = {lacks.bytes - grant.bytes(), 0, whole, {}, /*is_unused=*/true, /*is_at_a_glance=*/true};
   gather_from(others, wanted, odd, step);
-  const std::size_t made = odd.bytes();
-  give_back(odd, asker.group());
-  return made;
+  return give_back(odd, asker.group());
 }
 
 // Memory that has been used is no use to a graph.
@@ -372,19 +371,24 @@ Address Ladder::keep_margin(Climb& climb) {
   if (could_be_met(climb)) {
     const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
     const MutexLock lock(mutex_);
-    const PoolList others = near_margin(asker, *lacks.refused, unit);
+    const PoolList others = near_margin(asker, lacks, unit);
     step.bytes = gather_to_keep(asker, lacks, others, returning, grant, &step);
   }
   step.bytes += grant.bytes();
   const auto is_in_vain = [&climb] { return climb.found == 0 && climb.shortage.is_margin; };
-  const bool is_enough = step.bytes >= lacks.bytes;
-  if (is_enough) climb.try_again(&grant);
-  if (is_enough && is_in_vain() && give_odd_back(grant, unit, asker)) climb.try_again(&grant);
+  if (step.bytes >= lacks.bytes) climb.try_again(&grant);
+  if (is_in_vain()) {  // what did not fit together makes room instead
+    Grant odd(memory_.store(), asker.group(), asker.budget());
+    grant.chunks.move_no_units(unit, odd.chunks);
+    if (give_back(odd, asker.group()) != 0) climb.try_again(&grant);
+  }
   climb.is_margin_open = true;
   grant.terms.keeps_margin = false;
   if (is_in_vain()) {
     climb.try_again(&grant);
-    give_back(grant, asker.group());
+    // Nor does what rests on the shelf fit anywhere.
+    grant.shelve();
+    memory_.store().trim(asker.group(), 0);
   }
   if (climb.found != 0 && !step.yielded.empty()) {
     step.result = StepResult::met;
@@ -395,30 +399,23 @@ Address Ladder::keep_margin(Climb& climb) {
 }
 
 // Who is asked before the margin is taken: few, and none that cannot have a whole unit.
-PoolList Ladder::near_margin(const Pool& asker, const Budget& full, std::size_t unit) const {
-  PoolList found = memory_.pools_under(full);
-  std::erase_if(found, [&asker, unit](const auto& pool) {
+PoolList Ladder::near_margin(const Pool& asker, const Shortage& lacks, std::size_t unit) const {
+  PoolList found = memory_.pools_under(*lacks.refused);
+  const std::size_t most = align_up(lacks.bytes, unit);
+  std::erase_if(found, [&asker, unit, most](const auto& pool) {
     const bool is_passed_over = pool.get() == &asker || pool->budget().used() < unit || is_above(*pool, asker);
-    return is_passed_over || !pool->may_have_idle(unit);
+    return is_passed_over || !pool->may_have_idle(unit, most);
   });
   found = in_order_of_yielding(std::move(found));
   if (found.size() > kMostAsked) found.resize(kMostAsked);
   return found;
 }
 
-// What did not fit together makes room instead. Whether there was any.
-bool Ladder::give_odd_back(Grant& grant, std::size_t unit, Pool& asker) {
-  Grant odd(memory_.store(), asker.group(), asker.budget());
-  while (Chunk* const chunk = grant.chunks.take_no_unit(unit)) odd.chunks.put(chunk);
-  if (odd.bytes() == 0) return false;
-  give_back(odd, asker.group());
-  return true;
-}
-
-void Ladder::give_back(Grant& grant, Budget& group) {
+// To the driver, as far as nothing queued uses it: how many bytes.
+std::size_t Ladder::give_back(Grant& grant, Budget& group) {
   const std::size_t shelved = memory_.store().shelved_bytes(group);
   grant.shelve();
-  memory_.store().trim(group, shelved);
+  return memory_.store().trim(group, shelved);
 }
 
 void Ladder::note(const Pool& asker, ReclaimDecision decision) {

@@ -150,9 +150,8 @@ class Ladder {
   std::size_t gather_to_keep(Pool& asker, const Shortage& lacks, const PoolList& others,
                              std::span<const DormantMappings::Dormant> returning, Grant& grant, ReclaimStep* step)
       VMM_REQUIRES(mutex_);
-  [[nodiscard]] PoolList near_margin(const Pool& asker, const Budget& full, std::size_t unit) const;
-  void give_back(Grant& grant, Budget& group);
-  bool give_odd_back(Grant& grant, std::size_t unit, Pool& asker);
+  [[nodiscard]] PoolList near_margin(const Pool& asker, const Shortage& lacks, std::size_t unit) const;
+  std::size_t give_back(Grant& grant, Budget& group);
   std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
                    Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void create_into(Grant& grant, const Pool& asker, std::size_t want);

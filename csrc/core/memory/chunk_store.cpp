@@ -55,10 +55,11 @@ bool ChunkShelf::take(const Chunk* chunk, std::size_t size) {
 
 Chunk* ChunkShelf::take_any() { return by_size_.empty() ? nullptr : take(std::prev(by_size_.end())); }
 
-Chunk* ChunkShelf::take_no_unit(std::size_t unit) {
-  const auto found = std::find_if(by_size_.begin(), by_size_.end(),
-                                  [unit](const auto& entry) { return !is_aligned(entry.first, unit); });
-  return found == by_size_.end() ? nullptr : take(found);
+void ChunkShelf::move_no_units(std::size_t unit, ChunkShelf& other) noexcept {
+  for (auto at = by_size_.begin(); at != by_size_.end();) {
+    const auto each = at++;
+    if (!is_aligned(each->first, unit)) other.put(take(each));
+  }
 }
 
 std::size_t ChunkShelf::mapped_bytes() const {

@@ -34,8 +34,8 @@ class ChunkShelf {
   // The smallest chunk of more than `size` bytes, or nullptr.
   Chunk* take_above(std::size_t size);
   Chunk* take_any();
-  // One that is no multiple of `unit`, or nullptr.
-  Chunk* take_no_unit(std::size_t unit);
+  // Those that are no multiples of `unit` go to `other`.
+  void move_no_units(std::size_t unit, ChunkShelf& other) noexcept;
   // This very chunk, of `size` bytes; false: it is not here. It may be gone for good.
   bool take(const Chunk* chunk, std::size_t size);
   // Of those that nothing maps, the largest first, removes each that `ends(chunk)` has ended,

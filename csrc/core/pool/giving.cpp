@@ -12,11 +12,12 @@
 namespace vmm {
 
 // What threads keep is not live.
-bool Pool::may_have_idle(std::size_t bytes) const {
+bool Pool::may_have_idle(std::size_t bytes, std::size_t most) const {
   const ReadLock lock(*this);
   if (!space_.is_open() || space_.is_pinned()) return false;
   const std::size_t mapped = space_.range().mapped_bytes();
-  return mapped - std::min(mapped, look_now(0).live) >= bytes && !is_seen_in_vain(0, kUnlimited);
+  if (is_look_current() && look_->least > most) return false;
+  return mapped - std::min(mapped, look_now(0).live) >= bytes;
 }
 
 Pool::Look Pool::look_now(std::size_t unit) const {
@@ -24,16 +25,18 @@ Pool::Look Pool::look_now(std::size_t unit) const {
   return {space_.growth().freed(), static_cast<std::size_t>(live), unit};
 }
 
+// Nothing is idle that was not at the latest look, where nothing has been freed since; but for
+// what was exported then.
 bool Pool::is_look_current() const {
   const Look now = look_now(0);
   return look_.has_value() && look_->freed == now.freed && look_->live == now.live;
 }
 
-// Nothing is idle that was not at the latest look, where nothing has been freed since; but for
-// what was exported then.
-bool Pool::is_seen_in_vain(std::size_t unit, std::size_t most) const {
+bool Pool::is_seen_in_vain(const WantedChunks& wanted) const {
   if (!is_look_current()) return false;
-  return unit == 0 ? look_->least > most : unit == look_->unit && look_->least_unit > most;
+  const std::size_t least_unit = wanted.unit == look_->unit ? look_->least_unit : 0;
+  if ((wanted.unit == 0 ? look_->least : least_unit) > wanted.most) return true;
+  return wanted.is_unused && look_->in_use_at == context_.clock.passed();
 }
 
 std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant& grant, Budget** refused) {
@@ -43,9 +46,8 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
   const MutexLock lock(mutex_);
   if (!space_.is_open()) return 0;
   free_up_space();
-  if (wanted.is_at_a_glance && is_seen_in_vain(wanted.unit, wanted.most)) return 0;
-  std::set<const Chunk*> first;
-  for (const DormantMappings::Dormant& each : wanted.first) first.insert(each.chunk);
+  if (wanted.is_unused) context_.clock.poll();
+  if (wanted.is_at_a_glance && is_seen_in_vain(wanted)) return 0;
   IdleChunks idle;
   Look look = look_now(wanted.unit);
   std::size_t moved = 0;
@@ -66,6 +68,7 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
     moved += size;
   };
   UnitPlaces places(wanted.unit);
+  std::vector<IdleChunk> suitable;
   for (const IdleChunk& each : space_.all_idle(kNeutral, BackedSpace::Idle::movable)) {
     look.least = std::min(look.least, each.chunk->size);
     if (!is_of_units({each.offset, each.chunk->size}, wanted.unit)) {
@@ -73,7 +76,12 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
       continue;
     }
     look.least_unit = std::min(look.least_unit, each.chunk->size);
-    if (each.chunk->size > wanted.most) continue;
+    if (each.chunk->size <= wanted.most) suitable.push_back(each);
+  }
+  if (wanted.is_unused) suitable = space_.unused_of(std::move(suitable));
+  std::set<const Chunk*> first;
+  for (const DormantMappings::Dormant& each : wanted.first) first.insert(each.chunk);
+  for (const IdleChunk& each : suitable) {
     if (first.count(each.chunk) == 0) {
       idle.add(each);
     } else if (*refused == nullptr) {
@@ -83,7 +91,7 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
   while (moved < wanted.bytes && *refused == nullptr) {
     const std::optional<IdleChunk> chosen = idle.take_nearest(wanted.bytes - moved);
     if (!chosen.has_value()) break;
-    if (!wanted.is_unused || space_.is_unused(*chosen)) move(*chosen);
+    move(*chosen);
   }
   while (moved < wanted.bytes && *refused == nullptr) {
     const std::vector<IdleChunk> place = places.take();
@@ -92,12 +100,12 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
       if (*refused == nullptr) move(each);
     }
   }
-  const bool is_still_known = wanted.unit == 0 && is_look_current();  // of units it knows more
   if (moved != 0 || !space_.may_move()) {
     look_.reset();
-  } else if (!is_still_known) {
+  } else if (wanted.unit != 0 || !is_look_current()) {  // or it knows more: of units too
     look_ = look;
   }
+  if (look_.has_value() && wanted.is_unused) look_->in_use_at = context_.clock.passed();
   space_.drop_retired();
   return moved;
 }
