@@ -438,6 +438,26 @@ TEST_F(LimitMargin, WhatIsInUseIsNotTakenForNothing) {
   lab_.driver.release_fences(stream(7));
 }
 
+TEST_F(LimitMargin, WhatIsInUseHidesNothingElse) {
+  const auto a = model("a");
+  std::vector<Address> used;
+  for (int k = 0; k < 14; ++k) used.push_back(lab_.allocate(*a, 6 * kMiB, stream(7)));
+  std::vector<Address> unused;
+  for (int k = 0; k < 14; ++k) unused.push_back(lab_.allocate(*a, 12 * kMiB, stream(8)));
+  const auto b = model("b");
+  take_up_to_margin(*b);
+  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  free(unused);
+  lab_.memory().wait_for(lab_.memory().clock().now());
+  lab_.driver.hold_fences(stream(7));
+  free(used);
+  for (int k = 0; k < 3; ++k) {
+    lab_.allocate(*b, 32 * kMiB, stream(9));
+    EXPECT_LE(group_->used(), kLimit - kMargin);
+  }
+  lab_.driver.release_fences(stream(7));
+}
+
 // One question for all that is in use, and none until something has passed since.
 TEST_F(LimitMargin, WhatIsInUseIsAskedAfterOnce) {
   const auto a = model("a");

@@ -398,7 +398,8 @@ Address Ladder::keep_margin(Climb& climb) {
   return climb.found;
 }
 
-// Who is asked before the margin is taken: few, and none that cannot have a whole unit.
+// Who is asked before the margin is taken: few, and none that has less than a unit idle or, as
+// far as is known, nothing small enough.
 PoolList Ladder::near_margin(const Pool& asker, const Shortage& lacks, std::size_t unit) const {
   PoolList found = memory_.pools_under(*lacks.refused);
   const std::size_t most = align_up(lacks.bytes, unit);

@@ -36,7 +36,7 @@ bool Pool::is_seen_in_vain(const WantedChunks& wanted) const {
   if (!is_look_current()) return false;
   const std::size_t least_unit = wanted.unit == look_->unit ? look_->least_unit : 0;
   if ((wanted.unit == 0 ? look_->least : least_unit) > wanted.most) return true;
-  return wanted.is_unused && look_->in_use_at == context_.clock.passed();
+  return wanted.is_unused && wanted.most <= look_->in_use && look_->in_use_at == context_.clock.passed();
 }
 
 std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant& grant, Budget** refused) {
@@ -105,7 +105,10 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
   } else if (wanted.unit != 0 || !is_look_current()) {  // or it knows more: of units too
     look_ = look;
   }
-  if (look_.has_value() && wanted.is_unused) look_->in_use_at = context_.clock.passed();
+  if (look_.has_value() && wanted.is_unused && suitable.empty()) {
+    look_->in_use = wanted.most;
+    look_->in_use_at = context_.clock.passed();
+  }
   space_.drop_retired();
   return moved;
 }

@@ -581,7 +581,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
     std::size_t unit = 0;  // that was asked for
     std::size_t least = kUnlimited;
     std::size_t least_unit = kUnlimited;
-    std::optional<Epoch> in_use_at{};  // what had passed when all that suited was in use
+    std::size_t in_use = 0;  // all of at most so many bytes were, when this had passed:
+    Epoch in_use_at = kLongAgo;
   };
   [[nodiscard]] bool is_look_current() const VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_seen_in_vain(const WantedChunks& wanted) const VMM_REQUIRES(mutex_);
