@@ -33,6 +33,25 @@ class LimitMargin : public ::testing::Test {
     return blocks;
   }
   void take_up_to_margin(Pool& pool) { take(pool, kLimit - kMargin - group_->used()); }
+  // In whole units.
+  void fill_up_to_margin(Pool& pool) {
+    take_up_to_margin(pool);
+    lab_.allocate(pool, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  }
+  // So many times blocks of these sizes: without another model each has chunks of its own.
+  std::vector<Address> take_each(Pool& pool, int times, const std::vector<std::size_t>& sizes, Stream on = nullptr) {
+    std::vector<Address> blocks;
+    for (int k = 0; k < times; ++k) {
+      for (const std::size_t bytes : sizes) blocks.push_back(lab_.allocate(pool, bytes, on));
+    }
+    return blocks;
+  }
+  // How often `other` is looked through for so much of `pool`'s.
+  std::size_t walks(Pool& other, Pool& pool, std::size_t bytes) {
+    const std::size_t before = other.times_walked();
+    lab_.adopt(lab_.memory().allocate(pool, bytes, nullptr));  // without a check, which walks
+    return other.times_walked() - before;
+  }
   void free(const std::vector<Address>& blocks) {
     for (const Address block : blocks) lab_.free(block);
   }
@@ -296,29 +315,19 @@ TEST_F(LimitMargin, NobodyIsLookedThroughTwiceForNothing) {
   ASSERT_EQ(a->idle_bytes(), 0U);
   take(*b, kLimit - 2 * kMargin - group_->used());
   lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
-  const auto walks = [&] {
-    const std::size_t before = a->times_walked();
-    lab_.adopt(lab_.memory().allocate(*b, 8 * kMiB, nullptr));  // without a check, which walks
-    return a->times_walked() - before;
-  };
-  EXPECT_GE(walks(), 1U);
-  EXPECT_EQ(walks(), 0U);
+  EXPECT_GE(walks(*a, *b, 8 * kMiB), 1U);
+  EXPECT_EQ(walks(*a, *b, 8 * kMiB), 0U);
   lab_.free(live.back());
-  EXPECT_GE(walks(), 1U) << "or it would not know";
+  EXPECT_GE(walks(*a, *b, 8 * kMiB), 1U) << "or it would not know";
 }
 
 // Chunks of other sizes stand side by side in the places of units: nothing is created, and
 // nothing goes back to the driver, which would wait for what is queued.
 TEST_F(LimitMargin, WhatIsNoUnitFillsPlacesUp) {
   const auto a = model("a");
-  std::vector<Address> blocks;
-  for (int k = 0; k < 20; ++k) {
-    blocks.push_back(lab_.allocate(*a, 6 * kMiB));
-    blocks.push_back(lab_.allocate(*a, 2 * kMiB));
-  }
+  const std::vector<Address> blocks = take_each(*a, 20, {6 * kMiB, 2 * kMiB});
   const auto b = model("b");
-  take_up_to_margin(*b);
-  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  fill_up_to_margin(*b);
   free(blocks);
   const std::size_t used = group_->used();
   const std::size_t of_a = a->physical_bytes();
@@ -332,14 +341,9 @@ TEST_F(LimitMargin, WhatIsNoUnitFillsPlacesUp) {
 
 TEST_F(LimitMargin, SoDoItsOwn) {
   const auto b = model("b");
-  std::vector<Address> blocks;
-  for (int k = 0; k < 20; ++k) {
-    blocks.push_back(lab_.allocate(*b, 6 * kMiB));
-    blocks.push_back(lab_.allocate(*b, 2 * kMiB));
-  }
+  const std::vector<Address> blocks = take_each(*b, 20, {6 * kMiB, 2 * kMiB});
   const auto a = model("a");
-  take_up_to_margin(*a);
-  lab_.allocate(*a, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  fill_up_to_margin(*a);
   for (std::size_t k = 0; k < blocks.size(); ++k) {
     if (k % 8 < 6) lab_.free(blocks[k]);  // three units long: 32 MiB are nowhere free
   }
@@ -353,11 +357,9 @@ TEST_F(LimitMargin, SoDoItsOwn) {
 // Those that do not fill a place whole make room for units instead.
 TEST_F(LimitMargin, WhatFillsNoPlaceGoesBackToTheDriver) {
   const auto a = model("a");
-  std::vector<Address> blocks;
-  for (int k = 0; k < 40; ++k) blocks.push_back(lab_.allocate(*a, 6 * kMiB));
+  const std::vector<Address> blocks = take_each(*a, 40, {6 * kMiB});
   const auto b = model("b");
-  take_up_to_margin(*b);
-  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  fill_up_to_margin(*b);
   free(blocks);
   const std::size_t of_a = a->physical_bytes();
   for (int k = 0; k < 6; ++k) {
@@ -370,11 +372,9 @@ TEST_F(LimitMargin, WhatFillsNoPlaceGoesBackToTheDriver) {
 
 TEST_F(LimitMargin, SoDoesWhatIsLongerThanAUnit) {
   const auto a = model("a");
-  std::vector<Address> blocks;
-  for (int k = 0; k < 20; ++k) blocks.push_back(lab_.allocate(*a, 12 * kMiB));
+  const std::vector<Address> blocks = take_each(*a, 20, {12 * kMiB});
   const auto b = model("b");
-  take_up_to_margin(*b);
-  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  fill_up_to_margin(*b);
   free(blocks);
   for (int k = 0; k < 6; ++k) {
     lab_.allocate(*b, 24 * kMiB);
@@ -386,8 +386,7 @@ TEST_F(LimitMargin, SoDoesWhatIsLongerThanAUnit) {
 // But not while queued work may use it: then no room would come of it yet.
 TEST_F(LimitMargin, NothingInUseGoesBackToTheDriver) {
   const auto a = model("a");
-  std::vector<Address> blocks;
-  for (int k = 0; k < 20; ++k) blocks.push_back(lab_.allocate(*a, 12 * kMiB, stream(7)));
+  const std::vector<Address> blocks = take_each(*a, 20, {12 * kMiB}, stream(7));
   const auto b = model("b");
   take_up_to_margin(*b);
   lab_.driver.hold_fences(stream(7));
@@ -404,26 +403,18 @@ TEST_F(LimitMargin, WhatDoesNotSuitIsLookedForOnce) {
   const auto a = model("a");
   lab_.leave_idle(*a, 400 * kMiB);  // alone: large chunks
   const auto b = model("b");
-  take_up_to_margin(*b);
-  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
-  const auto walks = [&](std::size_t bytes) {
-    const std::size_t before = a->times_walked();
-    lab_.adopt(lab_.memory().allocate(*b, bytes, nullptr));  // without a check, which walks
-    return a->times_walked() - before;
-  };
-  walks(8 * kMiB);
-  EXPECT_EQ(walks(8 * kMiB), 0U);
-  EXPECT_EQ(walks(2 * kMiB), 0U);
+  fill_up_to_margin(*b);
+  walks(*a, *b, 8 * kMiB);
+  EXPECT_EQ(walks(*a, *b, 8 * kMiB), 0U);
+  EXPECT_EQ(walks(*a, *b, 2 * kMiB), 0U);
 }
 
 // So its owner has it again at once, on its own stream.
 TEST_F(LimitMargin, WhatIsInUseIsNotTakenForNothing) {
   const auto a = model("a");
-  std::vector<Address> blocks;
-  for (int k = 0; k < 14; ++k) blocks.push_back(lab_.allocate(*a, 6 * kMiB, stream(7)));
+  const std::vector<Address> blocks = take_each(*a, 14, {6 * kMiB}, stream(7));
   const auto b = model("b");
-  take_up_to_margin(*b);
-  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  fill_up_to_margin(*b);
   lab_.driver.hold_fences(stream(7));
   free(blocks);
   const std::size_t of_a = a->physical_bytes();
@@ -440,13 +431,10 @@ TEST_F(LimitMargin, WhatIsInUseIsNotTakenForNothing) {
 
 TEST_F(LimitMargin, WhatIsInUseHidesNothingElse) {
   const auto a = model("a");
-  std::vector<Address> used;
-  for (int k = 0; k < 14; ++k) used.push_back(lab_.allocate(*a, 6 * kMiB, stream(7)));
-  std::vector<Address> unused;
-  for (int k = 0; k < 14; ++k) unused.push_back(lab_.allocate(*a, 12 * kMiB, stream(8)));
+  const std::vector<Address> used = take_each(*a, 14, {6 * kMiB}, stream(7));
+  const std::vector<Address> unused = take_each(*a, 14, {12 * kMiB}, stream(8));
   const auto b = model("b");
-  take_up_to_margin(*b);
-  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  fill_up_to_margin(*b);
   free(unused);
   lab_.memory().wait_for(lab_.memory().clock().now());
   lab_.driver.hold_fences(stream(7));
@@ -461,11 +449,9 @@ TEST_F(LimitMargin, WhatIsInUseHidesNothingElse) {
 // One question for all that is in use, and none until something has passed since.
 TEST_F(LimitMargin, WhatIsInUseIsAskedAfterOnce) {
   const auto a = model("a");
-  std::vector<Address> blocks;
-  for (int k = 0; k < 30; ++k) blocks.push_back(lab_.allocate(*a, 12 * kMiB, stream(7)));
+  const std::vector<Address> blocks = take_each(*a, 30, {12 * kMiB}, stream(7));
   const auto b = model("b");
-  take_up_to_margin(*b);
-  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  fill_up_to_margin(*b);
   lab_.driver.hold_fences(stream(7));
   free(blocks);
   for (int k = 0; k < 5; ++k) {
@@ -481,11 +467,9 @@ TEST_F(LimitMargin, WhatIsInUseIsAskedAfterOnce) {
 // What rests on the shelf and fits nowhere goes back when the margin is taken.
 TEST_F(LimitMargin, TheShelfGoesBackWithIt) {
   const auto a = model("a");
-  std::vector<Address> blocks;
-  for (int k = 0; k < 4; ++k) blocks.push_back(lab_.allocate(*a, 6 * kMiB));
+  const std::vector<Address> blocks = take_each(*a, 4, {6 * kMiB});
   const auto b = model("b");
-  take_up_to_margin(*b);
-  lab_.allocate(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  fill_up_to_margin(*b);
   free(blocks);
   a->shed(0);
   ASSERT_EQ(lab_.memory().store().shelved_bytes(*group_), 24 * kMiB);

@@ -149,7 +149,7 @@ Chunk* BackedSpace::choose_chunk(ByteRange part, std::size_t beyond, Choice& cho
 // The next of those that together fill what is missing of the unit to the byte, side by side;
 // nullptr: none do. A hole beside them would want a chunk that only its like replaces.
 Chunk* BackedSpace::choose_to_fill(ByteRange part, Choice& choice) {
-  if (choice.grant == nullptr || choice.grant->terms.fit == ChunkFit::units) return nullptr;
+  if (terms_of(choice.grant).fit == ChunkFit::units) return nullptr;
   ChunkShelf& granted = choice.grant->chunks;
   const std::size_t missing = std::min(part.size, align_up(part.offset + 1, choice.lack.unit) - part.offset);
   if (choice.odd.left_of(granted.left_of(missing)) != 0) return nullptr;

@@ -33,7 +33,7 @@ constexpr std::size_t kMostChoice = 256;
 std::vector<IdleChunk> BackedSpace::idle_at_once(StreamTag tag, std::size_t at_least) {
   std::vector<IdleChunk> idle;
   const Clock& clock = context_.clock;
-  if (is_pinned_ || is_held_ || !streams_.is_past_graphs(tag)) return idle;
+  if (!may_move() || !streams_.is_past_graphs(tag)) return idle;
   int looked_at = 0;
   const auto look_at = [&](const Block* block) {
     if (block->tag == tag || clock.has_passed(block->epoch)) {
@@ -58,7 +58,7 @@ std::vector<IdleChunk> BackedSpace::all_idle(StreamTag tag, Idle which, std::siz
   std::vector<IdleChunk> idle;
   // Without a page's worth of memory under free addresses there is none to find:
   // of ten thousand pages in use, a walk took half a millisecond each time.
-  if (is_pinned_ || is_held_ || free_mapped_bytes(bare_bytes) < kind_.page) return idle;
+  if (!may_move() || free_mapped_bytes(bare_bytes) < kind_.page) return idle;
   note_walk();
   const Clock& clock = context_.clock;
   const bool graphs_are_done = streams_.is_past_graphs(tag);
@@ -160,7 +160,7 @@ bool BackedSpace::drop_retired() {
 // At those only: a pool may hold very many.
 void BackedSpace::shelve_idle_chunks(ByteRange range) {
   retire_in_vain();  // what an earlier request could not: those chunks are not the pool's
-  if (!is_pinned_ && !is_held_) shelve_idle_in(range);
+  if (may_move()) shelve_idle_in(range);
 }
 
 void BackedSpace::shelve_idle_in(ByteRange range) {
@@ -189,7 +189,7 @@ std::vector<IdleChunk> BackedSpace::idle_by_age(const FreedAt& freed_at) {
 
 IdleChunks BackedSpace::idle_in(std::span<const ByteRange> ranges) const {
   IdleChunks idle;
-  if (is_pinned_ || is_held_) return idle;
+  if (!may_move()) return idle;
   std::set<std::size_t> seen;  // offsets: several may reach into one chunk
   for (const ByteRange& range : ranges) {
     for (auto at = range_->reaching(range.offset); at != range_->live().end() && at->first < range.end(); ++at) {

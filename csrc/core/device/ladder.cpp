@@ -27,6 +27,9 @@ bool is_above(const Pool& pool, const Pool& asker) {
   return pool.budget().priority_in_all() > asker.budget().priority_in_all();
 }
 
+// Bytes; a page, where the other models have closed since.
+std::size_t unit_of(const Shortage& lacks, const Pool& asker) { return std::max(lacks.unit, asker.page_size()); }
+
 }  // namespace
 
 PoolList Ladder::in_order_of_yielding(PoolList pools) {
@@ -192,7 +195,7 @@ std::size_t Ladder::gather_to_keep(Pool& asker, const Shortage& lacks, const Poo
                                    ReclaimStep* step) {
   WantedChunks wanted{lacks.bytes, 0, 0, returning};
   wanted.is_at_a_glance = true;
-  const std::size_t unit = std::max(lacks.unit, asker.page_size());  // the other models may have closed since
+  const std::size_t unit = unit_of(lacks, asker);
   const std::size_t whole = align_up(lacks.bytes, unit);
   if (lacks.takes_units) {
     wanted.unit = unit;
@@ -367,7 +370,7 @@ Address Ladder::keep_margin(Climb& climb) {
   const auto began = std::chrono::steady_clock::now();
   Grant grant(memory_.store(), asker.group(), asker.budget());
   grant.terms = {ChunkFit::filled, /*keeps_margin=*/true};
-  const std::size_t unit = std::max(lacks.unit, asker.page_size());  // the other models may have closed since
+  const std::size_t unit = unit_of(lacks, asker);
   if (could_be_met(climb)) {
     const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
     const MutexLock lock(mutex_);

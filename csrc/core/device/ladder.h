@@ -40,6 +40,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 
 #include "base/function_ref.h"
 #include "base/sync.h"
@@ -47,6 +48,7 @@
 #include "core/cache/block_caches.h"
 #include "core/device/pool_registry.h"
 #include "core/device/reclaim_log.h"
+#include "core/memory/dormant_mappings.h"
 #include "core/memory/grant.h"
 #include "driver/driver.h"
 
