@@ -46,6 +46,7 @@ RECORDED = {
     "own_vision": Recorded(13.13, 3.5, 1.318),
     "own_turns": Recorded(6.81, 6.7, 1.134),
     "own_lora": Recorded(30.99, 2.5, 1.233),
+    "own_graphs": Recorded(14.95, 1.5, 1.429),
     "own_two_models": Recorded(9.02, 4.0, 1.752),
 }
 

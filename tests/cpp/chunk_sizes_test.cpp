@@ -71,7 +71,7 @@ TEST(ChunkSizes, WhatComesAndGoesIsBackedWithSmallEvenPieces) {
   Sizes sizes(13, 8 * kMiB);
   sizes.push_back(6 * kMiB);
   EXPECT_EQ(created_after(kGiB, 110 * kMiB), sizes);
-  EXPECT_EQ(created_after(kGiB, 6 * kGiB), Sizes(48, 128 * kMiB)) << "a 48th of the request";
+  EXPECT_EQ(created_after(kGiB, 6 * kGiB), Sizes(24, 256 * kMiB)) << "a 24th of the request";
   EXPECT_EQ(created_after(20 * kGiB, 90 * kMiB), Sizes({24 * kMiB, 22 * kMiB, 22 * kMiB, 22 * kMiB}))
       << "about a 900th of the peak, which is 22.8 MiB";
   EXPECT_EQ(created_after(20 * kGiB, 6 * kMiB), Sizes(1, 6 * kMiB)) << "no more than is needed";
