@@ -13,6 +13,7 @@ from .measurement import Result, Row, is_for_tables
 from .table import DEVICE, RESULTS
 
 _CALLS = ("reserve", "create", "map", "set_access", "unmap", "release")
+_EMPTIED = "pass after empty_cache"
 _BESIDE: tuple[str, ...] = ("torch_vmm", "native")
 _NAMES = {"expandable": "expandable segments"}
 
@@ -65,9 +66,11 @@ def _standing(title: str, result: Result) -> str:
 
 def _workloads(title: str, result: Result) -> str:
     """A row a program, of the numbers that differ by hundredths: ours beside native's; of memory, every allocator's."""
-    metrics: tuple[str, ...] = ("reserved / allocated", "first pass", "warm pass", "driver calls, second half")
+    wanted = ("reserved / allocated", "first pass", _EMPTIED, "warm pass", "driver calls, second half")
+    measured = {row["metric"] for row in result["rows"]}
+    metrics = tuple(metric for metric in wanted if metric != _EMPTIED or metric in measured)
     allocators = _BESIDE
-    if all(row["metric"] != "warm pass" for row in result["rows"]):
+    if "warm pass" not in measured:
         metrics, allocators = metrics[:1], tuple(dict.fromkeys(row["allocator"] for row in result["rows"]))
     columns = [(metric, name) for metric in metrics for name in allocators]
     values = {(row["case"], row["metric"], row["allocator"]): row["value"] for row in result["rows"]}

@@ -10,7 +10,10 @@ neither pools nor a limit there.
 A process makes one program, warms up, gives back what that left, and runs the same pass again and again. Its rows:
 
 - ``working set``: the peak of what is allocated; ``peak reserved``, and one over the other;
-- ``first pass`` and ``warm pass`` (each of the others), CPU's clock, the GPU idle at both ends;
+- ``first pass`` and ``warm pass`` (each of the others), CPU's clock, the GPU idle at both ends; a first pass also loads
+  kernels, and there is one a process;
+- ``pass after empty_cache``: of those behind them each begins without idle memory, and has to get it anew. Memory and
+  driver calls are those of the passes before;
 - ``driver calls`` in the first and the second half of the passes: chunks mapped and unmapped (ours), segments
   allocated and freed (torch's own). cudaMallocAsync does not tell, and torch's allocator of host memory tells nothing;
 - ``results``: the mean of what the steps computed, and a crc32 of all of it. They must be equal under all allocators,

@@ -39,7 +39,8 @@ def parts(options: Options, ask: Ask) -> list[Part]:
         return [{"program": name, "scale": scale, "within": options.limit} for name in chosen]
     planned: list[Part] = []
     for name in options.programs or PROGRAMS:
-        part: Part = {"program": name, "scale": scale, "passes": 2 if options.quick else 6 if options.lockstep else 3}
+        passes, emptied = (2, 1) if options.quick else (6, 5) if options.lockstep else (3, 2)
+        part: Part = {"program": name, "scale": scale, "passes": passes, "emptied": emptied}
         if PROGRAMS[name].models > 1:
             peak = _joint_peak(part, options.kind, ask)
             if peak is None:
@@ -51,7 +52,7 @@ def parts(options: Options, ask: Ask) -> list[Part]:
 
 def _joint_peak(part: Part, kind: str, ask: Ask) -> float | None:
     """Bytes. Torch's allocator of host memory does not tell: there it is ours that does, without a limit."""
-    measured = ask("native" if kind == "cuda" else "torch_vmm", {**part, "passes": 1}) or []
+    measured = ask("native" if kind == "cuda" else "torch_vmm", {**part, "passes": 1, "emptied": 0}) or []
     peaks = [one.value for one in measured if one.metric == "working set"]
     return peaks[0] * _GIB if peaks else None
 
@@ -106,7 +107,7 @@ def measure_part(allocator: str, kind: str, quick: bool, part: Part) -> list[Mea
         if "within" in part:
             return largest.measure(name, kind, scale, int(part["within"]), memory)
         program = entry.make(kind, scale, _places(entry, allocator, kind, int(part.get("limit", 0))))
-        return course(name, program, memory, int(part["passes"]), wait=wait)
+        return course(name, program, memory, int(part["passes"]), int(part["emptied"]), wait=wait)
 
 
 def settle_algorithms(is_deterministic: bool, is_strict: bool) -> None:
@@ -140,36 +141,47 @@ def course(
     program: Program,
     memory: Memory,
     passes: int,
+    emptied: int = 0,
     clock: Callable[[], float] = time.perf_counter,
     wait: Callable[[], None] = lambda: None,
 ) -> list[Measurement]:
-    """Runs ``passes`` (at least 1) of a program that was just made, and says what they took.
+    """Runs ``passes`` (at least 1) of a program that was just made, then ``emptied`` more that begin without any idle
+    memory, and says what they took.
 
     ``wait`` returns when the next pass may begin.
     """
     program.warm_up()
     record = torch.zeros(_MOST_STEPS, dtype=torch.float64, device=memory.kind)
-    gc.collect()
-    memory.start_over()
-    times: list[float] = []
-    calls = [memory.driver_calls()]  # after each pass
     steps = 0
-    for _ in range(passes):
-        wait()
+
+    def run_once() -> float:
+        nonlocal steps
         began = clock()
         for result in program.run():
             record[steps].copy_(result)
             steps += 1
         memory.synchronize()
-        times.append(clock() - began)
+        return clock() - began
+
+    gc.collect()
+    memory.start_over()
+    times: list[float] = []
+    calls = [memory.driver_calls()]  # after each pass
+    for _ in range(passes):
+        wait()
+        times.append(run_once())
         calls.append(memory.driver_calls())
-    return [
+    taken = [
         *_of_memory(case, memory),
         Measurement(case, "first pass", times[0], "s"),
         *(Measurement(case, "warm pass", each, "s") for each in times[1:]),
         *_of_calls(case, calls),
-        *_of_results(case, record[:steps].tolist()),
     ]
+    for _ in range(emptied):
+        wait()
+        memory.start_over()
+        taken.append(Measurement(case, "pass after empty_cache", run_once(), "s"))
+    return [*taken, *_of_results(case, record[:steps].tolist())]
 
 
 def _of_memory(case: str, memory: Memory) -> list[Measurement]:

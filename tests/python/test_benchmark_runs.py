@@ -45,7 +45,7 @@ def test_models_in_turn_are_measured_first_for_their_limit() -> None:
     (small,) = measuring.parts(
         Options("cpu", True, ["two_models"]), lambda *_: [Measurement("", "working set", 2**-10, "GiB")]
     )
-    assert small == {"program": "two_models", "scale": "small", "passes": 2, "limit": 33 * MIB}
+    assert small == {"program": "two_models", "scale": "small", "passes": 2, "emptied": 1, "limit": 33 * MIB}
     assert measuring.parts(Options("cpu", False, ["two_models"]), lambda *_: None) == []
 
 
@@ -87,12 +87,18 @@ def test_a_course_takes_its_time_between_idle_ends() -> None:
             yield torch.tensor(1.0)
             yield torch.tensor(2.0)
 
-    memory = measuring.Memory("cpu", "native")
-    taken = measuring.course("a", Counting(), memory, 3, clock)
+    class Emptied(measuring.Memory):
+        def start_over(self) -> None:
+            emptied.append(next(ticks))
+
+    emptied: list[int] = []
+    taken = measuring.course("a", Counting(), Emptied("cpu", "native"), 3, 2, clock)
     rows = {one.metric: one.value for one in taken}
-    # Passes from 0 to 1, 2 to 3 and 4 to 5.
-    assert rows["first pass"] == 1
-    assert [one.value for one in taken if one.metric == "warm pass"] == [5, 9]
+    # Emptied at 0, passes from 1 to 2, 3 to 4 and 5 to 6; emptied at 7, from 8 to 9, and at 10, from 11 to 12.
+    assert emptied == [0, 7, 10]
+    assert rows["first pass"] == 4 - 1
+    assert [one.value for one in taken if one.metric == "warm pass"] == [16 - 9, 36 - 25]
+    assert [one.value for one in taken if one.metric == "pass after empty_cache"] == [81 - 64, 144 - 121]
     assert rows["results"] == 1.5
 
 
