@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-DEVICE = "h200"
+DEVICE = "h100"
 ALLOCATORS = {
     "torch_vmm": "torch_vmm",
     "native": "native",
