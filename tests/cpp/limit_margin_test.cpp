@@ -464,8 +464,8 @@ TEST_F(LimitMargin, WhatIsInUseIsAskedAfterOnce) {
   lab_.driver.release_fences(stream(7));
 }
 
-// What rests on the shelf and fits nowhere goes back when the margin is taken.
-TEST_F(LimitMargin, TheShelfGoesBackWithIt) {
+// What rests on the shelf and fits nowhere goes back, as much as is taken of the margin.
+TEST_F(LimitMargin, AsMuchOfTheShelfGoesBack) {
   const auto a = model("a");
   const std::vector<Address> blocks = take_each(*a, 4, {6 * kMiB});
   const auto b = model("b");
@@ -474,8 +474,125 @@ TEST_F(LimitMargin, TheShelfGoesBackWithIt) {
   a->shed(0);
   ASSERT_EQ(lab_.memory().store().shelved_bytes(*group_), 24 * kMiB);
   lab_.allocate(*b, 8 * kMiB);
-  EXPECT_EQ(lab_.memory().store().shelved_bytes(*group_), 0U);
+  EXPECT_EQ(lab_.memory().store().shelved_bytes(*group_), 18 * kMiB);
   EXPECT_LE(group_->used(), kLimit - kMargin);
+}
+
+// Units that a little block cannot stand on are not lost for it.
+TEST_F(LimitMargin, TheShelfKeepsWhatIsNotLacking) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const std::vector<Address> blocks = take(*a, 384 * kMiB);
+  fill_up_to_margin(*b);
+  free(blocks);
+  a->shed(0);
+  for (std::uintptr_t k = 20; k < 23; ++k) lab_.allocate(*b, 512, stream(k));
+  const std::size_t before = lab_.memory().store().shelved_bytes(*group_);
+  lab_.allocate(*b, 512, stream(23));
+  EXPECT_GE(lab_.memory().store().shelved_bytes(*group_), before - 8 * kMiB);
+  EXPECT_LE(group_->used(), kLimit - kMargin);
+}
+
+// A little of the pool's own and a little of another's fill a unit.
+TEST_F(LimitMargin, OwnAndOthersFillAUnitTogether) {
+  const auto b = model("b");
+  const std::vector<Address> blocks = take_each(*b, 20, {6 * kMiB, 2 * kMiB});
+  const auto a = model("a");
+  const Address little = lab_.allocate(*a, 512, stream(12));
+  for (std::uintptr_t k = 31; k < 34; ++k) lab_.allocate(*a, 20 * kMiB, stream(k));
+  fill_up_to_margin(*a);
+  take_each(*a, 3, {1900 * kKiB}, stream(11));
+  for (std::size_t k = 30; k < blocks.size(); k += 2) lab_.free(blocks[k]);
+  lab_.free(little);
+  const std::size_t used = group_->used();
+  lab_.driver.clear_calls();
+  lab_.allocate(*b, 8 * kMiB);
+  EXPECT_EQ(lab_.driver.count(Call::create), 0U);
+  EXPECT_EQ(lab_.driver.count(Call::release), 0U);
+  EXPECT_EQ(group_->used(), used);
+}
+
+// No other model can help whom a limit of its own refuses.
+TEST_F(LimitMargin, NobodyIsAskedForWhatAnotherLimitRefuses) {
+  const auto a = model("a");
+  PoolSpec spec = Lab::spec("b", 1160 * kMiB);
+  spec.capacity = 8 * kGiB;
+  const auto b = lab_.pool(spec, group_.get());
+  const std::vector<Address> blocks = take(*a, 384 * kMiB);
+  lab_.allocate(*b, 1158 * kMiB);
+  free(blocks);
+  const std::size_t before = a->times_walked();
+  EXPECT_THROW(lab_.memory().allocate(*b, 24 * kMiB, nullptr), OutOfMemoryError);
+  EXPECT_EQ(a->times_walked(), before);
+}
+
+TEST_F(LimitMargin, StaysWhereARequestClimbs) {
+  const auto a = model("a");
+  const auto b = model("b");
+  free(take(*a, kLimit / 2));
+  take(*b, kLimit / 2 - 40 * kMiB);
+  lab_.allocate(*b, 120 * kMiB);
+  EXPECT_LE(group_->used(), kLimit - kMargin);
+}
+
+TEST_F(LimitMargin, IsTakenWhereARequestClimbsBeforeMoreOfAnImportantModelIs) {
+  const auto important = model("important", 1);
+  const auto b = model("b");
+  free(take(*important, kLimit / 2));
+  take(*b, kLimit / 2 - 40 * kMiB);
+  const std::size_t room = kLimit - group_->used();
+  const std::size_t idle = important->physical_bytes();
+  ASSERT_EQ(room, 64 * kMiB);
+  lab_.allocate(*b, room + 16 * kMiB);
+  EXPECT_EQ(idle - important->physical_bytes(), 16 * kMiB);
+}
+
+// Once the work that was queued has passed.
+TEST_F(LimitMargin, WhatWasInUseIsTakenAfterIt) {
+  const auto a = model("a");
+  const std::vector<Address> blocks = take_each(*a, 30, {12 * kMiB}, stream(7));
+  const auto b = model("b");
+  fill_up_to_margin(*b);
+  lab_.driver.hold_fences(stream(7));
+  free(blocks);
+  for (int k = 0; k < 4; ++k) lab_.adopt(lab_.memory().allocate(*b, 8 * kMiB, stream(8)));
+  lab_.driver.release_fences(stream(7));
+  const std::size_t of_a = a->physical_bytes();
+  lab_.adopt(lab_.memory().allocate(*b, 8 * kMiB, stream(8)));
+  EXPECT_LT(a->physical_bytes(), of_a);
+}
+
+// Nor are those of which queued work uses all that would do.
+TEST_F(LimitMargin, NobodyWhoseMemoryIsInUseTakesThePlaceOfWhoHas) {
+  const std::size_t limit = 16 * kGiB;  // units of 16 MiB
+  lab_.memory().set_limit(*group_, limit);
+  std::vector<std::shared_ptr<Pool>> holed;
+  for (int k = 0; k < 8; ++k) holed.push_back(model("holed " + std::to_string(k)));
+  const auto idle = model("idle");
+  const auto b = model("b");
+  const auto allocate = [&](Pool& pool, std::size_t bytes, Stream on) {
+    const Address address = lab_.memory().allocate(pool, bytes, on);  // without a check, which walks
+    lab_.adopt(address);
+    return address;
+  };
+  std::vector<Address> freed;
+  for (const auto& each : holed) {
+    allocate(*each, 1000 * kMiB, stream(7));
+    for (int k = 0; k < 60; ++k) {
+      const Address block = allocate(*each, 3 * kMiB, stream(7));
+      if (k % 3 != 0) freed.push_back(block);
+    }
+  }
+  lab_.leave_idle(*idle, 480 * kMiB);
+  const std::size_t had = idle->physical_bytes();
+  allocate(*b, limit - limit / 32 - group_->used(), stream(8));
+  lab_.driver.hold_fences(stream(7));
+  free(freed);
+  const std::size_t used = group_->used();
+  for (int k = 0; k < 10; ++k) allocate(*b, 16 * kMiB, stream(8));
+  EXPECT_GE(had - idle->physical_bytes(), 8 * 16 * kMiB);
+  EXPECT_LE(group_->used(), used + 2 * 16 * kMiB);
+  lab_.driver.release_fences(stream(7));
 }
 
 // Those that were seen to have nothing are not among the few that are asked.

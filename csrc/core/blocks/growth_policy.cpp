@@ -11,17 +11,17 @@ namespace {
 // New chunks are a share of what is missing and of the pool's peak, or more: cost is per
 // chunk (58 us to 64 MiB), not per byte, yet a chunk that is large against its request
 // strands more when part of it is reused.
-// Over sixteen recorded programs, each at six sizes, a 48th, 32nd, 24th and 16th of what is
-// missing ended at 1.020, 1.021, 1.021 and 1.025 of what they used at most, with 63, 60, 57
-// and 53 thousand driver calls. Where blocks are large and no two of a size (own_graphs) a
-// first pass took a tenth longer than native's with a 48th; a 24th makes two fifths fewer.
+// Over sixteen recorded programs (tests/data and static serving), each at six sizes, a 48th,
+// 32nd, 24th and 16th of what is missing ended at 1.020, 1.021, 1.021 and 1.025 of what they
+// used at most, with 63, 60, 57 and 53 thousand driver calls. Where blocks are large and no
+// two of a size (own_graphs) a 24th makes two fifths fewer than a 48th.
 constexpr std::size_t kPiecesPerRequest = 24;
 struct Pieces {
   std::size_t per_pool;
   std::size_t least;  // bytes
 };
-// A 600th and 24 MiB ended at 1.030 where these ended at 1.020, for twice the calls; a 1200th
-// saved 0.0003 more.
+// With a 600th and 24 MiB (beside a 24th) replays ended at 1.030, with these (beside a 48th) at
+// 1.020, for twice the calls; a 1200th saved 0.0003 more.
 constexpr Pieces kAlone{900, 8 * kMiB};
 // Where others take from the same device, or a limit too small for units, a chunk that goes
 // from one to the other costs driver calls too.
@@ -31,7 +31,7 @@ constexpr Pieces kBesideOthers{600, 24 * kMiB};
 // all are of one size each fills whatever place another has left, often its own. Three sets
 // of recorded programs in turn, a pool each under 1.05 of their joint peak, made 4100, 2700
 // and 17700 calls in a late pass with sizes by the request, and 3200, 2300 and 6100 with
-// these; with twice as many units twice the calls.
+// these (replays at c8a6622, before the margin); with twice as many units twice the calls.
 constexpr std::size_t kUnitsPerLimit = 600;
 constexpr std::size_t kLeastUnit = 8 * kMiB;
 constexpr std::size_t kMostUnit = 32 * kMiB;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <set>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -21,6 +22,7 @@ constexpr int kMostRounds = 16;
 // Pools of which threads are made to give back what they keep one after the other, 1 us each;
 // then those of all that are left give it back at once.
 constexpr std::size_t kAskedOneByOne = 8;
+static_assert(Ladder::kMostAsked < kAskedOneByOne);
 
 // Whether `pool` has the higher priority.
 bool is_above(const Pool& pool, const Pool& asker) {
@@ -59,13 +61,16 @@ void Ladder::gather_from(const PoolList& pools, const WantedChunks& wanted, Gran
     return std::any_of(wanted.first.begin(), wanted.first.end(),
                        [&pool](const DormantMappings::Dormant& chunk) { return chunk.holder == pool.id(); });
   };
-  std::size_t asked = 0;
+  std::set<const Pool*> asked;
   const auto take = [&](Pool& pool, std::size_t bytes, std::span<const DormantMappings::Dormant> first) {
-    if (++asked == kAskedOneByOne) const BlockCaches::Still still(caches_, pools, BlockCaches::Kept::back);
+    const bool is_new = asked.insert(&pool).second;
+    if (is_new && asked.size() == kAskedOneByOne) {
+      const BlockCaches::Still still(caches_, pools, BlockCaches::Kept::back);
+    }
     WantedChunks of_it = wanted;
     of_it.bytes = bytes;
     of_it.first = first;
-    const std::size_t moved = pool.surrender(of_it, asked >= kAskedOneByOne, grant, &refused);
+    const std::size_t moved = pool.surrender(of_it, asked.size() >= kAskedOneByOne, grant, &refused);
     if (moved != 0) step->yielded.push_back({pool.name(), moved});
   };
   for (auto first = pools.begin(); first != pools.end();) {
@@ -183,13 +188,14 @@ void Ladder::gather(Pool& asker, const Shortage& lacks, std::size_t unit, Grant&
   std::erase_if(others, [&asker](const auto& pool) { return is_above(*pool, asker); });
   Shortage kept = lacks;
   kept.bytes -= room - margin;
+  memory_.clock().poll();
   step->bytes += gather_to_keep(asker, kept, others, {}, grant, step);
 }
 
 // What `lacks`, a part of the margin, can be met with instead: units; then chunks of other
 // sizes, beside which the pool's own may stand. What fits nowhere goes back to the driver and
 // makes room: how many bytes. (A piece of a unit is missing where units end, and little
-// blocks are of any size.)
+// blocks are of any size.) REQUIRES: the clock was polled just before.
 std::size_t Ladder::gather_to_keep(Pool& asker, const Shortage& lacks, const PoolList& others,
                                    std::span<const DormantMappings::Dormant> returning, Grant& grant,
                                    ReclaimStep* step) {
@@ -374,12 +380,14 @@ Address Ladder::keep_margin(Climb& climb) {
   if (could_be_met(climb)) {
     const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
     const MutexLock lock(mutex_);
+    memory_.clock().poll();
     const PoolList others = near_margin(asker, lacks, unit);
     step.bytes = gather_to_keep(asker, lacks, others, returning, grant, &step);
   }
   step.bytes += grant.bytes();
   const auto is_in_vain = [&climb] { return climb.found == 0 && climb.shortage.is_margin; };
-  if (step.bytes >= lacks.bytes) climb.try_again(&grant);
+  // Where that is not enough its own of other sizes may do beside it.
+  if (step.bytes >= lacks.bytes || grant.bytes() != 0) climb.try_again(&grant);
   if (is_in_vain()) {  // what did not fit together makes room instead
     Grant odd(memory_.store(), asker.group(), asker.budget());
     grant.chunks.move_no_units(unit, odd.chunks);
@@ -389,9 +397,11 @@ Address Ladder::keep_margin(Climb& climb) {
   grant.terms.keeps_margin = false;
   if (is_in_vain()) {
     climb.try_again(&grant);
-    // Nor does what rests on the shelf fit anywhere.
     grant.shelve();
-    memory_.store().trim(asker.group(), 0);
+    // As much of what rests on the shelf, which fits nowhere either, goes back.
+    ChunkStore& store = memory_.store();
+    const std::size_t shelved = store.shelved_bytes(asker.group());
+    store.trim(asker.group(), shelved - std::min(shelved, lacks.bytes));
   }
   if (climb.found != 0 && !step.yielded.empty()) {
     step.result = StepResult::met;
@@ -402,13 +412,17 @@ Address Ladder::keep_margin(Climb& climb) {
 }
 
 // Who is asked before the margin is taken: few, and none that has less than a unit idle or, as
-// far as is known, nothing small enough.
+// far as is known, nothing that would do.
 PoolList Ladder::near_margin(const Pool& asker, const Shortage& lacks, std::size_t unit) const {
   PoolList found = memory_.pools_under(*lacks.refused);
-  const std::size_t most = align_up(lacks.bytes, unit);
-  std::erase_if(found, [&asker, unit, most](const auto& pool) {
+  const std::size_t whole = align_up(lacks.bytes, unit);
+  // As gather_to_keep() asks: for units, where such are taken, and for chunks of other sizes.
+  std::vector<WantedChunks> any_of;
+  if (lacks.takes_units) any_of.push_back({0, unit, whole});
+  any_of.push_back({0, 0, whole, {}, /*is_unused=*/lacks.takes_units});
+  std::erase_if(found, [&asker, unit, &any_of](const auto& pool) {
     const bool is_passed_over = pool.get() == &asker || pool->budget().used() < unit || is_above(*pool, asker);
-    return is_passed_over || !pool->may_have_idle(unit, most);
+    return is_passed_over || !pool->may_have_idle(unit, any_of);
   });
   found = in_order_of_yielding(std::move(found));
   if (found.size() > kMostAsked) found.resize(kMostAsked);

@@ -55,7 +55,6 @@
 namespace vmm {
 
 class DeviceMemory;
-class Grant;
 
 class Ladder {
  public:
@@ -69,7 +68,7 @@ class Ladder {
     const std::optional<Stream> stream;  // none: not for a tensor, so nobody else's memory will do
     const Attempt& attempt;
     Shortage shortage;
-    const std::uint64_t climbs_before;  // climbs() before the first attempt
+    const std::uint64_t climbs_before;  // climbs() behind the first attempt
     Address found = 0;
     bool is_margin_open = false;  // others have been asked
     // Whether it has found an address now.
@@ -122,8 +121,9 @@ class Ladder {
     const bool was_on_;
     inline static thread_local bool is_on_ = false;
   };
-  // How many pools are asked before the margin is taken: each some microseconds, beside a
-  // chunk that is created (60). Fewer than would make threads give back what they keep of all.
+  // How many pools are asked before the margin is taken. A pool that has nothing is walked
+  // once, until something of it comes or goes: 20 us where 400 blocks of it are free. Fewer
+  // than would make threads give back what they keep of all.
   static constexpr std::size_t kMostAsked = 7;
   // How often a request asks a function that always says that there is more.
   static constexpr int kMostReliefs = 64;

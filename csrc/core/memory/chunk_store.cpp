@@ -33,9 +33,12 @@ Chunk* ChunkShelf::take_at_most(std::size_t size, bool exact, std::size_t unit) 
 }
 
 std::size_t ChunkShelf::left_of(std::size_t size) const {
-  for (auto at = by_size_.upper_bound(size); at != by_size_.begin(); at = by_size_.lower_bound(at->first)) {
-    const std::size_t each = (--at)->first;
-    size -= std::min(by_size_.count(each), size / each) * each;
+  for (auto at = by_size_.upper_bound(size); size != 0 && at != by_size_.begin();) {
+    if ((--at)->first > size) {
+      at = by_size_.upper_bound(size);
+    } else {
+      size -= at->first;
+    }
   }
   return size;
 }

@@ -32,7 +32,7 @@ struct WantedChunks {
   std::size_t unit = 0;                               // that leave whole units (is_of_units()); 0: any
   std::size_t most = kUnlimited;                      // each no larger
   std::span<const DormantMappings::Dormant> first{};  // these, whatever `bytes` says
-  bool is_unused = false;                             // the driver could have each at once: no queued work uses it
+  bool is_unused = false;                             // as far as the clock was polled, no queued work uses it
   bool is_at_a_glance = false;                        // no pool is looked through for them twice
 };
 

@@ -12,12 +12,14 @@
 namespace vmm {
 
 // What threads keep is not live.
-bool Pool::may_have_idle(std::size_t bytes, std::size_t most) const {
+bool Pool::may_have_idle(std::size_t bytes, std::span<const WantedChunks> any_of) const {
   const ReadLock lock(*this);
   if (!space_.is_open() || space_.is_pinned()) return false;
   const std::size_t mapped = space_.range().mapped_bytes();
-  if (is_look_current() && look_->least > most) return false;
-  return mapped - std::min(mapped, look_now(0).live) >= bytes;
+  const Look now = look_now(0);
+  if (mapped - std::min(mapped, now.live) < bytes) return false;
+  return std::any_of(any_of.begin(), any_of.end(),
+                     [&](const WantedChunks& wanted) VMM_REQUIRES(mutex_) { return !is_seen_in_vain(wanted, now); });
 }
 
 Pool::Look Pool::look_now(std::size_t unit) const {
@@ -25,15 +27,14 @@ Pool::Look Pool::look_now(std::size_t unit) const {
   return {space_.growth().freed(), static_cast<std::size_t>(live), unit};
 }
 
-// Nothing is idle that was not at the latest look, where nothing has been freed since; but for
-// what was exported then.
-bool Pool::is_look_current() const {
-  const Look now = look_now(0);
+// Nothing is idle that was not at the latest look, where nothing has been allocated or freed
+// since; but for what was exported then.
+bool Pool::is_look_current(const Look& now) const {
   return look_.has_value() && look_->freed == now.freed && look_->live == now.live;
 }
 
-bool Pool::is_seen_in_vain(const WantedChunks& wanted) const {
-  if (!is_look_current()) return false;
+bool Pool::is_seen_in_vain(const WantedChunks& wanted, const Look& now) const {
+  if (!is_look_current(now)) return false;
   const std::size_t least_unit = wanted.unit == look_->unit ? look_->least_unit : 0;
   if ((wanted.unit == 0 ? look_->least : least_unit) > wanted.most) return true;
   return wanted.is_unused && wanted.most <= look_->in_use && look_->in_use_at == context_.clock.passed();
@@ -46,10 +47,9 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
   const MutexLock lock(mutex_);
   if (!space_.is_open()) return 0;
   free_up_space();
-  if (wanted.is_unused) context_.clock.poll();
-  if (wanted.is_at_a_glance && is_seen_in_vain(wanted)) return 0;
-  IdleChunks idle;
   Look look = look_now(wanted.unit);
+  if (wanted.is_at_a_glance && is_seen_in_vain(wanted, look)) return 0;
+  IdleChunks idle;
   std::size_t moved = 0;
   const auto move = [&](const IdleChunk& chosen) VMM_REQUIRES(mutex_) {
     const std::size_t size = chosen.chunk->size;
@@ -102,7 +102,7 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
   }
   if (moved != 0 || !space_.may_move()) {
     look_.reset();
-  } else if (wanted.unit != 0 || !is_look_current()) {  // or it knows more: of units too
+  } else if (wanted.unit != 0 || !is_look_current(look)) {  // or it knows more: of units too
     look_ = look;
   }
   if (look_.has_value() && wanted.is_unused && suitable.empty()) {

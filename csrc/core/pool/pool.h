@@ -239,8 +239,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // given back.
   std::size_t surrender(const WantedChunks& wanted, bool is_gathered, Grant& grant, Budget** refused)
       VMM_EXCLUDES(mutex_);
-  // Whether it may have `bytes` idle, and a chunk of no more than `most`, at a glance.
-  [[nodiscard]] bool may_have_idle(std::size_t bytes, std::size_t most) const VMM_EXCLUDES(mutex_);
+  // Whether it may have `bytes` idle, and chunks that do for one of these, at a glance.
+  [[nodiscard]] bool may_have_idle(std::size_t bytes, std::span<const WantedChunks> any_of) const VMM_EXCLUDES(mutex_);
   // What is dormant in `place`, of chunks that others had last.
   [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_of_others(ByteRange place) const VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
@@ -584,8 +584,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
     std::size_t in_use = 0;  // all of at most so many bytes were, when this had passed:
     Epoch in_use_at = kLongAgo;
   };
-  [[nodiscard]] bool is_look_current() const VMM_REQUIRES(mutex_);
-  [[nodiscard]] bool is_seen_in_vain(const WantedChunks& wanted) const VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_look_current(const Look& now) const VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_seen_in_vain(const WantedChunks& wanted, const Look& now) const VMM_REQUIRES(mutex_);
   [[nodiscard]] Look look_now(std::size_t unit) const VMM_REQUIRES(mutex_);
   std::optional<Look> look_ VMM_GUARDED_BY(mutex_);
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
