@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -108,16 +109,43 @@ TEST(IdleMoves, TheMostUsefulServesMostAndBreaksUpLeast) {
   EXPECT_TRUE(idle.empty());
 }
 
+// Of 6, 4, 4 and 8 MiB two make 10, though 8 serves the most: what is created for the 2 MiB
+// that are left stays for good.
+TEST(IdleMoves, WhatRemainsIsFilledToTheByteWhereSomeDo) {
+  Chunks made;
+  const std::vector<IdleChunk> all = {made.make(6 * kMiB), made.make(4 * kMiB), made.make(4 * kMiB),
+                                      made.make(8 * kMiB)};
+  const auto sizes_for = [&](std::size_t page, std::size_t remaining, std::size_t beyond) {
+    IdleMoves idle(all, page);
+    std::vector<std::size_t> sizes;
+    while (remaining != 0) {
+      const std::optional<IdleChunk> taken = idle.take_most_useful(remaining, remaining + beyond, 64 * kMiB);
+      if (!taken.has_value()) break;
+      sizes.push_back(taken->chunk->size / kMiB);
+      remaining -= std::min(remaining, taken->chunk->size);
+    }
+    return sizes;
+  };
+  using Sizes = std::vector<std::size_t>;
+  EXPECT_EQ(sizes_for(2 * kMiB, 10 * kMiB, 0), Sizes({6, 4}));
+  EXPECT_EQ(sizes_for(2 * kMiB, 16 * kMiB, 0), Sizes({8, 4, 4}));
+  EXPECT_EQ(sizes_for(2 * kMiB, 20 * kMiB, 0), Sizes({8, 6, 4})) << "18 is the most below: nothing fills it";
+  EXPECT_EQ(sizes_for(0, 10 * kMiB, 0), Sizes({8})) << "where it need not be";
+  EXPECT_EQ(sizes_for(2 * kMiB, 10 * kMiB, 6 * kMiB), Sizes({8, 4})) << "where the last may reach beyond";
+}
+
 // The plain model: a list that is looked through each time, whose last one takes the place
 // of the one that is taken.
 class ListedMoves {
  public:
-  explicit ListedMoves(std::vector<IdleChunk> chunks) : chunks_(std::move(chunks)) {}
+  ListedMoves(std::vector<IdleChunk> chunks, bool fills) : chunks_(std::move(chunks)), fills_(fills) {}
   [[nodiscard]] bool empty() const { return chunks_.empty(); }
   const Chunk* take_most_useful(std::size_t remaining, std::size_t room, std::size_t total) {
     auto best = chunks_.end();
+    const bool is_filled = fills_ && room == remaining && make_up(remaining, chunks_.end());
     for (auto at = chunks_.begin(); at != chunks_.end(); ++at) {
       if (at->chunk->size > room) continue;
+      if (is_filled && !make_up(remaining - at->chunk->size, at)) continue;
       if (best == chunks_.end() || worth_of(*at, remaining, total) > worth_of(*best, remaining, total)) best = at;
     }
     if (best == chunks_.end()) return nullptr;
@@ -131,6 +159,19 @@ class ListedMoves {
   }
 
  private:
+  // Whether some but that one are so many bytes.
+  bool make_up(std::size_t bytes, std::vector<IdleChunk>::iterator but) {
+    std::set<std::size_t> sums = {0};
+    for (auto at = chunks_.begin(); at != chunks_.end(); ++at) {
+      if (at == but) continue;
+      std::vector<std::size_t> more;
+      for (const std::size_t sum : sums) more.push_back(sum + at->chunk->size);
+      for (const std::size_t sum : more) {
+        if (sum <= bytes) sums.insert(sum);
+      }
+    }
+    return sums.count(bytes) != 0;
+  }
   // Ten times the worth of a chunk, times both totals: whole numbers, so none is rounded.
   static std::int64_t worth_of(const IdleChunk& chunk, std::size_t remaining, std::size_t total) {
     const auto mib = [](std::size_t bytes) { return static_cast<std::int64_t>(bytes / kMiB); };
@@ -140,6 +181,7 @@ class ListedMoves {
   }
 
   std::vector<IdleChunk> chunks_;
+  const bool fills_;
 };
 
 TEST(IdleMoves, OfARandomProgramAreThoseOfAListThatIsLookedThrough) {
@@ -152,12 +194,13 @@ TEST(IdleMoves, OfARandomProgramAreThoseOfAListThatIsLookedThrough) {
     const std::size_t sizes = 1 + any(12);
     const std::size_t stretches = 1 + any(40);
     for (std::size_t k = 0; k < 200; ++k) {
-      const std::size_t size = std::size_t{1} << any(sizes) % 5;
+      const std::size_t size = (seed % 3 == 0 ? 3 : 1) * (std::size_t{1} << any(sizes) % 5);
       all.push_back(made.make(size * kMiB));
       all.back().stretch = (size + any(stretches)) * kMiB;
     }
-    IdleMoves idle(all);
-    ListedMoves model(all);
+    const bool fills = any(2) == 0;
+    IdleMoves idle(all, fills ? kMiB : 0);
+    ListedMoves model(all, fills);
     while (!model.empty()) {
       if (any(16) == 0) {
         ASSERT_EQ(idle.take_last().chunk, model.take_last());
@@ -166,7 +209,7 @@ TEST(IdleMoves, OfARandomProgramAreThoseOfAListThatIsLookedThrough) {
       // Powers of two: what is worth the same is the same when it is rounded.
       const std::size_t remaining = (std::size_t{1} << any(6)) * kMiB;
       const std::size_t total = remaining << any(4);
-      const std::size_t room = (1 + any(18)) * kMiB;
+      const std::size_t room = any(2) == 0 ? remaining : (1 + any(18)) * kMiB;
       const std::optional<IdleChunk> taken = idle.take_most_useful(remaining, room, total);
       ASSERT_EQ(taken.has_value() ? taken->chunk : nullptr, model.take_most_useful(remaining, room, total));
     }

@@ -38,33 +38,33 @@ BOUNDS = {
     "lora": Bound(1.013, 4320, 340),
     "serve": Bound(1.026, 1410, 60),
     "two": Bound(1.013, 2130, 70),
-    "continuous": Bound(1.086, 11980, 1500),
+    "continuous": Bound(1.075, 11540, 1270),
     "own_train": Bound(1.009, 3800, 20),
     "own_checkpointed": Bound(1.019, 3760, 140),
     "own_serve": Bound(1.006, 1860, 60),
-    "own_continuous": Bound(1.027, 4310, 830),
+    "own_continuous": Bound(1.028, 4410, 850),
     "own_vision": Bound(1.012, 4410, 30),
     "own_turns": Bound(1.013, 2620, 10),
-    "own_lora": Bound(1.020, 4150, 100),
-    "own_graphs": Bound(1.019, 1950, 70),
-    "own_two_models": Bound(1.028, 1940, 40),
+    "own_lora": Bound(1.010, 3930, 80),
+    "own_graphs": Bound(1.017, 1950, 70),
+    "own_two_models": Bound(1.025, 1960, 60),
 }
 BEHIND = 300  # steps: what an H100 was behind own_continuous, by its ratio
 BEHIND_BOUNDS = {
-    "train": Bound(1.022, 4520, 1150),
+    "train": Bound(1.022, 4510, 1150),
     "vision": Bound(1.014, 3660, 890),
     "lora": Bound(1.017, 4400, 340),
     "serve": Bound(1.023, 1350, 60),
     "two": Bound(1.019, 2130, 70),
-    "continuous": Bound(1.086, 11600, 1560),
+    "continuous": Bound(1.074, 11410, 1210),
     "own_train": Bound(1.008, 3960, 70),
     "own_checkpointed": Bound(1.015, 3590, 80),
     "own_serve": Bound(1.021, 2040, 90),
-    "own_continuous": Bound(1.028, 5060, 940),
+    "own_continuous": Bound(1.027, 5290, 970),
     "own_vision": Bound(1.017, 4470, 60),
     "own_turns": Bound(1.020, 2650, 20),
     "own_lora": Bound(1.009, 3950, 150),
-    "own_graphs": Bound(1.015, 2100, 250),
+    "own_graphs": Bound(1.015, 2090, 240),
     "own_two_models": Bound(1.032, 2270, 180),
 }
 
@@ -220,10 +220,15 @@ def test_what_never_settles_has_room_after_a_while(seed: int, behind: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("names", "driver_calls"),
-    [(("own_vision", "own_serve"), (5800, 4700, 4700)), (("own_checkpointed", "own_turns"), (5900, 3600, 4000))],
+    ("names", "most", "driver_calls"),
+    [
+        (("own_vision", "own_serve"), 1.027, (5500, 2700, 3600)),
+        (("own_checkpointed", "own_turns"), 1.027, (3800, 1400, 1400)),
+    ],
 )
-def test_models_that_take_turns_stay_within_their_limit(names: tuple[str, str], driver_calls: tuple[int, ...]) -> None:
+def test_models_that_take_turns_keep_the_margin_of_their_limit(
+    names: tuple[str, str], most: float, driver_calls: tuple[int, ...]
+) -> None:
     program, models = in_turn(names, passes=len(driver_calls))
     one_by_one = _C.replay(*program, 300 * GIB, models)
     limit = int(1.05 * one_by_one["allocated_peak"])
@@ -235,7 +240,8 @@ def test_models_that_take_turns_stay_within_their_limit(names: tuple[str, str], 
     )
     assert result["refused_at"] is None
     assert result["left"] == 0
-    assert result["reserved_peak"] <= limit < one_by_one["reserved_peak"]
+    assert limit < one_by_one["reserved_peak"]
+    assert result["reserved_peak"] <= most * one_by_one["allocated_peak"]
     assert all(made <= bound for made, bound in zip(passes, driver_calls, strict=True))
 
 

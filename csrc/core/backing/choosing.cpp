@@ -309,7 +309,7 @@ bool BackedSpace::collect(const Extent& extent, const Request& request, Source s
     choice.odd.add(each);
     return true;
   });
-  choice.idle = IdleMoves(std::move(idle));
+  choice.idle = IdleMoves(std::move(idle), kind_.page);
   ByteRange returning_to;
   if (source != Source::fresh && !lack.is_whole) {
     returning_to = take_returning(extent, choice.bare_behind, grant, backing);

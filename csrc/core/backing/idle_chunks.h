@@ -68,13 +68,15 @@ class UnitPlaces {
 class IdleMoves {
  public:
   IdleMoves() = default;
-  explicit IdleMoves(std::vector<IdleChunk> chunks);
+  // Of sizes that are multiples of `page`; 0: what remains need not be filled to the byte.
+  explicit IdleMoves(std::vector<IdleChunk> chunks, std::size_t page = 0);
   [[nodiscard]] bool empty() const { return chunks_.empty(); }
   // The last one, for chunks of one size. REQUIRES: not empty.
   IdleChunk take_last();
   // Of those of at most `room` bytes the one that a request makes the most use of and that
   // breaks up the least free space. `remaining`: what the request still lacks, of `total`;
-  // of what lies beyond it uses nothing.
+  // of what lies beyond it uses nothing. Where the room ends with what remains and some of
+  // them fill it to the byte, one is taken beside which others fill the rest.
   std::optional<IdleChunk> take_most_useful(std::size_t remaining, std::size_t room, std::size_t total);
 
  private:
@@ -86,11 +88,20 @@ class IdleMoves {
   // The shortest stretch first and, of these, the first in the list. What names a place
   // beyond the list's end has been taken, or stands at another one now.
   using Heap = std::vector<Entry>;
+  struct OfSize {
+    Heap heap;
+    std::size_t count = 0;  // that are left
+  };
+  using BySize = std::map<std::size_t, OfSize>;
   static bool comes_later(const Entry& a, const Entry& b);
   bool drop_stale(Heap& heap) const;
+  BySize::iterator most_useful(std::size_t remaining, std::size_t room, std::size_t total,
+                               const std::vector<std::size_t>& but);
+  [[nodiscard]] bool fill(std::size_t bytes) const;
 
   std::vector<IdleChunk> chunks_;
-  std::map<std::size_t, Heap> by_size_;
+  std::size_t page_ = 0;
+  BySize by_size_;
 };
 
 }  // namespace vmm
