@@ -97,6 +97,7 @@ SOURCES = [
     "csrc/core/device/giving_back.cpp",
     "csrc/core/device/group_figures.cpp",
     "csrc/core/device/ladder.cpp",
+    "csrc/core/device/margin.cpp",
     "csrc/core/device/numbers.cpp",
     "csrc/core/device/pool_registry.cpp",
     "csrc/core/device/private_pools.cpp",

@@ -90,6 +90,8 @@ class Ladder {
 
   // Who yields first: the lowest priority, then whoever is furthest above its floor.
   static PoolList in_order_of_yielding(PoolList pools);
+  // Whether `pool` has the higher priority.
+  static bool is_above(const Pool& pool, const Pool& asker);
   // Pools whose idle memory would help, in that order: those under the limit that refused, or
   // all of the device when the device itself has no more (nullptr).
   [[nodiscard]] PoolList victims(const Pool& asker, const Budget* refused) const;
@@ -149,15 +151,16 @@ class Ladder {
       VMM_REQUIRES(mutex_);
   void gather_from(const PoolList& pools, const WantedChunks& wanted, Grant& grant, ReclaimStep* step)
       VMM_REQUIRES(mutex_);
+  std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
+                   Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
+  void create_into(Grant& grant, const Pool& asker, std::size_t want);
+  void note(const Pool& asker, ReclaimDecision decision);
+  // margin.cpp
   std::size_t gather_to_keep(Pool& asker, const Shortage& lacks, const PoolList& others,
                              std::span<const DormantMappings::Dormant> returning, Grant& grant, ReclaimStep* step)
       VMM_REQUIRES(mutex_);
   [[nodiscard]] PoolList near_margin(const Pool& asker, const Shortage& lacks, std::size_t unit) const;
   std::size_t give_back(Grant& grant, Budget& group);
-  std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
-                   Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
-  void create_into(Grant& grant, const Pool& asker, std::size_t want);
-  void note(const Pool& asker, ReclaimDecision decision);
 
   DeviceMemory& memory_;
   BlockCaches& caches_;
