@@ -35,6 +35,9 @@ CASES = {
     "churn 512 B - 1 MiB, 1000 live": Case("churn", 5000),
     "churn 2 MiB - 32 MiB, 200 live": Case("large_churn", 5000),
     "buffers 2 MiB - 32 MiB, 200 live": Case("buffers", 5000),
+    "miss 24 MiB": Case("miss", 100),
+    "miss 32 MiB in the margin, nobody idle": Case("miss_in_margin", 20),
+    "hand-over, of 1000 chunks of 2 MiB": Case("gather", 1000),
 }
 
 

@@ -46,6 +46,27 @@ TEST_F(Store, ChargesTheLimitBeforeTheDriverIsAsked) {
   EXPECT_EQ(a_.used(), 0U);
 }
 
+TEST_F(Store, AShelfKnowsWhatTheLargestThatFitLeave) {
+  Grant grant(*store_, group_, a_);
+  for (const std::size_t pages : {3U, 4U, 3U}) grant.chunks.put(create(a_, pages));
+  const auto left_of = [&](std::size_t pages) { return grant.chunks.left_of(pages * kPage) / kPage; };
+  EXPECT_EQ(left_of(2), 2U);
+  EXPECT_EQ(left_of(3), 0U);
+  EXPECT_EQ(left_of(6), 2U) << "4, and 3 do not fit beside it";
+  EXPECT_EQ(left_of(9), 2U) << "4 and one of 3";
+  EXPECT_EQ(left_of(10), 0U);
+  EXPECT_EQ(left_of(20), 10U) << "there are no more";
+}
+
+TEST_F(Store, WhatIsNoUnitGoesToAnotherShelf) {
+  Grant grant(*store_, group_, a_);
+  Grant odd(*store_, group_, a_);
+  for (const std::size_t pages : {3U, 4U, 2U}) grant.chunks.put(create(a_, pages));
+  grant.chunks.move_no_units(2 * kPage, odd.chunks);
+  EXPECT_EQ(grant.bytes(), 6 * kPage);
+  EXPECT_EQ(odd.bytes(), 3 * kPage);
+}
+
 TEST_F(Store, GivesTheChargeBackWhenTheDriverFails) {
   driver_.fail_nth(Call::create, 1, no_memory());
   Chunk* chunk = nullptr;

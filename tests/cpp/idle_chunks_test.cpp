@@ -91,6 +91,42 @@ TEST(IdleChunks, AgreeWithAListThatIsSearched) {
   }
 }
 
+TEST(IdleChunks, WhatStaysEmptyIsWhatTheLargestThatFitLeave) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 200; ++round) {
+    Chunks made;
+    IdleChunks idle;
+    std::vector<std::size_t> sizes;
+    for (std::size_t k = random() % 12; k != 0; --k) {
+      sizes.push_back((1 + random() % 6) * kMiB);
+      idle.add(made.make(sizes.back()));
+    }
+    std::sort(sizes.rbegin(), sizes.rend());
+    const std::size_t place = random() % 30 * kMiB;
+    std::size_t left = place;
+    for (const std::size_t size : sizes) left -= size <= left ? size : 0;
+    EXPECT_EQ(idle.left_of(place), left);
+  }
+}
+
+TEST(UnitPlaces, AreThoseOfWhichAllIsIdle) {
+  Chunks made;
+  UnitPlaces places(8 * kMiB);
+  const IdleChunk first = made.make(6 * kMiB);
+  const IdleChunk second = made.make(2 * kMiB);
+  EXPECT_FALSE(places.add(first));
+  EXPECT_TRUE(places.add(second));
+  EXPECT_FALSE(places.add(made.make(6 * kMiB))) << "2 MiB are missing there";
+  EXPECT_FALSE(places.add(made.make(4 * kMiB))) << "over the end of a place";
+  EXPECT_FALSE(places.add(made.make(6 * kMiB))) << "2 MiB of it are the other's";
+  const std::vector<IdleChunk> taken = places.take();
+  ASSERT_EQ(taken.size(), 2U);
+  EXPECT_EQ(taken[0].chunk, first.chunk);
+  EXPECT_EQ(taken[1].chunk, second.chunk);
+  EXPECT_TRUE(places.take().empty());
+  EXPECT_FALSE(UnitPlaces(0).add(first)) << "without units there are none";
+}
+
 TEST(IdleMoves, TheMostUsefulServesMostAndBreaksUpLeast) {
   Chunks made;
   std::vector<IdleChunk> all = {made.make(4 * kMiB), made.make(8 * kMiB), made.make(8 * kMiB), made.make(32 * kMiB)};
