@@ -15,6 +15,7 @@ class LimitMargin : public ::testing::Test {
   // Units of 8 MiB, and of them 6.25 are the margin.
   static constexpr std::size_t kLimit = 200 * 8 * kMiB;
   static constexpr std::size_t kMargin = kLimit / 32;
+  static constexpr std::size_t kLargeLimit = 16 * kGiB;
 
   std::shared_ptr<Pool> model(const std::string& name, int priority = 0, std::size_t floor = 0) {
     PoolSpec spec = Lab::spec(name);
@@ -22,6 +23,19 @@ class LimitMargin : public ::testing::Test {
     spec.priority = priority;
     spec.floor = floor;
     return lab_.pool(spec, group_.get());
+  }
+  // Eight, with a limit of 16 GiB: units are 16 MiB.
+  std::vector<std::shared_ptr<Pool>> more_than_are_asked() {
+    lab_.memory().set_limit(*group_, kLargeLimit);
+    std::vector<std::shared_ptr<Pool>> models;
+    for (int k = 0; k < 8; ++k) models.push_back(model("holed " + std::to_string(k)));
+    return models;
+  }
+  // Without a check, which walks.
+  Address allocate(Pool& pool, std::size_t bytes, Stream on = nullptr) {
+    const Address address = lab_.memory().allocate(pool, bytes, on);
+    lab_.adopt(address);
+    return address;
   }
   // Takes `bytes` in blocks of 24 MiB.
   std::vector<Address> take(Pool& pool, std::size_t bytes) {
@@ -49,7 +63,7 @@ class LimitMargin : public ::testing::Test {
   // How often `other` is looked through for so much of `pool`'s.
   std::size_t walks(Pool& other, Pool& pool, std::size_t bytes) {
     const std::size_t before = other.times_walked();
-    lab_.adopt(lab_.memory().allocate(pool, bytes, nullptr));  // without a check, which walks
+    allocate(pool, bytes);
     return other.times_walked() - before;
   }
   void free(const std::vector<Address>& blocks) {
@@ -457,7 +471,7 @@ TEST_F(LimitMargin, WhatIsInUseIsAskedAfterOnce) {
   for (int k = 0; k < 5; ++k) {
     lab_.driver.clear_calls();
     const std::size_t before = a->times_walked();
-    lab_.adopt(lab_.memory().allocate(*b, 8 * kMiB, stream(8)));
+    allocate(*b, 8 * kMiB, stream(8));
     EXPECT_LE(lab_.driver.count(Call::query), 8U);
     EXPECT_LE(a->times_walked() - before, k < 3 ? 3U : 0U);
   }
@@ -555,26 +569,18 @@ TEST_F(LimitMargin, WhatWasInUseIsTakenAfterIt) {
   fill_up_to_margin(*b);
   lab_.driver.hold_fences(stream(7));
   free(blocks);
-  for (int k = 0; k < 4; ++k) lab_.adopt(lab_.memory().allocate(*b, 8 * kMiB, stream(8)));
+  for (int k = 0; k < 4; ++k) allocate(*b, 8 * kMiB, stream(8));
   lab_.driver.release_fences(stream(7));
   const std::size_t of_a = a->physical_bytes();
-  lab_.adopt(lab_.memory().allocate(*b, 8 * kMiB, stream(8)));
+  allocate(*b, 8 * kMiB, stream(8));
   EXPECT_LT(a->physical_bytes(), of_a);
 }
 
 // Nor are those of which queued work uses all that would do.
 TEST_F(LimitMargin, NobodyWhoseMemoryIsInUseTakesThePlaceOfWhoHas) {
-  const std::size_t limit = 16 * kGiB;  // units of 16 MiB
-  lab_.memory().set_limit(*group_, limit);
-  std::vector<std::shared_ptr<Pool>> holed;
-  for (int k = 0; k < 8; ++k) holed.push_back(model("holed " + std::to_string(k)));
+  const std::vector<std::shared_ptr<Pool>> holed = more_than_are_asked();
   const auto idle = model("idle");
   const auto b = model("b");
-  const auto allocate = [&](Pool& pool, std::size_t bytes, Stream on) {
-    const Address address = lab_.memory().allocate(pool, bytes, on);  // without a check, which walks
-    lab_.adopt(address);
-    return address;
-  };
   std::vector<Address> freed;
   for (const auto& each : holed) {
     allocate(*each, 1000 * kMiB, stream(7));
@@ -585,7 +591,7 @@ TEST_F(LimitMargin, NobodyWhoseMemoryIsInUseTakesThePlaceOfWhoHas) {
   }
   lab_.leave_idle(*idle, 480 * kMiB);
   const std::size_t had = idle->physical_bytes();
-  allocate(*b, limit - limit / 32 - group_->used(), stream(8));
+  allocate(*b, kLargeLimit - kLargeLimit / 32 - group_->used(), stream(8));
   lab_.driver.hold_fences(stream(7));
   free(freed);
   const std::size_t used = group_->used();
@@ -597,17 +603,9 @@ TEST_F(LimitMargin, NobodyWhoseMemoryIsInUseTakesThePlaceOfWhoHas) {
 
 // Those that were seen to have nothing are not among the few that are asked.
 TEST_F(LimitMargin, NobodyWithoutAnythingTakesThePlaceOfWhoHas) {
-  const std::size_t limit = 16 * kGiB;  // units of 16 MiB
-  lab_.memory().set_limit(*group_, limit);
-  std::vector<std::shared_ptr<Pool>> holed;
-  for (int k = 0; k < 8; ++k) holed.push_back(model("holed " + std::to_string(k)));
+  const std::vector<std::shared_ptr<Pool>> holed = more_than_are_asked();
   const auto idle = model("idle");
   const auto b = model("b");
-  const auto allocate = [&](Pool& pool, std::size_t bytes) {
-    const Address address = lab_.memory().allocate(pool, bytes, nullptr);
-    lab_.adopt(address);
-    return address;
-  };
   for (const auto& each : holed) {
     std::vector<Address> freed;
     allocate(*each, 64 * kMiB);
@@ -620,7 +618,7 @@ TEST_F(LimitMargin, NobodyWithoutAnythingTakesThePlaceOfWhoHas) {
   }
   lab_.leave_idle(*idle, 640 * kMiB);
   const std::size_t had = idle->physical_bytes();
-  allocate(*b, limit - limit / 32 - group_->used());
+  allocate(*b, kLargeLimit - kLargeLimit / 32 - group_->used());
   for (int k = 0; k < 10; ++k) allocate(*b, 16 * kMiB);
   EXPECT_LE(idle->physical_bytes(), had - 8 * 16 * kMiB);
 }
