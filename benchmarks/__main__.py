@@ -86,7 +86,7 @@ def _benchmark(
     runs = arguments.runs or (1 if arguments.quick else getattr(runner.module(name), "RUNS", 2))
     outcome, file = runner.Outcome([], {}, []), None
     for outcome in runner.run(name, chosen, runs, options):
-        if outcome.rows:  # each time: a series that is cut off leaves what it had
+        if outcome.rows:
             file = _write(name, arguments, options, outcome, folder)
     if file is None:
         return False

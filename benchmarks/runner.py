@@ -67,8 +67,8 @@ Turn = tuple[list[str], Part]
 class Outcome(NamedTuple):
     rows: list[Row]
     machine: dict[str, str | int]
-    failed: list[str]
-    rounds: int = 0
+    failed: list[str]  # what was to be measured by now, or in this round, and is not there
+    rounds: int = 0  # begun
 
 
 def module(name: str) -> ModuleType:
@@ -89,7 +89,9 @@ def allocators_of(name: str, kind: str) -> list[str]:
 
 
 def run(name: str, chosen: list[str], runs: int, options: Options) -> Iterator[Outcome]:
-    """Every part under each of ``chosen``, in turn, ``runs`` times, another one first each time; what there is then."""
+    """Every part under each of ``chosen``, in turn, ``runs`` times, another one first each time; after each what there
+    is, so that a series that is cut off loses the one that it was at.
+    """
     rows: dict[tuple[str, str, str], Row] = {}
     facts: dict[str, str | int] = {}
     failed: list[str] = []
@@ -108,9 +110,11 @@ def run(name: str, chosen: list[str], runs: int, options: Options) -> Iterator[O
             found.append(None if answer is None else answer.measurements)
         return found
 
+    def said(chosen: list[str], part: Part) -> str:
+        return Job(name, ", ".join(chosen), options.kind, options.quick, part).said()
+
     def turn(number: int, chosen: list[str], part: Part) -> list[list[Measurement]]:
-        said = Job(name, ", ".join(chosen), options.kind, options.quick, part).said()
-        print(f"{said}, run {number + 1} of {runs}", file=sys.stderr, flush=True)
+        print(f"{said(chosen, part)}, run {number + 1} of {runs}", file=sys.stderr, flush=True)
         every = measured(chosen, part)
         return [[each for each in found or [] if options.at_once == 1 or each.unit not in TIMES] for found in every]
 
@@ -123,11 +127,13 @@ def run(name: str, chosen: list[str], runs: int, options: Options) -> Iterator[O
         for number in range(runs):
             ordered = turns if options.at_once > 1 else _another_first(turns, len(together), number)
             answers = pool.map(lambda each, number=number: turn(number, *each), ordered)
+            ahead = [said(*each) for each in ordered]
             for (group, _), every in zip(ordered, answers, strict=True):
                 for allocator, measurements in zip(group, every, strict=True):
                     for each in measurements:
                         _add(rows, allocator, each)
-            yield Outcome(list(rows.values()), facts, failed, number + 1)
+                del ahead[0]
+                yield Outcome(list(rows.values()), facts, failed + ahead, number + 1)
 
 
 def _another_first(turns: list[Turn], width: int, number: int) -> list[Turn]:

@@ -39,7 +39,7 @@ def parts(options: Options, ask: Ask) -> list[Part]:
         return [{"program": name, "scale": scale, "within": options.limit} for name in chosen]
     planned: list[Part] = []
     for name in options.programs or PROGRAMS:
-        passes, emptied = (2, 1) if options.quick else (6, 5) if options.lockstep else (3, 2)
+        passes, emptied = (2, 1) if options.quick else (6, 3) if options.lockstep else (3, 2)
         part: Part = {"program": name, "scale": scale, "passes": passes, "emptied": emptied}
         if PROGRAMS[name].models > 1:
             peak = _joint_peak(part, options.kind, ask)

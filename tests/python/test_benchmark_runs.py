@@ -200,6 +200,24 @@ def test_a_process_that_fails_is_told_of(
     assert {row["case"] for row in json.loads((tmp_path / "workloads-cpu.json").read_text())["rows"]} == {"serve"}
 
 
+def test_a_series_that_is_cut_off_leaves_what_it_had(
+    monkeypatch: pytest.MonkeyPatch, jobs: list[Job], tmp_path: Path
+) -> None:
+    spawn = runner._spawn
+
+    def until_turns(job: Job) -> Answer | None:
+        if job.part["program"] == "turns":
+            raise KeyboardInterrupt
+        return spawn(job)
+
+    monkeypatch.setattr(runner, "_spawn", until_turns)
+    with pytest.raises(KeyboardInterrupt):
+        call(monkeypatch, "--runs", "1", "--out", str(tmp_path), "--programs", "serve,turns", "workloads")
+    result = json.loads((tmp_path / "workloads-cpu.json").read_text())
+    assert {(row["case"], row["allocator"]) for row in result["rows"]} == {("serve", "torch_vmm"), ("serve", "native")}
+    assert result["failed"] == ["workloads, turns: torch_vmm", "workloads, turns: native"]
+
+
 def test_the_largest_batch_has_a_file_of_its_own(
     monkeypatch: pytest.MonkeyPatch, jobs: list[Job], tmp_path: Path
 ) -> None:
