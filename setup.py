@@ -142,6 +142,7 @@ SOURCES = [
     "csrc/core/pool/free_space.cpp",
     "csrc/core/pool/giving.cpp",
     "csrc/core/pool/going_to_sleep.cpp",
+    "csrc/core/pool/idle_look.cpp",
     "csrc/core/pool/kept_ranges.cpp",
     "csrc/core/pool/lifetime.cpp",
     "csrc/core/pool/locking.cpp",

@@ -11,33 +11,75 @@
 
 namespace vmm {
 
+IdleLook::Moment Pool::moment() const {
+  const std::int64_t live = own_peaks_.level(StatKind::allocated_bytes).current;
+  return {space_.growth().freed(), static_cast<std::size_t>(live)};
+}
+
 // What threads keep is not live.
 bool Pool::may_have_idle(std::size_t bytes, std::span<const WantedChunks> any_of) const {
   const ReadLock lock(*this);
   if (!space_.is_open() || space_.is_pinned()) return false;
   const std::size_t mapped = space_.range().mapped_bytes();
-  const Look now = look_now(0);
+  const IdleLook::Moment now = moment();
   if (mapped - std::min(mapped, now.live) < bytes) return false;
-  return std::any_of(any_of.begin(), any_of.end(),
-                     [&](const WantedChunks& wanted) VMM_REQUIRES(mutex_) { return !is_seen_in_vain(wanted, now); });
+  const Epoch passed = context_.clock.passed();
+  return std::any_of(any_of.begin(), any_of.end(), [&](const WantedChunks& wanted) VMM_REQUIRES(mutex_) {
+    return !look_.is_in_vain(wanted, now, passed);
+  });
 }
 
-Pool::Look Pool::look_now(std::size_t unit) const {
-  const std::int64_t live = own_peaks_.level(StatKind::allocated_bytes).current;
-  return {space_.growth().freed(), static_cast<std::size_t>(live), unit};
+// Idle chunks that do for a request of another pool, in the order in which they go.
+struct Pool::Candidates {
+  explicit Candidates(std::size_t unit) : places(unit) {}
+  std::vector<IdleChunk> first;  // that come first, whatever is wanted
+  IdleChunks others;
+  UnitPlaces places;  // of chunks that only together leave a unit
+  bool are_none = false;
+};
+
+Pool::Candidates Pool::candidates_for(const WantedChunks& wanted, IdleLook* look) {
+  Candidates found(wanted.unit);
+  std::vector<IdleChunk> suitable;
+  for (const IdleChunk& each : space_.all_idle(kNeutral, BackedSpace::Idle::movable)) {
+    look->see(each.chunk->size);
+    if (!is_of_units({each.offset, each.chunk->size}, wanted.unit)) {
+      if (found.places.add(each)) look->see_unit(wanted.unit);
+      continue;
+    }
+    look->see_unit(each.chunk->size);
+    if (each.chunk->size <= wanted.most) suitable.push_back(each);
+  }
+  if (wanted.is_unused) suitable = space_.unused_of(std::move(suitable));
+  found.are_none = suitable.empty();
+  std::set<const Chunk*> first;
+  for (const DormantMappings::Dormant& each : wanted.first) first.insert(each.chunk);
+  for (const IdleChunk& each : suitable) {
+    if (first.count(each.chunk) != 0) {
+      found.first.push_back(each);
+    } else {
+      found.others.add(each);
+    }
+  }
+  return found;
 }
 
-// Nothing is idle that was not at the latest look, where nothing has been allocated or freed
-// since; but for what was exported then.
-bool Pool::is_look_current(const Look& now) const {
-  return look_.has_value() && look_->freed == now.freed && look_->live == now.live;
-}
-
-bool Pool::is_seen_in_vain(const WantedChunks& wanted, const Look& now) const {
-  if (!is_look_current(now)) return false;
-  const std::size_t least_unit = wanted.unit == look_->unit ? look_->least_unit : 0;
-  if ((wanted.unit == 0 ? look_->least : least_unit) > wanted.most) return true;
-  return wanted.is_unused && wanted.most <= look_->in_use && look_->in_use_at == context_.clock.passed();
+// Bytes: 0 where it stays, beneath a floor or as `refused` does not let it in.
+std::size_t Pool::hand_to(Grant& grant, const IdleChunk& chosen, Budget** refused) {
+  const std::size_t size = chosen.chunk->size;
+  if (budget_.above_floors(grant.payer()) < size) return 0;
+  *refused = Budget::transfer(budget_, grant.payer(), size);
+  if (*refused != nullptr) return 0;
+  Chunk* chunk = nullptr;
+  try {
+    chunk = space_.detach(chosen.offset, MappedRange::Fate::may_return);
+  } catch (...) {
+    Budget::transfer_back(budget_, grant.payer(), size);
+    throw;
+  }
+  chunk->charged = &grant.payer();
+  grant.chunks.put(chunk);
+  return size;
 }
 
 std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant& grant, Budget** refused) {
@@ -47,67 +89,31 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
   const MutexLock lock(mutex_);
   if (!space_.is_open()) return 0;
   free_up_space();
-  Look look = look_now(wanted.unit);
-  if (wanted.is_at_a_glance && is_seen_in_vain(wanted, look)) return 0;
-  IdleChunks idle;
+  const IdleLook::Moment now = moment();
+  if (wanted.is_at_a_glance && look_.is_in_vain(wanted, now, context_.clock.passed())) return 0;
+  IdleLook look(now, wanted.unit);
+  Candidates candidates = candidates_for(wanted, &look);
   std::size_t moved = 0;
-  const auto move = [&](const IdleChunk& chosen) VMM_REQUIRES(mutex_) {
-    const std::size_t size = chosen.chunk->size;
-    if (budget_.above_floors(grant.payer()) < size) return;  // perhaps a smaller one
-    *refused = Budget::transfer(budget_, grant.payer(), size);
-    if (*refused != nullptr) return;
-    Chunk* chunk = nullptr;
-    try {
-      chunk = space_.detach(chosen.offset, MappedRange::Fate::may_return);
-    } catch (...) {
-      Budget::transfer_back(budget_, grant.payer(), size);
-      throw;
-    }
-    chunk->charged = &grant.payer();
-    grant.chunks.put(chunk);
-    moved += size;
-  };
-  UnitPlaces places(wanted.unit);
-  std::vector<IdleChunk> suitable;
-  for (const IdleChunk& each : space_.all_idle(kNeutral, BackedSpace::Idle::movable)) {
-    look.least = std::min(look.least, each.chunk->size);
-    if (!is_of_units({each.offset, each.chunk->size}, wanted.unit)) {
-      if (places.add(each)) look.least_unit = std::min(look.least_unit, wanted.unit);
-      continue;
-    }
-    look.least_unit = std::min(look.least_unit, each.chunk->size);
-    if (each.chunk->size <= wanted.most) suitable.push_back(each);
-  }
-  if (wanted.is_unused) suitable = space_.unused_of(std::move(suitable));
-  std::set<const Chunk*> first;
-  for (const DormantMappings::Dormant& each : wanted.first) first.insert(each.chunk);
-  for (const IdleChunk& each : suitable) {
-    if (first.count(each.chunk) == 0) {
-      idle.add(each);
-    } else if (*refused == nullptr) {
-      move(each);
-    }
+  for (const IdleChunk& each : candidates.first) {
+    if (*refused == nullptr) moved += hand_to(grant, each, refused);
   }
   while (moved < wanted.bytes && *refused == nullptr) {
-    const std::optional<IdleChunk> chosen = idle.take_nearest(wanted.bytes - moved);
+    const std::optional<IdleChunk> chosen = candidates.others.take_nearest(wanted.bytes - moved);
     if (!chosen.has_value()) break;
-    move(*chosen);
+    moved += hand_to(grant, *chosen, refused);  // where not this one, perhaps a smaller one
   }
   while (moved < wanted.bytes && *refused == nullptr) {
-    const std::vector<IdleChunk> place = places.take();
+    const std::vector<IdleChunk> place = candidates.places.take();
     if (place.empty()) break;
     for (const IdleChunk& each : place) {
-      if (*refused == nullptr) move(each);
+      if (*refused == nullptr) moved += hand_to(grant, each, refused);
     }
   }
   if (moved != 0 || !space_.may_move()) {
-    look_.reset();
-  } else if (wanted.unit != 0 || !is_look_current(look)) {  // or it knows more: of units too
-    look_ = look;
-  }
-  if (look_.has_value() && wanted.is_unused && suitable.empty()) {
-    look_->in_use = wanted.most;
-    look_->in_use_at = context_.clock.passed();
+    look_.forget();
+  } else {
+    look_.becomes(look);
+    if (wanted.is_unused && candidates.are_none) look_.note_in_use(wanted.most, context_.clock.passed());
   }
   space_.drop_retired();
   return moved;

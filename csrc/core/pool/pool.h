@@ -36,6 +36,7 @@
 #include "core/numbers/stats.h"
 #include "core/pool/asleep.h"
 #include "core/pool/free_space.h"
+#include "core/pool/idle_look.h"
 #include "core/pool/pool_checkpoint.h"
 #include "core/pool/pool_spec.h"
 #include "core/pool/region_id.h"
@@ -50,8 +51,6 @@
 namespace vmm {
 
 class DeviceMemory;
-class Grant;
-struct WantedChunks;
 class SharedChunks;
 
 class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>, private SpaceOwner {
@@ -573,21 +572,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   mutable std::atomic<bool> stands_still_{false};  // see Telling
 
   mutable Mutex mutex_;
-  // What the latest look for idle chunks, which walks, saw of them; it holds until something is
-  // allocated or freed.
-  struct Look {
-    std::size_t freed = 0;  // bytes, by then
-    std::size_t live = 0;
-    std::size_t unit = 0;  // that was asked for
-    std::size_t least = kUnlimited;
-    std::size_t least_unit = kUnlimited;
-    std::size_t in_use = 0;  // all of at most so many bytes were, when this had passed:
-    Epoch in_use_at = kLongAgo;
-  };
-  [[nodiscard]] bool is_look_current(const Look& now) const VMM_REQUIRES(mutex_);
-  [[nodiscard]] bool is_seen_in_vain(const WantedChunks& wanted, const Look& now) const VMM_REQUIRES(mutex_);
-  [[nodiscard]] Look look_now(std::size_t unit) const VMM_REQUIRES(mutex_);
-  std::optional<Look> look_ VMM_GUARDED_BY(mutex_);
+  [[nodiscard]] IdleLook::Moment moment() const VMM_REQUIRES(mutex_);
+  struct Candidates;  // for surrender()
+  Candidates candidates_for(const WantedChunks& wanted, IdleLook* look) VMM_REQUIRES(mutex_);
+  std::size_t hand_to(Grant& grant, const IdleChunk& chosen, Budget** refused) VMM_REQUIRES(mutex_);
+  IdleLook look_ VMM_GUARDED_BY(mutex_);
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
   Slabs slabs_ VMM_GUARDED_BY(mutex_);
   StreamTable streams_ VMM_GUARDED_BY(mutex_);
