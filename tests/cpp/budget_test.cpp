@@ -148,6 +148,20 @@ TEST_F(BudgetChain, AGroupsFloorIsItsModels) {
   EXPECT_EQ(other_.charge(30), nullptr);
 }
 
+TEST_F(BudgetChain, WhatIsReservedForItIsOpenWhateverIsKept) {
+  EXPECT_EQ(group_.room_beside(10, model_), 50U);
+  EXPECT_EQ(group_.room_beside(70, model_), 0U);
+  model_.set_floor(30);
+  EXPECT_EQ(group_.room_beside(40, model_), 30U) << "its own";
+  EXPECT_EQ(group_.room_beside(10, other_), 20U) << "another's is not";
+  EXPECT_EQ(model_.charge(25), nullptr);
+  EXPECT_EQ(group_.room_beside(40, model_), 5U) << "what is left of it";
+  group_.set_floor(55);
+  EXPECT_EQ(device_.room_beside(100, model_), 30U) << "its group's as well";
+  group_.set_limit(27);
+  EXPECT_EQ(group_.room_beside(5, model_), 2U) << "no more than there is";
+}
+
 TEST_F(BudgetChain, FloorsThatExceedALimitTogetherAreRefused) {
   model_.set_floor(40);
   try {

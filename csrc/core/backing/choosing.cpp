@@ -185,13 +185,10 @@ void BackedSpace::fill_gap(ByteRange gap, std::size_t beyond, Choice& choice) {
 std::size_t BackedSpace::into_margin(const Choice& choice, Budget** level) const {
   if (!terms_of(choice.grant).keeps_margin || choice.create_bytes == 0 || unit_for(choice.lack.total) == 0) return 0;
   if (choice.create_bytes > budget_.headroom()) return 0;
-  std::size_t own = 0;
-  for (const Budget* below = &budget_; below != &group_; below = below->parent()) own += below->reserved_here();
   std::size_t most = 0;
-  for (Budget* at = &group_; at != nullptr; own += at->reserved_here(), at = at->parent()) {
+  for (Budget* at = &group_; at != nullptr; at = at->parent()) {
     if (at->limit() >= context_.capabilities.total_memory) continue;  // none that is ever reached
-    const std::size_t room = at->room_for(budget_);
-    const std::size_t open = std::max(own, room - std::min(room, GrowthPolicy::margin(at->limit())));
+    const std::size_t open = at->room_beside(GrowthPolicy::margin(at->limit()), budget_);
     if (choice.create_bytes <= open || choice.create_bytes - open <= most) continue;
     most = choice.create_bytes - open;
     *level = at;

@@ -179,11 +179,12 @@ void Ladder::gather(Pool& asker, const Shortage& lacks, std::size_t unit, Grant&
   PoolList others = victims(asker, lacks.refused);
   gather_from(others, {lacks.bytes - std::min(lacks.bytes, room), unit, kUnlimited, returning}, grant, step);
   if (unit == 0 || lacks.refused == nullptr || !asker.group().stands_under(*lacks.refused)) return;
-  const std::size_t margin = std::min(room, GrowthPolicy::margin(lacks.refused->limit()));
-  if (margin == 0 || lacks.bytes <= room - margin) return;
+  const Budget& full = *lacks.refused;
+  const std::size_t open = std::min(room, full.room_beside(GrowthPolicy::margin(full.limit()), asker.budget()));
+  if (open == room || lacks.bytes <= open) return;
   std::erase_if(others, [&asker](const auto& pool) { return is_above(*pool, asker); });
   Shortage kept = lacks;
-  kept.bytes -= room - margin;
+  kept.bytes -= open;
   memory_.clock().poll();
   step->bytes += gather_to_keep(asker, kept, others, {}, grant, step);
 }

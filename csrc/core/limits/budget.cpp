@@ -194,6 +194,13 @@ std::size_t Budget::claimable_for(const Budget& payer) const {
 
 std::size_t Budget::room_for(const Budget& payer) const { return std::min(room(), claimable_for(payer)); }
 
+std::size_t Budget::room_beside(std::size_t kept, const Budget& payer) const {
+  std::size_t own = 0;
+  for (const Budget* level = &payer; level != this; level = level->parent_) own += level->reserved_here();
+  const std::size_t room = room_for(payer);
+  return std::max(std::min(own, room), left(room, kept));
+}
+
 bool Budget::could_hold(std::size_t bytes) const {
   std::size_t claim_bytes = bytes;  // as take() does it, on an empty tree
   for (const Budget* level = this; level != nullptr; level = level->parent_) {

@@ -92,6 +92,8 @@ class Budget : public std::enable_shared_from_this<Budget> {
   [[nodiscard]] std::size_t claimable_for(const Budget& payer) const;
   // Bytes that this budget alone would still allow `payer`, which stands under it.
   [[nodiscard]] std::size_t room_for(const Budget& payer) const;
+  // The same while `kept` bytes of it stay; what floors beneath reserved for `payer` does not.
+  [[nodiscard]] std::size_t room_beside(std::size_t kept, const Budget& payer) const;
   // Whether `bytes` could be charged if nothing were used.
   [[nodiscard]] bool could_hold(std::size_t bytes) const;
   // Bytes that could be charged now, over the whole chain.
