@@ -220,6 +220,18 @@ class ListedMoves {
   const bool fills_;
 };
 
+TEST(IdleMoves, AfterSoManySizesInVainItIsNotFilled) {
+  for (const std::size_t others : {15UL, 17UL}) {
+    Chunks made;
+    std::vector<IdleChunk> idle = {made.make(512 * kPage)};
+    idle.front().stretch = 400 * kGiB;  // it would break up a great deal
+    for (std::size_t pages = 257; pages < 257 + others; ++pages) idle.push_back(made.make(pages * kPage));
+    IdleMoves moves(idle, kPage);
+    const std::size_t taken = moves.take_most_useful(512 * kPage, 512 * kPage, 512 * kPage)->chunk->size;
+    EXPECT_EQ(taken, others < 16 ? 512 * kPage : (256 + others) * kPage);
+  }
+}
+
 TEST(IdleMoves, OfARandomProgramAreThoseOfAListThatIsLookedThrough) {
   for (unsigned seed = 1; seed <= 60; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));

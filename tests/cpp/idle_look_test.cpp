@@ -10,8 +10,10 @@ namespace {
 constexpr IdleLook::Moment kThen{4 * kMiB, 8 * kMiB};
 constexpr Epoch kPassed = 7;
 
-WantedChunks of_at_most(std::size_t most, std::size_t unit = 0, bool is_unused = false) {
-  return {.bytes = most, .unit = unit, .most = most, .is_unused = is_unused};
+WantedChunks of_at_most(std::size_t most, std::size_t unit = 0) { return {.bytes = most, .unit = unit, .most = most}; }
+
+WantedChunks unused(std::size_t most, std::size_t unit = 0, std::optional<Stream> but_by = std::nullopt) {
+  return {.bytes = most, .unit = unit, .most = most, .is_unused = true, .but_by = but_by};
 }
 
 TEST(IdleLook, NothingIsInVainBeforeTheFirst) { EXPECT_FALSE(IdleLook().is_in_vain(of_at_most(kMiB), {}, kLongAgo)); }
@@ -56,11 +58,37 @@ TEST(IdleLook, ALookForUnitsIsNotForgottenForOneOfTheSameMoment) {
 TEST(IdleLook, WhatWasInUseIsAskedForAgainOnceTheClockHasMoved) {
   IdleLook look(kThen, 0);
   look.see(2 * kMiB);
-  look.note_in_use(4 * kMiB, kPassed);
-  EXPECT_TRUE(look.is_in_vain(of_at_most(4 * kMiB, 0, /*is_unused=*/true), kThen, kPassed));
-  EXPECT_FALSE(look.is_in_vain(of_at_most(8 * kMiB, 0, /*is_unused=*/true), kThen, kPassed));
+  look.note_in_use(unused(4 * kMiB), kPassed);
+  EXPECT_TRUE(look.is_in_vain(unused(4 * kMiB), kThen, kPassed));
+  EXPECT_FALSE(look.is_in_vain(unused(8 * kMiB), kThen, kPassed));
   EXPECT_FALSE(look.is_in_vain(of_at_most(4 * kMiB), kThen, kPassed));
-  EXPECT_FALSE(look.is_in_vain(of_at_most(4 * kMiB, 0, /*is_unused=*/true), kThen, kPassed + 1));
+  EXPECT_FALSE(look.is_in_vain(unused(4 * kMiB), kThen, kPassed + 1));
+}
+
+TEST(IdleLook, WhatOneStreamStillUsesIsItsOwnAlone) {
+  int one = 0;
+  int other = 0;
+  const auto for_stream = [](Stream stream) { return unused(4 * kMiB, 0, stream); };
+  IdleLook look(kThen, 0);
+  look.see(2 * kMiB);
+  look.note_in_use(unused(4 * kMiB), kPassed);
+  EXPECT_FALSE(look.is_in_vain(for_stream(&one), kThen, kPassed)) << "it may be its own work";
+  look.note_in_use(for_stream(&one), kPassed);
+  EXPECT_TRUE(look.is_in_vain(for_stream(&one), kThen, kPassed));
+  EXPECT_FALSE(look.is_in_vain(for_stream(&other), kThen, kPassed));
+  EXPECT_TRUE(look.is_in_vain(unused(4 * kMiB), kThen, kPassed)) << "somebody uses it";
+}
+
+TEST(IdleLook, UnitsInUseAndOtherChunksInUseAreRememberedBesideEachOther) {
+  constexpr std::size_t kUnit = 16 * kMiB;
+  IdleLook look(kThen, kUnit);
+  look.see(2 * kMiB);
+  look.see_unit(kUnit);
+  look.note_in_use(unused(kUnit, kUnit), kPassed);
+  look.note_in_use(unused(kUnit), kPassed);
+  EXPECT_TRUE(look.is_in_vain(unused(kUnit, kUnit), kThen, kPassed));
+  EXPECT_TRUE(look.is_in_vain(unused(kUnit), kThen, kPassed));
+  EXPECT_FALSE(look.is_in_vain(unused(kUnit, kUnit / 2), kThen, kPassed));
 }
 
 TEST(IdleLook, AHandOverMakesItForgotten) {

@@ -592,6 +592,9 @@ TEST_F(LimitMargin, NobodyWhoseMemoryIsInUseTakesThePlaceOfWhoHas) {
   lab_.leave_idle(*idle, 480 * kMiB);
   const std::size_t had = idle->physical_bytes();
   allocate(*b, kLargeLimit - kLargeLimit / 32 - group_->used(), stream(8));
+  Clock& clock = lab_.memory().clock();
+  clock.cover(clock.now());  // that nobody uses what is idle is known before
+  clock.poll();
   lab_.driver.hold_fences(stream(7));
   free(freed);
   const std::size_t used = group_->used();

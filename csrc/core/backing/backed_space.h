@@ -163,7 +163,8 @@ class BackedSpace {
   std::vector<IdleChunk> all_idle(StreamTag tag, Idle which, std::size_t bare_bytes = 0);
   // Those of them that no queued work may use, so that the driver could have them at once.
   // Without a tick that covers their last use nobody knows, so one is made, and asked after.
-  [[nodiscard]] std::vector<IdleChunk> unused_of(std::vector<IdleChunk> idle);
+  // `but_by`: whose own queued work may, none: nobody's.
+  [[nodiscard]] std::vector<IdleChunk> unused_of(std::vector<IdleChunk> idle, std::optional<Stream> but_by);
   // When something in a stretch was freed last, in any unit that rises.
   using FreedAt = FunctionRef<std::uint64_t(ByteRange)>;
   // Of one age the highest first: low addresses stay whole.
@@ -244,6 +245,9 @@ class BackedSpace {
   // from the same limit (GrowthPolicy::unit()); 0 where none do, or they have a rule of their
   // own.
   [[nodiscard]] std::size_t unit_for(std::size_t bytes) const;
+
+  // idle.cpp
+  [[nodiscard]] Epoch last_use_beside(StreamTag tag, const IdleChunk& idle) const;
 
   // placing.cpp
   [[nodiscard]] PlacingRule placing_rule(const Request& request) const;

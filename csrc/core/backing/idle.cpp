@@ -92,17 +92,26 @@ std::vector<IdleChunk> BackedSpace::all_idle(StreamTag tag, Idle which, std::siz
   return idle;
 }
 
-std::vector<IdleChunk> BackedSpace::unused_of(std::vector<IdleChunk> idle) {
+// The newest moment at which others than the tag's stream may have used an idle chunk.
+Epoch BackedSpace::last_use_beside(StreamTag tag, const IdleChunk& idle) const {
+  if (idle.at_once) return kLongAgo;
+  Epoch newest = streams_.is_past_graphs(tag) ? kLongAgo : streams_.graphs_end();
+  for (std::size_t at = idle.offset; at < idle.offset + idle.chunk->size;) {
+    const Block* const under = blocks_.free_covering(at);
+    if (under->tag != tag && under->tag != kNeutral) newest = std::max(newest, under->epoch);
+    at = under->end();
+  }
+  return newest;
+}
+
+std::vector<IdleChunk> BackedSpace::unused_of(std::vector<IdleChunk> idle, std::optional<Stream> but_by) {
+  const StreamTag tag = but_by.has_value() ? streams_.known_tag(*but_by) : kNeutral;
   Clock& clock = context_.clock;
   Epoch newest = kLongAgo;
-  for (const IdleChunk& each : idle) {
-    if (!each.at_once) newest = std::max(newest, last_use_of({each.offset, each.chunk->size}));
-  }
+  for (const IdleChunk& each : idle) newest = std::max(newest, last_use_beside(tag, each));
   clock.cover_in_time(newest);
   clock.poll();
-  std::erase_if(idle, [&](const IdleChunk& each) {
-    return !each.at_once && !clock.has_passed(last_use_of({each.offset, each.chunk->size}));
-  });
+  std::erase_if(idle, [&](const IdleChunk& each) { return !clock.has_passed(last_use_beside(tag, each)); });
   return idle;
 }
 

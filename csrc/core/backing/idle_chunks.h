@@ -50,6 +50,8 @@ class UnitPlaces {
   explicit UnitPlaces(std::size_t unit) : unit_(unit) {}
   // Whether all of its place is idle now.
   bool add(const IdleChunk& idle);
+  // Whether take() would find one.
+  [[nodiscard]] bool has_whole() const;
   // All of one place, or nothing.
   std::vector<IdleChunk> take();
 

@@ -54,6 +54,11 @@ StreamTag StreamTable::find_tag(Stream stream, bool is_alive) {
   return tag;
 }
 
+StreamTag StreamTable::known_tag(Stream stream) const {
+  const auto known = tags_.find(stream);
+  return known == tags_.end() ? kNeutral : known->second;
+}
+
 // Of many streams, one that has no block left and whose free space nobody uses
 // any more: that space may be the next stream's as it stands.
 StreamTag StreamTable::tag_without_blocks() {

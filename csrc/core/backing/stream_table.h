@@ -46,6 +46,8 @@ class StreamTable {
       return latest_;
     return find_tag(stream, is_alive);
   }
+  // kNeutral: it has none.
+  [[nodiscard]] StreamTag known_tag(Stream stream) const;
   [[nodiscard]] State& operator[](StreamTag tag) { return states_[tag]; }
   [[nodiscard]] const State& operator[](StreamTag tag) const { return states_[tag]; }
   // Tags that there are, neutral space's included.

@@ -173,20 +173,27 @@ void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
 
 // What the limits still allow is created, only the rest is taken, and what else keeps the
 // margin whole, though not from whom is more important.
-void Ladder::gather(Pool& asker, const Shortage& lacks, std::size_t unit, Grant& grant, ReclaimStep* step) {
+void Ladder::gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimStep* step) {
+  Pool& asker = climb.asker;
+  const Shortage& lacks = climb.shortage;
   const std::size_t room = lacks.refused == nullptr ? 0 : asker.budget().headroom();
-  const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
-  PoolList others = victims(asker, lacks.refused);
-  gather_from(others, {lacks.bytes - std::min(lacks.bytes, room), unit, kUnlimited, returning}, grant, step);
-  if (unit == 0 || lacks.refused == nullptr || !asker.group().stands_under(*lacks.refused)) return;
-  const Budget& full = *lacks.refused;
-  const std::size_t open = std::min(room, full.room_beside(GrowthPolicy::margin(full.limit()), asker.budget()));
-  if (open == room || lacks.bytes <= open) return;
-  std::erase_if(others, [&asker](const auto& pool) { return is_above(*pool, asker); });
   Shortage kept = lacks;
-  kept.bytes -= open;
+  kept.bytes = 0;
+  PoolList others;
+  if (unit != 0 && lacks.refused != nullptr && asker.group().stands_under(*lacks.refused)) {
+    const Budget& full = *lacks.refused;
+    const std::size_t open = std::min(room, full.room_beside(GrowthPolicy::margin(full.limit()), asker.budget()));
+    if (open != room) kept.bytes = lacks.bytes - std::min(lacks.bytes, open);
+  }
+  const std::optional<Stream> stream = stream_of(climb);
+  // In the order of before, so that who gives goes on giving.
+  if (kept.bytes != 0) others = near_margin(asker, kept, stream);
+  const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
+  gather_from(victims(asker, lacks.refused), {lacks.bytes - std::min(lacks.bytes, room), unit, kUnlimited, returning},
+              grant, step);
+  if (kept.bytes == 0) return;
   memory_.clock().poll();
-  step->bytes += gather_to_keep(asker, kept, others, {}, grant, step);
+  step->bytes += gather_to_keep(asker, kept, stream, others, {}, grant, step);
 }
 
 // Memory that has been used is no use to a graph.
@@ -208,7 +215,7 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   for (std::size_t unit = wanted;; unit = 0) {
     Grant grant(memory_.store(), asker.group(), asker.budget());
     grant.terms.fit = unit != 0 ? ChunkFit::filled : ChunkFit::any;
-    gather(asker, lacks, unit, grant, step);
+    gather(climb, unit, grant, step);
     // Its own of other sizes may do where nobody gave any.
     if (grant.bytes() != 0 || (unit == 0 && lacks.is_particular)) {
       is_any_found = true;

@@ -147,8 +147,7 @@ class Ladder {
   void wait_and_melt(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   void spill(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
 
-  void gather(Pool& asker, const Shortage& lacks, std::size_t unit, Grant& grant, ReclaimStep* step)
-      VMM_REQUIRES(mutex_);
+  void gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimStep* step) VMM_REQUIRES(mutex_);
   void gather_from(const PoolList& pools, const WantedChunks& wanted, Grant& grant, ReclaimStep* step)
       VMM_REQUIRES(mutex_);
   std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
@@ -156,10 +155,11 @@ class Ladder {
   void create_into(Grant& grant, const Pool& asker, std::size_t want);
   void note(const Pool& asker, ReclaimDecision decision);
   // margin.cpp
-  std::size_t gather_to_keep(Pool& asker, const Shortage& lacks, const PoolList& others,
+  std::size_t gather_to_keep(Pool& asker, const Shortage& lacks, std::optional<Stream> stream, const PoolList& others,
                              std::span<const DormantMappings::Dormant> returning, Grant& grant, ReclaimStep* step)
       VMM_REQUIRES(mutex_);
-  [[nodiscard]] PoolList near_margin(const Pool& asker, const Shortage& lacks, std::size_t unit) const;
+  [[nodiscard]] PoolList near_margin(const Pool& asker, const Shortage& lacks, std::optional<Stream> stream) const;
+  [[nodiscard]] std::optional<Stream> stream_of(const Climb& climb) const;
   std::size_t give_back(Grant& grant, Budget& group);
 
   DeviceMemory& memory_;

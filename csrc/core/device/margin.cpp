@@ -14,11 +14,33 @@ namespace {
 // Bytes; a page, where the other models have closed since.
 std::size_t unit_of(const Shortage& lacks, const Pool& asker) { return std::max(lacks.unit, asker.page_size()); }
 
+// Units that nobody else still uses: models that run beside each other, on streams of their
+// own, would have to wait for each other although both fit. Where the GPU is behind, models
+// that take turns on one stream hand on what its work still uses, or they end at their limit
+// (1.06 of their peak instead of 1.03). `lacks.bytes` of them.
+WantedChunks units_for(const Shortage& lacks, std::size_t unit, std::optional<Stream> stream) {
+  WantedChunks wanted{lacks.bytes, unit, align_up(lacks.bytes, unit)};
+  wanted.is_at_a_glance = true;
+  wanted.is_unused = true;
+  wanted.but_by = stream;
+  return wanted;
+}
+
+// Chunks of other sizes. What fills no place goes back to the driver, so where units are
+// taken it is nothing that queued work may use.
+WantedChunks others_for(const Shortage& lacks, std::size_t unit, std::optional<Stream> stream) {
+  WantedChunks wanted = units_for(lacks, unit, stream);
+  wanted.unit = 0;
+  if (lacks.takes_units) wanted.but_by.reset();
+  return wanted;
+}
+
 }  // namespace
 
 Address Ladder::keep_margin(Climb& climb) {
   Pool& asker = climb.asker;
   const Shortage lacks = climb.shortage;
+  const std::optional<Stream> stream = stream_of(climb);
   ReclaimDecision decision{climb.bytes, asker.name(), lacks.refused->name(), {}};
   ReclaimStep& step = decision.steps.at(static_cast<std::size_t>(Rung::other_models));
   const auto began = std::chrono::steady_clock::now();
@@ -29,8 +51,8 @@ Address Ladder::keep_margin(Climb& climb) {
     const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
     const MutexLock lock(mutex_);
     memory_.clock().poll();
-    const PoolList others = near_margin(asker, lacks, unit);
-    step.bytes = gather_to_keep(asker, lacks, others, returning, grant, &step);
+    const PoolList others = near_margin(asker, lacks, stream);
+    step.bytes = gather_to_keep(asker, lacks, stream, others, returning, grant, &step);
   }
   step.bytes += grant.bytes();
   const auto is_in_vain = [&climb] { return climb.found == 0 && climb.shortage.is_margin; };
@@ -59,18 +81,23 @@ Address Ladder::keep_margin(Climb& climb) {
   return climb.found;
 }
 
+// None that could not come behind its own queued work.
+std::optional<Stream> Ladder::stream_of(const Climb& climb) const {
+  return memory_.clock().is_without_fence() ? std::nullopt : climb.stream;
+}
+
 // Who is asked before the margin is taken: few, and none that has less than a unit idle or, as
 // far as is known, nothing that would do.
-PoolList Ladder::near_margin(const Pool& asker, const Shortage& lacks, std::size_t unit) const {
+PoolList Ladder::near_margin(const Pool& asker, const Shortage& lacks, std::optional<Stream> stream) const {
   PoolList found = memory_.pools_under(*lacks.refused);
-  const std::size_t whole = align_up(lacks.bytes, unit);
+  const std::size_t unit = unit_of(lacks, asker);
   // As gather_to_keep() asks: for units, where such are taken, and for chunks of other sizes.
   std::vector<WantedChunks> any_of;
-  if (lacks.takes_units) any_of.push_back({0, unit, whole});
-  any_of.push_back({0, 0, whole, {}, /*is_unused=*/lacks.takes_units});
+  if (lacks.takes_units) any_of.push_back(units_for(lacks, unit, stream));
+  any_of.push_back(others_for(lacks, unit, stream));
   std::erase_if(found, [&asker, unit, &any_of](const auto& pool) {
     const bool is_passed_over = pool.get() == &asker || pool->budget().used() < unit || is_above(*pool, asker);
-    return is_passed_over || !pool->may_have_idle(unit, any_of);
+    return is_passed_over || !pool->may_give(asker.budget(), unit, any_of);
   });
   found = in_order_of_yielding(std::move(found));
   if (found.size() > kMostAsked) found.resize(kMostAsked);
@@ -88,29 +115,26 @@ std::size_t Ladder::give_back(Grant& grant, Budget& group) {
 // sizes, beside which the pool's own may stand. What fits nowhere goes back to the driver and
 // makes room: how many bytes. (A piece of a unit is missing where units end, and little
 // blocks are of any size.) REQUIRES: the clock was polled just before.
-std::size_t Ladder::gather_to_keep(Pool& asker, const Shortage& lacks, const PoolList& others,
-                                   std::span<const DormantMappings::Dormant> returning, Grant& grant,
-                                   ReclaimStep* step) {
-  WantedChunks wanted{lacks.bytes, 0, 0, returning};
-  wanted.is_at_a_glance = true;
+std::size_t Ladder::gather_to_keep(Pool& asker, const Shortage& lacks, std::optional<Stream> stream,
+                                   const PoolList& others, std::span<const DormantMappings::Dormant> returning,
+                                   Grant& grant, ReclaimStep* step) {
   const std::size_t unit = unit_of(lacks, asker);
-  const std::size_t whole = align_up(lacks.bytes, unit);
   if (lacks.takes_units) {
-    wanted.unit = unit;
-    wanted.most = whole;
-    gather_from(others, wanted, grant, step);
+    WantedChunks units = units_for(lacks, unit, stream);
+    units.first = returning;
+    gather_from(others, units, grant, step);
     if (grant.bytes() >= lacks.bytes) return 0;
   }
-  // What fills no place goes back to the driver, so it is nothing that queued work may use.
-  const std::size_t missing = lacks.bytes - grant.bytes();
-  wanted.unit = 0;
-  wanted.most = std::min(missing, unit);
-  wanted.is_unused = lacks.takes_units;
-  gather_from(others, wanted, grant, step);
+  WantedChunks smaller = others_for(lacks, unit, stream);
+  smaller.first = returning;
+  smaller.most = std::min(lacks.bytes - grant.bytes(), unit);
+  gather_from(others, smaller, grant, step);
   if (grant.bytes() >= lacks.bytes) return 0;
   Grant odd(memory_.store(), asker.group(), asker.budget());
-  wanted = {lacks.bytes - grant.bytes(), 0, whole, {}, /*is_unused=*/true, /*is_at_a_glance=*/true};
-  gather_from(others, wanted, odd, step);
+  WantedChunks unused = others_for(lacks, unit, stream);
+  unused.bytes = lacks.bytes - grant.bytes();
+  unused.but_by.reset();
+  gather_from(others, unused, odd, step);
   return give_back(odd, asker.group());
 }
 

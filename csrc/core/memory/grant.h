@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "core/limits/budget.h"
@@ -32,7 +33,8 @@ struct WantedChunks {
   std::size_t unit = 0;                               // that leave whole units (is_of_units()); 0: any
   std::size_t most = kUnlimited;                      // each no larger
   std::span<const DormantMappings::Dormant> first{};  // these, whatever `bytes` says
-  bool is_unused = false;                             // as far as the clock was polled, no queued work uses it
+  bool is_unused = false;                             // no queued work uses it, as far as the clock knows
+  std::optional<Stream> but_by{};                     // but this one's
   bool is_at_a_glance = false;                        // no pool is looked through for them twice
 };
 

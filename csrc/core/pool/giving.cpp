@@ -17,14 +17,17 @@ IdleLook::Moment Pool::moment() const {
 }
 
 // What threads keep is not live.
-bool Pool::may_have_idle(std::size_t bytes, std::span<const WantedChunks> any_of) const {
+bool Pool::may_give(const Budget& payer, std::size_t bytes, std::span<const WantedChunks> any_of) const {
+  const std::size_t above = budget_.above_floors(payer);
+  if (above < bytes) return false;
   const ReadLock lock(*this);
   if (!space_.is_open() || space_.is_pinned()) return false;
   const std::size_t mapped = space_.range().mapped_bytes();
   const IdleLook::Moment now = moment();
   if (mapped - std::min(mapped, now.live) < bytes) return false;
   const Epoch passed = context_.clock.passed();
-  return std::any_of(any_of.begin(), any_of.end(), [&](const WantedChunks& wanted) VMM_REQUIRES(mutex_) {
+  return std::any_of(any_of.begin(), any_of.end(), [&](WantedChunks wanted) VMM_REQUIRES(mutex_) {
+    wanted.most = std::min(wanted.most, above);
     return !look_.is_in_vain(wanted, now, passed);
   });
 }
@@ -35,27 +38,27 @@ struct Pool::Candidates {
   std::vector<IdleChunk> first;  // that come first, whatever is wanted
   IdleChunks others;
   UnitPlaces places;  // of chunks that only together leave a unit
-  bool are_none = false;
+  bool are_none() const { return first.empty() && others.bytes() == 0 && !places.has_whole(); }
 };
 
 Pool::Candidates Pool::candidates_for(const WantedChunks& wanted, IdleLook* look) {
   Candidates found(wanted.unit);
+  UnitPlaces places(wanted.unit);
   std::vector<IdleChunk> suitable;
   for (const IdleChunk& each : space_.all_idle(kNeutral, BackedSpace::Idle::movable)) {
+    const bool is_of_unit = is_of_units({each.offset, each.chunk->size}, wanted.unit);
     look->see(each.chunk->size);
-    if (!is_of_units({each.offset, each.chunk->size}, wanted.unit)) {
-      if (found.places.add(each)) look->see_unit(wanted.unit);
-      continue;
-    }
-    look->see_unit(each.chunk->size);
-    if (each.chunk->size <= wanted.most) suitable.push_back(each);
+    if (is_of_unit) look->see_unit(each.chunk->size);
+    if (!is_of_unit && places.add(each)) look->see_unit(wanted.unit);
+    if (std::max(each.chunk->size, is_of_unit ? 0 : wanted.unit) <= wanted.most) suitable.push_back(each);
   }
-  if (wanted.is_unused) suitable = space_.unused_of(std::move(suitable));
-  found.are_none = suitable.empty();
+  if (wanted.is_unused) suitable = space_.unused_of(std::move(suitable), wanted.but_by);
   std::set<const Chunk*> first;
   for (const DormantMappings::Dormant& each : wanted.first) first.insert(each.chunk);
   for (const IdleChunk& each : suitable) {
-    if (first.count(each.chunk) != 0) {
+    if (!is_of_units({each.offset, each.chunk->size}, wanted.unit)) {
+      found.places.add(each);
+    } else if (first.count(each.chunk) != 0) {
       found.first.push_back(each);
     } else {
       found.others.add(each);
@@ -82,17 +85,19 @@ std::size_t Pool::hand_to(Grant& grant, const IdleChunk& chosen, Budget** refuse
   return size;
 }
 
-std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant& grant, Budget** refused) {
+std::size_t Pool::surrender(WantedChunks wanted, bool is_gathered, Grant& grant, Budget** refused) {
   VMM_CHECK(&context_.store == &grant.store(), "pool '", name_, "' gives chunks of another store");
   *refused = nullptr;
   if (!is_gathered) context_.caches.gather(*this);
   const MutexLock lock(mutex_);
   if (!space_.is_open()) return 0;
   free_up_space();
+  wanted.most = std::min(wanted.most, budget_.above_floors(grant.payer()));
   const IdleLook::Moment now = moment();
   if (wanted.is_at_a_glance && look_.is_in_vain(wanted, now, context_.clock.passed())) return 0;
   IdleLook look(now, wanted.unit);
   Candidates candidates = candidates_for(wanted, &look);
+  const bool are_none = candidates.are_none();
   std::size_t moved = 0;
   for (const IdleChunk& each : candidates.first) {
     if (*refused == nullptr) moved += hand_to(grant, each, refused);
@@ -113,7 +118,7 @@ std::size_t Pool::surrender(const WantedChunks& wanted, bool is_gathered, Grant&
     look_.forget();
   } else {
     look_.becomes(look);
-    if (wanted.is_unused && candidates.are_none) look_.note_in_use(wanted.most, context_.clock.passed());
+    if (wanted.is_unused && are_none) look_.note_in_use(wanted, context_.clock.passed());
   }
   space_.drop_retired();
   return moved;

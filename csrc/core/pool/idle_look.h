@@ -29,13 +29,14 @@ class IdleLook {
   void see(std::size_t bytes) { least_ = std::min(least_, bytes); }
   void see_unit(std::size_t bytes) { least_unit_ = std::min(least_unit_, bytes); }
 
-  // Whether none of `wanted` would be found at `now`, when the clock has passed `passed`.
+  // Whether none of `wanted` would be found at `now`, when the clock has passed `passed`. (All
+  // that was in use by others than a stream is so by somebody.)
   [[nodiscard]] bool is_in_vain(const WantedChunks& wanted, Moment now, Epoch passed) const;
 
   // The latest one saw what `look` did; of the two at one moment the one for units knows more.
   void becomes(const IdleLook& look);
-  // All that is idle, of at most so many bytes, was in use when the clock had passed `passed`.
-  void note_in_use(std::size_t most, Epoch passed);
+  // All of `wanted` that is idle was in use when the clock had passed `passed`.
+  void note_in_use(const WantedChunks& wanted, Epoch passed);
   void forget() { when_.reset(); }
 
  private:
@@ -43,8 +44,14 @@ class IdleLook {
   std::size_t unit_ = 0;
   std::size_t least_ = kUnlimited;  // bytes, of the smallest that was seen
   std::size_t least_unit_ = kUnlimited;
-  std::size_t in_use_ = 0;
-  Epoch in_use_at_ = kLongAgo;
+  struct InUse {
+    std::size_t most = 0;  // bytes: all of at most so many
+    std::size_t unit = 0;
+    std::optional<Stream> but_by;  // by others than this one
+    Epoch at = kLongAgo;
+  };
+  InUse units_in_use_;
+  InUse any_in_use_;
 };
 
 }  // namespace vmm

@@ -236,10 +236,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // use travels with the chunks. Nothing is waited for. Returns the bytes moved; `refused` is
   // the limit that would not let them in. `is_gathered`: what threads keep of it has been
   // given back.
-  std::size_t surrender(const WantedChunks& wanted, bool is_gathered, Grant& grant, Budget** refused)
+  std::size_t surrender(WantedChunks wanted, bool is_gathered, Grant& grant, Budget** refused) VMM_EXCLUDES(mutex_);
+  // Whether it may have `bytes` idle that its floors leave to `payer`, and chunks that do for
+  // one of these, at a glance.
+  [[nodiscard]] bool may_give(const Budget& payer, std::size_t bytes, std::span<const WantedChunks> any_of) const
       VMM_EXCLUDES(mutex_);
-  // Whether it may have `bytes` idle, and chunks that do for one of these, at a glance.
-  [[nodiscard]] bool may_have_idle(std::size_t bytes, std::span<const WantedChunks> any_of) const VMM_EXCLUDES(mutex_);
   // What is dormant in `place`, of chunks that others had last.
   [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_of_others(ByteRange place) const VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.

@@ -162,6 +162,11 @@ std::size_t Clock::streams() const {
   return streams_locked();
 }
 
+bool Clock::is_without_fence() const {
+  const MutexLock lock(mutex_);
+  return has_obstacle();
+}
+
 std::size_t Clock::ticks_under_way() const {
   const MutexLock lock(mutex_);
   return ticks_.size();

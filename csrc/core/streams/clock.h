@@ -74,6 +74,9 @@ class Clock {
   // Blocks it for everything queued until now, on streams that nobody knows too, as
   // native's cudaFree waits. A pool's lock may be held: nothing of ours runs meanwhile.
   Status synchronize() VMM_EXCLUDES(mutex_);
+  // Whether the latest tick has no fence, as beside a capture: nothing is ordered by the GPU
+  // behind what was freed since the one before.
+  [[nodiscard]] bool is_without_fence() const VMM_EXCLUDES(mutex_);
   // The newest epoch known to have passed.
   [[nodiscard]] Epoch passed() const { return passed_.load(std::memory_order_acquire); }
 
