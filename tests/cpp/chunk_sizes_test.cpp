@@ -71,7 +71,7 @@ TEST(ChunkSizes, WhatComesAndGoesIsBackedWithSmallEvenPieces) {
   Sizes sizes(13, 8 * kMiB);
   sizes.push_back(6 * kMiB);
   EXPECT_EQ(created_after(kGiB, 110 * kMiB), sizes);
-  EXPECT_EQ(created_after(kGiB, 6 * kGiB), Sizes(24, 256 * kMiB)) << "a 24th of the request";
+  EXPECT_EQ(created_after(kGiB, 10 * kGiB), Sizes(40, 256 * kMiB)) << "a 40th of the request";
   EXPECT_EQ(created_after(20 * kGiB, 90 * kMiB), Sizes({24 * kMiB, 22 * kMiB, 22 * kMiB, 22 * kMiB}))
       << "about a 900th of the peak, which is 22.8 MiB";
   EXPECT_EQ(created_after(20 * kGiB, 6 * kMiB), Sizes(1, 6 * kMiB)) << "no more than is needed";
@@ -79,7 +79,7 @@ TEST(ChunkSizes, WhatComesAndGoesIsBackedWithSmallEvenPieces) {
 
 TEST(ChunkSizes, WhatGoesFromModelToModelIsBackedWithFewerPieces) {
   EXPECT_EQ(created_after(kGiB, 96 * kMiB, /*is_alone=*/false), Sizes(4, 24 * kMiB));
-  EXPECT_EQ(created_after(kGiB, 6 * kGiB, /*is_alone=*/false), Sizes(24, 256 * kMiB)) << "a 24th of the request";
+  EXPECT_EQ(created_after(kGiB, 10 * kGiB, /*is_alone=*/false), Sizes(40, 256 * kMiB)) << "a 40th of the request";
   EXPECT_EQ(created_after(20 * kGiB, 100 * kMiB, /*is_alone=*/false), Sizes({34 * kMiB, 34 * kMiB, 32 * kMiB}))
       << "about a 600th of the peak, which is 34.1 MiB";
 }

@@ -138,7 +138,7 @@ TEST(GrowthPolicy, WhatComesAndGoesIsBackedWithSmallEvenPieces) {
   use(&policy, kGiB, kGiB);
   EXPECT_EQ(sizes(policy, lack(24 * kMiB)), Sizes(3, 8 * kMiB));
   EXPECT_EQ(sizes(policy, lack(kPage)), Sizes(1, kPage)) << "and not a byte more";
-  EXPECT_EQ(sizes(policy, lack(6 * kGiB)), Sizes(24, 256 * kMiB)) << "a 24th of the request";
+  EXPECT_EQ(sizes(policy, lack(10 * kGiB)), Sizes(40, 256 * kMiB)) << "a 40th of the request";
   use(&policy, 36 * kGiB, 36 * kGiB);
   EXPECT_EQ(sizes(policy, lack(120 * kMiB)), Sizes(3, 40 * kMiB)) << "about a 900th of the peak, which is 41.0 MiB";
   EXPECT_EQ(sizes(policy, lack(96 * kGiB)), Sizes(96, kGiB)) << "never more than that";
@@ -148,7 +148,7 @@ TEST(GrowthPolicy, WhatOthersWantTooIsBackedWithFewerPieces) {
   GrowthPolicy policy(ordinary());
   use(&policy, kGiB, kGiB);
   EXPECT_EQ(sizes(policy, contested(96 * kMiB)), Sizes(4, 24 * kMiB));
-  EXPECT_EQ(sizes(policy, contested(6 * kGiB)), Sizes(24, 256 * kMiB)) << "a 24th of the request";
+  EXPECT_EQ(sizes(policy, contested(10 * kGiB)), Sizes(40, 256 * kMiB)) << "a 40th of the request";
   use(&policy, 36 * kGiB, 36 * kGiB);
   EXPECT_EQ(sizes(policy, contested(180 * kMiB)), Sizes(3, 60 * kMiB)) << "about a 600th of the peak";
 }

@@ -11,11 +11,11 @@ namespace {
 // New chunks are a share of what is missing and of the pool's peak, or more: cost is per
 // chunk (58 us to 64 MiB), not per byte, yet a chunk that is large against its request
 // strands more when part of it is reused.
-// Over sixteen recorded programs (tests/data and static serving), each at six sizes, a 48th,
-// 32nd, 24th and 16th of what is missing ended at 1.020, 1.021, 1.021 and 1.025 of what they
-// used at most, with 63, 60, 57 and 53 thousand driver calls. Where blocks are large and no
-// two of a size (own_graphs) a 24th makes two fifths fewer than a 48th.
-constexpr std::size_t kPiecesPerRequest = 24;
+// Over seventeen recorded programs, each at six sizes, a 48th, 40th and 24th of what is missing
+// ended at 1.0193, 1.0198 and 1.0207 of what they used at most, with 66, 64 and 59 thousand
+// driver calls, a 16th at 1.025. On a GPU a 24th had five of nine single programs within 1.02,
+// and one at 1.028; a 48th seven, and that one at 1.014.
+constexpr std::size_t kPiecesPerRequest = 40;
 struct Pieces {
   std::size_t per_pool;
   std::size_t least;  // bytes
