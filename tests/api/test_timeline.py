@@ -260,7 +260,8 @@ def test_a_folder_that_is_not_there_is_an_os_error(recorded: Timeline, tmp_path:
 def test_it_can_be_saved_while_it_records(shared: SharedMemoryPool, tmp_path: Path) -> None:
     with shared.record_timeline(0.001) as timeline:
         timeline.save(tmp_path / "early.json")
-        assert comes_true(lambda: len(timeline.samples) > 5)
+        saved = len(timeline.samples)  # or fewer: it goes on meanwhile
+        assert comes_true(lambda: len(timeline.samples) > saved)
         timeline.save(tmp_path / "late.json")
     early, late = (json.loads((tmp_path / f"{when}.json").read_text())["traceEvents"] for when in ("early", "late"))
     assert len(early) < len(late)
