@@ -7,7 +7,7 @@
 namespace vmm {
 namespace {
 
-constexpr IdleLook::Moment kThen{4 * kMiB, 8 * kMiB};
+constexpr IdleLook::Moment kThen{12 * kMiB, 4 * kMiB, 8 * kMiB};
 constexpr Epoch kPassed = 7;
 
 WantedChunks of_at_most(std::size_t most, std::size_t unit = 0) { return {.bytes = most, .unit = unit, .most = most}; }
@@ -29,8 +29,13 @@ TEST(IdleLook, WhatIsSmallerThanAllThatWasSeenIsInVain) {
 TEST(IdleLook, ItHoldsUntilSomethingIsAllocatedOrFreed) {
   const IdleLook saw_none(kThen, 0);
   EXPECT_TRUE(saw_none.is_in_vain(of_at_most(kMiB), kThen, kPassed));
-  EXPECT_FALSE(saw_none.is_in_vain(of_at_most(kMiB), {kThen.freed + 512, kThen.live - 512}, kPassed));
-  EXPECT_FALSE(saw_none.is_in_vain(of_at_most(kMiB), {kThen.freed, kThen.live + 512}, kPassed));
+  IdleLook::Moment freed = kThen;
+  freed.freed += 512;
+  freed.live -= 512;
+  EXPECT_FALSE(saw_none.is_in_vain(of_at_most(kMiB), freed, kPassed));
+  IdleLook::Moment kept_by_thread = kThen;
+  kept_by_thread.handed_out += 512;
+  EXPECT_FALSE(saw_none.is_in_vain(of_at_most(kMiB), kept_by_thread, kPassed)) << "live was and is not";
 }
 
 TEST(IdleLook, OfUnitsItKnowsOnlyThoseThatItLookedFor) {
@@ -49,7 +54,7 @@ TEST(IdleLook, ALookForUnitsIsNotForgottenForOneOfTheSameMoment) {
   again.see(2 * kMiB);
   look.becomes(again);
   EXPECT_TRUE(look.is_in_vain(of_at_most(64 * kMiB, 16 * kMiB), kThen, kPassed));
-  const IdleLook::Moment later{kThen.freed + kMiB, kThen.live};
+  const IdleLook::Moment later{kThen.handed_out + kMiB, kThen.freed + kMiB, kThen.live};
   look.becomes(IdleLook(later, 0));
   EXPECT_FALSE(look.is_in_vain(of_at_most(kMiB), kThen, kPassed));
   EXPECT_TRUE(look.is_in_vain(of_at_most(kMiB), later, kPassed));

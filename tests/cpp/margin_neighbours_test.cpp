@@ -211,5 +211,48 @@ TEST_F(MarginNeighbours, AnEmptiedPoolIsLookedThroughAnew) {
   EXPECT_LE(group_->used(), kLimit - kMargin);
 }
 
+TEST_F(MarginNeighbours, WhatAThreadKeepsSinceALookIsAskedFor) {
+  const auto a = model("a");
+  const auto b = model("b");
+  get(*b, 32 * kMiB);
+  std::vector<Address> freed;
+  get(*a, 64 * kMiB);
+  for (int k = 0; k < 16; ++k) {  // holes that hold no chunk
+    get(*a, 9 * kMiB);
+    freed.push_back(get(*a, 7 * kMiB));
+  }
+  for (const Address each : freed) drop(each);
+  get(*a, 8 * kMiB);
+  while (a->idle_bytes() >= 8 * kMiB) get(*a, a->idle_bytes());
+  get(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
+  const std::size_t before = a->times_walked();
+  get(*b, 8 * kMiB);
+  ASSERT_GT(a->times_walked(), before) << "no look";
+  lab_.memory().set_limit(*group_, kLimit + 40 * 8 * kMiB);
+  drop(get(*a, 64 * kMiB));  // as much is live as before, and as much came back
+  const std::size_t open = group_->limit() - group_->limit() / 32;
+  get(*b, align_down(open - group_->used(), 8 * kMiB));
+  for (int k = 0; k < 4; ++k) get(*b, 8 * kMiB);
+  EXPECT_LE(group_->used(), open);
+}
+
+TEST_F(MarginNeighbours, WhatARecordedStreamHasDoneWithIsAskedFor) {
+  lab_.meet(kOfB);
+  const auto a = model("a");
+  const auto b = model("b");
+  get(*b, 32 * kMiB, kOfA);
+  get(*a, 64 * kMiB, kOfA);
+  const Address block = get(*a, 64 * kMiB, kOfA);
+  get(*b, align_down(kLimit - kMargin - group_->used(), 8 * kMiB), kOfA);
+  lab_.driver.hold_fences(kOfB);
+  a->record_stream(block, kOfB, nullptr);
+  drop(block);
+  get(*b, 8 * kMiB, kOfA);  // nothing is idle yet
+  lab_.driver.release_fences(kOfB);
+  const std::size_t had = a->physical_bytes();
+  for (int k = 0; k < 4; ++k) get(*b, 8 * kMiB, kOfA);
+  EXPECT_LE(a->physical_bytes() + 32 * kMiB, had);
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -81,9 +81,10 @@ Address Ladder::keep_margin(Climb& climb) {
   return climb.found;
 }
 
-// None that could not come behind its own queued work.
+// None that could not come behind its own queued work: beside a capture it could not.
 std::optional<Stream> Ladder::stream_of(const Climb& climb) const {
-  return memory_.clock().is_without_fence() ? std::nullopt : climb.stream;
+  const Clock& clock = memory_.clock();
+  return clock.is_capturing() || clock.is_without_fence() ? std::nullopt : climb.stream;
 }
 
 // Who is asked before the margin is taken: few, and none that has less than a unit idle or, as

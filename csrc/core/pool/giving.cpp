@@ -13,7 +13,7 @@ namespace vmm {
 
 IdleLook::Moment Pool::moment() const {
   const std::int64_t live = own_peaks_.level(StatKind::allocated_bytes).current;
-  return {space_.growth().freed(), static_cast<std::size_t>(live)};
+  return {space_.growth().handed_out(), space_.growth().freed(), static_cast<std::size_t>(live)};
 }
 
 // What threads keep is not live.
@@ -25,6 +25,7 @@ bool Pool::may_give(const Budget& payer, std::size_t bytes, std::span<const Want
   const std::size_t mapped = space_.range().mapped_bytes();
   const IdleLook::Moment now = moment();
   if (mapped - std::min(mapped, now.live) < bytes) return false;
+  if (!pending_.empty()) return true;  // of these nobody knows before they are settled
   const Epoch passed = context_.clock.passed();
   return std::any_of(any_of.begin(), any_of.end(), [&](WantedChunks wanted) VMM_REQUIRES(mutex_) {
     wanted.most = std::min(wanted.most, above);

@@ -14,9 +14,11 @@ namespace vmm {
 
 class IdleLook {
  public:
-  // When: bytes that the pool had freed by then, and that were live. While they are the same
+  // When: bytes that the pool had handed out and got back by then, and that were live: threads
+  // keep what they free, which the pool learns when it asks them. While all are the same
   // nothing is idle that was not, but for what was exported then.
   struct Moment {
+    std::size_t handed_out = 0;
     std::size_t freed = 0;
     std::size_t live = 0;
     friend bool operator==(const Moment&, const Moment&) = default;
