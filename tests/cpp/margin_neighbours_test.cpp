@@ -37,10 +37,10 @@ class MarginNeighbours : public ::testing::Test {
     lab_.forget(address);
     EXPECT_TRUE(DeviceMemory::free(lab_.space, address));
   }
-  // All of the limit but its margin and `left` bytes.
-  void fill(Pool& pool, const Budget& limit, std::size_t left = 0, Stream on = nullptr) {
+  // All of the limit but its margin and what floors reserved.
+  void fill(Pool& pool, const Budget& limit) {
     const std::size_t free = limit.limit() - limit.used() - limit.reserved();
-    get(pool, align_down(free - limit.limit() / 32 - left, 16 * kMiB), on);
+    get(pool, align_down(free - limit.limit() / 32, 16 * kMiB));
   }
   static std::size_t walks(const std::vector<std::shared_ptr<Pool>>& pools) {
     std::size_t all = 0;

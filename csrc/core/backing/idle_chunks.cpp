@@ -149,15 +149,14 @@ std::optional<IdleChunk> IdleMoves::take_most_useful(std::size_t remaining, std:
   bool is_filled = page_ != 0 && room == remaining && remaining / page_ <= kMostFilled && fill(remaining);
   std::vector<std::size_t> but;
   auto best = most_useful(remaining, room, total, but);
-  for (; is_filled && best != by_size_.end(); best = most_useful(remaining, room, total, but)) {
+  while (is_filled && best != by_size_.end()) {
     --best->second.count;
     if (fill(remaining - best->first)) break;
     ++best->second.count;
     but.push_back(best->first);
-    if (but.size() < kMostTried) continue;
-    is_filled = false;
-    best = most_useful(remaining, room, total, {});
-    break;
+    is_filled = but.size() < kMostTried;
+    if (!is_filled) but.clear();
+    best = most_useful(remaining, room, total, but);
   }
   if (best == by_size_.end()) return std::nullopt;
   if (!is_filled) --best->second.count;

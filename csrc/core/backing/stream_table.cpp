@@ -20,8 +20,8 @@ StreamTable::StreamTable(DeviceStreams& streams, Clock& clock, std::size_t most_
 StreamTag StreamTable::find_tag(Stream stream, bool is_alive) {
   StreamTag tag = latest_;
   if (tag == kNeutral || states_[tag].stream != stream) {
-    const auto known = tags_.find(stream);
-    if (known == tags_.end()) {
+    tag = known_tag(stream);
+    if (tag == kNeutral) {
       tag = tag_without_blocks();
       if (tag == kNeutral) {
         if (states_.size() > most_streams_) {
@@ -42,8 +42,6 @@ StreamTag StreamTable::find_tag(Stream stream, bool is_alive) {
       state.zeroed_by = kLongAgo;
       state.zeroed = nullptr;
       tags_.emplace(stream, tag);
-    } else {
-      tag = known->second;
     }
     latest_ = tag;
   }

@@ -34,8 +34,8 @@ class GrowthPolicy {
   // path of every one of them.
   void note_handed_out(std::size_t bytes) { handed_out_ += bytes; }
   void note_freed(std::size_t bytes) { freed_ += bytes; }
-  // All that was, since nothing was mapped last.
   [[nodiscard]] std::size_t handed_out() const { return handed_out_; }
+  // Since nothing was mapped last.
   [[nodiscard]] std::size_t freed() const { return freed_; }
   // So much is or was live at once.
   void note_live(std::size_t bytes) { peak_live_ = std::max(peak_live_, bytes); }

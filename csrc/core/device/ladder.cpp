@@ -185,9 +185,11 @@ void Ladder::gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimS
     const std::size_t open = std::min(room, full.room_beside(GrowthPolicy::margin(full.limit()), asker.budget()));
     if (open != room) kept.bytes = lacks.bytes - std::min(lacks.bytes, open);
   }
-  const std::optional<Stream> stream = stream_of(climb);
-  // In the order of before, so that who gives goes on giving.
-  if (kept.bytes != 0) others = near_margin(asker, kept, stream);
+  std::optional<Stream> stream;
+  if (kept.bytes != 0) {  // in the order of before, so that who gives goes on giving
+    stream = stream_of(climb);
+    others = near_margin(asker, kept, stream);
+  }
   const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
   gather_from(victims(asker, lacks.refused), {lacks.bytes - std::min(lacks.bytes, room), unit, kUnlimited, returning},
               grant, step);

@@ -97,8 +97,7 @@ PoolList Ladder::near_margin(const Pool& asker, const Shortage& lacks, std::opti
   if (lacks.takes_units) any_of.push_back(units_for(lacks, unit, stream));
   any_of.push_back(others_for(lacks, unit, stream));
   std::erase_if(found, [&asker, unit, &any_of](const auto& pool) {
-    const bool is_passed_over = pool.get() == &asker || pool->budget().used() < unit || is_above(*pool, asker);
-    return is_passed_over || !pool->may_give(asker.budget(), unit, any_of);
+    return pool.get() == &asker || is_above(*pool, asker) || !pool->may_give(asker.budget(), unit, any_of);
   });
   found = in_order_of_yielding(std::move(found));
   if (found.size() > kMostAsked) found.resize(kMostAsked);

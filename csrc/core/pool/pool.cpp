@@ -62,7 +62,6 @@ void Pool::unmapped(const PlacedChunk& placement) {
   if (counters_.current(StatKind::reserved_bytes) != 0) return;
   directory_->trim();
   space_.growth().note_empty();
-  look_.forget();  // what was freed begins anew
 }
 
 void Pool::addresses_go(ByteRange range) { tell(PoolEvent::segment_free, range.offset, range.size, nullptr); }
