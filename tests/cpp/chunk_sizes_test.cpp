@@ -22,7 +22,8 @@ TEST(ChunkSizes, FollowTheRequest) {
   };
   EXPECT_EQ(largest_created_for(100), kPage) << "a slab";
   EXPECT_EQ(largest_created_for(6 * kMiB), kPage) << "small requests pay for no big chunk";
-  EXPECT_EQ(largest_created_for(256 * kMiB), 256 * kMiB);
+  EXPECT_EQ(largest_created_for(240 * kMiB), 24 * kMiB);
+  EXPECT_EQ(largest_created_for(720 * kMiB), 36 * kMiB) << "a 20th";
 }
 
 // Sizes of the chunks that the request makes.
@@ -42,14 +43,14 @@ PoolSpec large_spec() {
 
 using Sizes = std::vector<std::size_t>;
 
-TEST(ChunkSizes, WhatLastsHasAChunkForItselfAndNotAByteMore) {
+TEST(ChunkSizes, WhatLastsHasFewChunksAndNotAByteMore) {
   const auto created = [](std::size_t bytes) {
     Lab lab(LabSpec{64 * kGiB});
     return created_for(lab, *lab.pool(large_spec()), bytes);
   };
-  EXPECT_EQ(created(96 * kMiB), Sizes(1, 96 * kMiB));
+  EXPECT_EQ(created(96 * kMiB), Sizes(4, 24 * kMiB));
   EXPECT_EQ(created(88 * kMiB), Sizes(11, 8 * kMiB)) << "but not in a small pool";
-  EXPECT_EQ(created(kGiB - 2 * kMiB), Sizes(1, kGiB - 2 * kMiB)) << "all of the request";
+  EXPECT_EQ(created(20 * kGiB), Sizes(20, kGiB)) << "a 20th of the request";
   EXPECT_EQ(created(26 * kGiB), Sizes(26, kGiB)) << "and never more than that";
 }
 
@@ -71,7 +72,7 @@ TEST(ChunkSizes, WhatComesAndGoesIsBackedWithSmallEvenPieces) {
   Sizes sizes(13, 8 * kMiB);
   sizes.push_back(6 * kMiB);
   EXPECT_EQ(created_after(kGiB, 110 * kMiB), sizes);
-  EXPECT_EQ(created_after(kGiB, 10 * kGiB), Sizes(40, 256 * kMiB)) << "a 40th of the request";
+  EXPECT_EQ(created_after(kGiB, 12 * kGiB), Sizes(48, 256 * kMiB)) << "a 48th of the request";
   EXPECT_EQ(created_after(20 * kGiB, 90 * kMiB), Sizes({24 * kMiB, 22 * kMiB, 22 * kMiB, 22 * kMiB}))
       << "about a 900th of the peak, which is 22.8 MiB";
   EXPECT_EQ(created_after(20 * kGiB, 6 * kMiB), Sizes(1, 6 * kMiB)) << "no more than is needed";
@@ -79,7 +80,7 @@ TEST(ChunkSizes, WhatComesAndGoesIsBackedWithSmallEvenPieces) {
 
 TEST(ChunkSizes, WhatGoesFromModelToModelIsBackedWithFewerPieces) {
   EXPECT_EQ(created_after(kGiB, 96 * kMiB, /*is_alone=*/false), Sizes(4, 24 * kMiB));
-  EXPECT_EQ(created_after(kGiB, 10 * kGiB, /*is_alone=*/false), Sizes(40, 256 * kMiB)) << "a 40th of the request";
+  EXPECT_EQ(created_after(kGiB, 12 * kGiB, /*is_alone=*/false), Sizes(48, 256 * kMiB)) << "a 48th of the request";
   EXPECT_EQ(created_after(20 * kGiB, 100 * kMiB, /*is_alone=*/false), Sizes({34 * kMiB, 34 * kMiB, 32 * kMiB}))
       << "about a 600th of the peak, which is 34.1 MiB";
 }
@@ -111,7 +112,7 @@ TEST(ChunkSizes, APoolThatHoldsNothingBeginsAnew) {
   const auto pool = lab.pool(large_spec());
   lab.free(lab.allocate(*pool, kGiB));
   lab.memory().empty_cache();
-  EXPECT_EQ(created_for(lab, *pool, kGiB), Sizes(1, kGiB));
+  EXPECT_EQ(created_for(lab, *pool, 24 * kMiB), Sizes(1, 24 * kMiB));
 }
 
 // ----------------------------------------------------------- ahead of the request

@@ -66,18 +66,18 @@ void use(GrowthPolicy* policy, std::size_t bytes, std::size_t freed = 0) {
 TEST(GrowthPolicy, GrowsWhileItHasLittleMoreThanWasEverLive) {
   GrowthPolicy policy(ordinary());
   EXPECT_FALSE(policy.grows(kPage, kNow)) << "nothing was ever live";
-  policy.note_live(66 * kPage);
-  EXPECT_TRUE(policy.grows(67 * kPage, kNow));
-  EXPECT_FALSE(policy.grows(67 * kPage + 1, kNow));
+  policy.note_live(73 * kPage);
+  EXPECT_TRUE(policy.grows(74 * kPage, kNow));
+  EXPECT_FALSE(policy.grows(74 * kPage + 1, kNow));
   policy.note_live(kPage);
-  EXPECT_TRUE(policy.grows(67 * kPage, kNow)) << "the most that was, not what is";
+  EXPECT_TRUE(policy.grows(74 * kPage, kNow)) << "the most that was, not what is";
 }
 
 TEST(GrowthPolicy, ForWhatItMovesItMayGrowAndForManyMovesByAQuarter) {
   GrowthPolicy policy(ordinary());
-  const std::size_t peak = 66 * 2000 * kPage;
+  const std::size_t peak = 73 * 2000 * kPage;
   policy.note_live(peak);
-  const std::size_t step = 2000 * kPage;  // a 66th
+  const std::size_t step = 2000 * kPage;  // a 73rd
   EXPECT_FALSE(policy.grows(peak + step + kPage, kNow));
   policy.note_moves(1);
   EXPECT_TRUE(policy.grows(peak + step + kPage, kNow)) << "a page for each";
@@ -94,7 +94,7 @@ TEST(GrowthPolicy, TimePaysForMoves) {
   using std::chrono::milliseconds;
   using std::chrono::nanoseconds;
   GrowthPolicy policy(ordinary());
-  const std::size_t peak = 66 * 2000 * kPage;
+  const std::size_t peak = 73 * 2000 * kPage;
   policy.note_live(peak);
   EXPECT_TRUE(policy.grows(peak, kNow));
   policy.note_moves(3);
@@ -105,7 +105,7 @@ TEST(GrowthPolicy, TimePaysForMoves) {
   EXPECT_TRUE(policy.grows(most - kPage, kNow + milliseconds(6) - nanoseconds(1))) << "asked twice, paid once";
   EXPECT_FALSE(policy.grows(most - kPage, kNow + milliseconds(6)));
   EXPECT_FALSE(policy.grows(peak + 2000 * kPage + 1, kNow + std::chrono::hours(1)));
-  EXPECT_TRUE(policy.grows(peak + 2000 * kPage, kNow + std::chrono::hours(1))) << "never less than a 66th";
+  EXPECT_TRUE(policy.grows(peak + 2000 * kPage, kNow + std::chrono::hours(1))) << "never less than a 73rd";
   policy.note_moves(1);
   EXPECT_TRUE(policy.grows(peak + 2001 * kPage, kNow + std::chrono::hours(1))) << "an idle hour is no credit";
 }
@@ -138,7 +138,7 @@ TEST(GrowthPolicy, WhatComesAndGoesIsBackedWithSmallEvenPieces) {
   use(&policy, kGiB, kGiB);
   EXPECT_EQ(sizes(policy, lack(24 * kMiB)), Sizes(3, 8 * kMiB));
   EXPECT_EQ(sizes(policy, lack(kPage)), Sizes(1, kPage)) << "and not a byte more";
-  EXPECT_EQ(sizes(policy, lack(10 * kGiB)), Sizes(40, 256 * kMiB)) << "a 40th of the request";
+  EXPECT_EQ(sizes(policy, lack(12 * kGiB)), Sizes(48, 256 * kMiB)) << "a 48th of the request";
   use(&policy, 36 * kGiB, 36 * kGiB);
   EXPECT_EQ(sizes(policy, lack(120 * kMiB)), Sizes(3, 40 * kMiB)) << "about a 900th of the peak, which is 41.0 MiB";
   EXPECT_EQ(sizes(policy, lack(96 * kGiB)), Sizes(96, kGiB)) << "never more than that";
@@ -148,7 +148,7 @@ TEST(GrowthPolicy, WhatOthersWantTooIsBackedWithFewerPieces) {
   GrowthPolicy policy(ordinary());
   use(&policy, kGiB, kGiB);
   EXPECT_EQ(sizes(policy, contested(96 * kMiB)), Sizes(4, 24 * kMiB));
-  EXPECT_EQ(sizes(policy, contested(10 * kGiB)), Sizes(40, 256 * kMiB)) << "a 40th of the request";
+  EXPECT_EQ(sizes(policy, contested(12 * kGiB)), Sizes(48, 256 * kMiB)) << "a 48th of the request";
   use(&policy, 36 * kGiB, 36 * kGiB);
   EXPECT_EQ(sizes(policy, contested(180 * kMiB)), Sizes(3, 60 * kMiB)) << "about a 600th of the peak";
 }
@@ -187,14 +187,18 @@ TEST(GrowthPolicy, UnitsStandAtMultiplesOfThemselves) {
   EXPECT_EQ(sizes(policy, in_units(4 * kMiB, unit), 6 * kMiB), Sizes(1, 4 * kMiB));
 }
 
-TEST(GrowthPolicy, WhatStaysHasAChunkToItself) {
+TEST(GrowthPolicy, WhatStaysHasFewChunks) {
   GrowthPolicy small(ordinary());
   use(&small, 96 * kMiB - 1);
   EXPECT_EQ(sizes(small, lack(24 * kMiB)), Sizes(3, 8 * kMiB)) << "but not in a small pool";
   GrowthPolicy policy(ordinary());
   use(&policy, 96 * kMiB);
-  EXPECT_EQ(sizes(policy, lack(600 * kMiB)), Sizes(1, 600 * kMiB));
-  EXPECT_EQ(sizes(policy, lack(3 * kGiB)), Sizes(3, kGiB));
+  EXPECT_EQ(sizes(policy, lack(24 * kMiB)), Sizes(1, 24 * kMiB));
+  EXPECT_EQ(sizes(policy, lack(96 * kMiB)), Sizes(4, 24 * kMiB)) << "each could be freed, and a part of it used";
+  EXPECT_EQ(sizes(policy, lack(20 * kGiB)), Sizes(20, kGiB)) << "a 20th of the request";
+  EXPECT_EQ(sizes(policy, lack(26 * kGiB)), Sizes(26, kGiB)) << "and never more than that";
+  use(&policy, 9 * kGiB);
+  EXPECT_EQ(sizes(policy, lack(384 * kMiB)), Sizes(4, 96 * kMiB)) << "a 96th of the pool";
 }
 
 TEST(GrowthPolicy, WhatStaysIsWhereLessThanA64thCameBackSinceItHeldNothing) {

@@ -135,9 +135,9 @@ TEST(PoolGrowth, APoolAboveItsPeakMovesIdleChunksInsteadOfGrowing) {
   EXPECT_EQ(holes.pool->physical_bytes(), before);
 }
 
-TEST(PoolGrowth, A66thAboveThePeakIsHadWithoutAMove) {
+TEST(PoolGrowth, A73rdAboveThePeakIsHadWithoutAMove) {
   for (const std::size_t missing : {2U, 3U}) {  // pages
-    // The peak is 16 blocks, 192 pages, of which a 66th is less than three pages.
+    // The peak is 16 blocks, 192 pages, of which a 73rd is less than three pages.
     Holes holes;
     holes.lab.free(holes.blocks[15]);  // with its neighbour two blocks, and bare space behind
     holes.lab.driver.clear_calls();

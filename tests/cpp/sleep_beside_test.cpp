@@ -241,6 +241,12 @@ class SleepInPieces : public SleepBeside {
     PoolSpec spec = Lab::spec("b");
     spec.page_size = 64 * kMiB;
     b_ = lab_.pool(spec, limit_.get());
+    PoolSpec whole = Lab::spec("whole");
+    whole.no_split = true;
+    const auto first = lab_.pool(whole, limit_.get());
+    lab_.leave_idle(*first, kBytes);
+    lab_.memory().settle(/*wait=*/true);
+    first->shed(0);  // the model takes its chunk
   }
   void shelve_pages(Pool& of, std::size_t bytes) {
     lab_.memory().allocate_pages(of, 0, bytes, nullptr);
