@@ -197,6 +197,9 @@ TEST(GrowthPolicy, WhatStaysHasFewChunks) {
   EXPECT_EQ(sizes(policy, lack(96 * kMiB)), Sizes(4, 24 * kMiB)) << "each could be freed, and a part of it used";
   EXPECT_EQ(sizes(policy, lack(20 * kGiB)), Sizes(20, kGiB)) << "a 20th of the request";
   EXPECT_EQ(sizes(policy, lack(26 * kGiB)), Sizes(26, kGiB)) << "and never more than that";
+  GrowthPolicy::Lack pages = lack(512 * kMiB);
+  pages.is_explicit = true;
+  EXPECT_EQ(sizes(policy, pages), Sizes(1, 512 * kMiB)) << "by hand";
   use(&policy, 9 * kGiB);
   EXPECT_EQ(sizes(policy, lack(384 * kMiB)), Sizes(4, 96 * kMiB)) << "a 96th of the pool";
 }

@@ -60,6 +60,7 @@ constexpr std::size_t kHeadroomShare = 16;
 // serving program lacked 84 at its peak, 1.2 % of all it used. It ended at 1.019 at seven sizes,
 // at 1.017 with 32 MiB and a 64th, and at 1.014 with these. 20 GiB in blocks of 256 MiB are some
 // 300 chunks instead of 80, and in one block 20.
+// Pages by hand are in one: who asked for them says what goes.
 constexpr std::size_t kLoadedLeast = 24 * kMiB;
 constexpr std::size_t kLoadedShare = 96;  // of the pool
 constexpr std::size_t kLoadedPerRequest = 20;
@@ -143,8 +144,11 @@ std::size_t GrowthPolicy::next_size(const Lack& lack, std::size_t offset, std::s
   }
   const Pieces& pieces_of = lack.is_contested ? kBesideOthers : kAlone;
   const std::size_t least = std::min(pieces_of.least, peak_live_ / kPiecesPerSmallPool);
+  const std::size_t loaded =
+      lack.is_explicit ? lack.total
+                       : std::max({kLoadedLeast, peak_live_ / kLoadedShare, lack.total / kLoadedPerRequest, page});
   const std::size_t fitting =
-      is_being_loaded() ? std::max({kLoadedLeast, peak_live_ / kLoadedShare, lack.total / kLoadedPerRequest, page})
+      is_being_loaded() ? loaded
                         : std::max({least, peak_live_ / pieces_of.per_pool, lack.total / kPiecesPerRequest, page});
   const std::size_t wanted = std::min(fitting, kLargestPiece);
   const std::size_t pieces = std::max<std::size_t>(1, (remaining + wanted / 2) / wanted);
