@@ -193,6 +193,20 @@ TEST_F(LimitMargin, IsTakenWhereARequestClimbsBeforeMoreOfAnImportantModelIs) {
   EXPECT_EQ(idle - important->physical_bytes(), 16 * kMiB);
 }
 
+// No more than that is created, though the pool had more before and may grow.
+TEST_F(LimitMargin, IsTakenForWhatIsMissingAlone) {
+  const auto a = model("a");
+  const auto b = model("b");
+  free(take(*b, 240 * kMiB));
+  lab_.memory().trim(*b, 0);
+  const std::vector<Address> blocks = take_each(*b, 1, {24 * kMiB, 8 * kMiB, 16 * kMiB, 8 * kMiB});
+  fill_up_to_margin(*a);
+  free({blocks[0], blocks[2]});
+  const std::size_t used = group_->used();
+  lab_.allocate(*b, 48 * kMiB);
+  EXPECT_EQ(group_->used(), used + 8 * kMiB);
+}
+
 TEST_F(LimitMargin, OfALimitFurtherUpToo) {
   const auto a = model("a");
   const auto b = model("b");

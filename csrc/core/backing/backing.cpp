@@ -67,7 +67,9 @@ bool BackedSpace::back(Extent* extent, const Request& request, Grant* grant, Sho
     if (back_from({Source::grown})) return true;
     return status.code() == StatusCode::not_supported && in_vain_.empty() && back_from({Source::fresh});
   }
-  if (growth_.grows(range_->mapped_bytes() + extent->missing(), context_.driver.now()) && has_nothing(grant)) {
+  // Not of the margin, nor where a limit has refused: there it is worth any move.
+  const bool may_grow = has_nothing(grant) && terms_of(grant).keeps_margin;
+  if (may_grow && growth_.grows(range_->mapped_bytes() + extent->missing(), context_.driver.now())) {
     if (back_from({Source::grown})) return true;
     if (!in_vain_.empty() || (!status.ok() && status.code() != StatusCode::not_supported)) return false;
   }
