@@ -207,6 +207,23 @@ TEST_F(LimitMargin, IsTakenForWhatIsMissingAlone) {
   EXPECT_EQ(group_->used(), used + 8 * kMiB);
 }
 
+// Where a request climbs, and what the shelf gives back makes room for it, that is room of the margin.
+TEST_F(LimitMargin, StaysWhereTheShelfMakesRoom) {
+  const auto a = model("a");
+  const std::vector<Address> blocks = take_each(*a, 4, {6 * kMiB});
+  const auto b = model("b");
+  const auto c = model("c");
+  lab_.leave_idle(*c, 128 * kMiB);
+  fill_up_to_margin(*b);
+  free(blocks);
+  a->shed(0);
+  ASSERT_EQ(lab_.memory().store().shelved_bytes(*group_), 24 * kMiB);
+  lab_.allocate(*b, 64 * kMiB);
+  EXPECT_LE(group_->used(), kLimit - kMargin);
+  EXPECT_EQ(b->statistics().num_alloc_retries, 1);
+  EXPECT_EQ(lab_.memory().ladder().log().report_of(b->id()).refused, 0U);
+}
+
 TEST_F(LimitMargin, OfALimitFurtherUpToo) {
   const auto a = model("a");
   const auto b = model("b");

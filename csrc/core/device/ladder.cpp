@@ -204,6 +204,12 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   const Shortage& lacks = climb.shortage;
   if (lacks.no_address_space || lacks.wait_for != kLongAgo || asker.is_pinned() || !could_be_met(climb)) return;
   step->result = StepResult::nothing;
+  // What the shelf gave back is room, but of the margin.
+  if (lacks.is_margin) {
+    ask_for_margin(climb, step);
+    step->result = StepResult::in_vain;
+    if (climb.found != 0 || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
+  }
   const MutexLock lock(mutex_);
   if (asker.keeps_within_chunks() && asker.shed(0) != 0) {
     // Its own idle chunks do not fit, and are not put together.
@@ -351,7 +357,6 @@ void Ladder::note(const Pool& asker, ReclaimDecision decision) {
 }
 
 Address Ladder::reach(Climb& climb) {
-  climb.is_margin_open = true;
   climb.asker.count_retry();
   ReclaimDecision decision;
   decision.requested = climb.bytes;
@@ -363,6 +368,7 @@ Address Ladder::reach(Climb& climb) {
     (this->*kSteps.at(rung))(climb, &step);
     step.nanoseconds = std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
     if (climb.found != 0) step.result = StepResult::met;
+    if (rung >= static_cast<std::size_t>(Rung::other_models)) climb.is_margin_open = true;
   }
   if (climb.found != 0 || !climb.shortage.is_sealed) note(climb.asker, std::move(decision));
   return climb.found;

@@ -9,7 +9,8 @@
 //      the device's own limit did, is given back to the driver
 //   *  other models: idle chunks of other pools that stand under the limit that refused,
 //      lowest priority first, then whoever is furthest above its floor; they
-//      move by a second mapping, and no one waits for the GPU
+//      move by a second mapping, and no one waits for the GPU. What came from the shelf is
+//      room of the margin, as long as others have not been asked
 //   *  callbacks: torch's registered free-memory callbacks, and work that is done by now
 //   *  on_pressure: the function that the shared pool's user gave for it: it evicts, trims
 //      or frees; then store and other models again, for as long as it says that there is more
@@ -155,6 +156,7 @@ class Ladder {
   void create_into(Grant& grant, const Pool& asker, std::size_t want);
   void note(const Pool& asker, ReclaimDecision decision);
   // margin.cpp
+  void ask_for_margin(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   std::size_t gather_to_keep(Pool& asker, const Shortage& lacks, std::optional<Stream> stream, const PoolList& others,
                              std::span<const DormantMappings::Dormant> returning, Grant& grant, ReclaimStep* step)
       VMM_REQUIRES(mutex_);

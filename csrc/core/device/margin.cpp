@@ -38,12 +38,23 @@ WantedChunks others_for(const Shortage& lacks, std::size_t unit, std::optional<S
 }  // namespace
 
 Address Ladder::keep_margin(Climb& climb) {
+  ReclaimDecision decision{climb.bytes, climb.asker.name(), climb.shortage.refused->name(), {}};
+  ReclaimStep& step = decision.steps.at(static_cast<std::size_t>(Rung::other_models));
+  const auto began = std::chrono::steady_clock::now();
+  ask_for_margin(climb, &step);
+  if (climb.found != 0 && !step.yielded.empty()) {
+    step.result = StepResult::met;
+    step.nanoseconds = std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
+    note(climb.asker, std::move(decision));
+  }
+  return climb.found;
+}
+
+// What others have idle, and then the margin.
+void Ladder::ask_for_margin(Climb& climb, ReclaimStep* step) {
   Pool& asker = climb.asker;
   const Shortage lacks = climb.shortage;
   const std::optional<Stream> stream = stream_of(climb);
-  ReclaimDecision decision{climb.bytes, asker.name(), lacks.refused->name(), {}};
-  ReclaimStep& step = decision.steps.at(static_cast<std::size_t>(Rung::other_models));
-  const auto began = std::chrono::steady_clock::now();
   Grant grant(memory_.store(), asker.group(), asker.budget());
   grant.terms = {ChunkFit::filled, /*keeps_margin=*/true};
   const std::size_t unit = unit_of(lacks, asker);
@@ -52,12 +63,12 @@ Address Ladder::keep_margin(Climb& climb) {
     const MutexLock lock(mutex_);
     memory_.clock().poll();
     const PoolList others = near_margin(asker, lacks, stream);
-    step.bytes = gather_to_keep(asker, lacks, stream, others, returning, grant, &step);
+    step->bytes = gather_to_keep(asker, lacks, stream, others, returning, grant, step);
   }
-  step.bytes += grant.bytes();
+  step->bytes += grant.bytes();
   const auto is_in_vain = [&climb] { return climb.found == 0 && climb.shortage.is_margin; };
   // Where that is not enough its own of other sizes may do beside it.
-  if (step.bytes >= lacks.bytes || grant.bytes() != 0) climb.try_again(&grant);
+  if (step->bytes >= lacks.bytes || grant.bytes() != 0) climb.try_again(&grant);
   if (is_in_vain()) {  // what did not fit together makes room instead
     Grant odd(memory_.store(), asker.group(), asker.budget());
     grant.chunks.move_no_units(unit, odd.chunks);
@@ -73,12 +84,6 @@ Address Ladder::keep_margin(Climb& climb) {
     const std::size_t shelved = store.shelved_bytes(asker.group());
     store.trim(asker.group(), shelved - std::min(shelved, lacks.bytes));
   }
-  if (climb.found != 0 && !step.yielded.empty()) {
-    step.result = StepResult::met;
-    step.nanoseconds = std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
-    note(asker, std::move(decision));
-  }
-  return climb.found;
 }
 
 // None that could not come behind its own queued work: beside a capture it could not.
