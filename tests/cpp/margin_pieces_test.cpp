@@ -198,5 +198,50 @@ TEST_F(MarginPieces, OwnAndOthersFillAUnitTogether) {
   EXPECT_EQ(group_->used(), used);
 }
 
+// A part of a unit is missing, and others have nothing but units. Queued work uses those that come first.
+TEST_F(MarginPieces, UnitsMakeRoomForAPartOfOne) {
+  const auto a = model("a");
+  std::size_t left = kLimit - kMargin - 96 * kMiB;
+  for (; left >= 68 * kMiB; left -= 34 * kMiB) lab_.allocate(*a, 34 * kMiB);
+  const Address last = lab_.allocate(*a, left, kOfA);
+  const auto b = model("b");
+  const Address of_b = lab_.allocate(*b, 64 * kMiB, kOfA);
+  const auto c = model("c");
+  lab_.leave_idle(*c, 32 * kMiB);
+  ASSERT_EQ(group_->used(), kLimit - kMargin);
+  Clock& clock = lab_.memory().clock();
+  clock.cover(clock.now());  // that nobody uses it is known before
+  clock.poll();
+  lab_.driver.hold_fences(kOfA);
+  lab_.free(last);
+  lab_.free(of_b);
+  lab_.allocate(*a, left + 6 * kMiB, kOfA);
+  EXPECT_EQ(group_->used(), kLimit - kMargin - 6 * kMiB);
+  EXPECT_EQ(b->physical_bytes(), 48 * kMiB);
+  EXPECT_EQ(c->physical_bytes(), 24 * kMiB);
+  expect_no_climb(*a);
+  lab_.driver.release_fences(kOfA);
+}
+
+// It uses all of them, so that none makes room.
+TEST_F(MarginPieces, ARequestStandsOnUnitsAloneWhereTheGpuIsBehind) {
+  const auto a = model("a");
+  std::size_t left = kLimit - kMargin - 64 * kMiB;
+  for (; left >= 68 * kMiB; left -= 34 * kMiB) lab_.allocate(*a, 34 * kMiB);
+  const Address last = lab_.allocate(*a, left, kOfA);
+  const auto b = model("b");
+  const Address of_b = lab_.allocate(*b, 64 * kMiB, kOfA);
+  ASSERT_EQ(group_->used(), kLimit - kMargin);
+  lab_.free(last);
+  lab_.allocate(*a, left - 4 * kMiB, kOfA);
+  lab_.driver.hold_fences(kOfA);
+  lab_.free(of_b);
+  lab_.allocate(*a, 10 * kMiB, kOfA);
+  EXPECT_EQ(group_->used(), kLimit - kMargin);
+  EXPECT_EQ(b->physical_bytes(), 48 * kMiB);
+  expect_no_climb(*a);
+  lab_.driver.release_fences(kOfA);
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -254,6 +254,7 @@ class BackedSpace {
   [[nodiscard]] static bool fills_units(const Request& request, std::size_t unit);
   Block* place_best_fit(const Request& request, Grant* grant, Shortage* shortage);
   void widen(Extent* extent) const;
+  Block* place_apart(const Request& request, std::size_t unit, Grant* grant, Shortage* shortage);
   Block* place_over(Extent extent, const Request& request, std::size_t offset, Grant* grant, Shortage* shortage);
   bool adopt_free_space(StreamTag tag, Shortage* shortage);
   Block* place_on_whole_chunks(const Request& request, Grant* grant);

@@ -79,6 +79,7 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
     return nullptr;
   }
   if (Block* block = place_at(request, offset, grant, shortage)) return block;
+  if (shortage->is_margin && terms_of(grant).fit == ChunkFit::apart) return place_apart(request, unit, grant, shortage);
   // The missing memory could not be made up exactly; perhaps whole idle chunks
   // of other sizes can stand somewhere else.
   if (kind_.is_uniform || is_pinned_ || is_whole(request) || request.where == Request::Where::at) return nullptr;
@@ -152,6 +153,19 @@ Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* 
   if (!takes_any(grant) || !in_vain_.empty() || shortage->wait_for != kLongAgo) return nullptr;
   extent.unit = 0;
   return place_over(std::move(extent), request, offset, grant, shortage);
+}
+
+// On units that were granted and nothing else, at bare addresses: what is over of the last
+// one is free memory.
+Block* BackedSpace::place_apart(const Request& request, std::size_t unit, Grant* grant, Shortage* shortage) {
+  if (unit == 0 || is_whole(request) || !fills_units(request, unit)) return nullptr;
+  const std::size_t wanted = align_up(request.size, unit);
+  const auto is_unit = [unit](const Chunk& chunk) { return is_aligned(chunk.size, unit); };
+  std::size_t offset = 0;
+  if (grant->chunks.bytes_if(is_unit) < wanted || !placement_.find_bare(wanted, unit, /*high=*/false, &offset)) {
+    return nullptr;
+  }
+  return place_at(request, offset, grant, shortage);
 }
 
 // At `offset`, where the extent's gaps are to be backed.

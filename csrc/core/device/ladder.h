@@ -128,6 +128,9 @@ class Ladder {
   // once, until something of it comes or goes: 20 us where 400 blocks of it are free. Fewer
   // than would make threads give back what they keep of all.
   static constexpr std::size_t kMostAsked = 7;
+  // What stands apart leaves the place that it would have completed as it is, so no more than
+  // two units do.
+  static constexpr std::size_t kMostUnitsApart = 2;
   // How often a request asks a function that always says that there is more.
   static constexpr int kMostReliefs = 64;
 
@@ -157,6 +160,9 @@ class Ladder {
   void note(const Pool& asker, ReclaimDecision decision);
   // margin.cpp
   void ask_for_margin(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
+  std::size_t make_room_of_units(const Climb& climb, const Shortage& lacks, Grant& grant, ReclaimStep* step)
+      VMM_EXCLUDES(mutex_);
+  void stand_apart(Climb& climb, const Shortage& lacks, Grant& grant, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   std::size_t gather_to_keep(Pool& asker, const Shortage& lacks, std::optional<Stream> stream, const PoolList& others,
                              std::span<const DormantMappings::Dormant> returning, Grant& grant, ReclaimStep* step)
       VMM_REQUIRES(mutex_);

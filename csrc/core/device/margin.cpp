@@ -74,6 +74,8 @@ void Ladder::ask_for_margin(Climb& climb, ReclaimStep* step) {
     grant.chunks.move_no_units(unit, odd.chunks);
     if (give_back(odd, asker.group()) != 0) climb.try_again(&grant);
   }
+  if (is_in_vain() && make_room_of_units(climb, lacks, grant, step) != 0) climb.try_again(&grant);
+  if (is_in_vain() && climb.bytes <= unit * kMostUnitsApart) stand_apart(climb, lacks, grant, step);
   climb.is_margin_open = true;
   grant.terms.keeps_margin = false;
   if (is_in_vain()) {
@@ -84,6 +86,58 @@ void Ladder::ask_for_margin(Climb& climb, ReclaimStep* step) {
     const std::size_t shelved = store.shelved_bytes(asker.group());
     store.trim(asker.group(), shelved - std::min(shelved, lacks.bytes));
   }
+}
+
+// What is missing is a part of a unit, and nobody has chunks that fill it: units go back to the
+// driver and make room, of those that were granted what the request has no use for, and of
+// others'. How many bytes.
+std::size_t Ladder::make_room_of_units(const Climb& climb, const Shortage& lacks, Grant& grant, ReclaimStep* step) {
+  Pool& asker = climb.asker;
+  const std::size_t unit = unit_of(lacks, asker);
+  const std::size_t missing = climb.shortage.bytes;
+  const std::size_t used = lacks.bytes - std::min(lacks.bytes, missing);  // of the grant, had that been enough
+  Grant units(memory_.store(), asker.group(), asker.budget());
+  while (units.bytes() < missing && grant.bytes() >= used + unit) {
+    Chunk* const chunk = grant.chunks.take_any();
+    const bool is_unused = memory_.clock().has_passed(chunk->last_use);
+    (is_unused ? units : grant).chunks.put(chunk);
+    if (!is_unused) break;  // nor are the others, as a rule
+  }
+  const std::size_t of_grant = give_back(units, asker.group());
+  std::size_t made = of_grant;
+  if (made < missing) {
+    Shortage rest = lacks;
+    rest.bytes = missing - made;
+    rest.takes_units = true;
+    const MutexLock lock(mutex_);
+    memory_.clock().poll();
+    gather_from(near_margin(asker, rest, std::nullopt), units_for(rest, unit, std::nullopt), units, step);
+    made += give_back(units, asker.group());
+  }
+  step->bytes += made - of_grant;
+  return made;
+}
+
+// Queued work uses all units that there are, so none makes room. But one that only the asking
+// stream's own uses is as good as new to it: the request stands on such alone, elsewhere.
+void Ladder::stand_apart(Climb& climb, const Shortage& lacks, Grant& grant, ReclaimStep* step) {
+  const std::size_t unit = unit_of(lacks, climb.asker);
+  const std::size_t wanted = align_up(climb.bytes, unit);
+  const std::size_t granted = grant.bytes();
+  if (granted < wanted && lacks.takes_units) {
+    const std::optional<Stream> stream = stream_of(climb);
+    Shortage rest = lacks;
+    rest.bytes = wanted - granted;
+    WantedChunks units = units_for(rest, unit, stream);
+    units.bytes = wanted;
+    const MutexLock lock(mutex_);
+    gather_from(near_margin(climb.asker, rest, stream), units, grant, step);
+    step->bytes += grant.bytes() - granted;
+  }
+  if (grant.bytes() < wanted) return;
+  grant.terms.fit = ChunkFit::apart;
+  climb.try_again(&grant);
+  grant.terms.fit = ChunkFit::filled;
 }
 
 // None that could not come behind its own queued work: beside a capture it could not.

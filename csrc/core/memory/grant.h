@@ -18,6 +18,7 @@ namespace vmm {
 enum class ChunkFit : std::uint8_t {
   units,   // units alone, and none where a part of one is missing
   filled,  // chunks of other sizes too, side by side within the place of a unit
+  apart,   // that, or where it would take of the margin on granted units alone, elsewhere
   any,     // and where that is in vain to the page, or on whole chunks of any size elsewhere
 };
 
