@@ -91,6 +91,10 @@ class BackedSpace {
     if (kind_.no_split || kind_.keeps_within_chunks() || is_pinned_) return 1;
     return growth_.slabs_at_once(slabs, {range_->mapped_bytes(), budget_.headroom(), 0});
   }
+  // What the chunks for a request of so many bytes are multiples of, where other models take
+  // from the same limit (GrowthPolicy::unit()); 0 where none do, or they have a rule of their
+  // own.
+  [[nodiscard]] std::size_t unit_for(std::size_t bytes) const;
   // REQUIRES for both: is_open().
   [[nodiscard]] MappedRange& range() { return *range_; }
   [[nodiscard]] const MappedRange& range() const { return *range_; }
@@ -240,11 +244,6 @@ class BackedSpace {
     const bool may_break = kind_.is_uniform || request.state == BlockState::pages;
     return !may_break || !kind_.within_chunks.load(std::memory_order_relaxed);
   }
-
-  // What the chunks for a request of so many bytes are multiples of, where other models take
-  // from the same limit (GrowthPolicy::unit()); 0 where none do, or they have a rule of their
-  // own.
-  [[nodiscard]] std::size_t unit_for(std::size_t bytes) const;
 
   // idle.cpp
   [[nodiscard]] Epoch last_use_beside(StreamTag tag, const IdleChunk& idle) const;

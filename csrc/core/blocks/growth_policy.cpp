@@ -155,6 +155,8 @@ std::size_t GrowthPolicy::next_size(const Lack& lack, std::size_t offset, std::s
   return std::min(align_up((remaining + pieces - 1) / pieces, page), remaining);
 }
 
+std::size_t GrowthPolicy::largest_chunk() { return kLargestPiece; }
+
 // It holds what stays: little was given back of what it handed out.
 bool GrowthPolicy::is_being_loaded() const {
   return peak_live_ >= kSmallPool && freed_ <= (handed_out_ - handed_out_when_empty_) / kLastingShare;
