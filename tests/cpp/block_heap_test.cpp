@@ -174,6 +174,22 @@ TEST_F(Heap, FindsTheFreeBlockThatCoversAnOffset) {
   EXPECT_EQ(heap_.free_covering(10 * kUnit), nullptr);
 }
 
+TEST_F(Heap, FindsThoseThatCoverRisingOffsetsOnItsWay) {
+  constexpr std::size_t kStretch = 4 * kMiB;
+  heap_.donate({0, 10 * kUnit}, 1);
+  heap_.donate({kStretch, 10 * kUnit}, 1);
+  for (const std::size_t unit : {2U, 3U, 4U, 8U}) take(unit * kUnit, kUnit);
+  take(kStretch + 5 * kUnit, 2 * kUnit);
+  const Block* at = nullptr;
+  for (const std::size_t begin : {std::size_t{0}, kStretch, std::size_t{0}}) {
+    for (std::size_t k = 0; k < 20; ++k) {
+      const std::size_t offset = begin + k * kUnit / 2;
+      at = heap_.covering_from(at, offset);
+      EXPECT_EQ(at, heap_.covering(offset)) << offset;
+    }
+  }
+}
+
 TEST_F(Heap, BestFitIsTheSmallestThatFitsBelowAndAboveTwoMegabytes) {
   // Free blocks of these sizes, apart from one another.
   const std::vector<std::size_t> sizes = {kUnit,    3 * kUnit,        64 * kUnit, 2 * kMiB - kUnit,

@@ -241,5 +241,77 @@ TEST_F(LimitMargin, AModelByItselfHasAllOfIt) {
   expect_no_climb(*a);
 }
 
+// 4. A request that climbs takes a part of a unit of the margin though others have units idle.
+TEST_F(LimitMargin, StaysWhereARequestClimbsForAPartOfAUnit) {
+  const auto a = model("a");
+  const std::size_t left = fill_alone(*a, 96 * kMiB);
+  const Address last = lab_.allocate(*a, left);
+  const auto b = model("b");
+  lab_.leave_idle(*b, 96 * kMiB);
+  ASSERT_EQ(group_->used(), kLimit - kMargin);
+  lab_.free(last);
+  know_all_done();
+  lab_.allocate(*a, left + 66 * kMiB);  // 50 MiB are open
+  EXPECT_LE(group_->used(), kLimit - kMargin)
+      << "b has " << b->physical_bytes() / kMiB << ", shelf " << lab_.memory().store().shelved_bytes(*group_) / kMiB;
+}
+
+// 7. Nobody yielded: the shelf made room, and the margin was taken.
+TEST_F(LimitMargin, TheReportSaysThatTheShelfMadeRoom) {
+  const auto a = model("a");
+  const std::vector<Address> blocks = take_each(*a, 4, {6 * kMiB});
+  const auto b = model("b");
+  fill_up_to_margin(*b);
+  free(blocks);
+  a->shed(0);
+  lab_.allocate(*b, 64 * kMiB);
+  const ReclaimReport report = lab_.memory().ladder().log().report_of(b->id());
+  ASSERT_FALSE(report.latest.empty());
+  const ReclaimDecision& latest = report.latest.back();
+  const ReclaimStep& others = latest.steps.at(static_cast<std::size_t>(Rung::other_models));
+  EXPECT_TRUE(others.yielded.empty());
+  EXPECT_NE(others.result, StepResult::met) << "no model gave anything";
+  EXPECT_EQ(latest.steps.at(static_cast<std::size_t>(Rung::store)).result, StepResult::met);
+}
+
+// 0. What was mapped in vain is retired before the request is placed a second time, to the page, at the same place.
+TEST_F(LimitMargin, AFillThatFailsEndsNoProcess) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const std::vector<Address> blocks = take_each(*a, 20, {24 * kMiB});
+  lab_.allocate(*b, kLimit - group_->used());
+  free(blocks);
+  know_all_done();
+  lab_.driver.fail_nth(Call::fill_async, 1, broken(), Repeat::from_then_on);
+  try {
+    lab_.adopt(lab_.memory().allocate(*b, 24 * kMiB, kOfA));
+  } catch (const OutOfMemoryError&) {  // it may be refused
+  }
+  lab_.driver.clear_failures();
+  lab_.memory().check();
+  lab_.allocate(*b, 24 * kMiB, kOfA);
+}
+
+// Nor does one that cannot be queued beside a capture.
+TEST_F(LimitMargin, NorACapture) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const std::vector<Address> blocks = take_each(*a, 20, {24 * kMiB});
+  lab_.allocate(*b, kLimit - group_->used());
+  free(blocks);
+  know_all_done();
+  lab_.meet(stream(7));
+  lab_.driver.begin_capture(stream(7));
+  const Status captured{StatusCode::not_supported, "fill_async on a capturing stream"};  // as CudaDriver answers
+  lab_.driver.fail_nth(Call::fill_async, 1, captured, Repeat::from_then_on);
+  try {
+    lab_.adopt(lab_.memory().allocate(*b, 24 * kMiB, stream(7)));
+  } catch (const OutOfMemoryError&) {  // it may be refused
+  }
+  lab_.driver.clear_failures();
+  lab_.driver.end_capture(stream(7));
+  lab_.memory().check();
+}
+
 }  // namespace
 }  // namespace vmm::testing

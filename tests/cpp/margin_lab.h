@@ -63,6 +63,19 @@ class MarginLab : public ::testing::Test {
     take_up_to_margin(pool);
     lab_.allocate(pool, align_down(kLimit - kMargin - group_->used(), 8 * kMiB));
   }
+  // A model by itself, in blocks of 34 MiB, takes all but `left_open` below the margin and what is
+  // returned: that ends within a unit.
+  std::size_t fill_alone(Pool& pool, std::size_t left_open) {
+    std::size_t left = kLimit - kMargin - left_open;
+    for (; left >= 68 * kMiB; left -= 34 * kMiB) lab_.allocate(pool, 34 * kMiB);
+    return left;
+  }
+  // That nobody uses what is idle is known from here on.
+  void know_all_done() {
+    Clock& clock = lab_.memory().clock();
+    clock.cover(clock.now());
+    clock.poll();
+  }
   // All of `limit` but its margin and what floors reserved, at once.
   void fill(Pool& pool, const Budget& limit) {
     const std::size_t free = limit.limit() - limit.used() - limit.reserved();

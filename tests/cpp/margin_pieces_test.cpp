@@ -17,8 +17,7 @@ class MarginPieces : public MarginLab {};
 // model took while it was alone and the next multiple of a unit.
 TEST_F(MarginPieces, StaysWhereUnitsDoNotFit) {
   const auto a = model("a");
-  std::size_t left = kLimit - kMargin - 68 * kMiB;
-  for (; left >= 68 * kMiB; left -= 34 * kMiB) lab_.allocate(*a, 34 * kMiB);
+  const std::size_t left = fill_alone(*a, 68 * kMiB);
   const Address last = lab_.allocate(*a, left);
   const auto b = model("b");
   lab_.allocate(*b, 4 * kMiB);
@@ -201,17 +200,14 @@ TEST_F(MarginPieces, OwnAndOthersFillAUnitTogether) {
 // A part of a unit is missing, and others have nothing but units. Queued work uses those that come first.
 TEST_F(MarginPieces, UnitsMakeRoomForAPartOfOne) {
   const auto a = model("a");
-  std::size_t left = kLimit - kMargin - 96 * kMiB;
-  for (; left >= 68 * kMiB; left -= 34 * kMiB) lab_.allocate(*a, 34 * kMiB);
+  const std::size_t left = fill_alone(*a, 96 * kMiB);
   const Address last = lab_.allocate(*a, left, kOfA);
   const auto b = model("b");
   const Address of_b = lab_.allocate(*b, 64 * kMiB, kOfA);
   const auto c = model("c");
   lab_.leave_idle(*c, 32 * kMiB);
   ASSERT_EQ(group_->used(), kLimit - kMargin);
-  Clock& clock = lab_.memory().clock();
-  clock.cover(clock.now());  // that nobody uses it is known before
-  clock.poll();
+  know_all_done();
   lab_.driver.hold_fences(kOfA);
   lab_.free(last);
   lab_.free(of_b);
@@ -226,8 +222,7 @@ TEST_F(MarginPieces, UnitsMakeRoomForAPartOfOne) {
 // It uses all of them, so that none makes room.
 TEST_F(MarginPieces, ARequestStandsOnUnitsAloneWhereTheGpuIsBehind) {
   const auto a = model("a");
-  std::size_t left = kLimit - kMargin - 64 * kMiB;
-  for (; left >= 68 * kMiB; left -= 34 * kMiB) lab_.allocate(*a, 34 * kMiB);
+  const std::size_t left = fill_alone(*a, 64 * kMiB);
   const Address last = lab_.allocate(*a, left, kOfA);
   const auto b = model("b");
   const Address of_b = lab_.allocate(*b, 64 * kMiB, kOfA);
@@ -240,6 +235,71 @@ TEST_F(MarginPieces, ARequestStandsOnUnitsAloneWhereTheGpuIsBehind) {
   EXPECT_EQ(group_->used(), kLimit - kMargin);
   EXPECT_EQ(b->physical_bytes(), 48 * kMiB);
   expect_no_climb(*a);
+  lab_.driver.release_fences(kOfA);
+}
+
+// 1. All work is done and b has 64 MiB idle in units. But c, which had them before and does nothing
+// now, has not dropped its former mappings: they go to the shelf in vain, two for each request.
+TEST_F(MarginPieces, AFormerMappingOfAnIdleModelKeepsNoMemory) {
+  const auto a = model("a");
+  const std::size_t left = fill_alone(*a, 64 * kMiB);
+  const Address last = lab_.allocate(*a, left, kOfA);
+  const auto c = model("c");
+  const auto b = model("b");
+  const Address of_c = lab_.allocate(*c, 64 * kMiB, kOfA);
+  ASSERT_EQ(group_->used(), kLimit - kMargin);
+  lab_.driver.hold_fences(kOfA);
+  lab_.free(of_c);
+  const Address of_b = lab_.allocate(*b, 64 * kMiB, kOfA);  // handed on behind c's work
+  lab_.driver.release_fences(kOfA);
+  lab_.free(of_b);
+  lab_.free(last);
+  know_all_done();
+  lab_.allocate(*a, left + 6 * kMiB, kOfA);
+  EXPECT_LE(group_->used(), kLimit - kMargin);
+  for (std::uintptr_t k = 40; k < 44; ++k) lab_.allocate(*a, 512, stream(k));  // slabs
+  EXPECT_LE(group_->used(), kLimit - kMargin);
+  EXPECT_GE(b->physical_bytes(), 32 * kMiB)
+      << "taken in vain; on the shelf: " << lab_.memory().store().shelved_bytes(*group_) / kMiB << " MiB";
+}
+
+// 3. Of the grant the largest chunk goes back, and what of it was needed is created anew.
+TEST_F(MarginPieces, TheSmallestUnitOfAGrantGoesBack) {
+  lab_.memory().set_limit(*group_, kUnlimited);
+  const auto a = model("a");
+  const std::size_t left = fill_alone(*a, 80 * kMiB);
+  const Address last = lab_.allocate(*a, left);
+  const auto b = model("b");
+  lab_.leave_idle(*b, 64 * kMiB);  // in chunks of 16
+  lab_.allocate(*b, 32 * kMiB);
+  lab_.memory().set_limit(*group_, kLimit);
+  const auto c = model("c");
+  lab_.leave_idle(*c, 16 * kMiB);
+  ASSERT_EQ(group_->used(), kLimit - kMargin);
+  lab_.free(last);
+  know_all_done();
+  lab_.driver.clear_calls();
+  lab_.allocate(*a, left + 34 * kMiB);  // 16 and 16 of b, 8 of c, 2 of which are used
+  EXPECT_EQ(lab_.driver.count(Call::create), 1U) << "2 MiB";
+  EXPECT_LE(group_->used(), kLimit - kMargin);
+}
+
+// 6. Units that rest on the shelf, which only the asking stream's work still uses, would do as well as others'.
+TEST_F(MarginPieces, ARequestStandsOnUnitsOfTheShelfToo) {
+  const auto a = model("a");
+  const std::size_t left = fill_alone(*a, 64 * kMiB);
+  const Address last = lab_.allocate(*a, left, kOfA);
+  const auto b = model("b");
+  const Address of_b = lab_.allocate(*b, 64 * kMiB, kOfA);
+  ASSERT_EQ(group_->used(), kLimit - kMargin);
+  lab_.free(last);
+  lab_.allocate(*a, left - 4 * kMiB, kOfA);
+  lab_.driver.hold_fences(kOfA);
+  lab_.free(of_b);
+  b->shed(0);
+  ASSERT_EQ(lab_.memory().store().shelved_bytes(*group_), 64 * kMiB);
+  lab_.allocate(*a, 10 * kMiB, kOfA);
+  EXPECT_EQ(group_->used(), kLimit - kMargin) << "shelf " << lab_.memory().store().shelved_bytes(*group_) / kMiB;
   lab_.driver.release_fences(kOfA);
 }
 

@@ -148,9 +148,12 @@ Block* BackedSpace::place_at(const Request& request, std::size_t offset, Grant* 
   if (extent.unit == 0) return place_over(std::move(extent), request, offset, grant, shortage);
   Extent wide = extent;
   widen(&wide);
+  const std::size_t retired = range_->retired_count();
   if (Block* block = place_over(std::move(wide), request, offset, grant, shortage)) return block;
-  // To the page where there is not so much, and not before: smaller chunks would stay.
-  if (!takes_any(grant) || !in_vain_.empty() || shortage->wait_for != kLongAgo) return nullptr;
+  // To the page where there is not so much, and not before: smaller chunks would stay. Nor where
+  // what was mapped in vain stands.
+  const bool is_in_the_way = range_->retired_count() != retired || !in_vain_.empty();
+  if (!takes_any(grant) || is_in_the_way || shortage->wait_for != kLongAgo) return nullptr;
   extent.unit = 0;
   return place_over(std::move(extent), request, offset, grant, shortage);
 }

@@ -353,6 +353,12 @@ Block* BlockHeap::covering(std::size_t offset) const {
   return at;
 }
 
+const Block* BlockHeap::covering_from(const Block* at, std::size_t offset) const {
+  if (at == nullptr || at->offset > offset) return covering(offset);
+  while (at != nullptr && at->end() <= offset) at = at->next;
+  return at != nullptr ? at : covering(offset);  // in another stretch
+}
+
 void BlockHeap::check() const {
   std::size_t free_seen = 0;
   std::size_t taken = 0;

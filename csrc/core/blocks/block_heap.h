@@ -172,6 +172,8 @@ class BlockHeap {
   [[nodiscard]] Block* free_covering(std::size_t offset) const;
   // The block that does, free or not. Walks from the nearest free one below.
   [[nodiscard]] Block* covering(std::size_t offset) const;
+  // The same for offsets that rise: from `at`, where the last one was (nullptr: this is the first).
+  [[nodiscard]] const Block* covering_from(const Block* at, std::size_t offset) const;
   // All free blocks by offset.
   [[nodiscard]] const FreeByOffset& free_blocks() const { return *free_; }
 

@@ -204,38 +204,51 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   const Shortage& lacks = climb.shortage;
   if (lacks.no_address_space || lacks.wait_for != kLongAgo || asker.is_pinned() || !could_be_met(climb)) return;
   step->result = StepResult::nothing;
-  // What the shelf gave back is room, but of the margin.
-  if (lacks.is_margin) {
+  const auto is_over = [&climb] {
+    return climb.found != 0 || climb.shortage.no_address_space || climb.shortage.wait_for != kLongAgo;
+  };
+  // What the shelf gave back may be room, but of the margin; and so may what is left to create.
+  const auto keep = [&] {
+    if (!lacks.is_margin) return;
     ask_for_margin(climb, step);
-    step->result = StepResult::in_vain;
-    if (climb.found != 0 || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
-  }
-  const MutexLock lock(mutex_);
+    if (step->bytes != 0) step->result = StepResult::in_vain;
+  };
+  keep();
+  if (is_over()) return;
   if (asker.keeps_within_chunks() && asker.shed(0) != 0) {
     // Its own idle chunks do not fit, and are not put together.
     step->result = StepResult::in_vain;
     step->bytes += memory_.store().trim(asker.group(), 0);
-    if (climb.try_again(nullptr) || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
+    climb.try_again(nullptr);
+    if (is_over()) return;
   }
   // Whole units first, where the request takes such; then chunks of any size, to the page.
-  const std::size_t wanted = lacks.takes_units ? lacks.unit : 0;
   bool is_any_found = false;
-  for (std::size_t unit = wanted;; unit = 0) {
-    Grant grant(memory_.store(), asker.group(), asker.budget());
-    grant.terms.fit = unit != 0 ? ChunkFit::filled : ChunkFit::any;
-    gather(climb, unit, grant, step);
-    // Its own of other sizes may do where nobody gave any.
-    if (grant.bytes() != 0 || (unit == 0 && lacks.is_particular)) {
-      is_any_found = true;
-      step->result = StepResult::in_vain;
-      step->bytes += grant.bytes();
-      if (climb.try_again(&grant) || lacks.no_address_space || lacks.wait_for != kLongAgo) return;
-    }
-    if (unit == 0) break;
+  if (lacks.takes_units && lacks.unit != 0) {
+    is_any_found = take_chunks(climb, lacks.unit, step);
+    if (!is_over()) keep();
+    if (is_over()) return;
   }
-  if (!is_any_found || !asker.is_asleep()) return;
+  is_any_found = take_chunks(climb, 0, step) || is_any_found;
+  if (is_over() || !is_any_found || !asker.is_asleep()) return;
   // What wakes wants chunks of certain sizes: in the place of the others it makes its own.
   if (memory_.store().trim(asker.group(), 0) != 0) climb.try_again(nullptr);
+}
+
+// Of others, units of `unit` bytes or (0) any, and the request once more with them. Whether there are any.
+bool Ladder::take_chunks(Climb& climb, std::size_t unit, ReclaimStep* step) {
+  Pool& asker = climb.asker;
+  const MutexLock lock(mutex_);
+  Grant grant(memory_.store(), asker.group(), asker.budget());
+  grant.terms.fit = unit != 0 ? ChunkFit::filled : ChunkFit::any;
+  grant.terms.keeps_margin = unit != 0 && !climb.is_margin_open;
+  gather(climb, unit, grant, step);
+  // Its own of other sizes may do where nobody gave any.
+  if (grant.bytes() == 0 && (unit != 0 || !climb.shortage.is_particular)) return false;
+  step->result = StepResult::in_vain;
+  step->bytes += grant.bytes();
+  climb.try_again(&grant);
+  return true;
 }
 
 // A callback may free tensors, and even allocate: no lock is held. torch's ask for
@@ -356,6 +369,16 @@ void Ladder::note(const Pool& asker, ReclaimDecision decision) {
   if (model.is_retired()) log_.forget(model.id());  // closed meanwhile: it may have been forgotten before
 }
 
+// By whom a request was met on that rung: where others gave nothing, the room that the shelf had
+// made was enough, once they had been asked.
+void Ladder::note_met(std::size_t rung, ReclaimDecision* decision) {
+  ReclaimStep& shelf = decision->steps.at(static_cast<std::size_t>(Rung::store));
+  ReclaimStep& step = decision->steps.at(rung);
+  const bool is_by_shelf =
+      rung == static_cast<std::size_t>(Rung::other_models) && step.bytes == 0 && shelf.result == StepResult::in_vain;
+  (is_by_shelf ? shelf : step).result = StepResult::met;
+}
+
 Address Ladder::reach(Climb& climb) {
   climb.asker.count_retry();
   ReclaimDecision decision;
@@ -367,7 +390,7 @@ Address Ladder::reach(Climb& climb) {
     const auto began = std::chrono::steady_clock::now();
     (this->*kSteps.at(rung))(climb, &step);
     step.nanoseconds = std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
-    if (climb.found != 0) step.result = StepResult::met;
+    if (climb.found != 0) note_met(rung, &decision);
     if (rung >= static_cast<std::size_t>(Rung::other_models)) climb.is_margin_open = true;
   }
   if (climb.found != 0 || !climb.shortage.is_sealed) note(climb.asker, std::move(decision));

@@ -151,6 +151,8 @@ class Ladder {
   void wait_and_melt(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   void spill(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
 
+  bool take_chunks(Climb& climb, std::size_t unit, ReclaimStep* step) VMM_EXCLUDES(mutex_);
+  static void note_met(std::size_t rung, ReclaimDecision* decision);
   void gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimStep* step) VMM_REQUIRES(mutex_);
   void gather_from(const PoolList& pools, const WantedChunks& wanted, Grant& grant, ReclaimStep* step)
       VMM_REQUIRES(mutex_);

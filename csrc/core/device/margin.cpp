@@ -58,17 +58,19 @@ void Ladder::ask_for_margin(Climb& climb, ReclaimStep* step) {
   Grant grant(memory_.store(), asker.group(), asker.budget());
   grant.terms = {ChunkFit::filled, /*keeps_margin=*/true};
   const std::size_t unit = unit_of(lacks, asker);
+  std::size_t had = 0;
   if (could_be_met(climb)) {
     const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
     const MutexLock lock(mutex_);
     memory_.clock().poll();
     const PoolList others = near_margin(asker, lacks, stream);
-    step->bytes = gather_to_keep(asker, lacks, stream, others, returning, grant, step);
+    had = gather_to_keep(asker, lacks, stream, others, returning, grant, step);
   }
-  step->bytes += grant.bytes();
+  had += grant.bytes();
+  step->bytes += had;
   const auto is_in_vain = [&climb] { return climb.found == 0 && climb.shortage.is_margin; };
   // Where that is not enough its own of other sizes may do beside it.
-  if (step->bytes >= lacks.bytes || grant.bytes() != 0) climb.try_again(&grant);
+  if (had >= lacks.bytes || grant.bytes() != 0) climb.try_again(&grant);
   if (is_in_vain()) {  // what did not fit together makes room instead
     Grant odd(memory_.store(), asker.group(), asker.budget());
     grant.chunks.move_no_units(unit, odd.chunks);
@@ -97,12 +99,13 @@ std::size_t Ladder::make_room_of_units(const Climb& climb, const Shortage& lacks
   const std::size_t missing = climb.shortage.bytes;
   const std::size_t used = lacks.bytes - std::min(lacks.bytes, missing);  // of the grant, had that been enough
   Grant units(memory_.store(), asker.group(), asker.budget());
+  ChunkShelf in_use;
   while (units.bytes() < missing && grant.bytes() >= used + unit) {
-    Chunk* const chunk = grant.chunks.take_any();
-    const bool is_unused = memory_.clock().has_passed(chunk->last_use);
-    (is_unused ? units : grant).chunks.put(chunk);
-    if (!is_unused) break;  // nor are the others, as a rule
+    Chunk* const chunk = grant.chunks.take_above(unit - 1);  // the smallest
+    if (chunk == nullptr) break;
+    (memory_.clock().has_passed(chunk->last_use) ? units.chunks : in_use).put(chunk);
   }
+  while (Chunk* const chunk = in_use.take_any()) grant.chunks.put(chunk);
   const std::size_t of_grant = give_back(units, asker.group());
   std::size_t made = of_grant;
   if (made < missing) {
@@ -123,6 +126,15 @@ std::size_t Ladder::make_room_of_units(const Climb& climb, const Shortage& lacks
 void Ladder::stand_apart(Climb& climb, const Shortage& lacks, Grant& grant, ReclaimStep* step) {
   const std::size_t unit = unit_of(lacks, climb.asker);
   const std::size_t wanted = align_up(climb.bytes, unit);
+  Budget* refused = nullptr;
+  while (grant.bytes() < wanted && refused == nullptr) {
+    const std::size_t lacking = wanted - grant.bytes();
+    Pool& asker = climb.asker;
+    Chunk* const shelved =
+        memory_.store().take_at_most(asker.group(), asker.budget(), lacking, /*exact=*/false, &refused, unit);
+    if (shelved == nullptr) break;
+    grant.chunks.put(shelved);
+  }
   const std::size_t granted = grant.bytes();
   if (granted < wanted && lacks.takes_units) {
     const std::optional<Stream> stream = stream_of(climb);
@@ -163,11 +175,16 @@ PoolList Ladder::near_margin(const Pool& asker, const Shortage& lacks, std::opti
   return found;
 }
 
-// To the driver, as far as nothing queued uses it: how many bytes.
+// To the driver, as far as nothing queued uses it: how many bytes. A pool that has had a chunk,
+// and does nothing since, may not have let go of its former address.
 std::size_t Ladder::give_back(Grant& grant, Budget& group) {
+  const std::size_t wanted = grant.bytes();
   const std::size_t shelved = memory_.store().shelved_bytes(group);
   grant.shelve();
-  return memory_.store().trim(group, shelved);
+  const std::size_t gone = memory_.store().trim(group, shelved);
+  if (gone >= wanted) return gone;
+  for (const auto& pool : memory_.pools_under(group)) pool->settle();
+  return gone + memory_.store().trim(group, shelved);
 }
 
 // What `lacks`, a part of the margin, can be met with instead: units; then chunks of other

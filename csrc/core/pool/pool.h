@@ -527,6 +527,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   Status blank(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
   void forget_unused() VMM_REQUIRES(mutex_);
   void join_thrown_away() VMM_REQUIRES(mutex_);
+  std::vector<LeavingChunk> slabs_first(std::vector<LeavingChunk> chunks, std::size_t* slabs) const
+      VMM_REQUIRES(mutex_);
   bool exchange_shelved(std::size_t bytes) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const VMM_REQUIRES(mutex_);
   [[nodiscard]] Unchanged unchanged_now() const VMM_REQUIRES(mutex_);

@@ -52,11 +52,12 @@ void Pool::join_thrown_away() {
   const auto is_blank = [this](const auto& place) VMM_REQUIRES(mutex_) {
     return !place.second.is_read_only && asleep_->kept.within({place.first, place.second.size}).empty();
   };
+  const Block* block = nullptr;
   for (auto at = gone.begin(); at != gone.end(); ++at) {
     auto next = std::next(at);
     if (next == gone.end() || next->first != at->first + at->second.size || !is_blank(*at)) continue;
     // It covers the border between them.
-    const Block* const block = space_.blocks().covering(next->first);
+    block = space_.blocks().covering_from(block, next->first);
     const bool is_live = block != nullptr && block->state == BlockState::used;
     if (!is_live || block->offset > at->first) continue;
     for (; next != gone.end() && next->first == at->first + at->second.size; next = gone.erase(next)) {
@@ -97,11 +98,27 @@ std::vector<LeavingChunk> slabs_in_turns(std::vector<LeavingChunk> chunks, std::
 
 }  // namespace
 
+// The blocks are walked once: for each of 177 chunks of 3157 tensors it would be 0.3 million steps.
+std::vector<LeavingChunk> Pool::slabs_first(std::vector<LeavingChunk> chunks, std::size_t* slabs) const {
+  std::vector<LeavingChunk> ordered;
+  std::vector<LeavingChunk> others;
+  const Block* block = nullptr;
+  for (LeavingChunk& each : chunks) {
+    block = space_.blocks().covering_from(block, each.offset);
+    const bool is_of_slab = block != nullptr && block->state == BlockState::slab;
+    (is_of_slab ? ordered : others).push_back(std::move(each));
+  }
+  *slabs = ordered.size();
+  std::reverse(ordered.begin(), ordered.end());  // each stands below the one that was made before it
+  std::move(others.begin(), others.end(), std::back_inserter(ordered));
+  return ordered;
+}
+
 std::vector<LeavingChunk> Pool::plan_wake() {
   KeptRanges ended;  // their backups end with no lock held
   const MutexLock lock(mutex_);
-  std::vector<LeavingChunk> wanted;
-  if (asleep_ == nullptr || !space_.is_open()) return wanted;
+  std::vector<LeavingChunk> found;
+  if (asleep_ == nullptr || !space_.is_open()) return found;
   settle_locked();
   if (!space_.is_pinned()) {
     give_up_spare_slabs();
@@ -113,7 +130,7 @@ std::vector<LeavingChunk> Pool::plan_wake() {
   const auto want = [&](std::size_t offset, const PlaceOfChunk& place, bool is_there) VMM_REQUIRES(mutex_) {
     LeavingChunk chunk{offset, place, {}, {}, is_there};
     for (const KeptRange& each : asleep_->kept.within(chunk.range())) chunk.kept.push_back({each.offset, each.size});
-    if (!is_there || !chunk.kept.empty()) wanted.push_back(std::move(chunk));
+    if (!is_there || !chunk.kept.empty()) found.push_back(std::move(chunk));
   };
   for (const auto& [offset, place] : asleep_->gone) want(offset, place, false);
   // Those that the driver would not unmap again when a wake was stopped.
@@ -121,13 +138,8 @@ std::vector<LeavingChunk> Pool::plan_wake() {
     const ByteRange range{offset, mapping.chunk->size};
     want(offset, {range.size, is_to_be_read_only(range, mapping)}, true);
   }
-  const auto is_of_slab = [this](const LeavingChunk& chunk) VMM_REQUIRES(mutex_) {
-    const Block* const block = space_.blocks().covering(chunk.offset);
-    return block != nullptr && block->state == BlockState::slab;
-  };
-  const auto rest = std::stable_partition(wanted.begin(), wanted.end(), is_of_slab);
-  const auto slabs = static_cast<std::size_t>(rest - wanted.begin());
-  std::reverse(wanted.begin(), rest);  // each stands below the one that was made before it
+  std::size_t slabs = 0;
+  std::vector<LeavingChunk> wanted = slabs_first(std::move(found), &slabs);
   const KeptRange* const kept = asleep_->kept.any();
   if (kept == nullptr || !kept->backup->is_mapped_beside_copies()) return wanted;
   return slabs_in_turns(std::move(wanted), slabs);
