@@ -241,7 +241,7 @@ TEST_F(LimitMargin, AModelByItselfHasAllOfIt) {
   expect_no_climb(*a);
 }
 
-// 4. A request that climbs takes a part of a unit of the margin though others have units idle.
+// Others' units make room for it there too.
 TEST_F(LimitMargin, StaysWhereARequestClimbsForAPartOfAUnit) {
   const auto a = model("a");
   const std::size_t left = fill_alone(*a, 96 * kMiB);
@@ -256,7 +256,7 @@ TEST_F(LimitMargin, StaysWhereARequestClimbsForAPartOfAUnit) {
       << "b has " << b->physical_bytes() / kMiB << ", shelf " << lab_.memory().store().shelved_bytes(*group_) / kMiB;
 }
 
-// 7. Nobody yielded: the shelf made room, and the margin was taken.
+// Nobody yields: the shelf makes room, and the margin is taken.
 TEST_F(LimitMargin, TheReportSaysThatTheShelfMadeRoom) {
   const auto a = model("a");
   const std::vector<Address> blocks = take_each(*a, 4, {6 * kMiB});
@@ -274,7 +274,7 @@ TEST_F(LimitMargin, TheReportSaysThatTheShelfMadeRoom) {
   EXPECT_EQ(latest.steps.at(static_cast<std::size_t>(Rung::store)).result, StepResult::met);
 }
 
-// 0. What was mapped in vain is retired before the request is placed a second time, to the page, at the same place.
+// What was mapped in vain is retired, and the request is not placed there a second time, to the page.
 TEST_F(LimitMargin, AFillThatFailsEndsNoProcess) {
   const auto a = model("a");
   const auto b = model("b");

@@ -238,8 +238,8 @@ TEST_F(MarginPieces, ARequestStandsOnUnitsAloneWhereTheGpuIsBehind) {
   lab_.driver.release_fences(kOfA);
 }
 
-// 1. All work is done and b has 64 MiB idle in units. But c, which had them before and does nothing
-// now, has not dropped its former mappings: they go to the shelf in vain, two for each request.
+// All work is done, and c, which had b's units before and does nothing now, has not let go of its
+// former mappings by itself.
 TEST_F(MarginPieces, AFormerMappingOfAnIdleModelKeepsNoMemory) {
   const auto a = model("a");
   const std::size_t left = fill_alone(*a, 64 * kMiB);
@@ -263,7 +263,7 @@ TEST_F(MarginPieces, AFormerMappingOfAnIdleModelKeepsNoMemory) {
       << "taken in vain; on the shelf: " << lab_.memory().store().shelved_bytes(*group_) / kMiB << " MiB";
 }
 
-// 3. Of the grant the largest chunk goes back, and what of it was needed is created anew.
+// Else what was needed of a larger one would be created anew.
 TEST_F(MarginPieces, TheSmallestUnitOfAGrantGoesBack) {
   lab_.memory().set_limit(*group_, kUnlimited);
   const auto a = model("a");
@@ -284,7 +284,7 @@ TEST_F(MarginPieces, TheSmallestUnitOfAGrantGoesBack) {
   EXPECT_LE(group_->used(), kLimit - kMargin);
 }
 
-// 6. Units that rest on the shelf, which only the asking stream's work still uses, would do as well as others'.
+// Which only the asking stream's work still uses: they do as well as others'.
 TEST_F(MarginPieces, ARequestStandsOnUnitsOfTheShelfToo) {
   const auto a = model("a");
   const std::size_t left = fill_alone(*a, 64 * kMiB);

@@ -43,8 +43,9 @@ void Pool::forget_unused() {
 
 // What was thrown away comes back in few chunks, as what unmaps and maps a model costs by the
 // chunk: a block that was live and is again stays, so those that are in it alone become one.
-// 16 GiB in blocks of 256 MiB are 64 from then on, and were some 300 when they were loaded. Not
-// those of several blocks: each may be sealed, or freed, by itself.
+// 16 GiB in blocks of 256 MiB are some 300 when they are loaded, and 64 where none of them is on
+// the shelf still (kLeastBlankShare). Not those of several blocks: each may be sealed, or freed,
+// by itself.
 void Pool::join_thrown_away() {
   const bool has_own_rule = !kind_.is_ordinary || kind_.is_uniform || kind_.no_split || kind_.is_spill;
   if (has_own_rule || keeps_within_chunks() || space_.is_pinned() || space_.unit_for(0) != 0) return;
