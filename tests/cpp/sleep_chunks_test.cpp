@@ -1,8 +1,9 @@
-// In what chunks the memory of a model comes back whose contents were thrown away.
+// In what chunks the memory of a model comes back.
 #include <gtest/gtest.h>
 
 #include <cstddef>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "cpp/sleep_lab.h"
@@ -43,26 +44,83 @@ TEST_F(SleepChunks, WhatIsThrownAwayComesBackAChunkABlock) {
   lab_.allocate(*model, kBlock);
 }
 
-// Each may be sealed, or freed, by itself.
-TEST_F(SleepChunks, BlocksShareNoChunkThatHadTheirOwn) {
+// Up to the size in which they would be loaded: 24 MiB.
+TEST_F(SleepChunks, SmallBlocksShareOne) {
   const auto model = lab_.pool(Lab::spec("model"));
-  const std::vector<Address> blocks = take(*model, 8, 24 * kMiB);
+  const std::vector<Address> large = take(*model, 1, kBlock);
+  const std::vector<Address> small = take(*model, 16, 6 * kMiB);
   sleep(model, discard());
   wake(model);
-  EXPECT_EQ(chunks(*model, blocks, 24 * kMiB), blocks.size());
-  for (const Address each : blocks) lab_.free(each);
-  EXPECT_EQ(model->idle_bytes(), model->physical_bytes());
+  std::set<Address> found;
+  for (const Address each : small) {
+    for (const ChunkView& chunk : model->chunks_under(each, 6 * kMiB)) {
+      EXPECT_LE(chunk.size, 24 * kMiB);
+      found.insert(chunk.address);
+    }
+  }
+  EXPECT_LE(found.size(), 5U);
+  for (const Address each : small) EXPECT_TRUE(is_zero(each, 6 * kMiB));
+  for (const Address each : small) lab_.free(each);
+  EXPECT_EQ(model->idle_bytes(), model->physical_bytes() - kBlock);
 }
 
-TEST_F(SleepChunks, WhatIsKeptComesBackAsItWas) {
+// There each may be sealed by itself.
+TEST_F(SleepChunks, BlocksOfATagShareNone) {
   const auto model = lab_.pool(Lab::spec("model"));
-  const std::vector<Address> blocks = take(*model, 2, kBlock);
-  const std::size_t before = chunks(*model, blocks, kBlock);
-  for (const Address each : blocks) Lab::fill(each, kPage, 1);
+  const auto tag = lab_.memory().tagged(model, "weights");
+  take(*tag, 1, kBlock);
+  const std::vector<Address> blocks = take(*tag, 16, 6 * kMiB);
+  sleep(model, discard());
+  wake(model);
+  std::set<Address> found;
+  for (const Address each : blocks) {
+    for (const ChunkView& chunk : tag->chunks_under(each, 6 * kMiB)) found.insert(chunk.address);
+  }
+  EXPECT_GE(found.size(), blocks.size());
+}
+
+// It was sealed chunk by chunk, and is unsealed so.
+TEST_F(SleepChunks, WhatIsSealedComesBackAsItWas) {
+  const auto model = lab_.pool(Lab::spec("model"));
+  const auto tag = lab_.memory().tagged(model, "weights");
+  const std::vector<Address> blocks = take(*tag, 2, kBlock);
+  const std::size_t before = tag->chunks_under(blocks[0], kBlock).size();
+  seal_pages(lab_.memory(), *model, {{blocks[0], kBlock, true}});
   sleep(model, host());
   wake(model);
-  EXPECT_EQ(chunks(*model, blocks, kBlock), before);
-  for (const Address each : blocks) EXPECT_EQ(Lab::first_wrong(each, kPage, 1), kPage);
+  EXPECT_EQ(tag->chunks_under(blocks[0], kBlock).size(), before);
+  EXPECT_LT(tag->chunks_under(blocks[1], kBlock).size(), before);
+}
+
+// What is free beside a block would stay with it.
+TEST_F(SleepChunks, WhatIsFreeSharesNone) {
+  const auto model = lab_.pool(Lab::spec("model"));
+  const Address first = lab_.allocate(*model, 88 * kMiB);
+  ASSERT_EQ(model->chunks_under(first, 88 * kMiB).size(), 11U) << "8 MiB each, in a small pool";
+  lab_.allocate(*model, 24 * kMiB);
+  lab_.free(first);
+  ASSERT_EQ(lab_.allocate(*model, 8 * kMiB), first);
+  ASSERT_EQ(lab_.allocate(*model, 12 * kMiB), first + 8 * kMiB);
+  sleep(model, discard());
+  wake(model);
+  const std::vector<ChunkView> found = model->chunks_under(first, 20 * kMiB);
+  ASSERT_EQ(found.size(), 2U);
+  EXPECT_EQ(found[0].size, 16 * kMiB);
+  EXPECT_EQ(found[1].size, 8 * kMiB) << "the half of which is free";
+}
+
+// And no more at once than is copied at once.
+TEST_F(SleepChunks, WhatIsKeptComesBackInFewerToo) {
+  const auto model = lab_.pool(Lab::spec("model"));
+  const std::vector<Address> blocks = take(*model, 2, kBlock);
+  ASSERT_EQ(chunks(*model, blocks, kBlock), 8U);
+  for (const Address each : blocks) Lab::fill(each, kPage, 1);
+  for (int k = 0; k < 2; ++k) {
+    sleep(model, host());
+    wake(model);
+    EXPECT_EQ(chunks(*model, blocks, kBlock), 4U) << "48 MiB each: 72 are more than 64";
+    for (const Address each : blocks) EXPECT_EQ(Lab::first_wrong(each, kPage, 1), kPage);
+  }
 }
 
 TEST_F(SleepChunks, PagesByHandGoOneByOneAsBefore) {
@@ -78,20 +136,8 @@ TEST_F(SleepChunks, PagesByHandGoOneByOneAsBefore) {
   model->drop_pages();
 }
 
-TEST_F(SleepChunks, UnitsStayWhatTheyAre) {
-  const auto group = lab_.memory().create_group("shared", 512 * kMiB);
-  const auto model = lab_.pool(Lab::spec("model"), group.get());
-  const auto other = lab_.pool(Lab::spec("other"), group.get());
-  lab_.allocate(*other, kBlock);
-  const std::vector<Address> blocks = take(*model, 3, kBlock);
-  const std::size_t before = chunks(*model, blocks, kBlock);
-  sleep(model, discard());
-  wake(model);
-  EXPECT_EQ(chunks(*model, blocks, kBlock), before);
-}
-
 // Others took of the chunks meanwhile, and what is left under the limit is in smaller ones.
-TEST_F(SleepChunks, WhereNoneIsSoLargeSeveralDo) {
+TEST_F(SleepChunks, WhereNoneIsSoLargeOneIsMadeOfThem) {
   const auto group = lab_.memory().create_group("shared", 4 * kBlock);
   const auto model = lab_.pool(Lab::spec("model"), group.get());
   const std::vector<Address> blocks = take(*model, 4, kBlock);
@@ -103,6 +149,106 @@ TEST_F(SleepChunks, WhereNoneIsSoLargeSeveralDo) {
     for (const Address each : blocks) EXPECT_TRUE(is_zero(each, kPage));
   }
   EXPECT_EQ(chunks(*model, blocks, kBlock), blocks.size());
+}
+
+// Two models in turn under a limit that makes units of 4 MiB.
+class SleepUnits : public SleepChunks {
+ protected:
+  static constexpr std::size_t kWindow = 64 * kMiB;
+
+  SleepUnits() { lab_.allocate(*other_, kPage); }
+  static std::size_t windows(const Pool& pool, Address begin, std::size_t bytes) {
+    std::size_t count = 0;
+    for (const ChunkView& chunk : pool.chunks_under(begin, bytes)) count += chunk.size == kWindow ? 1 : 0;
+    return count;
+  }
+  static std::size_t windows(const Pool& pool, const std::vector<Address>& blocks, std::size_t bytes) {
+    return windows(pool, blocks.front(), blocks.back() + bytes - blocks.front());
+  }
+
+  const std::shared_ptr<Budget> group_ = lab_.memory().create_group("shared", 512 * kMiB);
+  const std::shared_ptr<Pool> model_ = lab_.pool(Lab::spec("model"), group_.get());
+  const std::shared_ptr<Pool> other_ = lab_.pool(Lab::spec("other"), group_.get());
+};
+
+TEST_F(SleepUnits, ThoseOfAWholeWindowComeBackAsOne) {
+  const std::vector<Address> blocks = take(*model_, 3, kBlock);
+  ASSERT_EQ(windows(*model_, blocks, kBlock), 0U);
+  const std::size_t had = model_->physical_bytes();
+  for (const Places& where : {host(), discard()}) {
+    for (const Address each : blocks) Lab::fill(each, kPage, 1);
+    sleep(model_, where);
+    wake(model_);
+    EXPECT_EQ(windows(*model_, blocks, kBlock), 4U) << "of 288 MiB from a window's beginning on";
+    EXPECT_EQ(model_->physical_bytes(), had);
+    const bool is_kept = where.front().kind == Place::Kind::host;
+    for (const Address each : blocks) EXPECT_TRUE(is_kept ? Lab::holds(each, kPage, 1) : is_zero(each, kPage));
+  }
+}
+
+// What is free in one would stay with what is not.
+TEST_F(SleepUnits, NotThoseInWhichSomethingIsFree) {
+  const std::vector<Address> blocks = take(*model_, 3, kBlock);
+  lab_.free(blocks[1]);
+  const Address rest = lab_.allocate(*model_, kBlock - kPage);
+  ASSERT_EQ(rest, blocks[1]);
+  sleep(model_, host());
+  wake(model_);
+  EXPECT_EQ(windows(*model_, blocks, kBlock), 3U) << "all but that of 128 to 192 MiB";
+}
+
+TEST_F(SleepUnits, NotThoseThatAreSealedApart) {
+  const auto weights = lab_.memory().tagged(model_, "weights");
+  const std::vector<Address> blocks = take(*weights, 3, kWindow);
+  const std::size_t before = chunks(*weights, blocks, kWindow);
+  seal_pages(lab_.memory(), *model_, {{blocks[1], kWindow, true}});
+  sleep(model_, host());
+  wake(model_);
+  EXPECT_EQ(windows(*weights, blocks, kWindow), 2U);
+  EXPECT_EQ(weights->chunks_under(blocks[1], kWindow).size(), before / 3);
+  unseal_pages(lab_.memory(), *model_, {{blocks[1], kWindow, true}});
+}
+
+// Whatever its blocks are, each model wants chunks that the other one has left.
+TEST_F(SleepUnits, ModelsInTurnPassThemOn) {
+  const std::vector<Address> large = take(*model_, 3, 128 * kMiB);
+  for (const Address each : large) Lab::fill(each, 128 * kMiB, each);
+  sleep(model_, host());
+  const std::vector<Address> small = take(*other_, 16, 24 * kMiB);
+  for (const Address each : small) Lab::fill(each, 24 * kMiB, each);
+  std::uint64_t created = 0;
+  for (int turn = 0; turn < 6; ++turn) {
+    if (turn == 2) created = lab_.driver.count(Call::create);
+    const std::uint64_t mapped = lab_.driver.count(Call::map);
+    turn % 2 == 0 ? go(*swapping(other_, model_, host())) : go(*swapping(model_, other_, host()));
+    lab_.memory().check();
+    EXPECT_LE(group_->used(), 512 * kMiB);
+    EXPECT_LE(lab_.driver.count(Call::map) - mapped, 6 + 4 * kWindow / (4 * kMiB)) << "turn " << turn;
+  }
+  EXPECT_LE(lab_.driver.count(Call::create) - created, 4U);
+  for (const Address each : small) EXPECT_TRUE(Lab::holds(each, 24 * kMiB, each));
+  go(*swapping(other_, model_, host()));
+  for (const Address each : large) {
+    EXPECT_TRUE(Lab::holds(each, 128 * kMiB, each));
+    lab_.free(each);
+  }
+  wake(other_);
+}
+
+// Idle memory of others is in units: enough of it makes a window.
+TEST_F(SleepUnits, WhatOthersHaveIdleMakesRoomForThem) {
+  const std::vector<Address> blocks = take(*model_, 3, kBlock);
+  for (const Address each : blocks) Lab::fill(each, kBlock, each);
+  sleep(model_, host());
+  const auto third = lab_.pool(Lab::spec("third"), group_.get());
+  for (Pool* pool : {other_.get(), third.get()}) {
+    std::vector<Address> idle = take(*pool, 60, 4 * kMiB);
+    for (const Address each : idle) lab_.free(each);
+  }
+  ASSERT_LT(group_->room(), 3 * kBlock);
+  wake(model_);
+  for (const Address each : blocks) EXPECT_TRUE(Lab::holds(each, kBlock, each));
+  EXPECT_LE(group_->used(), 512 * kMiB);
 }
 
 }  // namespace

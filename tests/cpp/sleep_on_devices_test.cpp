@@ -234,13 +234,13 @@ TEST(SleepOnDevices, ABackupHasSeveralReaders) {
 }
 
 // Slabs stand at the top, the first of them highest. From host memory they come first; from
-// another device some do, and the others among the rest.
+// another device some do, and the others among the rest. (In a larger pool several are one chunk.)
 TEST(SleepOnDevices, SlabsComeFirstOrInTurns) {
-  constexpr std::size_t kSlabs = 40;
+  constexpr std::size_t kSlabs = 20;
   for (const bool is_on_host : {true, false}) {
     TwoDevices two;
     std::vector<std::size_t> bytes(kSlabs * 2, kMiB);  // two fill a slab
-    bytes.insert(bytes.end(), 4, 20 * kMiB);
+    bytes.insert(bytes.end(), 2, 20 * kMiB);
     std::vector<Address> blocks;
     for (const std::size_t each : bytes) blocks.push_back(two.fill(*two.model, each, blocks.size()));
     two.go(two.model, is_on_host ? Place{} : Place{Place::Kind::device, "", &two.other});
@@ -261,7 +261,7 @@ TEST(SleepOnDevices, SlabsComeFirstOrInTurns) {
     ASSERT_EQ(slabs.size(), kSlabs);
     EXPECT_EQ(slabs[15], 15U) << "some at once";
     if (is_on_host) EXPECT_EQ(slabs.back(), kSlabs - 1);
-    if (!is_on_host) EXPECT_GT(slabs.back(), kSlabs);
+    if (!is_on_host) EXPECT_GE(slabs.back(), kSlabs);
     EXPECT_LT(slabs.back(), count - 1) << "the last of the rest comes last";
     for (std::size_t k = 0; k < blocks.size(); ++k) EXPECT_EQ(Lab::first_wrong(blocks[k], bytes[k], k), bytes[k]);
   }

@@ -145,8 +145,7 @@ std::size_t GrowthPolicy::next_size(const Lack& lack, std::size_t offset, std::s
   const Pieces& pieces_of = lack.is_contested ? kBesideOthers : kAlone;
   const std::size_t least = std::min(pieces_of.least, peak_live_ / kPiecesPerSmallPool);
   const std::size_t loaded =
-      lack.is_explicit ? lack.total
-                       : std::max({kLoadedLeast, peak_live_ / kLoadedShare, lack.total / kLoadedPerRequest, page});
+      lack.is_explicit ? lack.total : std::max({size_of_what_stays(), lack.total / kLoadedPerRequest, page});
   const std::size_t fitting =
       is_being_loaded() ? loaded
                         : std::max({least, peak_live_ / pieces_of.per_pool, lack.total / kPiecesPerRequest, page});
@@ -156,6 +155,10 @@ std::size_t GrowthPolicy::next_size(const Lack& lack, std::size_t offset, std::s
 }
 
 std::size_t GrowthPolicy::largest_chunk() { return kLargestPiece; }
+
+std::size_t GrowthPolicy::size_of_what_stays() const {
+  return peak_live_ < kSmallPool ? 0 : std::max(kLoadedLeast, peak_live_ / kLoadedShare);
+}
 
 // It holds what stays: little was given back of what it handed out.
 bool GrowthPolicy::is_being_loaded() const {

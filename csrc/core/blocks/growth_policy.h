@@ -68,6 +68,9 @@ class GrowthPolicy {
   // The next new chunk, where `remaining` bytes are missing from `offset` on.
   [[nodiscard]] std::size_t next_size(const Lack& lack, std::size_t offset, std::size_t remaining) const;
   [[nodiscard]] static std::size_t largest_chunk();
+  // What stays has chunks of this size at least, each of several blocks perhaps. 0: all that
+  // the pool ever had is a few chunks.
+  [[nodiscard]] std::size_t size_of_what_stays() const;
   // Where `sharers` models take from one limit: what the chunks of one that had `peak` bytes
   // live are multiples of, in size and place, so that any may stand for any other. Bytes, a
   // power of two; 0: it has too few.

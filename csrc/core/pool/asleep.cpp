@@ -12,27 +12,6 @@
 
 namespace vmm {
 
-void BrokenUpPlaces::join(std::map<std::size_t, PlaceOfChunk>* gone, const MappedRange& live) {
-  for (auto at = sizes_.begin(); at != sizes_.end();) {
-    const ByteRange whole{at->first, at->second};
-    const auto first = gone->find(whole.offset);
-    auto last = first;  // behind those that lie side by side from there on
-    std::size_t end = whole.offset;
-    for (; last != gone->end() && last->first == end && end < whole.end(); ++last) {
-      if (last->second.is_read_only || !last->second.is_like(first->second)) break;
-      end += last->second.size;
-    }
-    if (end == whole.end()) {
-      gone->erase(std::next(first), last);
-      first->second.size = whole.size;
-    } else if (live.covering(end) != live.live().end()) {
-      ++at;  // some of it is still there, as a sleep or a wake was stopped
-      continue;
-    }
-    at = sizes_.erase(at);
-  }
-}
-
 // What is read-only from now on need not be copied again.
 Unchanged Pool::unchanged_now() const {
   if (!space_.is_open() || is_retired()) return {};
@@ -97,7 +76,6 @@ void Pool::withhold_broken_chunks() {
   const MutexLock lock(mutex_);
   if (!space_.is_open()) return;
   space_.withhold_broken_chunks();
-  broken_up_.clear();  // what they are joined to would have no borders
   if (asleep_ == nullptr) return;
   const bool is_uniform = kind_.is_uniform;
   if (!is_uniform) {

@@ -4,14 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "base/units.h"
 #include "core/memory/chunk.h"
-#include "core/memory/mapped_range.h"
 #include "core/pool/kept_ranges.h"
 
 namespace vmm {
@@ -40,20 +38,6 @@ struct LeavingChunk {
   [[nodiscard]] ByteRange range() const { return {offset, place.size}; }
 };
 
-// Places whose chunks came back as several. Each is wanted whole again, as soon as all of them
-// have gone: else a model that takes turns would have ever more, ever smaller ones.
-class BrokenUpPlaces {
- public:
-  void note(ByteRange place) { sizes_.insert_or_assign(place.offset, place.size); }
-  void clear() { sizes_.clear(); }
-  // In `gone` those are one again that `live` has nothing of. What is to be read-only stays as it
-  // is: it was sealed chunk by chunk, and is unsealed so.
-  void join(std::map<std::size_t, PlaceOfChunk>* gone, const MappedRange& live);
-
- private:
-  std::map<std::size_t, std::size_t> sizes_;  // by offset
-};
-
 // What became of a wish to go to sleep.
 enum class SleepBegun : std::uint8_t {
   anew,   // it was awake
@@ -80,10 +64,6 @@ struct Asleep {
     }
     std::erase_if(to_seal,
                   [range](const ByteRange& each) { return each.offset >= range.offset && each.end() <= range.end(); });
-  }
-  // The place that `offset`, where there is no memory, lies in. REQUIRES: there is one.
-  [[nodiscard]] const PlaceOfChunk& place_around(std::size_t offset) const {
-    return std::prev(gone.upper_bound(offset))->second;
   }
 };
 

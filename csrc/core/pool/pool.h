@@ -524,9 +524,12 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] std::vector<ByteRange> contents() const VMM_REQUIRES(mutex_);
   bool collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
       VMM_REQUIRES(mutex_);
-  Status blank(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
+  Status make_prepaid(std::size_t size, Chunk** chunk) VMM_REQUIRES(mutex_);
+  Status blank(const PlacedChunk& placed, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
   void forget_unused() VMM_REQUIRES(mutex_);
-  void join_thrown_away() VMM_REQUIRES(mutex_);
+  void join_gone() VMM_REQUIRES(mutex_);
+  void join_blocks() VMM_REQUIRES(mutex_);
+  void join_units(std::size_t unit) VMM_REQUIRES(mutex_);
   std::vector<LeavingChunk> slabs_first(std::vector<LeavingChunk> chunks, std::size_t* slabs) const
       VMM_REQUIRES(mutex_);
   bool exchange_shelved(std::size_t bytes) VMM_REQUIRES(mutex_);
@@ -594,7 +597,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
   std::unique_ptr<Asleep> asleep_ VMM_GUARDED_BY(mutex_);  // nullptr: it is awake
   Unchanged unchanged_ VMM_GUARDED_BY(mutex_);
-  BrokenUpPlaces broken_up_ VMM_GUARDED_BY(mutex_);
   std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;  // times_locked() when inactive_split was worked out
   Peaks own_peaks_;
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "core/memory/backup.h"
 #include "core/memory/chunk_store.h"
 #include "core/memory/grant.h"
 #include "core/options.h"
@@ -16,12 +17,8 @@ namespace vmm {
 
 namespace {
 
-// Of what a place lacks, one of several chunks that come to stand there is at least such a part.
-constexpr std::size_t kLeastShare = 4;
-// And where nothing is kept: there a third costs more than to give it back and make a whole one
-// (33 us; 46 and up to 65), as it does whenever the model sleeps and wakes. Where contents come,
-// they take longer than either.
-constexpr std::size_t kLeastBlankShare = 2;
+// So many bytes of units come back as one chunk: what is on the bus at once.
+constexpr std::size_t kJoinedUnits = Backup::kPieceBytes;
 
 }  // namespace
 
@@ -41,33 +38,75 @@ void Pool::forget_unused() {
   }
 }
 
-// What was thrown away comes back in few chunks, as what unmaps and maps a model costs by the
-// chunk: a block that was live and is again stays, so those that are in it alone become one.
-// 16 GiB in blocks of 256 MiB are some 300 when they are loaded, and 64 where none of them is on
-// the shelf still (kLeastBlankShare). Not those of several blocks: each may be sealed, or freed,
-// by itself.
-void Pool::join_thrown_away() {
-  const bool has_own_rule = !kind_.is_ordinary || kind_.is_uniform || kind_.no_split || kind_.is_spill;
-  if (has_own_rule || keeps_within_chunks() || space_.is_pinned() || space_.unit_for(0) != 0) return;
+// Where chunks stand for each other, those of a whole window become one, in every model that
+// wakes alike. Two models of 16 GiB in turn moved 1024 units of 16 MiB each way, and an unmap
+// waits for what the bus was given: a swap took 471 to 547 ms, and 350 to 450 with these.
+void Pool::join_units(std::size_t unit) {
+  if (unit >= kJoinedUnits) return;
   std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
-  const auto is_blank = [this](const auto& place) VMM_REQUIRES(mutex_) {
-    return !place.second.is_read_only && asleep_->kept.within({place.first, place.second.size}).empty();
+  const Block* block = nullptr;
+  for (auto at = gone.begin(); at != gone.end(); ++at) {
+    if (!is_aligned(at->first, kJoinedUnits) || at->second.size >= kJoinedUnits) continue;
+    std::size_t end = at->first;
+    auto last = at;
+    while (last != gone.end() && last->first == end && !last->second.is_read_only && last->second.is_like(at->second) &&
+           end < at->first + kJoinedUnits) {
+      end += last->second.size;
+      ++last;
+    }
+    if (end != at->first + kJoinedUnits) continue;
+    // What is free in it would stay with what is not.
+    std::size_t live = at->first;
+    for (block = space_.blocks().covering_from(block, live);
+         block != nullptr && block->state == BlockState::used && live < end; block = block->next) {
+      live = block->end();
+    }
+    if (live < end) continue;
+    at->second.size = kJoinedUnits;
+    gone.erase(std::next(at), last);
+  }
+}
+
+// A model comes back in few chunks, as what unmaps and maps it costs by the chunk. A block that
+// was live and is again stays, so those that are in it alone become one: 16 GiB in blocks of 256
+// MiB are some 300 when they are loaded, and 64 once they were thrown away. So do those of
+// several, up to the size that they would be loaded in, but in a tag's space, where each may be
+// sealed by itself: of 3157 tensors, 16 GiB, there were 190, and on the link to another GPU each
+// came behind the last copy. Where contents come, no more than what is copied at once.
+void Pool::join_blocks() {
+  std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
+  const std::size_t most_of_several = is_tag_space() ? 0 : space_.growth().size_of_what_stays();
+  // All of it comes from there; nullptr: it was thrown away.
+  const auto source = [this](const auto& place) VMM_REQUIRES(mutex_) -> const Backup* {
+    const std::vector<KeptRange> kept = asleep_->kept.within({place.first, place.second.size});
+    return kept.empty() ? nullptr : kept.front().backup.get();
   };
   const Block* block = nullptr;
   for (auto at = gone.begin(); at != gone.end(); ++at) {
     auto next = std::next(at);
-    if (next == gone.end() || next->first != at->first + at->second.size || !is_blank(*at)) continue;
-    // It covers the border between them.
-    block = space_.blocks().covering_from(block, next->first);
-    const bool is_live = block != nullptr && block->state == BlockState::used;
-    if (!is_live || block->offset > at->first) continue;
+    if (next == gone.end() || next->first != at->first + at->second.size || at->second.is_read_only) continue;
+    block = space_.blocks().covering_from(block, at->first);
+    if (block == nullptr || (block->state != BlockState::used && block->state != BlockState::slab)) continue;
+    const Block* const first = block;
+    const Backup* const backup = source(*at);
+    const std::size_t most = backup == nullptr ? GrowthPolicy::largest_chunk() : backup->piece_bytes();
     for (; next != gone.end() && next->first == at->first + at->second.size; next = gone.erase(next)) {
       const std::size_t joined = at->second.size + next->second.size;
-      if (at->first + joined > block->end() || joined > GrowthPolicy::largest_chunk()) break;
-      if (!next->second.is_like(at->second) || !is_blank(*next)) break;
+      const std::size_t end = at->first + joined;
+      if (joined > (end <= first->end() ? most : std::min(most, most_of_several))) break;
+      if (!next->second.is_like(at->second) || source(*next) != backup) break;
+      while (block->end() < end && block->next != nullptr && block->next->state == first->state) block = block->next;
+      if (block->end() < end) break;  // what is free in it would stay with what is not
       at->second.size = joined;
     }
   }
+}
+
+void Pool::join_gone() {
+  const bool has_own_rule = !kind_.is_ordinary || kind_.is_uniform || kind_.no_split || kind_.is_spill;
+  if (has_own_rule || keeps_within_chunks() || space_.is_pinned()) return;
+  const std::size_t unit = space_.unit_for(0);
+  unit != 0 ? join_units(unit) : join_blocks();
 }
 
 namespace {
@@ -126,8 +165,7 @@ std::vector<LeavingChunk> Pool::plan_wake() {
     forget_unused();
     ended = asleep_->kept.cut_to(contents());  // what has been freed does not come back
   }
-  broken_up_.join(&asleep_->gone, space_.range());
-  join_thrown_away();
+  join_gone();
   const auto want = [&](std::size_t offset, const PlaceOfChunk& place, bool is_there) VMM_REQUIRES(mutex_) {
     LeavingChunk chunk{offset, place, {}, {}, is_there};
     for (const KeptRange& each : asleep_->kept.within(chunk.range())) chunk.kept.push_back({each.offset, each.size});
@@ -160,51 +198,25 @@ Status Pool::let_go_again(const LeavingChunk& place) {
   return first;
 }
 
-// A chunk for each place: of its size where there is one, granted or on the shelf; else made,
-// or several that are smaller where blocks may lie over their borders. None of these is below a
-// quarter of what the place still lacks: 300 of 2 MiB for 13 made a wake of discarded contents
-// take 0.9 s for 0.4.
+// A chunk for each place, of its size: granted, or on the shelf; else made, in exchange for
+// others of the shelf where there is no room. Several that are smaller would do, and cost less
+// (58 us each; some 46 to make one and 40 a 64 MiB to give others back), but that at every sleep
+// and wake from then on: 300 of 2 MiB for 13 made a wake take 0.9 s for 0.4.
 bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage) {
-  const bool is_exact = kind_.is_uniform || kind_.no_split || keeps_within_chunks();
   Budget* full = nullptr;
   std::vector<PlacedChunk>& placements = backing->placements;
-  std::size_t share = 1;
-  const auto is_of_use = [&share](const Chunk* chunk, std::size_t lacks) {
-    return chunk != nullptr && chunk->size * share >= lacks;
-  };
-  const auto take = [&](std::size_t offset, std::size_t size, bool exact) VMM_REQUIRES(mutex_) -> std::size_t {
-    placements.push_back({offset, nullptr});  // first: what is taken has its place
-    Chunk*& chunk = placements.back().chunk;
-    if (grant != nullptr) {
-      chunk = grant->chunks.take_at_most(size, exact);
-      if (is_of_use(chunk, size)) return chunk->size;
-      if (chunk != nullptr) grant->chunks.put(std::exchange(chunk, nullptr));
-    }
-    if (full == nullptr) chunk = context_.store.take_at_most(group_, budget_, size, exact, &full);
-    if (is_of_use(chunk, size)) return chunk->size;
-    if (chunk != nullptr) context_.store.put(group_, chunk);
-    placements.pop_back();
-    return 0;
-  };
-  struct Unmet {
-    ByteRange place;
-    std::size_t share;
-  };
-  std::vector<Unmet> unmet;
-  for (const LeavingChunk& each : places) {
-    if (take(each.offset, each.place.size, /*exact=*/true) != 0) continue;
-    unmet.push_back({each.range(), each.kept.empty() ? kLeastBlankShare : kLeastShare});
-  }
   std::size_t missing = 0;
-  for (auto& [place, least_share] : unmet) {
-    share = least_share;
-    for (std::size_t took = 1; !is_exact && took != 0 && place.size != 0;) {
-      took = take(place.offset, place.size, /*exact=*/false);
-      place = {place.offset + took, place.size - took};
+  placements.reserve(places.size());
+  for (const LeavingChunk& each : places) {
+    const std::size_t size = each.place.size;
+    placements.push_back({each.offset, nullptr});  // first: what is taken has its place
+    Chunk*& chunk = placements.back().chunk;
+    if (grant != nullptr) chunk = grant->chunks.take_at_most(size, /*exact=*/true);
+    if (chunk == nullptr && full == nullptr) {
+      chunk = context_.store.take_at_most(group_, budget_, size, /*exact=*/true, &full);
     }
-    missing += place.size;
+    if (chunk == nullptr) missing += size;
   }
-  placements.reserve(placements.size() + unmet.size());
   const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, missing);
   Budget* refused = budget_.charge(missing - prepaid);
   const bool is_of_group = refused != nullptr && group_.stands_under(*refused);  // which pays for its shelf
@@ -214,12 +226,13 @@ bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, B
     return false;
   }
   if (grant != nullptr) grant->prepaid_bytes -= prepaid;
-  Status status;
-  for (const auto& [each, least_share] : unmet) {
-    if (each.size == 0) continue;
-    placements.push_back({each.offset, nullptr});
+  for (std::size_t k = 0; k < places.size(); ++k) {
+    Chunk*& chunk = placements[k].chunk;
+    if (chunk != nullptr) continue;
+    const std::size_t size = places[k].place.size;
+    Status status;
     try {
-      status = context_.store.create_prepaid(context_.store.spec(each.size), budget_, &placements.back().chunk);
+      status = make_prepaid(size, &chunk);
     } catch (...) {
       budget_.refund(missing);
       throw;
@@ -229,9 +242,19 @@ bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, B
       *shortage = Shortage::of_driver(missing, status);
       return false;
     }
-    missing -= each.size;
+    missing -= size;
   }
   return true;
+}
+
+// Where the driver has no more, others of the shelf go first.
+Status Pool::make_prepaid(std::size_t size, Chunk** chunk) {
+  ChunkStore& store = context_.store;
+  const Status status = store.create_prepaid(store.spec(size), budget_, chunk);
+  if (status.code() != StatusCode::out_of_memory) return status;
+  const std::size_t shelved = store.shelved_bytes(group_);
+  if (shelved == 0 || store.trim(group_, shelved - std::min(shelved, size)) == 0) return status;
+  return store.create_prepaid(store.spec(size), budget_, chunk);
 }
 
 // Of what still rests on the group's shelf, in sizes that fit no place that was asked for, so
@@ -280,65 +303,38 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
     }
     return {};
   }
-  std::vector<PlacedChunk> placements;
-  const auto end = asleep_->collected.lower_bound(place.range().end());
-  for (auto at = asleep_->collected.lower_bound(place.offset); at != end; ++at) {
-    placements.push_back({at->first, at->second});
-    *wait_for = std::max(*wait_for, at->second->last_use);
-  }
+  const auto collected = asleep_->collected.find(place.offset);
+  if (collected == asleep_->collected.end()) return {};
+  const PlacedChunk placed{collected->first, collected->second};
+  *wait_for = placed.chunk->last_use;
   // The GPU waits, where it can be made to.
   if (!context_.clock.order_before(filled_by, *wait_for).ok()) return {};
   *wait_for = kLongAgo;
-  asleep_->to_seal.reserve(asleep_->to_seal.size() + placements.size());
-  const bool is_broken_up = placements.size() > 1;
-  const bool keeps_within = keeps_within_chunks();
-  if (is_broken_up && !keeps_within) broken_up_.note(place.range());
-  // Each chunk is gone by itself from now on: the place may be several's.
-  for (const PlacedChunk& each : placements) {
-    PlaceOfChunk of_chunk = asleep_->place_around(each.offset);  // others may have registered it since it was planned
-    // Blocks lie over the borders that there were none of.
-    of_chunk.is_withheld = of_chunk.is_withheld || (is_broken_up && keeps_within);
-    const ByteRange rest{each.offset + each.chunk->size, of_chunk.size - each.chunk->size};
-    of_chunk.size = each.chunk->size;
-    if (rest.size != 0) {
-      PlaceOfChunk of_rest = of_chunk;
-      of_rest.size = rest.size;
-      asleep_->gone.insert_or_assign(rest.offset, of_rest);
-    }
-    asleep_->gone.insert_or_assign(each.offset, of_chunk);
-    if (keeps_within) space_.blocks().add_border(each.offset);
-  }
+  asleep_->to_seal.reserve(asleep_->to_seal.size() + 1);
+  const std::vector<PlacedChunk> placements{placed};
   Status status = space_.range().map(placements, space_.accessors());
-  if (status.ok()) status = blank(placements, place.place.is_poisoned, filled_by.stream);
+  if (status.ok()) status = blank(placed, place.place.is_poisoned, filled_by.stream);
   // What is mapped is the pool's, also where that failed: whoever asked undoes it.
-  for (const auto& [offset, chunk] : placements) {
-    if (space_.range().live().count(offset) == 0) continue;
-    const PlaceOfChunk as_it_was = asleep_->place_around(offset);
-    asleep_->collected.erase(offset);
-    asleep_->gone.erase(offset);
-    chunk->content.store(id_, std::memory_order_relaxed);
-    chunk->last_use = kLongAgo;
-    if (as_it_was.is_withheld) space_.range().withhold(offset);
-    if (as_it_was.is_read_only) asleep_->to_seal.push_back({offset, chunk->size});
-    mapped({offset, chunk}, filled_by.stream);
-  }
+  if (space_.range().live().count(placed.offset) == 0) return status;
+  const PlaceOfChunk as_it_was = asleep_->gone.at(placed.offset);  // others may have registered it since it was planned
+  asleep_->collected.erase(placed.offset);
+  asleep_->gone.erase(placed.offset);
+  placed.chunk->content.store(id_, std::memory_order_relaxed);
+  placed.chunk->last_use = kLongAgo;
+  if (as_it_was.is_withheld) space_.range().withhold(placed.offset);
+  if (as_it_was.is_read_only) asleep_->to_seal.push_back(place.range());
+  mapped(placed, filled_by.stream);
   return status;
 }
 
 // Memory that wakes reads as zero, or as poison, where no content comes to it: nobody else's is
 // seen, nor what was thrown away.
-Status Pool::blank(std::span<const PlacedChunk> placements, bool is_poisoned, Stream stream) {
-  for (const auto& [offset, chunk] : placements) {
-    const OwnerId content = chunk->content.load(std::memory_order_relaxed);
-    const bool may_stay = !asleep_->is_discarded && !kind_.is_range && (content == id_ || !context_.options.scrub);
-    if (!is_poisoned && (content == kNobody || may_stay)) continue;
-    const std::uint8_t byte = is_poisoned ? kPoisonByte : 0;
-    if (const Status status = context_.driver.fill_async(context_.device, base_ + offset, byte, chunk->size, stream);
-        !status.ok()) {
-      return status;
-    }
-  }
-  return {};
+Status Pool::blank(const PlacedChunk& placed, bool is_poisoned, Stream stream) {
+  const OwnerId content = placed.chunk->content.load(std::memory_order_relaxed);
+  const bool may_stay = !asleep_->is_discarded && !kind_.is_range && (content == id_ || !context_.options.scrub);
+  if (!is_poisoned && (content == kNobody || may_stay)) return {};
+  const std::uint8_t byte = is_poisoned ? kPoisonByte : 0;
+  return context_.driver.fill_async(context_.device, base_ + placed.offset, byte, placed.chunk->size, stream);
 }
 
 std::vector<KeptRange> Pool::kept_in(ByteRange range) const {
