@@ -79,17 +79,21 @@ TEST_F(SleepChunks, BlocksOfATagShareNone) {
   EXPECT_GE(found.size(), blocks.size());
 }
 
-// It was sealed chunk by chunk, and is unsealed so.
-TEST_F(SleepChunks, WhatIsSealedComesBackAsItWas) {
+// Each is unsealed by itself.
+TEST_F(SleepChunks, BlocksThatAreSealedShareNone) {
   const auto model = lab_.pool(Lab::spec("model"));
   const auto tag = lab_.memory().tagged(model, "weights");
   const std::vector<Address> blocks = take(*tag, 2, kBlock);
-  const std::size_t before = tag->chunks_under(blocks[0], kBlock).size();
-  seal_pages(lab_.memory(), *model, {{blocks[0], kBlock, true}});
-  sleep(model, host());
-  wake(model);
-  EXPECT_EQ(tag->chunks_under(blocks[0], kBlock).size(), before);
-  EXPECT_LT(tag->chunks_under(blocks[1], kBlock).size(), before);
+  for (const Address each : blocks) seal_pages(lab_.memory(), *model, {{each, kBlock, true}});
+  for (int k = 0; k < 2; ++k) {
+    sleep(model, host());
+    wake(model);
+    EXPECT_EQ(chunks(*tag, blocks, kBlock), blocks.size());
+    for (const Address each : blocks) EXPECT_TRUE(tag->is_read_only(each, kBlock));
+  }
+  unseal_pages(lab_.memory(), *model, {{blocks[0], kBlock, true}});
+  EXPECT_FALSE(tag->has_read_only(blocks[0], kBlock));
+  EXPECT_TRUE(tag->is_read_only(blocks[1], kBlock));
 }
 
 // What is free beside a block would stay with it.
@@ -109,16 +113,18 @@ TEST_F(SleepChunks, WhatIsFreeSharesNone) {
   EXPECT_EQ(found[1].size, 8 * kMiB) << "the half of which is free";
 }
 
-// And no more at once than is copied at once.
 TEST_F(SleepChunks, WhatIsKeptComesBackInFewerToo) {
+  constexpr std::size_t kLarge = 320 * kMiB;
   const auto model = lab_.pool(Lab::spec("model"));
   const std::vector<Address> blocks = take(*model, 2, kBlock);
+  const std::vector<Address> large = take(*model, 1, kLarge);
   ASSERT_EQ(chunks(*model, blocks, kBlock), 8U);
   for (const Address each : blocks) Lab::fill(each, kPage, 1);
   for (int k = 0; k < 2; ++k) {
     sleep(model, host());
     wake(model);
-    EXPECT_EQ(chunks(*model, blocks, kBlock), 4U) << "48 MiB each: 72 are more than 64";
+    EXPECT_EQ(chunks(*model, blocks, kBlock), blocks.size());
+    EXPECT_EQ(chunks(*model, large, kLarge), 2U) << "240 MiB and the rest";
     for (const Address each : blocks) EXPECT_EQ(Lab::first_wrong(each, kPage, 1), kPage);
   }
 }

@@ -19,6 +19,8 @@ namespace {
 
 // So many bytes of units come back as one chunk: what is on the bus at once.
 constexpr std::size_t kJoinedUnits = Backup::kPieceBytes;
+// Of one block no more where contents come: whoever waits for it waits 5 ms for so much on the bus.
+constexpr std::size_t kMostJoined = 256 * kMiB;
 
 }  // namespace
 
@@ -69,13 +71,13 @@ void Pool::join_units(std::size_t unit) {
 
 // A model comes back in few chunks, as what unmaps and maps it costs by the chunk. A block that
 // was live and is again stays, so those that are in it alone become one: 16 GiB in blocks of 256
-// MiB are some 300 when they are loaded, and 64 once they were thrown away. So do those of
-// several, up to the size that they would be loaded in, but in a tag's space, where each may be
-// sealed by itself: of 3157 tensors, 16 GiB, there were 190, and on the link to another GPU each
-// came behind the last copy. Where contents come, no more than what is copied at once.
+// MiB are some 300 when they are loaded, and 64 once they have slept. So do those of several, up
+// to the size that they would be loaded in, and where contents come to what is copied at once;
+// but not in a tag's space, where each may be sealed and unsealed by itself. Of 3157 tensors, 16 GiB, there were 190,
+// and on the link to another GPU each came behind the last copy.
 void Pool::join_blocks() {
   std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
-  const std::size_t most_of_several = is_tag_space() ? 0 : space_.growth().size_of_what_stays();
+  const std::size_t most_of_any = is_tag_space() ? 0 : space_.growth().size_of_what_stays();
   // All of it comes from there; nullptr: it was thrown away.
   const auto source = [this](const auto& place) VMM_REQUIRES(mutex_) -> const Backup* {
     const std::vector<KeptRange> kept = asleep_->kept.within({place.first, place.second.size});
@@ -84,16 +86,17 @@ void Pool::join_blocks() {
   const Block* block = nullptr;
   for (auto at = gone.begin(); at != gone.end(); ++at) {
     auto next = std::next(at);
-    if (next == gone.end() || next->first != at->first + at->second.size || at->second.is_read_only) continue;
+    if (next == gone.end() || next->first != at->first + at->second.size) continue;
     block = space_.blocks().covering_from(block, at->first);
     if (block == nullptr || (block->state != BlockState::used && block->state != BlockState::slab)) continue;
     const Block* const first = block;
     const Backup* const backup = source(*at);
-    const std::size_t most = backup == nullptr ? GrowthPolicy::largest_chunk() : backup->piece_bytes();
+    const std::size_t most_of_one = backup == nullptr ? GrowthPolicy::largest_chunk() : kMostJoined;
+    const std::size_t most_of_several = backup == nullptr ? most_of_any : std::min(most_of_any, backup->piece_bytes());
     for (; next != gone.end() && next->first == at->first + at->second.size; next = gone.erase(next)) {
       const std::size_t joined = at->second.size + next->second.size;
       const std::size_t end = at->first + joined;
-      if (joined > (end <= first->end() ? most : std::min(most, most_of_several))) break;
+      if (joined > (end <= first->end() ? most_of_one : most_of_several)) break;
       if (!next->second.is_like(at->second) || source(*next) != backup) break;
       while (block->end() < end && block->next != nullptr && block->next->state == first->state) block = block->next;
       if (block->end() < end) break;  // what is free in it would stay with what is not

@@ -6,6 +6,7 @@
 
 #include "base/errors.h"
 #include "core/memory/file_backup.h"
+#include "core/memory/packed_backup.h"
 #include "core/sleep/arrival.h"
 #include "core/sleep/chunk_backup.h"
 
@@ -59,6 +60,12 @@ std::string in_words(const Place& place) {
   return place.is_packed ? "host, packed" : "host";
 }
 
+// What goes there at once.
+std::size_t piece_bytes(const Place& place) {
+  if (place.kind == Place::Kind::device) return ChunkBackup::kPieceBytes;
+  return place.is_packed ? PackedBackup::kPieceBytes : Backup::kPieceBytes;
+}
+
 }  // namespace
 
 bool Departure::may_keep(std::size_t part) const {
@@ -82,8 +89,7 @@ void Departure::plan(bool keeps_unchanged) {
     if (std::any_of(places.begin(), places.end(), [](const Place& place) { return place.is_poisoned; })) {
       for (LeavingChunk& chunk : chunks) chunk.place.is_poisoned = true;
     }
-    const bool is_to_device = places.front().kind == Place::Kind::device;
-    append_pieces(part, std::move(chunks), is_to_device ? ChunkBackup::kPieceBytes : Backup::kPieceBytes, &pieces_);
+    append_pieces(part, std::move(chunks), piece_bytes(places.front()), &pieces_);
   }
 }
 
