@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <string>
 #include <vector>
@@ -57,13 +58,13 @@ struct Asleep {
   KeptRanges kept;                           // of what has gone, and of what comes, until all is there
   std::vector<ByteRange> to_seal;            // chunks that are mapped, once what they hold has arrived
 
-  // Chunks in `range` are not to be read-only when they come back.
+  // Chunks in `range`, and those that it is a part of, are not to be read-only when they come back.
   void let_write(ByteRange range) {
-    for (auto at = gone.lower_bound(range.offset); at != gone.end() && at->first < range.end(); ++at) {
-      at->second.is_read_only = false;
-    }
+    auto at = gone.upper_bound(range.offset);
+    if (at != gone.begin() && std::prev(at)->first + std::prev(at)->second.size > range.offset) --at;
+    for (; at != gone.end() && at->first < range.end(); ++at) at->second.is_read_only = false;
     std::erase_if(to_seal,
-                  [range](const ByteRange& each) { return each.offset >= range.offset && each.end() <= range.end(); });
+                  [range](const ByteRange& each) { return each.offset < range.end() && each.end() > range.offset; });
   }
 };
 

@@ -159,7 +159,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   Status let_go_again(const LeavingChunk& place) VMM_EXCLUDES(mutex_);
   // What is to come back: slabs first, as they were made, and the rest by offset; where
   // nothing is used any more, nothing does.
-  std::vector<LeavingChunk> plan_wake() VMM_EXCLUDES(mutex_);
+  // `joins`: in fewer chunks than it left in, where it may.
+  std::vector<LeavingChunk> plan_wake(bool joins) VMM_EXCLUDES(mutex_);
   // Chunks for these places, all or none: an address, or 0 and why not, as try_allocate().
   Address try_collect(std::span<const LeavingChunk> places, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
   // Those that have not been mapped are the group's again.
@@ -527,7 +528,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   Status make_prepaid(std::size_t size, Chunk** chunk) VMM_REQUIRES(mutex_);
   Status blank(const PlacedChunk& placed, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
   void forget_unused() VMM_REQUIRES(mutex_);
-  void join_gone() VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool may_join() const VMM_REQUIRES(mutex_);
+  void cut_to_units(std::size_t unit) VMM_REQUIRES(mutex_);
   void join_blocks() VMM_REQUIRES(mutex_);
   void join_units(std::size_t unit) VMM_REQUIRES(mutex_);
   std::vector<LeavingChunk> slabs_first(std::vector<LeavingChunk> chunks, std::size_t* slabs) const

@@ -17,9 +17,12 @@ namespace vmm {
 
 namespace {
 
-// So many bytes of units come back as one chunk: what is on the bus at once.
-constexpr std::size_t kJoinedUnits = Backup::kPieceBytes;
-// Of one block no more where contents come: whoever waits for it waits 5 ms for so much on the bus.
+// So many units come back as one chunk, and no more bytes than are on the bus at once: what of it
+// is freed later goes to nobody while some of it is in use.
+constexpr std::size_t kJoinedUnits = 4;
+constexpr std::size_t kMostJoinedUnits = Backup::kPieceBytes;
+// Of one block no more: where contents come, whoever waits for it waits 5 ms for so much on the
+// bus; and what stands in it later, once it has been freed, holds all of its chunk.
 constexpr std::size_t kMostJoined = 256 * kMiB;
 
 }  // namespace
@@ -40,31 +43,51 @@ void Pool::forget_unused() {
   }
 }
 
-// Where chunks stand for each other, those of a whole window become one, in every model that
-// wakes alike. Two models of 16 GiB in turn moved 1024 units of 16 MiB each way, and an unmap
-// waits for what the bus was given: a swap took 471 to 547 ms, and 350 to 450 with these.
-void Pool::join_units(std::size_t unit) {
-  if (unit >= kJoinedUnits) return;
+// Of what was joined of units, and of which something has been freed since, those come back that
+// hold something still.
+void Pool::cut_to_units(std::size_t unit) {
   std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
   const Block* block = nullptr;
   for (auto at = gone.begin(); at != gone.end(); ++at) {
-    if (!is_aligned(at->first, kJoinedUnits) || at->second.size >= kJoinedUnits) continue;
+    const std::size_t end = at->first + at->second.size;
+    if (at->second.size <= unit || !is_of_units({at->first, at->second.size}, unit)) continue;
+    block = space_.blocks().covering_from(block, at->first);
+    const Block* each = block;
+    while (each != nullptr && !each->is_nobodys() && each->end() < end) each = each->next;
+    if (each == nullptr || !each->is_nobodys()) continue;
+    PlaceOfChunk rest = at->second;
+    rest.size -= unit;
+    gone.emplace(at->first + unit, rest);  // first: there may be no memory to note it
+    at->second.size = unit;
+  }
+}
+
+// Where chunks stand for each other, those of a whole window become one, in every model that
+// wakes alike. Two models of 16 GiB in turn moved 1024 units of 16 MiB each way, and an unmap
+// waits for what the bus was given: a swap took 471 to 547 ms, and 350 to 450 with these. In a
+// tag's space not those of several blocks, as below.
+void Pool::join_units(std::size_t unit) {
+  std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
+  const std::size_t window = std::min(unit * kJoinedUnits, kMostJoinedUnits);
+  const Block* block = nullptr;
+  for (auto at = gone.begin(); at != gone.end(); ++at) {
+    if (!is_aligned(at->first, window) || at->second.size >= window) continue;
+    const std::size_t window_end = at->first + window;
     std::size_t end = at->first;
     auto last = at;
     while (last != gone.end() && last->first == end && !last->second.is_read_only && last->second.is_like(at->second) &&
-           end < at->first + kJoinedUnits) {
+           end < window_end) {
       end += last->second.size;
       ++last;
     }
-    if (end != at->first + kJoinedUnits) continue;
+    if (end != window_end) continue;
     // What is free in it would stay with what is not.
-    std::size_t live = at->first;
-    for (block = space_.blocks().covering_from(block, live);
-         block != nullptr && block->state == BlockState::used && live < end; block = block->next) {
-      live = block->end();
+    block = space_.blocks().covering_from(block, at->first);
+    while (block != nullptr && block->state == BlockState::used && block->end() < end && !is_tag_space()) {
+      block = block->next;
     }
-    if (live < end) continue;
-    at->second.size = kJoinedUnits;
+    if (block == nullptr || block->state != BlockState::used || block->end() < end) continue;
+    at->second.size = window;
     gone.erase(std::next(at), last);
   }
 }
@@ -77,7 +100,7 @@ void Pool::join_units(std::size_t unit) {
 // and on the link to another GPU each came behind the last copy.
 void Pool::join_blocks() {
   std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
-  const std::size_t most_of_any = is_tag_space() ? 0 : space_.growth().size_of_what_stays();
+  const std::size_t most_of_any = is_tag_space() ? 0 : std::min(space_.growth().size_of_what_stays(), kMostJoined);
   // All of it comes from there; nullptr: it was thrown away.
   const auto source = [this](const auto& place) VMM_REQUIRES(mutex_) -> const Backup* {
     const std::vector<KeptRange> kept = asleep_->kept.within({place.first, place.second.size});
@@ -90,13 +113,14 @@ void Pool::join_blocks() {
     block = space_.blocks().covering_from(block, at->first);
     if (block == nullptr || (block->state != BlockState::used && block->state != BlockState::slab)) continue;
     const Block* const first = block;
+    // What was sealed slice by slice may be unsealed so.
+    if (at->second.is_read_only && !has_gone_read_only(first->range())) continue;
     const Backup* const backup = source(*at);
-    const std::size_t most_of_one = backup == nullptr ? GrowthPolicy::largest_chunk() : kMostJoined;
     const std::size_t most_of_several = backup == nullptr ? most_of_any : std::min(most_of_any, backup->piece_bytes());
     for (; next != gone.end() && next->first == at->first + at->second.size; next = gone.erase(next)) {
       const std::size_t joined = at->second.size + next->second.size;
       const std::size_t end = at->first + joined;
-      if (joined > (end <= first->end() ? most_of_one : most_of_several)) break;
+      if (joined > (end <= first->end() ? kMostJoined : most_of_several)) break;
       if (!next->second.is_like(at->second) || source(*next) != backup) break;
       while (block->end() < end && block->next != nullptr && block->next->state == first->state) block = block->next;
       if (block->end() < end) break;  // what is free in it would stay with what is not
@@ -105,11 +129,9 @@ void Pool::join_blocks() {
   }
 }
 
-void Pool::join_gone() {
+bool Pool::may_join() const {
   const bool has_own_rule = !kind_.is_ordinary || kind_.is_uniform || kind_.no_split || kind_.is_spill;
-  if (has_own_rule || keeps_within_chunks() || space_.is_pinned()) return;
-  const std::size_t unit = space_.unit_for(0);
-  unit != 0 ? join_units(unit) : join_blocks();
+  return !has_own_rule && !keeps_within_chunks() && !space_.is_pinned();
 }
 
 namespace {
@@ -157,18 +179,21 @@ std::vector<LeavingChunk> Pool::slabs_first(std::vector<LeavingChunk> chunks, st
   return ordered;
 }
 
-std::vector<LeavingChunk> Pool::plan_wake() {
+std::vector<LeavingChunk> Pool::plan_wake(bool joins) {
   KeptRanges ended;  // their backups end with no lock held
   const MutexLock lock(mutex_);
   std::vector<LeavingChunk> found;
   if (asleep_ == nullptr || !space_.is_open()) return found;
   settle_locked();
+  joins = joins && may_join();
+  const std::size_t unit = joins ? space_.unit_for(0) : 0;
+  if (unit != 0) cut_to_units(unit);
   if (!space_.is_pinned()) {
     give_up_spare_slabs();
     forget_unused();
     ended = asleep_->kept.cut_to(contents());  // what has been freed does not come back
   }
-  join_gone();
+  if (joins) unit != 0 ? join_units(unit) : join_blocks();
   const auto want = [&](std::size_t offset, const PlaceOfChunk& place, bool is_there) VMM_REQUIRES(mutex_) {
     LeavingChunk chunk{offset, place, {}, {}, is_there};
     for (const KeptRange& each : asleep_->kept.within(chunk.range())) chunk.kept.push_back({each.offset, each.size});
@@ -229,6 +254,9 @@ bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, B
     return false;
   }
   if (grant != nullptr) grant->prepaid_bytes -= prepaid;
+  // Also where there is room for both: what rests there is of no use to who has just left it.
+  const std::size_t shelved = missing == 0 ? 0 : context_.store.shelved_bytes(group_);
+  if (shelved != 0) context_.store.trim(group_, shelved - std::min(shelved, missing));
   for (std::size_t k = 0; k < places.size(); ++k) {
     Chunk*& chunk = placements[k].chunk;
     if (chunk != nullptr) continue;
@@ -250,12 +278,14 @@ bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, B
   return true;
 }
 
-// Where the driver has no more, others of the shelf go first.
+// Where the driver has no more, others of the shelf go first, if that is enough.
 Status Pool::make_prepaid(std::size_t size, Chunk** chunk) {
   ChunkStore& store = context_.store;
   const Status status = store.create_prepaid(store.spec(size), budget_, chunk);
   if (status.code() != StatusCode::out_of_memory) return status;
   const std::size_t shelved = store.shelved_bytes(group_);
+  MemoryInfo memory;
+  if (!context_.driver.memory_info(context_.device, &memory).ok() || memory.free + shelved < size) return status;
   if (shelved == 0 || store.trim(group_, shelved - std::min(shelved, size)) == 0) return status;
   return store.create_prepaid(store.spec(size), budget_, chunk);
 }
@@ -322,7 +352,7 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
   const PlaceOfChunk as_it_was = asleep_->gone.at(placed.offset);  // others may have registered it since it was planned
   asleep_->collected.erase(placed.offset);
   asleep_->gone.erase(placed.offset);
-  placed.chunk->content.store(id_, std::memory_order_relaxed);
+  if (status.ok()) placed.chunk->content.store(id_, std::memory_order_relaxed);  // else it is as it was
   placed.chunk->last_use = kLongAgo;
   if (as_it_was.is_withheld) space_.range().withhold(placed.offset);
   if (as_it_was.is_read_only) asleep_->to_seal.push_back(place.range());

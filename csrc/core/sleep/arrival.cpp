@@ -30,7 +30,7 @@ void Arrival::begin() {
 
 void Arrival::plan() {
   for (std::size_t part = 0; part < mine_.size(); ++part) {
-    std::vector<LeavingChunk> chunks = mine_[part]->plan_wake();
+    std::vector<LeavingChunk> chunks = mine_[part]->plan_wake(/*joins=*/memory_ != Memory::as_it_left);
     std::size_t most = Backup::kPieceBytes;
     for (const LeavingChunk& chunk : chunks) {
       const std::vector<KeptRange> kept = mine_[part]->kept_in(chunk.range());

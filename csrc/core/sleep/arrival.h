@@ -23,8 +23,9 @@ class Departure;
 class Arrival {
  public:
   enum class Memory : std::uint8_t {
-    collected,  // all of it by begin(), and mapped while the first pieces are on the bus
-    by_piece,   // as others let go of it
+    collected,   // all of it by begin(), and mapped while the first pieces are on the bus
+    by_piece,    // as others let go of it
+    as_it_left,  // as collected, in the very chunks that have just left: nothing is asked of the driver
   };
   Arrival(Sleeper& sleeper, PoolList pools, Memory memory);
   ~Arrival();

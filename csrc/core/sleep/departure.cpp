@@ -263,7 +263,7 @@ void Departure::undo() noexcept {
   pieces_.clear();
   backups_.clear();
   try {
-    Arrival back(sleeper_, awake_, Arrival::Memory::collected);
+    Arrival back(sleeper_, awake_, Arrival::Memory::as_it_left);
     back.begin();
     try {
       while (back.advance() || back.wait()) {
