@@ -235,10 +235,10 @@ TEST_F(SleepUnits, NotThoseThatAreSealedApart) {
 // Whatever its blocks are, each model wants chunks that the other one has left.
 TEST_F(SleepUnits, ModelsInTurnPassThemOn) {
   const std::vector<Address> large = take(*model_, 3, 128 * kMiB);
-  for (const Address each : large) Lab::fill(each, 128 * kMiB, each);
+  for (const Address each : large) Lab::fill(each, kPage, each);
   sleep(model_, host());
   const std::vector<Address> small = take(*other_, 16, 24 * kMiB);
-  for (const Address each : small) Lab::fill(each, 24 * kMiB, each);
+  for (const Address each : small) Lab::fill(each, kPage, each);
   std::uint64_t created = 0;
   for (int turn = 0; turn < 6; ++turn) {
     if (turn == 2) created = lab_.driver.count(Call::create);
@@ -249,10 +249,10 @@ TEST_F(SleepUnits, ModelsInTurnPassThemOn) {
     EXPECT_LE(lab_.driver.count(Call::map) - mapped, 40U) << "turn " << turn;  // of 96 units
   }
   EXPECT_LE(lab_.driver.count(Call::create) - created, 16U) << "in four swaps: where units end";
-  for (const Address each : small) EXPECT_TRUE(Lab::holds(each, 24 * kMiB, each));
+  for (const Address each : small) EXPECT_TRUE(Lab::holds(each, kPage, each));
   go(*swapping(other_, model_, host()));
   for (const Address each : large) {
-    EXPECT_TRUE(Lab::holds(each, 128 * kMiB, each));
+    EXPECT_TRUE(Lab::holds(each, kPage, each));
     lab_.free(each);
   }
   wake(other_);
@@ -286,7 +286,7 @@ TEST_F(SleepUnits, ThoseOfATagsBlocksStayApart) {
 // Idle memory of others is in units: enough of it makes a window.
 TEST_F(SleepUnits, WhatOthersHaveIdleMakesRoomForThem) {
   const std::vector<Address> blocks = take(*model_, 3, kBlock);
-  for (const Address each : blocks) Lab::fill(each, kBlock, each);
+  for (const Address each : blocks) Lab::fill(each, kPage, each);
   sleep(model_, host());
   const auto third = lab_.pool(Lab::spec("third"), group_.get());
   for (Pool* pool : {other_.get(), third.get()}) {
@@ -295,7 +295,7 @@ TEST_F(SleepUnits, WhatOthersHaveIdleMakesRoomForThem) {
   }
   ASSERT_LT(group_->room(), 3 * kBlock);
   wake(model_);
-  for (const Address each : blocks) EXPECT_TRUE(Lab::holds(each, kBlock, each));
+  for (const Address each : blocks) EXPECT_TRUE(Lab::holds(each, kPage, each));
   EXPECT_LE(group_->used(), 512 * kMiB);
 }
 

@@ -96,8 +96,8 @@ void Pool::join_units(std::size_t unit) {
 // was live and is again stays, so those that are in it alone become one: 16 GiB in blocks of 256
 // MiB are some 300 when they are loaded, and 64 once they have slept. So do those of several, up
 // to the size that they would be loaded in, and where contents come to what is copied at once;
-// but not in a tag's space, where each may be sealed and unsealed by itself. Of 3157 tensors, 16 GiB, there were 190,
-// and on the link to another GPU each came behind the last copy.
+// but not in a tag's space, where each may be sealed and unsealed by itself. Of 3157 tensors,
+// 16 GiB, there were 190, and on the link to another GPU each came behind the last copy.
 void Pool::join_blocks() {
   std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
   const std::size_t most_of_any = is_tag_space() ? 0 : std::min(space_.growth().size_of_what_stays(), kMostJoined);
