@@ -154,8 +154,6 @@ std::size_t GrowthPolicy::next_size(const Lack& lack, std::size_t offset, std::s
   return std::min(align_up((remaining + pieces - 1) / pieces, page), remaining);
 }
 
-std::size_t GrowthPolicy::largest_chunk() { return kLargestPiece; }
-
 std::size_t GrowthPolicy::size_of_what_stays() const {
   return peak_live_ < kSmallPool ? 0 : std::max(kLoadedLeast, peak_live_ / kLoadedShare);
 }

@@ -67,7 +67,6 @@ class GrowthPolicy {
   [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t remaining) const;
   // The next new chunk, where `remaining` bytes are missing from `offset` on.
   [[nodiscard]] std::size_t next_size(const Lack& lack, std::size_t offset, std::size_t remaining) const;
-  [[nodiscard]] static std::size_t largest_chunk();
   // What stays has chunks of this size at least, each of several blocks perhaps. 0: all that
   // the pool ever had is a few chunks.
   [[nodiscard]] std::size_t size_of_what_stays() const;

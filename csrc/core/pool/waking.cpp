@@ -227,9 +227,9 @@ Status Pool::let_go_again(const LeavingChunk& place) {
 }
 
 // A chunk for each place, of its size: granted, or on the shelf; else made, in exchange for
-// others of the shelf where there is no room. Several that are smaller would do, and cost less
-// (58 us each; some 46 to make one and 40 a 64 MiB to give others back), but that at every sleep
-// and wake from then on: 300 of 2 MiB for 13 made a wake take 0.9 s for 0.4.
+// others of the shelf. Several that are smaller would do, and cost less (58 us each; some 46 to
+// make one and 40 a 64 MiB to give others back), but that at every sleep and wake from then on:
+// 300 of 2 MiB for 13 made a wake take 0.9 s for 0.4.
 bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage) {
   Budget* full = nullptr;
   std::vector<PlacedChunk>& placements = backing->placements;
@@ -254,7 +254,7 @@ bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, B
     return false;
   }
   if (grant != nullptr) grant->prepaid_bytes -= prepaid;
-  // Also where there is room for both: what rests there is of no use to who has just left it.
+  // Also where there is room for both: else who has just left it there would hold twice its memory.
   const std::size_t shelved = missing == 0 ? 0 : context_.store.shelved_bytes(group_);
   if (shelved != 0) context_.store.trim(group_, shelved - std::min(shelved, missing));
   for (std::size_t k = 0; k < places.size(); ++k) {
