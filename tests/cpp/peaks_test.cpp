@@ -251,21 +251,23 @@ TEST(Peaks, FollowManyPoolsInTurn) {
 }
 
 TEST(Peaks, StayWithinWhatManyThreadsCanHold) {
+  constexpr int kThreads = 20;
+  constexpr std::int64_t kHeldByEach = 10;
   Peaks peaks;
   std::vector<std::thread> threads;
-  threads.reserve(4);
-  for (int k = 0; k < 20; ++k) {
+  threads.reserve(kThreads);
+  for (int k = 0; k < kThreads; ++k) {
     threads.emplace_back([&] {
       Counter pool(peaks);
       for (int step = 0; step < 2000; ++step) {
-        pool.up(SizeClass::large_pool, 10);
-        pool.down(SizeClass::large_pool, 10);
+        pool.up(SizeClass::large_pool, kHeldByEach);
+        pool.down(SizeClass::large_pool, kHeldByEach);
       }
     });
   }
   for (auto& thread : threads) thread.join();
-  EXPECT_GE(peaks_of(peaks)[0], 10);
-  EXPECT_LE(peaks_of(peaks)[0], 40);
+  EXPECT_GE(peaks_of(peaks)[0], kHeldByEach);
+  EXPECT_LE(peaks_of(peaks)[0], kThreads * kHeldByEach) << "all of them at once";
   peaks.reset_peaks();
   EXPECT_EQ(peaks_of(peaks)[0], 0);
 }
