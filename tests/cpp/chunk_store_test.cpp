@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <thread>
+#include <vector>
 
 #include "core/memory/grant.h"
 #include "cpp/lab.h"
@@ -99,6 +100,32 @@ TEST_F(Store, TellsOfAnExportedChunkBeforeTheDriverHasIt) {
   EXPECT_FALSE(store_->release(refused).ok());
   EXPECT_EQ(ended_exports().size(), 2U) << "what opens it has gone all the same";
   EXPECT_TRUE(store_->release(refused).ok());
+}
+
+TEST_F(Store, WhatIsTrimmedIsHardlyMoreThanIsWanted) {
+  const auto trim_of = [this](std::vector<std::size_t> shelved, std::size_t want) {
+    for (const std::size_t pages : shelved) store_->put(group_, create(a_, pages));
+    const std::size_t given_back = store_->trim_under(group_, want * kPage) / kPage;
+    EXPECT_EQ(store_->shelved_bytes(group_), group_.used());
+    store_->trim_all();
+    return given_back;
+  };
+  EXPECT_EQ(trim_of({8, 2}, 2), 2U);
+  EXPECT_EQ(trim_of({1, 3, 6}, 2), 4U) << "1, and the smallest that holds the rest";
+  EXPECT_EQ(trim_of({1, 1, 4, 6}, 8), 8U) << "6, and 1 and 1";
+  EXPECT_EQ(trim_of({5, 3}, 4), 8U);
+  EXPECT_EQ(trim_of({3, 3, 3}, 4), 6U);
+  EXPECT_EQ(trim_of({2, 1}, 9), 3U) << "there is no more";
+}
+
+TEST_F(Store, WhatIsMappedOrRefusedIsPassedOver) {
+  Chunk* const mapped = create(a_, 2);
+  mapped->note_mapped();
+  for (Chunk* each : {create(a_, 1), mapped, create(a_, 3), create(a_, 4)}) store_->put(group_, each);
+  driver_.fail_nth(Call::release, 1, broken());
+  EXPECT_EQ(store_->trim_under(group_, 2 * kPage), 3 * kPage) << "3, where the driver would not have 1";
+  mapped->note_unmapped();
+  EXPECT_EQ(store_->trim_under(group_, 2 * kPage), 2 * kPage);
 }
 
 TEST_F(Store, AReleasedChunkCountsNoMore) {

@@ -145,6 +145,21 @@ TEST_F(SleepChunks, ASleepThatIsStoppedAsksTheDriverForNothing) {
   lab_.driver.clear_failures();
 }
 
+// What rests there for another model stays for it.
+TEST_F(SleepChunks, NoMoreIsExchangedThanIsMade) {
+  const auto limit = lab_.memory().create_group("g", 2 * kBlock);
+  const auto a = lab_.pool(Lab::spec("a"), limit.get());
+  const auto b = lab_.pool(Lab::spec("b"), limit.get());
+  for (const auto& model : {a, b}) {
+    ASSERT_GE(chunks(*model, take(*model, 1, kBlock), kBlock), 3U) << "other sizes than it comes back in";
+    ASSERT_EQ(model->physical_bytes(), kBlock);
+  }
+  for (const auto& model : {a, b}) sleep(model, discard());
+  wake(a);
+  EXPECT_EQ(lab_.memory().committed_bytes(), 2 * kBlock);
+  wake(b);
+}
+
 TEST_F(SleepChunks, PagesByHandGoOneByOneAsBefore) {
   const auto model = lab_.pool(Lab::spec("model"));
   for (std::size_t k = 0; k < 4; ++k) lab_.memory().allocate_pages(*model, k * 4 * kMiB, 4 * kMiB, nullptr);

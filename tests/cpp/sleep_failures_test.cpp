@@ -107,6 +107,26 @@ TEST_F(SleepFailures, ChunksThatTheDriverKeepsAreStillThePools) {
   expect_whole(live);
 }
 
+// What could not be scrubbed is not the pool's own the next time.
+TEST_F(SleepFailures, AScrubThatFailsLeavesNothingOfOthersToBeSeen) {
+  constexpr std::size_t kLive = kPage - 512 * kKiB;  // the rest of its chunk is free, and no content comes to it
+  const auto one = lab_.pool("one");
+  const auto other = lab_.pool("other");
+  const Address address = lab_.allocate(*one, kLive);
+  ASSERT_EQ(one->chunks_under(address, kLive).size(), 1U);
+  Lab::fill(address, kLive, 1);
+  sleep(one, host(), /*release=*/true);
+  Lab::fill(lab_.allocate(*other, kPage), kPage, 2);
+  sleep(other, discard());
+  lab_.driver.fail_nth(Call::fill_async, 1, broken());
+  EXPECT_THROW(go(*coming(one)), VmmError);
+  EXPECT_EQ(lab_.driver.failures(), 1U);
+  lab_.driver.clear_failures();
+  wake(one);
+  EXPECT_TRUE(Lab::holds(address, kLive, 1));
+  EXPECT_TRUE(is_zero(address + kLive, kPage - kLive));
+}
+
 // Every call of the driver fails in turn; whatever was wanted is done, or as before.
 TEST_F(SleepFailures, AnyCallMayFail) {
   const auto pool = lab_.pool("a");

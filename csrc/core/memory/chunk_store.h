@@ -7,6 +7,7 @@
 // store keeps counts against the same limit as what pools have mapped.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -38,27 +39,39 @@ class ChunkShelf {
   void move_no_units(std::size_t unit, ChunkShelf& other) noexcept;
   // This very chunk, of `size` bytes; false: it is not here. It may be gone for good.
   bool take(const Chunk* chunk, std::size_t size);
-  // Of those that nothing maps, the largest first, removes each that `ends(chunk)` has ended,
-  // until at least `want` bytes have gone. Returns how many. Where all are mapped it looks
-  // at none of them until one comes to be unmapped.
+  // Of those that nothing maps, removes each that `ends(chunk)` has ended, until at least `want`
+  // bytes have gone: the largest that are wanted whole, then for what is left the smallest that
+  // holds it. Returns how many. Where all are mapped it looks at none of them until one comes to
+  // be unmapped.
   template <typename Ends>
   std::size_t remove_unmapped(std::size_t want, const Ends& ends) {
     const std::uint64_t unmappings = Chunk::unmappings.load(std::memory_order_acquire);
     if (are_mapped_ && unmappings == as_of_) return 0;
     bool is_any_left = false;
     std::size_t gone = 0;
-    for (auto at = by_size_.end(); at != by_size_.begin();) {
-      if (gone >= want) return gone;
-      const std::size_t size = (--at)->first;
-      if (at->second->mappings.load(std::memory_order_acquire) != 0) continue;
-      if (!ends(at->second)) {
+    const auto remove = [&](ChunksBySize::iterator* at) {  // and goes on to the next
+      const std::size_t size = (*at)->first;
+      if ((*at)->second->mappings.load(std::memory_order_acquire) != 0) return false;
+      if (!ends((*at)->second)) {
         is_any_left = true;
-        continue;
+        return false;
       }
-      at = by_size_.erase(at);
+      *at = by_size_.erase(*at);
       bytes_ -= size;
       gone += size;
+      return true;
+    };
+    for (auto at = by_size_.upper_bound(want); gone < want && at != by_size_.begin();) {
+      if ((--at)->first > want - gone) {
+        at = by_size_.upper_bound(want - gone);
+      } else {
+        remove(&at);
+      }
     }
+    for (auto at = by_size_.upper_bound(want - std::min(want, gone)); gone < want && at != by_size_.end();) {
+      if (!remove(&at)) ++at;
+    }
+    if (gone >= want) return gone;
     are_mapped_ = !is_any_left;
     as_of_ = unmappings;
     return gone;

@@ -534,7 +534,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void join_units(std::size_t unit) VMM_REQUIRES(mutex_);
   std::vector<LeavingChunk> slabs_first(std::vector<LeavingChunk> chunks, std::size_t* slabs) const
       VMM_REQUIRES(mutex_);
-  bool exchange_shelved(std::size_t bytes) VMM_REQUIRES(mutex_);
+  std::size_t exchange_shelved(std::size_t charge, std::size_t bytes) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const VMM_REQUIRES(mutex_);
   [[nodiscard]] Unchanged unchanged_now() const VMM_REQUIRES(mutex_);
   void withhold_gone(ByteRange of_block, bool are_pages) VMM_REQUIRES(mutex_);

@@ -247,16 +247,18 @@ bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, B
   }
   const std::size_t prepaid = grant == nullptr ? 0 : std::min(grant->prepaid_bytes, missing);
   Budget* refused = budget_.charge(missing - prepaid);
-  const bool is_of_group = refused != nullptr && group_.stands_under(*refused);  // which pays for its shelf
-  if (is_of_group && exchange_shelved(missing - prepaid)) refused = budget_.charge(missing - prepaid);
+  std::size_t given_back = 0;
+  if (refused != nullptr && group_.stands_under(*refused)) {  // which pays for its shelf
+    given_back = exchange_shelved(missing - prepaid, missing);
+    if (given_back != 0) refused = budget_.charge(missing - prepaid);
+  }
   if (refused != nullptr) {
     *shortage = {missing - prepaid, refused, {}};
     return false;
   }
   if (grant != nullptr) grant->prepaid_bytes -= prepaid;
   // Also where there is room for both: else who has just left it there would hold twice its memory.
-  const std::size_t shelved = missing == 0 ? 0 : context_.store.shelved_bytes(group_);
-  if (shelved != 0) context_.store.trim(group_, shelved - std::min(shelved, missing));
+  if (given_back < missing) exchange_shelved(0, missing - given_back);
   for (std::size_t k = 0; k < places.size(); ++k) {
     Chunk*& chunk = placements[k].chunk;
     if (chunk != nullptr) continue;
@@ -290,12 +292,14 @@ Status Pool::make_prepaid(std::size_t size, Chunk** chunk) {
   return store.create_prepaid(store.spec(size), budget_, chunk);
 }
 
-// Of what still rests on the group's shelf, in sizes that fit no place that was asked for, so
-// much goes back to the driver that `bytes` may be made in its stead. False: it has less.
-bool Pool::exchange_shelved(std::size_t bytes) {
-  const std::size_t lacks = bytes - std::min(bytes, budget_.headroom());
+// Of what still rests on the group's shelf, in sizes that fit no place that was asked for, `bytes`
+// go back to the driver, as so much is made in their stead. None where `charge`, for which it is
+// done, would not fit with all of them. Returns how many went.
+std::size_t Pool::exchange_shelved(std::size_t charge, std::size_t bytes) {
   const std::size_t shelved = context_.store.shelved_bytes(group_);
-  return shelved >= lacks && context_.store.trim(group_, shelved - lacks) != 0;
+  const std::size_t lacks = charge - std::min(charge, budget_.headroom());
+  if (shelved == 0 || shelved < lacks) return 0;
+  return context_.store.trim(group_, shelved - std::min(shelved, bytes));
 }
 
 Address Pool::try_collect(std::span<const LeavingChunk> places, Grant* grant, Shortage* shortage) {
