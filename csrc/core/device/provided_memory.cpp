@@ -25,8 +25,6 @@ std::size_t segment_size(std::size_t bytes) {
   return align_up(bytes, kSmallSegment);
 }
 
-SizeClass size_class(bool small) { return small ? SizeClass::small_pool : SizeClass::large_pool; }
-
 ProvidedSegments& segments() { return ProvidedSegments::instance(); }
 
 }  // namespace
@@ -57,7 +55,7 @@ Address ProvidedMemory::carve(Block* free, std::size_t bytes) {
   Block* const block = blocks_.carve(free, free->offset, size, BlockState::used);
   block->requested = bytes;
   live_[block->offset] = block;
-  const SizeClass kind = size_class(sharers_[block->tag].small);
+  const SizeClass kind = size_class_of(sharers_[block->tag].small);
   segments().change(memory_, [&](Statistics& statistics) {
     statistics.increase(StatKind::allocation, kind, 1);
     statistics.increase(StatKind::active, kind, 1);
@@ -133,7 +131,7 @@ bool ProvidedMemory::free_at(Address address) noexcept {
       if (at == live_.end()) return false;
       Block* const block = at->second;
       live_.erase(at);
-      const SizeClass kind = size_class(sharers_[block->tag].small);
+      const SizeClass kind = size_class_of(sharers_[block->tag].small);
       segments().change(memory_, [&](Statistics& statistics) {
         statistics.decrease(StatKind::allocation, kind, 1);
         statistics.decrease(StatKind::allocated_bytes, kind, block->size());
@@ -159,7 +157,7 @@ bool ProvidedMemory::free_at(Address address) noexcept {
 }
 
 void ProvidedMemory::finish_free(Block* block, Epoch epoch) {
-  const SizeClass kind = size_class(sharers_[block->tag].small);
+  const SizeClass kind = size_class_of(sharers_[block->tag].small);
   segments().change(memory_, [&](Statistics& statistics) {
     statistics.decrease(StatKind::active, kind, 1);
     statistics.decrease(StatKind::active_bytes, kind, block->size());
@@ -314,7 +312,7 @@ std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(const DeviceMemory
       SegmentSnapshot& segment = found.emplace_back(Segment{memory->region_, {}}).snapshot;
       segment.address = address;
       segment.total_size = size;
-      segment.size_class = size_class(small);
+      segment.size_class = size_class_of(small);
       segment.stream = stream;
       return segment;
     };

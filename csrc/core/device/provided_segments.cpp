@@ -8,10 +8,6 @@
 
 namespace vmm {
 
-namespace {
-SizeClass size_class(bool small) { return small ? SizeClass::small_pool : SizeClass::large_pool; }
-}  // namespace
-
 ProvidedSegments& ProvidedSegments::instance() {
   static auto* const kInstance = new ProvidedSegments;
   return *kInstance;
@@ -23,8 +19,8 @@ void ProvidedSegments::add(ByteRange range, const std::shared_ptr<ProvidedMemory
   segments_[range.offset] = {range.size, memory, &device, small};
   count_.store(segments_.size(), std::memory_order_relaxed);
   Statistics& statistics = statistics_[&device];
-  statistics.increase(StatKind::segment, size_class(small), 1);
-  statistics.increase(StatKind::reserved_bytes, size_class(small), range.size);
+  statistics.increase(StatKind::segment, size_class_of(small), 1);
+  statistics.increase(StatKind::reserved_bytes, size_class_of(small), range.size);
   ++statistics.num_device_alloc;
 }
 
@@ -33,8 +29,8 @@ void ProvidedSegments::remove(ByteRange range) {
   const MutexLock lock(mutex_);
   const auto at = segments_.find(range.offset);
   Statistics& statistics = statistics_[at->second.device];
-  statistics.decrease(StatKind::segment, size_class(at->second.small), 1);
-  statistics.decrease(StatKind::reserved_bytes, size_class(at->second.small), range.size);
+  statistics.decrease(StatKind::segment, size_class_of(at->second.small), 1);
+  statistics.decrease(StatKind::reserved_bytes, size_class_of(at->second.small), range.size);
   ++statistics.num_device_free;
   last = std::move(at->second.memory);
   segments_.erase(at);

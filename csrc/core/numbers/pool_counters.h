@@ -15,9 +15,7 @@
 
 namespace vmm {
 
-inline SizeClass size_class_of(const Block& block) {
-  return block.small ? SizeClass::small_pool : SizeClass::large_pool;
-}
+inline SizeClass size_class_of(const Block& block) { return size_class_of(block.small); }
 
 class PoolCounters {
  public:

@@ -19,6 +19,7 @@ namespace vmm {
 // torch's two kinds of block: requests of up to 1 MiB are "small_pool".
 enum class SizeClass : std::uint8_t { small_pool, large_pool };
 inline constexpr std::size_t kSmallLimitBytes = kMiB;
+constexpr SizeClass size_class_of(bool is_small) { return is_small ? SizeClass::small_pool : SizeClass::large_pool; }
 
 // The families of torch.cuda.memory_stats that count blocks or bytes.
 enum class StatKind : std::uint8_t {
