@@ -20,6 +20,7 @@
 #include "core/device/device_memory.h"
 #include "core/memory/address_space.h"
 #include "driver/host_driver.h"
+#include "support/patterns.h"
 #include "support/scripted_driver.h"
 
 namespace vmm::testing {
@@ -108,38 +109,21 @@ class Lab {
   }
 
   // Content that differs from word to word and from seed to seed.
-  static void fill(Address address, std::size_t bytes, std::uint64_t seed) {
-    auto* words = reinterpret_cast<std::uint64_t*>(address);
-    for (std::size_t k = 0; k < bytes / 8; ++k) words[k] = word(seed, k);
-  }
+  static void fill(Address address, std::size_t bytes, std::uint64_t seed) { fill_pattern(address, bytes, seed); }
   // The offset of the first wrong byte, or `bytes`.
   static std::size_t first_wrong(Address address, std::size_t bytes, std::uint64_t seed) {
-    const auto* words = reinterpret_cast<const std::uint64_t*>(address);
-    for (std::size_t k = 0; k < bytes / 8; ++k) {
-      if (words[k] != word(seed, k)) return k * 8;
-    }
-    return bytes;
+    return first_wrong_of_pattern(address, bytes, seed);
   }
   static bool holds(Address address, std::size_t bytes, std::uint64_t seed) {
     return first_wrong(address, bytes, seed) == bytes;
   }
-  static bool is_zero(Address address, std::size_t bytes) {
-    const auto* words = reinterpret_cast<const std::uint64_t*>(address);
-    for (std::size_t k = 0; k < bytes / 8; ++k) {
-      if (words[k] != 0) return false;
-    }
-    return true;
-  }
+  static bool is_zero(Address address, std::size_t bytes) { return is_all_zero(address, bytes); }
 
   HostDriver host;
   ScriptedDriver driver;
   AddressSpace space;
 
  private:
-  static std::uint64_t word(std::uint64_t seed, std::size_t k) {
-    return (seed * 0x9E3779B97F4A7C15ULL + 1) ^ (static_cast<std::uint64_t>(k) * 0x100000001B3ULL);
-  }
-
   std::unique_ptr<DeviceMemory> memory_;
   std::set<Address> live_;
 };

@@ -180,7 +180,7 @@ TEST(Peaks, OneClassThatNeedsAllTheRoomKeepsIt) {
 // Whoever takes room from a seat does so while its thread gives it to another class: what both
 // classes may rise to unseen is never more than the seat has.
 TEST(Peaks, AreMissedByNobodyOnceThreadsRestThatTookRoomFromEachOther) {
-  constexpr int kRounds = 20'000;
+  constexpr int kRounds = 4000;
   std::mt19937 random(7);
   Peaks peaks;
   BlockSeat one(peaks);

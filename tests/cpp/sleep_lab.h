@@ -140,13 +140,7 @@ class Sleep : public ::testing::Test {
     bytes.seekp(5 * kMiB);
     bytes.put(static_cast<char>(byte ^ 1));
   }
-  static bool is_zero(Address address, std::size_t bytes) {
-    const auto* words = reinterpret_cast<const std::uint64_t*>(address);
-    for (std::size_t k = 0; k < bytes / 8; ++k) {
-      if (words[k] != 0) return false;
-    }
-    return true;
-  }
+  static bool is_zero(Address address, std::size_t bytes) { return is_all_zero(address, bytes); }
 
   Lab lab_;
   Sleeper sleeper_{lab_.memory()};

@@ -15,27 +15,17 @@ namespace {
 
 class SleepPacked : public Sleep {
  protected:
-  // As bf16 weights are: of each word the mantissa is anything, and exponents are few.
-  static std::uint16_t word(std::uint64_t seed, std::size_t k) {
-    const std::uint64_t draw = (seed * 0x9E3779B97F4A7C15ULL + k + 1) * 0xD6E8FEB86659FD93ULL;
-    const auto exponent = static_cast<std::uint64_t>(120 - __builtin_ctzll(draw >> 20 | 1ULL << 40));
-    return static_cast<std::uint16_t>(exponent << 7 | (draw >> 48 & 0x807f));
-  }
   std::vector<Live> weights(Pool& pool, const std::vector<std::size_t>& sizes) {
     std::vector<Live> live;
     for (const std::size_t bytes : sizes) {
       live.push_back({lab_.allocate(pool, bytes), bytes, live.size() + 1});
-      auto* const words = reinterpret_cast<std::uint16_t*>(live.back().address);
-      for (std::size_t k = 0; k < bytes / 2; ++k) words[k] = word(live.back().seed, k);
+      fill_weights(live.back().address, bytes, live.back().seed);
     }
     return live;
   }
   static void expect_weights(const std::vector<Live>& live) {
     for (const Live& each : live) {
-      const auto* const words = reinterpret_cast<const std::uint16_t*>(each.address);
-      std::size_t wrong = 0;
-      for (std::size_t k = 0; k < each.bytes / 2; ++k) wrong += words[k] == word(each.seed, k) ? 0 : 1;
-      EXPECT_EQ(wrong, 0U) << "words of " << each.bytes / 2;
+      EXPECT_EQ(wrong_weights(each.address, each.bytes, each.seed), 0U) << "words of " << each.bytes / 2;
     }
   }
   std::size_t host_bytes() { return sleeper_.host_memory(lab_.memory().budget())->used_bytes(); }
@@ -79,11 +69,11 @@ TEST_F(SleepPacked, ATensorIsReadWhereItSleeps) {
   std::vector<std::byte> read(10 * kMiB);
   for (const Live& each : live) {
     ASSERT_TRUE(pool->read_kept(each.address, each.bytes, read.data()));
-    const std::uint16_t last = word(each.seed, each.bytes / 2 - 1);
+    const std::uint16_t last = weight(each.seed, each.bytes / 2 - 1);
     EXPECT_EQ(std::memcmp(read.data() + each.bytes - 2, &last, 2), 0) << each.bytes;
     const std::size_t from = each.bytes / 4 * 2;
     ASSERT_TRUE(pool->read_kept(each.address + from, 1, read.data()));
-    const std::uint16_t middle = word(each.seed, from / 2);
+    const std::uint16_t middle = weight(each.seed, from / 2);
     EXPECT_EQ(std::memcmp(read.data(), &middle, 1), 0) << "one byte of it";
   }
   wake(pool);
