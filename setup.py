@@ -154,6 +154,7 @@ SOURCES = [
     "csrc/core/pool/sharing.cpp",
     "csrc/core/pool/snapshot.cpp",
     "csrc/core/pool/waking.cpp",
+    "csrc/core/pool/waking_plan.cpp",
     "csrc/core/pool/watched.cpp",
     "csrc/core/pool/watched_blocks.cpp",
     "csrc/core/sleep/arrival.cpp",

@@ -45,24 +45,77 @@ TEST_F(SleepChunks, WhatIsThrownAwayComesBackAChunkABlock) {
   lab_.allocate(*model, kBlock);
 }
 
-// Up to the size in which they would be loaded: 24 MiB.
-TEST_F(SleepChunks, SmallBlocksShareOne) {
+// As they would if they were loaded now: up to a 128th of the model.
+TEST_F(SleepChunks, SmallBlocksOfALargeModelShareOne) {
   const auto model = lab_.pool(Lab::spec("model"));
-  const std::vector<Address> large = take(*model, 1, kBlock);
-  const std::vector<Address> small = take(*model, 16, 6 * kMiB);
+  const std::vector<Address> small = take(*model, 15, kPage);
+  take(*model, 1, 832 * kMiB);
+  ASSERT_EQ(chunks(*model, small, kPage), small.size());
   sleep(model, discard());
   wake(model);
   std::set<Address> found;
   for (const Address each : small) {
-    for (const ChunkView& chunk : model->chunks_under(each, 6 * kMiB)) {
-      EXPECT_LE(chunk.size, 24 * kMiB);
+    for (const ChunkView& chunk : model->chunks_under(each, kPage)) {
+      EXPECT_EQ(chunk.size, 3 * kPage);  // of 6.7 MiB
       found.insert(chunk.address);
     }
   }
-  EXPECT_LE(found.size(), 5U);
-  for (const Address each : small) EXPECT_TRUE(is_zero(each, 6 * kMiB));
+  EXPECT_EQ(found.size(), 5U);
+  EXPECT_TRUE(is_zero(small.back(), kPage));
   for (const Address each : small) lab_.free(each);
-  EXPECT_EQ(model->idle_bytes(), model->physical_bytes() - kBlock);
+  EXPECT_EQ(model->idle_bytes(), 15 * kPage);
+}
+
+// What another model may want of what is freed later is not held by the rest.
+TEST_F(SleepChunks, WhatIsFreedLaterGoesToOthersAsBefore) {
+  const auto model = lab_.pool(Lab::spec("model"));
+  const auto other = lab_.pool(Lab::spec("other"));
+  for (const bool has_slept : {false, true}) {
+    const std::vector<Address> blocks = take(*model, 24, 8 * kMiB);
+    if (has_slept) sleep(model, discard());
+    if (has_slept) wake(model);
+    for (std::size_t k = 0; k < blocks.size(); ++k) {
+      if (k % 3 != 0) lab_.free(blocks[k]);
+    }
+    lab_.memory().trim(*model, 0);
+    EXPECT_EQ(model->physical_bytes(), 8 * 8 * kMiB) << has_slept;
+    for (std::size_t k = 0; k < blocks.size(); k += 3) lab_.free(blocks[k]);
+    lab_.memory().empty_cache();
+  }
+}
+
+// A model that frees what it makes is none of what stays.
+TEST_F(SleepChunks, BlocksThatComeAndGoShareNone) {
+  const auto model = lab_.pool(Lab::spec("model"));
+  const std::vector<Address> small = take(*model, 15, kPage);
+  lab_.free(lab_.allocate(*model, 832 * kMiB));
+  for (int k = 0; k < 2; ++k) {
+    sleep(model, discard());
+    wake(model);
+  }
+  EXPECT_EQ(chunks(*model, small, kPage), small.size());
+}
+
+// In a chunk that has become one as well.
+TEST_F(SleepChunks, WhatIsFreedOfAChunkDoesNotComeBack) {
+  const auto model = lab_.pool(Lab::spec("model"));
+  const Address block = take(*model, 1, kBlock).front();
+  sleep(model, discard());
+  wake(model);
+  ASSERT_EQ(model->chunks_under(block, kBlock).size(), 1U);
+  lab_.free(block);
+  const Address first = lab_.allocate(*model, 12 * kMiB);
+  const Address middle = lab_.allocate(*model, 44 * kMiB);
+  const Address last = lab_.allocate(*model, 10 * kMiB);
+  ASSERT_EQ(first, block);
+  ASSERT_EQ(last, block + 56 * kMiB);
+  Lab::fill(last, 10 * kMiB, 7);
+  sleep(model, host());
+  lab_.free(middle);
+  wake(model);
+  EXPECT_EQ(model->physical_bytes(), 22 * kMiB);
+  EXPECT_TRUE(Lab::holds(last, 10 * kMiB, 7));
+  EXPECT_EQ(lab_.allocate(*model, 44 * kMiB), middle);
 }
 
 // There each may be sealed by itself.
@@ -109,9 +162,9 @@ TEST_F(SleepChunks, WhatIsFreeSharesNone) {
   sleep(model, discard());
   wake(model);
   const std::vector<ChunkView> found = model->chunks_under(first, 20 * kMiB);
-  ASSERT_EQ(found.size(), 2U);
-  EXPECT_EQ(found[0].size, 16 * kMiB);
-  EXPECT_EQ(found[1].size, 8 * kMiB) << "the half of which is free";
+  ASSERT_EQ(found.size(), 3U);
+  EXPECT_EQ(found[1].size, 8 * kMiB);
+  EXPECT_EQ(found[2].size, 8 * kMiB) << "the half of which is free";
 }
 
 TEST_F(SleepChunks, WhatIsKeptComesBackInFewerToo) {

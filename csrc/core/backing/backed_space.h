@@ -95,6 +95,8 @@ class BackedSpace {
   // from the same limit (GrowthPolicy::unit()); 0 where none do, or they have a rule of their
   // own.
   [[nodiscard]] std::size_t unit_for(std::size_t bytes) const;
+  // Something other than the growth policy says of what size its chunks are.
+  [[nodiscard]] bool has_own_rule() const;
   // REQUIRES for both: is_open().
   [[nodiscard]] MappedRange& range() { return *range_; }
   [[nodiscard]] const MappedRange& range() const { return *range_; }

@@ -87,11 +87,14 @@ ByteRange BackedSpace::take_returning(const Extent& extent, std::size_t bare_beh
   return are_absent ? place : ByteRange{};
 }
 
+bool BackedSpace::has_own_rule() const {
+  return kind_.is_uniform || kind_.no_split || !kind_.is_ordinary || kind_.is_spill || kind_.keeps_within_chunks() ||
+         is_pinned_;
+}
+
 std::size_t BackedSpace::unit_for(std::size_t bytes) const {
   const int sharers = group_.sharers();
-  const bool has_own_rule = kind_.is_uniform || kind_.no_split || !kind_.is_ordinary || kind_.is_spill ||
-                            kind_.keeps_within_chunks() || is_pinned_;
-  if (sharers <= 1 || has_own_rule) return 0;
+  if (sharers <= 1 || has_own_rule()) return 0;
   std::size_t limit = kUnlimited;
   for (const Budget* level = &group_; level != nullptr; level = level->parent()) {
     limit = std::min(limit, level->limit());

@@ -147,25 +147,32 @@ std::size_t GrowthPolicy::next_size(const Lack& lack, std::size_t offset, std::s
   const std::size_t loaded =
       lack.is_explicit ? lack.total : std::max({size_of_what_stays(), lack.total / kLoadedPerRequest, page});
   const std::size_t fitting =
-      is_being_loaded() ? loaded
-                        : std::max({least, peak_live_ / pieces_of.per_pool, lack.total / kPiecesPerRequest, page});
+      holds_what_stays() ? loaded
+                         : std::max({least, peak_live_ / pieces_of.per_pool, lack.total / kPiecesPerRequest, page});
   const std::size_t wanted = std::min(fitting, kLargestPiece);
   const std::size_t pieces = std::max<std::size_t>(1, (remaining + wanted / 2) / wanted);
   return std::min(align_up((remaining + pieces - 1) / pieces, page), remaining);
 }
 
+std::size_t GrowthPolicy::shared_by_what_stays(bool is_contested) const {
+  return is_contested || !holds_what_stays() ? 0 : peak_live_ / kAheadShare;
+}
+
+std::size_t GrowthPolicy::slabs_of_what_stays() const { return holds_what_stays() ? kMostSlabs : 1; }
+
+// The least of its chunks. 0: all that the pool ever had is a few.
 std::size_t GrowthPolicy::size_of_what_stays() const {
   return peak_live_ < kSmallPool ? 0 : std::max(kLoadedLeast, peak_live_ / kLoadedShare);
 }
 
 // It holds what stays: little was given back of what it handed out.
-bool GrowthPolicy::is_being_loaded() const {
+bool GrowthPolicy::holds_what_stays() const {
   return peak_live_ >= kSmallPool && freed_ <= (handed_out_ - handed_out_when_empty_) / kLastingShare;
 }
 
 std::size_t GrowthPolicy::ahead(const Lack& lack, std::size_t size, const Beyond& beyond) const {
   if (!kind_.is_ordinary || lack.is_whole || lack.is_explicit) return 0;
-  if (lack.is_contested || !is_being_loaded()) return 0;
+  if (lack.is_contested || !holds_what_stays()) return 0;
   // Near a limit what lies unused here is what the model's graphs, tags and ranges lack.
   if (beyond.headroom < beyond.mapped / kHeadroomShare) return 0;
   const std::size_t wanted = align_down(std::min(beyond.mapped / kAheadShare, kLargestPiece), kind_.page);
@@ -173,7 +180,7 @@ std::size_t GrowthPolicy::ahead(const Lack& lack, std::size_t size, const Beyond
 }
 
 std::size_t GrowthPolicy::slabs_at_once(std::size_t slabs, const Beyond& beyond) const {
-  if (!kind_.is_ordinary || kind_.is_uniform || !is_being_loaded()) return 1;
+  if (!kind_.is_ordinary || kind_.is_uniform || !holds_what_stays()) return 1;
   if (beyond.headroom < beyond.mapped / kHeadroomShare) return 1;
   return std::min(1 + slabs / kSlabsPerSpare, kMostSlabs);
 }

@@ -67,9 +67,13 @@ class GrowthPolicy {
   [[nodiscard]] std::size_t largest_at(std::size_t offset, std::size_t remaining) const;
   // The next new chunk, where `remaining` bytes are missing from `offset` on.
   [[nodiscard]] std::size_t next_size(const Lack& lack, std::size_t offset, std::size_t remaining) const;
-  // What stays has chunks of this size at least, each of several blocks perhaps. 0: all that
-  // the pool ever had is a few chunks.
-  [[nodiscard]] std::size_t size_of_what_stays() const;
+  // What it has was loaded, and little of that has been freed: weights, most likely.
+  [[nodiscard]] bool holds_what_stays() const;
+  // Where what stays is put together: so many bytes of several blocks in one chunk, as a chunk
+  // that is loaded goes ahead of its request; and so many slabs. 0 and 1: it is no pool of what
+  // stays, or others want what is freed.
+  [[nodiscard]] std::size_t shared_by_what_stays(bool is_contested) const;
+  [[nodiscard]] std::size_t slabs_of_what_stays() const;
   // Where `sharers` models take from one limit: what the chunks of one that had `peak` bytes
   // live are multiples of, in size and place, so that any may stand for any other. Bytes, a
   // power of two; 0: it has too few.
@@ -91,7 +95,7 @@ class GrowthPolicy {
   [[nodiscard]] std::size_t slabs_at_once(std::size_t slabs, const Beyond& beyond) const;
 
  private:
-  [[nodiscard]] bool is_being_loaded() const;
+  [[nodiscard]] std::size_t size_of_what_stays() const;
 
   const Kind kind_;
   std::size_t handed_out_ = 0;             // so far

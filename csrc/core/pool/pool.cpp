@@ -61,7 +61,7 @@ void Pool::unmapped(const PlacedChunk& placement) {
   tell(PoolEvent::segment_unmap, placement.offset, size, nullptr);
   if (counters_.current(StatKind::reserved_bytes) != 0) return;
   directory_->trim();
-  space_.growth().note_empty();
+  if (asleep_ == nullptr) space_.growth().note_empty();  // what sleeps comes back
 }
 
 void Pool::addresses_go(ByteRange range) { tell(PoolEvent::segment_free, range.offset, range.size, nullptr); }

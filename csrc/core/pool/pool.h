@@ -280,7 +280,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void refresh_numbers() VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t physical_bytes() const VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t idle_bytes() VMM_EXCLUDES(mutex_);  // walks the large free blocks
-  // Live tensors' blocks and explicit pages, pending frees included.
+  // Live tensors' blocks and explicit pages.
   [[nodiscard]] std::size_t live_bytes() const VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t live_blocks() const VMM_EXCLUDES(mutex_);
   // How often all its free blocks have been looked through, for tests.
@@ -528,8 +528,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   Status make_prepaid(std::size_t size, Chunk** chunk) VMM_REQUIRES(mutex_);
   Status blank(const PlacedChunk& placed, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
   void forget_unused() VMM_REQUIRES(mutex_);
-  [[nodiscard]] bool may_join() const VMM_REQUIRES(mutex_);
-  void cut_to_units(std::size_t unit) VMM_REQUIRES(mutex_);
+  void cut_place(std::map<std::size_t, PlaceOfChunk>::iterator at, std::size_t offset) VMM_REQUIRES(mutex_);
+  void cut_free(std::size_t unit) VMM_REQUIRES(mutex_);
   void join_blocks() VMM_REQUIRES(mutex_);
   void join_units(std::size_t unit) VMM_REQUIRES(mutex_);
   std::vector<LeavingChunk> slabs_first(std::vector<LeavingChunk> chunks, std::size_t* slabs) const

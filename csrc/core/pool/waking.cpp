@@ -1,12 +1,9 @@
-// Pool: on its way back: what is to come, chunks for it, and each place as it is filled.
+// Pool: on its way back: chunks for what is to come, and each place as it is filled.
 #include <algorithm>
-#include <iterator>
-#include <map>
 #include <span>
 #include <utility>
 
 #include "base/check.h"
-#include "core/memory/backup.h"
 #include "core/memory/chunk_store.h"
 #include "core/memory/grant.h"
 #include "core/options.h"
@@ -14,203 +11,6 @@
 #include "core/pool/pool.h"
 
 namespace vmm {
-
-namespace {
-
-// So many units come back as one chunk, and no more bytes than are on the bus at once: what of it
-// is freed later goes to nobody while some of it is in use.
-constexpr std::size_t kJoinedUnits = 4;
-constexpr std::size_t kMostJoinedUnits = Backup::kPieceBytes;
-// Of one block no more: where contents come, whoever waits for it waits 5 ms for so much on the
-// bus; and what stands in it later, once it has been freed, holds all of its chunk.
-constexpr std::size_t kMostJoined = 256 * kMiB;
-
-}  // namespace
-
-// Chunks of which nothing is used any more need not come back: their addresses are bare.
-void Pool::forget_unused() {
-  for (auto at = asleep_->gone.begin(); at != asleep_->gone.end();) {
-    const ByteRange range{at->first, at->second.size};
-    if (!space_.is_free(range)) {
-      ++at;
-      continue;
-    }
-    std::vector<Piece> pieces;
-    Block* const bare = space_.take_range(range, BlockState::retired, &pieces);
-    space_.blocks().remove_border(range.offset);  // first: it is one with the bare space below it
-    space_.blocks().free(bare, kNeutral, kLongAgo);
-    at = asleep_->gone.erase(at);
-  }
-}
-
-// Of what was joined of units, and of which something has been freed since, those come back that
-// hold something still.
-void Pool::cut_to_units(std::size_t unit) {
-  std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
-  const Block* block = nullptr;
-  for (auto at = gone.begin(); at != gone.end(); ++at) {
-    const std::size_t end = at->first + at->second.size;
-    if (at->second.size <= unit || !is_of_units({at->first, at->second.size}, unit)) continue;
-    block = space_.blocks().covering_from(block, at->first);
-    const Block* each = block;
-    while (each != nullptr && !each->is_nobodys() && each->end() < end) each = each->next;
-    if (each == nullptr || !each->is_nobodys()) continue;
-    PlaceOfChunk rest = at->second;
-    rest.size -= unit;
-    gone.emplace(at->first + unit, rest);  // first: there may be no memory to note it
-    at->second.size = unit;
-  }
-}
-
-// Where chunks stand for each other, those of a whole window become one, in every model that
-// wakes alike. Two models of 16 GiB in turn moved 1024 units of 16 MiB each way, and an unmap
-// waits for what the bus was given: a swap took 471 to 547 ms, and 350 to 450 with these. In a
-// tag's space not those of several blocks, as below.
-void Pool::join_units(std::size_t unit) {
-  std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
-  const std::size_t window = std::min(unit * kJoinedUnits, kMostJoinedUnits);
-  const Block* block = nullptr;
-  for (auto at = gone.begin(); at != gone.end(); ++at) {
-    if (!is_aligned(at->first, window) || at->second.size >= window) continue;
-    const std::size_t window_end = at->first + window;
-    std::size_t end = at->first;
-    auto last = at;
-    while (last != gone.end() && last->first == end && !last->second.is_read_only && last->second.is_like(at->second) &&
-           end < window_end) {
-      end += last->second.size;
-      ++last;
-    }
-    if (end != window_end) continue;
-    // What is free in it would stay with what is not.
-    block = space_.blocks().covering_from(block, at->first);
-    while (block != nullptr && block->state == BlockState::used && block->end() < end && !is_tag_space()) {
-      block = block->next;
-    }
-    if (block == nullptr || block->state != BlockState::used || block->end() < end) continue;
-    at->second.size = window;
-    gone.erase(std::next(at), last);
-  }
-}
-
-// A model comes back in few chunks, as what unmaps and maps it costs by the chunk. A block that
-// was live and is again stays, so those that are in it alone become one: 16 GiB in blocks of 256
-// MiB are some 300 when they are loaded, and 64 once they have slept. So do those of several, up
-// to the size that they would be loaded in, and where contents come to what is copied at once;
-// but not in a tag's space, where each may be sealed and unsealed by itself. Of 3157 tensors,
-// 16 GiB, there were 190, and on the link to another GPU each came behind the last copy.
-void Pool::join_blocks() {
-  std::map<std::size_t, PlaceOfChunk>& gone = asleep_->gone;
-  const std::size_t most_of_any = is_tag_space() ? 0 : std::min(space_.growth().size_of_what_stays(), kMostJoined);
-  // All of it comes from there; nullptr: it was thrown away.
-  const auto source = [this](const auto& place) VMM_REQUIRES(mutex_) -> const Backup* {
-    const std::vector<KeptRange> kept = asleep_->kept.within({place.first, place.second.size});
-    return kept.empty() ? nullptr : kept.front().backup.get();
-  };
-  const Block* block = nullptr;
-  for (auto at = gone.begin(); at != gone.end(); ++at) {
-    auto next = std::next(at);
-    if (next == gone.end() || next->first != at->first + at->second.size) continue;
-    block = space_.blocks().covering_from(block, at->first);
-    if (block == nullptr || (block->state != BlockState::used && block->state != BlockState::slab)) continue;
-    const Block* const first = block;
-    // What was sealed slice by slice may be unsealed so.
-    if (at->second.is_read_only && !has_gone_read_only(first->range())) continue;
-    const Backup* const backup = source(*at);
-    const std::size_t most_of_several = backup == nullptr ? most_of_any : std::min(most_of_any, backup->piece_bytes());
-    for (; next != gone.end() && next->first == at->first + at->second.size; next = gone.erase(next)) {
-      const std::size_t joined = at->second.size + next->second.size;
-      const std::size_t end = at->first + joined;
-      if (joined > (end <= first->end() ? kMostJoined : most_of_several)) break;
-      if (!next->second.is_like(at->second) || source(*next) != backup) break;
-      while (block->end() < end && block->next != nullptr && block->next->state == first->state) block = block->next;
-      if (block->end() < end) break;  // what is free in it would stay with what is not
-      at->second.size = joined;
-    }
-  }
-}
-
-bool Pool::may_join() const {
-  const bool has_own_rule = !kind_.is_ordinary || kind_.is_uniform || kind_.no_split || kind_.is_spill;
-  return !has_own_rule && !keeps_within_chunks() && !space_.is_pinned();
-}
-
-namespace {
-
-// The first `slabs` of them twice as fast as the rest, as small tensors are wanted with the
-// large ones beside which they were made; but a few at once. A slab costs a mapping as any
-// chunk, and the link next to nothing: of 16 GiB in 3157 tensors on another GPU all slabs at
-// once took 10 ms more, 44 without them. Not on the host's bus: beside copies from there a
-// mapping takes up to 1 ms and 26 us otherwise, and half of those tensors woke in 218 ms now
-// and then, for 160.
-std::vector<LeavingChunk> slabs_in_turns(std::vector<LeavingChunk> chunks, std::size_t slabs) {
-  constexpr std::size_t kAtOnce = 16;
-  if (slabs <= kAtOnce) return chunks;
-  std::size_t total = 0;
-  for (std::size_t k = slabs; k < chunks.size(); ++k) total += chunks[k].place.size;
-  std::vector<LeavingChunk> in_turns;
-  in_turns.reserve(chunks.size());
-  std::size_t next = 0;
-  std::size_t done = 0;
-  for (std::size_t k = slabs; k < chunks.size(); ++k) {
-    const auto is_due = [&] { return next < kAtOnce || next * (total / kMiB) <= 2 * slabs * (done / kMiB); };
-    while (next < slabs && is_due()) in_turns.push_back(std::move(chunks[next++]));
-    done += chunks[k].place.size;
-    in_turns.push_back(std::move(chunks[k]));
-  }
-  while (next < slabs) in_turns.push_back(std::move(chunks[next++]));
-  return in_turns;
-}
-
-}  // namespace
-
-// The blocks are walked once: for each of 177 chunks of 3157 tensors it would be 0.3 million steps.
-std::vector<LeavingChunk> Pool::slabs_first(std::vector<LeavingChunk> chunks, std::size_t* slabs) const {
-  std::vector<LeavingChunk> ordered;
-  std::vector<LeavingChunk> others;
-  const Block* block = nullptr;
-  for (LeavingChunk& each : chunks) {
-    block = space_.blocks().covering_from(block, each.offset);
-    const bool is_of_slab = block != nullptr && block->state == BlockState::slab;
-    (is_of_slab ? ordered : others).push_back(std::move(each));
-  }
-  *slabs = ordered.size();
-  std::reverse(ordered.begin(), ordered.end());  // each stands below the one that was made before it
-  std::move(others.begin(), others.end(), std::back_inserter(ordered));
-  return ordered;
-}
-
-std::vector<LeavingChunk> Pool::plan_wake(bool joins) {
-  KeptRanges ended;  // their backups end with no lock held
-  const MutexLock lock(mutex_);
-  std::vector<LeavingChunk> found;
-  if (asleep_ == nullptr || !space_.is_open()) return found;
-  settle_locked();
-  joins = joins && may_join();
-  const std::size_t unit = joins ? space_.unit_for(0) : 0;
-  if (unit != 0) cut_to_units(unit);
-  if (!space_.is_pinned()) {
-    give_up_spare_slabs();
-    forget_unused();
-    ended = asleep_->kept.cut_to(contents());  // what has been freed does not come back
-  }
-  if (joins) unit != 0 ? join_units(unit) : join_blocks();
-  const auto want = [&](std::size_t offset, const PlaceOfChunk& place, bool is_there) VMM_REQUIRES(mutex_) {
-    LeavingChunk chunk{offset, place, {}, {}, is_there};
-    for (const KeptRange& each : asleep_->kept.within(chunk.range())) chunk.kept.push_back({each.offset, each.size});
-    if (!is_there || !chunk.kept.empty()) found.push_back(std::move(chunk));
-  };
-  for (const auto& [offset, place] : asleep_->gone) want(offset, place, false);
-  // Those that the driver would not unmap again when a wake was stopped.
-  for (const auto& [offset, mapping] : space_.range().live()) {
-    const ByteRange range{offset, mapping.chunk->size};
-    want(offset, {range.size, is_to_be_read_only(range, mapping)}, true);
-  }
-  std::size_t slabs = 0;
-  std::vector<LeavingChunk> wanted = slabs_first(std::move(found), &slabs);
-  const KeptRange* const kept = asleep_->kept.any();
-  if (kept == nullptr || !kept->backup->is_mapped_beside_copies()) return wanted;
-  return slabs_in_turns(std::move(wanted), slabs);
-}
 
 Status Pool::let_go_again(const LeavingChunk& place) {
   const MutexLock lock(mutex_);
@@ -408,6 +208,7 @@ void Pool::end_sleep() {
   count_slabs(SizeClass::large_pool, SizeClass::small_pool);
   ended = std::move(asleep_);
   space_.hold(false);
+  if (counters_.current(StatKind::reserved_bytes) == 0) space_.growth().note_empty();
   if (!space_.is_open() || is_retired()) return;
   life_.store(Life::open, std::memory_order_release);
   note_sealed();
