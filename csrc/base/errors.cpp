@@ -43,8 +43,10 @@ ModelNotFoundError::ModelNotFoundError(const std::string& model_id, const std::s
 StillInUseError::StillInUseError(const std::string& message, std::size_t live_bytes, std::size_t live_blocks)
     : VmmError(message), live_bytes(live_bytes), live_blocks(live_blocks) {}
 
-AsleepError::AsleepError(const std::string& model_id)
-    : VmmError("model '" + model_id + "' is asleep; wake() it first"), model_id(model_id) {}
+AsleepError::AsleepError(const std::string& model_id, const std::string& tag)
+    : VmmError(tag.empty() ? "model '" + model_id + "' is asleep; wake() it first"
+                           : "tag '" + tag + "' of model '" + model_id + "' is asleep; wake('" + tag + "') first"),
+      model_id(model_id) {}
 
 DriverError::DriverError(const Status& status, const std::string& doing)
     : VmmError((doing.empty() ? "" : doing + ": ") + status.text()),

@@ -90,7 +90,8 @@ class StillInUseError : public VmmError {
 
 class AsleepError : public VmmError {
  public:
-  explicit AsleepError(const std::string& model_id);
+  // `tag`: only what stands under it sleeps.
+  explicit AsleepError(const std::string& model_id, const std::string& tag = "");
   std::string model_id;
 };
 

@@ -41,6 +41,48 @@ def test_idle_memory_wakes_a_model_before_anybody_is_asked(sizes: tuple[int, int
     shared.close(force=True)
 
 
+def test_what_is_on_its_way_to_sleep_is_not_there(model: torch_vmm.VirtualMemoryPool) -> None:
+    """Whoever read it would end the process."""
+    kept = tensor_in(model, 64 * MIB).fill_(1)
+    for _ in range(3):
+        going = model.sleep(blocking=False)
+        with pytest.raises(torch_vmm.AsleepError):
+            going.wait_for(kept)
+        going.wait()
+        model.wake()
+        assert bool((kept == 1).all())
+
+
+def test_a_tag_that_sleeps_is_named(model: torch_vmm.VirtualMemoryPool) -> None:
+    with model.tag("cache"):
+        kept = torch.ones(MIB, device=model.device)
+    model.sleep({"cache": "host"})
+    with model:
+        torch.ones(1, device=model.device)
+    with pytest.raises(RuntimeError, match=r"tag 'cache' of model .* is asleep; wake\('cache'\) first"), model.tag("cache"):
+        torch.ones(MIB, device=model.device)
+    model.sleep()
+    with pytest.raises(RuntimeError, match=r"model .* is asleep; wake\(\) it first"), model.tag("cache"):
+        torch.ones(MIB, device=model.device)
+    model.wake()
+    assert kept.all()
+
+
+def test_what_sleepers_left_is_to_be_had(make_shared: MakeShared) -> None:
+    """By the whole limit, and the advice goes by it."""
+    shared = make_shared("50MiB")
+    one, other = shared.register_model("one"), shared.register_model("other")
+    kept = tensor_in(one, 20 * MIB)
+    one.sleep()
+    with pytest.raises(torch_vmm.OutOfMemoryError, match="raise the limit of .* by 10 MiB") as caught:
+        other.allocate(0, 60 * MIB)
+    assert caught.value.available == 50 * MIB
+    other.allocate(0, 50 * MIB)
+    other.deallocate(0, 50 * MIB)
+    one.wake()
+    del kept
+
+
 def test_what_sleeps_already_is_where_it_was(make_shared: MakeShared, tmp_path: object) -> None:
     shared = make_shared("64MiB")
     model, other = shared.register_model("model"), shared.register_model("other")

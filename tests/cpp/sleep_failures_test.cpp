@@ -107,6 +107,39 @@ TEST_F(SleepFailures, ChunksThatTheDriverKeepsAreStillThePools) {
   expect_whole(live);
 }
 
+// A stream of another library may be using what had come; no clock knows it.
+TEST_F(SleepFailures, AWakeThatIsStoppedWaitsForTheWholeDevice) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool, {20 * kMiB});
+  sleep(pool, host());
+  int waited = 0;
+  int unmapped_before = 0;
+  lab_.driver.before(Call::synchronize, [&] { ++waited; });
+  lab_.driver.before(Call::unmap, [&] { unmapped_before += waited == 0 ? 1 : 0; });
+  EXPECT_THROW(go(*coming(pool), stops_at(6)), VmmError);
+  lab_.driver.before(Call::synchronize, nullptr);
+  lab_.driver.before(Call::unmap, nullptr);
+  EXPECT_GE(waited, 1);
+  EXPECT_EQ(unmapped_before, 0);
+  wake(pool);
+  expect_whole(live);
+}
+
+// On its way to sleep all of it goes, what is there still too.
+TEST_F(SleepFailures, WhatIsOnItsWayIsNotSaidToBeThere) {
+  const auto pool = lab_.pool("a");
+  const std::vector<Live> live = fill(*pool, {20 * kMiB});
+  const Live& last = live.back();
+  int looks = 0;
+  go(*going({pool}, host()), [&] {
+    ++looks;
+    EXPECT_THROW(pool->require_there(last.address, last.bytes), AsleepError);
+  });
+  EXPECT_GE(looks, 2);
+  wake(pool);
+  EXPECT_NO_THROW(pool->require_there(last.address, last.bytes));
+}
+
 // What could not be scrubbed is not the pool's own the next time.
 TEST_F(SleepFailures, AScrubThatFailsLeavesNothingOfOthersToBeSeen) {
   constexpr std::size_t kLive = kPage - 512 * kKiB;  // the rest of its chunk is free, and no content comes to it

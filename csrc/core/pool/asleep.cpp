@@ -33,7 +33,9 @@ bool Pool::forget_unchanged() {
 }
 
 void Pool::require_awake() const {
-  if (asleep_ != nullptr) throw AsleepError(model().name());
+  if (asleep_ == nullptr) return;
+  const bool is_all = model().life_.load(std::memory_order_acquire) == Life::asleep;
+  throw AsleepError(model().name(), is_all ? "" : tag());
 }
 
 void Pool::require_taking() const {
@@ -44,6 +46,7 @@ void Pool::require_taking() const {
 void Pool::require_there(Address address, std::size_t bytes) const {
   const MutexLock lock(mutex_);
   if (asleep_ == nullptr) return;
+  if (asleep_->is_going) require_awake();
   const std::size_t end = address - base_ + bytes;
   auto place = asleep_->gone.lower_bound(end);
   if (place == asleep_->gone.begin()) return;

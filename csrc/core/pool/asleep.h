@@ -51,6 +51,7 @@ enum class SleepBegun : std::uint8_t {
 // writes there harms no one.
 struct Asleep {
   bool is_busy = true;                       // a transfer is on its way
+  bool is_going = false;                     // to sleep: what is mapped still goes too
   bool is_discarded = false;                 // contents are gone for good: what comes back is zero, or poison
   std::string place;                         // of what is kept, in words
   std::map<std::size_t, PlaceOfChunk> gone;  // by offset; where there is memory: none

@@ -26,6 +26,7 @@ SleepBegun Pool::begin_sleep() {
   if (!space_.is_open() || kind_.is_spill) return SleepBegun::never;  // it holds none of the device's memory
   if (asleep_ != nullptr) {
     begin_transfer_locked();
+    asleep_->is_going = true;
     return SleepBegun::again;
   }
   if (context_.log != nullptr) {
@@ -33,6 +34,7 @@ SleepBegun Pool::begin_sleep() {
                             "unset TORCH_VMM_DEBUG");
   }
   asleep_ = std::make_unique<Asleep>();
+  asleep_->is_going = true;
   space_.hold(true);
   is_cached_.store(false, std::memory_order_relaxed);
   if (!is_retired()) life_.store(Life::asleep, std::memory_order_release);
@@ -57,7 +59,7 @@ void Pool::begin_transfer_locked() {
 
 void Pool::end_transfer() {
   const MutexLock lock(mutex_);
-  if (asleep_ != nullptr) asleep_->is_busy = false;
+  if (asleep_ != nullptr) asleep_->is_busy = asleep_->is_going = false;
 }
 
 // Slabs are counted with the large ones' memory while there may be none under them.

@@ -189,7 +189,7 @@ void Arrival::undo() noexcept {
     arrived_.assign(arrived_.size(), false);  // whoever asks from now on learns that it goes again
   }
   end_waits();
-  sleeper_.wait_for_copies();
+  sleeper_.wait_for_queued_work();
   rest_backups();
   for (const auto& pool : mine_) pool->put_back_collected();
   for (const Piece& piece : pieces_) {

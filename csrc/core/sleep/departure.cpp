@@ -257,7 +257,7 @@ void Departure::finish() {
 
 void Departure::undo() noexcept {
   // Copies on their way, those of a piece that failed included, are from where it all is still.
-  sleeper_.wait_for_copies();
+  sleeper_.wait_for_queued_work();
   for (const auto& pool : mine_) pool->end_transfer();
   mine_.clear();
   pieces_.clear();

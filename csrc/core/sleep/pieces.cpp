@@ -23,7 +23,7 @@ std::size_t Pieces::wait_for_oldest() {
 }
 
 void append_pieces(std::size_t part, std::vector<LeavingChunk> chunks, std::size_t most, std::vector<Piece>* pieces) {
-  std::size_t bytes = 0;  // of the latest piece's chunks; 0: it is full
+  std::size_t bytes = 0;  // of the latest piece's chunks; 0: there is none
   for (LeavingChunk& chunk : chunks) {
     if (bytes == 0 || bytes + chunk.place.size > most) {
       pieces->push_back({part, {}, {}, 0});

@@ -35,7 +35,7 @@ class Pieces {
   std::deque<UnderWay> under_way_;
 };
 
-// Contiguous chunks of one pool that are moved together.
+// Chunks of one pool that are moved together.
 struct Piece {
   std::size_t part = 0;  // whose
   std::vector<LeavingChunk> chunks;

@@ -27,10 +27,9 @@ StreamUse Sleeper::stream(Stream* which) {
   return {&memory_.streams(), *which, StreamKind::permanent};
 }
 
-void Sleeper::wait_for_copies() noexcept {
-  Clock& clock = memory_.clock();
+void Sleeper::wait_for_queued_work() noexcept {
   try {
-    if (clock.wait(clock.now()).ok()) return;
+    if (memory_.clock().synchronize().ok()) return;
   } catch (...) {
     // No memory for a tick: the device itself is asked.
   }

@@ -34,7 +34,7 @@ class Sleeper {
   StreamUse out() VMM_EXCLUDES(mutex_) { return stream(&out_); }
   StreamUse in() VMM_EXCLUDES(mutex_) { return stream(&in_); }
   // Until all that is queued now is done, copies among it, however they have failed.
-  void wait_for_copies() noexcept;
+  void wait_for_queued_work() noexcept;
   // Of the models whose limit stands under `group`.
   std::shared_ptr<PinnedMemory> host_memory(const Budget& group) VMM_EXCLUDES(mutex_);
   // Gives back what of it no sleeping model uses. Returns the bytes.
