@@ -65,6 +65,26 @@ def test_a_file_is_never_overwritten(model: VirtualMemoryPool, tmp_path: Path) -
     assert is_numbered(tensor)
 
 
+def test_a_file_of_its_name_is_not_its_own(model: VirtualMemoryPool, tmp_path: Path) -> None:
+    tensor = numbered(model, 1000)
+    file = tmp_path / "llama"
+    model.sleep(file)
+    file.rename(tmp_path / "moved")
+    file.write_text("mine")
+    model.wake()
+    assert is_numbered(tensor)
+    assert file.read_text() == "mine"
+
+
+def test_a_link_is_no_place(model: VirtualMemoryPool, tmp_path: Path) -> None:
+    tensor = numbered(model, 1000)
+    file = tmp_path / "link"
+    file.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="exists, and is a symbolic link"):
+        model.sleep(file)
+    assert is_numbered(tensor)
+
+
 def test_a_file_goes_when_it_is_awake(model: VirtualMemoryPool, tmp_path: Path) -> None:
     tensor = numbered(model, MIB)
     file = tmp_path / "llama"

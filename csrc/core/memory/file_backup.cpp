@@ -101,7 +101,7 @@ void remove_left_in(const std::filesystem::path& folder, const FunctionRef<bool(
       OwnFile file;
       if (!file.open(entry.path().string(), O_RDONLY | O_NOFOLLOW)) continue;
       alignas(std::max_align_t) std::array<std::byte, kHeadBytes> page{};
-      if (has_locked(file) && is_ours(file, page.data())) ::unlink(entry.path().c_str());
+      if (has_locked(file) && is_ours(file, page.data())) file.unlink(entry.path().string());
     }
   } catch (const std::filesystem::filesystem_error&) {
     // It cannot be read, or its path is none: whoever makes the file says so.
@@ -142,7 +142,7 @@ FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t byte
     if (::pwrite(file_.descriptor(), page, kHeadBytes, 0) != static_cast<ssize_t>(kHeadBytes)) error = errno;
   }
   if (error == 0) return;
-  ::unlink(path_.c_str());
+  file_.unlink(path_);
   fail("no room for a model's " + format_bytes(bytes) + " in", error);
 }
 
@@ -150,12 +150,16 @@ FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t byte
 void FileBackup::open(std::byte* page) {
   for (const int direct : {O_DIRECT, 0}) {
     if (!file_.open(path_, O_RDWR | O_CREAT | O_EXCL | direct, S_IRUSR | S_IWUSR) && errno == EEXIST) {
-      const bool is_there = file_.open(path_, O_RDWR | direct);
+      const bool is_there = file_.open(path_, O_RDWR | O_NOFOLLOW | direct);
+      const int error = is_there ? 0 : errno;
       const bool is_free = is_there && has_locked(file_);
       if (is_free && is_ours(file_, page)) return;
-      if (is_there || errno != EINVAL) {
-        throw InvalidArgumentError("the file " + path_ + " exists, and " +
-                                   (is_free ? "is no backup of a model" : "is in use") +
+      if (error != EINVAL) {
+        const std::string why = is_free          ? "is no backup of a model"
+                                : is_there       ? "is in use"
+                                : error == ELOOP ? "is a symbolic link"
+                                                 : std::string("cannot be opened (") + std::strerror(error) + ")";
+        throw InvalidArgumentError("the file " + path_ + " exists, and " + why +
                                    ": name one that does not, or a folder");
       }
       continue;
@@ -174,7 +178,7 @@ void FileBackup::open(std::byte* page) {
 }
 
 FileBackup::~FileBackup() {
-  if (::getpid() == process_) ::unlink(path_.c_str());  // not in a child of a fork
+  if (::getpid() == process_) file_.unlink(path_);  // not in a child of a fork
 }
 
 FileBackup::Stage::Stage(Driver& driver) : memory(driver, pages.begin()) {

@@ -22,6 +22,8 @@ class OwnFile final : private ForkObserver {
   // As open(2), and not inherited by programs; false, and errno says why. What was open is closed.
   bool open(const std::string& path, int flags, mode_t mode = 0) VMM_EXCLUDES(mutex_);
   void close() noexcept VMM_EXCLUDES(mutex_);
+  // Removes `path` where it still names the open file: others may have moved it and made their own.
+  void unlink(const std::string& path) const noexcept;
   [[nodiscard]] bool is_open() const { return file_ >= 0; }
   // For read(2) and its kind; of none that is open, and in a forked child, -1.
   [[nodiscard]] int descriptor() const { return file_; }
