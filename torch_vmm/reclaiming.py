@@ -29,7 +29,9 @@ class RungCounts:
     met: int
     """Of these: the request found what it wanted."""
     bytes: int
-    """That it gathered for requests, or gave back to the driver."""
+    """That it gathered for requests, or gave back to the driver; of ``on_pressure`` also
+    what models that the function put to sleep or trimmed left.
+    """
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,18 @@ def test_who_yielded_is_told(make_shared: MakeShared) -> None:
     del kept
 
 
+def test_what_a_model_that_was_put_to_sleep_left_counts(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    sleeper, asker = shared.register_model("sleeper"), shared.register_model("asker")
+    slept = tensor_in(sleeper, 40 * MIB)
+    shared.on_pressure(lambda requested, pool: sleeper.sleep("discard").done)
+    kept = tensor_in(asker, 40 * MIB)
+    (step,) = [step for step in asker.reclaim_report().latest[-1].steps if step.rung == "on_pressure"]
+    assert step.result == "met"
+    assert step.bytes == 40 * MIB
+    del slept, kept
+
+
 def test_a_refusal_shows_every_rung_and_each_line_fits(make_shared: MakeShared) -> None:
     shared = make_shared("64MiB")
     holder, asker = shared.register_model("holder"), shared.register_model("asker")

@@ -47,6 +47,16 @@ TEST_F(Reclaim, AShelfOfOtherSizesIsGivenBackToMakeRoom) {
   EXPECT_EQ(lab_.driver.live_chunk_bytes(), 32 * kMiB);
 }
 
+TEST_F(Reclaim, OfAShelfOfOtherSizesNoMoreGoesThanIsLacking) {
+  const auto a = model("a", kPage);
+  const auto b = model("b", 8 * kMiB);
+  lab_.memory().allocate_pages(*b, 0, 32 * kMiB, nullptr);
+  lab_.memory().deallocate_pages(*b, 0, 32 * kMiB);
+  lab_.allocate(*a, 12 * kMiB);
+  EXPECT_EQ(lab_.memory().store().shelved_bytes(group_), 16 * kMiB) << "8 MiB and 8 MiB went for 12";
+  EXPECT_EQ(lab_.driver.live_chunk_bytes(), 28 * kMiB);
+}
+
 // Three groups on a device of 64 MiB: what is left of it is on a shelf of the
 // first and idle in the second, and the third asks.
 class ReclaimShelves : public ::testing::Test {

@@ -163,10 +163,26 @@ void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
   const MutexLock lock(mutex_);
   // Whoever climbed meanwhile may have left what this one needs.
   const bool others_climbed = climbs_.fetch_add(1, std::memory_order_relaxed) != climb.climbs_before;
-  step->bytes = memory_.store().trim(climb.asker.group(), 0);
-  if (climb.shortage.refused == nullptr) step->bytes += memory_.store().trim_all();
-  if (climb.shortage.refused == &memory_.budget()) step->bytes += memory_.guests().trim();  // nobody's here
-  if (step->bytes == 0 && !others_climbed) return;
+  ChunkStore& store = memory_.store();
+  Pool& asker = climb.asker;
+  // First no more than the limit lacks: the rest may be what the request takes from the shelf.
+  std::size_t keep = 0;
+  if (climb.shortage.refused != nullptr) {
+    const std::size_t room = asker.budget().headroom();
+    const std::size_t lacks = climb.shortage.bytes - std::min(climb.shortage.bytes, room);
+    const std::size_t shelved = store.shelved_bytes(asker.group());
+    keep = shelved - std::min(shelved, lacks);
+  }
+  if (keep != 0) {
+    step->bytes = store.trim(asker.group(), keep);
+    if (step->bytes != 0) step->result = StepResult::in_vain;
+    if (step->bytes != 0 && climb.try_again(nullptr)) return;
+  }
+  std::size_t all = store.trim(asker.group(), 0);
+  if (climb.shortage.refused == nullptr) all += store.trim_all();
+  if (climb.shortage.refused == &memory_.budget()) all += memory_.guests().trim();  // nobody's here
+  step->bytes += all;
+  if (all == 0 && !others_climbed) return;
   step->result = StepResult::in_vain;
   climb.try_again(nullptr);
 }
@@ -277,8 +293,15 @@ bool Ladder::relieve(Pool& asker, std::size_t bytes, ReclaimStep* step) {
 // What it frees is idle in whatever pool it was in, or waits for queued work there: that is
 // waited for before more is asked of it.
 void Ladder::call_for_relief(Climb& climb, ReclaimStep* step) {
-  for (int round = 0; round < kMostReliefs && relieve(climb.asker, climb.bytes, step); ++round) {
+  ChunkStore& store = memory_.store();
+  const auto open = [&] { return climb.asker.budget().headroom() + store.shelved_bytes(climb.asker.group()); };
+  for (int round = 0; round < kMostReliefs; ++round) {
+    const std::size_t before = open();
+    if (!relieve(climb.asker, climb.bytes, step)) return;
     step->result = StepResult::in_vain;
+    const std::size_t after = open();
+    std::size_t came = after - std::min(after, before);  // of models that it put to sleep or trimmed
+    step->bytes += came;
     for (const bool waits : {false, true}) {
       if (waits) memory_.wait_for(memory_.clock().now());
       memory_.settle(/*wait=*/false);
@@ -286,7 +309,8 @@ void Ladder::call_for_relief(Climb& climb, ReclaimStep* step) {
       for (const Step again : {&Ladder::give_shelves_back, &Ladder::take_from_others}) {
         ReclaimStep of_it;
         (this->*again)(climb, &of_it);
-        step->bytes += of_it.bytes;
+        step->bytes += of_it.bytes - std::min(of_it.bytes, came);
+        came -= std::min(of_it.bytes, came);
         std::move(of_it.yielded.begin(), of_it.yielded.end(), std::back_inserter(step->yielded));
         if (climb.found != 0 || climb.shortage.is_sealed) return;
       }

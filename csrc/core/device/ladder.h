@@ -1,12 +1,14 @@
-// The reclaim ladder: who yields when a request cannot be met, and nothing else decides it.
+// The reclaim ladder: who yields when a request for a model's memory cannot be met. (Memory that
+// has no model to climb for asks for what is idle in a few words of its own: spilling.cpp,
+// provided_memory.cpp, tensor_range.cpp, virtual_memory_manager.cpp, chunk_backup.cpp.)
 //
 //   -  the pool itself: its group's shelf, a new chunk within the limits, its own idle
 //      chunks (allocating.cpp, BackedSpace::place)
 //   -  before new memory comes of the margin, the last of a limit that models share, what
 //      others have idle (keep_margin()); that is no rung, and no request climbs for it
-//   *  store: what rests on the group's shelf in sizes that did not fit, on all shelves
-//      where the driver itself refused, and what models of other devices left here where
-//      the device's own limit did, is given back to the driver
+//   *  store: of what rests on the group's shelf as much as the limit lacks goes back to the
+//      driver, and where that will not do all of it; on all shelves where the driver itself
+//      refused, and what models of other devices left here where the device's own limit did
 //   *  other models: idle chunks of other pools that stand under the limit that refused,
 //      lowest priority first, then whoever is furthest above its floor; they
 //      move by a second mapping, and no one waits for the GPU. What came from the shelf is
@@ -178,7 +180,7 @@ class Ladder {
   Lender lender_;
   std::atomic<std::uint64_t> climbs_{0};
   ReclaimLog log_;
-  Mutex mutex_;  // one request climbs at a time
+  Mutex mutex_;  // one request at a time gathers what others have
 };
 
 }  // namespace vmm

@@ -62,9 +62,14 @@ std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
     return joined(ways);
   }
   const std::size_t missing = cause.above + refusal.requested - std::min(refusal.available, refusal.requested);
-  const bool in_use = std::any_of(refusal.holders.begin(), refusal.holders.end(),
-                                  [](const Holder& holder) { return holder.allocated != 0; });
-  if (in_use) ways.push_back(missing == 0 ? "free tensors" : "free tensors of " + at_least(missing));
+  std::size_t in_use = 0;
+  std::size_t may_come = 0;  // once all that is in use has been freed
+  for (const Holder& holder : refusal.holders) {
+    in_use += holder.allocated;
+    may_come += holder.allocated + holder.stranded + holder.quarantined;
+  }
+  if (in_use != 0 && may_come >= missing)
+    ways.push_back(missing == 0 ? "free tensors" : "free tensors of " + at_least(missing));
   if (!cause.limit_name.empty() &&
       (!device_is_known || refusal.limit + std::max(missing, std::size_t{1}) <= cause.device_total)) {
     ways.push_back("raise the limit of " + cause.limit_name + (missing == 0 ? "" : " by " + at_least(missing)));

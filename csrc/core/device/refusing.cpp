@@ -113,7 +113,8 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
     cause.limits += "; " + spilled.name() + ": ";
     if (spilled.limit() != kUnlimited) {
       cause.limits += "limit " + format_bytes(spilled.limit()) + ", ";
-      if (climb.stream.has_value() && asker.is_ordinary()) cause.spill = bytes - std::min(bytes, spilled.room());
+      if (climb.stream.has_value() && asker.is_ordinary())
+        cause.spill = spilled.excess() + bytes - std::min(bytes, spilled.room());
     }
     cause.limits += "mapped " + format_bytes(spilled.used());
   }
@@ -147,9 +148,17 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
     return &pool.model() == &asker.model() || !pool.budget().stands_under(budget_) ? 0 : stats.idle_bytes;
   };
   const std::size_t headroom = asker.budget().headroom();
-  refusal.available = std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) +
-                      asker.memory_stats().idle_bytes +
-                      (cause.no_addresses ? 0 : spare_of_others(all, asker, idle_of_another));
+  refusal.available =
+      std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) + asker.memory_stats().idle_bytes;
+  if (!cause.no_addresses) {
+    // Of the shelf as much as the limits below it allow.
+    std::size_t below = kUnlimited;
+    for (const Budget* level = &asker.budget(); level != nullptr && level != &asker.group(); level = level->parent()) {
+      below = std::min(below, level->room());
+    }
+    refusal.available += std::min(store_.shelved_bytes(asker.group()), below - std::min(below, headroom)) +
+                         spare_of_others(all, asker, idle_of_another);
+  }
   refuse(std::move(refusal), cause);
 }
 
