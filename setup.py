@@ -61,6 +61,7 @@ SOURCES = [
     "csrc/bindings/routing.cpp",
     "csrc/bindings/shared_memory_pool.cpp",
     "csrc/bindings/sleep.cpp",
+    "csrc/bindings/stays.cpp",
     "csrc/bindings/tensor_alias.cpp",
     "csrc/bindings/tensor_range.cpp",
     "csrc/bindings/tensor_view.cpp",
@@ -264,6 +265,29 @@ def compile_flags() -> list[str]:
     return flags + cuda_include.include_flags()
 
 
+def in_groups(sources: list[str], folder: Path) -> list[str]:
+    """Files there that include some of a folder's sources each.
+
+    Most of what a file costs is the headers that it shares with the others. What torch's headers
+    make large are fewer in a group, and each of bindings/ stands alone: pybind is given functions
+    by their names, which several files have.
+    """
+    by_folder: dict[str, list[str]] = {}
+    for source in sources:
+        by_folder.setdefault(str(Path(source).parent), []).append(source)
+    groups = []
+    for named, files in by_folder.items():
+        size = 1 if named == "csrc/bindings" else 4 if named == "csrc/torch_adapter" else 10
+        for at in range(0, len(files), size):
+            text = "".join(f'#include "{ROOT / file}"\n' for file in files[at : at + size])
+            group = folder / f"{named.removeprefix('csrc/').replace('/', '_')}_{at // size}.cpp"
+            if not group.is_file() or group.read_text() != text:
+                group.parent.mkdir(parents=True, exist_ok=True)
+                group.write_text(text)
+            groups.append(str(group))
+    return groups
+
+
 def extension() -> object:
     return cpp_extension.CppExtension(
         name="torch_vmm._C",
@@ -288,6 +312,12 @@ class BuildExtension(cpp_extension.BuildExtension):
     A file of its own, since reading it must not load the extension, and named
     like the extension, so that two Pythons' builds in one checkout keep apart.
     """
+
+    def build_extensions(self) -> None:
+        for each in self.extensions:
+            each.depends += each.sources
+            each.sources = in_groups(each.sources, Path(self.build_temp).resolve() / "groups")
+        super().build_extensions()
 
     def run(self) -> None:
         super().run()

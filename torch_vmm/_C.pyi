@@ -823,24 +823,31 @@ def allocator() -> CUDAAllocator:
 # -- Whose memory ------------------------------------------------------------------------------------------------------
 
 @final
-class ModelContext:
-    """One stay in a model, from :func:`enter` to :func:`leave`."""
+class Stays:
+    """The open stays of one context manager, by thread."""
 
-    def __init__(self, *args: object, **kwargs: object) -> NoReturn: ...
+    def __init__(self, carried: bool = False) -> None: ...
 
-def enter(pool: Pool) -> ModelContext:
-    """From now on tensors made by this thread, and by the backward() that it calls, belong to ``pool``.
+def enter_context(self: object) -> object:
+    """``__enter__`` of what has ``_stays`` and ``_opens()``: from now on tensors made by this thread, and by the
+    backward() that it calls, belong to the pool that it opens. Of carried ones, to exactly these, one a device.
 
     Raises:
         InvalidArgumentError: the pool is closed.
         NotEnabledError: torch makes no tensors of its device through us.
     """
 
+def leave_context(self: object, *args: object) -> None:
+    """``__exit__`` of the same.
+
+    Raises:
+        VmmError: it is not the innermost one here (a ``with`` held across a ``yield`` or ``await``, or closed on
+            another thread), or was left already. Names both models and the cure. The context is left all the same,
+            and all others stay as they were.
+    """
+
 def open_models() -> list[Pool]:
     """The pools, or tags' spaces, that are open here, the innermost of each device, innermost first."""
-
-def enter_carried(pools: Sequence[Pool]) -> ModelContext:
-    """The same as :func:`enter` with exactly these open, one a device, whatever is open on this thread."""
 
 def set_strict(kind: _Kind, ordinal: int, action: Literal["raise", "warn", "off"]) -> None:
     """What happens where a tensor is made outside every model of the device. Loads no driver.
@@ -848,15 +855,6 @@ def set_strict(kind: _Kind, ordinal: int, action: Literal["raise", "warn", "off"
     Raises:
         NotEnabledError: torch makes no tensors of this kind of device through us.
         NotAvailableError: no such ordinal can be.
-    """
-
-def leave(context: ModelContext) -> None:
-    """Leaves a context. Call it on the thread that entered, innermost first.
-
-    Raises:
-        VmmError: it is not the innermost one here (a ``with`` held across a ``yield`` or ``await``, or closed on
-            another thread), or was left already. Names both models and the cure. The context is left all the same,
-            and all others stay as they were.
     """
 
 def current_pool(kind: _Kind, ordinal: int = 0) -> Pool:

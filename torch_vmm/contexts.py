@@ -7,65 +7,34 @@ how memory is routed; the extension does.
 
 from __future__ import annotations
 
-import threading
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from torch_vmm import _C, _decorate
 from torch_vmm._decorate import Function
-from torch_vmm.errors import VmmError
-
-
-class Stays:
-    """The open stays of one context manager, by thread, the innermost last."""
-
-    def __init__(self) -> None:
-        # A thread touches only its own list, so that no lock is needed.
-        self._open: dict[int, list[_C.ModelContext]] = {}
-
-    def enter(self, pool: _C.Pool) -> None:
-        """Opens one on this thread.
-
-        Raises:
-            InvalidArgumentError: the pool is closed.
-            NotEnabledError: torch_vmm is not its device's allocator.
-        """
-        context = _C.enter(pool)
-        self._open.setdefault(threading.get_ident(), []).append(context)
-
-    def leave(self) -> None:
-        """Closes the one that this thread opened last.
-
-        Raises:
-            VmmError: it is not the innermost of its thread, or another thread's.
-        """
-        thread = threading.get_ident()
-        stack = self._open.get(thread) or self._open.get(thread := self._another_thread())
-        if not stack:
-            raise VmmError("a model's context was left more often than it was entered")
-        context = stack.pop()
-        if not stack:
-            self._open.pop(thread, None)
-        _C.leave(context)
-
-    def _another_thread(self) -> int:
-        # A generator that was begun on one thread and is closed on another:
-        # the extension reports it. A thread that has ended leaves nothing itself.
-        alive = {thread.ident for thread in threading.enumerate()}
-        return min(list(self._open), key=lambda thread: thread in alive, default=0)
 
 
 class Context:
-    """Base of a context manager whose ``__enter__`` opens one of :class:`Stays`."""
+    """Base of a context manager that opens a model on the thread that enters it."""
 
-    _stays: Stays
+    _stays: _C.Stays
 
-    def __enter__(self) -> object:
+    def _opens(self) -> tuple[list[_C.Pool], object]:
+        """What ``with`` opens, and what its ``as`` names."""
         raise NotImplementedError
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stays.leave()
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> object: ...
+
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None: ...
+
+    else:
+        # The extension's: Ctrl-C in functions of Python's left the thread in the model for good.
+        __enter__ = _C.enter_context
+        __exit__ = _C.leave_context
 
 
 class ContextDecorator(Context):
@@ -75,14 +44,12 @@ class ContextDecorator(Context):
         return _decorate.inside(lambda: self, function)
 
 
-class Carried:
+class Carried(Context):
     """One stay of a carried function: exactly these pools are open inside, whatever is open outside."""
 
     def __init__(self, pools: list[_C.Pool]) -> None:
         self._pools = pools
+        self._stays = _C.Stays(carried=True)
 
-    def __enter__(self) -> None:
-        self._context = _C.enter_carried(self._pools)
-
-    def __exit__(self, *_: object) -> None:
-        _C.leave(self._context)
+    def _opens(self) -> tuple[list[_C.Pool], object]:
+        return self._pools, None

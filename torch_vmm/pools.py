@@ -18,7 +18,7 @@ import torch
 from torch_vmm import _C, events, tables
 from torch_vmm._guarded import Guarded
 from torch_vmm._lifetimes import hold_while
-from torch_vmm.contexts import Context, Stays
+from torch_vmm.contexts import ContextDecorator
 from torch_vmm.dense import is_dense, plain_tensors, reaches_the_end
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count(1)
 
 
-class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
+class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
     """An elastic pool: a range of addresses whose pages get memory, and give it
     back.
 
@@ -122,7 +122,7 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         self._device = DeviceKey(handle.kind, handle.ordinal)
         self._shared = shared
         self._model_id = model_id
-        self._stays = Stays()
+        self._stays = _C.Stays()
         self._remaps = _held_remaps(shared).get(handle.key) or Remaps()
 
     # -- Explicit pages ------------------------------------------------------------------------------------------------
@@ -390,7 +390,8 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
         elsewhere.
 
         For what knows the physical memory and not only its addresses: RDMA
-        registrations, for one.
+        registrations, for one. They add up; called with neither, it takes off
+        all that were given.
 
         Args:
             before: called before it goes, by the thread that calls
@@ -674,9 +675,12 @@ class VirtualMemoryPool(Context, OnDevice, Guarded, guarded=True):
 
     # -- Tensors in it -------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> VirtualMemoryPool:
-        self._stays.enter(self._handle)
-        return self
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> VirtualMemoryPool: ...
+
+    def _opens(self) -> tuple[list[_C.Pool], VirtualMemoryPool]:
+        return [self._handle], self
 
     def _asleep_in_words(self) -> str:
         """``asleep 100 MiB (host)``, or nothing."""

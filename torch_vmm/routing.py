@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 
 from torch_vmm import _C, _decorate, shared_pools, strictness
 from torch_vmm._decorate import Function
 from torch_vmm._guarded import Guarded
-from torch_vmm.contexts import Carried, ContextDecorator, Stays
+from torch_vmm.contexts import Carried, ContextDecorator
 from torch_vmm.dense import require_strided
 from torch_vmm.devices import Device, DeviceKey, to_device
 from torch_vmm.errors import InvalidArgumentError
@@ -104,16 +104,19 @@ class use_model(ContextDecorator, Guarded, guarded=True):  # noqa: N801
             to_name(model_id_or_pool, "model_id")
         self._model = model_id_or_pool
         self._device = None if device is None else to_device(device)
-        self._stays = Stays()
+        self._stays = _C.Stays()
         if isinstance(self._model, VirtualMemoryPool) and self._device not in (None, self._model._device):
             raise InvalidArgumentError(f"{self._model!r} is not on {self._device}")
 
-    def __enter__(self) -> VirtualMemoryPool:
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> VirtualMemoryPool: ...
+
+    def _opens(self) -> tuple[list[_C.Pool], VirtualMemoryPool]:
         pool = self._model
         if isinstance(pool, str):
             pool = shared_pools.find_model(pool, self._device)
-        self._stays.enter(pool._handle)
-        return pool
+        return [pool._handle], pool
 
     def __repr__(self) -> str:
         return f"use_model({self._model!r}{'' if self._device is None else f', device={str(self._device)!r}'})"

@@ -486,7 +486,10 @@ class Remaps:
             if function is not None and not callable(function):
                 raise InvalidArgumentError(f"{name}={show(function)}: give a function without arguments, or None")
         with self._lock:
-            self._functions.append((before, after))
+            if before is None and after is None:
+                self._functions.clear()
+            else:
+                self._functions.append((before, after))
 
     def _now(self) -> list[tuple[Callable[[], object] | None, Callable[[], object] | None]]:
         with self._lock:

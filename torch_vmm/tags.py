@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch_vmm import _C
 from torch_vmm._guarded import Guarded
-from torch_vmm.contexts import ContextDecorator, Stays
+from torch_vmm.contexts import ContextDecorator
 from torch_vmm.sizes import to_name
 
 if TYPE_CHECKING:
@@ -25,11 +26,14 @@ class Tag(ContextDecorator, Guarded, guarded=True):
     def __init__(self, pool: VirtualMemoryPool, name: str) -> None:
         self._pool = pool
         self._name = to_name(name, "tag")
-        self._stays = Stays()
+        self._stays = _C.Stays()
 
-    def __enter__(self) -> VirtualMemoryPool:
-        self._stays.enter(self._pool._handle.tagged(self._name))
-        return self._pool
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> VirtualMemoryPool: ...
+
+    def _opens(self) -> tuple[list[_C.Pool], VirtualMemoryPool]:
+        return [self._pool._handle.tagged(self._name)], self._pool
 
     def __repr__(self) -> str:
         return f"{self._pool!r}.tag({self._name!r})"

@@ -5,6 +5,7 @@
 
 #include "base/errors.h"
 #include "bindings/bind.h"
+#include "bindings/stays.h"
 #include "bindings/tensor_view.h"
 #include "core/device/device_memory.h"
 #include "torch_adapter/enabled.h"
@@ -13,11 +14,6 @@
 namespace vmm::bindings {
 
 namespace {
-
-// Python's hold on one stay in a model.
-struct Stay {
-  ModelContextPtr context;
-};
 
 std::shared_ptr<Pool> pool_at(std::uintptr_t address) {
   // The quick table first; only the registries hold a pointer that may be
@@ -57,15 +53,7 @@ void set_strict(const std::string& kind, int ordinal, const std::string& action)
 }  // namespace
 
 void bind_routing(py::module_& module) {
-  py::class_<Stay>(module, "ModelContext");
-  // No release of the GIL: none of them waits, and the thread stays the same.
-  module.def(
-      "enter", [](std::shared_ptr<Pool> pool) { return Stay{enter_model(std::move(pool))}; }, py::arg("pool"));
-  module.def(
-      "enter_carried", [](std::vector<std::shared_ptr<Pool>> pools) { return Stay{enter_carried(std::move(pools))}; },
-      py::arg("pools"));
-  module.def(
-      "leave", [](const Stay& stay) { leave_model(stay.context); }, py::arg("context"));
+  bind_stays(module);
   module.def("open_models", &open_models);
   module.def("set_strict", &set_strict, py::arg("kind"), py::arg("ordinal"), py::arg("action"));
   // The model, whatever tag of it is open; and what is open, which may be a tag's space, for

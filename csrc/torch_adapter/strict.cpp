@@ -14,7 +14,7 @@ namespace vmm {
 
 namespace {
 
-constexpr const char* kCure =
+constexpr const char* kCureOfStrict =
     " Enter a model (with pool:, torch_vmm.use_model(...)); on another thread or in an executor run a function that "
     "torch_vmm.carry() has wrapped.";
 
@@ -43,11 +43,11 @@ void detail::refuse_outside(DeviceKind kind, int ordinal, std::size_t bytes) {
   if (is_in_model(Runtime::room(kind, ordinal))) return;
   const std::string device = device_name(kind, ordinal);
   if (strictness(kind, ordinal).load(std::memory_order_relaxed) == Strictness::warn) {
-    warn("torch_vmm.strict(): a tensor on " + device + " is made outside every model." + kCure);
+    warn("torch_vmm.strict(): a tensor on " + device + " is made outside every model." + kCureOfStrict);
     return;
   }
   throw_torch_error("torch_vmm.strict(): a tensor of " + format_bytes(bytes) + " on " + device +
-                    " would be made outside every model." + kCure);
+                    " would be made outside every model." + kCureOfStrict);
 }
 
 }  // namespace vmm

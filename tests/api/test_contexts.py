@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import signal
+import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -49,6 +53,46 @@ def test_a_pool_is_a_context_of_its_own(llama: Pool, here: Callable[[], str]) ->
         assert entered is llama
         assert here() == "llama"
     assert here() == "default"
+
+
+def test_a_pool_decorates(llama: Pool, here: Callable[[], str]) -> None:
+    @llama
+    def within() -> str:
+        return here()
+
+    assert within() == "llama"
+    assert here() == "default"
+
+
+def test_ctrl_c_anywhere_leaves_no_model_open(device: str, llama: Pool, here: Callable[[], str]) -> None:
+    """Signals that come while a thread goes in and out, as fast as it can."""
+    stop = threading.Event()
+    caught = 0
+
+    def interrupt() -> None:
+        while not stop.wait(0.0005):
+            signal.raise_signal(signal.SIGINT)
+
+    manners = (llama, torch_vmm.use_model("llama"), llama.tag("weights"))
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            try:
+                for each in manners:
+                    for _ in range(1000):
+                        with each:
+                            pass
+            except KeyboardInterrupt:
+                caught += 1
+                assert here() == "default"
+    finally:
+        while thread.is_alive():
+            with contextlib.suppress(KeyboardInterrupt):
+                stop.set()
+                thread.join()
+    assert caught > 10
 
 
 def test_a_model_is_found_by_its_id(llama: Pool, qwen: Pool, here: Callable[[], str]) -> None:

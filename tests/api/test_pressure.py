@@ -100,7 +100,6 @@ def test_ctrl_c_within_it_comes_to_the_main_thread(evicting: Evicting, monkeypat
     def interrupted(requested: int, pool: VirtualMemoryPool) -> bool:
         raise KeyboardInterrupt
 
-    # Pages, as it may come within `with` too, which would never be left then.
     def ask() -> None:
         with pytest.raises(torch_vmm.OutOfMemoryError):
             evicting.second.allocate(0, 16 * MIB)
@@ -110,7 +109,10 @@ def test_ctrl_c_within_it_comes_to_the_main_thread(evicting: Evicting, monkeypat
     evicting.shared.on_pressure(interrupted)
     with pytest.raises(KeyboardInterrupt):
         ask()
-    assert shown == [KeyboardInterrupt]
+    with pytest.raises((KeyboardInterrupt, torch.OutOfMemoryError)), evicting.second:
+        torch.empty(16 * MIB, dtype=torch.uint8, device=evicting.second.device)
+    assert torch_vmm.current_pool(evicting.second.device).name == "default", "the model was left"
+    assert shown == [KeyboardInterrupt] * 2
     assert evicting.first.memory_allocated() == 64 * MIB
 
 

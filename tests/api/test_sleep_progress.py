@@ -249,6 +249,10 @@ def test_whoever_knows_the_memory_is_told(model: VirtualMemoryPool) -> None:
     assert told == ["goes", "is back"]
     with pytest.raises(torch_vmm.InvalidArgumentError, match="before=3"):
         model.on_remap(3)  # type: ignore[arg-type]
+    model.on_remap()  # takes them off
+    model.sleep()
+    model.wake()
+    assert told == ["goes", "is back"]
 
 
 def test_where_one_of_them_refuses_those_before_it_are_told(model: VirtualMemoryPool) -> None:
