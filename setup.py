@@ -269,15 +269,15 @@ def in_groups(sources: list[str], folder: Path) -> list[str]:
     """Files there that include some of a folder's sources each.
 
     Most of what a file costs is the headers that it shares with the others. What torch's headers
-    make large are fewer in a group, and each of bindings/ stands alone: pybind is given functions
-    by their names, which several files have.
+    make large are fewer in a group. Each of bindings/ and driver/ stands alone: their files name
+    their own functions alike.
     """
     by_folder: dict[str, list[str]] = {}
     for source in sources:
         by_folder.setdefault(str(Path(source).parent), []).append(source)
     groups = []
     for named, files in by_folder.items():
-        size = 1 if named == "csrc/bindings" else 4 if named == "csrc/torch_adapter" else 10
+        size = {"csrc/bindings": 1, "csrc/driver": 1, "csrc/torch_adapter": 4}.get(named, 10)
         for at in range(0, len(files), size):
             text = "".join(f'#include "{ROOT / file}"\n' for file in files[at : at + size])
             group = folder / f"{named.removeprefix('csrc/').replace('/', '_')}_{at // size}.cpp"
