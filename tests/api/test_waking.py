@@ -59,7 +59,10 @@ def test_a_tag_that_sleeps_is_named(model: torch_vmm.VirtualMemoryPool) -> None:
     model.sleep({"cache": "host"})
     with model:
         torch.ones(1, device=model.device)
-    with pytest.raises(RuntimeError, match=r"tag 'cache' of model .* is asleep; wake\('cache'\) first"), model.tag("cache"):
+    with (
+        pytest.raises(RuntimeError, match=r"tag 'cache' of model .* is asleep; wake\('cache'\) first"),
+        model.tag("cache"),
+    ):
         torch.ones(MIB, device=model.device)
     model.sleep()
     with pytest.raises(RuntimeError, match=r"model .* is asleep; wake\(\) it first"), model.tag("cache"):
@@ -74,7 +77,7 @@ def test_what_sleepers_left_is_to_be_had(make_shared: MakeShared) -> None:
     one, other = shared.register_model("one"), shared.register_model("other")
     kept = tensor_in(one, 20 * MIB)
     one.sleep()
-    with pytest.raises(torch_vmm.OutOfMemoryError, match="raise the limit of .* by 10 MiB") as caught:
+    with pytest.raises(torch_vmm.OutOfMemoryError, match=r"raise the limit of .* by 10 MiB") as caught:
         other.allocate(0, 60 * MIB)
     assert caught.value.available == 50 * MIB
     other.allocate(0, 50 * MIB)
