@@ -134,3 +134,8 @@ __all__ = [
     "swap",
     "use_model",
 ]
+
+
+def __dir__() -> list[str]:
+    """What a prompt completes: the public names, not the modules that they stand in."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
