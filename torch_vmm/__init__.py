@@ -138,4 +138,4 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """What a prompt completes: the public names, not the modules that they stand in."""
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -71,6 +71,23 @@ def test_a_tag_that_sleeps_is_named(model: torch_vmm.VirtualMemoryPool) -> None:
     assert kept.all()
 
 
+@pytest.mark.parametrize("room", [1, 34])
+def test_a_refused_wake_says_what_all_of_it_takes(model: torch_vmm.VirtualMemoryPool, room: int) -> None:
+    """And one that is given that much wakes."""
+    kept = [tensor_in(model, 32 * MIB).fill_(1)]
+    with model.tag("weights"):
+        kept.append(torch.ones(8 * MIB, dtype=torch.uint8, device=model.device))
+    model.sleep()
+    model.physical_limit = room * MIB
+    with pytest.raises(torch_vmm.OutOfMemoryError, match=rf"raise the limit of .* by {40 - room} MiB") as caught:
+        model.wake()
+    assert (caught.value.requested, caught.value.available) == (40 * MIB, room * MIB)
+    assert model.is_asleep
+    model.physical_limit = 40 * MIB
+    model.wake()
+    assert all(bool(each.all()) for each in kept)
+
+
 def test_what_sleepers_left_is_to_be_had(make_shared: MakeShared) -> None:
     """By the whole limit, and the advice goes by it."""
     shared = make_shared("50MiB")

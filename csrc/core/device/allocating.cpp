@@ -40,12 +40,14 @@ Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream
   });
 }
 
-void DeviceMemory::collect_to_wake(Pool& pool, const std::vector<LeavingChunk>& places) {
+void DeviceMemory::collect_to_wake(Pool& pool, const std::vector<LeavingChunk>& places, Ladder::Beside beside) {
   std::size_t bytes = 0;
   for (const LeavingChunk& each : places) bytes += each.place.size;
   if (bytes == 0) return;
-  allocate(pool, bytes, std::nullopt,
-           [&](Grant* grant, Shortage* shortage) { return pool.try_collect(places, grant, shortage); });
+  tend_if_any_wait();
+  const auto attempt = [&](Grant* grant, Shortage* shortage) { return pool.try_collect(places, grant, shortage); };
+  Shortage shortage;
+  if (attempt(nullptr, &shortage) == 0) go_on(pool, bytes, std::nullopt, attempt, shortage, beside);
 }
 
 Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt) {
@@ -57,8 +59,8 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stre
 
 // After an attempt in vain: waits for what is only held up, then climbs.
 Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
-                            Shortage shortage) {
-  Ladder::Climb climb{pool, bytes, stream, attempt, shortage, ladder_.climbs()};
+                            Shortage shortage, Ladder::Beside beside) {
+  Ladder::Climb climb{pool, bytes, stream, attempt, shortage, ladder_.climbs(), beside};
   const auto await_held_up = [&] {
     while (climb.found == 0 && !climb.shortage.is_sealed && climb.shortage.wait_for != kLongAgo) {
       wait_for(climb.shortage.wait_for);

@@ -110,8 +110,8 @@ class DeviceMemory {
   Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
   Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
-  // Chunks for these places of a pool that is asleep.
-  void collect_to_wake(Pool& pool, const std::vector<LeavingChunk>& places);
+  // Chunks for these places of a pool that is asleep; `beside` what the same wake asks for else.
+  void collect_to_wake(Pool& pool, const std::vector<LeavingChunk>& places, Ladder::Beside beside = {});
   // Whether the device's memory, and each limit above `payer` as it is at this moment, is that
   // large: otherwise nothing that anybody gives back would do.
   [[nodiscard]] bool could_hold(const Budget& payer, std::size_t bytes) const;
@@ -302,7 +302,8 @@ class DeviceMemory {
   using Attempt = Ladder::Attempt;
   Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt);
   // After an attempt that lacked `shortage`.
-  Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage);
+  Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage,
+                Ladder::Beside beside = {});
   Address allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream);
   // giving_back.cpp
   std::size_t enforce_limit(Budget& budget);

@@ -65,6 +65,11 @@ class Ladder {
   using Attempt = FunctionRef<Address(Grant*, Shortage*)>;
 
   // One request on its way up, and what it lacked at its latest attempt.
+  // What is asked for beside a request, all or none with it. Bytes.
+  struct Beside {
+    std::size_t there = 0;    // has been met
+    std::size_t to_come = 0;  // is asked for next
+  };
   struct Climb {
     Pool& asker;
     const std::size_t bytes;
@@ -72,6 +77,7 @@ class Ladder {
     const Attempt& attempt;
     Shortage shortage;
     const std::uint64_t climbs_before;  // climbs() behind the first attempt
+    const Beside beside;
     Address found = 0;
     bool is_margin_open = false;  // others have been asked
     // Whether it has found an address now.

@@ -93,7 +93,7 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
   if (on_out_of_memory_) on_out_of_memory_(asker, bytes, climb.stream.value_or(nullptr));
   Refusal refusal;
   RefusalCause cause;
-  refusal.requested = bytes;
+  refusal.requested = climb.beside.there + bytes + climb.beside.to_come;
   refusal.pool = asker.is_part() ? asker.model().name() : asker.name();  // what it has is told behind
   refusal.limit = asker.budget().limit();
   cause.no_addresses = shortage.no_address_space;
@@ -159,6 +159,7 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
     refusal.available += std::min(store_.shelved_bytes(asker.group()), below - std::min(below, headroom)) +
                          spare_of_others(all, asker, idle_of_another);
   }
+  refusal.available += climb.beside.there;
   refuse(std::move(refusal), cause);
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 #include "base/errors.h"
@@ -77,8 +78,16 @@ void Arrival::require_room(const Departure& out) const {
 void Arrival::collect_all() {
   std::vector<std::vector<LeavingChunk>> places(mine_.size());
   for (const Piece& piece : pieces_) append_missing(piece, &places[piece.part]);
+  const auto bytes_of = [&places](std::size_t part) {
+    return std::accumulate(places[part].begin(), places[part].end(), std::size_t{0},
+                           [](std::size_t sum, const LeavingChunk& each) { return sum + each.place.size; });
+  };
+  Ladder::Beside beside;
+  for (std::size_t part = 1; part < mine_.size(); ++part) beside.to_come += bytes_of(part);
   for (std::size_t part = 0; part < mine_.size(); ++part) {
-    sleeper_.memory().collect_to_wake(*mine_[part], places[part]);
+    sleeper_.memory().collect_to_wake(*mine_[part], places[part], beside);
+    beside.there += bytes_of(part);
+    if (part + 1 < mine_.size()) beside.to_come -= bytes_of(part + 1);
   }
 }
 
