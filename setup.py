@@ -314,10 +314,15 @@ class BuildExtension(cpp_extension.BuildExtension):
     """
 
     def build_extensions(self) -> None:
+        listed = [each.sources for each in self.extensions]
         for each in self.extensions:
             each.depends += each.sources
             each.sources = in_groups(each.sources, Path(self.build_temp).resolve() / "groups")
-        super().build_extensions()
+        try:
+            super().build_extensions()
+        finally:
+            for each, sources in zip(self.extensions, listed, strict=True):
+                each.sources = sources  # as a list of a wheel's sources has them
 
     def run(self) -> None:
         super().run()

@@ -47,6 +47,7 @@ namespace {
 
 py::object enter_context(const py::object& self) {
   const py::tuple opens = self.attr("_opens")();
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // now, rather than with the model open
   self.attr("_stays").cast<Stays&>().enter(opens[0].cast<std::vector<std::shared_ptr<Pool>>>());
   return opens[1];
 }

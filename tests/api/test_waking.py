@@ -103,6 +103,19 @@ def test_what_sleepers_left_is_to_be_had(make_shared: MakeShared) -> None:
     del kept
 
 
+def test_what_sleepers_left_makes_no_room_in_a_floor(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    shared.register_model("reserver").floor = 32 * MIB
+    sleeper, asker = shared.register_model("sleeper"), shared.register_model("asker")
+    slept = tensor_in(sleeper, 24 * MIB)
+    sleeper.sleep("discard")
+    with pytest.raises(torch_vmm.OutOfMemoryError, match=r"raise the limit of .* by 8 MiB") as caught:
+        asker.allocate(0, 40 * MIB)
+    assert caught.value.available == 32 * MIB
+    asker.allocate(0, 32 * MIB)
+    del slept
+
+
 def test_what_sleeps_already_is_where_it_was(make_shared: MakeShared, tmp_path: object) -> None:
     shared = make_shared("64MiB")
     model, other = shared.register_model("model"), shared.register_model("other")

@@ -114,6 +114,20 @@ TEST_F(BudgetChain, KnowsWhoStandsUnderWhom) {
   EXPECT_FALSE(group_.stands_under(model_));
 }
 
+TEST_F(BudgetChain, WhatRestsOnTheShelfIsRoomOnceItHasBeenGivenBack) {
+  ASSERT_EQ(other_.charge(30), nullptr);
+  group_.shelve(other_, 30);
+  EXPECT_EQ(model_.headroom(), 30U);
+  EXPECT_EQ(model_.headroom_without(10, group_), 40U);
+  other_.set_floor(25);
+  EXPECT_EQ(model_.headroom_without(30, group_), 35U) << "it makes no room in a floor";
+  model_.set_limit(20);
+  EXPECT_EQ(model_.headroom_without(30, group_), 20U) << "nor below the group";
+  other_.set_floor(0);
+  group_.set_limit(20);
+  EXPECT_EQ(model_.headroom_without(20, group_), 10U) << "what is above the limit goes first";
+}
+
 // -- Floors: what is left of one is nobody else's
 
 TEST_F(BudgetChain, OthersDoNotGrowIntoAFloor) {

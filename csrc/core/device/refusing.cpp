@@ -147,18 +147,14 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
   const auto idle_of_another = [this, &asker](const Pool& pool, const MemoryStats& stats) {
     return &pool.model() == &asker.model() || !pool.budget().stands_under(budget_) ? 0 : stats.idle_bytes;
   };
-  const std::size_t headroom = asker.budget().headroom();
-  refusal.available =
-      std::min(known ? std::min(headroom, info.free) : headroom, asker.capacity()) + asker.memory_stats().idle_bytes;
-  if (!cause.no_addresses) {
-    // Of the shelf as much as the limits below it allow.
-    std::size_t below = kUnlimited;
-    for (const Budget* level = &asker.budget(); level != nullptr && level != &asker.group(); level = level->parent()) {
-      below = std::min(below, level->room());
-    }
-    refusal.available += std::min(store_.shelved_bytes(asker.group()), below - std::min(below, headroom)) +
-                         spare_of_others(all, asker, idle_of_another);
+  const std::size_t shelved = cause.no_addresses ? 0 : store_.shelved_bytes(asker.group());
+  if (shortage.refused != nullptr && asker.group().stands_under(*shortage.refused)) {
+    cause.above -= std::min(cause.above, shelved);
   }
+  const std::size_t headroom = asker.budget().headroom_without(shelved, asker.group());
+  refusal.available = std::min(known ? std::min(headroom, info.free + shelved) : headroom, asker.capacity()) +
+                      asker.memory_stats().idle_bytes +
+                      (cause.no_addresses ? 0 : spare_of_others(all, asker, idle_of_another));
   refusal.available += climb.beside.there;
   refuse(std::move(refusal), cause);
 }

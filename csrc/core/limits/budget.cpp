@@ -212,10 +212,16 @@ bool Budget::could_hold(std::size_t bytes) const {
   return true;
 }
 
-std::size_t Budget::headroom() const {
+std::size_t Budget::headroom() const { return headroom_without(0, *this); }
+
+std::size_t Budget::headroom_without(std::size_t shelved, const Budget& group) const {
   std::size_t least = kUnlimited;
+  bool carries_it = false;
   for (const Budget* level = this; level != nullptr; level = level->parent_) {
-    least = std::min(least, level->room_for(*this));
+    carries_it = carries_it || level == &group;
+    const std::size_t used = level->used_bytes_;
+    const std::size_t room = left(level->limit_bytes_, used - (carries_it ? std::min(used, shelved) : 0));
+    least = std::min({least, room, level->claimable_for(*this)});
   }
   return least;
 }

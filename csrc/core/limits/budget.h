@@ -98,6 +98,8 @@ class Budget : public std::enable_shared_from_this<Budget> {
   [[nodiscard]] bool could_hold(std::size_t bytes) const;
   // Bytes that could be charged now, over the whole chain.
   [[nodiscard]] std::size_t headroom() const;
+  // The same once `shelved` bytes of what rests on the shelf of `group`, above it, have been given back.
+  [[nodiscard]] std::size_t headroom_without(std::size_t shelved, const Budget& group) const;
   // Bytes that are used above the limit; and those that are claimed, but for what the floors
   // beneath come to by themselves, which nobody could give back.
   [[nodiscard]] std::size_t excess() const { return left(used_bytes_, limit_bytes_); }
