@@ -44,6 +44,11 @@ class ContextDecorator(Context):
         return _decorate.inside(lambda: self, function)
 
 
+def is_function(value: object) -> bool:
+    """Can it be called, and not only to decorate?"""
+    return callable(value) and not isinstance(value, Context)
+
+
 class Carried(Context):
     """One stay of a carried function: exactly these pools are open inside, whatever is open outside."""
 

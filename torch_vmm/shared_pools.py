@@ -11,6 +11,7 @@ from typing import Literal, TypeVar, overload
 
 from torch_vmm import _C, _decorate, events, pools, tables
 from torch_vmm._guarded import Guarded
+from torch_vmm.contexts import is_function
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, VmmError
 from torch_vmm.lines import one_line
@@ -259,7 +260,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             InvalidArgumentError: it can't be called, is a coroutine or
                 generator function, or the pool is closed.
         """
-        if function is not None and not callable(function):
+        if function is not None and not is_function(function):
             raise InvalidArgumentError(f"on_pressure: {show(function)} can't be called; give a function or None")
         if function is not None and _decorate.only_makes_steps(function):
             raise InvalidArgumentError(

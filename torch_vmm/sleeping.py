@@ -22,6 +22,7 @@ import torch
 
 from torch_vmm import _C, events
 from torch_vmm._guarded import Guarded
+from torch_vmm.contexts import is_function
 from torch_vmm.dense import plain_tensors
 from torch_vmm.devices import DeviceKey
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
@@ -322,7 +323,7 @@ def _to_look(name: str, progress: Progress) -> _Look | None:
         return None
     if progress is True:
         return _Look(_Bar(name)) if sys.stderr.isatty() else None
-    if not callable(progress):
+    if not is_function(progress):
         raise InvalidArgumentError(f"progress={show(progress)}: give True, or a function of two numbers")
     return _Look(progress)
 
@@ -480,10 +481,11 @@ class Remaps:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._functions: list[tuple[Callable[[], object] | None, Callable[[], object] | None]] = []
+        self._callers: set[int] = set()  # threads within call_before()
 
     def add(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
         for name, function in (("before", before), ("after", after)):
-            if function is not None and not callable(function):
+            if function is not None and not is_function(function):
                 raise InvalidArgumentError(f"{name}={show(function)}: give a function without arguments, or None")
         with self._lock:
             if before is None and after is None:
@@ -497,7 +499,12 @@ class Remaps:
 
     def call_before(self) -> None:
         """All that there are, in order. Where one raises the memory stays, and those before it are told so."""
-        with contextlib.ExitStack() as calls:
+        thread = threading.get_ident()
+        if thread in self._callers:
+            raise VmmError("a function that on_remap() was given puts its own model to sleep: it is on its way already")
+        with contextlib.ExitStack() as calls, contextlib.ExitStack() as callers:
+            self._callers.add(thread)
+            callers.callback(self._callers.discard, thread)
             for before, after in self._now():
                 if before is not None:
                     before()

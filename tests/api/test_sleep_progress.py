@@ -249,10 +249,18 @@ def test_whoever_knows_the_memory_is_told(model: VirtualMemoryPool) -> None:
     assert told == ["goes", "is back"]
     with pytest.raises(torch_vmm.InvalidArgumentError, match="before=3"):
         model.on_remap(3)  # type: ignore[arg-type]
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="after="):
+        model.on_remap(after=model)  # it only decorates
+    model.on_remap(model.sleep)
+    with pytest.raises(torch_vmm.VmmError, match="puts its own model to sleep"):
+        model.sleep()
+    assert not model.is_asleep
+    assert told == ["goes", "is back", "goes", "is back"]
+    told.clear()
     model.on_remap()  # takes them off
     model.sleep()
     model.wake()
-    assert told == ["goes", "is back"]
+    assert told == []
 
 
 def test_where_one_of_them_refuses_those_before_it_are_told(model: VirtualMemoryPool) -> None:
