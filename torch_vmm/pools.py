@@ -468,6 +468,8 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
     def floor(self) -> int:
         """Bytes of memory that are this model's, held or not: others neither take
         them from it nor grow into what is left of them. Can be set at any time.
+        It binds those that take from the same limit: the shared pool's, or the
+        device's where it has one (:attr:`SharedMemoryPool.floor`).
 
         Set, it takes effect at once as far as others have memory idle, and for
         the rest as they free it.
