@@ -29,13 +29,13 @@ PlacedPtr make(const Shares& shares) {
 py::object tensor(const PlacedPtr& self, const std::vector<std::int64_t>& shape, py::handle dtype,
                   const std::string& kind, int ordinal) {
   Runtime::require_own_process();
-  const DeviceRoom& room = to_room(kind, ordinal);
+  DeviceRoom& room = to_room(kind, ordinal);
   if (!self->is_on(room.memory)) {
     throw InvalidArgumentError("the tensor has no share on " + kind + ":" + std::to_string(ordinal));
   }
   const std::size_t bytes = tensor_bytes(shape, dtype);
   if (bytes > self->size()) throw InvalidRangeError(0, bytes, self->size(), "a tensor beyond the end of its addresses");
-  return make_tensor(self->base(), shape, dtype, room, self);
+  return make_tensor_of_pages(self->base(), shape, dtype, room, self);
 }
 
 }  // namespace

@@ -70,6 +70,20 @@ def test_weights_that_models_share_are_counted_once(shared: Shared, device: str)
     assert other.shared_bytes == shared.global_stats().allocated_bytes == 0
 
 
+def test_what_an_alias_held_does_not_gather(make_shared: Callable[..., Shared], device: str) -> None:
+    """A shelf keeps no more than ever of what the alias still mapped when it was put there."""
+    shared = make_shared("1GiB")
+    with shared.register_model("model"):
+        pieces = [aligned((160 << 20,), torch.uint8, device) for _ in range(2)]
+        whole = concat_views(pieces)
+        del pieces, whole
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        torch.ones(1, device=device)  # whoever comes by
+    assert shared.global_stats().store_bytes <= 256 << 20
+
+
 def test_pages_that_an_alias_shows_stay(device: str) -> None:
     tensor = torch_vmm.elastic((64, ROW), torch.uint8, device)
     stamp(tensor, 3)

@@ -27,6 +27,32 @@ def rows(device: str, n: int, most: int = 256) -> torch_vmm.ElasticTensor:
     return torch_vmm.elastic((n, ROW), torch.uint8, device, (most, ROW))
 
 
+@pytest.mark.parametrize("kind", ["elastic", "aligned", "sparse"])
+def test_a_limit_that_was_lowered_is_kept_once_it_ends(
+    kind: str, make_shared: Callable[..., Shared], device: str
+) -> None:
+    shared = make_shared("512MiB")
+    model = shared.register_model("model")
+    with model:
+        kept = torch.ones(4 * MIB, dtype=torch.uint8, device=device)
+        if kind == "elastic":
+            large: object = torch_vmm.elastic((128, MIB), torch.uint8, device, (256, MIB))
+        elif kind == "aligned":
+            large = torch_vmm.aligned((128 * MIB,), torch.uint8, device)
+        else:
+            large = torch_vmm.sparse((256, MIB), torch.uint8, device)
+            large.commit(slice(0, 128))  # type: ignore[attr-defined]
+    shared.physical_limit = 16 * MIB
+    assert shared.global_stats().physical_usage > 16 * MIB
+    del large
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.ones(1, device=device)  # whoever comes by
+    assert shared.global_stats().physical_usage <= 16 * MIB
+    assert bool(kept.all())
+
+
 # -- Growing and shrinking ---------------------------------------------------------------------------------------------
 
 

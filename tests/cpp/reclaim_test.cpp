@@ -57,6 +57,41 @@ TEST_F(Reclaim, OfAShelfOfOtherSizesNoMoreGoesThanIsLacking) {
   EXPECT_EQ(lab_.driver.live_chunk_bytes(), 28 * kMiB);
 }
 
+// It carries nothing of what rests there.
+TEST_F(Reclaim, WhereAModelsOwnLimitRefusesTheShelfStays) {
+  PoolSpec spec = Lab::spec("a");
+  spec.page_size = kPage;
+  spec.physical_limit = 8 * kMiB;
+  const auto a = lab_.pool(spec, &group_);
+  const auto b = model("b");
+  lab_.memory().allocate_pages(*b, 0, 8 * kMiB, nullptr);
+  lab_.memory().deallocate_pages(*b, 0, 8 * kMiB);
+  lab_.allocate(*a, 4 * kMiB);
+  lab_.memory().allocate_pages(*b, 0, 8 * kMiB, nullptr);
+  lab_.memory().deallocate_pages(*b, 0, 8 * kMiB);
+  lab_.allocate(*a, 4 * kMiB);
+  const std::size_t shelved = lab_.memory().store().shelved_bytes(group_);
+  ASSERT_NE(shelved, 0U);
+  EXPECT_THROW(lab_.allocate(*a, 4 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(lab_.memory().store().shelved_bytes(group_), shelved);
+}
+
+// What it gives up rests on its group's shelf, and that keeps no more than ever.
+TEST(ReclaimShelf, ALoweredModelsLimitGoesBackToTheDriver) {
+  Lab lab;
+  const auto model = lab.pool("model");
+  const auto shelved = [&] { return lab.memory().store().shelved_bytes(model->group()); };
+  lab.leave_idle(*model, 700 * kMiB);
+  lab.memory().set_limit(model->budget(), 64 * kMiB);
+  EXPECT_LE(shelved(), 256 * kMiB);
+  lab.memory().set_limit(model->budget(), kUnlimited);
+  std::vector<Address> blocks;
+  for (int k = 0; k < 35; ++k) blocks.push_back(lab.allocate(*model, 20 * kMiB));
+  lab.memory().set_limit(model->budget(), 64 * kMiB);
+  for (const Address each : blocks) lab.free(each);
+  EXPECT_LE(shelved(), 256 * kMiB);
+}
+
 // Three groups on a device of 64 MiB: what is left of it is on a shelf of the
 // first and idle in the second, and the third asks.
 class ReclaimShelves : public ::testing::Test {
@@ -88,6 +123,13 @@ TEST_F(ReclaimShelves, OfAllGroupsAreGivenBackWhenTheDeviceIsFull) {
   lab_.allocate(*asker_, 8 * kMiB);
   EXPECT_EQ(on_shelf(), 0U);
   EXPECT_EQ(idle_->idle_bytes(), 16 * kMiB) << "before any pool gives up memory";
+}
+
+TEST_F(ReclaimShelves, OfOtherGroupsComeBeforeIdleMemoryAtTheDevicesLimit) {
+  lab_.memory().set_limit(lab_.memory().budget(), 64 * kMiB);
+  lab_.allocate(*asker_, 8 * kMiB);
+  EXPECT_LE(on_shelf(), 24 * kMiB);
+  EXPECT_EQ(idle_->idle_bytes(), 16 * kMiB);
 }
 
 TEST_F(ReclaimShelves, OfOtherGroupsStayWhenALimitRefuses) {

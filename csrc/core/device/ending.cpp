@@ -78,6 +78,12 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   for (const auto& pool : pools) groups.insert(&pool->model().group());
   for (const Budget* group : groups) bury_group(group);
   tend_if_any_wait();
+  if (!over_limit_.load(std::memory_order_relaxed)) return;
+  try {
+    enforce_limits(nullptr, {});
+  } catch (const std::bad_alloc&) {
+    // It is noted that it is due.
+  }
 }
 
 // Ends a closed pool that holds nothing any more. One that queued work still uses
@@ -250,7 +256,20 @@ bool DeviceMemory::let_leave() {
     if (!leaving_.empty()) beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
   }
   clock_.cover_in_time(newest);
-  return any;
+  if (!any) return false;
+  // What it had mapped may rest on shelves, from where it could not go before.
+  try {
+    std::vector<std::shared_ptr<Budget>> groups;
+    {
+      const MutexLock lock(registry_mutex_);
+      for (const auto& [key, group] : groups_) groups.push_back(group.budget);
+    }
+    store_.trim(budget_, options_.store_bytes);
+    for (const auto& group : groups) store_.trim(*group, options_.store_bytes);
+  } catch (const std::bad_alloc&) {
+    // Whoever lets go of memory next trims them.
+  }
+  return true;
 }
 
 // What closed pools left behind comes back when the work that used it is done,

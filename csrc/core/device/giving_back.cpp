@@ -150,6 +150,7 @@ void DeviceMemory::note_over_limit(const Budget& budget) {
 std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
   ChunkStore& store = budget.stands_under(spill_budget_) ? spill_store_ : store_;
   std::size_t given_back = store.trim_under(budget, budget.excess());
+  bool has_shed = false;
   for (const bool beneath_floors : {false, true}) {
     // What is idle beneath a floor is claimed whoever has it.
     const auto claims = [&] { return beneath_floors ? std::size_t{0} : budget.excess_claims(); };
@@ -160,10 +161,14 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
       const std::size_t want = std::max(excess, claims());
       if (want == 0) break;
       excess -= std::min(excess, pool->shed_about(want, beneath_floors ? nullptr : &budget));
+      has_shed = true;
     }
     settle(wait);
     given_back += store.trim_under(budget, budget.excess());
   }
+  if (!has_shed) return given_back;
+  // Where the limit is a model's own, or a floor's, that rests on shelves, which keep no more than ever.
+  for (const auto& pool : pools_under(budget)) given_back += trim_shelf(*pool);
   return given_back;
 }
 
@@ -197,6 +202,7 @@ void DeviceMemory::enforce_limits(Pool* freed, ByteRange range) {
   caches_.finish_stop();
   if (freed != nullptr && !is_look_due()) {
     give_back_excess_above(*freed, range);
+    trim_shelf(*freed);
     return;
   }
   // Before it looks: a limit that is lowered meanwhile sets it again.

@@ -165,22 +165,27 @@ void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
   const bool others_climbed = climbs_.fetch_add(1, std::memory_order_relaxed) != climb.climbs_before;
   ChunkStore& store = memory_.store();
   Pool& asker = climb.asker;
+  const Budget* const& refused = climb.shortage.refused;  // by each attempt
+  // A limit below the group carries nothing of its shelf.
+  const auto may_help = [&] { return refused == nullptr || asker.group().stands_under(*refused); };
+  const auto lacks = [&] {
+    const std::size_t bytes = climb.shortage.bytes;
+    return bytes - std::min(bytes, asker.budget().headroom());
+  };
   // First no more than the limit lacks: the rest may be what the request takes from the shelf.
-  std::size_t keep = 0;
-  if (climb.shortage.refused != nullptr) {
-    const std::size_t room = asker.budget().headroom();
-    const std::size_t lacks = climb.shortage.bytes - std::min(climb.shortage.bytes, room);
+  if (refused != nullptr && may_help()) {
     const std::size_t shelved = store.shelved_bytes(asker.group());
-    keep = shelved - std::min(shelved, lacks);
-  }
-  if (keep != 0) {
-    step->bytes = store.trim(asker.group(), keep);
+    const std::size_t keep = shelved - std::min(shelved, lacks());
+    if (keep != 0) step->bytes = store.trim(asker.group(), keep);
     if (step->bytes != 0) step->result = StepResult::in_vain;
     if (step->bytes != 0 && climb.try_again(nullptr)) return;
   }
-  std::size_t all = store.trim(asker.group(), 0);
-  if (climb.shortage.refused == nullptr) all += store.trim_all();
-  if (climb.shortage.refused == &memory_.budget()) all += memory_.guests().trim();  // nobody's here
+  std::size_t all = 0;
+  if (may_help()) {
+    all += store.trim(asker.group(), 0);
+    all += refused == nullptr ? store.trim_all() : store.trim_under(*refused, lacks());  // other groups'
+    if (refused == &memory_.budget()) all += memory_.guests().trim();                    // nobody's here
+  }
   step->bytes += all;
   if (all == 0 && !others_climbed) return;
   step->result = StepResult::in_vain;

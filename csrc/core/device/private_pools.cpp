@@ -162,6 +162,8 @@ void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
   route.is_capture = !passes || (running != 0 && current != nullptr && !filter(nullptr) && is_suspended(region));
   route.filter = std::move(filter);
   Entry& entry = entry_at(region);
+  routes_.reserve(routes_.size() + 1);  // first: what has begun is noted
+  if (!route.is_capture) route.resumed.reserve(1);
   if (route.is_capture) {
     route.origin = current;
     route.capture = running;
@@ -207,6 +209,7 @@ void PrivatePools::end(RegionId region) {
       std::find_if(routes_.begin(), routes_.end(), [&](const Route& route) { return route.region == region; });
   if (at == routes_.end()) throw InvalidArgumentError("endAllocatePool: not currently recording to mempool_id");
   Entry& entry = entry_at(region);
+  suspended_.reserve(suspended_.size() + 1);  // first: what has ended is noted
   if (!at->is_capture) {
     --entry.plain;
     ++entry.plain_ended;
