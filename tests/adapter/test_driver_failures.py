@@ -87,7 +87,7 @@ def test_memory_between_streams_when_no_point_can_be_recorded(make_shared: MakeS
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 def test_packing_that_fails_leaves_a_model_as_it_was(make_shared: MakeShared, nth: int) -> None:
-    """The first is the survey's, then come pieces of 64 MiB."""
+    """The first on the way out is the survey's, which the way back has none of."""
     model = make_shared("512MiB").register_model("model")
     blocks = [queue_stamp(bytes_in(model, 48 * MIB), seed) for seed in range(2)]
     with control.failing("cuLaunchKernel", nth, UNKNOWN):
@@ -95,7 +95,7 @@ def test_packing_that_fails_leaves_a_model_as_it_was(make_shared: MakeShared, nt
             model.sleep(packed=True)
     assert not model.is_asleep
     model.sleep(packed=True)
-    with control.failing("cuLaunchKernel", nth, UNKNOWN):
+    with control.failing("cuLaunchKernel", min(nth, 3), UNKNOWN):
         with pytest.raises(torch_vmm.VmmError, match="cuLaunchKernel"):
             model.wake()
     assert model.is_asleep
