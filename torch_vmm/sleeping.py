@@ -502,15 +502,17 @@ class Remaps:
         thread = threading.get_ident()
         if thread in self._callers:
             raise VmmError("a function that on_remap() was given puts its own model to sleep: it is on its way already")
-        with contextlib.ExitStack() as calls, contextlib.ExitStack() as callers:
-            self._callers.add(thread)
-            callers.callback(self._callers.discard, thread)
-            for before, after in self._now():
-                if before is not None:
-                    before()
-                if after is not None:
-                    calls.callback(after)
-            calls.pop_all()
+        self._callers.add(thread)
+        try:
+            with contextlib.ExitStack() as calls:
+                for before, after in self._now():
+                    if before is not None:
+                        before()
+                    if after is not None:
+                        calls.callback(after)
+                calls.pop_all()
+        finally:
+            self._callers.discard(thread)
 
     def call_after(self) -> None:
         """All that there are, in order, whatever one raises."""
