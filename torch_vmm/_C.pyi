@@ -456,8 +456,8 @@ def swap(out: Pool, keep: list[_Place] | None, by_tag: dict[str, list[_Place]], 
 def asleep(pool: Pool) -> dict[str, str]:
     """Where what sleeps is, by tag, of those that held something; ``"nothing"`` where none of them did."""
 
-def places_of_backups(pool: Pool) -> set[str]:
-    """Of all that any of it sleeps in: the latest sleep of a part, and what an earlier one that was stopped left."""
+def forget_names_of_backups(pool: Pool) -> None:
+    """Removes the files that any of it sleeps in from their folders; they can be read as long as the process lives."""
 
 def is_asleep(pool: Pool) -> bool:
     """Some part of it."""

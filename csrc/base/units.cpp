@@ -31,10 +31,17 @@ std::string format_bytes(std::size_t bytes) {
     value /= 1024.0;
     ++unit;
   }
-  std::array<char, 32> text{};
   const bool whole = value == static_cast<double>(static_cast<std::size_t>(value));
-  std::snprintf(text.data(), text.size(), whole ? "%.0f %s" : "%.1f %s", value, kNames.at(unit));
-  return text.data();
+  return format_decimal(value, whole ? 0 : 1) + " " + kNames.at(unit);
+}
+
+std::string format_decimal(double value, int places) {
+  std::array<char, 64> text{};
+  std::snprintf(text.data(), text.size(), "%.*f", places, value);
+  std::string digits = text.data();
+  // Under some locales a comma: nothing of ours, nor of torch's, would read it back.
+  if (places != 0) digits[digits.size() - static_cast<std::size_t>(places) - 1] = '.';
+  return digits;
 }
 
 std::string format_count(std::size_t count, const std::string& one, const std::string& many) {

@@ -50,6 +50,8 @@ struct ByteRange {
 void append_joined(std::vector<ByteRange>& sorted, ByteRange range);
 // Sorted, without overlaps and empty ones, what touches joined.
 std::vector<ByteRange> joined(std::vector<ByteRange> ranges);
+// With so many decimals, and a point whatever the locale: "1.50".
+std::string format_decimal(double value, int places);
 
 // "512 B", "19.8 GiB": at most one decimal, binary units.
 std::string format_bytes(std::size_t bytes);

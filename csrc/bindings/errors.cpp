@@ -16,7 +16,11 @@ namespace {
 void raise(const char* name, const char* message, const py::dict& attributes) {
   try {
     const py::object type = py::module_::import("torch_vmm.errors").attr(name);
-    const py::object error = type(message, **attributes);
+    // What it quotes may be cut within a character, or be no text at all.
+    const py::object text = py::reinterpret_steal<py::object>(
+        PyUnicode_DecodeUTF8(message, static_cast<Py_ssize_t>(std::strlen(message)), "replace"));
+    if (!text) throw py::error_already_set();
+    const py::object error = type(text, **attributes);
     PyErr_SetObject(type.ptr(), error.ptr());
   } catch (py::error_already_set& error) {
     error.restore();  // no such class: that is the error to see

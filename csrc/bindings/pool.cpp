@@ -57,6 +57,7 @@ void close(Pool& pool, bool force) {
                                "' belongs to a SharedMemoryPool: end it with unregister_model()");
   }
   memory.close_pool(pool, force);
+  Runtime::room_of(pool).note_closed();
 }
 
 py::object tensor(const PoolPtr& pool, std::size_t offset, const std::vector<std::int64_t>& shape, py::handle dtype) {

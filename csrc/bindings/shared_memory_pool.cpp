@@ -156,8 +156,12 @@ void bind_shared_memory_pool(py::module_& module) {
              return to_dict(numbers, kGlobalMemoryFields);
            })
       .def(
-          "close", [](SharedMemoryPool& self, bool force) { here(self).close(force); }, py::arg("force") = false,
-          WithoutGil());
+          "close",
+          [](SharedMemoryPool& self, bool force) {
+            here(self).close(force);
+            Runtime::room_of(self.memory()).sleeper.end_host_memory(self.budget());
+          },
+          py::arg("force") = false, WithoutGil());
 }
 
 }  // namespace vmm::bindings

@@ -170,11 +170,9 @@ std::map<std::string, std::string> asleep(const Pool& pool) {
   return found;
 }
 
-// Of all backups that parts of it are in, in words.
-std::set<std::string> places_of_backups(const Pool& pool) {
-  std::set<std::string> found;
-  for (const PoolPtr& member : home_of(pool).family(pool)) found.merge(member->places_of_backups());
-  return found;
+// Those of all backups that parts of it are in.
+void forget_names_of_backups(const Pool& pool) {
+  for (const PoolPtr& member : home_of(pool).family(pool)) member->forget_names_of_backups();
 }
 
 bool is_asleep(const Pool& pool) {
@@ -217,7 +215,7 @@ void bind_sleep(py::module_& module) {
   module.def("wake", &wake, py::arg("pool"), py::arg("tags"));
   module.def("swap", &swap, py::arg("out"), py::arg("keep"), py::arg("by_tag"), py::arg("into"));
   module.def("asleep", &asleep, py::arg("pool"), WithoutGil());
-  module.def("places_of_backups", &places_of_backups, py::arg("pool"), WithoutGil());
+  module.def("forget_names_of_backups", &forget_names_of_backups, py::arg("pool"), WithoutGil());
   module.def("is_asleep", &is_asleep, py::arg("pool"), WithoutGil());
 
   module.def(

@@ -41,7 +41,7 @@ Location to_location(const DeviceRoom& room, const DeviceName& device) {
   const DeviceKind kind = to_kind(device.first);
   if (kind == room.kind) {
     if (device.second >= 0 && device.second < Runtime::device_count(kind)) return Location::on_device(device.second);
-    throw InvalidArgumentError("there is no device " + device.first + ":" + std::to_string(device.second));
+    throw NotAvailableError("there is no device " + device.first + ":" + std::to_string(device.second));
   }
   if (kind == DeviceKind::cpu) return Location::on_host();
   throw InvalidArgumentError("a manager of host memory has nothing to do with a GPU's");
@@ -144,9 +144,9 @@ void bind_values(py::module_& module) {
       .def("__str__", &VirtualAddressRange::text)
       .def("__repr__", &VirtualAddressRange::text)
       .def("__eq__", [](const VirtualAddressRange& a,
-                        const VirtualAddressRange& b) { return a.manager == b.manager && a.base == b.base; })
+                        const VirtualAddressRange& b) { return a.manager == b.manager && a.key == b.key; })
       .def("__hash__",
-           [](const VirtualAddressRange& self) { return py::hash(py::make_tuple(self.manager, self.base)); });
+           [](const VirtualAddressRange& self) { return py::hash(py::make_tuple(self.manager, self.key)); });
 
   record<PhysicalAllocation>(module, "PhysicalAllocation", "alloc_physical")
       .def_readonly("handle", &PhysicalAllocation::handle)
@@ -155,9 +155,8 @@ void bind_values(py::module_& module) {
       .def("__str__", &PhysicalAllocation::text)
       .def("__repr__", &PhysicalAllocation::text)
       .def("__eq__", [](const PhysicalAllocation& a,
-                        const PhysicalAllocation& b) { return a.manager == b.manager && a.handle == b.handle; })
-      .def("__hash__",
-           [](const PhysicalAllocation& self) { return py::hash(py::make_tuple(self.manager, self.handle)); });
+                        const PhysicalAllocation& b) { return a.manager == b.manager && a.key == b.key; })
+      .def("__hash__", [](const PhysicalAllocation& self) { return py::hash(py::make_tuple(self.manager, self.key)); });
 
   record<MappingRecord>(module, "MappingRecord", "mappings")
       .def_readonly("va_offset", &MappingRecord::va_offset)

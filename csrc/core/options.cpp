@@ -4,6 +4,8 @@
 #include <cctype>
 #include <cstdlib>
 #include <cstring>
+#include <locale>
+#include <sstream>
 #include <string_view>
 
 #include "base/errors.h"
@@ -62,7 +64,11 @@ std::size_t parse_bytes(const std::string& text) {
     const long double base = rest == "ib" ? 1024.0L : 1000.0L;
     for (const char* step = kLetters; step <= letter; ++step) scale *= base;
   }
-  const long double bytes = std::strtold(compact.substr(0, digits).c_str(), nullptr) * scale;
+  long double number = 0;
+  std::istringstream digits_only(compact.substr(0, digits));
+  digits_only.imbue(std::locale::classic());  // strtold() reads "1.5" as 1 where the point is a comma
+  digits_only >> number;
+  const long double bytes = number * scale;
   if (bytes >= kBytesBound) throw InvalidArgumentError(quoted(text) + " is too large a size: 2**63 - 1 bytes at most");
   // "1.3 GiB" is no whole number of bytes and is rounded down; "1.3" is none at all.
   const bool whole = bytes == static_cast<long double>(static_cast<std::size_t>(bytes));

@@ -125,6 +125,25 @@ std::vector<DeviceRoom*> Runtime::all_made(DeviceKind kind) {
   return rooms;
 }
 
+void DeviceRoom::note_closed() {
+  const Budget& group = memory.budget();
+  for (const auto& pool : memory.pools()) {
+    const bool is_model = &pool->group() == &group && !pool->is_part() && !pool->is_retired();
+    if (is_model && (pool != default_pool || pool->is_asleep())) return;
+  }
+  sleeper.host_memory(group)->release_unused();
+}
+
+SecondMapping* Runtime::second_mapping_at(const void* address) {
+  if (in_child()) return nullptr;
+  for (int ordinal = 0; ordinal < kMostDevices; ++ordinal) {
+    DeviceRoom* room = made(DeviceKind::cuda, ordinal);
+    if (room == nullptr) continue;
+    if (SecondMapping* found = room->memory.second_mappings().at(reinterpret_cast<Address>(address))) return found;
+  }
+  return nullptr;
+}
+
 DeviceRoom& Runtime::room_of(const DeviceMemory& memory) {
   for (const DeviceKind kind : kDeviceKinds) {
     DeviceRoom* room = made(kind, memory.device());

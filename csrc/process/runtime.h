@@ -32,6 +32,8 @@ struct DeviceRoom {
   DeviceMemory memory;
   // What torch's settings and whoever listens ask of the memory has been done.
   std::atomic<bool> is_set_up{false};
+  // From which size on requests count as oversize, as torch said last.
+  std::atomic<std::size_t> oversize{0};
   // Of tensors made outside any model's context.
   const std::shared_ptr<Pool> default_pool;
   // CUDA graphs' and torch.cuda.MemPool's.
@@ -45,6 +47,9 @@ struct DeviceRoom {
     const std::shared_ptr<Pool>* const named = named_.load(std::memory_order_acquire);
     return named == nullptr || (*named)->is_retired() ? default_pool : *named;
   }
+  // A model that stood under no group has been closed: with the last one goes the host memory
+  // in which they slept.
+  void note_closed();
   // nullptr: the default pool. REQUIRES: of this device.
   void set_outside(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(mutex_);
 
@@ -93,6 +98,9 @@ class Runtime {
     const AddressSpace* space = address_space_.load(std::memory_order_acquire);
     return space == nullptr ? nullptr : space->find(reinterpret_cast<Address>(address));
   }
+  // Who has a GPU's memory of ours mapped at an address that no pool has, or nullptr, in a
+  // forked child too.
+  static SecondMapping* second_mapping_at(const void* address);
   // Frees a block by its address; false when it is no live block of ours.
   // REQUIRES: not in a forked child.
   static bool free(void* address) {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <thread>
 
+#include "cpp/lacking_memory.h"
 #include "cpp/private_pools_lab.h"
 
 namespace vmm::testing {
@@ -142,6 +143,21 @@ TEST_F(PrivatePoolsTest, ACaptureWithAConditionalNodeStaysOneUser) {
   expect_nothing_left();
 }
 
+TEST_F(PrivatePoolsTest, ACaptureThatTheHostHasNoMemoryForNeverBegan) {
+  lab.free(allocate(kMiB, a));
+  bool has_run_out = true;
+  for (long n = 0; has_run_out; ++n) {
+    has_run_out = runs_out_at(n, [&] { pools.begin(kGraph, only(b), a); });
+    EXPECT_EQ(lab.memory().clock().is_capturing(), !has_run_out) << n;
+    EXPECT_EQ(pools.any_route(), !has_run_out) << n;
+    if (has_run_out) EXPECT_FALSE(exists(kGraph)) << n;
+  }
+  captures[a] = ++last_capture;
+  end_capture(kGraph, a);
+  pools.release(kGraph);
+  expect_nothing_left();
+}
+
 // ------------------------------------------------------------ failed captures
 
 TEST_F(PrivatePoolsTest, ACaptureThatFailedIsFoundByItsThreadsNextRequest) {
@@ -164,6 +180,91 @@ TEST_F(PrivatePoolsTest, ACaptureThatNeverBeganIsFoundToo) {
   pools.sweep();
   EXPECT_EQ(failures, 1);
   EXPECT_FALSE(exists(kGraph));
+  expect_nothing_left();
+}
+
+// torch ends the route of one that failed when its graph goes, and releases its region then.
+class NewerTorch : public PrivatePoolsTest {
+ protected:
+  NewerTorch() : PrivatePoolsTest(/*failed_are_ended=*/true) {}
+};
+
+TEST_F(NewerTorch, ACaptureThatWasFoundToHaveFailedIsEndedLater) {
+  begin_capture(kGraph, a);
+  lab.free(allocate(4 * kMiB, a));
+  captures.clear();
+  EXPECT_TRUE(region_of(allocate(kMiB, a)) == RegionId{});
+  EXPECT_FALSE(exists(kGraph));
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
+  pools.end(kGraph);  // as torch does from a destructor
+  pools.release(kGraph);
+  EXPECT_FALSE(exists(kGraph));
+  EXPECT_THROW(pools.end(kGraph), InvalidArgumentError) << "once";
+}
+
+TEST_F(NewerTorch, OneThatNobodyFoundIsEndedAsAny) {
+  begin_capture(kGraph, a);
+  captures.clear();
+  pools.end(kGraph);
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
+  pools.release(kGraph);
+  EXPECT_FALSE(exists(kGraph));
+}
+
+TEST_F(NewerTorch, ALateEndOfAFailedCaptureLeavesOthersOfItsPoolAlone) {
+  begin_capture(kOther, a);
+  const Address kept = allocate(kMiB, a);
+  end_capture(kOther, a);  // a healthy graph
+  begin_capture(kOther, a);
+  captures.clear();
+  pools.sweep();
+  const auto third = begin_capture(kOther, b);
+  pools.end(kOther);  // the failed one's
+  pools.release(kOther);
+  EXPECT_TRUE(region_of(allocate(kMiB, b)) == kOther) << "the third goes on";
+  EXPECT_EQ(pools.use_count(kOther), 2);
+  end_capture(kOther, b);
+  pools.release(kOther);
+  EXPECT_TRUE(is_pinned(kOther)) << "the first";
+  pools.release(kOther);
+  EXPECT_FALSE(exists(kOther));
+  lab.free(kept);
+}
+
+TEST_F(PrivatePoolsTest, AGraphThatSaysWhichPoolsItUsesIsNoMemPool) {
+  pools.add_user(kOne);
+  begin_capture(kOne, a);
+  const Address kept = allocate(kMiB, a);
+  end_capture(kOne, a);
+  begin_capture(kGraph, a);
+  pools.add_user(kOne);  // use_mem_pool() within it, which asks for nothing
+  end_capture(kGraph, a);
+  pools.release(kGraph);
+  pools.release(kOne);
+  EXPECT_TRUE(is_pinned(kOne)) << "the first graph's";
+  EXPECT_EQ(pools.use_count(kOne), 2);
+  pools.release(kOne);
+  EXPECT_FALSE(is_pinned(kOne));
+  lab.free(kept);
+  leave_mempool(kOne);
+  EXPECT_FALSE(exists(kOne));
+}
+
+TEST_F(PrivatePoolsTest, APoolThatAGraphSaysItUsesIsPinnedAsLongAsThatLives) {
+  pools.add_user(kOne);
+  begin_capture(kGraph, a);
+  pools.add_user(kOne);
+  pools.begin(kOne, this_thread_only(), a);
+  lab.free(allocate(kMiB, a));
+  pools.end(kOne);
+  pools.release(kOne);
+  end_capture(kGraph, a);
+  EXPECT_TRUE(is_pinned(kOne));
+  pools.release(kGraph);
+  pools.release(kOne);
+  EXPECT_EQ(pools.use_count(kOne), 1);
+  EXPECT_FALSE(is_pinned(kOne)) << "not to the pool's end";
+  leave_mempool(kOne);
   expect_nothing_left();
 }
 

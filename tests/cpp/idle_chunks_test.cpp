@@ -233,7 +233,7 @@ TEST(IdleMoves, AfterSoManySizesInVainItIsNotFilled) {
 }
 
 TEST(IdleMoves, OfARandomProgramAreThoseOfAListThatIsLookedThrough) {
-  for (unsigned seed = 1; seed <= 12; ++seed) {
+  for (unsigned seed = 1; seed <= 6; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937 random(seed);
     const auto any = [&random](std::size_t below) { return static_cast<std::size_t>(random()) % below; };

@@ -49,6 +49,15 @@ TEST_F(LadderReport, WhoYieldedIsNamed) {
   EXPECT_EQ(report(*b_).requests, 0U) << "it asked for nothing";
 }
 
+TEST_F(LadderReport, AClosedModelIsForgotten) {
+  const auto gone = model("gone", kPage);
+  lab_.leave_idle(*b_, 32 * kMiB);
+  lab_.free(lab_.allocate(*gone, 20 * kMiB));
+  ASSERT_EQ(report(*gone).requests, 1U);
+  lab_.memory().close_pool(*gone, /*force=*/false);
+  EXPECT_EQ(report(*gone).requests, 0U) << "the log would grow for ever";
+}
+
 TEST_F(LadderReport, ACallbackThatFreesMeetsIt) {
   Address held = lab_.allocate(*a_, 32 * kMiB);
   lab_.memory().ladder().set_memory_callback([&] {

@@ -59,6 +59,45 @@ TEST(PlacedMemory, OneDeviceMayHaveAllShares) {
   EXPECT_NE(next, 0U) << "its memory serves again";
 }
 
+TEST(PlacedMemory, AStreamThatNobodyKnewKeepsItFromOthers) {
+  TwoDevices two;
+  const auto here = two.lab.pool("here");
+  const auto there = two.there("there");
+  auto memory =
+      std::make_unique<PlacedMemory>(std::vector<PlacedShare>{{here, 4 * kMiB, kOne}, {there, 4 * kMiB, kOne}});
+  SecondMapping* const shown = two.other().second_mappings().at(memory->base() + 6 * kMiB);
+  ASSERT_EQ(shown, memory.get());
+  ASSERT_EQ(two.lab.memory().second_mappings().at(memory->base()), shown);
+  shown->record_stream(kTwo, two.lab.memory().streams());
+  two.lab.driver.hold_fences(kTwo);
+  two.lab.driver.clear_calls();
+  memory.reset();
+  EXPECT_EQ(two.lab.driver.count(Call::unmap), 0U) << "it may read from both";
+  two.lab.driver.release_fences();
+  two.lab.memory().empty_cache();
+  two.other().empty_cache();
+  EXPECT_EQ(two.lab.driver.live_mappings(), 0U);
+}
+
+// What another group lacks there is held by the mapping alone.
+TEST(PlacedMemory, ItsEndIsFoundByWhoeverLacksItOnEitherDevice) {
+  TwoDevices two;
+  const auto here = two.lab.pool("here");
+  two.other().set_limit(two.other().budget(), 4 * kMiB);
+  const auto there = two.there("there");
+  const auto group = two.other().create_group("group", kUnlimited);
+  const auto next = two.other().create_pool(Lab::spec("next"), group.get());
+  two.lab.meet(kOne);
+  auto memory =
+      std::make_unique<PlacedMemory>(std::vector<PlacedShare>{{here, 4 * kMiB, kOne}, {there, 4 * kMiB, kTwo}});
+  two.lab.driver.hold_fences(kOne);
+  memory.reset();
+  two.lab.driver.release_fences();
+  const Address block = two.other().allocate(*next, 4 * kMiB, kTwo);
+  EXPECT_NE(block, 0U);
+  DeviceMemory::free(two.lab.space, block);
+}
+
 TEST(PlacedMemory, WhatCannotBeIsRefused) {
   TwoDevices two;
   const auto here = two.lab.pool("here");

@@ -139,6 +139,20 @@ TEST(Pinned, GetsAtALimitWhatOthersHoldIdle) {
   end_capture(lab);
 }
 
+TEST(Pinned, GetsOnAFullDeviceWhatOthersHoldIdle) {
+  for (const bool is_pinned : {true, false}) {
+    Lab lab(LabSpec{32 * kMiB});
+    const auto a = lab.pool("a");
+    const auto b = lab.pool("b");
+    lab.leave_idle(*b, 32 * kMiB);
+    const auto part = lab.memory().create_part(a, {1, 0}, /*no_split=*/!is_pinned);
+    if (is_pinned) part->pin();
+    const Address block = lab.allocate(*part, 20 * kMiB);  // less than twice that is there
+    EXPECT_NE(block, 0U);
+    lab.free(block);
+  }
+}
+
 TEST(Pinned, WhatGraphsLeftQueuedIsWaitedForBeforeMemoryGoes) {
   Lab lab;
   const auto group = lab.memory().create_group("group", 8 * kMiB);

@@ -22,9 +22,10 @@ inline const Stream kCaptured = stream(0xCA);
 // Captures of streams, as CUDA would tell of them, and a device's private pools.
 class PrivatePoolsTest : public ::testing::Test {
  protected:
-  PrivatePoolsTest()
-      : pools(lab.memory(),
-              {[this](Stream on) { return captures.count(on) != 0 ? captures.at(on) : 0; }, [this] { ++failures; }}),
+  // As Hooks has it, of the torch that is played.
+  explicit PrivatePoolsTest(bool failed_are_ended = false)
+      : pools(lab.memory(), {[this](Stream on) { return captures.count(on) != 0 ? captures.at(on) : 0; },
+                             [this] { ++failures; }, failed_are_ended, failed_are_ended}),
         model(lab.pool("model")) {}
 
   static PrivatePools::Filter everywhere() {

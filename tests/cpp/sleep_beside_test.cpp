@@ -197,6 +197,43 @@ TEST_F(SleepBeside, WhatSleepsKeepsNoThreads) {
   EXPECT_LT(count_mappings(), before + pools.size());
 }
 
+TEST_F(SleepBeside, PinnedMemoryEndsWithItsGroup) {
+  const auto pinned = [this] { return lab_.driver.count(Call::pin) - lab_.driver.count(Call::unpin); };
+  auto group = lab_.memory().create_group("group", kUnlimited);
+  auto pool = lab_.memory().create_pool(Lab::spec("a"), group.get());
+  fill(*pool);
+  sleep(pool, host());
+  wake(pool);
+  ASSERT_GT(pinned(), 0U) << "kept for the next sleep";
+  lab_.memory().close_pool(*pool, /*force=*/true);
+  lab_.memory().end_group(*group);
+  pool.reset();
+  group.reset();
+  const auto next = lab_.memory().create_group("next", kUnlimited);  // perhaps where the other one stood
+  EXPECT_EQ(sleeper_.host_memory(*next)->unused_bytes(), 0U);
+  EXPECT_EQ(sleeper_.host_memory(*next)->limit(), kUnlimited);
+  EXPECT_EQ(pinned(), 0U);
+}
+
+TEST_F(SleepBeside, AClosedGroupKeepsNoPinnedMemory) {
+  const auto pinned = [this] { return lab_.driver.count(Call::pin) - lab_.driver.count(Call::unpin); };
+  const auto group = lab_.memory().create_group("group", kUnlimited);
+  const auto awake = lab_.memory().create_pool(Lab::spec("awake"), group.get());
+  const auto asleep = lab_.memory().create_pool(Lab::spec("asleep"), group.get());
+  const std::vector<Live> live = fill(*awake);
+  const std::vector<Live> kept = fill(*asleep);
+  for (const auto& pool : {awake, asleep}) sleep(pool, host());
+  wake(awake);
+  expect_whole(live);
+  const std::size_t before = pinned();
+  sleeper_.end_host_memory(*group);
+  EXPECT_LT(pinned(), before);
+  EXPECT_GT(pinned(), 0U) << "what sleeps stays";
+  wake(asleep);
+  expect_whole(kept);
+  EXPECT_EQ(pinned(), 0U);
+}
+
 // The host is short where a file is chosen.
 TEST_F(SleepBeside, AModelInAFileHoldsNoPinnedMemory) {
   const auto pool = lab_.pool("a");

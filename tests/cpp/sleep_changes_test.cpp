@@ -26,7 +26,7 @@ class SleepChanges : public Sleep {
 };
 
 TEST_F(SleepChanges, ARandomProgramOfAllThatMayChangeMemory) {
-  for (unsigned seed = 1; seed <= 6; ++seed) {
+  for (unsigned seed = 1; seed <= 3; ++seed) {
     std::mt19937 random(seed);
     const auto below = [&](std::size_t n) { return std::uniform_int_distribution<std::size_t>(0, n - 1)(random); };
     const auto model = lab_.pool("model" + std::to_string(seed));

@@ -160,6 +160,30 @@ TEST_F(SleepFailures, AScrubThatFailsLeavesNothingOfOthersToBeSeen) {
   EXPECT_TRUE(is_zero(address + kLive, kPage - kLive));
 }
 
+// The chunk stays mapped then, with what another had in it: the next wake fills it.
+TEST_F(SleepFailures, NorDoesOneThatTheDriverDoesNotUnmapEither) {
+  constexpr std::size_t kLive = kPage - 512 * kKiB;
+  for (const Places& places : {host(), discard()}) {
+    const auto one = lab_.pool("one");
+    const auto other = lab_.pool("other");
+    const Address address = lab_.allocate(*one, kLive);
+    Lab::fill(address, kLive, 1);
+    sleep(one, places, /*release=*/true);
+    Lab::fill(lab_.allocate(*other, kPage), kPage, 2);
+    sleep(other, discard());
+    lab_.driver.fail_nth(Call::fill_async, 1, broken());
+    lab_.driver.fail_nth(Call::unmap, 1, broken(), Repeat::from_then_on);
+    EXPECT_THROW(go(*coming(one)), VmmError);
+    lab_.driver.clear_failures();
+    wake(one);
+    if (places == host()) EXPECT_TRUE(Lab::holds(address, kLive, 1));
+    EXPECT_TRUE(is_zero(address + kLive, kPage - kLive));
+    if (places == discard()) EXPECT_TRUE(is_zero(address, kLive));
+    lab_.memory().close_pool(*one, /*force=*/true);
+    lab_.memory().close_pool(*other, /*force=*/true);
+  }
+}
+
 // Every call of the driver fails in turn; whatever was wanted is done, or as before.
 TEST_F(SleepFailures, AnyCallMayFail) {
   const auto pool = lab_.pool("a");

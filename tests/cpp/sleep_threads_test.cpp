@@ -125,7 +125,7 @@ TEST_F(SleepThreads, AllAtOnce) {
         two->budget().set_priority(static_cast<int>(below(3)));
         break;
       case 4:
-        lab_.memory().set_spill_limit(*group, below(64) * kMiB);
+        lab_.memory().set_limit(*lab_.memory().spill_group_of(*group), below(64) * kMiB);
         break;
       case 5:
         lab_.memory().trim(*two, below(2) * 8 * kMiB);

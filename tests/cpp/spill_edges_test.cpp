@@ -14,6 +14,7 @@ namespace {
 
 class SpillEdges : public Reclaim {
  protected:
+  Budget& host() { return *lab_.memory().spill_group_of(group_); }
   const std::shared_ptr<Pool> b_ = model("b", 0);
   std::shared_ptr<Pool> limited(const std::string& name, std::size_t limit, int priority = 0, std::size_t floor = 0) {
     PoolSpec spec = Lab::spec(name, limit);
@@ -43,14 +44,14 @@ TEST_F(SpillEdges, AHostChunkIsNoVictimUnderTheModelsOwnLimit) {
   DeviceMemory::free(lab_.space, spilled);
   DeviceMemory::free(lab_.space, full);
   lab_.memory().trim_passed(*a, [&] { a->shed(0); });
-  ASSERT_EQ(lab_.memory().spill_group_of(group_).used(), 2 * kMiB);
+  ASSERT_EQ(host().used(), 2 * kMiB);
   ASSERT_LE(a->budget().used(), 16 * kMiB);
   // 12 in use, 4 of room, 2 idle in host memory: 6 are asked for, which do not fit.
   const std::size_t shelved = lab_.memory().store().all_shelved_bytes();
   const Address next = lab_.memory().allocate(*a, 6 * kMiB, nullptr);
   std::printf("6 MiB: %s; a pays %zu MiB, the device's shelves %zu -> %zu MiB, host memory pays %zu MiB\n",
               is_spilled(next) ? "in host memory" : "on the device", a->budget().used() / kMiB, shelved / kMiB,
-              lab_.memory().store().all_shelved_bytes() / kMiB, lab_.memory().spill_group_of(group_).used() / kMiB);
+              lab_.memory().store().all_shelved_bytes() / kMiB, host().used() / kMiB);
   const ReclaimDecision decision = latest(*a);
   for (const ReclaimStep::Yielded& each : decision.steps[1].yielded) {
     std::printf("yielded: %s %zu\n", each.pool.c_str(), each.bytes);
@@ -62,7 +63,7 @@ TEST_F(SpillEdges, AHostChunkIsNoVictimUnderTheModelsOwnLimit) {
   ASSERT_FALSE(is_spilled(theirs));
   EXPECT_NE(b_->chunks_under(theirs, 2 * kMiB).front().handle, host_chunk) << "b's tensor stands in host memory";
   std::printf("device: %zu MiB charged; spilled: %zu MiB charged\n", lab_.memory().budget().used() / kMiB,
-              lab_.memory().spill_group_of(group_).used() / kMiB);
+              host().used() / kMiB);
   DeviceMemory::free(lab_.space, theirs);
   DeviceMemory::free(lab_.space, next);
   DeviceMemory::free(lab_.space, kept);
@@ -96,7 +97,7 @@ TEST_F(SpillEdges, ADevicesTensorStandsOnNoHostChunk) {
   for (const ChunkView& each : a->chunks_under(next, 4 * kMiB)) {
     EXPECT_NE(each.handle, host_chunk) << "a tensor of the device's stands in host memory";
   }
-  EXPECT_EQ(lab_.memory().spill_group_of(group_).used(), 2 * kMiB);
+  EXPECT_EQ(host().used(), 2 * kMiB);
   lab_.memory().check();
   DeviceMemory::free(lab_.space, next);
   DeviceMemory::free(lab_.space, kept);
@@ -111,16 +112,16 @@ TEST_F(SpillEdges, AModelsLoweredLimitTakesOfTheDevicesMemory) {
   lab_.free(spilled);
   lab_.memory().set_limit(a->budget(), 12 * kMiB);
   EXPECT_LE(a->budget().used(), 12 * kMiB);
-  EXPECT_EQ(lab_.memory().spill_group_of(group_).used(), 6 * kMiB) << "nobody asked for host memory";
+  EXPECT_EQ(host().used(), 6 * kMiB) << "nobody asked for host memory";
 }
 
 TEST_F(SpillEdges, TrimTellsWhatItGaveBack) {
   const auto a = limited("a", 16 * kMiB);
   const Address kept = lab_.allocate(*a, 16 * kMiB);
   lab_.free(lab_.allocate(*a, 6 * kMiB));
-  ASSERT_EQ(lab_.memory().spill_group_of(group_).used(), 6 * kMiB);
+  ASSERT_EQ(host().used(), 6 * kMiB);
   EXPECT_EQ(lab_.memory().trim(*a, 0), 6 * kMiB);
-  EXPECT_EQ(lab_.memory().spill_group_of(group_).used(), 0U);
+  EXPECT_EQ(host().used(), 0U);
   lab_.free(kept);
 }
 
@@ -168,7 +169,7 @@ TEST_F(SpillEdges, ALimitOfHostMemoryTakesWhatIsAboveIt) {
   const auto space = lab_.memory().pool_at(spilled.front());
   for (const Address each : spilled) lab_.free(each);
   ASSERT_EQ(space->physical_bytes(), 16 * kMiB);
-  lab_.memory().set_spill_limit(group_, 14 * kMiB);
+  lab_.memory().set_limit(host(), 14 * kMiB);
   EXPECT_GE(space->physical_bytes(), 12 * kMiB) << "2 MiB were above it";
 }
 
@@ -182,11 +183,13 @@ TEST_F(SpillEdges, AHostLimitThatIsLoweredStopsNoThreadsCaches) {
   EXPECT_GT(lab_.memory().kept_blocks(*b), 0U);
   const Address kept = lab_.allocate(*a, 16 * kMiB);
   const Address spilled = lab_.allocate(*a, 6 * kMiB);
-  lab_.memory().set_spill_limit(group_, 0);
+  lab_.memory().set_limit(host(), 0);
   lab_.free(lab_.allocate(*b, 4096));
   lab_.free(lab_.allocate(*b, 4096));
   EXPECT_GT(lab_.memory().kept_blocks(*b), 0U) << "of a model that never spilled";
+  const auto space = lab_.memory().pool_at(spilled);
   lab_.free(spilled);
+  EXPECT_EQ(space->physical_bytes(), 0U) << "it goes with the free";
   lab_.free(kept);
 }
 

@@ -20,7 +20,7 @@ class Spill : public Reclaim {
   MemoryStats stats(const std::shared_ptr<Pool>& pool) { return lab_.memory().memory_stats_of(*pool); }
   bool is_spilled(Address address) { return lab_.memory().pool_at(address)->is_spill(); }
   std::size_t device_bytes() { return group_.used(); }
-  Budget& host() { return lab_.memory().spill_group_of(group_); }
+  Budget& host() { return *lab_.memory().spill_group_of(group_); }
 
   const std::shared_ptr<Pool> a_ = spilling("a");
   const std::shared_ptr<Pool> b_ = model("b", 0);
@@ -98,20 +98,20 @@ TEST_F(Spill, TrimAndEmptyCacheGiveTheHostsMemoryBack) {
 }
 
 TEST_F(Spill, ABoundOfItsOwnHolds) {
-  lab_.memory().set_spill_limit(group_, 8 * kMiB);
+  lab_.memory().set_limit(host(), 8 * kMiB);
   lab_.allocate(*a_, 32 * kMiB);
   const Address spilled = lab_.allocate(*a_, 6 * kMiB);
   EXPECT_THROW(lab_.memory().allocate(*a_, 4 * kMiB, nullptr), OutOfMemoryError);
   EXPECT_EQ(steps(*a_), "nnnppin");
   lab_.free(spilled);
   EXPECT_TRUE(is_spilled(lab_.allocate(*a_, 8 * kMiB))) << "what was idle there in other sizes made room";
-  EXPECT_EQ(lab_.memory().set_spill_limit(group_, 2 * kMiB), 0U) << "nothing in use is touched";
+  EXPECT_EQ(lab_.memory().set_limit(host(), 2 * kMiB), 0U) << "nothing in use is touched";
   EXPECT_THROW(lab_.memory().allocate(*a_, kMiB, nullptr), OutOfMemoryError);
 }
 
 TEST_F(Spill, OfTwoModelsTheIdleMemoryOfOneServesTheOther) {
   lab_.memory().set_spills(*b_, true);
-  lab_.memory().set_spill_limit(group_, 8 * kMiB);
+  lab_.memory().set_limit(host(), 8 * kMiB);
   lab_.allocate(*a_, 32 * kMiB);
   const Address block = lab_.allocate(*a_, 8 * kMiB);
   Lab::fill(block, 8 * kMiB, 7);
@@ -205,7 +205,7 @@ TEST_F(Spill, EveryCallOfTheDriverMayFail) {
 // Against what is expected of each: patterns hold, and both bounds.
 TEST_F(Spill, ARandomProgramKeepsItsContentsAndItsBounds) {
   lab_.memory().set_spills(*b_, true);
-  lab_.memory().set_spill_limit(group_, 24 * kMiB);
+  lab_.memory().set_limit(host(), 24 * kMiB);
   struct Live {
     Address address = 0;
     std::size_t bytes = 0;

@@ -64,7 +64,7 @@ OrderChecker::Counts run_seeds(std::uint64_t first_seed, std::uint64_t steps, co
 }
 
 TEST(StreamProgram, KeepsTheOrderOnFixedSeeds) {
-  constexpr std::uint64_t kSteps = 50000;
+  constexpr std::uint64_t kSteps = 25000;
   const OrderChecker::Counts counts = run_seeds(1, kSteps, {});
   // The programs put the rule to the test, or they prove nothing.
   EXPECT_GT(counts.reused, 50U);

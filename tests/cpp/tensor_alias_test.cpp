@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -95,6 +97,81 @@ TEST(TensorAlias, HoldsWhatItShows) {
   EXPECT_EQ(lab.memory().pools().size(), 1U);
 }
 
+// Of a model's own block: its stream may have it again at once, but for what was recorded.
+TEST(TensorAlias, AStreamThatUsesItsAddressesIsRecordedWithWhatItShows) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const Address block = lab.allocate(*model, 8 * kMiB, kOne);
+  const std::vector<AliasedPiece> pieces = {{block, 8 * kMiB}};
+  auto alias = std::make_unique<TensorAlias>(lab.memory(), model, pieces, 1, false);
+  const Address base = alias->base();
+  const SecondMappings& all = lab.memory().second_mappings();
+  EXPECT_EQ(all.at(base - 1), nullptr);
+  EXPECT_EQ(all.at(base + 8 * kMiB), nullptr);
+  ASSERT_EQ(all.at(base + 8 * kMiB - 1), alias.get());
+  lab.driver.hold_fences(kTwo);
+  all.at(base)->record_stream(kTwo, lab.memory().streams());
+  alias.reset();
+  EXPECT_EQ(all.at(base), nullptr);
+  lab.free(block);
+  const Address next = lab.allocate(*model, 8 * kMiB, kOne);
+  EXPECT_NE(next, block) << "the other stream may still read it";
+  lab.free(next);
+  lab.driver.release_fences();
+  lab.memory().settle(/*wait=*/true);
+  lab.memory().check();
+}
+
+TEST(TensorAlias, WhoIsLetInLaterReachesItToo) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  Source source(lab, model, 8 * kMiB, 3);
+  const std::vector<AliasedPiece> pieces = {{source.range->base(), 8 * kMiB}};
+  const TensorAlias alias(lab.memory(), model, pieces, 2, false);
+  const TensorAlias read_only(lab.memory(), model, pieces, 1, true);
+  TensorRangeSpec sparse = aligned(64 * kMiB);
+  sparse.page_size = kPage;
+  sparse.zeros = true;
+  TensorRange zeros(lab.memory(), model, sparse);
+  zeros.commit({{8 * kMiB, 8 * kMiB}}, kOne);
+  const Location who = Location::on_host();
+  std::uint64_t its_number = 0;
+  const auto granted = [&](Address address, Access access) {
+    const auto calls = lab.driver.calls(Call::set_access);
+    return std::any_of(calls.begin(), calls.end(), [&](const CallRecord& call) {
+      return call.a <= address && address < call.a + call.b &&
+             call.c == (its_number << 8U | static_cast<std::uint64_t>(access));
+    });
+  };
+  lab.driver.clear_calls();
+  ASSERT_TRUE(lab.memory().add_accessor(who).ok());
+  its_number = lab.driver.calls(Call::set_access).front().c >> 8U;
+  EXPECT_TRUE(granted(alias.base() + 12 * kMiB, Access::read_write));
+  EXPECT_TRUE(granted(read_only.base(), Access::read));
+  EXPECT_TRUE(granted(zeros.base(), Access::read));
+  EXPECT_TRUE(granted(zeros.base() + 32 * kMiB, Access::read));
+  lab.driver.clear_calls();
+  zeros.decommit({{8 * kMiB, 8 * kMiB}});
+  EXPECT_TRUE(granted(zeros.base() + 8 * kMiB, Access::read)) << "what comes to read as zero afterwards";
+}
+
+TEST(TensorAlias, AStreamThatNobodyKnewIsMetWhereItUsesPages) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  Source source(lab, model, 8 * kMiB, 3);
+  const std::vector<AliasedPiece> pieces = {{source.range->base(), 8 * kMiB}};
+  auto alias = std::make_unique<TensorAlias>(lab.memory(), model, pieces, 1, false);
+  alias->record_stream(kTwo, lab.memory().streams());
+  lab.driver.hold_fences(kTwo);
+  source.range.reset();
+  lab.driver.clear_calls();
+  alias.reset();
+  EXPECT_EQ(lab.driver.count(Call::unmap) + lab.driver.count(Call::wait), 0U) << "it may read there";
+  lab.driver.release_fences();
+  lab.memory().empty_cache();
+  EXPECT_EQ(lab.memory().committed_bytes(), 0U);
+}
+
 TEST(TensorAlias, OneThatNobodyMayWriteToIsKnownByItsAddressesWhileItLives) {
   Lab lab;
   const auto model = lab.pool("a");
@@ -120,6 +197,42 @@ TEST(TensorAlias, OneThatNobodyMayWriteToIsKnownByItsAddressesWhileItLives) {
     lab.driver.clear_failures();
     EXPECT_FALSE(is_known(base));
   }
+}
+
+TEST(TensorAlias, WhatItShowsTwiceIsSharedOnce) {
+  Lab lab;
+  const auto owner = lab.pool("owner");
+  const auto other = lab.pool("other");
+  const Source source(lab, owner, 4 * kMiB, 1);
+  const AliasedPiece piece{source.range->base(), 4 * kMiB};
+  const TensorAlias twice(lab.memory(), other, {piece, piece}, 1, false);
+  EXPECT_EQ(lab.memory().shared_bytes_of(*other), 4 * kMiB);
+}
+
+TEST(TensorAlias, OfWhatHasPagesInPartsIsRefusedByItsName) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  TensorRangeSpec spec = aligned(16 * kMiB);
+  spec.page_size = kPage;
+  TensorRange range(lab.memory(), model, spec);
+  range.commit({{0, 4 * kMiB}}, kOne);
+  try {
+    const TensorAlias alias(lab.memory(), model, {{range.base(), 16 * kMiB}}, 1, false);
+    ADD_FAILURE() << "12 MiB are not there";
+  } catch (const InvalidArgumentError& error) {
+    EXPECT_NE(std::string(error.what()).find("not all is there"), std::string::npos) << error.what();
+  }
+  range.decommit({{0, 4 * kMiB}});  // nobody holds them
+}
+
+// torch may free it by its own deleter, which an alias replaces (cudagraph trees).
+TEST(TensorAlias, OfAPrivatePoolIsRefused) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const auto part = lab.memory().create_part(model, {1, 0}, /*no_split=*/false);
+  const Address block = lab.allocate(*part, 8 * kMiB, kOne);
+  EXPECT_THROW(TensorAlias(lab.memory(), model, {{block, 8 * kMiB}}, 1, false), InvalidArgumentError);
+  lab.free(block);
 }
 
 TEST(TensorAlias, WantsWholeChunksOfAPool) {

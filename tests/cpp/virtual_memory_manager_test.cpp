@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "cpp/lab.h"
+#include "cpp/lacking_memory.h"
 
 namespace vmm::testing {
 namespace {
@@ -183,6 +184,34 @@ TEST_F(Manager, TakesIdleMemoryOfPoolsBeforeItFails) {
   const auto pool = lab_.pool("a");
   lab_.leave_idle(*pool, 16 * kMiB);
   EXPECT_NO_THROW(physical(4));
+}
+
+TEST_F(Manager, TakesNoMoreOfPoolsThanItLacks) {
+  lab_.memory().set_limit(lab_.memory().budget(), 16 * kMiB);
+  const auto pool = lab_.pool("a", kUnlimited);
+  lab_.leave_idle(*pool, 16 * kMiB);
+  const auto one = physical(1);
+  EXPECT_GE(pool->physical_bytes(), 8 * kMiB);
+  try {
+    physical(16);
+    ADD_FAILURE();
+  } catch (const OutOfMemoryError& error) {
+    EXPECT_LT(error.available, error.requested) << "a limit refused it, whatever the device has";
+  }
+  manager_->free_physical(one);
+}
+
+TEST_F(Manager, WithoutHostMemoryNothingIsHalfDone) {
+  bool has_run_out = true;
+  for (long n = 0; has_run_out; ++n) {
+    VirtualMemoryManager manager(lab_.memory());
+    has_run_out = runs_out_at(n, [&] {
+      manager.reserve(kPage, kPage);
+      manager.alloc_physical(kPage, Location::on_device(0), false);
+    });
+    manager.close();
+    EXPECT_EQ(lab_.memory().committed_bytes(), 0U) << n;
+  }
 }
 
 TEST_F(Manager, ClosingGivesEverythingBack) {

@@ -35,7 +35,7 @@ RandomWorld::RandomWorld(const std::string& debug)
       memory_(std::make_unique<DeviceMemory>(driver_, space_, 0, options(debug))),
       group_(memory_->create_group("group", kGroupLimit)) {
   driver_.set_wait_on_held(ScriptedDriver::WaitOnHeld::pass);
-  memory_->set_spill_limit(*group_, kSpillLimit);
+  memory_->set_limit(*memory_->spill_group_of(*group_), kSpillLimit);
   memory_->set_on_pressure(
       *group_, [this](std::size_t /*bytes*/, const std::shared_ptr<Pool>& asker) { return relieve(asker); });
   for (std::size_t k = 0; k < kPools; ++k) open(k);
@@ -146,7 +146,7 @@ void RandomWorld::step(const Op& op) {
       memory_->set_spills(*pools_[op.a % kPart], op.b == 1);
       break;
     case Kind::spill_limit:
-      memory_->set_spill_limit(*group_, op.b);
+      memory_->set_limit(*memory_->spill_group_of(*group_), op.b);
       break;
     case Kind::seal:
       seal(op.b == 1, failures);

@@ -10,7 +10,7 @@ void RandomWorld::check() {
   const GlobalMemoryStats kept = memory_->group_stats(*group_);  // before anybody else asks its pools
   memory_->check();
   require(wrong_in_relief_.empty(), wrong_in_relief_);
-  const std::size_t spilled = memory_->spill_group_of(memory_->budget()).used();
+  const std::size_t spilled = memory_->spill_group_of(memory_->budget())->used();
   require(driver_.live_chunk_bytes() == memory_->committed_bytes() + spilled,
           "driver holds " + std::to_string(driver_.live_chunk_bytes()) + ", charged " +
               std::to_string(memory_->committed_bytes()) + " and spilled " + std::to_string(spilled));

@@ -19,8 +19,8 @@ class CachedPool {
   CachedPool(const CachedPool&) = delete;
   CachedPool& operator=(const CachedPool&) = delete;
 
-  // Threads may keep blocks that are freed. Not where each event has to be seen at
-  // once: observers, a graph's memory, a pool that closes, a limit that is exceeded.
+  // Threads may keep blocks of it that are freed, as far as it goes by the pool: not a graph's,
+  // nor of one that closes, sleeps or is sealed. BlockCaches::may_keep() is the whole rule.
   [[nodiscard]] bool is_cached() const { return is_cached_.load(std::memory_order_relaxed); }
   // Threads that have a place for its blocks: they may have kept some.
   [[nodiscard]] bool has_shards() const { return shards_.load(std::memory_order_relaxed) != 0; }

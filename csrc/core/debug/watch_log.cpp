@@ -15,7 +15,15 @@ constexpr std::size_t kMostWaiting = 16 * WatchLog::kMostFreed;
 
 // What a thread has still to let pass, and where it is in the sequence of gaps.
 struct Sampling {
-  std::uint64_t state = 0x9E3779B97F4A7C15ULL;
+  // Each thread's its own, in order of their first requests: threads that end after a few
+  // would all let the same ones pass.
+  static std::uint64_t next_seed() {
+    static std::atomic<std::uint64_t> threads{0};
+    std::uint64_t seed = (threads.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B97F4A7C15ULL;
+    seed ^= seed >> 31U;
+    return seed * 0xBF58476D1CE4E5B9ULL | 1U;
+  }
+  std::uint64_t state = next_seed();
   std::size_t to_pass = 0;
   std::size_t one_in = 0;  // for which; 0: not begun
 };
@@ -126,18 +134,20 @@ std::uint64_t WatchLog::freed(Address address) noexcept {
     return 0;  // it is not known any more
   }
   // Of one that is still to be looked at it has to be known whose it was.
-  while (freed_.size() > kMostFreed && (freed_.front().is_unmapped || freed_.size() > kMostWaiting)) {
+  while (freed_.size() > kMostFreed && (freed_.front().is_done || freed_.size() > kMostWaiting)) {
     freed_.pop_front();
   }
   return frees_;
 }
 
 // By number: a look through all that wait, for each of 64,000, took 5 s under its pool's lock.
-void WatchLog::unmapped(std::uint64_t number) noexcept {
+void WatchLog::done(std::uint64_t number, bool is_unmapped) noexcept {
   const MutexLock lock(mutex_);
   const auto found = std::lower_bound(freed_.begin(), freed_.end(), number,
                                       [](const WatchedBlock& block, std::uint64_t n) { return block.freed < n; });
-  if (found != freed_.end() && found->freed == number) found->is_unmapped = true;
+  if (found == freed_.end() || found->freed != number) return;
+  found->is_done = true;
+  found->is_unmapped = is_unmapped;
 }
 
 void WatchLog::missed() {
@@ -149,7 +159,7 @@ bool WatchLog::damaged(Address address, std::ptrdiff_t first, std::size_t bytes)
   std::string text;
   {
     const MutexLock lock(mutex_);
-    const WatchedBlock* block = nullptr;
+    WatchedBlock* block = nullptr;
     if (const auto live = live_.find(address); live != live_.end()) {
       block = &live->second;
     } else {
@@ -166,6 +176,8 @@ bool WatchLog::damaged(Address address, std::ptrdiff_t first, std::size_t bytes)
       *known = damage;
       if (is_same) return false;
     } else {
+      if (block->is_damaged) return false;  // others' came since: it is not among the last any more
+      block->is_damaged = true;
       ++counts_.damaged;
       damages_.push_back(damage);
       if (damages_.size() > kMostDamages) damages_.pop_front();

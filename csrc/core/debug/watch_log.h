@@ -40,6 +40,8 @@ struct WatchedBlock {
   std::size_t back = 0;      // bytes of pattern from address + requested on
   std::uint64_t freed = 0;   // 0: live; else rises with each free
   bool is_unmapped = false;  // freed, and its memory has left these addresses
+  bool is_done = false;      // freed, and nobody looks at it any more
+  bool is_damaged = false;   // and was counted
   Stream stream = nullptr;
   std::shared_ptr<const std::string> pool;   // its name
   std::shared_ptr<const std::string> stack;  // where it was allocated, a line a frame; nullptr: not known
@@ -98,9 +100,11 @@ class WatchLog {
   void began(WatchedBlock block) VMM_EXCLUDES(mutex_);
   // Its WatchedBlock::freed; 0: it is not known.
   std::uint64_t freed(Address address) noexcept VMM_EXCLUDES(mutex_);
-  // The memory of the one that freed() gave the number of is out of use at its addresses.
-  void unmapped(std::uint64_t number) noexcept VMM_EXCLUDES(mutex_);
-  // Could not be watched: no addresses were left for it.
+  // The one that freed() gave the number of is not looked at any more; `is_unmapped`: its
+  // memory has left its addresses.
+  void done(std::uint64_t number, bool is_unmapped) noexcept VMM_EXCLUDES(mutex_);
+  // Could not be watched: no addresses were left for it, or, with canaries, a capture kept
+  // patterns from being written.
   void missed() VMM_EXCLUDES(mutex_);
   // Of the block at `address`, live or freed last there, `bytes` around it are wrong. True
   // where that was not known before; then it is said on stderr too.

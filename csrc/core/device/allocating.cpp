@@ -34,6 +34,23 @@ Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t
   });
 }
 
+Address DeviceMemory::try_allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream,
+                                         std::optional<Refused>* refused) {
+  settle_watched(pool);
+  tend_if_any_wait();
+  const auto attempt = [&](Grant* grant, Shortage* lacks) {
+    return pool.try_allocate_pages(offset, size, stream, grant, lacks);
+  };
+  Shortage shortage;
+  if (const Address address = attempt(nullptr, &shortage)) return address;
+  const Attempt again = attempt;
+  std::optional<ReclaimDecision> untold;
+  Ladder::Climb climb{pool, size, std::nullopt, again, shortage, ladder_.climbs(), {}, &untold};
+  const Address found = climb_on(climb);
+  if (found == 0) refused->emplace(refusal_of(climb)).decision = std::move(untold);
+  return found;
+}
+
 Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream) {
   return allocate(pool, size, std::nullopt, [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_first(size, stream, grant, shortage);
@@ -61,6 +78,12 @@ Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stre
 Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
                             Shortage shortage, Ladder::Beside beside) {
   Ladder::Climb climb{pool, bytes, stream, attempt, shortage, ladder_.climbs(), beside};
+  const Address found = climb_on(climb);
+  if (found == 0) tell(refusal_of(climb));
+  return found;
+}
+
+Address DeviceMemory::climb_on(Ladder::Climb& climb) {
   const auto await_held_up = [&] {
     while (climb.found == 0 && !climb.shortage.is_sealed && climb.shortage.wait_for != kLongAgo) {
       wait_for(climb.shortage.wait_for);
@@ -73,8 +96,7 @@ Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream>
   if (!climb.shortage.is_sealed) {
     if (const Address address = ladder_.reach(climb)) return address;
   }
-  if (climb.shortage.is_sealed) return allocate_in_another_space(pool, bytes, *stream);
-  refuse(climb);
+  return climb.shortage.is_sealed ? allocate_in_another_space(climb.asker, climb.bytes, *climb.stream) : 0;
 }
 
 // A tag's space that takes no requests, as some of its memory is read-only.

@@ -239,11 +239,32 @@ Status DeviceMemory::add_accessor(Location who) {
       forget();
       return status;
     }
+    const Status status = second_mappings_.add_accessor(who);
+    if (!status.ok()) forget();
+    return status;
   } catch (...) {
     forget();
     throw;
   }
-  return {};
+}
+
+void DeviceMemory::while_nobody_is_let_in(std::vector<DeviceMemory*> devices, const FunctionRef<void()>& work) {
+  // One order for all.
+  std::sort(devices.begin(), devices.end(),
+            [](const DeviceMemory* a, const DeviceMemory* b) { return a->device_ < b->device_; });
+  struct Locked {
+    explicit Locked(const std::vector<DeviceMemory*>& of) VMM_NO_THREAD_SAFETY_ANALYSIS : of_(of) {
+      for (DeviceMemory* memory : of_) memory->accessor_mutex_.lock();
+    }
+    Locked(const Locked&) = delete;
+    Locked& operator=(const Locked&) = delete;
+    ~Locked() VMM_NO_THREAD_SAFETY_ANALYSIS {
+      for (DeviceMemory* memory : of_) memory->accessor_mutex_.unlock();
+    }
+    const std::vector<DeviceMemory*>& of_;
+  };
+  const Locked locked(devices);
+  work();
 }
 
 void DeviceMemory::set_observer(PoolObserver* observer) {

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstddef>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -29,6 +30,7 @@
 #include "core/limits/budget.h"
 #include "core/memory/chunk_store.h"
 #include "core/memory/guest_memory.h"
+#include "core/memory/second_mappings.h"
 #include "core/memory/zero_cover.h"
 #include "core/options.h"
 #include "core/pool/pool.h"
@@ -109,6 +111,12 @@ class DeviceMemory {
   // At exactly this address of the pool.
   Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
   Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
+  // The same, but where there is no memory nobody is told of it: 0, and `refused` is what
+  // tell() takes.
+  Address try_allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream,
+                             std::optional<Refused>* refused);
+  // Counts it, tells who wants to know, and throws the OutOfMemoryError.
+  [[noreturn]] void tell(Refused refused) VMM_EXCLUDES(refusal_mutex_);
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
   // Chunks for these places of a pool that is asleep; `beside` what the same wake asks for else.
   void collect_to_wake(Pool& pool, const std::vector<LeavingChunk>& places, Ladder::Beside beside = {});
@@ -140,10 +148,9 @@ class DeviceMemory {
   void set_spills(Pool& model, bool spills);
   // Throws where it cannot.
   void require_can_spill(const std::string& name) const;
-  // What pays for what models under `group` spill. `group` lives.
-  [[nodiscard]] Budget& spill_group_of(const Budget& group) VMM_EXCLUDES(registry_mutex_);
-  // Bytes of host memory at most. Returns the bytes given back now.
-  std::size_t set_spill_limit(const Budget& group, std::size_t limit_bytes);
+  // What pays for what models under `group` spill; where that is no group but the device's
+  // budget, all models' (this object's).
+  [[nodiscard]] std::shared_ptr<Budget> spill_group_of(const Budget& group) VMM_EXCLUDES(registry_mutex_);
   // An address in it for a request of `asker`, or 0. Throws OutOfMemoryError (no addresses),
   // InvalidArgumentError where the model is closed. REQUIRES: the model spills.
   Address allocate_spilled(Pool& asker, std::size_t bytes, Stream stream);
@@ -160,6 +167,11 @@ class DeviceMemory {
   std::size_t trim_passed(Pool& pool, const FunctionRef<void()>& shed);
   // All idle memory of every pool, and the shelves.
   std::size_t empty_cache();
+  // For a request of `bytes` that found no memory and has no model to climb for: others give
+  // back what they have idle above their floors, in the order of yielding, first what it
+  // lacks, then all. Asks `attempt` again after each, and returns whether it said that all is
+  // there. Waits for queued work. `payer`: this device's budget, or one that stands under it.
+  bool reclaim_for(const Budget& payer, std::size_t bytes, const FunctionRef<bool()>& attempt);
   // Until what was queued by then is done. No lock is held. Throws DriverError.
   void wait_for(Epoch epoch);
   // Until no thread looks at patterns of debug mode: what was freed cannot be had meanwhile.
@@ -200,6 +212,12 @@ class DeviceMemory {
   // `who` may read and write everything mapped here, now and later. Where it
   // fails it may be called again.
   Status add_accessor(Location who) VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
+  // Aliases and the like.
+  [[nodiscard]] SecondMappings& second_mappings() { return second_mappings_; }
+  // Runs `work` while nobody is let in anywhere on `devices`, of one driver, so that what it
+  // maps and enters among the second mappings misses none.
+  static void while_nobody_is_let_in(std::vector<DeviceMemory*> devices,
+                                     const FunctionRef<void()>& work) VMM_NO_THREAD_SAFETY_ANALYSIS;
   // Called, with no lock held, when a request of a model under `group` found nothing in idle
   // memory, before it climbs on to the last rung or fails: gives up what it can, and says whether to try again.
   // By several threads at once; not while the thread's work is captured, nor for what it
@@ -304,11 +322,15 @@ class DeviceMemory {
   // After an attempt that lacked `shortage`.
   Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage,
                 Ladder::Beside beside = {});
+  // The same: 0, and `climb` tells of it.
+  Address climb_on(Ladder::Climb& climb);
   Address allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream);
   // giving_back.cpp
   std::size_t enforce_limit(Budget& budget);
   void require_floor(const std::string& name, std::size_t floor_bytes) const;
   std::size_t give_back_excess(Budget& budget, bool wait);
+  std::size_t give_idle_back(const Budget& level, const Budget& payer, std::size_t want) VMM_EXCLUDES(registry_mutex_);
+  void count_sync() VMM_EXCLUDES(registry_mutex_);
   // After a free of `range` in `freed`, or of nothing that is known (nullptr).
   void enforce_limits(Pool* freed, ByteRange range) VMM_EXCLUDES(registry_mutex_);
   void note_over_limit(const Budget& budget);
@@ -328,7 +350,7 @@ class DeviceMemory {
       tend();
   }
   // refusing.cpp
-  [[noreturn]] void refuse(const Ladder::Climb& climb) VMM_EXCLUDES(refusal_mutex_);
+  [[nodiscard]] Refused refusal_of(const Ladder::Climb& climb);
   // Pools, and what each had at one moment.
   struct Surveyed {
     PoolList pools;
@@ -338,7 +360,6 @@ class DeviceMemory {
   [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker, const Surveyed& all) const;
   template <typename Most>
   [[nodiscard]] static std::size_t spare_of_others(const Surveyed& all, const Pool& asker, const Most& most);
-  [[noreturn]] void refuse(Refusal refusal, const RefusalCause& cause) VMM_EXCLUDES(refusal_mutex_);
   [[nodiscard]] std::size_t could_be_spared(const Budget& level, const Pool& in, const Pool* out) const;
   // debugging.cpp
   Address allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stream stream);
@@ -359,6 +380,7 @@ class DeviceMemory {
   ChunkStore store_;
   ChunkStore spill_store_;  // in host memory
   GuestMemory guests_;
+  SecondMappings second_mappings_;
   const std::unique_ptr<WatchLog> log_;  // of debug mode
   DeviceStreams streams_;
   Clock clock_;
@@ -406,7 +428,7 @@ class DeviceMemory {
     Epoch last_use = kLongAgo;
     std::function<bool()> go;
   };
-  std::vector<Leaving> leaving_ VMM_GUARDED_BY(registry_mutex_);
+  std::list<Leaving> leaving_ VMM_GUARDED_BY(registry_mutex_);
   std::unordered_map<OwnerId, std::size_t> shared_bytes_ VMM_GUARDED_BY(registry_mutex_);  // of models that have some
   std::weak_ptr<ZeroChunks> zero_chunks_ VMM_GUARDED_BY(registry_mutex_);
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);

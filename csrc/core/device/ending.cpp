@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "core/device/afterwards.h"
 #include "core/device/device_memory.h"
 
 namespace vmm {
@@ -78,12 +79,7 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   for (const auto& pool : pools) groups.insert(&pool->model().group());
   for (const Budget* group : groups) bury_group(group);
   tend_if_any_wait();
-  if (!over_limit_.load(std::memory_order_relaxed)) return;
-  try {
-    enforce_limits(nullptr, {});
-  } catch (const std::bad_alloc&) {
-    // It is noted that it is due.
-  }
+  if (over_limit_.load(std::memory_order_relaxed)) afterwards([&] { enforce_limits(nullptr, {}); });
 }
 
 // Ends a closed pool that holds nothing any more. One that queued work still uses
@@ -223,42 +219,39 @@ void DeviceMemory::leave(std::function<bool()> go) noexcept {
 
 // Whether anything went.
 bool DeviceMemory::let_leave() {
-  Epoch newest = kLongAgo;  // of what waits
-  std::vector<Leaving> passed;
+  Epoch newest = kLongAgo;    // of what waits
+  std::list<Leaving> passed;  // from one to the other they go as nodes, which takes no memory
   {
     const MutexLock lock(registry_mutex_);
-    passed.reserve(leaving_.size());  // where there is no memory for it nothing has moved
-    const auto waits = [&](const Leaving& leaving) {
-      if (clock_.has_passed(leaving.last_use)) return false;
-      newest = std::max(newest, leaving.last_use);
-      return true;
-    };
-    const auto first = std::partition(leaving_.begin(), leaving_.end(), waits);
-    std::move(first, leaving_.end(), std::back_inserter(passed));
-    leaving_.erase(first, leaving_.end());
+    for (auto at = leaving_.begin(); at != leaving_.end();) {
+      const auto each = at++;
+      if (clock_.has_passed(each->last_use)) {
+        passed.splice(passed.end(), leaving_, each);
+      } else {
+        newest = std::max(newest, each->last_use);
+      }
+    }
   }
   bool any = false;
-  const auto stays = [&any](Leaving& each) {
+  for (auto at = passed.begin(); at != passed.end();) {
     bool went = false;
     try {
-      went = each.go();
+      went = at->go();
     } catch (...) {  // it is asked again
       went = false;
     }
     any = any || went;
-    return !went;
-  };
-  const auto gone = std::stable_partition(passed.begin(), passed.end(), stays);
+    at = went ? passed.erase(at) : std::next(at);
+  }
   {
     const MutexLock lock(registry_mutex_);
-    // Others may have come meanwhile: where there is no memory for all, none is lost.
-    leaving_.insert(leaving_.end(), std::make_move_iterator(passed.begin()), std::make_move_iterator(gone));
+    leaving_.splice(leaving_.end(), passed);
     if (!leaving_.empty()) beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
   }
   clock_.cover_in_time(newest);
   if (!any) return false;
   // What it had mapped may rest on shelves, from where it could not go before.
-  try {
+  afterwards([&] {
     std::vector<std::shared_ptr<Budget>> groups;
     {
       const MutexLock lock(registry_mutex_);
@@ -266,9 +259,7 @@ bool DeviceMemory::let_leave() {
     }
     store_.trim(budget_, options_.store_bytes);
     for (const auto& group : groups) store_.trim(*group, options_.store_bytes);
-  } catch (const std::bad_alloc&) {
-    // Whoever lets go of memory next trims them.
-  }
+  });
   return true;
 }
 

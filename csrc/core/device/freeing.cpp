@@ -1,27 +1,11 @@
 // DeviceMemory: the way of a free that the thread's cache (device_memory.h) did not take. The
 // block's pool; then what the free has made possible: a closed pool ends with its last block, and
 // what a limit that was lowered leaves idle goes back.
-#include <new>
-
+#include "core/device/afterwards.h"
 #include "core/device/device_memory.h"
 #include "core/memory/address_space.h"
 
 namespace vmm {
-
-namespace {
-
-// The free has been made, and is not to be made again: what without host memory does not
-// come after it is left to whoever comes by next.
-template <typename Follow>
-void afterwards(const Follow& follow) {
-  try {
-    follow();
-  } catch (const std::bad_alloc&) {
-    // It is noted that it is due: over_limit_, kHasEnded, or a shelf that is too full.
-  }
-}
-
-}  // namespace
 
 bool DeviceMemory::free_unkept(AddressSpace& address_space, Address address, BlockCaches::Put put) {
   Pool* pool = address_space.find(address);

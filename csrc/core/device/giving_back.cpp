@@ -1,9 +1,9 @@
 // DeviceMemory: giving memory back to the driver, because somebody asks or because a
 // limit was lowered below what is held.
 #include <algorithm>
-#include <new>
 
 #include "base/errors.h"
+#include "core/device/afterwards.h"
 #include "core/device/device_memory.h"
 
 namespace vmm {
@@ -65,11 +65,45 @@ std::size_t DeviceMemory::empty_cache() {
   for (const auto& pool : pools()) pool->shed(0);
   settle(/*wait=*/true);
   streams_.destroy_free_fences();
-  {
-    const MutexLock lock(registry_mutex_);
-    ++of_ended_pools_.num_sync_all_streams;
-  }
+  count_sync();
   return store_.trim_all() + spill_store_.trim_all();
+}
+
+// What is idle above the floors beneath `level`, and of shelves there, until about `want` bytes
+// have gone. Waits for queued work.
+std::size_t DeviceMemory::give_idle_back(const Budget& level, const Budget& payer, std::size_t want) {
+  std::size_t given_back = store_.trim_under(level, want);
+  std::size_t lacking = want - std::min(want, given_back);
+  for (const auto& pool : Ladder::in_order_of_yielding(pools_under(level))) {
+    if (lacking == 0) break;
+    lacking -= std::min(lacking, pool->shed_about(lacking, &payer));
+  }
+  // A chunk may still be mapped where another pool had it before.
+  settle(/*wait=*/true);
+  if (given_back < want) given_back += store_.trim_under(level, want - given_back);
+  return given_back;
+}
+
+bool DeviceMemory::reclaim_for(const Budget& payer, std::size_t bytes, const FunctionRef<bool()>& attempt) {
+  if (!could_hold(payer, bytes)) return false;
+  clock_.synchronize().ignore();  // settle() waits for what this could not
+  settle(/*wait=*/true);
+  count_sync();
+  std::size_t given_back = 0;
+  for (const Budget* level = &payer; level != nullptr; level = level->parent()) {
+    const std::size_t room = level->room_for(payer);
+    if (room < bytes) given_back += give_idle_back(*level, payer, bytes - room);
+  }
+  // No limit refused it: the driver did.
+  if (given_back == 0) given_back = give_idle_back(budget_, payer, bytes);
+  if (attempt()) return true;
+  return given_back != 0 && give_idle_back(budget_, payer, kUnlimited) != 0 && attempt();
+}
+
+// A wait for all streams that no pool asked for.
+void DeviceMemory::count_sync() {
+  const MutexLock lock(registry_mutex_);
+  ++of_ended_pools_.num_sync_all_streams;
 }
 
 bool DeviceMemory::settle(bool wait) {
@@ -102,13 +136,11 @@ std::size_t DeviceMemory::set_floor(Budget& budget, std::size_t floor_bytes) {
 
 std::size_t DeviceMemory::enforce_floor(const Budget& budget) {
   std::size_t given_back = 0;
-  try {
+  afterwards([&] {
     for (Budget* level = budget.parent(); level != nullptr; level = level->parent()) {
       if (level->is_over()) given_back += enforce_limit(*level);
     }
-  } catch (const std::bad_alloc&) {
-    // The floor is set: what others hold of it goes with the next frees.
-  }
+  });
   return given_back;
 }
 

@@ -223,7 +223,7 @@ void Ladder::gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimS
 void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   Pool& asker = climb.asker;
   const Shortage& lacks = climb.shortage;
-  if (lacks.no_address_space || lacks.wait_for != kLongAgo || asker.is_pinned() || !could_be_met(climb)) return;
+  if (lacks.no_address_space || lacks.wait_for != kLongAgo || asker.takes_fresh_only() || !could_be_met(climb)) return;
   step->result = StepResult::nothing;
   const auto is_over = [&climb] {
     return climb.found != 0 || climb.shortage.no_address_space || climb.shortage.wait_for != kLongAgo;
@@ -334,8 +334,9 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
   if (!could_be_met(climb)) return;
   step->result = StepResult::in_vain;
   Pool& asker = climb.asker;
-  // What wakes wants chunks of certain sizes, and makes them itself.
-  const bool creates = !asker.is_asleep();
+  // What wakes wants chunks of certain sizes, and makes them itself; and so does what a graph
+  // uses, or a pool that nothing is split in: they take none that is there.
+  const bool creates = !asker.is_asleep() && !asker.takes_fresh_only();
   std::size_t in_use = 0;
   for (int round = 0; round < kMostRounds; ++round) {
     const Budget* const refused = climb.shortage.refused;
@@ -422,7 +423,11 @@ Address Ladder::reach(Climb& climb) {
     if (climb.found != 0) note_met(rung, &decision);
     if (rung >= static_cast<std::size_t>(Rung::other_models)) climb.is_margin_open = true;
   }
-  if (climb.found != 0 || !climb.shortage.is_sealed) note(climb.asker, std::move(decision));
+  if (climb.found == 0 && climb.untold != nullptr) {
+    climb.untold->emplace(std::move(decision));
+  } else if (climb.found != 0 || !climb.shortage.is_sealed) {
+    note(climb.asker, std::move(decision));
+  }
   return climb.found;
 }
 

@@ -1,6 +1,6 @@
-// The reclaim ladder: who yields when a request for a model's memory cannot be met. (Memory that
-// has no model to climb for asks for what is idle in a few words of its own: spilling.cpp,
-// provided_memory.cpp, tensor_range.cpp, virtual_memory_manager.cpp, chunk_backup.cpp.)
+// The reclaim ladder: who yields when a request for a model's memory cannot be met. (For memory
+// that has no model to climb for, what is idle yields in the same order: DeviceMemory::reclaim_for();
+// host memory has rules of its own: spilling.cpp.)
 //
 //   -  the pool itself: its group's shelf, a new chunk within the limits, its own idle
 //      chunks (allocating.cpp, BackedSpace::place)
@@ -65,12 +65,12 @@ class Ladder {
   // Asks the pool once more, with what was gathered for it: an address, or 0 and what is missing.
   using Attempt = FunctionRef<Address(Grant*, Shortage*)>;
 
-  // One request on its way up, and what it lacked at its latest attempt.
   // What is asked for beside a request, all or none with it. Bytes.
   struct Beside {
     std::size_t there = 0;    // has been met
     std::size_t to_come = 0;  // is asked for next
   };
+  // One request on its way up, and what it lacked at its latest attempt.
   struct Climb {
     Pool& asker;
     const std::size_t bytes;
@@ -79,6 +79,9 @@ class Ladder {
     Shortage shortage;
     const std::uint64_t climbs_before;  // climbs() behind the first attempt
     const Beside beside;
+    // nullptr: what became of it is noted. Else, of one in vain, it goes here: whoever asks
+    // tells of it, or asks again.
+    std::optional<ReclaimDecision>* untold = nullptr;
     Address found = 0;
     bool is_margin_open = false;  // others have been asked
     // Whether it has found an address now.
@@ -143,6 +146,8 @@ class Ladder {
   // How often a request asks a function that always says that there is more.
   static constexpr int kMostReliefs = 64;
 
+  // What became of a request of `asker`, of which nobody has been told.
+  void note(const Pool& asker, ReclaimDecision decision);
   // What became of the requests of a model and its parts.
   [[nodiscard]] ReclaimLog& log() { return log_; }
 
@@ -168,7 +173,6 @@ class Ladder {
   std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
                    Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void create_into(Grant& grant, const Pool& asker, std::size_t want);
-  void note(const Pool& asker, ReclaimDecision decision);
   // margin.cpp
   void ask_for_margin(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   std::size_t make_room_of_units(const Climb& climb, const Shortage& lacks, Grant& grant, ReclaimStep* step)

@@ -50,7 +50,12 @@ const PrivatePools::Entry& PrivatePools::known(RegionId region) const {
 
 void PrivatePools::add_user(RegionId region, std::shared_ptr<ForeignMemory> foreign) {
   const MutexLock lock(mutex_);
+  const bool is_graph = foreign == nullptr && entries_.count(region) != 0 && any_capture();
   Entry& entry = entry_at(region);
+  if (is_graph) {
+    add_graph(entry, &Entry::retained);
+    return;
+  }
   ++entry.objects;
   if (foreign != nullptr) entry.foreign = std::move(foreign);
 }
@@ -67,11 +72,11 @@ void PrivatePools::release(RegionId region) {
       Entry& entry = at->second;
       if (entry.plain_ended > 0) {
         --entry.plain_ended;
-      } else if (entry.leaving > 0 || entry.graphs == 0) {
+      } else if (entry.leaving > 0 || (entry.graphs == 0 && entry.retained == 0)) {
         entry.leaving = std::max(entry.leaving - 1, 0);
         entry.objects = std::max(entry.objects - 1, 0);
       } else {
-        drop_graph(entry);
+        drop_graph(entry, entry.retained > 0 ? &Entry::retained : &Entry::graphs);
       }
       drop_if_unused(at);
     }
@@ -100,14 +105,22 @@ void PrivatePools::set_no_split(RegionId region) {
   if (at->second.foreign != nullptr) at->second.foreign->set_no_split();
 }
 
-void PrivatePools::add_graph(Entry& entry) {
-  if (entry.graphs++ == 0) set_pinned(entry, true);
+void PrivatePools::add_graph(Entry& entry, int Entry::*kind) {
+  if (!entry.is_pinned()) {
+    try {
+      set_pinned(entry, true);
+    } catch (...) {
+      set_pinned(entry, false);
+      throw;
+    }
+  }
+  ++(entry.*kind);
 }
 
 // What a capture takes of a pool that is not the capture's own, a graph uses for as
-// long as the pool lives: nobody tells when the graph goes.
+// long as the pool lives, unless torch says that it does: nobody tells when the graph goes.
 void PrivatePools::keep_for_graphs(Entry& entry) {
-  if (entry.is_kept) return;
+  if (entry.is_kept || entry.retained > 0) return;
   entry.is_kept = true;
   set_pinned(entry, true);
 }
@@ -117,8 +130,9 @@ void PrivatePools::set_pinned(const Entry& entry, bool pinned) {
   if (entry.foreign != nullptr) entry.foreign->set_pinned(pinned);
 }
 
-void PrivatePools::drop_graph(Entry& entry) {
-  if (--entry.graphs != 0 || entry.is_kept) return;
+void PrivatePools::drop_graph(Entry& entry, int Entry::*kind) {
+  --(entry.*kind);
+  if (entry.is_pinned()) return;
   set_pinned(entry, false);
   for (const auto& [model, part] : entry.parts) {
     // A model that has been closed meanwhile could not take this part along.
@@ -170,8 +184,13 @@ void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
     route.in_another = !passes && running != 0;
     route.thread = this_thread();
     if (!take_up_suspended(region)) {
+      try {
+        add_graph(entry, &Entry::graphs);
+      } catch (...) {
+        drop_if_unused(entries_.find(region));
+        throw;
+      }
       memory_.clock().begin_capture();
-      add_graph(entry);
     }
   } else {
     ++entry.plain;
@@ -203,10 +222,25 @@ bool PrivatePools::take_up_suspended(RegionId region) {
 
 void PrivatePools::count_routes() { route_count_.store(routes_.size() + suspended_.size(), std::memory_order_relaxed); }
 
+// Whether torch ends the route, at `at` (nullptr: there is none), of a capture that has been
+// found to have failed: not that of one that runs.
+bool PrivatePools::is_end_of_failed(RegionId region, const Route* at) const {
+  if (failed_.count(region) == 0) return false;
+  if (at == nullptr) return true;
+  const std::uint64_t running = at->is_capture ? capture_of(at->origin) : 0;
+  return running != 0 && (at->capture == 0 || at->capture == running);
+}
+
 void PrivatePools::end(RegionId region) {
   const MutexLock lock(mutex_);
   const auto at =
       std::find_if(routes_.begin(), routes_.end(), [&](const Route& route) { return route.region == region; });
+  if (is_end_of_failed(region, at == routes_.end() ? nullptr : &*at)) {
+    if (hooks_.failed_are_released) ++entry_at(region).plain_ended;  // its graph has been dropped
+    const auto failed = failed_.find(region);
+    if (--failed->second == 0) failed_.erase(failed);
+    return;
+  }
   if (at == routes_.end()) throw InvalidArgumentError("endAllocatePool: not currently recording to mempool_id");
   Entry& entry = entry_at(region);
   suspended_.reserve(suspended_.size() + 1);  // first: what has ended is noted
@@ -267,7 +301,8 @@ bool PrivatePools::sweep_locked() {
   for (const RegionId region : dead) {
     const auto at = entries_.find(region);
     memory_.clock().end_capture();
-    drop_graph(at->second);
+    if (hooks_.failed_are_ended) ++failed_[region];
+    drop_graph(at->second, &Entry::graphs);
     drop_if_unused(at);
   }
   count_routes();

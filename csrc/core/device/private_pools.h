@@ -35,6 +35,10 @@ struct CaptureHooks {
   // Called, with no lock held, when captures turned out to have failed and none
   // is under way.
   std::function<void()> on_failed;
+  // Whether torch ends the route of a capture that failed, and whether it releases its region,
+  // though late: when its graph goes.
+  bool failed_are_ended = false;
+  bool failed_are_released = false;
 };
 
 // Memory of a region that somebody else provides.
@@ -71,10 +75,12 @@ class PrivatePools {
   ~PrivatePools();
 
   // -- Users. Each that comes has to release() once ---------------------------
-  // A torch.cuda.MemPool comes; `foreign` provides the memory unless nullptr.
+  // A torch.cuda.MemPool comes; `foreign` provides the memory unless nullptr. Where a capture
+  // runs and the region is there already, it is the capture's graph that comes: it uses the
+  // pool (torch 2.15).
   void add_user(RegionId region, std::shared_ptr<ForeignMemory> foreign = nullptr) VMM_EXCLUDES(mutex_);
-  // A user goes: of those that routed, whoever ended last; else a MemPool that
-  // said so (set_use_on_oom(false)); else a graph. With the last one all memory
+  // A user goes: of those that routed, whoever ended last; else a MemPool that said so
+  // (set_use_on_oom(false)); else a graph that uses it beside its own; else a graph. With the last one all memory
   // goes back that no block holds. Ignores a region that it does not know.
   void release(RegionId region) VMM_EXCLUDES(mutex_);
   // Throws InvalidArgumentError where there is none.
@@ -132,11 +138,12 @@ class PrivatePools {
   using PartKey = std::pair<const Pool*, std::string_view>;
   static PartKey key_of(const Pool& pool) { return {&pool.model(), pool.tag()}; }
   using Kept = std::vector<std::shared_ptr<const void>>;
-  // A region, while anybody uses it. use_count = the four kinds of users.
+  // A region, while anybody uses it. use_count = the five kinds of users.
   struct Entry {
     int objects = 0;      // MemPools
     int leaving = 0;      // of these, those that said that their release is next
     int graphs = 0;       // captures begun whose graph has not been released
+    int retained = 0;     // graphs of captures that use it beside their own region
     int plain = 0;        // routes of a thread or a stream, open ones
     int plain_ended = 0;  // and ended ones, whose release is due
     bool use_on_oom = false;
@@ -146,8 +153,8 @@ class PrivatePools {
     std::shared_ptr<ForeignMemory> foreign;
     Kept kept;
 
-    [[nodiscard]] bool is_pinned() const { return graphs > 0 || is_kept; }
-    [[nodiscard]] int use_count() const { return objects + graphs + plain + plain_ended; }
+    [[nodiscard]] bool is_pinned() const { return graphs > 0 || retained > 0 || is_kept; }
+    [[nodiscard]] int use_count() const { return objects + graphs + retained + plain + plain_ended; }
   };
   using Entries = std::map<RegionId, Entry>;
 
@@ -182,8 +189,10 @@ class PrivatePools {
   std::shared_ptr<Pool> part_of(RegionId region, Entry& entry, const std::shared_ptr<Pool>& model) VMM_REQUIRES(mutex_);
   static void set_pinned(const Entry& entry, bool pinned);
   void keep_for_graphs(Entry& entry) VMM_REQUIRES(mutex_);
-  void add_graph(Entry& entry) VMM_REQUIRES(mutex_);
-  void drop_graph(Entry& entry) VMM_REQUIRES(mutex_);
+  // `kind`: Entry::graphs or Entry::retained.
+  void add_graph(Entry& entry, int Entry::*kind) VMM_REQUIRES(mutex_);
+  void drop_graph(Entry& entry, int Entry::*kind) VMM_REQUIRES(mutex_);
+  [[nodiscard]] bool is_end_of_failed(RegionId region, const Route* at) const VMM_REQUIRES(mutex_);
   void drop_if_unused(Entries::iterator at) VMM_REQUIRES(mutex_);
 
   DeviceMemory& memory_;
@@ -197,6 +206,8 @@ class PrivatePools {
   // Of captures that go on: torch ends the route for a moment, before and after
   // it captures the body of a conditional node, and begins one right after.
   std::vector<Route> suspended_ VMM_GUARDED_BY(mutex_);
+  // Of captures that failed and were found so before torch ended their routes: how many.
+  std::map<RegionId, int> failed_ VMM_GUARDED_BY(mutex_);
 };
 
 }  // namespace vmm

@@ -52,9 +52,16 @@ Address ProvidedMemory::carve(Block* free, std::size_t bytes) {
   const std::size_t size = no_split_.load(std::memory_order_relaxed)
                                ? free->size()
                                : align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
-  Block* const block = blocks_.carve(free, free->offset, size, BlockState::used);
+  const auto noted = live_.emplace(free->offset, nullptr).first;  // first, as there may be no memory for it
+  Block* block = nullptr;
+  try {
+    block = blocks_.carve(free, free->offset, size, BlockState::used);
+  } catch (...) {
+    live_.erase(noted);
+    throw;
+  }
   block->requested = bytes;
-  live_[block->offset] = block;
+  noted->second = block;
   const SizeClass kind = size_class_of(sharers_[block->tag].small);
   segments().change(memory_, [&](Statistics& statistics) {
     statistics.increase(StatKind::allocation, kind, 1);
@@ -73,7 +80,12 @@ Address ProvidedMemory::provide(std::size_t bytes, std::string* why) {
     return 0;
   }
   std::string words;
-  if (const Address segment = provider_->take(bytes, &words); segment != 0) return segment;
+  try {
+    if (const Address segment = provider_->take(bytes, &words); segment != 0) return segment;
+  } catch (...) {
+    budget_.refund(bytes);
+    throw;
+  }
   budget_.refund(bytes);
   *why = words.empty() ? "the allocator that it was made with has none"
                        : "the allocator that it was made with says: " + words;
@@ -99,11 +111,8 @@ Address ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
     segments().change(memory_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
     // What pools that are gone have left, and what our own hold unused, may be
     // what the provider lacks.
-    if (memory_.could_hold(budget_, wanted)) {
-      finish_closed(memory_, /*wait=*/true);
-      memory_.empty_cache();
-      segment = provide(wanted, &why);
-    }
+    if (memory_.could_hold(budget_, wanted)) finish_closed(memory_, /*wait=*/true);
+    memory_.reclaim_for(budget_, wanted, [&] { return (segment = provide(wanted, &why)) != 0; });
   }
   if (segment == 0) {
     segments().change(memory_, [](Statistics& statistics) { ++statistics.num_ooms; });
@@ -111,11 +120,40 @@ Address ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
                            budget_.headroom(), memory_.budget().limit(), budget_.name());
   }
   const ByteRange range{segment, wanted};
-  segments().add(range, shared_from_this(), memory_, small);
+  try {
+    segments().add(range, shared_from_this(), memory_, small);
+  } catch (...) {
+    return_to_provider(range);
+    throw;
+  }
   tell(PoolEvent::segment_map, range, stream);
   tell(PoolEvent::segment_alloc, range, stream);
-  const MutexLock lock(mutex_);
-  return carve(blocks_.donate(range, tag_of(stream, small)), bytes);
+  Block* free = nullptr;
+  try {
+    const MutexLock lock(mutex_);
+    free = blocks_.donate(range, tag_of(stream, small));
+    return carve(free, bytes);
+  } catch (...) {
+    if (free == nullptr) let_go(range);  // else it is there for the next request
+    throw;
+  }
+}
+
+void ProvidedMemory::return_to_provider(ByteRange segment) noexcept {
+  try {
+    provider_->give_back(segment.offset);
+  } catch (...) {
+    report_("giving a MemPool's segments back");
+  }
+  budget_.refund(segment.size);
+}
+
+// Nobody has blocks of it any more, nor queued work that uses it.
+void ProvidedMemory::let_go(ByteRange segment) noexcept {
+  segments().remove(segment);
+  tell(PoolEvent::segment_unmap, segment, nullptr);
+  tell(PoolEvent::segment_free, segment, nullptr);
+  return_to_provider(segment);
 }
 
 bool ProvidedMemory::free_in(Address block) noexcept {
@@ -130,17 +168,18 @@ bool ProvidedMemory::free_at(Address address) noexcept {
       const auto at = live_.find(address);
       if (at == live_.end()) return false;
       Block* const block = at->second;
+      const Epoch epoch = memory_.clock().now();
+      // First, as there may be no memory to note that: then it stays as it was.
+      if (block->recorded != 0) pending_.add({block, epoch}, recorded_uses_.of(block->recorded));
       live_.erase(at);
       const SizeClass kind = size_class_of(sharers_[block->tag].small);
       segments().change(memory_, [&](Statistics& statistics) {
         statistics.decrease(StatKind::allocation, kind, 1);
         statistics.decrease(StatKind::allocated_bytes, kind, block->size());
       });
-      const Epoch epoch = memory_.clock().now();
       if (block->recorded == 0) {
         finish_free(block, epoch);
       } else {
-        pending_.add({block, epoch}, recorded_uses_.of(block->recorded));
         recorded_uses_.end(&block->recorded);
         block->state = BlockState::pending;
         unfinished_.fetch_add(1, std::memory_order_relaxed);
@@ -198,6 +237,16 @@ std::size_t ProvidedMemory::block_size(Address block) {
   return at == memory->live_.end() ? 0 : at->second->size();
 }
 
+std::optional<ProvidedMemory::Asked> ProvidedMemory::asked_at(Address block) {
+  const auto memory = segments().find(block);
+  if (memory == nullptr) return std::nullopt;
+  const MutexLock lock(memory->mutex_);
+  const auto at = memory->live_.find(block);
+  if (at == memory->live_.end()) return std::nullopt;
+  const Stream stream = memory->sharers_[at->second->tag].stream;
+  return Asked{memory->memory_.device(), memory->region_, at->second->requested, stream};
+}
+
 // ---------------------------------------------------------------- giving back
 
 void ProvidedMemory::retract_free_segments() {
@@ -229,16 +278,8 @@ void ProvidedMemory::give_back() noexcept {
       });
     }
     for (const Leaving& leaving : gone) {
-      segments().remove(leaving.range);
       unfinished_.fetch_sub(1, std::memory_order_relaxed);
-      tell(PoolEvent::segment_unmap, leaving.range, nullptr);
-      tell(PoolEvent::segment_free, leaving.range, nullptr);
-      try {
-        provider_->give_back(leaving.range.offset);
-      } catch (...) {
-        report_("giving a MemPool's segments back");  // the others go all the same
-      }
-      budget_.refund(leaving.range.size);
+      let_go(leaving.range);
     }
   } catch (...) {
     report_("giving a MemPool's segments back");

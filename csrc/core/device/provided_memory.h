@@ -51,6 +51,14 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   static std::optional<ByteRange> segment_at(Address block);
   // Bytes of the live block, or 0.
   static std::size_t block_size(Address block);
+  // What was asked for there, and for which region of which device; nothing where it is no such block.
+  struct Asked {
+    int device = 0;
+    RegionId region;
+    std::size_t bytes = 0;
+    Stream stream = nullptr;
+  };
+  static std::optional<Asked> asked_at(Address block);
 
   // Gives the segments of pools that are gone back to their providers, as far as
   // no queued work uses them; with `wait`, waits for that work. Those of a pool
@@ -98,6 +106,8 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   void settle() VMM_REQUIRES(mutex_);
   void retract_free_segments() VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, ByteRange range, Stream stream) const noexcept;
+  void return_to_provider(ByteRange segment) noexcept VMM_EXCLUDES(mutex_);
+  void let_go(ByteRange segment) noexcept VMM_EXCLUDES(mutex_);
   void give_back() noexcept VMM_EXCLUDES(mutex_);
   void finish(bool wait) noexcept VMM_EXCLUDES(mutex_);
 

@@ -4,10 +4,12 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/units.h"
+#include "core/numbers/reclaim_report.h"
 
 namespace vmm {
 
@@ -45,6 +47,17 @@ struct RefusalCause {
   std::size_t above = 0;    // bytes that are used above the limit that refused
   std::size_t spill = 0;    // bytes that spill_limit is short of; 0: it, or spilling, would not help
   std::size_t outside = 0;  // bytes of the device that are held, and not by torch_vmm
+};
+
+// A request that nobody has been told of yet. The pool lives.
+class Pool;
+struct Refused {
+  Pool* asker = nullptr;
+  void* stream = nullptr;  // it asked for; nullptr: for none, too
+  std::size_t bytes = 0;
+  Refusal refusal;
+  RefusalCause cause;
+  std::optional<ReclaimDecision> decision{};  // of the ladder's, where it has not been noted
 };
 
 // Only what can help: no limit above what the device has, no more addresses for

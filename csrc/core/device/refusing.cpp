@@ -81,7 +81,7 @@ std::size_t DeviceMemory::spare_of_others(const Surveyed& all, const Pool& asker
   return sum;
 }
 
-void DeviceMemory::refuse(const Ladder::Climb& climb) {
+Refused DeviceMemory::refusal_of(const Ladder::Climb& climb) {
   Pool& asker = climb.asker;
   const std::size_t bytes = climb.bytes;
   const Shortage& shortage = climb.shortage;
@@ -89,10 +89,9 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
   if (driver_failed && shortage.status.code() != StatusCode::out_of_memory) {
     throw_if_failed(shortage.status, "pool '" + asker.name() + "': " + format_bytes(bytes) + " asked");
   }
-  asker.count_oom();
-  if (on_out_of_memory_) on_out_of_memory_(asker, bytes, climb.stream.value_or(nullptr));
-  Refusal refusal;
-  RefusalCause cause;
+  Refused refused{&asker, climb.stream.value_or(nullptr), bytes, {}, {}};
+  Refusal& refusal = refused.refusal;
+  RefusalCause& cause = refused.cause;
   refusal.requested = climb.beside.there + bytes + climb.beside.to_come;
   refusal.pool = asker.is_part() ? asker.model().name() : asker.name();  // what it has is told behind
   refusal.limit = asker.budget().limit();
@@ -109,14 +108,14 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
     }
   }
   if (asker.model().spills()) {
-    const Budget& spilled = spill_group_of(asker.group());
-    cause.limits += "; " + spilled.name() + ": ";
-    if (spilled.limit() != kUnlimited) {
-      cause.limits += "limit " + format_bytes(spilled.limit()) + ", ";
+    const std::shared_ptr<const Budget> spilled = spill_group_of(asker.group());
+    cause.limits += "; " + spilled->name() + ": ";
+    if (spilled->limit() != kUnlimited) {
+      cause.limits += "limit " + format_bytes(spilled->limit()) + ", ";
       if (climb.stream.has_value() && asker.is_ordinary())
-        cause.spill = spilled.excess() + bytes - std::min(bytes, spilled.room());
+        cause.spill = spilled->excess() + bytes - std::min(bytes, spilled->room());
     }
-    cause.limits += "mapped " + format_bytes(spilled.used());
+    cause.limits += "mapped " + format_bytes(spilled->used());
   }
   MemoryInfo info;
   const bool known = driver_.memory_info(device_, &info).ok();
@@ -156,12 +155,17 @@ void DeviceMemory::refuse(const Ladder::Climb& climb) {
                       asker.memory_stats().idle_bytes +
                       (cause.no_addresses ? 0 : spare_of_others(all, asker, idle_of_another));
   refusal.available += climb.beside.there;
-  refuse(std::move(refusal), cause);
+  return refused;
 }
 
-void DeviceMemory::refuse(Refusal refusal, const RefusalCause& cause) {
-  refusal.advice = advice_for(refusal, cause);
-  OutOfMemoryError error(text_of(refusal, cause), refusal.requested, refusal.available, refusal.limit, refusal.pool);
+void DeviceMemory::tell(Refused refused) {
+  refused.asker->count_oom();
+  if (refused.decision.has_value()) ladder_.note(*refused.asker, *std::move(refused.decision));
+  if (on_out_of_memory_) on_out_of_memory_(*refused.asker, refused.bytes, refused.stream);
+  Refusal& refusal = refused.refusal;
+  refusal.advice = advice_for(refusal, refused.cause);
+  OutOfMemoryError error(text_of(refusal, refused.cause), refusal.requested, refusal.available, refusal.limit,
+                         refusal.pool);
   error.is_told = true;
   {
     const MutexLock lock(refusal_mutex_);
@@ -191,10 +195,9 @@ void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool*
     return room >= bytes ? room : room + could_be_spared(level, in, out);
   };
   const auto refuse_under = [&](const Budget& level, std::size_t room, const MemoryInfo* device) {
-    in.count_oom();
-    if (on_out_of_memory_) on_out_of_memory_(in, bytes, nullptr);
-    Refusal refusal;
-    RefusalCause cause;
+    Refused refused{&in, nullptr, bytes, {}, {}};
+    Refusal& refusal = refused.refusal;
+    RefusalCause& cause = refused.cause;
     refusal.requested = bytes;
     refusal.pool = in.name();
     refusal.available = room;
@@ -208,7 +211,7 @@ void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool*
     cause.limits += "there would be " + format_bytes(room);
     const Budget* const under = device == nullptr ? &level : nullptr;
     refusal.holders = holders_under(under, in, survey(under));
-    refuse(std::move(refusal), cause);
+    tell(std::move(refused));
   };
   for (int round = 0;; ++round) {
     const Budget* full = nullptr;

@@ -21,14 +21,11 @@ void DeviceMemory::set_spills(Pool& model, bool spills) {
   model.set_spills(spills);
 }
 
-Budget& DeviceMemory::spill_group_of(const Budget& group) {
+std::shared_ptr<Budget> DeviceMemory::spill_group_of(const Budget& group) {
   const MutexLock lock(registry_mutex_);
   const auto found = groups_.find(&group);
-  return found == groups_.end() ? spill_budget_ : *found->second.spill;
-}
-
-std::size_t DeviceMemory::set_spill_limit(const Budget& group, std::size_t limit_bytes) {
-  return set_limit(spill_group_of(group), limit_bytes);
+  if (found != groups_.end()) return found->second.spill;
+  return {std::shared_ptr<Budget>(), &spill_budget_};
 }
 
 std::shared_ptr<Pool> DeviceMemory::spill_space(Pool& asker) {
@@ -41,7 +38,7 @@ std::shared_ptr<Pool> DeviceMemory::spill_space(Pool& asker) {
   PoolSpec spec = part_spec(asker.shared_from_this(), "host");
   spec.is_spill = true;
   spec.capacity = std::min(capabilities_.total_memory, asker.capacity());
-  return register_pool_of_at_most(spec, spill_group_of(asker.group()));
+  return register_pool_of_at_most(spec, *spill_group_of(asker.group()));
 }
 
 Address DeviceMemory::allocate_spilled(Pool& asker, std::size_t bytes, Stream stream) {

@@ -133,6 +133,7 @@ void NativeMemoryPool::free(Address address, Stream stream) {
 }
 
 void NativeMemoryPool::destroy(bool force) {
+  const MutexLock destroying(destroying_);  // a second caller is told what became of it
   std::vector<LiveAddresses::Entry> left;
   {
     const MutexLock lock(mutex_);
@@ -164,6 +165,7 @@ void NativeMemoryPool::destroy(bool force) {
     const MutexLock lock(mutex_);
     if (live_.take(left[k].address, &bytes)) charged_.fetch_sub(bytes);
   }
+  if (status.ok() && !left.empty()) status = driver_.synchronize(device_);
   if (status.ok()) status = pools_->destroy_pool(pool_.load());
   const MutexLock lock(mutex_);
   destroyed_.store(status.ok());
@@ -177,10 +179,7 @@ NativePool NativeMemoryPool::raw() const {
   return pool_.load();
 }
 
-bool NativeMemoryPool::is_destroyed() const {
-  const MutexLock lock(mutex_);
-  return destroyed_.load();
-}
+bool NativeMemoryPool::is_destroyed() const { return destroyed_.load(); }
 
 void NativeMemoryPool::ask(const std::string& doing, const FunctionRef<Status(NativePool)>& about) const {
   const MutexLock lock(asking_);

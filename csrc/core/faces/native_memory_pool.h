@@ -40,7 +40,7 @@ class NativeMemoryPool {
   // Ends it, once all queued work is done; twice is fine. StillInUseError while something
   // is allocated, unless `force`: then that is freed first. Throws what the driver
   // says; what is done by then stays done, and it may be called again.
-  void destroy(bool force) VMM_EXCLUDES(asking_, mutex_);
+  void destroy(bool force) VMM_EXCLUDES(destroying_, asking_, mutex_);
 
   // As the driver counts; of a pool that is not destroyed.
   [[nodiscard]] NativePoolUsage usage() const VMM_EXCLUDES(asking_, mutex_);
@@ -74,6 +74,7 @@ class NativeMemoryPool {
   const int device_;
   const std::size_t max_bytes_;
   const Report report_;
+  Mutex destroying_;      // above the others: one thread at a time ends it
   mutable Mutex asking_;  // what is asked about the pool itself; destroy() lets it end first
   mutable Mutex mutex_;   // no call of the driver's is made under it
   // What a request reads is in atomics, so that it takes the lock once: the driver

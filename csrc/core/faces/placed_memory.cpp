@@ -10,6 +10,24 @@
 
 namespace vmm {
 
+namespace {
+
+// Of the mapping, by whichever device asks.
+class Ending {
+ public:
+  explicit Ending(std::shared_ptr<AliasRange> range) : range_(std::move(range)) {}
+  bool end() {
+    const MutexLock lock(mutex_);
+    return range_->end();
+  }
+
+ private:
+  Mutex mutex_;
+  const std::shared_ptr<AliasRange> range_;
+};
+
+}  // namespace
+
 PlacedMemory::PlacedMemory(const std::vector<PlacedShare>& shares) {
   if (shares.empty()) throw InvalidArgumentError("memory over no device: give at least one");
   for (const PlacedShare& share : shares) {
@@ -34,7 +52,21 @@ PlacedMemory::PlacedMemory(const std::vector<PlacedShare>& shares) {
   map();
 }
 
-PlacedMemory::~PlacedMemory() { devices_.front()->leave(std::move(ending_)); }
+PlacedMemory::~PlacedMemory() {
+  for (SecondMappings::Place& place : places_) place.leave();
+  // Each device asks: what its models lack may be held by the mapping alone.
+  for (std::size_t k = 0; k < devices_.size(); ++k) devices_[k]->leave(std::move(endings_[k]));
+}
+
+Status PlacedMemory::add_accessor(const Location& who) {
+  const std::vector<Location> all = accessors();
+  if (std::find(all.begin(), all.end(), who) == all.end()) return {};
+  return range_->add_accessor(who, Access::read_write);
+}
+
+void PlacedMemory::record_stream(Stream stream, DeviceStreams& device) {
+  for (const auto& range : ranges_) range->part()->record_stream(range->base(), stream, &device);
+}
 
 bool PlacedMemory::is_on(const DeviceMemory& memory) const {
   return std::find(devices_.begin(), devices_.end(), &memory) != devices_.end();
@@ -95,19 +127,30 @@ void PlacedMemory::order(const std::vector<PlacedShare>& shares) {
 }
 
 void PlacedMemory::map() {
-  const std::vector<Location> who = accessors();
   DeviceMemory& first = *devices_.front();
   // Before there is anything to end: afterwards nothing may fail.
   range_ = std::make_shared<AliasRange>(first.driver());
-  ending_ = [range = range_] { return range->end(); };
+  const auto ending = std::make_shared<Ending>(range_);
+  endings_.reserve(devices_.size());
+  places_.reserve(devices_.size());
+  for (DeviceMemory* memory : devices_) {
+    endings_.emplace_back([ending] { return ending->end(); });
+    places_.emplace_back(memory->second_mappings());
+  }
   SharedChunks shared(/*copies=*/1);
   std::size_t bytes = 0;
   for (const auto& range : ranges_) {
     range->part()->share_chunks(range->base(), range->capacity(), &shared);
     bytes += range->capacity();
   }
-  const std::vector<Chunk*> chunks = shared.release();  // on failure it takes the mappings back itself
-  const Status status = range_->map(first.granularity(), chunks, 1, Access::read_write, who);
+  Status status;
+  DeviceMemory::while_nobody_is_let_in(devices_, [&] {
+    const std::vector<Location> who = accessors();
+    const std::vector<Chunk*> chunks = shared.release();  // on failure it takes the mappings back itself
+    status = range_->map(first.granularity(), chunks, 1, Access::read_write, who);
+    if (!status.ok()) return;
+    for (SecondMappings::Place& place : places_) place.enter({base(), size()}, this);
+  });
   if (status.ok()) return;
   if (status.code() == StatusCode::out_of_memory) {
     throw OutOfMemoryError(

@@ -13,6 +13,7 @@
 #include "core/device/device_memory.h"
 #include "core/faces/tensor_range.h"
 #include "core/memory/alias_range.h"
+#include "core/memory/second_mappings.h"
 #include "core/pool/pool.h"
 
 namespace vmm {
@@ -25,7 +26,7 @@ struct PlacedShare {
   Stream stream = nullptr;  // of that device, which uses the memory first
 };
 
-class PlacedMemory {
+class PlacedMemory final : public SecondMapping {
  public:
   // All or nothing. It begins as zero, usable at once on the streams of all shares.
   // Devices are of one driver. Throws InvalidArgumentError, OutOfMemoryError of the pool
@@ -35,7 +36,12 @@ class PlacedMemory {
   PlacedMemory& operator=(const PlacedMemory&) = delete;
   // Waits for nothing: memory and addresses go behind what is queued on any of the
   // devices.
-  ~PlacedMemory();
+  ~PlacedMemory() override;
+
+  // Its memory and addresses go behind what is queued there, whichever device's the stream is.
+  void record_stream(Stream stream, DeviceStreams& device) override;
+  // Of whoever has been let in on each of its devices.
+  Status add_accessor(const Location& who) override;
 
   [[nodiscard]] Address base() const { return range_->base(); }
   [[nodiscard]] std::size_t size() const { return range_->size(); }
@@ -54,7 +60,8 @@ class PlacedMemory {
   std::vector<DeviceMemory*> devices_;  // the first share's first, each once
   std::vector<std::unique_ptr<TensorRange>> ranges_;
   std::shared_ptr<AliasRange> range_;
-  std::function<bool()> ending_;  // whether the range's addresses went
+  std::vector<SecondMappings::Place> places_;   // on each device
+  std::vector<std::function<bool()>> endings_;  // for each: whether the range's addresses went
 };
 
 }  // namespace vmm

@@ -12,6 +12,9 @@ namespace vmm {
 
 namespace {
 
+// How often a seal waits for what others free under the tag meanwhile, before it says so.
+constexpr int kMostRounds = 16;
+
 // Pieces of one part.
 struct InPart {
   std::shared_ptr<Pool> part;
@@ -37,6 +40,14 @@ std::vector<InPart> by_part(const DeviceMemory& memory, const Pool& model, const
   return found;
 }
 
+[[noreturn]] void refuse_what_is_freed(Pool& part) {
+  const std::size_t bytes = part.memory_stats().quarantined_bytes;
+  throw StillInUseError("pool '" + part.name() + "': " + (bytes == 0 ? "memory" : format_bytes(bytes)) +
+                            " that was freed under the tag is still used by other streams, one of which is being " +
+                            "captured, or goes on being freed by other threads; seal when that has ended",
+                        bytes, 0);
+}
+
 }  // namespace
 
 void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<SealedPiece>& pieces) {
@@ -46,7 +57,7 @@ void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<Seale
     if (const Pool& pool = *part; !pool.is_tag_space()) {
       std::erase_if(its, [&](const SealedPiece& piece) { return pool.is_read_only(piece.address, piece.size); });
     }
-    part->require_whole_chunks(its);
+    part->require_whole_chunks(its, Access::read);
   }
   Clock& clock = memory.clock();
   struct Changed {
@@ -58,7 +69,9 @@ void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<Seale
   try {
     for (const auto& [part, its] : wanted) {
       changed.push_back({part.get(), {}});
-      for (Epoch freed = clock.now(); freed != kLongAgo;) {
+      int round = 0;
+      for (Epoch freed = clock.now(); freed != kLongAgo; ++round) {
+        if (round == kMostRounds) refuse_what_is_freed(*part);
         throw_if_failed(clock.wait(freed), "waiting for queued work that may write what is to be sealed");
         freed = kLongAgo;
         changed.back().stretches = part->set_memory_access(its, Access::read, &freed);
@@ -72,7 +85,9 @@ void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<Seale
 
 void unseal_pages(DeviceMemory& memory, const Pool& model, const std::vector<SealedPiece>& pieces) {
   Epoch never = kLongAgo;
-  for (const auto& [part, its] : by_part(memory, model, pieces)) {
+  const std::vector<InPart> wanted = by_part(memory, model, pieces);
+  for (const auto& [part, its] : wanted) part->require_whole_chunks(its, Access::read_write);
+  for (const auto& [part, its] : wanted) {
     part->set_memory_access(its, Access::read_write, &never);
   }
 }

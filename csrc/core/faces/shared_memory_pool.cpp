@@ -18,6 +18,7 @@ std::string group_name() {
 SharedMemoryPool::SharedMemoryPool(DeviceMemory& memory, std::size_t physical_limit) : memory_(memory) {
   if (physical_limit == 0) throw InvalidArgumentError("physical_limit 0: models need at least one page");
   budget_ = memory.create_group(group_name(), physical_limit);
+  spill_ = memory.spill_group_of(*budget_);
 }
 
 SharedMemoryPool::~SharedMemoryPool() {
@@ -156,7 +157,7 @@ std::size_t SharedMemoryPool::set_spill_limit(std::size_t limit_bytes) {
     const MutexLock lock(mutex_);
     require_open();
   }
-  return memory_.set_spill_limit(*budget_, limit_bytes);
+  return memory_.set_limit(*spill_, limit_bytes);
 }
 
 void SharedMemoryPool::close(bool force) {
@@ -176,9 +177,6 @@ void SharedMemoryPool::close(bool force) {
   memory_.settle(/*wait=*/true);
 }
 
-bool SharedMemoryPool::is_closed() const {
-  const MutexLock lock(mutex_);
-  return closed_;
-}
+bool SharedMemoryPool::is_closed() const { return closed_.load(std::memory_order_acquire); }
 
 }  // namespace vmm

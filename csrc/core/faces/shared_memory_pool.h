@@ -2,6 +2,7 @@
 // block and no chunk; pools and the ladder do the work.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <list>
 #include <memory>
@@ -62,7 +63,7 @@ class SharedMemoryPool {
   // Bytes of host memory that models may have for what they spill, at most. Returns the bytes
   // given back now.
   std::size_t set_spill_limit(std::size_t limit_bytes);
-  [[nodiscard]] std::size_t spill_limit() const { return memory_.spill_group_of(*budget_).limit(); }
+  [[nodiscard]] std::size_t spill_limit() const { return spill_->limit(); }
   // Unregisters all models (StillInUseError while one is in use and not
   // `force`) and gives the shelf back.
   void close(bool force);
@@ -84,10 +85,11 @@ class SharedMemoryPool {
 
   DeviceMemory& memory_;
   std::shared_ptr<Budget> budget_;  // the device's memory keeps it while pools drain
+  std::shared_ptr<Budget> spill_;   // of what its models spill
   mutable Mutex mutex_;
   Models models_ VMM_GUARDED_BY(mutex_);  // in order of registration
   std::unordered_map<std::string, Models::const_iterator> by_id_ VMM_GUARDED_BY(mutex_);
-  bool closed_ VMM_GUARDED_BY(mutex_) = false;
+  std::atomic<bool> closed_{false};  // changed under the lock; a forked child may ask
 };
 
 }  // namespace vmm

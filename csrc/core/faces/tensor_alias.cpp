@@ -7,6 +7,7 @@
 
 #include "base/errors.h"
 #include "core/memory/shared_chunks.h"
+#include "core/pool/seal_rule.h"
 
 namespace vmm {
 
@@ -20,7 +21,10 @@ constexpr std::size_t kMostBytes = std::size_t{1} << 47;
 
 TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, const std::vector<AliasedPiece>& pieces,
                          std::size_t copies, bool read_only)
-    : memory_(memory), opener_(std::move(opener)) {
+    : memory_(memory),
+      opener_(std::move(opener)),
+      access_(read_only ? Access::read : Access::read_write),
+      place_(memory.second_mappings()) {
   opener_->require_open();
   if (pieces.empty() || copies == 0)
     throw InvalidArgumentError("an alias of nothing: give at least one tensor and one copy");
@@ -32,6 +36,7 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
                            kUnlimited, 0, kMostBytes, opener_->name());
   }
   holds_.reserve(pieces.size());  // nothing is held that there is no room to note
+  shown_.reserve(pieces.size());
   // Before there is anything to end: once it is mapped nothing may fail.
   range_ = std::make_shared<AliasRange>(memory_.driver());
   ending_ = [range = range_] { return range->end(); };
@@ -44,21 +49,35 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
         throw InvalidArgumentError("the memory at " + format_hex(piece.address) +
                                    " is in none of torch_vmm's pools on " + "this device");
       }
+      if (pool->is_private()) {
+        throw InvalidArgumentError("pool '" + pool->name() + "': the " + format_bytes(piece.size) + " at " +
+                                   format_hex(piece.address) + " are a CUDA graph's or a torch.cuda.MemPool's, which " +
+                                   "torch may take back: make the tensor with torch_vmm.aligned(shape, dtype, device)");
+      }
       const std::size_t offset = piece.address - pool->base();
       const std::vector<ByteRange> pages = pool->held_pages(offset, piece.size);
       if (!pages.empty()) {
+        if (pages.size() != 1 || pages.front().offset > offset || pages.front().end() < offset + piece.size) {
+          throw InvalidArgumentError(what_is_not_there(pool->name(), piece.address, piece.size));
+        }
         pool->hold_pages(offset, piece.size);
         holds_.push_back({pool, offset, piece.size});
       }
       pool->share_chunks(piece.address, piece.size, &shared);
+      const bool is_first = std::find(shown_.begin(), shown_.end(), piece.address) == shown_.end();
+      if (!is_first) continue;
+      shown_.push_back(piece.address);
       if (&pool->model() != opener_.get()) shared_bytes_ += piece.size;
     }
-    const std::vector<Location> accessors = memory_.accessors();
     memory_.add_shared(*opener_, shared_bytes_);
     is_shown = true;
-    const std::vector<Chunk*> chunks = shared.release();  // on failure it takes the mappings back itself
-    const Status status =
-        range_->map(memory_.granularity(), chunks, copies, read_only ? Access::read : Access::read_write, accessors);
+    Status status;
+    DeviceMemory::while_nobody_is_let_in({&memory_}, [&] {
+      const std::vector<Location> accessors = memory_.accessors();
+      const std::vector<Chunk*> chunks = shared.release();  // on failure it takes the mappings back itself
+      status = range_->map(memory_.granularity(), chunks, copies, access_, accessors);
+      if (status.ok()) place_.enter({base(), size()}, this);
+    });
     if (status.ok()) return;
     if (status.code() == StatusCode::out_of_memory) {
       throw OutOfMemoryError("there are no addresses, or mappings, for " + format_count(copies, "copy", "copies") +
@@ -74,10 +93,19 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
 }
 
 TensorAlias::~TensorAlias() {
+  place_.leave();
   memory_.remove_shared(*opener_, shared_bytes_);
   let_go();
   memory_.leave(std::move(ending_));
 }
+
+void TensorAlias::record_stream(Stream stream, DeviceStreams& device) {
+  for (const Address address : shown_) {
+    if (const std::shared_ptr<Pool> pool = memory_.pool_at(address)) pool->record_stream(address, stream, &device);
+  }
+}
+
+Status TensorAlias::add_accessor(const Location& who) { return range_->add_accessor(who, access_); }
 
 // Its owner's pages may go; whoever gets them comes behind all that is queued now.
 void TensorAlias::let_go() noexcept {

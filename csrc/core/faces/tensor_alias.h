@@ -12,6 +12,7 @@
 #include "base/units.h"
 #include "core/device/device_memory.h"
 #include "core/memory/alias_range.h"
+#include "core/memory/second_mappings.h"
 #include "core/pool/pool.h"
 
 namespace vmm {
@@ -22,7 +23,7 @@ struct AliasedPiece {
   std::size_t size = 0;  // bytes
 };
 
-class TensorAlias {
+class TensorAlias final : public SecondMapping {
  public:
   // `pieces`, each of which stands on whole chunks of `memory`'s, `copies` times, for
   // `opener`, which has to be open. Throws InvalidArgumentError that says what does not,
@@ -33,7 +34,12 @@ class TensorAlias {
   TensorAlias(const TensorAlias&) = delete;
   TensorAlias& operator=(const TensorAlias&) = delete;
   // Waits for nothing: its addresses go when no queued work uses them.
-  ~TensorAlias();
+  ~TensorAlias() override;
+
+  // Of a stream that uses it here: the blocks and pages that it shows are not reused before
+  // that work is done.
+  void record_stream(Stream stream, DeviceStreams& device) override;
+  Status add_accessor(const Location& who) override;
 
   [[nodiscard]] Address base() const { return range_->base(); }
   [[nodiscard]] std::size_t size() const { return range_->size(); }
@@ -50,7 +56,10 @@ class TensorAlias {
 
   DeviceMemory& memory_;
   const std::shared_ptr<Pool> opener_;
-  std::vector<Hold> holds_;  // of explicit pages
+  const Access access_;
+  SecondMappings::Place place_;
+  std::vector<Address> shown_;  // where each piece begins
+  std::vector<Hold> holds_;     // of explicit pages
   std::size_t shared_bytes_ = 0;
   std::shared_ptr<AliasRange> range_;
   std::function<bool()> ending_;  // whether its addresses went

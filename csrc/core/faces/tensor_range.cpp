@@ -14,10 +14,14 @@ TensorRange::TensorRange(DeviceMemory& memory, const std::shared_ptr<Pool>& mode
     // Here, where it may fail for want of memory: an end may not.
     ending_ = [memory = &memory_, part = part_] { return end(*memory, *part, nullptr); };
     if (!spec.zeros) return;
-    const auto zeros =
-        std::make_shared<ZeroCover>(memory_.driver(), memory_.zero_chunks(), base(), capacity(), memory_.accessors());
-    ending_ = [memory = &memory_, part = part_, zeros] { return end(*memory, *part, zeros.get()); };
-    zeros_ = zeros.get();
+    place_.emplace(memory_.second_mappings());
+    const std::shared_ptr<ZeroChunks> chunks = memory_.zero_chunks();
+    DeviceMemory::while_nobody_is_let_in({&memory_}, [&] {
+      const auto zeros = std::make_shared<ZeroCover>(memory_.driver(), chunks, base(), capacity(), memory_.accessors());
+      ending_ = [memory = &memory_, part = part_, zeros] { return end(*memory, *part, zeros.get()); };
+      zeros_ = zeros.get();
+      place_->enter({base(), capacity()}, this);
+    });
     cover({{0, capacity()}});
   } catch (...) {
     let_go();
@@ -26,6 +30,13 @@ TensorRange::TensorRange(DeviceMemory& memory, const std::shared_ptr<Pool>& mode
 }
 
 TensorRange::~TensorRange() { let_go(); }
+
+void TensorRange::record_stream(Stream stream, DeviceStreams& device) { part_->record_stream(base(), stream, &device); }
+
+Status TensorRange::add_accessor(const Location& who) {
+  const MutexLock lock(mutex_);
+  return zeros_->add_accessor(who);
+}
 
 // Whether all of it went. REQUIRES: no queued work reads zeros there.
 bool TensorRange::end(DeviceMemory& memory, Pool& part, ZeroCover* zeros) noexcept {
@@ -39,6 +50,7 @@ bool TensorRange::end(DeviceMemory& memory, Pool& part, ZeroCover* zeros) noexce
 }
 
 void TensorRange::let_go() noexcept {
+  if (place_.has_value()) place_->leave();  // nobody is told that it is let in any more
   if (zeros_ == nullptr) {
     if (end(memory_, *part_, nullptr) || !ending_) return;
   } else {
@@ -95,8 +107,8 @@ void TensorRange::cover(const std::vector<ByteRange>& ranges) {
   };
   Status status = attempt();
   if (status.code() == StatusCode::out_of_memory) {
-    memory_.empty_cache();  // what pools have idle serves as well
-    status = attempt();
+    // What others have idle serves as well; the smallest chunk that reads as zero is all that it takes.
+    memory_.reclaim_for(memory_.budget(), memory_.store().granularity(), [&] { return (status = attempt()).ok(); });
   }
   throw_if_failed(status, "mapping what reads as zero in '" + part_->name() + "'");
 }
@@ -141,37 +153,51 @@ void TensorRange::undo(const std::vector<ByteRange>& taken) noexcept {
 void TensorRange::commit(const std::vector<ByteRange>& ranges, Stream stream) {
   for (int reliefs = 0;; ++reliefs) {
     const std::vector<ByteRange> missing = gaps(ranges);
-    try {
-      const Ladder::NoRelief here;
-      return commit_missing(missing, stream);
-    } catch (const OutOfMemoryError&) {
+    const auto relieve = [&] {
       std::size_t bytes = 0;
       for (const ByteRange& range : missing) bytes += range.size;
-      if (reliefs == Ladder::kMostReliefs || !memory_.ladder().relieve(*part_, bytes)) throw;
+      return reliefs < Ladder::kMostReliefs && memory_.ladder().relieve(*part_, bytes);
+    };
+    std::optional<Refused> refused;
+    try {
+      const Ladder::NoRelief here;
+      refused = commit_missing(missing, stream);
+    } catch (const OutOfMemoryError&) {  // what reads as zero did not come back
+      if (!relieve()) throw;
+      continue;
     }
+    if (!refused.has_value()) return;
+    if (!relieve()) memory_.tell(*std::move(refused));
   }
 }
 
-void TensorRange::commit_missing(const std::vector<ByteRange>& missing, Stream stream) {
+// What was refused, or nothing.
+std::optional<Refused> TensorRange::commit_missing(const std::vector<ByteRange>& missing, Stream stream) {
   part_->model().require_open();
   mend();
-  if (missing.empty()) return;
+  if (missing.empty()) return std::nullopt;
   std::vector<ByteRange> taken;
   taken.reserve(missing.size());
   if (zeros_ != nullptr) {
     wait_for_readers();
     uncover(missing);
   }
+  std::optional<Refused> refused;
   try {
     for (const ByteRange& range : missing) {
-      memory_.allocate_pages(*part_, range.offset, range.size, stream);
+      if (memory_.try_allocate_pages(*part_, range.offset, range.size, stream, &refused) == 0) break;
       taken.push_back(range);
     }
   } catch (...) {
     undo(taken);
     throw;
   }
-  has_holes_.store(false, std::memory_order_relaxed);
+  if (refused.has_value()) {
+    undo(taken);
+  } else {
+    has_holes_.store(false, std::memory_order_relaxed);
+  }
+  return refused;
 }
 
 std::size_t TensorRange::decommit(const std::vector<ByteRange>& ranges) {

@@ -11,12 +11,14 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/sync.h"
 #include "base/units.h"
 #include "core/device/device_memory.h"
+#include "core/memory/second_mappings.h"
 #include "core/memory/zero_cover.h"
 #include "core/pool/pool.h"
 
@@ -32,14 +34,18 @@ struct TensorRangeSpec {
   bool zeros = false;
 };
 
-class TensorRange {
+class TensorRange final : public SecondMapping {
  public:
   // In `model`, which has to be open. Throws as DeviceMemory::create_pool().
   TensorRange(DeviceMemory& memory, const std::shared_ptr<Pool>& model, const TensorRangeSpec& spec);
   TensorRange(const TensorRange&) = delete;
   TensorRange& operator=(const TensorRange&) = delete;
   // Gives all of it back. Waits for nothing.
-  ~TensorRange();
+  ~TensorRange() override;
+
+  void record_stream(Stream stream, DeviceStreams& device) override;
+  // To what reads as zero.
+  Status add_accessor(const Location& who) VMM_EXCLUDES(mutex_) override;
 
   // Backs the pages under `ranges` that have no memory, all or none; usable by work
   // on `stream` at once. They begin as zero; what has memory stays, and queued work may
@@ -77,15 +83,16 @@ class TensorRange {
   void mend() {  // all of it, after whatever failed
     if (has_holes_.load(std::memory_order_relaxed)) mend({{0, capacity()}});
   }
-  void commit_missing(const std::vector<ByteRange>& missing, Stream stream);
+  std::optional<Refused> commit_missing(const std::vector<ByteRange>& missing, Stream stream);
 
   DeviceMemory& memory_;
   const std::shared_ptr<Pool> part_;
   Mutex mutex_;
   // nullptr: what has no memory faults. `ending_` owns it.
   ZeroCover* zeros_ VMM_PT_GUARDED_BY(mutex_) = nullptr;
-  std::atomic<bool> has_holes_{false};  // a driver's failure left some that fault
-  std::function<bool()> ending_;        // whether it went
+  std::optional<SecondMappings::Place> place_;  // of what reads as zero
+  std::atomic<bool> has_holes_{false};          // a driver's failure left some that fault
+  std::function<bool()> ending_;                // whether it went
 };
 
 }  // namespace vmm

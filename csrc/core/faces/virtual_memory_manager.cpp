@@ -39,7 +39,7 @@ VirtualMemoryManager::VirtualMemoryManager(DeviceMemory& memory) : memory_(memor
 VirtualMemoryManager::~VirtualMemoryManager() {
   try {
     close();
-  } catch (const VmmError&) {  // NOLINT(bugprone-empty-catch): a held range keeps its memory; nothing else throws
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): a held range keeps its memory; else no host memory
   }
 }
 
@@ -104,11 +104,17 @@ VirtualAddressRange VirtualMemoryManager::reserve(std::size_t size, std::size_t 
         size, 0, kUnlimited, "VirtualMemoryManager");
   }
   throw_if_failed(status, "reserve(" + std::to_string(size) + ", " + std::to_string(alignment) + ")");
-  Range& range = ranges_[base];
-  range.mapped = std::make_unique<MappedRange>(memory_.driver(), base, size);
-  range.alignment = alignment;
-  range.key = ++last_key_;
-  return {id_, range.key, base, size, alignment};
+  try {
+    Range range;
+    range.mapped = std::make_unique<MappedRange>(memory_.driver(), base, size);
+    range.alignment = alignment;
+    range.key = ++last_key_;
+    ranges_.emplace(base, std::move(range));
+  } catch (...) {
+    memory_.driver().unreserve(base, size).ignore();
+    throw;
+  }
+  return {id_, last_key_, base, size, alignment};
 }
 
 void VirtualMemoryManager::release(const VirtualAddressRange& range) {
@@ -147,21 +153,28 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
   // could charge anything until the driver has refused.
   Status status(StatusCode::out_of_memory, "create");
   if (size <= kMostPhysical) status = memory_.store().create(spec, payer, &chunk, &refused);
-  if (status.code() == StatusCode::out_of_memory && location == Location::on_device(memory_.device()) &&
-      memory_.could_hold(payer, size)) {
-    memory_.empty_cache();  // idle memory of pools on this device
-    status = memory_.store().create(spec, payer, &chunk, &refused);
+  // Another device's memory counts here too, and only the limits can be met from here.
+  const bool is_own =
+      location == Location::on_device(memory_.device()) || (refused != nullptr && &payer == &memory_.budget());
+  if (status.code() == StatusCode::out_of_memory && is_own) {
+    memory_.reclaim_for(payer, size, [&] {
+      status = memory_.store().create(spec, payer, &chunk, &refused);
+      return status.ok();
+    });
   }
   if (status.code() == StatusCode::out_of_memory) {
     MemoryInfo info;
     const bool known = location.kind == Location::Kind::device && driver.memory_info(location.device, &info).ok();
-    throw OutOfMemoryError(
-        "alloc_physical(" + std::to_string(size) + "): " +
-            (refused != nullptr
-                 ? "the limit of " + refused->name() + ", " + format_bytes(refused->limit()) + ", is reached"
-                 : "the driver has no more (" + status.text() + ")") +
-            (known ? "; free " + format_bytes(info.free) + " of " + format_bytes(info.total) : ""),
-        size, known ? info.free : 0, refused != nullptr ? refused->limit() : info.total, "VirtualMemoryManager");
+    throw OutOfMemoryError("alloc_physical(" + std::to_string(size) + "): " +
+                               (refused != nullptr ? "the limit of " + refused->name() + ", " +
+                                                         format_bytes(refused->limit()) + ", is reached"
+                                                   : "the driver has no more (" + status.text() + ")") +
+                               (known ? "; free " + format_bytes(info.free) + " of " + format_bytes(info.total) : ""),
+                           size,
+                           refused != nullptr ? std::min(payer.headroom(), known ? info.free : kUnlimited)
+                           : known            ? info.free
+                                              : 0,
+                           refused != nullptr ? refused->limit() : info.total, "VirtualMemoryManager");
   }
   if (status.code() == StatusCode::not_supported) {
     throw NotAvailableError("alloc_physical: " + status.text() + ": this device cannot create " +
@@ -170,14 +183,14 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
   }
   throw_if_failed(status, "alloc_physical(" + std::to_string(size) + ")");
   const MutexLock lock(mutex_);
+  const std::uint64_t key = ++last_key_;
   try {
     require_open();
+    physical_.emplace(key, chunk);
   } catch (...) {
     memory_.store().release(chunk).ignore();
     throw;
   }
-  const std::uint64_t key = ++last_key_;
-  physical_.emplace(key, chunk);
   return {id_, key, chunk->handle, size, location.kind == Location::Kind::host ? -1 : location.device};
 }
 
@@ -419,9 +432,6 @@ void VirtualMemoryManager::close() {
   closed_ = true;
 }
 
-bool VirtualMemoryManager::is_closed() const {
-  const MutexLock lock(mutex_);
-  return closed_;
-}
+bool VirtualMemoryManager::is_closed() const { return closed_.load(std::memory_order_acquire); }
 
 }  // namespace vmm

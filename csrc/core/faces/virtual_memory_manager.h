@@ -4,6 +4,7 @@
 // alone: another manager's objects are refused.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -115,7 +116,7 @@ class VirtualMemoryManager {
   mutable std::map<Address, Range> ranges_ VMM_GUARDED_BY(mutex_);
   std::map<std::uint64_t, Chunk*> physical_ VMM_GUARDED_BY(mutex_);
   std::uint64_t last_key_ VMM_GUARDED_BY(mutex_) = 0;
-  bool closed_ VMM_GUARDED_BY(mutex_) = false;
+  std::atomic<bool> closed_{false};  // changed under the lock; a forked child may ask
 };
 
 }  // namespace vmm

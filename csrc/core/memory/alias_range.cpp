@@ -56,6 +56,10 @@ Status AliasRange::map_all(std::size_t granularity, std::span<Chunk* const> chun
   return {};
 }
 
+Status AliasRange::add_accessor(const Location& who, Access access) {
+  return driver_.set_access(base_, size_, who, access);
+}
+
 // All of it is one run.
 Status AliasRange::unmap() {
   std::size_t bytes = 0;

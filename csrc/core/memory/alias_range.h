@@ -1,6 +1,6 @@
 // Chunks that somebody else owns and pays for, mapped a second time, side by side in
 // a reservation of their own. It never knows whose they are nor a pool. No lock: it
-// is mapped, once, and then only ends.
+// is mapped, once, lets others in, and then only ends.
 #pragma once
 
 #include <cstddef>
@@ -29,6 +29,8 @@ class AliasRange {
   // throw too, they are taken back here. At least one chunk, copy and accessor.
   Status map(std::size_t granularity, std::span<Chunk* const> chunks, std::size_t copies, Access access,
              std::span<const Location> accessors);
+  // REQUIRES: it is mapped.
+  Status add_accessor(const Location& who, Access access);
   // Unmaps all and gives the addresses back; false: the driver refuses, to be tried
   // again. REQUIRES: no queued work uses them.
   bool end();

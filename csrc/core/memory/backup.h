@@ -48,6 +48,8 @@ class Backup {
   // Whether it may stay once all has been loaded, so that what nobody has written to need not
   // be saved again.
   [[nodiscard]] virtual bool may_be_kept() const { return false; }
+  // Nothing of it is to be found once the process has ended; it can be read until then.
+  virtual void forget_name() noexcept {}
   // In words for messages and reports: "host", "host, packed", "cuda:1", a path.
   [[nodiscard]] virtual std::string place() const = 0;
 };

@@ -99,13 +99,36 @@ void remove_left_in(const std::filesystem::path& folder, const FunctionRef<bool(
     for (const auto& entry : std::filesystem::directory_iterator(folder)) {
       if (!is_looked_at(entry.path().filename().string())) continue;
       OwnFile file;
-      if (!file.open(entry.path().string(), O_RDONLY | O_NOFOLLOW)) continue;
+      if (!file.open(entry.path().string(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK))
+        continue;  // a pipe would wait for a writer
       alignas(std::max_align_t) std::array<std::byte, kHeadBytes> page{};
       if (has_locked(file) && is_ours(file, page.data())) file.unlink(entry.path().string());
     }
   } catch (const std::filesystem::filesystem_error&) {
     // It cannot be read, or its path is none: whoever makes the file says so.
   }
+}
+
+// Again where a signal came: the call's answer, or a negative one and errno.
+template <typename Call>
+auto through_signals(const Call& call) {
+  auto answer = call();
+  while (answer < 0 && errno == EINTR) answer = call();
+  return answer;
+}
+
+// posix_fallocate(), whatever signals come: in steps, as some file systems undo all that an
+// interrupted call had. 0, or what is wrong.
+int allocate(int file, std::size_t bytes) {
+  constexpr std::size_t kStep = 256 * kMiB;
+  for (std::size_t at = 0; at < bytes;) {
+    const std::size_t size = std::min(kStep, bytes - at);
+    const int error = ::posix_fallocate(file, static_cast<off_t>(at), static_cast<off_t>(size));
+    if (error == EINTR) continue;
+    if (error != 0) return error;
+    at += size;
+  }
+  return 0;
 }
 
 std::size_t file_offset(std::size_t slab) { return kHeadBytes + slab * PinnedMemory::kSlabBytes; }
@@ -135,11 +158,13 @@ FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t byte
   }
   open(page);
   const std::size_t room = file_offset(0) + align_up(bytes, kHeadBytes);
-  int error = ::ftruncate(file_.descriptor(), 0) != 0 ? errno : 0;
-  if (error == 0) error = ::posix_fallocate(file_.descriptor(), 0, static_cast<off_t>(room));
+  const int file = file_.descriptor();
+  int error = through_signals([file] { return ::ftruncate(file, 0); }) != 0 ? errno : 0;
+  if (error == 0) error = allocate(file, room);
   if (error == 0) {
     std::memcpy(page, kMagic.data(), kMagic.size());
-    if (::pwrite(file_.descriptor(), page, kHeadBytes, 0) != static_cast<ssize_t>(kHeadBytes)) error = errno;
+    const ssize_t written = through_signals([&] { return ::pwrite(file, page, kHeadBytes, 0); });
+    if (written != static_cast<ssize_t>(kHeadBytes)) error = written < 0 ? errno : EIO;
   }
   if (error == 0) return;
   file_.unlink(path_);
@@ -177,7 +202,9 @@ void FileBackup::open(std::byte* page) {
   fail("cannot make the file", errno);
 }
 
-FileBackup::~FileBackup() {
+FileBackup::~FileBackup() { forget_name(); }
+
+void FileBackup::forget_name() noexcept {
   if (::getpid() == process_) file_.unlink(path_);  // not in a child of a fork
 }
 

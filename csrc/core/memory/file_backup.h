@@ -30,6 +30,7 @@ class FileBackup final : public Backup {
   void load(std::size_t at, Address to, std::size_t size, const StreamUse& by) override;
   void rest() noexcept override;
   void read(std::size_t at, std::byte* to, std::size_t size) override;
+  void forget_name() noexcept override;
   [[nodiscard]] std::string place() const override { return path_; }
 
  private:

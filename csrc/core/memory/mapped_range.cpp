@@ -209,7 +209,10 @@ Status MappedRange::clear_dormant() {
 Status MappedRange::set_access(ByteRange range, Location who, Access access) {
   // Before the call: what it gives has to be noted, and one that fails may have changed some.
   for (auto it = live_.lower_bound(range.offset); it != live_.end() && it->first < range.end(); ++it) {
-    it->second.rights.reserve(it->second.rights.size() + 1);
+    auto& rights = it->second.rights;
+    const bool is_there =
+        std::any_of(rights.begin(), rights.end(), [&](const auto& right) { return right.first == who; });
+    if (!is_there) rights.reserve(rights.size() + 1);
     if (access == Access::read_write) ++it->second.times_writable;
   }
   if (const Status status = driver_.set_access(base_ + range.offset, range.size, who, access); !status.ok()) {

@@ -111,7 +111,7 @@ void PinnedMemory::put_back(std::vector<SlabPtr> slabs) noexcept {
     used_ -= slabs.size();
     for (SlabPtr& slab : slabs) {
       if (slab == nullptr || !slab->is_ready()) continue;
-      if (used_ + unused_.size() >= limit_ / kSlabBytes) continue;
+      if (is_closed_ || used_ + unused_.size() >= limit_ / kSlabBytes) continue;
       try {
         unused_.push_back(std::move(slab));
       } catch (...) {
@@ -147,6 +147,14 @@ std::size_t PinnedMemory::set_limit(std::size_t bytes) {
 std::size_t PinnedMemory::limit() const {
   const MutexLock lock(mutex_);
   return limit_;
+}
+
+void PinnedMemory::close() {
+  {
+    const MutexLock lock(mutex_);
+    is_closed_ = true;
+  }
+  release_unused();
 }
 
 std::size_t PinnedMemory::release_unused() {

@@ -69,6 +69,8 @@ class PinnedMemory {
   // goes at once, what is used when it is put back. Returns the bytes that went.
   std::size_t set_limit(std::size_t bytes) VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t limit() const VMM_EXCLUDES(mutex_);
+  // Keeps nothing that is unused any more: what is used ends when it is put back.
+  void close() VMM_EXCLUDES(mutex_);
   // Unpins what is unused. Returns its bytes.
   std::size_t release_unused() VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t used_bytes() const VMM_EXCLUDES(mutex_);
@@ -91,6 +93,7 @@ class PinnedMemory {
   std::size_t reserved_ VMM_GUARDED_BY(mutex_) = 0;        // slabs that fit into these
   std::vector<std::byte*> places_ VMM_GUARDED_BY(mutex_);  // of these, where no slab is
   std::size_t limit_ VMM_GUARDED_BY(mutex_) = kUnlimited;
+  bool is_closed_ VMM_GUARDED_BY(mutex_) = false;
   std::size_t used_ VMM_GUARDED_BY(mutex_) = 0;  // slabs
   std::vector<SlabPtr> unused_ VMM_GUARDED_BY(mutex_);
 };

@@ -81,6 +81,17 @@ Status ZeroCover::prepare() {
   return chunks_->at_most(chunks_->granularity(), &status) != nullptr ? Status() : status;
 }
 
+Status ZeroCover::add_accessor(const Location& who) {
+  if (std::find(accessors_.begin(), accessors_.end(), who) != accessors_.end()) return {};
+  accessors_.reserve(accessors_.size() + 1);
+  for (const auto& [offset, mapping] : live_) {
+    const Status status = driver_.set_access(base_ + offset, mapping.chunk->size, who, Access::read);
+    if (!status.ok()) return status;
+  }
+  accessors_.push_back(who);
+  return {};
+}
+
 // Maps [*at, range.end()), as far as it gets, and makes all of it readable.
 Status ZeroCover::map(ByteRange range, std::size_t* at) {
   while (*at < range.end()) {

@@ -68,6 +68,9 @@ class ZeroCover {
   // work uses what a failure left.
   Status cover_gaps(ByteRange range);
 
+  // What reads as zero does so for `who` as well from now on.
+  Status add_accessor(const Location& who);
+
   [[nodiscard]] std::size_t mappings() const { return live_.size(); }
   [[nodiscard]] std::size_t bytes() const { return bytes_; }
   // Whether all of `range` is covered.
@@ -88,7 +91,7 @@ class ZeroCover {
   const std::shared_ptr<ZeroChunks> chunks_;
   const Address base_;
   const std::size_t size_;
-  const std::vector<Location> accessors_;
+  std::vector<Location> accessors_;
   Map live_;  // by offset
   std::size_t bytes_ = 0;
 };

@@ -54,15 +54,21 @@ void Pool::require_there(Address address, std::size_t bytes) const {
   if (place->first + place->second.size > address - base_) require_awake();
 }
 
+std::size_t Pool::end_of_gone_read_only(std::size_t offset) const {
+  const auto after = asleep_->gone.upper_bound(offset);
+  if (after == asleep_->gone.begin()) return 0;
+  const auto& [begin, place] = *std::prev(after);
+  return offset < begin + place.size && place.is_read_only ? begin + place.size : 0;
+}
+
 bool Pool::has_gone_read_only(ByteRange range) const {
   std::size_t at = range.offset;
-  auto place = asleep_->gone.upper_bound(at);
-  if (place == asleep_->gone.begin()) return false;
-  for (--place; place != asleep_->gone.end() && place->first <= at && at < range.end(); ++place) {
-    if (!place->second.is_read_only) return false;
-    at = place->first + place->second.size;
+  while (at < range.end()) {
+    const std::size_t end = end_of_gone_read_only(at);
+    if (end == 0) return false;
+    at = end;
   }
-  return at >= range.end();
+  return true;
 }
 
 // Of chunks that have gone, those over whose borders the block lies.
@@ -148,7 +154,15 @@ void Pool::note_place(const std::string& place) {
 
 std::set<std::string> Pool::places_of_backups() const {
   const MutexLock lock(mutex_);
-  return asleep_ == nullptr ? std::set<std::string>() : asleep_->kept.places();
+  if (asleep_ == nullptr) return {};
+  std::set<std::string> places = asleep_->kept.places();
+  if (asleep_->is_busy) places.insert(asleep_->place);
+  return places;
+}
+
+void Pool::forget_names_of_backups() const noexcept {
+  const MutexLock lock(mutex_);
+  if (asleep_ != nullptr) asleep_->kept.forget_names();
 }
 
 std::string Pool::asleep_where() const {

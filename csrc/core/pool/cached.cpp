@@ -30,9 +30,17 @@ std::size_t Pool::block_size(Address address) const {
   return block == nullptr ? 0 : block->size();
 }
 
+std::optional<Pool::Asked> Pool::asked_at(Address address) const {
+  const ReadLock lock(*this);
+  const Block* const block = contains(address) ? live_at(address) : nullptr;
+  if (block == nullptr) return std::nullopt;
+  return Asked{block->requested, streams_[block->tag].stream};
+}
+
 // Where every event has to be seen when it happens, or the memory is no single
 // stream's, nothing is kept.
 bool Pool::may_keep(StreamTag tag) {
+  if (kind_.is_spill) return false;  // the bus costs more, and a lowered limit stops no caches for it
   if (life_.load(std::memory_order_acquire) != Life::open || space_.is_pinned() || kind_.no_split ||
       asleep_ != nullptr || streams_.graphs_end() != kLongAgo || !is_lasting(streams_[tag].kind))
     return false;

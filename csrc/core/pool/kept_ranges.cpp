@@ -29,6 +29,14 @@ std::set<std::string> KeptRanges::places() const {
   return found;
 }
 
+void KeptRanges::forget_names() const noexcept {
+  const Backup* latest = nullptr;
+  for (const auto& [offset, range] : by_offset_) {
+    if (range.backup.get() != latest) range.backup->forget_name();
+    latest = range.backup.get();
+  }
+}
+
 KeptRanges KeptRanges::cut_to(const std::vector<ByteRange>& wanted) {
   KeptRanges left;
   for (const ByteRange& range : wanted) {

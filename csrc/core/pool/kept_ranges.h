@@ -44,6 +44,8 @@ class KeptRanges {
   [[nodiscard]] KeptRanges cut_to(const std::vector<ByteRange>& wanted);
   // Of the backups that they are in.
   [[nodiscard]] std::set<std::string> places() const;
+  // Backup::forget_name() of all that they are in.
+  void forget_names() const noexcept;
   // Any of them, or nullptr.
   [[nodiscard]] const KeptRange* any() const { return by_offset_.empty() ? nullptr : &by_offset_.begin()->second; }
 

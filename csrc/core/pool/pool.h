@@ -83,6 +83,12 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void record_stream(Address address, Stream stream, DeviceStreams* device = nullptr) VMM_EXCLUDES(mutex_);
   // Bytes of the live block at `address`, or 0. No lock: whoever asks owns it.
   [[nodiscard]] std::size_t block_size(Address address) const;
+  // What was asked for there: bytes, and the stream. Nothing where it is no live block.
+  struct Asked {
+    std::size_t bytes = 0;
+    Stream stream = nullptr;
+  };
+  [[nodiscard]] std::optional<Asked> asked_at(Address address) const VMM_EXCLUDES(mutex_);
 
   [[nodiscard]] std::vector<Address> live_addresses() const VMM_EXCLUDES(mutex_);
   // The chunks under [address, address + bytes), by address.
@@ -107,7 +113,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // What such a call has made read-only is writable again.
   void undo_read_only(const std::vector<ByteRange>& stretches) noexcept VMM_EXCLUDES(mutex_);
   // Throws InvalidArgumentError where set_memory_access() would.
-  void require_whole_chunks(const std::vector<SealedPiece>& pieces) VMM_EXCLUDES(mutex_);
+  void require_whole_chunks(const std::vector<SealedPiece>& pieces, Access access) VMM_EXCLUDES(mutex_);
   // A tag's space, where nothing is sealed any more but what is idle: that goes to the
   // group's shelf, and the space takes requests again. Returns whether it does.
   bool reopen() VMM_EXCLUDES(mutex_);
@@ -184,8 +190,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void note_place(const std::string& place) VMM_EXCLUDES(mutex_);
   // Copies what is kept of [address, address + size) to plain memory; false: not all of it is.
   bool read_kept(Address address, std::size_t size, std::byte* to) VMM_EXCLUDES(mutex_);
-  // Of the backups that contents of it are in.
+  // Of the backups that contents of it are in, or, while it is on its way, go to.
   [[nodiscard]] std::set<std::string> places_of_backups() const VMM_EXCLUDES(mutex_);
+  // Backup::forget_name() of these.
+  void forget_names_of_backups() const noexcept VMM_EXCLUDES(mutex_);
   // "host", a path, ... or "" where it is awake.
   [[nodiscard]] std::string asleep_where() const VMM_EXCLUDES(mutex_);
 
@@ -197,6 +205,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // What the graphs left queued, on any stream, comes before whatever the memory
   // is used for next.
   void unpin() VMM_EXCLUDES(mutex_);
+  // Whether none of its memory may have been anybody's before.
+  [[nodiscard]] bool takes_fresh_only() const VMM_EXCLUDES(mutex_) { return kind_.no_split || is_pinned(); }
   [[nodiscard]] bool is_pinned() const VMM_EXCLUDES(mutex_);
   // The live blocks, and making them the live blocks again, each at its
   // address: `freed` are those that were live, `allocated` those that are now.
@@ -536,11 +546,17 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
       VMM_REQUIRES(mutex_);
   std::size_t exchange_shelved(std::size_t charge, std::size_t bytes) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const VMM_REQUIRES(mutex_);
+  // Nothing of anybody else's is seen in it.
+  [[nodiscard]] bool is_blanked(const Chunk& chunk) const {
+    return chunk.content.load(std::memory_order_relaxed) == id_;
+  }
   [[nodiscard]] Unchanged unchanged_now() const VMM_REQUIRES(mutex_);
   void withhold_gone(ByteRange of_block, bool are_pages) VMM_REQUIRES(mutex_);
   void require_awake() const VMM_REQUIRES(mutex_);  // AsleepError
   // Chunks of it have gone, all of them read-only.
   [[nodiscard]] bool has_gone_read_only(ByteRange range) const VMM_REQUIRES(mutex_);
+  // Where the chunk over `offset` ends that has gone, read-only; 0: none has.
+  [[nodiscard]] std::size_t end_of_gone_read_only(std::size_t offset) const VMM_REQUIRES(mutex_);
   void begin_transfer_locked() VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t live_in(ByteRange range) const VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t live_elsewhere() const VMM_REQUIRES(mutex_);

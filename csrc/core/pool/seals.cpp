@@ -10,18 +10,17 @@ namespace vmm {
 
 SealRule Pool::seal_rule() const { return {name_, kind_.is_range || is_tag_space(), space_, *directory_, pages_}; }
 
-void Pool::require_whole_chunks(const std::vector<SealedPiece>& pieces) {
+void Pool::require_whole_chunks(const std::vector<SealedPiece>& pieces, Access access) {
   if (pieces.empty()) return;
   const MutexLock lock(mutex_);
   require_awake();
   if (space_.is_open()) settle_locked();
-  static_cast<void>(seal_rule().chunks_under(pieces, Access::read));
+  static_cast<void>(seal_rule().chunks_under(pieces, access));
 }
 
 // When anything of this pool was freed last, by a thread or by a stream that recorded it.
 Epoch Pool::last_free() const {
-  Epoch newest = pending_.empty() ? kLongAgo : context_.clock.now();
-  newest = std::max(newest, watched_.last_free());
+  Epoch newest = watched_.last_free();
   for (std::size_t tag = 0; tag < streams_.size(); ++tag) {
     newest = std::max(newest, streams_[static_cast<StreamTag>(tag)].last_free);
   }
@@ -55,9 +54,10 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& p
   if (space_.is_open()) settle_locked();
   if (access == Access::read && is_tag_space()) {
     // What was freed since the caller waited may be written to by queued work still.
+    // (A recorded free behind a stream that is captured has no end before the capture's.)
     const Epoch freed = last_free();
-    if (!context_.clock.has_passed(freed)) {
-      *wait_for = freed;
+    if (!pending_.empty() || !context_.clock.has_passed(freed)) {
+      *wait_for = pending_.empty() ? freed : context_.clock.now();
       return {};
     }
   }
@@ -83,21 +83,33 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& p
   if (access == Access::read) {
     throw_if_failed(leave_no_writable_place(runs), "unmapping former places of what is to be read-only");
   }
-  for (std::size_t k = 0; k < runs.size(); ++k) {
-    for (const Location& who : space_.accessors()) {
-      const Status status = space_.range().set_access(runs[k], who, access);
-      if (status.ok()) continue;
-      // The run that failed half-way as well; the first failure is what is told.
-      for (std::size_t undone = 0; undone <= k; ++undone) {
-        for (const Location& each : space_.accessors()) {
-          space_.range().set_access(runs[undone], each, former[undone].access_of(each)).ignore();
-          if (undone == k && each == who) break;
+  std::size_t changed = 0;  // runs, and of the next one accessors
+  std::size_t of_next = 0;
+  // The run that failed half-way as well; the first failure is what is told.
+  const auto undo = [&]() VMM_REQUIRES(mutex_) {
+    for (std::size_t k = 0; k < runs.size() && k <= changed; ++k) {
+      const std::size_t several = k < changed ? space_.accessors().size() : of_next + 1;
+      for (std::size_t who = 0; who < several; ++who) {
+        const Location& each = space_.accessors()[who];
+        try {
+          space_.range().set_access(runs[k], each, former[k].access_of(each)).ignore();
+        } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): as the driver's refusal
         }
       }
-      note_sealed();  // what could not be undone serves nobody
-      if (access == Access::read) may_return_again(runs);
-      throw_if_failed(status, "changing what may be done with pages of pool '" + name_ + "'");
     }
+    note_sealed();  // what could not be undone serves nobody
+    if (access == Access::read) may_return_again(runs);
+  };
+  try {
+    for (; changed < runs.size(); ++changed, of_next = 0) {
+      for (; of_next < space_.accessors().size(); ++of_next) {
+        throw_if_failed(space_.range().set_access(runs[changed], space_.accessors()[of_next], access),
+                        "changing what may be done with pages of pool '" + name_ + "'");
+      }
+    }
+  } catch (...) {
+    undo();
+    throw;
   }
   if (access == Access::read_write) may_return_again(runs);
   note_sealed();
@@ -177,14 +189,22 @@ bool Pool::is_read_only_now(Address address) const noexcept {
 bool Pool::is_read_only(Address address, std::size_t bytes) const {
   const ReadLock lock(*this);
   if (!space_.is_open() || !contains(address)) return false;
+  // Some of what sleeps may be here: an alias shows it, or it has come back already.
   std::size_t at = address - base_;
   const std::size_t end = at + bytes;
-  if (asleep_ != nullptr && has_gone_read_only({at, bytes})) return true;
-  for (auto mapping = space_.range().covering(at); mapping != space_.range().live().end() && at < end; ++mapping) {
-    if (mapping->first > at || mapping->second.access() != Access::read) return false;
-    at = mapping->first + mapping->second.chunk->size;
+  while (at < end) {
+    if (const auto mapping = space_.range().covering(at); mapping != space_.range().live().end()) {
+      const ByteRange chunk{mapping->first, mapping->second.chunk->size};
+      const bool is_due = asleep_ != nullptr && is_to_be_read_only(chunk, mapping->second);
+      if (!is_due && mapping->second.access() != Access::read) return false;
+      at = chunk.end();
+    } else {
+      const std::size_t gone = asleep_ == nullptr ? 0 : end_of_gone_read_only(at);
+      if (gone == 0) return false;
+      at = gone;
+    }
   }
-  return bytes != 0 && at >= end;
+  return bytes != 0;
 }
 
 }  // namespace vmm

@@ -138,7 +138,12 @@ Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by
       if (const Status status = space_.range().set_access(place.range(), who, Access::read_write); !status.ok())
         return status;
     }
-    return {};
+    const auto there = space_.range().covering(place.offset);
+    if (there == space_.range().live().end() || is_blanked(*there->second.chunk)) return {};
+    // It was another's, and could neither be filled nor be unmapped again.
+    const Status status = blank({there->first, there->second.chunk}, place.place.is_poisoned, filled_by.stream);
+    if (status.ok()) there->second.chunk->content.store(id_, std::memory_order_relaxed);
+    return status;
   }
   const auto collected = asleep_->collected.find(place.offset);
   if (collected == asleep_->collected.end()) return {};

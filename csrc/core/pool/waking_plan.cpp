@@ -218,16 +218,16 @@ std::vector<LeavingChunk> Pool::plan_wake(bool joins) {
     ended = asleep_->kept.cut_to(contents());  // what has been freed does not come back
   }
   if (joins) unit != 0 ? join_units(unit) : join_blocks();
-  const auto want = [&](std::size_t offset, const PlaceOfChunk& place, bool is_there) VMM_REQUIRES(mutex_) {
-    LeavingChunk chunk{offset, place, {}, {}, is_there};
+  const auto want = [&](std::size_t offset, const PlaceOfChunk& place, const Chunk* there) VMM_REQUIRES(mutex_) {
+    LeavingChunk chunk{offset, place, {}, {}, there != nullptr};
     for (const KeptRange& each : asleep_->kept.within(chunk.range())) chunk.kept.push_back({each.offset, each.size});
-    if (!is_there || !chunk.kept.empty()) found.push_back(std::move(chunk));
+    if (there == nullptr || !chunk.kept.empty() || !is_blanked(*there)) found.push_back(std::move(chunk));
   };
-  for (const auto& [offset, place] : asleep_->gone) want(offset, place, false);
+  for (const auto& [offset, place] : asleep_->gone) want(offset, place, nullptr);
   // Those that the driver would not unmap again when a wake was stopped.
   for (const auto& [offset, mapping] : space_.range().live()) {
     const ByteRange range{offset, mapping.chunk->size};
-    want(offset, {range.size, is_to_be_read_only(range, mapping)}, true);
+    want(offset, {range.size, is_to_be_read_only(range, mapping)}, mapping.chunk);
   }
   std::size_t slabs = 0;
   std::vector<LeavingChunk> wanted = slabs_first(std::move(found), &slabs);

@@ -132,7 +132,10 @@ Status WatchedBlocks::write_patterns(const Block& block, std::size_t requested, 
   };
   fill(address - front, front);
   fill(address + requested, back);
-  if (status.code() == StatusCode::not_supported) return {};
+  if (status.code() == StatusCode::not_supported) {
+    context_.log->missed();
+    return {};
+  }
   if (!status.ok()) return status;
   around->front = front;
   around->back = back;
@@ -174,7 +177,7 @@ Block* WatchedBlocks::take(std::size_t bytes, StreamTag tag, Epoch last_use,
     if (status.ok()) note(*block, bytes, around, stack);
   } catch (...) {
     live_.erase(block->offset);
-    context_.log->unmapped(context_.log->freed(space_.range().base() + block->offset));
+    context_.log->done(context_.log->freed(space_.range().base() + block->offset), /*is_unmapped=*/false);
     take_back(block, around);
     throw;
   }
@@ -189,7 +192,7 @@ void WatchedBlocks::untake(Block* block) {
   VMM_CHECK(found != live_.end(), "watched block at ", block->offset);
   const Around around = found->second;
   live_.erase(found);
-  context_.log->unmapped(context_.log->freed(space_.range().base() + block->offset));
+  context_.log->done(context_.log->freed(space_.range().base() + block->offset), /*is_unmapped=*/false);
   take_back(block, around);
 }
 
@@ -244,7 +247,7 @@ void WatchedBlocks::free(Block* block, Epoch epoch) noexcept {
   }
   if (!is_noted) {
     free_around(block, around, epoch);
-    context_.log->unmapped(freed.number);
+    context_.log->done(freed.number, /*is_unmapped=*/false);
     return;
   }
   Block* whole = block;
@@ -282,15 +285,17 @@ void WatchedBlocks::finish(std::span<const Freed> passed) noexcept {
     const ByteRange range = freed.block->range();
     freed_bytes_ -= range.size;
     space_.blocks().free(freed.block, freed.block->tag, freed.epoch);
+    bool is_unmapped = false;
     if (freed.behind != nullptr) {
       space_.free_bare(freed.behind);
       try {
         space_.shelve_idle_chunks(range);
+        is_unmapped = space_.range().missing_bytes(range) == range.size;
       } catch (const std::bad_alloc&) {
         // It is idle, and stays where it was: a use of it does not fault.
       }
     }
-    context_.log->unmapped(freed.number);
+    context_.log->done(freed.number, is_unmapped);
   }
 }
 

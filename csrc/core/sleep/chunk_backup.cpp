@@ -13,17 +13,28 @@ ChunkBackup::ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t byt
   const auto take = [&] { return guests.take(own_.device(), bytes, places_.get()); };
   const auto lacks = [](const Status& status) { return status.code() == StatusCode::out_of_memory; };
   Status taken = take();
-  if (lacks(taken) && guests.trim() != 0) taken = take();         // of other sizes
-  if (lacks(taken) && other_.empty_cache() != 0) taken = take();  // what its models have idle
+  if (lacks(taken) && guests.trim() != 0) taken = take();  // of other sizes
+  if (lacks(taken)) {
+    other_.reclaim_for(other_.budget(), bytes, [&] { return !lacks(taken = take()); });
+  }
   if (lacks(taken)) {
     throw OutOfMemoryError(place() + " has no room for " + format_bytes(bytes) + " of a model that sleeps there", bytes,
                            other_.budget().headroom(), other_.budget().limit(), place());
   }
   throw_if_failed(taken, "keeping " + format_bytes(bytes) + " of a model that sleeps on another device");
+  if (places_->empty()) return;
+  // Whether it can be reached shows here, while another place can still be had.
+  if (const Status status = guests.open(places_->front()); !status.ok()) {
+    let_go();
+    throw_if_failed(status, "mapping " + place() + "'s memory for a model that sleeps there");
+  }
+  opened_ = 1;
 }
 
 // What the driver refuses to unmap goes when it is asked again.
-ChunkBackup::~ChunkBackup() {
+ChunkBackup::~ChunkBackup() { let_go(); }
+
+void ChunkBackup::let_go() noexcept {
   GuestMemory& guests = other_.guests();
   if (guests.put_back(*places_)) return;
   try {

@@ -31,6 +31,7 @@ class ChunkBackup final : public Backup {
   [[nodiscard]] std::string place() const override;
 
  private:
+  void let_go() noexcept;
   // Calls `each(address, done, bytes)` for every stretch of addresses of [at, at + size).
   template <typename Each>
   void for_each_stretch(std::size_t at, std::size_t size, const Each& each) const;

@@ -171,6 +171,12 @@ void Departure::make_backups() {
       parts_[lot / 2].pool->note_place(backup == nullptr ? "discarded" : backup->place());
     }
   }
+  // What is thrown away goes when all else has gone: whatever stops this before leaves it whole.
+  std::stable_partition(pieces_.begin(), pieces_.end(), [this](const Piece& piece) {
+    return std::all_of(piece.chunks.begin(), piece.chunks.end(), [&](const LeavingChunk& chunk) {
+      return chunk.kept.empty() || backups_[lot_of(piece.part, chunk)] != nullptr;
+    });
+  });
 }
 
 // Where in the backups each of its ranges goes.

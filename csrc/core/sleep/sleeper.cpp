@@ -57,7 +57,9 @@ std::shared_ptr<PinnedMemory> Sleeper::host_memory(const Budget& group) {
 // whether there was any.
 bool Sleeper::forget_unchanged(const Budget& group) {
   bool any = false;
-  for (const auto& pool : memory_.pools_under(group)) any = pool->forget_unchanged() || any;
+  for (const auto& pool : memory_.pools_under(group)) {
+    if (&pool->group() == &group) any = pool->forget_unchanged() || any;  // else it is in another's memory
+  }
   return any;
 }
 
@@ -66,13 +68,25 @@ std::size_t Sleeper::release_host_memory(const Budget& group) {
   return host_memory(group)->release_unused();
 }
 
+void Sleeper::end_host_memory(const Budget& group) {
+  forget_unchanged(group);
+  std::shared_ptr<PinnedMemory> memory;
+  {
+    const MutexLock lock(mutex_);
+    if (const auto at = host_memory_.find(&group); at != host_memory_.end()) memory = at->second.memory;
+  }
+  if (memory != nullptr) memory->close();
+}
+
 void Sleeper::make_host_room(const PinnedMemory& memory, std::size_t bytes, const Budget& group) {
-  const auto lacks = [&] { return bytes - std::min(bytes, memory.unused_bytes()); };
+  // Whole slabs, as it takes them.
+  const std::size_t slabs = align_up(bytes, PinnedMemory::kSlabBytes);
+  const auto lacks = [&] { return slabs - std::min(slabs, memory.unused_bytes()); };
+  const std::size_t most = align_down(memory.limit(), PinnedMemory::kSlabBytes);
   std::size_t missing = lacks();
   std::size_t available = available_memory();
   const bool is_short =
-      missing > available ||
-      missing > memory.limit() - std::min(memory.limit(), memory.used_bytes() + memory.unused_bytes());
+      missing > available || missing > most - std::min(most, memory.used_bytes() + memory.unused_bytes());
   // Copying again is better than not sleeping.
   if (is_short && forget_unchanged(group)) {
     missing = lacks();

@@ -39,6 +39,8 @@ class Sleeper {
   std::shared_ptr<PinnedMemory> host_memory(const Budget& group) VMM_EXCLUDES(mutex_);
   // Gives back what of it no sleeping model uses. Returns the bytes.
   std::size_t release_host_memory(const Budget& group) VMM_EXCLUDES(mutex_);
+  // `group` is closed: none of that stays, what is in use no longer than until it comes back.
+  void end_host_memory(const Budget& group) VMM_EXCLUDES(mutex_);
   // The first of `places` with room for the contents, one after the other; nullptr: they are
   // discarded. Nothing changes them any more: where they are to be packed they are looked at.
   // Throws OutOfMemoryError, or what the last of them says, where none has; NotAvailableError

@@ -11,7 +11,7 @@
 // Time is an epoch that rises with each tick. What is freed notes the epoch of
 // that moment; a tick records a fence on every stream and covers everything
 // noted up to its epoch. "May it leave?" compares two integers. A tick costs
-// 0.3 us a stream (42 us where torch has made all of its 128), serves whatever
+// 0.3 to 0.5 us a stream (42 to 64 us where torch has made all of its 128), serves whatever
 // was freed before it, on every pool, and is made when somebody asks for what
 // no earlier tick covers.
 //
