@@ -55,6 +55,17 @@ void free_uncached(void* block) {
   C10_CUDA_CHECK_WARN(cudaFree(block));
 }
 
+// While one lives what the calling thread takes and frees is told to no profiler: it is the
+// memory of a torch.cuda.MemPool of another allocator, which tells of its own blocks.
+thread_local bool provides = false;
+struct Providing {
+  Providing() { provides = true; }
+  ~Providing() { provides = false; }
+  Providing(const Providing&) = delete;
+  Providing& operator=(const Providing&) = delete;
+};
+bool is_profiled() { return profiler_is_on() && !provides; }
+
 std::atomic<bool> cuda_malloc_async_was_asked{false};
 
 // While one lives the calling thread's torch finds native's name in our place.
@@ -126,7 +137,7 @@ bool free_live(void* block, BlockCaches::Put put) {
 // Nobody is to be told of a free, before it or after.
 bool is_unwatched() {
   return !IpcExports::any_shared() && c10::impl::GPUTrace::get_trace() == nullptr && !History::is_on() &&
-         !profiler_is_on();
+         !is_profiled();
 }
 
 // The profiler counts what blocks take, not what was asked for.
@@ -137,8 +148,10 @@ void report_allocation(const DeviceRoom& room, void* block) {
 // Frees a block and tells the profiler, with the totals after it.
 bool free_and_report(void* block) {
   const std::size_t bytes = block_size(block);
+  const auto provided = ProvidedMemory::asked_at(reinterpret_cast<Address>(block));
   const Pool* pool = Runtime::pool_at(block);
-  const int ordinal = pool == nullptr ? c10::cuda::current_device() : pool->device();
+  if (!provided.has_value() && pool == nullptr) return false;
+  const int ordinal = provided.has_value() ? provided->device : pool->device();
   if (!free_live(block, BlockCaches::Put::unknown)) return false;  // with its last block the pool may be gone
   if (const DeviceRoom* room = Runtime::made(DeviceKind::cuda, ordinal); room != nullptr) {
     report_to_profiler(*room, block, -static_cast<std::int64_t>(bytes), torch_device(ordinal));
@@ -146,10 +159,20 @@ bool free_and_report(void* block) {
   return true;
 }
 
+// torch takes no smaller max_split_size.
+constexpr std::size_t kLeastOversize = 20 * kMiB;
+
+// From which size on torch's setting has requests counted as oversize: it may change.
+void watch_oversize(DeviceRoom& room) {
+  const std::size_t bytes = c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size();
+  if (room.oversize.exchange(bytes, std::memory_order_relaxed) != bytes) [[unlikely]]
+    room.memory.set_oversize(bytes);
+}
+
 // Once for each device, before its first allocation: what torch's settings and
 // whoever listens ask of its memory.
 void set_up(DeviceRoom& room) {
-  room.memory.set_oversize(c10::CachingAllocator::AcceleratorAllocatorConfig::max_split_size());
+  watch_oversize(room);
   room.is_set_up.store(true, std::memory_order_relaxed);
   History::instance().watch(room);
 }
@@ -186,7 +209,7 @@ void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::s
   if (block == nullptr) [[unlikely]]
     return nullptr;
   trace_allocation(block);
-  if (profiler_is_on()) [[unlikely]]
+  if (is_profiled()) [[unlikely]]
     report_allocation(*room, block);
   return block;
 }
@@ -198,11 +221,12 @@ void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::s
   std::shared_ptr<Pool> part;
   try {
     DeviceRoom& room = room_of(device);
+    if (bytes > kLeastOversize) watch_oversize(room);
     if (ProvidedMemory::any_unfinished()) [[unlikely]]
       ProvidedMemory::finish_closed(room.memory, /*wait=*/false);
     void* block = allocate_routed(room, bytes, stream, &part);
     trace_allocation(block);
-    if (profiler_is_on()) [[unlikely]]
+    if (is_profiled()) [[unlikely]]
       report_allocation(room, block);
     return block;
   } catch (const OutOfMemoryError& error) {
@@ -221,7 +245,7 @@ void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::s
 [[gnu::noinline]] void free_unkept(void* block, BlockCaches::Put put) {
   IpcExports::before_free(reinterpret_cast<Address>(block));
   const History::Scope scope(cca::RecordContext::ALL);
-  const bool freed = profiler_is_on() ? free_and_report(block) : free_live(block, put);
+  const bool freed = is_profiled() ? free_and_report(block) : free_live(block, put);
   if (!freed) {
     report_swallowed("free", (format_hex(reinterpret_cast<Address>(block)) + " is no live block of a pool").c_str());
   }
@@ -268,7 +292,7 @@ bool run_cuda_free_memory_callbacks() {
 
 void tell_cuda_out_of_memory(DeviceRoom& room, const Pool& asker, std::size_t bytes, Stream stream) {
   const History::Scope scope(cca::RecordContext::STATE);
-  if (profiler_is_on()) {
+  if (is_profiled()) {
     report_out_of_memory_to_profiler(DeviceKind::cuda, room.ordinal, align_up(bytes, kBlockAlignment),
                                      torch_device(room.ordinal));
   }
@@ -338,7 +362,7 @@ void CudaAllocator::free_block(void* block) noexcept {
   try {
     trace_free(block);
     auto put = BlockCaches::Put::unknown;
-    if (!IpcExports::any_shared() && !profiler_is_on()) [[likely]] {
+    if (!IpcExports::any_shared() && !is_profiled()) [[likely]] {
       put = keep_freed(block);
       if (put == BlockCaches::Put::kept) [[likely]]
         return;
@@ -375,6 +399,7 @@ void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t strea
   if (is_current()) return allocate_on(current_device(), bytes, stream);
   // The provider of a torch.cuda.MemPool of another allocator, which goes on
   // looking for memory elsewhere when it is given none.
+  const Providing providing;
   try {
     return allocate_on(current_device(), bytes, stream);
   } catch (const c10::OutOfMemoryError&) {
@@ -384,6 +409,9 @@ void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t strea
 
 void CudaAllocator::raw_delete(void* block) {
   if (block == nullptr || Runtime::in_child()) return;
+  std::optional<Providing> providing;
+  if (!is_current()) [[unlikely]]
+    providing.emplace();
   // Whoever is told needs to know first that it is a live block. Else one look finds
   // it and frees it.
   if (is_unwatched()) [[likely]] {
@@ -410,11 +438,13 @@ void CudaAllocator::recordStream(const c10::DataPtr& block, c10::cuda::CUDAStrea
   Pool* pool = Runtime::pool_at(block.get());
   // A block of another allocator (shared by another process, say) is its own
   // allocator's business, as in torch. What others show of ours is ours: a buffer,
-  // of which a view taken in by DLPack may begin anywhere.
-  if (!is_own && pool == nullptr) return;
+  // of which a view taken in by DLPack may begin anywhere, and an alias.
+  SecondMapping* const second = is_own || pool != nullptr ? nullptr : Runtime::second_mapping_at(block.get());
+  if (!is_own && pool == nullptr && second == nullptr) return;
   Runtime::require_own_process();
   DeviceStreams& device = room_of(stream.device_index()).memory.streams();
   if (is_own && ProvidedMemory::record_stream(reinterpret_cast<Address>(block.get()), stream.stream(), device)) return;
+  if (second != nullptr) second->record_stream(stream.stream(), device);
   if (pool == nullptr) return;
   pool->record_stream(reinterpret_cast<Address>(block.get()), stream.stream(), &device);
 }

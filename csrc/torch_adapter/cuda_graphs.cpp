@@ -17,6 +17,7 @@
 #include "torch_adapter/cuda_allocator.h"
 #include "torch_adapter/cuda_callbacks.h"
 #include "torch_adapter/errors.h"
+#include "torch_adapter/history.h"
 #include "torch_adapter/mempool_provider.h"
 #include "torch_adapter/out_of_memory.h"
 #include "torch_adapter/private_member.h"
@@ -96,7 +97,8 @@ struct CheckpointState final : cca::AllocatorState {
 }  // namespace
 
 CaptureHooks cuda_capture_hooks(int ordinal) {
-  return {&capture_of, [ordinal] { forget_failed_capture(ordinal); }};
+  return {&capture_of, [ordinal] { forget_failed_capture(ordinal); }, VMM_FAILED_CAPTURES_ARE_ENDED,
+          VMM_FAILED_CAPTURES_ARE_RELEASED};
 }
 
 // ------------------------------------------------------------------ users
@@ -180,6 +182,7 @@ cca::CheckpointDelta CudaAllocator::setCheckpointPoolState(c10::DeviceIndex devi
                                                            std::shared_ptr<cca::AllocatorState> state) {
   const auto ours = std::dynamic_pointer_cast<CheckpointState>(state);
   if (ours == nullptr) throw_torch_error("torch_vmm: setCheckpointPoolState: this checkpoint is another allocator's");
+  const History::Scope scope(cca::RecordContext::STATE);
   std::vector<Address> freed;
   std::vector<Address> allocated;
   in_torch_words(device, [&](PrivatePools& pools) {
@@ -199,11 +202,14 @@ cca::CheckpointDelta CudaAllocator::setCheckpointPoolState(c10::DeviceIndex devi
 
 VMM_SINCE_TORCH_2_13(c10::DataPtr CudaAllocator::allocateWithAddress(std::size_t bytes, void* address) {
   const c10::DeviceIndex device = current_device();
+  if (bytes == 0) return {nullptr, nullptr, &free_block, c10::Device(c10::kCUDA, device)};
+  if (!is_cached()) throw_torch_error("torch_vmm: allocateWithAddress: caching is disabled");
   Pool* const pool = Runtime::pool_at(address);
   if (pool == nullptr || pool->device() != device) {
     throw_torch_error("torch_vmm: allocateWithAddress: no pool of GPU " + std::to_string(device) + " holds " +
                       format_hex(reinterpret_cast<Address>(address)));
   }
+  const History::Scope scope(cca::RecordContext::STATE);
   try {
     DeviceMemory& memory = Runtime::room_of(*pool).memory;
     const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();

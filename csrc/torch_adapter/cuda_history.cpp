@@ -125,11 +125,21 @@ std::string CudaAllocator::getUserMetadata() { return History::user_metadata(); 
 
 VMM_SINCE_TORCH_2_14(void CudaAllocator::annotateMemory(const void* block, const std::string& metadata) {
   Runtime::require_own_process();
-  const Pool* pool = Runtime::pool_at(block);
+  const History::Scope scope(cca::RecordContext::ALLOC);
   const auto address = reinterpret_cast<Address>(block);
-  const std::size_t bytes = pool == nullptr ? 0 : pool->block_size(address);
-  if (bytes == 0) throw_torch_error("invalid device pointer: " + format_hex(address));
-  History::instance().annotate_block(*pool, address, bytes, metadata);
+  // Asked first, as it may have come out of a pool of ours.
+  if (const auto provided = ProvidedMemory::asked_at(address); provided.has_value()) {
+    History::instance().annotate_block(provided->device, provided->region, nullptr, address, provided->bytes,
+                                       provided->stream, metadata);
+    return;
+  }
+  const Pool* pool = Runtime::pool_at(block);
+  const auto asked = pool == nullptr ? std::nullopt : pool->asked_at(address);
+  if (!asked.has_value()) {
+    throw_torch_error("annotateMemory: no live allocation found at pointer " + format_hex(address));
+  }
+  History::instance().annotate_block(pool->device(), pool->region(), pool, address, asked->bytes, asked->stream,
+                                     metadata);
 })
 
 VMM_SINCE_TORCH_2_12(std::shared_ptr<c10::GatheredContext> CudaAllocator::getContextForPointer(const void* block) {

@@ -397,16 +397,18 @@ void History::annotate(int device, const std::vector<std::pair<std::string, std:
   annotations_.insert(std::move(entry));
 }
 
-VMM_SINCE_TORCH_2_14(void History::annotate_block(const Pool& pool, Address block, std::size_t bytes,
-                                                  const std::string& metadata) {
+VMM_SINCE_TORCH_2_14(void History::annotate_block(int device, const RegionId& region, const Pool* pool, Address block,
+                                                  std::size_t bytes, Stream stream, const std::string& metadata) {
   if (!is_on()) return;
-  Entry entry = make_entry(cca::TraceEntry::ANNOTATE, block, bytes, nullptr, pool.region());
+  Entry entry = make_entry(cca::TraceEntry::ANNOTATE, block, bytes, stream, region);
   entry.user_metadata = std::make_shared<const std::string>(metadata);
+  if (current_ != nullptr) entry.context = *current_;
   {
     const MutexLock lock(mutex_);
-    keep(pool.device(), entry);
+    if (pool != nullptr) entry.owner = owner_of(*pool);
+    keep(device, entry);
   }
-  if (has_trackers()) tell_trackers(pool.device(), entry);
+  if (has_trackers()) tell_trackers(device, entry);
 })
 
 // -------------------------------------------------------------- what has happened

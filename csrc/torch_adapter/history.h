@@ -128,8 +128,10 @@ class History final : public PoolObserver {
   // throw comes out.
   void out_of_memory(DeviceRoom& room, const Pool& pool, std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
   void annotate(int device, const std::vector<std::pair<std::string, std::string>>& metadata) VMM_EXCLUDES(mutex_);
-  VMM_SINCE_TORCH_2_14(void annotate_block(const Pool& pool, Address block, std::size_t bytes,
-                                           const std::string& metadata) VMM_EXCLUDES(mutex_);)
+  // A live block of `pool`, or (nullptr) of another allocator's memory.
+  VMM_SINCE_TORCH_2_14(void annotate_block(int device, const RegionId& region, const Pool* pool, Address block,
+                                           std::size_t bytes, Stream stream, const std::string& metadata)
+                           VMM_EXCLUDES(mutex_);)
 
   // -- What has happened --
   // Traces of the devices, and annotations, into `info`.

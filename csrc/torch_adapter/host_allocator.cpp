@@ -18,9 +18,18 @@ std::atomic<c10::Allocator*> previous{nullptr};
 
 c10::Device host() { return c10::Device{c10::DeviceType::CPU}; }
 
-void report_free(void* block, const Pool& pool) {
-  const std::size_t bytes = pool.block_size(reinterpret_cast<Address>(block));
-  report_to_profiler(Runtime::room_of(pool), block, -static_cast<std::int64_t>(bytes), host());
+// What it takes, not what was asked for: of a free nobody knows more.
+std::int64_t profiled_bytes(void* block) {
+  const Pool* pool = Runtime::pool_at(block);
+  return pool == nullptr ? 0 : static_cast<std::int64_t>(pool->block_size(reinterpret_cast<Address>(block)));
+}
+
+// Frees a block and tells the profiler, with the totals after it.
+bool free_and_report(void* block, const DeviceRoom& room) {
+  const std::int64_t bytes = profiled_bytes(block);
+  if (!Runtime::free(block)) return false;
+  report_to_profiler(room, block, -bytes, host());
+  return true;
 }
 
 // The deleter of every block. It finds the pool by the address; never throws.
@@ -38,9 +47,8 @@ void free_block(void* block) {
   // go with the process.
   if (Runtime::in_child()) return;
   try {
-    if (profiler_is_on()) [[unlikely]]
-      report_free(block, *pool);
-    if (!Runtime::free(block)) {
+    const bool is_known = profiler_is_on() ? free_and_report(block, Runtime::room_of(*pool)) : Runtime::free(block);
+    if (!is_known) {
       report_swallowed("free", (format_hex(reinterpret_cast<Address>(block)) + " is no live block of a pool").c_str());
     }
   } catch (...) {
@@ -76,7 +84,7 @@ c10::DataPtr HostAllocator::allocate(std::size_t bytes) {
     DeviceRoom& room = Runtime::room(DeviceKind::cpu, 0);
     void* block = reinterpret_cast<void*>(room.memory.allocate(*current_pool(room), bytes, nullptr));
     if (profiler_is_on()) [[unlikely]]
-      report_to_profiler(room, block, static_cast<std::int64_t>(bytes), host());
+      report_to_profiler(room, block, profiled_bytes(block), host());
     return {block, block, &free_block, host()};
   } catch (const VmmError&) {
     if (profiler_is_on()) report_out_of_memory_to_profiler(DeviceKind::cpu, 0, bytes, host());

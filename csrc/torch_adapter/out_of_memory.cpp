@@ -22,10 +22,7 @@ std::string torch_size(std::size_t bytes) {
   if (bytes <= kKiB) return std::to_string(bytes) + " bytes";
   const char* const unit = bytes <= kMiB ? "KiB" : bytes <= kGiB ? "MiB" : "GiB";
   const std::size_t scale = bytes <= kMiB ? kKiB : bytes <= kGiB ? kMiB : kGiB;
-  std::array<char, 40> text{};
-  (void)std::snprintf(text.data(), text.size(), "%.2f %s", static_cast<double>(bytes) / static_cast<double>(scale),
-                      unit);
-  return text.data();
+  return format_decimal(static_cast<double>(bytes) / static_cast<double>(scale), 2) + " " + unit;
 }
 
 std::size_t allocated(const Statistics& statistics) {

@@ -41,6 +41,11 @@ static_assert(TORCH_VERSION_MAJOR == VMM_TORCH_MAJOR && TORCH_VERSION_MINOR == V
 // since 2.12 it has a state for each capture.
 #define VMM_GENERATOR_HAS_CAPTURE_FLAG (TORCH_VERSION_MINOR <= 11)
 
+// Since 2.13 torch ends the route of a capture that failed (pytorch/pytorch#180395), and since
+// 2.14 it releases its region when the graph goes (#190348).
+#define VMM_FAILED_CAPTURES_ARE_ENDED (TORCH_VERSION_MINOR >= 13)
+#define VMM_FAILED_CAPTURES_ARE_RELEASED (TORCH_VERSION_MINOR >= 14)
+
 namespace vmm {
 
 // The slot of ThreadLocalDebugInfo that holds the thread's models. Up to 2.12

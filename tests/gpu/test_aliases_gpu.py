@@ -44,6 +44,29 @@ def test_an_alias_that_dies_while_it_is_read(busy: Busy, make_pool: MakePool, me
     assert not [each for each in memory.pools() if "aligned" in each.name]
 
 
+def test_record_stream_on_an_alias_keeps_the_block_that_it_shows(busy: Busy, make_pool: MakePool) -> None:
+    pool = make_pool("64MiB", page_size=PAGE)
+    with pool:  # an ordinary tensor, whose stream may have its memory again at once
+        block = stamp(torch.empty(4 * PAGE, dtype=torch.uint8, device="cuda"), 1)
+        result = torch.empty_like(block)
+        shown = alias(block)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        running = busy(200)
+        result.copy_(shown)
+    shown.record_stream(side)
+    del shown, block
+    gc.collect()
+    assert pool.memory_stats()["active_bytes.all.current"] == pool.memory_allocated() + 4 * PAGE
+    with pool:
+        other = stamp(torch.empty(4 * PAGE, dtype=torch.uint8, device="cuda"), 2)
+    assert not running.query()
+    torch.cuda.synchronize()
+    assert holds(result, 1)
+    assert holds(other, 2)
+
+
 def test_a_graph_reads_through_an_alias() -> None:
     pieces = [stamp(rows(4), seed) for seed in (1, 2)]
     whole = concat_views(pieces)
