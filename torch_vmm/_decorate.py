@@ -106,11 +106,20 @@ def _plain(context: Context, function: Callable[..., Any]) -> Callable[..., Any]
     return inside
 
 
+def _wrap_for(function: Callable[..., Any]) -> Callable[[Context, Callable[..., Any]], Callable[..., Any]]:
+    """By what a call of it makes; of an object that can be called, by its ``__call__``."""
+    kinds = {
+        inspect.iscoroutinefunction: _coroutine,
+        inspect.isasyncgenfunction: _async_generator,
+        inspect.isgeneratorfunction: _generator,
+    }
+    called = type(function).__call__
+    return next((wrap for is_one, wrap in kinds.items() if is_one(function) or is_one(called)), _plain)
+
+
 def only_makes_steps(function: Callable[..., Any]) -> bool:
     """Does a call of it run none of it yet, as of a coroutine, generator or async generator function?"""
-    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    called = type(function).__call__  # of an object that can be called
-    return any(is_one(function) or is_one(called) for is_one in kinds)
+    return _wrap_for(function) is not _plain
 
 
 def inside(context: Context, function: Function, *, classes: bool = False) -> Function:
@@ -131,12 +140,4 @@ def inside(context: Context, function: Function, *, classes: bool = False) -> Fu
         return cast(Function, type(function)(inside(context, function.__func__)))
     if not callable(function):
         raise InvalidArgumentError(f"a function can be decorated, not {function!r}")
-    if inspect.iscoroutinefunction(function):
-        wrap = _coroutine
-    elif inspect.isasyncgenfunction(function):
-        wrap = _async_generator
-    elif inspect.isgeneratorfunction(function):
-        wrap = _generator
-    else:
-        wrap = _plain
-    return cast(Function, wrap(context, function))
+    return cast(Function, _wrap_for(function)(context, function))

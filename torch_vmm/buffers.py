@@ -116,7 +116,9 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
 
         Above that, memory goes back when it has not been needed for a second:
         at the first :meth:`alloc`, :meth:`stats` or freed buffer after that, as
-        much as has been free all the while, freed first going first. So a
+        much as has been free all the while, freed first going first (an
+        :meth:`alloc` that comes late may be the next step of a program: it
+        counts what was needed since the one before it). So a
         threshold of 0 keeps nothing beyond what is in use, and yet what the
         steps of a program take and free over and over stays while they go on.
         Only what queued work uses no more goes, and nobody waits; :meth:`trim`

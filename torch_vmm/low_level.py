@@ -108,6 +108,10 @@ class VirtualMemoryManager(OnDevice, Guarded, guarded=True):
             InvalidArgumentError: a size that can't be.
             OutOfMemoryError: the device has no such amount left.
             NotAvailableError: no such device, or one that cannot do this.
+            InvalidArgumentError: a GPU, of a manager of host memory.
+
+        What it holds counts under the limit of the manager's own device,
+        whichever holds it; host memory of a GPU's manager under none.
         """
         where = None if device is None else to_device(device)
         return self._handle.alloc_physical(to_bytes(size, "size"), where, to_flag(exportable, "exportable"))

@@ -42,7 +42,9 @@ class _Region(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.tag} ({self.backup} backup)" if self.backup else self.tag
+        """Of the model's tag: no two regions have one."""
+        is_plain = not self.backup and not self.tag.endswith(" backup)")
+        return self.tag if is_plain else f"{self.tag} ({self.backup or 'no'} backup)"
 
 
 class _Saved:

@@ -337,7 +337,8 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
                 torch cannot (NVRTC is missing, say).
             VmmError: a disk that is full or fails, a driver that does, or the
                 model is on its way already; it is awake again, and whole. So
-                it is after Ctrl-C, unless it was done by then.
+                it is after Ctrl-C, unless it was done by then. What is to be
+                discarded goes when all else has gone.
         """
         return _sleep(self, keep, Wishes(release, packed, poison), blocking, progress)
 
@@ -660,8 +661,9 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         ``torch.cuda.memory._snapshot()["device_traces"]`` has it.
 
         Recorded between ``torch.cuda.memory._record_memory_history()`` and its
-        end; empty otherwise, and for a pool that is not on a GPU. Takes a
-        snapshot of the device.
+        end; empty otherwise, and for a pool that is not on a GPU. The history
+        knows models by their names: another of the device's that has, or had,
+        the same one shows here too. Takes a snapshot of the device.
         """
         if self._device.kind != "cuda" or not _C.is_enabled("cuda"):
             return []

@@ -376,6 +376,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         with self._seen_leaving(models if force else []):
             end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
         self._remaps.clear()
+        self._on_pressure = None
         if not was_closed:
             events.closed(self, [model.name for model in models])
 
@@ -509,8 +510,10 @@ def wrap(handle: _C.Pool) -> VirtualMemoryPool:
     if pool is not None:
         return pool
     for shared in open_pools():
-        if shared._handle.has_model(handle.name) and shared._handle.model(handle.name).key == handle.key:
-            return shared[handle.name]
+        # It may be unregistered, or all be closed, meanwhile.
+        with contextlib.suppress(ModelNotFoundError, InvalidArgumentError):
+            if shared._handle.model(handle.name).key == handle.key:
+                return pools.wrap(handle, shared, handle.name)
     return pools.wrap(handle)
 
 

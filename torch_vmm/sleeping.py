@@ -238,9 +238,13 @@ class Transfer(Guarded, guarded=True):
             self._settle()
         except BaseException as error:
             self._error = self._error or error
-        if look is not None:
-            look.end()
-        self._done.set()
+        try:
+            if look is not None:
+                look.end()
+        except BaseException as error:  # the terminal has gone
+            self._error = self._error or error
+        finally:
+            self._done.set()
         if self._error is not None and not self._is_told:
             events.stopped(self._name, self._error)
 
@@ -266,7 +270,13 @@ class Transfer(Guarded, guarded=True):
         """
         self._require_own_process()
         self._is_told = True
-        self._done.wait()
+        try:
+            self._done.wait()
+        except BaseException:
+            self._is_told = False
+            if self._done.is_set() and self._error is not None:  # before that was said
+                events.stopped(self._name, self._error)
+            raise
         self._raise()
 
     def wait_for(self, tensor: torch.Tensor) -> None:
@@ -482,6 +492,7 @@ class Remaps:
         self._lock = threading.Lock()
         self._functions: list[tuple[Callable[[], object] | None, Callable[[], object] | None]] = []
         self._callers: set[int] = set()  # threads within call_before()
+        self._are_waiting = False  # they have been told that it goes, and not yet that it is back
 
     def add(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
         for name, function in (("before", before), ("after", after)):
@@ -511,12 +522,17 @@ class Remaps:
                     if after is not None:
                         calls.callback(after)
                 calls.pop_all()
+            self._are_waiting = True
         finally:
             self._callers.discard(thread)
 
     def call_after(self) -> None:
-        """All that there are, in order, whatever one raises."""
+        """All that there are, in order, whatever one raises; once, though two parts of the pool came back together."""
+        with self._lock:
+            is_due, self._are_waiting = self._are_waiting, False
         with contextlib.ExitStack() as calls:
+            if not is_due:
+                return
             for _, after in reversed(self._now()):
                 if after is not None:
                     calls.callback(after)
@@ -542,7 +558,4 @@ def _remove_files() -> None:
     with contextlib.suppress(VmmError):  # a forked child: its parent's files are not its own
         for device in _with_files:
             for pool in _C.device(*device).pools():
-                for place in _C.places_of_backups(pool):
-                    if os.path.isabs(place):
-                        with contextlib.suppress(OSError):
-                            os.unlink(place)
+                _C.forget_names_of_backups(pool)

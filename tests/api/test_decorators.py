@@ -268,6 +268,32 @@ def test_an_async_generator_ends(llama: Pool, here: Callable[[], str]) -> None:
     assert asyncio.run(main()) == [0, 1, 2]
 
 
+def test_objects_that_make_their_steps_when_called(llama: Pool, here: Callable[[], str]) -> None:
+    class Task:
+        async def __call__(self) -> str:
+            await asyncio.sleep(0)
+            return here()
+
+    class Steps:
+        def __call__(self) -> Iterator[str]:
+            yield here()
+
+    class More:
+        async def __call__(self) -> AsyncIterator[str]:
+            yield here()
+
+    async def all_of(steps: AsyncIterator[str]) -> list[str]:
+        return [name async for name in steps]
+
+    decorate = torch_vmm.use_model("llama")
+    assert asyncio.run(decorate(Task())()) == "llama"
+    assert [(name, here()) for name in decorate(Steps())()] == [("llama", "default")]
+    assert asyncio.run(all_of(decorate(More())())) == ["llama"]
+    with llama:
+        carried = torch_vmm.carry(Task())
+    assert asyncio.run(carried()) == "llama"
+
+
 def test_classes_are_not_decorated(llama: Pool) -> None:
     with pytest.raises(torch_vmm.InvalidArgumentError, match="methods"):
 

@@ -135,3 +135,25 @@ def test_a_cache_of_which_a_part_is_sealed_goes_on(make_pool: Callable[..., Pool
         keys, values = cache.update(states(device, 60), states(device, 60), 0)
     assert keys.shape[2] == values.shape[2] == 68
     assert int(keys.sum(dtype=torch.int64)) == int(values.sum(dtype=torch.int64)) == 68 * MIB // 4
+
+
+def test_a_growth_that_on_pressure_made_room_for_was_no_refusal(shared: Shared, device: str) -> None:
+    with shared.register_model("a", "1GiB"):
+        held = ballast(32 * MIB, device)
+        tensor = torch_vmm.elastic((1, PAGE), torch.uint8, device, (64, PAGE))
+
+    @shared.on_pressure
+    def evict(requested: int, pool: Pool) -> bool:
+        was_held = bool(held)
+        held.clear()
+        return was_held
+
+    before = torch_vmm.last_out_of_memory(device)
+    tensor.resize_(26)
+    assert shared["a"].memory_stats()["num_ooms"] == 0
+    assert shared["a"].reclaim_report().refused == 0
+    assert torch_vmm.last_out_of_memory(device) == before
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor.resize_(60)
+    assert shared["a"].memory_stats()["num_ooms"] == 1, "though it was asked twice"
+    assert torch_vmm.last_out_of_memory(device) != before

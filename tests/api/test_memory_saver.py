@@ -190,3 +190,17 @@ def test_a_region_that_was_never_entered_is_nothing_to_pause(saver: TorchMemoryS
     saver.resume()
     assert not any(each.any() for each in kept), "entered, they are paused with the rest"
     assert weights.all()
+
+
+def test_no_two_regions_are_one(saver: TorchMemorySaver, device: str) -> None:
+    with saver.region("x", enable_cpu_backup=True):
+        kept = torch.full((MIB,), 7, dtype=torch.uint8, device=device)
+    with saver.region("x (cpu backup)"):
+        gone = torch.full((MIB,), 7, dtype=torch.uint8, device=device)
+    with saver.region("x (no backup)"):
+        gone_too = torch.full((MIB,), 7, dtype=torch.uint8, device=device)
+    saver.pause()
+    saver.resume()
+    assert bool((kept == 7).all())
+    assert not gone.any()
+    assert not gone_too.any()

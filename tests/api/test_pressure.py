@@ -285,3 +285,17 @@ def test_several_threads_under_pressure_all_end(make_shared: MakeShared) -> None
         thread.join()
     assert failures == []
     assert shared.global_stats().physical_usage <= 64 * MIB
+
+
+def test_a_closed_pool_holds_no_function(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+
+    def evict(requested: int, pool: VirtualMemoryPool) -> bool:
+        return False
+
+    shared.on_pressure(evict)
+    alive = weakref.ref(evict)
+    del evict
+    shared.close()
+    gc.collect()
+    assert alive() is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -236,3 +238,95 @@ def test_a_process_with_few_addresses_sleeps_in_host_memory() -> None:
         """
     )
     assert (done.returncode, done.stdout) == (0, "1000\n"), done.stderr
+
+
+def tagged(model: VirtualMemoryPool, tag: str, count: int) -> torch.Tensor:
+    with model.tag(tag):
+        return torch.arange(count, dtype=torch.int32, device=model.device)
+
+
+def test_a_file_that_took_the_name_stays_at_the_programs_end(device: str, tmp_path: Path) -> None:
+    done = python(
+        f"""
+        import os, torch, torch_vmm
+        torch_vmm.enable({device!r})
+        pool = torch_vmm.VirtualMemoryPool("64MiB", device={device!r})
+        with pool:
+            x = torch.ones(1000, device={device!r})
+        pool.sleep({str(tmp_path / "m")!r})
+        os.rename({str(tmp_path / "m")!r}, {str(tmp_path / "elsewhere")!r})
+        open({str(tmp_path / "m")!r}, "w").write("mine")
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "m").read_text() == "mine"
+
+
+def test_a_pipe_with_a_backups_name_is_left_alone(limited: SharedMemoryPool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "torch_vmm-1.sleep")
+    model = limited.register_model("model")
+    tensor = numbered(model, 1000)
+    model.sleep(str(tmp_path) + os.sep)
+    model.wake()
+    assert is_numbered(tensor)
+    assert os.listdir(tmp_path) == ["torch_vmm-1.sleep"]
+
+
+def test_a_path_that_is_named_twice_is_two_files(limited: SharedMemoryPool, tmp_path: Path) -> None:
+    model = limited.register_model("model")
+    tensors = [tagged(model, "a", 1000), tagged(model, "b", 1000)]
+    path = str(tmp_path / "m")
+    model.sleep({"a": path, "b": [path, "host"]})
+    assert model.asleep == {"a": path, "b": path + ".2"}
+    model.wake()
+    assert all(is_numbered(tensor) for tensor in tensors)
+
+
+def test_what_is_thrown_away_goes_last(limited: SharedMemoryPool) -> None:
+    model = limited.register_model("model")
+    tensors = [numbered(model, 10 * MIB), tagged(model, "w", 10 * MIB)]
+
+    def stop(moved: int, total: int) -> None:
+        if moved:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        model.sleep({"": "discard", "w": "host"}, progress=stop)
+    assert not model.is_asleep
+    assert all(is_numbered(tensor) for tensor in tensors)
+
+
+def test_a_closed_pool_pins_nothing(make_shared: Callable[[str], SharedMemoryPool], device: str) -> None:
+    shared = make_shared("256MiB")
+    model = shared.register_model("model")
+    tensor = numbered(model, 10 * MIB)
+    model.sleep()
+    model.wake()
+    assert shared.host_backup_bytes != 0, "for the next sleep"
+    del tensor
+    shared.close()
+    assert shared.host_backup_bytes == 0
+    shared = make_shared("256MiB")
+    model = shared.register_model("model")
+    tensor = numbered(model, 10 * MIB)
+    model.sleep()
+    shared.close(force=True)
+    assert shared.host_backup_bytes != 0, "what lives is there"
+    del tensor
+    gc.collect()
+    assert shared.host_backup_bytes == 0
+
+
+def test_whole_slabs_of_others_make_room(limited: SharedMemoryPool) -> None:
+    limited.host_backup_limit = "90MB"  # type: ignore[assignment]  # two slabs of 32 MiB, and 21.8 MiB
+    first, second = limited.register_model("first"), limited.register_model("second")
+    weights = tagged(first, "weights", 15 * MIB)
+    first.seal(weights)
+    first.sleep()
+    first.wake()
+    assert limited.host_backup_bytes == 64 * MIB, "it is unchanged, and may go again"
+    tensor = numbered(second, 5 * MIB)
+    second.sleep()
+    second.wake()
+    assert is_numbered(tensor)
+    assert is_numbered(weights)

@@ -234,6 +234,61 @@ def test_the_bar_of_what_is_discarded_after_all_ends(
     del tensor
 
 
+def test_a_terminal_that_goes_ends_no_wait(model: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = numbered(model, 10 * MIB)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    told: list[str] = []
+    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+
+    def write(text: str) -> int:
+        raise OSError("the terminal has gone")
+
+    with monkeypatch.context() as away:
+        away.setattr(sys.stderr, "write", write)
+        handle = model.sleep(progress=True, blocking=False)
+        with pytest.raises(OSError, match="the terminal has gone"):
+            handle.wait()
+        assert handle.done
+        with pytest.raises(OSError, match="the terminal has gone"):
+            model.sleep(progress=True)
+    assert not model.is_asleep
+    assert told == ["goes", "is back"] * 2
+    assert is_numbered(tensor)
+
+
+def test_what_stops_one_is_logged_where_the_wait_was_interrupted(
+    model: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbered(model, 10 * MIB)
+    may_go_on = threading.Event()
+
+    def stop(moved: int, total: int) -> None:
+        may_go_on.wait(60)
+        raise InterruptedError("stopped")
+
+    handle = model.sleep(progress=stop, blocking=False)
+
+    class Interrupted:
+        def wait(self) -> None:
+            raise KeyboardInterrupt
+
+        def is_set(self) -> bool:
+            return False
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(handle, "_done", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            handle.wait()
+    may_go_on.set()
+    while not handle.done:
+        time.sleep(0.001)
+    deadline = time.monotonic() + 60
+    while "stopped" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert "stopped" in caplog.text
+
+
 # -- Whoever knows the memory ------------------------------------------------------------------------------------------
 
 

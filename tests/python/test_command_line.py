@@ -81,6 +81,13 @@ def test_an_error_is_a_line_and_no_traceback(arguments: list[str]) -> None:
     assert done.stderr == "torch-vmm: TORCH_VMM_SCRUB='maybe': give 1 or 0 (true/false, on/off)\n"
 
 
+def test_a_value_that_is_cut_within_a_character_is_a_line_too() -> None:
+    done = cli("info", TORCH_VMM_DEBUG="x" + "\u00e9" * 40)
+    assert done.returncode == 1
+    assert "is not a debug mode" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_reader_that_goes_away() -> None:
     command = [sys.executable, "-m", "torch_vmm", "info", "--json"]
     process = subprocess.Popen(

@@ -13,6 +13,22 @@ from tests.helpers import python, run
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU")
 
 
+def test_the_profilers_bytes_on_the_host_add_up() -> None:
+    done = python(  # the profiler says on stderr that there is no GPU
+        """
+        import torch, torch_vmm
+        from torch.profiler import ProfilerActivity, profile
+        torch_vmm.enable("cpu")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as told:
+            x = torch.empty(100, dtype=torch.uint8)
+            del x
+        bytes = [event.self_cpu_memory_usage for event in told.key_averages() if event.self_cpu_memory_usage]
+        assert sorted(bytes) == [-512, 512], bytes
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_enabling_the_host_twice() -> None:
     run(
         """
