@@ -343,7 +343,7 @@ TEST(Canary, EachDamageIsCountedOnceHoweverManyThereAre) {
   std::vector<Address> blocks;
   for (std::size_t k = 0; k < WatchLog::kMostDamages + 4; ++k) {
     blocks.push_back(lab.allocate(*pool, 500));
-    Lab::fill(blocks.back() + 500, 1, 7);
+    reinterpret_cast<std::uint8_t*>(blocks.back())[500] ^= 0xFF;
   }
   ::testing::internal::CaptureStderr();
   lab.memory().check_watched();

@@ -182,13 +182,16 @@ class MappingProgram {
     made.opener = any(kModels);
     std::vector<AliasedPiece> pieces;
     Pages once;
+    std::set<const void*> of_others;
     bool is_fine = true;
     for (std::size_t k = 1 + any(3) / 2; k-- > 0;) {
       const Part part = a_part(/*of_ranges=*/false);
       if (part.thing == nullptr) return;
       pieces.push_back({part.address(), part.size()});
       is_fine &= &memory(part.thing->model) == &memory(made.opener) && is_whole(part);
-      if (part.thing->model != made.opener) made.of_others += part.size();
+      if (part.thing->model != made.opener) {
+        for (const auto& page : part.pages()) of_others.insert(page.get());
+      }
       if (part.thing->kind == Kind::block) made.keeps.push_back(part.thing);
       once.insert(once.end(), part.pages().begin(), part.pages().end());
     }
@@ -205,6 +208,7 @@ class MappingProgram {
     }
     for (std::size_t k = 0; k < copies; ++k) made.pages.insert(made.pages.end(), once.begin(), once.end());
     for (const auto& page : made.pages) ++page->aliases;
+    made.of_others = of_others.size() * kPage;
     aliases_.push_back(std::move(made));
   }
   void drop_alias() {

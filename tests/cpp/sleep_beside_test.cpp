@@ -201,10 +201,11 @@ TEST_F(SleepBeside, PinnedMemoryEndsWithItsGroup) {
   const auto pinned = [this] { return lab_.driver.count(Call::pin) - lab_.driver.count(Call::unpin); };
   auto group = lab_.memory().create_group("group", kUnlimited);
   auto pool = lab_.memory().create_pool(Lab::spec("a"), group.get());
-  fill(*pool);
+  const std::vector<Live> live = fill(*pool);
   sleep(pool, host());
   wake(pool);
   ASSERT_GT(pinned(), 0U) << "kept for the next sleep";
+  for (const Live& each : live) lab_.free(each.address);
   lab_.memory().close_pool(*pool, /*force=*/true);
   lab_.memory().end_group(*group);
   pool.reset();

@@ -206,8 +206,10 @@ TEST_F(Manager, WithoutHostMemoryNothingIsHalfDone) {
   for (long n = 0; has_run_out; ++n) {
     VirtualMemoryManager manager(lab_.memory());
     has_run_out = runs_out_at(n, [&] {
-      manager.reserve(kPage, kPage);
-      manager.alloc_physical(kPage, Location::on_device(0), false);
+      const auto range = manager.reserve(kPage, kPage);
+      const auto page = manager.alloc_physical(kPage, Location::on_device(0), false);
+      manager.free_physical(page);
+      manager.release(range);
     });
     manager.close();
     EXPECT_EQ(lab_.memory().committed_bytes(), 0U) << n;

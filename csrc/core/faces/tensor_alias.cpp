@@ -40,6 +40,7 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
   // Before there is anything to end: once it is mapped nothing may fail.
   range_ = std::make_shared<AliasRange>(memory_.driver());
   ending_ = [range = range_] { return range->end(); };
+  std::vector<ByteRange> of_others;  // their addresses
   bool is_shown = false;
   try {
     SharedChunks shared(static_cast<int>(copies));
@@ -64,11 +65,10 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
         holds_.push_back({pool, offset, piece.size});
       }
       pool->share_chunks(piece.address, piece.size, &shared);
-      const bool is_first = std::find(shown_.begin(), shown_.end(), piece.address) == shown_.end();
-      if (!is_first) continue;
       shown_.push_back(piece.address);
-      if (&pool->model() != opener_.get()) shared_bytes_ += piece.size;
+      if (&pool->model() != opener_.get()) of_others.push_back({piece.address, piece.size});
     }
+    for (const ByteRange& range : joined(std::move(of_others))) shared_bytes_ += range.size;  // whatever is shown twice
     memory_.add_shared(*opener_, shared_bytes_);
     is_shown = true;
     Status status;

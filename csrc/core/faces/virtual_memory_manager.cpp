@@ -96,6 +96,7 @@ VirtualAddressRange VirtualMemoryManager::reserve(std::size_t size, std::size_t 
   }
   require_multiple(size, grain, "granularity");
   require_multiple(size, alignment, "alignment");
+  const std::string doing = "reserve(" + std::to_string(size) + ", " + std::to_string(alignment) + ")";
   Address base = 0;
   const Status status = memory_.driver().reserve(size, alignment, &base);
   if (status.code() == StatusCode::out_of_memory) {
@@ -103,7 +104,7 @@ VirtualAddressRange VirtualMemoryManager::reserve(std::size_t size, std::size_t 
         "reserve(" + std::to_string(size) + "): no such stretch of virtual addresses is free (" + status.text() + ")",
         size, 0, kUnlimited, "VirtualMemoryManager");
   }
-  throw_if_failed(status, "reserve(" + std::to_string(size) + ", " + std::to_string(alignment) + ")");
+  throw_if_failed(status, doing);
   try {
     Range range;
     range.mapped = std::make_unique<MappedRange>(memory_.driver(), base, size);
@@ -130,7 +131,8 @@ void VirtualMemoryManager::release(const VirtualAddressRange& range) {
                        : ", which " + format_count(held, "tensor") + " of tensor() show; drop those and unmap first"),
         found.mapped->mapped_bytes(), std::max(mappings, held));
   }
-  throw_if_failed(memory_.driver().unreserve(range.base, range.size), "release " + range.text());
+  const std::string doing = "release " + range.text();
+  throw_if_failed(memory_.driver().unreserve(range.base, range.size), doing);
   ranges_.erase(range.base);
 }
 
@@ -148,6 +150,7 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
   Chunk* chunk = nullptr;
   Budget* refused = nullptr;
   const ChunkSpec spec{size, location, exportable};
+  const std::string doing = "alloc_physical(" + std::to_string(size) + ")";  // first: words take memory
   Budget& payer = location.kind == Location::Kind::host ? memory_.host_budget() : memory_.budget();
   // What is beyond all addresses is not even charged: near 2^64 nobody else
   // could charge anything until the driver has refused.
@@ -181,7 +184,7 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
                             (exportable ? "exportable" : "such") + " memory" +
                             (location.kind == Location::Kind::host ? " in host memory" : ""));
   }
-  throw_if_failed(status, "alloc_physical(" + std::to_string(size) + ")");
+  throw_if_failed(status, doing);
   const MutexLock lock(mutex_);
   const std::uint64_t key = ++last_key_;
   try {
@@ -202,7 +205,8 @@ void VirtualMemoryManager::free_physical(const PhysicalAllocation& physical) {
                               format_count(static_cast<std::size_t>(mapped), "address", "addresses"),
                           physical.size, static_cast<std::size_t>(mapped));
   }
-  throw_if_failed(memory_.store().release(chunk), "free_physical " + physical.text());
+  const std::string doing = "free_physical " + physical.text();
+  throw_if_failed(memory_.store().release(chunk), doing);
   physical_.erase(physical.key);
 }
 
