@@ -31,14 +31,15 @@ def test_a_rings_end_continues_at_its_beginning(make_pool: Callable[..., Pool], 
     assert pool.memory_allocated() == pool.memory_reserved() == 4 * PAGE
     assert pool.shared_bytes == 0
     pick = random.Random(1)
-    plain = [0] * len(ring)
+    plain = torch.zeros(len(ring), dtype=torch.int64)
     for step in range(1, 40):
         first, count = pick.randrange(len(ring)), pick.randrange(1, len(ring))
         twice[first : first + count] = step
         for k in range(first, first + count, max(1, count // 50)):
             assert ring[k % len(ring)] == step
-        plain = [step if (k - first) % len(ring) < count else value for k, value in enumerate(plain)]
-    assert ring.tolist() == plain == twice[: len(ring)].tolist() == twice[len(ring) :].tolist()
+        plain[torch.arange(first, first + count) % len(ring)] = step
+    for shown in (ring, twice[: len(ring)], twice[len(ring) :]):
+        assert torch.equal(shown.cpu(), plain)
 
 
 def test_weights_that_models_share_are_counted_once(shared: Shared, device: str) -> None:

@@ -50,8 +50,11 @@ def test_pyright(tmp_path: Path) -> None:
     assert sorted(errors) == [("mistakes.py", line) for line in mistakes()], done.stdout
 
 
-def test_the_stub_is_true_to_the_extension() -> None:
-    done = run("mypy.stubtest", "torch_vmm._C", "--concise", "--mypy-config-file", "pyproject.toml")
+def test_the_stub_is_true_to_the_extension(tmp_path: Path) -> None:
+    # It keeps nothing from one time to the next, and these, which the stub does not name, take half of it.
+    settings = tmp_path / "mypy.ini"
+    settings.write_text("[mypy]\n[mypy-transformers.*,sklearn.*,matplotlib.*,numpy.*]\nfollow_imports = skip\n")
+    done = run("mypy.stubtest", "torch_vmm._C", "--concise", "--mypy-config-file", str(settings))
     assert "torch_vmm._C.Pool" in done.stdout, done.stdout + done.stderr  # it looked
     # pybind11's metaclass has no name in Python.
     wrong = [line for line in done.stdout.splitlines() if not line.endswith("is inconsistent, metaclass differs")]
