@@ -4,7 +4,6 @@
 #include <memory>
 #include <thread>
 
-#include "cpp/lacking_memory.h"
 #include "cpp/private_pools_lab.h"
 
 namespace vmm::testing {
@@ -139,21 +138,6 @@ TEST_F(PrivatePoolsTest, ACaptureWithAConditionalNodeStaysOneUser) {
   EXPECT_EQ(failures, 0);
   for (const Address block : {before, inside, after}) lab.free(block);
   EXPECT_TRUE(is_pinned(kGraph));
-  pools.release(kGraph);
-  expect_nothing_left();
-}
-
-TEST_F(PrivatePoolsTest, ACaptureThatTheHostHasNoMemoryForNeverBegan) {
-  lab.free(allocate(kMiB, a));
-  bool has_run_out = true;
-  for (long n = 0; has_run_out; ++n) {
-    has_run_out = runs_out_at(n, [&] { pools.begin(kGraph, only(b), a); });
-    EXPECT_EQ(lab.memory().clock().is_capturing(), !has_run_out) << n;
-    EXPECT_EQ(pools.any_route(), !has_run_out) << n;
-    if (has_run_out) EXPECT_FALSE(exists(kGraph)) << n;
-  }
-  captures[a] = ++last_capture;
-  end_capture(kGraph, a);
   pools.release(kGraph);
   expect_nothing_left();
 }
