@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 
@@ -461,6 +462,44 @@ def test_after_an_illegal_call_random_numbers_and_earlier_graphs_go_on_at_once(m
         found.append(drawn.clone())
     assert not torch.equal(*found)
     expect_everything_works(model)
+
+
+def test_a_failed_capture_that_a_mempool_finds_first_ends_quietly(make_pool: MakePool) -> None:
+    """The pool's release comes before torch ends the capture, which since 2.14 it does again from a destructor."""
+    model = make_pool("1GiB")
+    x = numbers(1)
+
+    def fail() -> None:
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.MemPool()
+        with model, torch.cuda.stream(torch.cuda.current_stream()):
+            with torch.cuda.graph(graph), torch.cuda.use_mem_pool(pool):
+                held = x + 1
+                _wait_for_the_gpu(held)
+
+    with pytest.raises(RuntimeError):
+        fail()
+    gc.collect()
+    expect_everything_works(model)
+
+
+def test_a_mempool_that_a_graph_merely_entered_stays_another_graphs(make_pool: MakePool) -> None:
+    """Since torch 2.15 a graph says which pools its capture entered, and releases them when it goes."""
+    model = make_pool("1GiB")
+    x = numbers(2)
+    out = torch.empty_like(x)
+    pool = torch.cuda.MemPool()
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with model:
+        with torch.cuda.graph(first, pool=pool.id):
+            result = (x + 1) * 2  # what is in between is free in the pool, and used at each replay
+        with torch.cuda.graph(second), torch.cuda.use_mem_pool(pool):
+            torch.mul(x, 3, out=out)
+    del second
+    gc.collect()
+    torch.cuda.empty_cache()
+    first.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(result, (x + 1) * 2)
 
 
 def test_a_failed_capture_leaves_a_running_one_alone(make_shared: MakeShared) -> None:
