@@ -55,27 +55,27 @@ void free_uncached(void* block) {
   C10_CUDA_CHECK_WARN(cudaFree(block));
 }
 
-// While one lives what the calling thread takes and frees is told to no profiler: it is the
-// memory of a torch.cuda.MemPool of another allocator, which tells of its own blocks.
-thread_local bool provides = false;
-struct Providing {
-  Providing() { provides = true; }
-  ~Providing() { provides = false; }
-  Providing(const Providing&) = delete;
-  Providing& operator=(const Providing&) = delete;
+// Sets a flag of the thread for as long as it lives.
+class WhileSet {
+ public:
+  explicit WhileSet(bool& flag) : flag_(flag) { flag_ = true; }
+  WhileSet(const WhileSet&) = delete;
+  WhileSet& operator=(const WhileSet&) = delete;
+  ~WhileSet() { flag_ = false; }
+
+ private:
+  bool& flag_;
 };
+
+// What the calling thread takes and frees is told to no profiler: it is the memory of a
+// torch.cuda.MemPool of another allocator, which tells of its own blocks.
+thread_local bool provides = false;
 bool is_profiled() { return profiler_is_on() && !provides; }
 
 std::atomic<bool> cuda_malloc_async_was_asked{false};
 
-// While one lives the calling thread's torch finds native's name in our place.
+// The calling thread's torch finds native's name in our place.
 thread_local bool answers_as_native = false;
-struct AsNative {
-  AsNative() { answers_as_native = true; }
-  ~AsNative() { answers_as_native = false; }
-  AsNative(const AsNative&) = delete;
-  AsNative& operator=(const AsNative&) = delete;
-};
 
 // torch reads its settings when the first is needed, and throws, each time, when
 // they name a backend and whoever allocates then has another name. So settings
@@ -137,7 +137,7 @@ bool free_live(void* block, BlockCaches::Put put) {
 // Nobody is to be told of a free, before it or after.
 bool is_unwatched() {
   return !IpcExports::any_shared() && c10::impl::GPUTrace::get_trace() == nullptr && !History::is_on() &&
-         !is_profiled();
+         !profiler_is_on();
 }
 
 // The profiler counts what blocks take, not what was asked for.
@@ -147,10 +147,11 @@ void report_allocation(const DeviceRoom& room, void* block) {
 
 // Frees a block and tells the profiler, with the totals after it.
 bool free_and_report(void* block) {
-  const std::size_t bytes = block_size(block);
-  const auto provided = ProvidedMemory::asked_at(reinterpret_cast<Address>(block));
+  const auto address = reinterpret_cast<Address>(block);
+  const auto provided = ProvidedMemory::asked_at(address);
   const Pool* pool = Runtime::pool_at(block);
   if (!provided.has_value() && pool == nullptr) return false;
+  const std::size_t bytes = provided.has_value() ? provided->size : pool->block_size(address);
   const int ordinal = provided.has_value() ? provided->device : pool->device();
   if (!free_live(block, BlockCaches::Put::unknown)) return false;  // with its last block the pool may be gone
   if (const DeviceRoom* room = Runtime::made(DeviceKind::cuda, ordinal); room != nullptr) {
@@ -328,7 +329,7 @@ void CudaAllocator::init(int device_count) {
   if (initialized()) return;
   {
     // The environment may name a backend only now.
-    const AsNative as_native;
+    const WhileSet as_native(answers_as_native);
     read_backend_setting();
   }
   device_count_.store(device_count, std::memory_order_relaxed);
@@ -399,7 +400,7 @@ void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t strea
   if (is_current()) return allocate_on(current_device(), bytes, stream);
   // The provider of a torch.cuda.MemPool of another allocator, which goes on
   // looking for memory elsewhere when it is given none.
-  const Providing providing;
+  const WhileSet providing(provides);
   try {
     return allocate_on(current_device(), bytes, stream);
   } catch (const c10::OutOfMemoryError&) {
@@ -409,9 +410,6 @@ void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t strea
 
 void CudaAllocator::raw_delete(void* block) {
   if (block == nullptr || Runtime::in_child()) return;
-  std::optional<Providing> providing;
-  if (!is_current()) [[unlikely]]
-    providing.emplace();
   // Whoever is told needs to know first that it is a live block. Else one look finds
   // it and frees it.
   if (is_unwatched()) [[likely]] {
@@ -424,6 +422,8 @@ void CudaAllocator::raw_delete(void* block) {
       return;
     }
   } else if (block_size(block) != 0) {
+    std::optional<WhileSet> providing;
+    if (!is_current()) providing.emplace(provides);
     free_block(block);
     return;
   }

@@ -27,28 +27,13 @@ Address DeviceMemory::allocate_at(Pool& pool, Address address, std::size_t bytes
   });
 }
 
-Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream) {
+Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream,
+                                     std::optional<Refused>* refused) {
   settle_watched(pool);
-  return allocate(pool, size, std::nullopt, [&](Grant* grant, Shortage* shortage) {
+  const auto attempt = [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_pages(offset, size, stream, grant, shortage);
-  });
-}
-
-Address DeviceMemory::try_allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream,
-                                         std::optional<Refused>* refused) {
-  settle_watched(pool);
-  tend_if_any_wait();
-  const auto attempt = [&](Grant* grant, Shortage* lacks) {
-    return pool.try_allocate_pages(offset, size, stream, grant, lacks);
   };
-  Shortage shortage;
-  if (const Address address = attempt(nullptr, &shortage)) return address;
-  const Attempt again = attempt;
-  std::optional<ReclaimDecision> untold;
-  Ladder::Climb climb{pool, size, std::nullopt, again, shortage, ladder_.climbs(), {}, &untold};
-  const Address found = climb_on(climb);
-  if (found == 0) refused->emplace(refusal_of(climb)).decision = std::move(untold);
-  return found;
+  return allocate(pool, size, std::nullopt, attempt, refused);
 }
 
 Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream) {
@@ -67,23 +52,20 @@ void DeviceMemory::collect_to_wake(Pool& pool, const std::vector<LeavingChunk>& 
   if (attempt(nullptr, &shortage) == 0) go_on(pool, bytes, std::nullopt, attempt, shortage, beside);
 }
 
-Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt) {
+Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
+                               std::optional<Refused>* refused) {
   tend_if_any_wait();
   Shortage shortage;
   if (const Address address = attempt(nullptr, &shortage)) return address;
-  return go_on(pool, bytes, stream, attempt, shortage);
+  return go_on(pool, bytes, stream, attempt, shortage, {}, refused);
 }
 
 // After an attempt in vain: waits for what is only held up, then climbs.
 Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
-                            Shortage shortage, Ladder::Beside beside) {
-  Ladder::Climb climb{pool, bytes, stream, attempt, shortage, ladder_.climbs(), beside};
-  const Address found = climb_on(climb);
-  if (found == 0) tell(refusal_of(climb));
-  return found;
-}
-
-Address DeviceMemory::climb_on(Ladder::Climb& climb) {
+                            Shortage shortage, Ladder::Beside beside, std::optional<Refused>* refused) {
+  std::optional<ReclaimDecision> untold;
+  Ladder::Climb climb{
+      pool, bytes, stream, attempt, shortage, ladder_.climbs(), beside, refused == nullptr ? nullptr : &untold};
   const auto await_held_up = [&] {
     while (climb.found == 0 && !climb.shortage.is_sealed && climb.shortage.wait_for != kLongAgo) {
       wait_for(climb.shortage.wait_for);
@@ -96,7 +78,10 @@ Address DeviceMemory::climb_on(Ladder::Climb& climb) {
   if (!climb.shortage.is_sealed) {
     if (const Address address = ladder_.reach(climb)) return address;
   }
-  return climb.shortage.is_sealed ? allocate_in_another_space(climb.asker, climb.bytes, *climb.stream) : 0;
+  if (climb.shortage.is_sealed) return allocate_in_another_space(pool, bytes, *stream);
+  if (refused == nullptr) tell(refusal_of(climb));
+  refused->emplace(refusal_of(climb)).decision = std::move(untold);
+  return 0;
 }
 
 // A tag's space that takes no requests, as some of its memory is read-only.

@@ -110,11 +110,10 @@ class DeviceMemory {
   Address allocate_anew(Pool& pool, std::size_t bytes, Stream stream);
   // At exactly this address of the pool.
   Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
-  Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream);
-  // The same, but where there is no memory nobody is told of it: 0, and `refused` is what
-  // tell() takes.
-  Address try_allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream,
-                             std::optional<Refused>* refused);
+  // With `refused`, where there is no memory nobody is told of it: 0, and that is what tell()
+  // takes.
+  Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream,
+                         std::optional<Refused>* refused = nullptr);
   // Counts it, tells who wants to know, and throws the OutOfMemoryError.
   [[noreturn]] void tell(Refused refused) VMM_EXCLUDES(refusal_mutex_);
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
@@ -318,12 +317,12 @@ class DeviceMemory {
   std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
   // allocating.cpp
   using Attempt = Ladder::Attempt;
-  Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt);
+  // Both throw, or, with `refused`, answer 0.
+  Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
+                   std::optional<Refused>* refused = nullptr);
   // After an attempt that lacked `shortage`.
   Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage,
-                Ladder::Beside beside = {});
-  // The same: 0, and `climb` tells of it.
-  Address climb_on(Ladder::Climb& climb);
+                Ladder::Beside beside = {}, std::optional<Refused>* refused = nullptr);
   Address allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream);
   // giving_back.cpp
   std::size_t enforce_limit(Budget& budget);

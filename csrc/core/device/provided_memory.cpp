@@ -230,11 +230,8 @@ std::optional<ByteRange> ProvidedMemory::segment_at(Address block) {
 }
 
 std::size_t ProvidedMemory::block_size(Address block) {
-  const auto memory = segments().find(block);
-  if (memory == nullptr) return 0;
-  const MutexLock lock(memory->mutex_);
-  const auto at = memory->live_.find(block);
-  return at == memory->live_.end() ? 0 : at->second->size();
+  const auto asked = asked_at(block);
+  return asked.has_value() ? asked->size : 0;
 }
 
 std::optional<ProvidedMemory::Asked> ProvidedMemory::asked_at(Address block) {
@@ -244,7 +241,7 @@ std::optional<ProvidedMemory::Asked> ProvidedMemory::asked_at(Address block) {
   const auto at = memory->live_.find(block);
   if (at == memory->live_.end()) return std::nullopt;
   const Stream stream = memory->sharers_[at->second->tag].stream;
-  return Asked{memory->memory_.device(), memory->region_, at->second->requested, stream};
+  return Asked{memory->memory_.device(), memory->region_, at->second->requested, at->second->size(), stream};
 }
 
 // ---------------------------------------------------------------- giving back

@@ -56,6 +56,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
     int device = 0;
     RegionId region;
     std::size_t bytes = 0;
+    std::size_t size = 0;  // bytes of the block
     Stream stream = nullptr;
   };
   static std::optional<Asked> asked_at(Address block);

@@ -185,7 +185,7 @@ std::optional<Refused> TensorRange::commit_missing(const std::vector<ByteRange>&
   std::optional<Refused> refused;
   try {
     for (const ByteRange& range : missing) {
-      if (memory_.try_allocate_pages(*part_, range.offset, range.size, stream, &refused) == 0) break;
+      if (memory_.allocate_pages(*part_, range.offset, range.size, stream, &refused) == 0) break;
       taken.push_back(range);
     }
   } catch (...) {

@@ -168,16 +168,14 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
   if (status.code() == StatusCode::out_of_memory) {
     MemoryInfo info;
     const bool known = location.kind == Location::Kind::device && driver.memory_info(location.device, &info).ok();
-    throw OutOfMemoryError("alloc_physical(" + std::to_string(size) + "): " +
+    std::size_t available = known ? info.free : 0;
+    if (refused != nullptr) available = std::min(payer.headroom(), known ? info.free : kUnlimited);
+    throw OutOfMemoryError(doing + ": " +
                                (refused != nullptr ? "the limit of " + refused->name() + ", " +
                                                          format_bytes(refused->limit()) + ", is reached"
                                                    : "the driver has no more (" + status.text() + ")") +
                                (known ? "; free " + format_bytes(info.free) + " of " + format_bytes(info.total) : ""),
-                           size,
-                           refused != nullptr ? std::min(payer.headroom(), known ? info.free : kUnlimited)
-                           : known            ? info.free
-                                              : 0,
-                           refused != nullptr ? refused->limit() : info.total, "VirtualMemoryManager");
+                           size, available, refused != nullptr ? refused->limit() : info.total, "VirtualMemoryManager");
   }
   if (status.code() == StatusCode::not_supported) {
     throw NotAvailableError("alloc_physical: " + status.text() + ": this device cannot create " +

@@ -191,9 +191,8 @@ void FileBackup::open(std::byte* page) {
     }
     if (file_.is_open()) {
       // Whoever looks whether it is somebody's has the lock for a moment.
-      while (::flock(file_.descriptor(), LOCK_EX) != 0) {
-        if (errno != EINTR) fail("cannot lock the file", errno);
-      }
+      const int locked = through_signals([this] { return ::flock(file_.descriptor(), LOCK_EX); });
+      if (locked != 0) fail("cannot lock the file", errno);
       return;
     }
     if (errno != EINVAL) break;  // this file system has no direct I/O: once more without
@@ -233,8 +232,7 @@ void FileBackup::write_slab() {
   checksums_[slab] = checksum(from, size);
   for (std::size_t done = 0; done < size;) {
     const auto at = static_cast<off_t>(file_offset(slab) + done);
-    const ssize_t written = ::pwrite(file_.descriptor(), from + done, size - done, at);
-    if (written < 0 && errno == EINTR) continue;
+    const ssize_t written = through_signals([&] { return ::pwrite(file_.descriptor(), from + done, size - done, at); });
     if (written <= 0) fail("writing a model's memory to", written < 0 ? errno : ENOSPC);
     done += static_cast<std::size_t>(written);
   }
@@ -258,8 +256,7 @@ FileBackup::Stage& FileBackup::staged(std::size_t index) {
   const std::size_t size = size_of(index);
   for (std::size_t done = 0; done < size;) {
     const auto at = static_cast<off_t>(file_offset(index) + done);
-    const ssize_t got = ::pread(file_.descriptor(), to + done, size - done, at);
-    if (got < 0 && errno == EINTR) continue;
+    const ssize_t got = through_signals([&] { return ::pread(file_.descriptor(), to + done, size - done, at); });
     if (got <= 0) fail("reading a model's memory from", got < 0 ? errno : EIO);
     done += static_cast<std::size_t>(got);
   }

@@ -19,22 +19,23 @@ std::vector<KeptRange> KeptRanges::within(ByteRange range) const {
   return found;
 }
 
-std::set<std::string> KeptRanges::places() const {
-  std::set<std::string> found;
-  const Backup* latest = nullptr;
+template <typename Each>
+void KeptRanges::for_each_backup(const Each& each) const {
+  Backup* latest = nullptr;
   for (const auto& [offset, range] : by_offset_) {
-    if (range.backup.get() != latest) found.insert(range.backup->place());
+    if (range.backup.get() != latest) each(*range.backup);
     latest = range.backup.get();
   }
+}
+
+std::set<std::string> KeptRanges::places() const {
+  std::set<std::string> found;
+  for_each_backup([&found](const Backup& backup) { found.insert(backup.place()); });
   return found;
 }
 
 void KeptRanges::forget_names() const noexcept {
-  const Backup* latest = nullptr;
-  for (const auto& [offset, range] : by_offset_) {
-    if (range.backup.get() != latest) range.backup->forget_name();
-    latest = range.backup.get();
-  }
+  for_each_backup([](Backup& backup) { backup.forget_name(); });
 }
 
 KeptRanges KeptRanges::cut_to(const std::vector<ByteRange>& wanted) {

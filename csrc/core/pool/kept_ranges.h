@@ -50,6 +50,9 @@ class KeptRanges {
   [[nodiscard]] const KeptRange* any() const { return by_offset_.empty() ? nullptr : &by_offset_.begin()->second; }
 
  private:
+  // One with several ranges perhaps more than once.
+  template <typename Each>
+  void for_each_backup(const Each& each) const;
   std::map<std::size_t, KeptRange> by_offset_;
 };
 

@@ -70,12 +70,7 @@ std::size_t Sleeper::release_host_memory(const Budget& group) {
 
 void Sleeper::end_host_memory(const Budget& group) {
   forget_unchanged(group);
-  std::shared_ptr<PinnedMemory> memory;
-  {
-    const MutexLock lock(mutex_);
-    if (const auto at = host_memory_.find(&group); at != host_memory_.end()) memory = at->second.memory;
-  }
-  if (memory != nullptr) memory->close();
+  host_memory(group)->close();
 }
 
 void Sleeper::make_host_room(const PinnedMemory& memory, std::size_t bytes, const Budget& group) {
