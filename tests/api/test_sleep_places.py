@@ -282,12 +282,13 @@ def test_a_path_that_is_named_twice_is_two_files(limited: SharedMemoryPool, tmp_
     assert all(is_numbered(tensor) for tensor in tensors)
 
 
-def test_what_is_thrown_away_goes_last(limited: SharedMemoryPool) -> None:
+@pytest.mark.parametrize("is_last", [False, True])
+def test_what_is_thrown_away_goes_last(limited: SharedMemoryPool, is_last: bool) -> None:
     model = limited.register_model("model")
     tensors = [numbered(model, 10 * MIB), tagged(model, "w", 10 * MIB)]
 
     def stop(moved: int, total: int) -> None:
-        if moved:
+        if moved == total if is_last else moved:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):

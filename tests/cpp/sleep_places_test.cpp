@@ -157,6 +157,40 @@ TEST_F(SleepPlaces, ATagGoesBackToTheFileThatItsModelIsIn) {
   EXPECT_EQ(cache->asleep_where(), path) << "nothing else is there any more";
 }
 
+// Wherever a sleep is stopped, by Ctrl-C, what was to be thrown away is there still.
+TEST_F(SleepPlaces, WhatIsThrownAwayGoesWhenNothingCanStopTheRest) {
+  const auto model = lab_.pool("model");
+  const auto cache = lab_.memory().tagged(model, "cache");
+  const std::vector<Live> live = fill(*model, {3 * kMiB});
+  const std::vector<Live> of_cache = fill(*cache, {3 * kMiB});
+  Place nowhere;
+  nowhere.kind = Place::Kind::discard;
+  bool is_stopped = true;
+  int looks = 0;
+  for (; is_stopped; ++looks) {
+    SCOPED_TRACE(looks);
+    is_stopped = false;
+    Transfer out(
+        std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{cache, {nowhere}}, {model, file()}}, false),
+        nullptr);
+    out.begin([] {});
+    try {
+      out.run([&, left = looks]() mutable {
+        if (left-- == 0) throw VmmError("stop");
+      });
+    } catch (const VmmError&) {
+      is_stopped = true;
+      EXPECT_FALSE(cache->is_asleep());
+      expect_whole(live);
+      expect_whole(of_cache);
+    }
+  }
+  EXPECT_GT(looks, 4);
+  EXPECT_TRUE(cache->is_asleep());
+  wake(model);
+  expect_whole(live);
+}
+
 TEST_F(SleepPlaces, AnotherModelsFileIsInUse) {
   const auto a = lab_.pool("a");
   const auto b = lab_.pool("b");

@@ -171,12 +171,12 @@ void Departure::make_backups() {
       parts_[lot / 2].pool->note_place(backup == nullptr ? "discarded" : backup->place());
     }
   }
-  // What is thrown away goes when all else has gone: whatever stops this before leaves it whole.
-  std::stable_partition(pieces_.begin(), pieces_.end(), [this](const Piece& piece) {
+  const auto thrown_away = std::stable_partition(pieces_.begin(), pieces_.end(), [this](const Piece& piece) {
     return std::all_of(piece.chunks.begin(), piece.chunks.end(), [&](const LeavingChunk& chunk) {
       return chunk.kept.empty() || backups_[lot_of(piece.part, chunk)] != nullptr;
     });
   });
+  until_ = static_cast<std::size_t>(thrown_away - pieces_.begin());
 }
 
 // Where in the backups each of its ranges goes.
@@ -201,7 +201,7 @@ std::size_t Departure::leaving() const {
 
 // Whether the next piece may be on its way too.
 bool Departure::may_go_on() const {
-  if (next_ == pieces_.size()) return false;
+  if (next_ == until_) return false;
   const Piece& piece = pieces_[next_];
   const std::shared_ptr<Backup>& backup = backups_[lot_of(piece.part, piece.chunks.front())];
   return under_way_.size() < (backup == nullptr ? Backup::kMostUnderWay : backup->most_under_way());

@@ -27,12 +27,15 @@ class Departure {
   // They take no requests from now on, and there is room for what they hold. Throws, and
   // they are awake: OutOfMemoryError, InvalidArgumentError, VmmError.
   void begin();
-  // Whatever can be done without waiting for the bus; false: nothing can.
+  // Whatever can be done without waiting for the bus; false: nothing can. What is thrown away
+  // stays until throw_away().
   bool advance();
   // Waits for the oldest piece on the bus; false: there is none.
   bool wait();
   // All of it has gone.
   [[nodiscard]] bool is_through() const { return next_ == pieces_.size() && under_way_.empty(); }
+  // What is thrown away goes from now on, when all else has gone: that cannot be undone.
+  void throw_away() { until_ = pieces_.size(); }
   // All is saved. Before finish(): until then it can be undone.
   void secure();
   void finish();
@@ -64,6 +67,7 @@ class Departure {
   std::vector<std::size_t> next_at_;              // by lot: where its contents go next
   std::vector<Piece> pieces_;
   std::size_t next_ = 0;
+  std::size_t until_ = 0;  // of the pieces: what is thrown away follows
   Pieces under_way_;
   std::atomic<std::size_t> done_{0};
   std::atomic<std::size_t> total_{0};

@@ -37,9 +37,16 @@ void Transfer::move(const Look& look) {
 void Transfer::run(const Look& look) {
   if (!is_under_way_) throw VmmError("a transfer runs once");
   try {
+    // What is thrown away goes when nothing can stop the rest any more, or a piece that is there
+    // in no time would be lost by Ctrl-C; but what comes may need its memory.
+    if (out_ != nullptr && in_ != nullptr) out_->throw_away();
     move(look);
     if (out_ != nullptr) out_->secure();
     look();
+    if (out_ != nullptr && in_ == nullptr) {
+      out_->throw_away();
+      move([] {});
+    }
     if (out_ != nullptr) out_->finish();
     if (in_ != nullptr) in_->finish();
     is_under_way_ = false;
