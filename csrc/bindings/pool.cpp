@@ -48,7 +48,7 @@ PoolPtr create_pool(const std::string& kind, int ordinal, std::optional<std::siz
 
 void close(Pool& pool, bool force) {
   DeviceMemory& memory = home_of(pool);
-  if (pool.is_retired()) return;
+  if (pool.is_closed()) return;
   if (Runtime::room_of(pool).default_pool.get() == &pool) {
     throw InvalidArgumentError("the default pool of a device cannot be closed");
   }
@@ -115,7 +115,7 @@ void bind_pool(py::module_& module) {
       .def_property_readonly("page_size", &Pool::page_size)
       .def_property_readonly("priority", &Pool::priority)
       .def_property_readonly("floor", &Pool::floor)
-      .def_property_readonly("is_closed", &Pool::is_retired)
+      .def_property_readonly("is_closed", &Pool::is_closed)
       .def_property_readonly("limit", [](const Pool& self) { return from_limit(self.budget().limit()); });
   pool.def_property_readonly("physical_bytes", py::cpp_function(
                                                    [](const Pool& self) {

@@ -128,7 +128,7 @@ std::vector<DeviceRoom*> Runtime::all_made(DeviceKind kind) {
 void DeviceRoom::note_closed() {
   const Budget& group = memory.budget();
   for (const auto& pool : memory.pools()) {
-    const bool is_model = &pool->group() == &group && !pool->is_part() && !pool->is_retired();
+    const bool is_model = &pool->group() == &group && !pool->is_part() && !pool->is_closed();
     if (is_model && (pool != default_pool || pool->is_asleep())) return;
   }
   sleeper.host_memory(group)->release_unused();

@@ -45,7 +45,7 @@ struct DeviceRoom {
   // for it, as long as it is open, or the default pool.
   [[nodiscard]] const std::shared_ptr<Pool>& outside() const {
     const std::shared_ptr<Pool>* const named = named_.load(std::memory_order_acquire);
-    return named == nullptr || (*named)->is_retired() ? default_pool : *named;
+    return named == nullptr || (*named)->is_closed() ? default_pool : *named;
   }
   // A model that stood under no group has been closed: with the last one goes the host memory
   // in which they slept.

@@ -503,7 +503,7 @@ class DebugSweep : public ::testing::TestWithParam<std::tuple<const char*, Opera
     lab.memory().check();
     lab.driver.release_fences();
     if (block != 0) drop(lab, pool, &block);
-    if (!pool->is_retired()) {
+    if (!pool->is_closed()) {
       const Address again = lab.allocate(*pool, 9 * kMiB, kTwo);
       Lab::fill(again, 9 * kMiB, 5);
       EXPECT_TRUE(Lab::holds(again, 9 * kMiB, 5));

@@ -2,6 +2,7 @@
 // what it has, and where requests stand. The policy alone is growth_policy_test's.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <random>
 #include <vector>
 
@@ -166,13 +167,14 @@ TEST(PoolGrowth, WhatAMoveReachedIntoIsBareAgainWhenItFails) {
   EXPECT_EQ(holes.pool->physical_bytes(), before + 44 * kMiB) << "new memory alone";
 }
 
-// Random blocks come and go, which nothing can hold for long without slack.
-std::size_t moved_by_a_churn(Lab& lab, Pool& pool, int steps) {
+// Random blocks come and go, each step after so much time, which nothing can hold for long without slack.
+std::size_t moved_by_a_churn(Lab& lab, Pool& pool, int steps, std::chrono::nanoseconds step_takes = {}) {
   std::mt19937 random(5);
   std::vector<Address> live(64, 0);
   lab.driver.clear_calls();
   std::size_t unmapped = 0;
   for (int step = 0; step < steps; ++step) {
+    lab.driver.pass_time(step_takes);
     Address& block = live[random() % live.size()];
     if (block != 0) DeviceMemory::free(lab.space, block);
     block = lab.memory().allocate(pool, kPage * (1 + random() % 64) + random() % kPage, nullptr);
@@ -193,6 +195,16 @@ TEST(PoolGrowth, AProgramThatNeverSettlesEndsWithoutMoves) {
   const Statistics statistics = pool->statistics();
   const auto peak = static_cast<std::size_t>(statistics[StatKind::allocated_bytes][0].peak);
   EXPECT_LE(pool->physical_bytes(), peak + peak / 4);
+}
+
+TEST(PoolGrowth, WhereTimePaysForMovesAPoolNeedsNoMore) {
+  Lab lab(LabSpec{32 * kGiB});
+  const auto pool = lab.pool(Holes::spec(kUnlimited));
+  EXPECT_GT(moved_by_a_churn(lab, *pool, 20000, std::chrono::seconds(1)), 2000U + 256U)
+      << "as many as it takes, as they have been paid for before the next";
+  const Statistics statistics = pool->statistics();
+  const auto peak = static_cast<std::size_t>(statistics[StatKind::allocated_bytes][0].peak);
+  EXPECT_LE(pool->physical_bytes(), peak + peak / 16);
 }
 
 TEST(PoolGrowth, AtItsLimitAPoolMovesWhateverItHasMovedBefore) {

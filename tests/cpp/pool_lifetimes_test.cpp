@@ -100,7 +100,7 @@ TEST(Closing, SeveralPoolsCloseAllOrNone) {
   const Address block = lab.allocate(*b, 512);
   EXPECT_THROW(shared.close(/*force=*/false), StillInUseError);
   lab.allocate(*a, 512);
-  EXPECT_FALSE(a->is_retired());
+  EXPECT_FALSE(a->is_closed());
   lab.free(block);
 }
 

@@ -189,7 +189,7 @@ TEST_F(SleepEdges, OthersActBetweenAnyTwoCalls) {
     try {
       go(*going({one}, host()), act);
       go(*coming(one), act);
-      if (!one->is_retired()) {
+      if (!one->is_closed()) {
         go(*going({one}, host()), act);
         go(*coming(one), act);
       }

@@ -148,7 +148,7 @@ TEST(Tags, EndWithTheirModel) {
   auto weights = lab.memory().tagged(model, "weights");
   const Address block = lab.allocate(*weights, kPage);
   EXPECT_THROW(lab.memory().close_pool(*model, /*force=*/false), StillInUseError);
-  EXPECT_FALSE(weights->is_retired());
+  EXPECT_FALSE(weights->is_closed());
   lab.memory().close_pool(*model, /*force=*/true);
   EXPECT_THROW(lab.memory().allocate(*weights, kPage, nullptr), InvalidArgumentError);
   EXPECT_THROW(static_cast<void>(lab.memory().tagged(model, "weights")), InvalidArgumentError);

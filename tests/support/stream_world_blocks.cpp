@@ -149,7 +149,7 @@ void StreamWorld::unhold(std::size_t index) {
   live_[index].held = false;
   const Live live = live_[index];
   const auto home = live.home.lock();
-  if (home->is_retired()) {
+  if (home->is_closed()) {
     owe(live, false);
     live_.erase(live_.begin() + static_cast<std::ptrdiff_t>(index));
     driver_.take_back_pages(live.address, live.size);

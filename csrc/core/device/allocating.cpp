@@ -42,9 +42,9 @@ Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream
   });
 }
 
-void DeviceMemory::collect_to_wake(Pool& pool, const std::vector<LeavingChunk>& places, Ladder::Beside beside) {
+void DeviceMemory::collect_to_wake(Pool& pool, const std::vector<MovedChunk>& places, Ladder::Beside beside) {
   std::size_t bytes = 0;
-  for (const LeavingChunk& each : places) bytes += each.place.size;
+  for (const MovedChunk& each : places) bytes += each.place.size;
   if (bytes == 0) return;
   tend_if_any_wait();
   const auto attempt = [&](Grant* grant, Shortage* shortage) { return pool.try_collect(places, grant, shortage); };

@@ -67,7 +67,7 @@ DeviceMemory::~DeviceMemory() {
     for (int attempt = 0; attempt < kEndAttempts; ++attempt) let_leave();
   }
   for (const auto& pool : pools()) {
-    pool->retire();
+    pool->close();
     // What the driver refuses once is tried again; what it refuses still stays.
     for (int attempt = 0; attempt < kEndAttempts && !pool->end(); ++attempt) settle(/*wait=*/true);
   }
@@ -193,7 +193,7 @@ std::shared_ptr<Pool> DeviceMemory::tagged(const std::shared_ptr<Pool>& model, c
   // Where some of it is awake, so is what comes to have a tag.
   const PoolList members = family(*model);
   const bool is_partly_awake = std::any_of(members.begin(), members.end(), [](const auto& member) {
-    return member->is_tag_space() && !member->is_retired() && !member->is_asleep();
+    return member->is_tag_space() && !member->is_closed() && !member->is_asleep();
   });
   if (!is_partly_awake) model->require_taking();
   PoolSpec spec = part_spec(model, tag);

@@ -86,7 +86,7 @@ class DeviceMemory {
   // when torch lets go of them.
   void close_pools(const PoolList& pools, bool force) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void close_pool(Pool& pool, bool force) { close_pools({pool.shared_from_this()}, force); }
-  // Every pool of the device, those in host memory and retired ones included, in order of
+  // Every pool of the device, those in host memory and closed ones included, in order of
   // registration.
   [[nodiscard]] PoolList pools() const VMM_EXCLUDES(registry_mutex_);
   // Pools that stand under `group`.
@@ -118,7 +118,7 @@ class DeviceMemory {
   [[noreturn]] void tell(Refused refused) VMM_EXCLUDES(refusal_mutex_);
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
   // Chunks for these places of a pool that is asleep; `beside` what the same wake asks for else.
-  void collect_to_wake(Pool& pool, const std::vector<LeavingChunk>& places, Ladder::Beside beside = {});
+  void collect_to_wake(Pool& pool, const std::vector<MovedChunk>& places, Ladder::Beside beside = {});
   // Whether the device's memory, and each limit above `payer` as it is at this moment, is that
   // large: otherwise nothing that anybody gives back would do.
   [[nodiscard]] bool could_hold(const Budget& payer, std::size_t bytes) const;

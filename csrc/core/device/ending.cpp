@@ -63,7 +63,7 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
     const MutexLock lock(registry_mutex_);
     for (const auto& pool : closing) {
       if (registry_.find(pool.get()) != nullptr) closed_.emplace(pool.get(), pool);
-      pool->retire_locked();
+      pool->close_locked();
     }
   }
   for (const auto& pool : closing) {
@@ -75,11 +75,22 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
     }
     bury(pool);
   }
+  // A tensor's own part ends with each such tensor: only what it has left goes back then, as at
+  // any free over a limit. (With a look at all pools each, 1600 of them took 0.6 ms.)
+  const bool is_over = over_limit_.load(std::memory_order_relaxed);
+  const bool are_parts = std::all_of(pools.begin(), pools.end(), [](const auto& pool) { return pool->is_part(); });
+  if (is_over && are_parts) {
+    for (const auto& pool : pools) {
+      for (Budget* level = &pool->budget(); level != nullptr; level = level->parent()) {
+        if (level->excess() != 0) pool->store().trim_under(*level, level->excess());
+      }
+    }
+  }
   std::set<const Budget*> groups;  // the first look may end one
   for (const auto& pool : pools) groups.insert(&pool->model().group());
   for (const Budget* group : groups) bury_group(group);
   tend_if_any_wait();
-  if (over_limit_.load(std::memory_order_relaxed)) afterwards([&] { enforce_limits(nullptr, {}); });
+  if (is_over && (!are_parts || is_look_due())) afterwards([&] { enforce_limits(nullptr, {}); });
 }
 
 // Ends a closed pool that holds nothing any more. One that queued work still uses

@@ -39,7 +39,7 @@ void DeviceMemory::unhold_pages(Pool& pool, std::size_t offset, std::size_t size
   const bool is_drained = pool.unhold_pages(offset, size);
   afterwards([&] {
     if (is_drained) bury_drained(&pool);
-    if (pool.is_retired()) trim_shelf(pool);
+    if (pool.is_closed()) trim_shelf(pool);
     if (over_limit_.load(std::memory_order_relaxed)) enforce_limits(&pool, {offset, size});
   });
 }

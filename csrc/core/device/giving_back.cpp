@@ -147,7 +147,7 @@ std::size_t DeviceMemory::enforce_floor(const Budget& budget) {
 std::size_t DeviceMemory::set_floor(Pool& model, std::size_t floor_bytes) {
   model.require_open();
   const std::size_t given_back = set_floor(model.budget(), floor_bytes);
-  if (model.is_retired()) model.budget().set_floor(0);
+  if (model.is_closed()) model.budget().set_floor(0);
   return given_back;
 }
 

@@ -174,9 +174,7 @@ void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
   };
   // First no more than the limit lacks: the rest may be what the request takes from the shelf.
   if (refused != nullptr && may_help()) {
-    const std::size_t shelved = store.shelved_bytes(asker.group());
-    const std::size_t keep = shelved - std::min(shelved, lacks());
-    if (keep != 0) step->bytes = store.trim(asker.group(), keep);
+    if (store.shelved_bytes(asker.group()) > lacks()) step->bytes = store.give_back(asker.group(), lacks());
     if (step->bytes != 0) step->result = StepResult::in_vain;
     if (step->bytes != 0 && climb.try_again(nullptr)) return;
   }
@@ -396,7 +394,7 @@ const std::array<Ladder::Step, kRungs> Ladder::kSteps = {&Ladder::give_shelves_b
 void Ladder::note(const Pool& asker, ReclaimDecision decision) {
   const Pool& model = asker.model();
   log_.note(model.id(), std::move(decision));
-  if (model.is_retired()) log_.forget(model.id());  // closed meanwhile: it may have been forgotten before
+  if (model.is_closed()) log_.forget(model.id());  // closed meanwhile: it may have been forgotten before
 }
 
 // By whom a request was met on that rung: where others gave nothing, the room that the shelf had

@@ -84,9 +84,7 @@ void Ladder::ask_for_margin(Climb& climb, ReclaimStep* step) {
     climb.try_again(&grant);
     grant.shelve();
     // As much of what rests on the shelf, which fits nowhere either, goes back.
-    ChunkStore& store = memory_.store();
-    const std::size_t shelved = store.shelved_bytes(asker.group());
-    store.trim(asker.group(), shelved - std::min(shelved, lacks.bytes));
+    memory_.store().give_back(asker.group(), lacks.bytes);
   }
 }
 

@@ -136,7 +136,7 @@ void PrivatePools::drop_graph(Entry& entry, int Entry::*kind) {
   set_pinned(entry, false);
   for (const auto& [model, part] : entry.parts) {
     // A model that has been closed meanwhile could not take this part along.
-    if (part->is_retired()) memory_.close_pool(*part, /*force=*/true);
+    if (part->is_closed()) memory_.close_pool(*part, /*force=*/true);
   }
 }
 
@@ -372,7 +372,7 @@ std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, St
       if (running != 0 && !at->is_capture) keep_for_graphs(entry);
       if (entry.foreign == nullptr) {
         // A closed model refuses by itself.
-        part = model->is_retired() ? model : part_of(at->region, entry, model);
+        part = model->is_closed() ? model : part_of(at->region, entry, model);
       } else if (foreign != nullptr) {
         *foreign = entry.foreign;
       }
@@ -412,7 +412,7 @@ Address PrivatePools::lend(const Pool& model, std::size_t bytes, Stream stream) 
     }
   }
   for (const auto& part : willing) {
-    if (part->is_retired()) continue;
+    if (part->is_closed()) continue;
     if (const Address address = part->try_allocate_within(bytes, stream); address != 0) return address;
   }
   for (const auto& memory : foreign) {
@@ -436,7 +436,7 @@ void PrivatePools::empty_cache(RegionId region) {
   }
   settle_accounts(failed);
   for (const auto& part : parts) {
-    if (!part->is_retired()) memory_.trim(*part, 0);
+    if (!part->is_closed()) memory_.trim(*part, 0);
   }
 }
 

@@ -16,9 +16,9 @@ ProvidedSegments& ProvidedSegments::instance() {
 void ProvidedSegments::add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, const DeviceMemory& device,
                            bool small) {
   const MutexLock lock(mutex_);
+  Statistics& statistics = statistics_[&device];  // first: there may be no memory for it
   segments_[range.offset] = {range.size, memory, &device, small};
   count_.store(segments_.size(), std::memory_order_relaxed);
-  Statistics& statistics = statistics_[&device];
   statistics.increase(StatKind::segment, size_class_of(small), 1);
   statistics.increase(StatKind::reserved_bytes, size_class_of(small), range.size);
   ++statistics.num_device_alloc;

@@ -35,7 +35,7 @@ std::vector<Holder> DeviceMemory::holders_under(const Budget* refused, const Poo
     const std::size_t reserved =
         is_another && refused != nullptr && !pool.is_part() ? pool.budget().reserved_here() : 0;
     if (stats.physical_usage == 0 && reserved == 0) continue;
-    Holder holder{pool.name() + (pool.model().is_retired() ? " (closed)" : ""), stats.allocated_bytes, stats.idle_bytes,
+    Holder holder{pool.name() + (pool.model().is_closed() ? " (closed)" : ""), stats.allocated_bytes, stats.idle_bytes,
                   stats.stranded_bytes, stats.quarantined_bytes};
     holder.reserved = reserved;
     if ((holder.idle != 0 && is_another) || reserved != 0) holder.floor = pool.floor();

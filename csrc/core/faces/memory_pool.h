@@ -76,7 +76,7 @@ class MemoryPool {
   // Ends it; twice is fine. StillInUseError while a buffer lives, unless `force`:
   // then it ends with its last buffer.
   void close(bool force);
-  [[nodiscard]] bool is_closed() const { return pool_->is_retired(); }
+  [[nodiscard]] bool is_closed() const { return pool_->is_closed(); }
   [[nodiscard]] Pool& pool() const { return *pool_; }
   [[nodiscard]] DeviceMemory& memory() const { return memory_; }
 

@@ -167,7 +167,7 @@ void TensorRange::commit(const std::vector<ByteRange>& ranges, Stream stream) {
       continue;
     }
     if (!refused.has_value()) return;
-    if (!relieve()) memory_.tell(*std::move(refused));
+    if (has_holes_.load(std::memory_order_relaxed) || !relieve()) memory_.tell(*std::move(refused));
   }
 }
 

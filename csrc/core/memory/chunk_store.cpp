@@ -192,17 +192,25 @@ std::size_t ChunkStore::release_unmapped(ChunkShelf& chunks, std::size_t want) {
   return chunks.remove_unmapped(want, [this](Chunk* chunk) { return release(chunk).ok(); });
 }
 
-std::size_t ChunkStore::trim_shelf(Shelf& shelf, std::size_t keep_bytes) {
-  std::size_t given_back = release_unmapped(shelf.exported, kUnlimited);
-  if (shelf.bytes() > keep_bytes) given_back += release_unmapped(shelf.usable, shelf.bytes() - keep_bytes);
-  return given_back;
+std::size_t ChunkStore::trim_shelf(Shelf& shelf, std::size_t want) {
+  const std::size_t exported = release_unmapped(shelf.exported, kUnlimited);
+  return exported + (want > exported ? release_unmapped(shelf.usable, want - exported) : 0);
+}
+
+std::size_t ChunkStore::give_back(Budget& group, std::size_t want) {
+  MutexLock lock(mutex_);
+  const std::size_t given_back = release_unmapped(without_shelf_, kUnlimited);
+  const auto shelf = shelves_.find(&group);
+  return given_back + (shelf == shelves_.end() ? 0 : trim_shelf(shelf->second, want));
 }
 
 std::size_t ChunkStore::trim(Budget& group, std::size_t keep_bytes) {
   MutexLock lock(mutex_);
   const std::size_t given_back = release_unmapped(without_shelf_, kUnlimited);
   const auto shelf = shelves_.find(&group);
-  return given_back + (shelf == shelves_.end() ? 0 : trim_shelf(shelf->second, keep_bytes));
+  if (shelf == shelves_.end()) return given_back;
+  const std::size_t bytes = shelf->second.bytes();
+  return given_back + trim_shelf(shelf->second, bytes - std::min(bytes, keep_bytes));
 }
 
 std::size_t ChunkStore::trim_under(const Budget& budget, std::size_t want) {
@@ -211,8 +219,7 @@ std::size_t ChunkStore::trim_under(const Budget& budget, std::size_t want) {
   for (auto& [group, shelf] : shelves_) {
     if (given_back >= want) break;
     if (!group->stands_under(budget)) continue;
-    const std::size_t more = want - given_back;
-    given_back += trim_shelf(shelf, shelf.bytes() > more ? shelf.bytes() - more : 0);
+    given_back += trim_shelf(shelf, want - given_back);
   }
   return given_back;
 }
@@ -227,7 +234,7 @@ std::size_t ChunkStore::all_shelved_bytes() const {
 std::size_t ChunkStore::trim_all() {
   MutexLock lock(mutex_);
   std::size_t given_back = release_unmapped(without_shelf_, kUnlimited);
-  for (auto& [group, shelf] : shelves_) given_back += trim_shelf(shelf, 0);
+  for (auto& [group, shelf] : shelves_) given_back += trim_shelf(shelf, kUnlimited);
   return given_back;
 }
 

@@ -135,6 +135,8 @@ class ChunkStore {
   // Releases shelved chunks of `group` that nothing maps, until at most
   // `keep_bytes` stay. Returns the bytes given back.
   std::size_t trim(Budget& group, std::size_t keep_bytes) VMM_EXCLUDES(mutex_);
+  // The same until `want` bytes have gone: a few more, or fewer where there are no more.
+  std::size_t give_back(Budget& group, std::size_t want) VMM_EXCLUDES(mutex_);
   // Of every group that stands under `budget`: up to about `want` bytes.
   std::size_t trim_under(const Budget& budget, std::size_t want) VMM_EXCLUDES(mutex_);
   // The same for every group: when the device itself has run out.
@@ -162,7 +164,7 @@ class ChunkStore {
     [[nodiscard]] std::size_t bytes() const { return usable.bytes() + exported.bytes(); }
   };
   Shelf* shelf_for(Budget& group) noexcept VMM_REQUIRES(mutex_);
-  std::size_t trim_shelf(Shelf& shelf, std::size_t keep_bytes) VMM_REQUIRES(mutex_);
+  std::size_t trim_shelf(Shelf& shelf, std::size_t want) VMM_REQUIRES(mutex_);
   std::size_t release_unmapped(ChunkShelf& chunks, std::size_t want) VMM_REQUIRES(mutex_);
 
   Driver& driver_;

@@ -14,7 +14,7 @@ namespace vmm {
 
 // What is read-only from now on need not be copied again.
 Unchanged Pool::unchanged_now() const {
-  if (!space_.is_open() || is_retired()) return {};
+  if (!space_.is_open() || is_closed()) return {};
   Unchanged unchanged = unchanged_.proved_by(space_.range().live());
   for (const auto& [offset, mapping] : space_.range().live()) {
     if (!space_.allows(mapping, Access::read)) continue;

@@ -29,8 +29,8 @@ struct PlaceOfChunk {
   }
 };
 
-// A chunk that is to leave or to come back, and what of it is kept.
-struct LeavingChunk {
+// A chunk that a sleep takes away or a wake brings back, and what of it is kept.
+struct MovedChunk {
   std::size_t offset = 0;
   PlaceOfChunk place;
   std::vector<ByteRange> kept;       // is to be copied

@@ -37,7 +37,7 @@ SleepBegun Pool::begin_sleep() {
   asleep_->is_going = true;
   space_.hold(true);
   is_cached_.store(false, std::memory_order_relaxed);
-  if (!is_retired()) life_.store(Life::asleep, std::memory_order_release);
+  if (!is_closed()) life_.store(Life::asleep, std::memory_order_release);
   count_slabs(SizeClass::small_pool, SizeClass::large_pool);
   set_inactive_split({});
   return SleepBegun::anew;
@@ -102,9 +102,9 @@ bool Pool::is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const
   return space_.allows(mapping, Access::read) || std::find(to_seal.begin(), to_seal.end(), range) != to_seal.end();
 }
 
-std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys) {
+std::vector<MovedChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys) {
   const MutexLock lock(mutex_);
-  std::vector<LeavingChunk> plan;
+  std::vector<MovedChunk> plan;
   if (!space_.is_open() || asleep_ == nullptr) return plan;
   settle_locked();
   if (!space_.is_pinned()) {
@@ -129,7 +129,7 @@ std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const
     // What others have mapped as well stays as it is: they would go on with the chunk that
     // the pool had.
     if (chunk.exported || chunk.mappings.load(std::memory_order_acquire) != 1) continue;
-    LeavingChunk leaving;
+    MovedChunk leaving;
     leaving.offset = offset;
     leaving.place.size = chunk.size;
     const ByteRange range{offset, chunk.size};
@@ -155,7 +155,7 @@ std::vector<LeavingChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const
   return plan;
 }
 
-Status Pool::let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept) {
+Status Pool::let_go(const MovedChunk& leaving, std::span<const KeptRange> kept) {
   Unchanged ended;  // its backup ends with no lock held
   const MutexLock lock(mutex_);
   const auto found = space_.range().live().find(leaving.offset);

@@ -1,4 +1,4 @@
-// Pool: its life: made, pinned while graphs use it, retired, ended.
+// Pool: its life: made, pinned while graphs use it, closed, ended.
 #include <algorithm>
 
 #include "base/check.h"
@@ -96,7 +96,7 @@ Pool::~Pool() {
   // Ended already. No lock is taken then: the last to let go of it may be an
   // observer that looked at all pools, under the lock of another.
   if (!space_.is_open()) return;
-  retire();
+  close();
   // Nobody comes after this, so it waits, and what the driver refused once is
   // tried again; what it refuses still stays mapped.
   for (int attempt = 0; attempt < kEndAttempts; ++attempt) {
@@ -110,12 +110,12 @@ Pool::~Pool() {
 }
 
 void Pool::require_open() const {
-  if (is_retired()) throw InvalidArgumentError("pool '" + name_ + "' is closed");
+  if (is_closed()) throw InvalidArgumentError("pool '" + name_ + "' is closed");
 }
 
-void Pool::retire() {
+void Pool::close() {
   const StillLock lock(*this, BlockCaches::Kept::gone);
-  retire_locked();
+  close_locked();
 }
 
 bool Pool::end() {
@@ -123,7 +123,7 @@ bool Pool::end() {
   std::unique_ptr<Asleep> asleep;  // its backup ends with no lock held
   const MutexLock lock(mutex_);
   if (!space_.is_open()) return true;
-  VMM_CHECK(is_retired(), "pool '", name_, "' ends before it is retired");
+  VMM_CHECK(is_closed(), "pool '", name_, "' ends before it is closed");
   settle_locked();
   if (live_blocks_locked() != 0) return false;
   if (asleep_ != nullptr) {

@@ -256,7 +256,7 @@ Address Pool::hold_pages(std::size_t offset, std::size_t size) {
 bool Pool::unhold_pages(std::size_t offset, std::size_t size) {
   const MutexLock lock(mutex_);
   held_.unhold({offset, size});
-  if (!is_retired()) return false;
+  if (!is_closed()) return false;
   for (const ByteRange& part : held_.free_parts(page_range(offset, size), kind_.page)) free_pages(part);
   return live_blocks_locked() == 0;
 }

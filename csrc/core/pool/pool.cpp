@@ -388,7 +388,7 @@ bool Pool::free(Address address, bool* drained) {
         release_block(block, epoch);
       }
     }
-    *drained = is_retired() && live_blocks_locked() == 0;
+    *drained = is_closed() && live_blocks_locked() == 0;
   }
   if (self != nullptr) context_.caches.add_shard(*this, stream, add_shard);
   return true;

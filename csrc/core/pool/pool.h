@@ -74,7 +74,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // Frees a block of try_allocate(); false when `address` is none of its.
   // At once reusable on its own stream; after record_stream() once the work
   // queued on those streams now is done.
-  // `drained` is set when that was the last block of a retired pool; the
+  // `drained` is set when that was the last block of a closed pool; the
   // caller then has no right to touch the pool any more but to bury it.
   bool free(Address address, bool* drained) VMM_EXCLUDES(mutex_);
   // `stream` also uses the block that `address` lies in. Ignored for its own stream. `device`
@@ -153,32 +153,32 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // `keeps_unchanged`: what a former sleep has left in a backup, and nobody has been able to
   // write to since, stays there and is not copied again.
   // Chunks under blocks that one of `everybodys` lies in stay.
-  std::vector<LeavingChunk> plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys = {})
+  std::vector<MovedChunk> plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys = {})
       VMM_EXCLUDES(mutex_);
   // What is there for that goes. Returns whether there was any.
   bool forget_unchanged() VMM_EXCLUDES(mutex_);
   // The chunk goes to the group's shelf, and `kept` of it are in the backup. One that others
   // have mapped meanwhile stays. Where the driver refuses, nothing has changed. REQUIRES: no
   // queued work uses it.
-  Status let_go(const LeavingChunk& leaving, std::span<const KeptRange> kept) VMM_EXCLUDES(mutex_);
+  Status let_go(const MovedChunk& leaving, std::span<const KeptRange> kept) VMM_EXCLUDES(mutex_);
   // Undoes map_collected(), as far as the driver lets it. REQUIRES: nothing uses it.
-  Status let_go_again(const LeavingChunk& place) VMM_EXCLUDES(mutex_);
+  Status let_go_again(const MovedChunk& place) VMM_EXCLUDES(mutex_);
   // What is to come back: slabs first, as they were made, and the rest by offset; where
   // nothing is used any more, nothing does.
   // `joins`: in fewer chunks than it left in, where it may.
-  std::vector<LeavingChunk> plan_wake(bool joins) VMM_EXCLUDES(mutex_);
+  std::vector<MovedChunk> plan_wake(bool joins) VMM_EXCLUDES(mutex_);
   // Chunks for these places, all or none: an address, or 0 and why not, as try_allocate().
-  Address try_collect(std::span<const LeavingChunk> places, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
+  Address try_collect(std::span<const MovedChunk> places, Grant* grant, Shortage* shortage) VMM_EXCLUDES(mutex_);
   // Those that have not been mapped are the group's again.
   void put_back_collected() VMM_EXCLUDES(mutex_);
   // Maps what was collected for it, emptied on the stream where no content comes to it. With
   // `wait_for` set nothing has been done: the caller waits, and asks again. Where it fails some
   // may be mapped: see let_go_again().
-  Status map_collected(const LeavingChunk& place, const StreamUse& filled_by, Epoch* wait_for) VMM_EXCLUDES(mutex_);
+  Status map_collected(const MovedChunk& place, const StreamUse& filled_by, Epoch* wait_for) VMM_EXCLUDES(mutex_);
   // Of what `range` is to hold, that which is wanted.
   [[nodiscard]] std::vector<KeptRange> kept_in(ByteRange range) const VMM_EXCLUDES(mutex_);
   // They have come: what was read-only is so again.
-  Status arrived(const LeavingChunk& chunk) VMM_EXCLUDES(mutex_);
+  Status arrived(const MovedChunk& chunk) VMM_EXCLUDES(mutex_);
   // As before begin_sleep(). REQUIRES: nothing is missing.
   void end_sleep() VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_asleep() const VMM_EXCLUDES(mutex_);
@@ -233,7 +233,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // Returns its address. Until unhold_pages() these pages stay, in a pool that
   // is closed by force too. Throw InvalidRangeError, NotMappedError.
   Address hold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
-  // Never throws for a held stretch. True when nothing is left in a retired
+  // Never throws for a held stretch. True when nothing is left in a closed
   // pool: the caller buries it.
   bool unhold_pages(std::size_t offset, std::size_t size) VMM_EXCLUDES(mutex_);
   // The stretches of [offset, offset + size) that allocate() holds, by offset.
@@ -365,22 +365,22 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void withhold_broken_chunks() VMM_EXCLUDES(mutex_);
   // `who` may access all that is mapped now and later.
   Status add_accessor(Location who) VMM_EXCLUDES(mutex_);
-  // InvalidArgumentError, which names the pool, when it is retired.
+  // InvalidArgumentError, which names the pool, when it is closed.
   void require_open() const;
   // The pool takes no more requests (require_open() throws); it ends when its
   // last block is freed.
-  void retire() VMM_EXCLUDES(mutex_);
+  void close() VMM_EXCLUDES(mutex_);
   // REQUIRES: no thread keeps blocks of it, and none can before it is locked.
-  void retire_locked() VMM_REQUIRES(mutex_) {
-    life_.store(Life::retired, std::memory_order_release);
+  void close_locked() VMM_REQUIRES(mutex_) {
+    life_.store(Life::closed, std::memory_order_release);
     is_cached_.store(false, std::memory_order_relaxed);
     budget_.set_floor(0);  // it grows no more
   }
-  // Of a retired pool without live blocks: gives back all memory at once and
+  // Of a closed pool without live blocks: gives back all memory at once and
   // then the addresses, as soon as nothing uses them. False: something is still
   // live, or queued work uses it; it may be called again.
   bool end() VMM_EXCLUDES(mutex_);
-  [[nodiscard]] bool is_retired() const { return life_.load(std::memory_order_acquire) == Life::retired; }
+  [[nodiscard]] bool is_closed() const { return life_.load(std::memory_order_acquire) == Life::closed; }
   [[nodiscard]] bool contains(Address address) const { return address >= base_ && address < base_ + kind_.capacity; }
   // For AllLocked.
   Mutex& mutex() VMM_NO_THREAD_SAFETY_ANALYSIS { return mutex_; }
@@ -533,7 +533,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void count_slabs(SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   Status send_away(ByteRange range, bool is_poisoned) VMM_REQUIRES(mutex_);
   [[nodiscard]] std::vector<ByteRange> contents() const VMM_REQUIRES(mutex_);
-  bool collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
+  bool collect_to_wake(std::span<const MovedChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
       VMM_REQUIRES(mutex_);
   Status make_prepaid(std::size_t size, Chunk** chunk) VMM_REQUIRES(mutex_);
   Status blank(const PlacedChunk& placed, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
@@ -542,8 +542,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void cut_free(std::size_t unit) VMM_REQUIRES(mutex_);
   void join_blocks() VMM_REQUIRES(mutex_);
   void join_units(std::size_t unit) VMM_REQUIRES(mutex_);
-  std::vector<LeavingChunk> slabs_first(std::vector<LeavingChunk> chunks, std::size_t* slabs) const
-      VMM_REQUIRES(mutex_);
+  std::vector<MovedChunk> slabs_first(std::vector<MovedChunk> chunks, std::size_t* slabs) const VMM_REQUIRES(mutex_);
   std::size_t exchange_shelved(std::size_t charge, std::size_t bytes) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const VMM_REQUIRES(mutex_);
   // Nothing of anybody else's is seen in it.
@@ -591,7 +590,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   const std::string tag_;
   std::atomic<bool> spills_{false};
   const std::size_t most_;  // bytes that it could ever hold: its addresses, or all of the device's memory
-  enum class Life : std::uint8_t { open, sealed, asleep, retired };
+  enum class Life : std::uint8_t { open, sealed, asleep, closed };
   std::atomic<Life> life_{Life::open};  // one look for all of it at a request
 
   mutable std::atomic<bool> stands_still_{false};  // see Telling

@@ -141,7 +141,7 @@ void Pool::undo_read_only(const std::vector<ByteRange>& stretches) noexcept {
 // A tag's space takes requests unless a chunk of it is read-only for somebody: its free
 // space may lie there.
 void Pool::note_sealed() {
-  if (!is_tag_space() || is_retired() || asleep_ != nullptr) return;
+  if (!is_tag_space() || is_closed() || asleep_ != nullptr) return;
   const bool any = std::any_of(space_.range().live().begin(), space_.range().live().end(),
                                [&](const auto& each)
                                    VMM_REQUIRES(mutex_) { return !space_.allows(each.second, Access::read_write); });
@@ -152,7 +152,7 @@ void Pool::note_sealed() {
 bool Pool::reopen() {
   settle_watched();
   const MutexLock lock(mutex_);
-  if (!is_sealed()) return !is_retired();
+  if (!is_sealed()) return !is_closed();
   free_up_space();
   for (auto at = space_.range().live().begin(); at != space_.range().live().end();) {
     const ByteRange chunk{at->first, at->second.chunk->size};

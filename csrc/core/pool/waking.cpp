@@ -12,7 +12,7 @@
 
 namespace vmm {
 
-Status Pool::let_go_again(const LeavingChunk& place) {
+Status Pool::let_go_again(const MovedChunk& place) {
   const MutexLock lock(mutex_);
   if (!space_.is_open() || asleep_ == nullptr) return {};
   Status first;
@@ -30,12 +30,12 @@ Status Pool::let_go_again(const LeavingChunk& place) {
 // others of the shelf. Several that are smaller would do, and cost less (58 us each; some 46 to
 // make one and 40 a 64 MiB to give others back), but that at every sleep and wake from then on:
 // 300 of 2 MiB for 13 made a wake take 0.9 s for 0.4.
-bool Pool::collect_to_wake(std::span<const LeavingChunk> places, Grant* grant, Backing* backing, Shortage* shortage) {
+bool Pool::collect_to_wake(std::span<const MovedChunk> places, Grant* grant, Backing* backing, Shortage* shortage) {
   Budget* full = nullptr;
   std::vector<PlacedChunk>& placements = backing->placements;
   std::size_t missing = 0;
   placements.reserve(places.size());
-  for (const LeavingChunk& each : places) {
+  for (const MovedChunk& each : places) {
     const std::size_t size = each.place.size;
     placements.push_back({each.offset, nullptr});  // first: what is taken has its place
     Chunk*& chunk = placements.back().chunk;
@@ -88,7 +88,7 @@ Status Pool::make_prepaid(std::size_t size, Chunk** chunk) {
   const std::size_t shelved = store.shelved_bytes(group_);
   MemoryInfo memory;
   if (!context_.driver.memory_info(context_.device, &memory).ok() || memory.free + shelved < size) return status;
-  if (shelved == 0 || store.trim(group_, shelved - std::min(shelved, size)) == 0) return status;
+  if (shelved == 0 || store.give_back(group_, size) == 0) return status;
   return store.create_prepaid(store.spec(size), budget_, chunk);
 }
 
@@ -99,10 +99,10 @@ std::size_t Pool::exchange_shelved(std::size_t charge, std::size_t bytes) {
   const std::size_t shelved = context_.store.shelved_bytes(group_);
   const std::size_t lacks = charge - std::min(charge, budget_.headroom());
   if (shelved == 0 || shelved < lacks) return 0;
-  return context_.store.trim(group_, shelved - std::min(shelved, bytes));
+  return context_.store.give_back(group_, bytes);
 }
 
-Address Pool::try_collect(std::span<const LeavingChunk> places, Grant* grant, Shortage* shortage) {
+Address Pool::try_collect(std::span<const MovedChunk> places, Grant* grant, Shortage* shortage) {
   const MutexLock lock(mutex_);
   if (!space_.is_open() || asleep_ == nullptr) return base_;
   Backing backing;
@@ -127,7 +127,7 @@ void Pool::put_back_collected() {
   asleep_->collected.clear();
 }
 
-Status Pool::map_collected(const LeavingChunk& place, const StreamUse& filled_by, Epoch* wait_for) {
+Status Pool::map_collected(const MovedChunk& place, const StreamUse& filled_by, Epoch* wait_for) {
   const MutexLock lock(mutex_);
   if (!space_.is_open() || asleep_ == nullptr) return {};
   if (place.is_there) {  // it may have lost its rights when it was not unmapped
@@ -184,7 +184,7 @@ std::vector<KeptRange> Pool::kept_in(ByteRange range) const {
   return asleep_ == nullptr ? std::vector<KeptRange>() : asleep_->kept.within(range);
 }
 
-Status Pool::arrived(const LeavingChunk& chunk) {
+Status Pool::arrived(const MovedChunk& chunk) {
   const MutexLock lock(mutex_);
   if (asleep_ == nullptr || !space_.is_open()) return {};
   for (auto at = asleep_->to_seal.begin(); at != asleep_->to_seal.end();) {
@@ -214,7 +214,7 @@ void Pool::end_sleep() {
   ended = std::move(asleep_);
   space_.hold(false);
   if (counters_.current(StatKind::reserved_bytes) == 0) space_.growth().note_empty();
-  if (!space_.is_open() || is_retired()) return;
+  if (!space_.is_open() || is_closed()) return;
   life_.store(Life::open, std::memory_order_release);
   note_sealed();
 }

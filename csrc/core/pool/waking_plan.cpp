@@ -166,12 +166,12 @@ namespace {
 // once took 10 ms more, 44 without them. Not on the host's bus: beside copies from there a
 // mapping takes up to 1 ms and 26 us otherwise, and half of those tensors woke in 218 ms now
 // and then, for 160.
-std::vector<LeavingChunk> slabs_in_turns(std::vector<LeavingChunk> chunks, std::size_t slabs) {
+std::vector<MovedChunk> slabs_in_turns(std::vector<MovedChunk> chunks, std::size_t slabs) {
   constexpr std::size_t kAtOnce = 16;
   if (slabs <= kAtOnce) return chunks;
   std::size_t total = 0;
   for (std::size_t k = slabs; k < chunks.size(); ++k) total += chunks[k].place.size;
-  std::vector<LeavingChunk> in_turns;
+  std::vector<MovedChunk> in_turns;
   in_turns.reserve(chunks.size());
   std::size_t next = 0;
   std::size_t done = 0;
@@ -188,11 +188,11 @@ std::vector<LeavingChunk> slabs_in_turns(std::vector<LeavingChunk> chunks, std::
 }  // namespace
 
 // The blocks are walked once: for each of 177 chunks of 3157 tensors it would be 0.3 million steps.
-std::vector<LeavingChunk> Pool::slabs_first(std::vector<LeavingChunk> chunks, std::size_t* slabs) const {
-  std::vector<LeavingChunk> ordered;
-  std::vector<LeavingChunk> others;
+std::vector<MovedChunk> Pool::slabs_first(std::vector<MovedChunk> chunks, std::size_t* slabs) const {
+  std::vector<MovedChunk> ordered;
+  std::vector<MovedChunk> others;
   const Block* block = nullptr;
-  for (LeavingChunk& each : chunks) {
+  for (MovedChunk& each : chunks) {
     block = space_.blocks().covering_from(block, each.offset);
     const bool is_of_slab = block != nullptr && block->state == BlockState::slab;
     (is_of_slab ? ordered : others).push_back(std::move(each));
@@ -203,10 +203,10 @@ std::vector<LeavingChunk> Pool::slabs_first(std::vector<LeavingChunk> chunks, st
   return ordered;
 }
 
-std::vector<LeavingChunk> Pool::plan_wake(bool joins) {
+std::vector<MovedChunk> Pool::plan_wake(bool joins) {
   KeptRanges ended;  // their backups end with no lock held
   const MutexLock lock(mutex_);
-  std::vector<LeavingChunk> found;
+  std::vector<MovedChunk> found;
   if (asleep_ == nullptr || !space_.is_open()) return found;
   settle_locked();
   joins = joins && !space_.has_own_rule();
@@ -219,7 +219,7 @@ std::vector<LeavingChunk> Pool::plan_wake(bool joins) {
   }
   if (joins) unit != 0 ? join_units(unit) : join_blocks();
   const auto want = [&](std::size_t offset, const PlaceOfChunk& place, const Chunk* there) VMM_REQUIRES(mutex_) {
-    LeavingChunk chunk{offset, place, {}, {}, there != nullptr};
+    MovedChunk chunk{offset, place, {}, {}, there != nullptr};
     for (const KeptRange& each : asleep_->kept.within(chunk.range())) chunk.kept.push_back({each.offset, each.size});
     if (there == nullptr || !chunk.kept.empty() || !is_blanked(*there)) found.push_back(std::move(chunk));
   };
@@ -230,7 +230,7 @@ std::vector<LeavingChunk> Pool::plan_wake(bool joins) {
     want(offset, {range.size, is_to_be_read_only(range, mapping)}, mapping.chunk);
   }
   std::size_t slabs = 0;
-  std::vector<LeavingChunk> wanted = slabs_first(std::move(found), &slabs);
+  std::vector<MovedChunk> wanted = slabs_first(std::move(found), &slabs);
   const KeptRange* const kept = asleep_->kept.any();
   if (kept == nullptr || !kept->backup->is_mapped_beside_copies()) return wanted;
   return slabs_in_turns(std::move(wanted), slabs);

@@ -31,9 +31,9 @@ void Arrival::begin() {
 
 void Arrival::plan() {
   for (std::size_t part = 0; part < mine_.size(); ++part) {
-    std::vector<LeavingChunk> chunks = mine_[part]->plan_wake(/*joins=*/memory_ != Memory::as_it_left);
+    std::vector<MovedChunk> chunks = mine_[part]->plan_wake(/*joins=*/memory_ != Memory::as_it_left);
     std::size_t most = Backup::kPieceBytes;
-    for (const LeavingChunk& chunk : chunks) {
+    for (const MovedChunk& chunk : chunks) {
       const std::vector<KeptRange> kept = mine_[part]->kept_in(chunk.range());
       if (kept.empty()) continue;
       most = kept.front().backup->piece_bytes();
@@ -47,7 +47,7 @@ void Arrival::plan() {
   const MutexLock lock(mutex_);
   arrived_.resize(pieces_.size());
   for (std::size_t k = 0; k < pieces_.size(); ++k) {
-    for (const LeavingChunk& chunk : pieces_[k].chunks) {
+    for (const MovedChunk& chunk : pieces_[k].chunks) {
       const Address begin = mine_[pieces_[k].part]->base() + chunk.offset;
       awaited_.push_back({begin, begin + chunk.place.size, k});
     }
@@ -57,9 +57,9 @@ void Arrival::plan() {
 
 namespace {
 
-void append_missing(const Piece& piece, std::vector<LeavingChunk>* places) {
+void append_missing(const Piece& piece, std::vector<MovedChunk>* places) {
   std::copy_if(piece.chunks.begin(), piece.chunks.end(), std::back_inserter(*places),
-               [](const LeavingChunk& chunk) { return !chunk.is_there; });
+               [](const MovedChunk& chunk) { return !chunk.is_there; });
 }
 
 }  // namespace
@@ -67,7 +67,7 @@ void append_missing(const Piece& piece, std::vector<LeavingChunk>* places) {
 void Arrival::require_room(const Departure& out) const {
   std::size_t bytes = 0;
   for (const Piece& piece : pieces_) {
-    for (const LeavingChunk& chunk : piece.chunks) bytes += chunk.is_there ? 0 : chunk.place.size;
+    for (const MovedChunk& chunk : piece.chunks) bytes += chunk.is_there ? 0 : chunk.place.size;
   }
   if (bytes != 0) {
     sleeper_.memory().require_room_to_swap(mine_.front()->model(), bytes, out.model(), out.leaving());
@@ -76,11 +76,11 @@ void Arrival::require_room(const Departure& out) const {
 
 // One request a pool, so that it is met whole or not at all.
 void Arrival::collect_all() {
-  std::vector<std::vector<LeavingChunk>> places(mine_.size());
+  std::vector<std::vector<MovedChunk>> places(mine_.size());
   for (const Piece& piece : pieces_) append_missing(piece, &places[piece.part]);
   const auto bytes_of = [&places](std::size_t part) {
     return std::accumulate(places[part].begin(), places[part].end(), std::size_t{0},
-                           [](std::size_t sum, const LeavingChunk& each) { return sum + each.place.size; });
+                           [](std::size_t sum, const MovedChunk& each) { return sum + each.place.size; });
   };
   Ladder::Beside beside;
   for (std::size_t part = 1; part < mine_.size(); ++part) beside.to_come += bytes_of(part);
@@ -93,7 +93,7 @@ void Arrival::collect_all() {
 
 // False: not at this moment.
 bool Arrival::collect(const Piece& piece, bool is_on_its_way) {
-  std::vector<LeavingChunk> places;
+  std::vector<MovedChunk> places;
   append_missing(piece, &places);
   Pool& pool = *mine_[piece.part];
   Shortage shortage;
@@ -106,7 +106,7 @@ bool Arrival::collect(const Piece& piece, bool is_on_its_way) {
 void Arrival::map_next() {
   const Piece& piece = pieces_[mapped_];
   Pool& pool = *mine_[piece.part];
-  for (const LeavingChunk& chunk : piece.chunks) {
+  for (const MovedChunk& chunk : piece.chunks) {
     for (;;) {
       Epoch wait_for = kLongAgo;
       throw_if_failed(pool.map_collected(chunk, sleeper_.in(), &wait_for),
@@ -122,7 +122,7 @@ void Arrival::load_next() {
   Piece& piece = pieces_[next_];
   Pool& pool = *mine_[piece.part];
   const StreamUse in = sleeper_.in();
-  for (const LeavingChunk& chunk : piece.chunks) {
+  for (const MovedChunk& chunk : piece.chunks) {
     const std::vector<KeptRange> kept = pool.kept_in(chunk.range());
     piece.kept.insert(piece.kept.end(), kept.begin(), kept.end());
   }
@@ -160,7 +160,7 @@ void Arrival::complete_oldest() {
   const std::size_t index = under_way_.wait_for_oldest();
   const Piece& piece = pieces_[index];
   Pool& pool = *mine_[piece.part];
-  for (const LeavingChunk& chunk : piece.chunks) {
+  for (const MovedChunk& chunk : piece.chunks) {
     throw_if_failed(pool.arrived(chunk), "making memory of pool '" + pool.name() + "' read-only again");
   }
   done_.fetch_add(piece.bytes, std::memory_order_relaxed);
@@ -202,7 +202,7 @@ void Arrival::undo() noexcept {
   rest_backups();
   for (const auto& pool : mine_) pool->put_back_collected();
   for (const Piece& piece : pieces_) {
-    for (const LeavingChunk& chunk : piece.chunks) {
+    for (const MovedChunk& chunk : piece.chunks) {
       try {
         mine_[piece.part]->let_go_again(chunk).ignore();
       } catch (...) {

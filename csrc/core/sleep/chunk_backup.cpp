@@ -24,9 +24,11 @@ ChunkBackup::ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t byt
   throw_if_failed(taken, "keeping " + format_bytes(bytes) + " of a model that sleeps on another device");
   if (places_->empty()) return;
   // Whether it can be reached shows here, while another place can still be had.
-  if (const Status status = guests.open(places_->front()); !status.ok()) {
+  try {
+    throw_if_failed(guests.open(places_->front()), "mapping " + place() + "'s memory for a model that sleeps there");
+  } catch (...) {
     let_go();
-    throw_if_failed(status, "mapping " + place() + "'s memory for a model that sleeps there");
+    throw;
   }
   opened_ = 1;
 }

@@ -80,14 +80,14 @@ void Departure::plan(bool keeps_unchanged) {
   for (std::size_t part = 0; part < parts_.size(); ++part) {
     Pool& pool = *parts_[part].pool;
     const bool keeps = keeps_unchanged && may_keep(part);
-    std::vector<LeavingChunk> chunks = pool.plan_sleep(keeps, everybodys);
-    const bool is_changed = std::any_of(chunks.begin(), chunks.end(), [](const LeavingChunk& chunk) {
+    std::vector<MovedChunk> chunks = pool.plan_sleep(keeps, everybodys);
+    const bool is_changed = std::any_of(chunks.begin(), chunks.end(), [](const MovedChunk& chunk) {
       return chunk.place.is_read_only && !chunk.kept.empty();
     });
     if (keeps && is_changed) chunks = pool.plan_sleep(/*keeps_unchanged=*/false, everybodys);
     const Places& places = parts_[part].places;
     if (std::any_of(places.begin(), places.end(), [](const Place& place) { return place.is_poisoned; })) {
-      for (LeavingChunk& chunk : chunks) chunk.place.is_poisoned = true;
+      for (MovedChunk& chunk : chunks) chunk.place.is_poisoned = true;
     }
     append_pieces(part, std::move(chunks), piece_bytes(places.front()), &pieces_);
   }
@@ -96,11 +96,11 @@ void Departure::plan(bool keeps_unchanged) {
 bool Departure::uses_unchanged() const {
   return std::any_of(pieces_.begin(), pieces_.end(), [](const Piece& piece) {
     return std::any_of(piece.chunks.begin(), piece.chunks.end(),
-                       [](const LeavingChunk& chunk) { return !chunk.unchanged.empty(); });
+                       [](const MovedChunk& chunk) { return !chunk.unchanged.empty(); });
   });
 }
 
-std::size_t Departure::lot_of(std::size_t part, const LeavingChunk& chunk) const {
+std::size_t Departure::lot_of(std::size_t part, const MovedChunk& chunk) const {
   return 2 * part + (chunk.place.is_read_only && may_keep(part) ? 1 : 0);
 }
 
@@ -131,7 +131,7 @@ void Departure::make_backups() {
   std::size_t total = 0;
   for (const Piece& piece : pieces_) {
     const Address base = parts_[piece.part].pool->base();
-    for (const LeavingChunk& chunk : piece.chunks) {
+    for (const MovedChunk& chunk : piece.chunks) {
       std::vector<Content>& of_lot = contents[lot_of(piece.part, chunk)];
       for (const ByteRange& range : chunk.kept) of_lot.push_back({base + range.offset, range.size});
     }
@@ -163,8 +163,15 @@ void Departure::make_backups() {
       all.insert(all.end(), contents[lot].begin(), contents[lot].end());
     }
     if (sum == 0) continue;
-    const std::shared_ptr<Backup> backup =
-        sleeper_.make_backup(places_beside_others(first / 2), all, of_first.pool->group());
+    Places places;
+    sleeper_.name_file([&] {
+      places = places_beside_others(first / 2);
+      if (places.front().kind != Place::Kind::file) return;
+      for (std::size_t lot = first; lot < lots; ++lot) {
+        if (is_with_it(lot)) parts_[lot / 2].pool->note_place(places.front().path);
+      }
+    });
+    const std::shared_ptr<Backup> backup = sleeper_.make_backup(places, all, of_first.pool->group());
     for (std::size_t lot = first; lot < lots; ++lot) {
       if (!is_with_it(lot)) continue;
       backups_[lot] = backup;
@@ -172,7 +179,7 @@ void Departure::make_backups() {
     }
   }
   const auto thrown_away = std::stable_partition(pieces_.begin(), pieces_.end(), [this](const Piece& piece) {
-    return std::all_of(piece.chunks.begin(), piece.chunks.end(), [&](const LeavingChunk& chunk) {
+    return std::all_of(piece.chunks.begin(), piece.chunks.end(), [&](const MovedChunk& chunk) {
       return chunk.kept.empty() || backups_[lot_of(piece.part, chunk)] != nullptr;
     });
   });
@@ -181,7 +188,7 @@ void Departure::make_backups() {
 
 // Where in the backups each of its ranges goes.
 void Departure::note_kept(Piece& piece) {
-  for (const LeavingChunk& chunk : piece.chunks) {
+  for (const MovedChunk& chunk : piece.chunks) {
     const std::size_t lot = lot_of(piece.part, chunk);
     if (backups_[lot] == nullptr) continue;
     for (const ByteRange& range : chunk.kept) {
@@ -194,7 +201,7 @@ void Departure::note_kept(Piece& piece) {
 std::size_t Departure::leaving() const {
   std::size_t bytes = 0;
   for (const Piece& piece : pieces_) {
-    for (const LeavingChunk& chunk : piece.chunks) bytes += chunk.place.size;
+    for (const MovedChunk& chunk : piece.chunks) bytes += chunk.place.size;
   }
   return bytes;
 }
@@ -236,7 +243,7 @@ bool Departure::wait() {
 void Departure::complete_oldest() {
   const Piece& piece = pieces_[under_way_.wait_for_oldest()];
   Pool& pool = *parts_[piece.part].pool;
-  for (const LeavingChunk& chunk : piece.chunks) {
+  for (const MovedChunk& chunk : piece.chunks) {
     std::vector<KeptRange> kept;
     for (const KeptRange& each : piece.kept) {
       if (each.offset >= chunk.offset && each.offset < chunk.range().end()) kept.push_back(each);

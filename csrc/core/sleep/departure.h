@@ -51,7 +51,7 @@ class Departure {
   [[nodiscard]] bool may_keep(std::size_t part) const;
   [[nodiscard]] bool uses_unchanged() const;
   // Chunks of one part that go to one backup.
-  [[nodiscard]] std::size_t lot_of(std::size_t part, const LeavingChunk& chunk) const;
+  [[nodiscard]] std::size_t lot_of(std::size_t part, const MovedChunk& chunk) const;
   [[nodiscard]] Places places_beside_others(std::size_t part) const;
   void make_backups();
   [[nodiscard]] bool may_go_on() const;

@@ -22,9 +22,9 @@ std::size_t Pieces::wait_for_oldest() {
   return index;
 }
 
-void append_pieces(std::size_t part, std::vector<LeavingChunk> chunks, std::size_t most, std::vector<Piece>* pieces) {
+void append_pieces(std::size_t part, std::vector<MovedChunk> chunks, std::size_t most, std::vector<Piece>* pieces) {
   std::size_t bytes = 0;  // of the latest piece's chunks; 0: there is none
-  for (LeavingChunk& chunk : chunks) {
+  for (MovedChunk& chunk : chunks) {
     if (bytes == 0 || bytes + chunk.place.size > most) {
       pieces->push_back({part, {}, {}, 0});
       bytes = 0;

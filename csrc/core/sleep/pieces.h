@@ -38,13 +38,13 @@ class Pieces {
 // Chunks of one pool that are moved together.
 struct Piece {
   std::size_t part = 0;  // whose
-  std::vector<LeavingChunk> chunks;
+  std::vector<MovedChunk> chunks;
   std::vector<KeptRange> kept;
   std::size_t bytes = 0;  // of the contents
 };
 
 // Of at most `most` bytes, or one chunk that is larger.
-void append_pieces(std::size_t part, std::vector<LeavingChunk> chunks, std::size_t most, std::vector<Piece>* pieces);
+void append_pieces(std::size_t part, std::vector<MovedChunk> chunks, std::size_t most, std::vector<Piece>* pieces);
 
 // Calls `copy` for each stretch of it that is one in the pool and in its backup: 16 GiB in 512
 // copies took the link to another GPU 45.0 ms, in 64 it is 43.3.

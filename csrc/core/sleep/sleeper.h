@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/function_ref.h"
 #include "base/sync.h"
 #include "core/device/device_memory.h"
 #include "core/memory/backup.h"
@@ -47,6 +48,12 @@ class Sleeper {
   // where the device cannot pack.
   std::shared_ptr<Backup> make_backup(const Places& places, const std::vector<Content>& contents, const Budget& group);
 
+  // `choose` picks a file's name and notes it, before another thread looks which are taken.
+  void name_file(const FunctionRef<void()>& choose) VMM_EXCLUDES(naming_) {
+    const MutexLock lock(naming_);
+    choose();
+  }
+
   [[nodiscard]] DeviceMemory& memory() const { return memory_; }
   [[nodiscard]] Driver& driver() const { return memory_.driver(); }
 
@@ -60,7 +67,8 @@ class Sleeper {
 
   DeviceMemory& memory_;
   std::function<std::vector<Address>()> shared_by_all_;
-  Mutex mutex_;  // above DeviceStreams'
+  Mutex naming_;  // above the registry's and the pools'
+  Mutex mutex_;   // above DeviceStreams'
   Stream out_ VMM_GUARDED_BY(mutex_) = nullptr;
   Stream in_ VMM_GUARDED_BY(mutex_) = nullptr;
   struct OfGroup {
