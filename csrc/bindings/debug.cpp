@@ -9,6 +9,7 @@
 #include "bindings/bind.h"
 #include "core/debug/watch_log.h"
 #include "driver/device_fault.h"
+#include "torch_adapter/cuda_allocator.h"
 
 namespace vmm::bindings {
 
@@ -36,9 +37,9 @@ bool is_of_package(const std::string& file) {
 // A line a frame of the calling thread, the innermost first, from the line that called the
 // package on. Text, and at once: a handler of signals, and a process whose GPU has gone, can
 // still print it. As with torch's memory history the thread takes the GIL for it, with no
-// lock held.
+// lock held: none where another allocator asks, which may hold one.
 std::string python_stack() {
-  if (!may_run_python()) return "";
+  if (CudaAllocator::is_providing() || !may_run_python()) return "";
   const py::gil_scoped_acquire held;
   const py::error_scope pending;  // an allocation may be made while an exception is on its way
   std::string text;

@@ -14,13 +14,19 @@ class Stays {
  public:
   // `is_carried`: exactly the pools that are entered are open inside, whatever is open outside.
   explicit Stays(bool is_carried) : is_carried_(is_carried) {}
-  // Opens one on this thread. Throws as enter_model() and enter_carried().
-  void enter(std::vector<std::shared_ptr<Pool>> pools);
-  // Closes the one that this thread opened last. VmmError as leave_model(), and where none is open.
+  // Opens one on this thread, of `of`, which lives until it is closed: another object of the
+  // same pool would not find it. Throws as enter_model() and enter_carried().
+  void enter(std::vector<std::shared_ptr<Pool>> pools, py::object of);
+  // Closes the one that this thread opened last. VmmError as leave_model(), and where none is
+  // open here, unless it is clear whose it is.
   void leave();
 
  private:
-  using ByThread = std::map<unsigned long, std::vector<ModelContextPtr>>;
+  struct Stay {
+    ModelContextPtr context;
+    py::object of;
+  };
+  using ByThread = std::map<unsigned long, std::vector<Stay>>;
   ByThread::iterator another_threads();
 
   const bool is_carried_;

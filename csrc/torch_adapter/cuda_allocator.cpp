@@ -12,9 +12,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <utility>
 
 #include "base/errors.h"
 #include "base/units.h"
+#include "core/device/ladder.h"
 #include "core/device/provided_memory.h"
 #include "ipc/ipc_exports.h"
 #include "torch_adapter/cuda_callbacks.h"
@@ -58,19 +60,31 @@ void free_uncached(void* block) {
 // Sets a flag of the thread for as long as it lives.
 class WhileSet {
  public:
-  explicit WhileSet(bool& flag) : flag_(flag) { flag_ = true; }
+  explicit WhileSet(bool& flag) : flag_(flag), was_set_(std::exchange(flag, true)) {}
   WhileSet(const WhileSet&) = delete;
   WhileSet& operator=(const WhileSet&) = delete;
-  ~WhileSet() { flag_ = false; }
+  ~WhileSet() { flag_ = was_set_; }
 
  private:
   bool& flag_;
+  const bool was_set_;
 };
 
 // What the calling thread takes and frees is told to no profiler: it is the memory of a
 // torch.cuda.MemPool of another allocator, which tells of its own blocks.
 thread_local bool provides = false;
 bool is_profiled() { return profiler_is_on() && !provides; }
+
+// While the other allocator asks: native holds its device's lock then. So on_pressure is not
+// called, nor a stack of Python's taken: whoever has the GIL may be waiting for that lock.
+class Providing {
+ public:
+  Providing() : told_(provides) {}
+
+ private:
+  const WhileSet told_;
+  const Ladder::NoRelief no_relief_;
+};
 
 std::atomic<bool> cuda_malloc_async_was_asked{false};
 
@@ -325,6 +339,15 @@ std::string CudaAllocator::name() { return answers_as_native ? "native" : "torch
 
 bool CudaAllocator::is_current() { return cca::get() == instance().get(); }
 
+bool CudaAllocator::is_providing() { return provides; }
+
+void* CudaAllocator::allocate_at_entry_point(int device, std::size_t bytes, cudaStream_t stream) {
+  TORCH_CHECK(device >= 0 && device < Runtime::kMostDevices, "torch_vmm_malloc: there is no device cuda:", device);
+  std::optional<Providing> providing;
+  if (cca::get()->name() == "native") providing.emplace();
+  return allocate_on(static_cast<c10::DeviceIndex>(device), bytes, stream);
+}
+
 void CudaAllocator::init(int device_count) {
   if (initialized()) return;
   {
@@ -400,7 +423,7 @@ void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t strea
   if (is_current()) return allocate_on(current_device(), bytes, stream);
   // The provider of a torch.cuda.MemPool of another allocator, which goes on
   // looking for memory elsewhere when it is given none.
-  const WhileSet providing(provides);
+  const Providing providing;
   try {
     return allocate_on(current_device(), bytes, stream);
   } catch (const c10::OutOfMemoryError&) {
@@ -422,8 +445,8 @@ void CudaAllocator::raw_delete(void* block) {
       return;
     }
   } else if (block_size(block) != 0) {
-    std::optional<WhileSet> providing;
-    if (!is_current()) providing.emplace(provides);
+    std::optional<Providing> providing;
+    if (!is_current()) providing.emplace();
     free_block(block);
     return;
   }

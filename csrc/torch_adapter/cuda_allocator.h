@@ -36,7 +36,13 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
   // torch allocates through us.
   static bool is_current();
 
-  // For the C entry points, which are told device and stream.
+  // The calling thread takes or frees memory for a torch.cuda.MemPool of another allocator,
+  // which may hold a lock that whoever has the GIL waits for.
+  static bool is_providing();
+
+  // For the C entry points, which are told device and stream, and may be such a provider too.
+  // Throws c10::OutOfMemoryError, c10::Error.
+  static void* allocate_at_entry_point(int device, std::size_t bytes, cudaStream_t stream);
   // Throws c10::OutOfMemoryError, c10::Error.
   static void* allocate_on(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream);
   // The deleter of every block. Finds the pool by the address; never throws.

@@ -6,7 +6,7 @@
 // A negative size becomes one beyond every device, which is refused as such.
 void* torch_vmm_malloc(ssize_t size, int device, cudaStream_t stream) {
   vmm::note_entry_points_used();
-  return vmm::CudaAllocator::allocate_on(static_cast<c10::DeviceIndex>(device), static_cast<std::size_t>(size), stream);
+  return vmm::CudaAllocator::allocate_at_entry_point(device, static_cast<std::size_t>(size), stream);
 }
 
 void torch_vmm_free(void* block, ssize_t /*size*/, int /*device*/, cudaStream_t /*stream*/) {

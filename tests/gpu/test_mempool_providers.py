@@ -411,6 +411,26 @@ _UNDER_NATIVE = {
         del graph, out
         nothing_is_left()
     """,
+    "on_pressure stays away, as native holds its lock": """
+        shared = torch_vmm.SharedMemoryPool("64MiB")
+        model = shared.register_model("model")
+        called = []
+        @shared.on_pressure
+        def relieve(size, asker):
+            called.append(size)
+            return False
+        pool = torch.cuda.MemPool(torch_vmm.allocator())
+        with model, torch.cuda.use_mem_pool(pool):
+            blocks = [empty(20 * 2**20) for _ in range(3)]
+            try:
+                empty(20 * 2**20)
+                raise SystemExit("beyond the limit")
+            except torch.OutOfMemoryError:
+                pass
+            assert called == []
+        del blocks, pool
+        nothing_is_left(model)
+    """,
     "nested in a pool of the native allocator": """
         native, pool = torch.cuda.MemPool(), torch.cuda.MemPool(torch_vmm.allocator())
         with torch.cuda.use_mem_pool(native):
