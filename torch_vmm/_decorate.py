@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar, cast
 
 from torch_vmm.errors import InvalidArgumentError
@@ -30,6 +31,18 @@ class _Steps(Protocol):
     def close(self) -> Any: ...
 
 
+def _if_enterable(context: Context) -> Context:
+    """``context``, or none where that can't be entered any more.
+
+    Its model may have ended, and what a task does when it is cancelled has to be done all the same.
+    """
+    try:
+        with context():
+            return context
+    except Exception:
+        return nullcontext
+
+
 def _drive(context: Context, steps: _Steps) -> Generator[Any, Any, Any]:
     """Yields what ``steps`` yields, each step inside a fresh ``context()``."""
     try:
@@ -41,6 +54,7 @@ def _drive(context: Context, steps: _Steps) -> Generator[Any, Any, Any]:
             except BaseException as error:  # noqa: PERF203
                 # GeneratorExit too: close() is a throw() of it, and the inner
                 # one may answer as it likes.
+                context = _if_enterable(context)
                 with context():
                     given = steps.throw(error)
             else:
@@ -67,7 +81,9 @@ def _generator(context: Context, function: Callable[..., Any]) -> Callable[..., 
     def inside(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         return (yield from _drive(context, function(*args, **kwargs)))
 
-    return inside
+    code = getattr(function, "__code__", None)
+    is_awaitable = code is not None and code.co_flags & inspect.CO_ITERABLE_COROUTINE
+    return types.coroutine(inside) if is_awaitable else inside
 
 
 def _coroutine(context: Context, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,16 +97,17 @@ def _coroutine(context: Context, function: Callable[..., Any]) -> Callable[..., 
 def _async_generator(context: Context, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     async def inside(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        steps = function(*args, **kwargs)
+        steps, here = function(*args, **kwargs), context
         try:
-            given = await _Driven(context, steps.__anext__())
+            given = await _Driven(here, steps.__anext__())
             while True:
                 try:
                     sent = yield given
                 except BaseException as error:  # noqa: PERF203
-                    given = await _Driven(context, steps.athrow(error))
+                    here = _if_enterable(here)
+                    given = await _Driven(here, steps.athrow(error))
                 else:
-                    given = await _Driven(context, steps.asend(sent))
+                    given = await _Driven(here, steps.asend(sent))
         except StopAsyncIteration:
             return
 

@@ -367,7 +367,10 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
         """The same for numpy, on the CPU alone."""
         if self.device.type != "cpu":
             raise AttributeError(f"a buffer on {self.device} is no array of the host's")
-        interface: dict[str, Any] = self.tensor().numpy().__array_interface__
+        try:
+            interface: dict[str, Any] = self.tensor().numpy().__array_interface__
+        except TypeError as error:  # bfloat16
+            raise AttributeError(f"numpy has no {self.dtype}") from error
         return interface
 
     def _is_taken_in_a_capture(self, consumer: object) -> bool:

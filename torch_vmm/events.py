@@ -77,7 +77,7 @@ def stopped(name: str, error: BaseException) -> None:
     logger.error("%s was stopped: %s: %s", name, type(error).__name__, error)
 
 
-def pressure_function_raised(asker: VirtualMemoryPool, requested: int, error: Exception) -> None:
+def pressure_function_raised(asker: VirtualMemoryPool, requested: int, error: BaseException) -> None:
     """What is called for a request that finds no memory has failed itself.
 
     ``sys.unraisablehook`` shows it too. So where nobody takes logs this leaves

@@ -144,7 +144,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         model = self._handle.model(model_id)
         with self._seen_leaving([model] if force else []):
             end_with_workspaces_freed(self._handle.kind, lambda: self._handle.unregister_model(model_id, force))
-        self._remaps.pop(model.key, None)
+        self._forget_remaps([model])
         events.unregistered(model)
 
     def allocate_for_model(self, model_id: str, size: Size) -> int:
@@ -281,7 +281,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
                 asker = pools.wrap(handle, alive, handle.name)
                 try:
                     return bool(called(requested, asker))
-                except Exception as error:
+                except BaseException as error:
                     events.pressure_function_raised(asker, requested, error)
                     raise
 
@@ -375,7 +375,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         was_closed, models = self.is_closed, self._open_handles()
         with self._seen_leaving(models if force else []):
             end_with_workspaces_freed(self._handle.kind, lambda: self._handle.close(force))
-        self._remaps.clear()
+        self._forget_remaps(models)
         self._on_pressure = None
         if not was_closed:
             events.closed(self, [model.name for model in models])
@@ -421,6 +421,13 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             # Of one that sleeps what lives holds no memory here.
             if model.is_closed and model.physical_bytes == model.live_bytes == 0:
                 self._leaving.pop(key, None)
+                self._remaps.pop(key, None)
+
+    def _forget_remaps(self, models: list[_C.Pool]) -> None:
+        """One that was unregistered asleep may be woken yet."""
+        for model in models:
+            if model.key not in self._leaving:
+                self._remaps.pop(model.key, None)
 
     @contextlib.contextmanager
     def _seen_leaving(self, models: list[_C.Pool]) -> Iterator[None]:
@@ -514,6 +521,8 @@ def wrap(handle: _C.Pool) -> VirtualMemoryPool:
         with contextlib.suppress(ModelNotFoundError, InvalidArgumentError):
             if shared._handle.model(handle.name).key == handle.key:
                 return pools.wrap(handle, shared, handle.name)
+        if handle.key in shared._leaving:
+            return pools.wrap(handle, shared, handle.name)
     return pools.wrap(handle)
 
 

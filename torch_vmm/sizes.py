@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import types
 from collections.abc import Iterable, Mapping
 from typing import SupportsIndex
 
@@ -30,24 +31,35 @@ def show(value: object) -> str:
     """
     if isinstance(value, torch.Tensor):
         return f"a tensor of {tuple(value.shape)}, {value.dtype} on {value.device}"
-    if _has_tensors(value):
-        kind = type(value).__name__
-        return f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind} with tensors"
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no whole number of more than 4300 digits
-        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    if _may_show(value):
+        try:
+            text = repr(value)
+        except ValueError:  # Python writes no whole number of more than 4300 digits
+            text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else _of_kind(value)
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return f"{_of_kind(value)} with tensors" if isinstance(value, _CONTAINERS) else _of_kind(value)
 
 
-def _has_tensors(value: object, depth: int = 4) -> bool:
-    """Whether what is of Python's own containers holds tensors; ``depth`` ends it for one that holds itself."""
-    if isinstance(value, torch.Tensor):
+def _of_kind(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_PLAIN = (int, float, complex, str, bytes, os.PathLike, torch.device, torch.dtype, torch.Generator, type)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+
+
+def _may_show(value: object, depth: int = 4) -> bool:
+    """Whether its ``repr`` reads no tensor; ``depth`` ends it for a container that holds itself."""
+    if value is None or isinstance(value, _PLAIN + _FUNCTIONS):
         return True
-    if depth == 0 or not isinstance(value, list | tuple | set | dict):
+    if type(value).__repr__ is object.__repr__ or type(value).__module__.split(".")[0] == "torch_vmm":
+        return True
+    if depth == 0 or not isinstance(value, _CONTAINERS):
         return False
     inside = [*value, *value.values()] if isinstance(value, dict) else value
-    return any(_has_tensors(each, depth - 1) for each in inside)
+    return all(_may_show(each, depth - 1) for each in inside)
 
 
 def to_index(value: object) -> int | None:

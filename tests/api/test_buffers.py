@@ -62,6 +62,10 @@ def test_any_dtype(buffers: MemoryPool, dtype: torch.dtype) -> None:
     assert tensor.data_ptr() == buffer.device_ptr
 
 
+def test_what_numpy_has_no_name_for_is_no_array(buffers: MemoryPool) -> None:
+    assert not hasattr(buffers.alloc(33, torch.bfloat16), "__array_interface__")
+
+
 def test_an_empty_buffer_has_no_memory(buffers: MemoryPool) -> None:
     buffer = buffers.alloc(0)
     assert buffer.is_empty

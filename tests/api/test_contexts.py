@@ -275,3 +275,41 @@ def test_a_model_that_was_unregistered(roomy: Shared, llama: Pool) -> None:
         pass
     with pytest.raises(torch_vmm.InvalidArgumentError, match="closed"), llama:
         pass
+
+
+# -- Whose stay it is --------------------------------------------------------------------------------------------------
+
+
+def test_what_was_entered_by_an_object_that_nobody_holds_is_left_by_another(
+    roomy: Shared, here: Callable[[], str]
+) -> None:
+    roomy.register_model("passing", "64MiB")
+    roomy["passing"].__enter__()
+    gc.collect()
+    assert here() == "passing"
+    roomy["passing"].__exit__(None, None, None)
+    assert here() == "default"
+
+
+def test_whoever_leaves_what_he_never_entered_puts_nobody_out(llama: Pool, here: Callable[[], str]) -> None:
+    inside, done = threading.Barrier(3), threading.Event()
+    found: list[str] = []
+
+    def work() -> None:
+        with llama:
+            inside.wait()
+            done.wait()
+            found.append(here())
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    try:
+        with pytest.raises(torch_vmm.VmmError, match="more often than it was entered"):
+            llama.__exit__(None, None, None)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert found == ["llama"] * 2

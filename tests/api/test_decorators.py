@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import types
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
 import pytest
@@ -225,6 +226,62 @@ def test_a_task_that_is_cancelled(llama: Pool, here: Callable[[], str]) -> None:
 
     assert asyncio.run(main()) == "default"
     assert log == ["llama"]
+
+
+def test_what_a_model_that_has_ended_leaves_to_be_done(roomy: Shared, here: Callable[[], str]) -> None:
+    told: list[str] = []
+
+    @torch_vmm.use_model("ends")
+    async def task() -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(0)
+            told.append(here())
+
+    @torch_vmm.use_model("ends")
+    def generator() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            told.append(here())
+
+    @torch_vmm.use_model("ends")
+    async def async_generator() -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            await asyncio.sleep(0)
+            told.append(here())
+
+    async def main() -> None:
+        roomy.register_model("ends", "64MiB")
+        begun = asyncio.create_task(task())
+        steps, async_steps = generator(), async_generator()
+        await asyncio.sleep(0)
+        assert next(steps) == await anext(async_steps) == 1
+        roomy.unregister_model("ends", force=True)
+        begun.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await begun
+        steps.close()  # type: ignore[attr-defined]
+        await async_steps.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+    assert told == ["default"] * 3
+
+
+def test_a_generator_that_can_be_awaited(llama: Pool, here: Callable[[], str]) -> None:
+    @torch_vmm.use_model(llama)
+    @types.coroutine
+    def work() -> Generator[None, None, str]:
+        yield
+        return here()
+
+    async def main() -> str:
+        return await work()
+
+    assert asyncio.run(main()) == "llama"
 
 
 def test_an_async_generator_is_in_the_model_only_while_it_runs(llama: Pool, here: Callable[[], str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -279,6 +280,18 @@ def test_a_path_that_is_named_twice_is_two_files(limited: SharedMemoryPool, tmp_
     model.sleep({"a": path, "b": [path, "host"]})
     assert model.asleep == {"a": path, "b": path + ".2"}
     model.wake()
+    assert all(is_numbered(tensor) for tensor in tensors)
+
+
+def test_two_threads_that_name_one_path_have_a_file_each(limited: SharedMemoryPool, tmp_path: Path) -> None:
+    model = limited.register_model("model")
+    tensors = [tagged(model, "a", 4 * MIB), tagged(model, "b", 4 * MIB)]
+    path = str(tmp_path / "m")
+    for _ in range(10):
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda tag: model.sleep({tag: path}), "ab"))
+        assert sorted(model.asleep.values()) == [path, path + ".2"]
+        model.wake()
     assert all(is_numbered(tensor) for tensor in tensors)
 
 

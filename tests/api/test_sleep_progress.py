@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import torch_vmm
 from tests.api.sleeping import is_numbered, numbered, stop
 from tests.helpers import MIB
-from torch_vmm import VirtualMemoryPool, sleeping
+from torch_vmm import SharedMemoryPool, VirtualMemoryPool, sleeping
 
 
 def test_beside_the_program(model: VirtualMemoryPool) -> None:
@@ -254,6 +254,27 @@ def test_a_terminal_that_goes_ends_no_wait(model: VirtualMemoryPool, monkeypatch
             model.sleep(progress=True)
     assert not model.is_asleep
     assert told == ["goes", "is back"] * 2
+    assert is_numbered(tensor)
+
+
+def test_a_model_that_was_unregistered_asleep_tells_when_it_is_back(
+    limited: SharedMemoryPool, model: VirtualMemoryPool
+) -> None:
+    tensor = numbered(model, 1000)
+    other = limited.register_model("other")
+    lost = numbered(other, 1000)
+    told: list[str] = []
+    other.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    other.sleep()
+    limited.unregister_model("other", force=True)
+    del other
+    gc.collect()
+    pool = torch_vmm.pool_of(lost)
+    assert pool is not None
+    assert pool.model_id == "other"
+    pool.wake()
+    assert told == ["goes", "is back"]
+    assert is_numbered(lost)
     assert is_numbered(tensor)
 
 

@@ -384,6 +384,8 @@ def test_a_snapshot_without_a_history(tmp_path: Path, traces: dict[str, object])
         ({"action": "alloc", "addr": 1, "size": -3}, ": device 0: entry 0: 'size' is -3, not a number of bytes"),
         ({"action": "alloc", "addr": 1, "size": 2**63}, "not a number of bytes"),
         ({"action": "alloc", "addr": 1, "size": 1, "stream": "x"}, "'stream' is 'x', not a number"),
+        ({"action": ["alloc"]}, ": device 0: entry 0: 'action' is ['alloc'], not text"),
+        ({"action": "alloc", "addr": 1, "size": 2**62}, "which no device has"),
         ({"action": "snapshot", "addr": 1, "size": 1}, ": device 0: its history has neither an allocation nor a free"),
     ],
 )

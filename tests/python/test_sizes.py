@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch_vmm
 from tests.helpers import GIB, KIB, MIB, run
 from torch_vmm.devices import DeviceKey, to_device
-from torch_vmm.sizes import to_bytes, to_optional_bytes, to_range, to_shape
+from torch_vmm.sizes import show, to_bytes, to_optional_bytes, to_range, to_shape
 
 
 @pytest.mark.parametrize(
@@ -163,3 +164,32 @@ def test_importing_initialises_nothing() -> None:
     """,
         fresh=True,
     )
+
+
+@dataclass
+class _Holder:
+    weight: torch.Tensor
+
+
+_ONE = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "None"),
+        (3, "3"),
+        ("x" * 99, repr("x" * 99)[:57] + "..."),
+        ([1, ("a", 2.5)], "[1, ('a', 2.5)]"),
+        (torch.device("cpu"), "device(type='cpu')"),
+        (torch.float32, "torch.float32"),
+        (_ONE, "a tensor of (3,), torch.float32 on cpu"),
+        ([_ONE], "a list with tensors"),
+        ({"w": _ONE}.values(), "a dict_values"),
+        (_Holder(_ONE), "a _Holder"),
+        (_ONE.numpy(), "a ndarray"),
+    ],
+)
+def test_a_value_in_a_message_reads_no_tensor(value: object, shown: str) -> None:
+    """It may be asleep."""
+    assert show(value) == shown

@@ -22,6 +22,7 @@ ALLOCATE, FREE = 0, 1
 _ALIGNMENT = 512  # bytes; torch rounds blocks up to it
 _GAINED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _LARGEST = 2**63 - 1
+_MOST_LIVE = 2**46  # bytes: no device has as many, and the replay's has some more
 _LATEST_US = 2**53  # what _C.replay takes
 
 
@@ -81,8 +82,8 @@ class _Reader:
         self.where = f"{dump.path}: device {device}"
         self.segments = [each for each in dump.segments if self._plain(each, "a segment").get("device") == device]
         # Memory serves again when its free is completed; what was recorded without that tells less.
-        actions = {entry["action"] for entry in self.entries if isinstance(entry, dict) and "action" in entry}
-        self.free = "free_completed" if "free_completed" in actions else "free_requested"
+        completes = any(isinstance(entry, dict) and entry.get("action") == "free_completed" for entry in self.entries)
+        self.free = "free_completed" if completes else "free_requested"
         self.program = Program(device)
         self.live: dict[int, _Block] = {}  # by address
         self.seen: set[int] = set()  # addresses that the history knows
@@ -100,6 +101,8 @@ class _Reader:
         for number, entry in enumerate(self.entries):
             where = f"entry {number}"
             action = self._plain(entry, where).get("action")
+            if not isinstance(action, str):
+                raise InvalidArgumentError(f"{self.where}: {where}: 'action' is {show(action)}, not text")
             self._tell_time(entry.get("time_us"))
             if action == "alloc":
                 self._allocate(self._number(entry, "addr", where), entry, where)
@@ -178,7 +181,12 @@ class _Reader:
             program.stream.append(block.stream)
             program.time_us.append(time_us)
             rounded = -(-block.size // _ALIGNMENT) * _ALIGNMENT
-            allocated.append(allocated[-1] + (rounded if op == ALLOCATE else -rounded))
+            live = allocated[-1] + (rounded if op == ALLOCATE else -rounded)
+            if live > _MOST_LIVE:
+                raise InvalidArgumentError(
+                    f"{self.where}: with a block of {block.size} bytes {live} are in use, which no device has"
+                )
+            allocated.append(live)
         program.allocated = allocated[program.opening :]
         if self.again:
             program.notes.append(f"{self.again} frees are not in the history: taken to come before the next use")
