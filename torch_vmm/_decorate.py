@@ -31,20 +31,21 @@ class _Steps(Protocol):
     def close(self) -> Any: ...
 
 
-def _if_enterable(context: Context) -> Context:
-    """``context``, or none where that can't be entered any more.
+def _if_enterable(context: Context) -> AbstractContextManager[object]:
+    """``context()``, or nothing to enter where that can't be any more.
 
     Its model may have ended, and what a task does when it is cancelled has to be done all the same.
     """
     try:
         with context():
-            return context
+            return context()
     except Exception:
-        return nullcontext
+        return nullcontext()
 
 
 def _drive(context: Context, steps: _Steps) -> Generator[Any, Any, Any]:
     """Yields what ``steps`` yields, each step inside a fresh ``context()``."""
+    is_ending = False  # cancelled or closed: what it still does is done, in its model or not
     try:
         with context():
             given = steps.send(None)
@@ -54,11 +55,11 @@ def _drive(context: Context, steps: _Steps) -> Generator[Any, Any, Any]:
             except BaseException as error:  # noqa: PERF203
                 # GeneratorExit too: close() is a throw() of it, and the inner
                 # one may answer as it likes.
-                context = _if_enterable(context)
-                with context():
+                is_ending = is_ending or not isinstance(error, Exception)
+                with _if_enterable(context):
                     given = steps.throw(error)
             else:
-                with context():
+                with _if_enterable(context) if is_ending else context():
                     given = steps.send(sent)
     except StopIteration as stop:
         return stop.value
@@ -99,13 +100,14 @@ def _async_generator(context: Context, function: Callable[..., Any]) -> Callable
     async def inside(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         steps, here = function(*args, **kwargs), context
         try:
-            given = await _Driven(here, steps.__anext__())
+            given = await _Driven(context, steps.__anext__())
             while True:
                 try:
                     sent = yield given
                 except BaseException as error:  # noqa: PERF203
-                    here = _if_enterable(here)
-                    given = await _Driven(here, steps.athrow(error))
+                    if_enterable = functools.partial(_if_enterable, context)
+                    here = here if isinstance(error, Exception) else if_enterable
+                    given = await _Driven(if_enterable, steps.athrow(error))
                 else:
                     given = await _Driven(here, steps.asend(sent))
         except StopAsyncIteration:

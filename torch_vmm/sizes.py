@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import math
+import numbers
 import operator
 import os
 import types
@@ -37,7 +39,7 @@ def show(value: object) -> str:
         except ValueError:  # Python writes no whole number of more than 4300 digits
             text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else _of_kind(value)
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-    return f"{_of_kind(value)} with tensors" if isinstance(value, _CONTAINERS) else _of_kind(value)
+    return f"{_of_kind(value)} with tensors" if _has_tensors(value) else _of_kind(value)
 
 
 def _of_kind(value: object) -> str:
@@ -45,21 +47,39 @@ def _of_kind(value: object) -> str:
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-_CONTAINERS = (list, tuple, set, frozenset, dict)
-_PLAIN = (int, float, complex, str, bytes, os.PathLike, torch.device, torch.dtype, torch.Generator, type)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_PLAIN = (
+    *(type(None), type(...), numbers.Number, str, bytes, bytearray, range, os.PathLike, enum.Enum),
+    *(torch.device, torch.dtype, torch.layout, torch.memory_format, torch.Generator),
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+)
 
 
 def _may_show(value: object, depth: int = 4) -> bool:
-    """Whether its ``repr`` reads no tensor; ``depth`` ends it for a container that holds itself."""
-    if value is None or isinstance(value, _PLAIN + _FUNCTIONS):
-        return True
-    if type(value).__repr__ is object.__repr__ or type(value).__module__.split(".")[0] == "torch_vmm":
-        return True
-    if depth == 0 or not isinstance(value, _CONTAINERS):
+    """Whether its ``repr`` reads no tensor, nor anything that shares a tensor's memory."""
+    if isinstance(value, torch.Tensor):
         return False
-    inside = [*value, *value.values()] if isinstance(value, dict) else value
-    return all(_may_show(each, depth - 1) for each in inside)
+    kind = type(value)
+    if isinstance(value, _PLAIN) or kind.__repr__ is object.__repr__ or kind.__module__.split(".")[0] == "torch_vmm":
+        return True
+    if any((base.__module__, base.__name__) == ("numpy", "generic") for base in kind.__mro__):
+        return True
+    inside = _inside(value)
+    return inside is not None and depth != 0 and all(_may_show(each, depth - 1) for each in inside)
+
+
+def _has_tensors(value: object, depth: int = 4) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return depth != 0 and any(_has_tensors(each, depth - 1) for each in _inside(value) or ())
+
+
+def _inside(value: object) -> list[object] | None:
+    """What one of Python's own containers holds; ``depth`` above ends it for one that holds itself."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    return [*value] if isinstance(value, list | tuple | set | frozenset) else None
 
 
 def to_index(value: object) -> int | None:

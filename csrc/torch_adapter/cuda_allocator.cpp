@@ -86,6 +86,8 @@ class Providing {
   const Ladder::NoRelief no_relief_;
 };
 
+bool is_native_current() { return cca::get()->name() == "native"; }
+
 std::atomic<bool> cuda_malloc_async_was_asked{false};
 
 // The calling thread's torch finds native's name in our place.
@@ -344,8 +346,14 @@ bool CudaAllocator::is_providing() { return provides; }
 void* CudaAllocator::allocate_at_entry_point(int device, std::size_t bytes, cudaStream_t stream) {
   TORCH_CHECK(device >= 0 && device < Runtime::kMostDevices, "torch_vmm_malloc: there is no device cuda:", device);
   std::optional<Providing> providing;
-  if (cca::get()->name() == "native") providing.emplace();
+  if (is_native_current()) providing.emplace();
   return allocate_on(static_cast<c10::DeviceIndex>(device), bytes, stream);
+}
+
+void CudaAllocator::free_at_entry_point(void* block) noexcept {
+  std::optional<Providing> providing;
+  if (is_native_current()) providing.emplace();
+  free_block(block);
 }
 
 void CudaAllocator::init(int device_count) {

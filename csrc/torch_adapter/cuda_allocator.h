@@ -43,6 +43,7 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
   // For the C entry points, which are told device and stream, and may be such a provider too.
   // Throws c10::OutOfMemoryError, c10::Error.
   static void* allocate_at_entry_point(int device, std::size_t bytes, cudaStream_t stream);
+  static void free_at_entry_point(void* block) noexcept;
   // Throws c10::OutOfMemoryError, c10::Error.
   static void* allocate_on(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream);
   // The deleter of every block. Finds the pool by the address; never throws.

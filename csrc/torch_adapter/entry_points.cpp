@@ -10,5 +10,5 @@ void* torch_vmm_malloc(ssize_t size, int device, cudaStream_t stream) {
 }
 
 void torch_vmm_free(void* block, ssize_t /*size*/, int /*device*/, cudaStream_t /*stream*/) {
-  vmm::CudaAllocator::free_block(block);
+  vmm::CudaAllocator::free_at_entry_point(block);
 }

@@ -271,6 +271,24 @@ def test_what_a_model_that_has_ended_leaves_to_be_done(roomy: Shared, here: Call
     assert told == ["default"] * 3
 
 
+def test_a_generator_goes_on_in_its_model_when_that_is_there_again(roomy: Shared, here: Callable[[], str]) -> None:
+    @torch_vmm.use_model("ends")
+    def generator() -> Iterator[str]:
+        while True:
+            try:
+                yield here()
+            except ValueError:  # noqa: PERF203
+                yield "caught"
+
+    roomy.register_model("ends", "64MiB")
+    steps = generator()
+    assert next(steps) == "ends"
+    roomy.unregister_model("ends")
+    assert steps.throw(ValueError()) == "caught"  # type: ignore[attr-defined]
+    roomy.register_model("ends", "64MiB")
+    assert next(steps) == "ends"
+
+
 def test_a_generator_that_can_be_awaited(llama: Pool, here: Callable[[], str]) -> None:
     @torch_vmm.use_model(llama)
     @types.coroutine

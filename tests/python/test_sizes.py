@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -185,6 +186,13 @@ _ONE = torch.ones(3)
         (torch.float32, "torch.float32"),
         (_ONE, "a tensor of (3,), torch.float32 on cpu"),
         ([_ONE], "a list with tensors"),
+        ([np.int64(-1), slice(1), ...], f"[{np.int64(-1)!r}, slice(None, 1, None), Ellipsis]"),
+        ((slice(_ONE),), "a tuple with tensors"),
+        (np.int64(5), repr(np.int64(5))),
+        (range(-1, 3), "range(-1, 3)"),
+        (Decimal("1.5"), "Decimal('1.5')"),
+        ([_ONE.numpy()], "a list"),
+        ([torch_vmm.elastic((3,), max_shape=(4,), device="cpu")], "a list with tensors"),
         ({"w": _ONE}.values(), "a dict_values"),
         (_Holder(_ONE), "a _Holder"),
         (_ONE.numpy(), "a ndarray"),
