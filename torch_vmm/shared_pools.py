@@ -281,6 +281,8 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
                 asker = pools.wrap(handle, alive, handle.name)
                 try:
                     return bool(called(requested, asker))
+                except KeyboardInterrupt:  # it is the user's, and no failure
+                    raise
                 except BaseException as error:
                     events.pressure_function_raised(asker, requested, error)
                     raise

@@ -54,7 +54,11 @@ _PLAIN = (
 )
 
 
-def _may_show(value: object, depth: int = 4) -> bool:
+_DEEPEST = 8  # of what holds others
+_Around = tuple[object, ...]
+
+
+def _may_show(value: object, around: _Around = ()) -> bool:
     """Whether its ``repr`` reads no tensor, nor anything that shares a tensor's memory."""
     if isinstance(value, torch.Tensor):
         return False
@@ -63,18 +67,20 @@ def _may_show(value: object, depth: int = 4) -> bool:
         return True
     if any((base.__module__, base.__name__) == ("numpy", "generic") for base in kind.__mro__):
         return True
+    if any(value is each for each in around):
+        return True  # it holds itself, and is not shown twice
     inside = _inside(value)
-    return inside is not None and depth != 0 and all(_may_show(each, depth - 1) for each in inside)
+    return inside is not None and len(around) < _DEEPEST and all(_may_show(each, (*around, value)) for each in inside)
 
 
-def _has_tensors(value: object, depth: int = 4) -> bool:
+def _has_tensors(value: object, depth: int = _DEEPEST) -> bool:
     if isinstance(value, torch.Tensor):
         return True
     return depth != 0 and any(_has_tensors(each, depth - 1) for each in _inside(value) or ())
 
 
 def _inside(value: object) -> list[object] | None:
-    """What one of Python's own containers holds; ``depth`` above ends it for one that holds itself."""
+    """What one of Python's own containers holds."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, slice):
