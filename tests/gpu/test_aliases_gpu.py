@@ -29,7 +29,7 @@ def test_an_alias_that_dies_while_it_is_read(busy: Busy, make_pool: MakePool, me
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        running = busy(200)
+        running = busy(1000)  # beside other processes a collection alone may take some 100 ms
         read = twice[8:24].clone()  # nobody records that stream
     del twice, tensor
     gc.collect()
@@ -53,7 +53,7 @@ def test_record_stream_on_an_alias_keeps_the_block_that_it_shows(busy: Busy, mak
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        running = busy(200)
+        running = busy(1000)  # beside other processes a collection alone may take some 100 ms
         result.copy_(shown)
     shown.record_stream(side)
     del shown, block
