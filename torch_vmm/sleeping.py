@@ -450,7 +450,8 @@ def swap(
     it is lost, and whatever uses it later faults. So before results of
     ``into`` count, ``wait()``. ``out`` is awake again, unless its room has gone
     meanwhile, to a third model say: what had gone of it sleeps then, nothing is
-    lost, and ``out.wake()`` brings it.
+    lost, and ``out.wake()`` brings it. What of it was to be discarded may be
+    gone by then, as ``into`` takes its room.
 
     Args:
         out: the model that goes to sleep.
