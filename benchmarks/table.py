@@ -48,14 +48,14 @@ def _value(number: float) -> str:
 
 
 def table() -> str:
-    """Markdown: a line on the machine, then a row a case."""
+    """Markdown: a line on the machine, then a row a case, of the allocators that every file has."""
     files = {
         name: json.loads((RESULTS / f"{name}-{DEVICE}.json").read_text()) for name in sorted({row[1] for row in ROWS})
     }
     machine = files["hot_path"]["machine"]
     commits = ", ".join(sorted({file["commit"] for file in files.values()}))
-    measured = {row["allocator"] for benchmark in {row[1] for row in ROWS} for row in files[benchmark]["rows"]}
-    allocators = [allocator for allocator in ALLOCATORS if allocator in measured]
+    measured = [{row["allocator"] for row in file["rows"]} for file in files.values()]
+    allocators = [allocator for allocator in ALLOCATORS if all(allocator in each for each in measured)]
     lines = [
         f"{machine['device']}, driver {machine['driver']}, torch {machine['torch']}, commit {commits}; medians of "
         f"{_runs(files)} runs.",
