@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "cpp/private_pools_lab.h"
 
@@ -142,6 +143,45 @@ TEST_F(PrivatePoolsTest, ACaptureWithAConditionalNodeStaysOneUser) {
   expect_nothing_left();
 }
 
+// The part of a part: torch goes on with the outer body's route before it ends the outer node.
+TEST_F(PrivatePoolsTest, ConditionalNodesInOneAnotherAreOneGraph) {
+  const auto filter_of = [this](std::uint64_t id) {
+    return [this, id](Stream on) { return captures.count(on) != 0 && captures.at(on) == id; };
+  };
+  const Stream c = stream(0xC);
+  std::vector<Address> blocks;
+  const auto whole = begin_capture(kGraph, a);
+  blocks.push_back(allocate(kMiB, a));
+  pools.end(kGraph);
+  const auto outer = prepare(kGraph, a);
+  outer->id = captures[b] = ++last_capture;
+  blocks.push_back(allocate(kMiB, b));
+  pools.end(kGraph);
+  const auto inner = prepare(kGraph, b);
+  inner->id = captures[c] = ++last_capture;
+  blocks.push_back(allocate(kMiB, c));
+  captures.erase(c);
+  pools.end(kGraph);
+  pools.begin(kGraph, filter_of(outer->id), b);
+  blocks.push_back(allocate(kMiB, b));
+  EXPECT_TRUE(lab.memory().clock().is_capturing());
+  captures.erase(b);
+  pools.end(kGraph);
+  EXPECT_TRUE(lab.memory().clock().is_capturing()) << "the whole goes on";
+  pools.begin(kGraph, filter_of(whole->id), a);
+  blocks.push_back(allocate(kMiB, a));
+  for (const Address block : blocks) EXPECT_TRUE(region_of(block) == kGraph);
+  EXPECT_EQ(pools.use_count(kGraph), 1);
+  EXPECT_TRUE(lab.memory().clock().is_capturing());
+  end_capture(kGraph, a);
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
+  EXPECT_EQ(pools.use_count(kGraph), 1);
+  EXPECT_EQ(failures, 0);
+  for (const Address block : blocks) lab.free(block);
+  pools.release(kGraph);
+  expect_nothing_left();
+}
+
 // ------------------------------------------------------------ failed captures
 
 TEST_F(PrivatePoolsTest, ACaptureThatFailedIsFoundByItsThreadsNextRequest) {
@@ -213,6 +253,121 @@ TEST_F(NewerTorch, ALateEndOfAFailedCaptureLeavesOthersOfItsPoolAlone) {
   pools.release(kOther);
   EXPECT_FALSE(exists(kOther));
   lab.free(kept);
+}
+
+// What ends the route of a running capture may be the destructor of a failed one's graph, in the
+// same pool, or torch, before it captures the body of a conditional node: the begin() behind it says.
+TEST_F(NewerTorch, ARunningCapturesOwnEndIsNotThatOfOneThatFailed) {
+  begin_capture(kOther, a);
+  captures.clear();
+  pools.sweep();  // the graph of the failed one still lives
+  const auto whole = begin_capture(kOther, a);
+  pools.end(kOther);
+  const auto child = prepare(kOther, a);
+  child->id = captures[b] = ++last_capture;
+  const Address inside = allocate(kMiB, b);
+  EXPECT_TRUE(region_of(inside) == kOther);
+  captures.erase(b);
+  pools.end(kOther);
+  pools.begin(
+      kOther, [this, id = whole->id](Stream on) { return captures.count(on) != 0 && captures.at(on) == id; }, a);
+  EXPECT_TRUE(region_of(allocate(kMiB, a)) == kOther);
+  end_capture(kOther, a);
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
+  EXPECT_EQ(pools.use_count(kOther), 1);
+  pools.end(kOther);  // now the failed one's goes
+  pools.release(kOther);
+  EXPECT_EQ(pools.use_count(kOther), 1);
+  EXPECT_TRUE(is_pinned(kOther));
+  pools.release(kOther);
+  EXPECT_FALSE(exists(kOther));
+  EXPECT_THROW(pools.end(kOther), InvalidArgumentError);
+}
+
+TEST_F(NewerTorch, ALateEndIsNoReasonToBeginTwice) {
+  begin_capture(kOther, a);
+  captures.clear();
+  pools.sweep();
+  begin_capture(kOther, a);
+  pools.end(kOther);
+  pools.release(kOther);
+  EXPECT_THROW(prepare(kOther, a), InvalidArgumentError);
+  end_capture(kOther, a);
+  pools.release(kOther);
+  expect_nothing_left();
+}
+
+// An exception between capture_begin() and capture_end(): CUDA's capture goes on, its graph goes.
+TEST_F(NewerTorch, ACaptureThatNobodyEndedGoesWithItsGraph) {
+  begin_capture(kGraph, a);
+  lab.free(allocate(4 * kMiB, a));
+  pools.end(kGraph);
+  pools.release(kGraph);
+  EXPECT_FALSE(exists(kGraph));
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
+  captures.clear();  // by an illegal call
+  pools.sweep();
+  EXPECT_EQ(failures, 0);
+  begin_capture(kGraph, b);
+  EXPECT_TRUE(region_of(allocate(kMiB, b)) == kGraph);
+  EXPECT_TRUE(is_pinned(kGraph));
+  end_capture(kGraph, b);
+  pools.release(kGraph);
+  EXPECT_FALSE(exists(kGraph));
+}
+
+TEST_F(NewerTorch, ACaptureThatNobodyEndedLeavesTheOthersOfItsPool) {
+  pools.add_user(kOne);
+  begin_capture(kOne, a);
+  const Address kept = allocate(kMiB, a);
+  end_capture(kOne, a);  // a healthy graph
+  begin_capture(kOne, b);
+  pools.end(kOne);
+  pools.release(kOne);
+  captures.clear();
+  pools.sweep();
+  EXPECT_EQ(pools.use_count(kOne), 2);
+  EXPECT_TRUE(is_pinned(kOne)) << "the healthy one's";
+  pools.release(kOne);
+  EXPECT_FALSE(is_pinned(kOne));
+  lab.free(kept);
+  leave_mempool(kOne);
+  expect_nothing_left();
+}
+
+// Released by whoever happens to, while a program has paused its capture's pool.
+TEST_F(NewerTorch, AnotherGraphsReleaseIsNotThatOfAPausedCapture) {
+  begin_capture(kGraph, a);
+  end_capture(kGraph, a);
+  begin_capture(kGraph, a);
+  allocate(kMiB, a);
+  pools.end(kGraph);
+  allocate(kMiB, b);  // of this thread: it goes on
+  pools.release(kGraph);
+  EXPECT_TRUE(lab.memory().clock().is_capturing());
+  pools.begin(kGraph, this_thread_only(), a);
+  EXPECT_TRUE(region_of(allocate(kMiB, a)) == kGraph);
+  end_capture(kGraph, a);
+  EXPECT_FALSE(lab.memory().clock().is_capturing());
+}
+
+// One graph has said that it uses the pool, and another, whose stream joined its capture later, has not.
+TEST_F(PrivatePoolsTest, WhatOneGraphRetainsIsKeptForAnother) {
+  pools.add_user(kOne);
+  begin_capture(kGraph, a);
+  pools.add_user(kOne);
+  end_capture(kGraph, a);
+  begin_capture(kOther, a);
+  pools.begin(kOne, this_thread_only(), b);
+  captures[b] = captures.at(a);
+  EXPECT_TRUE(region_of(allocate(kMiB, b)) == kOne);
+  pools.end(kOne);
+  pools.release(kOne);
+  end_capture(kOther, a);
+  pools.release(kGraph);
+  pools.release(kOne);
+  EXPECT_TRUE(is_pinned(kOne)) << "to the end of the pool, as nobody tells when the second graph goes";
+  pools.release(kOther);
 }
 
 TEST_F(PrivatePoolsTest, AGraphThatSaysWhichPoolsItUsesIsNoMemPool) {

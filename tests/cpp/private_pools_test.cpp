@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <thread>
 #include <unordered_set>
@@ -340,6 +341,34 @@ TEST_F(PrivatePoolsTest, ACheckpointBringsBackTheBlocksOfAllParts) {
   pools.release(kGraph);
   EXPECT_FALSE(exists(kGraph));
   EXPECT_EQ(mapped(kGraph), 0U);
+}
+
+// A part that has what no checkpoint knows: no other part is changed either.
+TEST_F(PrivatePoolsTest, ACheckpointThatOnePartCannotRestoreChangesNone) {
+  const auto second = lab.pool("second");
+  pools.add_user(kOne);
+  pools.begin(kOne, everywhere(), nullptr);
+  const Address first = allocate(model, 3 * kMiB);
+  const Address other = allocate(second, 3 * kMiB);
+  const RegionCheckpoint checkpoint = pools.checkpoint(kOne);
+  const Address later = lab.memory().allocate(*pools.route(model, nullptr), kMiB, nullptr);
+  const PoolList parts = pools.parts(kOne);
+  const auto of_second =
+      std::find_if(parts.begin(), parts.end(), [&](const auto& part) { return &part->model() == second.get(); });
+  const ByteRange page{(*of_second)->capacity() - 2 * kMiB, 2 * kMiB};
+  lab.memory().allocate_pages(**of_second, page.offset, page.size, nullptr);
+  std::vector<Address> freed;
+  std::vector<Address> allocated;
+  EXPECT_THROW(pools.restore(checkpoint, &freed, &allocated), VmmError);
+  EXPECT_TRUE(freed.empty());
+  EXPECT_TRUE(allocated.empty());
+  EXPECT_EQ(pools.live_addresses(kOne), (std::unordered_set<Address>{first, other, later}));
+  (*of_second)->deallocate_pages(page.offset, page.size);
+  pools.restore(checkpoint, &freed, &allocated);
+  EXPECT_EQ(pools.live_addresses(kOne), (std::unordered_set<Address>{first, other}));
+  for (const Address block : {first, other}) lab.free(block);
+  pools.end(kOne);
+  pools.release(kOne);
 }
 
 // ------------------------------------------------------------- foreign memory

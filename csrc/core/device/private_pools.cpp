@@ -50,9 +50,11 @@ const PrivatePools::Entry& PrivatePools::known(RegionId region) const {
 
 void PrivatePools::add_user(RegionId region, std::shared_ptr<ForeignMemory> foreign) {
   const MutexLock lock(mutex_);
+  note_thread();
   const bool is_graph = foreign == nullptr && entries_.count(region) != 0 && any_capture();
   Entry& entry = entry_at(region);
   if (is_graph) {
+    if (Route* const capture = capture_of_thread(); capture != nullptr) capture->retained.push_back(region);
     add_graph(entry, &Entry::retained);
     return;
   }
@@ -70,8 +72,11 @@ void PrivatePools::release(RegionId region) {
       // torch names only the region. Whose release it is shows in what came
       // before: a route's follows its end, a MemPool's its last set_use_on_oom().
       Entry& entry = at->second;
-      if (entry.plain_ended > 0) {
+      if (drop_abandoned(region)) {
+        drop_graph(entry, &Entry::graphs);
+      } else if (entry.plain_ended > 0) {
         --entry.plain_ended;
+        for (Route& route : routes_) route.is_in_doubt = route.is_in_doubt && route.region != region;
       } else if (entry.leaving > 0 || (entry.graphs == 0 && entry.retained == 0)) {
         entry.leaving = std::max(entry.leaving - 1, 0);
         entry.objects = std::max(entry.objects - 1, 0);
@@ -120,7 +125,7 @@ void PrivatePools::add_graph(Entry& entry, int Entry::*kind) {
 // What a capture takes of a pool that is not the capture's own, a graph uses for as
 // long as the pool lives, unless torch says that it does: nobody tells when the graph goes.
 void PrivatePools::keep_for_graphs(Entry& entry) {
-  if (entry.is_kept || entry.retained > 0) return;
+  if (entry.is_kept) return;
   entry.is_kept = true;
   set_pinned(entry, true);
 }
@@ -162,14 +167,23 @@ void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
   const MutexLock lock(mutex_);
   // Those that failed are not told of: torch has just prepared the next capture.
   sweep_locked();
+  note_thread();
+  const std::uint64_t running = capture_of(current);
   const auto same = [&](const Route& route) { return route.region == region; };
-  if (std::any_of(routes_.begin(), routes_.end(), same)) {
-    throw InvalidArgumentError("beginAllocateToPool: already recording to mempool_id");
+  if (const auto at = std::find_if(routes_.begin(), routes_.end(), same); at != routes_.end()) {
+    if (!at->is_in_doubt || running == 0) {
+      throw InvalidArgumentError("beginAllocateToPool: already recording to mempool_id");
+    }
+    // Its end was its own, before a part of the capture, and one that failed is still to be ended.
+    suspended_.reserve(suspended_.size() + 1);
+    ++failed_[region];
+    if (hooks_.failed_are_released) --entry_at(region).plain_ended;
+    suspend(*at);
+    routes_.erase(at);
   }
   Route route;
   route.region = region;
   const bool passes = filter(current);
-  const std::uint64_t running = capture_of(current);
   // Also a capture that goes on, after a part of it that had a route of its own:
   // then its filter knows the capture, and no stream outside of it. (A thread's or a
   // stream's route within a capture is none of these.)
@@ -183,7 +197,7 @@ void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
     route.capture = running;
     route.in_another = !passes && running != 0;
     route.thread = this_thread();
-    if (!take_up_suspended(region)) {
+    if (!take_up_suspended(route, running)) {
       try {
         add_graph(entry, &Entry::graphs);
       } catch (...) {
@@ -212,12 +226,71 @@ bool PrivatePools::is_suspended(RegionId region) const {
   return std::any_of(suspended_.begin(), suspended_.end(), [&](const Route& route) { return route.region == region; });
 }
 
-bool PrivatePools::take_up_suspended(RegionId region) {
-  const auto at =
-      std::find_if(suspended_.begin(), suspended_.end(), [&](const Route& route) { return route.region == region; });
+// A part of a capture, or what comes behind one, is of the whole: that one's end counts, at
+// whatever depth (conditional nodes nest).
+bool PrivatePools::take_up_suspended(Route& route, std::uint64_t running) {
+  if (running == 0) return false;  // a capture that is about to begin
+  const auto at = std::find_if(suspended_.begin(), suspended_.end(),
+                               [&](const Route& suspended) { return suspended.region == route.region; });
   if (at == suspended_.end()) return false;
+  route.origin = at->origin;
+  route.capture = at->capture;
+  route.in_another = route.in_another || running != route.capture;
+  route.retained = std::move(at->retained);
   suspended_.erase(at);
   return true;
+}
+
+// REQUIRES: there is room in suspended_.
+void PrivatePools::suspend(Route& route) {
+  route.thread = this_thread();
+  route.has_just_ended = true;
+  route.is_in_doubt = false;
+  suspended_.push_back(std::move(route));
+}
+
+void PrivatePools::note_thread() {
+  for (Route& route : suspended_) {
+    if (route.has_just_ended && route.thread.lock() == this_thread()) route.has_just_ended = false;
+  }
+}
+
+// A graph that goes without its capture's end (an exception, and nobody called
+// capture_end()) ends its route and releases its region, one right after the other
+// (torch 2.14), and CUDA's capture runs on: nobody will end that either.
+bool PrivatePools::drop_abandoned(RegionId region) {
+  const auto at = std::find_if(suspended_.begin(), suspended_.end(), [&](const Route& route) {
+    return route.region == region && route.has_just_ended && route.thread.lock() == this_thread();
+  });
+  if (at == suspended_.end()) return false;
+  suspended_.erase(at);
+  count_routes();
+  memory_.clock().end_capture();
+  return true;
+}
+
+PrivatePools::Route* PrivatePools::capture_of_thread() {
+  const auto is_mine = [](const Route& route) { return route.is_capture && route.thread.lock() == this_thread(); };
+  for (auto at = routes_.rbegin(); at != routes_.rend(); ++at) {
+    if (is_mine(*at)) return &*at;
+    if (!at->resumed.empty() && is_mine(at->resumed.front())) return &at->resumed.front();
+  }
+  const auto at = std::find_if(suspended_.rbegin(), suspended_.rend(), is_mine);
+  return at == suspended_.rend() ? nullptr : &*at;
+}
+
+bool PrivatePools::is_retained(RegionId region, Stream stream, std::uint64_t running) const {
+  const auto retains = [&](const Route& route, bool takes_part) {
+    return takes_part && std::find(route.retained.begin(), route.retained.end(), region) != route.retained.end();
+  };
+  // Filters of those that are open alone: another may look into a graph that is gone.
+  const auto by_open = [&](const Route& route) {
+    if (!route.resumed.empty()) return retains(route.resumed.front(), route.resumed.front().capture == running);
+    return route.is_capture && retains(route, route.in_another ? route.filter(stream) : route.capture == running);
+  };
+  const auto by_suspended = [&](const Route& route) { return retains(route, route.capture == running); };
+  return std::any_of(routes_.begin(), routes_.end(), by_open) ||
+         std::any_of(suspended_.begin(), suspended_.end(), by_suspended);
 }
 
 void PrivatePools::count_routes() { route_count_.store(routes_.size() + suspended_.size(), std::memory_order_relaxed); }
@@ -236,6 +309,7 @@ void PrivatePools::end(RegionId region) {
   const auto at =
       std::find_if(routes_.begin(), routes_.end(), [&](const Route& route) { return route.region == region; });
   if (is_end_of_failed(region, at == routes_.end() ? nullptr : &*at)) {
+    if (at != routes_.end()) at->is_in_doubt = true;                 // a begin() would say that it was this one's own
     if (hooks_.failed_are_released) ++entry_at(region).plain_ended;  // its graph has been dropped
     const auto failed = failed_.find(region);
     if (--failed->second == 0) failed_.erase(failed);
@@ -250,7 +324,7 @@ void PrivatePools::end(RegionId region) {
     if (!at->resumed.empty()) {
       Route& capture = at->resumed.front();
       if (capture_of(capture.origin) == capture.capture) {
-        suspended_.push_back(std::move(capture));
+        suspend(capture);
       } else {
         memory_.clock().end_capture();  // it has ended, and torch ends its route
       }
@@ -260,7 +334,7 @@ void PrivatePools::end(RegionId region) {
     if (at->capture == 0) at->capture = running;  // nobody has asked for memory in it yet
     if (running != 0 && running == at->capture) {
       // torch ends the capture before its route. Here the capture goes on.
-      suspended_.push_back(std::move(*at));
+      suspend(*at);
     } else {
       memory_.clock().end_capture();
     }
@@ -302,6 +376,7 @@ bool PrivatePools::sweep_locked() {
     const auto at = entries_.find(region);
     memory_.clock().end_capture();
     if (hooks_.failed_are_ended) ++failed_[region];
+    if (at == entries_.end()) continue;  // released more often than there were users
     drop_graph(at->second, &Entry::graphs);
     drop_if_unused(at);
   }
@@ -366,10 +441,11 @@ std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, St
   {
     const MutexLock lock(mutex_);
     failed = sweep_locked();
+    note_thread();
     const std::uint64_t running = capture_of(stream);
     if (const Route* const at = serving(stream, running); at != nullptr) {
       Entry& entry = entry_at(at->region);
-      if (running != 0 && !at->is_capture) keep_for_graphs(entry);
+      if (running != 0 && !at->is_capture && !is_retained(at->region, stream, running)) keep_for_graphs(entry);
       if (entry.foreign == nullptr) {
         // A closed model refuses by itself.
         part = model->is_closed() ? model : part_of(at->region, entry, model);
@@ -471,8 +547,8 @@ void PrivatePools::restore(const RegionCheckpoint& target, std::vector<Address>*
     return at == target.parts.end() ? empty : at->second;
   };
   const PoolList all = parts(target.region);
-  // All models' graphs are in one region: those that sleep are not to change, and nobody is
-  // changed before that is known.
+  // All models' graphs are in one region: one of them may sleep, or have what cannot be
+  // restored, and nobody is changed before that is known.
   for (const auto& part : all) part->require_restorable(target_of(part));
   for (const auto& part : all) part->restore(target_of(part), freed, allocated);
 }

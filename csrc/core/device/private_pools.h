@@ -163,10 +163,13 @@ class PrivatePools {
     Filter filter;
     bool is_capture = false;
     // Of captures:
-    Stream origin = nullptr;           // where it began
+    Stream origin = nullptr;           // where the whole capture began
     std::uint64_t capture = 0;         // that runs on `origin` while the route is good; 0: not seen yet
-    bool in_another = false;           // `origin` was being captured already: the route is for a part of that capture
-    std::weak_ptr<const void> thread;  // that began it
+    bool in_another = false;           // the route is for a part of that capture, which is one of its own
+    std::weak_ptr<const void> thread;  // that began it; of one that is suspended: that ended it
+    std::vector<RegionId> retained;    // of which torch has said that the capture's graph uses them
+    bool has_just_ended = false;       // suspended, and its thread has not come by since
+    bool is_in_doubt = false;          // its end() was taken for that of one which has failed
     // Of a thread's or a stream's: the capture of the same pool that a program had
     // paused and goes on with by this route. One or none.
     std::vector<Route> resumed;
@@ -177,7 +180,16 @@ class PrivatePools {
   [[nodiscard]] const Entry& known(RegionId region) const VMM_REQUIRES(mutex_);
   bool is_dead(Route& route) VMM_REQUIRES(mutex_);
   bool sweep_locked() VMM_REQUIRES(mutex_);
-  bool take_up_suspended(RegionId region) VMM_REQUIRES(mutex_);
+  bool take_up_suspended(Route& route, std::uint64_t running) VMM_REQUIRES(mutex_);
+  // Its graph has gone, though the capture goes on: the region's of which this thread has just ended the route.
+  bool drop_abandoned(RegionId region) VMM_REQUIRES(mutex_);
+  // This thread has come by: what it ended before, it may go on with.
+  void note_thread() VMM_REQUIRES(mutex_);
+  // The latest capture that this thread began, or nullptr.
+  Route* capture_of_thread() VMM_REQUIRES(mutex_);
+  // Whether torch has said that the capture which takes part in `stream` retains the region.
+  [[nodiscard]] bool is_retained(RegionId region, Stream stream, std::uint64_t running) const VMM_REQUIRES(mutex_);
+  void suspend(Route& route) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_suspended(RegionId region) const VMM_REQUIRES(mutex_);
   void count_routes() VMM_REQUIRES(mutex_);
   [[nodiscard]] bool any_capture() const VMM_REQUIRES(mutex_);
@@ -188,7 +200,7 @@ class PrivatePools {
   void settle_accounts(bool failed) VMM_EXCLUDES(mutex_);
   std::shared_ptr<Pool> part_of(RegionId region, Entry& entry, const std::shared_ptr<Pool>& model) VMM_REQUIRES(mutex_);
   static void set_pinned(const Entry& entry, bool pinned);
-  void keep_for_graphs(Entry& entry) VMM_REQUIRES(mutex_);
+  static void keep_for_graphs(Entry& entry);
   // `kind`: Entry::graphs or Entry::retained.
   void add_graph(Entry& entry, int Entry::*kind) VMM_REQUIRES(mutex_);
   void drop_graph(Entry& entry, int Entry::*kind) VMM_REQUIRES(mutex_);

@@ -47,15 +47,10 @@ PoolCheckpoint Pool::checkpoint_locked() {
   return found;
 }
 
-void Pool::require_restorable(const PoolCheckpoint& target) {
-  const StillLock lock(*this, BlockCaches::Kept::back);
-  if (asleep_ != nullptr && checkpoint_locked() != target) require_awake();
-}
-
-void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated) {
-  const StillLock lock(*this, BlockCaches::Kept::back);
+// Whether it has to change for that. Throws where it has to and cannot.
+bool Pool::must_change_for(const PoolCheckpoint& target) {
   if (asleep_ != nullptr) {
-    if (checkpoint_locked() == target) return;
+    if (checkpoint_locked() == target) return false;
     require_awake();
   }
   require_settled("changed");
@@ -68,6 +63,17 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
     }
   }
   if (!pages_.empty()) throw VmmError("pool '" + name_ + "' holds explicit pages, which a checkpoint does not know");
+  return true;
+}
+
+void Pool::require_restorable(const PoolCheckpoint& target) {
+  const StillLock lock(*this, BlockCaches::Kept::back);
+  (void)must_change_for(target);
+}
+
+void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated) {
+  const StillLock lock(*this, BlockCaches::Kept::back);
+  if (!must_change_for(target)) return;
   std::vector<Block*> live;
   directory_->for_each([&live](Block* block) { live.push_back(block); });
   for (Block* block : live) {

@@ -214,7 +214,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // the pool has ended; restore() also when memory of the checkpoint has left it, AsleepError
   // when it sleeps and would change.
   [[nodiscard]] PoolCheckpoint checkpoint() VMM_EXCLUDES(mutex_);
-  // AsleepError where restore() would throw it.
+  // Throws where restore() would, of what is known before it changes anything.
   void require_restorable(const PoolCheckpoint& target) VMM_EXCLUDES(mutex_);
   void restore(const PoolCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated)
       VMM_EXCLUDES(mutex_);
@@ -562,6 +562,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
 
   // checkpoint.cpp
   [[nodiscard]] PoolCheckpoint checkpoint_locked() VMM_REQUIRES(mutex_);
+  bool must_change_for(const PoolCheckpoint& target) VMM_REQUIRES(mutex_);
   void require_settled(const char* doing) VMM_REQUIRES(mutex_);
 
   // pages.cpp
