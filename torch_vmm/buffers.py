@@ -87,7 +87,7 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
         except (TypeError, InvalidArgumentError):
             _require_elements(n, dtype)
             raise
-        object.__setattr__(buffer, "_streams", [stream])
+        buffer._streams.append(stream)
         return buffer
 
     def stats(self) -> PoolStats:
@@ -202,8 +202,6 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
     """
 
     _instead_of_a_copy = "it is memory of one MemoryPool. Keep another reference to it, or copy its tensor()"
-    _streams: list[object] | tuple[()] = ()
-    """What was given as a stream must live as long as what uses it; its own comes first, where it was given."""
 
     def __new__(cls, *_arguments: object, **_options: object) -> PooledBuffer:
         """Refused: memory that nobody has allocated would be looked at."""
@@ -285,8 +283,9 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
             InvalidArgumentError: no stream of the device, or the buffer is
                 freed.
         """
-        self._use_on(to_stream(stream, DeviceKey(*self._room)))
-        object.__setattr__(self, "_streams", [*(self._streams or [None]), stream])
+        pointer = to_stream(stream, DeviceKey(*self._room))
+        self._streams.extend([stream] if self._streams else [None, stream])  # first: it lives as long as what uses it
+        self._use_on(pointer)
 
     def tensor(self) -> torch.Tensor:
         """A tensor over it, of shape ``(len(buffer),)``; no copy.

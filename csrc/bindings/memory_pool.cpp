@@ -52,6 +52,13 @@ class Buffer {
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() {
     if (!given_back_) give_back();
+    if (!streams_) return;
+    if (may_run_python()) {
+      const py::gil_scoped_acquire gil;  // torch ends a tensor without it
+      streams_ = py::object();
+    } else {
+      (void)streams_.release();
+    }
   }
 
   [[nodiscard]] DeviceRoom& room() const { return of_->room; }
@@ -68,6 +75,11 @@ class Buffer {
   [[nodiscard]] bool is_freed() VMM_EXCLUDES(mutex_) {
     const MutexLock lock(mutex_);
     return freed_;
+  }
+  // What was given as a stream, to live as long as the memory is in use. Needs the GIL.
+  py::object streams() {
+    if (!streams_) streams_ = py::list();
+    return streams_;
   }
   void record_stream(Stream stream) {
     const Address at = begin_use();
@@ -131,6 +143,7 @@ class Buffer {
   std::size_t uses_ VMM_GUARDED_BY(mutex_) = 0;
   bool freed_ VMM_GUARDED_BY(mutex_) = false;  // by its owner
   bool given_back_ = false;                    // set once; read when nobody else has the buffer
+  py::object streams_;                         // a list, made when it is asked for
 };
 using BufferPtr = std::shared_ptr<Buffer>;
 
@@ -143,7 +156,7 @@ BuffersPtr make(const std::string& kind, int ordinal, py::handle buffer_class) {
   return destroyed_without_gil(std::make_unique<Buffers>(room, buffer_class));
 }
 
-// Ends with the GIL held, as torch's tensors do: a free waits for nothing, and
+// Ends with the GIL held where Python drops it last: a free waits for nothing, and
 // whoever lets go of the GIL while the interpreter ends does not get it back.
 BufferPtr make_buffer(const BuffersPtr& of, const Buffer::Spec& spec) {
   return {std::make_unique<Buffer>(of, spec).release(), [](Buffer* last) {
@@ -215,6 +228,7 @@ void bind_memory_pool(py::module_& module) {
       .def_property_readonly(
           "_room", [](const Buffer& self) { return py::make_tuple(to_string(self.room().kind), self.room().ordinal); })
       .def_property_readonly("_freed", &Buffer::is_freed)
+      .def_property_readonly("_streams", &Buffer::streams)
       .def(
           "_use_on", [](Buffer& self, std::uintptr_t stream) { self.record_stream(to_stream(stream)); },
           py::arg("stream"), WithoutGil())

@@ -9,6 +9,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,28 @@ def test_a_buffer_goes_back_when_collected(buffers: MemoryPool) -> None:
     assert buffers.stats().allocated_bytes == rounded(4000)
     del buffer
     assert buffers.stats() == PoolStats(0, rounded(4000), 1, 1, buffers.stats().cached_bytes)
+
+
+def test_a_stream_lives_as_long_as_the_memory_that_it_uses(buffers: MemoryPool) -> None:
+    in_use_at_end: list[int] = []
+
+    class Owned(int):
+        def __del__(self) -> None:
+            in_use_at_end.append(buffers.stats().allocated_bytes)
+
+    def a_stream() -> Any:
+        return Owned(5) if buffers.device.type == "cpu" else Owned(0)
+
+    shown = buffers.alloc(1000, stream=a_stream())
+    shown.record_stream(a_stream())
+    tensor = shown.tensor()
+    del shown
+    assert in_use_at_end == []
+    del tensor
+    recorded = buffers.alloc(1000)
+    recorded.record_stream(a_stream())
+    del recorded
+    assert in_use_at_end == [0, 0, 0], "each after the memory had gone back"
 
 
 def test_a_cycle_is_collected(buffers: MemoryPool) -> None:
