@@ -174,6 +174,12 @@ class _Passage:
             events.moved(self.pool, f"woke in part ({part})" if asleep else "woke", size, seconds)
 
 
+def _run_due(due: list[Callable[[bool], None]]) -> None:
+    with contextlib.suppress(IndexError):
+        run = due.pop()
+        run(False)
+
+
 class Transfer(Guarded, guarded=True):
     """A model on its way to sleep or back, as :meth:`VirtualMemoryPool.sleep` and
     :meth:`VirtualMemoryPool.wake` return it.
@@ -209,15 +215,19 @@ class Transfer(Guarded, guarded=True):
         self._look = look
         if move.leaving in self._told:
             move.leaving._call_before_remap()
+        due = [self._run]  # once: by the thread, unless it was given up before that had begun
         try:
             self._moving = move.begin()
             if blocking:
                 self._run(sees_signals=True)
             else:
-                threading.Thread(target=self._run, args=(False,), name=f"torch_vmm {self._name}", daemon=False).start()
+                name = f"torch_vmm {self._name}"
+                threading.Thread(target=_run_due, args=(due,), name=name, daemon=False).start()
         except BaseException:
-            self._moving = None  # type: ignore[assignment]  # what was begun is undone
-            self._settle()
+            with contextlib.suppress(IndexError):  # Ctrl-C, while the thread begins: it goes on
+                due.pop()
+                self._moving = None  # type: ignore[assignment]  # what was begun is undone
+                self._settle()
             raise
         if blocking:
             self._raise()
@@ -490,7 +500,7 @@ class Remaps:
     """Functions that are called around the time in which a pool's memory is elsewhere."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler, or what a collection ends, may come back to it
         self._functions: list[tuple[Callable[[], object] | None, Callable[[], object] | None]] = []
         self._callers: set[int] = set()  # threads within call_before()
         self._are_waiting = False  # they have been told that it goes, and not yet that it is back
@@ -500,10 +510,12 @@ class Remaps:
             if function is not None and not is_function(function):
                 raise InvalidArgumentError(f"{name}={show(function)}: give a function without arguments, or None")
         with self._lock:
+            dropped = []  # and ended once the lock is given up: that may call whatever it likes
             if before is None and after is None:
-                self._functions.clear()
+                dropped, self._functions = self._functions, dropped
             else:
                 self._functions.append((before, after))
+        del dropped
 
     def _now(self) -> list[tuple[Callable[[], object] | None, Callable[[], object] | None]]:
         with self._lock:

@@ -339,6 +339,49 @@ def test_whoever_knows_the_memory_is_told(model: VirtualMemoryPool) -> None:
     assert told == []
 
 
+def test_functions_that_are_taken_off_may_end_whoever_has_them(model: VirtualMemoryPool) -> None:
+    class Registered:
+        def goes(self) -> None: ...
+        def __del__(self) -> None:
+            model.on_remap()  # from within on_remap()
+
+    model.on_remap(Registered().goes)
+    model.on_remap()
+
+
+def test_ctrl_c_while_a_transfers_thread_begins_stops_nothing(
+    model: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensor = numbered(model, 10 * MIB)
+    start = threading.Thread.start
+    begun: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        begun.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as within:
+        within.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.sleep(blocking=False)
+    begun[0].join()
+    assert model.is_asleep
+    assert "stopped" not in caplog.text
+    model.wake()
+    assert is_numbered(tensor)
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as within:
+        within.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            model.sleep(blocking=False)
+    assert not model.is_asleep
+    assert is_numbered(tensor)
+
+
 def test_where_one_of_them_refuses_those_before_it_are_told(model: VirtualMemoryPool) -> None:
     tensor = numbered(model, 1000)
     told: list[str] = []
