@@ -207,6 +207,13 @@ CudaDriver::Current::~Current() {
   if (pushed_) driver_.answer(driver_.api_.cuCtxPopCurrent(&popped), "cuCtxPopCurrent").ignore();
 }
 
+Status CudaDriver::make_any_current(std::optional<Current>* current) const {
+  CUcontext now = nullptr;
+  const Status asked = answer(api_.cuCtxGetCurrent(&now), "cuCtxGetCurrent");
+  if (!asked.ok() || now != nullptr) return asked;
+  return current->emplace(*this, 0).status();
+}
+
 CUmemLocation CudaDriver::location(Location where) const {
   if (where.kind == Location::Kind::host) return host_location_;
   return {CU_MEM_LOCATION_TYPE_DEVICE, device_at(where.device).handle};
@@ -484,16 +491,8 @@ Status CudaDriver::import_chunk(int fd, std::size_t size, ChunkHandle* out) {
     return refuse("import of a size that is no multiple of the granularity");
   }
   if (::fcntl(fd, F_GETFD) < 0) return refuse("import of something that is no file descriptor");
-  // Any context will do: the caller's, so that a process that uses another
-  // device gets none on device 0.
-  CUcontext now = nullptr;
-  const Status asked = answer(api_.cuCtxGetCurrent(&now), "cuCtxGetCurrent");
-  if (!asked.ok()) return asked;
   std::optional<Current> current;
-  if (now == nullptr) {
-    current.emplace(*this, 0);
-    if (!current->status().ok()) return current->status();
-  }
+  if (const Status any = make_any_current(&current); !any.ok()) return any;
   Chunk chunk;
   chunk.size = size;
   chunk.exportable = true;

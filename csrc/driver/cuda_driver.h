@@ -149,6 +149,10 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
     Status status_;
   };
 
+  // For a call that is any context's: `*current` holds device 0's where the thread has none, so
+  // that a process which uses another device gets none there.
+  Status make_any_current(std::optional<Current>* current) const;
+
   // For a call that is told a stream: `*current` holds the device's context where the stream does not.
   Status make_current_for(Stream stream, int device, std::optional<Current>* current) const;
 

@@ -35,7 +35,9 @@ constexpr long kPidfdGetfd = 438;
 constexpr std::size_t kMostInMessage = 128;
 constexpr int kBacklog = 128;
 // A peer that does not answer within this time is given up.
-constexpr timeval kPatience = {10, 0};
+constexpr timeval kPatienceOfClient = {10, 0};
+// Less: one that has stopped holds up the others, and they are to have their turn in time.
+constexpr timeval kPatienceOfServer = {2, 0};
 
 // A request, whole in one message; the answer is a Reply with the descriptors.
 struct Request {
@@ -71,9 +73,17 @@ SocketName name_of(pid_t pid, const IpcSender& sender) {
   return name;
 }
 
-void limit_patience(const Descriptor& socket) {
-  (void)::setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &kPatience, sizeof(kPatience));
-  (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &kPatience, sizeof(kPatience));
+void limit_patience(const Descriptor& socket, const timeval& patience) {
+  (void)::setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+  (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
+}
+
+// Again where a signal came: with a limit to their patience sockets do not go on by themselves.
+template <typename Call>
+auto through_signals(const Call& call) {
+  auto answer = call();
+  while (answer < 0 && errno == EINTR) answer = call();
+  return answer;
 }
 
 // The other end is a process of this user's, or of root's.
@@ -113,7 +123,8 @@ bool send_reply(const Descriptor& socket, const Descriptors& descriptors) {
     header->cmsg_len = CMSG_LEN(bytes);
     std::memcpy(CMSG_DATA(header), numbers.data(), bytes);
   }
-  return ::sendmsg(socket.get(), &message, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof(reply));
+  const ssize_t sent = through_signals([&] { return ::sendmsg(socket.get(), &message, MSG_NOSIGNAL); });
+  return sent == static_cast<ssize_t>(sizeof(reply));
 }
 
 // Adds what one reply carries to `out`; false: refused, cut off or too late.
@@ -126,7 +137,7 @@ bool receive_reply(const Descriptor& socket, std::size_t expected, Descriptors* 
   message.msg_iovlen = 1;
   message.msg_control = control.bytes.data();
   message.msg_controllen = sizeof(control.bytes);
-  const ssize_t got = ::recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC);
+  const ssize_t got = through_signals([&] { return ::recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC); });
   if (got < 0) return false;
   std::size_t received = 0;
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
@@ -286,10 +297,11 @@ void DescriptorServer::serve() {
 
 void DescriptorServer::answer(const Descriptor& client) {
   if (!peer_is_friend(client)) return;
-  limit_patience(client);
+  limit_patience(client, kPatienceOfServer);
   for (;;) {
     Request request{};
-    if (::recv(client.get(), &request, sizeof(request), 0) != static_cast<ssize_t>(sizeof(request))) return;
+    const ssize_t got = through_signals([&] { return ::recv(client.get(), &request, sizeof(request), 0); });
+    if (got != static_cast<ssize_t>(sizeof(request))) return;
     if (request.password != sender_.password || request.count == 0 || request.count > kMostInMessage) return;
     // Copies, so that none is closed and its number used again while it is sent.
     Descriptors copies;
@@ -332,9 +344,10 @@ std::string ask_over_socket(const IpcHandle& handle, Descriptors* out) {
   if (!handle.sender.has_value()) return who(handle) + " does not use torch_vmm, so it cannot be asked for descriptors";
   const Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!socket.is_open()) return "no Unix socket can be opened here: " + error_text(errno);
-  limit_patience(socket);
+  limit_patience(socket, kPatienceOfClient);
   const SocketName name = name_of(handle.pid, *handle.sender);
-  if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&name.address), name.length) != 0) {
+  const auto* const address = reinterpret_cast<const sockaddr*>(&name.address);
+  if (through_signals([&] { return ::connect(socket.get(), address, name.length); }) != 0) {
     return who(handle) + " cannot be asked over a Unix socket (" + error_text(errno) +
            "): it has ended, or has another network namespace (containers that share tensors need one in common)";
   }
@@ -345,7 +358,7 @@ std::string ask_over_socket(const IpcHandle& handle, Descriptors* out) {
     request.password = handle.sender->password;
     request.count = std::min(kMostInMessage, handle.chunks.size() - done);
     for (std::size_t k = 0; k < request.count; ++k) request.ids.at(k) = handle.chunks[done + k].id;
-    const ssize_t sent = ::send(socket.get(), &request, sizeof(request), MSG_NOSIGNAL);
+    const ssize_t sent = through_signals([&] { return ::send(socket.get(), &request, sizeof(request), MSG_NOSIGNAL); });
     if (sent != static_cast<ssize_t>(sizeof(request)) || !receive_reply(socket, request.count, &received)) {
       return who(handle) +
              " did not hand its descriptors over: it has freed the memory, belongs to another user, or one of the two "

@@ -207,12 +207,18 @@ bool OpenedHandles::drop_parked() {
   }
   bool any = false;
   for (auto& opened : parked) {
-    if (drop(*opened)) {
-      any = true;
-      continue;
+    bool is_dropped = false;
+    try {
+      is_dropped = drop(*opened);
+      if (!is_dropped) {
+        const MutexLock lock(mutex_);
+        parked_.push_back(std::move(opened));
+      }
+    } catch (...) {
+      report_swallowed("closing memory of another process");
+      (void)opened.release();  // as in close()
     }
-    const MutexLock lock(mutex_);
-    parked_.push_back(std::move(opened));
+    any = any || is_dropped;
   }
   return any;
 }

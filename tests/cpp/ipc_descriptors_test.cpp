@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -115,6 +116,26 @@ TEST_F(Served, AreHandedToManyAtOnce) {
     });
   }
   for (auto& thread : threads) thread.join();
+}
+
+// A socket whose patience is limited does not go on by itself after one.
+TEST_F(Served, AreHandedOverWhateverSignalsCome) {
+  serve(2);
+  struct sigaction ignore_it {};
+  ignore_it.sa_handler = [](int) {};
+  struct sigaction before {};
+  ASSERT_EQ(::sigaction(SIGALRM, &ignore_it, &before), 0);
+  const itimerval often{{0, 100}, {0, 100}};
+  const itimerval never{};
+  ASSERT_EQ(::setitimer(ITIMER_REAL, &often, nullptr), 0);
+  int failed = 0;
+  for (int turn = 0; turn < 2000; ++turn) {
+    Descriptors copies;
+    failed += ask_over_socket(handle, &copies).empty() ? 0 : 1;
+  }
+  ASSERT_EQ(::setitimer(ITIMER_REAL, &never, nullptr), 0);
+  ASSERT_EQ(::sigaction(SIGALRM, &before, nullptr), 0);
+  EXPECT_EQ(failed, 0);
 }
 
 TEST_F(Served, AreTakenOutOfTheProcess) {

@@ -186,6 +186,21 @@ TEST_F(ProvidedMemoryTest, ABlockWaitsForTheStreamsThatWereRecorded) {
   EXPECT_FALSE(ProvidedMemory::any_unfinished());
 }
 
+// Nobody uses this pool again: what waits in it is not to keep everybody from the fast way.
+TEST_F(ProvidedMemoryTest, WhatWaitedInAnOpenPoolIsSettledByWhoeverComes) {
+  const Address block = allocate(20 * kMiB);
+  EXPECT_TRUE(ProvidedMemory::record_stream(block, kTwo, lab.memory().streams()));
+  lab.driver.hold_fences(kTwo);
+  free(block);
+  finish();
+  EXPECT_TRUE(ProvidedMemory::any_unfinished());
+  lab.driver.release_fences();
+  finish();
+  EXPECT_FALSE(ProvidedMemory::any_unfinished());
+  EXPECT_EQ(provided()[StatKind::active_bytes][0].current, 0);
+  EXPECT_EQ(books.bytes_out(), 20 * kMiB) << "the pool keeps it";
+}
+
 TEST_F(ProvidedMemoryTest, ABlocksOwnStreamNeedsNoRecord) {
   const Address block = allocate(20 * kMiB);
   EXPECT_TRUE(ProvidedMemory::record_stream(block, kOne, lab.memory().streams()));

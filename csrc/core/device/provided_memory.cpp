@@ -325,6 +325,7 @@ void ProvidedMemory::finish(bool wait) noexcept {
   try {
     {
       const MutexLock lock(mutex_);
+      settle();  // of one that is open too: what waits for other streams keeps everybody from the fast way
       if (!closed_) return;
     }
     Clock& clock = memory_.clock();
