@@ -32,6 +32,7 @@ from torch_vmm.sizes import (
     to_name,
     to_number,
     to_optional_bytes,
+    to_page_size,
     to_range,
     to_spill,
     to_tensor_range,
@@ -108,7 +109,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
             key.kind,
             key.ordinal,
             to_bytes(capacity, "capacity"),
-            to_optional_bytes(page_size, "page_size"),
+            to_page_size(page_size, key),
             to_optional_bytes(physical_limit, "physical_limit"),
             f"pool-{next(_numbers)}" if name is None else to_name(name, "name"),
         )
@@ -196,8 +197,12 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
     # -- Giving back ---------------------------------------------------------------------------------------------------
 
     def compact(self) -> int:
-        """Gives the memory of all holes back, so that only pages in use are
-        mapped; returns the bytes given back.
+        """Gives the memory of all holes back that are whole chunks; returns the
+        bytes given back.
+
+        With a ``page_size`` each page is a chunk, so that only pages in use stay
+        mapped. Without one a chunk that is partly in use stays whole
+        (``stranded_bytes`` of :meth:`stats`).
         """
         return self._handle.trim(0)
 
@@ -430,7 +435,9 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
 
     @property
     def page_size(self) -> int:
-        """Bytes: the grain in which memory is given back."""
+        """Bytes of a page. Memory is given back by pages where the pool was made
+        with a page size, else by the chunks that it chose.
+        """
         return self._handle.page_size
 
     @property

@@ -25,6 +25,7 @@ from torch_vmm.sizes import (
     to_name,
     to_number,
     to_optional_bytes,
+    to_page_size,
     to_range,
     to_spill,
 )
@@ -120,7 +121,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         handle = self._handle.register_model(
             to_name(model_id, "model_id"),
             to_optional_bytes(virtual_capacity, "virtual_capacity"),
-            to_optional_bytes(page_size, "page_size"),
+            to_page_size(page_size, self._device),
             to_optional_bytes(physical_limit, "physical_limit"),
             to_bytes(floor, "floor"),
             to_number(priority, "priority"),
@@ -490,7 +491,9 @@ class ModelsView(Guarded, Mapping[str, VirtualMemoryPool], guarded=True):
         self._owner = owner
 
     def __getitem__(self, model_id: str) -> VirtualMemoryPool:
-        return pools.wrap(self._handle.model(to_name(model_id, "model_id")), self._owner(), model_id)
+        if not isinstance(model_id, str) or not is_name(model_id):  # as any mapping's: .get() answers with its default
+            raise ModelNotFoundError(f"there is no model {show(model_id)}", model_id=show(model_id))
+        return pools.wrap(self._handle.model(model_id), self._owner(), model_id)
 
     def __contains__(self, model_id: object) -> bool:
         return isinstance(model_id, str) and is_name(model_id) and self._handle.has_model(model_id)
@@ -502,7 +505,10 @@ class ModelsView(Guarded, Mapping[str, VirtualMemoryPool], guarded=True):
         return len(self._handle.model_ids())
 
     def __repr__(self) -> str:
-        return repr(dict(self))
+        try:
+            return repr(dict(self))
+        except VmmError:
+            return "<models out of reach in a forked process>"
 
 
 # -- All of them -------------------------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ import operator
 import os
 import types
 from collections.abc import Iterable, Mapping
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex
 
 import torch
 
 from torch_vmm import _C
-from torch_vmm.errors import InvalidArgumentError, InvalidRangeError
+from torch_vmm.errors import InvalidArgumentError, InvalidPageSizeError, InvalidRangeError
 
 Size = SupportsIndex | str
 """Bytes, or text: ``"2MiB"``, ``"1.5 GiB"`` (binary), ``"2MB"`` (decimal)."""
@@ -134,6 +134,30 @@ def to_bytes(value: Size, name: str) -> int:
 def to_optional_bytes(value: Size | None, name: str) -> int | None:
     """The same, where ``None`` may stand for no limit or the default."""
     return None if value is None else to_bytes(value, name)
+
+
+def to_page_size(value: Size | None, device: tuple[Literal["cuda", "cpu"], int]) -> int | None:
+    """Bytes of a page that the extension's own types can hold; it checks the rest.
+
+    Args:
+        value: bytes, or text with a unit; ``None`` is the default.
+        device: its kind and ordinal.
+    Raises:
+        InvalidPageSizeError: negative, or beyond 2**63 - 1.
+        InvalidArgumentError: no size at all.
+    """
+    if value is None:
+        return None
+    size = _whole(value, "page_size")
+    if not 0 <= size <= _LARGEST:
+        granularity = _C.device(*device).granularity
+        raise InvalidPageSizeError(
+            f"page_size={show(size)} must be a power of two and a multiple of the granularity, {granularity}, and "
+            f"2**62 at most",
+            page_size=size,
+            granularity=granularity,
+        )
+    return size
 
 
 def to_range(offset: Size, size: Size, capacity: int) -> tuple[int, int]:

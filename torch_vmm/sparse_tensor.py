@@ -11,7 +11,7 @@ from torch_vmm import _C
 from torch_vmm.devices import Device, to_device
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, NotCopyableError
 from torch_vmm.ranges import Backing, RangeTensor, require_addresses, require_dimension, require_dtype, row_bytes
-from torch_vmm.sizes import Shape, Size, show, to_flag, to_index, to_optional_bytes, to_shape
+from torch_vmm.sizes import Shape, Size, show, to_flag, to_index, to_page_size, to_shape
 
 Index = slice | int | tuple[slice | int, ...]
 """A slice, or a tuple of slices over the leading dimensions (``()``: all); a number is one step of its dimension."""
@@ -214,9 +214,10 @@ def sparse(
     require_dimension(sizes, "shape")
     require_addresses(sizes, dtype, "shape")
     zeros = to_flag(zeros, "zeros")
-    page = to_optional_bytes(page_size, "page_size")
+    key = to_device(device)
+    page = to_page_size(page_size, key)
     if page is None:
-        page = _C.device(*to_device(device)).granularity
+        page = _C.device(*key).granularity
     backing = Backing("sparse tensor", math.prod(sizes) * dtype.itemsize, device, page, zeros)
     made: SparseTensor = SparseTensor._over(backing, backing.tensor(sizes, dtype))
     made._zeros = zeros

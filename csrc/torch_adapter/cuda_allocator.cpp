@@ -480,4 +480,30 @@ void CudaAllocator::recordStream(const c10::DataPtr& block, c10::cuda::CUDAStrea
   pool->record_stream(reinterpret_cast<Address>(block.get()), stream.stream(), &device);
 }
 
+VMM_SINCE_TORCH_2_13(c10::DataPtr CudaAllocator::allocateWithAddress(std::size_t bytes, void* address) {
+  const c10::DeviceIndex device = current_device();
+  if (bytes == 0) return {nullptr, nullptr, &free_block, torch_device(device)};
+  if (!is_cached()) throw_torch_error("torch_vmm: allocateWithAddress: caching is disabled");
+  Pool* const pool = Runtime::pool_at(address);
+  if (pool == nullptr || pool->device() != device) {
+    throw_torch_error("torch_vmm: allocateWithAddress: no pool of GPU " + std::to_string(device) + " holds " +
+                      format_hex(reinterpret_cast<Address>(address)));
+  }
+  const History::Scope scope(cca::RecordContext::STATE);
+  DeviceRoom& room = Runtime::room_of(*pool);
+  const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();
+  try {
+    const Address given = room.memory.allocate_at(*pool, reinterpret_cast<Address>(address), bytes, stream);
+    auto* const block = reinterpret_cast<void*>(given);
+    trace_allocation(block);
+    if (is_profiled()) report_allocation(room, block);
+    return {block, block, &free_block, torch_device(device)};
+  } catch (const OutOfMemoryError& error) {
+    if (!error.is_told) tell_cuda_out_of_memory(room, *pool, bytes, stream);
+    rethrow_as_torch(DeviceKind::cuda, device, bytes);
+  } catch (const VmmError&) {
+    rethrow_as_torch(DeviceKind::cuda, device, bytes);
+  }
+})
+
 }  // namespace vmm

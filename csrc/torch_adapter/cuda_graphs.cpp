@@ -200,25 +200,4 @@ cca::CheckpointDelta CudaAllocator::setCheckpointPoolState(c10::DeviceIndex devi
   return delta;
 }
 
-VMM_SINCE_TORCH_2_13(c10::DataPtr CudaAllocator::allocateWithAddress(std::size_t bytes, void* address) {
-  const c10::DeviceIndex device = current_device();
-  if (bytes == 0) return {nullptr, nullptr, &free_block, c10::Device(c10::kCUDA, device)};
-  if (!is_cached()) throw_torch_error("torch_vmm: allocateWithAddress: caching is disabled");
-  Pool* const pool = Runtime::pool_at(address);
-  if (pool == nullptr || pool->device() != device) {
-    throw_torch_error("torch_vmm: allocateWithAddress: no pool of GPU " + std::to_string(device) + " holds " +
-                      format_hex(reinterpret_cast<Address>(address)));
-  }
-  const History::Scope scope(cca::RecordContext::STATE);
-  try {
-    DeviceMemory& memory = Runtime::room_of(*pool).memory;
-    const Stream stream = c10::cuda::getCurrentCUDAStream(device).stream();
-    auto* const block =
-        reinterpret_cast<void*>(memory.allocate_at(*pool, reinterpret_cast<Address>(address), bytes, stream));
-    return {block, block, &free_block, c10::Device(c10::kCUDA, device)};
-  } catch (const VmmError&) {
-    rethrow_as_torch(DeviceKind::cuda, device, bytes);
-  }
-})
-
 }  // namespace vmm

@@ -77,6 +77,8 @@ void rethrow_as_torch(DeviceKind kind, int ordinal, std::size_t bytes) {
     const std::string text =
         out_of_memory_sentence(kind, ordinal, bytes, figures_of(kind, ordinal)) + "\ntorch_vmm: " + error.what();
     TORCH_CHECK_WITH(OutOfMemoryError, false, text);
+  } catch (const AsleepError& error) {
+    throw_torch_error(error.what());  // the text of AsleepError, where torch lets that through
   } catch (const VmmError& error) {
     throw_torch_error("torch_vmm: " + std::string(error.what()));
   }

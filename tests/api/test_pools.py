@@ -92,7 +92,7 @@ def test_sizes_that_are_none(make_pool: MakePool, pool: Pool, bad: object) -> No
             ask()
 
 
-@pytest.mark.parametrize("page_size", [3 * MIB, 65536, PAGE // 2, 1, 6 * MIB])
+@pytest.mark.parametrize("page_size", [3 * MIB, 65536, PAGE // 2, 1, 6 * MIB, -1, 2**63, 2**70])
 def test_page_sizes_that_cannot_be(make_pool: MakePool, page_size: int) -> None:
     with pytest.raises(torch_vmm.InvalidPageSizeError) as raised:
         make_pool("64MiB", page_size=page_size)

@@ -51,6 +51,7 @@ def test_models_is_a_view_in_order_of_registration(shared: Shared) -> None:
     assert "d" not in models
     assert 3 not in shared
     assert models.get("d") is None
+    assert models.get("") is models.get(3) is None  # type: ignore[call-overload]
     with pytest.raises(TypeError):
         models["d"] = models["c"]  # type: ignore[index]
     shared.unregister_model("c")

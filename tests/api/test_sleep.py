@@ -58,11 +58,12 @@ def test_others_have_its_memory_meanwhile(limited: SharedMemoryPool, model: Virt
 def test_nothing_is_made_in_it_while_it_sleeps(model: VirtualMemoryPool) -> None:
     tensor = numbered(model, 1000)
     model.sleep()
-    with pytest.raises(RuntimeError, match="model 'llama' is asleep; wake"):
+    with pytest.raises(RuntimeError, match="model 'llama' is asleep; wake") as by_torch:
         tensor_in(model, 512)
     with pytest.raises(torch_vmm.AsleepError) as caught:
         model.allocate(0, 2 * MIB)
     assert caught.value.model_id == "llama"
+    assert str(by_torch.value) == str(caught.value)
     model.wake()
     assert is_numbered(tensor)
 

@@ -234,7 +234,7 @@ def child():
             assert "fork" in str(error), error
         else:
             raise AssertionError("worked")
-    repr(pool), repr(shared), repr(llama)
+    repr(pool), repr(shared), repr(llama), repr(shared.models)
     assert str(shared) == repr(shared)
     global shared_gone
 in_child(child)
