@@ -207,11 +207,13 @@ CudaDriver::Current::~Current() {
   if (pushed_) driver_.answer(driver_.api_.cuCtxPopCurrent(&popped), "cuCtxPopCurrent").ignore();
 }
 
-Status CudaDriver::make_any_current(std::optional<Current>* current) const {
-  CUcontext now = nullptr;
-  const Status asked = answer(api_.cuCtxGetCurrent(&now), "cuCtxGetCurrent");
-  if (!asked.ok() || now != nullptr) return asked;
-  return current->emplace(*this, 0).status();
+int CudaDriver::device_for_host() {
+  if (const int chosen = device_for_host_.load(std::memory_order_relaxed); chosen >= 0) return chosen;
+  const auto is_used = [](const auto& device) { return device->context.load(std::memory_order_acquire) != nullptr; };
+  const auto used = std::find_if(devices_.begin(), devices_.end(), is_used);
+  int none = -1;
+  const int found = used == devices_.end() ? 0 : static_cast<int>(used - devices_.begin());
+  return device_for_host_.compare_exchange_strong(none, found, std::memory_order_relaxed) ? found : none;
 }
 
 CUmemLocation CudaDriver::location(Location where) const {
@@ -276,7 +278,7 @@ Status CudaDriver::create(const ChunkSpec& spec, ChunkHandle* out) {
   if (spec.exportable && (!can.exportable || (on_host && host_location_.type == CU_MEM_LOCATION_TYPE_HOST))) {
     return {StatusCode::not_supported, "create of an exportable chunk"};
   }
-  const Current current(*this, device);
+  const Current current(*this, on_host ? device_for_host() : device);
   if (!current.status().ok()) return current.status();
   CUmemAllocationProp asked = properties(location(spec.location));
   if (spec.exportable) asked.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -491,8 +493,16 @@ Status CudaDriver::import_chunk(int fd, std::size_t size, ChunkHandle* out) {
     return refuse("import of a size that is no multiple of the granularity");
   }
   if (::fcntl(fd, F_GETFD) < 0) return refuse("import of something that is no file descriptor");
+  // Any context will do: the caller's, so that a process that uses another
+  // device gets none on device 0.
+  CUcontext now = nullptr;
+  const Status asked = answer(api_.cuCtxGetCurrent(&now), "cuCtxGetCurrent");
+  if (!asked.ok()) return asked;
   std::optional<Current> current;
-  if (const Status any = make_any_current(&current); !any.ok()) return any;
+  if (now == nullptr) {
+    current.emplace(*this, 0);
+    if (!current->status().ok()) return current->status();
+  }
   Chunk chunk;
   chunk.size = size;
   chunk.exportable = true;

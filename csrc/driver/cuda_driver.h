@@ -149,9 +149,9 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
     Status status_;
   };
 
-  // For a call that is any context's: `*current` holds device 0's where the thread has none, so
-  // that a process which uses another device gets none there.
-  Status make_any_current(std::optional<Current>* current) const;
+  // In whose context host memory is pinned and made: always one that the process uses, as a
+  // context on another costs that one hundreds of MiB.
+  int device_for_host();
 
   // For a call that is told a stream: `*current` holds the device's context where the stream does not.
   Status make_current_for(Stream stream, int device, std::optional<Current>* current) const;
@@ -189,8 +189,9 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
 
   const CudaApi api_;
   const Devices devices_;
-  const std::size_t granularity_;  // bytes; the largest of all devices'
-  CUmemLocation host_location_{};  // what a host-located chunk asks for
+  const std::size_t granularity_;         // bytes; the largest of all devices'
+  CUmemLocation host_location_{};         // what a host-located chunk asks for
+  std::atomic<int> device_for_host_{-1};  // -1: not asked for yet
   mutable std::atomic<bool> gone_{false};
   mutable Mutex context_mutex_;
 

@@ -150,9 +150,9 @@ Status CudaDriver::destroy_stream(int device, Stream stream) {
 
 // For all contexts: what is saved there next may be another device's. Kernels reach it too.
 Status CudaDriver::pin_host(Address address, std::size_t size) {
-  if (!alive()) return gone("pin");
-  std::optional<Current> current;
-  if (const Status any = make_any_current(&current); !any.ok()) return any;
+  if (const Status checked = check_device(0, "pin"); !checked.ok()) return checked;
+  const Current current(*this, device_for_host());
+  if (!current.status().ok()) return current.status();
   const RelaxedCapture relaxed(api_);
   void* const begin = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
   return answer(api_.cuMemHostRegister(begin, size, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP),
@@ -161,8 +161,8 @@ Status CudaDriver::pin_host(Address address, std::size_t size) {
 
 Status CudaDriver::unpin_host(Address address) {
   if (!alive()) return gone("unpin");
-  std::optional<Current> current;
-  if (const Status any = make_any_current(&current); !any.ok()) return any;
+  const Current current(*this, device_for_host());
+  if (!current.status().ok()) return current.status();
   const RelaxedCapture relaxed(api_);
   void* const begin = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
   return answer(api_.cuMemHostUnregister(begin), "cuMemHostUnregister");

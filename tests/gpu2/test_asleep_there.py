@@ -9,7 +9,7 @@ import torch
 
 import torch_vmm
 from tests.gpu.patterns import intact, queue_stamp
-from tests.helpers import KIB, MIB
+from tests.helpers import KIB, MIB, run
 
 SIZES = (KIB, 3 * MIB, 22 * MIB + 512, 300 * MIB)
 BYTES = 325 * MIB  # that they hold
@@ -89,3 +89,22 @@ def test_who_is_refused_there_learns_of_them(model: torch_vmm.VirtualMemoryPool)
         torch.empty(torch.cuda.mem_get_info(1)[1] - BYTES // 2, dtype=torch.uint8, device="cuda:1")
     model.wake()
     assert all(intact(tensor, seed) for seed, tensor in enumerate(tensors))
+
+
+def test_a_process_of_another_gpu_makes_no_context_on_the_first() -> None:
+    run(
+        """
+        import torch, torch_vmm
+        torch_vmm.enable()
+        shared = torch_vmm.SharedMemoryPool("256MiB", "cuda:1")
+        model = shared.register_model("llama")
+        torch.cuda.set_device(1)
+        with model:
+            tensor = torch.arange(1 << 20, device="cuda:1")
+        model.sleep("host")
+        model.wake()
+        assert torch.equal(tensor.cpu(), torch.arange(1 << 20))
+        assert torch._C._cuda_hasPrimaryContext(1)
+        assert not torch._C._cuda_hasPrimaryContext(0), "hundreds of MiB of it"
+        """
+    )
