@@ -267,6 +267,9 @@ class Pool:
     def live_bytes(self) -> int:
         """Bytes of live tensors and explicit pages, frees that wait for a recorded stream included."""
     @property
+    def live_bytes_here(self) -> int:
+        """The same without what has spilled."""
+    @property
     def live_blocks(self) -> int: ...
     @property
     def limit(self) -> int | None:

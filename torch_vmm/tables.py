@@ -1,6 +1,7 @@
 """Models' memory as a text for people: a row a model, then their totals, limit and floors.
 
-It fits a terminal of 80 columns, whatever the models are called. It reads pools
+It fits a terminal of 80 columns, but for a name that is longer by itself: below
+the rows, where limits and sleepers stand, it is whole. It reads pools
 and changes nothing. Rows are read one after the other, so that
 they need not add up with the limit's line while others allocate.
 """

@@ -195,7 +195,7 @@ def _look(shared: SharedMemoryPool, began: float) -> TimelineSample:
 
 def _allocated(model: _C.Pool) -> int:
     """What lives in it and has memory here."""
-    return int(model.memory_stats()["allocated_bytes"]) if _C.is_asleep(model) else model.live_bytes
+    return int(model.memory_stats()["allocated_bytes"]) if _C.is_asleep(model) else model.live_bytes_here
 
 
 def _models(samples: Sequence[TimelineSample]) -> list[str]:

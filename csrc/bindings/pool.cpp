@@ -125,6 +125,13 @@ void bind_pool(py::module_& module) {
                                                    },
                                                    WithoutGil()))
       .def_property_readonly("live_bytes", locked_number<&Pool::live_bytes>())
+      .def_property_readonly("live_bytes_here", py::cpp_function(
+                                                    [](const Pool& self) {
+                                                      return sum(self, [](const Pool& each) {
+                                                        return each.is_spill() ? 0 : each.live_bytes();
+                                                      });
+                                                    },
+                                                    WithoutGil()))
       .def_property_readonly("live_blocks", locked_number<&Pool::live_blocks>());
   pool.def(
           "tagged", [](const PoolPtr& self, const std::string& tag) { return open_home_of(*self).tagged(self, tag); },

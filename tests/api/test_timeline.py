@@ -31,6 +31,17 @@ def comes_true(condition: Callable[[], bool]) -> bool:
     return False
 
 
+def test_what_has_spilled_is_in_no_ones_memory_here(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    model = shared.register_model("model", spill="host")
+    here = tensor_in(model, 60 * MIB)
+    there = tensor_in(model, 20 * MIB)
+    with shared.record_timeline(interval=0.001) as timeline:
+        assert comes_true(lambda: len(timeline.samples) > 0)
+    assert timeline.samples[-1].allocated_bytes == {"model": 60 * MIB}
+    del here, there
+
+
 def recorders() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "torch_vmm timeline"]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import sys
+import threading
 import xml.etree.ElementTree as ElementTree
 from array import array
 from collections.abc import Callable
@@ -393,6 +395,67 @@ def test_an_entry_that_cannot_be(tmp_path: Path, entry: object, words: str) -> N
     path = tmp_path / "dump"
     path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[entry]]}))
     assert words in read_error(path)
+
+
+def test_a_device_that_was_only_looked_at_stands_in_nobodys_way(tmp_path: Path) -> None:
+    looked_at = History()
+    looked_at.entries.append({"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": 1})
+    path = write(tmp_path / "dump", short_history(), looked_at)
+    assert dumps.read(path).devices() == [0]
+
+
+def test_a_program_whose_models_slept(tmp_path: Path) -> None:
+    device = History()
+    device.segment(BASE, 20 * MIB)
+    device.alloc(BASE, 20 * MIB)
+    device.drop_segment(BASE, how="segment_unmap")
+    device.segment(BASE + GIB, 20 * MIB)
+    device.alloc(BASE + GIB, 20 * MIB)
+    program = program_of(write(tmp_path / "dump", device))
+    assert program.reserved is None
+    assert "a model slept" in program.notes[0]
+
+
+def test_a_refused_replay_has_no_second_half(tmp_path: Path) -> None:
+    device = History()
+    for k in range(8):
+        device.alloc(BASE + k * GIB, 10 * MIB)
+    path = write(tmp_path / "dump", device)
+    assert outcome_of(path).late_calls() is not None
+    refused_early = outcome_of(path, 30 * MIB)
+    assert refused_early.refused is not None
+    assert refused_early.late_calls() is None
+
+
+@pytest.mark.parametrize("limit", ["1", "1023 KiB", "9223372036854775807"])
+def test_limits_that_no_device_has(tmp_path: Path, command: Command, limit: str) -> None:
+    done = command(str(write(tmp_path / "dump", short_history())), "--limit", limit)
+    assert "a device has 2 MiB at least and 16 TiB at most" in refused(done)
+
+
+def test_files_that_cannot_be_read_twice(tmp_path: Path, command: Command) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(b"\x80 and more"))
+    writer.start()
+    assert refused(command(str(pipe))) == f"{pipe}: a pipe, which cannot be read twice: give a file"
+    writer.join()
+
+
+def test_names_of_files_that_are_no_text(tmp_path: Path, command: Command) -> None:
+    path = write(tmp_path / "a\x01\udcff.pickle", short_history())
+    picture = tmp_path / "picture.svg"
+    assert command(str(path), "--out", str(picture)).status == 0
+    ElementTree.parse(picture)
+
+
+def test_memory_that_runs_out_while_reading_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_self: object) -> None:
+        raise MemoryError
+
+    path = write(tmp_path / "dump", short_history())
+    monkeypatch.setattr(dumps._PlainValues, "load", load)
+    assert "not enough memory here" in read_error(path)
 
 
 def test_what_the_command_refuses(tmp_path: Path, command: Command) -> None:

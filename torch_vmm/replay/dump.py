@@ -32,8 +32,11 @@ class Dump:
     traces: list[list[Any]]  # what happened before, by device; empty for a device without a history
 
     def devices(self) -> list[int]:
-        """Those that have a history."""
-        return [device for device, trace in enumerate(self.traces) if trace]
+        """Those that have a history, with an allocation or a free in it where any has: the act of looking is an
+        entry in that of each device.
+        """
+        recorded = [device for device, trace in enumerate(self.traces) if trace]
+        return [device for device in recorded if any(map(_is_step, self.traces[device]))] or recorded
 
     def trace(self, device: int) -> list[Any]:
         """The history of a device.
@@ -45,6 +48,10 @@ class Dump:
             known = ", ".join(map(str, self.devices()))
             raise InvalidArgumentError(f"{self.path}: no history of device {device}; there is one of {known}")
         return self.traces[device]
+
+
+def _is_step(entry: object) -> bool:
+    return not isinstance(entry, dict) or entry.get("action") in ("alloc", "free_requested", "free_completed")
 
 
 class _PlainValues(pickle.Unpickler):
@@ -82,6 +89,8 @@ def _load(path: Path) -> object:
         with path.open("rb") as file:
             if file.read(1) != _PROTOCOL:
                 raise InvalidArgumentError(f"{path}: not a pickle. To make a dump, {HOW_TO_RECORD}")
+            if not file.seekable():
+                raise InvalidArgumentError(f"{path}: a pipe, which cannot be read twice: give a file")
             file.seek(-1, os.SEEK_END)
             is_whole = file.read(1) == _STOP
             file.seek(0)
@@ -89,7 +98,9 @@ def _load(path: Path) -> object:
     except InvalidArgumentError as error:
         raise error if str(error).startswith(str(path)) else InvalidArgumentError(f"{path}: {error}") from None
     except OSError as error:
-        raise InvalidArgumentError(f"{path}: {error.strerror}") from error
+        raise InvalidArgumentError(f"{path}: {error.strerror or error}") from error
+    except MemoryError:
+        raise InvalidArgumentError(f"{path}: there is not enough memory here to read it") from None
     # What a damaged pickle makes Python's own reader raise is not bounded by its documentation.
     except Exception as error:
         if is_whole and not isinstance(error, EOFError):

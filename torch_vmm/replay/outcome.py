@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +54,14 @@ class Outcome:
         ratio = reserved / self.program.allocated_peak
         return ratio if ratio >= 1 else None
 
-    def late(self, counts: Sequence[int]) -> int:
-        """What was counted in the second half of the steps."""
+    def late_events(self) -> int:
+        """Events of segments in the second half of the recording's steps."""
+        counts = self.program.segment_events
         return counts[-1] - counts[len(counts) // 2]
+
+    def late_calls(self) -> int | None:
+        """Driver calls in the same steps; ``None`` for a replay that ended before."""
+        return None if self.refused is not None else self.driver_calls[-1] - self.driver_calls[self.program.steps // 2]
 
     def samples(self, count: int) -> list[Sample]:
         """At most ``count``, of equally many steps each; what stood before step 1 is in the first."""
@@ -84,14 +89,14 @@ class Outcome:
                 "reserved_peak": self.recorded_peak,
                 "ratio": None if recorded is None else round(recorded, 4),
                 "segment_events": self.program.segment_events[-1],
-                "segment_events_second_half": self.late(self.program.segment_events),
+                "segment_events_second_half": self.late_events(),
                 "out_of_memory_after": [refusal.step for refusal in self.program.refusals],
             },
             "torch_vmm": {
                 "reserved_peak": self.reserved_peak,
                 "ratio": None if ours is None else round(ours, 4),
                 "driver_calls": sum(self.calls.values()),
-                "driver_calls_second_half": self.late(self.driver_calls),
+                "driver_calls_second_half": self.late_calls(),
                 "calls": dict(self.calls),
                 "out_of_memory_at": self.refused,
             },

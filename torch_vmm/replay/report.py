@@ -47,9 +47,9 @@ def _totals(outcome: Outcome) -> list[str]:
         ("peak reserved", _size(then), _size(ours)),
         ("over peak allocated", _ratio(outcome.ratio(then)), _ratio(outcome.ratio(ours))),
         ("segments got and given back", str(program.segment_events[-1]), ""),
-        ("  in the second half", str(outcome.late(program.segment_events)), ""),
+        ("  in the second half", str(outcome.late_events()), ""),
         ("driver calls", "", str(sum(outcome.calls.values()))),
-        ("  in the second half", "", str(outcome.late(outcome.driver_calls))),
+        ("  in the second half", "", "-" if (late := outcome.late_calls()) is None else str(late)),
     ]
     kinds = ", ".join(f"{count} {name}" for name, count in outcome.calls.items())
     return [f"{label:28}{left:>14}{right:>14}".rstrip() for label, left, right in rows] + [f"  ({kinds})"]

@@ -6,13 +6,17 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_vmm import _C
 from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.lines import one_line
 
 from . import dump as dumps
 from .outcome import Outcome, replay
 from .picture import svg
 from .report import text
 from .trace import programs
+
+_LARGEST = 2**44  # bytes of a device: its addresses are four times that, and a process's 2**47
 
 
 @dataclass(frozen=True)
@@ -37,17 +41,22 @@ def run(settings: Settings) -> int:
     """
     if settings.out is not None and settings.out.suffix != ".svg":
         raise InvalidArgumentError(f"--out={settings.out}: a picture is an .svg file")
+    if settings.limit is not None and not _C.device("cpu", 0).granularity <= settings.limit <= _LARGEST:
+        raise InvalidArgumentError(
+            f"--limit={settings.limit}: a device has {_C.format_bytes(_C.device('cpu', 0).granularity)} at least and "
+            f"{_C.format_bytes(_LARGEST)} at most"
+        )
     dump = dumps.read(settings.file)
     devices = dump.devices() if settings.device is None else [settings.device]
     outcomes = [replay(program, settings.limit) for program in programs(dump, devices)]
     if settings.out is not None:
-        _write(settings.out, svg(outcomes, settings.file.name))
+        _write(settings.out, svg(outcomes, one_line(settings.file.name)))
     if settings.as_json:
         print(json.dumps([_as_plain(outcome, settings.rows) for outcome in outcomes], indent=2))
     else:
         print("\n\n".join(text(outcome, settings.rows) for outcome in outcomes))
         if settings.out is not None:
-            print(f"\nthe picture: {settings.out}")
+            print(f"\nthe picture: {one_line(str(settings.out))}")
     return 0 if all(outcome.refused is None for outcome in outcomes) else 1
 
 

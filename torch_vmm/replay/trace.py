@@ -22,7 +22,7 @@ ALLOCATE, FREE = 0, 1
 _ALIGNMENT = 512  # bytes; torch rounds blocks up to it
 _GAINED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _LARGEST = 2**63 - 1
-_MOST_LIVE = 2**46  # bytes: no device has as many, and the replay's has some more
+_MOST_LIVE = 2**43  # bytes: no device has as many; the replay's has twice that, and four times the addresses
 _LATEST_US = 2**53  # what _C.replay takes
 
 
@@ -199,7 +199,10 @@ class _Reader:
         reserved = [start + change for change in self.changes]
         holds_all = all(have >= live for have, live in zip(reserved, program.allocated, strict=True))
         if start + self.lowest_change < 0 or not holds_all:
-            program.notes.append("what was reserved cannot be known: the history lacks events of segments")
+            program.notes.append(
+                "what was reserved cannot be known: it would be less than what was live (a model slept, or the history "
+                "lacks events of segments)"
+            )
             return
         program.reserved = array("Q", reserved)
         program.reserved_peak = start + self.highest_change
