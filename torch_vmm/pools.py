@@ -200,7 +200,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         """Gives the memory of all holes back that are whole chunks; returns the
         bytes given back.
 
-        With a ``page_size`` each page is a chunk, so that only pages in use stay
+        With a ``page_size`` each page is a chunk: only pages in use stay
         mapped. Without one a chunk that is partly in use stays whole
         (``stranded_bytes`` of :meth:`stats`).
         """

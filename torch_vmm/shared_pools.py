@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from torch_vmm import _C, _decorate, events, pools, tables
 from torch_vmm._guarded import Guarded
@@ -491,9 +491,11 @@ class ModelsView(Guarded, Mapping[str, VirtualMemoryPool], guarded=True):
         self._owner = owner
 
     def __getitem__(self, model_id: str) -> VirtualMemoryPool:
-        if not isinstance(model_id, str) or not is_name(model_id):  # as any mapping's: .get() answers with its default
-            raise ModelNotFoundError(f"there is no model {show(model_id)}", model_id=show(model_id))
-        return pools.wrap(self._handle.model(model_id), self._owner(), model_id)
+        return pools.wrap(self._handle.model(to_name(model_id, "model_id")), self._owner(), model_id)
+
+    def get(self, model_id: object, default: Any = None) -> Any:
+        """The model of this id, or ``default``, whatever the id is."""
+        return self[model_id] if isinstance(model_id, str) and model_id in self else default
 
     def __contains__(self, model_id: object) -> bool:
         return isinstance(model_id, str) and is_name(model_id) and self._handle.has_model(model_id)

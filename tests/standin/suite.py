@@ -50,8 +50,8 @@ def groups() -> dict[str, list[Path]]:
     api = sorted((ROOT / "tests" / "api").glob("test_*.py"))
     adapter = sorted((ROOT / "tests" / "adapter").glob("test_*.py"))
     return {
+        **{f"tests/api and tests/adapter, part {k + 1} of 2": [*api, *adapter][k::2] for k in range(2)},
         **{f"tests/gpu, part {k + 1} of 3": known[k::3] for k in range(3)},
-        "tests/api and tests/adapter": api + adapter,
         "tests/gpu with foreign streams": foreign,
     }
 
