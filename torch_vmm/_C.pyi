@@ -624,15 +624,11 @@ class Buffer:
     def _room(self) -> tuple[_Kind, int]: ...
     @property
     def _freed(self) -> bool: ...
-    @property
-    def _streams(self) -> list[object]:
-        """What was given as a stream, its own first, where it was: they live as long as the memory is in use."""
-
     def _use_on(self, stream: int) -> None: ...
     def _give_back(self, force: bool) -> None:
         """Twice is fine. Raises StillInUseError while a tensor shows it, unless ``force``: then it goes with that."""
-    def _show(self) -> torch.Tensor:
-        """A tensor over it, no copy; it keeps the memory."""
+    def _show(self, streams: object) -> torch.Tensor:
+        """A tensor over it, no copy; it keeps the memory, and as long ``streams``."""
 
 @final
 class MemoryPool:

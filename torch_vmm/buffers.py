@@ -87,7 +87,7 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
         except (TypeError, InvalidArgumentError):
             _require_elements(n, dtype)
             raise
-        buffer._streams.append(stream)
+        object.__setattr__(buffer, "_streams", [stream])
         return buffer
 
     def stats(self) -> PoolStats:
@@ -201,6 +201,9 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
     graph uses its address at each replay, so it must live as long.
     """
 
+    _streams: list[object] | tuple[()] = ()
+    """What was given as a stream, its own first, where it was. It lives as long as what uses it: the memory goes back
+    before the object's attributes do, and a tensor keeps them."""
     _instead_of_a_copy = "it is memory of one MemoryPool. Keep another reference to it, or copy its tensor()"
 
     def __new__(cls, *_arguments: object, **_options: object) -> PooledBuffer:
@@ -270,6 +273,11 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
         """Freed: it cannot be used any more. Tensors that show it may live on."""
         return self._freed
 
+    def _kept_streams(self) -> list[object]:
+        if isinstance(self._streams, tuple):
+            object.__setattr__(self, "_streams", [])
+        return self._streams  # type: ignore[return-value]
+
     # -- Its use -------------------------------------------------------------------------------------------------------
 
     def record_stream(self, stream: Stream) -> None:
@@ -284,7 +292,8 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
                 freed.
         """
         pointer = to_stream(stream, DeviceKey(*self._room))
-        self._streams.extend([stream] if self._streams else [None, stream])  # first: it lives as long as what uses it
+        streams = self._kept_streams()
+        streams.extend([stream] if streams else [None, stream])  # first: it lives as long as what uses it
         self._use_on(pointer)
 
     def tensor(self) -> torch.Tensor:
@@ -296,7 +305,7 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
             InvalidArgumentError: the buffer is freed.
         """
         with torch.inference_mode(False):  # it outlives one that is on now
-            return self._show()
+            return self._show(self._kept_streams())
 
     def free(self, force: bool = False) -> None:
         """Gives the memory back, in the order of the buffer's stream; twice is

@@ -13,7 +13,7 @@ from torch_vmm import _C, _decorate, events, pools, tables
 from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import is_function
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
-from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, VmmError
+from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, NotAvailableError, VmmError
 from torch_vmm.lines import one_line
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.sizes import (
@@ -508,9 +508,15 @@ class ModelsView(Guarded, Mapping[str, VirtualMemoryPool], guarded=True):
 
     def __repr__(self) -> str:
         try:
-            return repr(dict(self))
-        except VmmError:
+            return repr({model_id: pool for model_id in self if (pool := self._there(model_id)) is not None})
+        except NotAvailableError:
             return "<models out of reach in a forked process>"
+
+    def _there(self, model_id: str) -> VirtualMemoryPool | None:
+        """The model, unless another thread has unregistered it since it was listed."""
+        with contextlib.suppress(ModelNotFoundError):
+            return self[model_id]
+        return None
 
 
 # -- All of them -------------------------------------------------------------------------------------------------------

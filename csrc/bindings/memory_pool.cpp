@@ -52,13 +52,6 @@ class Buffer {
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() {
     if (!given_back_) give_back();
-    if (!streams_) return;
-    if (may_run_python()) {
-      const py::gil_scoped_acquire gil;  // torch ends a tensor without it
-      streams_ = py::object();
-    } else {
-      (void)streams_.release();
-    }
   }
 
   [[nodiscard]] DeviceRoom& room() const { return of_->room; }
@@ -76,11 +69,6 @@ class Buffer {
     const MutexLock lock(mutex_);
     return freed_;
   }
-  // What was given as a stream, to live as long as the memory is in use. Needs the GIL.
-  py::object streams() {
-    if (!streams_) streams_ = py::list();
-    return streams_;
-  }
   void record_stream(Stream stream) {
     const Address at = begin_use();
     const std::shared_ptr<void> use(nullptr, [this](void*) { end_use(); });
@@ -96,6 +84,17 @@ class Buffer {
                                   (uses_ == 1 ? "that" : "them") + " first, or force",
                               bytes(), uses_);
       }
+      freed_ = true;
+      if (uses_ != 0) return;
+      given_back_ = true;
+    }
+    give_back();
+  }
+  // Its object goes: the memory goes back, or with the last that shows it.
+  void end() noexcept VMM_EXCLUDES(mutex_) {
+    {
+      const MutexLock lock(mutex_);
+      if (freed_) return;
       freed_ = true;
       if (uses_ != 0) return;
       given_back_ = true;
@@ -143,7 +142,6 @@ class Buffer {
   std::size_t uses_ VMM_GUARDED_BY(mutex_) = 0;
   bool freed_ VMM_GUARDED_BY(mutex_) = false;  // by its owner
   bool given_back_ = false;                    // set once; read when nobody else has the buffer
-  py::object streams_;                         // a list, made when it is asked for
 };
 using BufferPtr = std::shared_ptr<Buffer>;
 
@@ -194,13 +192,43 @@ py::object allocate(const BuffersPtr& self, std::int64_t count, py::handle dtype
   return wrap(buffer, self->buffer_class);
 }
 
-py::object tensor(const BufferPtr& self) {
-  const Address address = self->begin_use();
-  // From here on the tensor's end, or a failure to make it, lets go.
-  const std::shared_ptr<void> hold(nullptr, [self](void*) {
-    if (!Runtime::in_child()) self->end_use();
-  });
-  return make_tensor(address, {self->count()}, self->dtype(), self->room(), hold);
+// What a tensor keeps of a buffer: its memory, and behind that what was given as its streams.
+class Shown {
+ public:
+  Shown(BufferPtr buffer, py::object streams)
+      : buffer_(std::move(buffer)), streams_(std::move(streams)), address_(buffer_->begin_use()) {}
+  Shown(const Shown&) = delete;
+  Shown& operator=(const Shown&) = delete;
+  ~Shown() {
+    if (!Runtime::in_child()) buffer_->end_use();
+    if (Runtime::in_child() || !may_run_python()) {
+      (void)streams_.release();
+      return;
+    }
+    const py::gil_scoped_acquire gil;  // torch ends a tensor without it
+    streams_ = py::object();
+  }
+  [[nodiscard]] Address address() const { return address_; }
+
+ private:
+  const BufferPtr buffer_;
+  py::object streams_;
+  const Address address_;
+};
+
+py::object tensor(const BufferPtr& self, py::object streams) {
+  auto shown = std::make_shared<Shown>(self, std::move(streams));
+  const Address address = shown->address();
+  return make_tensor(address, {self->count()}, self->dtype(), self->room(), std::move(shown));
+}
+
+// Before the attributes of the object go, among them its streams.
+void finalize(PyObject* object) {
+  if (Runtime::in_child()) return;
+  auto* const instance = reinterpret_cast<py::detail::instance*>(object);
+  auto holders = py::detail::values_and_holders(instance);
+  auto at = holders.begin();
+  if (at->holder_constructed()) at->holder<BufferPtr>()->end();
 }
 
 // The same without Python, for loops in C++: `functions` has their addresses.
@@ -216,7 +244,9 @@ void free_to(void* pool, void* address, void* /*stream*/) {
 }  // namespace
 
 void bind_memory_pool(py::module_& module) {
-  py::class_<Buffer, BufferPtr>(module, "Buffer")
+  const auto with_finalizer =
+      py::custom_type_setup([](PyHeapTypeObject* type) { type->ht_type.tp_finalize = &finalize; });
+  py::class_<Buffer, BufferPtr>(module, "Buffer", with_finalizer)
       .def_property_readonly("_address", &Buffer::address)
       .def_property_readonly("_count", &Buffer::count)
       .def_property_readonly("_bytes", &Buffer::bytes)
@@ -228,12 +258,11 @@ void bind_memory_pool(py::module_& module) {
       .def_property_readonly(
           "_room", [](const Buffer& self) { return py::make_tuple(to_string(self.room().kind), self.room().ordinal); })
       .def_property_readonly("_freed", &Buffer::is_freed)
-      .def_property_readonly("_streams", &Buffer::streams)
       .def(
           "_use_on", [](Buffer& self, std::uintptr_t stream) { self.record_stream(to_stream(stream)); },
           py::arg("stream"), WithoutGil())
       .def("_give_back", &Buffer::free, py::arg("force"))
-      .def("_show", &tensor);
+      .def("_show", &tensor, py::arg("streams"));
 
   py::class_<Buffers, BuffersPtr>(module, "MemoryPool")
       .def(py::init(&make), py::arg("kind"), py::arg("ordinal"), py::arg("buffer_class"))

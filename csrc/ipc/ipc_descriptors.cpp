@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstddef>
 #include <cstdio>
@@ -78,11 +79,13 @@ void limit_patience(const Descriptor& socket, const timeval& patience) {
   (void)::setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
 }
 
-// Again where a signal came: with a limit to their patience sockets do not go on by themselves.
+// Again where a signal came, as sockets with a limit to their patience do not go on by themselves;
+// but each time they have all of it anew, so not beyond one such time in all.
 template <typename Call>
 auto through_signals(const Call& call) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(kPatienceOfClient.tv_sec);
   auto answer = call();
-  while (answer < 0 && errno == EINTR) answer = call();
+  while (answer < 0 && errno == EINTR && std::chrono::steady_clock::now() < end) answer = call();
   return answer;
 }
 

@@ -50,6 +50,20 @@ def test_a_stream_lives_as_long_as_the_memory_that_it_uses(buffers: MemoryPool) 
     assert in_use_at_end == [0, 0, 0], "each after the memory had gone back"
 
 
+def test_a_cycle_through_a_stream_is_collected(buffers: MemoryPool) -> None:
+    class Worker(int):
+        scratch: PooledBuffer
+
+    for record in (False, True):
+        worker = Worker(5 if buffers.device.type == "cpu" else 0)
+        worker.scratch = buffers.alloc(1000, stream=None if record else worker)
+        if record:
+            worker.scratch.record_stream(worker)
+        del worker
+        gc.collect()
+        assert buffers.stats().allocated_bytes == 0
+
+
 def test_a_cycle_is_collected(buffers: MemoryPool) -> None:
     holder: dict[str, object] = {"buffer": buffers.alloc(1000)}
     holder["self"] = holder

@@ -351,6 +351,49 @@ TEST_F(NewerTorch, AnotherGraphsReleaseIsNotThatOfAPausedCapture) {
   EXPECT_FALSE(lab.memory().clock().is_capturing());
 }
 
+TEST_F(NewerTorch, AThreadsRouteThatGoesOnWithAPausedCaptureEndsAndIsReleased) {
+  begin_capture(kGraph, a);
+  allocate(kMiB, a);
+  pools.end(kGraph);
+  pools.begin(kGraph, this_thread_only(), a);
+  pools.end(kGraph);
+  pools.release(kGraph);  // use_mem_pool() leaves
+  EXPECT_TRUE(lab.memory().clock().is_capturing());
+  EXPECT_TRUE(is_pinned(kGraph));
+  EXPECT_EQ(pools.use_count(kGraph), 1);
+}
+
+TEST_F(NewerTorch, AMemPoolThatGoesWhileItsCaptureIsPausedIsNotThatsGraph) {
+  pools.add_user(kOne);
+  begin_capture(kOne, a);
+  allocate(kMiB, a);
+  pools.end(kOne);
+  pools.set_use_on_oom(kOne, false);
+  pools.release(kOne);
+  EXPECT_TRUE(lab.memory().clock().is_capturing());
+  EXPECT_TRUE(is_pinned(kOne));
+  EXPECT_EQ(pools.use_count(kOne), 1);
+}
+
+TEST_F(PrivatePoolsTest, AnotherThreadMaySayForACaptureWhichPoolsItUses) {
+  pools.add_user(kOne);
+  begin_capture(kGraph, a);
+  std::thread([&] {
+    pools.add_user(kOne);
+    pools.begin(kOne, this_thread_only(), a);
+    (void)pools.route(model, a);
+    pools.end(kOne);
+    pools.release(kOne);
+  }).join();
+  end_capture(kGraph, a);
+  EXPECT_TRUE(is_pinned(kOne));
+  pools.release(kGraph);
+  pools.release(kOne);
+  EXPECT_FALSE(is_pinned(kOne)) << "not to the pool's end";
+  leave_mempool(kOne);
+  expect_nothing_left();
+}
+
 // One graph has said that it uses the pool, and another, whose stream joined its capture later, has not.
 TEST_F(PrivatePoolsTest, WhatOneGraphRetainsIsKeptForAnother) {
   pools.add_user(kOne);

@@ -422,6 +422,9 @@ def test_a_refused_replay_has_no_second_half(tmp_path: Path) -> None:
         device.alloc(BASE + k * GIB, 10 * MIB)
     path = write(tmp_path / "dump", device)
     assert outcome_of(path).late_calls() is not None
+    odd = outcome_of(write(tmp_path / "odd", short_history()))
+    assert odd.late_events() == 0
+    assert odd.late_calls() == odd.driver_calls[5] - odd.driver_calls[3]
     refused_early = outcome_of(path, 30 * MIB)
     assert refused_early.refused is not None
     assert refused_early.late_calls() is None

@@ -61,7 +61,9 @@ class Outcome:
 
     def late_calls(self) -> int | None:
         """Driver calls in the same steps; ``None`` for a replay that ended before."""
-        return None if self.refused is not None else self.driver_calls[-1] - self.driver_calls[self.program.steps // 2]
+        if self.refused is not None:
+            return None
+        return self.driver_calls[-1] - self.driver_calls[(self.program.steps + 1) // 2]
 
     def samples(self, count: int) -> list[Sample]:
         """At most ``count``, of equally many steps each; what stood before step 1 is in the first."""

@@ -96,6 +96,7 @@ int PrivatePools::use_count(RegionId region) const {
 
 void PrivatePools::set_use_on_oom(RegionId region, bool use_on_oom) {
   const MutexLock lock(mutex_);
+  note_thread();
   const auto at = entries_.find(region);
   if (at == entries_.end()) return;
   at->second.use_on_oom = use_on_oom;
@@ -178,7 +179,7 @@ void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
     suspended_.reserve(suspended_.size() + 1);
     ++failed_[region];
     if (hooks_.failed_are_released) --entry_at(region).plain_ended;
-    suspend(*at);
+    suspend(*at, /*by_its_own_end=*/true);
     routes_.erase(at);
   }
   Route route;
@@ -242,9 +243,9 @@ bool PrivatePools::take_up_suspended(Route& route, std::uint64_t running) {
 }
 
 // REQUIRES: there is room in suspended_.
-void PrivatePools::suspend(Route& route) {
+void PrivatePools::suspend(Route& route, bool by_its_own_end) {
   route.thread = this_thread();
-  route.has_just_ended = true;
+  route.has_just_ended = by_its_own_end;
   route.is_in_doubt = false;
   suspended_.push_back(std::move(route));
 }
@@ -275,8 +276,23 @@ PrivatePools::Route* PrivatePools::capture_of_thread() {
     if (is_mine(*at)) return &*at;
     if (!at->resumed.empty() && is_mine(at->resumed.front())) return &at->resumed.front();
   }
-  const auto at = std::find_if(suspended_.rbegin(), suspended_.rend(), is_mine);
-  return at == suspended_.rend() ? nullptr : &*at;
+  if (const auto at = std::find_if(suspended_.rbegin(), suspended_.rend(), is_mine); at != suspended_.rend()) {
+    return &*at;
+  }
+  // A thread that works for a capture: the only one that there is.
+  Route* only = nullptr;
+  std::size_t count = 0;
+  const auto consider = [&](Route& route) {
+    if (!route.is_capture) return;
+    only = &route;
+    ++count;
+  };
+  for (Route& route : routes_) {
+    consider(route);
+    for (Route& resumed : route.resumed) consider(resumed);
+  }
+  for (Route& route : suspended_) consider(route);
+  return count == 1 ? only : nullptr;
 }
 
 bool PrivatePools::is_retained(RegionId region, Stream stream, std::uint64_t running) const {
@@ -286,7 +302,9 @@ bool PrivatePools::is_retained(RegionId region, Stream stream, std::uint64_t run
   // Filters of those that are open alone: another may look into a graph that is gone.
   const auto by_open = [&](const Route& route) {
     if (!route.resumed.empty()) return retains(route.resumed.front(), route.resumed.front().capture == running);
-    return route.is_capture && retains(route, route.in_another ? route.filter(stream) : route.capture == running);
+    // 0: its own thread has not come by since it began.
+    const std::uint64_t capture = route.is_capture && route.capture == 0 ? capture_of(route.origin) : route.capture;
+    return route.is_capture && retains(route, route.in_another ? route.filter(stream) : capture == running);
   };
   const auto by_suspended = [&](const Route& route) { return retains(route, route.capture == running); };
   return std::any_of(routes_.begin(), routes_.end(), by_open) ||
@@ -324,7 +342,7 @@ void PrivatePools::end(RegionId region) {
     if (!at->resumed.empty()) {
       Route& capture = at->resumed.front();
       if (capture_of(capture.origin) == capture.capture) {
-        suspend(capture);
+        suspend(capture, /*by_its_own_end=*/false);
       } else {
         memory_.clock().end_capture();  // it has ended, and torch ends its route
       }
@@ -334,7 +352,7 @@ void PrivatePools::end(RegionId region) {
     if (at->capture == 0) at->capture = running;  // nobody has asked for memory in it yet
     if (running != 0 && running == at->capture) {
       // torch ends the capture before its route. Here the capture goes on.
-      suspend(*at);
+      suspend(*at, /*by_its_own_end=*/true);
     } else {
       memory_.clock().end_capture();
     }

@@ -185,11 +185,11 @@ class PrivatePools {
   bool drop_abandoned(RegionId region) VMM_REQUIRES(mutex_);
   // This thread has come by: what it ended before, it may go on with.
   void note_thread() VMM_REQUIRES(mutex_);
-  // The latest capture that this thread began, or nullptr.
+  // The latest capture that this thread began, or the only one that anybody did, or nullptr.
   Route* capture_of_thread() VMM_REQUIRES(mutex_);
   // Whether torch has said that the capture which takes part in `stream` retains the region.
   [[nodiscard]] bool is_retained(RegionId region, Stream stream, std::uint64_t running) const VMM_REQUIRES(mutex_);
-  void suspend(Route& route) VMM_REQUIRES(mutex_);
+  void suspend(Route& route, bool by_its_own_end) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_suspended(RegionId region) const VMM_REQUIRES(mutex_);
   void count_routes() VMM_REQUIRES(mutex_);
   [[nodiscard]] bool any_capture() const VMM_REQUIRES(mutex_);
