@@ -493,9 +493,12 @@ class ModelsView(Guarded, Mapping[str, VirtualMemoryPool], guarded=True):
     def __getitem__(self, model_id: str) -> VirtualMemoryPool:
         return pools.wrap(self._handle.model(to_name(model_id, "model_id")), self._owner(), model_id)
 
-    def get(self, model_id: object, default: Any = None) -> Any:
-        """The model of this id, or ``default``, whatever the id is."""
-        return self[model_id] if isinstance(model_id, str) and model_id in self else default
+    def get(self, model_id: Any, default: Any = None) -> Any:
+        """The model of this id, or ``default``: whatever the id is, and whoever unregisters it meanwhile."""
+        if model_id in self:
+            with contextlib.suppress(ModelNotFoundError):
+                return self[model_id]
+        return default
 
     def __contains__(self, model_id: object) -> bool:
         return isinstance(model_id, str) and is_name(model_id) and self._handle.has_model(model_id)
@@ -508,15 +511,9 @@ class ModelsView(Guarded, Mapping[str, VirtualMemoryPool], guarded=True):
 
     def __repr__(self) -> str:
         try:
-            return repr({model_id: pool for model_id in self if (pool := self._there(model_id)) is not None})
+            return repr({model_id: pool for model_id in self if (pool := self.get(model_id)) is not None})
         except NotAvailableError:
             return "<models out of reach in a forked process>"
-
-    def _there(self, model_id: str) -> VirtualMemoryPool | None:
-        """The model, unless another thread has unregistered it since it was listed."""
-        with contextlib.suppress(ModelNotFoundError):
-            return self[model_id]
-        return None
 
 
 # -- All of them -------------------------------------------------------------------------------------------------------

@@ -90,17 +90,6 @@ class Buffer {
     }
     give_back();
   }
-  // Its object goes: the memory goes back, or with the last that shows it.
-  void end() noexcept VMM_EXCLUDES(mutex_) {
-    {
-      const MutexLock lock(mutex_);
-      if (freed_) return;
-      freed_ = true;
-      if (uses_ != 0) return;
-      given_back_ = true;
-    }
-    give_back();
-  }
   // The address; until end_use() the memory stays. InvalidArgumentError once it is freed.
   Address begin_use() VMM_EXCLUDES(mutex_) {
     Runtime::require_own_process();
@@ -228,7 +217,7 @@ void finalize(PyObject* object) {
   auto* const instance = reinterpret_cast<py::detail::instance*>(object);
   auto holders = py::detail::values_and_holders(instance);
   auto at = holders.begin();
-  if (at->holder_constructed()) at->holder<BufferPtr>()->end();
+  if (at->holder_constructed()) at->holder<BufferPtr>()->free(/*force=*/true);
 }
 
 // The same without Python, for loops in C++: `functions` has their addresses.

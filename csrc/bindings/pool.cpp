@@ -100,6 +100,13 @@ py::cpp_function locked_number() {
                           WithoutGil());
 }
 
+// The same of what has not spilled.
+template <std::size_t (Pool::*number)() const>
+py::cpp_function number_here() {
+  const auto here = [](const Pool& each) { return each.is_spill() ? std::size_t{0} : (each.*number)(); };
+  return py::cpp_function([here](const Pool& self) { return sum(self, here); }, WithoutGil());
+}
+
 }  // namespace
 
 void bind_pool(py::module_& module) {
@@ -117,21 +124,9 @@ void bind_pool(py::module_& module) {
       .def_property_readonly("floor", &Pool::floor)
       .def_property_readonly("is_closed", &Pool::is_closed)
       .def_property_readonly("limit", [](const Pool& self) { return from_limit(self.budget().limit()); });
-  pool.def_property_readonly("physical_bytes", py::cpp_function(
-                                                   [](const Pool& self) {
-                                                     return sum(self, [](const Pool& each) {
-                                                       return each.is_spill() ? 0 : each.physical_bytes();
-                                                     });
-                                                   },
-                                                   WithoutGil()))
+  pool.def_property_readonly("physical_bytes", number_here<&Pool::physical_bytes>())
       .def_property_readonly("live_bytes", locked_number<&Pool::live_bytes>())
-      .def_property_readonly("live_bytes_here", py::cpp_function(
-                                                    [](const Pool& self) {
-                                                      return sum(self, [](const Pool& each) {
-                                                        return each.is_spill() ? 0 : each.live_bytes();
-                                                      });
-                                                    },
-                                                    WithoutGil()))
+      .def_property_readonly("live_bytes_here", number_here<&Pool::live_bytes>())
       .def_property_readonly("live_blocks", locked_number<&Pool::live_blocks>());
   pool.def(
           "tagged", [](const PoolPtr& self, const std::string& tag) { return open_home_of(*self).tagged(self, tag); },

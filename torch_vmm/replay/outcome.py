@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +56,14 @@ class Outcome:
 
     def late_events(self) -> int:
         """Events of segments in the second half of the recording's steps."""
-        counts = self.program.segment_events
-        return counts[-1] - counts[len(counts) // 2]
+        return self._late(self.program.segment_events)
 
     def late_calls(self) -> int | None:
         """Driver calls in the same steps; ``None`` for a replay that ended before."""
-        if self.refused is not None:
-            return None
-        return self.driver_calls[-1] - self.driver_calls[(self.program.steps + 1) // 2]
+        return self._late(self.driver_calls) if self.refused is None else None
+
+    def _late(self, counts: Sequence[int]) -> int:
+        return counts[-1] - counts[(self.program.steps + 1) // 2]
 
     def samples(self, count: int) -> list[Sample]:
         """At most ``count``, of equally many steps each; what stood before step 1 is in the first."""

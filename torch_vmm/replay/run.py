@@ -41,9 +41,10 @@ def run(settings: Settings) -> int:
     """
     if settings.out is not None and settings.out.suffix != ".svg":
         raise InvalidArgumentError(f"--out={settings.out}: a picture is an .svg file")
-    if settings.limit is not None and not _C.device("cpu", 0).granularity <= settings.limit <= _LARGEST:
+    least = _C.device("cpu", 0).granularity
+    if settings.limit is not None and not least <= settings.limit <= _LARGEST:
         raise InvalidArgumentError(
-            f"--limit={settings.limit}: a device has {_C.format_bytes(_C.device('cpu', 0).granularity)} at least and "
+            f"--limit={settings.limit}: a device has {_C.format_bytes(least)} at least and "
             f"{_C.format_bytes(_LARGEST)} at most"
         )
     dump = dumps.read(settings.file)
