@@ -93,16 +93,15 @@ def compile_flags() -> list[str]:
 def in_groups(sources: list[str], folder: Path) -> list[str]:
     """Files there that include some of a folder's sources each.
 
-    Most of what a file costs is the headers that it shares with the others. What torch's headers
-    make large are fewer in a group. Each of bindings/ and driver/ stands alone: their files name
-    their own functions alike.
+    Most of what a file costs is the headers that it shares with the others: a name of a file's own
+    is no other file's of its folder. What torch's headers make large are fewer in a group.
     """
     by_folder: dict[str, list[str]] = {}
     for source in sources:
         by_folder.setdefault(str(Path(source).parent), []).append(source)
     groups = []
     for named, files in by_folder.items():
-        size = {"csrc/bindings": 1, "csrc/driver": 1, "csrc/torch_adapter": 4}.get(named, 10)
+        size = {"csrc/bindings": 3, "csrc/torch_adapter": 4}.get(named, 10)
         for at in range(0, len(files), size):
             text = "".join(f'#include "{ROOT / file}"\n' for file in files[at : at + size])
             group = folder / f"{named.removeprefix('csrc/').replace('/', '_')}_{at // size}.cpp"

@@ -25,7 +25,6 @@ CLANG_TIDY = Path(sys.executable).parent / "clang-tidy"  # scripts/requirements-
 STAMPS = ROOT / "build" / "clang-tidy"
 FOLDERS = ("csrc/base", "csrc/driver", "csrc/core", "csrc/ipc")
 AT_ONCE = 8
-ALONE = ("driver",)  # drivers name their own functions alike
 
 
 def digest_of(source: Path, headers: list[Path]) -> str:
@@ -36,11 +35,11 @@ def digest_of(source: Path, headers: list[Path]) -> str:
 
 
 def in_groups(sources: list[Path]) -> list[list[Path]]:
-    """Files of one folder together, at most AT_ONCE, but in ALONE; those that take longest first."""
+    """Files of one folder together, at most AT_ONCE; those that take longest first."""
     groups: list[list[Path]] = []
     for source in sorted(sources):
         fits = bool(groups) and groups[-1][0].parent == source.parent and len(groups[-1]) < AT_ONCE
-        if fits and source.parent.name not in ALONE:
+        if fits:
             groups[-1].append(source)
         else:
             groups.append([source])

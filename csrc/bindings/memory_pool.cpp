@@ -134,7 +134,7 @@ class Buffer {
 };
 using BufferPtr = std::shared_ptr<Buffer>;
 
-BuffersPtr make(const std::string& kind, int ordinal, py::handle buffer_class) {
+BuffersPtr make_buffers(const std::string& kind, int ordinal, py::handle buffer_class) {
   DeviceRoom& room = [&]() -> DeviceRoom& {
     const GilReleased released;
     return to_room(kind, ordinal);
@@ -205,7 +205,7 @@ class Shown {
   const Address address_;
 };
 
-py::object tensor(const BufferPtr& self, py::object streams) {
+py::object shown_tensor(const BufferPtr& self, py::object streams) {
   auto shown = std::make_shared<Shown>(self, std::move(streams));
   const Address address = shown->address();
   return make_tensor(address, {self->count()}, self->dtype(), self->room(), std::move(shown));
@@ -251,10 +251,10 @@ void bind_memory_pool(py::module_& module) {
           "_use_on", [](Buffer& self, std::uintptr_t stream) { self.record_stream(to_stream(stream)); },
           py::arg("stream"), WithoutGil())
       .def("_give_back", &Buffer::free, py::arg("force"))
-      .def("_show", &tensor, py::arg("streams"));
+      .def("_show", &shown_tensor, py::arg("streams"));
 
   py::class_<Buffers, BuffersPtr>(module, "MemoryPool")
-      .def(py::init(&make), py::arg("kind"), py::arg("ordinal"), py::arg("buffer_class"))
+      .def(py::init(&make_buffers), py::arg("kind"), py::arg("ordinal"), py::arg("buffer_class"))
       .def_property_readonly("key",
                              [](const Buffers& self) { return reinterpret_cast<std::uintptr_t>(&self.pool.pool()); })
       .def_property_readonly("name", [](const Buffers& self) { return self.pool.pool().name(); })

@@ -28,17 +28,17 @@ struct Native {
   NativeMemoryPool pool;
 };
 
-std::shared_ptr<Native> make(const std::string& kind, int ordinal, std::size_t max_bytes) {
+std::shared_ptr<Native> make_native(const std::string& kind, int ordinal, std::size_t max_bytes) {
   const GilReleased released;
   return destroyed_without_gil(std::make_unique<Native>(to_room(kind, ordinal), max_bytes));
 }
 
 // The same without Python, for loops in C++: `functions` has their addresses.
-void* allocate_from(void* pool, std::size_t bytes, void* stream) {
+void* allocate_natively(void* pool, std::size_t bytes, void* stream) {
   Runtime::require_own_process();
   return reinterpret_cast<void*>(static_cast<NativeMemoryPool*>(pool)->allocate(bytes, stream));
 }
-void free_to(void* pool, void* address, void* stream) {
+void free_natively(void* pool, void* address, void* stream) {
   Runtime::require_own_process();
   static_cast<NativeMemoryPool*>(pool)->free(reinterpret_cast<Address>(address), stream);
 }
@@ -55,7 +55,7 @@ static_assert(every_field_has_its_row(kUsageFields));
 
 void bind_native_memory_pool(py::module_& module) {
   py::class_<Native, std::shared_ptr<Native>>(module, "NativeMemoryPool")
-      .def(py::init(&make), py::arg("kind"), py::arg("ordinal"), py::arg("max_bytes"))
+      .def(py::init(&make_native), py::arg("kind"), py::arg("ordinal"), py::arg("max_bytes"))
       .def_property_readonly("is_destroyed", [](const Native& self) { return self.pool.is_destroyed(); })
       .def_property_readonly("max_bytes", [](const Native& self) { return self.pool.max_bytes(); })
       .def_property_readonly("raw", [](Native& self) { return self.here().raw(); })
@@ -80,8 +80,8 @@ void bind_native_memory_pool(py::module_& module) {
       .def_property_readonly("functions",
                              [](Native& self) {
                                return py::make_tuple(reinterpret_cast<std::uintptr_t>(&self.here()),
-                                                     reinterpret_cast<std::uintptr_t>(&allocate_from),
-                                                     reinterpret_cast<std::uintptr_t>(&free_to));
+                                                     reinterpret_cast<std::uintptr_t>(&allocate_natively),
+                                                     reinterpret_cast<std::uintptr_t>(&free_natively));
                              })
       .def(
           "destroy", [](Native& self, bool force) { self.here().destroy(force); }, py::arg("force") = false,

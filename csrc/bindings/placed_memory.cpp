@@ -16,7 +16,7 @@ namespace {
 using PlacedPtr = std::shared_ptr<PlacedMemory>;
 using Shares = std::vector<std::tuple<std::shared_ptr<Pool>, std::size_t, std::uintptr_t>>;  // pool, bytes, stream
 
-PlacedPtr make(const Shares& shares) {
+PlacedPtr make_placed(const Shares& shares) {
   // Not by a call guard: an object is entered into pybind's tables under the GIL.
   const GilReleased released;
   Runtime::require_own_process();
@@ -26,8 +26,8 @@ PlacedPtr make(const Shares& shares) {
   return destroyed_without_gil(std::make_unique<PlacedMemory>(placed));
 }
 
-py::object tensor(const PlacedPtr& self, const std::vector<std::int64_t>& shape, py::handle dtype,
-                  const std::string& kind, int ordinal) {
+py::object tensor_over(const PlacedPtr& self, const std::vector<std::int64_t>& shape, py::handle dtype,
+                       const std::string& kind, int ordinal) {
   Runtime::require_own_process();
   DeviceRoom& room = to_room(kind, ordinal);
   if (!self->is_on(room.memory)) {
@@ -42,10 +42,10 @@ py::object tensor(const PlacedPtr& self, const std::vector<std::int64_t>& shape,
 
 void bind_placed_memory(py::module_& module) {
   py::class_<PlacedMemory, PlacedPtr>(module, "PlacedMemory")
-      .def(py::init(&make), py::arg("shares"))
+      .def(py::init(&make_placed), py::arg("shares"))
       .def_property_readonly("base_address", &PlacedMemory::base)
       .def_property_readonly("size", &PlacedMemory::size)
-      .def("tensor", &tensor, py::arg("shape"), py::arg("dtype"), py::arg("kind"), py::arg("ordinal"));
+      .def("tensor", &tensor_over, py::arg("shape"), py::arg("dtype"), py::arg("kind"), py::arg("ordinal"));
 }
 
 }  // namespace vmm::bindings

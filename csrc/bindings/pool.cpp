@@ -60,7 +60,8 @@ void close(Pool& pool, bool force) {
   Runtime::room_of(pool).note_closed();
 }
 
-py::object tensor(const PoolPtr& pool, std::size_t offset, const std::vector<std::int64_t>& shape, py::handle dtype) {
+py::object tensor_at(const PoolPtr& pool, std::size_t offset, const std::vector<std::int64_t>& shape,
+                     py::handle dtype) {
   DeviceMemory& memory = home_of(*pool);
   const std::size_t bytes = tensor_bytes(shape, dtype);
   const Address address = pool->hold_pages(offset, bytes);
@@ -175,7 +176,7 @@ void bind_pool(py::module_& module) {
             return self.is_mapped(offset, size);
           },
           py::arg("offset"), py::arg("size"), WithoutGil())
-      .def("tensor", &tensor, py::arg("offset"), py::arg("shape"), py::arg("dtype"))
+      .def("tensor", &tensor_at, py::arg("offset"), py::arg("shape"), py::arg("dtype"))
       .def(
           "trim", [](Pool& self, std::size_t keep) { return open_home_of(self).trim(self, keep); }, py::arg("keep") = 0,
           WithoutGil())

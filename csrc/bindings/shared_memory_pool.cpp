@@ -24,7 +24,7 @@ const SharedMemoryPool& here(const SharedMemoryPool& pool) {
   return pool;
 }
 
-SharedPoolPtr make(const std::string& kind, int ordinal, std::size_t physical_limit) {
+SharedPoolPtr make_shared_pool(const std::string& kind, int ordinal, std::size_t physical_limit) {
   // Not by a call guard: an object is entered into pybind's tables under the GIL.
   const GilReleased released;
   return destroyed_without_gil(std::make_unique<SharedMemoryPool>(to_room(kind, ordinal).memory, physical_limit));
@@ -89,7 +89,7 @@ const char* kind_of(const SharedMemoryPool& self) { return to_string(Runtime::ro
 
 void bind_shared_memory_pool(py::module_& module) {
   py::class_<SharedMemoryPool, SharedPoolPtr> pool(module, "SharedMemoryPool");
-  pool.def(py::init(&make), py::arg("kind"), py::arg("ordinal"), py::arg("physical_limit"))
+  pool.def(py::init(&make_shared_pool), py::arg("kind"), py::arg("ordinal"), py::arg("physical_limit"))
       .def_property_readonly("kind", &kind_of)
       .def_property_readonly("ordinal", [](const SharedMemoryPool& self) { return self.memory().device(); })
       .def_property_readonly("name", &SharedMemoryPool::name)

@@ -28,8 +28,8 @@ TensorRange& here(TensorRange& range) {
   return range;
 }
 
-RangePtr make(const std::shared_ptr<Pool>& pool, const std::string& what, std::size_t capacity,
-              std::optional<std::size_t> page_size, bool zeros) {
+RangePtr make_range(const std::shared_ptr<Pool>& pool, const std::string& what, std::size_t capacity,
+                    std::optional<std::size_t> page_size, bool zeros) {
   // Not by a call guard: an object is entered into pybind's tables under the GIL.
   const GilReleased released;
   Runtime::require_own_process();
@@ -49,8 +49,8 @@ Spans committed(TensorRange& range, std::size_t offset, std::size_t size) {
 
 void bind_tensor_range(py::module_& module) {
   py::class_<TensorRange, RangePtr>(module, "TensorRange")
-      .def(py::init(&make), py::arg("pool"), py::arg("what"), py::arg("capacity"), py::arg("page_size") = py::none(),
-           py::arg("zeros") = false)
+      .def(py::init(&make_range), py::arg("pool"), py::arg("what"), py::arg("capacity"),
+           py::arg("page_size") = py::none(), py::arg("zeros") = false)
       .def_property_readonly("base_address", &TensorRange::base)
       .def_property_readonly("capacity", &TensorRange::capacity)
       .def_property_readonly("page_size", &TensorRange::page_size)

@@ -31,7 +31,7 @@ struct Manager {
 };
 using ManagerPtr = std::shared_ptr<Manager>;
 
-ManagerPtr make(const std::string& kind, int ordinal) {
+ManagerPtr make_manager(const std::string& kind, int ordinal) {
   const GilReleased released;
   return destroyed_without_gil(std::make_unique<Manager>(to_room(kind, ordinal)));
 }
@@ -65,8 +65,8 @@ void set_access(Manager& self, const VirtualAddressRange& range, Access access,
   self.here().set_access(range, access, who, offset, size.value_or(0));
 }
 
-py::object tensor(const ManagerPtr& self, const VirtualAddressRange& range, std::size_t offset,
-                  const std::vector<std::int64_t>& shape, py::handle dtype) {
+py::object tensor_in(const ManagerPtr& self, const VirtualAddressRange& range, std::size_t offset,
+                     const std::vector<std::int64_t>& shape, py::handle dtype) {
   const std::size_t bytes = tensor_bytes(shape, dtype);
   const Address address = self->here().hold(range, offset, bytes);
   // From here on the tensor's end, or a failure to make it, lets go.
@@ -176,7 +176,7 @@ void bind_virtual_memory_manager(py::module_& module) {
   bind_values(module);
 
   py::class_<Manager, ManagerPtr> manager(module, "VirtualMemoryManager");
-  manager.def(py::init(&make), py::arg("kind"), py::arg("ordinal") = 0)
+  manager.def(py::init(&make_manager), py::arg("kind"), py::arg("ordinal") = 0)
       .def_property_readonly("kind", [](const Manager& self) { return to_string(self.room.kind); })
       .def_property_readonly("ordinal", [](const Manager& self) { return self.room.ordinal; })
       .def_property_readonly("granularity", [](const Manager& self) { return self.manager.granularity(); })
@@ -216,7 +216,7 @@ void bind_virtual_memory_manager(py::module_& module) {
       .def(
           "mappings", [](Manager& self, const VirtualAddressRange& range) { return self.here().mappings(range); },
           py::arg("range"), WithoutGil())
-      .def("tensor", &tensor, py::arg("range"), py::arg("offset"), py::arg("shape"), py::arg("dtype"))
+      .def("tensor", &tensor_in, py::arg("range"), py::arg("offset"), py::arg("shape"), py::arg("dtype"))
       .def(
           "close", [](Manager& self) { self.here().close(); }, WithoutGil());
 }

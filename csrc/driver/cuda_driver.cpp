@@ -25,9 +25,6 @@ constexpr auto kHostNumaId = static_cast<CUdevice_attribute>(134);
 // calls such a size invalid, the contract calls it too much.
 constexpr std::size_t kLargestReservation = std::size_t{1} << 57;
 
-Status refuse(const char* why) { return {StatusCode::invalid_argument, why}; }
-Status gone(const char* call) { return {StatusCode::driver_gone, call}; }
-
 int attribute(const CudaApi& api, CUdevice device, CUdevice_attribute which) {
   int value = 0;
   return api.cuDeviceGetAttribute(&value, which, device) == CUDA_SUCCESS ? value : 0;

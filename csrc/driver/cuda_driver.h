@@ -41,8 +41,11 @@
 #include "driver/fence_table.h"
 #include "driver/fork_watch.h"
 #include "driver/native_pools.h"
+#include "driver/refusals.h"
 
 namespace vmm {
+
+inline CUstream stream_of(Stream stream) { return static_cast<CUstream>(stream); }
 
 class CudaDriver final : public Driver, private NativePools, private ForkObserver {
  public:

@@ -4,7 +4,6 @@
 namespace vmm {
 namespace {
 
-CUstream stream_of(Stream stream) { return static_cast<CUstream>(stream); }
 CUmemoryPool pool_of(NativePool pool) { return reinterpret_cast<CUmemoryPool>(static_cast<std::uintptr_t>(pool)); }
 
 }  // namespace

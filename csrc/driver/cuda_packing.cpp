@@ -8,8 +8,6 @@ namespace {
 
 using packing::Step;
 
-Status refuse(const char* why) { return {StatusCode::invalid_argument, why}; }
-
 // A survey stays in the device's memory. The others wait for the bus: 32 KiB on their way for
 // each block keep it busy, and the rest of the device is other models'.
 constexpr packing::u64 kMostSurveying = 1024;

@@ -6,10 +6,6 @@
 namespace vmm {
 namespace {
 
-Status refuse(const char* why) { return {StatusCode::invalid_argument, why}; }
-Status gone(const char* call) { return {StatusCode::driver_gone, call}; }
-
-CUstream stream_of(Stream stream) { return static_cast<CUstream>(stream); }
 CUevent event_of(const FenceTable::Entry& entry) { return static_cast<CUevent>(entry.event); }
 
 }  // namespace

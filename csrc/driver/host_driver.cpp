@@ -12,14 +12,12 @@
 #include "base/errors.h"
 #include "driver/host_memory.h"
 #include "driver/packing.h"
+#include "driver/refusals.h"
 
 namespace vmm {
 namespace {
 
 constexpr int kReservedFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-
-Status refuse(const char* why) { return {StatusCode::invalid_argument, why}; }
-Status gone(const char* call) { return {StatusCode::driver_gone, call}; }
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
