@@ -110,6 +110,23 @@ bool HostArena::empty(int fd, std::size_t offset, std::size_t size) {
   return failed == 0;
 }
 
+// In steps, and never by SEEK_HOLE: that one walks every page of what is in use behind
+// the stretch, where SEEK_DATA looks one page up.
+void HostArena::zero(int fd, std::size_t offset, std::size_t size, void* at) {
+  constexpr std::size_t kStep = 64 * kKiB;
+  const std::size_t end = offset + size;
+  auto* const begin = static_cast<unsigned char*>(at);
+  for (std::size_t now = offset; now < end;) {
+    const off_t found = ::lseek(fd, static_cast<off_t>(now), SEEK_DATA);
+    if (found < 0 && errno == ENXIO) return;
+    // A file system that cannot say has data everywhere.
+    const std::size_t data = found < 0 ? now : static_cast<std::size_t>(found);
+    if (data >= end) return;
+    now = std::min(end, align_down(data, kStep) + kStep);
+    std::memset(begin + (data - offset), 0, now - data);
+  }
+}
+
 void HostArena::give_back(std::size_t offset, std::size_t size) {
   auto after = free_.lower_bound(offset);
   if (after != free_.end() && after->first == offset + size) {

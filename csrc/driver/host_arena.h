@@ -44,6 +44,10 @@ class HostArena {
   // the OS refuses. Needs no lock; 1 GiB of touched memory takes 100 ms.
   // REQUIRES: taken and not mapped anywhere.
   [[nodiscard]] static bool empty(int fd, std::size_t offset, std::size_t size);
+  // Makes [offset, offset + size), which is mapped at `at`, read as zero. Touches no page
+  // that nobody has touched: those read as zero already, and the first touch of each costs
+  // more than its zeros (0.5 µs for 4 KiB; 1 GiB of them 130 ms). Needs no lock.
+  static void zero(int fd, std::size_t offset, std::size_t size, void* at);
   // Makes an emptied stretch free again. One that could not be emptied is not
   // given back: a fresh chunk must read as zero, and the file is large.
   void give_back(std::size_t offset, std::size_t size);

@@ -428,7 +428,34 @@ Status HostDriver::unpin_host(Address address) {
   return address == 0 ? refuse("unpin of nothing") : Status::okay();
 }
 
-// -- Content. No lock: the caller keeps what it copies mapped.
+// -- Content. No lock while it is moved: the caller keeps what it copies mapped.
+
+std::optional<HostDriver::Stretch> HostDriver::stretch_at(Address address) const {
+  const MutexLock lock(mutex_);
+  const AddressBook::Mappings& mappings = book_.mappings();
+  auto mapping = mappings.upper_bound(address);
+  if (mapping == mappings.begin()) return std::nullopt;
+  --mapping;
+  const std::size_t inside = address - mapping->first;
+  if (inside >= mapping->second.size) return std::nullopt;
+  const auto chunk = chunks_.find(mapping->second.chunk);
+  if (chunk == chunks_.end()) return std::nullopt;
+  return Stretch{chunk->second.fd, chunk->second.offset + inside, mapping->second.size - inside};
+}
+
+void HostDriver::zero(Address address, std::size_t size) {
+  while (size > 0) {
+    const std::optional<Stretch> stretch = stretch_at(address);
+    if (!stretch) {  // memory that is not ours
+      std::memset(pointer(address), 0, size);
+      return;
+    }
+    const std::size_t part = std::min(size, stretch->size);
+    HostArena::zero(stretch->fd, stretch->offset, part, pointer(address));
+    address += part;
+    size -= part;
+  }
+}
 
 Status HostDriver::copy_async(int device, Address to, Address from, std::size_t size, Stream /*stream*/) {
   if (const Status checked = check_device(device, "copy_async"); !checked.ok()) return checked;
@@ -440,7 +467,11 @@ Status HostDriver::copy_async(int device, Address to, Address from, std::size_t 
 Status HostDriver::fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream /*stream*/) {
   if (const Status checked = check_device(device, "fill_async"); !checked.ok()) return checked;
   if (size == 0) return refuse("fill of size zero");
-  std::memset(pointer(address), byte, size);
+  if (byte == 0) {
+    zero(address, size);
+  } else {
+    std::memset(pointer(address), byte, size);
+  }
   return {};
 }
 

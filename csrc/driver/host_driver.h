@@ -32,6 +32,7 @@
 #include <cstddef>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -95,7 +96,8 @@ class HostDriver final : public Driver, private ForkObserver {
   Status unpin_host(Address address) override;
 
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;
-  Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override;
+  Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override
+      VMM_EXCLUDES(mutex_);
   Status read(int device, void* to, Address from, std::size_t size) override;
 
   [[nodiscard]] std::string missing_packing(int device) override;
@@ -137,6 +139,15 @@ class HostDriver final : public Driver, private ForkObserver {
   // Gives the memory of chunks that nobody names or maps any more to the OS.
   // Emptying takes 0.1 s a GiB, so no lock is held meanwhile.
   void give_back(std::span<const Chunk> chunks) VMM_EXCLUDES(mutex_);
+  // The file behind `address`, where in it, and how many bytes from there are one
+  // mapping's; nothing where no chunk is mapped.
+  struct Stretch {
+    int fd = -1;
+    std::size_t offset = 0;
+    std::size_t size = 0;
+  };
+  [[nodiscard]] std::optional<Stretch> stretch_at(Address address) const VMM_EXCLUDES(mutex_);
+  void zero(Address address, std::size_t size) VMM_EXCLUDES(mutex_);
 
   HostDriverOptions options_;
   std::atomic<bool> alive_{true};

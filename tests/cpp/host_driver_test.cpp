@@ -26,6 +26,15 @@
 namespace vmm {
 namespace {
 
+// Bytes of memory that this process has.
+std::size_t resident() {
+  std::ifstream statm("/proc/self/statm");
+  std::size_t pages = 0;
+  std::size_t in_memory = 0;
+  statm >> pages >> in_memory;
+  return in_memory * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+}
+
 // The kernel's mappings of the file that all chunks share.
 std::size_t chunk_mappings() {
   std::ifstream maps("/proc/self/maps");
@@ -235,13 +244,6 @@ TEST_F(HostDriverTest, DevicesCountApart) {
 }
 
 TEST_F(HostDriverTest, ReleasedMemoryGoesBackToTheSystem) {
-  const auto resident = [] {
-    std::ifstream statm("/proc/self/statm");
-    std::size_t pages = 0;
-    std::size_t in_memory = 0;
-    statm >> pages >> in_memory;
-    return in_memory * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  };
   Address at = 0;
   ChunkHandle chunk = 0;
   const std::size_t size = 64 * kMiB;
@@ -255,6 +257,47 @@ TEST_F(HostDriverTest, ReleasedMemoryGoesBackToTheSystem) {
   ASSERT_TRUE(driver_.unmap(at, size).ok());
   ASSERT_TRUE(driver_.release(chunk).ok());
   EXPECT_LT(resident(), before + size / 2);
+}
+
+TEST_F(HostDriverTest, ZeroingTouchesNoPageThatNobodyTouched) {
+  const std::size_t size = 32 * kPage;
+  const Address at = map_chunks(32);
+  const std::size_t before = resident();
+  ASSERT_TRUE(driver_.fill_async(0, at, 0, size, nullptr).ok());
+  EXPECT_LT(resident(), before + size / 16);
+}
+
+// Beside a plain array, over chunks whose places in the file are in no order, one of them
+// in a file of its own.
+TEST_F(HostDriverTest, ZeroingMeansWhatItMeansForAnyMemory) {
+  constexpr std::size_t kCount = 6;
+  constexpr std::size_t kSize = kCount * kPage;
+  Address at = 0;
+  ASSERT_TRUE(driver_.reserve(kSize, kPage, &at).ok());
+  for (const std::size_t k : {3U, 0U, 5U, 1U, 4U}) map_one(at + k * kPage);
+  ChunkHandle exportable = 0;
+  ASSERT_TRUE(driver_.create({kPage, kDevice, true}, &exportable).ok());
+  ASSERT_TRUE(driver_.map(at + 2 * kPage, kPage, exportable).ok());
+  ASSERT_TRUE(driver_.set_access(at, kSize, kDevice, Access::read_write).ok());
+  std::vector<unsigned char> expected(kSize);
+  std::mt19937_64 random(1);  // NOLINT(cert-msc32-c,cert-msc51-cpp)
+  for (int step = 0; step < 400; ++step) {
+    const std::size_t begin = random() % kSize;
+    const std::size_t most = step % 3 == 0 ? kSize : 100 * kKiB;
+    const std::size_t size = std::min(kSize - begin, random() % most + 1);
+    const auto byte = static_cast<std::uint8_t>(step % 2 == 0 ? 0 : step);
+    ASSERT_TRUE(driver_.fill_async(0, at + begin, byte, size, nullptr).ok());
+    std::memset(expected.data() + begin, byte, size);
+    ASSERT_EQ(std::memcmp(expected.data(), reinterpret_cast<void*>(at), kSize), 0) << "step " << step;
+    // Whole chunks without a page again, now and then.
+    if (step % 40 != 39) continue;
+    const std::size_t k = random() % kCount;
+    if (k == 2) continue;
+    ASSERT_TRUE(driver_.unmap(at + k * kPage, kPage).ok());
+    map_one(at + k * kPage);
+    ASSERT_TRUE(driver_.set_access(at + k * kPage, kPage, kDevice, Access::read_write).ok());
+    std::memset(expected.data() + k * kPage, 0, kPage);
+  }
 }
 
 TEST_F(HostDriverTest, AnImportIsNotCountedAndNeedsItsSize) {
