@@ -253,15 +253,11 @@ History::Text History::owner_of(const Pool& pool) {
   const DeviceRoom* room = Runtime::made(DeviceKind::cuda, pool.device());
   Text owner;
   if (room != nullptr && room->default_pool.get() != &model) {
-    Text& known = models_[model.name()];
-    if (known == nullptr) known = std::make_shared<const std::string>("model: " + model.name());
-    owner = known;
+    owner = models_.find(model.name(), [&] { return "model: " + model.name(); });
   }
   if (pool.tag().empty()) return owner;
   const std::string words = "tag: " + pool.tag() + (owner == nullptr ? std::string() : "; " + *owner);
-  Text& known = tags_[words];
-  if (known == nullptr) known = std::make_shared<const std::string>(words);
-  return known;
+  return tags_.find(words, [&] { return words; });
 }
 
 void History::keep(int device, const Entry& entry) {

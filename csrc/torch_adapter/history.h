@@ -27,6 +27,7 @@
 #include "core/numbers/observer.h"
 #include "core/pool/region_id.h"
 #include "process/runtime.h"
+#include "torch_adapter/shared_texts.h"
 #include "torch_adapter/versions.h"
 
 namespace vmm {
@@ -149,7 +150,7 @@ class History final : public PoolObserver {
   void reset_rejections(int device) { rejections_.at(static_cast<std::size_t>(device)).store(0); }
 
  private:
-  using Text = std::shared_ptr<const std::string>;
+  using Text = SharedTexts::Text;
   using Trackers = std::vector<cca::AllocatorTraceTracker>;
   using Observers = std::vector<cca::OutOfMemoryObserver>;
 
@@ -207,8 +208,8 @@ class History final : public PoolObserver {
   // Of blocks allocated, and of chunks mapped, since contexts are recorded.
   std::unordered_map<Address, Context> block_contexts_ VMM_GUARDED_BY(mutex_);
   std::map<Address, Context> segment_contexts_ VMM_GUARDED_BY(mutex_);
-  std::unordered_map<std::string, Text> models_ VMM_GUARDED_BY(mutex_);  // in words, by name
-  std::unordered_map<std::string, Text> tags_ VMM_GUARDED_BY(mutex_);    // with their models, by these words
+  SharedTexts models_ VMM_GUARDED_BY(mutex_);  // in words, by name
+  SharedTexts tags_ VMM_GUARDED_BY(mutex_);    // with their models, by these words
   std::shared_ptr<const Trackers> trackers_ VMM_GUARDED_BY(mutex_) = std::make_shared<const Trackers>();
   Observers out_of_memory_observers_ VMM_GUARDED_BY(mutex_);
   VMM_SINCE_TORCH_2_12(std::vector<cca::OomRejectionObserver> rejection_observers_ VMM_GUARDED_BY(mutex_);)
