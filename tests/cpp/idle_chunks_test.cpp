@@ -241,7 +241,7 @@ TEST(IdleMoves, OfARandomProgramAreThoseOfAListThatIsLookedThrough) {
     std::vector<IdleChunk> all;
     const std::size_t sizes = 1 + any(12);
     const std::size_t stretches = 1 + any(40);
-    for (std::size_t k = 0; k < 200; ++k) {
+    for (std::size_t k = 0; k < 100; ++k) {
       const std::size_t size = (seed % 3 == 0 ? 3 : 1) * (std::size_t{1} << any(sizes) % 5);
       all.push_back(made.make(size * kMiB));
       all.back().stretch = (size + any(stretches)) * kMiB;

@@ -27,7 +27,7 @@ from torch_vmm.demo.workload import LossCurve, Workload
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return cli("demo", "--device", "cpu", "--plain", *arguments)
+    return cli("demo", "--device", "cpu", "--plain", *arguments, fresh=True)
 
 
 # -- Whole runs --------------------------------------------------------------------------------------------------------
@@ -66,8 +66,14 @@ def test_a_short_run_succeeds_and_its_numbers_fit_together() -> None:
     assert number(r"^time +([\d.]+) s") < 200
 
 
-def test_a_run_that_learns_nothing_is_an_error() -> None:
-    done = demo("--seconds", "1", "--learning-rate-scale", "0")
+@pytest.fixture(scope="module")
+def second() -> subprocess.CompletedProcess[str]:
+    """A run of a second in which nobody learns."""
+    return demo("--seconds", "1", "--learning-rate-scale", "0")
+
+
+def test_a_run_that_learns_nothing_is_an_error(second: subprocess.CompletedProcess[str]) -> None:
+    done = second
     assert done.returncode == 1
     assert "demo failed: writer: the loss went from" in done.stderr
     assert "demo failed: digits: the accuracy is" in done.stderr
@@ -75,8 +81,8 @@ def test_a_run_that_learns_nothing_is_an_error() -> None:
     assert "all models learned" not in done.stdout
 
 
-def test_it_keeps_to_its_seconds() -> None:
-    out = demo("--seconds", "1").stdout
+def test_it_keeps_to_its_seconds(second: subprocess.CompletedProcess[str]) -> None:
+    out = second.stdout
     (spent,) = re.findall(r"^worked +([\d.]+) s", out, re.MULTILINE)
     turns = re.findall(r"^ *\d+%  \w+ ", out, re.MULTILINE)
     # A step of each model at least; one takes well under a second on an idle machine.
