@@ -47,7 +47,7 @@ ProgramCounts run_seeds(std::uint64_t first_seed, std::uint64_t steps, const Pro
 std::uint64_t any_seed() { return from_environment("VMM_SEED", std::random_device()()); }
 
 TEST(RandomProgram, KeepsEveryInvariantOnFixedSeeds) {
-  const ProgramCounts counts = run_seeds(1, 6000, {});
+  const ProgramCounts counts = run_seeds(1, 4000, {});
   // Or they prove nothing of it.
   EXPECT_GT(counts.spilled, 5U);
   EXPECT_GT(counts.sealed, 2U);
@@ -67,12 +67,12 @@ TEST(RandomProgram, NeverFailsWithoutFailingCalls) {
 
 // Debug mode: the same, and no pattern is ever found overwritten.
 TEST(RandomProgram, KeepsEveryInvariantWithGuards) {
-  run_seeds(1, 3000, {.debug = "guard"});
+  run_seeds(1, 1500, {.debug = "guard"});
   run_seeds(any_seed(), 2000, {.debug = "guard,sample=1/3"});
 }
 
 TEST(RandomProgram, KeepsEveryInvariantWithCanaries) {
-  run_seeds(1, 3000, {.debug = "canary"});
+  run_seeds(1, 1500, {.debug = "canary"});
   run_seeds(any_seed(), 2000, {.debug = "canary,sample=1/3"});
 }
 

@@ -203,7 +203,7 @@ TEST_F(SleepUnchanged, ARandomProgramLosesNoWrite) {
   bool is_sealed = false;
   bool is_asleep = false;
   std::size_t spared = 0;
-  for (int step = 0; step < 100; ++step) {
+  for (int step = 0; step < 60; ++step) {
     switch (std::uniform_int_distribution<int>(0, 4)(random)) {
       case 0:
         if (is_asleep) break;

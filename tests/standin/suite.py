@@ -50,8 +50,8 @@ def groups() -> dict[str, list[Path]]:
     api = sorted((ROOT / "tests" / "api").glob("test_*.py"))
     adapter = sorted((ROOT / "tests" / "adapter").glob("test_*.py"))
     return {
-        **{f"tests/api and tests/adapter, part {k + 1} of 2": [*api, *adapter][k::2] for k in range(2)},
-        **{f"tests/gpu, part {k + 1} of 3": known[k::3] for k in range(3)},
+        **{f"tests/api and tests/adapter, part {k + 1} of 3": [*api, *adapter][k::3] for k in range(3)},
+        **{f"tests/gpu, part {k + 1} of 4": known[k::4] for k in range(4)},
         "tests/gpu with foreign streams": foreign,
     }
 
@@ -74,8 +74,8 @@ def main() -> int:
     began = time.monotonic()
     total: Counter[str] = Counter()
     failed = []
-    # One more than there are cores: a process waits a quarter of its time for those that it starts.
-    with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("JOBS") or os.cpu_count() or 1) + 1) as pool:
+    # Two more than there are cores: a process waits a third of its time for those that it starts.
+    with concurrent.futures.ThreadPoolExecutor(int(os.environ.get("JOBS") or os.cpu_count() or 1) + 2) as pool:
         pending = [pool.submit(run, name, files, sys.argv[1:]) for name, files in groups().items()]
         for future in concurrent.futures.as_completed(pending):
             done = future.result()
