@@ -32,7 +32,7 @@ test: ## everything that CI checks
 	@for variant in asan tsan; do scripts/cpp_tests build $$variant; done
 	@scripts/cpp_tests build plain instructions
 	@for variant in asan tsan; do scripts/cpp_tests run $$variant; done
-	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 -n $$(($(JOBS) + 1)) --dist loadfile $(ARGS)
+	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 -n $(JOBS) --dist loadfile $(ARGS)
 	@$(VENV_PYTHON) -m tests.standin -m tests.standin.suite $(ARGS)
 
 .PHONY: test-newest
@@ -90,7 +90,7 @@ gpu-test: ## the GPU suite, with the Python at hand (PYTHON=python3); fetches no
 
 .PHONY: gpu-test-beside
 gpu-test-beside: ## the same, its files in six processes side by side, what needs the GPU alone at the end
-	@scripts/at_hand scripts/side_by_side.py $(ARGS)
+	@scripts/at_hand -m tests.side_by_side $(ARGS)
 
 .PHONY: gpu2-test
 gpu2-test: ## the suite for two GPUs: peers, NCCL, DDP, FSDP2

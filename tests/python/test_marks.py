@@ -1,4 +1,4 @@
-"""GPU tests that go wrong beside others are marked ``alone``: scripts/side_by_side.py runs them last, by themselves."""
+"""GPU tests that go wrong beside others are marked ``alone``: tests/side_by_side.py runs them last, by themselves."""
 
 from __future__ import annotations
 
