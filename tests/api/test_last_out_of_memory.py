@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import MIB, PAGE
+from tests.helpers import MIB, PAGE, tensor_in
 from torch_vmm import _C
 
 Pool = torch_vmm.VirtualMemoryPool
@@ -111,3 +112,64 @@ def test_where_nothing_was_refused() -> None:
     assert torch_vmm.last_out_of_memory("cuda:7") is None
     with pytest.raises(torch_vmm.InvalidArgumentError):
         torch_vmm.last_out_of_memory("meta")
+
+
+# -- What would help, helps --------------------------------------------------------------------------------------------
+
+
+def advised(device: str) -> int:
+    """Bytes by which the limit is to be raised."""
+    found = re.search(r"raise the limit of \S+(?: \S+)? by ([\d.]+) (MiB|GiB)", last(device).advice)
+    assert found, last(device).advice
+    return int(float(found.group(1)) * MIB * (1024 if found.group(2) == "GiB" else 1))
+
+
+def refused_and_helped(device: str, shared: Shared, model: Pool, size: int) -> int:
+    """Asks for more than there is, raises the limit as advised, and asks again. Bytes advised."""
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(model, size)
+    refusal = last(device)
+    assert refusal.requested == size
+    more = advised(device)
+    assert shared.physical_limit is not None
+    shared.physical_limit += more - PAGE
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(model, size)
+    shared.physical_limit += PAGE
+    tensor_in(model, size)
+    return more
+
+
+def test_what_floors_claim_beyond_the_limit_is_missing_too(device: str, make_shared: Callable[..., Shared]) -> None:
+    shared = make_shared("64MiB")
+    a, b, c = (shared.register_model(name) for name in "abc")
+    held = [tensor_in(a, 9 * MIB) for _ in range(6)]
+    b.floor = 16 * MIB
+    assert refused_and_helped(device, shared, c, 4 * MIB) == 10 * MIB
+    del held
+
+
+def test_ones_own_floor_claims_nothing_new(device: str, make_shared: Callable[..., Shared]) -> None:
+    shared = make_shared("64MiB")
+    a, b = (shared.register_model(name) for name in "ab")
+    held = [tensor_in(a, 9 * MIB) for _ in range(6)]
+    b.floor = 16 * MIB
+    assert refused_and_helped(device, shared, b, 12 * MIB) == 2 * MIB
+    del held
+
+
+def test_what_other_parts_of_the_model_have_idle_is_there(device: str, make_shared: Callable[..., Shared]) -> None:
+    shared = make_shared("100MiB")
+    model = shared.register_model("m")
+    with model.tag("t"):
+        part = tensor_in(model, 60 * MIB)
+    del part
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(model, 120 * MIB)
+    assert last(device).available == 100 * MIB
+    assert refused_and_helped(device, shared, model, 120 * MIB) == 20 * MIB
+
+
+def test_less_than_a_page_is_no_memory(device: str, make_shared: Callable[..., Shared]) -> None:
+    shared = make_shared("64MiB")
+    assert refused_and_helped(device, shared, shared.register_model("m"), 68_848_120) == 2 * MIB

@@ -111,3 +111,46 @@ def test_the_users_function_is_a_rung(make_shared: MakeShared) -> None:
     assert decision.met
     shared.on_pressure(None)
     del kept
+
+
+def test_who_is_more_important_gives_no_unit_while_others_have_memory(make_shared: MakeShared) -> None:
+    shared = make_shared("1536MiB")
+    low = shared.register_model("low")
+    a, guard, b = (tensor_in(low, size) for size in (250 * MIB + 7 * 4096, 30 * MIB, 150 * MIB + 5 * 4096))
+    high, ask = shared.register_model("high"), shared.register_model("ask")
+    high.priority = 5
+    kept = tensor_in(high, 512 * MIB)
+    del kept, a, b
+    had = high.physical_memory_usage
+    taken = tensor_in(ask, 900 * MIB)
+    assert {name for step in ask.reclaim_report().latest[-1].steps for name, _ in step.yielded} == {"low"}
+    assert high.physical_memory_usage == had
+    more = tensor_in(ask, 450 * MIB)  # low has not so much
+    assert "high" in {name for step in ask.reclaim_report().latest[-1].steps for name, _ in step.yielded}
+    del guard, taken, more
+
+
+def test_room_that_was_there_is_not_what_queued_work_gave(make_shared: MakeShared) -> None:
+    shared = make_shared("200MiB")
+    giver, asker = shared.register_model("giver"), shared.register_model("asker")
+    kept = tensor_in(giver, 100 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(asker, 120 * MIB)
+    assert asker.reclaim_report().rungs["queued work"].bytes == 0
+    del kept
+
+
+def test_a_limit_that_a_function_raises_is_nobodys_memory(make_shared: MakeShared) -> None:
+    shared = make_shared("200MiB")
+    model = shared.register_model("m")
+
+    def raise_limit(missing: int, pool: object) -> bool:
+        assert shared.physical_limit is not None
+        shared.physical_limit += 200 * MIB
+        return True
+
+    shared.on_pressure(raise_limit)
+    kept = tensor_in(model, 400 * MIB)
+    assert model.reclaim_report().rungs["on_pressure"].bytes == 0
+    assert model.reclaim_report().rungs["on_pressure"].met == 1
+    del kept

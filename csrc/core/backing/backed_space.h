@@ -188,7 +188,8 @@ class BackedSpace {
   // To the group's shelf. Returns its bytes.
   std::size_t shelve(const IdleChunk& idle);
   // Until `want` bytes have been, the largest first. `beneath`: none that one of the floors
-  // beneath it keeps. Returns the bytes moved.
+  // beneath it keeps, but one that is larger than what it lacks, where no smaller one did: what
+  // a floor keeps of that stays reserved. Returns the bytes moved.
   std::size_t shelve_largest(IdleChunks idle, std::size_t want, const Budget* beneath);
   // What is idle of the chunks that reach into `range`; looks at those only.
   void shelve_idle_chunks(ByteRange range);

@@ -218,11 +218,19 @@ std::size_t BackedSpace::shelve(const IdleChunk& idle) {
 
 std::size_t BackedSpace::shelve_largest(IdleChunks idle, std::size_t want, const Budget* beneath) {
   std::size_t moved = 0;
+  const auto above = [&] { return beneath == nullptr ? kUnlimited : budget_.above_floors(*beneath); };
+  std::vector<IdleChunk> too_large;  // the smallest last
   while (moved < want) {
     const std::optional<IdleChunk> largest = idle.take_largest();
     if (!largest.has_value()) break;
-    // Else perhaps a smaller one.
-    if (beneath == nullptr || budget_.above_floors(*beneath) >= largest->chunk->size) moved += shelve(*largest);
+    if (above() >= largest->chunk->size) {
+      moved += shelve(*largest);
+    } else {
+      too_large.push_back(*largest);
+    }
+  }
+  for (; moved < want && !too_large.empty(); too_large.pop_back()) {
+    if (above() >= std::min(too_large.back().chunk->size, want - moved)) moved += shelve(too_large.back());
   }
   drop_retired();
   return moved;

@@ -358,7 +358,7 @@ class DeviceMemory {
   [[nodiscard]] Surveyed survey(const Budget* under) const;
   [[nodiscard]] std::vector<Holder> holders_under(const Budget* refused, const Pool& asker, const Surveyed& all) const;
   template <typename Most>
-  [[nodiscard]] static std::size_t spare_of_others(const Surveyed& all, const Pool& asker, const Most& most);
+  [[nodiscard]] static std::size_t to_spare(const Surveyed& all, const Pool& asker, const Most& most);
   [[nodiscard]] std::size_t could_be_spared(const Budget& level, const Pool& in, const Pool* out) const;
   // debugging.cpp
   Address allocate_in_debug_mode(Pool& pool, std::size_t bytes, Stream stream);

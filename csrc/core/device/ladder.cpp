@@ -190,6 +190,22 @@ void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
   climb.try_again(nullptr);
 }
 
+// Units are asked for first, and whoever is less important may have only other chunks: of what
+// `pools`, in the order of yielding, have idle above their floors, those that it takes to come to
+// `bytes`, with all of one priority.
+void Ladder::drop_important(PoolList& pools, const Pool& asker, std::size_t bytes) {
+  const auto priority = [](const std::shared_ptr<Pool>& pool) { return pool->budget().priority_in_all(); };
+  if (pools.empty() || priority(pools.front()) == priority(pools.back())) return;
+  std::size_t idle = 0;
+  for (auto at = pools.begin(); at != pools.end(); ++at) {
+    if (idle >= bytes && priority(*at) != priority(*std::prev(at))) {
+      pools.erase(at, pools.end());
+      return;
+    }
+    idle += std::min((*at)->memory_stats().idle_bytes, (*at)->budget().above_floors(asker.budget()));
+  }
+}
+
 // What the limits still allow is created, only the rest is taken, and what else keeps the
 // margin whole, though not from whom is more important.
 void Ladder::gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimStep* step) {
@@ -210,8 +226,10 @@ void Ladder::gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimS
     others = near_margin(asker, kept, stream);
   }
   const std::vector<DormantMappings::Dormant> returning = asker.dormant_of_others(lacks.returning_to);
-  gather_from(victims(asker, lacks.refused), {lacks.bytes - std::min(lacks.bytes, room), unit, kUnlimited, returning},
-              grant, step);
+  const std::size_t missing = lacks.bytes - std::min(lacks.bytes, room);
+  PoolList from = victims(asker, lacks.refused);
+  if (unit != 0) drop_important(from, asker, missing);
+  gather_from(from, {missing, unit, kUnlimited, returning}, grant, step);
   if (kept.bytes == 0) return;
   memory_.clock().poll();
   step->bytes += gather_to_keep(asker, kept, stream, others, {}, grant, step);
@@ -284,7 +302,7 @@ void Ladder::call_for_memory(Climb& climb, ReclaimStep* step) {
 }
 
 bool Ladder::relieve(Pool& asker, std::size_t bytes, ReclaimStep* step) {
-  if (bytes > memory_.capabilities().total_memory || bytes > asker.capacity()) return false;  // whatever it frees
+  if (bytes > memory_.capabilities().total_memory) return false;  // whatever it frees
   if (NoRelief::is_on() || memory_.clock().is_capturing()) return false;
   const auto function = memory_.on_pressure_of(asker.group());
   if (function == nullptr) return false;
@@ -296,14 +314,15 @@ bool Ladder::relieve(Pool& asker, std::size_t bytes, ReclaimStep* step) {
 // What it frees is idle in whatever pool it was in, or waits for queued work there: that is
 // waited for before more is asked of it.
 void Ladder::call_for_relief(Climb& climb, ReclaimStep* step) {
+  if (climb.bytes > climb.asker.capacity()) return;
   ChunkStore& store = memory_.store();
-  const auto open = [&] { return climb.asker.budget().headroom() + store.shelved_bytes(climb.asker.group()); };
+  const Budget& group = climb.asker.group();
+  const auto held = [&] { return group.used() - std::min(group.used(), store.shelved_bytes(group)); };
   for (int round = 0; round < kMostReliefs; ++round) {
-    const std::size_t before = open();
+    const std::size_t before = held();
     if (!relieve(climb.asker, climb.bytes, step)) return;
     step->result = StepResult::in_vain;
-    const std::size_t after = open();
-    std::size_t came = after - std::min(after, before);  // of models that it put to sleep or trimmed
+    std::size_t came = before - std::min(before, held());  // of models that it put to sleep or trimmed
     step->bytes += came;
     for (const bool waits : {false, true}) {
       if (waits) memory_.wait_for(memory_.clock().now());
@@ -349,9 +368,10 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
         const std::size_t page = asker.page_size();
         // A small block needs a whole slab, whatever the page.
         const std::size_t most = align_up(std::max(climb.bytes, lacks.bytes), page) + page;
+        const std::size_t room = asker.budget().headroom();  // that was there, and nobody gave
         in_use = melt(asker, lacks.refused, creates ? lacks.bytes : 0, most, grant);
+        step->bytes = grant.bytes() - std::min(room, grant.bytes());
       }
-      step->bytes = grant.bytes();
       if (climb.try_again(&grant) || climb.shortage.is_sealed) return;
     }
     // Room under a limit may be what the device, or the next limit, lacks.

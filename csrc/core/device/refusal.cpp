@@ -61,7 +61,11 @@ std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
     ways.push_back("give the pool a larger virtual capacity (it has " + format_bytes(cause.capacity) + ")");
     return joined(ways);
   }
-  const std::size_t missing = cause.above + refusal.requested - std::min(refusal.available, refusal.requested);
+  // Memory comes in whole pages, and less than one is none.
+  const std::size_t available = align_down(refusal.available, cause.page);
+  const std::size_t missing = cause.above + refusal.requested - std::min(available, refusal.requested);
+  const std::size_t whole = align_up(refusal.requested, cause.page);
+  const std::size_t more = cause.above + whole - std::min(refusal.available, whole);
   std::size_t in_use = 0;
   std::size_t may_come = 0;  // once all that is in use has been freed
   for (const Holder& holder : refusal.holders) {
@@ -71,8 +75,8 @@ std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
   if (in_use != 0 && may_come >= missing)
     ways.push_back(missing == 0 ? "free tensors" : "free tensors of " + at_least(missing));
   if (!cause.limit_name.empty() &&
-      (!device_is_known || refusal.limit + std::max(missing, std::size_t{1}) <= cause.device_total)) {
-    ways.push_back("raise the limit of " + cause.limit_name + (missing == 0 ? "" : " by " + at_least(missing)));
+      (!device_is_known || refusal.limit + std::max(more, std::size_t{1}) <= cause.device_total)) {
+    ways.push_back("raise the limit of " + cause.limit_name + (more == 0 ? "" : " by " + at_least(more)));
   }
   if (cause.spill != 0) ways.push_back("raise spill_limit by " + at_least(cause.spill));
   std::size_t named = 0;

@@ -44,7 +44,8 @@ struct RefusalCause {
   std::size_t capacity = 0;        // bytes of addresses of the pool that asked
   std::size_t device_total = 0;    // bytes; 0: not known
   std::size_t device_free = 0;
-  std::size_t above = 0;    // bytes that are used above the limit that refused
+  std::size_t above = 0;    // bytes that are used, or claimed, above the limit that refused
+  std::size_t page = 1;     // bytes in whole multiples of which the pool that asked has memory
   std::size_t spill = 0;    // bytes that spill_limit is short of; 0: it, or spilling, would not help
   std::size_t outside = 0;  // bytes of the device that are held, and not by torch_vmm
 };

@@ -63,17 +63,18 @@ DeviceMemory::Surveyed DeviceMemory::survey(const Budget* under) const {
   return all;
 }
 
-// Bytes of what was surveyed that models other than the asker's have above their floors, of
-// those that `most` allows of each pool.
+// Bytes of what was surveyed that models have above the floors that the asker does not stand
+// under, of those that `most` allows of each pool.
 template <typename Most>
-std::size_t DeviceMemory::spare_of_others(const Surveyed& all, const Pool& asker, const Most& most) {
+std::size_t DeviceMemory::to_spare(const Surveyed& all, const Pool& asker, const Most& most) {
   std::map<const Pool*, std::size_t> spare;  // of each model, with its parts
   std::size_t sum = 0;
   for (std::size_t k = 0; k < all.pools.size(); ++k) {
     const Pool& pool = *all.pools[k];
-    const std::size_t wanted = most(pool, all.stats[k]);
+    const std::size_t wanted = std::min(most(pool, all.stats[k]), pool.budget().above_floors(asker.budget()));
     if (wanted == 0) continue;
-    const auto [found, is_new] = spare.try_emplace(&pool.model(), pool.budget().above_floors(asker.budget()));
+    const Pool& model = pool.model();
+    const auto [found, is_new] = spare.try_emplace(&model, model.budget().above_floors(asker.budget()));
     const std::size_t given = std::min(wanted, found->second);
     found->second -= given;
     sum += given;
@@ -113,7 +114,7 @@ Refused DeviceMemory::refusal_of(const Ladder::Climb& climb) {
     if (spilled->limit() != kUnlimited) {
       cause.limits += "limit " + format_bytes(spilled->limit()) + ", ";
       if (climb.stream.has_value() && asker.is_ordinary())
-        cause.spill = spilled->excess() + bytes - std::min(bytes, spilled->room());
+        cause.spill = align_up(spilled->excess() + bytes - std::min(bytes, spilled->room()), asker.page_size());
     }
     cause.limits += "mapped " + format_bytes(spilled->used());
   }
@@ -128,13 +129,15 @@ Refused DeviceMemory::refusal_of(const Ladder::Climb& climb) {
   const Budget* const under = cause.no_addresses ? &asker.model().budget() : shortage.refused;
   const Surveyed all = survey(under);
   refusal.holders = holders_under(under, asker, all);
+  const std::size_t shelved = cause.no_addresses ? 0 : store_.shelved_bytes(asker.group());
+  const auto shelved_under = [&](const Budget& level) { return asker.group().stands_under(level) ? shelved : 0; };
   if (cause.no_addresses) {
     refusal.limit = cause.capacity;
   } else {
     if (shortage.refused != nullptr) {
       refusal.limit = shortage.refused->limit();
       cause.limit_name = shortage.refused->name();
-      cause.above = shortage.refused->excess();
+      cause.above = shortage.refused->excess_for(asker.budget(), bytes, shelved_under(*shortage.refused));
     } else {
       if (!shortage.status.ok()) cause.driver_said = shortage.status.text();
       if (known && (bytes > info.total || shortage.status.code() == StatusCode::out_of_memory)) {
@@ -142,18 +145,16 @@ Refused DeviceMemory::refusal_of(const Ladder::Climb& climb) {
       }
     }
   }
-  // There is some where nobody was asked to give any, as all of it would not have done.
-  const auto idle_of_another = [this, &asker](const Pool& pool, const MemoryStats& stats) {
-    return &pool.model() == &asker.model() || !pool.budget().stands_under(budget_) ? 0 : stats.idle_bytes;
+  // There is some where nobody was asked to give any, as all of it would not have done; and its
+  // own, in other parts of its model.
+  const auto idle = [&](const Pool& pool, const MemoryStats& stats) {
+    if (cause.no_addresses) return &pool == &asker ? stats.idle_bytes : 0;
+    return pool.budget().stands_under(budget_) ? stats.idle_bytes : 0;
   };
-  const std::size_t shelved = cause.no_addresses ? 0 : store_.shelved_bytes(asker.group());
-  if (shortage.refused != nullptr && asker.group().stands_under(*shortage.refused)) {
-    cause.above -= std::min(cause.above, shelved);
-  }
   const std::size_t headroom = asker.budget().headroom_without(shelved, asker.group());
   refusal.available = std::min(known ? std::min(headroom, info.free + shelved) : headroom, asker.capacity()) +
-                      asker.memory_stats().idle_bytes +
-                      (cause.no_addresses ? 0 : spare_of_others(all, asker, idle_of_another));
+                      to_spare(all, asker, idle);
+  cause.page = asker.page_size();
   refusal.available += climb.beside.there;
   return refused;
 }
@@ -178,7 +179,7 @@ void DeviceMemory::tell(Refused refused) {
 // or will be when queued work is done, and all of one that is on its way to sleep or back.
 // But for `out`, which is asked about.
 std::size_t DeviceMemory::could_be_spared(const Budget& level, const Pool& in, const Pool* out) const {
-  return spare_of_others(survey(&level), in, [&](const Pool& pool, const MemoryStats& stats) {
+  return to_spare(survey(&level), in, [&](const Pool& pool, const MemoryStats& stats) {
     if (&pool.model() == out) return std::size_t{0};
     const bool is_on_its_way = pool.is_asleep() && &pool.model() != &in;
     return is_on_its_way ? stats.physical_usage : stats.idle_bytes + stats.quarantined_bytes;
@@ -203,7 +204,8 @@ void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool*
     refusal.available = room;
     refusal.limit = device == nullptr ? level.limit() : device->total;
     if (device == nullptr) cause.limit_name = level.name();
-    if (device == nullptr) cause.above = level.excess();
+    if (device == nullptr) cause.above = level.excess_for(in.budget(), bytes, 0);
+    cause.page = in.page_size();
     if (device != nullptr) cause.device_total = device->total;
     if (device != nullptr) cause.device_free = device->free;
     cause.limits = " to wake in, and ";

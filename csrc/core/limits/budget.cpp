@@ -182,12 +182,21 @@ std::int64_t Budget::priority_in_all() const {
   return sum;
 }
 
-std::size_t Budget::claimable_for(const Budget& payer) const {
-  // What of a claim is not used yet claims nothing new further up.
+std::size_t Budget::unclaimed_of(const Budget& payer) const {
   std::size_t free = 0;
   for (const Budget* level = &payer; level != this && level != nullptr; level = level->parent_) {
     free += left(level->reservation(), level->claimed_bytes_);
   }
+  return free;
+}
+
+std::size_t Budget::excess_for(const Budget& payer, std::size_t bytes, std::size_t shelved) const {
+  const std::size_t used = left(left(used_bytes_, shelved), limit_bytes_);
+  return bytes <= unclaimed_of(payer) ? used : std::max(used, left(claimed_bytes_, limit_bytes_));
+}
+
+std::size_t Budget::claimable_for(const Budget& payer) const {
+  const std::size_t free = unclaimed_of(payer);
   const std::size_t unclaimed = left(limit_bytes_, claimed_bytes_);
   return unclaimed > kUnlimited - free ? kUnlimited : unclaimed + free;
 }

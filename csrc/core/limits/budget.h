@@ -106,6 +106,9 @@ class Budget : public std::enable_shared_from_this<Budget> {
   [[nodiscard]] std::size_t excess_claims() const {
     return left(claimed_bytes_, std::max<std::size_t>(limit_bytes_, reservations_bytes_));
   }
+  // Bytes that are beyond the limit for `payer`, which wants `bytes`, once `shelved` bytes of what
+  // rests on shelves beneath have been given back: used, or claimed where it would claim more.
+  [[nodiscard]] std::size_t excess_for(const Budget& payer, std::size_t bytes, std::size_t shelved) const;
   [[nodiscard]] bool is_over() const { return excess() != 0 || excess_claims() != 0; }
 
   // Models that share it, and every budget above.
@@ -145,6 +148,8 @@ class Budget : public std::enable_shared_from_this<Budget> {
   [[nodiscard]] Budget* take(std::size_t bytes, const Budget* end, bool has_limits = true);
   void give(std::size_t bytes, const Budget* end, const Budget* stop = nullptr);
   void take_back(std::size_t bytes, const Budget* end);
+  // What `payer`'s claims and those between have reserved, and do not use: it claims nothing new here.
+  [[nodiscard]] std::size_t unclaimed_of(const Budget& payer) const;
   // What it claims if nothing is used.
   [[nodiscard]] std::size_t least_claim() const { return std::max<std::size_t>(reservations_bytes_, reservation()); }
   // `change` alters its limit or floor; what those above it know of its claims follows.

@@ -391,8 +391,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] bool changes_by_itself_locked() const VMM_REQUIRES(mutex_);
   // The last rung, with every pool locked: gives idle chunks (down to the floors that
   // `payer` does not stand under) and their charge back to the driver, until `limit`
-  // (nullptr: never) has room for `want` bytes of the payer's. Returns the idle bytes that
-  // queued work may still use.
+  // (nullptr: never) has room for `want` bytes of the payer's. At last, under a limit, one that
+  // lies partly above the floors: what they keep of it stays reserved. Returns the idle bytes
+  // that queued work may still use.
   // REQUIRES: no thread keeps blocks (BlockCaches::Still).
   std::size_t melt_locked(const Budget* limit, std::size_t want, const Budget& payer) VMM_REQUIRES(mutex_);
   // REQUIRES for both: no thread keeps blocks (BlockCaches::Still).
@@ -599,6 +600,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   mutable Mutex mutex_;
   [[nodiscard]] IdleLook::Moment moment() const VMM_REQUIRES(mutex_);
   struct Candidates;  // for surrender()
+  void melt_chunk(const IdleChunk& chosen) VMM_REQUIRES(mutex_);
   Candidates candidates_for(const WantedChunks& wanted, IdleLook* look) VMM_REQUIRES(mutex_);
   std::size_t hand_to(Grant& grant, const IdleChunk& chosen, Budget** refused) VMM_REQUIRES(mutex_);
   IdleLook look_ VMM_GUARDED_BY(mutex_);
