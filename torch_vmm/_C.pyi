@@ -437,7 +437,11 @@ class Transfer:
         Ctrl-C in a thread that ``sees_signals``."""
     @property
     def done(self) -> int:
-        """Bytes that have moved."""
+        """Bytes that have moved: of these ``gone`` on the way to sleep, ``come`` on the way back."""
+    @property
+    def gone(self) -> int: ...
+    @property
+    def come(self) -> int: ...
     @property
     def total(self) -> int: ...
     def wait_for(self, address: int, size: int) -> bool | None:

@@ -177,8 +177,12 @@ class TorchMemorySaver(Guarded, guarded=True):
             raise InvalidArgumentError(f"tensor={show(tensor)}: give a contiguous tensor")
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         size = tensor.numel() * tensor.element_size()
-        found = size == 0 or _C.read_backup(tensor.data_ptr(), size, copy.data_ptr())
-        return copy if found else None
+        if size != 0 and not _C.read_backup(tensor.data_ptr(), size, copy.data_ptr()):
+            return None
+        # What is kept is what stood in memory, which torch changes as it reads such a tensor.
+        if tensor.is_conj():
+            copy.conj_physical_()
+        return copy.neg_() if tensor.is_neg() else copy
 
     def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
         """The folder for ``enable_disk_backup``, made where there is none.

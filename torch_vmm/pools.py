@@ -385,9 +385,9 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
     @property
     def asleep(self) -> dict[str, str]:
         """Where what sleeps is, by tag (``""``: none): ``"host"``,
-        ``"host, packed"``, ``"discarded"``, a device or a file's path. Tags
-        that held nothing are not among them, but where all that sleep did:
-        ``"nothing"``.
+        ``"host, packed"``, ``"discarded"``, a device or a file's path; with
+        ``" and "`` between them where it went at several times. Tags that held
+        nothing are not among them, but where all that sleep did: ``"nothing"``.
         """
         return dict(sorted(_C.asleep(self._handle).items()))
 
@@ -401,8 +401,9 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
 
         Args:
             before: called before it goes, by the thread that calls
-                :meth:`sleep`. What it raises keeps the model awake: later ones
-                are not called, and those before it get their ``after``.
+                :meth:`sleep`; another thread's waits meanwhile. What it raises
+                keeps the model awake: later ones are not called, and those
+                before it get their ``after``.
             after: called when all of it is back, also where it was stopped
                 before it slept.
         Raises:
@@ -415,11 +416,11 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
             # It lives on when nobody holds this object; a lone pool is closed then.
             self._remaps = _held_remaps(self._shared).setdefault(self._handle.key, self._remaps)
 
-    def _call_before_remap(self) -> None:
-        self._remaps.call_before()
+    def _while_it_begins_to_go(self) -> contextlib.AbstractContextManager[None]:
+        return self._remaps.while_it_begins_to_go(self)
 
     def _call_after_remap(self) -> None:
-        self._remaps.call_after()
+        self._remaps.call_after(self)
 
     # -- What it is ----------------------------------------------------------------------------------------------------
 

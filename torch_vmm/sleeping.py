@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Union
 
 import torch
@@ -161,17 +161,16 @@ class _Passage:
 
     def __init__(self, pool: VirtualMemoryPool) -> None:
         self.pool = pool
-        self.was_asleep = pool.is_asleep
         self._slept = set(_C.asleep(pool._handle))
 
-    def tell(self, size: int, seconds: float) -> None:
-        """Logs what became of it, if anything did."""
+    def tell(self, moving: _C.Transfer, seconds: float) -> None:
+        """Logs what became of it, if anything did. A swap moves another model too."""
         asleep = set(_C.asleep(self.pool._handle))
         if asleep - self._slept:
-            events.moved(self.pool, "went to sleep", size, seconds)
+            events.moved(self.pool, "went to sleep", moving.gone, seconds)
         elif came := sorted(self._slept - asleep):
             part = ", ".join(repr(tag) if tag else "what has no tag" for tag in came)
-            events.moved(self.pool, f"woke in part ({part})" if asleep else "woke", size, seconds)
+            events.moved(self.pool, f"woke in part ({part})" if asleep else "woke", moving.come, seconds)
 
 
 def _run_due(due: list[Callable[[bool], None]]) -> None:
@@ -192,7 +191,6 @@ class Transfer(Guarded, guarded=True):
     _moving: _C.Transfer
     _name: str
     _passages: list[_Passage]
-    _told: list[VirtualMemoryPool]
     _process: int
     _error: BaseException | None
     _is_through: bool
@@ -204,20 +202,18 @@ class Transfer(Guarded, guarded=True):
         look = _to_look(move.name, progress)
         blocking = to_flag(blocking, "blocking")
         self._name = one_line(move.name)
-        self._passages = [_Passage(pool) for pool in (move.leaving, move.coming) if pool is not None]
-        # Whose functions for remaps were called before it went, in this transfer or an earlier one.
-        self._told = [each.pool for each in self._passages if each.was_asleep == (each.pool is move.coming)]
+        self._passages = []
         self._process = os.getpid()
         self._error = None
         self._is_through = False
         self._is_told = blocking
         self._done = threading.Event()
         self._look = look
-        if move.leaving in self._told:
-            move.leaving._call_before_remap()
         due = [self._run]  # once: by the thread, unless it was given up before that had begun
         try:
-            self._moving = move.begin()
+            with contextlib.nullcontext() if move.leaving is None else move.leaving._while_it_begins_to_go():
+                self._passages = [_Passage(pool) for pool in (move.leaving, move.coming) if pool is not None]
+                self._moving = move.begin()
             if blocking:
                 self._run(sees_signals=True)
             else:
@@ -239,7 +235,7 @@ class Transfer(Guarded, guarded=True):
             self._moving.run(None if look is None else lambda: look.look(self.progress), sees_signals)
             self._is_through = True
             for passage in self._passages:
-                passage.tell(self._moving.done, time.monotonic() - began)
+                passage.tell(self._moving, time.monotonic() - began)
             if look is not None:
                 look.look(self.progress)
         except BaseException as error:
@@ -259,10 +255,9 @@ class Transfer(Guarded, guarded=True):
             events.stopped(self._name, self._error)
 
     def _settle(self) -> None:
-        """What was told that its memory goes is told that it is back."""
-        for pool in self._told:
-            if not pool.is_asleep:
-                pool._call_after_remap()
+        """What was told that its memory goes, for this transfer or another, is told that it is back."""
+        for passage in self._passages:
+            passage.pool._call_after_remap()
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -496,14 +491,28 @@ def swap(
     return Transfer(_Move(f"{out.name} for {into.name}", begin, leaving=out, coming=into), blocking, progress)
 
 
+# Threads that have a turn of some Remaps, once for each.
+_with_turn: list[int] = []
+
+
 class Remaps:
-    """Functions that are called around the time in which a pool's memory is elsewhere."""
+    """Functions that are called around the time in which a pool's memory is elsewhere.
+
+    Whether they are to be called is decided in turns, which a thread has until the memory has begun to go: else another
+    would take away what they have just been told is back, or call all of them once more. A sleep within one of another
+    pool does not wait for its turn, so no two threads wait for each other. That the memory is back is told outside of
+    it, and a sleep meanwhile is refused: the program's thread may have a lock that such a function waits for.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler, or what a collection ends, may come back to it
         self._functions: list[tuple[Callable[[], object] | None, Callable[[], object] | None]] = []
-        self._callers: set[int] = set()  # threads within call_before()
-        self._are_waiting = False  # they have been told that it goes, and not yet that it is back
+        self._turn = threading.RLock()  # so may it, and a function
+        self._caller: int | None = None  # the thread that tells them that it goes
+        self._returning: list[int] = []  # threads that tell them that it is back
+        # They have been told that it goes, and not yet that it is back. Set once all of them have returned: whoever
+        # sees it waits for a turn, and for no function.
+        self._are_waiting = False
 
     def add(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
         for name, function in (("before", before), ("after", after)):
@@ -521,31 +530,61 @@ class Remaps:
         with self._lock:
             return list(self._functions)
 
-    def call_before(self) -> None:
-        """All that there are, in order. Where one raises the memory stays, and those before it are told so."""
-        thread = threading.get_ident()
-        if thread in self._callers:
-            raise VmmError("a function that on_remap() was given puts its own model to sleep: it is on its way already")
-        self._callers.add(thread)
-        try:
-            with contextlib.ExitStack() as calls:
-                for before, after in self._now():
-                    if before is not None:
-                        before()
-                    if after is not None:
-                        calls.callback(after)
-                calls.pop_all()
-            self._are_waiting = True
-        finally:
-            self._callers.discard(thread)
+    @contextlib.contextmanager
+    def while_it_begins_to_go(self, pool: VirtualMemoryPool) -> Iterator[None]:
+        """What is within begins to take the pool's memory away: they have been told, and no other thread's sleep
+        begins meanwhile.
 
-    def call_after(self) -> None:
-        """All that there are, in order, whatever one raises; once, though two parts of the pool came back together."""
-        with self._lock:
-            is_due, self._are_waiting = self._are_waiting, False
+        Raises:
+            VmmError: this thread is telling them, another tells them that it is back, or has the turn while this one
+                has one of another pool.
+        """
+        thread = threading.get_ident()
+        if self._caller == thread:
+            raise VmmError("a function that on_remap() was given puts its own model to sleep: it is on its way already")
+        on_its_way = VmmError(f"model {pool.name!r} is on its way to sleep or back: wait() for that first")
+        if not self._turn.acquire(blocking=thread not in _with_turn):
+            raise on_its_way
+        _with_turn.append(thread)
+        try:
+            if any(other != thread for other in self._returning):
+                raise on_its_way
+            if not self._are_waiting and not pool.is_asleep:
+                self._caller = thread
+                try:
+                    self._call_before()
+                finally:
+                    self._caller = None
+            yield
+        finally:
+            _with_turn.remove(thread)
+            self._turn.release()
+
+    def _call_before(self) -> None:
+        """All that there are, in order. Where one raises the memory stays, and those before it are told so."""
         with contextlib.ExitStack() as calls:
-            if not is_due:
-                return
+            for before, after in self._now():
+                if before is not None:
+                    before()
+                if after is not None:
+                    calls.callback(after)
+            calls.pop_all()
+        self._are_waiting = True
+
+    def call_after(self, pool: VirtualMemoryPool) -> None:
+        """All that there are, in order, whatever one raises, where all of the pool is back; once, though two parts of
+        it came back together.
+        """
+        if not self._are_waiting:
+            return
+        thread = threading.get_ident()
+        with contextlib.ExitStack() as calls:
+            with self._turn:
+                if not self._are_waiting or pool.is_asleep:
+                    return
+                self._are_waiting = False
+                self._returning.append(thread)
+                calls.callback(self._returning.remove, thread)
             for _, after in reversed(self._now()):
                 if after is not None:
                     calls.callback(after)

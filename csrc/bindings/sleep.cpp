@@ -154,14 +154,20 @@ TransferPtr swap(const Pool& out, const std::optional<PlacesArgument>& all, cons
   return begun(departure(out, all, by_tag, /*release=*/false), arrival(into, std::nullopt, Arrival::Memory::by_piece));
 }
 
-// Where each part that sleeps is, by its tag.
+// Where each part that sleeps is, by its tag: where its contents are, or, of one without any,
+// where they would have gone.
 std::map<std::string, std::string> asleep(const Pool& pool) {
+  std::map<std::string, std::set<std::string>> contents;
   std::map<std::string, std::string> found;
   for (const PoolPtr& member : home_of(pool).family(pool)) {
-    if (std::string where = member->asleep_where(); !where.empty()) {
-      std::string& named = found[member->tag()];
-      if (named.empty() || where != "discarded") named = std::move(where);
-    }
+    const AsleepWhere where = member->asleep_where();
+    if (!where.contents.empty()) contents[member->tag()].insert(where.contents.begin(), where.contents.end());
+    if (!where.memory.empty()) found[member->tag()] = where.memory;
+  }
+  for (const auto& [tag, places] : contents) {
+    std::string& named = found[tag];
+    named.clear();
+    for (const std::string& place : places) named += (named.empty() ? "" : " and ") + place;
   }
   if (!found.empty()) return found;
   for (const PoolPtr& member : home_of(pool).family(pool)) {
@@ -191,6 +197,8 @@ void bind_sleep(py::module_& module) {
   py::class_<Transfer, TransferPtr>(module, "Transfer")
       .def("run", &run, py::arg("tell") = py::none(), py::arg("sees_signals") = true)
       .def_property_readonly("done", &Transfer::done)
+      .def_property_readonly("gone", &Transfer::gone)
+      .def_property_readonly("come", &Transfer::come)
       .def_property_readonly("total", &Transfer::total)
       .def(
           "wait_for",
@@ -232,8 +240,9 @@ void bind_sleep(py::module_& module) {
       py::arg("pool"), WithoutGil());
   module.def(
       "set_host_backup_limit",
-      [](const SharedMemoryPool& pool, std::optional<std::size_t> limit) {
-        return host_memory(pool)->set_limit(to_limit(limit));
+      [](SharedMemoryPool& pool, std::optional<std::size_t> limit) {
+        Runtime::require_own_process();
+        return Runtime::room_of(pool.memory()).sleeper.set_host_limit(pool.budget(), to_limit(limit));
       },
       py::arg("pool"), py::arg("limit"), WithoutGil());
   module.def(

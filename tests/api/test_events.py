@@ -84,6 +84,20 @@ def test_sleep_and_wake_are_told_once(shared: SharedMemoryPool, log: Log) -> Non
     del kept
 
 
+def test_a_swap_tells_of_each_model_what_moved_of_it(shared: SharedMemoryPool, log: Log) -> None:
+    out, into = shared.register_model("out"), shared.register_model("into")
+    coming = tensor_in(into, 4 * MIB)
+    into.sleep()
+    going = tensor_in(out, 10 * MIB)
+    log()
+    torch_vmm.swap(out=out, into=into)
+    assert sorted(text.split(" in 0.")[0] for _, text in log()) == [
+        f"model 'into' on {shared.device} woke: 4 MiB",
+        f"model 'out' on {shared.device} went to sleep: 10 MiB",
+    ]
+    del coming, going
+
+
 def test_a_part_that_wakes_or_follows_to_sleep_is_told(pool: VirtualMemoryPool, log: Log) -> None:
     with pool.tag("w"):
         weights = torch.empty(2 * MIB, dtype=torch.uint8, device=pool.device)

@@ -69,6 +69,22 @@ def test_backups_and_tags(saver: TorchMemorySaver, device: str, tmp_path: Path) 
     assert list((tmp_path / "made").iterdir()) == []
 
 
+def test_a_backup_is_of_what_torch_reads(saver: TorchMemorySaver, device: str) -> None:
+    with saver.region(enable_cpu_backup=True):
+        tensor = torch.complex(torch.arange(4.0, device=device), torch.arange(4.0, 8.0, device=device))
+        real = torch.arange(4.0, device=device)
+    views = [tensor, tensor.conj(), torch._neg_view(tensor), torch._neg_view(tensor.conj()), torch._neg_view(real)]
+    expected = [view.cpu().clone() for view in views]
+    saver.pause()
+    for view, values in zip(views, expected, strict=True):
+        backup = saver.get_cpu_backup(view)
+        assert backup is not None
+        assert not backup.is_conj()
+        assert torch.equal(backup, values)
+    saver.resume()
+    assert saver.get_cpu_backup(tensor.conj()) is None
+
+
 def test_disable(saver: TorchMemorySaver, device: str) -> None:
     with saver.region(enable_cpu_backup=True):
         inside = torch.zeros(1000, device=device)

@@ -8,7 +8,7 @@ import pytest
 
 import torch_vmm
 from tests.api.sleeping import is_numbered, numbered
-from tests.helpers import MIB
+from tests.helpers import MIB, tensor_in
 from torch_vmm import SharedMemoryPool
 
 
@@ -119,3 +119,18 @@ def test_a_swap_that_is_stopped_when_there_is_no_room_to_go_back_to(limited: Sha
     limited.physical_limit = "256MiB"  # type: ignore[assignment]
     swapping.out.wake()
     assert swapping.are_as_before()
+
+
+def test_room_that_the_parts_of_another_model_have_counts_together(limited: SharedMemoryPool) -> None:
+    third, out, into = (limited.register_model(name) for name in ("third", "out", "into"))
+    coming = numbered(into, 40 * MIB)  # 160 MiB
+    into.sleep(release=True)
+    with third.tag("little"):
+        little = tensor_in(third, 10 * MIB)
+    with third.tag("much"):
+        much = tensor_in(third, 120 * MIB)
+    del little, much
+    going = numbered(out, 10 * MIB, 1)  # 40 MiB
+    torch_vmm.swap(out=out, into=into)
+    assert is_numbered(coming)
+    del going

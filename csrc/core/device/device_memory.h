@@ -89,6 +89,8 @@ class DeviceMemory {
   // Every pool of the device, those in host memory and closed ones included, in order of
   // registration.
   [[nodiscard]] PoolList pools() const VMM_EXCLUDES(registry_mutex_);
+  // Of pools whose memory has come or gone: those that were closed and drained meanwhile end.
+  void end_drained(const PoolList& pools) noexcept VMM_EXCLUDES(registry_mutex_);
   // Pools that stand under `group`.
   [[nodiscard]] PoolList pools_under(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
   // The model of `pool` and all its parts.

@@ -141,6 +141,19 @@ void DeviceMemory::bury_drained(const Pool* pool) {
   tend_if_any_wait();
 }
 
+void DeviceMemory::end_drained(const PoolList& pools) noexcept {
+  for (const auto& pool : pools) {
+    if (!pool->is_closed()) continue;
+    try {
+      const Budget* const group = &pool->model().group();
+      bury(pool);
+      bury_group(group);
+    } catch (...) {
+      beside_.fetch_or(kHasEnded, std::memory_order_relaxed);  // whoever comes by next goes on
+    }
+  }
+}
+
 // All that can be. Whether anything changed.
 bool DeviceMemory::bury_closed() {
   PoolList closed;

@@ -192,7 +192,11 @@ void FileBackup::open(std::byte* page) {
     if (file_.is_open()) {
       // Whoever looks whether it is somebody's has the lock for a moment.
       const int locked = through_signals([this] { return ::flock(file_.descriptor(), LOCK_EX); });
-      if (locked != 0) fail("cannot lock the file", errno);
+      if (locked != 0) {
+        const int error = errno;
+        file_.unlink(path_);  // it has no mark by which anybody would know it for one of ours
+        fail("cannot lock the file", error);
+      }
       return;
     }
     if (errno != EINVAL) break;  // this file system has no direct I/O: once more without

@@ -165,12 +165,15 @@ void Pool::forget_names_of_backups() const noexcept {
   if (asleep_ != nullptr) asleep_->kept.forget_names();
 }
 
-std::string Pool::asleep_where() const {
+AsleepWhere Pool::asleep_where() const {
   const MutexLock lock(mutex_);
-  if (asleep_ == nullptr) return "";
-  // On its way: all of it may still be here.
-  const bool has_gone = asleep_->is_busy || !asleep_->gone.empty() || asleep_->kept.any() != nullptr;
-  return has_gone ? asleep_->place : "";
+  if (asleep_ == nullptr) return {};
+  if (asleep_->is_busy) return {{asleep_->place}, ""};  // all of it may still be here
+  // What went at other times may be elsewhere, and of what was thrown away there is no backup.
+  AsleepWhere where{asleep_->kept.places(), ""};
+  if (asleep_->is_discarded) where.contents.insert("discarded");
+  if (!asleep_->gone.empty()) where.memory = asleep_->place;
+  return where;
 }
 
 }  // namespace vmm

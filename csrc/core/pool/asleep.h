@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <iterator>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,12 @@ namespace vmm {
 
 // NaN in every floating point format that tensors have, and -1 or the largest in every integer.
 inline constexpr std::uint8_t kPoisonByte = 0xFF;
+
+// Where what sleeps is, in words: "host", a path, ... Nothing of one that is awake.
+struct AsleepWhere {
+  std::set<std::string> contents;  // while they are on their way, where they go
+  std::string memory;              // where contents would have gone with the memory that went
+};
 
 // A chunk that leaves or has left: [offset, offset + size) of the pool.
 struct PlaceOfChunk {

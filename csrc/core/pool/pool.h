@@ -194,8 +194,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] std::set<std::string> places_of_backups() const VMM_EXCLUDES(mutex_);
   // Backup::forget_name() of these.
   void forget_names_of_backups() const noexcept VMM_EXCLUDES(mutex_);
-  // "host", a path, ... or "" where it is awake.
-  [[nodiscard]] std::string asleep_where() const VMM_EXCLUDES(mutex_);
+  [[nodiscard]] AsleepWhere asleep_where() const VMM_EXCLUDES(mutex_);
 
   // -- A CUDA graph's memory ------------------------------------------------
   // While pinned, no memory moves within the pool or leaves it, and it grows by
@@ -600,8 +599,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   mutable Mutex mutex_;
   [[nodiscard]] IdleLook::Moment moment() const VMM_REQUIRES(mutex_);
   struct Candidates;  // for surrender()
-  void melt_chunk(const IdleChunk& chosen) VMM_REQUIRES(mutex_);
   Candidates candidates_for(const WantedChunks& wanted, IdleLook* look) VMM_REQUIRES(mutex_);
+  void melt_chunk(const IdleChunk& chosen) VMM_REQUIRES(mutex_);
   std::size_t hand_to(Grant& grant, const IdleChunk& chosen, Budget** refused) VMM_REQUIRES(mutex_);
   IdleLook look_ VMM_GUARDED_BY(mutex_);
   BlockArena arena_ VMM_GUARDED_BY(mutex_);

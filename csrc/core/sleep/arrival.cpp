@@ -185,10 +185,11 @@ void Arrival::rest_backups() noexcept {
 void Arrival::finish() {
   rest_backups();
   for (const auto& pool : mine_) pool->end_sleep();
-  mine_.clear();
+  const PoolList awake = std::exchange(mine_, {});
   total_.store(done(), std::memory_order_relaxed);
   pieces_.clear();  // whoever keeps this keeps no backup
   end_waits();
+  sleeper_.memory().end_drained(awake);
 }
 
 // All is still where it was kept.
@@ -211,8 +212,9 @@ void Arrival::undo() noexcept {
     }
   }
   for (const auto& pool : mine_) pool->end_transfer();
-  mine_.clear();
+  const PoolList asleep = std::exchange(mine_, {});
   pieces_.clear();
+  sleeper_.memory().end_drained(asleep);
 }
 
 Arrival::Waited Arrival::wait_for(Address address, std::size_t bytes, std::chrono::milliseconds most) {

@@ -1,6 +1,7 @@
 #include "core/sleep/departure.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <string>
 #include <utility>
 
@@ -110,7 +111,10 @@ Places Departure::places_beside_others(std::size_t part) const {
   Places places = parts_[part].places;
   const PoolList family = sleeper_.memory().family(*parts_[part].pool);
   for (Place& place : places) {
-    if (place.kind != Place::Kind::file) continue;
+    // In a folder each has a name of its own.
+    if (std::error_code error; place.kind != Place::Kind::file || std::filesystem::is_directory(place.path, error)) {
+      continue;
+    }
     const std::string named = place.path;
     for (int number = 2;
          std::any_of(family.begin(), family.end(),
@@ -138,11 +142,11 @@ void Departure::make_backups() {
     if (parts_[piece.part].places.front().kind != Place::Kind::discard) total += piece.bytes;
   }
   total_.store(total, std::memory_order_relaxed);
-  for (const PartToSleep& part : parts_) {
-    // What sleeps already is where it is.
-    if (std::find(awake_.begin(), awake_.end(), part.pool) == awake_.end()) continue;
-    part.pool->note_place(in_words(part.places.front()));
-  }
+  // What sleeps already is where it is.
+  const auto note = [this](const PartToSleep& part, const std::string& place) {
+    if (std::find(awake_.begin(), awake_.end(), part.pool) != awake_.end()) part.pool->note_place(place);
+  };
+  for (const PartToSleep& part : parts_) note(part, in_words(part.places.front()));
   const std::size_t lots = contents.size();
   std::vector<bool> has_one(lots);
   for (std::size_t first = 0; first < lots; ++first) {
@@ -168,14 +172,14 @@ void Departure::make_backups() {
       places = places_beside_others(first / 2);
       if (places.front().kind != Place::Kind::file) return;
       for (std::size_t lot = first; lot < lots; ++lot) {
-        if (is_with_it(lot)) parts_[lot / 2].pool->note_place(places.front().path);
+        if (is_with_it(lot)) note(parts_[lot / 2], places.front().path);
       }
     });
     const std::shared_ptr<Backup> backup = sleeper_.make_backup(places, all, of_first.pool->group());
     for (std::size_t lot = first; lot < lots; ++lot) {
       if (!is_with_it(lot)) continue;
       backups_[lot] = backup;
-      parts_[lot / 2].pool->note_place(backup == nullptr ? "discarded" : backup->place());
+      note(parts_[lot / 2], backup == nullptr ? "discarded" : backup->place());
     }
   }
   const auto thrown_away = std::stable_partition(pieces_.begin(), pieces_.end(), [this](const Piece& piece) {
@@ -264,6 +268,7 @@ void Departure::finish() {
   for (const auto& pool : gone) pool->end_transfer();
   pieces_.clear();  // whoever keeps this keeps no backup
   backups_.clear();
+  sleeper_.memory().end_drained(gone);
   if (!release_) return;
   for (const auto& pool : gone) sleeper_.memory().store().trim(pool->group(), 0);
 }
@@ -272,7 +277,7 @@ void Departure::undo() noexcept {
   // Copies on their way, those of a piece that failed included, are from where it all is still.
   sleeper_.wait_for_queued_work();
   for (const auto& pool : mine_) pool->end_transfer();
-  mine_.clear();
+  const PoolList all = std::exchange(mine_, {});
   pieces_.clear();
   backups_.clear();
   try {
@@ -289,6 +294,7 @@ void Departure::undo() noexcept {
   } catch (...) {
     // No room, or the driver fails again: what has gone stays asleep, and nothing is lost.
   }
+  sleeper_.memory().end_drained(all);
 }
 
 }  // namespace vmm

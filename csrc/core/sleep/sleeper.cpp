@@ -68,6 +68,13 @@ std::size_t Sleeper::release_host_memory(const Budget& group) {
   return host_memory(group)->release_unused();
 }
 
+std::size_t Sleeper::set_host_limit(const Budget& group, std::size_t bytes) {
+  const std::shared_ptr<PinnedMemory> memory = host_memory(group);
+  std::size_t went = memory->set_limit(bytes);
+  if (memory->used_bytes() > bytes && forget_unchanged(group)) went += memory->set_limit(bytes);
+  return went;
+}
+
 void Sleeper::end_host_memory(const Budget& group) {
   forget_unchanged(group);
   host_memory(group)->close();

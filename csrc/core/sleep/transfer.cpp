@@ -62,8 +62,6 @@ void Transfer::undo() noexcept {
   if (out_ != nullptr) out_->undo();
 }
 
-std::size_t Transfer::done() const { return (out_ == nullptr ? 0 : out_->done()) + (in_ == nullptr ? 0 : in_->done()); }
-
 std::size_t Transfer::total() const {
   return (out_ == nullptr ? 0 : out_->total()) + (in_ == nullptr ? 0 : in_->total());
 }

@@ -31,7 +31,10 @@ class Transfer {
   // The rest. REQUIRES: begin() went well. What stops it is thrown, once all is undone
   // that can be.
   void run(const Look& look);
-  [[nodiscard]] std::size_t done() const;
+  // Bytes that have been copied; of these those that went, and those that came.
+  [[nodiscard]] std::size_t done() const { return gone() + come(); }
+  [[nodiscard]] std::size_t gone() const { return out_ == nullptr ? 0 : out_->done(); }
+  [[nodiscard]] std::size_t come() const { return in_ == nullptr ? 0 : in_->done(); }
   [[nodiscard]] std::size_t total() const;
   // See Arrival.
   Arrival::Waited wait_for(Address address, std::size_t bytes, std::chrono::milliseconds most) {

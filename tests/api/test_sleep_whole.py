@@ -1,0 +1,177 @@
+"""What is said of a model that sleeps in parts, and what is left of one that ends on its way."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_vmm
+from tests.api.sleeping import is_numbered, numbered
+from tests.helpers import MIB, tensor_in
+from torch_vmm import SharedMemoryPool, VirtualMemoryPool
+
+# -- Where it is -------------------------------------------------------------------------------------------------------
+
+
+def test_what_slept_before_stays_where_it_is(model: VirtualMemoryPool, tmp_path: Path) -> None:
+    rest = numbered(model, 1000)
+    with model.tag("a"):
+        first = torch.arange(1, 1001, dtype=torch.int32, device=model.device)
+    with model.tag("b"):
+        second = torch.arange(2, 1002, dtype=torch.int32, device=model.device)
+    model.sleep({"a": "host"})
+    model.sleep({"b": str(tmp_path / "b")})
+    model.sleep("discard")
+    assert model.asleep == {"": "discarded", "a": "host", "b": str(tmp_path / "b")}
+    model.wake()
+    assert is_numbered(first, 1)
+    assert is_numbered(second, 2)
+    assert not rest.any()
+
+
+def test_a_part_in_two_places_says_both(limited: SharedMemoryPool) -> None:
+    model = limited.register_model("m")
+    with model:
+        thrown, shown = (torch_vmm.aligned((size * MIB,), torch.uint8, limited.device) for size in (4, 2))
+    thrown.fill_(1)
+    shown.fill_(2)
+    alias = torch_vmm.alias(shown)
+    model.sleep("discard")
+    del alias
+    assert model.asleep == {"": "discarded"}
+    model.sleep("host")
+    where = model.asleep
+    model.wake()
+    assert not thrown.any()
+    kept = bool(shown.eq(2).all())
+    assert where == {"": "discarded and host" if kept else "discarded"}
+
+
+def test_what_is_not_packed_is_not_said_to_be(model: VirtualMemoryPool) -> None:
+    with model:
+        sealed = torch_vmm.aligned((2 * MIB,), torch.uint8, model.device)
+    sealed.fill_(3)
+    model.seal(sealed)
+    model.sleep()
+    model.wake()
+    model.sleep("host", packed=True)
+    assert model.asleep == {"": "host"}
+
+
+# -- Two parts at once -------------------------------------------------------------------------------------------------
+
+
+def test_two_tags_go_to_one_folder_at_once(model: VirtualMemoryPool, tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir()
+    tensors = []
+    for name in ("a", "b"):
+        with model.tag(name):
+            tensors.append(torch.arange(5, 5 + 20 * MIB, dtype=torch.int32, device=model.device))
+    going = [
+        threading.Thread(target=model.sleep, args=({name: str(folder)},), kwargs={"blocking": True}) for name in "ab"
+    ]
+    for thread in going:
+        thread.start()
+    for thread in going:
+        thread.join()
+    assert sorted(tmp_path.iterdir()) == [folder]
+    assert len(list(folder.iterdir())) == 2
+    model.wake()
+    assert all(is_numbered(tensor, 5) for tensor in tensors)
+    assert list(folder.iterdir()) == []
+
+
+# -- Its end on the way ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", ["host", "file"])
+def test_a_model_that_is_drained_on_its_way_keeps_no_backup(
+    limited: SharedMemoryPool, tmp_path: Path, keep: str
+) -> None:
+    model = limited.register_model("m")
+    tensors = [numbered(model, 2 * MIB) for _ in range(8)]
+
+    def end(done: int, total: int) -> None:
+        if done > 0 and tensors:
+            tensors.clear()
+            limited.unregister_model("m", force=True)
+
+    model.sleep("host" if keep == "host" else str(tmp_path), progress=end)
+    assert limited.global_stats().num_models == 0
+    limited.release_host_backups()
+    assert limited.host_backup_bytes == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_drained_on_its_way_back_keeps_no_memory(limited: SharedMemoryPool) -> None:
+    model = limited.register_model("m")
+    tensors = [numbered(model, 2 * MIB) for _ in range(8)]
+    model.sleep()
+
+    def end(done: int, total: int) -> None:
+        if done > 0 and tensors:
+            tensors.clear()
+            limited.unregister_model("m", force=True)
+
+    model.wake(progress=end)
+    limited.release_host_backups()
+    assert limited.host_backup_bytes == 0
+    everything = tensor_in(limited.register_model("next"), 256 * MIB)
+    del everything
+
+
+# -- Host memory -------------------------------------------------------------------------------------------------------
+
+
+def test_a_lowered_bound_takes_what_awake_models_keep(limited: SharedMemoryPool) -> None:
+    model = limited.register_model("m")
+    with model:
+        sealed = torch_vmm.aligned((16 * MIB,), torch.uint8, limited.device)
+    sealed.fill_(3)
+    model.seal(sealed)
+    model.sleep()
+    model.wake()
+    assert limited.host_backup_bytes >= 16 * MIB
+    limited.host_backup_limit = limited.host_backup_bytes
+    assert limited.host_backup_bytes >= 16 * MIB
+    limited.host_backup_limit = 0
+    assert limited.host_backup_bytes == 0
+    limited.host_backup_limit = None
+    model.sleep()
+    model.wake()
+    assert bool(sealed.eq(3).all())
+
+
+# -- A swap ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_swap_of_more_than_a_models_own_addresses_asks_for_memory(limited: SharedMemoryPool) -> None:
+    into, out, third = (
+        limited.register_model("into", "64MiB"),
+        limited.register_model("out"),
+        limited.register_model("third"),
+    )
+    parts = []
+    for name in "abcd":
+        with into.tag(name):
+            parts.append(torch.empty(50 * MIB, dtype=torch.uint8, device=into.device))
+    into.sleep()
+    held = [tensor_in(third, 100 * MIB)]
+    going = tensor_in(out, 10 * MIB)
+    asked = []
+
+    def give(missing: int, pool: object) -> bool:
+        asked.append(missing)
+        had = bool(held)
+        held.clear()
+        return had
+
+    limited.on_pressure(give)
+    torch_vmm.swap(out=out, into=into)
+    assert len(asked) == 1
+    assert not into.is_asleep
+    del parts, going
