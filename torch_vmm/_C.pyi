@@ -716,7 +716,10 @@ class PlacedMemory:
         """A contiguous tensor from the first byte on, of a device that has a share."""
 
 class TensorRange:
-    """The memory of one tensor: addresses of its own in ``pool``, backed page by page. It ends with its last tensor."""
+    """The memory of one tensor: addresses of its own in ``pool``, backed page by page.
+
+    It ends with its last tensor, whoever has this: all that asks of pages is an InvalidArgumentError then.
+    """
 
     def __init__(self, pool: Pool, what: str, capacity: int, page_size: int | None = None, zeros: bool = False) -> None:
         """``what``: for messages. ``page_size`` ``None``: chunks of up to a 16th of what lies below them.
@@ -736,6 +739,9 @@ class TensorRange:
         """Bytes, rounded up to whole pages."""
     @property
     def page_size(self) -> int: ...
+    @property
+    def has_gone(self) -> bool:
+        """No tensor shows it any more."""
     def commit(self, spans: Sequence[tuple[int, int]], stream: int = 0) -> None:
         """Backs the pages under these (offset, size) that have no memory; all or none. With ``zeros`` it waits.
 
@@ -760,6 +766,7 @@ class TensorRange:
 
 def alias(
     pool: Pool,
+    tensors: Sequence[torch.Tensor],
     pieces: Sequence[tuple[int, int]],
     copies: int,
     read_only: bool,
@@ -768,16 +775,13 @@ def alias(
 ) -> torch.Tensor:
     """A tensor over the chunks under these (address, bytes), in order, ``copies`` times, at addresses of its own.
 
-    ``pool`` shows as shared what is another model's. Explicit pages stay as long as it lives; other memory the caller
-    keeps.
+    ``pool`` shows as shared what is another model's. The memory of ``tensors`` stays as long as it lives, or as a graph
+    that was captured with it.
 
     Raises:
         InvalidArgumentError: no whole chunks, or a closed pool.
         OutOfMemoryError: no such stretch of addresses.
     """
-
-def hold_memory(tensor: torch.Tensor) -> object:
-    """Keeps the memory that a tensor stands on now, also where its storage takes other memory later."""
 
 def share_version(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """What is written in place through one of them counts as such in both, as for a view; autograd notices."""

@@ -21,11 +21,10 @@ from torch_vmm.sizes import Shape, show, to_flag, to_index, to_shape
 
 
 class _Shown:
-    """What an alias's storage keeps: the pool that tells of it, and what it shows."""
+    """What an alias's storage keeps: the pool that tells of it. (Its memory keeps what it shows.)"""
 
-    def __init__(self, pool: VirtualMemoryPool, memory: list[object]) -> None:
+    def __init__(self, pool: VirtualMemoryPool) -> None:
         self.pool = pool
-        self.memory = memory
 
 
 _by_address: weakref.WeakValueDictionary[int, _Shown] = weakref.WeakValueDictionary()
@@ -203,11 +202,10 @@ def _alias(tensors: list[torch.Tensor], copies: int, read_only: bool, shape: tup
     pool = routing.current_pool(DeviceKey(device.type, device.index or 0).torch_device)  # type: ignore[arg-type]
     pieces = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
     with torch.inference_mode(False):  # it outlives one that is on now
-        made = _C.alias(pool._handle, pieces, copies, read_only, shape, tensors[0].dtype)
+        made = _C.alias(pool._handle, tensors, pieces, copies, read_only, shape, tensors[0].dtype)
     if all(tensor.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr() for tensor in tensors):
         _C.share_version(made, tensors[0])
-    # Not their storages, which may take other memory meanwhile: resize_(), share_memory_().
-    shown = _Shown(pool, [_C.hold_memory(tensor) for tensor in tensors])
+    shown = _Shown(pool)
     _by_address[made.data_ptr()] = shown
     hold_while(made, shown)
     return made

@@ -21,8 +21,21 @@ def require_strided(tensor: object, doing: str) -> torch.Tensor:
     Args:
         doing: begins the message.
     Raises:
-        InvalidArgumentError: no tensor, or a nested one or one of another layout, which is made of other tensors.
+        InvalidArgumentError: no tensor, or one that is made of other tensors: a nested one, one of another layout, or
+            one that wraps others (a ``DTensor``).
     """
+    strided = _require_layout(tensor, doing)
+    wraps_others: bool = is_traceable_wrapper_subclass(strided)  # by itself: mypy holds that no tensor does
+    if wraps_others:
+        raise InvalidArgumentError(
+            f"{doing}: a tensor of class {type(strided).__name__} is made of other tensors: give a tensor that is "
+            f"strided and dense, one of those that it wraps for example (a DTensor's to_local())"
+        )
+    return strided
+
+
+def _require_layout(tensor: object, doing: str) -> torch.Tensor:
+    """As :func:`require_strided`, but one that wraps others may do so."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgumentError(f"{doing}: {show(tensor)} is no tensor: give a tensor that is strided and dense")
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -61,9 +74,9 @@ def plain_tensors(tensor: object, doing: str) -> Iterator[torch.Tensor]:
     Args:
         doing: begins the message.
     Raises:
-        InvalidArgumentError: as :func:`require_strided`, of it or of one within.
+        InvalidArgumentError: it, or one within, is no tensor, a nested one or one of another layout.
     """
-    strided: Any = require_strided(tensor, doing)
+    strided: Any = _require_layout(tensor, doing)
     if is_traceable_wrapper_subclass(strided):
         names, _ = strided.__tensor_flatten__()
         for name in names:

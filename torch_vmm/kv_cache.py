@@ -45,8 +45,8 @@ class _Layer:
         # The same, with version counters of their own: new positions are no change of those that attention has saved.
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._room = 0
-        # Shapes and types of the states that came last, of which nothing needs to be looked at again.
-        self._usual: tuple[torch.Size, torch.Size, torch.dtype, torch.dtype] | None = None
+        # Shapes, types and devices of the states that came last, of which nothing needs to be looked at again.
+        self._usual: tuple[object, ...] | None = None
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -71,7 +71,7 @@ class _Layer:
             self._require_states(key_states, value_states)
             if self._length + key_states.shape[2] > self._room or self._whole is None:
                 self._make_room(key_states, value_states)
-            self._usual = (key_states.shape, value_states.shape, key_states.dtype, value_states.dtype)
+            self._usual = _kind(key_states, value_states)
         # Here is where each microsecond counts, and a context that changes nothing costs as much as a view.
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
@@ -98,7 +98,7 @@ class _Layer:
         return (
             type(keys) is torch.Tensor
             and type(values) is torch.Tensor
-            and self._usual == (keys.shape, values.shape, keys.dtype, values.dtype)
+            and self._usual == _kind(keys, values)
             and self._length + keys.shape[2] <= self._room
         )
 
@@ -183,6 +183,15 @@ class _Layer:
                     f"update(): states of {states.dtype}, where the cache has {store.dtype}; convert them, or reset() "
                     f"it for another dtype"
                 )
+            if states.device != store.device:
+                raise InvalidArgumentError(
+                    f"update(): states on {states.device}, where the cache is on {store.device}; move them, or reset() "
+                    f"it for another device"
+                )
+        if keys.device != values.device:
+            raise InvalidArgumentError(
+                f"update(): keys on {keys.device} and values on {values.device}; give both on one device"
+            )
         if keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
             raise InvalidArgumentError(
                 f"update(): keys of shape {tuple(keys.shape)} and values of shape {tuple(values.shape)}, which are "
@@ -320,8 +329,10 @@ class ElasticKVCache(Guarded, guarded=True):
     In the place of ``transformers.DynamicCache``: what attention reads is equal
     to it element by element, but each step writes the new positions only, where
     a concatenation copies all that is there and for a moment holds it twice.
-    Where transformers has been imported before, it is one of its ``Cache``
-    classes too, and ``generate(past_key_values=...)`` takes it.
+    Where transformers (4.54 or newer) has been imported before, it is one of
+    its ``Cache`` classes too, and ``generate(past_key_values=...)`` takes it.
+    With an older one it is not, and a subclass of yours never is: these are
+    for use by hand.
 
     No gradients flow through it. Those of queries over several steps are right,
     as positions that are there do not change; a ``backward()`` after
@@ -374,9 +385,9 @@ class ElasticKVCache(Guarded, guarded=True):
             value_states: their size may be another one.
             layer_idx: which layer.
         Raises:
-            InvalidArgumentError: beyond ``max_length``, of another batch or
-                dtype than what is there, no such states or layer. The cache is
-                as it was.
+            InvalidArgumentError: beyond ``max_length``, of another batch, dtype
+                or device than what is there, no such states or layer. The
+                cache is as it was.
             OutOfMemoryError: the pool has no such memory. The cache is as it
                 was.
         """
@@ -489,6 +500,10 @@ class ElasticKVCache(Guarded, guarded=True):
         return ((layer.keys, layer.values) for layer in self.layers)
 
 
+def _kind(keys: torch.Tensor, values: torch.Tensor) -> tuple[object, ...]:
+    return keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+
+
 def _unchanged(store: ElasticTensor) -> contextlib.AbstractContextManager[None]:
     """For another number of rows: autograd saves views of a store, whose positions stay, and never the store."""
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(store)
@@ -535,10 +550,15 @@ _class_of_transformers: type[ElasticKVCache] | None = None
 
 
 def _of_transformers() -> type[ElasticKVCache]:
-    """The same as a ``transformers.Cache``; made once transformers is there, which nothing here imports."""
+    """The same as a ``transformers.Cache``; made once transformers is there, which nothing here imports. The plain one
+    where it has no caches of layers, before 4.54.
+    """
     global _class_of_transformers
     if _class_of_transformers is None:
-        from transformers.cache_utils import Cache, CacheLayerMixin
+        try:
+            from transformers.cache_utils import Cache, CacheLayerMixin
+        except ImportError:
+            return ElasticKVCache
 
         is_by_removal = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
 

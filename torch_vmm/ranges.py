@@ -95,7 +95,12 @@ class RangeTensor(torch.Tensor):
             )
         # torch swaps a tensor's memory in place, and its address is then that of somebody else's.
         at = self.untyped_storage().data_ptr()
-        if at != backing.handle.base_address or self.storage_offset() != 0 or self.dtype != backing.dtype:
+        if (
+            backing.handle.has_gone
+            or at != backing.handle.base_address
+            or self.storage_offset() != 0
+            or self.dtype != backing.dtype
+        ):
             raise InvalidArgumentError(
                 f"{doing}: the tensor no longer stands on memory of its own, which is at "
                 f"{backing.handle.base_address:#x} and of {backing.dtype}; it shows {self.dtype} at "

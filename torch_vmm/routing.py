@@ -201,8 +201,7 @@ def pool_of(tensor_or_address: torch.Tensor | SupportsIndex) -> VirtualMemoryPoo
         try:
             address = tensor_or_address.untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError) as error:
-            if tensor_or_address.is_nested or tensor_or_address.layout != torch.strided:
-                require_strided(tensor_or_address, "pool_of()")
+            require_strided(tensor_or_address, "pool_of()")  # says what it is made of, if of other tensors
             raise InvalidArgumentError(f"pool_of(): a tensor without a storage is in no one pool: {error}") from error
     else:
         number = to_index(tensor_or_address)

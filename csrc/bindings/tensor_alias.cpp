@@ -14,6 +14,13 @@ namespace vmm::bindings {
 
 namespace {
 
+// An alias and what it shows, for as long as whoever has it: its tensor's memory, and a graph
+// that was captured with it.
+struct Shown {
+  std::vector<HeldMemory> memory;
+  std::unique_ptr<TensorAlias> alias;  // ends first
+};
+
 // Address and bytes; of what is sealed, also whether the tensor's memory ends there.
 using Pieces = std::vector<std::pair<std::uintptr_t, std::size_t>>;
 using Sealed = std::vector<std::tuple<std::uintptr_t, std::size_t, bool>>;
@@ -32,25 +39,26 @@ std::vector<SealedPiece> to_pieces(const Sealed& pieces) {
   return result;
 }
 
-py::object alias(const std::shared_ptr<Pool>& pool, const Pieces& pieces, std::size_t copies, bool read_only,
-                 const std::vector<std::int64_t>& shape, py::handle dtype) {
+py::object alias(const std::shared_ptr<Pool>& pool, const std::vector<py::object>& tensors, const Pieces& pieces,
+                 std::size_t copies, bool read_only, const std::vector<std::int64_t>& shape, py::handle dtype) {
   DeviceMemory& memory = home_of(*pool);
   const std::size_t bytes = tensor_bytes(shape, dtype);
-  std::shared_ptr<TensorAlias> made;
+  const std::shared_ptr<Shown> made = destroyed_without_gil(std::make_unique<Shown>());
+  for (const py::object& tensor : tensors) made->memory.push_back(hold_memory(tensor));
   {
     const GilReleased released;
-    made = destroyed_without_gil(std::make_unique<TensorAlias>(memory, pool, to_pieces(pieces), copies, read_only));
+    made->alias = std::make_unique<TensorAlias>(memory, pool, to_pieces(pieces), copies, read_only);
   }
-  if (bytes > made->size()) throw InvalidRangeError(0, bytes, made->size(), "a tensor beyond the end of its addresses");
-  return make_tensor_of_pages(made->base(), shape, dtype, Runtime::room_of(*pool), made);
+  const TensorAlias& shown = *made->alias;
+  if (bytes > shown.size()) throw InvalidRangeError(0, bytes, shown.size(), "a tensor beyond the end of its addresses");
+  return make_tensor_of_pages(shown.base(), shape, dtype, Runtime::room_of(*pool), made);
 }
 
 }  // namespace
 
 void bind_tensor_alias(py::module_& module) {
-  module.def("alias", &alias, py::arg("pool"), py::arg("pieces"), py::arg("copies"), py::arg("read_only"),
-             py::arg("shape"), py::arg("dtype"));
-  module.def("hold_memory", &hold_memory, py::arg("tensor"));
+  module.def("alias", &alias, py::arg("pool"), py::arg("tensors"), py::arg("pieces"), py::arg("copies"),
+             py::arg("read_only"), py::arg("shape"), py::arg("dtype"));
   module.def("share_version", &share_version, py::arg("tensor"), py::arg("source"));
   module.def(
       "seal", [](const Pool& pool, const Sealed& pieces) { seal_pages(open_home_of(pool), pool, to_pieces(pieces)); },

@@ -108,28 +108,22 @@ void set_storage_bytes(py::handle tensor, std::size_t size) {
 
 namespace {
 
-using HeldMemory = std::shared_ptr<c10::DataPtr>;
-
 void drop(void* held) { delete static_cast<HeldMemory*>(held); }
 
 }  // namespace
 
-py::capsule hold_memory(py::handle tensor) {
+HeldMemory hold_memory(py::handle tensor) {
   if (!THPVariable_Check(tensor.ptr())) throw InvalidArgumentError("hold_memory: give a tensor");
   c10::DataPtr& data = THPVariable_Unpack(tensor.ptr()).storage().unsafeGetStorageImpl()->mutable_data_ptr();
-  const auto in_capsule = std::make_unique<HeldMemory>();
-  if (data.get_deleter() == &drop) {
-    *in_capsule = *static_cast<HeldMemory*>(data.get_context());
-  } else {
-    *in_capsule = std::make_shared<c10::DataPtr>();
-    auto in_storage = std::make_unique<HeldMemory>(*in_capsule);
-    // The address stays what it is throughout: other threads may read it.
-    void* const address = data.get();
-    const c10::Device device = data.device();
-    **in_capsule = std::move(data);
-    data = c10::DataPtr(address, in_storage.release(), &drop, device);
-  }
-  return py::capsule(new HeldMemory(*in_capsule), &drop);
+  if (data.get_deleter() == &drop) return *static_cast<HeldMemory*>(data.get_context());
+  auto held = std::make_shared<c10::DataPtr>();
+  auto in_storage = std::make_unique<HeldMemory>(held);
+  // The address stays what it is throughout: other threads may read it.
+  void* const address = data.get();
+  const c10::Device device = data.device();
+  *held = std::move(data);
+  data = c10::DataPtr(address, in_storage.release(), &drop, device);
+  return held;
 }
 
 void share_version(py::handle tensor, py::handle source) {

@@ -1,6 +1,8 @@
 // torch tensors over memory that is somebody else's.
 #pragma once
 
+#include <c10/core/Allocator.h>
+
 #include <memory>
 #include <vector>
 
@@ -37,10 +39,11 @@ void set_storage_bytes(py::handle tensor, std::size_t size);
 // Runs `work` as torch runs its own functions: a warning of it is Python's, and may be an error.
 void warn_in_python(FunctionRef<void()> work);
 
-// Keeps the memory that `tensor` stands on now, also where its storage takes other memory
-// later, by resize_() or share_memory_(): it is freed when the last of the storage and all
-// such capsules has let go of it.
-[[nodiscard]] py::capsule hold_memory(py::handle tensor);
+// The memory that `tensor` stands on now, also where its storage takes other memory later, by
+// resize_() or share_memory_(): it is freed when the last of the storage and all who hold it
+// like this has let go of it.
+using HeldMemory = std::shared_ptr<c10::DataPtr>;
+[[nodiscard]] HeldMemory hold_memory(py::handle tensor);
 
 // What is written in place through `tensor` or `source` counts in both from now on, as for
 // a tensor and its view, so that autograd notices. Nobody counts what is written to a

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torch_vmm
 from tests.api.rows import ROW, rows
@@ -291,6 +292,24 @@ def test_what_is_made_of_other_tensors_is_refused(
     if kind != "a nested tensor" or tensor.layout == torch.jagged:  # else it has one storage, which is in a pool
         with pytest.raises(torch_vmm.InvalidArgumentError, match=f"{kind} is .* give a tensor that is strided and"):
             torch_vmm.pool_of(tensor)
+
+
+def test_what_wraps_other_tensors_is_refused(device: str) -> None:
+    inner = [rows(device, 4), rows(device, 4)]
+    for wrapping in (TwoTensor(*inner), torch.nn.Parameter(TwoTensor(*inner), requires_grad=False)):
+        for name, act in (
+            (r"sealed\(\)", sealed),
+            ("tensor", alias),
+            (r"tensors\[1\]", lambda each: concat_views([inner[0], each])),
+            (r"seen_from\(\)", lambda each: torch_vmm.seen_from(each, device)),
+            (r"pool_of\(\)", torch_vmm.pool_of),
+            (r"explain\(\)", torch_vmm.debug.explain),
+        ):
+            with pytest.raises(
+                torch_vmm.InvalidArgumentError, match=f"^{name}: a tensor of class TwoTensor is .* that it wraps"
+            ):
+                act(wrapping)
+        assert [sealed(each) for each in inner] == [False, False]
 
 
 def test_made_in_inference_mode_they_work_outside(device: str) -> None:

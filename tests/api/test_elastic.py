@@ -421,6 +421,31 @@ def test_a_module_that_changes_its_dtype_has_plain_memory(device: str) -> None:
     assert (module(torch.ones(2, 4, dtype=torch.float16, device=device)) == 4).all()
 
 
+@pytest.mark.parametrize("how", ["data", "half", "share_memory_"])
+@pytest.mark.parametrize("kind", ["elastic", "sparse"])
+def test_memory_that_a_parameter_has_left_is_free(pool: torch_vmm.VirtualMemoryPool, kind: str, how: str) -> None:
+    if how == "share_memory_" and pool.device.type != "cpu":
+        pytest.skip("on a GPU it does nothing")
+    with pool:
+        if kind == "elastic":
+            made = torch_vmm.elastic((1024, 1024), torch.float32, pool.device, (4096, 1024))
+        else:
+            made = torch_vmm.sparse((1024, 1024), torch.float32, pool.device)
+            made.commit(())
+    module = torch.nn.Linear(1024, 1024, bias=False)
+    module.weight = torch.nn.Parameter(made)
+    del made
+    assert pool.memory_allocated() >= 4 * MIB
+    if how == "half":
+        module.half()
+    else:
+        SWAPS[how](module.weight)
+    assert pool.memory_allocated() == 0
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="no longer stands"):
+        _ = module.weight.page_size if kind == "sparse" else module.weight.reserved_rows
+    pool.close()
+
+
 def test_rows_that_another_function_changed_are_not_given_back(device: str) -> None:
     tensor = torch_vmm.elastic((10, PAGE // 4), torch.float32, device).fill_(1)
     view = tensor[:]

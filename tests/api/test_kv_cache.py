@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import re
 import sys
+import types
 from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_vmm
 from tests.helpers import PAGE, run
 from tests.standin import control
+from torch_vmm import kv_cache
 
 Cache = torch_vmm.ElasticKVCache
 Pool = torch_vmm.VirtualMemoryPool
@@ -336,6 +340,28 @@ def test_states_that_cannot_be_copied_leave_the_cache_as_it_was(device: str) -> 
     assert torch.equal(shown[1], torch.cat([values, values * 9], dim=2))
 
 
+def test_states_of_another_device_are_refused(device: str) -> None:
+    keys, values = states(device, 2)
+    with FakeTensorMode():  # pretends to be of any device
+        elsewhere = states("cpu" if device == "cuda" else "cuda", 2)
+    others = [elsewhere, *([states("cpu", 2)] if device == "cuda" else [])]
+    cache = Cache(100)
+    for theirs in others:
+        there = re.escape(str(theirs[0].device))
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=rf"keys on {keys.device} and values on {there}"):
+            cache.update(keys, theirs[1], 0)
+    assert len(cache) == 0
+    cache.update(keys, values, 0)
+    for theirs in others:
+        there = re.escape(str(theirs[0].device))
+        for given in ((theirs[0], values), (keys, theirs[1]), theirs):
+            with pytest.raises(
+                torch_vmm.InvalidArgumentError, match=rf"states on {there}, where the cache is on {keys.device}"
+            ):
+                cache.update(*given, 0)
+        assert cache.get_seq_length() == 2
+
+
 def test_no_number_of_positions(device: str) -> None:
     cache = Cache(100)
     for layer in range(3):
@@ -454,6 +480,26 @@ def test_it_is_a_cache_of_transformers_where_that_is_there() -> None:
         "True True ElasticKVCache(max_length=8: 1 layers of 0 positions, 0 B)",
         "False False b",
     ]
+
+
+@pytest.mark.parametrize("has_caches", [False, True])
+def test_beside_an_older_transformers_it_is_plain(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_caches: bool
+) -> None:
+    library, utils = types.ModuleType("transformers"), types.ModuleType("transformers.cache_utils")
+    library.__path__ = []  # a package without further modules
+    monkeypatch.setattr(kv_cache, "_class_of_transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    monkeypatch.delitem(sys.modules, "transformers.cache_utils", raising=False)
+    if has_caches:
+        monkeypatch.setattr(utils, "Cache", type("Cache", (), {}), raising=False)
+        monkeypatch.setitem(sys.modules, "transformers.cache_utils", utils)
+    cache = Cache(8, layers=1)
+    assert type(cache) is Cache
+    keys, values = states(device, 3)
+    shown = cache.update(keys, values, 0)
+    assert torch.equal(shown[0], keys)
+    assert torch.equal(shown[1], values)
 
 
 @pytest.mark.parametrize("digits", [19, 5000])  # Python writes no number of more than 4300

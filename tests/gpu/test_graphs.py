@@ -289,6 +289,26 @@ def test_what_a_capture_makes_at_addresses_of_its_own_lives_as_long_as_its_graph
     assert torch.cuda.memory_allocated() == before
 
 
+def test_what_an_alias_shows_lives_as_long_as_the_graph_that_was_captured_with_it() -> None:
+    shown = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")  # a block of torch's, on whole chunks
+    before = torch.cuda.memory_allocated() - 8 * MIB
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = torch_vmm.alias(shown)
+        made.fill_(9)
+    address = shown.data_ptr()
+    del made, shown
+    settle()
+    others = [torch.full((8 * MIB,), 3, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    assert address not in [other.data_ptr() for other in others]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(bool(other.eq(3).all()) for other in others)
+    del graph, others
+    settle()
+    assert torch.cuda.memory_allocated() == before
+
+
 def test_a_graph_replayed_on_other_streams() -> None:
     x = numbers(2)
     graph, out = captured(lambda: chain(x))
