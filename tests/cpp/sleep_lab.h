@@ -22,6 +22,14 @@ namespace fs = std::filesystem;
 
 inline void look_away() {}
 
+// Where a pool sleeps, in words; "" where it is awake.
+inline std::string where(const Pool& pool) {
+  const AsleepWhere found = pool.asleep_where();
+  std::string words;
+  for (const std::string& place : found.contents) words += (words.empty() ? "" : " and ") + place;
+  return found.contents.empty() ? found.memory : words;
+}
+
 class Sleep : public ::testing::Test {
  protected:
   ~Sleep() override {
@@ -100,7 +108,7 @@ class Sleep : public ::testing::Test {
     expect_as_before();
     places.push_back(file().front());
     sleep(pool, places);
-    EXPECT_EQ(pool->asleep_where(), (folder_ / "model").string()) << "the next place named";
+    EXPECT_EQ(where(*pool), (folder_ / "model").string()) << "the next place named";
     wake(pool);
   }
 

@@ -39,7 +39,7 @@ TEST_F(SleepPacked, WhatItHoldsIsThereAgainAndTakesLess) {
   EXPECT_EQ(host_bytes(), 3 * PinnedMemory::kSlabBytes) << "for 77 MiB";
   wake(pool);
   sleep(pool, packed());
-  EXPECT_EQ(pool->asleep_where(), "host, packed");
+  EXPECT_EQ(where(*pool), "host, packed");
   EXPECT_EQ(host_bytes(), 2 * PinnedMemory::kSlabBytes);
   EXPECT_EQ(pool->physical_bytes(), 0U);
   wake(pool);
@@ -149,7 +149,7 @@ TEST_F(SleepPacked, SealedMemoryIsPackedOnce) {
     expect_weights(live);
   }
   sleep(pool, host());
-  EXPECT_EQ(tagged->asleep_where(), "host") << "where what had to go would have gone";
+  EXPECT_EQ(where(*tagged), "host") << "where what had to go would have gone";
   wake(pool);
   expect_weights(live);
   unseal_pages(lab_.memory(), *pool, pieces(live));
@@ -164,8 +164,8 @@ TEST_F(SleepPacked, TagsAndAFormerHalfStandEachWhereItWent) {
       std::make_unique<Departure>(sleeper_, std::vector<PartToSleep>{{tagged, packed()}, {pool, host()}}, false),
       nullptr);
   go(out);
-  EXPECT_EQ(tagged->asleep_where(), "host, packed");
-  EXPECT_EQ(pool->asleep_where(), "host");
+  EXPECT_EQ(where(*tagged), "host, packed");
+  EXPECT_EQ(where(*pool), "host");
   Transfer back(nullptr, std::make_unique<Arrival>(sleeper_, PoolList{tagged}, Arrival::Memory::collected));
   go(back);
   expect_weights(of_tag);

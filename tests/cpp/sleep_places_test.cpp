@@ -146,15 +146,15 @@ TEST_F(SleepPlaces, ATagGoesBackToTheFileThatItsModelIsIn) {
     cache_comes();
     expect_whole(of_cache);
     cache_goes();
-    EXPECT_EQ(model->asleep_where(), path);
-    EXPECT_EQ(cache->asleep_where(), path + ".2");
+    EXPECT_EQ(where(*model), path);
+    EXPECT_EQ(where(*cache), path + ".2");
   }
   wake(model);
   expect_whole(live);
   expect_whole(of_cache);
   EXPECT_TRUE(fs::is_empty(folder_));
   cache_goes();
-  EXPECT_EQ(cache->asleep_where(), path) << "nothing else is there any more";
+  EXPECT_EQ(where(*cache), path) << "nothing else is there any more";
 }
 
 // Wherever a sleep is stopped, by Ctrl-C, what was to be thrown away is there still.

@@ -348,13 +348,13 @@ TEST_F(Sleep, OnItsWayItSaysWhereTo) {
   const auto pool = lab_.pool("a");
   fill(*pool);
   std::set<std::string> said;
-  const Look look = [&] { said.insert(pool->asleep_where()); };
+  const Look look = [&] { said.insert(where(*pool)); };
   go(*going({pool}, host()), look);
   EXPECT_EQ(said, std::set<std::string>{"host"});
   said.clear();
   go(*coming(pool), look);
   EXPECT_EQ(said, std::set<std::string>{"host"});
-  EXPECT_EQ(pool->asleep_where(), "");
+  EXPECT_EQ(where(*pool), "");
 }
 
 // Of a model that sleeps in part a tag may be new, or anew; of one that sleeps whole none.
