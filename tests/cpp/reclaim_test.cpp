@@ -293,8 +293,11 @@ TEST_F(Reclaim, AFloorHoldsOnTheLastRungToo) {
   lab_.leave_idle(*b, 32 * kMiB);
   lab_.allocate(*asker, 6 * kMiB);  // melts one chunk of 8 MiB
   EXPECT_EQ(bytes(b), 24 * kMiB);
+  lab_.allocate(*asker, 4 * kMiB);  // one that lies half beneath the floor, of which that half stays reserved
+  EXPECT_EQ(bytes(b), 16 * kMiB);
   EXPECT_THROW(lab_.allocate(*asker, 4 * kMiB), OutOfMemoryError);
-  EXPECT_EQ(bytes(b), 24 * kMiB);
+  EXPECT_EQ(bytes(b), 16 * kMiB);
+  lab_.allocate(*b, 16 * kMiB);  // in pages of 8
 }
 
 // ----------------------------------------------------- hand-over without waits

@@ -149,7 +149,7 @@ TEST_F(SleepPacked, SealedMemoryIsPackedOnce) {
     expect_weights(live);
   }
   sleep(pool, host());
-  EXPECT_EQ(where(*tagged), "host") << "where what had to go would have gone";
+  EXPECT_EQ(where(*tagged), "host, packed") << "nothing of it had to go anew";
   wake(pool);
   expect_weights(live);
   unseal_pages(lab_.memory(), *pool, pieces(live));
