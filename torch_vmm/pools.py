@@ -401,9 +401,9 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
 
         Args:
             before: called before it goes, by the thread that calls
-                :meth:`sleep`; another thread's waits meanwhile. What it raises
-                keeps the model awake: later ones are not called, and those
-                before it get their ``after``.
+                :meth:`sleep`; another thread's is refused meanwhile. What it
+                raises keeps the model awake: later ones are not called, and
+                those before it get their ``after``.
             after: called when all of it is back, also where it was stopped
                 before it slept.
         Raises:

@@ -500,7 +500,7 @@ class Remaps:
 
     Whether they are to be called is decided in turns, which a thread has until the memory has begun to go: else another
     would take away what they have just been told is back, or call all of them once more. A sleep within one of another
-    pool does not wait for its turn, so no two threads wait for each other. That the memory is back is told outside of
+    pool does not wait for its turn, nor does anybody while they are called. That the memory is back is told outside of
     it, and a sleep meanwhile is refused: the program's thread may have a lock that such a function waits for.
     """
 
@@ -536,15 +536,18 @@ class Remaps:
         begins meanwhile.
 
         Raises:
-            VmmError: this thread is telling them, another tells them that it is back, or has the turn while this one
-                has one of another pool.
+            VmmError: a thread is telling them, that it goes or that it is back, or has the turn while this one has one
+                of another pool.
         """
         thread = threading.get_ident()
         if self._caller == thread:
             raise VmmError("a function that on_remap() was given puts its own model to sleep: it is on its way already")
         on_its_way = VmmError(f"model {pool.name!r} is on its way to sleep or back: wait() for that first")
-        if not self._turn.acquire(blocking=thread not in _with_turn):
-            raise on_its_way
+        while not self._turn.acquire(blocking=False):
+            # The function that it is in may want what this thread has; where it is in none it only begins.
+            if self._caller is not None or thread in _with_turn:
+                raise on_its_way
+            time.sleep(0.001)
         _with_turn.append(thread)
         try:
             if any(other != thread for other in self._returning):

@@ -61,6 +61,26 @@ def test_what_is_not_packed_is_not_said_to_be(model: VirtualMemoryPool) -> None:
     assert model.asleep == {"": "host"}
 
 
+def test_what_goes_again_has_a_file_of_its_own_and_says_so(limited: SharedMemoryPool, tmp_path: Path) -> None:
+    model = limited.register_model("m")
+    tensors = []
+    for name in ("a", "b"):
+        with model.tag(name):
+            tensors.append(torch_vmm.aligned((2 * MIB,), torch.uint8, limited.device).fill_(len(tensors) + 1))
+            torch.ones(4, device=limited.device)
+    aliases = [torch_vmm.alias(tensor) for tensor in tensors]
+    model.sleep("host")
+    del aliases
+    file = str(tmp_path / "f")
+    said: list[dict[str, str]] = []
+    model.sleep({"a": [file], "b": [file, "host"]}, progress=lambda done, total: said.append(model.asleep))
+    assert model.asleep == {"a": file, "b": f"{file}.2"}
+    assert said[0] == model.asleep
+    model.wake()
+    assert [int(tensor[0]) for tensor in tensors] == [1, 2]
+    assert all(bool(tensor.eq(tensor[0]).all()) for tensor in tensors)
+
+
 # -- Two parts at once -------------------------------------------------------------------------------------------------
 
 

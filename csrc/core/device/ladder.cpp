@@ -354,6 +354,7 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
   // What wakes wants chunks of certain sizes, and makes them itself; and so does what a graph
   // uses, or a pool that nothing is split in: they take none that is there.
   const bool creates = !asker.is_asleep() && !asker.takes_fresh_only();
+  const std::size_t room = asker.budget().headroom();  // is there, and nobody gives it
   std::size_t in_use = 0;
   for (int round = 0; round < kMostRounds; ++round) {
     const Budget* const refused = climb.shortage.refused;
@@ -368,9 +369,9 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
         const std::size_t page = asker.page_size();
         // A small block needs a whole slab, whatever the page.
         const std::size_t most = align_up(std::max(climb.bytes, lacks.bytes), page) + page;
-        const std::size_t room = asker.budget().headroom();  // that was there, and nobody gave
         in_use = melt(asker, lacks.refused, creates ? lacks.bytes : 0, most, grant);
-        step->bytes = grant.bytes() - std::min(room, grant.bytes());
+        const std::size_t given = lacks.refused == nullptr ? grant.chunks.bytes() : grant.bytes();
+        step->bytes = given - std::min(given, lacks.refused == nullptr ? 0 : room);
       }
       if (climb.try_again(&grant) || climb.shortage.is_sealed) return;
     }

@@ -147,16 +147,18 @@ bool Pool::read_kept(Address address, std::size_t size, std::byte* to) {
   return true;
 }
 
-void Pool::note_place(const std::string& place) {
+void Pool::note_place(const std::string& place, bool falls_asleep) {
   const MutexLock lock(mutex_);
-  if (asleep_ != nullptr) asleep_->place = place;
+  if (asleep_ == nullptr) return;
+  asleep_->going_to = place;
+  if (falls_asleep) asleep_->place = place;
 }
 
 std::set<std::string> Pool::places_of_backups() const {
   const MutexLock lock(mutex_);
   if (asleep_ == nullptr) return {};
   std::set<std::string> places = asleep_->kept.places();
-  if (asleep_->is_busy) places.insert(asleep_->place);
+  if (asleep_->is_going) places.insert(asleep_->going_to);
   return places;
 }
 
@@ -168,11 +170,11 @@ void Pool::forget_names_of_backups() const noexcept {
 AsleepWhere Pool::asleep_where() const {
   const MutexLock lock(mutex_);
   if (asleep_ == nullptr) return {};
-  if (asleep_->is_busy) return {{asleep_->place}, ""};  // all of it may still be here
   // What went at other times may be elsewhere, and of what was thrown away there is no backup.
   AsleepWhere where{asleep_->kept.places(), ""};
   if (asleep_->is_discarded) where.contents.insert("discarded");
-  if (!asleep_->gone.empty()) where.memory = asleep_->place;
+  if (asleep_->is_going && !asleep_->going_to.empty()) where.contents.insert(asleep_->going_to);
+  if (asleep_->is_busy || !asleep_->gone.empty()) where.memory = asleep_->place;  // all of it may still be here
   return where;
 }
 

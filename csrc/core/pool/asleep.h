@@ -60,7 +60,8 @@ struct Asleep {
   bool is_busy = true;                       // a transfer is on its way
   bool is_going = false;                     // to sleep: what is mapped still goes too
   bool is_discarded = false;                 // contents are gone for good: what comes back is zero, or poison
-  std::string place;                         // of what is kept, in words
+  std::string place;                         // where what it had went when it fell asleep, in words
+  std::string going_to;                      // while it is going: where what still goes does
   std::map<std::size_t, PlaceOfChunk> gone;  // by offset; where there is memory: none
   std::map<std::size_t, Chunk*> collected;   // to stand there, and not mapped yet
   KeptRanges kept;                           // of what has gone, and of what comes, until all is there

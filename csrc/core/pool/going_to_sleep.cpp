@@ -55,6 +55,7 @@ void Pool::begin_transfer_locked() {
     throw VmmError("model '" + model().name() + "' is on its way to sleep or back: wait() for that first");
   }
   asleep_->is_busy = true;
+  asleep_->going_to.clear();
 }
 
 void Pool::end_transfer() {

@@ -186,8 +186,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void require_taking() const VMM_EXCLUDES(mutex_);
   // AsleepError where any of [address, address + bytes) has no memory because it sleeps.
   void require_there(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
-  // Where its contents are, in words.
-  void note_place(const std::string& place) VMM_EXCLUDES(mutex_);
+  // Where what goes now will be, in words. `falls_asleep`: all of it was awake before.
+  void note_place(const std::string& place, bool falls_asleep) VMM_EXCLUDES(mutex_);
   // Copies what is kept of [address, address + size) to plain memory; false: not all of it is.
   bool read_kept(Address address, std::size_t size, std::byte* to) VMM_EXCLUDES(mutex_);
   // Of the backups that contents of it are in, or, while it is on its way, go to.

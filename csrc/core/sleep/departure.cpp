@@ -142,11 +142,13 @@ void Departure::make_backups() {
     if (parts_[piece.part].places.front().kind != Place::Kind::discard) total += piece.bytes;
   }
   total_.store(total, std::memory_order_relaxed);
-  // What sleeps already is where it is.
-  const auto note = [this](const PartToSleep& part, const std::string& place) {
-    if (std::find(awake_.begin(), awake_.end(), part.pool) != awake_.end()) part.pool->note_place(place);
+  // What sleeps already is where it is, but for what of it goes now.
+  const auto note = [&](std::size_t lot, const std::string& place) {
+    const std::shared_ptr<Pool>& pool = parts_[lot / 2].pool;
+    const bool was_awake = std::find(awake_.begin(), awake_.end(), pool) != awake_.end();
+    if (was_awake || !contents[lot].empty()) pool->note_place(place, was_awake);
   };
-  for (const PartToSleep& part : parts_) note(part, in_words(part.places.front()));
+  for (std::size_t lot = 0; lot < contents.size(); ++lot) note(lot, in_words(parts_[lot / 2].places.front()));
   const std::size_t lots = contents.size();
   std::vector<bool> has_one(lots);
   for (std::size_t first = 0; first < lots; ++first) {
@@ -172,14 +174,14 @@ void Departure::make_backups() {
       places = places_beside_others(first / 2);
       if (places.front().kind != Place::Kind::file) return;
       for (std::size_t lot = first; lot < lots; ++lot) {
-        if (is_with_it(lot)) note(parts_[lot / 2], places.front().path);
+        if (is_with_it(lot)) note(lot, places.front().path);
       }
     });
     const std::shared_ptr<Backup> backup = sleeper_.make_backup(places, all, of_first.pool->group());
     for (std::size_t lot = first; lot < lots; ++lot) {
       if (!is_with_it(lot)) continue;
       backups_[lot] = backup;
-      note(parts_[lot / 2], backup == nullptr ? "discarded" : backup->place());
+      note(lot, backup == nullptr ? "discarded" : backup->place());
     }
   }
   const auto thrown_away = std::stable_partition(pieces_.begin(), pieces_.end(), [this](const Piece& piece) {
