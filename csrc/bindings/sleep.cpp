@@ -164,11 +164,7 @@ std::map<std::string, std::string> asleep(const Pool& pool) {
     if (!where.contents.empty()) contents[member->tag()].insert(where.contents.begin(), where.contents.end());
     if (!where.memory.empty()) found[member->tag()] = where.memory;
   }
-  for (const auto& [tag, places] : contents) {
-    std::string& named = found[tag];
-    named.clear();
-    for (const std::string& place : places) named += (named.empty() ? "" : " and ") + place;
-  }
+  for (const auto& [tag, places] : contents) found[tag] = in_words(places);
   if (!found.empty()) return found;
   for (const PoolPtr& member : home_of(pool).family(pool)) {
     if (member->is_asleep()) found[member->tag()] = "nothing";

@@ -59,6 +59,13 @@ const char* AddressBook::check_run(Address address, std::size_t size) const {
   return nullptr;
 }
 
+AddressBook::Mappings::const_iterator AddressBook::mapping_at(Address address) const {
+  const auto next = mappings_.upper_bound(address);
+  if (next == mappings_.begin()) return mappings_.end();
+  const auto before = std::prev(next);
+  return address - before->first < before->second.size ? before : mappings_.end();
+}
+
 AddressBook::Mappings AddressBook::take_run(Address address, std::size_t size) {
   Mappings run;
   for (auto mapping = run_begin(address); mapping != mappings_.end() && mapping->first < address + size;) {

@@ -55,6 +55,8 @@ class AddressBook {
   void put_back(Mappings&& run) { mappings_.merge(run); }
 
   [[nodiscard]] const Mappings& mappings() const { return mappings_; }
+  // The one that `address` lies in, or the end of mappings().
+  [[nodiscard]] Mappings::const_iterator mapping_at(Address address) const;
   [[nodiscard]] const std::map<Address, std::size_t>& reservations() const { return reservations_; }
 
   // Free stretches of a reservation that begin or end where [address, address + size)

@@ -170,13 +170,9 @@ std::size_t CudaDriver::one_piece(Address address, std::size_t size) const {
   if (host_accessible_.load(std::memory_order_relaxed) == 0) return size;
   const MutexLock lock(mutex_);
   const auto& mappings = book_.mappings();
-  auto next = mappings.upper_bound(address);
-  bool kind = false;
-  if (next != mappings.begin()) {
-    const auto& [at, mapping] = *std::prev(next);
-    kind = address - at < mapping.size && mapping.access() != Access::none;
-  }
-  for (; next != mappings.end() && next->first - address < size; ++next) {
+  const auto here = book_.mapping_at(address);
+  const bool kind = here != mappings.end() && here->second.access() != Access::none;
+  for (auto next = mappings.upper_bound(address); next != mappings.end() && next->first - address < size; ++next) {
     if ((next->second.access() != Access::none) != kind) return next->first - address;
   }
   return size;

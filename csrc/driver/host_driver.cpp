@@ -432,12 +432,9 @@ Status HostDriver::unpin_host(Address address) {
 
 std::optional<HostDriver::Stretch> HostDriver::stretch_at(Address address) const {
   const MutexLock lock(mutex_);
-  const AddressBook::Mappings& mappings = book_.mappings();
-  auto mapping = mappings.upper_bound(address);
-  if (mapping == mappings.begin()) return std::nullopt;
-  --mapping;
+  const auto mapping = book_.mapping_at(address);
+  if (mapping == book_.mappings().end()) return std::nullopt;
   const std::size_t inside = address - mapping->first;
-  if (inside >= mapping->second.size) return std::nullopt;
   const auto chunk = chunks_.find(mapping->second.chunk);
   if (chunk == chunks_.end()) return std::nullopt;
   return Stretch{chunk->second.fd, chunk->second.offset + inside, mapping->second.size - inside};

@@ -140,20 +140,23 @@ def refused_and_helped(device: str, shared: Shared, model: Pool, size: int) -> i
     return more
 
 
-def test_what_floors_claim_beyond_the_limit_is_missing_too(device: str, make_shared: Callable[..., Shared]) -> None:
-    shared = make_shared("64MiB")
-    a, b, c = (shared.register_model(name) for name in "abc")
-    held = [tensor_in(a, 9 * MIB) for _ in range(6)]
-    b.floor = 16 * MIB
-    assert refused_and_helped(device, shared, c, 4 * MIB) == 10 * MIB
-    del held
-
-
-def test_ones_own_floor_claims_nothing_new(device: str, make_shared: Callable[..., Shared]) -> None:
+def full_beside_a_floor(make_shared: Callable[..., Shared]) -> tuple[Shared, Pool, list[torch.Tensor]]:
+    """Of a limit of 64 MiB: one model's tensors of 54, and another model with a floor of 16."""
     shared = make_shared("64MiB")
     a, b = (shared.register_model(name) for name in "ab")
     held = [tensor_in(a, 9 * MIB) for _ in range(6)]
     b.floor = 16 * MIB
+    return shared, b, held
+
+
+def test_what_floors_claim_beyond_the_limit_is_missing_too(device: str, make_shared: Callable[..., Shared]) -> None:
+    shared, _, held = full_beside_a_floor(make_shared)
+    assert refused_and_helped(device, shared, shared.register_model("c"), 4 * MIB) == 10 * MIB
+    del held
+
+
+def test_ones_own_floor_claims_nothing_new(device: str, make_shared: Callable[..., Shared]) -> None:
+    shared, b, held = full_beside_a_floor(make_shared)
     assert refused_and_helped(device, shared, b, 12 * MIB) == 2 * MIB
     del held
 
@@ -162,7 +165,8 @@ def test_what_other_parts_of_the_model_have_idle_is_there(device: str, make_shar
     shared = make_shared("100MiB")
     model = shared.register_model("m")
     with model.tag("t"):
-        part = tensor_in(model, 60 * MIB)
+        part = torch.empty(60 * MIB, dtype=torch.uint8, device=device)
+    assert model.tags == {"t": 60 * MIB}
     del part
     with pytest.raises(torch.OutOfMemoryError):
         tensor_in(model, 120 * MIB)

@@ -239,8 +239,7 @@ def test_a_terminal_that_goes_ends_no_wait(model: VirtualMemoryPool, monkeypatch
     tensor = numbered(model, 10 * MIB)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    told: list[str] = []
-    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    told = told_by(model)
 
     def write(text: str) -> int:
         raise OSError("the terminal has gone")
@@ -264,8 +263,7 @@ def test_a_model_that_was_unregistered_asleep_tells_when_it_is_back(
     tensor = numbered(model, 1000)
     other = limited.register_model("other")
     lost = numbered(other, 1000)
-    told: list[str] = []
-    other.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    told = told_by(other)
     other.sleep()
     limited.unregister_model("other", force=True)
     del other
@@ -316,8 +314,7 @@ def test_what_stops_one_is_logged_where_the_wait_was_interrupted(
 
 def test_whoever_knows_the_memory_is_told(model: VirtualMemoryPool) -> None:
     numbered(model, 1000)
-    told: list[str] = []
-    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    told = told_by(model)
     model.sleep()
     assert told == ["goes"]
     model.sleep()
@@ -402,8 +399,7 @@ def test_where_one_of_them_refuses_those_before_it_are_told(model: VirtualMemory
 
 
 def test_they_are_told_whoever_holds_the_models_object(shared: torch_vmm.SharedMemoryPool, device: str) -> None:
-    told: list[str] = []
-    shared.register_model("a").on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    told = told_by(shared.register_model("a"))
     torch_vmm.current_pool(device).on_remap(lambda: told.append("default goes"))
     tensor = numbered(shared["a"], 1000)
     gc.collect()
@@ -417,6 +413,13 @@ def test_they_are_told_whoever_holds_the_models_object(shared: torch_vmm.SharedM
     shared.unregister_model("a")
     shared.register_model("a").sleep()
     assert told == ["goes", "is back"]  # another model
+
+
+def told_by(pool: VirtualMemoryPool) -> list[str]:
+    """What its functions for remaps are told from now on, in order."""
+    told: list[str] = []
+    pool.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    return told
 
 
 def tagged(model: VirtualMemoryPool, *tags: str) -> list[torch.Tensor]:
@@ -461,8 +464,7 @@ def test_what_goes_while_the_rest_comes_back_is_told_of(
     model: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = tagged(model, "a", "w")
-    told: list[str] = []
-    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    told = told_by(model)
     model.sleep({"a": "host"})
     begin = Held(_C.sleep)
     with monkeypatch.context() as within:
@@ -487,8 +489,7 @@ def test_what_was_stopped_while_the_rest_came_back_is_told_of(
     model: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = tagged(model, "a", "w")
-    told: list[str] = []
-    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    told = told_by(model)
     model.sleep({"a": "host"})
 
     def refuse(*_: object) -> None:
@@ -629,8 +630,7 @@ def test_on_its_way_it_says_where_to(model: VirtualMemoryPool) -> None:
 
 def test_where_nothing_goes_nobody_is_told(model: VirtualMemoryPool) -> None:
     tensor = numbered(model, 1000)
-    told: list[str] = []
-    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    told = told_by(model)
     assert model.sleep({}).progress == (0, 0)
     assert told == []
     assert is_numbered(tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,29 @@ import torch_vmm
 from tests.api.sleeping import is_numbered, numbered
 from tests.helpers import MIB, tensor_in
 from torch_vmm import SharedMemoryPool, VirtualMemoryPool
+
+
+def sealed_and_awake_again(model: VirtualMemoryPool, size: int) -> torch.Tensor:
+    """Bytes of 3 that are in host memory too, in case it sleeps again."""
+    with model:
+        sealed = torch_vmm.aligned((size,), torch.uint8, model.device)
+    sealed.fill_(3)
+    model.seal(sealed)
+    model.sleep()
+    model.wake()
+    return sealed
+
+
+def ends(shared: SharedMemoryPool, tensors: list[torch.Tensor]) -> Callable[[int, int], None]:
+    """For progress=: model 'm' has no tensors any more and is unregistered, once something has moved."""
+
+    def end(done: int, total: int) -> None:
+        if done > 0 and tensors:
+            tensors.clear()
+            shared.unregister_model("m", force=True)
+
+    return end
+
 
 # -- Where it is -------------------------------------------------------------------------------------------------------
 
@@ -46,19 +70,15 @@ def test_a_part_in_two_places_says_both(limited: SharedMemoryPool) -> None:
     where = model.asleep
     model.wake()
     assert not thrown.any()
-    kept = bool(shown.eq(2).all())
-    assert where == {"": "discarded and host" if kept else "discarded"}
+    assert bool(shown.eq(2).all())
+    assert where == {"": "discarded and host"}
 
 
 def test_what_is_not_packed_is_not_said_to_be(model: VirtualMemoryPool) -> None:
-    with model:
-        sealed = torch_vmm.aligned((2 * MIB,), torch.uint8, model.device)
-    sealed.fill_(3)
-    model.seal(sealed)
-    model.sleep()
-    model.wake()
+    sealed = sealed_and_awake_again(model, 2 * MIB)
     model.sleep("host", packed=True)
     assert model.asleep == {"": "host"}
+    del sealed
 
 
 def test_what_goes_again_has_a_file_of_its_own_and_says_so(limited: SharedMemoryPool, tmp_path: Path) -> None:
@@ -114,13 +134,7 @@ def test_a_model_that_is_drained_on_its_way_keeps_no_backup(
 ) -> None:
     model = limited.register_model("m")
     tensors = [numbered(model, 2 * MIB) for _ in range(8)]
-
-    def end(done: int, total: int) -> None:
-        if done > 0 and tensors:
-            tensors.clear()
-            limited.unregister_model("m", force=True)
-
-    model.sleep("host" if keep == "host" else str(tmp_path), progress=end)
+    model.sleep("host" if keep == "host" else str(tmp_path), progress=ends(limited, tensors))
     assert limited.global_stats().num_models == 0
     limited.release_host_backups()
     assert limited.host_backup_bytes == 0
@@ -131,13 +145,7 @@ def test_a_model_that_is_drained_on_its_way_back_keeps_no_memory(limited: Shared
     model = limited.register_model("m")
     tensors = [numbered(model, 2 * MIB) for _ in range(8)]
     model.sleep()
-
-    def end(done: int, total: int) -> None:
-        if done > 0 and tensors:
-            tensors.clear()
-            limited.unregister_model("m", force=True)
-
-    model.wake(progress=end)
+    model.wake(progress=ends(limited, tensors))
     limited.release_host_backups()
     assert limited.host_backup_bytes == 0
     everything = tensor_in(limited.register_model("next"), 256 * MIB)
@@ -149,12 +157,7 @@ def test_a_model_that_is_drained_on_its_way_back_keeps_no_memory(limited: Shared
 
 def test_a_lowered_bound_takes_what_awake_models_keep(limited: SharedMemoryPool) -> None:
     model = limited.register_model("m")
-    with model:
-        sealed = torch_vmm.aligned((16 * MIB,), torch.uint8, limited.device)
-    sealed.fill_(3)
-    model.seal(sealed)
-    model.sleep()
-    model.wake()
+    sealed = sealed_and_awake_again(model, 16 * MIB)
     assert limited.host_backup_bytes >= 16 * MIB
     limited.host_backup_limit = limited.host_backup_bytes
     assert limited.host_backup_bytes >= 16 * MIB

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 import torch_vmm
 from tests.api.sleeping import is_numbered, numbered
-from tests.helpers import MIB, tensor_in
+from tests.helpers import MIB
 from torch_vmm import SharedMemoryPool
 
 
@@ -126,9 +127,10 @@ def test_room_that_the_parts_of_another_model_have_counts_together(limited: Shar
     coming = numbered(into, 40 * MIB)  # 160 MiB
     into.sleep(release=True)
     with third.tag("little"):
-        little = tensor_in(third, 10 * MIB)
+        little = torch.empty(10 * MIB, dtype=torch.uint8, device=third.device)
     with third.tag("much"):
-        much = tensor_in(third, 120 * MIB)
+        much = torch.empty(120 * MIB, dtype=torch.uint8, device=third.device)
+    assert third.tags == {"little": 10 * MIB, "much": 120 * MIB}
     del little, much
     going = numbered(out, 10 * MIB, 1)  # 40 MiB
     torch_vmm.swap(out=out, into=into)

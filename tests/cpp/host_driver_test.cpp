@@ -22,18 +22,12 @@
 #include "base/errors.h"
 #include "cpp/host_driver_lab.h"
 #include "driver/host_memory.h"
+#include "support/resident_bytes.h"
 
 namespace vmm {
 namespace {
 
-// Bytes of memory that this process has.
-std::size_t resident() {
-  std::ifstream statm("/proc/self/statm");
-  std::size_t pages = 0;
-  std::size_t in_memory = 0;
-  statm >> pages >> in_memory;
-  return in_memory * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-}
+using testing::resident_bytes;
 
 // The kernel's mappings of the file that all chunks share.
 std::size_t chunk_mappings() {
@@ -251,20 +245,20 @@ TEST_F(HostDriverTest, ReleasedMemoryGoesBackToTheSystem) {
   ASSERT_TRUE(driver_.create({size, kDevice, false}, &chunk).ok());
   ASSERT_TRUE(driver_.map(at, size, chunk).ok());
   ASSERT_TRUE(driver_.set_access(at, size, kDevice, Access::read_write).ok());
-  const std::size_t before = resident();
+  const std::size_t before = resident_bytes();
   ASSERT_TRUE(driver_.fill_async(0, at, 1, size, nullptr).ok());
-  EXPECT_GT(resident(), before + size / 2);
+  EXPECT_GT(resident_bytes(), before + size / 2);
   ASSERT_TRUE(driver_.unmap(at, size).ok());
   ASSERT_TRUE(driver_.release(chunk).ok());
-  EXPECT_LT(resident(), before + size / 2);
+  EXPECT_LT(resident_bytes(), before + size / 2);
 }
 
 TEST_F(HostDriverTest, ZeroingTouchesNoPageThatNobodyTouched) {
   const std::size_t size = 32 * kPage;
   const Address at = map_chunks(32);
-  const std::size_t before = resident();
+  const std::size_t before = resident_bytes();
   ASSERT_TRUE(driver_.fill_async(0, at, 0, size, nullptr).ok());
-  EXPECT_LT(resident(), before + size / 16);
+  EXPECT_LT(resident_bytes(), before + size / 16);
 }
 
 // Beside a plain array, over chunks whose places in the file are in no order, one of them

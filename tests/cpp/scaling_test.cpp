@@ -1,9 +1,7 @@
 // What one of many models costs: who is looked at, not how long it takes. To look
 // at a pool is to lock it, and its lock counts.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -12,6 +10,7 @@
 #include "core/faces/shared_memory_pool.h"
 #include "core/faces/tensor_range.h"
 #include "cpp/lab.h"
+#include "support/resident_bytes.h"
 
 namespace vmm::testing {
 namespace {
@@ -215,14 +214,6 @@ TEST_F(Scaling, InactiveSplitIsWorkedOutAnewWhenSomethingHasChanged) {
 }
 
 // -- Memory of our own
-
-std::size_t resident_bytes() {
-  std::ifstream statm("/proc/self/statm");
-  std::size_t all = 0;
-  std::size_t resident = 0;
-  statm >> all >> resident;
-  return resident * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-}
 
 TEST(OwnMemory, AMillionSmallBlocksTakeAtMost48BytesEachAndLeaveATenth) {
 #ifdef VMM_SANITIZED

@@ -25,9 +25,7 @@ inline void look_away() {}
 // Where a pool sleeps, in words; "" where it is awake.
 inline std::string where(const Pool& pool) {
   const AsleepWhere found = pool.asleep_where();
-  std::string words;
-  for (const std::string& place : found.contents) words += (words.empty() ? "" : " and ") + place;
-  return found.contents.empty() ? found.memory : words;
+  return found.contents.empty() ? found.memory : in_words(found.contents);
 }
 
 class Sleep : public ::testing::Test {

@@ -219,18 +219,10 @@ std::size_t BackedSpace::shelve(const IdleChunk& idle) {
 std::size_t BackedSpace::shelve_largest(IdleChunks idle, std::size_t want, const Budget* beneath) {
   std::size_t moved = 0;
   const auto above = [&] { return beneath == nullptr ? kUnlimited : budget_.above_floors(*beneath); };
-  std::vector<IdleChunk> too_large;  // the smallest last
   while (moved < want) {
-    const std::optional<IdleChunk> largest = idle.take_largest();
-    if (!largest.has_value()) break;
-    if (above() >= largest->chunk->size) {
-      moved += shelve(*largest);
-    } else {
-      too_large.push_back(*largest);
-    }
-  }
-  for (; moved < want && !too_large.empty(); too_large.pop_back()) {
-    if (above() >= std::min(too_large.back().chunk->size, want - moved)) moved += shelve(too_large.back());
+    const std::optional<IdleChunk> next = idle.take_nearest(above());
+    if (!next.has_value()) break;
+    if (above() >= std::min(next->chunk->size, want - moved)) moved += shelve(*next);
   }
   drop_retired();
   return moved;

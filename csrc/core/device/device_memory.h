@@ -341,6 +341,7 @@ class DeviceMemory {
   // ending.cpp
   bool bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
   void bury_drained(const Pool* pool) VMM_EXCLUDES(registry_mutex_);
+  void bury_with_group(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
   bool bury_closed() VMM_EXCLUDES(registry_mutex_);
   bool bury_group(const Budget* key) VMM_EXCLUDES(registry_mutex_);
   bool bury_groups() VMM_EXCLUDES(registry_mutex_);

@@ -130,26 +130,27 @@ void DeviceMemory::bury_drained(const Pool* pool) {
     if (const auto at = waiting_.find(pool); at != waiting_.end()) drained = at->second;
   }
   if (drained == nullptr) return;
+  bury_with_group(drained);
+  tend_if_any_wait();
+}
+
+void DeviceMemory::bury_with_group(const std::shared_ptr<Pool>& pool) {
   try {
-    const Budget* const group = &drained->model().group();
-    bury(drained);
+    const Budget* const group = &pool->model().group();
+    bury(pool);
     bury_group(group);
   } catch (...) {
-    beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
+    beside_.fetch_or(kHasEnded, std::memory_order_relaxed);  // whoever comes by next goes on
     throw;
   }
-  tend_if_any_wait();
 }
 
 void DeviceMemory::end_drained(const PoolList& pools) noexcept {
   for (const auto& pool : pools) {
-    if (!pool->is_closed()) continue;
     try {
-      const Budget* const group = &pool->model().group();
-      bury(pool);
-      bury_group(group);
+      if (pool->is_closed()) bury_with_group(pool);
     } catch (...) {
-      beside_.fetch_or(kHasEnded, std::memory_order_relaxed);  // whoever comes by next goes on
+      // It is noted that one waits.
     }
   }
 }

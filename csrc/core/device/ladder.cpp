@@ -370,8 +370,7 @@ void Ladder::wait_and_melt(Climb& climb, ReclaimStep* step) {
         // A small block needs a whole slab, whatever the page.
         const std::size_t most = align_up(std::max(climb.bytes, lacks.bytes), page) + page;
         in_use = melt(asker, lacks.refused, creates ? lacks.bytes : 0, most, grant);
-        const std::size_t given = lacks.refused == nullptr ? grant.chunks.bytes() : grant.bytes();
-        step->bytes = given - std::min(given, lacks.refused == nullptr ? 0 : room);
+        step->bytes = lacks.refused == nullptr ? grant.chunks.bytes() : grant.bytes() - std::min(room, grant.bytes());
       }
       if (climb.try_again(&grant) || climb.shortage.is_sealed) return;
     }

@@ -25,6 +25,13 @@ struct AsleepWhere {
   std::string memory;              // where contents would have gone with the memory that went
 };
 
+// "discarded and host"
+inline std::string in_words(const std::set<std::string>& places) {
+  std::string words;
+  for (const std::string& place : places) words += (words.empty() ? "" : " and ") + place;
+  return words;
+}
+
 // A chunk that leaves or has left: [offset, offset + size) of the pool.
 struct PlaceOfChunk {
   std::size_t size = 0;       // bytes

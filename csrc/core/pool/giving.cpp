@@ -205,44 +205,29 @@ std::size_t Pool::melt_locked(const Budget* limit, std::size_t want, const Budge
   if (!space_.is_open()) return 0;
   free_up_space();
   IdleChunks idle(space_.all_idle(kNeutral, BackedSpace::Idle::all));
-  const auto lacks_room = [&] { return limit == nullptr || limit->room_for(payer) < want; };
   std::size_t in_use = 0;
-  const auto melt = [&](const IdleChunk& chosen) VMM_REQUIRES(mutex_) {
-    if (chosen.at_once) {
-      melt_chunk(chosen);
-    } else {
-      in_use += chosen.chunk->size;
-    }
-  };
-  std::vector<IdleChunk> too_large;  // the smallest last
-  while (lacks_room()) {
-    const std::optional<IdleChunk> chosen = idle.take_largest();
+  while (limit == nullptr || limit->room_for(payer) < want) {
+    const std::optional<IdleChunk> chosen = idle.take_nearest(budget_.above_floors(payer));
     if (!chosen.has_value()) break;
-    if (budget_.above_floors(payer) >= chosen->chunk->size) {
-      melt(*chosen);
-    } else {
-      too_large.push_back(*chosen);
+    const std::size_t size = chosen->chunk->size;
+    // A reservation holds among limits, not against a device that others use as well.
+    if (budget_.above_floors(payer) < (limit == nullptr ? size : 1)) continue;
+    if (!chosen->at_once) {
+      in_use += size;
+      continue;
     }
-  }
-  // A reservation holds among limits, not against a device that others use as well.
-  if (limit == nullptr) return in_use;
-  for (; lacks_room() && !too_large.empty(); too_large.pop_back()) {
-    if (budget_.above_floors(payer) != 0) melt(too_large.back());
+    Chunk* chunk = space_.detach(chosen->offset);
+    try {
+      space_.drop_retired();
+    } catch (const std::bad_alloc&) {
+      // Another time: the chunk rests on the shelf until then.
+    }
+    // Another pool's former mapping, of before the chunk came here, may still
+    // stand: then it cannot be released yet and rests on the shelf.
+    const bool unmapped = chunk->mappings.load(std::memory_order_acquire) == 0;
+    if (!unmapped || !context_.store.release(chunk).ok()) context_.store.put(group_, chunk);
   }
   return in_use;
-}
-
-void Pool::melt_chunk(const IdleChunk& chosen) {
-  Chunk* chunk = space_.detach(chosen.offset);
-  try {
-    space_.drop_retired();
-  } catch (const std::bad_alloc&) {
-    // Another time: the chunk rests on the shelf until then.
-  }
-  // Another pool's former mapping, of before the chunk came here, may still
-  // stand: then it cannot be released yet and rests on the shelf.
-  const bool unmapped = chunk->mappings.load(std::memory_order_acquire) == 0;
-  if (!unmapped || !context_.store.release(chunk).ok()) context_.store.put(group_, chunk);
 }
 
 }  // namespace vmm

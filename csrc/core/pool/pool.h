@@ -600,7 +600,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] IdleLook::Moment moment() const VMM_REQUIRES(mutex_);
   struct Candidates;  // for surrender()
   Candidates candidates_for(const WantedChunks& wanted, IdleLook* look) VMM_REQUIRES(mutex_);
-  void melt_chunk(const IdleChunk& chosen) VMM_REQUIRES(mutex_);
   std::size_t hand_to(Grant& grant, const IdleChunk& chosen, Budget** refused) VMM_REQUIRES(mutex_);
   IdleLook look_ VMM_GUARDED_BY(mutex_);
   BlockArena arena_ VMM_GUARDED_BY(mutex_);
