@@ -343,6 +343,37 @@ TEST_F(PrivatePoolsTest, ACheckpointBringsBackTheBlocksOfAllParts) {
   EXPECT_EQ(mapped(kGraph), 0U);
 }
 
+// What a capture recorded on another stream and freed: that stream has other work by its end.
+TEST_F(PrivatePoolsTest, ACheckpointWaitsForWhatACaptureRecorded) {
+  const Stream side = stream(0x51DE);
+  begin_capture(kGraph, a);
+  const Address kept = allocate(model, 3 * kMiB, a);
+  const auto use_beside = [&] {
+    const Address used = allocate(model, 5 * kMiB, a);
+    lab.space.find(used)->record_stream(used, side);
+    lab.driver.begin_capture(side);
+    lab.free(used);
+    lab.driver.end_capture(side);
+    lab.driver.hold_fences(side);
+  };
+  use_beside();
+  end_capture(kGraph, a);
+  const RegionCheckpoint checkpoint = pools.checkpoint(kGraph);
+  EXPECT_EQ(pools.live_addresses(kGraph), (std::unordered_set<Address>{kept}));
+  begin_capture(kGraph, a);
+  use_beside();
+  end_capture(kGraph, a);
+  std::vector<Address> freed;
+  std::vector<Address> allocated;
+  pools.restore(checkpoint, &freed, &allocated);
+  EXPECT_EQ(freed, std::vector<Address>{kept});
+  EXPECT_EQ(allocated, std::vector<Address>{kept});
+  lab.memory().check();
+  lab.free(kept);
+  pools.release(kGraph);
+  pools.release(kGraph);
+}
+
 // A part that has what no checkpoint knows: no other part is changed either.
 TEST_F(PrivatePoolsTest, ACheckpointThatOnePartCannotRestoreChangesNone) {
   const auto second = lab.pool("second");

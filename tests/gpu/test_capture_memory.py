@@ -147,6 +147,29 @@ def test_a_block_freed_on_a_stream_that_has_not_joined_is_not_the_others(sleep: 
     assert torch.equal(result, (x + 1) * 2)
 
 
+def test_what_a_capture_recorded_on_a_stream_is_no_obstacle_to_a_checkpoint(busy: Busy) -> None:
+    x = numbers(4)
+    side = other_stream()
+
+    def work() -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        temporary = x + 1
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            out = temporary * 2
+            temporary.record_stream(side)
+        del temporary
+        main.wait_stream(side)
+        return out
+
+    graph, out = captured(work)
+    with torch.cuda.stream(side):
+        busy(50)  # other work, by then
+    torch._C._cuda_getCheckpointState(out.get_device(), graph.pool())
+    graph.replay()
+    assert torch.equal(out, (numbers(4) + 1) * 2)
+
+
 def test_blocks_recorded_on_streams_are_free_when_the_capture_is_over(make_pool: MakePool) -> None:
     model = make_pool("1GiB")
     side = other_stream()

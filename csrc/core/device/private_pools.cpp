@@ -552,7 +552,10 @@ std::unordered_set<Address> PrivatePools::live_addresses(RegionId region) const 
 RegionCheckpoint PrivatePools::checkpoint(RegionId region) const {
   RegionCheckpoint found;
   found.region = region;
-  for (const auto& part : parts(region)) found.parts.emplace_back(part, part->checkpoint());
+  for (const auto& part : parts(region)) {
+    part->wait_for_recorded();
+    found.parts.emplace_back(part, part->checkpoint());
+  }
   return found;
 }
 
@@ -565,6 +568,7 @@ void PrivatePools::restore(const RegionCheckpoint& target, std::vector<Address>*
     return at == target.parts.end() ? empty : at->second;
   };
   const PoolList all = parts(target.region);
+  for (const auto& part : all) part->wait_for_recorded();
   // All models' graphs are in one region: one of them may sleep, or have what cannot be
   // restored, and nobody is changed before that is known.
   for (const auto& part : all) part->require_restorable(target_of(part));

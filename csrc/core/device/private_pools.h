@@ -127,7 +127,9 @@ class PrivatePools {
   [[nodiscard]] PoolList parts(RegionId region) const VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::unordered_set<Address> live_addresses(RegionId region) const VMM_EXCLUDES(mutex_);
   // Pool::checkpoint() and restore() over all parts. A part that came after the
-  // checkpoint is emptied.
+  // checkpoint is emptied. What a capture recorded on streams and freed is done with by
+  // its end (natively without a question; the driver answers only for what is queued on
+  // the stream by now, so these wait for that, once a recording).
   [[nodiscard]] RegionCheckpoint checkpoint(RegionId region) const VMM_EXCLUDES(mutex_);
   void restore(const RegionCheckpoint& target, std::vector<Address>* freed, std::vector<Address>* allocated)
       VMM_EXCLUDES(mutex_);

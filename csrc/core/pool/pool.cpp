@@ -419,7 +419,9 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
   if (is_own) device = &context_.streams;
   const MutexLock lock(mutex_);
   Block* block = live_around(address);
-  if (is_own && block != nullptr && streams_[block->tag].stream == stream) return;
+  // (Another thread's per-thread stream has the same handle.)
+  const bool is_owners = is_own && block != nullptr && streams_[block->tag].stream == stream;
+  if (is_owners && stream != kPerThreadStream) return;
   // It reads the memory, though it may be no peer (a copy between devices), so the
   // clock has to tell of it.
   if (!is_own) context_.clock.add_peer(*device);
@@ -451,6 +453,17 @@ bool Pool::finish_passed(std::vector<ByteRange>* ended) {
     finish_free(block, epoch);
   }
   return !passed.empty();
+}
+
+void Pool::wait_for_recorded() {
+  std::vector<StreamPointPtr> points;
+  {
+    const MutexLock lock(mutex_);
+    if (!space_.is_open()) return;
+    settle_locked();
+    points = pending_.last_points();
+  }
+  for (const StreamPointPtr& point : points) point->wait().ignore();
 }
 
 bool Pool::settle_locked(std::vector<ByteRange>* ended) {

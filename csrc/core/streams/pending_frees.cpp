@@ -42,6 +42,13 @@ PendingFrees::Name PendingFrees::name_of(const StreamUse& use) {
   return {use.device, StreamPoint::stream_of_fence(use)};
 }
 
+std::vector<StreamPointPtr> PendingFrees::last_points() const {
+  std::vector<StreamPointPtr> found;
+  found.reserve(queues_.size());
+  for (const auto& [stream, entries] : queues_) found.push_back(entries.back().point);
+  return found;
+}
+
 std::span<const PendingFrees::Freed> PendingFrees::take_passed(const Clock& clock) {
   passed_.clear();
   for (auto queue = queues_.begin(); queue != queues_.end();) {

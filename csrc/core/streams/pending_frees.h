@@ -33,6 +33,8 @@ class PendingFrees {
   // Takes out those whose streams have passed; valid until it is called again. Each
   // allocation asks, as natively: a program that has waited gets the memory at once.
   std::span<const Freed> take_passed(const Clock& clock);
+  // The last of each stream's: once they have passed, so has all that waits here now.
+  [[nodiscard]] std::vector<StreamPointPtr> last_points() const;
   [[nodiscard]] std::size_t size() const { return waiting_.size() - unused_.size(); }
   [[nodiscard]] bool empty() const { return size() == 0; }
 
