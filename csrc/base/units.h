@@ -18,6 +18,7 @@ inline constexpr std::size_t kMiB = std::size_t{1} << 20;
 inline constexpr std::size_t kGiB = std::size_t{1} << 30;
 inline constexpr std::size_t kTiB = std::size_t{1} << 40;
 inline constexpr std::size_t kUnlimited = std::numeric_limits<std::size_t>::max();
+inline constexpr std::size_t kMostAddresses = std::size_t{1} << 47;  // bytes that one process can address, or map
 
 constexpr bool is_power_of_two(std::size_t value) { return value != 0 && (value & (value - 1)) == 0; }
 

@@ -122,7 +122,7 @@ const std::vector<OptionRow>& option_table() {
        &Options::store_bytes},
       {"default_capacity_bytes", "TORCH_VMM_DEFAULT_CAPACITY",
        "Virtual capacity of a pool that names none, or less where the process is short of addresses.",
-       &Options::default_capacity_bytes, "4 x device memory"},
+       &Options::default_capacity_bytes, "4 x device memory", kMostCapacity},
       {"host_bytes", "TORCH_VMM_HOST_BYTES",
        "Memory of the \"cpu\" device. A control group (container) that allows the process less RAM counts.",
        &Options::host_bytes, "80 % of RAM"},
@@ -172,7 +172,14 @@ void set(Options& options, const OptionRow& row, const std::string& text) {
   } else if (const auto* mode = std::get_if<DebugMode Options::*>(&row.member)) {
     options.** mode = parse_of(row.variable, text, parse_debug_mode);
   } else {
-    options.*std::get<std::size_t Options::*>(row.member) = parse_of(row.variable, text, parse_bytes);
+    const std::size_t bytes = parse_of(row.variable, text, parse_bytes);
+    const bool is_none = bytes == 0 && row.default_words != nullptr;
+    if (is_none || bytes > row.most) {
+      throw InvalidArgumentError(std::string(row.variable) + ": " + quoted(text) + " is " +
+                                 (is_none ? "no memory at all" : "more than the most, " + format_bytes(row.most)) +
+                                 "; set it to nothing for the default, " + row.default_text());
+    }
+    options.*std::get<std::size_t Options::*>(row.member) = bytes;
   }
 }
 

@@ -23,6 +23,8 @@ struct DebugMode {
   [[nodiscard]] bool is_on() const { return kind != Kind::off; }
 };
 
+inline constexpr std::size_t kMostCapacity = kMostAddresses / 2;  // of a pool, in bytes
+
 struct Options {
   // Zero memory that changes its model before the new model sees it.
   bool scrub = true;
@@ -31,7 +33,7 @@ struct Options {
   // pairs of 27 us each for a cache that maps and unmaps pages all the time.
   std::size_t store_bytes = 256 * kMiB;
   // Virtual capacity of a pool that names none; 0: four times the device's
-  // memory (address space is free; moving chunks needs room to move to).
+  // memory (address space is free; moving chunks needs room to move to), or the most.
   std::size_t default_capacity_bytes = 0;
   // Memory of the "cpu" device; 0: 80 % of what the process may use of the machine's.
   std::size_t host_bytes = 0;
@@ -50,7 +52,8 @@ struct OptionRow {
   const char* variable;
   const char* sentence;
   std::variant<bool Options::*, std::size_t Options::*, DebugMode Options::*> member;
-  const char* default_words = nullptr;  // what a member that is 0 stands for
+  const char* default_words = nullptr;  // what a member that is 0 stands for: it is set to no 0
+  std::size_t most = kUnlimited;        // bytes that it is set to
   // What the member is in new Options, as one would set the variable to it, or these words.
   [[nodiscard]] std::string default_text() const;
   [[nodiscard]] const char* unit() const {

@@ -106,6 +106,27 @@ TEST_F(Environment, EveryVariableIsRead) {
   EXPECT_EQ(options.debug.one_in, 100U);
 }
 
+TEST_F(Environment, SizesThatCanNotBeAreRefusedByName) {
+  const auto said = [&](const char* variable, const char* text) -> std::string {
+    set(variable, text);
+    try {
+      Options::from_environment();
+    } catch (const InvalidArgumentError& error) {
+      set(variable, "");
+      return error.what();
+    }
+    return "nothing";
+  };
+  EXPECT_EQ(said("TORCH_VMM_HOST_BYTES", "0"),
+            "TORCH_VMM_HOST_BYTES: '0' is no memory at all; set it to nothing for the default, 80 % of RAM");
+  EXPECT_EQ(said("TORCH_VMM_DEFAULT_CAPACITY", "0 B").substr(0, 27), "TORCH_VMM_DEFAULT_CAPACITY:");
+  EXPECT_EQ(
+      said("TORCH_VMM_DEFAULT_CAPACITY", "100TiB"),
+      "TORCH_VMM_DEFAULT_CAPACITY: '100TiB' is more than the most, 64 TiB; set it to nothing for the default, 4 x "
+      "device memory");
+  EXPECT_EQ(said("TORCH_VMM_STORE_BYTES", "0"), "nothing");
+}
+
 TEST_F(Environment, WhatIsSetToNothingIsNotSet) {
   for (const OptionRow& row : option_table()) set(row.variable, "");
   const Options options = Options::from_environment();

@@ -296,6 +296,28 @@ TEST_F(StreamOrder, AForeignStreamsHandleIsUsedOnlyWhileSomebodyUsesTheStream) {
   EXPECT_GT(lab_.driver.count(Call::synchronize), 0U) << "what covers it";
 }
 
+// No fence tells when what they used is free: they are waited for, some at a time, and when
+// there are no addresses left.
+TEST_F(StreamOrder, ModelsThatComeAndGoBesideAForeignStreamEnd) {
+  lab_.memory().streams().set_census({[](std::vector<Stream>*) {}, [](Stream) { return false; }});
+  const auto stays = lab_.pool("stays");
+  lab_.leave_idle(*stays, kPage, stream(0x70));
+  for (int k = 0; k < 44; ++k) {  // the last few wait
+    const auto pool = lab_.pool("model " + std::to_string(k));
+    lab_.leave_idle(*pool, 4 * kMiB);
+    lab_.memory().close_pool(*pool, /*force=*/false);
+    EXPECT_LE(lab_.memory().pools().size(), 12U);
+    EXPECT_LE(lab_.memory().committed_bytes(), 10 * 16 * kMiB);
+  }
+  lab_.driver.clear_calls();
+  std::size_t made = 0;
+  lab_.driver.fail_if([&made](const CallRecord& call) { return call.call == Call::reserve && made++ == 0; },
+                      {StatusCode::out_of_memory, "scripted"});
+  const auto last = lab_.pool("last");
+  EXPECT_EQ(made, 2U) << "once more after the wait";
+  EXPECT_EQ(lab_.memory().pools().size(), 2U);
+}
+
 // What had the name zeroed pages, and is perhaps no more: whoever has it now comes after that.
 TEST_F(StreamOrder, ANameThatIsUsedAgainComesAfterARangesPagesAreZero) {
   const Stream foreign = stream(0x800);

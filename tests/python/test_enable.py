@@ -29,6 +29,17 @@ def test_the_profilers_bytes_on_the_host_add_up() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_host_with_more_memory_than_a_pool_can_hold() -> None:
+    run(
+        """
+        import torch, torch_vmm
+        torch_vmm.enable("cpu")
+        assert torch_vmm.pool_of(torch.ones(3)).capacity == 64 << 40
+        """,
+        TORCH_VMM_HOST_BYTES="17TiB",
+    )
+
+
 def test_enabling_the_host_twice() -> None:
     run(
         """

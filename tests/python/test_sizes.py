@@ -139,6 +139,7 @@ def test_a_device_as_text() -> None:
     ("variable", "value", "shown"),
     [
         ("TORCH_VMM_HOST_BYTES", "lots", "2MiB"),
+        ("TORCH_VMM_HOST_BYTES", "0", "set it to nothing for the default"),
         ("TORCH_VMM_SCRUB", "maybe", "1 or 0"),
         ("TORCH_VMM_NO_SUCH_THING", "1", "TORCH_VMM_SCRUB"),
     ],

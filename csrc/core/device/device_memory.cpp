@@ -83,7 +83,7 @@ DeviceMemory::~DeviceMemory() {
 
 std::size_t DeviceMemory::default_capacity() const {
   const std::size_t chosen = options_.default_capacity_bytes;
-  return chosen != 0 ? chosen : kCapacityFactor * capabilities_.total_memory;
+  return chosen != 0 ? chosen : std::min(kCapacityFactor * capabilities_.total_memory, kMostCapacity);
 }
 
 // One that no device holds could never be backed.
@@ -103,6 +103,20 @@ std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* gr
 }
 
 std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& group) {
+  try {
+    return add_pool(spec, group);
+  } catch (const OutOfMemoryError&) {
+    // Of addresses. What has closed may have some still, and queued work before it.
+    {
+      const MutexLock lock(registry_mutex_);
+      if (waiting_.empty() && leaving_.empty()) throw;
+    }
+    if (!settle(/*wait=*/true)) throw;
+  }
+  return add_pool(spec, group);
+}
+
+std::shared_ptr<Pool> DeviceMemory::add_pool(const PoolSpec& spec, Budget& group) {
   // So that no accessor is missed. Not under the registry's: that one is taken by
   // observers, under a pool's.
   const MutexLock lock(accessor_mutex_);

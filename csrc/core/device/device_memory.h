@@ -312,6 +312,7 @@ class DeviceMemory {
  private:
   std::shared_ptr<Pool> register_pool(const PoolSpec& spec, Budget& group)
       VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
+  std::shared_ptr<Pool> add_pool(const PoolSpec& spec, Budget& group) VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
   void require_page_size(std::size_t page_size) const;
   std::shared_ptr<Pool> spill_space(Pool& asker) VMM_EXCLUDES(tags_mutex_, registry_mutex_);
   std::size_t trim_shelf(Pool& pool) { return pool.store().trim(pool.group(), options_.store_bytes); }
@@ -345,6 +346,7 @@ class DeviceMemory {
   bool bury_closed() VMM_EXCLUDES(registry_mutex_);
   bool bury_group(const Budget* key) VMM_EXCLUDES(registry_mutex_);
   bool bury_groups() VMM_EXCLUDES(registry_mutex_);
+  void wait_if_much_has_no_fence() VMM_EXCLUDES(registry_mutex_);
   void tend();
   bool let_leave() VMM_EXCLUDES(registry_mutex_);
   void tend_if_any_wait() {

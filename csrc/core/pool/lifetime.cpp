@@ -5,6 +5,7 @@
 #include "base/errors.h"
 #include "core/memory/address_space.h"
 #include "core/memory/chunk_store.h"
+#include "core/options.h"
 #include "core/pool/pool.h"
 
 namespace vmm {
@@ -17,7 +18,6 @@ OwnerId next_owner_id() {
 }
 
 constexpr int kEndAttempts = 3;
-constexpr std::size_t kMostCapacity = std::size_t{1} << 46;  // half of the 47-bit address space
 
 }  // namespace
 
