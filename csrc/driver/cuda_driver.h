@@ -123,6 +123,7 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
     std::string missing_pools;
     std::atomic<CUcontext> context{nullptr};           // retained on first use
     std::atomic<CUdeviceptr> to_free{0};               // by synchronize(); 0: none yet
+    std::atomic<CUdeviceptr> beside_it{0};             // keeps the driver's page that has room for the next one
     std::atomic<CUstream> reading{nullptr};            // read()'s own; nullptr: none yet
     std::array<std::atomic<CUfunction>, 3> packing{};  // by step; nullptr: not compiled yet
   };

@@ -99,6 +99,16 @@ Status CudaDriver::provide_block_to_free(Device& device) const {
   if (device.to_free.load(std::memory_order_relaxed) != 0) return {};
   CUdeviceptr block = 0;
   const RelaxedCapture relaxed(api_);
+  // The driver cuts small blocks from a page of 2 MiB. With another one in it the page stays when
+  // the block is freed, and has room for the next on a GPU that is full by then.
+  if (device.beside_it.load(std::memory_order_relaxed) == 0) {
+    CUdeviceptr beside = 0;
+    if (const Status got = answer(api_.cuMemAlloc(&beside, 1), "cuMemAlloc"); !got.ok()) return got;
+    CUdeviceptr nothing = 0;
+    if (!device.beside_it.compare_exchange_strong(nothing, beside)) {
+      answer(api_.cuMemFree(beside), "cuMemFree").ignore();
+    }
+  }
   if (const Status got = answer(api_.cuMemAlloc(&block, 1), "cuMemAlloc"); !got.ok()) return got;
   CUdeviceptr none = 0;
   if (device.to_free.compare_exchange_strong(none, block)) return {};

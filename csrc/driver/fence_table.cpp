@@ -23,6 +23,7 @@ Fence FenceTable::add(const Entry& entry) {
     free_.pop_back();
   } else {
     if (slots_ == kBlocks * kSlotsPerBlock) return nullptr;
+    if (free_.capacity() == slots_) free_.reserve(2 * slots_ + 8);  // who gives one back can not do without
     if (slots_ % kSlotsPerBlock == 0) blocks_[slots_ / kSlotsPerBlock].store(new Block, std::memory_order_release);
     ++slots_;
   }

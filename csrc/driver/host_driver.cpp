@@ -359,15 +359,19 @@ Status HostDriver::import_chunk(int fd, std::size_t size, ChunkHandle* out) {
   if (!S_ISREG(about.st_mode) || static_cast<std::size_t>(about.st_size) != size) {
     return refuse("import of a file descriptor that is no chunk of this size");
   }
-  Chunk chunk;
+  const MutexLock lock(mutex_);
+  const auto at = chunks_.try_emplace(next_chunk_).first;  // first: there may be no memory
+  Chunk& chunk = at->second;
   chunk.size = size;
   chunk.fd = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
-  if (chunk.fd < 0) return status_from_errno("fcntl", errno);
+  if (chunk.fd < 0) {
+    const int error = errno;
+    chunks_.erase(at);
+    return status_from_errno("fcntl", error);
+  }
   chunk.own_fd = true;
   chunk.exportable = true;
-  const MutexLock lock(mutex_);
   *out = next_chunk_++;
-  chunks_.emplace(*out, chunk);
   return {};
 }
 

@@ -28,8 +28,16 @@ constexpr std::array<KindOfDevice, kDeviceKinds.size()> kKinds = {{
     {"cpu", &make_host_driver, /*is_shared_by_handle=*/false},  // torch shares CPU tensors by itself
 }};
 
+// The host's streams are numbers, and a program may have a new one for each request that it
+// serves: of 3000 that each had a fence in every point, a pair took 6.5 ms.
+StreamCensus host_streams(int) { return {nullptr, nullptr, /*most_met=*/64}; }
+
 std::array<KindHooks, kDeviceKinds.size()>& all_hooks() {
-  static std::array<KindHooks, kDeviceKinds.size()> hooks{};
+  static std::array<KindHooks, kDeviceKinds.size()> hooks = [] {
+    std::array<KindHooks, kDeviceKinds.size()> all{};
+    all[index_of(DeviceKind::cpu)].census = &host_streams;
+    return all;
+  }();
   return hooks;
 }
 

@@ -58,6 +58,18 @@ TEST_F(Streams, WithoutACensusWhatIsMetIsPermanent) {
   EXPECT_EQ(streams_->count(), 2U);
 }
 
+// A server on the host may give each request a number of its own.
+TEST_F(Streams, OfManyThatAreMetTheFirstArePermanent) {
+  StreamCensus few;
+  few.most_met = 3;
+  streams_->set_census(few);
+  for (std::uintptr_t k = 1; k <= 100; ++k) {
+    EXPECT_EQ(streams_->meet(stream(k * 16)), k <= 3 ? StreamKind::permanent : StreamKind::blocking);
+  }
+  EXPECT_EQ(streams_->to_record().size(), 4U);
+  EXPECT_EQ(streams_->meet(stream(16)), StreamKind::permanent);
+}
+
 TEST_F(Streams, TheDefaultStreamIsAlwaysThere) {
   EXPECT_EQ(streams_->meet(nullptr), StreamKind::default_stream);
   EXPECT_EQ(streams_->meet(kLegacyStream), StreamKind::default_stream);

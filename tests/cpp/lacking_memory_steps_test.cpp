@@ -1,11 +1,15 @@
 // The host's memory ends within a step of a pool, once or from some allocation on: nothing is
 // lost, and nothing is two pools' at once. lacking_memory_moves_test has the hand-over itself.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <future>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <thread>
@@ -211,6 +215,32 @@ TEST(LackingMemoryOfSteps, AFreeDoesWithoutATick) {
       [](Pair& pair) { EXPECT_EQ(pair.first->live_blocks(), 0U); });
 }
 
+// A tick that could make no fence for a stream makes it with a later free.
+TEST(LackingMemoryOfSteps, AFreeDoesWithoutAFence) {
+  std::vector<Address> blocks;
+  each_fails(
+      [&](Pair& pair) {
+        pair.lab.driver.hold_fences();
+        pair.group->set_limit(64 * kMiB);
+        pair.lab.leave_idle(*pair.first, 64 * kMiB, kOwner);
+        pair.lab.leave_idle(*pair.first, 64 * kMiB, kOne);
+        pair.group->set_limit(900 * kMiB);
+        blocks.clear();
+        for (int k = 0; k < 5; ++k) blocks.push_back(pair.lab.memory().allocate(*pair.first, 100 * kMiB, kOwner));
+        // All that it has made so far are taken, and it makes no more.
+        pair.lab.driver.fail_nth(Call::create_fence, 1, broken(), Repeat::from_then_on);
+        pair.lab.memory().clock().cover(pair.lab.memory().clock().now());
+        pair.lab.driver.clear_failures();
+      },
+      [&](Pair& pair) {
+        for (; !blocks.empty(); blocks.pop_back()) EXPECT_TRUE(DeviceMemory::free(pair.lab.space, blocks.back()));
+      },
+      [](Pair& pair) {
+        pair.lab.driver.release_fences();
+        EXPECT_EQ(pair.first->live_blocks(), 0U);
+      });
+}
+
 // What a thread keeps is the pools' when it ends, and nobody could catch what fails then.
 TEST(LackingMemoryOfSteps, AThreadEndsWithoutMemory) {
   Pair pair;
@@ -292,6 +322,57 @@ TEST(LackingMemoryOfSteps, ADriverThatCannotNoteGivesNothing) {
     memory.empty_cache();
     EXPECT_EQ(given(), 0U);
   }
+}
+
+// A stream that torch has made is in every point from then on.
+TEST(LackingMemoryOfSteps, AStreamThatIsCountedIsRecorded) {
+  bool failed = true;
+  for (long nth = 0; failed && !::testing::Test::HasFailure(); ++nth) {
+    SCOPED_TRACE("allocation " + std::to_string(nth));
+    HostDriver host({kPage, kGiB, 1});
+    DeviceStreams streams(host, 0);
+    const std::vector<Stream> all = {kOwner, kOne, kTwo, kNew};
+    streams.set_census({[&all](std::vector<Stream>* out) { *out = all; }, [](Stream) { return true; }});
+    runs_out_at(nth, [&] { static_cast<void>(streams.to_record()); });
+    failed = failures_made != 0;
+    const std::vector<Stream> recorded = streams.to_record();
+    for (const Stream each : all) {
+      EXPECT_EQ(std::count(recorded.begin(), recorded.end(), each), 1);
+      EXPECT_EQ(streams.meet(each), StreamKind::permanent);
+    }
+  }
+}
+
+// A fence that is given back is the driver's, or serves again.
+TEST(LackingMemoryOfSteps, AFenceIsGivenBackWithoutMemory) {
+  HostDriver host({kPage, kGiB, 1});
+  DeviceStreams streams(host, 0);
+  std::vector<Fence> fences(5);
+  for (Fence& each : fences) each = streams.take_fence();
+  for (const Fence each : fences) streams.put_back(each);
+  EXPECT_FALSE(runs_out_at(0, [&] { streams.destroy_free_fences(); }));
+  for (Fence& each : fences) {
+    each = streams.take_fence();
+    EXPECT_TRUE(host.record(each, nullptr).ok());
+  }
+  for (const Fence each : fences) streams.put_back(each);
+}
+
+TEST(LackingMemoryOfSteps, AnImportThatCannotBeNotedKeepsNoDescriptor) {
+  HostDriver host({kPage, kGiB, 1});
+  ChunkHandle chunk = 0;
+  ASSERT_TRUE(host.create({kPage, Location::on_device(0), /*exportable=*/true}, &chunk).ok());
+  int exported = -1;
+  ASSERT_TRUE(host.export_chunk(chunk, &exported).ok());
+  const auto open = [] { return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}); };
+  const auto before = open();
+  for (int k = 0; k < 20; ++k) {
+    ChunkHandle imported = 0;
+    EXPECT_TRUE(runs_out_at(0, [&] { host.import_chunk(exported, kPage, &imported).ignore(); }));
+  }
+  EXPECT_EQ(open(), before);
+  EXPECT_EQ(::close(exported), 0);
+  EXPECT_TRUE(host.release(chunk).ok());
 }
 
 }  // namespace

@@ -248,6 +248,7 @@ void DeviceMemory::enforce_limits(Pool* freed, ByteRange range) {
   }
   if (still) {
     over_limit_.store(true, std::memory_order_relaxed);
+    caches_.stop(BlockCaches::kOverLimit);  // another look, which found nothing, may have let them go on
   } else if (!over_limit_.load(std::memory_order_relaxed)) {
     caches_.resume(BlockCaches::kOverLimit);
     // Lowered at this very moment: it said so before it stopped them.

@@ -268,6 +268,7 @@ void ProvidedMemory::give_back() noexcept {
       const MutexLock lock(mutex_);
       for (const Leaving& leaving : leaving_) clock.cover(leaving.last_use);
       clock.poll();
+      gone.reserve(leaving_.size());  // first: what is passed over half-way is neither here nor there
       std::erase_if(leaving_, [&](const Leaving& leaving) {
         if (!clock.has_passed(leaving.last_use)) return false;
         gone.push_back(leaving);

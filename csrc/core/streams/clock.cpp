@@ -136,9 +136,9 @@ void Clock::tick_ahead(std::size_t bytes) {
   if (freed < kFreedBytes) return;
   const MutexLock lock(mutex_);
   if (freed_.load(std::memory_order_relaxed) < kFreedBytes * streams_locked()) return;
-  poll_locked();
-  if (ticks_.size() >= kMostAhead || has_obstacle()) return;
   try {
+    poll_locked();  // fences are made where there was none, as by a tick
+    if (ticks_.size() >= kMostAhead || has_obstacle()) return;
     tick();
   } catch (const std::bad_alloc&) {
     return;  // nobody needs it yet, and who frees can not do without

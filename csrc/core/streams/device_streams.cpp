@@ -19,6 +19,7 @@ void DeviceStreams::set_census(StreamCensus census) {
 }
 
 void DeviceStreams::add_permanent(Stream stream) {
+  if (permanent_.size() == permanent_.capacity()) permanent_.reserve(2 * permanent_.size() + 1);  // as below
   if (!known_.insert(stream).second) return;
   permanent_.push_back(stream);
   count_.store(permanent_.size() + own_.size() + 1, std::memory_order_relaxed);
@@ -48,6 +49,7 @@ StreamKind DeviceStreams::meet(Stream stream) {
   take_census();
   if (known_.count(stream) != 0) return StreamKind::permanent;
   if (census_.is_blocking == nullptr) {
+    if (permanent_.size() >= census_.most_met) return StreamKind::blocking;
     add_permanent(stream);
     return StreamKind::permanent;
   }

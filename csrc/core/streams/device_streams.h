@@ -50,6 +50,9 @@ struct StreamCensus {
   std::function<void(std::vector<Stream>*)> permanent;
   // Of a stream that is none of these, and alive: is it blocking?
   std::function<bool(Stream)> is_blocking;
+  // Without the former, so many of those that are met are permanent; later ones come and go, as
+  // blocking ones do. For devices whose work is done when its call returns.
+  std::size_t most_met = kUnlimited;
 };
 
 class DeviceStreams {
@@ -59,7 +62,7 @@ class DeviceStreams {
   DeviceStreams& operator=(const DeviceStreams&) = delete;
   ~DeviceStreams();
 
-  // Without a census every stream that is met counts as permanent.
+  // Without a census each stream that is met counts as permanent.
   void set_census(StreamCensus census) VMM_EXCLUDES(mutex_);
   // One of our own, which lives as long as this: permanent, and in no census.
   void add_own(Stream stream) VMM_EXCLUDES(mutex_);
