@@ -23,7 +23,7 @@ from torch_vmm.devices import (
     to_stream,
     to_torch_stream,
 )
-from torch_vmm.errors import InvalidArgumentError, VmmError
+from torch_vmm.errors import InvalidArgumentError, StillInUseError, VmmError
 from torch_vmm.sizes import Size, show, to_bytes, to_flag, to_index, to_optional_bytes
 from torch_vmm.stats import NativePoolStats, PoolStats
 
@@ -87,7 +87,7 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
         except (TypeError, InvalidArgumentError):
             _require_elements(n, dtype)
             raise
-        object.__setattr__(buffer, "_streams", [stream])
+        object.__setattr__(buffer, "_streams", {None: stream})
         return buffer
 
     def stats(self) -> PoolStats:
@@ -201,9 +201,13 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
     graph uses its address at each replay, so it must live as long.
     """
 
-    _streams: list[object] | tuple[()] = ()
-    """What was given as a stream, its own first, where it was. It lives as long as what uses it: the memory goes back
+    _streams: dict[tuple[type, int] | None, object] | None = None
+    """What was given as a stream, its own under ``None``, where it was; others once for each kind of object and stream,
+    as a number and what owns the stream may name the same one. It lives as long as what uses it: the memory goes back
     before the object's attributes do, and a tensor keeps them."""
+    _read: torch.Tensor | None = None
+    """What an array interface has given, until :meth:`free`: of a cycle that is collected all finalizers run before
+    anything is cleared, so a reader's may come after the buffer's."""
     _instead_of_a_copy = "it is memory of one MemoryPool. Keep another reference to it, or copy its tensor()"
 
     def __new__(cls, *_arguments: object, **_options: object) -> PooledBuffer:
@@ -251,7 +255,7 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
         device = DeviceKey(*self._room)
         if device.kind == "cpu":
             return self._stream_pointer
-        given = self._streams[0] if self._streams else None
+        given = None if self._streams is None else self._streams.get(None)
         if isinstance(given, torch.cuda.Stream):
             return given
         if self._stream_id is None:
@@ -273,9 +277,9 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
         """Freed: it cannot be used any more. Tensors that show it may live on."""
         return self._freed
 
-    def _kept_streams(self) -> list[object]:
-        if isinstance(self._streams, tuple):
-            object.__setattr__(self, "_streams", [])
+    def _kept_streams(self) -> dict[tuple[type, int] | None, object]:
+        if self._streams is None:
+            object.__setattr__(self, "_streams", {})
         return self._streams  # type: ignore[return-value]
 
     # -- Its use -------------------------------------------------------------------------------------------------------
@@ -292,8 +296,7 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
                 freed.
         """
         pointer = to_stream(stream, DeviceKey(*self._room))
-        streams = self._kept_streams()
-        streams.extend([stream] if streams else [None, stream])  # first: it lives as long as what uses it
+        self._kept_streams().setdefault((type(stream), pointer), stream)  # first: it lives as long as what uses it
         self._use_on(pointer)
 
     def tensor(self) -> torch.Tensor:
@@ -320,7 +323,16 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
                 array interface keeps the buffer from being collected, but not
                 this.
         """
-        self._give_back(force if force is False else to_flag(force, "force"))
+        forced = force if force is False else to_flag(force, "force")
+        was_read = self._read is not None
+        if was_read:
+            object.__setattr__(self, "_read", None)
+        try:
+            self._give_back(forced)
+        except StillInUseError:
+            if was_read:
+                self._shown_to_readers()
+            raise
 
     def __enter__(self) -> PooledBuffer:
         if self.is_freed:
@@ -365,21 +377,43 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3 of the interface, with the buffer's stream; there is none on
         the CPU.
+
+        Raises:
+            TypeError: the interface has no such dtype.
         """
-        interface: dict[str, Any] = self.tensor().__cuda_array_interface__
+        try:
+            interface: dict[str, Any] = self._shown_to_readers().__cuda_array_interface__
+        except KeyError:  # float8, for one
+            raise self._no_such_dtype("__cuda_array_interface__") from None
         interface |= {"version": 3, "stream": self._stream_pointer or 1}  # 1 is the default stream: 0 is not allowed
         return interface
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """The same for numpy, on the CPU alone."""
+        """The same for numpy, on the CPU alone.
+
+        Raises:
+            TypeError: numpy has no such dtype.
+        """
         if self.device.type != "cpu":
             raise AttributeError(f"a buffer on {self.device} is no array of the host's")
         try:
-            interface: dict[str, Any] = self.tensor().numpy().__array_interface__
-        except TypeError as error:  # bfloat16
-            raise AttributeError(f"numpy has no {self.dtype}") from error
+            interface: dict[str, Any] = self._shown_to_readers().numpy().__array_interface__
+        except TypeError:  # bfloat16, for one. An AttributeError would be no interface at all: an array of one object
+            raise self._no_such_dtype("numpy") from None
         return interface
+
+    def _shown_to_readers(self) -> torch.Tensor:
+        shown = self.tensor()
+        object.__setattr__(self, "_read", shown)
+        return shown
+
+    def _no_such_dtype(self, whose: str) -> TypeError:
+        copy = "to(torch.complex64)" if self.dtype.is_complex else "float()"
+        return TypeError(
+            f"{whose} has no {self.dtype}: give buffer.tensor().{copy}, a copy, or buffer.tensor().view(torch.uint8), "
+            f"its bytes"
+        )
 
     def _is_taken_in_a_capture(self, consumer: object) -> bool:
         """Is a consumer's stream being captured, and the buffer's not? To wait would end the capture."""

@@ -172,6 +172,11 @@ py::object allocate(const BuffersPtr& self, std::int64_t count, py::handle dtype
   }
   spec.stream =
       stream.has_value() ? to_stream(*stream) : current_stream(self->room.kind, self->room.ordinal, &spec.stream_id);
+  if (spec.stream == kPerThreadStream && self->room.kind == DeviceKind::cuda) {
+    throw InvalidArgumentError(
+        "stream 2 is CUDA's per-thread default stream, which is another one on each thread, and a freed buffer is used "
+        "again in the order of its stream: give a stream of its own");
+  }
   BufferPtr buffer;
   {
     const GilReleased released;

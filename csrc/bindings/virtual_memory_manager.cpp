@@ -143,8 +143,12 @@ void bind_values(py::module_& module) {
       .def("contains", &contains, py::arg("address"))
       .def("__str__", &VirtualAddressRange::text)
       .def("__repr__", &VirtualAddressRange::text)
-      .def("__eq__", [](const VirtualAddressRange& a,
-                        const VirtualAddressRange& b) { return a.manager == b.manager && a.key == b.key; })
+      .def(
+          "__eq__",
+          [](const VirtualAddressRange& a, const VirtualAddressRange& b) {
+            return a.manager == b.manager && a.key == b.key;
+          },
+          py::is_operator())
       .def("__hash__",
            [](const VirtualAddressRange& self) { return py::hash(py::make_tuple(self.manager, self.key)); });
 
@@ -154,8 +158,12 @@ void bind_values(py::module_& module) {
       .def_readonly("device", &PhysicalAllocation::device)
       .def("__str__", &PhysicalAllocation::text)
       .def("__repr__", &PhysicalAllocation::text)
-      .def("__eq__", [](const PhysicalAllocation& a,
-                        const PhysicalAllocation& b) { return a.manager == b.manager && a.key == b.key; })
+      .def(
+          "__eq__",
+          [](const PhysicalAllocation& a, const PhysicalAllocation& b) {
+            return a.manager == b.manager && a.key == b.key;
+          },
+          py::is_operator())
       .def("__hash__", [](const PhysicalAllocation& self) { return py::hash(py::make_tuple(self.manager, self.key)); });
 
   record<MappingRecord>(module, "MappingRecord", "mappings")

@@ -16,6 +16,7 @@ import torch
 
 import torch_vmm
 from tests.helpers import MIB, PAGE, holds, rounded, run, stamp, stream
+from tests.raw_memory import at_address
 from torch_vmm import _C, MemoryPool, PooledBuffer, PoolStats
 
 MakeBuffers = Callable[[], MemoryPool]
@@ -26,6 +27,14 @@ def test_a_buffer_goes_back_when_collected(buffers: MemoryPool) -> None:
     assert buffers.stats().allocated_bytes == rounded(4000)
     del buffer
     assert buffers.stats() == PoolStats(0, rounded(4000), 1, 1, buffers.stats().cached_bytes)
+
+
+def test_streams_that_come_and_go_leave_nothing_behind(buffers: MemoryPool, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("needs streams that are numbers")
+    for number in range(1, 1001):
+        buffers.alloc(256, stream=number).free()
+    assert buffers.stats().cached_bytes <= 300 * PAGE
 
 
 def test_a_stream_lives_as_long_as_the_memory_that_it_uses(buffers: MemoryPool) -> None:
@@ -50,6 +59,31 @@ def test_a_stream_lives_as_long_as_the_memory_that_it_uses(buffers: MemoryPool) 
     assert in_use_at_end == [0, 0, 0], "each after the memory had gone back"
 
 
+def test_a_stream_that_is_recorded_again_is_kept_once(buffers: MemoryPool) -> None:
+    class Stream:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __index__(self) -> int:
+            return self.number
+
+    numbers = (5, 6) if buffers.device.type == "cpu" else (0,)
+    first = [Stream(number) for number in numbers]
+    kept = [weakref.ref(each) for each in first]
+    buffer = buffers.alloc(1000, stream=first[0])
+    for _ in range(100):
+        for each in (*first, *map(Stream, numbers), *numbers):
+            buffer.record_stream(each)
+    assert buffer._streams is not None
+    assert len(buffer._streams) <= 5, "its own, and of both objects and numbers one a stream"
+    del first, each
+    assert all(made() is not None for made in kept)
+    buffer.free()
+    del buffer
+    gc.collect()
+    assert all(made() is None for made in kept)
+
+
 def test_a_cycle_through_a_stream_is_collected(buffers: MemoryPool) -> None:
     class Worker(int):
         scratch: PooledBuffer
@@ -69,6 +103,41 @@ def test_a_cycle_is_collected(buffers: MemoryPool) -> None:
     holder["self"] = holder
     del holder
     gc.collect()
+    assert buffers.stats().allocated_bytes == 0
+
+
+def test_a_reader_in_the_same_cycle_reads_to_its_end(buffers: MemoryPool, device: str) -> None:
+    read: list[bool] = []
+
+    class Job:
+        def __init__(self, buffer: PooledBuffer) -> None:
+            buffer.tensor().fill_(7)
+            name = "__array_interface__" if device == "cpu" else "__cuda_array_interface__"
+            self.buffer, (self.address, _) = buffer, getattr(buffer, name)["data"]
+            self.me = self
+
+        def __del__(self) -> None:
+            other = buffers.alloc(1 << 18)
+            other.tensor().fill_(99)
+            buffers.trim(0)
+            read.append(bool((at_address(self.address, 1 << 20, device).view(torch.float32) == 7).all()))
+            other.free()
+
+    Job(buffers.alloc(1 << 18))  # made before it, so it is what the collector finishes first
+    gc.collect()
+    assert read == [True]
+    assert buffers.stats().allocated_bytes == 0
+
+
+def test_an_array_interface_keeps_nobody_from_freeing(buffers: MemoryPool, device: str) -> None:
+    buffer = buffers.alloc(1000)
+    name = "__array_interface__" if device == "cpu" else "__cuda_array_interface__"
+    assert getattr(buffer, name)["data"][0] == buffer.device_ptr
+    shown = buffer.tensor()
+    with pytest.raises(torch_vmm.StillInUseError):
+        buffer.free()
+    del shown
+    buffer.free()
     assert buffers.stats().allocated_bytes == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import re
 import time
 from collections.abc import Callable
 
@@ -62,8 +63,27 @@ def test_any_dtype(buffers: MemoryPool, dtype: torch.dtype) -> None:
     assert tensor.data_ptr() == buffer.device_ptr
 
 
-def test_what_numpy_has_no_name_for_is_no_array(buffers: MemoryPool) -> None:
-    assert not hasattr(buffers.alloc(33, torch.bfloat16), "__array_interface__")
+@pytest.mark.parametrize(
+    ("dtype", "copy"),
+    [(torch.bfloat16, "float()"), (torch.float8_e4m3fn, "float()"), (torch.complex32, "to(torch.complex64)")],
+)
+def test_what_numpy_has_no_dtype_for_is_no_array(
+    buffers: MemoryPool, device: str, dtype: torch.dtype, copy: str
+) -> None:
+    if device != "cpu":
+        pytest.skip("the CPU's")
+    buffer = buffers.alloc(33, dtype)
+    with pytest.raises(TypeError, match=re.escape(f"numpy has no {dtype}: give buffer.tensor().{copy}, ")):
+        np.asarray(buffer)
+    assert np.asarray(buffer.tensor().view(torch.uint8)).nbytes == buffer.byte_size
+    assert torch.as_tensor(buffer).data_ptr() == buffer.device_ptr, "torch has it"
+
+
+def test_what_the_cuda_array_interface_has_no_dtype_for_is_no_array(buffers: MemoryPool, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("the GPU's")
+    with pytest.raises(TypeError, match=r"has no torch\.float8_e4m3fn: give buffer\.tensor\(\)\.float\(\), "):
+        _ = buffers.alloc(33, torch.float8_e4m3fn).__cuda_array_interface__
 
 
 def test_an_empty_buffer_has_no_memory(buffers: MemoryPool) -> None:

@@ -51,6 +51,16 @@ def test_a_range_knows_its_bounds(manager: torch_vmm.VirtualMemoryManager) -> No
     assert [range_.contains(range_.base + at) for at in (-1, 0, 3 * PAGE - 1, 3 * PAGE)] == [False, True, True, False]
 
 
+def test_a_range_and_an_allocation_equal_nothing_else(manager: torch_vmm.VirtualMemoryManager) -> None:
+    range_, physical = manager.reserve(PAGE), manager.alloc_physical(PAGE)
+    for one in (range_, physical):
+        assert one == one
+        assert one != None  # noqa: E711
+        assert one not in (None, 0, "one")
+    assert range_ != physical
+    assert [None, physical, range_].index(range_) == 2
+
+
 def test_a_range_as_text(manager: torch_vmm.VirtualMemoryManager) -> None:
     range_ = manager.reserve(8 * PAGE, alignment=4 * PAGE)
     assert str(range_) == f"VA[{range_.base:#x}..{range_.end:#x}, {8 * PAGE} bytes, align={4 * PAGE}]"

@@ -51,8 +51,10 @@ def test_a_size_that_is_none(manager: torch_vmm.VirtualMemoryManager, size: obje
 
 
 def test_more_addresses_than_there_are(manager: torch_vmm.VirtualMemoryManager) -> None:
-    with pytest.raises(torch_vmm.OutOfMemoryError):
-        manager.reserve(2**62)
+    for size in (2**50, 2**62):
+        with pytest.raises(torch_vmm.OutOfMemoryError) as raised:
+            manager.reserve(size)
+        assert (raised.value.requested, raised.value.available, raised.value.limit) == (size, 0, 2**47)
     assert manager.reserve(PAGE).size == PAGE
 
 
@@ -82,6 +84,14 @@ def test_an_offset_that_is_not_aligned(manager: torch_vmm.VirtualMemoryManager) 
         with pytest.raises(torch_vmm.InvalidRangeError) as raised:
             act()
         assert (raised.value.offset, raised.value.size, raised.value.capacity) == (4096, PAGE, 2 * PAGE)
+
+
+def test_an_offset_in_a_hole_that_is_not_aligned(manager: torch_vmm.VirtualMemoryManager) -> None:
+    range_ = manager.reserve(4 * PAGE)
+    manager.map(range_, manager.alloc_physical(PAGE), 2 * PAGE)
+    with pytest.raises(torch_vmm.InvalidRangeError, match="offset must be a multiple of the granularity"):
+        manager.set_access(range_, READ_WRITE, offset=5)
+    assert [mapping.access for mapping in manager.mappings(range_)] == [torch_vmm.AccessFlags.NONE]
 
 
 @pytest.mark.parametrize("offset", [2**64 - PAGE, 2**64, -PAGE])

@@ -170,6 +170,14 @@ def test_its_stream_is_the_one_given(buffers: MemoryPool) -> None:
     assert buffers.alloc(1, stream=1).stream == torch.cuda.default_stream(), "cudaStreamLegacy"
 
 
+def test_a_stream_that_is_another_on_each_thread_is_refused(buffers: MemoryPool) -> None:
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="per-thread default stream"):
+        buffers.alloc(1000, stream=2)
+    buffer = buffers.alloc(1000)
+    buffer.record_stream(2)  # all of them are covered
+    buffer.free()
+
+
 def test_streams_of_other_libraries(buffers: MemoryPool) -> None:
     """By the protocol that CuPy and cuda.core follow."""
     mine = torch.cuda.Stream()

@@ -148,9 +148,11 @@ void NativeMemoryPool::destroy(bool force) {
     const std::size_t blocks = left.size() + (is_answering ? 1 : 0);
     if (blocks != 0 && (!force || is_answering)) {
       destroyed_.store(false);
+      const std::string remedy = is_answering
+                                     ? "another thread is just asking or freeing: join it first"
+                                     : "free " + std::string(blocks == 1 ? "that" : "them") + " first, or force";
       throw StillInUseError("the " + name() + " still holds " + format_count(blocks, "allocation") + ", " +
-                                format_bytes(charged) + "; free " + (blocks == 1 ? "that" : "them") +
-                                " first, or force",
+                                format_bytes(charged) + "; " + remedy,
                             charged, blocks);
     }
   }

@@ -155,7 +155,7 @@ void PlacedMemory::map() {
   if (status.code() == StatusCode::out_of_memory) {
     throw OutOfMemoryError(
         "no " + format_bytes(bytes) + " of virtual addresses are left for a placed tensor (" + status.text() + ")",
-        bytes, 0, kUnlimited, ranges_.front()->part()->model().name());
+        bytes, 0, kMostAddresses, ranges_.front()->part()->model().name());
   }
   throw_if_failed(status, "mapping memory of " + std::to_string(devices_.size()) +
                               " devices into one range that each of them reaches");

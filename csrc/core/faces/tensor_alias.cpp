@@ -11,14 +11,6 @@
 
 namespace vmm {
 
-namespace {
-
-// All addresses that there are. So many copies of a granule are fewer than an int holds,
-// which a chunk's mappings are counted in.
-constexpr std::size_t kMostBytes = std::size_t{1} << 47;
-
-}  // namespace
-
 TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, const std::vector<AliasedPiece>& pieces,
                          std::size_t copies, bool read_only)
     : memory_(memory),
@@ -29,11 +21,12 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
   if (pieces.empty() || copies == 0)
     throw InvalidArgumentError("an alias of nothing: give at least one tensor and one copy");
   std::size_t bytes = 0;
-  for (const AliasedPiece& piece : pieces) bytes += std::min(piece.size, kMostBytes - bytes);
-  if (copies > kMostBytes / std::max<std::size_t>(bytes, 1)) {
+  for (const AliasedPiece& piece : pieces) bytes += std::min(piece.size, kMostAddresses - bytes);
+  // So many copies of a granule are fewer than an int holds, which a chunk's mappings are counted in.
+  if (copies > kMostAddresses / std::max<std::size_t>(bytes, 1)) {
     throw OutOfMemoryError(std::to_string(copies) + " copies of " + format_bytes(bytes) +
-                               " are more than there are virtual addresses, " + format_bytes(kMostBytes),
-                           kUnlimited, 0, kMostBytes, opener_->name());
+                               " are more than there are virtual addresses, " + format_bytes(kMostAddresses),
+                           kUnlimited, 0, kMostAddresses, opener_->name());
   }
   holds_.reserve(pieces.size());  // nothing is held that there is no room to note
   shown_.reserve(pieces.size());
@@ -82,7 +75,7 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
     if (status.code() == StatusCode::out_of_memory) {
       throw OutOfMemoryError("there are no addresses, or mappings, for " + format_count(copies, "copy", "copies") +
                                  " of " + format_bytes(bytes) + " (" + status.text() + ")",
-                             bytes * copies, 0, kUnlimited, opener_->name());
+                             bytes * copies, 0, kMostAddresses, opener_->name());
     }
     throw_if_failed(status, "mapping memory at further addresses");
   } catch (...) {

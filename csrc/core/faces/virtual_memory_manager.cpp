@@ -23,8 +23,6 @@ std::uint64_t next_manager_id() {
   return ++next;
 }
 
-constexpr std::size_t kMostPhysical = std::size_t{1} << 47;  // bytes: all that one process can map
-
 std::string of(const std::string& name, std::size_t value) { return name + " " + std::to_string(value); }
 
 void require_multiple(std::size_t size, std::size_t grain, const std::string& name) {
@@ -102,7 +100,7 @@ VirtualAddressRange VirtualMemoryManager::reserve(std::size_t size, std::size_t 
   if (status.code() == StatusCode::out_of_memory) {
     throw OutOfMemoryError(
         "reserve(" + std::to_string(size) + "): no such stretch of virtual addresses is free (" + status.text() + ")",
-        size, 0, kUnlimited, "VirtualMemoryManager");
+        size, 0, kMostAddresses, "VirtualMemoryManager");
   }
   throw_if_failed(status, doing);
   try {
@@ -155,7 +153,7 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
   // What is beyond all addresses is not even charged: near 2^64 nobody else
   // could charge anything until the driver has refused.
   Status status(StatusCode::out_of_memory, "create");
-  if (size <= kMostPhysical) status = memory_.store().create(spec, payer, &chunk, &refused);
+  if (size <= kMostAddresses) status = memory_.store().create(spec, payer, &chunk, &refused);
   // Another device's memory counts here too, and only the limits can be met from here.
   const bool is_own =
       location == Location::on_device(memory_.device()) || (refused != nullptr && &payer == &memory_.budget());
@@ -292,6 +290,10 @@ std::vector<ByteRange> VirtualMemoryManager::require_changeable(const VirtualAdd
   }
   // The whole of what is mapped from `offset` on, holes allowed.
   if (offset >= range.size) throw InvalidRangeError(offset, size, range.size, "beyond the end of the range");
+  if (!is_aligned(offset, granularity())) {
+    throw InvalidRangeError(offset, size, range.size,
+                            "offset must be a multiple of the granularity " + std::to_string(granularity()));
+  }
   const auto& live = found.mapped->live();
   const auto first = found.mapped->reaching(offset);
   if (first == live.end()) throw NotMappedError(offset, granularity(), "set_access of " + range.text());

@@ -54,7 +54,7 @@ void PinnedMemory::reserve_region() {
   throw OutOfMemoryError(
       "the process may have no " + format_bytes(kSlabBytes) +
           " of addresses more (ulimit -v, or strict overcommit) for what is to sleep in the host's " + "memory",
-      kSlabBytes, 0, kUnlimited, "host");
+      kSlabBytes, 0, kMostAddresses, "host");
 }
 
 std::byte* PinnedMemory::take_place() {
