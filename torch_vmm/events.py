@@ -1,14 +1,18 @@
 """What happens to models, told to Python's ``logging`` under ``"torch_vmm"``.
 
 No handler is installed: where the program takes no logs, nothing is written
-and nothing is put into words. Nothing here is called for an allocation.
+and nothing is put into words. Nothing here is called for an allocation. What
+the program's own filters and handlers raise goes to ``sys.unraisablehook``:
+what is told has been done.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, ParamSpec
 
 from torch_vmm import _C
 from torch_vmm.devices import DeviceKey
@@ -18,8 +22,43 @@ if TYPE_CHECKING:
     from torch_vmm.shared_pools import SharedMemoryPool
 
 logger = logging.getLogger("torch_vmm")
+_Told = ParamSpec("_Told")
 
 
+class _Failure:
+    """A callback of a weak reference, which Python shows the errors of: only Python itself makes what
+    ``sys.unraisablehook`` takes."""
+
+    def __init__(self, errors: list[Exception]) -> None:
+        self._errors = errors
+
+    def __call__(self, _: object) -> None:
+        # Its traceback has this frame, which must not lead back to it.
+        raise self._errors.pop()
+
+    def __repr__(self) -> str:
+        return f"logging.getLogger({logger.name!r})"
+
+
+def _ends_nothing(tell: Callable[_Told, None]) -> Callable[_Told, None]:
+    """The same, of which no exception comes out: what is told has been done."""
+
+    @functools.wraps(tell)
+    def told(*args: _Told.args, **kwargs: _Told.kwargs) -> None:
+        errors: list[Exception] = []
+        try:
+            tell(*args, **kwargs)
+        except Exception as error:
+            errors.append(error)
+        if errors:
+            gone: set[None] = set()
+            _watching = weakref.ref(gone, _Failure(errors))
+            del gone  # which calls it
+
+    return told
+
+
+@_ends_nothing
 def registered(pool: VirtualMemoryPool) -> None:
     """A model has a pool now."""
     if logger.isEnabledFor(logging.DEBUG):
@@ -32,6 +71,7 @@ def registered(pool: VirtualMemoryPool) -> None:
         )
 
 
+@_ends_nothing
 def unregistered(model: _C.Pool) -> None:
     """A model's pool has ended, or ends with what lives on in it."""
     if logger.isEnabledFor(logging.DEBUG):
@@ -40,6 +80,7 @@ def unregistered(model: _C.Pool) -> None:
         logger.debug("model %r on %s unregistered%s", model.name, DeviceKey(model.kind, model.ordinal), rest)
 
 
+@_ends_nothing
 def closed(whose: VirtualMemoryPool | SharedMemoryPool, models: Iterable[str] = ()) -> None:
     """A pool was closed, with the models that were in it."""
     if logger.isEnabledFor(logging.DEBUG):
@@ -47,6 +88,7 @@ def closed(whose: VirtualMemoryPool | SharedMemoryPool, models: Iterable[str] = 
         logger.debug("%s closed%s", _whose(whose), f", with its models {with_them}" if with_them else "")
 
 
+@_ends_nothing
 def was_set(whose: VirtualMemoryPool | SharedMemoryPool, name: str, value: int | str | None) -> None:
     """A limit, floor, priority or place to spill to is another one.
 
@@ -59,6 +101,7 @@ def was_set(whose: VirtualMemoryPool | SharedMemoryPool, name: str, value: int |
         logger.debug("%s: %s set to %s", _whose(whose), name, words)
 
 
+@_ends_nothing
 def moved(pool: VirtualMemoryPool, doing: str, size: int, seconds: float) -> None:
     """A model went to sleep or woke.
 
@@ -72,11 +115,13 @@ def moved(pool: VirtualMemoryPool, doing: str, size: int, seconds: float) -> Non
         logger.info("%s %s: %s in %.3f s%s", _whose(pool), doing, _size(size), seconds, rate)
 
 
+@_ends_nothing
 def stopped(name: str, error: BaseException) -> None:
     """A transfer that nobody waits for was stopped."""
     logger.error("%s was stopped: %s: %s", name, type(error).__name__, error)
 
 
+@_ends_nothing
 def pressure_function_raised(asker: VirtualMemoryPool, requested: int, error: BaseException) -> None:
     """What is called for a request that finds no memory has failed itself.
 

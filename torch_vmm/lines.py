@@ -17,7 +17,11 @@ def one_line(text: str) -> str:
 
 def columns(text: str) -> int:
     """That a terminal shows it in."""
-    return sum(0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF") for each in text)
+    return sum(map(_width, text))
+
+
+def _width(each: str) -> int:
+    return 0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF")
 
 
 def cut(text: str, most: int) -> str:
@@ -38,8 +42,11 @@ def without_middle(text: str, most: int) -> str:
 
 
 def _beginning(text: str, most: int) -> str:
-    while columns(text) > most and text:
-        text = text[:-1]
+    taken = 0
+    for at, each in enumerate(text):
+        taken += _width(each)
+        if taken > most:
+            return text[:at]
     return text
 
 

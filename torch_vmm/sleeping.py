@@ -197,6 +197,7 @@ class Transfer(Guarded, guarded=True):
     _is_told: bool
     _done: threading.Event
     _look: _Look | None
+    _runs_on: int | None
 
     def __init__(self, move: _Move, blocking: bool, progress: Progress) -> None:
         look = _to_look(move.name, progress)
@@ -209,6 +210,7 @@ class Transfer(Guarded, guarded=True):
         self._is_told = blocking
         self._done = threading.Event()
         self._look = look
+        self._runs_on = None
         due = [self._run]  # once: by the thread, unless it was given up before that had begun
         try:
             with contextlib.nullcontext() if move.leaving is None else move.leaving._while_it_begins_to_go():
@@ -231,6 +233,7 @@ class Transfer(Guarded, guarded=True):
     def _run(self, sees_signals: bool) -> None:
         began = time.monotonic()
         look = self._look
+        self._runs_on = threading.get_ident()
         try:
             self._moving.run(None if look is None else lambda: look.look(self.progress), sees_signals)
             self._is_through = True
@@ -250,6 +253,7 @@ class Transfer(Guarded, guarded=True):
         except BaseException as error:  # the terminal has gone
             self._error = self._error or error
         finally:
+            self._runs_on = None
             self._done.set()
         if self._error is not None and not self._is_told:
             events.stopped(self._name, self._error)
@@ -267,13 +271,20 @@ class Transfer(Guarded, guarded=True):
         if os.getpid() != self._process:
             raise NotAvailableError("this is a forked process: its parent moves the model", reason="forked")
 
+    def _require_another_thread(self) -> None:
+        if self._runs_on == threading.get_ident():
+            raise VmmError(f"{self._name} waits for itself: it calls this function, which has to return first")
+
     def wait(self) -> None:
         """Until it has ended.
 
         Raises:
-            VmmError: what stopped it; Ctrl-C here stops nothing but the wait.
+            VmmError: what stopped it; Ctrl-C here stops nothing but the
+                wait. Or it calls this itself: a ``progress``, or what
+                ``on_remap()`` was given.
         """
         self._require_own_process()
+        self._require_another_thread()
         self._is_told = True
         try:
             self._done.wait()
@@ -296,8 +307,10 @@ class Transfer(Guarded, guarded=True):
             AsleepError: this does not bring it, as it is another model's, or
                 under a tag that was not to wake, and it sleeps.
             VmmError: what stopped this; Ctrl-C stops nothing but the wait.
+                Or this calls it itself.
         """
         self._require_own_process()
+        self._require_another_thread()
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(f"tensor={show(tensor)}: give a tensor")
         for each in plain_tensors(tensor, "wait_for()"):

@@ -62,6 +62,8 @@ class SparseTensor(RangeTensor):
                 ``transpose_()``).
             OutOfMemoryError: a limit or the device has no such amount left. The
                 tensor is as it was.
+            AsleepError: its model is asleep, and some of them have no memory
+                yet.
         """
         self._own_rows("commit()").commit(self._spans(index, "commit"))
 
@@ -75,6 +77,7 @@ class SparseTensor(RangeTensor):
         Raises:
             InvalidArgumentError: as :meth:`commit`; or some of them are sealed.
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
+            AsleepError: its model is asleep, and some of them have memory.
         """
         return self._own_rows("decommit()").handle.decommit(self._spans(index, "decommit"))
 

@@ -90,6 +90,19 @@ void tell(const Finding& finding) {
   out << "\n";
 }
 
+// Its pool may have ended, and its blocks are known still.
+void report_of_ended(std::uintptr_t address) {
+  for (int ordinal = 0; ordinal < Runtime::kMostDevices; ++ordinal) {
+    const DeviceRoom* const room = Runtime::made(DeviceKind::cpu, ordinal);
+    Finding finding;
+    if (room == nullptr || room->memory.debug_log() == nullptr) continue;
+    if (!room->memory.debug_log()->explain_now(address, &finding) || !finding.is_in_zone) continue;
+    Writer().operator<<("torch_vmm: debug: the CPU may not touch ").hex(address) << ": ";
+    tell(finding);
+    return;
+  }
+}
+
 // The thread was stopped where it touched the address: in a kernel, say, and in none of our
 // locks. If it holds the log's all the same, the log is left alone (explain_now). Pools that
 // are there are found without a lock. Copying a Finding counts references and allocates
@@ -98,8 +111,11 @@ void report(std::uintptr_t address) {
   const Pool* pool = Runtime::pool_at(reinterpret_cast<const void*>(address));
   const std::string_view no_write = "torch_vmm: debug: the CPU may not write to ";
   if (pool == nullptr) {
-    if (!ReadOnlyRanges::of_process().holds_now(address)) return;
-    Writer().operator<<(no_write).hex(address) << ": it is of an alias that was made with read_only=True\n";
+    if (ReadOnlyRanges::of_process().holds_now(address)) {
+      Writer().operator<<(no_write).hex(address) << ": it is of an alias that was made with read_only=True\n";
+    } else {
+      report_of_ended(address);
+    }
     return;
   }
   if (pool->home()->debug_log() == nullptr) return;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -186,6 +186,112 @@ def test_nothing_is_put_into_words_that_nobody_wants(
 def test_no_handler_is_installed() -> None:
     assert logging.getLogger("torch_vmm").handlers == []
     assert logging.getLogger("torch_vmm").level == logging.NOTSET
+
+
+# -- Logging that fails -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def into(limited: SharedMemoryPool) -> Iterator[VirtualMemoryPool]:
+    """A model that is asleep before logging fails."""
+    into = limited.register_model("into")
+    kept = tensor_in(into, 4 * MIB)
+    into.sleep()
+    yield into
+    del kept
+
+
+@pytest.fixture(params=["a filter", "a handler"])
+def failing(
+    request: pytest.FixtureRequest,
+    model: VirtualMemoryPool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[list[str]]:
+    """What Python shows of what the program's own logging raises, from here on: the model is made."""
+    caplog.set_level(logging.DEBUG, logger="torch_vmm")
+    shown: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: shown.append(f"{told.object!r}: {told.exc_value}"))
+
+    def fail(record: logging.LogRecord) -> bool:
+        raise ValueError("no disk to log to")
+
+    logger = logging.getLogger("torch_vmm")
+    handler = logging.Handler()
+    if request.param == "a filter":
+        logger.addFilter(fail)
+    else:
+        monkeypatch.setattr(handler, "emit", fail)
+        logger.addHandler(handler)
+    yield shown
+    logger.removeFilter(fail)
+    logger.removeHandler(handler)
+
+
+_FAILED = "logging.getLogger('torch_vmm'): no disk to log to"
+
+
+@pytest.mark.parametrize(
+    ("do", "is_done"),
+    [
+        pytest.param(do, is_done, id=name)
+        for name, do, is_done in [
+            ("register", lambda shared, _: shared.register_model("qwen"), lambda shared, _: "qwen" in shared),
+            (
+                "limit",
+                lambda _, model: setattr(model, "physical_limit", MIB),
+                lambda _, model: model.physical_limit == MIB,
+            ),
+            (
+                "shared limit",
+                lambda shared, _: setattr(shared, "physical_limit", MIB),
+                lambda shared, _: shared.physical_limit == MIB,
+            ),
+            ("floor", lambda _, model: setattr(model, "floor", MIB), lambda _, model: model.floor == MIB),
+            ("sleep", lambda _, model: model.sleep(), lambda _, model: model.is_asleep),
+            ("sleep behind", lambda _, model: model.sleep(blocking=False).wait(), lambda _, model: model.is_asleep),
+            (
+                "unregister",
+                lambda shared, _: shared.unregister_model("llama", True),
+                lambda shared, _: len(shared) == 0,
+            ),
+            ("close", lambda shared, _: shared.close(force=True), lambda shared, _: shared.is_closed),
+        ]
+    ],
+)
+def test_logging_that_fails_ends_nothing(
+    limited: SharedMemoryPool,
+    model: VirtualMemoryPool,
+    failing: list[str],
+    do: Callable[[SharedMemoryPool, VirtualMemoryPool], object],
+    is_done: Callable[[SharedMemoryPool, VirtualMemoryPool], bool],
+) -> None:
+    kept = tensor_in(model, 4 * MIB)
+    do(limited, model)
+    assert is_done(limited, model)
+    assert failing == [_FAILED]
+    del kept
+
+
+def test_logging_that_fails_ends_no_swap(into: VirtualMemoryPool, model: VirtualMemoryPool, failing: list[str]) -> None:
+    kept = tensor_in(model, 4 * MIB)
+    torch_vmm.swap(out=model, into=into)
+    assert (model.is_asleep, into.is_asleep) == (True, False)
+    assert failing == [_FAILED] * 2, "of each model"
+    into.sleep()
+    model.wake()
+    assert not model.is_asleep
+    del kept
+
+
+def test_ctrl_c_within_logging_is_raised(shared: SharedMemoryPool, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(record: logging.LogRecord) -> bool:
+        raise KeyboardInterrupt
+
+    logger = logging.getLogger("torch_vmm")
+    monkeypatch.setattr(logger, "filter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shared.register_model("llama")
 
 
 # -- A function for pressure that fails --------------------------------------------------------------------------------

@@ -250,6 +250,11 @@ def test_names_are_shortened_last_of_all(shared: SharedMemoryPool, device: str) 
     del kept
 
 
+def test_a_name_may_be_as_long_as_it_likes(shared: SharedMemoryPool) -> None:
+    shared.register_model("long " * 40_000)  # by the length squared, a table took 10 s of one of 6000
+    assert all(len(line) <= 80 for line in str(shared).splitlines())
+
+
 def test_a_repr_says_what_is_asleep(shared: SharedMemoryPool, tmp_path: Path) -> None:
     llama = shared.register_model("llama", "64MiB")
     kept = tensor_in(llama, 3 * MIB)

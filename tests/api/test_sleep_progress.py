@@ -142,6 +142,32 @@ def test_progress_is_told_and_may_stop_it(model: VirtualMemoryPool) -> None:
     assert is_numbered(tensor)
 
 
+@pytest.mark.parametrize("who", ["progress", "on_remap"])
+@pytest.mark.parametrize("waits", ["wait", "wait_for"])
+def test_one_that_would_wait_for_itself_says_so(model: VirtualMemoryPool, who: str, waits: str) -> None:
+    tensor = numbered(model, 4 * MIB)
+    model.sleep()
+    begun: list[torch_vmm.Transfer] = []
+    has_begun = threading.Event()
+    said: list[str] = []
+
+    def wait(*_: int) -> None:
+        assert has_begun.wait(60)
+        try:
+            begun[0].wait() if waits == "wait" else begun[0].wait_for(tensor)
+        except torch_vmm.VmmError as error:
+            said.append(str(error))
+
+    if who == "on_remap":
+        model.on_remap(after=wait)
+    begun.append(model.wake(blocking=False, progress=wait if who == "progress" else False))
+    has_begun.set()
+    begun[0].wait()
+    assert said
+    assert all("waits for itself: it calls this function" in each for each in said)
+    assert is_numbered(tensor)
+
+
 def test_what_is_discarded_after_all_is_none_at_the_end(
     limited: torch_vmm.SharedMemoryPool, model: VirtualMemoryPool
 ) -> None:

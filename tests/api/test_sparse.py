@@ -279,6 +279,24 @@ def test_a_closed_pool_commits_nothing_more(make_pool: Callable[..., Pool], devi
     assert is_zero(tensor[:100])
 
 
+@pytest.mark.parametrize("zeros", [True, False])
+def test_of_a_model_asleep_no_page_comes_or_goes(make_pool: Callable[..., Pool], device: str, zeros: bool) -> None:
+    pool = make_pool("64MiB")
+    with pool:
+        tensor = torch_vmm.sparse((64, ROW), torch.uint8, device, zeros)
+    tensor.commit(slice(0, 4))
+    stamp(tensor[0:4], 1)
+    pool.sleep()
+    for change, rows in ((tensor.commit, slice(4, 8)), (tensor.decommit, slice(0, 4))):
+        with pytest.raises(torch_vmm.AsleepError):
+            change(rows)
+    tensor.commit(slice(0, 4))  # they have memory
+    assert tensor.decommit(slice(4, 8)) == 0
+    pool.wake()
+    assert tensor.committed_spans() == [slice(0, 4)]
+    assert holds(tensor[0:4], 1)
+
+
 def test_on_other_memory_it_commits_nothing(make_pool: Callable[..., Pool], device: str) -> None:
     pool = make_pool("64MiB")
     with pool:

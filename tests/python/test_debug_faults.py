@@ -44,6 +44,13 @@ ERRORS = {
         make(10)
         view.add_(1)
     """,
+    r"byte \d+ of a freed block of 4194304 bytes": """
+        x = make(4194304)
+        view = at_address(x.data_ptr(), 4194304, "cpu")
+        del x
+        pool.close()
+        view.add_(1)
+    """,
     "byte 5 of a freed block of 3000000 bytes": """
         x = make(3000000)
         last = at_address(x.data_ptr() + 5, 1, "cpu")
