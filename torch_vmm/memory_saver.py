@@ -15,17 +15,18 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from torch_vmm import _C
 from torch_vmm._guarded import Guarded
+from torch_vmm.contexts import Carried, ContextDecorator
 from torch_vmm.devices import DeviceKey, to_device
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError
-from torch_vmm.pools import wrap
-from torch_vmm.routing import enable, is_enabled, use_model
-from torch_vmm.shared_pools import SharedMemoryPool
+from torch_vmm.pools import VirtualMemoryPool
+from torch_vmm.routing import enable, is_enabled
+from torch_vmm.shared_pools import SharedMemoryPool, wrap
 from torch_vmm.sizes import Size, show, to_bytes, to_flag, to_name, to_path
 from torch_vmm.tags import Tag
 
@@ -51,10 +52,71 @@ class _Saved:
     """The saver's model on one device, and the regions that there were."""
 
     def __init__(self, key: DeviceKey) -> None:
-        device = _C.device(key.kind, key.ordinal)
-        self.shared = SharedMemoryPool(device.total_bytes, key.torch_device)
+        self.device = _C.device(key.kind, key.ordinal)
+        self.shared = SharedMemoryPool(self.device.total_bytes, key.torch_device)
         self.model = self.shared.register_model(_NAME)
         self.regions: set[_Region] = set()
+        self.resuming = 0  # threads that bring some of it back
+
+    def leave(self, margin: int) -> bool:
+        """From now on it grows by what the device has free beyond the margin, and by no more; whether that lets it grow
+        further than before.
+        """
+        before = self.shared.physical_limit
+        limit = self.device.total_bytes
+        if margin != 0 and not self.resuming:
+            held = self.shared.global_stats().physical_usage
+            limit = max(held + self.device.memory_info()[0] - margin, 1)
+        if limit != before:
+            self.shared._handle.set_physical_limit(limit)  # the property tells the log, and nobody has set it
+        return limit > before
+
+
+class _Entered(threading.local):
+    """Of the regions that this thread entered last, what was open around them: a model's key and tag."""
+
+    def __init__(self) -> None:
+        self.around: dict[tuple[DeviceKey, str], tuple[int, str] | None] = {}
+
+
+class _Open(Tag, guarded=True):
+    """A region: a tag that leaves the margin, and knows what it is in."""
+
+    _saver: TorchMemorySaver
+    _key: DeviceKey
+
+    def __init__(self, saver: TorchMemorySaver, key: DeviceKey, pool: VirtualMemoryPool, name: str) -> None:
+        super().__init__(pool, name)
+        self._saver = saver
+        self._key = key
+
+    def _opens(self) -> tuple[list[_C.Pool], VirtualMemoryPool]:
+        self._saver._enter(self._key, self._name)
+        return super()._opens()
+
+
+class _Disabled(ContextDecorator, Guarded, guarded=True):
+    """What :meth:`TorchMemorySaver.disable` returns."""
+
+    _instead_of_a_copy = "it is open on threads of this process; make another one, disable() costs nothing"
+    _saver: TorchMemorySaver
+    _key: DeviceKey
+
+    def __init__(self, saver: TorchMemorySaver, key: DeviceKey) -> None:
+        self._saver = saver
+        self._key = key
+        self._stays = _C.Stays()
+
+    if TYPE_CHECKING:
+
+        def __enter__(self) -> VirtualMemoryPool: ...
+
+    def _opens(self) -> tuple[list[_C.Pool], VirtualMemoryPool]:
+        space = self._saver._outside(self._key)
+        return [space], wrap(space.model)
+
+    def __repr__(self) -> str:
+        return f"{self._saver!r}.disable()"
 
 
 class TorchMemorySaver(Guarded, guarded=True):
@@ -64,6 +126,7 @@ class TorchMemorySaver(Guarded, guarded=True):
 
     _instead_of_a_copy = "there is one for the process"
     _lock: threading.RLock
+    _entered: _Entered
     _saved: dict[DeviceKey, _Saved]
     _disk_dir: str
     _retains: bool
@@ -81,6 +144,7 @@ class TorchMemorySaver(Guarded, guarded=True):
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
+        self._entered = _Entered()
         self._saved = {}
         self._disk_dir = os.environ.get("TMS_DISK_BACKUP_DIR", "")
         self._retains = False
@@ -115,8 +179,7 @@ class TorchMemorySaver(Guarded, guarded=True):
             NotAvailableError: CUDA was initialised before torch_vmm was its
                 allocator.
         """
-        region = self._region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
-        return self._here(region).model.tag(region.name)
+        return self._open(self._region(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend))
 
     @contextlib.contextmanager
     def cuda_graph(
@@ -132,13 +195,20 @@ class TorchMemorySaver(Guarded, guarded=True):
         """``torch.cuda.graph`` whose memory can be paused; not replayed meanwhile."""
         region = self._region(tag, enable_cpu_backup, False, cpu_backup_backend)
         capture = torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode)
-        with self._here(region).model.tag(region.name), capture:
+        with self._open(region), capture:
             yield
 
-    def disable(self) -> use_model:
-        """Inside a region: tensors made here are of none, and stay."""
-        key = self._key()
-        return use_model(wrap(_C.default_pool(key.kind, key.ordinal)))
+    def disable(self) -> _Disabled:
+        """Inside a region: tensors made here are of none, and stay.
+
+        They are of the model that is open around the regions, as if there were
+        none: the one that this thread had open when it entered the outermost of
+        regions that stand directly in each other, with its tag, else the one of
+        :func:`torch_vmm.set_default_model`, else the device's default pool's.
+        A thread that did not enter the region itself, as in ``backward()`` on a
+        GPU, knows no model around it.
+        """
+        return _Disabled(self, self._key())
 
     def pause(self, tag: str | None = None) -> None:
         """Gives the memory of a tag's tensors away, or of all; twice is once.
@@ -151,14 +221,15 @@ class TorchMemorySaver(Guarded, guarded=True):
                 saved.model.sleep(keep)
 
     def resume(self, tag: str | None = None) -> None:
-        """Brings it back, to the same addresses.
+        """Brings it back, to the same addresses; it may take of the margin.
 
         Raises:
             OutOfMemoryError: no room; it is paused as before.
         """
         for saved, regions in self._tagged(tag):
             if regions:
-                saved.model.wake([region.name for region in regions])
+                with self._without_margin(saved):
+                    saved.model.wake([region.name for region in regions])
             if not self._retains:
                 saved.shared.release_host_backups()
 
@@ -206,15 +277,27 @@ class TorchMemorySaver(Guarded, guarded=True):
 
     @property
     def memory_margin_bytes(self) -> int:
-        """Bytes of the device that regions leave to others; set as any size (``"1GiB"``)."""
+        """Bytes of the device that what is made in regions leaves free, as
+        ``torch.cuda.mem_get_info`` tells it; set as any size (``"1GiB"``). 0, as
+        at first: they may take all.
+
+        What is free is looked at when this is set, at each entry of a region,
+        and where a region finds no memory: then what pools have idle goes to
+        the driver, and what is free beyond the margin the region can have. What
+        others take between two looks (other pools, tensors outside of regions,
+        other processes) is not seen before the second, and regions may take as
+        much of the margin. Where they find it short, what they have idle goes
+        to the driver, what is in use stays, and they grow no more.
+        :meth:`resume` may take of the margin, and so may regions meanwhile.
+        """
         return self._margin
 
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, value: Size) -> None:
         with self._lock:
             self._margin = to_bytes(value, "memory_margin_bytes")
-            for key, saved in self._saved.items():
-                self._leave_margin(key, saved)
+            for saved in self._saved.values():
+                saved.leave(self._margin)
 
     @property
     def hook_mode(self) -> str | None:
@@ -250,7 +333,7 @@ class TorchMemorySaver(Guarded, guarded=True):
             key = to_device("cpu")
         return key
 
-    def _here(self, region: _Region) -> _Saved:
+    def _open(self, region: _Region) -> Tag:
         key = self._key()
         with self._lock:
             if not is_enabled(key.torch_device):
@@ -258,13 +341,62 @@ class TorchMemorySaver(Guarded, guarded=True):
             saved = self._saved.get(key)
             if saved is None:
                 saved = self._saved[key] = _Saved(key)
-                self._leave_margin(key, saved)
+                saved.shared.on_pressure(lambda requested, pool: self._find_more(key))
             saved.regions.add(region)
-            return saved
+        return _Open(self, key, saved.model, region.name)
 
-    def _leave_margin(self, key: DeviceKey, saved: _Saved) -> None:
-        total = _C.device(key.kind, key.ordinal).total_bytes
-        saved.shared.physical_limit = max(total - self._margin, 1)
+    def _enter(self, key: DeviceKey, name: str) -> None:
+        """What a region's entry looks at: the margin, and what is open around it."""
+        saved = self._saved[key]
+        if self._margin != 0:
+            with self._lock:
+                saved.leave(self._margin)
+        around, space = self._entered.around, _open_space(key)
+        if space is None or space.model.key != saved.model._handle.key:
+            # By its key, as nobody tells this when the region is left, and it must not keep the model. So of a region
+            # that is entered again inside a model inside itself, and left, this knows that model.
+            around[key, name] = None if space is None else (space.model.key, space.tag)
+        else:
+            around[key, name] = around.get((key, space.tag))
+
+    def _outside(self, key: DeviceKey) -> _C.Pool:
+        """What is open here but for regions."""
+        space, saved = _open_space(key), self._saved.get(key)
+        if space is not None and (saved is None or space.model.key != saved.model._handle.key):
+            return space
+        around = None if space is None else self._entered.around.get((key, space.tag))
+        if around is not None:
+            for pool in _C.device(*key).pools():
+                if pool.key == around[0]:
+                    return pool.tagged(around[1]) if around[1] else pool
+        with Carried([]):  # outside every model
+            return _C.current_pool(*key)
+
+    def _find_more(self, key: DeviceKey) -> bool:
+        """Whether a region that finds no memory can have more by now, and what is idle elsewhere."""
+        with self._lock:
+            saved, margin = self._saved[key], self._margin
+            if margin == 0:
+                return False
+            if saved.leave(margin):
+                return True
+        saved.device.empty_cache()
+        with self._lock:
+            return saved.leave(self._margin)
+
+    @contextlib.contextmanager
+    def _without_margin(self, saved: _Saved) -> Iterator[None]:
+        """What is resumed was there before: the margin may be in use by those that it is left to."""
+        with self._lock:
+            saved.resuming += 1
+        try:
+            with self._lock:
+                saved.leave(self._margin)
+            yield
+        finally:
+            with self._lock:
+                saved.resuming -= 1
+                saved.leave(self._margin)
 
     def _tagged(self, tag: str | None) -> list[tuple[_Saved, list[_Region]]]:
         """Of each device, what is under the tag, or all."""
@@ -288,6 +420,11 @@ class TorchMemorySaver(Guarded, guarded=True):
             self._disk_dir = tempfile.gettempdir()
         os.makedirs(self._disk_dir, exist_ok=True)
         return os.path.join(self._disk_dir, "")
+
+
+def _open_space(key: DeviceKey) -> _C.Pool | None:
+    """The innermost model, or tag's space, that is open here on the device."""
+    return next((space for space in _C.open_models() if (space.kind, space.ordinal) == key), None)
 
 
 def _enable_cuda() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import MIB
+from tests.helpers import MIB, run
+from torch_vmm import _C
 from torch_vmm.memory_saver import TorchMemorySaver, configure_subprocess, torch_memory_saver
+
+Here = Callable[[], str]
+MakeShared = Callable[..., torch_vmm.SharedMemoryPool]
 
 
 @pytest.fixture
@@ -96,6 +102,75 @@ def test_disable(saver: TorchMemorySaver, device: str) -> None:
     saver.resume()
 
 
+def test_disabled_is_what_is_open_around_the_regions(
+    saver: TorchMemorySaver, device: str, here: Here, make_shared: MakeShared
+) -> None:
+    shared = make_shared()
+    own, other = shared.register_model("own"), shared.register_model("other")
+    with own, saver.region(), saver.disable() as opened:
+        assert opened is own
+        assert here() == "own"
+        with pytest.raises(torch.OutOfMemoryError):  # its limit holds
+            torch.empty(128 * MIB, dtype=torch.uint8, device=device)
+    with own, saver.region("a"), saver.region("b"), saver.disable():
+        assert here() == "own"
+        with saver.region("a"), saver.disable():
+            assert here() == "own"
+    with saver.region("a"), own, saver.region("b"), saver.disable():
+        assert here() == "own", "as if there were no region"
+    with own, saver.region("a"):
+        with other, saver.region("b"), saver.disable():
+            assert here() == "other"
+        with saver.disable():
+            assert here() == "own"
+    with saver.region(), saver.disable():
+        assert here() == "default", "what was around another time is not"
+    with own, saver.disable():
+        assert here() == "own"
+
+
+def test_disabled_is_under_the_tag_that_is_around(
+    saver: TorchMemorySaver, device: str, make_shared: MakeShared
+) -> None:
+    own = make_shared().register_model("own")
+    with own.tag("weights"), saver.region(), saver.disable():
+        kept = torch.empty(MIB, dtype=torch.uint8, device=device)
+    assert own.tags == {"weights": kept.nbytes}
+
+
+def test_disabled_is_the_default_model(
+    saver: TorchMemorySaver, device: str, here: Here, make_shared: MakeShared
+) -> None:
+    own = make_shared().register_model("own")
+    region, disabled = saver.region(), saver.disable()
+    torch_vmm.set_default_model(own)
+    try:
+        with region, disabled:
+            assert here() == "own"
+    finally:
+        torch_vmm.reset_default_model(device)
+    with region, disabled:
+        assert here() == "default"
+
+
+def test_each_thread_has_its_own_around(saver: TorchMemorySaver, here: Here, make_shared: MakeShared) -> None:
+    own = make_shared().register_model("own")
+    region, disabled = saver.region(), saver.disable()
+    found: list[str] = []
+
+    def work() -> None:
+        with region, disabled:
+            found.append(here())
+
+    thread = threading.Thread(target=work)
+    with own, region:
+        thread.start()
+        thread.join()
+        with disabled:
+            found.append(here())
+    assert found == ["default", "own"]
+
+
 def test_pinned_memory_stays_where_that_is_wanted(saver: TorchMemorySaver, device: str) -> None:
     with saver.region(enable_cpu_backup=True):
         tensor = torch.arange(MIB, dtype=torch.int32, device=device)
@@ -111,14 +186,111 @@ def test_pinned_memory_stays_where_that_is_wanted(saver: TorchMemorySaver, devic
     assert torch.equal(tensor.cpu(), torch.arange(MIB, dtype=torch.int32))
 
 
-def test_a_margin_is_left(saver: TorchMemorySaver, device: str) -> None:
+def test_a_margin_is_of_what_is_free(saver: TorchMemorySaver, device: str, memory: _C.Device) -> None:
     with saver.region():
-        torch.zeros(1000, device=device)
+        kept = torch.zeros(1000, device=device)
     (saved,) = saver._saved.values()
-    whole = saved.shared.physical_limit
+    assert saved.shared.physical_limit == memory.total_bytes
+    before = memory.memory_info()[0]
     saver.memory_margin_bytes = 64 * MIB
-    assert saved.shared.physical_limit == whole - 64 * MIB
+    after = memory.memory_info()[0]
     assert saver.memory_margin_bytes == 64 * MIB
+    free = saved.shared.physical_limit - saved.shared.global_stats().physical_usage + 64 * MIB
+    assert min(before, after) <= free <= max(before, after), "other processes may use the device"
+    saver.memory_margin_bytes = "1TiB"  # type: ignore[assignment]  # any size
+    with pytest.raises(torch.OutOfMemoryError), saver.region("other"):
+        torch.zeros(MIB, device=device)
+    saver.memory_margin_bytes = 0
+    assert saved.shared.physical_limit == memory.total_bytes
+    del kept
+
+
+_ON_A_SMALL_DEVICE = """
+import torch, torch_vmm
+from torch_vmm import _C
+from torch_vmm.memory_saver import TorchMemorySaver, torch_memory_saver as saver
+
+MIB = 1 << 20
+torch_vmm.enable("cpu")
+key = torch_vmm.devices.to_device("cpu")
+TorchMemorySaver._key = lambda self: key
+memory = _C.device(*key)
+saver.memory_margin_bytes = 64 * MIB
+pool = torch_vmm.VirtualMemoryPool("512MiB", device="cpu")
+
+
+def make(mib):
+    return torch.empty(mib * MIB, dtype=torch.uint8)
+
+
+def fill():
+    made = []
+    try:
+        while True:
+            made.append(make(16))
+    except torch.OutOfMemoryError:
+        return made
+"""
+
+
+def on_a_small_device(code: str) -> str:
+    """What it prints, with a margin of 64 MiB on a device of 512 MiB."""
+    return run(_ON_A_SMALL_DEVICE + textwrap.dedent(code), TORCH_VMM_HOST_BYTES="512MiB")
+
+
+def test_regions_leave_the_margin_beside_what_others_hold() -> None:
+    printed = on_a_small_device(
+        """
+        pool.allocate(0, 160 * MIB)
+        with saver.region():
+            made = fill()
+        print(len(made) * 16, memory.memory_info()[0] // MIB)
+        del made
+        saver._saved[key].model.empty_cache()
+        pool.deallocate(0, 160 * MIB)
+        pool.empty_cache()
+        with saver.region():
+            made = fill()
+        print(len(made) * 16, memory.memory_info()[0] // MIB)
+        """
+    )
+    assert printed == "288 64\n448 64\n"
+
+
+def test_a_region_that_finds_no_memory_looks_again() -> None:
+    printed = on_a_small_device(
+        """
+        pool.allocate(0, 160 * MIB)
+        with saver.region():
+            made = fill()
+            pool.deallocate(0, 160 * MIB)  # which leaves it idle there
+            made += fill()
+        print(len(made) * 16, memory.memory_info()[0] // MIB)
+        """
+    )
+    assert printed == "448 64\n"
+
+
+def test_what_is_resumed_may_take_of_the_margin() -> None:
+    printed = on_a_small_device(
+        """
+        with saver.region():
+            made = fill()
+        saver.pause()
+        with pool:
+            other = make(32)
+        saver.resume()
+        print(memory.memory_info()[0] // MIB)
+        with saver.region():
+            print(len(fill()))
+        del other
+        pool.empty_cache()
+        saver.pause()
+        saver.resume()
+        print(memory.memory_info()[0] // MIB)
+        """
+    )
+    assert printed == "32\n0\n64\n"
 
 
 def test_what_cannot_be(saver: TorchMemorySaver) -> None:
