@@ -30,7 +30,6 @@ test: ## everything that CI checks
 	@$(MAKE) --no-print-directory lint
 	@scripts/build_extension $(VENV_PYTHON)
 	@for variant in asan tsan; do scripts/cpp_tests build $$variant; done
-	@scripts/cpp_tests build plain instructions
 	@for variant in asan tsan; do scripts/cpp_tests run $$variant; done
 	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 -n $(JOBS) --dist loadfile $(ARGS)
 	@$(VENV_PYTHON) -m tests.standin -m tests.standin.suite $(ARGS)

@@ -109,6 +109,9 @@ def in_groups(sources: list[str], folder: Path) -> list[str]:
                 group.parent.mkdir(parents=True, exist_ok=True)
                 group.write_text(text)
             groups.append(str(group))
+    for group in folder.glob("*.cpp"):
+        if str(group) not in groups:
+            group.unlink()  # of sources that are others by now
     return groups
 
 

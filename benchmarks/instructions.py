@@ -19,7 +19,10 @@ from .measurement import Measurement
 
 KIND = "cpu"
 ALLOCATORS = ("torch_vmm",)  # torch's own come with all of torch
-_PROGRAM = ROOT / "build" / "cpp-plain" / "instructions"
+# Linked from the objects that the extension is made of: what is counted is what ships.
+_BUILD = ROOT / "build" / f"py{sys.version_info.major}.{sys.version_info.minor}"
+_PROGRAM = _BUILD / "instructions"
+_BELOW_TORCH = ("base_", "core_", "driver_")  # of setup.py's groups
 
 
 class Case(NamedTuple):
@@ -43,18 +46,18 @@ CASES = {
 
 def prepare() -> str | None:
     """Builds the program; where that cannot be, or there is no valgrind, says why."""
-    missing = [tool for tool in ("valgrind", "cmake") if shutil.which(tool) is None]
-    if missing:
-        return f"{' and '.join(missing)} must be installed (on Debian and Ubuntu: apt-get install {' '.join(missing)})"
-    # A ninja that came with this Python counts, where there is no .venv.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    built = subprocess.run(
-        [ROOT / "scripts" / "cpp_tests", "build", "plain", "instructions"],
-        env={**os.environ, "PATH": path, "PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-    )
-    return None if built.returncode == 0 else f"its program cannot be built:\n{built.stdout}{built.stderr}"
+    if shutil.which("valgrind") is None:
+        return "valgrind must be installed (on Debian and Ubuntu: apt-get install valgrind)"
+    temporary = _BUILD / "temp"
+    names = [file.stem for file in (temporary / "groups").glob("*.cpp") if file.name.startswith(_BELOW_TORCH)]
+    objects = [file for name in sorted(names) for file in temporary.rglob(f"{name}.o")]
+    if not objects:
+        return f"the extension's objects are not in {temporary}: run make build"
+    compiler = os.environ.get("VMM_CXX") or ("/usr/bin/g++" if Path("/usr/bin/g++").exists() else "g++")
+    source = ROOT / "benchmarks" / "csrc" / "instructions.cpp"
+    command: list[str | Path] = [compiler, "-std=c++20", "-O2", f"-I{ROOT / 'csrc'}", source]
+    linked = subprocess.run([*command, *objects, "-pthread", "-ldl", "-o", _PROGRAM], capture_output=True, text=True)
+    return None if linked.returncode == 0 else f"its program cannot be built:\n{linked.stdout}{linked.stderr}"
 
 
 def measure(allocator: str, quick: bool) -> list[Measurement]:
