@@ -419,9 +419,7 @@ void Pool::record_stream(Address address, Stream stream, DeviceStreams* device) 
   if (is_own) device = &context_.streams;
   const MutexLock lock(mutex_);
   Block* block = live_around(address);
-  // (Another thread's per-thread stream has the same handle.)
-  const bool is_owners = is_own && block != nullptr && streams_[block->tag].stream == stream;
-  if (is_owners && stream != kPerThreadStream) return;
+  if (is_own && block != nullptr && streams_[block->tag].stream == stream) return;
   // It reads the memory, though it may be no peer (a copy between devices), so the
   // clock has to tell of it.
   if (!is_own) context_.clock.add_peer(*device);
