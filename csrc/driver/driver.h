@@ -161,6 +161,8 @@ class Driver {
   // out_of_memory, not_supported: it stays as it is, and copies are only slower.
   virtual Status pin_host(Address address, std::size_t size) = 0;
   virtual Status unpin_host(Address address) = 0;
+  // Pinning does something there: else nobody need touch the memory first.
+  [[nodiscard]] virtual bool pins_host() const { return true; }
 
   // -- Content. Ordered on `stream` of `device`; any address both can access,
   // any size > 0 (no alignment needed). Either side may be plain host memory;

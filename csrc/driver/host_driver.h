@@ -94,6 +94,7 @@ class HostDriver final : public Driver, private ForkObserver {
   Status destroy_stream(int device, Stream stream) override;
   Status pin_host(Address address, std::size_t size) override;
   Status unpin_host(Address address) override;
+  [[nodiscard]] bool pins_host() const override { return false; }
 
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override;
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override

@@ -202,6 +202,7 @@ class OrderChecker final : public Driver {
   Status destroy_stream(int device, Stream stream) override { return inner_.destroy_stream(device, stream); }
   Status pin_host(Address address, std::size_t size) override { return inner_.pin_host(address, size); }
   Status unpin_host(Address address) override { return inner_.unpin_host(address); }
+  [[nodiscard]] bool pins_host() const override { return inner_.pins_host(); }
   Status copy_async(int device, Address to, Address from, std::size_t size, Stream stream) override
       VMM_EXCLUDES(mutex_);
   Status fill_async(int device, Address address, std::uint8_t byte, std::size_t size, Stream stream) override

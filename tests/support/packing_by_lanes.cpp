@@ -65,24 +65,64 @@ struct Job;
 
 namespace testing {
 
+namespace {
+
+// They live as long as the process: under AddressSanitizer 512 threads take longer to make than what
+// they do.
+class Lanes {
+ public:
+  Lanes() {
+    for (unsigned lane = 0; lane < kThreads; ++lane) threads_.emplace_back([this, lane] { run(lane); });
+  }
+  ~Lanes() {
+    ends_ = true;
+    begin_.arrive_and_wait();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  void do_together(packing_by_lanes::Step step, const packing_by_lanes::Job& job) {
+    step_ = step;
+    job_ = job;
+    begin_.arrive_and_wait();
+    end_.arrive_and_wait();
+  }
+
+ private:
+  void run(unsigned lane) {
+    threadIdx.x = lane;
+    for (;;) {
+      begin_.arrive_and_wait();
+      if (ends_) return;
+      switch (step_) {
+        case packing_by_lanes::Step::survey:
+          packing_by_lanes::vmm_survey(job_);
+          break;
+        case packing_by_lanes::Step::pack:
+          packing_by_lanes::vmm_pack(job_);
+          break;
+        case packing_by_lanes::Step::unpack:
+          packing_by_lanes::vmm_unpack(job_);
+          break;
+      }
+      end_.arrive_and_wait();
+    }
+  }
+
+  std::barrier<> begin_{kThreads + 1};
+  std::barrier<> end_{kThreads + 1};
+  bool ends_ = false;  // these are read behind begin_
+  packing_by_lanes::Step step_{};
+  packing_by_lanes::Job job_{};
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace
+
 void pack_by_lanes(packing::Step step, const packing::Job& job) {
+  static Lanes lanes;
   packing_by_lanes::Job mine{};
   std::memcpy(&mine, static_cast<const void*>(&job), sizeof(mine));
-  std::vector<std::thread> lanes;
-  for (unsigned lane = 0; lane < kThreads; ++lane) {
-    lanes.emplace_back([&, lane] {
-      threadIdx.x = lane;
-      switch (static_cast<packing_by_lanes::Step>(step)) {
-        case packing_by_lanes::Step::survey:
-          return packing_by_lanes::vmm_survey(mine);
-        case packing_by_lanes::Step::pack:
-          return packing_by_lanes::vmm_pack(mine);
-        case packing_by_lanes::Step::unpack:
-          return packing_by_lanes::vmm_unpack(mine);
-      }
-    });
-  }
-  for (std::thread& lane : lanes) lane.join();
+  lanes.do_together(static_cast<packing_by_lanes::Step>(step), mine);
 }
 
 }  // namespace testing

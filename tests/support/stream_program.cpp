@@ -11,7 +11,7 @@ namespace vmm::testing {
 
 namespace {
 
-using Kind = StreamOp::Kind;
+using OpKind = StreamOp::Kind;
 
 // One name a line would be a page.
 // clang-format off

@@ -19,6 +19,7 @@ constexpr int kPopulateWrite = 23;          // MADV_POPULATE_WRITE: from Linux 5
 }  // namespace
 
 void PinnedMemory::Slab::touch(std::size_t at, std::size_t size) {
+  if (!driver_.pins_host()) return;  // 16 ms a slab, and a small model needs few of its pages
   if (::madvise(begin_ + at, size, kPopulateWrite) == 0) return;
   auto* const bytes = reinterpret_cast<volatile std::byte*>(begin_);
   for (const std::size_t end = at + size; at < end; at += kTouched) bytes[at] = std::byte{0};
