@@ -860,6 +860,9 @@ def leave_context(self: object, *args: object) -> None:
 def open_models() -> list[Pool]:
     """The pools, or tags' spaces, that are open here, the innermost of each device, innermost first."""
 
+def open_on(kind: _Kind, ordinal: int) -> list[Pool]:
+    """All of them that are open here on the device, innermost first."""
+
 def set_strict(kind: _Kind, ordinal: int, action: Literal["raise", "warn", "off"]) -> None:
     """What happens where a tensor is made outside every model of the device. Loads no driver.
 

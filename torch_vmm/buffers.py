@@ -390,18 +390,31 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """The same for numpy, on the CPU alone.
-
-        Raises:
-            TypeError: numpy has no such dtype.
-        """
+        """The same for numpy, on the CPU alone, and for dtypes that numpy has."""
         if self.device.type != "cpu":
             raise AttributeError(f"a buffer on {self.device} is no array of the host's")
         try:
             interface: dict[str, Any] = self._shown_to_readers().numpy().__array_interface__
-        except TypeError:  # bfloat16, for one. An AttributeError would be no interface at all: an array of one object
-            raise self._no_such_dtype("numpy") from None
+        except TypeError:  # bfloat16, for one
+            raise AttributeError(f"numpy has no {self.dtype}") from None
         return interface
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """What numpy asks where there is no interface, or it would make an array
+        of one object.
+
+        Raises:
+            TypeError: it is the GPU's memory, or numpy has no such dtype.
+        """
+        if self.device.type != "cpu":
+            raise TypeError(f"a buffer on {self.device} is no array of the host's: give buffer.tensor().cpu(), a copy")
+        try:
+            array = self._shown_to_readers().numpy()
+        except TypeError:
+            raise self._no_such_dtype("numpy") from None
+        if dtype is not None and dtype != array.dtype:
+            return array.astype(dtype)
+        return array.copy() if copy else array
 
     def _shown_to_readers(self) -> torch.Tensor:
         shown = self.tensor()

@@ -72,15 +72,8 @@ class _Saved:
         return limit > before
 
 
-class _Entered(threading.local):
-    """Of the regions that this thread entered last, what was open around them: a model's key and tag."""
-
-    def __init__(self) -> None:
-        self.around: dict[tuple[DeviceKey, str], tuple[int, str] | None] = {}
-
-
 class _Open(Tag, guarded=True):
-    """A region: a tag that leaves the margin, and knows what it is in."""
+    """A region: a tag that leaves the margin."""
 
     _saver: TorchMemorySaver
     _key: DeviceKey
@@ -91,7 +84,7 @@ class _Open(Tag, guarded=True):
         self._key = key
 
     def _opens(self) -> tuple[list[_C.Pool], VirtualMemoryPool]:
-        self._saver._enter(self._key, self._name)
+        self._saver._leave_margin(self._key)
         return super()._opens()
 
 
@@ -126,7 +119,6 @@ class TorchMemorySaver(Guarded, guarded=True):
 
     _instead_of_a_copy = "there is one for the process"
     _lock: threading.RLock
-    _entered: _Entered
     _saved: dict[DeviceKey, _Saved]
     _disk_dir: str
     _retains: bool
@@ -144,7 +136,6 @@ class TorchMemorySaver(Guarded, guarded=True):
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
-        self._entered = _Entered()
         self._saved = {}
         self._disk_dir = os.environ.get("TMS_DISK_BACKUP_DIR", "")
         self._retains = False
@@ -195,18 +186,18 @@ class TorchMemorySaver(Guarded, guarded=True):
         """``torch.cuda.graph`` whose memory can be paused; not replayed meanwhile."""
         region = self._region(tag, enable_cpu_backup, False, cpu_backup_backend)
         capture = torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode)
-        with self._open(region), capture:
+        opened = self._open(region)
+        if self._margin != 0:  # in a capture nobody gives anything up, so what is idle is to be free before it
+            self._saved[self._key()].device.empty_cache()
+        with opened, capture:
             yield
 
     def disable(self) -> _Disabled:
         """Inside a region: tensors made here are of none, and stay.
 
         They are of the model that is open around the regions, as if there were
-        none: the one that this thread had open when it entered the outermost of
-        regions that stand directly in each other, with its tag, else the one of
-        :func:`torch_vmm.set_default_model`, else the device's default pool's.
-        A thread that did not enter the region itself, as in ``backward()`` on a
-        GPU, knows no model around it.
+        none, with its tag; else the one of :func:`torch_vmm.set_default_model`,
+        else the device's default pool's.
         """
         return _Disabled(self, self._key())
 
@@ -345,30 +336,17 @@ class TorchMemorySaver(Guarded, guarded=True):
             saved.regions.add(region)
         return _Open(self, key, saved.model, region.name)
 
-    def _enter(self, key: DeviceKey, name: str) -> None:
-        """What a region's entry looks at: the margin, and what is open around it."""
-        saved = self._saved[key]
+    def _leave_margin(self, key: DeviceKey) -> None:
         if self._margin != 0:
             with self._lock:
-                saved.leave(self._margin)
-        around, space = self._entered.around, _open_space(key)
-        if space is None or space.model.key != saved.model._handle.key:
-            # By its key, as nobody tells this when the region is left, and it must not keep the model. So of a region
-            # that is entered again inside a model inside itself, and left, this knows that model.
-            around[key, name] = None if space is None else (space.model.key, space.tag)
-        else:
-            around[key, name] = around.get((key, space.tag))
+                self._saved[key].leave(self._margin)
 
     def _outside(self, key: DeviceKey) -> _C.Pool:
         """What is open here but for regions."""
-        space, saved = _open_space(key), self._saved.get(key)
-        if space is not None and (saved is None or space.model.key != saved.model._handle.key):
-            return space
-        around = None if space is None else self._entered.around.get((key, space.tag))
-        if around is not None:
-            for pool in _C.device(*key).pools():
-                if pool.key == around[0]:
-                    return pool.tagged(around[1]) if around[1] else pool
+        saved = self._saved.get(key)
+        for space in _C.open_on(*key):
+            if saved is None or space.model.key != saved.model._handle.key:
+                return space
         with Carried([]):  # outside every model
             return _C.current_pool(*key)
 
@@ -420,11 +398,6 @@ class TorchMemorySaver(Guarded, guarded=True):
             self._disk_dir = tempfile.gettempdir()
         os.makedirs(self._disk_dir, exist_ok=True)
         return os.path.join(self._disk_dir, "")
-
-
-def _open_space(key: DeviceKey) -> _C.Pool | None:
-    """The innermost model, or tag's space, that is open here on the device."""
-    return next((space for space in _C.open_models() if (space.kind, space.ordinal) == key), None)
 
 
 def _enable_cuda() -> None:

@@ -55,6 +55,9 @@ void set_strict(const std::string& kind, int ordinal, const std::string& action)
 void bind_routing(py::module_& module) {
   bind_stays(module);
   module.def("open_models", &open_models);
+  module.def(
+      "open_on", [](const std::string& kind, int ordinal) { return open_on(to_room(kind, ordinal)); }, py::arg("kind"),
+      py::arg("ordinal"));
   module.def("set_strict", &set_strict, py::arg("kind"), py::arg("ordinal"), py::arg("action"));
   // The model, whatever tag of it is open; and what is open, which may be a tag's space, for
   // a tensor of so many bytes, where strict() lets one be made.

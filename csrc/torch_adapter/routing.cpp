@@ -175,6 +175,22 @@ std::vector<std::shared_ptr<Pool>> open_models() {
   return found;
 }
 
+std::vector<std::shared_ptr<Pool>> open_on(const DeviceRoom& room) {
+  std::vector<std::shared_ptr<Pool>> found;
+  const auto add = [&](const std::shared_ptr<Pool>& pool) {
+    if (pool->home() == &room.memory) found.push_back(pool);
+  };
+  for (const ModelContext* context = skip_dead(top()); context != nullptr; context = skip_dead(context->parent.get())) {
+    if (context->pool != nullptr) {
+      add(context->pool);
+      continue;
+    }
+    for (const auto& pool : context->carried) add(pool);
+    break;
+  }
+  return found;
+}
+
 void leave_model(const ModelContextPtr& context) {
   const bool twice = context->left.exchange(true, std::memory_order_relaxed);
   const ModelContext* innermost = skip_dead(top());

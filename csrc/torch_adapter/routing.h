@@ -28,6 +28,9 @@ ModelContextPtr enter_model(std::shared_ptr<Pool> pool);
 // device: what enter_carried() takes elsewhere.
 std::vector<std::shared_ptr<Pool>> open_models();
 
+// All that this thread has open on the device, innermost first.
+std::vector<std::shared_ptr<Pool>> open_on(const DeviceRoom& room);
+
 // Enters exactly these, whatever this thread has open: a device that none of
 // them is on is outside every model. Throws as enter_model().
 ModelContextPtr enter_carried(std::vector<std::shared_ptr<Pool>> pools);

@@ -75,6 +75,7 @@ def test_what_numpy_has_no_dtype_for_is_no_array(
     buffer = buffers.alloc(33, dtype)
     with pytest.raises(TypeError, match=re.escape(f"numpy has no {dtype}: give buffer.tensor().{copy}, ")):
         np.asarray(buffer)
+    assert not hasattr(buffer, "__array_interface__"), "whoever asks first goes another way"
     assert np.asarray(buffer.tensor().view(torch.uint8)).nbytes == buffer.byte_size
     assert torch.as_tensor(buffer).data_ptr() == buffer.device_ptr, "torch has it"
 

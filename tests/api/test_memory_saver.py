@@ -153,6 +153,30 @@ def test_disabled_is_the_default_model(
         assert here() == "default"
 
 
+def test_what_is_carried_to_another_thread_knows_no_model_around_it(
+    saver: TorchMemorySaver, here: Here, make_shared: MakeShared
+) -> None:
+    own = make_shared().register_model("own")
+    found: list[str] = []
+
+    def work() -> None:
+        with saver.disable():
+            found.append(here())
+
+    with saver.region():
+        carried = torch_vmm.carry(work)
+
+    def run() -> None:
+        with own, saver.region():  # another time, on that thread
+            pass
+        carried()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == ["default"]
+
+
 def test_each_thread_has_its_own_around(saver: TorchMemorySaver, here: Here, make_shared: MakeShared) -> None:
     own = make_shared().register_model("own")
     region, disabled = saver.region(), saver.disable()

@@ -99,24 +99,25 @@ std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* gr
   Budget& payer = group == nullptr ? budget_ : *group;
   PoolSpec complete = spec;
   if (spec.capacity == 0) complete.capacity = default_capacity();
+  try {
+    return register_pool(complete, payer);
+  } catch (const OutOfMemoryError&) {
+    // Of addresses. What has closed may have some still, and queued work before it. (Parts are made
+    // under locks, and wait for nobody.)
+    const bool any_waits = [this] {
+      const MutexLock lock(registry_mutex_);
+      return !waiting_.empty() || !leaving_.empty();
+    }();
+    if (any_waits) {
+      settle(/*wait=*/true);
+    } else if (spec.capacity != 0) {
+      throw;
+    }
+  }
   return spec.capacity != 0 ? register_pool(complete, payer) : register_pool_of_at_most(complete, payer);
 }
 
 std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& group) {
-  try {
-    return add_pool(spec, group);
-  } catch (const OutOfMemoryError&) {
-    // Of addresses. What has closed may have some still, and queued work before it.
-    {
-      const MutexLock lock(registry_mutex_);
-      if (waiting_.empty() && leaving_.empty()) throw;
-    }
-    if (!settle(/*wait=*/true)) throw;
-  }
-  return add_pool(spec, group);
-}
-
-std::shared_ptr<Pool> DeviceMemory::add_pool(const PoolSpec& spec, Budget& group) {
   // So that no accessor is missed. Not under the registry's: that one is taken by
   // observers, under a pool's.
   const MutexLock lock(accessor_mutex_);

@@ -312,7 +312,6 @@ class DeviceMemory {
  private:
   std::shared_ptr<Pool> register_pool(const PoolSpec& spec, Budget& group)
       VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
-  std::shared_ptr<Pool> add_pool(const PoolSpec& spec, Budget& group) VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
   void require_page_size(std::size_t page_size) const;
   std::shared_ptr<Pool> spill_space(Pool& asker) VMM_EXCLUDES(tags_mutex_, registry_mutex_);
   std::size_t trim_shelf(Pool& pool) { return pool.store().trim(pool.group(), options_.store_bytes); }

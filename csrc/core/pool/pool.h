@@ -274,8 +274,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // have passed, former addresses that nothing uses any more. Returns whether
   // anything came free.
   bool settle() VMM_EXCLUDES(mutex_);
-  // Blocks the calling thread until no recorded stream uses what was freed until now. What is
-  // being captured, or cannot be waited for, stays.
+  // Blocks the calling thread until no recorded stream uses what was freed until now; what cannot
+  // be waited for stays, and all of it while something is captured.
   void wait_for_recorded() VMM_EXCLUDES(mutex_);
   // Drops all explicit pages that nobody holds (a forced unregister). Whether there were any.
   bool drop_pages() VMM_EXCLUDES(mutex_);
