@@ -215,9 +215,11 @@ TEST(LackingMemoryOfSteps, AFreeDoesWithoutATick) {
       [](Pair& pair) { EXPECT_EQ(pair.first->live_blocks(), 0U); });
 }
 
-// A tick that could make no fence for a stream makes it with a later free.
+// A tick that could make no fence for a stream makes it with a later free, which may have to make
+// room for it.
 TEST(LackingMemoryOfSteps, AFreeDoesWithoutAFence) {
   std::vector<Address> blocks;
+  std::vector<Fence> taken;
   each_fails(
       [&](Pair& pair) {
         pair.lab.driver.hold_fences();
@@ -227,17 +229,22 @@ TEST(LackingMemoryOfSteps, AFreeDoesWithoutAFence) {
         pair.group->set_limit(900 * kMiB);
         blocks.clear();
         for (int k = 0; k < 5; ++k) blocks.push_back(pair.lab.memory().allocate(*pair.first, 100 * kMiB, kOwner));
-        // All that it has made so far are taken, and it makes no more.
+        // There is room for 24, and then for 56.
+        DeviceStreams& streams = pair.lab.memory().streams();
+        taken.clear();
+        while (pair.lab.driver.count(Call::create_fence) < 55) taken.push_back(streams.take_fence());
         pair.lab.driver.fail_nth(Call::create_fence, 1, broken(), Repeat::from_then_on);
         pair.lab.memory().clock().cover(pair.lab.memory().clock().now());
         pair.lab.driver.clear_failures();
+        taken.push_back(streams.take_fence());
       },
       [&](Pair& pair) {
         for (; !blocks.empty(); blocks.pop_back()) EXPECT_TRUE(DeviceMemory::free(pair.lab.space, blocks.back()));
       },
-      [](Pair& pair) {
+      [&](Pair& pair) {
         pair.lab.driver.release_fences();
         EXPECT_EQ(pair.first->live_blocks(), 0U);
+        for (; !taken.empty(); taken.pop_back()) pair.lab.memory().streams().put_back(taken.back());
       });
 }
 
