@@ -66,6 +66,19 @@ const ModelContext* skip_dead(const ModelContext* context) {
   return context;
 }
 
+// What this thread has open, innermost first.
+template <typename Visit>
+void for_each_open(const Visit& visit) {
+  for (const ModelContext* context = skip_dead(top()); context != nullptr; context = skip_dead(context->parent.get())) {
+    if (context->pool != nullptr) {
+      visit(context->pool);
+      continue;
+    }
+    for (const auto& pool : context->carried) visit(pool);
+    return;
+  }
+}
+
 // `context` is the innermost of this thread from now on.
 void set_top(ModelContextPtr context) { set_debug_info_beneath(kModelSlot, std::move(context), &is_ours); }
 
@@ -158,36 +171,19 @@ ModelContextPtr enter_carried(std::vector<std::shared_ptr<Pool>> pools) {
 
 std::vector<std::shared_ptr<Pool>> open_models() {
   std::vector<std::shared_ptr<Pool>> found;
-  for (const ModelContext* context = top(); context != nullptr; context = context->parent.get()) {
-    if (context->dead.load(std::memory_order_relaxed)) continue;
-    const auto add = [&found](const std::shared_ptr<Pool>& pool) {
-      const bool hidden =
-          std::any_of(found.begin(), found.end(), [&](const auto& inner) { return inner->home() == pool->home(); });
-      if (!hidden) found.push_back(pool);
-    };
-    if (context->pool != nullptr) {
-      add(context->pool);
-      continue;
-    }
-    for (const auto& pool : context->carried) add(pool);
-    break;
-  }
+  for_each_open([&found](const std::shared_ptr<Pool>& pool) {
+    const bool hidden =
+        std::any_of(found.begin(), found.end(), [&](const auto& inner) { return inner->home() == pool->home(); });
+    if (!hidden) found.push_back(pool);
+  });
   return found;
 }
 
 std::vector<std::shared_ptr<Pool>> open_on(const DeviceRoom& room) {
   std::vector<std::shared_ptr<Pool>> found;
-  const auto add = [&](const std::shared_ptr<Pool>& pool) {
+  for_each_open([&](const std::shared_ptr<Pool>& pool) {
     if (pool->home() == &room.memory) found.push_back(pool);
-  };
-  for (const ModelContext* context = skip_dead(top()); context != nullptr; context = skip_dead(context->parent.get())) {
-    if (context->pool != nullptr) {
-      add(context->pool);
-      continue;
-    }
-    for (const auto& pool : context->carried) add(pool);
-    break;
-  }
+  });
   return found;
 }
 

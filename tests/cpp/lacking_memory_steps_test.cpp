@@ -195,24 +195,27 @@ TEST(LackingMemoryOfSteps, PagesThatWaitGoToAStreamOrWait) {
       });
 }
 
-// After memory was wanted too early, a free makes a tick ahead of need.
+// After memory was wanted too early: blocks whose frees make ticks ahead of need.
+std::vector<Address> freed_ahead_of_need(Pair& pair) {
+  pair.lab.driver.hold_fences();
+  pair.group->set_limit(64 * kMiB);
+  pair.lab.leave_idle(*pair.first, 64 * kMiB, kOwner);
+  pair.lab.leave_idle(*pair.first, 64 * kMiB, kOne);
+  pair.group->set_limit(900 * kMiB);
+  pair.lab.driver.release_fences();
+  std::vector<Address> blocks;
+  for (int k = 0; k < 5; ++k) blocks.push_back(pair.lab.memory().allocate(*pair.first, 100 * kMiB, kOwner));
+  return blocks;
+}
+
 TEST(LackingMemoryOfSteps, AFreeDoesWithoutATick) {
   std::vector<Address> blocks;
-  each_fails(
-      [&](Pair& pair) {
-        pair.lab.driver.hold_fences();
-        pair.group->set_limit(64 * kMiB);
-        pair.lab.leave_idle(*pair.first, 64 * kMiB, kOwner);
-        pair.lab.leave_idle(*pair.first, 64 * kMiB, kOne);
-        pair.group->set_limit(900 * kMiB);
-        pair.lab.driver.release_fences();
-        blocks.clear();
-        for (int k = 0; k < 5; ++k) blocks.push_back(pair.lab.memory().allocate(*pair.first, 100 * kMiB, kOwner));
-      },
-      [&](Pair& pair) {
-        for (; !blocks.empty(); blocks.pop_back()) EXPECT_TRUE(DeviceMemory::free(pair.lab.space, blocks.back()));
-      },
-      [](Pair& pair) { EXPECT_EQ(pair.first->live_blocks(), 0U); });
+  each_fails([&](Pair& pair) { blocks = freed_ahead_of_need(pair); },
+             [&](Pair& pair) {
+               for (; !blocks.empty(); blocks.pop_back())
+                 EXPECT_TRUE(DeviceMemory::free(pair.lab.space, blocks.back()));
+             },
+             [](Pair& pair) { EXPECT_EQ(pair.first->live_blocks(), 0U); });
 }
 
 // A tick that could make no fence for a stream makes it with a later free, which may have to make
@@ -222,13 +225,8 @@ TEST(LackingMemoryOfSteps, AFreeDoesWithoutAFence) {
   std::vector<Fence> taken;
   each_fails(
       [&](Pair& pair) {
+        blocks = freed_ahead_of_need(pair);
         pair.lab.driver.hold_fences();
-        pair.group->set_limit(64 * kMiB);
-        pair.lab.leave_idle(*pair.first, 64 * kMiB, kOwner);
-        pair.lab.leave_idle(*pair.first, 64 * kMiB, kOne);
-        pair.group->set_limit(900 * kMiB);
-        blocks.clear();
-        for (int k = 0; k < 5; ++k) blocks.push_back(pair.lab.memory().allocate(*pair.first, 100 * kMiB, kOwner));
         // There is room for 24, and then for 56.
         DeviceStreams& streams = pair.lab.memory().streams();
         taken.clear();
