@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from .loops import compiler
 from .machine import ROOT
 from .measurement import Measurement
 
@@ -53,9 +54,8 @@ def prepare() -> str | None:
     objects = [file for name in sorted(names) for file in temporary.rglob(f"{name}.o")]
     if not objects:
         return f"the extension's objects are not in {temporary}: run make build"
-    compiler = os.environ.get("VMM_CXX") or ("/usr/bin/g++" if Path("/usr/bin/g++").exists() else "g++")
     source = ROOT / "benchmarks" / "csrc" / "instructions.cpp"
-    command: list[str | Path] = [compiler, "-std=c++20", "-O2", f"-I{ROOT / 'csrc'}", source]
+    command: list[str | Path] = [compiler(), "-std=c++20", "-O2", f"-I{ROOT / 'csrc'}", source]
     linked = subprocess.run([*command, *objects, "-pthread", "-ldl", "-o", _PROGRAM], capture_output=True, text=True)
     return None if linked.returncode == 0 else f"its program cannot be built:\n{linked.stdout}{linked.stderr}"
 

@@ -37,6 +37,14 @@ class Loops(Protocol):
     def install_floor(self) -> None: ...
 
 
+def compiler() -> str:
+    """As scripts/build_extension chooses it: CXX of a conda or stand-alone Python may link libstdc++ statically, and
+    two copies of it do not get on.
+    """
+    system = "/usr/bin/g++"
+    return os.environ.get("VMM_CXX") or (system if os.path.exists(system) else "g++")
+
+
 def build(source: str = "hot_path", flags: tuple[str, ...] = (), link_flags: tuple[str, ...] = ()) -> None:
     """Compiles ``csrc/<source>.cpp`` where it is not up to date. Imports torch; initialises nothing of CUDA."""
     from torch.utils import cpp_extension
@@ -44,10 +52,7 @@ def build(source: str = "hot_path", flags: tuple[str, ...] = (), link_flags: tup
     sys.path.insert(0, str(ROOT / "scripts"))
     import cuda_include
 
-    # As scripts/build_extension does: CXX of a conda or stand-alone Python may
-    # link libstdc++ statically, and two copies of it do not get on.
-    system = "/usr/bin/g++"
-    os.environ["CXX"] = os.environ.get("VMM_CXX") or (system if os.path.exists(system) else "g++")
+    os.environ["CXX"] = compiler()
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     _folder(source).mkdir(parents=True, exist_ok=True)
     cpp_extension.load(

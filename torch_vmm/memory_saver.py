@@ -188,7 +188,7 @@ class TorchMemorySaver(Guarded, guarded=True):
         capture = torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode)
         opened = self._open(region)
         if self._margin != 0:  # in a capture nobody gives anything up, so what is idle is to be free before it
-            self._saved[self._key()].device.empty_cache()
+            self._saved[opened._key].device.empty_cache()
         with opened, capture:
             yield
 
@@ -324,7 +324,7 @@ class TorchMemorySaver(Guarded, guarded=True):
             key = to_device("cpu")
         return key
 
-    def _open(self, region: _Region) -> Tag:
+    def _open(self, region: _Region) -> _Open:
         key = self._key()
         with self._lock:
             if not is_enabled(key.torch_device):
