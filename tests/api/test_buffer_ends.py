@@ -126,6 +126,7 @@ def test_a_reader_in_the_same_cycle_reads_to_its_end(buffers: MemoryPool, device
     Job(buffers.alloc(1 << 18))  # made before it, so it is what the collector finishes first
     gc.collect()
     assert read == [True]
+    gc.collect()  # what torch does for the first time leaves frames in cycles, a finalizer's among them
     assert buffers.stats().allocated_bytes == 0
 
 
