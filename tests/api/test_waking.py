@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import MIB, tensor_in
+from tests.helpers import MIB, run, tensor_in
 
 MakeShared = Callable[..., torch_vmm.SharedMemoryPool]
 
@@ -39,6 +39,20 @@ def test_idle_memory_wakes_a_model_before_anybody_is_asked(sizes: tuple[int, int
     assert shared.global_stats().physical_usage <= 192 * MIB
     del others
     shared.close(force=True)
+
+
+def test_beside_many_streams_idle_memory_wakes_a_model_too() -> None:
+    """Where a device has many, they are not all asked for the sake of a few addresses."""
+    run("""
+        import torch_vmm
+        from tests.api.test_waking import test_idle_memory_wakes_a_model_before_anybody_is_asked as wakes
+
+        torch_vmm.enable("cpu")
+        buffers = torch_vmm.MemoryPool("cpu")
+        for number in range(1, 65):
+            buffers.alloc(256, stream=number).free()
+        wakes((68, 122))
+    """)
 
 
 def test_what_is_on_its_way_to_sleep_is_not_there(model: torch_vmm.VirtualMemoryPool) -> None:

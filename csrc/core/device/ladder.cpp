@@ -268,7 +268,10 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   }
   is_any_found = take_chunks(climb, 0, step) || is_any_found;
   if (is_over() || !is_any_found || !asker.is_asleep()) return;
-  // What wakes wants chunks of certain sizes: in the place of the others it makes its own.
+  // What wakes wants chunks of certain sizes: in the place of the others it makes its own. They can go
+  // when they are mapped nowhere any more; for the few addresses that they leave nobody else makes a tick.
+  memory_.clock().cover_in_time(memory_.clock().now());
+  memory_.settle(/*wait=*/false);
   if (memory_.store().trim(asker.group(), 0) != 0) climb.try_again(nullptr);
 }
 
