@@ -31,8 +31,8 @@ test: ## everything that CI checks
 	@scripts/build_extension $(VENV_PYTHON)
 	@for variant in asan tsan; do scripts/cpp_tests build $$variant; done
 	@for variant in asan tsan; do scripts/cpp_tests run $$variant; done
-	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 -n $(JOBS) --dist loadfile $(ARGS)
-	@$(VENV_PYTHON) -m tests.standin -m tests.standin.suite $(ARGS)
+	@$(VENV_PYTHON) -m pytest tests/python tests/api --timeout=600 -n $$(($(JOBS) + 1)) --dist loadfile $(ARGS)
+	@$(VENV_PYTHON) -m tests.standin -m tests.standin.suite --third-of-api $(ARGS)
 
 .PHONY: test-newest
 test-newest: ## the Python tests on host memory under the newest torch, in a venv under build/ (gigabytes)
