@@ -25,17 +25,17 @@ struct Shortage {
   bool is_kept_by_threads = false;
   // The pool takes no requests while some of its memory is read-only.
   bool is_sealed = false;
-  // Nothing is missing: the pool can once this has passed. Whoever asks waits,
-  // with no lock held, and asks again.
-  Epoch wait_for = kLongAgo;
   // There is room, but `bytes` of it would come of the margin of `refused`
   // (GrowthPolicy::margin()), which is taken once nobody has idle memory (Ladder::keep_margin()).
   bool is_margin = false;
-  // What the pool's chunks are multiples of (GrowthPolicy::unit()); 0: they are of any size.
-  std::size_t unit = 0;
-  bool takes_units = false;  // this request stands on such
+  bool takes_units = false;  // this request stands on units
   // Whole chunks of other sizes, its own idle ones too, might do (ChunkFit::any).
   bool is_particular = false;
+  // Nothing is missing: the pool can once this has passed. Whoever asks waits,
+  // with no lock held, and asks again.
+  Epoch wait_for = kLongAgo;
+  // What the pool's chunks are multiples of (GrowthPolicy::unit()); 0: they are of any size.
+  std::size_t unit = 0;
   // Where chunks that others have would be had back for nothing (Pool::dormant_of_others()).
   ByteRange returning_to{};
 };
