@@ -208,9 +208,12 @@ TEST_F(Store, WhoHasNoRoomLeavesTheChunkOnTheShelf) {
 TEST_F(Store, TrimKeepsWhatIsAskedForAndWhatIsStillMapped) {
   Chunk* waiting = create(a_, 2);
   waiting->note_mapped();  // a former address waits for its fence
+  waiting->last_use = 3;
   store_->put(group_, waiting);
   for (int k = 0; k < 4; ++k) store_->put(group_, create(a_));
-  EXPECT_EQ(store_->quarantined_bytes(group_), 2 * kPage);
+  EXPECT_EQ(store_->waiting(group_, 2).bytes, 2 * kPage);
+  EXPECT_EQ(store_->waiting(group_, 2).newest, 3U);
+  EXPECT_EQ(store_->waiting(group_, 3).bytes, 0U) << "nothing uses it, and it is only mapped";
   EXPECT_EQ(store_->trim(group_, 4 * kPage), 2 * kPage);
   EXPECT_EQ(store_->trim(group_, 0), 2 * kPage);
   EXPECT_EQ(store_->shelved_bytes(group_), 2 * kPage) << "cannot go yet";

@@ -196,9 +196,10 @@ TEST(LackingMemoryOfMoves, AChunkWithoutAShelfGoesBackToTheDriver) {
     Chunk* chunk = nullptr;
     ASSERT_TRUE(store.create(store.spec(kPage), *group, &chunk, nullptr).ok());
     if (is_mapped) chunk->note_mapped();
+    chunk->last_use = 1;
     EXPECT_TRUE(reaches(0, [&] { store.put(*group, chunk); }));
     EXPECT_EQ(store.shelved_bytes(*group), is_mapped ? kPage : 0U);
-    EXPECT_EQ(store.quarantined_bytes(*group), is_mapped ? kPage : 0U);
+    EXPECT_EQ(store.waiting(*group, kLongAgo).bytes, is_mapped ? kPage : 0U);
     EXPECT_EQ(store.all_shelved_bytes(), is_mapped ? kPage : 0U);
     EXPECT_EQ(group->used(), is_mapped ? kPage : 0U);
     if (!is_mapped) continue;

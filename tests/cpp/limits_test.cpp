@@ -12,6 +12,60 @@
 namespace vmm::testing {
 namespace {
 
+// ------------------------------------------------ lowered, while the GPU is busy
+
+TEST_F(Reclaim, WhatALoweredLimitHadToWaitForMakesRoomLater) {
+  const auto a = model("a");
+  lab_.memory().set_limit(group_, 128 * kMiB);
+  std::vector<Address> blocks;
+  for (int k = 0; k < 8; ++k) blocks.push_back(lab_.allocate(*a, 16 * kMiB));
+  lab_.memory().set_limit(group_, 32 * kMiB);
+  lab_.driver.hold_fences();
+  for (const Address block : blocks) lab_.free(block);
+  lab_.driver.release_fences();
+  EXPECT_EQ(group_.used(), 128 * kMiB) << "queued work held all of it up";
+  lab_.allocate(*a, kMiB);
+  EXPECT_LE(group_.used(), 32 * kMiB);
+}
+
+TEST(LoweredLimits, WhatRestsOnAnothersShelfIsGivenBackForARequest) {
+  Lab lab;
+  const auto first = lab.memory().create_group("first", kUnlimited);
+  const auto second = lab.memory().create_group("second", kUnlimited);
+  const auto a = lab.pool(Lab::spec("a"), first.get());
+  const auto b = lab.pool(Lab::spec("b"), second.get());
+  std::vector<Address> blocks;
+  for (int k = 0; k < 8; ++k) blocks.push_back(lab.allocate(*a, 16 * kMiB));
+  lab.memory().set_limit(lab.memory().budget(), 64 * kMiB);
+  lab.driver.hold_fences();
+  for (const Address block : blocks) lab.free(block);
+  lab.driver.release_fences();
+  int asked = 0;
+  lab.memory().set_on_pressure(*second, [&](std::size_t, const std::shared_ptr<Pool>&) {
+    ++asked;
+    return false;
+  });
+  lab.allocate(*b, 16 * kMiB);
+  EXPECT_EQ(asked, 0);
+  EXPECT_LE(lab.memory().committed_bytes(), 64 * kMiB);
+  lab.memory().set_on_pressure(*second, {});
+}
+
+TEST(Shelves, WhatIsAboveTheirBoundGoesWhenQueuedWorkIsDone) {
+  LabSpec spec;
+  spec.options.store_bytes = 8 * kMiB;
+  Lab lab(spec);
+  const auto group = lab.memory().create_group("group", kUnlimited);
+  const auto a = lab.pool(Lab::spec("a"), group.get());
+  lab.memory().allocate_pages(*a, 0, 256 * kMiB, nullptr);
+  lab.driver.hold_fences();
+  lab.memory().deallocate_pages(*a, 0, 256 * kMiB);
+  EXPECT_EQ(group->used(), 256 * kMiB);
+  lab.driver.release_fences();
+  for (int k = 0; k < 3; ++k) lab.free(lab.allocate(*a, 3 * kMiB));
+  EXPECT_LE(group->used(), 8 * kMiB + 2 * kPage);
+}
+
 // ---------------------------------------------------------- under which limit
 
 TEST_F(Reclaim, AModelsOwnLimitTakesNothingFromOthers) {

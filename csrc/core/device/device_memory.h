@@ -89,8 +89,9 @@ class DeviceMemory {
   // Every pool of the device, those in host memory and closed ones included, in order of
   // registration.
   [[nodiscard]] PoolList pools() const VMM_EXCLUDES(registry_mutex_);
-  // Of pools whose memory has come or gone: those that were closed and drained meanwhile end.
-  void end_drained(const PoolList& pools) noexcept VMM_EXCLUDES(registry_mutex_);
+  // Of pools whose memory has come or gone: those that were closed and drained meanwhile end, and what
+  // came free above a lowered limit goes back, as with any free.
+  void after_transfer(const PoolList& pools) noexcept VMM_EXCLUDES(registry_mutex_);
   // Pools that stand under `group`.
   [[nodiscard]] PoolList pools_under(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
   // The model of `pool` and all its parts.
@@ -180,6 +181,9 @@ class DeviceMemory {
   // Finishes what queued work held up, in every pool, and what closed pools left
   // behind; with `wait`, waits for it. Returns whether anything came free.
   bool settle(bool wait);
+  // The same for somebody who needs it, without a wait for queued work: where no tick covers what was
+  // freed, one is made, so that nothing which nobody uses stays for want of one.
+  bool settle_covered();
   // New limits, in bytes; what is idle above them is given back now, waiting
   // for the work that still uses it. Returns the bytes given back. Memory in
   // use stays.
@@ -276,7 +280,7 @@ class DeviceMemory {
   void refresh_numbers();
   // Of one moment. Locks for it, in order of registration, the pools of the group
   // that have changed since it was last asked.
-  [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
+  [[nodiscard]] GlobalMemoryStats group_stats(const Budget& group) VMM_EXCLUDES(registry_mutex_);
   // Bytes that the driver, or another allocator, gave and that are still held: what
   // budget() counts.
   [[nodiscard]] std::size_t committed_bytes() const { return budget_.used(); }
@@ -314,7 +318,9 @@ class DeviceMemory {
       VMM_EXCLUDES(accessor_mutex_, registry_mutex_);
   void require_page_size(std::size_t page_size) const;
   std::shared_ptr<Pool> spill_space(Pool& asker) VMM_EXCLUDES(tags_mutex_, registry_mutex_);
-  std::size_t trim_shelf(Pool& pool) { return pool.store().trim(pool.group(), options_.store_bytes); }
+  std::size_t trim_shelf(ChunkStore& store, Budget& group);
+  std::size_t trim_shelf(Pool& pool) { return trim_shelf(pool.store(), pool.group()); }
+  void trim_shelves() VMM_EXCLUDES(registry_mutex_);
   static PoolSpec part_spec(const std::shared_ptr<Pool>& model, const std::string& name);
   std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
   // allocating.cpp
@@ -336,7 +342,7 @@ class DeviceMemory {
   void enforce_limits(Pool* freed, ByteRange range) VMM_EXCLUDES(registry_mutex_);
   void note_over_limit(const Budget& budget);
   bool give_back_all_excess() VMM_EXCLUDES(registry_mutex_);
-  static void give_back_excess_above(Pool& pool, ByteRange range);
+  void give_back_excess_above(Pool& pool, ByteRange range);
   bool is_look_due() VMM_EXCLUDES(registry_mutex_);
   // ending.cpp
   bool bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
@@ -399,13 +405,14 @@ class DeviceMemory {
   std::atomic<std::size_t> frees_over_limit_{0};  // since all that are over were looked at
   // What an allocation has to look at beside the threads' caches: one look for both.
   enum Beside : unsigned {
-    kHasEnded = 1,  // pools or groups that are closed wait for queued work
+    kHasEnded = 1,  // pools or groups that are closed wait for queued work, or shelves that are too full
     kDebugMode = 2,
   };
   std::atomic<unsigned> beside_{0};
   std::atomic<Epoch> tended_{kLongAgo};  // what had passed when they were looked at
   std::atomic<std::size_t> tendings_{0};
-  std::atomic<std::size_t> held_up_{1};  // pools that were looked at then, or 1
+  std::atomic<std::size_t> held_up_{1};     // pools that were looked at then, or 1
+  std::atomic<bool> is_shelf_full_{false};  // one keeps more than it may, of what is still mapped somewhere
 
   Mutex tags_mutex_;  // one tag's space is made, or models are closed, at a time
   Mutex accessor_mutex_;

@@ -161,13 +161,19 @@ void DeviceMemory::bury_with_group(const std::shared_ptr<Pool>& pool) {
   }
 }
 
-void DeviceMemory::end_drained(const PoolList& pools) noexcept {
+void DeviceMemory::after_transfer(const PoolList& pools) noexcept {
   for (const auto& pool : pools) {
     try {
       if (pool->is_closed()) bury_with_group(pool);
     } catch (...) {
       // It is noted that one waits.
     }
+  }
+  if (!over_limit_.load(std::memory_order_relaxed)) return;
+  try {
+    enforce_limits(nullptr, {});
+  } catch (...) {
+    // It is noted that one is over its limit.
   }
 }
 
@@ -293,15 +299,7 @@ bool DeviceMemory::let_leave() {
   clock_.cover_in_time(newest);
   if (!any) return false;
   // What it had mapped may rest on shelves, from where it could not go before.
-  afterwards([&] {
-    std::vector<std::shared_ptr<Budget>> groups;
-    {
-      const MutexLock lock(registry_mutex_);
-      for (const auto& [key, group] : groups_) groups.push_back(group.budget);
-    }
-    store_.trim(budget_, options_.store_bytes);
-    for (const auto& group : groups) store_.trim(*group, options_.store_bytes);
-  });
+  afterwards([&] { trim_shelves(); });
   return true;
 }
 
@@ -323,6 +321,10 @@ void DeviceMemory::tend() {
     for (const auto& pool : waiting) bury(pool);
     bury_groups();
     let_leave();
+    if (is_shelf_full_.exchange(false, std::memory_order_relaxed)) {
+      settle(/*wait=*/false);
+      trim_shelves();
+    }
   } catch (...) {
     beside_.fetch_or(kHasEnded, std::memory_order_relaxed);  // whoever comes by next goes on
     throw;

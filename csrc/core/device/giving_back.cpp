@@ -117,6 +117,33 @@ bool DeviceMemory::settle(bool wait) {
   return bury_closed() || any;
 }
 
+bool DeviceMemory::settle_covered() {
+  clock_.passes_at_once(clock_.now());
+  return settle(/*wait=*/false);
+}
+
+// To what a shelf may keep. Of what stays above that somebody must think later on: it is still mapped
+// at former addresses, which pass by themselves only once there is a tick behind them.
+std::size_t DeviceMemory::trim_shelf(ChunkStore& store, Budget& group) {
+  const std::size_t given_back = store.trim(group, options_.store_bytes);
+  if (store.shelved_bytes(group) > options_.store_bytes && !clock_.is_without_fence()) {
+    clock_.cover_in_time(store.waiting(group, clock_.passed()).newest);
+    is_shelf_full_.store(true, std::memory_order_relaxed);
+    beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
+  }
+  return given_back;
+}
+
+void DeviceMemory::trim_shelves() {
+  std::vector<std::shared_ptr<Budget>> groups;
+  {
+    const MutexLock lock(registry_mutex_);
+    for (const auto& [key, group] : groups_) groups.push_back(group.budget);
+  }
+  trim_shelf(store_, budget_);
+  for (const auto& group : groups) trim_shelf(store_, *group);
+}
+
 std::size_t DeviceMemory::set_limit(Budget& budget, std::size_t limit_bytes) {
   budget.set_limit(limit_bytes);
   return enforce_limit(budget);
@@ -195,7 +222,11 @@ std::size_t DeviceMemory::give_back_excess(Budget& budget, bool wait) {
       excess -= std::min(excess, pool->shed_about(want, beneath_floors ? nullptr : &budget));
       has_shed = true;
     }
-    settle(wait);
+    if (wait) {
+      settle(/*wait=*/true);
+    } else {
+      settle_covered();
+    }
     given_back += store.trim_under(budget, budget.excess());
   }
   if (!has_shed) return given_back;
@@ -210,9 +241,15 @@ void DeviceMemory::give_back_excess_above(Pool& pool, ByteRange range) {
   const std::vector<ByteRange> freed = pool.came_free_with(range);
   for (Budget* level = &pool.budget(); level != nullptr; level = level->parent()) {
     if (level->excess() != 0) pool.store().trim_under(*level, level->excess());
-    if (const std::size_t want = level->excess(); want != 0) pool.shed_in(freed, want, nullptr);
-    if (const std::size_t want = level->excess_claims(); want != 0) pool.shed_in(freed, want, level);
+    std::size_t shed = 0;
+    if (const std::size_t want = level->excess(); want != 0) shed += pool.shed_in(freed, want, nullptr);
+    if (const std::size_t want = level->excess_claims(); want != 0) shed += pool.shed_in(freed, want, level);
     if (level->excess() != 0) pool.store().trim_under(*level, level->excess());
+    if (shed == 0 || level->excess() == 0) continue;
+    // It is mapped where it was until a tick has passed.
+    clock_.cover_in_time(clock_.now());
+    clock_.poll();
+    if (pool.settle()) pool.store().trim_under(*level, level->excess());
   }
 }
 

@@ -107,12 +107,12 @@ std::size_t Ladder::melt(Pool& asker, const Budget* refused, std::size_t need, s
   // The limit that refused, then those above it: they may be full as well, of
   // what others hold.
   for (const Budget* level = refused; level != nullptr; level = level->parent()) {
-    if (level->room() < want) memory_.store().trim_under(*level, want - level->room());
+    if (level->room() < want) memory_.store().trim_under(*level, level->lacking(want));
     for (const auto& pool : order) {
       if (pool->budget().stands_under(*level)) in_use += pool->melt_locked(level, want, payer);
     }
     // What melted but is still mapped elsewhere rests on a shelf.
-    if (level->room() < want) memory_.store().trim_under(*level, want - level->room());
+    if (level->room() < want) memory_.store().trim_under(*level, level->lacking(want));
     if (level->room_for(payer) < std::max<std::size_t>(need, 1)) break;
   }
   const std::size_t room = std::min(payer.headroom(), want - std::min(want, grant.bytes()));
@@ -158,10 +158,34 @@ bool Ladder::could_be_met(const Climb& climb) const {
 }
 
 void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
-  if (climb.shortage.no_address_space || !could_be_met(climb)) return;
+  if (climb.shortage.no_address_space) {
+    free_addresses(climb, step);
+    return;
+  }
+  if (!could_be_met(climb)) return;
   step->result = StepResult::nothing;
+  if (!try_with_shelves(climb, step) || climb.found != 0) return;
+  // Of what is mapped at former addresses nobody makes a tick for a few, where streams are many: somebody
+  // would be asked, and a model evicted, for memory that nobody uses.
+  if (memory_.settle_covered()) try_with_shelves(climb, step);
+}
+
+// The asker's own: former ones, and those where it has chunks idle between bare stretches, which are none
+// for a block that lies across them.
+void Ladder::free_addresses(Climb& climb, ReclaimStep* step) {
+  Pool& asker = climb.asker;
+  if (climb.bytes > asker.capacity()) return;
+  step->result = StepResult::nothing;
+  const bool is_any_shed = asker.shed(0) != 0;
+  if (!memory_.settle_covered() && !is_any_shed) return;
+  step->result = StepResult::in_vain;
+  climb.try_again(nullptr);
+}
+
+// Whether something stayed on shelves that might help: it is still mapped.
+bool Ladder::try_with_shelves(Climb& climb, ReclaimStep* step) {
   const MutexLock lock(mutex_);
-  // Whoever climbed meanwhile may have left what this one needs.
+  // Whoever climbed meanwhile may have left what this one needs; or this one itself, the second time.
   const bool others_climbed = climbs_.fetch_add(1, std::memory_order_relaxed) != climb.climbs_before;
   ChunkStore& store = memory_.store();
   Pool& asker = climb.asker;
@@ -170,13 +194,16 @@ void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
   const auto may_help = [&] { return refused == nullptr || asker.group().stands_under(*refused); };
   const auto lacks = [&] {
     const std::size_t bytes = climb.shortage.bytes;
-    return bytes - std::min(bytes, asker.budget().headroom());
+    const std::size_t beside = bytes - std::min(bytes, asker.budget().headroom());
+    return refused == nullptr ? beside : std::max(beside, refused->lacking(bytes));
   };
   // First no more than the limit lacks: the rest may be what the request takes from the shelf.
   if (refused != nullptr && may_help()) {
-    if (store.shelved_bytes(asker.group()) > lacks()) step->bytes = store.give_back(asker.group(), lacks());
-    if (step->bytes != 0) step->result = StepResult::in_vain;
-    if (step->bytes != 0 && climb.try_again(nullptr)) return;
+    std::size_t some = 0;
+    if (store.shelved_bytes(asker.group()) > lacks()) some = store.give_back(asker.group(), lacks());
+    step->bytes += some;
+    if (some != 0) step->result = StepResult::in_vain;
+    if (some != 0 && climb.try_again(nullptr)) return false;
   }
   std::size_t all = 0;
   if (may_help()) {
@@ -185,9 +212,11 @@ void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
     if (refused == &memory_.budget()) all += memory_.guests().trim();                    // nobody's here
   }
   step->bytes += all;
-  if (all == 0 && !others_climbed) return;
-  step->result = StepResult::in_vain;
-  climb.try_again(nullptr);
+  if (all != 0 || others_climbed) {
+    step->result = StepResult::in_vain;
+    climb.try_again(nullptr);
+  }
+  return may_help() && (refused == nullptr ? store.all_shelved_bytes() : store.shelved_under(*refused)) != 0;
 }
 
 // Units are asked for first, and whoever is less important may have only other chunks: of what
@@ -255,6 +284,7 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   if (asker.keeps_within_chunks() && asker.shed(0) != 0) {
     // Its own idle chunks do not fit, and are not put together.
     step->result = StepResult::in_vain;
+    memory_.settle_covered();
     step->bytes += memory_.store().trim(asker.group(), 0);
     climb.try_again(nullptr);
     if (is_over()) return;
@@ -270,8 +300,7 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   if (is_over() || !is_any_found || !asker.is_asleep()) return;
   // What wakes wants chunks of certain sizes: in the place of the others it makes its own. They can go
   // when they are mapped nowhere any more; for the few addresses that they leave nobody else makes a tick.
-  memory_.clock().cover_in_time(memory_.clock().now());
-  memory_.settle(/*wait=*/false);
+  memory_.settle_covered();
   if (memory_.store().trim(asker.group(), 0) != 0) climb.try_again(nullptr);
 }
 

@@ -165,6 +165,8 @@ class Ladder {
   void wait_and_melt(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   void spill(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
 
+  bool try_with_shelves(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
+  void free_addresses(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   bool take_chunks(Climb& climb, std::size_t unit, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   static void note_met(std::size_t rung, ReclaimDecision* decision);
   static void drop_important(PoolList& pools, const Pool& asker, std::size_t bytes);

@@ -91,7 +91,7 @@ void DeviceMemory::refresh_numbers() {
 
 // One moment for all pools of the group, so that a chunk on its way from one
 // to another counts once.
-GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
+GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) {
   std::shared_ptr<const PoolList> pools;
   std::shared_ptr<GroupFigures> figures;
   std::size_t spilled = 0;
@@ -106,12 +106,14 @@ GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
   if (figures == nullptr) figures = std::make_shared<GroupFigures>();  // it has ended
   GlobalMemoryStats stats;
   stats.physical_limit = group.limit();
-  std::size_t waiting = 0;
+  ChunkStore::Waiting waits;
   const BlockCaches::Still still(caches_, *pools, BlockCaches::Kept::back);
   const MemoryStats mapped = figures->sum(pools, [&] {
     stats.physical_usage = group.used();
-    waiting = store_.quarantined_bytes(group);
+    clock_.poll();
+    waits = store_.waiting(group, clock_.passed());
   });
+  clock_.cover_in_time(waits.newest);  // whoever asks until there is none must not need another's tick
   stats.allocated_bytes = mapped.allocated_bytes;
   stats.idle_bytes = mapped.idle_bytes;
   stats.stranded_bytes = mapped.stranded_bytes;
@@ -120,7 +122,7 @@ GlobalMemoryStats DeviceMemory::group_stats(const Budget& group) const {
   // What is charged and mapped nowhere: shelves, and what is on its way to a
   // request. Of it, what a former address still waits for is quarantined.
   const std::size_t unmapped = stats.physical_usage - std::min(mapped.physical_usage, stats.physical_usage);
-  waiting = std::min(waiting, unmapped);
+  const std::size_t waiting = std::min(waits.bytes, unmapped);
   stats.store_bytes = unmapped - waiting;
   stats.quarantined_bytes = mapped.quarantined_bytes + waiting;
   return stats;

@@ -58,9 +58,15 @@ Address DeviceMemory::allocate_spilled(Pool& asker, std::size_t bytes, Stream st
     const std::size_t idle = lacking == 0 || pool == space ? 0 : pool->idle_bytes();
     if (idle != 0) lacking -= std::min(lacking, pool->shed(idle - std::min(idle, lacking)));
   }
-  if (lacking == bytes && space->shed(0) == 0) return 0;
-  if (const Address address = attempt()) return address;
-  space->shed(0);
+  if (lacking != bytes || space->shed(0) != 0) {
+    if (const Address address = attempt()) return address;
+    space->shed(0);
+  }
+  if (spill_store_.shelved_bytes(space->group()) == 0) return 0;
+  // What is there is mapped at former addresses until queued work is done with them; nobody else is
+  // asked after this.
+  wait_for(clock_.now());
+  settle(/*wait=*/false);
   return spill_store_.trim(space->group(), 0) == 0 ? 0 : attempt();
 }
 

@@ -103,6 +103,12 @@ class Budget : public std::enable_shared_from_this<Budget> {
   // Bytes that are used above the limit; and those that are claimed, but for what the floors
   // beneath come to by themselves, which nobody could give back.
   [[nodiscard]] std::size_t excess() const { return left(used_bytes_, limit_bytes_); }
+  // Bytes that must go before `bytes` more can be used here: where it is over its limit, what is
+  // over as well.
+  [[nodiscard]] std::size_t lacking(std::size_t bytes) const {
+    const std::size_t room = this->room();
+    return room == 0 ? excess() + bytes : bytes - std::min(bytes, room);
+  }
   [[nodiscard]] std::size_t excess_claims() const {
     return left(claimed_bytes_, std::max<std::size_t>(limit_bytes_, reservations_bytes_));
   }

@@ -65,10 +65,6 @@ void ChunkShelf::move_no_units(std::size_t unit, ChunkShelf& other) noexcept {
   }
 }
 
-std::size_t ChunkShelf::mapped_bytes() const {
-  return bytes_if([](const Chunk& chunk) { return chunk.mappings.load(std::memory_order_acquire) != 0; });
-}
-
 ChunkStore::~ChunkStore() {
   trim_all();
   const std::size_t left = live_chunks();
@@ -231,6 +227,13 @@ std::size_t ChunkStore::all_shelved_bytes() const {
   return bytes;
 }
 
+std::size_t ChunkStore::shelved_under(const Budget& budget) const {
+  MutexLock lock(mutex_);
+  std::size_t bytes = without_shelf_.bytes_if([&](const Chunk& chunk) { return chunk.charged->stands_under(budget); });
+  for (const auto& [group, shelf] : shelves_) bytes += group->stands_under(budget) ? shelf.bytes() : 0;
+  return bytes;
+}
+
 std::size_t ChunkStore::trim_all() {
   MutexLock lock(mutex_);
   std::size_t given_back = release_unmapped(without_shelf_, kUnlimited);
@@ -245,14 +248,20 @@ std::size_t ChunkStore::shelved_bytes(const Budget& group) const {
   return without + (shelf == shelves_.end() ? 0 : shelf->second.bytes());
 }
 
-std::size_t ChunkStore::quarantined_bytes(const Budget& group) const {
+ChunkStore::Waiting ChunkStore::waiting(const Budget& group, Epoch passed) const {
+  Waiting all;
+  const auto waits = [&](const Chunk& chunk) {
+    if (chunk.charged != &group || chunk.mappings.load(std::memory_order_acquire) == 0) return false;
+    if (chunk.last_use <= passed) return false;
+    all.newest = std::max(all.newest, chunk.last_use);
+    return true;
+  };
   MutexLock lock(mutex_);
-  const std::size_t without = without_shelf_.bytes_if([&](const Chunk& chunk) {
-    return chunk.charged == &group && chunk.mappings.load(std::memory_order_acquire) != 0;
-  });
-  const auto shelf = shelves_.find(&group);
-  if (shelf == shelves_.end()) return without;
-  return without + shelf->second.usable.mapped_bytes() + shelf->second.exported.mapped_bytes();
+  all.bytes = without_shelf_.bytes_if(waits);
+  if (const auto shelf = shelves_.find(&group); shelf != shelves_.end()) {
+    all.bytes += shelf->second.usable.bytes_if(waits) + shelf->second.exported.bytes_if(waits);
+  }
+  return all;
 }
 
 std::size_t ChunkStore::shelves() const {

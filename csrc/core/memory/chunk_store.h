@@ -84,8 +84,6 @@ class ChunkShelf {
     for (const auto& [size, chunk] : by_size_) bytes += is(*chunk) ? size : 0;
     return bytes;
   }
-  // Bytes of chunks that are still mapped at a former address. Walks.
-  [[nodiscard]] std::size_t mapped_bytes() const;
 
  private:
   Chunk* take(ChunksBySize::const_iterator at);
@@ -144,8 +142,14 @@ class ChunkStore {
 
   [[nodiscard]] std::size_t shelved_bytes(const Budget& group) const VMM_EXCLUDES(mutex_);
   [[nodiscard]] std::size_t all_shelved_bytes() const VMM_EXCLUDES(mutex_);
-  // Of one group's, the bytes that are still mapped at a former address.
-  [[nodiscard]] std::size_t quarantined_bytes(const Budget& group) const VMM_EXCLUDES(mutex_);
+  // Of all groups that stand under `budget`.
+  [[nodiscard]] std::size_t shelved_under(const Budget& budget) const VMM_EXCLUDES(mutex_);
+  struct Waiting {
+    std::size_t bytes = 0;
+    Epoch newest = kLongAgo;  // of their last uses
+  };
+  // Of one group's, what is still mapped at a former address and was used after the epoch `passed`.
+  [[nodiscard]] Waiting waiting(const Budget& group, Epoch passed) const VMM_EXCLUDES(mutex_);
   // Ends the shelf of a group that ends; false while something rests on it.
   bool forget(const Budget& group) VMM_EXCLUDES(mutex_);
 

@@ -189,7 +189,7 @@ void Arrival::finish() {
   total_.store(done(), std::memory_order_relaxed);
   pieces_.clear();  // whoever keeps this keeps no backup
   end_waits();
-  sleeper_.memory().end_drained(awake);
+  sleeper_.memory().after_transfer(awake);
 }
 
 // All is still where it was kept.
@@ -214,7 +214,7 @@ void Arrival::undo() noexcept {
   for (const auto& pool : mine_) pool->end_transfer();
   const PoolList asleep = std::exchange(mine_, {});
   pieces_.clear();
-  sleeper_.memory().end_drained(asleep);
+  sleeper_.memory().after_transfer(asleep);
 }
 
 Arrival::Waited Arrival::wait_for(Address address, std::size_t bytes, std::chrono::milliseconds most) {

@@ -270,7 +270,7 @@ void Departure::finish() {
   for (const auto& pool : gone) pool->end_transfer();
   pieces_.clear();  // whoever keeps this keeps no backup
   backups_.clear();
-  sleeper_.memory().end_drained(gone);
+  sleeper_.memory().after_transfer(gone);
   if (!release_) return;
   for (const auto& pool : gone) sleeper_.memory().store().trim(pool->group(), 0);
 }
@@ -296,7 +296,7 @@ void Departure::undo() noexcept {
   } catch (...) {
     // No room, or the driver fails again: what has gone stays asleep, and nothing is lost.
   }
-  sleeper_.memory().end_drained(all);
+  sleeper_.memory().after_transfer(all);
 }
 
 }  // namespace vmm

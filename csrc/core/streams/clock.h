@@ -65,6 +65,9 @@ class Clock {
   // The same for what nobody waits for, of which there may be much: not while so many ticks
   // are under way that the GPU is far behind. To be asked again then.
   void cover_in_time(Epoch epoch) VMM_EXCLUDES(mutex_);
+  // The same, and whether `epoch` passes in the moment that a GPU with nothing to do takes for its
+  // fences: 100 us at most, and none where an earlier tick shows that it is busy.
+  bool passes_at_once(Epoch epoch) VMM_EXCLUDES(mutex_);
   // Work queued on the stream from now on comes after what `epoch` stands for:
   // the GPU waits, the caller does not. not_supported: as StreamPoint's.
   Status order_before(const StreamUse& later, Epoch epoch) VMM_EXCLUDES(mutex_);
