@@ -342,8 +342,10 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
                 torch cannot (NVRTC is missing, say).
             VmmError: a disk that is full or fails, a driver that does, or the
                 model is on its way already; it is awake again, and whole. So
-                it is after Ctrl-C, unless it was done by then. What is to be
-                discarded goes when all else has gone.
+                it is after Ctrl-C, unless it was done by then. Where a limit
+                that was lowered, or another's floor, leaves it no room any
+                more, what had gone sleeps, nothing is lost, and :meth:`wake`
+                brings it. What is to be discarded goes when all else has gone.
         """
         return _sleep(self, keep, Wishes(release, packed, poison), blocking, progress)
 
@@ -461,7 +463,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
     @property
     def physical_limit(self) -> int | None:
         """Bytes of memory, at most; ``None`` is no limit of its own. Can be set at
-        any time.
+        any time, also of one that was closed while it slept.
 
         Below what is mapped, idle memory is given back at once; what is in use
         stays, and requests fail until it fits.

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Union
 
 import torch
@@ -193,6 +194,7 @@ class Transfer(Guarded, guarded=True):
     _passages: list[_Passage]
     _process: int
     _error: BaseException | None
+    _traceback: TracebackType | None
     _is_through: bool
     _is_told: bool
     _done: threading.Event
@@ -206,6 +208,7 @@ class Transfer(Guarded, guarded=True):
         self._passages = []
         self._process = os.getpid()
         self._error = None
+        self._traceback = None
         self._is_through = False
         self._is_told = blocking
         self._done = threading.Event()
@@ -228,7 +231,7 @@ class Transfer(Guarded, guarded=True):
                 self._settle()
             raise
         if blocking:
-            self._raise()
+            self._end_with_error()
 
     def _run(self, sees_signals: bool) -> None:
         began = time.monotonic()
@@ -243,6 +246,7 @@ class Transfer(Guarded, guarded=True):
                 look.look(self.progress)
         except BaseException as error:
             self._error = error
+            self._traceback = error.__traceback__
         try:
             self._settle()
         except BaseException as error:
@@ -265,7 +269,18 @@ class Transfer(Guarded, guarded=True):
 
     def _raise(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(self._traceback)  # without those that were told before
+
+    def _end_with_error(self) -> None:
+        """Raises it for good, where nobody ever has this object: with its error it would be a cycle, in which all that
+        the callers have at hand lives on until a collection.
+        """
+        error, self._error, self._traceback = self._error, None, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._process:
@@ -508,6 +523,11 @@ def swap(
 _with_turn: list[int] = []
 
 
+class _Pair(NamedTuple):
+    before: Callable[[], object] | None
+    after: Callable[[], object] | None
+
+
 class Remaps:
     """Functions that are called around the time in which a pool's memory is elsewhere.
 
@@ -519,13 +539,14 @@ class Remaps:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler, or what a collection ends, may come back to it
-        self._functions: list[tuple[Callable[[], object] | None, Callable[[], object] | None]] = []
+        self._functions: list[_Pair] = []
         self._turn = threading.RLock()  # so may it, and a function
         self._caller: int | None = None  # the thread that tells them that it goes
         self._returning: list[int] = []  # threads that tell them that it is back
         # They have been told that it goes, and not yet that it is back. Set once all of them have returned: whoever
         # sees it waits for a turn, and for no function.
         self._are_waiting = False
+        self._told: list[_Pair] = []  # which of them; what was added while a part sleeps is told when more goes
 
     def add(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
         for name, function in (("before", before), ("after", after)):
@@ -536,10 +557,10 @@ class Remaps:
             if before is None and after is None:
                 dropped, self._functions = self._functions, dropped
             else:
-                self._functions.append((before, after))
+                self._functions.append(_Pair(before, after))
         del dropped
 
-    def _now(self) -> list[tuple[Callable[[], object] | None, Callable[[], object] | None]]:
+    def _now(self) -> list[_Pair]:
         with self._lock:
             return list(self._functions)
 
@@ -565,10 +586,12 @@ class Remaps:
         try:
             if any(other != thread for other in self._returning):
                 raise on_its_way
-            if not self._are_waiting and not pool.is_asleep:
+            untold = [pair for pair in self._now() if not any(pair is told for told in self._told)]
+            # Of one that is elsewhere whole nothing goes.
+            if (untold or not self._are_waiting) and not (pool.is_asleep and pool.stats().physical_usage == 0):
                 self._caller = thread
                 try:
-                    self._call_before()
+                    self._call_before(untold)
                 finally:
                     self._caller = None
             yield
@@ -576,15 +599,16 @@ class Remaps:
             _with_turn.remove(thread)
             self._turn.release()
 
-    def _call_before(self) -> None:
-        """All that there are, in order. Where one raises the memory stays, and those before it are told so."""
+    def _call_before(self, pairs: list[_Pair]) -> None:
+        """All of these, in order. Where one raises the memory stays, and those before it are told so."""
         with contextlib.ExitStack() as calls:
-            for before, after in self._now():
-                if before is not None:
-                    before()
-                if after is not None:
-                    calls.callback(after)
+            for pair in pairs:
+                if pair.before is not None:
+                    pair.before()
+                if pair.after is not None:
+                    calls.callback(pair.after)
             calls.pop_all()
+        self._told += pairs
         self._are_waiting = True
 
     def call_after(self, pool: VirtualMemoryPool) -> None:
@@ -598,12 +622,12 @@ class Remaps:
             with self._turn:
                 if not self._are_waiting or pool.is_asleep:
                     return
-                self._are_waiting = False
+                self._are_waiting, self._told = False, []
                 self._returning.append(thread)
                 calls.callback(self._returning.remove, thread)
-            for _, after in reversed(self._now()):
-                if after is not None:
-                    calls.callback(after)
+            for pair in reversed(self._now()):
+                if pair.after is not None:
+                    calls.callback(pair.after)
 
 
 # -- Files at the program's end ----------------------------------------------------------------------------------------

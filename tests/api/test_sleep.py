@@ -277,3 +277,33 @@ def test_one_that_is_dropped_asleep_leaves_nothing(limited: SharedMemoryPool, tm
     limited.unregister_model("dropped")
     assert list(tmp_path.iterdir()) == []
     assert limited.global_stats().allocated_bytes == 0
+
+
+def test_above_a_lowered_limit_nothing_of_what_sleeps_stays(limited: SharedMemoryPool) -> None:
+    sleeper, other = limited.register_model("sleeper"), limited.register_model("other")
+    tensor, beside = numbered(sleeper, 100 * MIB // 4), numbered(other, 50 * MIB // 4)
+    limited.physical_limit = "64MiB"
+    sleeper.sleep()
+    assert limited.global_stats().physical_usage <= 64 * MIB
+    del beside
+    sleeper.close(force=True)
+    with pytest.raises(torch_vmm.OutOfMemoryError):
+        sleeper.wake()
+    limited.physical_limit = "128MiB"
+    sleeper.wake()
+    assert is_numbered(tensor)
+
+
+def test_one_that_was_closed_asleep_can_have_another_limit_to_wake_in(limited: SharedMemoryPool) -> None:
+    model = limited.register_model("llama")
+    tensor = numbered(model, 40 * MIB // 4)
+    model.sleep()
+    model.physical_limit = "8MiB"
+    model.close(force=True)
+    with pytest.raises(torch_vmm.OutOfMemoryError, match="raise the limit of pool 'llama' by 32 MiB"):
+        model.wake()
+    model.physical_limit = None
+    model.wake()
+    assert is_numbered(tensor)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="closed"):
+        model.physical_limit = None

@@ -556,9 +556,9 @@ def test_two_threads_that_take_it_away_tell_once(model: VirtualMemoryPool) -> No
     assert [type(each) for each in by_one] == [sleeping.Transfer]
     model.sleep({"w": "host"})
     assert sorted(model.asleep) == ["a", "w"]
-    assert told == ["goes"]
+    assert told == ["goes", "later"], "what was given too late for the first is told of the second"
     model.wake()
-    assert told == ["goes", "is back"]
+    assert told == ["goes", "later", "is back"]
     assert all(tensor.sum() == 1000 for tensor in held)
 
 
@@ -660,3 +660,42 @@ def test_where_nothing_goes_nobody_is_told(model: VirtualMemoryPool) -> None:
     assert model.sleep({}).progress == (0, 0)
     assert told == []
     assert is_numbered(tensor)
+
+
+def test_what_is_given_while_a_part_sleeps_is_told_that_the_rest_goes(model: VirtualMemoryPool) -> None:
+    kept = numbered(model, 1000)
+    with model.tag("cache"):
+        cache = torch.ones(1000, device=model.device)
+    model.sleep({"cache": "discard"})
+    told = told_by(model)
+    model.sleep()
+    model.sleep()  # nothing goes
+    assert told == ["goes"]
+    model.wake()
+    assert told == ["goes", "is back"]
+    assert is_numbered(kept)
+    del cache
+
+
+def test_a_transfer_that_is_stopped_keeps_nothing_of_its_callers(model: VirtualMemoryPool) -> None:
+    def serve() -> None:
+        scratch = torch.ones(8 << 20, dtype=torch.uint8, device=model.device)
+        model.sleep(progress=stop)
+        del scratch
+
+    def stop(moved: int, total: int) -> None:
+        raise ValueError("stop")
+
+    kept = numbered(model, 1000)
+    gc.collect()
+    gc.disable()
+    try:
+        with model:
+            for _ in range(2):
+                with pytest.raises(ValueError, match="stop") as raised:
+                    serve()
+                del raised
+        assert model.memory_allocated() < 8 << 20
+    finally:
+        gc.enable()
+    assert is_numbered(kept)

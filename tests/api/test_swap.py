@@ -136,3 +136,22 @@ def test_room_that_the_parts_of_another_model_have_counts_together(limited: Shar
     torch_vmm.swap(out=out, into=into)
     assert is_numbered(coming)
     del going
+
+
+def test_above_a_lowered_limit_what_leaves_pays_for_the_excess_first(limited: SharedMemoryPool) -> None:
+    out, into, other = (limited.register_model(name) for name in ("out", "into", "other"))
+    coming = numbered(into, 36 * MIB // 4)
+    into.sleep()
+    leaving, beside = numbered(out, 40 * MIB // 4), numbered(other, 16 * MIB // 4)
+    with out.tag("cache"):
+        cache = torch.ones(2 * MIB, dtype=torch.uint8, device=out.device)
+    limited.physical_limit = "48MiB"  # 58 MiB are in use, and stay
+    with pytest.raises(torch_vmm.OutOfMemoryError, match="there would be 32 MiB"):
+        torch_vmm.swap(out, into, keep={"": "host", "cache": "discard"})
+    assert out.asleep == {}
+    assert is_numbered(leaving)
+    assert is_numbered(beside)
+    assert bool((cache == 1).all())
+    limited.physical_limit = "64MiB"
+    torch_vmm.swap(out, into)
+    assert is_numbered(coming)

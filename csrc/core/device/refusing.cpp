@@ -187,13 +187,14 @@ std::size_t DeviceMemory::could_be_spared(const Budget& level, const Pool& in, c
 }
 
 void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool* out, std::size_t leaving) {
-  // At most, with `free` there now.
-  const auto room_under = [&](const Budget& level, std::size_t free) {
+  // At most, with `free` there now. What comes free first pays for what is `over` the limit.
+  const auto room_under = [&](const Budget& level, std::size_t free, std::size_t over) {
     std::size_t room = std::min(free, bytes);  // more is not asked for
     if (out != nullptr && out->budget().stands_under(level)) {
       room += std::min(leaving, out->budget().above_floors(in.budget()));
     }
-    return room >= bytes ? room : room + could_be_spared(level, in, out);
+    if (room < bytes + over) room += could_be_spared(level, in, out);
+    return room - std::min(room, over);
   };
   const auto refuse_under = [&](const Budget& level, std::size_t room, const MemoryInfo* device) {
     Refused refused{&in, nullptr, bytes, {}, {}};
@@ -220,11 +221,11 @@ void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool*
     std::size_t room = kUnlimited;
     for (const Budget* level = &in.budget(); level != nullptr && room >= bytes; level = level->parent()) {
       full = level;
-      room = room_under(*level, level->claimable_for(in.budget()));
+      room = room_under(*level, level->claimable_for(in.budget()), std::max(level->excess(), level->excess_claims()));
     }
     MemoryInfo info;
     const bool is_device = room >= bytes && driver_.memory_info(device_, &info).ok();
-    if (is_device) room = room_under(budget_, info.free + store_.all_shelved_bytes());
+    if (is_device) room = room_under(budget_, info.free + store_.all_shelved_bytes(), 0);
     if (room >= bytes) return;
     const bool has_freed =
         (round == 0 && ladder_.call_back()) || (round < Ladder::kMostReliefs && ladder_.relieve(in, bytes));
