@@ -66,6 +66,9 @@ class ElasticTensor(RangeTensor):
                 ``module.half()``).
             OutOfMemoryError: a limit or the device has no such amount left. The
                 tensor is as it was.
+            NotAvailableError: the stream is being captured, and pages that the
+                tensor gave back are still mapped: they have to be zeroed, so
+                grow or :meth:`reserve` before the capture.
         """
         backing = self._own("resize_()")
         rows = self._to_rows(n, "resize_")
@@ -103,7 +106,7 @@ class ElasticTensor(RangeTensor):
         Raises:
             InvalidArgumentError: no number from 0 to ``max_shape[0]``; else as
                 :meth:`resize_`.
-            OutOfMemoryError: as :meth:`resize_`.
+            OutOfMemoryError, NotAvailableError: as :meth:`resize_`.
         """
         self._hold(self._own("reserve()"), self._to_rows(n, "reserve"))
 
@@ -120,20 +123,27 @@ class ElasticTensor(RangeTensor):
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
             AsleepError: its model is asleep.
             InvalidArgumentError: it, or what it would give back, is sealed; its
-                rows were changed by another function than :meth:`resize_`; or
-                it shows other memory, as :meth:`resize_`.
+                rows, or a twin's, were changed by another function than
+                :meth:`resize_`; or it shows other memory, as :meth:`resize_`.
         """
         backing = self._own("shrink_to_fit()")
         if _C.is_sealed(backing.pool._handle, backing.handle.base_address, 1):
             raise InvalidArgumentError("shrink_to_fit(): the tensor is sealed; unseal() it first")
-        if self.shape[1:] != self._max_shape[1:] or self.stride() != self._strides:
+        used = self._shown_bytes()
+        # What is refused as it cannot grow the storage (`out=`, resize_as_()) leaves its shape behind all the same.
+        if self.shape[1:] != self._max_shape[1:] or self.stride() != self._strides or used > backing.held:
             raise InvalidArgumentError(
                 f"shrink_to_fit(): the tensor has the shape {tuple(self.shape)} and the strides {self.stride()}, not "
-                f"rows of {self._max_shape[1:]}; resize_(rows) makes them again"
+                f"rows of {self._max_shape[1:]} that it has memory for; resize_(rows) makes them again"
             )
-        used = self._shown_bytes()
         page = backing.handle.page_size
-        keep = -(-used // page) * page
+        return self._keep(-(-used // page) * page, used)
+
+    def _keep(self, keep: int, used: int) -> int:
+        """Gives back all beyond the first ``keep`` bytes, whole pages; the storage has ``used`` of those. Returns how
+        many went.
+        """
+        backing = self._backing
         held, stored = backing.held, self.untyped_storage().nbytes()
         # Before they go: whoever copies or saves the whole storage meets no page that is gone.
         backing.held = keep
@@ -170,8 +180,8 @@ class ElasticTensor(RangeTensor):
         if size > self.untyped_storage().nbytes():
             _C.set_storage_bytes(self, size)
 
-    def _plain(self) -> torch.Tensor:
-        """The same memory, gradient and attributes of the user's, as a tensor like any other."""
+    def _plain(self, *, attributes: bool = True) -> torch.Tensor:
+        """The same memory, gradient and, unless told otherwise, attributes of the user's, as a tensor like any other."""
         plain = torch.Tensor.detach(self)
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, self.requires_grad)
@@ -179,8 +189,12 @@ class ElasticTensor(RangeTensor):
             plain.requires_grad_(self.requires_grad)
         if self.is_leaf and self.grad is not None and self.grad.shape == self.shape:
             plain.grad = self.grad
-        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _OWN_ATTRIBUTES})
+        if attributes:
+            plain.__dict__.update(self._users_attributes())
         return plain
+
+    def _users_attributes(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _OWN_ATTRIBUTES}
 
     # A copy is a tensor, or a parameter, like any other.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -189,7 +203,10 @@ class ElasticTensor(RangeTensor):
                 "copy.deepcopy() takes tensors that autograd has not made, and what was written to this one it has "
                 "recorded; copy its .detach()"
             )
-        return copy.deepcopy(self._plain(), memo)
+        made = copy.deepcopy(self._plain(attributes=False), memo)
+        memo[id(self)] = made  # first: an attribute may lead back here
+        made.__dict__.update(copy.deepcopy(self._users_attributes(), memo))
+        return made
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self._plain().__reduce_ex__(protocol)

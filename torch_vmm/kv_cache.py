@@ -15,7 +15,7 @@ import torch
 from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.elastic_tensor import ElasticTensor, elastic
-from torch_vmm.errors import InvalidArgumentError, NotCopyableError, StillInUseError
+from torch_vmm.errors import InvalidArgumentError, NotCopyableError, StillInUseError, VmmError
 from torch_vmm.ranges import MOST_BYTES, outside_inference
 from torch_vmm.sizes import show, to_index
 
@@ -67,7 +67,11 @@ class _Layer:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._fits(key_states, value_states):
+        try:
+            fits = self._fits(key_states, value_states)
+        except RuntimeError:  # of a nested tensor's shape
+            fits = False
+        if not fits:
             self._require_states(key_states, value_states)
             if self._length + key_states.shape[2] > self._room or self._whole is None:
                 self._make_room(key_states, value_states)
@@ -105,6 +109,18 @@ class _Layer:
     def _make_room(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         added = keys.shape[2]
         stores = self._stores or (self._store(keys), self._store(values))
+        before = [(store._backing.held, store.untyped_storage().nbytes()) for store in stores]
+        try:
+            self._reserve(stores, added)
+        except BaseException:
+            for store, (held, stored) in zip(stores, before, strict=True):
+                with contextlib.suppress(VmmError):  # of one that sleeps, say: what it took stays until crop()
+                    if store._backing.held > held:
+                        store._keep(held, stored)
+            raise
+        self._begin(stores, self._length)
+
+    def _reserve(self, stores: tuple[ElasticTensor, ElasticTensor], added: int) -> None:
         # Both or neither: a limit may have room for the keys alone. Again, where a function of on_pressure() has
         # cropped this very cache meanwhile; a function that never lets it have both is named.
         for _ in range(_MOST_TRIES):
@@ -119,7 +135,6 @@ class _Layer:
                 live_bytes=sum(store._backing.held for store in stores),
                 live_blocks=len(stores),
             )
-        self._begin(stores, self._length)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         values = key_states if value_states is None else value_states
@@ -158,6 +173,8 @@ class _Layer:
         for name, states in (("key_states", keys), ("value_states", values)):
             if not isinstance(states, torch.Tensor):
                 raise InvalidArgumentError(f"update(): {name}={show(states)}: give a tensor")
+            if states.is_nested:
+                raise InvalidArgumentError(f"update(): {name} is a nested tensor: give a strided one, padded")
             if states.dim() != 4:
                 raise InvalidArgumentError(
                     f"update(): {name} of shape {tuple(states.shape)}: give [batch, heads, new positions, size]"

@@ -102,6 +102,8 @@ class SparseTensor(RangeTensor):
         """
         handle = self._own_rows("committed_spans()").handle
         row = row_bytes(tuple(self.shape), self.dtype)
+        if row == 0:
+            return []
         spans = []
         for offset, size in handle.committed(0, handle.capacity):
             first = -(-offset // row)
@@ -125,6 +127,8 @@ class SparseTensor(RangeTensor):
             InvalidArgumentError: they do not.
         """
         backing = self._own(doing)
+        if self.dim() == 0:
+            raise InvalidArgumentError(f"{doing}: the tensor has no dimension any more, as squeeze_() leaves it")
         if not self.is_contiguous():
             raise InvalidArgumentError(
                 f"{doing}: the tensor has the shape {tuple(self.shape)} and the strides {self.stride()}, so its rows "

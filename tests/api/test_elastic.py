@@ -563,3 +563,40 @@ def test_compiled_code_makes_it_grow(compiled: Callable[..., Callable[..., torch
     for n in (1004, 2004):
         assert compiled(grow)(tensor).shape == (n, 2)
         assert tensor.shape[0] == n <= tensor.reserved_rows
+
+
+def test_a_shape_that_a_refused_function_left_makes_no_memory(device: str) -> None:
+    """torch writes the shape before it refuses to grow the storage."""
+    tensor = torch_vmm.elastic((4, 1024), device=device, max_shape=(100_000, 1024))
+    with pytest.raises(RuntimeError):
+        torch.add(torch.ones(4000, 1024, device=device), 1, out=tensor)
+    assert tensor.shape == (4000, 1024)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="resize_"):
+        tensor.shrink_to_fit()
+    tensor.resize_(4)
+    assert tensor.reserved_rows == PAGE // 4096
+    tensor.resize_(4000)
+    tensor.fill_(1)
+    assert bool((tensor == 1).all())
+
+
+def test_a_copy_of_one_that_leads_back_to_itself(device: str) -> None:
+    tensor = torch_vmm.elastic((3,), device=device)
+    tensor.zero_()
+    tensor.me = tensor  # type: ignore[attr-defined]
+    tensor.more = {"names": ["a"]}  # type: ignore[attr-defined]
+    made = copy.deepcopy(tensor)
+    assert type(made) is torch.Tensor
+    assert made.me is made  # type: ignore[attr-defined]
+    assert made.more == {"names": ["a"]}  # type: ignore[attr-defined]
+    assert made.more is not tensor.more  # type: ignore[attr-defined]
+    del tensor.me, made.me  # type: ignore[attr-defined]
+
+
+def test_twins_that_have_gone_are_forgotten(device: str) -> None:
+    tensor = torch_vmm.elastic((3,), device=device)
+    kept = [tensor.detach() for _ in range(20)]
+    for _ in range(1000):
+        tensor.detach()
+    assert len(tensor._backing.twins) < 60
+    assert len([twin for twin in tensor._backing.twins if twin() is not None]) == len(kept) + 1

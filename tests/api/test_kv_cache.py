@@ -552,3 +552,27 @@ def test_crop_of_none_does_as_that_of_transformers(parameter: str, kept: int) ->
         print(cache.get_seq_length())
     """
     assert run(code).split() == [str(kept)] * 2
+
+
+def test_an_update_of_which_only_the_keys_fit_takes_nothing(make_pool: Callable[..., Pool], device: str) -> None:
+    pool = make_pool("64MiB", physical_limit=8 * PAGE)
+    cache = Cache(100_000)
+    keys, values = states(device, 100)
+    with pool:
+        cache.update(keys, values, 0)
+    one = states(device, 1)[0]
+    more = 6 * PAGE // (one.numel() * one.element_size())
+    with pytest.raises(torch_vmm.OutOfMemoryError):
+        cache.update(*states(device, more), 0)
+    assert pool.memory_allocated() == 2 * PAGE
+    ((kept_keys, kept_values),) = cache
+    assert torch.equal(kept_keys, keys)
+    assert torch.equal(kept_values, values)
+    cache.update(*states(device, 1), 0)
+    assert cache.get_seq_length() == 101
+
+
+def test_a_nested_tensor_is_no_state(device: str) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)], device=device)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="nested"):
+        Cache(100).update(nested, nested, 0)

@@ -401,3 +401,15 @@ def test_a_number_beyond_its_dimension_is_told_what_would_be_right(device: str) 
     for wrong in (4096, -1025, (0, 1024)):
         with pytest.raises(torch_vmm.InvalidArgumentError, match=r"which has 1024; .* slice\(0, n\) is the first n"):
             tensor.commit(wrong)  # type: ignore[arg-type]
+
+
+def test_spans_of_one_that_lost_its_shape_in_place(device: str) -> None:
+    squeezed = torch_vmm.sparse((1,), device=device)
+    squeezed.commit(0)
+    squeezed.squeeze_()
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="no dimension"):
+        squeezed.committed_spans()
+    empty = torch_vmm.sparse((1, 4), device=device)
+    empty.commit(())
+    empty.resize_(0, 0)
+    assert empty.committed_spans() == []

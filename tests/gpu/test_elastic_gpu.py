@@ -76,6 +76,27 @@ def test_it_grows_in_a_capture() -> None:
     assert bool((tensor == 9).all())
 
 
+def test_in_a_capture_it_does_not_grow_over_pages_that_it_gave_back() -> None:
+    """Those are zeroed first, which would be in the graph."""
+    tensor = torch_vmm.elastic((64, PAGE // 4), max_shape=(256, PAGE // 4))
+    tensor.fill_(1)
+    torch.cuda.synchronize()
+    tensor.resize_(61)
+    tensor.shrink_to_fit()  # the chunk below has rows left, and stays mapped
+    torch.cuda.synchronize()
+    count = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        count += 1
+        with pytest.raises(torch_vmm.NotAvailableError, match="before the capture"):
+            tensor.resize_(64)
+    assert tensor.shape[0] == 61
+    graph.replay()
+    assert count.item() == 1
+    tensor.resize_(200)
+    assert not bool(tensor[61:].any())
+
+
 def test_shrinking_waits_for_readers_and_not_the_caller(make_pool: MakePool, busy: Busy) -> None:
     pool = make_pool("64MiB", physical_limit=32 * PAGE)
     with pool:

@@ -62,6 +62,11 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
     streams_.note_zeroing(request.tag);
     if (status.ok()) continue;
     free_pages(range);
+    if (status.code() == StatusCode::not_supported) {
+      throw NotAvailableError("pool '" + name_ + "': " + format_bytes(part.size) +
+                              " that were given back and stayed mapped have to be zeroed, which a stream that is being "
+                              "captured cannot: grow or reserve before the capture");
+    }
     *shortage = Shortage::of_driver(range.size, status);
     return 0;
   }
