@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, TypeVar, cast
 
 from torch_vmm.errors import InvalidArgumentError
@@ -45,7 +45,7 @@ def _if_enterable(context: Context) -> AbstractContextManager[object]:
 
 def _drive(context: Context, steps: _Steps) -> Generator[Any, Any, Any]:
     """Yields what ``steps`` yields, each step inside a fresh ``context()``."""
-    is_ending = False  # cancelled or closed: what it still does is done, in its model or not
+    is_ending = False  # cancelled, closed, or without its model: what it still does is done, in it or not
     try:
         with context():
             given = steps.send(None)
@@ -59,8 +59,14 @@ def _drive(context: Context, steps: _Steps) -> Generator[Any, Any, Any]:
                 with _if_enterable(context):
                     given = steps.throw(error)
             else:
-                with _if_enterable(context) if is_ending else context():
-                    given = steps.send(sent)
+                with ExitStack() as model:
+                    try:
+                        model.enter_context(_if_enterable(context) if is_ending else context())
+                    except Exception as error:  # its model has ended: it is told, and what it does then is done
+                        is_ending = True
+                        given = steps.throw(error)
+                    else:
+                        given = steps.send(sent)
     except StopIteration as stop:
         return stop.value
 

@@ -181,7 +181,7 @@ class ElasticTensor(RangeTensor):
             _C.set_storage_bytes(self, size)
 
     def _plain(self, *, attributes: bool = True) -> torch.Tensor:
-        """The same memory, gradient and, unless told otherwise, attributes of the user's, as a tensor like any other."""
+        """The same memory, gradient and (or not) attributes of the user's, as a tensor like any other."""
         plain = torch.Tensor.detach(self)
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, self.requires_grad)
@@ -205,6 +205,8 @@ class ElasticTensor(RangeTensor):
             )
         made = copy.deepcopy(self._plain(attributes=False), memo)
         memo[id(self)] = made  # first: an attribute may lead back here
+        if isinstance(self, torch.nn.Parameter):
+            return made  # torch copies no attributes of parameters
         made.__dict__.update(copy.deepcopy(self._users_attributes(), memo))
         return made
 

@@ -110,12 +110,15 @@ class _Layer:
         added = keys.shape[2]
         stores = self._stores or (self._store(keys), self._store(values))
         before = [(store._backing.held, store.untyped_storage().nbytes()) for store in stores]
+        length = self._length
         try:
             self._reserve(stores, added)
         except BaseException:
             for store, (held, stored) in zip(stores, before, strict=True):
                 with contextlib.suppress(VmmError):  # of one that sleeps, say: what it took stays until crop()
-                    if store._backing.held > held:
+                    if self._length < length:  # cropped by a function of on_pressure()
+                        store.shrink_to_fit()
+                    elif store._backing.held > held:
                         store._keep(held, stored)
             raise
         self._begin(stores, self._length)

@@ -6,6 +6,7 @@ It knows no shape beyond the first dimension.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import weakref
@@ -41,17 +42,19 @@ class Backing:
         self.pool: VirtualMemoryPool = current_pool(self.device.torch_device)
         self.held = 0
         """Bytes from the first address on that have memory, where they have it without a gap."""
-        self.twins: list[weakref.ref[torch.Tensor]] = []
-        """Tensors of the same class that stand on it, as ``detach()`` makes them; some may have gone."""
-        self._most_twins = 8  # then those that have gone are left out: at each, of 8000 it took 2 s in all
+        self._twins: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
         space = _C.current_space(*self.device, size)  # of the tag that is open, if one is
         self.handle = _C.TensorRange(space, what, max(size, 1), page_size, zeros)
 
     def add_twin(self, tensor: torch.Tensor) -> None:
-        self.twins.append(weakref.ref(tensor))
-        if len(self.twins) > self._most_twins:
-            self.twins = [twin for twin in self.twins if twin() is not None]
-            self._most_twins = max(8, 2 * len(self.twins))
+        """Takes one more tensor of the same class that stands on it, as ``detach()`` makes them."""
+        # It goes by itself, on whatever thread; what it knows for that is not this object, which holds memory.
+        self._twins[id(tensor)] = weakref.ref(tensor, functools.partial(_forget, self._twins, id(tensor)))
+
+    def twins(self) -> list[torch.Tensor]:
+        """Those that live."""
+        found = (each() for each in list(self._twins.values()))
+        return [twin for twin in found if twin is not None]
 
     def commit(self, spans: list[tuple[int, int]]) -> None:
         """Backs the pages under these (offset, size), usable on the current stream."""
@@ -64,6 +67,11 @@ class Backing:
         self.dtype = dtype
         hold_while(tensor, self.pool)
         return tensor
+
+
+def _forget(twins: dict[int, weakref.ref[torch.Tensor]], key: int, gone: weakref.ref[torch.Tensor]) -> None:
+    if twins.get(key) is gone:  # or another tensor has its id by now
+        del twins[key]
 
 
 class RangeTensor(torch.Tensor):
@@ -119,9 +127,8 @@ class RangeTensor(torch.Tensor):
     def _shown_bytes(self) -> int:
         """Bytes from the first address on that this tensor and its twins show."""
         shown = 0
-        for each in self._backing.twins:
-            twin = each()
-            if twin is None or twin.numel() == 0:
+        for twin in self._backing.twins():
+            if twin.numel() == 0:
                 continue
             if twin.untyped_storage().data_ptr() == self._backing.handle.base_address:
                 shown = max(shown, int(twin.storage_offset()) * twin.element_size() + span_bytes(twin))

@@ -214,6 +214,8 @@ class Transfer(Guarded, guarded=True):
         self._done = threading.Event()
         self._look = look
         self._runs_on = None
+        if move.coming is not None:
+            move.coming._remaps.require_may_come(move.coming)
         due = [self._run]  # once: by the thread, unless it was given up before that had begun
         try:
             with contextlib.nullcontext() if move.leaving is None else move.leaving._while_it_begins_to_go():
@@ -245,22 +247,26 @@ class Transfer(Guarded, guarded=True):
             if look is not None:
                 look.look(self.progress)
         except BaseException as error:
-            self._error = error
-            self._traceback = error.__traceback__
+            self._stopped_by(error)
         try:
             self._settle()
         except BaseException as error:
-            self._error = self._error or error
+            self._stopped_by(error)
         try:
             if look is not None:
                 look.end()
         except BaseException as error:  # the terminal has gone
-            self._error = self._error or error
+            self._stopped_by(error)
         finally:
             self._runs_on = None
             self._done.set()
         if self._error is not None and not self._is_told:
             events.stopped(self._name, self._error)
+
+    def _stopped_by(self, error: BaseException) -> None:
+        """The first of several is the one that is told."""
+        if self._error is None:
+            self._error, self._traceback = error, error.__traceback__
 
     def _settle(self) -> None:
         """What was told that its memory goes, for this transfer or another, is told that it is back."""
@@ -587,8 +593,10 @@ class Remaps:
             if any(other != thread for other in self._returning):
                 raise on_its_way
             untold = [pair for pair in self._now() if not any(pair is told for told in self._told)]
-            # Of one that is elsewhere whole nothing goes.
-            if (untold or not self._are_waiting) and not (pool.is_asleep and pool.stats().physical_usage == 0):
+            is_elsewhere = {"", *pool.tags} <= pool.asleep.keys() or (
+                pool.is_asleep and pool.stats().physical_usage == 0
+            )
+            if (untold or not self._are_waiting) and not is_elsewhere:
                 self._caller = thread
                 try:
                     self._call_before(untold)
@@ -598,6 +606,11 @@ class Remaps:
         finally:
             _with_turn.remove(thread)
             self._turn.release()
+
+    def require_may_come(self, pool: VirtualMemoryPool) -> None:
+        """Raises VmmError within a function that is told that the pool's memory goes, where some of it would come."""
+        if self._caller == threading.get_ident() and pool.is_asleep:
+            raise VmmError("a function that on_remap() was given wakes its own model, which is on its way to sleep")
 
     def _call_before(self, pairs: list[_Pair]) -> None:
         """All of these, in order. Where one raises the memory stays, and those before it are told so."""

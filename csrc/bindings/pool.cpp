@@ -138,8 +138,9 @@ void bind_pool(py::module_& module) {
           "set_limit",
           [](Pool& self, std::optional<std::size_t> limit) {
             // One that was closed by force while it slept can still be woken, and may need more room for that.
-            if (!self.is_asleep()) self.require_open();
-            return home_of(self).set_limit(self.budget(), to_limit(limit));
+            DeviceMemory& memory = home_of(self);
+            if (!memory.is_any_asleep(self)) self.require_open();
+            return memory.set_limit(self.budget(), to_limit(limit));
           },
           py::arg("limit"), WithoutGil())
       .def(

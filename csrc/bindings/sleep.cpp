@@ -177,11 +177,6 @@ void forget_names_of_backups(const Pool& pool) {
   for (const PoolPtr& member : home_of(pool).family(pool)) member->forget_names_of_backups();
 }
 
-bool is_asleep(const Pool& pool) {
-  const PoolList members = home_of(pool).family(pool);
-  return std::any_of(members.begin(), members.end(), [](const PoolPtr& member) { return member->is_asleep(); });
-}
-
 std::shared_ptr<PinnedMemory> host_memory(const SharedMemoryPool& pool) {
   Runtime::require_own_process();
   return Runtime::room_of(pool.memory()).sleeper.host_memory(pool.budget());
@@ -220,7 +215,8 @@ void bind_sleep(py::module_& module) {
   module.def("swap", &swap, py::arg("out"), py::arg("keep"), py::arg("by_tag"), py::arg("into"));
   module.def("asleep", &asleep, py::arg("pool"), WithoutGil());
   module.def("forget_names_of_backups", &forget_names_of_backups, py::arg("pool"), WithoutGil());
-  module.def("is_asleep", &is_asleep, py::arg("pool"), WithoutGil());
+  module.def(
+      "is_asleep", [](const Pool& pool) { return home_of(pool).is_any_asleep(pool); }, py::arg("pool"), WithoutGil());
 
   module.def(
       "read_backup",

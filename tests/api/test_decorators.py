@@ -378,3 +378,42 @@ def test_classes_are_not_decorated(llama: Pool) -> None:
 
     with pytest.raises(torch_vmm.InvalidArgumentError):
         torch_vmm.use_model("llama")(3)  # type: ignore[type-var]
+
+
+def test_steps_whose_model_ends_between_them_are_told_and_clean_up(roomy: Shared) -> None:
+    told: list[str] = []
+
+    @torch_vmm.use_model("ends")
+    async def task(go_on: asyncio.Event) -> None:
+        try:
+            await go_on.wait()
+        except torch_vmm.ModelNotFoundError:
+            told.append("caught")
+            raise
+        finally:
+            await asyncio.sleep(0)
+            told.append("cleaned up")
+
+    @torch_vmm.use_model("ends")
+    def generator() -> Iterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            told.append("generator")
+
+    async def main() -> None:
+        roomy.register_model("ends", "64MiB")
+        go_on = asyncio.Event()
+        begun, steps = asyncio.create_task(task(go_on)), generator()
+        await asyncio.sleep(0)
+        assert next(steps) == 1
+        roomy.unregister_model("ends")
+        go_on.set()
+        with pytest.raises(torch_vmm.ModelNotFoundError):
+            await begun
+        with pytest.raises(torch_vmm.ModelNotFoundError):
+            next(steps)
+
+    asyncio.run(main())
+    assert told == ["caught", "cleaned up", "generator"]

@@ -7,6 +7,7 @@ import gc
 import io
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -598,5 +599,13 @@ def test_twins_that_have_gone_are_forgotten(device: str) -> None:
     kept = [tensor.detach() for _ in range(20)]
     for _ in range(1000):
         tensor.detach()
-    assert len(tensor._backing.twins) < 60
-    assert len([twin for twin in tensor._backing.twins if twin() is not None]) == len(kept) + 1
+    assert len(tensor._backing.twins()) == len(tensor._backing._twins) == len(kept) + 1
+
+
+def test_a_copy_of_a_parameter_has_none_of_its_attributes(device: str) -> None:
+    """As torch has it: they may be what nobody can copy."""
+    parameter = torch.nn.Parameter(torch_vmm.elastic((3,), device=device).zero_())
+    parameter.lock = threading.Lock()  # type: ignore[attr-defined]
+    made = copy.deepcopy(parameter)
+    assert isinstance(made, torch.nn.Parameter)
+    assert not hasattr(made, "lock")

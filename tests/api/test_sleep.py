@@ -294,6 +294,20 @@ def test_above_a_lowered_limit_nothing_of_what_sleeps_stays(limited: SharedMemor
     assert is_numbered(tensor)
 
 
+def test_one_whose_tag_sleeps_can_have_another_limit_once_it_is_closed(limited: SharedMemoryPool) -> None:
+    model = limited.register_model("llama")
+    with model.tag("weights"):
+        tensor = torch.full((40 * MIB,), 7, dtype=torch.uint8, device=model.device)
+    model.sleep()
+    model.physical_limit = "8MiB"
+    model.close(force=True)
+    with pytest.raises(torch_vmm.OutOfMemoryError):
+        model.wake()
+    model.physical_limit = "64MiB"
+    model.wake()
+    assert bool((tensor == 7).all())
+
+
 def test_one_that_was_closed_asleep_can_have_another_limit_to_wake_in(limited: SharedMemoryPool) -> None:
     model = limited.register_model("llama")
     tensor = numbered(model, 40 * MIB // 4)

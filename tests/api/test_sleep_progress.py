@@ -699,3 +699,33 @@ def test_a_transfer_that_is_stopped_keeps_nothing_of_its_callers(model: VirtualM
     finally:
         gc.enable()
     assert is_numbered(kept)
+
+
+def test_a_function_of_on_remap_does_not_wake_its_own_model(model: VirtualMemoryPool) -> None:
+    kept = tagged(model, "a", "w")
+    told = []
+    model.sleep({"w": "host"})
+    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    model.on_remap(model.wake)
+    with pytest.raises(torch_vmm.VmmError, match="wakes its own model"):
+        model.sleep()
+    assert told == ["goes", "is back"]
+    assert set(model.asleep) == {"w"}
+    model.on_remap()
+    model.wake()
+    assert all(tensor.sum() == 1000 for tensor in kept)
+
+
+def test_waiting_for_a_transfer_shows_where_a_function_failed(model: VirtualMemoryPool) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    model.on_remap(after=fail)
+    model.sleep()
+    transfer = model.wake(blocking=False)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError) as raised:
+            transfer.wait()
+        assert raised.traceback[-1].name == "fail"
+        assert len(raised.traceback) < 20
+    model.on_remap()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import KIB, MIB, PAGE, holds, rounded, stamp
+from tests.helpers import KIB, MIB, PAGE, holds, rounded, stamp, tensor_in
 from torch_vmm import _C
 
 Pool = torch_vmm.VirtualMemoryPool
@@ -331,3 +331,19 @@ def test_torch_cuda_reports_the_device(make_pool: Callable[..., Pool], memory: _
     free, total = torch.cuda.mem_get_info()
     assert 0 < free < total == memory.total_bytes
     del tensors
+
+
+def test_what_one_model_resets_the_device_goes_on_counting(
+    make_pool: Callable[..., torch_vmm.VirtualMemoryPool], memory: _C.Device
+) -> None:
+    a, b = make_pool("64MiB"), make_pool("64MiB")
+    kept = [tensor_in(a, 1000) for _ in range(5)] + [tensor_in(b, 1000) for _ in range(7)]
+    before = memory.statistics()
+    assert a.memory_stats()["allocation.all.allocated"] == 5
+    a.reset_accumulated_memory_stats()
+    assert a.memory_stats()["allocation.all.allocated"] == 0
+    assert memory.statistics() == before
+    del kept
+    after = memory.statistics()
+    assert after["allocation.all.freed"] == before["allocation.all.freed"] + 12
+    assert after["allocation.all.allocated"] - after["allocation.all.freed"] == after["allocation.all.current"]

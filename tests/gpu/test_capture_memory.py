@@ -255,3 +255,18 @@ def test_emptying_caches_and_reading_numbers_does_not_disturb_a_capture(make_sha
         out = out + x
     graph.replay()
     assert torch.equal(out, x + 6)
+
+
+def test_pages_freed_within_a_capture_go_once_it_is_over(make_pool: MakePool) -> None:
+    pool = make_pool("2GiB")
+    pool.allocate(0, "1GiB")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = torch.zeros(1, device="cuda")
+        pool.deallocate(0, "1GiB")
+    torch.cuda.synchronize()
+    device = torch_vmm._C.device("cuda", 0)
+    for _ in range(200):
+        torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+    assert device.committed_bytes < 600 << 20
+    del kept, graph

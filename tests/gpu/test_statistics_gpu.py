@@ -186,3 +186,22 @@ def test_an_empty_tensor_takes_nothing(make_pool: MakePool) -> None:
     kept = bytes_in(pool, 0)
     assert kept.data_ptr() == 0
     assert pool.memory_allocated() == pool.memory_reserved() == 0
+
+
+def test_a_free_that_waited_for_a_stream_is_counted_though_the_model_sleeps(
+    make_shared: MakeShared, busy: Busy
+) -> None:
+    model = make_shared("1GiB").register_model("llama")
+    before = torch.cuda.memory_stats()
+    tensor = bytes_in(model, 100 * MIB)
+    side = torch.cuda.Stream()
+    tensor.record_stream(side)
+    torch.cuda.synchronize()
+    model.sleep()
+    with torch.cuda.stream(side):
+        busy(50)
+    del tensor
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    for key in ("active_bytes.all.current", "requested_bytes.all.current"):
+        assert after[key] == before[key]

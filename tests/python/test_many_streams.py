@@ -126,6 +126,26 @@ def test_what_nobody_uses_is_there(what: str) -> None:
     run(PRELUDE + textwrap.dedent(PROGRAMS[what]))
 
 
+def test_what_nothing_could_place_takes_no_idle_memory() -> None:
+    run("""
+        import torch
+        import torch_vmm
+
+        MIB = 1 << 20
+        torch_vmm.enable("cpu")
+        pool = torch_vmm.VirtualMemoryPool("1GiB", device="cpu")
+        pool.allocate(500 * MIB, 2 * MIB)
+        with pool:
+            torch.empty(320 * MIB, dtype=torch.uint8)
+            try:
+                torch.empty(600 * MIB, dtype=torch.uint8)
+            except torch.OutOfMemoryError:
+                assert pool.stats().idle_bytes == 320 * MIB
+            else:
+                raise AssertionError("a page lies in between")
+    """)
+
+
 def test_a_free_pool_has_addresses_for_what_lies_across_its_idle_memory() -> None:
     """On either side of it none is mapped, and it begins and ends nowhere that a search begins."""
     run("""

@@ -376,6 +376,11 @@ PoolList DeviceMemory::pools_under(const Budget& group) const {
   return pools;
 }
 
+bool DeviceMemory::is_any_asleep(const Pool& model) const {
+  const PoolList members = family(model);
+  return std::any_of(members.begin(), members.end(), [](const auto& member) { return member->is_asleep(); });
+}
+
 PoolList DeviceMemory::family(const Pool& pool) const {
   const MutexLock lock(registry_mutex_);
   return registry_.family(pool);

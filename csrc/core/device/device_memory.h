@@ -96,6 +96,8 @@ class DeviceMemory {
   [[nodiscard]] PoolList pools_under(const Budget& group) const VMM_EXCLUDES(registry_mutex_);
   // The model of `pool` and all its parts.
   [[nodiscard]] PoolList family(const Pool& pool) const VMM_EXCLUDES(registry_mutex_);
+  // Whether a part of the model sleeps, or all of it.
+  [[nodiscard]] bool is_any_asleep(const Pool& model) const VMM_EXCLUDES(registry_mutex_);
   // The pool that holds `address`, or nullptr.
   [[nodiscard]] std::shared_ptr<Pool> pool_at(Address address) const VMM_EXCLUDES(registry_mutex_);
 
@@ -275,7 +277,7 @@ class DeviceMemory {
   // Of each by itself, at one moment. `pools`: in order of registration.
   [[nodiscard]] std::vector<MemoryStats> stats_of_each(const PoolList& pools) const VMM_NO_THREAD_SAFETY_ANALYSIS;
   void reset_peaks_of(const Pool& model);
-  void reset_accumulated_of(const Pool& model);
+  void reset_accumulated_of(const Pool& model) VMM_EXCLUDES(registry_mutex_);
   // Brings inactive_split of every pool up to date. Walks.
   void refresh_numbers();
   // Of one moment. Locks for it, in order of registration, the pools of the group

@@ -313,23 +313,27 @@ void DeviceMemory::tend() {
   if (tended_.exchange(passed, std::memory_order_relaxed) == passed && !is_due) return;
   beside_.fetch_and(~unsigned{kHasEnded}, std::memory_order_relaxed);
   PoolList waiting;
+  std::size_t looked_at = 1;
+  const bool is_full = is_shelf_full_.exchange(false, std::memory_order_relaxed);
   try {
     {
       const MutexLock lock(registry_mutex_);
       for (const auto& [key, pool] : waiting_) waiting.push_back(pool);
+      looked_at = std::max(looked_at, is_full ? registry_.all().size() : waiting.size());
     }
     for (const auto& pool : waiting) bury(pool);
     bury_groups();
     let_leave();
-    if (is_shelf_full_.exchange(false, std::memory_order_relaxed)) {
+    if (is_full) {
       settle(/*wait=*/false);
       trim_shelves();
     }
   } catch (...) {
+    if (is_full) is_shelf_full_.store(true, std::memory_order_relaxed);
     beside_.fetch_or(kHasEnded, std::memory_order_relaxed);  // whoever comes by next goes on
     throw;
   }
-  held_up_.store(std::max<std::size_t>(waiting.size(), 1), std::memory_order_relaxed);
+  held_up_.store(looked_at, std::memory_order_relaxed);
 }
 
 }  // namespace vmm

@@ -174,7 +174,7 @@ void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
 // for a block that lies across them.
 void Ladder::free_addresses(Climb& climb, ReclaimStep* step) {
   Pool& asker = climb.asker;
-  if (climb.bytes > asker.capacity()) return;
+  if (!could_be_met(climb) || !asker.could_place(climb.bytes)) return;
   step->result = StepResult::nothing;
   const bool is_any_shed = asker.shed(0) != 0;
   if (!memory_.settle_covered() && !is_any_shed) return;

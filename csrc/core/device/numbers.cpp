@@ -82,7 +82,12 @@ void DeviceMemory::reset_peaks_of(const Pool& model) {
 }
 
 void DeviceMemory::reset_accumulated_of(const Pool& model) {
-  for (const auto& member : family(model)) member->reset_accumulated();
+  // The device's own totals go on: they are reset by themselves.
+  for (const auto& member : family(model)) {
+    const Statistics so_far = member->reset_accumulated();
+    const MutexLock lock(registry_mutex_);
+    of_ended_pools_.add_totals(so_far);
+  }
 }
 
 void DeviceMemory::refresh_numbers() {

@@ -251,7 +251,7 @@ void ProvidedMemory::retract_free_segments() {
   const std::vector<Block*> heads = blocks_.stretches();  // a copy: retract() changes it
   for (Block* const head : heads) {
     if (head->state != BlockState::free || head->next != nullptr) continue;
-    leaving_.push_back({head->range(), std::max(head->epoch, graphs_end_)});
+    leaving_.push_back({head->range(), std::max(head->epoch, graphs_end_), sharers_[head->tag].small});
     unfinished_.fetch_add(1, std::memory_order_relaxed);
     blocks_.retract(head);
   }
@@ -373,7 +373,7 @@ std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(const DeviceMemory
       }
     }
     for (const Leaving& leaving : memory->leaving_) {
-      SegmentSnapshot& segment = begin_segment(leaving.range.offset, leaving.range.size, false, nullptr);
+      SegmentSnapshot& segment = begin_segment(leaving.range.offset, leaving.range.size, leaving.small, nullptr);
       segment.blocks.emplace_back().size = leaving.range.size;
     }
   }

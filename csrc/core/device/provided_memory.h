@@ -92,6 +92,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   struct Leaving {
     ByteRange range;
     Epoch last_use = kLongAgo;
+    bool small = false;
   };
 
   // Frees that recorded streams hold up and segments that queued work does.

@@ -221,7 +221,8 @@ void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool*
     std::size_t room = kUnlimited;
     for (const Budget* level = &in.budget(); level != nullptr && room >= bytes; level = level->parent()) {
       full = level;
-      room = room_under(*level, level->claimable_for(in.budget()), std::max(level->excess(), level->excess_claims()));
+      const std::size_t excess = level->excess() - std::min(level->excess(), store_.shelved_under(*level));
+      room = room_under(*level, level->claimable_for(in.budget()), std::max(excess, level->excess_claims()));
     }
     MemoryInfo info;
     const bool is_device = room >= bytes && driver_.memory_info(device_, &info).ok();

@@ -19,6 +19,13 @@ void Statistics::reset_accumulated() {
   for (const auto& [name, count] : kCounts) this->*count = 0;
 }
 
+void Statistics::leave_only_accumulated() {
+  for (auto& triple : stats) {
+    for (Stat& stat : triple) stat.current = stat.peak = 0;
+  }
+  for (const auto& [name, stat] : kOversizeStats) (this->*stat).current = (this->*stat).peak = 0;
+}
+
 void Statistics::add_totals(const Statistics& other) {
   for (std::size_t kind = 0; kind < kStatKinds; ++kind) {
     for (std::size_t which = 0; which < 3; ++which) {

@@ -97,6 +97,8 @@ struct Statistics {
   }
   void reset_peaks();
   void reset_accumulated();
+  // Nothing of it is there any more: what ever came and went stays.
+  void leave_only_accumulated();
   // Adds what `other` counts; peaks are left alone (they do not sum), but for
   // the oversize ones, which nobody follows together: theirs are bounds.
   void add_totals(const Statistics& other);

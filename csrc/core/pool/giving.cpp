@@ -134,6 +134,19 @@ std::vector<DormantMappings::Dormant> Pool::dormant_of_others(ByteRange place) c
   return found;
 }
 
+bool Pool::could_place(std::size_t bytes) const {
+  const MutexLock lock(mutex_);
+  if (!space_.is_open()) return false;
+  std::size_t run = 0;
+  for (const Block* block = space_.blocks().stretches().front(); block != nullptr; block = block->next) {
+    const BlockState state = block->state;
+    const bool goes = block->is_nobodys() || state == BlockState::pending || state == BlockState::quarantined;
+    run = goes ? run + block->size() : 0;
+    if (run >= bytes) return true;
+  }
+  return false;
+}
+
 std::size_t Pool::shed(std::size_t keep) {
   const GatheredLock lock(*this);
   if (!space_.is_open()) return 0;

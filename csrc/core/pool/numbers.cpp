@@ -10,7 +10,8 @@ void Pool::refresh_numbers() {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
   {
     const ReadLock lock(*this);
-    if (!space_.is_open() || asleep_ != nullptr || (pending_.empty() && split_as_of_ == times_locked())) return;
+    if (!space_.is_open()) return;
+    if (pending_.empty() && (asleep_ != nullptr || split_as_of_ == times_locked())) return;
   }
   const MutexLock lock(mutex_);
   finish_passed();
@@ -171,10 +172,17 @@ void Pool::reset_peaks() {
   if (family_peaks_owner_ != nullptr) family_peaks_owner_->reset_peaks();
 }
 
-void Pool::reset_accumulated() {
+Statistics Pool::reset_accumulated() {
   const StillLock lock(*this, BlockCaches::Kept::stays);
+  Statistics accumulated = counters_.totals();
   counters_.reset_accumulated();
-  if (space_.is_open()) space_.range().forget_counts();
+  if (space_.is_open()) {
+    accumulated.num_device_alloc += space_.range().mapped_by_driver();
+    accumulated.num_device_free += space_.range().unmapped_by_driver();
+    space_.range().forget_counts();
+  }
+  accumulated.leave_only_accumulated();
+  return accumulated;
 }
 
 }  // namespace vmm

@@ -253,6 +253,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
       VMM_EXCLUDES(mutex_);
   // What is dormant in `place`, of chunks that others had last.
   [[nodiscard]] std::vector<DormantMappings::Dormant> dormant_of_others(ByteRange place) const VMM_EXCLUDES(mutex_);
+  // Whether `bytes` addresses in a row have no live block, be they idle, bare or former ones. Walks.
+  [[nodiscard]] bool could_place(std::size_t bytes) const VMM_EXCLUDES(mutex_);
   // Puts idle chunks on the group's shelf until at most `keep` idle bytes stay.
   // Returns the bytes moved.
   std::size_t shed(std::size_t keep) VMM_EXCLUDES(mutex_);
@@ -303,7 +305,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void count_oom() VMM_EXCLUDES(mutex_);
   void count_sync() VMM_EXCLUDES(mutex_);
   void reset_peaks() VMM_EXCLUDES(mutex_);
-  void reset_accumulated() VMM_EXCLUDES(mutex_);
+  // Returns what was accumulated, without what there is now.
+  Statistics reset_accumulated() VMM_EXCLUDES(mutex_);
   // Proves that blocks tile, counters add up and no chunk stands twice.
   // Aborts with the values where they do not. Walks everything.
   void check() const VMM_EXCLUDES(mutex_);

@@ -1,8 +1,8 @@
 #include "core/streams/clock.h"
 
 #include <algorithm>
-#include <chrono>
 #include <new>
+#include <thread>
 #include <utility>
 
 namespace vmm {
@@ -41,7 +41,7 @@ StreamPointPtr Clock::tick() {
   // queued its work before them.
   const Epoch ended = now_.fetch_add(1, std::memory_order_seq_cst);
   freed_.store(0, std::memory_order_relaxed);
-  ticks_.push_back({ended, std::make_shared<StreamPoint>(devices_)});
+  ticks_.push_back({ended, std::make_shared<StreamPoint>(devices_), std::chrono::steady_clock::now()});
   return ticks_.back().point;
 }
 
@@ -78,20 +78,18 @@ void Clock::cover(Epoch epoch) { cover(epoch, kUnlimited); }
 void Clock::cover_in_time(Epoch epoch) { cover(epoch, kMostAhead); }
 
 bool Clock::passes_at_once(Epoch epoch) {
-  if (has_passed(epoch)) return true;
-  bool is_busy = is_capturing();
-  {
-    const MutexLock lock(mutex_);
-    poll_locked();
-    is_busy = is_busy || !ticks_.empty();
-  }
   cover_in_time(epoch);
-  const auto until = std::chrono::steady_clock::now() + (is_busy ? std::chrono::nanoseconds(0) : kMoment);
-  do {
-    poll();
-    if (has_passed(epoch)) return true;
-  } while (std::chrono::steady_clock::now() < until);
-  return false;
+  for (;;) {
+    {
+      const MutexLock lock(mutex_);
+      poll_locked();
+      if (has_passed(epoch)) return true;
+      // Beside a capture no fence stands.
+      const bool is_late = ticks_.empty() || std::chrono::steady_clock::now() - ticks_.front().made >= kMoment;
+      if (is_late || has_obstacle()) return false;
+    }
+    std::this_thread::yield();
+  }
 }
 
 Status Clock::order_before(const StreamUse& later, Epoch epoch) {

@@ -24,6 +24,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -66,7 +67,7 @@ class Clock {
   // are under way that the GPU is far behind. To be asked again then.
   void cover_in_time(Epoch epoch) VMM_EXCLUDES(mutex_);
   // The same, and whether `epoch` passes in the moment that a GPU with nothing to do takes for its
-  // fences: 100 us at most, and none where an earlier tick shows that it is busy.
+  // fences: until the oldest tick under way is 100 us old, so not at all where it is busy.
   bool passes_at_once(Epoch epoch) VMM_EXCLUDES(mutex_);
   // Work queued on the stream from now on comes after what `epoch` stands for:
   // the GPU waits, the caller does not. not_supported: as StreamPoint's.
@@ -107,6 +108,7 @@ class Clock {
   struct Tick {
     Epoch epoch = kLongAgo;  // the last one that it covers
     StreamPointPtr point;
+    std::chrono::steady_clock::time_point made;
   };
   StreamPointPtr covering(Epoch epoch) const VMM_REQUIRES(mutex_);
   void cover(Epoch epoch, std::size_t most_under_way) VMM_EXCLUDES(mutex_);
