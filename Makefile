@@ -28,7 +28,7 @@ demo: build ## three models in three pools under one limit, on the GPU or on hos
 test: ## everything that CI checks
 	@scripts/bootstrap cpp
 	@# While torch comes: that waits for the network and the disk, and takes one core.
-	@scripts/bootstrap test & coming=$$!; built=0; scripts/cpp_tests build asan || built=$$?; wait $$coming; exit $$built
+	@scripts/bootstrap test & coming=$$!; built=0; trap 'kill $$coming; exit 130' INT TERM; scripts/cpp_tests build asan || built=$$?; wait $$coming; exit $$built
 	@$(MAKE) --no-print-directory lint
 	@scripts/build_extension $(VENV_PYTHON)
 	@for variant in asan tsan; do scripts/cpp_tests build $$variant; done

@@ -115,7 +115,14 @@ def _async_generator(context: Context, function: Callable[..., Any]) -> Callable
                     here = here if isinstance(error, Exception) else if_enterable
                     given = await _Driven(if_enterable, steps.athrow(error))
                 else:
-                    given = await _Driven(here, steps.asend(sent))
+                    try:
+                        with here():
+                            pass
+                    except Exception as error:  # its model has ended: it is told, as a generator is
+                        here = functools.partial(_if_enterable, context)
+                        given = await _Driven(here, steps.athrow(error))
+                    else:
+                        given = await _Driven(here, steps.asend(sent))
         except StopAsyncIteration:
             return
 

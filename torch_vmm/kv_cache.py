@@ -114,11 +114,14 @@ class _Layer:
         try:
             self._reserve(stores, added)
         except BaseException:
+            # Of one that sleeps, say, what it took stays until crop().
+            if self._length < length:  # cropped by a function of on_pressure()
+                with contextlib.suppress(VmmError):
+                    self._give_back()
+                raise
             for store, (held, stored) in zip(stores, before, strict=True):
-                with contextlib.suppress(VmmError):  # of one that sleeps, say: what it took stays until crop()
-                    if self._length < length:  # cropped by a function of on_pressure()
-                        store.shrink_to_fit()
-                    elif store._backing.held > held:
+                with contextlib.suppress(VmmError):
+                    if store._backing.held > held:
                         store._keep(held, stored)
             raise
         self._begin(stores, self._length)

@@ -593,10 +593,8 @@ class Remaps:
             if any(other != thread for other in self._returning):
                 raise on_its_way
             untold = [pair for pair in self._now() if not any(pair is told for told in self._told)]
-            is_elsewhere = {"", *pool.tags} <= pool.asleep.keys() or (
-                pool.is_asleep and pool.stats().physical_usage == 0
-            )
-            if (untold or not self._are_waiting) and not is_elsewhere:
+            # Of one that is elsewhere whole nothing goes. (What sleeps by its name may have left memory: an alias's.)
+            if (untold or not self._are_waiting) and not (pool.is_asleep and pool.stats().physical_usage == 0):
                 self._caller = thread
                 try:
                     self._call_before(untold)
@@ -608,9 +606,14 @@ class Remaps:
             self._turn.release()
 
     def require_may_come(self, pool: VirtualMemoryPool) -> None:
-        """Raises VmmError within a function that is told that the pool's memory goes, where some of it would come."""
-        if self._caller == threading.get_ident() and pool.is_asleep:
-            raise VmmError("a function that on_remap() was given wakes its own model, which is on its way to sleep")
+        """Raises VmmError while a function is told that the pool's memory goes, where some of it would come: it may be
+        that function that waits for it, on this thread or another.
+        """
+        if self._caller is not None and pool.is_asleep:
+            raise VmmError(
+                f"model {pool.name!r} is on its way to sleep: a function that on_remap() was given, and what it waits "
+                f"for, must not wake it"
+            )
 
     def _call_before(self, pairs: list[_Pair]) -> None:
         """All of these, in order. Where one raises the memory stays, and those before it are told so."""

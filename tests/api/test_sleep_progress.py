@@ -707,7 +707,7 @@ def test_a_function_of_on_remap_does_not_wake_its_own_model(model: VirtualMemory
     model.sleep({"w": "host"})
     model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
     model.on_remap(model.wake)
-    with pytest.raises(torch_vmm.VmmError, match="wakes its own model"):
+    with pytest.raises(torch_vmm.VmmError, match="must not wake it"):
         model.sleep()
     assert told == ["goes", "is back"]
     assert set(model.asleep) == {"w"}

@@ -127,8 +127,7 @@ bool DeviceMemory::settle_covered() {
 std::size_t DeviceMemory::trim_shelf(ChunkStore& store, Budget& group) {
   const std::size_t given_back = store.trim(group, options_.store_bytes);
   if (store.shelved_bytes(group) <= options_.store_bytes) return given_back;
-  // Where no fence stands a tick passes when somebody waits, or when a capture is over.
-  if (clock_.is_without_fence() && !clock_.is_capturing()) return given_back;
+  if (clock_.has_unreachable()) return given_back;  // it goes when somebody waits
   const bool is_noted = is_shelf_full_.exchange(true, std::memory_order_relaxed);
   beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
   // Once, until it is looked at again: of 8000 pages that were freed one by one each walk took 80 us.

@@ -183,6 +183,11 @@ std::size_t Clock::streams() const {
   return streams_locked();
 }
 
+bool Clock::has_unreachable() const {
+  const MutexLock lock(mutex_);
+  return !ticks_.empty() && ticks_.back().point->has_unreachable();
+}
+
 bool Clock::is_without_fence() const {
   const MutexLock lock(mutex_);
   return has_obstacle();

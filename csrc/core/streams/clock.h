@@ -81,6 +81,9 @@ class Clock {
   // Whether the latest tick has no fence, as beside a capture: nothing is ordered by the GPU
   // behind what was freed since the one before.
   [[nodiscard]] bool is_without_fence() const VMM_EXCLUDES(mutex_);
+  // Whether it passes only when somebody waits for all of the device: beside a stream that no fence
+  // can stand on, not beside a capture, which ends.
+  [[nodiscard]] bool has_unreachable() const VMM_EXCLUDES(mutex_);
   // The newest epoch known to have passed.
   [[nodiscard]] Epoch passed() const { return passed_.load(std::memory_order_acquire); }
 

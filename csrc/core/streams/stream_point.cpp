@@ -69,6 +69,12 @@ bool StreamPoint::is_recorded() {
   return record_all();
 }
 
+bool StreamPoint::has_unreachable() {
+  const MutexLock lock(mutex_);
+  return std::any_of(parts_.begin(), parts_.end(),
+                     [](const Part& part) { return part.state == Part::State::no_fence; });
+}
+
 bool StreamPoint::passed(bool queued_is_done) {
   const MutexLock lock(mutex_);
   return passed_locked(queued_is_done);

@@ -61,6 +61,8 @@ class StreamPoint {
   Status order_before(const StreamUse& later) VMM_EXCLUDES(mutex_);
   // Every part that can have a fence has one: nothing is in the way.
   [[nodiscard]] bool is_recorded() VMM_EXCLUDES(mutex_);
+  // Of some part no fence ever stands: it has passed when somebody has waited for all of the device.
+  [[nodiscard]] bool has_unreachable() VMM_EXCLUDES(mutex_);
 
  private:
   struct Part {
