@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -576,3 +577,32 @@ def test_a_nested_tensor_is_no_state(device: str) -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2, 3, 4), torch.zeros(2, 5, 4)], device=device)
     with pytest.raises(torch_vmm.InvalidArgumentError, match="nested"):
         Cache(100).update(nested, nested, 0)
+
+
+def test_a_refused_update_that_was_cropped_meanwhile_keeps_what_is_left(
+    make_shared: Callable[..., torch_vmm.SharedMemoryPool], device: str
+) -> None:
+    """The crop does not get to the second layer's pages: an alias shows some of the first's."""
+    shared = make_shared("200MiB")
+    model = shared.register_model("llama")
+    prompt, more = (torch.arange(4096.0 * n).reshape(1, 1, n, 4096).to(device) for n in (2048, 6000))
+    cache = Cache(1 << 14)
+    with model:
+        cache.update(prompt, prompt, 0)
+        cache.update(prompt, prompt, 1)
+    shown = torch_vmm.alias(cache.layers[0].keys.detach())
+
+    def spare(requested: int, pool: Pool) -> bool:
+        with contextlib.suppress(torch_vmm.StillInUseError):
+            cache.crop(500)
+        return False
+
+    shared.on_pressure(spare)
+    with model, pytest.raises(torch_vmm.OutOfMemoryError):
+        cache.update(more, more, 1)
+    for layer in cache.layers:
+        assert torch.equal(layer.keys, prompt[:, :, :500])
+    shared.on_pressure(None)
+    cache.update(prompt[:, :, :7], prompt[:, :, :7], 1)
+    assert torch.equal(cache.layers[1].values, torch.cat([prompt[:, :, :500], prompt[:, :, :7]], 2))
+    del shown
