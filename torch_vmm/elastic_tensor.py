@@ -180,8 +180,8 @@ class ElasticTensor(RangeTensor):
         if size > self.untyped_storage().nbytes():
             _C.set_storage_bytes(self, size)
 
-    def _plain(self, *, attributes: bool = True) -> torch.Tensor:
-        """The same memory, gradient and (or not) attributes of the user's, as a tensor like any other."""
+    def _plain(self) -> torch.Tensor:
+        """The same memory and gradient, as a tensor like any other."""
         plain = torch.Tensor.detach(self)
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, self.requires_grad)
@@ -189,8 +189,6 @@ class ElasticTensor(RangeTensor):
             plain.requires_grad_(self.requires_grad)
         if self.is_leaf and self.grad is not None and self.grad.shape == self.shape:
             plain.grad = self.grad
-        if attributes:
-            plain.__dict__.update(self._users_attributes())
         return plain
 
     def _users_attributes(self) -> dict[str, Any]:
@@ -203,7 +201,7 @@ class ElasticTensor(RangeTensor):
                 "copy.deepcopy() takes tensors that autograd has not made, and what was written to this one it has "
                 "recorded; copy its .detach()"
             )
-        made = copy.deepcopy(self._plain(attributes=False), memo)
+        made = copy.deepcopy(self._plain(), memo)
         memo[id(self)] = made  # first: an attribute may lead back here
         if isinstance(self, torch.nn.Parameter):
             return made  # torch copies no attributes of parameters
@@ -211,7 +209,9 @@ class ElasticTensor(RangeTensor):
         return made
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self._plain().__reduce_ex__(protocol)
+        plain = self._plain()
+        plain.__dict__.update(self._users_attributes())
+        return plain.__reduce_ex__(protocol)
 
 
 _OWN_ATTRIBUTES = ("_backing", "_max_shape", "_strides")

@@ -54,20 +54,16 @@ PROGRAMS = {
         b.wake()
         assert not asked and bool((kept == 3).all())
     """,
-    "a small request": """
+    **{
+        f"a {size} request": f"""
         shared = pool("128MiB")
         a, b = shared.register_model("a"), shared.register_model("b")
         leave_on_the_shelf(a, 126)
-        kept = tensor(b, 5)
+        kept = tensor(b, {mib})
         assert not asked
-    """,
-    "a large request": """
-        shared = pool("128MiB")
-        a, b = shared.register_model("a"), shared.register_model("b")
-        leave_on_the_shelf(a, 126)
-        kept = tensor(b, 40)
-        assert not asked
-    """,
+    """
+        for size, mib in {"small": 5, "large": 40}.items()
+    },
     "what a model left that was unregistered by force": """
         shared = pool("128MiB")
         a, b = shared.register_model("a"), shared.register_model("b")

@@ -158,11 +158,11 @@ bool Ladder::could_be_met(const Climb& climb) const {
 }
 
 void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
+  if (!could_be_met(climb)) return;
   if (climb.shortage.no_address_space) {
     free_addresses(climb, step);
     return;
   }
-  if (!could_be_met(climb)) return;
   step->result = StepResult::nothing;
   if (!try_with_shelves(climb, step) || climb.found != 0) return;
   // Of what is mapped at former addresses nobody makes a tick for a few, where streams are many: somebody
@@ -174,7 +174,7 @@ void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {
 // for a block that lies across them.
 void Ladder::free_addresses(Climb& climb, ReclaimStep* step) {
   Pool& asker = climb.asker;
-  if (!could_be_met(climb) || !asker.could_place(climb.bytes)) return;
+  if (!asker.could_place(climb.bytes)) return;
   step->result = StepResult::nothing;
   const bool is_any_shed = asker.shed(0) != 0;
   if (!memory_.settle_covered() && !is_any_shed) return;
