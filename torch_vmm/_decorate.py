@@ -31,23 +31,35 @@ class _Steps(Protocol):
     def close(self) -> Any: ...
 
 
-def _if_enterable(context: Context) -> AbstractContextManager[object]:
-    """``context()``, or nothing to enter where that can't be any more.
+class _Model:
+    """What the steps of one call are in, each in a fresh ``context()``."""
 
-    Its model may have ended, and what a task does when it is cancelled has to be done all the same.
-    """
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        # It is cancelled, closed, or without its model: what it still does is done, in it or not.
+        self.is_ending = False
+
+    def __call__(self) -> AbstractContextManager[object]:
+        return self.if_enterable() if self.is_ending else self._context()
+
+    def if_enterable(self) -> AbstractContextManager[object]:
+        """``context()``, or nothing to enter where that can't be any more.
+
+        Its model may have ended, and what a task does when it is cancelled has to be done all the same.
+        """
+        try:
+            with self._context():
+                return self._context()
+        except Exception:
+            return nullcontext()
+
+
+def _drive(
+    model: _Model, steps: _Steps, first: AbstractContextManager[object] | None = None
+) -> Generator[Any, Any, Any]:
+    """Yields what ``steps`` yields, each step inside its model; the first in ``first``, where that is given."""
     try:
-        with context():
-            return context()
-    except Exception:
-        return nullcontext()
-
-
-def _drive(context: Context, steps: _Steps) -> Generator[Any, Any, Any]:
-    """Yields what ``steps`` yields, each step inside a fresh ``context()``."""
-    is_ending = False  # cancelled, closed, or without its model: what it still does is done, in it or not
-    try:
-        with context():
+        with model() if first is None else first:
             given = steps.send(None)
         while True:
             try:
@@ -55,15 +67,15 @@ def _drive(context: Context, steps: _Steps) -> Generator[Any, Any, Any]:
             except BaseException as error:  # noqa: PERF203
                 # GeneratorExit too: close() is a throw() of it, and the inner
                 # one may answer as it likes.
-                is_ending = is_ending or not isinstance(error, Exception)
-                with _if_enterable(context):
+                model.is_ending = model.is_ending or not isinstance(error, Exception)
+                with model.if_enterable():
                     given = steps.throw(error)
             else:
-                with ExitStack() as model:
+                with ExitStack() as step:
                     try:
-                        model.enter_context(_if_enterable(context) if is_ending else context())
+                        step.enter_context(model())
                     except Exception as error:  # its model has ended: it is told, and what it does then is done
-                        is_ending = True
+                        model.is_ending = True
                         given = steps.throw(error)
                     else:
                         given = steps.send(sent)
@@ -72,13 +84,14 @@ def _drive(context: Context, steps: _Steps) -> Generator[Any, Any, Any]:
 
 
 class _Driven(Awaitable[Any]):
-    def __init__(self, context: Context, steps: _Steps) -> None:
-        self._context = context
+    def __init__(self, model: _Model, steps: _Steps, first: AbstractContextManager[object] | None = None) -> None:
+        self._model = model
         self._steps = steps
+        self._first = first
 
     def __await__(self) -> Generator[Any, Any, Any]:
         try:
-            return (yield from _drive(self._context, self._steps))
+            return (yield from _drive(self._model, self._steps, self._first))
         finally:
             self._steps.close()  # where the context cannot be entered, it was never begun
 
@@ -86,7 +99,7 @@ class _Driven(Awaitable[Any]):
 def _generator(context: Context, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def inside(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        return (yield from _drive(context, function(*args, **kwargs)))
+        return (yield from _drive(_Model(context), function(*args, **kwargs)))
 
     code = getattr(function, "__code__", None)
     is_awaitable = code is not None and code.co_flags & inspect.CO_ITERABLE_COROUTINE
@@ -96,7 +109,7 @@ def _generator(context: Context, function: Callable[..., Any]) -> Callable[..., 
 def _coroutine(context: Context, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     async def inside(*args: Any, **kwargs: Any) -> Any:
-        return await _Driven(context, function(*args, **kwargs))
+        return await _Driven(_Model(context), function(*args, **kwargs))
 
     return inside
 
@@ -104,25 +117,25 @@ def _coroutine(context: Context, function: Callable[..., Any]) -> Callable[..., 
 def _async_generator(context: Context, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     async def inside(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        steps, here = function(*args, **kwargs), context
+        steps, model = function(*args, **kwargs), _Model(context)
         try:
-            given = await _Driven(context, steps.__anext__())
+            given = await _Driven(model, steps.__anext__())
             while True:
                 try:
                     sent = yield given
                 except BaseException as error:  # noqa: PERF203
-                    if_enterable = functools.partial(_if_enterable, context)
-                    here = here if isinstance(error, Exception) else if_enterable
-                    given = await _Driven(if_enterable, steps.athrow(error))
+                    model.is_ending = model.is_ending or not isinstance(error, Exception)
+                    given = await _Driven(model, steps.athrow(error), model.if_enterable())
                 else:
+                    first = ExitStack()
                     try:
-                        with here():
-                            pass
+                        first.enter_context(model())
                     except Exception as error:  # its model has ended: it is told, as a generator is
-                        here = functools.partial(_if_enterable, context)
-                        given = await _Driven(here, steps.athrow(error))
+                        model.is_ending = True
+                        step = steps.athrow(error)
                     else:
-                        given = await _Driven(here, steps.asend(sent))
+                        step = steps.asend(sent)
+                    given = await _Driven(model, step, first)
         except StopAsyncIteration:
             return
 

@@ -115,14 +115,13 @@ class _Layer:
             self._reserve(stores, added)
         except BaseException:
             # Of one that sleeps, say, what it took stays until crop().
-            if self._length < length:  # cropped by a function of on_pressure()
-                with contextlib.suppress(VmmError):
-                    self._give_back()
-                raise
             for store, (held, stored) in zip(stores, before, strict=True):
                 with contextlib.suppress(VmmError):
                     if store._backing.held > held:
                         store._keep(held, stored)
+            if self._length < length:  # cropped by a function of on_pressure()
+                with contextlib.suppress(VmmError):
+                    self._give_back()
             raise
         self._begin(stores, self._length)
 

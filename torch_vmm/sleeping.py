@@ -589,6 +589,7 @@ class Remaps:
                 raise on_its_way
             time.sleep(0.001)
         _with_turn.append(thread)
+        are_told = False
         try:
             if any(other != thread for other in self._returning):
                 raise on_its_way
@@ -600,19 +601,19 @@ class Remaps:
                     self._call_before(untold)
                 finally:
                     self._caller = None
+            are_told = True
             yield
         finally:
             _with_turn.remove(thread)
             self._turn.release()
+            if not are_told:  # it stays, and a wake may have ended meanwhile that left to this what it had to tell
+                self.call_after(pool)
 
     def require_may_come(self, pool: VirtualMemoryPool) -> None:
-        """Raises VmmError while a function is told that the pool's memory goes, where some of it would come: it may be
-        that function that waits for it, on this thread or another.
-        """
-        if self._caller is not None and pool.is_asleep:
+        """Raises VmmError in a function that is told that the pool's memory goes, where some of it would come."""
+        if self._caller == threading.get_ident() and pool.is_asleep:
             raise VmmError(
-                f"model {pool.name!r} is on its way to sleep: a function that on_remap() was given, and what it waits "
-                f"for, must not wake it"
+                f"model {pool.name!r} is on its way to sleep: a function that on_remap() was given must not wake it"
             )
 
     def _call_before(self, pairs: list[_Pair]) -> None:
@@ -631,16 +632,21 @@ class Remaps:
         """All that there are, in order, whatever one raises, where all of the pool is back; once, though two parts of
         it came back together.
         """
-        if not self._are_waiting:
-            return
         thread = threading.get_ident()
         with contextlib.ExitStack() as calls:
-            with self._turn:
-                if not self._are_waiting or pool.is_asleep:
+            while not self._turn.acquire(blocking=False):
+                # The function that it is in may wait for what has just come: they stay told, as more goes.
+                if self._caller is not None or not self._are_waiting:
+                    return
+                time.sleep(0.001)
+            try:
+                if self._caller is not None or not self._are_waiting or pool.is_asleep:
                     return
                 self._are_waiting, self._told = False, []
                 self._returning.append(thread)
                 calls.callback(self._returning.remove, thread)
+            finally:
+                self._turn.release()
             for pair in reversed(self._now()):
                 if pair.after is not None:
                     calls.callback(pair.after)

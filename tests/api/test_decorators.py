@@ -402,18 +402,46 @@ def test_steps_whose_model_ends_between_them_are_told_and_clean_up(roomy: Shared
         finally:
             told.append("generator")
 
+    @torch_vmm.use_model("ends")
+    async def waits(go_on: asyncio.Event) -> AsyncIterator[int]:
+        try:
+            await go_on.wait()
+        except torch_vmm.ModelNotFoundError:
+            told.append("in its step")
+        yield 3
+        await asyncio.sleep(0)
+        yield 4
+
+    @torch_vmm.use_model("ends")
+    async def yields() -> AsyncIterator[int]:
+        try:
+            yield 1
+        except torch_vmm.ModelNotFoundError:
+            told.append("between its steps")
+        await asyncio.sleep(0)
+        yield 2
+
     async def main() -> None:
         roomy.register_model("ends", "64MiB")
         go_on = asyncio.Event()
         begun, steps = asyncio.create_task(task(go_on)), generator()
+        waiting, yielding = waits(go_on), yields()
+        within_step = asyncio.create_task(anext(waiting))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         assert next(steps) == 1
+        assert await anext(yielding) == 1
         roomy.unregister_model("ends")
         go_on.set()
         with pytest.raises(torch_vmm.ModelNotFoundError):
             await begun
         with pytest.raises(torch_vmm.ModelNotFoundError):
             next(steps)
+        assert await within_step == 3
+        assert await anext(waiting) == 4, "it has been told"
+        await waiting.aclose()  # type: ignore[attr-defined]
+        assert await anext(yielding) == 2
+        with pytest.raises(StopAsyncIteration):
+            await anext(yielding)
 
     asyncio.run(main())
-    assert told == ["caught", "cleaned up", "generator"]
+    assert told == ["caught", "in its step", "cleaned up", "generator", "between its steps"]

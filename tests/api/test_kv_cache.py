@@ -579,18 +579,20 @@ def test_a_nested_tensor_is_no_state(device: str) -> None:
         Cache(100).update(nested, nested, 0)
 
 
+@pytest.mark.parametrize("of_layer", [0, 1])
 def test_a_refused_update_that_was_cropped_meanwhile_keeps_what_is_left(
-    make_shared: Callable[..., torch_vmm.SharedMemoryPool], device: str
+    make_shared: Callable[..., torch_vmm.SharedMemoryPool], device: str, of_layer: int
 ) -> None:
-    """The crop does not get to the second layer's pages: an alias shows some of the first's."""
+    """The crop does not get to all of the pages: an alias shows some of a layer's."""
     shared = make_shared("200MiB")
     model = shared.register_model("llama")
-    prompt, more = (torch.arange(4096.0 * n).reshape(1, 1, n, 4096).to(device) for n in (2048, 6000))
+    prompt, more = (torch.arange(4096.0 * n).reshape(1, 1, n, 4096).to(device) for n in (2048, 3000))
     cache = Cache(1 << 14)
     with model:
         cache.update(prompt, prompt, 0)
         cache.update(prompt, prompt, 1)
-    shown = torch_vmm.alias(cache.layers[0].keys.detach())
+    shown = torch_vmm.alias(cache.layers[of_layer].keys.detach())
+    held = model.stats().physical_usage
 
     def spare(requested: int, pool: Pool) -> bool:
         with contextlib.suppress(torch_vmm.StillInUseError):
@@ -600,6 +602,7 @@ def test_a_refused_update_that_was_cropped_meanwhile_keeps_what_is_left(
     shared.on_pressure(spare)
     with model, pytest.raises(torch_vmm.OutOfMemoryError):
         cache.update(more, more, 1)
+    assert model.stats().physical_usage < held, "what it took went back, and more"
     for layer in cache.layers:
         assert torch.equal(layer.keys, prompt[:, :, :500])
     shared.on_pressure(None)
