@@ -368,7 +368,8 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
             blocking: returns when all is there; else when there is memory for
                 it, and a thread fills it: ``handle.wait_for(tensor)``. What is
                 written by then to what has come is lost if it is stopped.
-            order: what comes first; there is ``"as allocated"``.
+            order: what comes first; there is ``"as allocated"``: large tensors
+                by address, and small ones ahead of them or among them.
             progress: as of :meth:`sleep`.
         Returns:
             A handle: ``wait()``, ``wait_for(tensor)``, ``done``, ``progress``.

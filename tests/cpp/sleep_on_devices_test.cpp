@@ -234,16 +234,18 @@ TEST(SleepOnDevices, ABackupHasSeveralReaders) {
 }
 
 // Slabs stand at the top, the first of them highest. From host memory they come first; from
-// another device some do, and the others among the rest. (In a larger pool several are one chunk.)
-TEST(SleepOnDevices, SlabsComeFirstOrInTurns) {
+// another device some do, and the others among the rest; what was thrown away has them last. (In a
+// larger pool several are one chunk.)
+TEST(SleepOnDevices, SlabsComeFirstOrInTurnsOrLast) {
   constexpr std::size_t kSlabs = 20;
-  for (const bool is_on_host : {true, false}) {
+  for (const Place::Kind kind : {Place::Kind::host, Place::Kind::device, Place::Kind::discard}) {
     TwoDevices two;
+    const bool is_kept = kind != Place::Kind::discard;
     std::vector<std::size_t> bytes(kSlabs * 2, kMiB);  // two fill a slab
     bytes.insert(bytes.end(), 2, 20 * kMiB);
     std::vector<Address> blocks;
     for (const std::size_t each : bytes) blocks.push_back(two.fill(*two.model, each, blocks.size()));
-    two.go(two.model, is_on_host ? Place{} : Place{Place::Kind::device, "", &two.other});
+    two.go(two.model, {kind, "", kind == Place::Kind::device ? &two.other : nullptr});
     two.lab.driver.clear_calls();
     two.come();
     const Address lowest_slab = *std::min_element(blocks.begin(), blocks.begin() + kSlabs * 2);
@@ -259,11 +261,16 @@ TEST(SleepOnDevices, SlabsComeFirstOrInTurns) {
       ++count;
     }
     ASSERT_EQ(slabs.size(), kSlabs);
-    EXPECT_EQ(slabs[15], 15U) << "some at once";
-    if (is_on_host) EXPECT_EQ(slabs.back(), kSlabs - 1);
-    if (!is_on_host) EXPECT_GE(slabs.back(), kSlabs);
-    EXPECT_LT(slabs.back(), count - 1) << "the last of the rest comes last";
-    for (std::size_t k = 0; k < blocks.size(); ++k) EXPECT_EQ(Lab::first_wrong(blocks[k], bytes[k], k), bytes[k]);
+    if (is_kept) {
+      EXPECT_EQ(slabs[15], 15U) << "some at once";
+      EXPECT_LT(slabs.back(), count - 1) << "the last of the rest comes last";
+    }
+    if (kind == Place::Kind::host) EXPECT_EQ(slabs.back(), kSlabs - 1);
+    if (kind == Place::Kind::device) EXPECT_GE(slabs.back(), kSlabs);
+    if (kind == Place::Kind::discard) EXPECT_EQ(slabs.front(), count - kSlabs);
+    for (std::size_t k = 0; k < blocks.size(); ++k) {
+      EXPECT_TRUE(is_kept ? Lab::holds(blocks[k], bytes[k], k) : Lab::is_zero(blocks[k], bytes[k])) << k;
+    }
   }
 }
 

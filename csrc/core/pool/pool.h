@@ -546,6 +546,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void forget_unused() VMM_REQUIRES(mutex_);
   void cut_place(std::map<std::size_t, PlaceOfChunk>::iterator at, std::size_t offset) VMM_REQUIRES(mutex_);
   void cut_free(std::size_t unit) VMM_REQUIRES(mutex_);
+  [[nodiscard]] const Backup* source_of(ByteRange place) const VMM_REQUIRES(mutex_);
+  void cut_around_large(std::size_t alone) VMM_REQUIRES(mutex_);
   void join_blocks() VMM_REQUIRES(mutex_);
   void join_units(std::size_t unit) VMM_REQUIRES(mutex_);
   std::vector<MovedChunk> slabs_first(std::vector<MovedChunk> chunks, std::size_t* slabs) const VMM_REQUIRES(mutex_);

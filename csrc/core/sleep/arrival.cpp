@@ -140,7 +140,8 @@ bool Arrival::advance(bool is_on_its_way) {
     complete_oldest();
     return true;
   }
-  if (next_ < mapped_ && under_way_.size() < Backup::kMostUnderWay) {
+  // What nothing comes to is on no bus: it is mapped as fast as that goes, and zeroed behind it.
+  if (next_ < mapped_ && (under_way_.size() < Backup::kMostUnderWay || pieces_[next_].bytes == 0)) {
     load_next();
     return true;
   }
