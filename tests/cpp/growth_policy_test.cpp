@@ -75,16 +75,16 @@ TEST(GrowthPolicy, GrowsWhileItHasLittleMoreThanWasEverLive) {
 
 TEST(GrowthPolicy, ForWhatItMovesItMayGrowAndForManyMovesByAQuarter) {
   GrowthPolicy policy(ordinary());
-  const std::size_t peak = 73 * 2000 * kPage;
+  const std::size_t peak = 73 * 4000 * kPage;
   policy.note_live(peak);
-  const std::size_t step = 2000 * kPage;  // a 73rd
+  const std::size_t step = 4000 * kPage;  // a 73rd
   EXPECT_FALSE(policy.grows(peak + step + kPage, kNow));
   policy.note_moves(1);
   EXPECT_TRUE(policy.grows(peak + step + kPage, kNow)) << "a page for each";
   EXPECT_FALSE(policy.grows(peak + step + 2 * kPage, kNow));
   policy.note_moves(1999);
-  EXPECT_TRUE(policy.grows(peak + 2 * step, kNow));
-  EXPECT_FALSE(policy.grows(peak + 2 * step + 1, kNow));
+  EXPECT_TRUE(policy.grows(peak + step + step / 2, kNow));
+  EXPECT_FALSE(policy.grows(peak + step + step / 2 + 1, kNow));
   policy.note_moves(1);
   EXPECT_TRUE(policy.grows(peak + peak / 4, kNow)) << "it never settles";
   EXPECT_FALSE(policy.grows(peak + peak / 4 + 1, kNow));
@@ -94,20 +94,20 @@ TEST(GrowthPolicy, TimePaysForMoves) {
   using std::chrono::milliseconds;
   using std::chrono::nanoseconds;
   GrowthPolicy policy(ordinary());
-  const std::size_t peak = 73 * 2000 * kPage;
+  const std::size_t peak = 73 * 4000 * kPage;
   policy.note_live(peak);
   EXPECT_TRUE(policy.grows(peak, kNow));
   policy.note_moves(3);
-  const std::size_t most = peak + 2003 * kPage;
+  const std::size_t most = peak + 4003 * kPage;
   EXPECT_TRUE(policy.grows(most, kNow + milliseconds(3) - nanoseconds(1)));
   EXPECT_FALSE(policy.grows(most, kNow + milliseconds(3)));
   EXPECT_TRUE(policy.grows(most - kPage, kNow + milliseconds(3)));
   EXPECT_TRUE(policy.grows(most - kPage, kNow + milliseconds(6) - nanoseconds(1))) << "asked twice, paid once";
   EXPECT_FALSE(policy.grows(most - kPage, kNow + milliseconds(6)));
-  EXPECT_FALSE(policy.grows(peak + 2000 * kPage + 1, kNow + std::chrono::hours(1)));
-  EXPECT_TRUE(policy.grows(peak + 2000 * kPage, kNow + std::chrono::hours(1))) << "never less than a 73rd";
+  EXPECT_FALSE(policy.grows(peak + 4000 * kPage + 1, kNow + std::chrono::hours(1)));
+  EXPECT_TRUE(policy.grows(peak + 4000 * kPage, kNow + std::chrono::hours(1))) << "never less than a 73rd";
   policy.note_moves(1);
-  EXPECT_TRUE(policy.grows(peak + 2001 * kPage, kNow + std::chrono::hours(1))) << "an idle hour is no credit";
+  EXPECT_TRUE(policy.grows(peak + 4001 * kPage, kNow + std::chrono::hours(1))) << "an idle hour is no credit";
 }
 
 TEST(GrowthPolicy, OneThatGrowsFreelyTakesFourTimesItsPeak) {
