@@ -36,8 +36,7 @@ class _Model:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        # It is cancelled, closed, or without its model: what it still does is done, in it or not.
-        self.is_ending = False
+        self.is_ending = False  # closed, or without its model: what it still does is done, in it or not
 
     def __call__(self) -> AbstractContextManager[object]:
         return self.if_enterable() if self.is_ending else self._context()
@@ -58,6 +57,7 @@ def _drive(
     model: _Model, steps: _Steps, first: AbstractContextManager[object] | None = None
 ) -> Generator[Any, Any, Any]:
     """Yields what ``steps`` yields, each step inside its model; the first in ``first``, where that is given."""
+    is_cancelled = False  # and may go on after all: the steps after these ask for their model again
     try:
         with model() if first is None else first:
             given = steps.send(None)
@@ -67,13 +67,13 @@ def _drive(
             except BaseException as error:  # noqa: PERF203
                 # GeneratorExit too: close() is a throw() of it, and the inner
                 # one may answer as it likes.
-                model.is_ending = model.is_ending or not isinstance(error, Exception)
+                is_cancelled = is_cancelled or not isinstance(error, Exception)
                 with model.if_enterable():
                     given = steps.throw(error)
             else:
                 with ExitStack() as step:
                     try:
-                        step.enter_context(model())
+                        step.enter_context(model.if_enterable() if is_cancelled else model())
                     except Exception as error:  # its model has ended: it is told, and what it does then is done
                         model.is_ending = True
                         given = steps.throw(error)

@@ -369,7 +369,8 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
                 it, and a thread fills it: ``handle.wait_for(tensor)``. What is
                 written by then to what has come is lost if it is stopped.
             order: what comes first; there is ``"as allocated"``: large tensors
-                by address, and small ones ahead of them or among them.
+                by address, and small ones ahead of them or among them (of what
+                was discarded behind them).
             progress: as of :meth:`sleep`.
         Returns:
             A handle: ``wait()``, ``wait_for(tensor)``, ``done``, ``progress``.

@@ -607,7 +607,7 @@ class Remaps:
             _with_turn.remove(thread)
             self._turn.release()
             if not are_told:  # it stays, and a wake may have ended meanwhile that left to this what it had to tell
-                self.call_after(pool)
+                self.call_after(pool, to_all=False)
 
     def require_may_come(self, pool: VirtualMemoryPool) -> None:
         """Raises VmmError in a function that is told that the pool's memory goes, where some of it would come."""
@@ -628,9 +628,9 @@ class Remaps:
         self._told += pairs
         self._are_waiting = True
 
-    def call_after(self, pool: VirtualMemoryPool) -> None:
-        """All that there are, in order, whatever one raises, where all of the pool is back; once, though two parts of
-        it came back together.
+    def call_after(self, pool: VirtualMemoryPool, *, to_all: bool = True) -> None:
+        """All that there are, or those that have been told that it goes, in order, whatever one raises, where all of
+        the pool is back; once, though two parts of it came back together.
         """
         thread = threading.get_ident()
         with contextlib.ExitStack() as calls:
@@ -642,13 +642,14 @@ class Remaps:
             try:
                 if self._caller is not None or not self._are_waiting or pool.is_asleep:
                     return
-                self._are_waiting, self._told = False, []
+                told, self._told = self._told, []
+                self._are_waiting = False
                 self._returning.append(thread)
                 calls.callback(self._returning.remove, thread)
             finally:
                 self._turn.release()
             for pair in reversed(self._now()):
-                if pair.after is not None:
+                if pair.after is not None and (to_all or any(pair is each for each in told)):
                     calls.callback(pair.after)
 
 

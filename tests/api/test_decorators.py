@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import types
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
@@ -378,6 +379,31 @@ def test_classes_are_not_decorated(llama: Pool) -> None:
 
     with pytest.raises(torch_vmm.InvalidArgumentError):
         torch_vmm.use_model("llama")(3)  # type: ignore[type-var]
+
+
+def test_a_step_that_was_cancelled_and_went_on_asks_for_its_model_again(roomy: Shared) -> None:
+    @torch_vmm.use_model("ends")
+    async def yields() -> AsyncIterator[int]:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 0.01)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            yield 1
+        yield 2
+
+    async def main() -> None:
+        roomy.register_model("ends", "64MiB")
+        steps = yields()
+        step = asyncio.create_task(anext(steps))  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        step.cancel()
+        assert await step == 1
+        roomy.unregister_model("ends")
+        with pytest.raises(torch_vmm.ModelNotFoundError):
+            await anext(steps)
+
+    asyncio.run(main())
 
 
 def test_steps_whose_model_ends_between_them_are_told_and_clean_up(roomy: Shared) -> None:

@@ -338,14 +338,15 @@ def test_where_it_refuses_after_such_a_wake_those_before_it_are_told(model: Virt
         coming, came = beside(lambda: model.wake("a"))
         coming.join(60)
         assert [type(each) for each in came] == [sleeping.Transfer], "a thread of its own may"
-        assert told == ["goes"]
+        assert told == ["goes", "2 goes"]
         raise ValueError("not now")
 
-    model.on_remap(refuse)
+    model.on_remap(lambda: told.append("2 goes"), lambda: told.append("2 is back"))
+    model.on_remap(refuse, lambda: told.append("3 is back"))
     with pytest.raises(ValueError, match="not now"):
         model.sleep({"w": "host"})
     assert not model.is_asleep
-    assert told == ["goes", "is back"]
+    assert told == ["goes", "2 goes", "2 is back", "is back"]
     assert all(tensor.sum() == 1000 for tensor in held)
 
 
