@@ -308,6 +308,11 @@ class _Layer:
         with torch.no_grad():
             for store in self._settle():
                 changed = change(store)
+                if changed.dim() != store.dim():
+                    raise InvalidArgumentError(
+                        f"indices that make {tuple(changed.shape[1:])} of {tuple(store.shape[1:])}: give a tensor of "
+                        f"the batch's entries with one dimension"
+                    )
                 made.append(changed if changed.shape == store.shape else self._another(changed))
         return made
 

@@ -26,7 +26,11 @@ class SparseTensor(RangeTensor):
     operation writes, and read no more of it than you mean to: ``tensor.sum()``
     reads all of it.
 
-    Every torch function takes it and gives plain tensors. Call :meth:`commit`
+    Every torch function takes it and gives plain tensors. A view's storage is
+    all of it, and torch saves, deep-copies and sends storages whole: do that
+    with ``view.clone()``.
+
+    Call :meth:`commit`
     and :meth:`decommit` on one thread at a time; where the rest reads as zero,
     they wait for the work that is queued, and no other thread may queue work
     that reads it meanwhile.

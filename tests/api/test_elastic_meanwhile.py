@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -157,3 +158,35 @@ def test_a_growth_that_on_pressure_made_room_for_was_no_refusal(shared: Shared, 
         tensor.resize_(60)
     assert shared["a"].memory_stats()["num_ooms"] == 1, "though it was asked twice"
     assert torch_vmm.last_out_of_memory(device) != before
+
+
+@pytest.mark.parametrize("makes", ["elastic", "sparse", "cache"])
+def test_on_pressure_is_asked_where_pages_went_before(shared: Shared, device: str, makes: str) -> None:
+    more = states(device, 100)
+    with shared.register_model("a", "1GiB"):
+        if makes == "elastic":
+            tensor = torch_vmm.elastic((4, PAGE), torch.uint8, device, (64, PAGE))
+            tensor.resize_(1)
+            assert tensor.shrink_to_fit() == 3 * PAGE
+            grow = functools.partial(tensor.resize_, 20)
+        elif makes == "sparse":
+            some = torch_vmm.sparse((64, PAGE), torch.uint8, device, zeros=False)
+            some.commit(slice(0, 4))
+            some.decommit(slice(1, 4))
+            grow = functools.partial(some.commit, slice(0, 20))
+        else:
+            cache = torch_vmm.ElasticKVCache(4096)
+            cache.update(states(device, 16), states(device, 16), 0)
+            cache.crop(1)
+            grow = functools.partial(cache.update, more, more, 0)
+    with shared.register_model("b", "1GiB"):
+        held = ballast(40 * MIB, device)
+
+    @shared.on_pressure
+    def evict(requested: int, pool: Pool) -> bool:
+        was_held = bool(held)
+        held.clear()
+        return was_held
+
+    grow()
+    assert not held

@@ -609,3 +609,15 @@ def test_a_refused_update_that_was_cropped_meanwhile_keeps_what_is_left(
     cache.update(prompt[:, :, :7], prompt[:, :, :7], 1)
     assert torch.equal(cache.layers[1].values, torch.cat([prompt[:, :, :500], prompt[:, :, :7]], 2))
     del shown
+
+
+@pytest.mark.parametrize("indices", [0, torch.tensor(0), torch.tensor([[0]])])
+def test_indices_of_other_dimensions_leave_the_cache_as_it_was(device: str, indices: object) -> None:
+    cache = Cache(100)
+    states = torch.arange(24.0).reshape(1, 2, 3, 4).to(device)
+    cache.update(states, states, 0)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="one dimension"):
+        cache.layers[0].batch_select_indices(indices)
+    keys, values = cache.update(states, states, 0)
+    assert torch.equal(keys, torch.cat([states, states], 2))
+    assert torch.equal(values, keys)

@@ -215,7 +215,7 @@ std::size_t TensorRange::decommit(const std::vector<ByteRange>& ranges) {
                                std::to_string(range.offset) + " are sealed; unseal() them first");
   }
   std::size_t bytes = 0;
-  if (!held.empty()) has_holes_.store(true, std::memory_order_relaxed);
+  if (zeros_ != nullptr && !held.empty()) has_holes_.store(true, std::memory_order_relaxed);
   try {
     for (const ByteRange& range : held) {
       memory_.deallocate_pages(*part_, range.offset, range.size);
