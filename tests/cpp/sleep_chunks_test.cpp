@@ -67,30 +67,56 @@ TEST_F(SleepChunks, SmallBlocksOfALargeModelShareOne) {
 }
 
 // What is freed of it later goes to others, and what stands there then holds no more than it.
-TEST_F(SleepChunks, ALargeBlockSharesNone) {
-  const auto model = lab_.pool(Lab::spec("model"));
-  const std::size_t small = 5 * kMiB;
-  const std::size_t large = 24 * kMiB;
-  const Address first = lab_.allocate(*model, small);
-  const Address second = lab_.allocate(*model, large);
-  const std::vector<Address> others = take(*model, 3, small);
-  take(*model, 1, 700 * kMiB);  // a 32nd of all is 23 MiB
-  ASSERT_EQ(others.front() - first, small + large);
-  for (int k = 0; k < 2; ++k) {
-    sleep(model, discard());
-    wake(model);
-    EXPECT_EQ(model->chunks_under(first, small).size(), 1U);
-    EXPECT_EQ(model->chunks_under(others[0], 3 * small).size(), 1U);
-    // Its first bytes are in the page of those before it, its last in that of those behind.
-    const std::vector<ChunkView> found = model->chunks_under(second, large);
-    ASSERT_EQ(found.size(), 3U);
-    EXPECT_EQ(found[1].address, first + 6 * kMiB);
-    EXPECT_EQ(found[1].size, 22 * kMiB);
+class SleepOfALargeBlock : public SleepChunks {
+ protected:
+  void expect_its_own_chunk(const Places& places) {
+    const auto model = lab_.pool(Lab::spec("model"));
+    const std::size_t small = 5 * kMiB;
+    const std::size_t large = 24 * kMiB;
+    const Address first = lab_.allocate(*model, small);
+    const Address second = lab_.allocate(*model, large);
+    const std::vector<Address> others = take(*model, 3, small);
+    lab_.allocate(*model, 700 * kMiB);  // a 32nd of all is 23 MiB
+    ASSERT_EQ(others.front() - first, small + large);
+    for (int k = 0; k < 2; ++k) {
+      sleep(model, places);
+      wake(model);
+      EXPECT_EQ(model->chunks_under(first, small).size(), 1U);
+      EXPECT_EQ(model->chunks_under(others[0], 3 * small).size(), 1U);
+      // Its first bytes are in the page of those before it, its last in that of those behind.
+      const std::vector<ChunkView> found = model->chunks_under(second, large);
+      ASSERT_EQ(found.size(), 3U);
+      EXPECT_EQ(found[1].address, first + 6 * kMiB);
+      EXPECT_EQ(found[1].size, 22 * kMiB);
+    }
+    const std::size_t had = model->physical_bytes();
+    lab_.free(second);
+    lab_.memory().trim(*model, 0);
+    EXPECT_EQ(model->physical_bytes(), had - 22 * kMiB);
   }
-  const std::size_t had = model->physical_bytes();
-  lab_.free(second);
-  lab_.memory().trim(*model, 0);
-  EXPECT_EQ(model->physical_bytes(), had - 22 * kMiB);
+};
+
+TEST_F(SleepOfALargeBlock, ItSharesNoneWhereItWasThrownAway) { expect_its_own_chunk(discard()); }
+TEST_F(SleepOfALargeBlock, ItSharesNoneWhereItWasKept) { expect_its_own_chunk(host()); }
+
+// The page that two of them share is in a chunk of one of them, and none of its own.
+TEST_F(SleepChunks, LargeBlocksSideBySideAreAChunkEach) {
+  const auto model = lab_.pool(Lab::spec("model"));
+  const std::size_t large = 33 * kMiB;
+  const std::vector<Address> blocks = take(*model, 24, large);
+  sleep(model, discard());
+  wake(model);
+  EXPECT_EQ(model->chunks_under(blocks.front(), 24 * large).size(), 24U);
+}
+
+// Slices of it are sealed by those.
+TEST_F(SleepChunks, ALargeBlockOfATagHasSeveral) {
+  const auto model = lab_.pool(Lab::spec("model"));
+  const auto tag = lab_.memory().tagged(model, "weights");
+  const Address block = lab_.allocate(*tag, 512 * kMiB);
+  sleep(model, discard());
+  wake(model);
+  for (const ChunkView& chunk : tag->chunks_under(block, 512 * kMiB)) EXPECT_LE(chunk.size, 256 * kMiB);
 }
 
 // What another model may want of what is freed later is not held by the rest.

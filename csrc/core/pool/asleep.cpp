@@ -54,23 +54,6 @@ void Pool::require_there(Address address, std::size_t bytes) const {
   if (place->first + place->second.size > address - base_) require_awake();
 }
 
-std::size_t Pool::end_of_gone_read_only(std::size_t offset) const {
-  const auto after = asleep_->gone.upper_bound(offset);
-  if (after == asleep_->gone.begin()) return 0;
-  const auto& [begin, place] = *std::prev(after);
-  return offset < begin + place.size && place.is_read_only ? begin + place.size : 0;
-}
-
-bool Pool::has_gone_read_only(ByteRange range) const {
-  std::size_t at = range.offset;
-  while (at < range.end()) {
-    const std::size_t end = end_of_gone_read_only(at);
-    if (end == 0) return false;
-    at = end;
-  }
-  return true;
-}
-
 // Of chunks that have gone, those over whose borders the block lies.
 void Pool::withhold_gone(ByteRange of_block, bool are_pages) {
   auto at = asleep_->gone.upper_bound(of_block.offset);

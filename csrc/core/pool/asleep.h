@@ -74,6 +74,21 @@ struct Asleep {
   KeptRanges kept;                           // of what has gone, and of what comes, until all is there
   std::vector<ByteRange> to_seal;            // chunks that are mapped, once what they hold has arrived
 
+  // Where the chunk over `offset` ends that has gone, read-only; 0: none has.
+  [[nodiscard]] std::size_t end_of_gone_read_only(std::size_t offset) const {
+    const auto after = gone.upper_bound(offset);
+    if (after == gone.begin()) return 0;
+    const auto& [begin, chunk] = *std::prev(after);
+    return offset < begin + chunk.size && chunk.is_read_only ? begin + chunk.size : 0;
+  }
+  // Chunks of it have gone, all of them read-only.
+  [[nodiscard]] bool has_gone_read_only(ByteRange range) const {
+    for (std::size_t at = range.offset; at < range.end();) {
+      at = end_of_gone_read_only(at);
+      if (at == 0) return false;
+    }
+    return true;
+  }
   // Chunks in `range`, and those that it is a part of, are not to be read-only when they come back.
   void let_write(ByteRange range) {
     auto at = gone.upper_bound(range.offset);

@@ -544,12 +544,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   Status make_prepaid(std::size_t size, Chunk** chunk) VMM_REQUIRES(mutex_);
   Status blank(const PlacedChunk& placed, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
   void forget_unused() VMM_REQUIRES(mutex_);
-  void cut_place(std::map<std::size_t, PlaceOfChunk>::iterator at, std::size_t offset) VMM_REQUIRES(mutex_);
-  void cut_free(std::size_t unit) VMM_REQUIRES(mutex_);
-  [[nodiscard]] const Backup* source_of(ByteRange place) const VMM_REQUIRES(mutex_);
-  void cut_around_large(std::size_t alone) VMM_REQUIRES(mutex_);
-  void join_blocks() VMM_REQUIRES(mutex_);
-  void join_units(std::size_t unit) VMM_REQUIRES(mutex_);
   std::vector<MovedChunk> slabs_first(std::vector<MovedChunk> chunks, std::size_t* slabs) const VMM_REQUIRES(mutex_);
   std::size_t exchange_shelved(std::size_t charge, std::size_t bytes) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const VMM_REQUIRES(mutex_);
@@ -560,10 +554,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] Unchanged unchanged_now() const VMM_REQUIRES(mutex_);
   void withhold_gone(ByteRange of_block, bool are_pages) VMM_REQUIRES(mutex_);
   void require_awake() const VMM_REQUIRES(mutex_);  // AsleepError
-  // Chunks of it have gone, all of them read-only.
-  [[nodiscard]] bool has_gone_read_only(ByteRange range) const VMM_REQUIRES(mutex_);
-  // Where the chunk over `offset` ends that has gone, read-only; 0: none has.
-  [[nodiscard]] std::size_t end_of_gone_read_only(std::size_t offset) const VMM_REQUIRES(mutex_);
   void begin_transfer_locked() VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t live_in(ByteRange range) const VMM_REQUIRES(mutex_);
   [[nodiscard]] std::size_t live_elsewhere() const VMM_REQUIRES(mutex_);

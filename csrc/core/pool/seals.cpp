@@ -199,7 +199,7 @@ bool Pool::is_read_only(Address address, std::size_t bytes) const {
       if (!is_due && mapping->second.access() != Access::read) return false;
       at = chunk.end();
     } else {
-      const std::size_t gone = asleep_ == nullptr ? 0 : end_of_gone_read_only(at);
+      const std::size_t gone = asleep_ == nullptr ? 0 : asleep_->end_of_gone_read_only(at);
       if (gone == 0) return false;
       at = gone;
     }
