@@ -327,8 +327,10 @@ class Pool:
 
     def trim(self, keep: int = 0) -> int:
         """Gives idle chunks back until at most ``keep`` idle bytes stay; returns the bytes given back."""
-    def empty_cache(self) -> int:
-        """``trim(0)``, counted as torch counts an ``empty_cache()``."""
+    def empty_cache(self) -> None:
+        """``trim(0)``, counted as torch counts an ``empty_cache()``; of a pool of no shared one, the pinned memory too
+        that such pools have slept in and none uses.
+        """
     def reclaim_report(self) -> _ReclaimReport:
         """What became of requests that climbed the reclaim ladder, of the model and its parts."""
     def memory_stats(self) -> dict[str, int | float]:

@@ -214,7 +214,8 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
 
     def empty_cache(self) -> None:
         """Gives all idle memory back, as ``torch.cuda.empty_cache`` does for the
-        device.
+        device; and the pinned memory in which pools of no
+        :class:`SharedMemoryPool` have slept, all of it that no one uses.
         """
         self._handle.empty_cache()
 

@@ -184,7 +184,16 @@ void bind_pool(py::module_& module) {
           "trim", [](Pool& self, std::size_t keep) { return open_home_of(self).trim(self, keep); }, py::arg("keep") = 0,
           WithoutGil())
       .def(
-          "empty_cache", [](Pool& self) { return open_home_of(self).trim(self, 0); }, WithoutGil())
+          "empty_cache",
+          [](Pool& self) {
+            DeviceMemory& memory = open_home_of(self);
+            memory.trim(self, 0);
+            // Pinned memory that pools of no SharedMemoryPool left, which else nobody gives back.
+            if (&self.group() == &memory.budget()) {
+              Runtime::room_of(self).sleeper.host_memory(memory.budget())->release_unused();
+            }
+          },
+          WithoutGil())
       .def("memory_stats",
            [](const Pool& self) {
              MemoryStats numbers;

@@ -22,6 +22,7 @@
 #include "torch_adapter/cuda_callbacks.h"
 #include "torch_adapter/errors.h"
 #include "torch_adapter/history.h"
+#include "torch_adapter/mempool_provider.h"
 #include "torch_adapter/out_of_memory.h"
 #include "torch_adapter/profiler.h"
 #include "torch_adapter/routing.h"
@@ -111,8 +112,8 @@ void read_backend_setting() {
 
 void warn_of_cuda_malloc_async() {
   c10::warn(c10::Warning(c10::UserWarning(), c10::SourceLocation{nullptr, nullptr, 0},
-                         "torch_vmm: backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF has no effect: torch_vmm is "
-                         "the allocator, and takes memory from the driver itself.",
+                         "torch_vmm: backend:cudaMallocAsync has no effect: torch_vmm is the allocator, and takes "
+                         "memory from the driver itself.",
                          /*verbatim=*/false));
 }
 
@@ -205,7 +206,7 @@ DeviceRoom& room_of(c10::DeviceIndex device) {
 // own pool. `part` is then the private one.
 void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::shared_ptr<Pool>* part) {
   const std::shared_ptr<Pool>& model = current_pool(room);
-  if (room.private_pools.any_route()) [[unlikely]] {
+  if (room.private_pools.any_route() && !provides) [[unlikely]] {
     std::shared_ptr<ForeignMemory> foreign;
     *part = room.private_pools.route(model, stream, &foreign);
     if (*part != nullptr) return reinterpret_cast<void*>(room.memory.allocate(**part, bytes, stream));
@@ -346,13 +347,13 @@ bool CudaAllocator::is_providing() { return provides; }
 void* CudaAllocator::allocate_at_entry_point(int device, std::size_t bytes, cudaStream_t stream) {
   TORCH_CHECK(device >= 0 && device < Runtime::kMostDevices, "torch_vmm_malloc: there is no device cuda:", device);
   std::optional<Providing> providing;
-  if (is_native_current()) providing.emplace();
+  if (is_native_current() || is_asking_provider()) providing.emplace();
   return allocate_on(static_cast<c10::DeviceIndex>(device), bytes, stream);
 }
 
 void CudaAllocator::free_at_entry_point(void* block) noexcept {
   std::optional<Providing> providing;
-  if (is_native_current()) providing.emplace();
+  if (is_native_current() || is_asking_provider()) providing.emplace();
   free_block(block);
 }
 
@@ -408,6 +409,7 @@ void CudaAllocator::free_block(void* block) noexcept {
 c10::DataPtr CudaAllocator::allocate(std::size_t bytes) {
   const c10::DeviceIndex device = current_device();
   if (!is_cached()) [[unlikely]] {
+    if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cuda);
     void* block = allocate_uncached(bytes);
     return {block, block, &free_uncached, torch_device(device)};
   }
@@ -428,6 +430,8 @@ void* CudaAllocator::raw_alloc(std::size_t bytes) {
 }
 
 void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) {
+  if (is_current() && !is_cached()) [[unlikely]]
+    return allocate_uncached(bytes);
   if (is_current()) return allocate_on(current_device(), bytes, stream);
   // The provider of a torch.cuda.MemPool of another allocator, which goes on
   // looking for memory elsewhere when it is given none.

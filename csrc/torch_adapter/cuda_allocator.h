@@ -119,12 +119,12 @@ class CudaAllocator final : public torch::cuda::CUDAPluggableAllocator::CUDAPlug
   void enablePeerAccess(c10::DeviceIndex device, c10::DeviceIndex peer) override;
   cudaError_t memcpyAsync(void* to, int to_device, const void* from, int from_device, std::size_t bytes,
                           cudaStream_t stream, bool p2p_enabled) override;
+  // Memory comes from pools; else each block is a cudaMalloc of its own.
+  [[nodiscard]] bool is_cached() const { return is_cached_.load(std::memory_order_relaxed); }
 
  private:
   CudaAllocator();
   [[nodiscard]] c10::DeviceIndex current_device() const;
-  // Memory comes from pools; else each block is a cudaMalloc of its own.
-  [[nodiscard]] bool is_cached() const { return is_cached_.load(std::memory_order_relaxed); }
   // torch's error for a device that does not exist.
   void require_device(c10::DeviceIndex device) const;
   // Runs `call` for the device's room if there is one: torch asks devices that

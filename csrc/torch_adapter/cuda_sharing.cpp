@@ -252,8 +252,10 @@ cca::ShareableHandle share_of_provider(ByteRange segment, Address address) {
            format_hex(address) + ") cannot be sent to another process: send a copy, tensor.clone()";
   } else {
     text +=
-        ": no live block of torch_vmm's is there. An alias() cannot be sent to another process either: send a "
-        "copy, tensor.clone()";
+        pool == nullptr && !CudaAllocator::instance()->is_cached()
+            ? ": caching is off, and memory that torch_vmm did not allocate is sent to no other process"
+            : ": no live block of torch_vmm's is there. An alias() cannot be sent to another process either: send a "
+              "copy, tensor.clone()";
   }
   throw_torch_error(text);
 }

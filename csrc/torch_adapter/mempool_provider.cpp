@@ -20,12 +20,22 @@ namespace {
 
 using Allocator = c10::cuda::CUDACachingAllocator::CUDAAllocator;
 
+thread_local int asks = 0;  // deep
+
+struct Asking {
+  Asking() { ++asks; }
+  ~Asking() { --asks; }
+  Asking(const Asking&) = delete;
+  Asking& operator=(const Asking&) = delete;
+};
+
 class MempoolProvider final : public SegmentProvider {
  public:
   MempoolProvider(std::shared_ptr<Allocator> allocator, int device)
       : allocator_(std::move(allocator)), device_(static_cast<c10::DeviceIndex>(device)) {}
 
   Address take(std::size_t bytes, std::string* words) override {
+    const Asking asking;
     try {
       const c10::cuda::CUDAGuard guard(device_);
       c10::cuda::CUDAStreamCaptureModeGuard relaxed{cudaStreamCaptureModeRelaxed};
@@ -38,6 +48,7 @@ class MempoolProvider final : public SegmentProvider {
     return 0;
   }
   void give_back(Address segment) override {
+    const Asking asking;
     const c10::cuda::CUDAGuard guard(device_);
     allocator_->raw_delete(reinterpret_cast<void*>(segment));
   }
@@ -48,6 +59,8 @@ class MempoolProvider final : public SegmentProvider {
 };
 
 }  // namespace
+
+bool is_asking_provider() { return asks != 0; }
 
 std::shared_ptr<ForeignMemory> memory_provided_by(std::shared_ptr<Allocator> allocator, int device, RegionId region) {
   DeviceMemory& memory = Runtime::room(DeviceKind::cuda, device).memory;

@@ -121,6 +121,26 @@ TEST_F(Spill, OfTwoModelsTheIdleMemoryOfOneServesTheOther) {
   EXPECT_TRUE(Lab::is_zero(theirs, 8 * kMiB)) << "no byte of the former owner";
 }
 
+// Where no bound refuses, but the host, whoever's.
+TEST_F(Spill, WhereTheHostHasNoMoreTheIdleMemoryOfAnotherGroupServes) {
+  lab_.allocate(*a_, 32 * kMiB);
+  const Address block = lab_.allocate(*a_, 8 * kMiB);
+  const auto theirs = lab_.memory().pool_at(block);
+  ASSERT_TRUE(theirs->is_spill());
+  lab_.free(block);
+  const auto other_group = lab_.memory().create_group("others", 8 * kMiB);
+  const auto other = lab_.pool(Lab::spec("other"), other_group.get());
+  lab_.memory().set_spills(*other, true);
+  lab_.allocate(*other, 8 * kMiB);
+  lab_.driver.fail_if(
+      [&](const CallRecord& call) { return call.call == Call::create && theirs->physical_bytes() != 0; },
+      {StatusCode::out_of_memory, "create"});
+  const Address address = lab_.allocate(*other, 12 * kMiB);
+  EXPECT_TRUE(is_spilled(address));
+  EXPECT_EQ(theirs->physical_bytes(), 0U);
+  lab_.driver.clear_failures();
+}
+
 TEST_F(Spill, SmallTensorsToo) {
   lab_.allocate(*a_, 32 * kMiB);
   std::vector<Address> blocks;

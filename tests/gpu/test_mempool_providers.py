@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.cuda import MemPool, use_mem_pool
 
+import torch_vmm
 from tests.gpu.conftest import Busy
 from tests.gpu.memory import empty, pool_id_of, settle, size_of
 from tests.gpu.patterns import intact, queue_stamp
@@ -111,6 +112,20 @@ def provider(_provider: Provider) -> Iterator[Provider]:
     yield _provider
     for name in ("limit_bytes", "is_closed"):
         _provider[name] = 0
+
+
+def test_our_own_c_functions_as_a_provider() -> None:
+    settle()
+    functions = torch.cuda.memory.CUDAPluggableAllocator(
+        torch_vmm.library_path(), "torch_vmm_malloc", "torch_vmm_free"
+    ).allocator()
+    pool = MemPool(functions)
+    with use_mem_pool(pool):
+        block = queue_stamp(empty(30 * MIB), 30 * MIB)  # of the pool's segment, which is a block of the model's
+    assert size_of(pool) >= 30 * MIB
+    assert intact(block, block.numel())
+    del block, pool
+    settle()
 
 
 def test_a_foreign_provider_gives_the_memory_and_gets_it_back(provider: Provider) -> None:

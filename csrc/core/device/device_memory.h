@@ -83,9 +83,15 @@ class DeviceMemory {
   // Ends pools: all of them or, while one or a part of one holds live blocks,
   // none (StillInUseError), unless `force`: then explicit pages go, those that are
   // held when they are let go of, and a pool ends with its last tensor. Parts end
-  // when torch lets go of them.
+  // when torch lets go of them. Waits for no GPU; wait_if_much_has_no_fence() does, once whoever
+  // closes them has no lock.
   void close_pools(const PoolList& pools, bool force) VMM_NO_THREAD_SAFETY_ANALYSIS;
-  void close_pool(Pool& pool, bool force) { close_pools({pool.shared_from_this()}, force); }
+  void wait_if_much_has_no_fence() VMM_EXCLUDES(registry_mutex_);
+  // Both, for who has none.
+  void close_pool(Pool& pool, bool force) {
+    close_pools({pool.shared_from_this()}, force);
+    wait_if_much_has_no_fence();
+  }
   // Every pool of the device, those in host memory and closed ones included, in order of
   // registration.
   [[nodiscard]] PoolList pools() const VMM_EXCLUDES(registry_mutex_);
@@ -353,7 +359,6 @@ class DeviceMemory {
   bool bury_closed() VMM_EXCLUDES(registry_mutex_);
   bool bury_group(const Budget* key) VMM_EXCLUDES(registry_mutex_);
   bool bury_groups() VMM_EXCLUDES(registry_mutex_);
-  void wait_if_much_has_no_fence() VMM_EXCLUDES(registry_mutex_);
   void tend();
   bool let_leave() VMM_EXCLUDES(registry_mutex_);
   void tend_if_any_wait() {

@@ -93,7 +93,6 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   std::set<const Budget*> groups;  // the first look may end one
   for (const auto& pool : pools) groups.insert(&pool->model().group());
   for (const Budget* group : groups) bury_group(group);
-  wait_if_much_has_no_fence();
   tend_if_any_wait();
   if (is_over && (!are_parts || is_look_due())) afterwards([&] { enforce_limits(nullptr, {}); });
 }

@@ -142,8 +142,13 @@ void PrivatePools::drop_graph(Entry& entry, int Entry::*kind) {
   set_pinned(entry, false);
   for (const auto& [model, part] : entry.parts) {
     // A model that has been closed meanwhile could not take this part along.
-    if (part->is_closed()) memory_.close_pool(*part, /*force=*/true);
+    if (part->is_closed()) close(part);
   }
+}
+
+void PrivatePools::close(const std::shared_ptr<Pool>& part) {
+  memory_.close_pools({part}, /*force=*/true);
+  has_closed_.store(true, std::memory_order_relaxed);
 }
 
 void PrivatePools::drop_if_unused(Entries::iterator at) {
@@ -158,7 +163,7 @@ void PrivatePools::drop_if_unused(Entries::iterator at) {
   }
   has_dropped_.store(!dropped_.empty(), std::memory_order_relaxed);
   if (entry.is_kept) set_pinned(entry, false);
-  for (const auto& [model, part] : entry.parts) memory_.close_pool(*part, /*force=*/true);
+  for (const auto& [model, part] : entry.parts) close(part);
   if (entry.foreign != nullptr) entry.foreign->close();
 }
 
@@ -415,6 +420,7 @@ void PrivatePools::settle_accounts(bool failed) {
     dropped.swap(dropped_);
     has_dropped_.store(false, std::memory_order_relaxed);
   }
+  if (has_closed_.load(std::memory_order_relaxed) && has_closed_.exchange(false)) memory_.wait_if_much_has_no_fence();
   if (failed && hooks_.on_failed != nullptr) hooks_.on_failed();
 }
 

@@ -197,8 +197,9 @@ class PrivatePools {
   [[nodiscard]] bool any_capture() const VMM_REQUIRES(mutex_);
   // The route of a request on `stream` by this thread, or nullptr.
   Route* serving(Stream stream, std::uint64_t running) VMM_REQUIRES(mutex_);
-  // What is left to do once the lock is given up: others are told, and what regions
-  // kept ends, which may wait for locks that callers of ours hold.
+  // What is left to do once the lock is given up: others are told, what regions kept ends,
+  // which may wait for locks that callers of ours hold, and the GPU is waited for where much
+  // has been closed.
   void settle_accounts(bool failed) VMM_EXCLUDES(mutex_);
   std::shared_ptr<Pool> part_of(RegionId region, Entry& entry, const std::shared_ptr<Pool>& model) VMM_REQUIRES(mutex_);
   static void set_pinned(const Entry& entry, bool pinned);
@@ -207,6 +208,7 @@ class PrivatePools {
   void add_graph(Entry& entry, int Entry::*kind) VMM_REQUIRES(mutex_);
   void drop_graph(Entry& entry, int Entry::*kind) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_end_of_failed(RegionId region, const Route* at) const VMM_REQUIRES(mutex_);
+  void close(const std::shared_ptr<Pool>& part) VMM_REQUIRES(mutex_);
   void drop_if_unused(Entries::iterator at) VMM_REQUIRES(mutex_);
 
   DeviceMemory& memory_;
@@ -216,6 +218,7 @@ class PrivatePools {
   Entries entries_ VMM_GUARDED_BY(mutex_);
   Kept dropped_ VMM_GUARDED_BY(mutex_);               // by regions that have gone
   std::atomic<bool> has_dropped_{false};              // a request in a region takes no second lock to know
+  std::atomic<bool> has_closed_{false};               // parts, since the GPU was waited for, perhaps
   std::vector<Route> routes_ VMM_GUARDED_BY(mutex_);  // the latest last
   // Of captures that go on: torch ends the route for a moment, before and after
   // it captures the body of a conditional node, and begins one right after.

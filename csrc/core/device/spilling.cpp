@@ -43,31 +43,35 @@ std::shared_ptr<Pool> DeviceMemory::spill_space(Pool& asker) {
 
 Address DeviceMemory::allocate_spilled(Pool& asker, std::size_t bytes, Stream stream) {
   const std::shared_ptr<Pool> space = spill_space(asker);
+  Shortage shortage;
   const auto attempt = [&] {
-    Shortage shortage;
+    shortage = {};
     return space->try_allocate(bytes, stream, nullptr, &shortage);
   };
   if (const Address address = attempt()) return address;
-  // What rests there in other sizes; then what is idle in other models' spaces under the same
-  // bound, as much as is lacking.
-  if (spill_store_.trim(space->group(), 0) != 0) {
+  // What rests there in other sizes; then what is idle in other models' spaces, as much as is
+  // lacking: under the same bound, or wherever it is where no bound refused but the host.
+  const bool is_hosts = shortage.refused == nullptr && !shortage.no_address_space;
+  const auto trim = [&] { return is_hosts ? spill_store_.trim_all() : spill_store_.trim(space->group(), 0); };
+  if (trim() != 0) {
     if (const Address address = attempt()) return address;
   }
   std::size_t lacking = bytes;
-  for (const auto& pool : pools_under(space->group())) {
-    const std::size_t idle = lacking == 0 || pool == space ? 0 : pool->idle_bytes();
+  for (const auto& pool : is_hosts ? pools() : pools_under(space->group())) {
+    const std::size_t idle = lacking == 0 || pool == space || !pool->is_spill() ? 0 : pool->idle_bytes();
     if (idle != 0) lacking -= std::min(lacking, pool->shed(idle - std::min(idle, lacking)));
   }
   if (lacking != bytes || space->shed(0) != 0) {
+    if (is_hosts) spill_store_.trim_all();  // what they gave rests on their own shelves
     if (const Address address = attempt()) return address;
     space->shed(0);
   }
-  if (spill_store_.shelved_bytes(space->group()) == 0) return 0;
+  if ((is_hosts ? spill_store_.all_shelved_bytes() : spill_store_.shelved_bytes(space->group())) == 0) return 0;
   // What is there is mapped at former addresses until queued work is done with them; nobody else is
   // asked after this.
   wait_for(clock_.now());
   settle(/*wait=*/false);
-  return spill_store_.trim(space->group(), 0) == 0 ? 0 : attempt();
+  return trim() == 0 ? 0 : attempt();
 }
 
 }  // namespace vmm

@@ -74,12 +74,15 @@ std::shared_ptr<Pool> SharedMemoryPool::register_unenforced(const std::string& m
 }
 
 void SharedMemoryPool::unregister_model(const std::string& model_id, bool force) {
-  const MutexLock lock(mutex_);
-  require_open();
-  const auto model = find(model_id);
-  memory_.close_pool(*model->pool, force);
-  by_id_.erase(model_id);
-  models_.erase(model);
+  {
+    const MutexLock lock(mutex_);
+    require_open();
+    const auto model = find(model_id);
+    memory_.close_pools({model->pool}, force);
+    by_id_.erase(model_id);
+    models_.erase(model);
+  }
+  memory_.wait_if_much_has_no_fence();
 }
 
 std::shared_ptr<Pool> SharedMemoryPool::model(const std::string& model_id) const {

@@ -80,6 +80,23 @@ void Sleeper::end_host_memory(const Budget& group) {
   host_memory(group)->close();
 }
 
+// What nobody uses of other groups' pinned memory goes until the host has `bytes`. Returns what it has.
+std::size_t Sleeper::release_unused_of_others(const PinnedMemory& memory, std::size_t bytes) {
+  std::vector<std::shared_ptr<PinnedMemory>> others;
+  {
+    const MutexLock lock(mutex_);
+    for (const auto& [group, each] : host_memory_) {
+      if (each.memory.get() != &memory) others.push_back(each.memory);
+    }
+  }
+  std::size_t available = available_memory();
+  for (const auto& other : others) {
+    if (available >= bytes) break;
+    if (other->release_unused() != 0) available = available_memory();
+  }
+  return available;
+}
+
 void Sleeper::make_host_room(const PinnedMemory& memory, std::size_t bytes, const Budget& group) {
   // Whole slabs, as it takes them.
   const std::size_t slabs = align_up(bytes, PinnedMemory::kSlabBytes);
@@ -94,6 +111,7 @@ void Sleeper::make_host_room(const PinnedMemory& memory, std::size_t bytes, cons
     missing = lacks();
     available = available_memory();
   }
+  if (missing > available) available = release_unused_of_others(memory, missing);
   if (missing > available) {
     throw OutOfMemoryError("the host has " + format_bytes(available) + " of memory left, and " + format_bytes(bytes) +
                                " are to sleep there; name a file or another device, or discard",

@@ -66,6 +66,7 @@ class Sleeper {
   std::shared_ptr<Backup> make_packed_backup(const std::vector<Content>& contents, const Budget& group);
   // Throws OutOfMemoryError where the host has no memory for `bytes` more of it.
   void make_host_room(const PinnedMemory& memory, std::size_t bytes, const Budget& group);
+  std::size_t release_unused_of_others(const PinnedMemory& memory, std::size_t bytes) VMM_EXCLUDES(mutex_);
   bool forget_unchanged(const Budget& group);
 
   DeviceMemory& memory_;

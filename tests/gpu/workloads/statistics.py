@@ -383,7 +383,14 @@ def uncached() -> dict[str, Any]:
     try:
         held = _since(before)
         outside = _bytes(20 * MIB).fill_(7)
+        raw = torch.cuda.caching_allocator_alloc(5 * MIB)
         silent = _since(before) == held
+        torch.cuda.caching_allocator_delete(raw)
+        try:
+            torch.empty(1 << 60, dtype=torch.uint8, device="cuda")
+            too_much = ""
+        except torch.OutOfMemoryError as error:
+            too_much = str(error)
         del inside
         freed = _since(before)
     finally:
@@ -394,6 +401,7 @@ def uncached() -> dict[str, Any]:
     return {
         "held": held,
         "silent": silent,
+        "too much": too_much,
         "freed": freed,
         "intact": intact,
         "silent at its end": _since(before)["allocated_bytes.all.current"] == numbers,
