@@ -90,6 +90,8 @@ void tell(const Finding& finding) {
   out << "\n";
 }
 
+constexpr std::string_view kNoTouch = "torch_vmm: debug: the CPU may not touch ";
+
 // Its pool may have ended, and its blocks are known still.
 void report_of_ended(std::uintptr_t address) {
   for (int ordinal = 0; ordinal < Runtime::kMostDevices; ++ordinal) {
@@ -97,7 +99,7 @@ void report_of_ended(std::uintptr_t address) {
     Finding finding;
     if (room == nullptr || room->memory.debug_log() == nullptr) continue;
     if (!room->memory.debug_log()->explain_now(address, &finding) || !finding.is_in_zone) continue;
-    Writer().operator<<("torch_vmm: debug: the CPU may not touch ").hex(address) << ": ";
+    Writer().operator<<(kNoTouch).hex(address) << ": ";
     tell(finding);
     return;
   }
@@ -122,7 +124,7 @@ void report(std::uintptr_t address) {
   if (pool->is_read_only_now(address)) {
     Writer().operator<<(no_write).hex(address) << ", which is sealed: ";
   } else {
-    Writer().operator<<("torch_vmm: debug: the CPU may not touch ").hex(address) << ": ";
+    Writer().operator<<(kNoTouch).hex(address) << ": ";
   }
   Finding finding;
   if (pool->home()->debug_log()->explain_now(address, &finding)) {
