@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -57,7 +58,7 @@ def _drive(
     model: _Model, steps: _Steps, first: AbstractContextManager[object] | None = None
 ) -> Generator[Any, Any, Any]:
     """Yields what ``steps`` yields, each step inside its model; the first in ``first``, where that is given."""
-    is_cancelled = False  # and may go on after all: the steps after these ask for their model again
+    is_cancelled = False
     try:
         with model() if first is None else first:
             given = steps.send(None)
@@ -73,6 +74,7 @@ def _drive(
             else:
                 with ExitStack() as step:
                     try:
+                        is_cancelled = is_cancelled and not _goes_on()
                         step.enter_context(model.if_enterable() if is_cancelled else model())
                     except Exception as error:  # its model has ended: it is told, and what it does then is done
                         model.is_ending = True
@@ -81,6 +83,15 @@ def _drive(
                         given = steps.send(sent)
     except StopIteration as stop:
         return stop.value
+
+
+def _goes_on() -> bool:
+    """Whether the task that runs was cancelled by a timeout of its own, say, and goes on after all."""
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return asyncio is not None and asyncio.current_task().cancelling() == 0
+    except (AttributeError, RuntimeError):  # Python 3.10; no task, no loop
+        return False
 
 
 class _Driven(Awaitable[Any]):

@@ -4,7 +4,9 @@
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
+#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
+#include <functional>
 #include <memory>
 #include <unordered_set>
 #include <utility>
@@ -16,6 +18,7 @@
 #include "ipc/ipc_exports.h"
 #include "torch_adapter/cuda_allocator.h"
 #include "torch_adapter/cuda_callbacks.h"
+#include "torch_adapter/entry_points.h"
 #include "torch_adapter/errors.h"
 #include "torch_adapter/history.h"
 #include "torch_adapter/mempool_provider.h"
@@ -24,7 +27,25 @@
 
 namespace vmm {
 
+using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
+
+struct AllocateFunction {
+  using Type = std::function<void*(std::size_t, int, cudaStream_t)> CUDAPluggableAllocator::*;
+  friend Type member_of(AllocateFunction /*which*/);
+};
+template struct PrivateMember<AllocateFunction, &CUDAPluggableAllocator::alloc_fn_>;
+
 namespace {
+
+// This one, or one that is made of its own C functions.
+bool is_ours(cca::CUDAAllocator* allocator) {
+  if (allocator == nullptr || dynamic_cast<CudaAllocator*>(allocator) != nullptr) return true;
+  auto* const pluggable = dynamic_cast<CUDAPluggableAllocator*>(allocator);
+  if (pluggable == nullptr) return false;
+  using Function = void* (*)(std::size_t, int, cudaStream_t);
+  const Function* const function = (pluggable->*member_of(AllocateFunction{})).target<Function>();
+  return function != nullptr && *function == reinterpret_cast<Function>(&torch_vmm_malloc);
+}
 
 RegionId region_of(c10::MempoolId_t mempool) { return {mempool.first, mempool.second}; }
 
@@ -106,7 +127,7 @@ CaptureHooks cuda_capture_hooks(int ordinal) {
 void CudaAllocator::createOrIncrefPool(c10::DeviceIndex device, c10::MempoolId_t mempool,
                                        std::shared_ptr<CUDAAllocator> allocator) {
   in_torch_words(device, [&](PrivatePools& pools) {
-    const bool ours = allocator == nullptr || dynamic_cast<CudaAllocator*>(allocator.get()) != nullptr;
+    const bool ours = is_ours(allocator.get());
     pools.add_user(region_of(mempool),
                    ours ? nullptr : memory_provided_by(std::move(allocator), device, region_of(mempool)));
   });

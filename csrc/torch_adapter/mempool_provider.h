@@ -15,8 +15,8 @@ namespace vmm {
 std::shared_ptr<ForeignMemory> memory_provided_by(
     std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator> allocator, int device, RegionId region);
 
-// The calling thread asks such an allocator for a segment, or gives it one back. Where that is this
-// one's own C functions, as a CUDAPluggableAllocator, they are not to ask the MemPool again.
+// The calling thread asks such an allocator for a segment, or gives it one back. Where that calls
+// this one's own C functions they are not to ask the MemPool again.
 [[nodiscard]] bool is_asking_provider();
 
 }  // namespace vmm

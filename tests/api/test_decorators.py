@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import types
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
@@ -402,6 +403,28 @@ def test_a_step_that_was_cancelled_and_went_on_asks_for_its_model_again(roomy: S
         roomy.unregister_model("ends")
         with pytest.raises(torch_vmm.ModelNotFoundError):
             await anext(steps)
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.timeout() is newer")
+def test_a_task_that_went_on_after_a_timeout_asks_for_its_model_again(roomy: Shared) -> None:
+    @torch_vmm.use_model("ends")
+    async def task() -> None:
+        try:
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(60)
+        except TimeoutError:
+            pass
+        await asyncio.sleep(0.1)
+
+    async def main() -> None:
+        roomy.register_model("ends", "64MiB")
+        running = asyncio.create_task(task())
+        await asyncio.sleep(0.05)
+        roomy.unregister_model("ends")
+        with pytest.raises(torch_vmm.ModelNotFoundError):
+            await running
 
     asyncio.run(main())
 

@@ -99,6 +99,24 @@ class SleepOfALargeBlock : public SleepChunks {
 TEST_F(SleepOfALargeBlock, ItSharesNoneWhereItWasThrownAway) { expect_its_own_chunk(discard()); }
 TEST_F(SleepOfALargeBlock, ItSharesNoneWhereItWasKept) { expect_its_own_chunk(host()); }
 
+// Wherever it was kept meanwhile: what comes over the bus shares less, and is cut no smaller for it.
+TEST_F(SleepChunks, WhatHasComeBackInFewDoesSoAgain) {
+  const auto model = lab_.pool(Lab::spec("model"));
+  for (int k = 0; k < 16; ++k) {
+    lab_.allocate(*model, 9 * kMiB);
+    lab_.allocate(*model, 3 * kMiB / 2);
+  }
+  lab_.allocate(*model, 700 * kMiB);
+  const auto count = [&] { return model->chunks_under(model->base(), 868 * kMiB).size(); };
+  std::set<std::size_t> counts;
+  for (const Places& places : {discard(), host(), discard(), host(), host()}) {
+    sleep(model, places);
+    wake(model);
+    counts.insert(count());
+  }
+  EXPECT_EQ(counts.size(), 1U) << *counts.begin() << " and " << *counts.rbegin();
+}
+
 // The page that two of them share is in a chunk of one of them, and none of its own.
 TEST_F(SleepChunks, LargeBlocksSideBySideAreAChunkEach) {
   const auto model = lab_.pool(Lab::spec("model"));
@@ -107,6 +125,21 @@ TEST_F(SleepChunks, LargeBlocksSideBySideAreAChunkEach) {
   sleep(model, discard());
   wake(model);
   EXPECT_EQ(model->chunks_under(blocks.front(), 24 * large).size(), 24U);
+}
+
+// Nor where something is free in it.
+TEST_F(SleepChunks, LargeBlocksNearEachOtherAreAChunkEach) {
+  const auto model = lab_.pool(Lab::spec("model"));
+  const std::size_t large = 32 * kMiB + 300 * kKiB;
+  const Address first = lab_.allocate(*model, large);
+  const Address between = lab_.allocate(*model, kMiB + 100 * kKiB);
+  const Address second = lab_.allocate(*model, large);
+  take(*model, 1, 700 * kMiB);
+  ASSERT_EQ((first + large - model->base()) / kPage, (second - model->base()) / kPage);
+  lab_.free(between);
+  sleep(model, discard());
+  wake(model);
+  EXPECT_GT(model->chunks_under(first + large, 1).front().size, kPage);
 }
 
 // Slices of it are sealed by those.

@@ -116,12 +116,15 @@ def provider(_provider: Provider) -> Iterator[Provider]:
 
 def test_our_own_c_functions_as_a_provider() -> None:
     settle()
+    allocated = torch.cuda.memory_allocated()
     functions = torch.cuda.memory.CUDAPluggableAllocator(
         torch_vmm.library_path(), "torch_vmm_malloc", "torch_vmm_free"
     ).allocator()
     pool = MemPool(functions)
     with use_mem_pool(pool):
-        block = queue_stamp(empty(30 * MIB), 30 * MIB)  # of the pool's segment, which is a block of the model's
+        block = queue_stamp(empty(30 * MIB), 30 * MIB)
+        assert pool_id_of(block) == tuple(pool.id)
+    assert torch.cuda.memory_allocated() - allocated == 30 * MIB, "it is counted once"
     assert size_of(pool) >= 30 * MIB
     assert intact(block, block.numel())
     del block, pool

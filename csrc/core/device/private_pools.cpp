@@ -420,8 +420,8 @@ void PrivatePools::settle_accounts(bool failed) {
     dropped.swap(dropped_);
     has_dropped_.store(false, std::memory_order_relaxed);
   }
-  if (has_closed_.load(std::memory_order_relaxed) && has_closed_.exchange(false)) memory_.wait_if_much_has_no_fence();
   if (failed && hooks_.on_failed != nullptr) hooks_.on_failed();
+  if (has_closed_.load(std::memory_order_relaxed) && has_closed_.exchange(false)) memory_.wait_if_much_has_no_fence();
 }
 
 void PrivatePools::sweep() {

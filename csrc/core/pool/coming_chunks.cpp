@@ -20,8 +20,8 @@ constexpr std::size_t kMostJoined = 256 * kMiB;
 // the 160 chunks that 128 MiB of several and 256 of one made, in 3.6 and 6.5 in 80, in 2.3 and 5.2
 // in 44: mapping costs 70 us a chunk while the GPU zeroes the one before, and zeroing all takes 4 ms.
 constexpr std::size_t kMostJoinedEmpty = 512 * kMiB;
-// A block of half of what several may share there, or more, is alone in its chunk: what stands in
-// it later, once it has been freed, would hold the others' memory too.
+// A block of half of what several may share there, or more, is alone in its chunk, wherever it comes
+// from: what stands in it later, once it has been freed, would hold the others' memory too.
 constexpr std::size_t kAlonePerShared = 2;
 // Less that is free stays in its chunk: a chunk costs 58 us, and a pool that goes on has use for it.
 constexpr std::size_t kLeastCut = 8 * kMiB;
@@ -113,10 +113,13 @@ std::size_t ComingChunks::most_of_several(BlockState state, const Backup* source
   return std::min(shared, source == nullptr ? kMostJoinedEmpty : source->piece_bytes());
 }
 
-// The pages that a block of at least `alone` bytes shares with none, or with another such block:
-// what is freed of it goes, and what stands in it later holds no memory of others. Empty: of a
-// smaller one. A page that it shares with a small one is in that one's chunk.
-ByteRange ComingChunks::own_pages(const Block& block, std::size_t alone) const {
+// 0: none is.
+std::size_t ComingChunks::least_alone() const { return most_of_several(BlockState::used, nullptr) / kAlonePerShared; }
+
+// The pages of a block that is alone, but those that it shares: with a small one they are in that
+// one's chunk, with a large one in the lower one's. Empty: of a small one.
+ByteRange ComingChunks::own_pages(const Block& block) const {
+  const std::size_t alone = least_alone();
   const auto is_large = [alone](const Block* each) {
     return alone != 0 && each->state == BlockState::used && each->size() >= alone;
   };
@@ -124,7 +127,10 @@ ByteRange ComingChunks::own_pages(const Block& block, std::size_t alone) const {
     return each != nullptr && each->state == BlockState::used && !is_large(each);
   };
   if (!is_large(&block)) return {block.offset, 0};
-  const bool is_behind_one = block.prev != nullptr && block.prev->state == BlockState::used;
+  const Block* before = block.prev;
+  if (before != nullptr && before->is_nobodys()) before = before->prev;
+  const bool is_behind_one =
+      before != nullptr && before->state == BlockState::used && before->end() > align_down(block.offset, kind_.page);
   const std::size_t begin = is_behind_one ? align_up(block.offset, kind_.page) : align_down(block.offset, kind_.page);
   const std::size_t end =
       is_small(block.next) ? align_down(block.end(), kind_.page) : align_up(block.end(), kind_.page);
@@ -135,10 +141,9 @@ ByteRange ComingChunks::own_pages(const Block& block, std::size_t alone) const {
 void ComingChunks::cut_around_large() {
   const Block* block = nullptr;
   for (auto at = asleep_.gone.begin(); at != asleep_.gone.end(); ++at) {
-    const std::size_t alone = most_of_several(BlockState::used, source_of(at)) / kAlonePerShared;
     block = blocks_.covering_from(block, at->first);
     for (const Block* each = block; each != nullptr && each->offset < at->first + at->second.size; each = each->next) {
-      const ByteRange own = own_pages(*each, alone);
+      const ByteRange own = own_pages(*each);
       if (own.size == 0) continue;
       for (const std::size_t border : {own.offset, own.end()}) {
         if (border <= at->first || border >= at->first + at->second.size) continue;
@@ -169,10 +174,9 @@ void ComingChunks::join_blocks() {
     const bool is_empty = source == nullptr && !kind_.is_of_tag && !kind_.is_contested;
     const std::size_t most_of_one = is_empty ? kMostJoinedEmpty : kMostJoined;
     const std::size_t most = most_of_several(first->state, source);
-    const std::size_t alone = most_of_several(BlockState::used, source) / kAlonePerShared;
-    const std::size_t end_of_first = std::max(first->end(), own_pages(*first, alone).end());
+    const std::size_t end_of_first = std::max(first->end(), own_pages(*first).end());
     const auto is_alone_before = [&](std::size_t end, const Block& each) {
-      const ByteRange own = own_pages(each, alone);
+      const ByteRange own = own_pages(each);
       return own.size != 0 && at->first < own.end() && end > own.offset;
     };
     for (; next != gone.end() && next->first == at->first + at->second.size; next = gone.erase(next)) {

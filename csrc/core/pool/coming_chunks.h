@@ -38,7 +38,8 @@ class ComingChunks {
   void cut_place(Places::iterator at, std::size_t offset);
   [[nodiscard]] const Backup* source_of(Places::const_iterator at) const;
   [[nodiscard]] std::size_t most_of_several(BlockState state, const Backup* source) const;
-  [[nodiscard]] ByteRange own_pages(const Block& block, std::size_t alone) const;
+  [[nodiscard]] std::size_t least_alone() const;
+  [[nodiscard]] ByteRange own_pages(const Block& block) const;
   void cut_around_large();
 
   Asleep& asleep_;

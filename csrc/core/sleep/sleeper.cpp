@@ -104,6 +104,7 @@ void Sleeper::make_host_room(const PinnedMemory& memory, std::size_t bytes, cons
   const std::size_t most = align_down(memory.limit(), PinnedMemory::kSlabBytes);
   std::size_t missing = lacks();
   std::size_t available = available_memory();
+  if (missing > available) available = release_unused_of_others(memory, missing);
   const bool is_short =
       missing > available || missing > most - std::min(most, memory.used_bytes() + memory.unused_bytes());
   // Copying again is better than not sleeping.
@@ -111,7 +112,6 @@ void Sleeper::make_host_room(const PinnedMemory& memory, std::size_t bytes, cons
     missing = lacks();
     available = available_memory();
   }
-  if (missing > available) available = release_unused_of_others(memory, missing);
   if (missing > available) {
     throw OutOfMemoryError("the host has " + format_bytes(available) + " of memory left, and " + format_bytes(bytes) +
                                " are to sleep there; name a file or another device, or discard",
