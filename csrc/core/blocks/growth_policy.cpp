@@ -71,7 +71,9 @@ constexpr std::size_t kLoadedPerRequest = 20;
 constexpr std::size_t kSlabsPerSpare = 8;
 constexpr std::size_t kMostSlabs = 8;
 // What was loaded and wakes is known whole, and nothing of it need lie unused: it comes back in
-// four times larger chunks. 16 GiB of it are some 50 instead of 130, and 5 of slabs instead of 33.
+// larger chunks than it was loaded in, where contents come in twice, and where none do in four
+// times as large ones. 16 GiB of it are then some 45 instead of 130, and 5 of slabs instead of 33.
+constexpr std::size_t kKeptTogetherShare = 64;
 constexpr std::size_t kTogetherShare = 32;
 constexpr std::size_t kMostSlabsTogether = 64;
 constexpr std::size_t kSmallPool = 96 * kMiB;  // at its peak: a few chunks are all of it
@@ -162,8 +164,9 @@ std::size_t GrowthPolicy::next_size(const Lack& lack, std::size_t offset, std::s
   return std::min(align_up((remaining + pieces - 1) / pieces, page), remaining);
 }
 
-std::size_t GrowthPolicy::shared_by_what_stays(bool is_contested) const {
-  return is_contested || !holds_what_stays() ? 0 : peak_live_ / kTogetherShare;
+std::size_t GrowthPolicy::shared_by_what_stays(bool is_contested, bool is_kept) const {
+  if (is_contested || !holds_what_stays()) return 0;
+  return peak_live_ / (is_kept ? kKeptTogetherShare : kTogetherShare);
 }
 
 std::size_t GrowthPolicy::slabs_of_what_stays(bool is_contested) const {

@@ -69,10 +69,10 @@ class GrowthPolicy {
   [[nodiscard]] std::size_t next_size(const Lack& lack, std::size_t offset, std::size_t remaining) const;
   // What it has was loaded, and little of that has been freed: weights, most likely.
   [[nodiscard]] bool holds_what_stays() const;
-  // Where what stays is put together, all of it known: so many bytes of several blocks in one
-  // chunk, and so many slabs. 0 and 1: it is no pool of what stays; 0 and few: others want what is
-  // freed.
-  [[nodiscard]] std::size_t shared_by_what_stays(bool is_contested) const;
+  // Where what stays is put together, all of it known, its contents kept or thrown away: so many
+  // bytes of several blocks in one chunk, and so many slabs. 0 and 1: it is no pool of what stays;
+  // 0 and few: others want what is freed.
+  [[nodiscard]] std::size_t shared_by_what_stays(bool is_contested, bool is_kept) const;
   [[nodiscard]] std::size_t slabs_of_what_stays(bool is_contested) const;
   // Where `sharers` models take from one limit: what the chunks of one that had `peak` bytes
   // live are multiples of, in size and place, so that any may stand for any other. Bytes, a

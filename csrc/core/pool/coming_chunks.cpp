@@ -20,9 +20,10 @@ constexpr std::size_t kMostJoined = 256 * kMiB;
 // the 160 chunks that 128 MiB of several and 256 of one made, in 3.6 and 6.5 in 80, in 2.3 and 5.2
 // in 44: mapping costs 70 us a chunk while the GPU zeroes the one before, and zeroing all takes 4 ms.
 constexpr std::size_t kMostJoinedEmpty = 512 * kMiB;
-// A block of half of what several may share there, or more, is alone in its chunk, wherever it comes
-// from: what stands in it later, once it has been freed, would hold the others' memory too.
-constexpr std::size_t kAlonePerShared = 2;
+// A block that would leave less than a quarter of such a chunk to others is alone, wherever it comes
+// from: they would save few chunks, and what stands in it later, once it has been freed, would hold
+// their memory too.
+constexpr std::size_t kSharedPerOthers = 4;
 // Less that is free stays in its chunk: a chunk costs 58 us, and a pool that goes on has use for it.
 constexpr std::size_t kLeastCut = 8 * kMiB;
 
@@ -108,13 +109,17 @@ const Backup* ComingChunks::source_of(Places::const_iterator at) const {
 // than is copied at once. What is freed of it later goes to nobody while some of it is in use.
 std::size_t ComingChunks::most_of_several(BlockState state, const Backup* source) const {
   if (kind_.is_of_tag) return 0;
+  const bool is_kept = source != nullptr;
   const std::size_t shared = state == BlockState::slab ? growth_.slabs_of_what_stays(kind_.is_contested) * kSlabBytes
-                                                       : growth_.shared_by_what_stays(kind_.is_contested);
+                                                       : growth_.shared_by_what_stays(kind_.is_contested, is_kept);
   return std::min(shared, source == nullptr ? kMostJoinedEmpty : source->piece_bytes());
 }
 
 // 0: none is.
-std::size_t ComingChunks::least_alone() const { return most_of_several(BlockState::used, nullptr) / kAlonePerShared; }
+std::size_t ComingChunks::least_alone() const {
+  const std::size_t shared = most_of_several(BlockState::used, nullptr);
+  return shared - shared / kSharedPerOthers;
+}
 
 // The pages of a block that is alone, but those that it shares: with a small one they are in that
 // one's chunk, with a large one in the lower one's. Empty: of a small one.
