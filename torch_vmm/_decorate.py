@@ -58,7 +58,7 @@ def _drive(
     model: _Model, steps: _Steps, first: AbstractContextManager[object] | None = None
 ) -> Generator[Any, Any, Any]:
     """Yields what ``steps`` yields, each step inside its model; the first in ``first``, where that is given."""
-    is_cancelled = False
+    is_cancelled = is_of_task = False
     try:
         with model() if first is None else first:
             given = steps.send(None)
@@ -69,12 +69,14 @@ def _drive(
                 # GeneratorExit too: close() is a throw() of it, and the inner
                 # one may answer as it likes.
                 is_cancelled = is_cancelled or not isinstance(error, Exception)
+                is_of_task = is_of_task or _cancellations() != 0
                 with model.if_enterable():
                     given = steps.throw(error)
             else:
                 with ExitStack() as step:
                     try:
-                        is_cancelled = is_cancelled and not _goes_on()
+                        # By a timeout of its own, say, after which it goes on.
+                        is_cancelled = is_cancelled and not (is_of_task and _cancellations() == 0)
                         step.enter_context(model.if_enterable() if is_cancelled else model())
                     except Exception as error:  # its model has ended: it is told, and what it does then is done
                         model.is_ending = True
@@ -85,13 +87,13 @@ def _drive(
         return stop.value
 
 
-def _goes_on() -> bool:
-    """Whether the task that runs was cancelled by a timeout of its own, say, and goes on after all."""
+def _cancellations() -> int:
+    """How many of the task that runs have been asked for and not been taken back."""
     asyncio = sys.modules.get("asyncio")
     try:
-        return asyncio is not None and asyncio.current_task().cancelling() == 0
+        return 0 if asyncio is None else int(asyncio.current_task().cancelling())
     except (AttributeError, RuntimeError):  # Python 3.10; no task, no loop
-        return False
+        return 0
 
 
 class _Driven(Awaitable[Any]):

@@ -35,6 +35,12 @@ struct AllocateFunction {
 };
 template struct PrivateMember<AllocateFunction, &CUDAPluggableAllocator::alloc_fn_>;
 
+struct FreeFunction {
+  using Type = std::function<void(void*, std::size_t, int, cudaStream_t)> CUDAPluggableAllocator::*;
+  friend Type member_of(FreeFunction /*which*/);
+};
+template struct PrivateMember<FreeFunction, &CUDAPluggableAllocator::free_fn_>;
+
 namespace {
 
 // This one, or one that is made of its own C functions.
@@ -42,9 +48,12 @@ bool is_ours(cca::CUDAAllocator* allocator) {
   if (allocator == nullptr || dynamic_cast<CudaAllocator*>(allocator) != nullptr) return true;
   auto* const pluggable = dynamic_cast<CUDAPluggableAllocator*>(allocator);
   if (pluggable == nullptr) return false;
-  using Function = void* (*)(std::size_t, int, cudaStream_t);
-  const Function* const function = (pluggable->*member_of(AllocateFunction{})).target<Function>();
-  return function != nullptr && *function == reinterpret_cast<Function>(&torch_vmm_malloc);
+  using Allocate = void* (*)(std::size_t, int, cudaStream_t);
+  using Free = void (*)(void*, std::size_t, int, cudaStream_t);
+  const Allocate* const allocate = (pluggable->*member_of(AllocateFunction{})).target<Allocate>();
+  const Free* const free = (pluggable->*member_of(FreeFunction{})).target<Free>();
+  return allocate != nullptr && *allocate == reinterpret_cast<Allocate>(&torch_vmm_malloc) && free != nullptr &&
+         *free == reinterpret_cast<Free>(&torch_vmm_free);
 }
 
 RegionId region_of(c10::MempoolId_t mempool) { return {mempool.first, mempool.second}; }

@@ -429,6 +429,31 @@ def test_a_task_that_went_on_after_a_timeout_asks_for_its_model_again(roomy: Sha
     asyncio.run(main())
 
 
+def test_a_task_whose_future_was_cancelled_cleans_up_without_its_model(roomy: Shared) -> None:
+    told: list[str] = []
+
+    @torch_vmm.use_model("ends")
+    async def task(awaited: asyncio.Future[None]) -> None:
+        try:
+            await awaited
+        finally:
+            await asyncio.sleep(0)
+            told.append("cleaned up")
+
+    async def main() -> None:
+        roomy.register_model("ends", "64MiB")
+        awaited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        running = asyncio.create_task(task(awaited))
+        await asyncio.sleep(0)
+        awaited.cancel()
+        roomy.unregister_model("ends")
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(main())
+    assert told == ["cleaned up"]
+
+
 def test_steps_whose_model_ends_between_them_are_told_and_clean_up(roomy: Shared) -> None:
     told: list[str] = []
 

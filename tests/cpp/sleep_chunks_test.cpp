@@ -142,6 +142,23 @@ TEST_F(SleepChunks, LargeBlocksNearEachOtherAreAChunkEach) {
   EXPECT_GT(model->chunks_under(first + large, 1).front().size, kPage);
 }
 
+// What shares the last page of a large one beyond a gap has it, as without one.
+TEST_F(SleepChunks, ALargeBlockBelowAGapSharesNone) {
+  const auto model = lab_.pool(Lab::spec("model"));
+  const std::size_t large = 32 * kMiB + 300 * kKiB;
+  const Address first = lab_.allocate(*model, large);
+  const Address between = lab_.allocate(*model, kMiB + 100 * kKiB);
+  lab_.allocate(*model, 5 * kMiB);
+  lab_.allocate(*model, 700 * kMiB);
+  lab_.free(between);
+  sleep(model, discard());
+  wake(model);
+  const std::size_t had = model->physical_bytes();
+  lab_.free(first);
+  lab_.memory().trim(*model, 0);
+  EXPECT_EQ(model->physical_bytes(), had - 32 * kMiB);
+}
+
 // Slices of it are sealed by those.
 TEST_F(SleepChunks, ALargeBlockOfATagHasSeveral) {
   const auto model = lab_.pool(Lab::spec("model"));

@@ -70,9 +70,9 @@ constexpr std::size_t kLoadedPerRequest = 20;
 // of them is empty where the loading ends, and 14 MiB.
 constexpr std::size_t kSlabsPerSpare = 8;
 constexpr std::size_t kMostSlabs = 8;
-// What was loaded and wakes is known whole, and nothing of it need lie unused: it comes back in
-// larger chunks than it was loaded in, where contents come in twice, and where none do in four
-// times as large ones. 16 GiB of it are then some 45 instead of 130, and 5 of slabs instead of 33.
+// What was loaded and wakes is known whole, and nothing of it need lie unused: several blocks share
+// twice what a chunk goes ahead of its request, and four times as much where no contents come. Of
+// 16 GiB the chunks are then some 45 instead of 130, and 5 of slabs instead of 33.
 constexpr std::size_t kKeptTogetherShare = 64;
 constexpr std::size_t kTogetherShare = 32;
 constexpr std::size_t kMostSlabsTogether = 64;

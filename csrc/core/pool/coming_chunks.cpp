@@ -122,23 +122,23 @@ std::size_t ComingChunks::least_alone() const {
 }
 
 // The pages of a block that is alone, but those that it shares: with a small one they are in that
-// one's chunk, with a large one in the lower one's. Empty: of a small one.
+// one's chunk, with a large one in the lower one's, which goes once both are free (by themselves
+// they would be up to a chunk more for each). Empty: of a small one.
 ByteRange ComingChunks::own_pages(const Block& block) const {
   const std::size_t alone = least_alone();
-  const auto is_large = [alone](const Block* each) {
-    return alone != 0 && each->state == BlockState::used && each->size() >= alone;
-  };
-  const auto is_small = [&](const Block* each) {
-    return each != nullptr && each->state == BlockState::used && !is_large(each);
-  };
-  if (!is_large(&block)) return {block.offset, 0};
+  const auto is_used = [](const Block* each) { return each != nullptr && each->state == BlockState::used; };
+  const auto is_large = [alone](const Block& each) { return alone != 0 && each.size() >= alone; };
+  if (!is_used(&block) || !is_large(block)) return {block.offset, 0};
   const Block* before = block.prev;
-  if (before != nullptr && before->is_nobodys()) before = before->prev;
-  const bool is_behind_one =
-      before != nullptr && before->state == BlockState::used && before->end() > align_down(block.offset, kind_.page);
-  const std::size_t begin = is_behind_one ? align_up(block.offset, kind_.page) : align_down(block.offset, kind_.page);
-  const std::size_t end =
-      is_small(block.next) ? align_down(block.end(), kind_.page) : align_up(block.end(), kind_.page);
+  while (before != nullptr && before->is_nobodys()) before = before->prev;
+  const Block* after = block.next;
+  while (after != nullptr && after->is_nobodys()) after = after->next;
+  const std::size_t first_page = align_down(block.offset, kind_.page);
+  const std::size_t last_end = align_up(block.end(), kind_.page);
+  const bool shares_first = is_used(before) && before->end() > first_page;
+  const bool shares_last = is_used(after) && !is_large(*after) && after->offset < last_end;
+  const std::size_t begin = shares_first ? align_up(block.offset, kind_.page) : first_page;
+  const std::size_t end = shares_last ? align_down(block.end(), kind_.page) : last_end;
   return {begin, end - std::min(begin, end)};
 }
 
