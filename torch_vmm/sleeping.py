@@ -632,11 +632,13 @@ class Remaps:
         """All that there are, or those that have been told that it goes, in order, whatever one raises, where all of
         the pool is back; once, though two parts of it came back together.
         """
+        if not self._are_waiting:
+            return
         thread = threading.get_ident()
         with contextlib.ExitStack() as calls:
             while not self._turn.acquire(blocking=False):
                 # The function that it is in may wait for what has just come: they stay told, as more goes.
-                if self._caller is not None or not self._are_waiting:
+                if self._caller is not None:
                     return
                 time.sleep(0.001)
             try:

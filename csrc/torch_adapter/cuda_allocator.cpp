@@ -430,9 +430,7 @@ void* CudaAllocator::raw_alloc(std::size_t bytes) {
 }
 
 void* CudaAllocator::raw_alloc_with_stream(std::size_t bytes, cudaStream_t stream) {
-  if (is_current() && !is_cached()) [[unlikely]]
-    return allocate_uncached(bytes);
-  if (is_current()) return allocate_on(current_device(), bytes, stream);
+  if (is_current()) return is_cached() ? allocate_on(current_device(), bytes, stream) : allocate_uncached(bytes);
   // The provider of a torch.cuda.MemPool of another allocator, which goes on
   // looking for memory elsewhere when it is given none.
   const Providing providing;

@@ -305,8 +305,7 @@ def test_what_is_given_while_a_part_sleeps_is_told_that_the_rest_goes(model: Vir
 
 def test_a_function_may_wait_for_a_wake_that_has_begun(model: VirtualMemoryPool) -> None:
     held = tagged(model, "a", "w")
-    told: list[str] = []
-    model.on_remap(lambda: told.append("goes"), lambda: told.append("is back"))
+    told = told_by(model)
     model.sleep({"a": "host"})
     comes = Held()
     coming = model.wake("a", blocking=False, progress=lambda *_: comes() and None)

@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,16 +94,37 @@ class Provider:
         return bool(self._library.provider_holds(tensor.data_ptr(), tensor.nbytes))
 
 
-@pytest.fixture(scope="module")
-def _provider(tmp_path_factory: pytest.TempPathFactory) -> Provider:
+# Somebody's own functions, which call torch_vmm's.
+_WRAPPER = r"""
+#include <dlfcn.h>
+#include <stddef.h>
+
+static void* find(const char* name) { return dlsym(dlopen("LIBRARY", RTLD_NOW | RTLD_NOLOAD), name); }
+
+extern "C" void* wrapper_malloc(size_t size, int device, void* stream) {
+  return reinterpret_cast<void* (*)(size_t, int, void*)>(find("torch_vmm_malloc"))(size, device, stream);
+}
+
+extern "C" void wrapper_free(void* block, size_t size, int device, void* stream) {
+  reinterpret_cast<void (*)(void*, size_t, int, void*)>(find("torch_vmm_free"))(block, size, device, stream);
+}
+"""
+
+
+def compiled(code: str, folder: Path) -> str:
+    """The path of the shared library that it makes."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    folder = tmp_path_factory.mktemp("provider")
     source, library = folder / "provider.cpp", folder / "libprovider.so"
-    source.write_text(_PROVIDER)
+    source.write_text(code)
     subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True)
-    return Provider(str(library))
+    return str(library)
+
+
+@pytest.fixture(scope="module")
+def _provider(tmp_path_factory: pytest.TempPathFactory) -> Provider:
+    return Provider(compiled(_PROVIDER, tmp_path_factory.mktemp("provider")))
 
 
 @pytest.fixture
@@ -125,6 +147,18 @@ def test_our_own_c_functions_as_a_provider() -> None:
         block = queue_stamp(empty(30 * MIB), 30 * MIB)
         assert pool_id_of(block) == tuple(pool.id)
     assert torch.cuda.memory_allocated() - allocated == 30 * MIB, "it is counted once"
+    assert size_of(pool) >= 30 * MIB
+    assert intact(block, block.numel())
+    del block, pool
+    settle()
+
+
+def test_a_provider_that_calls_our_c_functions(tmp_path: Path) -> None:
+    settle()
+    path = compiled(_WRAPPER.replace("LIBRARY", torch_vmm.library_path()), tmp_path)
+    pool = MemPool(torch.cuda.memory.CUDAPluggableAllocator(path, "wrapper_malloc", "wrapper_free").allocator())
+    with use_mem_pool(pool):
+        block = queue_stamp(empty(30 * MIB), 30 * MIB)  # of the pool's segment, which is a block of the model's
     assert size_of(pool) >= 30 * MIB
     assert intact(block, block.numel())
     del block, pool

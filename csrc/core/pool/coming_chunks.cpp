@@ -144,6 +144,7 @@ ByteRange ComingChunks::own_pages(const Block& block) const {
 
 // Where such pages begin and end, chunks do.
 void ComingChunks::cut_around_large() {
+  if (least_alone() == 0) return;
   const Block* block = nullptr;
   for (auto at = asleep_.gone.begin(); at != asleep_.gone.end(); ++at) {
     block = blocks_.covering_from(block, at->first);

@@ -1,7 +1,6 @@
 // Pool: what is to come back, and in what order.
 #include <algorithm>
 #include <iterator>
-#include <map>
 #include <utility>
 
 #include "core/memory/backup.h"
