@@ -22,7 +22,6 @@
 #include <atomic>
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <queue>
 #include <random>
@@ -167,57 +166,81 @@ double crew_hand_on_ns(size_t bytes, int count, const std::vector<Opened>& opene
   return crew_ns<GpuBlocks>(opened, work) / (double(count) * double(opened.size() / 2));
 }
 
-// `live` blocks there all the time, one after another replaced at random; ns a
-// replacement.
-double replace_ns(size_t bytes, int live, int count) {
-  const GpuBlocks source;
-  std::vector<void*> blocks(live);
-  for (void*& block : blocks) block = source.take(bytes);
-  std::mt19937_64 random(1);
-  double best = std::numeric_limits<double>::infinity();
-  for (int round = 0; round < 3; ++round) {
-    const Stopwatch watch;
-    for (int i = 0; i < count; ++i) {
-      void*& block = blocks[random() % size_t(live)];
-      GpuBlocks::drop(block);
-      block = source.take(bytes);
-    }
-    best = std::min(best, watch.ns() / count);
+// `live` blocks there all the time, of which a round replaces `count` at random; ns a replacement.
+class Replacing {
+ public:
+  Replacing(size_t bytes, int live, int count) : bytes_(bytes), count_(count), blocks_(live) {
+    for (void*& block : blocks_) block = source_.take(bytes_);
   }
-  for (void*& block : blocks) GpuBlocks::drop(block);
-  return best;
-}
+  Replacing(const Replacing&) = delete;
+  Replacing& operator=(const Replacing&) = delete;
+  ~Replacing() {
+    for (void*& block : blocks_) GpuBlocks::drop(block);
+  }
 
-// A random live set: each operation picks one of `live` slots, drops what is in
-// it and takes a block of a size from `lowest` to `highest` bytes (uniform in
-// its logarithm). ns an operation, of each of three rounds, which are the same; the blocks
-// of one are there when the next begins.
+  double round_ns() {
+    const Stopwatch watch;
+    for (int i = 0; i < count_; ++i) {
+      void*& block = blocks_[random_() % blocks_.size()];
+      GpuBlocks::drop(block);
+      block = source_.take(bytes_);
+    }
+    return watch.ns() / count_;
+  }
+
+ private:
+  const GpuBlocks source_;
+  const size_t bytes_;
+  const int count_;
+  std::vector<void*> blocks_;
+  std::mt19937_64 random_{1};
+};
+
+// A random live set: each of `count` operations picks one of `live` slots, drops what is in it and takes a block of a
+// size from `lowest` to `highest` bytes (uniform in its logarithm). All rounds are the same; the blocks of one are
+// there when the next begins. ns an operation.
 template <class Source>
-std::vector<double> churn_ns(size_t lowest, size_t highest, int live, int count, unsigned seed) {
+class Churn {
+ public:
+  Churn(size_t lowest, size_t highest, int live, int count, unsigned seed) : operations_(count), slots_(live) {
+    std::mt19937_64 random(seed);
+    std::uniform_real_distribution<double> exponent(std::log(double(lowest)), std::log(double(highest)));
+    for (Operation& operation : operations_) {
+      operation = {size_t(random() % slots_.size()), size_t(std::exp(exponent(random)))};
+    }
+  }
+  Churn(const Churn&) = delete;
+  Churn& operator=(const Churn&) = delete;
+  ~Churn() {
+    for (auto& block : slots_) Source::drop(block);
+  }
+
+  double round_ns() {
+    const Stopwatch watch;
+    for (const Operation& operation : operations_) {
+      auto& block = slots_[operation.slot];
+      Source::drop(block);
+      block = source_.take(operation.bytes);
+    }
+    return watch.ns() / double(operations_.size());
+  }
+
+ private:
   struct Operation {
     size_t slot;
     size_t bytes;
   };
-  std::mt19937_64 random(seed);
-  std::uniform_real_distribution<double> exponent(std::log(double(lowest)), std::log(double(highest)));
-  std::vector<Operation> operations(count);
-  for (Operation& operation : operations) {
-    operation = {size_t(random() % size_t(live)), size_t(std::exp(exponent(random)))};
-  }
-  const Source source;
-  std::vector<typename Source::Block> slots(live);
-  std::vector<double> rounds;
-  for (int round = 0; round < 3; ++round) {
-    const Stopwatch watch;
-    for (const Operation& operation : operations) {
-      auto& block = slots[operation.slot];
-      Source::drop(block);
-      block = source.take(operation.bytes);
-    }
-    rounds.push_back(watch.ns() / count);
-  }
-  for (auto& block : slots) Source::drop(block);
-  return rounds;
+  const Source source_;
+  std::vector<Operation> operations_;
+  std::vector<typename Source::Block> slots_;
+};
+
+template <class Source>
+void bind_churn(pybind11::module_& m, const char* name) {
+  using Unlocked = pybind11::call_guard<pybind11::gil_scoped_release>;
+  pybind11::class_<Churn<Source>>(m, name)
+      .def(pybind11::init<size_t, size_t, int, int, unsigned>())
+      .def("round_ns", &Churn<Source>::round_ns, Unlocked());
 }
 
 // A mixed program, an operation after the other: sizes from 512 B to 128 MiB, lifetimes from one operation to a hundred
@@ -329,16 +352,12 @@ std::vector<std::pair<std::vector<double>, std::vector<LongOperation>>> latencie
   return answer;
 }
 
-// at::empty of 1000 floats, in ns; the best of three rounds.
+// at::empty of 1000 floats, in ns.
 double empty_ns(const std::string& device, int count) {
   const auto options = at::TensorOptions().device(c10::Device(device)).dtype(at::kFloat);
-  double best = std::numeric_limits<double>::infinity();
-  for (int round = 0; round < 3; ++round) {
-    const Stopwatch watch;
-    for (int i = 0; i < count; ++i) at::empty({1000}, options);
-    best = std::min(best, watch.ns() / count);
-  }
-  return best;
+  const Stopwatch watch;
+  for (int i = 0; i < count; ++i) at::empty({1000}, options);
+  return watch.ns() / count;
 }
 
 // The floor: the next address in a window, round and round; frees do nothing.
@@ -386,12 +405,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("gpu_crew_pair_ns", &crew_pair_ns<GpuBlocks>, Unlocked());
   m.def("gpu_crew_hand_on_ns", &crew_hand_on_ns, Unlocked());
   m.def("gpu_switched_pair_ns", &switched_pair_ns, Unlocked());
-  m.def("gpu_replace_ns", &replace_ns, Unlocked());
-  m.def("gpu_churn_ns", &churn_ns<GpuBlocks>, Unlocked());
+  pybind11::class_<Replacing>(m, "GpuReplacing")
+      .def(pybind11::init<size_t, int, int>())
+      .def("round_ns", &Replacing::round_ns, Unlocked());
+  bind_churn<GpuBlocks>(m, "GpuChurn");
+  bind_churn<HostBlocks>(m, "HostChurn");
   m.def("gpu_latencies_ns", &latencies_ns, Unlocked());
   m.def("host_pair_ns", &pair_ns<HostBlocks>, Unlocked());
   m.def("host_crew_pair_ns", &crew_pair_ns<HostBlocks>, Unlocked());
-  m.def("host_churn_ns", &churn_ns<HostBlocks>, Unlocked());
   m.def("empty_ns", &empty_ns, Unlocked());
   m.def("install_floor", &install_floor);
 }
