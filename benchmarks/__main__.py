@@ -130,7 +130,7 @@ def _write(
     )
     tag = machine.device_tag(str(outcome.machine["device"]))
     what = "_largest_batch" if options.limit else "_memory" if options.at_once > 1 else ""
-    file = folder / f"{name}{what}-{tag}.json"
+    file = folder / f"{name}-{tag}{what}.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
     return file
 

@@ -20,12 +20,12 @@ _NAMES = {"expandable": "expandable segments"}
 
 def tables() -> list[str]:
     """Markdown, each with a line above it that names its file, commit and machine."""
-    found = [*sorted(RESULTS.glob("*-h?00.json")), RESULTS / "limits-cpu.json"]
+    found = [*sorted(RESULTS.glob("*-h?00*.json")), RESULTS / "limits-cpu.json"]
     files = {file.stem: result for file in found if (result := _read(file))}
     return [
         _floor(files[f"hot_path-{DEVICE}"]),
         _driver_calls(next(result for stem, result in files.items() if stem.startswith("driver_ops-"))),
-        *(_standing(stem.removesuffix(f"-{DEVICE}"), result) for stem, result in files.items()),
+        *(_standing(stem.replace(f"-{DEVICE}", ""), result) for stem, result in files.items()),
     ]
 
 

@@ -223,7 +223,7 @@ def test_the_largest_batch_has_a_file_of_its_own(
 ) -> None:
     assert call(monkeypatch, "--quick", "--out", str(tmp_path), "--largest-batch", "12MiB", "workloads") == 0
     assert {job.part["within"] for job in jobs} == {12 * MIB}
-    result = json.loads((tmp_path / "workloads_largest_batch-cpu.json").read_text())
+    result = json.loads((tmp_path / "workloads-cpu_largest_batch.json").read_text())
     assert result["command"].endswith("--quick --largest-batch 12MiB --device cpu workloads")
 
 
@@ -233,7 +233,7 @@ def test_processes_beside_each_other_tell_no_times(
     arguments = ["--runs", "2", "--at-once", "3", "--programs", "serve,turns"]
     assert call(monkeypatch, *arguments, "--out", str(tmp_path), "workloads") == 0
     assert len(jobs) == 8
-    result = json.loads((tmp_path / "workloads_memory-cpu.json").read_text())
+    result = json.loads((tmp_path / "workloads-cpu_memory.json").read_text())
     assert "--at-once 3" in result["command"]
     assert {row["unit"] for row in result["rows"]} == {"crc32", "GiB"}
     assert {len(row["runs"]) for row in result["rows"]} == {2}
