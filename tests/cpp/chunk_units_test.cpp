@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lab.h"
@@ -246,6 +247,39 @@ TEST(ChunkUnitsOfADevice, TheDriversMemoryIsUsedToThePage) {
   const std::size_t left = kGiB - lab.driver.live_chunk_bytes();
   lab.allocate(*a, 100 * kMiB + left);
   EXPECT_EQ(lab.driver.live_chunk_bytes(), kGiB);
+  lab.memory().check();
+}
+
+// Between a request's attempt and the rung that asks others, when nobody has to give any more.
+TEST(ChunkUnitsMeanwhile, RoomThatComesIsTakenAndNobodyYields) {
+  LabSpec of_lab;
+  of_lab.granularity = 64 * kKiB;
+  Lab lab(of_lab);
+  const auto group = lab.memory().create_group("shared", 48 * kMiB);
+  const auto model = [&](const char* name, int priority) {
+    PoolSpec spec = Lab::spec(name);
+    spec.priority = priority;
+    return lab.pool(spec, group.get());
+  };
+  const auto asker = model("asker", 0);
+  const auto equal = model("equal", 0);
+  const auto more_important = model("more important", 1);
+  lab.allocate(*equal, 20 * kMiB);
+  const Address freed = lab.allocate(*equal, 4 * kMiB);
+  lab.allocate(*more_important, 16 * kMiB);
+  lab.driver.hold_fences();
+  lab.free(freed);
+  equal->shed(0);  // it rests on the shelf, and its fence is asked for once the limit has refused
+  bool is_raised = false;
+  lab.driver.before(Call::query, [&] {
+    if (!std::exchange(is_raised, true)) group->set_limit(100 * kMiB);
+  });
+  lab.allocate(*asker, 16 * kMiB);
+  EXPECT_TRUE(is_raised) << "the test is about nothing";
+  EXPECT_EQ(more_important->physical_bytes(), 16 * kMiB);
+  EXPECT_EQ(equal->physical_bytes(), 20 * kMiB);
+  lab.driver.before(Call::query, nullptr);
+  lab.driver.release_fences();
   lab.memory().check();
 }
 

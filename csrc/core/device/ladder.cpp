@@ -221,13 +221,13 @@ bool Ladder::try_with_shelves(Climb& climb, ReclaimStep* step) {
 
 // Units are asked for first, and whoever is less important may have only other chunks: of what
 // `pools`, in the order of yielding, have idle above their floors, those that it takes to come to
-// `bytes`, with all of one priority.
+// `bytes`, with all of one priority; of the least important where it takes none, as only the margin is to stay.
 void Ladder::drop_important(PoolList& pools, const Pool& asker, std::size_t bytes) {
   const auto priority = [](const std::shared_ptr<Pool>& pool) { return pool->budget().priority_in_all(); };
   if (pools.empty() || priority(pools.front()) == priority(pools.back())) return;
   std::size_t idle = 0;
   for (auto at = pools.begin(); at != pools.end(); ++at) {
-    if (idle >= bytes && priority(*at) != priority(*std::prev(at))) {
+    if (at != pools.begin() && idle >= bytes && priority(*at) != priority(*std::prev(at))) {
       pools.erase(at, pools.end());
       return;
     }
@@ -312,6 +312,13 @@ bool Ladder::take_chunks(Climb& climb, std::size_t unit, ReclaimStep* step) {
   grant.terms.fit = unit != 0 ? ChunkFit::filled : ChunkFit::any;
   grant.terms.keeps_margin = unit != 0 && !climb.is_margin_open;
   gather(climb, unit, grant, step);
+  const Shortage& lacks = climb.shortage;
+  if (grant.bytes() == 0 && lacks.refused != nullptr && !lacks.is_margin && asker.budget().headroom() >= lacks.bytes) {
+    // Nobody has to give any: another thread has trimmed, closed a pool, or raised the limit.
+    step->result = StepResult::in_vain;
+    climb.try_again(nullptr);
+    return false;
+  }
   // Its own of other sizes may do where nobody gave any.
   if (grant.bytes() == 0 && (unit != 0 || !climb.shortage.is_particular)) return false;
   step->result = StepResult::in_vain;
