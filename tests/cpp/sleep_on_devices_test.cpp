@@ -1,5 +1,6 @@
 // Models of one device that sleep on another: what of it they hold, and what stays for the next.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -9,6 +10,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cpp/sleep_lab.h"
@@ -366,6 +368,35 @@ TEST(SleepOnDevices, AnyOrderOfSizes) {
   two.other.empty_cache();
   EXPECT_EQ(two.other.guests().used_bytes() + two.other.guests().idle_bytes(), 0U);
   two.other.close_pool(*theirs, true);
+}
+
+// While the device that is named first is asked, another part of the model goes to the file.
+TEST(SleepOnDevices, AFileThatIsNamedSecondIsNobodyElsesMeanwhile) {
+  TwoDevices two;
+  const fs::path folder = fs::temp_directory_path() / ("vmm_second_place_" + std::to_string(::getpid()));
+  fs::create_directories(folder);
+  const std::string path = (folder / "model").string();
+  const auto first = two.lab.memory().tagged(two.model, "first");
+  const auto second = two.lab.memory().tagged(two.model, "second");
+  two.fill(*first, 4 * kMiB, 1);
+  two.fill(*second, 4 * kMiB, 2);
+  bool is_asked = false;
+  two.lab.driver.before(Call::reserve, [&] {
+    if (!std::exchange(is_asked, true)) two.go(second, {Place::Kind::file, path, nullptr});
+  });
+  two.lab.driver.fail_if([](const CallRecord& call) { return call.call == Call::reserve; }, no_memory());
+  const Places places = {{Place::Kind::device, "", &two.other}, {Place::Kind::file, path, nullptr}};
+  Transfer out(std::make_unique<Departure>(two.sleeper, std::vector<PartToSleep>{{first, places}}, false), nullptr);
+  out.begin(&look_away);
+  out.run(&look_away);
+  two.lab.driver.before(Call::reserve, nullptr);
+  two.lab.driver.clear_failures();
+  EXPECT_TRUE(is_asked) << "the test is about nothing";
+  EXPECT_EQ(where(*first), path);
+  EXPECT_EQ(where(*second), path + ".2");
+  two.come(first);
+  two.come(second);
+  fs::remove_all(folder);
 }
 
 }  // namespace

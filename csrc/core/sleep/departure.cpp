@@ -172,12 +172,14 @@ void Departure::make_backups() {
     Places places;
     sleeper_.name_file([&] {
       places = places_beside_others(first / 2);
-      if (places.front().kind != Place::Kind::file) return;
+      const auto file = std::find_if(places.begin(), places.end(),
+                                     [](const Place& place) { return place.kind == Place::Kind::file; });
+      if (file == places.end()) return;
       for (std::size_t lot = first; lot < lots; ++lot) {
-        if (is_with_it(lot)) note(lot, places.front().path);
+        if (is_with_it(lot)) note(lot, file->path);  // nobody else's, whether it comes to that or not
       }
     });
-    const std::shared_ptr<Backup> backup = sleeper_.make_backup(places, all, of_first.pool->group());
+    const std::shared_ptr<Backup> backup = sleeper_.make_backup(places, all, *of_first.pool);
     for (std::size_t lot = first; lot < lots; ++lot) {
       if (!is_with_it(lot)) continue;
       backups_[lot] = backup;
