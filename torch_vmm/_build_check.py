@@ -36,7 +36,7 @@ def check() -> None:
     Call it before the first import of ``torch_vmm._C``.
 
     Raises:
-        ImportError: says what was found, what is needed, and how to build.
+        WrongTorchError: an ImportError; says what was found, what is needed, and how to build.
         SystemExit: the same, where this is the command line: nobody wants its traceback.
     """
     try:
@@ -45,6 +45,12 @@ def check() -> None:
         if _is_command_line():
             sys.exit(f"torch-vmm: {error}")
         raise
+
+
+def _wrong(message: str) -> ImportError:
+    from torch_vmm.errors import WrongTorchError  # which needs a torch
+
+    return WrongTorchError(message)
 
 
 def _is_command_line() -> bool:
@@ -61,7 +67,8 @@ def require_fitting(folder: Path = _FOLDER, running: str | None = None) -> None:
         folder: where the extension is; the package's own folder.
         running: torch's version; by default that of the torch installed.
     Raises:
-        ImportError: says what was found, what is needed, and how to build.
+        WrongTorchError: says what was found, what is needed, and how to build.
+        ImportError: the same, where there is no torch.
     """
     if running is None:
         try:
@@ -76,19 +83,19 @@ def require_fitting(folder: Path = _FOLDER, running: str | None = None) -> None:
     if path is None:
         others = sorted(file.name for file in folder.glob("_C.*.so"))
         found = f"; there is one for another Python: {', '.join(others)}" if others else ""
-        raise ImportError(f"torch_vmm's extension (torch_vmm._C) has not been built{found}. To build it, {_HOW}")
+        raise _wrong(f"torch_vmm's extension (torch_vmm._C) has not been built{found}. To build it, {_HOW}")
 
     running_minor = ".".join(running.split(".")[:2])
     record = path.with_suffix(".json")
     try:
         built = str(json.loads(record.read_text())["minor"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ImportError(
+        raise _wrong(
             f"torch_vmm's extension has no record of the torch it was built for ({record.name}: {error!r}). "
             f"To build it for torch {running_minor}, {_HOW}"
         ) from error
     if built != running_minor:
-        raise ImportError(
+        raise _wrong(
             f"torch_vmm was built for torch {built}, and torch {running} is running. An extension fits one minor "
             f"release of torch only. To rebuild it for torch {running_minor}, {_HOW}"
         )

@@ -199,8 +199,10 @@ def _require_whole(tensor: object, name: str) -> tuple[int, ...]:
 def _alias(tensors: list[torch.Tensor], copies: int, read_only: bool, shape: tuple[int, ...]) -> torch.Tensor:
     require_size(shape, tensors[0].dtype, "shape of the result")
     device = tensors[0].device
-    pool = routing.current_pool(DeviceKey(device.type, device.index or 0).torch_device)  # type: ignore[arg-type]
+    key = DeviceKey(device.type, device.index or 0)  # type: ignore[arg-type]
+    pool = routing.current_pool(key.torch_device)
     pieces = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
+    _C.current_space(*key, sum(size for _, size in pieces))  # strict() may refuse
     with torch.inference_mode(False):  # it outlives one that is on now
         made = _C.alias(pool._handle, tensors, pieces, copies, read_only, shape, tensors[0].dtype)
     if all(tensor.untyped_storage().data_ptr() == tensors[0].untyped_storage().data_ptr() for tensor in tensors):

@@ -193,6 +193,15 @@ class NotAvailableError(VmmError):
         self.reason = reason or message
 
 
+class WrongTorchError(NotAvailableError, ImportError):
+    """The extension was not built for the torch there is, or not at all: what
+    ``import torch_vmm`` raises, so it is an ``ImportError`` as well.
+
+    Attributes:
+        reason: what was found, what is needed, and how to build.
+    """
+
+
 class NotEnabledError(NotAvailableError):
     """A model is entered while torch_vmm is not that device's allocator: call
     :func:`torch_vmm.enable` first.

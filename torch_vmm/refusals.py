@@ -47,10 +47,12 @@ class Refusal:
 
 
 def last_out_of_memory(device: Device = "cuda") -> Refusal | None:
-    """The last request of a pool that was refused on a device, or ``None``.
+    """The last request for memory that a device refused, or ``None``.
 
     A tensor's allocation raises torch's own ``torch.OutOfMemoryError``, which
-    has a text only; this has the values.
+    has a text only; this has the values. Of what is no pool's request (memory
+    by hand, what is to sleep) it names no holders and gives no advice: the
+    error's text says what there is to say.
 
     Raises:
         InvalidArgumentError: no device.

@@ -99,7 +99,7 @@ def to_index(value: object) -> int | None:
 
 
 def _whole(value: Size, name: str) -> int:
-    if isinstance(value, str) and value.isascii():
+    if isinstance(value, str) and value.isascii() and "\0" not in value:
         try:
             return _C.parse_bytes(value)
         except InvalidArgumentError as error:

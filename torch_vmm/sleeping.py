@@ -290,7 +290,7 @@ class Transfer(Guarded, guarded=True):
 
     def _require_own_process(self) -> None:
         if os.getpid() != self._process:
-            raise NotAvailableError("this is a forked process: its parent moves the model", reason="forked")
+            raise NotAvailableError("this is a forked process: its parent moves the model, wait there")
 
     def _require_another_thread(self) -> None:
         if self._runs_on == threading.get_ident():

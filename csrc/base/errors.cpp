@@ -54,12 +54,14 @@ DriverError::DriverError(const Status& status, const std::string& doing)
       code(status.driver_code()),
       name(status.driver_name()[0] == '\0' ? to_string(status.code()) : status.driver_name()) {}
 
-void throw_if_failed(const Status& status, const std::string& doing) {
+void throw_if_failed(const Status& status, const std::string& doing, const Wanted& wanted) {
   if (status.ok()) return;
   if (status.code() == StatusCode::driver_gone) {
     throw NotAvailableError(doing + ": " + status.text() + "; this process can no longer use the device");
   }
-  if (status.code() == StatusCode::out_of_memory) throw OutOfMemoryError(doing + ": " + status.text(), 0, 0, 0, "");
+  if (status.code() == StatusCode::out_of_memory) {
+    throw OutOfMemoryError(doing + ": " + status.text(), wanted.bytes, 0, 0, wanted.pool);
+  }
   throw DriverError(status, doing);
 }
 

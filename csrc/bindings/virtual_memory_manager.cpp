@@ -40,8 +40,9 @@ ManagerPtr make_manager(const std::string& kind, int ordinal) {
 Location to_location(const DeviceRoom& room, const DeviceName& device) {
   const DeviceKind kind = to_kind(device.first);
   if (kind == room.kind) {
-    if (device.second >= 0 && device.second < Runtime::device_count(kind)) return Location::on_device(device.second);
-    throw NotAvailableError("there is no device " + device.first + ":" + std::to_string(device.second));
+    const int count = Runtime::device_count(kind);
+    if (device.second >= 0 && device.second < count) return Location::on_device(device.second);
+    throw Runtime::no_such_device(kind, device.second, count);
   }
   if (kind == DeviceKind::cpu) return Location::on_host();
   throw InvalidArgumentError("a manager of host memory has nothing to do with a GPU's");

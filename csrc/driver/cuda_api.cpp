@@ -12,7 +12,8 @@ bool CudaApi::load(std::string* why_not) {
   void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* const reason = ::dlerror();
-    *why_not = std::string("no NVIDIA driver on this machine: ") + (reason == nullptr ? "libcuda.so.1" : reason);
+    *why_not = std::string("no NVIDIA driver on this machine: ") + (reason == nullptr ? "libcuda.so.1" : reason) +
+               "; install NVIDIA's, or give device=\"cpu\", which has all that is not a GPU's own";
     return false;
   }
   std::string missing;
@@ -26,7 +27,7 @@ bool CudaApi::load(std::string* why_not) {
 #undef VMM_CUDA_FIND
   lacks_for_pools = find_pool_functions([library](const char* name) { return ::dlsym(library, name); });
   if (missing.empty()) return true;
-  *why_not = "the NVIDIA driver is too old: it lacks " + missing;
+  *why_not = "the NVIDIA driver is too old, install a newer one: it lacks " + missing;
   return false;
 }
 

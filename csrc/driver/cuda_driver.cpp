@@ -61,6 +61,7 @@ std::unique_ptr<Driver> CudaDriver::make(std::string* why_not) {
         "no usable NVIDIA GPU: " + (result == CUDA_SUCCESS ? "none visible" : api.status(result, "cuInit").text());
     const char* const visible = std::getenv("CUDA_VISIBLE_DEVICES");
     if (visible != nullptr) *why_not += "; CUDA_VISIBLE_DEVICES is '" + std::string(visible) + "'";
+    *why_not += "; see what nvidia-smi shows, or give device=\"cpu\"";
     return nullptr;
   }
   Devices devices;

@@ -79,6 +79,15 @@ void Runtime::require_own_process() {
       "use");
 }
 
+NotAvailableError Runtime::no_such_device(DeviceKind kind, int ordinal, int count) {
+  const std::string name = to_string(kind);
+  const std::string last = name + ":" + std::to_string(count - 1);
+  return NotAvailableError("there is no device " + name + ":" + std::to_string(ordinal) + "; " +
+                           (count == 0   ? "there is none of this kind"
+                            : count == 1 ? "the only one is " + last
+                                         : "there are " + name + ":0 to " + last));
+}
+
 Driver& Runtime::driver(DeviceKind kind) {
   const MutexLock lock(mutex_);
   return driver_locked(kind);
@@ -99,14 +108,7 @@ DeviceRoom& Runtime::make_room(DeviceKind kind, int ordinal) {
   if (DeviceRoom* found = made(kind, ordinal); found != nullptr) return *found;
   Driver& driver = driver_locked(kind);
   const int count = driver.device_count();
-  if (ordinal < 0 || ordinal >= count || ordinal >= kMostDevices) {
-    const std::string name = to_string(kind);
-    const std::string last = name + ":" + std::to_string(count - 1);
-    throw NotAvailableError("there is no device " + name + ":" + std::to_string(ordinal) + "; " +
-                            (count == 0   ? "there is none of this kind"
-                             : count == 1 ? "the only one is " + last
-                                          : "there are " + name + ":0 to " + last));
-  }
+  if (ordinal < 0 || ordinal >= count || ordinal >= kMostDevices) throw no_such_device(kind, ordinal, count);
   Options options = options_;
   options.exportable = options.exportable && kind_of(kind).is_shared_by_handle;
   auto* room = new DeviceRoom(kind, ordinal, driver, space_, options);  // never destroyed, as the runtime

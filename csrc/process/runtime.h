@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/errors.h"
 #include "base/sync.h"
 #include "core/device/device_memory.h"
 #include "core/device/private_pools.h"
@@ -118,6 +119,8 @@ class Runtime {
   static bool in_child() { return in_child_.load(std::memory_order_relaxed); }
   // NotAvailableError in a forked child.
   static void require_own_process();
+  // Of the `count` that there are, where `ordinal` is none.
+  static NotAvailableError no_such_device(DeviceKind kind, int ordinal, int count);
 
  private:
   Runtime();

@@ -234,7 +234,7 @@ void* allocate_routed(DeviceRoom& room, std::size_t bytes, Stream stream, std::s
 
 // The way of a request that no kept block serves.
 [[gnu::noinline]] void* allocate_anew(c10::DeviceIndex device, std::size_t bytes, cudaStream_t stream) {
-  if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cuda);
+  if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cuda, device, bytes);
   const History::Scope scope(cca::RecordContext::STATE);
   std::shared_ptr<Pool> part;
   try {
@@ -409,7 +409,7 @@ void CudaAllocator::free_block(void* block) noexcept {
 c10::DataPtr CudaAllocator::allocate(std::size_t bytes) {
   const c10::DeviceIndex device = current_device();
   if (!is_cached()) [[unlikely]] {
-    if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cuda);
+    if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cuda, device, bytes);
     void* block = allocate_uncached(bytes);
     return {block, block, &free_uncached, torch_device(device)};
   }

@@ -78,7 +78,7 @@ c10::DataPtr HostAllocator::allocate(std::size_t bytes) {
   if (Runtime::in_child()) [[unlikely]]
     return previous.load(std::memory_order_relaxed)->allocate(bytes);
   if (bytes == 0) return {nullptr, nullptr, &free_block, host()};
-  if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cpu);
+  if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cpu, 0, bytes);
   require_model(DeviceKind::cpu, 0, bytes);
   try {
     DeviceRoom& room = Runtime::room(DeviceKind::cpu, 0);

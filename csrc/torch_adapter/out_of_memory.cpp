@@ -10,6 +10,7 @@
 #include "base/units.h"
 #include "core/device/provided_memory.h"
 #include "torch_adapter/errors.h"
+#include "torch_adapter/routing.h"
 
 namespace vmm {
 
@@ -84,7 +85,12 @@ void rethrow_as_torch(DeviceKind kind, int ordinal, std::size_t bytes) {
   }
 }
 
-void throw_beyond_exbibyte(DeviceKind kind) {
+void throw_beyond_exbibyte(DeviceKind kind, int ordinal, std::size_t bytes) {
+  if (DeviceRoom* const room = Runtime::made(kind, ordinal); room != nullptr) {
+    const std::shared_ptr<Pool> pool = current_pool(*room);
+    const Budget& budget = pool->model().budget();
+    room->memory.note_refusal({bytes, budget.headroom(), budget.limit(), pool->model().name(), {}, {}});
+  }
   const std::string text = std::string(backend(kind)) + " out of memory. Tried to allocate more than 1EB memory.";
   TORCH_CHECK_WITH(OutOfMemoryError, false, text);
   __builtin_unreachable();

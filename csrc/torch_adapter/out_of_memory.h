@@ -31,6 +31,6 @@ std::string out_of_memory_sentence(DeviceKind kind, int ordinal, std::size_t byt
 
 // torch's own refusal of requests that no device could ever meet.
 inline constexpr std::size_t kExbibyte = std::size_t{1} << 60;
-[[noreturn]] void throw_beyond_exbibyte(DeviceKind kind);
+[[noreturn]] void throw_beyond_exbibyte(DeviceKind kind, int ordinal, std::size_t bytes);
 
 }  // namespace vmm

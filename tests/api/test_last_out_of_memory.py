@@ -177,3 +177,90 @@ def test_what_other_parts_of_the_model_have_idle_is_there(device: str, make_shar
 def test_less_than_a_page_is_no_memory(device: str, make_shared: Callable[..., Shared]) -> None:
     shared = make_shared("64MiB")
     assert refused_and_helped(device, shared, shared.register_model("m"), 68_848_120) == 2 * MIB
+
+
+def raised_by(asks: Callable[[], object]) -> torch_vmm.OutOfMemoryError:
+    with pytest.raises(torch_vmm.OutOfMemoryError) as raised:
+        asks()
+    return raised.value
+
+
+def test_what_is_no_pools_request_is_the_last_one_too(
+    device: str, memory: _C.Device, make_shared: Callable[..., Shared]
+) -> None:
+    shared = make_shared("1GiB")
+    model = shared.register_model("model")
+    held = tensor_in(model, 4 * MIB)
+    shared.host_backup_limit = 0  # type: ignore[assignment]
+
+    with torch_vmm.VirtualMemoryManager(device) as manager:
+        error = raised_by(lambda: manager.alloc_physical(2**46))
+    assert (error.requested, error.pool) == (2**46, "VirtualMemoryManager")
+    assert error.available <= memory.total_bytes
+    assert dataclasses.astuple(last(device))[:4] == (error.requested, error.available, error.limit, error.pool)
+    error = raised_by(model.sleep)
+    assert (error.requested, error.available, error.limit, error.pool) == (4 * MIB, 0, 0, "model")
+    assert "'model'" in str(error)
+    assert dataclasses.astuple(last(device))[:4] == (error.requested, error.available, error.limit, error.pool)
+    with model, pytest.raises(torch.OutOfMemoryError, match="more than 1EB"):
+        torch.empty(2**60, dtype=torch.uint8, device=device)
+    assert (last(device).requested, last(device).pool) == (2**60, "model")
+    del held
+
+
+def test_more_copies_than_there_are_addresses_say_how_much_that_is(device: str, pool: Pool) -> None:
+    with pool:
+        ring = torch_vmm.aligned((PAGE // 4,), torch.float32, device)
+        error = raised_by(lambda: torch_vmm.alias(ring, 2**27))
+    assert (error.requested, error.pool) == (2**27 * PAGE, pool.name)
+
+
+def test_two_limits_that_refuse_are_both_to_be_raised(device: str, make_shared: Callable[..., Shared]) -> None:
+    shared = make_shared("100MiB")
+    a, c = shared.register_model("a"), shared.register_model("c", physical_limit="20MiB")
+    held = tensor_in(a, 90 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(c, 30 * MIB)
+    advice = last(device).advice
+    assert f"raise the limit of pool 'c' by 10 MiB and that of {shared.name} by 20 MiB" in advice
+    c.physical_limit = "30MiB"  # type: ignore[assignment]
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(c, 30 * MIB)
+    assert f"raise the limit of {shared.name} by 20 MiB" in last(device).advice
+    shared.physical_limit = "120MiB"  # type: ignore[assignment]
+    assert tensor_in(c, 30 * MIB).nbytes == 30 * MIB
+    del held
+
+
+def test_a_floor_is_to_be_lower_only_where_that_would_do(device: str, make_shared: Callable[..., Shared]) -> None:
+    shared = make_shared("100MiB")
+    a, b = shared.register_model("a"), shared.register_model("b", floor="10MiB")
+    for size, helps in ((300, False), (100, True)):
+        with pytest.raises(torch.OutOfMemoryError):
+            tensor_in(a, size * MIB)
+        assert ("give 'b' a lower floor" in last(device).advice) == helps, last(device).advice
+    b.floor = 0  # type: ignore[assignment]
+    assert tensor_in(a, 100 * MIB).nbytes == 100 * MIB
+
+
+@pytest.mark.parametrize("way", ["wake", "swap"])
+def test_the_own_floor_of_what_wakes_counts_once(device: str, make_shared: Callable[..., Shared], way: str) -> None:
+    shared = make_shared("140MiB")
+    a, b = shared.register_model("a"), shared.register_model("b", floor="40MiB")
+    asleep = tensor_in(b, 90 * MIB)
+    b.sleep()
+    awake = tensor_in(a, 50 * MIB)
+    shared.physical_limit = "60MiB"  # type: ignore[assignment]
+    wake = b.wake if way == "wake" else lambda: torch_vmm.swap(a, b)
+    raised_by(wake)
+    more = 80 if way == "wake" else 30
+    assert f"by {more} MiB" in last(device).advice
+    shared.physical_limit = (58 + more) * MIB  # type: ignore[assignment]
+    raised_by(wake)
+    shared.physical_limit = (60 + more) * MIB  # type: ignore[assignment]
+    wake()
+    assert not b.is_asleep
+    if a.is_asleep:
+        shared.physical_limit = "140MiB"  # type: ignore[assignment]
+        a.wake()
+    del asleep, awake

@@ -37,9 +37,14 @@ def test_outside_every_model_is_an_error_that_says_what_to_do(device: str, llama
     make(device)
 
 
-@pytest.mark.parametrize("name", ["elastic", "sparse", "aligned", "placed", "cache"])
+@pytest.mark.parametrize("name", ["elastic", "sparse", "aligned", "placed", "cache", "alias"])
 def test_memory_of_pages_is_a_models_too(device: str, llama: Pool, name: str) -> None:
+    with llama:
+        shown = torch_vmm.aligned((1 << 19,), device=device)
+
     def make_pages() -> object:
+        if name == "alias":
+            return torch_vmm.alias(shown)
         if name == "placed":
             return torch_vmm.aligned((1 << 20,), placement=[(device, 1 << 19), (device, 1 << 19)])
         if name == "cache":

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import torch_vmm
 from tests.helpers import ROOT
 from torch_vmm import _build_check
 from torch_vmm.version import __version__
@@ -167,3 +168,10 @@ def test_make_help_lists_every_target() -> None:
     assert len(targets) >= 18
     listed = [line.split()[0] for line in command("make", "help", cwd=ROOT).splitlines()]
     assert listed == targets
+
+
+def test_another_torch_is_refused_by_what_both_kinds_of_handlers_catch() -> None:
+    with pytest.raises(torch_vmm.NotAvailableError, match=r"built for torch .* and torch 9.9.0 is running") as raised:
+        _build_check.require_fitting(running="9.9.0")
+    assert isinstance(raised.value, ImportError)
+    assert "pip install" in raised.value.reason

@@ -40,7 +40,24 @@ def test_sizes_in_text(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "MiB", "2 pages", "2M", "-2MiB", "1.5", "1.5B", "1..5MiB", "2MiBs", "0x10", "1e6", "inf", "nan"]
+    "text",
+    [
+        "",
+        " ",
+        "MiB",
+        "2 pages",
+        "2M",
+        "-2MiB",
+        "1.5",
+        "1.5B",
+        "1..5MiB",
+        "2MiBs",
+        "0x10",
+        "1e6",
+        "inf",
+        "nan",
+        "2MiB\0",
+    ],
 )
 def test_texts_that_are_no_sizes(text: str) -> None:
     with pytest.raises(torch_vmm.InvalidArgumentError) as raised:

@@ -19,6 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/errors.h"
 #include "base/function_ref.h"
 #include "base/sync.h"
 #include "core/debug/watch_log.h"
@@ -133,7 +134,11 @@ class DeviceMemory {
   // Whether the device's memory, and each limit above `payer` as it is at this moment, is that
   // large: otherwise nothing that anybody gives back would do.
   [[nodiscard]] bool could_hold(const Budget& payer, std::size_t bytes) const;
-  // The last of these requests that was refused.
+  // Of something else than a pool's request: nobody is told, but it is the last that was refused.
+  void note_refusal(Refusal refusal) VMM_EXCLUDES(refusal_mutex_);
+  // Notes it and throws it.
+  [[noreturn]] void refuse(const OutOfMemoryError& error) VMM_EXCLUDES(refusal_mutex_);
+  // The last request that was refused.
   [[nodiscard]] std::optional<Refusal> last_refusal() const VMM_EXCLUDES(refusal_mutex_);
   // Frees explicit pages; what then rests on the shelf stays bounded.
   void deallocate_pages(Pool& pool, std::size_t offset, std::size_t size);

@@ -63,9 +63,16 @@ std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
   }
   // Memory comes in whole pages, and less than one is none.
   const std::size_t available = align_down(refusal.available, cause.page);
-  const std::size_t missing = cause.above + refusal.requested - std::min(available, refusal.requested);
+  std::size_t missing = refusal.requested - std::min(available, refusal.requested);
   const std::size_t whole = align_up(refusal.requested, cause.page);
-  const std::size_t more = cause.above + whole - std::min(refusal.available, whole);
+  std::size_t more = whole - std::min(refusal.available, whole);
+  std::string above;  // limits that would refuse next
+  for (std::size_t k = 0; k < cause.rises.size(); ++k) {
+    const RefusalCause::Rise& rise = cause.rises[k];
+    missing = k == 0 ? rise.for_bytes : std::max(missing, rise.for_bytes);
+    if (k == 0) more = rise.for_pages;
+    if (k != 0) above += " and that of " + rise.name + " by " + at_least(rise.for_pages);
+  }
   std::size_t in_use = 0;
   std::size_t may_come = 0;  // once all that is in use has been freed
   for (const Holder& holder : refusal.holders) {
@@ -76,14 +83,14 @@ std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
     ways.push_back(missing == 0 ? "free tensors" : "free tensors of " + at_least(missing));
   if (!cause.limit_name.empty() &&
       (!device_is_known || refusal.limit + std::max(more, std::size_t{1}) <= cause.device_total)) {
-    ways.push_back("raise the limit of " + cause.limit_name + (more == 0 ? "" : " by " + at_least(more)));
+    ways.push_back("raise the limit of " + cause.limit_name + (more == 0 ? "" : " by " + at_least(more)) + above);
   }
   if (cause.spill != 0) ways.push_back("raise spill_limit by " + at_least(cause.spill));
   std::size_t named = 0;
   for (const Holder& holder : refusal.holders) {
-    if (holder.floor == 0 || ++named > kMostNamed) continue;
-    ways.push_back("give '" + holder.name + "' a lower floor: it keeps " +
-                   format_bytes(std::min(holder.floor, holder.idle + holder.reserved)) +
+    const std::size_t kept = std::min(holder.floor, holder.idle + holder.reserved);
+    if (kept == 0 || kept < missing || ++named > kMostNamed) continue;  // by itself it would not do
+    ways.push_back("give '" + holder.name + "' a lower floor: it keeps " + format_bytes(kept) +
                    (holder.reserved == 0 ? " idle" : ""));
   }
   if (cause.limit_name.empty() && cause.outside != 0) {

@@ -39,12 +39,18 @@ struct RefusalCause {
   std::string limit_name;   // the limit that refused; empty: none did
   std::string driver_said;  // where the driver refused; else empty
   std::string limits;       // every limit on the way, in words
+  // Bytes by which a limit would have to be higher: for what was asked, and for that in whole pages.
+  struct Rise {
+    std::string name;
+    std::size_t for_bytes = 0;
+    std::size_t for_pages = 0;
+  };
+  std::vector<Rise> rises;  // the one that refused, then those above that would refuse next
   bool no_addresses = false;
   bool takes_whole_pages = false;  // debug mode's guards do
   std::size_t capacity = 0;        // bytes of addresses of the pool that asked
   std::size_t device_total = 0;    // bytes; 0: not known
   std::size_t device_free = 0;
-  std::size_t above = 0;    // bytes that are used, or claimed, above the limit that refused
   std::size_t page = 1;     // bytes in whole multiples of which the pool that asked has memory
   std::size_t spill = 0;    // bytes that spill_limit is short of; 0: it, or spilling, would not help
   std::size_t outside = 0;  // bytes of the device that are held, and not by torch_vmm

@@ -137,7 +137,6 @@ Refused DeviceMemory::refusal_of(const Ladder::Climb& climb) {
     if (shortage.refused != nullptr) {
       refusal.limit = shortage.refused->limit();
       cause.limit_name = shortage.refused->name();
-      cause.above = shortage.refused->excess_for(asker.budget(), bytes, shelved_under(*shortage.refused));
     } else {
       if (!shortage.status.ok()) cause.driver_said = shortage.status.text();
       if (known && (bytes > info.total || shortage.status.code() == StatusCode::out_of_memory)) {
@@ -151,6 +150,19 @@ Refused DeviceMemory::refusal_of(const Ladder::Climb& climb) {
     if (cause.no_addresses) return &pool == &asker ? stats.idle_bytes : 0;
     return pool.budget().stands_under(budget_) ? stats.idle_bytes : 0;
   };
+  // What would have to be had: none of what a wake has already.
+  const std::size_t wanted = bytes + climb.beside.to_come;
+  const std::size_t pages = align_up(wanted, asker.page_size());
+  for (const Budget* level = shortage.refused; level != nullptr; level = level->parent()) {
+    if (level->limit() == kUnlimited) continue;
+    const Surveyed beneath = level == under ? Surveyed{} : survey(level);
+    const std::size_t spare = to_spare(level == under ? all : beneath, asker, idle);
+    const auto rise = [&](std::size_t size) {
+      const std::size_t all_of_it = level->rise_for(asker.budget(), size, shelved_under(*level));
+      return all_of_it - std::min(all_of_it, spare);
+    };
+    if (level == under || rise(wanted) != 0) cause.rises.push_back({level->name(), rise(wanted), rise(pages)});
+  }
   const std::size_t headroom = asker.budget().headroom_without(shelved, asker.group());
   refusal.available = std::min(known ? std::min(headroom, info.free + shelved) : headroom, asker.capacity()) +
                       to_spare(all, asker, idle);
@@ -168,10 +180,7 @@ void DeviceMemory::tell(Refused refused) {
   OutOfMemoryError error(text_of(refusal, refused.cause), refusal.requested, refusal.available, refusal.limit,
                          refusal.pool);
   error.is_told = true;
-  {
-    const MutexLock lock(refusal_mutex_);
-    last_refusal_ = std::move(refusal);
-  }
+  note_refusal(std::move(refusal));
   throw error;
 }
 
@@ -205,7 +214,14 @@ void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool*
     refusal.available = room;
     refusal.limit = device == nullptr ? level.limit() : device->total;
     if (device == nullptr) cause.limit_name = level.name();
-    if (device == nullptr) cause.above = level.excess_for(in.budget(), bytes, 0);
+    if (device == nullptr) {
+      std::size_t gain = could_be_spared(level, in, out);
+      if (out != nullptr && out->budget().stands_under(level)) {
+        gain += std::min(leaving, out->budget().above_floors(in.budget()));
+      }
+      const std::size_t rise = level.rise_for(in.budget(), bytes, store_.shelved_under(level));
+      cause.rises.push_back({level.name(), rise - std::min(rise, gain), rise - std::min(rise, gain)});
+    }
     cause.page = in.page_size();
     if (device != nullptr) cause.device_total = device->total;
     if (device != nullptr) cause.device_free = device->free;
@@ -232,6 +248,16 @@ void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool*
         (round == 0 && ladder_.call_back()) || (round < Ladder::kMostReliefs && ladder_.relieve(in, bytes));
     if (!has_freed) refuse_under(is_device ? budget_ : *full, room, is_device ? &info : nullptr);
   }
+}
+
+void DeviceMemory::note_refusal(Refusal refusal) {
+  const MutexLock lock(refusal_mutex_);
+  last_refusal_ = std::move(refusal);
+}
+
+void DeviceMemory::refuse(const OutOfMemoryError& error) {
+  note_refusal({error.requested, error.available, error.limit, error.pool, {}, {}});
+  throw error;
 }
 
 std::optional<Refusal> DeviceMemory::last_refusal() const {

@@ -24,9 +24,10 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
   for (const AliasedPiece& piece : pieces) bytes += std::min(piece.size, kMostAddresses - bytes);
   // So many copies of a granule are fewer than an int holds, which a chunk's mappings are counted in.
   if (copies > kMostAddresses / std::max<std::size_t>(bytes, 1)) {
-    throw OutOfMemoryError(std::to_string(copies) + " copies of " + format_bytes(bytes) +
-                               " are more than there are virtual addresses, " + format_bytes(kMostAddresses),
-                           kUnlimited, 0, kMostAddresses, opener_->name());
+    const std::size_t most = kUnlimited / std::max<std::size_t>(bytes, 1);
+    memory_.refuse(OutOfMemoryError(std::to_string(copies) + " copies of " + format_bytes(bytes) +
+                                        " are more than there are virtual addresses, " + format_bytes(kMostAddresses),
+                                    bytes * std::min(copies, most), 0, kMostAddresses, opener_->name()));
   }
   holds_.reserve(pieces.size());  // nothing is held that there is no room to note
   shown_.reserve(pieces.size());
@@ -73,9 +74,10 @@ TensorAlias::TensorAlias(DeviceMemory& memory, std::shared_ptr<Pool> opener, con
     });
     if (status.ok()) return;
     if (status.code() == StatusCode::out_of_memory) {
-      throw OutOfMemoryError("there are no addresses, or mappings, for " + format_count(copies, "copy", "copies") +
-                                 " of " + format_bytes(bytes) + " (" + status.text() + ")",
-                             bytes * copies, 0, kMostAddresses, opener_->name());
+      memory_.refuse(OutOfMemoryError("there are no addresses, or mappings, for " +
+                                          format_count(copies, "copy", "copies") + " of " + format_bytes(bytes) + " (" +
+                                          status.text() + ")",
+                                      bytes * copies, 0, kMostAddresses, opener_->name()));
     }
     throw_if_failed(status, "mapping memory at further addresses");
   } catch (...) {

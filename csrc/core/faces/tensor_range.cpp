@@ -110,7 +110,9 @@ void TensorRange::cover(const std::vector<ByteRange>& ranges) {
     // What others have idle serves as well; the smallest chunk that reads as zero is all that it takes.
     memory_.reclaim_for(memory_.budget(), memory_.store().granularity(), [&] { return (status = attempt()).ok(); });
   }
-  throw_if_failed(status, "mapping what reads as zero in '" + part_->name() + "'");
+  std::size_t bytes = 0;
+  for (const ByteRange& range : ranges) bytes += range.size;
+  throw_if_failed(status, "mapping what reads as zero in '" + part_->name() + "'", {bytes, part_->model().name()});
 }
 
 void TensorRange::uncover(const std::vector<ByteRange>& ranges) {

@@ -30,6 +30,9 @@ void require_multiple(std::size_t size, std::size_t grain, const std::string& na
   throw InvalidRangeError(size, of("size", size) + " must be a multiple of the " + name + ", " + std::to_string(grain) +
                                     " (" + format_bytes(grain) + ")");
 }
+
+constexpr const char* kOwner = "VirtualMemoryManager";  // in errors, as of a pool
+
 }  // namespace
 
 VirtualMemoryManager::VirtualMemoryManager(DeviceMemory& memory) : memory_(memory), id_(next_manager_id()) {}
@@ -98,9 +101,9 @@ VirtualAddressRange VirtualMemoryManager::reserve(std::size_t size, std::size_t 
   Address base = 0;
   const Status status = memory_.driver().reserve(size, alignment, &base);
   if (status.code() == StatusCode::out_of_memory) {
-    throw OutOfMemoryError(
+    memory_.refuse(OutOfMemoryError(
         "reserve(" + std::to_string(size) + "): no such stretch of virtual addresses is free (" + status.text() + ")",
-        size, 0, kMostAddresses, "VirtualMemoryManager");
+        size, 0, kMostAddresses, kOwner));
   }
   throw_if_failed(status, doing);
   try {
@@ -168,12 +171,13 @@ PhysicalAllocation VirtualMemoryManager::alloc_physical(std::size_t size, Locati
     const bool known = location.kind == Location::Kind::device && driver.memory_info(location.device, &info).ok();
     std::size_t available = known ? info.free : 0;
     if (refused != nullptr) available = std::min(payer.headroom(), known ? info.free : kUnlimited);
-    throw OutOfMemoryError(doing + ": " +
-                               (refused != nullptr ? "the limit of " + refused->name() + ", " +
-                                                         format_bytes(refused->limit()) + ", is reached"
-                                                   : "the driver has no more (" + status.text() + ")") +
-                               (known ? "; free " + format_bytes(info.free) + " of " + format_bytes(info.total) : ""),
-                           size, available, refused != nullptr ? refused->limit() : info.total, "VirtualMemoryManager");
+    memory_.refuse(OutOfMemoryError(
+        doing + ": " +
+            (refused != nullptr
+                 ? "the limit of " + refused->name() + ", " + format_bytes(refused->limit()) + ", is reached"
+                 : "the driver has no more (" + status.text() + ")") +
+            (known ? "; free " + format_bytes(info.free) + " of " + format_bytes(info.total) : ""),
+        size, available, refused != nullptr ? refused->limit() : info.total, kOwner));
   }
   if (status.code() == StatusCode::not_supported) {
     throw NotAvailableError("alloc_physical: " + status.text() + ": this device cannot create " +
@@ -219,7 +223,7 @@ void VirtualMemoryManager::map(const VirtualAddressRange& range, const PhysicalA
   }
   const PlacedChunk placement{offset, chunk};
   throw_if_failed(found.mapped->map({&placement, 1}, {}),
-                  "map " + physical.text() + " at offset " + std::to_string(offset));
+                  "map " + physical.text() + " at offset " + std::to_string(offset), {chunk->size, kOwner});
 }
 
 void VirtualMemoryManager::require_whole_mappings(const Range& found, const VirtualAddressRange& range,

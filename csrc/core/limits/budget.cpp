@@ -190,9 +190,10 @@ std::size_t Budget::unclaimed_of(const Budget& payer) const {
   return free;
 }
 
-std::size_t Budget::excess_for(const Budget& payer, std::size_t bytes, std::size_t shelved) const {
-  const std::size_t used = left(left(used_bytes_, shelved), limit_bytes_);
-  return bytes <= unclaimed_of(payer) ? used : std::max(used, left(claimed_bytes_, limit_bytes_));
+std::size_t Budget::rise_for(const Budget& payer, std::size_t bytes, std::size_t shelved) const {
+  const std::size_t used = left(left(used_bytes_, shelved) + bytes, limit_bytes_);
+  const std::size_t claimed = left(bytes, unclaimed_of(payer));
+  return claimed == 0 ? used : std::max(used, left(claimed_bytes_ + claimed, limit_bytes_));
 }
 
 std::size_t Budget::claimable_for(const Budget& payer) const {

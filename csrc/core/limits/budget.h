@@ -112,9 +112,9 @@ class Budget : public std::enable_shared_from_this<Budget> {
   [[nodiscard]] std::size_t excess_claims() const {
     return left(claimed_bytes_, std::max<std::size_t>(limit_bytes_, reservations_bytes_));
   }
-  // Bytes that are beyond the limit for `payer`, which wants `bytes`, once `shelved` bytes of what
-  // rests on shelves beneath have been given back: used, or claimed where it would claim more.
-  [[nodiscard]] std::size_t excess_for(const Budget& payer, std::size_t bytes, std::size_t shelved) const;
+  // Bytes by which the limit would have to be higher for `payer` to have `bytes`, once `shelved`
+  // bytes of what rests on shelves beneath have been given back: what is used then, or claimed.
+  [[nodiscard]] std::size_t rise_for(const Budget& payer, std::size_t bytes, std::size_t shelved) const;
   [[nodiscard]] bool is_over() const { return excess() != 0 || excess_claims() != 0; }
 
   // Models that share it, and every budget above.

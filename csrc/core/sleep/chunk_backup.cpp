@@ -8,7 +8,8 @@
 
 namespace vmm {
 
-ChunkBackup::ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t bytes) : own_(own), other_(other) {
+ChunkBackup::ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t bytes, const std::string& model)
+    : own_(own), other_(other) {
   GuestMemory& guests = other_.guests();
   const auto take = [&] { return guests.take(own_.device(), bytes, places_.get()); };
   const auto lacks = [](const Status& status) { return status.code() == StatusCode::out_of_memory; };
@@ -18,8 +19,14 @@ ChunkBackup::ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t byt
     other_.reclaim_for(other_.budget(), bytes, [&] { return !lacks(taken = take()); });
   }
   if (lacks(taken)) {
-    throw OutOfMemoryError(place() + " has no room for " + format_bytes(bytes) + " of a model that sleeps there", bytes,
-                           other_.budget().headroom(), other_.budget().limit(), place());
+    MemoryInfo info;
+    const bool known = other_.driver().memory_info(other_.device(), &info).ok();
+    const std::size_t available = std::min(other_.budget().headroom(), known ? info.free : kUnlimited);
+    const std::size_t limit = std::min(other_.budget().limit(), known ? info.total : kUnlimited);
+    throw OutOfMemoryError(place() + " has no room for " + format_bytes(bytes) + " of '" + model +
+                               "', which are to sleep there: " + format_bytes(available) + " of " +
+                               format_bytes(limit) + " are free",
+                           bytes, available, limit, model);
   }
   throw_if_failed(taken, "keeping " + format_bytes(bytes) + " of a model that sleeps on another device");
   if (places_->empty()) return;

@@ -12,9 +12,9 @@ namespace vmm {
 
 class ChunkBackup final : public Backup {
  public:
-  // `own`: the device that saves there. Throws OutOfMemoryError where `other` has no room,
-  // DriverError where the one cannot reach the other.
-  ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t bytes);
+  // `own`: the device that saves there; `model`: whose it is, for the words. Throws OutOfMemoryError
+  // where `other` has no room, DriverError where the one cannot reach the other.
+  ChunkBackup(DeviceMemory& own, DeviceMemory& other, std::size_t bytes, const std::string& model);
   ~ChunkBackup() override;
 
   void save(std::size_t at, Address from, std::size_t size, const StreamUse& by) override;

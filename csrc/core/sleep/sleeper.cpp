@@ -97,7 +97,7 @@ std::size_t Sleeper::release_unused_of_others(const PinnedMemory& memory, std::s
   return available;
 }
 
-void Sleeper::make_host_room(const PinnedMemory& memory, std::size_t bytes, const Budget& group) {
+void Sleeper::make_host_room(const PinnedMemory& memory, std::size_t bytes, Pool& asker) {
   // Whole slabs, as it takes them.
   const std::size_t slabs = align_up(bytes, PinnedMemory::kSlabBytes);
   const auto lacks = [&] { return slabs - std::min(slabs, memory.unused_bytes()); };
@@ -108,57 +108,57 @@ void Sleeper::make_host_room(const PinnedMemory& memory, std::size_t bytes, cons
   const bool is_short =
       missing > available || missing > most - std::min(most, memory.used_bytes() + memory.unused_bytes());
   // Copying again is better than not sleeping.
-  if (is_short && forget_unchanged(group)) {
+  if (is_short && forget_unchanged(asker.group())) {
     missing = lacks();
     available = available_memory();
   }
   if (missing > available) {
     throw OutOfMemoryError("the host has " + format_bytes(available) + " of memory left, and " + format_bytes(bytes) +
-                               " are to sleep there; name a file or another device, or discard",
-                           bytes, available, available, group.name());
+                               " of '" + asker.model().name() +
+                               "' are to sleep there; name a file or another device, or discard",
+                           bytes, available, available, asker.model().name());
   }
 }
 
 namespace {
 
-[[noreturn]] void refuse(const PinnedMemory& memory, std::size_t bytes, const Budget& group) {
+[[noreturn]] void refuse(const PinnedMemory& memory, std::size_t bytes, Pool& asker) {
   const std::size_t room = memory.limit() - std::min(memory.limit(), memory.used_bytes());
   throw OutOfMemoryError("host_backup_limit is " + format_bytes(memory.limit()) + ", of which " +
-                             format_bytes(memory.used_bytes()) + " are in use, and " + format_bytes(bytes) +
-                             " are to sleep there (in pieces of " + format_bytes(PinnedMemory::kSlabBytes) +
-                             "); raise it, wake a model, or name a file",
-                         bytes, room, memory.limit(), group.name());
+                             format_bytes(memory.used_bytes()) + " are in use, and " + format_bytes(bytes) + " of '" +
+                             asker.model().name() + "' are to sleep there (in pieces of " +
+                             format_bytes(PinnedMemory::kSlabBytes) + "); raise it, wake a model, or name a file",
+                         bytes, room, memory.limit(), asker.model().name());
 }
 
 }  // namespace
 
-std::shared_ptr<Backup> Sleeper::make_host_backup(std::size_t bytes, const Budget& group) {
-  const std::shared_ptr<PinnedMemory> memory = host_memory(group);
-  make_host_room(*memory, bytes, group);
+std::shared_ptr<Backup> Sleeper::make_host_backup(std::size_t bytes, Pool& asker) {
+  const std::shared_ptr<PinnedMemory> memory = host_memory(asker.group());
+  make_host_room(*memory, bytes, asker);
   std::shared_ptr<Backup> backup = HostBackup::make(driver(), memory, bytes);
-  if (backup == nullptr) refuse(*memory, bytes, group);
+  if (backup == nullptr) refuse(*memory, bytes, asker);
   return backup;
 }
 
 // Of how much memory that is, only looking at it tells.
-std::shared_ptr<Backup> Sleeper::make_packed_backup(const std::vector<Content>& contents, const Budget& group) {
-  const std::shared_ptr<PinnedMemory> memory = host_memory(group);
+std::shared_ptr<Backup> Sleeper::make_packed_backup(const std::vector<Content>& contents, Pool& asker) {
+  const std::shared_ptr<PinnedMemory> memory = host_memory(asker.group());
   const std::size_t table = PackedBackup::table_bytes(contents);
-  make_host_room(*memory, table, group);
+  make_host_room(*memory, table, asker);
   std::shared_ptr<PackedBackup> backup = PackedBackup::survey(driver(), memory, contents, out());
-  if (backup == nullptr) refuse(*memory, table, group);
+  if (backup == nullptr) refuse(*memory, table, asker);
   make_host_room(*memory, backup->bytes() - std::min(backup->bytes(), align_up(table, PinnedMemory::kSlabBytes)),
-                 group);
+                 asker);
   if (!backup->take_room()) {
     const std::size_t bytes = backup->bytes();
     backup.reset();  // its table is none of what is in use
-    refuse(*memory, bytes, group);
+    refuse(*memory, bytes, asker);
   }
   return backup;
 }
 
-std::shared_ptr<Backup> Sleeper::make_backup(const Places& places, const std::vector<Content>& contents,
-                                             const Budget& group) {
+std::shared_ptr<Backup> Sleeper::make_backup(const Places& places, const std::vector<Content>& contents, Pool& asker) {
   std::size_t bytes = 0;
   for (const Content& each : contents) bytes += each.size;
   if (std::any_of(places.begin(), places.end(), [](const Place& place) { return place.is_packed; })) {
@@ -171,14 +171,16 @@ std::shared_ptr<Backup> Sleeper::make_backup(const Places& places, const std::ve
         case Place::Kind::discard:
           return nullptr;
         case Place::Kind::host:
-          return place->is_packed ? make_packed_backup(contents, group) : make_host_backup(bytes, group);
+          return place->is_packed ? make_packed_backup(contents, asker) : make_host_backup(bytes, asker);
         case Place::Kind::file:
           return std::make_shared<FileBackup>(driver(), place->path, bytes);
         case Place::Kind::device:
-          return std::make_shared<ChunkBackup>(memory_, *place->device, bytes);
+          return std::make_shared<ChunkBackup>(memory_, *place->device, bytes, asker.model().name());
       }
     } catch (const InvalidArgumentError&) {
       throw;  // a mistake, and not for want of room
+    } catch (const OutOfMemoryError& error) {
+      if (std::next(place) == places.end()) memory_.refuse(error);
     } catch (const VmmError&) {
       if (std::next(place) == places.end()) throw;
     } catch (const std::bad_alloc&) {

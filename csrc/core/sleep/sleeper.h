@@ -49,7 +49,7 @@ class Sleeper {
   // discarded. Nothing changes them any more: where they are to be packed they are looked at.
   // Throws OutOfMemoryError, or what the last of them says, where none has; NotAvailableError
   // where the device cannot pack.
-  std::shared_ptr<Backup> make_backup(const Places& places, const std::vector<Content>& contents, const Budget& group);
+  std::shared_ptr<Backup> make_backup(const Places& places, const std::vector<Content>& contents, Pool& asker);
 
   // `choose` picks a file's name and notes it, before another thread looks which are taken.
   void name_file(const FunctionRef<void()>& choose) VMM_EXCLUDES(naming_) {
@@ -62,10 +62,10 @@ class Sleeper {
 
  private:
   StreamUse stream(Stream* which) VMM_EXCLUDES(mutex_);
-  std::shared_ptr<Backup> make_host_backup(std::size_t bytes, const Budget& group);
-  std::shared_ptr<Backup> make_packed_backup(const std::vector<Content>& contents, const Budget& group);
+  std::shared_ptr<Backup> make_host_backup(std::size_t bytes, Pool& asker);
+  std::shared_ptr<Backup> make_packed_backup(const std::vector<Content>& contents, Pool& asker);
   // Throws OutOfMemoryError where the host has no memory for `bytes` more of it.
-  void make_host_room(const PinnedMemory& memory, std::size_t bytes, const Budget& group);
+  void make_host_room(const PinnedMemory& memory, std::size_t bytes, Pool& asker);
   std::size_t release_unused_of_others(const PinnedMemory& memory, std::size_t bytes) VMM_EXCLUDES(mutex_);
   bool forget_unchanged(const Budget& group);
 
