@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -37,20 +38,25 @@ cca::AllocatorConfigInfo config_info() {
   return info;
 }
 
-bool is_in(const void* code, std::string_view library) {
+// Who asks. Python's callers want runs, whoever listens: torch's own (check_memory_pool)
+// expect a tensor to be one block. Libraries that register segments (NCCL's process
+// groups do with what a snapshot holds) want each chunk as a segment, as their
+// trackers are told: one registration may not cover two chunks. Some of them look before
+// they follow. torch's interface does not say which of the two asks; the library that
+// the call comes from does. nullopt: one that shows them.
+std::optional<History::Registrar> registrar_at(const void* code) {
   Dl_info where{};
-  return dladdr(code, &where) != 0 && where.dli_fname != nullptr &&
-         std::string_view(where.dli_fname).find(library) != std::string_view::npos;
-}
-
-// Python's callers want runs, whoever listens: torch's own (check_memory_pool)
-// expect a tensor to be one block. Libraries that follow segments (NCCL's process
-// group registers what a snapshot holds) want each chunk as a segment, as their
-// trackers are told: one registration may not cover two chunks. torch's interface
-// does not say which of the two asks; the library that the call comes from does.
-SnapshotGrain grain_for(const void* caller) {
-  if (!History::instance().has_trackers()) return SnapshotGrain::run;
-  return is_in(caller, "libtorch_python") ? SnapshotGrain::run : SnapshotGrain::chunk;
+  if (dladdr(code, &where) == 0 || where.dli_fname == nullptr) return std::nullopt;
+  const std::string_view library(where.dli_fname);
+  const auto is_in = [&](std::string_view name) { return library.find(name) != std::string_view::npos; };
+  if (is_in("libtorch_python")) return std::nullopt;
+  if (!is_in("libtorch_cuda")) return History::Registrar::of_all;
+  // torch::cuda::_memory_snapshot_pickled(), which is not inlined, shows it too.
+  const std::string_view function(where.dli_sname == nullptr ? "" : where.dli_sname);
+  if (function.find("_memory_snapshot_pickled") != std::string_view::npos) return std::nullopt;
+  // What torch 2.15's `nccl` is by default, nccl2, registers all that it is told of but where torch's own segments
+  // are expandable, of many handles, as ours are: then MemPools alone. The older one asks for those it registers.
+  return History::nccl_registers_all() ? History::Registrar::of_all : History::Registrar::of_mem_pools;
 }
 
 // The pool's segments, as torch is told.
@@ -72,7 +78,10 @@ cca::SnapshotInfo CudaAllocator::snapshot(c10::MempoolId_t mempool, bool include
   History& history = History::instance();
   if (include_traces) history.add_traces(devices, &result);
   const RegionId region{mempool.first, mempool.second};
-  const SnapshotGrain grain = grain_for(__builtin_return_address(0));
+  const std::optional<History::Registrar> registrar = registrar_at(__builtin_return_address(0));
+  const SnapshotGrain grain = registrar.has_value() ? SnapshotGrain::chunk : SnapshotGrain::run;
+  // Not of one that follows already, and asks from within: it has been reckoned with.
+  if (registrar == History::Registrar::of_all && !Telling::is_mine()) history.expect_registrar_of_all();
   std::vector<std::size_t> active_bytes(static_cast<std::size_t>(devices));
   for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) {
     // Whoever follows segments is to find none that it was told of and that has
@@ -83,6 +92,7 @@ cca::SnapshotInfo CudaAllocator::snapshot(c10::MempoolId_t mempool, bool include
     const std::size_t first = result.segments.size();
     for (const auto& pool : room->memory.pools()) {
       if (!(region == RegionId{}) && !(pool->region() == region)) continue;
+      if (registrar.has_value() && !pool->keeps_within_chunks()) continue;
       add_segments(*pool, room->ordinal, grain, &result.segments);
     }
     for (const auto& [provided, segment] : ProvidedMemory::snapshot(room->memory)) {
@@ -155,12 +165,8 @@ VMM_SINCE_TORCH_2_12(void CudaAllocator::attachOomRejectionObserver(cca::OomReje
 })
 
 void CudaAllocator::attachAllocatorTraceTracker(cca::AllocatorTraceTracker tracker) {
-  // torch's own registers MemPools alone, unless the environment asks for more.
-  if (is_in(__builtin_return_address(0), "libtorch_cuda") && !History::nccl_registers_all()) {
-    History::instance().attach_tracker(std::move(tracker));
-  } else {
-    History::instance().attach_registering_tracker(std::move(tracker));
-  }
+  const auto registrar = registrar_at(__builtin_return_address(0)).value_or(History::Registrar::of_all);
+  History::instance().attach_tracker(std::move(tracker), registrar);
 }
 
 }  // namespace vmm

@@ -117,11 +117,12 @@ void History::record(bool enabled, cca::CreateContextFn recorder, std::size_t ma
   update_watch();
 }
 
-void History::attach_tracker(cca::AllocatorTraceTracker tracker) {
+void History::attach_tracker(cca::AllocatorTraceTracker tracker, Registrar kind) {
+  if (kind == Registrar::of_all) expect_registrar_of_all();
   {
     const MutexLock lock(mutex_);
     auto more = std::make_shared<Trackers>(*trackers_);
-    more->push_back(std::move(tracker));
+    more->push_back({std::move(tracker), kind});
     trackers_ = std::move(more);
     has_trackers_.store(true, std::memory_order_release);
   }
@@ -139,15 +140,22 @@ VMM_SINCE_TORCH_2_12(void History::attach_rejection_observer(cca::OomRejectionOb
 })
 
 void History::update_watch() {
+  bool follows_blocks = is_recording();
+  {
+    const MutexLock lock(mutex_);
+    for (const Tracker& tracker : *trackers_) follows_blocks |= tracker.kind == Registrar::of_all;
+  }
+  follows_blocks_.store(follows_blocks, std::memory_order_relaxed);
   const bool on = is_recording() || has_trackers();
   on_.store(on, std::memory_order_relaxed);
-  for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) room->memory.set_observer(on ? this : nullptr);
+  for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) {
+    room->memory.set_observer(on ? this : nullptr, follows_blocks);
+  }
 }
 
-void History::attach_registering_tracker(cca::AllocatorTraceTracker tracker) {
+void History::expect_registrar_of_all() {
   registers_all_.store(true, std::memory_order_relaxed);
   for (DeviceRoom* room : Runtime::all_made(DeviceKind::cuda)) room->memory.keep_blocks_within_chunks();
-  attach_tracker(std::move(tracker));
 }
 
 // torch reads this when a process group is made; here it counts from a device's first
@@ -165,7 +173,7 @@ bool History::nccl_registers_all() {
 
 void History::watch(DeviceRoom& room) {
   if (registers_all_.load(std::memory_order_relaxed) || nccl_registers_all()) room.memory.keep_blocks_within_chunks();
-  if (is_on()) room.memory.set_observer(this);
+  if (is_on()) room.memory.set_observer(this, follows_blocks_.load(std::memory_order_relaxed));
 }
 
 void watch_cuda_memory(DeviceRoom& room) { History::instance().watch(room); }
@@ -284,7 +292,7 @@ void History::happened(int device, const RegionId& region, const Pool* pool, Poo
                        std::size_t bytes, Stream stream) noexcept {
   const bool is_for_trackers = event == PoolEvent::segment_alloc || event == PoolEvent::segment_free;
   const bool is_for_history = event == PoolEvent::segment_map || event == PoolEvent::segment_unmap;
-  if (is_for_trackers && !has_trackers()) return;
+  if (is_for_trackers ? !has_trackers() : !follows_blocks_.load(std::memory_order_relaxed)) return;
   try {
     Entry entry = make_entry(action_of(event), address, bytes, stream, region);
     if (current_ != nullptr) entry.context = *current_;
@@ -320,13 +328,15 @@ void History::happened(int device, const RegionId& region, const Pool* pool, Poo
     }
     // NCCL registers what its tracker is told of, and one registration may not
     // cover two chunks: so it is told of chunks, as segments that come and go whole.
-    if (has_trackers() && !is_for_history) tell_trackers(device, entry);
+    if (has_trackers() && !is_for_history) {
+      tell_trackers(device, entry, is_for_trackers && (pool == nullptr || pool->keeps_within_chunks()));
+    }
   } catch (...) {
     report_swallowed("recording the memory history");
   }
 }
 
-void History::tell_trackers(int device, const Entry& entry) const noexcept {
+void History::tell_trackers(int device, const Entry& entry, bool is_registrable) const noexcept {
   std::shared_ptr<const Trackers> trackers;
   {
     const MutexLock lock(mutex_);
@@ -334,11 +344,12 @@ void History::tell_trackers(int device, const Entry& entry) const noexcept {
   }
   try {
     const TraceEntry told = to_trace_entry(device, entry);
-    for (const auto& tracker : *trackers) {
+    for (const Tracker& tracker : *trackers) {
+      if (tracker.kind == Registrar::of_mem_pools && !is_registrable) continue;
       // One that throws (NCCL's do once the process group is gone) must break
       // neither the allocation nor the others.
       try {
-        tracker(told);
+        tracker.call(told);
       } catch (...) {
         report_swallowed("a tracker of torch's memory");
       }

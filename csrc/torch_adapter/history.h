@@ -104,10 +104,15 @@ class History final : public PoolObserver {
   void record(bool enabled, cca::CreateContextFn recorder, std::size_t max_entries, cca::RecordContext when,
               bool clear_history, const std::vector<std::string>& skip_actions) VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_recording() const { return recording_.load(std::memory_order_relaxed); }
-  void attach_tracker(cca::AllocatorTraceTracker tracker) VMM_EXCLUDES(mutex_);
-  // One that may register every segment it is told of, not those of MemPools alone.
-  void attach_registering_tracker(cca::AllocatorTraceTracker tracker) VMM_EXCLUDES(mutex_);
-  // NCCL's process groups are told to, by the environment.
+  // Who registers segments with NCCL or the like, and which.
+  enum class Registrar : std::uint8_t {
+    of_mem_pools,  // torch's process groups: follows segments alone, of pools whose blocks keep within chunks
+    of_all,        // a library, which may register whatever it is told of
+  };
+  void attach_tracker(cca::AllocatorTraceTracker tracker, Registrar kind) VMM_EXCLUDES(mutex_);
+  // Somebody `of_all` is there, or looks at what there is before it follows what comes.
+  void expect_registrar_of_all();
+  // torch's process groups are `of_all` too: the environment asks for it.
   static bool nccl_registers_all();
   [[nodiscard]] bool has_trackers() const { return has_trackers_.load(std::memory_order_acquire); }
   void attach_out_of_memory_observer(cca::OutOfMemoryObserver observer) VMM_EXCLUDES(mutex_);
@@ -151,7 +156,11 @@ class History final : public PoolObserver {
 
  private:
   using Text = SharedTexts::Text;
-  using Trackers = std::vector<cca::AllocatorTraceTracker>;
+  struct Tracker {
+    cca::AllocatorTraceTracker call;
+    Registrar kind;
+  };
+  using Trackers = std::vector<Tracker>;
   using Observers = std::vector<cca::OutOfMemoryObserver>;
 
   // A TraceEntry whose texts are shared: an event costs no copies of them.
@@ -186,7 +195,8 @@ class History final : public PoolObserver {
   Text owner_of(const Pool& pool) VMM_REQUIRES(mutex_);
   // Keeps the entry, if wanted, and tells the trackers.
   void keep(int device, const Entry& entry) VMM_REQUIRES(mutex_);
-  void tell_trackers(int device, const Entry& entry) const noexcept VMM_EXCLUDES(mutex_);
+  // `is_registrable`: a segment that comes or goes, and whose blocks keep within it.
+  void tell_trackers(int device, const Entry& entry, bool is_registrable = false) const noexcept VMM_EXCLUDES(mutex_);
   static TraceEntry to_trace_entry(int device, const Entry& entry);
 
   static inline std::atomic<bool> on_{false};
@@ -195,7 +205,8 @@ class History final : public PoolObserver {
 
   std::atomic<bool> recording_{false};
   std::atomic<bool> has_trackers_{false};
-  std::atomic<bool> registers_all_{false};  // one of these does
+  std::atomic<bool> follows_blocks_{false};  // one of these does, or the history
+  std::atomic<bool> registers_all_{false};   // one of these does
   std::atomic<cca::CreateContextFn> recorder_{nullptr};
   std::atomic<cca::RecordContext> level_{cca::RecordContext::NEVER};
   std::array<std::atomic<std::int64_t>, Runtime::kMostDevices> rejections_{};

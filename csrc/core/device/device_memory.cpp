@@ -282,11 +282,12 @@ void DeviceMemory::while_nobody_is_let_in(std::vector<DeviceMemory*> devices, co
   work();
 }
 
-void DeviceMemory::set_observer(PoolObserver* observer) {
+void DeviceMemory::set_observer(PoolObserver* observer, bool follows_blocks) {
   // It is told of each event when it happens, so threads keep no blocks.
-  if (observer != nullptr) caches_.stop(BlockCaches::kObserved);
+  const bool stops = observer != nullptr && follows_blocks;
+  if (stops) caches_.stop(BlockCaches::kObserved);
   observer_.store(observer, std::memory_order_release);
-  if (observer == nullptr) caches_.resume(BlockCaches::kObserved);
+  if (!stops) caches_.resume(BlockCaches::kObserved);
 }
 
 void DeviceMemory::keep_blocks_within_chunks() {

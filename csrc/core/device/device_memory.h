@@ -211,8 +211,9 @@ class DeviceMemory {
   std::size_t set_floor(Pool& model, std::size_t floor_bytes);
 
   // Is told what happens in the pools from now on; nullptr: nobody is. It
-  // outlives this object.
-  void set_observer(PoolObserver* observer) VMM_EXCLUDES(registry_mutex_);
+  // outlives this object. One that does not follow blocks is told of segments, and of
+  // blocks only what comes to the pools: threads go on keeping some.
+  void set_observer(PoolObserver* observer, bool follows_blocks = true) VMM_EXCLUDES(registry_mutex_);
   [[nodiscard]] PoolObserver* observer() const { return observer_.load(std::memory_order_acquire); }
   // Somebody registers segments, whole: from now on, for good, a block lies within
   // one chunk, and memory is not moved under it (but in pools with a page size, of
