@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torch_vmm import _C, events, tables
+from torch_vmm import _C, events, remaps, tables
 from torch_vmm._guarded import Guarded
 from torch_vmm._lifetimes import hold_while
 from torch_vmm.contexts import ContextDecorator
 from torch_vmm.dense import is_dense, plain_tensors, reaches_the_end
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
+from torch_vmm.places import Keep, Wishes
+from torch_vmm.progress import Progress
 from torch_vmm.reclaiming import ReclaimReport, report_of
+from torch_vmm.remaps import Remaps
 from torch_vmm.sizes import (
     Shape,
     Size,
@@ -37,7 +40,7 @@ from torch_vmm.sizes import (
     to_spill,
     to_tensor_range,
 )
-from torch_vmm.sleeping import Keep, Progress, Remaps, Transfer, Wishes
+from torch_vmm.sleeping import Transfer
 from torch_vmm.sleeping import sleep as _sleep
 from torch_vmm.sleeping import wake as _wake
 from torch_vmm.stats import MemoryStats, memory_summary
@@ -124,7 +127,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         self._shared = shared
         self._model_id = model_id
         self._stays = _C.Stays()
-        self._remaps = _held_remaps(shared).get(handle.key) or Remaps()
+        self._remaps = remaps.held(shared).get(handle.key) or Remaps()
 
     # -- Explicit pages ------------------------------------------------------------------------------------------------
 
@@ -419,7 +422,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         self._remaps.add(before, after)
         if self._shared is not None or _C.default_pool(*self._device).key == self._handle.key:
             # It lives on when nobody holds this object; a lone pool is closed then.
-            self._remaps = _held_remaps(self._shared).setdefault(self._handle.key, self._remaps)
+            self._remaps = remaps.held(self._shared).setdefault(self._handle.key, self._remaps)
 
     def _while_it_begins_to_go(self) -> contextlib.AbstractContextManager[None]:
         return self._remaps.while_it_begins_to_go(self)
@@ -753,12 +756,6 @@ def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, i
 # Re-entrant, because a collection inside the lock may run someone's __del__.
 _lock = threading.RLock()
 _by_key: weakref.WeakValueDictionary[int, VirtualMemoryPool] = weakref.WeakValueDictionary()
-# By key, of default pools that have some; a model's are its SharedMemoryPool's.
-_remaps: dict[int, Remaps] = {}
-
-
-def _held_remaps(shared: SharedMemoryPool | None) -> dict[int, Remaps]:
-    return _remaps if shared is None else shared._remaps
 
 
 def known(handle: _C.Pool) -> VirtualMemoryPool | None:

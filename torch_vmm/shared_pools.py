@@ -16,6 +16,7 @@ from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_de
 from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, NotAvailableError, VmmError
 from torch_vmm.lines import one_line
 from torch_vmm.pools import VirtualMemoryPool
+from torch_vmm.remaps import Remaps
 from torch_vmm.sizes import (
     Size,
     is_name,
@@ -29,7 +30,6 @@ from torch_vmm.sizes import (
     to_range,
     to_spill,
 )
-from torch_vmm.sleeping import Remaps
 from torch_vmm.stats import GlobalMemoryStats, MemoryStats
 from torch_vmm.timelines import Timeline, to_interval
 from torch_vmm.workspaces import end_with_workspaces_freed

@@ -1,7 +1,6 @@
 """Models that go to sleep and wake: their memory goes elsewhere, their addresses stay.
 
-The extension moves it; this says where to, runs it here or beside, and shows
-how far it is.
+The extension moves it; this begins that and runs it, here or beside.
 """
 
 from __future__ import annotations
@@ -10,142 +9,26 @@ import atexit
 import contextlib
 import functools
 import os
-import re
-import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Union
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from torch_vmm import _C, events
 from torch_vmm._guarded import Guarded
-from torch_vmm.contexts import is_function
 from torch_vmm.dense import plain_tensors
 from torch_vmm.devices import DeviceKey
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, VmmError
-from torch_vmm.lines import columns, cut, one_line
-from torch_vmm.sizes import show, to_flag, to_name, to_path
+from torch_vmm.lines import one_line
+from torch_vmm.places import Keep, Parsed, Wishes, to_keep
+from torch_vmm.progress import Look, Progress, to_look
+from torch_vmm.sizes import show, to_flag, to_name
 
 if TYPE_CHECKING:
     from torch_vmm.pools import VirtualMemoryPool
-
-Place = Union[str, "os.PathLike[str]", torch.device]
-"""``"host"``, ``"discard"``, another GPU (``"device:1"``, ``"cuda:1"``, a ``torch.device``), or the path of a file or
-folder.
-"""
-
-Places = Place | Sequence[Place]
-"""One place, or several: the first that has room is taken."""
-
-Keep = Places | Mapping[str, Places]
-"""Where all of a model goes, or what is under each tag; ``""`` is what has no tag."""
-
-Progress = bool | Callable[[int, int], object] | None
-"""Called with the bytes that have moved and those in all; ``True`` draws a bar in a terminal."""
-
-_Parsed = tuple[str, str, int]
-_HOST: _Parsed = ("host", "", 0)
-_PACKED: _Parsed = ("host, packed", "", 0)
-_DISCARDED: _Parsed = ("discard", "", 0)
-_POISONED: _Parsed = ("poison", "", 0)
-_ON_HOST = '"host", "discard", or a path ("./llama.sleep", a pathlib.Path)'
-_ACCEPTED = '"host", "discard", "device:1", or a path ("./llama.sleep", a pathlib.Path)'
-_DEVICE = re.compile(r"(?:device|cuda):(\d{1,3})")
-_BAR = 30  # characters, at the most
-_NAME = 32  # columns, at the most, that a name has
-_LEAST = 8  # the same, before numbers are left out for it
-_EVERY = 0.1  # seconds between two pictures of the bar
-
-
-def _to_file(path: str) -> _Parsed:
-    path = to_path(path, "keep")
-    # abspath drops the separator at the end, which says that it is to be a folder.
-    if path.endswith(os.sep) and not os.path.isdir(path):
-        raise InvalidArgumentError(f"keep={show(path)}: there is no such folder")
-    try:
-        return ("file", os.path.abspath(path).encode(sys.getfilesystemencoding()).decode(), 0)
-    except UnicodeError as error:
-        raise InvalidArgumentError(f"keep={show(path)}: give a path that is text") from error
-
-
-def _to_device(place: object, named: int, device: DeviceKey) -> _Parsed:
-    if device.kind != "cuda":
-        raise InvalidArgumentError(f"keep={show(place)}: a model in host memory does not go to a GPU; give {_ON_HOST}")
-    if named == device.ordinal:
-        raise InvalidArgumentError(f"keep={show(place)} is the model's own device; name another one")
-    count = _C.device_count("cuda")
-    if named >= count:
-        raise InvalidArgumentError(f"keep={show(place)}: there is no such device; {count} are visible")
-    return ("device", "", named)
-
-
-def _to_place(place: object, device: DeviceKey) -> _Parsed:
-    if isinstance(place, torch.device) and place.type == "cuda" and place.index is not None:
-        return _to_device(place, place.index, device)
-    if isinstance(place, os.PathLike):
-        path = os.fspath(place)
-        if isinstance(path, str) and path:
-            return _to_file(path)
-    if isinstance(place, str):
-        if place in ("host", "discard"):
-            return (place, "", 0)
-        if number := _DEVICE.fullmatch(place):
-            return _to_device(place, int(number[1]), device)
-        if os.sep in place:
-            return _to_file(place)
-    raise InvalidArgumentError(f"keep={show(place)}: give {_accepted(device)}")
-
-
-def _accepted(device: DeviceKey) -> str:
-    return _ON_HOST if device.kind == "cpu" else _ACCEPTED
-
-
-def _to_places(places: object, device: DeviceKey) -> list[_Parsed]:
-    if isinstance(places, str | bytes | os.PathLike) or not isinstance(places, Iterable):
-        return [_to_place(places, device)]
-    found = [_to_place(place, device) for place in places]
-    if not found:
-        raise InvalidArgumentError(f"keep={show(places)}: no place; give {_accepted(device)}")
-    return found
-
-
-class Wishes(NamedTuple):
-    """What a sleep does beside keeping contents."""
-
-    release: bool = False
-    packed: bool = False
-    poison: bool = False
-
-
-def _to_keep(keep: Keep, wishes: Wishes, device: DeviceKey) -> tuple[list[_Parsed] | None, dict[str, list[_Parsed]]]:
-    """Where all goes, and where each tag does."""
-    everywhere = None
-    by_tag = {}
-    if isinstance(keep, Mapping):
-        for tag, places in keep.items():
-            if not isinstance(tag, str):
-                raise InvalidArgumentError(f'keep={{{show(tag)}: ...}}: a tag is text, "" for what has none')
-            by_tag[tag] = _to_places(places, device)
-    else:
-        everywhere = _to_places(keep, device)
-    named = [everywhere or [], *by_tag.values()]
-    if to_flag(wishes.packed, "packed") and not _replace(_HOST, _PACKED, named):
-        raise InvalidArgumentError(f'packed=True is for what goes to "host", and keep={show(keep)} sends nothing there')
-    if to_flag(wishes.poison, "poison") and not _replace(_DISCARDED, _POISONED, named):
-        raise InvalidArgumentError(f"poison=True is for what is discarded, and keep={show(keep)} discards nothing")
-    return everywhere, by_tag
-
-
-def _replace(place: _Parsed, by: _Parsed, named: list[list[_Parsed]]) -> bool:
-    """Whether there was any."""
-    found = any(place in places for places in named)
-    for places in named:
-        places[:] = [by if each == place else each for each in places]
-    return found
 
 
 class _Move(NamedTuple):
@@ -198,11 +81,11 @@ class Transfer(Guarded, guarded=True):
     _is_through: bool
     _is_told: bool
     _done: threading.Event
-    _look: _Look | None
+    _look: Look | None
     _runs_on: int | None
 
     def __init__(self, move: _Move, blocking: bool, progress: Progress) -> None:
-        look = _to_look(move.name, progress)
+        look = to_look(move.name, progress)
         blocking = to_flag(blocking, "blocking")
         self._name = one_line(move.name)
         self._passages = []
@@ -367,73 +250,6 @@ class Transfer(Guarded, guarded=True):
         return f"Transfer({self._name}: {_C.format_bytes(moved)} of {_C.format_bytes(total)}, {state})"
 
 
-def _to_look(name: str, progress: Progress) -> _Look | None:
-    if progress is None or progress is False:
-        return None
-    if progress is True:
-        return _Look(_Bar(name)) if sys.stderr.isatty() else None
-    if not is_function(progress):
-        raise InvalidArgumentError(f"progress={show(progress)}: give True, or a function of two numbers")
-    return _Look(progress)
-
-
-class _Look:
-    """Tells a function how far a transfer is, where that has changed."""
-
-    def __init__(self, tell: Callable[[int, int], object]) -> None:
-        self._tell = tell
-        self._told: tuple[int, int] | None = None
-
-    def look(self, now: tuple[int, int]) -> None:
-        if now != self._told:
-            self._told = now
-            self._tell(*now)
-
-    def end(self) -> None:
-        if isinstance(self._tell, _Bar):
-            self._tell.end()
-
-
-class _Bar:
-    """How far a transfer is, in a line of the terminal."""
-
-    def __init__(self, name: str) -> None:
-        self._name = one_line(name)
-        self._began = time.monotonic()
-        self._drawn = 0.0
-
-    def __call__(self, moved: int, total: int) -> None:
-        now = time.monotonic()
-        if (total == 0 and not self._drawn) or (now - self._drawn < _EVERY and moved < total):
-            return
-        self._drawn = now
-        width = shutil.get_terminal_size().columns - 1
-        sys.stderr.write("\r" + self._line(moved, total, now - self._began, width))
-        sys.stderr.flush()
-
-    def _line(self, moved: int, total: int, seconds: float, width: int) -> str:
-        """As many columns as ``width``: the name, and of the numbers those that fit whole."""
-        share = moved / total if total else 1.0  # of what was discarded after all nothing is left to move
-        sizes = f" {_C.format_bytes(moved)} of {_C.format_bytes(total)}"
-        texts = [sizes, f" {100 * moved // total if total else 100} %", ""]
-        if moved and seconds > 0:  # else nobody knows yet
-            rate = moved / seconds
-            speed = f"{sizes}, {_C.format_bytes(round(rate))}/s"
-            texts[:0] = [f"{speed}, {(total - moved) / rate:.1f} s left", speed]
-        name = cut(self._name, _NAME)
-        least = min(columns(name), _LEAST)
-        text = next((each for each in texts if least + len(each) <= width), "")
-        name = cut(name, width - len(text))
-        room = min(_BAR, width - columns(name) - len(text) - 3)
-        bar = f" [{'#' * round(share * room):<{room}}]" if room > 3 else ""
-        line = name + bar + text
-        return line + " " * (width - columns(line))
-
-    def end(self) -> None:
-        if self._drawn:
-            sys.stderr.write("\n")
-
-
 def _require_tags(pool: VirtualMemoryPool, tags: Iterable[str]) -> None:
     known = pool.tags
     for tag in sorted(set(tags) - set(known) - {""}):
@@ -441,7 +257,7 @@ def _require_tags(pool: VirtualMemoryPool, tags: Iterable[str]) -> None:
 
 
 def sleep(pool: VirtualMemoryPool, keep: Keep, wishes: Wishes, blocking: bool, progress: Progress) -> Transfer:
-    everywhere, by_tag = _to_keep(keep, wishes, pool._device)
+    everywhere, by_tag = to_keep(keep, wishes, pool._device)
     release = to_flag(wishes.release, "release")
     _require_tags(pool, by_tag)
     _note_files(pool, everywhere, by_tag)
@@ -518,141 +334,11 @@ def swap(
             raise InvalidArgumentError(f"{name}={show(pool)}: give a pool")
         if pool.is_closed:
             raise InvalidArgumentError(f"{name}: pool {pool.name!r} is closed")
-    everywhere, by_tag = _to_keep(keep, Wishes(packed=packed, poison=poison), out._device)
+    everywhere, by_tag = to_keep(keep, Wishes(packed=packed, poison=poison), out._device)
     _require_tags(out, by_tag)
     _note_files(out, everywhere, by_tag)
     begin = functools.partial(_C.swap, out._handle, everywhere, by_tag, into._handle)
     return Transfer(_Move(f"{out.name} for {into.name}", begin, leaving=out, coming=into), blocking, progress)
-
-
-# Threads that have a turn of some Remaps, once for each.
-_with_turn: list[int] = []
-
-
-class _Pair(NamedTuple):
-    before: Callable[[], object] | None
-    after: Callable[[], object] | None
-
-
-class Remaps:
-    """Functions that are called around the time in which a pool's memory is elsewhere.
-
-    Whether they are to be called is decided in turns, which a thread has until the memory has begun to go: else another
-    would take away what they have just been told is back, or call all of them once more. A sleep within one of another
-    pool does not wait for its turn, nor does anybody while they are called. That the memory is back is told outside of
-    it, and a sleep meanwhile is refused: the program's thread may have a lock that such a function waits for.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal's handler, or what a collection ends, may come back to it
-        self._functions: list[_Pair] = []
-        self._turn = threading.RLock()  # so may it, and a function
-        self._caller: int | None = None  # the thread that tells them that it goes
-        self._returning: list[int] = []  # threads that tell them that it is back
-        # They have been told that it goes, and not yet that it is back. Set once all of them have returned: whoever
-        # sees it waits for a turn, and for no function.
-        self._are_waiting = False
-        self._told: list[_Pair] = []  # which of them; what was added while a part sleeps is told when more goes
-
-    def add(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
-        for name, function in (("before", before), ("after", after)):
-            if function is not None and not is_function(function):
-                raise InvalidArgumentError(f"{name}={show(function)}: give a function without arguments, or None")
-        with self._lock:
-            dropped = []  # and ended once the lock is given up: that may call whatever it likes
-            if before is None and after is None:
-                dropped, self._functions = self._functions, dropped
-            else:
-                self._functions.append(_Pair(before, after))
-        del dropped
-
-    def _now(self) -> list[_Pair]:
-        with self._lock:
-            return list(self._functions)
-
-    @contextlib.contextmanager
-    def while_it_begins_to_go(self, pool: VirtualMemoryPool) -> Iterator[None]:
-        """What is within begins to take the pool's memory away: they have been told, and no other thread's sleep
-        begins meanwhile.
-
-        Raises:
-            VmmError: a thread is telling them, that it goes or that it is back, or has the turn while this one has one
-                of another pool.
-        """
-        thread = threading.get_ident()
-        if self._caller == thread:
-            raise VmmError("a function that on_remap() was given puts its own model to sleep: it is on its way already")
-        on_its_way = VmmError(f"model {pool.name!r} is on its way to sleep or back: wait() for that first")
-        while not self._turn.acquire(blocking=False):
-            # The function that it is in may want what this thread has; where it is in none it only begins.
-            if self._caller is not None or thread in _with_turn:
-                raise on_its_way
-            time.sleep(0.001)
-        _with_turn.append(thread)
-        are_told = False
-        try:
-            if any(other != thread for other in self._returning):
-                raise on_its_way
-            untold = [pair for pair in self._now() if not any(pair is told for told in self._told)]
-            # Of one that is elsewhere whole nothing goes. (What sleeps by its name may have left memory: an alias's.)
-            if (untold or not self._are_waiting) and not (pool.is_asleep and pool.stats().physical_usage == 0):
-                self._caller = thread
-                try:
-                    self._call_before(untold)
-                finally:
-                    self._caller = None
-            are_told = True
-            yield
-        finally:
-            _with_turn.remove(thread)
-            self._turn.release()
-            if not are_told:  # it stays, and a wake may have ended meanwhile that left to this what it had to tell
-                self.call_after(pool, to_all=False)
-
-    def require_may_come(self, pool: VirtualMemoryPool) -> None:
-        """Raises VmmError in a function that is told that the pool's memory goes, where some of it would come."""
-        if self._caller == threading.get_ident() and pool.is_asleep:
-            raise VmmError(
-                f"model {pool.name!r} is on its way to sleep: a function that on_remap() was given must not wake it"
-            )
-
-    def _call_before(self, pairs: list[_Pair]) -> None:
-        """All of these, in order. Where one raises the memory stays, and those before it are told so."""
-        with contextlib.ExitStack() as calls:
-            for pair in pairs:
-                if pair.before is not None:
-                    pair.before()
-                if pair.after is not None:
-                    calls.callback(pair.after)
-            calls.pop_all()
-        self._told += pairs
-        self._are_waiting = True
-
-    def call_after(self, pool: VirtualMemoryPool, *, to_all: bool = True) -> None:
-        """All that there are, or those that have been told that it goes, in order, whatever one raises, where all of
-        the pool is back; once, though two parts of it came back together.
-        """
-        if not self._are_waiting:
-            return
-        thread = threading.get_ident()
-        with contextlib.ExitStack() as calls:
-            while not self._turn.acquire(blocking=False):
-                # The function that it is in may wait for what has just come: they stay told, as more goes.
-                if self._caller is not None:
-                    return
-                time.sleep(0.001)
-            try:
-                if self._caller is not None or not self._are_waiting or pool.is_asleep:
-                    return
-                told, self._told = self._told, []
-                self._are_waiting = False
-                self._returning.append(thread)
-                calls.callback(self._returning.remove, thread)
-            finally:
-                self._turn.release()
-            for pair in reversed(self._now()):
-                if pair.after is not None and (to_all or any(pair is each for each in told)):
-                    calls.callback(pair.after)
 
 
 # -- Files at the program's end ----------------------------------------------------------------------------------------
@@ -661,7 +347,7 @@ class Remaps:
 _with_files: set[DeviceKey] = set()
 
 
-def _note_files(pool: VirtualMemoryPool, everywhere: list[_Parsed] | None, by_tag: dict[str, list[_Parsed]]) -> None:
+def _note_files(pool: VirtualMemoryPool, everywhere: list[Parsed] | None, by_tag: dict[str, list[Parsed]]) -> None:
     if any(kind == "file" for places in (everywhere or [], *by_tag.values()) for kind, _, _ in places):
         _with_files.add(pool._device)
 

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import torch_vmm
 from tests.api.sleeping import is_numbered, numbered, stop, told_by
 from tests.helpers import MIB
-from torch_vmm import SharedMemoryPool, VirtualMemoryPool, sleeping
+from torch_vmm import SharedMemoryPool, VirtualMemoryPool, progress
 
 
 def test_beside_the_program(model: VirtualMemoryPool) -> None:
@@ -214,7 +214,7 @@ def columns_of(line: str) -> int:
 @pytest.mark.parametrize("name", ["llama", "a" * 100, "\u8a71\u3059" * 20, "two\nlines\tand\x1b[2J"])
 @pytest.mark.parametrize("columns", [0, 3, 10, 20, 40, 80, 200])
 def test_a_bar_is_one_line_of_whole_numbers(name: str, columns: int) -> None:
-    bar = sleeping._Bar(name)
+    bar = progress._Bar(name)
     for moved, seconds in ((0, 0.0), (0, 0.1), (640 * MIB, 0.1), (2048 * MIB, 2.0)):
         line = bar._line(moved, 2048 * MIB, seconds, columns)
         assert columns_of(line) == columns
