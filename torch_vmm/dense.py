@@ -5,7 +5,8 @@ It knows nothing of pools.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: torch.Tensor) -> bool:
     """Are there neither gaps nor overlaps from its first element to its last?"""
     if tensor.is_contiguous():
         return True
@@ -103,7 +104,34 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def reaches_the_end(tensor: torch.Tensor) -> bool:
+def _reaches_the_end(tensor: torch.Tensor) -> bool:
     """Does the storage end where the tensor does?"""
     behind = tensor.storage_offset() * tensor.element_size() + span_bytes(tensor)
     return bool(behind >= tensor.untyped_storage().nbytes())  # torch 2.15 types a size as an int or a symbol
+
+
+def covered_pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, int, bool]]:
+    """Address and bytes of what each tensor covers, and whether its memory ends there."""
+    asked: object = tensors  # which may be anything, whatever is declared
+    # Some modules can be iterated over: ParameterList over tensors, Sequential over further modules.
+    if isinstance(asked, torch.nn.Module) and not isinstance(asked, torch.nn.ParameterList):
+        raise InvalidArgumentError(f"tensors=<module {type(asked).__name__}>: give module.parameters(), or tensors")
+    if isinstance(asked, Mapping) and not all(isinstance(key, torch.Tensor) for key in asked):
+        raise InvalidArgumentError(f"tensors={show(asked)}: give its .values(), or tensors")
+    if not isinstance(asked, torch.Tensor | Iterable):
+        raise InvalidArgumentError(f"tensors={show(asked)}: give tensors")
+    found = []
+    given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    for tensor in itertools.chain.from_iterable(plain_tensors(each, "tensors") for each in given):
+        if not _is_dense(tensor):
+            raise InvalidArgumentError(
+                "give tensors that are contiguous in some order of their dimensions, channels_last for example: pages "
+                "are sealed from the first element to the last"
+            )
+        if tensor.numel() == 0:
+            continue
+        size = tensor.numel() * tensor.element_size()
+        # An elastic tensor's rows may be fewer than it holds memory for, and that is its alone.
+        held: int = getattr(tensor, "_held_bytes", lambda: 0)()
+        found.append((tensor.data_ptr(), max(size, held), held >= size or _reaches_the_end(tensor)))
+    return found

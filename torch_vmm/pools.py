@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch_vmm import _C, events, remaps, tables
 from torch_vmm._guarded import Guarded
 from torch_vmm._lifetimes import hold_while
 from torch_vmm.contexts import ContextDecorator
-from torch_vmm.dense import is_dense, plain_tensors, reaches_the_end
+from torch_vmm.dense import covered_pieces
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.places import Keep, Wishes
@@ -29,7 +29,6 @@ from torch_vmm.remaps import Remaps
 from torch_vmm.sizes import (
     Shape,
     Size,
-    show,
     to_bytes,
     to_flag,
     to_name,
@@ -271,7 +270,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
                 dimensions may be in any order (``channels_last``). None is
                 sealed then.
         """
-        _C.seal(self._handle, _pieces(tensors))
+        _C.seal(self._handle, covered_pieces(tensors))
 
     def unseal(self, tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:
         """Makes the pages of tensors writable again.
@@ -279,7 +278,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         Raises:
             InvalidArgumentError: as :meth:`seal`.
         """
-        _C.unseal(self._handle, _pieces(tensors))
+        _C.unseal(self._handle, covered_pieces(tensors))
 
     # -- Sleep and wake ------------------------------------------------------------------------------------------------
 
@@ -420,7 +419,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         if self.is_closed:
             raise InvalidArgumentError(f"pool {self.name!r} is closed")
         self._remaps.add(before, after)
-        if self._shared is not None or _C.default_pool(*self._device).key == self._handle.key:
+        if self._shared is not None or self._is_default():
             # It lives on when nobody holds this object; a lone pool is closed then.
             self._remaps = remaps.held(self._shared).setdefault(self._handle.key, self._remaps)
 
@@ -689,9 +688,13 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
     def _is_told_by(self, entry: dict[str, Any]) -> bool:
         """Whether an entry of the history names this pool's model; the default pool's name none."""
         metadata = str(entry.get("user_metadata", ""))
-        if self._handle.key == _C.default_pool(self._device.kind, self._device.ordinal).key:
+        if self._is_default():
             return not metadata.startswith("model: ") and "; model: " not in metadata
         return metadata == f"model: {self.name}" or metadata.endswith(f"; model: {self.name}")
+
+    def _is_default(self) -> bool:
+        """Whether it is its device's default pool."""
+        return self._handle.key == _C.default_pool(*self._device).key
 
     # -- Tensors in it -------------------------------------------------------------------------------------------------
 
@@ -722,33 +725,6 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         except VmmError:
             text = "out of reach in a forked process"
         return f"VirtualMemoryPool({self.name!r}, {self.device}: {text})"
-
-
-def _pieces(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, int, bool]]:
-    """Address and bytes of what each tensor covers, and whether its memory ends there."""
-    asked: object = tensors  # which may be anything, whatever is declared
-    # Some modules can be iterated over: ParameterList over tensors, Sequential over further modules.
-    if isinstance(asked, torch.nn.Module) and not isinstance(asked, torch.nn.ParameterList):
-        raise InvalidArgumentError(f"tensors=<module {type(asked).__name__}>: give module.parameters(), or tensors")
-    if isinstance(asked, Mapping) and not all(isinstance(key, torch.Tensor) for key in asked):
-        raise InvalidArgumentError(f"tensors={show(asked)}: give its .values(), or tensors")
-    if not isinstance(asked, torch.Tensor | Iterable):
-        raise InvalidArgumentError(f"tensors={show(asked)}: give tensors")
-    found = []
-    given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    for tensor in itertools.chain.from_iterable(plain_tensors(each, "tensors") for each in given):
-        if not is_dense(tensor):
-            raise InvalidArgumentError(
-                "give tensors that are contiguous in some order of their dimensions, channels_last for example: pages "
-                "are sealed from the first element to the last"
-            )
-        if tensor.numel() == 0:
-            continue
-        size = tensor.numel() * tensor.element_size()
-        # An elastic tensor's rows may be fewer than it holds memory for, and that is its alone.
-        held: int = getattr(tensor, "_held_bytes", lambda: 0)()
-        found.append((tensor.data_ptr(), max(size, held), held >= size or reaches_the_end(tensor)))
-    return found
 
 
 # -- One object for one pool -------------------------------------------------------------------------------------------
