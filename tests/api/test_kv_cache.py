@@ -8,7 +8,6 @@ import inspect
 import pickle
 import re
 import sys
-import types
 from collections.abc import Callable
 
 import pytest
@@ -16,12 +15,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_vmm
-from tests.helpers import PAGE, run
-from tests.standin import control
-from torch_vmm import kv_cache
+from tests.api.states import states
+from tests.helpers import PAGE
 
 Cache = torch_vmm.ElasticKVCache
 Pool = torch_vmm.VirtualMemoryPool
+
+
+@pytest.fixture(autouse=True, params=["nothing", "transformers"])
+def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers was imported before, a cache is one of its, and all of this holds as well."""
+    if request.param == "transformers":
+        pytest.importorskip("transformers")
+    else:
+        monkeypatch.delitem(sys.modules, "transformers", raising=False)
 
 
 class Concatenating:
@@ -41,14 +48,6 @@ class Concatenating:
 def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     scores = (query @ keys.transpose(-1, -2)) / keys.shape[-1] ** 0.5
     return torch.softmax(scores, dim=-1) @ values
-
-
-def states(device: str, added: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values; the values' heads are of another size."""
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.randn(batch, 4, added, 32, generator=generator)
-    values = torch.randn(batch, 4, added, 16, generator=generator)
-    return keys.to(device), values.to(device)
 
 
 def test_a_decoding_loop_equals_concatenation(device: str) -> None:
@@ -179,48 +178,6 @@ def test_what_does_not_fit_leaves_it_as_it_was(make_pool: Callable[..., Pool], d
     for wrong in (0, -1, 1.5, "many"):
         with pytest.raises(torch_vmm.InvalidArgumentError, match="max_length"):
             Cache(wrong)  # type: ignore[arg-type]
-
-
-def test_generate_gives_what_the_dynamic_cache_gives(device: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    if device == "cuda" and control.is_here():
-        pytest.skip("the stand-in has no kernels for what generate() looks up")
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval().to(device)
-    prompt = torch.randint(0, 128, (2, 7), device=device)
-
-    def generate(cache: object, **options: object) -> object:
-        return model.generate(
-            prompt if "num_beams" in options or not options else prompt[:1],
-            max_new_tokens=40,
-            past_key_values=cache,
-            pad_token_id=0,
-            do_sample=False,
-            output_scores=True,
-            return_dict_in_generate=True,
-            **options,
-        )
-
-    for options in ({}, {"num_beams": 3}):
-        cache = Cache(4096)
-        assert isinstance(cache, transformers.Cache)
-        ours, theirs = generate(cache, **options), generate(transformers.DynamicCache(config=config), **options)
-        assert torch.equal(ours.sequences, theirs.sequences)
-        assert all(torch.equal(a, b) for a, b in zip(ours.scores, theirs.scores, strict=True))
-        assert cache.get_seq_length() == 46
-    # Guesses that turn out wrong are cropped, none of them at times.
-    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
-        ours, theirs = generate(Cache(4096), **options), generate(transformers.DynamicCache(config=config), **options)
-        assert torch.equal(ours.sequences, theirs.sequences)
 
 
 @pytest.mark.parametrize(
@@ -435,72 +392,12 @@ def test_what_it_shows_of_itself(make_pool: Callable[..., Pool], device: str) ->
 
 
 @pytest.mark.parametrize("name", ["max_length", "layer", "reset"])
-def test_it_takes_no_misspelt_attribute(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.delitem(sys.modules, "transformers", raising=False)  # on a Cache of its it sets what it likes
+@pytest.mark.parametrize("beside", ["nothing"], indirect=True)  # transformers sets on its caches what it likes
+def test_it_takes_no_misspelt_attribute(name: str) -> None:
     cache = Cache(5000)
     with pytest.raises(AttributeError, match=name):
         setattr(cache, name, 3)
     cache.layers = []
-
-
-def test_it_is_a_cache_of_transformers_where_that_is_there() -> None:
-    code = """
-    import sys, types
-
-    import torch_vmm
-
-    plain = torch_vmm.ElasticKVCache(8)
-    library, utils = types.ModuleType("transformers"), types.ModuleType("transformers.cache_utils")
-
-    class Cache:
-        def __init__(self, layers):
-            self.layers, self.offloading = layers, False
-
-        def __repr__(self):
-            return "not ours"
-
-        def crop(self, max_length):
-            pass
-
-    class CacheLayerMixin:
-        pass
-
-    utils.Cache, utils.CacheLayerMixin = Cache, CacheLayerMixin
-    sys.modules["transformers"], sys.modules["transformers.cache_utils"] = library, utils
-
-    class Derived(torch_vmm.ElasticKVCache):
-        def __init__(self, name):
-            super().__init__(8)
-            self.name = name
-
-    made = torch_vmm.ElasticKVCache(8, layers=1)
-    print(isinstance(made, Cache), isinstance(made.layers[0], CacheLayerMixin), made)
-    print(isinstance(plain, Cache), isinstance(Derived("a"), Cache), Derived("b").name)
-    """
-    assert run(code).splitlines() == [
-        "True True ElasticKVCache(max_length=8: 1 layers of 0 positions, 0 B)",
-        "False False b",
-    ]
-
-
-@pytest.mark.parametrize("has_caches", [False, True])
-def test_beside_an_older_transformers_it_is_plain(
-    monkeypatch: pytest.MonkeyPatch, device: str, has_caches: bool
-) -> None:
-    library, utils = types.ModuleType("transformers"), types.ModuleType("transformers.cache_utils")
-    library.__path__ = []  # a package without further modules
-    monkeypatch.setattr(kv_cache, "_class_of_transformers", None)
-    monkeypatch.setitem(sys.modules, "transformers", library)
-    monkeypatch.delitem(sys.modules, "transformers.cache_utils", raising=False)
-    if has_caches:
-        monkeypatch.setattr(utils, "Cache", type("Cache", (), {}), raising=False)
-        monkeypatch.setitem(sys.modules, "transformers.cache_utils", utils)
-    cache = Cache(8, layers=1)
-    assert type(cache) is Cache
-    keys, values = states(device, 3)
-    shown = cache.update(keys, values, 0)
-    assert torch.equal(shown[0], keys)
-    assert torch.equal(shown[1], values)
 
 
 @pytest.mark.parametrize("digits", [19, 5000])  # Python writes no number of more than 4300
@@ -517,42 +414,6 @@ def test_a_layer_that_is_not_used_yet_shows_none(device: str) -> None:
     cache.update(states, states, 1)
     assert [(keys is None, values is None) for keys, values in cache] == [(True, True), (False, False), (True, True)]
     assert len(list(cache)) == len(cache) == 3
-
-
-@pytest.mark.parametrize(("parameter", "kept"), [("tokens_to_remove", 3), ("max_length", 0)])
-def test_crop_of_none_does_as_that_of_transformers(parameter: str, kept: int) -> None:
-    """Theirs says how many to remove since 5, and generate() then removes none at times."""
-    code = f"""
-    import sys, types
-
-    import torch
-    import torch_vmm
-
-    library, utils = types.ModuleType("transformers"), types.ModuleType("transformers.cache_utils")
-
-    class Cache:
-        def __init__(self, layers):
-            self.layers = layers
-
-        def crop(self, {parameter}):
-            pass
-
-    class CacheLayerMixin:
-        pass
-
-    utils.Cache, utils.CacheLayerMixin = Cache, CacheLayerMixin
-    sys.modules["transformers"], sys.modules["transformers.cache_utils"] = library, utils
-    torch_vmm.enable("cpu")
-    with torch_vmm.VirtualMemoryPool("64MiB", device="cpu"):
-        cache = torch_vmm.ElasticKVCache(8)
-        cache.update(torch.ones(1, 1, 5, 4), torch.ones(1, 1, 5, 4), 0)
-        cache.crop(-2)
-        cache.crop(-0)
-        print(cache.get_seq_length())
-        cache.layers[0].crop(0)
-        print(cache.get_seq_length())
-    """
-    assert run(code).split() == [str(kept)] * 2
 
 
 def test_an_update_of_which_only_the_keys_fit_takes_nothing(make_pool: Callable[..., Pool], device: str) -> None:
