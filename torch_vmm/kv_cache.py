@@ -16,6 +16,7 @@ from torch_vmm import _C
 from torch_vmm._guarded import Guarded
 from torch_vmm.elastic_tensor import ElasticTensor, elastic
 from torch_vmm.errors import InvalidArgumentError, NotCopyableError, StillInUseError, VmmError
+from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.ranges import MOST_BYTES, outside_inference
 from torch_vmm.sizes import show, to_index
 
@@ -47,6 +48,9 @@ class _Layer:
         self._room = 0
         # Shapes, types and devices of the states that came last, of which nothing needs to be looked at again.
         self._usual: tuple[object, ...] | None = None
+        # The pool of what is there, and how many of its sleeps had begun when all of it was last seen awake.
+        self._pool: VirtualMemoryPool | None = None
+        self._sleeps = -1
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -75,6 +79,7 @@ class _Layer:
             self._require_states(key_states, value_states)
             if self._length + key_states.shape[2] > self._room or self._whole is None:
                 self._make_room(key_states, value_states)
+            self._require_there()
             self._usual = _kind(key_states, value_states)
         # Here is where each microsecond counts, and a context that changes nothing costs as much as a view.
         if torch.is_inference_mode_enabled():
@@ -104,7 +109,25 @@ class _Layer:
             and type(values) is torch.Tensor
             and self._usual == _kind(keys, values)
             and self._length + keys.shape[2] <= self._room
+            and self._pool is not None
+            and self._sleeps == self._pool._sleeps
         )
+
+    def _require_there(self) -> None:
+        """Raises AsleepError where any of its memory is elsewhere."""
+        if self._stores is None or self._pool is None:
+            return
+        sleeps = self._pool._sleeps  # first: of one that begins meanwhile nothing is known
+        if not any(store._backing.is_asleep for store in self._stores):
+            self._sleeps = sleeps
+            return
+        for store in self._stores:
+            store._backing.require_there(store.untyped_storage().nbytes())
+
+    def _require_awake(self) -> None:
+        """Raises AsleepError where it could give nothing back."""
+        for store in self._stores or ():
+            store._backing.require_awake()
 
     def _make_room(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         added = keys.shape[2]
@@ -150,6 +173,8 @@ class _Layer:
         self._stores = stores
         self._length = stores[0].shape[0] if length is None else length
         self.dtype, self.device = stores[0].dtype, stores[0].device
+        if self._pool is not stores[0]._backing.pool:
+            self._pool, self._sleeps = stores[0]._backing.pool, -1
         self._room = min(store.reserved_rows for store in stores)
         with outside_inference():
             keys, values = self._up_to(stores[0]), self._up_to(stores[1])
@@ -258,7 +283,9 @@ class _Layer:
         return self.get_seq_length() + (query if isinstance(query, int) else query.shape[0]), 0
 
     def crop(self, max_length: int) -> None:
-        self._cut(_to_length(max_length))
+        most = _to_length(max_length)
+        self._require_awake()
+        self._cut(most)
         self._give_back()
 
     def _cut(self, most: int) -> None:
@@ -285,7 +312,7 @@ class _Layer:
             self._begin(self._stores)
 
     def reset(self) -> None:
-        self._keys = self._values = self._stores = self._whole = self._places = self._usual = None
+        self._keys = self._values = self._stores = self._whole = self._places = self._usual = self._pool = None
         self._length = self._room = 0
         self.is_initialized = False
 
@@ -304,6 +331,7 @@ class _Layer:
 
     def _changed(self, change: Any) -> list[torch.Tensor]:
         """What keys and values become, beside what they are; all that can fail."""
+        self._require_there()
         made: list[torch.Tensor] = []
         with torch.no_grad():
             for store in self._settle():
@@ -334,6 +362,7 @@ class _Layer:
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Layer:
+        self._require_there()
         made = type(self)(self.max_length)
         if self._stores is not None:
             keys, values = self._settle()
@@ -417,6 +446,8 @@ class ElasticKVCache(Guarded, guarded=True):
                 cache is as it was.
             OutOfMemoryError: the pool has no such memory. The cache is as it
                 was.
+            AsleepError: its model is asleep, or the tag that it was made under.
+                The cache is as it was.
         """
         if type(layer_idx) is int and 0 <= layer_idx < len(self.layers):
             return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
@@ -449,12 +480,14 @@ class ElasticKVCache(Guarded, guarded=True):
 
         Raises:
             InvalidArgumentError: no whole number, and the cache is as it was;
-                or what it would give back is sealed.
-            AsleepError: its model is asleep. The positions are gone, as
-                where something is sealed, and the pages stay until the next
-                call.
+                or what it would give back is sealed: the positions are gone,
+                and the pages stay until the next call.
+            AsleepError: its model is asleep, or the tag that it was made under.
+                The cache is as it was.
         """
         most = _to_length(max_length)
+        for layer in self.layers:
+            layer._require_awake()
         for layer in self.layers:
             layer._cut(most)
         for layer in self.layers:
@@ -477,9 +510,12 @@ class ElasticKVCache(Guarded, guarded=True):
                 CPU, one that is no entry.
             OutOfMemoryError: or torch's own; no such memory. The cache is as it
                 was.
+            AsleepError: its model is asleep. The cache is as it was.
         """
         layers = [layer for layer in self.layers if layer._stores is not None]
         _require_entries(beam_idx, min((layer._stores[0].shape[1] for layer in layers), default=None))
+        for layer in layers:
+            layer._require_there()
         stores = [store for layer in layers for store in layer._settle()]
         order = {store.device: beam_idx.to(store.device) for store in stores}
         if any(len(beam_idx) != store.shape[1] for store in stores):
@@ -495,7 +531,11 @@ class ElasticKVCache(Guarded, guarded=True):
                 store.copy_(torch.index_select(store, 1, order[store.device], out=changed))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ElasticKVCache:
-        """A cache of its own with the same content, in the pool that is open."""
+        """A cache of its own with the same content, in the pool that is open.
+
+        Raises:
+            AsleepError: its model is asleep.
+        """
         made = object.__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})

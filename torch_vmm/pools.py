@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -96,6 +96,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
     _model_id: str | None
     _shared: SharedMemoryPool | None
     _remaps: Remaps
+    _sleeps: int
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         self._model_id = model_id
         self._stays = _C.Stays()
         self._remaps = remaps.held(shared).get(handle.key) or Remaps()
+        self._sleeps = 0  # that have begun, of all or a part: who asks often looks again only once it has changed
 
     # -- Explicit pages ------------------------------------------------------------------------------------------------
 
@@ -423,8 +425,13 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
             # It lives on when nobody holds this object; a lone pool is closed then.
             self._remaps = remaps.held(self._shared).setdefault(self._handle.key, self._remaps)
 
-    def _while_it_begins_to_go(self) -> contextlib.AbstractContextManager[None]:
-        return self._remaps.while_it_begins_to_go(self)
+    @contextlib.contextmanager
+    def _while_it_begins_to_go(self) -> Iterator[None]:
+        with self._remaps.while_it_begins_to_go(self):
+            try:
+                yield
+            finally:
+                self._sleeps += 1  # once it has begun: whoever looked before that would not look again
 
     def _call_after_remap(self) -> None:
         self._remaps.call_after(self)

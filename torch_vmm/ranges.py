@@ -18,7 +18,7 @@ from torch_vmm import _C
 from torch_vmm._lifetimes import hold_while
 from torch_vmm.dense import span_bytes
 from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
-from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.errors import AsleepError, InvalidArgumentError
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.routing import current_pool
 from torch_vmm.sizes import show
@@ -44,6 +44,7 @@ class Backing:
         """Bytes from the first address on that have memory, where they have it without a gap."""
         self._twins: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
         space = _C.current_space(*self.device, size)  # of the tag that is open, if one is
+        self._tag = space.tag
         self.handle = _C.TensorRange(space, what, max(size, 1), page_size, zeros)
 
     def add_twin(self, tensor: torch.Tensor) -> None:
@@ -59,6 +60,28 @@ class Backing:
     def commit(self, spans: list[tuple[int, int]]) -> None:
         """Backs the pages under these (offset, size), usable on the current stream."""
         self.handle.commit(spans, current_stream(self.device))
+
+    @property
+    def is_asleep(self) -> bool:
+        """Or on its way there or back, where it has memory: pages can neither come nor go."""
+        return self._tag in _C.asleep(self.pool._handle)
+
+    def require_there(self, size: int) -> None:
+        """Raises AsleepError where any of the first ``size`` bytes are elsewhere; while it wakes some are there."""
+        # A wake of nothing says what is there. It ends by waiting for queued work, so this is for what is asleep.
+        _C.wake(self.pool._handle, []).wait_for(self.handle.base_address, size)
+
+    def require_awake(self) -> None:
+        """Raises AsleepError while it is asleep."""
+        if not self.is_asleep:
+            return
+        model = self.pool.name
+        raise AsleepError(
+            f"tag {self._tag!r} of model {model!r} is asleep; wake({self._tag!r}) first"
+            if self._tag
+            else f"model {model!r} is asleep; wake() it first",
+            model_id=model,
+        )
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from the first address on. Whoever holds a view of it holds the memory and the pool."""

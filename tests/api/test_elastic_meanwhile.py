@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 
@@ -111,15 +112,51 @@ def test_a_cache_that_crops_while_its_model_sleeps_goes_on(make_pool: Callable[.
     pool.sleep(keep="host")
     with pytest.raises(torch_vmm.AsleepError):
         cache.crop(8)
+    with pytest.raises(torch_vmm.AsleepError):
+        cache.layers[1].crop(8)
+    assert [cache.get_seq_length(layer) for layer in range(2)] == [40, 40], "nothing is cropped"
     pool.wake()
     with pool:
         for layer in range(2):
             keys, values = cache.update(states(device, 20), states(device, 20), layer)
-            assert keys.shape[2] == values.shape[2] == 28
-            assert int(values.sum(dtype=torch.int64)) == 28 * MIB // 4
+            assert keys.shape[2] == values.shape[2] == 60
+            assert int(values.sum(dtype=torch.int64)) == 60 * MIB // 4
     before = pool.memory_allocated()
     cache.crop(1)
     assert pool.memory_allocated() < before
+
+
+@pytest.mark.parametrize("tag", ["", "caches"])
+def test_a_cache_of_a_sleeping_model_is_not_touched(make_pool: Callable[..., Pool], device: str, tag: str) -> None:
+    """Whoever wrote there, or read, would end the process."""
+    pool = make_pool("256MiB")
+    cache = torch_vmm.ElasticKVCache(4096)
+    given = states(device, 4)
+    with pool.tag(tag) if tag else pool:
+        cache.update(given, given, 0)
+    with pool.tag("weights"):
+        weights = torch.ones(PAGE, dtype=torch.uint8, device=device)
+    pool.sleep({"weights": "host"})
+    for _ in range(2):
+        cache.update(given, given, 0)
+    assert cache.layers[0]._fits(given, given), "it is not asked for at each step"
+    pool.sleep({tag: "host"})
+    for touch in (
+        lambda: cache.update(given, given, 0),
+        lambda: cache.update(states(device, 99), states(device, 99), 0),
+        lambda: cache.reorder_cache(torch.tensor([0])),
+        lambda: cache.layers[0].batch_select_indices(torch.tensor([0])),
+        lambda: cache.layers[0].batch_repeat_interleave(2),
+        lambda: copy.deepcopy(cache),
+        lambda: cache.crop(2),
+    ):
+        with pytest.raises(torch_vmm.AsleepError, match="asleep"):
+            touch()
+    pool.wake()
+    keys, _ = cache.update(given, given, 0)
+    assert keys.shape[2] == 16
+    assert int(keys.sum(dtype=torch.int64)) == 16 * MIB // 4
+    del weights
 
 
 def test_a_cache_of_which_a_part_is_sealed_goes_on(make_pool: Callable[..., Pool], device: str) -> None:
