@@ -21,6 +21,7 @@ from torch_vmm.demo import run as demo
 from torch_vmm.replay import run as replay
 from torch_vmm.sizes import to_bytes
 
+_LEAST_OF_DEMO = 3 * 2**21  # bytes: a page for each of its models
 INTERRUPTED = 130  # as a shell reports it
 _CLOSED_PIPE = 141
 
@@ -39,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of work, without start-up; by default 36, on a GPU 25, or as long as learning needs",
     )
-    shows.add_argument("--limit", type=_size, metavar="SIZE", help='such as "600MiB"; default: 60 %% of what all need')
+    shows.add_argument(
+        "--limit", type=_limit_of_demo, metavar="SIZE", help='such as "600MiB"; default: 60 %% of what all need'
+    )
     # For tests: as without --seconds, in less time; and a training that learns nothing.
     shows.add_argument("--least-steps", action="store_true", help=argparse.SUPPRESS)
     shows.add_argument("--learning-rate-scale", type=float, default=1.0, help=argparse.SUPPRESS)
@@ -50,9 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     replays = commands.add_parser("replay", help="a recorded memory history: reserved then, and by torch_vmm")
     replays.add_argument("dump", type=Path, help="what torch.cuda.memory._dump_snapshot() wrote")
     replays.add_argument("--device", type=_count, metavar="N", help="this one alone; default: all with a history")
-    replays.add_argument("--limit", type=_size, metavar="SIZE", help='of a device, such as "24GiB"; default: none')
+    replays.add_argument(
+        "--limit", type=_limit_of_device, metavar="SIZE", help='of a device, such as "24GiB"; default: none'
+    )
     replays.add_argument("--rows", type=_rows, default=20, metavar="N", help="lines of the series; default 20")
-    replays.add_argument("--out", type=Path, metavar="FILE", help="draw it too, as .svg")
+    replays.add_argument("--out", type=_picture, metavar="FILE", help="draw it too, as .svg")
     replays.add_argument("--json", action="store_true", help="as one JSON list, an object a device, sizes in bytes")
     return parser
 
@@ -81,16 +86,34 @@ def _size(text: str) -> int:
     return size
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) > 6:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number, from 0")
+def _limit_of_demo(text: str) -> int:
+    if (size := _size(text)) < _LEAST_OF_DEMO:
+        least = _C.format_bytes(_LEAST_OF_DEMO)
+        raise argparse.ArgumentTypeError(f"{text!r}: three models need a page of 2 MiB each, {least} at least")
+    return size
+
+
+def _limit_of_device(text: str) -> int:
+    if not replay.LEAST <= (size := _size(text)) <= replay.LARGEST:
+        least, most = _C.format_bytes(replay.LEAST), _C.format_bytes(replay.LARGEST)
+        raise argparse.ArgumentTypeError(f"{text!r}: a device has {least} at least and {most} at most")
+    return size
+
+
+def _count(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or len(text) > 6 or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number, from {least}")
     return int(text)
 
 
 def _rows(text: str) -> int:
-    if (rows := _count(text)) == 0:
-        raise argparse.ArgumentTypeError("'0': give at least one")
-    return rows
+    return _count(text, least=1)
+
+
+def _picture(text: str) -> Path:
+    if (path := Path(text)).suffix != ".svg":
+        raise argparse.ArgumentTypeError(f"{text!r}: a picture is an .svg file")
+    return path
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -185,6 +208,8 @@ _COMMANDS = {"demo": _demo, "info": _info, "replay": _replay}
 def main() -> int:
     """Run the command line; returns the exit status."""
     arguments = _parser().parse_args()
+    if sys.stdout is None:
+        return _no_output("it is closed")
     try:
         status = _COMMANDS[arguments.command](arguments)
         sys.stdout.flush()
@@ -194,11 +219,25 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ntorch-vmm: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has gone; nothing is left to flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read our output has gone
+        _drop_output()
         return _CLOSED_PIPE
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _drop_output()
+        return _no_output(error.strerror or str(error))
     return status
+
+
+def _drop_output() -> None:
+    """What is buffered goes nowhere: else it would fail once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _no_output(why: str) -> int:
+    print(f"torch-vmm: standard output: {why}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import ROOT, python
+from tests.helpers import MIB, ROOT, python
+from tests.python.memory_history import History, write
 from torch_vmm import _C
 
 
@@ -111,6 +112,18 @@ def test_a_reader_that_goes_away() -> None:
     process.stderr.close()
     assert process.wait(100) == 141
     assert errors == ""
+
+
+@pytest.mark.parametrize("arguments", ["info", "info --json", "replay DUMP"])
+@pytest.mark.parametrize(("to", "why"), [(">/dev/full", "No space left on device"), (">&-", "it is closed")])
+def test_output_that_cannot_be_written_is_a_line(tmp_path: Path, arguments: str, to: str, why: str) -> None:
+    history = History()
+    history.segment(MIB, 2 * MIB)
+    history.alloc(MIB, MIB)
+    arguments = arguments.replace("DUMP", str(write(tmp_path / "dump", history)))
+    command = f"exec {sys.executable} -m torch_vmm {arguments} {to}"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, f"torch-vmm: standard output: {why}\n")
 
 
 def test_an_extension_that_is_missing_is_a_line_too(tmp_path: Path) -> None:

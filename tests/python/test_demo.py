@@ -102,6 +102,7 @@ def test_a_limit_that_is_too_small_is_an_error() -> None:
         ["--limit", "much"],
         ["--limit", "0"],
         ["--limit", "-1"],
+        ["--limit", "1KiB"],
         ["--device", "tpu"],
         *(["--seconds", value] for value in ("0", "-3", "nan", "inf", "1e9", "soon", "")),
     ],

@@ -164,7 +164,7 @@ def test_frees_that_are_missing(tmp_path: Path) -> None:
     device.entries = [entry for entry in device.entries if not entry["action"].startswith("free")]
     program = program_of(write(tmp_path / "dump", device))
     assert list(program.op) == [0, 0, 0, 1, 0]
-    assert program.notes == ["1 frees are not in the history: taken to come before the next use"]
+    assert program.notes == ["1 free is not in the history: taken to come before the next use"]
 
 
 def test_a_free_of_what_was_freed_is_passed_over(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_free_of_what_was_freed_is_passed_over(tmp_path: Path) -> None:
     device.entries += [entry for entry in device.entries if entry["action"].startswith("free")] * 2
     program = program_of(write(tmp_path / "dump", device))
     assert (program.opening, program.steps) == (0, 6)
-    assert program.notes == ["1 frees of blocks that were not live: passed over"]
+    assert program.notes == ["1 free of a block that was not live: passed over"]
 
 
 # -- The replay --------------------------------------------------------------------------------------------------------
@@ -433,7 +433,8 @@ def test_a_refused_replay_has_no_second_half(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", ["1", "1023 KiB", "9223372036854775807"])
 def test_limits_that_no_device_has(tmp_path: Path, command: Command, limit: str) -> None:
     done = command(str(write(tmp_path / "dump", short_history())), "--limit", limit)
-    assert "a device has 2 MiB at least and 16 TiB at most" in refused(done)
+    assert done.status == 2
+    assert f"argument --limit: {limit!r}: a device has 2 MiB at least and 16 TiB at most" in done.err
 
 
 def test_files_that_cannot_be_read_twice(tmp_path: Path, command: Command) -> None:
@@ -465,11 +466,22 @@ def test_what_the_command_refuses(tmp_path: Path, command: Command) -> None:
     path = write(tmp_path / "dump", short_history())
     unknown = command(str(path), "--device", "3")
     assert refused(unknown) == f"{path}: no history of device 3; there is one of 0"
-    other_kind = command(str(path), "--out", "picture.png")
-    assert refused(other_kind) == "--out=picture.png: a picture is an .svg file"
     nowhere = tmp_path / "nowhere" / "a.svg"
     assert refused(command(str(path), "--out", str(nowhere))) == f"--out={nowhere}: No such file or directory"
     missing = tmp_path / "missing"
     assert refused(command(str(missing))) == f"{missing}: No such file or directory"
-    assert command(str(path), "--rows", "0").status == 2
-    assert command(str(path), "--device", "cuda").status == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rows", "0"], "'0': give a number, from 1"),
+        (["--rows", "-1"], "'-1': give a number, from 1"),
+        (["--device", "cuda"], "'cuda': give a number, from 0"),
+        (["--out", "o.txt"], "'o.txt': a picture is an .svg file"),
+    ],
+)
+def test_arguments_that_cannot_be(tmp_path: Path, command: Command, arguments: list[str], said: str) -> None:
+    done = command(str(write(tmp_path / "dump", short_history())), *arguments)
+    assert done.status == 2
+    assert f"argument {arguments[0]}: {said}" in done.err

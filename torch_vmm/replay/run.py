@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_vmm import _C
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.lines import one_line
 
@@ -16,7 +15,8 @@ from .picture import svg
 from .report import text
 from .trace import programs
 
-_LARGEST = 2**44  # bytes of a device: its addresses are four times that, and a process's 2**47
+LEAST = 2**21  # bytes of a device: a page
+LARGEST = 2**44  # its addresses are four times that, and a process's 2**47
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Settings:
 
     file: Path
     device: int | None = None  # None: all that have a history
-    limit: int | None = None  # bytes a device
+    limit: int | None = None  # bytes a device, from LEAST to LARGEST
     rows: int = 20
     as_json: bool = False
-    out: Path | None = None  # where the picture goes
+    out: Path | None = None  # where the picture goes, an .svg
 
 
 def run(settings: Settings) -> int:
@@ -37,16 +37,8 @@ def run(settings: Settings) -> int:
     Returns:
         0; 1 where the program does not fit the limit.
     Raises:
-        InvalidArgumentError: what is wrong with the file, the device or the picture's name.
+        InvalidArgumentError: what is wrong with the file, the device or the picture's folder.
     """
-    if settings.out is not None and settings.out.suffix != ".svg":
-        raise InvalidArgumentError(f"--out={settings.out}: a picture is an .svg file")
-    least = _C.device("cpu", 0).granularity
-    if settings.limit is not None and not least <= settings.limit <= _LARGEST:
-        raise InvalidArgumentError(
-            f"--limit={settings.limit}: a device has {_C.format_bytes(least)} at least and "
-            f"{_C.format_bytes(_LARGEST)} at most"
-        )
     dump = dumps.read(settings.file)
     devices = dump.devices() if settings.device is None else [settings.device]
     outcomes = [replay(program, settings.limit) for program in programs(dump, devices)]

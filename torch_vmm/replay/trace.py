@@ -189,9 +189,13 @@ class _Reader:
             allocated.append(live)
         program.allocated = allocated[program.opening :]
         if self.again:
-            program.notes.append(f"{self.again} frees are not in the history: taken to come before the next use")
+            program.notes.append(
+                f"{_frees(self.again, 'is', 'are')} not in the history: taken to come before the next use"
+            )
         if self.unknown:
-            program.notes.append(f"{self.unknown} frees of blocks that were not live: passed over")
+            program.notes.append(
+                f"{_frees(self.unknown, 'of a block that was', 'of blocks that were')} not live: passed over"
+            )
 
     def _count_back(self) -> None:
         program = self.program
@@ -224,6 +228,10 @@ class _Reader:
         if not isinstance(entry, dict):
             raise InvalidArgumentError(f"{self.where}: {where} is {show(entry)}, not a dict")
         return entry
+
+
+def _frees(count: int, of_one: str, of_many: str) -> str:
+    return f"1 free {of_one}" if count == 1 else f"{count} frees {of_many}"
 
 
 def programs(dump: Dump, devices: Iterable[int]) -> list[Program]:
