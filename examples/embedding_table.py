@@ -109,6 +109,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device = parser.parse_args().device
+    try:
+        torch_vmm.current_pool(device)  # there is such a device
+    except torch_vmm.VmmError as error:
+        parser.exit(2, f"{error}\n")
     plan = PLANS["small" if torch.device(device).type == "cpu" else "full"]
     table, ids = table_of(plan, device), plan.ids()
     began = time.perf_counter()

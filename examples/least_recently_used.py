@@ -109,7 +109,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device = parser.parse_args().device
-    torch_vmm.enable(device)
+    try:
+        torch_vmm.enable(device)
+        torch_vmm.current_pool(device)  # there is such a device
+    except torch_vmm.VmmError as error:
+        parser.exit(2, f"{error}\n")
     width = 1024 if torch.device(device).type == "cpu" else 8192
     models = filled(width, device)
     x = torch.randn(16, width, device=device)

@@ -23,7 +23,7 @@ from examples import embedding_table as embedding
 from examples import least_recently_used as recent
 from examples import serve_many as many
 from examples import wake_layer_by_layer as waking
-from tests.helpers import ROOT
+from tests.helpers import ROOT, python
 
 
 @pytest.fixture(autouse=True)
@@ -322,6 +322,31 @@ def test_an_example_runs_as_it_stands(name: str, says: str) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "says"),
+    [
+        ("continuous_batching", "cuda", "no CUDA device can be used: "),
+        ("embedding_table", "foo", "device='foo' is not a device: "),
+        ("wake_layer_by_layer", "cpu:1", "there is no device cpu:1"),
+        ("least_recently_used", "meta", "device='meta' has no pools: "),
+        ("serve_many", "cpu:1", "there is no device cpu:1"),
+    ],
+)
+def test_a_device_that_there_is_not_is_a_line(name: str, named: str, says: str) -> None:
+    code = f"""
+        import os, sys
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        sys.argv = ["{name}", "--device", "{named}"]
+        from examples.{name} import main
+        main()
+    """
+    done = python(code)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(says)
+    assert done.stderr.count("\n") == 1
 
 
 def test_nothing_is_left(net: batching.Decoder) -> None:
