@@ -46,6 +46,8 @@ def _to_file(path: str) -> Parsed:
     # abspath drops the separator at the end, which says that it is to be a folder.
     if path.endswith(os.sep) and not os.path.isdir(path):
         raise InvalidArgumentError(f"keep={show(path)}: there is no such folder")
+    if not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
+        raise InvalidArgumentError(f"keep={show(path)}: there is no folder {show(folder)}")
     try:
         return ("file", os.path.abspath(path).encode(sys.getfilesystemencoding()).decode(), 0)
     except UnicodeError as error:
@@ -85,7 +87,7 @@ def _accepted(device: DeviceKey) -> str:
 
 
 def _to_places(places: object, device: DeviceKey) -> list[Parsed]:
-    if isinstance(places, str | bytes | os.PathLike) or not isinstance(places, Iterable):
+    if isinstance(places, str | bytes | os.PathLike | Mapping) or not isinstance(places, Iterable):
         return [_to_place(places, device)]
     found = [_to_place(place, device) for place in places]
     if not found:
@@ -109,7 +111,10 @@ def to_keep(keep: Keep, wishes: Wishes, device: DeviceKey) -> tuple[list[Parsed]
         for tag, places in keep.items():
             if not isinstance(tag, str):
                 raise InvalidArgumentError(f'keep={{{show(tag)}: ...}}: a tag is text, "" for what has none')
-            by_tag[tag] = _to_places(places, device)
+            try:
+                by_tag[tag] = _to_places(places, device)
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(f"keep[{show(tag)}]{str(error).removeprefix('keep')}") from None
     else:
         everywhere = _to_places(keep, device)
     named = [everywhere or [], *by_tag.values()]

@@ -341,7 +341,8 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         Raises:
             OutOfMemoryError: no room in the place named.
             InvalidArgumentError: no such place, device or tag; a file that
-                exists; ``packed`` and nothing goes to ``"host"``, or ``poison``
+                exists, or one in a folder that does not, even where it is one
+                of several places; ``packed`` and nothing goes to ``"host"``, or ``poison``
                 and nothing is discarded.
             NotAvailableError: in debug mode; or ``packed``, and this GPU or
                 torch cannot (NVRTC is missing, say).

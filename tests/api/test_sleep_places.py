@@ -27,6 +27,11 @@ from torch_vmm import SharedMemoryPool, VirtualMemoryPool
         ([], "no place"),
         ({"nope": "host"}, "no tag 'nope'"),
         ({3: "host"}, "a tag is text"),
+        ({"": []}, r"^keep\[''\]=\[\]: no place"),
+        ({"": {"": "host"}}, r"^keep\[''\]=\{'': 'host'\}: give"),
+        ("/nowhere/llama", "^keep='/nowhere/llama': there is no folder '/nowhere'"),
+        (["/nowhere/llama", "host"], "there is no folder '/nowhere'"),
+        ({"": Path("/nowhere/llama")}, "there is no folder '/nowhere'"),
     ],
 )
 def test_a_place_that_cannot_be(model: VirtualMemoryPool, keep: object, words: str) -> None:
@@ -44,7 +49,7 @@ def test_a_device_that_it_cannot_go_to(model: VirtualMemoryPool, keep: str | tor
     if model.device.type == "cuda":
         why = "there is no such device" if "99" in str(keep) else "the model's own device"
     for named in (keep, ["host", keep], {"": keep}):
-        with pytest.raises(torch_vmm.InvalidArgumentError, match=f"^keep=.*: ?{why}|^keep=.* is {why}"):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=f"^keep.*: ?{why}|^keep.* is {why}"):
             model.sleep(named)
     assert is_numbered(tensor)
 
