@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch_vmm import _C
 from torch_vmm.lines import one_line, wrapped
 
-_WIDTH = 100  # columns of a report
+_WIDTH = 80  # columns of a report
 
 
 @dataclass(frozen=True)

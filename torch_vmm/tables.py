@@ -1,7 +1,8 @@
 """Models' memory as a text for people: a row a model, then their totals, limit and floors.
 
 It fits a terminal of 80 columns, but for a name that is longer by itself: below
-the rows, where limits and sleepers stand, it is whole. It reads pools
+the rows, where limits and sleepers stand, it is whole. Of a long path the
+middle is left out. It reads pools
 and changes nothing. Rows are read one after the other, so that
 they need not add up with the limit's line while others allocate.
 """
@@ -34,7 +35,8 @@ _HEADS = (
     "priority",
 )
 _TEXTS = 2  # the first columns, which begin at their left
-_WIDTH = 80  # columns of a line, unless a word alone is longer: a path
+_WIDTH = 80  # columns of a line, unless a word alone is longer: a name
+_PLACE = 72  # columns of where something sleeps, so that it stands in a line with brackets
 _GAP = "  "  # between two columns
 _LIMITS = ("limit", "floor", "priority")
 _EMPTY = {"quarantined": "0 B", "stranded": "0 B", "priority": "0", "floor": "0 B", "limit": "none"}
@@ -100,9 +102,14 @@ def state_of(pool: VirtualMemoryPool) -> str:
     return "asleep" if pool.is_asleep else "awake"
 
 
-def where_asleep(pool: VirtualMemoryPool) -> str:
-    """Where what sleeps of it is: ``host``, or by tag; empty where nothing does, or nobody has said where to yet."""
+def where_asleep(pool: VirtualMemoryPool, most: int | None = None) -> str:
+    """Where what sleeps of it is: ``host``, or by tag; empty where nothing does, or nobody has said where to yet.
+
+    Each place in ``most`` columns, where that is given.
+    """
     places = pool.asleep
+    if most is not None:
+        places = {tag: without_middle(one_line(place), most) for tag, place in places.items()}
     if list(places) == [""]:
         return one_line(places[""])
     each = (f"{tag or 'the rest'}: {place}" for tag, place in sorted(places.items(), reverse=True))
@@ -120,7 +127,7 @@ def rows_of(pools: Iterable[VirtualMemoryPool]) -> list[Row]:
         Row(
             name=one_line(pool.name),
             state=state_of(pool),
-            asleep=where_asleep(pool),
+            asleep=where_asleep(pool, _PLACE),
             stats=pool.stats(),
             limit=pool.physical_limit,
             floor=pool.floor,

@@ -209,6 +209,18 @@ def test_who_sleeps_is_told_within_80_columns(shared: SharedMemoryPool) -> None:
     del kept
 
 
+def test_of_a_long_path_the_ends_are_told(shared: SharedMemoryPool, device: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / ("of the last weeks " * 6).strip().replace(" ", "-")
+    folder.mkdir(parents=True)
+    llama = shared.register_model("llama")
+    kept = tensor_in(llama, 3 * MIB)
+    llama.sleep(folder / "llama.sleep")
+    for text in (str(shared), torch_vmm.report(device)):
+        assert all(len(line) <= 80 for line in text.splitlines())
+        assert re.search(r"\(/\S+\.\.\.\S+-weeks/llama\.sleep\)", text)
+    del kept
+
+
 def test_a_table_that_is_too_wide_leaves_out_what_is_nowhere(shared: SharedMemoryPool) -> None:
     names = [f"a model, the {k}th" for k in range(2)]
     kept = [tensor_in(shared.register_model(name, physical_limit="32MiB"), MIB) for name in names]
