@@ -94,10 +94,10 @@ def was_set(whose: VirtualMemoryPool | SharedMemoryPool, name: str, value: int |
 
     Args:
         name: of the property.
-        value: its own; of a limit or floor in bytes, ``None`` is no limit.
+        value: its own; of a limit or floor in bytes, ``None`` is none.
     """
     if logger.isEnabledFor(logging.DEBUG):
-        words = str(value) if name in ("priority", "spill") or isinstance(value, str) else _size(value)
+        words = str(value) if name == "priority" or isinstance(value, str) else _size(value)
         logger.debug("%s: %s set to %s", _whose(whose), name, words)
 
 
@@ -116,9 +116,13 @@ def moved(pool: VirtualMemoryPool, doing: str, size: int, seconds: float) -> Non
 
 
 @_ends_nothing
-def stopped(name: str, error: BaseException) -> None:
-    """A transfer that nobody waits for was stopped."""
-    logger.error("%s was stopped: %s: %s", name, type(error).__name__, error)
+def stopped(pool: VirtualMemoryPool, doing: str, error: BaseException) -> None:
+    """A transfer that nobody waits for was stopped.
+
+    Args:
+        doing: "going to sleep", "waking", "making way for 'qwen'".
+    """
+    logger.error("%s: %s was stopped: %s: %s", _whose(pool), doing, type(error).__name__, error)
 
 
 @_ends_nothing

@@ -35,6 +35,9 @@ class _Move(NamedTuple):
     """What a transfer is made of, before it begins."""
 
     name: str
+    pool: VirtualMemoryPool
+    doing: str
+    """What it does with that pool, for the log."""
     begin: Callable[[], _C.Transfer]
     leaving: VirtualMemoryPool | None = None
     coming: VirtualMemoryPool | None = None
@@ -74,6 +77,8 @@ class Transfer(Guarded, guarded=True):
     _instead_of_a_copy = "it is memory on its way; keep another reference to it"
     _moving: _C.Transfer
     _name: str
+    _pool: VirtualMemoryPool
+    _doing: str
     _passages: list[_Passage]
     _process: int
     _error: BaseException | None
@@ -88,6 +93,7 @@ class Transfer(Guarded, guarded=True):
         look = to_look(move.name, progress)
         blocking = to_flag(blocking, "blocking")
         self._name = one_line(move.name)
+        self._pool, self._doing = move.pool, move.doing
         self._passages = []
         self._process = os.getpid()
         self._error = None
@@ -144,7 +150,7 @@ class Transfer(Guarded, guarded=True):
             self._runs_on = None
             self._done.set()
         if self._error is not None and not self._is_told:
-            events.stopped(self._name, self._error)
+            events.stopped(self._pool, self._doing, self._error)
 
     def _stopped_by(self, error: BaseException) -> None:
         """The first of several is the one that is told."""
@@ -195,7 +201,7 @@ class Transfer(Guarded, guarded=True):
         except BaseException:
             self._is_told = False
             if self._done.is_set() and self._error is not None:  # before that was said
-                events.stopped(self._name, self._error)
+                events.stopped(self._pool, self._doing, self._error)
             raise
         self._raise()
 
@@ -262,7 +268,8 @@ def sleep(pool: VirtualMemoryPool, keep: Keep, wishes: Wishes, blocking: bool, p
     _require_tags(pool, by_tag)
     _note_files(pool, everywhere, by_tag)
     leaving = pool if everywhere is not None or by_tag else None  # no place for anything: nothing goes
-    move = _Move(f"{pool.name} to sleep", lambda: _C.sleep(pool._handle, everywhere, by_tag, release), leaving=leaving)
+    begin = functools.partial(_C.sleep, pool._handle, everywhere, by_tag, release)
+    move = _Move(f"{pool.name} to sleep", pool, "going to sleep", begin, leaving=leaving)
     return Transfer(move, blocking, progress)
 
 
@@ -278,7 +285,8 @@ def wake(
             raise InvalidArgumentError(f"tags={show(tags)}: give a tag's name, or several")
         chosen = [tags] if isinstance(tags, str) else [tag if tag == "" else to_name(tag, "tags") for tag in tags]
         _require_tags(pool, chosen)
-    move = _Move(f"{pool.name} to wake", lambda: _C.wake(pool._handle, chosen), coming=pool)
+    begin = functools.partial(_C.wake, pool._handle, chosen)
+    move = _Move(f"{pool.name} to wake", pool, "waking", begin, coming=pool)
     return Transfer(move, blocking, progress)
 
 
@@ -338,7 +346,9 @@ def swap(
     _require_tags(out, by_tag)
     _note_files(out, everywhere, by_tag)
     begin = functools.partial(_C.swap, out._handle, everywhere, by_tag, into._handle)
-    return Transfer(_Move(f"{out.name} for {into.name}", begin, leaving=out, coming=into), blocking, progress)
+    doing = f"making way for {into.name!r}"
+    move = _Move(f"{out.name} for {into.name}", out, doing, begin, leaving=out, coming=into)
+    return Transfer(move, blocking, progress)
 
 
 # -- Files at the program's end ----------------------------------------------------------------------------------------

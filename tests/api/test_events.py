@@ -127,6 +127,7 @@ def test_what_is_set_is_told(shared: SharedMemoryPool, pool: VirtualMemoryPool, 
     llama.physical_limit = None
     llama.floor = 8 * MIB
     llama.priority = -1
+    llama.spill = None
     pool.physical_limit = "1.5 MiB"
     shared.physical_limit = "48MiB"
     shared.floor = "16MiB"
@@ -138,6 +139,7 @@ def test_what_is_set_is_told(shared: SharedMemoryPool, pool: VirtualMemoryPool, 
         ("DEBUG", f"model 'llama' on {on}: physical_limit set to none"),
         ("DEBUG", f"model 'llama' on {on}: floor set to 8 MiB"),
         ("DEBUG", f"model 'llama' on {on}: priority set to -1"),
+        ("DEBUG", f"model 'llama' on {on}: spill set to none"),
         ("DEBUG", f"pool {pool.name!r} on {on}: physical_limit set to 1.5 MiB"),
         ("DEBUG", f"{shared.name} on {on}: physical_limit set to 48 MiB"),
         ("DEBUG", f"{shared.name} on {on}: floor set to 16 MiB"),
