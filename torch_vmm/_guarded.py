@@ -39,6 +39,7 @@ class Guarded:
 
     _guarded = False
     _meant: ClassVar[Mapping[str, str]] = {}  # names that do not exist, and which one is meant by each
+    _elsewhere: ClassVar[Mapping[str, str]] = {}  # names that another class has, and how that is used
     _instead_of_a_copy = "keep another reference to it"
 
     def __init_subclass__(cls, *, guarded: bool = False, **options: Any) -> None:
@@ -58,6 +59,8 @@ class Guarded:
                 if name in cls._meant:
                     close = [cls._meant[name]]
                 hint = f"; did you mean {close[0]!r}?" if close else ""
+                if name in cls._elsewhere:
+                    hint = f": {cls._elsewhere[name]}"
                 raise AttributeError(f"{_a(cls.__name__)} has no attribute {name!r}{hint}", name=name, obj=self)
             # A function may stand in for a method, in a test; that it were to be called by one that takes functions is
             # more likely what was meant.

@@ -25,6 +25,11 @@ from torch_vmm.sizes import show, to_index
 __all__ = ["Damage", "Finding", "Report", "WatchedBlock", "check", "explain", "mode", "report"]
 
 
+def __dir__() -> list[str]:
+    """What a prompt completes: the public names, and not what they are made of."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 @dataclass(frozen=True)
 class WatchedBlock:
     """An allocation that is watched, or was."""

@@ -423,3 +423,8 @@ _only: TorchMemorySaver | None = None
 torch_memory_saver = TorchMemorySaver()
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]
+
+
+def __dir__() -> list[str]:
+    """What a prompt completes: the public names, and not what they are made of."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

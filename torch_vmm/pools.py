@@ -92,6 +92,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         "it is memory of this process. Keep another reference to it, or make a pool of its own; to another process "
         "send tensors (torch.multiprocessing), and make its pools there"
     )
+    _elsewhere = {"on_pressure": "its SharedMemoryPool takes the function, shared.on_pressure(function)"}  # noqa: RUF012
     _handle: _C.Pool
     _model_id: str | None
     _shared: SharedMemoryPool | None
@@ -341,9 +342,9 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         Raises:
             OutOfMemoryError: no room in the place named.
             InvalidArgumentError: no such place, device or tag; a file that
-                exists, or one in a folder that does not, even where it is one
-                of several places; ``packed`` and nothing goes to ``"host"``, or ``poison``
-                and nothing is discarded.
+                exists, or one in a folder that does not, also where it is one
+                of several places; ``packed`` and nothing goes to ``"host"``,
+                or ``poison`` and nothing is discarded.
             NotAvailableError: in debug mode; or ``packed``, and this GPU or
                 torch cannot (NVRTC is missing, say).
             VmmError: a disk that is full or fails, a driver that does, or the

@@ -63,6 +63,7 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         "tensors (torch.multiprocessing), and make its pools there"
     )
     _meant = {"limit": "physical_limit"}  # noqa: RUF012 - of several limits
+    _elsewhere = {"spill": 'each model has its own, shared["llama"].spill = "host"'}  # noqa: RUF012
     _handle: _C.SharedMemoryPool
     _models: ModelsView
     _on_pressure: OnPressure | None

@@ -54,6 +54,13 @@ def test_the_name_that_was_meant_is_named(pool: Pool, shared: Shared, name: str)
             setattr(each, name, "4MiB")
 
 
+def test_what_another_class_has_is_told(pool: Pool, shared: Shared) -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'spill': each model has its own, .*\.spill = "):
+        shared.spill = "host"  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"no attribute 'on_pressure': its SharedMemoryPool takes the function"):
+        pool.on_pressure = lambda requested, asker: False  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("name", ["capacity", "base_address", "page_size", "device", "model_id", "name", "is_closed"])
 def test_what_is_fixed_cannot_be_set(pool: Pool, name: str) -> None:
     with pytest.raises(AttributeError, match=name):

@@ -416,3 +416,11 @@ def test_no_two_regions_are_one(saver: TorchMemorySaver, device: str) -> None:
     assert bool((kept == 7).all())
     assert not gone.any()
     assert not gone_too.any()
+
+
+def test_a_prompt_completes_the_public_names() -> None:
+    assert {name for name in dir(torch_vmm.memory_saver) if not name.startswith("__")} == {
+        "TorchMemorySaver",
+        "configure_subprocess",
+        "torch_memory_saver",
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 
 import pytest
 
@@ -163,6 +164,12 @@ def find(path: str) -> object:
 def test_the_names() -> None:
     assert set(torch_vmm.__all__) == ERRORS | CLASSES | FUNCTIONS | {"__version__", "debug"}
     assert list(torch_vmm.__all__) == sorted(torch_vmm.__all__)
+
+
+@pytest.mark.parametrize("module", [torch_vmm, torch_vmm.debug])
+def test_a_prompt_completes_the_public_names(module: types.ModuleType) -> None:
+    assert {name for name in dir(module) if not name.startswith("__")} == set(module.__all__) - {"__version__"}
+    assert {"__all__", "__doc__", "__name__"} <= set(dir(module))
 
 
 @pytest.mark.parametrize("path", SIGNATURES)
