@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/units.h"
+#include "cpp/lab.h"
 
 namespace vmm::testing {
 namespace {
