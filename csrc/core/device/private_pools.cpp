@@ -54,8 +54,10 @@ void PrivatePools::add_user(RegionId region, std::shared_ptr<ForeignMemory> fore
   const bool is_graph = foreign == nullptr && entries_.count(region) != 0 && any_capture();
   Entry& entry = entry_at(region);
   if (is_graph) {
-    if (Route* const capture = capture_of_thread(); capture != nullptr) capture->retained.push_back(region);
+    Route* const capture = capture_of_thread();
+    if (capture != nullptr) capture->retained.reserve(capture->retained.size() + 1);  // first: what counts is noted
     add_graph(entry, &Entry::retained);
+    if (capture != nullptr) capture->retained.push_back(region);
     return;
   }
   ++entry.objects;
@@ -112,14 +114,7 @@ void PrivatePools::set_no_split(RegionId region) {
 }
 
 void PrivatePools::add_graph(Entry& entry, int Entry::*kind) {
-  if (!entry.is_pinned()) {
-    try {
-      set_pinned(entry, true);
-    } catch (...) {
-      set_pinned(entry, false);
-      throw;
-    }
-  }
+  pin(entry);
   ++(entry.*kind);
 }
 
@@ -127,8 +122,19 @@ void PrivatePools::add_graph(Entry& entry, int Entry::*kind) {
 // long as the pool lives, unless torch says that it does: nobody tells when the graph goes.
 void PrivatePools::keep_for_graphs(Entry& entry) {
   if (entry.is_kept) return;
+  pin(entry);
   entry.is_kept = true;
-  set_pinned(entry, true);
+}
+
+// All of its parts, or none. Whoever calls says then why.
+void PrivatePools::pin(const Entry& entry) {
+  if (entry.is_pinned()) return;
+  try {
+    set_pinned(entry, true);
+  } catch (...) {
+    set_pinned(entry, false);
+    throw;
+  }
 }
 
 void PrivatePools::set_pinned(const Entry& entry, bool pinned) {

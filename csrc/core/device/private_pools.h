@@ -203,6 +203,7 @@ class PrivatePools {
   void settle_accounts(bool failed) VMM_EXCLUDES(mutex_);
   std::shared_ptr<Pool> part_of(RegionId region, Entry& entry, const std::shared_ptr<Pool>& model) VMM_REQUIRES(mutex_);
   static void set_pinned(const Entry& entry, bool pinned);
+  static void pin(const Entry& entry);
   static void keep_for_graphs(Entry& entry);
   // `kind`: Entry::graphs or Entry::retained.
   void add_graph(Entry& entry, int Entry::*kind) VMM_REQUIRES(mutex_);
