@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -19,11 +20,17 @@ constexpr long kMost = 400;  // allocations of a step
 // The bench, made anew for each allocation that fails.
 class Bench final : public PrivatePoolsTest {
  public:
+  Bench() : PrivatePoolsTest(/*failed_are_ended=*/true) {}
   using PrivatePoolsTest::a;
   using PrivatePoolsTest::allocate;
+  using PrivatePoolsTest::b;
   using PrivatePoolsTest::begin_capture;
   using PrivatePoolsTest::captures;
   using PrivatePoolsTest::end_capture;
+  using PrivatePoolsTest::everywhere;
+  using PrivatePoolsTest::exists;
+  using PrivatePoolsTest::expect_nothing_left;
+  using PrivatePoolsTest::failures;
   using PrivatePoolsTest::is_pinned;
   using PrivatePoolsTest::lab;
   using PrivatePoolsTest::leave_mempool;
@@ -39,6 +46,11 @@ class Bench final : public PrivatePoolsTest {
     for (std::size_t thread = 0; thread < 16; ++thread) {
       turns_.on(thread, [&] { DeviceMemory::free(lab.space, lab.memory().allocate(*model, 512, nullptr)); });
     }
+  }
+  [[nodiscard]] std::size_t parts_of(RegionId region) {
+    const PoolList all = lab.memory().pools();
+    return static_cast<std::size_t>(
+        std::count_if(all.begin(), all.end(), [&](const auto& pool) { return pool->region() == region; }));
   }
   // A MemPool that has memory, of which a capture on `a` is about to ask for more.
   void begin_capture_beside_mempool() {
@@ -86,7 +98,8 @@ TEST_F(PrivatePoolsTest, ACaptureThatTheHostHasNoMemoryForNeverBegan) {
     has_run_out = runs_out_at(n, [&] { pools.begin(kGraph, only(b), a); });
     EXPECT_EQ(lab.memory().clock().is_capturing(), !has_run_out) << n;
     EXPECT_EQ(pools.any_route(), !has_run_out) << n;
-    if (has_run_out) EXPECT_FALSE(exists(kGraph)) << n;
+    if (!has_run_out) continue;
+    EXPECT_THROW(static_cast<void>(pools.use_count(kGraph)), InvalidArgumentError) << n;
   }
   captures[a] = ++last_capture;
   end_capture(kGraph, a);
@@ -121,6 +134,80 @@ TEST(PrivatePoolsWithoutMemory, AGraphThatCannotSayWhichPoolItUsesHasSaidNothing
                  if (!threw) bench.pools.release(kOther);
                  bench.end_capture_beside_mempool();
                });
+}
+
+TEST(PrivatePoolsWithoutMemory, APartIsMadeAndPinnedOrEnds) {
+  each_in_turn(
+      [](Bench& bench) {
+        bench.begin_capture(kGraph, bench.a);
+        bench.let_threads_come();
+      },
+      [](Bench& bench) { static_cast<void>(bench.pools.route(bench.model, bench.a)); },
+      [](Bench& bench, bool /*threw*/) {
+        EXPECT_EQ(bench.region_of(bench.lab.leave_idle(*bench.pools.route(bench.model, bench.a), kMiB, bench.a)),
+                  kGraph);
+        EXPECT_TRUE(bench.is_pinned(kGraph));
+        EXPECT_EQ(bench.parts_of(kGraph), 1U);
+        bench.end_capture(kGraph, bench.a);
+        bench.pools.release(kGraph);
+        bench.expect_nothing_left();
+      });
+}
+
+TEST(PrivatePoolsWithoutMemory, PartsOfARegionThatHasGoneEndNowOrLater) {
+  std::shared_ptr<Pool> second;
+  each_in_turn(
+      [&](Bench& bench) {
+        second = bench.lab.pool("second");
+        bench.pools.add_user(kOther);
+        bench.pools.begin(kOther, Bench::everywhere(), nullptr);
+        for (const auto& model : {bench.model, second}) bench.lab.free(bench.allocate(model, 4 * kMiB));
+        bench.pools.end(kOther);
+        bench.pools.release(kOther);
+        bench.pools.set_use_on_oom(kOther, false);
+      },
+      [](Bench& bench) { bench.pools.release(kOther); },
+      [&](Bench& bench, bool threw) {
+        EXPECT_FALSE(threw) << "whoever tries again releases twice";
+        EXPECT_FALSE(bench.exists(kOther));
+        bench.pools.sweep();
+        bench.lab.memory().settle(/*wait=*/true);
+        EXPECT_EQ(bench.parts_of(kOther), 0U);
+        bench.lab.memory().close_pool(*second, /*force=*/false);
+        second.reset();
+        bench.expect_nothing_left();
+      });
+}
+
+TEST(PrivatePoolsWithoutMemory, CapturesThatFailedEndTogetherOrAreFoundAgain) {
+  const Stream c = stream(0xC);
+  each_in_turn(
+      [&](Bench& bench) {
+        bench.begin_capture(kGraph, bench.a);
+        bench.lab.free(bench.allocate(4 * kMiB, bench.a));
+        bench.pools.begin(kOne, Bench::only(bench.b), bench.b);
+        bench.begin_capture(kOther, c);
+        bench.lab.free(bench.allocate(4 * kMiB, c));
+        bench.captures.clear();
+      },
+      [](Bench& bench) { bench.pools.sweep(); },
+      [](Bench& bench, bool /*threw*/) {
+        bench.pools.sweep();
+        EXPECT_EQ(bench.failures, 1);
+        EXPECT_FALSE(bench.lab.memory().clock().is_capturing());
+        for (const RegionId region : {kGraph, kOther}) {
+          EXPECT_FALSE(bench.exists(region));
+          bench.pools.end(region);  // as torch does, late
+          bench.pools.release(region);
+          EXPECT_THROW(bench.pools.end(region), InvalidArgumentError);
+        }
+        const Address block = bench.allocate(kMiB, bench.b);
+        EXPECT_EQ(bench.region_of(block), kOne) << "a route among theirs goes on";
+        bench.lab.free(block);
+        bench.pools.end(kOne);
+        bench.pools.release(kOne);
+        bench.expect_nothing_left();
+      });
 }
 
 }  // namespace

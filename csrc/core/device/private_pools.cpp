@@ -148,29 +148,36 @@ void PrivatePools::drop_graph(Entry& entry, int Entry::*kind) {
   set_pinned(entry, false);
   for (const auto& [model, part] : entry.parts) {
     // A model that has been closed meanwhile could not take this part along.
-    if (part->is_closed()) close(part);
+    if (part->is_closed()) static_cast<void>(close(part));  // else when the region goes
   }
 }
 
-void PrivatePools::close(const std::shared_ptr<Pool>& part) {
-  memory_.close_pools({part}, /*force=*/true);
+// False where there is no host memory for it: another time.
+bool PrivatePools::close(const std::shared_ptr<Pool>& part) {
   has_closed_.store(true, std::memory_order_relaxed);
+  try {
+    memory_.close_pools({part}, /*force=*/true);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  return true;
 }
 
+void PrivatePools::close_due() {
+  while (!closing_.empty() && close(closing_.begin()->second)) closing_.erase(closing_.begin());
+}
+
+// Takes no memory: what goes goes as nodes.
 void PrivatePools::drop_if_unused(Entries::iterator at) {
-  if (at->second.use_count() > 0) return;
-  Entry entry = std::move(at->second);
-  entries_.erase(at);
-  if (dropped_.empty()) {
-    dropped_.swap(entry.kept);
-  } else {
-    dropped_.insert(dropped_.end(), entry.kept.begin(), entry.kept.end());
-    entry.kept.clear();
-  }
+  Entry& entry = at->second;
+  if (entry.use_count() > 0) return;
+  dropped_.splice(dropped_.end(), entry.kept);
   has_dropped_.store(!dropped_.empty(), std::memory_order_relaxed);
   if (entry.is_kept) set_pinned(entry, false);
-  for (const auto& [model, part] : entry.parts) close(part);
   if (entry.foreign != nullptr) entry.foreign->close();
+  closing_.merge(entry.parts);
+  entries_.erase(at);
+  close_due();
 }
 
 // --------------------------------------------------------------------- routes
@@ -201,9 +208,9 @@ void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
   // stream's route within a capture is none of these.)
   route.is_capture = !passes || (running != 0 && current != nullptr && !filter(nullptr) && is_suspended(region));
   route.filter = std::move(filter);
-  Entry& entry = entry_at(region);
   routes_.reserve(routes_.size() + 1);  // first: what has begun is noted
   if (!route.is_capture) route.resumed.reserve(1);
+  Entry& entry = entry_at(region);  // last: it may be new, and has no user yet
   if (route.is_capture) {
     route.origin = current;
     route.capture = running;
@@ -388,29 +395,38 @@ bool PrivatePools::is_dead(Route& route) {
   return running == 0 || running != route.capture;
 }
 
-// Returns whether there were any. The filter is not asked: it may look into a
-// graph that is gone.
+// Returns whether there were any, and no capture is left. The filter is not asked: it may
+// look into a graph that is gone.
 bool PrivatePools::sweep_locked() {
+  close_due();
   std::vector<RegionId> dead;
-  const auto note_if = [&dead](bool is_dead, const Route& route) {
-    if (is_dead) dead.push_back(route.region);
-    return is_dead;
+  const auto look_at = [&dead](Route& route, bool has_failed) {
+    route.has_failed = has_failed;
+    if (has_failed) dead.push_back(route.region);
   };
-  std::erase_if(routes_, [&](Route& route) VMM_REQUIRES(mutex_) { return note_if(is_dead(route), route); });
+  for (Route& route : routes_) look_at(route, is_dead(route));
   // A suspended one is taken up before its capture ends, so one whose capture has
   // ended never will be.
-  std::erase_if(suspended_,
-                [&](const Route& route) { return note_if(capture_of(route.origin) != route.capture, route); });
+  for (Route& route : suspended_) look_at(route, capture_of(route.origin) != route.capture);
+  if (dead.empty()) return false;
+  if (hooks_.failed_are_ended) {
+    std::map<RegionId, int> failed = failed_;
+    for (const RegionId region : dead) ++failed[region];
+    failed_.swap(failed);
+  }
+  // From here on nothing takes memory: all of them have ended, or none.
+  const auto has_failed = [](const Route& route) { return route.has_failed; };
+  std::erase_if(routes_, has_failed);
+  std::erase_if(suspended_, has_failed);
+  count_routes();
   for (const RegionId region : dead) {
-    const auto at = entries_.find(region);
     memory_.clock().end_capture();
-    if (hooks_.failed_are_ended) ++failed_[region];
+    const auto at = entries_.find(region);
     if (at == entries_.end()) continue;  // released more often than there were users
     drop_graph(at->second, &Entry::graphs);
     drop_if_unused(at);
   }
-  count_routes();
-  return !dead.empty() && !any_capture();
+  return !any_capture();
 }
 
 bool PrivatePools::any_capture() const {
@@ -431,7 +447,6 @@ void PrivatePools::settle_accounts(bool failed) {
 }
 
 void PrivatePools::sweep() {
-  if (!any_route()) return;
   bool failed = false;
   {
     const MutexLock lock(mutex_);
@@ -442,9 +457,22 @@ void PrivatePools::sweep() {
 
 std::shared_ptr<Pool> PrivatePools::part_of(RegionId region, Entry& entry, const std::shared_ptr<Pool>& model) {
   if (const auto at = entry.parts.find(key_of(*model)); at != entry.parts.end()) return at->second;
-  auto part = memory_.create_part(model, region, entry.no_split, /*is_mem_pool=*/entry.objects > 0);
-  entry.parts.emplace(key_of(*part), part);
-  if (entry.is_pinned()) part->pin();
+  // Its place first: of a part that could not be noted nobody would know.
+  Parts one;
+  one.emplace(PartKey(), nullptr);
+  Parts::node_type place = one.extract(one.begin());
+  const auto part = memory_.create_part(model, region, entry.no_split, /*is_mem_pool=*/entry.objects > 0);
+  place.key() = key_of(*part);
+  place.mapped() = part;
+  if (entry.is_pinned()) {
+    try {
+      part->pin();
+    } catch (...) {
+      closing_.insert(std::move(place));
+      throw;
+    }
+  }
+  entry.parts.insert(std::move(place));
   return part;
 }
 

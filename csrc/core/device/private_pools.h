@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <string_view>
@@ -139,7 +140,8 @@ class PrivatePools {
   // alive.
   using PartKey = std::pair<const Pool*, std::string_view>;
   static PartKey key_of(const Pool& pool) { return {&pool.model(), pool.tag()}; }
-  using Kept = std::vector<std::shared_ptr<const void>>;
+  using Parts = std::map<PartKey, std::shared_ptr<Pool>>;
+  using Kept = std::list<std::shared_ptr<const void>>;
   // A region, while anybody uses it. use_count = the five kinds of users.
   struct Entry {
     int objects = 0;      // MemPools
@@ -151,7 +153,7 @@ class PrivatePools {
     bool use_on_oom = false;
     bool no_split = false;
     bool is_kept = false;  // a capture took memory of it beside the graph's own: pinned to its end
-    std::map<PartKey, std::shared_ptr<Pool>> parts;
+    Parts parts;
     std::shared_ptr<ForeignMemory> foreign;
     Kept kept;
 
@@ -172,6 +174,7 @@ class PrivatePools {
     std::vector<RegionId> retained;    // of which torch has said that the capture's graph uses them
     bool has_just_ended = false;       // suspended, and its thread has not come by since
     bool is_in_doubt = false;          // its end() was taken for that of one which has failed
+    bool has_failed = false;           // for the sweep that is going on
     // Of a thread's or a stream's: the capture of the same pool that a program had
     // paused and goes on with by this route. One or none.
     std::vector<Route> resumed;
@@ -209,7 +212,8 @@ class PrivatePools {
   void add_graph(Entry& entry, int Entry::*kind) VMM_REQUIRES(mutex_);
   void drop_graph(Entry& entry, int Entry::*kind) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_end_of_failed(RegionId region, const Route* at) const VMM_REQUIRES(mutex_);
-  void close(const std::shared_ptr<Pool>& part) VMM_REQUIRES(mutex_);
+  bool close(const std::shared_ptr<Pool>& part) VMM_REQUIRES(mutex_);
+  void close_due() VMM_REQUIRES(mutex_);
   void drop_if_unused(Entries::iterator at) VMM_REQUIRES(mutex_);
 
   DeviceMemory& memory_;
@@ -217,9 +221,11 @@ class PrivatePools {
   std::atomic<std::size_t> route_count_{0};
   mutable Mutex mutex_;
   Entries entries_ VMM_GUARDED_BY(mutex_);
-  Kept dropped_ VMM_GUARDED_BY(mutex_);               // by regions that have gone
-  std::atomic<bool> has_dropped_{false};              // a request in a region takes no second lock to know
-  std::atomic<bool> has_closed_{false};               // parts, since the GPU was waited for, perhaps
+  Kept dropped_ VMM_GUARDED_BY(mutex_);   // by regions that have gone
+  std::atomic<bool> has_dropped_{false};  // a request in a region takes no second lock to know
+  std::atomic<bool> has_closed_{false};   // parts, since the GPU was waited for, perhaps
+  // Parts that nobody uses and that are to be closed: for want of host memory they have not been.
+  std::multimap<PartKey, std::shared_ptr<Pool>> closing_ VMM_GUARDED_BY(mutex_);
   std::vector<Route> routes_ VMM_GUARDED_BY(mutex_);  // the latest last
   // Of captures that go on: torch ends the route for a moment, before and after
   // it captures the body of a conditional node, and begins one right after.
