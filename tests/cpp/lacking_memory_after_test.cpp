@@ -131,6 +131,32 @@ TEST(LackingMemoryAfter, AClosedPoolEndsThoughItsLastFreeLackedMemory) {
                        });
 }
 
+struct Houses {
+  Houses() {
+    for (const char* id : {"one", "two"}) {
+      DeviceMemory::free(lab.space, lab.memory().allocate(*shared.register_model(id, {}), 4 * kMiB, nullptr));
+    }
+  }
+  Lab lab;
+  std::shared_ptr<Pool> other = lab.pool("other");
+  SharedMemoryPool shared{lab.memory(), 256 * kMiB};
+};
+
+TEST(LackingMemoryAfter, AClosedSharedPoolsGroupEnds) {
+  each_in_turn<Houses>([](Houses& world) { world.shared.close(/*force=*/false); },
+                       [](Houses& world, bool threw) {
+                         EXPECT_EQ(world.shared.is_closed(), !threw);
+                         world.shared.close(/*force=*/false);
+                         for (int k = 0; k < 200; ++k) {  // whoever comes by ends it
+                           DeviceMemory::free(world.lab.space,
+                                              world.lab.memory().allocate(*world.other, 2 * kMiB, nullptr));
+                         }
+                         EXPECT_EQ(world.lab.memory().groups(), 0U);
+                         EXPECT_EQ(world.lab.memory().pools().size(), 1U);
+                         EXPECT_EQ(world.lab.driver.live_chunk_bytes(), 2 * kMiB);
+                       });
+}
+
 struct Peers {
   static LabSpec spec() {
     LabSpec spec;

@@ -14,7 +14,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -444,9 +443,9 @@ class DeviceMemory {
     std::shared_ptr<Budget> spill;  // stands beside it
     std::shared_ptr<GroupFigures> figures;
     std::shared_ptr<const OnPressure> on_pressure{};
+    bool has_ended = false;  // no more pools come to it
   };
   std::map<const Budget*, Group> groups_ VMM_GUARDED_BY(registry_mutex_);
-  std::set<const Budget*> ended_groups_ VMM_GUARDED_BY(registry_mutex_);  // of these
   struct Leaving {
     Epoch last_use = kLongAgo;
     std::function<bool()> go;

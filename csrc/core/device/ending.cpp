@@ -196,16 +196,22 @@ bool DeviceMemory::bury_closed() {
 void DeviceMemory::end_group(const Budget& group) {
   {
     const MutexLock lock(registry_mutex_);
-    ended_groups_.insert(&group);
+    groups_.at(&group).has_ended = true;
   }
-  bury_group(&group);
+  try {
+    bury_group(&group);
+  } catch (const std::bad_alloc&) {
+    beside_.fetch_or(kHasEnded, std::memory_order_relaxed);  // whoever comes by next goes on
+  }
 }
 
 bool DeviceMemory::bury_groups() {
   std::vector<const Budget*> ended;
   {
     const MutexLock lock(registry_mutex_);
-    ended.assign(ended_groups_.begin(), ended_groups_.end());
+    for (const auto& [key, group] : groups_) {
+      if (group.has_ended) ended.push_back(key);
+    }
   }
   bool any = false;
   for (const Budget* group : ended) any = bury_group(group) || any;
@@ -218,22 +224,23 @@ bool DeviceMemory::bury_group(const Budget* key) {
   Group group;
   {
     const MutexLock lock(registry_mutex_);
-    if (ended_groups_.count(key) == 0) return false;
-    group = groups_.at(key);
+    const auto at = groups_.find(key);
+    if (at == groups_.end() || !at->second.has_ended) return false;
+    group = at->second;
   }
   const bool any = store_.trim(*group.budget, 0) + spill_store_.trim(*group.spill, 0) != 0;
   std::shared_ptr<const OnPressure> last;  // somebody's code: it ends with no lock held
   const MutexLock lock(registry_mutex_);
-  if (ended_groups_.count(key) == 0) return any;
+  const auto at = groups_.find(key);
+  if (at == groups_.end()) return any;
   // Whoever buries its last pool comes here again.
   if (!registry_.of_group(*group.budget)->empty() || !registry_.of_group(*group.spill)->empty()) return any;
   if (!store_.forget(*group.budget) || !spill_store_.forget(*group.spill)) {
     beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
     return any;
   }
-  ended_groups_.erase(key);
-  last.swap(groups_.at(key).on_pressure);
-  groups_.erase(key);
+  last.swap(at->second.on_pressure);
+  groups_.erase(at);
   return true;
 }
 

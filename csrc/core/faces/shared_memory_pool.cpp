@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "core/device/afterwards.h"
 
 namespace vmm {
 
@@ -24,7 +25,7 @@ SharedMemoryPool::SharedMemoryPool(DeviceMemory& memory, std::size_t physical_li
 SharedMemoryPool::~SharedMemoryPool() {
   try {
     close(/*force=*/true);
-  } catch (const VmmError&) {  // NOLINT(bugprone-empty-catch): forced closing throws only when the driver has gone
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the driver has gone, or there is no host memory
   }
 }
 
@@ -177,7 +178,7 @@ void SharedMemoryPool::close(bool force) {
   }
   memory_.set_on_pressure(*budget_, nullptr);
   memory_.end_group(*budget_);
-  memory_.settle(/*wait=*/true);
+  afterwards([&] { memory_.settle(/*wait=*/true); });
 }
 
 bool SharedMemoryPool::is_closed() const { return closed_.load(std::memory_order_acquire); }
