@@ -72,6 +72,40 @@ TEST_F(Shared, WaitsForTheGpuWithNoLockHeld) {
   lab_.driver.release_fences();
 }
 
+// Where addresses are short, and a closed model's wait for queued work.
+TEST_F(Shared, WaitsForAddressesWithNoLockHeld) {
+  for (const bool closes_meanwhile : {false, true}) {
+    SCOPED_TRACE(closes_meanwhile);
+    lab_.driver.hold_fences();
+    lab_.leave_idle(*add("former"), 4 * kMiB, stream(0x10));
+    shared_->unregister_model("former", /*force=*/false);
+    lab_.driver.fail_nth(Call::reserve, 1, no_memory());
+    std::size_t waits = 0;
+    lab_.driver.before(Call::wait, [&] {
+      if (++waits != 1) return;
+      EXPECT_TRUE(shared_->model_ids().empty()) << "who is asked meanwhile is answered";
+      lab_.driver.clear_failures();
+      if (closes_meanwhile) {
+        shared_->close(/*force=*/false);
+      } else {
+        add("a");
+      }
+    });
+    if (closes_meanwhile) {
+      EXPECT_THROW(add("a"), InvalidArgumentError);
+    } else {
+      EXPECT_THROW(add("a"), ModelExistsError);
+      EXPECT_EQ(shared_->model_ids(), std::vector<std::string>{"a"});
+    }
+    EXPECT_GT(waits, 0U);
+    lab_.driver.before(Call::wait, nullptr);
+    lab_.driver.release_fences();
+    lab_.memory().settle(/*wait=*/true);
+    EXPECT_EQ(lab_.memory().pools().size(), closes_meanwhile ? 0U : 1U);
+    shared_.emplace(lab_.memory(), 32 * kMiB);
+  }
+}
+
 TEST_F(Shared, RefusesLimitsAndFloorsThatCannotBe) {
   EXPECT_THROW(SharedMemoryPool(lab_.memory(), 0), InvalidArgumentError);
   EXPECT_THROW(shared_->set_physical_limit(0), InvalidArgumentError);

@@ -94,6 +94,12 @@ void DeviceMemory::require_page_size(std::size_t page_size) const {
 }
 
 std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* group) {
+  if (auto pool = try_create_pool(spec, group, /*has_waited=*/false); pool != nullptr) return pool;
+  settle(/*wait=*/true);
+  return try_create_pool(spec, group, /*has_waited=*/true);
+}
+
+std::shared_ptr<Pool> DeviceMemory::try_create_pool(const PoolSpec& spec, Budget* group, bool has_waited) {
   require_page_size(spec.page_size);
   require_floor("pool '" + spec.name + "'", spec.floor);
   Budget& payer = group == nullptr ? budget_ : *group;
@@ -104,17 +110,13 @@ std::shared_ptr<Pool> DeviceMemory::create_pool(const PoolSpec& spec, Budget* gr
   } catch (const OutOfMemoryError&) {
     // Of addresses. What has closed may have some still, and queued work before it. (Parts are made
     // under locks, and wait for nobody.)
-    const bool any_waits = [this] {
+    if (!has_waited) {
       const MutexLock lock(registry_mutex_);
-      return !waiting_.empty() || !leaving_.empty();
-    }();
-    if (any_waits) {
-      settle(/*wait=*/true);
-    } else if (spec.capacity != 0) {
-      throw;
+      if (!waiting_.empty() || !leaving_.empty()) return nullptr;
     }
+    if (spec.capacity != 0) throw;
   }
-  return spec.capacity != 0 ? register_pool(complete, payer) : register_pool_of_at_most(complete, payer);
+  return register_pool_of_at_most(complete, payer);
 }
 
 std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& group) {

@@ -53,6 +53,11 @@ class DeviceMemory {
   // process has addresses for, from 2 GiB; a capacity that is named is kept. Its floor is
   // reserved from now on; what others hold of it goes by enforce_floor().
   std::shared_ptr<Pool> create_pool(const PoolSpec& spec, Budget* group);
+  // The same for whoever has a lock: it waits for no GPU. nullptr: addresses are short, and what
+  // has closed may have some still; ask again, with `has_waited`, after settle(wait) without the
+  // lock.
+  std::shared_ptr<Pool> try_create_pool(const PoolSpec& spec, Budget* group, bool has_waited)
+      VMM_EXCLUDES(registry_mutex_);
   // Bytes of addresses: four times the device's memory unless an option says
   // otherwise.
   [[nodiscard]] std::size_t default_capacity() const;

@@ -41,13 +41,18 @@ SharedMemoryPool::Models::const_iterator SharedMemoryPool::find(const std::strin
 }
 
 std::shared_ptr<Pool> SharedMemoryPool::register_model(const std::string& model_id, const ModelSpec& spec) {
-  const std::shared_ptr<Pool> pool = register_unenforced(model_id, spec);
-  // With no lock held: it may wait for the GPU.
+  // With no lock held where the GPU may be waited for: here, and below.
+  std::shared_ptr<Pool> pool = register_unenforced(model_id, spec, /*has_waited=*/false);
+  if (pool == nullptr) {
+    memory_.settle(/*wait=*/true);
+    pool = register_unenforced(model_id, spec, /*has_waited=*/true);
+  }
   if (spec.floor != 0) memory_.enforce_floor(pool->budget());
   return pool;
 }
 
-std::shared_ptr<Pool> SharedMemoryPool::register_unenforced(const std::string& model_id, const ModelSpec& spec) {
+std::shared_ptr<Pool> SharedMemoryPool::register_unenforced(const std::string& model_id, const ModelSpec& spec,
+                                                            bool has_waited) {
   const MutexLock lock(mutex_);
   require_open();
   if (model_id.empty()) throw InvalidArgumentError("model_id is empty: give the model a name");
@@ -62,13 +67,20 @@ std::shared_ptr<Pool> SharedMemoryPool::register_unenforced(const std::string& m
   if (spec.spills) memory_.require_can_spill(model_id);
   models_.push_back({model_id, nullptr});  // first: a pool that could not be noted would stay
   const auto model = std::prev(models_.end());
-  try {
-    by_id_.emplace(model_id, model);
-    model->pool = memory_.create_pool(pool_spec, budget_.get());
-  } catch (...) {
+  const auto undo = [&]() VMM_REQUIRES(mutex_) {
     by_id_.erase(model_id);
     models_.erase(model);
+  };
+  try {
+    by_id_.emplace(model_id, model);
+    model->pool = memory_.try_create_pool(pool_spec, budget_.get(), has_waited);
+  } catch (...) {
+    undo();
     throw;
+  }
+  if (model->pool == nullptr) {
+    undo();
+    return nullptr;
   }
   model->pool->set_spills(spec.spills);
   return model->pool;

@@ -79,8 +79,10 @@ class SharedMemoryPool {
   using Models = std::list<Model>;
 
   void require_open() const VMM_REQUIRES(mutex_);
-  // But what others hold of its floor stays with them.
-  std::shared_ptr<Pool> register_unenforced(const std::string& model_id, const ModelSpec& spec) VMM_EXCLUDES(mutex_);
+  // But what others hold of its floor stays with them. nullptr, and nothing has changed: as
+  // DeviceMemory::try_create_pool() has it.
+  std::shared_ptr<Pool> register_unenforced(const std::string& model_id, const ModelSpec& spec, bool has_waited)
+      VMM_EXCLUDES(mutex_);
   Models::const_iterator find(const std::string& model_id) const VMM_REQUIRES(mutex_);
 
   DeviceMemory& memory_;
