@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <new>
 #include <string>
 #include <thread>
 #include <utility>
@@ -245,6 +246,31 @@ TEST(SealedTags, AFailedSealChangesNothing) {
     Lab::fill(two, 4 * kMiB, 2);
     Lab::fill(lab.allocate(*weights, 512), 512, 3);
   }
+}
+
+// A driver may lack memory for its own notes, there too where the seal is undone: what it cannot
+// make writable stays sealed, and serves nobody.
+TEST(SealedTags, AnUndoneSealThatTheDriverCannotNoteStays) {
+  Lab lab;
+  const auto model = lab.pool("a");
+  const auto weights = lab.memory().tagged(model, "weights");
+  const auto other = lab.memory().tagged(model, "other");
+  const Address one = lab.allocate(*weights, 4 * kMiB);
+  const Address two = lab.allocate(*other, 4 * kMiB);
+  int calls = 0;
+  lab.driver.before(Call::set_access, [&] {
+    if (++calls > 1) throw std::bad_alloc();
+  });
+  EXPECT_THROW(seal_pages(lab.memory(), *model, {piece(one, 4 * kMiB), piece(two, 4 * kMiB)}), std::bad_alloc);
+  lab.driver.before(Call::set_access, nullptr);
+  EXPECT_TRUE(weights->is_sealed());
+  EXPECT_TRUE(weights->is_read_only(one, 4 * kMiB));
+  EXPECT_FALSE(other->is_sealed());
+  EXPECT_NE(lab.memory().pool_at(lab.allocate(*lab.memory().tagged(model, "weights"), 512)), weights);
+  unseal_pages(lab.memory(), *model, {piece(one, 4 * kMiB)});
+  EXPECT_FALSE(weights->is_sealed());
+  Lab::fill(one, 4 * kMiB, 1);
+  Lab::fill(two, 4 * kMiB, 2);
 }
 
 // Blocks that are watched for writes beyond them are sealed as others are.

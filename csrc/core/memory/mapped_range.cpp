@@ -230,6 +230,13 @@ Status MappedRange::set_access(ByteRange range, Location who, Access access) {
   return {};
 }
 
+void MappedRange::restore_access(ByteRange range, Location who, Access access) noexcept {
+  try {
+    set_access(range, who, access).ignore();
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): as the driver's refusal
+  }
+}
+
 MappedRange::Map::const_iterator MappedRange::covering(std::size_t offset) const {
   auto after = live_.upper_bound(offset);
   if (after == live_.begin()) return live_.end();

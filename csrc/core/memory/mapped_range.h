@@ -94,6 +94,8 @@ class MappedRange {
   [[nodiscard]] Epoch last_retired_use() const;
   // Changes access over a run of whole live mappings.
   Status set_access(ByteRange range, Location who, Access access);
+  // The same where that is undone: what the driver refuses, or has no host memory for, stays.
+  void restore_access(ByteRange range, Location who, Access access) noexcept;
 
   // The stretches of `range` without a live mapping, by offset.
   [[nodiscard]] std::vector<ByteRange> gaps(ByteRange range) const;

@@ -91,10 +91,7 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& p
       const std::size_t several = k < changed ? space_.accessors().size() : of_next + 1;
       for (std::size_t who = 0; who < several; ++who) {
         const Location& each = space_.accessors()[who];
-        try {
-          space_.range().set_access(runs[k], each, former[k].access_of(each)).ignore();
-        } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): as the driver's refusal
-        }
+        space_.range().restore_access(runs[k], each, former[k].access_of(each));
       }
     }
     note_sealed();  // what could not be undone serves nobody
@@ -121,7 +118,7 @@ void Pool::undo_read_only(const std::vector<ByteRange>& stretches) noexcept {
   if (!space_.is_open()) return;
   MappedRange& range = space_.range();
   const auto let_write = [&](ByteRange chunks) VMM_REQUIRES(mutex_) {
-    for (const Location& who : space_.accessors()) range.set_access(chunks, who, Access::read_write).ignore();
+    for (const Location& who : space_.accessors()) range.restore_access(chunks, who, Access::read_write);
   };
   for (const ByteRange& stretch : stretches) {
     if (asleep_ == nullptr) {
