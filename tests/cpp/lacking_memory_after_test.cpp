@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/faces/seals.h"
 #include "core/faces/shared_memory_pool.h"
 #include "cpp/lab.h"
 #include "cpp/lacking_memory.h"
@@ -181,6 +182,29 @@ TEST(LackingMemoryAfter, AnAccessorIsLetInWhollyOrAtTheNextCall) {
                         EXPECT_TRUE(world.lab.memory().add_accessor(peer).ok());
                         EXPECT_GE(world.lab.driver.count(Call::set_access), 2U) << "a run in each pool";
                       });
+}
+
+struct TwoRuns : Peers {
+  TwoRuns() {
+    for (std::size_t k = 0; k < 3; ++k) runs.push_back(lab.memory().allocate(*weights, 4 * kMiB, nullptr));
+    DeviceMemory::free(lab.space, runs[1]);
+    weights->shed(0);
+    static_cast<void>(lab.memory().settle(/*wait=*/true));
+  }
+  ~TwoRuns() {
+    for (const std::size_t k : {0U, 2U}) DeviceMemory::free(lab.space, runs[k]);
+  }
+  std::shared_ptr<Pool> weights = lab.memory().tagged(a, "weights");
+  std::vector<Address> runs;
+};
+
+TEST(LackingMemoryAfter, WhoIsLetInHalfwayKeepsNoAccessToWhatIsSealed) {
+  each_in_turn<TwoRuns>(
+      [&](TwoRuns& world) { static_cast<void>(world.lab.memory().add_accessor(Location::on_device(1))); },
+      [&](TwoRuns& world, bool /*threw*/) {
+        seal_pages(world.lab.memory(), *world.a, {{world.runs[0], 4 * kMiB}, {world.runs[2], 4 * kMiB}});
+        for (const std::size_t k : {0U, 2U}) EXPECT_TRUE(world.weights->is_read_only(world.runs[k], 4 * kMiB)) << k;
+      });
 }
 
 struct Numbers {

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <optional>
+#include <string>
 
 #include "cpp/lab.h"
 #include "cpp/lacking_memory.h"
@@ -213,6 +214,23 @@ TEST_F(Manager, WithoutHostMemoryNothingIsHalfDone) {
     });
     manager.close();
     EXPECT_EQ(lab_.memory().committed_bytes(), 0U) << n;
+  }
+}
+
+TEST_F(Manager, WithoutHostMemoryNobodysAccessChanges) {
+  const Location there = Location::on_device(1);
+  bool has_run_out = true;
+  for (long n = 0; has_run_out; ++n) {
+    SCOPED_TRACE("allocation " + std::to_string(n));
+    VirtualMemoryManager manager(lab_.memory());
+    const auto range = manager.reserve(4 * kPage, kDefault);
+    for (const std::size_t page : {0U, 2U}) {
+      manager.map(range, manager.alloc_physical(kPage, kHere, false), page * kPage);
+    }
+    has_run_out = runs_out_at(n, [&] { manager.set_access(range, Access::read_write, {kHere, there, kHere}, 0, 0); });
+    for (const MappingRecord& each : manager.mappings(range)) {
+      EXPECT_EQ(each.access, has_run_out ? Access::none : Access::read_write) << each.va_offset;
+    }
   }
 }
 

@@ -119,23 +119,35 @@ Status BackedSpace::add_accessor(Location who) {
   std::vector<ByteRange> given;
   given.reserve(live.size());  // first: what was given and not noted could not be taken back
   accessors_.reserve(accessors_.size() + 1);
-  for (auto first = live.begin(); first != live.end();) {
-    // One call a run: cost is per chunk all the same.
-    auto last = first;
-    std::size_t end = first->first + first->second.chunk->size;
-    const Access of_others = first->second.access();
-    while (++last != live.end() && last->first == end && last->second.access() == of_others) {
-      end += last->second.chunk->size;
+  const auto let_in = [&]() -> Status {
+    for (auto first = live.begin(); first != live.end();) {
+      // One call a run: cost is per chunk all the same.
+      auto last = first;
+      std::size_t end = first->first + first->second.chunk->size;
+      const Access of_others = first->second.access();
+      while (++last != live.end() && last->first == end && last->second.access() == of_others) {
+        end += last->second.chunk->size;
+      }
+      const Access access = of_others == Access::read ? Access::read : Access::read_write;  // sealed
+      const ByteRange run{first->first, end - first->first};
+      given.push_back(run);
+      if (const Status status = range_->set_access(run, who, access); !status.ok()) return status;
+      first = last;
     }
-    const Access access = of_others == Access::read ? Access::read : Access::read_write;  // sealed
-    const ByteRange run{first->first, end - first->first};
-    given.push_back(run);
-    if (const Status status = range_->set_access(run, who, access); !status.ok()) {
-      // Nor does it keep any: it is none of those whom a seal stops.
-      for (const ByteRange& each : given) range_->set_access(each, who, Access::none).ignore();
+    return {};
+  };
+  // Nor does it keep any: it is none of those whom a seal stops.
+  const auto undo = [&] {
+    for (const ByteRange& each : given) range_->restore_access(each, who, Access::none);
+  };
+  try {
+    if (const Status status = let_in(); !status.ok()) {
+      undo();
       return status;
     }
-    first = last;
+  } catch (...) {
+    undo();
+    throw;
   }
   accessors_.push_back(who);
   return {};

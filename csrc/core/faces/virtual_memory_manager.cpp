@@ -329,7 +329,7 @@ void VirtualMemoryManager::set_access(const VirtualAddressRange& range, Access a
   change_access(*find(range).mapped, parts, who, access);
 }
 
-// All or nothing: on a refusal everyone gets back what they had.
+// All or nothing: on a refusal, or without host memory, everyone gets back what they had.
 void VirtualMemoryManager::change_access(MappedRange& mapped, const std::vector<ByteRange>& parts,
                                          const std::vector<Location>& who, Access access) {
   struct Before {
@@ -337,20 +337,28 @@ void VirtualMemoryManager::change_access(MappedRange& mapped, const std::vector<
     Location who;
     Access access = Access::none;
   };
-  std::vector<Before> done;
-  for (const ByteRange& part : parts) {
-    for (const Location& location : who) {
-      const std::size_t count = done.size();
-      for (auto it = mapped.from(part.offset); it != mapped.live().end() && it->first < part.end(); ++it) {
-        done.push_back({{it->first, it->second.chunk->size}, location, it->second.access_of(location)});
+  std::vector<Before> before;
+  std::size_t changed = 0;  // of these
+  try {
+    for (const ByteRange& part : parts) {
+      for (const Location& location : who) {
+        for (auto it = mapped.from(part.offset); it != mapped.live().end() && it->first < part.end(); ++it) {
+          before.push_back({{it->first, it->second.chunk->size}, location, it->second.access_of(location)});
+        }
+        if (const Status status = mapped.set_access(part, location, access); !status.ok()) {
+          throw_if_failed(status,
+                          "set_access offset " + std::to_string(part.offset) + " size " + std::to_string(part.size));
+        }
+        changed = before.size();
       }
-      const Status status = mapped.set_access(part, location, access);
-      if (status.ok()) continue;
-      done.resize(count);
-      for (const Before& before : done) mapped.set_access(before.range, before.who, before.access).ignore();
-      throw_if_failed(status,
-                      "set_access offset " + std::to_string(part.offset) + " size " + std::to_string(part.size));
     }
+  } catch (...) {
+    // Backwards: a location may have been named twice.
+    for (; changed != 0; --changed) {
+      const Before& each = before[changed - 1];
+      mapped.restore_access(each.range, each.who, each.access);
+    }
+    throw;
   }
 }
 
