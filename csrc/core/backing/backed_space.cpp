@@ -112,6 +112,27 @@ bool BackedSpace::allows(const LiveMapping& mapping, Access access) const {
                      [&](const Location& who) { return mapping.access_of(who) == access; });
 }
 
+void BackedSpace::for_each_chunk_under(const std::vector<ByteRange>& stretches, const EachChunk& each) const {
+  for (const ByteRange& stretch : stretches) {
+    for (auto at = range_->reaching(stretch.offset); at != range_->live().end() && at->first < stretch.end(); ++at) {
+      each(at->second.chunk);
+    }
+  }
+}
+
+Status BackedSpace::leave_no_writable_place(const std::vector<ByteRange>& stretches) {
+  Status status;
+  for_each_chunk_under(stretches, [&](Chunk* chunk) {
+    if (status.ok()) status = context_.store.dormant().ban(chunk);
+  });
+  if (!status.ok()) may_return_again(stretches);
+  return status;
+}
+
+void BackedSpace::may_return_again(const std::vector<ByteRange>& stretches) {
+  for_each_chunk_under(stretches, [this](Chunk* chunk) { context_.store.dormant().allow(chunk); });
+}
+
 Status BackedSpace::add_accessor(Location who) {
   if (std::find(accessors_.begin(), accessors_.end(), who) != accessors_.end()) return {};
   if (const Status status = range_->clear_dormant(); !status.ok()) return status;

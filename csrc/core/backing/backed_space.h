@@ -53,6 +53,8 @@ class SpaceOwner {
   virtual void unmapped(const PlacedChunk& placement) = 0;
   // Nobody uses them any more: something else may stand there next.
   virtual void addresses_go(ByteRange range) = 0;
+  // They were to go, and the driver has refused that.
+  virtual void addresses_stay(ByteRange range) = 0;
 
  protected:
   ~SpaceOwner() = default;
@@ -150,6 +152,11 @@ class BackedSpace {
   Status add_accessor(Location who);
   // Whether all who may access the mapping have that access, and no other.
   [[nodiscard]] bool allows(const LiveMapping& mapping, Access access) const;
+  // The chunks that reach into `stretches` come back to no former place, through which a pool that
+  // had them before could write to them; where the driver refuses, they may as before.
+  Status leave_no_writable_place(const std::vector<ByteRange>& stretches);
+  // They may.
+  void may_return_again(const std::vector<ByteRange>& stretches);
   // Blocks lie within one chunk each from now on: who registers segments is told of no chunk
   // over whose borders live ones lie.
   void withhold_broken_chunks();
@@ -247,6 +254,10 @@ class BackedSpace {
     const bool may_break = kind_.is_uniform || request.state == BlockState::pages;
     return !may_break || !kind_.within_chunks.load(std::memory_order_relaxed);
   }
+
+  // backed_space.cpp
+  using EachChunk = FunctionRef<void(Chunk*)>;
+  void for_each_chunk_under(const std::vector<ByteRange>& stretches, const EachChunk& each) const;
 
   // idle.cpp
   [[nodiscard]] Epoch last_use_beside(StreamTag tag, const IdleChunk& idle) const;

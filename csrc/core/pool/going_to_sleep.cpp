@@ -198,9 +198,9 @@ Status Pool::send_away(ByteRange range, bool is_poisoned) {
   const bool is_told = mapping.is_to_be_told();
   const auto gone = asleep_->gone.emplace(range.offset, place).first;  // first: there may be no memory to note it
   // Before it goes, for whoever registered it.
-  if (is_told) tell(PoolEvent::segment_free, range.offset, range.size, nullptr);
+  if (is_told) addresses_go(range);
   if (const Status status = space_.range().unmap(range); !status.ok()) {
-    if (is_told) tell(PoolEvent::segment_alloc, range.offset, range.size, nullptr);
+    if (is_told) addresses_stay(range);
     asleep_->gone.erase(gone);
     return status;
   }

@@ -66,6 +66,8 @@ void Pool::unmapped(const PlacedChunk& placement) {
 
 void Pool::addresses_go(ByteRange range) { tell(PoolEvent::segment_free, range.offset, range.size, nullptr); }
 
+void Pool::addresses_stay(ByteRange range) { tell(PoolEvent::segment_alloc, range.offset, range.size, nullptr); }
+
 // The block is a tensor's from now on, or held by the explicit face.
 void Pool::begin_block(Block* block, std::size_t requested) {
   block->requested = requested;

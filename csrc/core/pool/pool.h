@@ -503,6 +503,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void mapped(const PlacedChunk& placement, Stream stream) override VMM_REQUIRES(mutex_);
   void unmapped(const PlacedChunk& placement) override VMM_REQUIRES(mutex_);
   void addresses_go(ByteRange range) override VMM_REQUIRES(mutex_);
+  void addresses_stay(ByteRange range) override VMM_REQUIRES(mutex_);
 
   // numbers.cpp
   [[nodiscard]] TakenBytes taken_bytes() const VMM_REQUIRES(mutex_);
@@ -523,8 +524,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] SealRule seal_rule() const VMM_REQUIRES(mutex_);
   [[nodiscard]] Epoch last_free() const VMM_REQUIRES(mutex_);
   void note_sealed() VMM_REQUIRES(mutex_);
-  Status leave_no_writable_place(const std::vector<ByteRange>& stretches) VMM_REQUIRES(mutex_);
-  void may_return_again(const std::vector<ByteRange>& stretches) VMM_REQUIRES(mutex_);
 
   // sharing.cpp
   using EachChunk = FunctionRef<void(Address, Chunk&)>;

@@ -27,25 +27,6 @@ Epoch Pool::last_free() const {
   return newest;
 }
 
-// A pool that had the memory before could write to it through its dormant mappings.
-Status Pool::leave_no_writable_place(const std::vector<ByteRange>& stretches) {
-  Status status;
-  for (const ByteRange& stretch : stretches) {
-    for_each_chunk_under(base_ + stretch.offset, stretch.size, [&](Address /*at*/, Chunk& chunk) {
-      if (status.ok()) status = context_.store.dormant().ban(&chunk);
-    });
-  }
-  if (!status.ok()) may_return_again(stretches);
-  return status;
-}
-
-void Pool::may_return_again(const std::vector<ByteRange>& stretches) {
-  for (const ByteRange& stretch : stretches) {
-    for_each_chunk_under(base_ + stretch.offset, stretch.size,
-                         [&](Address /*at*/, Chunk& chunk) { context_.store.dormant().allow(&chunk); });
-  }
-}
-
 std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& pieces, Access access, Epoch* wait_for) {
   std::vector<Unchanged> ended;  // backups end with no lock held
   // A thread must not go on with a block that it keeps in a chunk that becomes read-only.
@@ -81,7 +62,7 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& p
     for (const ByteRange& run : runs) ended.push_back(unchanged_.take(run));
   }
   if (access == Access::read) {
-    throw_if_failed(leave_no_writable_place(runs), "unmapping former places of what is to be read-only");
+    throw_if_failed(space_.leave_no_writable_place(runs), "unmapping former places of what is to be read-only");
   }
   std::size_t changed = 0;  // runs, and of the next one accessors
   std::size_t of_next = 0;
@@ -95,7 +76,7 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& p
       }
     }
     note_sealed();  // what could not be undone serves nobody
-    if (access == Access::read) may_return_again(runs);
+    if (access == Access::read) space_.may_return_again(runs);
   };
   try {
     for (; changed < runs.size(); ++changed, of_next = 0) {
@@ -108,7 +89,7 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& p
     undo();
     throw;
   }
-  if (access == Access::read_write) may_return_again(runs);
+  if (access == Access::read_write) space_.may_return_again(runs);
   note_sealed();
   return runs;
 }
@@ -131,7 +112,7 @@ void Pool::undo_read_only(const std::vector<ByteRange>& stretches) noexcept {
     }
     asleep_->let_write(stretch);
   }
-  may_return_again(stretches);
+  space_.may_return_again(stretches);
   note_sealed();
 }
 

@@ -192,7 +192,7 @@ Status Pool::arrived(const MovedChunk& chunk) {
       ++at;
       continue;
     }
-    if (const Status status = leave_no_writable_place({*at}); !status.ok()) return status;
+    if (const Status status = space_.leave_no_writable_place({*at}); !status.ok()) return status;
     for (const Location& who : space_.accessors()) {
       if (const Status status = space_.range().set_access(*at, who, Access::read); !status.ok()) return status;
     }
