@@ -1,10 +1,9 @@
-// Pool: while its memory is elsewhere. Addresses, blocks and their numbers stay; chunks
-// leave for the group's shelf (going_to_sleep.cpp), and others come to the same offsets
-// (waking.cpp). Whoever moves their contents, and waits for what is queued, is core/sleep.
+// Pool: while its memory is elsewhere. What that is, and how it leaves and comes back, is
+// SleepingMemory's (sleeping_memory.h); here is what it is to the rest of the pool: which
+// requests are refused, and how slabs are counted. Whoever moves contents, and waits for what is
+// queued, is core/sleep.
 #include "core/pool/asleep.h"
 
-#include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "base/errors.h"
@@ -12,28 +11,140 @@
 
 namespace vmm {
 
-// What is read-only from now on need not be copied again.
-Unchanged Pool::unchanged_now() const {
-  if (!space_.is_open() || is_closed()) return {};
-  Unchanged unchanged = unchanged_.proved_by(space_.range().live());
-  for (const auto& [offset, mapping] : space_.range().live()) {
-    if (!space_.allows(mapping, Access::read)) continue;
-    std::vector<KeptRange> kept = asleep_->kept.within({offset, mapping.chunk->size});
-    std::erase_if(kept, [](const KeptRange& each) { return !each.backup->may_be_kept(); });
-    if (!kept.empty()) unchanged.add(offset, mapping, kept);
+SleepBegun Pool::begin_sleep() {
+  const StillLock lock(*this, BlockCaches::Kept::gone);
+  if (!space_.is_open() || kind_.is_spill) return SleepBegun::never;  // it holds none of the device's memory
+  if (sleeping_.is_asleep()) {
+    begin_transfer_locked(/*is_going=*/true);
+    return SleepBegun::again;
   }
-  return unchanged;
+  if (context_.log != nullptr) {
+    throw NotAvailableError("pool '" + name_ + "' cannot sleep in debug mode, which watches what its memory holds; " +
+                            "unset TORCH_VMM_DEBUG");
+  }
+  sleeping_.begin();
+  is_cached_.store(false, std::memory_order_relaxed);
+  if (!is_closed()) life_.store(Life::asleep, std::memory_order_release);
+  count_slabs(SizeClass::small_pool, SizeClass::large_pool);
+  set_inactive_split({});
+  return SleepBegun::anew;
+}
+
+bool Pool::begin_transfer() {
+  const MutexLock lock(mutex_);
+  if (!sleeping_.is_asleep()) return false;
+  begin_transfer_locked(/*is_going=*/false);
+  return true;
+}
+
+void Pool::begin_transfer_locked(bool is_going) {
+  if (sleeping_.is_busy()) {
+    throw VmmError("model '" + model().name() + "' is on its way to sleep or back: wait() for that first");
+  }
+  sleeping_.begin_transfer(is_going);
+}
+
+void Pool::end_transfer() {
+  const MutexLock lock(mutex_);
+  if (sleeping_.is_asleep()) sleeping_.end_transfer();
+}
+
+// Slabs are counted with the large ones' memory while there may be none under them.
+void Pool::count_slabs(SizeClass from, SizeClass to) {
+  for (const Block* block = space_.blocks().stretches().front(); block != nullptr; block = block->next) {
+    if (block->state == BlockState::slab && slabs_.holds(*block)) count_slab(*block, from, to);
+  }
+}
+
+// ------------------------------------------------------------- its ways there and back
+
+std::vector<MovedChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys) {
+  const MutexLock lock(mutex_);
+  if (!space_.is_open() || !sleeping_.is_asleep()) return {};
+  settle_locked();
+  std::vector<ByteRange> staying;
+  for (const Address address : everybodys) {
+    const Block* const block = live_around(address);  // torch may have cut its own out of ours
+    if (block != nullptr) staying.push_back(block->range());
+  }
+  return sleeping_.plan_to_go(keeps_unchanged, staying);
+}
+
+Status Pool::let_go(const MovedChunk& leaving, std::span<const KeptRange> kept) {
+  Unchanged ended;  // its backup ends with no lock held
+  const MutexLock lock(mutex_);
+  return sleeping_.let_go(leaving, kept, &ended);
+}
+
+Status Pool::let_go_again(const MovedChunk& place) {
+  const MutexLock lock(mutex_);
+  if (!space_.is_open() || !sleeping_.is_asleep()) return {};
+  return sleeping_.let_go_again(place);
+}
+
+std::vector<MovedChunk> Pool::plan_wake(bool joins) {
+  KeptRanges ended;  // their backups end with no lock held
+  const MutexLock lock(mutex_);
+  if (!space_.is_open() || !sleeping_.is_asleep()) return {};
+  settle_locked();
+  return sleeping_.plan_to_come(joins, &ended);
+}
+
+Address Pool::try_collect(std::span<const MovedChunk> places, Grant* grant, Shortage* shortage) {
+  const MutexLock lock(mutex_);
+  if (!space_.is_open() || !sleeping_.is_asleep()) return base_;
+  return sleeping_.collect(places, grant, shortage) ? base_ : 0;
+}
+
+void Pool::put_back_collected() {
+  const MutexLock lock(mutex_);
+  if (sleeping_.is_asleep()) sleeping_.put_back_collected();
+}
+
+Status Pool::map_collected(const MovedChunk& place, const StreamUse& filled_by, Epoch* wait_for) {
+  const MutexLock lock(mutex_);
+  if (!space_.is_open() || !sleeping_.is_asleep()) return {};
+  return sleeping_.map_collected(place, filled_by, wait_for);
+}
+
+Status Pool::arrived(const MovedChunk& chunk) {
+  const MutexLock lock(mutex_);
+  if (!space_.is_open() || !sleeping_.is_asleep()) return {};
+  return sleeping_.arrived(chunk);
+}
+
+void Pool::end_sleep() {
+  std::unique_ptr<Asleep> ended;  // backups end with no lock held
+  Unchanged former;
+  const MutexLock lock(mutex_);
+  if (!sleeping_.is_asleep()) return;
+  const bool goes_on = space_.is_open() && !is_closed();
+  ended = sleeping_.end(goes_on, &former);
+  count_slabs(SizeClass::large_pool, SizeClass::small_pool);
+  if (counters_.current(StatKind::reserved_bytes) == 0) space_.growth().note_empty();
+  if (!goes_on) return;
+  life_.store(Life::open, std::memory_order_release);
+  note_sealed();
 }
 
 bool Pool::forget_unchanged() {
   Unchanged ended;  // its backup ends with no lock held
   const MutexLock lock(mutex_);
-  std::swap(ended, unchanged_);
+  ended = sleeping_.take_all_unchanged();
   return !ended.empty();
 }
 
+void Pool::withhold_broken_chunks() {
+  const MutexLock lock(mutex_);
+  if (!space_.is_open()) return;
+  space_.withhold_broken_chunks();
+  if (sleeping_.is_asleep()) sleeping_.withhold_broken_chunks();
+}
+
+// ----------------------------------------------------------------------------- refused
+
 void Pool::require_awake() const {
-  if (asleep_ == nullptr) return;
+  if (!sleeping_.is_asleep()) return;
   const bool is_all = model().life_.load(std::memory_order_acquire) == Life::asleep;
   throw AsleepError(model().name(), is_all ? "" : tag());
 }
@@ -45,76 +156,19 @@ void Pool::require_taking() const {
 
 void Pool::require_there(Address address, std::size_t bytes) const {
   const MutexLock lock(mutex_);
-  if (asleep_ == nullptr) return;
-  if (asleep_->is_going) require_awake();
-  const std::size_t end = address - base_ + bytes;
-  auto place = asleep_->gone.lower_bound(end);
-  if (place == asleep_->gone.begin()) return;
-  --place;
-  if (place->first + place->second.size > address - base_) require_awake();
-}
-
-// Of chunks that have gone, those over whose borders the block lies.
-void Pool::withhold_gone(ByteRange of_block, bool are_pages) {
-  auto at = asleep_->gone.upper_bound(of_block.offset);
-  if (at != asleep_->gone.begin() && std::prev(at)->first + std::prev(at)->second.size > of_block.offset) --at;
-  for (; at != asleep_->gone.end() && at->first < of_block.end(); ++at) {
-    const bool is_whole = at->first <= of_block.offset && at->first + at->second.size >= of_block.end();
-    if (!is_whole || are_pages) at->second.is_withheld = true;
-  }
-}
-
-void Pool::withhold_broken_chunks() {
-  const MutexLock lock(mutex_);
-  if (!space_.is_open()) return;
-  space_.withhold_broken_chunks();
-  if (asleep_ == nullptr) return;
-  const bool is_uniform = kind_.is_uniform;
-  if (!is_uniform) {
-    for (const auto& [offset, chunk] : asleep_->collected) space_.blocks().add_border(offset);
-  }
-  for (auto& [offset, place] : asleep_->gone) {
-    place.is_withheld = place.is_withheld || is_uniform || space_.is_pinned();
-    if (!is_uniform) space_.blocks().add_border(offset);
-  }
-  for (const Block* block = space_.blocks().stretches().front(); block != nullptr; block = block->next) {
-    if (!block->is_nobodys()) withhold_gone(block->range(), block->state == BlockState::pages);
-  }
+  if (sleeping_.is_asleep() && sleeping_.is_missing({address - base_, bytes})) require_awake();
 }
 
 // ----------------------------------------------------------------------------- told
 
-std::size_t Pool::live_in(ByteRange range) const {
-  std::size_t bytes = 0;
-  const auto add = [&](const Block& block) {
-    if (!block.is_live() && block.state != BlockState::pages) return;
-    const std::size_t begin = std::max<std::size_t>(block.offset, range.offset);
-    bytes += std::max(std::min(block.end(), range.end()), begin) - begin;
-  };
-  for (const Block* block = space_.blocks().covering(range.offset); block != nullptr && block->offset < range.end();
-       block = block->next) {
-    add(*block);
-    if (block->state != BlockState::slab || !slabs_.holds(*block)) continue;
-    for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) add(*piece);
-  }
-  return bytes;
-}
-
-// On its way most of it may still be there, and a walk over all blocks for each chunk would
-// take milliseconds. Then what stays is what others have mapped too, and it may have free
-// space about it.
-std::size_t Pool::live_elsewhere() const {
-  std::size_t live = live_bytes_locked();
-  if (asleep_ != nullptr && asleep_->is_busy) return live - std::min(live, space_.range().mapped_bytes());
-  for (const auto& [offset, mapping] : space_.range().live()) {
-    live -= std::min(live, live_in({offset, mapping.chunk->size}));
-  }
-  return live;
-}
-
 bool Pool::is_asleep() const {
   const MutexLock lock(mutex_);
-  return asleep_ != nullptr;
+  return sleeping_.is_asleep();
+}
+
+std::vector<KeptRange> Pool::kept_in(ByteRange range) const {
+  const MutexLock lock(mutex_);
+  return sleeping_.is_asleep() ? sleeping_.kept_within(range) : std::vector<KeptRange>();
 }
 
 bool Pool::read_kept(Address address, std::size_t size, std::byte* to) {
@@ -122,8 +176,8 @@ bool Pool::read_kept(Address address, std::size_t size, std::byte* to) {
   std::vector<KeptRange> kept;  // and their backups, which nobody writes to any more
   {
     const MutexLock lock(mutex_);
-    if (asleep_ == nullptr || asleep_->is_busy || !asleep_->kept.missing(range).empty()) return false;
-    kept = asleep_->kept.within(range);
+    if (!sleeping_.is_asleep() || sleeping_.is_busy() || !sleeping_.keeps(range)) return false;
+    kept = sleeping_.kept_within(range);
   }
   // Takes its time, and no lock: others read meanwhile, and the model may wake.
   for (const KeptRange& each : kept) each.backup->read(each.at, to + (each.offset - range.offset), each.size);
@@ -132,33 +186,22 @@ bool Pool::read_kept(Address address, std::size_t size, std::byte* to) {
 
 void Pool::note_place(const std::string& place, bool falls_asleep) {
   const MutexLock lock(mutex_);
-  if (asleep_ == nullptr) return;
-  asleep_->going_to = place;
-  if (falls_asleep) asleep_->place = place;
+  if (sleeping_.is_asleep()) sleeping_.note_place(place, falls_asleep);
 }
 
 std::set<std::string> Pool::places_of_backups() const {
   const MutexLock lock(mutex_);
-  if (asleep_ == nullptr) return {};
-  std::set<std::string> places = asleep_->kept.places();
-  if (asleep_->is_going) places.insert(asleep_->going_to);
-  return places;
+  return sleeping_.is_asleep() ? sleeping_.places_of_backups() : std::set<std::string>();
 }
 
 void Pool::forget_names_of_backups() const noexcept {
   const MutexLock lock(mutex_);
-  if (asleep_ != nullptr) asleep_->kept.forget_names();
+  if (sleeping_.is_asleep()) sleeping_.forget_names_of_backups();
 }
 
 AsleepWhere Pool::asleep_where() const {
   const MutexLock lock(mutex_);
-  if (asleep_ == nullptr) return {};
-  // What went at other times may be elsewhere, and of what was thrown away there is no backup.
-  AsleepWhere where{asleep_->kept.places(), ""};
-  if (asleep_->is_discarded) where.contents.insert("discarded");
-  if (asleep_->is_going && !asleep_->going_to.empty()) where.contents.insert(asleep_->going_to);
-  if (asleep_->is_busy || !asleep_->gone.empty()) where.memory = asleep_->place;  // all of it may still be here
-  return where;
+  return sleeping_.is_asleep() ? sleeping_.where() : AsleepWhere();
 }
 
 }  // namespace vmm

@@ -42,7 +42,7 @@ std::optional<Pool::Asked> Pool::asked_at(Address address) const {
 bool Pool::may_keep(StreamTag tag) {
   if (kind_.is_spill) return false;  // the bus costs more, and a lowered limit stops no caches for it
   if (life_.load(std::memory_order_acquire) != Life::open || space_.is_pinned() || kind_.no_split ||
-      asleep_ != nullptr || streams_.graphs_end() != kLongAgo || !is_lasting(streams_[tag].kind))
+      sleeping_.is_asleep() || streams_.graphs_end() != kLongAgo || !is_lasting(streams_[tag].kind))
     return false;
   streams_[tag].is_kept = true;
   is_cached_.store(true, std::memory_order_relaxed);

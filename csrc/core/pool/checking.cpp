@@ -32,7 +32,7 @@ void Pool::check() const {
   Walked walked;
   for (const Block* block = space_.blocks().stretches().front(); block != nullptr; block = block->next) {
     count(*block, &walked);
-    if (asleep_ == nullptr) check_memory_under(*block, &walked);
+    if (!sleeping_.is_asleep()) check_memory_under(*block, &walked);
     if (block->state != BlockState::slab) continue;
     VMM_CHECK(slabs_.holds(*block), "slab at ", block->offset);
     for (const Block* piece = slabs_.first_piece(*block); piece != nullptr; piece = piece->next) {
@@ -40,9 +40,9 @@ void Pool::check() const {
     }
   }
   slabs_.check();
-  if (asleep_ == nullptr) check_lists(walked);
+  if (!sleeping_.is_asleep()) check_lists(walked);
   check_statistics(walked, check_chunks());
-  if (walked.kept == 0 && asleep_ == nullptr) check_free_space(space_, slabs_, taken_bytes());
+  if (walked.kept == 0 && !sleeping_.is_asleep()) check_free_space(space_, slabs_, taken_bytes());
 }
 
 void Pool::count(const Block& block, Walked* walked) const {
@@ -159,9 +159,9 @@ void Pool::check_statistics(const Walked& walked, std::size_t mapped) const {
   VMM_CHECK(current(StatKind::reserved_bytes) == mapped, "reserved: walked ", mapped);
   VMM_CHECK(current(StatKind::segment) == space_.range().live().size(), "segments: walked ",
             space_.range().live().size());
-  VMM_CHECK(
-      counters_.current(StatKind::reserved_bytes, SizeClass::small_pool) == (asleep_ != nullptr ? 0 : slabs_.bytes()),
-      "reserved for small blocks: slabs of ", slabs_.bytes());
+  VMM_CHECK(counters_.current(StatKind::reserved_bytes, SizeClass::small_pool) ==
+                (sleeping_.is_asleep() ? 0 : slabs_.bytes()),
+            "reserved for small blocks: slabs of ", slabs_.bytes());
 }
 
 }  // namespace vmm

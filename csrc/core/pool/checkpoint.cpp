@@ -49,7 +49,7 @@ PoolCheckpoint Pool::checkpoint_locked() {
 
 // Whether it has to change for that. Throws where it has to and cannot.
 bool Pool::must_change_for(const PoolCheckpoint& target) {
-  if (asleep_ != nullptr) {
+  if (sleeping_.is_asleep()) {
     if (checkpoint_locked() == target) return false;
     require_awake();
   }

@@ -1,4 +1,4 @@
-// Pool: on its way to sleep: what is to leave, and each chunk of it as it goes.
+// SleepingMemory: on its way there: what is to leave, and each chunk of it as it goes.
 #include <algorithm>
 #include <iterator>
 #include <set>
@@ -6,10 +6,8 @@
 #include <utility>
 
 #include "base/check.h"
-#include "base/errors.h"
 #include "core/memory/chunk_store.h"
-#include "core/pool/asleep.h"
-#include "core/pool/pool.h"
+#include "core/pool/sleeping_memory.h"
 
 namespace vmm {
 
@@ -21,58 +19,9 @@ constexpr std::size_t kCopiedAlong = 64 * kKiB;
 
 }  // namespace
 
-SleepBegun Pool::begin_sleep() {
-  const StillLock lock(*this, BlockCaches::Kept::gone);
-  if (!space_.is_open() || kind_.is_spill) return SleepBegun::never;  // it holds none of the device's memory
-  if (asleep_ != nullptr) {
-    begin_transfer_locked();
-    asleep_->is_going = true;
-    return SleepBegun::again;
-  }
-  if (context_.log != nullptr) {
-    throw NotAvailableError("pool '" + name_ + "' cannot sleep in debug mode, which watches what its memory holds; " +
-                            "unset TORCH_VMM_DEBUG");
-  }
-  asleep_ = std::make_unique<Asleep>();
-  asleep_->is_going = true;
-  space_.hold(true);
-  is_cached_.store(false, std::memory_order_relaxed);
-  if (!is_closed()) life_.store(Life::asleep, std::memory_order_release);
-  count_slabs(SizeClass::small_pool, SizeClass::large_pool);
-  set_inactive_split({});
-  return SleepBegun::anew;
-}
-
-bool Pool::begin_transfer() {
-  const MutexLock lock(mutex_);
-  if (asleep_ == nullptr) return false;
-  begin_transfer_locked();
-  return true;
-}
-
-void Pool::begin_transfer_locked() {
-  if (asleep_->is_busy) {
-    throw VmmError("model '" + model().name() + "' is on its way to sleep or back: wait() for that first");
-  }
-  asleep_->is_busy = true;
-  asleep_->going_to.clear();
-}
-
-void Pool::end_transfer() {
-  const MutexLock lock(mutex_);
-  if (asleep_ != nullptr) asleep_->is_busy = asleep_->is_going = false;
-}
-
-// Slabs are counted with the large ones' memory while there may be none under them.
-void Pool::count_slabs(SizeClass from, SizeClass to) {
-  for (const Block* block = space_.blocks().stretches().front(); block != nullptr; block = block->next) {
-    if (block->state == BlockState::slab && slabs_.holds(*block)) count_slab(*block, from, to);
-  }
-}
-
 // What has to be there again when it wakes, by offset: what somebody still uses, and all of
 // a graph's memory, which may use any of it whenever it is launched.
-std::vector<ByteRange> Pool::contents() const {
+std::vector<ByteRange> SleepingMemory::contents() const {
   std::vector<ByteRange> found;
   const auto add = [&found](ByteRange range) {
     if (!found.empty() && range.offset - found.back().end() <= kCopiedAlong) {
@@ -97,36 +46,25 @@ std::vector<ByteRange> Pool::contents() const {
   return found;
 }
 
-// For everybody, now or once its contents are there.
-bool Pool::is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const {
-  const std::vector<ByteRange>& to_seal = asleep_->to_seal;
-  return space_.allows(mapping, Access::read) || std::find(to_seal.begin(), to_seal.end(), range) != to_seal.end();
-}
-
-std::vector<MovedChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys) {
-  const MutexLock lock(mutex_);
+std::vector<MovedChunk> SleepingMemory::plan_to_go(bool keeps_unchanged, std::span<const ByteRange> staying) {
   std::vector<MovedChunk> plan;
-  if (!space_.is_open() || asleep_ == nullptr) return plan;
-  settle_locked();
   if (!space_.is_pinned()) {
-    give_up_spare_slabs();
-    space_.shelve_idle_in({0, kind_.capacity});
+    owner_.give_up_spare_slabs();
+    space_.shelve_idle_in({0, space_.kind().capacity});
     space_.drop_retired();
   }
   const std::vector<ByteRange> kept = contents();
   auto next = kept.begin();
-  std::set<std::size_t> staying;  // chunks, by offset
-  for (const Address address : everybodys) {
-    const Block* const block = live_around(address);  // torch may have cut its own out of ours
-    if (block == nullptr) continue;
-    for (auto at = space_.range().covering(block->offset);
-         at != space_.range().live().end() && at->first < block->end(); ++at) {
-      staying.insert(at->first);
+  std::set<std::size_t> stays;  // chunks, by offset
+  for (const ByteRange& each : staying) {
+    for (auto at = space_.range().covering(each.offset); at != space_.range().live().end() && at->first < each.end();
+         ++at) {
+      stays.insert(at->first);
     }
   }
   for (const auto& [offset, mapping] : space_.range().live()) {
     const Chunk& chunk = *mapping.chunk;
-    if (staying.count(offset) != 0) continue;
+    if (stays.count(offset) != 0) continue;
     // What others have mapped as well stays as it is: they would go on with the chunk that
     // the pool had.
     if (chunk.exported || chunk.mappings.load(std::memory_order_acquire) != 1) continue;
@@ -156,15 +94,13 @@ std::vector<MovedChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const A
   return plan;
 }
 
-Status Pool::let_go(const MovedChunk& leaving, std::span<const KeptRange> kept) {
-  Unchanged ended;  // its backup ends with no lock held
-  const MutexLock lock(mutex_);
+Status SleepingMemory::let_go(const MovedChunk& leaving, std::span<const KeptRange> kept, Unchanged* ended) {
   const auto found = space_.range().live().find(leaving.offset);
-  VMM_CHECK(asleep_ != nullptr && found != space_.range().live().end(), "no chunk at ", leaving.offset);
+  VMM_CHECK(is_asleep() && found != space_.range().live().end(), "no chunk at ", leaving.offset);
   const Chunk& chunk = *found->second.chunk;
   if (chunk.exported || chunk.mappings.load(std::memory_order_acquire) != 1) return {};  // of somebody else's too, now
   const ByteRange range = leaving.range();
-  const auto undo = [&]() VMM_REQUIRES(mutex_) {
+  const auto undo = [&] {
     for (const KeptRange& each : kept) asleep_->kept.remove({each.offset, each.size});
     for (const KeptRange& each : leaving.unchanged) asleep_->kept.remove({each.offset, each.size});
   };
@@ -182,7 +118,7 @@ Status Pool::let_go(const MovedChunk& leaving, std::span<const KeptRange> kept) 
     undo();
     return status;
   }
-  ended = unchanged_.take(range);  // what of it was used is among what is kept
+  *ended = unchanged_.take(range);  // what of it was used is among what is kept
   asleep_->is_discarded = asleep_->is_discarded || is_discarded;
   return status;
 }
@@ -190,7 +126,7 @@ Status Pool::let_go(const MovedChunk& leaving, std::span<const KeptRange> kept) 
 // The chunk leaves for the group's shelf, or stays where the driver refuses. What is noted of
 // its place is what holds now: others may have registered or unsealed it since it was planned.
 // REQUIRES: nothing uses it.
-Status Pool::send_away(ByteRange range, bool is_poisoned) {
+Status SleepingMemory::send_away(ByteRange range, bool is_poisoned) {
   const LiveMapping& mapping = space_.range().live().at(range.offset);
   Chunk* const chunk = mapping.chunk;
   const PlaceOfChunk place{range.size, is_to_be_read_only(range, mapping), mapping.is_withheld, is_poisoned};
@@ -198,15 +134,15 @@ Status Pool::send_away(ByteRange range, bool is_poisoned) {
   const bool is_told = mapping.is_to_be_told();
   const auto gone = asleep_->gone.emplace(range.offset, place).first;  // first: there may be no memory to note it
   // Before it goes, for whoever registered it.
-  if (is_told) addresses_go(range);
+  if (is_told) owner_.addresses_go(range);
   if (const Status status = space_.range().unmap(range); !status.ok()) {
-    if (is_told) addresses_stay(range);
+    if (is_told) owner_.addresses_stay(range);
     asleep_->gone.erase(gone);
     return status;
   }
   std::erase(asleep_->to_seal, range);
   if (was_sealed) context_.store.dormant().allow(chunk);
-  unmapped({range.offset, chunk});
+  owner_.unmapped({range.offset, chunk});
   chunk->last_use = kLongAgo;  // whoever asked has waited for all that is queued
   context_.store.put(group_, chunk);
   return {};

@@ -64,6 +64,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       streams_(context.streams, context.clock),
       space_(context_, kind_, {*this, name_, id_, group_, budget_, arena_, streams_}, std::move(accessors)),
       watched_(context_, name_, space_, streams_),
+      sleeping_(context_, {*this, name_, id_, group_, budget_, is_tag_space()}, space_, slabs_),
       own_peaks_(context.peaks),
       counters_(own_peaks_, context.peaks) {
   budget_.set_floor(spec.floor);
@@ -126,13 +127,11 @@ bool Pool::end() {
   VMM_CHECK(is_closed(), "pool '", name_, "' ends before it is closed");
   settle_locked();
   if (live_blocks_locked() != 0) return false;
-  if (asleep_ != nullptr) {
+  if (sleeping_.is_asleep()) {
     give_up_spare_slabs();
-    if (asleep_->is_busy || !pending_.empty() || !quarantined_.empty()) return false;
-    forget_unused();  // all of it, whose contents nobody wants
+    if (sleeping_.is_busy() || !pending_.empty() || !quarantined_.empty()) return false;
+    asleep = sleeping_.drop();
     count_slabs(SizeClass::large_pool, SizeClass::small_pool);
-    asleep = std::move(asleep_);
-    space_.hold(false);
   }
   if (space_.is_pinned()) {
     space_.pin(false);

@@ -11,11 +11,11 @@ void Pool::refresh_numbers() {
   {
     const ReadLock lock(*this);
     if (!space_.is_open()) return;
-    if (pending_.empty() && (asleep_ != nullptr || split_as_of_ == times_locked())) return;
+    if (pending_.empty() && (sleeping_.is_asleep() || split_as_of_ == times_locked())) return;
   }
   const MutexLock lock(mutex_);
   finish_passed();
-  if (space_.is_open() && asleep_ == nullptr) set_inactive_split(free_space());
+  if (space_.is_open() && !sleeping_.is_asleep()) set_inactive_split(free_space());
   split_as_of_ = times_locked();
 }
 
@@ -57,9 +57,9 @@ MemoryStats Pool::memory_stats_locked() {
   }
   stats.physical_usage = space_.range().mapped_bytes();
   stats.mapped_pages = stats.physical_usage / kind_.page;
-  if (asleep_ != nullptr) {  // what of it is still there is somebody's
+  if (sleeping_.is_asleep()) {  // what of it is still there is somebody's
     stats.allocated_bytes = stats.physical_usage;
-    stats.asleep_bytes = live_elsewhere();
+    stats.asleep_bytes = sleeping_.elsewhere_of(live_bytes_locked());
     return stats;
   }
   stats.allocated_bytes = live_bytes_locked();
@@ -103,7 +103,7 @@ std::size_t Pool::idle_bytes() {
   const StillLock lock(*this, BlockCaches::Kept::back);
   if (!space_.is_open()) return 0;
   settle_locked();
-  return asleep_ != nullptr ? 0 : free_space().idle_bytes;
+  return sleeping_.is_asleep() ? 0 : free_space().idle_bytes;
 }
 
 std::size_t Pool::peak_with(std::size_t bytes) {

@@ -61,7 +61,7 @@ void Pool::unmapped(const PlacedChunk& placement) {
   tell(PoolEvent::segment_unmap, placement.offset, size, nullptr);
   if (counters_.current(StatKind::reserved_bytes) != 0) return;
   directory_->trim();
-  if (asleep_ == nullptr) space_.growth().note_empty();  // what sleeps comes back
+  if (!sleeping_.is_asleep()) space_.growth().note_empty();  // what sleeps comes back
 }
 
 void Pool::addresses_go(ByteRange range) { tell(PoolEvent::segment_free, range.offset, range.size, nullptr); }
@@ -332,7 +332,7 @@ void Pool::make_slabs(Block* slabs) {
 // itself is where the slab is all of it. While the pool is asleep it may have none, and
 // counts with the large pool's.
 void Pool::reclassify(const Block& slab, SizeClass from, SizeClass to) {
-  if (asleep_ == nullptr) count_slab(slab, from, to);
+  if (!sleeping_.is_asleep()) count_slab(slab, from, to);
 }
 
 void Pool::count_slab(const Block& slab, SizeClass from, SizeClass to) {

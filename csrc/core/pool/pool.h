@@ -42,6 +42,7 @@
 #include "core/pool/region_id.h"
 #include "core/pool/seal_rule.h"
 #include "core/pool/sealed_piece.h"
+#include "core/pool/sleeping_memory.h"
 #include "core/pool/watched_blocks.h"
 #include "core/streams/clock.h"
 #include "core/streams/device_streams.h"
@@ -410,7 +411,6 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
  private:
   using Request = BackedSpace::Request;
   using Piece = BackedSpace::Piece;
-  using Backing = BackedSpace::Backing;
 
   static SpaceKind kind_of(const PoolContext& context, const PoolSpec& spec);
 
@@ -534,28 +534,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   Address allocate_watched_locked(std::size_t bytes, Stream stream, const std::shared_ptr<const std::string>& stack,
                                   Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
 
-  // going_to_sleep.cpp, waking.cpp, asleep.cpp
+  // asleep.cpp
+  void begin_transfer_locked(bool is_going) VMM_REQUIRES(mutex_);
   void count_slabs(SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
-  Status send_away(ByteRange range, bool is_poisoned) VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::vector<ByteRange> contents() const VMM_REQUIRES(mutex_);
-  bool collect_to_wake(std::span<const MovedChunk> places, Grant* grant, Backing* backing, Shortage* shortage)
-      VMM_REQUIRES(mutex_);
-  Status make_prepaid(std::size_t size, Chunk** chunk) VMM_REQUIRES(mutex_);
-  Status blank(const PlacedChunk& placed, bool is_poisoned, Stream stream) VMM_REQUIRES(mutex_);
-  void forget_unused() VMM_REQUIRES(mutex_);
-  std::vector<MovedChunk> slabs_first(std::vector<MovedChunk> chunks, std::size_t* slabs) const VMM_REQUIRES(mutex_);
-  std::size_t exchange_shelved(std::size_t charge, std::size_t bytes) VMM_REQUIRES(mutex_);
-  [[nodiscard]] bool is_to_be_read_only(ByteRange range, const LiveMapping& mapping) const VMM_REQUIRES(mutex_);
-  // Nothing of anybody else's is seen in it.
-  [[nodiscard]] bool is_blanked(const Chunk& chunk) const {
-    return chunk.content.load(std::memory_order_relaxed) == id_;
-  }
-  [[nodiscard]] Unchanged unchanged_now() const VMM_REQUIRES(mutex_);
-  void withhold_gone(ByteRange of_block, bool are_pages) VMM_REQUIRES(mutex_);
   void require_awake() const VMM_REQUIRES(mutex_);  // AsleepError
-  void begin_transfer_locked() VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::size_t live_in(ByteRange range) const VMM_REQUIRES(mutex_);
-  [[nodiscard]] std::size_t live_elsewhere() const VMM_REQUIRES(mutex_);
 
   // checkpoint.cpp
   [[nodiscard]] PoolCheckpoint checkpoint_locked() VMM_REQUIRES(mutex_);
@@ -609,9 +591,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   PendingFrees pending_ VMM_GUARDED_BY(mutex_);
   QuarantinedBlocks quarantined_ VMM_GUARDED_BY(mutex_);  // freed pages
   WatchedBlocks watched_ VMM_GUARDED_BY(mutex_);
+  SleepingMemory sleeping_ VMM_GUARDED_BY(mutex_);
   std::size_t pending_bytes_ VMM_GUARDED_BY(mutex_) = 0;
-  std::unique_ptr<Asleep> asleep_ VMM_GUARDED_BY(mutex_);  // nullptr: it is awake
-  Unchanged unchanged_ VMM_GUARDED_BY(mutex_);
   std::uint64_t split_as_of_ VMM_GUARDED_BY(mutex_) = 0;  // times_locked() when inactive_split was worked out
   Peaks own_peaks_;
   std::unique_ptr<Peaks> family_peaks_owner_ VMM_GUARDED_BY(mutex_);  // of a model with parts

@@ -59,7 +59,7 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& p
     }
   }
   if (access != Access::read) {
-    for (const ByteRange& run : runs) ended.push_back(unchanged_.take(run));
+    for (const ByteRange& run : runs) ended.push_back(sleeping_.take_unchanged(run));
   }
   if (access == Access::read) {
     throw_if_failed(space_.leave_no_writable_place(runs), "unmapping former places of what is to be read-only");
@@ -102,7 +102,7 @@ void Pool::undo_read_only(const std::vector<ByteRange>& stretches) noexcept {
     for (const Location& who : space_.accessors()) range.restore_access(chunks, who, Access::read_write);
   };
   for (const ByteRange& stretch : stretches) {
-    if (asleep_ == nullptr) {
+    if (!sleeping_.is_asleep()) {
       let_write(stretch);
       continue;
     }
@@ -110,7 +110,7 @@ void Pool::undo_read_only(const std::vector<ByteRange>& stretches) noexcept {
     for (auto at = range.reaching(stretch.offset); at != range.live().end() && at->first < stretch.end(); ++at) {
       let_write({at->first, at->second.chunk->size});
     }
-    asleep_->let_write(stretch);
+    sleeping_.let_write(stretch);
   }
   space_.may_return_again(stretches);
   note_sealed();
@@ -119,7 +119,7 @@ void Pool::undo_read_only(const std::vector<ByteRange>& stretches) noexcept {
 // A tag's space takes requests unless a chunk of it is read-only for somebody: its free
 // space may lie there.
 void Pool::note_sealed() {
-  if (!is_tag_space() || is_closed() || asleep_ != nullptr) return;
+  if (!is_tag_space() || is_closed() || sleeping_.is_asleep()) return;
   const bool any = std::any_of(space_.range().live().begin(), space_.range().live().end(),
                                [&](const auto& each)
                                    VMM_REQUIRES(mutex_) { return !space_.allows(each.second, Access::read_write); });
@@ -173,11 +173,11 @@ bool Pool::is_read_only(Address address, std::size_t bytes) const {
   while (at < end) {
     if (const auto mapping = space_.range().covering(at); mapping != space_.range().live().end()) {
       const ByteRange chunk{mapping->first, mapping->second.chunk->size};
-      const bool is_due = asleep_ != nullptr && is_to_be_read_only(chunk, mapping->second);
+      const bool is_due = sleeping_.is_asleep() && sleeping_.is_to_be_read_only(chunk, mapping->second);
       if (!is_due && mapping->second.access() != Access::read) return false;
       at = chunk.end();
     } else {
-      const std::size_t gone = asleep_ == nullptr ? 0 : asleep_->end_of_gone_read_only(at);
+      const std::size_t gone = sleeping_.is_asleep() ? sleeping_.end_of_gone_read_only(at) : 0;
       if (gone == 0) return false;
       at = gone;
     }

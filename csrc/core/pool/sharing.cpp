@@ -64,7 +64,7 @@ void Pool::share_chunks(Address address, std::size_t bytes, SharedChunks* out) {
                                "device), and of a multiple of " + format_bytes(kind_.page));
   }
   out->add(found);
-  ended = unchanged_.take({address - base_, bytes});  // who has it there may write to it
+  ended = sleeping_.take_unchanged({address - base_, bytes});  // who has it there may write to it
 }
 
 Status Pool::add_accessor(Location who) {

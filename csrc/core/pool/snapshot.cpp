@@ -94,7 +94,7 @@ std::vector<SegmentSnapshot> Pool::snapshot(SnapshotGrain grain) const {
   const BlockCaches::Still still(context_.caches, *this, BlockCaches::Kept::back);
   const ReadLock lock(*this);
   std::vector<SegmentSnapshot> segments;
-  if (!space_.is_open() || asleep_ != nullptr) return segments;
+  if (!space_.is_open() || sleeping_.is_asleep()) return segments;
   SegmentBuilder builder(space_.range(), grain, segments);
   for (const Block* block = space_.blocks().stretches().front(); block != nullptr; block = block->next) {
     Stream stream = streams_[block->tag].stream;

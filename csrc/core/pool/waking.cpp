@@ -1,20 +1,15 @@
-// Pool: on its way back: chunks for what is to come, and each place as it is filled.
+// SleepingMemory: on its way back: chunks for what is to come, and each place as it is filled.
 #include <algorithm>
 #include <span>
-#include <utility>
 
-#include "base/check.h"
 #include "core/memory/chunk_store.h"
 #include "core/memory/grant.h"
 #include "core/options.h"
-#include "core/pool/asleep.h"
-#include "core/pool/pool.h"
+#include "core/pool/sleeping_memory.h"
 
 namespace vmm {
 
-Status Pool::let_go_again(const MovedChunk& place) {
-  const MutexLock lock(mutex_);
-  if (!space_.is_open() || asleep_ == nullptr) return {};
+Status SleepingMemory::let_go_again(const MovedChunk& place) {
   Status first;
   for (auto at = space_.range().from(place.offset);
        at != space_.range().live().end() && at->first < place.range().end();) {
@@ -30,7 +25,8 @@ Status Pool::let_go_again(const MovedChunk& place) {
 // others of the shelf. Several that are smaller would do, and cost less (58 us each; some 46 to
 // make one and 40 a 64 MiB to give others back), but that at every sleep and wake from then on:
 // 300 of 2 MiB for 13 made a wake take 0.9 s for 0.4.
-bool Pool::collect_to_wake(std::span<const MovedChunk> places, Grant* grant, Backing* backing, Shortage* shortage) {
+bool SleepingMemory::collect_into(Backing* backing, std::span<const MovedChunk> places, Grant* grant,
+                                  Shortage* shortage) {
   Budget* full = nullptr;
   std::vector<PlacedChunk>& placements = backing->placements;
   std::size_t missing = 0;
@@ -81,7 +77,7 @@ bool Pool::collect_to_wake(std::span<const MovedChunk> places, Grant* grant, Bac
 }
 
 // Where the driver has no more, others of the shelf go first, if that is enough.
-Status Pool::make_prepaid(std::size_t size, Chunk** chunk) {
+Status SleepingMemory::make_prepaid(std::size_t size, Chunk** chunk) {
   ChunkStore& store = context_.store;
   const Status status = store.create_prepaid(store.spec(size), budget_, chunk);
   if (status.code() != StatusCode::out_of_memory) return status;
@@ -95,21 +91,19 @@ Status Pool::make_prepaid(std::size_t size, Chunk** chunk) {
 // Of what still rests on the group's shelf, in sizes that fit no place that was asked for, `bytes`
 // go back to the driver, as so much is made in their stead. None where `charge`, for which it is
 // done, would not fit with all of them. Returns how many went.
-std::size_t Pool::exchange_shelved(std::size_t charge, std::size_t bytes) {
+std::size_t SleepingMemory::exchange_shelved(std::size_t charge, std::size_t bytes) {
   const std::size_t shelved = context_.store.shelved_bytes(group_);
   const std::size_t lacks = charge - std::min(charge, budget_.headroom());
   if (shelved == 0 || shelved < lacks) return 0;
   return context_.store.give_back(group_, bytes);
 }
 
-Address Pool::try_collect(std::span<const MovedChunk> places, Grant* grant, Shortage* shortage) {
-  const MutexLock lock(mutex_);
-  if (!space_.is_open() || asleep_ == nullptr) return base_;
+bool SleepingMemory::collect(std::span<const MovedChunk> places, Grant* grant, Shortage* shortage) {
   Backing backing;
   try {
-    if (collect_to_wake(places, grant, &backing, shortage)) {
+    if (collect_into(&backing, places, grant, shortage)) {
       for (const PlacedChunk& each : backing.placements) asleep_->collected.emplace(each.offset, each.chunk);
-      return base_;
+      return true;
     }
   } catch (...) {
     for (const PlacedChunk& each : backing.placements) asleep_->collected.erase(each.offset);
@@ -117,19 +111,15 @@ Address Pool::try_collect(std::span<const MovedChunk> places, Grant* grant, Shor
     throw;
   }
   space_.put_back(backing, grant);
-  return 0;
+  return false;
 }
 
-void Pool::put_back_collected() {
-  const MutexLock lock(mutex_);
-  if (asleep_ == nullptr) return;
+void SleepingMemory::put_back_collected() {
   for (const auto& [offset, chunk] : asleep_->collected) context_.store.put(group_, chunk);
   asleep_->collected.clear();
 }
 
-Status Pool::map_collected(const MovedChunk& place, const StreamUse& filled_by, Epoch* wait_for) {
-  const MutexLock lock(mutex_);
-  if (!space_.is_open() || asleep_ == nullptr) return {};
+Status SleepingMemory::map_collected(const MovedChunk& place, const StreamUse& filled_by, Epoch* wait_for) {
   if (place.is_there) {  // it may have lost its rights when it was not unmapped
     std::vector<ByteRange>& to_seal = asleep_->to_seal;
     const bool is_noted = std::find(to_seal.begin(), to_seal.end(), place.range()) != to_seal.end();
@@ -165,28 +155,23 @@ Status Pool::map_collected(const MovedChunk& place, const StreamUse& filled_by, 
   placed.chunk->last_use = kLongAgo;
   if (as_it_was.is_withheld) space_.range().withhold(placed.offset);
   if (as_it_was.is_read_only) asleep_->to_seal.push_back(place.range());
-  mapped(placed, filled_by.stream);
+  owner_.mapped(placed, filled_by.stream);
   return status;
 }
 
 // Memory that wakes reads as zero, or as poison, where no content comes to it: nobody else's is
 // seen, nor what was thrown away.
-Status Pool::blank(const PlacedChunk& placed, bool is_poisoned, Stream stream) {
+Status SleepingMemory::blank(const PlacedChunk& placed, bool is_poisoned, Stream stream) {
   const OwnerId content = placed.chunk->content.load(std::memory_order_relaxed);
-  const bool may_stay = !asleep_->is_discarded && !kind_.is_range && (content == id_ || !context_.options.scrub);
+  const bool may_stay =
+      !asleep_->is_discarded && !space_.kind().is_range && (content == id_ || !context_.options.scrub);
   if (!is_poisoned && (content == kNobody || may_stay)) return {};
   const std::uint8_t byte = is_poisoned ? kPoisonByte : 0;
-  return context_.driver.fill_async(context_.device, base_ + placed.offset, byte, placed.chunk->size, stream);
+  return context_.driver.fill_async(context_.device, space_.range().base() + placed.offset, byte, placed.chunk->size,
+                                    stream);
 }
 
-std::vector<KeptRange> Pool::kept_in(ByteRange range) const {
-  const MutexLock lock(mutex_);
-  return asleep_ == nullptr ? std::vector<KeptRange>() : asleep_->kept.within(range);
-}
-
-Status Pool::arrived(const MovedChunk& chunk) {
-  const MutexLock lock(mutex_);
-  if (asleep_ == nullptr || !space_.is_open()) return {};
+Status SleepingMemory::arrived(const MovedChunk& chunk) {
   for (auto at = asleep_->to_seal.begin(); at != asleep_->to_seal.end();) {
     if (at->offset < chunk.offset || at->end() > chunk.range().end()) {
       ++at;
@@ -199,24 +184,6 @@ Status Pool::arrived(const MovedChunk& chunk) {
     at = asleep_->to_seal.erase(at);
   }
   return {};
-}
-
-void Pool::end_sleep() {
-  std::unique_ptr<Asleep> ended;  // backups end with no lock held
-  Unchanged former;
-  const MutexLock lock(mutex_);
-  if (asleep_ == nullptr) return;
-  Unchanged unchanged = unchanged_now();
-  former = std::exchange(unchanged_, std::move(unchanged));
-  VMM_CHECK(asleep_->gone.empty() && asleep_->collected.empty(), "pool '", name_, "' wakes without ",
-            asleep_->gone.size(), " chunks");
-  count_slabs(SizeClass::large_pool, SizeClass::small_pool);
-  ended = std::move(asleep_);
-  space_.hold(false);
-  if (counters_.current(StatKind::reserved_bytes) == 0) space_.growth().note_empty();
-  if (!space_.is_open() || is_closed()) return;
-  life_.store(Life::open, std::memory_order_release);
-  note_sealed();
 }
 
 }  // namespace vmm

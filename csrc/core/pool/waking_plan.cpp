@@ -1,24 +1,23 @@
-// Pool: what is to come back, and in what order.
+// SleepingMemory: what is to come back, and in what order.
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
 #include "core/memory/backup.h"
-#include "core/pool/asleep.h"
 #include "core/pool/coming_chunks.h"
-#include "core/pool/pool.h"
+#include "core/pool/sleeping_memory.h"
 
 namespace vmm {
 
 // Chunks of which nothing is used any more need not come back: their addresses are bare.
-void Pool::forget_unused() {
+void SleepingMemory::forget_unused() {
   for (auto at = asleep_->gone.begin(); at != asleep_->gone.end();) {
     const ByteRange range{at->first, at->second.size};
     if (!space_.is_free(range)) {
       ++at;
       continue;
     }
-    std::vector<Piece> pieces;
+    std::vector<BackedSpace::Piece> pieces;
     Block* const bare = space_.take_range(range, BlockState::retired, &pieces);
     space_.blocks().remove_border(range.offset);  // first: it is one with the bare space below it
     space_.blocks().free(bare, kNeutral, kLongAgo);
@@ -56,7 +55,7 @@ std::vector<MovedChunk> slabs_in_turns(std::vector<MovedChunk> chunks, std::size
 }  // namespace
 
 // The blocks are walked once: for each of 177 chunks of 3157 tensors it would be 0.3 million steps.
-std::vector<MovedChunk> Pool::slabs_first(std::vector<MovedChunk> chunks, std::size_t* slabs) const {
+std::vector<MovedChunk> SleepingMemory::slabs_first(std::vector<MovedChunk> chunks, std::size_t* slabs) const {
   std::vector<MovedChunk> ordered;
   std::vector<MovedChunk> others;
   const Block* block = nullptr;
@@ -71,25 +70,21 @@ std::vector<MovedChunk> Pool::slabs_first(std::vector<MovedChunk> chunks, std::s
   return ordered;
 }
 
-std::vector<MovedChunk> Pool::plan_wake(bool joins) {
-  KeptRanges ended;  // their backups end with no lock held
-  const MutexLock lock(mutex_);
+std::vector<MovedChunk> SleepingMemory::plan_to_come(bool joins, KeptRanges* ended) {
   std::vector<MovedChunk> found;
-  if (asleep_ == nullptr || !space_.is_open()) return found;
-  settle_locked();
   joins = joins && !space_.has_own_rule();
   const std::size_t unit = joins ? space_.unit_for(0) : 0;
   ComingChunks coming(*asleep_, space_.blocks(), space_.growth(),
-                      {kind_.page, is_tag_space(), /*is_contested=*/group_.sharers() > 1});
+                      {space_.kind().page, is_of_tag_, /*is_contested=*/group_.sharers() > 1});
   if (!space_.is_pinned()) {
-    give_up_spare_slabs();
+    owner_.give_up_spare_slabs();
     if (joins) coming.cut_free(unit);
     forget_unused();
     // What has been freed does not come back.
-    if (asleep_->kept.any() != nullptr) ended = asleep_->kept.cut_to(contents());
+    if (asleep_->kept.any() != nullptr) *ended = asleep_->kept.cut_to(contents());
   }
   if (joins) unit != 0 ? coming.join_units(unit) : coming.join_blocks();
-  const auto want = [&](std::size_t offset, const PlaceOfChunk& place, const Chunk* there) VMM_REQUIRES(mutex_) {
+  const auto want = [&](std::size_t offset, const PlaceOfChunk& place, const Chunk* there) {
     MovedChunk chunk{offset, place, {}, {}, there != nullptr};
     for (const KeptRange& each : asleep_->kept.within(chunk.range())) chunk.kept.push_back({each.offset, each.size});
     if (there == nullptr || !chunk.kept.empty() || !is_blanked(*there)) found.push_back(std::move(chunk));
