@@ -157,9 +157,6 @@ class Device:
     def total_bytes(self) -> int:
         """Bytes of memory that the device has."""
     @property
-    def default_capacity(self) -> int:
-        """Bytes of addresses of a pool that names no capacity, where the process has so many."""
-    @property
     def committed_bytes(self) -> int:
         """Bytes that the driver gave and that are still held: mapped, or kept unmapped by the chunk store."""
     @property
@@ -211,7 +208,8 @@ def create_pool(
     """A pool that stands directly under the device's limit.
 
     Args:
-        capacity: bytes of addresses, rounded up to whole pages; ``None``: :attr:`Device.default_capacity`.
+        capacity: bytes of addresses, rounded up to whole pages; ``None``: four times the
+            device's memory, or what TORCH_VMM_DEFAULT_CAPACITY says, where the process has so many.
         page_size: bytes, the grain in which memory is given back; ``None``: chosen by the request.
         physical_limit: bytes.
         name: for messages.
@@ -301,8 +299,6 @@ class Pool:
             InvalidRangeError, AlreadyMappedError, OutOfMemoryError; InvalidArgumentError when closed, as everything
             here but numbers.
         """
-    def allocate_first(self, size: int, stream: int = 0) -> int:
-        """The same at the first free span of ``size`` bytes; returns its address."""
     def deallocate_pages(self, offset: int, size: int) -> None:
         """Gives up the pages of the range; whoever still has work queued on them need not wait.
 

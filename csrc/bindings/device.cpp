@@ -82,7 +82,6 @@ void bind_device(py::module_& module) {
       .def_property_readonly("granularity", [](const Device& self) { return self.room.memory.granularity(); })
       .def_property_readonly("total_bytes",
                              [](const Device& self) { return self.room.memory.capabilities().total_memory; })
-      .def_property_readonly("default_capacity", [](const Device& self) { return self.room.memory.default_capacity(); })
       .def_property_readonly("committed_bytes", [](const Device& self) { return self.room.memory.committed_bytes(); })
       .def_property_readonly("limit", [](const Device& self) { return from_limit(self.room.memory.budget().limit()); })
       .def_property_readonly("live_chunks", [](const Device& self) { return self.room.memory.store().live_chunks(); });

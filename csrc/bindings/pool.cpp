@@ -163,12 +163,6 @@ void bind_pool(py::module_& module) {
           },
           py::arg("offset"), py::arg("size"), py::arg("stream") = 0, WithoutGil())
       .def(
-          "allocate_first",
-          [](Pool& self, std::size_t size, std::uintptr_t stream) {
-            return home_for_pages(self).allocate_first(self, size, to_stream(stream));
-          },
-          py::arg("size"), py::arg("stream") = 0, WithoutGil())
-      .def(
           "deallocate_pages",
           [](Pool& self, std::size_t offset, std::size_t size) { home_of(self).deallocate_pages(self, offset, size); },
           py::arg("offset"), py::arg("size"), WithoutGil())

@@ -125,7 +125,7 @@ const std::vector<OptionRow>& option_table() {
        &Options::default_capacity_bytes, "4 x device memory", kMostCapacity},
       {"host_bytes", "TORCH_VMM_HOST_BYTES",
        "Memory of the \"cpu\" device. A control group (container) that allows the process less RAM counts.",
-       &Options::host_bytes, "80 % of RAM"},
+       &Options::host_bytes, "80 % of RAM", kUnlimited, /*least=*/2 * kMiB},
       {"exportable", "TORCH_VMM_EXPORTABLE", "Create chunks that other processes can import, where the device can.",
        &Options::exportable},
       {"debug", "TORCH_VMM_DEBUG",
@@ -174,9 +174,11 @@ void set(Options& options, const OptionRow& row, const std::string& text) {
   } else {
     const std::size_t bytes = parse_of(row.variable, text, parse_bytes);
     const bool is_none = bytes == 0 && row.default_words != nullptr;
-    if (is_none || bytes > row.most) {
+    if (is_none || bytes > row.most || bytes < row.least) {
       throw InvalidArgumentError(std::string(row.variable) + ": " + quoted(text) + " is " +
-                                 (is_none ? "no memory at all" : "more than the most, " + format_bytes(row.most)) +
+                                 (is_none             ? "no memory at all"
+                                  : bytes < row.least ? "less than the least, " + format_bytes(row.least)
+                                                      : "more than the most, " + format_bytes(row.most)) +
                                  "; set it to nothing for the default, " + row.default_text());
     }
     options.*std::get<std::size_t Options::*>(row.member) = bytes;

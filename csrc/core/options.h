@@ -54,6 +54,7 @@ struct OptionRow {
   std::variant<bool Options::*, std::size_t Options::*, DebugMode Options::*> member;
   const char* default_words = nullptr;  // what a member that is 0 stands for: it is set to no 0
   std::size_t most = kUnlimited;        // bytes that it is set to
+  std::size_t least = 0;                // the same
   // What the member is in new Options, as one would set the variable to it, or these words.
   [[nodiscard]] std::string default_text() const;
   [[nodiscard]] const char* unit() const {

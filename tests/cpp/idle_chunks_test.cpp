@@ -42,9 +42,9 @@ TEST(IdleChunks, TheLargestThatAreNotLargerAndElseTheSmallestAbove) {
   EXPECT_EQ(idle.bytes(), 14 * kMiB);
   EXPECT_EQ(idle.take_nearest(6 * kMiB)->chunk->size, 4 * kMiB);
   EXPECT_EQ(idle.take_nearest(kMiB)->chunk->size, 2 * kMiB);
-  EXPECT_EQ(idle.take_largest()->chunk->size, 8 * kMiB);
+  EXPECT_EQ(idle.take_nearest(kUnlimited)->chunk->size, 8 * kMiB);
   EXPECT_EQ(idle.bytes(), 0U);
-  EXPECT_FALSE(idle.take_largest().has_value());
+  EXPECT_FALSE(idle.take_nearest(kUnlimited).has_value());
   EXPECT_FALSE(idle.take_nearest(kUnlimited).has_value());
 }
 
@@ -67,7 +67,7 @@ TEST(IdleChunks, AgreeWithAListThatIsSearched) {
       idle.add(each);
       plain.push_back(each);
     } else if (plain.empty()) {
-      EXPECT_FALSE(idle.take_largest().has_value());
+      EXPECT_FALSE(idle.take_nearest(kUnlimited).has_value());
     } else {
       std::vector<std::size_t> sizes;
       for (const IdleChunk& each : plain) sizes.push_back(each.chunk->size);
@@ -75,7 +75,7 @@ TEST(IdleChunks, AgreeWithAListThatIsSearched) {
       std::size_t want = sizes.back();
       std::optional<IdleChunk> taken;
       if (random() % 2 == 0) {
-        taken = idle.take_largest();
+        taken = idle.take_nearest(kUnlimited);
       } else {
         want = sizes.front();
         for (const std::size_t size : sizes) {

@@ -119,6 +119,8 @@ TEST_F(Environment, SizesThatCanNotBeAreRefusedByName) {
   };
   EXPECT_EQ(said("TORCH_VMM_HOST_BYTES", "0"),
             "TORCH_VMM_HOST_BYTES: '0' is no memory at all; set it to nothing for the default, 80 % of RAM");
+  EXPECT_EQ(said("TORCH_VMM_HOST_BYTES", "1"),
+            "TORCH_VMM_HOST_BYTES: '1' is less than the least, 2 MiB; set it to nothing for the default, 80 % of RAM");
   EXPECT_EQ(said("TORCH_VMM_DEFAULT_CAPACITY", "0 B").substr(0, 27), "TORCH_VMM_DEFAULT_CAPACITY:");
   EXPECT_EQ(
       said("TORCH_VMM_DEFAULT_CAPACITY", "100TiB"),

@@ -6,6 +6,7 @@
 
 #include "core/faces/seals.h"
 #include "core/memory/shared_chunks.h"
+#include "cpp/lacking_memory.h"
 #include "cpp/sleep_lab.h"
 
 namespace vmm::testing {
@@ -38,6 +39,28 @@ TEST_F(SleepUnchanged, SealedMemoryIsCopiedOnce) {
     expect_whole(live_);
     EXPECT_TRUE(weights_->is_sealed());
   }
+  unseal();
+}
+
+// What is unchanged is noted last, when some parts of the model are awake already.
+TEST_F(SleepUnchanged, WhereTheHostsMemoryLacksAllOfTheModelIsAwakeOrNone) {
+  seal();
+  lab_.allocate(*model_, 5 * kMiB);
+  int asleep = 0;
+  bool failed = true;
+  for (long nth = 0; failed; ++nth) {
+    sleep(model_, host());
+    const std::unique_ptr<Transfer> back = coming(model_);
+    runs_out_at(nth, [&] { go(*back); });
+    failed = failures_made != 0;
+    ASSERT_EQ(model_->is_asleep(), weights_->is_asleep()) << "allocation " << nth;
+    asleep += model_->is_asleep() ? 1 : 0;
+    if (model_->is_asleep()) wake(model_);
+    lab_.memory().check();
+    expect_whole(live_);
+    ASSERT_TRUE(weights_->is_sealed());
+  }
+  EXPECT_GT(asleep, 0) << "the test is about nothing";
   unseal();
 }
 

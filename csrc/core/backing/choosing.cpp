@@ -88,8 +88,7 @@ ByteRange BackedSpace::take_returning(const Extent& extent, std::size_t bare_beh
 }
 
 bool BackedSpace::has_own_rule() const {
-  return kind_.is_uniform || kind_.no_split || !kind_.is_ordinary || kind_.is_spill || kind_.keeps_within_chunks() ||
-         is_pinned_;
+  return kind_.is_uniform || kind_.no_split || !kind_.is_ordinary || kind_.keeps_within_chunks() || is_pinned_;
 }
 
 std::size_t BackedSpace::unit_for(std::size_t bytes) const {

@@ -21,11 +21,6 @@ void IdleChunks::add(const IdleChunk& idle) {
   bytes_ += idle.chunk->size;
 }
 
-std::optional<IdleChunk> IdleChunks::take_largest() {
-  if (by_size_.empty()) return std::nullopt;
-  return take_last(std::prev(by_size_.end()));
-}
-
 std::optional<IdleChunk> IdleChunks::take_nearest(std::size_t bytes) {
   if (by_size_.empty()) return std::nullopt;
   const auto above = by_size_.upper_bound(bytes);

@@ -29,7 +29,6 @@ class IdleChunks {
   }
   void add(const IdleChunk& idle);
   [[nodiscard]] std::size_t bytes() const { return bytes_; }
-  std::optional<IdleChunk> take_largest();
   // The largest of at most so many bytes, or else the smallest above.
   std::optional<IdleChunk> take_nearest(std::size_t bytes);
   // What of `size` bytes stays empty where the largest that fit are put side by side.

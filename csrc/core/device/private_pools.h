@@ -115,8 +115,8 @@ class PrivatePools {
   // found no memory elsewhere; 0: none has any. The device's ladder asks.
   Address lend(const Pool& model, std::size_t bytes, Stream stream) VMM_EXCLUDES(mutex_);
   // Ends the routes of captures that have failed: torch says nothing when it
-  // could not begin or end one. begin(), route(), release() and empty_cache() do
-  // so too; others that come by may call it.
+  // could not begin or end one. Closes what could not be for want of host memory. begin(),
+  // route(), release() and empty_cache() do so too; others that come by may call it.
   void sweep() VMM_EXCLUDES(mutex_);
 
   // -- What is in them ----------------------------------------------------------

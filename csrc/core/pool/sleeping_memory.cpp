@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <new>
 
 #include "base/check.h"
 
@@ -20,7 +21,15 @@ void SleepingMemory::begin_transfer(bool is_going) {
 }
 
 std::unique_ptr<Asleep> SleepingMemory::end(bool goes_on, Unchanged* former) {
-  Unchanged unchanged = goes_on ? unchanged_now() : Unchanged();
+  Unchanged unchanged;
+  if (goes_on) {
+    try {
+      unchanged = unchanged_now();
+    } catch (const std::bad_alloc&) {
+      // Copying again is better than a model of which some parts are awake, and others are not.
+      unchanged = {};
+    }
+  }
   *former = std::exchange(unchanged_, std::move(unchanged));
   VMM_CHECK(asleep_->gone.empty() && asleep_->collected.empty(), "pool '", name_, "' wakes without ",
             asleep_->gone.size(), " chunks");
