@@ -115,7 +115,7 @@ void bind_pool(py::module_& module) {
   pool.def_property_readonly("key", [](const Pool& self) { return reinterpret_cast<std::uintptr_t>(&self); })
       .def_property_readonly("name", &Pool::name)
       .def_property_readonly("tag", &Pool::tag)
-      .def_property_readonly("model", [](const PoolPtr& self) { return self->is_part() ? self->owner() : self; })
+      .def_property_readonly("model", [](const PoolPtr& self) { return self->shared_model(); })
       .def_property_readonly("kind", [](const Pool& self) { return to_string(Runtime::room_of(self).kind); })
       .def_property_readonly("ordinal", &Pool::device)
       .def_property_readonly("capacity", &Pool::capacity)

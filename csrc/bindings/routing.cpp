@@ -22,7 +22,7 @@ std::shared_ptr<Pool> pool_at(std::uintptr_t address) {
   if (Runtime::pool_at(reinterpret_cast<void*>(address)) == nullptr) return nullptr;
   for (const DeviceKind kind : kDeviceKinds) {
     for (const DeviceRoom* room : Runtime::all_made(kind)) {
-      if (auto pool = room->memory.pool_at(address); pool != nullptr) return pool->is_part() ? pool->owner() : pool;
+      if (auto pool = room->memory.pool_at(address); pool != nullptr) return pool->shared_model();
     }
   }
   return nullptr;
@@ -65,7 +65,7 @@ void bind_routing(py::module_& module) {
       "current_pool",
       [](const std::string& kind, int ordinal) -> std::shared_ptr<Pool> {
         const std::shared_ptr<Pool>& pool = current_pool(to_room(kind, ordinal));
-        return pool->is_part() ? pool->owner() : pool;
+        return pool->shared_model();
       },
       py::arg("kind"), py::arg("ordinal") = 0, WithoutGil());
   module.def(

@@ -211,7 +211,7 @@ class BackedSpace {
   bool drop_retired();
   // They stand in the way, and queued work may still use them: the caller waits for it. False
   // where nothing uses them any more, and the driver refuses to drop them.
-  bool wait_for_retired(Shortage* shortage);
+  bool must_wait_for_retired(Shortage* shortage);
   // The same for one address: true where it is free now. Throws DriverError where the driver
   // refuses.
   bool make_way_of_retired(std::size_t offset, Shortage* shortage);

@@ -230,7 +230,7 @@ std::size_t BackedSpace::shelve_largest(IdleChunks idle, std::size_t want, const
 
 // ----------------------------------------------------------- former mappings
 
-bool BackedSpace::wait_for_retired(Shortage* shortage) {
+bool BackedSpace::must_wait_for_retired(Shortage* shortage) {
   const Epoch last_use = range_->last_retired_use();
   if (context_.clock.has_passed(last_use)) return false;
   shortage->wait_for = last_use;
@@ -238,7 +238,7 @@ bool BackedSpace::wait_for_retired(Shortage* shortage) {
 }
 
 bool BackedSpace::make_way_of_retired(std::size_t offset, Shortage* shortage) {
-  if (wait_for_retired(shortage)) return false;
+  if (must_wait_for_retired(shortage)) return false;
   drop_retired();
   if (!retired_.covers(offset)) return true;
   throw_if_failed(range_->refused(),

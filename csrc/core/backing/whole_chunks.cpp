@@ -66,7 +66,7 @@ Block* BackedSpace::place_within_chunk(const Request& request, Grant* grant, Sho
     shelve_idle_chunks({0, kind_.capacity});
     found = find();
     if (!found && range_->has_retired()) {
-      if (wait_for_retired(shortage)) return nullptr;
+      if (must_wait_for_retired(shortage)) return nullptr;
       drop_retired();
       found = find();
     }

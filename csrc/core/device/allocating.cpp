@@ -11,7 +11,7 @@ Address DeviceMemory::allocate_anew(Pool& pool, std::size_t bytes, Stream stream
     tend();
     if (const Address kept = caches_.take(pool, bytes, stream); kept != 0) return kept;
   }
-  // As allocate(attempt) does, but no closure is made where the pool can by itself: 40
+  // As meet() does, but no closure is made where the pool can by itself: 40
   // instructions of 1760.
   Shortage shortage;
   if (const Address address = pool.try_allocate(bytes, stream, nullptr, &shortage)) return address;
@@ -22,7 +22,7 @@ Address DeviceMemory::allocate_anew(Pool& pool, std::size_t bytes, Stream stream
 
 Address DeviceMemory::allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream) {
   settle_watched(pool);
-  return allocate(pool, bytes, std::nullopt, [&](Grant* grant, Shortage* shortage) {
+  return meet(pool, bytes, std::nullopt, [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_at(address, bytes, stream, grant, shortage);
   });
 }
@@ -33,13 +33,12 @@ Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t
   const auto attempt = [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_pages(offset, size, stream, grant, shortage);
   };
-  return allocate(pool, size, std::nullopt, attempt, refused);
+  return meet(pool, size, std::nullopt, attempt, refused);
 }
 
 Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream) {
-  return allocate(pool, size, std::nullopt, [&](Grant* grant, Shortage* shortage) {
-    return pool.try_allocate_first(size, stream, grant, shortage);
-  });
+  return meet(pool, size, std::nullopt,
+              [&](Grant* grant, Shortage* shortage) { return pool.try_allocate_first(size, stream, grant, shortage); });
 }
 
 void DeviceMemory::collect_to_wake(Pool& pool, const std::vector<MovedChunk>& places, Ladder::Beside beside) {
@@ -52,8 +51,8 @@ void DeviceMemory::collect_to_wake(Pool& pool, const std::vector<MovedChunk>& pl
   if (attempt(nullptr, &shortage) == 0) go_on(pool, bytes, std::nullopt, attempt, shortage, beside);
 }
 
-Address DeviceMemory::allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
-                               std::optional<Refused>* refused) {
+Address DeviceMemory::meet(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
+                           std::optional<Refused>* refused) {
   tend_if_any_wait();
   Shortage shortage;
   if (const Address address = attempt(nullptr, &shortage)) return address;
@@ -86,7 +85,7 @@ Address DeviceMemory::go_on(Pool& pool, std::size_t bytes, std::optional<Stream>
 
 // A tag's space that takes no requests, as some of its memory is read-only.
 Address DeviceMemory::allocate_in_another_space(Pool& sealed, std::size_t bytes, Stream stream) {
-  const std::shared_ptr<Pool> space = tagged(sealed.owner(), sealed.tag());
+  const std::shared_ptr<Pool> space = tagged(sealed.shared_model(), sealed.tag());
   return allocate(*space, bytes, stream);
 }
 

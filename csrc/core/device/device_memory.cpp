@@ -64,7 +64,7 @@ DeviceMemory::~DeviceMemory() {
   }
   if (last_use != kLongAgo) {  // else nobody waits: a peer may be gone already
     clock_.wait(last_use).ignore();
-    for (int attempt = 0; attempt < kEndAttempts; ++attempt) let_leave();
+    for (int attempt = 0; attempt < kEndAttempts; ++attempt) run_passed();
   }
   for (const auto& pool : pools()) {
     pool->close();
@@ -158,7 +158,7 @@ std::shared_ptr<Pool> DeviceMemory::register_pool_of_at_most(PoolSpec spec, Budg
 // Of a part of `model`'s, or, where that is a tag's space, of its model under that tag.
 PoolSpec DeviceMemory::part_spec(const std::shared_ptr<Pool>& model, const std::string& name) {
   PoolSpec spec;
-  spec.model = model->is_part() ? model->owner() : model;
+  spec.model = model->shared_model();
   spec.model->follow_family_peaks();
   spec.name = model->name() + " (" + name + ")";
   spec.tag = model->tag();

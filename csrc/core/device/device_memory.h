@@ -257,7 +257,7 @@ class DeviceMemory {
   // Once all work that is queued now is done, by whoever comes by then, with no lock
   // held: calls `go` until it returns true. Addresses that no pool has go so. Where
   // nothing is queued, at once. Where there is no memory to note it, it waits and goes.
-  void leave(std::function<bool()> go) noexcept VMM_EXCLUDES(registry_mutex_);
+  void once_passed(std::function<bool()> go) noexcept VMM_EXCLUDES(registry_mutex_);
   // What the device shares among all that reads as zero; it lives as long as anyone
   // holds it.
   [[nodiscard]] std::shared_ptr<ZeroChunks> zero_chunks() VMM_EXCLUDES(registry_mutex_);
@@ -343,9 +343,9 @@ class DeviceMemory {
   std::shared_ptr<Pool> register_pool_of_at_most(PoolSpec spec, Budget& group) VMM_EXCLUDES(registry_mutex_);
   // allocating.cpp
   using Attempt = Ladder::Attempt;
-  // Both throw, or, with `refused`, answer 0.
-  Address allocate(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
-                   std::optional<Refused>* refused = nullptr);
+  // What `attempt` finds, by itself or up the ladder. Both throw, or, with `refused`, answer 0.
+  Address meet(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
+               std::optional<Refused>* refused = nullptr);
   // After an attempt that lacked `shortage`.
   Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage,
                 Ladder::Beside beside = {}, std::optional<Refused>* refused = nullptr);
@@ -370,7 +370,7 @@ class DeviceMemory {
   bool bury_group(const Budget* key) VMM_EXCLUDES(registry_mutex_);
   bool bury_groups() VMM_EXCLUDES(registry_mutex_);
   void tend();
-  bool let_leave() VMM_EXCLUDES(registry_mutex_);
+  bool run_passed() VMM_EXCLUDES(registry_mutex_);
   void tend_if_any_wait() {
     if ((beside_.load(std::memory_order_relaxed) & kHasEnded) != 0) [[unlikely]]
       tend();

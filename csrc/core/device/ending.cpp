@@ -190,7 +190,7 @@ bool DeviceMemory::bury_closed() {
     any = bury(pool) || any;
   }
   any = bury_groups() || any;
-  return let_leave() || any;
+  return run_passed() || any;
 }
 
 void DeviceMemory::end_group(const Budget& group) {
@@ -244,7 +244,7 @@ bool DeviceMemory::bury_group(const Budget* key) {
   return true;
 }
 
-void DeviceMemory::leave(std::function<bool()> go) noexcept {
+void DeviceMemory::once_passed(std::function<bool()> go) noexcept {
   const Epoch last_use = clock_.now();
   Leaving leaving{last_use, std::move(go)};
   bool is_noted = false;
@@ -272,7 +272,7 @@ void DeviceMemory::leave(std::function<bool()> go) noexcept {
 }
 
 // Whether anything went.
-bool DeviceMemory::let_leave() {
+bool DeviceMemory::run_passed() {
   Epoch newest = kLongAgo;    // of what waits
   std::list<Leaving> passed;  // from one to the other they go as nodes, which takes no memory
   {
@@ -329,7 +329,7 @@ void DeviceMemory::tend() {
     }
     for (const auto& pool : waiting) bury(pool);
     bury_groups();
-    let_leave();
+    run_passed();
     if (is_full) {
       settle(/*wait=*/false);
       trim_shelves();

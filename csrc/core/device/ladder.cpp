@@ -347,7 +347,7 @@ bool Ladder::relieve(Pool& asker, std::size_t bytes, ReclaimStep* step) {
   if (function == nullptr) return false;
   const NoRelief of_its_own;
   if (step != nullptr && step->result == StepResult::passed_over) step->result = StepResult::nothing;
-  return (*function)(bytes, asker.is_part() ? asker.owner() : asker.shared_from_this());
+  return (*function)(bytes, asker.shared_model());
 }
 
 // What it frees is idle in whatever pool it was in, or waits for queued work there: that is

@@ -37,7 +37,7 @@ std::uint64_t PrivatePools::capture_of(Stream stream) const {
   return hooks_.capture_of == nullptr ? 0 : hooks_.capture_of(stream);
 }
 
-PrivatePools::Entry& PrivatePools::entry_at(RegionId region) { return entries_[region]; }
+PrivatePools::Entry& PrivatePools::made_entry(RegionId region) { return entries_[region]; }
 
 const PrivatePools::Entry& PrivatePools::known(RegionId region) const {
   const auto at = entries_.find(region);
@@ -52,7 +52,7 @@ void PrivatePools::add_user(RegionId region, std::shared_ptr<ForeignMemory> fore
   const MutexLock lock(mutex_);
   note_thread();
   const bool is_graph = foreign == nullptr && entries_.count(region) != 0 && any_capture();
-  Entry& entry = entry_at(region);
+  Entry& entry = made_entry(region);
   if (is_graph) {
     Route* const capture = capture_of_thread();
     if (capture != nullptr) capture->retained.reserve(capture->retained.size() + 1);  // first: what counts is noted
@@ -196,7 +196,7 @@ void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
     // Its end was its own, before a part of the capture, and one that failed is still to be ended.
     suspended_.reserve(suspended_.size() + 1);
     ++failed_[region];
-    if (hooks_.failed_are_released) --entry_at(region).plain_ended;
+    if (hooks_.failed_are_released) --made_entry(region).plain_ended;
     suspend(*at, /*by_its_own_end=*/true);
     routes_.erase(at);
   }
@@ -210,7 +210,7 @@ void PrivatePools::begin(RegionId region, Filter filter, Stream current) {
   route.filter = std::move(filter);
   routes_.reserve(routes_.size() + 1);  // first: what has begun is noted
   if (!route.is_capture) route.resumed.reserve(1);
-  Entry& entry = entry_at(region);  // last: it may be new, and has no user yet
+  Entry& entry = made_entry(region);  // last: it may be new, and has no user yet
   if (route.is_capture) {
     route.origin = current;
     route.capture = running;
@@ -345,14 +345,14 @@ void PrivatePools::end(RegionId region) {
   const auto at =
       std::find_if(routes_.begin(), routes_.end(), [&](const Route& route) { return route.region == region; });
   if (is_end_of_failed(region, at == routes_.end() ? nullptr : &*at)) {
-    if (at != routes_.end()) at->is_in_doubt = true;                 // a begin() would say that it was this one's own
-    if (hooks_.failed_are_released) ++entry_at(region).plain_ended;  // its graph has been dropped
+    if (at != routes_.end()) at->is_in_doubt = true;                   // a begin() would say that it was this one's own
+    if (hooks_.failed_are_released) ++made_entry(region).plain_ended;  // its graph has been dropped
     const auto failed = failed_.find(region);
     if (--failed->second == 0) failed_.erase(failed);
     return;
   }
   if (at == routes_.end()) throw InvalidArgumentError("endAllocatePool: not currently recording to mempool_id");
-  Entry& entry = entry_at(region);
+  Entry& entry = made_entry(region);
   suspended_.reserve(suspended_.size() + 1);  // first: what has ended is noted
   if (!at->is_capture) {
     --entry.plain;
@@ -502,7 +502,7 @@ std::shared_ptr<Pool> PrivatePools::route(const std::shared_ptr<Pool>& model, St
     note_thread();
     const std::uint64_t running = capture_of(stream);
     if (const Route* const at = serving(stream, running); at != nullptr) {
-      Entry& entry = entry_at(at->region);
+      Entry& entry = made_entry(at->region);
       if (running != 0 && !at->is_capture && !is_retained(at->region, stream, running)) keep_for_graphs(entry);
       if (entry.foreign == nullptr) {
         // A closed model refuses by itself.
@@ -525,7 +525,7 @@ void PrivatePools::keep_for_capture(Stream stream, const std::shared_ptr<const v
     const std::uint64_t running = capture_of(stream);
     const Route* const at = running == 0 ? nullptr : serving(stream, running);
     if (at != nullptr) {
-      Kept& all = entry_at(at->region).kept;
+      Kept& all = made_entry(at->region).kept;
       const auto is_same = [&](const auto& each) { return !each.owner_before(kept) && !kept.owner_before(each); };
       if (std::none_of(all.begin(), all.end(), is_same)) all.push_back(kept);
     }

@@ -181,7 +181,7 @@ class PrivatePools {
   };
 
   [[nodiscard]] std::uint64_t capture_of(Stream stream) const;
-  Entry& entry_at(RegionId region) VMM_REQUIRES(mutex_);
+  Entry& made_entry(RegionId region) VMM_REQUIRES(mutex_);
   [[nodiscard]] const Entry& known(RegionId region) const VMM_REQUIRES(mutex_);
   bool is_dead(Route& route) VMM_REQUIRES(mutex_);
   bool sweep_locked() VMM_REQUIRES(mutex_);

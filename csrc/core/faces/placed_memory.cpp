@@ -55,7 +55,7 @@ PlacedMemory::PlacedMemory(const std::vector<PlacedShare>& shares) {
 PlacedMemory::~PlacedMemory() {
   for (SecondMappings::Place& place : places_) place.leave();
   // Each device asks: what its models lack may be held by the mapping alone.
-  for (std::size_t k = 0; k < devices_.size(); ++k) devices_[k]->leave(std::move(endings_[k]));
+  for (std::size_t k = 0; k < devices_.size(); ++k) devices_[k]->once_passed(std::move(endings_[k]));
 }
 
 Status PlacedMemory::add_accessor(const Location& who) {

@@ -91,7 +91,7 @@ TensorAlias::~TensorAlias() {
   place_.leave();
   memory_.remove_shared(*opener_, shared_bytes_);
   let_go();
-  memory_.leave(std::move(ending_));
+  memory_.once_passed(std::move(ending_));
 }
 
 void TensorAlias::record_stream(Stream stream, DeviceStreams& device) {

@@ -63,7 +63,7 @@ void TensorRange::let_go() noexcept {
     }
     zeros_ = nullptr;
   }
-  memory_.leave(std::move(ending_));
+  memory_.once_passed(std::move(ending_));
 }
 
 // The whole pages under `range`; nothing under nothing.

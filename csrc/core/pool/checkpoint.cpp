@@ -94,14 +94,7 @@ void Pool::restore(const PoolCheckpoint& target, std::vector<Address>* freed, st
     return block;
   };
   const auto begin = [&](Block* block, const PoolCheckpoint::Entry& entry) VMM_REQUIRES(mutex_) {
-    try {
-      directory_->insert(block);
-    } catch (...) {
-      free_block(block, context_.clock.now());
-      throw;
-    }
-    if (!block->small) space_.growth().note_handed_out(block->size());
-    begin_block(block, entry.requested);
+    enter(block, entry.requested);
     allocated->push_back(base_ + block->offset);
   };
   for (const PoolCheckpoint::Entry& entry : target.slabs) make_slab(take(entry, BlockState::slab));

@@ -122,6 +122,11 @@ void Pool::release_block(Block* block, Epoch epoch) {
   if (!block->small) space_.growth().note_handed_out(block->size());
 }
 
+void Pool::enter(Block* block, std::size_t requested) {
+  enter_in_directory(block);
+  begin_block(block, requested);
+}
+
 // ------------------------------------------------------ beneath the caches
 
 Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Shortage* shortage) {
@@ -187,7 +192,7 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
 // Beyond what the stream's slabs, or its free space, have at hand.
 Block* Pool::find_block(std::size_t size, StreamTag tag, bool is_gathered, const BlockCaches::Mine& mine, Grant* grant,
                         Shortage* shortage) {
-  if (space_.range().retired_count() >= kMostRetired && space_.wait_for_retired(shortage)) return nullptr;
+  if (space_.range().retired_count() >= kMostRetired && space_.must_wait_for_retired(shortage)) return nullptr;
   Request request;
   request.size = size;
   request.tag = tag;
@@ -244,8 +249,7 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
     }
   }
   if (block == nullptr) return 0;
-  enter_in_directory(block);
-  begin_block(block, bytes);
+  enter(block, bytes);
   return base_ + block->offset;
 }
 
@@ -294,8 +298,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
   Block* block = space_.place(request, grant, shortage);
   if (block == nullptr) return 0;
   VMM_CHECK(block->offset == offset, "a block for ", offset, " stands at ", block->offset);
-  enter_in_directory(block);
-  begin_block(block, bytes);
+  enter(block, bytes);
   return address;
 }
 

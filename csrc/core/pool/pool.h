@@ -1,4 +1,4 @@
-// VirtualMemoryPool's core: one model's memory. It composes its space (addresses and the
+// VirtualMemoryPool's core: one model's memory, or a part of one. It composes its space (addresses and the
 // memory under them, BackedSpace), what lies there, its limit and its statistics, under
 // one lock. What it cannot get by itself it asks nobody for: device_memory climbs the
 // reclaim ladder.
@@ -331,8 +331,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // The model that this pool is a part of, or itself.
   [[nodiscard]] Pool& model() { return model_ == nullptr ? *this : *model_; }
   [[nodiscard]] const Pool& model() const { return model_ == nullptr ? *this : *model_; }
-  // Of a part; nullptr otherwise.
-  [[nodiscard]] const std::shared_ptr<Pool>& owner() const { return model_; }
+  [[nodiscard]] std::shared_ptr<Pool> shared_model() { return is_part() ? model_ : shared_from_this(); }
   [[nodiscard]] bool is_part() const { return model_ != nullptr; }
   // What its memory is called, of whatever part; empty: nothing.
   [[nodiscard]] const std::string& tag() const { return tag_; }
@@ -467,7 +466,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   bool can_never_hold(std::size_t bytes, Shortage* shortage) const;
   Address allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
                         StreamTag* add_shard) VMM_EXCLUDES(mutex_);
-  void enter_in_directory(Block* block) VMM_REQUIRES(mutex_);
+  void enter_in_directory(Block* block) VMM_REQUIRES(mutex_);  // pool.cpp alone, as free_block(): they are inline
+  // A block begins: found by its address from now on, and counted.
+  void enter(Block* block, std::size_t requested) VMM_REQUIRES(mutex_);
   Block* find_block(std::size_t size, StreamTag tag, bool is_gathered, const BlockCaches::Mine& mine, Grant* grant,
                     Shortage* shortage) VMM_REQUIRES(mutex_);
   Block* allocate_small(const Request& request, Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);

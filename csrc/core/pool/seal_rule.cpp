@@ -100,7 +100,7 @@ std::string SealRule::why_not_sealed(ByteRange missing, bool is_same) const {
          "a tag of its own (pool.tag(name))";
 }
 
-std::vector<ByteRange> SealRule::chunks_under(const std::vector<SealedPiece>& pieces, Access access) const {
+std::vector<ByteRange> SealRule::stretches_to_change(const std::vector<SealedPiece>& pieces, Access access) const {
   if (!space_.is_open() || !has_whole_chunks_) {
     throw InvalidArgumentError("pool '" + pool_ + "': " + format_bytes(pieces.front().size) + " at " +
                                format_hex(pieces.front().address) + " lie among other tensors of the pool, and pages " +

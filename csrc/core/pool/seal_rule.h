@@ -27,7 +27,7 @@ class SealRule {
   // The chunks under `pieces`, of one at least, that do not allow `access`, of explicit pages
   // the others too; what touches joined. Throws InvalidArgumentError where something else
   // lives in one of them, and says what.
-  [[nodiscard]] std::vector<ByteRange> chunks_under(const std::vector<SealedPiece>& pieces, Access access) const;
+  [[nodiscard]] std::vector<ByteRange> stretches_to_change(const std::vector<SealedPiece>& pieces, Access access) const;
 
  private:
   [[nodiscard]] bool is_range() const { return space_.kind().is_range; }

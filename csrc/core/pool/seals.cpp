@@ -15,7 +15,7 @@ void Pool::require_whole_chunks(const std::vector<SealedPiece>& pieces, Access a
   const MutexLock lock(mutex_);
   require_awake();
   if (space_.is_open()) settle_locked();
-  static_cast<void>(seal_rule().chunks_under(pieces, access));
+  static_cast<void>(seal_rule().stretches_to_change(pieces, access));
 }
 
 // When anything of this pool was freed last, by a thread or by a stream that recorded it.
@@ -45,7 +45,7 @@ std::vector<ByteRange> Pool::set_memory_access(const std::vector<SealedPiece>& p
   // Runs of chunks that had the same rights, which a failure gives back.
   std::vector<ByteRange> runs;
   std::vector<LiveMapping> former;
-  for (const ByteRange& stretch : seal_rule().chunks_under(pieces, access)) {
+  for (const ByteRange& stretch : seal_rule().stretches_to_change(pieces, access)) {
     for (auto at = space_.range().from(stretch.offset); at != space_.range().live().end() && at->first < stretch.end();
          ++at) {
       const LiveMapping& mapping = at->second;

@@ -47,7 +47,7 @@ void ChunkBackup::let_go() noexcept {
   GuestMemory& guests = other_.guests();
   if (guests.put_back(*places_)) return;
   try {
-    other_.leave([&guests, places = places_] { return guests.put_back(*places); });
+    other_.once_passed([&guests, places = places_] { return guests.put_back(*places); });
   } catch (const std::bad_alloc&) {
     return;  // it stays, and counts
   }
