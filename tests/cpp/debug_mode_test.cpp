@@ -202,16 +202,14 @@ TEST(Guard, WorksWithAPageSizeWithoutSplittingAndWithinChunks) {
   pages.page_size = 4 * kMiB;
   PoolSpec unsplit = Lab::spec("unsplit");
   unsplit.no_split = true;
-  PoolSpec within = Lab::spec("within");
-  within.is_mem_pool = true;
-  for (const PoolSpec& spec : {pages, unsplit, within}) {
-    const auto pool = lab.pool(spec);
+  const auto within = lab.memory().create_part(lab.pool("within"), {0, 3}, /*no_split=*/false, PoolKind::mem_pool);
+  for (const auto& pool : {lab.pool(pages), lab.pool(unsplit), within}) {
     std::vector<Address> blocks;
     for (const std::size_t bytes : {std::size_t{700}, kMiB, 9 * kMiB}) blocks.push_back(lab.allocate(*pool, bytes));
     for (const Address block : blocks) {
-      EXPECT_TRUE(faults(block + pool->block_size(block))) << spec.name;
+      EXPECT_TRUE(faults(block + pool->block_size(block))) << pool->name();
       lab.free(block);
-      EXPECT_TRUE(faults(block)) << spec.name;
+      EXPECT_TRUE(faults(block)) << pool->name();
     }
   }
 }

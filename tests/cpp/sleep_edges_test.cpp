@@ -57,7 +57,7 @@ TEST_F(SleepEdges, ASealOutlivesAWakeThatWasStopped) {
 
 // Where chunks are borders of blocks: what is freed of two that had gone is one bare space.
 TEST_F(SleepEdges, AddressesThatStayBareAreOne) {
-  const auto part = lab_.memory().create_part(model_, {0, 3}, /*no_split=*/false, /*is_mem_pool=*/true);
+  const auto part = lab_.memory().create_part(model_, {0, 3}, /*no_split=*/false, PoolKind::mem_pool);
   const Address one = lab_.allocate(*part, 2 * kMiB);
   const Address two = lab_.allocate(*part, 2 * kMiB);
   sleep(model_, host());

@@ -39,7 +39,7 @@ TEST(WithinChunks, AModelsBlocksMayLieOverSeveralAndAMemPoolsDoNot) {
   const auto model = lab.pool("a");
   leave_small_chunks(lab, *model);
   EXPECT_GT(chunks_of(*model, lab.allocate(*model, 10 * kMiB, kOne)), 1U) << "or this test shows nothing";
-  const auto part = lab.memory().create_part(model, kMemPool, false, /*is_mem_pool=*/true);
+  const auto part = lab.memory().create_part(model, kMemPool, false, PoolKind::mem_pool);
   leave_small_chunks(lab, *part);
   const Address block = lab.allocate(*part, 10 * kMiB, kOne);
   EXPECT_EQ(chunks_of(*part, block), 1U);
@@ -55,7 +55,7 @@ TEST(WithinChunks, AGraphsPoolIsAsBefore) {
 
 TEST(WithinChunks, WhatModelsBorrowOfAMemPoolLiesInOneToo) {
   Lab lab;
-  const auto part = lab.memory().create_part(lab.pool("a"), kMemPool, false, /*is_mem_pool=*/true);
+  const auto part = lab.memory().create_part(lab.pool("a"), kMemPool, false, PoolKind::mem_pool);
   std::vector<Address> blocks;
   for (int k = 0; k < 6; ++k) blocks.push_back(lab.allocate(*part, 4 * kMiB, kOne));
   for (const Address block : blocks) lab.free(block);
@@ -212,7 +212,7 @@ TEST(WithinChunks, ExplicitPagesGiveBackWhatIsFree) {
 
 TEST(WithinChunks, ABlockAtAGivenAddressToo) {
   Lab lab;
-  const auto part = lab.memory().create_part(lab.pool("a"), kMemPool, false, /*is_mem_pool=*/true);
+  const auto part = lab.memory().create_part(lab.pool("a"), kMemPool, false, PoolKind::mem_pool);
   const Address first = lab.leave_idle(*part, 4 * kMiB, kOne);
   EXPECT_THROW(lab.memory().allocate_at(*part, first + 2 * kMiB, 4 * kMiB, kOne), InvalidRangeError);
   const Address within = lab.memory().allocate_at(*part, first + 2 * kMiB, 2 * kMiB, kOne);
@@ -283,7 +283,7 @@ TEST(WithinChunks, AnyProgramKeepsEveryBlockWholeOrUnregistered) {
     };
     const auto model = lab.pool("a");
     const std::vector<std::shared_ptr<Pool>> pools = {
-        model, lab.pool("b", 96 * kMiB), lab.memory().create_part(model, kMemPool, false, /*is_mem_pool=*/true)};
+        model, lab.pool("b", 96 * kMiB), lab.memory().create_part(model, kMemPool, false, PoolKind::mem_pool)};
     struct Live {
       Address at;
       std::size_t bytes;

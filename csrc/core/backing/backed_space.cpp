@@ -20,7 +20,7 @@ BackedSpace::BackedSpace(const PoolContext& context, const SpaceKind& kind, cons
       accessors_(std::move(accessors)),
       blocks_(belongs.arena),
       placement_(blocks_, kind.page),
-      growth_({kind.page, kind.is_uniform, kind.is_range, kind.is_ordinary, kind.grows_freely}) {}
+      growth_({kind.page, kind.is_uniform, kind.is_range(), kind.is_ordinary(), kind.grows_freely}) {}
 
 void BackedSpace::prepare() {
   blocks_.keep_order(kind_.capacity);

@@ -115,7 +115,7 @@ void BackedSpace::put_back(const Backing& backing, Grant* grant) {
 // since a launch costs microseconds and a driver queues about a thousand. A range's
 // pages begin as zero, whoever had them.
 Status BackedSpace::scrub(const std::vector<PlacedChunk>& placements, StreamTag tag) {
-  if (!context_.options.scrub && !kind_.is_range) return {};
+  if (!context_.options.scrub && !kind_.is_range()) return {};
   ByteRange run;
   bool any = false;
   const auto flush = [&]() -> Status {
@@ -125,7 +125,7 @@ Status BackedSpace::scrub(const std::vector<PlacedChunk>& placements, StreamTag 
   };
   for (const auto& [offset, chunk] : placements) {
     const OwnerId content = chunk->content.load(std::memory_order_relaxed);
-    if (content == kNobody || (content == id_ && !kind_.is_range)) continue;
+    if (content == kNobody || (content == id_ && !kind_.is_range())) continue;
     if (run.end() != offset) {
       if (const Status status = flush(); !status.ok()) return status;
       run = {offset, 0};

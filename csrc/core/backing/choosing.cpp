@@ -88,7 +88,7 @@ ByteRange BackedSpace::take_returning(const Extent& extent, std::size_t bare_beh
 }
 
 bool BackedSpace::has_own_rule() const {
-  return kind_.is_uniform || kind_.no_split || !kind_.is_ordinary || kind_.keeps_within_chunks() || is_pinned_;
+  return kind_.is_uniform || kind_.no_split || !kind_.is_ordinary() || kind_.keeps_within_chunks() || is_pinned_;
 }
 
 std::size_t BackedSpace::unit_for(std::size_t bytes) const {
@@ -114,7 +114,7 @@ std::size_t BackedSpace::bare_behind(const Extent& extent) const {
   const Block* behind = extent.block->next;
   const bool is_open = behind != nullptr && behind->state == BlockState::free && behind->tag == kNeutral &&
                        extent.gaps.back().end() == extent.block->end();
-  return is_open && extent.unit == 0 && !kind_.is_uniform && !kind_.is_range ? behind->size() : 0;
+  return is_open && extent.unit == 0 && !kind_.is_uniform && !kind_.is_range() ? behind->size() : 0;
 }
 
 // A chunk that there is, for what begins the part: granted, the pool's own idle one, which may
@@ -218,7 +218,7 @@ void BackedSpace::create_chunks(const Extent& extent, Choice& choice, Shortage* 
   }
   std::size_t ahead = ahead_of(extent, choice);
   // Beyond what the host has left the kernel would end the process.
-  if (kind_.is_spill && choice.create_bytes != 0 && choice.create_bytes + ahead > available_memory()) {
+  if (kind_.is_spill() && choice.create_bytes != 0 && choice.create_bytes + ahead > available_memory()) {
     *shortage = Shortage::of_device(choice.create_bytes);
     return;
   }

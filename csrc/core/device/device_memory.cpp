@@ -128,7 +128,7 @@ std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& 
     const MutexLock registry_lock(registry_mutex_);
     accessors = accessors_;
   }
-  ChunkStore& store = spec.is_spill ? spill_store_ : store_;
+  ChunkStore& store = spec.kind == PoolKind::spill ? spill_store_ : store_;
   const PoolContext context{driver_,        address_space_, store,    streams_,  clock_,
                             peaks_,         caches_,        options_, observer_, oversize_bytes_,
                             within_chunks_, capabilities_,  device_,  log_.get()};
@@ -166,12 +166,12 @@ PoolSpec DeviceMemory::part_spec(const std::shared_ptr<Pool>& model, const std::
 }
 
 std::shared_ptr<Pool> DeviceMemory::create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split,
-                                                bool is_mem_pool) {
+                                                PoolKind kind) {
   model->require_taking();
   PoolSpec spec = part_spec(model, std::to_string(region.first) + ", " + std::to_string(region.second));
   spec.region = region;
   spec.no_split = no_split;
-  spec.is_mem_pool = is_mem_pool;
+  spec.kind = kind;
   // A part can never hold more than the device, and a process may have very
   // many graphs, each with a pool of its own.
   spec.capacity = std::min(capabilities_.total_memory, model->capacity());
@@ -186,7 +186,7 @@ std::shared_ptr<Pool> DeviceMemory::create_range(const std::shared_ptr<Pool>& mo
   PoolSpec spec = part_spec(model, name);
   spec.capacity = capacity;
   spec.page_size = page_size;
-  spec.is_range = true;
+  spec.kind = PoolKind::range;
   return register_pool(spec, model->group());
 }
 
@@ -214,6 +214,7 @@ std::shared_ptr<Pool> DeviceMemory::tagged(const std::shared_ptr<Pool>& model, c
   });
   if (!is_partly_awake) model->require_taking();
   PoolSpec spec = part_spec(model, tag);
+  spec.kind = PoolKind::tag;
   spec.tag = tag;
   spec.page_size = model->has_uniform_chunks() ? model->page_size() : 0;
   spec.capacity = std::min(capabilities_.total_memory, model->capacity());

@@ -74,7 +74,7 @@ class DeviceMemory {
   // the model pays for and counts. It keeps the model alive. As large as the device, or
   // less where addresses are short, as above.
   std::shared_ptr<Pool> create_part(const std::shared_ptr<Pool>& model, RegionId region, bool no_split,
-                                    bool is_mem_pool = false);
+                                    PoolKind kind = PoolKind::graph);
   // A part of `model`, or of a model's tag, for the addresses of one tensor: `capacity` bytes, backed by
   // explicit pages. page_size 0: chunks that grow with what lies below them.
   // Throws as create_pool().

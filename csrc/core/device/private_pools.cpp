@@ -461,7 +461,8 @@ std::shared_ptr<Pool> PrivatePools::part_of(RegionId region, Entry& entry, const
   Parts one;
   one.emplace(PartKey(), nullptr);
   Parts::node_type place = one.extract(one.begin());
-  const auto part = memory_.create_part(model, region, entry.no_split, /*is_mem_pool=*/entry.objects > 0);
+  const auto part =
+      memory_.create_part(model, region, entry.no_split, entry.objects > 0 ? PoolKind::mem_pool : PoolKind::graph);
   place.key() = key_of(*part);
   place.mapped() = part;
   if (entry.is_pinned()) {

@@ -1,5 +1,5 @@
 // DeviceMemory: memory of a model in the host's, for tensors that find none on the device
-// (PoolSpec::is_spill). A part of the model like any, but for where its chunks are and who
+// (PoolKind::spill). A part of the model like any, but for where its chunks are and who
 // pays: a budget of its own, beside the device's. So what is free in it serves nobody on the
 // device, and is no victim of the ladder's.
 #include <algorithm>
@@ -36,7 +36,7 @@ std::shared_ptr<Pool> DeviceMemory::spill_space(Pool& asker) {
     if (member->is_spill() && member->tag() == asker.tag()) return member;
   }
   PoolSpec spec = part_spec(asker.shared_from_this(), "host");
-  spec.is_spill = true;
+  spec.kind = PoolKind::spill;
   spec.capacity = std::min(capabilities_.total_memory, asker.capacity());
   return register_pool_of_at_most(spec, *spill_group_of(asker.group()));
 }

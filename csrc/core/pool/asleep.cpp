@@ -13,7 +13,7 @@ namespace vmm {
 
 SleepBegun Pool::begin_sleep() {
   const StillLock lock(*this, BlockCaches::Kept::gone);
-  if (!space_.is_open() || kind_.is_spill) return SleepBegun::never;  // it holds none of the device's memory
+  if (!space_.is_open() || kind_.is_spill()) return SleepBegun::never;  // it holds none of the device's memory
   if (sleeping_.is_asleep()) {
     begin_transfer_locked(/*is_going=*/true);
     return SleepBegun::again;

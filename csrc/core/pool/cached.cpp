@@ -40,7 +40,7 @@ std::optional<Pool::Asked> Pool::asked_at(Address address) const {
 // Where every event has to be seen when it happens, or the memory is no single
 // stream's, nothing is kept.
 bool Pool::may_keep(StreamTag tag) {
-  if (kind_.is_spill) return false;  // the bus costs more, and a lowered limit stops no caches for it
+  if (kind_.is_spill()) return false;  // the bus costs more, and a lowered limit stops no caches for it
   if (life_.load(std::memory_order_acquire) != Life::open || space_.is_pinned() || kind_.no_split ||
       sleeping_.is_asleep() || streams_.graphs_end() != kLongAgo || !is_lasting(streams_[tag].kind))
     return false;

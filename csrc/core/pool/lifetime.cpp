@@ -30,16 +30,13 @@ SpaceKind Pool::kind_of(const PoolContext& context, const PoolSpec& spec) {
     throw InvalidArgumentError("capacity " + std::to_string(spec.capacity) + " (" + format_bytes(spec.capacity) +
                                ") is above the largest, " + format_bytes(kMostCapacity));
   }
-  const bool is_tag_space =
-      !spec.tag.empty() && !spec.is_range && !spec.is_spill && spec.region == RegionId();  // no graph's, above all
-  return {.page = page,
+  VMM_CHECK((spec.kind == PoolKind::model) == (spec.model == nullptr), "pool '", spec.name, "' is of kind ",
+            static_cast<int>(spec.kind));
+  return {.kind = spec.kind,
+          .page = page,
           .capacity = align_up(spec.capacity, page),
           .is_uniform = spec.page_size != 0,
           .no_split = spec.no_split,
-          .is_mem_pool = spec.is_mem_pool,
-          .is_range = spec.is_range,
-          .is_spill = spec.is_spill,
-          .is_ordinary = spec.model == nullptr || is_tag_space,
           .grows_freely = spec.grows_freely,
           .within_chunks = context.within_chunks};
 }
@@ -53,7 +50,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
       group_(group),
       keeps_group_(group.weak_from_this().lock()),
       budget_("pool '" + spec.name + "'", spec.physical_limit,
-              spec.model == nullptr || spec.is_spill ? &group : &spec.model->budget()),
+              spec.model == nullptr || spec.kind == PoolKind::spill ? &group : &spec.model->budget()),
       home_(home),
       model_(spec.model),
       sharer_(spec.model == nullptr ? &group : nullptr),

@@ -51,7 +51,7 @@ MemoryStats Pool::memory_stats_locked() {
   stats.virtual_capacity = kind_.capacity;
   if (!space_.is_open()) return stats;
   settle_locked();
-  if (kind_.is_spill) {
+  if (kind_.is_spill()) {
     stats.spilled_bytes = space_.range().mapped_bytes();
     return stats;
   }

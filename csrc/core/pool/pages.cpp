@@ -44,7 +44,7 @@ Address Pool::take_pages(ByteRange range, Stream stream, Grant* grant, Shortage*
   request.tag = streams_.tag_of(stream);
   request.state = BlockState::pages;
   std::vector<ByteRange> kept;  // what stays mapped, and is not new
-  if (kind_.is_range) kept = mapped_in(range);
+  if (kind_.is_range()) kept = mapped_in(range);
   Block* block = space_.place(request, grant, shortage);
   if (block == nullptr) return 0;
   try {
@@ -233,13 +233,13 @@ void Pool::deallocate_pages(std::size_t offset, std::size_t size) {
   const std::string doing = "deallocate(" + std::to_string(offset) + ", " + std::to_string(size) + ")";
   const MutexLock lock(mutex_);
   require_open();
-  if (kind_.is_range) require_awake();  // its zeros would be mapped where its pages come back to
+  if (kind_.is_range()) require_awake();  // its zeros would be mapped where its pages come back to
   settle_locked();
   require_pages(range, doing);
   if (const HeldRanges::Held held = held_.in(range); held.count != 0) {
     // One tensor's pages are taken back by it, whatever the caller called; only aliases hold these.
-    const std::string what = kind_.is_range ? format_bytes(range.size) + " cannot be given back: " : doing + ": ";
-    const std::string who = kind_.is_range
+    const std::string what = kind_.is_range() ? format_bytes(range.size) + " cannot be given back: " : doing + ": ";
+    const std::string who = kind_.is_range()
                                 ? format_count(held.count, "alias", "aliases")
                                 : format_count(held.count, "tensor") + " of tensor(), or made of one by alias(),";
     throw StillInUseError("pool '" + name_ + "': " + what + who + held.still_show("it"), held.bytes, held.count);

@@ -320,7 +320,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // Every chunk is exactly one page (page_size was given).
   [[nodiscard]] bool has_uniform_chunks() const { return kind_.is_uniform; }
   // The addresses of one tensor.
-  [[nodiscard]] bool is_range() const { return kind_.is_range; }
+  [[nodiscard]] bool is_range() const { return kind_.is_range(); }
   [[nodiscard]] int device() const { return context_.device; }
   [[nodiscard]] Budget& budget() { return budget_; }
   [[nodiscard]] const Budget& budget() const { return budget_; }
@@ -338,11 +338,11 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // A part for a tag's tensors: its blocks are as a model's own.
   [[nodiscard]] bool is_tag_space() const { return is_part() && is_ordinary(); }
   // A model or a tag's space: no private pool of torch's, and not one tensor's addresses.
-  [[nodiscard]] bool is_ordinary() const { return kind_.is_ordinary; }
+  [[nodiscard]] bool is_ordinary() const { return kind_.is_ordinary(); }
   // A private pool of torch's, or a part of one.
   [[nodiscard]] bool is_private() const { return !(region_ == RegionId{}); }
   // A part whose memory is the host's: what of its model found none on the device.
-  [[nodiscard]] bool is_spill() const { return kind_.is_spill; }
+  [[nodiscard]] bool is_spill() const { return kind_.is_spill(); }
   // Whether the model may have such a part; of the model itself.
   [[nodiscard]] bool spills() const { return spills_.load(std::memory_order_relaxed); }
   void set_spills(bool spills) { spills_.store(spills, std::memory_order_relaxed); }

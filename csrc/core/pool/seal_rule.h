@@ -30,7 +30,7 @@ class SealRule {
   [[nodiscard]] std::vector<ByteRange> stretches_to_change(const std::vector<SealedPiece>& pieces, Access access) const;
 
  private:
-  [[nodiscard]] bool is_range() const { return space_.kind().is_range; }
+  [[nodiscard]] bool is_range() const { return space_.kind().is_range(); }
   [[nodiscard]] std::vector<ByteRange> live_memory() const;
   [[nodiscard]] std::vector<ByteRange> given_memory(const std::vector<SealedPiece>& pieces,
                                                     const std::vector<ByteRange>& live) const;

@@ -8,7 +8,7 @@
 
 namespace vmm {
 
-SealRule Pool::seal_rule() const { return {name_, kind_.is_range || is_tag_space(), space_, *directory_, pages_}; }
+SealRule Pool::seal_rule() const { return {name_, kind_.is_range() || is_tag_space(), space_, *directory_, pages_}; }
 
 void Pool::require_whole_chunks(const std::vector<SealedPiece>& pieces, Access access) {
   if (pieces.empty()) return;

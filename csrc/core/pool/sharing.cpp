@@ -28,7 +28,7 @@ std::vector<ChunkView> Pool::chunks_under(Address address, std::size_t bytes) co
   const ReadLock lock(*this);
   std::vector<ChunkView> found;
   for_each_chunk_under(address, bytes,
-                       [&](Address at, const Chunk& chunk) { found.push_back(view_of(at, chunk, kind_.is_spill)); });
+                       [&](Address at, const Chunk& chunk) { found.push_back(view_of(at, chunk, kind_.is_spill())); });
   return found;
 }
 
@@ -38,7 +38,7 @@ std::vector<ChunkView> Pool::chunks_to_export(Address address, std::size_t bytes
   std::vector<ChunkView> found;
   for_each_chunk_under(address, bytes, [&](Address at, Chunk& chunk) {
     chunk.exported = true;
-    found.push_back(view_of(at, chunk, kind_.is_spill));
+    found.push_back(view_of(at, chunk, kind_.is_spill()));
   });
   return found;
 }
@@ -55,7 +55,7 @@ void Pool::share_chunks(Address address, std::size_t bytes, SharedChunks* out) {
     end = at + chunk.size;
     found.push_back(&chunk);
   });
-  if (kind_.is_range && (!space_.is_open() || !space_.range().gaps({address - base_, bytes}).empty())) {
+  if (kind_.is_range() && (!space_.is_open() || !space_.range().gaps({address - base_, bytes}).empty())) {
     throw InvalidArgumentError(what_is_not_there(name_, address, bytes));
   }
   if (found.empty() || !begins || end != address + bytes) {

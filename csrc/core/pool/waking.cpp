@@ -164,7 +164,7 @@ Status SleepingMemory::map_collected(const MovedChunk& place, const StreamUse& f
 Status SleepingMemory::blank(const PlacedChunk& placed, bool is_poisoned, Stream stream) {
   const OwnerId content = placed.chunk->content.load(std::memory_order_relaxed);
   const bool may_stay =
-      !asleep_->is_discarded && !space_.kind().is_range && (content == id_ || !context_.options.scrub);
+      !asleep_->is_discarded && !space_.kind().is_range() && (content == id_ || !context_.options.scrub);
   if (!is_poisoned && (content == kNobody || may_stay)) return {};
   const std::uint8_t byte = is_poisoned ? kPoisonByte : 0;
   return context_.driver.fill_async(context_.device, space_.range().base() + placed.offset, byte, placed.chunk->size,
