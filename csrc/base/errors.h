@@ -118,14 +118,14 @@ class NotEnabledError : public NotAvailableError {
   using NotAvailableError::NotAvailableError;
 };
 
-// Throws what `status` means unless it is ok: OutOfMemoryError, NotAvailableError
-// (the driver has gone) or DriverError. `doing` says what was attempted.
 // What ran out was wanted for: bytes (0: it is not counted in bytes, as mappings are), and the pool that asked.
 struct Wanted {
   std::size_t bytes = 0;
   std::string pool;
 };
 
+// Throws what `status` means unless it is ok: OutOfMemoryError, NotAvailableError
+// (the driver has gone) or DriverError. `doing` says what was attempted.
 void throw_if_failed(const Status& status, const std::string& doing, const Wanted& wanted = {});
 
 }  // namespace vmm

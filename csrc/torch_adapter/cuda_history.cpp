@@ -92,7 +92,8 @@ cca::SnapshotInfo CudaAllocator::snapshot(c10::MempoolId_t mempool, bool include
     const std::size_t first = result.segments.size();
     for (const auto& pool : room->memory.pools()) {
       if (!(region == RegionId{}) && !(pool->region() == region)) continue;
-      if (registrar.has_value() && !pool->keeps_within_chunks()) continue;
+      if (registrar == History::Registrar::of_mem_pools && !pool->is_mem_pool()) continue;
+      if (registrar == History::Registrar::of_all && !pool->keeps_within_chunks()) continue;
       add_segments(*pool, room->ordinal, grain, &result.segments);
     }
     for (const auto& [provided, segment] : ProvidedMemory::snapshot(room->memory)) {

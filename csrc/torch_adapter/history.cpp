@@ -140,6 +140,7 @@ VMM_SINCE_TORCH_2_12(void History::attach_rejection_observer(cca::OomRejectionOb
 })
 
 void History::update_watch() {
+  const MutexLock one_at_a_time(watch_mutex_);
   bool follows_blocks = is_recording();
   {
     const MutexLock lock(mutex_);
@@ -329,14 +330,14 @@ void History::happened(int device, const RegionId& region, const Pool* pool, Poo
     // NCCL registers what its tracker is told of, and one registration may not
     // cover two chunks: so it is told of chunks, as segments that come and go whole.
     if (has_trackers() && !is_for_history) {
-      tell_trackers(device, entry, is_for_trackers && (pool == nullptr || pool->keeps_within_chunks()));
+      tell_trackers(device, entry, is_for_trackers && (pool == nullptr || pool->is_mem_pool()));
     }
   } catch (...) {
     report_swallowed("recording the memory history");
   }
 }
 
-void History::tell_trackers(int device, const Entry& entry, bool is_registrable) const noexcept {
+void History::tell_trackers(int device, const Entry& entry, bool is_of_mem_pool) const noexcept {
   std::shared_ptr<const Trackers> trackers;
   {
     const MutexLock lock(mutex_);
@@ -345,7 +346,7 @@ void History::tell_trackers(int device, const Entry& entry, bool is_registrable)
   try {
     const TraceEntry told = to_trace_entry(device, entry);
     for (const Tracker& tracker : *trackers) {
-      if (tracker.kind == Registrar::of_mem_pools && !is_registrable) continue;
+      if (tracker.kind == Registrar::of_mem_pools && !is_of_mem_pool) continue;
       // One that throws (NCCL's do once the process group is gone) must break
       // neither the allocation nor the others.
       try {

@@ -106,7 +106,7 @@ class History final : public PoolObserver {
   [[nodiscard]] bool is_recording() const { return recording_.load(std::memory_order_relaxed); }
   // Who registers segments with NCCL or the like, and which.
   enum class Registrar : std::uint8_t {
-    of_mem_pools,  // torch's process groups: follows segments alone, of pools whose blocks keep within chunks
+    of_mem_pools,  // torch's process groups: follows their segments alone, whoever comes beside it
     of_all,        // a library, which may register whatever it is told of
   };
   void attach_tracker(cca::AllocatorTraceTracker tracker, Registrar kind) VMM_EXCLUDES(mutex_);
@@ -184,7 +184,7 @@ class History final : public PoolObserver {
   struct ThreadNotesOwner;
 
   History() = default;
-  void update_watch() VMM_EXCLUDES(mutex_);
+  void update_watch() VMM_EXCLUDES(watch_mutex_, mutex_);
   [[nodiscard]] Context gather(cca::RecordContext level) const;
   static ThreadNotes* notes(bool make);
   // `pool`: nullptr where what it happened to belongs to none.
@@ -195,8 +195,8 @@ class History final : public PoolObserver {
   Text owner_of(const Pool& pool) VMM_REQUIRES(mutex_);
   // Keeps the entry, if wanted, and tells the trackers.
   void keep(int device, const Entry& entry) VMM_REQUIRES(mutex_);
-  // `is_registrable`: a segment that comes or goes, and whose blocks keep within it.
-  void tell_trackers(int device, const Entry& entry, bool is_registrable = false) const noexcept VMM_EXCLUDES(mutex_);
+  // `is_of_mem_pool`: of a segment of one that comes or goes, another allocator's too.
+  void tell_trackers(int device, const Entry& entry, bool is_of_mem_pool = false) const noexcept VMM_EXCLUDES(mutex_);
   static TraceEntry to_trace_entry(int device, const Entry& entry);
 
   static inline std::atomic<bool> on_{false};
@@ -212,6 +212,7 @@ class History final : public PoolObserver {
   std::array<std::atomic<std::int64_t>, Runtime::kMostDevices> rejections_{};
   c10::ApproximateClockToUnixTimeConverter clock_;
 
+  Mutex watch_mutex_;  // above those of devices
   mutable Mutex mutex_;
   std::array<LatestEntries<Entry>, Runtime::kMostDevices> entries_ VMM_GUARDED_BY(mutex_);
   LatestEntries<c10::CachingDeviceAllocator::AnnotationEntry> annotations_ VMM_GUARDED_BY(mutex_);

@@ -86,7 +86,7 @@ void rethrow_as_torch(DeviceKind kind, int ordinal, std::size_t bytes) {
 }
 
 void throw_beyond_exbibyte(DeviceKind kind, int ordinal, std::size_t bytes) {
-  if (DeviceRoom* const room = Runtime::made(kind, ordinal); room != nullptr) {
+  if (DeviceRoom* const room = Runtime::made(kind, ordinal); room != nullptr && !Runtime::in_child()) {
     const std::shared_ptr<Pool> pool = current_pool(*room);
     const Budget& budget = pool->model().budget();
     room->memory.note_refusal({bytes, budget.headroom(), budget.limit(), pool->model().name(), {}, {}});

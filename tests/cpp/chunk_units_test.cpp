@@ -225,6 +225,24 @@ TEST_F(ChunkUnits, AtItsOwnLimitAModelUsesItsOwn) {
   expect_nobody_called([&] { lab_.allocate(*a, 1900 * kKiB); });
 }
 
+// Chunks of the shelf that a failed attempt took are room below a limit that carries no shelf: as
+// before it, and its own of other sizes do.
+TEST_F(ChunkUnits, AtItsOwnLimitBesideAFullShelfAModelUsesItsOwn) {
+  PoolSpec spec = Lab::spec("a");
+  spec.capacity = 8 * kGiB;
+  const auto a = lab_.pool(spec, group_.get());
+  lab_.allocate(*a, 500 * kMiB);
+  std::vector<Address> odd;
+  for (int k = 0; k < 8; ++k) odd.push_back(lab_.allocate(*a, 10 * kMiB));
+  const auto b = model("b");
+  lab_.leave_idle(*b, 128 * kMiB);
+  b->shed(0);
+  ASSERT_GE(lab_.memory().store().shelved_bytes(*group_), 128 * kMiB);
+  for (const std::size_t k : {1, 3, 5, 7}) lab_.free(odd[k]);
+  lab_.memory().set_limit(a->budget(), a->physical_bytes() + 20 * kMiB);
+  expect_nobody_called([&] { lab_.allocate(*a, 40 * kMiB); });
+}
+
 // Each of them strands a part of one for each stream.
 TEST_F(ChunkUnits, ManyModelsHaveSmallerOnes) {
   std::vector<std::shared_ptr<Pool>> models;

@@ -299,7 +299,7 @@ TEST_F(ScalingBehind, AddressesThatLeaveMakeAFewTicks) {
 TEST_F(ScalingBehind, WhatLeavesBesidePoolsMakesAFewTicks) {
   std::size_t gone = 0;
   for (std::size_t k = 0; k < kCount; ++k) {
-    lab_.memory().leave([&gone] {
+    lab_.memory().once_passed([&gone] {
       ++gone;
       return true;
     });

@@ -313,14 +313,16 @@ bool Ladder::take_chunks(Climb& climb, std::size_t unit, ReclaimStep* step) {
   grant.terms.keeps_margin = unit != 0 && !climb.is_margin_open;
   gather(climb, unit, grant, step);
   const Shortage& lacks = climb.shortage;
-  if (grant.bytes() == 0 && lacks.refused != nullptr && !lacks.is_margin && asker.budget().headroom() >= lacks.bytes) {
-    // Nobody has to give any: another thread has trimmed, closed a pool, or raised the limit.
-    step->result = StepResult::in_vain;
-    climb.try_again(nullptr);
+  // Its own of other sizes may do where nobody gave any.
+  if (grant.bytes() == 0 && (unit != 0 || !lacks.is_particular)) {
+    const bool has_come = lacks.refused != nullptr && !lacks.is_margin && asker.budget().headroom() >= lacks.bytes;
+    if (unit == 0 && has_come) {
+      // Nobody has to give any: another thread has trimmed, closed a pool, or raised the limit.
+      step->result = StepResult::in_vain;
+      climb.try_again(nullptr);
+    }
     return false;
   }
-  // Its own of other sizes may do where nobody gave any.
-  if (grant.bytes() == 0 && (unit != 0 || !climb.shortage.is_particular)) return false;
   step->result = StepResult::in_vain;
   step->bytes += grant.bytes();
   climb.try_again(&grant);

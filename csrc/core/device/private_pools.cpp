@@ -164,7 +164,12 @@ bool PrivatePools::close(const std::shared_ptr<Pool>& part) {
 }
 
 void PrivatePools::close_due() {
-  while (!closing_.empty() && close(closing_.begin()->second)) closing_.erase(closing_.begin());
+  while (!closing_.empty()) {
+    auto place = closing_.extract(closing_.begin());  // another failure is told once
+    if (close(place.mapped())) continue;
+    closing_.insert(std::move(place));
+    return;
+  }
 }
 
 // Takes no memory: what goes goes as nodes.

@@ -345,11 +345,11 @@ void VirtualMemoryManager::change_access(MappedRange& mapped, const std::vector<
         for (auto it = mapped.from(part.offset); it != mapped.live().end() && it->first < part.end(); ++it) {
           before.push_back({{it->first, it->second.chunk->size}, location, it->second.access_of(location)});
         }
+        changed = before.size();  // one that fails may have changed some
         if (const Status status = mapped.set_access(part, location, access); !status.ok()) {
           throw_if_failed(status,
                           "set_access offset " + std::to_string(part.offset) + " size " + std::to_string(part.size));
         }
-        changed = before.size();
       }
     }
   } catch (...) {

@@ -343,6 +343,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] bool is_private() const { return !(region_ == RegionId{}); }
   // A part whose memory is the host's: what of its model found none on the device.
   [[nodiscard]] bool is_spill() const { return kind_.is_spill(); }
+  [[nodiscard]] bool is_mem_pool() const { return kind_.kind == PoolKind::mem_pool; }
   // Whether the model may have such a part; of the model itself.
   [[nodiscard]] bool spills() const { return spills_.load(std::memory_order_relaxed); }
   void set_spills(bool spills) { spills_.store(spills, std::memory_order_relaxed); }
