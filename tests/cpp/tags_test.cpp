@@ -116,7 +116,7 @@ TEST(Tags, GoWithRangesAndPrivatePools) {
   spec.capacity = 64 * kMiB;
   TensorRange range(lab.memory(), weights, spec);
   range.commit({{0, 2 * kPage}}, nullptr);
-  EXPECT_EQ(range.part()->owner(), model);
+  EXPECT_EQ(range.part()->shared_model(), model);
   const RegionId region{0, 1};
   pools.add_user(region);
   pools.begin(
@@ -125,7 +125,7 @@ TEST(Tags, GoWithRangesAndPrivatePools) {
   const auto tagged_part = pools.route(weights, nullptr);
   EXPECT_NE(part, tagged_part);
   EXPECT_EQ(pools.route(lab.memory().tagged(model, "weights"), nullptr), tagged_part);
-  EXPECT_EQ(tagged_part->owner(), model);
+  EXPECT_EQ(tagged_part->shared_model(), model);
   EXPECT_EQ(tagged_part->region(), region);
   lab.allocate(*part, kPage);
   const Address block = lab.allocate(*tagged_part, kPage);
