@@ -42,6 +42,8 @@ def check() -> None:
     try:
         require_fitting()
     except ImportError as error:
+        # A later import of the package makes its own, of which the package knows.
+        sys.modules.pop("torch_vmm.errors", None)
         if _is_command_line():
             sys.exit(f"torch-vmm: {error}")
         raise

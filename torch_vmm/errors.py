@@ -201,6 +201,10 @@ class WrongTorchError(NotAvailableError, ImportError):
         reason: what was found, what is needed, and how to build.
     """
 
+    def __init__(self, message: str = "", *, reason: str = "") -> None:
+        super().__init__(message, reason=reason)
+        self.msg = message  # an ImportError's
+
 
 class NotEnabledError(NotAvailableError):
     """A model is entered while torch_vmm is not that device's allocator: call

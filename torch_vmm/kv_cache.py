@@ -118,11 +118,12 @@ class _Layer:
         if self._stores is None or self._pool is None:
             return
         sleeps = self._pool._sleeps  # first: of one that begins meanwhile nothing is known
-        if not any(store._backing.is_asleep for store in self._stores):
-            self._sleeps = sleeps
+        if sleeps == self._sleeps:
             return
-        for store in self._stores:
-            store._backing.require_there(store.untyped_storage().nbytes())
+        keys, values = (store._backing for store in self._stores)
+        are_awake = keys.require_there(keys.held) & values.require_there(values.held)
+        if are_awake:
+            self._sleeps = sleeps
 
     def _require_awake(self) -> None:
         """Raises AsleepError where it could give nothing back."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Union
@@ -41,12 +42,22 @@ _ACCEPTED = '"host", "discard", "device:1", or a path ("./llama.sleep", a pathli
 _DEVICE = re.compile(r"(?:device|cuda):(\d{1,3})")
 
 
+def _may_be_folder(path: str) -> bool:
+    """Not where it is missing, or something else; one that may not be looked into may be."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+
+
 def _to_file(path: str) -> Parsed:
     path = to_path(path, "keep")
     # abspath drops the separator at the end, which says that it is to be a folder.
-    if path.endswith(os.sep) and not os.path.isdir(path):
+    if path.endswith(os.sep) and not _may_be_folder(path):
         raise InvalidArgumentError(f"keep={show(path)}: there is no such folder")
-    if not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
+    if not _may_be_folder(folder := os.path.dirname(os.path.abspath(path))):
         raise InvalidArgumentError(f"keep={show(path)}: there is no folder {show(folder)}")
     try:
         return ("file", os.path.abspath(path).encode(sys.getfilesystemencoding()).decode(), 0)

@@ -63,13 +63,14 @@ class Backing:
 
     @property
     def is_asleep(self) -> bool:
-        """Or on its way there or back, where it has memory: pages can neither come nor go."""
-        return self._tag in _C.asleep(self.pool._handle)
+        """Or on its way there or back: pages can neither come nor go."""
+        return self.handle.is_asleep
 
-    def require_there(self, size: int) -> None:
-        """Raises AsleepError where any of the first ``size`` bytes are elsewhere; while it wakes some are there."""
-        # A wake of nothing says what is there. It ends by waiting for queued work, so this is for what is asleep.
-        _C.wake(self.pool._handle, []).wait_for(self.handle.base_address, size)
+    def require_there(self, size: int) -> bool:
+        """Whether it is awake. Raises AsleepError where any of the first ``size`` bytes are elsewhere: while it wakes
+        some are there.
+        """
+        return self.handle.require_there(size)
 
     def require_awake(self) -> None:
         """Raises AsleepError while it is asleep."""

@@ -3,6 +3,8 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "base/errors.h"
 #include "bindings/bind.h"
 #include "bindings/tensor_view.h"
@@ -52,6 +54,14 @@ class RangeHandle {
     return made;
   }
   [[nodiscard]] bool has_gone() const { return range_.expired(); }
+  // In a forked child, where nothing can be asked, nothing sleeps either.
+  [[nodiscard]] bool is_asleep() const { return !Runtime::in_child() && here()->part()->is_asleep(); }
+  [[nodiscard]] bool require_there(std::size_t bytes) const {
+    if (Runtime::in_child()) return true;
+    const RangePtr range = here();
+    range->part()->require_there(base_, std::min(bytes, capacity_));
+    return !range->part()->is_asleep();
+  }
   [[nodiscard]] Address base() const { return base_; }
   [[nodiscard]] std::size_t capacity() const { return capacity_; }
   [[nodiscard]] std::size_t page_size() const { return page_size_; }
@@ -106,6 +116,8 @@ void bind_tensor_range(py::module_& module) {
           "is_committed",
           [](const RangeHandle& self, const Spans& spans) { return self.here()->is_committed(to_ranges(spans)); },
           py::arg("spans"), WithoutGil())
+      .def_property_readonly("is_asleep", &RangeHandle::is_asleep)
+      .def("require_there", &RangeHandle::require_there, py::arg("size"), WithoutGil())
       .def("tensor", &RangeHandle::tensor, py::arg("shape"), py::arg("dtype"));
   module.def("set_storage_bytes", &set_storage_bytes, py::arg("tensor"), py::arg("size"));
 }

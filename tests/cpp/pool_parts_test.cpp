@@ -97,6 +97,7 @@ TEST(Pinned, AnotherStreamNeverGetsWhatGraphsMayUse) {
   const auto model = lab.pool(Lab::spec("a"));
   PoolSpec few = Lab::spec("a (1, 0)");
   few.capacity = 8 * kMiB;
+  few.kind = PoolKind::graph;
   few.model = model;
   few.region = kGraph;
   const auto part = lab.pool(few);

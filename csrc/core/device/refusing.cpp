@@ -155,13 +155,15 @@ Refused DeviceMemory::refusal_of(const Ladder::Climb& climb) {
   const std::size_t pages = align_up(wanted, asker.page_size());
   for (const Budget* level = shortage.refused; level != nullptr; level = level->parent()) {
     if (level->limit() == kUnlimited) continue;
-    const Surveyed beneath = level == under ? Surveyed{} : survey(level);
-    const std::size_t spare = to_spare(level == under ? all : beneath, asker, idle);
+    const bool refuses = level == under;
+    if (!refuses && level->rise_for(asker.budget(), pages, shelved_under(*level)) == 0) continue;
+    const Surveyed beneath = refuses ? Surveyed{} : survey(level);
+    const std::size_t spare = to_spare(refuses ? all : beneath, asker, idle);
     const auto rise = [&](std::size_t size) {
       const std::size_t all_of_it = level->rise_for(asker.budget(), size, shelved_under(*level));
       return all_of_it - std::min(all_of_it, spare);
     };
-    if (level == under || rise(wanted) != 0) cause.rises.push_back({level->name(), rise(wanted), rise(pages)});
+    if (refuses || rise(wanted) != 0) cause.rises.push_back({level->name(), rise(wanted), rise(pages)});
   }
   const std::size_t headroom = asker.budget().headroom_without(shelved, asker.group());
   refusal.available = std::min(known ? std::min(headroom, info.free + shelved) : headroom, asker.capacity()) +
