@@ -110,6 +110,27 @@ def test_an_index_is_widened_to_whole_pages(
     assert not tensor.is_committed(slice(None))
 
 
+def test_gaps_that_do_not_fit_together_take_nothing_from_anybody(
+    make_shared: Callable[..., Shared], device: str
+) -> None:
+    shared = make_shared("64MiB")
+    owner, other = shared.register_model("owner"), shared.register_model("other")
+    with other:
+        torch.empty(40 * MIB, dtype=torch.uint8, device=device)
+    idle = other.memory_stats()
+    with owner:
+        tensor = torch_vmm.sparse((1 << 10, MIB), torch.uint8, device)
+    tensor.commit(slice(30, 32))
+    with pytest.raises(torch_vmm.OutOfMemoryError) as raised:
+        tensor.commit(slice(0, 72))
+    assert raised.value.requested == 70 * MIB, "both of the gaps"
+    assert other.memory_stats() == idle
+    assert tensor.committed_bytes == 2 * MIB
+    shared.physical_limit = "72MiB"  # type: ignore[assignment]
+    tensor.commit(slice(0, 72))
+    assert tensor.committed_bytes == 72 * MIB
+
+
 def test_a_random_program(make_pool: Callable[..., Pool], device: str) -> None:
     pool = make_pool("64MiB", physical_limit=30 * PAGE)
     pick = random.Random(7)

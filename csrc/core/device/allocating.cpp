@@ -28,12 +28,12 @@ Address DeviceMemory::allocate_at(Pool& pool, Address address, std::size_t bytes
 }
 
 Address DeviceMemory::allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream,
-                                     std::optional<Refused>* refused) {
+                                     std::optional<Refused>* refused, Ladder::Beside beside) {
   settle_watched(pool);
   const auto attempt = [&](Grant* grant, Shortage* shortage) {
     return pool.try_allocate_pages(offset, size, stream, grant, shortage);
   };
-  return meet(pool, size, std::nullopt, attempt, refused);
+  return meet(pool, size, std::nullopt, attempt, refused, beside);
 }
 
 Address DeviceMemory::allocate_first(Pool& pool, std::size_t size, Stream stream) {
@@ -52,11 +52,11 @@ void DeviceMemory::collect_to_wake(Pool& pool, const std::vector<MovedChunk>& pl
 }
 
 Address DeviceMemory::meet(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
-                           std::optional<Refused>* refused) {
+                           std::optional<Refused>* refused, Ladder::Beside beside) {
   tend_if_any_wait();
   Shortage shortage;
   if (const Address address = attempt(nullptr, &shortage)) return address;
-  return go_on(pool, bytes, stream, attempt, shortage, {}, refused);
+  return go_on(pool, bytes, stream, attempt, shortage, beside, refused);
 }
 
 // After an attempt in vain: waits for what is only held up, then climbs.

@@ -127,9 +127,9 @@ class DeviceMemory {
   // At exactly this address of the pool.
   Address allocate_at(Pool& pool, Address address, std::size_t bytes, Stream stream);
   // With `refused`, where there is no memory nobody is told of it: 0, and that is what tell()
-  // takes.
+  // takes. `beside`: other pages that are wanted, all or none with these.
   Address allocate_pages(Pool& pool, std::size_t offset, std::size_t size, Stream stream,
-                         std::optional<Refused>* refused = nullptr);
+                         std::optional<Refused>* refused = nullptr, Ladder::Beside beside = {});
   // Counts it, tells who wants to know, and throws the OutOfMemoryError.
   [[noreturn]] void tell(Refused refused) VMM_EXCLUDES(refusal_mutex_);
   Address allocate_first(Pool& pool, std::size_t size, Stream stream);
@@ -345,7 +345,7 @@ class DeviceMemory {
   using Attempt = Ladder::Attempt;
   // What `attempt` finds, by itself or up the ladder. Both throw, or, with `refused`, answer 0.
   Address meet(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt,
-               std::optional<Refused>* refused = nullptr);
+               std::optional<Refused>* refused = nullptr, Ladder::Beside beside = {});
   // After an attempt that lacked `shortage`.
   Address go_on(Pool& pool, std::size_t bytes, std::optional<Stream> stream, const Attempt& attempt, Shortage shortage,
                 Ladder::Beside beside = {}, std::optional<Refused>* refused = nullptr);

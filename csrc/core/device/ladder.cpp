@@ -154,7 +154,8 @@ bool Ladder::Climb::try_again(Grant* grant) {
 }
 
 bool Ladder::could_be_met(const Climb& climb) const {
-  return climb.bytes <= climb.asker.capacity() && memory_.could_hold(climb.asker.budget(), climb.bytes);
+  const std::size_t all = climb.beside.there + climb.bytes + climb.beside.to_come;
+  return climb.bytes <= climb.asker.capacity() && memory_.could_hold(climb.asker.budget(), all);
 }
 
 void Ladder::give_shelves_back(Climb& climb, ReclaimStep* step) {

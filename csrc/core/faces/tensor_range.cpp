@@ -185,10 +185,14 @@ std::optional<Refused> TensorRange::commit_missing(const std::vector<ByteRange>&
     uncover(missing);
   }
   std::optional<Refused> refused;
+  Ladder::Beside beside;  // all of them or none: nobody yields for what the others make too much
+  for (const ByteRange& range : missing) beside.to_come += range.size;
   try {
     for (const ByteRange& range : missing) {
-      if (memory_.allocate_pages(*part_, range.offset, range.size, stream, &refused) == 0) break;
+      beside.to_come -= range.size;
+      if (memory_.allocate_pages(*part_, range.offset, range.size, stream, &refused, beside) == 0) break;
       taken.push_back(range);
+      beside.there += range.size;
     }
   } catch (...) {
     undo(taken);
