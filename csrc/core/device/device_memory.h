@@ -141,7 +141,7 @@ class DeviceMemory {
   // Of something else than a pool's request: nobody is told, but it is the last that was refused.
   void note_refusal(Refusal refusal) VMM_EXCLUDES(refusal_mutex_);
   // Notes it and throws it.
-  [[noreturn]] void refuse(const OutOfMemoryError& error) VMM_EXCLUDES(refusal_mutex_);
+  [[noreturn]] void refuse(OutOfMemoryError error) VMM_EXCLUDES(refusal_mutex_);
   // The last request that was refused.
   [[nodiscard]] std::optional<Refusal> last_refusal() const VMM_EXCLUDES(refusal_mutex_);
   // Frees explicit pages; what then rests on the shelf stays bounded.

@@ -257,9 +257,9 @@ void DeviceMemory::note_refusal(Refusal refusal) {
   last_refusal_ = std::move(refusal);
 }
 
-void DeviceMemory::refuse(const OutOfMemoryError& error) {
+void DeviceMemory::refuse(OutOfMemoryError error) {
   note_refusal({error.requested, error.available, error.limit, error.pool, {}, {}});
-  throw error;
+  throw std::move(error);
 }
 
 std::optional<Refusal> DeviceMemory::last_refusal() const {
