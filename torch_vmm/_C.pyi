@@ -759,9 +759,8 @@ class TensorRange:
         """(offset, size) of the stretches of whole pages there that have memory."""
 
     def is_committed(self, spans: Sequence[tuple[int, int]]) -> bool: ...
-    @property
-    def is_asleep(self) -> bool:
-        """Its model is, or the tag that it was made under, or on its way there or back."""
+    def require_awake(self) -> None:
+        """AsleepError where its model is asleep, or the tag that it was made under, or on its way there or back."""
     def require_there(self, size: int) -> bool:
         """Whether it is awake; while it is not, AsleepError where any of the first ``size`` bytes are elsewhere."""
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

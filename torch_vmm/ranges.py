@@ -18,7 +18,7 @@ from torch_vmm import _C
 from torch_vmm._lifetimes import hold_while
 from torch_vmm.dense import span_bytes
 from torch_vmm.devices import Device, DeviceKey, current_stream, to_device
-from torch_vmm.errors import AsleepError, InvalidArgumentError
+from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.routing import current_pool
 from torch_vmm.sizes import show
@@ -44,7 +44,6 @@ class Backing:
         """Bytes from the first address on that have memory, where they have it without a gap."""
         self._twins: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
         space = _C.current_space(*self.device, size)  # of the tag that is open, if one is
-        self._tag = space.tag
         self.handle = _C.TensorRange(space, what, max(size, 1), page_size, zeros)
 
     def add_twin(self, tensor: torch.Tensor) -> None:
@@ -61,11 +60,6 @@ class Backing:
         """Backs the pages under these (offset, size), usable on the current stream."""
         self.handle.commit(spans, current_stream(self.device))
 
-    @property
-    def is_asleep(self) -> bool:
-        """Or on its way there or back: pages can neither come nor go."""
-        return self.handle.is_asleep
-
     def require_there(self, size: int) -> bool:
         """Whether it is awake. Raises AsleepError where any of the first ``size`` bytes are elsewhere: while it wakes
         some are there.
@@ -73,16 +67,8 @@ class Backing:
         return self.handle.require_there(size)
 
     def require_awake(self) -> None:
-        """Raises AsleepError while it is asleep."""
-        if not self.is_asleep:
-            return
-        model = self.pool.name
-        raise AsleepError(
-            f"tag {self._tag!r} of model {model!r} is asleep; wake({self._tag!r}) first"
-            if self._tag
-            else f"model {model!r} is asleep; wake() it first",
-            model_id=model,
-        )
+        """Raises AsleepError while it is asleep, or on its way there or back: pages can neither come nor go."""
+        self.handle.require_awake()
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor from the first address on. Whoever holds a view of it holds the memory and the pool."""

@@ -55,7 +55,9 @@ class RangeHandle {
   }
   [[nodiscard]] bool has_gone() const { return range_.expired(); }
   // In a forked child, where nothing can be asked, nothing sleeps either.
-  [[nodiscard]] bool is_asleep() const { return !Runtime::in_child() && here()->part()->is_asleep(); }
+  void require_awake() const {
+    if (!Runtime::in_child()) here()->part()->require_taking();
+  }
   [[nodiscard]] bool require_there(std::size_t bytes) const {
     if (Runtime::in_child()) return true;
     const RangePtr range = here();
@@ -116,7 +118,7 @@ void bind_tensor_range(py::module_& module) {
           "is_committed",
           [](const RangeHandle& self, const Spans& spans) { return self.here()->is_committed(to_ranges(spans)); },
           py::arg("spans"), WithoutGil())
-      .def_property_readonly("is_asleep", &RangeHandle::is_asleep)
+      .def("require_awake", &RangeHandle::require_awake, WithoutGil())
       .def("require_there", &RangeHandle::require_there, py::arg("size"), WithoutGil())
       .def("tensor", &RangeHandle::tensor, py::arg("shape"), py::arg("dtype"));
   module.def("set_storage_bytes", &set_storage_bytes, py::arg("tensor"), py::arg("size"));

@@ -94,7 +94,7 @@ Refused DeviceMemory::refusal_of(const Ladder::Climb& climb) {
   Refusal& refusal = refused.refusal;
   RefusalCause& cause = refused.cause;
   refusal.requested = climb.beside.there + bytes + climb.beside.to_come;
-  refusal.pool = asker.is_part() ? asker.model().name() : asker.name();  // what it has is told behind
+  refusal.pool = asker.model().name();  // what it has is told behind
   refusal.limit = asker.budget().limit();
   cause.no_addresses = shortage.no_address_space;
   cause.takes_whole_pages = options_.debug.kind == DebugMode::Kind::guard;
@@ -198,12 +198,15 @@ std::size_t DeviceMemory::could_be_spared(const Budget& level, const Pool& in, c
 }
 
 void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool* out, std::size_t leaving) {
+  // Of a model that goes as the other one comes.
+  const auto made_room_under = [&](const Budget& level) {
+    const bool counts = out != nullptr && out->budget().stands_under(level);
+    return counts ? std::min(leaving, out->budget().above_floors(in.budget())) : std::size_t{0};
+  };
   // At most, with `free` there now. What comes free first pays for what is `over` the limit.
   const auto room_under = [&](const Budget& level, std::size_t free, std::size_t over) {
     std::size_t room = std::min(free, bytes);  // more is not asked for
-    if (out != nullptr && out->budget().stands_under(level)) {
-      room += std::min(leaving, out->budget().above_floors(in.budget()));
-    }
+    room += made_room_under(level);
     if (room < bytes + over) room += could_be_spared(level, in, out);
     return room - std::min(room, over);
   };
@@ -217,10 +220,7 @@ void DeviceMemory::require_room_to_swap(Pool& in, std::size_t bytes, const Pool*
     refusal.limit = device == nullptr ? level.limit() : device->total;
     if (device == nullptr) cause.limit_name = level.name();
     if (device == nullptr) {
-      std::size_t gain = could_be_spared(level, in, out);
-      if (out != nullptr && out->budget().stands_under(level)) {
-        gain += std::min(leaving, out->budget().above_floors(in.budget()));
-      }
+      const std::size_t gain = could_be_spared(level, in, out) + made_room_under(level);
       const std::size_t rise = level.rise_for(in.budget(), bytes, store_.shelved_under(level));
       cause.rises.push_back({level.name(), rise - std::min(rise, gain), rise - std::min(rise, gain)});
     }

@@ -74,7 +74,7 @@ Pool::Pool(const PoolContext& context, Budget& group, const PoolSpec& spec, Devi
   if (status.code() == StatusCode::out_of_memory) {
     throw OutOfMemoryError("pool '" + name_ + "': no " + format_bytes(capacity) + " of virtual addresses are left (" +
                                status.text() + "); give pools smaller capacities",
-                           capacity, 0, kMostCapacity, model_ == nullptr ? name_ : model_->name());
+                           capacity, 0, kMostCapacity, model().name());
   }
   if (!status.ok()) {  // or the words, for which there may be no memory, would stand in the way
     throw_if_failed(status, "reserving " + format_bytes(capacity) + " of addresses for pool '" + name_ + "'");
