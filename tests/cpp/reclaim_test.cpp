@@ -76,6 +76,88 @@ TEST_F(Reclaim, WhereAModelsOwnLimitRefusesTheShelfStays) {
   EXPECT_EQ(lab_.memory().store().shelved_bytes(group_), shelved);
 }
 
+// ------------------------------------------------- chunks far larger than a request
+
+// Two models under one limit: one has left a chunk of 512 MiB idle, which fills all that is left, and the
+// other wants a few.
+class ReclaimLargeChunks : public ::testing::Test {
+ protected:
+  static PoolSpec in_pages_of(const std::string& name, std::size_t page) {
+    PoolSpec spec = Lab::spec(name);
+    spec.page_size = page;
+    return spec;
+  }
+  std::size_t physical(const std::shared_ptr<Pool>& pool) const { return pool->physical_bytes(); }
+
+  static constexpr std::size_t kLarge = 512 * kMiB;
+  Lab lab_;
+  const std::shared_ptr<Budget> group_ = lab_.memory().create_group("the shared pool", kLarge);
+  const std::shared_ptr<Pool> large_ = lab_.pool(in_pages_of("large", kLarge), group_.get());
+  const std::shared_ptr<Pool> small_ = lab_.pool(Lab::spec("small"), group_.get());
+  const std::shared_ptr<Pool> third_ = lab_.pool(Lab::spec("third"), group_.get());
+};
+
+TEST_F(ReclaimLargeChunks, ASmallRequestTakesNoMoreThanItLacks) {
+  lab_.leave_idle(*large_, kLarge);
+  const Address block = lab_.allocate(*small_, 4 * kMiB);
+  EXPECT_TRUE(Lab::is_zero(block, 4 * kMiB));
+  EXPECT_LE(physical(small_), 8 * kMiB);
+  EXPECT_EQ(physical(large_), 0U);
+  lab_.allocate(*third_, 400 * kMiB);
+}
+
+// Where the device is full, of another group's.
+TEST(ReclaimLargeChunksOfOthers, ASmallRequestTakesNoMoreThanItLacks) {
+  LabSpec small;
+  small.device_bytes = 512 * kMiB;
+  Lab lab(small);
+  const auto group = lab.memory().create_group("the shared pool", kUnlimited);
+  PoolSpec spec = Lab::spec("large");
+  spec.page_size = 512 * kMiB;
+  lab.leave_idle(*lab.pool(spec, group.get()), 512 * kMiB);
+  const auto others = lab.memory().create_group("the other shared pool", 512 * kMiB);
+  lab.allocate(*lab.pool(Lab::spec("first"), others.get()), 4 * kMiB);
+  EXPECT_LE(others->used(), 8 * kMiB);
+  lab.allocate(*lab.pool(Lab::spec("second"), others.get()), 400 * kMiB);
+}
+
+TEST_F(ReclaimLargeChunks, WhatTheRequestNeedsMostOfGoesWhole) {
+  lab_.leave_idle(*large_, kLarge);
+  lab_.driver.clear_calls();
+  lab_.allocate(*small_, 400 * kMiB);
+  EXPECT_EQ(lab_.driver.count(Call::create), 0U);
+  EXPECT_EQ(lab_.driver.count(Call::release), 0U);
+}
+
+// Nobody waits for it.
+TEST_F(ReclaimLargeChunks, WhatQueuedWorkMayUseGoesWhole) {
+  lab_.driver.hold_fences();
+  lab_.leave_idle(*large_, kLarge, kOne);
+  lab_.driver.clear_calls();
+  lab_.allocate(*small_, 4 * kMiB, kTwo);
+  EXPECT_EQ(lab_.driver.count(Call::release), 0U);
+  EXPECT_EQ(lab_.driver.count(Call::wait) + lab_.driver.count(Call::synchronize), 0U);
+  EXPECT_EQ(physical(small_), kLarge);
+}
+
+TEST_F(ReclaimLargeChunks, WhereTheDriverKeepsItItGoesWhole) {
+  lab_.leave_idle(*large_, kLarge);
+  lab_.driver.fail_nth(Call::release, 1, broken(), Repeat::from_then_on);
+  lab_.allocate(*small_, 4 * kMiB);
+  EXPECT_EQ(physical(small_), kLarge);
+  lab_.driver.clear_failures();
+}
+
+// What it was released for is not lost: the request climbs on.
+TEST_F(ReclaimLargeChunks, WhereNoOtherCanBeMadeTheRequestClimbsOn) {
+  lab_.leave_idle(*large_, kLarge);
+  lab_.driver.fail_nth(Call::create, 1, no_memory());
+  const Address block = lab_.allocate(*small_, 4 * kMiB);
+  Lab::fill(block, 4 * kMiB, 7);
+  EXPECT_TRUE(Lab::holds(block, 4 * kMiB, 7));
+  EXPECT_LE(physical(small_), 8 * kMiB);
+}
+
 // What it gives up rests on its group's shelf, and that keeps no more than ever.
 TEST(ReclaimShelf, ALoweredModelsLimitGoesBackToTheDriver) {
   Lab lab;

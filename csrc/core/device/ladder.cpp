@@ -23,6 +23,10 @@ constexpr int kMostRounds = 16;
 // then those of all that are left give it back at once.
 constexpr std::size_t kAskedOneByOne = 8;
 static_assert(Ladder::kMostAsked < kAskedOneByOne);
+// What of a chunk the request leaves unused is its pool's, and nobody else's while the request lives. So
+// much of it is worth a release, 0.5 ms for each GiB, and a chunk of the right size; less than a pool of
+// 100 GiB makes of a request's 48th, so that chunks of ordinary sizes go from pool to pool as they are.
+constexpr std::size_t kMostLeftOver = 128 * kMiB;
 
 }  // namespace
 
@@ -236,6 +240,25 @@ void Ladder::drop_important(PoolList& pools, const Pool& asker, std::size_t byte
   }
 }
 
+// In the place of a chunk of which the request would leave most, one of the size that is missing. Where
+// queued work may still use it, it goes as it is: nobody waits here.
+void Ladder::cut(Grant& grant, const Pool& asker, std::size_t missing) {
+  const std::size_t least = align_up(missing, asker.page_size());
+  const std::size_t beyond = grant.chunks.bytes() - std::min(grant.chunks.bytes(), least);
+  if (beyond < std::max(least, kMostLeftOver)) return;
+  Chunk* const large = grant.chunks.take_above(beyond - 1);
+  if (large == nullptr) return;  // several are too many
+  const auto is_mapped = [large] { return large->mappings.load(std::memory_order_acquire) != 0; };
+  if (is_mapped() && memory_.clock().passes_at_once(memory_.clock().now())) {
+    for (const auto& pool : memory_.pools_under(memory_.budget())) pool->settle();
+  }
+  if (is_mapped() || !memory_.store().release(large).ok()) {
+    grant.chunks.put(large);
+    return;
+  }
+  create_into(grant, asker, least);
+}
+
 // What the limits still allow is created, only the rest is taken, and what else keeps the
 // margin whole, though not from whom is more important.
 void Ladder::gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimStep* step) {
@@ -260,6 +283,7 @@ void Ladder::gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimS
   PoolList from = victims(asker, lacks.refused);
   if (unit != 0) drop_important(from, asker, missing);
   gather_from(from, {missing, unit, kUnlimited, returning}, grant, step);
+  if (unit == 0) cut(grant, asker, missing);
   if (kept.bytes == 0) return;
   memory_.clock().poll();
   step->bytes += gather_to_keep(asker, kept, stream, others, {}, grant, step);
