@@ -151,23 +151,37 @@ def test_what_sleeps_already_is_where_it_was(make_shared: MakeShared, tmp_path: 
     assert bool((kept == 1).all())
 
 
-def test_what_sleeps_and_holds_nothing_can_be_found_and_woken(make_shared: MakeShared) -> None:
+def test_what_holds_nothing_wakes_with_the_last_that_did(make_shared: MakeShared) -> None:
     model = make_shared("64MiB").register_model("model")
     with model.tag("weights"):
         weights = torch.ones(MIB, dtype=torch.uint8, device=model.device)
     with model.tag("cache"):
         cache = torch.ones(MIB, dtype=torch.uint8, device=model.device)
+    with model.tag("optimizer"):
+        moments = torch.ones(MIB, dtype=torch.uint8, device=model.device)
     del cache
     model.sleep()
-    assert model.asleep == {"weights": "host"}
-    model.wake(["weights", ""])
-    assert model.is_asleep
-    assert model.asleep == {"cache": "nothing"}
+    assert model.asleep == {"weights": "host", "optimizer": "host"}
+    model.wake("optimizer")
+    with model.tag("cache"), pytest.raises(RuntimeError, match="asleep"):
+        torch.empty(MIB, dtype=torch.uint8, device=model.device)
     for tag in model.asleep:
         model.wake(tag)
     assert not model.is_asleep
     assert model.asleep == {}
     assert bool((weights == 1).all())
+    assert bool((moments == 1).all())
+    with model.tag("cache"):
+        torch.empty(MIB, dtype=torch.uint8, device=model.device)
+
+
+def test_what_sleeps_and_holds_nothing_at_all_can_be_found_and_woken(make_shared: MakeShared) -> None:
+    model = make_shared("64MiB").register_model("model")
+    model.sleep()
+    assert model.asleep == {"": "nothing"}
+    for tag in model.asleep:
+        model.wake(tag)
+    assert not model.is_asleep
 
 
 def test_the_advice_knows_what_is_above_the_limit(make_shared: MakeShared) -> None:

@@ -23,6 +23,7 @@ inline constexpr std::uint8_t kPoisonByte = 0xFF;
 struct AsleepWhere {
   std::set<std::string> contents;  // while they are on their way, where they go
   std::string memory;              // where contents would have gone with the memory that went
+  [[nodiscard]] bool is_nothing() const { return contents.empty() && memory.empty(); }
 };
 
 // "discarded and host"
