@@ -292,6 +292,7 @@ TEST_F(ReturningRange, ThatCannotBeNotedIsNotMapped) {
   for (long nth = 0; failed; ++nth) {
     SCOPED_TRACE("allocation " + std::to_string(nth));
     failed = runs_out_at(nth, [&] { EXPECT_TRUE(map(placements).ok()); });
+    EXPECT_EQ(failed, failures_made != 0);
     if (!failed) break;
     EXPECT_EQ(dormant_at(), (Pages{0, 1}));
     EXPECT_TRUE(range_->live().empty());

@@ -23,9 +23,9 @@ constexpr int kMostRounds = 16;
 // then those of all that are left give it back at once.
 constexpr std::size_t kAskedOneByOne = 8;
 static_assert(Ladder::kMostAsked < kAskedOneByOne);
-// What of a chunk the request leaves unused is its pool's, and nobody else's while the request lives. So
-// much of it is worth a release, 0.5 ms for each GiB, and a chunk of the right size; less than a pool of
-// 100 GiB makes of a request's 48th, so that chunks of ordinary sizes go from pool to pool as they are.
+// What of a chunk a request leaves unused is its pool's, and nobody else's while the request lives. So
+// much is worth a release, 0.5 ms for each GiB, and a chunk of the right size. Ordinary chunks, of a 48th of
+// a request, go from pool to pool as they are.
 constexpr std::size_t kMostLeftOver = 128 * kMiB;
 
 }  // namespace
@@ -240,22 +240,32 @@ void Ladder::drop_important(PoolList& pools, const Pool& asker, std::size_t byte
   }
 }
 
-// In the place of a chunk of which the request would leave most, one of the size that is missing. Where
-// queued work may still use it, it goes as it is: nobody waits here.
-void Ladder::cut(Grant& grant, const Pool& asker, std::size_t missing) {
-  const std::size_t least = align_up(missing, asker.page_size());
+// In the place of a chunk of which half or more would be left over, one of the size that is missing. Where
+// queued work may still use it, it goes as it is: what is done by now is let go of, and no more waited for.
+void Ladder::cut(Grant& grant, const Pool& asker, const WantedChunks& wanted, const PoolList& givers,
+                 ReclaimStep* step) {
+  const std::size_t least = align_up(wanted.bytes, std::max(wanted.unit, asker.page_size()));
   const std::size_t beyond = grant.chunks.bytes() - std::min(grant.chunks.bytes(), least);
-  if (beyond < std::max(least, kMostLeftOver)) return;
+  if (beyond < kMostLeftOver) return;
+  // Who has one size of chunks takes no other: it would want a whole one again, and then that would be made.
+  const auto wants_whole = [beyond](const auto& pool) {
+    return pool->has_uniform_chunks() && pool->page_size() >= beyond;
+  };
+  if (std::any_of(givers.begin(), givers.end(), wants_whole)) return;
+  const auto is_mapped = [](const Chunk& chunk) { return chunk.mappings.load(std::memory_order_acquire) != 0; };
+  const auto is_large = [beyond](const Chunk& chunk) { return chunk.size >= beyond && chunk.size / 2 <= beyond; };
+  // First: from here on nothing may fail with the chunk in nobody's hands.
+  if (grant.chunks.bytes_if([&](const Chunk& chunk) { return is_large(chunk) && is_mapped(chunk); }) != 0) {
+    memory_.clock().passes_at_once(memory_.clock().now());
+    for (const auto& pool : givers) pool->settle();
+  }
   Chunk* const large = grant.chunks.take_above(beyond - 1);
   if (large == nullptr) return;  // several are too many
-  const auto is_mapped = [large] { return large->mappings.load(std::memory_order_acquire) != 0; };
-  if (is_mapped() && memory_.clock().passes_at_once(memory_.clock().now())) {
-    for (const auto& pool : memory_.pools_under(memory_.budget())) pool->settle();
-  }
-  if (is_mapped() || !memory_.store().release(large).ok()) {
+  if (!is_large(*large) || is_mapped(*large) || !memory_.store().release(large).ok()) {
     grant.chunks.put(large);
     return;
   }
+  step->bytes += beyond;
   create_into(grant, asker, least);
 }
 
@@ -283,7 +293,7 @@ void Ladder::gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimS
   PoolList from = victims(asker, lacks.refused);
   if (unit != 0) drop_important(from, asker, missing);
   gather_from(from, {missing, unit, kUnlimited, returning}, grant, step);
-  if (unit == 0) cut(grant, asker, missing);
+  cut(grant, asker, {missing, unit}, from, step);
   if (kept.bytes == 0) return;
   memory_.clock().poll();
   step->bytes += gather_to_keep(asker, kept, stream, others, {}, grant, step);

@@ -12,9 +12,9 @@
 //      here where the device's own limit did; nothing where a limit of the model's own did
 //   *  other models: idle chunks of other pools that stand under the limit that refused,
 //      lowest priority first, then whoever is furthest above its floor; they
-//      move by a second mapping, and no one waits for the GPU. In the place of one far larger
-//      than what is lacking comes a new one, unless queued work may still use it. What came
-//      from the shelf is room of the margin, as long as others have not been asked
+//      move by a second mapping, and no one waits for queued work. In the place of one of which
+//      half or more would be left over comes a new one, unless queued work may still use it.
+//      What came from the shelf is room of the margin, as long as others have not been asked
 //   *  callbacks: torch's registered free-memory callbacks, and work that is done by now
 //   *  on_pressure: the function that the shared pool's user gave for it: it evicts, trims
 //      or frees; then store and other models again, for as long as it says that there is more
@@ -174,7 +174,8 @@ class Ladder {
   void gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimStep* step) VMM_REQUIRES(mutex_);
   void gather_from(const PoolList& pools, const WantedChunks& wanted, Grant& grant, ReclaimStep* step)
       VMM_REQUIRES(mutex_);
-  void cut(Grant& grant, const Pool& asker, std::size_t missing) VMM_REQUIRES(mutex_);
+  void cut(Grant& grant, const Pool& asker, const WantedChunks& wanted, const PoolList& givers, ReclaimStep* step)
+      VMM_REQUIRES(mutex_);
   std::size_t melt(Pool& asker, const Budget* refused, std::size_t need, std::size_t want,
                    Grant& grant) VMM_NO_THREAD_SAFETY_ANALYSIS;
   void create_into(Grant& grant, const Pool& asker, std::size_t want);
