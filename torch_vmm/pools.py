@@ -371,8 +371,8 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         before.
 
         Args:
-            tags: of what is under these alone; ``""`` is what has no tag. Tags
-                that held nothing wake with the last that did.
+            tags: of what is under these alone; ``""`` is what has no tag. Those
+                that held nothing wake once the last that did is there.
             blocking: returns when all is there; else when there is memory for
                 it, and a thread fills it: ``handle.wait_for(tensor)``. What is
                 written by then to what has come is lost if it is stopped.

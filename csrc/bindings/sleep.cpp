@@ -116,18 +116,13 @@ std::unique_ptr<Departure> departure(const Pool& pool, const std::optional<Place
   return std::make_unique<Departure>(Runtime::room_of(pool).sleeper, std::move(parts), release);
 }
 
-// Parts that held nothing are in nobody's list of what sleeps (asleep()): they wake with the last that held any.
 std::unique_ptr<Arrival> arrival(const Pool& pool, const std::optional<std::vector<std::string>>& tags,
                                  Arrival::Memory memory) {
   PoolList members = home_of(pool).family(pool);
   if (tags.has_value()) {
-    const auto is_left = [&](const PoolPtr& member) {
+    std::erase_if(members, [&](const PoolPtr& member) {
       return std::find(tags->begin(), tags->end(), member->tag()) == tags->end();
-    };
-    const bool is_any_left = std::any_of(members.begin(), members.end(), [&](const PoolPtr& member) {
-      return is_left(member) && !member->asleep_where().is_nothing();
     });
-    if (is_any_left) std::erase_if(members, is_left);
   }
   return std::make_unique<Arrival>(Runtime::room_of(pool).sleeper, std::move(members), memory);
 }

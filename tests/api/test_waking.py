@@ -175,6 +175,51 @@ def test_what_holds_nothing_wakes_with_the_last_that_did(make_shared: MakeShared
         torch.empty(MIB, dtype=torch.uint8, device=model.device)
 
 
+def of_tags(model: torch_vmm.VirtualMemoryPool, *tags: str) -> list[torch.Tensor]:
+    """A tensor in each tag, and one that held one."""
+    made = []
+    for tag in (*tags, "empty"):
+        with model.tag(tag):
+            made.append(torch.ones(40 * MIB, dtype=torch.uint8, device=model.device))
+    return made[:-1]
+
+
+def test_what_holds_nothing_wakes_behind_two_wakes_at_once(make_shared: MakeShared) -> None:
+    model = make_shared("256MiB").register_model("model")
+    kept = of_tags(model, "weights", "optimizer")
+    for _ in range(5):
+        model.sleep()
+        for waking in [model.wake(tag, blocking=False) for tag in ("weights", "optimizer")]:
+            waking.wait()
+        assert not model.is_asleep
+    assert all(bool((each == 1).all()) for each in kept)
+
+
+def test_what_holds_nothing_can_be_woken_while_the_rest_is_on_its_way(make_shared: MakeShared) -> None:
+    model = make_shared("256MiB").register_model("model")
+    kept = of_tags(model, "weights")
+    model.sleep()
+    waking = model.wake("weights", blocking=False)
+    model.wake("empty")
+    with model.tag("empty"):
+        torch.empty(MIB, dtype=torch.uint8, device=model.device)
+    waking.wait()
+    assert not model.is_asleep
+    assert bool((kept[0] == 1).all())
+
+
+@pytest.mark.parametrize("woken", ["weights", []])
+def test_what_holds_nothing_sleeps_on_where_nothing_wakes(make_shared: MakeShared, woken: str | list[str]) -> None:
+    model = make_shared("256MiB").register_model("model")
+    kept = of_tags(model, "weights")
+    model.sleep(keep={"empty": "discard"})
+    model.wake(woken)
+    assert model.asleep == {"empty": "nothing"}
+    model.wake("empty")
+    assert not model.is_asleep
+    del kept
+
+
 def test_what_sleeps_and_holds_nothing_at_all_can_be_found_and_woken(make_shared: MakeShared) -> None:
     model = make_shared("64MiB").register_model("model")
     model.sleep()

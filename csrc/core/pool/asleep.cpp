@@ -117,9 +117,21 @@ void Pool::end_sleep() {
   std::unique_ptr<Asleep> ended;  // backups end with no lock held
   Unchanged former;
   const MutexLock lock(mutex_);
+  end_sleep_locked(&ended, &former);
+}
+
+void Pool::end_empty_sleep() {
+  std::unique_ptr<Asleep> ended;
+  Unchanged former;
+  const MutexLock lock(mutex_);
+  if (!sleeping_.is_asleep() || sleeping_.is_busy() || !sleeping_.where().is_nothing()) return;
+  end_sleep_locked(&ended, &former);
+}
+
+void Pool::end_sleep_locked(std::unique_ptr<Asleep>* ended, Unchanged* former) {
   if (!sleeping_.is_asleep()) return;
   const bool goes_on = space_.is_open() && !is_closed();
-  ended = sleeping_.end(goes_on, &former);
+  *ended = sleeping_.end(goes_on, former);
   count_slabs(SizeClass::large_pool, SizeClass::small_pool);
   if (counters_.current(StatKind::reserved_bytes) == 0) space_.growth().note_empty();
   if (!goes_on) return;

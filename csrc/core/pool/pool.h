@@ -182,6 +182,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   Status arrived(const MovedChunk& chunk) VMM_EXCLUDES(mutex_);
   // As before begin_sleep(). REQUIRES: nothing is missing.
   void end_sleep() VMM_EXCLUDES(mutex_);
+  // The same where it held nothing when it fell asleep, and no transfer is on its way.
+  void end_empty_sleep() VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_asleep() const VMM_EXCLUDES(mutex_);
   // AsleepError where it takes no requests for that, nor do new parts of it.
   void require_taking() const VMM_EXCLUDES(mutex_);
@@ -537,6 +539,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
                                   Grant* grant, Shortage* shortage) VMM_REQUIRES(mutex_);
 
   // asleep.cpp
+  void end_sleep_locked(std::unique_ptr<Asleep>* ended, Unchanged* former) VMM_REQUIRES(mutex_);
   void begin_transfer_locked(bool is_going) VMM_REQUIRES(mutex_);
   void count_slabs(SizeClass from, SizeClass to) VMM_REQUIRES(mutex_);
   void require_awake() const VMM_REQUIRES(mutex_);  // AsleepError

@@ -19,6 +19,7 @@ void Arrival::begin() {
   try {
     mine_.reserve(pools_.size());  // what has begun is noted
     for (const auto& pool : pools_) {
+      any_held_ = any_held_ || !pool->asleep_where().is_nothing();
       if (pool->begin_transfer()) mine_.push_back(pool);
     }
     plan();
@@ -183,10 +184,25 @@ void Arrival::rest_backups() noexcept {
   }
 }
 
+// What held nothing is in no list of what sleeps, and wakes with the last part that held any.
+void Arrival::wake_empty_parts(const Pool& model) const {
+  const PoolList parts = sleeper_.memory().family(model);
+  const auto is_empty = [](const auto& part) { return part->asleep_where().is_nothing(); };
+  if (!std::all_of(parts.begin(), parts.end(), is_empty)) return;
+  for (const auto& part : parts) part->end_empty_sleep();
+}
+
 void Arrival::finish() {
   rest_backups();
   for (const auto& pool : mine_) pool->end_sleep();
   const PoolList awake = std::exchange(mine_, {});
+  if (any_held_ && !awake.empty()) {
+    try {
+      wake_empty_parts(awake.front()->model());  // all are one model's
+    } catch (const std::bad_alloc&) {
+      // They sleep on, and wake when they are named.
+    }
+  }
   total_.store(done(), std::memory_order_relaxed);
   pieces_.clear();  // whoever keeps this keeps no backup
   end_waits();

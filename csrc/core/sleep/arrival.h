@@ -56,6 +56,7 @@ class Arrival {
   void load_next();
   void complete_oldest();
   void rest_backups() noexcept;
+  void wake_empty_parts(const Pool& model) const;
 
   // So many pieces are mapped and not on the bus yet, at most: all of them at once would take
   // longer than what is on the bus, which would be idle then.
@@ -64,7 +65,8 @@ class Arrival {
   Sleeper& sleeper_;
   PoolList pools_;
   const Memory memory_;
-  PoolList mine_;  // of these, those that this wakes
+  PoolList mine_;          // of these, those that this wakes
+  bool any_held_ = false;  // of these, when they fell asleep
   std::vector<Piece> pieces_;
   std::size_t mapped_ = 0;  // pieces that have their memory
   std::size_t next_ = 0;    // of these, those whose copies have been queued
