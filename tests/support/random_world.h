@@ -80,6 +80,7 @@ class RandomWorld {
     std::size_t offset = 0;
     std::size_t size = 0;
     std::uint64_t id = 0;
+    bool is_zero = false;  // the same
   };
 
   // random_world.cpp: pools, and what is set
@@ -109,7 +110,8 @@ class RandomWorld {
   void first_pages(std::size_t pool, std::uint64_t count, std::uint64_t failures);
   void free_page_range(std::size_t index);
   [[nodiscard]] Live as_block(const Pages& range) const {
-    return {range.pool, pools_[range.pool]->base() + range.offset, range.size, range.id, pools_[range.pool]};
+    return {range.pool,   pools_[range.pool]->base() + range.offset, range.size, range.id, pools_[range.pool], false,
+            range.is_zero};
   }
   // Several threads at once, each with its own blocks, over all pools.
   void run_threads(std::uint64_t seed, std::uint64_t steps);

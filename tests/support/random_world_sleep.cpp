@@ -68,10 +68,11 @@ void RandomWorld::transfer(std::optional<std::size_t> out, std::optional<std::si
 
 void RandomWorld::forget_contents(std::size_t k) {
   for (int attempt = 0; is_any_asleep(k); ++attempt) {
-    if (attempt == 8) {  // no room: its tensors go
+    if (attempt == 8) {  // no room: its tensors go, and its pages wait
       for (std::size_t index = live_.size(); index-- > 0;) {
         if (model_of(live_[index].pool) == k) free_live(index);
       }
+      for (Pages& range : page_ranges_) range.is_zero = range.is_zero || model_of(range.pool) == k;
       return;
     }
     memory_->empty_cache();
@@ -92,8 +93,10 @@ void RandomWorld::forget_contents(std::size_t k) {
       live.is_zero = true;
     }
   }
-  for (const Pages& range : page_ranges_) {
-    if (model_of(range.pool) == k) write(as_block(range));
+  for (Pages& range : page_ranges_) {
+    if (model_of(range.pool) != k) continue;
+    range.is_zero = false;
+    write(as_block(range));
   }
 }
 
