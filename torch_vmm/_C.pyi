@@ -13,7 +13,7 @@ Conventions, everywhere:
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NoReturn, TypedDict, final
+from typing import Any, ClassVar, Literal, NoReturn, TypeAlias, TypedDict, final
 
 import torch
 import torch.cuda.memory
@@ -82,13 +82,17 @@ def last_refusal(kind: _Kind, ordinal: int = 0) -> _Refusal | None:
 
 # -- Debug mode --------------------------------------------------------------------------------------------------------
 
+_ReclaimDecision: TypeAlias = tuple[
+    int, str, str, bool, tuple[tuple[str, str, int, float, tuple[tuple[str, int], ...]], ...]
+]
+"""Requested bytes, asker, refused by, met, steps: rung, result, bytes, seconds, yielded."""
+
 class _ReclaimReport(TypedDict):
     requests: int
     refused: int
     rungs: dict[str, tuple[int, int, int, int]]
     """Tried, changed, met, bytes."""
-    latest: list[tuple[int, str, str, bool, tuple[tuple[str, str, int, float, tuple[tuple[str, int], ...]], ...]]]
-    """Requested bytes, asker, refused by, met, steps: rung, result, bytes, seconds, yielded."""
+    latest: list[_ReclaimDecision]
 
 class _WatchedBlock(TypedDict):
     number: int
@@ -189,6 +193,15 @@ class Device:
         """For tests: physical chunks that exist now."""
 
 # -- Pools -------------------------------------------------------------------------------------------------------------
+
+def follow_reclaims() -> None:
+    """Decisions of the reclaim ladder are kept from now on, 256 at most, for whoever takes them."""
+
+def end_reclaims() -> None:
+    """They are kept no more, and :func:`next_reclaim` returns."""
+
+def next_reclaim() -> tuple[_Kind, int, _ReclaimDecision, int] | None:
+    """Waits for the next: on which device it was made, and how many before it nobody took. ``None``: it has ended."""
 
 def default_pool(kind: _Kind, ordinal: int = 0) -> Pool:
     """The pool of what is made outside any model's context. Its name is ``"default"``.
@@ -324,7 +337,7 @@ class Pool:
     def trim(self, keep: int = 0) -> int:
         """Gives idle chunks back until at most ``keep`` idle bytes stay; returns the bytes given back."""
     def empty_cache(self) -> None:
-        """``trim(0)``, counted as torch counts an ``empty_cache()``; of a pool of no shared one, the pinned memory too
+        """``trim(0)`` and all that its group's store keeps; of a pool of no shared one, the pinned memory too
         that such pools have slept in and none uses.
         """
     def reclaim_report(self) -> _ReclaimReport:

@@ -1,21 +1,27 @@
 """What happens to models, told to Python's ``logging`` under ``"torch_vmm"``.
 
 No handler is installed: where the program takes no logs, nothing is written
-and nothing is put into words. Nothing here is called for an allocation. What
+and nothing is put into words. Nothing here is called by an allocation: what
+became of those that hit a limit is told by a thread of its own, from the first
+model on that is registered, or limit that is set, while somebody takes it. What
 the program's own filters and handlers raise goes to ``sys.unraisablehook``:
 what is told has been done.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ParamSpec
 
 from torch_vmm import _C
 from torch_vmm.devices import DeviceKey
+from torch_vmm.reclaiming import ReclaimDecision, decision_of
 
 if TYPE_CHECKING:
     from torch_vmm.pools import VirtualMemoryPool
@@ -61,6 +67,7 @@ def _ends_nothing(tell: Callable[_Told, None]) -> Callable[_Told, None]:
 @_ends_nothing
 def registered(pool: VirtualMemoryPool) -> None:
     """A model has a pool now."""
+    _follower.begin()
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug(
             "%s registered: physical_limit %s, floor %s, priority %d",
@@ -96,23 +103,75 @@ def was_set(whose: VirtualMemoryPool | SharedMemoryPool, name: str, value: int |
         name: of the property.
         value: its own; of a limit or floor in bytes, ``None`` is none.
     """
+    _follower.begin()
     if logger.isEnabledFor(logging.DEBUG):
         words = str(value) if name == "priority" or isinstance(value, str) else _size(value)
         logger.debug("%s: %s set to %s", _whose(whose), name, words)
 
 
 @_ends_nothing
-def moved(pool: VirtualMemoryPool, doing: str, size: int, seconds: float) -> None:
+def moved(pool: VirtualMemoryPool, doing: str, size: int, seconds: float, asleep: int = 0) -> None:
     """A model went to sleep or woke.
 
     Args:
         doing: "went to sleep", "woke", "woke in part (...)".
         size: bytes that were copied.
         seconds: how long it took.
+        asleep: bytes that live and sleep now, told where none was copied.
     """
     if logger.isEnabledFor(logging.INFO):
         rate = f", {_size(round(size / seconds))}/s" if size and seconds > 0 else ""
-        logger.info("%s %s: %s in %.3f s%s", _whose(pool), doing, _size(size), seconds, rate)
+        copied = _size(size) if size or not asleep else f"{_size(asleep)}, none of it copied,"
+        logger.info("%s %s: %s in %.3f s%s", _whose(pool), doing, copied, seconds, rate)
+
+
+class _ReclaimFollower:
+    """The thread that tells the log what the reclaim ladder decides: a request waits for no handler."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Where anybody takes such logs, and it runs not yet."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        with self._lock:
+            if self._thread is None:
+                _C.follow_reclaims()
+                self._thread = threading.Thread(target=_tell_reclaims, name="torch_vmm log", daemon=True)
+                self._thread.start()
+
+    def end(self) -> None:
+        """At the interpreter's end: the thread must not come back to one that is gone."""
+        if self._thread is not None:
+            _C.end_reclaims()
+            self._thread.join(timeout=1)
+
+    def forget(self) -> None:
+        """In a forked child, which has no such thread."""
+        self._lock = threading.Lock()
+        self._thread = None
+
+
+_follower = _ReclaimFollower()
+atexit.register(_follower.end)
+os.register_at_fork(after_in_child=_follower.forget)
+
+
+def _tell_reclaims() -> None:
+    while (told := _C.next_reclaim()) is not None:
+        kind, ordinal, decision, lost = told
+        _reclaimed(DeviceKey(kind, ordinal), decision_of(decision), lost)
+
+
+@_ends_nothing
+def _reclaimed(device: DeviceKey, decision: ReclaimDecision, lost: int) -> None:
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    if lost:
+        logger.info("%d requests that hit a limit are not told: they came faster than the log takes them", lost)
+    logger.info("on %s a limit was hit: %s", device, decision)
 
 
 @_ends_nothing

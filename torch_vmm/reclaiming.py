@@ -107,11 +107,14 @@ def report_of(handle: _C.Pool) -> ReclaimReport:
         requests=found["requests"],
         refused=found["refused"],
         rungs={name: RungCounts(*counts) for name, counts in found["rungs"].items()},
-        latest=tuple(
-            ReclaimDecision(requested, asker, refused_by, met, tuple(ReclaimStep(*step) for step in steps))
-            for requested, asker, refused_by, met, steps in found["latest"]
-        ),
+        latest=tuple(decision_of(each) for each in found["latest"]),
     )
+
+
+def decision_of(values: _C._ReclaimDecision) -> ReclaimDecision:
+    """As the extension tells it."""
+    requested, asker, refused_by, met, steps = values
+    return ReclaimDecision(requested, asker, refused_by, met, tuple(ReclaimStep(*step) for step in steps))
 
 
 def _in_words(step: ReclaimStep) -> str:

@@ -64,6 +64,19 @@ py::dict to_dict(const Statistics& statistics) {
   return result;
 }
 
+py::tuple to_tuple(const ReclaimDecision& decision) {
+  py::list steps;
+  for (std::size_t rung = 0; rung < kRungs; ++rung) {
+    const ReclaimStep& step = decision.steps.at(rung);
+    py::list yielded;
+    for (const ReclaimStep::Yielded& each : step.yielded) yielded.append(py::make_tuple(each.pool, each.bytes));
+    steps.append(py::make_tuple(kRungNames.at(rung), kStepResultNames.at(static_cast<std::size_t>(step.result)),
+                                step.bytes, static_cast<double>(step.nanoseconds) * 1e-9, py::tuple(yielded)));
+    if (step.result == StepResult::met) break;
+  }
+  return py::make_tuple(decision.requested, decision.asker, decision.refused_by, decision.is_met(), py::tuple(steps));
+}
+
 py::dict to_dict(const ReclaimReport& report) {
   py::dict rungs;
   for (std::size_t rung = 0; rung < kRungs; ++rung) {
@@ -71,19 +84,7 @@ py::dict to_dict(const ReclaimReport& report) {
     rungs[kRungNames.at(rung)] = py::make_tuple(counts.tried, counts.changed, counts.met, counts.bytes);
   }
   py::list latest;
-  for (const ReclaimDecision& decision : report.latest) {
-    py::list steps;
-    for (std::size_t rung = 0; rung < kRungs; ++rung) {
-      const ReclaimStep& step = decision.steps.at(rung);
-      py::list yielded;
-      for (const ReclaimStep::Yielded& each : step.yielded) yielded.append(py::make_tuple(each.pool, each.bytes));
-      steps.append(py::make_tuple(kRungNames.at(rung), kStepResultNames.at(static_cast<std::size_t>(step.result)),
-                                  step.bytes, static_cast<double>(step.nanoseconds) * 1e-9, py::tuple(yielded)));
-      if (step.result == StepResult::met) break;
-    }
-    latest.append(
-        py::make_tuple(decision.requested, decision.asker, decision.refused_by, decision.is_met(), py::tuple(steps)));
-  }
+  for (const ReclaimDecision& decision : report.latest) latest.append(to_tuple(decision));
   py::dict result;
   result["requests"] = report.requests;
   result["refused"] = report.refused;

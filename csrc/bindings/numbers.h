@@ -32,6 +32,7 @@ py::dict to_dict(const Numbers& numbers, const std::array<FieldRow<Numbers>, kRo
 
 // By the names of its fields; results and rungs in words.
 py::dict to_dict(const ReclaimReport& report);
+py::tuple to_tuple(const ReclaimDecision& decision);
 
 // What torch.cuda.memory_snapshot() answers: a list of segments.
 struct DeviceSegment {

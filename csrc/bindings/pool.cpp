@@ -8,6 +8,7 @@
 #include "bindings/numbers.h"
 #include "bindings/tensor_view.h"
 #include "core/device/device_memory.h"
+#include "core/device/reclaim_feed.h"
 #include "torch_adapter/errors.h"
 
 namespace vmm::bindings {
@@ -181,7 +182,7 @@ void bind_pool(py::module_& module) {
           "empty_cache",
           [](Pool& self) {
             DeviceMemory& memory = open_home_of(self);
-            memory.trim(self, 0);
+            memory.empty_cache(self);
             // Pinned memory that pools of no SharedMemoryPool left, which else nobody gives back.
             if (&self.group() == &memory.budget()) {
               Runtime::room_of(self).sleeper.host_memory(memory.budget())->release_unused();
@@ -237,6 +238,19 @@ void bind_pool(py::module_& module) {
                ">";
       });
 
+  module.def(
+      "follow_reclaims", [] { ReclaimFeed::instance().follow(); }, WithoutGil());
+  module.def(
+      "end_reclaims", [] { ReclaimFeed::instance().end(); }, WithoutGil());
+  module.def("next_reclaim", []() -> std::optional<py::tuple> {
+    std::optional<ReclaimFeed::Told> told;
+    {
+      const GilReleased released;
+      told = ReclaimFeed::instance().take();
+    }
+    if (!told.has_value()) return std::nullopt;
+    return py::make_tuple(told->kind, told->device, to_tuple(told->decision), told->lost);
+  });
   module.def(
       "default_pool", [](const std::string& kind, int ordinal) { return to_room(kind, ordinal).default_pool; },
       py::arg("kind"), py::arg("ordinal") = 0, WithoutGil());

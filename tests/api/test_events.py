@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -167,9 +168,59 @@ def test_tensors_tell_nothing(shared: SharedMemoryPool, log: Log) -> None:
     llama.allocate("512MiB", "2MiB")
     llama.deallocate("512MiB", "2MiB")
     llama.trim()
-    with pytest.raises(torch.OutOfMemoryError):
-        tensor_in(llama, 128 * MIB)
     assert log() == []
+
+
+def test_a_request_that_hits_a_limit_is_told_whoever_yields(make_shared: MakeShared, log: Log) -> None:
+    shared = make_shared("64MiB")
+    llama, qwen = shared.register_model("llama"), shared.register_model("qwen")
+    idle = tensor_in(qwen, 40 * MIB)
+    del idle
+    log()
+    kept = tensor_in(llama, 40 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_in(llama, 40 * MIB)
+    told: list[tuple[str, str]] = []
+    until = time.monotonic() + 30
+    while len(told) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+        told += log()
+    assert [level for level, _ in told] == ["INFO", "INFO"]
+    met, refused = (text for _, text in told)
+    assert met.startswith(f"on {shared.device} a limit was hit: 40 MiB for llama (full: {shared.name}): met; ")
+    assert "of qwen" in met
+    assert refused.startswith(f"on {shared.device} a limit was hit: 40 MiB for llama (full: {shared.name}): refused; ")
+    del kept
+
+
+def test_what_was_thrown_away_is_told_as_asleep(shared: SharedMemoryPool, log: Log) -> None:
+    llama = shared.register_model("llama")
+    kept = tensor_in(llama, 4 * MIB)
+    log()
+    llama.sleep("discard")
+    ((level, text),) = log()
+    assert level == "INFO"
+    assert text.startswith(f"model 'llama' on {shared.device} went to sleep: 4 MiB, none of it copied, in ")
+    llama.wake()
+    del kept
+
+
+def test_the_thread_that_tells_ends_with_the_interpreter() -> None:
+    told = python("""
+        import logging
+        import torch, torch_vmm
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        torch_vmm.enable("cpu")
+        shared = torch_vmm.SharedMemoryPool("64MiB", "cpu")
+        model = shared.register_model("model")
+        try:
+            with model:
+                torch.empty(80 << 20, dtype=torch.uint8)
+        except torch.OutOfMemoryError:
+            print("refused")
+    """)
+    assert told.returncode == 0
+    assert told.stdout.split() == ["refused"]
 
 
 def test_nothing_is_put_into_words_that_nobody_wants(

@@ -186,6 +186,8 @@ class DeviceMemory {
   std::size_t trim_passed(Pool& pool, const FunctionRef<void()>& shed);
   // All idle memory of every pool, and the shelves.
   std::size_t empty_cache();
+  // As trim(), and all of its group's shelf.
+  std::size_t empty_cache(Pool& pool);
   // For a request of `bytes` that found no memory and has no model to climb for: others give
   // back what they have idle above their floors, in the order of yielding, first what it
   // lacks, then all. Asks `attempt` again after each, and returns whether it said that all is

@@ -34,6 +34,11 @@ std::size_t DeviceMemory::trim(Pool& pool, std::size_t keep) {
   });
 }
 
+std::size_t DeviceMemory::empty_cache(Pool& pool) {
+  const std::size_t given_back = trim(pool, 0);
+  return given_back + store_.trim(pool.group(), 0);
+}
+
 std::size_t DeviceMemory::trim_passed(Pool& pool, const FunctionRef<void()>& shed) {
   Budget& group = pool.group();
   settle_watched(pool);

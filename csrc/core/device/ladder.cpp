@@ -10,6 +10,7 @@
 
 #include "base/errors.h"
 #include "core/device/device_memory.h"
+#include "core/device/reclaim_feed.h"
 #include "core/memory/dormant_mappings.h"
 
 namespace vmm {
@@ -489,6 +490,8 @@ const std::array<Ladder::Step, kRungs> Ladder::kSteps = {&Ladder::give_shelves_b
 
 void Ladder::note(const Pool& asker, ReclaimDecision decision) {
   const Pool& model = asker.model();
+  ReclaimFeed& feed = ReclaimFeed::instance();
+  if (feed.is_followed()) feed.put(decision, memory_.driver().name(), memory_.device());
   log_.note(model.id(), std::move(decision));
   if (model.is_closed()) log_.forget(model.id());  // closed meanwhile: it may have been forgotten before
 }

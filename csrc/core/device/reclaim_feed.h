@@ -1,0 +1,48 @@
+// The ladder's decisions, on their way to whoever follows them: a thread that tells a log, for
+// one, as no request runs what others wrote. Of all devices together.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <optional>
+#include <string>
+
+#include "base/sync.h"
+#include "core/numbers/reclaim_report.h"
+
+namespace vmm {
+
+class ReclaimFeed {
+ public:
+  // So many wait to be taken; then the oldest go.
+  static constexpr std::size_t kMost = 256;
+  struct Told {
+    ReclaimDecision decision;
+    std::string kind;  // as Driver::name()
+    int device = 0;
+    std::size_t lost = 0;  // that went before this one, untaken
+  };
+  // Never destroyed: a thread may wait for it when the process ends.
+  static ReclaimFeed& instance();
+
+  // One follower: from now on decisions are kept for it.
+  void follow() VMM_EXCLUDES(mutex_);
+  // Nothing is kept any more, and take() returns at once.
+  void end() VMM_EXCLUDES(mutex_);
+  [[nodiscard]] bool is_followed() const { return is_followed_.load(std::memory_order_relaxed); }
+  // Without memory to note it, it is lost.
+  void put(const ReclaimDecision& decision, const std::string& kind, int device) noexcept VMM_EXCLUDES(mutex_);
+  // The oldest, once there is one; nothing: it has ended.
+  std::optional<Told> take() VMM_EXCLUDES(mutex_);
+
+ private:
+  std::atomic<bool> is_followed_{false};
+  Mutex mutex_;  // a leaf
+  std::condition_variable_any changed_;
+  std::deque<Told> untaken_ VMM_GUARDED_BY(mutex_);
+  std::size_t lost_ VMM_GUARDED_BY(mutex_) = 0;
+};
+
+}  // namespace vmm
