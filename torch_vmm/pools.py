@@ -219,8 +219,9 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
 
     def empty_cache(self) -> None:
         """Gives all idle memory back, as ``torch.cuda.empty_cache`` does for the
-        device; and the pinned memory in which pools of no
-        :class:`SharedMemoryPool` have slept, all of it that no one uses.
+        device, and all that the store of its :class:`SharedMemoryPool` keeps,
+        of models that went to sleep for one; and the pinned memory in which
+        pools of no shared one have slept, all of it that no one uses.
         """
         self._handle.empty_cache()
 
@@ -347,8 +348,10 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
                 or ``poison`` and nothing is discarded.
             NotAvailableError: in debug mode; or ``packed``, and this GPU or
                 torch cannot (NVRTC is missing, say).
-            VmmError: a disk that is full or fails, a driver that does, or the
-                model is on its way already; it is awake again, and whole. So
+            VmmError: it, or the tag that is to sleep, is entered (``with``,
+                :func:`use_model`) on another thread, which may be at work. A
+                disk that is full or fails, a driver that does, or the model is
+                on its way already; it is awake again, and whole. So
                 it is after Ctrl-C, unless it was done by then. Where a limit
                 that was lowered, or another's floor, leaves it no room any
                 more, what had gone sleeps, nothing is lost, and :meth:`wake`
@@ -487,8 +490,15 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
 
     @physical_limit.setter
     def physical_limit(self, limit: Size | None) -> None:
-        self._handle.set_limit(to_optional_bytes(limit, "physical_limit"))
+        self.set_physical_limit(limit)
+
+    def set_physical_limit(self, limit: Size | None) -> int:
+        """Sets :attr:`physical_limit`, and returns the bytes of idle memory that
+        were given back for it at once.
+        """
+        given_back = self._handle.set_limit(to_optional_bytes(limit, "physical_limit"))
         events.was_set(self, "physical_limit", self._handle.limit)
+        return given_back
 
     @property
     def floor(self) -> int:
@@ -508,8 +518,13 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
 
     @floor.setter
     def floor(self, floor: Size) -> None:
-        self._handle.set_floor(to_bytes(floor, "floor"))
+        self.set_floor(floor)
+
+    def set_floor(self, floor: Size) -> int:
+        """Sets :attr:`floor`, and returns the bytes that others gave back at once."""
+        given_back = self._handle.set_floor(to_bytes(floor, "floor"))
         events.was_set(self, "floor", self._handle.floor)
+        return given_back
 
     @property
     def priority(self) -> int:

@@ -332,8 +332,15 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
 
     @physical_limit.setter
     def physical_limit(self, limit: Size) -> None:
-        self._handle.set_physical_limit(to_bytes(limit, "physical_limit"))
+        self.set_physical_limit(limit)
+
+    def set_physical_limit(self, limit: Size) -> int:
+        """Sets :attr:`physical_limit`, and returns the bytes of idle memory that
+        were given back for it at once.
+        """
+        given_back = self._handle.set_physical_limit(to_bytes(limit, "physical_limit"))
         events.was_set(self, "physical_limit", self._handle.physical_limit)
+        return given_back
 
     @property
     def floor(self) -> int:
@@ -347,8 +354,13 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
 
     @floor.setter
     def floor(self, floor: Size) -> None:
-        self._handle.set_floor(to_bytes(floor, "floor"))
+        self.set_floor(floor)
+
+    def set_floor(self, floor: Size) -> int:
+        """Sets :attr:`floor`, and returns the bytes that others gave back at once."""
+        given_back = self._handle.set_floor(to_bytes(floor, "floor"))
         events.was_set(self, "floor", self._handle.floor)
+        return given_back
 
     @property
     def priority(self) -> int:

@@ -11,6 +11,7 @@
 #include "bindings/bind.h"
 #include "core/faces/shared_memory_pool.h"
 #include "core/sleep/transfer.h"
+#include "torch_adapter/routing.h"
 
 namespace vmm::bindings {
 
@@ -112,6 +113,9 @@ std::unique_ptr<Departure> departure(const Pool& pool, const std::optional<Place
     } else if (all.has_value()) {
       parts.push_back({member, to_places(*all, pool)});
     }
+  }
+  for (const PartToSleep& part : parts) {
+    if (!part.pool->is_asleep()) require_left_by_others(*part.pool);
   }
   return std::make_unique<Departure>(Runtime::room_of(pool).sleeper, std::move(parts), release);
 }

@@ -22,9 +22,28 @@ namespace vmm {
 class ModelContext final : public c10::DebugInfoBase, public std::enable_shared_from_this<ModelContext> {
  public:
   ModelContext(std::shared_ptr<Pool> model, ModelContextPtr parent)
-      : pool(std::move(model)), home(pool->home()), parent(std::move(parent)) {}
+      : pool(std::move(model)), home(pool->home()), parent(std::move(parent)) {
+    pool->note_entered();
+  }
   ModelContext(std::vector<std::shared_ptr<Pool>> carried, ModelContextPtr parent)
-      : parent(std::move(parent)), carried(std::move(carried)) {}
+      : parent(std::move(parent)), carried(std::move(carried)) {
+    for (const auto& each : this->carried) each->note_entered();
+  }
+  ModelContext(const ModelContext&) = delete;
+  ModelContext& operator=(const ModelContext&) = delete;
+  ~ModelContext() override { no_more_entered(); }
+  // False: it was left before.
+  bool leave() {
+    if (left.exchange(true, std::memory_order_relaxed)) return false;
+    no_more_entered();
+    return true;
+  }
+  // Nor is it by a thread that has ended, whoever holds it still and may leave it.
+  void no_more_entered() {
+    if (!is_entered.exchange(false, std::memory_order_relaxed)) return;
+    if (pool != nullptr) pool->note_left();
+    for (const auto& each : carried) each->note_left();
+  }
 
   // What it is called in messages.
   [[nodiscard]] std::string name() const {
@@ -43,6 +62,7 @@ class ModelContext final : public c10::DebugInfoBase, public std::enable_shared_
   // Of a carried function, which sees these and nothing beneath: one a device.
   const std::vector<std::shared_ptr<Pool>> carried;
   std::atomic<bool> left{false};
+  std::atomic<bool> is_entered{true};
   std::atomic<bool> dead{false};
 };
 
@@ -127,7 +147,33 @@ void require_usable(const Pool& pool) {
                         (is_cuda ? ") first: right after the imports, before CUDA is used" : "\"cpu\") first") + ".");
 }
 
+// What this thread has entered and not left: when it ends it is in none of them.
+class EnteredHere {
+ public:
+  EnteredHere() = default;
+  EnteredHere(const EnteredHere&) = delete;
+  EnteredHere& operator=(const EnteredHere&) = delete;
+  ~EnteredHere() {
+    for (const auto& each : contexts_) {
+      if (const ModelContextPtr context = each.lock(); context != nullptr) context->no_more_entered();
+    }
+  }
+  void add(const ModelContextPtr& context) {
+    while (!contexts_.empty() && has_gone(contexts_.back())) contexts_.pop_back();
+    contexts_.push_back(context);
+  }
+
+ private:
+  static bool has_gone(const std::weak_ptr<ModelContext>& each) {
+    const ModelContextPtr context = each.lock();
+    return context == nullptr || !context->is_entered.load(std::memory_order_relaxed);
+  }
+  std::vector<std::weak_ptr<ModelContext>> contexts_;
+};
+thread_local EnteredHere entered_here;
+
 ModelContextPtr enter(ModelContextPtr context) {
+  entered_here.add(context);
   set_top(context);
   detail::any_model_entered.store(true, std::memory_order_relaxed);
   return context;
@@ -188,7 +234,7 @@ std::vector<std::shared_ptr<Pool>> open_on(const DeviceRoom& room) {
 }
 
 void leave_model(const ModelContextPtr& context) {
-  const bool twice = context->left.exchange(true, std::memory_order_relaxed);
+  const bool twice = !context->leave();
   const ModelContext* innermost = skip_dead(top());
   const bool in_order = !twice && innermost == context.get();
   // Only out of its turn is a link marked dead: a chain that torch has copied
@@ -200,6 +246,19 @@ void leave_model(const ModelContextPtr& context) {
   }
   take_off_dead();
   if (!in_order) refuse_to_leave(*context, innermost, twice);
+}
+
+void require_left_by_others(const Pool& pool) {
+  int beside = pool.times_entered();
+  for (const ModelContext* context = top(); context != nullptr && beside > 0; context = context->parent.get()) {
+    if (!context->is_entered.load(std::memory_order_relaxed)) continue;
+    const auto is_it = [&pool](const auto& each) { return each.get() == &pool; };
+    if (is_it(context->pool) || std::any_of(context->carried.begin(), context->carried.end(), is_it)) --beside;
+  }
+  if (beside <= 0) return;
+  throw VmmError(ModelContext::name_of(pool) + " cannot go to sleep: it is entered (a `with`, or a function that is " +
+                 "decorated) on another thread, " + format_count(static_cast<std::size_t>(beside), "time") +
+                 "; leave it there first, or enter it for each piece of work");
 }
 
 bool is_in_model(const DeviceRoom& room) {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import torch_vmm
 from tests.api.sleeping import is_numbered, numbered
 from tests.helpers import MIB, tensor_in
 from torch_vmm import SharedMemoryPool, VirtualMemoryPool
+
+MakeShared = Callable[..., SharedMemoryPool]
 
 
 @pytest.fixture(params=["host", "file", "folder"])
@@ -100,6 +104,46 @@ def test_training_goes_on_where_it_was(model: VirtualMemoryPool) -> None:
         return found
 
     assert losses(sleeps=True) == losses(sleeps=False)
+
+
+def test_one_that_another_thread_is_in_is_not_put_to_sleep(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    model, other = shared.register_model("model"), shared.register_model("other")
+    kept = tensor_in(model, 4 * MIB).fill_(1)
+    with model.tag("cache"):
+        cache = tensor_in(model, 4 * MIB)
+    entered, leaves = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with model:
+            entered.set()
+            leaves.wait(30)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait(30)
+    for attempt in (model.sleep, lambda: torch_vmm.swap(out=model, into=other)):
+        with pytest.raises(torch_vmm.VmmError, match=r"model 'model' cannot go to sleep: .* on another thread, 1 time"):
+            attempt()
+        assert not model.is_asleep
+    model.sleep(keep={"cache": "discard"})  # nobody is in that
+    model.wake()
+    leaves.set()
+    thread.join()
+    with model:  # the calling thread's own, which knows what it does
+        model.sleep()
+        model.wake()
+    assert bool((kept == 1).all())
+    del cache
+
+
+def test_a_thread_that_ends_within_has_left(model: VirtualMemoryPool) -> None:
+    thread = threading.Thread(target=model.__enter__)
+    thread.start()
+    thread.join()
+    gc.collect()
+    model.sleep()
+    model.wake()
 
 
 def test_elastic_and_sparse_tensors_sleep_too(model: VirtualMemoryPool) -> None:

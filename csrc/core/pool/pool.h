@@ -185,6 +185,10 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   // The same where it held nothing when it fell asleep, and no transfer is on its way.
   void end_empty_sleep() VMM_EXCLUDES(mutex_);
   [[nodiscard]] bool is_asleep() const VMM_EXCLUDES(mutex_);
+  // How often it is entered: so many are about to make tensors in it, on whichever thread.
+  void note_entered() { entered_.fetch_add(1, std::memory_order_relaxed); }
+  void note_left() { entered_.fetch_sub(1, std::memory_order_relaxed); }
+  [[nodiscard]] int times_entered() const { return entered_.load(std::memory_order_relaxed); }
   // AsleepError where it takes no requests for that, nor do new parts of it.
   void require_taking() const VMM_EXCLUDES(mutex_);
   // AsleepError where any of [address, address + bytes) has no memory because it sleeps.
@@ -574,6 +578,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   const RegionId region_;
   const std::string tag_;
   std::atomic<bool> spills_{false};
+  std::atomic<int> entered_{0};
   const std::size_t most_;  // bytes that it could ever hold: its addresses, or all of the device's memory
   enum class Life : std::uint8_t { open, sealed, asleep, closed };
   std::atomic<Life> life_{Life::open};  // one look for all of it at a request
