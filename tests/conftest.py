@@ -88,3 +88,17 @@ def pool(make_pool: Callable[..., torch_vmm.VirtualMemoryPool]) -> torch_vmm.Vir
 def shared(make_shared: Callable[..., torch_vmm.SharedMemoryPool]) -> torch_vmm.SharedMemoryPool:
     """64 MiB for all models."""
     return make_shared("64MiB")
+
+
+@pytest.fixture
+def fresh_saver(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The process's torch_memory_saver knows no region and is of the device under test; its models end after it."""
+    from torch_vmm.memory_saver import TorchMemorySaver, torch_memory_saver  # becomes CUDA's allocator
+
+    monkeypatch.setattr(torch_memory_saver, "_saved", {})
+    monkeypatch.setattr(torch_memory_saver, "_disk_dir", "")
+    if device == "cpu":  # where there is a GPU, too
+        key = to_device(device)
+        monkeypatch.setattr(TorchMemorySaver, "_key", lambda self: key)
+    yield
+    close_all([saved.shared for saved in torch_memory_saver._saved.values()])
