@@ -267,5 +267,43 @@ TEST_F(SleepPlaces, AForkedChildHasNoLockOfItsParents) {
   for (const int end : {lives[0], lives[1], begun[0], begun[1]}) ::close(end);
 }
 
+// What is released is the driver's at once, to the byte; what is not rests for other models until somebody asks for it.
+TEST_F(SleepPlaces, WhatIsReleasedIsTheDriversAtOnce) {
+  const auto group = lab_.memory().create_group("g", 768 * kMiB);
+  const auto model = lab_.pool(Lab::spec("model"), group.get());
+  const auto cache = lab_.memory().tagged(model, "cache");
+  const auto other = lab_.pool(Lab::spec("other"), group.get());
+  const std::vector<std::size_t> sizes = {3 * kKiB, kMiB, 5 * kMiB};
+  const std::vector<Live> live = fill(*model, sizes);
+  const std::vector<Live> of_cache = fill(*cache, sizes);
+  const std::vector<Live> of_other = fill(*other, sizes);
+  lab_.memory().empty_cache();
+  const auto is_free = [this] {
+    MemoryInfo info;
+    EXPECT_TRUE(lab_.driver.memory_info(0, &info).ok());
+    return info.free;
+  };
+  const auto mapped = [&] { return model->physical_bytes() + cache->physical_bytes(); };
+  const std::size_t all = is_free() + mapped();
+  for (const Places& places : {host(), packed(), file(), discard()}) {
+    for (const bool release : {true, false}) {
+      SCOPED_TRACE(::testing::Message() << "place " << static_cast<int>(places.front().kind) << ", " << release);
+      const std::size_t had = mapped();
+      sleep(model, places, release);
+      EXPECT_EQ(mapped(), 0U);
+      EXPECT_EQ(is_free(), release ? all : all - had);
+      EXPECT_EQ(lab_.memory().store().shelved_bytes(*group), release ? 0 : had);
+      EXPECT_EQ(lab_.memory().empty_cache(), release ? 0 : had);
+      EXPECT_EQ(is_free(), all);
+      wake(model);
+      EXPECT_EQ(is_free() + mapped(), all);
+      if (places.front().kind == Place::Kind::discard) continue;
+      expect_whole(live);
+      expect_whole(of_cache);
+    }
+  }
+  expect_whole(of_other);
+}
+
 }  // namespace
 }  // namespace vmm::testing
