@@ -9,6 +9,7 @@ from contextlib import contextmanager
 GPU_ALLOCATORS = ("torch_vmm", "native", "expandable", "cudaMallocAsync")
 HOST_ALLOCATORS = ("torch_vmm", "native")
 TUNED = "native-tuned"  # by the usual advice
+UNSCRUBBED = "torch_vmm-unscrubbed"  # memory that changes its model is not zeroed
 FLOOR = "floor"  # only bumps a pointer; measured where nothing is computed
 # Of benchmarks that ask for memory by themselves: torch's allocator is its own in their processes.
 NATIVE_POOL = "NativeMemoryPool"
@@ -29,6 +30,8 @@ def environment(allocator: str) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if name not in ours}
     if allocator in _CONFIGURATIONS:
         variables["PYTORCH_CUDA_ALLOC_CONF"] = _CONFIGURATIONS[allocator]
+    if allocator == UNSCRUBBED:
+        variables["TORCH_VMM_SCRUB"] = "0"
     return variables
 
 

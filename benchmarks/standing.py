@@ -9,13 +9,14 @@ import json
 from pathlib import Path
 from typing import cast
 
+from .allocators import UNSCRUBBED
 from .measurement import Result, Row, is_for_tables
 from .table import DEVICE, RESULTS
 
 _CALLS = ("reserve", "create", "map", "set_access", "unmap", "release")
 _EMPTIED = "pass after empty_cache"
 _BESIDE: tuple[str, ...] = ("torch_vmm", "native")
-_NAMES = {"expandable": "expandable segments"}
+_NAMES = {"expandable": "expandable segments", UNSCRUBBED: "torch_vmm, unscrubbed"}
 
 
 def tables() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import benchmarks.__main__ as command_line
-from benchmarks import lockstep, machine, report, runner, standing
+from benchmarks import hand_over, lockstep, machine, report, runner, standing
 from benchmarks.measurement import Answer, Measurement, Part, Row
 from benchmarks.runner import Job, Options
 from benchmarks.workloads import PROGRAMS, largest, measuring, serving, training
@@ -254,6 +255,43 @@ def test_in_lockstep_the_allocators_of_a_program_are_started_together(
     assert [[job.allocator for job in some] for some in together] == [["torch_vmm", "native"]] * 2
     assert {job.part["passes"] for job in jobs} == {6}
     assert "--lockstep" in json.loads((tmp_path / "workloads-cpu.json").read_text())["command"]
+
+
+def test_one_run_hands_over_with_and_without_scrubbing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line, "_has_gpu", lambda: True)
+    monkeypatch.setattr(command_line.loops, "build", lambda: None)
+    monkeypatch.delenv("TORCH_VMM_SCRUB", raising=False)
+    scrubs: dict[str, str | None] = {}
+
+    def answer(command: list[str], env: dict[str, str], **options: object) -> subprocess.CompletedProcess[str]:
+        allocator = json.loads(command[-1])["allocator"]
+        scrubs[allocator] = env.get("TORCH_VMM_SCRUB")
+        facts: dict[str, str | int] = {"device": "cpu", "driver": "none", "torch": "2.11.0", "cores": 2}
+        said = Answer(facts, [Measurement("4 GiB to another model", "time", float(len(allocator)), "ms")])
+        return subprocess.CompletedProcess(command, 0, runner._ANSWER + json.dumps(said._asdict()), "")
+
+    monkeypatch.setattr(runner.subprocess, "run", answer)
+    monkeypatch.setattr(machine, "commit", lambda: "abcdef0")
+    assert call(monkeypatch, "--runs", "1", "--out", str(tmp_path), "hand_over") == 0
+    assert scrubs == {"torch_vmm": None, "torch_vmm-unscrubbed": "0", "native": None}
+    heads = next(line.split() for line in capsys.readouterr().out.splitlines() if "native" in line)
+    assert heads == ["torch_vmm", "torch_vmm-unscrubbed", "native"]
+    result = json.loads((tmp_path / "hand_over-cpu.json").read_text())
+    assert "| | torch_vmm | torch_vmm, unscrubbed | native |" in standing._standing("hand_over", result)
+
+
+@pytest.mark.parametrize("allocator", hand_over.ALLOCATORS)
+def test_what_hands_over_without_scrubbing_is_torch_vmm(monkeypatch: pytest.MonkeyPatch, allocator: str) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(hand_over, "_hand_over", lambda allocator, *_: asked.append(allocator) or 1.0)
+    monkeypatch.setattr(hand_over, "_in_turn", lambda allocator, *_: asked.append(allocator) or 1.0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    assert len(hand_over.measure(allocator, quick=True)) == 3
+    assert set(asked) == {"native" if allocator == "native" else "torch_vmm"}
+    assert hand_over.INSTALLED.get(allocator, allocator) == asked[0]
 
 
 def test_a_copy_of_a_checkout_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
