@@ -202,14 +202,15 @@ class TorchMemorySaver(Guarded, guarded=True):
         return _Disabled(self, self._key())
 
     def pause(self, tag: str | None = None) -> None:
-        """Gives the memory of a tag's tensors away, or of all; twice is once.
+        """Gives the memory of a tag's tensors back to the driver, or of all; twice is
+        once.
 
         Waits for queued work. Raises as :meth:`VirtualMemoryPool.sleep`.
         """
         for saved, regions in self._tagged(tag):
             keep = {region.name: self._place(region) for region in regions}
             if keep:
-                saved.model.sleep(keep)
+                saved.model.sleep(keep, release=True)
 
     def resume(self, tag: str | None = None) -> None:
         """Brings it back, to the same addresses; it may take of the margin.

@@ -78,6 +78,29 @@ def test_what_it_leaves_is_in_nobodys_way(
     sleeps_and_wakes(model, tensor, place, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["llama", ""], ids=["path", "folder"])
+def test_one_that_is_killed_while_it_takes_the_room_is_in_nobodys_way(
+    device: str, model: VirtualMemoryPool, tmp_path: Path, name: str
+) -> None:
+    tensor = numbered(model, MIB)
+    killed(
+        device,
+        f"""
+        import threading
+
+        def die_with_its_file():
+            while not os.listdir({str(tmp_path)!r}):
+                pass
+            die()
+
+        threading.Thread(target=die_with_its_file).start()
+        pool.sleep({str(tmp_path / name)!r})
+        """,
+    )
+    assert len(sizes(tmp_path)) == 1
+    sleeps_and_wakes(model, tensor, tmp_path / name, tmp_path)
+
+
 @pytest.mark.parametrize("moment", ["as it goes", "asleep"])
 def test_it_stays_until_a_model_sleeps_there(
     device: str, model: VirtualMemoryPool, tmp_path: Path, moment: str

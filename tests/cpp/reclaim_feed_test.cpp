@@ -39,20 +39,20 @@ TEST_F(ReclaimFeedOf, TellsWhatWasMetAndWhatWasRefused) {
 }
 
 TEST_F(ReclaimFeedOf, KeepsNothingThatNobodyFollows) {
-  feed_.put(of_bytes(1), "cpu", 0);
+  feed_.put(of_bytes(1), lab_.driver, 0);
   feed_.follow();
-  feed_.put(of_bytes(2), "cpu", 0);
+  feed_.put(of_bytes(2), lab_.driver, 0);
   EXPECT_EQ(feed_.take()->decision.requested, 2U);
-  feed_.put(of_bytes(3), "cpu", 0);
+  feed_.put(of_bytes(3), lab_.driver, 0);
   feed_.end();
   feed_.follow();
-  feed_.put(of_bytes(4), "cpu", 0);
+  feed_.put(of_bytes(4), lab_.driver, 0);
   EXPECT_EQ(feed_.take()->decision.requested, 4U);
 }
 
 TEST_F(ReclaimFeedOf, LosesTheOldestAndSaysHowMany) {
   feed_.follow();
-  for (std::size_t k = 0; k < ReclaimFeed::kMost + 3; ++k) feed_.put(of_bytes(k), "cpu", 0);
+  for (std::size_t k = 0; k < ReclaimFeed::kMost + 3; ++k) feed_.put(of_bytes(k), lab_.driver, 0);
   const std::optional<ReclaimFeed::Told> first = feed_.take();
   EXPECT_EQ(first->decision.requested, 3U);
   EXPECT_EQ(first->lost, 3U);
@@ -67,7 +67,7 @@ TEST_F(ReclaimFeedOf, EndsForWhoeverWaits) {
     has_taken = true;
     EXPECT_FALSE(feed_.take().has_value());
   });
-  feed_.put(of_bytes(7), "cpu", 0);
+  feed_.put(of_bytes(7), lab_.driver, 0);
   while (!has_taken) std::this_thread::yield();
   feed_.end();
   follower.join();

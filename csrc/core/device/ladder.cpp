@@ -490,8 +490,9 @@ const std::array<Ladder::Step, kRungs> Ladder::kSteps = {&Ladder::give_shelves_b
 
 void Ladder::note(const Pool& asker, ReclaimDecision decision) {
   const Pool& model = asker.model();
-  ReclaimFeed& feed = ReclaimFeed::instance();
-  if (feed.is_followed()) feed.put(decision, memory_.driver().name(), memory_.device());
+  if (ReclaimFeed::is_followed()) {
+    ReclaimFeed::instance().put(decision, memory_.driver(), memory_.device());
+  }
   log_.note(model.id(), std::move(decision));
   if (model.is_closed()) log_.forget(model.id());  // closed meanwhile: it may have been forgotten before
 }

@@ -25,12 +25,12 @@ void ReclaimFeed::end() {
   changed_.notify_all();
 }
 
-void ReclaimFeed::put(const ReclaimDecision& decision, const std::string& kind, int device) noexcept {
+void ReclaimFeed::put(const ReclaimDecision& decision, const Driver& driver, int device) noexcept {
   {
     const MutexLock lock(mutex_);
     if (!is_followed()) return;
     try {
-      untaken_.push_back({decision, kind, device});
+      untaken_.push_back({decision, driver.name(), device});
     } catch (const std::bad_alloc&) {
       ++lost_;
       return;

@@ -11,6 +11,7 @@
 
 #include "base/sync.h"
 #include "core/numbers/reclaim_report.h"
+#include "driver/driver.h"
 
 namespace vmm {
 
@@ -24,21 +25,22 @@ class ReclaimFeed {
     int device = 0;
     std::size_t lost = 0;  // that went before this one, untaken
   };
-  // Never destroyed: a thread may wait for it when the process ends.
+  // Made when it is asked for first, which takes memory, and never destroyed: a thread may wait for it when the
+  // process ends.
   static ReclaimFeed& instance();
 
   // One follower: from now on decisions are kept for it.
   void follow() VMM_EXCLUDES(mutex_);
   // Nothing is kept any more, and take() returns at once.
   void end() VMM_EXCLUDES(mutex_);
-  [[nodiscard]] bool is_followed() const { return is_followed_.load(std::memory_order_relaxed); }
+  [[nodiscard]] static bool is_followed() { return is_followed_.load(std::memory_order_relaxed); }
   // Without memory to note it, it is lost.
-  void put(const ReclaimDecision& decision, const std::string& kind, int device) noexcept VMM_EXCLUDES(mutex_);
+  void put(const ReclaimDecision& decision, const Driver& driver, int device) noexcept VMM_EXCLUDES(mutex_);
   // The oldest, once there is one; nothing: it has ended.
   std::optional<Told> take() VMM_EXCLUDES(mutex_);
 
  private:
-  std::atomic<bool> is_followed_{false};
+  inline static std::atomic<bool> is_followed_{false};
   Mutex mutex_;  // a leaf
   std::condition_variable_any changed_;
   std::deque<Told> untaken_ VMM_GUARDED_BY(mutex_);

@@ -131,6 +131,14 @@ int allocate(int file, std::size_t bytes) {
   return 0;
 }
 
+// 0, or what is wrong.
+int write_mark(int file, std::byte* page) {
+  std::memcpy(page, kMagic.data(), kMagic.size());
+  const ssize_t written = through_signals([&] { return ::pwrite(file, page, kHeadBytes, 0); });
+  if (written == static_cast<ssize_t>(kHeadBytes)) return 0;
+  return written < 0 ? errno : EIO;
+}
+
 std::size_t file_offset(std::size_t slab) { return kHeadBytes + slab * PinnedMemory::kSlabBytes; }
 
 }  // namespace
@@ -159,21 +167,33 @@ FileBackup::FileBackup(Driver& driver, const std::string& path, std::size_t byte
   open(page);
   const std::size_t room = file_offset(0) + align_up(bytes, kHeadBytes);
   const int file = file_.descriptor();
-  int error = through_signals([file] { return ::ftruncate(file, 0); }) != 0 ? errno : 0;
+  // The mark first: a process that is killed while it takes the room leaves what the next takes over.
+  int error = through_signals([file] { return ::ftruncate(file, kHeadBytes); }) != 0 ? errno : write_mark(file, page);
   if (error == 0) error = allocate(file, room);
-  if (error == 0) {
-    std::memcpy(page, kMagic.data(), kMagic.size());
-    const ssize_t written = through_signals([&] { return ::pwrite(file, page, kHeadBytes, 0); });
-    if (written != static_cast<ssize_t>(kHeadBytes)) error = written < 0 ? errno : EIO;
-  }
   if (error == 0) return;
   file_.unlink(path_);
   fail("no room for a model's " + format_bytes(bytes) + " in", error);
 }
 
+// A new one that nobody has seen without its mark and its lock. False: it is there, or this file
+// system makes none without a name (tmpfs, ext4 and xfs do).
+bool FileBackup::make_marked(int direct, std::byte* page) {
+  const std::filesystem::path folder = std::filesystem::path(path_).parent_path();
+  const std::string in = folder.empty() ? "." : folder.string();
+  if (!file_.open(in, O_RDWR | O_TMPFILE | direct, S_IRUSR | S_IWUSR)) return false;
+  const std::string unnamed = "/proc/self/fd/" + std::to_string(file_.descriptor());
+  if (has_locked(file_) && write_mark(file_.descriptor(), page) == 0 &&
+      ::linkat(AT_FDCWD, unnamed.c_str(), AT_FDCWD, path_.c_str(), AT_SYMLINK_FOLLOW) == 0) {
+    return true;
+  }
+  file_.close();
+  return false;
+}
+
 // One of a process that has ended carries our mark and no lock. `page`: to read it to.
 void FileBackup::open(std::byte* page) {
   for (const int direct : {O_DIRECT, 0}) {
+    if (make_marked(direct, page)) return;
     if (!file_.open(path_, O_RDWR | O_CREAT | O_EXCL | direct, S_IRUSR | S_IWUSR) && errno == EEXIST) {
       const bool is_there = file_.open(path_, O_RDWR | O_NOFOLLOW | direct);
       const int error = is_there ? 0 : errno;

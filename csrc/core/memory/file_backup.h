@@ -53,6 +53,7 @@ class FileBackup final : public Backup {
   using StagePtr = std::unique_ptr<Stage>;
 
   void open(std::byte* page);
+  bool make_marked(int direct, std::byte* page);
   void write_slab() VMM_REQUIRES(mutex_);
   void read_staged(std::size_t at, std::byte* to, std::size_t size) VMM_REQUIRES(mutex_);
   // One that holds the slab, read from the file where need be.
