@@ -11,17 +11,18 @@ what is told has been done.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Literal, ParamSpec
 
 from torch_vmm import _C
 from torch_vmm.devices import DeviceKey
-from torch_vmm.reclaiming import ReclaimDecision, decision_of
+from torch_vmm.reclaiming import decision_of
 
 if TYPE_CHECKING:
     from torch_vmm.pools import VirtualMemoryPool
@@ -134,13 +135,20 @@ class _ReclaimFollower:
 
     def begin(self) -> None:
         """Where anybody takes such logs, and it runs not yet."""
-        if not logger.isEnabledFor(logging.INFO):
+        if self._thread is not None or not logger.isEnabledFor(logging.INFO):
             return
-        with self._lock:
-            if self._thread is None:
-                _C.follow_reclaims()
-                self._thread = threading.Thread(target=_tell_reclaims, name="torch_vmm log", daemon=True)
-                self._thread.start()
+        # A signal's handler, or a finalizer, may come here while it is being begun.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            thread = threading.Thread(target=_tell_reclaims, name="torch_vmm log", daemon=True)
+            _C.follow_reclaims()
+            thread.start()
+            self._thread = thread
+        except RuntimeError:
+            _C.end_reclaims()  # no thread can be started now: another time
+        finally:
+            self._lock.release()
 
     def end(self) -> None:
         """At the interpreter's end: the thread must not come back to one that is gone."""
@@ -161,17 +169,18 @@ os.register_at_fork(after_in_child=_follower.forget)
 
 def _tell_reclaims() -> None:
     while (told := _C.next_reclaim()) is not None:
-        kind, ordinal, decision, lost = told
-        _reclaimed(DeviceKey(kind, ordinal), decision_of(decision), lost)
+        # What ends a program, a handler's sys.exit() say, is not this thread's to obey.
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            _reclaimed(*told)
 
 
 @_ends_nothing
-def _reclaimed(device: DeviceKey, decision: ReclaimDecision, lost: int) -> None:
+def _reclaimed(kind: Literal["cuda", "cpu"], ordinal: int, decision: _C._ReclaimDecision, lost: int) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     if lost:
         logger.info("%d requests that hit a limit are not told: they came faster than the log takes them", lost)
-    logger.info("on %s a limit was hit: %s", device, decision)
+    logger.info("on %s a limit was hit: %s", DeviceKey(kind, ordinal), decision_of(decision))
 
 
 @_ends_nothing

@@ -3,7 +3,9 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <algorithm>
+#include <chrono>
 #include <string>
+#include <thread>
 #include <typeinfo>
 #include <utility>
 
@@ -114,6 +116,8 @@ bool is_in_chain(const ModelContext* link, const ModelContext& context) {
   while (link != nullptr && link != &context) link = link->parent.get();
   return link != nullptr;
 }
+
+constexpr std::chrono::milliseconds kThreadsEnd{20};
 
 constexpr const char* kCure =
     " Where a function is suspended inside a model, decorate it instead (@use_model(...), or @pool.tag(...) for a tag, "
@@ -249,11 +253,18 @@ void leave_model(const ModelContextPtr& context) {
 }
 
 void require_left_by_others(const Pool& pool) {
-  int beside = pool.times_entered();
-  for (const ModelContext* context = top(); context != nullptr && beside > 0; context = context->parent.get()) {
+  int here = 0;
+  for (const ModelContext* context = top(); context != nullptr; context = context->parent.get()) {
     if (!context->is_entered.load(std::memory_order_relaxed)) continue;
     const auto is_it = [&pool](const auto& each) { return each.get() == &pool; };
-    if (is_it(context->pool) || std::any_of(context->carried.begin(), context->carried.end(), is_it)) --beside;
+    if (is_it(context->pool) || std::any_of(context->carried.begin(), context->carried.end(), is_it)) ++here;
+  }
+  // Python's join() of a thread returns a moment before the thread has ended, and with it what it was in.
+  const auto until = std::chrono::steady_clock::now() + kThreadsEnd;
+  int beside = pool.times_entered() - here;
+  while (beside > 0 && std::chrono::steady_clock::now() < until) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    beside = pool.times_entered() - here;
   }
   if (beside <= 0) return;
   throw VmmError(ModelContext::name_of(pool) + " cannot go to sleep: it is entered (a `with`, or a function that is " +

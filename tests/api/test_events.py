@@ -205,11 +205,42 @@ def test_what_was_thrown_away_is_told_as_asleep(shared: SharedMemoryPool, log: L
     del kept
 
 
+def test_a_handler_that_hits_a_limit_itself_is_told_of_no_more(make_shared: MakeShared) -> None:
+    shared = make_shared("64MiB")
+    model = shared.register_model("model")
+    told: list[str] = []
+
+    class Hits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            with pytest.raises(torch.OutOfMemoryError):
+                tensor_in(model, 80 * MIB)
+            raise SystemExit  # nor does it end the thread
+
+    handler = Hits()
+    logger = logging.getLogger("torch_vmm")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        model.priority = 1
+        for number in (1, 2):
+            with pytest.raises(torch.OutOfMemoryError):
+                tensor_in(model, 80 * MIB)
+            until = time.monotonic() + 30
+            while len(told) < number and time.monotonic() < until:
+                time.sleep(0.01)
+        time.sleep(0.2)
+        assert len(told) == 2
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+
+
 def test_the_thread_that_tells_ends_with_the_interpreter() -> None:
     told = python("""
-        import logging
+        import logging, sys
         import torch, torch_vmm
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
         torch_vmm.enable("cpu")
         shared = torch_vmm.SharedMemoryPool("64MiB", "cpu")
         model = shared.register_model("model")
@@ -220,7 +251,9 @@ def test_the_thread_that_tells_ends_with_the_interpreter() -> None:
             print("refused")
     """)
     assert told.returncode == 0
-    assert told.stdout.split() == ["refused"]
+    # The last one is told all the same.
+    assert sum("a limit was hit: 80 MiB for model" in line for line in told.stdout.splitlines()) == 1
+    assert "refused\n" in told.stdout
 
 
 def test_nothing_is_put_into_words_that_nobody_wants(

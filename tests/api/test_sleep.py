@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Callable
@@ -138,12 +137,12 @@ def test_one_that_another_thread_is_in_is_not_put_to_sleep(make_shared: MakeShar
 
 
 def test_a_thread_that_ends_within_has_left(model: VirtualMemoryPool) -> None:
-    thread = threading.Thread(target=model.__enter__)
-    thread.start()
-    thread.join()
-    gc.collect()
-    model.sleep()
-    model.wake()
+    for _ in range(20):
+        thread = threading.Thread(target=model.__enter__)
+        thread.start()
+        thread.join()
+        model.sleep()
+        model.wake()
 
 
 def test_elastic_and_sparse_tensors_sleep_too(model: VirtualMemoryPool) -> None:

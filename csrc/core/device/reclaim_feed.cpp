@@ -12,6 +12,9 @@ ReclaimFeed& ReclaimFeed::instance() {
 
 void ReclaimFeed::follow() {
   const MutexLock lock(mutex_);
+  untaken_.clear();
+  lost_ = 0;
+  follower_ = {};
   is_followed_.store(true, std::memory_order_relaxed);
 }
 
@@ -19,8 +22,6 @@ void ReclaimFeed::end() {
   {
     const MutexLock lock(mutex_);
     is_followed_.store(false, std::memory_order_relaxed);
-    untaken_.clear();
-    lost_ = 0;
   }
   changed_.notify_all();
 }
@@ -28,7 +29,7 @@ void ReclaimFeed::end() {
 void ReclaimFeed::put(const ReclaimDecision& decision, const Driver& driver, int device) noexcept {
   {
     const MutexLock lock(mutex_);
-    if (!is_followed()) return;
+    if (!is_followed() || follower_ == std::this_thread::get_id()) return;
     try {
       untaken_.push_back({decision, driver.name(), device});
     } catch (const std::bad_alloc&) {
@@ -45,6 +46,7 @@ void ReclaimFeed::put(const ReclaimDecision& decision, const Driver& driver, int
 
 std::optional<ReclaimFeed::Told> ReclaimFeed::take() {
   const MutexLock lock(mutex_);
+  follower_ = std::this_thread::get_id();
   while (untaken_.empty() && is_followed()) changed_.wait(mutex_);
   if (untaken_.empty()) return std::nullopt;
   Told told = std::move(untaken_.front());

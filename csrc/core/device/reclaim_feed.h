@@ -8,6 +8,7 @@
 #include <deque>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "base/sync.h"
 #include "core/numbers/reclaim_report.h"
@@ -31,10 +32,11 @@ class ReclaimFeed {
 
   // One follower: from now on decisions are kept for it.
   void follow() VMM_EXCLUDES(mutex_);
-  // Nothing is kept any more, and take() returns at once.
+  // Nothing is kept any more. What is kept still can be taken, and then take() returns at once.
   void end() VMM_EXCLUDES(mutex_);
   [[nodiscard]] static bool is_followed() { return is_followed_.load(std::memory_order_relaxed); }
-  // Without memory to note it, it is lost.
+  // Without memory to note it, it is lost. Not what the follower's own requests hit: it would tell of
+  // itself for ever.
   void put(const ReclaimDecision& decision, const Driver& driver, int device) noexcept VMM_EXCLUDES(mutex_);
   // The oldest, once there is one; nothing: it has ended.
   std::optional<Told> take() VMM_EXCLUDES(mutex_);
@@ -43,6 +45,7 @@ class ReclaimFeed {
   inline static std::atomic<bool> is_followed_{false};
   Mutex mutex_;  // a leaf
   std::condition_variable_any changed_;
+  std::thread::id follower_ VMM_GUARDED_BY(mutex_);  // that took last
   std::deque<Told> untaken_ VMM_GUARDED_BY(mutex_);
   std::size_t lost_ VMM_GUARDED_BY(mutex_) = 0;
 };
