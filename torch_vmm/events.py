@@ -111,19 +111,29 @@ def was_set(whose: VirtualMemoryPool | SharedMemoryPool, name: str, value: int |
 
 
 @_ends_nothing
-def moved(pool: VirtualMemoryPool, doing: str, size: int, seconds: float, asleep: int = 0) -> None:
-    """A model went to sleep or woke.
+def went_to_sleep(pool: VirtualMemoryPool, size: int, seconds: float) -> None:
+    """A model sleeps, or more of it: ``size`` bytes were copied. Where none was, it is told how many sleep."""
+    if logger.isEnabledFor(logging.INFO):
+        asleep = 0 if size else pool.stats().asleep_bytes
+        _moved(pool, "went to sleep", size, seconds, f"{_size(asleep)}, none of it copied," if asleep else _size(size))
+
+
+@_ends_nothing
+def woke(pool: VirtualMemoryPool, doing: str, size: int, seconds: float) -> None:
+    """A model is awake, or some of it.
 
     Args:
-        doing: "went to sleep", "woke", "woke in part (...)".
+        doing: "woke", "woke in part (...)".
         size: bytes that were copied.
         seconds: how long it took.
-        asleep: bytes that live and sleep now, told where none was copied.
     """
     if logger.isEnabledFor(logging.INFO):
-        rate = f", {_size(round(size / seconds))}/s" if size and seconds > 0 else ""
-        copied = _size(size) if size or not asleep else f"{_size(asleep)}, none of it copied,"
-        logger.info("%s %s: %s in %.3f s%s", _whose(pool), doing, copied, seconds, rate)
+        _moved(pool, doing, size, seconds, _size(size))
+
+
+def _moved(pool: VirtualMemoryPool, doing: str, size: int, seconds: float, what: str) -> None:
+    rate = f", {_size(round(size / seconds))}/s" if size and seconds > 0 else ""
+    logger.info("%s %s: %s in %.3f s%s", _whose(pool), doing, what, seconds, rate)
 
 
 class _ReclaimFollower:

@@ -54,10 +54,10 @@ class _Passage:
         """Logs what became of it, if anything did. A swap moves another model too."""
         asleep = set(_C.asleep(self.pool._handle))
         if asleep - self._slept:
-            events.moved(self.pool, "went to sleep", moving.gone, seconds, self.pool.stats().asleep_bytes)
+            events.went_to_sleep(self.pool, moving.gone, seconds)
         elif came := sorted(self._slept - asleep):
             part = ", ".join(repr(tag) if tag else "what has no tag" for tag in came)
-            events.moved(self.pool, f"woke in part ({part})" if asleep else "woke", moving.come, seconds)
+            events.woke(self.pool, f"woke in part ({part})" if asleep else "woke", moving.come, seconds)
 
 
 def _run_due(due: list[Callable[[bool], None]]) -> None:

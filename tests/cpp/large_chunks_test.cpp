@@ -4,16 +4,13 @@
 
 #include <string>
 
-#include "core/numbers/reclaim_report.h"
-#include "cpp/lab.h"
+#include "cpp/reclaim_lab.h"
 
 namespace vmm::testing {
 namespace {
 
 constexpr std::size_t kLarge = 512 * kMiB;
 constexpr std::size_t kLoaded = 20 * kLarge;  // of one block a load makes chunks of a 20th
-const Stream kOne = stream(0x10);
-const Stream kTwo = stream(0x20);
 
 LabSpec of_device(std::size_t bytes) {
   LabSpec spec;
@@ -38,11 +35,7 @@ class LargeChunks : public ::testing::Test {
     third_ = lab_.pool(roomy("third"), group_.get());
     lab_.driver.clear_calls();
   }
-  std::size_t waits() const { return lab_.driver.count(Call::wait) + lab_.driver.count(Call::synchronize); }
-  ReclaimDecision latest(const Pool& pool) {
-    const ReclaimReport report = lab_.memory().ladder().log().report_of(pool.id());
-    return report.latest.empty() ? ReclaimDecision{} : report.latest.back();
-  }
+  std::size_t waits() const { return waits_of(lab_); }
 
   Lab lab_{of_device(4 * kLoaded)};
   const std::shared_ptr<Budget> group_ = lab_.memory().create_group("the shared pool", kLoaded);
@@ -63,7 +56,7 @@ TEST_F(LargeChunks, ASmallRequestTakesNoMoreThanItLacks) {
 
 TEST_F(LargeChunks, TheReportSaysWhatWentBack) {
   lab_.allocate(*small_, 4 * kMiB);
-  const ReclaimStep step = latest(*small_).steps.at(static_cast<std::size_t>(Rung::other_models));
+  const ReclaimStep step = latest_of(lab_, *small_).steps.at(static_cast<std::size_t>(Rung::other_models));
   EXPECT_EQ(step.result, StepResult::met);
   EXPECT_EQ(step.bytes, kLarge);
   ASSERT_EQ(step.yielded.size(), 1U);

@@ -14,6 +14,16 @@ namespace vmm::testing {
 inline const Stream kOne = stream(0x10);
 inline const Stream kTwo = stream(0x20);
 
+// How often somebody waited for the GPU.
+inline std::size_t waits_of(const Lab& lab) {
+  return lab.driver.count(Call::wait) + lab.driver.count(Call::synchronize);
+}
+// What became of the model's latest request that climbed.
+inline ReclaimDecision latest_of(Lab& lab, const Pool& pool) {
+  const ReclaimReport report = lab.memory().ladder().log().report_of(pool.id());
+  return report.latest.empty() ? ReclaimDecision{} : report.latest.back();
+}
+
 // Two or three models under one limit of 32 MiB.
 class Reclaim : public ::testing::Test {
  protected:
@@ -25,13 +35,9 @@ class Reclaim : public ::testing::Test {
     spec.floor = floor;
     return lab_.pool(spec, &group_);
   }
-  std::size_t waits() const { return lab_.driver.count(Call::wait) + lab_.driver.count(Call::synchronize); }
+  std::size_t waits() const { return waits_of(lab_); }
   static std::size_t bytes(const std::shared_ptr<Pool>& pool) { return pool->physical_bytes(); }
-  // What became of the model's latest request that climbed.
-  ReclaimDecision latest(const Pool& pool) {
-    const ReclaimReport report = lab_.memory().ladder().log().report_of(pool.id());
-    return report.latest.empty() ? ReclaimDecision{} : report.latest.back();
-  }
+  ReclaimDecision latest(const Pool& pool) { return latest_of(lab_, pool); }
   // Of each rung, in order, the first letter: passed over, nothing, in vain, met.
   std::string steps(const Pool& pool) {
     std::string letters;
