@@ -336,8 +336,10 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
             blocking: returns when it sleeps; else at once, and a thread does
                 it.
             progress: ``True`` draws a bar in a terminal; a function is called
-                with the bytes that have moved and those in all. What it raises
-                stops it.
+                with the bytes that have moved and those in all and, where it
+                takes four numbers, with bytes a second so far and the seconds
+                left at that rate (infinite before any have moved). What it
+                raises stops it.
         Returns:
             A handle: ``wait()``, ``done``, ``progress``.
         Raises:

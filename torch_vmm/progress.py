@@ -5,6 +5,8 @@ It knows nothing of what moves.
 
 from __future__ import annotations
 
+import inspect
+import math
 import shutil
 import sys
 import time
@@ -16,8 +18,10 @@ from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.lines import columns, cut, one_line
 from torch_vmm.sizes import show
 
-Progress = bool | Callable[[int, int], object] | None
-"""Called with the bytes that have moved and those in all; ``True`` draws a bar in a terminal."""
+Progress = bool | Callable[[int, int], object] | Callable[[int, int, float, float], object] | None
+"""Called with the bytes that have moved and those in all, and where it takes four numbers with the rate so far, in
+bytes a second, and the seconds that are left at that rate; ``True`` draws a bar in a terminal.
+"""
 
 _BAR = 30  # characters, at the most
 _NAME = 32  # columns, at the most, that a name has
@@ -30,26 +34,53 @@ def to_look(name: str, progress: Progress) -> Look | None:
         return None
     if progress is True:
         return Look(_Bar(name)) if sys.stderr.isatty() else None
-    if not is_function(progress):
-        raise InvalidArgumentError(f"progress={show(progress)}: give True, or a function of two numbers")
-    return Look(progress)
+    takes = _numbers_taken(progress) if is_function(progress) else None
+    if takes is None:
+        raise InvalidArgumentError(f"progress={show(progress)}: give True, or a function of two numbers, or of four")
+    return Look(progress, takes)
+
+
+def _numbers_taken(function: Callable[..., object]) -> int | None:
+    """Two, where it can be called with as many."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it does not tell
+        return 2
+    for count in (2, 4):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count
+    return None
 
 
 class Look:
     """Tells a function how far a transfer is, where that has changed."""
 
-    def __init__(self, tell: Callable[[int, int], object]) -> None:
+    def __init__(self, tell: Callable[..., object], takes: int = 4) -> None:
         self._tell = tell
+        self._takes = takes
+        self._began = time.monotonic()
         self._told: tuple[int, int] | None = None
 
     def look(self, now: tuple[int, int]) -> None:
-        if now != self._told:
-            self._told = now
-            self._tell(*now)
+        if now == self._told:
+            return
+        self._told = now
+        numbers = (*now, *_rate_and_left(*now, time.monotonic() - self._began))
+        self._tell(*numbers[: self._takes])
 
     def end(self) -> None:
         if isinstance(self._tell, _Bar):
             self._tell.end()
+
+
+def _rate_and_left(moved: int, total: int, seconds: float) -> tuple[float, float]:
+    """In bytes a second, and seconds: 0 and infinite as long as nobody knows."""
+    rate = moved / seconds if seconds > 0 else 0.0
+    left = (total - moved) / rate if rate else math.inf
+    return rate, left if moved < total else 0.0
 
 
 class _Bar:
@@ -57,27 +88,25 @@ class _Bar:
 
     def __init__(self, name: str) -> None:
         self._name = one_line(name)
-        self._began = time.monotonic()
         self._drawn = 0.0
 
-    def __call__(self, moved: int, total: int) -> None:
+    def __call__(self, moved: int, total: int, rate: float, left: float) -> None:
         now = time.monotonic()
         if (total == 0 and not self._drawn) or (now - self._drawn < _EVERY and moved < total):
             return
         self._drawn = now
         width = shutil.get_terminal_size().columns - 1
-        sys.stderr.write("\r" + self._line(moved, total, now - self._began, width))
+        sys.stderr.write("\r" + self._line(moved, total, rate, left, width))
         sys.stderr.flush()
 
-    def _line(self, moved: int, total: int, seconds: float, width: int) -> str:
+    def _line(self, moved: int, total: int, rate: float, left: float, width: int) -> str:
         """As many columns as ``width``: the name, and of the numbers those that fit whole."""
         share = moved / total if total else 1.0  # of what was discarded after all nothing is left to move
         sizes = f" {_C.format_bytes(moved)} of {_C.format_bytes(total)}"
         texts = [sizes, f" {100 * moved // total if total else 100} %", ""]
-        if moved and seconds > 0:  # else nobody knows yet
-            rate = moved / seconds
+        if rate:  # else nobody knows yet
             speed = f"{sizes}, {_C.format_bytes(round(rate))}/s"
-            texts[:0] = [f"{speed}, {(total - moved) / rate:.1f} s left", speed]
+            texts[:0] = [f"{speed}, {left:.1f} s left", speed]
         name = cut(self._name, _NAME)
         least = min(columns(name), _LEAST)
         text = next((each for each in texts if least + len(each) <= width), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import sys
 import threading
@@ -141,6 +142,46 @@ def test_progress_is_told_and_may_stop_it(model: VirtualMemoryPool) -> None:
     assert is_numbered(tensor)
 
 
+def test_a_function_of_four_numbers_is_told_rate_and_time_left(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 40 * MIB)
+    told: list[tuple[int, int, float, float]] = []
+
+    def tell(done: int, total: int, rate: float, left: float) -> None:
+        told.append((done, total, rate, left))
+
+    began = time.monotonic()
+    model.sleep(progress=tell)
+    seconds = time.monotonic() - began
+    assert told[0] == (0, 160 * MIB, 0.0, math.inf)
+    assert told[-1][:2] == (160 * MIB, 160 * MIB)
+    assert told[-1][2] >= 160 * MIB / seconds
+    assert told[-1][3] == 0.0
+    for done, total, rate, left in told[1:]:
+        assert left == pytest.approx((total - done) / rate)
+    model.wake(progress=tell)
+    assert is_numbered(tensor)
+
+
+def test_what_a_function_may_take(model: VirtualMemoryPool) -> None:
+    tensor = numbered(model, 4 * MIB)
+    told: list[tuple[float, ...]] = []
+
+    class Told:
+        def __call__(self, *numbers: float, end: str = "") -> None:
+            told.append(numbers)
+
+    model.sleep(progress=Told())
+    model.wake(progress=lambda done, total=0, rate=0.0, left=0.0: told.append((done, total)))
+    assert {len(each) for each in told} == {2}, "as many as it has to"
+    for takes_others in (lambda done: None, lambda a, b, c: None, lambda a, b, c, d, e: None, lambda *, done: None):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match="a function of two numbers, or of four"):
+            model.sleep(progress=takes_others)
+        assert not model.is_asleep
+    model.sleep(progress=max)  # tells nothing of what it takes, and is called with two
+    model.wake()
+    assert is_numbered(tensor)
+
+
 @pytest.mark.parametrize("who", ["progress", "on_remap"])
 @pytest.mark.parametrize("waits", ["wait", "wait_for"])
 def test_one_that_would_wait_for_itself_says_so(model: VirtualMemoryPool, who: str, waits: str) -> None:
@@ -216,7 +257,8 @@ def columns_of(line: str) -> int:
 def test_a_bar_is_one_line_of_whole_numbers(name: str, columns: int) -> None:
     bar = progress._Bar(name)
     for moved, seconds in ((0, 0.0), (0, 0.1), (640 * MIB, 0.1), (2048 * MIB, 2.0)):
-        line = bar._line(moved, 2048 * MIB, seconds, columns)
+        total = 2048 * MIB
+        line = bar._line(moved, total, *progress._rate_and_left(moved, total, seconds), columns)
         assert columns_of(line) == columns
         assert line.isprintable()
         numbers = re.sub(r"^.*?(\[[# ]*\])?(?=( \d|$))", "", line.rstrip(), count=1) if columns >= 20 else ""
