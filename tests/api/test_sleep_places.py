@@ -104,6 +104,74 @@ def test_a_file_goes_when_it_is_awake(model: VirtualMemoryPool, tmp_path: Path) 
     assert is_numbered(tensor)
 
 
+def test_the_file_of_what_is_sealed_is_written_once(
+    limited: SharedMemoryPool, model: VirtualMemoryPool, tmp_path: Path
+) -> None:
+    weights = tagged(model, "weights", 4 * MIB)
+    cache = numbered(model, MIB)
+    model.seal(weights)
+    file, beside = str(tmp_path / "llama"), str(tmp_path / "llama.2")
+    copied = []
+    for _ in range(3):
+        handle = model.sleep(file, blocking=False)
+        handle.wait()
+        copied.append(handle.progress[0])
+        assert model.asleep == {"": file, "weights": beside}
+        model.wake()
+        assert os.listdir(tmp_path) == ["llama.2"]
+        assert int(weights[-1]) == 4 * MIB - 1
+        assert is_numbered(cache)
+    assert copied == [20 * MIB, 4 * MIB, 4 * MIB]
+    other = limited.register_model("other")
+    theirs = numbered(other, MIB)
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="exists, and is in use"):
+        other.sleep(beside)
+    assert is_numbered(theirs)
+    model.unseal(weights)
+    assert os.listdir(tmp_path) == []
+    weights.add_(1)
+    model.sleep(file)
+    model.wake()
+    assert int(weights[-1]) == 4 * MIB
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_file_of_what_is_sealed_goes_with_its_model(limited: SharedMemoryPool, tmp_path: Path) -> None:
+    model = limited.register_model("ends")
+    weights = tagged(model, "weights", MIB)
+    model.seal(weights)
+    for keep in (tmp_path, "host", tmp_path, "discard", tmp_path):
+        model.sleep(keep)
+        assert len(os.listdir(tmp_path)) == (1 if keep == tmp_path else 0)
+        model.wake()
+    assert len(os.listdir(tmp_path)) == 1
+    limited.release_host_backups()
+    assert len(os.listdir(tmp_path)) == 1
+    limited.unregister_model("ends", force=True)
+    assert os.listdir(tmp_path) == []
+    del weights
+
+
+def test_the_file_of_what_is_sealed_goes_when_the_program_ends(device: str, tmp_path: Path) -> None:
+    done = python(
+        f"""
+        import os, sys, torch, torch_vmm
+        torch_vmm.enable({device!r})
+        pool = torch_vmm.VirtualMemoryPool("64MiB", device={device!r})
+        with pool.tag("weights"):
+            x = torch.ones(1000, device={device!r})
+        pool.seal(x)
+        pool.sleep({str(tmp_path / "llama")!r})
+        pool.wake()
+        sys.circle = [pool, x]
+        sys.circle.append(sys.circle)
+        print(len(os.listdir({str(tmp_path)!r})))
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_tag_goes_back_to_its_models_file(model: VirtualMemoryPool, tmp_path: Path) -> None:
     with model.tag("kv_cache"):
         cache = torch.arange(MIB, dtype=torch.int32, device=model.device)
