@@ -204,6 +204,20 @@ TEST_F(SleepUnchanged, AFileThatSomebodyHasWrittenToOrCutIsWrittenAgain) {
   unseal();
 }
 
+TEST_F(SleepUnchanged, AFileThatDoesNotServeGoesBeforeTheNextIsMade) {
+  seal();
+  sleep(model_, file());
+  const std::string written = where(*weights_);
+  wake(model_);
+  const auto transfer = going({model_}, file("another"));
+  transfer->begin(&look_away);
+  EXPECT_FALSE(fs::exists(written)) << "the disk may have no room for both";
+  transfer->run(&look_away);
+  wake(model_);
+  expect_whole(live_);
+  unseal();
+}
+
 TEST_F(SleepUnchanged, AFileGoesWithItsModelOrItsName) {
   seal();
   sleep(model_, file());
