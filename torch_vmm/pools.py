@@ -317,8 +317,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
                 model on a GPU; it stays reserved there for the next sleep,
                 until that GPU's models need it, or
                 ``torch.cuda.empty_cache()``), the path of a file or folder
-                (with checksums; the file goes when it is awake, but for what is
-                sealed by then, which need not be written again; what goes to it
+                (with checksums; the file goes when it is awake; what goes to it
                 while some of the model is there already has ``path.2`` beside
                 it), or several of them: the first with room is taken. For some
                 :attr:`tags` alone: a mapping from tag to place, where ``""`` is

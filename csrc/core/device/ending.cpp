@@ -72,7 +72,7 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   }
   for (const auto& pool : closing) {
     pool->drop_pages();
-    pool->forget_unchanged([](const Backup&) { return true; });
+    pool->forget_unchanged();
     if (pool->live_blocks() != 0) {  // a last small tensor does not keep what nobody uses
       pool->shed(0);
       trim_shelf(*pool);

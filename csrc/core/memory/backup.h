@@ -48,11 +48,6 @@ class Backup {
   // Whether it may stay once all has been loaded, so that what nobody has written to need not
   // be saved again.
   [[nodiscard]] virtual bool may_be_kept() const { return false; }
-  // The file that it is; empty: it is none.
-  [[nodiscard]] virtual std::string path() const { return {}; }
-  // Of one that is kept: whether it holds what was saved still, as far as can be told without
-  // reading all of it.
-  [[nodiscard]] virtual bool is_as_it_was() const { return true; }
   // Nothing of it is to be found once the process has ended; it can be read until then.
   virtual void forget_name() noexcept {}
   // In words for messages and reports: "host", "host, packed", "cuda:1", a path.

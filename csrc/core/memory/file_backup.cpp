@@ -145,11 +145,6 @@ std::size_t file_offset(std::size_t slab) { return kHeadBytes + slab * PinnedMem
 
 std::string FileBackup::beside(const std::string& path, int number) { return path + '.' + std::to_string(number); }
 
-bool FileBackup::is_meant(const std::string& asked, const std::string& path) {
-  if (path.starts_with(asked + '/')) return is_chosen_name(path.substr(asked.size() + 1));
-  return path == asked || is_beside(path, asked);
-}
-
 void FileBackup::fail(const std::string& doing, int error) const {
   throw VmmError(doing + " " + path_ + ": " + std::strerror(error));
 }
@@ -321,16 +316,7 @@ void FileBackup::finish() {
   const MutexLock lock(mutex_);
   write_slab();
   stage_.reset();
-  written_ = written_now();
 }
-
-FileBackup::Written FileBackup::written_now() const {
-  struct stat found {};
-  if (::fstat(file_.descriptor(), &found) != 0) return {};
-  return {found.st_size, found.st_mtim.tv_sec, found.st_mtim.tv_nsec};
-}
-
-bool FileBackup::is_as_it_was() const { return written_.size >= 0 && written_ == written_now(); }
 
 void FileBackup::load(std::size_t at, Address to, std::size_t size, const StreamUse& by) {
   const MutexLock lock(mutex_);

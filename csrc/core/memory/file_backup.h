@@ -18,8 +18,6 @@ class FileBackup final : public Backup {
  public:
   // Where what finds the file at `path` in use by its own model goes; `number`: from 2 on.
   [[nodiscard]] static std::string beside(const std::string& path, int number);
-  // Whether whoever names `asked` means the file `path`: it is that one, beside it, or in that folder.
-  [[nodiscard]] static bool is_meant(const std::string& asked, const std::string& path);
   // All its room on the disk is taken now, so that a full one says so before anything
   // moves. `path` may be a folder: then the file's name is chosen. Throws
   // InvalidArgumentError where the file exists and is none of a process that has ended,
@@ -32,10 +30,6 @@ class FileBackup final : public Backup {
   void load(std::size_t at, Address to, std::size_t size, const StreamUse& by) override;
   void rest() noexcept override;
   void read(std::size_t at, std::byte* to, std::size_t size) override;
-  [[nodiscard]] bool may_be_kept() const override { return written_.size >= 0; }
-  [[nodiscard]] std::string path() const override { return path_; }
-  // Nobody has written to the file since finish(), nor cut it short.
-  [[nodiscard]] bool is_as_it_was() const override;
   void forget_name() noexcept override;
   [[nodiscard]] std::string place() const override { return path_; }
 
@@ -57,17 +51,9 @@ class FileBackup final : public Backup {
     StreamUse copied_by;     // on which there are copies of it; of no device: none
   };
   using StagePtr = std::unique_ptr<Stage>;
-  // By which another one's write shows.
-  struct Written {
-    std::int64_t size = -1;  // bytes; -1: it is not finished, or nobody could tell
-    std::int64_t seconds = 0;
-    std::int64_t nanoseconds = 0;
-    bool operator==(const Written&) const = default;
-  };
 
   void open(std::byte* page);
   bool make_marked(int direct, std::byte* page);
-  [[nodiscard]] Written written_now() const;
   void write_slab() VMM_REQUIRES(mutex_);
   void read_staged(std::size_t at, std::byte* to, std::size_t size) VMM_REQUIRES(mutex_);
   // One that holds the slab, read from the file where need be.
@@ -84,7 +70,6 @@ class FileBackup final : public Backup {
   StagePtr unwritten_ VMM_GUARDED_BY(mutex_);   // the last slab, where it could not be written
   std::size_t end_ VMM_GUARDED_BY(mutex_) = 0;  // of what was saved, in bytes
   std::vector<std::uint32_t> checksums_ VMM_GUARDED_BY(mutex_);  // by slab, of those that are written
-  Written written_;  // set by finish(), before anybody asks: what was stopped before serves nobody
 };
 
 }  // namespace vmm

@@ -58,7 +58,7 @@ void Pool::count_slabs(SizeClass from, SizeClass to) {
 
 // ------------------------------------------------------------- its ways there and back
 
-std::vector<MovedChunk> Pool::plan_sleep(const IsBackup& serves, std::span<const Address> everybodys) {
+std::vector<MovedChunk> Pool::plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys) {
   const MutexLock lock(mutex_);
   if (!space_.is_open() || !sleeping_.is_asleep()) return {};
   settle_locked();
@@ -67,7 +67,7 @@ std::vector<MovedChunk> Pool::plan_sleep(const IsBackup& serves, std::span<const
     const Block* const block = live_around(address);  // torch may have cut its own out of ours
     if (block != nullptr) staying.push_back(block->range());
   }
-  return sleeping_.plan_to_go(serves, staying);
+  return sleeping_.plan_to_go(keeps_unchanged, staying);
 }
 
 Status Pool::let_go(const MovedChunk& leaving, std::span<const KeptRange> kept) {
@@ -139,10 +139,10 @@ void Pool::end_sleep_locked(std::unique_ptr<Asleep>* ended, Unchanged* former) {
   note_sealed();
 }
 
-bool Pool::forget_unchanged(const IsBackup& is) {
+bool Pool::forget_unchanged() {
   Unchanged ended;  // its backup ends with no lock held
   const MutexLock lock(mutex_);
-  ended = sleeping_.take_unchanged_in(is);
+  ended = sleeping_.take_all_unchanged();
   return !ended.empty();
 }
 
@@ -203,12 +203,12 @@ void Pool::note_place(const std::string& place, bool falls_asleep) {
 
 std::set<std::string> Pool::places_of_backups() const {
   const MutexLock lock(mutex_);
-  return sleeping_.places_of_backups();
+  return sleeping_.is_asleep() ? sleeping_.places_of_backups() : std::set<std::string>();
 }
 
 void Pool::forget_names_of_backups() const noexcept {
   const MutexLock lock(mutex_);
-  sleeping_.forget_names_of_backups();
+  if (sleeping_.is_asleep()) sleeping_.forget_names_of_backups();
 }
 
 AsleepWhere Pool::asleep_where() const {

@@ -46,7 +46,7 @@ std::vector<ByteRange> SleepingMemory::contents() const {
   return found;
 }
 
-std::vector<MovedChunk> SleepingMemory::plan_to_go(const IsBackup& serves, std::span<const ByteRange> staying) {
+std::vector<MovedChunk> SleepingMemory::plan_to_go(bool keeps_unchanged, std::span<const ByteRange> staying) {
   std::vector<MovedChunk> plan;
   if (!space_.is_pinned()) {
     owner_.give_up_spare_slabs();
@@ -80,10 +80,11 @@ std::vector<MovedChunk> SleepingMemory::plan_to_go(const IsBackup& serves, std::
       // What a wake that was stopped has left is kept already.
       for (const ByteRange& part : asleep_->kept.missing({begin, std::min(live->end(), end) - begin})) {
         KeptRanges unchanged;
-        for (const KeptRange& each : unchanged_.within(part, offset, mapping)) {
-          if (!serves(*each.backup)) continue;
-          unchanged.add(each);
-          leaving.unchanged.push_back(each);
+        if (keeps_unchanged) {
+          for (const KeptRange& each : unchanged_.within(part, offset, mapping)) {
+            unchanged.add(each);
+            leaving.unchanged.push_back(each);
+          }
         }
         for (const ByteRange& rest : unchanged.missing(part)) leaving.kept.push_back(rest);
       }

@@ -38,12 +38,6 @@ void KeptRanges::forget_names() const noexcept {
   for_each_backup([](Backup& backup) { backup.forget_name(); });
 }
 
-bool KeptRanges::is_any_in(const IsBackup& is) const {
-  bool any = false;
-  for_each_backup([&](const Backup& backup) { any = any || is(backup); });
-  return any;
-}
-
 KeptRanges KeptRanges::cut_to(const std::vector<ByteRange>& wanted) {
   KeptRanges left;
   for (const ByteRange& range : wanted) {
@@ -80,25 +74,6 @@ Unchanged Unchanged::take(ByteRange range) {
   const auto last = of_chunks_.lower_bound(range.end());
   for (auto at = of_chunks_.lower_bound(range.offset); at != last;) taken.of_chunks_.insert(of_chunks_.extract(at++));
   return taken;
-}
-
-Unchanged Unchanged::take_if(const IsBackup& is) {
-  Unchanged taken;
-  for (auto at = of_chunks_.begin(); at != of_chunks_.end();) {
-    const auto here = at++;
-    if (here->second.kept.is_any_in(is)) taken.of_chunks_.insert(of_chunks_.extract(here));
-  }
-  return taken;
-}
-
-std::set<std::string> Unchanged::places() const {
-  std::set<std::string> found;
-  for (const auto& [offset, of_chunk] : of_chunks_) found.merge(of_chunk.kept.places());
-  return found;
-}
-
-void Unchanged::forget_names() const noexcept {
-  for (const auto& [offset, of_chunk] : of_chunks_) of_chunk.kept.forget_names();
 }
 
 Unchanged Unchanged::proved_by(const MappedRange::Map& live) const {

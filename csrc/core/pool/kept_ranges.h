@@ -11,14 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "base/function_ref.h"
 #include "base/units.h"
 #include "core/memory/backup.h"
 #include "core/memory/mapped_range.h"
 
 namespace vmm {
-
-using IsBackup = FunctionRef<bool(const Backup&)>;
 
 // [offset, offset + size) of the pool stands at `at` of a backup.
 struct KeptRange {
@@ -51,7 +48,6 @@ class KeptRanges {
   void forget_names() const noexcept;
   // Any of them, or nullptr.
   [[nodiscard]] const KeptRange* any() const { return by_offset_.empty() ? nullptr : &by_offset_.begin()->second; }
-  [[nodiscard]] bool is_any_in(const IsBackup& is) const;
 
  private:
   // One with several ranges perhaps more than once.
@@ -70,16 +66,11 @@ class Unchanged {
   void add(std::size_t offset, const LiveMapping& mapping, const std::vector<KeptRange>& ranges);
   // Takes those out whose chunks begin in `range`.
   [[nodiscard]] Unchanged take(ByteRange range);
-  // Takes those out of whose backups `is` is true.
-  [[nodiscard]] Unchanged take_if(const IsBackup& is);
   // Those that what is `live` still proves.
   [[nodiscard]] Unchanged proved_by(const MappedRange::Map& live) const;
   // The parts of `range`, within the chunk at `offset`, that are as they were copied.
   [[nodiscard]] std::vector<KeptRange> within(ByteRange range, std::size_t offset, const LiveMapping& mapping) const;
   [[nodiscard]] bool empty() const { return of_chunks_.empty(); }
-  // As KeptRanges'.
-  [[nodiscard]] std::set<std::string> places() const;
-  void forget_names() const noexcept;
 
  private:
   struct OfChunk {

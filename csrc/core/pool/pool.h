@@ -151,13 +151,13 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void end_transfer() VMM_EXCLUDES(mutex_);
   // What is to leave, by offset, once all that was queued before begin_sleep() has passed.
   // Gives what is idle to the group's shelf.
-  // What a former sleep has left in a backup that `serves`, and nobody has been able to write
-  // to since, stays there and is not copied again.
+  // `keeps_unchanged`: what a former sleep has left in a backup, and nobody has been able to
+  // write to since, stays there and is not copied again.
   // Chunks under blocks that one of `everybodys` lies in stay.
-  std::vector<MovedChunk> plan_sleep(const IsBackup& serves, std::span<const Address> everybodys = {})
+  std::vector<MovedChunk> plan_sleep(bool keeps_unchanged, std::span<const Address> everybodys = {})
       VMM_EXCLUDES(mutex_);
-  // What is there for that, in backups of which `is` is true, goes. Returns whether there was any.
-  bool forget_unchanged(const IsBackup& is) VMM_EXCLUDES(mutex_);
+  // What is there for that goes. Returns whether there was any.
+  bool forget_unchanged() VMM_EXCLUDES(mutex_);
   // The chunk goes to the group's shelf, and `kept` of it are in the backup. One that others
   // have mapped meanwhile stays. Where the driver refuses, nothing has changed. REQUIRES: no
   // queued work uses it.
@@ -197,7 +197,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void note_place(const std::string& place, bool falls_asleep) VMM_EXCLUDES(mutex_);
   // Copies what is kept of [address, address + size) to plain memory; false: not all of it is.
   bool read_kept(Address address, std::size_t size, std::byte* to) VMM_EXCLUDES(mutex_);
-  // Of the backups that contents of it are in, are unchanged in, or, while it is on its way, go to.
+  // Of the backups that contents of it are in, or, while it is on its way, go to.
   [[nodiscard]] std::set<std::string> places_of_backups() const VMM_EXCLUDES(mutex_);
   // Backup::forget_name() of these.
   void forget_names_of_backups() const noexcept VMM_EXCLUDES(mutex_);

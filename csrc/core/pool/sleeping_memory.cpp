@@ -138,16 +138,9 @@ AsleepWhere SleepingMemory::where() const {
 }
 
 std::set<std::string> SleepingMemory::places_of_backups() const {
-  std::set<std::string> places = unchanged_.places();
-  if (!is_asleep()) return places;
-  places.merge(asleep_->kept.places());
+  std::set<std::string> places = asleep_->kept.places();
   if (asleep_->is_going) places.insert(asleep_->going_to);
   return places;
-}
-
-void SleepingMemory::forget_names_of_backups() const noexcept {
-  unchanged_.forget_names();
-  if (is_asleep()) asleep_->kept.forget_names();
 }
 
 }  // namespace vmm

@@ -59,11 +59,7 @@ class SleepingMemory {
   // -- Unchanged, of one that is awake too ---------------------------------------
   // What lies in `range` may be written to.
   [[nodiscard]] Unchanged take_unchanged(ByteRange range) { return unchanged_.take(range); }
-  [[nodiscard]] Unchanged take_unchanged_in(const IsBackup& is) { return unchanged_.take_if(is); }
-  // Of the backups that contents of it are in, are unchanged in, or, while it is on its way, go to.
-  [[nodiscard]] std::set<std::string> places_of_backups() const;
-  // Backup::forget_name() of these.
-  void forget_names_of_backups() const noexcept;
+  [[nodiscard]] Unchanged take_all_unchanged() { return std::exchange(unchanged_, {}); }
 
   // -- REQUIRES from here on: is_asleep() ------------------------------------------
   // A transfer is on its way.
@@ -78,9 +74,9 @@ class SleepingMemory {
   [[nodiscard]] std::unique_ptr<Asleep> drop();
 
   // -- There: REQUIRES that the space is open, as do the next ones -----------------
-  // What is to leave, by offset. Gives what is idle to the group's shelf. What is in a backup
-  // already that `serves` is not copied again. Chunks under `staying` stay.
-  std::vector<MovedChunk> plan_to_go(const IsBackup& serves, std::span<const ByteRange> staying);
+  // What is to leave, by offset. Gives what is idle to the group's shelf. `keeps_unchanged`: what
+  // is in a backup already is not copied again. Chunks under `staying` stay.
+  std::vector<MovedChunk> plan_to_go(bool keeps_unchanged, std::span<const ByteRange> staying);
   // The chunk goes to the group's shelf, and `kept` of it are in the backup. One that others have
   // mapped meanwhile stays. Where the driver refuses, nothing has changed. REQUIRES: no queued work
   // uses it.
@@ -126,6 +122,10 @@ class SleepingMemory {
   // Where what goes now will be, in words. `falls_asleep`: all of it was awake before.
   void note_place(const std::string& place, bool falls_asleep);
   [[nodiscard]] AsleepWhere where() const;
+  // Of the backups that contents of it are in, or, while it is on its way, go to.
+  [[nodiscard]] std::set<std::string> places_of_backups() const;
+  // Backup::forget_name() of these.
+  void forget_names_of_backups() const noexcept { asleep_->kept.forget_names(); }
 
  private:
   using Backing = BackedSpace::Backing;

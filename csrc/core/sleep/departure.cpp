@@ -43,7 +43,7 @@ void Departure::begin() {
       if (!uses_unchanged()) throw;
       pieces_.clear();
       backups_.clear();
-      for (const auto& pool : mine_) pool->forget_unchanged([](const Backup&) { return true; });
+      for (const auto& pool : mine_) pool->forget_unchanged();
       plan(/*keeps_unchanged=*/false);
       make_backups();
     }
@@ -71,59 +71,27 @@ std::size_t piece_bytes(const Place& place) {
 
 bool Departure::may_keep(std::size_t part) const {
   const Places& places = parts_[part].places;
-  return places.size() == 1 && (places.front().kind == Place::Kind::host || places.front().kind == Place::Kind::file);
-}
-
-bool Departure::serves(std::size_t part, const Backup& backup) const {
-  const Place& place = parts_[part].places.front();
-  const std::string path = backup.path();
-  if (place.kind != Place::Kind::file) return path.empty();
-  return !path.empty() && FileBackup::is_meant(place.path, path) && backup.is_as_it_was();
+  return places.size() == 1 && places.front().kind == Place::Kind::host;
 }
 
 // What is unchanged of a part is used where all of its read-only memory is: else its backups
 // would gather, each for a little.
-std::vector<MovedChunk> Departure::plan_part(std::size_t part, bool keeps_unchanged) const {
-  Pool& pool = *parts_[part].pool;
+void Departure::plan(bool keeps_unchanged) {
   const std::vector<Address> everybodys = sleeper_.shared_by_all();
-  if (keeps_unchanged && may_keep(part)) {
-    const Backup* latest = nullptr;  // of many ranges: a file is asked for once
-    bool latest_serves = false;
-    const auto serves_again = [&](const Backup& backup) {
-      if (latest != &backup) latest_serves = serves(part, backup);
-      latest = &backup;
-      return latest_serves;
-    };
-    std::vector<MovedChunk> chunks = pool.plan_sleep(serves_again, everybodys);
+  for (std::size_t part = 0; part < parts_.size(); ++part) {
+    Pool& pool = *parts_[part].pool;
+    const bool keeps = keeps_unchanged && may_keep(part);
+    std::vector<MovedChunk> chunks = pool.plan_sleep(keeps, everybodys);
     const bool is_changed = std::any_of(chunks.begin(), chunks.end(), [](const MovedChunk& chunk) {
       return chunk.place.is_read_only && !chunk.kept.empty();
     });
-    if (!is_changed) return chunks;
-  }
-  // A file is as large as what is to be saved now, and may have the name and the room that this needs.
-  pool.forget_unchanged([](const Backup& backup) { return !backup.path().empty(); });
-  return pool.plan_sleep([](const Backup&) { return false; }, everybodys);
-}
-
-void Departure::plan(bool keeps_unchanged) {
-  for (std::size_t part = 0; part < parts_.size(); ++part) {
-    std::vector<MovedChunk> chunks = plan_part(part, keeps_unchanged);
+    if (keeps && is_changed) chunks = pool.plan_sleep(/*keeps_unchanged=*/false, everybodys);
     const Places& places = parts_[part].places;
     if (std::any_of(places.begin(), places.end(), [](const Place& place) { return place.is_poisoned; })) {
       for (MovedChunk& chunk : chunks) chunk.place.is_poisoned = true;
     }
     append_pieces(part, std::move(chunks), piece_bytes(places.front()), &pieces_);
   }
-}
-
-std::string Departure::place_of_unchanged(std::size_t part) const {
-  for (const Piece& piece : pieces_) {
-    if (piece.part != part) continue;
-    for (const MovedChunk& chunk : piece.chunks) {
-      if (!chunk.unchanged.empty()) return chunk.unchanged.front().backup->place();
-    }
-  }
-  return {};
 }
 
 bool Departure::uses_unchanged() const {
@@ -180,10 +148,7 @@ void Departure::make_backups() {
     const bool was_awake = std::find(awake_.begin(), awake_.end(), pool) != awake_.end();
     if (was_awake || !contents[lot].empty()) pool->note_place(place, was_awake);
   };
-  for (std::size_t lot = 0; lot < contents.size(); ++lot) {
-    const std::string there = place_of_unchanged(lot / 2);
-    note(lot, there.empty() ? in_words(parts_[lot / 2].places.front()) : there);
-  }
+  for (std::size_t lot = 0; lot < contents.size(); ++lot) note(lot, in_words(parts_[lot / 2].places.front()));
   const std::size_t lots = contents.size();
   std::vector<bool> has_one(lots);
   for (std::size_t first = 0; first < lots; ++first) {

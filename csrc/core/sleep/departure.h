@@ -48,15 +48,10 @@ class Departure {
 
  private:
   void plan(bool keeps_unchanged);
-  [[nodiscard]] std::vector<MovedChunk> plan_part(std::size_t part, bool keeps_unchanged) const;
   [[nodiscard]] bool may_keep(std::size_t part) const;
-  // Whether what is unchanged in there, of the part, is where it is to go.
-  [[nodiscard]] bool serves(std::size_t part, const Backup& backup) const;
   [[nodiscard]] bool uses_unchanged() const;
   // Chunks of one part that go to one backup.
   [[nodiscard]] std::size_t lot_of(std::size_t part, const MovedChunk& chunk) const;
-  // Where contents of the part are that are not copied again; empty: there are none.
-  [[nodiscard]] std::string place_of_unchanged(std::size_t part) const;
   [[nodiscard]] Places places_beside_others(std::size_t part) const;
   void make_backups();
   [[nodiscard]] bool may_go_on() const;

@@ -53,13 +53,12 @@ std::shared_ptr<PinnedMemory> Sleeper::host_memory(const Budget& group) {
   return found.memory;
 }
 
-// What awake models under `group` keep in the host's memory in case they sleep again unchanged.
-// Returns whether there was any.
+// What awake models under `group` keep there in case they sleep again unchanged. Returns
+// whether there was any.
 bool Sleeper::forget_unchanged(const Budget& group) {
   bool any = false;
   for (const auto& pool : memory_.pools_under(group)) {
-    if (&pool->group() != &group) continue;  // it is in another's memory
-    any = pool->forget_unchanged([](const Backup& backup) { return backup.path().empty(); }) || any;
+    if (&pool->group() == &group) any = pool->forget_unchanged() || any;  // else it is in another's memory
   }
   return any;
 }
