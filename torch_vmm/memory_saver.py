@@ -69,6 +69,9 @@ class _Saved:
             limit = max(held + self.device.memory_info()[0] - margin, 1)
         if limit != before:
             self.shared._handle.set_physical_limit(limit)  # the property tells the log, and nobody has set it
+            held = self.shared.global_stats().physical_usage
+            if held > limit:  # what is idle has gone: the rest stays in use, and grows no more
+                self.shared._handle.set_physical_limit(held)
         return limit > before
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import GIB, MIB, PAGE, assert_adds_up, holds, stamp
+from tests.helpers import GIB, MIB, PAGE, assert_adds_up, holds, stamp, tensor_in
 from torch_vmm import _C
 
 Pool = torch_vmm.VirtualMemoryPool
@@ -191,6 +191,31 @@ def test_a_limit_can_be_raised_lowered_and_lifted(make_pool: MakePool) -> None:
     pool.physical_limit = None
     assert pool.physical_limit is None
     pool.allocate(8 * PAGE, 8 * PAGE)
+
+
+def test_above_a_lowered_limit_a_program_of_small_tensors_comes_to_a_stand(
+    make_shared: Callable[..., torch_vmm.SharedMemoryPool],
+) -> None:
+    shared = make_shared("512MiB")
+    model, other = shared.register_model("model"), shared.register_model("other")
+    for size, count in ((4000, 6000), (MIB, 64)):
+        held = [tensor_in(model, size) for _ in range(count)]
+        model.physical_limit = 8 * MIB
+        del held[::2]  # frees space, and hardly a chunk
+        usage = model.stats().physical_usage
+        assert usage > 8 * MIB
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError, match=r"'model': limit 8 MiB, mapped"):
+                tensor_in(model, size)
+        assert model.stats().physical_usage <= usage
+        tensor_in(other, size)
+        held.clear()
+        assert model.stats().physical_usage <= 8 * MIB
+        held.append(tensor_in(model, size))
+        model.physical_limit = None
+        held += [tensor_in(model, size) for _ in range(count)]
+        held.clear()
+        model.empty_cache()
 
 
 def test_limits_that_cannot_be(make_pool: MakePool, pool: Pool) -> None:

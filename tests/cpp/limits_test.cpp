@@ -168,6 +168,60 @@ TEST_F(Reclaim, ALowerLimitGivesIdleMemoryBackAndLeavesTheRest) {
   EXPECT_LE(group_.used(), 8 * kMiB) << "nothing new until it fits, and then no more than the limit";
 }
 
+// Blocks that share chunks: what is freed of them leaves space that needs no new memory.
+TEST_F(Reclaim, AboveALoweredLimitNothingIsHandedOutUntilItFits) {
+  for (const std::size_t bytes : {5 * kKiB, 300 * kKiB, 3 * kMiB}) {
+    for (const bool is_models_own : {true, false}) {
+      const auto a = model("a " + format_bytes(bytes) + (is_models_own ? "" : " with others"));
+      Budget& lowered = is_models_own ? a->budget() : group_;
+      const std::size_t before = lowered.limit();
+      std::vector<Address> blocks;
+      while (a->physical_bytes() < 24 * kMiB) blocks.push_back(lab_.allocate(*a, bytes));
+      std::vector<Address> kept;
+      for (std::size_t k = 0; k < blocks.size(); ++k) {
+        if (k % 4 != 0) {
+          lab_.free(blocks[k]);
+        } else {
+          kept.push_back(blocks[k]);
+        }
+      }
+      kept.push_back(lab_.allocate(*a, bytes));  // there is room
+      lab_.memory().set_limit(lowered, 8 * kMiB);
+      ASSERT_GT(lowered.used(), 8 * kMiB) << "or the test is about nothing";
+      EXPECT_THROW(lab_.allocate(*a, bytes), OutOfMemoryError);
+      EXPECT_THROW(lab_.allocate(*a, 512), OutOfMemoryError);
+      lab_.memory().check();
+      if (is_models_own) {
+        const auto b = model("b beside " + a->name());
+        lab_.free(lab_.allocate(*b, bytes));  // which has a limit of its own
+        lab_.memory().close_pool(*b, /*force=*/false);
+      }
+      while (lowered.used() > 8 * kMiB) {
+        ASSERT_FALSE(kept.empty());
+        if (kept.size() % 16 == 0) EXPECT_THROW(lab_.allocate(*a, bytes), OutOfMemoryError);
+        lab_.free(kept.back());
+        kept.pop_back();
+      }
+      for (int more = 0; more < 2 && !kept.empty(); ++more, kept.pop_back()) lab_.free(kept.back());
+      kept.push_back(lab_.allocate(*a, 512));
+      lab_.memory().set_limit(lowered, before);
+      kept.push_back(lab_.allocate(*a, 20 * kMiB));
+      for (const Address block : kept) lab_.free(block);
+      lab_.memory().close_pool(*a, /*force=*/false);
+    }
+  }
+}
+
+TEST_F(Reclaim, AboveTheDevicesLimitOnlyNewMemoryIsRefused) {
+  const auto a = model("a");
+  const Address first = lab_.allocate(*a, 1000);
+  lab_.memory().set_limit(lab_.memory().budget(), 0);
+  lab_.free(lab_.allocate(*a, 512));
+  EXPECT_THROW(lab_.allocate(*a, 64 * kMiB), OutOfMemoryError);
+  lab_.memory().set_limit(lab_.memory().budget(), kUnlimited);
+  lab_.free(first);
+}
+
 TEST_F(Reclaim, ALimitLoweredWhileAnotherIsEnforcedIsNotForgotten) {
   const auto other = lab_.memory().create_group("the other", 32 * kMiB);
   const auto a = model("a");

@@ -95,6 +95,7 @@ Address Pool::try_allocate_pages(std::size_t offset, std::size_t size, Stream st
   require_open();
   require_awake();
   free_up_space();
+  if (!keeps_limits(shortage)) return 0;
   const StreamTag tag = streams_.tag_of(stream);
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   for (std::size_t taken = first_unfree(range); taken < range.end(); taken = first_unfree(range)) {
@@ -129,6 +130,7 @@ Address Pool::try_allocate_first(std::size_t size, Stream stream, Grant* grant, 
   require_open();
   require_awake();
   free_up_space();
+  if (!keeps_limits(shortage)) return 0;
   if (!streams_.is_behind(streams_.tag_of(stream), &shortage->wait_for)) return 0;
   if (const auto begin = space_.blocks().first_fit(wanted, kind_.page))
     return take_pages({*begin, wanted}, stream, grant, shortage);

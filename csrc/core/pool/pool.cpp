@@ -27,6 +27,17 @@ bool Pool::takes_requests(Shortage* shortage) const {
   return false;
 }
 
+bool Pool::keeps_limits(Shortage* shortage) {
+  if (!context_.over_limit.load(std::memory_order_relaxed)) [[likely]]
+    return true;
+  for (Budget* level = &budget_; level->parent() != nullptr; level = level->parent()) {
+    if (level->excess() == 0) continue;
+    *shortage = {0, level, {}};
+    return false;
+  }
+  return true;
+}
+
 // More than it has addresses for, or than the device has memory: no attempt is made, which
 // would fill the device with chunks before the driver refuses one.
 bool Pool::can_never_hold(std::size_t bytes, Shortage* shortage) const {
@@ -153,6 +164,8 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
     return 0;
   if (can_never_hold(bytes, shortage)) return 0;  // before it is rounded up: near 2^64 that wraps
   if (!pending_.empty()) settle_locked();
+  if (!keeps_limits(shortage)) [[unlikely]]
+    return 0;
   // A stream that the thread has a shard for lasts, and has its tag for good.
   Shard* shard = mine.shard(*this, stream);
   const StreamTag tag = shard != nullptr ? shard->tag : streams_.tag_of(stream);
@@ -224,6 +237,7 @@ Address Pool::try_allocate_within(std::size_t bytes, Stream stream) {
   const GatheredLock lock(*this);
   if (life_.load(std::memory_order_acquire) != Life::open) return 0;
   settle_locked();
+  if (Shortage of_limit; !keeps_limits(&of_limit)) return 0;
   const StreamTag tag = streams_.tag_of(stream);
   Epoch unused = kLongAgo;
   if (!streams_.is_behind(tag, &unused)) return 0;
@@ -272,7 +286,7 @@ Address Pool::try_allocate_at(Address address, std::size_t bytes, Stream stream,
     throw InvalidArgumentError("pool '" + name_ + "' takes no requests while some of its memory is sealed: unseal it");
   }
   free_up_space();
-  if (can_never_hold(size, shortage)) return 0;
+  if (can_never_hold(size, shortage) || !keeps_limits(shortage)) return 0;
   const StreamTag tag = streams_.tag_of(stream);
   if (!streams_.is_behind(tag, &shortage->wait_for)) return 0;
   for (std::size_t at = offset; at < offset + size;) {

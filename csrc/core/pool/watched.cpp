@@ -24,7 +24,7 @@ Address Pool::try_allocate_watched(std::size_t bytes, Stream stream, const std::
                                    Grant* grant, Shortage* shortage) {
   {
     const GatheredLock lock(*this);
-    if (!takes_requests(shortage)) return 0;
+    if (!takes_requests(shortage) || !keeps_limits(shortage)) return 0;
     if (!space_.is_pinned() && bytes <= kind_.capacity - 2 * kPatternBytes && !can_never_hold(bytes, shortage)) {
       const Address address = allocate_watched_locked(bytes, stream, stack, grant, shortage);
       const bool is_short = shortage->bytes != 0 || shortage->wait_for != kLongAgo || !shortage->status.ok();
