@@ -139,6 +139,19 @@ TEST_F(Returning, LowerPriorityYieldsFirstAllTheSame) {
   EXPECT_EQ(bytes(low), 0U);
 }
 
+TEST_F(Returning, WhoeverIsMuchFurtherAboveItsFloorComesFirstAllTheSame) {
+  const auto a = model("a", -1);
+  const auto b = model("b");
+  const auto c = model("c", 0, 4 * kMiB);
+  take(*a, 4 * kMiB);
+  take(*c, 28 * kMiB);
+  take(*b, 4 * kMiB);
+  ASSERT_EQ(bytes(a), 0U) << "its chunks are b's";
+  take(*a, 4 * kMiB);
+  EXPECT_EQ(bytes(b), 4 * kMiB);
+  EXPECT_LT(bytes(c), 28 * kMiB);
+}
+
 TEST_F(Returning, AmongEqualsWhoeverHasWhatWasHereComesFirst) {
   const auto a = model("a", -1);
   const auto b = model("b");
@@ -150,7 +163,7 @@ TEST_F(Returning, AmongEqualsWhoeverHasWhatWasHereComesFirst) {
   lab_.driver.clear_calls();
   take(*a, 12 * kMiB);
   EXPECT_EQ(bytes(b), 0U);
-  EXPECT_EQ(bytes(c), 20 * kMiB) << "which is further above its floor";
+  EXPECT_EQ(bytes(c), 20 * kMiB) << "which is further above its floor, and not twice as far";
   EXPECT_EQ(mapping_calls(), 0U);
 }
 

@@ -28,6 +28,9 @@ static_assert(Ladder::kMostAsked < kAskedOneByOne);
 // much is worth a release, 0.5 ms for each GiB, and a chunk of the right size. Ordinary chunks, of a 48th of
 // a request, go from pool to pool as they are.
 constexpr std::size_t kMostLeftOver = 128 * kMiB;
+// Who has what was at the very place before gives it first, which costs no call of the driver, if
+// it is at least this share as far above its floor as whoever is furthest.
+constexpr std::size_t kNearlyAsFar = 2;
 
 }  // namespace
 
@@ -55,7 +58,8 @@ bool Ladder::is_above(const Pool& pool, const Pool& asker) {
   return pool.budget().priority_in_all() > asker.budget().priority_in_all();
 }
 
-// Among those of one priority, what was at the very place before comes first.
+// Among those of one priority that are about as far above their floors, what was at the very place
+// before comes first; then whoever is furthest.
 void Ladder::gather_from(const PoolList& pools, const WantedChunks& wanted, Grant& grant, ReclaimStep* step) {
   Budget* refused = nullptr;  // then the asker may take no more
   const auto has_wanted = [&wanted](const Pool& pool) {
@@ -80,8 +84,9 @@ void Ladder::gather_from(const PoolList& pools, const WantedChunks& wanted, Gran
     const auto last = std::find_if(std::next(first), pools.end(), [priority](const auto& pool) {
       return pool->budget().priority_in_all() != priority;
     });
+    const std::size_t far = (*first)->bytes_above_floor() / kNearlyAsFar;
     for (auto at = first; at != last && refused == nullptr && grant.bytes() < wanted.bytes; ++at) {
-      if (has_wanted(**at)) take(**at, 0, wanted.first);
+      if (has_wanted(**at) && (*at)->bytes_above_floor() >= far) take(**at, 0, wanted.first);
     }
     for (auto at = first; at != last && refused == nullptr && grant.bytes() < wanted.bytes; ++at) {
       take(**at, wanted.bytes - grant.bytes(), {});
