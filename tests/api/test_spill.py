@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import MIB, tensor_in
-from torch_vmm import InvalidArgumentError, SharedMemoryPool
+from torch_vmm import InvalidArgumentError, SharedMemoryPool, sealed
 
 MakeShared = Callable[..., SharedMemoryPool]
 
@@ -115,6 +115,18 @@ def test_training_beyond_the_limit_ends_with_the_same_weights(make_shared: MakeS
     beyond, spilled = trained("64MiB", "host")
     assert none == 0 < spilled
     assert all(torch.equal(a, b) for a, b in zip(usual, beyond, strict=True))
+
+
+def test_what_has_spilled_is_not_sealed_and_says_why(make_shared: MakeShared) -> None:
+    model = make_shared("64MiB").register_model("model", spill="host")
+    with model.tag("weights"):
+        weights = [torch.ones(20 * MIB, dtype=torch.uint8, device=model.device) for _ in range(4)]
+    with pytest.raises(InvalidArgumentError, match="have spilled to host memory, which cannot be sealed: copy"):
+        model.seal(weights)
+    assert not any(map(sealed, weights))
+    model.seal(weights[:3])
+    assert sealed(weights[0])
+    model.unseal(weights[:3])
 
 
 def test_a_model_that_sleeps_keeps_what_it_spilled(make_shared: MakeShared) -> None:

@@ -192,6 +192,31 @@ TEST_F(SleepUnchanged, ReleasedItGoes) {
   unseal();
 }
 
+TEST_F(SleepUnchanged, WhereTheHostLacksMemoryItGoesAfterWhatNobodyUses) {
+  const auto other = lab_.pool("other");
+  fill(*other);
+  sleep(other, host());
+  wake(other);
+  const auto memory = sleeper_.host_memory(lab_.memory().budget());
+  ASSERT_GT(memory->unused_bytes(), 0U);
+  seal();
+  sleep(model_, host());
+  wake(model_);
+  sleep(other, host());
+  wake(other);
+  EXPECT_GT(sleeper_.release_all_host_memory(), 0U);
+  EXPECT_EQ(memory->unused_bytes(), 0U);
+  EXPECT_EQ(copies_of_a_sleep(host()), 0U) << "it is there still";
+  EXPECT_EQ(sleeper_.release_all_host_memory(), 0U) << "it sleeps there";
+  wake(model_);
+  EXPECT_GT(sleeper_.release_all_host_memory(), 0U);
+  EXPECT_EQ(memory->used_bytes() + memory->unused_bytes(), 0U);
+  EXPECT_GT(copies_of_a_sleep(host()), 0U);
+  wake(model_);
+  expect_whole(live_);
+  unseal();
+}
+
 TEST_F(SleepUnchanged, ItEndsWithItsModel) {
   seal();
   sleep(model_, host());

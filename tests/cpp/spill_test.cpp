@@ -141,6 +141,26 @@ TEST_F(Spill, WhereTheHostHasNoMoreTheIdleMemoryOfAnotherGroupServes) {
   lab_.driver.clear_failures();
 }
 
+// Nor does it keep what nobody uses: pinned memory that models which slept have left.
+TEST_F(Spill, WhereTheHostHasNoMoreWhatNobodyUsesThereGoes) {
+  lab_.allocate(*a_, 32 * kMiB);
+  int releases = 0;
+  lab_.memory().set_host_reserve([&]() -> std::size_t { return ++releases <= 3 ? kMiB : 0; });
+  lab_.driver.fail_if([&](const CallRecord& call) { return call.call == Call::create && releases < 2; },
+                      {StatusCode::out_of_memory, "create"});
+  EXPECT_TRUE(is_spilled(lab_.allocate(*a_, 8 * kMiB)));
+  EXPECT_EQ(releases, 2) << "no more than it takes";
+  lab_.driver.clear_failures();
+  lab_.driver.fail_if([&](const CallRecord& call) { return call.call == Call::create; },
+                      {StatusCode::out_of_memory, "create"});
+  EXPECT_THROW(lab_.allocate(*a_, 64 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(releases, 4) << "until there is none";
+  lab_.driver.clear_failures();
+  lab_.memory().set_limit(host(), 8 * kMiB);
+  EXPECT_THROW(lab_.allocate(*a_, 64 * kMiB), OutOfMemoryError);
+  EXPECT_EQ(releases, 4) << "a bound is no lack of the host's";
+}
+
 TEST_F(Spill, SmallTensorsToo) {
   lab_.allocate(*a_, 32 * kMiB);
   std::vector<Address> blocks;

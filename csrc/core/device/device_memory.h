@@ -167,6 +167,9 @@ class DeviceMemory {
   void set_spills(Pool& model, bool spills);
   // Throws where it cannot.
   void require_can_spill(const std::string& name) const;
+  // Gives back host memory that nobody uses, for spilling where the host has no more; returns
+  // the bytes. To be given before any thread asks for memory.
+  void set_host_reserve(std::function<std::size_t()> release) { host_reserve_ = std::move(release); }
   // What pays for what models under `group` spill; where that is no group but the device's
   // budget, all models' (this object's).
   [[nodiscard]] std::shared_ptr<Budget> spill_group_of(const Budget& group) VMM_EXCLUDES(registry_mutex_);
@@ -407,6 +410,7 @@ class DeviceMemory {
   Budget spill_budget_;  // of all models' spilled memory
   ChunkStore store_;
   ChunkStore spill_store_;  // in host memory
+  std::function<std::size_t()> host_reserve_;
   GuestMemory guests_;
   SecondMappings second_mappings_;
   const std::unique_ptr<WatchLog> log_;  // of debug mode

@@ -66,6 +66,10 @@ Address DeviceMemory::allocate_spilled(Pool& asker, std::size_t bytes, Stream st
     if (const Address address = attempt()) return address;
     space->shed(0);
   }
+  // What models asleep in the host's memory have left pinned there, which is slow to pin anew.
+  while (is_hosts && host_reserve_ && host_reserve_() != 0) {
+    if (const Address address = attempt()) return address;
+  }
   if ((is_hosts ? spill_store_.all_shelved_bytes() : spill_store_.shelved_bytes(space->group())) == 0) return 0;
   // What is there is mapped at former addresses until queued work is done with them; nobody else is
   // asked after this.

@@ -53,6 +53,11 @@ std::vector<InPart> by_part(const DeviceMemory& memory, const Pool& model, const
 void seal_pages(DeviceMemory& memory, const Pool& model, const std::vector<SealedPiece>& pieces) {
   std::vector<InPart> wanted = by_part(memory, model, pieces);
   for (auto& [part, its] : wanted) {
+    if (part->is_spill()) {
+      throw InvalidArgumentError("the " + format_bytes(its.front().size) + " at " + format_hex(its.front().address) +
+                                 " of pool '" + model.name() + "' have spilled to host memory, which cannot be " +
+                                 "sealed: copy the tensor once there is room on the device, and seal the copy");
+    }
     // What is read-only already may be a part of a chunk.
     if (const Pool& pool = *part; !pool.is_tag_space()) {
       std::erase_if(its, [&](const SealedPiece& piece) { return pool.is_read_only(piece.address, piece.size); });

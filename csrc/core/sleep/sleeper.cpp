@@ -97,6 +97,22 @@ std::size_t Sleeper::release_unused_of_others(const PinnedMemory& memory, std::s
   return available;
 }
 
+std::size_t Sleeper::release_all_host_memory() {
+  std::vector<std::shared_ptr<PinnedMemory>> all;
+  {
+    const MutexLock lock(mutex_);
+    for (const auto& [group, each] : host_memory_) all.push_back(each.memory);
+  }
+  const auto release = [&all] {
+    std::size_t bytes = 0;
+    for (const auto& each : all) bytes += each->release_unused();
+    return bytes;
+  };
+  if (const std::size_t bytes = release(); bytes != 0) return bytes;
+  for (const auto& pool : memory_.pools()) pool->forget_unchanged();
+  return release();
+}
+
 void Sleeper::make_host_room(const PinnedMemory& memory, std::size_t bytes, Pool& asker) {
   // Whole slabs, as it takes them.
   const std::size_t slabs = align_up(bytes, PinnedMemory::kSlabBytes);
