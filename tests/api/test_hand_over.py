@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_vmm
-from tests.helpers import MIB, assert_models_add_up, holds, is_zero, stamp, tensor_in
+from tests.helpers import MIB, assert_models_add_up, holds, is_zero, python, stamp, tensor_in
 
 Shared = torch_vmm.SharedMemoryPool
 MakeShared = Callable[..., Shared]
@@ -52,6 +52,30 @@ def test_what_an_unregistered_model_held_is_zero_for_the_others(make_shared: Mak
     stamp(tensor_in(first, 16 * MIB), 3)
     shared.unregister_model("first")
     assert is_zero(tensor_in(second, 16 * MIB))
+
+
+@pytest.mark.parametrize("ends", ["sys.exit()", "os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_what_a_process_that_ended_held_is_seen_by_nobody(make_shared: MakeShared, device: str, ends: str) -> None:
+    python(
+        f"""
+        import os, signal, sys, torch, torch_vmm
+        torch_vmm.enable({device!r})
+        shared = torch_vmm.SharedMemoryPool("192MiB", {device!r})
+        awake, asleep, freed = (shared.register_model(name) for name in ("awake", "asleep", "freed"))
+        tensors = []
+        for model in (awake, asleep, freed):
+            with model:
+                tensors.append(torch.full((32 << 20,), 165, dtype=torch.uint8, device={device!r}))
+        asleep.sleep()
+        tensors.pop()
+        if {device!r} == "cuda":
+            torch.cuda.synchronize()
+        {ends}
+        """
+    )
+    shared = make_shared("192MiB")
+    seen = [tensor_in(shared.register_model(f"model {number}"), 48 * MIB) for number in range(4)]
+    assert all(is_zero(tensor) for tensor in seen)
 
 
 def test_memory_in_use_is_never_taken(make_shared: MakeShared) -> None:

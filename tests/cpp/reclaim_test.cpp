@@ -437,6 +437,7 @@ TEST(Exported, MemoryThatAnotherProcessHasHadServesNoOtherModel) {
   lab.free(block);
   for (int round = 0; round < 2; ++round) {
     const Address other = lab.allocate(*b, 8 * kMiB);
+    EXPECT_TRUE(Lab::is_zero(other, 8 * kMiB));
     for (const ChunkView& mine : b->chunks_under(other, 8 * kMiB)) {
       for (const ChunkView& exported : views) EXPECT_NE(mine.handle, exported.handle);
     }
