@@ -337,7 +337,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
                 it.
             progress: ``True`` draws a bar in a terminal; a function is called
                 with the bytes that have moved and those in all and, where it
-                takes four numbers, with bytes a second so far and the seconds
+                needs four numbers, with bytes a second so far and the seconds
                 left at that rate (infinite before any have moved). What it
                 raises stops it.
         Returns:

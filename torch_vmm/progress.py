@@ -19,7 +19,7 @@ from torch_vmm.lines import columns, cut, one_line
 from torch_vmm.sizes import show
 
 Progress = bool | Callable[[int, int], object] | Callable[[int, int, float, float], object] | None
-"""Called with the bytes that have moved and those in all, and where it takes four numbers with the rate so far, in
+"""Called with the bytes that have moved and those in all, and where it needs four numbers with the rate so far, in
 bytes a second, and the seconds that are left at that rate; ``True`` draws a bar in a terminal.
 """
 
@@ -41,10 +41,10 @@ def to_look(name: str, progress: Progress) -> Look | None:
 
 
 def _numbers_taken(function: Callable[..., object]) -> int | None:
-    """Two, where it can be called with as many."""
+    """Two, where it can be called with as many: four only where it needs them."""
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # it does not tell
+        signature = inspect.signature(function, follow_wrapped=False)  # what a decorator adds is its own
+    except Exception:  # it does not tell, or its own code says so
         return 2
     for count in (2, 4):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import re
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 import unicodedata
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -177,6 +179,22 @@ def test_what_a_function_may_take(model: VirtualMemoryPool) -> None:
         with pytest.raises(torch_vmm.InvalidArgumentError, match="a function of two numbers, or of four"):
             model.sleep(progress=takes_others)
         assert not model.is_asleep
+
+    def injected(function: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(function)
+        def call(*numbers: float) -> object:
+            return function(*numbers, "injected")
+
+        return call
+
+    class Broken(Told):
+        @property
+        def __signature__(self) -> object:
+            raise RuntimeError
+
+    model.sleep(progress=injected(lambda done, total, what: told.append((done, total))))
+    model.wake(progress=Broken())
+    assert {len(each) for each in told} == {2}
     model.sleep(progress=max)  # tells nothing of what it takes, and is called with two
     model.wake()
     assert is_numbered(tensor)
