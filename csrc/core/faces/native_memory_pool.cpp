@@ -82,9 +82,12 @@ void NativeMemoryPool::refuse(const Status& status, std::size_t bytes) const {
   if (status.code() == StatusCode::out_of_memory) {
     MemoryInfo info;
     driver_.memory_info(device_, &info).ignore();
+    const std::string maximum =
+        max_bytes_ == 0 ? ""
+                        : "; its maximum " + format_bytes(max_bytes_) + ", of which the driver gives whole granules";
     throw OutOfMemoryError(name() + ": " + format_bytes(bytes) + " asked, and the driver has none (" + status.text() +
-                               "); allocated from the pool " + format_bytes(charged_.load()) + ", free on the device " +
-                               format_bytes(info.free) + "; free or trim what is not needed",
+                               ")" + maximum + "; allocated from the pool " + format_bytes(charged_.load()) +
+                               ", free on the device " + format_bytes(info.free) + "; free or trim what is not needed",
                            bytes, info.free, max_bytes_ == 0 ? info.total : max_bytes_, name());
   }
   raise(status, "allocating " + format_bytes(bytes) + " from the " + name());
