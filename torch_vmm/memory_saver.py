@@ -69,7 +69,8 @@ class _Saved:
             limit = max(held + self.device.memory_info()[0] - margin, 1)
         if limit != before:
             self.shared._handle.set_physical_limit(limit)  # the property tells the log, and nobody has set it
-            held = self.shared.global_stats().physical_usage
+            stats = self.shared.global_stats()
+            held = stats.physical_usage + stats.store_bytes  # the latter as long as queued work may use it
             if held > limit:  # what is idle has gone: the rest stays in use, and grows no more
                 self.shared._handle.set_physical_limit(held)
         return limit > before
