@@ -65,14 +65,12 @@ class _Saved:
         before = self.shared.physical_limit
         limit = self.device.total_bytes
         if margin != 0 and not self.resuming:
-            held = self.shared.global_stats().physical_usage
-            limit = max(held + self.device.memory_info()[0] - margin, 1)
+            stats = self.shared.global_stats()
+            held = stats.physical_usage + stats.store_bytes
+            stays = stats.physical_usage - stats.idle_bytes  # and is used on: below it nothing would be handed out
+            limit = max(held + self.device.memory_info()[0] - margin, stays, 1)
         if limit != before:
             self.shared._handle.set_physical_limit(limit)  # the property tells the log, and nobody has set it
-            stats = self.shared.global_stats()
-            held = stats.physical_usage + stats.store_bytes  # the latter as long as queued work may use it
-            if held > limit:  # what is idle has gone: the rest stays in use, and grows no more
-                self.shared._handle.set_physical_limit(held)
         return limit > before
 
 

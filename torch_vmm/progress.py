@@ -5,6 +5,7 @@ It knows nothing of what moves.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import shutil
@@ -42,17 +43,27 @@ def to_look(name: str, progress: Progress) -> Look | None:
 
 def _numbers_taken(function: Callable[..., object]) -> int | None:
     """Two, where it can be called with as many: four only where it needs them."""
+    own = _counts(function, follow_wrapped=False)
+    if len(own) == 1:
+        return own[0]
+    if not own:
+        return None
+    # A decorator that passes on whatever comes: what it wraps tells, unless it adds to that.
+    return 4 if _counts(function, follow_wrapped=True) == [4] else 2
+
+
+def _counts(function: Callable[..., object], *, follow_wrapped: bool) -> list[int]:
+    """Of two and four arguments those that it takes; both, where it does not tell."""
     try:
-        signature = inspect.signature(function, follow_wrapped=False)  # what a decorator adds is its own
-    except Exception:  # it does not tell, or its own code says so
-        return 2
+        signature = inspect.signature(function, follow_wrapped=follow_wrapped)
+    except Exception:  # or its own code says so
+        return [2, 4]
+    taken = []
     for count in (2, 4):
-        try:
+        with contextlib.suppress(TypeError):
             signature.bind(*range(count))
-        except TypeError:
-            continue
-        return count
-    return None
+            taken.append(count)
+    return taken
 
 
 class Look:

@@ -29,7 +29,7 @@ DeviceRoom::DeviceRoom(DeviceKind kind, int ordinal, Driver& driver, AddressSpac
       default_pool(make_default_pool(memory)),
       private_pools(memory, hooks_of(kind).captures == nullptr ? CaptureHooks{} : hooks_of(kind).captures(ordinal)) {
   memory.store().set_on_export_end(&IpcExports::before_release);
-  memory.set_host_reserve([this] { return sleeper.release_all_host_memory(); });
+  memory.set_host_reserve([this](std::size_t bytes) { return sleeper.release_all_host_memory(bytes); });
   const KindHooks& hooks = hooks_of(kind);
   // torch can free memory of its own (tensors that other processes have let go
   // of) when a device has none left.

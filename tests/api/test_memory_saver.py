@@ -295,6 +295,24 @@ def test_a_region_that_finds_no_memory_looks_again() -> None:
     assert printed == "448 64\n"
 
 
+def test_below_the_margin_regions_go_on_in_what_they_have(saver: TorchMemorySaver, device: str) -> None:
+    with saver.region("weights"):
+        held = [torch.ones(MIB, dtype=torch.uint8, device=device) for _ in range(8)]
+    (saved,) = saver._saved.values()
+    saver.memory_margin_bytes = "1TiB"  # type: ignore[assignment]
+    limit = saved.shared.physical_limit
+    assert limit is not None
+    for _ in range(3):
+        with saver.region("weights"):
+            del held[0]
+            held.append(torch.ones(MIB, dtype=torch.uint8, device=device))  # where the other was
+        assert saved.shared.physical_limit == limit, "nothing was to be given back"
+        assert saved.shared.global_stats().physical_usage <= limit
+    with pytest.raises(torch.OutOfMemoryError), saver.region("weights"):
+        torch.ones(64 * MIB, dtype=torch.uint8, device=device)
+    saver.memory_margin_bytes = 0
+
+
 def test_what_is_resumed_may_take_of_the_margin() -> None:
     printed = on_a_small_device(
         """

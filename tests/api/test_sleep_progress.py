@@ -192,6 +192,16 @@ def test_what_a_function_may_take(model: VirtualMemoryPool) -> None:
         def __signature__(self) -> object:
             raise RuntimeError
 
+    needs_four: list[int] = []
+
+    def four(done: int, total: int, rate: float, left: float) -> None:
+        needs_four.append(done)
+
+    for decorated in (torch.no_grad()(four), functools.lru_cache(four), functools.partial(torch.no_grad()(four))):
+        needs_four.clear()
+        model.sleep(progress=decorated)
+        model.wake(progress=decorated)
+        assert needs_four
     model.sleep(progress=injected(lambda done, total, what: told.append((done, total))))
     model.wake(progress=Broken())
     assert {len(each) for each in told} == {2}

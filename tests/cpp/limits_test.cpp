@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <string>
 #include <thread>
@@ -210,6 +211,69 @@ TEST_F(Reclaim, AboveALoweredLimitNothingIsHandedOutUntilItFits) {
       lab_.memory().close_pool(*a, /*force=*/false);
     }
   }
+}
+
+// Which the others' idle memory makes up for: nobody is asked to evict a model.
+TEST_F(Reclaim, AboveALoweredLimitOthersGiveWhatHasComeToBeIdle) {
+  const auto a = model("a");
+  const auto b = model("b");
+  const Address mine = lab_.allocate(*a, 3 * kMiB);
+  const Address theirs = lab_.allocate(*b, 16 * kMiB);
+  lab_.driver.hold_fences();
+  lab_.free(theirs);
+  lab_.memory().set_limit(group_, 8 * kMiB);
+  lab_.driver.release_fences();
+  int asked = 0;
+  lab_.memory().set_on_pressure(group_, [&](std::size_t, const std::shared_ptr<Pool>&) {
+    ++asked;
+    return false;
+  });
+  lab_.free(lab_.allocate(*a, 512 * kKiB));
+  EXPECT_EQ(asked, 0);
+  EXPECT_LE(group_.used(), 8 * kMiB);
+  lab_.memory().set_on_pressure(group_, {});
+  lab_.free(mine);
+}
+
+TEST_F(Reclaim, AGraphsMemoryIsHandedOutAboveALimitToo) {
+  const auto graphs = model("a graph's");
+  lab_.free(lab_.allocate(*graphs, 4 * kMiB));
+  graphs->pin();
+  const auto b = model("b");
+  const Address theirs = lab_.allocate(*b, 16 * kMiB);
+  lab_.memory().set_limit(group_, 8 * kMiB);
+  const Address captured = lab_.allocate(*graphs, 4 * kMiB);
+  EXPECT_NE(captured, 0U);
+  EXPECT_THROW(lab_.allocate(*b, 512), OutOfMemoryError);
+  lab_.free(captured);
+  lab_.free(theirs);
+}
+
+TEST_F(Reclaim, AboveALoweredLimitNothingIsHandedOutWhileOthersLowerTheirs) {
+  const auto a = model("a");
+  const Address block = lab_.allocate(*a, 3 * kMiB);
+  lab_.memory().set_limit(a->budget(), 2 * kMiB);
+  std::atomic<bool> ends{false};
+  std::thread others([&] {
+    const auto b = model("b");
+    while (!ends.load()) {
+      lab_.memory().set_limit(b->budget(), 8 * kMiB);
+      lab_.free(lab_.allocate(*b, kMiB));
+      lab_.memory().set_limit(b->budget(), kUnlimited);
+    }
+  });
+  int met = 0;
+  for (int k = 0; k < 2000; ++k) {
+    try {
+      lab_.free(lab_.allocate(*a, 512 * kKiB));
+      ++met;
+    } catch (const OutOfMemoryError&) {
+    }
+  }
+  ends = true;
+  others.join();
+  EXPECT_EQ(met, 0);
+  lab_.free(block);
 }
 
 TEST_F(Reclaim, AboveTheDevicesLimitOnlyNewMemoryIsRefused) {

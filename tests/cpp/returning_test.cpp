@@ -140,16 +140,19 @@ TEST_F(Returning, LowerPriorityYieldsFirstAllTheSame) {
 }
 
 TEST_F(Returning, WhoeverIsMuchFurtherAboveItsFloorComesFirstAllTheSame) {
-  const auto a = model("a", -1);
-  const auto b = model("b");
-  const auto c = model("c", 0, 4 * kMiB);
-  take(*a, 4 * kMiB);
-  take(*c, 28 * kMiB);
-  take(*b, 4 * kMiB);
-  ASSERT_EQ(bytes(a), 0U) << "its chunks are b's";
-  take(*a, 4 * kMiB);
-  EXPECT_EQ(bytes(b), 4 * kMiB);
-  EXPECT_LT(bytes(c), 28 * kMiB);
+  for (const bool is_far : {true, false}) {
+    const auto a = model("a", -1);
+    const auto b = model("b", 0, 2 * kMiB);
+    const auto c = model("c", 0, is_far ? 4 * kMiB : 22 * kMiB);
+    take(*a, 4 * kMiB);
+    take(*c, 26 * kMiB);
+    take(*b, 6 * kMiB);
+    ASSERT_EQ(bytes(a), 0U) << "its chunks are b's";
+    take(*a, 4 * kMiB);
+    EXPECT_EQ(bytes(b), is_far ? 6 * kMiB : 2 * kMiB);
+    EXPECT_EQ(bytes(c) == 26 * kMiB, !is_far);
+    for (const auto& pool : {a, b, c}) lab_.memory().close_pool(*pool, /*force=*/false);
+  }
 }
 
 TEST_F(Returning, AmongEqualsWhoeverHasWhatWasHereComesFirst) {
@@ -163,7 +166,7 @@ TEST_F(Returning, AmongEqualsWhoeverHasWhatWasHereComesFirst) {
   lab_.driver.clear_calls();
   take(*a, 12 * kMiB);
   EXPECT_EQ(bytes(b), 0U);
-  EXPECT_EQ(bytes(c), 20 * kMiB) << "which is further above its floor, and not twice as far";
+  EXPECT_EQ(bytes(c), 20 * kMiB) << "which holds more";
   EXPECT_EQ(mapping_calls(), 0U);
 }
 

@@ -145,7 +145,7 @@ TEST_F(Spill, WhereTheHostHasNoMoreTheIdleMemoryOfAnotherGroupServes) {
 TEST_F(Spill, WhereTheHostHasNoMoreWhatNobodyUsesThereGoes) {
   lab_.allocate(*a_, 32 * kMiB);
   int releases = 0;
-  lab_.memory().set_host_reserve([&]() -> std::size_t { return ++releases <= 3 ? kMiB : 0; });
+  lab_.memory().set_host_reserve([&](std::size_t) -> std::size_t { return ++releases <= 3 ? kMiB : 0; });
   lab_.driver.fail_if([&](const CallRecord& call) { return call.call == Call::create && releases < 2; },
                       {StatusCode::out_of_memory, "create"});
   EXPECT_TRUE(is_spilled(lab_.allocate(*a_, 8 * kMiB)));

@@ -30,7 +30,7 @@ struct PoolContext {
   const std::atomic<PoolObserver*>& observer;
   const std::atomic<std::size_t>& oversize_bytes;  // requests from here on are counted as oversize
   const std::atomic<bool>& within_chunks;          // see DeviceMemory::keep_blocks_within_chunks()
-  const std::atomic<bool>& over_limit;             // some limit was lowered below what is in use
+  const std::atomic<bool>& may_be_over;            // some limit was lowered below what is in use
   const Capabilities& capabilities;
   int device = 0;
   WatchLog* log = nullptr;  // of debug mode; nullptr: it is off

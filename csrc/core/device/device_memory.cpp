@@ -131,7 +131,7 @@ std::shared_ptr<Pool> DeviceMemory::register_pool(const PoolSpec& spec, Budget& 
   ChunkStore& store = spec.kind == PoolKind::spill ? spill_store_ : store_;
   const PoolContext context{driver_,        address_space_, store,         streams_,  clock_,
                             peaks_,         caches_,        options_,      observer_, oversize_bytes_,
-                            within_chunks_, over_limit_,    capabilities_, device_,   log_.get()};
+                            within_chunks_, may_be_over_,   capabilities_, device_,   log_.get()};
   auto pool = std::make_shared<Pool>(context, group, spec, this, std::move(accessors));
   const MutexLock registry_lock(registry_mutex_);
   registry_.add(pool);

@@ -167,9 +167,10 @@ class DeviceMemory {
   void set_spills(Pool& model, bool spills);
   // Throws where it cannot.
   void require_can_spill(const std::string& name) const;
-  // Gives back host memory that nobody uses, for spilling where the host has no more; returns
-  // the bytes. To be given before any thread asks for memory.
-  void set_host_reserve(std::function<std::size_t()> release) { host_reserve_ = std::move(release); }
+  // Gives back host memory that nobody uses, for spilling so many bytes where the host has no more;
+  // returns what went. To be given before any thread asks for memory.
+  using HostReserve = std::function<std::size_t(std::size_t bytes)>;
+  void set_host_reserve(HostReserve release) { host_reserve_ = std::move(release); }
   // What pays for what models under `group` spill; where that is no group but the device's
   // budget, all models' (this object's).
   [[nodiscard]] std::shared_ptr<Budget> spill_group_of(const Budget& group) VMM_EXCLUDES(registry_mutex_);
@@ -210,6 +211,8 @@ class DeviceMemory {
   // for the work that still uses it. Returns the bytes given back. Memory in
   // use stays.
   std::size_t set_limit(Budget& budget, std::size_t limit_bytes);
+  // What is held above the limit and has come to be idle since that was lowered.
+  std::size_t give_back_excess(Budget& budget, bool wait);
   // The same for a floor, of what others have idle that stand under the same limit and
   // should have less now. InvalidArgumentError, and nothing has changed: see Budget.
   std::size_t set_floor(Budget& budget, std::size_t floor_bytes);
@@ -358,7 +361,6 @@ class DeviceMemory {
   // giving_back.cpp
   std::size_t enforce_limit(Budget& budget);
   void require_floor(const std::string& name, std::size_t floor_bytes) const;
-  std::size_t give_back_excess(Budget& budget, bool wait);
   std::size_t give_idle_back(const Budget& level, const Budget& payer, std::size_t want) VMM_EXCLUDES(registry_mutex_);
   void count_sync() VMM_EXCLUDES(registry_mutex_);
   // After a free of `range` in `freed`, or of nothing that is known (nullptr).
@@ -410,7 +412,7 @@ class DeviceMemory {
   Budget spill_budget_;  // of all models' spilled memory
   ChunkStore store_;
   ChunkStore spill_store_;  // in host memory
-  std::function<std::size_t()> host_reserve_;
+  HostReserve host_reserve_;
   GuestMemory guests_;
   SecondMappings second_mappings_;
   const std::unique_ptr<WatchLog> log_;  // of debug mode
@@ -425,6 +427,7 @@ class DeviceMemory {
   std::atomic<std::size_t> oversize_bytes_{kUnlimited};
   std::atomic<bool> within_chunks_{false};
   std::atomic<bool> over_limit_{false};           // some limit was lowered below what is in use
+  std::atomic<bool> may_be_over_{false};          // the same, true also while all are looked at
   std::atomic<std::size_t> frees_over_limit_{0};  // since all that are over were looked at
   // What an allocation has to look at beside the threads' caches: one look for both.
   enum Beside : unsigned {

@@ -205,6 +205,7 @@ std::size_t DeviceMemory::enforce_limit(Budget& budget) {
 // them keep it again at this moment looks at that afterwards.
 void DeviceMemory::note_over_limit(const Budget& budget) {
   over_limit_.store(true, std::memory_order_seq_cst);
+  may_be_over_.store(true, std::memory_order_seq_cst);
   // Memory in the host's is seldom, and keeps nobody's caches on the device from working.
   if (!budget.stands_under(spill_budget_)) caches_.stop(BlockCaches::kOverLimit);
 }
@@ -293,9 +294,13 @@ void DeviceMemory::enforce_limits(Pool* freed, ByteRange range) {
     over_limit_.store(true, std::memory_order_relaxed);
     caches_.stop(BlockCaches::kOverLimit);  // another look, which found nothing, may have let them go on
   } else if (!over_limit_.load(std::memory_order_relaxed)) {
+    may_be_over_.store(false, std::memory_order_seq_cst);
     caches_.resume(BlockCaches::kOverLimit);
     // Lowered at this very moment: it said so before it stopped them.
-    if (over_limit_.load(std::memory_order_seq_cst)) caches_.stop(BlockCaches::kOverLimit);
+    if (over_limit_.load(std::memory_order_seq_cst)) {
+      may_be_over_.store(true, std::memory_order_seq_cst);
+      caches_.stop(BlockCaches::kOverLimit);
+    }
   }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <optional>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -28,9 +29,9 @@ static_assert(Ladder::kMostAsked < kAskedOneByOne);
 // much is worth a release, 0.5 ms for each GiB, and a chunk of the right size. Ordinary chunks, of a 48th of
 // a request, go from pool to pool as they are.
 constexpr std::size_t kMostLeftOver = 128 * kMiB;
-// Who has what was at the very place before gives it first, which costs no call of the driver, if
-// it is at least this share as far above its floor as whoever is furthest.
-constexpr std::size_t kNearlyAsFar = 2;
+// Who has what was at the very place before gives it first, which costs no call of the driver; but
+// of those with a floor only who has at least this share as much to give above it as whoever has most.
+constexpr std::size_t kNearlyAsMuch = 2;
 
 }  // namespace
 
@@ -58,8 +59,21 @@ bool Ladder::is_above(const Pool& pool, const Pool& asker) {
   return pool.budget().priority_in_all() > asker.budget().priority_in_all();
 }
 
-// Among those of one priority that are about as far above their floors, what was at the very place
-// before comes first; then whoever is furthest.
+namespace {
+
+bool has_floor(const Pool& pool) {
+  for (const Budget* level = &pool.budget(); level != nullptr; level = level->parent()) {
+    if (level->floor() != 0) return true;
+  }
+  return false;
+}
+
+std::size_t could_give(Pool& pool) { return std::min(pool.idle_bytes(), pool.bytes_above_floor()); }
+
+}  // namespace
+
+// Among those of one priority what was at the very place before comes first, unless that would take
+// one near its floor down to it beside others who are far from theirs; then whoever is furthest.
 void Ladder::gather_from(const PoolList& pools, const WantedChunks& wanted, Grant& grant, ReclaimStep* step) {
   Budget* refused = nullptr;  // then the asker may take no more
   const auto has_wanted = [&wanted](const Pool& pool) {
@@ -84,9 +98,17 @@ void Ladder::gather_from(const PoolList& pools, const WantedChunks& wanted, Gran
     const auto last = std::find_if(std::next(first), pools.end(), [priority](const auto& pool) {
       return pool->budget().priority_in_all() != priority;
     });
-    const std::size_t far = (*first)->bytes_above_floor() / kNearlyAsFar;
+    std::optional<std::size_t> most;  // that one of them could give; a look at each, so only where it matters
+    const auto may_come_first = [&](Pool& pool) {
+      if (!has_floor(pool)) return true;
+      if (!most.has_value()) {
+        most = 0;
+        for (auto at = first; at != last; ++at) most = std::max(*most, could_give(**at));
+      }
+      return could_give(pool) >= *most / kNearlyAsMuch;
+    };
     for (auto at = first; at != last && refused == nullptr && grant.bytes() < wanted.bytes; ++at) {
-      if (has_wanted(**at) && (*at)->bytes_above_floor() >= far) take(**at, 0, wanted.first);
+      if (has_wanted(**at) && may_come_first(**at)) take(**at, 0, wanted.first);
     }
     for (auto at = first; at != last && refused == nullptr && grant.bytes() < wanted.bytes; ++at) {
       take(**at, wanted.bytes - grant.bytes(), {});
@@ -322,6 +344,15 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   };
   keep();
   if (is_over()) return;
+  if (lacks.bytes == 0 && lacks.refused != nullptr) {
+    // It needs no memory, but a limit that was lowered is to be kept first.
+    const std::size_t went = memory_.give_back_excess(*lacks.refused, /*wait=*/false);
+    step->bytes += went;
+    if (went == 0) return;
+    step->result = StepResult::in_vain;
+    climb.try_again(nullptr);
+    if (is_over() || lacks.bytes == 0) return;
+  }
   if (asker.keeps_within_chunks() && asker.shed(0) != 0) {
     // Its own idle chunks do not fit, and are not put together.
     step->result = StepResult::in_vain;

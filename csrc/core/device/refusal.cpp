@@ -79,8 +79,11 @@ std::string advice_for(const Refusal& refusal, const RefusalCause& cause) {
     in_use += holder.allocated;
     may_come += holder.allocated + holder.stranded + holder.quarantined;
   }
-  if (in_use != 0 && may_come >= missing)
-    ways.push_back(missing == 0 ? "free tensors" : "free tensors of " + at_least(missing));
+  if (in_use != 0 && may_come >= missing) {
+    ways.push_back(missing == 0        ? "free tensors"
+                   : missing <= in_use ? "free tensors of " + at_least(missing)
+                                       : "free the tensors that keep chunks of " + at_least(missing));
+  }
   if (!cause.limit_name.empty() &&
       (!device_is_known || refusal.limit + std::max(more, std::size_t{1}) <= cause.device_total)) {
     ways.push_back("raise the limit of " + cause.limit_name + (more == 0 ? "" : " by " + at_least(more)) + above);

@@ -28,8 +28,9 @@ bool Pool::takes_requests(Shortage* shortage) const {
 }
 
 bool Pool::keeps_limits(Shortage* shortage) {
-  if (!context_.over_limit.load(std::memory_order_relaxed)) [[likely]]
+  if (!context_.may_be_over.load(std::memory_order_relaxed)) [[likely]]
     return true;
+  if (space_.is_pinned()) return true;
   for (Budget* level = &budget_; level->parent() != nullptr; level = level->parent()) {
     if (level->excess() == 0) continue;
     *shortage = {0, level, {}};

@@ -472,8 +472,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   bool takes_requests(Shortage* shortage) const VMM_REQUIRES(mutex_);
   // False where a limit above it was lowered below what is held: nothing is handed out until that
   // fits, though free space in chunks that stay could take it. Else these would stay for ever.
-  // The device's own limit, torch's fraction, refuses new memory alone, as natively.
-  bool keeps_limits(Shortage* shortage);
+  // The device's own limit, torch's fraction, refuses new memory alone, as natively; and a graph's
+  // memory goes back to nobody while the graph lives, so a capture goes on in what it has.
+  bool keeps_limits(Shortage* shortage) VMM_REQUIRES(mutex_);
   bool can_never_hold(std::size_t bytes, Shortage* shortage) const;
   Address allocate_once(std::size_t bytes, Stream stream, bool is_gathered, Grant* grant, Shortage* shortage,
                         StreamTag* add_shard) VMM_EXCLUDES(mutex_);

@@ -97,18 +97,26 @@ std::size_t Sleeper::release_unused_of_others(const PinnedMemory& memory, std::s
   return available;
 }
 
-std::size_t Sleeper::release_all_host_memory() {
+std::size_t Sleeper::release_all_host_memory(std::size_t bytes) {
   std::vector<std::shared_ptr<PinnedMemory>> all;
   {
     const MutexLock lock(mutex_);
     for (const auto& [group, each] : host_memory_) all.push_back(each.memory);
   }
   const auto release = [&all] {
-    std::size_t bytes = 0;
-    for (const auto& each : all) bytes += each->release_unused();
-    return bytes;
+    std::size_t went = 0;
+    for (const auto& each : all) went += each->release_unused();
+    return went;
   };
-  if (const std::size_t bytes = release(); bytes != 0) return bytes;
+  std::size_t unused = 0;
+  std::size_t used = 0;
+  for (const auto& each : all) {
+    unused += each->unused_bytes();
+    used += each->used_bytes();
+  }
+  const std::size_t available = available_memory();
+  if (bytes > available && bytes - available > unused + used) return 0;
+  if (const std::size_t went = release(); went != 0) return went;
   for (const auto& pool : memory_.pools()) pool->forget_unchanged();
   return release();
 }

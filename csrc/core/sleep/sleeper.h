@@ -43,9 +43,10 @@ class Sleeper {
   // PinnedMemory::set_limit(), where what awake models keep there in case they sleep again
   // unchanged goes as well, if it has to.
   std::size_t set_host_limit(const Budget& group, std::size_t bytes) VMM_EXCLUDES(mutex_);
-  // Of all groups', what no sleeping model uses, or where there is none, what awake ones keep in
-  // case they sleep again unchanged. Returns the bytes.
-  std::size_t release_all_host_memory() VMM_EXCLUDES(mutex_);
+  // For a request of `bytes` of the host's memory that it has not: of all groups', what no sleeping
+  // model uses, or where that is not enough, what awake ones keep in case they sleep again
+  // unchanged; nothing where all would not do. Returns the bytes.
+  std::size_t release_all_host_memory(std::size_t bytes) VMM_EXCLUDES(mutex_);
   // `group` is closed: none of that stays, what is in use no longer than until it comes back.
   void end_host_memory(const Budget& group) VMM_EXCLUDES(mutex_);
   // The first of `places` with room for the contents, one after the other; nullptr: they are
