@@ -151,8 +151,7 @@ Refused DeviceMemory::refusal_of(const Ladder::Climb& climb) {
     return pool.budget().stands_under(budget_) ? stats.idle_bytes : 0;
   };
   // What would have to be had: none of what a wake has already.
-  const bool needs_none = shortage.refused != nullptr && shortage.bytes == 0;  // but that limits are kept
-  const std::size_t wanted = needs_none ? 0 : bytes + climb.beside.to_come;
+  const std::size_t wanted = bytes + climb.beside.to_come;
   const std::size_t pages = align_up(wanted, asker.page_size());
   for (const Budget* level = shortage.refused; level != nullptr; level = level->parent()) {
     if (level->limit() == kUnlimited) continue;
