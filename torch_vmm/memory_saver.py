@@ -66,8 +66,8 @@ class _Saved:
         limit = self.device.total_bytes
         if margin != 0 and not self.resuming:
             stats = self.shared.global_stats()
-            held = stats.physical_usage + stats.store_bytes
-            stays = stats.physical_usage - stats.idle_bytes  # and is used on: below it nothing would be handed out
+            held = stats.physical_usage
+            stays = held - stats.idle_bytes - stats.store_bytes  # is in use: below it nothing would be handed out
             limit = max(held + self.device.memory_info()[0] - margin, stays, 1)
         if limit != before:
             self.shared._handle.set_physical_limit(limit)  # the property tells the log, and nobody has set it

@@ -313,6 +313,29 @@ def test_below_the_margin_regions_go_on_in_what_they_have(saver: TorchMemorySave
     saver.memory_margin_bytes = 0
 
 
+def test_what_rests_in_the_store_is_counted_once(saver: TorchMemorySaver, device: str, memory: _C.Device) -> None:
+    with saver.region("weights"):
+        kept = torch.ones(16 * MIB, dtype=torch.uint8, device=device)
+    (saved,) = saver._saved.values()
+    other = saved.shared.register_model("other")
+    with other:
+        idle = torch.ones(96 * MIB, dtype=torch.uint8, device=device)
+    del idle
+    saved.shared.unregister_model("other")
+    stats = saved.shared.global_stats()
+    saver.memory_margin_bytes = 64 * MIB
+    free = memory.memory_info()[0]
+    limit = saved.shared.physical_limit
+    assert limit is not None
+    assert limit <= stats.physical_usage + free - 64 * MIB + 96 * MIB, "other processes may use the device"
+    assert limit <= memory.total_bytes
+    saver.memory_margin_bytes = "1TiB"  # type: ignore[assignment]
+    assert saved.shared.physical_limit <= 20 * MIB
+    assert saved.shared.global_stats().store_bytes == 0, "it is the driver's"
+    saver.memory_margin_bytes = 0
+    del kept
+
+
 def test_what_is_resumed_may_take_of_the_margin() -> None:
     printed = on_a_small_device(
         """

@@ -287,12 +287,14 @@ void DeviceMemory::enforce_limits(Pool* freed, ByteRange range) {
   try {
     still = give_back_all_excess();
   } catch (...) {
-    over_limit_.store(true, std::memory_order_relaxed);  // another free looks again
+    over_limit_.store(true, std::memory_order_seq_cst);  // another free looks again
+    may_be_over_.store(true, std::memory_order_seq_cst);
     throw;
   }
   if (still) {
-    over_limit_.store(true, std::memory_order_relaxed);
-    caches_.stop(BlockCaches::kOverLimit);  // another look, which found nothing, may have let them go on
+    over_limit_.store(true, std::memory_order_seq_cst);
+    may_be_over_.store(true, std::memory_order_seq_cst);  // another look, which found nothing, may have said no,
+    caches_.stop(BlockCaches::kOverLimit);                // and let them go on
   } else if (!over_limit_.load(std::memory_order_relaxed)) {
     may_be_over_.store(false, std::memory_order_seq_cst);
     caches_.resume(BlockCaches::kOverLimit);

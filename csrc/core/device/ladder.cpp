@@ -344,14 +344,14 @@ void Ladder::take_from_others(Climb& climb, ReclaimStep* step) {
   };
   keep();
   if (is_over()) return;
-  if (lacks.bytes == 0 && lacks.refused != nullptr) {
-    // It needs no memory, but a limit that was lowered is to be kept first.
+  while (lacks.bytes == 0 && lacks.refused != nullptr) {
+    // It needs no memory, but a limit that was lowered is to be kept first, and then another above it.
     const std::size_t went = memory_.give_back_excess(*lacks.refused, /*wait=*/false);
     step->bytes += went;
     if (went == 0) return;
     step->result = StepResult::in_vain;
     climb.try_again(nullptr);
-    if (is_over() || lacks.bytes == 0) return;
+    if (is_over()) return;
   }
   if (asker.keeps_within_chunks() && asker.shed(0) != 0) {
     // Its own idle chunks do not fit, and are not put together.

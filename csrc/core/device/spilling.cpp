@@ -67,8 +67,11 @@ Address DeviceMemory::allocate_spilled(Pool& asker, std::size_t bytes, Stream st
     space->shed(0);
   }
   // What models asleep in the host's memory have left pinned there, which is slow to pin anew.
-  const auto lacks_memory = [&] { return shortage.status.ok() || shortage.status.code() == StatusCode::out_of_memory; };
-  while (is_hosts && host_reserve_ && lacks_memory() && host_reserve_(bytes) != 0) {
+  const auto is_hosts_still = [&] {
+    const bool is_memory = shortage.status.ok() || shortage.status.code() == StatusCode::out_of_memory;
+    return is_memory && shortage.refused == nullptr && !shortage.no_address_space;
+  };
+  while (is_hosts_still() && host_reserve_ && host_reserve_(bytes) != 0) {
     if (const Address address = attempt()) return address;
   }
   if ((is_hosts ? spill_store_.all_shelved_bytes() : spill_store_.shelved_bytes(space->group())) == 0) return 0;
