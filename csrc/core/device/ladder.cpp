@@ -33,6 +33,15 @@ constexpr std::size_t kMostLeftOver = 128 * kMiB;
 // of those with a floor only who has at least this share as much to give above it as whoever has most.
 constexpr std::size_t kNearlyAsMuch = 2;
 
+bool has_floor(const Pool& pool) {
+  for (const Budget* level = &pool.budget(); level != nullptr; level = level->parent()) {
+    if (level->floor() != 0) return true;
+  }
+  return false;
+}
+
+std::size_t could_give(Pool& pool) { return std::min(pool.idle_bytes(), pool.bytes_above_floor()); }
+
 }  // namespace
 
 PoolList Ladder::in_order_of_yielding(PoolList pools) {
@@ -58,19 +67,6 @@ PoolList Ladder::victims(const Pool& asker, const Budget* refused) const {
 bool Ladder::is_above(const Pool& pool, const Pool& asker) {
   return pool.budget().priority_in_all() > asker.budget().priority_in_all();
 }
-
-namespace {
-
-bool has_floor(const Pool& pool) {
-  for (const Budget* level = &pool.budget(); level != nullptr; level = level->parent()) {
-    if (level->floor() != 0) return true;
-  }
-  return false;
-}
-
-std::size_t could_give(Pool& pool) { return std::min(pool.idle_bytes(), pool.bytes_above_floor()); }
-
-}  // namespace
 
 // Among those of one priority what was at the very place before comes first, unless that would take
 // one near its floor down to it beside others who are far from theirs; then whoever is furthest.

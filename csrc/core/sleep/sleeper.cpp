@@ -80,29 +80,26 @@ void Sleeper::end_host_memory(const Budget& group) {
   host_memory(group)->close();
 }
 
+std::vector<std::shared_ptr<PinnedMemory>> Sleeper::all_host_memory() {
+  const MutexLock lock(mutex_);
+  std::vector<std::shared_ptr<PinnedMemory>> all;
+  all.reserve(host_memory_.size());
+  for (const auto& [group, each] : host_memory_) all.push_back(each.memory);
+  return all;
+}
+
 // What nobody uses of other groups' pinned memory goes until the host has `bytes`. Returns what it has.
 std::size_t Sleeper::release_unused_of_others(const PinnedMemory& memory, std::size_t bytes) {
-  std::vector<std::shared_ptr<PinnedMemory>> others;
-  {
-    const MutexLock lock(mutex_);
-    for (const auto& [group, each] : host_memory_) {
-      if (each.memory.get() != &memory) others.push_back(each.memory);
-    }
-  }
   std::size_t available = available_memory();
-  for (const auto& other : others) {
+  for (const auto& each : all_host_memory()) {
     if (available >= bytes) break;
-    if (other->release_unused() != 0) available = available_memory();
+    if (each.get() != &memory && each->release_unused() != 0) available = available_memory();
   }
   return available;
 }
 
 std::size_t Sleeper::release_all_host_memory(std::size_t bytes) {
-  std::vector<std::shared_ptr<PinnedMemory>> all;
-  {
-    const MutexLock lock(mutex_);
-    for (const auto& [group, each] : host_memory_) all.push_back(each.memory);
-  }
+  const auto all = all_host_memory();
   const auto release = [&all] {
     std::size_t went = 0;
     for (const auto& each : all) went += each->release_unused();

@@ -70,6 +70,7 @@ class Sleeper {
   std::shared_ptr<Backup> make_packed_backup(const std::vector<Content>& contents, Pool& asker);
   // Throws OutOfMemoryError where the host has no memory for `bytes` more of it.
   void make_host_room(const PinnedMemory& memory, std::size_t bytes, Pool& asker);
+  std::vector<std::shared_ptr<PinnedMemory>> all_host_memory() VMM_EXCLUDES(mutex_);
   std::size_t release_unused_of_others(const PinnedMemory& memory, std::size_t bytes) VMM_EXCLUDES(mutex_);
   bool forget_unchanged(const Budget& group);
 
