@@ -480,6 +480,7 @@ def forget_names_of_backups(pool: Pool) -> None:
 def is_asleep(pool: Pool) -> bool:
     """Some part of it."""
 
+def require_there(address: int, size: int) -> None: ...
 def read_backup(address: int, size: int, to: int) -> bool:
     """Copies what is kept of a sleeping tensor to plain memory at ``to``; false: not all of it is."""
 

@@ -7,6 +7,9 @@ tensor's end, or to a tensor that is no more, faults in whatever kernel
 makes it. ``canary`` writes patterns before and behind each block instead,
 and looks at them when it is freed. ``sample=1/100`` behind either watches
 one of a hundred allocations.
+
+``refuse_asleep()`` needs none of that: within it, who uses memory of a
+sleeping model gets an exception instead of a fault.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from typing import Any, Literal
 import torch
 
 from torch_vmm import _C
+from torch_vmm.asleep_use import refuse_asleep
 from torch_vmm.dense import require_strided
 from torch_vmm.devices import Device, DeviceKey, to_device
 from torch_vmm.errors import InvalidArgumentError, MemoryDamageError, NotAvailableError
 from torch_vmm.sizes import show, to_index
 
-__all__ = ["Damage", "Finding", "Report", "WatchedBlock", "check", "explain", "mode", "report"]
+__all__ = ["Damage", "Finding", "Report", "WatchedBlock", "check", "explain", "mode", "refuse_asleep", "report"]
 
 
 def __dir__() -> list[str]:

@@ -223,6 +223,15 @@ void bind_sleep(py::module_& module) {
       "is_asleep", [](const Pool& pool) { return home_of(pool).is_any_asleep(pool); }, py::arg("pool"), WithoutGil());
 
   module.def(
+      "require_there",
+      [](std::uintptr_t address, std::size_t size) {
+        Runtime::require_own_process();
+        const Pool* const pool = Runtime::pool_at(reinterpret_cast<const void*>(address));
+        if (pool != nullptr) pool->require_there(address, size);
+      },
+      py::arg("address"), py::arg("size"), WithoutGil());
+
+  module.def(
       "read_backup",
       [](std::uintptr_t address, std::size_t size, std::uintptr_t to) {
         Runtime::require_own_process();

@@ -81,6 +81,7 @@ SIGNATURES = {
     "debug.explain": "(tensor_or_address)",
     "debug.report": "(device='cuda')",
     "debug.check": "(device='cuda')",
+    "debug.refuse_asleep": "()",
     "enable": "(device='cuda')",
     "is_enabled": "(device='cuda')",
     "carry": "(function)",
