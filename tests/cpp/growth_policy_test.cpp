@@ -119,6 +119,20 @@ TEST(GrowthPolicy, OneThatGrowsFreelyTakesFourTimesItsPeak) {
   EXPECT_FALSE(policy.grows(400 * kPage + 1, kNow));
 }
 
+TEST(GrowthPolicy, OneThatGrowsFreelyTakesFewChunksAndGoesAhead) {
+  GrowthPolicy::Kind kind = ordinary();
+  kind.grows_freely = true;
+  GrowthPolicy policy(kind);
+  use(&policy, kGiB, kGiB);
+  EXPECT_EQ(sizes(policy, lack(256 * kMiB)), Sizes(8, 32 * kMiB));
+  EXPECT_EQ(sizes(policy, lack(16 * kMiB)), Sizes(2, 8 * kMiB)) << "as any pool's";
+  GrowthPolicy::Beyond beyond{kGiB, kUnlimited, kGiB};
+  EXPECT_EQ(policy.ahead(lack(16 * kMiB), 8 * kMiB, beyond), 56 * kMiB) << "a 16th of what it holds";
+  EXPECT_EQ(policy.ahead(contested(16 * kMiB), 8 * kMiB, beyond), 0U);
+  beyond.headroom = 64 * kMiB - 1;
+  EXPECT_EQ(policy.ahead(lack(16 * kMiB), 8 * kMiB, beyond), 0U) << "not near a limit";
+}
+
 TEST(GrowthPolicy, OnlyIdleChunksOfSomeSizeAreWorthAMove) {
   const GrowthPolicy policy(ordinary());
   EXPECT_EQ(policy.least_move(lack(kGiB)), kPage);

@@ -23,6 +23,7 @@ using std::chrono::milliseconds;
 
 const Stream kOne = stream(0x10);
 const Stream kTwo = stream(0x20);
+const Stream kThree = stream(0x30);
 
 class Buffers : public ::testing::Test {
  protected:
@@ -84,6 +85,42 @@ TEST_F(Buffers, AnotherStreamHasItBehindTheWorkThatIsQueued) {
   allocate(16 * kMiB, kTwo);
   EXPECT_GT(lab_.driver.count(Call::stream_wait), ordered) << "the GPU waits";
   EXPECT_EQ(waits(), 0U) << "and the caller does not";
+}
+
+TEST_F(Buffers, WhatTheGpuHasFinishedIsAnyStreams) {
+  const Address first = allocate(8 * kMiB, kOne);
+  const Address second = allocate(8 * kMiB, kTwo);
+  ASSERT_EQ(second, first + 8 * kMiB);
+  free(first);
+  free(second);
+  const std::uint64_t before = created();
+  EXPECT_EQ(allocate(6 * kMiB, kThree), first) << "the shortest that is long enough";
+  EXPECT_EQ(allocate(10 * kMiB, kThree), first + 6 * kMiB) << "across what two streams had";
+  EXPECT_EQ(created(), before);
+  EXPECT_EQ(waits(), 0U);
+}
+
+TEST_F(Buffers, WhatItHasNotFinishedIsItsStreamsAlone) {
+  const Address first = allocate(8 * kMiB, kOne);
+  lab_.meet(kTwo);
+  lab_.driver.hold_fences(kOne);
+  free(first);
+  const std::uint64_t before = created();
+  const Address second = allocate(8 * kMiB, kTwo);
+  EXPECT_NE(second, first);
+  EXPECT_GT(created(), before);
+  EXPECT_EQ(waits(), 0U);
+  EXPECT_EQ(lab_.driver.count(Call::stream_wait), 0U) << "nor does the GPU, while there is memory";
+  EXPECT_EQ(allocate(8 * kMiB, kOne), first);
+}
+
+TEST_F(Buffers, SmallOnesStandWhereMemoryIsFree) {
+  const Address first = allocate(8 * kMiB);
+  free(first);
+  const std::uint64_t before = created();
+  EXPECT_GE(allocate(1000), first + 6 * kMiB) << "at the end of it, where they pin one chunk";
+  EXPECT_EQ(allocate(6 * kMiB), first);
+  EXPECT_EQ(created(), before);
 }
 
 TEST_F(Buffers, ARecordedStreamDefersItsOwnStreamToo) {

@@ -188,6 +188,7 @@ void RandomWorld::open(std::size_t k) {
   if (k == 1) spec.page_size = 4 * kMiB;
   if (k == 2) spec.floor = 4 * kMiB;
   if (k == 2) spec.priority = 1;
+  spec.grows_freely = k == kModelOfPart;
   pools_[k] = memory_->create_pool(spec, k == kModelOfPart ? nullptr : group_.get());
   if (k < 2) memory_->set_spills(*pools_[k], true);
 }

@@ -400,6 +400,7 @@ void StreamWorld::open(std::size_t pool) {
         PoolSpec spec;
         spec.name = "pool" + std::to_string(pool);
         spec.capacity = pool == kPlainPool ? kFewAddresses : kCapacity;
+        spec.grows_freely = pool == kPlainPool;
         pools_[pool] = (pool == kPeerPool ? peer_memory_ : memory_)->create_pool(spec, nullptr);
       }
       return;

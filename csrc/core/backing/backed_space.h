@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -269,6 +270,8 @@ class BackedSpace {
   void widen(Extent* extent) const;
   Block* place_apart(const Request& request, std::size_t unit, Grant* grant, Shortage* shortage);
   Block* place_over(Extent extent, const Request& request, std::size_t offset, Grant* grant, Shortage* shortage);
+  Block* place_without_growing(const Request& request, Shortage* shortage);
+  [[nodiscard]] std::optional<std::size_t> find_finished(const Request& request) const;
   bool adopt_free_space(StreamTag tag, Shortage* shortage);
   Block* place_on_whole_chunks(const Request& request, Grant* grant);
   std::size_t collect_whole(std::size_t wanted, StreamTag tag, Grant* grant, Backing* backing);

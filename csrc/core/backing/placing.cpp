@@ -16,6 +16,8 @@ namespace {
 
 // Below this share of a unit a block is little: each stream's would strand the rest.
 constexpr std::size_t kUnitsPerLittle = 4;
+// Free blocks that are looked through before a pool grows, which costs 60 us a chunk.
+constexpr std::size_t kMostFreeLookedAt = 4096;
 
 bool takes_any(const Grant* grant) { return terms_of(grant).fit == ChunkFit::any; }
 
@@ -55,6 +57,9 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
     shortage->is_kept_by_threads = true;
     return nullptr;
   }
+  if (kind_.grows_freely && request.where != Request::Where::at) {
+    if (Block* block = place_without_growing(request, shortage)) return block;
+  }
   std::size_t offset = 0;
   const std::size_t unit = unit_for(request.size);
   placement_.place_beside_slabs_below(unit / kUnitsPerLittle);
@@ -88,6 +93,48 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
     return nullptr;
   }
   return place_on_whole_chunks(request, grant);
+}
+
+// On memory that the pool has, for no call of the driver: free space that the stream may use at
+// once, its own and what other streams have freed and the GPU has finished.
+Block* BackedSpace::place_without_growing(const Request& request, Shortage* shortage) {
+  if (is_pinned_ || kind_.keeps_within_chunks() || free_mapped_bytes() < request.size) return nullptr;
+  std::optional<std::size_t> offset = find_finished(request);
+  const bool has_others = streams_.size() > kNeutral + std::size_t{2};
+  if (!offset.has_value() && has_others) {
+    const Epoch passed = context_.clock.passed();
+    context_.clock.passes_at_once(context_.clock.now());
+    if (context_.clock.passed() != passed) offset = find_finished(request);
+  }
+  return offset.has_value() ? place_over({}, request, *offset, nullptr, shortage) : nullptr;
+}
+
+// In the shortest run of such free blocks that is long enough; a slab at the end of the
+// highest, where slabs together pin few chunks.
+std::optional<std::size_t> BackedSpace::find_finished(const Request& request) const {
+  const bool is_high = request.where == Request::Where::high;
+  ByteRange best;
+  ByteRange run;
+  const auto compare = [&] {
+    if (run.size >= request.size && (is_high || best.size == 0 || run.size < best.size)) best = run;
+  };
+  const FreeByOffset& free = blocks_.free_blocks();
+  std::size_t looked_at = 0;
+  for (const Block* block = free.last(); block != nullptr && looked_at < kMostFreeLookedAt; ++looked_at) {
+    const bool is_finished =
+        block->tag != kNeutral && (block->tag == request.tag || context_.clock.has_passed(block->epoch));
+    if (is_finished && block->end() == run.offset) {
+      run = {block->offset, run.end() - block->offset};
+    } else {
+      compare();
+      if (is_high && best.size != 0) break;
+      run = is_finished ? block->range() : ByteRange{};
+    }
+    block = free.prev(block);
+  }
+  compare();
+  if (best.size == 0) return std::nullopt;
+  return is_high ? best.end() - request.size : best.offset;
 }
 
 // Where addresses are short: all free space becomes the asking stream's, whoever
