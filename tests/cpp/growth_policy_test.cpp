@@ -119,6 +119,23 @@ TEST(GrowthPolicy, OneThatGrowsFreelyTakesFourTimesItsPeak) {
   EXPECT_FALSE(policy.grows(400 * kPage + 1, kNow));
 }
 
+TEST(GrowthPolicy, OneThatGrowsFreelyAsksEightTimesBeforeItDoes) {
+  GrowthPolicy::Kind kind = ordinary();
+  kind.grows_freely = true;
+  GrowthPolicy policy(kind);
+  policy.note_live(100 * kPage);
+  for (int k = 0; k < 8; ++k) {
+    EXPECT_TRUE(policy.asks_before());
+    policy.note_asked();
+  }
+  EXPECT_FALSE(policy.asks_before());
+  EXPECT_FALSE(policy.grows(401 * kPage, kNow));
+  EXPECT_FALSE(policy.asks_before()) << "it has not grown";
+  EXPECT_TRUE(policy.grows(400 * kPage, kNow));
+  EXPECT_TRUE(policy.asks_before());
+  EXPECT_FALSE(GrowthPolicy(ordinary()).asks_before());
+}
+
 TEST(GrowthPolicy, OneThatGrowsFreelyTakesFewChunksAndGoesAhead) {
   GrowthPolicy::Kind kind = ordinary();
   kind.grows_freely = true;
@@ -128,7 +145,7 @@ TEST(GrowthPolicy, OneThatGrowsFreelyTakesFewChunksAndGoesAhead) {
   EXPECT_EQ(sizes(policy, lack(16 * kMiB)), Sizes(2, 8 * kMiB)) << "as any pool's";
   GrowthPolicy::Beyond beyond{kGiB, kUnlimited, kGiB};
   EXPECT_EQ(policy.ahead(lack(16 * kMiB), 8 * kMiB, beyond), 56 * kMiB) << "a 16th of what it holds";
-  EXPECT_EQ(policy.ahead(contested(16 * kMiB), 8 * kMiB, beyond), 0U);
+  EXPECT_EQ(policy.ahead(contested(16 * kMiB), 8 * kMiB, beyond), 56 * kMiB) << "what lies unused others can have";
   beyond.headroom = 64 * kMiB - 1;
   EXPECT_EQ(policy.ahead(lack(16 * kMiB), 8 * kMiB, beyond), 0U) << "not near a limit";
 }

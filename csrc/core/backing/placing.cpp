@@ -101,7 +101,8 @@ Block* BackedSpace::place_without_growing(const Request& request, Shortage* shor
   if (is_pinned_ || kind_.keeps_within_chunks() || free_mapped_bytes() < request.size) return nullptr;
   std::optional<std::size_t> offset = find_finished(request);
   const bool has_others = streams_.size() > kNeutral + std::size_t{2};
-  if (!offset.has_value() && has_others) {
+  if (!offset.has_value() && has_others && growth_.asks_before()) {
+    growth_.note_asked();
     const Epoch passed = context_.clock.passed();
     context_.clock.passes_at_once(context_.clock.now());
     if (context_.clock.passed() != passed) offset = find_finished(request);

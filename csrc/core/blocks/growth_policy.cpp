@@ -117,7 +117,10 @@ constexpr std::size_t kSmallestMoveShare = 1024;
 
 bool GrowthPolicy::grows(std::size_t mapped, std::chrono::nanoseconds now) {
   const std::size_t moves = move_debt_.moves(now);
-  if (kind_.grows_freely && mapped <= peak_live_ * kFreelyGrown) return true;
+  if (kind_.grows_freely && mapped <= peak_live_ * kFreelyGrown) {
+    asked_ = 0;
+    return true;
+  }
   const std::size_t free_growth = peak_live_ / kFreeGrowth;
   const std::size_t growth =
       moves > kManyMoves ? peak_live_ / kMostGrowth : free_growth + free_growth / kMovedPerFree / kManyMoves * moves;
@@ -190,7 +193,7 @@ bool GrowthPolicy::holds_what_stays() const {
 
 std::size_t GrowthPolicy::ahead(const Lack& lack, std::size_t size, const Beyond& beyond) const {
   if (!kind_.is_ordinary || lack.is_whole || lack.is_explicit) return 0;
-  if (lack.is_contested || !(kind_.grows_freely || holds_what_stays())) return 0;
+  if (!kind_.grows_freely && (lack.is_contested || !holds_what_stays())) return 0;
   // Near a limit what lies unused here is what the model's graphs, tags and ranges lack.
   if (beyond.headroom < beyond.mapped / kHeadroomShare) return 0;
   const std::size_t share = kind_.grows_freely ? kFreelyAheadShare : kAheadShare;
