@@ -113,7 +113,7 @@ def test_every_field_of_what_debug_mode_tells_is_named(value: str) -> None:
 
 def test_every_function_of_debug_mode_is_shown() -> None:
     functions = {name for name in torch_vmm.debug.__all__ if inspect.isfunction(getattr(torch_vmm.debug, name))}
-    assert functions == {"check", "explain", "mode", "refuse_asleep", "report"}
+    assert functions == {"check", "explain", "mode", "report"}
     assert functions - used_in_code() == set()
 
 

@@ -33,6 +33,11 @@ USES: dict[str, Callable[[torch.Tensor], object]] = {
     "in a list": lambda t: torch._foreach_add_([t], 1),
     "among others": lambda t: torch.cat([torch.ones(3, dtype=t.dtype, device=t.device), t]),
     "an index": lambda t: torch.ones(4, device=t.device).index_select(0, t[:2]),
+    "resized": lambda t: t.resize_(2000),
+    "made like it, into it": lambda t: torch.ops.aten.zeros_like.out(t, out=t),
+    "in a list of numbers": lambda t: torch.tensor([t[0], t[1]]),
+    "in a list as an index": lambda t: torch.ones(4, 2000, device=t.device)[:, [t[0], 2]],
+    "a view of a view, copied": lambda t: t.view(10, 100).t()[3:].contiguous(),
     "conjugated": lambda t: torch.view_as_complex(t.view(torch.float32).view(-1, 2)).conj().clone(),
 }
 
@@ -62,6 +67,48 @@ def test_what_needs_no_memory_is_answered(model: VirtualMemoryPool, device: str)
         assert tensor[:0].clone().numel() == 0
         tensor.data = torch.ones(3, dtype=tensor.dtype, device=device)
         assert tensor.sum().item() == 3
+    model.wake()
+
+
+INFERENCE: dict[str, Callable[[torch.Tensor], object]] = {
+    "contiguous": lambda t: t.view(10, 100).t().contiguous(),
+    "another type": lambda t: t.half(),
+    "copied": lambda t: t.to(t.device, copy=True),
+    "reshaped": lambda t: t.view(10, 100).t().reshape(1000),
+    "multiplied": lambda t: torch.matmul(t.view(10, 100), torch.ones(100, 3, dtype=t.dtype, device=t.device)),
+}
+
+
+@pytest.mark.parametrize("made_so", [False, True])
+@pytest.mark.parametrize("use", INFERENCE)
+def test_under_inference_mode(model: VirtualMemoryPool, device: str, use: str, made_so: bool) -> None:
+    with torch.inference_mode(made_so):
+        tensor = numbered(model, 1000)
+    model.sleep()
+    with refuse_asleep(), torch.inference_mode():
+        assert tensor.reshape(10, 100).shape == (10, 100)
+        assert torch.atleast_2d(tensor).shape == (1, 1000)
+        assert len(torch.broadcast_tensors(tensor, torch.ones(3, 1000, device=device))) == 2
+        with pytest.raises(AsleepError, match="is asleep"):
+            INFERENCE[use](tensor)
+    model.wake()
+    with refuse_asleep(), torch.inference_mode():
+        INFERENCE[use](tensor)
+
+
+def test_what_counts_is_where_a_view_lies(model: VirtualMemoryPool, device: str) -> None:
+    rows = 1 << 16
+    with model:
+        table = torch_vmm.sparse((rows, 128), torch.float32, device, zeros=True)
+    table.commit(slice(0, 512))
+    table.commit(slice(10000, 11000))
+    table[10000] = 1
+    model.sleep()
+    with refuse_asleep():
+        for row in (10000, 0):
+            with pytest.raises(AsleepError):
+                table[row].sum()
+        assert table[40000:].sum().item() == 0, "zeros, which sleep nowhere"
     model.wake()
 
 
@@ -125,6 +172,40 @@ def test_what_is_made_of_others(model: VirtualMemoryPool, device: str, layout: s
         made * 2
 
 
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+def test_views_of_what_is_made_of_others_read_it(model: VirtualMemoryPool, device: str, layout: str) -> None:
+    with model:
+        made = torch.eye(64, device=device).to_sparse(layout=getattr(torch, layout))
+    model.sleep()
+    with refuse_asleep():
+        with pytest.raises(AsleepError):
+            made[0]
+        assert made.shape == (64, 64)
+        assert made._nnz() == 64
+    model.wake()
+
+
+class Passing(torch.Tensor):
+    """Does as every tensor does, with no mode left."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def test_a_tensor_that_dispatches_itself_is_looked_at_first(model: VirtualMemoryPool, device: str) -> None:
+    own = numbered(model, 10).as_subclass(Passing)
+    others = torch.ones(10, device=device).as_subclass(Passing)
+    plain = numbered(model, 10)
+    model.sleep()
+    with refuse_asleep():
+        for use in (lambda: own + 1, lambda: others + plain):
+            with pytest.raises(AsleepError):
+                use()
+        others + 1
+    model.wake()
+
+
 class Wrapper(torch.Tensor):
     """Two tensors, or operations on each."""
 
@@ -163,6 +244,45 @@ def test_under_a_fake_mode(model: VirtualMemoryPool, device: str) -> None:
     with FakeTensorMode(), refuse_asleep():
         assert (torch.ones(3, device=device) + 1).shape == (3,)
     model.wake()
+
+
+def test_compiled_functions_are_seen_and_stay_compiled(model: VirtualMemoryPool, device: str) -> None:
+    ran = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            ran.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    compiled = torch.compile(lambda x: (x * 3).sum(), backend=backend)
+    awake = torch.ones(9, device=device)
+    asleep = numbered(model, 9)
+    compiled(awake)
+    assert len(ran) == 1
+    model.sleep()
+    with refuse_asleep():
+        assert compiled(awake).item() == 27
+        with pytest.raises(AsleepError):
+            compiled(asleep)
+    assert len(ran) == 1, "eagerly"
+    compiled(awake)
+    assert len(ran) == 2
+    model.wake()
+
+
+def test_what_is_awake_can_be_printed_under_vmap(device: str) -> None:
+    with refuse_asleep():
+        texts: list[str] = []
+        torch.func.vmap(lambda x: (texts.append(str(x)), x + 1)[1])(torch.ones(3, device=device))
+        torch.func.grad(lambda x: (texts.append(f"{x}"), x.sum())[1])(torch.ones(3, device=device))
+        assert len(texts) == 2
+
+
+def test_it_is_no_decorator() -> None:
+    with pytest.raises(TypeError, match="not callable"):
+        refuse_asleep()(lambda: None)  # type: ignore[operator]
 
 
 def test_it_ends_with_its_block(model: VirtualMemoryPool) -> None:
