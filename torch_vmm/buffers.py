@@ -34,8 +34,9 @@ class MemoryPool(OnNumberedDevice, Guarded, guarded=True):
     """A pool of typed buffers, allocated and freed in the order of a stream.
 
     A freed buffer's memory is used again at once by work on its own stream, for
-    any size that fits. Work on another stream gets it behind all that is queued
-    on the device at that moment: the GPU waits, never the caller.
+    any size that fits. Work on another stream has it once the GPU is done with
+    it, rather than new memory; where there is no new memory, behind all that is
+    queued on the device at that moment: the GPU waits, not the caller.
 
     It is a pool beside the models: the device's limit counts it, no model's
     does, whatever model is open. What it keeps free other pools can have when

@@ -119,21 +119,20 @@ TEST(GrowthPolicy, OneThatGrowsFreelyTakesFourTimesItsPeak) {
   EXPECT_FALSE(policy.grows(400 * kPage + 1, kNow));
 }
 
-TEST(GrowthPolicy, OneThatGrowsFreelyAsksEightTimesBeforeItDoes) {
+TEST(GrowthPolicy, OneThatGrowsFreelyTakesWhatOthersHadForThePriceOfGrowing) {
   GrowthPolicy::Kind kind = ordinary();
   kind.grows_freely = true;
   GrowthPolicy policy(kind);
   policy.note_live(100 * kPage);
-  for (int k = 0; k < 8; ++k) {
-    EXPECT_TRUE(policy.asks_before());
-    policy.note_asked();
-  }
-  EXPECT_FALSE(policy.asks_before());
+  policy.note_taken(std::chrono::microseconds(480) - std::chrono::nanoseconds(1));
+  EXPECT_TRUE(policy.takes_others());
+  policy.note_taken(std::chrono::nanoseconds(1));
+  EXPECT_FALSE(policy.takes_others());
   EXPECT_FALSE(policy.grows(401 * kPage, kNow));
-  EXPECT_FALSE(policy.asks_before()) << "it has not grown";
+  EXPECT_FALSE(policy.takes_others()) << "it has not grown";
   EXPECT_TRUE(policy.grows(400 * kPage, kNow));
-  EXPECT_TRUE(policy.asks_before());
-  EXPECT_FALSE(GrowthPolicy(ordinary()).asks_before());
+  EXPECT_TRUE(policy.takes_others());
+  EXPECT_FALSE(GrowthPolicy(ordinary()).takes_others());
 }
 
 TEST(GrowthPolicy, OneThatGrowsFreelyTakesFewChunksAndGoesAhead) {
@@ -142,12 +141,18 @@ TEST(GrowthPolicy, OneThatGrowsFreelyTakesFewChunksAndGoesAhead) {
   GrowthPolicy policy(kind);
   use(&policy, kGiB, kGiB);
   EXPECT_EQ(sizes(policy, lack(256 * kMiB)), Sizes(8, 32 * kMiB));
-  EXPECT_EQ(sizes(policy, lack(16 * kMiB)), Sizes(2, 8 * kMiB)) << "as any pool's";
-  GrowthPolicy::Beyond beyond{kGiB, kUnlimited, kGiB};
-  EXPECT_EQ(policy.ahead(lack(16 * kMiB), 8 * kMiB, beyond), 56 * kMiB) << "a 16th of what it holds";
+  EXPECT_EQ(sizes(policy, lack(kGiB)), Sizes(16, 64 * kMiB)) << "no larger than that";
+  EXPECT_EQ(sizes(policy, lack(12 * kGiB)), Sizes(48, 256 * kMiB)) << "as any pool's";
+  EXPECT_EQ(sizes(policy, lack(16 * kMiB)), Sizes(2, 8 * kMiB));
+  GrowthPolicy::Beyond beyond{512 * kMiB, kUnlimited, kGiB};
+  EXPECT_EQ(policy.ahead(lack(16 * kMiB), 8 * kMiB, beyond), 24 * kMiB) << "a 16th of what it holds";
+  beyond.mapped = 4 * kGiB;
+  EXPECT_EQ(policy.ahead(lack(16 * kMiB), 8 * kMiB, beyond), 56 * kMiB) << "no larger than 64 MiB";
   EXPECT_EQ(policy.ahead(contested(16 * kMiB), 8 * kMiB, beyond), 56 * kMiB) << "what lies unused others can have";
-  beyond.headroom = 64 * kMiB - 1;
-  EXPECT_EQ(policy.ahead(lack(16 * kMiB), 8 * kMiB, beyond), 0U) << "not near a limit";
+  beyond.headroom = 512 * kMiB;
+  EXPECT_EQ(policy.ahead(lack(16 * kMiB), 8 * kMiB, beyond), 56 * kMiB);
+  beyond.headroom -= 1;
+  EXPECT_EQ(policy.ahead(lack(16 * kMiB), 8 * kMiB, beyond), 0U) << "an eighth of what the limits allow";
 }
 
 TEST(GrowthPolicy, OnlyIdleChunksOfSomeSizeAreWorthAMove) {

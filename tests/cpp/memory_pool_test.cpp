@@ -123,6 +123,44 @@ TEST_F(Buffers, SmallOnesStandWhereMemoryIsFree) {
   EXPECT_EQ(created(), before);
 }
 
+TEST_F(Buffers, OneSmallOneKeepsOneChunk) {
+  const Address first = allocate(16 * kMiB);
+  free(first);
+  EXPECT_EQ(allocate(1000), first + 14 * kMiB);
+  const Address second = allocate(32 * kMiB);
+  EXPECT_GT(second, first);
+  free(second);
+  EXPECT_EQ(allocate(1000, kTwo), first + 12 * kMiB) << "in the chunk of 4 MiB that the other one keeps";
+  EXPECT_GE(pool_->trim(0), 40 * kMiB);
+  EXPECT_EQ(held(), 4 * kMiB);
+}
+
+// What one lets go the other takes, which costs a look and a question each time.
+TEST_F(Buffers, StreamsThatTakeTurnsHaveMemoryOfTheirOwnInTheEnd) {
+  const auto turns = [&](int count) {
+    for (int k = 0; k < count; ++k) free(allocate(8 * kMiB, k % 2 == 0 ? kOne : kTwo));
+  };
+  turns(200);
+  const auto asked = [&] { return lab_.driver.count(Call::record) + created(); };
+  const std::uint64_t before = asked();
+  turns(200);
+  EXPECT_EQ(asked(), before);
+  EXPECT_LE(held(), 20 * kMiB);
+}
+
+TEST_F(Buffers, WhatNobodyHasUsedIsAnyStreamsWhileTheGpuIsBusy) {
+  allocate(64 * kMiB, kOne);
+  lab_.meet(kTwo);
+  lab_.driver.hold_fences();
+  const std::uint64_t before = created();
+  const Address first = allocate(2 * kMiB, kOne);
+  ASSERT_EQ(created(), before + 1);
+  ASSERT_EQ(held(), 68 * kMiB) << "a 16th goes ahead";
+  EXPECT_EQ(allocate(2 * kMiB, kTwo), first + 2 * kMiB);
+  EXPECT_EQ(created(), before + 1);
+  EXPECT_EQ(lab_.driver.count(Call::stream_wait), 0U);
+}
+
 TEST_F(Buffers, ARecordedStreamDefersItsOwnStreamToo) {
   const Address first = allocate(8 * kMiB, kOne);
   lab_.meet(kTwo);
@@ -161,7 +199,7 @@ TEST_F(Buffers, AProgramThatSettlesCallsTheDriverNoMore) {
     for (const Address address : live) pool_->free(address);
     lab_.memory().check();
   };
-  for (int k = 0; k < 4; ++k) round();
+  for (int k = 0; k < 8; ++k) round();
   const auto calls = [&] { return lab_.driver.count(Call::map) + lab_.driver.count(Call::unmap); };
   const std::uint64_t before = calls();
   for (int k = 0; k < 4; ++k) round();

@@ -238,7 +238,8 @@ class BackedSpace {
     Block* block = nullptr;
     std::vector<Piece> pieces;
     std::vector<ByteRange> gaps;
-    std::size_t unit = 0;  // of the chunks that back it
+    std::size_t unit = 0;                  // of the chunks that back it
+    std::size_t unused_from = kUnlimited;  // once it is backed: what lies above nobody has ever used
     [[nodiscard]] std::size_t missing() const;
   };
   // By which rule a request is placed; whoever guards a block chooses its place.
@@ -270,12 +271,20 @@ class BackedSpace {
   void widen(Extent* extent) const;
   Block* place_apart(const Request& request, std::size_t unit, Grant* grant, Shortage* shortage);
   Block* place_over(Extent extent, const Request& request, std::size_t offset, Grant* grant, Shortage* shortage);
-  Block* place_without_growing(const Request& request, Shortage* shortage);
-  [[nodiscard]] std::optional<std::size_t> find_finished(const Request& request) const;
+  // A place with its memory: where one may be used at once, and whether it was other streams';
+  // and what has to pass before there is one.
+  struct Finished {
+    std::optional<std::size_t> offset;
+    bool is_others = false;
+    std::optional<Epoch> passes;
+  };
+  [[nodiscard]] Finished find_finished(const Request& request) const;
+  Block* place_without_growing(const Request& request, const Grant* grant, Shortage* shortage);
   bool adopt_free_space(StreamTag tag, Shortage* shortage);
   Block* place_on_whole_chunks(const Request& request, Grant* grant);
   std::size_t collect_whole(std::size_t wanted, StreamTag tag, Grant* grant, Backing* backing);
-  Block* trim_to_request(Block* block, const Request& request, std::size_t offset);
+  Block* trim_to_request(Block* block, const Request& request, std::size_t offset,
+                         std::size_t unused_from = kUnlimited);
 
   // whole_chunks.cpp
   Block* place_unsplit(Request request, Grant* grant, Shortage* shortage);

@@ -48,6 +48,8 @@ bool BackedSpace::back(Extent* extent, const Request& request, Grant* grant, Sho
       });
       if (!found) return false;
       cover(extent, backing, request.state);
+      const auto& [offset, chunk] = backing.placements.back();
+      if (chunk->content.load(std::memory_order_relaxed) == kNobody) extent->unused_from = offset;
       status = install(backing, request);
     } catch (...) {
       put_back(backing, grant);

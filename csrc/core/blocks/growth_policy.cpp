@@ -104,10 +104,12 @@ constexpr std::size_t kMostGrowth = 4;
 // 16 GB in use at most) moved 400 chunks in each 2000 operations for ever, and none with
 // this: 21 GiB were held on one stream, where torch's own allocator holds 45.
 constexpr std::size_t kFreelyGrown = 4;
-// Nor is it filled to the brim, so what is new is few chunks and goes ahead: 8.5 GiB more for
-// requests of up to 64 MB were 600 chunks, 17 ms, and are 34.
+// Nor is it filled to the brim, so what is new is few chunks and goes ahead. But no larger than
+// 64 MiB for that: what a small buffer that stays keeps from others is a chunk.
 constexpr std::size_t kPiecesPerFreeRequest = 8;
 constexpr std::size_t kFreelyAheadShare = 16;
+constexpr std::size_t kFreePiece = 64 * kMiB;
+constexpr std::size_t kFreeHeadroomShare = 8;  // of what a limit still allows
 // An idle chunk below this share of the request is not worth a move of its own
 // while new memory may still be had. Of a 256th a logits tensor of 3 GiB left all of a
 // checkpointed program's chunks where they were, and it ended 2 % higher.
@@ -118,7 +120,7 @@ constexpr std::size_t kSmallestMoveShare = 1024;
 bool GrowthPolicy::grows(std::size_t mapped, std::chrono::nanoseconds now) {
   const std::size_t moves = move_debt_.moves(now);
   if (kind_.grows_freely && mapped <= peak_live_ * kFreelyGrown) {
-    asked_ = 0;
+    taken_ = {};
     return true;
   }
   const std::size_t free_growth = peak_live_ / kFreeGrowth;
@@ -159,12 +161,14 @@ std::size_t GrowthPolicy::next_size(const Lack& lack, std::size_t offset, std::s
     return std::min(to_unit == 0 ? lack.unit : to_unit, remaining);
   }
   const Pieces& pieces_of = lack.is_contested ? kBesideOthers : kAlone;
-  const std::size_t per_request = kind_.grows_freely ? kPiecesPerFreeRequest : kPiecesPerRequest;
+  const std::size_t free_piece = kind_.grows_freely ? std::min(lack.total / kPiecesPerFreeRequest, kFreePiece) : 0;
   const std::size_t least = std::min(pieces_of.least, peak_live_ / kPiecesPerSmallPool);
   const std::size_t loaded =
       lack.is_explicit ? lack.total : std::max({size_of_what_stays(), lack.total / kLoadedPerRequest, page});
   const std::size_t fitting =
-      holds_what_stays() ? loaded : std::max({least, peak_live_ / pieces_of.per_pool, lack.total / per_request, page});
+      holds_what_stays()
+          ? loaded
+          : std::max({least, peak_live_ / pieces_of.per_pool, lack.total / kPiecesPerRequest, free_piece, page});
   const std::size_t wanted = std::min(fitting, kLargestPiece);
   const std::size_t pieces = std::max<std::size_t>(1, (remaining + wanted / 2) / wanted);
   return std::min(align_up((remaining + pieces - 1) / pieces, page), remaining);
@@ -196,8 +200,10 @@ std::size_t GrowthPolicy::ahead(const Lack& lack, std::size_t size, const Beyond
   if (!kind_.grows_freely && (lack.is_contested || !holds_what_stays())) return 0;
   // Near a limit what lies unused here is what the model's graphs, tags and ranges lack.
   if (beyond.headroom < beyond.mapped / kHeadroomShare) return 0;
-  const std::size_t share = kind_.grows_freely ? kFreelyAheadShare : kAheadShare;
-  const std::size_t wanted = align_down(std::min(beyond.mapped / share, kLargestPiece), kind_.page);
+  const std::size_t most = kind_.grows_freely ? std::min(beyond.mapped / kFreelyAheadShare, kFreePiece)
+                                              : std::min(beyond.mapped / kAheadShare, kLargestPiece);
+  const std::size_t wanted = align_down(most, kind_.page);
+  if (kind_.grows_freely && beyond.headroom / kFreeHeadroomShare < wanted) return 0;
   return wanted > size ? std::min(wanted - size, align_down(beyond.bare_behind, kind_.page)) : 0;
 }
 

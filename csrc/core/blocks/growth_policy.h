@@ -60,10 +60,10 @@ class GrowthPolicy {
   // chunks could perhaps be moved under the request: a move costs as much as a new
   // chunk, and comes again and again in a pool that has no slack at all.
   [[nodiscard]] bool grows(std::size_t mapped, std::chrono::nanoseconds now);
-  // Whether it asks, before it grows, if the GPU is done with what other streams have freed, which
-  // costs as much as a chunk; and that it did.
-  [[nodiscard]] bool asks_before() const { return kind_.grows_freely && asked_ < kMostAsked; }
-  void note_asked() { ++asked_; }
+  // Whether it takes what other streams have freed before it grows; and that it did, or asked
+  // whether it could, for so much time.
+  [[nodiscard]] bool takes_others() const { return kind_.grows_freely && taken_ < kWorthTaking; }
+  void note_taken(std::chrono::nanoseconds cost) { taken_ += cost; }
   // The idle chunks that are worth a move while new memory may still be had are of
   // this size at least.
   [[nodiscard]] std::size_t least_move(const Lack& lack) const;
@@ -99,10 +99,10 @@ class GrowthPolicy {
   [[nodiscard]] std::size_t slabs_at_once(std::size_t slabs, const Beyond& beyond) const;
 
  private:
-  // As many as a request has chunks. RMM's random allocations, up to 1 GiB on four streams, ask 48
-  // times in the first 4000 operations and hold 31 GiB, then fewer times each; without a bound they
-  // asked 70 times in each 4000, where 128 streams make that 77 us, and held 25.
-  static constexpr int kMostAsked = 8;
+  // What eight chunks cost. With RMM's random allocations, up to 1 GiB on four streams, it came to
+  // 31 GiB in the first 4000 operations and asked ever less; without a bound it held 25, and
+  // each 4000 operations asked 70 times, 77 us each where torch has made its 128 streams.
+  static constexpr std::chrono::nanoseconds kWorthTaking = std::chrono::microseconds(480);
   [[nodiscard]] std::size_t size_of_what_stays() const;
 
   const Kind kind_;
@@ -110,7 +110,7 @@ class GrowthPolicy {
   std::size_t handed_out_when_empty_ = 0;  // of these, when nothing was mapped last
   std::size_t freed_ = 0;                  // since then
   std::size_t peak_live_ = 0;              // as far as growth has been told
-  int asked_ = 0;                          // since it grew last
+  std::chrono::nanoseconds taken_{0};      // on what others had, since it grew last
   MoveDebt move_debt_;
 };
 

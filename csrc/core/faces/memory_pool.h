@@ -1,7 +1,8 @@
 // MemoryPool's core: a stream-ordered pool of buffers. It owns one pool of the
-// device's, beside the models', and three rules that such pools have and ours do not:
-// what was freed first goes back first, how much of what is free may be kept, and
-// it rather takes new memory than moves what it has.
+// device's, beside the models', and four rules that such pools have and ours do not:
+// what was freed first goes back first, how much of what is free may be kept,
+// it rather takes new memory than moves what it has, and before that what other streams
+// have freed and the GPU has finished.
 // Stream order, reuse, limits and numbers are the pool's own.
 //
 // The threshold. What is cached above it goes back only when nobody has needed it
