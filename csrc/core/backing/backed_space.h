@@ -277,6 +277,7 @@ class BackedSpace {
     std::optional<std::size_t> offset;
     bool is_others = false;
     std::optional<Epoch> passes;
+    std::size_t looked_at = 0;  // free blocks
   };
   [[nodiscard]] Finished find_finished(const Request& request) const;
   Block* place_without_growing(const Request& request, const Grant* grant, Shortage* shortage);

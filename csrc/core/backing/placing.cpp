@@ -22,6 +22,7 @@ constexpr std::size_t kMostFreeLookedAt = 4096;
 // What it costs to take what other streams had: looking for it and gathering what threads keep,
 // and whether the GPU has finished it: 77 us where torch has made its 128 streams (an H200).
 constexpr std::chrono::nanoseconds kLook = std::chrono::microseconds(1);
+constexpr std::chrono::nanoseconds kLookAtBlock = std::chrono::nanoseconds(5);
 constexpr std::chrono::nanoseconds kTick = std::chrono::microseconds(10);
 constexpr std::chrono::nanoseconds kTickOfStream = std::chrono::nanoseconds(500);
 
@@ -109,6 +110,7 @@ Block* BackedSpace::place_without_growing(const Request& request, const Grant* g
   if (is_pinned_ || kind_.keeps_within_chunks() || free_mapped_bytes() < request.size) return nullptr;
   const bool takes_others = growth_.takes_others();
   Finished found = find_finished(request);
+  growth_.note_taken(kLookAtBlock * static_cast<std::int64_t>(found.looked_at));
   if (!found.offset.has_value() && found.passes.has_value() && takes_others && grant == nullptr) {
     growth_.note_taken(kTick + kTickOfStream * static_cast<std::int64_t>(context_.clock.streams()));
     if (!context_.clock.passes_at_once(*found.passes)) return nullptr;
@@ -154,8 +156,8 @@ BackedSpace::Finished BackedSpace::find_finished(const Request& request) const {
   Run finished;
   Run any;
   const FreeByOffset& free = blocks_.free_blocks();
-  std::size_t looked_at = 0;
-  for (const Block* block = free.last(); block != nullptr && looked_at < kMostFreeLookedAt; ++looked_at) {
+  Finished found;
+  for (const Block* block = free.last(); block != nullptr && found.looked_at < kMostFreeLookedAt; ++found.looked_at) {
     const bool has_memory = block->tag != kNeutral;
     const bool is_usable = block->tag == request.tag || context_.clock.has_passed(block->epoch);
     extend(&finished, *block, has_memory && is_usable, &best);
@@ -164,7 +166,6 @@ BackedSpace::Finished BackedSpace::find_finished(const Request& request) const {
   }
   compare(finished, &best);
   compare(any, &best_of_others);
-  Finished found;
   found.is_others = best.is_others;
   if (best.range.size != 0) found.offset = is_slab ? best.range.end() - request.size : best.range.offset;
   if (best_of_others.range.size != 0) found.passes = best_of_others.newest;
