@@ -72,7 +72,10 @@ void RandomWorld::forget_contents(std::size_t k) {
       for (std::size_t index = live_.size(); index-- > 0;) {
         if (model_of(live_[index].pool) == k) free_live(index);
       }
-      for (Pages& range : page_ranges_) range.is_zero = range.is_zero || model_of(range.pool) == k;
+      for (Pages& range : page_ranges_) {
+        const bool is_thrown_away = model_of(range.pool) == k && pools_[range.pool]->is_asleep();
+        range.is_zero = range.is_zero || is_thrown_away;
+      }
       return;
     }
     memory_->empty_cache();
