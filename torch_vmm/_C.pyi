@@ -480,7 +480,9 @@ def forget_names_of_backups(pool: Pool) -> None:
 def is_asleep(pool: Pool) -> bool:
     """Some part of it."""
 
-def require_there(address: int, size: int) -> None: ...
+def require_there(address: int, size: int) -> None:
+    """Raises AsleepError where some of that has no memory, as its model sleeps; at once where it is in no pool."""
+
 def read_backup(address: int, size: int, to: int) -> bool:
     """Copies what is kept of a sleeping tensor to plain memory at ``to``; false: not all of it is."""
 
