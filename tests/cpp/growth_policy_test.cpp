@@ -141,7 +141,8 @@ TEST(GrowthPolicy, OneThatGrowsFreelyTakesFewChunksAndGoesAhead) {
   GrowthPolicy policy(kind);
   use(&policy, kGiB, kGiB);
   EXPECT_EQ(sizes(policy, lack(256 * kMiB)), Sizes(8, 32 * kMiB));
-  EXPECT_EQ(sizes(policy, lack(kGiB)), Sizes(16, 64 * kMiB)) << "no larger than that";
+  EXPECT_EQ(sizes(policy, lack(kGiB)), Sizes(8, 128 * kMiB));
+  EXPECT_EQ(sizes(policy, lack(2 * kGiB)), Sizes(16, 128 * kMiB)) << "no larger than that";
   EXPECT_EQ(sizes(policy, lack(12 * kGiB)), Sizes(48, 256 * kMiB)) << "as any pool's";
   EXPECT_EQ(sizes(policy, lack(16 * kMiB)), Sizes(2, 8 * kMiB));
   GrowthPolicy::Beyond beyond{512 * kMiB, kUnlimited, kGiB};

@@ -280,7 +280,7 @@ class BackedSpace {
     std::size_t looked_at = 0;  // free blocks
   };
   [[nodiscard]] Finished find_finished(const Request& request) const;
-  [[nodiscard]] std::optional<std::size_t> find_for_slab(const Request& request) const;
+  [[nodiscard]] Finished find_for_slab(const Request& request) const;
   Block* place_without_growing(const Request& request, const Grant* grant, Shortage* shortage);
   bool adopt_free_space(StreamTag tag, Shortage* shortage);
   Block* place_on_whole_chunks(const Request& request, Grant* grant);

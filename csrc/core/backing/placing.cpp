@@ -110,42 +110,48 @@ Block* BackedSpace::place_best_fit(const Request& request, Grant* grant, Shortag
 // growing does, the pool grows.
 Block* BackedSpace::place_without_growing(const Request& request, const Grant* grant, Shortage* shortage) {
   if (is_pinned_ || kind_.keeps_within_chunks() || free_mapped_bytes() < request.size) return nullptr;
-  if (request.where == Request::Where::high) {
-    if (const std::optional<std::size_t> own = find_for_slab(request)) {
-      return place_over({}, request, *own, nullptr, shortage);
-    }
-  }
   const bool takes_others = growth_.takes_others();
-  Finished found = find_finished(request);
+  const auto find = [&] {
+    const Finished few = request.where == Request::Where::high ? find_for_slab(request) : Finished{};
+    return few.offset.has_value() ? few : find_finished(request);
+  };
+  Finished found = find();
   growth_.note_taken(kLookAtBlock * static_cast<std::int64_t>(found.looked_at));
   if (!found.offset.has_value() && found.passes.has_value() && takes_others && grant == nullptr) {
     growth_.note_taken(kTick + kTickOfStream * static_cast<std::int64_t>(context_.clock.streams()));
     if (!context_.clock.passes_at_once(*found.passes)) return nullptr;
-    found = find_finished(request);
+    found = find();
   }
   if (!found.offset.has_value() || (found.is_others && !takes_others)) return nullptr;
   if (found.is_others) growth_.note_taken(kLook);
   return place_over({}, request, *found.offset, nullptr, shortage);
 }
 
-// At the end of one of the highest free blocks of the stream's own, first of one whose chunk there is
-// used already: what is small would keep a whole chunk from going back. Slabs come and go by the
-// hundred, so few blocks are looked at.
-std::optional<std::size_t> BackedSpace::find_for_slab(const Request& request) const {
+// At the end of one of the highest free blocks, the stream's own before others', and of these in a
+// chunk that is used already: what is small would keep a whole one from going back. Slabs come and
+// go by the hundred, so few blocks are looked at.
+BackedSpace::Finished BackedSpace::find_for_slab(const Request& request) const {
   const FreeByOffset& free = blocks_.free_blocks();
-  std::optional<std::size_t> found;
-  std::size_t looked_at = 0;
-  std::size_t fitting = 0;
-  for (const Block* block = free.last(); block != nullptr && looked_at < kMostLookedAtForSlab; ++looked_at) {
-    if (block->tag == request.tag && block->size() >= request.size) {
-      const std::size_t offset = block->end() - request.size;
-      const auto chunk = range_->reaching(block->end() - 1);
-      const bool is_used = chunk->first < block->offset || chunk->first + chunk->second.chunk->size > block->end();
-      if (is_used) return offset;
-      if (!found.has_value()) found = offset;
-      if (++fitting == kMostPlacesForSlab) break;
+  Finished found;
+  int best = -1;
+  std::size_t own = 0;
+  std::size_t others = 0;
+  for (const Block* block = free.last(); block != nullptr && found.looked_at < kMostLookedAtForSlab;
+       block = free.prev(block), ++found.looked_at) {
+    if (block->tag == kNeutral || block->size() < request.size) continue;
+    const bool is_own = block->tag == request.tag;
+    std::size_t& seen = is_own ? own : others;
+    if (seen == kMostPlacesForSlab || (!is_own && !context_.clock.has_passed(block->epoch))) continue;
+    ++seen;
+    const auto chunk = range_->reaching(block->end() - 1);
+    const bool is_used = chunk->first < block->offset || chunk->first + chunk->second.chunk->size > block->end();
+    const int rank = (is_own ? 2 : 0) + (is_used ? 1 : 0);
+    if (rank > best) {
+      best = rank;
+      found.offset = block->end() - request.size;
+      found.is_others = !is_own;
     }
-    block = free.prev(block);
+    if (own == kMostPlacesForSlab || (is_own && is_used)) break;
   }
   return found;
 }

@@ -105,10 +105,11 @@ constexpr std::size_t kMostGrowth = 4;
 // this: 21 GiB were held on one stream, where torch's own allocator holds 45.
 constexpr std::size_t kFreelyGrown = 4;
 // Nor is it filled to the brim, so what is new is few chunks and goes ahead. But no larger than
-// 64 MiB for that: what a small buffer that stays keeps from others is a chunk.
+// this for it: what a small buffer that stays keeps from others is a chunk.
 constexpr std::size_t kPiecesPerFreeRequest = 8;
 constexpr std::size_t kFreelyAheadShare = 16;
-constexpr std::size_t kFreePiece = 64 * kMiB;
+constexpr std::size_t kFreePiece = 128 * kMiB;
+constexpr std::size_t kMostFreelyAhead = 64 * kMiB;
 constexpr std::size_t kFreeHeadroomShare = 8;  // of what a limit still allows
 // An idle chunk below this share of the request is not worth a move of its own
 // while new memory may still be had. Of a 256th a logits tensor of 3 GiB left all of a
@@ -200,7 +201,7 @@ std::size_t GrowthPolicy::ahead(const Lack& lack, std::size_t size, const Beyond
   if (!kind_.grows_freely && (lack.is_contested || !holds_what_stays())) return 0;
   // Near a limit what lies unused here is what the model's graphs, tags and ranges lack.
   if (beyond.headroom < beyond.mapped / kHeadroomShare) return 0;
-  const std::size_t most = kind_.grows_freely ? std::min(beyond.mapped / kFreelyAheadShare, kFreePiece)
+  const std::size_t most = kind_.grows_freely ? std::min(beyond.mapped / kFreelyAheadShare, kMostFreelyAhead)
                                               : std::min(beyond.mapped / kAheadShare, kLargestPiece);
   const std::size_t wanted = align_down(most, kind_.page);
   if (kind_.grows_freely && beyond.headroom / kFreeHeadroomShare < wanted) return 0;
