@@ -55,6 +55,12 @@ Places to_places(const PlacesArgument& arguments, const Pool& pool) {
   return places;
 }
 
+// AsleepError where a part of it is memory that is elsewhere; what is no pool's is there.
+void require_there(std::uintptr_t address, std::size_t size) {
+  const Pool* const pool = Runtime::pool_at(reinterpret_cast<const void*>(address));
+  if (pool != nullptr) pool->require_there(address, size);
+}
+
 // Whoever waits looks for Ctrl-C so often.
 constexpr std::chrono::milliseconds kWaitForSignals{50};
 
@@ -201,10 +207,7 @@ void bind_sleep(py::module_& module) {
             Runtime::require_own_process();
             switch (self.wait_for(address, size, kWaitForSignals)) {
               case Arrival::Waited::there:
-                // Or it is none of those that this brings.
-                if (const Pool* pool = Runtime::pool_at(reinterpret_cast<const void*>(address)); pool != nullptr) {
-                  pool->require_there(address, size);
-                }
+                require_there(address, size);  // or it is none of those that this brings
                 return true;
               case Arrival::Waited::ended:
                 return false;
@@ -226,8 +229,7 @@ void bind_sleep(py::module_& module) {
       "require_there",
       [](std::uintptr_t address, std::size_t size) {
         Runtime::require_own_process();
-        const Pool* const pool = Runtime::pool_at(reinterpret_cast<const void*>(address));
-        if (pool != nullptr) pool->require_there(address, size);
+        require_there(address, size);
       },
       py::arg("address"), py::arg("size"), WithoutGil());
 
