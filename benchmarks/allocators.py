@@ -15,6 +15,7 @@ FLOOR = "floor"  # only bumps a pointer; measured where nothing is computed
 NATIVE_POOL = "NativeMemoryPool"
 DRIVER = "driver"  # its calls and nothing else
 RMM_POOL, RMM_ASYNC = "rmm-pool", "rmm-async"
+RESERVED = "torch_vmm-reserved"  # a MemoryPool that has taken its memory beforehand, as RMM's pool has
 
 _SETTINGS = ("TORCH_VMM_", "PYTORCH_", "CUDA_")
 _CONFIGURATIONS = {

@@ -1,6 +1,7 @@
 """Stream-ordered buffers: ``MemoryPool`` and ``NativeMemoryPool`` beside torch, the driver's calls and RMM.
 
-``torch_vmm`` is ``MemoryPool``; ``driver`` is cuMemAllocFromPoolAsync and cuMemFreeAsync on a pool that keeps what it
+``torch_vmm`` is ``MemoryPool``, and ``torch_vmm-reserved`` one that begins with half of what is free: a buffer of that
+size has been made and freed; ``driver`` is cuMemAllocFromPoolAsync and cuMemFreeAsync on a pool that keeps what it
 has had, which ``NativeMemoryPool`` (set to do so too) is to be near; ``rmm-pool`` begins with half of what is free, as
 in RMM's own benchmarks, and ``rmm-async`` is its resource over the driver's pool. RMM is measured where ``rmm`` can be
 imported.
@@ -34,6 +35,7 @@ KINDS = ("cuda", "cpu")
 ALLOCATORS = {
     "cuda": (
         "torch_vmm",
+        allocators.RESERVED,
         allocators.NATIVE_POOL,
         allocators.DRIVER,
         "native",
@@ -116,11 +118,11 @@ def remarks(rows: list[Row]) -> list[str]:
             share = value / bare
             far = "" if share <= _NEAR else f", MORE THAN {_NEAR}"
             lines.append(f"{case}, {metric}: NativeMemoryPool takes {share:.3f} of the driver's calls alone{far}")
-        ours = values.get((case, metric, "torch_vmm"))
-        if allocator != "torch_vmm" and ours is not None and ours > value:
-            lines.append(
-                f"{case}, {metric}: MemoryPool is BEHIND {allocator}, {ours / value:.2f} times its {value:.4g}"
-            )
+        # Of those that have taken their memory beforehand by one that has, too.
+        own = allocators.RESERVED if allocator == allocators.RMM_POOL and metric == "first" else "torch_vmm"
+        ours = values.get((case, metric, own))
+        if allocator not in ("torch_vmm", allocators.RESERVED) and ours is not None and ours > value:
+            lines.append(f"{case}, {metric}: {own} is BEHIND {allocator}, {ours / value:.2f} times its {value:.4g}")
     return lines
 
 
@@ -147,10 +149,12 @@ def measure_part(allocator: str, kind: str, quick: bool, part: Part) -> list[Mea
 
 def _source(run: Any, allocator: str, kind: str) -> tuple[Any, object]:
     """Where the loops take memory from, and what has to live as long."""
-    if allocator == "torch_vmm":
+    if allocator in ("torch_vmm", allocators.RESERVED):
         import torch_vmm
 
         pool = torch_vmm.MemoryPool(kind)
+        if allocator == allocators.RESERVED:
+            pool.alloc(_half_of_what_is_free(), torch.uint8, _streams(kind)[0]).free()
         return run.exported(*pool._handle.functions), pool
     if allocator == allocators.NATIVE_POOL:
         native = _native_pool()
@@ -233,6 +237,8 @@ def _in_python(allocator: str, kind: str, quick: bool) -> list[Measurement]:
 def _python_pairs(allocator: str, kind: str) -> dict[str, Callable[[int], None]]:
     """By case, what takes and drops so many blocks of 4000 bytes."""
     buffer, address = "a buffer of 1000 floats", "an address"
+    if allocator == allocators.RESERVED:
+        return {}  # it is the same
     if allocator == "torch_vmm":
         import torch_vmm
 

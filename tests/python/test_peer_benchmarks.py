@@ -87,6 +87,12 @@ def test_what_buffers_are_to_be_ahead_of_and_near_is_said() -> None:
     assert any("1.040 of the driver's calls" in line and "MORE" not in line for line in said)
     assert any("BEHIND native" in line for line in said)
     assert not any("BEHIND driver" in line for line in said)
+    first = [row(*each, metric="first") for each in (("torch_vmm", 900), (allocators.RMM_POOL, 300))]
+    assert not buffers.remarks(first)
+    assert any(
+        "BEHIND rmm-pool" in line for line in buffers.remarks([*first, row(allocators.RESERVED, 400, metric="first")])
+    )
+    assert not buffers.remarks([*first, row(allocators.RESERVED, 200, metric="first")])
     assert "MORE THAN" in buffers.remarks([row(allocators.DRIVER, 1000), row(allocators.NATIVE_POOL, 1100)])[0]
 
 
