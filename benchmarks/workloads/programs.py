@@ -1,4 +1,4 @@
-"""The ten programs by name, and those whose batch can be chosen."""
+"""The eleven programs by name, and those whose batch can be chosen."""
 
 from __future__ import annotations
 
