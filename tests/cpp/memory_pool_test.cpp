@@ -148,6 +148,26 @@ TEST_F(Buffers, StreamsThatTakeTurnsHaveMemoryOfTheirOwnInTheEnd) {
   EXPECT_LE(held(), 20 * kMiB);
 }
 
+// Above four times its peak it grows no more, and still takes what others have freed.
+TEST_F(Buffers, TasksWithStreamsOfTheirOwnDoNotHoldTheirPeakEach) {
+  constexpr int kStreams = 64;
+  const auto tasks = [&](int count) {
+    for (int task = 0; task < count; ++task) {
+      std::vector<Address> live;
+      for (std::size_t k = 0; k < 8; ++k) {
+        live.push_back(allocate((4 + k) * kMiB, stream(0x1000 + 0x10 * (task % kStreams))));
+      }
+      for (const Address address : live) free(address);
+    }
+  };
+  tasks(1000);
+  EXPECT_LE(held(), 6 * 60 * kMiB);
+  const std::uint64_t before = created();
+  tasks(1000);
+  EXPECT_LE(created() - before, 30U);
+  EXPECT_LE(held(), 6 * 60 * kMiB);
+}
+
 TEST_F(Buffers, WhatNobodyHasUsedIsAnyStreamsWhileTheGpuIsBusy) {
   allocate(64 * kMiB, kOne);
   lab_.meet(kTwo);

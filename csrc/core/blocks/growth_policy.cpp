@@ -120,9 +120,9 @@ constexpr std::size_t kSmallestMoveShare = 1024;
 
 bool GrowthPolicy::grows(std::size_t mapped, std::chrono::nanoseconds now) {
   const std::size_t moves = move_debt_.moves(now);
-  if (kind_.grows_freely && mapped <= peak_live_ * kFreelyGrown) {
+  if (kind_.grows_freely) {
     taken_ = {};
-    return true;
+    if (mapped <= peak_live_ * kFreelyGrown) return true;
   }
   const std::size_t free_growth = peak_live_ / kFreeGrowth;
   const std::size_t growth =
