@@ -120,10 +120,8 @@ std::unique_ptr<Departure> departure(const Pool& pool, const std::optional<Place
       parts.push_back({member, to_places(*all, pool)});
     }
   }
-  for (const PartToSleep& part : parts) {
-    if (!part.pool->is_asleep()) require_left_by_others(*part.pool);
-  }
-  return std::make_unique<Departure>(Runtime::room_of(pool).sleeper, std::move(parts), release);
+  return std::make_unique<Departure>(Runtime::room_of(pool).sleeper, std::move(parts), release,
+                                     &require_left_by_others);
 }
 
 std::unique_ptr<Arrival> arrival(const Pool& pool, const std::optional<std::vector<std::string>>& tags,

@@ -252,7 +252,7 @@ void leave_model(const ModelContextPtr& context) {
   if (!in_order) refuse_to_leave(*context, innermost, twice);
 }
 
-void require_left_by_others(const Pool& pool) {
+int require_left_by_others(const Pool& pool) {
   int here = 0;
   for (const ModelContext* context = top(); context != nullptr; context = context->parent.get()) {
     if (!context->is_entered.load(std::memory_order_relaxed)) continue;
@@ -266,7 +266,7 @@ void require_left_by_others(const Pool& pool) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     beside = pool.times_entered() - here;
   }
-  if (beside <= 0) return;
+  if (beside <= 0) return here;
   throw VmmError(ModelContext::name_of(pool) + " cannot go to sleep: it is entered (a `with`, or a function that is " +
                  "decorated) on another thread, " + format_count(static_cast<std::size_t>(beside), "time") +
                  "; leave it there first, or enter it for each piece of work");

@@ -41,8 +41,9 @@ ModelContextPtr enter_carried(std::vector<std::shared_ptr<Pool>> pools);
 // and every other context stays as it was.
 void leave_model(const ModelContextPtr& context);
 
-// Throws VmmError where the pool is entered on another thread, which is about to make tensors there.
-void require_left_by_others(const Pool& pool);
+// How often this thread has entered the pool. Throws VmmError where it is entered on another thread,
+// which is about to make tensors there.
+int require_left_by_others(const Pool& pool);
 
 // Is a model of this device open here? Its default pool counts, where it was
 // entered; so does a model that was named for what is made outside all.

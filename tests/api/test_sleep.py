@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -134,6 +135,39 @@ def test_one_that_another_thread_is_in_is_not_put_to_sleep(make_shared: MakeShar
         model.wake()
     assert bool((kept == 1).all())
     del cache
+
+
+def test_one_that_a_thread_enters_meanwhile_is_not_put_to_sleep_under_it(model: VirtualMemoryPool) -> None:
+    # The thread comes between the first look at who is in it and the mark that it takes no more.
+    ends = threading.Event()
+    under_it: list[int] = []
+    met = 0
+
+    def work() -> None:
+        nonlocal met
+        while not ends.is_set():
+            with contextlib.suppress(RuntimeError), model:
+                taken = torch.empty(1000, device=model.device)  # it was awake, and this thread is in it
+                met += 1
+                under_it.extend(1 for _ in range(20) if model.is_asleep)
+                del taken
+            sum(range(2000))  # out of it for a moment
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    slept = 0
+    try:
+        for _ in range(300):
+            with contextlib.suppress(torch_vmm.VmmError):
+                model.sleep()
+                slept += 1
+            with contextlib.suppress(torch_vmm.VmmError):
+                model.wake()
+    finally:
+        ends.set()
+        thread.join()
+    assert met > 0
+    assert not under_it, f"{len(under_it)} of {slept} sleeps"
 
 
 def test_a_thread_that_ends_within_has_left(model: VirtualMemoryPool) -> None:

@@ -162,6 +162,43 @@ TEST(WakeEdges, WhereBlocksLieWithinChunksAFullDeviceGivesWhatItHasIdle) {
   lab.close();
 }
 
+// Between the look at who is in it and the mark that it takes no requests.
+TEST_F(SleepEdges, WhoComesInMeanwhileIsLookedForAgain) {
+  const auto weights = lab_.memory().tagged(model_, "weights");
+  const std::vector<Live> live = fill(*weights);
+  int asked = 0;
+  bool leaves = false;
+  const auto comes_in = [&](const Pool& pool) {
+    EXPECT_FALSE(pool.is_asleep());
+    if (pool.tag().empty()) return 0;
+    ++asked;
+    if (asked == 2) weights->note_entered();
+    if (asked == 3 && !leaves) throw VmmError("it is entered");
+    if (asked == 3) weights->note_left();
+    return 0;
+  };
+  const auto goes = [&] {
+    asked = 0;
+    Transfer out(std::make_unique<Departure>(
+                     sleeper_, std::vector<PartToSleep>{{model_, Places{Place{}}}, {weights, Places{Place{}}}},
+                     /*release=*/false, comes_in),
+                 nullptr);
+    go(out);
+  };
+  EXPECT_THROW(goes(), VmmError);
+  EXPECT_EQ(asked, 3);
+  EXPECT_FALSE(model_->is_asleep());
+  EXPECT_FALSE(weights->is_asleep());
+  expect_whole(live);
+  weights->note_left();
+  leaves = true;
+  goes();
+  EXPECT_EQ(asked, 3);
+  EXPECT_TRUE(weights->is_asleep());
+  wake(model_);
+  expect_whole(live);
+}
+
 // Others free, close and limit between any two steps.
 TEST_F(SleepEdges, OthersActBetweenAnyTwoCalls) {
   for (int where = 1; where < 60; where += 4) {

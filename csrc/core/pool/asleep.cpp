@@ -11,7 +11,7 @@
 
 namespace vmm {
 
-SleepBegun Pool::begin_sleep() {
+SleepBegun Pool::begin_sleep(int times_entered_here) {
   const StillLock lock(*this, BlockCaches::Kept::gone);
   if (!space_.is_open() || kind_.is_spill()) return SleepBegun::never;  // it holds none of the device's memory
   if (sleeping_.is_asleep()) {
@@ -22,6 +22,9 @@ SleepBegun Pool::begin_sleep() {
     throw NotAvailableError("pool '" + name_ + "' cannot sleep in debug mode, which watches what its memory holds; " +
                             "unset TORCH_VMM_DEBUG");
   }
+  // Under this lock: who has come in and had a request met is seen, and whoever comes in later has
+  // none met.
+  if (times_entered() > times_entered_here) return SleepBegun::entered;
   sleeping_.begin();
   is_cached_.store(false, std::memory_order_relaxed);
   if (!is_closed()) life_.store(Life::asleep, std::memory_order_release);

@@ -56,9 +56,10 @@ struct MovedChunk {
 
 // What became of a wish to go to sleep.
 enum class SleepBegun : std::uint8_t {
-  anew,   // it was awake
-  again,  // it is asleep, perhaps in part: the rest of it goes
-  never,  // it has ended, or holds none of the device's memory
+  anew,     // it was awake
+  again,    // it is asleep, perhaps in part: the rest of it goes
+  never,    // it has ended, or holds none of the device's memory
+  entered,  // nothing: somebody else is about to use it
 };
 
 // While there is one the pool takes no requests, and there may be addresses in use that have

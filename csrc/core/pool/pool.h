@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <limits>
 #include <memory>
 #include <set>
 #include <span>
@@ -143,8 +144,9 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
 
   // -- Asleep (core/sleep moves the contents) ---------------------------------
   // No request is taken from now on, and no memory leaves but by let_go(). Throws
-  // NotAvailableError in debug mode, VmmError where a transfer is on its way.
-  SleepBegun begin_sleep() VMM_EXCLUDES(mutex_);
+  // NotAvailableError in debug mode, VmmError where a transfer is on its way. Of one that is awake
+  // nothing is done where it is entered more often than so many times, those of who asks.
+  SleepBegun begin_sleep(int times_entered_here = std::numeric_limits<int>::max()) VMM_EXCLUDES(mutex_);
   // A transfer of one that is asleep begins: true. False: it is awake. Throws VmmError where
   // one is on its way.
   bool begin_transfer() VMM_EXCLUDES(mutex_);
@@ -187,8 +189,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] bool is_asleep() const VMM_EXCLUDES(mutex_);
   // How often it is entered: so many are about to make tensors in it, on whichever thread.
   void note_entered() { entered_.fetch_add(1, std::memory_order_relaxed); }
-  void note_left() { entered_.fetch_sub(1, std::memory_order_relaxed); }
-  [[nodiscard]] int times_entered() const { return entered_.load(std::memory_order_relaxed); }
+  void note_left() { entered_.fetch_sub(1, std::memory_order_release); }
+  [[nodiscard]] int times_entered() const { return entered_.load(std::memory_order_acquire); }
   // AsleepError where it takes no requests for that, nor do new parts of it.
   void require_taking() const VMM_EXCLUDES(mutex_);
   // AsleepError where any of [address, address + bytes) has no memory because it sleeps.

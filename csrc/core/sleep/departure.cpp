@@ -13,8 +13,19 @@
 
 namespace vmm {
 
-Departure::Departure(Sleeper& sleeper, std::vector<PartToSleep> parts, bool release)
-    : sleeper_(sleeper), parts_(std::move(parts)), release_(release) {}
+Departure::Departure(Sleeper& sleeper, std::vector<PartToSleep> parts, bool release, RequireLeft require_left)
+    : sleeper_(sleeper), parts_(std::move(parts)), release_(release), require_left_(std::move(require_left)) {}
+
+// Somebody may come in between the look and the mark, and would see its memory leave: then it is
+// looked at again.
+SleepBegun Departure::begin_part(const PartToSleep& part) {
+  if (require_left_ == nullptr) return part.pool->begin_sleep();
+  SleepBegun begun = SleepBegun::entered;
+  while (begun == SleepBegun::entered) {
+    begun = part.pool->begin_sleep(part.pool->is_asleep() ? 0 : require_left_(*part.pool));
+  }
+  return begun;
+}
 
 void Departure::begin() {
   try {
@@ -22,8 +33,12 @@ void Departure::begin() {
     going.reserve(parts_.size());  // what has begun is noted
     mine_.reserve(parts_.size());
     awake_.reserve(parts_.size());
+    // All of them first: where one is refused none sleeps even for a moment.
+    for (const PartToSleep& part : parts_) {
+      if (require_left_ != nullptr && !part.pool->is_asleep()) require_left_(*part.pool);
+    }
     for (PartToSleep& part : parts_) {
-      const SleepBegun begun = part.pool->begin_sleep();
+      const SleepBegun begun = begin_part(part);
       if (begun == SleepBegun::never) continue;
       mine_.push_back(part.pool);
       if (begun == SleepBegun::anew) awake_.push_back(part.pool);

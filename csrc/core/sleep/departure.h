@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -23,9 +24,12 @@ struct PartToSleep {
 // is no memory for that any more, asleep in part, and nothing is lost: wake them.
 class Departure {
  public:
-  Departure(Sleeper& sleeper, std::vector<PartToSleep> parts, bool release);
+  // `require_left` (none: nobody is asked) throws where somebody else is about to use a pool that is
+  // awake, and returns how often whoever asks is in it.
+  using RequireLeft = std::function<int(const Pool&)>;
+  Departure(Sleeper& sleeper, std::vector<PartToSleep> parts, bool release, RequireLeft require_left = nullptr);
   // They take no requests from now on, and there is room for what they hold. Throws, and
-  // they are awake: OutOfMemoryError, InvalidArgumentError, VmmError.
+  // they are awake: OutOfMemoryError, InvalidArgumentError, VmmError; and what `require_left` does.
   void begin();
   // Whatever can be done without waiting for the bus; false: nothing can. What is thrown away
   // stays until throw_away().
@@ -47,6 +51,7 @@ class Departure {
   [[nodiscard]] std::size_t total() const { return total_.load(std::memory_order_relaxed); }
 
  private:
+  SleepBegun begin_part(const PartToSleep& part);
   void plan(bool keeps_unchanged);
   [[nodiscard]] bool may_keep(std::size_t part) const;
   [[nodiscard]] bool uses_unchanged() const;
@@ -61,6 +66,7 @@ class Departure {
   Sleeper& sleeper_;
   std::vector<PartToSleep> parts_;
   const bool release_;
+  const RequireLeft require_left_;
   PoolList mine_;                                 // of the parts' pools, those that have not ended
   PoolList awake_;                                // of these, those that were awake
   std::vector<std::shared_ptr<Backup>> backups_;  // by lot; nullptr: discarded
