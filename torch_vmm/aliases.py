@@ -174,10 +174,14 @@ def sealed(tensor: torch.Tensor) -> bool:
 def _require_whole(tensor: object, name: str) -> tuple[int, ...]:
     """The shape of what may stand on whole chunks."""
     tensor = require_strided(tensor, name)
-    if not tensor.is_contiguous() or tensor.numel() == 0 or tensor.dim() == 0:
+    if tensor.dim() == 0:
+        raise InvalidArgumentError(f"{name}: a tensor of shape () has no first dimension; give it one: (1,)")
+    if tensor.numel() == 0:
+        raise InvalidArgumentError(f"{name}: a tensor of shape {tuple(tensor.shape)} has nothing in it")
+    if not tensor.is_contiguous():
         raise InvalidArgumentError(
-            f"{name}: a tensor of shape {tuple(tensor.shape)} with strides that leave gaps, or nothing in it, does not "
-            f"stand on whole chunks; make it with torch_vmm.aligned(shape, dtype, device)"
+            f"{name}: a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous, so it "
+            f"does not fill whole chunks; make it with torch_vmm.aligned(shape, dtype, device)"
         )
     if tensor.device.type not in ("cuda", "cpu"):
         raise InvalidArgumentError(f"{name}: it is on {tensor.device}, where there are no pools")

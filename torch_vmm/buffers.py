@@ -303,7 +303,8 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
     def tensor(self) -> torch.Tensor:
         """A tensor over it, of shape ``(len(buffer),)``; no copy.
 
-        While it or a view of it lives, the memory stays.
+        While it or a view of it lives, the memory stays. To autograd two such
+        tensors are two: what is written by one it does not see in the other.
 
         Raises:
             InvalidArgumentError: the buffer is freed.
@@ -414,6 +415,8 @@ class PooledBuffer(_C.Buffer, Guarded, guarded=True):
         except TypeError:
             raise self._no_such_dtype("numpy") from None
         if dtype is not None and dtype != array.dtype:
+            if copy is False:
+                raise ValueError(f"copy=False: as {dtype} it is a copy, as the buffer is of {array.dtype}")
             return array.astype(dtype)
         return array.copy() if copy else array
 
@@ -602,7 +605,7 @@ class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
 def _require_elements(n: object, dtype: object) -> None:
     """Raises InvalidArgumentError for what is no number of elements, or no dtype."""
     if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype") from None
+        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype, such as torch.float32") from None
     count = to_index(n)
     if count is None or not 0 <= count * dtype.itemsize <= _MOST_BYTES:
         raise InvalidArgumentError(

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol, SupportsIndex
 
 import torch
 
-from torch_vmm.errors import InvalidArgumentError
+from torch_vmm.errors import InvalidArgumentError, NotAvailableError
 from torch_vmm.sizes import show, to_index
 
 Device = torch.device | str | int | None
@@ -71,6 +71,7 @@ def to_device(device: Device) -> DeviceKey:
     Raises:
         InvalidArgumentError: nothing that torch takes for a device, or one that
             is neither CUDA's nor the CPU.
+        NotAvailableError: a CPU beyond the one that there is.
     """
     refusal = InvalidArgumentError(f"device={show(device)} is not a device: give {_ACCEPTED}")
     named = "cuda" if device is None else device
@@ -88,7 +89,9 @@ def to_device(device: Device) -> DeviceKey:
     if isinstance(named, str) and ":" in named and str(parsed) != named:
         raise refusal
     if parsed.type == "cpu":
-        return DeviceKey("cpu", parsed.index or 0)
+        if parsed.index:
+            raise NotAvailableError(f"there is no device cpu:{parsed.index}; the only one is cpu:0")
+        return DeviceKey("cpu", 0)
     if parsed.type != "cuda":
         raise InvalidArgumentError(f"device={str(parsed)!r} has no pools: give {_ACCEPTED}")
     ordinal: int | None = parsed.index

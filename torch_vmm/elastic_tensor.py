@@ -247,7 +247,8 @@ def elastic(
     require_dimension(sizes, "shape")
     if len(most) != len(sizes) or most[1:] != sizes[1:] or most[0] < sizes[0]:
         raise InvalidArgumentError(
-            f"max_shape={show(max_shape)}: give shape={sizes} with a first dimension of at least {sizes[0]}"
+            f"max_shape={show(max_shape)}: give ({', '.join(['n', *map(str, sizes[1:])])}{',' * (len(sizes) == 1)}), n "
+            f"at least {sizes[0]}, for shape={sizes}"
         )
     require_addresses(most, dtype, "shape" if max_shape is None else "max_shape")
     backing = Backing("elastic tensor", most[0] * row_bytes(most, dtype), device)

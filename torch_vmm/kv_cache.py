@@ -324,6 +324,8 @@ class _Layer:
         self._remake(lambda states: states[:, indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        if not isinstance(repeats, int) or repeats < 1:
+            raise InvalidArgumentError(f"repeats={show(repeats)}: give a whole number of at least 1")
         self._remake(lambda states: states.repeat_interleave(repeats, dim=1))
 
     def _remake(self, change: Any) -> None:
@@ -376,7 +378,8 @@ class _Layer:
     def offload(self) -> None:
         raise InvalidArgumentError("an ElasticKVCache does not offload: its memory is its model's pool's")
 
-    prefetch = offload
+    def prefetch(self) -> None:
+        self.offload()
 
 
 class ElasticKVCache(Guarded, guarded=True):
@@ -386,7 +389,7 @@ class ElasticKVCache(Guarded, guarded=True):
     In the place of ``transformers.DynamicCache``: what attention reads is equal
     to it element by element, but each step writes the new positions only, where
     a concatenation copies all that is there and for a moment holds it twice.
-    Where transformers (4.54 or newer) has been imported before, it is one of
+    Where transformers (4.56 or newer) has been imported before, it is one of
     its ``Cache`` classes too, and ``generate(past_key_values=...)`` takes it.
     With an older one it is not, and a subclass of yours never is: these are
     for use by hand.
@@ -619,13 +622,15 @@ _class_of_transformers: type[ElasticKVCache] | None = None
 
 def _of_transformers() -> type[ElasticKVCache]:
     """The same as a ``transformers.Cache``; made once transformers is there, which nothing here imports. The plain one
-    where it has no caches of layers, before 4.54.
+    where its caches are not made of layers that are given, before 4.56.
     """
     global _class_of_transformers
     if _class_of_transformers is None:
         try:
-            from transformers.cache_utils import Cache, CacheLayerMixin
+            from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
         except ImportError:
+            return ElasticKVCache
+        if "layers" not in inspect.signature(Cache.__init__).parameters:
             return ElasticKVCache
 
         is_by_removal = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
@@ -633,8 +638,9 @@ def _of_transformers() -> type[ElasticKVCache]:
         class Layer(_Layer, CacheLayerMixin):  # type: ignore[misc]
             _is_cut_by_removal = is_by_removal
 
-        # Not guarded: a Cache has attributes that transformers sets as it likes.
-        class Elastic(ElasticKVCache, Cache):  # type: ignore[misc]
+        # Not guarded: a Cache has attributes that transformers sets as it likes. A DynamicCache, as an
+        # EncoderDecoderCache crops and reorders no other.
+        class Elastic(ElasticKVCache, DynamicCache):  # type: ignore[misc]
             def _begin(self) -> None:
                 Cache.__init__(self, layers=[])
 

@@ -51,7 +51,7 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> to
     if not shape or sum(rows) != shape[0]:
         raise InvalidArgumentError(
             f"placement={show(placement)}: it places {show(sum(rows))} rows, and shape={show(shape)} has "
-            f"{shape[0] if shape else 'no'}"
+            f"{shape[0] if shape else 'none'}"
         )
     if math.prod(shape) == 0:
         raise InvalidArgumentError(f"shape={show(shape)}: there is nothing to place")
@@ -151,6 +151,11 @@ def _require_whole_pages(rows: list[int], row: int, page: int) -> None:
             continue
         below, above = count // step * step, -(-count // step) * step
         right = f"{above}" if below == 0 else f"{below} or {above}"
+        if step >= sum(rows):
+            raise InvalidArgumentError(
+                f"placement: {sum(rows)} rows of {row} bytes cannot be parted, as each device's memory is whole pages "
+                f"of {page} bytes, {step} rows; place it on one device, or make rows longer (a multiple of 4096 bytes)"
+            )
         raise InvalidArgumentError(
             f"placement: {count} rows of {row} bytes of share {k} end within a page, and each device's memory is whole "
             f"pages of {page} bytes; give a multiple of {step} rows: {right}"

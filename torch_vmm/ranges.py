@@ -192,7 +192,7 @@ def require_dimension(shape: tuple[int, ...], name: str) -> None:
 def require_dtype(dtype: torch.dtype) -> None:
     """Raises InvalidArgumentError for what is no dtype."""
     if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype")
+        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype, such as torch.float32")
 
 
 def require_addresses(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:

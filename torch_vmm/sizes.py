@@ -207,7 +207,7 @@ def to_tensor_range(offset: Size, shape: Shape, dtype: torch.dtype, capacity: in
         InvalidArgumentError: no size, no shape, or no dtype.
     """
     if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype")
+        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype, such as torch.float32")
     sizes = to_shape(shape)
     at, _ = to_range(offset, math.prod(sizes) * dtype.itemsize, capacity)
     return at, sizes

@@ -76,14 +76,19 @@ class SparseTensor(RangeTensor):
         bytes.
 
         Widened to whole pages, so what shares a page with it goes too. Work
-        that is queued on the GPU may still use them.
+        that is queued on the GPU may still use them. To autograd it is a write
+        in place: a ``backward()`` that needs what a view of the tensor held is
+        an error (rows saved of ``.data`` are yours to keep).
 
         Raises:
             InvalidArgumentError: as :meth:`commit`; or some of them are sealed.
             StillInUseError: an :func:`torch_vmm.alias` shows some of them.
             AsleepError: its model is asleep, and some of them have memory.
         """
-        return self._own_rows("decommit()").handle.decommit(self._spans(index, "decommit"))
+        gone = self._own_rows("decommit()").handle.decommit(self._spans(index, "decommit"))
+        if gone:
+            torch.autograd.graph.increment_version(self)
+        return gone
 
     def is_committed(self, index: Index) -> bool:
         """Have all pages under ``self[index]`` memory?

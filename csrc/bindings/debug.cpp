@@ -65,7 +65,7 @@ DeviceMemory* debugged(DeviceKind kind, int ordinal) {
   return room == nullptr || room->memory.debug_log() == nullptr ? nullptr : &room->memory;
 }
 
-py::dict to_dict(const WatchedBlock& block, const ByteRange& faults = {}) {
+py::dict to_dict(const WatchedBlock& block, const ByteRange& faults) {
   py::dict result;
   result["number"] = block.number;
   result["address"] = block.address;
@@ -80,18 +80,29 @@ py::dict to_dict(const WatchedBlock& block, const ByteRange& faults = {}) {
   return result;
 }
 
-py::dict to_dict(const Damage& damage) {
+py::dict to_dict(const Damage& damage, const ByteRange& faults) {
   py::dict result;
-  result["block"] = to_dict(damage.block);
+  result["block"] = to_dict(damage.block, faults);
   result["first"] = damage.first;
   result["bytes"] = damage.bytes;
   result["text"] = to_string(damage) + with_stack(damage.block);
   return result;
 }
 
-py::list to_list(const std::vector<Damage>& damages) {
+struct ToldDamage {
+  Damage damage;
+  ByteRange faults;
+};
+
+std::vector<ToldDamage> told(const DeviceMemory& memory, const std::vector<Damage>& damages) {
+  std::vector<ToldDamage> result;
+  for (const Damage& damage : damages) result.push_back({damage, memory.faults_beyond(damage.block)});
+  return result;
+}
+
+py::list to_list(const std::vector<ToldDamage>& damages) {
   py::list result;
-  for (const Damage& damage : damages) result.append(to_dict(damage));
+  for (const ToldDamage& each : damages) result.append(to_dict(each.damage, each.faults));
   return result;
 }
 
@@ -148,7 +159,7 @@ py::object report(const std::string& kind, int ordinal, std::size_t most) {
   };
   std::vector<Told> blocks;
   WatchLog::Counts counts;
-  std::vector<Damage> damages;
+  std::vector<ToldDamage> damages;
   std::string text;
   {
     const GilReleased released;
@@ -159,7 +170,7 @@ py::object report(const std::string& kind, int ordinal, std::size_t most) {
     if (device_fault().load() == nullptr) memory->settle(/*wait=*/false);
     WatchLog& log = *memory->debug_log();
     counts = log.counts();
-    damages = log.damages();
+    damages = told(*memory, log.damages());
     for (const WatchedBlock& block : log.live(most)) blocks.push_back({block, memory->faults_beyond(block)});
     for (const WatchedBlock& block : log.freed_lately(most)) blocks.push_back({block, memory->faults_beyond(block)});
     text = memory->debug_report();
@@ -183,10 +194,10 @@ py::object report(const std::string& kind, int ordinal, std::size_t most) {
 py::list check(const std::string& kind, int ordinal) {
   DeviceMemory* memory = debugged(to_kind(kind), ordinal);
   if (memory == nullptr) return py::list();
-  std::vector<Damage> damages;
+  std::vector<ToldDamage> damages;
   {
     const GilReleased released;
-    damages = memory->check_watched();
+    damages = told(*memory, memory->check_watched());
   }
   return to_list(damages);
 }

@@ -1,6 +1,7 @@
 // Whose memory new tensors are.
 #include "torch_adapter/routing.h"
 
+#include <c10/util/Exception.h>
 #include <pybind11/stl.h>
 
 #include "base/errors.h"
@@ -72,7 +73,12 @@ void bind_routing(py::module_& module) {
       "current_space",
       [](const std::string& kind, int ordinal, std::size_t bytes) -> std::shared_ptr<Pool> {
         DeviceRoom& room = to_room(kind, ordinal);
-        warn_in_python([&] { require_model(room.kind, room.ordinal, bytes); });
+        try {
+          warn_in_python([&] { require_model(room.kind, room.ordinal, bytes); });
+        } catch (const c10::Error& error) {
+          throw VmmError(
+              error.what_without_backtrace());  // torch lets no other type through, and this is no call of torch
+        }
         return current_pool(room);
       },
       py::arg("kind"), py::arg("ordinal"), py::arg("bytes"));

@@ -346,6 +346,15 @@ def test_dlpack_device(buffers: MemoryPool, device: str) -> None:
     assert (int(kind), ordinal) == ((2, 0) if device == "cuda" else (1, 0))
 
 
+def test_an_array_that_would_be_a_copy_is_refused_where_none_is_wanted(buffers: MemoryPool, device: str) -> None:
+    buffer = buffers.alloc(4, torch.float32)
+    if device == "cpu":
+        with pytest.raises(ValueError, match="copy=False"):
+            buffer.__array__(np.dtype(np.float64), copy=False)
+        assert buffer.__array__(np.dtype(np.float32), copy=False).dtype == np.float32
+    buffer.free(force=True)
+
+
 def test_numpy_reads_and_writes(buffers: MemoryPool, device: str) -> None:
     buffer = buffers.alloc(1000, torch.int32)
     if device == "cuda":

@@ -105,6 +105,21 @@ def test_check_raises_while_the_tensor_lives(device: str) -> None:
     assert "in make" in text
 
 
+def test_a_damaged_block_faults_where_it_does(device: str) -> None:
+    code = """
+    x = make(1000)
+    at_address(x.data_ptr() + 1001, 1, device).fill_(1)
+    try:
+        torch_vmm.debug.check(device)
+    except torch_vmm.MemoryDamageError as error:
+        (damage,) = error.damages
+    report = torch_vmm.debug.report(device)
+    faults = [block.faults for block in (damage.block, report.damages[0].block, report.blocks[0])]
+    print(json.dumps([faults[0][0] - x.data_ptr(), faults[0][1] > faults[0][0], faults == [faults[0]] * 3]))
+    """
+    assert tell(code, device, "guard") == [1024, True, True]
+
+
 @pytest.mark.parametrize("mode", ["canary", "guard", "canary,sample=1/3", "guard,sample=1/3"])
 def test_a_program_without_errors_runs_as_ever(device: str, mode: str) -> None:
     code = """

@@ -298,6 +298,15 @@ def test_states_that_cannot_be_copied_leave_the_cache_as_it_was(device: str) -> 
     assert torch.equal(shown[1], torch.cat([values, values * 9], dim=2))
 
 
+def test_what_a_cache_does_not_do_is_named(device: str) -> None:
+    cache = Cache(8)
+    cache.update(*states(device, 3), 0)
+    for repeats in (0, -1, "x", 1.5):
+        with pytest.raises(torch_vmm.InvalidArgumentError, match=r"repeats=.*: give a whole number"):
+            cache.layers[0].batch_repeat_interleave(repeats)
+    assert cache.get_seq_length() == 3
+
+
 def test_states_of_another_device_are_refused(device: str) -> None:
     keys, values = states(device, 2)
     with FakeTensorMode():  # pretends to be of any device

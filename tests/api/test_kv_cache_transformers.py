@@ -18,7 +18,7 @@ Cache = torch_vmm.ElasticKVCache
 
 
 def test_generate_gives_what_the_dynamic_cache_gives(device: str) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="4.56")
     if device == "cuda" and control.is_here():
         pytest.skip("the stand-in has no kernels for what generate() looks up")
     config = transformers.LlamaConfig(
@@ -59,6 +59,29 @@ def test_generate_gives_what_the_dynamic_cache_gives(device: str) -> None:
         assert torch.equal(ours.sequences, theirs.sequences)
 
 
+def test_in_an_encoder_decoder_cache_it_does_what_a_dynamic_one_does(device: str) -> None:
+    transformers = pytest.importorskip("transformers", minversion="4.56")
+
+    def caches(kind: type[object]) -> object:
+        made = [kind(64), kind(64)] if kind is Cache else [kind(), kind()]
+        for cache in made:
+            torch.manual_seed(0)
+            cache.update(*[torch.rand(2, 2, 5, 4, device=device) for _ in range(2)], 0)  # type: ignore[attr-defined]
+        return transformers.EncoderDecoderCache(*made)
+
+    ours, theirs = caches(Cache), caches(transformers.DynamicCache)
+    for change in (
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.batch_select_indices(torch.tensor([3, 0], device=device)),
+        lambda cache: cache.crop(-3),
+    ):
+        for cache in (ours, theirs):
+            change(cache)
+        for one, other in zip(ours.self_attention_cache.layers, theirs.self_attention_cache.layers, strict=True):  # type: ignore[attr-defined]
+            assert torch.equal(one.keys, other.keys)
+            assert torch.equal(one.values, other.values)
+
+
 def test_it_is_a_cache_of_transformers_where_that_is_there() -> None:
     code = """
     import sys, types
@@ -81,7 +104,10 @@ def test_it_is_a_cache_of_transformers_where_that_is_there() -> None:
     class CacheLayerMixin:
         pass
 
-    utils.Cache, utils.CacheLayerMixin = Cache, CacheLayerMixin
+    class DynamicCache(Cache):
+        pass
+
+    utils.Cache, utils.CacheLayerMixin, utils.DynamicCache = Cache, CacheLayerMixin, DynamicCache
     sys.modules["transformers"], sys.modules["transformers.cache_utils"] = library, utils
 
     class Derived(torch_vmm.ElasticKVCache):
@@ -99,17 +125,19 @@ def test_it_is_a_cache_of_transformers_where_that_is_there() -> None:
     ]
 
 
-@pytest.mark.parametrize("has_caches", [False, True])
-def test_beside_an_older_transformers_it_is_plain(
-    monkeypatch: pytest.MonkeyPatch, device: str, has_caches: bool
-) -> None:
+@pytest.mark.parametrize("has", ["no caches", "caches", "caches that make their layers"])
+def test_beside_an_older_transformers_it_is_plain(monkeypatch: pytest.MonkeyPatch, device: str, has: str) -> None:
     library, utils = types.ModuleType("transformers"), types.ModuleType("transformers.cache_utils")
     library.__path__ = []  # a package without further modules
     monkeypatch.setattr(kv_cache, "_class_of_transformers", None)
     monkeypatch.setitem(sys.modules, "transformers", library)
     monkeypatch.delitem(sys.modules, "transformers.cache_utils", raising=False)
-    if has_caches:
+    if has != "no caches":
         monkeypatch.setattr(utils, "Cache", type("Cache", (), {}), raising=False)
+        if has != "caches":
+            monkeypatch.setattr(utils, "CacheLayerMixin", type("CacheLayerMixin", (), {}), raising=False)
+            monkeypatch.setattr(utils, "DynamicCache", type("DynamicCache", (utils.Cache,), {}), raising=False)
+            utils.Cache.__init__ = lambda self, layer_classes: None
         monkeypatch.setitem(sys.modules, "transformers.cache_utils", utils)
     cache = Cache(8, layers=1)
     assert type(cache) is Cache
@@ -140,7 +168,10 @@ def test_crop_of_none_does_as_that_of_transformers(parameter: str, kept: int) ->
     class CacheLayerMixin:
         pass
 
-    utils.Cache, utils.CacheLayerMixin = Cache, CacheLayerMixin
+    class DynamicCache(Cache):
+        pass
+
+    utils.Cache, utils.CacheLayerMixin, utils.DynamicCache = Cache, CacheLayerMixin, DynamicCache
     sys.modules["transformers"], sys.modules["transformers.cache_utils"] = library, utils
     torch_vmm.enable("cpu")
     with torch_vmm.VirtualMemoryPool("64MiB", device="cpu"):

@@ -115,10 +115,12 @@ def test_what_cannot_be_placed_is_refused(device: str) -> None:
         aligned((8, ROW), torch.uint8, placement=[("cpu", 4), ("cuda:0", 4)])
     with pytest.raises(torch_vmm.InvalidArgumentError, match="nothing to place"):
         aligned((8, 0), torch.uint8, placement=[(device, 8)])
-    with pytest.raises(torch_vmm.InvalidArgumentError, match="has no"):
+    with pytest.raises(torch_vmm.InvalidArgumentError, match="has none"):
         aligned((), torch.uint8, placement=[(device, 8)])
     with pytest.raises(torch_vmm.InvalidArgumentError, match="it places a number of 16610 bits"):
         aligned((8, ROW), torch.uint8, placement=[(device, 10**5000)])
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"^placement: 1000 rows .* cannot be parted"):
+        aligned((1000, 1000), torch.float32, placement=[(device, 500), (device, 500)])
     odd = aligned((5, 3), torch.float64, placement=[(device, 5)])  # one share ends where it likes
     assert odd.sum() == 0
 

@@ -109,6 +109,16 @@ def test_sizes(value: object, pool: Pool, shared: Shared, manager: Manager, devi
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(torch_vmm.NotAvailableError, match=r"^there is no device cpu:1; the only one is cpu:0$"):
         Pool("2MiB", device="cpu:1")
+    for ask in (
+        torch_vmm.enable,
+        torch_vmm.is_enabled,
+        torch_vmm.last_out_of_memory,
+        torch_vmm.debug.check,
+        torch_vmm.debug.report,
+        torch_vmm.strict,
+    ):
+        with pytest.raises(torch_vmm.NotAvailableError, match=r"^there is no device cpu:1; the only one is cpu:0$"):
+            ask("cpu:1")
 
 
 def test_sizes_that_are_too_large_are_called_so(pool: Pool, device: str, manager: Manager) -> None:

@@ -102,7 +102,8 @@ def test_what_cannot_be_sealed_is_refused(make_pool: Callable[..., Pool], device
         foreign = rows(device, 4)
     for wrong, match in (
         ([tensor, loose], "aligned"),
-        ([tensor, foreign], "not of pool"),
+        ([tensor, foreign], f"are of pool {other.name!r}, not of {pool.name!r}"),
+        ([tensor, torch.empty(3, device="meta")], "none of torch_vmm's pools"),
         ([tensor[1:]], "aligned"),
         ([tensor, tensor[:, ::2]], "contiguous"),
         ([tensor, tensor[:, :5].t()], "contiguous"),

@@ -353,6 +353,28 @@ def test_made_in_inference_mode_it_works_outside(device: str) -> None:
     assert tensor[10].sum() == 2 * ROW
 
 
+def test_what_autograd_saved_is_told_when_it_goes(device: str) -> None:
+    table = torch_vmm.sparse((8, PAGE // 4), torch.float32, device)
+    table.commit(slice(0, 4))
+    table[:4].fill_(3)
+    x = torch.ones(PAGE // 4, device=device, requires_grad=True)
+    loss = (x * table[0]).sum()
+    assert table.decommit(slice(4, 8)) == 0  # nothing went
+    loss.backward()
+    assert bool((x.grad == 3).all())
+    for comes_back in (False, True):
+        loss = (x * table[0]).sum()
+        assert table.decommit(slice(0, 1)) == PAGE
+        if comes_back:
+            table.commit(slice(0, 1))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        table.commit(slice(0, 1))
+    loss = (x * table.data[1]).sum()  # whose rows are the caller's to keep
+    table.decommit(slice(0, 1))
+    loss.backward()
+
+
 def test_the_empty_index_is_all_and_a_step_of_0_none(device: str) -> None:
     tensor = torch_vmm.sparse((16, ROW), torch.uint8, device)
     assert not tensor.is_committed(())
