@@ -190,6 +190,15 @@ Status CudaDriver::context_of(int device, CUcontext* out) const {
   return retained;
 }
 
+const void* CudaDriver::current_context() const {
+  CUcontext now = nullptr;
+  return alive() && api_.cuCtxGetCurrent(&now) == CUDA_SUCCESS ? now : nullptr;
+}
+
+const void* CudaDriver::used_context(int device) const {
+  return has_device(device) ? device_at(device).context.load(std::memory_order_acquire) : nullptr;
+}
+
 CudaDriver::Current::Current(const CudaDriver& driver, int device) : driver_(driver) {
   status_ = driver.context_of(device, &context_);
   if (!status_.ok()) return;

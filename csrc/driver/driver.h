@@ -187,6 +187,12 @@ class Driver {
 
   virtual Status memory_info(int device, MemoryInfo* out) const = 0;
 
+  // -- Contexts, of drivers that have such --
+  // The calling thread's; nullptr: none, or the driver has none.
+  [[nodiscard]] virtual const void* current_context() const { return nullptr; }
+  // The device's own, which is kept once it has been used; nullptr: it has not been.
+  [[nodiscard]] virtual const void* used_context(int /*device*/) const { return nullptr; }
+
   // How late it is, since any moment; never goes back. About 25 ns. Drivers of tests and
   // replays have a time of their own.
   [[nodiscard]] virtual std::chrono::nanoseconds now() const {

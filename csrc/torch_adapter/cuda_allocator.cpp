@@ -20,6 +20,7 @@
 #include "core/device/provided_memory.h"
 #include "ipc/ipc_exports.h"
 #include "torch_adapter/cuda_callbacks.h"
+#include "torch_adapter/current_device.h"
 #include "torch_adapter/errors.h"
 #include "torch_adapter/history.h"
 #include "torch_adapter/mempool_provider.h"
@@ -192,6 +193,7 @@ void watch_oversize(DeviceRoom& room) {
 void set_up(DeviceRoom& room) {
   watch_oversize(room);
   room.is_set_up.store(true, std::memory_order_relaxed);
+  know_contexts_of(room.memory.driver());
   History::instance().watch(room);
 }
 
@@ -378,9 +380,8 @@ void CudaAllocator::init(int device_count) {
     setMemoryFraction(fraction, static_cast<c10::DeviceIndex>(device));
 }
 
-// GetDevice takes 47 ns, so a lone device is not asked for.
 c10::DeviceIndex CudaAllocator::current_device() const {
-  return device_count_.load(std::memory_order_relaxed) == 1 ? c10::DeviceIndex{0} : c10::cuda::current_device();
+  return device_count_.load(std::memory_order_relaxed) == 1 ? c10::DeviceIndex{0} : current_cuda_device();
 }
 
 // ------------------------------------------------------------------ allocation

@@ -155,7 +155,7 @@ TEST_F(Buffers, TasksWithStreamsOfTheirOwnDoNotHoldTheirPeakEach) {
     for (int task = 0; task < count; ++task) {
       std::vector<Address> live;
       for (std::size_t k = 0; k < 8; ++k) {
-        live.push_back(allocate((4 + k) * kMiB, stream(0x1000 + 0x10 * (task % kStreams))));
+        live.push_back(allocate((4 + k) * kMiB, stream(0x1000 + 0x10 * static_cast<std::uintptr_t>(task % kStreams))));
       }
       for (const Address address : live) free(address);
     }
