@@ -321,6 +321,8 @@ def test_what_rests_in_the_store_is_counted_once(saver: TorchMemorySaver, device
     with other:
         idle = torch.ones(96 * MIB, dtype=torch.uint8, device=device)
     del idle
+    if device == "cuda":
+        torch.cuda.synchronize()  # what is still written to could not go
     saved.shared.unregister_model("other")
     stats = saved.shared.global_stats()
     saver.memory_margin_bytes = 64 * MIB
