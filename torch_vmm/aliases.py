@@ -16,8 +16,8 @@ from torch_vmm.devices import Device, DeviceKey
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.placed import Placement
 from torch_vmm.pools import VirtualMemoryPool
-from torch_vmm.ranges import Backing, require_addresses, require_dtype, require_size
-from torch_vmm.sizes import Shape, show, to_flag, to_index, to_shape
+from torch_vmm.ranges import Backing, require_addresses, require_size
+from torch_vmm.sizes import Shape, require_dtype, show, to_flag, to_index, to_shape
 
 
 class _Shown:

@@ -24,7 +24,7 @@ from torch_vmm.devices import (
     to_torch_stream,
 )
 from torch_vmm.errors import InvalidArgumentError, StillInUseError, VmmError
-from torch_vmm.sizes import Size, show, to_bytes, to_flag, to_index, to_optional_bytes
+from torch_vmm.sizes import Size, require_dtype, show, to_bytes, to_flag, to_index, to_optional_bytes
 from torch_vmm.stats import NativePoolStats, PoolStats
 
 _MOST_BYTES = 2**63 - 1
@@ -602,10 +602,9 @@ class NativeMemoryPool(OnNumberedDevice, Guarded, guarded=True):
         return f"NativeMemoryPool({self._device}{most}{', destroyed' if self.is_destroyed else ''})"
 
 
-def _require_elements(n: object, dtype: object) -> None:
+def _require_elements(n: object, dtype: torch.dtype) -> None:
     """Raises InvalidArgumentError for what is no number of elements, or no dtype."""
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype, such as torch.float32") from None
+    require_dtype(dtype)
     count = to_index(n)
     if count is None or not 0 <= count * dtype.itemsize <= _MOST_BYTES:
         raise InvalidArgumentError(

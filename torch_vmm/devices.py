@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple, Protocol, SupportsIndex
 
 import torch
 
-from torch_vmm.errors import InvalidArgumentError, NotAvailableError
+from torch_vmm import _C
+from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.sizes import show, to_index
 
 Device = torch.device | str | int | None
@@ -90,8 +91,8 @@ def to_device(device: Device) -> DeviceKey:
         raise refusal
     if parsed.type == "cpu":
         if parsed.index:
-            raise NotAvailableError(f"there is no device cpu:{parsed.index}; the only one is cpu:0")
-        return DeviceKey("cpu", 0)
+            _C.device("cpu", parsed.index)  # says that there is none
+        return DeviceKey("cpu", parsed.index or 0)
     if parsed.type != "cuda":
         raise InvalidArgumentError(f"device={str(parsed)!r} has no pools: give {_ACCEPTED}")
     ordinal: int | None = parsed.index

@@ -10,8 +10,8 @@ import torch
 from torch_vmm import _C
 from torch_vmm.devices import Device
 from torch_vmm.errors import AsleepError, InvalidArgumentError, NotAvailableError, StillInUseError
-from torch_vmm.ranges import Backing, RangeTensor, require_addresses, require_dimension, require_dtype, row_bytes
-from torch_vmm.sizes import Shape, show, to_index, to_shape
+from torch_vmm.ranges import Backing, RangeTensor, require_addresses, require_dimension, row_bytes
+from torch_vmm.sizes import Shape, require_dtype, show, to_index, to_shape
 
 
 class ElasticTensor(RangeTensor):
@@ -247,8 +247,7 @@ def elastic(
     require_dimension(sizes, "shape")
     if len(most) != len(sizes) or most[1:] != sizes[1:] or most[0] < sizes[0]:
         raise InvalidArgumentError(
-            f"max_shape={show(max_shape)}: give ({', '.join(['n', *map(str, sizes[1:])])}{',' * (len(sizes) == 1)}), n "
-            f"at least {sizes[0]}, for shape={sizes}"
+            f"max_shape={show(max_shape)}: give {sizes}, which is the shape, or the same with a larger first dimension"
         )
     require_addresses(most, dtype, "shape" if max_shape is None else "max_shape")
     backing = Backing("elastic tensor", most[0] * row_bytes(most, dtype), device)

@@ -378,8 +378,7 @@ class _Layer:
     def offload(self) -> None:
         raise InvalidArgumentError("an ElasticKVCache does not offload: its memory is its model's pool's")
 
-    def prefetch(self) -> None:
-        self.offload()
+    prefetch = offload
 
 
 class ElasticKVCache(Guarded, guarded=True):

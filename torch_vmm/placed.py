@@ -149,13 +149,13 @@ def _require_whole_pages(rows: list[int], row: int, page: int) -> None:
     for k, count in enumerate(rows[:-1]):
         if count * row % page == 0:
             continue
-        below, above = count // step * step, -(-count // step) * step
-        right = f"{above}" if below == 0 else f"{below} or {above}"
         if step >= sum(rows):
             raise InvalidArgumentError(
                 f"placement: {sum(rows)} rows of {row} bytes cannot be parted, as each device's memory is whole pages "
                 f"of {page} bytes, {step} rows; place it on one device, or make rows longer (a multiple of 4096 bytes)"
             )
+        below, above = count // step * step, -(-count // step) * step
+        right = f"{above}" if below == 0 else f"{below} or {above}"
         raise InvalidArgumentError(
             f"placement: {count} rows of {row} bytes of share {k} end within a page, and each device's memory is whole "
             f"pages of {page} bytes; give a multiple of {step} rows: {right}"

@@ -274,7 +274,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
                 dimensions may be in any order (``channels_last``). None is
                 sealed then.
         """
-        _C.seal(self._handle, self._own_pieces(tensors))
+        _C.seal(self._handle, covered_pieces(tensors))
 
     def unseal(self, tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:
         """Makes the pages of tensors writable again.
@@ -282,23 +282,7 @@ class VirtualMemoryPool(ContextDecorator, OnDevice, Guarded, guarded=True):
         Raises:
             InvalidArgumentError: as :meth:`seal`.
         """
-        _C.unseal(self._handle, self._own_pieces(tensors))
-
-    def _own_pieces(self, tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[int, int, bool]]:
-        pieces = covered_pieces(tensors)
-        for address, size, _ in pieces:
-            owner = _C.pool_at(address)
-            if owner is None:
-                raise InvalidArgumentError(
-                    f"tensors: {_C.format_bytes(size)} at {address:#x} are in none of torch_vmm's pools (an alias, or "
-                    f"memory of several devices, has addresses of its own): give tensors that were made in pool "
-                    f"{self.name!r}"
-                )
-            if owner.key != self._handle.key:
-                raise InvalidArgumentError(
-                    f"tensors: {_C.format_bytes(size)} at {address:#x} are of pool {owner.name!r}, not of {self.name!r}"
-                )
-        return pieces
+        _C.unseal(self._handle, covered_pieces(tensors))
 
     # -- Sleep and wake ------------------------------------------------------------------------------------------------
 

@@ -189,12 +189,6 @@ def require_dimension(shape: tuple[int, ...], name: str) -> None:
         raise InvalidArgumentError(f"{name}={show(shape)}: give at least one dimension, the first is what changes")
 
 
-def require_dtype(dtype: torch.dtype) -> None:
-    """Raises InvalidArgumentError for what is no dtype."""
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype, such as torch.float32")
-
-
 def require_addresses(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
     """Raises InvalidArgumentError for a shape of more bytes than one tensor's addresses can be."""
     require_size(shape, dtype, name)

@@ -12,7 +12,7 @@ from torch_vmm._guarded import Guarded
 from torch_vmm.contexts import Carried, ContextDecorator
 from torch_vmm.dense import require_strided
 from torch_vmm.devices import Device, DeviceKey, to_device
-from torch_vmm.errors import InvalidArgumentError, NotEnabledError
+from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.pools import VirtualMemoryPool
 from torch_vmm.sizes import show, to_index, to_name
 
@@ -136,11 +136,6 @@ def set_default_model(pool: VirtualMemoryPool) -> None:
     """
     if not isinstance(pool, VirtualMemoryPool):
         raise InvalidArgumentError(f"set_default_model({show(pool)}): give a pool")
-    if not _C.is_enabled(pool._device.kind):
-        raise NotEnabledError(
-            f"set_default_model({show(pool)}): torch_vmm is not torch's allocator on {pool._device.kind}; call "
-            f"torch_vmm.enable({pool._device.kind!r}) first"
-        )
     with pool:  # whatever forbids to enter it forbids this
         pass
     strictness.set_default_model(pool._device, pool)

@@ -182,6 +182,12 @@ def to_range(offset: Size, size: Size, capacity: int) -> tuple[int, int]:
     return offset, size
 
 
+def require_dtype(dtype: object) -> None:
+    """Raises InvalidArgumentError for what is no dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype, such as torch.float32") from None
+
+
 def to_shape(shape: Shape, name: str = "shape") -> tuple[int, ...]:
     """A tensor's sizes; one number is one dimension.
 
@@ -206,8 +212,7 @@ def to_tensor_range(offset: Size, shape: Shape, dtype: torch.dtype, capacity: in
         InvalidRangeError: an offset or a number of bytes that no address space holds.
         InvalidArgumentError: no size, no shape, or no dtype.
     """
-    if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype={show(dtype)} is not a torch.dtype, such as torch.float32")
+    require_dtype(dtype)
     sizes = to_shape(shape)
     at, _ = to_range(offset, math.prod(sizes) * dtype.itemsize, capacity)
     return at, sizes

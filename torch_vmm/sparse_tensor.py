@@ -10,8 +10,8 @@ import torch
 from torch_vmm import _C
 from torch_vmm.devices import Device, to_device
 from torch_vmm.errors import InvalidArgumentError, NotAvailableError, NotCopyableError
-from torch_vmm.ranges import Backing, RangeTensor, require_addresses, require_dimension, require_dtype, row_bytes
-from torch_vmm.sizes import Shape, Size, show, to_flag, to_index, to_page_size, to_shape
+from torch_vmm.ranges import Backing, RangeTensor, require_addresses, require_dimension, row_bytes
+from torch_vmm.sizes import Shape, Size, require_dtype, show, to_flag, to_index, to_page_size, to_shape
 
 Index = slice | int | tuple[slice | int, ...]
 """A slice, or a tuple of slices over the leading dimensions (``()``: all); a number is one step of its dimension."""

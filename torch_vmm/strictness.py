@@ -59,10 +59,10 @@ class strict(Guarded, guarded=True):  # noqa: N801
         self._device = to_device(device)
         self._action = action
         self._depth = 0
-        count = torch.cuda.device_count() if self._device.kind == "cuda" else 1
-        if action != "off" and _C.is_enabled(self._device.kind) and self._device.ordinal >= count:
-            named = f"{self._device.kind}:{self._device.ordinal}"
-            raise NotAvailableError(f"there is no device {named}; visible of its kind: {count}")
+        if action != "off" and self._device.kind == "cuda" and _C.is_enabled("cuda"):
+            count = torch.cuda.device_count()
+            if self._device.ordinal >= count:
+                raise NotAvailableError(f"there is no device {self._device}; visible of its kind: {count}")
         _wishes_for(self._device).add(self)
 
     def __enter__(self) -> None:

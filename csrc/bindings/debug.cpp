@@ -89,20 +89,22 @@ py::dict to_dict(const Damage& damage, const ByteRange& faults) {
   return result;
 }
 
-struct ToldDamage {
-  Damage damage;
+// And where an access beyond its block faults, which asks for locks and so comes before the GIL.
+template <class What>
+struct Told {
+  What what;
   ByteRange faults;
 };
 
-std::vector<ToldDamage> told(const DeviceMemory& memory, const std::vector<Damage>& damages) {
-  std::vector<ToldDamage> result;
+std::vector<Told<Damage>> told(const DeviceMemory& memory, const std::vector<Damage>& damages) {
+  std::vector<Told<Damage>> result;
   for (const Damage& damage : damages) result.push_back({damage, memory.faults_beyond(damage.block)});
   return result;
 }
 
-py::list to_list(const std::vector<ToldDamage>& damages) {
+py::list to_list(const std::vector<Told<Damage>>& damages) {
   py::list result;
-  for (const ToldDamage& each : damages) result.append(to_dict(each.damage, each.faults));
+  for (const auto& [damage, faults] : damages) result.append(to_dict(damage, faults));
   return result;
 }
 
@@ -120,11 +122,7 @@ const char* to_text(Finding::Where where) {
 
 // Of all devices: whose address it is does not matter to who asks.
 py::list explain(std::uintptr_t address) {
-  struct Told {
-    Finding finding;
-    ByteRange faults;
-  };
-  std::vector<Told> told;
+  std::vector<Told<Finding>> found;
   {
     const GilReleased released;
     for (const DeviceKind kind : kDeviceKinds) {
@@ -132,19 +130,19 @@ py::list explain(std::uintptr_t address) {
         DeviceMemory* memory = debugged(kind, ordinal);
         if (memory == nullptr) continue;
         for (const Finding& finding : memory->debug_log()->explain(address)) {
-          told.push_back({finding, memory->faults_beyond(finding.block)});
+          found.push_back({finding, memory->faults_beyond(finding.block)});
         }
       }
     }
   }
   py::list result;
-  for (const Told& each : told) {
+  for (const auto& [finding, faults] : found) {
     py::dict entry;
-    entry["block"] = to_dict(each.finding.block, each.faults);
-    entry["where"] = to_text(each.finding.where);
-    entry["distance"] = each.finding.distance;
-    entry["is_own"] = each.finding.is_in_zone;
-    entry["text"] = to_string(each.finding, address) + with_stack(each.finding.block);
+    entry["block"] = to_dict(finding.block, faults);
+    entry["where"] = to_text(finding.where);
+    entry["distance"] = finding.distance;
+    entry["is_own"] = finding.is_in_zone;
+    entry["text"] = to_string(finding, address) + with_stack(finding.block);
     result.append(std::move(entry));
   }
   return result;
@@ -153,13 +151,9 @@ py::list explain(std::uintptr_t address) {
 py::object report(const std::string& kind, int ordinal, std::size_t most) {
   DeviceMemory* memory = debugged(to_kind(kind), ordinal);
   if (memory == nullptr) return py::none();
-  struct Told {
-    WatchedBlock block;
-    ByteRange faults;
-  };
-  std::vector<Told> blocks;
+  std::vector<Told<WatchedBlock>> blocks;
   WatchLog::Counts counts;
-  std::vector<ToldDamage> damages;
+  std::vector<Told<Damage>> damages;
   std::string text;
   {
     const GilReleased released;
@@ -177,7 +171,7 @@ py::object report(const std::string& kind, int ordinal, std::size_t most) {
   }
   py::list live;
   py::list freed;
-  for (const Told& each : blocks) (each.block.freed == 0 ? live : freed).append(to_dict(each.block, each.faults));
+  for (const auto& [block, faults] : blocks) (block.freed == 0 ? live : freed).append(to_dict(block, faults));
   py::dict result;
   result["mode"] = to_string(memory->debug_log()->mode());
   result["watched"] = counts.watched;
@@ -194,7 +188,7 @@ py::object report(const std::string& kind, int ordinal, std::size_t most) {
 py::list check(const std::string& kind, int ordinal) {
   DeviceMemory* memory = debugged(to_kind(kind), ordinal);
   if (memory == nullptr) return py::list();
-  std::vector<ToldDamage> damages;
+  std::vector<Told<Damage>> damages;
   {
     const GilReleased released;
     damages = told(*memory, memory->check_watched());

@@ -75,9 +75,8 @@ void bind_routing(py::module_& module) {
         DeviceRoom& room = to_room(kind, ordinal);
         try {
           warn_in_python([&] { require_model(room.kind, room.ordinal, bytes); });
-        } catch (const c10::Error& error) {
-          throw VmmError(
-              error.what_without_backtrace());  // torch lets no other type through, and this is no call of torch
+        } catch (const c10::Error& error) {  // torch lets no other type through; this is no call of torch's
+          throw VmmError(error.what_without_backtrace());
         }
         return current_pool(room);
       },

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers import run
 
 BEGINS = """
-import itertools, random, threading
+import random, threading
 
 import torch
 import torch_vmm
@@ -24,10 +24,9 @@ def taken():
     return device
 
 def live(device):
-    segments = torch.cuda.memory_snapshot() if hasattr(torch.cuda, "memory_snapshot") else []
     return {
         block["address"]
-        for segment in segments
+        for segment in torch.cuda.memory_snapshot()
         if segment["device"] == device
         for block in segment["blocks"]
         if block["state"] == "active_allocated"

@@ -26,8 +26,14 @@ std::vector<InPart> by_part(const DeviceMemory& memory, const Pool& model, const
   std::vector<InPart> found;
   for (const SealedPiece& piece : pieces) {
     auto part = memory.pool_at(piece.address);
-    if (part == nullptr || &part->model() != &model) {
-      throw InvalidArgumentError("the memory at " + format_hex(piece.address) + " is not of pool '" + model.name() +
+    const auto these = [&piece] { return "tensors: " + format_bytes(piece.size) + " at " + format_hex(piece.address); };
+    if (part == nullptr) {
+      throw InvalidArgumentError(these() + " are in none of torch_vmm's pools of its device (an alias, or memory of " +
+                                 "several devices, has addresses of its own): give tensors that were made in pool '" +
+                                 model.name() + "'");
+    }
+    if (&part->model() != &model) {
+      throw InvalidArgumentError(these() + " are of pool '" + part->model().name() + "', not of '" + model.name() +
                                  "'");
     }
     const auto at = std::find_if(found.begin(), found.end(), [&](const InPart& each) { return each.part == part; });
