@@ -190,9 +190,11 @@ Status CudaDriver::context_of(int device, CUcontext* out) const {
   return retained;
 }
 
-const void* CudaDriver::current_context() const {
+bool CudaDriver::current_context(const void** out) const {
   CUcontext now = nullptr;
-  return alive() && api_.cuCtxGetCurrent(&now) == CUDA_SUCCESS ? now : nullptr;
+  if (!alive() || api_.cuCtxGetCurrent(&now) != CUDA_SUCCESS) return false;
+  *out = now;
+  return true;
 }
 
 const void* CudaDriver::used_context(int device) const {

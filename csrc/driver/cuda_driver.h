@@ -100,7 +100,7 @@ class CudaDriver final : public Driver, private NativePools, private ForkObserve
   Status pack_async(int device, packing::Step step, const packing::Job& job, Stream stream) override;
 
   Status memory_info(int device, MemoryInfo* out) const override;
-  [[nodiscard]] const void* current_context() const override;
+  bool current_context(const void** out) const override;
   [[nodiscard]] const void* used_context(int device) const override;
 
   [[nodiscard]] NativePools* native_pools() override { return this; }

@@ -188,8 +188,8 @@ class Driver {
   virtual Status memory_info(int device, MemoryInfo* out) const = 0;
 
   // -- Contexts, of drivers that have such --
-  // The calling thread's; nullptr: none, or the driver has none.
-  [[nodiscard]] virtual const void* current_context() const { return nullptr; }
+  // The calling thread's, nullptr where it has none. False: nothing is known of it.
+  virtual bool current_context(const void** /*out*/) const { return false; }
   // The device's own, which is kept once it has been used; nullptr: it has not been.
   [[nodiscard]] virtual const void* used_context(int /*device*/) const { return nullptr; }
 

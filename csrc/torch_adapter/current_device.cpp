@@ -10,17 +10,19 @@ namespace {
 
 std::atomic<const Driver*> known{nullptr};
 
-// What torch said last, and the context that was current then.
+// What torch said last, and the context that was current then; -1: nothing that lasts.
 struct Seen {
   const void* context;
   c10::DeviceIndex device;
 };
 [[gnu::tls_model("initial-exec")]] constinit thread_local Seen seen{nullptr, -1};
 
-[[gnu::noinline]] c10::DeviceIndex ask_torch(const Driver* driver, const void* context) {
+// A thread without a context has set no device: that would have made it one.
+[[gnu::noinline]] c10::DeviceIndex ask_torch(const Driver* driver, bool is_known, const void* context) {
   const c10::DeviceIndex device = c10::cuda::current_device();
-  const bool has_first = driver != nullptr && driver->used_context(0) != nullptr;
-  if (has_first && context != nullptr && driver->used_context(device) == context) seen = {context, device};
+  const bool lasts =
+      is_known && driver->used_context(0) != nullptr && (context == nullptr || context == driver->used_context(device));
+  if (lasts) seen = {context, device};
   return device;
 }
 
@@ -30,10 +32,11 @@ void know_contexts_of(const Driver& driver) { known.store(&driver, std::memory_o
 
 c10::DeviceIndex current_cuda_device() {
   const Driver* const driver = known.load(std::memory_order_acquire);
-  const void* const context = driver == nullptr ? nullptr : driver->current_context();
-  if (context != nullptr && context == seen.context) [[likely]]
+  const void* context = nullptr;
+  const bool is_known = driver != nullptr && driver->current_context(&context);
+  if (is_known && context == seen.context && seen.device >= 0) [[likely]]
     return seen.device;
-  return ask_torch(driver, context);
+  return ask_torch(driver, is_known, context);
 }
 
 }  // namespace vmm

@@ -214,7 +214,7 @@ class OrderChecker final : public Driver {
     return inner_.pack_async(device, step, job, stream);
   }
   Status memory_info(int device, MemoryInfo* out) const override { return inner_.memory_info(device, out); }
-  [[nodiscard]] const void* current_context() const override { return inner_.current_context(); }
+  bool current_context(const void** out) const override { return inner_.current_context(out); }
   [[nodiscard]] const void* used_context(int device) const override { return inner_.used_context(device); }
   [[nodiscard]] std::chrono::nanoseconds now() const override { return inner_.now(); }
 
