@@ -199,7 +199,9 @@ TEST_F(Reclaim, AboveALoweredLimitNothingIsHandedOutUntilItFits) {
       }
       while (lowered.used() > 8 * kMiB) {
         ASSERT_FALSE(kept.empty());
-        if (kept.size() % 16 == 0) EXPECT_THROW(lab_.allocate(*a, bytes), OutOfMemoryError);
+        if (kept.size() % 16 == 0) {
+          EXPECT_THROW(lab_.allocate(*a, bytes), OutOfMemoryError);
+        }
         lab_.free(kept.back());
         kept.pop_back();
       }

@@ -294,7 +294,9 @@ class MappingProgram {
       EXPECT_TRUE(is_fine) << "not refused";
       return true;
     } catch (const VmmError& error) {
-      if (lab_.driver.failures() == 0) EXPECT_FALSE(is_fine) << error.what();
+      if (lab_.driver.failures() == 0) {
+        EXPECT_FALSE(is_fine) << error.what();
+      }
       return false;
     }
   }
@@ -335,11 +337,15 @@ class MappingProgram {
         const bool has_memory = thing->pages[k] != nullptr;
         if (thing->range != nullptr) {
           ASSERT_EQ(thing->is_committed(k), has_memory) << k;
-          if (has_memory) ASSERT_EQ(thing->range->part()->is_read_only(at, kPage), thing->sealed[k] != 0) << k;
+          if (has_memory) {
+            ASSERT_EQ(thing->range->part()->is_read_only(at, kPage), thing->sealed[k] != 0) << k;
+          }
         }
         if (!has_memory && thing->kind != Kind::zeros) continue;
         ASSERT_TRUE(shows(at, thing->pages[k].get())) << "page " << k << " of kind " << static_cast<int>(thing->kind);
-        if (any(8) == 0) ASSERT_EQ(rights_.is_writable(at), has_memory && thing->sealed[k] == 0) << k;
+        if (any(8) == 0) {
+          ASSERT_EQ(rights_.is_writable(at), has_memory && thing->sealed[k] == 0) << k;
+        }
       }
     }
     std::array<std::size_t, kModels> of_others{};
