@@ -61,6 +61,12 @@ TEST_F(ProvidedMemoryTest, BlocksOfOneStreamAndSizeClassShareSegments) {
   EXPECT_EQ(books.all_asked().size(), 3U);
 }
 
+// What others may borrow is asked for by streams without end.
+TEST_F(ProvidedMemoryTest, AStreamThatHasNoSegmentIsNotRemembered) {
+  for (std::uintptr_t name = 1; name < 70000; ++name) EXPECT_EQ(memory->try_allocate_within(100, stream(name)), 0U);
+  EXPECT_NE(allocate(100, stream(70000)), 0U);
+}
+
 TEST_F(ProvidedMemoryTest, ABlockIsFoundByItsAddressAlone) {
   EXPECT_EQ(ProvidedMemory::block_size(Address{1} << 46), 0U);
   const Address block = allocate(3 * kMiB + 1);
@@ -240,6 +246,26 @@ TEST_F(ProvidedMemoryTest, SegmentsOfAPoolThatIsGoneWaitForQueuedWork) {
   finish();
   EXPECT_EQ(books.bytes_out(), 0U);
   EXPECT_EQ(lab.memory().foreign_budget().used(), 0U);
+}
+
+TEST_F(ProvidedMemoryTest, EachGoesBackOnceItsOwnWorkAndThatBeforeHasPassed) {
+  std::vector<Address> blocks;
+  for (int k = 0; k < 4; ++k) blocks.push_back(allocate(30 * kMiB));
+  memory->close();
+  lab.driver.hold_fences();
+  free(blocks[0]);
+  free(blocks[1]);
+  EXPECT_EQ(books.bytes_out(), 4 * 30 * kMiB);
+  lab.driver.release_fences();
+  finish();
+  EXPECT_EQ(books.bytes_out(), 2 * 30 * kMiB);
+  lab.driver.hold_fences();
+  free(blocks[2]);
+  finish();
+  EXPECT_EQ(books.bytes_out(), 2 * 30 * kMiB);
+  lab.driver.release_fences();
+  free(blocks[3]);
+  EXPECT_EQ(books.bytes_out(), 0U) << "all that has passed, with the free";
 }
 
 TEST_F(ProvidedMemoryTest, WhoMayWaitGetsThemAtOnce) {

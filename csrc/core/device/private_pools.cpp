@@ -176,7 +176,7 @@ void PrivatePools::close_due() {
 void PrivatePools::drop_if_unused(Entries::iterator at) {
   Entry& entry = at->second;
   if (entry.use_count() > 0) return;
-  dropped_.splice(dropped_.end(), entry.kept);
+  dropped_.merge(entry.kept);
   has_dropped_.store(!dropped_.empty(), std::memory_order_relaxed);
   if (entry.is_kept) set_pinned(entry, false);
   if (entry.foreign != nullptr) entry.foreign->close();
@@ -530,11 +530,7 @@ void PrivatePools::keep_for_capture(Stream stream, const std::shared_ptr<const v
     failed = sweep_locked();
     const std::uint64_t running = capture_of(stream);
     const Route* const at = running == 0 ? nullptr : serving(stream, running);
-    if (at != nullptr) {
-      Kept& all = made_entry(at->region).kept;
-      const auto is_same = [&](const auto& each) { return !each.owner_before(kept) && !kept.owner_before(each); };
-      if (std::none_of(all.begin(), all.end(), is_same)) all.push_back(kept);
-    }
+    if (at != nullptr) made_entry(at->region).kept.insert(kept);
   }
   settle_accounts(failed);
 }

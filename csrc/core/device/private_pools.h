@@ -13,9 +13,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <map>
 #include <memory>
+#include <set>
 #include <string_view>
 #include <unordered_set>
 #include <utility>
@@ -141,7 +141,7 @@ class PrivatePools {
   using PartKey = std::pair<const Pool*, std::string_view>;
   static PartKey key_of(const Pool& pool) { return {&pool.model(), pool.tag()}; }
   using Parts = std::map<PartKey, std::shared_ptr<Pool>>;
-  using Kept = std::list<std::shared_ptr<const void>>;
+  using Kept = std::set<std::shared_ptr<const void>, std::owner_less<>>;  // each owner once
   // A region, while anybody uses it. use_count = the five kinds of users.
   struct Entry {
     int objects = 0;      // MemPools

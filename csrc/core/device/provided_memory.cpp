@@ -40,11 +40,25 @@ ProvidedMemory::ProvidedMemory(DeviceMemory& memory, RegionId region, std::uniqu
 
 // ----------------------------------------------------------------- allocation
 
-StreamTag ProvidedMemory::tag_of(Stream stream, bool small) {
-  std::size_t tag = 1;
-  while (tag < sharers_.size() && (sharers_[tag].stream != stream || sharers_[tag].small != small)) ++tag;
-  if (tag > std::numeric_limits<StreamTag>::max()) throw VmmError(budget_.name() + " has served 32767 streams");
-  if (tag == sharers_.size()) sharers_.push_back({stream, small});
+StreamTag ProvidedMemory::known_tag(const Sharers& sharers) const {
+  const auto at = tags_.find(sharers);
+  return at == tags_.end() ? kNeutral : at->second;
+}
+
+StreamTag ProvidedMemory::tag_of(const Sharers& sharers) {
+  if (const StreamTag known = known_tag(sharers); known != kNeutral) return known;
+  const std::size_t tag = sharers_.size();
+  if (tag > std::numeric_limits<StreamTag>::max()) {
+    throw VmmError(budget_.name() + " has segments of " + std::to_string(tag - 1) +
+                   " streams, counted once for small blocks and once for large ones: no more can be told apart");
+  }
+  sharers_.push_back(sharers);
+  try {
+    tags_.emplace(sharers, static_cast<StreamTag>(tag));
+  } catch (...) {
+    sharers_.pop_back();
+    throw;
+  }
   return static_cast<StreamTag>(tag);
 }
 
@@ -96,7 +110,8 @@ Address ProvidedMemory::try_allocate_within(std::size_t bytes, Stream stream) {
   const std::size_t size = align_up(std::max<std::size_t>(bytes, 1), kBlockAlignment);
   const MutexLock lock(mutex_);
   settle();
-  Block* const free = blocks_.best_fit(size, tag_of(stream, size <= kSmallBytes));
+  const StreamTag tag = known_tag({stream, size <= kSmallBytes});
+  Block* const free = tag == kNeutral ? nullptr : blocks_.best_fit(size, tag);
   return free == nullptr ? 0 : carve(free, bytes);
 }
 
@@ -131,7 +146,7 @@ Address ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   Block* free = nullptr;
   try {
     const MutexLock lock(mutex_);
-    free = blocks_.donate(range, tag_of(stream, small));
+    free = blocks_.donate(range, tag_of({stream, small}));
     return carve(free, bytes);
   } catch (...) {
     if (free == nullptr) let_go(range);  // else it is there for the next request
@@ -186,7 +201,7 @@ bool ProvidedMemory::free_at(Address address) noexcept {
       }
       settle();
       if (!closed_) return true;
-      retract_free_segments();
+      if (is_retract_due_) retract_free_segments();
     }
     give_back();
   } catch (...) {
@@ -202,7 +217,13 @@ void ProvidedMemory::finish_free(Block* block, Epoch epoch) {
     statistics.decrease(StatKind::active_bytes, kind, block->size());
     statistics.decrease(StatKind::requested_bytes, kind, block->requested);
   });
-  blocks_.free(block, block->tag, epoch);
+  Block* const free = blocks_.free(block, block->tag, epoch);
+  if (!closed_ || pinned_) return;
+  try {
+    retract_if_whole(free);
+  } catch (const std::bad_alloc&) {
+    is_retract_due_ = true;
+  }
 }
 
 void ProvidedMemory::settle() {
@@ -246,15 +267,23 @@ std::optional<ProvidedMemory::Asked> ProvidedMemory::asked_at(Address block) {
 
 // ---------------------------------------------------------------- giving back
 
+void ProvidedMemory::retract_if_whole(Block* free) {
+  if (free->prev != nullptr || free->next != nullptr) return;
+  // Not before those that are ahead of it: then only the first has to be asked about.
+  const Epoch ahead = leaving_.empty() ? kLongAgo : leaving_.back().last_use;
+  leaving_.push_back({free->range(), std::max({free->epoch, graphs_end_, ahead}), sharers_[free->tag].small});
+  unfinished_.fetch_add(1, std::memory_order_relaxed);
+  blocks_.retract(free);
+}
+
 void ProvidedMemory::retract_free_segments() {
   if (pinned_) return;
+  is_retract_due_ = true;
   const std::vector<Block*> heads = blocks_.stretches();  // a copy: retract() changes it
   for (Block* const head : heads) {
-    if (head->state != BlockState::free || head->next != nullptr) continue;
-    leaving_.push_back({head->range(), std::max(head->epoch, graphs_end_), sharers_[head->tag].small});
-    unfinished_.fetch_add(1, std::memory_order_relaxed);
-    blocks_.retract(head);
+    if (head->state == BlockState::free) retract_if_whole(head);
   }
+  is_retract_due_ = false;
 }
 
 void ProvidedMemory::give_back() noexcept {
@@ -266,14 +295,13 @@ void ProvidedMemory::give_back() noexcept {
     std::vector<Leaving> gone;
     {
       const MutexLock lock(mutex_);
-      for (const Leaving& leaving : leaving_) clock.cover(leaving.last_use);
+      if (leaving_.empty()) return;
+      clock.cover(leaving_.back().last_use);
       clock.poll();
-      gone.reserve(leaving_.size());  // first: what is passed over half-way is neither here nor there
-      std::erase_if(leaving_, [&](const Leaving& leaving) {
-        if (!clock.has_passed(leaving.last_use)) return false;
-        gone.push_back(leaving);
-        return true;
-      });
+      const auto is_used = [&](const Leaving& each) { return !clock.has_passed(each.last_use); };
+      const auto used = std::find_if(leaving_.begin(), leaving_.end(), is_used);
+      gone.assign(leaving_.begin(), used);
+      leaving_.erase(leaving_.begin(), used);
     }
     for (const Leaving& leaving : gone) {
       unfinished_.fetch_sub(1, std::memory_order_relaxed);
@@ -295,6 +323,7 @@ void ProvidedMemory::set_pinned(bool pinned) noexcept {
     const MutexLock lock(mutex_);
     if (pinned_ && !pinned) graphs_end_ = memory_.clock().now();
     pinned_ = pinned;
+    is_retract_due_ = is_retract_due_ || closed_;
   } catch (...) {
     report_("pinning a MemPool");
   }
@@ -334,7 +363,7 @@ void ProvidedMemory::finish(bool wait) noexcept {
     {
       const MutexLock lock(mutex_);
       settle();
-      retract_free_segments();
+      if (is_retract_due_) retract_free_segments();
     }
     give_back();
   } catch (...) {

@@ -7,7 +7,10 @@
 #pragma once
 
 #include <atomic>
+#include <compare>
 #include <cstddef>
+#include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -87,6 +90,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   struct Sharers {
     Stream stream = nullptr;
     bool small = false;
+    auto operator<=>(const Sharers&) const = default;
   };
   // A segment that goes back when nothing uses it any more.
   struct Leaving {
@@ -99,13 +103,17 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   static inline std::atomic<std::size_t> unfinished_{0};
   static bool free_in(Address block) noexcept;
 
-  StreamTag tag_of(Stream stream, bool small) VMM_REQUIRES(mutex_);
+  // kNeutral: no segment was ever theirs.
+  [[nodiscard]] StreamTag known_tag(const Sharers& sharers) const VMM_REQUIRES(mutex_);
+  StreamTag tag_of(const Sharers& sharers) VMM_REQUIRES(mutex_);
   Address carve(Block* free, std::size_t bytes) VMM_REQUIRES(mutex_);
   // A segment, or 0 and `why`.
   Address provide(std::size_t bytes, std::string* why);
   bool free_at(Address address) noexcept VMM_EXCLUDES(mutex_);
   void finish_free(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void settle() VMM_REQUIRES(mutex_);
+  // Takes the segment that this free block is all of out, to go back to its provider.
+  void retract_if_whole(Block* free) VMM_REQUIRES(mutex_);
   void retract_free_segments() VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, ByteRange range, Stream stream) const noexcept;
   void return_to_provider(ByteRange segment) noexcept VMM_EXCLUDES(mutex_);
@@ -125,9 +133,11 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   RecordedUses recorded_uses_ VMM_GUARDED_BY(mutex_);
   BlockHeap blocks_ VMM_GUARDED_BY(mutex_){arena_};                 // their offsets are addresses
   std::vector<Sharers> sharers_ VMM_GUARDED_BY(mutex_){Sharers{}};  // by tag; [0] is neutral space's
+  std::map<Sharers, StreamTag> tags_ VMM_GUARDED_BY(mutex_);
   std::unordered_map<Address, Block*> live_ VMM_GUARDED_BY(mutex_);
   PendingFrees pending_ VMM_GUARDED_BY(mutex_);
-  std::vector<Leaving> leaving_ VMM_GUARDED_BY(mutex_);
+  std::deque<Leaving> leaving_ VMM_GUARDED_BY(mutex_);  // what may go first comes first
+  bool is_retract_due_ VMM_GUARDED_BY(mutex_) = false;  // there may be whole free segments of a closed one
   Epoch graphs_end_ VMM_GUARDED_BY(mutex_) = kLongAgo;
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   bool closed_ VMM_GUARDED_BY(mutex_) = false;

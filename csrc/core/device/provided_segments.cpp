@@ -1,6 +1,5 @@
 #include "core/device/provided_segments.h"
 
-#include <algorithm>
 #include <iterator>
 #include <utility>
 
@@ -17,7 +16,15 @@ void ProvidedSegments::add(ByteRange range, const std::shared_ptr<ProvidedMemory
                            bool small) {
   const MutexLock lock(mutex_);
   Statistics& statistics = statistics_[&device];  // first: there may be no memory for it
-  segments_[range.offset] = {range.size, memory, &device, small};
+  Segment& segment = segments_[range.offset];     // as for this
+  try {
+    const auto holder = holders_.try_emplace(memory.get(), Holder{memory, &device}).first;
+    ++holder->second.segments;
+    segment = {range.size, holder, small};
+  } catch (...) {
+    segments_.erase(range.offset);
+    throw;
+  }
   count_.store(segments_.size(), std::memory_order_relaxed);
   statistics.increase(StatKind::segment, size_class_of(small), 1);
   statistics.increase(StatKind::reserved_bytes, size_class_of(small), range.size);
@@ -28,11 +35,15 @@ void ProvidedSegments::remove(ByteRange range) {
   std::shared_ptr<ProvidedMemory> last;  // may end here, outside of the lock
   const MutexLock lock(mutex_);
   const auto at = segments_.find(range.offset);
-  Statistics& statistics = statistics_[at->second.device];
+  Holder& holder = at->second.holder->second;
+  Statistics& statistics = statistics_[holder.device];
   statistics.decrease(StatKind::segment, size_class_of(at->second.small), 1);
   statistics.decrease(StatKind::reserved_bytes, size_class_of(at->second.small), range.size);
   ++statistics.num_device_free;
-  last = std::move(at->second.memory);
+  if (--holder.segments == 0) {
+    last = std::move(holder.memory);
+    holders_.erase(at->second.holder);
+  }
   segments_.erase(at);
   count_.store(segments_.size(), std::memory_order_relaxed);
 }
@@ -48,7 +59,7 @@ std::shared_ptr<ProvidedMemory> ProvidedSegments::find(Address address) {
   if (!any()) return nullptr;
   const MutexLock lock(mutex_);
   const auto at = holding(address);
-  return at == segments_.end() ? nullptr : at->second.memory;
+  return at == segments_.end() ? nullptr : at->second.holder->second.memory;
 }
 
 std::optional<ByteRange> ProvidedSegments::segment_at(Address address) {
@@ -62,9 +73,8 @@ std::vector<std::shared_ptr<ProvidedMemory>> ProvidedSegments::all_of(const Devi
   std::vector<std::shared_ptr<ProvidedMemory>> found;
   if (!any()) return found;
   const MutexLock lock(mutex_);
-  for (const auto& [address, segment] : segments_) {
-    if (segment.device == &device && std::find(found.begin(), found.end(), segment.memory) == found.end())
-      found.push_back(segment.memory);
+  for (const auto& [memory, holder] : holders_) {
+    if (holder.device == &device) found.push_back(holder.memory);
   }
   return found;
 }

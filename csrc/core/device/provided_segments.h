@@ -44,10 +44,16 @@ class ProvidedSegments {
   }
 
  private:
-  struct Segment {
-    std::size_t size = 0;  // bytes
+  // Whoever has segments.
+  struct Holder {
     std::shared_ptr<ProvidedMemory> memory;
     const DeviceMemory* device = nullptr;
+    std::size_t segments = 0;
+  };
+  using Holders = std::map<const ProvidedMemory*, Holder>;
+  struct Segment {
+    std::size_t size = 0;  // bytes
+    Holders::iterator holder;
     bool small = false;
   };
   using Segments = std::map<Address, Segment>;
@@ -57,6 +63,7 @@ class ProvidedSegments {
 
   static inline std::atomic<std::size_t> count_{0};  // of segments_
   Mutex mutex_;                                      // a leaf, below ProvidedMemory::mutex_
+  Holders holders_ VMM_GUARDED_BY(mutex_);
   Segments segments_ VMM_GUARDED_BY(mutex_);
   std::map<const DeviceMemory*, Statistics> statistics_ VMM_GUARDED_BY(mutex_);
 };
