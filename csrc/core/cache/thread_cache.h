@@ -160,6 +160,7 @@ class Shard {
   const StreamTag tag;
   const Address base;           // the pool's
   std::unique_ptr<Shard> next;  // of the same pool, another stream's
+  bool is_only = true;          // of the thread's in that pool
 
  private:
   static constexpr std::size_t kMostSmallBytes = 8 * kMiB;

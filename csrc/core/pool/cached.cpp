@@ -76,8 +76,11 @@ void Pool::take_back_locked(Block* first) {
 
 // A large block comes or goes: from now on best fit may choose another place than
 // that of the one which the thread keeps.
-void Pool::forget_large(const BlockCaches::Mine& mine) {
-  for (Shard* own = mine.shards(*this); own != nullptr; own = own->next.get()) take_back_locked(own->forget_large());
+void Pool::forget_large(const BlockCaches::Mine& mine, Shard* shard) {
+  if (shard == nullptr || !shard->is_only) shard = mine.shards(*this);
+  for (; shard != nullptr; shard = shard->next.get()) {
+    if (Block* const kept = shard->forget_large(); kept != nullptr) take_back_locked(kept);
+  }
 }
 
 void Pool::absorb(const BlockCounts& came, BlockSeat& of_pool, BlockSeat& of_device) {

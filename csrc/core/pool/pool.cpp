@@ -176,10 +176,10 @@ Address Pool::try_allocate(std::size_t bytes, Stream stream, Grant* grant, Short
   if (shard == nullptr || is_oversize(size)) [[unlikely]]
     shard = shard_for(mine, tag, size, add_shard);
   if (shard != nullptr) {
-    take_back_locked(shard->take_unwanted());
+    if (Block* const unwanted = shard->take_unwanted(); unwanted != nullptr) take_back_locked(unwanted);
     if (is_small) shard->want(size);
   }
-  if (!is_small) forget_large(mine);
+  if (!is_small) forget_large(mine, shard);
   // At once where there is space with its memory; further looks are find_block()'s.
   Block* block = is_small         ? slabs_.take(size, tag)
                  : kind_.no_split ? nullptr
@@ -387,7 +387,7 @@ bool Pool::free(Address address, bool* drained) {
     // there may be no memory to note that: then it is live as before.
     if (block->recorded != 0) pending_.add({block, epoch}, recorded_uses_.of(block->recorded));
     directory_->remove(block);
-    if (!block->small) forget_large(mine);
+    if (!block->small) forget_large(mine, nullptr);
     if (block->recorded != 0) {
       end_block(*block);
       recorded_uses_.end(&block->recorded);

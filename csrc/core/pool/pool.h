@@ -499,7 +499,8 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   void finish_free(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void release_block(Block* block, Epoch epoch) VMM_REQUIRES(mutex_);
   void take_back_locked(Block* first) VMM_REQUIRES(mutex_);
-  void forget_large(const BlockCaches::Mine& mine) VMM_REQUIRES(mutex_);
+  // `shard`: one of the thread's here, or nullptr.
+  void forget_large(const BlockCaches::Mine& mine, Shard* shard) VMM_REQUIRES(mutex_);
   [[nodiscard]] bool is_oversize(std::size_t bytes) const {
     return bytes >= context_.oversize_bytes.load(std::memory_order_relaxed);
   }
