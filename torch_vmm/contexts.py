@@ -7,6 +7,8 @@ how memory is routed; the extension does.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -47,6 +49,19 @@ class ContextDecorator(Context):
 def is_function(value: object) -> bool:
     """Can it be called, and not only to decorate?"""
     return callable(value) and not isinstance(value, Context)
+
+
+def takes(function: Callable[..., object], count: int, *, follow_wrapped: bool = False) -> bool:
+    """Can it be called with so many arguments? Yes, where it does not tell."""
+    try:
+        signature = inspect.signature(function, follow_wrapped=follow_wrapped)
+    except Exception:  # or its own code says so
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 class Carried(Context):

@@ -5,8 +5,6 @@ It knows nothing of what moves.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import math
 import shutil
 import sys
@@ -14,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from torch_vmm import _C
-from torch_vmm.contexts import is_function
+from torch_vmm.contexts import is_function, takes
 from torch_vmm.errors import InvalidArgumentError
 from torch_vmm.lines import columns, cut, one_line
 from torch_vmm.sizes import show
@@ -54,16 +52,7 @@ def _numbers_taken(function: Callable[..., object]) -> int | None:
 
 def _counts(function: Callable[..., object], *, follow_wrapped: bool) -> list[int]:
     """Of two and four arguments those that it takes; both, where it does not tell."""
-    try:
-        signature = inspect.signature(function, follow_wrapped=follow_wrapped)
-    except Exception:  # or its own code says so
-        return [2, 4]
-    taken = []
-    for count in (2, 4):
-        with contextlib.suppress(TypeError):
-            signature.bind(*range(count))
-            taken.append(count)
-    return taken
+    return [count for count in (2, 4) if takes(function, count, follow_wrapped=follow_wrapped)]
 
 
 class Look:

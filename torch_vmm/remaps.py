@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch_vmm.contexts import is_function
+from torch_vmm.contexts import is_function, takes
 from torch_vmm.errors import InvalidArgumentError, VmmError
 from torch_vmm.sizes import show
 
@@ -50,7 +50,7 @@ class Remaps:
 
     def add(self, before: Callable[[], object] | None, after: Callable[[], object] | None) -> None:
         for name, function in (("before", before), ("after", after)):
-            if function is not None and not is_function(function):
+            if function is not None and not (is_function(function) and takes(function, 0)):
                 raise InvalidArgumentError(f"{name}={show(function)}: give a function without arguments, or None")
         with self._lock:
             dropped = []  # and ended once the lock is given up: that may call whatever it likes

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from torch_vmm import _C, _decorate, events, pools, tables
 from torch_vmm._guarded import Guarded
-from torch_vmm.contexts import is_function
+from torch_vmm.contexts import is_function, takes
 from torch_vmm.devices import Device, DeviceKey, OnDevice, current_stream, to_device
 from torch_vmm.errors import InvalidArgumentError, ModelNotFoundError, NotAvailableError, VmmError
 from torch_vmm.lines import one_line
@@ -259,11 +259,16 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
         Returns:
             The function, so that this can decorate it.
         Raises:
-            InvalidArgumentError: it can't be called, is a coroutine or
-                generator function, or the pool is closed.
+            InvalidArgumentError: it can't be called with two arguments, is a
+                coroutine or generator function, or the pool is closed.
         """
         if function is not None and not is_function(function):
             raise InvalidArgumentError(f"on_pressure: {show(function)} can't be called; give a function or None")
+        if function is not None and not takes(function, 2):
+            raise InvalidArgumentError(
+                f"on_pressure: {show(function)} can't be called with two arguments; give a function of the bytes "
+                f"requested and the pool that asks"
+            )
         if function is not None and _decorate.only_makes_steps(function):
             raise InvalidArgumentError(
                 f"on_pressure: a call of {show(function)} only makes a coroutine or generator, which nobody would run; "

@@ -146,8 +146,8 @@ void require_usable(const Pool& pool) {
   const DeviceRoom& room = Runtime::room_of(pool);
   if (may_allocate(room.kind)) return;
   const bool is_cuda = room.kind == DeviceKind::cuda;
-  throw NotEnabledError(ModelContext::name_of(pool) + " is entered, but torch_vmm is not torch's allocator on " +
-                        (is_cuda ? "cuda" : "the cpu") + ", so no tensor would be made in it. Call torch_vmm.enable(" +
+  throw NotEnabledError(ModelContext::name_of(pool) + " would hold no tensor: torch_vmm is not torch's allocator on " +
+                        (is_cuda ? "cuda" : "the cpu") + ". Call torch_vmm.enable(" +
                         (is_cuda ? ") first: right after the imports, before CUDA is used" : "\"cpu\") first") + ".");
 }
 

@@ -204,7 +204,7 @@ def test_the_last_one_set_is_called_and_none_after_none(evicting: Evicting, make
     del taken
 
 
-@pytest.mark.parametrize("function", [1, "evict", object()])
+@pytest.mark.parametrize("function", [1, "evict", object(), lambda: True, lambda _requested: True])
 def test_what_cannot_be_called_is_refused(evicting: Evicting, function: object) -> None:
     with pytest.raises(torch_vmm.InvalidArgumentError, match="on_pressure"):
         evicting.shared.on_pressure(function)  # type: ignore[arg-type]

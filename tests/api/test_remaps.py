@@ -65,6 +65,8 @@ def test_whoever_knows_the_memory_is_told(model: VirtualMemoryPool) -> None:
         model.on_remap(3)  # type: ignore[arg-type]
     with pytest.raises(torch_vmm.InvalidArgumentError, match="after="):
         model.on_remap(after=model)  # it only decorates
+    with pytest.raises(torch_vmm.InvalidArgumentError, match=r"after=.* without arguments"):
+        model.on_remap(after=lambda _moved: None)  # type: ignore[misc, arg-type]
     model.on_remap(model.sleep)
     with pytest.raises(torch_vmm.VmmError, match="puts its own model to sleep"):
         model.sleep()
