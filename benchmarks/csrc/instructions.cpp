@@ -87,18 +87,24 @@ void pair_of_both(Bench& bench, long steps) {
   for (long k = 0; k < steps; ++k) once(20 * kMiB);
 }
 
-// `live` blocks of [lowest, highest] bytes; a step frees one and allocates another.
+// `live` blocks of [lowest, highest] bytes; a step frees one and allocates another. What comes
+// is drawn beforehand, as in hot_path: that was 163 instructions of each step.
 template <class Source>
 void churn(Source& bench, std::size_t live, std::size_t lowest, std::size_t highest, long steps) {
   constexpr std::size_t kTurns = 10;  // that every block is replaced before it counts, about
+  struct Operation {
+    std::size_t block = 0;
+    std::size_t bytes = 0;
+  };
   Dice dice;
-  const auto size = [&] { return dice.between(lowest, highest); };
+  std::vector<Operation> operations(16384);
+  for (Operation& each : operations) each = {dice.below(live), dice.between(lowest, highest)};
   std::vector<Address> blocks(live);
-  for (Address& block : blocks) block = bench.allocate(size());
-  for (long k = 0; k < static_cast<long>(kTurns * live) + steps; ++k) {
-    Address& block = blocks[dice.below(live)];
-    bench.free(block);
-    block = bench.allocate(size());
+  for (std::size_t k = 0; k < live; ++k) blocks[k] = bench.allocate(operations[k].bytes);
+  for (std::size_t k = 0; k < kTurns * live + static_cast<std::size_t>(steps); ++k) {
+    const auto& [which, bytes] = operations[k % operations.size()];
+    bench.free(blocks[which]);
+    blocks[which] = bench.allocate(bytes);
   }
   for (const Address block : blocks) bench.free(block);
 }
