@@ -30,7 +30,7 @@ struct Options {
   bool scrub = true;
   // Bytes of unmapped chunks that the chunk store keeps rather than giving them
   // back to the driver, for each group. 256 MiB spare about 128 create/release
-  // pairs of 27 us each for a cache that maps and unmaps pages all the time.
+  // pairs of 31 us each for a cache that maps and unmaps pages all the time.
   std::size_t store_bytes = 256 * kMiB;
   // Virtual capacity of a pool that names none; 0: four times the device's
   // memory (address space is free; moving chunks needs room to move to), or the most.

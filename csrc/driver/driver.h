@@ -92,7 +92,7 @@ class Driver {
   // Why this device cannot be used ("" if it can), in words for the user.
   [[nodiscard]] virtual std::string missing(int device) const = 0;
 
-  // -- Address space. Costs 2-30 us at any size; nothing is backed.
+  // -- Address space. Costs 17-37 us at any size (driver_ops); nothing is backed.
   // Reserves [*out, *out + size). `alignment` is a power of two >= granularity;
   // *out is a multiple of it. out_of_memory: no such stretch is free.
   virtual Status reserve(std::size_t size, std::size_t alignment, Address* out) = 0;

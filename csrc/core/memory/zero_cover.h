@@ -1,5 +1,5 @@
 // Addresses that read as zero and take no memory: the same few chunks, mapped
-// read-only again and again. A mapping costs 30 us whatever its size, so a long
+// read-only again and again. A mapping costs some 40 us whatever its size, so a long
 // stretch takes the largest chunk that fits, and one that is broken into is made of
 // smaller ones anew. It never knows a pool, nor what stands beside it.
 #pragma once
