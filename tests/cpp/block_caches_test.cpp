@@ -536,5 +536,23 @@ TEST(BlockCaches, NoBlockIsGivenTwiceWhileThreadsShareAndOthersGather) {
   EXPECT_EQ(pool->live_bytes(), 0U);
 }
 
+TEST(BlockCaches, AStreamThatAThreadHasAPlaceForKeepsItsTag) {
+  constexpr std::uintptr_t kStreams = 80;  // beyond those whose tags are let be
+  Lab lab;
+  const auto pool = lab.pool("a");
+  for (std::uintptr_t k = 1; k <= kStreams; ++k) {
+    for (int turn = 0; turn < 2; ++turn) lab.free(lab.allocate(*pool, 512, stream(k)));
+    pool->shed(0);
+    lab.memory().settle(/*wait=*/true);
+  }
+  for (std::uintptr_t k = 1; k <= kStreams; ++k) {
+    const Address block = lab.allocate(*pool, 512, stream(k));
+    const auto asked = pool->asked_at(block);
+    ASSERT_TRUE(asked.has_value());
+    EXPECT_EQ(asked->stream, stream(k)) << k;
+    lab.free(block);
+  }
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -361,5 +361,18 @@ TEST_P(HeapProgram, AgreesWithTheModel) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, HeapProgram, ::testing::Range(1U, 9U));
 
+TEST(HeapEpochs, WhatFillsAGapHasTheNewestOfAll) {
+  BlockArena arena;
+  BlockHeap heap(arena);
+  heap.keep_order(kGiB);
+  heap.donate({0, 12 * kMiB}, 1);
+  Block* const low = heap.carve(heap.best_fit(4 * kMiB, 1), 0, 4 * kMiB, BlockState::used);
+  Block* const middle = heap.carve(heap.best_fit(4 * kMiB, 1), 4 * kMiB, 4 * kMiB, BlockState::used);
+  heap.free(low, 1, 9);
+  Block* const all = heap.free(middle, 1, 3);
+  EXPECT_EQ(all->size(), 12 * kMiB);
+  EXPECT_EQ(all->epoch, 9U);
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -262,5 +262,20 @@ TEST_F(Store, NoNumberOfThreadsOvershootsTheLimit) {
   EXPECT_EQ(group_.used(), store_->shelved_bytes(group_));
 }
 
+TEST(StoreWithoutItsDriver, ChunksEndWithTheirCharges) {
+  HostDriver host{HostDriverOptions{kPage, kGiB, 1}};
+  ScriptedDriver driver{host};
+  Budget group{"group", kUnlimited, nullptr};
+  ChunkStore store{driver, Location::on_device(0), kPage, false};
+  Chunk* chunk = nullptr;
+  Budget* refused = nullptr;
+  ASSERT_TRUE(store.create(store.spec(kPage), group, &chunk, &refused).ok());
+  store.put(group, chunk);
+  driver.fail_nth(Call::release, 1, {StatusCode::driver_gone, "scripted"});
+  EXPECT_EQ(store.trim(group, 0), kPage);
+  EXPECT_EQ(group.used(), 0U);
+  EXPECT_EQ(store.live_chunks(), 0U);
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -295,5 +295,23 @@ TEST_F(Floors, AReservationIsThereForThreads) {
   lab_.memory().check();
 }
 
+TEST(FloorsOfAFullDevice, SeveralChunksAtOnceDoNotGoBeneathOne) {
+  LabSpec small;
+  small.device_bytes = 64 * kMiB;
+  Lab lab(small);
+  PoolSpec spec = Lab::spec("keeper");
+  spec.page_size = 2 * kMiB;
+  spec.floor = 20 * kMiB;
+  const auto keeper = lab.pool(spec);
+  const auto asker = lab.pool(Lab::spec("asker"));
+  const auto rest = lab.pool(Lab::spec("rest"));
+  std::vector<Address> blocks;
+  for (int k = 0; k < 16; ++k) blocks.push_back(lab.allocate(*keeper, 2 * kMiB));
+  for (const Address each : blocks) lab.free(each);
+  lab.allocate(*rest, 32 * kMiB);
+  EXPECT_THROW(lab.allocate(*asker, 16 * kMiB), OutOfMemoryError);
+  EXPECT_GE(keeper->physical_bytes(), 20 * kMiB);
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -363,5 +363,26 @@ TEST_F(ReturningRange, ClearingUnmapsAllAndKeepsNothingOfWhatWaits) {
   range_ = std::make_unique<MappedRange>(driver_, base_, 16 * kPage);
 }
 
+TEST_F(Range, OfAnEndThatTheDriverRefusesOthersAreToldOnce) {
+  ASSERT_TRUE(map({{0, chunk()}}).ok());
+  int told = 0;
+  const auto count = [&](ByteRange) { ++told; };
+  range_->retire(0, kLongAgo);
+  driver_.fail_nth(Call::unmap, 1, broken());
+  EXPECT_TRUE(range_->drop_retired(clock_, count).empty());
+  EXPECT_EQ(range_->drop_retired(clock_, count).size(), 1U);
+  EXPECT_EQ(told, 1);
+}
+
+// What was written may have been while the driver's answer was on its way.
+TEST_F(Range, ACallThatLetsSomebodyWriteCountsThoughTheDriverRefuses) {
+  ASSERT_TRUE(map({{0, chunk()}}).ok());
+  ASSERT_TRUE(range_->set_access({0, kPage}, kDevice, Access::read).ok());
+  const auto before = range_->live().at(0).times_writable;
+  driver_.fail_nth(Call::set_access, 1, broken());
+  EXPECT_FALSE(range_->set_access({0, kPage}, kDevice, Access::read_write).ok());
+  EXPECT_EQ(range_->live().at(0).times_writable, before + 1);
+}
+
 }  // namespace
 }  // namespace vmm::testing

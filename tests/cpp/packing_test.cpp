@@ -222,9 +222,15 @@ TEST(Packing, WeightsGetSmallerAndNothingGetsLarger) {
     const Bytes memory = make(8 * packing::kUnitBytes, random);
     Packed packed(memory);
     EXPECT_LE(packed.bytes(), memory.size()) << name;
-    if (name == "bf16, normal") EXPECT_LE(packed.bytes() * 16, memory.size() * 114 / 10) << packed.bytes();
-    if (name == "random bits") EXPECT_EQ(packed.bytes(), memory.size());
-    if (name == "zeros") EXPECT_LE(packed.bytes() * 16, memory.size() * 9);
+    if (name == "bf16, normal") {
+      EXPECT_LE(packed.bytes() * 16, memory.size() * 114 / 10) << packed.bytes();
+    }
+    if (name == "random bits") {
+      EXPECT_EQ(packed.bytes(), memory.size());
+    }
+    if (name == "zeros") {
+      EXPECT_LE(packed.bytes() * 16, memory.size() * 9);
+    }
   }
 }
 

@@ -398,5 +398,37 @@ TEST(Parts, WhatAGraphUsedIsKeptByNobodyWhileItsReplaysMayRun) {
   EXPECT_GT(lab.driver.count(Call::stream_wait), 0U) << "the stream's work comes after the replays";
 }
 
+TEST(Parts, ThePeakOfTheModelHasWhatAThreadCountedBeforeItWasGathered) {
+  Lab lab;
+  const auto model = lab.pool("m");
+  const auto part = lab.memory().create_part(model, kGraph, false);
+  const auto allocated = [&] { return lab.memory().statistics_of(*model)[StatKind::allocated_bytes][0]; };
+  lab.free(lab.allocate(*model, 4 * kMiB, kOne));  // from here on the thread counts
+  const Address first = lab.allocate(*model, 4 * kMiB, kOne);
+  const Address second = lab.allocate(*model, 6 * kMiB, kOne);
+  model->shed(0);  // what it has counted is the pool's
+  lab.allocate(*part, 8 * kMiB, kOne);
+  EXPECT_EQ(allocated().current, static_cast<std::int64_t>(18 * kMiB));
+  lab.memory().reset_peaks_of(*model);
+  lab.free(first);
+  lab.free(second);
+  lab.allocate(*model, 9 * kMiB, kOne);
+  EXPECT_EQ(allocated().peak, static_cast<std::int64_t>(18 * kMiB));
+}
+
+TEST(Parts, AModelsFirstOneFindsThePeakThatAThreadCounted) {
+  constexpr int kBlocks = 100;
+  Lab lab;
+  const auto model = lab.pool("m");
+  const auto peak = [&] { return lab.memory().statistics_of(*model)[StatKind::allocation][0].peak; };
+  for (int k = 0; k < 2; ++k) lab.free(lab.allocate(*model, 512, kOne));  // from here on the thread counts
+  std::vector<Address> blocks;
+  for (int k = 0; k < kBlocks; ++k) blocks.push_back(lab.allocate(*model, 4096, kOne));
+  for (const Address each : blocks) lab.free(each);
+  EXPECT_EQ(peak(), kBlocks);
+  const auto part = lab.memory().create_part(model, kGraph, false);
+  EXPECT_EQ(peak(), kBlocks);
+}
+
 }  // namespace
 }  // namespace vmm::testing

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
 #include <optional>
 
 #include "cpp/lab.h"
@@ -229,6 +231,25 @@ TEST_F(Shared, TwoSharedPoolsDoNotTouchEachOther) {
   lab_.leave_idle(*b, 32 * kMiB);
   lab_.allocate(*a, 32 * kMiB);
   EXPECT_EQ(b->physical_bytes(), 32 * kMiB);
+}
+
+// What is called once memory has passed may ask whatever it likes, on whichever thread.
+TEST_F(Shared, WhatWaitedForTheGpuIsCalledWithNoLockHeld) {
+  add("a");
+  lab_.meet(stream(1));
+  lab_.driver.hold_fences();
+  std::future<bool> answer;  // where a lock is held it comes once that is given up
+  bool was_free = false;
+  lab_.memory().once_passed([&] {
+    answer = std::async(std::launch::async, [&] { return shared_->has_model("a"); });
+    was_free = answer.wait_for(std::chrono::seconds(1)) == std::future_status::ready;
+    return true;
+  });
+  ASSERT_FALSE(answer.valid()) << "it waits";
+  lab_.driver.release_fences();
+  shared_->unregister_model("a", false);
+  EXPECT_TRUE(answer.valid());
+  EXPECT_TRUE(was_free);
 }
 
 }  // namespace

@@ -176,9 +176,13 @@ TEST_F(SleepFailures, NorDoesOneThatTheDriverDoesNotUnmapEither) {
     EXPECT_THROW(go(*coming(one)), VmmError);
     lab_.driver.clear_failures();
     wake(one);
-    if (places == host()) EXPECT_TRUE(Lab::holds(address, kLive, 1));
+    if (places == host()) {
+      EXPECT_TRUE(Lab::holds(address, kLive, 1));
+    }
     EXPECT_TRUE(is_zero(address + kLive, kPage - kLive));
-    if (places == discard()) EXPECT_TRUE(is_zero(address, kLive));
+    if (places == discard()) {
+      EXPECT_TRUE(is_zero(address, kLive));
+    }
     lab_.memory().close_pool(*one, /*force=*/true);
     lab_.memory().close_pool(*other, /*force=*/true);
   }

@@ -267,9 +267,15 @@ TEST(SleepOnDevices, SlabsComeFirstOrInTurnsOrLast) {
       EXPECT_EQ(slabs[15], 15U) << "some at once";
       EXPECT_LT(slabs.back(), count - 1) << "the last of the rest comes last";
     }
-    if (kind == Place::Kind::host) EXPECT_EQ(slabs.back(), kSlabs - 1);
-    if (kind == Place::Kind::device) EXPECT_GE(slabs.back(), kSlabs);
-    if (kind == Place::Kind::discard) EXPECT_EQ(slabs.front(), count - kSlabs);
+    if (kind == Place::Kind::host) {
+      EXPECT_EQ(slabs.back(), kSlabs - 1);
+    }
+    if (kind == Place::Kind::device) {
+      EXPECT_GE(slabs.back(), kSlabs);
+    }
+    if (kind == Place::Kind::discard) {
+      EXPECT_EQ(slabs.front(), count - kSlabs);
+    }
     for (std::size_t k = 0; k < blocks.size(); ++k) {
       EXPECT_TRUE(is_kept ? Lab::holds(blocks[k], bytes[k], k) : Lab::is_zero(blocks[k], bytes[k])) << k;
     }

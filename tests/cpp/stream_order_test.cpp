@@ -388,5 +388,23 @@ TEST(StreamOrderOfTwoDevices, ARecordedStreamOfAnotherDeviceCountsThoughItIsNoPe
   EXPECT_TRUE(pool->settle());
 }
 
+TEST(StreamOrderOfReplays, MemoryOfAPoolWhoseGraphHasGoneLeavesBehindItsReplays) {
+  Lab lab;
+  const auto group = lab.memory().create_group("g", 8 * kMiB);
+  const auto a = lab.pool(Lab::spec("a"), group.get());
+  const auto b = lab.pool(Lab::spec("b"), group.get());
+  lab.meet(kReader);
+  lab.leave_idle(*a, 8 * kMiB, kOne);
+  lab.memory().settle(/*wait=*/true);
+  a->pin();
+  lab.driver.hold_fences();  // of a replay
+  a->unpin();
+  lab.driver.clear_calls();
+  lab.allocate(*b, 8 * kMiB, kOne);
+  EXPECT_GT(lab.driver.count(Call::stream_wait) + lab.driver.count(Call::synchronize), 0U);
+  lab.driver.release_fences();
+  lab.memory().end_group(*group);
+}
+
 }  // namespace
 }  // namespace vmm::testing

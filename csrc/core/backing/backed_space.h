@@ -4,8 +4,9 @@
 // group's shelf, new ones within the limits), and lets go of what is idle. What it cannot
 // get by itself it asks nobody for: `shortage` says what was missing.
 //
-// Of tensors, slabs, explicit pages and threads' caches it knows what a request says, and
-// nothing of sleep: whoever takes a block of it knows what it is for. One occupancy map
+// Of tensors, slabs and threads' caches it knows what a request says and hands on, of explicit
+// pages which blocks they are, and nothing of sleep: whoever takes a block of it knows what it is for. One occupancy
+// map
 // (`blocks()`) covers all of it. Its owner's lock guards it.
 //
 // placing.cpp finds the place, whole_chunks.cpp where chunks are borders of blocks;

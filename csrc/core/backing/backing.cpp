@@ -9,7 +9,6 @@
 #include <initializer_list>
 #include <new>
 #include <span>
-#include <utility>
 
 #include "core/backing/backed_space.h"
 #include "core/memory/chunk_store.h"

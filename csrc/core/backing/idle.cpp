@@ -1,7 +1,6 @@
 // BackedSpace: which chunks are idle, and letting go of them. A chunk that leaves is
 // detached: its old mapping waits for the device's clock, the caller does not.
 #include <algorithm>
-#include <iterator>
 #include <optional>
 #include <set>
 #include <utility>

@@ -7,7 +7,6 @@
 #include <optional>
 #include <span>
 
-#include "base/check.h"
 #include "core/backing/backed_space.h"
 #include "core/memory/grant.h"
 

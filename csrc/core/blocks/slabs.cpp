@@ -1,7 +1,6 @@
 #include "core/blocks/slabs.h"
 
 #include <algorithm>
-#include <iterator>
 #include <numeric>
 
 #include "base/check.h"

@@ -2,13 +2,11 @@
 
 #include <pthread.h>
 
-#include <algorithm>
 #include <atomic>
 #include <map>
 #include <new>
 #include <utility>
 
-#include "base/check.h"
 
 namespace vmm {
 

@@ -1,6 +1,5 @@
 // DeviceMemory: debug mode. Which requests are watched, when what was freed is looked at,
 // and what is told of it.
-#include <algorithm>
 #include <cstdio>
 #include <thread>
 

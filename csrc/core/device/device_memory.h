@@ -88,14 +88,14 @@ class DeviceMemory {
   // Ends pools: all of them or, while one or a part of one holds live blocks,
   // none (StillInUseError), unless `force`: then explicit pages go, those that are
   // held when they are let go of, and a pool ends with its last tensor. Parts end
-  // when torch lets go of them. Waits for no GPU; wait_if_much_has_no_fence() does, once whoever
-  // closes them has no lock.
+  // when torch lets go of them. Waits for no GPU and calls nobody: after_closing() does, which
+  // follows once whoever closes them has no lock.
   void close_pools(const PoolList& pools, bool force) VMM_NO_THREAD_SAFETY_ANALYSIS;
-  void wait_if_much_has_no_fence() VMM_EXCLUDES(registry_mutex_);
+  void after_closing() VMM_EXCLUDES(registry_mutex_);
   // Both, for who has none.
   void close_pool(Pool& pool, bool force) {
     close_pools({pool.shared_from_this()}, force);
-    wait_if_much_has_no_fence();
+    after_closing();
   }
   // Every pool of the device, those in host memory and closed ones included, in order of
   // registration.
@@ -370,6 +370,7 @@ class DeviceMemory {
   void give_back_excess_above(Pool& pool, ByteRange range);
   bool is_look_due() VMM_EXCLUDES(registry_mutex_);
   // ending.cpp
+  void wait_if_much_has_no_fence() VMM_EXCLUDES(registry_mutex_);
   bool bury(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
   void bury_drained(const Pool* pool) VMM_EXCLUDES(registry_mutex_);
   void bury_with_group(const std::shared_ptr<Pool>& pool) VMM_EXCLUDES(registry_mutex_);
@@ -429,6 +430,7 @@ class DeviceMemory {
   std::atomic<bool> over_limit_{false};           // some limit was lowered below what is in use
   std::atomic<bool> may_be_over_{false};          // the same, true also while all are looked at
   std::atomic<std::size_t> frees_over_limit_{0};  // since all that are over were looked at
+  std::atomic<bool> is_look_owed_{false};         // at limits, by after_closing()
   // What an allocation has to look at beside the threads' caches: one look for both.
   enum Beside : unsigned {
     kHasEnded = 1,  // pools or groups that are closed wait for queued work, or shelves that are too full
@@ -467,6 +469,7 @@ class DeviceMemory {
   std::list<Leaving> leaving_ VMM_GUARDED_BY(registry_mutex_);
   std::unordered_map<OwnerId, std::size_t> shared_bytes_ VMM_GUARDED_BY(registry_mutex_);  // of models that have some
   std::weak_ptr<ZeroChunks> zero_chunks_ VMM_GUARDED_BY(registry_mutex_);
+  // Syncs that no pool asked for, and what was reset of living ones, as well.
   Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
   mutable Mutex refusal_mutex_;  // a leaf
   std::optional<Refusal> last_refusal_ VMM_GUARDED_BY(refusal_mutex_);

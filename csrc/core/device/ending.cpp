@@ -93,8 +93,14 @@ void DeviceMemory::close_pools(const PoolList& pools, bool force) {
   std::set<const Budget*> groups;  // the first look may end one
   for (const auto& pool : pools) groups.insert(&pool->model().group());
   for (const Budget* group : groups) bury_group(group);
-  tend_if_any_wait();
-  if (is_over && (!are_parts || is_look_due())) afterwards([&] { enforce_limits(nullptr, {}); });
+  if (is_over && (!are_parts || is_look_due())) is_look_owed_.store(true, std::memory_order_relaxed);
+}
+
+void DeviceMemory::after_closing() {
+  afterwards([&] { tend_if_any_wait(); });
+  if (is_look_owed_.load(std::memory_order_relaxed) && is_look_owed_.exchange(false))
+    afterwards([&] { enforce_limits(nullptr, {}); });
+  wait_if_much_has_no_fence();
 }
 
 // A capture keeps fences away too, and ends.

@@ -448,7 +448,7 @@ void PrivatePools::settle_accounts(bool failed) {
     has_dropped_.store(false, std::memory_order_relaxed);
   }
   if (failed && hooks_.on_failed != nullptr) hooks_.on_failed();
-  if (has_closed_.load(std::memory_order_relaxed) && has_closed_.exchange(false)) memory_.wait_if_much_has_no_fence();
+  if (has_closed_.load(std::memory_order_relaxed) && has_closed_.exchange(false)) memory_.after_closing();
 }
 
 void PrivatePools::sweep() {

@@ -2,7 +2,6 @@
 // (refusal.h has the words).
 #include <algorithm>
 #include <map>
-#include <set>
 #include <utility>
 
 #include "base/errors.h"

@@ -95,7 +95,7 @@ void SharedMemoryPool::unregister_model(const std::string& model_id, bool force)
     by_id_.erase(model_id);
     models_.erase(model);
   }
-  memory_.wait_if_much_has_no_fence();
+  memory_.after_closing();
 }
 
 std::shared_ptr<Pool> SharedMemoryPool::model(const std::string& model_id) const {
@@ -188,6 +188,7 @@ void SharedMemoryPool::close(bool force) {
     closed_ = true;
     budget_->set_floor(0);
   }
+  memory_.after_closing();
   memory_.set_on_pressure(*budget_, nullptr);
   memory_.end_group(*budget_);
   afterwards([&] { memory_.settle(/*wait=*/true); });

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <iterator>
 
-#include "base/check.h"
 
 namespace vmm {
 

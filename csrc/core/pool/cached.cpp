@@ -1,6 +1,5 @@
 // Pool: what the threads' caches before it ask of it. A block that a thread keeps
 // is still allocated here, and counted where the thread counts.
-#include "base/check.h"
 #include "core/pool/pool.h"
 
 namespace vmm {

@@ -1,6 +1,5 @@
 // SleepingMemory: on its way there: what is to leave, and each chunk of it as it goes.
 #include <algorithm>
-#include <iterator>
 #include <set>
 #include <span>
 #include <utility>

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <new>
 
-#include "base/check.h"
 #include "base/errors.h"
 #include "core/pool/pool.h"
 

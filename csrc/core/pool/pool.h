@@ -93,7 +93,7 @@ class Pool final : public CachedPool, public std::enable_shared_from_this<Pool>,
   [[nodiscard]] std::optional<Asked> asked_at(Address address) const VMM_EXCLUDES(mutex_);
 
   [[nodiscard]] std::vector<Address> live_addresses() const VMM_EXCLUDES(mutex_);
-  // The chunks under [address, address + bytes), by address.
+  // The chunks under [address, address + bytes), by address: for tests.
   [[nodiscard]] std::vector<ChunkView> chunks_under(Address address, std::size_t bytes) const VMM_EXCLUDES(mutex_);
   // The same for another process: from now on they serve no other model.
   [[nodiscard]] std::vector<ChunkView> chunks_to_export(Address address, std::size_t bytes) VMM_EXCLUDES(mutex_);

@@ -1,5 +1,4 @@
 // Pool: what others may have of its memory: other devices, other processes, other addresses.
-#include <algorithm>
 
 #include "base/errors.h"
 #include "core/memory/shared_chunks.h"

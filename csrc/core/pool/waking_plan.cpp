@@ -3,7 +3,6 @@
 #include <iterator>
 #include <utility>
 
-#include "core/memory/backup.h"
 #include "core/pool/coming_chunks.h"
 #include "core/pool/sleeping_memory.h"
 
