@@ -73,16 +73,7 @@ class BlockArena {
   static Block* block_at(std::byte* segment, std::uint32_t number) {
     const std::uintptr_t which = reinterpret_cast<std::uintptr_t>(segment) / kSegmentBytes;
     const auto first = static_cast<std::uint32_t>((which * 0x9E3779B97F4A7C15ULL >> 32U) % kBlocks);
-    return reinterpret_cast<Block*>(segment + kFirst + (first + apart(number)) % kBlocks * sizeof(Block));
-  }
-  // Every third of a run, then those between: blocks that are made one after another, by
-  // threads in turn, share no cache line.
-  static constexpr std::uint32_t kApart = 3;
-  static constexpr std::uint32_t kRun = 34 * kApart;  // 4080 bytes
-  static std::uint32_t apart(std::uint32_t number) {
-    const std::uint32_t in_run = number % kRun;
-    const std::uint32_t begin = number - in_run;
-    return begin + kRun > kBlocks ? number : begin + in_run % (kRun / kApart) * kApart + in_run / (kRun / kApart);
+    return reinterpret_cast<Block*>(segment + kFirst + (first + number) % kBlocks * sizeof(Block));
   }
   static constexpr std::size_t kNoOffset = ~std::size_t{0};
   static bool is_full(const Segment& segment) { return segment.free == nullptr && segment.made == kBlocks; }
