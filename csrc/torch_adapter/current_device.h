@@ -1,7 +1,7 @@
 // Which device is the calling thread's, for less than torch's own question takes.
 //
-// c10::cuda::current_device() asks the runtime: a pair of 117 ns takes 70 without that (two H200s),
-// and of eight threads that have no context, which wait for one another there, 12 us each. The driver
+// c10::cuda::current_device() asks the runtime: a pair of 117 ns takes 70 to 80 without that (two
+// H200s), and each of eight threads that have no context, which wait for one another there, 12 us. The driver
 // tells which context is current in 8 to 10 ns, and waits for nobody; each device has one of its own,
 // so as long as it is the one that torch was asked about last, torch would say the same. A thread
 // that has none has set no device.
