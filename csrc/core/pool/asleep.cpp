@@ -4,7 +4,6 @@
 // queued, is core/sleep.
 #include "core/pool/asleep.h"
 
-
 #include "base/errors.h"
 #include "core/pool/pool.h"
 
