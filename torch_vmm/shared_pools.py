@@ -262,21 +262,21 @@ class SharedMemoryPool(OnDevice, Guarded, guarded=True):
             InvalidArgumentError: it can't be called with two arguments, is a
                 coroutine or generator function, or the pool is closed.
         """
-        if function is not None and not is_function(function):
-            raise InvalidArgumentError(f"on_pressure: {show(function)} can't be called; give a function or None")
-        if function is not None and not takes(function, 2):
-            raise InvalidArgumentError(
-                f"on_pressure: {show(function)} can't be called with two arguments; give a function of the bytes "
-                f"requested and the pool that asks"
-            )
-        if function is not None and _decorate.only_makes_steps(function):
-            raise InvalidArgumentError(
-                f"on_pressure: a call of {show(function)} only makes a coroutine or generator, which nobody would run; "
-                f"give a plain function"
-            )
         if function is None:
             self._handle.set_on_pressure(None)
         else:
+            if not is_function(function):
+                raise InvalidArgumentError(f"on_pressure: {show(function)} can't be called; give a function or None")
+            if not takes(function, 2):
+                raise InvalidArgumentError(
+                    f"on_pressure: {show(function)} can't be called with two arguments; give a function of the bytes "
+                    f"requested and the pool that asks"
+                )
+            if _decorate.only_makes_steps(function):
+                raise InvalidArgumentError(
+                    f"on_pressure: a call of {show(function)} only makes a coroutine or generator, which nobody would "
+                    f"run; give a plain function"
+                )
             # Held here and not by the handle: the function may well know this object.
             shared = weakref.ref(self)
 

@@ -5,9 +5,8 @@
 // get by itself it asks nobody for: `shortage` says what was missing.
 //
 // Of tensors, slabs and threads' caches it knows what a request says and hands on, of explicit
-// pages which blocks they are, and nothing of sleep: whoever takes a block of it knows what it is for. One occupancy
-// map
-// (`blocks()`) covers all of it. Its owner's lock guards it.
+// pages which blocks they are, and nothing of sleep: whoever takes a block of it knows what it
+// is for. One occupancy map (`blocks()`) covers all of it. Its owner's lock guards it.
 //
 // placing.cpp finds the place, whole_chunks.cpp where chunks are borders of blocks;
 // choosing.cpp finds the chunks and backing.cpp puts them there; idle.cpp knows what is idle,
