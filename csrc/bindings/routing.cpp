@@ -11,6 +11,7 @@
 #include "core/device/device_memory.h"
 #include "torch_adapter/enabled.h"
 #include "torch_adapter/strict.h"
+#include "torch_adapter/torch_kinds.h"
 
 namespace vmm::bindings {
 
@@ -45,8 +46,7 @@ void set_strict(const std::string& kind, int ordinal, const std::string& action)
   const DeviceKind parsed = to_kind(kind);
   if (wanted != Strictness::off && !may_allocate(parsed)) {
     throw NotEnabledError("strict(): torch_vmm is not torch's allocator on " + kind +
-                          ", so it sees no tensor there. Call torch_vmm.enable(" +
-                          (parsed == DeviceKind::cuda ? "" : "\"cpu\"") + ") first.");
+                          ", so it sees no tensor there. Call " + torch_kind(parsed).enable + " first.");
   }
   strictness(parsed, ordinal).store(wanted, std::memory_order_relaxed);
 }

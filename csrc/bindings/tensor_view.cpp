@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/errors.h"
+#include "torch_adapter/torch_kinds.h"
 
 namespace vmm::bindings {
 
@@ -34,15 +35,16 @@ at::ScalarType to_scalar_type(py::handle dtype) {
 }  // namespace
 
 void initialize_torch(const DeviceRoom& room) {
-  if (room.kind != DeviceKind::cuda) return;
+  const c10::DeviceType type = torch_kind(room.kind).type;
+  if (type == c10::kCPU) return;
   const py::gil_scoped_acquire gil;
   try {
-    torch::utils::device_lazy_init(at::kCUDA);
+    torch::utils::device_lazy_init(type);
   } catch (python_error& error) {
     error.restore();  // where it is not still Python's
     throw py::error_already_set();
   }
-  at::globalContext().lazyInitDevice(at::kCUDA);  // under a FakeTensorMode that did nothing
+  at::globalContext().lazyInitDevice(type);  // under a FakeTensorMode that did nothing
 }
 
 void warn_in_python(FunctionRef<void()> work) {
@@ -79,9 +81,7 @@ py::object make_tensor(Address address, const std::vector<std::int64_t>& shape, 
                                std::to_string(c10::elementSize(type)) + " bytes");
   }
   initialize_torch(room);
-  const c10::Device device = room.kind == DeviceKind::cuda
-                                 ? c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(room.ordinal))
-                                 : c10::Device(c10::kCPU);
+  const c10::Device device = torch_device(room.kind, room.ordinal);
   // Holding it in the deleter is all that keeps the owner.
   auto keep = [owner = std::move(owner)](void*) {};
   // With the device given torch need not ask CUDA where the pointer lives.

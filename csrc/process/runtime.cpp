@@ -139,10 +139,10 @@ void DeviceRoom::note_closed() {
 
 SecondMapping* Runtime::second_mapping_at(const void* address) {
   if (in_child()) return nullptr;
-  for (int ordinal = 0; ordinal < kMostDevices; ++ordinal) {
-    DeviceRoom* room = made(DeviceKind::cuda, ordinal);
-    if (room == nullptr) continue;
-    if (SecondMapping* found = room->memory.second_mappings().at(reinterpret_cast<Address>(address))) return found;
+  for (const DeviceKind kind : kDeviceKinds) {
+    for (DeviceRoom* const room : all_made(kind)) {
+      if (SecondMapping* found = room->memory.second_mappings().at(reinterpret_cast<Address>(address))) return found;
+    }
   }
   return nullptr;
 }

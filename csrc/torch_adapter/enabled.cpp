@@ -2,8 +2,7 @@
 
 #include <atomic>
 
-#include "torch_adapter/cuda_allocator.h"
-#include "torch_adapter/host_allocator.h"
+#include "torch_adapter/torch_kinds.h"
 
 namespace vmm {
 
@@ -11,15 +10,12 @@ namespace {
 std::atomic<bool> entry_points_used{false};
 }  // namespace
 
-bool is_enabled(DeviceKind kind) {
-  return kind == DeviceKind::cuda ? CudaAllocator::is_current() : HostAllocator::is_enabled();
-}
+bool is_enabled(DeviceKind kind) { return torch_kind(kind).is_enabled(); }
 
 bool may_allocate(DeviceKind kind) {
   if (is_enabled(kind)) return true;
-  if (kind == DeviceKind::cpu) return false;  // torch takes one allocator of host memory
-  // A MemPool shares the object that it was given, and so does whoever is about to make one.
-  return CudaAllocator::instance().use_count() > 1 || entry_points_used.load(std::memory_order_relaxed);
+  const auto is_held = torch_kind(kind).is_held;
+  return is_held != nullptr && (is_held() || entry_points_used.load(std::memory_order_relaxed));
 }
 
 void note_entry_points_used() {

@@ -1,5 +1,6 @@
 #include "torch_adapter/out_of_memory.h"
 
+#include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -11,12 +12,14 @@
 #include "core/device/provided_memory.h"
 #include "torch_adapter/errors.h"
 #include "torch_adapter/routing.h"
+#include "torch_adapter/torch_kinds.h"
 
 namespace vmm {
 
 namespace {
 
-const char* backend(DeviceKind kind) { return kind == DeviceKind::cuda ? "CUDA" : "CPU"; }
+// "CUDA"
+std::string backend(DeviceKind kind) { return c10::DeviceTypeName(torch_kind(kind).type); }
 
 // As torch's messages say it, always with two decimals: "20.00 MiB".
 std::string torch_size(std::size_t bytes) {
@@ -55,10 +58,11 @@ DeviceFigures figures_of(DeviceKind kind, int ordinal) {
 }  // namespace
 
 std::string out_of_memory_sentence(DeviceKind kind, int ordinal, std::size_t bytes, const DeviceFigures& figures) {
-  std::string text = std::string(backend(kind)) + " out of memory. Tried to allocate " + torch_size(bytes) + ". ";
+  std::string text = backend(kind) + " out of memory. Tried to allocate " + torch_size(bytes) + ". ";
   if (figures.total != 0) {
-    text += (kind == DeviceKind::cuda ? "GPU " + std::to_string(ordinal) : std::string("The host")) +
-            " has a total capacity of " + torch_size(figures.total) + " of which " + torch_size(figures.free) +
+    text += torch_kind(kind).holder;
+    if (torch_kind(kind).is_numbered) text += " " + std::to_string(ordinal);
+    text += " has a total capacity of " + torch_size(figures.total) + " of which " + torch_size(figures.free) +
             " is free. ";
   }
   if (figures.allowed != kUnlimited) text += torch_size(figures.allowed) + " allowed; ";
@@ -91,7 +95,7 @@ void throw_beyond_exbibyte(DeviceKind kind, int ordinal, std::size_t bytes) {
     const Budget& budget = pool->model().budget();
     room->memory.note_refusal({bytes, budget.headroom(), budget.limit(), pool->model().name(), {}, {}});
   }
-  const std::string text = std::string(backend(kind)) + " out of memory. Tried to allocate more than 1EB memory.";
+  const std::string text = backend(kind) + " out of memory. Tried to allocate more than 1EB memory.";
   TORCH_CHECK_WITH(OutOfMemoryError, false, text);
   __builtin_unreachable();
 }

@@ -12,6 +12,7 @@
 #include "base/errors.h"
 #include "torch_adapter/debug_info_chain.h"
 #include "torch_adapter/enabled.h"
+#include "torch_adapter/torch_kinds.h"
 #include "torch_adapter/versions.h"
 
 namespace vmm {
@@ -145,10 +146,9 @@ void require_usable(const Pool& pool) {
   pool.require_open();
   const DeviceRoom& room = Runtime::room_of(pool);
   if (may_allocate(room.kind)) return;
-  const bool is_cuda = room.kind == DeviceKind::cuda;
+  const TorchKind& torch = torch_kind(room.kind);
   throw NotEnabledError(ModelContext::name_of(pool) + " would hold no tensor: torch_vmm is not torch's allocator on " +
-                        (is_cuda ? "cuda" : "the cpu") + ". Call torch_vmm.enable(" +
-                        (is_cuda ? ") first: right after the imports, before CUDA is used" : "\"cpu\") first") + ".");
+                        to_string(room.kind) + ". Call " + torch.enable + torch.enable_when + ".");
 }
 
 // What this thread has entered and not left: when it ends it is in none of them.

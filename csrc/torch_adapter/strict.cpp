@@ -9,6 +9,7 @@
 #include "base/units.h"
 #include "torch_adapter/errors.h"
 #include "torch_adapter/routing.h"
+#include "torch_adapter/torch_kinds.h"
 
 namespace vmm {
 
@@ -17,10 +18,6 @@ namespace {
 constexpr const char* kCureOfStrict =
     " Enter a model (with pool:, torch_vmm.use_model(...)); on another thread or in an executor run a function that "
     "torch_vmm.carry() has wrapped.";
-
-std::string device_name(DeviceKind kind, int ordinal) {
-  return kind == DeviceKind::cpu ? "cpu" : "cuda:" + std::to_string(ordinal);
-}
 
 // A thread that came in by a call from Python has a handler of torch's that
 // keeps warnings for it. On any other the default one writes to stderr, each
@@ -41,7 +38,7 @@ void warn(const std::string& text) {
 
 void detail::refuse_outside(DeviceKind kind, int ordinal, std::size_t bytes) {
   if (is_in_model(Runtime::room(kind, ordinal))) return;
-  const std::string device = device_name(kind, ordinal);
+  const std::string device = torch_device(kind, ordinal).str();
   if (strictness(kind, ordinal).load(std::memory_order_relaxed) == Strictness::warn) {
     warn("torch_vmm.strict(): a tensor on " + device + " is made outside every model." + kCureOfStrict);
     return;

@@ -109,7 +109,7 @@ with llama, torch_vmm.strict("cpu"):
     assert torch_vmm.pool_of(torch.ones(3)) is llama
 """
     )
-    assert "'llama' would hold no tensor: torch_vmm is not torch's allocator on the cpu" in out
+    assert "'llama' would hold no tensor: torch_vmm is not torch's allocator on cpu. " in out
 
 
 def test_a_closed_pool_is_closed_first_of_all() -> None:
