@@ -127,13 +127,15 @@ c10::CachingDeviceAllocator::DeviceStats CudaAllocator::getDeviceStats(c10::Devi
   c10::CachingDeviceAllocator::DeviceStats result = to_device_stats(Statistics{});
   with_room(device, [&](DeviceRoom& room) {
     room.memory.refresh_numbers();
-    Statistics statistics = room.memory.statistics();
-    ProvidedMemory::add_statistics(room.memory, &statistics);
-    result = to_device_stats(statistics);
-    VMM_SINCE_TORCH_2_13(for (const auto& pool
-                              : room.memory.pools()) {
-      if (pool->is_private()) add_private_pool(pool->region(), pool->statistics(), &result);
-    })
+    result = to_device_stats(room.memory.statistics());
+    VMM_SINCE_TORCH_2_13(
+        for (const auto& pool
+             : room.memory.pools()) {
+          if (pool->is_private()) add_private_pool(pool->region(), pool->statistics(), &result);
+        } for (const auto& provided
+               : ProvidedMemory::all_of(room.memory)) {
+          add_private_pool(provided->region(), provided->statistics(), &result);
+        })
     VMM_SINCE_TORCH_2_12(result.num_oom_rejections = History::instance().rejections(device);)
   });
   return result;
@@ -142,16 +144,12 @@ c10::CachingDeviceAllocator::DeviceStats CudaAllocator::getDeviceStats(c10::Devi
 void CudaAllocator::resetAccumulatedStats(c10::DeviceIndex device) {
   with_room(device, [&](DeviceRoom& room) {
     room.memory.reset_accumulated();
-    ProvidedMemory::reset_accumulated(room.memory);
     History::instance().reset_rejections(room.ordinal);
   });
 }
 
 void CudaAllocator::resetPeakStats(c10::DeviceIndex device) {
-  with_room(device, [](DeviceRoom& room) {
-    room.memory.reset_peaks();
-    ProvidedMemory::reset_peaks(room.memory);
-  });
+  with_room(device, [](DeviceRoom& room) { room.memory.reset_peaks(); });
 }
 
 }  // namespace vmm

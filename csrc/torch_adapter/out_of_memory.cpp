@@ -37,15 +37,15 @@ DeviceFigures figures_of(DeviceKind kind, int ordinal) {
   DeviceFigures figures;
   // Not made: there were no addresses for its default pool.
   if (DeviceRoom* room = Runtime::made(kind, ordinal); room != nullptr) {
-    Statistics statistics = room->memory.statistics();
-    const std::size_t without = allocated(statistics);
-    ProvidedMemory::add_statistics(room->memory, &statistics);
-    figures.in_private_pools = allocated(statistics) - without;
+    const Statistics statistics = room->memory.statistics();
     figures.allowed = room->memory.budget().limit();
     figures.allocated = allocated(statistics);
     figures.reserved = static_cast<std::size_t>(statistics[StatKind::reserved_bytes][0].current);
     for (const auto& pool : room->memory.pools()) {
       if (pool->is_private()) figures.in_private_pools += allocated(pool->statistics());
+    }
+    for (const auto& provided : ProvidedMemory::all_of(room->memory)) {
+      figures.in_private_pools += allocated(provided->statistics());
     }
   }
   if (MemoryInfo info; Runtime::memory_info(kind, ordinal, &info).ok()) {

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <utility>
 
-#include "core/device/provided_memory.h"
 #include "process/runtime.h"
 
 namespace vmm {
@@ -19,8 +18,7 @@ inline bool profiler_is_on() { return c10::ThreadLocalDebugInfo::get(c10::DebugI
 
 // The bytes of live blocks and of mapped chunks.
 inline std::pair<std::size_t, std::size_t> allocated_and_reserved(const DeviceRoom& room) {
-  Statistics statistics = room.memory.statistics();
-  ProvidedMemory::add_statistics(room.memory, &statistics);
+  const Statistics statistics = room.memory.statistics();
   return {static_cast<std::size_t>(statistics[StatKind::allocated_bytes][0].current),
           static_cast<std::size_t>(statistics[StatKind::reserved_bytes][0].current)};
 }

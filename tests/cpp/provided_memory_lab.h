@@ -85,12 +85,7 @@ inline void report(const char* /*who*/) noexcept { ++reports; }
 
 class ProvidedMemoryTest : public ::testing::Test {
  protected:
-  ProvidedMemoryTest() : memory(make(kRegion)) {
-    // Of the process: other tests have been here.
-    ProvidedMemory::reset_accumulated(lab.memory());
-    ProvidedMemory::reset_peaks(lab.memory());
-    reports = 0;
-  }
+  ProvidedMemoryTest() : memory(make(kRegion)) { reports = 0; }
   ~ProvidedMemoryTest() override {
     books.in_take = books.in_give_back = nullptr;
     lab.memory().set_observer(nullptr);
@@ -146,9 +141,9 @@ class ProvidedMemoryTest : public ::testing::Test {
     }
     return "";
   }
-  Statistics provided() {
+  Statistics provided() const {
     Statistics statistics;
-    ProvidedMemory::add_statistics(lab.memory(), &statistics);
+    for (const auto& each : made) statistics.add_totals(each->statistics());
     return statistics;
   }
   void finish(bool wait = false) { ProvidedMemory::finish_closed(lab.memory(), wait); }

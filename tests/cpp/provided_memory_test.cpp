@@ -435,19 +435,41 @@ TEST_F(ProvidedMemoryTest, StatisticsAndSnapshotsAddUp) {
   EXPECT_EQ(provided().num_device_free, 2);
 }
 
-TEST_F(ProvidedMemoryTest, TheDevicesPeakIsAtLeastWhatIsThere) {
-  const Address block = allocate(3 * kMiB);
-  Statistics sum;
-  sum[StatKind::allocated_bytes][0].current = 4 * kMiB;
-  sum[StatKind::allocated_bytes][0].peak = 5 * kMiB;
-  ProvidedMemory::add_statistics(lab.memory(), &sum);
-  EXPECT_EQ(sum[StatKind::allocated_bytes][0].current, static_cast<std::int64_t>(7 * kMiB));
-  EXPECT_EQ(sum[StatKind::allocated_bytes][0].peak, static_cast<std::int64_t>(7 * kMiB));
-  free(block);
-  EXPECT_EQ(provided()[StatKind::allocation][0].freed, 1);
-  ProvidedMemory::reset_accumulated(lab.memory());
-  EXPECT_EQ(provided()[StatKind::allocation][0].freed, 0);
+// Once the sum's own peak was followed by nobody: it was the larger of the two pools' and what was there.
+TEST_F(ProvidedMemoryTest, TheDeviceCountsItWithItsPools) {
+  const auto pool = lab.pool("a");
+  const auto of_device = [&] { return lab.memory().statistics()[StatKind::allocated_bytes][0]; };
+  const Address ours = lab.allocate(*pool, 4 * kMiB, kOne);
+  const Address given = allocate(3 * kMiB);
+  EXPECT_EQ(of_device().current, static_cast<std::int64_t>(7 * kMiB));
+  free(given);
+  free(allocate(2 * kMiB));
+  lab.free(ours);
+  EXPECT_EQ(of_device().peak, static_cast<std::int64_t>(7 * kMiB));
+  lab.memory().reset_peaks();
+  free(allocate(2 * kMiB));
+  EXPECT_EQ(of_device().peak, static_cast<std::int64_t>(2 * kMiB));
+  EXPECT_EQ(of_device().freed, static_cast<std::int64_t>(11 * kMiB));
+  EXPECT_EQ(provided()[StatKind::allocated_bytes][0].peak, 0) << "of several there is no sum";
+  EXPECT_EQ(memory->statistics()[StatKind::allocated_bytes][0].peak, static_cast<std::int64_t>(2 * kMiB));
+  lab.memory().reset_accumulated();
+  EXPECT_EQ(of_device().freed, 0);
   EXPECT_EQ(provided().num_device_alloc, 0);
+}
+
+TEST_F(ProvidedMemoryTest, WhatHasEndedStaysInTheDevicesNumbers) {
+  auto brief = make({0, 9});
+  free(allocate(*brief, 3 * kMiB, kOne));
+  brief->close();
+  finish(/*wait=*/true);
+  std::erase(made, brief);
+  brief = nullptr;
+  const Statistics statistics = lab.memory().statistics();
+  EXPECT_EQ(statistics[StatKind::allocation][0].allocated, 1);
+  EXPECT_EQ(statistics[StatKind::allocation][0].current, 0);
+  EXPECT_EQ(statistics[StatKind::reserved_bytes][0].freed, static_cast<std::int64_t>(20 * kMiB));
+  EXPECT_EQ(statistics.num_device_alloc, 1);
+  EXPECT_EQ(statistics.num_device_free, 1);
 }
 
 TEST_F(ProvidedMemoryTest, ADevicesNumbersAreItsOwn) {
@@ -457,9 +479,8 @@ TEST_F(ProvidedMemoryTest, ADevicesNumbersAreItsOwn) {
   memory->close();
   EXPECT_EQ(ProvidedMemory::snapshot(lab.memory()).size(), 1U);
   EXPECT_EQ(ProvidedMemory::snapshot(other).size(), 0U);
-  Statistics statistics;
-  ProvidedMemory::add_statistics(other, &statistics);
-  EXPECT_EQ(statistics[StatKind::reserved_bytes][0].current, 0);
+  EXPECT_EQ(ProvidedMemory::all_of(other).size(), 0U);
+  EXPECT_EQ(other.statistics()[StatKind::reserved_bytes][0].current, 0);
   ProvidedMemory::finish_closed(other, /*wait=*/true);
   EXPECT_EQ(books.bytes_out(), 20 * kMiB);
 }

@@ -194,6 +194,30 @@ def test_a_foreign_provider_gives_the_memory_and_gets_it_back(provider: Provider
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (allocated, reserved)
 
 
+def test_a_foreign_providers_memory_has_its_part_in_the_peaks(provider: Provider) -> None:
+    settle()
+    pool = MemPool(provider.allocator)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    ours = empty(20 * MIB)
+    with use_mem_pool(pool):
+        empty(30 * MIB)
+    del ours
+    empty(10 * MIB)
+    stats = torch.cuda.memory_stats()
+    start = before["allocated_bytes.all.current"]
+    assert stats["allocated_bytes.all.peak"] - start == 50 * MIB
+    assert stats["allocated_bytes.all.freed"] - before["allocated_bytes.all.freed"] == 60 * MIB
+    of_pools = {key: value for key, value in stats.items() if key.startswith("reserved_bytes_by_private_pools.")}
+    if of_pools:  # since torch 2.13
+        of_this = f"reserved_bytes_by_private_pools.{'_'.join(map(str, pool.id))}"
+        assert of_pools[f"{of_this}.all.current"] == provider["live_bytes"] >= 30 * MIB
+    del pool
+    settle()
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == start
+
+
 def test_a_foreign_providers_tensors_outlive_the_pool(provider: Provider) -> None:
     pool = MemPool(provider.allocator)
     with use_mem_pool(pool):

@@ -291,10 +291,14 @@ class DeviceMemory {
   [[nodiscard]] ByteRange faults_beyond(const WatchedBlock& block) const VMM_EXCLUDES(registry_mutex_);
 
   // -- Numbers ------------------------------------------------------------------
-  // torch.cuda.memory_stats of the device: totals over pools, own peaks.
+  // torch.cuda.memory_stats of the device: totals over pools and what counts beside them, own peaks.
   [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(registry_mutex_);
   void reset_peaks() VMM_EXCLUDES(registry_mutex_);
   void reset_accumulated() VMM_EXCLUDES(registry_mutex_);
+  // Counters for memory that is no pool's, in the device's numbers from now on. What they
+  // had counted stays there when they end.
+  std::shared_ptr<CountersBeside> count_beside() VMM_EXCLUDES(registry_mutex_);
+  void end_count_beside(const CountersBeside& counters) noexcept VMM_EXCLUDES(registry_mutex_);
   // Of a model and its parts.
   [[nodiscard]] Statistics statistics_of(const Pool& model) const;
   [[nodiscard]] MemoryStats memory_stats_of(const Pool& model) const;
@@ -469,8 +473,10 @@ class DeviceMemory {
   std::list<Leaving> leaving_ VMM_GUARDED_BY(registry_mutex_);
   std::unordered_map<OwnerId, std::size_t> shared_bytes_ VMM_GUARDED_BY(registry_mutex_);  // of models that have some
   std::weak_ptr<ZeroChunks> zero_chunks_ VMM_GUARDED_BY(registry_mutex_);
-  // Syncs that no pool asked for, and what was reset of living ones, as well.
-  Statistics of_ended_pools_ VMM_GUARDED_BY(registry_mutex_);
+  std::vector<std::shared_ptr<CountersBeside>> counters_beside_ VMM_GUARDED_BY(registry_mutex_);
+  // What nobody counts any more or ever did: of those that have ended, what was reset of a living
+  // one by itself, syncs that no pool asked for.
+  Statistics counted_before_ VMM_GUARDED_BY(registry_mutex_);
   mutable Mutex refusal_mutex_;  // a leaf
   std::optional<Refusal> last_refusal_ VMM_GUARDED_BY(refusal_mutex_);
 };

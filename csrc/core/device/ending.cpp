@@ -132,7 +132,7 @@ bool DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
     closed_.erase(pool.get());
     waiting_.erase(pool.get());
     if (!registry_.remove(*pool)) return true;
-    of_ended_pools_.add_totals(statistics);
+    counted_before_.add_totals(statistics);
   }
   if (pool->is_part()) {
     pool->model().inherit(statistics);

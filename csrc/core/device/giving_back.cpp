@@ -108,7 +108,7 @@ bool DeviceMemory::reclaim_for(const Budget& payer, std::size_t bytes, const Fun
 // A wait for all streams that no pool asked for.
 void DeviceMemory::count_sync() {
   const MutexLock lock(registry_mutex_);
-  ++of_ended_pools_.num_sync_all_streams;
+  ++counted_before_.num_sync_all_streams;
 }
 
 bool DeviceMemory::settle(bool wait) {

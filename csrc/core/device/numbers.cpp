@@ -10,35 +10,58 @@ namespace vmm {
 Statistics DeviceMemory::statistics() const {
   Statistics sum;
   PoolList pools;
+  std::vector<std::shared_ptr<CountersBeside>> beside;
   {
     const MutexLock lock(registry_mutex_);
-    sum.add_totals(of_ended_pools_);
+    sum.add_totals(counted_before_);
     pools = *registry_.all().list();
+    beside = counters_beside_;
   }
   for (const auto& pool : pools) sum.add_totals(pool->statistics());
+  for (const auto& each : beside) sum.add_totals(each->statistics());
   peaks_.fill_peaks(sum);
   return sum;
 }
 
 void DeviceMemory::reset_peaks() {
   PoolList pools;
+  std::vector<std::shared_ptr<CountersBeside>> beside;
   {
     const MutexLock lock(registry_mutex_);
     peaks_.reset_peaks();
-    of_ended_pools_.reset_peaks();
+    counted_before_.reset_peaks();
     pools = *registry_.all().list();
+    beside = counters_beside_;
   }
   for (const auto& pool : pools) pool->reset_peaks();
+  for (const auto& each : beside) each->count([](PoolCounters& counters) { counters.reset_peaks(); });
 }
 
 void DeviceMemory::reset_accumulated() {
   PoolList pools;
+  std::vector<std::shared_ptr<CountersBeside>> beside;
   {
     const MutexLock lock(registry_mutex_);
-    of_ended_pools_.reset_accumulated();
+    counted_before_.reset_accumulated();
     pools = *registry_.all().list();
+    beside = counters_beside_;
   }
   for (const auto& pool : pools) pool->reset_accumulated();
+  for (const auto& each : beside) each->count([](PoolCounters& counters) { counters.reset_accumulated(); });
+}
+
+std::shared_ptr<CountersBeside> DeviceMemory::count_beside() {
+  auto counters = std::make_shared<CountersBeside>(peaks_);
+  const MutexLock lock(registry_mutex_);
+  counters_beside_.push_back(counters);
+  return counters;
+}
+
+void DeviceMemory::end_count_beside(const CountersBeside& counters) noexcept {
+  const Statistics statistics = counters.statistics();
+  const MutexLock lock(registry_mutex_);
+  counted_before_.add_totals(statistics);
+  std::erase_if(counters_beside_, [&](const auto& each) { return each.get() == &counters; });
 }
 
 Statistics DeviceMemory::statistics_of(const Pool& model) const {
@@ -86,7 +109,7 @@ void DeviceMemory::reset_accumulated_of(const Pool& model) {
   for (const auto& member : family(model)) {
     const Statistics so_far = member->reset_accumulated();
     const MutexLock lock(registry_mutex_);
-    of_ended_pools_.add_totals(so_far);
+    counted_before_.add_totals(so_far);
   }
 }
 

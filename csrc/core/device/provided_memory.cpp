@@ -36,7 +36,10 @@ ProvidedMemory::ProvidedMemory(DeviceMemory& memory, RegionId region, std::uniqu
       provider_(std::move(provider)),
       report_(report),
       budget_("MemPool (" + std::to_string(region.first) + ", " + std::to_string(region.second) + ")", kUnlimited,
-              &memory.foreign_budget()) {}
+              &memory.foreign_budget()),
+      counters_(memory.count_beside()) {}
+
+ProvidedMemory::~ProvidedMemory() { memory_.end_count_beside(*counters_); }
 
 // ----------------------------------------------------------------- allocation
 
@@ -75,15 +78,9 @@ Address ProvidedMemory::carve(Block* free, std::size_t bytes) {
     throw;
   }
   block->requested = bytes;
+  block->small = sharers_[block->tag].small;
   noted->second = block;
-  const SizeClass kind = size_class_of(sharers_[block->tag].small);
-  segments().change(memory_, [&](Statistics& statistics) {
-    statistics.increase(StatKind::allocation, kind, 1);
-    statistics.increase(StatKind::active, kind, 1);
-    statistics.increase(StatKind::allocated_bytes, kind, block->size());
-    statistics.increase(StatKind::active_bytes, kind, block->size());
-    statistics.increase(StatKind::requested_bytes, kind, bytes);
-  });
+  counters_->count([&](PoolCounters& counters) { counters.block_began(*block); });
   return block->offset;
 }
 
@@ -123,24 +120,28 @@ Address ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   std::string why;
   Address segment = provide(wanted, &why);
   if (segment == 0 && !memory_.clock().is_capturing()) {
-    segments().change(memory_, [](Statistics& statistics) { ++statistics.num_alloc_retries; });
+    counters_->count([](PoolCounters& counters) { counters.retried(); });
     // What pools that are gone have left, and what our own hold unused, may be
     // what the provider lacks.
     if (memory_.could_hold(budget_, wanted)) finish_closed(memory_, /*wait=*/true);
     memory_.reclaim_for(budget_, wanted, [&] { return (segment = provide(wanted, &why)) != 0; });
   }
   if (segment == 0) {
-    segments().change(memory_, [](Statistics& statistics) { ++statistics.num_ooms; });
+    counters_->count([](PoolCounters& counters) { counters.ran_out(); });
     throw OutOfMemoryError(budget_.name() + " got no segment of " + format_bytes(wanted) + ": " + why, bytes,
                            budget_.headroom(), memory_.budget().limit(), budget_.name());
   }
   const ByteRange range{segment, wanted};
   try {
-    segments().add(range, shared_from_this(), memory_, small);
+    segments().add(range, shared_from_this(), memory_);
   } catch (...) {
     return_to_provider(range);
     throw;
   }
+  counters_->count([&](PoolCounters& counters) {
+    counters.mapped(range.size, /*is_oversize=*/false, size_class_of(small));
+    counters.asked_driver(1, 0);
+  });
   tell(PoolEvent::segment_map, range, stream);
   tell(PoolEvent::segment_alloc, range, stream);
   Block* free = nullptr;
@@ -149,7 +150,7 @@ Address ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
     free = blocks_.donate(range, tag_of({stream, small}));
     return carve(free, bytes);
   } catch (...) {
-    if (free == nullptr) let_go(range);  // else it is there for the next request
+    if (free == nullptr) let_go(range, size_class_of(small));  // else it is there for the next request
     throw;
   }
 }
@@ -164,8 +165,12 @@ void ProvidedMemory::return_to_provider(ByteRange segment) noexcept {
 }
 
 // Nobody has blocks of it any more, nor queued work that uses it.
-void ProvidedMemory::let_go(ByteRange segment) noexcept {
+void ProvidedMemory::let_go(ByteRange segment, SizeClass size_class) noexcept {
   segments().remove(segment);
+  counters_->count([&](PoolCounters& counters) {
+    counters.unmapped(segment.size, /*is_oversize=*/false, size_class);
+    counters.asked_driver(0, 1);
+  });
   tell(PoolEvent::segment_unmap, segment, nullptr);
   tell(PoolEvent::segment_free, segment, nullptr);
   return_to_provider(segment);
@@ -187,11 +192,7 @@ bool ProvidedMemory::free_at(Address address) noexcept {
       // First, as there may be no memory to note that: then it stays as it was.
       if (block->recorded != 0) pending_.add({block, epoch}, recorded_uses_.of(block->recorded));
       live_.erase(at);
-      const SizeClass kind = size_class_of(sharers_[block->tag].small);
-      segments().change(memory_, [&](Statistics& statistics) {
-        statistics.decrease(StatKind::allocation, kind, 1);
-        statistics.decrease(StatKind::allocated_bytes, kind, block->size());
-      });
+      counters_->count([&](PoolCounters& counters) { counters.block_ended(*block); });
       if (block->recorded == 0) {
         finish_free(block, epoch);
       } else {
@@ -211,12 +212,7 @@ bool ProvidedMemory::free_at(Address address) noexcept {
 }
 
 void ProvidedMemory::finish_free(Block* block, Epoch epoch) {
-  const SizeClass kind = size_class_of(sharers_[block->tag].small);
-  segments().change(memory_, [&](Statistics& statistics) {
-    statistics.decrease(StatKind::active, kind, 1);
-    statistics.decrease(StatKind::active_bytes, kind, block->size());
-    statistics.decrease(StatKind::requested_bytes, kind, block->requested);
-  });
+  counters_->count([&](PoolCounters& counters) { counters.block_finished(*block); });
   Block* const free = blocks_.free(block, block->tag, epoch);
   if (!closed_ || pinned_) return;
   try {
@@ -305,7 +301,7 @@ void ProvidedMemory::give_back() noexcept {
     }
     for (const Leaving& leaving : gone) {
       unfinished_.fetch_sub(1, std::memory_order_relaxed);
-      let_go(leaving.range);
+      let_go(leaving.range, size_class_of(leaving.small));
     }
   } catch (...) {
     report_("giving a MemPool's segments back");
@@ -409,21 +405,8 @@ std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(const DeviceMemory
   return found;
 }
 
-void ProvidedMemory::add_statistics(const DeviceMemory& device, Statistics* sum) {
-  segments().change(device, [&](const Statistics& provided) {
-    sum->add_totals(provided);
-    for (StatTriple& triple : sum->stats) {
-      for (Stat& stat : triple) stat.peak = std::max(stat.peak, stat.current);
-    }
-  });
-}
-
-void ProvidedMemory::reset_peaks(const DeviceMemory& device) {
-  segments().change(device, [](Statistics& statistics) { statistics.reset_peaks(); });
-}
-
-void ProvidedMemory::reset_accumulated(const DeviceMemory& device) {
-  segments().change(device, [](Statistics& statistics) { statistics.reset_accumulated(); });
+std::vector<std::shared_ptr<ProvidedMemory>> ProvidedMemory::all_of(const DeviceMemory& device) {
+  return segments().all_of(device);
 }
 
 }  // namespace vmm

@@ -25,6 +25,7 @@
 #include "core/device/segment_provider.h"
 #include "core/limits/budget.h"
 #include "core/numbers/observer.h"
+#include "core/numbers/pool_counters.h"
 #include "core/numbers/stats.h"
 #include "core/streams/clock.h"
 #include "core/streams/pending_frees.h"
@@ -43,6 +44,9 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
 
   // `memory`: the device's, which pays and whose clock and observer it has. It outlives this.
   ProvidedMemory(DeviceMemory& memory, RegionId region, std::unique_ptr<SegmentProvider> provider, Report report);
+  ProvidedMemory(const ProvidedMemory&) = delete;
+  ProvidedMemory& operator=(const ProvidedMemory&) = delete;
+  ~ProvidedMemory() override;
 
   // False, at once, where no such memory lies at `block`.
   static bool free(Address block) noexcept { return any_segment() && free_in(block); }
@@ -71,11 +75,12 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   // There may be something to finish. One relaxed load.
   static bool any_unfinished() { return unfinished_.load(std::memory_order_relaxed) != 0; }
   static std::vector<Segment> snapshot(const DeviceMemory& device);
-  // Adds what this device's providers gave. Peaks become at least what is
-  // current: the sum's own peaks nobody follows.
-  static void add_statistics(const DeviceMemory& device, Statistics* sum);
-  static void reset_peaks(const DeviceMemory& device);
-  static void reset_accumulated(const DeviceMemory& device);
+
+  // Those that the device has segments of.
+  static std::vector<std::shared_ptr<ProvidedMemory>> all_of(const DeviceMemory& device);
+  [[nodiscard]] RegionId region() const { return region_; }
+  // In the device's as well.
+  [[nodiscard]] Statistics statistics() const { return counters_->statistics(); }
 
   // ForeignMemory
   void set_pinned(bool pinned) noexcept override VMM_EXCLUDES(mutex_);
@@ -117,7 +122,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   void retract_free_segments() VMM_REQUIRES(mutex_);
   void tell(PoolEvent event, ByteRange range, Stream stream) const noexcept;
   void return_to_provider(ByteRange segment) noexcept VMM_EXCLUDES(mutex_);
-  void let_go(ByteRange segment) noexcept VMM_EXCLUDES(mutex_);
+  void let_go(ByteRange segment, SizeClass size_class) noexcept VMM_EXCLUDES(mutex_);
   void give_back() noexcept VMM_EXCLUDES(mutex_);
   void finish(bool wait) noexcept VMM_EXCLUDES(mutex_);
 
@@ -126,6 +131,7 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   const std::unique_ptr<SegmentProvider> provider_;
   const Report report_;
   Budget budget_;
+  const std::shared_ptr<CountersBeside> counters_;
   std::atomic<bool> no_split_{false};
 
   Mutex mutex_;

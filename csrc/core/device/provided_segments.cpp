@@ -12,23 +12,18 @@ ProvidedSegments& ProvidedSegments::instance() {
   return *kInstance;
 }
 
-void ProvidedSegments::add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, const DeviceMemory& device,
-                           bool small) {
+void ProvidedSegments::add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, const DeviceMemory& device) {
   const MutexLock lock(mutex_);
-  Statistics& statistics = statistics_[&device];  // first: there may be no memory for it
-  Segment& segment = segments_[range.offset];     // as for this
+  Segment& segment = segments_[range.offset];
   try {
     const auto holder = holders_.try_emplace(memory.get(), Holder{memory, &device}).first;
     ++holder->second.segments;
-    segment = {range.size, holder, small};
+    segment = {range.size, holder};
   } catch (...) {
     segments_.erase(range.offset);
     throw;
   }
   count_.store(segments_.size(), std::memory_order_relaxed);
-  statistics.increase(StatKind::segment, size_class_of(small), 1);
-  statistics.increase(StatKind::reserved_bytes, size_class_of(small), range.size);
-  ++statistics.num_device_alloc;
 }
 
 void ProvidedSegments::remove(ByteRange range) {
@@ -36,10 +31,6 @@ void ProvidedSegments::remove(ByteRange range) {
   const MutexLock lock(mutex_);
   const auto at = segments_.find(range.offset);
   Holder& holder = at->second.holder->second;
-  Statistics& statistics = statistics_[holder.device];
-  statistics.decrease(StatKind::segment, size_class_of(at->second.small), 1);
-  statistics.decrease(StatKind::reserved_bytes, size_class_of(at->second.small), range.size);
-  ++statistics.num_device_free;
   if (--holder.segments == 0) {
     last = std::move(holder.memory);
     holders_.erase(at->second.holder);

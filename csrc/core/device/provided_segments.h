@@ -1,5 +1,4 @@
-// Which memory that others provide lies where, in the whole process, and what each device
-// has of it in numbers. It looks into no segment.
+// Which memory that others provide lies where, in the whole process. It looks into no segment.
 #pragma once
 
 #include <atomic>
@@ -11,7 +10,6 @@
 
 #include "base/sync.h"
 #include "base/units.h"
-#include "core/numbers/stats.h"
 
 namespace vmm {
 
@@ -25,8 +23,8 @@ class ProvidedSegments {
   // Is anything provided? In most programs nothing is: one relaxed load a free.
   static bool any() { return count_.load(std::memory_order_relaxed) != 0; }
 
-  // A segment of `memory`, which lives as long as it has one; of small blocks, or not.
-  void add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, const DeviceMemory& device, bool small)
+  // A segment of `memory`, which lives as long as it has one.
+  void add(ByteRange range, const std::shared_ptr<ProvidedMemory>& memory, const DeviceMemory& device)
       VMM_EXCLUDES(mutex_);
   // REQUIRES: it was added, whole.
   void remove(ByteRange range) VMM_EXCLUDES(mutex_);
@@ -36,12 +34,6 @@ class ProvidedSegments {
   std::optional<ByteRange> segment_at(Address address) VMM_EXCLUDES(mutex_);
   // Whatever has segments on the device, each once.
   std::vector<std::shared_ptr<ProvidedMemory>> all_of(const DeviceMemory& device) VMM_EXCLUDES(mutex_);
-  // Calls `change` with the device's numbers.
-  template <typename Change>
-  void change(const DeviceMemory& device, const Change& change) VMM_EXCLUDES(mutex_) {
-    const MutexLock lock(mutex_);
-    change(statistics_[&device]);
-  }
 
  private:
   // Whoever has segments.
@@ -54,7 +46,6 @@ class ProvidedSegments {
   struct Segment {
     std::size_t size = 0;  // bytes
     Holders::iterator holder;
-    bool small = false;
   };
   using Segments = std::map<Address, Segment>;
 
@@ -65,7 +56,6 @@ class ProvidedSegments {
   Mutex mutex_;                                      // a leaf, below ProvidedMemory::mutex_
   Holders holders_ VMM_GUARDED_BY(mutex_);
   Segments segments_ VMM_GUARDED_BY(mutex_);
-  std::map<const DeviceMemory*, Statistics> statistics_ VMM_GUARDED_BY(mutex_);
 };
 
 }  // namespace vmm

@@ -47,15 +47,15 @@ void PoolCounters::block_finished(const Block& block) {
   fell(StatKind::requested_bytes, size_class, block.requested);
 }
 
-void PoolCounters::mapped(std::size_t bytes, bool is_oversize) {
-  rose(StatKind::segment, SizeClass::large_pool, 1);
-  rose(StatKind::reserved_bytes, SizeClass::large_pool, bytes);
+void PoolCounters::mapped(std::size_t bytes, bool is_oversize, SizeClass size_class) {
+  rose(StatKind::segment, size_class, 1);
+  rose(StatKind::reserved_bytes, size_class, bytes);
   if (is_oversize) statistics_.oversize_segments.increase(1);
 }
 
-void PoolCounters::unmapped(std::size_t bytes, bool is_oversize) {
-  fell(StatKind::segment, SizeClass::large_pool, 1);
-  fell(StatKind::reserved_bytes, SizeClass::large_pool, bytes);
+void PoolCounters::unmapped(std::size_t bytes, bool is_oversize, SizeClass size_class) {
+  fell(StatKind::segment, size_class, 1);
+  fell(StatKind::reserved_bytes, size_class, bytes);
   if (is_oversize) statistics_.oversize_segments.decrease(1);
 }
 

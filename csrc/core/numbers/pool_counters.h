@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <memory>
 
+#include "base/sync.h"
 #include "core/blocks/block.h"
 #include "core/numbers/peaks.h"
 #include "core/numbers/stats.h"
@@ -30,11 +31,11 @@ class PoolCounters {
   void block_ended(const Block& block);
   void block_finished(const Block& block);
 
-  // -- Memory. What is mapped is the large pool's until a slab is made of it.
-  void mapped(std::size_t bytes, bool is_oversize);
-  void unmapped(std::size_t bytes, bool is_oversize);
-  // What the driver has mapped and unmapped in it; until then the range itself knows.
-  void range_ends(std::int64_t mapped, std::int64_t unmapped) {
+  // -- Memory. What a pool maps is the large pool's until a slab is made of it.
+  void mapped(std::size_t bytes, bool is_oversize, SizeClass size_class = SizeClass::large_pool);
+  void unmapped(std::size_t bytes, bool is_oversize, SizeClass size_class = SizeClass::large_pool);
+  // How often memory was asked for and given back; of a pool its range knows that, until it ends.
+  void asked_driver(std::int64_t mapped, std::int64_t unmapped) {
     statistics_.num_device_alloc += mapped;
     statistics_.num_device_free += unmapped;
   }
@@ -83,6 +84,30 @@ class PoolCounters {
   Peaks::Seat own_seat_;
   Peaks::Seat seat_;
   std::unique_ptr<Peaks::Seat> family_seat_;  // nullptr: the model has no parts
+};
+
+// The same for memory that is the device's and no Pool's, with peaks and a lock of its own.
+class CountersBeside {
+ public:
+  explicit CountersBeside(Peaks& of_device) : counters_(peaks_, of_device) {}
+
+  // Calls `count` with the counters.
+  template <typename Count>
+  void count(const Count& count) VMM_EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    count(counters_);
+  }
+  [[nodiscard]] Statistics statistics() const VMM_EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    Statistics statistics = counters_.totals();
+    peaks_.fill_peaks(statistics);
+    return statistics;
+  }
+
+ private:
+  Peaks peaks_;
+  mutable Mutex mutex_;  // above Peaks' alone
+  PoolCounters counters_ VMM_GUARDED_BY(mutex_);
 };
 
 }  // namespace vmm
