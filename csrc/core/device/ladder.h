@@ -170,6 +170,7 @@ class Ladder {
   void free_addresses(Climb& climb, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   bool take_chunks(Climb& climb, std::size_t unit, ReclaimStep* step) VMM_EXCLUDES(mutex_);
   static void note_met(std::size_t rung, ReclaimDecision* decision);
+  // gathering.cpp
   static void drop_important(PoolList& pools, const Pool& asker, std::size_t bytes);
   void gather(const Climb& climb, std::size_t unit, Grant& grant, ReclaimStep* step) VMM_REQUIRES(mutex_);
   void gather_from(const PoolList& pools, const WantedChunks& wanted, Grant& grant, ReclaimStep* step)
