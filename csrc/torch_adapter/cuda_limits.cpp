@@ -14,6 +14,21 @@
 
 namespace vmm {
 
+namespace {
+
+#if TORCH_VERSION_MINOR >= 13
+void add_private_pools(const DeviceMemory& memory, c10::CachingDeviceAllocator::DeviceStats* result) {
+  for (const auto& pool : memory.pools()) {
+    if (pool->is_private()) add_private_pool(pool->region(), pool->statistics(), result);
+  }
+  for (const auto& provided : ProvidedMemory::all_of(memory)) {
+    add_private_pool(provided->region(), provided->statistics(), result);
+  }
+}
+#endif
+
+}  // namespace
+
 // ------------------------------------------------------------ cache and limits
 
 void CudaAllocator::emptyCache(c10::MempoolId_t mempool) {
@@ -128,14 +143,7 @@ c10::CachingDeviceAllocator::DeviceStats CudaAllocator::getDeviceStats(c10::Devi
   with_room(device, [&](DeviceRoom& room) {
     room.memory.refresh_numbers();
     result = to_device_stats(room.memory.statistics());
-    VMM_SINCE_TORCH_2_13(
-        for (const auto& pool
-             : room.memory.pools()) {
-          if (pool->is_private()) add_private_pool(pool->region(), pool->statistics(), &result);
-        } for (const auto& provided
-               : ProvidedMemory::all_of(room.memory)) {
-          add_private_pool(provided->region(), provided->statistics(), &result);
-        })
+    VMM_SINCE_TORCH_2_13(add_private_pools(room.memory, &result);)
     VMM_SINCE_TORCH_2_12(result.num_oom_rejections = History::instance().rejections(device);)
   });
   return result;
