@@ -29,5 +29,23 @@ TEST(StreamTable, MoreStreamsThanItHasTagsAreRefusedUntilOneHasNoBlocks) {
   EXPECT_EQ(table[free].stream, stream(101));
 }
 
+// Its free space may be what the GPU has made it wait for.
+TEST(StreamTable, AStreamKeepsItsTagUntilWhatItWaitsForIsDone) {
+  Lab lab;
+  lab.meet(stream(0x1000));
+  Clock& clock = lab.memory().clock();
+  StreamTable table(lab.memory().streams(), clock, 100);
+  for (std::uintptr_t name = 1; name <= 70; ++name) ++table[table.tag_of(stream(name))].blocks;
+  const StreamTag waits = tag_of(table, 70);
+  table.block_freed(waits, kLongAgo);
+  lab.driver.hold_fences(stream(0x1000));
+  ASSERT_TRUE(table.order_behind(waits, clock.now()).ok());
+  const StreamTag next = tag_of(table, 71);
+  EXPECT_NE(next, waits);
+  ++table[next].blocks;
+  lab.driver.release_fences();
+  EXPECT_EQ(tag_of(table, 72), waits);
+}
+
 }  // namespace
 }  // namespace vmm::testing
