@@ -272,6 +272,12 @@ TEST_F(Streams, OneTickServesAllThatWasFreedBefore) {
   EXPECT_TRUE(clock_->has_passed(second));
 }
 
+TEST_F(Streams, TicksThatHavePassedDoNotGatherWhereNobodyAsks) {
+  streams_->meet(kOne);
+  for (int k = 0; k < 10; ++k) clock_->cover(clock_->now());
+  EXPECT_EQ(clock_->ticks_under_way(), 1U);
+}
+
 TEST_F(Streams, TheGpuWaitsForTheOldestTickThatServes) {
   streams_->meet(kOne);
   streams_->meet(kTwo);
@@ -416,6 +422,15 @@ TEST_F(Streams, TicksAheadOfNeedComeAfterMemoryWasWantedTooEarlyAndEnd) {
   const std::uint64_t ticks = driver_.count(Call::record) / streams_->count();
   EXPECT_GT(ticks, 1U);
   EXPECT_LE(ticks, 8U) << "and not for ever";
+}
+
+TEST_F(Streams, NoTicksAreMadeAheadOfNeedBesideACapture) {
+  streams_->meet(kOne);
+  EXPECT_TRUE(clock_->order_before(use(kTwo), clock_->now()).ok());
+  driver_.begin_capture(kOne);
+  for (int k = 0; k < 100; ++k) clock_->freed(64 * kMiB);
+  EXPECT_EQ(clock_->ticks_under_way(), 1U);
+  driver_.end_capture(kOne);
 }
 
 TEST_F(Streams, EpochsPassInOrderWhateverThreadsDo) {
