@@ -222,6 +222,21 @@ TEST(WithinChunks, ABlockAtAGivenAddressToo) {
   EXPECT_EQ(chunks_of(*part, beyond), 1U);
 }
 
+TEST(WithinChunks, ABlockAtAGivenAddressMayLieOverChunksThatAreRegisteredNowhere) {
+  Registrar registrar;
+  Lab lab;
+  const auto pool = lab.pool("a");
+  leave_small_chunks(lab, *pool);
+  const Address broken = lab.allocate(*pool, 10 * kMiB, kOne);
+  ASSERT_GT(chunks_of(*pool, broken), 1U);
+  lab.memory().keep_blocks_within_chunks();
+  registrar.look_at(*pool);
+  lab.free(broken);
+  ASSERT_EQ(lab.memory().allocate_at(*pool, broken, 10 * kMiB, kOne), broken);
+  lab.adopt(broken);
+  EXPECT_FALSE(registrar.finds(broken, 10 * kMiB).first);
+}
+
 TEST(WithinChunks, ACheckpointOfBeforeBringsNoRegisteredChunkBack) {
   Registrar registrar;
   Lab lab;
