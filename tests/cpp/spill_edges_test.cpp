@@ -264,6 +264,23 @@ TEST(GroupsEnd, TheLastTensorsOfAClosedGroupAreFreedByTwoThreads) {
   EXPECT_EQ(thrown, 0) << "free() threw in round " << k;
 }
 
+TEST(GroupsEnd, WhatTheDriverWouldNotTakeBackOfHostMemoryGoesWithIt) {
+  Lab lab;
+  const auto group = lab.memory().create_group("g", 4 * kMiB);
+  const auto host = lab.memory().spill_group_of(*group);
+  auto pool = lab.memory().create_pool(Lab::spec("a"), group.get());
+  lab.memory().set_spills(*pool, true);
+  const Address kept = lab.allocate(*pool, 4 * kMiB);
+  lab.free(lab.allocate(*pool, 2 * kMiB));
+  lab.free(kept);
+  lab.driver.fail_nth(Call::release, 1, broken(), Repeat::from_then_on);
+  lab.memory().close_pool(*pool, /*force=*/false);
+  lab.driver.clear_failures();
+  ASSERT_EQ(host->used(), 2 * kMiB);
+  lab.memory().end_group(*group);
+  EXPECT_EQ(host->used(), 0U);
+}
+
 // A model that is closed while its request climbs leaves its record behind.
 TEST_F(SpillEdges, TheLogForgetsWhoHasEnded) {
   PoolSpec spec = Lab::spec("a", 4 * kMiB);
