@@ -73,6 +73,24 @@ TEST_F(Sleep, ItsMemoryIsTheOthersMeanwhileAndNobodySeesWhatItHeld) {
   EXPECT_EQ(Lab::first_wrong(held, 100 * kMiB, 5), 100 * kMiB);
 }
 
+TEST_F(Sleep, WhatPartsOfItHaveFoundIsAvailableToAWakeThatIsRefused) {
+  const auto group = lab_.memory().create_group("shared", 64 * kMiB);
+  const auto model = lab_.pool(Lab::spec("a"), group.get());
+  const auto weights = lab_.memory().tagged(model, "weights");
+  for (const auto& part : {model, weights}) lab_.allocate(*part, 20 * kMiB);
+  sleep(model, host());
+  const Address others = lab_.allocate(*lab_.pool(Lab::spec("b"), group.get()), 36 * kMiB);
+  try {
+    wake(model);
+    ADD_FAILURE() << "40 of 28 MiB";
+  } catch (const OutOfMemoryError& error) {
+    EXPECT_EQ(error.requested, 40 * kMiB);
+    EXPECT_EQ(error.available, 28 * kMiB);
+  }
+  lab_.free(others);
+  wake(model);
+}
+
 TEST_F(Sleep, NothingIsTakenFromOneThatSleeps) {
   const auto pool = lab_.pool("a");
   fill(*pool);
