@@ -81,6 +81,12 @@ TEST_F(LargeChunks, WhatIsMostlyNeededGoesWhole) {
   EXPECT_EQ(lab_.driver.count(Call::release), 0U);
 }
 
+TEST_F(LargeChunks, WhereLessThanHalfWouldBeLeftItGoesWhole) {
+  lab_.allocate(*small_, 300 * kMiB);
+  EXPECT_EQ(lab_.driver.count(Call::create), 0U);
+  EXPECT_EQ(lab_.driver.count(Call::release), 0U);
+}
+
 // Who has units takes those chunks that are many of them, before anybody else is asked.
 TEST_F(LargeChunks, AModelWithUnitsTakesNoMoreEither) {
   bool is_asked = false;
@@ -96,6 +102,14 @@ TEST_F(LargeChunks, AModelWithUnitsTakesNoMoreEither) {
   EXPECT_LE(small_->physical_bytes(), 232 * kMiB);
   EXPECT_EQ(lab_.driver.count(Call::release), 1U);
   lab_.memory().set_on_pressure(*group_, nullptr);
+}
+
+// No tick is made for one address where streams are many.
+TEST_F(LargeChunks, WhatQueuedWorkHasDoneWithIsCutBesideManyStreams) {
+  for (std::uintptr_t name = 1; name <= 16; ++name) lab_.meet(stream(0x1000 * name));
+  lab_.allocate(*small_, 4 * kMiB);
+  EXPECT_EQ(lab_.driver.count(Call::release), 1U);
+  EXPECT_LE(small_->physical_bytes(), 8 * kMiB);
 }
 
 // Nobody waits for it.
