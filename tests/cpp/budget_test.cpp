@@ -234,6 +234,14 @@ TEST_F(BudgetChain, WhatIsTransferredIsTheOthersToClaim) {
   EXPECT_EQ(group_.used(), 40U);
 }
 
+TEST_F(BudgetChain, ALimitHasToRiseByNoneOfWhatAFloorHasReserved) {
+  model_.set_floor(30);
+  ASSERT_EQ(other_.charge(25), nullptr);
+  EXPECT_EQ(group_.rise_for(model_, 35, 0), 0U) << "30 of them are claimed already";
+  EXPECT_EQ(group_.rise_for(model_, 40, 0), 5U);
+  EXPECT_EQ(group_.rise_for(other_, 10, 0), 5U) << "it is another's";
+}
+
 TEST_F(BudgetChain, ABudgetGivesWhatIsAboveTheFloorsThatTheOtherDoesNotStandUnder) {
   ASSERT_EQ(model_.charge(40), nullptr);
   group_.set_floor(35);
