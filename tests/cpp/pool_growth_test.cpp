@@ -149,6 +149,26 @@ TEST(PoolGrowth, A73rdAboveThePeakIsHadWithoutAMove) {
   }
 }
 
+TEST(PoolGrowth, WhatItGoesByIsNotResetWithThePeak) {
+  constexpr std::size_t kBlock = 64 * kMiB;
+  Lab lab;
+  const auto pool = lab.pool("a");
+  lab.driver.hold_fences();  // each stream has memory of its own
+  for (const std::uintptr_t name : {1U, 2U}) lab.leave_idle(*pool, kBlock, stream(name));
+  const Address one = lab.allocate(*pool, kBlock, stream(1));
+  const Address two = lab.allocate(*pool, kBlock, stream(2));  // the peak, and the pool has not grown for it
+  lab.free(one);
+  lab.free(two);
+  lab.driver.release_fences();
+  lab.memory().empty_cache();
+  pool->reset_peaks();
+  for (const std::uintptr_t name : {1U, 2U}) {
+    lab.leave_idle(*pool, kBlock, stream(name));
+    lab.memory().settle(/*wait=*/true);
+  }
+  EXPECT_EQ(pool->physical_bytes(), 2 * kBlock);
+}
+
 TEST(PoolGrowth, AnIdleChunkMayReachBeyondTheRequestIntoBareSpace) {
   Holes holes;
   holes.lab.allocate(*holes.pool, 44 * kMiB);
