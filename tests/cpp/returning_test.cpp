@@ -86,6 +86,25 @@ TEST_F(Returning, ModelsInTurnAskNothingOfTheDriver) {
   }
 }
 
+// It is better used elsewhere.
+TEST_F(Returning, AChunkOfWhichLessThanAQuarterIsWantedStaysOnTheShelf) {
+  for (const std::size_t wanted : {4 * kMiB, 6 * kMiB}) {
+    const auto group = lab_.memory().create_group("large", 96 * kMiB);
+    const auto a = lab_.pool(Lab::spec("a"), group.get());
+    const auto b = lab_.pool(Lab::spec("b"), group.get());
+    take(*a, 96 * kMiB);
+    take(*b, 96 * kMiB);
+    b->shed(0);
+    settle();
+    ASSERT_EQ(dormant(), 4U) << "where they were in a";
+    lab_.memory().set_limit(*group, 120 * kMiB);
+    lab_.allocate(*a, wanted);
+    EXPECT_EQ(bytes(a), wanted == 4 * kMiB ? wanted : 24 * kMiB);
+    lab_.memory().close_pools({a, b}, /*force=*/true);
+    lab_.memory().empty_cache();
+  }
+}
+
 // A chunk that is given back while the other model has its neighbours.
 TEST_F(Returning, WhatIsGivenBackHasNoMappingLeft) {
   const auto a = model("a");
