@@ -67,6 +67,21 @@ TEST_F(Pressure, ComesBeforeTheWait) {
   lab_.driver.release_fences();
 }
 
+// What the driver lacked for a moment is there when the shelves are looked at once more.
+TEST_F(Pressure, ARequestThatHasClimbedIsTriedAgainBeforeAnyWait) {
+  const auto graphs = lab_.memory().create_part(model("a"), {1, 1}, /*no_split=*/true);  // asks the driver once
+  lab_.allocate(*graphs, 32 * kMiB);
+  lab_.driver.hold_fences();
+  relieve_by([&] {
+    lab_.memory().set_limit(group_, 40 * kMiB);
+    lab_.driver.fail_nth(Call::create, 1, no_memory());
+    return true;
+  });
+  lab_.allocate(*graphs, 8 * kMiB);
+  EXPECT_EQ(lab_.driver.failures(), 1U);
+  EXPECT_EQ(waits(), 0U);
+}
+
 // What it has freed waits for queued work: that is waited for before more is evicted.
 TEST_F(Pressure, WaitsForWhatItFreedBeforeItAsksForMore) {
   const auto a = model("a");
