@@ -125,6 +125,9 @@ TEST(SleepOnDevices, WhatTheyLeftGoesToTheModelsThere) {
     const std::size_t waits = two.calls(Call::synchronize);
     const Address block = two.other.allocate(*theirs, 40 * kMiB, nullptr);
     EXPECT_EQ(two.calls(Call::synchronize), waits) << "nothing is waited for";
+    if (is_limited) {
+      EXPECT_EQ(two.other.guests().idle_bytes(), 16 * kMiB) << "what the limit does not lack stays";
+    }
     two.other.check();
     DeviceMemory::free(two.lab.space, block);
     two.other.close_pool(*theirs, true);

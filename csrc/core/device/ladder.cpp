@@ -86,7 +86,6 @@ bool Ladder::try_with_shelves(Climb& climb, ReclaimStep* step) {
   if (may_help()) {
     all += store.trim(asker.group(), 0);
     all += refused == nullptr ? store.trim_all() : store.trim_under(*refused, lacks());  // other groups'
-    if (refused == &memory_.budget()) all += memory_.guests().trim();                    // nobody's here
   }
   step->bytes += all;
   if (all != 0 || others_climbed) {

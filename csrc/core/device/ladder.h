@@ -7,9 +7,9 @@
 //   -  before new memory comes of the margin, the last of a limit that models share, what
 //      others have idle (keep_margin()); that is no rung, and no request climbs for it
 //   *  store: of what rests on the group's shelf as much as the limit lacks goes back to the
-//      driver, and where that will not do all of it, and then of other groups' under that limit;
-//      on all shelves where the driver itself refused, and what models of other devices left
-//      here where the device's own limit did; nothing where a limit of the model's own did
+//      driver, and where that will not do all of it, and then of what rests on others' under that
+//      limit as much as it lacks still; all shelves' where the driver itself refused; nothing where
+//      a limit of the model's own did
 //   *  other models: idle chunks of other pools that stand under the limit that refused,
 //      lowest priority first, then whoever is furthest above its floor; they
 //      move by a second mapping, and no one waits for queued work. In the place of one of which

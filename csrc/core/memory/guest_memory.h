@@ -2,8 +2,7 @@
 // own, mapped for the device that they come from. What a model leaves stays as it is, the
 // chunk on a shelf, its mapping dormant, for the next that comes: to map 16 GiB each time and to
 // give them back took 12 ms of a sleep and 19 of a wake, and to copy them over the link 44.
-// Whoever needs the memory gets it as that of
-// any shelf (ChunkStore::trim_under(), trim_all()).
+// Whoever needs the memory gets it as that of any shelf (ChunkStore::trim_under(), trim_all()).
 #pragma once
 
 #include <algorithm>
