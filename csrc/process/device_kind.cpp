@@ -27,6 +27,7 @@ constexpr std::array<KindOfDevice, kDeviceKinds.size()> kKinds = {{
     {"cuda", &make_cuda_driver, /*is_shared_by_handle=*/true},
     {"cpu", &make_host_driver, /*is_shared_by_handle=*/false},  // torch shares CPU tensors by itself
 }};
+static_assert(kKinds.back().make_driver != nullptr, "each kind has its row");
 
 // The host's streams are numbers, and a program may have a new one for each request that it
 // serves: of 3000 that each had a fence in every point, a pair took 6.5 ms.

@@ -99,7 +99,7 @@ class Runtime {
     const AddressSpace* space = address_space_.load(std::memory_order_acquire);
     return space == nullptr ? nullptr : space->find(reinterpret_cast<Address>(address));
   }
-  // Who has a GPU's memory of ours mapped at an address that no pool has, or nullptr, in a
+  // Who has memory of ours, of any device, mapped at an address that no pool has, or nullptr, in a
   // forked child too.
   static SecondMapping* second_mapping_at(const void* address);
   // Frees a block by its address; false when it is no live block of ours.

@@ -17,8 +17,8 @@ namespace vmm {
 c10::CachingDeviceAllocator::DeviceStats to_device_stats(const Statistics& statistics);
 
 #if TORCH_VERSION_MINOR >= 13
-// Adds what a part of some model reserves to what its private pool does. The
-// peak of several models' is a bound.
+// Adds what one part of a private pool's memory reserves (a model's, or what another
+// allocator provides) to what the pool does. The peak of several is a bound.
 void add_private_pool(const RegionId& region, const Statistics& statistics,
                       c10::CachingDeviceAllocator::DeviceStats* result);
 #endif

@@ -18,6 +18,7 @@ constexpr std::array<TorchKind, kDeviceKinds.size()> kTorchKinds = {{
     {c10::kCPU, /*is_numbered=*/false, "The host", "torch_vmm.enable(\"cpu\")", " first", &HostAllocator::is_enabled,
      nullptr},
 }};
+static_assert(kTorchKinds.back().is_enabled != nullptr, "each kind has its row");
 
 }  // namespace
 

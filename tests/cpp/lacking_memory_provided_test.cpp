@@ -14,6 +14,11 @@ namespace {
 TEST_F(ProvidedMemoryTest, WithoutHostMemoryNothingIsLost) {
   live.reserve(1000);
   bool has_run_out = true;
+  for (long n = 0; has_run_out; ++n) {
+    has_run_out = runs_out_at(n, [&] { make({0, 8}); });
+    EXPECT_EQ(lab.memory().counted_beside(), made.size());
+  }
+  has_run_out = true;
   for (std::uint64_t n = 0; has_run_out; ++n) {
     const auto fresh = make({1, n});
     Address block = 0;

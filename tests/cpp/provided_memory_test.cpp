@@ -25,6 +25,7 @@
 #include "core/device/provided_segments.h"
 #include "core/device/segment_provider.h"
 #include "cpp/provided_memory_lab.h"
+#include "support/at_one_moment.h"
 
 namespace vmm::testing {
 namespace {
@@ -399,6 +400,15 @@ TEST_F(ProvidedMemoryTest, StatisticsAndSnapshotsAddUp) {
   EXPECT_EQ(current(statistics, StatKind::reserved_bytes, 2), 20 * kMiB);
   EXPECT_EQ(statistics.num_device_alloc, 2);
 
+  lab.memory().refresh_numbers();
+  const Statistics split = provided();
+  for (const std::size_t size_class : {1U, 2U}) {
+    EXPECT_EQ(current(split, StatKind::inactive_split, size_class), 1U);
+    EXPECT_EQ(
+        current(split, StatKind::inactive_split_bytes, size_class),
+        current(split, StatKind::reserved_bytes, size_class) - current(split, StatKind::active_bytes, size_class));
+  }
+
   const auto snapshot = ProvidedMemory::snapshot(lab.memory());
   ASSERT_EQ(snapshot.size(), 2U);
   SegmentSnapshot sum;
@@ -487,6 +497,22 @@ TEST_F(ProvidedMemoryTest, ADevicesNumbersAreItsOwn) {
 
 // --------------------------------------------------------------------- threads
 
+// What it had counted before came back with its end, in one of 34 rounds.
+TEST_F(ProvidedMemoryTest, WhatIsResetStaysSoWhileOneEnds) {
+  for (int round = 0; round < 2000; ++round) {
+    auto brief = std::make_shared<ProvidedMemory>(lab.memory(), RegionId{0, 9},
+                                                  std::make_unique<ScriptedProvider>(books), &report);
+    ProvidedMemory::free(brief->allocate(3 * kMiB, kOne));
+    brief->close();
+    finish(/*wait=*/true);
+    at_one_moment(
+        round % 400, [&] { brief.reset(); }, [&] { lab.memory().reset_accumulated(); });
+    const Statistics statistics = lab.memory().statistics();
+    ASSERT_EQ(statistics[StatKind::allocation][0].allocated, 0);
+    ASSERT_EQ(statistics.num_device_alloc, 0);
+  }
+}
+
 TEST_F(ProvidedMemoryTest, ThreadsAllocateAndFreeAtOnce) {
   Mutex mutex;
   std::map<Address, std::size_t> mine;  // live blocks, of all threads
@@ -518,6 +544,8 @@ TEST_F(ProvidedMemoryTest, ThreadsAllocateAndFreeAtOnce) {
       }
       if (turn % 50 == 0) finish();
       if (turn % 70 == 0) (void)ProvidedMemory::snapshot(lab.memory());
+      if (turn % 60 == 0) lab.memory().refresh_numbers();
+      if (turn % 60 == 30) lab.memory().reset_peaks();
     }
   };
   std::vector<std::thread> threads;

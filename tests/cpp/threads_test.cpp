@@ -8,6 +8,7 @@
 
 #include "core/faces/shared_memory_pool.h"
 #include "cpp/lab.h"
+#include "support/at_one_moment.h"
 
 namespace vmm::testing {
 namespace {
@@ -215,6 +216,18 @@ TEST(Threads, AnyThreadMayFreeWhatAnotherAllocated) {
   }
   lab.memory().check();
   EXPECT_EQ(pool->statistics()[StatKind::allocated_bytes][0].current, 0);
+}
+
+// Numbers of before came back with a pool that ended.
+TEST(Threads, WhatIsResetStaysSoWhileAPoolEnds) {
+  Lab lab;
+  for (int round = 0; round < 2000; ++round) {
+    const auto pool = lab.pool("a");
+    DeviceMemory::free(lab.space, lab.memory().allocate(*pool, 2 * kMiB, nullptr));
+    at_one_moment(
+        round * 6, [&] { lab.memory().reset_accumulated(); }, [&] { lab.memory().close_pool(*pool, /*force=*/false); });
+    ASSERT_EQ(lab.memory().statistics()[StatKind::allocation][0].allocated, 0) << "in round " << round;
+  }
 }
 
 TEST(Threads, EverythingAtOnceKeepsItsBooks) {

@@ -123,7 +123,7 @@ struct Block {
   std::uint8_t size_high_ : 6 = 0;
 
  public:
-  bool small : 1 = false;     // lives in a slab
+  bool small : 1 = false;  // torch counts it with its small pool: it lives in a slab, or in a provider's small segment
   bool oversize : 1 = false;  // while live: was counted as torch's oversize ones
   Published<BlockState> state = BlockState::free;
   StreamTag tag = kNeutral;

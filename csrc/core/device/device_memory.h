@@ -321,6 +321,8 @@ class DeviceMemory {
   // Blocks of the pool that threads keep for their next requests, freed to everybody
   // who counts.
   [[nodiscard]] std::size_t kept_blocks(const Pool& pool) { return caches_.kept_blocks(pool); }
+  // What count_beside() has given and has not ended, for tests.
+  [[nodiscard]] std::size_t counted_beside() const VMM_EXCLUDES(registry_mutex_);
   // Groups that there are, for tests.
   [[nodiscard]] std::size_t groups() const VMM_EXCLUDES(registry_mutex_);
   [[nodiscard]] Budget& budget() { return budget_; }
@@ -477,7 +479,8 @@ class DeviceMemory {
   // What nobody counts any more or ever did: of those that have ended, what was reset of a living
   // one by itself, syncs that no pool asked for.
   Statistics counted_before_ VMM_GUARDED_BY(registry_mutex_);
-  mutable Mutex refusal_mutex_;  // a leaf
+  std::uint64_t times_reset_ VMM_GUARDED_BY(registry_mutex_) = 0;  // by reset_accumulated()
+  mutable Mutex refusal_mutex_;                                    // a leaf
   std::optional<Refusal> last_refusal_ VMM_GUARDED_BY(refusal_mutex_);
 };
 

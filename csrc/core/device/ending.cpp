@@ -126,13 +126,20 @@ bool DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
     beside_.fetch_or(kHasEnded, std::memory_order_relaxed);
     return given_back != 0;
   }
+  std::uint64_t resets = 0;
+  {
+    const MutexLock lock(registry_mutex_);
+    resets = times_reset_;
+  }
   const Statistics statistics = pool->statistics();
   {
     const MutexLock lock(registry_mutex_);
     closed_.erase(pool.get());
     waiting_.erase(pool.get());
     if (!registry_.remove(*pool)) return true;
-    counted_before_.add_totals(statistics);
+    Statistics since = statistics;
+    if (times_reset_ != resets) since.reset_accumulated();
+    counted_before_.add_totals(since);
   }
   if (pool->is_part()) {
     pool->model().inherit(statistics);

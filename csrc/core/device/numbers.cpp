@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "core/device/device_memory.h"
+#include "core/device/provided_memory.h"
 
 namespace vmm {
 
@@ -37,17 +38,13 @@ void DeviceMemory::reset_peaks() {
   for (const auto& each : beside) each->count([](PoolCounters& counters) { counters.reset_peaks(); });
 }
 
+// Who ends meanwhile is looked at last, or its numbers of before would come back with it.
 void DeviceMemory::reset_accumulated() {
-  PoolList pools;
-  std::vector<std::shared_ptr<CountersBeside>> beside;
-  {
-    const MutexLock lock(registry_mutex_);
-    counted_before_.reset_accumulated();
-    pools = *registry_.all().list();
-    beside = counters_beside_;
-  }
-  for (const auto& pool : pools) pool->reset_accumulated();
-  for (const auto& each : beside) each->count([](PoolCounters& counters) { counters.reset_accumulated(); });
+  for (const auto& pool : pools()) pool->reset_accumulated();
+  const MutexLock lock(registry_mutex_);
+  for (const auto& each : counters_beside_) each->count([](PoolCounters& counters) { counters.reset_accumulated(); });
+  counted_before_.reset_accumulated();
+  ++times_reset_;
 }
 
 std::shared_ptr<CountersBeside> DeviceMemory::count_beside() {
@@ -57,10 +54,14 @@ std::shared_ptr<CountersBeside> DeviceMemory::count_beside() {
   return counters;
 }
 
-void DeviceMemory::end_count_beside(const CountersBeside& counters) noexcept {
-  const Statistics statistics = counters.statistics();
+std::size_t DeviceMemory::counted_beside() const {
   const MutexLock lock(registry_mutex_);
-  counted_before_.add_totals(statistics);
+  return counters_beside_.size();
+}
+
+void DeviceMemory::end_count_beside(const CountersBeside& counters) noexcept {
+  const MutexLock lock(registry_mutex_);
+  counted_before_.add_totals(counters.statistics());
   std::erase_if(counters_beside_, [&](const auto& each) { return each.get() == &counters; });
 }
 
@@ -115,6 +116,7 @@ void DeviceMemory::reset_accumulated_of(const Pool& model) {
 
 void DeviceMemory::refresh_numbers() {
   for (const auto& pool : pools()) pool->refresh_numbers();
+  for (const auto& provided : ProvidedMemory::all_of(*this)) provided->refresh_numbers();
 }
 
 // One moment for all pools of the group, so that a chunk on its way from one
@@ -181,6 +183,15 @@ void DeviceMemory::check() const {
   const std::size_t shelved = store_.all_shelved_bytes();
   VMM_CHECK(budget_.used() >= mapped + shelved, "device charged ", budget_.used(), ", pools map ", mapped,
             ", shelves hold ", shelved);
+  std::size_t beside = 0;
+  {
+    const MutexLock lock(registry_mutex_);
+    for (const auto& each : counters_beside_) {
+      beside += static_cast<std::size_t>(each->statistics()[StatKind::reserved_bytes][0].current);
+    }
+  }
+  VMM_CHECK(foreign_budget_.used() == beside, "of other allocators: charged ", foreign_budget_.used(), ", counted ",
+            beside);
   VMM_CHECK(spill_budget_.used() == spilled + spill_store_.all_shelved_bytes(), "spilled: charged ",
             spill_budget_.used(), ", mapped ", spilled);
   VMM_CHECK(store_.live_chunks() >= chunks, "chunks: alive ", store_.live_chunks(), ", mapped ", chunks);

@@ -1,6 +1,7 @@
 #include "core/device/provided_memory.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <new>
 #include <string>
@@ -140,7 +141,7 @@ Address ProvidedMemory::allocate(std::size_t bytes, Stream stream) {
   }
   counters_->count([&](PoolCounters& counters) {
     counters.mapped(range.size, /*is_oversize=*/false, size_class_of(small));
-    counters.asked_driver(1, 0);
+    counters.count_device_calls(1, 0);
   });
   tell(PoolEvent::segment_map, range, stream);
   tell(PoolEvent::segment_alloc, range, stream);
@@ -169,7 +170,7 @@ void ProvidedMemory::let_go(ByteRange segment, SizeClass size_class) noexcept {
   segments().remove(segment);
   counters_->count([&](PoolCounters& counters) {
     counters.unmapped(segment.size, /*is_oversize=*/false, size_class);
-    counters.asked_driver(0, 1);
+    counters.count_device_calls(0, 1);
   });
   tell(PoolEvent::segment_unmap, segment, nullptr);
   tell(PoolEvent::segment_free, segment, nullptr);
@@ -289,6 +290,7 @@ void ProvidedMemory::give_back() noexcept {
   const auto self = shared_from_this();  // the last segment's end may be ours
   try {
     std::vector<Leaving> gone;
+    bool is_all_gone = false;
     {
       const MutexLock lock(mutex_);
       if (leaving_.empty()) return;
@@ -298,11 +300,13 @@ void ProvidedMemory::give_back() noexcept {
       const auto used = std::find_if(leaving_.begin(), leaving_.end(), is_used);
       gone.assign(leaving_.begin(), used);
       leaving_.erase(leaving_.begin(), used);
+      is_all_gone = leaving_.empty() && blocks_.stretches().empty();
     }
     for (const Leaving& leaving : gone) {
       unfinished_.fetch_sub(1, std::memory_order_relaxed);
       let_go(leaving.range, size_class_of(leaving.small));
     }
+    if (is_all_gone) refresh_numbers();  // nobody asks those that have no segment
   } catch (...) {
     report_("giving a MemPool's segments back");
   }
@@ -368,6 +372,31 @@ void ProvidedMemory::finish(bool wait) noexcept {
 }
 
 // -------------------------------------------------------------------- numbers
+
+void ProvidedMemory::refresh_numbers() {
+  const MutexLock lock(mutex_);
+  struct Stranded {
+    std::size_t count = 0;
+    std::size_t bytes = 0;
+  };
+  std::array<Stranded, 2> found{};  // by SizeClass
+  for (const Block* head : blocks_.stretches()) {
+    if (head->next == nullptr && head->state == BlockState::free) continue;  // a segment of which nothing is in use
+    for (const Block* block = head; block != nullptr; block = block->next) {
+      if (block->state != BlockState::free) continue;
+      Stranded& of_class = found.at(static_cast<std::size_t>(size_class_of(sharers_[block->tag].small)));
+      ++of_class.count;
+      of_class.bytes += block->size();
+    }
+  }
+  counters_->count([&](PoolCounters& counters) {
+    for (const SizeClass size_class : {SizeClass::small_pool, SizeClass::large_pool}) {
+      const Stranded& of_class = found.at(static_cast<std::size_t>(size_class));
+      counters.set(StatKind::inactive_split, size_class, of_class.count);
+      counters.set(StatKind::inactive_split_bytes, size_class, of_class.bytes);
+    }
+  });
+}
 
 std::vector<ProvidedMemory::Segment> ProvidedMemory::snapshot(const DeviceMemory& device) {
   std::vector<Segment> found;

@@ -79,8 +79,10 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   // Those that the device has segments of.
   static std::vector<std::shared_ptr<ProvidedMemory>> all_of(const DeviceMemory& device);
   [[nodiscard]] RegionId region() const { return region_; }
-  // In the device's as well.
+  // DeviceMemory::statistics() has them too.
   [[nodiscard]] Statistics statistics() const { return counters_->statistics(); }
+  // Brings inactive_split up to date. Walks.
+  void refresh_numbers() VMM_EXCLUDES(mutex_);
 
   // ForeignMemory
   void set_pinned(bool pinned) noexcept override VMM_EXCLUDES(mutex_);
@@ -131,7 +133,6 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   const std::unique_ptr<SegmentProvider> provider_;
   const Report report_;
   Budget budget_;
-  const std::shared_ptr<CountersBeside> counters_;
   std::atomic<bool> no_split_{false};
 
   Mutex mutex_;
@@ -147,6 +148,8 @@ class ProvidedMemory final : public ForeignMemory, public std::enable_shared_fro
   Epoch graphs_end_ VMM_GUARDED_BY(mutex_) = kLongAgo;
   bool pinned_ VMM_GUARDED_BY(mutex_) = false;
   bool closed_ VMM_GUARDED_BY(mutex_) = false;
+  // The last that is made: what the device has of it ends with this, and with nothing that is half made.
+  const std::shared_ptr<CountersBeside> counters_;
 };
 
 }  // namespace vmm

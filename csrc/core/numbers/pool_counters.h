@@ -2,7 +2,7 @@
 // its own right, for the device and for the model with its parts. It knows what a
 // block's life moves, and no block of the pool.
 //
-// Everything here is done with the pool's lock held. What threads' caches have
+// PoolCounters' calls are made with the pool's lock held. What threads' caches have
 // counted comes in by absorb(), or is added by whoever tells the numbers.
 #pragma once
 
@@ -34,10 +34,10 @@ class PoolCounters {
   // -- Memory. What a pool maps is the large pool's until a slab is made of it.
   void mapped(std::size_t bytes, bool is_oversize, SizeClass size_class = SizeClass::large_pool);
   void unmapped(std::size_t bytes, bool is_oversize, SizeClass size_class = SizeClass::large_pool);
-  // How often memory was asked for and given back; of a pool its range knows that, until it ends.
-  void asked_driver(std::int64_t mapped, std::int64_t unmapped) {
-    statistics_.num_device_alloc += mapped;
-    statistics_.num_device_free += unmapped;
+  // num_device_alloc and _free; those of a pool its range counts, until that ends.
+  void count_device_calls(std::int64_t allocs, std::int64_t frees) {
+    statistics_.num_device_alloc += allocs;
+    statistics_.num_device_free += frees;
   }
   // A slab's memory changes hands; `is_whole_chunk`: so does the chunk itself.
   void slab_changed_hands(std::size_t bytes, bool is_whole_chunk, SizeClass from, SizeClass to);
@@ -86,10 +86,10 @@ class PoolCounters {
   std::unique_ptr<Peaks::Seat> family_seat_;  // nullptr: the model has no parts
 };
 
-// The same for memory that is the device's and no Pool's, with peaks and a lock of its own.
+// The same for memory that is the device's and no Pool's, with a lock of its own.
 class CountersBeside {
  public:
-  explicit CountersBeside(Peaks& of_device) : counters_(peaks_, of_device) {}
+  explicit CountersBeside(Peaks& of_device) : peaks_(of_device), counters_(peaks_, of_device) {}
 
   // Calls `count` with the counters.
   template <typename Count>

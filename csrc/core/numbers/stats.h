@@ -24,10 +24,10 @@ constexpr SizeClass size_class_of(bool is_small) { return is_small ? SizeClass::
 // The families of torch.cuda.memory_stats that count blocks or bytes.
 enum class StatKind : std::uint8_t {
   allocation,       // live blocks
-  segment,          // chunks mapped: what the driver gave in one call each
+  segment,          // chunks mapped, what the driver gave in one call each; a provider's segments
   active,           // live blocks and freed ones whose record_stream is pending
   allocated_bytes,  // bytes of live blocks, rounded to 512
-  reserved_bytes,   // bytes of mapped chunks
+  reserved_bytes,   // their bytes
   active_bytes,
   requested_bytes,  // bytes asked for, of active blocks
   // Free stretches in chunks that are partly used, and their bytes. Worked out

@@ -146,7 +146,7 @@ bool Pool::end() {
   if (!quarantined_.empty() || watched_.leaving() != 0 || space_.range().has_retired()) return false;
   if (!space_.range().clear_dormant().ok()) return false;
   VMM_CHECK(space_.range().live().empty(), "pool '", name_, "' ends with ", space_.range().live().size(), " chunks");
-  counters_.asked_driver(space_.range().mapped_by_driver(), space_.range().unmapped_by_driver());
+  counters_.count_device_calls(space_.range().mapped_by_driver(), space_.range().unmapped_by_driver());
   space_.close();
   set_inactive_split({});
   if (!context_.address_space.unreserve(context_.driver, base_, kind_.capacity).ok()) {
