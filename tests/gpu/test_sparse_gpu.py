@@ -46,7 +46,7 @@ def test_without_zeros_nobody_waits(busy: Busy) -> None:
     tensor.commit(slice(0, 16))
     stamp(tensor[:16], 2)
     expected = tensor[8:16].cpu()
-    running = busy(200)
+    running = busy(1500)
     read = tensor[8:16].clone()
     tensor.decommit(slice(8, 16))
     tensor.commit(slice(16, 64))
