@@ -26,7 +26,7 @@ def tables() -> list[str]:
     return [
         _floor(files[f"hot_path-{DEVICE}"]),
         _driver_calls(next(result for stem, result in files.items() if stem.startswith("driver_ops-"))),
-        *(_standing(stem.replace(f"-{DEVICE}", ""), result) for stem, result in files.items()),
+        *(_standing(stem, result) for stem, result in files.items()),
     ]
 
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-DEVICE = "h100"
+DEVICE = "h200"
 ALLOCATORS = {
     "torch_vmm": "torch_vmm",
     "native": "native",
