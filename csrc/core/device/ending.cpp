@@ -137,6 +137,7 @@ bool DeviceMemory::bury(const std::shared_ptr<Pool>& pool) {
     closed_.erase(pool.get());
     waiting_.erase(pool.get());
     if (!registry_.remove(*pool)) return true;
+    // What was counted before a reset that came meanwhile is not to come back.
     Statistics since = statistics;
     if (times_reset_ != resets) since.reset_accumulated();
     counted_before_.add_totals(since);
