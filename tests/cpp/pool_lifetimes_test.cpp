@@ -2,13 +2,12 @@
 // go on: closed or not, empty or not, is decided in one step.
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <thread>
 #include <vector>
 
 #include "core/device/private_pools.h"
 #include "core/faces/shared_memory_pool.h"
 #include "cpp/lab.h"
+#include "support/at_one_moment.h"
 
 namespace vmm::testing {
 namespace {
@@ -16,28 +15,19 @@ namespace {
 const Stream kOne = stream(0x10);
 const Stream kTwo = stream(0x20);
 
-void spin(int turns) {
-  std::atomic<int> done{0};
-  while (done.fetch_add(1) < turns) {
-  }
-}
-
 // A thread allocates and frees until the pool is closed under it.
 template <typename Close>
 void allocate_while(Lab& lab, Pool& pool, std::size_t bytes, int delay, const Close& close) {
-  std::atomic<bool> go{false};
-  std::thread thread([&] {
-    while (!go.load()) {
-    }
+  const auto allocate = [&] {
     try {
       for (int k = 0; k < 50; ++k) DeviceMemory::free(lab.space, lab.memory().allocate(pool, bytes, kOne));
     } catch (const InvalidArgumentError&) {  // NOLINT(bugprone-empty-catch): closed, which is what is tested
     }
+  };
+  at_one_moment(allocate, [&] {
+    spin(delay);
+    close();
   });
-  go = true;
-  spin(delay);
-  close();
-  thread.join();
 }
 
 TEST(Closing, AllocatingMeanwhileSucceedsOrIsRefused) {
@@ -65,25 +55,22 @@ TEST(Closing, WithoutForceNeverTakesAPoolFromWhoHasJustAllocated) {
   Lab lab;
   for (int round = 0; round < 1500; ++round) {
     const auto pool = lab.pool("a");
-    std::atomic<bool> go{false};
     Address got = 0;
-    std::thread thread([&] {
-      while (!go.load()) {
-      }
+    const auto allocate = [&] {
+      spin(round * 13 % 4000);
       try {
         got = lab.memory().allocate(*pool, 4096, kOne);
       } catch (const InvalidArgumentError&) {  // NOLINT(bugprone-empty-catch): closed before
       }
-    });
-    go = true;
-    spin(round * 13 % 4000);
+    };
     bool closed = true;
-    try {
-      lab.memory().close_pool(*pool, /*force=*/false);
-    } catch (const StillInUseError&) {
-      closed = false;
-    }
-    thread.join();
+    at_one_moment(allocate, [&] {
+      try {
+        lab.memory().close_pool(*pool, /*force=*/false);
+      } catch (const StillInUseError&) {
+        closed = false;
+      }
+    });
     EXPECT_FALSE(closed && got != 0) << "closed with a live block";
     if (got != 0) DeviceMemory::free(lab.space, got);
     if (!closed) lab.memory().close_pool(*pool, /*force=*/true);

@@ -505,8 +505,11 @@ TEST_F(ProvidedMemoryTest, WhatIsResetStaysSoWhileOneEnds) {
     ProvidedMemory::free(brief->allocate(3 * kMiB, kOne));
     brief->close();
     finish(/*wait=*/true);
-    at_one_moment(
-        round % 400, [&] { brief.reset(); }, [&] { lab.memory().reset_accumulated(); });
+    const auto end = [&] {
+      spin(round % 400);
+      brief.reset();
+    };
+    at_one_moment(end, [&] { lab.memory().reset_accumulated(); });
     const Statistics statistics = lab.memory().statistics();
     ASSERT_EQ(statistics[StatKind::allocation][0].allocated, 0);
     ASSERT_EQ(statistics.num_device_alloc, 0);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpp/reclaim_lab.h"
+#include "support/at_one_moment.h"
 
 namespace vmm::testing {
 namespace {
@@ -244,21 +245,15 @@ TEST(GroupsEnd, TheLastTensorsOfAClosedGroupAreFreedByTwoThreads) {
     }
     group.reset();
     lab.memory().end_group(*key);
-    std::atomic<int> ready{0};
     std::atomic<int> threw{0};
     const auto free_it = [&](Address address) {
-      ++ready;
-      while (ready != 2) {
-      }
       try {
         DeviceMemory::free(lab.space, address);
       } catch (const std::exception&) {
         ++threw;
       }
     };
-    std::thread other(free_it, last[0]);
-    free_it(last[1]);
-    other.join();
+    at_one_moment([&] { free_it(last[0]); }, [&] { free_it(last[1]); });
     thrown += threw;
   }
   EXPECT_EQ(thrown, 0) << "free() threw in round " << k;

@@ -221,11 +221,14 @@ TEST(Threads, AnyThreadMayFreeWhatAnotherAllocated) {
 // Numbers of before came back with a pool that ended.
 TEST(Threads, WhatIsResetStaysSoWhileAPoolEnds) {
   Lab lab;
-  for (int round = 0; round < 2000; ++round) {
+  for (int round = 0; round < 4000; ++round) {
     const auto pool = lab.pool("a");
     DeviceMemory::free(lab.space, lab.memory().allocate(*pool, 2 * kMiB, nullptr));
-    at_one_moment(
-        round * 6, [&] { lab.memory().reset_accumulated(); }, [&] { lab.memory().close_pool(*pool, /*force=*/false); });
+    const auto reset = [&] {
+      spin(round * 3);
+      lab.memory().reset_accumulated();
+    };
+    at_one_moment(reset, [&] { lab.memory().close_pool(*pool, /*force=*/false); });
     ASSERT_EQ(lab.memory().statistics()[StatKind::allocation][0].allocated, 0) << "in round " << round;
   }
 }

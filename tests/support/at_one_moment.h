@@ -6,25 +6,29 @@
 
 namespace vmm::testing {
 
-// Begins both at one moment, but for `later` turns of a loop that the other one waits.
+// So that one of them comes a little later.
+inline void spin(int turns) {
+  std::atomic<int> done{0};
+  while (done.fetch_add(1) < turns) {
+  }
+}
+
+// Calls `other` on a thread of its own and `here` on this one, from one moment on.
 template <typename Other, typename Here>
-void at_one_moment(int later, const Other& other, const Here& here) {
+void at_one_moment(const Other& other, const Here& here) {
   std::atomic<int> ready{0};
-  const auto wait = [&ready] {
-    ready.fetch_add(1);
-    while (ready.load() != 2) {
+  const auto meet = [&ready] {
+    ++ready;
+    while (ready != 2) {
     }
   };
-  std::thread beside([&] {
-    wait();
-    std::atomic<int> turns{0};
-    while (turns.fetch_add(1) < later) {
-    }
+  std::thread thread([&] {
+    meet();
     other();
   });
-  wait();
+  meet();
   here();
-  beside.join();
+  thread.join();
 }
 
 }  // namespace vmm::testing
