@@ -140,7 +140,9 @@ void DeviceRoom::note_closed() {
 SecondMapping* Runtime::second_mapping_at(const void* address) {
   if (in_child()) return nullptr;
   for (const DeviceKind kind : kDeviceKinds) {
-    for (DeviceRoom* const room : all_made(kind)) {
+    for (int ordinal = 0; ordinal < kMostDevices; ++ordinal) {
+      DeviceRoom* const room = made(kind, ordinal);
+      if (room == nullptr) continue;
       if (SecondMapping* found = room->memory.second_mappings().at(reinterpret_cast<Address>(address))) return found;
     }
   }

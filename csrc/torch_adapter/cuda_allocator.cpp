@@ -35,7 +35,7 @@ namespace vmm {
 
 namespace {
 
-c10::Device torch_device(int ordinal) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(ordinal)}; }
+c10::Device cuda_device(int ordinal) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(ordinal)}; }
 
 inline void trace_allocation(void* block) {
   const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
@@ -160,7 +160,7 @@ bool is_unwatched() {
 
 // The profiler counts what blocks take, not what was asked for.
 void report_allocation(const DeviceRoom& room, void* block) {
-  report_to_profiler(room, block, static_cast<std::int64_t>(block_size(block)), torch_device(room.ordinal));
+  report_to_profiler(room, block, static_cast<std::int64_t>(block_size(block)), cuda_device(room.ordinal));
 }
 
 // Frees a block and tells the profiler, with the totals after it.
@@ -173,7 +173,7 @@ bool free_and_report(void* block) {
   const int ordinal = provided.has_value() ? provided->device : pool->device();
   if (!free_live(block, BlockCaches::Put::unknown)) return false;  // with its last block the pool may be gone
   if (const DeviceRoom* room = Runtime::made(DeviceKind::cuda, ordinal); room != nullptr) {
-    report_to_profiler(*room, block, -static_cast<std::int64_t>(bytes), torch_device(ordinal));
+    report_to_profiler(*room, block, -static_cast<std::int64_t>(bytes), cuda_device(ordinal));
   }
   return true;
 }
@@ -314,7 +314,7 @@ void tell_cuda_out_of_memory(DeviceRoom& room, const Pool& asker, std::size_t by
   const History::Scope scope(cca::RecordContext::STATE);
   if (is_profiled()) {
     report_out_of_memory_to_profiler(DeviceKind::cuda, room.ordinal, align_up(bytes, kBlockAlignment),
-                                     torch_device(room.ordinal));
+                                     cuda_device(room.ordinal));
   }
   History::instance().out_of_memory(room, asker, bytes, stream);
 }
@@ -412,15 +412,15 @@ c10::DataPtr CudaAllocator::allocate(std::size_t bytes) {
   if (!is_cached()) [[unlikely]] {
     if (bytes >= kExbibyte) throw_beyond_exbibyte(DeviceKind::cuda, device, bytes);
     void* block = allocate_uncached(bytes);
-    return {block, block, &free_uncached, torch_device(device)};
+    return {block, block, &free_uncached, cuda_device(device)};
   }
-  if (bytes == 0) return {nullptr, nullptr, &free_block, torch_device(device)};
+  if (bytes == 0) return {nullptr, nullptr, &free_block, cuda_device(device)};
   if (is_for_workspace(bytes, __builtin_return_address(0))) [[unlikely]] {
     void* block = allocate_for_all(device, bytes, current_stream(device));
-    return {block, block, &free_block, torch_device(device)};
+    return {block, block, &free_block, cuda_device(device)};
   }
   void* block = allocate_some(device, bytes, current_stream(device));
-  return {block, block, &free_block, torch_device(device)};
+  return {block, block, &free_block, cuda_device(device)};
 }
 
 c10::DeleterFnPtr CudaAllocator::raw_deleter() const { return is_cached() ? &free_block : &free_uncached; }
@@ -485,7 +485,7 @@ void CudaAllocator::recordStream(const c10::DataPtr& block, c10::cuda::CUDAStrea
 
 VMM_SINCE_TORCH_2_13(c10::DataPtr CudaAllocator::allocateWithAddress(std::size_t bytes, void* address) {
   const c10::DeviceIndex device = current_device();
-  if (bytes == 0) return {nullptr, nullptr, &free_block, torch_device(device)};
+  if (bytes == 0) return {nullptr, nullptr, &free_block, cuda_device(device)};
   if (!is_cached()) throw_torch_error("torch_vmm: allocateWithAddress: caching is disabled");
   Pool* const pool = Runtime::pool_at(address);
   if (pool == nullptr || pool->device() != device) {
@@ -500,7 +500,7 @@ VMM_SINCE_TORCH_2_13(c10::DataPtr CudaAllocator::allocateWithAddress(std::size_t
     auto* const block = reinterpret_cast<void*>(given);
     trace_allocation(block);
     if (is_profiled()) report_allocation(room, block);
-    return {block, block, &free_block, torch_device(device)};
+    return {block, block, &free_block, cuda_device(device)};
   } catch (const OutOfMemoryError& error) {
     if (!error.is_told) tell_cuda_out_of_memory(room, *pool, bytes, stream);
     rethrow_as_torch(DeviceKind::cuda, device, bytes);

@@ -15,13 +15,14 @@ enum class Strictness : std::uint8_t { off, warn, raise };
 
 namespace detail {
 // By kind and ordinal rather than in the rooms: setting one needs no driver.
-inline std::array<std::array<std::atomic<Strictness>, Runtime::kMostDevices>, 2> strictness_by_device{};
+inline std::array<std::array<std::atomic<Strictness>, Runtime::kMostDevices>, kDeviceKinds.size()>
+    strictness_by_device{};
 void refuse_outside(DeviceKind kind, int ordinal, std::size_t bytes);
 }  // namespace detail
 
 // REQUIRES: an ordinal below Runtime::kMostDevices.
 inline std::atomic<Strictness>& strictness(DeviceKind kind, int ordinal) {
-  return detail::strictness_by_device[static_cast<std::size_t>(kind)][static_cast<std::size_t>(ordinal)];
+  return detail::strictness_by_device[index_of(kind)][static_cast<std::size_t>(ordinal)];
 }
 
 // Called before torch is given memory, with no lock held. Throws c10::Error

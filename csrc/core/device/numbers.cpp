@@ -11,31 +11,27 @@ namespace vmm {
 Statistics DeviceMemory::statistics() const {
   Statistics sum;
   PoolList pools;
-  std::vector<std::shared_ptr<CountersBeside>> beside;
   {
     const MutexLock lock(registry_mutex_);
     sum.add_totals(counted_before_);
+    for (const auto& each : counters_beside_) sum.add_totals(each->statistics());
     pools = *registry_.all().list();
-    beside = counters_beside_;
   }
   for (const auto& pool : pools) sum.add_totals(pool->statistics());
-  for (const auto& each : beside) sum.add_totals(each->statistics());
   peaks_.fill_peaks(sum);
   return sum;
 }
 
 void DeviceMemory::reset_peaks() {
   PoolList pools;
-  std::vector<std::shared_ptr<CountersBeside>> beside;
   {
     const MutexLock lock(registry_mutex_);
     peaks_.reset_peaks();
     counted_before_.reset_peaks();
+    for (const auto& each : counters_beside_) each->count([](PoolCounters& counters) { counters.reset_peaks(); });
     pools = *registry_.all().list();
-    beside = counters_beside_;
   }
   for (const auto& pool : pools) pool->reset_peaks();
-  for (const auto& each : beside) each->count([](PoolCounters& counters) { counters.reset_peaks(); });
 }
 
 // Who ends meanwhile is looked at last, or its numbers of before would come back with it.
